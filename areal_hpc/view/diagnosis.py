@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from areal_hpc.errors import RecipeError, escape_controls
+from areal_hpc.errors import RecipeError, escape_line
 from areal_hpc.rundir.telemetry.events import (
     LAUNCHER_ENDED_EVENT,
     LAUNCHER_ROLE,
@@ -398,4 +398,4 @@ def format_diagnosis(diagnosis: Diagnosis, run: str) -> list[str]:
         lines += [f"      {detail}" for detail in finding.details]
     if diagnosis.hint:
         lines.append(f"try: {diagnosis.hint.replace('RUN', run)}")
-    return [escape_controls(line) for line in lines]
+    return [escape_line(line) for line in lines]

@@ -14,6 +14,7 @@ from areal_hpc.errors import (
     ProxyRequestError,
     RecipeError,
     RunInterruptedError,
+    escape_line,
 )
 
 
@@ -39,3 +40,10 @@ def test_an_error_survives_a_pickle_with_all_that_it_carries(error: ArealError) 
     copy = pickle.loads(pickle.dumps(error))
     assert type(copy) is type(error)
     assert (str(copy), copy.args, vars(copy)) == (str(error), error.args, vars(error))
+
+
+def test_a_failure_s_text_begins_no_line_of_its_own() -> None:
+    """As it stands in `status`, `why` and `shards show`."""
+    shown = escape_line("task 3 failed: no\n\x1b[2Jall is well\nreward 1.0")
+    assert [line[:6] for line in shown.splitlines()] == ["task 3", "      ", "      "]
+    assert "\x1b" not in shown

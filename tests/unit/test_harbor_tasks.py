@@ -264,6 +264,7 @@ def test_repair_tasks_are_repeatable_and_each_fault_shows(tmp_path: Path) -> Non
         ("# escape=`\nFROM x\nENV A=1 `\n  B=2\nWORKDIR /e\n", "/e", {"A": "1", "B": "2"}, 0),
         ("FROM x AS one\nWORKDIR /one\nENV A=1\nRUN make\nFROM y\nENV B=2\n", "", {"B": "2"}, 0),
         ("FROM --platform=p x AS one\nENV A=1\nFROM one\nWORKDIR /f\n", "/f", {"A": "1"}, 0),
+        ("FROM x\nWORKDIR /../../app\nWORKDIR ../data\n", "/data", {}, 0),
         ("FROM x\nADD app.tgz /app/\n", "", {}, 1),
         ("FROM x\nRUN cat <<< word\nENV A=1\n", "", {"A": "1"}, 1),
         ("FROM x\nRUN echo $((1<<20)) $((n<<k))\nENV A=1\n", "", {"A": "1"}, 1),

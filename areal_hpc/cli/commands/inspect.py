@@ -15,7 +15,7 @@ from areal_hpc.cli.arguments import (
     parse_positive_int,
     parse_run_dir,
 )
-from areal_hpc.errors import RecipeError, ShardError, escape_controls
+from areal_hpc.errors import RecipeError, ShardError, escape_line
 from areal_hpc.rundir.paths import RunPaths
 
 if TYPE_CHECKING:
@@ -238,7 +238,7 @@ def _show_logs(arguments: argparse.Namespace) -> int:
 
 
 def _format_log_line(process_name: str, line: str) -> str:
-    line = escape_controls(line)
+    line = escape_line(line)
     if not sys.stdout.isatty():
         return f"{process_name} | {line}"
     color = ANSI_COLORS[sum(process_name.encode()) % len(ANSI_COLORS)]
@@ -306,7 +306,7 @@ def _describe_untrained_batch(record: UntrainedBatchPart) -> str:
 
 def _print_first_lines(lines: Sequence[str], max_lines: int | None) -> None:
     for line in lines[:max_lines]:
-        print(escape_controls(line))
+        print(escape_line(line))
     if max_lines is not None and len(lines) > max_lines:
         print(f"... and {len(lines) - max_lines} more: --tickets lists all")
 

@@ -80,7 +80,9 @@ def _apply_instruction(
     if instruction in _INSTRUCTIONS_WITHOUT_EFFECT:
         return
     if instruction == "WORKDIR" and "$" not in arguments:
-        container.work_dir = posixpath.join(container.work_dir or "/", arguments)
+        container.work_dir = posixpath.normpath(
+            posixpath.join(container.work_dir or "/", arguments)
+        )
     elif instruction == "ENV" and "$" not in arguments:
         container.variables |= _parse_variables(arguments)
     elif instruction in ("COPY", "ADD") and _is_plain_local_copy(arguments):

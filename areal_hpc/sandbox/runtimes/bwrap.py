@@ -22,6 +22,7 @@ from areal_hpc.sandbox.bubblewrap_command_line import (
     find_bubblewrap,
     hold_content_descriptors,
     may_become_nobody,
+    tells_of_refusal,
 )
 from areal_hpc.sandbox.images.root_archive import unpack_root_if_archive
 from areal_hpc.sandbox.runtime import build_isolation_error
@@ -114,7 +115,7 @@ class BwrapRuntime:
                 return await Sandbox.start(plan)
             except ClusterError as error:
                 said = error.problems[0].message
-                if any(sign in said for sign in ("unshare:", "bwrap:", "mount:")):
+                if tells_of_refusal(said):
                     raise _build_isolation_error(said) from error
                 raise
 

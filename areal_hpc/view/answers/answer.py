@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote, urlencode
 
-from areal_hpc.errors import escape_controls
+from areal_hpc.errors import escape_line
 from areal_hpc.rundir.run_recipe import get_recipe_value
 
 
@@ -48,7 +48,7 @@ def format_answer(answer: Answer, run: str) -> list[str]:
     lines += [f"try: {hint.replace('RUN', run)}" for hint in answer.hints]
     if any(finding.page for finding in answer.findings):
         lines.append(f"pages: areal-hpc view {run} prints an address; #/... goes behind it")
-    return [escape_controls(line) for line in lines]
+    return [escape_line(line) for line in lines]
 
 
 def format_keys_with_values(recipe: Mapping[str, Any], *keys: str) -> str:

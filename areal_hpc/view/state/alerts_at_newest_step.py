@@ -5,7 +5,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from areal_hpc.errors import RecipeError, escape_controls
+from areal_hpc.errors import RecipeError, escape_line
 from areal_hpc.metrics.alert_rules import MIN_FAILED_TRIES_IN_STEP, Alert
 from areal_hpc.metrics.alerts import find_alerts
 from areal_hpc.metrics.episode_failures import is_failed_training_try
@@ -86,4 +86,4 @@ def select_failure_alerts(alerts: Sequence[Alert]) -> list[Alert]:
 def format_alert(alert: Alert) -> str:
     """An alert for people, on one line."""
     line = f"{alert.level:<8} {alert.message} ({alert.rule}; try: {alert.hint})"
-    return escape_controls(line)
+    return escape_line(line)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from areal_hpc.errors import ShardError, escape_controls
+from areal_hpc.errors import ShardError, escape_line
 from areal_hpc.metrics.step_line import (
     compute_trained_tokens_per_s,
     estimate_remaining_s,
@@ -104,7 +104,7 @@ def describe_phase_and_agent_failures(paths: RunPaths, *, is_running: bool) -> l
     if (cause := failures.newest) is not None:
         lines.append(f"  agent             failed {failures.share_text}: {cause.text}")
         lines.append(f"                    try: {cause.suggested_fix}")
-    return [escape_controls(line) for line in lines]
+    return [escape_line(line) for line in lines]
 
 
 def format_run_progress(

@@ -264,6 +264,26 @@ def test_where_the_kernel_allows_no_namespaces_a_program_is_refused_and_the_way_
     assert "stdout='0\\n'" in run_apart("none", *command)
 
 
+def test_what_else_fails_is_not_called_a_refusal_of_namespaces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    missing = str(tmp_path / "python3")
+    monkeypatch.setattr(process, "find_sandbox_python", lambda **_: (missing, None))
+    with pytest.raises(ClusterError, match=f"did not start: .*{missing}.*No such file"):
+        run_program("")
+
+
+def test_a_python_in_the_temporary_folder_runs() -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as prefix:
+        Path(prefix).chmod(0o755)
+        program = Path(prefix) / "python3"
+        program.write_text('#!/bin/sh\nexec /usr/bin/python3 "$@"\n')
+        program.chmod(0o755)
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(process, "find_sandbox_python", lambda **_: (str(program), prefix))
+            assert run_program("print(7)").stdout == "7\n"
+
+
 def count_open_descriptors() -> int:
     return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
