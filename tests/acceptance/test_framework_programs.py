@@ -181,6 +181,8 @@ FRAMEWORKS = {
     **_in_dialects(
         "langchain", _program("langchain_agent.py", overflow="ContextOverflowError"), *DIALECTS
     ),
+    "langchain-js-chat": _program("langchain_agent.mjs", "chat"),
+    "langchain-js-responses": _program("langchain_agent.mjs", "responses"),
     "inspect-ai-chat": _program(
         "inspect_ai_agent.py", "chat", environment="python", overflow="model_length"
     ),
