@@ -71,6 +71,7 @@ class SessionRequests:
             name, digest = hashlib.blake2b(key).digest(), compute_digest()
             is_retry |= name in self._named
             named = self._named.setdefault(name, _NamedRequest(digest))
+            self._drop_oldest_names()
             if named.digest != digest:
                 problem = "this Idempotency-Key was another request's"
                 raise ProxyRequestError(400, problem, hint="give each request a key of its own")
@@ -94,7 +95,7 @@ class SessionRequests:
                         del self._refused[next(iter(self._refused))]
             if named and is_whole:
                 named.answer = replace(given, is_sent=False)
-        self._drop_oldest_names()
+                self._drop_oldest_names()
         return given
 
     def _drop_oldest_names(self) -> None:
