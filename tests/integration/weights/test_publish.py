@@ -346,6 +346,7 @@ def test_a_member_whose_node_vanishes_restarts_no_other(cell: Cell, tmp_path: Pa
     assert incarnations(cell) == before
 
 
+@pytest.mark.thorough
 def test_half_loaded_weights_never_answer_and_are_sent_again(cell: Cell, tmp_path: Path) -> None:
     old, new, before = tiny_qwen3(7), tiny_qwen3(8), incarnations(cell)
     models = {f"{cell.generation + 1}.0": old, f"{cell.generation + 3}.1": new}
