@@ -80,8 +80,6 @@ class QueueSnapshot:
     """By id; jobs that nothing is known of are absent."""
     outage: str = ""
     """Why there was no answer; empty if there was one."""
-    outage_s: float = 0.0
-    """Since when there has been none."""
 
     def filter_jobs_by_ids_and_label(self, job_ids: Iterable[str], label: str) -> QueueSnapshot:
         """Part of this answer about the jobs with these ids whose name or comment holds `label`.
@@ -95,7 +93,7 @@ class QueueSnapshot:
             if (job := self.jobs.get(job_id))
             and (not job.name_and_comment or label in job.name_and_comment)
         }
-        return QueueSnapshot(jobs, self.outage, self.outage_s)
+        return QueueSnapshot(jobs, self.outage)
 
     def get_state(self, job_id: str) -> JobState:
         """The job's state; UNKNOWN if there was no answer or Slurm has forgotten it."""
@@ -170,10 +168,9 @@ def _parse_sacct_row(job_id: str, state: JobState, cells: Sequence[str]) -> Slur
 
 
 class QueuePoller:
-    """Asks Slurm, remembers since when it has not answered, and says how long to leave it alone."""
+    """Asks Slurm, and says how long to leave one alone that does not answer."""
 
     def __init__(self) -> None:
-        self._outage_since: float | None = None
         self._unanswered_polls = 0
         self._ask_accounting_at = 0.0
         """Monotonic time before which sacct, which had nothing to say, is not asked again."""
@@ -186,23 +183,22 @@ class QueuePoller:
         return SLURM_OUTAGE_BACKOFF.get_pause_s(self._unanswered_polls)
 
     def poll(self, job_ids: Iterable[str]) -> QueueSnapshot:
-        """All that Slurm knows of these jobs now. That it does not answer is no error.
+        """All that Slurm knows of these jobs now.
 
-        Raises:
-            ClusterError: Slurm's commands are not installed here.
+        That it does not answer, refuses or is not installed here is an outage and no error: the run
+        directory still says what it knows.
         """
         wanted = sorted(set(job_ids))
         if not wanted:
             return QueueSnapshot()
-        outage, asked_at = "", time.monotonic()
+        outage = ""
         found: dict[str, SlurmJobRecord] = {}
         try:
             found = {job.job_id: job for job in query_squeue(wanted)}
-            self._outage_since, self._unanswered_polls = None, 0
-        except SlurmTimeoutError as error:
-            outage = error.problems[0].message
+            self._unanswered_polls = 0
+        except ClusterError as error:
+            outage = error.problems[0].message.splitlines()[-1]  # above it: what squeue tried
             self._unanswered_polls += 1
-            self._outage_since = self._outage_since or asked_at
         missing = [job_id for job_id in wanted if job_id not in found]
         past = {job.job_id: job for job in self.read_accounting(set(missing) - set(self._settled))}
         # Accounting lags behind slurmctld, and calls a job whose end it missed running for ever: it
@@ -211,8 +207,7 @@ class QueuePoller:
         if not outage:
             self._settled |= past
         found |= past | {key: self._settled[key] for key in missing if key in self._settled}
-        began = self._outage_since
-        return QueueSnapshot(found, outage, time.monotonic() - began if began is not None else 0.0)
+        return QueueSnapshot(found, outage)
 
     def read_accounting(self, job_ids: Iterable[str]) -> list[SlurmJobRecord]:
         """Every start that accounting knows of these jobs, oldest first; none while it is off."""

@@ -9,7 +9,6 @@ from areal_hpc.errors import ArealError, ClusterError
 from areal_hpc.metrics.step_line import format_metric
 from areal_hpc.recipe.loading import flatten_keys, flatten_keys_hiding_private_values
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.slurm.commands import has_slurm
 from areal_hpc.slurm.queue import QueuePoller, QueueSnapshot, SlurmJobRecord, query_squeue_of_user
 from areal_hpc.slurm.run_jobs import list_recorded_job_ids, list_unrecorded_live_jobs
 from areal_hpc.view.state.jobs import (
@@ -72,11 +71,7 @@ class ListedRunState:
 def fetch_states_of_runs(runs: Sequence[RunPaths], queue: QueuePoller) -> list[ListedRunState]:
     """The state of each run; Slurm is asked once for all."""
     ids = [job_id for paths in runs for job_id in _list_job_ids_of_unfinished_run(paths)]
-    snapshot = (
-        queue.poll(ids)
-        if has_slurm()
-        else QueueSnapshot(outage="there is no Slurm on this machine")
-    )
+    snapshot = queue.poll(ids)
     queued: list[SlurmJobRecord] = []
     if not snapshot.outage:
         owners = {paths.root.stat().st_uid for paths in runs if paths.root.exists()}

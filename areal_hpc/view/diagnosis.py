@@ -85,7 +85,9 @@ def _diagnose_state(evidence: RunInspection) -> Diagnosis:
         headline = f"the run was {state} with areal-hpc cancel"
         return Diagnosis(headline, hint="areal-hpc resume RUN continues it", is_well=True)
     if state == "unknown":
-        headline = f"Slurm does not respond: {evidence.run.snapshot.outage}"
+        headline = f"Slurm does not answer ({evidence.run.snapshot.outage})"
+        if cause is not None:
+            headline += f"; the last failure on record: {cause.text}"
         return Diagnosis(headline, chain, "scontrol ping")
     if evidence.run.is_short_of_jobs_or_cells:
         return _diagnose_lost_jobs_or_cells(evidence, state, chain, cause)

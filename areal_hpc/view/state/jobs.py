@@ -139,11 +139,7 @@ class RunJobs:
 
 
 def fetch_run_jobs(paths: RunPaths, queue: QueuePoller) -> RunJobs:
-    """Ask Slurm once about everything this run ever submitted, and read what its jobs left.
-
-    Raises:
-        ClusterError: The run went to Slurm, whose commands are not installed here.
-    """
+    """Ask Slurm once about everything this run ever submitted, and read what its jobs left."""
     answer = queue.poll(list_recorded_job_ids(paths))
     unrecorded: Sequence[LiveJob] = ()
     if has_slurm() and not answer.outage:
@@ -279,8 +275,8 @@ def format_job_table_and_notes(run: RunJobs) -> list[str]:
     lines += describe_unrecorded_jobs(run)
     if run.snapshot.outage:
         lines.append(
-            f"Slurm has not responded for {format_duration(run.snapshot.outage_s)} "
-            f"({run.snapshot.outage}); running jobs are not affected"
+            f"Slurm does not answer ({run.snapshot.outage}): states of jobs are unknown, and jobs "
+            "that run are not affected"
         )
     return lines
 

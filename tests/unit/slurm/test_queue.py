@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from areal_hpc.rundir.jobs import Submission, record_submission
+from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.slurm import queue
 from areal_hpc.slurm.queue import (
     SQUEUE_COLUMNS,
@@ -16,6 +18,7 @@ from areal_hpc.slurm.queue import (
     parse_squeue,
 )
 from areal_hpc.slurm.states import STATE_BY_NAME, JobPhase
+from tests.support.commands import exit_code_of
 from tests.support.scripted_slurm import ScriptedSlurm
 
 SQUEUE_ROWS = """\
@@ -133,3 +136,38 @@ def test_an_accounting_that_was_off_is_asked_again_but_not_at_every_look(
     monkeypatch.setattr(time, "monotonic", lambda: later)
     (found,) = poller.read_accounting(["7"])
     assert found.state.name == "FAILED"
+
+
+@pytest.mark.parametrize(
+    ("squeue", "outage"),
+    [
+        ("echo -e 'squeue: error: no DNS\\nsqueue: fatal: no configuration' >&2; exit 1", "fatal"),
+        (None, "there is no squeue on this machine"),
+    ],
+)
+def test_commands_say_what_the_run_directory_knows_whatever_squeue_says(
+    squeue: str | None,
+    outage: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    paths = RunPaths(tmp_path / "exp" / "one")
+    script = tmp_path / "job.sbatch"
+    script.write_text("")
+    record_submission(paths.submissions, Submission("trainer", "7", 1, 0.0, str(script)))
+    paths.recipe.write_text("trainer: {total_steps: 4}")
+    paths.finished_marker.touch()
+    if squeue is None:
+        monkeypatch.setenv("PATH", str(tmp_path))
+    else:
+        ScriptedSlurm(tmp_path, monkeypatch).answer("squeue", squeue)
+    assert exit_code_of("status", paths.root) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("exp/one: finished")
+    assert outage in said
+    assert exit_code_of("why", paths.root) == 0
+    assert capsys.readouterr().out.startswith("the run is finished")
+    paths.finished_marker.unlink()
+    exit_code_of("why", paths.root)
+    assert capsys.readouterr().out.startswith("Slurm does not answer (")

@@ -167,7 +167,7 @@ def test_a_silent_slurm_is_not_a_failed_run() -> None:
         snapshot=QueueSnapshot(outage="squeue had no answer"),
         jobs=(dataclasses.replace(found.run.jobs[0], slurm_record=None),),
     )
-    assert "Slurm does not respond" in diagnose(dataclasses.replace(found, run=silent)).headline
+    assert "Slurm does not answer" in diagnose(dataclasses.replace(found, run=silent)).headline
 
 
 def test_a_recipe_error_is_the_cause_whatever_else_broke() -> None:
