@@ -63,12 +63,14 @@ class StepRecord:
             "version": str(self.version),
             "generation": self.version.generation,
             "unix_time_s": round(time.time(), 3),
-            "time/step_s": round(time.monotonic() - self._began_at, 4),
             "disk/free_bytes": free_bytes,
-            **self.timer.build_metrics(),
             **further,
         }
-        # A row reopened by a resume keeps the times of its first writing.
+        # A row that a resume opens again keeps the times of its first writing, and only these:
+        # a wait of the new start would be set against the old step's time.
+        if "time/step_s" not in self.row:
+            known["time/step_s"] = round(time.monotonic() - self._began_at, 4)
+            known |= self.timer.build_metrics()
         row = _add_speed_and_limits(known | self.row)
         self._is_open = False
         self._restart_timing()
