@@ -29,6 +29,10 @@ def ended(name: str, state: str, **facts: Any) -> JobView:
     return job(name, state, "9", ended_or_latest_end_at=NOW, nodes="n04", **facts)
 
 
+def done(name: str) -> JobView:
+    return dataclasses.replace(ended(name, "COMPLETED"), task_exits={0: TaskExit(0)})
+
+
 def pending(name: str, reason: str) -> JobView:
     return job(name, "PENDING", "9", reason=reason)
 
@@ -104,7 +108,10 @@ SITUATIONS: dict[str, tuple[RunInspection, str, str, int]] = {
         evidence(TRAINER, CELL, ended("cell-1", "CANCELLED")), "running, short of cells",
         f"{LOST_CELL}was cancelled", 1),
     "a cell's work is done": (
-        evidence(TRAINER, CELL, ended("cell-1", "COMPLETED")), "running", "nothing has failed", 0),
+        evidence(TRAINER, CELL, done("cell-1")), "running", "nothing has failed", 0),
+    "a cell's container ended before its tasks": (
+        evidence(TRAINER, CELL, ended("cell-1", "COMPLETED")), "running, short of cells",
+        f"{LOST_CELL}ended by itself with exit code 0", 1),
     "a cell gave up beside another": (
         evidence(TRAINER, sharing()), "running, short of cells",
         "short of cells: cell-1 of cells-0-1 (job 9) gave up", 1),
@@ -139,7 +146,7 @@ SITUATIONS: dict[str, tuple[RunInspection, str, str, int]] = {
         evidence(TRAINER, CELL, excluded=({"node": "n07", "reason": "no storage", "at": NOW},)),
         "running", "node n07 failed its check: no storage", 0),
     "all is over, nothing was said": (
-        evidence(ended("trainer", "COMPLETED")), "stopped", "it left no error message", 1),
+        evidence(done("trainer")), "stopped", "it left no error message", 1),
 }  # fmt: skip
 
 
