@@ -17,6 +17,16 @@ Location = tuple[int | str, ...]
 """Of a value in a tree: keys, and places in lists."""
 
 
+USUAL_SECTIONS = ("trainer", "rollout", "inference")
+"""Where a key is looked for first that was written without its section."""
+REWARD_NAMES = ("function", "reward", "reward_fn", "reward_func", "reward_funcs", "reward_function")
+"""What other trainers call the key of a reward."""
+REWARD_HINT = (
+    "a recipe names no reward: it is what the agent's `run` returns, and an agent that calls a "
+    "reward function takes its name from rollout.workflow_kwargs"
+)
+
+
 class BaseConfig(BaseModel):
     """One stage's part of a recipe. Unknown keys are errors; values never change after parsing.
 
@@ -55,7 +65,7 @@ def _explain_errors_of_key(
         *section, name = location
         return Problem(f"unknown key {name!r}", key, _suggest_key(str(name), root, tuple(section)))
     if first["type"] == "missing":
-        return Problem("this key is required", key, f"add {key}=... to the recipe")
+        return Problem("this key is required", key, _suggest_missing(root, location))
     # Of several types the value is meant to be of the one that it is wrong within.
     depth = max(len(item["loc"]) for item in items)
     told = [item for item in items if len(item["loc"]) == depth]
@@ -70,7 +80,8 @@ def _explain_errors_of_key(
 def _describe_error(item: ErrorDetails) -> str:
     if item["type"] == "string_pattern_mismatch":
         return f"it must match the regular expression {item['ctx']['pattern']}"
-    return re.sub(r"^\w+ should ", "it must ", item["msg"].removeprefix("Value error, "))
+    said = item["msg"].removeprefix("Value error, ").partition(", unable to parse ")[0]
+    return re.sub(r"^\w+ should ", "it must ", said)
 
 
 def _cut_to_key(location: Location, root: type[BaseConfig]) -> Location:
@@ -117,18 +128,38 @@ def _get_type_within(annotation: Any, key_or_index: int | str) -> Any:
     return Any
 
 
+def _suggest_missing(root: type[BaseConfig], location: Location) -> str:
+    """What to add for a required key: of a section those of its keys that are required, too."""
+    key = ".".join(map(str, location))
+    section = _find_section(root, tuple(location))
+    if section is None:
+        return f"add {key}=... to the recipe"
+    required = [name for name, field in section.model_fields.items() if field.is_required()]
+    keys = ", ".join(f"{name}: ..." for name in required) or "..."
+    return f"add {key}: {{{keys}}} to the recipe"
+
+
 def _suggest_key(unknown_key: str, root: type[BaseConfig], location: tuple[int | str, ...]) -> str:
     """What may have been meant by an unknown key: a similar one there, or one of its name."""
     section = _find_section(root, location)
     known = sorted(section.model_fields) if section else []
     prefix = "".join(f"{part}." for part in location)
-    inner = _find_keys_named(section, unknown_key, prefix) if section else iter(())
-    meant = [
-        *difflib.get_close_matches(unknown_key, known, n=1),
-        *inner,
-        *_find_keys_named(root, unknown_key),
-    ]
-    return f"did you mean {meant[0]}?" if meant else f"choose from {', '.join(known)}"
+    if unknown_key in REWARD_NAMES or location[:1] == ("reward",):
+        return REWARD_HINT
+    if near := difflib.get_close_matches(unknown_key, known, n=1):
+        return f"did you mean {near[0]}?"
+    inner = [*_find_keys_named(section, unknown_key, prefix)] if section and location else []
+    if elsewhere := inner or sorted(_find_keys_named(root, unknown_key), key=_rank_section):
+        others = f" (or {', '.join(elsewhere[1:])})" if elsewhere[1:] else ""
+        return f"did you mean {elsewhere[0]}?{others}"
+    return f"choose from {', '.join(known)}"
+
+
+def _rank_section(dotted_key: str) -> tuple[int, int]:
+    """Sections that most recipes have first, then the outermost keys."""
+    section = dotted_key.partition(".")[0]
+    usual = USUAL_SECTIONS.index(section) if section in USUAL_SECTIONS else len(USUAL_SECTIONS)
+    return usual, dotted_key.count(".")
 
 
 def _find_keys_named(section: type[BaseConfig], key_name: str, prefix: str = "") -> Iterator[str]:

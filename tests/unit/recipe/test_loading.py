@@ -27,7 +27,10 @@ REFUSED = [
     # overrides with `; ` between them, the keys at fault, what is said
     ("trainer.totl_steps=3", "trainer.totl_steps", "unknown key 'totl_steps'|mean total_steps?"),
     ("sft.batch_sise=3", "sft.batch_sise", "did you mean batch_size?"),
-    ("trainer.total_steps=many", "trainer.total_steps", "valid integer|'many'"),
+    ("total_steps=5", "total_steps", "mean trainer.total_steps? (or sft.total_steps)"),
+    ("n_samples=5", "n_samples", "did you mean rollout.n_samples? (or evaluation.n_samples"),
+    ("rollout.reward_fn=a.b", "rollout.reward_fn", "it is what the agent's `run` returns"),
+    ("trainer.total_steps=many", "trainer.total_steps", "it must be a valid integer, got 'many'"),
     ("cluster.gpus=abc", "cluster.gpus", "'auto' or 'none'|valid integer|grep -F cluster.gpus"),
     ("cluster.gpus=[0, -1]", "cluster.gpus", "greater than or equal to 0|got -1"),
     ("trainer.optimizer.betas=[0.9, 1.0]", "trainer.optimizer.betas.1", "less than 1|got 1.0"),
