@@ -22,7 +22,6 @@ NOBODY_UID = 65534
 """The user that a program is, also its group."""
 PROGRAM_VARIABLES = {"PATH": "/usr/bin:/bin", "HOME": WORK_DIR, "LC_ALL": "C.UTF-8"}
 SYSTEM_LINKS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64")
-NETWORK_FILES = ("/etc/resolv.conf", "/etc/ssl", "/etc/pki")
 SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
 
 
@@ -93,7 +92,6 @@ def build_bwrap_command(
     scratch_bytes: int,
     filter_fd: int | None,
     variables: Mapping[str, str] = PROGRAM_VARIABLES,
-    shares_network: bool = False,
 ) -> list[str]:
     """The command line that runs a program in a sandbox of its own.
 
@@ -106,7 +104,6 @@ def build_bwrap_command(
         scratch_bytes: Size of each folder that the program may write in: `WORK_DIR`, /dev/shm.
         filter_fd: Descriptor of the filter of system calls; None for none.
         variables: Its environment.
-        shares_network: It has this machine's network, and the files that name its servers.
     """
     command = [
         *(bwrap, "--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent"),
@@ -124,10 +121,6 @@ def build_bwrap_command(
             command += ["--ro-bind", str(path), str(path)]
     for name in SYSTEM_FILES:
         command += ["--ro-bind-try", name, name]
-    if shares_network:
-        command.append("--share-net")
-        for name in NETWORK_FILES:
-            command += ["--ro-bind-try", name, name]
     command += ["--proc", "/proc", "--dev", "/dev"]
     for folder in ("/dev/shm", WORK_DIR):
         command += ["--size", str(scratch_bytes), "--perms", "1777", "--tmpfs", folder]

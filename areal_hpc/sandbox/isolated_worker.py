@@ -1,7 +1,8 @@
 """Command line of a worker: others' code, which meets what a model wrote, in a Python of its own.
 
 By default bubblewrap isolates it: it sees the system's programs, its Python and folders that are
-named, all read-only; no secrets, nothing of the user's, no network, no other process. It runs
+named, all read-only; no secrets, nothing of the user's, no other process, no network but hosts that
+are named. It runs
 `worker_loop.py`, which plays each episode in a fork.
 """
 
@@ -38,6 +39,7 @@ from areal_hpc.sandbox.seccomp import build_seccomp_filter
 WORKER_LOOP_FILE = Path(__file__).parent / "worker" / "worker_loop.py"
 PASSED_VARIABLES = ("LANG", "TZ", "OMP_NUM_THREADS")
 SCRATCH_BYTES = 64 << 20
+PROXY_PORT = 8998
 _LIST_FOLDERS_SCRIPT = (
     "import json, sys; print(json.dumps([sys.prefix, sys.base_prefix, *sys.path[1:]]))"
 )
@@ -66,8 +68,13 @@ class WorkerSettings:
     """More than the prepared process has."""
     ends_with_answer: bool = False
     """An episode is one question."""
-    shares_network: bool = False
-    """It reaches what the node reaches; else nothing."""
+    hosts: tuple[str, ...] = ()
+    """As `HOST:PORT`, what it reaches through the proxy that its environment names."""
+
+    @property
+    def proxy_port(self) -> int | None:
+        """Port of loopback at which it listens for its own clients, if it is isolated."""
+        return PROXY_PORT if self.hosts and get_configured_isolation() != "none" else None
 
 
 @contextmanager
@@ -94,8 +101,13 @@ def open_worker_command(
     """
     environ = {name: os.environ[name] for name in PASSED_VARIABLES if name in os.environ}
     environ |= variables or {}
-    python = shutil.which(python) or python
-    request = asdict(settings) | {"is_first_process": get_configured_isolation() != "none"}
+    python = str(Path(shutil.which(python) or python).absolute())
+    if path := environ.get("PYTHONPATH"):
+        environ["PYTHONPATH"] = ":".join(str(Path(one).absolute()) for one in path.split(":"))
+    request = asdict(settings) | {
+        "is_first_process": get_configured_isolation() != "none",
+        "proxy_port": settings.proxy_port,
+    }
     if not request["is_first_process"]:
         places = [str(one.parent) for one in (*scripts, WORKER_LOOP_FILE)]
         environ["PYTHONPATH"] = ":".join([*filter(None, [environ.get("PYTHONPATH")]), *places])
@@ -108,7 +120,12 @@ def open_worker_command(
     if as_nobody:
         bwrap = copy_bwrap_unless_runnable_by_all(bwrap)
     python_path = filter(None, environ.get("PYTHONPATH", "").split(":"))
-    folders = _list_top_folders([*_list_python_folders(python), *python_path, *readonly_folders])
+    folders = [*_list_python_folders(python), *python_path, *readonly_folders]
+    if settings.hosts:
+        proxy = f"http://127.0.0.1:{PROXY_PORT}"
+        environ |= dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), proxy)
+        folders += ["/etc/ssl", "/etc/pki"]
+    folders = _list_top_folders(folders)
     with hold_content_descriptors() as contents:
         files = [*scripts, WORKER_LOOP_FILE]
         program_filter = build_seccomp_filter()
@@ -128,7 +145,6 @@ def open_worker_command(
             scratch_bytes=SCRATCH_BYTES,
             filter_fd=None if program_filter is None else contents.add(program_filter),
             variables=PROGRAM_VARIABLES | environ,
-            shares_network=settings.shares_network,
         )
         becomes = {"user": NOBODY_UID, "group": NOBODY_UID, "extra_groups": list[int]()}
         yield {

@@ -1,13 +1,16 @@
-"""Forwarder of a `session-only` network: from a socket that listens in a sandbox to one address."""
+"""Forwarders from a socket that listens in a sandbox: to one address, or to named hosts."""
 
 import asyncio
 import contextlib
 import socket
+from collections.abc import Collection
+from urllib.parse import urlsplit
 
 MAX_CONNECTIONS = 64
 """Of one sandbox at once; more are closed as they come."""
 _PIECE_BYTES = 1 << 16
 _CONNECT_TIMEOUT_S = 10.0
+_CONNECTED = b"HTTP/1.1 200 Connection established\r\n\r\n"
 
 
 class SessionForwarder:
@@ -49,14 +52,81 @@ class SessionForwarder:
     async def _connect_and_pump_both_ways(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        async with asyncio.timeout(_CONNECT_TIMEOUT_S):
-            onward, upward = await asyncio.open_connection(self._host, self._port)
-        try:
-            async with asyncio.TaskGroup() as both:
-                both.create_task(_copy_until_closed(reader, upward))
-                both.create_task(_copy_until_closed(onward, writer))
-        finally:
-            await _close_writer(upward)
+        await _pump_both_ways(reader, writer, self._host, self._port)
+
+
+class HostForwarder(SessionForwarder):
+    """A proxy of HTTP that connects a worker to hosts which a recipe names, and to nothing else.
+
+    It takes CONNECT and whole addresses as targets (RFC 9110), as clients send them that know
+    `HTTP_PROXY`.
+    """
+
+    def __init__(self, listener: socket.socket, hosts: Collection[str]) -> None:
+        super().__init__(listener)
+        self._hosts = frozenset(hosts)
+
+    async def start(self) -> None:
+        """Serve every connection, also those that wait already."""
+        self._server = await asyncio.start_server(self._forward_connection, sock=self._listener)
+
+    async def _connect_and_pump_both_ways(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+            async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+                head = await reader.readuntil(b"\r\n\r\n")
+            method, target = [*head.decode("latin-1").split(" ", 2), "", ""][:2]
+            host = format_host(target if "://" in target else f"https://{target}")
+            if host not in self._hosts:
+                writer.write(b"HTTP/1.1 403 Forbidden\r\ncontent-length: 0\r\n\r\n")
+                return
+            name, _, port = host.rpartition(":")
+            if method != "CONNECT":
+                await _pump_both_ways(reader, writer, name, int(port), _make_own_request(head))
+                return
+            await _pump_both_ways(reader, writer, name, int(port), answer=_CONNECTED)
+
+
+def _make_own_request(head: bytes) -> bytes:
+    """The head of a request to a proxy as the server takes it, with one request a connection."""
+    first, *fields = head.removesuffix(b"\r\n\r\n").split(b"\r\n")
+    method, target, version = first.split(b" ", 2)
+    path = b"/" + target.partition(b"://")[2].partition(b"/")[2]
+    kept = [one for one in fields if b"connection" not in one.partition(b":")[0].lower()]
+    lines = [b" ".join((method, path, version)), *kept, b"connection: close"]
+    return b"\r\n".join(lines) + b"\r\n\r\n"
+
+
+def format_host(url: str) -> str:
+    """`HOST:PORT` of an address; empty if it is none."""
+    try:
+        address = urlsplit(url)
+        port = address.port or {"http": 80, "ws": 80}.get(address.scheme, 443)
+    except ValueError:
+        return ""
+    return f"{address.hostname}:{port}" if address.hostname else ""
+
+
+async def _pump_both_ways(
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    host: str,
+    port: int,
+    opening: bytes = b"",
+    answer: bytes = b"",
+) -> None:
+    """Connect, send what was read and answered so far, and move bytes until both sides end."""
+    async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+        onward, upward = await asyncio.open_connection(host, port)
+    try:
+        upward.write(opening)
+        writer.write(answer)
+        async with asyncio.TaskGroup() as both:
+            both.create_task(_copy_until_closed(reader, upward))
+            both.create_task(_copy_until_closed(onward, writer))
+    finally:
+        await _close_writer(upward)
 
 
 async def _copy_until_closed(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

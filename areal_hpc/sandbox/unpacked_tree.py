@@ -143,11 +143,6 @@ class UnpackedTree:
             removed |= leading_out
         return len(removed)
 
-    @property
-    def left_out_count(self) -> int:
-        """Members that are no files, folders or links, and hard links to those."""
-        return len(self._left_out)
-
     def _apply_member(
         self, archive: tarfile.TarFile, tar_member: tarfile.TarInfo, is_layer: bool
     ) -> None:

@@ -124,11 +124,13 @@ def test_whatever_a_model_writes_for_a_list_of_numbers_is_an_action_or_none(play
 def test_tools_of_a_server_by_stdio_are_called(play: Any, tmp_path: Path) -> None:
     script = tmp_path / "server.py"
     script.write_text(TOOL_SERVER)
+    let_anybody_read(tmp_path)
     command = [python_of("mcp"), str(script), "stdio"]
     agent = McpAgent(
         {"shop": {"command": command}},
         "areal_hpc.reward.gsm8k.gsm8k_reward_fn",
         python=python_of("mcp"),
+        readonly_folders=[str(tmp_path)],
     )
     data = {"messages": [{"role": "user", "content": "Tea and cake?"}], "answer": "#### 7"}
     lines = (
@@ -176,6 +178,7 @@ def test_tools_of_servers_by_http_have_their_server_s_name(play: Any, tmp_path: 
 def test_openenv_is_played_on_a_server_of_its_own(play: Any, tmp_path: Path) -> None:
     command = [str(GYMS / "openenv/bin/openenv"), "init", "echo_env"]
     subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    let_anybody_read(tmp_path)
     agent = OpenEnvAgent(
         app="echo_env.server.app:app",
         python=python_of("openenv"),
@@ -210,6 +213,7 @@ def test_nemo_gym_s_tools_are_called_and_its_verdict_counts(play: Any) -> None:
 
 def test_verifiers_plays_a_task_of_its_task_set(play: Any, tmp_path: Path) -> None:
     (tmp_path / "sums.py").write_text(TASKSET)
+    let_anybody_read(tmp_path)
     agent = VerifiersAgent(
         {"id": "sums", "num_tasks": 3},
         python=python_of("verifiers"),
@@ -243,6 +247,11 @@ def test_a_tiny_model_learns_to_play_blackjack(tmp_path: Path) -> None:
         row["eval/reward"] for row in read_readable_records(paths.metrics) if "eval/reward" in row
     ]
     assert rewards[-1] - rewards[0] >= LEAST_GAIN, rewards
+
+
+def let_anybody_read(folder: Path) -> None:
+    """As a gym does that root's run starts, as another user."""
+    subprocess.run(["chmod", "-R", "a+rX", folder], check=True)
 
 
 def read_nemo_row(server: str) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Conversation between the model and a gym: observations and results in, replies out."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from areal_hpc.agents.gyms.gym_worker import build_gym_worker_pool, refuse_sandbox
 from areal_hpc.agents.openai_agent import make_client
@@ -25,7 +25,8 @@ class GymAgent:
         step_timeout_s: Time of one step.
         variables: Environment of the gym; of its `PYTHONPATH` the folders are shown, too.
         readonly_folders: Folders of the node that the gym sees, at their own places.
-        network: `none`, or `open`: it reaches all that the node reaches.
+        hosts: What the gym reaches, as `HOST:PORT`, through the proxy of HTTP that its environment
+            names; else nothing.
         request: What else goes into model calls, such as `temperature`.
     """
 
@@ -41,11 +42,11 @@ class GymAgent:
         step_timeout_s: float = 60.0,
         variables: Mapping[str, str] | None = None,
         readonly_folders: Sequence[str] = (),
-        network: Literal["none", "open"] = "none",
+        hosts: Sequence[str] = (),
         **request: Any,
     ) -> None:
         self.prompt, self.max_turns, self.request = prompt, max_turns, request
-        self.step_timeout_s = step_timeout_s
+        self.step_timeout_s, self._hosts = step_timeout_s, tuple(hosts)
         self._workers = build_gym_worker_pool(
             script,
             config,
@@ -53,7 +54,7 @@ class GymAgent:
             python=python,
             variables=variables,
             readonly_folders=readonly_folders,
-            settings=WorkerSettings(shares_network=network == "open"),
+            settings=WorkerSettings(hosts=self._hosts),
         )
 
     async def run(
@@ -77,7 +78,7 @@ class GymAgent:
         """The rewards of replies, and the last words of the model."""
         client, rewards, text = make_client(extra_kwargs), dict[str, float](), ""
         task = {name: value for name, value in data.items() if name not in ("messages", "sandbox")}
-        async with self._workers.acquire() as worker:
+        async with self._workers.acquire() as worker, worker.reach_hosts(self._hosts):
             told = await worker.ask({"do": "reset", "task": task}, self.step_timeout_s)
             tools = {"tools": told["tools"]} if told.get("tools") else {}
             messages = self._build_opening_messages(data, told)

@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from areal_hpc.rollout.agent_errors import SHORTAGE_HINT, describe_errno_shortag
 from areal_hpc.rollout.execution.line_process import LineProcess
 from areal_hpc.rollout.execution.worker_pool import WorkerPool
 from areal_hpc.sandbox.isolated_worker import WorkerSettings, open_worker_command
+from areal_hpc.sandbox.session_forwarder import HostForwarder
 
 WORKERS_DIR = Path(__file__).with_name("workers")
 MAX_LINE_BYTES = 64 << 20
@@ -26,6 +29,7 @@ class GymWorker:
 
     def __init__(self, process: LineProcess, worker_name: str) -> None:
         self._process, self._name = process, worker_name
+        self._listener: socket.socket | None = None
 
     @classmethod
     async def start(
@@ -60,7 +64,11 @@ class GymWorker:
                 hint="scripts/setup_gyms.sh of the repository makes one",
             ) from error
         try:
-            await worker.ask(config, START_TIMEOUT_S)
+            if settings.proxy_port is not None:
+                worker._listener = await worker._process.receive_socket()
+                worker._listener.setblocking(False)
+            async with worker.reach_hosts(settings.hosts):
+                await worker.ask(config, START_TIMEOUT_S)
         except AgentError as error:
             await asyncio.to_thread(worker.close)
             raise RecipeError(
@@ -101,9 +109,24 @@ class GymWorker:
             raise AgentError(why)
         return answer
 
+    @asynccontextmanager
+    async def reach_hosts(self, hosts: Collection[str]) -> AsyncIterator[None]:
+        """Within the context it reaches these, `HOST:PORT`, by HTTP."""
+        if self._listener is None:
+            yield
+            return
+        forwarder = HostForwarder(self._listener.dup(), hosts)
+        await forwarder.start()
+        try:
+            yield
+        finally:
+            await forwarder.close()
+
     def close(self) -> None:
         """End it, with all that it started in its session."""
         self._process.close()
+        if self._listener is not None:
+            self._listener.close()
 
 
 def refuse_sandbox(isolation: str | None) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 from areal_hpc.agents.gyms.gym_agent import GymAgent
 from areal_hpc.agents.math_tools import SubprocessRewardFunction
 from areal_hpc.errors import RecipeError
+from areal_hpc.sandbox.session_forwarder import format_host
 from areal_hpc.wire.agent_reward import Reward
 
 _OPTIONAL_KEYS_BY_SERVER_KIND = {"command": {"env", "cwd"}, "url": {"headers"}}
@@ -18,8 +19,8 @@ class McpAgent(GymAgent):
     Args:
         servers: By name, `{"command": [...]}` (stdio; with `env`, `cwd`) or `{"url": "http://..."}`
             (streamable HTTP; with `headers`). With several, a tool's name begins with that
-            of its server and two underscores. Those of `command` run where the gym does; those of
-            `url` need `network: open`.
+            of its server and two underscores. Those of `command` run where the gym does, and see
+            what it sees; those of `url` are reached.
         reward_fn_path: Reward function of AReaL's signature, `package.module.function`.
         call_timeout_s: Time of one tool call.
         gym_agent_options: See `GymAgent`.
@@ -38,6 +39,8 @@ class McpAgent(GymAgent):
         for name, how in servers.items():
             check_server_config(name, how)
         config = {"servers": {**servers}, "call_timeout_s": call_timeout_s}
+        hosts = [format_host(how["url"]) for how in servers.values() if "url" in how]
+        gym_agent_options["hosts"] = [*gym_agent_options.get("hosts", ()), *hosts]
         super().__init__("mcp_worker.py", config, **gym_agent_options)
         self.reward = SubprocessRewardFunction(reward_fn_path)
 

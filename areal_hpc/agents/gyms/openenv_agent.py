@@ -4,6 +4,7 @@ from typing import Any
 
 from areal_hpc.agents.gyms.gym_agent import GymAgent
 from areal_hpc.errors import RecipeError
+from areal_hpc.sandbox.session_forwarder import format_host
 
 
 class OpenEnvAgent(GymAgent):
@@ -12,7 +13,7 @@ class OpenEnvAgent(GymAgent):
     A task may have `reset`, arguments of the environment's `reset`.
 
     Args:
-        base_url: A server that runs already, for which `network: open` is needed; or
+        base_url: A server that runs already; or
         app: `package.module:app` of one, which each worker starts for itself.
         gym_agent_options: See `GymAgent`; `variables: {PYTHONPATH: ...}` tells where the app's
             package is.
@@ -29,4 +30,7 @@ class OpenEnvAgent(GymAgent):
                 hint="app=package.module:app starts a server of its own",
             )
         config = {"base_url": base_url.rstrip("/"), "app": app}
+        if base_url:
+            hosts = [*gym_agent_options.get("hosts", ()), format_host(base_url)]
+            gym_agent_options["hosts"] = hosts
         super().__init__("openenv_worker.py", config, **gym_agent_options)

@@ -6,7 +6,11 @@ from typing import Any
 
 from areal_hpc.agents.gyms.gym_worker import build_gym_worker_pool, refuse_sandbox
 from areal_hpc.sandbox.isolated_worker import WorkerSettings
+from areal_hpc.sandbox.session_forwarder import format_host
 from areal_hpc.wire.agent_reward import Reward
+
+MODEL_HOST = "model:80"
+"""Stands for the model's endpoint, which each episode names."""
 
 
 class VerifiersAgent:
@@ -21,9 +25,9 @@ class VerifiersAgent:
         python: The Python that has verifiers and the task set; empty: this one.
         max_workers: Processes; an episode has one to itself.
         timeout_s: Time of an episode.
-        variables: Environment of these processes, isolated as `GymAgent`'s but for the network,
-            through which they reach the model.
+        variables: Environment of these processes, which are isolated as `GymAgent`'s.
         readonly_folders: See `GymAgent`.
+        hosts: What they reach, as `HOST:PORT`, besides the model.
         request: What else goes into model calls, such as `temperature`.
     """
 
@@ -38,6 +42,7 @@ class VerifiersAgent:
         timeout_s: float = 600.0,
         variables: Mapping[str, str] | None = None,
         readonly_folders: Sequence[str] = (),
+        hosts: Sequence[str] = (),
         **request: Any,
     ) -> None:
         config = {
@@ -45,7 +50,7 @@ class VerifiersAgent:
             "harness": dict(harness or {"id": "null"}),
             "env": dict(env or {}),
         }
-        self.timeout_s, self.request = timeout_s, request
+        self.timeout_s, self.request, self._hosts = timeout_s, request, tuple(hosts)
         self._workers = build_gym_worker_pool(
             "verifiers_worker.py",
             config,
@@ -53,7 +58,7 @@ class VerifiersAgent:
             python=python,
             variables=variables,
             readonly_folders=readonly_folders,
-            settings=WorkerSettings(ends_with_answer=True, shares_network=True),
+            settings=WorkerSettings(ends_with_answer=True, hosts=(*hosts, MODEL_HOST)),
         )
 
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> Reward:
@@ -64,7 +69,8 @@ class VerifiersAgent:
             "api_key": extra_kwargs.get("api_key") or os.environ["OPENAI_API_KEY"],
             "sampling": self.request,
         }
-        async with self._workers.acquire() as worker:
+        hosts = (*self._hosts, format_host(str(task["base_url"])))
+        async with self._workers.acquire() as worker, worker.reach_hosts(hosts):
             told = await worker.ask({"do": "reset", "task": task}, self.timeout_s)
         return Reward(told["reward"], parts=told["parts"], metrics=told["metrics"])
 

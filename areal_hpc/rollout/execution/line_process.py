@@ -100,6 +100,22 @@ class LineProcess:
         """It lacked something, perhaps by what it left open itself: nobody uses it again."""
         self._has_run_short = True
 
+    async def receive_socket(self) -> socket.socket:
+        """The socket that it sends before it is asked anything.
+
+        Raises:
+            AgentError: It ended without.
+        """
+        while True:
+            try:
+                _, descriptors, _, _ = socket.recv_fds(self._link, 1, 1)
+            except BlockingIOError:
+                await asyncio.sleep(0.01)
+                continue
+            if not descriptors:
+                raise AgentError(f"{self._name} has ended; see what it printed")
+            return socket.socket(fileno=descriptors[0])
+
     async def ask(self, line: bytes, timeout_s: float | None = None) -> bytes:
         """What it answers to a line, which has no end of line. None: wait for ever.
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.sandbox.bubblewrap_command_line import (
     BUBBLEWRAP_HINT,
-    NETWORK_FILES,
     NO_BUBBLEWRAP,
     NOBODY_UID,
     SYSTEM_FILES,
@@ -185,7 +184,7 @@ def _list_system_options(
             yield from ("--symlink", str(path.readlink()), str(path))
         elif path.is_dir():
             yield from ("--ro-bind", str(path), str(path))
-    shared = NETWORK_FILES if network == "open" else ()
+    shared = ("/etc/resolv.conf", "/etc/ssl", "/etc/pki") if network == "open" else ()
     for name in (*SYSTEM_FILES, *shared):
         yield from ("--ro-bind-try", name, name)
     for name, content in GUEST_ETC_FILES.items():

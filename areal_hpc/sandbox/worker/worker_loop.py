@@ -75,6 +75,9 @@ def serve(build_gym: Callable[[dict[str, Any]], Gym | Scorer]) -> None:
     else:
         sys.path.append(str(Path.cwd()))  # where a run was started, packages of the user's lie
     link = take_over_standard_streams()
+    if settings["proxy_port"] is not None:
+        with socket.create_server(("127.0.0.1", settings["proxy_port"]), backlog=128) as listener:
+            socket.send_fds(link, [b"."], [listener.fileno()])
     gc.freeze()  # what a collection looks at is copied to each fork that does
     gym: Gym | Scorer | None = None
     episode: Episode | None = None

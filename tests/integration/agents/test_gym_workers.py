@@ -1,8 +1,10 @@
 """Processes of gyms: an episode each, used again, and none is left."""
 
 import asyncio
+import http.server
 import re
-from collections.abc import Awaitable, Callable
+import threading
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from areal_hpc.agents.gyms.mcp_agent import McpAgent
 from areal_hpc.agents.gyms.openenv_agent import OpenEnvAgent
 from areal_hpc.errors import AgentError, ArealError, NodeResourceShortageError, RecipeError
 from areal_hpc.rollout.execution.worker_pool import WorkerPool
+from areal_hpc.sandbox.isolated_worker import WorkerSettings
 from tests.support.deadlines import scaled
 from tests.support.environments import CHECKOUT
 from tests.support.gym_stage import GymStage
@@ -34,10 +37,10 @@ def run(scene: Callable[[Gyms], Awaitable[None]], size: int = 2, **config: Any) 
     asyncio.run(asyncio.wait_for(play(), scaled(60)))
 
 
-async def reset(worker: GymWorker) -> tuple[int, int]:
+async def reset(worker: GymWorker, seen: Sequence[str] = ("COLOR",)) -> tuple[int, int]:
     """The number of the worker's episode, and its process."""
     told = await worker.ask({"do": "reset", "task": {"seed": 3}}, 30)
-    assert told["text"].endswith(", ['COLOR'], {'seed': 3}")
+    assert told["text"].endswith(f", {[*seen]}, {{'seed': 3}}")
     numbers = re.findall(r"\d+", told["text"])
     return int(numbers[0]), int(numbers[1])
 
@@ -160,6 +163,49 @@ def test_a_gym_that_cannot_be_built_or_has_no_python_says_so() -> None:
     agent = GymAgent(WORKER, {}, python="/no/python")
     with pytest.raises(RecipeError, match="no Python for this gym at /no/python"):
         asyncio.run(agent.run({}, base_url="http://127.0.0.1:1/v1", api_key="k"))
+
+
+def test_a_gym_reaches_the_hosts_that_are_named_and_no_other() -> None:
+    asks = (
+        "import urllib.request, urllib.error\n"
+        "found = []\n"
+        "for url in {}:\n"
+        "    try: found.append(urllib.request.urlopen(url, timeout=20).read().decode())\n"
+        "    except urllib.error.HTTPError as error: found.append(error.code)\n"
+    )
+    servers = [http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answering) for _ in range(2)]
+    for one in servers:
+        threading.Thread(target=one.serve_forever, daemon=True).start()
+    hosts = [f"127.0.0.1:{one.server_port}" for one in servers]
+
+    async def play() -> list[Any]:
+        settings = WorkerSettings(hosts=(hosts[0],))
+        workers = build_gym_worker_pool(WORKER, {}, 1, settings=settings)
+        try:
+            async with workers.acquire() as worker, worker.reach_hosts(hosts[:1]):
+                await reset(worker, [])
+                urls = [f"http://{host}/a" for host in hosts]
+                found: list[Any] = (await step(worker, asks.format(urls)))["found"]
+                return found
+        finally:
+            workers.close_idle_workers()
+
+    try:
+        assert asyncio.run(play()) == ["/a", 403]
+    finally:
+        for one in servers:
+            one.shutdown()
+            one.server_close()
+
+
+class Answering(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(self.path.encode())
+
+    def log_message(self, *_: object) -> None:
+        pass
 
 
 def test_a_worker_outlives_the_event_loop_of_an_episode() -> None:
