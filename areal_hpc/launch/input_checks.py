@@ -10,6 +10,7 @@ from areal_hpc.checkout import format_python_hint
 from areal_hpc.dataset.sources import check_and_list_source_paths
 from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.launch.checks.model_files import find_model_problems
+from areal_hpc.launch.checks.parser_names import find_parser_name_problems
 from areal_hpc.launch.checks.pythons import find_role_python_problems
 from areal_hpc.launch.checks.server_options import find_extra_args_problems
 from areal_hpc.launch.checks.user_code import load_user_code_and_find_problems
@@ -37,7 +38,7 @@ def load_user_code_and_find_input_problems(
     ]
     problems += [
         *find_role_python_problems(recipe, there),
-        *(find_extra_args_problems(recipe, there["serve"]) if "serve" in there else ()),
+        *(_find_server_problems(recipe, there["serve"]) if "serve" in there else ()),
         *_find_run_directory_problems(recipe.run_dir),
         *find_model_problems(recipe),
     ]
@@ -47,6 +48,11 @@ def load_user_code_and_find_input_problems(
         except RecipeError as error:
             problems += error.problems
     return [*problems, *load_user_code_and_find_problems(recipe, pythons, sys_path)]
+
+
+def _find_server_problems(recipe: Recipe, python: str) -> Iterator[Problem]:
+    yield from find_parser_name_problems(recipe.inference, python)
+    yield from find_extra_args_problems(recipe, python)
 
 
 def _find_run_directory_problems(run_dir: Path) -> Iterator[Problem]:

@@ -14,6 +14,7 @@ from areal_hpc.dataset.materialize import encode_row
 from areal_hpc.dataset.sources import iterate_task_rows
 from areal_hpc.errors import RecipeError
 from areal_hpc.jobs.environment import build_role_variables, get_interpreters
+from areal_hpc.launch.checks.parser_names import find_parser_name_problems
 from areal_hpc.launch.run_dir_setup import MAX_TOKENIZER_TRAINING_ROWS
 from areal_hpc.launch.tiny_model import make_tiny_model
 from areal_hpc.launch.trial.config import TrialConfig
@@ -53,6 +54,8 @@ def run_trial(
     folders = (str(Path.cwd()), str(RunPaths(recipe.run_dir.resolve()).agent_dir))
     sys.path[:0] = [folder for folder in folders if folder not in sys.path]
     pythons = get_interpreters(recipe)
+    if problems := [*find_parser_name_problems(recipe.inference, pythons["serve"])]:
+        raise RecipeError.from_problems(problems)
     with tempfile.TemporaryDirectory(prefix="areal_hpc_try.") as folder:
         paths = RunPaths(Path(folder))
         _write_first_tasks(recipe, tasks, paths.dataset("train"))
@@ -83,8 +86,10 @@ def _write_first_tasks(recipe: Recipe, count: int, out: Path) -> None:
     check = partial(check_task_limits, recipe.rollout, recipe.proxy.session_timeout_s)
     rows = list(islice(_iterate_rows_of_sources_in_turn(recipe), count))
     if not rows:
-        message, hint = "no source gave a row", "name a source that has at least one"
-        raise RecipeError(message, key="train_dataset", hint=hint)
+        sources = recipe.train_dataset.list_sources("train_dataset")
+        named = ", ".join(source.describe_source() for source, _ in sources)
+        hint = "name a source that has at least one row"
+        raise RecipeError(f"{named}: no rows", key="train_dataset", hint=hint)
     lines = [encode_row(row, number, "train_dataset") for number, row in enumerate(rows)]
     for row in rows:
         check(row)

@@ -51,6 +51,24 @@ def recipe(model: Path, tmp_path: Path) -> tuple[str, ...]:
     )
 
 
+@pytest.mark.parametrize(
+    ("override", "message", "hint"),
+    [
+        ("inference.tool_call_parser=qwn25", "SGLang has no parser 'qwn25'", "mean qwen25?"),
+        ("inference.reasoning_parser=none", "SGLang has no parser 'none'", "choose from apertus"),
+        ("train_dataset.path={}/empty.jsonl", "/empty.jsonl: no rows", "at least one row"),
+    ],
+)
+def test_a_name_that_sglang_lacks_and_an_empty_source_are_refused(
+    override: str, message: str, hint: str, recipe: tuple[str, ...], tmp_path: Path
+) -> None:
+    (tmp_path / "empty.jsonl").touch()
+    ended = areal_hpc("try", *recipe, override.format(tmp_path))
+    assert ended.returncode == 78
+    assert message in ended.stderr
+    assert hint in ended.stderr
+
+
 def test_a_conversation_its_reward_and_its_rows_are_shown(
     recipe: tuple[str, ...], tmp_path: Path
 ) -> None:
