@@ -91,6 +91,7 @@ def serve(build_gym: Callable[[dict[str, Any]], Gym | Scorer]) -> None:
             elif request["do"] == "reset":
                 if episode is not None:
                     episode.end()
+                    episode = None
                 if isinstance(gym, Scorer):
                     gym.prepare(request["task"])
                 episode = Episode(gym, link, settings)
@@ -119,7 +120,7 @@ class Episode:
         self._pid = os.fork()
         if self._pid == 0:
             try:
-                link.close()
+                os.close(link.fileno())  # `link.close` leaves it open for the loop that reads
                 self._socket.close()
                 os.setsid()
                 limit_memory(settings["memory_bytes"])

@@ -120,6 +120,9 @@ def test_nothing_of_an_episode_meets_a_later_one_or_the_user(tmp_path: Path) -> 
         "    try: open(f'/proc/{pid}/mem', 'r+b'); tried.append(pid)\n"
         "    except OSError: pass\n"
         "os.kill(1, 9)\n"
+        "opened = [pathlib.Path('/proc/self/fd', one) for one in os.listdir('/proc/self/fd')]\n"
+        "opened = [one for one in opened if one.is_socket()]\n"
+        "if len(opened) != 3: tried.append(len(opened))  # to its parent, and asyncio's pair\n"
         "found = [tried, sorted(os.environ), os.listdir('/tmp'),\n"
         "    sorted(p for p in os.listdir('/proc') if p.isdigit())]\n"
     )
