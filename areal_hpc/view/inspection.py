@@ -92,11 +92,7 @@ class RunInspection:
 
 
 def inspect_run(paths: RunPaths, queue: QueuePoller) -> RunInspection:
-    """Read what a run left behind, and ask Slurm twice: what is, and what was.
-
-    Raises:
-        ClusterError: The run went to Slurm, whose commands are not installed here.
-    """
+    """Read what a run left behind, and ask Slurm twice: what is, and what was."""
     run = fetch_run_jobs(paths, queue)
     submissions = {job.submission.job_id: job.submission for job in run.jobs if job.submission}
     since = read_last_launch_time(paths)

@@ -152,6 +152,8 @@ def _add_shards_export_command(verbs: CommandGroup) -> None:
 def _show_status(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch.terminal import get_program_command
     from areal_hpc.slurm.queue import QueuePoller
+    from areal_hpc.view.diagnosis import diagnose
+    from areal_hpc.view.inspection import inspect_run
     from areal_hpc.view.state.alerts_at_newest_step import (
         find_run_alerts,
         format_alert,
@@ -172,10 +174,14 @@ def _show_status(arguments: argparse.Namespace) -> int:
     )
 
     paths = parse_run_dir(arguments.run)
-    run, progress = fetch_run_jobs(paths, QueuePoller()), read_run_progress(paths)
+    queue = QueuePoller()
+    run, progress = fetch_run_jobs(paths, queue), read_run_progress(paths)
     state = get_run_state(run)
     is_running = state.startswith("running")
     lines = [f"{paths.run_name}: {state}"]
+    if state in ("failed", "stopped", "leaderless"):
+        reason = diagnose(inspect_run(paths, queue)).headline.removeprefix(f"the run {state}: ")
+        lines.append(f"  reason            {escape_line(reason)}")
     lines += format_run_progress(progress, paths, is_running=is_running)
     has_summary = progress.step > 0 and (run.is_local or paths.finished_marker.exists())
     lines += [] if has_summary else describe_evaluations(progress.snapshot)

@@ -104,6 +104,10 @@ def test_an_agent_that_fails_its_trial_tasks_ends_the_run_before_any_ticket(
     assert "started again" not in run.screen
     assert exit_code_of("why", run.paths.root) == 1
     assert "raised KeyError: 'anwser'" in capfd.readouterr().out.splitlines()[0]
+    assert exit_code_of("status", run.paths.root) == 1
+    state, reason = capfd.readouterr().out.splitlines()[:2]
+    assert state == "quickstart/demo: failed"
+    assert re.match(r" +reason +the agent .*raised KeyError: 'anwser'", reason)
 
 
 @pytest.mark.thorough
