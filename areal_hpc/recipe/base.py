@@ -149,14 +149,14 @@ def _suggest_key(unknown_key: str, root: type[BaseConfig], location: tuple[int |
     if near := difflib.get_close_matches(unknown_key, known, n=1):
         return f"did you mean {near[0]}?"
     inner = [*_find_keys_named(section, unknown_key, prefix)] if section and location else []
-    if elsewhere := inner or sorted(_find_keys_named(root, unknown_key), key=_rank_section):
+    if elsewhere := inner or sorted(_find_keys_named(root, unknown_key), key=rank_section):
         others = f" (or {', '.join(elsewhere[1:])})" if elsewhere[1:] else ""
         return f"did you mean {elsewhere[0]}?{others}"
     return f"choose from {', '.join(known)}"
 
 
-def _rank_section(dotted_key: str) -> tuple[int, int]:
-    """Sections that most recipes have first, then the outermost keys."""
+def rank_section(dotted_key: str) -> tuple[int, int]:
+    """Order of a key: those of `USUAL_SECTIONS` come first, then the outermost."""
     section = dotted_key.partition(".")[0]
     usual = USUAL_SECTIONS.index(section) if section in USUAL_SECTIONS else len(USUAL_SECTIONS)
     return usual, dotted_key.count(".")

@@ -7,6 +7,7 @@ from typing import Any
 
 from areal_hpc.errors import ArealError, ClusterError
 from areal_hpc.metrics.step_line import format_metric
+from areal_hpc.recipe.base import rank_section
 from areal_hpc.recipe.loading import flatten_keys, flatten_keys_hiding_private_values
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.slurm.queue import QueuePoller, QueueSnapshot, SlurmJobRecord, query_squeue_of_user
@@ -21,10 +22,16 @@ from areal_hpc.view.tables import format_table
 
 RUN_NAME_KEYS = ("experiment_name", "trial_name")
 """Keys that tell runs apart without telling why they differ."""
+MAX_SHOWN_KEYS = 6
+MAX_VALUE_CHARS = 40
 
 
-def compare_runs(runs: Sequence[RunPaths], queue: QueuePoller) -> list[str]:
+def compare_runs(
+    runs: Sequence[RunPaths], queue: QueuePoller, *, shows_all_keys: bool = False
+) -> list[str]:
     """A table of runs, then their jobs that Slurm has and nobody recorded.
+
+    The first `MAX_SHOWN_KEYS` recipe keys that differ are columns, or all of them.
 
     Slurm is asked about all runs at once: of the jobs on record of those that are not finished, and
     of all jobs of their owners. A run that cannot be read is named below the table. Values that
@@ -39,6 +46,11 @@ def compare_runs(runs: Sequence[RunPaths], queue: QueuePoller) -> list[str]:
     all_progress = list(progress_by_run.values())
     states = fetch_states_of_runs(list(progress_by_run), queue)
     differing = label_differing_keys([one.recipe for one in all_progress])
+    if not shows_all_keys:
+        usual_first = sorted(differing, key=lambda one: rank_section(one[0]))
+        differing, left_out = usual_first[:MAX_SHOWN_KEYS], usual_first[MAX_SHOWN_KEYS:]
+        if left_out:
+            notes.append(f"{len(left_out)} more recipe keys differ: --all")
     head = ("run", "state", "step", "reward", "held-out", *(short for _, short in differing))
     rows = [
         (
@@ -48,7 +60,7 @@ def compare_runs(runs: Sequence[RunPaths], queue: QueuePoller) -> list[str]:
             _format_last_value(progress, "reward/mean"),
             _format_last_value(progress, "eval/reward"),
             *(
-                str(flatten_keys_hiding_private_values(progress.recipe).get(key, "-"))
+                _shorten(flatten_keys_hiding_private_values(progress.recipe).get(key, "-"))
                 for key, _ in differing
             ),
         )
@@ -94,6 +106,11 @@ def _read_listed_run_state(
         return ListedRunState(get_run_state(jobs), tuple(describe_unrecorded_jobs(jobs)))
     except (ArealError, OSError) as error:
         return ListedRunState("unreadable", (f"state unreadable: {paths.root}: {error}",))
+
+
+def _shorten(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= MAX_VALUE_CHARS else f"{text[: MAX_VALUE_CHARS - 3]}..."
 
 
 def _format_last_value(progress: RunProgress, metric_name: str) -> str:

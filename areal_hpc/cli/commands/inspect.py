@@ -66,6 +66,8 @@ def add_commands(commands: CommandGroup) -> None:
     )
     place = "a file root, an experiment's directory or a run's; default %(default)s"
     listing.add_argument("place", type=Path, nargs="?", default=Path("runs"), help=place)
+    every_key = "a column for each recipe key that differs, not only the first six"
+    listing.add_argument("--all", action="store_true", help=every_key)
     audit = commands.add_command(
         "audit",
         _audit_tickets,
@@ -262,7 +264,7 @@ def _compare_runs(arguments: argparse.Namespace) -> int:
             f"there is no run in {arguments.place}",
             hint="give a file root, an experiment's directory or a run's",
         )
-    print("\n".join(compare_runs(runs, QueuePoller())))
+    print("\n".join(compare_runs(runs, QueuePoller(), shows_all_keys=arguments.all)))
     return 0
 
 

@@ -91,3 +91,20 @@ def test_spans_are_said_in_their_largest_units() -> None:
     assert [format_duration(seconds) for seconds in (-1, 119, 120, 7200, 90061, 200000)] == [
         *("0 s", "119 s", "2 min", "2 h 00 min", "25 h 01 min", "2 d 7 h")
     ]
+
+
+def test_of_unlike_runs_the_usual_keys_are_shown_and_the_others_counted(tmp_path: Path) -> None:
+    for trial, value in (("a", 1), ("b", 2)):
+        paths = make_run(tmp_path, trial, value)
+        recipe = yaml.safe_load(paths.recipe.read_text())
+        recipe["alerts"] = {f"bound_{at}": value for at in range(9)}
+        recipe["rollout"] = {"n_samples": value, "workflow": f"{trial}." * 50}
+        paths.recipe.write_text(yaml.safe_dump(recipe))
+    runs = list_runs(tmp_path)
+    head, first, _, note = compare_runs(runs, QueuePoller())
+    assert head.split()[5:8] == ["lr", "n_samples", "workflow"]
+    assert len(head.split()) == 5 + 6
+    assert len(first) < 160
+    assert note == "6 more recipe keys differ: --all"
+    head, *_ = compare_runs(runs, QueuePoller(), shows_all_keys=True)
+    assert len(head.split()) == 5 + 12
