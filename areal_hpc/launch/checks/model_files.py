@@ -105,12 +105,19 @@ def _read_tokens(folder: Path) -> dict[str, int]:
     return TokenEncoder.from_model_dir(folder).get_base_vocab_ids_by_token()
 
 
+def build_missing_model_problem(path: Path, key: str) -> Problem:
+    """A path that is no directory, and what to do: one of two parts may be a name of the Hub."""
+    hint = "give a directory in Hugging Face format; jobs never download"
+    if path.is_file():
+        return Problem(f"{path.resolve()} is a file, expected a model directory", key, hint)
+    if len(path.parts) == 2 and not path.is_absolute():
+        hint = f"did you mean model.hub={path}? (areal-hpc prefetch downloads it)"
+    return Problem(f"there is no model directory at {path.resolve()}", key, hint)
+
+
 def _find_model_directory_problems(path: Path, key: str, recipe: Recipe) -> Iterator[Problem]:
     if not path.is_dir():
-        found = f"there is no model directory at {path.resolve()}"
-        if path.is_file():
-            found = f"{path.resolve()} is a file, expected a model directory"
-        yield Problem(found, key, "give a directory in Hugging Face format; jobs never download")
+        yield build_missing_model_problem(path, key)
         return
     for name, what in (
         ("config.json", "the model's shape"),

@@ -14,6 +14,7 @@ from areal_hpc.dataset.materialize import encode_row
 from areal_hpc.dataset.sources import iterate_task_rows
 from areal_hpc.errors import RecipeError
 from areal_hpc.jobs.environment import build_role_variables, get_interpreters
+from areal_hpc.launch.checks.model_files import build_missing_model_problem
 from areal_hpc.launch.checks.parser_names import find_parser_name_problems
 from areal_hpc.launch.run_dir_setup import MAX_TOKENIZER_TRAINING_ROWS
 from areal_hpc.launch.tiny_model import make_tiny_model
@@ -111,6 +112,8 @@ def _find_or_make_model_dir(recipe: Recipe, paths: RunPaths, recorded_run: Path 
     """Directory of the recipe's model, of which a trial reads the tokenizer alone."""
     model = recipe.model
     if model.path is not None:
+        if not model.path.is_dir():
+            raise RecipeError.from_problems([build_missing_model_problem(model.path, "model.path")])
         return model.path.resolve()
     if model.hub is not None:
         return find_snapshot(model.hub, "model", model.revision, "model.hub")

@@ -56,10 +56,11 @@ def recipe(model: Path, tmp_path: Path) -> tuple[str, ...]:
     [
         ("inference.tool_call_parser=qwn25", "SGLang has no parser 'qwn25'", "mean qwen25?"),
         ("inference.reasoning_parser=none", "SGLang has no parser 'none'", "choose from apertus"),
+        ("model.path=Qwen/Qwen3-0.6B", "no model directory", "mean model.hub=Qwen/Qwen3-0.6B?"),
         ("train_dataset.path={}/empty.jsonl", "/empty.jsonl: no rows", "at least one row"),
     ],
 )
-def test_a_name_that_sglang_lacks_and_an_empty_source_are_refused(
+def test_parsers_models_and_sources_that_are_not_there_are_refused(
     override: str, message: str, hint: str, recipe: tuple[str, ...], tmp_path: Path
 ) -> None:
     (tmp_path / "empty.jsonl").touch()
