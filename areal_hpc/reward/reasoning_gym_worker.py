@@ -5,7 +5,9 @@ nothing else: what gets past that is in a process that can do nothing.
 """
 
 import builtins
+import contextlib
 import dis
+import gc
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -33,9 +35,19 @@ class ReasoningGymScorer(Scorer):
         self._scorers: dict[str, Callable[[str, dict[str, Any]], float]] = {}
 
     def prepare(self, task: dict[str, Any]) -> None:
-        """Build the scorer of a set, once for all tasks of it."""
-        if task["set"] not in self._scorers:
-            self._scorers[task["set"]] = reasoning_gym.get_score_answer_fn(task["set"])
+        """Build the scorer of a set, once for all tasks of it.
+
+        It scores a task of the library's own first: what it imports and keeps by that would be made
+        anew in each fork.
+        """
+        name = task["set"]
+        if name not in self._scorers:
+            scorer = reasoning_gym.get_score_answer_fn(name)
+            with contextlib.suppress(Exception):  # boundary: a set of others' sets makes none
+                (own,) = reasoning_gym.create_dataset(name, size=1, seed=1)
+                scorer(own["answer"], own)
+            self._scorers[name] = scorer
+            gc.freeze()
 
     def score(self, task: dict[str, Any]) -> dict[str, Any]:
         """The score of the answer that was given."""
