@@ -20,6 +20,7 @@ from areal_hpc.agents.gyms.mcp_agent import McpAgent
 from areal_hpc.agents.gyms.nemo_gym_agent import NemoGymAgent
 from areal_hpc.agents.gyms.openenv_agent import OpenEnvAgent
 from areal_hpc.agents.gyms.verifiers_agent import VerifiersAgent
+from areal_hpc.recipe.sections.reward import ISOLATION_VARIABLE
 from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.paths import RunPaths
 from examples.gyms.blackjack import HOW
@@ -211,7 +212,10 @@ def test_nemo_gym_s_tools_are_called_and_its_verdict_counts(play: Any) -> None:
     assert "The weather in Oslo is cold." in prompts[1]
 
 
-def test_verifiers_plays_a_task_of_its_task_set(play: Any, tmp_path: Path) -> None:
+def test_verifiers_plays_a_task_of_its_task_set(
+    play: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ISOLATION_VARIABLE, "none")  # its harness fetches uv, and what that fetches
     (tmp_path / "sums.py").write_text(TASKSET)
     let_anybody_read(tmp_path)
     agent = VerifiersAgent(
