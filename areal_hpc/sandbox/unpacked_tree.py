@@ -191,6 +191,8 @@ class UnpackedTree:
         content = archive.extractfile(tar_member)
         assert content is not None
         parts: list[tuple[int, int]] = getattr(tar_member, "sparse", None) or [(0, tar_member.size)]
+        if any(offset < 0 or size < 0 for offset, size in parts):
+            raise ValueError(f"a part of {tar_member.name} has a size or a place below 0")
         self._bytes_left -= sum(size for _, size in parts)
         if self._bytes_left < 0:
             raise ArchiveTooLargeError("its files are too large")

@@ -122,6 +122,17 @@ def test_there_is_an_end_to_what_an_archive_may_hold(tmp_path: Path) -> None:
     assert sum(one.stat().st_size for one in tmp_path.iterdir()) <= 1000
 
 
+def test_a_part_below_nothing_gives_no_room(tmp_path: Path) -> None:
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        member = tarfile.TarInfo("holed")
+        member.pax_headers = {"GNU.sparse.map": "0,-5000", "GNU.sparse.size": "10"}
+        archive.addfile(member)
+    tree = UnpackedTree(tmp_path, max_bytes=1000, max_files=10)
+    with pytest.raises(ValueError, match="below 0"):
+        tree.write_archive(io.BytesIO(stream.getvalue()))
+
+
 def test_a_sparse_file_costs_what_it_holds(tmp_path: Path) -> None:
     source, stream = tmp_path / "sparse", io.BytesIO()
     with source.open("wb") as file:
