@@ -57,6 +57,8 @@ MAX_SUBMISSIONS_WITHOUT_PROGRESS = 3
 """Of one job without progress of the run; the next one is held until a person releases it."""
 MAX_JOB_LIFETIME_TO_BLAME_NODE_S = 60.0
 """A job without a word of any task that lived this long has started; its node is not to blame."""
+MAX_EXIT_FILE_DELAY_S = 30.0
+"""Until a node sees what another wrote last, where storage caches folders."""
 SUBMIT_TIMEOUT_S = 600.0
 CLAIM_LIFETIME_S = 1800.0
 """A claim that is older was left by a caretaker that died."""
@@ -112,7 +114,13 @@ class JobStatus:
             return "was never submitted"
         if self.slurm_record is not None and self.state.phase is JobPhase.UNKNOWN:
             return ""  # a newer Slurm has it, in a state that is not known here
-        return self.state.meaning  # also with exit code 0: no task of it has said so
+        ended_at = self.slurm_record.ended_or_latest_end_at if self.slurm_record else None
+        if (
+            self.state.name == "COMPLETED"
+            and time.time() - (ended_at or 0.0) < MAX_EXIT_FILE_DELAY_S
+        ):
+            return ""  # its tasks may have said that they are done
+        return self.state.meaning
 
     @property
     def faulty_node(self) -> str:

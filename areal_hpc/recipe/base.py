@@ -19,7 +19,7 @@ Location = tuple[int | str, ...]
 
 USUAL_SECTIONS = ("trainer", "rollout", "inference")
 """Where a key is looked for first that was written without its section."""
-REWARD_NAMES = ("function", "reward", "reward_fn", "reward_func", "reward_funcs", "reward_function")
+REWARD_NAMES = ("reward", "reward_fn", "reward_func", "reward_funcs", "reward_function")
 """What other trainers call the key of a reward."""
 REWARD_HINT = (
     "a recipe names no reward: it is what the agent's `run` returns, and an agent that calls a "
@@ -144,7 +144,7 @@ def _suggest_key(unknown_key: str, root: type[BaseConfig], location: tuple[int |
     section = _find_section(root, location)
     known = sorted(section.model_fields) if section else []
     prefix = "".join(f"{part}." for part in location)
-    if unknown_key in REWARD_NAMES or location[:1] == ("reward",):
+    if unknown_key in REWARD_NAMES:
         return REWARD_HINT
     if near := difflib.get_close_matches(unknown_key, known, n=1):
         return f"did you mean {near[0]}?"
@@ -152,7 +152,7 @@ def _suggest_key(unknown_key: str, root: type[BaseConfig], location: tuple[int |
     if elsewhere := inner or sorted(_find_keys_named(root, unknown_key), key=rank_section):
         others = f" (or {', '.join(elsewhere[1:])})" if elsewhere[1:] else ""
         return f"did you mean {elsewhere[0]}?{others}"
-    return f"choose from {', '.join(known)}"
+    return REWARD_HINT if location == ("reward",) else f"choose from {', '.join(known)}"
 
 
 def rank_section(dotted_key: str) -> tuple[int, int]:

@@ -183,10 +183,10 @@ class QueuePoller:
         return SLURM_OUTAGE_BACKOFF.get_pause_s(self._unanswered_polls)
 
     def poll(self, job_ids: Iterable[str]) -> QueueSnapshot:
-        """All that Slurm knows of these jobs now.
+        """All that Slurm knows of these jobs now. That it does not answer is no error.
 
-        That it does not answer, refuses or is not installed here is an outage and no error: the run
-        directory still says what it knows.
+        Raises:
+            ClusterError: It refuses, or its commands are not installed here.
         """
         wanted = sorted(set(job_ids))
         if not wanted:
@@ -196,8 +196,8 @@ class QueuePoller:
         try:
             found = {job.job_id: job for job in query_squeue(wanted)}
             self._unanswered_polls = 0
-        except ClusterError as error:
-            outage = error.problems[0].message.splitlines()[-1]  # above it: what squeue tried
+        except SlurmTimeoutError as error:
+            outage = error.problems[0].message
             self._unanswered_polls += 1
         missing = [job_id for job_id in wanted if job_id not in found]
         past = {job.job_id: job for job in self.read_accounting(set(missing) - set(self._settled))}
@@ -208,6 +208,14 @@ class QueuePoller:
             self._settled |= past
         found |= past | {key: self._settled[key] for key in missing if key in self._settled}
         return QueueSnapshot(found, outage)
+
+    def poll_for_display(self, job_ids: Iterable[str]) -> QueueSnapshot:
+        """As `poll`; a refusal is an outage, too: a display says what the run directory knows."""
+        try:
+            return self.poll(job_ids)
+        except ClusterError as error:
+            # The last line: above it squeue says what it has tried.
+            return QueueSnapshot(outage=error.problems[0].message.splitlines()[-1])
 
     def read_accounting(self, job_ids: Iterable[str]) -> list[SlurmJobRecord]:
         """Every start that accounting knows of these jobs, oldest first; none while it is off."""

@@ -83,7 +83,7 @@ class ListedRunState:
 def fetch_states_of_runs(runs: Sequence[RunPaths], queue: QueuePoller) -> list[ListedRunState]:
     """The state of each run; Slurm is asked once for all."""
     ids = [job_id for paths in runs for job_id in _list_job_ids_of_unfinished_run(paths)]
-    snapshot = queue.poll(ids)
+    snapshot = queue.poll_for_display(ids)
     queued: list[SlurmJobRecord] = []
     if not snapshot.outage:
         owners = {paths.root.stat().st_uid for paths in runs if paths.root.exists()}

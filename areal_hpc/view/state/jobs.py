@@ -140,7 +140,7 @@ class RunJobs:
 
 def fetch_run_jobs(paths: RunPaths, queue: QueuePoller) -> RunJobs:
     """Ask Slurm once about everything this run ever submitted, and read what its jobs left."""
-    answer = queue.poll(list_recorded_job_ids(paths))
+    answer = queue.poll_for_display(list_recorded_job_ids(paths))
     unrecorded: Sequence[LiveJob] = ()
     if has_slurm() and not answer.outage:
         with contextlib.suppress(ClusterError):  # silent, or commands without a cluster
