@@ -135,13 +135,19 @@ class UnpackedTree:
 
     def remove_links_leading_out(self) -> int:
         """Remove links that do not end in the folder, all the way; how many those were."""
-        removed = set[str]()
-        while leading_out := {path for path in self._links if not self._ends_within(path)}:
+        # Something later may have taken the place of a link, or of a folder above it.
+        links = {
+            path
+            for path in self._links
+            if Path(path).is_symlink()
+            and os.path.realpath(Path(path).parent) == str(Path(path).parent)
+        }
+        before = len(links)
+        while leading_out := {path for path in links if not self._ends_within(path)}:
             for path in leading_out:  # another may have led through it
                 Path(path).unlink()
-            self._links -= leading_out
-            removed |= leading_out
-        return len(removed)
+            links -= leading_out
+        return before - len(links)
 
     def _apply_member(
         self, archive: tarfile.TarFile, tar_member: tarfile.TarInfo, is_layer: bool
@@ -184,13 +190,18 @@ class UnpackedTree:
             self._links.add(path)
         else:
             self._write_file(archive, tar_member, path)
-        os.utime(path, (tar_member.mtime, tar_member.mtime), follow_symlinks=False)
+        try:
+            os.utime(path, (tar_member.mtime, tar_member.mtime), follow_symlinks=False)
+        except (OverflowError, ValueError) as error:
+            raise ValueError(f"{tar_member.name} has no time: {tar_member.mtime}") from error
 
     def _write_file(self, archive: tarfile.TarFile, tar_member: tarfile.TarInfo, path: str) -> None:
         """Write the parts of a file that hold something; the rest of a sparse one takes nothing."""
         content = archive.extractfile(tar_member)
         assert content is not None
-        parts: list[tuple[int, int]] = getattr(tar_member, "sparse", None) or [(0, tar_member.size)]
+        parts: list[tuple[int, int]] | None = getattr(tar_member, "sparse", None)
+        if parts is None:  # one that is a single hole has an empty list
+            parts = [(0, tar_member.size)]
         if any(offset < 0 or size < 0 for offset, size in parts):
             raise ValueError(f"a part of {tar_member.name} has a size or a place below 0")
         self._bytes_left -= sum(size for _, size in parts)
@@ -208,7 +219,9 @@ class UnpackedTree:
 
     def _hard_link_member(self, tar_member: tarfile.TarInfo, path: str) -> None:
         """Make a hard link, unless what it links to was left out."""
-        *folders, name = PurePosixPath("/", tar_member.linkname).parts[1:]
+        *folders, name = PurePosixPath("/", tar_member.linkname).parts[1:] or [""]
+        if name in ("", ".."):
+            raise ValueError(f"{tar_member.name} is a hard link to {tar_member.linkname!r}")
         source = f"{self._resolve_and_make_folder(folders)}/{name}"
         if source == path:
             return
@@ -242,6 +255,7 @@ class UnpackedTree:
             if not Path(path).is_dir():
                 remove_all(path)
                 Path(path).mkdir()
+            self._new.add(path)
             place.append(part)
         return "/".join([self._root, *place])
 
@@ -270,6 +284,8 @@ class UnpackedTree:
         for entry in os.scandir(folder):
             if entry.path not in self._new:
                 remove_all(entry.path)
+            elif entry.is_dir(follow_symlinks=False):
+                self._remove_entries_of_lower_layers(entry.path)
 
     def _is_below_skipped_folder(self, path_parts: list[str]) -> bool:
         return path_parts[0] in self._skipped_folders and len(path_parts) > 1

@@ -4,6 +4,8 @@ import errno
 import gzip
 import io
 import os
+import secrets
+import subprocess
 import tarfile
 import tempfile
 import time
@@ -99,6 +101,31 @@ def test_hard_links_to_what_is_left_out_are_left_out_too(tmp_path: Path) -> None
     broken = write_image(tmp_path / "broken.tar", [make_layer([("=b", "missing")])])
     with pytest.raises(RecipeError, match="hard link to missing, which is missing"):
         get_or_unpack_cached_root(broken)
+
+
+def test_a_zstd_archive_that_is_cut_is_refused(tmp_path: Path) -> None:
+    plain, packed = write_tar(tmp_path / "root.tar", {"etc/os": ""}), tmp_path / "root.tar.zst"
+    with plain.open("ab") as file:
+        file.write(os.urandom(1 << 20))  # more than a frame's one block, after the end of the tar
+    subprocess.run(["zstd", "-q", str(plain)], check=True)
+    assert (get_or_unpack_cached_root(packed) / "etc/os").is_file()
+    packed.write_bytes(packed.read_bytes()[:-1000])
+    with pytest.raises(RecipeError, match="zstd ended with exit code 1"):
+        get_or_unpack_cached_root(packed)
+
+
+def test_no_secret_is_empty_after_its_writer_was_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    archive = write_tar(tmp_path / "root.tar", {"etc/os": ""})
+
+    def die(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(secrets, "token_hex", die)
+    with pytest.raises(KeyboardInterrupt):
+        get_or_unpack_cached_root(archive)
+    assert not (make_cache_folder() / "secret").exists()
 
 
 @pytest.mark.parametrize("name", ["root.tar", "image.tar"])

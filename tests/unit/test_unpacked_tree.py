@@ -112,6 +112,44 @@ def test_what_git_and_npm_link_stays_and_nothing_but_files_comes_along(tmp_path:
     ]
 
 
+def test_a_link_in_the_place_of_a_folder_takes_no_file_of_the_user(tmp_path: Path) -> None:
+    """Nor does a file in the place of a folder, or of a link, end the unpacking."""
+    home, target = tmp_path / "home", tmp_path / "target"
+    home.mkdir()
+    (home / "f0").write_text("the user's")
+    target.mkdir()
+    entries: list[Entry] = [(f"{one}/f0", LINK, "/nowhere") for one in "abc"]
+    entries += [("a", LINK, str(home)), ("b", FILE, b""), ("c/f0", FILE, b"kept")]
+    assert _unpack(make_archive(entries), target) == 1
+    assert (home / "f0").read_text() == "the user's"
+    assert sorted(one.name for one in target.glob("**/*")) == ["b", "c", "f0"]
+
+
+def test_members_that_cannot_be_written_are_named(tmp_path: Path) -> None:
+    late = io.BytesIO()
+    with tarfile.open(fileobj=late, mode="w", format=tarfile.GNU_FORMAT) as archive:
+        member = tarfile.TarInfo("late")
+        member.mtime = 9.3e18
+        archive.addfile(member)
+    for content, said in (
+        (late.getvalue(), "late has no time"),
+        (make_archive([("bare", HARD, "")]), "bare is a hard link to ''"),
+        (make_archive([("up", HARD, "a/..")]), "up is a hard link to 'a/..'"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            _unpack(content, tmp_path)
+
+
+def test_a_layer_hides_what_lower_ones_have_and_nothing_of_its_own(tmp_path: Path) -> None:
+    tree = UnpackedTree(tmp_path, max_bytes=1000, max_files=20)
+    lower = make_archive([("a/b/old", FILE, b""), ("a/old", FILE, b"")])
+    upper = [("a/b/new", FILE, b""), ("a/c/new", FILE, b""), ("a/.wh..wh..opq", FILE, b"")]
+    for layer in (lower, make_archive(upper)):
+        tree.write_archive(io.BytesIO(layer), is_layer=True)
+    found = sorted(str(one.relative_to(tmp_path)) for one in tmp_path.glob("**/*"))
+    assert found == ["a", "a/b", "a/b/new", "a/c", "a/c/new"]
+
+
 def test_there_is_an_end_to_what_an_archive_may_hold(tmp_path: Path) -> None:
     many = make_archive((f"{number}", FILE, b"") for number in range(11))
     large = make_archive([("a", FILE, bytes(600)), ("b", FILE, bytes(600))])
@@ -131,6 +169,17 @@ def test_a_part_below_nothing_gives_no_room(tmp_path: Path) -> None:
     tree = UnpackedTree(tmp_path, max_bytes=1000, max_files=10)
     with pytest.raises(ValueError, match="below 0"):
         tree.write_archive(io.BytesIO(stream.getvalue()))
+
+
+def test_a_file_that_is_a_single_hole_costs_nothing(tmp_path: Path) -> None:
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        member = tarfile.TarInfo("hole")
+        member.pax_headers = {"GNU.sparse.size": str(1 << 40), "GNU.sparse.numblocks": "0"}
+        archive.addfile(member)
+    tree = UnpackedTree(tmp_path, max_bytes=1000, max_files=10)
+    tree.write_archive(io.BytesIO(stream.getvalue()))
+    assert (tmp_path / "hole").stat().st_size == 1 << 40
 
 
 def test_a_sparse_file_costs_what_it_holds(tmp_path: Path) -> None:

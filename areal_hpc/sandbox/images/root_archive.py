@@ -25,13 +25,16 @@ from pathlib import Path
 from typing import Any
 
 from areal_hpc.errors import ClusterError, RecipeError
+from areal_hpc.rundir.atomic import write_atomic_private
 from areal_hpc.sandbox.images.oci_image import (
+    MAX_ROOT_BYTES,
     OciImage,
     make_root_tree,
     read_image,
     unpack_image,
 )
 from areal_hpc.sandbox.spec import SandboxSpec
+from areal_hpc.sandbox.unpacked_tree import BoundedStream
 
 ROOT_KEPT_S = 7 * 86400.0
 """A root that no sandbox was started from for so long makes room for others."""
@@ -41,6 +44,7 @@ _OPENERS_BY_MAGIC: dict[bytes, Callable[[Path], Any]] = {
     b"BZh": bz2.open,
 }
 _ZSTD_MAGIC, _LONGEST_MAGIC_BYTES = b"\x28\xb5\x2f\xfd", 6
+_PIECE_BYTES = 1 << 20
 _LOCK_SUFFIX, _PARTIAL_SUFFIX, _SECRET_NAME = ".lock", ".partial", "secret"
 
 
@@ -114,8 +118,7 @@ def _get_or_make_secret(cache: Path) -> str:
     path = cache / _SECRET_NAME
     with _hold_file_lock(path):
         if not path.exists():
-            path.touch(mode=0o600)
-            path.write_text(secrets.token_hex())
+            write_atomic_private(path, secrets.token_hex().encode())
         return path.read_text()
 
 
@@ -192,6 +195,11 @@ def _open_tar(archive: Path) -> Iterator[Any]:
     with subprocess.Popen(["zstd", "-dcq", str(archive)], stdout=subprocess.PIPE) as program:
         try:
             yield program.stdout
+            rest = BoundedStream(program.stdout, MAX_ROOT_BYTES)
+            while rest.read(_PIECE_BYTES):
+                pass
+            if program.wait() != 0:
+                raise ValueError(f"zstd ended with exit code {program.returncode}")
         finally:
             program.kill()
 
