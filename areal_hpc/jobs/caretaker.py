@@ -114,11 +114,8 @@ class JobStatus:
             return "was never submitted"
         if self.slurm_record is not None and self.state.phase is JobPhase.UNKNOWN:
             return ""  # a newer Slurm has it, in a state that is not known here
-        ended_at = self.slurm_record.ended_or_latest_end_at if self.slurm_record else None
-        if (
-            self.state.name == "COMPLETED"
-            and time.time() - (ended_at or 0.0) < MAX_EXIT_FILE_DELAY_S
-        ):
+        ended_at = (self.slurm_record and self.slurm_record.ended_or_latest_end_at) or 0.0
+        if self.state.name == "COMPLETED" and time.time() - ended_at < MAX_EXIT_FILE_DELAY_S:
             return ""  # its tasks may have said that they are done
         return self.state.meaning
 

@@ -304,7 +304,7 @@ def _collect_slurm_events(evidence: RunInspection) -> Iterator[FailureEvent]:
         if queued and job.ended_before_its_tasks:
             yield FailureEvent(
                 queued.ended_or_latest_end_at,
-                f"{job.name} (job {queued.job_id}) ended with code 0, and none of its tasks says so",
+                f"{job.name} (job {queued.job_id}) ended with code 0, but none of its tasks did",
                 distance_from_cause=2,
                 hint="cluster.slurm.setup ends it, or its container: see areal-hpc logs RUN",
             )

@@ -102,7 +102,7 @@ def test_a_job_that_is_completed_before_its_tasks_began_has_failed() -> None:
     assert [one.name for one in evidence(AT_WORK, silent).run.jobs_ended_before_run] == ["cell-0"]
     assert evidence(AT_WORK, done).run.jobs_ended_before_run == []
     ended = dataclasses.replace(AT_WORK, slurm_record=silent.slurm_record)
-    assert "before its tasks had begun" in diagnose(evidence(ended, silent)).headline
+    assert "but none of its tasks did" in diagnose(evidence(ended, silent)).headline
 
 
 def test_a_held_requeue_needs_somebody() -> None:
