@@ -2,8 +2,7 @@
 
 By default bubblewrap isolates it: it sees the system's programs, its Python and folders that are
 named, all read-only; no secrets, nothing of the user's, no other process, no network but hosts that
-are named. It runs
-`worker_loop.py`, which plays each episode in a fork.
+are named. It runs `worker_loop.py`, which plays each episode in a fork.
 """
 
 import functools
@@ -37,7 +36,9 @@ from areal_hpc.sandbox.runtimes.scratch import choose_scratch_mount_point
 from areal_hpc.sandbox.seccomp import build_seccomp_filter
 
 WORKER_LOOP_FILE = Path(__file__).parent / "worker" / "worker_loop.py"
-PASSED_VARIABLES = ("LANG", "TZ", "OMP_NUM_THREADS")
+_CERTIFICATE_VARIABLES = ("SSL_CERT_FILE", "SSL_CERT_DIR")
+PASSED_VARIABLES = ("LANG", "LC_ALL", "TZ", "OMP_NUM_THREADS", "LD_LIBRARY_PATH")
+_LOOPBACK_NAMES = ("127.0.0.1", "localhost")
 SCRATCH_BYTES = 64 << 20
 PROXY_PORT = 8998
 _LIST_FOLDERS_SCRIPT = (
@@ -119,13 +120,21 @@ def open_worker_command(
         raise build_isolation_error(NO_BUBBLEWRAP, BUBBLEWRAP_HINT)
     if as_nobody:
         bwrap = copy_bwrap_unless_runnable_by_all(bwrap)
-    python_path = filter(None, environ.get("PYTHONPATH", "").split(":"))
-    folders = [*_list_python_folders(python), *python_path, *readonly_folders]
+    named_folders = [*filter(None, environ.get("PYTHONPATH", "").split(":")), *readonly_folders]
+    _check_named_folders(named_folders)
+    folders = [*_list_python_folders(python), *named_folders]
     if settings.hosts:
         proxy = f"http://127.0.0.1:{PROXY_PORT}"
         environ |= dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), proxy)
+        named_hosts = {one.rpartition(":")[0] for one in settings.hosts}  # of the node's loopback
+        direct = ",".join(one for one in _LOOPBACK_NAMES if one not in named_hosts)
+        environ = {"NO_PROXY": direct, "no_proxy": direct} | environ
         folders += ["/etc/ssl", "/etc/pki"]
     folders = _list_top_folders(folders)
+    for name in _CERTIFICATE_VARIABLES:  # clients fail at a file that is not there
+        path = os.environ.get(name, "")
+        if any(Path(path).is_relative_to(one) for one in ("/usr", *folders)):
+            environ.setdefault(name, path)
     with hold_content_descriptors() as contents:
         files = [*scripts, WORKER_LOOP_FILE]
         program_filter = build_seccomp_filter()
@@ -165,6 +174,22 @@ def _list_python_folders(python: str) -> tuple[str, ...]:
     if told.returncode != 0:
         raise RecipeError(f"{python} does not run: {told.stderr.decode(errors='replace')[-300:]}")
     return tuple(json.loads(told.stdout))
+
+
+def _check_named_folders(folders: Sequence[str]) -> None:
+    for folder in folders:
+        place, why = Path(folder).absolute(), ""
+        if not place.is_dir():
+            why = "is no folder of this node"
+        elif Path.home().is_relative_to(place):
+            why = "holds your home directory"
+        if why:
+            raise RecipeError(
+                f"{place} cannot be shown to an isolated program: it {why}",
+                key="rollout.workflow_kwargs",
+                hint="name folders that every node has in `readonly_folders`, and in PYTHONPATH "
+                "of `variables`",
+            )
 
 
 def _list_top_folders(folders: Sequence[str]) -> list[str]:

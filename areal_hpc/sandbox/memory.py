@@ -4,6 +4,7 @@ Where no control group counts: pages that a process shares with others and has l
 wait in sockets, are nobody's.
 """
 
+import contextlib
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -53,6 +54,9 @@ def _read_mapped_bytes(pid: int) -> int:
 
 def _read_own_socket_bytes(pid: int) -> int:
     """What sockets of a process's network may hold, where that is one of a sandbox: loopback."""
+    with contextlib.suppress(OSError):  # it hides, or has ended
+        if Path(f"/proc/{pid}/ns/net").samefile("/proc/self/ns/net"):
+            return 0
     try:
         if Path(f"/proc/{pid}/net/dev").read_bytes().count(b":") != 1:
             return 0

@@ -76,12 +76,17 @@ class HostForwarder(SessionForwarder):
         with contextlib.suppress(asyncio.IncompleteReadError, asyncio.LimitOverrunError):
             async with asyncio.timeout(_CONNECT_TIMEOUT_S):
                 head = await reader.readuntil(b"\r\n\r\n")
-            method, target = [*head.decode("latin-1").split(" ", 2), "", ""][:2]
+            words = head.decode("latin-1").partition("\r\n")[0].split(" ")
+            if len(words) != 3:
+                writer.write(b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\n\r\n")
+                return
+            method, target, _ = words
             host = format_host(target if "://" in target else f"https://{target}")
             if host not in self._hosts:
                 writer.write(b"HTTP/1.1 403 Forbidden\r\ncontent-length: 0\r\n\r\n")
                 return
             name, _, port = host.rpartition(":")
+            name = name.strip("[]")
             if method != "CONNECT":
                 await _pump_both_ways(reader, writer, name, int(port), _make_own_request(head))
                 return
@@ -105,7 +110,8 @@ def format_host(url: str) -> str:
         port = address.port or {"http": 80, "ws": 80}.get(address.scheme, 443)
     except ValueError:
         return ""
-    return f"{address.hostname}:{port}" if address.hostname else ""
+    name = address.hostname or ""
+    return f"[{name}]:{port}" if ":" in name else f"{name}:{port}" if name else ""
 
 
 async def _pump_both_ways(

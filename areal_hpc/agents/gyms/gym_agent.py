@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from areal_hpc.agents.gyms.gym_worker import build_gym_worker_pool, refuse_sandbox
+from areal_hpc.agents.gyms.gym_worker import build_gym_worker_pool, parse_hosts, refuse_sandbox
 from areal_hpc.agents.openai_agent import make_client
 from areal_hpc.sandbox.isolated_worker import WorkerSettings
 from areal_hpc.wire.agent_reward import Reward
@@ -28,6 +28,9 @@ class GymAgent:
         hosts: What the gym reaches, as `HOST:PORT`, through the proxy of HTTP that its environment
             names; else nothing.
         request: What else goes into model calls, such as `temperature`.
+
+    Raises:
+        RecipeError: A host is no `HOST:PORT`.
     """
 
     def __init__(
@@ -46,7 +49,7 @@ class GymAgent:
         **request: Any,
     ) -> None:
         self.prompt, self.max_turns, self.request = prompt, max_turns, request
-        self.step_timeout_s, self._hosts = step_timeout_s, tuple(hosts)
+        self.step_timeout_s, self._hosts = step_timeout_s, parse_hosts(hosts)
         self._workers = build_gym_worker_pool(
             script,
             config,

@@ -2,20 +2,22 @@
 
 import asyncio
 import json
+import os
 import socket
 import sys
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from areal_hpc.errors import AgentError, NodeResourceShortageError, RecipeError
 from areal_hpc.rollout.agent_errors import SHORTAGE_HINT, describe_errno_shortage
-from areal_hpc.rollout.execution.line_process import LineProcess
+from areal_hpc.rollout.execution.line_process import LineProcess, select_passed_variables
 from areal_hpc.rollout.execution.worker_pool import WorkerPool
 from areal_hpc.sandbox.isolated_worker import WorkerSettings, open_worker_command
-from areal_hpc.sandbox.session_forwarder import HostForwarder
+from areal_hpc.sandbox.process import get_configured_isolation
+from areal_hpc.sandbox.session_forwarder import HostForwarder, format_host
 
 WORKERS_DIR = Path(__file__).with_name("workers")
 MAX_LINE_BYTES = 64 << 20
@@ -47,7 +49,9 @@ class GymWorker:
             RecipeError: There is no such Python, or the gym cannot be built.
             NodeResourceShortageError: The node lacks something for that.
         """
-        opened = open_worker_command(
+        if get_configured_isolation() == "none":
+            variables = select_passed_variables(os.environ, ()) | dict(variables)
+        command_opener = open_worker_command(
             [WORKERS_DIR / script],
             settings,
             python=python,
@@ -55,7 +59,8 @@ class GymWorker:
             readonly_folders=readonly_folders,
         )
         try:
-            with opened as command:
+            with ExitStack() as opened:  # which runs a Python, and may copy bubblewrap
+                command = await asyncio.to_thread(opened.enter_context, command_opener)
                 worker = cls(LineProcess(command, script, MAX_LINE_BYTES), script)
         except OSError as error:
             raise RecipeError(
@@ -65,7 +70,7 @@ class GymWorker:
             ) from error
         try:
             if settings.proxy_port is not None:
-                worker._listener = await worker._process.receive_socket()
+                worker._listener = await worker._process.receive_socket(START_TIMEOUT_S)
                 worker._listener.setblocking(False)
             async with worker.reach_hosts(settings.hosts):
                 await worker.ask(config, START_TIMEOUT_S)
@@ -81,11 +86,6 @@ class GymWorker:
             await asyncio.to_thread(worker.close)
             raise
         return worker
-
-    @property
-    def pid(self) -> int:
-        """The process below which all of the gym's are."""
-        return self._process.pid
 
     @property
     def is_usable(self) -> bool:
@@ -123,7 +123,7 @@ class GymWorker:
             await forwarder.close()
 
     def close(self) -> None:
-        """End it, with all that it started in its session."""
+        """End it, with all that it started."""
         self._process.close()
         if self._listener is not None:
             self._listener.close()
@@ -141,6 +141,34 @@ def refuse_sandbox(isolation: str | None) -> None:
             key="rollout.agent.isolation",
             hint="remove it: reward.isolation is how a gym is isolated",
         )
+
+
+def parse_hosts(hosts: Sequence[str]) -> tuple[str, ...]:
+    """Hosts of a recipe, each `HOST:PORT`, as the forwarder knows them.
+
+    Raises:
+        RecipeError: One is none.
+    """
+    found = tuple(format_host(f"https://{one}") for one in hosts)
+    for given, host in zip(hosts, found, strict=True):
+        if not host or str(given).lower() != host:
+            raise RecipeError(
+                f"a gym reaches hosts that are named as HOST:PORT, got {given!r}",
+                key="rollout.workflow_kwargs.hosts",
+                hint='give a list such as ["api.example.com:443"]',
+            )
+    return found
+
+
+def get_host_of_url(url: str, key: str) -> str:
+    """`HOST:PORT` of an address that a recipe names at `key`.
+
+    Raises:
+        RecipeError: It is none.
+    """
+    if host := format_host(url):
+        return host
+    raise RecipeError(f"{url!r} is no URL", key=key, hint="give one such as http://HOST:PORT/PATH")
 
 
 def build_gym_worker_pool(

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from areal_hpc.agents.gyms.gym_agent import GymAgent
+from areal_hpc.agents.gyms.gym_worker import get_host_of_url
 from areal_hpc.agents.math_tools import SubprocessRewardFunction
 from areal_hpc.errors import RecipeError
-from areal_hpc.sandbox.session_forwarder import format_host
 from areal_hpc.wire.agent_reward import Reward
 
 _OPTIONAL_KEYS_BY_SERVER_KIND = {"command": {"env", "cwd"}, "url": {"headers"}}
@@ -26,7 +26,7 @@ class McpAgent(GymAgent):
         gym_agent_options: See `GymAgent`.
 
     Raises:
-        RecipeError: A server is neither.
+        RecipeError: A server is neither, or its URL is none.
     """
 
     def __init__(
@@ -39,7 +39,11 @@ class McpAgent(GymAgent):
         for name, how in servers.items():
             check_server_config(name, how)
         config = {"servers": {**servers}, "call_timeout_s": call_timeout_s}
-        hosts = [format_host(how["url"]) for how in servers.values() if "url" in how]
+        hosts = [
+            get_host_of_url(how["url"], f"rollout.workflow_kwargs.servers.{name}.url")
+            for name, how in servers.items()
+            if "url" in how
+        ]
         gym_agent_options["hosts"] = [*gym_agent_options.get("hosts", ()), *hosts]
         super().__init__("mcp_worker.py", config, **gym_agent_options)
         self.reward = SubprocessRewardFunction(reward_fn_path)

@@ -3,8 +3,8 @@
 from typing import Any
 
 from areal_hpc.agents.gyms.gym_agent import GymAgent
+from areal_hpc.agents.gyms.gym_worker import get_host_of_url
 from areal_hpc.errors import RecipeError
-from areal_hpc.sandbox.session_forwarder import format_host
 
 
 class OpenEnvAgent(GymAgent):
@@ -19,7 +19,7 @@ class OpenEnvAgent(GymAgent):
             package is.
 
     Raises:
-        RecipeError: Neither or both are given.
+        RecipeError: Neither or both are given, or the URL is none.
     """
 
     def __init__(self, base_url: str = "", app: str = "", **gym_agent_options: Any) -> None:
@@ -31,6 +31,6 @@ class OpenEnvAgent(GymAgent):
             )
         config = {"base_url": base_url.rstrip("/"), "app": app}
         if base_url:
-            hosts = [*gym_agent_options.get("hosts", ()), format_host(base_url)]
-            gym_agent_options["hosts"] = hosts
+            host = get_host_of_url(base_url, "rollout.workflow_kwargs.base_url")
+            gym_agent_options["hosts"] = [*gym_agent_options.get("hosts", ()), host]
         super().__init__("openenv_worker.py", config, **gym_agent_options)

@@ -4,13 +4,15 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from areal_hpc.agents.gyms.gym_worker import build_gym_worker_pool, refuse_sandbox
+from areal_hpc.agents.gyms.gym_worker import build_gym_worker_pool, parse_hosts, refuse_sandbox
 from areal_hpc.sandbox.isolated_worker import WorkerSettings
 from areal_hpc.sandbox.session_forwarder import format_host
 from areal_hpc.wire.agent_reward import Reward
 
 MODEL_HOST = "model:80"
 """Stands for the model's endpoint, which each episode names."""
+_MODEL_BY_PROXY = {"NO_PROXY": "", "no_proxy": ""}
+"""The model may be at an address of loopback, of the node and not of the worker."""
 
 
 class VerifiersAgent:
@@ -29,6 +31,9 @@ class VerifiersAgent:
         readonly_folders: See `GymAgent`.
         hosts: What they reach, as `HOST:PORT`, besides the model.
         request: What else goes into model calls, such as `temperature`.
+
+    Raises:
+        RecipeError: A host is no `HOST:PORT`.
     """
 
     def __init__(
@@ -50,15 +55,15 @@ class VerifiersAgent:
             "harness": dict(harness or {"id": "null"}),
             "env": dict(env or {}),
         }
-        self.timeout_s, self.request, self._hosts = timeout_s, request, tuple(hosts)
+        self.timeout_s, self.request, self._hosts = timeout_s, request, parse_hosts(hosts)
         self._workers = build_gym_worker_pool(
             "verifiers_worker.py",
             config,
             max_workers,
             python=python,
-            variables=variables,
+            variables=_MODEL_BY_PROXY | dict(variables or {}),
             readonly_folders=readonly_folders,
-            settings=WorkerSettings(ends_with_answer=True, hosts=(*hosts, MODEL_HOST)),
+            settings=WorkerSettings(ends_with_answer=True, hosts=(*self._hosts, MODEL_HOST)),
         )
 
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> Reward:

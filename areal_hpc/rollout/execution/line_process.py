@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from areal_hpc.errors import AgentError, WorkerStartError
+from areal_hpc.jobs.processes.descendants import kill_and_reap_process, list_descendants
 from areal_hpc.jobs.processes.machine_oom_kills import OomKillWatch
 from areal_hpc.rollout.agent_errors import SHORTAGE_HINT, build_oom_kill_error
 
@@ -100,21 +101,25 @@ class LineProcess:
         """It lacked something, perhaps by what it left open itself: nobody uses it again."""
         self._has_run_short = True
 
-    async def receive_socket(self) -> socket.socket:
+    async def receive_socket(self, timeout_s: float) -> socket.socket:
         """The socket that it sends before it is asked anything.
 
         Raises:
-            AgentError: It ended without.
+            AgentError: It ended without, or takes too long.
         """
-        while True:
-            try:
-                _, descriptors, _, _ = socket.recv_fds(self._link, 1, 1)
-            except BlockingIOError:
-                await asyncio.sleep(0.01)
-                continue
-            if not descriptors:
-                raise AgentError(f"{self._name} has ended; see what it printed")
-            return socket.socket(fileno=descriptors[0])
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    try:
+                        _, descriptors, _, _ = socket.recv_fds(self._link, 1, 1)
+                        break
+                    except BlockingIOError:
+                        await asyncio.sleep(0.01)
+        except TimeoutError:
+            raise AgentError(f"{self._name} did not start within {timeout_s:g} s") from None
+        if not descriptors:
+            raise AgentError(f"{self._name} has ended; see what it printed")
+        return socket.socket(fileno=descriptors[0])
 
     async def ask(self, line: bytes, timeout_s: float | None = None) -> bytes:
         """What it answers to a line, which has no end of line. None: wait for ever.
@@ -155,9 +160,12 @@ class LineProcess:
         return bytes(line)
 
     def close(self) -> None:
-        """End it, with all that it started in its session."""
+        """End it, with all that it started."""
         if self._process.poll() is None:  # else its number may be another's
+            started = list_descendants(self._process.pid)  # some may have left its session
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
+            for one in started:
+                kill_and_reap_process(one)
         self._process.wait()
         self._link.close()

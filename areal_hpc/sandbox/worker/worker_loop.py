@@ -117,12 +117,18 @@ class Episode:
         self._is_alone = settings["is_first_process"] and os.getpid() == 1
         self._known = list_scratch_files()
         self._socket, theirs = socket.socketpair()
+        worker_pid = os.getpid()
         self._pid = os.fork()
         if self._pid == 0:
             try:
+                ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+                if os.getppid() != worker_pid:  # it ended before
+                    os._exit(0)
                 os.close(link.fileno())  # `link.close` leaves it open for the loop that reads
                 self._socket.close()
                 os.setsid()
+                for number in (signal.SIGINT, signal.SIGTERM):  # programs it starts can be ended
+                    signal.signal(number, signal.SIG_DFL)
                 limit_memory(settings["memory_bytes"])
                 if isinstance(gym, Scorer):
                     answer_question(gym, theirs)

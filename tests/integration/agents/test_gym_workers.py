@@ -3,11 +3,13 @@
 import asyncio
 import http.server
 import re
+import signal
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from areal_hpc.agents.gyms.gym_agent import GymAgent
@@ -15,11 +17,14 @@ from areal_hpc.agents.gyms.gym_worker import GymWorker, build_gym_worker_pool
 from areal_hpc.agents.gyms.mcp_agent import McpAgent
 from areal_hpc.agents.gyms.openenv_agent import OpenEnvAgent
 from areal_hpc.errors import AgentError, ArealError, NodeResourceShortageError, RecipeError
+from areal_hpc.recipe.sections.reward import ISOLATION_VARIABLE
 from areal_hpc.rollout.execution.worker_pool import WorkerPool
 from areal_hpc.sandbox.isolated_worker import WorkerSettings
 from tests.support.deadlines import scaled
 from tests.support.environments import CHECKOUT
 from tests.support.gym_stage import GymStage
+from tests.support.process_commands import alive
+from tests.support.waiting import wait_for
 
 WORKER = str(Path(__file__).with_name("counting_worker.py"))
 Gyms = WorkerPool[GymWorker]
@@ -57,12 +62,12 @@ def test_a_worker_plays_one_episode_after_the_other(monkeypatch: pytest.MonkeyPa
 
     async def scene(workers: Gyms) -> None:
         async with workers.acquire() as one, workers.acquire() as other:
-            assert one.pid != other.pid
+            assert one is not other
             assert (await reset(one))[0] == (await reset(other))[0] == 1
             assert (await step(one, "go"))["reward"] == 1.0
-            first, used = await reset(one), one.pid
+            first, used = await reset(one), one
         async with workers.acquire() as again, workers.acquire() as other:
-            same = again if again.pid == used else other
+            same = again if again is used else other
             count, pid = await reset(same)
             assert (count, pid != first[1]) == (1, True)
 
@@ -83,12 +88,14 @@ def test_a_gym_that_fails_costs_its_episode(
     text: str, kind: type[ArealError], said: str, stays: bool
 ) -> None:
     async def scene(workers: Gyms) -> None:
+        earlier = {*psutil.Process().children()}
         async with workers.acquire() as worker:
+            (process,) = {*psutil.Process().children()} - earlier
             await reset(worker)
             with pytest.raises(kind, match=said):
                 await step(worker, text, 0.5 if text == "sleep" else None)
             assert (await step(worker, "go")) == {} if stays else not worker.is_usable
-        assert Path(f"/proc/{worker.pid}").exists() == stays
+        assert process.is_running() == stays
         async with workers.acquire() as next_one:
             assert (await reset(next_one))[0] == 1
 
@@ -136,6 +143,7 @@ def test_nothing_of_an_episode_meets_a_later_one_or_the_user(tmp_path: Path) -> 
             tried, variables, _, processes = (await step(worker, attack))["found"]
             assert tried == []
             own = {"HOME", "LANG", "LC_ALL", "OMP_NUM_THREADS", "PATH", "PWD", "TZ"}
+            own |= {"LD_LIBRARY_PATH", "SSL_CERT_DIR", "SSL_CERT_FILE"}
             assert {"COLOR"} <= set(variables) <= {"COLOR", *own}
             assert len(processes) == 3
             await worker.ask({"do": "close"}, 30)
@@ -143,6 +151,57 @@ def test_nothing_of_an_episode_meets_a_later_one_or_the_user(tmp_path: Path) -> 
             assert (await step(worker, clean))["found"] == [[], ["1", str(later)]]
 
     run(scene, size=1)
+
+
+def test_a_program_that_a_gym_starts_can_be_ended() -> None:
+    asks = (
+        "import signal, subprocess\n"
+        "found = []\n"
+        "for number in (signal.SIGTERM, signal.SIGINT):\n"
+        "    program = subprocess.Popen(['/bin/sleep', '3600'])\n"
+        "    program.send_signal(number)\n"
+        f"    found.append(program.wait({scaled(10)}))\n"
+    )
+
+    async def scene(workers: Gyms) -> None:
+        async with workers.acquire() as worker:
+            await reset(worker)
+            assert (await step(worker, asks))["found"] == [-signal.SIGTERM, -signal.SIGINT]
+
+    run(scene, size=1)
+
+
+@pytest.mark.parametrize("is_closed", [True, False], ids=["closed", "killed"])
+def test_an_episode_ends_with_its_worker_where_nothing_is_isolated(
+    is_closed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what the episode started, where the worker is closed."""
+    monkeypatch.setenv(ISOLATION_VARIABLE, "none")
+    monkeypatch.setenv("XDG_DATA_HOME", "/passed")
+    asks = (
+        "import asyncio, os, subprocess, time\n"
+        "program = subprocess.Popen(['/bin/sleep', '3600'], start_new_session=True)\n"
+        "asyncio.get_running_loop().call_soon(time.sleep, 3600)  # it hears nothing\n"
+        "found = [os.getppid(), os.getpid(), program.pid, os.environ.get('XDG_DATA_HOME')]\n"
+    )
+    processes = list[psutil.Process]()
+
+    async def scene(workers: Gyms) -> None:
+        async with workers.acquire() as worker:
+            await reset(worker)
+            *pids, passed = (await step(worker, asks))["found"]
+            assert passed == "/passed"
+            processes.extend(map(psutil.Process, pids))
+            if not is_closed:
+                processes[0].kill()
+                wait_for(lambda: not alive(processes[:2]), 20)
+
+    try:
+        run(scene, size=1)
+        wait_for(lambda: not alive(processes if is_closed else processes[:2]), 20)
+    finally:
+        for one in alive(processes):
+            one.kill()
 
 
 def test_a_program_that_a_gym_starts_can_give_no_answer() -> None:

@@ -2,12 +2,19 @@
 
 import contextlib
 import json
+import os
 from typing import Any
 
 import httpx2
 from mcp import Client, StdioServerParameters
 from mcp.client.streamable_http import streamable_http_client
 from worker_loop import Gym, serve
+
+PROXY_VARIABLES = (
+    *("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY"),
+    *("http_proxy", "https_proxy", "no_proxy"),
+)
+"""Without which a server by stdio reaches no host; the SDK passes it none of them."""
 
 
 class McpGym(Gym):
@@ -36,10 +43,11 @@ class McpGym(Gym):
     async def _build_connection_target(self, server_config: dict[str, Any]) -> Any:
         if "url" not in server_config:
             command, *arguments = server_config["command"]
+            passed = {name: os.environ[name] for name in PROXY_VARIABLES if name in os.environ}
             return StdioServerParameters(
                 command=command,
                 args=arguments,
-                env=server_config.get("env"),
+                env=passed | (server_config.get("env") or {}),
                 cwd=server_config.get("cwd"),
             )
         if "headers" not in server_config:

@@ -1,0 +1,178 @@
+"""Isolated workers: what they see, what they reach, and how they start and end."""
+
+import asyncio
+import importlib
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal_hpc.agents.gyms import gym_worker
+from areal_hpc.agents.gyms.gym_agent import GymAgent
+from areal_hpc.agents.gyms.gym_worker import WORKERS_DIR, GymWorker
+from areal_hpc.agents.gyms.mcp_agent import McpAgent
+from areal_hpc.agents.gyms.openenv_agent import OpenEnvAgent
+from areal_hpc.agents.gyms.verifiers_agent import VerifiersAgent
+from areal_hpc.errors import AgentError, RecipeError
+from areal_hpc.rollout.execution.line_process import LineProcess
+from areal_hpc.sandbox.isolated_worker import (
+    WORKER_LOOP_FILE,
+    WorkerSettings,
+    open_worker_command,
+)
+from areal_hpc.sandbox.session_forwarder import HostForwarder
+from tests.support.deadlines import scaled
+
+REWARD = "areal_hpc.reward.gsm8k.gsm8k_reward_fn"
+
+
+def read_variables(
+    hosts: tuple[str, ...] = (), variables: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """Those of an isolated worker."""
+    settings = WorkerSettings(hosts=hosts)
+    with open_worker_command([WORKER_LOOP_FILE], settings, variables=variables) as command:
+        args = command["args"]
+    places = [place for place, one in enumerate(args) if one == "--setenv"]
+    return {args[place + 1]: args[place + 2] for place in places}
+
+
+@pytest.mark.parametrize(
+    ("hosts", "variables", "direct"),
+    [
+        (("api.example.com:443",), {}, "127.0.0.1,localhost"),
+        (("127.0.0.1:80",), {}, "localhost"),  # of the node
+        (("api.example.com:443",), {"NO_PROXY": "", "no_proxy": ""}, ""),
+    ],
+)
+def test_a_gym_reaches_servers_of_its_own_without_the_proxy(
+    hosts: tuple[str, ...], variables: dict[str, str], direct: str
+) -> None:
+    found = read_variables(hosts, variables)
+    assert (found["NO_PROXY"], found["no_proxy"]) == (direct, direct)
+    assert found["HTTPS_PROXY"].startswith("http://127.0.0.1:")
+
+
+def test_a_worker_has_the_variables_that_programs_need_to_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    passed = {"LD_LIBRARY_PATH": "/usr/lib/x", "LC_ALL": "C", "SSL_CERT_DIR": "/usr/share/x"}
+    for name, value in (passed | {"SSL_CERT_FILE": "/not/shown.pem", "SECRET": "s"}).items():
+        monkeypatch.setenv(name, value)
+    found = read_variables()
+    assert passed.items() <= found.items()
+    assert not {"SECRET", "SSL_CERT_FILE"} & found.keys()  # a client would not find the file
+
+
+@pytest.mark.parametrize("is_python_path", [False, True])
+def test_a_folder_that_cannot_be_shown_is_named(
+    is_python_path: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "home").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for folder, said in ((tmp_path / "missing", "is no folder"), (tmp_path, "your home")):
+        variables = {"PYTHONPATH": str(folder)} if is_python_path else {}
+        opened = open_worker_command(
+            [WORKER_LOOP_FILE],
+            WorkerSettings(),
+            variables=variables,
+            readonly_folders=() if is_python_path else [str(folder)],
+        )
+        with pytest.raises(RecipeError, match=f"{folder} cannot be shown.*{said}"), opened:
+            pass
+
+
+def test_hosts_are_checked_and_known_as_the_forwarder_knows_them() -> None:
+    for hosts in (["API.example.com:443"], ["[::1]:8000"]):
+        agent = GymAgent("x.py", {}, hosts=hosts)
+        assert list(agent._hosts) == [hosts[0].lower()]
+    for kind, kwargs in (
+        (GymAgent, {"script": "x.py", "config": {}}),
+        (VerifiersAgent, {"taskset": {"id": "x"}}),
+    ):
+        for one in ("example.com", "https://example.com", "example.com:80/a", "a:port", ":80", ""):
+            with pytest.raises(RecipeError, match="HOST:PORT") as caught:
+                kind(**kwargs, hosts=[one])
+            assert caught.value.problems[0].key == "rollout.workflow_kwargs.hosts"
+    with pytest.raises(RecipeError, match="'shop' is no URL") as caught:
+        McpAgent({"shop": {"url": "shop"}}, REWARD)
+    assert caught.value.problems[0].key == "rollout.workflow_kwargs.servers.shop.url"
+    with pytest.raises(RecipeError, match="'shop' is no URL"):
+        OpenEnvAgent("shop")
+    assert McpAgent({"shop": {"url": "http://[::1]/mcp"}}, REWARD)._hosts == ("[::1]:80",)
+
+
+@pytest.mark.parametrize(
+    "request_line",
+    [b"GET http://host:80/a", b"CONNECT host:80", b"GET", b"GET http://host:80/a b c"],
+)
+def test_a_request_that_is_none_is_answered(request_line: bytes) -> None:
+    async def ask() -> bytes:
+        listener = socket.create_server(("127.0.0.1", 0))
+        forwarder = HostForwarder(listener, ["host:80"])
+        await forwarder.start()
+        reader, writer = await asyncio.open_connection(*listener.getsockname())
+        writer.write(request_line + b"\r\n\r\n")
+        answer = await reader.read()
+        writer.close()
+        await forwarder.close()
+        return answer
+
+    assert asyncio.run(asyncio.wait_for(ask(), scaled(20))).startswith(b"HTTP/1.1 400 ")
+
+
+def test_a_worker_that_sends_no_socket_is_given_up() -> None:
+    process = LineProcess({"args": ["/bin/sleep", "600"]}, "the gym", 1000)
+    try:
+        with pytest.raises(AgentError, match="did not start within"):
+            asyncio.run(asyncio.wait_for(process.receive_socket(0.05), scaled(20)))
+    finally:
+        process.close()
+
+
+def test_the_event_loop_goes_on_while_a_worker_s_command_is_prepared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    threads = []
+
+    @contextmanager
+    def prepare(*_: object, **__: object) -> Iterator[Any]:
+        threads.append(threading.current_thread())
+        yield {"args": ["/no/such/program"]}
+
+    monkeypatch.setattr(gym_worker, "open_worker_command", prepare)
+    with pytest.raises(RecipeError, match="no Python"):
+        asyncio.run(GymWorker.start("python", "x.py", {}, {}, (), WorkerSettings()))
+    assert threads
+    assert threads[0] is not threading.main_thread()
+
+
+def test_a_tool_server_of_a_command_knows_the_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(WORKER_LOOP_FILE.parent))
+    monkeypatch.syspath_prepend(str(WORKERS_DIR))
+    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:8998")
+    monkeypatch.setenv("no_proxy", "localhost")
+    gym = importlib.import_module("mcp_worker").McpGym({"servers": {}, "call_timeout_s": 1.0})
+    config = {"command": ["server"], "env": {"no_proxy": "own", "A": "b"}}
+    target = asyncio.run(gym._build_connection_target(config))
+    wanted = {"HTTPS_PROXY": "http://127.0.0.1:8998", "no_proxy": "own", "A": "b"}
+    assert wanted.items() <= target.env.items()
+
+
+def test_sockets_of_a_machine_with_loopback_alone_are_not_a_process_s() -> None:
+    program = (
+        "import os, socket\n"
+        "from areal_hpc.sandbox.memory import measure_memory_bytes\n"
+        "before = measure_memory_bytes([os.getpid()], 1 << 40)\n"
+        "held = [socket.socket() for _ in range(800)]\n"
+        "print(measure_memory_bytes([os.getpid()], 1 << 40) - before)\n"
+    )
+    command = ["unshare", "--map-root-user", "--net", sys.executable, "-c", program]
+    grown = int(subprocess.run(command, capture_output=True, check=True).stdout)
+    assert grown < 50 << 20
