@@ -116,7 +116,8 @@ class SlurmRun:
         """What `status`, `why` and `logs` say now; all of them must work."""
         status = self.areal_hpc("status", str(self.paths.root))
         row = next(line for line in status.splitlines() if line.startswith(f"{job} "))
-        assert self.areal_hpc("logs", str(self.paths.root), "-n", "5", job)
+        # A job that has just been submitted may have no log yet, which is told.
+        self.areal_hpc("logs", str(self.paths.root), "-n", "5", job, codes=(0, 78))
         why = self.areal_hpc("why", str(self.paths.root), codes=(0, 1))
         return Sighting(re.split(r"\s{2,}", row)[2], why.splitlines()[0])
 

