@@ -112,14 +112,14 @@ class LineProcess:
                 while True:
                     try:
                         _, descriptors, _, _ = socket.recv_fds(self._link, 1, 1)
-                        break
                     except BlockingIOError:
                         await asyncio.sleep(0.01)
+                        continue
+                    if not descriptors:
+                        raise AgentError(f"{self._name} has ended; see what it printed")
+                    return socket.socket(fileno=descriptors[0])
         except TimeoutError:
             raise AgentError(f"{self._name} did not start within {timeout_s:g} s") from None
-        if not descriptors:
-            raise AgentError(f"{self._name} has ended; see what it printed")
-        return socket.socket(fileno=descriptors[0])
 
     async def ask(self, line: bytes, timeout_s: float | None = None) -> bytes:
         """What it answers to a line, which has no end of line. None: wait for ever.
