@@ -311,7 +311,7 @@ def failing_for(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]
     with tempfile.TemporaryDirectory() as name:
         Path(name).chmod(0o755)
 
-        def fail(program: str, said: str = "no") -> None:
+        def fail(program: str, said: str) -> None:
             ending = f"echo bwrap: {said} >&2; exit 1"
             script = f'case "$*" in *{program}*) {ending};; esac\nexec {real} "$@"'
             path = write_program(Path(name, "bwrap"), script)
@@ -326,7 +326,7 @@ def failing_for(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]
 def test_an_answer_whose_sandbox_does_not_start_is_not_judged(
     program: str, kind: type[Exception], failing_for: Callable[..., None]
 ) -> None:
-    failing_for(program)
+    failing_for(program, "Creating new namespace failed: Operation not permitted")
     before = count_open_descriptors()
     with pytest.raises(kind):
         passes_tests(*JUDGED, SMALL)
