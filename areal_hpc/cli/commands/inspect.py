@@ -182,8 +182,10 @@ def _show_status(arguments: argparse.Namespace) -> int:
     is_running = state.startswith("running")
     lines = [f"{paths.run_name}: {state}"]
     if state in ("failed", "stopped", "leaderless"):
-        reason = diagnose(inspect_run(paths, queue)).headline.removeprefix(f"the run {state}: ")
-        lines.append(f"  reason            {escape_line(reason)}")
+        found = diagnose(inspect_run(paths, queue))
+        if found.chain:
+            reason = found.headline.removeprefix(f"the run {state}: ")
+            lines.append(f"  reason            {escape_line(reason)}")
     lines += format_run_progress(progress, paths, is_running=is_running)
     has_summary = progress.step > 0 and (run.is_local or paths.finished_marker.exists())
     lines += [] if has_summary else describe_evaluations(progress.snapshot)
