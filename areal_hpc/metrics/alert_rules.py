@@ -386,7 +386,7 @@ RULES: tuple[AlertRule, ...] = (
         "reply/repeated_fraction",
         "max_repeated_fraction",
         "replies end in loops",
-        "{value:.0%} of what replies end with repeats itself, above {bound:.0%}",
+        "{value:.0%} of the end of replies is repetition, above {bound:.0%}",
         _READ_ROWS_HINT,
     ),
     _make_bound_rule(
@@ -395,7 +395,8 @@ RULES: tuple[AlertRule, ...] = (
         "max_cut_fraction",
         "replies reach their limit of tokens",
         "{value:.0%} of replies reached their limit of tokens, above {bound:.0%}",
-        "raise rollout.sampling.max_new_tokens, or reward shorter replies",
+        "read some with areal-hpc shards show RUN 0; if they loop, areal-hpc why RUN --collapse, "
+        "else raise rollout.sampling.max_new_tokens",
     ),
     AlertRule(
         "unrewarded_replies",

@@ -341,7 +341,7 @@ def _list_hints(reward: RewardSummary, since: int) -> tuple[str, ...]:
     return (
         f"go back to a checkpoint of step {first - 1} or before",
         "lower trainer.optimizer.lr, raise rollout.sampling.temperature or "
-        "trainer.objective.clip_high, or reward what replies should not do",
+        "trainer.objective.clip_high, or subtract reward for loops and cut replies",
     )
 
 
