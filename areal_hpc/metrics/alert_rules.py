@@ -24,6 +24,8 @@ COMPARED_STEPS_BEFORE = 20
 """Steps before the present one that it is compared with."""
 MIN_COMPARED_STEPS_BEFORE = 5
 """Fewer say nothing of what is usual."""
+MIN_SOLVED_GROUPS = 0.5
+"""Share of a batch's groups with the best reward alone in a policy that has solved its tasks."""
 MIN_BEST_SHARE_OF_EQUAL_GROUPS = 0.9
 """Of the groups that teach nothing, the share at the best one that makes the tasks solved."""
 MIN_REWARD_DROP_SHARE_OF_RANGE = 0.1
@@ -300,6 +302,21 @@ def _check_metric_against_bound(
     return Alert(rule, "note", rows[-1]["step"], message.format(value=value, bound=bound), hint)
 
 
+def check_entropy(rows: Sequence[TrainedStepRow], config: AlertsConfig) -> Alert | None:
+    """A low entropy, unless most groups have the best reward alone: nothing is left to explore."""
+    if (rows[-1].get("groups/all_best") or 0.0) >= MIN_SOLVED_GROUPS:
+        return None
+    return _check_metric_against_bound(
+        rows,
+        config,
+        rule="low_entropy",
+        metric="entropy/mean",
+        key="min_entropy",
+        message="the entropy of sampled tokens is {value:.2g} nats, below {bound:g}",
+        hint="raise rollout.sampling.temperature or trainer.objective.clip_high",
+    )
+
+
 def _make_bound_rule(
     rule: str, metric: str, key: str, meaning: str, message: str, hint: str
 ) -> AlertRule:
@@ -365,13 +382,13 @@ RULES: tuple[AlertRule, ...] = (
         "well",
         check_failing_agents,
     ),
-    _make_bound_rule(
+    AlertRule(
         "low_entropy",
-        "entropy/mean",
-        "min_entropy",
-        "samples of a task hardly differ",
-        "the entropy of sampled tokens is {value:.2g} nats, below {bound:g}",
-        "raise rollout.sampling.temperature or trainer.objective.clip_high, or stop here",
+        "note",
+        ("min_entropy",),
+        ("entropy/mean", "groups/all_best"),
+        "samples of a task hardly differ, and most tasks are not solved",
+        check_entropy,
     ),
     AlertRule(
         "reply_length",

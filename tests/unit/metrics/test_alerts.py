@@ -117,6 +117,12 @@ def test_a_rule_may_ask_for_more_steps_in_a_row_than_are_looked_at_else() -> Non
     assert told(find_alerts(rows(*[CONSTANT] * 250), patient)) == [("no_signal", "failure", 1)]
 
 
+def test_a_policy_that_has_solved_its_tasks_need_not_explore() -> None:
+    low = {"entropy/mean": 0.01}
+    assert told(find_alerts(rows({}, low), CONFIG)) == [("low_entropy", "note", 2)]
+    assert find_alerts(rows({}, {**low, "groups/all_best": 0.6}), CONFIG) == []
+
+
 def test_a_noisy_reward_and_one_that_hardly_moves_are_none() -> None:
     noisy = rewards(*[0.3, 0.7] * 12, 0.1)
     assert find_alerts(noisy, CONFIG) == []
