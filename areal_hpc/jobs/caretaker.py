@@ -58,7 +58,7 @@ MAX_SUBMISSIONS_WITHOUT_PROGRESS = 3
 MAX_JOB_LIFETIME_TO_BLAME_NODE_S = 60.0
 """A job without a word of any task that lived this long has started; its node is not to blame."""
 MAX_EXIT_FILE_DELAY_S = 30.0
-"""Until a node sees what another wrote last, where storage caches folders."""
+"""For which a node may not see a file that another has written: storage caches folders."""
 SUBMIT_TIMEOUT_S = 600.0
 CLAIM_LIFETIME_S = 1800.0
 """A claim that is older was left by a caretaker that died."""

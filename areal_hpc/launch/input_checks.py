@@ -38,21 +38,18 @@ def load_user_code_and_find_input_problems(
     ]
     problems += [
         *find_role_python_problems(recipe, there),
-        *(_find_server_problems(recipe, there["serve"]) if "serve" in there else ()),
         *_find_run_directory_problems(recipe.run_dir),
         *find_model_problems(recipe),
     ]
+    if "serve" in there:
+        problems += find_parser_name_problems(recipe.inference, there["serve"])
+        problems += find_extra_args_problems(recipe, there["serve"])
     for part, key in recipe.task_sets_with_keys:
         try:
             check_and_list_source_paths(part, key)
         except RecipeError as error:
             problems += error.problems
     return [*problems, *load_user_code_and_find_problems(recipe, pythons, sys_path)]
-
-
-def _find_server_problems(recipe: Recipe, python: str) -> Iterator[Problem]:
-    yield from find_parser_name_problems(recipe.inference, python)
-    yield from find_extra_args_problems(recipe, python)
 
 
 def _find_run_directory_problems(run_dir: Path) -> Iterator[Problem]:

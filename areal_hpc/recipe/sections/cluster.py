@@ -19,7 +19,8 @@ WantedGpus = (
 )
 FlagName = Annotated[str, Field(pattern="^[a-z][a-z0-9-]*$")]
 SlurmFlags = dict[FlagName, StrictBool | int | str]
-"""Name of an option without its dashes -> its value; true for an option without one."""
+"""Name of an option without its dashes -> its value; true for an option without one, false for one
+that stays out."""
 _REFUSED_SBATCH_FLAGS = {
     "array": "`areal-hpc submit --sweep KEY=V1,V2` submits runs as arrays",
     "clusters": "jobs of a run are watched and requeued on one cluster; submit on that one",
@@ -81,6 +82,12 @@ class JobOptions(BaseConfig):
     setup: tuple[str, ...] | None = None
     """Shell lines before the tasks start: `module load cuda`."""
 
+    @field_validator("sbatch", "srun")
+    @classmethod
+    def _drop_false_flags(cls, flags: SlurmFlags | None) -> SlurmFlags | None:
+        """A recipe takes an option of its site away by false."""
+        return flags and {name: value for name, value in flags.items() if value is not False}
+
     @field_validator("sbatch")
     @classmethod
     def _refuse_flags_that_break_runs(cls, flags: SlurmFlags | None) -> SlurmFlags | None:
@@ -91,9 +98,9 @@ class JobOptions(BaseConfig):
 
 
 def format_flags(flags: SlurmFlags | None) -> list[str]:
-    """The options as words of a command line; those that are false stay out."""
-    set_flags = {name: value for name, value in (flags or {}).items() if value is not False}
-    return [f"--{name}" if set_ is True else f"--{name}={set_}" for name, set_ in set_flags.items()]
+    """The options as words of a command line."""
+    words = (flags or {}).items()
+    return [f"--{name}" if value is True else f"--{name}={value}" for name, value in words]
 
 
 class JobKindOptions(BaseConfig):

@@ -247,9 +247,7 @@ def _build_additional_parameters(
     for name in ("reservation", "licenses"):
         if (value := getattr(options, name)) is not None:
             asked[name] = value
-    return asked | {
-        name: value for name, value in (options.sbatch or {}).items() if value is not False
-    }
+    return asked | (options.sbatch or {})
 
 
 def _build_setup_lines(options: JobOptions, folder: Path, run_context: RunContext) -> list[str]:

@@ -50,6 +50,11 @@ def test_what_the_site_says_is_kept_and_whole_nodes_are_left_whole() -> None:
     ) * 2
     assert slurm.get_options_of_job("cell-0").cpus_per_task == 9
     assert slurm.get_options_of_job("trainer").cpus_per_task == 4
+    unset = recipe_of(
+        "cluster.slurm.sbatch={exclusive: true}", "cluster.slurm.sbatch.exclusive=false"
+    )
+    assert unset.cluster.slurm.sbatch == {}
+    assert add_cpu_and_memory_options(unset, jobs_of(unset)) != unset.cluster.slurm
     for overrides in (
         ["cluster.slurm.exclusive=true"],
         ["cluster.slurm.sbatch={mem-per-gpu: 100G, cpus-per-gpu: 8}"],
