@@ -169,7 +169,7 @@ class AgentError(ArealError):
 
 
 class WorkerLostError(AgentError):
-    """The process that ran the user's code died during the call. Another one takes its place."""
+    """A worker process died during a call or a question. Another one takes its place."""
 
 
 class SandboxLostError(AgentError):
@@ -292,10 +292,6 @@ class ParserLostError(Exception):
 
 class ParserStuckError(ParserLostError):
     """The parser process was ended, as it came to no end with this text."""
-
-
-class VerifierLostError(Exception):
-    """The verifier process ended during a question: a crash, or more memory than it may have."""
 
 
 class OtherRankError(Exception):

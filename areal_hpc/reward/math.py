@@ -7,7 +7,7 @@ import sys
 from contextlib import nullcontext
 from typing import Any
 
-from areal_hpc.errors import RecipeError, VerifierLostError
+from areal_hpc.errors import AgentError, RecipeError
 from areal_hpc.reward import math_process
 from areal_hpc.reward.answer_extraction import extract_boxed, replace_typographic_minus
 from areal_hpc.reward.verifier_pool import VerifierPool
@@ -28,7 +28,7 @@ def build_math_pool(timeout_s: float) -> VerifierPool:
     """Processes that compare, each answer within a time."""
     command = [sys.executable, "-P", math_process.__file__]
     command += [str(timeout_s + 1.0), str(MATH_MEMORY_BYTES)]
-    return VerifierPool(lambda: nullcontext({"args": command}), timeout_s=timeout_s)
+    return VerifierPool(lambda: nullcontext({"args": command}), timeout_s)
 
 
 _VERIFIER_POOL = build_math_pool(MATH_TIMEOUT_S)
@@ -58,9 +58,9 @@ def math_reward(
     if {_get_collection_kind(answer), _get_collection_kind(in_box or "")} == {"set", "tuple"}:
         return 0.0
     try:
-        verdict = _VERIFIER_POOL.ask(json.dumps([answer, said]).encode() + b"\n")
-    except (TimeoutError, VerifierLostError) as error:
-        how = "ended its process" if isinstance(error, VerifierLostError) else "took too long"
+        verdict = _VERIFIER_POOL.ask(json.dumps([answer, said]).encode())
+    except (TimeoutError, AgentError) as error:
+        how = "ended its process" if isinstance(error, AgentError) else "took too long"
         log.warning(
             "math_reward: comparing with %.80r %s (limits: %g s, %d MiB), reward 0: %.80r",
             answer,

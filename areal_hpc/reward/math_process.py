@@ -1,7 +1,7 @@
 """Comparisons by math-verify: `python math_process.py TIMEOUT_S MEMORY_BYTES`, its own process.
 
 Stands alone: it is started by its path, by `areal_hpc/reward/verifier_pool.py`. Reads lines of
-`["the right answer", "what the model said"]` from a socket, its standard input.
+`["the right answer", "what the model said"]`, after a first one, from a socket, its standard input.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-READY = b"."
+READY = b"{}"
 EQUAL = b"1"
 DIFFERENT = b"0"
 UNPARSABLE_REFERENCE = b"?"
@@ -44,6 +44,7 @@ def main() -> None:
         channel.makefile("rb") as questions,
     ):
         channel.setblocking(True)
+        questions.readline()
         channel.sendall(READY + b"\n")
         for line in questions:
             answer, said = json.loads(line)

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from areal_hpc.errors import RecipeError, VerifierLostError
+from areal_hpc.errors import AgentError, RecipeError
 from areal_hpc.reward.answer_extraction import extract_boxed, extract_tagged
 from areal_hpc.reward.judging import literals
 from areal_hpc.reward.verifier_pool import VerifierPool
@@ -28,8 +28,7 @@ _SCORERS = VerifierPool(
         WorkerSettings(SCORE_TIMEOUT_S, SCORE_MEMORY_BYTES, ends_with_answer=True),
         variables=_VARIABLES,
     ),
-    opening=b"{}\n",
-    timeout_s=SCORE_TIMEOUT_S + 1.0,
+    SCORE_TIMEOUT_S + 1.0,
 )
 
 
@@ -54,10 +53,10 @@ def reasoning_gym_reward(
     given = extract_tagged(completions) or extract_boxed(completions) or completions.strip()
     entry = literals.encode({**task, "metadata": dict(metadata)}, _refuse_object)
     asked = {"set": metadata["source_dataset"], "given": given, "entry": entry}
-    question = json.dumps({"do": "reset", "task": asked}).encode() + b"\n"
+    question = json.dumps({"do": "reset", "task": asked}).encode()
     try:
         told: dict[str, Any] = json.loads(_SCORERS.ask(question))
-    except (TimeoutError, VerifierLostError) as error:
+    except (TimeoutError, AgentError) as error:
         told = {"error": repr(error), "is_of_episode": True}
     if "error" not in told:
         return float(told["reward"])

@@ -18,6 +18,7 @@ from areal_hpc.errors import (
     describe_exception,
     escape_surrogates,
 )
+from areal_hpc.jobs.processes.line_process import SHORTAGE_HINT
 
 MAX_TRACEBACK_CHARS = 1500
 MAX_MESSAGE_CHARS = 500
@@ -25,7 +26,6 @@ MAX_SHOWN_COLUMNS = 10
 SHORTAGE_ERRNOS = frozenset((errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC))
 """The node, or the job, has no process, memory, descriptor or space left now. No `MemoryError`: an
 agent that computes what a model asks for meets that on any node."""
-SHORTAGE_HINT = "give the job what is missing, or lower rollout.max_concurrent_rollouts"
 NO_THREAD_TEXT = "can't start new thread"
 """What Python says, in a `RuntimeError`, where no process is left for a thread."""
 _PACKAGE_DIR = str(Path(areal_hpc.__file__).parent) + os.sep
@@ -73,14 +73,6 @@ def find_node_shortage(error: BaseException) -> NodeResourceShortageError | None
                 hint=SHORTAGE_HINT,
             )
     return None
-
-
-def build_oom_kill_error(process_name: str) -> NodeResourceShortageError:
-    """The error for a process that the kernel ended for want of memory."""
-    return NodeResourceShortageError(
-        f"{process_name} was killed: the memory of the job, or of the node, ran out",
-        hint=SHORTAGE_HINT,
-    )
 
 
 def describe_errno_shortage(errnos: Iterable[int]) -> str:

@@ -12,7 +12,7 @@ from tests.support.environments import CHECKOUT
 PROGRAM = """
 import asyncio, sys
 from areal_hpc.errors import ArealError
-from areal_hpc.rollout.execution.line_process import LineProcess
+from areal_hpc.jobs.processes.line_process import LineProcess
 from areal_hpc.rollout.execution.process_pool import ProcessPool
 from areal_hpc.sandbox.runtimes.choice import make_runtime
 from areal_hpc.sandbox.spec import SandboxSpec
@@ -33,7 +33,7 @@ async def call_pool():
     try:
         await pool.call(exec, "held = [b'x' * (64 << 20) for _ in range(64)]")
     finally:
-        pool.kill_idle_processes()
+        pool.close_idle_workers()
 
 async def run_in_sandbox():
     sandbox = await make_runtime("bwrap").start(SandboxSpec())

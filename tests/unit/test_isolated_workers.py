@@ -20,7 +20,7 @@ from areal_hpc.agents.gyms.mcp_agent import McpAgent
 from areal_hpc.agents.gyms.openenv_agent import OpenEnvAgent
 from areal_hpc.agents.gyms.verifiers_agent import VerifiersAgent
 from areal_hpc.errors import AgentError, RecipeError
-from areal_hpc.rollout.execution.line_process import LineProcess
+from areal_hpc.jobs.processes.line_process import LineProcess
 from areal_hpc.sandbox.isolated_worker import (
     WORKER_LOOP_FILE,
     WorkerSettings,

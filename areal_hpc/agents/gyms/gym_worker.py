@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from areal_hpc.errors import AgentError, NodeResourceShortageError, RecipeError
-from areal_hpc.rollout.agent_errors import SHORTAGE_HINT, describe_errno_shortage
-from areal_hpc.rollout.execution.line_process import LineProcess, select_passed_variables
-from areal_hpc.rollout.execution.worker_pool import WorkerPool
+from areal_hpc.jobs.processes.line_process import SHORTAGE_HINT, LineProcess
+from areal_hpc.jobs.processes.worker_pool import WorkerPool
+from areal_hpc.rollout.agent_errors import describe_errno_shortage
+from areal_hpc.rollout.execution.passed_variables import select_passed_variables
 from areal_hpc.sandbox.isolated_worker import WorkerSettings, open_worker_command
 from areal_hpc.sandbox.process import get_configured_isolation
 from areal_hpc.sandbox.session_forwarder import HostForwarder, format_host

@@ -5,16 +5,19 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from areal_hpc.errors import Problem
+from areal_hpc.errors import ArealError, Problem
+from areal_hpc.jobs.processes.line_process import LineProcess
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.recipe.sections.reward import ISOLATION_VARIABLE
 
 USER_CODE_TIMEOUT_S = 120
 """User code that takes longer to import and build would also hold up every driver."""
 
+MAX_ANSWER_BYTES = 1 << 20
 AGENT_WORKER_FILE = Path(__file__).parents[2] / "rollout" / "execution" / "agent_worker.py"
 """The program that runs agents of `rollout.agent.python`."""
 
@@ -28,7 +31,7 @@ sys.path[:0] = request["sys_path"]
 environ = dict(os.environ)
 try:
     if request["mode"] == "subproc":
-        from areal_hpc.rollout.execution.subprocess_agent import select_driver_python_variables
+        from areal_hpc.rollout.execution.passed_variables import select_driver_python_variables
         os.environ.clear()
         os.environ.update(select_driver_python_variables(environ, request["variables"]))
     for dotted, kwargs in request["agents"]:
@@ -108,17 +111,12 @@ def _find_other_python_agent_problems(
 ) -> Iterator[Problem]:
     """Have the Python of `rollout.agent.python` build the agent."""
     names = {"workflow": workflow, "kwargs": dict(kwargs), "sys_path": [*sys_path]}
+    command = {"args": [python, str(AGENT_WORKER_FILE)], "stderr": subprocess.DEVNULL}
     try:
-        told = subprocess.run(
-            [python, str(AGENT_WORKER_FILE)],
-            input=json.dumps({"do": "build", **names}),
-            capture_output=True,
-            text=True,
-            timeout=USER_CODE_TIMEOUT_S,
-            check=False,
-        )
-        answer = json.loads(told.stdout.splitlines()[-1])
-    except (OSError, subprocess.TimeoutExpired, IndexError, ValueError) as error:
+        with closing(LineProcess(command, "its process", MAX_ANSWER_BYTES)) as process:
+            request = json.dumps({"do": "build", **names}).encode()
+            answer = json.loads(process.ask_blocking(request, USER_CODE_TIMEOUT_S))
+    except (OSError, ArealError, ValueError) as error:
         yield Problem(
             f"the agent cannot be built by {python}: {error}",
             "rollout.agent.python",

@@ -1,7 +1,8 @@
 """Program that runs a user's agent with another Python, which need not have areal_hpc.
 
-The standard library alone. Requests come as JSON lines on standard input; answers are lines as
-`answers.py` reads them. A reward may be any object with the attributes of `areal_hpc.Reward`.
+The standard library alone. Requests come as JSON lines on standard input, a socket; answers are
+lines as `answers.py` reads them. A reward may be any object with the attributes of
+`areal_hpc.Reward`.
 """
 
 import asyncio
@@ -13,9 +14,10 @@ import json
 import numbers
 import os
 import signal
+import socket
 import sys
 import traceback
-from typing import IO, Any
+from typing import Any
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 _MAX_TEXT_CHARS = 2000
@@ -137,19 +139,18 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         return {"raised": encode_raised_error(error)}
 
 
-def take_over_standard_streams() -> tuple[IO[str], IO[str]]:
-    """Requests and answers, on descriptors that no program inherits.
+def take_over_standard_input() -> socket.socket:
+    """The link to the driver, on a descriptor that no program inherits.
 
-    Standard input reads nothing from now on: it is the same socket as standard output, on which a
-    program that an agent starts could give an answer. What an agent prints is none either.
+    Standard input reads nothing from now on: on a socket that programs have, one that an agent
+    starts could give an answer.
     """
-    requests = os.fdopen(os.dup(0), encoding="utf-8")
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    link = socket.socket(fileno=os.dup(0))
+    link.setblocking(True)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
-    os.dup2(2, 1)
-    return requests, answers
+    return link
 
 
 def main() -> None:
@@ -159,10 +160,9 @@ def main() -> None:
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # so that the driver finds what agents leave
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.path[0] = os.getcwd()  # noqa: PTH109  # not this file's folder
-    requests, answers = take_over_standard_streams()
-    for line in requests:
-        answers.write(json.dumps(answer(json.loads(line))) + "\n")
-        answers.flush()
+    link = take_over_standard_input()
+    for line in link.makefile("rb"):
+        link.sendall(json.dumps(answer(json.loads(line))).encode() + b"\n")
 
 
 if __name__ == "__main__":

@@ -23,11 +23,8 @@ from areal_hpc.errors import (
     SandboxStartError,
     WorkerStartError,
 )
-from areal_hpc.rollout.agent_errors import (
-    SHORTAGE_HINT,
-    describe_errno_shortage,
-    find_node_shortage,
-)
+from areal_hpc.jobs.processes.line_process import SHORTAGE_HINT
+from areal_hpc.rollout.agent_errors import describe_errno_shortage, find_node_shortage
 from areal_hpc.wire.agent_reward import Reward
 
 MAX_ANSWER_BYTES = 16 * 1024 * 1024

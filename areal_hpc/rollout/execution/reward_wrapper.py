@@ -71,4 +71,4 @@ class AsyncRewardWrapper:
 
     def close(self) -> None:
         """Kill idle processes. They die with this one in any case."""
-        self._pool.kill_idle_processes()
+        self._pool.close_idle_workers()

@@ -5,14 +5,18 @@ has its process to itself; one that hangs or crashes is replaced and costs that 
 """
 
 import asyncio
+import json
 import os
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.recipe.sections.reward import ISOLATION_VARIABLE
+from areal_hpc.jobs.processes.descendants import kill_and_reap_process, list_descendants
+from areal_hpc.jobs.processes.worker_pool import WorkerPool
 from areal_hpc.recipe.sections.rollout import AgentExecutionConfig
 from areal_hpc.rollout.agent import Agent, load_agent
 from areal_hpc.rollout.agent_errors import build_agent_error, find_node_shortage
@@ -21,27 +25,21 @@ from areal_hpc.rollout.execution.agent_sandboxes import (
     build_endpoint_variables,
     make_agent_sandboxes,
 )
-from areal_hpc.rollout.execution.foreign_agent import OtherPythonAgentPool
-from areal_hpc.rollout.execution.line_process import select_passed_variables
-from areal_hpc.rollout.execution.process_pool import ProcessPool
-
-SAME_PYTHON_PASSED_VARIABLES = (
-    *("PYTHONPATH", "PYTHONHASHSEED", "PYTHONWARNINGS", "VIRTUAL_ENV"),
-    ISOLATION_VARIABLE,
-    *("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"),
+from areal_hpc.rollout.execution.answers import MAX_ANSWER_BYTES
+from areal_hpc.rollout.execution.passed_variables import (
+    select_driver_python_variables,
+    select_passed_variables,
 )
-"""Seen besides by agents that run with the driver's Python; none of them holds a secret."""
+from areal_hpc.rollout.execution.process_pool import ProcessPool, WorkerProcess
 
-
-def select_driver_python_variables(
-    environ: Mapping[str, str], extra_patterns: Sequence[str]
-) -> dict[str, str]:
-    """The variables that an agent sees which runs with the driver's Python in another process."""
-    return select_passed_variables(environ, (*SAME_PYTHON_PASSED_VARIABLES, *extra_patterns))
+AGENT_WORKER_FILE = Path(__file__).with_name("agent_worker.py")
 
 
 class SubprocessAgent:
-    """Runs the episodes of an agent that `load_agent` finds, in at most `size` processes."""
+    """Runs the episodes of an agent that `load_agent` finds, in at most `size` processes.
+
+    They run the driver's Python, or that of `rollout.agent.python`, which need not have areal_hpc.
+    """
 
     def __init__(
         self,
@@ -50,17 +48,14 @@ class SubprocessAgent:
         size: int,
         execution_config: AgentExecutionConfig | None = None,
     ) -> None:
-        self._workflow = workflow
-        self._kwargs = dict(kwargs)
-        self._how = execution_config
-        named = execution_config.variables if execution_config is not None else ()
-        self._pool = ProcessPool(size, select_driver_python_variables(os.environ, named))
-        self._foreign = (
-            OtherPythonAgentPool(
-                execution_config.python, workflow, kwargs, size, execution_config.variables
-            )
-            if execution_config is not None and execution_config.python
-            else None
+        self._workflow, self._kwargs = workflow, dict(kwargs)
+        self._how = how = execution_config
+        named = how.variables if how is not None else ()
+        self._other_python = how.python if how is not None else ""
+        self._pool: WorkerPool[WorkerProcess] = (
+            WorkerPool(size, partial(_start_other_python, self._other_python, named))
+            if self._other_python
+            else ProcessPool(size, select_driver_python_variables(os.environ, named))
         )
 
     async def check_agent_builds(self) -> None:
@@ -70,24 +65,17 @@ class SubprocessAgent:
             RecipeError: It cannot be built.
             WorkerStartError: No worker process can be started now.
         """
-        if self._foreign is not None:
-            await self._foreign.check_agent_builds()
-            return
-        await self._pool.call(_check_agent_builds, self._workflow, self._kwargs)
+        async with self._pool.acquire() as process:
+            if self._other_python:
+                await self._ask_other_python(process, do="build")
+            else:
+                await process.call(_check_agent_builds, self._workflow, self._kwargs)
 
     @asynccontextmanager
     async def acquire_worker_agent(self) -> AsyncIterator[Agent]:
         """A process for one episode; waiting for it takes nothing from the episode's time."""
-        if self._foreign is not None:
-            async with self._foreign.acquire() as foreign:
-                yield _WorkerAgentHandle(foreign.run)
-            return
         async with self._pool.acquire() as process:
-            yield _WorkerAgentHandle(
-                partial(
-                    process.call, _run_episode_in_child, self._workflow, self._kwargs, self._how
-                )
-            )
+            yield _WorkerAgentHandle(partial(self._run_episode, process))
 
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> Any:
         """Like `Agent.run`, including the wait for a process."""
@@ -96,9 +84,50 @@ class SubprocessAgent:
 
     def close(self) -> None:
         """Kill idle processes. They die with this one in any case."""
-        self._pool.kill_idle_processes()
-        if self._foreign is not None:
-            self._foreign.kill_idle_processes()
+        self._pool.close_idle_workers()
+
+    async def _run_episode(
+        self, process: WorkerProcess, data: dict[str, Any], variables: Mapping[str, str]
+    ) -> Any:
+        if self._other_python:
+            return await self._ask_other_python(process, do="run", data=data, variables=variables)
+        return await process.call(
+            _run_episode_in_child, self._workflow, self._kwargs, self._how, data, variables
+        )
+
+    async def _ask_other_python(self, process: WorkerProcess, **request: Any) -> Any:
+        """What `agent_worker.py` answers; what the agent has started ends with its turn."""
+        agent = {"workflow": self._workflow, "kwargs": self._kwargs}
+        line = json.dumps({**agent, "sys_path": list_user_import_folders(), **request}).encode()
+        try:
+            return await process.request(line)
+        finally:
+            for one in list_descendants(process.pid):
+                kill_and_reap_process(one)
+
+
+async def _start_other_python(python: str, variables: Sequence[str]) -> WorkerProcess:
+    environ = select_passed_variables(os.environ, variables)
+    command = {"args": [python, str(AGENT_WORKER_FILE)], "env": environ}
+    try:
+        return WorkerProcess(command, "the worker process", MAX_ANSWER_BYTES)
+    except OSError as error:
+        raise RecipeError(
+            f"there is no Python for the agent at {python}: {error.strerror}",
+            key="rollout.agent.python",
+            hint="name an interpreter that every node has",
+        ) from error
+
+
+def list_user_import_folders() -> list[str]:
+    """Folders from which this process imports, but for those of its own Python and packages."""
+    own = [os.path.realpath(prefix) for prefix in (sys.prefix, sys.base_prefix)]
+    found = (os.path.realpath(folder) for folder in sys.path if Path(folder).is_dir())
+    return [
+        folder
+        for folder in found
+        if "site-packages" not in folder and not any(map(Path(folder).is_relative_to, own))
+    ]
 
 
 class _WorkerAgentHandle:

@@ -1,4 +1,4 @@
-"""Loop of a worker: requests on standard input, answers on standard output, JSON lines.
+"""Loop of a worker: requests and answers, JSON lines, on the socket that is its standard input.
 
 Imports nothing of areal_hpc: it runs with whatever Python a gym or a scorer needs. The process that
 prepares it runs nothing that a model wrote: each episode is played by a fork, which is killed with
@@ -74,7 +74,7 @@ def serve(build_gym: Callable[[dict[str, Any]], Gym | Scorer]) -> None:
         libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     else:
         sys.path.append(str(Path.cwd()))  # where a run was started, packages of the user's lie
-    link = take_over_standard_streams()
+    link = take_over_standard_input()
     if settings["proxy_port"] is not None:
         with socket.create_server(("127.0.0.1", settings["proxy_port"]), backlog=128) as listener:
             socket.send_fds(link, [b"."], [listener.fileno()])
@@ -213,18 +213,17 @@ def encode_error(error: Exception, *, is_of_episode: bool = True) -> bytes:
     return json.dumps(told).encode()
 
 
-def take_over_standard_streams() -> socket.socket:
+def take_over_standard_input() -> socket.socket:
     """The link to the driver, on a descriptor that no program inherits.
 
-    Standard input reads nothing from now on: it is the same socket as standard output, on which a
-    program that a gym starts could give an answer. What a package prints is none either.
+    Standard input reads nothing from now on: on a socket that programs have, one that is started
+    here could give an answer.
     """
     link = socket.socket(fileno=os.dup(0))
     link.setblocking(True)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
-    os.dup2(2, 1)
     return link
 
 

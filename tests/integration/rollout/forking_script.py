@@ -39,6 +39,6 @@ assert children() == workers
 if not os.fork():
     time.sleep(600)
 pool = math.build_math_pool(4.0)
-pool.ask(b'["7", "7"]\n')
+pool.ask(b'["7", "7"]')
 threading.Timer(0.3, print, ("ready",), {"flush": True}).start()
 pool.ask(sys.argv[1].encode())

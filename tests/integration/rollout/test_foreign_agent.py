@@ -120,7 +120,7 @@ def test_one_that_raises_leaves_or_hangs_costs_its_episode(python: str, tmp_path
     assert "ValueError: no idea" in outcomes[0].reason
     assert "their_agent.py" in outcomes[0].reason
     assert "cannot be sent back" in outcomes[1].reason
-    assert "has ended" in outcomes[2].reason
+    assert "exited with code 7" in outcomes[2].reason
     assert "Too many open files: the agent raised ConnectionError: no" in outcomes[4].reason
     assert outcomes[5].reward == 2.0  # of a new process
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from areal_hpc.errors import ClusterError, VerifierLostError
+from areal_hpc.errors import ClusterError, WorkerLostError
 from areal_hpc.reward import math_process
 from areal_hpc.reward.math import MATH_MEMORY_BYTES, build_math_pool, math_reward
 from areal_hpc.reward.verifier_pool import VerifierPool
@@ -40,8 +40,8 @@ AT_ONCE = [
 LIMIT_S = scaled(2.5)
 """Of the comparisons asked for here: half of what they may take in a run."""
 PATIENCE_S = scaled(30.0)
-QUESTION = json.dumps([SLOW[0], f"\\boxed{{{SLOW[1]}}}"]) + "\n"
-EASY = json.dumps(["0.5", "\\boxed{\\frac{1}{2}}"]).encode() + b"\n"
+QUESTION = json.dumps([SLOW[0], f"\\boxed{{{SLOW[1]}}}"])
+EASY = json.dumps(["0.5", "\\boxed{\\frac{1}{2}}"]).encode()
 
 
 @contextmanager
@@ -139,14 +139,14 @@ def test_what_stops_the_parent_leaves_a_worker_but_a_death_is_noticed() -> None:
         assert pool.ask(EASY) == math_process.EQUAL
         (pid,) = children() - before
         threading.Timer(0.5, os.kill, (pid, signal.SIGKILL)).start()
-        with pytest.raises(VerifierLostError):
+        with pytest.raises(WorkerLostError):
             pool.ask(QUESTION.encode())
         assert children() == before
 
 
 def test_a_program_that_does_not_start_is_an_error(tmp_path: Path) -> None:
     command = [sys.executable, str(tmp_path / "missing.py")]
-    pool = VerifierPool(lambda: nullcontext({"args": command}), timeout_s=PATIENCE_S)
+    pool = VerifierPool(lambda: nullcontext({"args": command}), PATIENCE_S)
     with pytest.raises(ClusterError, match=r"missing.py was gone before it was ready"):
         pool.ask(EASY)
 

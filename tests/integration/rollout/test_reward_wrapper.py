@@ -119,7 +119,7 @@ def test_a_long_call_does_not_wait_for_its_process_to_start(tmp_path: Path) -> N
         try:
             return await asked
         finally:
-            pool.kill_idle_processes()
+            pool.close_idle_workers()
 
     assert asyncio.run(call()) == 1.0
     assert note.read_text() == "True"

@@ -146,6 +146,6 @@ def test_a_function_without_a_name_is_called_in_a_process() -> None:
         try:
             return int(await pool.call(make_function_picklable(lambda x: x + offset), 3))
         finally:
-            pool.kill_idle_processes()
+            pool.close_idle_workers()
 
     assert asyncio.run(call()) == 7

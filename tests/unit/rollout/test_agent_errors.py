@@ -22,7 +22,7 @@ from areal_hpc.rollout.agent_errors import (
 )
 from areal_hpc.rollout.execution import agent_worker
 from areal_hpc.rollout.execution.answers import decode_returned_or_raise
-from areal_hpc.rollout.execution.foreign_agent import list_user_import_folders
+from areal_hpc.rollout.execution.subprocess_agent import list_user_import_folders
 from areal_hpc.sandbox.isolated_worker import WORKER_LOOP_FILE
 
 

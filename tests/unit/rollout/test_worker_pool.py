@@ -16,9 +16,10 @@ import pytest
 
 from areal_hpc.agents.gyms.gym_worker import GymWorker
 from areal_hpc.errors import NodeResourceShortageError, WorkerStartError
-from areal_hpc.rollout.execution.foreign_agent import OtherPythonAgentPool
+from areal_hpc.jobs.processes.worker_pool import WorkerPool
+from areal_hpc.recipe.sections.rollout import AgentExecutionConfig
 from areal_hpc.rollout.execution.process_pool import ProcessPool
-from areal_hpc.rollout.execution.worker_pool import WorkerPool
+from areal_hpc.rollout.execution.subprocess_agent import SubprocessAgent
 from areal_hpc.sandbox.isolated_worker import WorkerSettings
 from tests.support.deadlines import scaled
 
@@ -71,8 +72,8 @@ def test_a_worker_that_cannot_start_now_is_the_node_s_and_no_mistake_of_the_reci
         raise OSError(code, os.strerror(code))
 
     async def use_foreign_agent() -> None:
-        async with OtherPythonAgentPool(sys.executable, "a.B", {}, 1, ()).acquire():
-            pass
+        how = AgentExecutionConfig(mode="subproc", python=sys.executable)
+        await SubprocessAgent("a.B", {}, 1, how).check_agent_builds()
 
     for starting in (
         GymWorker.start(sys.executable, "gymnasium_worker.py", {}, {}, (), WorkerSettings()),
@@ -105,6 +106,6 @@ def test_a_process_that_ran_short_is_not_used_again_and_one_whose_call_raised_is
         with pytest.raises(NodeResourceShortageError, match="No space left"):
             await pool.call(Path.write_text, Path("/dev/full"), "x")
         assert await pool.call(os.getpid) != first, "it may lack what it left open itself"
-        pool.kill_idle_processes()
+        pool.close_idle_workers()
 
     asyncio.run(scene())
