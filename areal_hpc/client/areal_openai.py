@@ -245,13 +245,17 @@ def _make_asgi_transport(
         nonlocal app
         if app is None:
             router, upstream = SingleServerRouter(engine), engine.get_client()
-            limits = ProxyConfig(request_timeout_s=request_timeout_s, max_sessions=1)
+            limits = ProxyConfig(
+                request_timeout_s=request_timeout_s,
+                max_sessions=1,
+                max_request_bytes=MAX_REQUEST_BYTES,
+            )
             parsers = get_shared_parsers(
                 model.tool_call_parser, model.reasoning_parser, serve_python
             )
             app = ProxyApp(
                 admin_key=generate_key(),
-                max_request_bytes=MAX_REQUEST_BYTES,
+                limits=limits,
                 model=model,
                 store=recorder.store,
                 completions=CompletionService(model, router, upstream, recorder, limits, parsers),

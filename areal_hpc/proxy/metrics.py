@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
 from areal_hpc.errors import ProxyRequestError
+from areal_hpc.proxy.dialects.undeclared_parameters import MAX_NAME_CHARS
 from areal_hpc.proxy.sessions.store import SessionStore
 from areal_hpc.rundir.telemetry.process_metrics import PrometheusSample
 
@@ -82,19 +83,19 @@ class ProxyMetrics:
         The log hears once of each client, route and parameter, as long as they are few; so many
         parameters of a route have a counter of their own.
         """
-        for name in names:
+        for name in (one[:MAX_NAME_CHARS] for one in names):
             kind = (client, route, name)
             if kind not in self._logged and len(self._logged) < MAX_LOGGED_KINDS:
                 self._logged.add(kind)
                 log.info(
-                    "%s: %.100r has no effect here; client %.100r; it is counted from now on",
+                    "%s: %r has no effect here; client %r; it is counted from now on",
                     route,
                     name,
                     client,
                 )
             if len(self._ignored_names) < MAX_LOGGED_KINDS:
                 self._ignored_names.add(name)
-            label = name[:100] if name in self._ignored_names else "others"
+            label = name if name in self._ignored_names else "others"
             self._ignored.labels(route, label).inc()
 
     def count_refusal(self, route: str, client: str, refusal: ProxyRequestError) -> None:
@@ -103,16 +104,16 @@ class ProxyMetrics:
         The log hears once of each client, route, status and parameter, as long as they are few.
         """
         self._refusals.labels(route, refusal.status).inc()
-        parameter = _INDEX_PATTERN.sub("[]", refusal.param or "")
+        parameter = _INDEX_PATTERN.sub("[]", (refusal.param or "")[:MAX_NAME_CHARS])
         kind = (route, client, refusal.status, parameter)
         if kind not in self._logged_refusals and len(self._logged_refusals) < MAX_LOGGED_KINDS:
             self._logged_refusals.add(kind)
             log.info(
-                "%s: client %.100r gets status %d%s: %.300r; it is counted from now on",
+                "%s: client %r gets status %d%s: %.300r; it is counted from now on",
                 route,
                 client,
                 refusal.status,
-                f" for {parameter[:100]!r}" if parameter else "",
+                f" for {parameter!r}" if parameter else "",
                 refusal.message,
             )
 

@@ -86,7 +86,7 @@ class ProxyService:
         self._app = ProxyApp(
             admin_key=admin_key,
             verifier=verifier,
-            max_request_bytes=limits.max_request_bytes,
+            limits=limits,
             model=model,
             store=recorder.store,
             completions=completions,

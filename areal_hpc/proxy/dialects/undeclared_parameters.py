@@ -18,6 +18,11 @@ from areal_hpc.proxy.dialects.declared_objects import Members, rewrite_declared_
 from areal_hpc.proxy.dialects.parameters_without_effect import is_ignored_param
 from areal_hpc.proxy.dialects.refused_parameters import find_refusal
 
+MAX_UNKNOWN_PARAMS = 100
+"""Different ones in a request: it is told of each, and each is counted."""
+MAX_NAME_CHARS = 100
+"""Of a name that is kept; no parameter has a longer one."""
+_MAX_HARMLESS_BYTES = 16
 _MIN_SIMILARITY_TO_REFUSE = 0.85
 _INDEX_PATTERN = re.compile(r"\[\d+\]")
 
@@ -42,34 +47,44 @@ def keep_declared_members(
         is_closed = all(struct.forbid_unknown_fields for struct in structs)
         kept: Members = {}
         for name, value in members.items():
-            place = f"{key}.{name}" if key else name
+            place = (f"{key}.{name}" if key else name)[:MAX_NAME_CHARS]
             if bytes(value) == b"null":
                 continue
             if name in known or not is_closed:
                 kept[name] = value
-            elif _refuse_or_say_if_worth_counting(name, place, msgspec.json.decode(value), structs):
+            elif _refuse_or_say_if_worth_counting(name, place, bytes(value), structs):
                 if unknown_params is None:
-                    problem = f"the parameter {name!r} is not supported"
+                    problem = f"the parameter {name[:MAX_NAME_CHARS]!r} is not supported"
                     raise ProxyRequestError(400, problem, key=place)
-                unknown_params.append(_INDEX_PATTERN.sub("[]", place))
+                unknown[_INDEX_PATTERN.sub("[]", place)] = None
+                if len(unknown) > MAX_UNKNOWN_PARAMS:
+                    problem = f"more than {MAX_UNKNOWN_PARAMS} parameters are not supported"
+                    raise ProxyRequestError(400, problem, key=place)
         return kept
 
-    return rewrite_declared_objects(body, request_type, parent_key, rewrite)
+    unknown = dict.fromkeys(unknown_params or ())
+    rewritten = rewrite_declared_objects(body, request_type, parent_key, rewrite, skips_sound=True)
+    if unknown_params is not None:
+        unknown_params[:] = unknown
+    return rewritten
 
 
 def _refuse_or_say_if_worth_counting(
-    member_name: str, key: str, value: object, structs: list[inspect.StructType]
+    member_name: str, key: str, raw_value: bytes, structs: list[inspect.StructType]
 ) -> bool:
     """Whether an undeclared member is worth counting.
 
     Raises:
         ProxyRequestError: 400: it would change the reply, or looks like one that is used.
     """
+    if len(member_name) > MAX_NAME_CHARS:
+        return True
     problem = f"the parameter {member_name!r} is not supported"
     for struct in structs:
         refusal = find_refusal(member_name, struct.cls)
         if refusal is not None:
-            if refusal.is_harmless_value(value):
+            is_short = len(raw_value) <= _MAX_HARMLESS_BYTES
+            if is_short and refusal.is_harmless_value(msgspec.json.decode(raw_value)):
                 return False
             raise ProxyRequestError(
                 400, f"{problem}, and would change the reply", key=key, hint=refusal.way_out

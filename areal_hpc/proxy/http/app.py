@@ -24,7 +24,8 @@ from areal_hpc.proxy.dialects.anthropic.reply import MESSAGES_DIALECT
 from areal_hpc.proxy.dialects.dialect import ErrorFormatter, Exchange
 from areal_hpc.proxy.dialects.google.reply import format_error as format_google_error
 from areal_hpc.proxy.dialects.openai import format as openai_format
-from areal_hpc.proxy.dialects.validation import decode_request_json
+from areal_hpc.proxy.dialects.undeclared_parameters import MAX_NAME_CHARS
+from areal_hpc.proxy.dialects.validation import decode_request_json, refuse_too_many_values
 from areal_hpc.proxy.engine.model_call import ServedModel
 from areal_hpc.proxy.engine.passthrough import GeneratePassthrough
 from areal_hpc.proxy.http.agent_api import AgentApi
@@ -44,6 +45,7 @@ from areal_hpc.proxy.http.routes import (
 )
 from areal_hpc.proxy.random_ids import make_random_id
 from areal_hpc.proxy.sessions.store import Session, SessionStore
+from areal_hpc.recipe.sections.proxy_and_shards import ProxyConfig
 from areal_hpc.wire import proxy as wire
 from areal_hpc.wire.http_server import ByteBudget
 from areal_hpc.wire.signing import RequestVerifier, check_body_digest, claims_to_be_signed
@@ -74,7 +76,7 @@ class ProxyApp:
         *,
         admin_key: str,
         verifier: RequestVerifier | None = None,
-        max_request_bytes: int,
+        limits: ProxyConfig,
         model: ServedModel,
         store: SessionStore,
         completions: CompletionService,
@@ -83,8 +85,9 @@ class ProxyApp:
     ) -> None:
         self._admin_key = admin_key.encode()
         self._verifier = verifier
-        self._max_request_bytes = max_request_bytes
-        self._body_budget = ByteBudget(BODY_BUDGET_IN_LARGEST_BODIES * max_request_bytes)
+        self._max_request_bytes = limits.max_request_bytes
+        self._max_messages = limits.max_messages
+        self._body_budget = ByteBudget(BODY_BUDGET_IN_LARGEST_BODIES * limits.max_request_bytes)
         self._model = model
         self._store = store
         self._completions = completions
@@ -116,7 +119,7 @@ class ProxyApp:
         """Answer one request."""
         if scope["type"] != "http":
             raise RuntimeError(f"only HTTP is served, not {scope['type']}")
-        client = _get_header(scope, b"user-agent").decode("latin-1")
+        client = _get_header(scope, b"user-agent").decode("latin-1")[:MAX_NAME_CHARS]
         refused: ErrorFormatter | None = None
         allowed, label, is_final = "", "unknown route", False
         extra_headers: Headers = []
@@ -153,6 +156,7 @@ class ProxyApp:
             body = await self._read_body(receive, session) if route.opened_by != "anyone" else b""
             if digest:
                 check_body_digest(body, digest)
+            await refuse_too_many_values(body, self._max_messages)
             arguments = [
                 *self._check_session_and_list_arguments(route, session, named, body, scope)
             ]

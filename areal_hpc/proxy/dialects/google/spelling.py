@@ -33,7 +33,9 @@ def spell_in_camel_case(body: bytes | msgspec.Raw, request_type: Any) -> bytes:
     if _build_snake_pattern(request_type).search(body) is None:
         return body
     try:
-        return rewrite_declared_objects(body, request_type, "", _rename_to_camel_case)
+        return rewrite_declared_objects(
+            body, request_type, "", _rename_to_camel_case, skips_sound=False
+        )
     except (msgspec.DecodeError, UnicodeDecodeError):
         return body
 

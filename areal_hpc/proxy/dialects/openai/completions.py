@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar
 
 from msgspec import Meta
 
-from areal_hpc.errors import ProxyRequestError
+from areal_hpc.errors import PromptTooLongError, ProxyRequestError
 from areal_hpc.proxy.completion.streaming import RecordedChoice, ReplyChunk
 from areal_hpc.proxy.dialects.dialect import Dialect
 from areal_hpc.proxy.dialects.openai.format import ChoiceExchange, format_error, format_logprobs
@@ -77,6 +77,8 @@ def _read_prompt(prompt: str | list[Any], model: ServedModel) -> str | list[int]
         return prompt
     if any(isinstance(part, str | list) for part in prompt):
         raise ProxyRequestError(400, "only one prompt per request is supported", key="prompt")
+    if len(prompt) > model.context_tokens:  # before each is looked at
+        raise PromptTooLongError(len(prompt), model.context_tokens, "prompt")
     if any(type(part) is not int for part in prompt):
         raise ProxyRequestError(400, "prompt must be a string or a list of token ids", key="prompt")
     check_token_ids(model, "prompt", prompt)

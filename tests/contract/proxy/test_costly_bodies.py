@@ -1,0 +1,62 @@
+"""What a body would cost is counted before it is read; its names are cut before they are kept."""
+
+from typing import Any
+
+import pytest
+
+from areal_hpc.proxy.dialects.declared_objects import MAX_REWRITTEN_OBJECTS
+from areal_hpc.proxy.dialects.undeclared_parameters import MAX_NAME_CHARS, MAX_UNKNOWN_PARAMS
+from areal_hpc.proxy.dialects.validation import MAX_OBJECTS, MAX_TOOLS
+from tests.contract.proxy.talk import QUESTION
+from tests.support.proxy_stage import Stage
+
+TEXT_OF_BRACKETS = '\\"' + "{[:" * 30_000
+FUNCTION = {"type": "function", "function": {"name": "f"}}
+
+
+def test_values_are_counted_before_they_are_read(stage: Stage, key: str) -> None:
+    headers = {"authorization": f"Bearer {key}"}
+    body = b'{"messages":' + b"[" * (MAX_OBJECTS + 1)
+    url = f"{stage.url}/v1/chat/completions"
+    answer = stage.http.post(url, content=body, headers=headers)
+    assert answer.status_code == 400
+    assert "too many members, objects and lists" in answer.json()["error"]["message"]
+    said = stage.ask(key, TEXT_OF_BRACKETS)  # which holds none
+    assert said.json()["error"]["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize(
+    ("more", "problem"),
+    [
+        ({f"hint{i}": 1 for i in range(MAX_UNKNOWN_PARAMS + 1)}, "parameters are not supported"),
+        ({"messages": [{}] * (MAX_REWRITTEN_OBJECTS + 1)}, "objects are not as this API has them"),
+        ({"tools": [FUNCTION] * (MAX_TOOLS + 1)}, "too many tools"),
+    ],
+    ids=["unknown parameters", "objects that are none", "tools"],
+)
+def test_what_is_slow_to_look_at_is_counted(
+    stage: Stage, key: str, more: dict[str, Any], problem: str
+) -> None:
+    answer = stage.post("/v1/chat/completions", {"messages": QUESTION, **more}, key)
+    assert answer.status_code == 400
+    assert problem in answer.json()["error"]["message"]
+
+
+def test_a_long_name_is_cut_before_it_is_recorded(stage: Stage, key: str) -> None:
+    answer = stage.ask(key, "hi", **{"n" * 90_000: 1})
+    assert answer.status_code == 200, answer.text
+    (said,) = stage.await_journaled(key)
+    assert said.ignored == ["n" * MAX_NAME_CHARS]
+
+
+def test_halves_of_pairs_are_replaced_and_what_looks_like_them_is_not(
+    stage: Stage, key: str
+) -> None:
+    body = rb'{"messages":[{"role":"user","content":"%s"}]}'
+    text = rb"a\ud83d\ude00b\ud83dc\ude00d\\ud83de\\\ud83df"
+    headers = {"authorization": f"Bearer {key}"}
+    url = f"{stage.url}/v1/chat/completions"
+    answer = stage.http.post(url, content=body % text, headers=headers)
+    assert answer.status_code == 200, answer.text
+    (asked,) = stage.sglang.requests
+    assert "a\U0001f600b\ufffdc\ufffdd\\ud83de\\\ufffdf" in stage.prompt_of(asked)
