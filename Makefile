@@ -9,10 +9,10 @@ BIN := .venvs/main/bin
 PYTEST := $(BIN)/python -m pytest
 KILLS := 300
 MINUTES := 60
-# Four at a time: many tests wait for Slurm, for a start or for a time to pass.
+# Five at a time: many tests wait for Slurm, for a start or for a time to pass.
 # A worker that dies is not replaced, and what is left of its file does not run: pytest-xdist would
 # give the same test out again, and the suite may never end.
-SIDE_BY_SIDE := --numprocesses 4 --dist loadscope --no-loadscope-reorder --max-worker-restart 0
+SIDE_BY_SIDE := --numprocesses 5 --dist loadscope --no-loadscope-reorder --max-worker-restart 0
 TIERS := tests/unit tests/contract tests/integration $(if $(SLURM),tests/slurm)
 
 .DEFAULT_GOAL := help

@@ -212,8 +212,9 @@ def test_a_check_that_raises_has_failed_and_hides_no_other() -> None:
 def test_who_does_not_mean_slurm_is_not_told_of_its_absence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Slurm's commands are here, and there is no cluster."""
-    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "nowhere"))
+    """Slurm's commands are here, and there is no cluster: without a file they look for 15 s."""
+    (tmp_path / "slurm.conf").touch()
+    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
     one, isolation = run_checks(DoctorSubject())
     assert isolation.name == "isolation"
     assert one.verdict is CheckStatus.OK
