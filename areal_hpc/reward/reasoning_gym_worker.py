@@ -8,6 +8,7 @@ import builtins
 import contextlib
 import dis
 import gc
+import inspect
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from typing import Any
 
 import literals
 import reasoning_gym
+from sympy.parsing.sympy_parser import parse_expr
 from worker_loop import Scorer, serve
 
 COMPUTING_BUILTINS = frozenset(
@@ -33,6 +35,7 @@ class ReasoningGymScorer(Scorer):
 
     def __init__(self, config: dict[str, Any]) -> None:
         self._scorers: dict[str, Callable[[str, dict[str, Any]], float]] = {}
+        keep_names_of_sympy()
 
     def prepare(self, task: dict[str, Any]) -> None:
         """Build the scorer of a set, once for all tasks of it.
@@ -54,6 +57,24 @@ class ReasoningGymScorer(Scorer):
         entry = literals.decode(task["entry"], refuse_reference)
         sys.addaudithook(refuse_programs)
         return {"reward": float(self._scorers[task["set"]](task["given"], entry))}
+
+
+def keep_names_of_sympy() -> None:
+    """Have `parse_expr` use one dict of sympy's names, as it makes it itself.
+
+    It makes one for each text, which touches a thousand objects, and so copies in each fork the
+    pages that they lie in.
+    """
+    kept: dict[str, Any] = {}
+
+    def keep(tokens: Any, local_names: Any, names: dict[str, Any]) -> Any:
+        kept.update(names)
+        return tokens
+
+    parse_expr("1", transformations=(keep,))
+    keys = [*inspect.signature(parse_expr).parameters][1:]
+    defaults = dict(zip(keys, parse_expr.__defaults__, strict=True))
+    parse_expr.__defaults__ = tuple((defaults | {"global_dict": kept}).values())
 
 
 def refuse_reference(number: int) -> Any:

@@ -44,6 +44,12 @@ PROXY_PORT = 8998
 _LIST_FOLDERS_SCRIPT = (
     "import json, sys; print(json.dumps([sys.prefix, sys.base_prefix, *sys.path[1:]]))"
 )
+_RUN_UNISOLATED_SCRIPT = """
+import runpy, sys
+sys.path[:] = [*sys.path[1:], *sys.argv[3:]]
+runpy.run_path(sys.argv[2], run_name="__main__")
+"""
+"""What lies beside a worker's program may have the name of a module that Python has."""
 _BIND_FOLDERS_SCRIPT = """set -e
 scratch=$1 count=$2 user=$3
 shift 3
@@ -111,9 +117,9 @@ def open_worker_command(
     }
     if not request["is_first_process"]:
         places = [str(one.parent) for one in (*scripts, WORKER_LOOP_FILE)]
-        environ["PYTHONPATH"] = ":".join([*filter(None, [environ.get("PYTHONPATH")]), *places])
         environ |= {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
-        yield {"args": [python, str(scripts[0]), json.dumps(request)], "env": environ}
+        program = [python, "-c", _RUN_UNISOLATED_SCRIPT, json.dumps(request)]
+        yield {"args": [*program, str(scripts[0]), *places], "env": environ}
         return
     bwrap, as_nobody = find_bubblewrap(), may_become_nobody()
     if bwrap is None:

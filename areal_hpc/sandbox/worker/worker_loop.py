@@ -23,6 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+LIBC = ctypes.CDLL(None)
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4
 MAX_LINE_BYTES = 64 << 20
 CLOSE_TIMEOUT_S = 10.0
@@ -66,12 +67,11 @@ class Gym:
 def serve(build_gym: Callable[[dict[str, Any]], Gym | Scorer]) -> None:
     """Serve until the other end closes. The first line is what the gym is built from."""
     settings: dict[str, Any] = json.loads(sys.argv[1])
-    libc = ctypes.CDLL(None)
-    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     for number in (signal.SIGINT, signal.SIGTERM):  # meant for the parent, which still needs us
         signal.signal(number, signal.SIG_IGN)
     if settings["is_first_process"]:  # of a sandbox; a fork has the same user, and may not reach it
-        libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
+        LIBC.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     else:
         sys.path.append(str(Path.cwd()))  # where a run was started, packages of the user's lie
     link = take_over_standard_input()
@@ -94,7 +94,8 @@ def serve(build_gym: Callable[[dict[str, Any]], Gym | Scorer]) -> None:
                     episode = None
                 if isinstance(gym, Scorer):
                     gym.prepare(request["task"])
-                episode = Episode(gym, link, settings)
+                    line = b""  # a fork has its task
+                episode = Episode(gym, request["task"], link, settings)
                 answer = episode.ask(line, settings["timeout_s"])
             elif episode is not None:
                 is_end = request["do"] == "close"
@@ -113,7 +114,13 @@ def serve(build_gym: Callable[[dict[str, Any]], Gym | Scorer]) -> None:
 class Episode:
     """A fork of the prepared process, and the socket to it."""
 
-    def __init__(self, gym: Gym | Scorer, link: socket.socket, settings: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        gym: Gym | Scorer,
+        task: dict[str, Any],
+        link: socket.socket,
+        settings: dict[str, Any],
+    ) -> None:
         self._is_alone = settings["is_first_process"] and os.getpid() == 1
         self._known = list_scratch_files()
         self._socket, theirs = socket.socketpair()
@@ -121,7 +128,7 @@ class Episode:
         self._pid = os.fork()
         if self._pid == 0:
             try:
-                ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+                LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
                 if os.getppid() != worker_pid:  # it ended before
                     os._exit(0)
                 os.close(link.fileno())  # `link.close` leaves it open for the loop that reads
@@ -131,7 +138,7 @@ class Episode:
                     signal.signal(number, signal.SIG_DFL)
                 limit_memory(settings["memory_bytes"])
                 if isinstance(gym, Scorer):
-                    answer_question(gym, theirs)
+                    answer_question(gym, task, theirs)
                 else:
                     reseed()
                     asyncio.run(play(gym, theirs))
@@ -141,10 +148,11 @@ class Episode:
         self._answers = self._socket.makefile("rb")
 
     def ask(self, line: bytes, timeout_s: float | None) -> bytes:
-        """The answer to a line."""
+        """The answer to a line; to none if it is empty."""
         self._socket.settimeout(timeout_s)
         try:
-            self._socket.sendall(line)
+            if line:
+                self._socket.sendall(line)
             answer = self._answers.readline(MAX_LINE_BYTES)
         except TimeoutError:
             return json.dumps({"error": f"took longer than {timeout_s:g} s", "errnos": []}).encode()
@@ -172,11 +180,10 @@ class Episode:
                 Path(path).unlink()
 
 
-def answer_question(scorer: Scorer, channel: socket.socket) -> None:
+def answer_question(scorer: Scorer, task: dict[str, Any], channel: socket.socket) -> None:
     """Answer one question; an event loop would take longer than the score."""
-    request = json.loads(channel.makefile("rb").readline())
     try:
-        told = json.dumps(scorer.score(request["task"]), allow_nan=False).encode()
+        told = json.dumps(scorer.score(task), allow_nan=False).encode()
     except Exception as error:  # boundary: others' code; told to who asked
         told = encode_error(error)
     channel.sendall(told + b"\n")

@@ -3,6 +3,7 @@
 import asyncio
 import http.server
 import re
+import shutil
 import signal
 import sys
 import threading
@@ -179,9 +180,11 @@ def test_a_program_that_a_gym_starts_can_be_ended() -> None:
 
 @pytest.mark.parametrize("is_closed", [True, False], ids=["closed", "killed"])
 def test_an_episode_ends_with_its_worker_where_nothing_is_isolated(
-    is_closed: bool, monkeypatch: pytest.MonkeyPatch
+    is_closed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And what the episode started, where the worker is closed."""
+    monkeypatch.setitem(globals(), "WORKER", str(shutil.copy(WORKER, tmp_path)))
+    (tmp_path / "math.py").write_text("raise SystemExit('a module of Python has this name')")
     monkeypatch.setenv(ISOLATION_VARIABLE, "none")
     monkeypatch.setenv("XDG_DATA_HOME", "/passed")
     asks = (
