@@ -45,7 +45,7 @@ from areal_hpc.rundir.paths import JobPaths, RunPaths
 from areal_hpc.rundir.telemetry.events import SUBMISSION_REFUSED_EVENT, EventLog
 from areal_hpc.slurm.allocation import expand_node_list
 from areal_hpc.slurm.queue import QueuePoller, SlurmJobRecord, is_live_state, query_squeue_of_user
-from areal_hpc.slurm.resubmit import submit_again_and_record
+from areal_hpc.slurm.resubmit import submit_job_again
 from areal_hpc.slurm.run_jobs import get_experiment_label, list_unrecorded_live_jobs
 from areal_hpc.slurm.states import UNKNOWN_STATE, JobPhase, JobState
 
@@ -301,7 +301,7 @@ class Caretaker:
             made_bytes = _read_progress_bytes(launch.slurm.progress)
             count = _count_submissions_without_progress(files, made_bytes) + 1
             is_held = count > MAX_SUBMISSIONS_WITHOUT_PROGRESS
-            submitted = submit_again_and_record(
+            submitted = submit_job_again(
                 launch.slurm,
                 job.name,
                 _build_exclude_options(files, launch.slurm),

@@ -36,16 +36,12 @@ from areal_hpc.rundir.jobs import (
 from areal_hpc.rundir.paths import JobPaths
 from areal_hpc.slurm import scontrol
 from areal_hpc.slurm.allocation import expand_node_list
-from areal_hpc.slurm.resubmit import (
-    redirect_dependents_to_new_id,
-    submit_again_to_start_after_this_job,
-)
+from areal_hpc.slurm.resubmit import RETRY_PAUSE_S, insist, submit_job_again
 
 log = logging.getLogger(__name__)
 
 MAX_EXCLUDED_NODES = 16
 """When so many nodes have failed the probe, something else is wrong."""
-RETRY_PAUSE_S = 1.0
 REQUEUE_TIMEOUT_WITH_SUCCESSOR_S = 60.0
 """Longest that a job with a successor asks a slurmctld that does not answer."""
 _STATES_BEFORE_HOLD = (scontrol.RUNNING_STATE, "COMPLETING")
@@ -236,22 +232,21 @@ def _resubmit(
     decision: RestartDecision,
 ) -> RequeueResult:
     """Submit the script again, held where the job itself would have been."""
-    number = submit_again_to_start_after_this_job(
+    new_id = submit_job_again(
         slurm,
         launch.job.name,
-        job_id,
-        excluded_nodes,
+        [f"--exclude={excluded_nodes}"] if excluded_nodes else [],
         timeout_s=give_up_at - time.monotonic(),
         hold=decision in ("hold", "hold_for_user"),
+        own_id=job_id,
     )
-    _try_command_and_log_failures(lambda: redirect_dependents_to_new_id(number))
     if decision == "hold_for_user":
         return "held for user"
     if decision != "hold":
         return "resubmitted"
-    if _note_hold(launch.paths, number.job_id):
+    if _note_hold(launch.paths, new_id):
         return "held"
-    _try_command_and_log_failures(lambda: scontrol.control_job("release", number.job_id))
+    insist(lambda: scontrol.control_job("release", new_id))
     return "resubmitted"
 
 
@@ -264,9 +259,7 @@ def _build_exclude_list_or_keep(slurm: SlurmLaunchInfo, already_excluded: str) -
 
 
 def _exclude_from(waiting_job_id: str, excluded_nodes: str) -> None:
-    _try_command_and_log_failures(
-        lambda: scontrol.update_waiting_job(waiting_job_id, "ExcNodeList", excluded_nodes)
-    )
+    insist(lambda: scontrol.update_waiting_job(waiting_job_id, "ExcNodeList", excluded_nodes))
 
 
 def _requeue_held_and_note_it(job: JobPaths, job_id: str) -> bool:
@@ -332,13 +325,3 @@ def _read_hold_note(note_path: Path) -> str:
         return note_path.read_text()
     except FileNotFoundError:
         return ""
-
-
-def _try_command_and_log_failures(command: Callable[[], None], times: int = 3) -> None:
-    """Insist a little. The job is requeued whatever comes of this."""
-    for _ in range(times):
-        try:
-            return command()
-        except ClusterError as error:
-            log.warning("%s", error)
-            time.sleep(RETRY_PAUSE_S)

@@ -8,11 +8,10 @@ import logging
 import os
 import re
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from areal_hpc.errors import SlurmCommandError
+from areal_hpc.errors import ClusterError, SlurmCommandError
 from areal_hpc.rundir.jobs import (
     SlurmLaunchInfo,
     Submission,
@@ -26,61 +25,35 @@ from areal_hpc.slurm.submit_exactly_once import JobIdentity, submit_script
 
 log = logging.getLogger(__name__)
 
+RETRY_PAUSE_S = 1.0
+
 _AFTER_SUCCESS_PATTERN = re.compile(r"(afterok|aftercorr):([0-9]+)(?:_(\*|[0-9]+))?")
 
 
-@dataclass(frozen=True, slots=True)
-class JobIdChange:
-    """A job that had one number, or two, and has another."""
-
-    old_ids: tuple[str, ...]
-    """As Slurm and as the run know it: `12` and `12_3` if it was an array of itself alone."""
-    job_id: str
-
-
-def submit_again_to_start_after_this_job(
-    slurm: SlurmLaunchInfo,
-    job: str,
-    job_id: str,
-    excluded_nodes: str,
-    *,
-    timeout_s: float,
-    hold: bool = False,
-) -> JobIdChange:
-    """Submit the script of a job that runs, to start when this one has ended.
-
-    A member of an array becomes an array of itself alone, under its index: who waits for what
-    corresponds to it goes by that.
-
-    `job` is its name within the run, `job_id` the number of this start; `excluded_nodes` are those
-    that it must not get, in Slurm's notation. A slurmctld that is silent is waited for `timeout_s`.
-    With `hold` it starts only once it is released, too.
-    """
-    before = get_latest_submissions(read_submissions(Path(slurm.submissions))).get(job)
-    # What the script depends on has been met; but this job must be over.
-    options = [f"--dependency=afterany:{job_id}"]
-    if excluded_nodes:
-        options.append(f"--exclude={excluded_nodes}")
-    new_id = submit_again_and_record(slurm, job, options, timeout_s=timeout_s, hold=hold)
-    return JobIdChange((job_id, before.job_id) if before else (job_id,), new_id)
-
-
-def submit_again_and_record(
+def submit_job_again(
     slurm: SlurmLaunchInfo,
     job: str,
     options: Sequence[str],
     *,
     timeout_s: float,
     hold: bool = False,
+    own_id: str = "",
 ) -> str:
-    """Submit a job's script once more and record that; the new number.
+    """Submit a job's script once more, record that, and redirect who waits for it; the new number.
 
-    `options` of sbatch replace those of the script. With `hold` a person has to release it.
+    A member of an array becomes an array of itself alone, under its index: who waits for what
+    corresponds to it goes by that.
+
+    `job` is its name within the run; `options` of sbatch replace those of the script. A job that
+    runs and is to be followed by its script names itself by `own_id`. A slurmctld that is silent
+    is waited for `timeout_s`. With `hold` a person, or the run, has to release it.
     """
     submissions = Path(slurm.submissions)
     before = get_latest_submissions(read_submissions(submissions)).get(job)
     member = get_array_index(before.job_id) if before else ""
     options = [*options, *([f"--array={member}"] if member else []), *(["--hold"] if hold else [])]
+    if own_id:  # what the script depends on has been met; but this job must be over
+        options.append(f"--dependency=afterany:{own_id}")
     identity = JobIdentity.create(slurm.job_name, slurm.comment)
     environ = scontrol.strip_job_variables(os.environ)
     new_id = submit_script(
@@ -100,13 +73,26 @@ def submit_again_and_record(
         record_submission(submissions, submission)
     except OSError as error:  # commands find the job by its comment
         log.error("job %s is submitted and not recorded: %s", new_id, error)
+    # As Slurm and as the run know it: `12` and `12_3` if it was an array of itself alone.
+    old_ids = dict.fromkeys(filter(None, (own_id, before.job_id if before else "")))
+    insist(lambda: redirect_dependents(list(old_ids), new_id))
     return new_id
 
 
-def redirect_dependents_to_new_id(job_id_change: JobIdChange) -> None:
-    """Jobs that wait for the job's success would be cancelled at the end of its old number."""
+def insist(command: Callable[[], None], times: int = 3) -> None:
+    """Repeat a command that Slurm does not take at once, and log what it says."""
+    for _ in range(times):
+        try:
+            return command()
+        except ClusterError as error:
+            log.warning("%s", error)
+            time.sleep(RETRY_PAUSE_S)
+
+
+def redirect_dependents(old_ids: Sequence[str], new_id: str) -> None:
+    """Jobs that wait for the job's success would be cancelled, or wait for good."""
     waiting = scontrol.read_pending_dependencies()
-    for old_id in job_id_change.old_ids:
+    for old_id in old_ids:
         array = old_id.partition("_")[0]
         others: list[str] = []
         if any(f"afterok:{array}_*" in one for one in waiting.values()):
@@ -114,7 +100,7 @@ def redirect_dependents_to_new_id(job_id_change: JobIdChange) -> None:
                 others = [one for one in scontrol.list_array_members(array) if one != old_id]
         for waiting_id, dependency in waiting.items():
             changed = rewrite_dependency(
-                dependency, old_id, job_id_change.job_id, waiting_id=waiting_id, other_tasks=others
+                dependency, old_id, new_id, waiting_id=waiting_id, other_tasks=others
             )
             if changed != dependency:
                 scontrol.update_waiting_job(waiting_id, "Dependency", changed)

@@ -110,7 +110,7 @@ def read_pending_dependencies() -> dict[str, str]:
         "squeue", "--me", "--array", "--noheader", "--states=PENDING", "--format=%i %E"
     )
     plain = re.sub(r"\([^)]*\)", "", shown)  # squeue adds how far each condition is met
-    return dict(line.split(" ", 1) for line in plain.splitlines())
+    return dict(line.partition(" ")[::2] for line in plain.splitlines())
 
 
 def list_array_members(array_id: str) -> list[str]:

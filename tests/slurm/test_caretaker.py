@@ -56,13 +56,18 @@ def test_what_slurm_cancels_or_cannot_start_is_submitted_again(
     lost.awaits_words(1)
     assert lost.excluded() == {"n04": "cell-0 ended there before its first task started"}
     assert "n04" not in cancelling.slurm("squeue", "-h", "-j", lost.job_id, "-o", "%N")
+    before = trainer.job_id
+    waiting = cancelling.submit("true", f"--dependency=afterok:{before}")
     preempt(cancelling, trainer)
     trainer.await_successor()
+    dependency = cancelling.slurm("squeue", "-h", "-j", waiting, "-o", "%E")
+    assert dependency.startswith(f"afterok:{trainer.job_id}"), (before, dependency)
     for job in (trainer, lost, preempted):
         assert len(job.resubmissions()) == 1, job.name
     names = cancelling.slurm("squeue", "-h", "-t", "R", "-o", "%j").split()
     found = sorted(name.partition(".")[0] for name in names if name != "wrap")
     assert found == [*CELLS, "trainer"]
+    cancelling.slurm("scancel", waiting)
     cancelling.slurm("srun", SAFE, "--nodelist=n04", "umount", str(root))
 
 
