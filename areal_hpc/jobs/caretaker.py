@@ -8,10 +8,9 @@ that of the first cell that runs looks after the leading one.
 
 import contextlib
 import logging
-import os
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -40,7 +39,7 @@ from areal_hpc.rundir.jobs import (
     read_submissions,
     read_task_exits,
 )
-from areal_hpc.rundir.lock import is_lock_held
+from areal_hpc.rundir.lock import claim, is_claimed, is_lock_held
 from areal_hpc.rundir.paths import JobPaths, RunPaths
 from areal_hpc.rundir.telemetry.events import SUBMISSION_REFUSED_EVENT, EventLog
 from areal_hpc.slurm.allocation import expand_node_list
@@ -60,8 +59,6 @@ MAX_JOB_LIFETIME_TO_BLAME_NODE_S = 60.0
 MAX_EXIT_FILE_DELAY_S = 30.0
 """For which a node may not see a file that another has written: storage caches folders."""
 SUBMIT_TIMEOUT_S = 600.0
-CLAIM_LIFETIME_S = 1800.0
-"""A claim that is older was left by a caretaker that died."""
 
 
 class CaretakerConfig(ProcessConfig):
@@ -181,6 +178,8 @@ class Caretaker:
 
     def _is_launcher_at_work(self) -> bool:
         """True while `areal-hpc resume` submits what is missing: both would submit it."""
+        if is_claimed(self._paths.submission_claim):
+            return True
         with contextlib.suppress(OSError):  # of storage without locks that reach other nodes
             return is_lock_held(self._paths.lock)
         return False
@@ -292,9 +291,9 @@ class Caretaker:
         launch = msgspec.json.decode(files.launch.read_bytes(), type=LaunchFile)
         if launch.slurm is None:
             return
-        with _claim_job(files, self._config.job) as is_claimed:
+        with claim(files.submission_claim) as claimant:
             newest = get_latest_submissions(read_submissions(self._paths.submissions))
-            if not is_claimed or newest.get(job.name) != job.submission:
+            if claimant or newest.get(job.name) != job.submission:
                 return  # somebody else submits it, or has done so since this look
             if job.faulty_node:
                 self._exclude_node(Path(launch.slurm.excluded_nodes), job)
@@ -324,25 +323,6 @@ class Caretaker:
         assert job.submission is not None
         reason = f"{job.name} ended there before its first task started"
         add_excluded_node(path, job.faulty_node, reason, job.submission.job_id)
-
-
-@contextlib.contextmanager
-def _claim_job(job: JobPaths, claimant: str) -> Iterator[bool]:
-    """False if another caretaker is submitting the job at this moment."""
-    path = job.submission_claim
-    with contextlib.suppress(FileNotFoundError):
-        if time.time() - path.stat().st_mtime > CLAIM_LIFETIME_S:
-            path.unlink()
-    try:
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
-    except FileExistsError:
-        log.info("another caretaker submits %s; %s does not", job.root.name, claimant)
-        yield False
-        return
-    try:
-        yield True
-    finally:
-        path.unlink(missing_ok=True)
 
 
 def _read_progress_bytes(progress: str) -> int:

@@ -4,7 +4,7 @@ import logging
 import shlex
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,7 +20,7 @@ from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.recipe.cross_checks import find_likely_mistakes
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.allocation_note import wait_and_raise_if_launcher_is_alive
-from areal_hpc.rundir.lock import hold_lock_or_raise
+from areal_hpc.rundir.lock import claim_submission_or_raise, hold_lock_or_raise
 from areal_hpc.rundir.paths import ROLES, RunPaths
 from areal_hpc.rundir.privacy import create_or_secure_run_dir, restrict_new_files
 from areal_hpc.slurm.commands import has_slurm
@@ -55,6 +55,7 @@ def prepare_and_lock_run(
     known_problems: Sequence[Problem] = (),
     joins_live_jobs: bool = False,
     plan: StagePlanner | None = None,
+    submits: bool = False,
 ) -> Iterator[PreparedRun]:
     """Put a run directory in place and keep other launchers out of it.
 
@@ -62,7 +63,8 @@ def prepare_and_lock_run(
 
     `fresh` moves an earlier run aside first. The user's code is imported from `sys_path`, beside
     the present folder. `known_problems` are told with those found here. Jobs of the run that wait
-    or run are an error, unless `joins_live_jobs`. A directory that did not exist is removed again
+    or run are an error, unless `joins_live_jobs`; one that `submits` keeps launchers on other hosts
+    from it. A directory that did not exist is removed again
     if it cannot be put in place.
 
     Raises:
@@ -87,7 +89,10 @@ def prepare_and_lock_run(
     made = input_checks.find_missing_folders(paths.root)
     with restrict_new_files(recipe.cluster.readable_by):
         create_or_secure_run_dir(paths.root, recipe.cluster.readable_by)
-        with hold_lock_or_raise(paths.lock):
+        with ExitStack() as held:
+            held.enter_context(hold_lock_or_raise(paths.lock))
+            if submits:
+                held.enter_context(claim_submission_or_raise(paths.submission_claim))
             wait_and_raise_if_launcher_is_alive(paths, print_line)
             # Asked again: another launcher may have submitted some since.
             live_jobs = find_live_jobs(paths) if joins_live_jobs else raise_if_live_jobs(paths)

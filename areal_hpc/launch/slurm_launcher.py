@@ -83,6 +83,7 @@ def submit(
         ),
         joins_live_jobs=joins_live_jobs,
         plan=plan,
+        submits=True,
     ) as ready:
         submission = _RunSubmission(ready, print_line)
         with cancel_jobs_on_failure(print_line, submission.job_ids):

@@ -147,7 +147,9 @@ def submit_sweep(
     raise_if_federated()
     with ExitStack() as stack:
         ready = [
-            stack.enter_context(prepare_and_lock_run(run, print_line=print_line, fresh=fresh))
+            stack.enter_context(
+                prepare_and_lock_run(run, print_line=print_line, fresh=fresh, submits=True)
+            )
             for run in sweep.runs
         ]
         submitted = _submit_held_arrays_of_all_jobs(

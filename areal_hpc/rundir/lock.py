@@ -1,7 +1,13 @@
-"""Lock of a run: held by its launcher, looked at by its local jobs and by read-only tools."""
+"""Lock of a run: held by its launcher, looked at by its local jobs and by read-only tools.
 
+Locks of NFS and Lustre may end at the node. A claim reaches every node: a file that only one
+process can create.
+"""
+
+import contextlib
 import fcntl
 import os
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +17,8 @@ from areal_hpc.errors import ClusterError
 
 LOCK_ACQUIRE_TIMEOUT_S = 1.0
 """Longest that a lock is waited for: `is_lock_held` holds it for a moment."""
+CLAIM_LIFETIME_S = 1800.0
+"""A claim that is older was left by a process that died."""
 
 
 @contextmanager
@@ -57,3 +65,53 @@ def is_lock_held(lock_file: str | os.PathLike[str]) -> bool:
     finally:
         os.close(descriptor)
     return False
+
+
+@contextmanager
+def claim(path: Path) -> Iterator[str]:
+    """Create a file that only one process can create, and remove it at the end.
+
+    Yields:
+        The host whose process has it already; empty if this process has it now.
+    """
+    if not is_claimed(path):
+        path.unlink(missing_ok=True)
+    try:
+        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+    except FileExistsError:
+        yield path.read_text() or "another host"
+        return
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(socket.gethostname())
+        yield ""
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def is_claimed(path: Path) -> bool:
+    """True while a process has created the file, and not too long ago to be alive."""
+    try:
+        return time.time() - path.stat().st_mtime < CLAIM_LIFETIME_S
+    except FileNotFoundError:
+        return False
+
+
+@contextmanager
+def claim_submission_or_raise(path: Path) -> Iterator[None]:
+    """Keep launchers on other hosts from submitting a run; the caller has the lock of this one.
+
+    Raises:
+        ClusterError: A launcher on another host is at it, or was killed there.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        if path.read_text() == socket.gethostname():
+            path.unlink()  # it is dead: it would have the lock
+    with claim(path) as host:
+        if host:
+            raise ClusterError(
+                f"a launcher on {host} is submitting this run",
+                key=str(path.parent),
+                hint=f"try again in a minute; if it was killed there: rm {path}",
+            )
+        yield

@@ -43,6 +43,7 @@ class RunPaths(_Folder):
     provenance_dir = _PathDescriptor("provenance")
     """Patches and copies of the user's code that `provenance.json` names."""
     lock = _PathDescriptor("launcher.lock")
+    submission_claim = _PathDescriptor("submission.claim")
     """Held (flock) by a foreground launcher; local jobs stop when it is released."""
     data_dir = _PathDescriptor("data")
     """Task sets, demonstrations and the starting model as launched."""

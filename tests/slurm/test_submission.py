@@ -87,11 +87,22 @@ def test_what_a_killed_submission_left_is_named_and_dealt_with(
         assert "JobHeldUser" not in cluster.slurm("squeue", "-h", "-o", "%r")
 
 
+@pytest.mark.parametrize("hosts", choose([1, 2], 2))
 def test_of_two_submissions_at_the_same_time_one_is_refused(
-    cluster: Devcluster, run: Submitting, tmp_path: Path
+    cluster: Devcluster, run: Submitting, tmp_path: Path, hosts: int
 ) -> None:
+    """Those of two hosts have locks of their own, as on NFS with local locks."""
     light = (*HELD, *light_overrides(tmp_path))
-    both = [run.start(*light) for _ in range(2)]
+    run.paths.root.mkdir(parents=True)
+    run.paths.lock.touch()
+    lock_here = tmp_path / "lock"
+    lock_here.touch()
+    on_another_host = (
+        *("unshare", "--mount", "--uts", "sh", "-c"),
+        f'hostname elsewhere && mount --bind {lock_here} {run.paths.lock} && exec "$@"',
+        "sh",
+    )
+    both = [run.start(*light), run.start(*light, before=on_another_host if hosts == 2 else ())]
     shown = [one.communicate(timeout=scaled(100))[0] for one in both]
     assert sorted(one.returncode for one in both) == [0, 75], shown
     assert queued(cluster) == JOBS

@@ -4,7 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -47,10 +47,12 @@ def areal_hpc(
     return run_module(["areal_hpc", *map(str, arguments)], CHECKOUT, environ, timeout_s)
 
 
-def start_areal_hpc(*arguments: object, environ: Mapping[str, str]) -> subprocess.Popen[str]:
-    """`areal-hpc` at work; its standard output is a pipe, line by line."""
+def start_areal_hpc(
+    *arguments: object, environ: Mapping[str, str], before: Sequence[str] = ()
+) -> subprocess.Popen[str]:
+    """`areal-hpc` at work, below what stands `before`; its standard output is a pipe."""
     return subprocess.Popen(
-        [*map(str, (*PROGRAM, *arguments))],
+        [*map(str, (*before, *PROGRAM, *arguments))],
         cwd=CHECKOUT,
         env={**environ, "PYTHONUNBUFFERED": "1"},
         stdout=subprocess.PIPE,

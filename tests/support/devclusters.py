@@ -5,7 +5,7 @@ import os
 import pwd
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -194,9 +194,10 @@ class Submitting:
     def submit(self, *options: str, timeout_s: float = 110) -> subprocess.CompletedProcess[str]:
         return self.call("submit", *self._recipe, *options, timeout_s=timeout_s)
 
-    def start(self, *options: str) -> subprocess.Popen[str]:
-        """`areal-hpc submit`, without waiting for its end."""
-        return start_areal_hpc("submit", *self._recipe, *options, environ=self._cluster.environ)
+    def start(self, *options: str, before: Sequence[str] = ()) -> subprocess.Popen[str]:
+        """`areal-hpc submit`, without waiting for its end; `before` stands before the command."""
+        environ = self._cluster.environ
+        return start_areal_hpc("submit", *self._recipe, *options, environ=environ, before=before)
 
     @property
     def _recipe(self) -> tuple[str, ...]:
