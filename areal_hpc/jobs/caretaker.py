@@ -300,6 +300,8 @@ class Caretaker:
             made_bytes = _read_progress_bytes(launch.slurm.progress)
             count = _count_submissions_without_progress(files, made_bytes) + 1
             is_held = count > MAX_SUBMISSIONS_WITHOUT_PROGRESS
+            # On a full disk nothing would bound the submissions: this raises then.
+            _write_submission_count(files, count - 1, made_bytes)
             submitted = submit_job_again(
                 launch.slurm,
                 job.name,

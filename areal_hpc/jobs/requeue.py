@@ -42,6 +42,7 @@ log = logging.getLogger(__name__)
 
 MAX_EXCLUDED_NODES = 16
 """When so many nodes have failed the probe, something else is wrong."""
+PAUSES_BEFORE_WRITING_AGAIN_S = (60.0, 120.0, 240.0)
 REQUEUE_TIMEOUT_WITH_SUCCESSOR_S = 60.0
 """Longest that a job with a successor asks a slurmctld that does not answer."""
 _STATES_BEFORE_HOLD = (scontrol.RUNNING_STATE, "COMPLETING")
@@ -77,7 +78,10 @@ class StartProgressTracker:
             return 0
 
     def update_failure_counts(self, outcomes: Sequence[TaskExit]) -> FailuresWithoutProgress:
-        """Count this start, and remember the counts. Other stops than at a limit count nowhere."""
+        """Count this start, and remember the counts. Other stops than at a limit count nowhere.
+
+        After a crash a disk without room is waited for, some minutes.
+        """
         has_grown = self._read_progress_bytes() > self._began_bytes
         lived_s = time.monotonic() - self._began_at
         before = self._read_failure_counts()
@@ -90,10 +94,16 @@ class StartProgressTracker:
             (0 if has_grown else before.time_limit_stops)
             + any(one.reason == TIME_LIMIT_REASON for one in outcomes),
         )
-        try:
-            write_atomic(self._path, msgspec.json.encode(counts))
-        except OSError as error:
-            log.error("the counts of starts could not be written: %s", error)
+        has_crashed = any(one.is_crash for one in outcomes)
+        for pause_s in (*(PAUSES_BEFORE_WRITING_AGAIN_S if has_crashed else ()), None):
+            try:
+                write_atomic(self._path, msgspec.json.encode(counts))
+                break
+            except OSError as error:
+                log.error("the counts of starts could not be written: %s", error)
+                if pause_s is None:
+                    return msgspec.structs.replace(counts, unwritten_because=str(error))
+                time.sleep(pause_s)
         return counts
 
     def _read_failure_counts(self) -> FailuresWithoutProgress:

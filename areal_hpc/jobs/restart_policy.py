@@ -31,6 +31,8 @@ class FailuresWithoutProgress(Struct, frozen=True):
     """Those that crashed."""
     time_limit_stops: int = 0
     """Those that were stopped at their time limit."""
+    unwritten_because: str = ""
+    """Why the next start will not know of this one; empty if it will."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +95,8 @@ def decide_restart(
         return "hold_for_user"
     if not crashes or any(outcome.faulty_node for outcome in outcomes):
         return "restart"
+    if counts.unwritten_because:  # else nothing would bound the starts
+        return "hold_for_user"
     return SLURM_JOB_RESTART_POLICY.decide(crashes, counts.failures)
 
 

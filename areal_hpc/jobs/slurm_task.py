@@ -378,8 +378,12 @@ class SlurmTask:
             self._launch, give_up_at, decision, self._record_submission_refusal
         )
         if decision == "hold_for_user":
-            times = f"{counts.time_limit_stops} starts in a row reached the time limit"
-            told = f"{times} before the run made progress; the limit is too short"
+            told = (
+                f"{counts.time_limit_stops} starts in a row reached the time limit before the run "
+                "made progress; the limit is too short"
+            )
+            if counts.unwritten_because:
+                told = f"{decisive.reason}; it cannot be counted: {counts.unwritten_because}"
             decisive = msgspec.structs.replace(decisive, reason=told)
         self._events.record(
             f"job_{requeue_result.replace(' ', '_')}", job_id=self._job_id, node=self._node,

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from areal_hpc.jobs import requeue
 from areal_hpc.jobs.requeue import (
     RequeueResult,
     StartProgressTracker,
@@ -12,9 +13,14 @@ from areal_hpc.jobs.requeue import (
     release_jobs_held_while_idle,
     requeue_or_resubmit,
 )
-from areal_hpc.jobs.restart_policy import FailuresWithoutProgress, RestartDecision
+from areal_hpc.jobs.restart_policy import (
+    FailuresWithoutProgress,
+    RestartDecision,
+    decide_restart,
+)
 from areal_hpc.rundir.jobs import (
     EXCLUDED_NODE_LIFETIME_S,
+    STOPPED_EXIT_CODE,
     ExcludedNode,
     JobSpec,
     LaunchFile,
@@ -152,12 +158,29 @@ def test_a_storage_without_an_answer_keeps_no_job_from_its_requeue(
     assert slurm.list_calls("scontrol requeue") == ["scontrol requeue 7"]
 
 
+def test_crashes_that_cannot_be_counted_wait_and_then_hold_the_job(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a full disk a job would submit itself without an end."""
+    job, crash = paths.job("trainer"), [TaskExit(1, "trainer")]
+    job.failure_count.mkdir(parents=True)  # writing it is an error
+    waited_s: list[float] = []
+    monkeypatch.setattr(requeue.time, "sleep", waited_s.append)
+    counts = StartProgressTracker(job, "").update_failure_counts(crash)
+    assert waited_s == [60.0, 120.0, 240.0]
+    assert decide_restart(crash, counts) == "hold_for_user"
+    waited_s.clear()
+    stopped = [TaskExit(STOPPED_EXIT_CODE, "trainer")]
+    assert decide_restart(
+        stopped, StartProgressTracker(job, "").update_failure_counts(stopped)
+    ) == ("restart")
+    assert waited_s == [], "a job that is preempted has no time"
+
+
 def test_counts_that_cannot_be_read_count_as_none(paths: RunPaths) -> None:
     job = paths.job("trainer")
-    job.failure_count.mkdir(parents=True)
     crash = [TaskExit(1, "trainer")]
-    assert StartProgressTracker(job, "").update_failure_counts(crash) == FailuresWithoutProgress(1)
-    job.failure_count.rmdir()
+    job.failure_count.parent.mkdir(parents=True)
     job.failure_count.write_text("half a numb")
     assert StartProgressTracker(job, "").update_failure_counts(crash) == FailuresWithoutProgress(1)
     assert StartProgressTracker(job, "").update_failure_counts(crash) == FailuresWithoutProgress(2)
