@@ -3,7 +3,8 @@
 A job that ends too early asks Slurm for another start by itself. One whose node never started it,
 or that Slurm ended before it could ask, cannot. Every job therefore has a caretaker, a process of
 its first task: that of the leading job looks after all others, and while no leading job is there,
-that of the first cell that runs looks after the leading one.
+that of the first cell that runs looks after the leading one. A job that Slurm holds since a node
+could not start it is released, and that node excluded.
 """
 
 import contextlib
@@ -42,8 +43,10 @@ from areal_hpc.rundir.jobs import (
 from areal_hpc.rundir.lock import claim, is_claimed, is_lock_held
 from areal_hpc.rundir.paths import JobPaths, RunPaths
 from areal_hpc.rundir.telemetry.events import SUBMISSION_REFUSED_EVENT, EventLog
+from areal_hpc.slurm import scontrol
 from areal_hpc.slurm.allocation import expand_node_list
 from areal_hpc.slurm.queue import QueuePoller, SlurmJobRecord, is_live_state, query_squeue_of_user
+from areal_hpc.slurm.reasons import is_held_after_failed_launch
 from areal_hpc.slurm.resubmit import submit_job_again
 from areal_hpc.slurm.run_jobs import get_experiment_label, list_unrecorded_live_jobs
 from areal_hpc.slurm.states import UNKNOWN_STATE, JobPhase, JobState
@@ -170,6 +173,9 @@ class Caretaker:
                 if job.name in self._missing:
                     self._submit_again_or_note_refusal(job)
             self._missing = {job.name for job in missing}
+            for job in charges:
+                if job.slurm_record and is_held_after_failed_launch(job.slurm_record.reason):
+                    self._release_after_failed_launch(job)
             self._release_leader_held_while_idle(jobs)
         except SlurmNotFoundError:
             raise
@@ -288,7 +294,7 @@ class Caretaker:
 
     def _submit_again(self, job: JobStatus) -> None:
         files = self._paths.job(job.name)
-        launch = msgspec.json.decode(files.launch.read_bytes(), type=LaunchFile)
+        launch = _read_launch_file(files)
         if launch.slurm is None:
             return
         with claim(files.submission_claim) as claimant:
@@ -296,7 +302,8 @@ class Caretaker:
             if claimant or newest.get(job.name) != job.submission:
                 return  # somebody else submits it, or has done so since this look
             if job.faulty_node:
-                self._exclude_node(Path(launch.slurm.excluded_nodes), job)
+                reason = f"{job.name} ended there before its first task started"
+                self._exclude_node(launch.slurm, job, job.faulty_node, reason)
             made_bytes = _read_progress_bytes(launch.slurm.progress)
             count = _count_submissions_without_progress(files, made_bytes) + 1
             is_held = count > MAX_SUBMISSIONS_WITHOUT_PROGRESS
@@ -318,13 +325,46 @@ class Caretaker:
             _write_submission_count(files, count, made_bytes)
         log.warning("%s %s; submitted again as job %s", job.name, job.reason_to_submit, submitted)
 
-    def _exclude_node(self, path: Path, job: JobStatus) -> None:
+    def _release_after_failed_launch(self, job: JobStatus) -> None:
+        """Let a job go on, without the node that could not start it; a few times."""
+        assert job.submission is not None
+        files, job_id = self._paths.job(job.name), job.submission.job_id
+        slurm = _read_launch_file(files).slurm
+        if slurm is None:
+            return
+        made_bytes = _read_progress_bytes(slurm.progress)
+        count = _count_submissions_without_progress(files, made_bytes) + 1
+        if count > MAX_SUBMISSIONS_WITHOUT_PROGRESS:
+            return
+        starts = [start for start in self._queue.read_accounting([job_id]) if start.nodes]
+        nodes = expand_node_list(starts[-1].nodes) if starts else []
+        reasons = scontrol.read_reasons_of_drained_nodes(nodes) if nodes else {}
+        culprits = list(reasons) or (nodes if len(nodes) == 1 else [])
+        problem = "; ".join(f"{node}: {reasons.get(node, 'the start failed')}" for node in culprits)
+        for node in culprits:
+            self._exclude_node(slurm, job, node, problem)
+        _write_submission_count(files, count, made_bytes)
+        if culprits:
+            excluded = build_exclude_list(slurm, scontrol.query_job(job_id).excluded_nodes)
+            scontrol.update_waiting_job(job_id, "ExcNodeList", excluded)
+        scontrol.control_job("release", job_id)
+        self._events.record(
+            "job_released", job=job.name, job_id=job_id, by=self._config.job, excluded=culprits,
+            reason=f"{job.name} could not be started ({problem or 'Slurm names no node'})",
+        )  # fmt: skip
+        log.warning("%s (job %s) was held and is released: %s", job.name, job_id, problem)
+
+    def _exclude_node(self, slurm: SlurmLaunchInfo, job: JobStatus, node: str, reason: str) -> None:
+        path = Path(slurm.excluded_nodes)
         known = list_unexpired_excluded_nodes(path)
-        if job.faulty_node in known or len(known) >= MAX_EXCLUDED_NODES:
+        if node in known or len(known) >= MAX_EXCLUDED_NODES:
             return
         assert job.submission is not None
-        reason = f"{job.name} ended there before its first task started"
-        add_excluded_node(path, job.faulty_node, reason, job.submission.job_id)
+        add_excluded_node(path, node, reason, job.submission.job_id)
+
+
+def _read_launch_file(job: JobPaths) -> LaunchFile:
+    return msgspec.json.decode(job.launch.read_bytes(), type=LaunchFile)
 
 
 def _read_progress_bytes(progress: str) -> int:

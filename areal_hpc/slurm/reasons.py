@@ -72,6 +72,8 @@ _TRANSIENT_REASONS = {
     "OutOfMemory": ("it ran out of memory", ""),
     "DeadLine": ("its deadline has passed", ""),
 }
+LAUNCH_FAILED_REASON = "launch failed requeued held"
+"""Of a job that a node could not start: its prolog failed, as the health check of many sites."""
 _STUCK_REASONS = {
     "DependencyNeverSatisfied": (
         "a job that it depends on failed",
@@ -112,13 +114,18 @@ _STUCK_REASONS = {
         "sacctmgr show assoc user=$USER lists yours",
     ),
     "JobHoldMaxRequeue": ("it was requeued so often that Slurm holds it", _RELEASE_HINT),
-    "launch failed requeued held": (
+    LAUNCH_FAILED_REASON: (
         "its last start failed on a node, and Slurm holds it",
         "look at that node with sinfo -R, exclude it, then scontrol release JOBID",
     ),
     "job requeued in held state": ("it was requeued and is held", _RELEASE_HINT),
 }
 """Reasons that last until somebody does something."""
+
+
+def is_held_after_failed_launch(reason: str) -> bool:
+    """True of a job that Slurm requeued and holds since a node could not start it."""
+    return _normalize_spelling(reason) == _normalize_spelling(LAUNCH_FAILED_REASON)
 
 
 def _normalize_spelling(text: str) -> str:

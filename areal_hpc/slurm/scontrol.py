@@ -5,7 +5,7 @@ All that ask Slurm raise SlurmNotFoundError, SlurmTimeoutError or SlurmCommandEr
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -111,6 +111,15 @@ def read_pending_dependencies() -> dict[str, str]:
     )
     plain = re.sub(r"\([^)]*\)", "", shown)  # squeue adds how far each condition is met
     return dict(line.partition(" ")[::2] for line in plain.splitlines())
+
+
+def read_reasons_of_drained_nodes(nodes: Sequence[str]) -> dict[str, str]:
+    """Why Slurm, or an administrator, took nodes out of service; those of `nodes` that are."""
+    shown = _run_slurm_without_job_variables(
+        *("sinfo", "--noheader", "--Node", f"--nodes={','.join(nodes)}"),
+        *("--states=drain,down,fail", "--format=%N|%E"),
+    )
+    return dict(line.strip().partition("|")[::2] for line in shown.splitlines())
 
 
 def list_array_members(array_id: str) -> list[str]:

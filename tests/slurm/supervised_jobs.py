@@ -150,8 +150,12 @@ class SupervisedJob:
 
     def resubmissions(self) -> list[dict[str, object]]:
         """Events of caretakers that submitted it."""
+        return self.events_named("job_submitted_again")
+
+    def events_named(self, name: str) -> list[dict[str, object]]:
+        """Those about it."""
         rows = read_readable_records(self.run.events)
-        return [e for e in rows if e["event"] == "job_submitted_again" and e["job"] == self.name]
+        return [e for e in rows if e["event"] == name and e["job"] == self.name]
 
     def await_successor(self) -> None:
         """Return once a later submission of the job runs; this is then that one."""

@@ -21,6 +21,28 @@ def cancelling(cluster: Devcluster) -> Iterator[Devcluster]:
     cluster.slurm(*update, "PreemptMode=REQUEUE", "GraceTime=5")
 
 
+def drained_nodes(cluster: Devcluster) -> set[str]:
+    """Once each, though every node is in two partitions."""
+    return set(cluster.slurm("sinfo", "-hN", "--states=drain", "-o", "%N").split())
+
+
+@pytest.fixture
+def failing_prolog(cluster: Devcluster, tmp_path: Path) -> Iterator[None]:
+    """The cluster, where the next start of a job fails, as at a site's health check."""
+    conf, prolog = Path(cluster.environ["SLURM_CONF"]), tmp_path / "prolog.sh"
+    prolog.write_text(f"#!/bin/sh\n! mkdir {tmp_path}/failed 2>/dev/null\n")
+    prolog.chmod(0o755)
+    tmp_path.chmod(0o755)
+    before = conf.read_text()
+    conf.write_text(f"{before}\nProlog={prolog}\n")
+    cluster.slurm("scontrol", "reconfigure")
+    yield
+    conf.write_text(before)
+    cluster.slurm("scontrol", "reconfigure")
+    for node in drained_nodes(cluster):
+        cluster.slurm("scontrol", "update", f"NodeName={node}", "State=RESUME")
+
+
 def make_jobs(cluster: Devcluster, root: Path) -> list[SupervisedJob]:
     """Trainer and cells of a run."""
     names = ("trainer", *CELLS)
@@ -130,3 +152,20 @@ def test_a_full_disk_keeps_no_job_from_another_start(cluster: Devcluster, tmp_pa
     job.awaits(lambda: job.restarts() == 1)
     cluster.slurm("scancel", job.job_id)
     on_node(f"umount --lazy {root}")
+
+
+@pytest.mark.timeout(200)
+def test_a_job_that_a_prolog_kept_from_starting_starts_elsewhere(
+    cluster: Devcluster, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    trainer, cell, _ = make_jobs(cluster, tmp_path / "run")
+    trainer.submit("steady", SAFE, "--nodelist=n01")
+    trainer.awaits_words(1)
+    request.getfixturevalue("failing_prolog")
+    cell.submit("steady", SAFE, "--exclude=n01")
+    cell.awaits_words(1)
+    (drained,) = drained_nodes(cluster)
+    assert cell.excluded() == {drained: f"{drained}: Prolog error"}
+    assert drained not in cluster.slurm("squeue", "-h", "-j", cell.job_id, "-o", "%N")
+    (released,) = cell.events_named("job_released")
+    assert (released["job_id"], released["excluded"]) == (cell.job_id, [drained])
