@@ -1,12 +1,90 @@
-"""Check of the isolation of programs that the model writes."""
+"""Checks of what isolates programs and commands that the model writes."""
 
+import os
+import platform
 from collections.abc import Iterator
+from pathlib import Path
 
-from areal_hpc.launch.doctor.checks import CheckResult
+from areal_hpc.launch.doctor.checks import CheckResult, ok
 from areal_hpc.launch.doctor.gpu.node_isolation import judge_isolation, try_isolation
 from areal_hpc.launch.doctor.subject import DoctorSubject
+from areal_hpc.sandbox.runtimes.choice import find_installed_runtimes
+from areal_hpc.sandbox.seccomp import build_seccomp_filter
+
+PROCESS_LIMIT_KERNEL = (5, 14)
+"""From it on the kernel counts a sandbox's processes apart from those of its user."""
+_NO_LIMIT_BYTES = 1 << 60
+"""Control groups of version 1 write a number near 2**63 for none."""
 
 
 def check_program_isolation(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
     """An empty program in a sandbox, on this machine; only rewards that run programs need one."""
     yield from map(judge_isolation, try_isolation(None))
+
+
+def list_security_means(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
+    """What this machine gives to isolate with, and what does not hold without the rest."""
+    runtimes = [name for name in find_installed_runtimes() if name != "none"]
+    kernel = tuple(int(part) for part in os.uname().release.split("-")[0].split(".")[:2])
+    given, missing = [f"sandboxes of {', '.join(runtimes) or 'nothing'}"], []
+    for is_given, means, without in (
+        (has_user_namespaces(Path("/proc")), "user namespaces", "no sandbox starts"),
+        (
+            has_seccomp(Path("/proc"), platform.machine()),
+            "a filter of system calls",
+            "semaphores, queues and namespaces are open to commands",
+        ),
+        (
+            kernel >= PROCESS_LIMIT_KERNEL,
+            "a number of processes for each sandbox",
+            "processes are counted twice a second",
+        ),
+        (
+            has_memory_limit(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")),
+            "a control group's limit of memory",
+            "what a sandbox takes between two looks, twice a second, is not held",
+        ),
+    ):
+        if is_given:
+            given.append(means)
+        else:
+            missing.append(f"not here: {means}; {without}")
+    yield ok("means of isolation", "\n".join(["; ".join(given), *missing]))
+
+
+def has_user_namespaces(proc_dir: Path) -> bool:
+    """True if this machine's users may make some. Whether one starts is another check's."""
+    return int(_read_text(proc_dir / "sys/user/max_user_namespaces") or 0) > 0
+
+
+def has_seccomp(proc_dir: Path, machine: str) -> bool:
+    """True if the kernel has filters of system calls, and there is one for this architecture."""
+    is_known = build_seccomp_filter(machine) is not None
+    return is_known and "\nSeccomp:" in (proc_dir / "self/status").read_text()
+
+
+def has_memory_limit(membership: Path, cgroup_dir: Path) -> bool:
+    """True if a control group of this process, or one above it, limits memory.
+
+    Args:
+        membership: As `/proc/self/cgroup`, of version 1, 2 or both.
+        cgroup_dir: Where control groups are mounted.
+    """
+    for line in membership.read_text().splitlines():
+        _, controllers, name = line.split(":", 2)
+        if controllers in ("", "memory"):
+            file = "memory.limit_in_bytes" if controllers else "memory.max"
+            place = Path(name.lstrip("/"))
+            for folder in (place, *place.parents):
+                limit = _read_text(cgroup_dir / controllers / folder / file).strip()
+                if limit.isdecimal() and int(limit) < _NO_LIMIT_BYTES:
+                    return True
+    return False
+
+
+def _read_text(path: Path) -> str:
+    """Nothing if it cannot be read."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

@@ -8,7 +8,10 @@ from typing import Literal
 from areal_hpc.errors import ArealError
 from areal_hpc.launch.doctor.checks import CheckResult, fail
 from areal_hpc.launch.doctor.gpu_checks import check_gpu_nodes
-from areal_hpc.launch.doctor.isolation_checks import check_program_isolation
+from areal_hpc.launch.doctor.isolation_checks import (
+    check_program_isolation,
+    list_security_means,
+)
 from areal_hpc.launch.doctor.limit_checks import (
     check_accounting_limits,
     check_preemption_of_qos_jobs,
@@ -52,6 +55,7 @@ CHECKS = (
     DoctorCheck("storage", check_storage, ("file root",)),
     DoctorCheck("shared", check_nodes_see_file_root, ("file root",)),
     DoctorCheck("isolation", check_program_isolation),
+    DoctorCheck("means of isolation", list_security_means),
     DoctorCheck("interpreters", check_role_interpreters, ("recipe",)),
     DoctorCheck("recipe", check_recipe_inputs, ("recipe",)),
     DoctorCheck("GPU nodes", check_gpu_nodes, ("gpus",)),
