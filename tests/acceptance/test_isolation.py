@@ -2,7 +2,7 @@
 
 Runs on this machine, and runs whose cells are jobs of a devcluster, with the memory limits of
 control groups and without. What stopped each attack goes to `benchmarks/results/isolation.json` and
-the tables in docs/security.md.
+the tables in docs/attacks.md.
 """
 
 import json
@@ -127,7 +127,7 @@ def record_attacks(place: str, note: Path, paths: RunPaths) -> None:
     assert events_of(paths, "episode_failed") == []
     add_results("isolation", **{place: summarize(found)})
     for name, make in attacks_table.TABLES.items():
-        write_table(CHECKOUT / "docs" / "security.md", name, make())
+        write_table(CHECKOUT / "docs" / "attacks.md", name, make())
 
 
 def summarize(found: list[dict[str, Any]]) -> dict[str, str]:

@@ -1,6 +1,6 @@
-"""Tables of `docs/security.md`: what stopped each attack on a sandbox, by runtime."""
+"""Tables of `docs/attacks.md`: what stopped each attack on a sandbox, and what did alone."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from tests.support.results import read_results
@@ -20,7 +20,18 @@ def table_of_jobs() -> str:
     return _render({name: found for name, found in _read_means().items() if IN_JOB in name})
 
 
-TABLES: dict[str, Callable[[], str]] = {"attacks": table, "attacks in jobs": table_of_jobs}
+def table_of_walls() -> str:
+    """What each attack did where one wall was taken away."""
+    found: dict[str, dict[str, str]] = read_results("walls", {})
+    rows = [(name, found[name]["wall"], found[name]["without"]) for name in _sort(found)]
+    return markdown(("attack", "wall that was taken away", "what the attack told then"), rows)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "attacks": table,
+    "attacks in jobs": table_of_jobs,
+    "walls": table_of_walls,
+}
 
 
 def _read_means() -> dict[str, dict[str, Any]]:
@@ -32,9 +43,13 @@ def _render(means: dict[str, dict[str, Any]]) -> str:
     names = dict.fromkeys(name for found in means.values() for name in found)
     rows = [
         (name, *(_shorten(found.get(name, "")) for found in means.values()))
-        for name in sorted(names, key=lambda name: (int(name.split()[0]), name))
+        for name in _sort(names)
     ]
     return markdown(("attack", *map(_name_column, means)), rows)
+
+
+def _sort(names: Iterable[str]) -> list[str]:
+    return sorted(names, key=lambda name: (int(name.split()[0]), name))
 
 
 def _name_column(place: str) -> str:

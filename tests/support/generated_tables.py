@@ -88,7 +88,7 @@ TABLES: dict[tuple[str, str], Callable[[], str]] = {
     ("operating.md", "rank kill"): rank_kill.table,
     ("operating.md", "soak"): soak_table.table,
     ("operating.md", "submissions"): submissions_table.table,
-    **{("security.md", name): make for name, make in attacks_table.TABLES.items()},
+    **{("attacks.md", name): make for name, make in attacks_table.TABLES.items()},
 }
 """Document below docs/ and name of the table -> what must stand there."""
 

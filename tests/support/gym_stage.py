@@ -23,6 +23,7 @@ class GymStage:
         self._loop = LoopThread()
         self._server = ScriptedSGLang(self.tokenizer, self._script)
         self._loop.run(self._server.start())
+        self.engine_url = self._server.url
         arguments = ("--tool-call-parser", "qwen25", "--context-length", "8192")
         self.proxy = LoneProxy(folder, self._server.url, arguments=arguments)
 

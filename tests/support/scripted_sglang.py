@@ -99,6 +99,7 @@ class ScriptedSGLang:
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
+        body.setdefault("rid", "0")
         self.requests.append(body)
         if key := request.headers.get("authorization"):
             self.keys.append(key)
