@@ -9,6 +9,7 @@ import os
 import shlex
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -67,6 +68,7 @@ class VerifierPool:
 
     def _reset(self) -> None:
         self._idle: list[LineProcess] = []
+        self._starter = ThreadPoolExecutor(1, "verifier")
         self._places = threading.BoundedSemaphore(len(os.sched_getaffinity(0)))
 
     def _get_or_start_process(self) -> LineProcess:
@@ -74,12 +76,8 @@ class VerifierPool:
             while not (idle := self._idle.pop()).is_usable:
                 _end_process(idle)
             return idle
-        with self._open_command() as command:
-            name = shlex.join(command["args"])[-300:]
-            try:
-                process = LineProcess(command, name, MAX_ANSWER_BYTES)
-            except OSError as error:
-                raise ClusterError(f"{name} cannot be started: {error}") from error
+        # What asks to die with its parent dies with the thread that started it (prctl(2)).
+        name, process = self._starter.submit(self._start_process).result()
         spare_from_kill(process.pid)
         why_not = "not ready"
         try:
@@ -95,6 +93,14 @@ class VerifierPool:
         if why_not:
             raise ClusterError(f"{name} was {why_not}", hint="read what it wrote to standard error")
         return process
+
+    def _start_process(self) -> tuple[str, LineProcess]:
+        with self._open_command() as command:
+            name = shlex.join(command["args"])[-300:]
+            try:
+                return name, LineProcess(command, name, MAX_ANSWER_BYTES)
+            except OSError as error:
+                raise ClusterError(f"{name} cannot be started: {error}") from error
 
 
 def _end_process(process: LineProcess) -> None:

@@ -40,8 +40,9 @@ process, memory or descriptor left, or the storage does not answer."""
 
 
 class LineProcess:
-    """One process, which answers one line at a time. It belongs to no event loop and no thread.
+    """One process, which answers one line at a time. It belongs to no event loop.
 
+    A program that asks to die with its parent dies with the thread that started it (prctl(2)).
     A fork of this process has none of its links, and ends none of its processes.
 
     Args:

@@ -18,7 +18,11 @@ def reward() -> float:
 
 
 def children() -> list[str]:
-    return Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    return [
+        pid
+        for thread in Path("/proc/self/task").iterdir()
+        for pid in (thread / "children").read_text().split()
+    ]
 
 
 def count_descriptors() -> int:
