@@ -82,7 +82,7 @@ class GymAgent:
         client, rewards, text = make_client(extra_kwargs), dict[str, float](), ""
         task = {name: value for name, value in data.items() if name not in ("messages", "sandbox")}
         async with self._workers.acquire() as worker, worker.reach_hosts(self._hosts):
-            told = await worker.ask({"do": "reset", "task": task}, self.step_timeout_s)
+            told = await worker.request({"do": "reset", "task": task}, self.step_timeout_s)
             tools = {"tools": told["tools"]} if told.get("tools") else {}
             messages = self._build_opening_messages(data, told)
             try:
@@ -92,7 +92,7 @@ class GymAgent:
                     )
                     message = reply.choices[0].message
                     text = message.content or ""
-                    told = await worker.ask(
+                    told = await worker.request(
                         {"do": "step", "reply": encode_reply_for_worker(message)},
                         self.step_timeout_s,
                     )
@@ -102,7 +102,7 @@ class GymAgent:
                     messages += [message, *build_gym_answer_messages(told)]
             finally:
                 if worker.is_usable:
-                    await worker.ask({"do": "close"}, self.step_timeout_s)
+                    await worker.request({"do": "close"}, self.step_timeout_s)
         return rewards, text
 
     def _build_opening_messages(

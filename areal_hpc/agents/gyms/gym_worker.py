@@ -27,12 +27,10 @@ START_TIMEOUT_S = 300.0
 """Large packages on a loaded file system."""
 
 
-class GymWorker:
+class GymWorker(LineProcess):
     """One process, which plays one episode at a time."""
 
-    def __init__(self, process: LineProcess, worker_name: str) -> None:
-        self._process, self._name = process, worker_name
-        self._listener: socket.socket | None = None
+    _listener: socket.socket | None = None
 
     @classmethod
     async def start(
@@ -62,7 +60,7 @@ class GymWorker:
         try:
             with ExitStack() as opened:  # which runs a Python, and may copy bubblewrap
                 command = await asyncio.to_thread(opened.enter_context, command_opener)
-                worker = cls(LineProcess(command, script, MAX_LINE_BYTES), script)
+                worker = cls(command, script, MAX_LINE_BYTES)
         except OSError as error:
             raise RecipeError(
                 f"there is no Python for this gym at {python}: {error.strerror}",
@@ -71,10 +69,10 @@ class GymWorker:
             ) from error
         try:
             if settings.proxy_port is not None:
-                worker._listener = await worker._process.receive_socket(START_TIMEOUT_S)
+                worker._listener = await worker.receive_socket(START_TIMEOUT_S)
                 worker._listener.setblocking(False)
             async with worker.reach_hosts(settings.hosts):
-                await worker.ask(config, START_TIMEOUT_S)
+                await worker.request(config, START_TIMEOUT_S)
         except AgentError as error:
             await asyncio.to_thread(worker.close)
             raise RecipeError(
@@ -88,24 +86,19 @@ class GymWorker:
             raise
         return worker
 
-    @property
-    def is_usable(self) -> bool:
-        """It lives, waits for a request, and had all that it needed for the last one."""
-        return self._process.is_usable
-
-    async def ask(self, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+    async def request(self, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
         """What it answers.
 
         Raises:
             AgentError: It fails, ends, takes too long or answers too much.
             NodeResourceShortageError: The node lacks something; the worker is not used again.
         """
-        told = await self._process.ask(json.dumps(request).encode(), timeout_s)
+        told = await self.ask(json.dumps(request).encode(), timeout_s)
         answer: dict[str, Any] = json.loads(told)
         if "error" in answer:
             why = f"{self._name} failed: {answer['error']}"
             if describe_errno_shortage(answer["errnos"]):
-                self._process.mark_unusable_after_shortage()
+                self.mark_unusable_after_shortage()
                 raise NodeResourceShortageError(why, hint=SHORTAGE_HINT)
             raise AgentError(why)
         return answer
@@ -125,7 +118,7 @@ class GymWorker:
 
     def close(self) -> None:
         """End it, with all that it started."""
-        self._process.close()
+        super().close()
         if self._listener is not None:
             self._listener.close()
 

@@ -76,7 +76,7 @@ class VerifiersAgent:
         }
         hosts = (*self._hosts, format_host(str(task["base_url"])))
         async with self._workers.acquire() as worker, worker.reach_hosts(hosts):
-            told = await worker.ask({"do": "reset", "task": task}, self.timeout_s)
+            told = await worker.request({"do": "reset", "task": task}, self.timeout_s)
         return Reward(told["reward"], parts=told["parts"], metrics=told["metrics"])
 
     def check_isolation(self, isolation: str | None) -> None:

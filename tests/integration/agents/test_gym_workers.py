@@ -46,14 +46,14 @@ def run(scene: Callable[[Gyms], Awaitable[None]], size: int = 2, **config: Any) 
 
 async def reset(worker: GymWorker, seen: Sequence[str] = ("COLOR",)) -> tuple[int, int]:
     """The number of the worker's episode, and its process."""
-    told = await worker.ask({"do": "reset", "task": {"seed": 3}}, 30)
+    told = await worker.request({"do": "reset", "task": {"seed": 3}}, 30)
     assert told["text"].endswith(f", {[*seen]}, {{'seed': 3}}")
     numbers = re.findall(r"\d+", told["text"])
     return int(numbers[0]), int(numbers[1])
 
 
 async def step(worker: GymWorker, text: str, timeout_s: float | None = None) -> dict[str, Any]:
-    return await worker.ask(
+    return await worker.request(
         {"do": "step", "reply": {"text": text, "calls": []}}, timeout_s or scaled(30)
     )
 
@@ -150,7 +150,7 @@ def test_nothing_of_an_episode_meets_a_later_one_or_the_user(tmp_path: Path) -> 
             own |= {"LD_LIBRARY_PATH", "SSL_CERT_DIR", "SSL_CERT_FILE"}
             assert {"COLOR"} <= set(variables) <= {"COLOR", *own}
             assert len(processes) == 3
-            await worker.ask({"do": "close"}, 30)
+            await worker.request({"do": "close"}, 30)
             _, later = await reset(worker)
             # Folders that it sees may lie in /tmp, as those of a checkout there.
             shown = {Path(one) for one in (CHECKOUT, sys.prefix, sys.base_prefix)}
