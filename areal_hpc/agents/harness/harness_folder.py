@@ -29,6 +29,9 @@ _WRITE_DIFF_SCRIPT = f"""set -e
 {_GIT} --work-tree=work diff --cached --binary HEAD > diff"""
 _DIFF_VARIABLES = {"HOME": "/dev/null", "XDG_CONFIG_HOME": "/dev/null", "GIT_CONFIG_NOSYSTEM": "1"}
 """Without git's settings, which the program may have written."""
+_CHECK_PROGRAM_SCRIPT = """test -x "$1" || exit 1
+read -r first < "$1"
+case $first in "#!"*) set -- ${first#??}; echo "$1"; test -x "$1" ;; esac"""
 _RUN_WITH_LOG_SCRIPT = 'exec "$@" > ../log 2>&1 < /dev/null'
 
 
@@ -63,17 +66,20 @@ class HarnessFolder:
             await self._sandbox.put(f"{self.home}/{name}", text, 0o600)
 
     async def check_program(self, path: str, key: str) -> None:
-        """Refuse a program that the sandbox does not show.
+        """Refuse a program that the sandbox does not show, or whose first line names such a one.
 
         Raises:
             RecipeError: It is not there; names `key`.
         """
-        ended = await self._sandbox.exec(["test", "-x", path], timeout_s=SCRIPT_TIMEOUT_S)
+        words = ["/bin/sh", "-c", _CHECK_PROGRAM_SCRIPT, "check", path]
+        ended = await self._sandbox.exec(words, timeout_s=SCRIPT_TIMEOUT_S)
         if ended.exit_code != 0:
+            missing = ended.stdout.decode(errors="replace").strip() or path
             raise RecipeError(
-                f"the sandbox does not show {path}, or its user may not run it",
+                f"the sandbox does not show {missing}, or its user may not run it",
                 key=key,
-                hint="name the folder that holds it in rollout.agent.sandbox.readonly_folders",
+                hint="name the folder that holds it in rollout.agent.sandbox.readonly_folders; a "
+                "link counts as what it leads to",
             )
 
     async def run_with_output_to_log(

@@ -178,6 +178,24 @@ urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), he
 """
 
 
+def test_a_program_whose_interpreter_is_not_shown_is_refused_with_its_name() -> None:
+    async def scene() -> None:
+        sandbox = await make_runtime("none").start(SandboxSpec(network="open"))
+        try:
+            folder = HarnessFolder(sandbox)
+            for name, first in (("shown", "/bin/sh"), ("hidden", "/no/such/python -P")):
+                await sandbox.put(name, f"#!{first}\n", 0o755)
+            for path in (f"{sandbox.folder}/shown", "/bin/sh"):
+                await folder.check_program(path, "harness")
+            for path, missing in (("hidden", "/no/such/python,"), ("absent", "/absent,")):
+                with pytest.raises(RecipeError, match=f"does not show .*{missing}"):
+                    await folder.check_program(f"{sandbox.folder}/{path}", "harness")
+        finally:
+            await sandbox.stop()
+
+    asyncio.run(scene())
+
+
 def test_links_out_of_the_folder_and_pipes_are_not_copied(tmp_path: Path) -> None:
     made = (
         "echo 4 > answer.txt; ln -s answer.txt within; ln -s /usr/bin/env absolute; mkfifo pipe; "
