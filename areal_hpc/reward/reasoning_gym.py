@@ -31,7 +31,7 @@ _SCORERS = VerifierPool(
         [_PROGRAM, Path(literals.__file__)],
         WorkerSettings(SCORE_TIMEOUT_S, SCORE_MEMORY_BYTES, ends_with_answer=True),
         variables=_VARIABLES,
-        readonly_folders=[str(one) for one in (_HUGE_PAGES_DIR,) if one.is_dir()],
+        readonly_folders=[str(_HUGE_PAGES_DIR)] if _HUGE_PAGES_DIR.is_dir() else (),
     ),
     SCORE_TIMEOUT_S + 1.0,
 )

@@ -79,10 +79,10 @@ class LineProcess:
                 ) from error
             theirs.close()
             opened.pop_all()
+            # Also of a pool that nobody closed, and at the end of this process.
+            self._end = weakref.finalize(self, _end_process, self._process, self._link)
             _open_processes.add(self)
         self._link.setblocking(False)
-        # Also of a pool that nobody closed, and at the end of this process.
-        self._end = weakref.finalize(self, _end_process, self._process, self._link)
 
     @property
     def pid(self) -> int:
