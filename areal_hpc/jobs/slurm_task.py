@@ -47,6 +47,7 @@ from areal_hpc.jobs.succession import (
     record_as_current_job,
 )
 from areal_hpc.rundir.cancellation import is_cancelled
+from areal_hpc.rundir.folders import RunDirWatch
 from areal_hpc.rundir.jobs import (
     STOPPED_EXIT_CODE,
     LaunchFile,
@@ -59,6 +60,7 @@ from areal_hpc.rundir.jobs import (
 from areal_hpc.rundir.telemetry.events import SUBMISSION_REFUSED_EVENT, EventLog
 from areal_hpc.slurm import scontrol
 from areal_hpc.slurm.allocation import expand_node_list
+from areal_hpc.slurm.resubmit import insist
 
 log = logging.getLogger(__name__)
 
@@ -101,6 +103,7 @@ class SlurmTask:
         self._is_first_reached = position.is_first
         """It answers at the beginning of a start only."""
         self._is_superseded = self._is_preempted = self._ends_cancelled = False
+        self._run_dir_watch = RunDirWatch(launch.run_dir)
         self._kill_at = time.monotonic() + launch.stop_grace_s
 
     def take_part_in_start_or_get_refusal(self) -> TaskExit | None:
@@ -253,6 +256,8 @@ class SlurmTask:
     def _find_stop_condition(
         self, start: starts.JobStart, now: float, *, can_end_job: bool
     ) -> TaskExit | None:
+        if self._run_dir_watch.is_gone():
+            return TaskExit(STOPPED_EXIT_CODE, reason=self._describe_gone_run_dir())
         if starts.is_superseded(self._starts_dir, start):
             self._is_superseded = True
             return TaskExit(STOPPED_EXIT_CODE, reason="superseded by a later start of this job")
@@ -319,6 +324,8 @@ class SlurmTask:
         outcome = msgspec.structs.replace(outcome, incarnation=self._incarnation)
         if self._is_superseded:
             return outcome  # the files belong to the later start
+        if self._is_run_dir_gone():
+            return self._hold_job_without_files(outcome)
         rank = self._position.rank
         with _swallow_and_log_storage_errors("the task's exit status"):
             write_task_exit(self._paths, rank, outcome)
@@ -333,6 +340,27 @@ class SlurmTask:
         elif outcome.exit_code and self._start is not None:  # else it knows nothing of the first
             self._wait_for_first_task_to_leave()
         return outcome
+
+    def _is_run_dir_gone(self) -> bool:
+        """True if processes may have failed for want of the run's folder."""
+        try:
+            return self._run_dir_watch.is_gone(looks=1)
+        except OSError:
+            return False
+
+    def _describe_gone_run_dir(self) -> str:
+        return (
+            f"the run's folder {self._launch.run_dir} is gone: it was moved or removed; "
+            "move it back, then areal-hpc resume"
+        )
+
+    def _hold_job_without_files(self, outcome: TaskExit) -> TaskExit:
+        """Have the job wait for its user: nothing of it can be read or written here."""
+        reason = self._describe_gone_run_dir()
+        log.error("%s", reason)
+        if self._position.is_first:
+            insist(lambda: scontrol.control_job("requeuehold", self._job_id))
+        return msgspec.structs.replace(outcome, reason=reason)
 
     def _wait_for_first_task_to_leave(self) -> None:
         began = time.monotonic()

@@ -15,6 +15,7 @@ from msgspec import Struct
 
 from areal_hpc.errors import ClusterError
 from areal_hpc.rundir.atomic import write_atomic
+from areal_hpc.rundir.folders import make_folder
 from areal_hpc.rundir.generations import claim_next_number, get_number_path, read_newest_number
 
 _POLL_S = 0.25
@@ -64,7 +65,7 @@ def announce_job_ends_at_once(folder: Path, incarnation: str, node: str, reason:
     For the first task.
     """
     start = JobStart(0, incarnation, node, reason_to_leave=reason)
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     write_atomic(_get_immediate_end_note_path(folder, incarnation), msgspec.json.encode(start))
     return start
 

@@ -26,6 +26,7 @@ from areal_hpc.jobs.restart_policy import PERMANENT_EXIT_CODES, RestartPolicy
 from areal_hpc.jobs.shared_job import SharedCell, get_part_of_task, get_part_outside_cells
 from areal_hpc.jobs.slurm_task import SlurmTask
 from areal_hpc.jobs.task_processes import ProcessStarter, stop_processes
+from areal_hpc.rundir.folders import forbid_making
 from areal_hpc.rundir.jobs import (
     IDLE_EXIT_CODE,
     LOST_RANK_EXIT_CODE,
@@ -69,6 +70,7 @@ def run_task(launch_path: str) -> None:
     outcome is also left in the job's folder, because not every launcher sees exit codes.
     """
     launch = msgspec.json.decode(Path(launch_path).read_bytes(), type=LaunchFile)
+    forbid_making(launch.run_dir)
     position = detect_task_position(os.environ)
     os.umask(launch.umask)  # Slurm hands on that of whoever submitted
     if launch.slurm is None and launch.step is None and os.getpid() != os.getsid(0):

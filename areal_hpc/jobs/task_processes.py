@@ -18,6 +18,7 @@ from areal_hpc.jobs.processes.managed_process import ManagedProcess
 from areal_hpc.jobs.shared_job import JobPart
 from areal_hpc.recipe.private_values import read_role_variables
 from areal_hpc.rundir.atomic import write_atomic_private
+from areal_hpc.rundir.folders import make_folder
 from areal_hpc.rundir.jobs import LaunchFile, ProcessSpec
 from areal_hpc.rundir.paths import ENVIRONMENTS, JobPaths, format_restart_dir
 
@@ -47,7 +48,7 @@ class ProcessStarter:
 
     def prepare_processes(self, job_part: JobPart) -> list[ManagedProcess]:
         """Write the files of all processes that this task runs for a part of the job."""
-        self._get_log_dir(job_part).mkdir(parents=True, exist_ok=True)
+        make_folder(self._get_log_dir(job_part))
         self._get_job_paths(job_part).root.mkdir(exist_ok=True)
         return [self._prepare_process(spec, job_part) for spec in job_part.list_processes_of_task()]
 

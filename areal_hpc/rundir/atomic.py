@@ -6,6 +6,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
+from areal_hpc.rundir.folders import make_folder
+
 
 def fsync_path(path: Path) -> None:
     """Force one file to disk, or the names in one directory: new files and renames.
@@ -70,7 +72,7 @@ def write_temporary(path: Path, content: bytes, *, mode: int = 0o644) -> Path:
 @contextmanager
 def open_temporary_beside(path: Path, *, mode: int = 0o644) -> Iterator[IO[bytes]]:
     """A hidden file next to `path` to write to, durable at the end; an error leaves no file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     # The node is part of the name: on shared storage two processes may have the same number.
     partial = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}.tmp")
     try:

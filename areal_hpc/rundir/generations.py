@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from areal_hpc.errors import SupersededTrainerError
+from areal_hpc.rundir.folders import make_folder
 
 
 def claim_next_number(directory: Path) -> int:
@@ -12,7 +13,7 @@ def claim_next_number(directory: Path) -> int:
 
     Two trainers that start at once get two numbers; the lower one is thereby fenced.
     """
-    directory.mkdir(parents=True, exist_ok=True)
+    make_folder(directory)
     number = read_newest_number(directory) + 1
     while True:
         try:

@@ -10,6 +10,7 @@ from msgspec import Struct, field
 
 from areal_hpc.errors import IdleError, LostTrainerRankError
 from areal_hpc.rundir.atomic import write_atomic
+from areal_hpc.rundir.folders import make_folder
 from areal_hpc.rundir.jsonl import append_line, read_readable_records
 from areal_hpc.rundir.paths import HELD_JOB_NOTES_SUBDIR, JobPaths, RunPaths
 
@@ -167,6 +168,11 @@ class LaunchFile(Struct, frozen=True):
         """The job's folder."""
         return JobPaths(Path(self.job_dir))
 
+    @property
+    def run_dir(self) -> Path:
+        """The run's folder."""
+        return Path(self.events).parent
+
 
 class TaskExit(Struct, frozen=True):
     """Exit status of one task of a job, left by its supervisor as a file in the job's folder."""
@@ -245,7 +251,7 @@ def record_submission(path: Path, submission: Submission) -> None:
     Raises:
         OSError: The storage refused it.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     append_line(path, submission)
 
 

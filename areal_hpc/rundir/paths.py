@@ -43,8 +43,9 @@ class RunPaths(_Folder):
     provenance_dir = _PathDescriptor("provenance")
     """Patches and copies of the user's code that `provenance.json` names."""
     lock = _PathDescriptor("launcher.lock")
-    submission_claim = _PathDescriptor("submission.claim")
     """Held (flock) by a foreground launcher; local jobs stop when it is released."""
+    submission_claim = _PathDescriptor("submission.claim")
+    """Exists while a launcher submits: for those on hosts that its lock does not reach."""
     data_dir = _PathDescriptor("data")
     """Task sets, demonstrations and the starting model as launched."""
     agent_dir = _PathDescriptor("agent")

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from areal_hpc.rundir.folders import make_folder
 from areal_hpc.rundir.jsonl import append_line, decode_readable_records, read_readable_records
 from areal_hpc.shards.schema import parse_shard_name
 from areal_hpc.wire.row_record import RowRecord
@@ -126,7 +127,7 @@ def append_to_index(index_dir: Path, shard: SealedShard) -> None:
     try:
         append_line(path, shard, sync=True)
     except FileNotFoundError:
-        index_dir.mkdir(parents=True, exist_ok=True)
+        make_folder(index_dir)
         append_line(path, shard, sync=True)
 
 

@@ -21,6 +21,7 @@ from h5py import h5d, h5p, h5s
 
 from areal_hpc.errors import ClusterError
 from areal_hpc.rundir.atomic import fsync_path
+from areal_hpc.rundir.folders import make_folder
 from areal_hpc.shards import schema
 from areal_hpc.shards.disk_io import write_all
 from areal_hpc.shards.index import (
@@ -182,7 +183,7 @@ def _create_file_exclusively(path: Path) -> None:
     try:
         path.touch(0o644, exist_ok=False)
     except FileNotFoundError:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         path.touch(0o644, exist_ok=False)
 
 

@@ -8,7 +8,8 @@ from areal_hpc.jobs.requeue import release_jobs_held_while_idle
 from areal_hpc.rundir.jsonl import read_readable_records
 from tests.slurm.supervised_jobs import MARGIN_S, STOP_GRACE_S, TIME_LIMIT_MIN, SupervisedJob
 from tests.support.deadlines import scaled
-from tests.support.devclusters import Devcluster
+from tests.support.devclusters import SLURM_POLL_S, Devcluster
+from tests.support.waiting import wait_for
 
 Jobs = dict[str, SupervisedJob]
 SAFE = ("--partition=priority", "--requeue")
@@ -22,7 +23,7 @@ def jobs(shared: Devcluster, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     root = tmp_path_factory.mktemp("runs")
     names = (
         *("lost", "timed", "bad_node", "crashing", "refusing", "finished", "too_short"),
-        *("preempted", "requeued", "cancelled", "unwanted", "dependent", "idle", "apart"),
+        *("preempted", "requeued", "cancelled", "unwanted", "dependent", "idle", "apart", "moved"),
     )
     jobs = {name: SupervisedJob(shared, root / name, name) for name in names}
     jobs["lost"].submit("steady", *SAFE)
@@ -56,6 +57,7 @@ def jobs(shared: Devcluster, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     jobs["too_short"].submit("steady", *SAFE, not_n01, "--time=1", margin_s=60.0)
     jobs["requeued"].submit("steady", *SAFE, not_n01)
     jobs["cancelled"].submit("steady", *SAFE, not_n01)
+    jobs["moved"].submit("steady", *SAFE, not_n01)
     jobs["unwanted"].submit("steady", "--partition=priority", "--no-requeue", not_n01)
     after_it = f"--dependency=afterok:{jobs['unwanted'].job_id}"
     jobs["dependent"].submit("finish", *SAFE, after_it, "--kill-on-invalid-dep=yes")
@@ -93,6 +95,21 @@ def test_a_job_that_slurm_requeues_is_not_requeued_twice(jobs: Jobs) -> None:
     job.awaits_state("CANCELLED")
     job.awaits(lambda: job.outcome().reason.endswith("(ended by Slurm)"))
     assert (job.starts(), job.restarts()) == (2, 1)
+
+
+def test_a_job_whose_run_was_moved_away_is_held_and_goes_on_when_it_is_back(jobs: Jobs) -> None:
+    job = jobs["moved"]
+    job.awaits_words(1)
+    elsewhere = job.root.with_name("elsewhere")
+    job.root.rename(elsewhere)
+    wait_for(lambda: "Priority=0 " in job.shown(), every_s=SLURM_POLL_S)  # held
+    assert not job.root.exists(), "nothing makes it anew"
+    (log,) = elsewhere.glob("jobs/moved/*_log.out")
+    assert f"the run's folder {job.root} is gone: it was moved or removed" in log.read_text()
+    elsewhere.rename(job.root)
+    job.cluster.slurm("scontrol", "release", job.job_id)
+    job.awaits_words(2)
+    job.cluster.slurm("scancel", job.job_id)
 
 
 def test_a_job_of_a_cancelled_run_stops_at_a_signal_and_stays_away(jobs: Jobs) -> None:

@@ -13,6 +13,7 @@ from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 
+from areal_hpc.rundir.folders import make_folder
 from areal_hpc.shards.disk_io import write_all
 
 log = logging.getLogger(__name__)
@@ -31,7 +32,7 @@ class ServerLogPipe:
         Raises:
             OSError: The storage refused.
         """
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         self._path = path
         self._file: FileIO | None = self._open_file()
         self._held: deque[bytes] = deque()

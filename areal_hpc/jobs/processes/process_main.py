@@ -32,6 +32,7 @@ from areal_hpc.jobs.processes.process_setup import (
     set_up_logging,
 )
 from areal_hpc.jobs.restart_policy import PERMANENT_EXIT_CODES
+from areal_hpc.rundir.folders import forbid_making
 from areal_hpc.rundir.jobs import RECIPE_REFERENCES_KEY
 from areal_hpc.rundir.paths import RunPaths, get_process_error_path
 from areal_hpc.rundir.telemetry.spans import log_spans_of_process, record_state_entry
@@ -63,6 +64,8 @@ def run_entry(entry: str, config_path: Path, parent: int) -> None:
     set_up_logging()
     log = logging.getLogger(entry)
     config = json.loads(config_path.read_text())
+    if "run_dir" in config:
+        forbid_making(Path(config["run_dir"]))
     with (
         exit_at_block_end_if_native_calls_run(),
         _log_spans(config, config_path),

@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from areal_hpc.rundir.atomic import write_atomic
+from areal_hpc.rundir.folders import make_folder
 from areal_hpc.rundir.generations import get_number_path
 
 
@@ -61,7 +62,7 @@ class RankRestartNotes:
         Raises:
             OSError: The shared storage refused the note.
         """
-        self._folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self._folder)
         path = get_number_path(self._folder, self.followed + 1)
         try:
             os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))

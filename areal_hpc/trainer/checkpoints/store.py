@@ -47,6 +47,7 @@ from areal_hpc.rundir.checkpoints import (
     read_trainer_state,
     write_trainer_state,
 )
+from areal_hpc.rundir.folders import make_folder
 from areal_hpc.rundir.paths import format_step_dir
 from areal_hpc.trainer.checkpoints.rank_state import (
     CRITIC_PREFIX,
@@ -171,7 +172,7 @@ class CheckpointStore:
         with _convert_storage_errors(partial):
             if is_first:
                 shutil.rmtree(partial, ignore_errors=True)
-                partial.mkdir(parents=True)
+                make_folder(partial)
             dist.barrier()
             self._writer = self._writer or WriterClient()
             fault_point("checkpoint.before_copy")

@@ -1,0 +1,48 @@
+"""Folders of a run: made by its processes, but never the run's own, which the launcher makes.
+
+A run's folder may be moved while the run works, as people do when a quota fills. Processes that
+made it anew would go on in an empty one, and what they seal there nobody reads.
+"""
+
+import errno
+import os
+from pathlib import Path
+
+MISSING_LOOKS = 3
+"""Looks in a row at which a folder is missing until it counts as gone: storage may be late."""
+_run_dirs: list[Path] = []
+
+
+def forbid_making(run_dir: Path) -> None:
+    """Have this process never make a run's own folder; `make_folder` raises instead."""
+    _run_dirs.append(run_dir)
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder, and those that lead to it, unless it is there.
+
+    Raises:
+        OSError: The storage refused, or the run's own folder is gone.
+    """
+    for run_dir in _run_dirs:
+        if folder.is_relative_to(run_dir) and not run_dir.exists():
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(run_dir))
+    folder.mkdir(parents=True, exist_ok=True)
+
+
+class RunDirWatch:
+    """Watches for the end of a run's folder, from time to time."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._missing = 0
+
+    def is_gone(self, looks: int = MISSING_LOOKS) -> bool:
+        """True once it was missing at so many looks in a row, this one included.
+
+        Raises:
+            OSError: The storage does not answer, or the folder above is missing too.
+        """
+        self._run_dir.parent.stat()
+        self._missing = 0 if self._run_dir.exists() else self._missing + 1
+        return self._missing >= looks
