@@ -13,6 +13,7 @@ import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -48,7 +49,7 @@ from areal_hpc.slurm.allocation import expand_node_list
 from areal_hpc.slurm.queue import QueuePoller, SlurmJobRecord, is_live_state, query_squeue_of_user
 from areal_hpc.slurm.reasons import is_held_after_failed_launch
 from areal_hpc.slurm.resubmit import submit_job_again
-from areal_hpc.slurm.run_jobs import get_experiment_label, list_unrecorded_live_jobs
+from areal_hpc.slurm.run_jobs import is_job_of_run, list_unrecorded_live_jobs
 from areal_hpc.slurm.states import UNKNOWN_STATE, JobPhase, JobState
 
 log = logging.getLogger(__name__)
@@ -205,9 +206,8 @@ class Caretaker:
             name: [one, *list_waiting_successors(submissions, name)] for name, one in newest.items()
         }
         ids = [one.job_id for chain in chains.values() for one in chain]
-        snapshot = self._queue.poll(ids).filter_jobs_by_ids_and_label(
-            ids, get_experiment_label(self._paths)
-        )
+        is_own = partial(is_job_of_run, self._paths)
+        snapshot = self._queue.poll(ids).filter_jobs(ids, is_own)
         if snapshot.outage:
             raise ClusterError(snapshot.outage)
         names = (self._config.leader, *self._config.others)
@@ -228,12 +228,11 @@ class Caretaker:
     def _find_jobs_alive_under_other_ids(self, submissions: list[Submission]) -> set[str]:
         """Jobs of which another submission than the newest waits or runs, on record or not."""
         queued = query_squeue_of_user(self._paths.root.stat().st_uid)
-        label = get_experiment_label(self._paths)
         at_work = {
             job.job_id
             for job in queued
             if job.state.phase in (JobPhase.WAITING, JobPhase.RUNNING)
-            and (not job.name_and_comment or label in job.name_and_comment)
+            and is_job_of_run(self._paths, job)
         }
         # Of two that were submitted at the same time the newest may have given way to the other.
         recorded = {one.job for one in submissions if one.job_id in at_work and not one.successor}

@@ -5,7 +5,12 @@ from collections.abc import Callable, Sequence
 
 from areal_hpc.errors import ClusterError, SlurmCommandError, SlurmTimeoutError
 from areal_hpc.slurm.commands import build_comma_lists, run_slurm_command
-from areal_hpc.slurm.queue import SLURM_OUTAGE_BACKOFF, QueuePoller, is_live_state
+from areal_hpc.slurm.queue import (
+    SLURM_OUTAGE_BACKOFF,
+    QueuePoller,
+    SlurmJobRecord,
+    is_live_state,
+)
 from areal_hpc.slurm.states import JobPhase
 
 POLL_S = 2.0
@@ -18,7 +23,7 @@ MAX_SLURM_OUTAGE_S = 600.0
 def cancel_jobs_and_wait(
     list_job_ids: Callable[[], Sequence[str]],
     *,
-    label: str,
+    is_own: Callable[[SlurmJobRecord], bool],
     grace_s: float,
     print_line: Callable[[str], None],
 ) -> int:
@@ -27,14 +32,14 @@ def cancel_jobs_and_wait(
     A job that waits is cancelled at once. One that runs gets SIGTERM in all its tasks and `grace_s`
     to end by itself; with a grace of 0 it is cancelled at once, too. Whatever ends in the queue
     again, or was submitted meanwhile, is cancelled when it is seen: `list_job_ids` is asked at each
-    look for every id that was ever given out. `label` is what the jobs' names or comments hold.
+    look for every id that was ever given out. Those that are not the run's (`is_own`) stay.
 
     If it ends otherwise, an interruption included, `print_line` is told which jobs may be left.
 
     Raises:
         ClusterError: Slurm was silent, or jobs were left, for too long, or Slurm refused.
     """
-    cancellation = _Cancellation(list_job_ids, label, grace_s, print_line)
+    cancellation = _Cancellation(list_job_ids, is_own, grace_s, print_line)
     try:
         cancellation.cancel_until_none_is_left()
     except BaseException:  # boundary: whoever gives up has to know what is left
@@ -53,12 +58,12 @@ class _Cancellation:
     def __init__(
         self,
         job_ids: Callable[[], Sequence[str]],
-        label: str,
+        is_own: Callable[[SlurmJobRecord], bool],
         grace_s: float,
         print_line: Callable[[str], None],
     ) -> None:
         self._job_ids = job_ids
-        self._label = label
+        self._is_own = is_own
         self._grace_s = grace_s
         self._print_line = print_line
         self._queue = QueuePoller()
@@ -97,7 +102,7 @@ class _Cancellation:
             ClusterError: Jobs are left that should be gone.
         """
         ids = self._job_ids()
-        snapshot = self._queue.poll(ids).filter_jobs_by_ids_and_label(ids, self._label)
+        snapshot = self._queue.poll(ids).filter_jobs(ids, self._is_own)
         if snapshot.outage:
             raise SlurmTimeoutError(snapshot.outage)
         phases = {

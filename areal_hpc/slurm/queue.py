@@ -8,7 +8,7 @@ nothing to a job's state: it reads the same memory as squeue.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from areal_hpc.errors import ClusterError, SlurmCommandError, SlurmTimeoutError
@@ -81,17 +81,14 @@ class QueueSnapshot:
     outage: str = ""
     """Why there was no answer; empty if there was one."""
 
-    def filter_jobs_by_ids_and_label(self, job_ids: Iterable[str], label: str) -> QueueSnapshot:
-        """Part of this answer about the jobs with these ids whose name or comment holds `label`.
-
-        Slurm counts ids anew when it runs out of them, or is set up again: then one is somebody
-        else's.
-        """
+    def filter_jobs(
+        self, job_ids: Iterable[str], is_own: Callable[[SlurmJobRecord], bool]
+    ) -> QueueSnapshot:
+        """Part of this answer about those of the jobs with these ids that are a run's own."""
         jobs = {
             job_id: job
             for job_id in job_ids
-            if (job := self.jobs.get(job_id))
-            and (not job.name_and_comment or label in job.name_and_comment)
+            if (job := self.jobs.get(job_id)) is not None and is_own(job)
         }
         return QueueSnapshot(jobs, self.outage)
 

@@ -5,8 +5,9 @@ jobs that no file names. Their comment names the run directory.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from areal_hpc.rundir.jobs import (
     ArrayMembership,
@@ -15,7 +16,7 @@ from areal_hpc.rundir.jobs import (
     read_array_memberships,
     read_submissions,
 )
-from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.paths import RECIPE_FILE, RunPaths
 from areal_hpc.rundir.telemetry.events import SUBMISSION_REFUSED_EVENT, read_recent_events
 from areal_hpc.slurm.queue import SlurmJobRecord, is_live_state, query_squeue, query_squeue_of_user
 from areal_hpc.slurm.reasons import is_held_by_user
@@ -41,9 +42,47 @@ class LiveJob:
         return is_waiting and is_held_by_user(self.slurm_record.reason)
 
 
-def get_experiment_label(paths: RunPaths) -> str:
-    """Text in the name or the comment of every Slurm job of a run."""
-    return paths.root.parent.name
+def is_job_of_run(paths: RunPaths, job: SlurmJobRecord) -> bool:
+    """True unless the name or the comment of a job that a run records says that it is another's.
+
+    Slurm counts ids anew when it runs out of them, or is set up again; and a copy of a run's folder
+    records the jobs of that run.
+    """
+    if not job.name_and_comment:
+        return True
+    return paths.root.parent.name in job.name_and_comment and _find_run_of_job(paths, job) is None
+
+
+def find_original(paths: RunPaths) -> Path | None:
+    """The run of which this folder is a copy, if jobs of that run wait or run.
+
+    Raises:
+        SlurmTimeoutError: slurmctld does not answer.
+        SlurmNotFoundError: Slurm's commands are not installed here.
+    """
+    if not (ids := list_recorded_job_ids(paths)):
+        return None
+    return find_run_of_jobs(paths, query_squeue(ids))
+
+
+def find_run_of_jobs(paths: RunPaths, jobs: Iterable[SlurmJobRecord]) -> Path | None:
+    """Another run that a live one of the jobs belongs to, though this one records it."""
+    found = (_find_run_of_job(paths, job) for job in jobs if is_live_state(job.state))
+    return next((run for run in found if run is not None), None)
+
+
+def _find_run_of_job(paths: RunPaths, job: SlurmJobRecord) -> Path | None:
+    """Another run that is there and that the job's comment begins with.
+
+    One that is not there was moved to this place.
+    """
+    if not job.comment or f"{job.comment} ".startswith(f"{paths.root} "):
+        return None
+    words = job.comment.split(" ")
+    places = (Path(" ".join(words[:count])) for count in range(len(words), 0, -1))
+    run = next((place for place in places if (place / RECIPE_FILE).exists()), None)
+    sweeps = {one.sweep_dir for one in read_array_memberships(paths).values()}
+    return None if run is None or str(run) in sweeps else run
 
 
 def list_recorded_job_ids(paths: RunPaths) -> tuple[str, ...]:
@@ -90,13 +129,11 @@ def list_live_jobs(paths: RunPaths) -> list[LiveJob]:
         SlurmNotFoundError: Slurm's commands are not installed here.
     """
     recorded = {one.job_id: one for one in read_submissions(paths.submissions)}
-    label = get_experiment_label(paths)
     found = {job.job_id: job for job in query_squeue(sorted(recorded)) if is_live_state(job.state)}
     live = [
         LiveJob(submission, found[job_id], is_recorded=True)
         for job_id, submission in recorded.items()
-        if job_id in found
-        and (not found[job_id].name_and_comment or label in found[job_id].name_and_comment)
+        if job_id in found and is_job_of_run(paths, found[job_id])
     ]
     return [*live, *list_unrecorded_live_jobs(paths)]
 

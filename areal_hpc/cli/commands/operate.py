@@ -87,7 +87,11 @@ def _require_own_slurm_run(path: Path) -> RunPaths:
     """The run at `path`, if it ever went to Slurm and is not another user's."""
     from areal_hpc.launch.prepared_run import find_live_jobs
     from areal_hpc.launch.terminal import get_program_command
-    from areal_hpc.slurm.run_jobs import list_recorded_job_ids, was_submission_refused_recently
+    from areal_hpc.slurm.run_jobs import (
+        find_original,
+        list_recorded_job_ids,
+        was_submission_refused_recently,
+    )
 
     paths = parse_run_dir(path)
     if not os.access(paths.root, os.W_OK):
@@ -106,6 +110,12 @@ def _require_own_slurm_run(path: Path) -> RunPaths:
             hint="it runs in the foreground: stop it with Ctrl-C, continue it with "
             f"{get_program_command()} run",
         )
+    if (original := find_original(paths)) is not None:
+        raise ClusterError(
+            f"this folder is a copy of {original}, whose jobs wait or run",
+            key=str(paths.root),
+            hint=f"name that run: {shlex.quote(str(original))}",
+        )
     return paths
 
 
@@ -116,7 +126,7 @@ def _cancel_run(arguments: argparse.Namespace) -> int:
     from areal_hpc.rundir.jobs import get_latest_submissions, read_submissions
     from areal_hpc.slurm.cancel import cancel_jobs_and_wait
     from areal_hpc.slurm.run_jobs import (
-        get_experiment_label,
+        is_job_of_run,
         list_recorded_job_ids,
         list_unrecorded_live_jobs,
     )
@@ -137,7 +147,7 @@ def _cancel_run(arguments: argparse.Namespace) -> int:
 
     try:
         ended = cancel_jobs_and_wait(
-            find_jobs, label=get_experiment_label(paths), grace_s=grace_s, print_line=say
+            find_jobs, is_own=partial(is_job_of_run, paths), grace_s=grace_s, print_line=say
         )
     except KeyboardInterrupt:
         say(f"interrupted; the run is marked as cancelled: {format_next_command('cancel', paths)}")

@@ -6,6 +6,7 @@ import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from areal_hpc.errors import ClusterError
@@ -27,7 +28,8 @@ from areal_hpc.slurm.queue import QueuePoller, QueueSnapshot, SlurmJobRecord, is
 from areal_hpc.slurm.reasons import HELD_WHILE_IDLE_REASON, PendingReasonExplanation, explain_reason
 from areal_hpc.slurm.run_jobs import (
     LiveJob,
-    get_experiment_label,
+    find_run_of_jobs,
+    is_job_of_run,
     list_recorded_job_ids,
     list_unrecorded_live_jobs,
 )
@@ -154,7 +156,10 @@ def build_run_jobs(
     """The jobs of a run, from Slurm's answer about them (and others) and the run directory."""
     submissions = read_submissions(paths.submissions)
     ids = tuple(dict.fromkeys(submission.job_id for submission in submissions))
-    snapshot = answer.filter_jobs_by_ids_and_label(ids, get_experiment_label(paths))
+    snapshot = answer.filter_jobs(ids, partial(is_job_of_run, paths))
+    if (original := find_run_of_jobs(paths, answer.jobs.values())) is not None:
+        told = f"this folder is a copy of {original}, whose jobs these are"
+        snapshot = QueueSnapshot(snapshot.jobs, told)
     newest, successors = _choose_submissions_and_successors(submissions, snapshot)
     held = {job.root.name for job in list_jobs_that_gave_nodes_back(paths.jobs_dir)}
     last_attempt = max((submission.attempt for submission in submissions), default=0)

@@ -74,7 +74,9 @@ class Questions:
 
 
 def cancel_job(questions: Questions, said: list[str]) -> int:
-    return cancel_jobs_and_wait(questions.ask, label="", grace_s=GRACE_S, print_line=said.append)
+    return cancel_jobs_and_wait(
+        questions.ask, is_own=lambda _: True, grace_s=GRACE_S, print_line=said.append
+    )
 
 
 def test_an_outage_is_no_part_of_the_grace(slurm: ScriptedSlurm, clock: Clock) -> None:

@@ -1,6 +1,7 @@
 """What squeue and sacct of Slurm 22.05 printed on a devcluster, and what is made of it."""
 
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from areal_hpc.slurm.queue import (
     parse_sacct,
     parse_squeue,
 )
+from areal_hpc.slurm.run_jobs import is_job_of_run
 from areal_hpc.slurm.states import STATE_BY_NAME, JobPhase
 from tests.support.commands import exit_code_of
 from tests.support.scripted_slurm import ScriptedSlurm
@@ -101,17 +103,15 @@ def test_garbage_is_no_job() -> None:
     assert parse_sacct(text) == []
 
 
-def test_an_id_that_slurm_gave_to_somebody_else_does_not_count() -> None:
+def test_an_id_that_slurm_gave_to_somebody_else_does_not_count(tmp_path: Path) -> None:
     look = QueueSnapshot(squeue())
-    assert "1" in look.filter_jobs_by_ids_and_label(["1"], "exp").jobs
-    assert look.filter_jobs_by_ids_and_label(["1"], "another").jobs == {}
-    assert (
-        look.filter_jobs_by_ids_and_label(["404"], "exp").get_state("404").phase is JobPhase.UNKNOWN
-    )
+    own = partial(is_job_of_run, RunPaths(tmp_path / "exp" / "run"))
+    another = partial(is_job_of_run, RunPaths(tmp_path / "another" / "run"))
+    assert "1" in look.filter_jobs(["1"], own).jobs
+    assert look.filter_jobs(["1"], another).jobs == {}
+    assert look.filter_jobs(["404"], own).get_state("404").phase is JobPhase.UNKNOWN
     past = QueueSnapshot({job.job_id: job for job in parse_sacct(SACCT)})
-    assert "4" in past.filter_jobs_by_ids_and_label(["4"], "exp").jobs, (
-        "accounting may not know the name"
-    )
+    assert "4" in past.filter_jobs(["4"], own).jobs, "accounting may not know the name"
 
 
 def test_only_jobs_that_slurm_has_to_deal_with_are_alive() -> None:

@@ -11,7 +11,9 @@ from areal_hpc.rundir.jobs import (
     write_array_membership,
 )
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.slurm.run_jobs import list_live_jobs, list_unrecorded_live_jobs
+from areal_hpc.slurm.queue import QueuePoller
+from areal_hpc.slurm.run_jobs import find_original, list_live_jobs, list_unrecorded_live_jobs
+from areal_hpc.view.state.jobs import fetch_run_jobs
 from tests.support.scripted_slurm import ScriptedSlurm
 
 
@@ -54,3 +56,22 @@ def test_a_member_of_another_sweep_of_the_same_recipe_is_no_job_of_the_run(
     )
     slurm.answer("squeue", f'echo "{rows}"')
     assert [one.slurm_record.job_id for one in list_unrecorded_live_jobs(paths)] == ["70_0"]
+
+
+def test_the_jobs_of_a_run_are_not_those_of_a_copy_of_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, copy = (RunPaths(tmp_path / "quickstart" / name) for name in ("one", "two words"))
+    for paths in (original, copy):
+        record_submission(paths.submissions, Submission("trainer", "7", 1, 0.0, ""))
+        paths.recipe.touch()
+    slurm = ScriptedSlurm(tmp_path, monkeypatch)
+    row = f"7|RUNNING|None|n01|N/A|N/A|0|0|quickstart-one-trainer.01234567|{original.root} token=1|"
+    slurm.answer("squeue", f'case "$*" in *--jobs=7) echo "{row}";; esac')
+    assert [job.submission.job_id for job in list_live_jobs(original)] == ["7"]
+    assert list_live_jobs(copy) == []
+    assert (find_original(original), find_original(copy)) == (None, original.root)
+    status = fetch_run_jobs(copy, QueuePoller())
+    assert f"a copy of {original.root}" in status.snapshot.outage
+    original.root.rename(tmp_path / "quickstart" / "gone")
+    assert [job.submission.job_id for job in list_live_jobs(copy)] == ["7"], "moved, not copied"
