@@ -412,10 +412,10 @@ class SlurmTask:
             )
             if counts.unwritten_because:
                 told = f"{decisive.reason}; it cannot be counted: {counts.unwritten_because}"
-            decisive = msgspec.structs.replace(decisive, reason=told)
+            decisive = msgspec.structs.replace(decisive, reason=told, says_why=True)
         self._events.record(
             f"job_{requeue_result.replace(' ', '_')}", job_id=self._job_id, node=self._node,
-            reason=decisive.reason, excluded=faulty,
+            reason=decisive.cause, excluded=faulty,
         )  # fmt: skip
         self._ends_cancelled = requeue_result == "cancelled"
         if requeue_result == "not requeued" and not crashes and self._is_requeueable_or_unknown():

@@ -199,6 +199,13 @@ class TaskExit(Struct, frozen=True):
         """True unless the work was done, the task was told to stop, or it had nothing to do."""
         return self.exit_code not in (0, STOPPED_EXIT_CODE, IDLE_EXIT_CODE)
 
+    @property
+    def cause(self) -> str:
+        """What ended it, in a line, where `reason` is the tail of a log."""
+        if not self.is_crash or self.says_why or not self.log:
+            return self.reason
+        return f"{self.process} ended with exit code {self.exit_code}"
+
 
 def write_task_exit(job: JobPaths, rank: int, task_exit: TaskExit) -> None:
     """Leave a task's last word: whole or not at all, as others look often."""

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 from areal_hpc.errors import RecipeError, escape_line
@@ -34,6 +35,8 @@ MAX_CASCADE_GAP_S = 120.0
 that lost their trainer."""
 MAX_RUNNING_CASCADE_GAP_S = 30.0
 """The window of one failure in a run that goes on: what came later has another cause."""
+RECOVERED_AFTER_S = 60.0
+"""A step so long after the last failure says that it is over."""
 MIN_STEPS_WITHOUT_PROGRESS = 5
 """A run that has trained no step for longer than so many take is stalled..."""
 MIN_TIME_WITHOUT_PROGRESS_S = 300.0
@@ -116,7 +119,12 @@ def _diagnose_running(
         headline = f"the run is running, but its agent fails {failures.share_text}"
         hint = f"{failures.newest.suggested_fix}, then run the same command again"
         return Diagnosis(f"{headline}: {failures.newest.text}", failure_chain, hint)
-    happened = f"after this: {cause.text}" if cause else "and nothing has failed"
+    happened = "and nothing has failed"
+    if cause is not None:
+        happened = f"after this: {cause.text}"
+        if evidence.pace and cause.at and evidence.pace.last_at - cause.at > RECOVERED_AFTER_S:
+            ago = format_duration(time.time() - cause.at)
+            happened = f"and nothing is wrong now; {ago} ago: {cause.text}"
     headline = f"the run is running, {happened}"
     return Diagnosis(headline, failure_chain, is_well=True, notes=evidence.step_time_lines)
 
@@ -272,7 +280,8 @@ def _collect_failure_events(evidence: RunInspection) -> Iterator[FailureEvent]:
     for word in evidence.task_exits:
         if word.outcome.is_crash:
             reason = word.outcome.reason.strip().splitlines()
-            yield _build_task_exit_event(word, [] if told.intersection(reason[-1:]) else reason)
+            again = [] if told.intersection(reason[-1:]) else reason
+            yield _build_task_exit_event(word, again, is_local=evidence.run.is_local)
             told.update(reason[-1:])  # tasks of a job repeat the one that decided
     for row in evidence.excluded:
         yield FailureEvent(
@@ -380,24 +389,33 @@ def _build_traceback_event(stack: LogTraceback, count: int) -> FailureEvent:
     )
 
 
-def _build_task_exit_event(exit_record: TaskExitRecord, reason: Sequence[str]) -> FailureEvent:
+def _build_task_exit_event(
+    exit_record: TaskExitRecord, reason: Sequence[str], *, is_local: bool
+) -> FailureEvent:
+    """The end of a task; an error that was made for people comes first, word by word."""
     outcome = exit_record.outcome
     rank, hint = 4, f"read {outcome.log}" if outcome.log else "areal-hpc logs RUN"
     if outcome.exit_code == RecipeError.exit_code:
-        rank, hint = 1, "change the recipe as it says, then areal-hpc resume RUN key=value"
+        again = "run the same command again" if is_local else "areal-hpc resume RUN key=value"
+        rank, hint = 1, f"change the recipe as it says, then {again}"
     place = f"{exit_record.job} ({outcome.cell})" if outcome.cell else exit_record.job
-    who = f"task {exit_record.rank} of {place} failed: {outcome.process or 'the supervisor'}"
-    text = f"{who}: {describe_exit_code(outcome.exit_code)}"
+    if outcome.says_why and reason:
+        text, reason = f"{place}: {reason[0].strip()}", reason[1:]
+    else:
+        who = f"task {exit_record.rank} of {place} failed: {outcome.process or 'the supervisor'}"
+        text = f"{who}: {describe_exit_code(outcome.exit_code)}"
     return FailureEvent(exit_record.at, text, rank, tuple(reason[-MAX_TRACEBACK_LINES:]), hint)
 
 
 def format_diagnosis(diagnosis: Diagnosis, run: str) -> list[str]:
     """The diagnosis as lines for people; `run` stands where a command needs the directory."""
     lines = [diagnosis.headline, *(f"  {note}" for note in diagnosis.notes)]
-    for finding in diagnosis.chain:
-        when = format_time(finding.at) if finding.at is not None else "at an unknown time"
-        lines.append(f"  {when}  {finding.text}")
-        lines += [f"      {detail}" for detail in finding.details]
+    for text, alike in groupby(diagnosis.chain, key=lambda finding: finding.text):
+        first, *others = alike
+        when = format_time(first.at) if first.at is not None else "at an unknown time"
+        count = f" ({len(others) + 1} times)" if others else ""
+        lines.append(f"  {when}  {text}{count}")
+        lines += [f"      {detail}" for detail in first.details]
     if diagnosis.hint:
         lines.append(f"try: {diagnosis.hint.replace('RUN', run)}")
     return [escape_line(line) for line in lines]

@@ -1,6 +1,7 @@
 """The chain of causes, from evidence as it lies in run directories."""
 
 import dataclasses
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ from areal_hpc.view.diagnosis import (
     MAX_RUNNING_CASCADE_GAP_S,
     diagnose,
     find_last_failure_chain,
+    format_diagnosis,
 )
 from areal_hpc.view.events.failure_events import FailureEvent
 from areal_hpc.view.inspection import (
     LogTraceback,
     RunInspection,
+    StepPace,
     TaskExitRecord,
     find_last_traceback,
 )
@@ -130,6 +133,32 @@ def test_a_run_at_work_tells_of_the_failure_it_outlived() -> None:
     assert diagnosis.headline.endswith("after this: trainer (job 1) on n07 lost a node: NODE_FAIL")
     assert diagnosis.is_well
     assert "nothing has failed" in diagnose(evidence(AT_WORK)).headline
+
+
+def test_what_a_run_has_outlived_for_long_is_history() -> None:
+    now = time.time()
+    lost = parse_state("NODE_FAIL")
+    past = SlurmJobRecord("1", lost, nodes="n07", ended_or_latest_end_at=now - 300)
+    pace = StepPace(10.0, now)
+    found = diagnose(evidence(AT_WORK, starts_in_accounting=(past,), pace=pace))
+    assert "nothing is wrong now" in found.headline
+    assert "lost a node: NODE_FAIL" in found.headline
+
+
+def test_an_error_that_was_made_for_people_comes_first() -> None:
+    said = "inference.tool_call_parser: SGLang has no parser 'qwn'\n  did you mean qwen25?"
+    word = TaskExit(78, "inference", said, "/x.log", gave_up=True, says_why=True)
+    failed = job("cell-0", "FAILED", "2", ended_or_latest_end_at=NOW)
+    found = diagnose(evidence(failed, task_exits=(TaskExitRecord("cell-0", 0, NOW, word),)))
+    assert "cell-0: inference.tool_call_parser: SGLang has no parser 'qwn'" in found.headline
+    assert any("did you mean qwen25?" in one for line in found.chain for one in line.details)
+
+
+def test_equal_failures_are_one_line_with_a_count() -> None:
+    kills = tuple({**EXITED, "time": NOW + at, "exit_code": 137} for at in range(10))
+    lines = format_diagnosis(diagnose(evidence(AT_WORK, events=kills)), "RUN")
+    (line,) = (line for line in lines if "(10 times)" in line)
+    assert "killed by SIGKILL" in line
 
 
 def test_what_slurm_wrote_at_an_earlier_start_is_not_what_happened_last() -> None:
