@@ -10,9 +10,11 @@ what may be shown while a reply is still being said, and keeps what SGLang would
 - So is one that a limit cut: some detectors close it themselves, with the arguments it had by then.
 """
 
+import logging
 import os
 import re
 import sys
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,9 +22,12 @@ import msgspec
 
 import areal_hpc.inference.cpu.sglang_cpu  # noqa: F401  # stand-ins for what needs a GPU to import
 from areal_hpc.wire.parsers import (
+    GrammarCheckKill,
+    GrammarCheckRequest,
     ParseChunkRequest,
     ParsedToolCall,
     ParserReply,
+    ParserRequest,
     ReplyParseContext,
     ToolGrammarRequest,
 )
@@ -32,6 +37,7 @@ from sglang.srt.entrypoints.openai.protocol import Tool
 from sglang.srt.function_call.function_call_parser import FunctionCallParser
 from sglang.srt.parser.reasoning_parser import ReasoningParser
 
+log = logging.getLogger(__name__)
 MAX_OPEN_REPLIES = 4096
 CALL_MARKER_ATTRIBUTES = ("bot_token", "tool_call_start_token")
 """Attributes in which SGLang's detectors keep the text that begins a call."""
@@ -360,11 +366,34 @@ def main() -> None:
     """Serve until standard input ends."""
     out = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # whatever SGLang prints goes to the log
+    lock = threading.Lock()
+
+    def send(reply: ParserReply) -> None:
+        with lock:
+            out.write(msgspec.json.encode(reply) + b"\n")
+
     process = ParseRequestHandler(ReplyParserFactory(*sys.argv[1:3]))
-    decoder = msgspec.json.Decoder(ParseChunkRequest | ToolGrammarRequest)
-    out.write(msgspec.json.encode(ParserReply()) + b"\n")
+    decoder: msgspec.json.Decoder[ParserRequest] = msgspec.json.Decoder(ParserRequest)
+    checker = None
+    send(ParserReply())
     for line in sys.stdin.buffer:
-        out.write(msgspec.json.encode(process.answer(decoder.decode(line))) + b"\n")
+        request = decoder.decode(line)
+        if isinstance(request, GrammarCheckRequest):
+            try:
+                if checker is None:  # few proxies need what it imports
+                    from areal_hpc.inference.grammar_check import GrammarChecker
+
+                    checker = GrammarChecker(sys.argv[3], send)
+                checker.start(request)
+            except Exception as error:  # boundary: SGLang may know tokenizers that this does not
+                log.exception("a grammar was not tried")
+                problem = "" if checker is None else f"it cannot be tried: {error}"
+                send(ParserReply(call=request.call, error=problem))
+        elif isinstance(request, GrammarCheckKill):
+            if checker is not None:
+                checker.kill(request.call)
+        else:
+            send(process.answer(request))
 
 
 if __name__ == "__main__":

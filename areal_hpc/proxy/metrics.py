@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
 from areal_hpc.errors import ProxyRequestError
-from areal_hpc.proxy.dialects.undeclared_parameters import MAX_NAME_CHARS
 from areal_hpc.proxy.sessions.store import SessionStore
 from areal_hpc.rundir.telemetry.process_metrics import PrometheusSample
 
@@ -15,6 +14,8 @@ log = logging.getLogger(__name__)
 
 MAX_LOGGED_KINDS = 1000
 """Names come from clients: of so many the log tells, and as many have a counter of their own."""
+MAX_NAME_CHARS = 100
+"""Of a name that is kept; no parameter has a longer one."""
 _INDEX_PATTERN = re.compile(r"\[\d+\]")
 
 

@@ -15,6 +15,7 @@ from prometheus_client import disable_created_metrics
 
 from areal_hpc.jobs.processes.signals import StopRequest
 from areal_hpc.proxy.completion.service import CompletionService
+from areal_hpc.proxy.engine.grammar_limits import GrammarChecks
 from areal_hpc.proxy.engine.model_call import ServedModel
 from areal_hpc.proxy.engine.passthrough import GeneratePassthrough
 from areal_hpc.proxy.engine.replicas import ReplicaSource
@@ -73,14 +74,18 @@ class ProxyService:
         self._router = Router(replica_source)
         self._upstream = SGLangClient()
         self._sealer = sealer
-        parsers = None
-        if model.tool_call_parser or model.reasoning_parser:
-            parsers = ParserProcessClient(
-                serve_python, model.tool_call_parser, model.reasoning_parser
-            )
-        self._parsers = parsers
+        self._parsers = ParserProcessClient(
+            serve_python, model.tool_call_parser, model.reasoning_parser, model.model_dir
+        )
+        self._must_parse = bool(model.tool_call_parser or model.reasoning_parser)
         completions = CompletionService(
-            model, self._router, self._upstream, recorder, limits, parsers
+            model,
+            self._router,
+            self._upstream,
+            recorder,
+            limits,
+            self._parsers if self._must_parse else None,
+            GrammarChecks(self._parsers if serve_python else None),
         )
         self.metrics = completions.metrics
         self._app = ProxyApp(
@@ -125,7 +130,8 @@ class ProxyService:
             self._stop_server_or_raise_journal_failure(server, stop),
             self._router.poll_replicas_until_cancelled(),
             self._keep_dropping_idle_and_compacting(),
-            *(one.run() for one in (self._sealer, self._parsers) if one is not None),
+            *([self._sealer.run()] if self._sealer is not None else ()),
+            *([self._parsers.run()] if self._must_parse else ()),
         ]
         tasks = [asyncio.ensure_future(service) for service in services]
         done, running = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -161,6 +167,7 @@ class ProxyService:
 
     async def close(self) -> None:
         """Close connections and the journal."""
+        await self._parsers.close()
         await self._router.close()
         await self._upstream.close()
         if self._sealer is not None:

@@ -1,8 +1,8 @@
 """Messages to the parser process.
 
-The proxy writes `ParseChunkRequest`s and `ToolGrammarRequest`s to its standard input and reads one
-`ParserReply` for each, in any order, from its standard output. The first line it writes is an
-empty `ParserReply`: it is ready.
+The proxy writes requests to its standard input and reads one `ParserReply` for each, in any order,
+from its standard output; none for a `GrammarCheckKill`. The first line it writes is an empty
+`ParserReply`: it is ready.
 """
 
 from typing import Any
@@ -46,6 +46,26 @@ class ToolGrammarRequest(Struct, tag="constrain", frozen=True):
     """It must call this one."""
     parallel: bool
     """It may call several."""
+
+
+class GrammarCheckRequest(Struct, tag="check", frozen=True):
+    """Would this grammar hold up the engine? The `error` of the reply says why."""
+
+    call: int
+    kind: str
+    """The sampling parameter that takes it."""
+    text: str
+    cpu_s: int
+    """Seconds of a core after which it does."""
+
+
+class GrammarCheckKill(Struct, tag="kill", frozen=True):
+    """Nobody waits any more for the check that has this number."""
+
+    call: int
+
+
+ParserRequest = ParseChunkRequest | ToolGrammarRequest | GrammarCheckRequest | GrammarCheckKill
 
 
 class ParsedToolCall(Struct):

@@ -19,7 +19,7 @@ from areal_hpc.proxy.engine.episode_limits import (
     reserve_reply_tokens_per_choice,
 )
 from areal_hpc.proxy.engine.generation import ReplicaAnswer, SamplingParams
-from areal_hpc.proxy.engine.grammar_limits import refuse_costly_sampling
+from areal_hpc.proxy.engine.grammar_limits import GrammarChecks, refuse_costly_sampling
 from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel
 from areal_hpc.proxy.engine.reply import ReplyContent
 from areal_hpc.proxy.engine.sglang_client import GenerateRequest
@@ -136,11 +136,13 @@ class PromptBuilder:
         self,
         model: ServedModel,
         parsers: ParserProcessClient | None,
+        grammars: GrammarChecks,
         limits: ProxyConfig,
         metrics: ProxyMetrics,
     ) -> None:
         self._model = model
         self._parsers = parsers
+        self._grammars = grammars
         self._limits = limits
         self._metrics = metrics
 
@@ -173,6 +175,7 @@ class PromptBuilder:
             sampling = msgspec.structs.replace(sampling, sampling_seed=seed & 0x3FFFFFFF)
         sampling, reasons_first = await self._prepare_sampling_for_parsers(call, turn, sampling)
         refuse_costly_sampling(sampling)
+        await self._grammars.refuse_costly_grammar(session, sampling)
         sampling, records_sampling_mask = bound_top_k_if_mask_is_recorded(
             sampling, session.request, self._model.encoder.vocab_size
         )

@@ -22,7 +22,7 @@ from areal_hpc.proxy.engine.generation import (
     TokenChunk,
     UnfinishedEngineCallError,
 )
-from areal_hpc.proxy.engine.grammar_limits import CompilingGrammarQuota
+from areal_hpc.proxy.engine.grammar_limits import GrammarChecks
 from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel
 from areal_hpc.proxy.engine.reply import ReplyContent
 from areal_hpc.proxy.engine.router import Router
@@ -58,12 +58,13 @@ class CompletionService:
         recorder: JournaledRecorder,
         limits: ProxyConfig,
         parsers: ParserProcessClient | None = None,
+        grammars: GrammarChecks | None = None,
     ) -> None:
         self.metrics = ProxyMetrics()
-        self.prompts = PromptBuilder(model, parsers, limits, self.metrics)
+        self.grammars = grammars or GrammarChecks(None)
+        self.prompts = PromptBuilder(model, parsers, self.grammars, limits, self.metrics)
         self._encoder = model.encoder
         self.limiter = ConcurrentReplyLimiter(limits)
-        self.grammars = CompilingGrammarQuota()
         self._parsers = parsers
         self._router = router
         self._upstream = upstream
@@ -227,18 +228,6 @@ class CompletionService:
         may_repeat: Callable[[], bool] = lambda: True,
     ) -> ReplicaAnswer:
         """Generate on the session's replica; on another one if that is lost."""
-        if not prompt.sampling.active_grammar_names:
-            return await self._try_replicas(prompt, choice_index, attempt, may_repeat)
-        with self.grammars.hold_slot_if_new_grammar(prompt.session, prompt.sampling):
-            return await self._try_replicas(prompt, choice_index, attempt, may_repeat)
-
-    async def _try_replicas(
-        self,
-        prompt: PreparedCall,
-        choice_index: int,
-        attempt: GenerateOnReplica,
-        may_repeat: Callable[[], bool],
-    ) -> ReplicaAnswer:
         session, tries = prompt.session, CallTries()
         while True:
             replica = await self._router.pick_replica(session, prompt.give_up_at, tries.lost)

@@ -17,11 +17,10 @@ from areal_hpc.errors import ProxyRequestError
 from areal_hpc.proxy.dialects.declared_objects import Members, rewrite_declared_objects
 from areal_hpc.proxy.dialects.parameters_without_effect import is_ignored_param
 from areal_hpc.proxy.dialects.refused_parameters import find_refusal
+from areal_hpc.proxy.metrics import MAX_NAME_CHARS
 
 MAX_UNKNOWN_PARAMS = 100
 """Different ones in a request: it is told of each, and each is counted."""
-MAX_NAME_CHARS = 100
-"""Of a name that is kept; no parameter has a longer one."""
 _MAX_HARMLESS_BYTES = 16
 _MIN_SIMILARITY_TO_REFUSE = 0.85
 _INDEX_PATTERN = re.compile(r"\[\d+\]")

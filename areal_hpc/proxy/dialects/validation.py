@@ -13,8 +13,9 @@ import numpy as np
 from msgspec import Meta, Struct
 
 from areal_hpc.errors import ProxyRequestError
-from areal_hpc.proxy.dialects.undeclared_parameters import MAX_NAME_CHARS, keep_declared_members
+from areal_hpc.proxy.dialects.undeclared_parameters import keep_declared_members
 from areal_hpc.proxy.engine.model_call import ServedModel, ToolChoice
+from areal_hpc.proxy.metrics import MAX_NAME_CHARS
 from areal_hpc.wire.trajectory import MAX_TEMPERATURE
 
 Given = TypeVar("Given")

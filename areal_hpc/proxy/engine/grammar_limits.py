@@ -5,7 +5,11 @@ with xgrammar 0.2.7 and 50,000 tokens: optional terms cost by the square of thei
 512: over 25 s), counted repeats of wide classes seconds each, and those within one another minutes.
 """
 
+import asyncio
+import hashlib
+import logging
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
@@ -13,10 +17,12 @@ from typing import Any
 
 import msgspec
 
-from areal_hpc.errors import ProxyRequestError
+from areal_hpc.errors import ParserLostError, ProxyRequestError
 from areal_hpc.proxy.engine.generation import SamplingParams
+from areal_hpc.proxy.engine.tool_parsers import ParserProcessClient
 from areal_hpc.proxy.sessions.store import Session
 
+log = logging.getLogger(__name__)
 MAX_CHARS_BY_KIND = {
     "regex": 4096,
     "ebnf": 32768,
@@ -37,6 +43,9 @@ MAX_STOP_STRINGS, MAX_STOP_CHARS, MAX_STOP_TOKENS, MAX_LOGIT_BIASES = 128, 1024,
 MAX_COMPILING_GRAMMARS_PER_SESSION = 4
 """Grammars of one session that may be compiled at a time."""
 MAX_KNOWN_GRAMMARS = 16_384
+LANES = ((1, 4), (5, 1))
+"""Seconds of a core that a grammar is tried for, and how many are at a time: those that are not
+done with the first wait for one another, and nobody else does for them."""
 
 _REQUEST_KEY_BY_GRAMMAR = {"json_schema": "response_format", "structural_tag": "tools"}
 """Parameters of requests that become these grammars; the others keep their names."""
@@ -64,10 +73,7 @@ def refuse_costly_sampling(sampling: SamplingParams) -> None:
             raise ProxyRequestError(400, f"{key} is too large: {count} (limit {most})", key=key)
     for name in names:
         if problem := _find_grammar_problem(name, getattr(sampling, name)):
-            key = _REQUEST_KEY_BY_GRAMMAR.get(name, name)
-            raise ProxyRequestError(
-                400, f"the grammar takes too long to compile: {problem}", key=key
-            )
+            raise _build_refusal(name, problem)
 
 
 @lru_cache(maxsize=256)
@@ -197,38 +203,93 @@ class _SchemaMeasure:
             self._open_refs.pop()
 
 
-class CompilingGrammarQuota:
-    """Grammars that replicas may be compiling, by session; one that was used is compiled."""
+class GrammarChecks:
+    """What is known of grammars: one is tried beside the replicas before any of them gets it.
 
-    def __init__(self) -> None:
-        self._known: dict[tuple[str, int], None] = {}
-        """Oldest first; by name and hash, as a set that forgets."""
+    Without `parsers` none is.
+    """
 
-    @contextmanager
-    def hold_slot_if_new_grammar(
-        self, session: Session, sampling: SamplingParams
-    ) -> Iterator[None]:
-        """Count the call's grammar, if nobody has used it yet, for as long as the context lasts.
+    def __init__(self, parsers: ParserProcessClient | None) -> None:
+        self._parsers = parsers
+        self._problems: dict[bytes, str] = {}
+        """By digest, oldest first; empty for a grammar that replicas may have."""
+        self._tries: dict[bytes, asyncio.Task[str]] = {}
+        self._waiters: Counter[bytes] = Counter()
+        self._lanes = [(cpu_s, asyncio.Semaphore(tries)) for cpu_s, tries in LANES]
+
+    async def refuse_costly_grammar(self, session: Session, sampling: SamplingParams) -> None:
+        """Wait until it is known what the call's grammar costs.
 
         Raises:
-            ProxyRequestError: 429, the session has too many new ones under way.
+            ProxyRequestError: 400: too much. 429: the session has too many new ones under way.
+                503: the process that tries them died.
         """
-        names = sampling.active_grammar_names
-        key = (names[0], hash(getattr(sampling, names[0]))) if names else None
-        if key is None or key in self._known:
-            yield
+        if self._parsers is None or not sampling.active_grammar_names:
             return
-        new = session.new_grammars
-        if key not in new and len(new) >= MAX_COMPILING_GRAMMARS_PER_SESSION:
-            most = MAX_COMPILING_GRAMMARS_PER_SESSION
-            raise ProxyRequestError(429, f"{most} new grammars of this session are being compiled")
-        new[key] += 1
+        name = sampling.active_grammar_names[0]
+        text = getattr(sampling, name)
+        digest = hashlib.blake2b(f"{name}={text}".encode(), digest_size=16).digest()
+        problem = self._problems.get(digest)
+        if problem is None:
+            with _hold_slot(session, digest):
+                problem = await self._await_try(self._parsers, digest, name, text)
+        if problem:
+            raise _build_refusal(name, problem)
+
+    async def _await_try(
+        self, parsers: ParserProcessClient, digest: bytes, grammar_kind: str, text: str
+    ) -> str:
+        """The result of the one try of a grammar, which ends when nobody waits for it any more."""
+        if digest not in self._tries:
+            trying = self._try_in_lanes(parsers, digest, grammar_kind, text)
+            self._tries[digest] = asyncio.ensure_future(trying)
+        task = self._tries[digest]
+        self._waiters[digest] += 1
         try:
-            yield
-            self._known[key] = None
-            while len(self._known) > MAX_KNOWN_GRAMMARS:
-                del self._known[next(iter(self._known))]
+            return await asyncio.shield(task)
+        except ParserLostError as error:
+            raise ProxyRequestError(503, str(error)) from error
         finally:
-            new[key] -= 1
-            if not new[key]:
-                del new[key]
+            self._waiters[digest] -= 1
+            if not self._waiters[digest]:
+                del self._waiters[digest], self._tries[digest]
+                task.cancel()
+
+    async def _try_in_lanes(
+        self, parsers: ParserProcessClient, digest: bytes, grammar_kind: str, text: str
+    ) -> str:
+        try:
+            await parsers.start()
+        except ParserLostError as error:  # as where a proxy alone has no SGLang
+            log.warning("replicas get grammars that were not tried: %s", error)
+            return ""
+        problem = ""
+        for cpu_s, lane in self._lanes:
+            async with lane:
+                problem = await parsers.find_grammar_cost(grammar_kind, text, cpu_s)
+            if not problem:
+                break
+        self._problems[digest] = problem
+        while len(self._problems) > MAX_KNOWN_GRAMMARS:
+            del self._problems[next(iter(self._problems))]
+        return problem
+
+
+@contextmanager
+def _hold_slot(session: Session, digest: bytes) -> Iterator[None]:
+    """Count a new grammar of a session for as long as the context lasts."""
+    new, most = session.new_grammars, MAX_COMPILING_GRAMMARS_PER_SESSION
+    if digest not in new and len(new) >= most:
+        raise ProxyRequestError(429, f"{most} new grammars of this session are being compiled")
+    new[digest] += 1
+    try:
+        yield
+    finally:
+        new[digest] -= 1
+        if not new[digest]:
+            del new[digest]
+
+
+def _build_refusal(grammar_kind: str, problem: str) -> ProxyRequestError:
+    key = _REQUEST_KEY_BY_GRAMMAR.get(grammar_kind, grammar_kind)
+    return ProxyRequestError(400, f"the grammar takes too long to compile: {problem}", key=key)

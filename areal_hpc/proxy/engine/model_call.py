@@ -102,6 +102,8 @@ class ServedModel:
     """Patterns of types of tools that the model is not told of (`proxy.dropped_tools`)."""
     end_token_ids: Sequence[int] = ()
     """Tokens that end a reply, the turn's own first; `min_new_tokens` forbids them."""
+    model_dir: Path | None = None
+    """Where its tokenizer lies."""
 
     @classmethod
     def from_model_dir(
@@ -129,6 +131,7 @@ class ServedModel:
             tool_call_parser,
             reasoning_parser,
             end_token_ids=list_end_token_ids(model_dir, encoder),
+            model_dir=model_dir,
         )
 
     def must_parse_reply(self, call: ModelCall) -> bool:

@@ -15,7 +15,7 @@ from areal_hpc.proxy.engine.generation import (
     UnfinishedEngineCallError,
     decode_generation,
 )
-from areal_hpc.proxy.engine.grammar_limits import CompilingGrammarQuota
+from areal_hpc.proxy.engine.grammar_limits import GrammarChecks
 from areal_hpc.proxy.engine.router import Router
 from areal_hpc.proxy.engine.sglang_client import GenerateRequest, SGLangClient
 from areal_hpc.proxy.sessions.events import ReplySampled
@@ -34,7 +34,7 @@ class GeneratePassthrough:
         router: Router,
         upstream: SGLangClient,
         limiter: ConcurrentReplyLimiter,
-        grammars: CompilingGrammarQuota,
+        grammars: GrammarChecks,
         timeout_s: float,
     ) -> None:
         self._recorder = recorder
@@ -52,10 +52,10 @@ class GeneratePassthrough:
                 (429) there are too many; or (502) it was lost, and another will answer when the
                 request is repeated.
         """
-        grammar = self._grammars.hold_slot_if_new_grammar(session, request.sampling)
         give_up_at = time.monotonic() + self._timeout_s
-        with self._limiter.hold_slots(session, 1), grammar:
+        with self._limiter.hold_slots(session, 1):
             refuse_call_beyond_limits(session, 1)
+            await self._grammars.refuse_costly_grammar(session, request.sampling)
             sampling, reserved_tokens = await reserve_reply_tokens_per_choice(
                 session, request.sampling, 1, give_up_at
             )

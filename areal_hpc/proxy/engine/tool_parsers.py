@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -24,8 +25,11 @@ from areal_hpc.errors import (
 from areal_hpc.proxy.engine.model_call import ToolChoice
 from areal_hpc.proxy.engine.reply import ReplyContent, ReplyToolCall
 from areal_hpc.wire.parsers import (
+    GrammarCheckKill,
+    GrammarCheckRequest,
     ParseChunkRequest,
     ParserReply,
+    ParserRequest,
     ReplyParseContext,
     ToolGrammarRequest,
 )
@@ -54,14 +58,18 @@ class ParserProcessClient:
         python: str,
         tool_parser: str | None,
         reasoning_parser: str | None,
+        model_dir: Path | None = None,
         answer_timeout_s: float = ANSWER_TIMEOUT_S,
     ) -> None:
         self._answer_timeout_s = answer_timeout_s
-        self._argv = (python, "-m", PARSER_MODULE, tool_parser or "", reasoning_parser or "")
+        formats = (tool_parser or "", reasoning_parser or "")
+        self._argv = (python, "-m", PARSER_MODULE, *formats, str(model_dir or ""))
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None] | None = None
         self._starting = asyncio.Lock()
         self._waiting: dict[int, asyncio.Future[ParserReply]] = {}
+        self._checks: set[int] = set()
+        """Requests that are not answered in turn, and have limits of their own."""
         self._count = 0
 
     async def start(self) -> None:
@@ -144,13 +152,13 @@ class ParserProcessClient:
     async def _end_process_when_stuck(self, process: asyncio.subprocess.Process) -> None:
         """Kill a process that does not come to the end of a request.
 
-        Requests are answered in turn, so the oldest is to blame. Polls are counted, because after
-        a pause of this whole node no request is late.
+        All but checks are answered in turn, so the oldest is to blame. Polls are counted, because
+        after a pause of this whole node no request is late.
         """
         oldest, polls = -1, 0
         while polls < POLLS_PER_ANSWER_TIMEOUT:
             await asyncio.sleep(self._answer_timeout_s / POLLS_PER_ANSWER_TIMEOUT)
-            first = next(iter(self._waiting), -1)
+            first = next((one for one in self._waiting if one not in self._checks), -1)
             polls = polls + 1 if first == oldest != -1 else 0
             oldest = first
         problem = f"SGLang's parsers took longer than {self._answer_timeout_s:g} s for one request"
@@ -166,7 +174,7 @@ class ParserProcessClient:
         return self._count
 
     async def start_and_send_request(
-        self, request: ParseChunkRequest | ToolGrammarRequest
+        self, request: ParseChunkRequest | ToolGrammarRequest | GrammarCheckRequest
     ) -> ParserReply:
         """Send a request and wait for its reply.
 
@@ -179,7 +187,7 @@ class ParserProcessClient:
         waiting: asyncio.Future[ParserReply] = asyncio.get_running_loop().create_future()
         self._waiting[request.call] = waiting
         try:
-            self._process.stdin.write(msgspec.json.encode(request) + b"\n")
+            self._write(request)
             await self._process.stdin.drain()
         except ConnectionError as error:
             self._waiting.pop(request.call, None)
@@ -210,6 +218,30 @@ class ParserProcessClient:
             key = "tool_choice" if must_call else "parallel_tool_calls"
             raise ProxyRequestError(400, reply.error, key=key)
         return reply
+
+    async def find_grammar_cost(self, grammar_kind: str, text: str, cpu_s: int) -> str:
+        """Why a grammar would hold up an engine; empty if it would not.
+
+        It is tried in a process of its own, for `cpu_s` seconds of a core. Cancelling ends that.
+
+        Raises:
+            ParserLostError: The process is gone.
+        """
+        request = GrammarCheckRequest(self.allocate_id(), grammar_kind, text, cpu_s)
+        self._checks.add(request.call)
+        try:
+            return (await self.start_and_send_request(request)).error
+        except asyncio.CancelledError:
+            if request.call in self._waiting:
+                self._write(GrammarCheckKill(request.call))
+            raise
+        finally:
+            self._checks.discard(request.call)
+
+    def _write(self, request: ParserRequest) -> None:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        self._process.stdin.write(msgspec.json.encode(request) + b"\n")
 
     def build_reply_parser(self, tools: Sequence[dict[str, Any]], prompt: str) -> RemoteReplyParser:
         """A reader for one reply to a prompt that ends with `prompt`."""

@@ -24,7 +24,6 @@ from areal_hpc.proxy.dialects.anthropic.reply import MESSAGES_DIALECT
 from areal_hpc.proxy.dialects.dialect import ErrorFormatter, Exchange
 from areal_hpc.proxy.dialects.google.reply import format_error as format_google_error
 from areal_hpc.proxy.dialects.openai import format as openai_format
-from areal_hpc.proxy.dialects.undeclared_parameters import MAX_NAME_CHARS
 from areal_hpc.proxy.dialects.validation import decode_request_json, refuse_too_many_values
 from areal_hpc.proxy.engine.model_call import ServedModel
 from areal_hpc.proxy.engine.passthrough import GeneratePassthrough
@@ -43,6 +42,7 @@ from areal_hpc.proxy.http.routes import (
     Routes,
     render_openapi,
 )
+from areal_hpc.proxy.metrics import MAX_NAME_CHARS
 from areal_hpc.proxy.random_ids import make_random_id
 from areal_hpc.proxy.sessions.store import Session, SessionStore
 from areal_hpc.recipe.sections.proxy_and_shards import ProxyConfig

@@ -79,7 +79,7 @@ class Session:
         """Of all its events, about."""
         self.receiving_bytes = 0
         """Of bodies of its requests that are on their way."""
-        self.new_grammars: Counter[tuple[str, int]] = Counter()
+        self.new_grammars: Counter[bytes] = Counter()
         """Of calls under way; each was never used before."""
         self.client = ""
         """User agent of its latest request."""

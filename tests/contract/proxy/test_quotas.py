@@ -1,5 +1,7 @@
 """One session's grammars, calls and records are bounded; other sessions go on."""
 
+import json
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -9,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from areal_hpc.proxy.engine.grammar_limits import MAX_COMPILING_GRAMMARS_PER_SESSION
+from areal_hpc.proxy.engine.grammar_limits import LANES, MAX_COMPILING_GRAMMARS_PER_SESSION
 from areal_hpc.wire.ledger import TicketRef
 from tests.contract.proxy.talk import QUESTION
 from tests.support.proxy_stage import Stage
@@ -43,24 +45,98 @@ def test_a_heavy_grammar_never_reaches_a_replica(
     assert stage.sglang.requests == []
 
 
-def test_new_grammars_of_a_session_are_few_at_a_time_until_they_were_used(
-    stage: Stage, key: str
+TRIES_GRAMMARS = """#!{python}
+import json, os, sys, threading, time
+print("{{}}", flush=True)
+
+def answer(call, text):
+    while "held" in text and not os.path.exists(sys.argv[0] + ".gate"):
+        time.sleep(0.01)
+    error = "it is a bomb" if "bomb" in text else ""
+    print(json.dumps({{"call": call, "error": error}}) + "\\n", end="", flush=True)
+
+for line in sys.stdin:
+    with open(sys.argv[0] + ".log", "a") as log:
+        log.write(line)
+    asked = json.loads(line)
+    if asked["type"] == "check":
+        threading.Thread(target=answer, args=(asked["call"], asked["text"])).start()
+"""
+"""What stands in for SGLang's Python: a grammar with the word `held` waits for the gate."""
+
+
+@pytest.fixture(scope="module")
+def trying_stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    folder: Path = tmp_path_factory.mktemp("trying")
+    program = folder / "python"
+    program.write_text(TRIES_GRAMMARS.format(python=sys.executable))
+    program.chmod(0o700)
+    with closing(Stage(folder, serve_python=str(program))) as stage:
+        yield stage
+
+
+def read_tried(stage: Stage) -> list[tuple[str, str]]:
+    """Kind and grammar of what the process was asked; a kill has none."""
+    log = Path(stage.config["serve_python"] + ".log")
+    asked = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    return [(one["type"], one.get("text", "")) for one in asked]
+
+
+def test_a_replica_gets_a_grammar_once_it_was_tried(trying_stage: Stage) -> None:
+    stage, gate = trying_stage, Path(trying_stage.config["serve_python"] + ".gate")
+    stage.sglang.script = lambda request: Script()
+    stage.sglang.requests.clear()
+    (_, key), (_, other) = stage.open_session(), stage.open_session()
+    held = [f"held until the gate opens: {i}" for i in range(MAX_COMPILING_GRAMMARS_PER_SESSION)]
+
+    def count_tries() -> int:
+        return sum(text in held for _, text in read_tried(stage))
+
+    with ThreadPoolExecutor(len(held) + 1) as agents:
+        try:
+            calls = [agents.submit(stage.ask, key, "hi", regex=text) for text in held]
+            calls.append(agents.submit(stage.ask, other, "hi", regex=held[0]))  # no try of its own
+            wait_for(lambda: count_tries() == len(held))
+            assert stage.ask(key, "hi", regex="one more").status_code == 429
+            assert stage.ask(other, "hi").status_code == 200  # without a grammar nobody waits
+            assert len(stage.sglang.requests) == 1
+        finally:
+            gate.touch()
+        assert {call.result().status_code for call in calls} == {200}
+    gate.unlink()
+    assert stage.ask(key, "hi", regex=held[0]).status_code == 200
+    assert count_tries() == len(held)
+
+
+@pytest.mark.parametrize("route", ["/generate", "/chat/completions"])
+def test_a_costly_grammar_never_reaches_a_replica_and_is_tried_once(
+    trying_stage: Stage, route: str
 ) -> None:
-    gate = threading.Event()
-    stage.sglang.script = lambda request: Script(gate=gate)
-    most = MAX_COMPILING_GRAMMARS_PER_SESSION
-    with ThreadPoolExecutor(most) as agents:
-        calls = [agents.submit(stage.ask, key, "hi", regex=f"new{i}") for i in range(most)]
-        wait_for(lambda: len(stage.sglang.requests) == most)
-        assert stage.ask(key, "hi", regex="one more").status_code == 429
-        gate.set()
-        assert {call.result().status_code for call in calls} == {200}
-        gate.clear()
-        calls = [agents.submit(stage.ask, key, "hi", regex=f"new{i}") for i in range(most)]
-        wait_for(lambda: len(stage.sglang.requests) == 2 * most)
-        gate.set()
-        assert stage.ask(key, "hi", regex="one more").status_code == 200
-        assert {call.result().status_code for call in calls} == {200}
+    stage, text = trying_stage, f"bomb of {route}"
+    stage.sglang.requests.clear()
+    _, key = stage.open_session()
+    bodies: dict[str, Any] = {
+        "/generate": {"input_ids": [5], "sampling_params": {"regex": text}},
+        "/chat/completions": {"messages": QUESTION, "regex": text},
+    }
+    for _ in range(2):
+        answer = stage.post(route, bodies[route], key)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "regex")
+        assert "takes too long to compile: it is a bomb" in answer.json()["error"]["message"]
+    assert stage.sglang.requests == []
+    assert read_tried(stage).count(("check", text)) == len(LANES)
+
+
+def test_a_sender_that_hangs_up_ends_the_try_of_its_grammar(trying_stage: Stage) -> None:
+    stage = trying_stage
+    _, key = stage.open_session()
+    for i in range(MAX_COMPILING_GRAMMARS_PER_SESSION + 1):  # each leaves its place
+        text = f"held for a sender that hangs up: {i}"
+        call = stage.begin("/v1/chat/completions", {"messages": QUESTION, "regex": text}, key)
+        wait_for(lambda text=text: ("check", text) in read_tried(stage))  # type: ignore[misc]
+        kills = read_tried(stage).count(("kill", ""))
+        call.close()
+        wait_for(lambda kills=kills: read_tried(stage).count(("kill", "")) > kills)  # type: ignore[misc]
 
 
 def test_calls_of_one_session_do_not_take_the_places_of_others(frugal_stage: Stage) -> None:

@@ -1,0 +1,121 @@
+"""Grammars are tried in forks of the parser process before a replica gets them.
+
+SGLang compiles a grammar in a thread that no abort ends, and computes the mask of each token in the
+loop that serves everybody. A fork has limits of its own and can be killed.
+"""
+
+import os
+import random
+import re
+import resource
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import xgrammar
+from sglang.srt.constrained.base_grammar_backend import InvalidGrammarObject
+from sglang.srt.constrained.xgrammar_backend import XGrammarGrammarBackend
+from sglang.srt.utils.hf_transformers_utils import get_tokenizer
+
+from areal_hpc.wire.parsers import GrammarCheckRequest, ParserReply
+
+MAX_MEMORY_BYTES = 2 << 30
+NICENESS = 5
+"""Replies of others come first on this node."""
+SAMPLED_TOKENS, SAMPLING_TIME_S = 512, 2.0
+"""Whichever comes first."""
+MAX_TOKEN_S, MAX_GROWTH, MAX_GROWING_TOKEN_S = 0.05, 8, 0.005
+"""Seconds of a core for a token: all replies of a replica wait for it."""
+_RULE_PATTERN = re.compile(r"^([\w.-]+)(?:\(.*\))? ::=", re.MULTILINE)
+
+
+class GrammarChecker:
+    """Tries grammars with one model's tokens; what came of it goes to `send`, from any thread."""
+
+    def __init__(self, model_dir: str, send: Callable[[ParserReply], None]) -> None:
+        self._backend = XGrammarGrammarBackend(get_tokenizer(model_dir), vocab_size=None)
+        self._send = send
+        self._pids: dict[int, int] = {}
+        self._lock = threading.Lock()
+
+    def start(self, request: GrammarCheckRequest) -> None:
+        """Begin to try a grammar."""
+        pid = os.fork()
+        if not pid:
+            is_costly = True
+            try:
+                is_costly = _is_costly(self._backend, request)
+            finally:
+                os._exit(is_costly)
+        self._pids[request.call] = pid
+        threading.Thread(target=self._await_end, args=(request, pid), daemon=True).start()
+
+    def kill(self, call: int) -> None:
+        """Kill the fork that tries the grammar of a call, if there still is one."""
+        with self._lock:
+            if call in self._pids:
+                os.kill(self._pids[call], signal.SIGKILL)
+
+    def _await_end(self, request: GrammarCheckRequest, pid: int) -> None:
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        with self._lock:  # nobody else has its number until it is reaped
+            del self._pids[request.call]
+            _, status = os.waitpid(pid, 0)
+        problem = ""
+        if os.WIFSIGNALED(status):
+            is_late = os.WTERMSIG(status) == signal.SIGXCPU
+            why = f"{request.cpu_s} s of a core" if is_late else f"{MAX_MEMORY_BYTES >> 30} GiB"
+            problem = f"it takes more than {why}"
+        elif status:
+            problem = "each token of a reply takes too long"
+        self._send(ParserReply(call=request.call, error=problem))
+
+
+def _is_costly(backend: XGrammarGrammarBackend, request: GrammarCheckRequest) -> bool:
+    """Compile a grammar and sample by it, within limits that may end this process."""
+    os.nice(NICENESS)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CPU, (request.cpu_s, request.cpu_s + 1))
+    data_pages = int(Path("/proc/self/statm").read_text().split()[5])
+    resource.setrlimit(
+        resource.RLIMIT_DATA, (data_pages * resource.getpagesize() + MAX_MEMORY_BYTES,) * 2
+    )
+    found = getattr(backend, f"dispatch_{request.kind.removesuffix('_schema')}")(request.text)
+    if isinstance(found, InvalidGrammarObject):  # SGLang says so better
+        if "alloc" in found.error_message:
+            os.abort()
+        return False
+    if _is_slow_to_sample_by(found.ctx):
+        return True
+    if request.kind != "ebnf" and '"grammar"' not in request.text:
+        return False
+    rules = str(found.ctx.grammar)  # one that is only come to late may be the slow one
+    names = " | ".join(_RULE_PATTERN.findall(rules))
+    whole = xgrammar.Grammar.from_ebnf(
+        f"{rules}\nevery_rule ::= {names}\n", root_rule_name="every_rule"
+    )
+    return _is_slow_to_sample_by(backend.grammar_compiler.compile_grammar(whole))
+
+
+def _is_slow_to_sample_by(grammar: xgrammar.CompiledGrammar) -> bool:
+    """Whether tokens take long, or longer and longer: what is ambiguous costs by the cube."""
+    vocab_size, stops = grammar.tokenizer_info.vocab_size, grammar.tokenizer_info.stop_token_ids
+    matcher, chance = xgrammar.GrammarMatcher(grammar), random.Random(0)
+    mask = xgrammar.allocate_token_bitmask(1, vocab_size)
+    spent_s: list[float] = []
+    while len(spent_s) < SAMPLED_TOKENS and sum(spent_s) < SAMPLING_TIME_S:
+        began_s = time.process_time()
+        matcher.fill_next_token_bitmask(mask)
+        bits = np.unpackbits(mask.numpy().view(np.uint8), bitorder="little")[:vocab_size]
+        bits[stops] = 0
+        if not bits.any():
+            break
+        matcher.accept_token(int(chance.choice(bits.nonzero()[0])))
+        spent_s.append(time.process_time() - began_s)
+    quarter = max(len(spent_s) // 4, 2)
+    first_s, last_s = (sum(some) / quarter for some in (spent_s[:quarter], spent_s[-quarter:]))
+    most_s = MAX_TOKEN_S if last_s < MAX_GROWTH * first_s else MAX_GROWING_TOKEN_S
+    return last_s > most_s
