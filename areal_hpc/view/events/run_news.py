@@ -88,6 +88,11 @@ def _format_hanging_ranks_lines(event: dict[str, Any]) -> Iterator[str]:
     yield "         read the stacks at the end of those ranks' logs in logs/latest"
 
 
+def _format_resumed_lines(event: dict[str, Any]) -> Iterator[str]:
+    if step := event.get("step"):
+        yield f"resumed  from the checkpoint of step {step}"
+
+
 def _format_ended_process_lines(event: dict[str, Any]) -> Iterator[str]:
     if event.get("exit_code") in PERMANENT_EXIT_CODES:
         return  # the command ends with that error, in better words
@@ -115,5 +120,6 @@ _FORMAT_LINES_BY_EVENT: dict[str, Callable[[dict[str, Any]], Iterator[str]]] = {
     "replica_died": _format_dead_server_lines,
     RANKS_HANG_EVENT: _format_hanging_ranks_lines,
     "process_exited": _format_ended_process_lines,
+    "state_loaded": _format_resumed_lines,
 }
 _EVENTS_ANNOUNCED_ONCE_PER_PLACE = ("event_loop_blocked", "episode_slow")

@@ -145,7 +145,8 @@ class LiveReporter(PlainReporter):
         if stage == "sft":
             rows, total = snapshot.sft, self._sft_steps
         done = rows[-1]["step"] if rows else 0
-        left_s = estimate_remaining_s(rows, total)
+        # Steps of an earlier launch say nothing of how long this one still starts.
+        left_s = estimate_remaining_s(rows, total) if stage == "sft" or self._has_trained else None
         head = Table.grid(padding=(0, 2))
         head.add_row(
             Text(stage, style="bold"),
