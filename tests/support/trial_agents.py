@@ -30,6 +30,7 @@ class TwoTurnAgent(ChatAgent):
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
         said = await self.ask(data, extra_kwargs)
         time.sleep(0.2)
+        print(*(f"line {number}" for number in range(9)), sep="\n")
         turns = [{"role": "assistant", "content": said}, {"role": "user", "content": "Sure?"}]
         await self.ask({"messages": [*data["messages"], *turns]}, extra_kwargs)
         return 0.5

@@ -43,6 +43,8 @@ class ThisMachine:
         """Give every task GPUs of its own."""
         usable = find_usable_gpus(self._recipe, os.environ)
         self._gpus = assign_gpus(stage, usable, self._recipe)
+        if self._recipe.trainer.device == "auto" and not usable.ids:
+            return ["GPUs     none on this machine: its CPU computes (trainer.device=auto)"]
         return [f"GPUs     {line}" for line in format_assignment(self._gpus)]
 
     def submit_job(self, spec: JobSpec) -> RunningJobHandle:

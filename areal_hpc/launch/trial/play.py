@@ -1,6 +1,8 @@
 """Process of a trial: plays each task once, and prints what came of it."""
 
 import asyncio
+import contextlib
+import io
 import logging
 import sys
 from typing import Any
@@ -11,6 +13,7 @@ from areal_hpc.launch.trial.cell import TrialCell
 from areal_hpc.launch.trial.config import TrialConfig
 from areal_hpc.launch.trial.report import format_trial, format_trial_summary
 from areal_hpc.rollout.agent import Agent
+from areal_hpc.rollout.episodes.episode import EpisodeOutcome
 from areal_hpc.rollout.episodes.http_client import make_http_client
 from areal_hpc.rollout.execution.agent_sandboxes import make_agent_sandboxes, start_and_stop_sandbox
 from areal_hpc.rollout.execution.subprocess_agent import SubprocessAgent
@@ -62,17 +65,27 @@ async def _play_tasks_and_count_failures(config: TrialConfig, agent: Agent, cell
     sandboxes = None
     if not isinstance(agent, SubprocessAgent):
         sandboxes = make_agent_sandboxes(job.rollout.agent, warm=0)
-    outcomes = []
+    outcomes: list[EpisodeOutcome] = []
+    first_failures: dict[str, int] = {}
     try:
         for number in range(len(tasks)):
-            outcome = await play_trial_episode(
-                job.rollout, agent, tasks[number], number, proxy, http_client, sandboxes
-            )
+            printed = io.StringIO()
+            with contextlib.redirect_stdout(printed):
+                outcome = await play_trial_episode(
+                    job.rollout, agent, tasks[number], number, proxy, http_client, sandboxes
+                )
             outcomes.append(outcome)
             if outcome.is_node_short:
                 raise ClusterError(outcome.reason)
+            if outcome.status != "ok":
+                failure = str(outcome.error or outcome.reason)
+                first = first_failures.setdefault(failure, number)
+                if first != number:
+                    print(f"--- task {number} failed as task {first} did", flush=True)
+                    continue
             session = cell.get_session(outcome.session_id)
-            print(escape_controls("\n".join(format_trial(number, outcome, session))), flush=True)
+            lines = format_trial(number, outcome, session, printed.getvalue())
+            print(escape_controls("\n".join(lines)), flush=True)
     finally:
         await http_client.aclose()
         await proxy.close()

@@ -12,12 +12,21 @@ from areal_hpc.wire.ledger import TicketRef
 
 MAX_SHOWN_CHARS = 1200
 """Of one message; what is longer is cut."""
+MAX_PRINTED_LINES = 5
+"""Of what the agent itself printed, the last ones."""
 LABEL_WIDTH = 11
 
 
-def format_trial(episode_number: int, outcome: EpisodeOutcome, session: Session) -> Iterator[str]:
-    """Lines: what was said in one episode, and what it would be in training."""
+def format_trial(
+    episode_number: int, outcome: EpisodeOutcome, session: Session, printed: str = ""
+) -> Iterator[str]:
+    """Lines: what was said in one episode, what the agent `printed`, and what would be trained."""
     yield f"--- task {episode_number} {'-' * 60}"
+    lines = printed.splitlines()
+    if len(lines) > MAX_PRINTED_LINES:
+        lines = [f"{len(lines)} lines, of which the last:", *lines[-MAX_PRINTED_LINES:]]
+    for index, line in enumerate(lines):
+        yield _format_labeled_line("" if index else "printed", line)
     for call, one in enumerate(session.tree, start=1):
         yield from _format_interaction(call, one)
     for name, count in session.count_uses_of_ignored_params().items():

@@ -78,6 +78,7 @@ def test_a_conversation_its_reward_and_its_rows_are_shown(
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert ended.stdout.count(f"user       {QUESTION}") == 2
     assert ended.stdout.count("user       Sure?") == 2
+    assert ended.stdout.count("printed    9 lines, of which the last:\n           line 4\n") == 2
     assert "prompt re-used" in ended.stdout
     assert ended.stdout.count("reward     0.5") == 2
     assert "which are trained; 2 calls, reward 0.5" in ended.stdout
@@ -86,7 +87,7 @@ def test_a_conversation_its_reward_and_its_rows_are_shown(
 
 
 FAILING_AGENTS = [
-    ("MisspellingAgent", "tests/support/trial_agents.py:51\n"),
+    ("MisspellingAgent", "tests/support/trial_agents.py:52\n"),
     ("SilentAgent", "no call to the model had been answered"),
     ("WordyAgent", "the agent returned 'good' (str), expected a finite float"),
     ("ToolAgent", "set inference.tool_call_parser to the model's format"),
@@ -100,10 +101,11 @@ FAILING_AGENTS = [
 def test_a_failing_agent_is_told_with_its_place_and_ends_with_70(
     agent: str, said: str, recipe: tuple[str, ...]
 ) -> None:
-    ended = areal_hpc("try", *recipe, f"rollout.workflow={AGENTS}.{agent}", "-n", "1")
+    ended = areal_hpc("try", *recipe, f"rollout.workflow={AGENTS}.{agent}", "-n", "2")
     assert ended.returncode == 70, ended.stdout + ended.stderr
     assert said in ended.stdout
-    assert "0 of 1 episodes ended well" in ended.stdout
+    assert "--- task 1 failed as task 0 did" in ended.stdout
+    assert "0 of 2 episodes ended well" in ended.stdout
 
 
 def test_an_agent_in_a_process_of_its_own_is_tried_as_well(recipe: tuple[str, ...]) -> None:
