@@ -26,6 +26,27 @@ ODD_VALUES: tuple[Any, ...] = (
     *("9.9", "1.1", "cell-0", "cell-0-000000.h5", "eyJhIjoxfQ==", "/dev/zero"),
     *([], {}, [[]], [None], [0] * 300, {"": ""}, {"a": {"b": [1, 2, {"c": None}]}}),
 )
+MAX_SWOLLEN_BYTES = 32 * 2**20 - 1024
+PLACE, CLOSING = "@place@", (b"]", b"}")
+SWOLLEN: tuple[tuple[bytes, bytes, bytes], ...] = (
+    *((b"[", b"{},", b"{}]"), (b"[", b"[],", b"[]]"), (b"[", b'"",', b'""]'), (b"[", b"1,", b"1]")),
+    *((b"{", b'"%07d":0,', b'"":0}'), (b"{", b'"%07d":null,', b'"":0}'), (b'{"', b"n", b'":1}')),
+    *((b"", b"[", b"]"), (b"", b'{"a":[', b"]"), (b"", b"1", b""), (b" ", b" ", b"1")),
+    *(
+        (b'"', b"word ", b'"'),
+        (b'"', b"\\\\", b'"'),
+        (b'"', b"\\ud83d", b'"'),
+        (b'"', b"{[:,", b'"'),
+    ),
+    *(
+        (b'"', b"\\ud83d\\ude00", b'"'),
+        (b'"', b"<|im_end|>", b'"'),
+        (b'"', b"\xf0\x9f\x98\x80", b'"'),
+    ),
+    (b"[", b'{"role":"user","content":""},', b"{}]"),
+    (b"[", b'{"type":"text","text":"","sparkle":1},', b"{}]"),
+)
+"""What a place begins with, what is repeated in it, and what it ends with."""
 DEEP = "[" * 3000 + "]" * 3000
 ODD_BODIES: tuple[bytes, ...] = (
     *(b"", b" ", b"null", b"[]", b"{}", b'"', b"{", b"\xff\xfe{}", b"\xef\xbb\xbf{}", b"\0" * 64),
@@ -98,6 +119,24 @@ class Mutator:
             (self._spoil_values, self._spoil_bytes, self._spoil_request), (70, 15, 15)
         )[0]
         return how(call)
+
+    def swell(self, call: Call) -> RawCall:
+        """A call with a great many of one thing in one place, of 64 KiB to 32 MiB in all."""
+        root = {"": json.loads(json.dumps(call.body))}
+        holder: Any = root
+        place: Any = ""
+        while isinstance(inner := holder[place], dict | list) and inner and not self._is_seldom():
+            chosen = self.chance.choice([*inner] if isinstance(inner, dict) else range(len(inner)))
+            holder, place = inner, chosen
+        holder[place] = PLACE
+        content = json.dumps(root[""]).encode()
+        begin, unit, end = self.chance.choice(SWOLLEN)
+        count = int(MAX_SWOLLEN_BYTES * 2 ** -self.chance.uniform(0, 9)) // (len(unit) + 2)
+        members = b'"%07d":' in unit
+        swollen = b"".join(unit % i for i in range(count)) if members else unit * count
+        end = end * count if end in CLOSING else end
+        content = content.replace(b'"' + PLACE.encode() + b'"', begin + swollen + end, 1)
+        return replace(self._encode(call, call.body), content=content[:MAX_SWOLLEN_BYTES])
 
     def _spoil_signature(self, call: Call) -> RawCall:
         """Of a right call, or of one with wrong values: nobody may come to look at them."""

@@ -99,6 +99,8 @@ def _list_agent_calls(run: LightRun, key: str) -> list[Call]:
             Call("proxy", "GET", f"{prefix}/models/{MODEL}", None, key),
             *(Call("proxy", method, response, None, key) for method in ("GET", "DELETE")),
             Call("proxy", "GET", f"{response}/input_items", None, key),
+            Call("proxy", "POST", f"{response}/cancel", {}, key),
+            Call("proxy", "POST", f"{prefix}/responses/compact", {"input": []}, key),
         ]
     for prefix in GOOGLE_PREFIXES:
         calls += [

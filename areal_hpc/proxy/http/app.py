@@ -167,10 +167,12 @@ class ProxyApp:
                 answer = await requests.answer_once(
                     dict(scope["headers"]),
                     partial(hash_request, scope["path"], scope["query_string"], body),
-                    lambda is_retry: _answer(route, [*arguments, is_retry], receive, send),
+                    lambda is_retry, keeps_content: _answer(
+                        route, [*arguments, is_retry], receive, send, keeps_content=keeps_content
+                    ),
                 )
             else:
-                answer = await _answer(route, arguments, receive, send)
+                answer = await _answer(route, arguments, receive, send, keeps_content=False)
             if answer.is_sent:
                 return
             status, content, form = 200, answer.content, answer.content_type
@@ -302,8 +304,10 @@ class ProxyApp:
             yield decode_request_json(body, route.request)
 
 
-async def _answer(route: Route, arguments: list[object], receive: Receive, send: Send) -> Answer:
-    """What a route answers; a stream has been sent by then."""
+async def _answer(
+    route: Route, arguments: list[object], receive: Receive, send: Send, *, keeps_content: bool
+) -> Answer:
+    """What a route answers; a stream has been sent by then, and is empty unless it is kept."""
     result = route.answer(*arguments)
     if inspect.iscoroutine(result):
         result = await cancel_on_disconnect(receive, result)
@@ -311,7 +315,7 @@ async def _answer(route: Route, arguments: list[object], receive: Receive, send:
     if isinstance(result, ModelAnswer):
         exchange, headers = result.exchange, _build_answer_headers(result.exchange)
         if isinstance(result.reply, ReplyStream):
-            told = send_events(send, headers, exchange, result.reply)
+            told = send_events(send, headers, exchange, result.reply, keeps_content=keeps_content)
             content, is_whole = await cancel_on_disconnect(receive, told)
             return Answer(content, exchange.stream_media_type, headers, True, is_whole)
         result = result.reply

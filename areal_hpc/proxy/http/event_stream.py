@@ -28,14 +28,16 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 class EventStream:
     """The body of one streamed answer."""
 
-    def __init__(self, send: Send, headers: Headers, exchange: Exchange) -> None:
+    def __init__(
+        self, send: Send, headers: Headers, exchange: Exchange, *, keeps_content: bool
+    ) -> None:
         self._send = send
         kind = (b"content-type", exchange.stream_media_type.encode())
         self._headers = [kind, (b"cache-control", b"no-cache"), *headers]
         self._format_ping = exchange.format_ping
         self.begun = False
         """The client has the status: an error can only be told within the stream."""
-        self.blocks: list[bytes] = []
+        self.content: list[bytes] | None = [] if keeps_content else None
         """What was sent."""
         self._last_sent_at = time.monotonic()
         self._sending = asyncio.Lock()
@@ -47,7 +49,8 @@ class EventStream:
                 self.begun = True
                 start = {"type": "http.response.start", "status": 200, "headers": self._headers}
                 await self._send(start)
-            self.blocks.append(block)
+            if self.content is not None:
+                self.content.append(block)
             await self._send(
                 {"type": "http.response.body", "body": block, "more_body": not is_last}
             )
@@ -64,14 +67,19 @@ class EventStream:
 
 
 async def send_events(
-    send: Send, headers: Headers, exchange: Exchange, reply_stream: ReplyStream
+    send: Send,
+    headers: Headers,
+    exchange: Exchange,
+    reply_stream: ReplyStream,
+    *,
+    keeps_content: bool,
 ) -> tuple[bytes, bool]:
-    """Send a reply's events until they end. All that was sent, and False if an error ended it.
+    """Send a reply's events until they end. All that was sent if it is kept; False after an error.
 
     Raises:
         Exception: What broke the reply, if nothing has been sent by then.
     """
-    stream = EventStream(send, headers, exchange)
+    stream = EventStream(send, headers, exchange, keeps_content=keeps_content)
     events = exchange.stream_events(reply_stream)
     pinger = asyncio.create_task(stream.ping_when_silent())
     is_whole = False
@@ -90,7 +98,7 @@ async def send_events(
             await pinger
         await events.aclose()
     await stream.send(b"", is_last=True)
-    return b"".join(stream.blocks), is_whole
+    return b"".join(stream.content or ()), is_whole
 
 
 def to_request_error(error: Exception) -> ProxyRequestError:

@@ -53,13 +53,13 @@ class SessionRequests:
         self,
         headers: Mapping[bytes, bytes],
         compute_digest: Callable[[], bytes],
-        answer: Callable[[bool], Awaitable[Answer]],
+        answer: Callable[[bool, bool], Awaitable[Answer]],
     ) -> Answer:
         """The answer to a request, or the one that was given under its key.
 
-        `answer` is told whether it is a retry: the request says that it repeats one, and that one
-        was not refused. The digest is what a request is known again by; few need it, and it is as
-        slow to compute as a body is long.
+        `answer` is told whether it is a retry (the request says that it repeats one, and that one
+        was not refused), and whether its content may be asked for again. The digest is what a
+        request is known again by; few need it, and it is as slow to compute as a body is long.
 
         Raises:
             ProxyRequestError: 400: the key was another request's.
@@ -83,7 +83,7 @@ class SessionRequests:
                 is_retry = False
             is_whole = False
             try:
-                given = await answer(is_retry)
+                given = await answer(is_retry, named is not None)
                 is_whole = given.is_whole
             except ClientDisconnectedError:  # perhaps after the reply was recorded
                 is_whole = True

@@ -23,7 +23,7 @@ class Client:
         self.samples = 0
 
     async def ask(self, key: str, size_bytes: int = 1) -> None:
-        async def answer(is_retry: bool) -> Answer:
+        async def answer(is_retry: bool, keeps_content: bool) -> Answer:
             if not size_bytes:
                 raise ProxyRequestError(503, "busy")
             self.samples += 1
