@@ -119,5 +119,6 @@ areal-hpc proxy listens on {url}, in front of {", ".join(config.upstreams)}
 open a session:
   sed 's/^/authorization: Bearer /' {config.admin_key_file} | curl -s {url}/rl/start_session -H @- \
 -d '{{"task_id": "try"}}'
-its api_key, and base_url {url}/v1, are all that an agent needs; \
+its api_key, and base_url {url}/v1, are all that an agent needs; rewards and the end take its \
+control_key; \
 {"the journal is in " + str(config.journal) if config.journal else "sessions are lost on exit"}"""

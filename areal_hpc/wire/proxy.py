@@ -88,9 +88,10 @@ class StartSessionRequest(Struct, frozen=True):
     sampling_from: Literal["agent", "recipe"] = "agent"
     """Whose temperature, top_p and top_k hold: the agent's, `sampling` where its request is silent;
     or those of `sampling`, whatever it asks for."""
-    rights: Literal["all", "calls"] = "all"
+    rights: Literal["all", "calls"] | None = None
     """What `api_key` opens. `calls`: model calls alone; rewards, records and the end need the
-    `control_key` of the reply, which an agent is not given."""
+    `control_key` of the reply, which an agent is not given. None is `calls` where the admin key
+    opens the session, else `all`."""
     records_sampling_mask: bool = False
     """Record which tokens a reply could be sampled from, where its parameters leave some out."""
 

@@ -46,6 +46,6 @@ class LoneProxy:
 
     def open_session(self) -> tuple[str, str]:
         """(session id, key)."""
-        opened = self.post("/rl/start_session", {"task_id": "try"})
+        opened = self.post("/rl/start_session", {"task_id": "try", "rights": "all"})
         assert opened.status_code == 200, opened.text
         return opened.json()["session_id"], opened.json()["api_key"]

@@ -161,7 +161,7 @@ class ProxyApp:
                 *self._check_session_and_list_arguments(route, session, named, body, scope)
             ]
             if route.opened_by == "admin" and not digest:
-                _refuse_start_of_ticket_session(arguments)
+                arguments = [_limit_what_admin_key_opens(one) for one in arguments]
             if route.asks_model and session is not None:
                 requests = self._requests_by_session.setdefault(session, SessionRequests())
                 answer = await requests.answer_once(
@@ -265,8 +265,9 @@ class ProxyApp:
         else:
             session = self._store.find_session_by_control_key(key)
             if session is None and self._store.find_session_by_key(key) is not None:
-                problem = "this key opens model calls; rewards and the end are its driver's to give"
-                raise ProxyRequestError(403, problem)
+                problem = "this key opens model calls; rewards and the end need the control_key"
+                hint = 'start_session gives it, or opens all by one key with "rights": "all"'
+                raise ProxyRequestError(403, problem, hint=hint)
         if session is None:
             raise ProxyRequestError(401, "invalid session key")
         if route.needs_client_that_records and not session.request.records_calls:
@@ -323,11 +324,14 @@ async def _answer(
     return Answer(content, route.answer_content_type, headers)
 
 
-def _refuse_start_of_ticket_session(arguments: list[object]) -> None:
-    """Who has the admin key opens sessions of its own, and none of a ticket's."""
-    if any(isinstance(one, wire.StartSessionRequest) and one.ref is not None for one in arguments):
+def _limit_what_admin_key_opens(argument: object) -> object:
+    """Sessions of its owner, none of a ticket's, whose agents only call unless more is asked."""
+    if not isinstance(argument, wire.StartSessionRequest):
+        return argument
+    if argument.ref is not None:
         problem = "sessions of a run's tickets are opened by its driver alone"
         raise ProxyRequestError(403, problem, key="ref")
+    return msgspec.structs.replace(argument, rights=argument.rights or "calls")
 
 
 def _list_driver_routes(driver_api: DriverApi) -> tuple[Route, ...]:

@@ -130,7 +130,7 @@ def test_the_admin_key_opens_sessions_and_nothing_of_a_driver(stage: Stage) -> N
     opened = stage.post("/rl/start_session", {"task_id": "try"}, stage.admin_key)
     session_id, key = opened.json()["session_id"], opened.json()["api_key"]
     stage.ask(key, "hi")
-    stage.finish_session(key, 1.0)
+    stage.finish_session(opened.json()["control_key"], 1.0)
     exported = stage.post("/export_trajectories", {"session_id": session_id}, stage.admin_key)
     assert len(exported.json()["interactions"]) == 1
     assert stage.post("/grant_capacity", {}, stage.admin_key).status_code == 200

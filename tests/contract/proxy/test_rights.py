@@ -35,7 +35,7 @@ def test_the_key_of_an_agent_neither_rewards_nor_records_nor_ends(
     assert stage.ask(opened["api_key"], "hi").status_code == 200
     refused = call(stage, opened["api_key"], path, body)
     assert refused.status_code == 403
-    assert "rewards and the end are its driver's to give" in refused.text
+    assert "rewards and the end need the control_key" in refused.text
     assert stage.ask(opened["api_key"], "hi").status_code == 200, "the session goes on"
 
 
@@ -57,7 +57,23 @@ def test_the_key_of_a_driver_rewards_and_ends_and_opens_no_model_calls(
         assert call(stage, key, "/rl/set_reward", {"reward": 1.0}).status_code == 401
 
 
-def test_a_session_opened_without_asking_has_one_key_for_everything(stage: Stage) -> None:
+@pytest.mark.parametrize("more", [{}, {"rights": "calls"}, {"rights": "all"}])
+def test_an_agent_gets_calls_alone_of_the_admin_key_unless_more_is_asked(
+    stage: Stage, more: dict[str, str]
+) -> None:
+    opened = stage.post("/rl/start_session", {"task_id": "task", **more}, stage.admin_key).json()
+    key, control_key = opened["api_key"], opened.get("control_key", "")
+    assert bool(control_key) == (more.get("rights") != "all")
+    assert stage.ask(key, "hi").status_code == 200
+    if control_key:
+        assert call(stage, key, "/rl/set_reward", {"reward": 1.0}).status_code == 403
+        assert call(stage, key, "/rl/end_session", {}).status_code == 403
+    stage.finish_session(control_key or key, 1.0)
+
+
+def test_a_session_of_the_runs_own_has_one_key_for_everything_unless_it_asks(
+    stage: Stage,
+) -> None:
     answer = stage.post("/rl/start_session", {"task_id": "task"}).json()
     assert "control_key" not in answer
     assert stage.ask(answer["api_key"], "hi").status_code == 200
