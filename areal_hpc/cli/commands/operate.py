@@ -159,12 +159,12 @@ def _cancel_run(arguments: argparse.Namespace) -> int:
 def _resume_run(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch import slurm_launcher
     from areal_hpc.launch.prepared_run import is_run_finished
+    from areal_hpc.launch.provenance.record import read_launch_folder
     from areal_hpc.launch.terminal import format_next_command, say
     from areal_hpc.recipe.loading import load_recipe
     from areal_hpc.rundir.jobs import read_submissions
     from areal_hpc.rundir.rendezvous import EVALUATION_CELL
     from areal_hpc.slurm.run_jobs import list_live_jobs
-    from areal_hpc.view.state.jobs import find_job_work_dir
 
     paths = _require_own_slurm_run(arguments.run)
     if {one.job for one in read_submissions(paths.submissions)} == {EVALUATION_CELL}:
@@ -173,7 +173,7 @@ def _resume_run(arguments: argparse.Namespace) -> int:
             key=str(paths.root),
             hint="repeat the areal-hpc eval command: it plays what has no result yet",
         )
-    folder = find_job_work_dir(paths)
+    folder = read_launch_folder(paths)
     if folder is not None:
         os.chdir(folder)  # agents are imported from there, and paths in the recipe begin there
     if arguments.overrides and (live := list_live_jobs(paths)):

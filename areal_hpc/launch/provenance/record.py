@@ -45,6 +45,7 @@ def record_provenance(
             "attempt": attempt,
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
             "command": list(hide_private_arguments(sys.argv)),
+            "folder": str(Path.cwd()),
             "areal_hpc": importlib.metadata.version("areal-hpc"),
             "git_commit": own and own.revision,
             "python": platform.python_version(),
@@ -66,6 +67,13 @@ def record_provenance(
         }
     )
     write_atomic_private(paths.provenance, json.dumps({"launches": launches}, indent=2).encode())
+
+
+def read_launch_folder(paths: RunPaths) -> Path | None:
+    """The folder in which a run was last launched: its agent and its files are named from there."""
+    if not paths.provenance.exists():
+        return None
+    return Path(json.loads(paths.provenance.read_text())["launches"][-1]["folder"])
 
 
 def _record_repository(state: RepositoryState, patch: Path, paths: RunPaths) -> dict[str, Any]:

@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 from areal_hpc.errors import ClusterError
 from areal_hpc.rundir.allocation_note import find_live_launcher_note
@@ -351,11 +350,3 @@ def _format_job_times(queued_job: SlurmJobRecord) -> str:
         case JobPhase.OVER if end:
             return f"ended at {format_time(end)}"
     return "-"
-
-
-def find_job_work_dir(paths: RunPaths) -> Path | None:
-    """The folder in which a run's jobs start, by their scripts; None if no script says so."""
-    for script in sorted(path for path in paths.jobs_dir.glob("*/*.sbatch")):
-        if found := re.search(r"^#SBATCH --chdir=(.+)$", script.read_text(), re.MULTILINE):
-            return Path(found[1].strip("'\""))
-    return None
