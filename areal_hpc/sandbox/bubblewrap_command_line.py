@@ -86,11 +86,12 @@ def find_bubblewrap() -> Path | None:
 def build_bwrap_command(
     bwrap: str,
     program: Sequence[str],
+    contents: ContentDescriptors,
     *,
-    scripts: Mapping[str, int],
+    scripts: Mapping[str, bytes],
     readonly_folders: Mapping[str, str],
     scratch_bytes: int,
-    filter_fd: int | None,
+    program_filter: bytes | None,
     variables: Mapping[str, str] = PROGRAM_VARIABLES,
 ) -> list[str]:
     """The command line that runs a program in a sandbox of its own.
@@ -99,10 +100,11 @@ def build_bwrap_command(
         bwrap: Path of bubblewrap.
         program: Its command line, within the sandbox, of which it is the first process: whatever
             it starts cannot end it by a signal, and ends with it.
-        scripts: By name below `SCRIPTS_DIR`, a descriptor that the file's content is read from.
+        contents: Where files are put that it reads.
+        scripts: By name below `SCRIPTS_DIR`, the content of a file.
         readonly_folders: Folders of this machine by their places in the sandbox.
         scratch_bytes: Size of each folder that the program may write in: `WORK_DIR`, /dev/shm.
-        filter_fd: Descriptor of the filter of system calls; None for none.
+        program_filter: Of system calls; None for none.
         variables: Its environment.
     """
     command = [
@@ -126,11 +128,11 @@ def build_bwrap_command(
         command += ["--size", str(scratch_bytes), "--perms", "1777", "--tmpfs", folder]
     for place, source in readonly_folders.items():  # one may lie in the temporary folder
         command += ["--ro-bind", source, place]
-    for name, descriptor in scripts.items():
-        command += ["--ro-bind-data", str(descriptor), f"{SCRIPTS_DIR}/{name}"]
+    for name, content in scripts.items():
+        command += ["--ro-bind-data", str(contents.add(content)), f"{SCRIPTS_DIR}/{name}"]
     command += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", WORK_DIR]
-    if filter_fd is not None:
-        command += ["--seccomp", str(filter_fd)]
+    if program_filter is not None:
+        command += ["--seccomp", str(contents.add(program_filter))]
     return [*command, "--", *program]
 
 

@@ -142,8 +142,6 @@ def open_worker_command(
         if any(Path(path).is_relative_to(one) for one in ("/usr", *folders)):
             environ.setdefault(name, path)
     with hold_content_descriptors() as contents:
-        files = [*scripts, WORKER_LOOP_FILE]
-        program_filter = build_seccomp_filter()
         sources, prefix = folders, list[str]()
         if as_nobody and not all(is_executable_by_all(Path(one)) for one in folders):
             # Root's own folders, such as its Python, are mounted where nobody can reach them.
@@ -155,10 +153,11 @@ def open_worker_command(
         command = build_bwrap_command(
             str(bwrap),
             [python, f"{SCRIPTS_DIR}/{scripts[0].name}", json.dumps(request)],
-            scripts={one.name: contents.add(one.read_bytes()) for one in files},
+            contents,
+            scripts={one.name: one.read_bytes() for one in (*scripts, WORKER_LOOP_FILE)},
             readonly_folders=dict(zip(folders, sources, strict=True)),
             scratch_bytes=SCRATCH_BYTES,
-            filter_fd=None if program_filter is None else contents.add(program_filter),
+            program_filter=build_seccomp_filter(),
             variables=PROGRAM_VARIABLES | environ,
         )
         becomes = {"user": NOBODY_UID, "group": NOBODY_UID, "extra_groups": list[int]()}

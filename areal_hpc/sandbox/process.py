@@ -307,22 +307,19 @@ def _open_files_and_build_isolated_command(
     if bwrap is None:
         raise build_isolation_error(NO_BUBBLEWRAP, BUBBLEWRAP_HINT)
     python, prefix = _require_sandbox_python(as_nobody)
-    report_fd = descriptors[0]
-    contents = {**files, _LAUNCHER_PATH.name: _LAUNCHER_PATH.read_bytes()}
-    scripts = {name: opened.add(content) for name, content in contents.items()}
-    program_filter = build_seccomp_filter(is_of_program=True)
-    request = json.dumps(asdict(limits) | {"report_fd": report_fd, "is_init": True})
+    request = json.dumps(asdict(limits) | {"report_fd": descriptors[0], "is_init": True})
     places = [f"{SCRIPTS_DIR}/{name}" for name in files]
-    filter_fd = None if program_filter is None else opened.add(program_filter)
-    descriptors += opened.descriptors
-    return build_bwrap_command(
+    command = build_bwrap_command(
         str(copy_bwrap_unless_runnable_by_all(bwrap) if as_nobody else bwrap),
         [python, "-I", "-S", f"{SCRIPTS_DIR}/{_LAUNCHER_PATH.name}", request, python, *places],
-        scripts=scripts,
+        opened,
+        scripts={**files, _LAUNCHER_PATH.name: _LAUNCHER_PATH.read_bytes()},
         readonly_folders={} if prefix is None else {prefix: prefix},
         scratch_bytes=limits.scratch_bytes,
-        filter_fd=filter_fd,
+        program_filter=build_seccomp_filter(is_of_program=True),
     )
+    descriptors += opened.descriptors
+    return command
 
 
 def _require_sandbox_python(as_nobody: bool) -> tuple[str, str | None]:
