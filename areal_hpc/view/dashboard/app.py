@@ -30,7 +30,6 @@ from areal_hpc.view.dashboard.evaluation_set_names import (
     list_set_names,
 )
 from areal_hpc.view.dashboard.page_errors import explain_page_error
-from areal_hpc.view.dashboard.row_annotation import describe_annotation
 from areal_hpc.view.dashboard.row_index import RowIndex
 from areal_hpc.view.dashboard.run_states import RunStateCache
 from areal_hpc.view.dashboard.timeline_page import describe_timeline
@@ -188,12 +187,8 @@ class DashboardApp:
     def _describe_trajectory(self, query: Query) -> JsonObject:
         run = self._find_run(query)
         shard, row = run_pages.parse_row_name(query.get("row", ""))
-        related = self._open_refreshed_index(run).select_group_and_task_rows(shard, row)
-        found = run_pages.describe_trajectory(run, shard, row) | related
-        label_evaluation_rows(
-            [found, *related["group"], *related["task_rows"]], list_set_names(run, [])
-        )
-        return found | {"annotation": describe_annotation(run, found)}
+        index = self._open_refreshed_index(run)
+        return run_pages.describe_trajectory(run, index, shard, row, list_set_names(run, []))
 
     async def _stream_change_events(self, request: Request) -> Response:
         """Server-sent events: the files of one run, or of any run, have changed."""

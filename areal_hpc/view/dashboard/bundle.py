@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from areal_hpc.view.dashboard.app import (
 from areal_hpc.view.dashboard.evaluation_page import build_evaluation_sets_page
 from areal_hpc.view.dashboard.evaluation_set_names import label_evaluation_rows, list_set_names
 from areal_hpc.view.dashboard.page_errors import explain_page_error
-from areal_hpc.view.dashboard.row_annotation import describe_annotation
 from areal_hpc.view.dashboard.row_index import RowIndex
 from areal_hpc.view.dashboard.run_states import RunStateCache
 from areal_hpc.view.dashboard.timeline_page import describe_timeline
@@ -63,7 +62,9 @@ def _write_example_trajectories(
         folder.mkdir()
         for row in rows:
             name = f"{row['shard']}/{row['row']}"
-            describe = partial(_describe_trajectory, run, index, row, sets)
+            describe = partial(
+                run_pages.describe_trajectory, run, index, row["shard"], row["row"], sets
+            )
             content = _describe_or_explain(f"{name} of {run.root}", "problem", describe)
             _write_json_as_script(folder / f"{row['shard']}-{row['row']}.js", name, content)
     finally:
@@ -74,15 +75,6 @@ def _write_example_trajectories(
         "failures": failures,
     }
     return len(rows), pages
-
-
-def _describe_trajectory(
-    run: RunPaths, index: RowIndex, row: Mapping[str, Any], set_names: Sequence[str]
-) -> dict[str, Any]:
-    content = run_pages.describe_trajectory(run, row["shard"], row["row"])
-    content |= index.select_group_and_task_rows(row["shard"], row["row"])
-    label_evaluation_rows([content, *content["group"], *content["task_rows"]], set_names)
-    return content | {"annotation": describe_annotation(run, content)}
 
 
 def _describe_pages_without_rows(run: RunPaths) -> dict[str, Any]:

@@ -23,21 +23,25 @@ from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.index import SealedShard, read_index
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.view.dashboard.filter_sql import SqlValue, compile_filter, get_column_sql
+from areal_hpc.view.transcripts.conversation import extract_text, get_messages
 from areal_hpc.view.transcripts.filter_expression import parse_filter
 from areal_hpc.view.transcripts.row_search import FIELD_NAMES_FOR_HELP, get_field_type
 from areal_hpc.wire.row_record import RowRecord
 from areal_hpc.wire.trajectory import TrajectoryRow
 from areal_hpc.wire.weight_version import WeightVersion
 
-TABLES_VERSION = 2
+TABLES_VERSION = 3
 """Of the tables below: an index of another layout is made anew."""
 MAX_TEXT_CHARS = 100_000
 """Of a row's messages, as JSON, that are searched."""
+MAX_EXCERPT_CHARS = 100
+"""Of the last question and the last reply of a row, in the table."""
 _ROW_COLUMN_DEFINITIONS = (
     *("shard TEXT", "row INTEGER", "kind TEXT", "step INTEGER", "eval_step INTEGER"),
     *("ticket INTEGER", "attempt INTEGER", "episode INTEGER", "reward REAL", "length INTEGER"),
     *("tokens INTEGER", "calls INTEGER", "seconds REAL", "task INTEGER", "cell TEXT"),
     *("finish TEXT", "cause TEXT", "note TEXT", "oldest TEXT", "newest TEXT", "named TEXT"),
+    *("question TEXT", "reply TEXT"),
 )
 _RECREATE_TABLES_SQL = f"""
 BEGIN IMMEDIATE;
@@ -382,7 +386,17 @@ def _compute_row_values(row: TrajectoryRow) -> tuple[Any, ...]:
         oldest,
         newest,
         json.dumps(named) if named else "{}",
+        _excerpt_last_message(row, "user"),
+        _excerpt_last_message(row, "assistant"),
     )
+
+
+def _excerpt_last_message(row: TrajectoryRow, role: str) -> str:
+    """The first words of the last message with that role; empty if there is none."""
+    said = [one for one in get_messages(row) if one.get("role") == role]
+    words = " ".join(extract_text(said[-1].get("content")).split()) if said else ""
+    cut = "…" if len(words) > MAX_EXCERPT_CHARS else ""
+    return words[:MAX_EXCERPT_CHARS] + cut
 
 
 @lru_cache(maxsize=4096)

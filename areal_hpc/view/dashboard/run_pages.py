@@ -1,5 +1,6 @@
 """What each page about a run shows, as JSON objects made from the run's files alone."""
 
+import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -15,11 +16,15 @@ from areal_hpc.metrics.catalogue import find_metric
 from areal_hpc.metrics.step_bottleneck import compute_time_shares_by_system_part
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.recipe.loading import flatten_keys_hiding_private_values
+from areal_hpc.rollout.task_set import TaskSet
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.events import read_recent_events
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.shards.schema import parse_shard_name
+from areal_hpc.view.dashboard.evaluation_set_names import label_evaluation_rows
 from areal_hpc.view.dashboard.page_errors import explain_page_error
+from areal_hpc.view.dashboard.row_annotation import describe_annotation
+from areal_hpc.view.dashboard.row_index import RowIndex
 from areal_hpc.view.shard_report import find_tokenizer_file
 from areal_hpc.view.state.alerts_at_newest_step import find_run_alerts, select_failure_alerts
 from areal_hpc.view.state.summary import (
@@ -153,7 +158,23 @@ def _get_metric_unit_and_meaning(metric_name: str) -> dict[str, str]:
     )
 
 
-def describe_trajectory(paths: RunPaths, shard: str, row: int) -> JsonObject:
+def describe_trajectory(
+    paths: RunPaths, index: RowIndex, shard: str, row: int, set_names: Sequence[str]
+) -> JsonObject:
+    """A row's conversation, its task, its tokens and the rows beside it.
+
+    Raises:
+        RecipeError: There is no such row.
+        ShardError: The shard is damaged.
+    """
+    related = index.select_group_and_task_rows(shard, row)
+    found = _describe_recorded_row(paths, shard, row) | related
+    label_evaluation_rows([found, *related["group"], *related["task_rows"]], set_names)
+    fields = _read_task_fields(paths, found)
+    return found | {"annotation": describe_annotation(paths, found), "task_fields": fields}
+
+
+def _describe_recorded_row(paths: RunPaths, shard: str, row: int) -> JsonObject:
     """A row's conversation and its tokens.
 
     Raises:
@@ -187,6 +208,22 @@ def describe_trajectory(paths: RunPaths, shard: str, row: int) -> JsonObject:
         "messages": _list_messages(trajectory),
         "tools": list(trajectory.tool_schemas.values()),
         "tokens": _describe_tokens(trajectory, _load_tokenizer(paths)),
+    }
+
+
+def _read_task_fields(paths: RunPaths, row: JsonObject) -> dict[str, str]:
+    """What a labeled row's task says beside its prompt, such as the answer that is expected."""
+    file, index = paths.dataset("train"), row["task"]
+    if "set" in row:
+        file, index = paths.evaluation_tasks(row["set"]), row["set_task"]
+    try:
+        task = TaskSet.read_or_empty(file)[index]
+    except (OSError, RecipeError):  # it was moved, or is of a program of the user's
+        return {}
+    return {
+        name: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        for name, value in task.items()
+        if name != "messages"
     }
 
 

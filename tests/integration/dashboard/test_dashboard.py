@@ -1,5 +1,6 @@
 """`areal-hpc view`: its server over HTTP, its index, its bundle."""
 
+import json
 import os
 import re
 import signal
@@ -105,7 +106,7 @@ def test_the_page_may_load_nothing_from_elsewhere_and_never_takes_text_for_marku
         assert not re.search(banned, answer.text), name
 
 
-def test_rows_of_every_kind_are_shown_as_data(url: str) -> None:
+def test_rows_of_every_kind_are_shown_as_data(url: str, run: RunPaths) -> None:
     (failed,) = ask(url, "rows", where="kind=failed")["rows"]
     assert failed["cause"] == INJECTIONS[1]
     (hostile,) = ask(url, "rows", where="ticket=7")["rows"]
@@ -118,6 +119,14 @@ def test_rows_of_every_kind_are_shown_as_data(url: str) -> None:
     assert found["tokens"]["ids"] == [1000, 1001, 1002, 1003, 1004, 1005]
     assert found["tokens"]["versions"] == [None, None, None, "1.1", "1.1", "1.1"]
     assert found["messages"][1]["call"]["reward"]["parts"] == {"format": 0.25}
+    said = [one["text"] for one in found["messages"][-2:]]
+    assert [first["question"], first["reply"]] == said
+    assert found["task_fields"] == {}, "its tasks are not here"
+    tasks = [{"messages": [], "answer": "12", "rank": number} for number in range(9)]
+    run.dataset("train").parent.mkdir(exist_ok=True)
+    run.dataset("train").write_text("\n".join(map(json.dumps, tasks)))
+    again = ask(url, "trajectory", row=f"{first['shard']}/{first['row']}")
+    assert again["task_fields"] == {"answer": "12", "rank": str(found["task"])}
     assert [one["episode"] for one in found["group"]] == [0, 1]
     assert [one["ticket"] for one in found["task_rows"]] == [0, 2]
     assert ask(url, "failures")[0]["count"] == 1

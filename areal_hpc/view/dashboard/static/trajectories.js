@@ -5,7 +5,7 @@ const PAGE_ROWS = 100;
 const CHUNK_TOKENS = 1000;
 const ROW_COLUMNS = [
   ["kind", "kind"], ["step", "step", true], ["ticket", "ticket", true], ["attempt", "attempt", true], ["episode", "episode", true],
-  ["reward", "reward", true], ["length", "sampled", true], ["tokens", "tokens", true], ["calls", "calls", true],
+  ["length", "sampled", true], ["tokens", "tokens", true], ["calls", "calls", true],
   ["seconds", "seconds", true], ["task", "task", true], ["cell", "cell"], ["finish", "finish"],
 ];
 const ID_FIELDS = ["step", "ticket", "attempt", "episode", "task"]; // as filters have them, without separators
@@ -25,6 +25,9 @@ function linkRow(run, row) {
 function rowColumns(run, rows) {
   return [
     { title: "", cell: (row) => element("a", { href: linkRow(run, row) }, "open") },
+    { title: "reward", sort: "reward", number: true, cell: (row) => describeField(row, "reward") },
+    { title: "last question", wide: true, cell: (row) => row.question },
+    { title: "last reply", wide: true, cell: (row) => row.reply },
     ...ROW_COLUMNS.map(([field, title, number]) => ({ title, sort: field, number, cell: (row) => describeField(row, field) })),
     { title: "versions", cell: (row) => row.oldest === row.newest ? row.oldest || "–" : `${row.oldest}..${row.newest}` },
     ...(rows.some((row) => row.cause) ? [{ title: "cause", wide: true, cell: (row) => row.cause || "" }] : []),
@@ -96,6 +99,7 @@ function compareText(text) {
 async function showTrajectory(main, query, go) {
   const { run, row: name, color = "logprob" } = query;
   const found = await fetchData("trajectory", { run, row: name });
+  const fields = Object.entries(found.task_fields);
   const seconds = found.ended_at ? found.ended_at - found.started_at : null;
   const others = (title, rows) => rows.length > 1 || (rows.length && nameRow(rows[0]) !== name)
     ? element("details", { open: title === "The group" }, element("summary", {}, `${title}: ${rows.length} rows, reward ${describeRewards(rows)}`),
@@ -103,6 +107,12 @@ async function showTrajectory(main, query, go) {
     : "";
   main.replaceChildren(
     element("h1", {}, `${found.set ? `Task ${found.set_task} of the evaluation set ${found.set}` : `Ticket ${found.ticket}`}, episode ${found.episode}: reward ${formatNumber(found.reward)}`),
+    found.error ? element("section", {}, element("h2", {}, "Error"), element("div", { class: "message" }, element("pre", {}, found.error))) : "",
+    element("h2", {}, "Conversation"),
+    ...(found.messages.length ? found.messages.map(buildMessage) : [element("p", { class: "quiet" }, "The row has no messages.")]),
+    fields.length ? element("section", {}, element("h2", {}, "The task"), element("div", { class: "panel" }, buildFacts(fields))) : "",
+    found.tools.length ? element("details", {}, element("summary", {}, "Tools that it could call"),
+      element("div", { class: "message" }, element("pre", {}, JSON.stringify(found.tools, null, 2)))) : "",
     element("div", { class: "panel" }, buildFacts([
       ["kind", found.kind], ["attempt", found.kind === "evaluation" ? "" : String(found.attempt)], ["task", found.task >= 0 ? String(found.task) : ""], ["cell", found.cell],
       ["seconds", seconds === null ? "" : formatSeconds(seconds)], ["temperature", formatNumber(found.temperature)],
@@ -110,12 +120,7 @@ async function showTrajectory(main, query, go) {
       ["in training", found.annotation ? describeOutcome(found.annotation) : ""],
       ["without effect", Object.entries(found.ignored).map(([key, count]) => `${key} (${count})`).join(", ")],
     ])),
-    found.error ? element("section", {}, element("h2", {}, "Error"), element("div", { class: "message" }, element("pre", {}, found.error))) : "",
     element("section", {}, others("The group", found.group), others("The same task at other times", found.task_rows)),
-    element("h2", {}, "Conversation"),
-    ...(found.messages.length ? found.messages.map(buildMessage) : [element("p", { class: "quiet" }, "The row has no messages.")]),
-    found.tools.length ? element("details", {}, element("summary", {}, "Tools that it could call"),
-      element("div", { class: "message" }, element("pre", {}, JSON.stringify(found.tools, null, 2)))) : "",
     element("h2", {}, "Tokens"),
     buildTokens(found.tokens, found.annotation, color, (to) => go("trajectory", { ...query, color: to })));
 }
