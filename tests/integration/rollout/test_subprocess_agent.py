@@ -193,7 +193,7 @@ def test_what_a_worker_sends_is_never_code_and_holds_up_no_other_episode(
         async with StandInProxy(tmp_path) as _, driving(tmp_path) as (peer, http_client):
             data = {**TASK, "does": does, "note": str(note)}
             one = dataclasses.replace(
-                spec(scaled(5.0) if said.startswith("took") else 60.0), data=data
+                spec(scaled(3.0) if said.startswith("took") else 60.0), data=data
             )
             playing = asyncio.ensure_future(run_episode(one, agent, peer, http_client))
             while not playing.done():
