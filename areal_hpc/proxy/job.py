@@ -72,6 +72,7 @@ async def _serve_cell(job: ProxyJobConfig, stop: StopRequest) -> None:
         source,
         sealer,
         verifier=RequestVerifier(service_key, name),
+        metrics_key=rendezvous.ensure_metrics_key(paths.metrics_key),
         online=job.online,
     )
     register_sample_reader(service.metrics.list_samples)

@@ -55,6 +55,7 @@ class ProxyService:
         sealer: TicketSealer | None = None,
         *,
         verifier: RequestVerifier | None = None,
+        metrics_key: str = "",
         online: bool = False,
     ) -> None:
         model = replace(
@@ -90,6 +91,7 @@ class ProxyService:
         self.metrics = completions.metrics
         self._app = ProxyApp(
             admin_key=admin_key,
+            metrics_key=metrics_key,
             verifier=verifier,
             limits=limits,
             model=model,

@@ -73,6 +73,7 @@ class RunPaths(_Folder):
     admin_key = _PathDescriptor(ADMIN_KEY_FILE)
     """Opens sessions at the run's proxies, for programs of the user's; mode 0600."""
     service_key = _PathDescriptor(SERVICE_KEY_FILE)
+    metrics_key = _PathDescriptor("rendezvous/metrics.key")
     """The run's own processes sign with it what they ask of one another; mode 0600."""
     shards_dir = _PathDescriptor("shards")
     """Sealed trajectories."""

@@ -147,6 +147,15 @@ def ensure_service_key(path: Path) -> str:
     return _ensure_key(path, "a service key")
 
 
+def ensure_metrics_key(path: Path) -> str:
+    """The key that Prometheus shows, in a file, made on first use.
+
+    Raises:
+        RecipeError: As of the admin key.
+    """
+    return _ensure_key(path, "a metrics key")
+
+
 def read_user_key(path: Path, key_description: str) -> str:
     """A key that others gave to the user, from a file that only the user can read.
 

@@ -18,10 +18,12 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from areal_hpc.errors import ClusterError, LostTrainerRankError, RecipeError, StopRequestedError
 from areal_hpc.jobs.node.gpus import find_visible_gpus
 from areal_hpc.jobs.node.topology import (
+    LOOPBACK_ADDRESS,
     TaskPosition,
     get_advertised_host,
     get_task_log_dir,
     get_task_position,
+    runs_on_one_node,
 )
 from areal_hpc.jobs.processes.native_call_threads import (
     list_native_calls,
@@ -216,7 +218,7 @@ def _create_or_join_store(
     if task.num_tasks == 1:
         return dist.HashStore()  # type: ignore[attr-defined]
     if task.is_first:
-        host = get_advertised_host()
+        host = LOOPBACK_ADDRESS if runs_on_one_node() else get_advertised_host()
         listener = socket.create_server((host, 0), family=_find_address_family(host))
         port = listener.getsockname()[1]
         # The store takes the descriptor over, so it listens on this address only.

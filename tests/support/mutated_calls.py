@@ -4,7 +4,7 @@ import http.client
 import json
 import random
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -223,7 +223,7 @@ class Sender:
     def __init__(self, url: str) -> None:
         self._address = urlsplit(url)
 
-    def send(self, raw: RawCall) -> str:
+    def send(self, raw: RawCall, before_last_byte: Callable[[], None] = lambda: None) -> str:
         """The status of the answer, or how the call ended without one.
 
         Raises:
@@ -232,15 +232,17 @@ class Sender:
         """
         sent = self._encode(raw)
         if raw.signature == "repeated":
-            self._send(raw, sent)
-        return self._send(raw, sent)
+            self._send(raw, sent, before_last_byte)
+        return self._send(raw, sent, before_last_byte)
 
-    def _send(self, raw: RawCall, sent: bytes) -> str:
+    def _send(self, raw: RawCall, sent: bytes, before_last_byte: Callable[[], None]) -> str:
         host, port = self._address.hostname, self._address.port
         with socket.create_connection((host or "", port or 0), scaled(HANG_S)) as connection:
             connection.settimeout(LEFT_AFTER_S if raw.may_wait else scaled(HANG_S))
             try:
-                connection.sendall(sent)
+                connection.sendall(sent[:-1])
+                before_last_byte()
+                connection.sendall(sent[-1:])
                 answer = http.client.HTTPResponse(connection, method=raw.method)
                 answer.begin()
                 answer.read()

@@ -52,6 +52,12 @@ def get_advertised_host() -> str:
     return os.environ.get("AREAL_HPC_HOST", LOOPBACK_ADDRESS)
 
 
+def runs_on_one_node() -> bool:
+    """Whether all tasks of this job's step are on this node; without Slurm they are."""
+    unsaid = "" if "SLURM_PROCID" in os.environ else "1"
+    return os.environ.get("SLURM_STEP_NUM_NODES", unsaid) == "1"
+
+
 def get_task_log_dir(default_dir: Path) -> Path:
     """The folder of this task's logs, as the supervisor chose it; a lone process says its own."""
     return Path(os.environ.get("AREAL_HPC_LOG_DIR", default_dir))

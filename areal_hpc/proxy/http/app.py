@@ -75,6 +75,7 @@ class ProxyApp:
         self,
         *,
         admin_key: str,
+        metrics_key: str = "",
         verifier: RequestVerifier | None = None,
         limits: ProxyConfig,
         model: ServedModel,
@@ -84,6 +85,7 @@ class ProxyApp:
         passthrough: GeneratePassthrough | None = None,
     ) -> None:
         self._admin_key = admin_key.encode()
+        self._metrics_key = (metrics_key or admin_key).encode()
         self._verifier = verifier
         self._max_request_bytes = limits.max_request_bytes
         self._max_messages = limits.max_messages
@@ -100,7 +102,7 @@ class ProxyApp:
                 Route(
                     "GET",
                     "/metrics",
-                    "anyone",
+                    "reader",
                     completions.metrics.render,
                     answer_content_type=METRICS_CONTENT_TYPE,
                 ),
@@ -246,9 +248,20 @@ class ProxyApp:
             key.encode("latin-1"), self._admin_key
         ):
             return None, ""
+        if route.opened_by == "reader":
+            self._require_reader_key(key.encode("latin-1"), asgi_scope)
+            return None, ""
         if route.opened_by in ("admin", "driver"):
             return None, self._verify_signature_and_get_digest(route, asgi_scope)
         return self._require_session_and_touch(route, key), ""
+
+    def _require_reader_key(self, key: bytes, asgi_scope: Scope) -> None:
+        if not (
+            asgi_scope["server"][0].startswith("127.")
+            or hmac.compare_digest(key, self._metrics_key)
+            or hmac.compare_digest(key, self._admin_key)
+        ):
+            raise ProxyRequestError(401, "this route requires the key in rendezvous/metrics.key")
 
     def _verify_signature_and_get_digest(self, route: Route, asgi_scope: Scope) -> str:
         if self._verifier is None and route.opened_by == "driver":

@@ -35,10 +35,11 @@ class Route:
     method: Literal["GET", "POST", "DELETE"]
     path: str
     """One part may be a `{name}`: anything but empty, with slashes where it ends the path."""
-    opened_by: Literal["driver", "admin", "session", "control", "anyone"]
+    opened_by: Literal["driver", "admin", "session", "control", "reader", "anyone"]
     """What opens it, checked before the request's body is read. `driver`: a signature of the run's
     own (`wire.signing`); `admin`: that or the admin key; `session`: the key of an agent; `control`:
-    that of who opened the session, which may be the same."""
+    that of who opened the session, which may be the same; `reader`: nothing on loopback, else the
+    metrics or the admin key."""
     answer: Callable[..., RouteResult | Coroutine[Any, Any, RouteResult]]
     """Takes the session that the key opened, if one did; then the name in the path and the query's
     parameters, or the request, if there is one."""

@@ -1,22 +1,27 @@
 """Prometheus endpoint of a process, and the file in the run directory that Prometheus finds it by.
 
-Whoever reaches the port may read: numbers, with names of nodes, jobs and parameters; no text of a
-conversation and no key. Nothing here may stop a run: what cannot be served is told and left out.
+Who reads shows the run's metrics key, unless the port is on loopback. There are numbers, with names
+of nodes, jobs and parameters, and no text of a conversation. Nothing here may stop a run: what
+cannot be served is told and left out.
 """
 
 import contextlib
+import hmac
 import json
 import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
-from prometheus_client import REGISTRY, CollectorRegistry, start_http_server
+from prometheus_client import REGISTRY, CollectorRegistry, make_wsgi_app, start_http_server
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
+from areal_hpc.errors import RecipeError
 from areal_hpc.rundir.atomic import write_atomic
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.rendezvous import ensure_metrics_key
 from areal_hpc.rundir.telemetry.process_metrics import (
     PrometheusSample,
     SampleReader,
@@ -42,13 +47,29 @@ def serve_process_metrics(paths: RunPaths, job: str, process: str, host: str) ->
             server, _ = start_http_server(0, host, registry)
             ends.callback(server.server_close)
             ends.callback(server.shutdown)
+            if not host.startswith("127."):
+                key = ensure_metrics_key(paths.metrics_key)
+                server.set_app(_require_key(make_wsgi_app(registry), key))
             labels = {"run": paths.run_name, "job": job, "process": process}
             address = f"{host}:{server.server_port}"
             write_atomic(target, json.dumps([{"targets": [address], "labels": labels}]).encode())
             ends.callback(_remove_target_file, target)
-        except OSError as error:
+        except (OSError, RecipeError) as error:
             log.warning("Prometheus cannot scrape this process: %s", error)
         yield
+
+
+def _require_key(app: WSGIApplication, key: str) -> WSGIApplication:
+    """The application, for those that show a key."""
+
+    def answer(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        given = environ.get("HTTP_AUTHORIZATION", "").encode("latin-1")
+        if hmac.compare_digest(given, f"Bearer {key}".encode()):
+            return app(environ, start_response)
+        start_response("401 Unauthorized", [("WWW-Authenticate", "Bearer")])
+        return [b"show the key in rendezvous/metrics.key of the run directory\n"]
+
+    return answer
 
 
 def _remove_target_file(target: Path) -> None:

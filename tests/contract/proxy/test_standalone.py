@@ -1,5 +1,6 @@
 """`areal-hpc proxy`: the recorder in front of any SGLang server, without a run."""
 
+import os
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -13,6 +14,7 @@ from openai import OpenAI
 from openai.types.chat import ChatCompletionMessageParam
 
 from areal_hpc.cli.main import main
+from areal_hpc.jobs.node.topology import find_own_address
 from tests.support.chatml import byte_level_tokenizer, write_model_dir
 from tests.support.deadlines import scaled
 from tests.support.lone_proxy import LoneProxy
@@ -175,3 +177,14 @@ def test_what_is_wrong_with_the_command_line_is_said(
     said = capsys.readouterr()
     assert (ended.value.code, said.out) == (78, "")
     assert complaint in said.err
+
+
+def test_metrics_need_a_key_where_others_reach_them(tmp_path: Path) -> None:
+    host = find_own_address("", os.environ)
+    if host.startswith("127."):
+        pytest.skip("this machine has no address but loopback")
+    with closing(LoneProxy(tmp_path, "http://127.0.0.1:9", arguments=("--host", host))) as proxy:
+        url = f"{proxy.url}/metrics"
+        assert httpx.get(url, trust_env=False).status_code == 401
+        key = {"authorization": f"Bearer {proxy.key_file.read_text().strip()}"}
+        assert "areal_hpc_proxy_sessions" in httpx.get(url, headers=key, trust_env=False).text

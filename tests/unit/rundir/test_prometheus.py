@@ -5,6 +5,7 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -54,6 +55,17 @@ def test_a_process_tells_its_own_numbers_and_those_of_its_role(tmp_path: Path) -
     assert found["process_resident_memory_bytes"][1] > 1e6
     assert not [name for name in found if "limit" in name or "bad" in name or "never" in name]
     assert not paths.prometheus_target("cell-0-driver").exists()
+
+
+def test_a_port_that_others_reach_asks_for_the_key_of_the_run(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path / "some" / "run")
+    with serve_process_metrics(paths, "cell-0", "driver", "localhost"):
+        (target,) = json.loads(paths.prometheus_target("cell-0-driver").read_text())
+        url = f"http://{target['targets'][0]}/metrics"
+        assert httpx.get(url, trust_env=False).status_code == 401
+        key = {"authorization": f"Bearer {paths.metrics_key.read_text().strip()}"}
+        assert "process_resident_memory_bytes" in httpx.get(url, headers=key, trust_env=False).text
+    assert paths.metrics_key.stat().st_mode & 0o777 == 0o600
 
 
 def test_what_cannot_be_served_does_not_stop_the_process(
