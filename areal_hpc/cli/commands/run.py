@@ -91,10 +91,23 @@ def _run_recipe(arguments: argparse.Namespace) -> int:
         if arguments.in_allocation:
             lines = chain(lines, [""], _describe_allocation_steps(recipe))
         print("\n".join(lines))
-        print(f"\nnothing was started; a run would write to {recipe.run_dir.resolve()}")
+        print(f"\nnothing was started; {_describe_run_dir(recipe)}")
         return 0
     result = run(recipe, fresh=arguments.fresh, in_allocation=arguments.in_allocation)
     return result.exit_code
+
+
+def _describe_run_dir(recipe: Recipe) -> str:
+    """Where a run would write, or which run it would go on with."""
+    from areal_hpc.rundir.paths import RunPaths
+    from areal_hpc.view.state.summary import read_run_progress
+
+    paths = RunPaths(recipe.run_dir.resolve())
+    if not paths.recipe.exists():
+        return f"a run would write to {paths.root}"
+    progress = read_run_progress(paths)
+    at = f"step {progress.step} of {progress.total_steps}"
+    return f"{paths.root} holds a run at {at}, which the command goes on with (--fresh starts over)"
 
 
 def _describe_allocation_steps(recipe: Recipe) -> Iterator[str]:
