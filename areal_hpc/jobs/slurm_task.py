@@ -351,7 +351,7 @@ class SlurmTask:
     def _describe_gone_run_dir(self) -> str:
         return (
             f"the run's folder {self._launch.run_dir} is gone: it was moved or removed; "
-            "move it back, then areal-hpc resume"
+            "areal-hpc resume goes on at its new place, or after moving it back"
         )
 
     def _hold_job_without_files(self, outcome: TaskExit) -> TaskExit:

@@ -123,6 +123,24 @@ def test_held_jobs_are_released_by_resume(
     assert len(run.submissions) == 4
 
 
+def test_a_run_that_was_moved_is_resumed_at_its_new_place(
+    cluster: Devcluster, run: Submitting, tmp_path: Path
+) -> None:
+    said_by(run.submit(*HELD, *light_overrides(tmp_path)))
+    before = recorded(run)
+    (tmp_path / "runs").rename(tmp_path / "elsewhere")
+    paths = RunPaths(tmp_path / "elsewhere" / "quickstart" / "slurm")
+    assert "moved    from" in said_by(run.call("resume", str(paths.root)))
+    newest = get_latest_submissions(read_submissions(paths.submissions))
+    now = {job: one.job_id for job, one in newest.items()}
+    assert set(now) == set(before)
+    assert set(now.values()).isdisjoint(before.values())
+    assert sorted(now.values()) == numbers(cluster)
+    comments = cluster.slurm("squeue", "-h", "-o", "%k").splitlines()
+    assert all(comment.startswith(f"{paths.root} ") for comment in comments), comments
+    assert not (tmp_path / "runs").exists()
+
+
 def test_resume_submits_only_what_is_missing(
     cluster: Devcluster, run: Submitting, tmp_path: Path
 ) -> None:

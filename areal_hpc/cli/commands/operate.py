@@ -1,6 +1,7 @@
 """`areal-hpc cancel`, `resume`, `quarantine`, `export`, `replay`: what is done with a run."""
 
 import argparse
+import json
 import os
 import shlex
 import subprocess
@@ -184,6 +185,12 @@ def _resume_run(arguments: argparse.Namespace) -> int:
             hint=f"areal-hpc cancel {shlex.quote(str(paths.root))}, then repeat this command",
         )
     recipe = load_recipe(paths.recipe, arguments.overrides)
+    own_name = (recipe.experiment_name, recipe.trial_name)
+    if not recipe.run_dir.exists() and paths.root.parts[-2:] == own_name:
+        say(f"moved    from {recipe.run_dir.resolve()}; jobs that know that place are cancelled")
+        _cancel_live_jobs(paths)
+        here = f"cluster.fileroot={json.dumps(str(paths.root.parents[1]))}"
+        recipe = load_recipe(paths.recipe, [*arguments.overrides, here])
     if recipe.run_dir.resolve() != paths.root:
         raise RecipeError(
             f"with these overrides the run directory would be {recipe.run_dir.resolve()}",
@@ -196,6 +203,17 @@ def _resume_run(arguments: argparse.Namespace) -> int:
     slurm_launcher.submit(recipe, print_line=say, joins_live_jobs=True)
     print(f"next     {format_next_command('status', paths)}")
     return 0
+
+
+def _cancel_live_jobs(paths: RunPaths) -> None:
+    from areal_hpc.launch.terminal import say
+    from areal_hpc.slurm.cancel import cancel_jobs_and_wait
+    from areal_hpc.slurm.run_jobs import is_job_of_run, list_live_jobs
+
+    ids = tuple(job.slurm_record.job_id for job in list_live_jobs(paths))
+    cancel_jobs_and_wait(
+        lambda: ids, is_own=partial(is_job_of_run, paths), grace_s=0.0, print_line=say
+    )
 
 
 def _quarantine_or_restore_batch(arguments: argparse.Namespace) -> int:
