@@ -31,7 +31,10 @@ MIN_FREE_BYTES = 256 << 20
 """With less room on the disk no spans are written: what a run needs goes first."""
 MAX_PENDING_SPANS = 20_000
 """Kept while the storage is silent; further ones are lost."""
-FLUSH_INTERVAL_S = 1.0
+FLUSH_INTERVAL_S = 5.0
+"""Each flush costs the metadata server of shared storage two calls, in every process."""
+STORAGE_LOOK_INTERVAL_S = 30.0
+"""Between two looks at the room on the disk and the size of the file."""
 LASTING_SPAN_REPORT_DELAY_S = 20.0
 """What lasts for so long is told before it ends, once."""
 STATE_INTERVAL_S = 10.0
@@ -117,7 +120,7 @@ class SpanLog:
         """What is under way and not told yet, by a number."""
         self._opened = 0
         self._lost = 0
-        self._refused_until_s = -math.inf
+        self._refused_until_s = self._look_at_s = -math.inf
         self._has_warned = False
         self._is_over = threading.Event()
         self._writer = threading.Thread(target=self._run, name="spans", daemon=True)
@@ -208,20 +211,34 @@ class SpanLog:
             self._on_refused(error, sum(isinstance(one, Span) for one in lines) + lost)
 
     def _write(self, lines: list[SpanLine]) -> None:
+        now_s = time.monotonic()
+        if now_s >= self._look_at_s:
+            self._make_folder_and_check_room()
+            if self._rotate_large_file():
+                spans = (one.begin for one in lines if isinstance(one, Span))
+                at = min(spans, default=time.time())
+                lines.insert(0, msgspec.structs.replace(self._start, at=round(at, TIME_DIGITS)))
+            self._look_at_s = now_s + STORAGE_LOOK_INTERVAL_S
+        append_lines(self._path, lines)
+
+    def _make_folder_and_check_room(self) -> None:
         self._path.parent.mkdir(exist_ok=True)
         if shutil.disk_usage(self._path.parent).free < self._min_free_bytes:
             raise OSError(f"less than {self._min_free_bytes >> 20} MiB are free")
+
+    def _rotate_large_file(self) -> bool:
+        """Put a file that has reached its bound aside; true if it was."""
         with contextlib.suppress(FileNotFoundError):
             if self._path.stat().st_size >= self._max_file_bytes:
                 self._path.replace(get_older_path(self._path))
-                at = min((one.begin for one in lines if isinstance(one, Span)), default=time.time())
-                lines.insert(0, msgspec.structs.replace(self._start, at=round(at, TIME_DIGITS)))
-        append_lines(self._path, lines)
+                return True
+        return False
 
     def _on_refused(self, error: OSError, lost: int) -> None:
         with self._lock:
             self._lost += lost
         self._refused_until_s = time.monotonic() + REFUSED_PAUSE_S
+        self._look_at_s = -math.inf
         if not self._has_warned:
             self._has_warned = True
             log.warning("spans are lost, and nothing else: %s: %s", self._path, error)

@@ -98,7 +98,10 @@ def test_pieces_of_one_phase_are_one_span(tmp_path: Path) -> None:
     assert paths.spans("trainer-trainer").stat().st_size < 300
 
 
-def test_files_of_a_process_stay_within_their_bound_and_keep_the_newest(tmp_path: Path) -> None:
+def test_files_of_a_process_stay_within_their_bound_and_keep_the_newest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("areal_hpc.rundir.telemetry.spans.STORAGE_LOOK_INTERVAL_S", 0.0)
     paths = make_paths(tmp_path)
     path, bound = paths.spans("cell-0-proxy"), 20_000
     log = SpanLog(path, max_file_bytes=bound)
