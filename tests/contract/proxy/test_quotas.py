@@ -18,7 +18,7 @@ from tests.support.proxy_stage import Stage
 from tests.support.scripted_sglang import Script
 from tests.support.waiting import wait_for
 
-HEAVY = "root ::= " + '("a"?) ' * 3000
+HEAVY = "root ::= " + '("a"?) ' * 5000
 
 
 @pytest.fixture(scope="module")

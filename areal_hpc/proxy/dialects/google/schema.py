@@ -8,8 +8,8 @@ import re
 from typing import Any
 
 from areal_hpc.errors import ProxyRequestError
-from areal_hpc.proxy.engine.grammar_limits import MAX_SCHEMA_DEPTH
 
+MAX_SCHEMA_DEPTH = 64
 _JSON_SCHEMA_TYPES = frozenset(
     {"object", "array", "string", "number", "integer", "boolean", "null"}
 )

@@ -1,0 +1,75 @@
+"""SGLang's compiler tries grammars in a process that can be ended: costly ones reach no replica."""
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.support.proxy_stage import Stage
+from tests.support.scripted_sglang import Script
+
+
+def nest(levels: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(levels):
+        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    return schema
+
+
+def double(levels: int) -> dict[str, Any]:
+    """Refers twice to one that refers twice, and so on; the last one to the first."""
+    definitions: dict[str, Any] = {"n0": {"anyOf": [{"$ref": f"#/$defs/n{levels}"}, {}]}}
+    for level in range(1, levels + 1):
+        below = {"$ref": f"#/$defs/n{level - 1}"}
+        definitions[f"n{level}"] = {"type": "object", "properties": {"a": below, "b": below}}
+    return {"$defs": definitions, "$ref": f"#/$defs/n{levels}"}
+
+
+def strings(count: int) -> dict[str, Any]:
+    fields = {f"p{index}": {"type": "string", "maxLength": 100} for index in range(count)}
+    return {"type": "object", "properties": fields}
+
+
+USUAL: list[tuple[str, str]] = [
+    ("regex", r"(?:\d{4}-\d{2}-\d{2})(?:T\d{2}:\d{2}(?::\d{2}(?:\.\d+)?)?)?"),
+    ("regex", r"[?*+{}]" * 200 + r"\?\*\{5000\}"),
+    ("regex", r"(yes|no|maybe)( [a-z]{1,20}){0,40}"),
+    ("ebnf", "root ::= (" + " | ".join(f'"w?*{index}"' for index in range(1000)) + ")*"),
+    ("ebnf", 'root ::= "{5000}" [?*+"] expr\nexpr ::= term (("+" | "-") term)*\nterm ::= [0-9]+'),
+    ("json_schema", json.dumps(nest(30))),
+    ("json_schema", json.dumps(double(5))),
+    ("json_schema", json.dumps(strings(32))),
+    ("json_schema", '{"properties": {"pattern": {"pattern": "^[A-Z]{3}-[0-9]{4,8}$"}}}'),
+    ("json_schema", '{"enum": ["a{0,9999}", "%s"]}' % ("?" * 500)),
+]
+
+
+COSTLY = "root ::= root root | [a-z ]"
+"""Each of its tokens takes longer than the one before it, by the cube."""
+
+
+def test_usual_grammars_reach_a_replica(parsing_stage: Stage) -> None:
+    stage = parsing_stage
+    stage.sglang.script = lambda request: Script()
+    for kind, text in USUAL:
+        stage.sglang.requests.clear()
+        schema = {"name": "a", "schema": json.loads(text)} if kind == "json_schema" else None
+        form = {"response_format": {"type": "json_schema", "json_schema": schema}}
+        answer = stage.ask(stage.open_session()[1], "hi", **(form if schema else {kind: text}))
+        assert answer.status_code == 200, (text, answer.text)
+        (asked,) = stage.sglang.requests
+        assert kind in asked["sampling_params"]
+
+
+@pytest.mark.parametrize("route", ["/generate", "/chat/completions"])
+def test_a_costly_grammar_is_refused(parsing_stage: Stage, route: str) -> None:
+    stage = parsing_stage
+    stage.sglang.requests.clear()
+    bodies: dict[str, Any] = {
+        "/generate": {"input_ids": [5], "sampling_params": {"ebnf": COSTLY}},
+        "/chat/completions": {"messages": [{"role": "user", "content": "hi"}], "ebnf": COSTLY},
+    }
+    answer = stage.post(route, bodies[route], stage.open_session()[1])
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "ebnf")
+    assert "the grammar takes too long to compile" in answer.json()["error"]["message"]
+    assert stage.sglang.requests == []
