@@ -5,7 +5,9 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from torch.utils.tensorboard import SummaryWriter
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+from torch.utils.tensorboard import FileWriter
 
 from areal_hpc.metrics.step_line import format_step_line
 from areal_hpc.metrics.step_metrics import list_evaluated_sets, read_metrics
@@ -84,9 +86,12 @@ class MetricsWriter:
         self.reopened.pop("step", None)
         if path.exists():
             replace_lines(path, kept.values())
-        self._board = (
-            SummaryWriter(str(tensorboard_dir), purge_step=resume_step) if tensorboard_dir else None
-        )
+        self._board: FileWriter | None = None
+        if tensorboard_dir:
+            self._board = FileWriter(str(tensorboard_dir))
+            # Readers then forget what an earlier start wrote of later steps.
+            start = SessionLog(status=SessionLog.START)
+            self._board.add_event(Event(step=resume_step, session_log=start))
         self._held: list[tuple[int, JsonMetricRow]] | None = None
         self._newest_step = -1
         self.newest_line: JsonMetricRow = {}
@@ -105,9 +110,13 @@ class MetricsWriter:
         append_line(self.path, line)
         log.info("%s", format_step_line(line, self._total_steps))
         if self._board is not None:
-            for name, value in replace_non_finite_by_none(values).items():
-                if isinstance(value, int | float):
-                    self._board.add_scalar(format_tensorboard_tag(name), value, step)
+            # As one event: TensorBoard's writer opens its file anew for each.
+            scalars = [
+                Summary.Value(tag=format_tensorboard_tag(name), simple_value=value)
+                for name, value in replace_non_finite_by_none(values).items()
+                if isinstance(value, int | float)
+            ]
+            self._board.add_summary(Summary(value=scalars), step)
             self._board.flush()
 
     def _merge_into_newest_line(self, step: int, line: JsonMetricRow) -> None:
