@@ -11,7 +11,7 @@ import contextlib
 import logging
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -165,7 +165,7 @@ class Caretaker:
         if self._paths.cancelled_marker.exists() or self._paths.finished_marker.exists():
             return
         try:
-            jobs = self._read_job_statuses()
+            jobs = self._read_watched_statuses()
             charges = [jobs[name] for name in select_jobs_to_watch(self._config, jobs)]
             missing = [job for job in charges if job.reason_to_submit]
             if missing and self._is_launcher_at_work():
@@ -198,9 +198,22 @@ class Caretaker:
         if is_waiting and self._config.job != self._config.leader:
             release_jobs_held_while_idle(self._paths.jobs_dir, only_job=self._config.leader)
 
-    def _read_job_statuses(self) -> dict[str, JobStatus]:
+    def _read_watched_statuses(self) -> dict[str, JobStatus]:
+        """Statuses of all jobs; of the leading one alone for a cell, as long as that one lives.
+
+        Of a thousand cells each looks once a minute.
+        """
+        leader, others = self._config.leader, self._config.others
+        if self._config.job != leader:
+            jobs = self._read_job_statuses([leader])
+            if jobs[leader].is_alive:
+                return jobs
+        return self._read_job_statuses([leader, *others])
+
+    def _read_job_statuses(self, names: Sequence[str]) -> dict[str, JobStatus]:
         submissions = read_submissions(self._paths.submissions)
-        newest = get_latest_submissions(submissions)
+        latest = get_latest_submissions(submissions)
+        newest = {name: latest[name] for name in names if name in latest}
         # A job that has a successor is not missing, even before that one has started.
         chains = {
             name: [one, *list_waiting_successors(submissions, name)] for name, one in newest.items()
@@ -210,7 +223,6 @@ class Caretaker:
         snapshot = self._queue.poll(ids).filter_jobs(ids, is_own)
         if snapshot.outage:
             raise ClusterError(snapshot.outage)
-        names = (self._config.leader, *self._config.others)
         alive = {
             name
             for name, chain in chains.items()
