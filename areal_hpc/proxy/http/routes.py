@@ -178,6 +178,8 @@ def _describe_operation(route: Route, body: dict[str, Any] | None) -> dict[str, 
     if route.opened_by != "anyone":
         schemes = _SECURITY_SCHEMES if route.opened_by != "driver" else ["signature"]
         operation["security"] = [{name: []} for name in schemes]
+    if route.opened_by == "reader":
+        operation["security"].append({})  # none, on loopback
     if name := route.path_parameter:
         place = {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
         operation["parameters"] = [place]

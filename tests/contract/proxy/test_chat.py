@@ -145,7 +145,8 @@ def test_the_routes_describe_themselves(stage: Stage) -> None:
     for path, methods in described["paths"].items():
         for method, operation in methods.items():
             answer = stage.http.request(method, f"{stage.url}{path}")
-            assert answer.status_code == (401 if "security" in operation else 200), path
+            is_open = {} in operation.get("security", [{}])
+            assert answer.status_code == (200 if is_open else 401), path
     for prefix in ("", "/v1"):
         assert f"{prefix}/messages" in described["paths"]
 
