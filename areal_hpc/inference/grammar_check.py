@@ -20,6 +20,7 @@ from sglang.srt.constrained.base_grammar_backend import InvalidGrammarObject
 from sglang.srt.constrained.xgrammar_backend import XGrammarGrammarBackend
 from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 
+from areal_hpc.jobs.processes.die_with_parent import die_with_parent
 from areal_hpc.wire.parsers import GrammarCheckRequest, ParserReply
 
 MAX_MEMORY_BYTES = 2 << 30
@@ -76,6 +77,7 @@ class GrammarChecker:
 
 def _is_costly(backend: XGrammarGrammarBackend, request: GrammarCheckRequest) -> bool:
     """Compile a grammar and sample by it, within limits that may end this process."""
+    die_with_parent(signal.SIGKILL)
     os.nice(NICENESS)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CPU, (request.cpu_s, request.cpu_s + 1))
