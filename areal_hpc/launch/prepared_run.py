@@ -63,8 +63,8 @@ def prepare_and_lock_run(
 
     `fresh` moves an earlier run aside first. The user's code is imported from `sys_path`, beside
     the present folder. `known_problems` are told with those found here. Jobs of the run that wait
-    or run are an error, unless `joins_live_jobs`; one that `submits` keeps launchers on other hosts
-    from it. A directory that did not exist is removed again
+    or run are an error, unless `joins_live_jobs`. A launcher that `submits` keeps those on other
+    hosts out, too. A directory that did not exist is removed again
     if it cannot be put in place.
 
     Raises:
@@ -216,9 +216,9 @@ def archive_run(paths: RunPaths, print_line: Callable[[str], None]) -> Path | No
         return None  # nothing has been run there
     stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
     kept = paths.root.with_name(f"{paths.root.name}.{stamp}")
-    with hold_lock_or_raise(paths.lock):
-        wait_and_raise_if_launcher_is_alive(
-            paths, print_line
-        )  # the directory would take its note along
+    with hold_lock_or_raise(paths.lock), claim_submission_or_raise(paths.submission_claim):
+        # The directory would take its note along.
+        wait_and_raise_if_launcher_is_alive(paths, print_line)
         paths.root.rename(kept)
+    (kept / paths.submission_claim.name).unlink()
     return kept

@@ -1,21 +1,30 @@
 """Folders of a run: made by its processes, but never the run's own, which the launcher makes.
 
 A run's folder may be moved while the run works, as people do when a quota fills. Processes that
-made it anew would go on in an empty one, and what they seal there nobody reads.
+made it anew would go on in an empty one, and what they seal there nobody reads. To another file
+system it is moved file by file: a run is there as long as its recipe is.
 """
 
 import errno
 import os
 from pathlib import Path
 
+from areal_hpc.rundir.paths import RECIPE_FILE
+
 MISSING_LOOKS = 3
 """Looks in a row at which a folder is missing until it counts as gone: storage may be late."""
-_run_dirs: list[Path] = []
+_marks: list[Path] = []
 
 
 def forbid_making(run_dir: Path) -> None:
     """Have this process never make a run's own folder; `make_folder` raises instead."""
-    _run_dirs.append(run_dir)
+    _marks.append(find_mark(run_dir))
+
+
+def find_mark(run_dir: Path) -> Path:
+    """What is there as long as the run is: its recipe, where it has one."""
+    recipe = run_dir / RECIPE_FILE
+    return recipe if recipe.exists() else run_dir
 
 
 def make_folder(folder: Path) -> None:
@@ -24,8 +33,9 @@ def make_folder(folder: Path) -> None:
     Raises:
         OSError: The storage refused, or the run's own folder is gone.
     """
-    for run_dir in _run_dirs:
-        if folder.is_relative_to(run_dir) and not run_dir.exists():
+    for mark in _marks:
+        run_dir = mark.parent if mark.name == RECIPE_FILE else mark
+        if folder.is_relative_to(run_dir) and not mark.exists():
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(run_dir))
     folder.mkdir(parents=True, exist_ok=True)
 
@@ -35,6 +45,7 @@ class RunDirWatch:
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
+        self._mark = find_mark(run_dir)
         self._missing = 0
 
     def is_gone(self, looks: int = MISSING_LOOKS) -> bool:
@@ -44,5 +55,5 @@ class RunDirWatch:
             OSError: The storage does not answer, or the folder above is missing too.
         """
         self._run_dir.parent.stat()
-        self._missing = 0 if self._run_dir.exists() else self._missing + 1
+        self._missing = 0 if self._mark.exists() else self._missing + 1
         return self._missing >= looks

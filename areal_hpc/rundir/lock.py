@@ -7,6 +7,7 @@ process can create.
 import contextlib
 import fcntl
 import os
+import secrets
 import socket
 import time
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from areal_hpc.errors import ClusterError
 
 LOCK_ACQUIRE_TIMEOUT_S = 1.0
 """Longest that a lock is waited for: `is_lock_held` holds it for a moment."""
-CLAIM_LIFETIME_S = 1800.0
+CLAIM_LIFETIME_S = 900.0
 """A claim that is older was left by a process that died."""
 
 
@@ -68,31 +69,52 @@ def is_lock_held(lock_file: str | os.PathLike[str]) -> bool:
 
 
 @contextmanager
-def claim(path: Path) -> Iterator[str]:
+def claim(path: Path, claimant: str) -> Iterator[str]:
     """Create a file that only one process can create, and remove it at the end.
 
     Yields:
-        The host whose process has it already; empty if this process has it now.
+        The claimant that has it already; empty if this one has it now.
     """
-    if not is_claimed(path):
-        path.unlink(missing_ok=True)
+    _remove_dead_claim(path)
+    content = f"{claimant}\n{secrets.token_hex(8)}"
     try:
         descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
     except FileExistsError:
-        yield path.read_text() or "another host"
+        yield _read_claim(path).partition("\n")[0] or "another process"
         return
     try:
         with os.fdopen(descriptor, "w") as file:
-            file.write(socket.gethostname())
+            file.write(content)
         yield ""
     finally:
-        path.unlink(missing_ok=True)
+        if _read_claim(path) == content:  # else it took so long that another process has it
+            path.unlink(missing_ok=True)
 
 
-def is_claimed(path: Path) -> bool:
-    """True while a process has created the file, and not too long ago to be alive."""
+def _read_claim(path: Path) -> str:
+    """What a claim says; empty if there is none, or its process is about to write it."""
     try:
-        return time.time() - path.stat().st_mtime < CLAIM_LIFETIME_S
+        return path.read_text()
+    except FileNotFoundError:
+        return ""
+
+
+def _remove_dead_claim(path: Path) -> None:
+    """Remove a claim that is too old; of several processes that see one, none removes a new one."""
+    if not _is_too_old(path):
+        return
+    aside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    with contextlib.suppress(FileNotFoundError):
+        path.rename(aside)
+        if not _is_too_old(aside):  # made anew between the look and the renaming
+            with contextlib.suppress(OSError):
+                path.hardlink_to(aside)
+        aside.unlink()
+
+
+def _is_too_old(path: Path) -> bool:
+    try:
+        return time.time() - path.stat().st_mtime > CLAIM_LIFETIME_S
     except FileNotFoundError:
         return False
 
@@ -102,15 +124,16 @@ def claim_submission_or_raise(path: Path) -> Iterator[None]:
     """Keep launchers on other hosts from submitting a run; the caller has the lock of this one.
 
     Raises:
-        ClusterError: A launcher on another host is at it, or was killed there.
+        ClusterError: A launcher on another host, or a caretaker, is at it, or was killed there.
     """
-    with contextlib.suppress(FileNotFoundError):
-        if path.read_text() == socket.gethostname():
-            path.unlink()  # it is dead: it would have the lock
-    with claim(path) as host:
-        if host:
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text()[:8]  # hosts may have equal names
+    launcher = f"a launcher on {socket.gethostname()} ({boot})"
+    if _read_claim(path).startswith(f"{launcher}\n"):
+        path.unlink(missing_ok=True)  # it is dead: it would have the lock
+    with claim(path, launcher) as claimant:
+        if claimant:
             raise ClusterError(
-                f"a launcher on {host} is submitting this run",
+                f"{claimant} is submitting jobs of this run",
                 key=str(path.parent),
                 hint=f"try again in a minute; if it was killed there: rm {path}",
             )

@@ -45,7 +45,7 @@ class RunPaths(_Folder):
     lock = _PathDescriptor("launcher.lock")
     """Held (flock) by a foreground launcher; local jobs stop when it is released."""
     submission_claim = _PathDescriptor("submission.claim")
-    """Exists while a launcher submits: for those on hosts that its lock does not reach."""
+    """Exists while a launcher or a caretaker submits: for those whom no lock reaches."""
     data_dir = _PathDescriptor("data")
     """Task sets, demonstrations and the starting model as launched."""
     agent_dir = _PathDescriptor("agent")
@@ -73,8 +73,9 @@ class RunPaths(_Folder):
     admin_key = _PathDescriptor(ADMIN_KEY_FILE)
     """Opens sessions at the run's proxies, for programs of the user's; mode 0600."""
     service_key = _PathDescriptor(SERVICE_KEY_FILE)
-    metrics_key = _PathDescriptor("rendezvous/metrics.key")
     """The run's own processes sign with it what they ask of one another; mode 0600."""
+    metrics_key = _PathDescriptor("rendezvous/metrics.key")
+    """Prometheus sends it to read `/metrics` off loopback; mode 0600."""
     shards_dir = _PathDescriptor("shards")
     """Sealed trajectories."""
     shard_index_dir = _PathDescriptor("index")
@@ -246,8 +247,6 @@ class JobPaths(_Folder):
     """When a cell that shares its job last had nothing to do; holds the start of the job."""
     cancelled_id = _PathDescriptor("cancelled_id")
     """Number of the submission that a person cancelled, which Slurm forgets."""
-    submission_claim = _PathDescriptor("claim")
-    """Exists while a caretaker submits the job."""
     checkpoint_duration = _PathDescriptor("checkpoint_time_s")
     """Seconds that the last checkpoint took."""
 

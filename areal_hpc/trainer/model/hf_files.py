@@ -14,6 +14,7 @@ from typing import BinaryIO
 import torch
 
 from areal_hpc.rundir.atomic import fsync_path, fsync_tree
+from areal_hpc.rundir.folders import make_folder
 
 HfTensorSpecWithDtype = tuple[str, tuple[int, ...], torch.dtype]
 """Name, shape and dtype."""
@@ -65,7 +66,8 @@ def write_or_replace_hf_model_dir(
     # Another process may be writing the same model: the trainer, and a person who exports it.
     writer = f"{socket.gethostname()}_{os.getpid()}"
     partial = target_dir.with_name(f".{target_dir.name}.partial_{writer}")
-    partial.mkdir(parents=True)
+    make_folder(partial.parent)
+    partial.mkdir()
     _write_tensors(iter(tensors), specs, partial, file_bytes, on_file)
     for name in COPIED_FILE_NAMES:
         if (source_dir / name).is_file():

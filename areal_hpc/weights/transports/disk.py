@@ -20,6 +20,7 @@ from areal_hpc.errors import WeightStorageError
 from areal_hpc.metrics.step_metrics import PhaseTimer
 from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.rundir.atomic import fsync_path
+from areal_hpc.rundir.folders import make_folder
 from areal_hpc.weights.buckets.bucket import (
     OpenBucket,
     PackingBuffers,
@@ -51,7 +52,8 @@ class WeightsFolder:
         self._files = 0
         with _convert_write_errors(self._partial):
             shutil.rmtree(self._partial, ignore_errors=True)
-            self._partial.mkdir(parents=True)
+            make_folder(self._partial.parent)
+            self._partial.mkdir()
 
     def write_bucket(self, full_bucket: OpenBucket) -> None:
         """Write one bucket and force it to disk."""

@@ -11,9 +11,10 @@ from areal_hpc.rundir.folders import RunDirWatch, forbid_making, make_folder
 
 @pytest.fixture
 def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(folders, "_run_dirs", [])
+    monkeypatch.setattr(folders, "_marks", [])
     made = tmp_path / "experiment" / "trial"
     make_folder(made)
+    (made / "recipe.yaml").touch()
     forbid_making(made)
     return made
 
@@ -25,6 +26,9 @@ def test_what_is_written_below_a_run_that_was_moved_is_refused(run_dir: Path) ->
         with pytest.raises(FileNotFoundError, match="trial"):
             write_atomic(run_dir / name, b"{}")
     assert not run_dir.exists()
+    run_dir.mkdir()  # half of it is there, as while it is moved to another file system
+    with pytest.raises(FileNotFoundError, match="trial"):
+        write_atomic(run_dir / "jobs" / "trainer" / "exit.json", b"{}")
     write_atomic(run_dir.with_name("another") / "recipe.yaml", b"")
 
 

@@ -13,7 +13,6 @@ from areal_hpc.rundir.lock import (
     claim,
     claim_submission_or_raise,
     hold_lock_or_raise,
-    is_claimed,
     is_lock_held,
 )
 
@@ -41,25 +40,65 @@ def test_a_second_launcher_is_refused(tmp_path: Path) -> None:
         pass
 
 
-def test_a_claim_keeps_launchers_on_other_hosts_out(tmp_path: Path) -> None:
+def test_a_claim_keeps_launchers_on_other_hosts_and_caretakers_out(tmp_path: Path) -> None:
     path = tmp_path / "submission.claim"
     with claim_submission_or_raise(path):
-        with claim(path) as host:
-            assert host == socket.gethostname()
+        with claim(path, "a caretaker") as claimant:
+            assert socket.gethostname() in claimant
         assert path.exists()
     assert not path.exists()
-    path.write_text("login2")
+    path.write_text("a launcher on login2 (0123)\nabc")
     with pytest.raises(ClusterError, match="launcher on login2"), claim_submission_or_raise(path):
         pass
-    assert path.read_text() == "login2"
+    assert path.exists()
+
+
+def test_of_many_claims_at_once_one_is_given(tmp_path: Path) -> None:
+    path, given = tmp_path / "claim", []
+    all_begin = threading.Barrier(8)
+
+    def take(number: int) -> None:
+        all_begin.wait()
+        with claim(path, f"process {number}") as claimant:
+            if not claimant:
+                given.append(number)
+                all_seen.wait()
+            else:
+                all_seen.wait()
+
+    for left_behind in (False, True):
+        all_seen = threading.Barrier(8)
+        if left_behind:
+            path.write_text("process of long ago")
+            os.utime(path, (1.0, 1.0))
+        threads = [threading.Thread(target=take, args=(number,)) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(given) == 1
+        given.clear()
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_a_claim_that_took_too_long_is_not_removed_for_its_successor(tmp_path: Path) -> None:
+    path = tmp_path / "claim"
+    with claim(path, "slow"):
+        os.utime(path, (1.0, 1.0))
+        with claim(path, "quick") as claimant:
+            assert claimant == ""
+            assert path.read_text().startswith("quick")
+    assert not path.exists()
 
 
 @pytest.mark.parametrize("left_by", ["this host", "another, long ago"])
 def test_a_claim_of_a_launcher_that_was_killed_is_taken(tmp_path: Path, left_by: str) -> None:
     path = tmp_path / "submission.claim"
-    path.write_text(socket.gethostname() if left_by == "this host" else "login2")
+    with claim_submission_or_raise(path):
+        content = path.read_text()
+    path.write_text(content if left_by == "this host" else "a launcher on login2 (01)\nab")
     if left_by != "this host":
         os.utime(path, (1.0, 1.0))
     with claim_submission_or_raise(path):
-        assert is_claimed(path)
+        assert socket.gethostname() in path.read_text()
     assert not path.exists()
