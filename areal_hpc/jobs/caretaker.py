@@ -10,6 +10,7 @@ could not start it is released, and that node excluded.
 import contextlib
 import logging
 import re
+import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -41,7 +42,7 @@ from areal_hpc.rundir.jobs import (
     read_submissions,
     read_task_exits,
 )
-from areal_hpc.rundir.lock import claim, is_claimed, is_lock_held
+from areal_hpc.rundir.lock import claim, is_lock_held
 from areal_hpc.rundir.paths import JobPaths, RunPaths
 from areal_hpc.rundir.telemetry.events import SUBMISSION_REFUSED_EVENT, EventLog
 from areal_hpc.slurm import scontrol
@@ -106,6 +107,12 @@ class JobStatus:
         return self.state.phase is JobPhase.RUNNING
 
     @property
+    def is_held_after_failed_launch(self) -> bool:
+        """True while Slurm holds it since a node could not start it."""
+        held = self.slurm_record
+        return held is not None and is_held_after_failed_launch(held.reason)
+
+    @property
     def reason_to_submit(self) -> str:
         """Why it is to be submitted again, to follow the job's name; empty if it is not."""
         is_decided = any(one.exit_code == 0 or one.gave_up for one in self.task_exits)
@@ -137,7 +144,8 @@ def select_jobs_to_watch(config: CaretakerConfig, jobs: Mapping[str, JobStatus])
     """Names of the jobs that the caretaker of `config.job` has to look after now."""
     if config.job == config.leader:
         return config.others
-    if jobs[config.leader].is_alive:
+    leader = jobs[config.leader]
+    if leader.is_alive and not leader.is_held_after_failed_launch:
         return ()
     first = next((name for name in config.others if jobs[name].is_running), "")
     return (config.leader,) if first == config.job else ()
@@ -175,7 +183,7 @@ class Caretaker:
                     self._submit_again_or_note_refusal(job)
             self._missing = {job.name for job in missing}
             for job in charges:
-                if job.slurm_record and is_held_after_failed_launch(job.slurm_record.reason):
+                if job.is_held_after_failed_launch:
                     self._release_after_failed_launch(job)
             self._release_leader_held_while_idle(jobs)
         except SlurmNotFoundError:
@@ -185,8 +193,6 @@ class Caretaker:
 
     def _is_launcher_at_work(self) -> bool:
         """True while `areal-hpc resume` submits what is missing: both would submit it."""
-        if is_claimed(self._paths.submission_claim):
-            return True
         with contextlib.suppress(OSError):  # of storage without locks that reach other nodes
             return is_lock_held(self._paths.lock)
         return False
@@ -206,7 +212,7 @@ class Caretaker:
         leader, others = self._config.leader, self._config.others
         if self._config.job != leader:
             jobs = self._read_job_statuses([leader])
-            if jobs[leader].is_alive:
+            if jobs[leader].is_alive and not jobs[leader].is_held_after_failed_launch:
                 return jobs
         return self._read_job_statuses([leader, *others])
 
@@ -308,7 +314,8 @@ class Caretaker:
         launch = _read_launch_file(files)
         if launch.slurm is None:
             return
-        with claim(files.submission_claim) as claimant:
+        caretaker = f"the caretaker of {self._config.job} on {socket.gethostname()}"
+        with claim(self._paths.submission_claim, caretaker) as claimant:
             newest = get_latest_submissions(read_submissions(self._paths.submissions))
             if claimant or newest.get(job.name) != job.submission:
                 return  # somebody else submits it, or has done so since this look
@@ -354,11 +361,12 @@ class Caretaker:
         problem = "; ".join(f"{node}: {reasons.get(node, 'the start failed')}" for node in culprits)
         for node in culprits:
             self._exclude_node(slurm, job, node, problem)
-        _write_submission_count(files, count, made_bytes)
+        _write_submission_count(files, count - 1, made_bytes)  # on a full disk this raises
         if culprits:
             excluded = build_exclude_list(slurm, scontrol.query_job(job_id).excluded_nodes)
             scontrol.update_waiting_job(job_id, "ExcNodeList", excluded)
         scontrol.control_job("release", job_id)
+        _write_submission_count(files, count, made_bytes)
         self._events.record(
             "job_released", job=job.name, job_id=job_id, by=self._config.job, excluded=culprits,
             reason=f"{job.name} could not be started ({problem or 'Slurm names no node'})",

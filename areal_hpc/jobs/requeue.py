@@ -4,6 +4,7 @@ A job that ends at a preemption's warning has failed in Slurm's eyes, and is not
 must ask for that itself, or outlast the warning.
 """
 
+import errno
 import logging
 import os
 import time
@@ -15,6 +16,7 @@ import msgspec
 
 from areal_hpc.errors import ClusterError, SlurmCommandError, SlurmNotFoundError, SlurmTimeoutError
 from areal_hpc.jobs.restart_policy import (
+    PERMANENT_EXIT_CODES,
     SLURM_JOB_RESTART_POLICY,
     TIME_LIMIT_REASON,
     FailuresWithoutProgress,
@@ -36,7 +38,7 @@ from areal_hpc.rundir.jobs import (
 from areal_hpc.rundir.paths import JobPaths
 from areal_hpc.slurm import scontrol
 from areal_hpc.slurm.allocation import expand_node_list
-from areal_hpc.slurm.resubmit import RETRY_PAUSE_S, insist, submit_job_again
+from areal_hpc.slurm.resubmit import RETRY_PAUSE_S, retry_and_log, submit_job_again
 
 log = logging.getLogger(__name__)
 
@@ -77,10 +79,13 @@ class StartProgressTracker:
         except OSError:
             return 0
 
-    def update_failure_counts(self, outcomes: Sequence[TaskExit]) -> FailuresWithoutProgress:
+    def update_failure_counts(
+        self, outcomes: Sequence[TaskExit], *, waits_for_room: bool = True
+    ) -> FailuresWithoutProgress:
         """Count this start, and remember the counts. Other stops than at a limit count nowhere.
 
-        After a crash a disk without room is waited for, some minutes.
+        After a crash that another start may mend, `waits_for_room` has a disk without room waited
+        for, some minutes.
         """
         has_grown = self._read_progress_bytes() > self._began_bytes
         lived_s = time.monotonic() - self._began_at
@@ -94,13 +99,16 @@ class StartProgressTracker:
             (0 if has_grown else before.time_limit_stops)
             + any(one.reason == TIME_LIMIT_REASON for one in outcomes),
         )
-        has_crashed = any(one.is_crash for one in outcomes)
-        for pause_s in (*(PAUSES_BEFORE_WRITING_AGAIN_S if has_crashed else ()), None):
+        codes = {one.exit_code for one in outcomes if one.is_crash}
+        waits = waits_for_room and codes and PERMANENT_EXIT_CODES.isdisjoint(codes)
+        for pause_s in (*(PAUSES_BEFORE_WRITING_AGAIN_S if waits else ()), None):
             try:
                 write_atomic(self._path, msgspec.json.encode(counts))
                 break
             except OSError as error:
                 log.error("the counts of starts could not be written: %s", error)
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    break  # another node may see the storage
                 if pause_s is None:
                     return msgspec.structs.replace(counts, unwritten_because=str(error))
                 time.sleep(pause_s)
@@ -256,7 +264,7 @@ def _resubmit(
         return "resubmitted"
     if _note_hold(launch.paths, new_id):
         return "held"
-    insist(lambda: scontrol.control_job("release", new_id))
+    retry_and_log(lambda: scontrol.control_job("release", new_id))
     return "resubmitted"
 
 
@@ -269,7 +277,9 @@ def _build_exclude_list_or_keep(slurm: SlurmLaunchInfo, already_excluded: str) -
 
 
 def _exclude_from(waiting_job_id: str, excluded_nodes: str) -> None:
-    insist(lambda: scontrol.update_waiting_job(waiting_job_id, "ExcNodeList", excluded_nodes))
+    retry_and_log(
+        lambda: scontrol.update_waiting_job(waiting_job_id, "ExcNodeList", excluded_nodes)
+    )
 
 
 def _requeue_held_and_note_it(job: JobPaths, job_id: str) -> bool:

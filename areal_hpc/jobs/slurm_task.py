@@ -30,6 +30,7 @@ from areal_hpc.jobs.node.topology import (
 )
 from areal_hpc.jobs.requeue import (
     MAX_EXCLUDED_NODES,
+    PAUSES_BEFORE_WRITING_AGAIN_S,
     StartProgressTracker,
     cancel_own_job,
     record_new_faulty_nodes,
@@ -60,7 +61,7 @@ from areal_hpc.rundir.jobs import (
 from areal_hpc.rundir.telemetry.events import SUBMISSION_REFUSED_EVENT, EventLog
 from areal_hpc.slurm import scontrol
 from areal_hpc.slurm.allocation import expand_node_list
-from areal_hpc.slurm.resubmit import insist
+from areal_hpc.slurm.resubmit import retry_and_log
 
 log = logging.getLogger(__name__)
 
@@ -324,11 +325,12 @@ class SlurmTask:
         outcome = msgspec.structs.replace(outcome, incarnation=self._incarnation)
         if self._is_superseded:
             return outcome  # the files belong to the later start
-        if self._is_run_dir_gone():
+        if outcome.exit_code and self._is_run_dir_gone():
             return self._hold_job_without_files(outcome)
-        rank = self._position.rank
+        rank, is_written = self._position.rank, False
         with _swallow_and_log_storage_errors("the task's exit status"):
             write_task_exit(self._paths, rank, outcome)
+            is_written = True
         if self._position.is_first:
             outcome = self._end_or_requeue_job(outcome)
             with _swallow_and_log_storage_errors("the job's exit status"):
@@ -338,7 +340,10 @@ class SlurmTask:
             if self._ends_cancelled:
                 cancel_own_job(self._job_id)  # last: it kills this process, too
         elif outcome.exit_code and self._start is not None:  # else it knows nothing of the first
-            self._wait_for_first_task_to_leave()
+            # On a full disk the first one waits for room to count this start.
+            self._wait_for_first_task_to_leave(
+                TASK_EXIT_TIMEOUT_S + (0.0 if is_written else sum(PAUSES_BEFORE_WRITING_AGAIN_S))
+            )
         return outcome
 
     def _is_run_dir_gone(self) -> bool:
@@ -359,29 +364,34 @@ class SlurmTask:
         reason = self._describe_gone_run_dir()
         log.error("%s", reason)
         if self._position.is_first:
-            insist(lambda: scontrol.control_job("requeuehold", self._job_id))
+            retry_and_log(lambda: scontrol.control_job("requeuehold", self._job_id))
+        else:
+            time.sleep(TASK_EXIT_TIMEOUT_S)  # the end of one task may end the job
         return msgspec.structs.replace(outcome, reason=reason)
 
-    def _wait_for_first_task_to_leave(self) -> None:
+    def _wait_for_first_task_to_leave(self, exit_timeout_s: float) -> None:
         began = time.monotonic()
 
         def need_not_wait() -> bool:
             if self._first_task_done_path.exists():
                 return True
             is_first_at_it = read_task_exit(self._paths, 0, self._incarnation) is not None
-            limit_s = REQUEUE_TIMEOUT_S if is_first_at_it else TASK_EXIT_TIMEOUT_S
+            limit_s = REQUEUE_TIMEOUT_S if is_first_at_it else exit_timeout_s
             return time.monotonic() - began > limit_s
 
         _wait_until_or_give_up(need_not_wait, began + REQUEUE_TIMEOUT_S)
 
     def _end_or_requeue_job(self, own_exit: TaskExit) -> TaskExit:
-        # The way out depends on Slurm alone: on a full or silent disk it goes on all the same.
+        # The way out depends on Slurm alone: on a silent disk it goes on all the same. On a full
+        # one a crash waits, as nothing would bound the starts.
         gathered = self._wait_for_task_exits(own_exit)
         outcomes = [*gathered.values(), *self._absent]
         faulty: list[str] = []
         with _swallow_and_log_storage_errors("the nodes that are not to be given again"):
             faulty = record_new_faulty_nodes(self._slurm, outcomes, self._job_id)
-        counts = self._progress_tracker.update_failure_counts(outcomes)
+        counts = self._progress_tracker.update_failure_counts(
+            outcomes, waits_for_room=not self._is_preempted
+        )
         groups = split_exits_by_cell(self._launch.job, gathered)
         groups[0].extend(self._absent)
         decision = decide_restart_of_cells(groups, counts)
@@ -406,12 +416,12 @@ class SlurmTask:
             self._launch, give_up_at, decision, self._record_submission_refusal
         )
         if decision == "hold_for_user":
-            told = (
-                f"{counts.time_limit_stops} starts in a row reached the time limit before the run "
-                "made progress; the limit is too short"
-            )
-            if counts.unwritten_because:
-                told = f"{decisive.reason}; it cannot be counted: {counts.unwritten_because}"
+            told = f"{decisive.cause}; it cannot be counted: {counts.unwritten_because}"
+            if not counts.unwritten_because:
+                told = (
+                    f"{counts.time_limit_stops} starts in a row reached the time limit before the "
+                    "run made progress; the limit is too short"
+                )
             decisive = msgspec.structs.replace(decisive, reason=told, says_why=True)
         self._events.record(
             f"job_{requeue_result.replace(' ', '_')}", job_id=self._job_id, node=self._node,

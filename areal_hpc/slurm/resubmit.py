@@ -75,12 +75,12 @@ def submit_job_again(
         log.error("job %s is submitted and not recorded: %s", new_id, error)
     # As Slurm and as the run know it: `12` and `12_3` if it was an array of itself alone.
     old_ids = dict.fromkeys(filter(None, (own_id, before.job_id if before else "")))
-    insist(lambda: redirect_dependents(list(old_ids), new_id))
+    retry_and_log(lambda: redirect_dependents(list(old_ids), new_id))
     return new_id
 
 
-def insist(command: Callable[[], None], times: int = 3) -> None:
-    """Repeat a command that Slurm does not take at once, and log what it says."""
+def retry_and_log(command: Callable[[], None], times: int = 3) -> None:
+    """Repeat a command that Slurm does not take at once; what it says is logged, and no error."""
     for _ in range(times):
         try:
             return command()

@@ -7,6 +7,7 @@ import pytest
 
 from tests.slurm.supervised_jobs import SupervisedJob
 from tests.support.devclusters import Devcluster
+from tests.support.thoroughness import choose
 
 CELLS = ("cell-0", "cell-1")
 SAFE, AT_RISK = "--partition=priority", "--partition=scavenger"
@@ -155,17 +156,19 @@ def test_a_full_disk_keeps_no_job_from_another_start(cluster: Devcluster, tmp_pa
 
 
 @pytest.mark.timeout(200)
+@pytest.mark.parametrize("held", choose(["trainer", "cell-0"], "trainer"))
 def test_a_job_that_a_prolog_kept_from_starting_starts_elsewhere(
-    cluster: Devcluster, tmp_path: Path, request: pytest.FixtureRequest
+    cluster: Devcluster, tmp_path: Path, request: pytest.FixtureRequest, held: str
 ) -> None:
     trainer, cell, _ = make_jobs(cluster, tmp_path / "run")
-    trainer.submit("steady", SAFE, "--nodelist=n01")
-    trainer.awaits_words(1)
+    late, early = (trainer, cell) if held == "trainer" else (cell, trainer)
+    early.submit("steady", SAFE, "--nodelist=n01")
+    early.awaits_words(1)
     request.getfixturevalue("failing_prolog")
-    cell.submit("steady", SAFE, "--exclude=n01")
-    cell.awaits_words(1)
+    late.submit("steady", SAFE, "--exclude=n01")
+    late.awaits_words(1)
     (drained,) = drained_nodes(cluster)
-    assert cell.excluded() == {drained: f"{drained}: Prolog error"}
-    assert drained not in cluster.slurm("squeue", "-h", "-j", cell.job_id, "-o", "%N")
-    (released,) = cell.events_named("job_released")
-    assert (released["job_id"], released["excluded"]) == (cell.job_id, [drained])
+    assert late.excluded() == {drained: f"{drained}: Prolog error"}
+    assert drained not in cluster.slurm("squeue", "-h", "-j", late.job_id, "-o", "%N")
+    (released,) = late.events_named("job_released")
+    assert (released["job_id"], released["excluded"]) == (late.job_id, [drained])

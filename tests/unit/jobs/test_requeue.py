@@ -1,5 +1,7 @@
 """A job that asks for another start: held, refused, unheard; and which nodes it must not get."""
 
+import errno
+import os
 import time
 from pathlib import Path
 
@@ -163,17 +165,28 @@ def test_crashes_that_cannot_be_counted_wait_and_then_hold_the_job(
 ) -> None:
     """On a full disk a job would submit itself without an end."""
     job, crash = paths.job("trainer"), [TaskExit(1, "trainer")]
-    job.failure_count.mkdir(parents=True)  # writing it is an error
     waited_s: list[float] = []
     monkeypatch.setattr(requeue.time, "sleep", waited_s.append)
-    counts = StartProgressTracker(job, "").update_failure_counts(crash)
+
+    def count(outcomes: list[TaskExit], error: int, *, preempted: bool = False) -> str:
+        def refuse(*_: object) -> None:
+            raise OSError(error, os.strerror(error))
+
+        monkeypatch.setattr(requeue, "write_atomic", refuse)
+        waited_s.clear()
+        tracker = StartProgressTracker(job, "")
+        counts = tracker.update_failure_counts(outcomes, waits_for_room=not preempted)
+        return decide_restart(outcomes, counts)
+
+    assert count(crash, errno.ENOSPC) == "hold_for_user"
     assert waited_s == [60.0, 120.0, 240.0]
-    assert decide_restart(crash, counts) == "hold_for_user"
-    waited_s.clear()
-    stopped = [TaskExit(STOPPED_EXIT_CODE, "trainer")]
-    assert decide_restart(
-        stopped, StartProgressTracker(job, "").update_failure_counts(stopped)
-    ) == ("restart")
+    assert count(crash, errno.ENOSPC, preempted=True) == "hold_for_user"
+    assert waited_s == []
+    assert count(crash, errno.EROFS) == "restart", "another node may see the storage"
+    assert waited_s == []
+    assert count([TaskExit(78, "trainer")], errno.ENOSPC) == "fail"
+    assert waited_s == []
+    assert count([TaskExit(STOPPED_EXIT_CODE, "trainer")], errno.ENOSPC) == "restart"
     assert waited_s == [], "a job that is preempted has no time"
 
 
