@@ -80,9 +80,14 @@ def _find_run_of_job(paths: RunPaths, job: SlurmJobRecord) -> Path | None:
         return None
     words = job.comment.split(" ")
     places = (Path(" ".join(words[:count])) for count in range(len(words), 0, -1))
-    run = next((place for place in places if (place / RECIPE_FILE).exists()), None)
+    try:
+        run = next((place for place in places if (place / RECIPE_FILE).exists()), None)
+        if run is None or run.samefile(paths.root):  # it has another name, as by a link
+            return None
+    except OSError:  # of another user, or of storage that is away: nobody knows
+        return None
     sweeps = {one.sweep_dir for one in read_array_memberships(paths).values()}
-    return None if run is None or str(run) in sweeps else run
+    return None if str(run) in sweeps else run
 
 
 def list_recorded_job_ids(paths: RunPaths) -> tuple[str, ...]:

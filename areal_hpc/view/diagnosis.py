@@ -121,10 +121,10 @@ def _diagnose_running(
         return Diagnosis(f"{headline}: {failures.newest.text}", failure_chain, hint)
     happened = "and nothing has failed"
     if cause is not None:
-        happened = f"after this: {cause.text}"
-        if evidence.pace and cause.at and evidence.pace.last_at - cause.at > RECOVERED_AFTER_S:
-            ago = format_duration(time.time() - cause.at)
-            happened = f"and nothing is wrong now; {ago} ago: {cause.text}"
+        happened, last_at = f"after this: {cause.text}", failure_chain[-1].at
+        if evidence.pace and last_at and evidence.pace.last_at - last_at > RECOVERED_AFTER_S:
+            ago = format_duration(time.time() - last_at)
+            happened = f"and has trained steps since this, {ago} ago: {cause.text}"
     headline = f"the run is running, {happened}"
     return Diagnosis(headline, failure_chain, is_well=True, notes=evidence.step_time_lines)
 

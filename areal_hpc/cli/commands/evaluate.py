@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -55,7 +54,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
         raise_if_results_of_other_settings,
     )
     from areal_hpc.launch.evaluation.target import find_target
-    from areal_hpc.launch.provenance.record import read_launch_folder
+    from areal_hpc.launch.provenance.record import enter_launch_folder
     from areal_hpc.view.evaluations.evaluation_report import format_report, write_evaluation_report
 
     if arguments.wait and not arguments.submit:
@@ -70,8 +69,8 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     sets = choose_sets(target.recipe, arguments.sets)
     raise_if_results_of_other_settings(target, sets)
     before = arguments.compare and _find_compared_report(arguments.compare, target, sets)
-    if target.run is not None and (folder := read_launch_folder(target.run)) is not None:
-        os.chdir(folder)  # its agent is imported from there, and paths in the recipe begin there
+    if target.run is not None:
+        enter_launch_folder(target.run)
     if list_sets_without_full_result(target, sets):
         print(f"evaluate {target.model}\n         in {target.paths.root}", flush=True)
         try:

@@ -160,7 +160,7 @@ def _cancel_run(arguments: argparse.Namespace) -> int:
 def _resume_run(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch import slurm_launcher
     from areal_hpc.launch.prepared_run import is_run_finished
-    from areal_hpc.launch.provenance.record import read_launch_folder
+    from areal_hpc.launch.provenance.record import enter_launch_folder
     from areal_hpc.launch.terminal import format_next_command, say
     from areal_hpc.recipe.loading import load_recipe
     from areal_hpc.rundir.jobs import read_submissions
@@ -174,9 +174,7 @@ def _resume_run(arguments: argparse.Namespace) -> int:
             key=str(paths.root),
             hint="repeat the areal-hpc eval command: it plays what has no result yet",
         )
-    folder = read_launch_folder(paths)
-    if folder is not None:
-        os.chdir(folder)  # agents are imported from there, and paths in the recipe begin there
+    enter_launch_folder(paths)
     if arguments.overrides and (live := list_live_jobs(paths)):
         names = ", ".join(f"{job.submission.job} ({job.submission.job_id})" for job in live)
         raise RecipeError(
@@ -186,9 +184,9 @@ def _resume_run(arguments: argparse.Namespace) -> int:
         )
     recipe = load_recipe(paths.recipe, arguments.overrides)
     own_name = (recipe.experiment_name, recipe.trial_name)
-    if not recipe.run_dir.exists() and paths.root.parts[-2:] == own_name:
-        say(f"moved    from {recipe.run_dir.resolve()}; jobs that know that place are cancelled")
-        _cancel_live_jobs(paths)
+    names_place = any(one.startswith("cluster.fileroot=") for one in arguments.overrides)
+    if not names_place and not recipe.run_dir.exists() and paths.root.parts[-2:] == own_name:
+        _cancel_jobs_of_old_place(paths, recipe.run_dir.resolve())
         here = f"cluster.fileroot={json.dumps(str(paths.root.parents[1]))}"
         recipe = load_recipe(paths.recipe, [*arguments.overrides, here])
     if recipe.run_dir.resolve() != paths.root:
@@ -205,15 +203,29 @@ def _resume_run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _cancel_live_jobs(paths: RunPaths) -> None:
+def _cancel_jobs_of_old_place(paths: RunPaths, old_place: Path) -> None:
+    """Cancel the jobs of a run that was moved, which wait for a folder that is not there.
+
+    Raises:
+        ClusterError: Some run: that place is there for them.
+    """
     from areal_hpc.launch.terminal import say
     from areal_hpc.slurm.cancel import cancel_jobs_and_wait
     from areal_hpc.slurm.run_jobs import is_job_of_run, list_live_jobs
+    from areal_hpc.slurm.states import JobPhase
 
-    ids = tuple(job.slurm_record.job_id for job in list_live_jobs(paths))
-    cancel_jobs_and_wait(
-        lambda: ids, is_own=partial(is_job_of_run, paths), grace_s=0.0, print_line=say
-    )
+    live = [job.slurm_record for job in list_live_jobs(paths)]
+    if running := [job.job_id for job in live if job.state.phase is not JobPhase.WAITING]:
+        raise ClusterError(
+            f"jobs of this run work in {old_place}, which is not there on this host: "
+            f"{', '.join(running)}",
+            key=str(paths.root),
+            hint="use a host that has that folder; jobs of a moved run end within a minute",
+        )
+    say(f"moved    from {old_place}; jobs that know that place are cancelled")
+    ids = tuple(job.job_id for job in live)
+    is_own = partial(is_job_of_run, paths)
+    cancel_jobs_and_wait(lambda: ids, is_own=is_own, grace_s=0.0, print_line=say)
 
 
 def _quarantine_or_restore_batch(arguments: argparse.Namespace) -> int:

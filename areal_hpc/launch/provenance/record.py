@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.metadata
 import json
+import os
 import platform
 import sys
 from collections.abc import Mapping, Sequence
@@ -10,6 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from areal_hpc.errors import RecipeError
 from areal_hpc.launch.provenance.environments import read_environments, read_gpu_driver_version
 from areal_hpc.launch.provenance.repositories import RepositoryState, read_repository
 from areal_hpc.launch.provenance.user_code import read_user_code
@@ -69,11 +71,23 @@ def record_provenance(
     write_atomic_private(paths.provenance, json.dumps({"launches": launches}, indent=2).encode())
 
 
-def read_launch_folder(paths: RunPaths) -> Path | None:
-    """The folder in which a run was last launched: its agent and its files are named from there."""
+def enter_launch_folder(paths: RunPaths) -> None:
+    """Go to the folder in which a run was last launched: its agent and its files begin there.
+
+    Raises:
+        RecipeError: It is not there, or not for this user.
+    """
     if not paths.provenance.exists():
-        return None
-    return Path(json.loads(paths.provenance.read_text())["launches"][-1]["folder"])
+        return
+    folder = json.loads(paths.provenance.read_text())["launches"][-1].get("folder", ".")
+    try:
+        os.chdir(folder)
+    except OSError as error:
+        raise RecipeError(
+            f"the run was launched in {folder}, where its agent is imported from: {error.strerror}",
+            key=str(paths.root),
+            hint="make that folder available again",
+        ) from error
 
 
 def _record_repository(state: RepositoryState, patch: Path, paths: RunPaths) -> dict[str, Any]:

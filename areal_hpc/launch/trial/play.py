@@ -2,9 +2,9 @@
 
 import asyncio
 import contextlib
-import io
 import logging
 import sys
+import tempfile
 from typing import Any
 
 from areal_hpc.errors import AgentError, ArealError, ClusterError, escape_controls
@@ -69,11 +69,14 @@ async def _play_tasks_and_count_failures(config: TrialConfig, agent: Agent, cell
     first_failures: dict[str, int] = {}
     try:
         for number in range(len(tasks)):
-            printed = io.StringIO()
-            with contextlib.redirect_stdout(printed):
-                outcome = await play_trial_episode(
-                    job.rollout, agent, tasks[number], number, proxy, http_client, sandboxes
-                )
+            # To a file, as agents hand it to their programs.
+            with tempfile.TemporaryFile("w+") as stdout:
+                with contextlib.redirect_stdout(stdout):
+                    outcome = await play_trial_episode(
+                        job.rollout, agent, tasks[number], number, proxy, http_client, sandboxes
+                    )
+                stdout.seek(0)
+                printed = stdout.read()
             outcomes.append(outcome)
             if outcome.is_node_short:
                 raise ClusterError(outcome.reason)
@@ -84,7 +87,7 @@ async def _play_tasks_and_count_failures(config: TrialConfig, agent: Agent, cell
                     print(f"--- task {number} failed as task {first} did", flush=True)
                     continue
             session = cell.get_session(outcome.session_id)
-            lines = format_trial(number, outcome, session, printed.getvalue())
+            lines = format_trial(number, outcome, session, printed)
             print(escape_controls("\n".join(lines)), flush=True)
     finally:
         await http_client.aclose()

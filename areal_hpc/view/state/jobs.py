@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from areal_hpc.errors import ClusterError
 from areal_hpc.rundir.allocation_note import find_live_launcher_note
@@ -112,6 +113,8 @@ class RunJobs:
     snapshot: QueueSnapshot
     ids: tuple[str, ...]
     """Every id that was ever given out, oldest first."""
+    original: Path | None = None
+    """The run of which this folder is a copy, while jobs of that one wait or run."""
 
     @property
     def is_local(self) -> bool:
@@ -156,9 +159,7 @@ def build_run_jobs(
     submissions = read_submissions(paths.submissions)
     ids = tuple(dict.fromkeys(submission.job_id for submission in submissions))
     snapshot = answer.filter_jobs(ids, partial(is_job_of_run, paths))
-    if (original := find_run_of_jobs(paths, answer.jobs.values())) is not None:
-        told = f"this folder is a copy of {original}, whose jobs these are"
-        snapshot = QueueSnapshot(snapshot.jobs, told)
+    original = find_run_of_jobs(paths, [answer.jobs[one] for one in ids if one in answer.jobs])
     newest, successors = _choose_submissions_and_successors(submissions, snapshot)
     held = {job.root.name for job in list_jobs_that_gave_nodes_back(paths.jobs_dir)}
     last_attempt = max((submission.attempt for submission in submissions), default=0)
@@ -186,7 +187,7 @@ def build_run_jobs(
         for job in unrecorded
     )
     ids += tuple(job.slurm_record.job_id for job in unrecorded)
-    return RunJobs(paths, jobs, snapshot, ids)
+    return RunJobs(paths, jobs, snapshot, ids, original)
 
 
 def _choose_submissions_and_successors(
@@ -277,6 +278,8 @@ def format_job_table_and_notes(run: RunJobs) -> list[str]:
                 "other cells of the job go on, and its next start brings it back"
             )
     lines += describe_unrecorded_jobs(run)
+    if run.original is not None:
+        lines.append(f"this folder is a copy of {run.original}, whose jobs are not its own")
     if run.snapshot.outage:
         lines.append(
             f"Slurm does not answer ({run.snapshot.outage}): states of jobs are unknown, and jobs "

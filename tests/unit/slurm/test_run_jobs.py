@@ -13,7 +13,11 @@ from areal_hpc.rundir.jobs import (
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.slurm.queue import QueuePoller
 from areal_hpc.slurm.run_jobs import find_original, list_live_jobs, list_unrecorded_live_jobs
-from areal_hpc.view.state.jobs import fetch_run_jobs
+from areal_hpc.view.state.jobs import (
+    build_run_jobs,
+    fetch_run_jobs,
+    format_job_table_and_notes,
+)
 from tests.support.scripted_slurm import ScriptedSlurm
 
 
@@ -72,6 +76,17 @@ def test_the_jobs_of_a_run_are_not_those_of_a_copy_of_its_folder(
     assert list_live_jobs(copy) == []
     assert (find_original(original), find_original(copy)) == (None, original.root)
     status = fetch_run_jobs(copy, QueuePoller())
-    assert f"a copy of {original.root}" in status.snapshot.outage
+    assert f"a copy of {original.root}" in "\n".join(format_job_table_and_notes(status))
+    answer = QueuePoller().poll(["7"])
+    stranger = RunPaths(tmp_path / "quickstart" / "stranger")
+    record_submission(stranger.submissions, Submission("trainer", "8", 1, 0.0, ""))
+    assert build_run_jobs(stranger, answer).original is None, "one answer is about many runs"
+    original.root.rename(copy.root.with_name("moved"))
+    original.root.symlink_to(copy.root.with_name("moved"))
+    moved = RunPaths(copy.root.with_name("moved"))
+    assert find_original(moved) is None, "its old place leads here"
+    assert [job.submission.job_id for job in list_live_jobs(moved)] == ["7"]
+    original.root.unlink()
+    moved.root.rename(original.root)
     original.root.rename(tmp_path / "quickstart" / "gone")
     assert [job.submission.job_id for job in list_live_jobs(copy)] == ["7"], "moved, not copied"

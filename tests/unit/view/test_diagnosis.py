@@ -141,8 +141,10 @@ def test_what_a_run_has_outlived_for_long_is_history() -> None:
     past = SlurmJobRecord("1", lost, nodes="n07", ended_or_latest_end_at=now - 300)
     pace = StepPace(10.0, now)
     found = diagnose(evidence(AT_WORK, starts_in_accounting=(past,), pace=pace))
-    assert "nothing is wrong now" in found.headline
+    assert "has trained steps since this, 5 min" in found.headline
     assert "lost a node: NODE_FAIL" in found.headline
+    chain = tuple({**EXITED, "time": now - 2 - at, "exit_code": 137} for at in range(0, 250, 25))
+    assert "after this" in diagnose(evidence(AT_WORK, events=chain, pace=pace)).headline
 
 
 def test_an_error_that_was_made_for_people_comes_first() -> None:
