@@ -437,7 +437,7 @@ def post(route: str, body: object) -> int:
     headers["content-type"] = "application/json"
     request = urllib.request.Request(url, json.dumps(body).encode(), headers)
     try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        with urllib.request.urlopen(request, timeout=150) as answer:
             return int(answer.status)
     except urllib.error.HTTPError as error:
         return error.code
