@@ -11,6 +11,7 @@ import resource
 import signal
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -30,6 +31,18 @@ SAMPLED_TOKENS, SAMPLING_TIME_S = 512, 2.0
 """Whichever comes first."""
 MAX_TOKEN_S, MAX_GROWTH, MAX_GROWING_TOKEN_S = 0.05, 8, 0.005
 """Seconds of a core for a token: all replies of a replica wait for it."""
+MAX_TRY_S = 60
+"""Whatever a try waits for: it holds a lane."""
+COSTLY_EXIT_CODE, UNMEASURED_EXIT_CODE = 1, 2
+_PROBLEM_BY_END = {
+    0: "",
+    COSTLY_EXIT_CODE: "each token of a reply takes too long",
+    -signal.SIGXCPU: "it takes more than {cpu_s} s of a core",
+    -signal.SIGABRT: f"it takes more than {MAX_MEMORY_BYTES >> 30} GiB",
+    -signal.SIGSEGV: f"it takes more than {MAX_MEMORY_BYTES >> 30} GiB",
+}
+"""What the end of a try says of a grammar; of others, such as a kill for want of memory, nobody
+knows."""
 _RULE_PATTERN = re.compile(r"^([\w.-]+)(?:\(.*\))? ::=", re.MULTILINE)
 
 
@@ -46,11 +59,13 @@ class GrammarChecker:
         """Begin to try a grammar."""
         pid = os.fork()
         if not pid:
-            is_costly = True
+            code = UNMEASURED_EXIT_CODE
             try:
-                is_costly = _is_costly(self._backend, request)
+                code = COSTLY_EXIT_CODE if _is_costly(self._backend, request) else 0
+            except Exception:  # boundary: SGLang's and xgrammar's code, run on whatever comes
+                traceback.print_exc()
             finally:
-                os._exit(is_costly)
+                os._exit(code)
         self._pids[request.call] = pid
         threading.Thread(target=self._await_end, args=(request, pid), daemon=True).start()
 
@@ -65,20 +80,21 @@ class GrammarChecker:
         with self._lock:  # nobody else has its number until it is reaped
             del self._pids[request.call]
             _, status = os.waitpid(pid, 0)
-        problem = ""
-        if os.WIFSIGNALED(status):
-            is_late = os.WTERMSIG(status) == signal.SIGXCPU
-            why = f"{request.cpu_s} s of a core" if is_late else f"{MAX_MEMORY_BYTES >> 30} GiB"
-            problem = f"it takes more than {why}"
-        elif status:
-            problem = "each token of a reply takes too long"
-        self._send(ParserReply(call=request.call, error=problem))
+        end = os.waitstatus_to_exitcode(status)
+        problem = _PROBLEM_BY_END.get(
+            end, f"the grammar could not be tried: its try ended with {end}"
+        )
+        problem = problem.format(cpu_s=request.cpu_s)
+        is_unknown = end not in _PROBLEM_BY_END
+        self._send(ParserReply(call=request.call, error=problem, is_unknown=is_unknown))
 
 
 def _is_costly(backend: XGrammarGrammarBackend, request: GrammarCheckRequest) -> bool:
     """Compile a grammar and sample by it, within limits that may end this process."""
     die_with_parent(signal.SIGKILL)
     os.nice(NICENESS)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(MAX_TRY_S)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CPU, (request.cpu_s, request.cpu_s + 1))
     data_pages = int(Path("/proc/self/statm").read_text().split()[5])

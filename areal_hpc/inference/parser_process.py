@@ -15,7 +15,8 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -362,6 +363,44 @@ class ParseRequestHandler:
         return reply.feed(request.text, request.last, request.cut)
 
 
+class GrammarTries:
+    """Tries of grammars, begun by a thread of their own: what they import takes seconds."""
+
+    def __init__(self, model_dir: str, send: Callable[[ParserReply], None]) -> None:
+        self._model_dir = model_dir
+        self._send = send
+        self._beginner = ThreadPoolExecutor(1)
+        self._checker: Any = None
+        self._failure = ""
+        """Why there is no checker, and will be none."""
+
+    def begin(self, request: GrammarCheckRequest) -> None:
+        """Have a grammar tried soon."""
+        self._beginner.submit(self._begin, request)
+
+    def _begin(self, request: GrammarCheckRequest) -> None:
+        try:
+            if self._checker is None and not self._failure:  # few proxies need what it imports
+                from areal_hpc.inference.grammar_check import GrammarChecker
+
+                self._checker = GrammarChecker(self._model_dir, self._send)
+        except Exception as error:  # boundary: SGLang may know tokenizers that this does not
+            log.exception("replicas get grammars that were not tried")
+            self._failure = str(error) or type(error).__name__
+        if self._failure:
+            self._send(ParserReply(call=request.call))
+            return
+        try:
+            self._checker.start(request)
+        except OSError as error:  # no process can be made now
+            self._send(ParserReply(call=request.call, error=str(error), is_unknown=True))
+
+    def kill(self, call: int) -> None:
+        """End the try of a call's grammar, if it has begun."""
+        if self._checker is not None:
+            self._checker.kill(call)
+
+
 def main() -> None:
     """Serve until standard input ends."""
     out = os.fdopen(os.dup(1), "wb", buffering=0)
@@ -374,24 +413,14 @@ def main() -> None:
 
     process = ParseRequestHandler(ReplyParserFactory(*sys.argv[1:3]))
     decoder: msgspec.json.Decoder[ParserRequest] = msgspec.json.Decoder(ParserRequest)
-    checker = None
+    grammars = GrammarTries(sys.argv[3], send)
     send(ParserReply())
     for line in sys.stdin.buffer:
         request = decoder.decode(line)
         if isinstance(request, GrammarCheckRequest):
-            try:
-                if checker is None:  # few proxies need what it imports
-                    from areal_hpc.inference.grammar_check import GrammarChecker
-
-                    checker = GrammarChecker(sys.argv[3], send)
-                checker.start(request)
-            except Exception as error:  # boundary: SGLang may know tokenizers that this does not
-                log.exception("a grammar was not tried")
-                problem = "" if checker is None else f"it cannot be tried: {error}"
-                send(ParserReply(call=request.call, error=problem))
+            grammars.begin(request)
         elif isinstance(request, GrammarCheckKill):
-            if checker is not None:
-                checker.kill(request.call)
+            grammars.kill(request.call)
         else:
             send(process.answer(request))
 

@@ -86,7 +86,7 @@ class ProxyService:
             recorder,
             limits,
             self._parsers if self._must_parse else None,
-            GrammarChecks(self._parsers if serve_python else None),
+            GrammarChecks(self._parsers if serve_python else None, is_required=sealer is not None),
         )
         self.metrics = completions.metrics
         self._app = ProxyApp(

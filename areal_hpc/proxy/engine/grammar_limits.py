@@ -62,11 +62,13 @@ def refuse_costly_sampling(sampling: SamplingParams) -> None:
 class GrammarChecks:
     """What is known of grammars: one is tried beside the replicas before any of them gets it.
 
-    Without `parsers` none is.
+    Without `parsers` none is. Where they do not start, which only a lone proxy may do without
+    (unless `is_required`), replicas get grammars untried.
     """
 
-    def __init__(self, parsers: ParserProcessClient | None) -> None:
+    def __init__(self, parsers: ParserProcessClient | None, *, is_required: bool = False) -> None:
         self._parsers = parsers
+        self._is_required = is_required
         self._problems: dict[bytes, str] = {}
         """By digest, oldest first; empty for a grammar that replicas may have."""
         self._tries: dict[bytes, asyncio.Task[str]] = {}
@@ -116,8 +118,11 @@ class GrammarChecks:
     ) -> str:
         try:
             await parsers.start()
-        except ParserLostError as error:  # as where a proxy alone has no SGLang
+        except (ParserLostError, OSError) as error:
+            if self._is_required:
+                raise ParserLostError(f"grammars cannot be tried: {error}") from error
             log.warning("replicas get grammars that were not tried: %s", error)
+            self._parsers = None  # as where a lone proxy has no SGLang
             return ""
         problem = ""
         for cpu_s, lane in self._lanes:

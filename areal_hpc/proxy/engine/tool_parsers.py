@@ -225,18 +225,21 @@ class ParserProcessClient:
         It is tried in a process of its own, for `cpu_s` seconds of a core. Cancelling ends that.
 
         Raises:
-            ParserLostError: The process is gone.
+            ParserLostError: The process is gone, or could not find it out.
         """
         request = GrammarCheckRequest(self.allocate_id(), grammar_kind, text, cpu_s)
         self._checks.add(request.call)
         try:
-            return (await self.start_and_send_request(request)).error
+            reply = await self.start_and_send_request(request)
         except asyncio.CancelledError:
             if request.call in self._waiting:
                 self._write(GrammarCheckKill(request.call))
             raise
         finally:
             self._checks.discard(request.call)
+        if reply.is_unknown:
+            raise ParserLostError(reply.error)
+        return reply.error
 
     def _write(self, request: ParserRequest) -> None:
         assert self._process is not None

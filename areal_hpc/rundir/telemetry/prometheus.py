@@ -44,11 +44,11 @@ def serve_process_metrics(paths: RunPaths, job: str, process: str, host: str) ->
     registry.register(_SamplesCollector())
     with contextlib.ExitStack() as ends:
         try:
+            key = "" if host.startswith("127.") else ensure_metrics_key(paths.metrics_key)
             server, _ = start_http_server(0, host, registry)
             ends.callback(server.server_close)
             ends.callback(server.shutdown)
-            if not host.startswith("127."):
-                key = ensure_metrics_key(paths.metrics_key)
+            if key:
                 server.set_app(_require_key(make_wsgi_app(registry), key))
             labels = {"run": paths.run_name, "job": job, "process": process}
             address = f"{host}:{server.server_port}"
