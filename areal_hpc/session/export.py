@@ -79,6 +79,12 @@ def plan_rows(
 ) -> list[RowPlan]:
     """The rows of a session, in order of the interactions they end with."""
     left_out = find_replies_without_credit(tree, settings.drop_retry_orphans)
+    return _plan_rows_without(left_out, tree, settings)
+
+
+def _plan_rows_without(
+    left_out: set[str], tree: InteractionTree, settings: ExportSettings
+) -> list[RowPlan]:
     followers = map_followers(tree, settings.credit, left_out)
     earned = compute_credited_rewards(
         tree, 1.0, settings.credit, left_out, own_is_total=settings.is_credited
@@ -225,8 +231,8 @@ def build_training_rows(
     """The rows of a session, each with `record` and its own calls; ValueError without a reward."""
     if len(tree) and compute_episode_reward(tree) is None:
         raise ValueError("a session without rewards cannot be exported for training")
-    plans = plan_rows(tree, settings)
     left_out = find_replies_without_credit(tree, settings.drop_retry_orphans)
+    plans = _plan_rows_without(left_out, tree, settings)
     completed = {one.interaction_id for one in tree if one.completed} - left_out
     trained = frozenset[str]().union(*(plan.trained for plan in plans))
     record = msgspec.structs.replace(
