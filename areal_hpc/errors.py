@@ -236,9 +236,12 @@ class ProxyRequestError(ArealError):
     """OpenAI's name of the error, where clients act on it."""
     may_be_repeated: ClassVar[bool] = True
     """False where clients that repeat calls after an error of the server should not."""
+    MAX_MESSAGE_CHARS: ClassVar[int] = 4000
+    """It may quote the request, which may be as long as 32 MiB."""
 
     def __init__(self, status: int, message: str, *, key: str = "", hint: str = "") -> None:
-        super().__init__(message, key=key, hint=hint)
+        most = self.MAX_MESSAGE_CHARS
+        super().__init__(message[:most], key=key[:most], hint=hint)
         self.status = status
 
     @property

@@ -50,6 +50,14 @@ def test_a_long_name_is_cut_before_it_is_recorded(stage: Stage, key: str) -> Non
     assert said.ignored == ["n" * MAX_NAME_CHARS]
 
 
+def test_a_refusal_quotes_little_of_the_request(stage: Stage, key: str) -> None:
+    choice = {"type": "function", "function": {"name": "f" * 60_000}}
+    answer = stage.ask(key, "hi", tools=[FUNCTION], tool_choice=choice)
+    assert answer.status_code == 400
+    assert "there is no tool" in answer.json()["error"]["message"]
+    assert len(answer.content) < 10_000
+
+
 def test_halves_of_pairs_are_replaced_and_what_looks_like_them_is_not(
     stage: Stage, key: str
 ) -> None:
