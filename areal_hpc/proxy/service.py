@@ -86,7 +86,11 @@ class ProxyService:
             recorder,
             limits,
             self._parsers if self._must_parse else None,
-            GrammarChecks(self._parsers if serve_python else None, is_required=sealer is not None),
+            GrammarChecks(
+                self._parsers if serve_python else None,
+                limits.request_timeout_s,
+                is_required=sealer is not None,
+            ),
         )
         self.metrics = completions.metrics
         self._app = ProxyApp(

@@ -66,8 +66,15 @@ class GrammarChecks:
     (unless `is_required`), replicas get grammars untried.
     """
 
-    def __init__(self, parsers: ParserProcessClient | None, *, is_required: bool = False) -> None:
+    def __init__(
+        self,
+        parsers: ParserProcessClient | None,
+        timeout_s: float = 600.0,
+        *,
+        is_required: bool = False,
+    ) -> None:
         self._parsers = parsers
+        self._timeout_s = timeout_s
         self._is_required = is_required
         self._problems: dict[bytes, str] = {}
         """By digest, oldest first; empty for a grammar that replicas may have."""
@@ -80,7 +87,7 @@ class GrammarChecks:
 
         Raises:
             ProxyRequestError: 400: too much. 429: the session has too many new ones under way.
-                503: the process that tries them died.
+                503: it was not tried in time, or the process that tries them died.
         """
         if self._parsers is None or not sampling.active_grammar_names:
             return
@@ -104,7 +111,11 @@ class GrammarChecks:
         task = self._tries[digest]
         self._waiters[digest] += 1
         try:
-            return await asyncio.shield(task)
+            async with asyncio.timeout(self._timeout_s):
+                return await asyncio.shield(task)
+        except TimeoutError:
+            problem = f"the grammar was not tried within {self._timeout_s:g} s: others wait too"
+            raise ProxyRequestError(503, problem) from None
         except ParserLostError as error:
             raise ProxyRequestError(503, str(error)) from error
         finally:

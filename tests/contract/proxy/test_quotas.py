@@ -68,11 +68,15 @@ for line in sys.stdin:
 @pytest.fixture(scope="module")
 def trying_stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     folder: Path = tmp_path_factory.mktemp("trying")
+    with closing(Stage(folder, serve_python=str(write_program(folder)))) as stage:
+        yield stage
+
+
+def write_program(folder: Path) -> Path:
     program = folder / "python"
     program.write_text(TRIES_GRAMMARS.format(python=sys.executable))
     program.chmod(0o700)
-    with closing(Stage(folder, serve_python=str(program))) as stage:
-        yield stage
+    return program
 
 
 def read_tried(stage: Stage) -> list[tuple[str, str]]:
@@ -125,6 +129,16 @@ def test_a_costly_grammar_never_reaches_a_replica_and_is_tried_once(
         assert "takes too long to compile: it is a bomb" in answer.json()["error"]["message"]
     assert stage.sglang.requests == []
     assert read_tried(stage).count(("check", text)) == len(LANES)
+
+
+def test_a_grammar_waits_no_longer_than_a_call_may_take(tmp_path: Path) -> None:
+    program = str(write_program(tmp_path))
+    limits = {"request_timeout_s": 1.0}
+    with closing(Stage(tmp_path, serve_python=program, proxy=limits)) as stage:
+        refused = stage.ask(stage.open_session()[1], "hi", regex="held for longer than that")
+        assert refused.status_code == 503
+        assert "was not tried within 1 s" in refused.json()["error"]["message"]
+        wait_for(lambda: read_tried(stage)[-1] == ("kill", ""))
 
 
 def test_a_sender_that_hangs_up_ends_the_try_of_its_grammar(trying_stage: Stage) -> None:
