@@ -166,7 +166,7 @@ def test_crashes_that_cannot_be_counted_wait_and_then_hold_the_job(
     """On a full disk a job would submit itself without an end."""
     job, crash = paths.job("trainer"), [TaskExit(1, "trainer")]
     waited_s: list[float] = []
-    monkeypatch.setattr(requeue.time, "sleep", waited_s.append)
+    monkeypatch.setattr("areal_hpc.jobs.requeue.time.sleep", waited_s.append)
 
     def count(outcomes: list[TaskExit], error: int, *, preempted: bool = False) -> str:
         def refuse(*_: object) -> None:
