@@ -31,9 +31,13 @@ def test_values_are_counted_before_they_are_read(stage: Stage, key: str) -> None
     [
         ({f"hint{i}": 1 for i in range(MAX_UNKNOWN_PARAMS + 1)}, "parameters are not supported"),
         ({"messages": [{}] * (MAX_REWRITTEN_OBJECTS + 1)}, "objects are not as this API has them"),
+        (
+            {"messages": [1] * (2 * MAX_REWRITTEN_OBJECTS + 1)},
+            "objects are not as this API has them",
+        ),
         ({"tools": [FUNCTION] * (MAX_TOOLS + 1)}, "too many tools"),
     ],
-    ids=["unknown parameters", "objects that are none", "tools"],
+    ids=["unknown parameters", "objects", "what is no object", "tools"],
 )
 def test_what_is_slow_to_look_at_is_counted(
     stage: Stage, key: str, more: dict[str, Any], problem: str
