@@ -4,7 +4,6 @@ Locks of NFS and Lustre may end at the node. A claim reaches every node: a file 
 process can create.
 """
 
-import contextlib
 import fcntl
 import os
 import secrets
@@ -100,16 +99,19 @@ def _read_claim(path: Path) -> str:
 
 
 def _remove_dead_claim(path: Path) -> None:
-    """Remove a claim that is too old; of several processes that see one, none removes a new one."""
+    """Remove a claim that is too old; one process at a time, so that none removes a new one."""
     if not _is_too_old(path):
         return
-    aside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    with contextlib.suppress(FileNotFoundError):
-        path.rename(aside)
-        if not _is_too_old(aside):  # made anew between the look and the renaming
-            with contextlib.suppress(OSError):
-                path.hardlink_to(aside)
-        aside.unlink()
+    removal = path.with_name(f"{path.name}.removal")
+    try:
+        os.close(os.open(removal, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+    except FileExistsError:
+        return
+    try:
+        if _is_too_old(path):  # still
+            path.unlink(missing_ok=True)
+    finally:
+        removal.unlink(missing_ok=True)
 
 
 def _is_too_old(path: Path) -> bool:
@@ -135,6 +137,6 @@ def claim_submission_or_raise(path: Path) -> Iterator[None]:
             raise ClusterError(
                 f"{claimant} is submitting jobs of this run",
                 key=str(path.parent),
-                hint=f"try again in a minute; if it was killed there: rm {path}",
+                hint=f"try again in a minute; if it was killed there: rm {path}*",
             )
         yield

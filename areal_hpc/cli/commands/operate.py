@@ -6,13 +6,19 @@ import os
 import shlex
 import subprocess
 import sys
+from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
 from areal_hpc.checkout import format_install_command
 from areal_hpc.cli.arguments import CommandGroup, parse_run_dir
-from areal_hpc.errors import ClusterError, RecipeError, RunInterruptedError
+from areal_hpc.errors import (
+    ClusterError,
+    RecipeError,
+    RunInterruptedError,
+    SlurmTimeoutError,
+)
 from areal_hpc.rundir.paths import RunPaths, format_step_dir
 
 STOP_MARGIN_S = 10.0
@@ -111,7 +117,10 @@ def _require_own_slurm_run(path: Path) -> RunPaths:
             hint="it runs in the foreground: stop it with Ctrl-C, continue it with "
             f"{get_program_command()} run",
         )
-    if (original := find_original(paths)) is not None:
+    original = None
+    with suppress(SlurmTimeoutError):  # no job of another run is touched, whatever is known
+        original = find_original(paths)
+    if original is not None:
         raise ClusterError(
             f"this folder is a copy of {original}, whose jobs wait or run",
             key=str(paths.root),
