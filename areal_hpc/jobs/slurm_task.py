@@ -416,8 +416,9 @@ class SlurmTask:
             self._launch, give_up_at, decision, self._record_submission_refusal
         )
         if decision == "hold_for_user":
-            told = f"{decisive.cause}; it cannot be counted: {counts.unwritten_because}"
-            if not counts.unwritten_because:
+            if counts.unwritten_because:
+                told = f"{decisive.cause}; it cannot be counted: {counts.unwritten_because}"
+            else:
                 told = (
                     f"{counts.time_limit_stops} starts in a row reached the time limit before the "
                     "run made progress; the limit is too short"

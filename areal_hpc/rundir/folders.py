@@ -13,12 +13,12 @@ from areal_hpc.rundir.paths import RECIPE_FILE
 
 MISSING_LOOKS = 3
 """Looks in a row at which a folder is missing until it counts as gone: storage may be late."""
-_marks: list[Path] = []
+_mark_by_run_dir: dict[Path, Path] = {}
 
 
 def forbid_making(run_dir: Path) -> None:
     """Have this process never make a run's own folder; `make_folder` raises instead."""
-    _marks.append(find_mark(run_dir))
+    _mark_by_run_dir[run_dir] = find_mark(run_dir)
 
 
 def find_mark(run_dir: Path) -> Path:
@@ -33,8 +33,7 @@ def make_folder(folder: Path) -> None:
     Raises:
         OSError: The storage refused, or the run's own folder is gone.
     """
-    for mark in _marks:
-        run_dir = mark.parent if mark.name == RECIPE_FILE else mark
+    for run_dir, mark in _mark_by_run_dir.items():
         if folder.is_relative_to(run_dir) and not mark.exists():
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(run_dir))
     folder.mkdir(parents=True, exist_ok=True)

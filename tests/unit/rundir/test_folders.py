@@ -11,7 +11,7 @@ from areal_hpc.rundir.folders import RunDirWatch, forbid_making, make_folder
 
 @pytest.fixture
 def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(folders, "_marks", [])
+    monkeypatch.setattr(folders, "_mark_by_run_dir", {})
     made = tmp_path / "experiment" / "trial"
     make_folder(made)
     (made / "recipe.yaml").touch()
