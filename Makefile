@@ -67,6 +67,7 @@ check: setup-tests ## style, types, import contracts, links and paths of documen
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	@$(BIN)/python -m tests.support.line_budgets
 
 lint: setup-tests ## only the style
 	$(BIN)/ruff check .

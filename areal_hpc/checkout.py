@@ -8,7 +8,6 @@ EXTRAS = ("serve", "main", "camel")
 
 
 def find_checkout() -> Path | None:
-    """The checkout whose package this is; None for one that was installed from a wheel."""
     root = PACKAGE_DIR.parent
     return root if (root / "scripts" / "setup.sh").is_file() else None
 
@@ -42,7 +41,6 @@ def format_python_hint(python: str, environment: str) -> str:
 
 
 def format_missing_module_hint(module: str, installed_where: str) -> str:
-    """What to try where a recipe names code that cannot be found."""
     if module == "examples":
         return "areal-hpc init DIR --like RECIPE copies a shipped recipe with its code"
     return f"start the run from the folder that holds the package, or install it {installed_where}"

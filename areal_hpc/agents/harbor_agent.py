@@ -77,7 +77,6 @@ class HarborAgent:
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": shown})
 
     async def _run_command_of_tool_call(self, arguments: str, sandbox: Sandbox) -> str:
-        """What the model is told of a command that it asked for."""
         try:
             given = json.loads(arguments)
             command = given["command"]

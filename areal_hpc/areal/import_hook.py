@@ -47,8 +47,6 @@ class ArealFinder(MetaPathFinder):
 
 
 class _AliasLoader(Loader):
-    """Loads a module of ours under AReaL's name: its classes are the same objects."""
-
     def __init__(self, alias_module: str) -> None:
         self._here = alias_module
 

@@ -62,7 +62,6 @@ def to_config(values: Mapping[str, Any], config_class: type[ConfigT], file_name:
 def _find_unknown_keys(
     values: Mapping[str, Any], config_structure: Any, prefix: str
 ) -> Iterator[Problem]:
-    """Keys of a mapping that a structured configuration does not have."""
     known = OmegaConf.get_type(config_structure)
     if not dataclasses.is_dataclass(known):
         return  # a plain mapping takes anything
@@ -79,7 +78,6 @@ def _find_unknown_keys(
 
 
 def _get_section_or_default(config_structure: Any, section_name: str) -> Any:
-    """One section; of an optional one that is absent, what it would be."""
     section = config_structure[section_name]
     if section is not None:
         return section

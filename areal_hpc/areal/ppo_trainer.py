@@ -162,7 +162,6 @@ class PPOTrainer:
 def _build_cluster_section(
     config: BaseExperimentConfig, cluster_section: dict[str, Any]
 ) -> dict[str, Any]:
-    """The section `cluster`: over the site's keys those given; the agent runs with this Python."""
     site = read_site_values(Path(config.scheduler.site)) if config.scheduler.site else {}
     merged: Any = OmegaConf.to_container(OmegaConf.merge(site, cluster_section))
     # The images of containers have interpreters of their own.
@@ -174,7 +173,6 @@ def _build_cluster_section(
 def _is_same_agent(
     workflow: Any, kwargs: Mapping[str, Any], other_workflow: Any, other_kwargs: Mapping[str, Any]
 ) -> bool:
-    """Whether one agent plays tasks and held-out tasks."""
     if isinstance(workflow, str) and isinstance(other_workflow, str):
         return (
             map_areal_module(workflow) == map_areal_module(other_workflow)
@@ -196,7 +194,6 @@ def _get_run_dir(config: BaseExperimentConfig) -> Path:
 def _save_agent_and_build_keys(
     workflow: Any, kwargs: Mapping[str, Any], paths: RunPaths, module: str
 ) -> dict[str, Any]:
-    """The keys that name an agent: its path if it has one, else that of a pickle's module."""
     alias = IMPORT_HOOK_MODULE in sys.modules
     path = map_areal_module(workflow) if isinstance(workflow, str) else get_import_path(workflow)
     if path is not None and is_unchanged_by_json(kwargs) and not alias:
@@ -222,12 +219,10 @@ def _get_filter_import_path(function: Any) -> str:
 
 
 def _get_script_dir() -> str:
-    """Where the running script imports its own modules from."""
     return str(Path(sys.path[0] if sys.path else "").resolve())
 
 
 def _encode_rows(rows: Iterable[Mapping[str, Any]]) -> list[bytes]:
-    """Rows as lines of strict JSON."""
     lines = []
     for number, row in enumerate(rows):
         if not isinstance(row, Mapping):
@@ -241,7 +236,6 @@ def _encode_rows(rows: Iterable[Mapping[str, Any]]) -> list[bytes]:
 def _write_task_set_once(
     lines: list[bytes], target_path: Path, recipe: Recipe, error_key: str
 ) -> None:
-    """Write a task set, visible whole or not at all, unless the run has another one already."""
     for line in lines:
         check_task_limits(recipe.rollout, recipe.proxy.session_timeout_s, orjson.loads(line))
     text = b"\n".join(lines) + b"\n"

@@ -92,13 +92,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _escape_what_stdout_cannot_encode() -> None:
-    """Print characters that the encoding of the locale lacks as escapes, in place of an error."""
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _is_at_or_below_argument(arguments: argparse.Namespace, filename: object) -> bool:
-    """True for a path of the command line, one below it, or the temporary one that becomes it."""
     if not isinstance(filename, str):
         return False
     path = Path(filename).resolve()
@@ -111,7 +109,6 @@ def _is_at_or_below_argument(arguments: argparse.Namespace, filename: object) ->
 
 
 def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """The parsed command line. Lists may follow options, which argparse alone refuses."""
     parser = build_parser()
     usage_errors.exit_on_unknown_command(parser, argv)
     arguments, rest = parser.parse_known_args(argv)

@@ -38,7 +38,6 @@ def convert_competition_math(row: Mapping[str, Any]) -> Task:
 
 
 def convert_aime(row: Mapping[str, Any]) -> Task:
-    """AIME of any year: `problem` (or `question`) and `answer`, in any case; whole numbers."""
     named = {name.lower(): value for name, value in row.items()}
     question = named["problem"] if "problem" in named else named["question"]
     return _build_math_task(question, str(int(named["answer"])))
@@ -71,7 +70,6 @@ def convert_mbpp(row: Mapping[str, Any]) -> Task:
 
 
 def convert_humaneval(row: Mapping[str, Any]) -> Task:
-    """`openai/openai_humaneval`: the head of a function, and a `check` in `test`."""
     question = f"Complete this function.\n```python\n{row['prompt']}```\n{CODE_BLOCK_INSTRUCTION}"
     program = f"{row['test']}\ncheck({row['entry_point']})"
     return {"messages": _build_messages(question), "tests": {"program": program}}

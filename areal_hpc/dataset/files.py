@@ -12,11 +12,7 @@ ROWS_PER_READ = 1024
 
 
 def iterate_dataset_file_rows(path: Path, key: str) -> Iterator[dict[str, Any]]:
-    """The rows of a file: `*.parquet`, a folder that `datasets` saved, else JSON lines.
-
-    Raises:
-        RecipeError: It is not of that form.
-    """
+    """The rows of a file: `*.parquet`, a folder that `datasets` saved, else JSON lines."""
     if path.is_dir():
         yield from _read_saved_dataset(path, key)
     elif path.suffix == ".parquet":
@@ -45,7 +41,6 @@ def _read_json_lines(path: Path, key: str) -> Iterator[dict[str, Any]]:
 
 
 def _read_saved_dataset(folder: Path, key: str) -> Iterator[dict[str, Any]]:
-    """`datasets`' `save_to_disk`: Arrow streams, listed in `state.json`."""
     state = folder / "state.json"
     if not state.is_file():
         splits = sorted(found.parent.name for found in folder.glob("*/state.json"))

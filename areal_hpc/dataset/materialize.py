@@ -69,6 +69,5 @@ def encode_row(row: object, row_index: int, key: str = "") -> bytes:
 
 
 def count_materialized_rows(path: Path) -> int:
-    """Lines of a materialized data set."""
     with path.open("rb") as stream:
         return sum(1 for _ in stream)

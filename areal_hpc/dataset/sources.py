@@ -16,12 +16,7 @@ TaskRow = dict[str, Any]
 
 
 def iterate_task_rows(config: TaskSetConfig, key: str) -> Iterator[TaskRow]:
-    """The data set that stands under a key of the recipe, row by row, as the agent gets them.
-
-    Raises:
-        RecipeError: A file is missing or cannot be read, a row is no object, or the generator or
-            `to_task` failed.
-    """
+    """The data set that stands under a key of the recipe, row by row, as the agent gets them."""
     source = _iterate_source_rows(config, key)
     if config.to_task is not None:
         key = f"{key}.to_task"
@@ -115,7 +110,6 @@ def _generate_rows_by_user_function(
 def _generate_reasoning_tasks(
     generator_name: str, kwargs: dict[str, Any], key: str
 ) -> Iterator[TaskRow]:
-    """Tasks of reasoning-gym; `reasoning_gym_reward` scores their answers."""
     try:
         import reasoning_gym
     except ImportError as error:

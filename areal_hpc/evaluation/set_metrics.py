@@ -33,41 +33,31 @@ class SetSamples:
 
     @property
     def n_samples(self) -> int:
-        """Samples of each task."""
         return len(self.rewards_TS[0])
 
     @property
     def has_answers(self) -> bool:
-        """A sample said what it answers."""
         return any(any(answers_S) for answers_S in self.answers_TS)
 
     def list_pass_flags_by_task(self, min_reward: float) -> list[list[bool]]:
-        """Of each task, which samples pass."""
         return [[one >= min_reward for one in rewards_S] for rewards_S in self.rewards_TS]
 
 
 def resolve_k(metric: str, n_samples: int) -> int:
-    """The number that a metric's k stands for."""
     k = metric.partition("@")[2]
     return n_samples if k == "k" else int(k)
 
 
 def format_metric_name(metric: str, n_samples: int) -> str:
-    """A metric's name in rows, with a number in place of k."""
     return f"{metric.partition('@')[0]}@{resolve_k(metric, n_samples)}"
 
 
 def list_computed_metric_names(metrics: Sequence[str], n_samples: int) -> list[str]:
-    """Names of the metrics that are computed where these are asked for: `avg@k` is always."""
     return [format_metric_name(one, n_samples) for one in dict.fromkeys(("avg@k", *metrics))]
 
 
 def compute_task_values(metric: str, samples: SetSamples, pass_reward: float) -> TaskValues | None:
-    """A metric's value for each task; None of `cons@k` where no sample says what it answers.
-
-    Raises:
-        ValueError: k is more than the samples of a task.
-    """
+    """A metric's value for each task; None of `cons@k` where no sample says what it answers."""
     kind, k = metric.partition("@")[0], resolve_k(metric, samples.n_samples)
     if kind == "avg":
         # Rounded once: tasks with the same rewards in another order have the same value.

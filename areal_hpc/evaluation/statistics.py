@@ -50,7 +50,6 @@ class PairedComparison:
 
     @property
     def verdict(self) -> str:
-        """What the test says of the second."""
         if self.p_value > 1 - CONFIDENCE:
             return "no difference is shown"
         return "better" if self.difference.value > 0 else "worse"
@@ -121,7 +120,6 @@ def estimate_mean(values_T: Sequence[float] | TaskValues) -> Estimate:
 
 
 def _measure_half_width_of_agreement(values: TaskValues, n_tasks: int) -> float:
-    """Half the interval of tasks that all agree: Wilson's for as many passes, times their size."""
     is_share = bool((values >= 0).all() and (values <= 1).all())
     t_squared = compute_central_quantile(CONFIDENCE, n_tasks - 1) ** 2
     return (1.0 if is_share else float(np.abs(values).max())) * t_squared / (n_tasks + t_squared)

@@ -9,10 +9,8 @@ STEP_OF_LOADED_WEIGHTS = 0
 
 
 def get_ticket_id_in_evaluation(set_number: int, task_index: int) -> int:
-    """The ticket of a set's task; those of set 0 have the numbers of its tasks."""
     return set_number * TICKETS_PER_SET + task_index
 
 
 def split_ticket_id(ticket_id: int) -> tuple[int, int]:
-    """The number of a ticket's set, and its task there."""
     return divmod(ticket_id, TICKETS_PER_SET)

@@ -88,7 +88,6 @@ def build_server_command(
 
 
 def get_server_log_dir(job: InferenceJobConfig, paths: RunPaths) -> Path:
-    """Log folder of this cell's replicas."""
     return get_task_log_dir(paths.log_dir(max(paths.list_attempts(), default=1)) / job.cell)
 
 

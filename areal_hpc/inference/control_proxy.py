@@ -79,7 +79,6 @@ class ControlProxyApp(JsonApp):
         self._upstream: aiohttp.ClientSession | None = None
 
     def get_error_status_and_text(self, request: Request, error: Exception) -> tuple[int, str]:
-        """Status and text for what `answer` has raised."""
         if isinstance(error, ControlCallRefusedError):
             return 409, str(error)
         return super().get_error_status_and_text(request, error)
@@ -125,7 +124,6 @@ class ControlProxyApp(JsonApp):
         raise HTTPException(404, "no such route")
 
     def _list_views_redacted_for_caller(self, request: Request) -> list[ReplicaView]:
-        """Every replica; keys of servers leave the node with none, for nobody else reaches them."""
         views = [one.build_view() for one in self._replicas]
         client, server = request.scope["client"], request.scope["server"]
         if client and server and client[0] == server[0]:
@@ -138,7 +136,6 @@ class ControlProxyApp(JsonApp):
         return self._replicas[int(index)]
 
     def _build_load_weights_body(self, request: LoadWeightsRequest) -> bytes:
-        """SGLang would load any path, so none but a folder's name is taken."""
         folder = self._weights_dir / request.folder
         if not _WEIGHTS_FOLDER_PATTERN.fullmatch(request.folder) or not folder.is_dir():
             raise HTTPException(400, f"no folder {request.folder!r} in {self._weights_dir}")
@@ -188,13 +185,7 @@ class ControlProxyApp(JsonApp):
         caller: ControlCallerIdentity,
         request: Request,
     ) -> tuple[int, bytes]:
-        """SGLang's answer.
-
-        Raises:
-            TimeoutError: None came before the caller's deadline, or soon after the caller left:
-                it then waits for a process that is gone, which SGLang itself would for minutes.
-            aiohttp.ClientError: It broke the call off.
-        """
+        """SGLang's answer."""
 
         async def ask() -> tuple[int, bytes]:
             is_read = route in _READ_ONLY_ROUTES
@@ -227,7 +218,6 @@ class ControlProxyApp(JsonApp):
         return self._upstream
 
     async def close(self) -> None:
-        """Close connections to SGLang."""
         if self._upstream is not None:
             await self._upstream.close()
 
@@ -266,7 +256,6 @@ async def _decode_body(request: Request, request_type: type[RequestT]) -> Reques
 
 
 async def _read_json_object_body(request: Request) -> bytes:
-    """The body of a call that SGLang gets as it came: a JSON object, which it takes for granted."""
     body = await _read_signed_body(request)
     try:
         decode_body(body, dict[str, object])
@@ -316,7 +305,6 @@ class ControlProxyServer:
         )
 
     def start(self) -> None:
-        """Answer calls."""
         self._thread.start()
 
     async def _serve_then_close_app(self) -> None:
@@ -326,7 +314,6 @@ class ControlProxyServer:
             await self._app.close()
 
     def stop(self) -> None:
-        """Stop listening."""
         self._server.should_exit = True
         self._thread.join(_STOP_TIMEOUT_S)
         self._socket.close()

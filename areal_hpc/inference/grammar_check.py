@@ -70,7 +70,6 @@ class GrammarChecker:
         threading.Thread(target=self._await_end, args=(request, pid), daemon=True).start()
 
     def kill(self, call: int) -> None:
-        """Kill the fork that tries the grammar of a call, if there still is one."""
         with self._lock:
             if call in self._pids:
                 os.kill(self._pids[call], signal.SIGKILL)
@@ -90,7 +89,6 @@ class GrammarChecker:
 
 
 def _is_costly(backend: XGrammarGrammarBackend, request: GrammarCheckRequest) -> bool:
-    """Compile a grammar and sample by it, within limits that may end this process."""
     die_with_parent(signal.SIGKILL)
     os.nice(NICENESS)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -119,7 +117,6 @@ def _is_costly(backend: XGrammarGrammarBackend, request: GrammarCheckRequest) ->
 
 
 def _is_slow_to_sample_by(grammar: xgrammar.CompiledGrammar) -> bool:
-    """Whether tokens take long, or longer and longer: what is ambiguous costs by the cube."""
     vocab_size, stops = grammar.tokenizer_info.vocab_size, grammar.tokenizer_info.stop_token_ids
     matcher, chance = xgrammar.GrammarMatcher(grammar), random.Random(0)
     mask = xgrammar.allocate_token_bitmask(1, vocab_size)

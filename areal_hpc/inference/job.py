@@ -22,12 +22,7 @@ REPLICA_POLL_S = 0.1
 
 
 def run(config: dict[str, Any]) -> None:
-    """Serve until told to stop.
-
-    Raises:
-        RecipeError: SGLang does not understand its arguments.
-        ClusterError: A replica keeps dying.
-    """
+    """Serve until told to stop."""
     job = InferenceJobConfig.model_validate(config)
     paths = RunPaths(job.run_dir)
     stop = StopRequest.install()

@@ -26,13 +26,11 @@ class NodePartTracker:
         self._loss = ""
 
     def request_node_parts(self, incarnation: int, meeting_point: str) -> None:
-        """Have every further node run its part."""
         with self._lock:
             self._wanted, self._loss = FollowerPollReply(incarnation, meeting_point), ""
             self._heard_at_s.clear()
 
     def withdraw_node_parts(self) -> None:
-        """Have no part run."""
         self.request_node_parts(0, "")
 
     def answer_node_poll(self, request: FollowerPollRequest, now_s: float) -> FollowerPollReply:
@@ -61,5 +59,4 @@ class NodePartTracker:
 
 
 def get_rendezvous_address(ports: ServerPorts) -> str:
-    """`host:port` where the parts of a server that spans nodes meet."""
     return f"{get_advertised_host()}:{ports.rendezvous}"

@@ -15,8 +15,6 @@ from sglang.srt.server_args import ServerArgs
 
 
 class _RaisingArgumentParser(argparse.ArgumentParser):
-    """Raises instead of ending the process."""
-
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)
 
@@ -36,7 +34,6 @@ def check_sglang_command_lines(lines: list[list[str]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """From standard input to standard output."""
     sys.stdout.write(json.dumps(check_sglang_command_lines(json.load(sys.stdin))) + "\n")
 
 

@@ -73,7 +73,6 @@ class ReplyParserFactory:
         self._reasoning_parser = reasoning_parser
 
     def build_call_parser(self, tools: Sequence[dict[str, Any]]) -> Any:
-        """A fresh `FunctionCallParser`; None when the model may call nothing."""
         if not self._tool_parser or not tools:
             return None
         return FunctionCallParser([Tool(**tool) for tool in tools], self._tool_parser)
@@ -90,7 +89,6 @@ class ReplyParserFactory:
         )
 
     def _prompt_opens_reasoning(self, prompt_end: str) -> bool | None:
-        """True if the prompt opened the reasoning; None when it has no sign of it."""
         detector = ReasoningParser(self._reasoning_parser).detector
         opened = prompt_end.rfind(detector.think_start_token)
         closed = prompt_end.rfind(detector.think_end_token)
@@ -141,7 +139,6 @@ class ReplyParserFactory:
 
 
 def _get_structure_info(parser: Any) -> Any:
-    """Name -> how a call of that tool begins and ends; None where JSON alone does not fill it."""
     if not parser.detector.supports_structural_tag():
         return None
     try:
@@ -153,7 +150,6 @@ def _get_structure_info(parser: Any) -> Any:
 
 
 def _build_single_call_grammar(parser: Any, tools: Sequence[dict[str, Any]], required: bool) -> str:
-    """A structural tag after whose first call the reply ends."""
     frames = _get_structure_info(parser)
     tags = []
     for tool in tools:
@@ -211,7 +207,6 @@ class ReplyParser:
         return shown
 
     def _split_off_reasoning(self, text: str, is_last: bool) -> tuple[str, str]:
-        """What the next text adds to the reasoning, and what to the text outside of it."""
         if self._reasoning is None:
             return "", text
         reasoning, body = _replace_none_by_empty(self._reasoning.parse_stream_chunk(text))
@@ -221,7 +216,6 @@ class ReplyParser:
         return self._trim_line_breaks(reasoning, body)
 
     def _pop_text_and_calls(self, is_last: bool, is_cut: bool) -> tuple[str, list[ParsedToolCall]]:
-        """What can be shown of the text outside of the reasoning; calls once it is whole."""
         if is_last:
             whole, cut_call = self._body, ""
             if is_cut and self._calls is not None and self._calls.has_tool_call(whole):
@@ -237,7 +231,6 @@ class ReplyParser:
         return self._pop_text_until(len(self._body) - held_chars), []
 
     def _trim_line_breaks(self, reasoning: str, body: str) -> tuple[str, str]:
-        """Without the line breaks that set the reasoning apart; templates write them again."""
         if not self._reasoned:
             reasoning = reasoning.lstrip("\n")
         reasoning = self._held + reasoning
@@ -251,7 +244,6 @@ class ReplyParser:
         return self._body[start:end_index]
 
     def _pop_rest_and_calls(self) -> tuple[str, list[ParsedToolCall]]:
-        """What has not been shown yet, and the calls."""
         if self._calls is None or not self._calls.has_tool_call(self._body):
             return self._pop_text_until(len(self._body)), []
         text, calls = _parse_calls(self._formats.build_call_parser(self._tools), self._body)
@@ -265,7 +257,6 @@ class ReplyParser:
         return text + self._get_malformed_call_text(len(calls)), calls
 
     def _get_malformed_call_text(self, count: int) -> str:
-        """The calls among several that do not parse, as text."""
         marker = next((one for one in self._markers if self._body.count(one) > count), None)
         if marker is None:
             return ""
@@ -278,7 +269,6 @@ class ReplyParser:
 
 
 def _list_call_markers(parser: Any) -> list[str]:
-    """Texts with which a call of this format begins."""
     markers = {getattr(parser.detector, name, "") for name in CALL_MARKER_ATTRIBUTES}
     frames = _get_structure_info(parser)
     if frames is not None:
@@ -302,7 +292,6 @@ def _find_end_of_last_closed_call(parser: Any, body: str) -> int:
 
 
 def _count_partial_marker_chars(text: str, markers: Sequence[str]) -> int:
-    """Number of characters at the end of `text` that may be the beginning of a marker."""
     return max(
         count
         for marker in markers
@@ -323,7 +312,6 @@ def _parse_calls(parser: Any, body: str) -> tuple[str, list[ParsedToolCall]]:
 
 
 def _escape_lone_surrogates(json_text: str) -> str:
-    """JSON as the model wrote it: SGLang decodes half a pair to what no UTF-8 can hold."""
     return _LONE_SURROGATE_PATTERN.sub(lambda half: f"\\u{ord(half[0]):04x}", json_text)
 
 
@@ -375,7 +363,6 @@ class GrammarTries:
         """Why there is no checker, and will be none."""
 
     def begin(self, request: GrammarCheckRequest) -> None:
-        """Have a grammar tried soon."""
         self._beginner.submit(self._begin, request)
 
     def _begin(self, request: GrammarCheckRequest) -> None:
@@ -396,7 +383,6 @@ class GrammarTries:
             self._send(ParserReply(call=request.call, error=str(error), is_unknown=True))
 
     def kill(self, call: int) -> None:
-        """End the try of a call's grammar, if it has begun."""
         if self._checker is not None:
             self._checker.kill(call)
 

@@ -132,12 +132,7 @@ class Replica:
     # -- the job's main thread ---------------------------------------------------------------
 
     def maintain_server_once(self) -> None:
-        """Look after the server once: start, promote or replace it.
-
-        Raises:
-            RecipeError: SGLang does not understand its arguments.
-            ClusterError: It died more often than the policy allows.
-        """
+        """Look after the server once: start, promote or replace it."""
         now = self.clock.now()
         if self._server is None:
             if now >= self._not_before:
@@ -199,7 +194,6 @@ class Replica:
             return self._update_state.is_closing
 
     def _recover_from_lost_sender(self, server: SGLangServer) -> None:
-        """The sender vanished: go on with the weights if they are whole, else start afresh."""
         if self._update_state.is_changed:
             self._end_server_and_plan_restart_or_raise(
                 server, "has weights from an update whose sender disappeared", is_crash=False
@@ -263,12 +257,10 @@ class Replica:
         )
 
     def request_stop(self) -> None:
-        """Ask the server to end."""
         if self._server is not None:
             self._server.request_stop()
 
     def kill(self, grace_s: float = 0.0) -> None:
-        """End the server, by force if it is still there after `grace_s`."""
         self.nodes.withdraw_node_parts()
         if self._server is not None:
             self._server.kill_and_clean_up(grace_s)
@@ -277,7 +269,6 @@ class Replica:
         self._events.record(event, replica=self.index, incarnation=self._incarnation, **fields)
 
     def _record_span(self, span_name: str, seconds: float, **fields: object) -> None:
-        """Note what took so long and ends now."""
         now = time.time()
         record_span(span_name, now - seconds, now, f"replica {self.index}", **fields)
 

@@ -122,6 +122,5 @@ class UpdatePauseTimer:
         )
 
     async def _read_newest_load(self, server: SGLangServer) -> _SchedulerLoad | None:
-        """The newest that was published."""
         loads = msgspec.json.decode(await self._read(server), type=_SchedulerLoads).loads
         return max(loads, key=lambda load: load.timestamp, default=None)

@@ -36,16 +36,13 @@ class WeightUpdateState:
 
     @property
     def served_version(self) -> str:
-        """Version that agents may be served; empty when there is none."""
         return "" if self._is_fenced else self._version
 
     @property
     def has_sender(self) -> bool:
-        """A sender is at work, so health cannot be judged by what SGLang answers."""
         return self._sender_until < math.inf
 
     def is_sender_overdue(self, now: float) -> bool:
-        """The sender has vanished."""
         return now >= self._sender_until and not self._calls_in_flight
 
     def mark_fenced(

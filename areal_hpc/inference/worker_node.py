@@ -138,6 +138,5 @@ class WorkerNode:
         self._server, self._incarnation = None, 0
 
     def stop_part_for_good(self) -> None:
-        """End the part, and ask no more."""
         self._stop_server_part()
         self._client.close()

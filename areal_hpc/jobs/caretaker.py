@@ -98,17 +98,14 @@ class JobStatus:
 
     @property
     def state(self) -> JobState:
-        """State in Slurm; UNKNOWN if Slurm does not know it."""
         return self.slurm_record.state if self.slurm_record else UNKNOWN_STATE
 
     @property
     def is_running(self) -> bool:
-        """True while its processes run."""
         return self.state.phase is JobPhase.RUNNING
 
     @property
     def is_held_after_failed_launch(self) -> bool:
-        """True while Slurm holds it since a node could not start it."""
         held = self.slurm_record
         return held is not None and is_held_after_failed_launch(held.reason)
 
@@ -192,13 +189,11 @@ class Caretaker:
             log.warning("the run's jobs cannot be looked after now: %s", error)
 
     def _is_launcher_at_work(self) -> bool:
-        """True while `areal-hpc resume` submits what is missing: both would submit it."""
         with contextlib.suppress(OSError):  # of storage without locks that reach other nodes
             return is_lock_held(self._paths.lock)
         return False
 
     def _release_leader_held_while_idle(self, jobs: Mapping[str, JobStatus]) -> None:
-        """Wake a leading job that gave its nodes back for want of cells: this one is there."""
         leader = jobs[self._config.leader]
         is_waiting = leader.is_alive and not leader.is_running
         if is_waiting and self._config.job != self._config.leader:
@@ -244,7 +239,6 @@ class Caretaker:
         }
 
     def _find_jobs_alive_under_other_ids(self, submissions: list[Submission]) -> set[str]:
-        """Jobs of which another submission than the newest waits or runs, on record or not."""
         queued = query_squeue_of_user(self._paths.root.stat().st_uid)
         at_work = {
             job.job_id
@@ -278,7 +272,6 @@ class Caretaker:
     def _check_and_note_if_cancelled_by_person(
         self, submission: Submission, queued: SlurmJobRecord | None
     ) -> bool:
-        """True if a person cancelled the job, which without accounting Slurm forgets in minutes."""
         note = self._paths.job(submission.job).cancelled_id
         is_noted = note.exists() and note.read_text() == submission.job_id
         if queued is None:
@@ -293,11 +286,7 @@ class Caretaker:
         return by_person
 
     def _submit_again_or_note_refusal(self, job: JobStatus) -> None:
-        """Submit a job; one that Slurm does not take keeps no other one from being submitted.
-
-        Raises:
-            ClusterError: Slurm does not answer, or is not there: so it would be with every job.
-        """
+        """Submit a job; one that Slurm does not take keeps no other one from being submitted."""
         try:
             self._submit_again(job)
         except SlurmCommandError as refusal:
@@ -344,7 +333,6 @@ class Caretaker:
         log.warning("%s %s; submitted again as job %s", job.name, job.reason_to_submit, submitted)
 
     def _release_after_failed_launch(self, job: JobStatus) -> None:
-        """Let a job go on, without the node that could not start it; a few times."""
         assert job.submission is not None
         files, job_id = self._paths.job(job.name), job.submission.job_id
         slurm = _read_launch_file(files).slurm
@@ -387,14 +375,12 @@ def _read_launch_file(job: JobPaths) -> LaunchFile:
 
 
 def _read_progress_bytes(progress: str) -> int:
-    """Size of the file that grows while the run gets further; 0 if there is none."""
     with contextlib.suppress(OSError):
         return Path(progress).stat().st_size if progress else 0
     return 0
 
 
 def _count_submissions_without_progress(job: JobPaths, progress_bytes: int) -> int:
-    """Submissions of the job by caretakers since the run last made progress."""
     with contextlib.suppress(FileNotFoundError):
         before = msgspec.json.decode(
             job.caretaker_submission_count.read_bytes(), type=dict[str, int]
@@ -409,7 +395,6 @@ def _write_submission_count(job: JobPaths, count: int, made_bytes: int) -> None:
 
 
 def _build_exclude_options(job: JobPaths, slurm: SlurmLaunchInfo) -> list[str]:
-    """Options for sbatch: an option given there replaces that of the script."""
     own = re.findall(r"^#SBATCH --exclude=(\S+)", job.script.read_text(), re.MULTILINE)
     excluded = build_exclude_list(slurm, ",".join(own))
     return [f"--exclude={excluded}"] if excluded else []

@@ -23,7 +23,6 @@ class ProcessConfig(BaseConfig):
     run_dir: Path
 
     def get_recipe_keys_by_private_field(self) -> dict[str, str]:
-        """Dotted keys of the recipe by fields whose values it alone may hold."""
         return dict(self.KEYS_BY_PRIVATE_FIELD)
 
     def build_process_spec(

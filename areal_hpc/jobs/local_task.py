@@ -42,15 +42,12 @@ class LocalTask:
         self._position = position
 
     def take_part_in_start_or_get_refusal(self) -> TaskExit | None:
-        """Nothing stands in the way."""
         return None
 
     def probe_node(self) -> TaskExit | None:
-        """The launcher's own node is as it is."""
         return None
 
     def build_environment(self) -> Mapping[str, str]:
-        """Nothing to know."""
         return {}
 
     def find_stop_reason(self, *, can_end_job: bool) -> TaskExit | None:
@@ -61,11 +58,9 @@ class LocalTask:
         return TaskExit(STOPPED_EXIT_CODE, reason=LAUNCHER_GONE_REASON)
 
     def announce_stop_and_decide_grace_s(self, outcome: TaskExit) -> float:
-        """Seconds that processes get to stop by themselves."""
         return self._launch.stop_grace_s
 
     def report_exit_and_conclude_job(self, outcome: TaskExit) -> TaskExit:
-        """Tell the launcher."""
         write_task_exit(self._launch.paths, self._position.rank, outcome)
         return outcome
 
@@ -86,19 +81,13 @@ class AllocationStepTask:
         self._last_beat_at = self._next_look_at = time.monotonic()
 
     def take_part_in_start_or_get_refusal(self) -> TaskExit | None:
-        """Nothing stands in the way: the launcher numbered this start."""
         return None
 
     def probe_node(self) -> TaskExit | None:
-        """Whoever holds the allocation has chosen its nodes."""
         return None
 
     def build_environment(self) -> Mapping[str, str]:
-        """What the job's processes must know of this start, and of the node: address, interface.
-
-        Raises:
-            RecipeError: The interface that the site names does not exist here.
-        """
+        """What the job's processes must know of this start, and of the node: address, interface."""
         host = find_own_address(self._step.interface, os.environ)
         interface = find_interface(host)
         return {

@@ -115,7 +115,6 @@ class StartProgressTracker:
         return counts
 
     def _read_failure_counts(self) -> FailuresWithoutProgress:
-        """Counts of the earlier starts; none where they cannot be read: the job must go on."""
         try:
             return msgspec.json.decode(self._path.read_bytes(), type=FailuresWithoutProgress)
         except FileNotFoundError:
@@ -249,7 +248,6 @@ def _resubmit(
     give_up_at: float,
     decision: RestartDecision,
 ) -> RequeueResult:
-    """Submit the script again, held where the job itself would have been."""
     new_id = submit_job_again(
         slurm,
         launch.job.name,
@@ -298,7 +296,6 @@ def _requeue_held_and_note_it(job: JobPaths, job_id: str) -> bool:
 
 
 def _note_hold(job: JobPaths, job_id: str) -> bool:
-    """Put a job on the list of those that are to be released; False if the storage refused."""
     note = job.hold_note
     try:
         note.parent.mkdir(exist_ok=True)
@@ -340,7 +337,6 @@ def release_jobs_held_while_idle(jobs_dir: Path, only_job: str = "") -> list[str
 
 
 def _read_hold_note(note_path: Path) -> str:
-    """Number of a held job; empty if the note is being written, or was taken away just now."""
     try:
         return note_path.read_text()
     except FileNotFoundError:

@@ -46,13 +46,11 @@ class JobPart:
     """Among the tasks of this part."""
 
     def list_processes_of_task(self) -> list[ProcessSpec]:
-        """Those of the processes that this task runs."""
         own = ("all", "first" if self.position.is_first else "others")
         return [spec for spec in self.processes if spec.tasks in own]
 
 
 def get_part_outside_cells(job: JobSpec, position: TaskPosition) -> JobPart:
-    """The processes that a job has beside those of the cells that share it."""
     return JobPart(job.name, job.processes, position)
 
 
@@ -104,7 +102,6 @@ class SharedCell:
         self.mark_started()
 
     def mark_started(self) -> None:
-        """Remember when this start of the cell began, and how far the run was."""
         self._started_at, self._started_bytes = time.monotonic(), self._read_progress_bytes()
 
     def claim_start_and_build_variables(self, node: str) -> Mapping[str, str]:
@@ -146,7 +143,6 @@ class SharedCell:
         return SLURM_JOB_RESTART_POLICY.decide([outcome.exit_code], self.failures)
 
     def report_cell_end(self, outcome: TaskExit) -> None:
-        """Say that the cell is over until the job's next start."""
         self.end = self.choose_reported_exit(outcome)
         self._write_end_if_unreported()
 
@@ -160,28 +156,19 @@ class SharedCell:
             log.error("the end of %s could not be written: %s", self.name, error)
 
     def choose_reported_exit(self, outcome: TaskExit) -> TaskExit:
-        """The task's exit status with what is known here; how its cell ended comes first."""
         if self.end is not None and outcome.exit_code != 0:
             return self.end
         return msgspec.structs.replace(outcome, cell=self.name, incarnation=self._incarnation)
 
     def poll_end_of_other_task(self) -> TaskExit | None:
-        """How another task of this cell ended for good; None while all work.
-
-        Raises:
-            OSError: The shared storage does not respond.
-        """
+        """How another task of this cell ended for good; None while all work."""
         others = [rank for rank in self._cell_ranks[self._number] if rank != self._rank]
         if not others or not self._claim_due_poll():
             return None
         return next(filter(None, map(self._read_exit, others)), None)
 
     def write_own_end_and_check_job_over(self) -> bool:
-        """True once no cell of the job is left. Only the job's first task looks.
-
-        Raises:
-            OSError: The shared storage does not respond.
-        """
+        """True once no cell of the job is left. Only the job's first task looks."""
         if self.end is None or not self._claim_due_poll():
             return False
         self._write_end_if_unreported()
@@ -207,7 +194,6 @@ class SharedCell:
             return False
 
     def _is_cell_over_or_idle(self, cell_index: int, since: float) -> bool:
-        """True if a cell is over, or has said since `since` that it has nothing to do."""
         if self._read_exit(self._cell_ranks[cell_index][0]):
             return True
         note = JobPaths(self._paths.root.parent / self._job.cells[cell_index].name).idle_note

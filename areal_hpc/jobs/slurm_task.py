@@ -108,11 +108,7 @@ class SlurmTask:
         self._kill_at = time.monotonic() + launch.stop_grace_s
 
     def take_part_in_start_or_get_refusal(self) -> TaskExit | None:
-        """Take part in this start of the job and probe the node; why the task cannot go on.
-
-        Raises:
-            RecipeError: The site's interface does not exist here.
-        """
+        """Take part in this start of the job and probe the node; why the task cannot go on."""
         environ, position = os.environ, self._position
         nodes = int(environ.get("SLURM_NNODES", "1"))
         try:
@@ -180,7 +176,6 @@ class SlurmTask:
     def _wait_for_nodes_and_report_absent(
         self, start: starts.JobStart, nodes: list[str]
     ) -> TaskExit | None:
-        """Wait for the other nodes. One that does not see this storage cannot say so by itself."""
         timeout_s = self._slurm.join_timeout_s
         absent = starts.await_nodes_and_list_absent(self._starts_dir, start, len(nodes), timeout_s)
         reason = (
@@ -214,9 +209,6 @@ class SlurmTask:
         """What the job's processes must know of this start, and of the node: address, interface.
 
         gloo listens where the host's name leads, which may be nowhere.
-
-        Raises:
-            RecipeError: The interface that the site names does not exist here.
         """
         assert self._start is not None
         host = find_own_address(self._slurm.interface, os.environ)
@@ -347,7 +339,6 @@ class SlurmTask:
         return outcome
 
     def _is_run_dir_gone(self) -> bool:
-        """True if processes may have failed for want of the run's folder."""
         try:
             return self._run_dir_watch.is_gone(looks=1)
         except OSError:
@@ -360,7 +351,6 @@ class SlurmTask:
         )
 
     def _hold_job_without_files(self, outcome: TaskExit) -> TaskExit:
-        """Have the job wait for its user: nothing of it can be read or written here."""
         reason = self._describe_gone_run_dir()
         log.error("%s", reason)
         if self._position.is_first:
@@ -450,7 +440,6 @@ class SlurmTask:
         self._events.record(SUBMISSION_REFUSED_EVENT, job=self._launch.job.name, reason=reason)
 
     def _wait_for_task_exits(self, own_exit: TaskExit) -> dict[int, TaskExit]:
-        """Exit statuses of the tasks by rank, as far as they come in time."""
         found: dict[int, TaskExit] = {self._position.rank: own_exit}
         own_patience_s = (
             TASK_EXIT_TIMEOUT_S if own_exit.exit_code == 0 else self._slurm.margin_s / 2
@@ -477,7 +466,6 @@ def _swallow_and_log_storage_errors(files_description: str) -> Iterator[None]:
 
 
 def _wait_until_or_give_up(condition: Callable[[], bool], give_up_at: float) -> None:
-    """Wait until the condition holds, or for as long as that is worth it."""
     while not _is_readable_and_true(condition) and time.monotonic() < give_up_at:
         time.sleep(0.5)
 

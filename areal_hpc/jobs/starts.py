@@ -102,7 +102,6 @@ def wait_for_start_written_by_first_task(
 
 
 def report_node_joined(folder: Path, start: JobStart, node_rank: int) -> None:
-    """Say that a node has joined this start, and sees what its first task wrote."""
     get_number_path(folder, start.number, f".node{node_rank}").touch()
 
 
@@ -122,17 +121,14 @@ def await_nodes_and_list_absent(
 
 
 def is_superseded(folder: Path, start: JobStart) -> bool:
-    """True once a later start of the job has begun. One look at one name."""
     return get_number_path(folder, start.number + 1).exists()
 
 
 def get_stop_note_path(folder: Path, start: JobStart) -> Path:
-    """File by which the tasks of a start tell one another to stop."""
     return get_number_path(folder, start.number, ".stop")
 
 
 def write_stop_note(path: Path, note: StopNote) -> None:
-    """Tell the other tasks, and the processes of all, to stop."""
     write_atomic(path, msgspec.json.encode(note))
 
 
@@ -145,7 +141,6 @@ def read_stop_note(path: Path) -> StopNote | None:
 
 
 def read_own_stop_note() -> StopNote | None:
-    """For a process of a job: the note of its stop. None while there is none, or ever will be."""
     path = os.environ.get(STOP_NOTE_VARIABLE)
     return read_stop_note(Path(path)) if path else None
 

@@ -50,7 +50,6 @@ def find_next_successor(slurm: SlurmLaunchInfo, job: str, job_id: str) -> Submis
 def find_own_record_as_successor(
     slurm: SlurmLaunchInfo, job: str, job_id: str
 ) -> Submission | None:
-    """The record of this job as a successor that has not taken its place yet, if it is one."""
     laid = list_waiting_successors(read_submissions(Path(slurm.submissions)), job)
     return next((one for one in laid if one.job_id == job_id), None)
 

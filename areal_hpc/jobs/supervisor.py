@@ -149,7 +149,6 @@ class _Supervisor:
         }
 
     def run(self) -> TaskExit:
-        """Run the task's processes until it is decided how the task ends; none is left then."""
         outcome = TaskExit(STOPPED_EXIT_CODE, reason="the supervisor failed")
         try:
             outcome = self._run_processes()
@@ -186,7 +185,6 @@ class _Supervisor:
         return outcome
 
     def _poll_cell_and_processes(self) -> TaskExit | None:
-        """Look once; in a shared job what stops this task's cell leaves the others alone."""
         if self._cell is None:
             return self._poll_processes()
         try:
@@ -197,7 +195,6 @@ class _Supervisor:
             )
 
     def _poll_processes(self) -> TaskExit | None:
-        """Look after every child once; the job's outcome when it is decided."""
         if self._stop.requested:
             return TaskExit(STOPPED_EXIT_CODE, reason="stopped by a signal")
         can_end_job = any(child.spec.ends_job for child in self._children)
@@ -213,7 +210,6 @@ class _Supervisor:
         return None
 
     def _follow_other_tasks_of_job(self, cell: SharedCell) -> TaskExit | None:
-        """Follow the ends of other tasks in a shared job."""
         try:
             if cell.end is not None:
                 return cell.end if cell.write_own_end_and_check_job_over() else None
@@ -225,7 +221,6 @@ class _Supervisor:
         return None
 
     def _on_cell_end(self, cell: SharedCell, outcome: TaskExit) -> TaskExit | None:
-        """Decide what the end of a cell's work on this task means; its neighbors go on."""
         if outcome.exit_code in (0, IDLE_EXIT_CODE):
             return outcome  # this is true of the whole job
         if cell.count_failure_and_decide_restart(outcome) == "fail":
@@ -236,7 +231,6 @@ class _Supervisor:
         return self._start_stopped_cell(cell, outcome)
 
     def _start_stopped_cell(self, cell: SharedCell, outcome: TaskExit) -> TaskExit | None:
-        """Start the stopped cell again. After an OSError of the storage the next look does it."""
         prepared = self._starter.prepare_processes(self._part)
         refusal = self._task.probe_node()
         if refusal is not None and refusal.faulty_node:
@@ -253,7 +247,6 @@ class _Supervisor:
         return None
 
     def _give_up_cell(self, cell: SharedCell, outcome: TaskExit) -> None:
-        """Leave the cell over until the job's next start."""
         self._failed_cell_exit = None
         self._stop_cell_processes()
         cell.report_cell_end(outcome)
@@ -280,7 +273,6 @@ class _Supervisor:
         return None if code is None else self._on_process_exit(child, code)
 
     def _kill_rank_if_all_restart(self, child: ManagedProcess) -> None:
-        """Kill the rank if all ranks start again: nothing of it is worth a stop's grace."""
         try:
             note = self._notes.read_next_restart(is_urgent=not child.is_running)
         except OSError as error:  # a stale handle, a server that fails over: the next look may do
@@ -300,7 +292,6 @@ class _Supervisor:
         child.not_before = time.monotonic() + pause_s
 
     def _on_process_exit(self, child: ManagedProcess, code: int) -> TaskExit | None:
-        """Decide what the end of a process means for the job."""
         spec = child.spec
         if child.ended_at is None:
             child.ended_at = time.monotonic()
@@ -330,7 +321,6 @@ class _Supervisor:
         return self._on_process_crash(child, code)
 
     def _on_process_crash(self, child: ManagedProcess, code: int) -> TaskExit | None:
-        """Decide what the end of a process that no other one brought about means for the job."""
         spec, now = child.spec, time.monotonic()
         policy = RestartPolicy(spec.restarts)
         made_progress = now - child.started_at >= policy.healthy_s or child.made_progress()
@@ -366,7 +356,6 @@ class _Supervisor:
         return None
 
     def _any_other_task_ended(self) -> bool:
-        """True if another task of this start of the job has ended: its rank would be missing."""
         exits = read_task_exits(self._launch.paths)
         return any(
             rank != self._position.rank and one.incarnation == self._incarnation

@@ -47,7 +47,6 @@ class ProcessStarter:
         self._begun_logs: set[Path] = set()
 
     def prepare_processes(self, job_part: JobPart) -> list[ManagedProcess]:
-        """Write the files of all processes that this task runs for a part of the job."""
         make_folder(self._get_log_dir(job_part))
         self._get_job_paths(job_part).root.mkdir(exist_ok=True)
         return [self._prepare_process(spec, job_part) for spec in job_part.list_processes_of_task()]
@@ -117,7 +116,6 @@ class ProcessStarter:
 def select_role_variables(
     spec: ProcessSpec, variables: Mapping[str, Mapping[str, str]]
 ) -> dict[str, str]:
-    """Those of a process's role, and SGLang's where the process starts servers on its GPUs."""
     starts_servers = spec.role == "agents" and spec.uses_gpus
     of_servers = variables.get("serve", {}) if starts_servers else {}
     return {**of_servers, **variables.get(spec.role, {})}

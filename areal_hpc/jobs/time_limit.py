@@ -32,7 +32,6 @@ class SlurmControllerClock:
         self._ahead_s = (time.time() if now is None else now) - time.monotonic()
 
     def now(self) -> float:
-        """Unix time, to about a second."""
         return self._ahead_s + time.monotonic()
 
 

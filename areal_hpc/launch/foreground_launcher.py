@@ -128,14 +128,7 @@ def run_standalone_stage(
     reporter: ProgressReporter,
     stop: StopEvent,
 ) -> None:
-    """Run a stage that is no part of a run's plan, in a directory that is in place already.
-
-    Raises:
-        RecipeError: This machine has too few GPUs for it.
-        ClusterError: Another launcher works in this directory.
-        JobFailedError: A job failed for good.
-        RunInterruptedError: `stop` was set.
-    """
+    """Run a stage that is no part of a run's plan, in a directory that is in place already."""
     with hold_lock_or_raise(paths.lock):
         pythons = get_interpreters(recipe)
         ready = PreparedRun(
@@ -160,15 +153,12 @@ def job_made_progress(
 
 
 def count_cells_that_can_replace_job(job: str, jobs: Sequence[str]) -> int:
-    """Number of `jobs` that could do the work of one of them: cells do that of another cell."""
     cells = {name for name in jobs if name.startswith(CELL_PREFIX)}
     return len(cells - {job}) if job in cells else 0
 
 
 @dataclass(slots=True)
 class _JobInProgress:
-    """A submitted job, and what must be known to decide whether to submit it again."""
-
     spec: JobSpec
     handle: RunningJobHandle
     progress_at_submission: int
@@ -216,7 +206,6 @@ class ForegroundLauncher:
             stop_jobs([job.handle for job in self._jobs], self._decide_stop_grace_s(stage))
 
     def _decide_stop_grace_s(self, stage: JobStage) -> float:
-        """What supervisors give their processes, which on other nodes includes time for a save."""
         grace_s = self._recipe.cluster.stop_grace_s + STOP_MARGIN_S
         jobs = (self._paths.job(one.name) for one in stage.jobs)
         return grace_s + max(map(read_checkpoint_duration_s, jobs))
@@ -227,7 +216,6 @@ class ForegroundLauncher:
         return handle
 
     def _read_progress_step_or_bytes(self, stage: JobStage) -> int:
-        """Last step of the run that has metrics; of an evaluation, the size of its rewards."""
         if stage.leader.name == EVALUATION_CELL and stage.progress is not None:
             return stage.progress.stat().st_size if stage.progress.exists() else 0
         rows = read_metrics(self._paths.metrics)
@@ -245,7 +233,6 @@ class ForegroundLauncher:
             time.sleep(POLL_S)
 
     def _poll_and_resubmit_jobs(self, stage: JobStage) -> bool:
-        """Look once at every job, and submit again what failed; true once the work is done."""
         self._reporter.show_progress(stage.name)
         if self._jobs[0].handle.is_done() and stage.done_marker.exists():
             return True
@@ -259,7 +246,6 @@ class ForegroundLauncher:
     def _kill_and_restart_or_drop_job(
         self, stage: JobStage, job: _JobInProgress, failure: JobFailedError
     ) -> None:
-        """Give a job another try while that helps; do without a cell while there are others."""
         reached, now = self._read_progress_step_or_bytes(stage), time.monotonic()
         progress = job_made_progress(
             job.spec.name,
@@ -291,7 +277,6 @@ class ForegroundLauncher:
             )
 
     def _find_job_failure(self, job: _JobInProgress) -> JobFailedError | None:
-        """Why the job ended too early; None while it works."""
         handle = job.handle
         is_done = handle.is_done()  # asked first: exits are written before a job is done
         task_exits = handle.read_task_exits()

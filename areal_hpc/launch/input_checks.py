@@ -53,7 +53,6 @@ def load_user_code_and_find_input_problems(
 
 
 def _find_run_directory_problems(run_dir: Path) -> Iterator[Problem]:
-    """Can it be made, written to, and does it have room?"""
     made = find_missing_folders(run_dir)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -80,12 +79,10 @@ def _find_run_directory_problems(run_dir: Path) -> Iterator[Problem]:
 
 
 def find_missing_folders(path: Path) -> list[Path]:
-    """The folders that `mkdir(parents=True)` would make for a path, the deepest first."""
     return [folder for folder in (path, *path.parents) if not folder.exists()]
 
 
 def remove_folders_up_to_first_nonempty(folders: Iterable[Path]) -> None:
-    """Remove folders one after the other, up to the first that is gone or holds something."""
     with contextlib.suppress(OSError):
         for folder in folders:
             folder.rmdir()

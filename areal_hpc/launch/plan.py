@@ -64,7 +64,6 @@ class JobStage:
 
     @property
     def jobs(self) -> tuple[JobSpec, ...]:
-        """Leader first."""
         return (self.leader, *self.others)
 
 
@@ -103,12 +102,10 @@ def plan_run(
 
 
 def get_base_model_path(recipe: Recipe, paths: RunPaths) -> Path:
-    """The model before any training."""
     return recipe.model.path.resolve() if recipe.model.path else paths.starting_model_dir
 
 
 def get_initial_policy_path(recipe: Recipe, paths: RunPaths) -> Path:
-    """The model that reinforcement learning starts from."""
     return paths.sft_export if recipe.sft else get_base_model_path(recipe, paths)
 
 
@@ -208,7 +205,6 @@ def build_ledger_evaluation_sets(
 def _plan_cell_jobs(
     recipe: Recipe, paths: RunPaths, plan_inputs: PlanInputs
 ) -> tuple[JobSpec, ...]:
-    """Those of training, and that of evaluation if it has one."""
     is_apart = recipe.evaluation.separate_cell
     splits: tuple[TaskSplit, ...] = ("train",) if is_apart else ("train", "valid")
     names = map(format_cell_name, range(recipe.inference.cells))

@@ -95,7 +95,6 @@ def prefetch_files_and_build_images(
 
 
 def _download_if_missing(prefetch_item: ModelOrDataset) -> Path:
-    """The folder of the thing (or the file, for a path), downloaded if need be."""
     if not prefetch_item.patterns:
         path = Path(prefetch_item.name).resolve()
         if not path.exists():
@@ -134,7 +133,6 @@ def _download_if_missing(prefetch_item: ModelOrDataset) -> Path:
 
 
 def _list_wanted_files(folder: Path, prefetch_item: ModelOrDataset) -> list[Path]:
-    """The files of a thing that is in place; a RecipeError if none is what the recipe names."""
     if folder.is_file():
         return [folder]
     patterns = (
@@ -157,7 +155,6 @@ def _list_wanted_files(folder: Path, prefetch_item: ModelOrDataset) -> list[Path
 def _hash_and_verify_file(
     path: Path, folder: Path, previous_entries_by_path: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Name, size and digest. A digest is taken once: size and time of the file tell a change."""
     state = path.stat()
     entry = {
         "name": path.name if path == folder else str(path.relative_to(folder)),
@@ -180,7 +177,6 @@ def _hash_and_verify_file(
 
 
 def _read_prefetched_entries_by_path(record: Path) -> dict[str, Any]:
-    """Record of an earlier call, by the file's path."""
     known = {}
     for entry in json.loads(record.read_bytes()) if record.exists() else ():
         folder = Path(entry["folder"])

@@ -117,7 +117,6 @@ def _set_up_prepared_run(
     live_jobs: Sequence[LiveJob],
     plan: StagePlanner,
 ) -> PreparedRun:
-    """Set up what is missing."""
     run_dir_setup.report_or_refuse_recipe_changes(recipe, paths, print_line)
     if not is_run_finished(recipe, paths):
         paths.finished_marker.unlink(missing_ok=True)  # it was, with fewer steps
@@ -164,11 +163,7 @@ def _report_or_refuse_long_prompts(
 
 
 def find_live_jobs(paths: RunPaths) -> list[LiveJob]:
-    """The run's jobs that wait or run; none where there is no Slurm and never was.
-
-    Raises:
-        ClusterError: slurmctld does not answer, and the run went to Slurm.
-    """
+    """The run's jobs that wait or run; none where there is no Slurm and never was."""
     if paths.submissions.exists():
         return list_live_jobs(paths)
     try:
@@ -207,11 +202,7 @@ def is_run_finished(recipe: Recipe, paths: RunPaths) -> bool:
 
 
 def archive_run(paths: RunPaths, print_line: Callable[[str], None]) -> Path | None:
-    """Move an existing run directory aside; its new place, or None when there was none.
-
-    Raises:
-        ClusterError: A launcher is working in it, here or in an allocation on another node.
-    """
+    """Move an existing run directory aside; its new place, or None when there was none."""
     if not paths.recipe.exists():
         return None  # nothing has been run there
     stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")

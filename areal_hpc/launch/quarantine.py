@@ -104,7 +104,6 @@ def _read_newest_trainer_state(paths: RunPaths) -> TrainerState:
 
 
 def _ask_trained_step(paths: RunPaths, checkpoint_step: int) -> int | None:
-    """The last step of the trainer at work, whose ledger is asked; None while no ledger answers."""
     status = read_run_snapshot(paths, ask_ledger=True).ledger
     if status is None:
         return None

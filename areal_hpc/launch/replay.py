@@ -103,12 +103,7 @@ class RecordedStepsReplay:
     def replay_and_compare(
         self, reporter: foreground_launcher.ProgressReporter, stop: StopEvent
     ) -> None:
-        """Train the steps and say how they compare with the recorded ones.
-
-        Raises:
-            JobFailedError: The trainer failed.
-            RunInterruptedError: `stop` was set; the same replay can be continued.
-        """
+        """Train the steps and say how they compare with the recorded ones."""
         readers = self.recipe.cluster.readable_by
         with restrict_new_files(readers):
             create_or_secure_run_dir(self._out.root, readers)

@@ -104,7 +104,6 @@ def write_run_inputs_and_keys(
 
 
 def _read_tokenizer_texts(demonstrations: Path) -> Iterator[str]:
-    """Text that the tokenizer of a tiny model is trained on."""
     with demonstrations.open() as stream:
         for _, line in zip(range(MAX_TOKENIZER_TRAINING_ROWS), stream, strict=False):
             for message in json.loads(line)["messages"]:
@@ -204,7 +203,6 @@ def _compare_with_launched_recipe(
 
 
 def _dump_with_absolute_paths(recipe: Recipe) -> dict[str, Any]:
-    """The recipe as a tree, its relative paths as seen from any folder."""
     tree = recipe.model_dump(mode="json")
     values = flatten_keys(recipe.model_dump())
     for key in ABSOLUTE_PATH_KEYS:
@@ -215,7 +213,6 @@ def _dump_with_absolute_paths(recipe: Recipe) -> dict[str, Any]:
 
 
 def is_key_at_or_below(key: str, known_keys: Sequence[str]) -> bool:
-    """True if a key of a recipe is one of those known, or below one of them."""
     return any(key == one or key.startswith(f"{one}.") for one in known_keys)
 
 

@@ -65,10 +65,6 @@ def submit(
     `plan` makes its jobs: `plan_run` unless another is given. They are submitted held, and released
     when all of them are recorded. With `joins_live_jobs` those that wait or run already stay,
     recorded and released, and only the others are submitted.
-
-    Raises:
-        RecipeError: Something the recipe names is missing or wrong, or Slurm refuses a job.
-        ClusterError: There is no Slurm here, it does not answer, or jobs of the run wait or run.
     """
     # What does not fit is refused before anything is written.
     raise_if_federated()
@@ -109,8 +105,6 @@ def submit(
 
 
 class _RunSubmission:
-    """Submission of what is missing of a run. Jobs that wait or run already are put on record."""
-
     def __init__(self, prepared_run: PreparedRun, print_line: Callable[[str], None]) -> None:
         self._prepared_run = prepared_run
         self._print_line = print_line
@@ -121,7 +115,6 @@ class _RunSubmission:
         self.to_release: list[str] = []
 
     def submit_missing_job_and_successors(self, request: JobRequest, launch: LaunchFile) -> None:
-        """Submit a job, if there is none, and the successors that it has too few of."""
         chain = self.chains.setdefault(request.job, [])
         with record_if_submission_is_refused(request.job, self._prepared_run.paths):
             if not chain:
@@ -198,7 +191,6 @@ def _record_live_jobs_and_cancel_duplicates(
 
 
 def _write_payload_if_array_member(paths: RunPaths, job: LiveJob) -> None:
-    """Write what the member of a sweep's array starts: its submission was killed before that."""
     name, job_id = job.submission.job, job.submission.job_id
     if not get_array_index(job_id):
         return
@@ -209,12 +201,7 @@ def _write_payload_if_array_member(paths: RunPaths, job: LiveJob) -> None:
 def prepare_run_and_write_scripts(
     recipe: Recipe, *, print_line: Callable[[str], None], fresh: bool = False
 ) -> list[Path]:
-    """Put what is left of a run in place, and submit nothing; the scripts of its jobs.
-
-    Raises:
-        RecipeError: Something the recipe names is missing or wrong.
-        ClusterError: Jobs of the run wait or run.
-    """
+    """Put what is left of a run in place, and submit nothing; the scripts of its jobs."""
     build_remaining_job_requests(recipe, Path.cwd())
     with prepare_and_lock_run(recipe, print_line=print_line, fresh=fresh) as ready:
         return [

@@ -133,13 +133,11 @@ def build_slurm_launch_file(
 
 
 def _get_prerequisite_marker_path(stage: JobStage, prepared_run: PreparedRun) -> str:
-    """The done marker of the stage before, if that is to be run too; else empty."""
     before = prepared_run.remaining_stages[: prepared_run.remaining_stages.index(stage)]
     return str(before[-1].done_marker) if before else ""
 
 
 def _add_caretaker(spec: JobSpec, stage: JobStage, paths: RunPaths) -> JobSpec:
-    """The job with a process that submits others of its stage again; alone it has no others."""
     if not stage.others:
         return spec
     others = tuple(job.name for job in stage.others)
@@ -153,14 +151,12 @@ def _add_caretaker(spec: JobSpec, stage: JobStage, paths: RunPaths) -> JobSpec:
 
 
 def build_afterok_dependency(job_ids: Sequence[str]) -> str:
-    """Slurm's way to say that jobs must have succeeded; empty for none."""
     return f"afterok:{':'.join(job_ids)}" if job_ids else ""
 
 
 def _find_short_time_limit_problems(
     recipe: Recipe, requests: Iterable[JobRequest]
 ) -> list[Problem]:
-    """Time limits that leave no time between a job's start and the stop before its end."""
     least_s = MIN_JOB_START_UP_S + recipe.cluster.stop_grace_s + REQUEUE_MARGIN_S
     return [
         Problem(

@@ -80,7 +80,6 @@ def watch_submitted_run(
 
 
 def _is_job_gone(paths: RunPaths, job: str) -> bool:
-    """True if Slurm no longer has the newest submission of a job, nor a successor of it."""
     submissions = read_submissions(paths.submissions)
     chain = [get_latest_submissions(submissions)[job], *list_waiting_successors(submissions, job)]
     try:
@@ -90,7 +89,6 @@ def _is_job_gone(paths: RunPaths, job: str) -> bool:
 
 
 def _choose_leader_absence_timeout_s(paths: RunPaths, stage: JobStage) -> float:
-    """Time for which the leading job may be gone: the caretaker of another one brings it back."""
     exits = read_task_exits(paths.job(stage.leader.name)).values()
     if is_cancelled(paths.cancelled_marker) or any(one.gave_up for one in exits):
         return 0.0

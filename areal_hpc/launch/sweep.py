@@ -45,7 +45,6 @@ class Sweep:
 
     @property
     def array_paths(self) -> RunPaths:
-        """The directory of the arrays' files; each run has a directory of its own beside it."""
         return RunPaths(self.base.run_dir.resolve())
 
 
@@ -105,7 +104,6 @@ def parse_sweep(load: Callable[[Sequence[str]], Recipe], key_and_values: str) ->
 
 
 def _list_stages_left(run: Recipe) -> list[str]:
-    """Stages of a run that are not done."""
     planned = plan_run(run, RunPaths(run.run_dir.resolve()), None)
     return [stage.name for stage in planned if not stage.done_marker.exists()]
 
@@ -138,12 +136,7 @@ def submit_sweep(
     after: Sequence[str] = (),
     fresh: bool = False,
 ) -> None:
-    """Submit every run of a sweep: all of their jobs are queued, or none.
-
-    Raises:
-        RecipeError: Something the recipe names is missing or wrong, or Slurm refuses a job.
-        ClusterError: There is no Slurm here, or jobs of a run wait or run.
-    """
+    """Submit every run of a sweep: all of their jobs are queued, or none."""
     raise_if_federated()
     with ExitStack() as stack:
         ready = [
@@ -164,7 +157,6 @@ def _submit_held_arrays_of_all_jobs(
     dependency: str,
     print_line: Callable[[str], None],
 ) -> list[str]:
-    """Submit every job of every run, held; the numbers of those that are to be released."""
     to_release: list[str] = []
     submitted: list[str] = []
     with cancel_jobs_on_failure(print_line, submitted):
@@ -195,7 +187,6 @@ def _submit_array_of_job(
     dependency: str,
     print_line: Callable[[str], None],
 ) -> tuple[list[SubmittedJob], JobRequest]:
-    """Submit the same job of every run, held; the jobs, and the request for all of them."""
     slurm = add_cpu_and_memory_options(sweep.base, specs[:1])
     request = build_job_requests(specs[:1], slurm, _build_array_context(sweep, Path.cwd()))[0]
     alone, launches = [], []

@@ -40,16 +40,13 @@ def catch_stop_signals(message: str = "") -> Iterator[StopEvent]:
 
 
 def get_program_command() -> str:
-    """Command line as the user calls it, in shell words; not known from a script of theirs."""
     path = Path(sys.argv[0])
     return shlex.quote(str(path)) if path.name == "areal-hpc" else "python -m areal_hpc"
 
 
 def format_next_command(command: str, paths: RunPaths) -> str:
-    """A command about a run that can be pasted into a shell."""
     return f"{get_program_command()} {command} {shlex.quote(str(paths.root))}"
 
 
 def say(message: str) -> None:
-    """Print a line at once."""
     print(message, flush=True)

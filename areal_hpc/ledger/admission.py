@@ -24,7 +24,6 @@ class TicketCounts:
 
     @property
     def held_by_cells(self) -> int:
-        """In the hands of cells."""
         return self.leased + self.awaiting_seal
 
 
@@ -68,5 +67,4 @@ class TicketPolicy:
 
     @property
     def expected_report_interval_s(self) -> float:
-        """A live cell reports at least this often; the rest of the timeout is slack."""
         return self.cell_timeout_s / 3

@@ -87,7 +87,6 @@ class StalenessCheck:
 def _compute_ticket_age_steps(
     ticket: SealedTicket, current_version: WeightVersion, generation_forks: Sequence[GenerationFork]
 ) -> int:
-    """Steps from the oldest weights that sampled its tokens to `current_version`; 0 without any."""
     if ticket.oldest_version == NO_VERSION:
         return 0
     return compute_staleness_steps(

@@ -41,19 +41,15 @@ class DropStats:
         self._reasons: dict[DropKind, str] = {}
 
     def count_drops(self, *kinds: DropKind) -> int:
-        """Number of drops of these kinds so far."""
         return sum(self._total[kind] for kind in kinds)
 
     def get_drop_kind(self, ticket_id: int) -> DropKind | None:
-        """Why a ticket will not be trained; None if nothing is known against it."""
         return self._kind_of.get(ticket_id)
 
     def is_too_old(self, ref: TicketRef) -> bool:
-        """True if this attempt's rows are never trained although the ticket may be."""
         return ref in self._too_old
 
     def filter_not_too_old(self, refs: Sequence[TicketRef]) -> Sequence[TicketRef]:
-        """Without those whose rows were too old: their drivers never hear of it."""
         return [ref for ref in refs if ref not in self._too_old] if self._too_old else refs
 
     def record_drop(self, dropped_ticket: DroppedTicket, *, is_node_short: bool = False) -> None:
@@ -72,7 +68,6 @@ class DropStats:
             self._in_a_row["failed"] = 0
 
     def record_settled_ticket(self) -> None:
-        """A group was accepted and sealed."""
         self._in_a_row["failed"] = self._in_a_row["filtered"] = 0
 
     def mark_reported_in_manifest(self, counts: IrregularTicketCounts) -> None:
@@ -86,7 +81,6 @@ class DropStats:
         )
 
     def reset_streaks(self) -> None:
-        """Only what fails from here on is trouble."""
         self._in_a_row.clear()
 
     def build_batch_counts(self, stale_trained: int) -> IrregularTicketCounts:
@@ -111,7 +105,6 @@ class DropStats:
 
 
 def get_task_split(ref: TicketRef) -> TaskSplit:
-    """The task set that a ticket is of."""
     return "train" if ref.eval_step < 0 else "valid"
 
 
@@ -126,7 +119,6 @@ class FirstTicketsCheck:
     _splits_with_working_agent: set[TaskSplit] = field(default_factory=set)
 
     def record_success(self, ref: TicketRef) -> None:
-        """A ticket ended well: what fails from now on is no fault of the whole agent."""
         self._splits_with_working_agent.add(get_task_split(ref))
 
     def record_failure(self, drop_request: DropTicketRequest) -> None:

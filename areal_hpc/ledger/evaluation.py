@@ -68,22 +68,18 @@ class EvaluationState:
 
     @property
     def n_pending(self) -> int:
-        """Tickets that can be granted now."""
         return len(self._pending)
 
     @property
     def n_tasks_left(self) -> int:
-        """Tickets that are not done."""
         return len(self._part_by_ticket) - len(self.rewards)
 
     @property
     def n_episodes(self) -> int:
-        """Samples of all tasks."""
         return sum(part.n_samples for part in self._part_by_ticket.values())
 
     @property
     def n_episodes_done(self) -> int:
-        """Samples of the tickets that are done."""
         return sum(len(rewards) for rewards in self.rewards.values())
 
     def lease_tickets(self, cell: str, capacity: int, now_s: float) -> list[TicketRef]:
@@ -97,7 +93,6 @@ class EvaluationState:
         return refs
 
     def count_episodes_of_tickets(self, refs: Sequence[TicketRef]) -> int:
-        """Episodes of these tickets."""
         return sum(self._part_by_ticket[ref.ticket_id].n_samples for ref in refs)
 
     def reconcile_cell_report(self, cell: str, running: Sequence[TicketRef], now_s: float) -> None:
@@ -136,13 +131,11 @@ class EvaluationState:
             )
 
     def score_failed_task_zero(self, ref: TicketRef, reason: str) -> None:
-        """The agent kept failing on this task: its samples score 0."""
         part = self._part_by_ticket.get(ref.ticket_id)
         if part is not None and self.record_rewards(ref, [0.0] * part.n_samples):
             self.failures[ref.ticket_id] = reason
 
     def expire_leases(self, before_s: float) -> int:
-        """Make tickets not reported since `before_s` pending again; return how many."""
         silent = self._leased.pop_silent(before_s)
         self._make_leases_pending_again(silent)
         return len(silent)

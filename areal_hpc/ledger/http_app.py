@@ -53,7 +53,6 @@ class LedgerApp(JsonApp):
         }
 
     def end_long_polls(self) -> None:
-        """Answer every waiting request now: the server stops."""
         if not self._closing.done():
             self._closing.set_result(None)
 

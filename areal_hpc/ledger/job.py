@@ -113,7 +113,6 @@ async def serve_ledger_until_stopped(config: LedgerJobConfig, stop: StopRequest)
 
 
 async def _keep_releasing_held_jobs(paths: RunPaths) -> None:
-    """Have cells back that gave up their nodes while there was no ledger."""
     while True:
         try:
             if released := await asyncio.to_thread(release_jobs_held_while_idle, paths.jobs_dir):

@@ -35,7 +35,6 @@ class LeaseTable:
         return ticket_id in self._leases
 
     def add(self, ticket_id: int, lease: Lease) -> None:
-        """Note a lease reported just now."""
         self.pop(ticket_id)
         self._leases[ticket_id] = lease
         self._of_cell[lease.cell].add(ticket_id)
@@ -50,11 +49,9 @@ class LeaseTable:
         return True
 
     def get(self, ticket_id: int) -> Lease | None:
-        """The lease of a ticket, if it has one."""
         return self._leases.get(ticket_id)
 
     def has_any_of_cell(self, cell: str) -> bool:
-        """True if `cell` has a lease here."""
         return bool(self._of_cell[cell])
 
     def pop(self, ticket_id: int) -> Lease | None:
@@ -65,7 +62,6 @@ class LeaseTable:
         return lease
 
     def pop_unreported(self, cell: str, reported: Container[int]) -> list[tuple[int, Lease]]:
-        """Remove every lease of `cell` that it does not report, lowest id first."""
         missing = sorted(one for one in self._of_cell[cell] if one not in reported)
         return [(one, lease) for one in missing if (lease := self.pop(one))]
 
@@ -101,17 +97,14 @@ class CellHeartbeats:
 
     @property
     def heartbeat_interval_s(self) -> float:
-        """Seconds between two heartbeats of a busy cell, so that those of all cells are few."""
         return max(MIN_HEARTBEAT_INTERVAL_S, len(self) / MAX_HEARTBEATS_PER_S)
 
     @property
     def ended_episodes_of_open_tickets(self) -> int:
-        """Episodes that are over, of training tickets that are not, in all cells."""
         return sum(self._newest[cell].ended_episodes for cell in self._heard_at_s)
 
     @property
     def oldest_running_episode_s(self) -> float:
-        """Seconds that the oldest episode of all cells has run."""
         return max((self._newest[cell].slowest_episode_s for cell in self._heard_at_s), default=0.0)
 
     def record(self, request: LeaseRequest, now_s: float) -> None:
@@ -127,7 +120,6 @@ class CellHeartbeats:
             self._idle_since_s[request.cell] = now_s
 
     def pop_idle_s(self) -> float:
-        """Seconds without a ticket, of all cells together, since this was last called."""
         idle_s, self._idle_s = self._idle_s, 0.0
         return idle_s
 

@@ -16,7 +16,6 @@ class Notifier:
         """Resolved by the next `notify_all`."""
 
     def notify_all(self) -> None:
-        """Wake all who wait now."""
         self.news.set_result(None)
         self.news = asyncio.get_running_loop().create_future()
 

@@ -16,8 +16,6 @@ from areal_hpc.wire.ledger import SealedTicket
 
 
 class _IndexLineFileName(msgspec.Struct, frozen=True):
-    """What must be known of a line to find it again."""
-
     file: str
 
 
@@ -35,11 +33,7 @@ class SealedTicketChecker:
         """Of the shard that was asked for last, by id and attempt: its tickets settle together."""
 
     def find_contradiction_with_index(self, ticket: SealedTicket) -> str:
-        """How the index contradicts a ticket; empty if it confirms it.
-
-        Raises:
-            OSError: The index cannot be read.
-        """
+        """How the index contradicts a ticket; empty if it confirms it."""
         if ticket.shard != self._newest_file and (
             fault := self._load_tickets_of_shard_or_find_fault(ticket.shard)
         ):
@@ -52,7 +46,6 @@ class SealedTicketChecker:
         return "" if found == expected else "the index has other rows or rewards of it"
 
     def _load_tickets_of_shard_or_find_fault(self, shard: str) -> str:
-        """Take in the tickets of a shard; what is wrong if there is none."""
         named = parse_shard_name(shard)
         if named is None or not shard.endswith(SHARD_SUFFIX):
             return "that is not the name of a shard"

@@ -289,7 +289,6 @@ class LedgerService:
         )
 
     def _build_episode_progress(self) -> dict[str, Any]:
-        """Progress of the next batch in episodes, and the age of the oldest one under way."""
         per_ticket, tickets = self._stream.episodes_per_ticket, self._tickets
         wanted = self._policy.batch_size * per_ticket
         over = per_ticket * (tickets.n_awaiting_seal + tickets.n_ready_for_batch)
@@ -302,7 +301,6 @@ class LedgerService:
     # Inside ----------------------------------------------------------------------------------
 
     def _find_batch_problem(self) -> str:
-        """Why no batch will form; empty if one may."""
         return (
             self._first_tickets.find_problem()
             or self._stream.trouble
@@ -320,7 +318,6 @@ class LedgerService:
             self._notify_waiting()
 
     def _grant_tickets(self, request: wire.LeaseRequest) -> list[wire.TicketGrant]:
-        """Evaluation tickets first: the trainer waits for them."""
         now_s, refs, capacity = self._clock(), list[wire.TicketRef](), request.capacity
         if self._evaluation is not None and "valid" in request.splits:
             refs = self._evaluation.lease_tickets(request.cell, capacity, now_s)
@@ -331,7 +328,6 @@ class LedgerService:
         return self._stream.build_grants_until_curriculum_fails(refs)
 
     def _is_sealing_urgent(self) -> bool:
-        """True when nothing but a seal stands between the trainer and its batch."""
         tickets = self._tickets
         return tickets.sealing_completes_batch() and (
             self._clock() < self._batch_wanted_until_s or tickets.count_leasable() <= 0
@@ -408,7 +404,6 @@ class LedgerService:
             log.warning("the rewards of %s are in memory only: %s", request.ref, error)
 
     def _remove_evaluated_tickets_from_disk(self, step: int, set_names: Collection[str]) -> None:
-        """Leave the kept tasks of other sets, which somebody may go on with."""
         done = {self._evaluation_sets[name].number for name in set_names}
         tickets = manifests.read_evaluated_tickets(self._paths, step)
         left = [one for one in tickets if split_ticket_id(one.ticket_id)[0] not in done]
@@ -441,7 +436,6 @@ class LedgerService:
         return evaluation
 
     def _save_and_apply_state(self, state: LedgerState) -> None:
-        """Durable first: a restarted ledger admits tickets by the version written here."""
         self._check_newest_generation_on_disk(
             state.generation
         )  # the newest trainer may have another ledger
@@ -459,7 +453,6 @@ class LedgerService:
             self._schedule_first_grant()
 
     def _schedule_first_grant(self) -> None:
-        """The version is that of a living trainer: grant once the cells could report as well."""
         self._tickets.grants_from_s = min(self._tickets.grants_from_s, self._listens_until_s)
 
     def _check_newest_generation_on_disk(self, generation: int) -> None:

@@ -106,32 +106,26 @@ class TicketTable:
 
     @property
     def n_leased(self) -> int:
-        """Tickets running in some cell."""
         return len(self._leased)
 
     @property
     def n_awaiting_seal(self) -> int:
-        """Tickets that ended and lie unsealed in some cell's journal."""
         return len(self._finished)
 
     @property
     def n_ready_for_batch(self) -> int:
-        """Tickets sealed in a shard and in no batch yet."""
         return len(self._settled)
 
     @property
     def n_formed_batches(self) -> int:
-        """Batches handed out so far are those of steps 1 to this."""
         return len(self._batch_sizes)
 
     @property
     def n_trained(self) -> int:
-        """Tickets in batches up to the published step."""
         return sum(self._batch_sizes[: self.version_step])
 
     @property
     def n_in_unpublished_batches(self) -> int:
-        """Tickets in batches of steps that are not published."""
         return sum(self._batch_sizes[self.version_step :])
 
     def get_state(self, ticket_id: int) -> TicketState:
@@ -169,11 +163,9 @@ class TicketTable:
         return count_admissible_tickets(self.policy, counts)
 
     def has_finished_tickets(self, cell: str) -> bool:
-        """True if a ticket that `cell` finished is not yet settled."""
         return self._finished.has_any_of_cell(cell)
 
     def sealing_completes_batch(self) -> bool:
-        """True when the next batch lacks only tickets that are finished and not sealed."""
         settled, batch_size = len(self._settled), self.policy.batch_size
         return settled < batch_size <= settled + len(self._finished)
 
@@ -267,7 +259,6 @@ class TicketTable:
     # What the trainer does -------------------------------------------------------------------
 
     def list_first_settled(self, count: int) -> list[SealedTicket]:
-        """The tickets in no batch yet that settled first, in that order."""
         return list(islice(self._settled.values(), count))
 
     def record_batch(self, manifest: BatchManifest) -> None:
@@ -296,13 +287,11 @@ class TicketTable:
         self.drop_stats.mark_reported_in_manifest(manifest.counts)
 
     def set_version_step(self, step: int) -> None:
-        """Weights of `step` are served; also how a resuming trainer goes back to a checkpoint."""
         self.version_step = step
 
     # Inside ----------------------------------------------------------------------------------
 
     def _pop_unsettled_and_get_newest_attempt(self, ticket_id: int) -> int | None:
-        """Take a ticket out of waiting, leased or finished; its newest attempt if it was there."""
         if ticket_id in self._waiting:
             return self._waiting.pop(ticket_id)
         lease = self._leased.pop(ticket_id) or self._finished.pop(ticket_id)
@@ -317,12 +306,10 @@ class TicketTable:
             table.add(ref.ticket_id, Lease(cell, ref.attempt, newest, now_s))
 
     def _assume_issued_if_of_earlier_start(self, ref: TicketRef) -> None:
-        """Believe in a ticket that an earlier incarnation issued and that left no trace on disk."""
         if 0 < ref.attempt < self.first_attempt:
             self._assume_issued_up_to(ref.ticket_id)
 
     def _assume_issued_up_to(self, ticket_id: int) -> None:
-        """Take it that ids up to this one were issued, if so many can have been without a trace."""
         if ticket_id < self._next_id + self.policy.max_unrecorded_tickets:
             self._mark_all_unseen_up_to_as_waiting(ticket_id)
 

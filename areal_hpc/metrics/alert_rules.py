@@ -111,7 +111,6 @@ def _lacks_learning_signal(row: TrainedStepRow, config: AlertsConfig) -> bool:
 
 
 def _get_zero_variance_share(row: TrainedStepRow) -> float:
-    """The share of groups in which no trained token has an advantage."""
     share: float = row.get("groups/zero_variance") or 0.0
     return share
 
@@ -293,7 +292,6 @@ def _check_metric_against_bound(
     message: str,
     hint: str,
 ) -> Alert | None:
-    """A note where a metric is beyond a bound of the recipe, which its name says: max or min."""
     value, bound = rows[-1].get(metric), getattr(config, key)
     if value is None or bound is None:
         return None

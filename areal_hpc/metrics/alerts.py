@@ -13,7 +13,6 @@ STEPS_BEFORE_REPEATED_ALERT = 10
 
 
 def get_alert_window_rows(config: AlertsConfig) -> int:
-    """The newest rows that these rules need."""
     return max(MIN_ALERT_WINDOW_ROWS, config.no_signal_steps or 0)
 
 

@@ -33,7 +33,6 @@ class Metric:
 
     @property
     def is_pattern(self) -> bool:
-        """True if the name is that of many metrics, which users name."""
         return self.name.endswith("<name>")
 
 

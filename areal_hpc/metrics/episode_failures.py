@@ -46,7 +46,6 @@ class EpisodeFailureCounter:
         return FailureCounts(len(failures), sum("reward" in event for event in failures))
 
     def _read_appended_lines(self) -> bytes:
-        """Whole lines since the last look; the last one may still be in the writing."""
         with self._path.open("rb") as stream:
             new_bytes = os.fstat(stream.fileno()).st_size - self._read_bytes
             stream.seek(self._read_bytes)
@@ -57,5 +56,4 @@ class EpisodeFailureCounter:
 
 
 def is_failed_training_try(event: dict[str, Any]) -> bool:
-    """True for the event of a training episode's try that raised or took too long."""
     return event.get("event") in FAILED_TRY_EVENTS and event.get("eval_step", -1) < 0

@@ -20,12 +20,10 @@ MetricRow = Mapping[str, Any]
 
 
 def format_metric(value: float | None, format_spec: str) -> str:
-    """A metric for people; None stands for one that is not finite."""
     return "not finite" if value is None else format(value, format_spec)
 
 
 def format_step_line(row: MetricRow, total: int | None = None) -> str:
-    """One step of `total` for people, as far as its row says: an old one lacks what is new."""
     of = f"/{total}" if total is not None else ""
     return "  ".join((f"step  {row['step']:>5}{of}", *_format_step_parts(row)))
 
@@ -87,7 +85,6 @@ def _format_max_logprob_difference(row: MetricRow) -> str:
 
 
 def compute_trained_tokens_per_s(rows: Sequence[MetricRow]) -> float:
-    """Trained tokens for each second that these steps took, all phases included."""
     seconds = sum(row.get("time/step_s") or 0.0 for row in rows)
     return float(sum(row.get("tokens/trained") or 0 for row in rows) / max(seconds, 1e-9))
 

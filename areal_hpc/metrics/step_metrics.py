@@ -20,7 +20,6 @@ CELL_WAIT_PHASE, BATCH_WAIT_PHASE = "cell_wait", "batch_wait"
 
 
 def list_evaluated_sets(row: Mapping[str, Any]) -> set[str]:
-    """The evaluation sets of which a row has metrics."""
     found = {name.split("/")[1] for name in row if name.startswith(EVALUATION_METRIC_PREFIX)}
     return found | ({VALIDATION_SET_NAME} if VALIDATION_REWARD_METRIC in row else set())
 
@@ -85,5 +84,4 @@ class PhaseTimer:
         self.seconds[phase_name] = self.seconds.get(phase_name, 0.0) + seconds
 
     def build_metrics(self) -> dict[str, float]:
-        """`time/<phase>_s` for every phase seen."""
         return {f"time/{name}_s": round(value, 4) for name, value in self.seconds.items()}

@@ -120,23 +120,19 @@ class MetricsWriter:
             self._board.flush()
 
     def _merge_into_newest_line(self, step: int, line: JsonMetricRow) -> None:
-        """Put what a late evaluation says of an earlier step beside the newest step's numbers."""
         if step > self._newest_step:
             self._newest_step, self.newest_line = step, line
         else:
             self.newest_line = {**self.newest_line, **line, "step": self._newest_step}
 
     def hold_back_lines(self) -> None:
-        """Keep lines back: they follow a checkpoint that is not durable yet."""
         self._held = self._held or []
 
     def write_held_lines(self) -> None:
-        """Append the lines that were kept back, and keep none from now on."""
         held, self._held = self._held, None
         for step, values in held or ():
             self.write(step, values)
 
     def close(self) -> None:
-        """Close the event file."""
         if self._board is not None:
             self._board.close()

@@ -35,12 +35,7 @@ DRAIN_TIMEOUT_S = 1
 
 
 def run(config: dict[str, Any]) -> None:
-    """Serve until a stop signal; then seal what is finished.
-
-    Raises:
-        RecipeError: The model directory lacks a tokenizer or a chat template.
-        ClusterError: The journal or a peer failed; another start may succeed.
-    """
+    """Serve until a stop signal; then seal what is finished."""
     job = ProxyJobConfig.model_validate(config)
     stop = StopRequest.install()
     run_in_uvloop_thread_until_done(_serve_cell(job, stop))

@@ -119,11 +119,9 @@ class ProxyMetrics:
             )
 
     def list_samples(self) -> Iterator[PrometheusSample]:
-        """All numbers, for the endpoint of the process."""
         for metric in self._registry.collect():
             for one in metric.samples:
                 yield PrometheusSample(one.name, one.value, one.labels)
 
     def render(self) -> bytes:
-        """The body of GET /metrics, in Prometheus' text format 0.0.4."""
         return generate_latest(self._registry)

@@ -113,11 +113,7 @@ class ProxyService:
         )
 
     async def run(self, listener: socket.socket, stop: StopRequest, drain_timeout_s: int) -> None:
-        """Serve until a stop signal; then answer what is under way, for `drain_timeout_s` at most.
-
-        Raises:
-            ClusterError: The journal or a peer failed; another start may succeed.
-        """
+        """Serve until a stop signal; then finish open calls within `drain_timeout_s`."""
         # uvicorn's advice to install a WebSocket library: the routes refuse WebSockets.
         logging.getLogger("uvicorn.error").addFilter(
             lambda record: "WebSocket library" not in str(record.msg)
@@ -150,7 +146,6 @@ class ProxyService:
     async def _stop_server_or_raise_journal_failure(
         self, server: uvicorn.Server, stop: StopRequest
     ) -> None:
-        """Tell the server to stop when asked; raises when the journal refused."""
         while not stop.requested:
             if self._recorder.failure is not None:
                 raise self._recorder.failure

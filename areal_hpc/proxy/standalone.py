@@ -60,12 +60,7 @@ class StandaloneProxyConfig(BaseConfig):
 
 
 def run(config: StandaloneProxyConfig, print_line: Callable[[str], None]) -> None:
-    """Serve until a stop signal; `print_line` is told where the proxy listens, as soon as it does.
-
-    Raises:
-        RecipeError: The model directory lacks a tokenizer or a chat template.
-        ClusterError: The address is taken, or the journal failed.
-    """
+    """Serve until a stop signal; print the address through `print_line` once it listens."""
     os.umask(UMASKS["owner"])
     raise_open_file_limit()
     stop = StopRequest.install()

@@ -85,7 +85,6 @@ def _describe_error(item: ErrorDetails) -> str:
 
 
 def _cut_to_key(location: Location, root: type[BaseConfig]) -> Location:
-    """The part of a place that stands in a file: pydantic adds the types that a value may have."""
     annotation: Any = root
     found: list[int | str] = []
     for part in location:
@@ -102,7 +101,6 @@ def _cut_to_key(location: Location, root: type[BaseConfig]) -> Location:
 
 
 def _strip_none(annotation: Any) -> Any:
-    """A type without `Annotated`, and without None beside it."""
     while True:
         kinds = [one for one in get_args(annotation) if one is not NoneType]
         is_optional = get_origin(annotation) in (Union, UnionType) and len(kinds) == 1
@@ -112,7 +110,6 @@ def _strip_none(annotation: Any) -> Any:
 
 
 def _get_type_within(annotation: Any, key_or_index: int | str) -> Any:
-    """The type of what stands under a key of a section or a mapping, or at a place of a list."""
     kinds = get_args(annotation)
     if section := get_section_class(annotation) if not kinds else None:
         field = section.model_fields.get(str(key_or_index))
@@ -129,7 +126,6 @@ def _get_type_within(annotation: Any, key_or_index: int | str) -> Any:
 
 
 def _suggest_missing(root: type[BaseConfig], location: Location) -> str:
-    """What to add for a required key: of a section those of its keys that are required, too."""
     key = ".".join(map(str, location))
     section = _find_section(root, tuple(location))
     if section is None:
@@ -140,7 +136,6 @@ def _suggest_missing(root: type[BaseConfig], location: Location) -> str:
 
 
 def _suggest_key(unknown_key: str, root: type[BaseConfig], location: tuple[int | str, ...]) -> str:
-    """What may have been meant by an unknown key: a similar one there, or one of its name."""
     section = _find_section(root, location)
     known = sorted(section.model_fields) if section else []
     prefix = "".join(f"{part}." for part in location)
@@ -163,7 +158,6 @@ def rank_section(dotted_key: str) -> tuple[int, int]:
 
 
 def _find_keys_named(section: type[BaseConfig], key_name: str, prefix: str = "") -> Iterator[str]:
-    """Dotted keys of a name anywhere in a section, the outermost first."""
     if key_name in section.model_fields:
         yield f"{prefix}{key_name}"
     for key, field in section.model_fields.items():
@@ -174,7 +168,6 @@ def _find_keys_named(section: type[BaseConfig], key_name: str, prefix: str = "")
 def _find_section(
     root: type[BaseConfig], location: tuple[int | str, ...]
 ) -> type[BaseConfig] | None:
-    """The configuration class at a place of the tree."""
     model, is_name = root, False
     for part in location:
         if isinstance(part, int) or is_name:  # an item of a list, or of a mapping

@@ -282,7 +282,6 @@ def _find_sandbox_conflicts(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _find_agent_python_conflicts(recipe: Recipe) -> Iterator[Problem]:
-    """Another Python runs the agent alone, which is handed no objects."""
     agent = recipe.rollout.agent
     if agent.variables and agent.mode != "subproc":
         yield Problem(
@@ -308,7 +307,6 @@ def _find_agent_python_conflicts(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _find_harbor_conflicts(recipe: Recipe) -> Iterator[Problem]:
-    """Harbor's tasks are played in sandboxes that show other folders than the node has."""
     isolation = recipe.rollout.agent.isolation
     for part, key in recipe.task_sets_with_keys:
         if part.harbor is not None and isolation in (None, "gvisor", "none"):

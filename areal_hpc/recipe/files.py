@@ -51,7 +51,6 @@ def list_recipe_files(path: Path) -> list[Path]:
 
 
 def _read_extends(tree: DictConfig, path: Path) -> Path | None:
-    """The file that one extends: a path relative to it, or the name of a shipped recipe."""
     named = OmegaConf.to_container(tree).get(EXTENDS_KEY)
     if named is None:
         return None
@@ -70,7 +69,6 @@ def _read_extends(tree: DictConfig, path: Path) -> Path | None:
 
 
 def _suggest_recipe(path: Path, extending: Path | None = None) -> str:
-    """What to try instead of a file that is not there: one with a like name, else a list."""
     folder = path.parent if path.parent.is_dir() else Path()
     names = [one.name for one in sorted(folder.glob("*.yaml")) if one != extending]
     if near := difflib.get_close_matches(path.name, names, n=1):

@@ -77,7 +77,6 @@ def load_recipe(
 
 
 def _read_with_bases(path: Path) -> DictConfig:
-    """The keys of a file, merged over those of the files that it extends."""
     first, *others = [read_yaml(file) for file in reversed(list_recipe_files(path))]
     for tree in (first, *others):
         tree.pop(EXTENDS_KEY, None)
@@ -87,7 +86,6 @@ def _read_with_bases(path: Path) -> DictConfig:
 
 
 def _merge_over(tree: DictConfig, given: DictConfig) -> DictConfig:
-    """A recipe's keys with others that win; what they replace or make meaningless is left out."""
     remove_replaced_sources(tree, given)
     merged = _merge_trees(drop_keys_invalidated_by_overrides(tree, given), given)
     assert isinstance(merged, DictConfig)
@@ -115,7 +113,6 @@ def _merge_trees(*trees: DictConfig) -> DictConfig | ListConfig:
 def _find_container_kind_conflicts(
     value: object, new_value: object, key: str = ""
 ) -> Iterator[ContainerKindConflict]:
-    """Dotted keys of lists and of keys with values that are to take each other's place."""
     kinds = [_CONTAINER_WORDS.get(type(one)) for one in (value, new_value)]
     if isinstance(value, Mapping) and isinstance(new_value, Mapping):
         for name in value.keys() & new_value.keys():
@@ -126,7 +123,6 @@ def _find_container_kind_conflicts(
 
 
 def _raise_if_values_are_missing(tree: DictConfig | ListConfig) -> None:
-    """A text such as a partition would take `???`, which is OmegaConf's for a value to come."""
     # OmegaConf's own `missing_keys` resolves: a resolved recipe may have a text with `${...}`.
     if missing := sorted(_find_missing_keys(OmegaConf.to_container(tree))):
         raise RecipeError.from_problems(
@@ -136,7 +132,6 @@ def _raise_if_values_are_missing(tree: DictConfig | ListConfig) -> None:
 
 
 def _find_missing_keys(value: object, key: str = "") -> Iterator[str]:
-    """Dotted keys below a value that are `???`."""
     if value == "???":
         yield key
     elif isinstance(value, Mapping):
@@ -148,7 +143,6 @@ def _find_missing_keys(value: object, key: str = "") -> Iterator[str]:
 
 
 def _build_interpolation_error(error: InterpolationResolutionError, path: Path) -> RecipeError:
-    """What a `${...}` of a recipe lacks: an environment variable, or another key."""
     variable = _MISSING_VARIABLE_PATTERN.search(str(error))
     if variable is None:
         message, hint = str(error).splitlines()[0], "name a key of the recipe: ${section.key}"
@@ -208,7 +202,6 @@ def _resolve_site(tree: DictConfig, path: Path) -> dict[str, Any]:
 
 
 def _resolve_known(node: Any) -> Any:
-    """Plain values of a tree, without those that are missing or name keys that are."""
     if OmegaConf.is_list(node):
         return [_resolve_known(one) for one in node]
     if not OmegaConf.is_dict(node):
@@ -306,7 +299,6 @@ def remove_replaced_sources(tree: DictConfig, overrides: DictConfig) -> None:
 
 
 def _select_unless_wrong(tree: DictConfig, key: str) -> Any:
-    """What a recipe has under a dotted key; None where it is wrong: its reading tells of that."""
     try:
         return OmegaConf.select(tree, key)
     except OmegaConfBaseException:
@@ -314,7 +306,6 @@ def _select_unless_wrong(tree: DictConfig, key: str) -> Any:
 
 
 def _get_as_written(overrides: DictConfig, key: str) -> Any:
-    """An override by its dotted key. A `${...}` in it may name a key that only the recipe has."""
     value: Any = OmegaConf.to_container(overrides)
     for part in key.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None

@@ -201,7 +201,6 @@ def get_default(root: type[BaseConfig], key: str) -> Any:
 
 
 def _flatten(tree: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """Dotted keys of the leaves of nested sections."""
     found: dict[str, Any] = {}
     for name, value in tree.items():
         is_section = isinstance(value, Mapping)
@@ -218,7 +217,6 @@ def _get_by_dotted_key(tree: Any, key: str) -> Any:
 
 
 def _set_unless_present(tree: Mapping[str, Any], key: str, value: Any) -> Mapping[str, Any]:
-    """The tree with a key, unless it has it, or something that is no section in its way."""
     head, _, rest = key.partition(".")
     if not rest:
         return {head: value, **tree}
@@ -229,7 +227,6 @@ def _set_unless_present(tree: Mapping[str, Any], key: str, value: Any) -> Mappin
 
 
 def _copy_without_key(tree: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """The tree without a key."""
     head, _, rest = key.partition(".")
     if not rest:
         return {name: value for name, value in tree.items() if name != head}

@@ -107,7 +107,6 @@ def _read_recipe(path: Path) -> dict[str, Any]:
 
 
 def _find_parent(tree: dict[str, Any], dotted_key: str) -> tuple[dict[str, Any], str]:
-    """The mapping in which a dotted key lies, and its last part."""
     *parts, last = dotted_key.split(".")
     for part in parts:
         tree = tree[part]

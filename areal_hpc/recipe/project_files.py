@@ -61,7 +61,6 @@ def _read_tutorial() -> ProjectFiles:
 
 
 def _find_packages(texts: list[str]) -> list[Path]:
-    """Folders of the example packages that texts name, and of those that their code names."""
     found: dict[Path, None] = {}
     waiting = list(texts)
     while waiting:
@@ -83,5 +82,4 @@ def _read_package(folder: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def _rename_paths(text: str) -> str:
-    """A text in which packages and recipes are those of the project's folder."""
     return _RECIPE_PATH_PATTERN.sub(r"\1", _EXAMPLE_PATTERN.sub(r"\2", text))

@@ -90,7 +90,6 @@ def _read_meanings(model: type[BaseConfig]) -> dict[str, str]:
 
 
 def _iterate_job_kind_rows(prefix: str) -> Iterator[str]:
-    """A row for each kind of job: all have the options of `JobOptions`, which stand above."""
     options, meanings = list(JobOptions.model_fields), _read_meanings(JobKindOptions)
     for name in JobKindOptions.model_fields:
         meaning = (
@@ -136,7 +135,6 @@ def _format_bounds(bounds: Iterable[Any]) -> Iterator[str]:
 
 
 def _format_default(field: FieldInfo) -> str:
-    """The default as a recipe would state it."""
     if field.is_required():
         return "required"
     value = field.get_default(call_default_factory=True)

@@ -52,7 +52,6 @@ def list_shipped_recipes() -> dict[str, Path]:
 
 
 def _compute_place(name: str) -> tuple[bool, bool, list[tuple[int, str]]]:
-    """What sorts names: quick starts first, and numbers by their size."""
     parts = re.findall(r"(\d+)|(\D+)", name)
     numbers = [(int(digits or 0), text) for digits, text in parts]
     return "/" in name, not name.startswith("quickstart"), numbers

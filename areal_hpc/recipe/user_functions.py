@@ -60,7 +60,6 @@ def load_user_function(dotted_path: str, key: str) -> Callable[..., Any]:
 
 
 def _import_module(module: str, dotted_path: str, key: str) -> ModuleType:
-    """Import part after part, so that the error can name the first one that is missing."""
     parts = module.split(".")
     imported: ModuleType | None = None
     for end in range(1, len(parts) + 1):

@@ -50,5 +50,4 @@ def code_reward(
 
 
 def _normalize_output_lines(text: str) -> list[str]:
-    """What is compared: white space at the ends of lines and of the text does not count."""
     return [line.rstrip() for line in text.rstrip().splitlines()]

@@ -150,7 +150,6 @@ class HarborTask(msgspec.Struct, frozen=True, kw_only=True):
             return build_no_verdict_reward(f"{error}; {await _describe_test_output(sandbox)}")
 
     async def _replace_tests_and_clear_verdict(self, sandbox: Sandbox) -> None:
-        """Nothing that the agent left in these places stays."""
         for place in (TESTS_DIR, VERDICT_DIR):
             await sandbox.remove(place)
         pairs = [(self._resolve("tests"), TESTS_DIR)]
@@ -317,7 +316,6 @@ def _build_chmod_and_run_command(script: str) -> str:
 
 
 async def _read_first_verdict_file(sandbox: Sandbox, names: Iterable[str]) -> tuple[str, bytes]:
-    """The first of the verdict's files that is there."""
     for name in names:
         try:
             return name, await sandbox.get(f"{VERDICT_DIR}/{name}", MAX_VERDICT_BYTES)
@@ -328,7 +326,6 @@ async def _read_first_verdict_file(sandbox: Sandbox, names: Iterable[str]) -> tu
 
 
 async def _describe_test_output(sandbox: Sandbox) -> str:
-    """The end of what the tests printed."""
     try:
         told = await sandbox.exec(
             ["tail", "-c", str(_MAX_NOTE_LENGTH // 2), TEST_OUTPUT_FILE], timeout_s=10.0

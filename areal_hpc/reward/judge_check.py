@@ -66,7 +66,6 @@ def measure_agreement(
 
 
 def _rank(values: np.ndarray[Any, np.dtype[np.float64]]) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Ranks; equal values share the mean of theirs."""
     _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
     ends = np.cumsum(counts)
     shared: np.ndarray[Any, np.dtype[np.float64]] = ends - (counts - 1) / 2

@@ -160,7 +160,6 @@ class LlmJudge:
         return answer.choices[0].message.content or ""
 
     def _read_grade(self, text: str) -> Grade | None:
-        """The grade in a judge's reply; None if it has none."""
         try:
             said = msgspec.json.decode(text, type=_JudgeReply)
         except (msgspec.DecodeError, UnicodeEncodeError):
@@ -170,7 +169,6 @@ class LlmJudge:
         return Grade(said.grade / self._max_grade, said.explanation[:MAX_EXPLANATION_CHARS])
 
     def _get_client_of_running_loop(self) -> "_EventLoopClient":
-        """The client of the running event loop: agents in processes of their own begin others."""
         loop = asyncio.get_running_loop()
         if self._event_loop_client is None or self._event_loop_client.loop is not loop:
             base_url, api_key, timeout_s = self._endpoint
@@ -183,8 +181,6 @@ class LlmJudge:
 
 @dataclass(frozen=True, slots=True)
 class _EventLoopClient:
-    """Calls of a judge that belong to one event loop."""
-
     loop: asyncio.AbstractEventLoop
     client: AsyncOpenAI
     slots: asyncio.Semaphore
@@ -192,8 +188,6 @@ class _EventLoopClient:
 
 
 class _GradeCache:
-    """Grades by the digest of what they were given for."""
-
     def __init__(self, path: str) -> None:
         self._lock = threading.Lock()
         try:
@@ -212,7 +206,6 @@ class _GradeCache:
             ) from error
 
     def find(self, key: str) -> Grade | None:
-        """The grade that was given before; None if there is none."""
         with self._lock:
             found = self._database.execute(
                 "SELECT value, explanation FROM grades WHERE key = ?", (key,)
@@ -220,7 +213,6 @@ class _GradeCache:
         return Grade(*found) if found else None
 
     def keep(self, key: str, grade: Grade) -> None:
-        """Keep a grade; of two the first counts."""
         with self._lock:
             self._database.execute(
                 "INSERT OR IGNORE INTO grades VALUES (?, ?, ?)",
@@ -253,7 +245,6 @@ def _read_rubric(rubric: str | Path) -> str:
 
 
 def _build_response_format(max_grade: int) -> dict[str, Any]:
-    """OpenAI's `response_format`: the explanation is first, so that the grade follows from it."""
     schema = {
         "type": "object",
         "properties": {

@@ -80,7 +80,6 @@ def math_reward(
 
 
 def _get_collection_kind(latex: str) -> str | None:
-    """`set` for elements in braces, `tuple` for those in parentheses or brackets."""
     if "," not in latex:
         return None
     opening = latex.strip().removeprefix("\\left").lstrip()
@@ -90,6 +89,5 @@ def _get_collection_kind(latex: str) -> str | None:
 
 
 def _count_deepest_nesting(text: str) -> int:
-    """How many brackets are open at once, whatever closes them."""
     steps = ({"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}.get(sign, 0) for sign in text)
     return max(itertools.accumulate(steps), default=0)

@@ -95,7 +95,6 @@ def _parse_answer(text: str) -> Any:
 
 
 def _agree_relatively(right: Any, given: Any) -> bool:
-    """False for two numbers that only round to the same decimals, which is how verify compares."""
     from sympy import Expr
 
     if right == given or not all(isinstance(one, Expr) and one.is_number for one in (right, given)):

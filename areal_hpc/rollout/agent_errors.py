@@ -76,7 +76,6 @@ def find_node_shortage(error: BaseException) -> NodeResourceShortageError | None
 
 
 def describe_errno_shortage(errnos: Iterable[int]) -> str:
-    """What the node lacked, by the first of the system's error numbers that tells; else empty."""
     return next((os.strerror(one) for one in errnos if one in SHORTAGE_ERRNOS), "")
 
 
@@ -96,7 +95,6 @@ def _get_cause(error: BaseException) -> BaseException | None:
 
 
 def _describe_shortage(error: BaseException) -> str:
-    """What the node lacked by this error itself; empty if it is another."""
     if isinstance(error, OSError) and error.errno is not None:
         return describe_errno_shortage([error.errno])
     if isinstance(error, RuntimeError) and NO_THREAD_TEXT in describe_exception(error):
@@ -105,7 +103,6 @@ def _describe_shortage(error: BaseException) -> str:
 
 
 def _describe_exception(error: BaseException) -> str:
-    """`KeyError: 'x'`; of an SDK's refused request what the server said, of others their cause."""
     body = getattr(error, "body", None)
     if isinstance(body, dict) and isinstance(body.get("message"), str):
         return f"{type(error).__name__}: {body['message']}"[:MAX_MESSAGE_CHARS]
@@ -140,18 +137,15 @@ def _is_user_code(file: str) -> bool:
 
 
 def find_agent_run_definition(agent: object) -> str:
-    """`FILE:LINE` where the agent's `run` begins; empty if Python does not know."""
     code = getattr(getattr(agent, "run", None), "__code__", None)  # a method has its function's
     return f"{code.co_filename}:{code.co_firstlineno}" if code else ""
 
 
 def find_waiting_line(task: asyncio.Task[Any]) -> str:
-    """`FILE:LINE` of the user's code at which a task waits; empty if it has ended."""
     return format_deepest_user_line(list(_iterate_awaited_lines(task.get_coro())))
 
 
 def _iterate_awaited_lines(awaited: Any) -> Iterator[CodeLine]:
-    """Lines of a suspended coroutine, outermost first, along what each of them awaits."""
     while awaited is not None:
         frame: FrameType | None = None
         awaits = None

@@ -37,7 +37,6 @@ class RunningEpisode:
 
     @property
     def age_s(self) -> float:
-        """Seconds since it began."""
         return time.monotonic() - self.began_at
 
 
@@ -58,7 +57,6 @@ class EpisodeWatch:
 
     @property
     def oldest_running_age_s(self) -> float:
-        """Seconds that the oldest episode under way has run; 0 without one."""
         return max((one.age_s for one in self._running.values()), default=0.0)
 
     @contextmanager
@@ -73,13 +71,11 @@ class EpisodeWatch:
             del self._running[asyncio_task_name]
 
     def record_good_end(self, episode: RunningEpisode | None = None) -> None:
-        """The episode ended well: others may take as long. None: a program elsewhere played it."""
         self.ended += 1
         if episode is not None:
             self._longest_ok_s = max(self._longest_ok_s, episode.age_s)
 
     def record_failed_end(self) -> None:
-        """An episode failed by the agent's fault."""
         self.ended += 1
         self.failed += 1
         self._failed_at, self._ended_at_failure = time.monotonic(), self.ended
@@ -102,14 +98,12 @@ class EpisodeWatch:
             has_ended.set()
 
     def _report_counts_once_after_failure(self) -> None:
-        """Tell once after a failure that episodes have ended well since: the agent works."""
         before, since_s = self._ended_at_failure, time.monotonic() - self._failed_at
         if before is not None and self.ended > before and since_s >= COUNT_REPORT_DELAY_S:
             self._ended_at_failure = None
             self._events.record("episodes_counted", failed=self.failed, ended=self.ended)
 
     def _report_slow_episode(self) -> None:
-        """Tell of the oldest episode when it is slow, and again each time its age has doubled."""
         if not self._running:
             return
         name, oldest = min(self._running.items(), key=lambda item: item[1].began_at)

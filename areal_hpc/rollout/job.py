@@ -37,12 +37,7 @@ STOP_POLL_S = 0.1
 
 
 def run(config: dict[str, Any]) -> None:
-    """Drive one cell until the run is over or a stop is requested.
-
-    Raises:
-        RecipeError: The agent cannot be built.
-        ClusterError: The ledger refuses this driver, or the node starts no process for the agent.
-    """
+    """Drive one cell until the run is over or a stop is requested."""
     job = RolloutJobConfig.model_validate(config)
     sys.path[:0] = [folder for folder in job.sys_path if folder not in sys.path]
     how = job.rollout.agent
@@ -56,11 +51,7 @@ def run(config: dict[str, Any]) -> None:
 def build_agent(
     execution_config: AgentExecutionConfig, workflow: str, kwargs: dict[str, Any]
 ) -> Agent | None:
-    """The agent that a recipe names, in processes of its own if it asks for them; None without.
-
-    Raises:
-        RecipeError: It cannot be built.
-    """
+    """The agent that a recipe names, in processes of its own if it asks for them; None without."""
     if not workflow:
         return None
     if execution_config.mode == "subproc":

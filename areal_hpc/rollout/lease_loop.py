@@ -57,11 +57,7 @@ class LeaseLoop:
         self._clock = LedgerClockOffsetRecorder()
 
     async def run(self) -> None:
-        """Lease tickets and start them until told to stop. Cancelling it cancels every episode.
-
-        Raises:
-            HttpStatusError: The ledger refuses this driver.
-        """
+        """Lease tickets and start them until told to stop. Cancelling it cancels every episode."""
         async with asyncio.TaskGroup() as group:
             watching = [group.create_task(one.run()) for one in (self._gate, self._watch)]
             under_way = set[asyncio.Task[None]]()
@@ -82,7 +78,6 @@ class LeaseLoop:
                 task.cancel()
 
     def is_idle_without_ledger(self, for_s: float) -> bool:
-        """True without an episode under way and without a word of the ledger for so long."""
         return self._tickets.has_no_open_episodes and self._ledger.silent_s >= for_s
 
     def _record_activity_state(self) -> None:
@@ -122,13 +117,11 @@ class LeaseLoop:
         return reply
 
     async def _wait_for_ticket_change_or_heartbeat(self, pause_s: float) -> None:
-        """Wait for news from a ticket, or until the next heartbeat is due."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(pause_s):
                 await self._tickets.changed.wait()
 
     async def _request_seal(self) -> None:
-        """Let the proxy seal what is finished: the trainer waits for it."""
         finished = self._tickets.finished
         try:
             await self._proxy.call_until_answered(

@@ -24,12 +24,10 @@ class LeasedTickets:
 
     @property
     def free_episode_slots(self) -> int:
-        """Episodes that could start now."""
         return max(0, self._slots - sum(self._open_episodes.values()))
 
     @property
     def has_no_open_episodes(self) -> bool:
-        """True while no episode is under way."""
         return not any(self._open_episodes.values())
 
     @property
@@ -43,7 +41,6 @@ class LeasedTickets:
 
     @property
     def held(self) -> list[TicketRef]:
-        """Tickets under way, oldest first."""
         return list(self._open_episodes)
 
     @property
@@ -62,28 +59,23 @@ class LeasedTickets:
         return True
 
     def mark_all_episodes_begun(self, ticket_grant: TicketGrant) -> None:
-        """All episodes of a held ticket start, or start over."""
         self._open_episodes[ticket_grant.ref] = self._begun_episodes[ticket_grant.ref] = (
             ticket_grant.n_episodes
         )
 
     def mark_episode_ended(self, ref: TicketRef) -> None:
-        """One episode of a held ticket is over; its slot is free."""
         self._open_episodes[ref] -= 1
         if self.free_episode_slots >= self._episodes_per_ticket:
             self.changed.set()
 
     def mark_finished(self, ref: TicketRef) -> None:
-        """A held training ticket is in the proxy's journal."""
         self.stop_holding(ref)
         self._finished[ref] = None
 
     def forget_finished(self, refs: Iterable[TicketRef]) -> None:
-        """The ledger has settled these finished tickets, or wants them no more."""
         for ref in refs:
             self._finished.pop(ref, None)
 
     def stop_holding(self, ref: TicketRef) -> None:
-        """A held ticket was dropped or evaluated: it is the driver's no more."""
         del self._open_episodes[ref], self._begun_episodes[ref]
         self.changed.set()

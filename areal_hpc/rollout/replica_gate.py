@@ -23,16 +23,13 @@ class ReplicaGate:
 
     @property
     def is_open(self) -> bool:
-        """True while a replica serves, as far as is known."""
         return self._opened.is_set()
 
     def close_until_replica_serves(self) -> None:
-        """An episode found no replica: ask the proxy again before the next one."""
         self._opened.clear()
         self._closed.set()
 
     async def wait_until_open(self) -> None:
-        """Wait for a replica that serves."""
         await self._opened.wait()
 
     async def run(self) -> None:

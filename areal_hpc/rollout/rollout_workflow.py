@@ -65,7 +65,6 @@ class RolloutWorkflow(ABC):
 
 
 def _list_row_interactions(exported: object) -> list[Interaction]:
-    """Every interaction that the rows are made of, each after the one it extends."""
     rows: list[Any] = list(exported.values()) if isinstance(exported, Mapping) else [exported]
     if not all(hasattr(row, "plan") for row in rows):
         raise AgentError(
@@ -77,7 +76,6 @@ def _list_row_interactions(exported: object) -> list[Interaction]:
 
 
 def _iterate_record_batches(interactions: Iterable[Interaction]) -> Iterator[list[msgspec.Raw]]:
-    """The interactions in their order, so that a parent is recorded before what extends it."""
     batch: list[msgspec.Raw] = []
     size_bytes = 0
     for one in interactions:
@@ -92,6 +90,5 @@ def _iterate_record_batches(interactions: Iterable[Interaction]) -> Iterator[lis
 
 
 def _build_reward(row: Any) -> Reward:
-    """What a row earned by its client's discount, with what the agent said of its reward."""
     given: Reward = row.plan.path[-1].given_reward or Reward(0.0)
     return msgspec.structs.replace(given, value=row.reward or 0.0)

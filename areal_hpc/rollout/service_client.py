@@ -31,17 +31,14 @@ class ServiceClient:
 
     @property
     def url(self) -> str:
-        """Where the peer last was; empty before the first call."""
         return self._endpoint.url if self._endpoint else ""
 
     @property
     def peer_started_at(self) -> float:
-        """When the peer that was last called had started; 0 before the first call."""
         return self._endpoint.started_at if self._endpoint else 0.0
 
     @property
     def silent_s(self) -> float:
-        """Seconds since it last answered, or since it could first have done so."""
         return time.monotonic() - self._answered_at
 
     async def call_until_answered(
@@ -86,14 +83,12 @@ class ServiceClient:
             self._update_endpoint()
 
     def _update_endpoint(self) -> None:
-        """Turn to the newest incarnation, if it is another one."""
         found = rendezvous.find_endpoint(self._directory, self._name)
         if found is not None and found != self._endpoint:
             self._endpoint = found
             log.info("%s is at %s", self._name, found.url)
 
     async def close(self) -> None:
-        """Close every connection."""
         await self._client.close()
 
 
@@ -105,6 +100,5 @@ class ServiceClients:
     proxy: ServiceClient
 
     async def close(self) -> None:
-        """Close every connection."""
         await self.ledger.close()
         await self.proxy.close()

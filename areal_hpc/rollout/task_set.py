@@ -19,7 +19,6 @@ class TaskSet:
 
     @classmethod
     def read_or_empty(cls, path: Path) -> TaskSet:
-        """All of a file; none if there is no such file (a run without evaluation)."""
         content = path.read_bytes() if path.exists() else b""
         return cls(path, [line for line in content.split(b"\n") if line])
 

@@ -192,7 +192,6 @@ class TicketRunner:
             return not rejection_reason
 
     async def _seal_evaluation(self, ref: TicketRef, session_ids: list[str]) -> None:
-        """Have the proxy seal a held-out ticket's episodes. Its rewards count in any case."""
         try:
             await self._keep_sessions_and_close_others(ref, session_ids)
         except HttpStatusError as refusal:  # it restarted and lost them
@@ -220,7 +219,6 @@ class TicketRunner:
             log.warning("could not discard the sessions of %s: %s", ticket_grant.ref, refusal)
 
     async def _run_group(self, ticket_grant: TicketGrant, set_name: str) -> list[EpisodeOutcome]:
-        """Run the ticket's episodes side by side, each until it ends well."""
         self._tickets.mark_all_episodes_begun(ticket_grant)
         wanted, least = ticket_grant.n_episodes, 1
         if set_name == TRAIN:
@@ -244,13 +242,7 @@ class TicketRunner:
     async def _run_episode_until_decided(
         self, ticket_grant: TicketGrant, set_name: str, episode: int
     ) -> EpisodeOutcome:
-        """Repeat one episode until it ends well, or as the recipe has failed ones end.
-
-        Raises:
-            AgentError: It is missing from its group: it kept failing, or the node has lacked
-                something for it alone for long.
-            ClusterError: The node has lacked something for every episode for long.
-        """
+        """Repeat one episode until it ends well, or as the recipe has failed ones end."""
         with self._shortages.follow_episode(_name_episode(ticket_grant.ref, set_name, episode)):
             return await self._try_episode_until_decided(ticket_grant, set_name, episode)
 
@@ -300,7 +292,6 @@ class TicketRunner:
     async def _run_episode_and_record_span(
         self, ticket_grant: TicketGrant, set_name: str, spec: EpisodeSpec
     ) -> EpisodeOutcome:
-        """Run an episode once, while the watch knows of it."""
         facts = {**_build_ticket_facts(ticket_grant), "episode": spec.session.episode}
         with time_span("episode", "episodes", **facts) as found:
             outcome = await self._run_watched_or_external_episode(ticket_grant, set_name, spec)
@@ -333,7 +324,6 @@ class TicketRunner:
     def _record_unsuccessful_episode(
         self, ticket_grant: TicketGrant, episode: int, outcome: EpisodeOutcome, *, is_training: bool
     ) -> None:
-        """Note how an episode ended badly, with counts of all those that ended here so far."""
         facts: dict[str, Any] = {"episode": episode}
         if outcome.error is not None and outcome.status in AGENT_FAULT_EPISODE_STATUSES:
             self._watch.record_failed_end()
@@ -355,7 +345,6 @@ class TicketRunner:
         )
 
     async def _seal_failed_episode(self, outcome: EpisodeOutcome) -> None:
-        """Have the proxy seal what a failed episode said, beside why it failed."""
         cause = outcome.status if outcome.error is None else outcome.error.cause
         request = KeepFailedSessionRequest(
             outcome.session_id, cause[:MAX_CAUSE_CHARS], outcome.reason[:MAX_ERROR_CHARS]
@@ -390,7 +379,6 @@ class TicketRunner:
         return EpisodeSpec(session, task, limits.timeout_s, failure_reward, self._auxiliary)
 
     async def _keep_sessions_and_close_others(self, ref: TicketRef, sessions: list[str]) -> None:
-        """Have the proxy keep these sessions of a ticket, and close all its others."""
         request = FinishTicketRequest(ref, sessions, discard=not sessions)
         await self._proxy.call_until_answered("/rl/finish_ticket", request, FinishTicketReply)
 
@@ -415,14 +403,12 @@ def _name_episode(ref: TicketRef, set_name: str, episode: int) -> str:
 
 
 def _build_ticket_facts(ticket_grant: TicketGrant) -> dict[str, Any]:
-    """What an event says of the ticket that it is about."""
     return {**msgspec.structs.asdict(ticket_grant.ref), "task": ticket_grant.task_index}
 
 
 def _build_all_episodes_failed_error(
     error: AgentError | None, task: int, episodes: int
 ) -> AgentError:
-    """The error of a group of which every episode failed: nobody is told what it should learn."""
     assert error is not None  # of an outcome that is a failure
     return _prefix_error_message(
         error, f"all {episodes} episodes of task {task} failed; last error: "
@@ -430,7 +416,6 @@ def _build_all_episodes_failed_error(
 
 
 def _build_error_of_last_try(error: AgentError, episode: int, task: int, tries: int) -> AgentError:
-    """The error of an episode that failed for the last time."""
     times = "once" if tries == 1 else f"{tries} times"
     return _prefix_error_message(
         error, f"episode {episode} of task {task} failed {times}; last error: "
@@ -438,7 +423,6 @@ def _build_error_of_last_try(error: AgentError, episode: int, task: int, tries: 
 
 
 def _prefix_error_message(error: AgentError, beginning: str) -> AgentError:
-    """The same error, with a message that begins so."""
     problem = error.problems[0]
     return AgentError(
         beginning + problem.message,

@@ -44,10 +44,6 @@ async def play_trial_episode(
     """Play one task as an episode of training would, in a session that belongs to no ticket.
 
     The proxy keeps what is said in memory alone, and forgets it soon after the end.
-
-    Raises:
-        RecipeError: The task's own limits cannot be read.
-        HttpStatusError: The proxy refused to open a session.
     """
     limits, is_workflow = resolve_limits(rollout, task), isinstance(agent, RolloutWorkflow)
     session = StartSessionRequest(
@@ -136,7 +132,6 @@ async def _retry_trial_until_decided(
     events: EventLog,
     sandboxes: AgentSandboxes | None,
 ) -> EpisodeOutcome:
-    """Repeat a trial as an episode of training would be repeated."""
     failures = 0
     while True:
         outcome = await play_trial_episode(

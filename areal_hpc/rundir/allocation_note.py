@@ -36,7 +36,6 @@ class AllocationNote(Struct, frozen=True):
 
 
 def write_allocation_note(paths: RunPaths, note: AllocationNote) -> None:
-    """Replace the note; the file's time is that of the heartbeat."""
     write_atomic(paths.allocation_note, msgspec.json.encode(note))
 
 

@@ -10,11 +10,7 @@ from areal_hpc.rundir.folders import make_folder
 
 
 def fsync_path(path: Path) -> None:
-    """Force one file to disk, or the names in one directory: new files and renames.
-
-    Raises:
-        OSError: The storage refused.
-    """
+    """Force one file to disk, or the names in one directory: new files and renames."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -23,7 +19,6 @@ def fsync_path(path: Path) -> None:
 
 
 def fsync_tree(directory: Path) -> None:
-    """Force every file below, and the directories that name them, to disk."""
     for path in [*directory.rglob("*"), directory]:
         fsync_path(path)
 
@@ -32,20 +27,13 @@ def write_atomic(path: Path, content: bytes, *, mode: int = 0o644) -> None:
     """Put a file in place that readers, also after a crash, see whole or not at all.
 
     Folders on the way to it are made.
-
-    Raises:
-        OSError: The storage refused; the old content, if any, still stands.
     """
     write_temporary(path, content, mode=mode).rename(path)
     fsync_path(path.parent)
 
 
 def write_once(path: Path, content: bytes) -> bool:
-    """Put a file in place as `write_atomic` does, unless one is there; False if one was.
-
-    Raises:
-        OSError: The storage refused.
-    """
+    """Put a file in place as `write_atomic` does, unless one is there; False if one was."""
     partial = write_temporary(path, content)
     try:
         path.hardlink_to(partial)
@@ -58,12 +46,10 @@ def write_once(path: Path, content: bytes) -> bool:
 
 
 def write_atomic_private(path: Path, content: bytes) -> None:
-    """Put a file in place as `write_atomic` does, readable by its owner alone."""
     write_atomic(path, content, mode=0o600)
 
 
 def write_temporary(path: Path, content: bytes, *, mode: int = 0o644) -> Path:
-    """The content in a hidden file next to `path`, durable but not in place yet."""
     with open_temporary_beside(path, mode=mode) as stream:
         stream.write(content)
     return Path(stream.name)

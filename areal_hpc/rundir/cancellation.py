@@ -9,11 +9,7 @@ _WITHOUT_CHECKPOINT = "without a last checkpoint"
 
 
 def mark_cancelled(marker_file: Path, *, without_checkpoint: bool = False) -> None:
-    """Mark a run as cancelled, before its jobs are told to stop.
-
-    Raises:
-        OSError: The storage refused it.
-    """
+    """Mark a run as cancelled, before its jobs are told to stop."""
     marker_file.write_text(_WITHOUT_CHECKPOINT if without_checkpoint else "")
 
 

@@ -67,7 +67,6 @@ class CheckpointIndex(msgspec.Struct, frozen=True, kw_only=True):
     tensors: dict[str, StoredTensor]
 
     def compute_data_bytes(self, rank: int) -> int:
-        """Size of a rank's columns."""
         return compute_data_bytes(self.columns, self.counts[rank])
 
     def compute_offset_bytes(self, rank: int, column: Column, first: int) -> int:
@@ -79,7 +78,6 @@ class CheckpointIndex(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def compute_data_bytes(columns: dict[Column, NumberType], count: int) -> int:
-    """Size of columns of `count` numbers each."""
     return count * sum(BYTES_BY_NUMBER_TYPE[type_] for type_ in columns.values())
 
 
@@ -89,7 +87,6 @@ def count_digest_blocks(data_bytes: int) -> int:
 
 
 def get_rank_file_path(directory: Path, rank: int) -> Path:
-    """The numbers that one rank has written, and their digests."""
     return directory / f"rank_{rank:05d}.bin"
 
 
@@ -122,7 +119,6 @@ def merge_rank_indices(
 
 
 def write_checkpoint_index(directory: Path, index: CheckpointIndex) -> None:
-    """Say what the files of a checkpoint hold. Not forced to disk."""
     (directory / CHECKPOINT_INDEX_FILE).write_bytes(msgspec.json.encode(index))
 
 

@@ -74,23 +74,17 @@ class Checkpoint:
 
     @property
     def written_at(self) -> float:
-        """Unix time at which it became complete.
-
-        Raises:
-            FileNotFoundError: A trainer at work has removed it.
-        """
+        """Unix time at which it became complete."""
         return (self.path / COMPLETE_MARKER_FILE).stat().st_mtime
 
 
 def is_complete_checkpoint(path: Path) -> bool:
-    """True if this is the directory of a checkpoint whose every byte is on disk."""
     return (
         re.fullmatch(r"step_\d+", path.name) is not None and (path / COMPLETE_MARKER_FILE).exists()
     )
 
 
 def get_unfinished_checkpoint_path(directory: Path, step: int, generation: int) -> Path:
-    """Where the trainer of `generation` puts the parts of a checkpoint together."""
     return directory / f".{format_step_dir(step)}.generation_{generation}"
 
 
@@ -103,7 +97,6 @@ def list_unfinished_checkpoints(directory: Path) -> list[tuple[Path, int | None]
 
 
 def write_trainer_state(path: Path, state: TrainerState) -> None:
-    """Say what the checkpoint in this directory is of. Not forced to disk."""
     (path / TRAINER_STATE_FILE).write_bytes(msgspec.json.encode(state))
 
 
@@ -154,11 +147,7 @@ def list_checkpoints(directory: Path, problems: list[Problem] | None = None) -> 
 
 
 def find_latest_checkpoint(directory: Path) -> Checkpoint | None:
-    """The checkpoint that a restarted trainer resumes from; None before the first.
-
-    Raises:
-        ShardError: One of the checkpoints is damaged.
-    """
+    """The checkpoint that a restarted trainer resumes from; None before the first."""
     found = list_checkpoints(directory)
     return found[-1] if found else None
 

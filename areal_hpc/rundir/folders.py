@@ -17,12 +17,10 @@ _mark_by_run_dir: dict[Path, Path] = {}
 
 
 def forbid_making(run_dir: Path) -> None:
-    """Have this process never make a run's own folder; `make_folder` raises instead."""
     _mark_by_run_dir[run_dir] = find_mark(run_dir)
 
 
 def find_mark(run_dir: Path) -> Path:
-    """What is there as long as the run is: its recipe, where it has one."""
     recipe = run_dir / RECIPE_FILE
     return recipe if recipe.exists() else run_dir
 
@@ -48,11 +46,7 @@ class RunDirWatch:
         self._missing = 0
 
     def is_gone(self, looks: int = MISSING_LOOKS) -> bool:
-        """True once it was missing at so many looks in a row, this one included.
-
-        Raises:
-            OSError: The storage does not answer, or the folder above is missing too.
-        """
+        """True once it was missing at so many looks in a row, this one included."""
         self._run_dir.parent.stat()
         self._missing = 0 if self._mark.exists() else self._missing + 1
         return self._missing >= looks

@@ -37,7 +37,6 @@ def read_newest_number(directory: Path) -> int:
 
 
 def get_number_path(directory: Path, start_number: int, suffix: str = "") -> Path:
-    """The file of one start, or one beside it: `0003`, `0003.stop`."""
     return directory / f"{start_number:04d}{suffix}"
 
 

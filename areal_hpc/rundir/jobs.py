@@ -80,7 +80,6 @@ class JobSpec(Struct, frozen=True):
 
     @property
     def tasks_per_cell(self) -> int:
-        """Tasks of each of the cells that share the job."""
         return self.tasks // len(self.cells)
 
 
@@ -165,12 +164,10 @@ class LaunchFile(Struct, frozen=True):
 
     @property
     def paths(self) -> JobPaths:
-        """The job's folder."""
         return JobPaths(Path(self.job_dir))
 
     @property
     def run_dir(self) -> Path:
-        """The run's folder."""
         return Path(self.events).parent
 
 
@@ -196,36 +193,30 @@ class TaskExit(Struct, frozen=True):
 
     @property
     def is_crash(self) -> bool:
-        """True unless the work was done, the task was told to stop, or it had nothing to do."""
         return self.exit_code not in (0, STOPPED_EXIT_CODE, IDLE_EXIT_CODE)
 
     @property
     def cause(self) -> str:
-        """What ended it, in a line, where `reason` is the tail of a log."""
         if not self.is_crash or self.says_why or not self.log:
             return self.reason
         return f"{self.process} ended with exit code {self.exit_code}"
 
 
 def write_task_exit(job: JobPaths, rank: int, task_exit: TaskExit) -> None:
-    """Leave a task's last word: whole or not at all, as others look often."""
     write_atomic(job.task_exit(rank), msgspec.json.encode(task_exit))
 
 
 def read_task_exit(job: JobPaths, rank: int, incarnation: str) -> TaskExit | None:
-    """Exit status of a task of one start of a job; None while it runs."""
     task_exit = _decode_task_exit(job.task_exit(rank))
     return task_exit if task_exit and task_exit.incarnation == incarnation else None
 
 
 def read_task_exits(job: JobPaths) -> dict[int, TaskExit]:
-    """Exit statuses of the tasks that have ended, by rank, in order."""
     found = ((rank, _decode_task_exit(path)) for rank, path in job.map_task_exit_files().items())
     return {rank: task_exit for rank, task_exit in found if task_exit is not None}
 
 
 def _decode_task_exit(path: Path) -> TaskExit | None:
-    """None if there is none; a damaged one tells nothing, and Slurm knows the job's end."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=TaskExit)
     except (FileNotFoundError, msgspec.DecodeError, UnicodeDecodeError):
@@ -253,22 +244,16 @@ class Submission(Struct, frozen=True):
 
 
 def record_submission(path: Path, submission: Submission) -> None:
-    """Append one line, whole or not at all.
-
-    Raises:
-        OSError: The storage refused it.
-    """
+    """Append one line, whole or not at all."""
     make_folder(path.parent)
     append_line(path, submission)
 
 
 def read_submissions(path: Path) -> list[Submission]:
-    """All jobs that were ever submitted, oldest first; none before the first."""
     return read_readable_records(path, Submission)
 
 
 def get_latest_submissions(submissions: list[Submission]) -> dict[str, Submission]:
-    """The submission that counts for each name: the last one that is not a successor in waiting."""
     return {submission.job: submission for submission in submissions if not submission.successor}
 
 
@@ -304,12 +289,10 @@ class ArrayMembership(Struct, frozen=True):
 
 
 def get_array_index(job_id: str) -> str:
-    """The index of an array's member, `4` for `123_4`; empty for a job that is none."""
     return job_id.partition("_")[2]
 
 
 def write_array_membership(job: JobPaths, membership: ArrayMembership) -> None:
-    """Note which array a job is about to be a member of."""
     write_atomic(job.array_membership, msgspec.json.encode(membership))
 
 
@@ -335,12 +318,10 @@ class ExcludedNode(Struct, frozen=True):
 
     @property
     def is_expired(self) -> bool:
-        """True once the run may get the node again: somebody may have mended it."""
         return time.time() - self.at > EXCLUDED_NODE_LIFETIME_S
 
 
 def read_excluded_nodes_with_expired(path: Path) -> list[ExcludedNode]:
-    """Every node that was ever put on the run's list, oldest first; expired ones too."""
     return read_readable_records(path, ExcludedNode)
 
 
@@ -354,7 +335,6 @@ def list_unexpired_excluded_nodes(path: Path) -> list[str]:
 
 
 def add_excluded_node(path: Path, node: str, reason: str, job_id: str) -> None:
-    """Put a node on the list of those that the run must not get for a day."""
     append_line(path, ExcludedNode(node, reason, round(time.time(), 3), job_id))
 
 

@@ -33,10 +33,6 @@ def append_line(path: Path, record: object, *, sync: bool = False) -> None:
 
     A missing file is made, but not its folder. Infinities and NaN become null, and half of a
     surrogate pair a question mark. `sync` forces the line, and a new file's name, to disk.
-
-    Raises:
-        OSError: The storage refused, or took a part of the line only. What it took is a fragment
-            that the next append ends and that readers leave out.
     """
     append_lines(path, [record], sync=sync)
 
@@ -64,11 +60,7 @@ def append_lines(path: Path, records: Iterable[object], *, sync: bool = False) -
 
 
 def replace_lines(path: Path, records: Iterable[object]) -> None:
-    """Put a file with these records in the place of another, whole or not at all.
-
-    Raises:
-        OSError: The storage refused; the old file still stands.
-    """
+    """Put a file with these records in the place of another, whole or not at all."""
     write_atomic(path, b"".join(_encode_record(record) + b"\n" for record in records))
 
 
@@ -131,7 +123,6 @@ def decode_readable_records(
 
 @functools.lru_cache(maxsize=1024)
 def _warn_of_unreadable_line(file_name: str, line_number: int, reason: str, start: bytes) -> None:
-    """Name an unreadable line once in the life of this process: files are read again and again."""
     log.warning(
         "%s line %d cannot be read and is left out (%s): %r", file_name, line_number, reason, start
     )

@@ -23,11 +23,7 @@ CLAIM_LIFETIME_S = 900.0
 
 @contextmanager
 def hold_lock_or_raise(lock_file: Path) -> Iterator[None]:
-    """Hold the launcher's lock. The kernel drops it however the launcher ends.
-
-    Raises:
-        ClusterError: Another launcher holds it.
-    """
+    """Hold the launcher's lock. The kernel drops it however the launcher ends."""
     lock_file.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(lock_file, os.O_RDWR | os.O_CREAT, 0o644)
     try:
@@ -91,7 +87,6 @@ def claim(path: Path, claimant: str) -> Iterator[str]:
 
 
 def _read_claim(path: Path) -> str:
-    """What a claim says; empty if there is none, or its process is about to write it."""
     try:
         return path.read_text()
     except FileNotFoundError:
@@ -99,7 +94,6 @@ def _read_claim(path: Path) -> str:
 
 
 def _remove_dead_claim(path: Path) -> None:
-    """Remove a claim that is too old; one process at a time, so that none removes a new one."""
     if not _is_too_old(path):
         return
     removal = path.with_name(f"{path.name}.removal")

@@ -32,13 +32,11 @@ class LedgerState(msgspec.Struct, frozen=True):
     """Every generation opened so far, with the step it began from."""
 
     def with_opened_generation(self, generation: int, base_step: int) -> LedgerState:
-        """The state once the trainer of `generation` resumes after `base_step`."""
         earlier = (fork for fork in self.forks if fork.generation != generation)
         forks = (*earlier, GenerationFork(generation, base_step))
         return LedgerState(self.incarnation, generation, base_step, forks)
 
     def has_run_kept_evaluated_weights(self, step: int, generation: int) -> bool:
-        """True if the weights that were evaluated are those this run still has at that step."""
         later = (fork for fork in self.forks if fork.generation > generation)
         return all(step <= fork.base_step for fork in later)
 
@@ -61,7 +59,6 @@ class EvaluationResult(msgspec.Struct, frozen=True, omit_defaults=True):
     """By task index, what each sample answered; empty if none says."""
 
     def list_sample_rewards(self) -> list[list[float]]:
-        """By task index, the reward of each sample."""
         return self.samples or [[reward] for reward in self.rewards]
 
 
@@ -90,7 +87,6 @@ class DroppedTicket(msgspec.Struct, frozen=True):
 
     @classmethod
     def from_request(cls, request: DropTicketRequest) -> DroppedTicket:
-        """What a driver asks for."""
         return cls(request.ref, request.reason, request.kind, request.rewards)
 
 
@@ -101,10 +97,6 @@ def write_or_read_manifest(paths: RunPaths, manifest: BatchManifest) -> BatchMan
 
     Returns:
         The batch of that step: another ledger's, if that one was first.
-
-    Raises:
-        ShardError: The manifest that is there is damaged.
-        OSError: The file system refused.
     """
     is_first = write_once(paths.manifest(manifest.step), msgspec.json.encode(manifest))
     return manifest if is_first else read_manifest(paths, manifest.step)
@@ -127,54 +119,40 @@ def read_manifest(paths: RunPaths, step: int) -> BatchManifest:
 
 
 def read_manifests(paths: RunPaths) -> Iterator[BatchManifest]:
-    """Every batch handed out, in the order of steps. Files left by a crash are skipped.
-
-    Raises:
-        ShardError: One of them is damaged.
-    """
+    """Every batch handed out, in the order of steps. Files left by a crash are skipped."""
     for step in list_manifest_steps(paths):
         yield read_manifest(paths, step)
 
 
 def list_manifest_steps(paths: RunPaths) -> list[int]:
-    """The steps whose batches were handed out, in order."""
     return list_batch_steps(paths.manifests_dir)
 
 
 def list_batch_steps(directory: Path) -> list[int]:
-    """The steps of the files that a folder has for batches, in order."""
     names = (path.stem.removeprefix("batch_") for path in directory.glob("batch_*.json"))
     return sorted(int(name) for name in names if name.isdigit())
 
 
 def write_ledger_state(paths: RunPaths, state: LedgerState) -> None:
-    """Make the ledger's own state durable."""
     write_atomic(paths.ledger_state, msgspec.json.encode(state))
 
 
 def read_ledger_state(paths: RunPaths) -> LedgerState:
-    """The state last written; that of a ledger never started when there is none."""
     return read_json_file(paths.ledger_state, LedgerState) or LedgerState()
 
 
 def write_evaluation(paths: RunPaths, set_name: str, result: EvaluationResult) -> None:
-    """Make the result of a set durable."""
     write_atomic(paths.evaluation(result.step, set_name), msgspec.json.encode(result))
 
 
 def read_evaluation(paths: RunPaths, step: int, set_name: str) -> EvaluationResult | None:
-    """The result of a set for the weights of `step`; None if there is none yet."""
     return read_json_file(paths.evaluation(step, set_name), EvaluationResult)
 
 
 def read_evaluation_of_kept_weights(
     paths: RunPaths, step: int, set_name: str
 ) -> EvaluationResult | None:
-    """The result of a set for weights of `step` that the run still has; None without one.
-
-    Raises:
-        ShardError: It, or the ledger's state, is damaged.
-    """
+    """The result of a set for weights of `step` that the run still has; None without one."""
     result = read_evaluation(paths, step, set_name)
     if result is None or read_ledger_state(paths).has_run_kept_evaluated_weights(
         step, result.generation
@@ -184,28 +162,19 @@ def read_evaluation_of_kept_weights(
 
 
 def append_evaluated_ticket(paths: RunPaths, step: int, ticket: EvaluatedTicket) -> None:
-    """Keep the rewards of one task. Not forced to disk: a node that is lost costs its last tasks.
-
-    Raises:
-        OSError: The file system refused.
-    """
+    """Append the rewards of one task, without fsync: a lost node costs its last tasks."""
     paths.evaluations_dir.mkdir(exist_ok=True)
     append_line(paths.evaluated_tickets(step), ticket)
 
 
 def read_evaluated_tickets(paths: RunPaths, step: int) -> list[EvaluatedTicket]:
-    """The tasks of the evaluation of `step` that were done while it was under way."""
     return read_readable_records(paths.evaluated_tickets(step), EvaluatedTicket)
 
 
 def replace_evaluated_tickets(
     paths: RunPaths, step: int, tickets: Sequence[EvaluatedTicket]
 ) -> None:
-    """Keep these tasks of an evaluation alone; the file of none is removed.
-
-    Raises:
-        OSError: The file system refused.
-    """
+    """Keep these tasks of an evaluation alone; the file of none is removed."""
     if tickets:
         replace_lines(paths.evaluated_tickets(step), tickets)
     else:
@@ -218,9 +187,6 @@ def list_evaluations_of_kept_weights(
     """Every result with the name of its set, by set and step; those of `main_set` come first.
 
     Those of weights that a trainer which resumed from an earlier step gave up are left out.
-
-    Raises:
-        ShardError: One of them, or the ledger's state, is damaged.
     """
     state, folder = read_ledger_state(paths), paths.evaluations_dir
     names = sorted(one.name for one in folder.iterdir() if one.is_dir()) if folder.is_dir() else ()
@@ -245,16 +211,11 @@ def read_kept_evaluations_by_set(
 
 
 def append_drop(paths: RunPaths, dropped_ticket: DroppedTicket) -> None:
-    """Make a drop durable. Repeating it is harmless: the first line of a ticket counts.
-
-    Raises:
-        OSError: The file system refused.
-    """
+    """Make a drop durable. Repeating it is harmless: the first line of a ticket counts."""
     append_line(paths.drops, dropped_ticket, sync=True)
 
 
 def read_drops(paths: RunPaths) -> list[DroppedTicket]:
-    """Every drop in order."""
     return read_readable_records(paths.drops, DroppedTicket)
 
 

@@ -19,8 +19,6 @@ HELD_JOB_NOTES_SUBDIR = "held"
 
 
 class _PathDescriptor:
-    """A fixed name in a folder; as an attribute of the folder's object, the path to it."""
-
     def __init__(self, relative_path: str) -> None:
         self.name = relative_path
 
@@ -135,32 +133,25 @@ class RunPaths(_Folder):
 
     @property
     def tensorboard_run_dir(self) -> Path:
-        """Event files of the run, in a folder whose name TensorBoard shows as that of the run."""
         return self.tensorboard_dir / f"{self.root.parent.name}-{self.root.name}"
 
     @property
     def run_name(self) -> str:
-        """`experiment/trial`, as commands name the run."""
         return f"{self.root.parent.name}/{self.root.name}"
 
     def dataset(self, split: str) -> Path:
-        """The JSON-lines task set of one split (`train`, `valid` or `sft`)."""
         return self.data_dir / f"{split}.jsonl"
 
     def job(self, job_name: str) -> JobPaths:
-        """The folder of one job."""
         return JobPaths(self.jobs_dir / job_name)
 
     def tracker(self, tracker_name: str) -> TrackerPaths:
-        """The folder of one tracker."""
         return TrackerPaths(self.trackers_dir / tracker_name)
 
     def manifest(self, step: int) -> Path:
-        """The batch manifest consumed by the step that ends at version `step`."""
         return self.manifests_dir / f"batch_{step:08d}.json"
 
     def quarantine(self, step: int) -> Path:
-        """Exists if the batch of `step` is quarantined; says why."""
         return self.quarantine_dir / self.manifest(step).name
 
     def evaluation(self, step: int, set_name: str = "valid") -> Path:
@@ -171,35 +162,27 @@ class RunPaths(_Folder):
         return folder / f"{format_step_dir(step)}.json"
 
     def evaluated_tickets(self, step: int) -> Path:
-        """Rewards of the tasks that are done, while the evaluation of `step` is under way."""
         return self.evaluations_dir / f"{format_step_dir(step)}.tickets.jsonl"
 
     def evaluation_tasks(self, set_name: str) -> Path:
-        """The tasks of an evaluation set."""
         return self.dataset(set_name if set_name == "valid" else f"evaluation-{set_name}")
 
     def spans(self, process: str) -> Path:
-        """The spans of a process, `<job>-<process>`."""
         return self.spans_dir / f"{process}.jsonl"
 
     def prometheus_target(self, process: str) -> Path:
-        """Where Prometheus finds a process, `<job>-<process>`."""
         return self.prometheus_dir / f"{process}.json"
 
     def annotation(self, step: int) -> Path:
-        """What the trainer found of tokens of the batch that led to `step`."""
         return self.annotations_dir / f"{format_step_dir(step)}.msgpack"
 
     def export_dir(self, export_name: str) -> Path:
-        """A model in Hugging Face format, under a name such as `step_00000040`."""
         return self.root / "export" / export_name
 
     def reference(self, step: int) -> Path:
-        """The policy of `step`, in Hugging Face format, as the reference of later ones."""
         return self.references_dir / format_step_dir(step)
 
     def log_dir(self, attempt: int) -> Path:
-        """Logs of one launch."""
         return self.logs_dir / f"attempt_{attempt:02d}"
 
     def list_attempts(self) -> list[int]:
@@ -210,15 +193,12 @@ class RunPaths(_Folder):
         return sorted(int(match[1]) for match in names if match)
 
     def provenance_copy(self, attempt: int, file_name: str) -> Path:
-        """What a launch leaves of the code that it started with."""
         return self.provenance_dir / f"attempt_{attempt:02d}.{file_name}"
 
     def replaced_recipe(self, attempt: int) -> Path:
-        """The recipe of the launches before `attempt`, where that one changed it."""
         return self.root / f"recipe.before_attempt_{attempt:02d}.yaml"
 
     def list_recipe_files(self) -> Iterator[Path]:
-        """The recipes of all launches."""
         return self.root.glob("recipe*.yaml")
 
 
@@ -252,19 +232,15 @@ class JobPaths(_Folder):
 
     @property
     def hold_note(self) -> Path:
-        """Exists while the job has given its nodes back; holds its id."""
         return self.root.parent / HELD_JOB_NOTES_SUBDIR / self.root.name
 
     def process_config(self, process: str) -> Path:
-        """The configuration of one process of the job."""
         return self.root / f"{process}.json"
 
     def task_exit(self, rank: int) -> Path:
-        """Exit status of one task."""
         return self.root / f"task_exit.{rank}.json"
 
     def map_task_exit_files(self) -> dict[int, Path]:
-        """The files of the tasks that have ended, by rank, in order."""
         found = {int(path.name.split(".")[1]): path for path in self.root.glob("task_exit.*.json")}
         return dict(sorted(found.items()))
 
@@ -280,20 +256,16 @@ class TrackerPaths(_Folder):
     """A part in the writing."""
 
     def get_part(self, part_number: int) -> Path:
-        """A part, from 1."""
         return self.root / f"part_{part_number:06d}"
 
     def list_parts(self) -> list[Path]:
-        """Every part, in order."""
         return sorted(self.root.glob("part_*"))
 
     def get_rows_file(self, part_dir: Path) -> Path:
-        """The rows that a part holds, one a line."""
         return part_dir / "rows.jsonl"
 
 
 def get_process_error_path(config: Path) -> Path:
-    """Where a process leaves the error that it ends with: beside its configuration."""
     return config.with_suffix(".error")
 
 
@@ -306,15 +278,12 @@ def list_runs(dir_with_runs: Path) -> list[RunPaths]:
 
 
 def format_step_dir(step: int) -> str:
-    """The folder name of a step: `step_00000040`."""
     return f"step_{step:08d}"
 
 
 def format_restart_dir(restart: int) -> str:
-    """The folder name of one restart of a job, below its logs: `restart_00`."""
     return f"restart_{restart:02d}"
 
 
 def list_restart_dirs(job_log_dir: Path) -> list[tuple[int, Path]]:
-    """Number and folder of the restarts of a job that have logs, in order."""
     return sorted((int(path.name[8:]), path) for path in job_log_dir.glob("restart_*"))

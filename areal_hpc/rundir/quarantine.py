@@ -19,12 +19,7 @@ from areal_hpc.wire.fault_points import fault_point
 def quarantine_batch_or_read_earlier_record(
     paths: RunPaths, record: UntrainedBatchPart
 ) -> UntrainedBatchPart:
-    """Set a batch aside, durably; what says so: the first one's record if somebody was first.
-
-    Raises:
-        OSError: The storage refused.
-        ShardError: The file that is there is damaged.
-    """
+    """Set a batch aside, durably; what says so: the first one's record if somebody was first."""
     fault_point("quarantine.before_write")
     is_first = write_once(paths.quarantine(record.step), msgspec.json.encode(record))
     fault_point("quarantine.after_write")
@@ -32,22 +27,14 @@ def quarantine_batch_or_read_earlier_record(
 
 
 def delete_quarantine(paths: RunPaths, step: int) -> None:
-    """Have a batch trained after all, durably.
-
-    Raises:
-        OSError: The storage refused.
-    """
+    """Have a batch trained after all, durably."""
     paths.quarantine(step).unlink(missing_ok=True)
     fault_point("quarantine.after_delete")
     fsync_path(paths.quarantine_dir)
 
 
 def read_quarantine(paths: RunPaths, step: int) -> UntrainedBatchPart | None:
-    """Why the batch of `step` is quarantined; None if it is not.
-
-    Raises:
-        ShardError: The file is damaged.
-    """
+    """Why the batch of `step` is quarantined; None if it is not."""
     return read_json_file(paths.quarantine(step), UntrainedBatchPart)
 
 
@@ -76,17 +63,12 @@ def read_quarantine_files(
 def merge_quarantines(
     state: TrainerState, files: Mapping[int, UntrainedBatchPart]
 ) -> dict[int, UntrainedBatchPart]:
-    """Quarantined batches by step: behind a checkpoint as it says, after it as the files say."""
     held = {one.step: one for one in state.untrained if one.quarantine}
     return held | {step: one for step, one in files.items() if step > state.step}
 
 
 def read_quarantined_batches(paths: RunPaths) -> dict[int, UntrainedBatchPart]:
-    """Quarantined batches by step, of the newest checkpoint and after it.
-
-    Raises:
-        ShardError: A file is damaged.
-    """
+    """Quarantined batches by step, of the newest checkpoint and after it."""
     newest = find_latest_checkpoint(paths.checkpoints_dir)
     state = newest.state if newest else TrainerState(seed=0)
     return merge_quarantines(state, read_quarantine_files(paths))

@@ -28,7 +28,6 @@ EVALUATION_CELL = "evaluation"
 
 
 def format_cell_name(index: int) -> str:
-    """The cell, and the job, that is number `index` among those of training."""
     return f"{CELL_PREFIX}{index}"
 
 
@@ -49,22 +48,18 @@ def parse_shared_job_name(job: str) -> list[str]:
 
 
 def is_training_cell_job(job: str) -> bool:
-    """True of the jobs of the cells that play training tasks."""
     return job.startswith((CELL_PREFIX, SHARED_JOB_PREFIX))
 
 
 def is_cell_job(job: str) -> bool:
-    """True of the jobs of cells, that of evaluation included."""
     return job == EVALUATION_CELL or is_training_cell_job(job)
 
 
 def format_proxy_name(cell: str) -> str:
-    """The service that records what the agents of a cell ask and get."""
     return f"proxy-{cell}"
 
 
 def format_control_proxy_name(cell: str) -> str:
-    """The service through which trainers reach the replicas of a cell."""
     return f"control-{cell}"
 
 
@@ -79,7 +74,6 @@ class ServiceEndpoint(msgspec.Struct, frozen=True):
 
 
 def publish_endpoint(directory: Path, service_name: str, url: str) -> ServiceEndpoint:
-    """Tell the run that service `service_name` listens at `url`."""
     endpoint = ServiceEndpoint(service_name, url, socket.gethostname(), os.getpid(), time.time())
     write_atomic_private(directory / f"{service_name}.json", msgspec.json.encode(endpoint))
     return endpoint
@@ -123,36 +117,23 @@ def wait_for_endpoint(
 
 
 def remove_own_endpoint(directory: Path, service_name: str) -> None:
-    """Remove the service's file when it stops on purpose; a successor's file stays."""
     endpoint = find_endpoint(directory, service_name)
     if endpoint and (endpoint.host, endpoint.pid) == (socket.gethostname(), os.getpid()):
         (directory / f"{service_name}.json").unlink(missing_ok=True)
 
 
 def ensure_admin_key(path: Path) -> str:
-    """The key that opens sessions, in a file, made on first use.
-
-    Raises:
-        RecipeError: The key is too short, or others may read it.
-    """
+    """The key that opens sessions, in a file, made on first use."""
     return _ensure_key(path, "an admin key")
 
 
 def ensure_service_key(path: Path) -> str:
-    """The key that requests between services are signed with, in a file, made on first use.
-
-    Raises:
-        RecipeError: As of the admin key.
-    """
+    """The key that requests between services are signed with, in a file, made on first use."""
     return _ensure_key(path, "a service key")
 
 
 def ensure_metrics_key(path: Path) -> str:
-    """The key that Prometheus shows, in a file, made on first use.
-
-    Raises:
-        RecipeError: As of the admin key.
-    """
+    """The key that Prometheus shows, in a file, made on first use."""
     return _ensure_key(path, "a metrics key")
 
 
@@ -186,7 +167,6 @@ def _ensure_key(path: Path, key_description: str) -> str:
 
 
 def _create_key(path: Path) -> None:
-    """Make the key. Of processes that do so at the same time one succeeds, and all read its key."""
     own_name = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     made = write_temporary(own_name, secrets.token_urlsafe(32).encode(), mode=0o600)
     try:
@@ -211,7 +191,6 @@ def _read_key(path: Path, key_description: str) -> str:
 
 
 def _read_private_text(path: Path, key_description: str) -> str:
-    """The text of a file that nobody else may read, up to one character too many."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(descriptor) as stream:
         status = os.fstat(descriptor)

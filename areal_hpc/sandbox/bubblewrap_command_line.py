@@ -68,7 +68,6 @@ def hold_content_descriptors() -> Iterator[ContentDescriptors]:
 
 
 def tells_of_refusal(printed_text: str) -> bool:
-    """True if bubblewrap, or unshare(1), was refused by the kernel; it may fail otherwise, too."""
     return any(sign in printed_text for sign in _REFUSAL_SIGNS)
 
 
@@ -151,7 +150,6 @@ def find_sandbox_python(*, by_anybody: bool) -> tuple[str, str | None] | None:
 
 
 def is_executable_by_all(path: Path) -> bool:
-    """True if any user may reach and run a file."""
     return all(one.stat().st_mode & 0o001 for one in (path, *path.parents))
 
 

@@ -46,7 +46,6 @@ class RunningCommand:
     has_read: asyncio.Event = field(default_factory=asyncio.Event)
 
     def wake_waiters(self) -> None:
-        """Have those look who wait for it."""
         self.changed.set()
         self.has_read.set()
 
@@ -164,7 +163,6 @@ class CommandChannel:
     async def _begin_command_and_feed_input(
         self, command_number: int, command: RunningCommand, begin_json: bytes, stdin: bytes
     ) -> None:
-        """Begin the command and send its input, as fast as it reads."""
         with contextlib.suppress(EOFError):
             await self._send_frame(command_number, BEGIN_FRAME, begin_json)
             rest = memoryview(stdin)
@@ -188,7 +186,6 @@ class CommandChannel:
             raise EOFError
 
     async def _write_frame(self, frame: bytes) -> bool:
-        """False if nobody takes it any more."""
         async with self._turn:
             try:
                 await asyncio.get_running_loop().sock_sendall(self._socket, frame)
@@ -197,7 +194,6 @@ class CommandChannel:
         return True
 
     async def _read_frames_until_closed(self) -> None:
-        """Take in frames until the server is gone, or sends what is none."""
         loop, received = asyncio.get_running_loop(), bytearray()
         with contextlib.suppress(OSError, struct.error, ValueError):
             while piece := await loop.sock_recv(self._socket, 4 * CHUNK_BYTES):

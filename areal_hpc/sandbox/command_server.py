@@ -172,7 +172,6 @@ class CommandServer:
             )
 
     def _kill_all_descendants(self, command_number: int) -> None:
-        """Kill all that runs, also what commands left behind; the host waits only so long."""
         while below := list_children(os.getpid()):
             for pid in below:
                 with contextlib.suppress(OSError):
@@ -216,7 +215,6 @@ class CommandServer:
             command.stdin = -1
 
     def _forward_output_if_any(self, command_number: int, command: Command, stream: int) -> bool:
-        """Pass on what is there; false if that is nothing."""
         try:
             piece = os.read(stream, CHUNK_BYTES)
         except BlockingIOError:
@@ -230,7 +228,6 @@ class CommandServer:
         return False
 
     def _reap_and_report_ended_commands(self) -> None:
-        """Tell of commands that have ended; what they left behind holds up nobody."""
         numbers = {command.pid: number for number, command in self._commands.items()}
         while True:
             try:
@@ -304,7 +301,6 @@ def become_command_process(
 
 
 def write_error_to_stderr(error: BaseException) -> None:
-    """What went wrong, as the last line of standard error."""
     os.write(2, f"sandbox: {error}\n".encode(errors="replace"))
 
 

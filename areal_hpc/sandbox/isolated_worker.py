@@ -80,7 +80,6 @@ class WorkerSettings:
 
     @property
     def proxy_port(self) -> int | None:
-        """Port of loopback at which it listens for its own clients, if it is isolated."""
         return PROXY_PORT if self.hosts and get_configured_isolation() != "none" else None
 
 
@@ -172,7 +171,6 @@ def open_worker_command(
 
 @functools.lru_cache
 def _list_python_folders(python: str) -> tuple[str, ...]:
-    """The folders of a Python; of another than this one also those that it imports from."""
     if python == sys.executable:  # its paths lead to the project, and to what lies there besides
         return (sys.prefix, sys.base_prefix)
     told = subprocess.run([python, "-c", _LIST_FOLDERS_SCRIPT], capture_output=True, check=False)
@@ -198,7 +196,6 @@ def _check_named_folders(folders: Sequence[str]) -> None:
 
 
 def _list_top_folders(folders: Sequence[str]) -> list[str]:
-    """Those that are there and in no other one; none that holds all that the user has."""
     home = Path.home()
     found = list[str]()
     for folder in sorted({str(Path(one).absolute()) for one in folders}):

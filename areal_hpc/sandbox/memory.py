@@ -27,7 +27,6 @@ def measure_memory_bytes(pids: Iterable[int], limit_bytes: int) -> int:
 
 
 def _sum_shared_bytes(pids: Iterable[int]) -> int:
-    """Size of the memory without a file that processes share, each piece once."""
     bytes_by_inode = dict[bytes, int]()
     for pid in pids:
         try:
@@ -53,7 +52,6 @@ def _read_mapped_bytes(pid: int) -> int:
 
 
 def _read_own_socket_bytes(pid: int) -> int:
-    """What sockets of a process's network may hold, where that is one of a sandbox: loopback."""
     with contextlib.suppress(OSError):  # it hides, or has ended
         if Path(f"/proc/{pid}/ns/net").samefile("/proc/self/ns/net"):
             return 0

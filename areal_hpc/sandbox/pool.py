@@ -27,23 +27,13 @@ class SandboxPool:
         self._filler: asyncio.Task[None] | None = None
 
     async def start_first_and_refill(self) -> None:
-        """Start the first of them, so that what is wrong is known; the others follow.
-
-        Raises:
-            RecipeError: This machine cannot start them.
-            ClusterError: None started.
-        """
+        """Start the first of them, so that what is wrong is known; the others follow."""
         self._warm.append(await self._start_sandbox_with_retries())
         self._begin_refill()
 
     @asynccontextmanager
     async def acquire(self, spec: SandboxSpec | None = None) -> AsyncIterator[Sandbox]:
-        """A sandbox to oneself; it is stopped in the end. One unlike the others is started now.
-
-        Raises:
-            RecipeError: This machine cannot start one.
-            ClusterError: None started.
-        """
+        """A sandbox to oneself; it is stopped in the end. One unlike the others is started now."""
         is_like_others = spec is None or spec == self._spec
         sandbox = await (
             self._take_warm_or_start() if is_like_others else self._start_sandbox_with_retries(spec)
@@ -88,7 +78,6 @@ class SandboxPool:
             self._filler = asyncio.create_task(self._start_missing())
 
     async def _start_missing(self) -> None:
-        """One after the other: whoever finds none starts one itself."""
         while len(self._warm) < self._size:
             try:
                 self._warm.append(await self._runtime.start(self._spec))

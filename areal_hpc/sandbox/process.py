@@ -77,7 +77,6 @@ class ProgramResult:
 
 
 def get_configured_isolation() -> Isolation:
-    """How programs are isolated in this process: as the recipe's `reward.isolation` says."""
     return "none" if os.environ.get(ISOLATION_VARIABLE) == "none" else "bwrap"
 
 
@@ -149,10 +148,6 @@ class SandboxedProcess:
 
         It is killed at its time limit, when it prints too much, or when its processes hold too much
         memory. No process that it started is left, where it is isolated.
-
-        Raises:
-            RecipeError: It did not start, because this machine cannot isolate it.
-            ClusterError: It did not start, for another reason.
         """
         try:
             timed_out = self._exchange_bytes_and_tell_timeout(watched_processes)
@@ -197,7 +192,6 @@ class SandboxedProcess:
         self._cleanup.close()
 
     def is_over_memory(self) -> bool:
-        """True if its processes together hold more memory than they may."""
         processes = (self._process.pid, *list_descendants(self._process.pid))
         limit = self._limits.memory_bytes
         return measure_memory_bytes(processes, limit) > limit
@@ -205,7 +199,6 @@ class SandboxedProcess:
     def _exchange_bytes_and_tell_timeout(
         self, other_processes: Sequence["SandboxedProcess"]
     ) -> bool:
-        """Write and read until it ends or must be ended; true if it took too long."""
         process = self._process
         with selectors.DefaultSelector() as selector:
             for stream in filter(None, (process.stdout, process.stderr)):
@@ -250,7 +243,6 @@ class SandboxedProcess:
             stream.close()
 
     def _collect_output(self, stream: IO[bytes]) -> bool:
-        """Keep what is there, up to the limit; false at the end of the stream."""
         collected = self._collected[stream]
         while True:
             try:
@@ -268,7 +260,6 @@ class SandboxedProcess:
 
 @contextlib.contextmanager
 def _make_program_work_folder(files: Mapping[str, bytes]) -> Iterator[str]:
-    """A folder of a program that is not isolated; it runs in `own`, beside its files."""
     with tempfile.TemporaryDirectory(prefix="program-", ignore_cleanup_errors=True) as name:
         folder, own = Path(name), Path(name) / "own"
         own.mkdir()
@@ -283,7 +274,6 @@ def _make_program_work_folder(files: Mapping[str, bytes]) -> Iterator[str]:
 def _build_unisolated_command(
     work_folder: str, names: Iterable[str], limits: ProgramLimits, report_fd: int, as_nobody: bool
 ) -> list[str]:
-    """The command line without isolation, in a folder of `_make_program_work_folder`."""
     python, _ = _require_sandbox_python(as_nobody)
     # Here the kernel counts all processes of the user.
     request = asdict(limits) | {"report_fd": report_fd, "is_init": False}
@@ -301,7 +291,6 @@ def _open_files_and_build_isolated_command(
     inherited_files: contextlib.ExitStack,
     as_nobody: bool,
 ) -> list[str]:
-    """The command line with bubblewrap; descriptors that it needs are opened and added."""
     opened = inherited_files.enter_context(hold_content_descriptors())
     bwrap = find_bubblewrap()
     if bwrap is None:
@@ -333,8 +322,6 @@ def _require_sandbox_python(as_nobody: bool) -> tuple[str, str | None]:
 
 
 def _count_user_threads(user: int) -> int:
-    """Threads that a (real) user has now, which is what RLIMIT_NPROC counts."""
-
     def count() -> Iterator[int]:
         for process in psutil.process_iter(["uids", "num_threads"]):
             if process.info["uids"] and process.info["uids"].real == user:

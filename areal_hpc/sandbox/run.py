@@ -10,12 +10,7 @@ from areal_hpc.sandbox.process import (
 
 
 def run_empty_program_to_test_isolation() -> None:
-    """Run an empty program, isolated as `reward.isolation` says.
-
-    Raises:
-        RecipeError: This machine cannot isolate it.
-        ClusterError: It could not be started.
-    """
+    """Run an empty program, isolated as `reward.isolation` says."""
     run_program("")
 
 
@@ -31,10 +26,6 @@ def run_program(
     empty folder, itself, and no network; when it returns nothing of the program is left. By default
     it is isolated as `reward.isolation` says; without isolation it reads and writes what its user
     may, and what leaves its process group stays.
-
-    Raises:
-        RecipeError: This machine cannot isolate it.
-        ClusterError: It could not be started.
     """
     files = {"program.py": program_source.encode(errors="replace")}
     process = SandboxedProcess(

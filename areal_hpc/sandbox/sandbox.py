@@ -325,7 +325,6 @@ class Sandbox:
     async def _run_file_operation(
         self, request: dict[str, Any], data: bytes, max_bytes: int = 1 << 16
     ) -> bytes:
-        """What an operation on files gave; a `TimeoutError` is an `OSError`, too."""
         ended, timed_out = await self._run_or_stop_as_lost(request, data, max_bytes, FILE_TIMEOUT_S)
         operation = f"{request['operation']} {request.get('path', '')}"
         if timed_out:
@@ -393,7 +392,6 @@ class Sandbox:
             kill_and_reap_process(one)
 
     async def _read_error_output(self) -> str:
-        """What the process wrote as errors, shortened."""
         stream = self._process.stderr
         assert stream is not None
         os.set_blocking(stream.fileno(), False)

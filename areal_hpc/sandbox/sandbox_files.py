@@ -70,7 +70,6 @@ def copy_to_end(source_fd: int, target_fd: int) -> None:
 
 
 def require_regular_file(descriptor: int, path: str) -> None:
-    """Raise unless it is a file: a pipe or a device could hold a reader up for ever."""
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         raise OSError(f"{path} is no regular file")
 
@@ -117,7 +116,6 @@ def pack_folder_to_stdout(path: str) -> None:
 
 
 def open_stdout_as_tar() -> tarfile.TarFile:
-    """Standard output as a tar to write to."""
     return tarfile.open(fileobj=os.fdopen(1, "wb"), mode="w|", format=tarfile.PAX_FORMAT)
 
 

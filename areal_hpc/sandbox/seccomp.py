@@ -43,8 +43,6 @@ _AF_VSOCK = 40
 
 @dataclass(frozen=True)
 class _SystemCallNumbers:
-    """Numbers of system calls on one architecture."""
-
     audit_architecture: int
     profile_architecture: str
     """Its name in a profile of the Open Container Initiative."""
@@ -160,7 +158,6 @@ def _build_argument_condition(
 def _assemble_bpf(
     calls: _SystemCallNumbers, refused: Sequence[int]
 ) -> Iterator[tuple[int, int, int, int]]:
-    """Instructions: code, jump if true, jump if false, constant; jumps count what is left out."""
     refuse = (_RETURN, 0, 0, _ERRNO | errno.EPERM)
     yield _LOAD_WORD, 0, 0, _ARCHITECTURE_OFFSET
     yield _JUMP_EQUAL, 1, 0, calls.audit_architecture

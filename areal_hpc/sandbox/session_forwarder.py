@@ -23,7 +23,6 @@ class SessionForwarder:
         self._host, self._port = "", 0
 
     async def start_forwarding_to(self, host: str, port: int) -> None:
-        """Pass on every connection, also those that wait already."""
         self._host, self._port = host, port
         self._server = await asyncio.start_server(self._forward_connection, sock=self._listener)
 
@@ -67,7 +66,6 @@ class HostForwarder(SessionForwarder):
         self._hosts = frozenset(hosts)
 
     async def start(self) -> None:
-        """Serve every connection, also those that wait already."""
         self._server = await asyncio.start_server(self._forward_connection, sock=self._listener)
 
     async def _connect_and_pump_both_ways(
@@ -94,7 +92,6 @@ class HostForwarder(SessionForwarder):
 
 
 def _make_own_request(head: bytes) -> bytes:
-    """The head of a request to a proxy as the server takes it, with one request a connection."""
     first, *fields = head.removesuffix(b"\r\n\r\n").split(b"\r\n")
     method, target, version = first.split(b" ", 2)
     path = b"/" + target.partition(b"://")[2].partition(b"/")[2]

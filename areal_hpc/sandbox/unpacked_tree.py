@@ -36,11 +36,9 @@ class BoundedStream:
         self._can_go_back = can_go_back
 
     def seekable(self) -> bool:
-        """As tarfile asks, which reads members in their order."""
         return True
 
     def tell(self) -> int:
-        """The position from which is read."""
         return self._position
 
     def seek(self, position: int) -> None:
@@ -196,7 +194,6 @@ class UnpackedTree:
             raise ValueError(f"{tar_member.name} has no time: {tar_member.mtime}") from error
 
     def _write_file(self, archive: tarfile.TarFile, tar_member: tarfile.TarInfo, path: str) -> None:
-        """Write the parts of a file that hold something; the rest of a sparse one takes nothing."""
         content = archive.extractfile(tar_member)
         assert content is not None
         parts: list[tuple[int, int]] | None = getattr(tar_member, "sparse", None)
@@ -218,7 +215,6 @@ class UnpackedTree:
         Path(path).chmod(tar_member.mode & _FILE_MODE_BITS)
 
     def _hard_link_member(self, tar_member: tarfile.TarInfo, path: str) -> None:
-        """Make a hard link, unless what it links to was left out."""
         *folders, name = PurePosixPath("/", tar_member.linkname).parts[1:] or [""]
         if name in ("", ".."):
             raise ValueError(f"{tar_member.name} is a hard link to {tar_member.linkname!r}")
@@ -238,7 +234,6 @@ class UnpackedTree:
                 self._links.add(path)
 
     def _resolve_and_make_folder(self, path_parts: list[str]) -> str:
-        """The folder of this machine that a path in the archive means; it is made."""
         place, pending, links = list[str](), list(reversed(path_parts)), 0
         while pending:
             part = pending.pop()
@@ -260,7 +255,6 @@ class UnpackedTree:
         return "/".join([self._root, *place])
 
     def _ends_within(self, link: str) -> bool:
-        """True if a link, and all that it leads through, never leaves the folder."""
         place: list[str] = []
         pending, links = list(reversed(PurePosixPath(link.removeprefix(self._root)).parts[1:])), 0
         while pending:
@@ -280,7 +274,6 @@ class UnpackedTree:
         return True
 
     def _remove_entries_of_lower_layers(self, folder: str) -> None:
-        """Remove of a folder what lower layers have put there."""
         for entry in os.scandir(folder):
             if entry.path not in self._new:
                 remove_all(entry.path)
@@ -309,6 +302,5 @@ def remove_all(path: str) -> None:
 
 
 def read_mount_points() -> Iterator[str]:
-    """Folders and files on which something is mounted."""
     for line in Path("/proc/self/mountinfo").read_bytes().splitlines():
         yield line.split()[4].decode("unicode_escape")

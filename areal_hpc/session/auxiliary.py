@@ -28,12 +28,10 @@ def find_auxiliary_reply_reasons(tree: InteractionTree) -> dict[str, str]:
 
 
 def find_conversation_replies(tree: InteractionTree, roots: Collection[str]) -> list[Interaction]:
-    """All replies of the conversations that begin with these."""
     return [tree[name] for name, root in _map_replies_to_roots(tree).items() if root in roots]
 
 
 def _map_replies_to_roots(tree: InteractionTree) -> dict[str, str]:
-    """The first reply of the conversation of each reply, by its id."""
     roots: dict[str, str] = {}
     for one in tree:  # parents come first
         roots[one.interaction_id] = roots[one.parent_id] if one.parent_id else one.interaction_id

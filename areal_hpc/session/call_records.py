@@ -71,7 +71,6 @@ def _build_call_record(
 
 
 def decode_sampling_params_json(params_json: bytes) -> dict[str, Any]:
-    """Sampling parameters of an interaction; msgspec.DecodeError if they are no JSON object."""
     return _json_object_decoder.decode(params_json) if params_json else {}
 
 

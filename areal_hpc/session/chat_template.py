@@ -47,8 +47,6 @@ _TOOL_CONVERSATION: list[Message] = [
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}` marks what the model says; rendering needs only what is inside it."""
-
     tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
@@ -65,14 +63,12 @@ class _JinjaSandbox(ImmutableSandboxedEnvironment):
     _attributes_of_dicts = frozenset(dir(dict))
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """The attribute, or the value under that key."""
         if type(obj) is dict and attribute in obj and attribute not in self._attributes_of_dicts:
             return obj[attribute]
         return super().getattr(obj, attribute)
 
 
 def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
-    """JSON with non-ASCII text and `<` left as they are; jinja's own filter escapes for HTML."""
     return json.dumps(value, indent=indent, **{"ensure_ascii": False, **options})
 
 
@@ -173,7 +169,6 @@ class ChatTemplate:
         raise refusals[0]
 
     def _iterate_forms(self, messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
-        """The messages, then as templates want them that refuse them so."""
         yield messages
         yield (shortened := _rename_calls(messages, _shorten_id))
         if not self._takes_argument_texts:
@@ -260,7 +255,6 @@ class ChatTemplate:
 def _rename_calls(
     messages: Sequence[Message], rename: Callable[[dict[str, Any], int], str]
 ) -> list[Message]:
-    """The messages with other ids of calls, made of each call and its number in them."""
     numbers, new_id_by_id, renamed = itertools.count(), dict[str, str](), list[Message]()
     for message in messages:
         if calls := message.get("tool_calls"):
@@ -277,18 +271,14 @@ def _rename_calls(
 
 
 def _shorten_id(call: Mapping[str, Any], number: int = 0) -> str:
-    """Nine letters or digits, as templates of Mistral demand them."""
     return hashlib.blake2b((call.get("id") or "").encode(), digest_size=5).hexdigest()[:9]
 
 
 def _number_call(call: Mapping[str, Any], number: int) -> str:
-    """The id that Kimi K2 gives a call."""
     return f"functions.{call['function']['name']}:{number}"
 
 
 def _replace_arguments(messages: Sequence[Message], replace: Callable[[Any], Any]) -> list[Message]:
-    """The messages with what `replace` makes of the arguments of their calls."""
-
     def rewrite(call: dict[str, Any]) -> dict[str, Any]:
         function = call["function"]
         return {**call, "function": {**function, "arguments": replace(function.get("arguments"))}}
@@ -306,7 +296,6 @@ def _write_arguments(arguments: Any) -> str:
 
 
 def _make_arguments_object(arguments: Any) -> dict[str, Any]:
-    """An object for templates that list its items; of a call that was cut it holds the text."""
     if isinstance(arguments, dict):
         return arguments
     return {"arguments": arguments} if arguments else {}
@@ -338,20 +327,16 @@ class TokenEncoder:
         return cls(tokenizer, text_config.get("vocab_size"))
 
     def get_base_vocab_ids_by_token(self) -> dict[str, int]:
-        """Id of each token, special ones left out that were added later."""
         return dict(self._tokenizer.get_vocab(with_added_tokens=False))
 
     def find_token_id(self, token: str) -> int | None:
-        """Id of a token by its text; None if there is none."""
         return self._tokenizer.token_to_id(token)
 
     def list_special_token_ids(self) -> list[int]:
-        """Ids of the special tokens, which no text means."""
         added = self._tokenizer.get_added_tokens_decoder()
         return sorted(number for number, token in added.items() if token.special)
 
     def list_plain_text_token_ids(self) -> list[int]:
-        """Ids of the tokens that are plain text: special ones are left out."""
         known = {*self._tokenizer.get_vocab(with_added_tokens=False).values()}
         return sorted(known.difference(self.list_special_token_ids()))
 
@@ -364,12 +349,10 @@ class TokenEncoder:
         return encoded[0].ids
 
     def is_slow_to_encode(self, text: str) -> bool:
-        """Whether encoding it would keep others waiting for more than about 2 ms."""
         by_words = self._words is not None and text.isascii()
         return len(text) > (WORD_ENCODER_CHARS_IN_2_MS if by_words else TOKENIZER_CHARS_IN_2_MS)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """The text of `ids`."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
 

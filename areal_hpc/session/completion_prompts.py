@@ -52,7 +52,6 @@ def _build_open_turn(parent: Interaction | None, tail: str) -> OpenTurn:
 def _list_possible_decodings(
     interaction: Interaction, leading_ids: Sequence[int], encoder: TokenEncoder
 ) -> list[str]:
-    """How the interaction's own tokens may be written: with or without what leads all texts."""
     ids = unpack_ids(interaction.new_ids + interaction.output_ids).tolist()
     texts = [encoder.decode(ids)]
     if interaction.parent_id is None and leading_ids and ids[: len(leading_ids)] == [*leading_ids]:
@@ -65,7 +64,6 @@ def _find_longest_match(
     prompt: TextOrBytes,
     list_forms: Callable[[Interaction], Sequence[TextOrBytes]],
 ) -> tuple[Interaction | None, int]:
-    """The interaction with the longest sequence that the prompt begins with, and its length."""
     children: dict[str | None, list[Interaction]] = defaultdict(list)
     for one in tree:
         children[one.parent_id].append(one)

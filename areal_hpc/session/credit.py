@@ -41,7 +41,6 @@ class InteractionReward:
 
     @property
     def total(self) -> float | None:
-        """Both together."""
         return sum_and_clamp_rewards(self.own, self.passed_back)
 
 
@@ -82,7 +81,6 @@ def map_followers(
 
 
 def has_episode_reward(tree: InteractionTree) -> bool:
-    """The session was rewarded, and no reward names a reply: it is the whole episode's."""
     rewarded = [one for one in tree if one.reward is not None]
     return bool(rewarded) and not any(one.is_reward_named for one in rewarded)
 
@@ -168,7 +166,6 @@ def _map_followers_by_tree(interactions: Sequence[Interaction]) -> dict[str, lis
 def _group_overlapping_conversations(
     conversations: list[list[Interaction]],
 ) -> list[list[list[Interaction]]]:
-    """Conversations in order of time; those that overlap, even through others, share a phase."""
     phases: list[list[list[Interaction]]] = []
     busy_until = -math.inf
     for conversation in sorted(conversations, key=_get_begin_time):

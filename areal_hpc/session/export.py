@@ -77,7 +77,6 @@ class RowPlan:
 def plan_rows(
     tree: InteractionTree, settings: ExportSettings = DEFAULT_EXPORT_SETTINGS
 ) -> list[RowPlan]:
-    """The rows of a session, in order of the interactions they end with."""
     left_out = find_replies_without_credit(tree, settings.drop_retry_orphans)
     return _plan_rows_without(left_out, tree, settings)
 
@@ -136,7 +135,6 @@ def _find_trained_replies(
 def _iterate_paths_with_temperature(
     tree: InteractionTree, kept_reply_ids: Collection[str], style: ExportStyle
 ) -> Iterator[tuple[list[Interaction], frozenset[str], float]]:
-    """Rows of the replies `kept_reply_ids`: path, replies that it trains, and their temperature."""
     if style == "individual":
         for one in tree:
             if one.interaction_id in kept_reply_ids:
@@ -261,13 +259,11 @@ def build_auxiliary_rows(
 def build_failed_session_rows(
     tree: InteractionTree, key: EpisodeKey, record: RowRecord
 ) -> list[TrajectoryRow]:
-    """The rows of a session that failed; one without tokens if it made no call."""
     plans = list(_plan_failed_rows(tree)) or [RowPlan([], frozenset(), 1.0, 0.0)]
     return [build_row(plan, key, index, record) for index, plan in enumerate(plans)]
 
 
 def _plan_failed_rows(tree: InteractionTree) -> Iterator[RowPlan]:
-    """A row per leaf, those of replies that nobody waited for included."""
     covered: set[str] = set()
     for leaf in tree.list_leaves():
         path = tree.get_path_to(leaf)
@@ -326,7 +322,6 @@ def build_row(
 
 
 def _build_sampling_mask(plan: RowPlan, length: int) -> SamplingMask | None:
-    """Which tokens the trained replies of a row could be sampled from; None if all, everywhere."""
     trained = [one for one in plan.path if one.interaction_id in plan.trained and one.kept_counts]
     if not trained:
         return None

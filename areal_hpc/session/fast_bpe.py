@@ -54,8 +54,6 @@ class _TokenizerJsonModel(msgspec.Struct):
 
 
 class _TokenizerJson(msgspec.Struct):
-    """A tokenizer.json without its vocabulary."""
-
     added_tokens: list[_AddedToken]
     normalizer: dict[str, Any] | None
     pre_tokenizer: dict[str, Any] | None
@@ -126,7 +124,6 @@ class CachedAsciiBPEEncoder(dict[str, tuple[int, ...]]):
                 self[text]
 
     def _agrees_on_trial_texts_with(self, tokenizer: Tokenizer) -> bool:
-        """Tried on texts of every ASCII character and of characters that patterns tell apart."""
         rng = random.Random(0)
         trials = [chr(number) for number in range(128)] + ["".join(map(chr, range(128)))]
         pieces = [*TRIAL_ALPHABET, *self._added]
@@ -136,7 +133,6 @@ class CachedAsciiBPEEncoder(dict[str, tuple[int, ...]]):
 
 
 def _build_split_pattern(tokenizer_json: _TokenizerJson) -> re.Pattern[str] | None:
-    """The regular expression that finds words, restricted to ASCII."""
     if tokenizer_json.normalizer not in (None, {"type": "NFC"}):
         return None
     step = tokenizer_json.pre_tokenizer or {"type": ""}
@@ -155,7 +151,6 @@ def _build_split_pattern(tokenizer_json: _TokenizerJson) -> re.Pattern[str] | No
 
 
 def _restrict_pattern_to_ascii(pattern: str) -> re.Pattern[str] | None:
-    """The pattern with classes of Unicode as ranges of ASCII; None if that is not enough."""
     written, in_class = "", False
     for item in re.findall(r"\\[pP]\{[^}]*\}|\\.|.", pattern, re.DOTALL):
         if item[:3] == r"\p{":
@@ -182,7 +177,6 @@ def _restrict_pattern_to_ascii(pattern: str) -> re.Pattern[str] | None:
 
 
 def _build_byte_encoder() -> list[str]:
-    """The printable letter by which a byte-level vocabulary writes each byte (GPT-2's table)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = iter(range(0x100, 0x200))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]

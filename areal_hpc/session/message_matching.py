@@ -103,14 +103,12 @@ def find_differing_field(recorded: Message, received: Message) -> str | None:
 
 
 def _has_inlined_reasoning(recorded: Message, received: Message) -> bool:
-    """True if a client put our reasoning before our text, between the marks of most templates."""
     thought, _, text = received["content"].rpartition("</think>")
     reasoning = (recorded.get("reasoning_content") or "").strip()
     return bool(reasoning and reasoning in thought and text.strip() == recorded["content"].strip())
 
 
 def _have_calls_with_added_arguments(recorded: Message, received: Message) -> bool:
-    """True if their calls are ours, by their ids, with all of our arguments and more of them."""
     pairs = (recorded.get("tool_calls") or [], received.get("tool_calls") or [])
     return len(pairs[0]) == len(pairs[1]) and all(map(_is_call_with_added_arguments, *pairs))
 

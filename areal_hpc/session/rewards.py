@@ -43,7 +43,6 @@ def give_reward(interaction: Interaction, reward: Reward, is_named: bool) -> Non
 
 
 def parse_reward(reward: object) -> Reward:
-    """A reward, or a number or numpy's scalar of one, as a reward; else InvalidRewardError."""
     return reward if isinstance(reward, Reward) else Reward(parse_reward_number(reward))
 
 

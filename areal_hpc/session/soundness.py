@@ -31,22 +31,16 @@ class _ToolCall(msgspec.Struct):
 
 
 class _ComparableMessage(msgspec.Struct):
-    """What `find_differing_field` expects of a message; content may be of the user's own form."""
-
     role: str
     reasoning_content: str | None = None
 
 
 class _ComparableToolCallMessage(msgspec.Struct):
-    """Message with tool calls in the form that the comparison of messages expects."""
-
     tool_calls: list[_ToolCall]
     content: str | None = None
 
 
 class _TruncationSamplingParameters(msgspec.Struct):
-    """Those of which a trainer asks whether they left tokens out; a client may have told none."""
-
     top_p: float = 1.0
     top_k: float = -1
     min_p: float = 0.0

@@ -53,7 +53,6 @@ def render_text_after_reply(
 
 
 def _build_bare_reply(message: Message, keeps_all_calls: bool) -> Message:
-    """A reply without its reasoning, which a template may hide in a longer conversation."""
     bare = {key: value for key, value in message.items() if key != "reasoning_content"}
     if calls := message.get("tool_calls"):
         bare["tool_calls"] = [*calls] if keeps_all_calls else calls[:1]
@@ -61,7 +60,6 @@ def _build_bare_reply(message: Message, keeps_all_calls: bool) -> Message:
 
 
 def _list_marked_replies(reply: Message) -> Iterable[Message]:
-    """The reply with the mark in its last call, which comes first, or in place of its text."""
     if calls := reply.get("tool_calls"):
         given = calls[-1]["function"]["arguments"]
         arguments = {MARKED_ARGUMENT: REPLY_MARK, **(given if isinstance(given, dict) else {})}
@@ -94,7 +92,6 @@ def _find_said_call_end(template: ChatTemplate, reply: Message, said: str) -> st
 
 
 def _count_common_last_chars(written: str, end: int, said: str) -> int:
-    """How many characters before `end` are those that `said` ends with."""
     count = 0
     while count < min(end, len(said)) and written[end - count - 1] == said[-count - 1]:
         count += 1

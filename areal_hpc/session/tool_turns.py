@@ -23,8 +23,6 @@ _TEXT_FIELDS = ("content", "reasoning_content")
 
 @dataclass(slots=True, eq=False)
 class _ToolTurn:
-    """Calls of one reply, and what came back."""
-
     message: Message
     reply: Message | None
     """The reply of ours that made them."""
@@ -34,7 +32,6 @@ class _ToolTurn:
     """Results of none of them."""
 
     def list_messages(self) -> Iterator[Message]:
-        """The turn in the order of its calls; as we said it, if the client kept what we said."""
         calls, message = self.calls, dict(self.message)
         if self.reply is not None:
             ids = [call.get("id") for call in self.reply["tool_calls"]]
@@ -49,7 +46,6 @@ class _ToolTurn:
 
 
 def _find_our_texts(message: Message, reply: Message, is_merged: bool) -> dict[str, Any]:
-    """What the reply says in the place of a client's filler, or of several replies' texts."""
     ours = {name: reply.get(name) or "" for name in _TEXT_FIELDS if message.get(name)}
     return {
         name: text
@@ -59,8 +55,6 @@ def _find_our_texts(message: Message, reply: Message, is_merged: bool) -> dict[s
 
 
 class _ToolRun:
-    """Turns with tools that follow one another."""
-
     def __init__(self, reply_by_call_id: Mapping[str, Message]) -> None:
         self._reply_by_call_id = reply_by_call_id
         self._turns: dict[int, _ToolTurn] = {}
@@ -69,7 +63,6 @@ class _ToolRun:
         """Places for the results of calls, by id."""
 
     def add_calls(self, message: Message) -> None:
-        """Add the calls of a message, each to the reply that made it if all are known."""
         replies = [self._reply_by_call_id.get(one.get("id")) for one in message["tool_calls"]]
         is_known = None not in replies
         for i, (call, reply) in enumerate(zip(message["tool_calls"], replies, strict=True)):
@@ -80,7 +73,6 @@ class _ToolRun:
                 self._unanswered.setdefault(call.get("id"), []).append(turn.calls[name][1])
 
     def add_result(self, message: Message) -> bool:
-        """Add a result to the last call that it may answer; False if there are no calls."""
         if not self._turns:
             return False
         call_id = message.get("tool_call_id")
@@ -90,7 +82,6 @@ class _ToolRun:
         return True
 
     def list_messages(self) -> Iterator[Message]:
-        """The turns in the order in which their first calls came."""
         for turn in self._turns.values():
             yield from turn.list_messages()
 

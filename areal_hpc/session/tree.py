@@ -97,17 +97,14 @@ class Interaction(msgspec.Struct, kw_only=True):
 
     @property
     def completed(self) -> bool:
-        """The client saw its end. One that the client left is kept, but counts for nothing."""
         return self.finish_reason != ABORT_FINISH_REASON
 
     @property
     def num_output_tokens(self) -> int:
-        """Number of tokens that the model sampled."""
         return len(self.output_ids) // 4
 
     @property
     def num_sequence_tokens(self) -> int:
-        """Prompt plus reply."""
         return self.prompt_tokens + self.num_output_tokens
 
 
@@ -164,14 +161,11 @@ class OpenTurn(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class _MessageNode:
-    """A message in its place. Interactions end at the nodes of their replies."""
-
     message: Message
     children: list[_MessageNode] = field(default_factory=list)
     interaction: Interaction | None = None
 
     def find_child(self, message: Message) -> _MessageNode | None:
-        """The child that a message is: of equal ones that with its calls' ids, or the last."""
         equal = [
             node
             for node in self.children
@@ -188,7 +182,6 @@ class _MessageNode:
         return self.children[-1]
 
     def find_field_differing_from_child(self, message: Message) -> str | None:
-        """How a message differs from the one of its role that is known in its place."""
         for node in self.children:
             if node.message["role"] == message["role"]:
                 return find_differing_field(node.message, message)
@@ -247,9 +240,6 @@ class InteractionTree:
         """What a conversation in normal form continues, and the rendering of what is new.
 
         The text ends with `prefill` where the reply is to go on from that.
-
-        Raises:
-            ChatTemplateError: The template raised, or does not tell where a reply begins.
         """
 
         def render(conversation: Sequence[Message]) -> str:
@@ -325,7 +315,6 @@ class InteractionTree:
         self._entries[interaction.interaction_id] = _TreeEntry(interaction, node)
 
     def cache_ids_json(self, interaction_id: str, own_ids_json_inside: bytes) -> None:
-        """Keep the JSON of an interaction's ids (new prompt, reply) for sequences through it."""
         self._entries[interaction_id].own_ids_json_inside = own_ids_json_inside
 
     def get_own_texts(
@@ -361,7 +350,6 @@ class InteractionTree:
         return path
 
     def list_leaves(self) -> list[Interaction]:
-        """Interactions that no other extends, in order of completion."""
         parents = {interaction.parent_id for interaction in self}
         return [one for one in self if one.interaction_id not in parents]
 
@@ -380,27 +368,22 @@ def unpack_ids(packed_ids: bytes) -> npt.NDArray[np.int32]:
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:
-    """Token ids as in an `Interaction` field."""
     return struct.pack(f"<{len(ids)}i", *ids)
 
 
 def pack_logprobs(logprobs: Sequence[float]) -> bytes:
-    """Log-probabilities as in an `Interaction` field."""
     return struct.pack(f"<{len(logprobs)}f", *logprobs)
 
 
 def pack_counts_as_uint16(counts: Sequence[int]) -> bytes:
-    """Numbers below 65,536 as in an `Interaction` field."""
     return struct.pack(f"<{len(counts)}H", *counts)
 
 
 def format_ids_as_json_inside(ids: Sequence[int]) -> bytes:
-    """Token ids as the inside of a JSON array."""
     return msgspec.json.encode(ids)[1:-1]
 
 
 def join_json_array_insides(*array_insides: bytes) -> bytes:
-    """The insides of JSON arrays as that of one."""
     return b",".join(part for part in array_insides if part)
 
 
@@ -427,5 +410,4 @@ def _render_up_to_reply_text(
 
 @lru_cache(maxsize=256)
 def _sort_json_keys(context_json: bytes) -> bytes:
-    """The context with its keys sorted: one form for contexts that differ in their order alone."""
     return context_json and msgspec.json.encode(msgspec.json.decode(context_json), order="sorted")

@@ -21,8 +21,6 @@ _RESTORE_HINT = "restore the file from a copy; areal-hpc shards verify names all
 
 
 class _DigestLine(msgspec.Struct, frozen=True):
-    """What the check needs of a line of the index."""
-
     file: str
     bytes: int
     digest: str
@@ -53,10 +51,6 @@ class CheckedShards:
         """Check these shards while the block is at work on their rows; the end waits for it.
 
         Those that the last call found whole are not read again: neighboring batches share some.
-
-        Raises:
-            ShardError: A file is missing, damaged or no regular file, or the index knows none. It
-                takes the place of an error of the block, as damaged bytes explain that one.
         """
         self._checked &= set(names)
         lines = [self._find_index_line(name) for name in names if name not in self._checked]

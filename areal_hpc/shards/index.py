@@ -102,14 +102,12 @@ def group_untrained_rows_by_session(
 
 
 def _find_oldest_version(versions: Sequence[npt.NDArray[np.int64]], rows: Sequence[int]) -> int:
-    """The oldest packed weight version of the rows; -1 (nothing was sampled) only if all are."""
     found = np.concatenate([versions[row] for row in rows])
     sampled = found[found >= 0]
     return int(sampled.min()) if len(sampled) else -1
 
 
 def get_index_path(index_dir: Path, writer: str) -> Path:
-    """The index file of one writer."""
     return index_dir / f"{writer}.jsonl"
 
 

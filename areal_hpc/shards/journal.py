@@ -47,7 +47,6 @@ class JournalRecord:
 
     @property
     def size_bytes(self) -> int:
-        """What it takes in the file."""
         return _HEADER_STRUCT.size + len(self.payload)
 
 
@@ -119,7 +118,6 @@ class JournalWriter:
 
     @property
     def journal_size_bytes(self) -> int:
-        """Size of the journal."""
         return self._size_bytes
 
     def append(self, record_kind: int, payload: bytes) -> None:

@@ -55,8 +55,6 @@ _JsonValue = TypeVar("_JsonValue")
 
 @dataclass(frozen=True, slots=True)
 class _DatasetPlace:
-    """Location of a dataset in the file."""
-
     dtype: np.dtype[Any]
     offset: int
     element_count: int
@@ -85,7 +83,6 @@ class ShardReader:
         self._check_dataset_consistency()
 
     def _locate_datasets(self, dataset_specs: Iterable[DatasetSpec]) -> dict[str, _DatasetPlace]:
-        """Places of those that the shard's version has."""
         path = self.path
         try:
             with open_regular_file(path) as descriptor:
@@ -121,12 +118,10 @@ class ShardReader:
 
     @property
     def num_rows(self) -> int:
-        """Trajectories in this shard."""
         return self._places["ticket_id"].element_count
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all rows."""
         return self._places["input_ids"].element_count
 
     def read_column(self, dataset_name: str) -> NumpyArray:
@@ -140,28 +135,18 @@ class ShardReader:
         return self._read_columns([dataset_name])[0]
 
     def list_kinds(self) -> list[RowKind]:
-        """Why each row was recorded."""
         return [_ROW_KINDS[kind] for kind in self._rows["kind"].tolist()]
 
     @cached_property
     def tool_schemas(self) -> dict[str, Any]:
-        """The schemas of all tools that calls of the shard name, by their hash.
-
-        Raises:
-            ShardError: They are damaged.
-        """
+        """The schemas of all tools that calls of the shard name, by their hash."""
         if not self._has_records:
             return {}
         (content,) = self._read_columns(["tools"])
         return self._decode_json("tools", _meta_decoder, content)
 
     def read_records(self, rows: Sequence[int] | None = None) -> list[RowRecord]:
-        """The episodes and calls of these rows, of all without; empty ones in version 1.
-
-        Raises:
-            IndexError: A row is not in the shard.
-            ShardError: The storage failed, or a record is damaged.
-        """
+        """The episodes and calls of these rows, of all without; empty ones in version 1."""
         chosen = self._validate_row_numbers(range(self.num_rows) if rows is None else rows)
         if not self._has_records:
             return [RowRecord()] * len(chosen)
@@ -172,10 +157,6 @@ class ShardReader:
 
         Without metadata (`record`, `meta` and `tool_schemas` stay empty) no JSON is parsed: the
         trainer needs none.
-
-        Raises:
-            IndexError: A row is not in the shard.
-            ShardError: The storage failed.
         """
         chosen = self._validate_row_numbers(rows)
         bounds = self._rows["offsets"]
@@ -212,7 +193,6 @@ class ShardReader:
         return [replace(row, sampling_mask=m) for row, m in zip(found, mask_of_row, strict=True)]
 
     def _read_masks(self, rows: NumpyArray) -> list[SamplingMask | None]:
-        """The sampling mask of each row; None where it leaves nothing out."""
         token_bounds, bounds = self._rows["offsets"], self._rows["sampling_mask_offsets"]
         (counts,) = self._read_columns(["sampling_mask_counts"], _locate_spans(token_bounds, rows))
         (ids,) = self._read_columns(["sampling_mask"], _locate_spans(bounds, rows))
@@ -231,7 +211,6 @@ class ShardReader:
     def _read_records_meta_and_tools(
         self, rows: NumpyArray
     ) -> tuple[list[RowRecord], Iterable[dict[str, Any]], Iterable[dict[str, Any]]]:
-        """Record, metadata and tool schemas of each row."""
         records, schemas = self.read_records(rows.tolist()), self.tool_schemas
         named = (
             {one.tools: schemas.get(one.tools) for one in r.calls if one.tools} for r in records
@@ -241,7 +220,6 @@ class ShardReader:
     def _read_json_of_rows(
         self, dataset_name: str, decoder: msgspec.json.Decoder[_JsonValue], rows: NumpyArray
     ) -> Iterator[_JsonValue]:
-        """A JSON object of each row."""
         bounds = self._rows[OFFSETS_BY_JSON_DATASET[dataset_name]]
         (content,) = self._read_columns([dataset_name], _locate_spans(bounds, rows))
         for piece in _compute_row_slices(bounds, rows):
@@ -260,7 +238,6 @@ class ShardReader:
             ) from error
 
     def _read_columns(self, names: Iterable[str], spans: Spans | None = None) -> list[NumpyArray]:
-        """Of each column the elements within the spans, one after another; all without spans."""
         try:
             fault_point("shard.before_read")
             with open_regular_file(self.path) as descriptor:
@@ -303,7 +280,6 @@ class ShardReader:
 
 
 def _locate_spans(bounds: NumpyArray, rows: NumpyArray) -> Spans:
-    """Where the rows lie. Neighbors are one span: a ticket's rows, often the whole shard."""
     if not len(rows):
         return []
     first = np.flatnonzero(np.diff(rows, prepend=-2) != 1)
@@ -312,7 +288,6 @@ def _locate_spans(bounds: NumpyArray, rows: NumpyArray) -> Spans:
 
 
 def _compute_row_slices(bounds: NumpyArray, rows: NumpyArray) -> list[slice]:
-    """Where the rows lie once their spans stand one after another."""
     lengths = bounds[rows + 1] - bounds[rows]
     ends = np.cumsum(lengths)
     return list(map(slice, (ends - lengths).tolist(), ends.tolist()))
@@ -332,7 +307,6 @@ def _read_spans(descriptor: int, dataset_place: _DatasetPlace, spans: Spans | No
 def _read_dataset_places(
     descriptor: int, dataset_specs: Iterable[DatasetSpec]
 ) -> dict[str, _DatasetPlace]:
-    """What HDF5 knows. By low-level calls: its File and Dataset objects take thrice as long."""
     access = h5p.create(h5p.FILE_ACCESS)
     # No lock: sealed files never change, and NFS and Lustre often have no flock.
     access.set_file_locking(False, True)
@@ -365,7 +339,6 @@ def _read_attribute(file: h5f.FileID, attribute_name: bytes) -> Any:
 
 
 def _locate_and_check_dataset(file: h5f.FileID, expected: DatasetSpec) -> _DatasetPlace:
-    """The place of a dataset, which must be as the schema says."""
     name = expected.name.encode()
     if file.links.get_info(name).type != h5l.TYPE_HARD:
         raise ValueError(f"{expected.name}: expected a dataset of this file, got a link")

@@ -91,6 +91,5 @@ def format_shard_name(writer: str, sequence: int) -> str:
 
 
 def parse_shard_name(file_name: str) -> tuple[str, int] | None:
-    """Writer and sequence of a shard or of a shard under construction; None for other files."""
     match = _SHARD_NAME_PATTERN.fullmatch(file_name)
     return (match[1], int(match[2])) if match else None

@@ -112,11 +112,7 @@ def list_shard_problems(path: Path, shard: SealedShard) -> list[str]:
 
 
 def compute_file_size_and_digest(path: Path) -> tuple[int, str]:
-    """Size in bytes and digest of a whole regular file, read once from start to end.
-
-    Raises:
-        OSError: It cannot be read, or is something else.
-    """
+    """Size in bytes and digest of a whole regular file, read once from start to end."""
     size_bytes = crc = 0
     with open_regular_file(path) as descriptor:
         expected_bytes = os.fstat(descriptor).st_size

@@ -98,7 +98,6 @@ def write_sealed_shard(
 
 
 def format_digest(crc: int) -> str:
-    """The index's form of a CRC-32 over a whole file."""
     return f"crc32:{crc:08x}"
 
 
@@ -128,7 +127,6 @@ def _collect_column_pieces(trajectories: Sequence[TrajectoryRow]) -> dict[str, l
 
 
 def _collect_mask_pieces(trajectories: Sequence[TrajectoryRow]) -> dict[str, list[NumpyArray]]:
-    """Sampling masks of all rows, empty ones included; nothing if no row has one."""
     if all(trajectory.sampling_mask is None for trajectory in trajectories):
         return {}
     masks = [
@@ -148,7 +146,6 @@ def _encode_json(value: Any) -> NumpyArray:
 
 
 def _merge_tool_schemas(trajectories: Sequence[TrajectoryRow]) -> dict[str, Any]:
-    """The tools of all rows: the same ones, as a rule, and each once in a shard."""
     merged: dict[str, Any] = {}
     for trajectory in trajectories:
         merged |= trajectory.tool_schemas

@@ -38,7 +38,6 @@ class Allocation:
 
     @property
     def gpus(self) -> int:
-        """GPUs of all nodes."""
         return sum(node.gpus for node in self.nodes)
 
 
@@ -78,13 +77,11 @@ def parse_node_shares(scontrol_line: str) -> tuple[NodeShare, ...]:
 
 
 def count_numbers_in_ranges(ids: str) -> int:
-    """How many numbers Slurm's notation names, as in `0-3,8`. Pure."""
     spans = (span.partition("-") for span in ids.split(","))
     return sum(int(last or first) - int(first) + 1 for first, _, last in spans)
 
 
 def expand_node_list(nodelist: str) -> list[str]:
-    """The nodes of Slurm's notation, as in `n[01-03,7],m1`. Pure: containers lack scontrol."""
     parts = re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodelist)
     return [node for part in parts for node in _expand_part(part)]
 

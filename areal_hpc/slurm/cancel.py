@@ -53,8 +53,6 @@ def cancel_jobs_and_wait(
 
 
 class _Cancellation:
-    """The work of `cancel_jobs_and_wait`."""
-
     def __init__(
         self,
         job_ids: Callable[[], Sequence[str]],
@@ -76,7 +74,6 @@ class _Cancellation:
         """Jobs that were there at the last look; None before the first."""
 
     def cancel_until_none_is_left(self) -> None:
-        """Look at the jobs, and cancel what is there, again and again."""
         silent_since: float | None = None
         silent_looks = 0
         while True:
@@ -138,7 +135,6 @@ class _Cancellation:
     def _sleep_or_raise_after_outage(
         self, silence: SlurmTimeoutError, silent_since: float, pause_s: float
     ) -> None:
-        """Wait for Slurm to answer."""
         outage_s = time.monotonic() - silent_since
         if outage_s > MAX_SLURM_OUTAGE_S:
             raise ClusterError(

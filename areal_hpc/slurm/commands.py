@@ -31,7 +31,6 @@ _FILTER_PREFIXES = ("SQUEUE_", "SCANCEL_", "SACCT_", "SINFO_")
 
 
 def has_slurm() -> bool:
-    """True where Slurm's commands are installed."""
     return shutil.which("squeue") is not None
 
 
@@ -85,7 +84,6 @@ def run_slurm_command(
 
 
 def _build_command_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """An environment without a user's own filters and formats of what commands show or end."""
     kept = {key: value for key, value in environ.items() if not key.startswith(_FILTER_PREFIXES)}
     return {**kept, "SLURM_TIME_FORMAT": "standard", "LC_ALL": "C"}
 
@@ -99,5 +97,4 @@ def parse_slurm_timestamp(text: str) -> float | None:
 
 
 def build_comma_lists(items: Sequence[str], size: int = 500) -> list[str]:
-    """Comma-separated lists of at most `size` items: one argument holds 128 KiB."""
     return [",".join(items[start : start + size]) for start in range(0, len(items), size)]

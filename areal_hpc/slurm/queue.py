@@ -68,7 +68,6 @@ class SlurmJobRecord:
 
     @property
     def name_and_comment(self) -> str:
-        """Its name and its comment; empty where they are not known."""
         return f"{self.name} {self.comment}".strip()
 
 
@@ -93,7 +92,6 @@ class QueueSnapshot:
         return QueueSnapshot(jobs, self.outage)
 
     def get_state(self, job_id: str) -> JobState:
-        """The job's state; UNKNOWN if there was no answer or Slurm has forgotten it."""
         found = self.jobs.get(job_id)
         return found.state if found else UNKNOWN_STATE
 
@@ -176,15 +174,10 @@ class QueuePoller:
 
     @property
     def pause_s(self) -> float:
-        """Time to wait before the next question."""
         return SLURM_OUTAGE_BACKOFF.get_pause_s(self._unanswered_polls)
 
     def poll(self, job_ids: Iterable[str]) -> QueueSnapshot:
-        """All that Slurm knows of these jobs now. That it does not answer is no error.
-
-        Raises:
-            ClusterError: It refuses, or its commands are not installed here.
-        """
+        """All that Slurm knows of these jobs now. That it does not answer is no error."""
         wanted = sorted(set(job_ids))
         if not wanted:
             return QueueSnapshot()
@@ -233,22 +226,12 @@ class QueuePoller:
 
 
 def query_live_job_ids(job_ids: Iterable[str]) -> list[str]:
-    """Those of the jobs that wait or run.
-
-    Raises:
-        SlurmTimeoutError: slurmctld does not answer.
-        SlurmNotFoundError: Slurm's commands are not installed here.
-    """
+    """Those of the jobs that wait or run."""
     return [job.job_id for job in query_squeue(sorted(set(job_ids))) if is_live_state(job.state)]
 
 
 def query_squeue_of_user(user_id: int) -> list[SlurmJobRecord]:
-    """Jobs of a user that slurmctld remembers.
-
-    Raises:
-        SlurmTimeoutError: slurmctld does not answer.
-        SlurmNotFoundError: Slurm's commands are not installed here.
-    """
+    """Jobs of a user that slurmctld remembers."""
     return parse_squeue(run_slurm_command("squeue", *_SQUEUE_ARGUMENTS, f"--user={user_id}"))
 
 
@@ -271,5 +254,4 @@ def query_squeue(job_ids: Sequence[str]) -> list[SlurmJobRecord]:
 
 
 def is_live_state(state: JobState) -> bool:
-    """True of a job that Slurm still has to deal with."""
     return state.phase in (JobPhase.WAITING, JobPhase.RUNNING, JobPhase.ENDING)

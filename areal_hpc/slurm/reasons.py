@@ -124,12 +124,10 @@ _STUCK_REASONS = {
 
 
 def is_held_after_failed_launch(reason: str) -> bool:
-    """True of a job that Slurm requeued and holds since a node could not start it."""
     return _normalize_spelling(reason) == _normalize_spelling(LAUNCH_FAILED_REASON)
 
 
 def _normalize_spelling(text: str) -> str:
-    """Slurm writes a reason in several ways: `launch_failed_requeued_held`, or with blanks."""
     return re.sub(r"[^a-z]", "", text.lower())
 
 
@@ -170,7 +168,6 @@ _HELD_BY_USER_SPELLINGS = frozenset(
 
 
 def is_held_by_user(reason: str) -> bool:
-    """True of the reason of a job that waits for its user to release it."""
     return _normalize_spelling(reason) in _HELD_BY_USER_SPELLINGS
 
 

@@ -37,7 +37,6 @@ class LiveJob:
 
     @property
     def is_held(self) -> bool:
-        """True if it waits to be released by its user."""
         is_waiting = self.slurm_record.state.phase is JobPhase.WAITING
         return is_waiting and is_held_by_user(self.slurm_record.reason)
 
@@ -54,19 +53,13 @@ def is_job_of_run(paths: RunPaths, job: SlurmJobRecord) -> bool:
 
 
 def find_original(paths: RunPaths) -> Path | None:
-    """The run of which this folder is a copy, if jobs of that run wait or run.
-
-    Raises:
-        SlurmTimeoutError: slurmctld does not answer.
-        SlurmNotFoundError: Slurm's commands are not installed here.
-    """
+    """The run of which this folder is a copy, if jobs of that run wait or run."""
     if not (ids := list_recorded_job_ids(paths)):
         return None
     return find_run_of_jobs(paths, query_squeue(ids))
 
 
 def find_run_of_jobs(paths: RunPaths, jobs: Iterable[SlurmJobRecord]) -> Path | None:
-    """Another run that a live one of the jobs belongs to, though this one records it."""
     found = (_find_run_of_job(paths, job) for job in jobs if is_live_state(job.state))
     return next((run for run in found if run is not None), None)
 
@@ -91,12 +84,10 @@ def _find_run_of_job(paths: RunPaths, job: SlurmJobRecord) -> Path | None:
 
 
 def list_recorded_job_ids(paths: RunPaths) -> tuple[str, ...]:
-    """Every id that was recorded for a job of this run, oldest first."""
     return tuple(dict.fromkeys(one.job_id for one in read_submissions(paths.submissions)))
 
 
 def was_submission_refused_recently(paths: RunPaths) -> bool:
-    """True if the newest events say that Slurm did not take a job of this run."""
     events = read_recent_events(paths.events)
     return any(row["event"] == SUBMISSION_REFUSED_EVENT for row in events)
 
@@ -107,10 +98,6 @@ def list_unrecorded_live_jobs(
     """Jobs that wait or run, name this run in their comment, and are not on record.
 
     `queued_jobs` are the jobs of the run's owner; Slurm is asked unless they are given.
-
-    Raises:
-        SlurmTimeoutError: slurmctld does not answer.
-        SlurmNotFoundError: Slurm's commands are not installed here.
     """
     if not paths.root.exists():
         return []
@@ -127,12 +114,7 @@ def list_unrecorded_live_jobs(
 
 
 def list_live_jobs(paths: RunPaths) -> list[LiveJob]:
-    """All jobs of a run that wait or run: those on record first, oldest first.
-
-    Raises:
-        SlurmTimeoutError: slurmctld does not answer.
-        SlurmNotFoundError: Slurm's commands are not installed here.
-    """
+    """All jobs of a run that wait or run: those on record first, oldest first."""
     recorded = {one.job_id: one for one in read_submissions(paths.submissions)}
     found = {job.job_id: job for job in query_squeue(sorted(recorded)) if is_live_state(job.state)}
     live = [
@@ -146,7 +128,6 @@ def list_live_jobs(paths: RunPaths) -> list[LiveJob]:
 def _build_record_if_of_run(
     paths: RunPaths, job: SlurmJobRecord, memberships: Mapping[str, ArrayMembership]
 ) -> Submission | None:
-    """The record that a job would have, by its name in Slurm; None if it is not of this run."""
     token = _TOKEN_PATTERN.search(job.name)
     full_name = _TOKEN_PATTERN.sub("", job.name)
     if f"{job.comment} ".startswith(f"{paths.root} "):

@@ -67,7 +67,6 @@ def parse_job_facts(scontrol_line: str) -> JobFacts:
 
 
 def query_job(job_id: str) -> JobFacts:
-    """Ask Slurm about one job."""
     return parse_job_facts(
         _run_slurm_without_job_variables("scontrol", "show", "job", job_id, "--oneliner")
     )
@@ -81,26 +80,22 @@ def read_controller_time() -> float | None:
 
 
 def read_slurm_user_id() -> int | None:
-    """Id of the user that slurmctld runs as; None if this Slurm does not tell it."""
     shown = _run_slurm_without_job_variables("scontrol", "show", "config")
     found = _SLURM_USER_PATTERN.search(shown)
     return int(found[1]) if found else None
 
 
 def control_job(action: Literal["requeue", "requeuehold", "release"], job_id: str) -> None:
-    """Have Slurm end the job and start it again under its number, hold it then, or let it go on."""
     _run_slurm_without_job_variables("scontrol", action, job_id)
 
 
 def cancel_job(job_id: str) -> None:
-    """Have Slurm end a job, which is over as soon as its tasks are."""
     _run_slurm_without_job_variables("scancel", job_id)
 
 
 def update_waiting_job(
     job_id: str, field: Literal["ExcNodeList", "Dependency"], value: str
 ) -> None:
-    """Change what a job must not get, or waits for. Slurm refuses the first of jobs that run."""
     _run_slurm_without_job_variables("scontrol", "update", f"JobId={job_id}", f"{field}={value}")
 
 

@@ -33,12 +33,10 @@ class JobState:
 
     @property
     def is_cancelled(self) -> bool:
-        """True of a job that somebody, or Slurm itself, cancelled."""
         return self.name == "CANCELLED"
 
     @property
     def is_over_without_success(self) -> bool:
-        """True of a job that is over without success."""
         return self.phase is JobPhase.OVER and self.name != "COMPLETED"
 
 
@@ -90,7 +88,6 @@ UNKNOWN_STATE = JobState("UNKNOWN", JobPhase.UNKNOWN, "is unknown")
 
 
 def parse_canceller(text: str) -> int | None:
-    """Id of the user who cancelled a job, of `CANCELLED by 1000`; None of any other text."""
     found = re.search(r"^CANCELLED by ([0-9]+)", text)
     return int(found[1]) if found else None
 

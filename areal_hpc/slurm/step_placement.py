@@ -23,14 +23,11 @@ class StepPlacement:
 
     @property
     def tasks(self) -> int:
-        """Tasks on all nodes."""
         return self.tasks_per_node * len(self.nodes)
 
 
 @dataclass(slots=True)
 class _NodeLoad:
-    """A node, and what was placed on it so far."""
-
     share: NodeShare
     steps: list[StepPlacement] = field(default_factory=list)
     holds_leader: bool = False
@@ -44,7 +41,6 @@ class _NodeLoad:
         return self.share.cpus - sum(step.tasks_per_node for step in self.steps)
 
     def count_cpus_per_task(self, step: StepPlacement) -> int:
-        """One for each task, and an equal part of the others for each step."""
         return (step.tasks_per_node + self.cpus_left // len(self.steps)) // step.tasks_per_node
 
 
@@ -78,7 +74,6 @@ def _try_to_place_steps(
 def _take_nodes_for_job(
     job: JobSpec, loads: Sequence[_NodeLoad], is_cpu: bool, *, is_leader: bool
 ) -> StepPlacement | None:
-    """Take nodes for a job, as few as its tasks fit on; None if there are not enough."""
     gpus = 0 if is_cpu else job.gpus_per_task
     emptiest = sorted(loads, key=lambda load: (load.holds_leader, len(load.steps)))
     counts = [job.tasks] if job.is_task_a_node else range(1, job.tasks + 1)
@@ -99,7 +94,6 @@ def _take_nodes_for_job(
 
 
 def _add_cpu_and_memory_shares(step: StepPlacement, loads: Sequence[_NodeLoad]) -> StepPlacement:
-    """The step with its part of processors and memory, which is the same on all of its nodes."""
     own = [load for load in loads if step in load.steps]
     return replace(
         step,
@@ -128,7 +122,6 @@ def _describe_shortage(jobs: Sequence[JobSpec], allocation: Allocation, is_cpu: 
 def _suggest_fitting_cells_or_allocation(
     jobs: Sequence[JobSpec], allocation: Allocation, is_cpu: bool
 ) -> str:
-    """The largest number of cells that fits, else how large an allocation would do."""
     cells = [job for job in jobs if is_training_cell_job(job.name)]
     for left in range(len(cells) - 1, 0, -1):
         fewer = [job for job in jobs if job not in cells[left:]]
@@ -140,7 +133,6 @@ def _suggest_fitting_cells_or_allocation(
 
 
 def _list_options_of_fitting_allocation(jobs: Sequence[JobSpec], is_cpu: bool) -> Iterator[str]:
-    """Options of an allocation with a node for each node of each job."""
     gpus = 0 if is_cpu else max(job.gpus_per_task * _count_tasks_on_one_node(job) for job in jobs)
     yield f"--nodes={sum(job.tasks if job.is_task_a_node else 1 for job in jobs)}"
     yield "--ntasks-per-node=1"

@@ -57,31 +57,25 @@ class SrunStepJob:
 
     @property
     def name(self) -> str:
-        """Name within the run."""
         return self._launch.job.name
 
     @property
     def start_id(self) -> str:
-        """The allocation's number, and the name of the step in it."""
         return f"{self._allocation} {self._step_name}"
 
     @property
     def output_dir(self) -> Path:
-        """Folder of what its supervisors print."""
         return self._launch.paths.steps_dir
 
     def is_done(self) -> bool:
-        """True once no task of the step runs any more."""
         return self._srun.poll() is not None
 
     def read_task_exits(self) -> list[TaskExit]:
-        """Exit statuses of the tasks of this step that have ended, lowest rank first."""
         assert self._launch.step is not None
         found = read_task_exits(self._launch.paths).values()
         return [one for one in found if one.incarnation == self._launch.step.incarnation]
 
     def request_stop(self) -> None:
-        """Ask every task to stop. Returns at once. srun forwards this signal; SIGTERM kills."""
         if not self.is_done():
             self._srun.send_signal(signal.SIGUSR2)
 

@@ -83,29 +83,23 @@ class LocalJobHandle:
 
     @property
     def name(self) -> str:
-        """Name within the run."""
         return self._name
 
     @property
     def start_id(self) -> str:
-        """The executor's id of the job."""
         return str(self._job.job_id)
 
     @property
     def output_dir(self) -> Path:
-        """Folder of what its supervisors print."""
         return self._launch.paths.submitit_dir
 
     def is_done(self) -> bool:
-        """True once no task of the job runs any more."""
         return bool(self._job.done())
 
     def read_task_exits(self) -> list[TaskExit]:
-        """Exit statuses of the tasks that have ended, lowest rank first."""
         return list(read_task_exits(self._launch.paths).values())
 
     def request_stop(self) -> None:
-        """Ask every task to stop (SIGTERM). Returns at once."""
         process = self._job._process
         if process is not None and process.poll() is None:
             process.send_signal(signal.SIGTERM)
@@ -167,11 +161,8 @@ def reset_job_and_write_launch(launch: LaunchFile) -> Path:
 
 
 class _SlurmExecutor(submitit.SlurmExecutor):  # type: ignore[misc]
-    """Writes scripts on machines without Slurm as well: a dry run submits nothing."""
-
     @classmethod
     def affinity(cls) -> int:
-        """Not asked whether there is Slurm: sbatch itself says it better."""
         return 2
 
 
@@ -244,12 +235,7 @@ def submit_held_job(
     entry: SupervisorEntry,
     report_outage: Callable[[str], None],
 ) -> SubmittedJob:
-    """Hand a job to Slurm, held. The script stays in the job's folder.
-
-    Raises:
-        RecipeError: sbatch refused it.
-        ClusterError: There is no sbatch, slurmctld does not answer, or a limit is reached.
-    """
+    """Hand a job to Slurm, held. The script stays in the job's folder."""
     job = reset_job_and_write_files(request, launch, entry)
     identity = JobIdentity.create(request.name, request.comment)
     return _submit_held(request, job.script, report_outage, identity)
@@ -262,12 +248,7 @@ def submit_held_successor(
     successor_number: int,
     report_outage: Callable[[str], None],
 ) -> SubmittedJob:
-    """Hand a successor of a job to Slurm, held: its script again, after `awaited_job_ids` failed.
-
-    Raises:
-        RecipeError: sbatch refused it.
-        ClusterError: There is no sbatch, slurmctld does not answer, or a limit is reached.
-    """
+    """Submit a job's script again, held until `awaited_job_ids` have failed."""
     options = build_options_to_start_after_failure(awaited_job_ids, request.dependency)
     identity = JobIdentity.create(request.name, request.comment, successor_number)
     return _submit_held(request, script, report_outage, identity, options)
@@ -284,10 +265,6 @@ def submit_held_array(
 
     `single_requests` has each by itself, for the script by which it submits itself again.
     Members start what `write_member_payload` writes, once their numbers are known.
-
-    Raises:
-        RecipeError: sbatch refused it.
-        ClusterError: There is no sbatch, slurmctld does not answer, or a limit is reached.
     """
     pairs = zip(single_requests, launches, strict=True)
     jobs = [reset_job_and_write_files(request, launch, entry) for request, launch in pairs]
@@ -304,7 +281,6 @@ def submit_held_array(
 
 
 def write_member_payload(folder: Path, job_id: str, job: JobPaths, entry: SupervisorEntry) -> None:
-    """Put into an array's folder what submitit starts as the member of this number."""
     payload = submitit.core.utils.DelayedSubmission(entry, str(job.launch))
     payload.dump(folder / f"{job_id}_submitted.pkl")
 

@@ -43,7 +43,6 @@ class JobIdentity:
 
     @classmethod
     def create(cls, job_name: str, comment: str, successor: int = 0) -> "JobIdentity":
-        """An identity with a token that no other submission has."""
         return cls(job_name, comment, secrets.token_hex(4), successor)
 
     def build_sbatch_options(self) -> list[str]:
@@ -56,7 +55,6 @@ class JobIdentity:
 
     @property
     def comment_tag(self) -> str:
-        """The token as it stands in the comment."""
         return f"token={self.token}"
 
 
@@ -112,11 +110,7 @@ def _wait_for_accepted_job(identity: JobIdentity, give_up_at: float) -> str | No
 
 
 def find_submitted_job_id(identity: JobIdentity) -> str | None:
-    """Number of the job, or of the whole array, that bears an identity; None if there is none.
-
-    Raises:
-        SlurmTimeoutError: slurmctld does not answer.
-    """
+    """Number of the job, or of the whole array, that bears an identity; None if there is none."""
     shown = run_slurm_command("squeue", "--me", "--noheader", "--states=all", "--format=%F %j %k")
     for line in shown.splitlines():
         job_id, _, names = line.strip().partition(" ")

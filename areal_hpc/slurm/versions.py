@@ -30,7 +30,6 @@ _ERROR_TIME_PATTERN = re.compile(rf" AT ({_TIME})|^\[({_TIME})")
 
 
 def parse_release(version: str) -> str:
-    """The release of a version that Slurm prints, such as `24.11` of `24.11.5`; empty of others."""
     found = re.search(r"\b\d\d\.\d\d(?=\.|\b)", version)
     return found[0] if found else ""
 
@@ -47,7 +46,6 @@ def describe_proof(version: str) -> str:
 
 
 def is_proven_or_between(version: str) -> bool:
-    """True of releases from the oldest to the newest that the tests run on."""
     return PROVEN_RELEASES[0] <= parse_release(version) <= PROVEN_RELEASES[-1]
 
 
@@ -62,11 +60,9 @@ def parse_exit_status(text: str) -> tuple[int, int]:
 
 
 def is_slurm_error_line(line: str) -> bool:
-    """True of a line that slurmstepd or srun wrote about an error into a job's output."""
     return _ERROR_LINE_PATTERN.match(line) is not None
 
 
 def find_error_time(line: str) -> float | None:
-    """Unix time that such a line names; None if it names none."""
     found = _ERROR_TIME_PATTERN.search(line)
     return datetime.fromisoformat(found[1] or found[2]).timestamp() if found else None

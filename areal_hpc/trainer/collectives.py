@@ -136,7 +136,6 @@ def read_with_retries_on_all_ranks(
 
 
 def _build_error_of_unreadable_storage(error: ArealError) -> ClusterError:
-    """The error of a rank that cannot read what others can."""
     problem = error.problems[0]
     return ClusterError(
         f"{problem.message} (other ranks can read it)",
@@ -198,7 +197,6 @@ def raise_if_rank_lost_or_hung(error: Exception) -> None:
 
 
 def _await_failure_report() -> None:
-    """Stay until the rank that failed has said so: rank 0 would take the store away with it."""
     with contextlib.suppress(RuntimeError):
         get_default_store().wait(
             [FAILURE_REPORTED_KEY], datetime.timedelta(seconds=FAILURE_REPORT_TIMEOUT_S)

@@ -66,7 +66,6 @@ def run(config: dict[str, Any]) -> None:
 def _run_training(
     job: TrainerJobConfig, paths: RunPaths, device: torch.device, stop: StopRequest
 ) -> bool:
-    """Every rank's part; true when the run is complete."""
     is_first = dist.get_rank() == 0
     claimed = claim_next_number(paths.generations_dir) if is_first else None
     generation = broadcast_object(claimed, int)
@@ -118,7 +117,6 @@ def _open_generation_and_make_coordinator(
     events: EventLog,
     ranks: Sequence[int],
 ) -> Coordinator:
-    """Rank 0's part: clean up after the last start, open the generation, find the replicas."""
     version = learner.version
     learner.checkpoints.delete_leftovers(version.generation)
     metrics = MetricsWriter(
@@ -185,7 +183,6 @@ def _build_senders(
 
 
 def _build_sender(job: TrainerJobConfig, paths: RunPaths, device: torch.device) -> WeightSender:
-    """The sender of a rank other than the first, which has made the key by now."""
     service_key = rendezvous.ensure_service_key(paths.service_key)
     return WeightSender(
         job.weights, service_key, _choose_backend(device), device, paths.published_weights_dir

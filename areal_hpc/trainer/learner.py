@@ -179,12 +179,10 @@ class Learner:
 
     @property
     def version(self) -> WeightVersion:
-        """The weights held now."""
         return WeightVersion(self.state.generation, self.state.step)
 
     @property
     def _critic_warms_up(self) -> bool:
-        """True if the policy waits until the critic has learned from more batches."""
         critic = self._critic
         return critic is not None and critic.is_warming_up(self.state.critic_batches)
 
@@ -194,17 +192,6 @@ class Learner:
         """Consume one batch; its metrics, those of replies and episodes on rank 0. A collective.
 
         One that is quarantined, or that no rank can read, is consumed without being trained.
-
-        Raises:
-            NonFiniteGradientError: A gradient is not finite and the recipe does not pass over it.
-            ShardError: No rank can read the batch, as those before it.
-            ClusterError: This rank cannot read what others can, or quarantine what none can.
-            OtherRankError: Another one cannot.
-            UntrainableBatchError: Most of it was not sampled from what is trained, or the teacher
-                cannot score it.
-            TeacherError: The teacher can score no batch any more.
-            StopRequestedError: A stop was asked for while the teacher scored the batch, which is
-                not consumed.
         """
         fault_point("train.before_step")
         timer, config = PhaseTimer(records_spans=True), self._config
@@ -284,7 +271,6 @@ class Learner:
     def _train_critic(
         self, rows: Sequence[TrainingRow], scores: BatchScores
     ) -> tuple[dict[str, float], list[float]]:
-        """The critic's optimizer steps, if there is one: metrics and gradient norms."""
         if self._critic is None:
             return {}, []
         return self._critic.train(rows, scores, self.state.step)
@@ -349,7 +335,6 @@ class Learner:
     def _build_nonfinite_records_or_raise(
         self, norms: Sequence[float], critic_norms: Sequence[float], step: int
     ) -> list[UntrainedBatchPart]:
-        """What the gradients of the batch of `step` leave untrained."""
         whose, hint = (
             "",
             (
@@ -422,7 +407,6 @@ class Learner:
     def _store_proximal_logprobs(
         self, batch: MicroBatch, logprobs_N: torch.Tensor
     ) -> tuple[torch.Tensor, LossStats]:
-        """Keep the log-probabilities of the weights that the batch starts from."""
         batch.channels_N[PROXIMAL_CHANNEL] = logprobs_N
         return logprobs_N.sum(), _build_engine_mismatch_stats(batch, logprobs_N)
 
@@ -434,7 +418,6 @@ class Learner:
         updates_done_share: float,
         factor: float,
     ) -> tuple[torch.Tensor, LossStats]:
-        """The loss of a micro-batch of `minibatch_index`, after a share of the step's updates."""
         held_N = logprobs_N.detach()
         proximal_N = self._select_proximal_logprobs(batch, held_N, updates_done_share)
         self._annotator.note_token_measures(minibatch_index, batch, held_N, proximal_N)
@@ -465,7 +448,6 @@ class Learner:
     def _compute_entropy_loss(
         self, batch: MicroBatch, entropy_N: torch.Tensor, factor: float
     ) -> tuple[torch.Tensor, LossStats]:
-        """What the entropies of a micro-batch's distributions add to its loss."""
         scale_N = batch.channels_N.get(SCALE_CHANNEL)
         scaled_N = entropy_N if scale_N is None else entropy_N * scale_N
         total = -self._config.objective.entropy_coef * scaled_N.sum()
@@ -512,7 +494,6 @@ class Learner:
                 self._events.record("untrained", **msgspec.structs.asdict(one))
 
     def close(self) -> None:
-        """Leave the files, and the server of a teacher."""
         self._annotator.close()
         self._frozen.close()
         self.checkpoints.close()
@@ -536,7 +517,6 @@ class Learner:
 
 
 def _build_engine_mismatch_stats(batch: MicroBatch, logprobs_N: torch.Tensor) -> LossStats:
-    """Engine's and trainer's log-probabilities of the tokens that the current weights sampled."""
     found = measure_engine_mismatch(
         logprobs_N,
         batch.channels_N[BEHAVIOR_LOGPROBS_CHANNEL],

@@ -29,7 +29,6 @@ MAX_QUOTED_CHARACTERS = 300
 
 
 def read_peak_memory_bytes(device: torch.device) -> int:
-    """The most that this process has held so far: of its GPU, or resident without one."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts KiB
@@ -106,7 +105,6 @@ def _suggest_memory_saving_change(
     section: str,
     critic: Architecture | None,
 ) -> str:
-    """The cheapest change that would have saved enough."""
     fewer = f"lower {section}.max_tokens_per_microbatch"
     if failed_work == OPTIMIZER_STEP_DESCRIPTION:
         if not config.offload.optimizer:

@@ -58,7 +58,6 @@ class HostAdamW(AdamW):
         adam._move_to_host()
 
     def _move_to_host(self) -> None:
-        """Put the state into its places on the host."""
         for parameter, places in self._host.items():
             moments = self.state[parameter]
             for name in MOMENT_NAMES:
@@ -141,7 +140,6 @@ def _list_offloaded_optimizers(optimizer: Any) -> list[HostAdamW]:
 def _apply_adamw(
     stepped: Sequence[torch.Tensor], gradient: torch.Tensor, count: Any, group: dict[str, Any]
 ) -> None:
-    """The step of AdamW, as `AdamW.step` would take it, on a weight and its two moments."""
     weight, mean, square = stepped
     beta1, beta2 = group["betas"]
     adamw(
@@ -166,7 +164,6 @@ def _apply_adamw(
 
 
 def _allocate_host_floats(elements: int, device: torch.device) -> torch.Tensor:
-    """Float32 numbers of the host, pinned if they go to a GPU."""
     host = torch.empty(elements, dtype=torch.float32)
     if device.type == "cuda" and elements:
         pin_host_memory(host)

@@ -170,7 +170,6 @@ def set_flight_record_paths(log_dir: Path) -> None:
 
 
 def _watch_for_hanging_ranks(paths: RunPaths) -> AbstractContextManager[None]:
-    """See to it that a rank that hangs is named."""
     if dist.get_world_size() == 1:
         return nullcontext()
     events = EventLog(paths.events, "trainer")

@@ -59,7 +59,6 @@ def describe_observed_ranks(ranks_seen: Sequence[ObservedRank]) -> str:
 
 
 def _format_ranks(ranks: Sequence[int]) -> str:
-    """`rank 3`, or `ranks 0-2, 5`."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:
@@ -102,23 +101,18 @@ class RankProgress:
         self._thread = NativeCallThread(self._run, "rank-progress")  # the store is native code
 
     def start(self) -> None:
-        """Begin to publish, and on rank 0 to watch."""
         self._thread.start()
 
     def record_place(self, place_name: str) -> None:
-        """This rank has come to a place that all ranks come to."""
         self._own = PlaceReport(self._own.entered + 1, place_name)
 
     def record_detail(self, detail: str) -> None:
-        """Where in the place it is."""
         self._own = PlaceReport(self._own.entered, self._own.place, detail)
 
     def describe(self) -> str:
-        """Where all ranks were at the last look; on others than rank 0, where this one is."""
         return describe_observed_ranks(self._list_observed_ranks(time.monotonic()))
 
     def close(self) -> None:
-        """Watch no more."""
         self._is_over.set()
         self._thread.join(2 * self._check_interval_s)
 
@@ -173,17 +167,14 @@ def watch_ranks(progress: RankProgress) -> Iterator[None]:
 
 
 def note_place_reached(place_name: str) -> None:
-    """Note that this rank has come to a place that all ranks come to."""
     if _active_progress is not None:
         _active_progress.record_place(place_name)
 
 
 def note_detail(detail: str) -> None:
-    """Note where in its place this rank is."""
     if _active_progress is not None:
         _active_progress.record_detail(detail)
 
 
 def describe_ranks() -> str:
-    """Where ranks are, as far as this one knows; empty if nobody watches."""
     return _active_progress.describe() if _active_progress is not None else ""

@@ -28,7 +28,6 @@ from areal_hpc.wire.weight_version import GenerationFork
 
 
 def run(config: dict[str, Any]) -> None:
-    """Train the steps asked for, from the newest checkpoint or the starting model."""
     job = ReplayJobConfig.model_validate(config)
     sys.path[:0] = [folder for folder in job.sys_path if folder not in sys.path]
     run_rank(job, job.trainer, StopRequest.install(), _run_replay)
@@ -63,11 +62,7 @@ class ReplaySource(BatchSource):
         self._paths = paths
 
     def poll_next_batch(self, step: int) -> BatchManifest:
-        """The recorded batch that leads to `step`.
-
-        Raises:
-            ShardError: Its manifest is gone or damaged.
-        """
+        """The recorded batch that leads to `step`."""
         return read_manifest(self._paths, step)
 
 

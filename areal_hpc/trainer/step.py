@@ -90,8 +90,6 @@ def make_micro_batches_of_this_rank(
 
 
 def _build_micro_batch(network: Network, pack: Pack, first_of: npt.NDArray[np.int64]) -> MicroBatch:
-    """A pack on the device; its rows begin at the tokens `first_of`."""
-
     def move(array: np.ndarray[Any, Any]) -> torch.Tensor:
         return torch.from_numpy(array).to(network.device, non_blocking=True)
 
@@ -135,11 +133,9 @@ class PassErrorContext:
         self._is_forward = True
 
     def begin_forward(self, batch: MicroBatch) -> None:
-        """The next micro-batch's forward pass begins."""
         self._batch, self._begun, self._is_forward = batch, self._begun + 1, True
 
     def mark_forward_done(self) -> None:
-        """What follows is the next forward pass, or a backward pass."""
         self._is_forward = False
 
     def __str__(self) -> str:
@@ -252,7 +248,6 @@ def train_step(
     loss: LossFunction,
     rate: float,
 ) -> tuple[LossStats, float]:
-    """One update at learning rate `rate`: this rank's statistics, the norm before clipping."""
     stats = run_forward_backward(policy, batches, loss, backward=True)
     return stats, apply_gradients(policy, optimizer, rate)
 

@@ -82,7 +82,6 @@ class StepAnnotator:
     def note_entropies(
         self, minibatch_index: int, batch: MicroBatch, entropies_N: torch.Tensor
     ) -> None:
-        """Take the entropies of what a pass's tokens were sampled from."""
         if self._tokens is not None:
             self._tokens.note_entropies(minibatch_index, batch.flat_token_indices_N, entropies_N)
 
@@ -116,5 +115,4 @@ class StepAnnotator:
         self._tokens = None
 
     def close(self) -> None:
-        """Wait a little for the last file."""
         self._writer.close()

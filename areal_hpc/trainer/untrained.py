@@ -86,12 +86,10 @@ def build_damaged_batch_record_or_raise(
 
 
 def _get_rest_of_streak(step: int, length: int) -> range:
-    """The steps that make a streak of this length together with `step`."""
     return range(step - length + 1, step)
 
 
 def is_optimizer_step_taken(norm: float) -> bool:
-    """True if an optimizer step whose gradient has this norm changes anything."""
     return math.isfinite(norm) and norm > 0.0
 
 

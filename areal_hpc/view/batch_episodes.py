@@ -42,28 +42,23 @@ class BatchEpisode:
 
     @property
     def first_row_name(self) -> str:
-        """The name of its first row, as pages have it."""
         return f"{self.shard}/{self.row}"
 
     @property
     def title(self) -> str:
-        """What it is called in sentences."""
         return f"episode {self.episode} of ticket {self.ticket_id}, step {self.step}"
 
     @property
     def is_timed(self) -> bool:
-        """True if its begin and its end are known: shards of version 1 do not have them."""
         return 0 < self.record.started_at <= self.record.ended_at
 
     @property
     def timed_calls(self) -> list[CallRecord]:
-        """Its calls whose begin and end are known, by the time of their begin."""
         calls = (one for one in self.record.calls.values() if 0 < one.asked_at <= one.answered_at)
         return sorted(calls, key=lambda one: one.asked_at)
 
     @property
     def merged_call_spans(self) -> list[tuple[float, float]]:
-        """The times in which a model call of it was under way."""
         return merge_spans((one.asked_at, one.answered_at) for one in self.timed_calls)
 
 
@@ -116,11 +111,7 @@ def _read_episodes(
 def read_first_row_of_each_episode(
     paths: RunPaths, episodes: Iterable[BatchEpisode], *, with_meta: bool = True
 ) -> list[TrajectoryRow]:
-    """The first rows of episodes, in their order.
-
-    Raises:
-        ShardError: One cannot be read.
-    """
+    """The first rows of episodes, in their order."""
     chosen = list(episodes)
     places: dict[str, list[int]] = {}
     for place, one in enumerate(chosen):
@@ -153,9 +144,6 @@ def read_distinct_reply_share(paths: RunPaths, episodes: Sequence[BatchEpisode])
     """Of the replies of groups of several, the share that are distinct; None without such groups.
 
     1 is where no two episodes of a group said the same, 1 / episodes where all did.
-
-    Raises:
-        ShardError: A row cannot be read.
     """
     replies: dict[tuple[int, int], list[bytes]] = {}
     rows = read_first_row_of_each_episode(paths, episodes, with_meta=False)

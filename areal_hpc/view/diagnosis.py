@@ -75,7 +75,6 @@ def diagnose(evidence: RunInspection) -> Diagnosis:
 
 
 def _diagnose_state(evidence: RunInspection) -> Diagnosis:
-    """The cause, without what metrics say of the run's health."""
     state = get_run_state(evidence.run)
     within_s = MAX_RUNNING_CASCADE_GAP_S if state.startswith("running") else MAX_CASCADE_GAP_S
     findings = sorted(_collect_failure_events(evidence), key=lambda finding: finding.at or 0.0)
@@ -113,7 +112,6 @@ def _diagnose_state(evidence: RunInspection) -> Diagnosis:
 def _diagnose_running(
     evidence: RunInspection, failure_chain: tuple[FailureEvent, ...], cause: FailureEvent | None
 ) -> Diagnosis:
-    """A run that nothing keeps from its work, but perhaps its agent."""
     failures = AgentFailures.collect(evidence.events)
     if failures.is_agent_always_failing and failures.newest is not None:
         headline = f"the run is running, but its agent fails {failures.share_text}"
@@ -132,7 +130,6 @@ def _diagnose_running(
 def _diagnose_local_stop(
     evidence: RunInspection, failure_chain: tuple[FailureEvent, ...]
 ) -> Diagnosis | None:
-    """A run of this machine whose launcher is gone; None if that said nothing of any use."""
     own = [row for row in evidence.events if row["role"] == LAUNCHER_ROLE]
     was_any_refused = any(row["event"] == SUBMISSION_REFUSED_EVENT for row in own)
     if not evidence.run.is_local or was_any_refused or not own:
@@ -158,7 +155,6 @@ def _diagnose_lost_jobs_or_cells(
     failure_chain: tuple[FailureEvent, ...],
     cause: FailureEvent | None,
 ) -> Diagnosis:
-    """Jobs and cells that are gone for good, or until somebody starts them again."""
     lost = [
         f"{job.name} (job {job.submission.job_id if job.submission else '?'}) "
         f"{job.slurm_record.state.meaning if job.slurm_record else 'is no longer known to Slurm'}"
@@ -185,7 +181,6 @@ def _diagnose_lost_jobs_or_cells(
 def _diagnose_no_progress_or_full_disk(
     evidence: RunInspection, failure_chain: tuple[FailureEvent, ...]
 ) -> Diagnosis | None:
-    """A run at work that does not get further; None if it does, or has just started."""
     suspended = [
         (job.name, job.slurm_record)
         for job in evidence.run.jobs
@@ -225,7 +220,6 @@ _HELD_JOB_STATES = ("REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")
 def _diagnose_waiting(
     evidence: RunInspection, failure_chain: tuple[FailureEvent, ...]
 ) -> Diagnosis | None:
-    """What jobs without nodes wait for; None if there are none."""
     reasons = [
         (job.name, job.slurm_record, job.pending_reason or explain_reason(job.slurm_record.reason))
         for job in evidence.run.jobs
@@ -293,7 +287,6 @@ def _collect_failure_events(evidence: RunInspection) -> Iterator[FailureEvent]:
 
 
 def _collect_slurm_events(evidence: RunInspection) -> Iterator[FailureEvent]:
-    """What Slurm says: states, earlier starts, and lines in the jobs' output."""
     names = {job.submission.job_id: job.name for job in evidence.run.jobs if job.submission}
     told = {(start.job_id, start.ended_or_latest_end_at) for start in evidence.starts_in_accounting}
     for start in evidence.starts_in_accounting:
@@ -342,7 +335,6 @@ _HINT_BY_STATE = {
 
 
 def _build_refusal_event(row: Mapping[str, Any]) -> FailureEvent:
-    """A job that Slurm did not take."""
     head, *said = str(row.get("reason") or "Slurm refused a job").splitlines()
     last = f" {said[-1].removeprefix('sbatch: error: ')}" if said else ""
     by_launcher = row.get("role") == "launcher"
@@ -358,7 +350,6 @@ def _build_refusal_event(row: Mapping[str, Any]) -> FailureEvent:
 
 
 def _build_state_event(job_name: str, start: SlurmJobRecord) -> FailureEvent:
-    """A start of a job that Slurm ended, or saw fail."""
     state = start.state
     out_of_memory = state.name == "OUT_OF_MEMORY" or "OUT_OF_MEMORY" in start.failed_step_states
     meaning = "used more memory than it had asked for" if out_of_memory else state.meaning
@@ -392,7 +383,6 @@ def _build_traceback_event(stack: LogTraceback, count: int) -> FailureEvent:
 def _build_task_exit_event(
     exit_record: TaskExitRecord, reason: Sequence[str], *, is_local: bool
 ) -> FailureEvent:
-    """The end of a task; an error that was made for people comes first, word by word."""
     outcome = exit_record.outcome
     rank, hint = 4, f"read {outcome.log}" if outcome.log else "areal-hpc logs RUN"
     if outcome.exit_code == RecipeError.exit_code:

@@ -31,7 +31,6 @@ def format_dry_run(
 
 
 def _describe_successors(request: JobRequest, script: Path) -> list[str]:
-    """How its successors are submitted."""
     ids = build_job_id_placeholders(request.job, request.successors)
     commands = [
         shlex.join(

@@ -175,7 +175,6 @@ def find_last_traceback(file: LogFile, text: str) -> LogTraceback | None:
 
 
 def _parse_log_time(text: str) -> float | None:
-    """Unix time of a record; None without one, or if a program wrote digits that are no time."""
     try:
         return datetime.fromisoformat(text).timestamp()
     except (ValueError, OverflowError, OSError):
@@ -183,7 +182,6 @@ def _parse_log_time(text: str) -> float | None:
 
 
 def _cut_after_traceback(lines: Sequence[str]) -> tuple[str, ...]:
-    """A traceback's own lines: indented frames, then the exception."""
     taken = [lines[0]]
     for line in lines[1:]:
         taken.append(line)
@@ -193,7 +191,6 @@ def _cut_after_traceback(lines: Sequence[str]) -> tuple[str, ...]:
 
 
 def _read_slurm_lines(submissions: Sequence[Submission]) -> Iterator[tuple[str, str]]:
-    """What slurmstepd and srun wrote into the output of the jobs: they name OOM kills and nodes."""
     for submission in submissions:
         for path in find_slurm_output_files(submission):
             seen = set()
@@ -221,5 +218,4 @@ def find_slurm_output_files(submission: Submission) -> list[Path]:
 
 
 def mentions_oom(text: str) -> bool:
-    """True if a line says that memory ran out."""
     return _OOM_PATTERN.search(text) is not None

@@ -13,7 +13,6 @@ matplotlib.use("Agg")
 
 
 def plot_learning_curve(snapshot: RunSnapshot, title: str, out: Path) -> None:
-    """Draw the learning curve of a run into a file."""
     draw_learning_curve(snapshot, title).savefig(out)
 
 

@@ -41,7 +41,6 @@ class LogFile:
 
     @property
     def source(self) -> str:
-        """Job, process and node of these lines, for people."""
         place = f"@{self.node}" if self.node else ""
         return f"{self.job_or_cell}/{self.process}{place}"
 
@@ -84,7 +83,6 @@ def _is_wanted(wanted_names: Sequence[str], job: str, process: str) -> bool:
 
 
 def _read_node_name(path: Path) -> str:
-    """The node that the first line names."""
     with path.open("rb") as stream:
         found = _NODE_PATTERN.search(stream.readline(1000).decode(errors="replace"))
     return found[1] if found else ""
@@ -141,7 +139,6 @@ def merge_lines_by_time(pieces: Sequence[tuple[LogFile, str]]) -> list[tuple[Log
 
 
 def drop_sglang_routine_lines(lines: Sequence[tuple[LogFile, str]]) -> list[tuple[LogFile, str]]:
-    """Without the lines that SGLang writes for every batch and request."""
     return [(file, line) for file, line in lines if not _ROUTINE_PATTERN.match(line)]
 
 
@@ -173,7 +170,6 @@ class LogFollower:
 
     @property
     def files(self) -> list[LogFile]:
-        """Those that are followed now."""
         return list(self._files.values())
 
     def read_new_lines(self) -> list[tuple[LogFile, str]]:
@@ -186,7 +182,6 @@ class LogFollower:
         )
 
     def sleep_until_next_poll(self) -> None:
-        """Sleep until it is time for another look."""
         time.sleep(POLL_S)
 
     def _read_new_text(self, path: Path) -> str:
@@ -210,7 +205,6 @@ class LogFollower:
         return whole.decode(errors="replace")
 
     def _refresh_file_list(self) -> None:
-        """List the newest attempt's folders: a few files for each job."""
         self._stamps = {self._paths.logs_dir: _read_mtime_ns(self._paths.logs_dir)}
         attempts = self._paths.list_attempts()
         if not attempts:
@@ -226,7 +220,6 @@ class LogFollower:
 
 
 def _read_mtime_ns(folder: Path) -> int:
-    """Time of the folder's last change; 0 while it does not exist."""
     try:
         return folder.stat().st_mtime_ns
     except FileNotFoundError:

@@ -29,17 +29,14 @@ def get_number(row: Mapping[str, Any], metric_name: str) -> float | None:
 
 
 def list_numbers(rows: Iterable[Mapping[str, Any]], metric_name: str) -> list[float]:
-    """The values that rows have of a metric, in their order."""
     values = (get_number(row, metric_name) for row in rows)
     return [value for value in values if value is not None]
 
 
 def select_trained_rows(rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The rows of steps that trained a batch."""
     return [row for row in rows if row.get("step", 0) > 0 and "reward/mean" in row]
 
 
 def format_step_range(rows: Sequence[Mapping[str, Any]]) -> str:
-    """`step 7` or `steps 3 to 7`, for people."""
     first, last = rows[0]["step"], rows[-1]["step"]
     return f"step {first}" if first == last else f"steps {first} to {last}"

@@ -50,12 +50,7 @@ def format_shards_jsonl(paths: RunPaths) -> str:
 
 
 def format_tokens(found_row: FoundRow, tokenizer_json: Path | None = None) -> str:
-    """One row, token by token, decoded if a `tokenizer.json` is given.
-
-    Raises:
-        RecipeError: There is no such tokenizer.
-        ShardError: The shard is damaged.
-    """
+    """One row, token by token, decoded if a `tokenizer.json` is given."""
     tokenizer = _load_tokenizer(tokenizer_json) if tokenizer_json else None
     trajectory = found_row.read()
     sampled = int(trajectory.loss_mask_T.sum())
@@ -80,12 +75,10 @@ def format_tokens(found_row: FoundRow, tokenizer_json: Path | None = None) -> st
 
 
 def find_tokenizer_file(paths: RunPaths) -> Path | None:
-    """The tokenizer file of the model that a run trains, if it can be found."""
     return next((file for file in _list_possible_tokenizer_files(paths) if file.is_file()), None)
 
 
 def _list_possible_tokenizer_files(paths: RunPaths) -> Iterator[Path]:
-    """Places of the file; the recipe, which takes time to parse, is read if the run has none."""
     yield paths.sft_export / "tokenizer.json"
     yield paths.starting_model_dir / "tokenizer.json"
     if not paths.recipe.exists():  # a shard that lies alone
@@ -124,7 +117,6 @@ def _format_shard_cells(path: Path, shard: SealedShard) -> tuple[str, ...]:
 
 
 def _list_row_kinds(shard: SealedShard) -> list[str]:
-    """What kinds of rows a shard holds."""
     trained = [RowKind.TRAIN.label] if shard.tickets else []
     return [*trained, *dict.fromkeys(one.kind for one in shard.untrained)]
 

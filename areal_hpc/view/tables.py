@@ -34,7 +34,6 @@ def format_duration(seconds: float) -> str:
 
 
 def format_time(unix_s: float) -> str:
-    """Local time of the day; with the date if that is another day."""
     then, today = time.localtime(unix_s), time.localtime()
     form = "%H:%M:%S" if then[:3] == today[:3] else "%Y-%m-%d %H:%M:%S"
     return time.strftime(form, then)

@@ -17,7 +17,6 @@ class Slice:
 
     @property
     def seconds(self) -> float:
-        """How long it is."""
         return self.end - self.begin
 
 

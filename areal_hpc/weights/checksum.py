@@ -62,7 +62,6 @@ def compute_non_expert_rank_digests(
 
 
 def is_expert_parameter(parameter_name: str) -> bool:
-    """True for the parameters of one expert of a mixture."""
     return ".experts." in parameter_name
 
 
@@ -116,7 +115,6 @@ def _find_expert_kinds_in_other_layouts(
     differing_names: Set[str],
     replica_device: str,
 ) -> frozenset[str]:
-    """Kinds of stacked expert tensors that this replica holds in a layout of a kernel's own."""
     if replica_device == "cpu":
         return frozenset()
     agreeing = {
@@ -129,14 +127,12 @@ def _find_expert_kinds_in_other_layouts(
 
 
 def _get_expert_kind(tensor_name: str) -> str:
-    """`w13_weight` or the like, of a tensor with all experts of a layer; empty of any other."""
     return tensor_name.partition(".experts.")[2]
 
 
 def _list_rank_piece_alternatives(
     parameter_name: str, named_parts: list[tuple[str, torch.Tensor]], tp_rank: int, tp: int
 ) -> list[list[torch.Tensor]]:
-    """What `tp_rank` may hold of a (fused) parameter: alternatives, each a list of pieces."""
     if parameter_name.startswith(("model.embed_tokens.", "lm_head.")):
         table, multiple = named_parts[0][1], _VOCABULARY_PADDING
         rows = table.shape[0]
@@ -169,13 +165,11 @@ def _list_rank_piece_alternatives(
 
 
 def slice_for_rank(tensor: torch.Tensor, dim: int, rank: int, ranks: int) -> torch.Tensor:
-    """The part of a parameter that one of so many tensor-parallel ranks holds."""
     length = tensor.shape[dim] // ranks
     return tensor.narrow(dim, rank * length, length)
 
 
 def _hash_pieces(pieces: Sequence[torch.Tensor], replica_device: str) -> str:
-    """Of the pieces one below the other, as one tensor."""
     flats = [piece.contiguous().reshape(-1).view(torch.uint8) for piece in pieces]
     if replica_device != "cpu":
         return f"{compute_sglang_gpu_hash(torch.cat(flats)):016x}"
@@ -218,7 +212,6 @@ class SglangGpuHash:
         self._rest = bytes_tensor[whole:].clone() if whole < bytes_tensor.numel() else None
 
     def finish(self) -> int:
-        """The hash of all."""
         if self._rest is not None:
             self._add_words(torch.nn.functional.pad(self._rest, (0, -self._rest.numel() % 4)))
         return _finish_hash(self._total)
@@ -243,7 +236,6 @@ class SglangGpuHash:
 
 
 def _finish_hash(total: int) -> int:
-    """64 bits of a sum of tile hashes."""
     if not total:
         return 0  # of no bytes
     mask = (1 << 64) - 1  # what follows is splitmix64's finalizer
@@ -269,7 +261,6 @@ def _sum_tile_hashes(words: torch.Tensor, start: int, all_words: int) -> int:
 
 
 def _fmix32(word: torch.Tensor) -> torch.Tensor:
-    """MurmurHash3's finalizer on 32-bit words kept in int64."""
     word = ((word ^ (word >> 16)) * 0x85EBCA6B) & _WORD_MASK
     word = ((word ^ (word >> 13)) * 0xC2B2AE35) & _WORD_MASK
     return word ^ (word >> 16)

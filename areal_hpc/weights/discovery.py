@@ -41,7 +41,6 @@ class ReplicaKey:
 
     @property
     def cell_and_index(self) -> tuple[str, int]:
-        """Which replica of which cell, whatever its incarnation."""
         return self.cell, self.index
 
     def __str__(self) -> str:
@@ -94,7 +93,6 @@ class ReplicaDiscovery:
         return replicas
 
     def _fetch_cell_replicas(self, cell: str) -> DiscoveredReplicas | None:
-        """The cell's replicas; None when it does not answer."""
         service = format_control_proxy_name(cell)
         try:
             endpoint = find_endpoint(self._rendezvous_dir, service)
@@ -116,6 +114,5 @@ class ReplicaDiscovery:
         ]
 
     def close(self) -> None:
-        """Ask no more."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._client.close()

@@ -66,13 +66,10 @@ class StackedExpertHashes:
             self._hashes[stacked].update(part.contiguous().reshape(-1).view(torch.uint8))
 
     def finish(self) -> AcceptableHashesByTensor:
-        """By the server's names."""
         return {name: frozenset([streamed.finish()]) for name, streamed in self._hashes.items()}
 
 
 class _StreamedHash:
-    """Either kind of hash."""
-
     def __init__(self, size_bytes: int, *, is_cpu: bool) -> None:
         self._digest = hashlib.sha256() if is_cpu else None
         self._gpu_hash = SglangGpuHash(size_bytes)
@@ -90,7 +87,6 @@ class _StreamedHash:
 
 
 def _parse_expert_name(parameter_name: str) -> tuple[str, int, int] | None:
-    """(stacked tensor, expert, half of it) of an expert's parameter; None for any other."""
     hit = _EXPERT_PATTERN.fullmatch(parameter_name)
     if hit is None:
         return None

@@ -47,7 +47,6 @@ def _hash_tiles(
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Both 32-bit halves of one tile's hash, as int64, one behind the other."""
     tile = tl.program_id(axis=0)
     high = tl.zeros((), dtype=tl.uint32)
     low = tl.zeros((), dtype=tl.uint32)

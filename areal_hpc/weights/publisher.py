@@ -88,11 +88,9 @@ class Publisher:
         parameters: Iterable[tuple[str, torch.Tensor]],
         replicas: Sequence[ReplicaKey],
     ) -> UpdateReport:
-        """Send `version` to `replicas` from this rank alone; see `WeightSender.update_replicas`."""
         return self.sender.update_replicas(version, specs, parameters, replicas)
 
     def close(self) -> None:
-        """Leave all replicas. They go on serving what they have."""
         self.sender.close()
         self._discovery.close()
 

@@ -100,13 +100,11 @@ class ReplicaClient:
         self._control_s = min(CONTROL_TIMEOUT_S, update_timeout_s)
 
     def fence_until_next_update(self) -> None:
-        """Keep the replica out of service until another update, or its restart."""
         self.post(
             "fence", FenceReplicaRequest(stays=True), min(FENCE_NOTICE_TIMEOUT_S, self._control_s)
         )
 
     def begin_update(self) -> None:
-        """Open an update session; one left open by a sender that vanished is closed first."""
         if self._send_request("begin_weight_update", None, self._control_s).status_code >= 400:
             self.post("end_weight_update")
             self.post("begin_weight_update")
@@ -137,7 +135,6 @@ class ReplicaClient:
         )
 
     def fetch_weight_version(self) -> str:
-        """The version the server stamps on tokens."""
         return self._decode_reply(self.post("model_info"), _WeightVersionInfo).weight_version
 
     def fetch_checksums(self) -> dict[int, dict[str, str]]:
@@ -149,7 +146,6 @@ class ReplicaClient:
         return {rank.parallelism_info[0].tp_rank: rank.checksums for rank in reply.ranks}
 
     def close(self) -> None:
-        """Close pooled connections."""
         self._client.close()
 
     def post(self, route: str, body: object = None, timeout_s: float | None = None) -> bytes:
@@ -162,7 +158,6 @@ class ReplicaClient:
         return answer.content
 
     def post_with_update_timeout(self, route: str, body: object = None) -> bytes:
-        """One that waits for weights on their way."""
         return self.post(route, body, self._update_timeout_s)
 
     def _send_request(self, route: str, body: object, timeout_s: float) -> httpx.Response:

@@ -61,10 +61,6 @@ class WeightSender:
             parameters: Consumed exactly once and to its end, whatever fails: exporting is a
                 collective on all trainer ranks.
             replicas: As `Publisher.discover_outdated_training_replicas` named them.
-
-        Raises:
-            WeightSyncError: The parameters are not what the specs promised. What goes wrong
-                at replicas is in the report instead.
         """
         arrivals = iter(parameters)
         try:
@@ -75,5 +71,4 @@ class WeightSender:
                 pass
 
     def close(self) -> None:
-        """Leave all replicas. They go on serving what they have."""
         self._transport.close()

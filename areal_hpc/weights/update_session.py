@@ -91,7 +91,6 @@ class UpdateSession:
         self._call_all(check)
 
     def flush_caches_unless_in_place(self) -> None:
-        """Drop what the old weights computed; in place, the old cache stays in use on purpose."""
         if self._config.pause_mode != "in_place":
             self._call_all(lambda member: member.post("flush_cache"))
 
@@ -118,13 +117,11 @@ class UpdateSession:
         self.close_clients()
 
     def close_clients(self) -> None:
-        """Make no more calls."""
         self._calls.shutdown(wait=False, cancel_futures=True)
         for member in self._members:
             member.close()
 
     def _call_all(self, call: Callable[[ReplicaClient], object]) -> None:
-        """Make one call to every member at once."""
         for future in [self._calls.submit(call, member) for member in self._members]:
             future.result()
 
@@ -146,7 +143,6 @@ class UpdateInProgress(Generic[SessionT]):
         self.failed: dict[ReplicaKey, WeightSyncError] = {}
 
     def run_step_dropping_failed_groups(self, step_name: str, step: SessionStep[SessionT]) -> None:
-        """Take one step with all groups at once; those that fail it, or are late, drop out."""
         self.start_step(step_name, step)()
 
     def start_step(self, step_name: str, step: SessionStep[SessionT]) -> Callable[[], None]:
@@ -175,7 +171,6 @@ class UpdateInProgress(Generic[SessionT]):
         return settle
 
     def fail_all_sessions(self) -> None:
-        """The sender itself failed: nobody got complete weights."""
         self._drop_and_fence_sessions(
             {session: WeightSyncError("the sender failed") for session in self.live}
         )

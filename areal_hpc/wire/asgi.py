@@ -26,11 +26,7 @@ _BODY_SHA256_SCOPE_KEY = "areal_hpc.body_sha256"
 
 
 def require_signed_head(request: Request, verifier: RequestVerifier) -> None:
-    """Let a request of the run's own pass; `read_signed_body` then takes no other body.
-
-    Raises:
-        SignatureError: It is none.
-    """
+    """Let a request of the run's own pass; `read_signed_body` then takes no other body."""
     request.scope[_BODY_SHA256_SCOPE_KEY] = verifier.verify_head_once_and_get_digest(request.scope)
 
 
@@ -53,11 +49,7 @@ async def read_body(request: Request, max_bytes: int, too_large: Exception) -> b
 
 
 async def read_signed_body(request: Request, max_bytes: int, too_large: Exception) -> bytes:
-    """The body of a request whose signature was required, as `read_body` gives it.
-
-    Raises:
-        SignatureError: It is not the one that was signed.
-    """
+    """The body of a request whose signature was required, as `read_body` gives it."""
     body = await read_body(request, max_bytes, too_large)
     check_body_digest(body, request.scope[_BODY_SHA256_SCOPE_KEY])
     return body
@@ -116,5 +108,4 @@ class ServiceServer(GuardedServer):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave the signals to `StopRequest`."""
         yield

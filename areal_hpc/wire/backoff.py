@@ -15,7 +15,6 @@ class Backoff:
     """No pause is longer."""
 
     def get_pause_s(self, retries: int) -> float:
-        """Seconds to wait after so many earlier retries, 0 or more."""
         return min(self.min_s * 2.0 ** min(retries, 60), self.max_s)
 
     def __iter__(self) -> Iterator[float]:

@@ -116,9 +116,6 @@ def fault_point(name: str) -> None:
     """Let a test kill, hold or fail the process here; otherwise do nothing.
 
     Each of `FAULT_POINTS` is at one place of the package.
-
-    Raises:
-        OSError: A test wants it.
     """
     if (injector := _get_injector()) is not None:
         injector.trigger_due_faults(name)

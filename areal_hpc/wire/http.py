@@ -118,7 +118,6 @@ class WireClient:
             time.sleep(next(pauses))
 
     def close(self) -> None:
-        """Close pooled connections."""
         self._client.close()
 
 
@@ -145,10 +144,6 @@ class AsyncWireClient:
         """POST `request` once, or GET where there is none, and decode the reply.
 
         A session's `key` goes in place of a signature; `timeout_s` limits this call.
-
-        Raises:
-            HttpStatusError: The peer answered with an error.
-            ClusterError: The peer could not be reached.
         """
         method, body = _build_method_and_body(request)
         url = f"{self._base_url}{route}"
@@ -179,7 +174,6 @@ class AsyncWireClient:
             raise ClusterError(f"{url} is unreachable ({reason})") from error
 
     async def close(self) -> None:
-        """Close pooled connections."""
         if self._session is not None:
             await self._session.close()
             self._session = None

@@ -77,7 +77,6 @@ class ServerKeys(Struct, frozen=True):
     """Opens the routes that control it, `abort_request` among them."""
 
     def __repr__(self) -> str:
-        """Without the keys: views are logged."""
         return "ServerKeys(...)" if self.admin or self.api else "ServerKeys()"
 
 
@@ -85,7 +84,6 @@ NO_KEYS = ServerKeys()
 
 
 def generate_server_keys() -> ServerKeys:
-    """Two keys of 256 random bits."""
     return ServerKeys(secrets.token_urlsafe(32), secrets.token_urlsafe(32))
 
 

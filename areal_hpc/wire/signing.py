@@ -45,7 +45,6 @@ class SignatureError(Exception):
 
 
 def claims_to_be_signed(asgi_scope: MutableMapping[str, Any]) -> bool:
-    """True if an ASGI request claims to be signed."""
     return _read_authorization(asgi_scope).startswith(SCHEME)
 
 

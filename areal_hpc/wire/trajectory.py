@@ -42,7 +42,6 @@ class RowKind(IntEnum):
 
     @property
     def label(self) -> str:
-        """Its name in texts: `train`, `evaluation`, `failed`, `auxiliary`."""
         return self.name.lower()
 
 
@@ -107,7 +106,6 @@ class TrajectoryRow:
 
     @property
     def num_tokens(self) -> int:
-        """T."""
         return len(self.input_ids_T)
 
 

@@ -37,12 +37,10 @@ class WeightVersion:
 
     @property
     def packed(self) -> int:
-        """One int64, ordered like the version: the form stored per token."""
         return self.generation << _STEP_BITS | self.step
 
     @classmethod
     def unpack(cls, packed: int) -> WeightVersion:
-        """The inverse of `packed`."""
         return cls(packed >> _STEP_BITS, packed & _STEP_MASK)
 
 

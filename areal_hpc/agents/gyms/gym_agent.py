@@ -108,7 +108,6 @@ class GymAgent:
     def _build_opening_messages(
         self, data: Mapping[str, Any], gym_answer: Mapping[str, Any]
     ) -> list[Any]:
-        """The prompt, what the task says, what the gym says."""
         system = [{"role": "system", "content": self.prompt}] if self.prompt else []
         shown = [{"role": "user", "content": gym_answer["text"]}] if gym_answer["text"] else []
         return [*system, *gym_answer.get("messages", ()), *data.get("messages", ()), *shown]

@@ -143,7 +143,6 @@ class HarnessAgent:
     async def _set_up_program(
         self, program: HarnessProgram, folder: HarnessFolder, sandbox: Sandbox, api_key: str
     ) -> tuple[list[str], dict[str, str]]:
-        """Write a harness's settings; its command and its variables."""
         root_url = sandbox.base_url.removesuffix("/v1")
         place = HarnessTemplateValues(
             root_url, api_key, folder.home, self.installed_in, self.context_tokens
@@ -160,7 +159,6 @@ class HarnessAgent:
     async def _acquire_sandbox(
         self, data: dict[str, Any], extra_kwargs: dict[str, Any]
     ) -> AsyncIterator[Sandbox]:
-        """The task's sandbox; without one, a place of its own that shields nothing."""
         if (given := data.get(SANDBOX_TASK_COLUMN)) is not None:
             if not given.base_url:
                 raise RecipeError(

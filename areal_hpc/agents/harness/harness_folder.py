@@ -157,7 +157,6 @@ def _pack(source_dir: Path | None) -> bytes:
 
 
 def _unpack(content: bytes, target: Path) -> int:
-    """Unpack; how many links were left out."""
     tree = UnpackedTree(target, max_bytes=MAX_FOLDER_BYTES, max_files=MAX_FOLDER_FILES)
     tree.write_archive(io.BytesIO(content))
     tree.apply_folder_modes(owner_bits=0o700)

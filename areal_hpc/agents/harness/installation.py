@@ -174,7 +174,6 @@ def _install_from_pypi(
 
 
 def _find_python(version: str) -> str | None:
-    """A Python of this version: on PATH, where a shim of pyenv's may be empty, pyenv's or uv's."""
     home = Path.home()
     candidates = [
         f"python{version}",
@@ -192,7 +191,6 @@ def _is_usable(python: str) -> bool:
 
 
 def _run(command: Sequence[str], folder: Path) -> str:
-    """What a command printed on its standard output."""
     try:
         ended = subprocess.run(
             command,

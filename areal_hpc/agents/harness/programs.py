@@ -74,7 +74,6 @@ class HarnessTemplateValues:
 
 
 def _format_settings_json(content: object) -> str:
-    """JSON; the context's length stands in it as a number."""
     return json.dumps(content, indent=1).replace('"$CONTEXT_TOKENS"', "$CONTEXT_TOKENS")
 
 

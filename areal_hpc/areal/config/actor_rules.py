@@ -49,7 +49,6 @@ def _translate_dtype(
 def _translate_decoupled_loss(
     value: Any, areal_values: ArealConfigValues
 ) -> dict[str, Any] | Untranslatable:
-    """The policy that ratios are to; `value` is that of `use_decoupled_loss`."""
     if not value and not areal_values("actor.recompute_logprob"):
         return {
             "trainer.objective.proximal": "none",
@@ -70,7 +69,6 @@ def _translate_decoupled_loss(
 
 
 def _build_off_policy_correction_subkeys(areal_values: ArealConfigValues) -> dict[str, Any]:
-    """What AReaL calls rejection sampling, or capped the importance weight with before."""
     if areal_values("actor.rejection_sampling.level") is not None:
         metric = areal_values("actor.rejection_sampling.metric")
         level, agg = (areal_values(f"actor.rejection_sampling.{name}") for name in ("level", "agg"))
@@ -89,7 +87,6 @@ def _build_off_policy_correction_subkeys(areal_values: ArealConfigValues) -> dic
 
 
 def _get_rejection_lower_bound(areal_values: ArealConfigValues) -> float | None:
-    """`rejection_sampling.lower`, unless it bounds what is never below it."""
     lower = areal_values("actor.rejection_sampling.lower")
     is_never_negative = areal_values("actor.rejection_sampling.metric") in ("kl_k2", "kl_k3")
     return None if lower is None or (is_never_negative and lower <= 0) else float(lower)
@@ -118,7 +115,6 @@ def _check_rejection_metric(
 
 
 def _translate_kl(value: Any, areal_values: ArealConfigValues) -> dict[str, Any] | Untranslatable:
-    """The penalty, which AReaL applies only where a reference is configured."""
     path = areal_values("ref.path")
     if not value or path is None:
         return {}
@@ -167,7 +163,6 @@ def _translate_weight_bucket_size(value: Any, areal_values: ArealConfigValues) -
 def _translate_reward_norm(
     value: Any, areal_values: ArealConfigValues
 ) -> dict[str, Any] | Untranslatable:
-    """Baseline and scale, whichever key of the section is asked about."""
     mean, std = (
         areal_values("actor.reward_norm.mean_level"),
         areal_values("actor.reward_norm.std_level"),
@@ -193,7 +188,6 @@ def _translate_reward_norm(
 def _translate_critic(
     value: Any, areal_values: ArealConfigValues
 ) -> dict[str, Any] | Untranslatable:
-    """A critic in the place of a baseline; `value` is its model."""
     if areal_values("actor.reward_norm.eps") is not None:
         return Untranslatable(
             "rewards that a critic learns are not normalized: leave actor.reward_norm out"
@@ -212,7 +206,6 @@ def _translate_critic(
 def _translate_teacher(
     value: Any, areal_values: ArealConfigValues
 ) -> dict[str, Any] | Untranslatable:
-    """A teacher and its part in each advantage; `value` is its model."""
     rewards, coef = (
         areal_values("teacher.rl_loss_weight"),
         areal_values("teacher.distill_loss_weight"),
@@ -248,8 +241,6 @@ def _check_rl_loss_weight(
 
 
 def _build_critic_only_check(neutral_value: Any) -> TranslateValue:
-    """The rule of a key that tells a critic what to do: without one it has no other value."""
-
     def check(value: Any, areal_values: ArealConfigValues) -> dict[str, Any] | Untranslatable:
         if value == neutral_value or areal_values("critic.path") is not None:
             return {}
@@ -290,12 +281,10 @@ def _check_group_size(
 
 
 def _translate_model(value: Any, areal_values: ArealConfigValues) -> dict[str, Any]:
-    """AReaL loads what is a folder from there, and all else from the hub."""
     return {"model.hub" if _is_repository(value) else "model.path": value}
 
 
 def _is_repository(model: Any) -> bool:
-    """True if it is the name of a model on the hub."""
     return bool(re.fullmatch(r"[\w.-]+/[\w.-]+", str(model))) and not Path(model).exists()
 
 

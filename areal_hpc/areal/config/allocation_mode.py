@@ -80,13 +80,11 @@ def parse_trainer_backend(
 
 
 def _parse_backend_name(text: str) -> str:
-    """The backend's name before the sizes."""
     match = re.match(r"\s*([a-z]+)\s*[:.]", text)
     return match[1] if match and match[1] in (*ENGINE_NAMES, *TRAINER_NAMES) else ""
 
 
 def _parse_sizes(text: str) -> dict[str, int] | None:
-    """Letter -> size; None if the text is no layout."""
     letters = re.sub(r"^[a-z]+[:.]", "", text.strip()).strip("() ")
     if not re.fullmatch(rf"(?:{_SIZE_PATTERN.pattern})+", letters):
         return None

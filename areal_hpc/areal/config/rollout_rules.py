@@ -26,21 +26,18 @@ _CONTEXT_LENGTH_NOTE = "`inference.context_length`: the least of the bounds give
 
 
 def _convert_groups_to_episodes(value: Any, areal_values: ArealConfigValues) -> dict[str, Any]:
-    """AReaL counts groups, a recipe episodes."""
     groups = value or areal_values("train_dataset.batch_size")
     episodes = int(groups) * int(areal_values("gconfig.n_samples"))
     return {"rollout.max_concurrent_rollouts": episodes}
 
 
 def _choose_least_context_length(value: Any, areal_values: ArealConfigValues) -> dict[str, Any]:
-    """The least of the bounds that are given."""
     bounds = [areal_values(key) for key in CONTEXT_LENGTH_KEYS if key in areal_values.given]
     known = [int(bound) for bound in bounds if bound is not None]
     return {"inference.context_length": min(known)} if known else {}
 
 
 def _build_sampling_param_rules(param_name: str) -> tuple[KeyRule, ...]:
-    """A parameter of generation, for training and for evaluation."""
     train, valid = f"rollout.sampling.{param_name}", f"evaluation.sampling.{param_name}"
 
     def convert(value: Any) -> Any:
@@ -83,7 +80,6 @@ def _translate_partial_groups(value: Any, areal_values: ArealConfigValues) -> di
 
 
 def _non_sampling_generation_rules(section: str) -> tuple[KeyRule, ...]:
-    """What `gconfig` and `eval_gconfig` have in common beside sampling."""
     return (
         fixed_value_rule(
             f"{section}.min_new_tokens", 0, "the agent asks for `min_tokens` in its calls"
@@ -99,14 +95,12 @@ def _non_sampling_generation_rules(section: str) -> tuple[KeyRule, ...]:
 
 
 def _translate_turn_discount(value: Any, areal_values: ArealConfigValues) -> dict[str, Any]:
-    """Without a discount all turns of an episode share its final reward alike."""
     if value == 1:
         return {}
     return {"trainer.objective.credit": "turn", "trainer.objective.turn_discount": value}
 
 
 def _agent_rules(section: str) -> tuple[KeyRule, ...]:
-    """`rollout.agent`, and `rollout.openai` as it was called."""
     here = "rollout.agent"
     given = section != here
     kept = ("mode", "export_style", "subproc_max_workers", "drop_retry_orphans")

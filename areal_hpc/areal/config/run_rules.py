@@ -34,8 +34,6 @@ def _derive_total_steps(
 
 
 def _build_epochs_to_steps_translator(recipe_key: str) -> TranslateValue:
-    """Epochs as steps."""
-
     def translate(value: Any, areal_values: ArealConfigValues) -> dict[str, Any] | Untranslatable:
         if value is None:
             return {}
@@ -47,7 +45,6 @@ def _build_epochs_to_steps_translator(recipe_key: str) -> TranslateValue:
 
 
 def _frequency_rules(section: str, target: str) -> tuple[KeyRule, ...]:
-    """How often something happens; steps win over epochs, so they come last."""
     return (
         *repeated_run_key_rules(section),
         unsupported_rule(f"{section}.freq_secs", f"a recipe counts steps: set `{target}`"),
@@ -94,7 +91,6 @@ def _build_task_file_translator(section: str) -> TranslateValue:
 
 
 def _workflow_kwarg_rule(kwarg_name: str) -> KeyRule:
-    """A key that AReaL's example scripts hand to their workflow."""
     target = f"rollout.workflow_kwargs.{kwarg_name}"
 
     def translate(value: Any, areal_values: ArealConfigValues) -> dict[str, Any]:

@@ -110,12 +110,10 @@ def translate_to_recipe(
 
 
 def _resolve_renamed_key(key: str) -> str:
-    """The present name of a key: an older section has the defaults of the one that replaced it."""
     return key.replace("rollout.openai.", "rollout.agent.")
 
 
 def _is_key_or_section_stated(key: str, stated_values: Mapping[str, Any]) -> bool:
-    """Whether a default is replaced: by a value, or by an empty section it would be in."""
     parts = key.split(".")
     return any(".".join(parts[:end]) in stated_values for end in range(1, len(parts) + 1))
 
@@ -159,7 +157,6 @@ def find_rule(key: str) -> KeyRule | None:
 
 
 def _to_sglang_arguments(field_name: str, value: Any) -> Iterator[str]:
-    """SGLang's command line has an argument of every field of its server's configuration."""
     if value is None or value is False or value == {} or value == []:
         return
     yield f"--{field_name.replace('_', '-')}"

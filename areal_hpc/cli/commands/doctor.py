@@ -119,7 +119,6 @@ def _plan_gpu_examination(
 
 
 def _read_slurm_and_fileroot_of_site(path: Path) -> tuple[SlurmConfig, Path | None]:
-    """What a site file alone says: it need not name a file root."""
     from areal_hpc.recipe.loading import read_site_values
     from areal_hpc.recipe.sections.cluster import ClusterConfig
 

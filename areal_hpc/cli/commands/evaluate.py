@@ -108,7 +108,6 @@ def _run_or_submit_evaluation(
 def _find_compared_report(
     compared_path: str, target: EvaluationTarget, sets: Sequence[EvaluationSet]
 ) -> EvaluationReport:
-    """The results to compare with: those of a step of the run, or those in a file."""
     from areal_hpc.launch.evaluation.start import find_report_of_step
     from areal_hpc.view.evaluations.evaluation_report import read_report
 

@@ -91,7 +91,6 @@ def add_commands(commands: CommandGroup) -> None:
 
 
 def _require_own_slurm_run(path: Path) -> RunPaths:
-    """The run at `path`, if it ever went to Slurm and is not another user's."""
     from areal_hpc.launch.prepared_run import find_live_jobs
     from areal_hpc.launch.terminal import get_program_command
     from areal_hpc.slurm.run_jobs import (
@@ -280,7 +279,6 @@ def _export_model(arguments: argparse.Namespace) -> int:
 
 
 def _export_in_train_environment(configured_python: str, arguments: argparse.Namespace) -> int:
-    """Run this command by the Python of the role `train`, which has torch."""
     from areal_hpc.jobs.environment import get_interpreter
 
     python = get_interpreter("train", configured_python)

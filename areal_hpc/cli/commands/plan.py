@@ -56,7 +56,6 @@ def _format_count(number: int, noun: str) -> str:
 
 
 def _describe_job_without_name(job: JobSpec) -> list[str]:
-    """Lines without the job's name: equal for jobs that differ in nothing else."""
     count = _format_count(job.tasks, "node" if job.is_task_a_node else "task")
     gpus = f"{_format_count(job.gpus_per_task, 'GPU')} each" if job.gpus_per_task else "on the CPU"
     lines = [f"{count}, {gpus}"]
@@ -77,7 +76,6 @@ def _describe_processes(processes: Sequence[ProcessSpec], job: JobSpec) -> list[
 
 
 def _describe_cpus_and_memory(recipe: Recipe, job: JobSpec) -> str:
-    """Processors and memory that a job with GPUs asks Slurm for; nothing for other jobs."""
     from areal_hpc.launch.resources.node_shares import add_cpu_and_memory_options
 
     if not job.gpus_per_task:
@@ -95,13 +93,11 @@ def _describe_cpus_and_memory(recipe: Recipe, job: JobSpec) -> str:
 
 
 def _describe_successors(recipe: Recipe) -> str:
-    """Jobs that `areal-hpc submit` lays with each; nothing if there are none."""
     successors = recipe.cluster.slurm.successors
     return f"; {_format_count(successors, 'successor')} with areal-hpc submit" if successors else ""
 
 
 def _describe_local_gpu_assignment(stage: JobStage, recipe: Recipe) -> Iterator[str]:
-    """Lines: how `areal-hpc run` would share this machine's GPUs out, if it shows any."""
     from areal_hpc.launch.resources.gpu_assignment import (
         assign_gpus,
         find_usable_gpus,

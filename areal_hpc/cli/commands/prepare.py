@@ -74,7 +74,6 @@ def _write_tiny_model(arguments: argparse.Namespace) -> int:
 
 
 def _read_tokenizer_training_texts(path: Path | None) -> list[str]:
-    """The lines of a file, or the quick start's demonstrations."""
     if path is not None:
         if not path.is_file():
             raise RecipeError(f"there is no text file at {path}", key="--texts")

@@ -98,7 +98,6 @@ def _run_recipe(arguments: argparse.Namespace) -> int:
 
 
 def _describe_run_dir(recipe: Recipe) -> str:
-    """Where a run would write, or which run it would go on with."""
     from areal_hpc.rundir.paths import RunPaths
     from areal_hpc.view.state.summary import read_run_progress
 
@@ -111,7 +110,6 @@ def _describe_run_dir(recipe: Recipe) -> str:
 
 
 def _describe_allocation_steps(recipe: Recipe) -> Iterator[str]:
-    """Lines: the steps of the allocation that this shell holds."""
     from areal_hpc.jobs.environment import get_interpreters
     from areal_hpc.launch.places.held_allocation import describe_planned_steps
     from areal_hpc.slurm.allocation import read_allocation

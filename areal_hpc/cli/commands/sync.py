@@ -45,7 +45,6 @@ def _write_metrics_for_tracker(arguments: argparse.Namespace) -> int:
     tracker = choose_tracker(arguments.tracker, arguments.python, arguments.project)
 
     def sync() -> bool:
-        """Write a part; true if the run had been finished or cancelled before."""
         is_last = paths.finished_marker.exists() or paths.cancelled_marker.exists()
         rows = write_new_rows_for_tracker(paths, tracker)
         if rows or not arguments.follow:

@@ -92,7 +92,6 @@ def _check_tasks(arguments: argparse.Namespace) -> int:
 async def _check_tasks_and_count_unsound(
     rows: list[dict[str, Any]], arguments: argparse.Namespace
 ) -> int:
-    """A line for each task; how many are not sound."""
     from areal_hpc.dataset.harbor.task_check import check_tasks_in_order
     from areal_hpc.sandbox.runtimes.choice import make_runtime
     from areal_hpc.sandbox.spec import SandboxSpec

@@ -58,7 +58,6 @@ def read_container_file(path: Path) -> ContainerFile:
 
 
 def _split_into_instructions(text: str) -> list[str]:
-    """Instructions, each on one line; the lines of a here-document belong to its own."""
     escape = re.match(r"\s*#\s*escape\s*=\s*([`\\])", text, re.IGNORECASE)
     mark = re.escape(escape[1] if escape else "\\")
     lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
@@ -92,7 +91,6 @@ def _apply_instruction(
 
 
 def _parse_variables(arguments: str) -> dict[str, str]:
-    """`ENV A=1 B="two words"`, or the older `ENV A 1`."""
     name, mark, value = arguments.partition(" ")
     if mark and "=" not in name:
         return {name: value.strip()}

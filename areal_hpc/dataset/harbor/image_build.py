@@ -63,7 +63,6 @@ def needs_image(folder: Path, task: HarborTaskFile) -> bool:
 
 
 def _compute_source_digest_if_changed(folder: Path, task: HarborTaskFile) -> str:
-    """The digest of what an image would be built from; empty if it was built from that."""
     environment = folder / "environment"
     digest = hashlib.sha256((task.environment.docker_image or "").encode())
     if task.environment.docker_image is None:
@@ -85,7 +84,6 @@ def _list_source_files(environment: Path) -> Iterator[Path]:
 
 
 def _build_image(folder: Path, task: HarborTaskFile, source_digest: str) -> None:
-    """Build and save one image; podman keeps its layers for the next."""
     podman, tag = shutil.which("podman"), f"localhost/areal-hpc-task:{source_digest[:32]}"
     if podman is None:
         raise RecipeError(

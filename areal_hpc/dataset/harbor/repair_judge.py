@@ -31,7 +31,6 @@ sys.__stdout__.flush()
 
 
 def read_and_remove_cases_file() -> list[dict[str, Any]]:
-    """The cases of the task, whose file is gone afterwards."""
     cases: list[dict[str, Any]] = json.loads(CASES_FILE.read_text())
     CASES_FILE.unlink()
     return cases

@@ -37,12 +37,7 @@ class TaskCheck:
 async def check_tasks_in_order(
     rows: Sequence[dict[str, Any]], runtime: Runtime, spec: SandboxSpec, at_once: int
 ) -> AsyncIterator[TaskCheck]:
-    """Check each of these rows, in their order.
-
-    Raises:
-        RecipeError: This machine cannot isolate, or a task's files do not fit.
-        ClusterError: A sandbox did not start.
-    """
+    """Check each of these rows, in their order."""
     places = asyncio.Semaphore(at_once)
 
     async def check(row: dict[str, Any]) -> TaskCheck:

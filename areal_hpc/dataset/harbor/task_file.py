@@ -102,7 +102,6 @@ class EnvironmentSectionConfig(BaseConfig):
     @model_validator(mode="before")
     @classmethod
     def _read_older_sizes(cls, section: Any) -> Any:
-        """`memory = "2G"` and `storage = "10G"`, as before schema 1.0."""
         if not isinstance(section, dict):
             return section
         values = dict(section)

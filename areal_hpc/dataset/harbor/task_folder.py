@@ -118,7 +118,6 @@ def read_task_folder(folder: Path) -> dict[str, Any]:
 
 
 def _find_root(folder: Path) -> str:
-    """The root file system beside a task's Dockerfile; empty if it has none."""
     for name in (*ROOT_FILE_SYSTEM_NAMES, IMAGE_FILE_NAME):
         if (folder / "environment" / name).exists():
             resolve_task_path(folder, f"environment/{name}")
@@ -171,7 +170,6 @@ def list_copy_targets_in_system_folders(container: ContainerFile) -> list[str]:
 
 
 def _list_top_folders_to_make_writable(places: list[str]) -> list[str]:
-    """The first folder of each place, but for those that are writable anyhow."""
     tops = dict.fromkeys(f"/{PurePosixPath(place).parts[1]}" for place in places if place != "/")
     return [
         top

@@ -35,8 +35,6 @@ from areal_hpc.jobs.processes.die_with_parent import die_with_parent
 
 
 class _StubObject:
-    """A name that can be imported, called as a decorator, nested and inherited from."""
-
     def __init__(self, stub_name: str) -> None:
         self.__name__ = self.__qualname__ = stub_name
 
@@ -78,8 +76,6 @@ def _make_triton_stub(module_or_kernel_name: str) -> Any:
 
 
 class _StubModule(types.ModuleType):
-    """A module, with any submodule, whose attributes a factory makes on demand."""
-
     def __init__(self, stub_name: str, make: Callable[[str], Any]) -> None:
         super().__init__(stub_name)
         self.__path__: list[str] = []
@@ -96,8 +92,6 @@ class _StubModule(types.ModuleType):
 
 
 class _StubModuleFinder:
-    """Finds the stand-ins and all their submodules."""
-
     def __init__(self, roots: dict[str, Callable[[str], Any]]) -> None:
         self._roots = roots
 
@@ -157,7 +151,6 @@ def _patch_sglang_to_fork() -> None:
 
 
 def _die_with_parent(parent: int) -> None:
-    """In a child: end when its parent does. SGLang asks for the same, but later."""
     die_with_parent(signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)

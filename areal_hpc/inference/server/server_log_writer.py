@@ -27,11 +27,7 @@ class ServerLogPipe:
     """A pipe and the file that gets what is written into it, as soon as the storage takes it."""
 
     def __init__(self, path: Path) -> None:
-        """Make the file, or go on with it.
-
-        Raises:
-            OSError: The storage refused.
-        """
+        """Make the file, or go on with it."""
         make_folder(path.parent)
         self._path = path
         self._file: FileIO | None = self._open_file()
@@ -54,7 +50,6 @@ class ServerLogPipe:
         self._writer.start()
 
     def wait_until_written(self, timeout_s: float) -> None:
-        """Return when the output of a server that has ended is in the file, or time is over."""
         self._writer.join(timeout_s)
 
     def _read_pipe_until_end(self) -> None:
@@ -94,7 +89,6 @@ class ServerLogPipe:
         self._file = None
 
     def _wait_and_take_held(self) -> list[bytes]:
-        """What waits to be written, as soon as there is something; nothing at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._held or self._has_ended)
             pieces = [*self._held]

@@ -137,7 +137,6 @@ class SGLangServer:
 
     @property
     def pid(self) -> int:
-        """Of the server's first process, which leads the group of all the others."""
         return self._process.pid
 
     def is_ready(self) -> bool:
@@ -152,7 +151,6 @@ class SGLangServer:
         return True
 
     def continue_generation(self) -> bool:
-        """End a pause; false when SGLang does not answer."""
         url = f"{self.url}/continue_generation"
         return responds_with_200("POST", url, _CONTINUE_TIMEOUT_S, key=self.keys.admin)
 
@@ -184,20 +182,16 @@ class SGLangServer:
 
     @property
     def has_usage_error(self) -> bool:
-        """True when SGLang did not understand its command line."""
         return self._process.poll() == 2  # argparse's exit code
 
     def lost_port_race(self) -> bool:
-        """True when its log says that another process had taken one of its ports."""
         return any(sign in self.read_log_tail() for sign in _PORT_TAKEN_MESSAGES)
 
     def read_log_tail(self, lines: int = 25) -> str:
-        """The last lines of its log."""
         text = read_tail_lines(self.log_path, _LOG_TAIL_BYTES).decode(errors="replace")
         return "\n".join(text.splitlines()[-lines:])
 
     def request_stop(self) -> None:
-        """Ask it to end."""
         if self._process.poll() is None:
             self._process.terminate()
 
@@ -229,14 +223,12 @@ class SGLangServer:
 
 
 def find_error_line(text: str) -> str:
-    """The line that says most about why a server died: the last error, else the last line."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if _ERROR_LINE_PATTERN.match(line)]
     return (errors or lines or [""])[-1][:_MAX_ERROR_LINE_CHARS]
 
 
 def _is_listening(pid: int, port: int) -> bool:
-    """True if a process, or one below it, takes connections on a port."""
     with suppress(psutil.NoSuchProcess):
         leader = psutil.Process(pid)
         for process in (leader, *leader.children(recursive=True)):
@@ -249,7 +241,6 @@ def _is_listening(pid: int, port: int) -> bool:
 
 
 def _find_engine_processes(pid: int) -> list[psutil.Process]:
-    """The server's schedulers and detokenizers. Compilers and the like come and go."""
     engine = []
     with suppress(psutil.NoSuchProcess):
         for child in psutil.Process(pid).children():

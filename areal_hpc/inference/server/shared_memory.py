@@ -62,7 +62,6 @@ def remove_files_of_dead_servers() -> list[Path]:
 
 
 def list_files_of_live_server_session(session: int) -> set[Path]:
-    """Files of a server's own kinds that the living processes of its session use."""
     files = list_shared_memory_files_in_use(_list_user_pids(of_session=session))
     return {path for path in files if path.name.startswith(_POSSIBLE_SERVER_PREFIXES)}
 
@@ -83,7 +82,6 @@ def _list_user_pids(
 
 
 def _list_process_files(pid: int) -> set[Path]:
-    """Files that a process maps or holds open; nothing if it has ended."""
     found: set[Path] = set()
     with suppress(OSError):
         for line in Path(f"/proc/{pid}/maps").read_text(errors="surrogateescape").splitlines():

@@ -49,7 +49,6 @@ def parse_visible_device_ids(environ: Mapping[str, str]) -> tuple[str, ...] | No
 
 
 def list_device_files(devices_dir: Path = DEVICES_DIR) -> list[Path]:
-    """NVIDIA's device files, one per GPU."""
     return sorted(devices_dir.glob("nvidia[0-9]*"))
 
 

@@ -139,7 +139,6 @@ def compute_clock_skew_s(before: float, written_at: float, after: float) -> floa
 
 
 def is_fault_of_storage(error: Exception) -> bool:
-    """True if shared storage as a whole takes no files: read-only, full, over a quota."""
     return isinstance(error, OSError) and error.errno in STORAGE_ERRNOS
 
 
@@ -182,7 +181,6 @@ class ReachabilityServer:
         self.address = f"{host}:{self._listener.getsockname()[1]}"
 
     def start_answering(self, for_s: float) -> None:
-        """Answer in the background."""
         threading.Thread(
             target=self._answer_probes, args=(for_s,), name="greeter", daemon=True
         ).start()

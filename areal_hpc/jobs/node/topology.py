@@ -29,42 +29,35 @@ class TaskPosition:
 
     @property
     def is_first(self) -> bool:
-        """Rank 0: the task that speaks for the job."""
         return self.rank == 0
 
 
 def get_task_position() -> TaskPosition:
-    """This process's position, as its supervisor passed it on; a lone process is rank 0 of 1."""
     return _read_position(
         os.environ, "AREAL_HPC_", ("RANK", "NUM_TASKS", "LOCAL_RANK", "NODE_RANK")
     )
 
 
 def _read_position(environ: Mapping[str, str], prefix: str, names: Sequence[str]) -> TaskPosition:
-    """The position that these variables tell; where they are absent, that of a lone task."""
     lone = (0, 1, 0, 0)
     told = (int(environ.get(prefix + name, of)) for name, of in zip(names, lone, strict=True))
     return TaskPosition(*told)
 
 
 def get_advertised_host() -> str:
-    """The address other nodes reach this one by, as the supervisor found it; else loopback."""
     return os.environ.get("AREAL_HPC_HOST", LOOPBACK_ADDRESS)
 
 
 def runs_on_one_node() -> bool:
-    """Whether all tasks of this job's step are on this node; without Slurm they are."""
     unsaid = "" if "SLURM_PROCID" in os.environ else "1"
     return os.environ.get("SLURM_STEP_NUM_NODES", unsaid) == "1"
 
 
 def get_task_log_dir(default_dir: Path) -> Path:
-    """The folder of this task's logs, as the supervisor chose it; a lone process says its own."""
     return Path(os.environ.get("AREAL_HPC_LOG_DIR", default_dir))
 
 
 def get_job_start_number() -> int:
-    """Which start of its job or cell this process is part of, from 1; 0 where none are counted."""
     return int(os.environ.get(JOB_START_VARIABLE, "0"))
 
 
@@ -108,7 +101,6 @@ def find_interface(address: str) -> str:
 
 
 def _resolve_unless_loopback(host_name: str) -> str:
-    """The first address of a host that is not loopback; empty if there is none."""
     try:
         found = socket.getaddrinfo(host_name, None, socket.AF_INET, socket.SOCK_STREAM)
     except socket.gaierror:
@@ -133,7 +125,6 @@ def _find_slurm_address(node: str) -> str:
 
 
 def _find_address_towards(peer: str) -> str:
-    """The address that packets to `peer` leave from. Sends nothing."""
     if not peer:
         return ""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -145,12 +136,10 @@ def _find_address_towards(peer: str) -> str:
 
 
 def get_slurm_restart_count(environ: Mapping[str, str]) -> int:
-    """Number of times that Slurm has requeued this job."""
     return int(environ.get("SLURM_RESTART_COUNT", "0"))
 
 
 def detect_task_position(environ: Mapping[str, str]) -> TaskPosition:
-    """This task's position as Slurm (or submitit's local executor) tells it."""
     if "SLURM_PROCID" in environ and "SUBMITIT_LOCAL_GLOBALID" not in environ:
         return _read_position(environ, "SLURM_", ("PROCID", "NTASKS", "LOCALID", "NODEID"))
     return _read_position(environ, "SUBMITIT_LOCAL_", ("GLOBALID", "NTASKS", "LOCALID", "NODEID"))

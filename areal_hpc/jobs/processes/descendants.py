@@ -73,12 +73,10 @@ def spare_from_kill(pid: int) -> None:
 
 
 def stop_sparing_from_kill(pid: int) -> None:
-    """The opposite of `spare_from_kill`; the child may have ended."""
     _spared_pids.discard(pid)
 
 
 def kill_descendants(pid: int, spared_pids: frozenset[int] = frozenset()) -> None:
-    """Kill the processes below one, apart from some and those kept, until there are no more."""
     while left := [one for one in list_descendants(pid, _spared_pids) if one not in spared_pids]:
         for one in left:
             kill_and_reap_process(one)

@@ -110,7 +110,6 @@ def _preload_module(module: str) -> None:
 
 
 def _fork_at_requests(channel: socket.socket) -> bool:
-    """Fork a process at every request, one at a time; true in each of these processes."""
     while channel.recv(len(START_REQUEST)):
         # A stop signal that comes before the new process is ready for it must not be lost.
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
@@ -127,7 +126,6 @@ def _fork_at_requests(channel: socket.socket) -> bool:
 
 
 def _set_up_forked_process(command: Sequence[str], channel: socket.socket, server_pid: int) -> None:
-    """Make of a forked process what the supervisor would have started with `exec`."""
     os.setsid()
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)

@@ -86,17 +86,14 @@ class LineProcess:
 
     @property
     def pid(self) -> int:
-        """Its number, also of its process group."""
         return self._process.pid
 
     @property
     def is_usable(self) -> bool:
-        """It lives, waits for a line, and had all that it needed for the last one."""
         is_free = not (self._is_asked or self._has_run_short)
         return is_free and self._process.poll() is None
 
     def mark_unusable_after_shortage(self) -> None:
-        """It lacked something, perhaps by what it left open itself: nobody uses it again."""
         self._has_run_short = True
 
     async def receive_socket(self, timeout_s: float) -> socket.socket:
@@ -162,11 +159,9 @@ class LineProcess:
         return answer
 
     def close(self) -> None:
-        """End it, with all that it started. May be repeated."""
         self._end()
 
     def disown(self) -> None:
-        """Close this copy of the link; the process is another one's child."""
         self._process.returncode = 0
         self._end.detach()
         self._link.close()
@@ -176,7 +171,6 @@ class LineProcess:
         return OomKillWatch()
 
     def _take_line(self) -> bytes | None:
-        """The answer, without its end, once it is there."""
         if b"\n" not in self._received[-_PIECE_BYTES:]:
             return None
         self._is_asked = False

@@ -56,11 +56,9 @@ class ForkServerClient:
 
     @property
     def is_server_alive(self) -> bool:
-        """True while it can fork."""
         return self._server.poll() is None
 
     def start_process(self) -> None:
-        """Have the process forked, as soon as its module is imported. The last one has ended."""
         self.pid = self._exit_code = None
         with contextlib.suppress(BrokenPipeError):  # it died: `poll` notices
             self._channel.send(START_REQUEST)
@@ -113,7 +111,6 @@ class ForkServerClient:
         return code
 
     def kill_server(self) -> None:
-        """End the server; the process has ended."""
         self._server.kill()
         self._server.wait()
         self._channel.close()
@@ -137,14 +134,12 @@ class ExecutedProcess:
         self.wait = self._process.wait
 
     def signal_session(self, signal_number: int) -> None:
-        """Signal the process and all that it started, also when it has ended itself."""
         _signal_process_group(self._process.pid, signal_number)
 
 
 def _start_process_in_own_session(
     command: list[str], log_path: Path, environ: Mapping[str, str], *descriptors: int
 ) -> subprocess.Popen[bytes]:
-    """A process in a session of its own that writes into a log, and inherits descriptors."""
     with log_path.open("ab") as log_file:
         return subprocess.Popen(
             command,
@@ -201,16 +196,13 @@ class ManagedProcess:
 
     @property
     def is_running(self) -> bool:
-        """True from its start until its end is known."""
         return self.process is not None and self.process.poll() is None
 
     def signal_session(self, signal_number: int) -> None:
-        """Signal the process and all that it started."""
         if self.process is not None:
             self.process.signal_session(signal_number)
 
     def made_progress(self) -> bool:
-        """True if this start got further than every one before it."""
         return self._read_progress_bytes() > self._progress_bytes
 
     def _read_progress_bytes(self) -> int:
@@ -221,7 +213,6 @@ class ManagedProcess:
 
     @property
     def has_written_error_file(self) -> bool:
-        """True if the process said in words of ours why it ended."""
         return get_process_error_path(self.config_path).exists()
 
     def read_error_or_log_tail(self) -> str:
@@ -233,7 +224,6 @@ class ManagedProcess:
         return "\n".join(tail.decode(errors="replace").splitlines()[-12:])
 
     def kill_fork_server(self) -> None:
-        """End its fork server, if it has one."""
         if self._server is not None:
             self._server.kill_server()
             self._server = None

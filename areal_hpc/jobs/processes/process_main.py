@@ -44,17 +44,12 @@ PARENT_VARIABLE = "AREAL_HPC_SUPERVISOR_PID"
 
 
 def main() -> None:
-    """Run the entry of the command line, for the supervisor that started this process."""
     entry, config_path = sys.argv[1:3]
     run_entry(entry, Path(config_path), int(os.environ[PARENT_VARIABLE]))
 
 
 def run_entry(entry: str, config_path: Path, parent: int) -> None:
-    """Run one entry with its configuration, for as long as its parent lives.
-
-    Raises:
-        SystemExit: With the code of the error that the entry raised.
-    """
+    """Run one entry with its configuration, for as long as its parent lives."""
     die_with_parent(signal.SIGTERM)
     if os.getppid() != parent:  # it died before the kernel was asked
         sys.exit(75)
@@ -76,7 +71,6 @@ def run_entry(entry: str, config_path: Path, parent: int) -> None:
 
 
 def _log_spans(config: dict[str, Any], config_path: Path) -> AbstractContextManager[None]:
-    """The process's spans, if it belongs to a run."""
     if "run_dir" not in config:
         return nullcontext()
     name = f"{config_path.parent.name}-{config_path.stem}"
@@ -84,7 +78,6 @@ def _log_spans(config: dict[str, Any], config_path: Path) -> AbstractContextMana
 
 
 def _serve_metrics(config: dict[str, Any], config_path: Path) -> AbstractContextManager[None]:
-    """The process's endpoint for Prometheus, if its run wants one."""
     if "run_dir" not in config or os.environ.get(PROMETHEUS_VARIABLE) != "1":
         return nullcontext()
     from areal_hpc.jobs.node.topology import get_advertised_host
@@ -132,7 +125,6 @@ def select_error_to_report(caught: BaseException) -> ArealError | ValidationErro
 
 
 def _get_error_precedence(error: ArealError | ValidationError) -> int:
-    """Who was superseded leaves; what no start mends outweighs the rest; a lost peer is an echo."""
     code = _get_exit_code(error)
     if code == SupersededTrainerError.exit_code:
         return 3
@@ -142,7 +134,6 @@ def _get_error_precedence(error: ArealError | ValidationError) -> int:
 
 
 def _get_exit_code(error: ArealError | ValidationError) -> int:
-    """A configuration that does not validate will not validate at the next start either."""
     return error.exit_code if isinstance(error, ArealError) else RecipeError.exit_code
 
 

@@ -27,7 +27,6 @@ class EscapingFormatter(logging.Formatter):
     """Formatter of records that may quote a model: whoever prints a log obeys no such text."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record, its control characters spelled out."""
         return escape_controls(super().format(record))
 
 

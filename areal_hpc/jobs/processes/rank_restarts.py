@@ -37,11 +37,7 @@ class RankRestartNotes:
         """Restarts that this task has taken part in."""
 
     def read_next_restart(self, *, is_urgent: bool = False) -> RankRestart | None:
-        """The next restart to take part in; None while there is none, or it is too early to look.
-
-        Raises:
-            OSError: The shared storage does not respond.
-        """
+        """The next restart to take part in; None while there is none, or before the next look."""
         now = time.monotonic()
         if now < self._next_look_at and not is_urgent:
             return None
@@ -57,11 +53,7 @@ class RankRestartNotes:
         return note
 
     def announce_restart_if_first(self, restart_note: RankRestart) -> bool:
-        """Have all tasks start their rank again; false if another task was first to say so.
-
-        Raises:
-            OSError: The shared storage refused the note.
-        """
+        """Have all tasks start their rank again; false if another task was first to say so."""
         make_folder(self._folder)
         path = get_number_path(self._folder, self.followed + 1)
         try:

@@ -43,15 +43,12 @@ class StopRequest:
 
     @property
     def requested(self) -> bool:
-        """True once a stop was asked for."""
         return self._event.is_set()
 
     def request(self) -> None:
-        """Ask for a stop from inside the process."""
         self._event.set()
 
     def wait(self, timeout_s: float) -> bool:
-        """Sleep up to `timeout_s`; true as soon as a stop is asked for."""
         return self._event.wait(timeout_s)
 
 
@@ -71,6 +68,5 @@ class StopEvent(threading.Event):
     """`SIGINT` for Ctrl-C; empty if no signal did."""
 
     def set_by_signal(self, signal_number: int) -> None:
-        """A signal asks for the stop; the first one counts."""
         self.signal_name = self.signal_name or signal.Signals(signal_number).name
         self.set()

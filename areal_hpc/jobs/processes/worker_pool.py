@@ -48,12 +48,10 @@ class WorkerPool(Generic[Worker]):
                     await asyncio.to_thread(worker.close)
 
     def close_idle_workers(self) -> None:
-        """End the workers that nobody uses."""
         while self._idle:
             self._idle.pop().close()
 
     def _get_places_of_running_loop(self) -> asyncio.Semaphore:
-        """Those of this event loop: a process of mode `subproc` has one per episode."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             self._places, self._loop = asyncio.Semaphore(self._size), loop

@@ -52,7 +52,6 @@ def find_model_problems(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _find_frozen_or_critic_problems(path: Path, key: str, recipe: Recipe) -> Iterator[Problem]:
-    """Does it divide as the policy does, and has it the same tokens?"""
     hint = "give a directory in Hugging Face format; jobs never download"
     if not path.is_dir():
         yield Problem(f"there is no model directory at {path.resolve()}", key, hint)
@@ -89,7 +88,6 @@ def _find_frozen_or_critic_problems(path: Path, key: str, recipe: Recipe) -> Ite
 
 
 def _find_model_dir(model: ModelConfig) -> Path | None:
-    """Where the policy lies now; None for one that is not there yet."""
     if model.hub is None:
         return model.path
     try:
@@ -99,7 +97,6 @@ def _find_model_dir(model: ModelConfig) -> Path | None:
 
 
 def _read_tokens(folder: Path) -> dict[str, int]:
-    """The tokens of a model directory with their ids; none if it has no tokenizer."""
     if not (folder / "tokenizer.json").is_file():
         return {}
     return TokenEncoder.from_model_dir(folder).get_base_vocab_ids_by_token()
@@ -159,7 +156,6 @@ def _find_model_directory_problems(path: Path, key: str, recipe: Recipe) -> Iter
 
 
 def _get_quantization_method(config: Mapping[str, Any]) -> str:
-    """How the weights are quantized, as a parsed `config.json` says; empty if they are not."""
     quantization = config.get("quantization_config")
     return str(quantization.get("quant_method", "an unnamed method")) if quantization else ""
 
@@ -225,7 +221,6 @@ def find_frozen_architectures(recipe: Recipe, policy: Architecture) -> list[Arch
 
 
 def _list_critic_models(recipe: Recipe) -> Iterator[tuple[str, Path | None]]:
-    """The critic, if there is one; None is the policy's own start."""
     objective = recipe.trainer.objective
     if objective.has_critic:
         path = objective.critic.model if isinstance(objective.critic.model, Path) else None
@@ -243,16 +238,11 @@ def find_critic_architecture(recipe: Recipe, policy: Architecture) -> Architectu
 
 
 def find_context_tokens(recipe: Recipe, model_dir: Path) -> int:
-    """Longest prompt plus reply: the recipe's, else the model's.
-
-    Raises:
-        RecipeError: Neither says.
-    """
+    """Longest prompt plus reply: the recipe's, else the model's."""
     return recipe.inference.context_length or require_max_position_embeddings(model_dir)
 
 
 def _find_reply_limit_problems(recipe: Recipe, context_tokens: int) -> Iterator[Problem]:
-    """Does the longest reply leave room for a prompt?"""
     samplings = {"rollout.sampling": recipe.rollout.sampling} | {
         one.sampling_key: one.sampling for one in recipe.evaluation_sets
     }
@@ -269,7 +259,6 @@ def _find_reply_limit_problems(recipe: Recipe, context_tokens: int) -> Iterator[
 def _find_parallel_size_problems(
     config: Mapping[str, Any], config_file: str, recipe: Recipe
 ) -> Iterator[Problem]:
-    """Is it a network that can be trained, and does it split as the recipe asks?"""
     try:
         arch = parse_architecture(config, config_file)
     except RecipeError as error:

@@ -46,7 +46,6 @@ def find_parser_name_problems(inference: InferenceConfig, python: str) -> Iterat
 
 
 def _read_keys(source: Path, table: str) -> list[str]:
-    """Keys of a dictionary that a source gives a name; none where it is not there."""
     try:
         tree = ast.parse(source.read_text())
     except (OSError, SyntaxError):

@@ -69,7 +69,6 @@ def find_prompt_problems(
 def _compare_prompt_lengths_with_context(
     lengths: Mapping[int, int], key: str, context_tokens: int, max_new_tokens: int
 ) -> PromptFindings:
-    """Compare tokens of prompts, by the index of their tasks, with the context."""
     if not lengths:
         return PromptFindings([], [])
     longest = max(lengths, key=lambda index: lengths[index])
@@ -106,7 +105,6 @@ def _choose_evenly_spaced_indices(count: int) -> Iterator[int]:
 def _count_prompt_tokens(
     messages: list[Any], template: ChatTemplate, encoder: TokenEncoder, context_tokens: int
 ) -> int:
-    """Tokens of a rendered prompt; `context_tokens` if it has at least so many for sure."""
     text = template.render_prompt([normalize_chat_message(message) for message in messages])
     if len(text) > context_tokens * MAX_CHARS_PER_TOKEN:
         return context_tokens

@@ -109,7 +109,6 @@ def load_user_code_and_find_problems(
 def _find_other_python_agent_problems(
     python: str, workflow: str, kwargs: Mapping[str, Any], sys_path: tuple[str, ...]
 ) -> Iterator[Problem]:
-    """Have the Python of `rollout.agent.python` build the agent."""
     names = {"workflow": workflow, "kwargs": dict(kwargs), "sys_path": [*sys_path]}
     command = {"args": [python, str(AGENT_WORKER_FILE)], "stderr": subprocess.DEVNULL}
     try:
@@ -134,7 +133,6 @@ def _find_user_code_load_problems(
     key: str,
     code_description: str,
 ) -> Iterator[Problem]:
-    """Run the program that imports user code; it prints what is wrong as its last line."""
     try:
         answer = subprocess.run(
             [python, "-c", _LOAD_USER_CODE_SCRIPT],

@@ -26,17 +26,14 @@ class CheckResult:
 
 
 def ok(check_name: str, finding: str) -> CheckResult:
-    """All is well."""
     return CheckResult(check_name, CheckStatus.OK, finding)
 
 
 def warn(check_name: str, finding: str, hint: str) -> CheckResult:
-    """Worth knowing."""
     return CheckResult(check_name, CheckStatus.WARN, finding, hint)
 
 
 def fail(check_name: str, finding: str, hint: str) -> CheckResult:
-    """A run would not work."""
     return CheckResult(check_name, CheckStatus.FAIL, finding, hint)
 
 

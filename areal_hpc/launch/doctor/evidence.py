@@ -19,11 +19,7 @@ from areal_hpc.rundir.atomic import write_atomic
 def write_evidence(
     path: Path, results: Sequence[CheckResult], examination: GpuExamination | None
 ) -> None:
-    """Put it in place. It has no values of the environment, which may hold keys.
-
-    Raises:
-        OSError: The storage refused.
-    """
+    """Put it in place. It has no values of the environment, which may hold keys."""
     repository = read_repository(Path(__file__).parent)
     told: dict[str, Any] = {
         "areal_hpc": areal_hpc.__version__,

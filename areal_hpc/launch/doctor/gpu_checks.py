@@ -43,7 +43,6 @@ def _judge_isolation_of_nodes(report: GpuReport) -> Iterator[CheckResult]:
 
 
 def _judge_facts_of_nodes(report: GpuReport, plan: GpuCheckPlan) -> Iterator[CheckResult]:
-    """Driver, GPUs, environments and limits of every node; a rehearsal needs none of them."""
     nodes = report.nodes
     if report.device == "cpu":
         hosts = ", ".join(one.host for one in nodes)
@@ -57,7 +56,6 @@ def _judge_facts_of_nodes(report: GpuReport, plan: GpuCheckPlan) -> Iterator[Che
 
 
 def _judge_collectives(report: GpuReport) -> Iterator[CheckResult]:
-    """Rates within the first node, and between nodes where there are several."""
     floor = (
         MIN_NVLINK_ALLREDUCE_BYTES_PER_S
         if report.nodes[0].has_nvlink

@@ -18,7 +18,6 @@ _NO_LIMIT_BYTES = 1 << 60
 
 
 def check_program_isolation(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
-    """An empty program in a sandbox, on this machine; only rewards that run programs need one."""
     yield from map(judge_isolation, try_isolation(None))
 
 
@@ -53,12 +52,10 @@ def list_security_means(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
 
 
 def has_user_namespaces(proc_dir: Path) -> bool:
-    """True if this machine's users may make some. Whether one starts is another check's."""
     return int(_read_text(proc_dir / "sys/user/max_user_namespaces") or 0) > 0
 
 
 def has_seccomp(proc_dir: Path, machine: str) -> bool:
-    """True if the kernel has filters of system calls, and there is one for this architecture."""
     is_known = build_seccomp_filter(machine) is not None
     return is_known and "\nSeccomp:" in (proc_dir / "self/status").read_text()
 
@@ -83,7 +80,6 @@ def has_memory_limit(membership: Path, cgroup_dir: Path) -> bool:
 
 
 def _read_text(path: Path) -> str:
-    """Nothing if it cannot be read."""
     try:
         return path.read_text()
     except OSError:

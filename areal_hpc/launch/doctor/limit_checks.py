@@ -38,7 +38,6 @@ class AccountingLimit:
 
     @property
     def wanted_jobs(self) -> int:
-        """Jobs that the recipe submits, with their successors, each of which counts."""
         return sum(1 + one.successors for one in self.requests)
 
 
@@ -117,7 +116,6 @@ def judge_job_limit(
 
 
 def _find_limits_of_jobs(requests: Sequence[JobRequest]) -> Iterator[AccountingLimit]:
-    """The limits that concern some of these jobs."""
     user = getpass.getuser()
     default_account = _query_sacctmgr_table("user", ("defaultaccount",), f"name={user}")[0][
         "defaultaccount"
@@ -155,7 +153,6 @@ def _find_limits_of_jobs(requests: Sequence[JobRequest]) -> Iterator[AccountingL
 def _build_limits(
     owner: str, max_jobs_text: str, max_wall_text: str, requests: Sequence[JobRequest]
 ) -> Iterator[AccountingLimit]:
-    """A limit as sacctmgr writes it; nothing if it is none, or concerns no job."""
     max_jobs = int(max_jobs_text) if max_jobs_text.isdigit() else None
     max_minutes = parse_slurm_time_as_minutes(max_wall_text)
     if requests and (max_jobs is not None or max_minutes is not None):
@@ -165,7 +162,6 @@ def _build_limits(
 def _query_sacctmgr_table(
     entity: str, columns: Sequence[str], *conditions: str
 ) -> list[Mapping[str, str]]:
-    """Rows of `sacctmgr show`, by column."""
     shown = run_slurm_command(
         *("sacctmgr", "--noheader", "--parsable2", "show", entity),
         *(("where", *conditions) if conditions else ()),
@@ -176,7 +172,6 @@ def _query_sacctmgr_table(
 
 
 def _query_partition_qos(partition: str) -> str:
-    """The QOS whose limits a partition puts on its jobs; empty for none."""
     if not partition or "," in partition:
         return ""
     try:

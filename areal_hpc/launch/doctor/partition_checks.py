@@ -22,11 +22,7 @@ def get_options_by_sample_job(slurm: SlurmConfig) -> dict[str, JobOptions]:
 
 
 def read_partition(partition_name: str) -> dict[str, str]:
-    """Facts of a partition by Slurm's names for them.
-
-    Raises:
-        ClusterError: Slurm does not know it, or does not answer.
-    """
+    """Facts of a partition by Slurm's names for them."""
     shown = run_slurm_command("scontrol", "show", "partition", partition_name, "--oneliner")
     return dict(re.findall(r"(\w+)=(\S+)", shown))
 
@@ -160,7 +156,6 @@ def judge_requeue(*, is_requested: bool, default: str, successors: int) -> Check
 
 
 def parse_slurm_time_as_minutes(text: str) -> int | None:
-    """Whole minutes of `days-hours:minutes:seconds`; None for UNLIMITED."""
     seconds = parse_slurm_time_as_seconds(text)
     return None if seconds is None else seconds // 60
 

@@ -31,7 +31,6 @@ print(json.dumps(found))
 
 
 def check_interpreters(pythons: Mapping[str, str]) -> Iterator[CheckResult]:
-    """Ask every role's interpreter for the versions of its packages; nothing heavy is imported."""
     for role, python in pythons.items():
         yield _check_interpreter(role, python)
 

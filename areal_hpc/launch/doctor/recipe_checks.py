@@ -11,7 +11,6 @@ from areal_hpc.launch.input_checks import load_user_code_and_find_input_problems
 
 
 def check_role_interpreters(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
-    """The Python of each role. Those within containers are not to be seen here."""
     assert doctor_subject.recipe is not None
     if doctor_subject.slurm.container.kind == "none":
         yield from check_interpreters(get_interpreters(doctor_subject.recipe))

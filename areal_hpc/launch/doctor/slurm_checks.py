@@ -90,7 +90,6 @@ def check_sbatch_accepts(doctor_subject: DoctorSubject) -> Iterator[CheckResult]
 
 
 def _render_sample_scripts(doctor_subject: DoctorSubject) -> dict[str, str]:
-    """The script of one job of each kind; none without a recipe."""
     scripts: dict[str, str] = {}
     for request in doctor_subject.job_requests:
         # Of jobs that wait for others Slurm has no numbers yet; cells are alike.

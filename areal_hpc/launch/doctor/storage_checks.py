@@ -84,7 +84,6 @@ def check_nodes_see_file_root(doctor_subject: DoctorSubject) -> Iterator[CheckRe
 
 
 def _report_file_system_type(fileroot: Path) -> CheckResult:
-    """Kind of the file system. Only another node can tell whether it is shared."""
     asked = subprocess.run(
         ["stat", "--file-system", "--format=%T", str(fileroot)],
         capture_output=True,
@@ -168,7 +167,6 @@ def _check_free_space(fileroot: Path) -> CheckResult:
 
 
 def _check_quota() -> Iterator[CheckResult]:
-    """Answer of `quota`, where there is such a command; Lustre has its own."""
     if shutil.which("quota") is None:
         return
     asked = subprocess.run(
@@ -206,7 +204,6 @@ def submit_job_and_check_storage(
 
 
 def _submit_job_with_question(folder: Path, options: JobOptions, token: str) -> str:
-    """The number of a job that looks for the token in the folder, which is made."""
     folder.mkdir(parents=True)
     (folder / "question").write_text(f"{token}\n")
     script = JobPaths(folder).script

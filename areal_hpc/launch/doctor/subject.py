@@ -41,7 +41,6 @@ class DoctorSubject:
 
     @property
     def involves_slurm(self) -> bool:
-        """False where nothing that was given speaks of Slurm: `areal-hpc run` may be all."""
         return self.has_site or self.slurm != SlurmConfig()
 
     @cached_property
@@ -59,17 +58,12 @@ class DoctorSubject:
 
     @cached_property
     def job_requests(self) -> list[JobRequest]:
-        """The jobs that the recipe would submit; none without a recipe.
-
-        Raises:
-            RecipeError: They do not fit the nodes, or their time limits are too short.
-        """
+        """The jobs that the recipe would submit; none without a recipe."""
         return (
             build_remaining_job_requests(self.recipe, Path.cwd()) if self.recipe is not None else []
         )
 
 
 def parse_scontrol_config(scontrol_output: str) -> dict[str, str]:
-    """Keys and values in the output of `scontrol show config`. Pure."""
     pairs = (line.partition("=") for line in scontrol_output.splitlines() if " = " in line)
     return {name.strip(): value.strip() for name, _, value in pairs}

@@ -165,14 +165,7 @@ def submit_evaluation(
     print_line: Callable[[str], None],
     wait_until: StopEvent | None = None,
 ) -> None:
-    """Submit a job for what is left of the sets; wait for it, until that event, if there is one.
-
-    Raises:
-        RecipeError: Something the recipe names is missing or wrong, or Slurm refuses the job.
-        ClusterError: There is no Slurm here, or the job waits or runs.
-        JobFailedError: It failed for good while this waited.
-        RunInterruptedError: The event was set. The job goes on.
-    """
+    """Submit a job for what is left of the sets; wait for it, until that event, if there is one."""
     plan = build_evaluation_planner([one.name for one in sets])
     target.export_checkpoint_and_link_tasks(print_line)
     slurm_launcher.submit(target.recipe, print_line=print_line, plan=plan)
@@ -184,7 +177,6 @@ def submit_evaluation(
 
 
 def _find_gpu_problems(recipe: Recipe) -> list[Problem]:
-    """What keeps this machine's GPUs from carrying the cell."""
     if recipe.inference.device == "cpu":
         return []
     try:

@@ -42,15 +42,10 @@ class EvaluationTarget:
 
     @property
     def paths(self) -> RunPaths:
-        """The directory of the evaluation."""
         return RunPaths(self.recipe.run_dir.resolve())
 
     def export_checkpoint_and_link_tasks(self, print_line: Callable[[str], None]) -> None:
-        """Export the checkpoint unless that was done, and link the run's own tasks.
-
-        Raises:
-            ClusterError: The export failed.
-        """
+        """Export the checkpoint unless that was done, and link the run's own tasks."""
         if self.run is None:
             return
         readers = self.recipe.cluster.readable_by
@@ -145,7 +140,6 @@ def choose_version(run: RunPaths, step: int | None) -> WeightVersion:
 
 
 def _link_tasks(run: RunPaths, recipe: Recipe, paths: RunPaths) -> None:
-    """Have the evaluation read the tasks of the run itself, where it asks for the same ones."""
     recorded = {one.name: one.dataset for one in load_recipe(run.recipe).evaluation_sets}
     files = [run.dataset("train"), run.train_source_sizes]
     for one in recipe.evaluation_sets:

@@ -70,11 +70,7 @@ def build_allocation_with_fewer_gpus(allocation: Allocation, wanted_gpus: Wanted
 def place_stage(
     stage: JobStage, recipe: Recipe, allocation: Allocation
 ) -> dict[str, StepPlacement]:
-    """Nodes of every job of a stage; `auto` means the CPU where the allocation has no GPU.
-
-    Raises:
-        RecipeError: The allocation is too small.
-    """
+    """Nodes of every job of a stage; `auto` means the CPU where the allocation has no GPU."""
     usable = build_allocation_with_fewer_gpus(allocation, recipe.cluster.gpus)
     is_cpu = recipe.trainer.device == "auto" and not usable.gpus
     return place_steps(stage.jobs, usable, is_cpu=is_cpu)
@@ -127,11 +123,7 @@ def format_placement(step: StepPlacement) -> str:
 def describe_planned_steps(
     recipe: Recipe, allocation: Allocation, pythons: dict[str, str]
 ) -> Iterator[str]:
-    """Lines: where every job of a run would run, and the command line of its step.
-
-    Raises:
-        RecipeError: The allocation is too small.
-    """
+    """Lines: where every job of a run would run, and the command line of its step."""
     paths = RunPaths(recipe.run_dir.resolve())
     for stage in plan_run(recipe, paths):
         yield f"stage {stage.name} in allocation {allocation.job_id}"
@@ -209,7 +201,6 @@ class HeldAllocation:
                 self._refresh_end_and_preemption()
 
     def _refresh_end_and_preemption(self) -> None:
-        """Ask Slurm again: time limits are changed, and a preemption is announced."""
         with contextlib.suppress(ClusterError):  # what was known before holds
             facts = scontrol.query_job(self._allocation.job_id)
             self._ends_at, self._is_preempted = facts.ends_at, facts.is_preempted
@@ -222,17 +213,12 @@ class HeldAllocation:
         write_allocation_note(self._prepared_run.paths, note)
 
     def assign_stage_jobs_and_describe(self, stage: JobStage) -> Iterable[str]:
-        """Choose the nodes of every job."""
         self._placed = place_stage(stage, self._recipe, self._allocation)
         self._running = {}
         return [f"step     {format_placement(step)}" for step in self._placed.values()]
 
     def submit_job(self, spec: JobSpec) -> RunningJobHandle:
-        """Start a job as a step. Its number makes tasks of an earlier one stop, wherever they are.
-
-        Raises:
-            OSError: The shared storage refused to take what the job is told.
-        """
+        """Start a job as a step. Tasks of a step with a lower number stop, on whatever node."""
         paths, placement = self._prepared_run.paths, self._placed[spec.name]
         job, job_id = paths.job(spec.name), self._allocation.job_id
         network = self._recipe.cluster.slurm.network

@@ -91,7 +91,6 @@ def enter_launch_folder(paths: RunPaths) -> None:
 
 
 def _record_repository(state: RepositoryState, patch: Path, paths: RunPaths) -> dict[str, Any]:
-    """A repository's entry; what differs from its commit goes to a file of its own."""
     entry = dataclasses.asdict(state)
     del entry["patch"]
     if state.patch:
@@ -106,7 +105,6 @@ def _record_user_code(
     folders: Sequence[str],
     earlier_launches: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any] | None:
-    """The entry of the user's code, and a copy of it unless an earlier launch left the same."""
     code = read_user_code(recipe, folders)
     if code is None:
         return None

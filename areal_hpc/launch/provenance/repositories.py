@@ -61,7 +61,6 @@ def _run_git(folder: Path, *words: str) -> str:
 
 
 def _read_patch(root: Path) -> bytes:
-    """The differences from the commit, of which no more is read than is kept."""
     command = [
         "git",
         *_NO_EXTERNAL_PROGRAMS_OPTIONS,

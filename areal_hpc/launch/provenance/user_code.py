@@ -89,7 +89,6 @@ def list_user_code_dotted_names(recipe: Recipe) -> Iterator[str]:
 
 
 def _find_package(package: str, folders: Sequence[str]) -> Path | None:
-    """The folder of a package, or the file of a module; None if neither is found."""
     spec = PathFinder.find_spec(package, [*folders, *sys.path])
     if spec is None:
         return None
@@ -99,7 +98,6 @@ def _find_package(package: str, folders: Sequence[str]) -> Path | None:
 
 
 def _iterate_visible_files(root: Path) -> Iterator[Path]:
-    """The file itself, or all files below a folder but for hidden ones and caches, in order."""
     if root.is_file():
         yield root
     for folder, names, files in os.walk(root):
@@ -110,7 +108,6 @@ def _iterate_visible_files(root: Path) -> Iterator[Path]:
 
 
 def _read_code_file(file: Path) -> bytes | None:
-    """What a file holds; None if it is not one to copy."""
     if file.suffix not in CODE_SUFFIXES or file.is_symlink():
         return None
     try:
@@ -122,7 +119,6 @@ def _read_code_file(file: Path) -> bytes | None:
 
 
 def _pack_zip(contents: dict[str, bytes]) -> bytes:
-    """A zip file that depends on names and contents alone."""
     stream = io.BytesIO()
     with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as archive:
         for name in sorted(contents):

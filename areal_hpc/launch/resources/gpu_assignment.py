@@ -22,11 +22,7 @@ GpuAssignment = Mapping[str, list[list[str]]]
 
 
 def find_usable_gpus(recipe: Recipe, environ: Mapping[str, str]) -> VisibleGpus:
-    """GPUs of this machine that a run may use, in the order in which it takes them.
-
-    Raises:
-        RecipeError: `cluster.gpus` asks for what is not visible.
-    """
+    """GPUs of this machine that a run may use, in the order in which it takes them."""
     return select_wanted_gpus_or_raise(
         find_visible_gpus(environ), recipe.cluster.gpus, read_numa_node_by_gpu()
     )
@@ -72,7 +68,6 @@ def find_gpu_shortages(recipe: Recipe, visible_gpus: VisibleGpus) -> list[Proble
 
 
 def format_assignment(assignment: GpuAssignment) -> Iterator[str]:
-    """A line for each job that has GPUs, as in `trainer: 0 | 1`: those of its tasks."""
     for job, tasks in assignment.items():
         if any(tasks):
             yield f"{job}: {' | '.join(','.join(ids) for ids in tasks)}"
@@ -107,7 +102,6 @@ def _describe_shortage(
 
 
 def _suggest_fitting_shape(recipe: Recipe, num_visible_gpus: int, *, with_cells: bool) -> str:
-    """The setting nearest to the recipe's that fits: as many GPUs as can be, by few changes."""
     parallel, inference = recipe.trainer.parallel, recipe.inference
     elsewhere = "or use several nodes with areal-hpc submit"
     per_copy = parallel.world_size // parallel.dp
@@ -142,7 +136,6 @@ def _suggest_fitting_shape(recipe: Recipe, num_visible_gpus: int, *, with_cells:
 
 
 def _list_data_parallel_sizes(recipe: Recipe) -> list[int]:
-    """Sizes up to the recipe's that divide its batch as that does, and hold its experts."""
     parallel = recipe.trainer.parallel
     ranks = parallel.tp * parallel.cp
     return [

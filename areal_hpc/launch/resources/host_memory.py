@@ -71,9 +71,6 @@ def estimate_host_memory(
     """Host memory of each process of the trainer's job and of a cell, the largest rank's for all.
 
     The SFT stage has the same ranks, before any of these.
-
-    Raises:
-        RecipeError: The model's sizes are not known here.
     """
     arch, _ = find_architecture_and_remark(recipe.model)
     return (
@@ -138,7 +135,6 @@ def find_host_memory_problems(
 def find_allocation_memory_problems(
     recipe: Recipe, environment: Mapping[str, str]
 ) -> list[Problem]:
-    """The same for processes that all start within a Slurm allocation on this node."""
     given = parse_slurm_memory_bytes(environment.get("SLURM_MEM_PER_NODE", "0"))
     return find_host_memory_problems(recipe, {"trainer": given, "cell": given}) if given else []
 
@@ -178,7 +174,6 @@ def _group_by_job(
 
 
 def _format_held_memory(processes: Sequence[ProcessMemory]) -> str:
-    """`checkpoint 12.3 in each of 8 processes trainer`, and so on."""
     return ", ".join(
         f"{name} {size / GIB:.1f} in each of {one.processes_per_node} {one.process} processes"
         for one in processes
@@ -195,7 +190,6 @@ def _suggest_memory_change(recipe: Recipe, job: str) -> str:
 
 
 def _estimate_rank_memory(recipe: Recipe, arch: Architecture, ranks_per_node: int) -> ProcessMemory:
-    """Of a rank of the fullest stage, thing by thing."""
     config = recipe.trainer
     frozen = find_frozen_architectures(recipe, arch)
     critic = find_critic_architecture(recipe, arch)
@@ -222,7 +216,6 @@ def _estimate_rank_memory(recipe: Recipe, arch: Architecture, ranks_per_node: in
 
 
 def _estimate_server_memory(recipe: Recipe, arch: Architecture) -> ProcessMemory:
-    """Of one server with all its ranks; on a GPU its memory is not the host's."""
     config = recipe.inference
     replicas = config.replicas_per_cell
     if config.device != "cpu":

@@ -45,7 +45,6 @@ class ServingMemory:
 
     @property
     def total(self) -> int:
-        """Weights and KV cache."""
         return self.weights + self.kv_per_token * (self.kv_tokens or 0)
 
 

@@ -98,7 +98,6 @@ def _derive_cpu_and_memory_options(
 
 
 def _estimate_trainer_host_bytes_per_node(recipe: Recipe, tasks_per_node: int, kind: str) -> int:
-    """Host memory of a trainer's node for its checkpoint and for what waits off the GPU."""
     try:
         arch, _ = find_architecture_and_remark(recipe.model)
     except RecipeError as error:

@@ -73,13 +73,11 @@ class TrialCell:
         self._thread.join()
 
     def get_session(self, session_id: str) -> Session:
-        """Record of an episode that has ended: nothing changes in it any more."""
         assert self._recorder is not None
         return self._recorder.store.sessions[session_id]
 
     @property
     def ignored_grammars(self) -> list[str]:
-        """Names of the grammars that the agent asked for in vain."""
         return sorted(self._engine.ignored_grammars) if self._engine else []
 
     def _run_event_loop(self) -> None:
@@ -125,7 +123,6 @@ class TrialCell:
 
     @contextlib.asynccontextmanager
     async def _open_engine(self, model: ServedModel) -> AsyncIterator[str]:
-        """Address of what answers `/generate`."""
         base_url = self._config.base_url
         if base_url is not None and await _has_sglang_routes(base_url):
             yield base_url.removesuffix("/v1")

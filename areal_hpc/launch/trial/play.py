@@ -41,11 +41,7 @@ def main() -> None:
 
 
 def play_trials_and_count_failures(config: TrialConfig) -> int:
-    """Play every task once, one after the other; the number of episodes that failed.
-
-    Raises:
-        ArealError: The agent cannot be built, or there is nothing that answers it.
-    """
+    """Play every task once, one after the other; the number of episodes that failed."""
     rollout = config.driver.rollout
     agent = build_agent(rollout.agent, rollout.workflow, rollout.workflow_kwargs)
     assert agent is not None  # mode online is refused before this process starts

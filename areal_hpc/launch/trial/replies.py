@@ -135,7 +135,6 @@ def _read_recorded_replies(run: RunPaths) -> list[tuple[bytes, EngineReply]]:
 
 
 def _find_trained_spans(loss_mask_T: Any) -> Sequence[tuple[int, int]]:
-    """First token and the one behind the last of each run of trained tokens."""
     edges = np.flatnonzero(np.diff(np.concatenate(([0], loss_mask_T != 0, [0]))))
     return [(int(start), int(end)) for start, end in edges.reshape(-1, 2)]
 
@@ -190,5 +189,4 @@ class CompletionsServerReplies:
         )
 
     async def close(self) -> None:
-        """Close connections."""
         await self._http.close()

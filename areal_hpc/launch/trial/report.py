@@ -108,7 +108,6 @@ def _format_shortened_text(label: str, text: str) -> Iterator[str]:
 
 
 def _format_rows(session: Session) -> Iterator[str]:
-    """What the trainer would be given of the episode."""
     rows = session.build_rows(TicketRef(0, 0), "trial")
     yield _format_labeled_line(
         "rows", str(len(rows)) if rows else "none: no reward reaches a reply"

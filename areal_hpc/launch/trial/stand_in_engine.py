@@ -38,8 +38,6 @@ class _GenerateRequest(Struct):
 
 
 class _CutReply(Struct):
-    """Reply up to where the request's stop conditions end it."""
-
     text: str
     token_ids: list[int]
     logprobs: list[float]
@@ -87,7 +85,6 @@ class StandInEngine(JsonApp):
         return b"data: " + encoded + b"\n\ndata: [DONE]\n\n"
 
     def _cut_at_stop(self, reply: EngineReply, sampling: _SamplingParams) -> _CutReply:
-        """The reply as far as it goes: to a stop token or a stop text, whichever comes first."""
         ids, logprobs = reply.token_ids, reply.logprobs
         end_ids = {self._end_id, *(sampling.stop_token_ids or ())}
         count = next((at for at, one in enumerate(ids) if one in end_ids), None)
@@ -106,7 +103,6 @@ class StandInEngine(JsonApp):
         return _CutReply(text, ids, logprobs, reason)
 
     def _count_tokens_through(self, stop: str, ids: list[int]) -> int:
-        """Number of tokens whose text first contains `stop`."""
         return next(
             (
                 count
@@ -118,7 +114,6 @@ class StandInEngine(JsonApp):
 
 
 def _build_generate_reply(request: _GenerateRequest, reply: _CutReply) -> dict[str, Any]:
-    """What SGLang 0.5.23 answers, as far as the proxy reads it."""
     count = len(reply.token_ids)
     logprobs = [
         (logprob, token, None)

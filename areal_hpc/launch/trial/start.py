@@ -83,7 +83,6 @@ def run_trial(
 
 
 def _write_first_tasks(recipe: Recipe, count: int, out: Path) -> None:
-    """Write the first tasks, of each source in turn."""
     check = partial(check_task_limits, recipe.rollout, recipe.proxy.session_timeout_s)
     rows = list(islice(_iterate_rows_of_sources_in_turn(recipe), count))
     if not rows:
@@ -109,7 +108,6 @@ def _iterate_rows_of_sources_in_turn(recipe: Recipe) -> Iterator[dict[str, Any]]
 
 
 def _find_or_make_model_dir(recipe: Recipe, paths: RunPaths, recorded_run: Path | None) -> Path:
-    """Directory of the recipe's model, of which a trial reads the tokenizer alone."""
     model = recipe.model
     if model.path is not None:
         if not model.path.is_dir():

@@ -89,7 +89,6 @@ class Curriculum:
             self._tasks.setdefault(ticket_id, task)
 
     def _draw_tasks(self, first_ticket: int) -> DrawnTasks:
-        """Each task once at most while there are enough; by weight."""
         weights = self._compute_weights(first_ticket)
         weights = weights / weights.max()  # their sum may be more than a float holds
         chances = weights / weights.sum()  # which may be 0 where a weight was not
@@ -102,7 +101,6 @@ class Curriculum:
         return DrawnTasks(first_ticket, draws.tolist())
 
     def _compute_weights(self, first_ticket: int) -> npt.NDArray[np.float64]:
-        """Weights of the tasks; AgentError if the user's function or its weights are no good."""
         known = {
             "ticket": first_ticket,
             "groups": self._groups.copy(),

@@ -30,7 +30,6 @@ class TaskSource:
 
 @lru_cache(maxsize=64)
 def _shuffle_pass(pass_number: int, n_tasks: int, seed: int | str) -> tuple[int, ...]:
-    """The tasks of one pass, shuffled. Cached: re-issued tickets may still need the last pass."""
     order = list(range(n_tasks))
     random.Random(f"{seed}/{pass_number}").shuffle(order)
     return tuple(order)
@@ -85,7 +84,6 @@ def get_mixed_task_index(ticket_id: int, sources: tuple[TaskSource, ...], seed: 
 
 
 def derive_seed(stream: str, index: int, seed: int) -> int:
-    """A seed for ticket `index` of the stream named `train` or `eval`, in [0, 2^31)."""
     digest = hashlib.blake2b(f"{seed}/{stream}/{index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") & _SEED_MASK
 
@@ -113,12 +111,7 @@ class TaskStream:
         return grants
 
     def build_ticket_grant(self, ref: TicketRef) -> TicketGrant:
-        """What to run for `ref`. An evaluation ticket has a fixed seed.
-
-        Raises:
-            AgentError: The user's curriculum failed.
-            OSError: What it drew could not be written down.
-        """
+        """What to run for `ref`. An evaluation ticket has a fixed seed."""
         if ref.eval_step >= 0:
             number, task = split_ticket_id(ref.ticket_id)
             seed = derive_seed("eval", ref.ticket_id, self.seed)
@@ -133,11 +126,9 @@ class TaskStream:
         return TicketGrant(ref, task, seed, self.episodes_per_ticket)
 
     def record_rewards(self, ticket_id: int, rewards: Sequence[float]) -> None:
-        """The group of a training ticket is over."""
         if self.curriculum is not None:
             self.curriculum.record_rewards(ticket_id, rewards)
 
     @property
     def trouble(self) -> str:
-        """Why no more tickets can be granted, in words for the user; else empty."""
         return self.curriculum.trouble if self.curriculum else ""

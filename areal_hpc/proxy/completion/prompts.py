@@ -152,9 +152,6 @@ class PromptBuilder:
         """Find what the call continues and make it ready to be sent.
 
         Who sends it releases its `reserved_tokens_per_choice`.
-
-        Raises:
-            ProxyRequestError: The call cannot be answered.
         """
         give_up_at = time.monotonic() + self._limits.request_timeout_s
         asked_at = time.time()
@@ -208,7 +205,6 @@ class PromptBuilder:
     async def _prepare_sampling_for_parsers(
         self, call: ModelCall, turn: OpenTurn, sampling: SamplingParams
     ) -> tuple[SamplingParams, bool]:
-        """Add the grammar of the tool choice; also whether the model reasons before a grammar."""
         if self._parsers is None or not self._model.must_parse_reply(call):
             return sampling, False
         # The parsers need the marks that a reader of plain text would not want to see.
@@ -228,7 +224,6 @@ class PromptBuilder:
     async def _tokenize_call(
         self, session: Session, call: ModelCall
     ) -> tuple[OpenTurn, list[int], int]:
-        """What the call would add to the session's tree, the ids of that, tokens of the prompt."""
         encoder, key = self._model.encoder, call.prompt_param_name
         if call.raw_prompt is None:
             turn = self._render_turn(session, call)
@@ -283,11 +278,7 @@ class PromptBuilder:
     async def build_prompt_json_inside_and_length(
         self, session: Session, call: ModelCall
     ) -> tuple[bytes, int]:
-        """The prompt of a call that is not made: the inside of a JSON array of ids, and length.
-
-        Raises:
-            ProxyRequestError: The prompt is none for this model.
-        """
+        """The prompt of a call that is not made: the inside of a JSON array of ids, and length."""
         turn, new_ids, prompt_tokens = await self._tokenize_call(session, call)
         return session.tree.build_sequence_ids_json_inside(
             turn.parent, format_ids_as_json_inside(new_ids)
@@ -317,7 +308,6 @@ class PromptBuilder:
 
 
 def _refuse_prefill_with_grammar(call: ModelCall) -> None:
-    """Demand that a reply that is begun is free to go on: a grammar holds from the first token."""
     if call.prefill is None:
         return
     for key in (*call.sampling.active_grammar_names, *["tool_choice"] * call.tool_choice.must_call):

@@ -32,7 +32,6 @@ def enforce_sampling_and_note_ignored(
 def apply_enforced_sampling(
     sampling: SamplingParams, session: StartSessionRequest
 ) -> tuple[SamplingParams, list[str]]:
-    """The run's sampling parameters, if the session is bound to them, and whose they replaced."""
     ours = _get_enforced_sampling(session)
     replaced = [name for name, value in ours.items() if getattr(sampling, name) != value]
     return (msgspec.structs.replace(sampling, **ours) if replaced else sampling), replaced
@@ -83,7 +82,6 @@ def bound_top_k_if_mask_is_recorded(
 
 
 def _get_enforced_sampling(session: StartSessionRequest) -> dict[str, Any]:
-    """What the session's calls are sampled with, whatever they ask for; empty if they decide."""
     ours = session.sampling
     if session.sampling_from == "agent":
         return {}

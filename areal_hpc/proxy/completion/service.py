@@ -77,9 +77,6 @@ class CompletionService:
         """Generate and record `call.n` replies. The interactions are in the journal on return.
 
         The first choice's interaction has the id `answer_id`, choice i has `<answer_id>-<i>`.
-
-        Raises:
-            ProxyRequestError: The call cannot be answered.
         """
         self.limiter.admit(session, call.n)
         reserved_tokens = 0
@@ -153,7 +150,6 @@ class CompletionService:
     async def _stream_choice(
         self, prompt: PreparedCall, choice_index: int, reply_stream: ReplyStream
     ) -> None:
-        """Generate one choice into `reply_stream`; it is recorded even if nobody reads on."""
         said, reader, failover = ReplyContent(), None, ReplyFailover(self._encoder)
         first_token_at = 0.0
         if self._parsers is not None and prompt.parseable_tools is not None:
@@ -227,7 +223,6 @@ class CompletionService:
         attempt: GenerateOnReplica,
         may_repeat: Callable[[], bool] = lambda: True,
     ) -> ReplicaAnswer:
-        """Generate on the session's replica; on another one if that is lost."""
         session, tries = prompt.session, CallTries()
         while True:
             replica = await self._router.pick_replica(session, prompt.give_up_at, tries.lost)
@@ -287,7 +282,6 @@ class CompletionService:
 async def _gather_or_cancel(
     calls: list[Coroutine[Any, Any, ReplicaAnswer]],
 ) -> list[ReplicaAnswer]:
-    """All results, or the first failure after the others have been cancelled."""
     if len(calls) == 1:
         return [await calls[0]]
     try:

@@ -23,7 +23,6 @@ class RecordedChoice(msgspec.Struct, frozen=True):
 
     @property
     def finish_reason(self) -> str:
-        """`stop`, `length`, `tool_calls`, or `abort` when nobody waited for the end."""
         reason = self.generation.finish_reason
         return "tool_calls" if reason == "stop" and self.said.calls else reason
 
@@ -54,7 +53,6 @@ class ReplyStream:
     _ended: int = 0
 
     def put(self, event: ReplyChunk | RecordedChoice | Exception) -> None:
-        """Let the reader know."""
         self._happened.put_nowait(event)
 
     def __aiter__(self) -> ReplyStream:
@@ -70,17 +68,14 @@ class ReplyStream:
         return event
 
     def stop_generation(self) -> None:
-        """Nobody reads any more: stop the engine. What it has said by then is recorded."""
         self.abandoned = True
         for stop in self._stops.values():
             stop()
 
     def register_stop_callback(self, choice_index: int, stop: Callable[[], None]) -> None:
-        """A choice is being generated; `stop` ends that early."""
         self._stops[choice_index] = stop
         if self.abandoned:
             stop()
 
     def unregister_stop_callback(self, choice_index: int) -> None:
-        """Nothing is left to stop."""
         self._stops.pop(choice_index, None)

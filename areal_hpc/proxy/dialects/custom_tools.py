@@ -41,7 +41,6 @@ def build_custom_tool_schema(
 
 
 def encode_custom_input(text: str) -> str:
-    """The arguments of a call of a custom tool."""
     return msgspec.json.encode({"input": text}).decode()
 
 

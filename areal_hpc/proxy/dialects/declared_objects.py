@@ -26,10 +26,6 @@ def rewrite_declared_objects(
     """A JSON request, or the part of one under `key`, each of whose declared objects is rewritten.
 
     With `skips_sound` one that can be read as it is stays so, and all within it.
-
-    Raises:
-        msgspec.DecodeError: It is not JSON.
-        ProxyRequestError: 400, too many objects would have to be rewritten.
     """
     types = (get_type_info(request_type),)
     return _Rewriter(rewrite, skips_sound).rewrite_value(raw_json, types, key)
@@ -90,17 +86,14 @@ def _can_be_read(raw_json: msgspec.Raw, struct: type[msgspec.Struct]) -> bool:
 
 
 def list_struct_types(*types: inspect.Type) -> list[inspect.StructType]:
-    """The objects that a value of these types, or of their unions, may be."""
     return [one for one in _unwrap_types(types) if isinstance(one, inspect.StructType)]
 
 
 def list_item_types(*types: inspect.Type) -> list[inspect.Type]:
-    """Types of the items of lists that a value of these types, or of their unions, may be."""
     return [one.item_type for one in _unwrap_types(types) if isinstance(one, inspect.ListType)]
 
 
 def _unwrap_types(types: Sequence[inspect.Type]) -> Iterator[inspect.Type]:
-    """The types that a value may have, out of unions and constraints."""
     for form in types:
         if isinstance(form, inspect.Metadata):
             yield from _unwrap_types((form.type,))

@@ -65,6 +65,5 @@ class Dialect:
 
 
 def format_named_event(content: dict[str, Any]) -> bytes:
-    """One server-sent event under the name that is its `type`."""
     name: str = content["type"]
     return b"event: " + name.encode() + b"\ndata: " + msgspec.json.encode(content) + b"\n\n"

@@ -32,7 +32,6 @@ def list_ignored_params(request: Struct, prefix: str = "") -> Iterator[str]:
 
 @cache
 def _list_ignored_or_struct_fields(struct_type: type[Struct]) -> list[tuple[str, str, bool]]:
-    """Of each field that is a hint, or may be an object with hints: both names, whether a hint."""
     declared = inspect.type_info(struct_type)
     assert isinstance(declared, inspect.StructType)
     fields = [(one, is_ignored_param(one.type)) for one in declared.fields]
@@ -44,5 +43,4 @@ def _list_ignored_or_struct_fields(struct_type: type[Struct]) -> list[tuple[str,
 
 
 def is_ignored_param(field_type: inspect.Type) -> bool:
-    """True for the type of a field that is an `IgnoredParam`."""
     return isinstance(field_type, inspect.Metadata) and bool((field_type.extra or {}).get("hint"))

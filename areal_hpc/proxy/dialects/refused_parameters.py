@@ -25,7 +25,6 @@ class RefusedParamRule:
     """Values that ask for nothing, or for what is done anyway. So does null."""
 
     def is_harmless_value(self, value: Any) -> bool:
-        """Whether the parameter may be left out when it has this value."""
         return value is None or any(value == one for one in self.harmless)
 
 
@@ -83,6 +82,5 @@ REFUSED_SAMPLING_OF_OTHER_ENGINES: Mapping[str, RefusedParamRule] = {
 
 
 def find_refusal(param_name: str, object_type: type[msgspec.Struct]) -> RefusedParamRule | None:
-    """The refusal of a parameter that an object of a request does not declare, if there is one."""
     own: Mapping[str, RefusedParamRule] = getattr(object_type, "refused", {})
     return own.get(param_name) or REFUSED_SAMPLING_OF_OTHER_ENGINES.get(param_name)

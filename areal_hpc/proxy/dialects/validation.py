@@ -115,7 +115,6 @@ def decode_request_json(
 
 
 def _replace_lone_surrogates(body: bytes) -> bytes:
-    """JSON with a sign of its own for each half of a pair, which no UTF-8 holds."""
     body = body.replace(rb"\\", b"\xff")  # none that an escape begins with; no UTF-8 has that byte
     for pattern in (_LONE_HIGH_PATTERN, _LONE_LOW_PATTERN):
         body = pattern.sub(rb"\\ufffd", body)
@@ -128,7 +127,6 @@ def _get_decoder(json_type: Any) -> msgspec.json.Decoder[Any]:
 
 
 def _to_request_error(complaint: str, parent_key: str) -> ProxyRequestError:
-    """The text of a `ValidationError` about what is under `parent_key`, as a refusal by name."""
     where = _ERROR_PATH_PATTERN.search(complaint)
     key = ".".join(part for part in (parent_key, where[1] if where else "") if part)
     named = _FIELD_ERROR_PATTERN.search(complaint)
@@ -140,12 +138,10 @@ def _to_request_error(complaint: str, parent_key: str) -> ProxyRequestError:
 
 
 def get_given_or_default(value: Given | None, default: Given) -> Given:
-    """Value asked for, if there is one."""
     return default if value is None else value
 
 
 def fold_seed_into_engine_range(seed: int | None) -> int | None:
-    """A seed that the engine takes: a wide one by its low bits."""
     return seed if seed is None or abs(seed) <= 2**53 else seed & 0x3FFFFFFF
 
 
@@ -169,7 +165,6 @@ def check_token_ids(model: ServedModel, key: str, tokens: Iterable[int | str] | 
 
 
 def format_left_out_part(part_type: str) -> str:
-    """What the model reads in the place of a part of a tool's result that is no text."""
     return f"[{part_type} left out: this model reads text]"
 
 
@@ -215,7 +210,6 @@ def build_function_tool(
     parameters: dict[str, Any] | None,
     strict: bool | None,
 ) -> dict[str, Any]:
-    """A tool as chat templates expect it."""
     fields = {"description": description, "parameters": parameters, "strict": strict}
     given = {key: value for key, value in fields.items() if value is not None}
     return {"type": "function", "function": {"name": function_name, **given}}

@@ -76,7 +76,6 @@ class SamplingParams(Struct, frozen=True, omit_defaults=True):
 
     @property
     def active_grammar_names(self) -> list[str]:
-        """Names of the constraints that are set; the engine takes one at most."""
         names = ("json_schema", "regex", "ebnf", "structural_tag")
         return [name for name in names if getattr(self, name) is not None]
 
@@ -161,11 +160,9 @@ class Generation(Struct, frozen=True):
     """Of the output tokens, by the distribution over these."""
 
     def pack_behavior_logprobs(self) -> bytes:
-        """Of the distribution that was sampled from, as in an `Interaction`."""
         return pack_logprobs(self.sampling_mask_logprobs or self.logprobs)
 
     def pack_sampling_mask(self) -> tuple[bytes, bytes]:
-        """`kept_counts` and `kept_ids` of an `Interaction`."""
         flat = list(itertools.chain.from_iterable(self.sampling_mask_ids))
         return pack_counts_as_uint16(list(map(len, self.sampling_mask_ids))), pack_ids(flat)
 
@@ -189,12 +186,7 @@ class TokenChunk(Struct, frozen=True):
 
 
 def decode_generation(server_url: str, answer: bytes) -> Generation:
-    """A whole answer of the server `server_url`.
-
-    Raises:
-        UnfinishedEngineCallError: It is not a sound answer.
-        ProxyRequestError: The server found the request at fault only while it ran.
-    """
+    """A whole answer of the server `server_url`."""
     reply = _decode_reply(_reply_decoder, server_url, answer)
     return _build_generation(server_url, reply.text, bytes(reply.output_ids), reply.meta_info)
 
@@ -363,7 +355,6 @@ def _build_generation(server_url: str, text: str, ids_json: bytes, meta: _MetaIn
 def _keep_mask_fields_if_sound(
     output_ids: list[int], kept_ids: list[list[int]], kept_logprobs: list[float]
 ) -> dict[str, Any]:
-    """What could be sampled, if it is known of every token: else nothing of it is kept."""
     if not len(output_ids) == len(kept_ids) == len(kept_logprobs):
         return {}
     if max(map(len, kept_ids), default=0) > MAX_MASK_TOKENS_PER_POSITION:
@@ -383,7 +374,6 @@ def _pack_version(server_url: str, version: str) -> int:
 
 
 def _build_error_event_exception(server_url: str, data: bytes) -> Exception:
-    """The exception for an `error` event; SGLang marks the request's fault by its code."""
     try:
         error = _error_decoder.decode(data).error
     except msgspec.DecodeError as broken:
@@ -395,7 +385,6 @@ def _build_error_event_exception(server_url: str, data: bytes) -> Exception:
 
 
 def _build_abort_exception(server_url: str, status_code: object, message: object) -> Exception:
-    """The exception for a generation that SGLang broke off; 503 says nothing of the call."""
     kind = UnfinishedEngineCallError if status_code == 503 else EngineResponseError
     return kind(f"{server_url} aborted the generation: {message}")
 

@@ -104,7 +104,6 @@ class GrammarChecks:
     async def _await_try(
         self, parsers: ParserProcessClient, digest: bytes, grammar_kind: str, text: str
     ) -> str:
-        """The result of the one try of a grammar, which ends when nobody waits for it any more."""
         if digest not in self._tries:
             trying = self._try_in_lanes(parsers, digest, grammar_kind, text)
             self._tries[digest] = asyncio.ensure_future(trying)
@@ -149,7 +148,6 @@ class GrammarChecks:
 
 @contextmanager
 def _hold_slot(session: Session, digest: bytes) -> Iterator[None]:
-    """Count a new grammar of a session for as long as the context lasts."""
     new, most = session.new_grammars, MAX_COMPILING_GRAMMARS_PER_SESSION
     if digest not in new and len(new) >= most:
         raise ProxyRequestError(429, f"{most} new grammars of this session are being compiled")

@@ -27,8 +27,6 @@ class UnreachableError(ConnectionError):
 
 
 class _ConnectionTimeouts:
-    """Ends of calls. One timer for all: most end long before, and a timer each costs 5 us."""
-
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._limits: dict[Connection, float] = {}
@@ -43,11 +41,9 @@ class _ConnectionTimeouts:
             self._set_timer(deadline)
 
     def drop(self, connection: Connection) -> None:
-        """Its call has ended."""
         self._limits.pop(connection, None)
 
     def stop_timer_if_unused(self) -> None:
-        """Stop the timer, unless a call still needs it."""
         if self._timer is not None and not self._limits:
             self._timer.cancel()
             self._timer, self._timer_at = None, math.inf
@@ -148,7 +144,6 @@ class ConnectionPool:
         return head.encode() + body
 
     async def _acquire_connection(self, timeout_s: float = math.inf) -> Connection:
-        """An open connection, the one used last if there is any."""
         self.used_at = self._loop.time()
         while self._idle:
             connection = self._idle.pop()
@@ -171,7 +166,6 @@ class ConnectionPool:
         return connection
 
     def _release_connection(self, connection: Connection) -> None:
-        """Keep the connection for the next call, unless something of this one is left in it."""
         if self._is_closed or not connection.can_be_reused:
             connection.close()
             return

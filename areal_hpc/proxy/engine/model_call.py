@@ -35,7 +35,6 @@ class ToolChoice(msgspec.Struct, frozen=True):
 
     @property
     def must_call(self) -> bool:
-        """The reply is a call, and no text."""
         return self.mode == "required"
 
     def select_allowed_tools(self, tools: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]]:
@@ -78,7 +77,6 @@ class ModelCall(msgspec.Struct, frozen=True):
 
     @property
     def ignored_names_and_dropped_tools(self) -> list[str]:
-        """Names of all that the request asks for in vain."""
         return [*self.ignored, *(f"tools[{kind}]" for kind in self.dropped_tools)]
 
 
@@ -114,12 +112,7 @@ class ServedModel:
         tool_call_parser: str | None,
         reasoning_parser: str | None,
     ) -> ServedModel:
-        """A model in Hugging Face format; its own context limit when None is given.
-
-        Raises:
-            RecipeError: The directory lacks a tokenizer, a chat template, or the limit; or the
-                template has no place for what is said, or tools give back if calls are parsed.
-        """
+        """A model in Hugging Face format; its own context limit when None is given."""
         template = ChatTemplate.from_model_dir(model_dir)
         encoder = TokenEncoder.from_model_dir(model_dir)
         template.require_messages(with_tools=tool_call_parser is not None)
@@ -135,7 +128,6 @@ class ServedModel:
         )
 
     def must_parse_reply(self, call: ModelCall) -> bool:
-        """True if a reply may hold more than text."""
         may_call = bool(call.tool_choice.select_allowed_tools(call.tools))
         return call.raw_prompt is None and (self.reasoning_parser is not None or may_call)
 

@@ -45,13 +45,7 @@ class GeneratePassthrough:
         self._timeout_s = timeout_s
 
     async def generate(self, session: Session, request: GenerateRequest) -> bytes:
-        """The replica's answer.
-
-        Raises:
-            ProxyRequestError: The replica refuses the request, or (400) the episode's limits do;
-                (429) there are too many; or (502) it was lost, and another will answer when the
-                request is repeated.
-        """
+        """The replica's answer."""
         give_up_at = time.monotonic() + self._timeout_s
         with self._limiter.hold_slots(session, 1):
             refuse_call_beyond_limits(session, 1)
@@ -88,7 +82,6 @@ class GeneratePassthrough:
     def _record_sampled_reply(
         self, session: Session, request: GenerateRequest, reply: Generation
     ) -> None:
-        """Let the session record this reply, and the versions that sampled it."""
         for span in reply.spans:
             self._router.advance_newest_version(span.version)
         digest = compute_reply_digest(

@@ -48,7 +48,6 @@ class CellReplicaSource:
         return (await self._client.call(f"{endpoint.url}/replicas", None, ReplicasOfCell)).replicas
 
     async def close(self) -> None:
-        """Close pooled connections."""
         await self._client.close()
 
 
@@ -91,7 +90,6 @@ class StaticReplicaSource:
         return ReplicaView(index, 1, "serving", url, version)
 
     async def close(self) -> None:
-        """Close pooled connections."""
         if self._http is not None:
             await self._http.close()
             self._http = None

@@ -58,6 +58,5 @@ class ReplyContent(Struct):
 
 
 def format_tool_call(call_id: str | None, function_name: str, arguments: Any) -> dict[str, Any]:
-    """A call as chat messages have it. Arguments are JSON as text, or what a client made of it."""
     function = {"name": function_name, "arguments": arguments}
     return {"id": call_id, "type": "function", "function": function}

@@ -37,8 +37,6 @@ def pack_weight_version_or_zero(version: str) -> int:
 
 @dataclass(slots=True)
 class _SessionHome:
-    """Where the calls of a session go."""
-
     index: int
     used_at: float = 0.0
     """Of the monotonic clock: when its last call began or ended."""
@@ -76,7 +74,6 @@ class Router:
 
     @property
     def serving_count(self) -> int:
-        """Replicas that may answer now."""
         return len(self._serving)
 
     async def poll_replicas_until_cancelled(self) -> None:
@@ -107,7 +104,6 @@ class Router:
             self.advance_newest_version(pack_weight_version_or_zero(replica.version))
 
     def advance_newest_version(self, packed_version: int) -> None:
-        """A replica serves these weights, or has sampled from them."""
         self.newest_version = max(self.newest_version, packed_version)
 
     async def pick_replica(
@@ -160,11 +156,9 @@ class Router:
         return choose_home_replica(replicas, load, together)
 
     def on_call_started(self, replica: ReplicaView) -> None:
-        """Count a call in flight on the replica."""
         self._in_flight[replica.index] += 1
 
     def on_call_finished(self, session: Session, replica: ReplicaView) -> None:
-        """The session's call is over, however it went."""
         self._in_flight[replica.index] -= 1
         if home := self._homes.get(session):
             home.used_at = time.monotonic()
@@ -181,5 +175,4 @@ class Router:
         self._refresh_now.set()
 
     async def close(self) -> None:
-        """Close pooled connections."""
         await self._source.close()

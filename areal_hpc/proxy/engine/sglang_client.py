@@ -79,12 +79,7 @@ class SGLangClient:
     async def generate(
         self, replica: ReplicaView, request: GenerateRequest, timeout_s: float
     ) -> Generation:
-        """Generate and wait for the whole reply, or what there is of it when the server breaks off.
-
-        Raises:
-            UnfinishedEngineCallError: The server did not finish the call.
-            ProxyRequestError: It says the request is wrong, or took too long.
-        """
+        """Generate and wait for the reply; one that the server breaks off comes back cut."""
         return decode_generation(replica.url, await self.generate_raw(replica, request, timeout_s))
 
     async def generate_streaming(
@@ -129,12 +124,7 @@ class SGLangClient:
     async def generate_raw(
         self, replica: ReplicaView, request: GenerateRequest, timeout_s: float
     ) -> bytes:
-        """Generate; the server's whole answer, unread.
-
-        Raises:
-            UnfinishedEngineCallError: The server did not finish the call.
-            ProxyRequestError: It says the request is wrong, or took too long.
-        """
+        """Generate; the server's whole answer, unread."""
         body = request.encode_body(stream=False)
         call = self._get_generate_pool(replica).post("/generate", body, timeout_s)
         status, answer = await self._await_or_abort(replica, request.rid, timeout_s, call)
@@ -144,7 +134,6 @@ class SGLangClient:
     async def _await_or_abort(
         self, replica: ReplicaView, rid: str, timeout_s: float, call: Coroutine[Any, Any, Answered]
     ) -> Answered:
-        """Give failures their names, and free the engine of a call that nobody waits for."""
         fault_point("proxy.generate")
         try:
             return await call
@@ -184,7 +173,6 @@ class SGLangClient:
         return pool
 
     def abort(self, replica: ReplicaView, rid: str) -> None:
-        """Tell the server that nobody waits any more. SGLang notices by itself only after 4 s."""
         task = asyncio.ensure_future(self._send_abort(replica, rid))
         self._aborts.add(task)
         task.add_done_callback(self._aborts.discard)
@@ -218,7 +206,6 @@ def _raise_for_status(base_url: str, status_code: int, answer: bytes) -> None:
 
 
 async def _read_events(answer: Connection) -> AsyncIterator[bytes]:
-    """The data of server-sent events. SGLang writes one line of data an event."""
     rest = b""
     while block := await answer.read_part():
         *lines, rest = (rest + block).split(b"\n")

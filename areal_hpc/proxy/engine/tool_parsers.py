@@ -128,7 +128,6 @@ class ParserProcessClient:
     async def _hand_out_replies_then_kill_process(
         self, process: asyncio.subprocess.Process, lines: asyncio.StreamReader
     ) -> None:
-        """Read the process's replies to its end; of one that writes what is none, make that end."""
         decoder = msgspec.json.Decoder(ParserReply)
         watcher = asyncio.ensure_future(self._end_process_when_stuck(process))
         try:
@@ -169,7 +168,6 @@ class ParserProcessClient:
             process.kill()
 
     def allocate_id(self) -> int:
-        """A number for a request or a reply."""
         self._count += 1
         return self._count
 
@@ -247,7 +245,6 @@ class ParserProcessClient:
         self._process.stdin.write(msgspec.json.encode(request) + b"\n")
 
     def build_reply_parser(self, tools: Sequence[dict[str, Any]], prompt: str) -> RemoteReplyParser:
-        """A reader for one reply to a prompt that ends with `prompt`."""
         return RemoteReplyParser(self, ReplyParseContext([*tools], prompt[-PROMPT_END_CHARS:]))
 
     async def close(self) -> None:

@@ -67,7 +67,6 @@ class ModelApi:
     async def count_prompt_tokens(
         self, route: str, session: Session, exchange: Exchange, unknown_params: Sequence[str]
     ) -> int:
-        """How many tokens the model would read."""
         call = self._enforce_sampling_and_count_ignored(route, session, exchange, unknown_params)
         prompts = self._completions.prompts
         return (await prompts.build_prompt_json_inside_and_length(session, call))[1]
@@ -75,7 +74,6 @@ class ModelApi:
     def _enforce_sampling_and_count_ignored(
         self, route: str, session: Session, exchange: Exchange, unknown_params: Sequence[str]
     ) -> ModelCall:
-        """The call as its session allows it; what it asks for in vain is counted."""
         call = enforce_sampling_and_note_ignored(exchange.call, session.request, unknown_params)
         names = call.ignored_names_and_dropped_tools
         self._completions.metrics.count_ignored_parameters(route, session.client, names)
@@ -169,8 +167,6 @@ class AgentApi(ModelApi):
         return openai_format.format_model(model_name, self._model.context_tokens)
 
     def _build_token_counter(self, path: str, dialect: Dialect) -> Handler:
-        """Tells how many tokens the model would read for a request in a dialect."""
-
         async def answer(
             session: Session, request: msgspec.Struct, unknown_params: Sequence[str]
         ) -> RouteResult:
@@ -182,8 +178,6 @@ class AgentApi(ModelApi):
         return answer
 
     def _build_model_call_handler(self, path: str, dialect: Dialect) -> Handler:
-        """Answers model calls in a dialect."""
-
         async def answer(session: Session, request: msgspec.Struct, *more: Any) -> RouteResult:
             exchange = dialect.read(request, session, self._model)
             return await self.answer_call(path, session, exchange, *more)

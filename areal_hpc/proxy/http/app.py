@@ -209,7 +209,6 @@ class ProxyApp:
         return ProxyRequestError(413, f"the request exceeds {self._max_request_bytes} bytes")
 
     async def _read_body(self, receive: Receive, session: Session | None) -> bytes:
-        """The request's body; what has come of it counts until all has."""
         parts: list[bytes] = []
         count = 0
         most = MAX_BODIES_OF_SESSION * self._max_request_bytes
@@ -241,7 +240,6 @@ class ProxyApp:
     def _authenticate_and_get_digest(
         self, route: Route, key: str, asgi_scope: Scope
     ) -> tuple[Session | None, str]:
-        """The session that a key opens, or the digest of a signed request's body; or neither."""
         if route.opened_by == "anyone":
             return None, ""
         if route.opened_by == "admin" and hmac.compare_digest(
@@ -293,7 +291,6 @@ class ProxyApp:
     def _check_session_and_list_arguments(
         self, route: Route, session: Session | None, named: str, body: bytes, asgi_scope: Scope
     ) -> Iterator[object]:
-        """What the route's answer takes."""
         if session is not None:
             if self._store.sessions.get(session.session_id) is not session:  # gone meanwhile
                 raise ProxyRequestError(401, "invalid session key")
@@ -321,7 +318,6 @@ class ProxyApp:
 async def _answer(
     route: Route, arguments: list[object], receive: Receive, send: Send, *, keeps_content: bool
 ) -> Answer:
-    """What a route answers; a stream has been sent by then, and is empty unless it is kept."""
     result = route.answer(*arguments)
     if inspect.iscoroutine(result):
         result = await cancel_on_disconnect(receive, result)
@@ -338,7 +334,6 @@ async def _answer(
 
 
 def _limit_what_admin_key_opens(argument: object) -> object:
-    """Sessions of its owner, none of a ticket's, whose agents only call unless more is asked."""
     if not isinstance(argument, wire.StartSessionRequest):
         return argument
     if argument.ref is not None:
@@ -416,7 +411,6 @@ async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, Resul
 
 
 def _build_answer_headers(exchange: Exchange) -> Headers:
-    """Headers of a reply of the model: its id is that of the request, as SDKs show it."""
     headers = _build_id_headers(exchange.answer_id)
     if exchange.call.dropped_tools:
         names = ", ".join(exchange.call.dropped_tools).encode("ascii", "backslashreplace")
@@ -426,12 +420,10 @@ def _build_answer_headers(exchange: Exchange) -> Headers:
 
 
 def _build_id_headers(request_id: str) -> Headers:
-    """The request's id, under the names of OpenAI and Anthropic."""
     return [(name, request_id.encode()) for name in (b"x-request-id", b"request-id")]
 
 
 def _choose_error_format(asgi_scope: Scope) -> ErrorFormatter:
-    """The shape of errors where no route decides: that of a client's own key, headers or paths."""
     if find_key_if_google_dialect(asgi_scope) is not None:
         return format_google_error
     path = f"{asgi_scope.get('path', '')}/"
@@ -444,5 +436,4 @@ def _asks_for_websocket(asgi_scope: Scope) -> bool:
 
 
 def _get_header(asgi_scope: Scope, header_name: bytes) -> bytes:
-    """A header's value; empty if the request has none of that name."""
     return next((value for one, value in asgi_scope["headers"] if one == header_name), b"")

@@ -43,15 +43,12 @@ MAX_KEPT_EXPORTED_BYTES = 512 << 20
 
 @dataclass(slots=True, eq=False)
 class _OfferedEpisode:
-    """One episode's place, until a program takes it or its driver asks anew."""
-
     request: wire.OfferEpisodeRequest
     taken: asyncio.Future[str] = field(default_factory=asyncio.Future)
     """The id of the session."""
 
     @property
     def sort_key(self) -> tuple[int, int, int]:
-        """Older tickets first, so that groups become complete."""
         session = self.request.session
         ref = session.ref
         return (ref.ticket_id, ref.attempt, session.episode) if ref else (0, 0, session.episode)
@@ -151,7 +148,6 @@ class DriverApi:
             await asyncio.sleep(SESSION_END_POLL_S)
 
     def grant_capacity(self) -> wire.MaxOpenSessionsReply:
-        """Let one more session be open at once."""
         self._most_sessions += 1
         return wire.MaxOpenSessionsReply(self._most_sessions)
 
@@ -175,7 +171,6 @@ class DriverApi:
         )
 
     def _mark_exported_and_drop_oldest(self, session: Session) -> None:
-        """Have the session forgotten in a while, or when enough others have been exported."""
         session.is_exported = True
         session.touch()
         self._exported.pop(session.session_id, None)
@@ -315,7 +310,6 @@ class DriverApi:
     def list_conversations(
         self, request: wire.ListConversationsRequest
     ) -> wire.ListConversationsReply:
-        """What the conversations of a session began with."""
         session = self._require_session(request.session_id)
         return wire.ListConversationsReply(list_conversations(session.tree))
 
@@ -339,7 +333,6 @@ class DriverApi:
         return wire.MarkAuxiliaryReply(len(session.tree.auxiliary))
 
     async def seal_training_tickets(self) -> wire.SealTicketsReply:
-        """Seal and settle what is finished."""
         return wire.SealTicketsReply(
             await self._require_sealer().seal_training_tickets_and_settle()
         )

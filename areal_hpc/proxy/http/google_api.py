@@ -49,7 +49,6 @@ def find_key_if_google_dialect(asgi_scope: MutableMapping[str, Any]) -> str | No
 
 
 def read_query_parameters(asgi_scope: MutableMapping[str, Any]) -> dict[str, str]:
-    """The parameters behind a path."""
     text: bytes = asgi_scope["query_string"]
     return dict(parse_qsl(text.decode("latin-1")))
 

@@ -35,8 +35,6 @@ class Answer:
 
 @dataclass(slots=True)
 class _NamedRequest:
-    """A request by its idempotency key; those of one key are answered in turn."""
-
     digest: bytes
     answer: Answer | None = None
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -112,7 +110,6 @@ class SessionRequests:
 
 
 def hash_request(path: str, query: bytes, body: bytes) -> bytes:
-    """The digest by which a request is known again."""
     digest = hashlib.blake2b(path.encode() + b"?" + query + b"\0")
     digest.update(body)
     return digest.digest()

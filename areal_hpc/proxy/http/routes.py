@@ -69,12 +69,10 @@ class Route:
 
     @property
     def unversioned_path(self) -> str:
-        """The path without the version of an API that it may begin with."""
         return _VERSION_PATTERN.sub("", self.path)
 
     @property
     def path_parameter(self) -> str:
-        """What a part of the path names; empty if none does."""
         named = _NAMED_PART_PATTERN.search(self.path)
         return named[1] if named else ""
 

@@ -155,10 +155,8 @@ _decoder: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
 
 
 def encode_event(event: Event) -> bytes:
-    """The event as a journal payload."""
     return _encoder.encode(event)
 
 
 def decode_event(payload: bytes) -> Event:
-    """The inverse of `encode_event`."""
     return _decoder.decode(payload)

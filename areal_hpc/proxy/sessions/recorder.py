@@ -149,7 +149,6 @@ class JournaledRecorder:
         self.journal_and_apply(events.InteractionAdded(session.session_id, call, digest))
 
     def _count_bytes(self, event: Event, size_bytes: int) -> None:
-        """Count what a session has recorded; of one kept in memory, the arrays of its calls."""
         if isinstance(event, events.ReplySampled):
             session = self.store.sessions[event.session_id]
             session.recorded_bytes += size_bytes or len(event.digest)
@@ -166,7 +165,6 @@ class JournaledRecorder:
             )
 
     def holds_session(self, session: Session) -> bool:
-        """False once the session has been dropped or sealed."""
         return self.store.sessions.get(session.session_id) is session
 
     def _find_defect(self, event: events.InteractionAdded) -> str | None:
@@ -243,19 +241,11 @@ class JournaledRecorder:
         )
 
     def compact_journal(self, compaction_plan: JournalCompactionPlan) -> None:
-        """Drop the records that `compaction_plan` does not need. May run in a thread.
-
-        Raises:
-            ClusterError: The disk refuses; the journal stays as it is.
-        """
+        """Drop the records that `compaction_plan` does not need. May run in a thread."""
         self._journal.compact(compaction_plan.must_keep)
 
     async def compact_if_due(self) -> None:
-        """Rotate the journal if that is due.
-
-        Raises:
-            ClusterError: The disk refuses; the journal stays as it is.
-        """
+        """Rotate the journal if that is due."""
         async with self._compacting:
             # Has it doubled since it last held only what is needed?
             needed_bytes = 2 * self._rotated_bytes + MIN_COMPACTION_GROWTH_BYTES
@@ -273,7 +263,6 @@ class JournaledRecorder:
             self._sealed_refs -= compaction_plan.sealed_or_dropped_refs
 
     def close(self) -> None:
-        """Sync and close the journal."""
         self._journal.close()
 
 

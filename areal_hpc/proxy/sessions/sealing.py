@@ -89,7 +89,6 @@ class TicketSealer:
             self._recorder.journal_and_apply(TicketsSealed(found))
 
     def wake(self) -> None:
-        """Look now whether something must be sealed."""
         self._wake_up.set()
 
     async def run(self) -> None:
@@ -113,11 +112,7 @@ class TicketSealer:
                 self._not_before = time.monotonic() + pause_s
 
     async def seal_training_tickets_and_settle(self) -> int:
-        """Seal what is finished, settle it if the ledger answers; how many tickets were sealed.
-
-        Raises:
-            ClusterError: The storage refused.
-        """
+        """Seal what is finished, settle it if the ledger answers; how many tickets were sealed."""
         count = await self._seal_training_tickets()
         await self._report_to_ledger_or_log()
         return count
@@ -129,11 +124,7 @@ class TicketSealer:
             log.warning("sealed; settling with the ledger failed and will be retried: %s", error)
 
     async def seal_all_and_settle(self) -> None:
-        """Seal what is finished, what the trainer waits for first.
-
-        Raises:
-            ClusterError: The storage refused.
-        """
+        """Seal what is finished, what the trainer waits for first."""
         await self._seal_training_tickets()
         await self.untrained.seal_now()
         await self._report_to_ledger_or_log()
@@ -153,7 +144,6 @@ class TicketSealer:
         )
 
     async def _seal_training_tickets(self) -> int:
-        """Seal what is finished; a cancellation leaves a seal that is under way to end."""
         self._seal_task = asyncio.ensure_future(self._seal_or_drop_training_tickets())
         return await asyncio.shield(self._seal_task)
 
@@ -217,14 +207,12 @@ class TicketSealer:
             await self._recorder.compact_if_due()
 
     async def close(self) -> None:
-        """Close pooled connections."""
         await self._ledger.close()
 
 
 def _build_rows(
     tickets: Sequence[FinishedTicket], cell: str
 ) -> tuple[dict[TicketRef, list[TrajectoryRow]], dict[TicketRef, str]]:
-    """The rows of each ticket that can be trained on, and what is wrong with the others."""
     rows_of: dict[TicketRef, list[TrajectoryRow]] = {}
     defects: dict[TicketRef, str] = {}
     for ticket in tickets:

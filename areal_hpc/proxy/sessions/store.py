@@ -34,12 +34,10 @@ MAX_REMEMBERED_TICKETS = 4096
 
 
 def generate_key() -> str:
-    """A session key: 256 random bits."""
     return f"sk-{secrets.token_urlsafe(32)}"
 
 
 def compute_key_digest(key: str) -> bytes:
-    """What is kept of a key. Looking up a digest tells an attacker nothing by its timing."""
     return hashlib.blake2b(key.encode(), digest_size=16).digest()
 
 
@@ -88,12 +86,10 @@ class Session:
 
     @property
     def must_persist(self) -> bool:
-        """True if what is said must outlive this process."""
         return not self.request.disposable
 
     @property
     def reward(self) -> float | None:
-        """What its episode earned so far; None before any reward."""
         return compute_episode_reward(self.tree, self.request.export.is_credited)
 
     def keep_response(self, response_id: str, body: bytes) -> None:
@@ -106,7 +102,6 @@ class Session:
             self._drop_response(next(iter(self.responses)))
 
     def hide_response(self, response_id: str) -> None:
-        """Let nobody ask for a Response."""
         self._drop_response(response_id)
         self.hidden_responses.add(response_id)
 
@@ -114,7 +109,6 @@ class Session:
         self._response_bytes -= len(self.responses.pop(response_id, b""))
 
     def touch(self) -> None:
-        """Put off the idle timeout."""
         self.touched_at = time.monotonic()
 
     def build_rows(self, ref: TicketRef, cell: str) -> list[TrajectoryRow]:
@@ -142,7 +136,6 @@ class Session:
         return build_failed_session_rows(self.tree, key, record)
 
     def count_uses_of_ignored_params(self) -> dict[str, int]:
-        """How often its recorded calls asked for what has no effect, by the parameter's name."""
         return dict(Counter(name for one in self.tree for name in one.ignored))
 
     def _build_record(self, cell: str) -> RowRecord:
@@ -176,11 +169,9 @@ class FinishedTicket:
 
     @property
     def is_evaluation(self) -> bool:
-        """True for a held-out task, whose rows are sealed apart and settled with nobody."""
         return self.ref.eval_step >= 0
 
     def build_rows(self, cell: str) -> list[TrajectoryRow]:
-        """Every row of the ticket, episode by episode."""
         return [row for session in self.sessions for row in session.build_rows(self.ref, cell)]
 
 
@@ -202,11 +193,9 @@ class SessionStore:
         self._by_control_key: dict[bytes, Session] = {}
 
     def find_session_by_key(self, key: str) -> Session | None:
-        """The session whose model calls `key` opens."""
         return self._by_key.get(compute_key_digest(key))
 
     def find_session_by_control_key(self, key: str) -> Session | None:
-        """The session whose rewards, records and end `key` opens."""
         return self._by_control_key.get(compute_key_digest(key))
 
     def count_rows_of_ticket(self, ref: TicketRef) -> int | None:
@@ -301,7 +290,6 @@ class SessionStore:
         self._remember_row_count(ref, len(ticket.rows) if ticket else 0)
 
     def _remember_row_count(self, ref: TicketRef, rows: int) -> None:
-        """Keep the answer to a repeated `/rl/finish_ticket` for a while."""
         self.settled_rows[ref] = rows
         while len(self.settled_rows) > MAX_REMEMBERED_TICKETS:
             del self.settled_rows[next(iter(self.settled_rows))]

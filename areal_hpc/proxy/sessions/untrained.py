@@ -77,15 +77,10 @@ class UntrainedSealer:
         return must_keep
 
     def find_past_keep_decision(self, session_id: str) -> bool | None:
-        """What `keep_or_drop_failed` answered; None if it was not asked, or long ago."""
         return self._answered.get(session_id)
 
     async def seal_if_due(self) -> None:
-        """Seal if there is much, or if some has waited long.
-
-        Raises:
-            ClusterError: The storage refused.
-        """
+        """Seal if there is much, or if some has waited long."""
         tickets, failed = self._list_evaluations(), list(self._store.failed.values())
         since = [ticket.finished_at for ticket in tickets]
         since += [session.failure.failed_at for session in failed if session.failure]
@@ -96,11 +91,7 @@ class UntrainedSealer:
             await self.seal_now()
 
     async def seal_now(self) -> None:
-        """Seal all that there is; a cancellation leaves a seal that is under way to end.
-
-        Raises:
-            ClusterError: The storage refused.
-        """
+        """Seal all that there is; a cancellation leaves a seal that is under way to end."""
         self._seal_task = asyncio.ensure_future(self._seal_under_lock())
         await asyncio.shield(self._seal_task)
 
@@ -143,7 +134,6 @@ class UntrainedSealer:
 def _build_sound_rows(
     ticket_or_session: object, build_rows: Callable[[str], list[TrajectoryRow]], cell: str
 ) -> Iterator[TrajectoryRow]:
-    """The rows of a ticket or session that a shard can hold; none if they cannot be built."""
     try:
         rows = build_rows(cell)
     except Exception:  # boundary: one episode must not keep the others from being sealed

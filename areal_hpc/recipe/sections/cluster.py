@@ -85,7 +85,6 @@ class JobOptions(BaseConfig):
     @field_validator("sbatch", "srun")
     @classmethod
     def _drop_false_flags(cls, flags: SlurmFlags | None) -> SlurmFlags | None:
-        """A recipe takes an option of its site away by false."""
         return flags and {name: value for name, value in flags.items() if value is not False}
 
     @field_validator("sbatch")

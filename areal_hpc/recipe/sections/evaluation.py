@@ -54,7 +54,6 @@ class EvaluationSetConfig(BaseConfig):
 
 
 def _drop_nulls(sets: Any) -> Any:
-    """Without sets that an override took out: overrides are merged into what a recipe has."""
     if isinstance(sets, dict):
         return {name: one for name, one in sets.items() if one is not None}
     return {} if sets is None else sets

@@ -143,7 +143,6 @@ class RolloutConfig(BaseConfig):
     @model_validator(mode="before")
     @classmethod
     def _fill_in_agent_defaults(cls, section: Any) -> Any:
-        """A recipe as it was written, with the defaults of its workflow."""
         own = AGENT_DEFAULTS_BY_WORKFLOW.get(
             str(section.get("workflow")) if isinstance(section, dict) else ""
         )

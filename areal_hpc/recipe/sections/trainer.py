@@ -452,7 +452,6 @@ class ObjectiveConfig(BaseConfig):
 
 
 def _convert_false_to_off(value: object) -> object:
-    """YAML takes a bare `off` for false."""
     return "off" if value is False else value
 
 

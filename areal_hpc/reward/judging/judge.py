@@ -69,6 +69,5 @@ def run_tests(
 
 
 def _build_program_files(main: str, texts: Mapping[str, str]) -> dict[str, bytes]:
-    """The program, the codec, and what it works on, in the order of its command line."""
     scripts = {script: (_SCRIPTS_FOLDER / script).read_bytes() for script in (main, "literals.py")}
     return scripts | {name: text.encode(errors="replace") for name, text in texts.items()}

@@ -111,7 +111,6 @@ class AnswerClient:
         return literals.decode(reply["value"], self._make_remote)
 
     def _make_remote_unless_stdlib(self, name: str) -> Any:
-        """The library's own module for a name of it: an answer's `math` judges nothing."""
         if name in sys.stdlib_module_names:
             with contextlib.suppress(ImportError):  # one of another system, as `winreg`
                 return importlib.import_module(name)

@@ -88,7 +88,6 @@ def describe_known_auxiliary_call(conversation: RecordedConversationSummary) -> 
 
 
 def _join_text(content: Any) -> str:
-    """The text of a message, whichever form it has."""
     if isinstance(content, list):
         return " ".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
     return content if isinstance(content, str) else ""

@@ -105,7 +105,6 @@ class EpisodeOutcome:
 
 
 def derive_episode_seed(ticket_seed: int, episode: int, failures: int) -> int:
-    """A seed of 31 bits: repeatable, and another one for every episode and every repetition."""
     digest = hashlib.blake2b(f"{ticket_seed}/{episode}/{failures}".encode(), digest_size=4)
     return int.from_bytes(digest.digest()) >> 1
 
@@ -151,7 +150,6 @@ async def _play_in_new_session(
     http_client: Any,
     sandbox: EpisodeSandbox | None,
 ) -> EpisodeOutcome:
-    """Play an episode in a session of its own."""
     session = await proxy.call_until_answered("/rl/start_session", spec.session, StartSessionReply)
     incarnation = proxy.peer_started_at
     try:
@@ -226,7 +224,6 @@ async def _reward_failed_episode(
 def _explain_failure(
     failure: AgentError, ended: EndSessionReply | None, agent: Agent, data: dict[str, Any]
 ) -> AgentError:
-    """The failure with its place in the agent, and what the session and the task tell of it."""
     problem, kind = failure.problems[0], failure.kind
     message, hint = escape_surrogates(problem.message), problem.hint
     if ended is not None and ended.interaction_count == 0:
@@ -357,7 +354,6 @@ async def _run_agent(
 async def _call_agent_returning_errors(
     agent: Agent, data: dict[str, Any], **extra_kwargs: Any
 ) -> object:
-    """What the agent returned; an AgentError or NodeResourceShortageError for what it raised."""
     try:
         return await agent.run(data, **extra_kwargs)
     except AgentError as error:  # it says all there is to say
@@ -371,7 +367,6 @@ async def _call_agent_returning_errors(
 async def _send_rewards_and_end_session(
     rewards: dict[str | None, Reward], session: StartSessionReply, proxy: ServiceClient
 ) -> float:
-    """Give the rewards to the proxy and end the session; all of them added up."""
     try:
         for interaction_id, reward in rewards.items():
             request = SetRewardRequest(reward, interaction_id)
@@ -397,7 +392,6 @@ async def _send_rewards_and_end_session(
 async def _end_session_of_failed_episode(
     session: StartSessionReply, proxy: ServiceClient
 ) -> EndSessionReply | None:
-    """End a session whose episode is lost. None: the proxy has forgotten it, or it has ended."""
     try:
         return await proxy.call_until_answered(
             "/rl/end_session", Empty(), EndSessionReply, key=session.control_key or session.api_key

@@ -59,7 +59,6 @@ async def run_group_until_enough_succeed(
 
 
 async def _cancel_and_await_all(tasks: Iterable[asyncio.Task[EpisodeOutcome]]) -> None:
-    """Cancel what runs on and wait for its end, also if this is cancelled: sandboxes stop in it."""
     for task in tasks:
         task.cancel()
     ends = asyncio.gather(*tasks, return_exceptions=True)

@@ -21,8 +21,6 @@ the model that is judged."""
 
 @dataclass(slots=True)
 class _Shortage:
-    """What an episode has met since it was last played or given more time, if ever."""
-
     since: float
     held_out_ticket: TicketRef | None = None
     longest_try_s: float = 0.0
@@ -50,7 +48,6 @@ class ShortageTracker:
             self._shortages.pop(episode, None)
 
     def record_episode_try_begin(self, episode: str) -> None:
-        """A try of an episode begins, which needs something of the node."""
         self._tries_begun_at[episode] = time.monotonic()
 
     def record_try_end_and_raise_if_stuck(
@@ -102,7 +99,6 @@ class ShortageTracker:
         shortage.since = now  # what those leave at their ends may be all that it needs
 
     def _is_only_task_short(self, shortage: _Shortage) -> bool:
-        """True if all else that is short is of the same held-out task, or was so beside others."""
         return shortage.held_out_ticket is not None and all(
             one.were_others_played or one.held_out_ticket == shortage.held_out_ticket
             for one in self._shortages.values()

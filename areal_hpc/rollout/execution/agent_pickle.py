@@ -59,9 +59,6 @@ def save_agent_as_module(
 
     Modules that it refers to are imported from `sys_path`; with `imports_areal_names` they import
     AReaL's names.
-
-    Raises:
-        RecipeError: It cannot be pickled.
     """
     data = pickle_agent((workflow, dict(kwargs)))
     source = _AGENT_MODULE_TEMPLATE.format(
@@ -92,7 +89,6 @@ def pickle_agent(agent: Any) -> bytes:
 
 
 def load_agent_pickle(module_file: str) -> Agent:
-    """The agent beside a module that `save_agent_as_module` wrote."""
     workflow, kwargs = cloudpickle.loads(Path(module_file).with_suffix(".pkl").read_bytes())
     return load_agent(workflow, kwargs, extra_kwargs=())
 
@@ -112,7 +108,6 @@ class PicklableFunction:
         self._function = function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the function returns."""
         return self._function(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -124,5 +119,4 @@ def _load_function(data: bytes) -> PicklableFunction:
 
 
 def make_function_picklable(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function itself if others can import it."""
     return function if get_import_path(function) is not None else PicklableFunction(function)

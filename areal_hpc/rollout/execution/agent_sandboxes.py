@@ -37,12 +37,7 @@ class AgentSandboxes:
         self._has_started = has_started
 
     async def start_first_and_refill(self) -> None:
-        """Start one, so that what is wrong is known before any episode.
-
-        Raises:
-            RecipeError: This machine cannot start it.
-            ClusterError: It did not start.
-        """
+        """Start one, so that what is wrong is known before any episode."""
         await self._pool.start_first_and_refill()
         self._has_started = True
 
@@ -80,11 +75,9 @@ class AgentSandboxes:
             yield EpisodeSandbox(sandbox, spec.network != "none", task)
 
     def _is_transient_isolation_error(self, error: RecipeError) -> bool:
-        """A machine that could isolate still can."""
         return self._has_started and error.problems[0].key == ISOLATION_RECIPE_KEY
 
     async def close(self) -> None:
-        """Stop those that nobody took."""
         await self._pool.close()
 
 
@@ -213,12 +206,7 @@ def _check_readonly_folders(folders: Sequence[str], runtime: Runtime) -> None:
 
 
 async def start_and_stop_sandbox(execution_config: AgentExecutionConfig) -> None:
-    """Start and stop a sandbox on this machine, if agents get any.
-
-    Raises:
-        RecipeError: This machine cannot start it.
-        ClusterError: It did not start.
-    """
+    """Start and stop a sandbox on this machine, if agents get any."""
     sandboxes = make_agent_sandboxes(execution_config, warm=0)
     if sandboxes is not None:
         await sandboxes.start_first_and_refill()

@@ -59,7 +59,6 @@ def build_agent(workflow: str, kwargs: dict[str, Any]) -> Any:
 
 
 def set_variables_and_run_agent(request: dict[str, Any]) -> Any:
-    """What the agent returns for a task."""
     os.environ.update(request["variables"])
     return asyncio.run(get_or_build_agent(request).run(request["data"]))
 
@@ -87,7 +86,6 @@ def encode_as_tagged_builtins(value: Any) -> Any:
 
 
 def describe_error(error: BaseException) -> str:
-    """`ValueError: why`, as `areal_hpc.errors.describe_exception`, which is not to be had here."""
     parts = traceback.format_exception_only(error)
     return " ".join(next(one for one in parts if not one.startswith(" ")).split())
 

@@ -39,11 +39,7 @@ _ENDS_OF_ITERATION = ("StopIteration", "StopAsyncIteration")
 
 
 def encode_returned(value: Any) -> bytes:
-    """One line: a number, text, a `Reward`, or a dict or list of these.
-
-    Raises:
-        AgentError: It is, or holds, something else.
-    """
+    """One line: a number, text, a `Reward`, or a dict or list of these."""
     return json.dumps({"returned": _encode_as_tagged_builtins(value)}).encode() + b"\n"
 
 
@@ -83,7 +79,6 @@ def decode_returned_or_raise(line: bytes) -> Any:
 
 
 def _encode_as_tagged_builtins(value: Any) -> Any:
-    """With a list of a word and parts for what JSON has not."""
     if value is None or isinstance(value, str):
         return value
     if isinstance(value, Reward):

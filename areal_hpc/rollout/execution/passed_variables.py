@@ -33,5 +33,4 @@ def select_passed_variables(
 def select_driver_python_variables(
     environ: Mapping[str, str], extra_patterns: Sequence[str]
 ) -> dict[str, str]:
-    """The variables that an agent sees which runs with the driver's Python in another process."""
     return select_passed_variables(environ, (*SAME_PYTHON_PASSED_VARIABLES, *extra_patterns))

@@ -66,7 +66,6 @@ class WorkerProcess(LineProcess):
             raise
 
     async def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Like `ProcessPool.call`, of a process of such a pool."""
         call = ForkingPickler.dumps((function, args, kwargs))
         return await self.request(base64.b64encode(call))
 
@@ -83,14 +82,7 @@ class ProcessPool(WorkerPool[WorkerProcess]):
         super().__init__(size, partial(_start_call_process, environ))
 
     async def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What the function returned. Cancelling it kills the process.
-
-        Raises:
-            WorkerLostError: The process died.
-            NodeResourceShortageError: The kernel ended it for want of memory.
-            WorkerStartError: None can be started now.
-            Exception: Whatever the function raised.
-        """
+        """What the function returned. Cancelling it kills the process."""
         async with self.acquire() as process:
             return await process.call(function, *args, **kwargs)
 

@@ -59,12 +59,7 @@ class SubprocessAgent:
         )
 
     async def check_agent_builds(self) -> None:
-        """Build the agent once, so that what is wrong with it is known before any episode.
-
-        Raises:
-            RecipeError: It cannot be built.
-            WorkerStartError: No worker process can be started now.
-        """
+        """Build the agent once, so that what is wrong with it is known before any episode."""
         async with self._pool.acquire() as process:
             if self._other_python:
                 await self._ask_other_python(process, do="build")
@@ -73,17 +68,14 @@ class SubprocessAgent:
 
     @asynccontextmanager
     async def acquire_worker_agent(self) -> AsyncIterator[Agent]:
-        """A process for one episode; waiting for it takes nothing from the episode's time."""
         async with self._pool.acquire() as process:
             yield _WorkerAgentHandle(partial(self._run_episode, process))
 
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> Any:
-        """Like `Agent.run`, including the wait for a process."""
         async with self.acquire_worker_agent() as agent:
             return await agent.run(data, **extra_kwargs)
 
     def close(self) -> None:
-        """Kill idle processes. They die with this one in any case."""
         self._pool.close_idle_workers()
 
     async def _run_episode(
@@ -96,7 +88,6 @@ class SubprocessAgent:
         )
 
     async def _ask_other_python(self, process: WorkerProcess, **request: Any) -> Any:
-        """What `agent_worker.py` answers; what the agent has started ends with its turn."""
         agent = {"workflow": self._workflow, "kwargs": self._kwargs}
         line = json.dumps({**agent, "sys_path": list_user_import_folders(), **request}).encode()
         try:

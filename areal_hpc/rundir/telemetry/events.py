@@ -67,7 +67,6 @@ class BackgroundEventLog(EventLog):
         self._writer.start()
 
     def close(self, timeout_s: float = 1.0) -> None:
-        """Write what is left, for at most so long."""
         self._lines.put(None)
         self._writer.join(timeout_s)
 
@@ -89,7 +88,6 @@ def read_recent_events(path: Path) -> list[dict[str, Any]]:
 
 
 def read_all_events(path: Path) -> list[dict[str, Any]]:
-    """Every event of the log, oldest first; none if there is no log."""
     return _select_events(read_readable_records(path))
 
 
@@ -125,7 +123,6 @@ class EventFollower:
 
 
 def _select_events(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those rows that are events: lines that a crash or a person damaged may be anything."""
     return [
         {"role": "", **row}
         for row in rows

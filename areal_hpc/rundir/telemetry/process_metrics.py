@@ -26,7 +26,6 @@ def register_sample_reader(read_samples: SampleReader) -> None:
 
 
 def list_sample_readers() -> list[SampleReader]:
-    """What has been registered so far."""
     return list(_readers)
 
 

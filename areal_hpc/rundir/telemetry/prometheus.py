@@ -60,8 +60,6 @@ def serve_process_metrics(paths: RunPaths, job: str, process: str, host: str) ->
 
 
 def _require_key(app: WSGIApplication, key: str) -> WSGIApplication:
-    """The application, for those that show a key."""
-
     def answer(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         given = environ.get("HTTP_AUTHORIZATION", "").encode("latin-1")
         if hmac.compare_digest(given, f"Bearer {key}".encode()):
@@ -78,10 +76,7 @@ def _remove_target_file(target: Path) -> None:
 
 
 class _SamplesCollector(Collector):
-    """The process's own metrics, as prometheus_client has them, and those of its roles."""
-
     def collect(self) -> Iterable[Metric]:
-        """What there is now."""
         yield from REGISTRY.collect()
         found: dict[str, Metric] = {}
         for read in list_sample_readers():
@@ -93,7 +88,6 @@ class _SamplesCollector(Collector):
         yield from found.values()
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing: what there will be is not known before."""
         return ()
 
 

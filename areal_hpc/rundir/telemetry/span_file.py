@@ -52,7 +52,6 @@ def _open_files(newest_file: Path, stack: contextlib.ExitStack) -> list[BinaryIO
 
 
 def _select_lines_since(content: mmap.mmap, file_name: str, since: float) -> Iterator[SpanLine]:
-    """The lines from a time on, after that of the process that wrote the first of them."""
     position = _find_first_since(content, since)
     start = content.rfind(_START_MARK, 0, position)
     if start >= 0:
@@ -69,7 +68,6 @@ def _decode_readable_lines(content: bytes, file_name: str) -> list[SpanLine]:
 
 
 def _find_first_since(content: mmap.mmap, since: float) -> int:
-    """Where the lines begin that tell of a time or later: they are in the order of their ends."""
     low, high = 0, len(content)
     while math.isfinite(since) and high - low > _WHOLE_READ_BYTES:
         middle = content.find(b"\n", (low + high) // 2, high) + 1
@@ -84,7 +82,6 @@ def _find_first_since(content: mmap.mmap, since: float) -> int:
 
 
 def _get_time(line: bytes) -> float:
-    """When a line was written, about; unreadable ones count as early."""
     try:
         found = _DECODER.decode(line)
     except msgspec.DecodeError:

@@ -44,19 +44,15 @@ class ProcessSpans:
 
     @property
     def end(self) -> float:
-        """When it was last heard of."""
         return max((one.end for one in self.spans), default=self.begin)
 
     @property
     def lanes(self) -> list[str]:
-        """Lanes of its spans; that of the process as a whole is first."""
         return sorted({one.lane for one in self.spans})
 
 
 @dataclass(slots=True)
 class _ProcessLines:
-    """Lines of one start of a process, as its file has them."""
-
     name: str
     start: ProcessStart
     spans: list[Span] = field(default_factory=list)
@@ -68,11 +64,7 @@ class _ProcessLines:
 def read_spans(
     paths: RunPaths, from_time: float = -math.inf, to_time: float = math.inf
 ) -> list[ProcessSpans]:
-    """The processes with spans between two Unix times of the ledger's node, by name and begin.
-
-    Raises:
-        OSError: A file may not be read.
-    """
+    """The processes with spans between two Unix times of the ledger's node, by name and begin."""
     pieces = [
         one
         for name in list_process_names_with_spans(paths)
@@ -90,13 +82,11 @@ def read_spans(
 
 
 def split_process_name(process_name: str) -> tuple[str, str]:
-    """Job and process of a name such as `cell-0-proxy`, or `trainer-ledger-0` of a task. Pure."""
     match = _PROCESS_NAME_PATTERN.fullmatch(process_name)
     return (match["job"], match["process"]) if match else ("", process_name)
 
 
 def list_process_names_with_spans(paths: RunPaths) -> list[str]:
-    """Names of the processes that have spans: `trainer-ledger`, `cell-0-proxy`..."""
     names = {path.name.split(".")[0] for path in paths.spans_dir.glob("*.jsonl")}
     return sorted(names)
 
@@ -104,7 +94,6 @@ def list_process_names_with_spans(paths: RunPaths) -> list[str]:
 def _read_process_starts(
     paths: RunPaths, process_name: str, from_time: float, to_time: float
 ) -> Iterator[_ProcessLines]:
-    """The starts of one process, oldest first. One whose beginning is lost begins with a span."""
     piece: _ProcessLines | None = None
     for line in read_span_lines(paths.spans(process_name), from_time, to_time):
         if isinstance(line, ProcessStart):
@@ -131,7 +120,6 @@ def _read_process_starts(
 
 
 def _are_same_process(start: ProcessStart, other_start: ProcessStart) -> bool:
-    """True for what begins two files of one process."""
     return (start.node, start.pid, start.began_at) == (
         other_start.node,
         other_start.pid,
@@ -172,7 +160,6 @@ class NodeClock:
 def _convert_to_ledger_time(
     piece: _ProcessLines, clock: NodeClock, *, is_known: bool
 ) -> ProcessSpans:
-    """A process in the time of the ledger's node, pieces of its states joined."""
     spans: list[Span] = []
     open_states: dict[str, int] = {}
     under_way = list(_list_unended(piece))
@@ -199,7 +186,6 @@ def _convert_to_ledger_time(
 
 
 def _list_unended(piece: _ProcessLines) -> Iterator[Span]:
-    """What had begun and has no end: it lasts until the process was last heard of."""
     ended: dict[tuple[str, str, float], list[Span]] = {}
     for one in piece.spans if piece.begun else ():
         ended.setdefault((one.name, one.lane, one.begin), []).append(one)

@@ -155,13 +155,11 @@ class SpanLog:
             return self._opened
 
     def end(self, span_number: int, span: Span) -> None:
-        """What had this number is over, as this span says."""
         with self._lock:
             self._open.pop(span_number, None)
         self.add(span)
 
     def close(self, timeout_s: float = 1.0) -> None:
-        """End the state, and write what is left, for at most so long."""
         self.record_state_entry("")
         self._is_over.set()
         self._writer.join(timeout_s)
@@ -227,7 +225,6 @@ class SpanLog:
             raise OSError(f"less than {self._min_free_bytes >> 20} MiB are free")
 
     def _rotate_large_file(self) -> bool:
-        """Put a file that has reached its bound aside; true if it was."""
         with contextlib.suppress(FileNotFoundError):
             if self._path.stat().st_size >= self._max_file_bytes:
                 self._path.replace(get_older_path(self._path))
@@ -260,12 +257,10 @@ def _build_span(span: Span, end_time: float) -> Span:
 
 
 def get_older_path(path: Path) -> Path:
-    """Where the lines go that a file had when it reached its bound."""
     return path.with_suffix(f".older{path.suffix}")
 
 
 def find_node_name() -> str:
-    """The name of this node, as Slurm has it if it is asked."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
@@ -308,7 +303,6 @@ def time_span(span_name: str, lane: str = "", **span_fields: Any) -> Iterator[di
 
 
 def record_state_entry(state_name: str) -> None:
-    """Note that this process is in a state from now on."""
     if _active is not None:
         _active.record_state_entry(state_name)
 

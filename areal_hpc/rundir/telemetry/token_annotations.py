@@ -80,7 +80,6 @@ class AnnotationWriter:
         self._thread.start()
 
     def close(self, timeout_s: float = 1.0) -> None:
-        """Wait for the last file, for at most so long."""
         if self._thread is not None:
             self._thread.join(timeout_s)
 
@@ -123,7 +122,6 @@ def read_annotations(paths: RunPaths, step: int) -> StepAnnotations | None:
 
 
 def find_row_annotation(paths: RunPaths, step: int, shard: str, row: int) -> RowAnnotation | None:
-    """What is known of a row of the batch that led to a step."""
     found = read_annotations(paths, step)
     rows = found.rows if found else []
     return next((one for one in rows if (one.shard, one.row) == (shard, row)), None)

@@ -108,8 +108,6 @@ def _open_archive(archive: Path) -> Iterator[tarfile.TarFile]:
 
 
 class _Blobs:
-    """Files of an image's archive."""
-
     def __init__(self, archive: Path, file: tarfile.TarFile) -> None:
         self._archive, self._file = archive, file
         self._members: dict[str, tarfile.TarInfo] = {}
@@ -121,11 +119,9 @@ class _Blobs:
 
     @property
     def has_oci_layout(self) -> bool:
-        """The archive is one of an image."""
         return {_LAYOUT_FILE, _INDEX_FILE} <= self._members.keys()
 
     def open(self, digest: str) -> IO[bytes]:
-        """The content of a blob."""
         algorithm, _, name = digest.partition(":")
         if algorithm != "sha256":
             raise _build_image_error(self._archive, f"digests of {algorithm} are not known")
@@ -135,13 +131,11 @@ class _Blobs:
         return stream
 
     def read_index(self) -> dict[str, Any]:
-        """The entry of the archive."""
         stream = self._file.extractfile(self._members[_INDEX_FILE])
         assert stream is not None
         return dict(json.loads(stream.read(MAX_DOCUMENT_BYTES)))
 
     def read_document(self, digest: str) -> dict[str, Any]:
-        """A blob that is JSON."""
         content = self.open(digest).read(MAX_DOCUMENT_BYTES)
         if f"sha256:{hashlib.sha256(content).hexdigest()}" != digest:
             raise ValueError(f"{digest} is another's content")
@@ -149,19 +143,15 @@ class _Blobs:
 
 
 class _HashedReader:
-    """A stream that remembers the digest of what was read."""
-
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream, self._digest = stream, hashlib.sha256()
 
     def read(self, size: int) -> bytes:
-        """As of any stream."""
         piece = self._stream.read(size)
         self._digest.update(piece)
         return piece
 
     def read_rest_and_get_digest(self) -> str:
-        """The digest of all of it; reads what is left."""
         while self.read(_PIECE_BYTES):
             pass
         return f"sha256:{self._digest.hexdigest()}"
@@ -186,7 +176,6 @@ def _read_manifest(archive: Path, blobs: _Blobs) -> OciImage:
 
 
 def _choose_manifest_digest(archive: Path, manifests: list[dict[str, Any]]) -> str:
-    """The one for this machine, or that says nothing of machines."""
     wanted = _ARCHITECTURES.get(platform.machine(), platform.machine())
     for one in manifests:
         place = one.get("platform", {})
@@ -196,7 +185,6 @@ def _choose_manifest_digest(archive: Path, manifests: list[dict[str, Any]]) -> s
 
 
 def _open_layer(archive: Path, media_type: str, stream: _HashedReader) -> Any:
-    """The tar of a layer."""
     if media_type.endswith("gzip"):
         return gzip.GzipFile(fileobj=stream)  # type: ignore[call-overload]
     if media_type.endswith("tar"):

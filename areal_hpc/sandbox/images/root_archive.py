@@ -114,7 +114,6 @@ def make_cache_folder() -> Path:
 
 
 def _get_or_make_secret(cache: Path) -> str:
-    """What makes the names of roots unguessable."""
     path = cache / _SECRET_NAME
     with _hold_file_lock(path):
         if not path.exists():
@@ -123,7 +122,6 @@ def _get_or_make_secret(cache: Path) -> str:
 
 
 def _remove_partial_and_unused_roots(cache: Path) -> None:
-    """Remove what killed processes left half-unpacked, and roots that nobody uses any more."""
     for folder in {path.with_suffix("") for path in cache.iterdir()}:
         with contextlib.suppress(BlockingIOError), _hold_file_lock(folder, waits=False) as lock:
             _remove_partial(folder)
@@ -133,7 +131,6 @@ def _remove_partial_and_unused_roots(cache: Path) -> None:
 
 
 def _remove_partial(folder: Path) -> Path:
-    """Remove a half-unpacked root, also folders of it that are closed to their owner; its path."""
     partial = folder.with_suffix(_PARTIAL_SUFFIX)
     for parent, names, _ in os.walk(partial):
         for path in (Path(parent, name) for name in names):
@@ -180,7 +177,6 @@ def _unpack_tar(archive: Path, folder: Path) -> None:
 
 @contextlib.contextmanager
 def _open_tar(archive: Path) -> Iterator[Any]:
-    """A tar as it was before it was compressed."""
     with archive.open("rb") as file:
         start = file.read(_LONGEST_MAGIC_BYTES)
     for magic, opener in _OPENERS_BY_MAGIC.items():
@@ -220,11 +216,7 @@ def _chmod_root_and_chown_tree(folder: Path, owner: int | None) -> None:
 
 @contextlib.contextmanager
 def _hold_file_lock(folder: Path, *, waits: bool = True) -> Iterator[int]:
-    """Within the context nobody else makes or removes a root; the descriptor of the lock.
-
-    Raises:
-        BlockingIOError: Somebody does, and this one does not wait.
-    """
+    """Within the context nobody else makes or removes a root; the descriptor of the lock."""
     path = folder.with_suffix(_LOCK_SUFFIX)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
     try:

@@ -46,14 +46,12 @@ class ApptainerRuntime:
     supports_root_file_system = True
 
     async def start(self, spec: SandboxSpec) -> Sandbox:
-        """See `Runtime.start`."""
         if find_apptainer() is None:
             raise _build_isolation_error("there is no program apptainer or singularity")
         return await start_container(spec, _plan_container, _build_isolation_error)
 
 
 def find_apptainer() -> str | None:
-    """The program `apptainer`, or `singularity`, as it was called before."""
     path = build_runtime_program_search_path()
     return shutil.which("apptainer", path=path) or shutil.which("singularity", path=path)
 
@@ -82,7 +80,6 @@ def _list_bind_options(setup: ContainerSetup) -> Iterator[str]:
 
 
 def _list_binds(setup: ContainerSetup) -> Iterator[tuple[str, str, str]]:
-    """What Apptainer shows: from, to, how; the outer ones first."""
     spec, scratch = setup.spec, setup.scratch
     for source, place in list_writable_binds(spec):
         yield f"{scratch}/{source}", place, ""

@@ -177,7 +177,6 @@ def build_bwrap_arguments(
 def _list_system_options(
     scratch: str, network: Network, contents: ContentDescriptors
 ) -> Iterator[str]:
-    """Options for this machine's programs, read-only, and folders to write in."""
     yield from ("--ro-bind", "/usr", "/usr", "--perms", "0755", "--dir", "/etc")
     for path in map(Path, SYSTEM_LINKS):
         if path.is_symlink():

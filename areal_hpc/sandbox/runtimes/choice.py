@@ -22,7 +22,6 @@ _RUNTIMES: dict[str, Callable[[], Runtime]] = {
 
 
 def make_runtime(isolation_name: str) -> Runtime:
-    """The runtime that `rollout.agent.isolation` names."""
     return _RUNTIMES[isolation_name]()
 
 

@@ -32,7 +32,6 @@ _SCRATCH_FOLDERS = (
 
 
 def list_writable_folders(spec: SandboxSpec) -> list[str]:
-    """Folders that commands may write in."""
     return ["/"] if spec.root is not None else [WORK_DIR, "/tmp", *spec.writable_folders]
 
 
@@ -124,7 +123,6 @@ def _add_member(
     folder_mode: int = 0o755,
     target: str = "",
 ) -> None:
-    """Add a file, a link, or a folder if it has neither content nor target."""
     member = tarfile.TarInfo(member_path)
     member.mode = folder_mode if content is None else 0o644
     member.type = tarfile.SYMTYPE if target else tarfile.DIRTYPE

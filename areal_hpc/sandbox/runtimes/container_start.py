@@ -130,7 +130,6 @@ async def start_container(
 
 
 def build_runtime_program_search_path() -> str:
-    """Where container programs are looked for."""
     return f"{os.environ.get('PATH', '')}:{PROGRAM_SEARCH_PATH}"
 
 
@@ -190,7 +189,6 @@ def build_container_server_command(
 
 
 def _list_mounts_below(sources: Sequence[str]) -> Iterator[str]:
-    """Mounts within folders that are shown: each of them has to be made read-only by itself."""
     for line in Path("/proc/self/mountinfo").read_bytes().splitlines():
         place = Path(line.split()[4].decode("unicode_escape"))
         if any(str(place) != one and place.is_relative_to(one) for one in sources):

@@ -48,14 +48,12 @@ class EnrootRuntime:
     supports_root_file_system = True
 
     async def start(self, spec: SandboxSpec) -> Sandbox:
-        """See `Runtime.start`."""
         if find_enroot() is None:
             raise _build_isolation_error("there is no program enroot")
         return await start_container(spec, _plan_container, _build_isolation_error)
 
 
 def find_enroot() -> str | None:
-    """The program `enroot`."""
     return shutil.which("enroot", path=build_runtime_program_search_path())
 
 
@@ -94,7 +92,6 @@ def _build_enroot_variables(setup: ContainerSetup) -> Mapping[str, str]:
 
 
 def _list_mounts(setup: ContainerSetup) -> Iterator[str]:
-    """Lines of fstab(5), in the order in which enroot mounts them."""
     spec, scratch = setup.spec, setup.scratch
     yield "/proc /proc none x-create=dir,rbind,rw,nosuid,nodev,noexec"
     yield f"{scratch}/dev /dev none x-create=dir,bind,rw,nosuid,noexec"
@@ -115,5 +112,4 @@ def _list_mounts(setup: ContainerSetup) -> Iterator[str]:
 
 
 def _escape(path: str) -> str:
-    """A path as a field of fstab(5), and as enroot's own substitution leaves it."""
     return "".join(f"\\{ord(one):03o}" if one in " \t\n\\$" else one for one in path)

@@ -101,7 +101,6 @@ def _build_limit_fields(limits: SandboxLimits, counts_processes: bool) -> dict[s
 
 
 def _find_loader_and_library_dirs() -> tuple[str, list[str]]:
-    """This process's loader, and the folders that it found the system's libraries in."""
     mapped = {
         os.path.realpath(line.split(maxsplit=5)[5].strip())
         for line in Path("/proc/self/maps").read_text().splitlines()

@@ -82,7 +82,6 @@ class GvisorRuntime:
 
 
 def find_runsc() -> str | None:
-    """The program `runsc`."""
     return shutil.which("runsc", path=f"{os.environ.get('PATH', '')}:{_RUNSC_SEARCH_PATH}")
 
 
@@ -148,7 +147,6 @@ def _list_guest_mounts(python: GuestPython) -> Iterator[dict[str, Any]]:
 
 
 def _link_and_list_system_mounts(rootfs: Path) -> Iterator[dict[str, Any]]:
-    """This machine's programs, read-only."""
     yield _build_readonly_bind_mount("/usr", "/usr")
     for path in map(Path, SYSTEM_LINKS):
         if path.is_symlink():

@@ -77,14 +77,12 @@ class PodmanRuntime:
     supports_root_file_system = True
 
     async def start(self, spec: SandboxSpec) -> Sandbox:
-        """See `Runtime.start`."""
         if find_podman_with_crun() is None:
             raise _build_isolation_error("the programs podman and crun are not both here")
         return await start_container(spec, _plan_container, _build_isolation_error)
 
 
 def find_podman_with_crun() -> str | None:
-    """The program `podman`, where crun is too: runc cannot do without control groups."""
     path = build_runtime_program_search_path()
     return shutil.which("crun", path=path) and shutil.which("podman", path=path)
 
@@ -138,7 +136,6 @@ def _list_podman_options(setup: ContainerSetup) -> Iterator[str]:
 
 
 def _list_binds(setup: ContainerSetup) -> Iterator[tuple[str, str, str]]:
-    """What podman shows: from, to, how; the outer ones first."""
     spec, scratch = setup.spec, setup.scratch
     for source, place in list_writable_binds(spec):
         yield f"{scratch}/{source}", place, "rw"
@@ -150,7 +147,6 @@ def _list_binds(setup: ContainerSetup) -> Iterator[tuple[str, str, str]]:
 
 
 def _list_own_files(scratch: str) -> Iterator[tuple[str, bytes]]:
-    """Podman's own files, by their names below the scratch folder."""
     yield "containers.conf", _CONTAINERS_CONFIG.format(scratch=scratch).encode()
     yield "storage.conf", _STORAGE_CONFIG.format(scratch=scratch).encode()
     yield "seccomp.json", json.dumps(build_seccomp_profile()).encode()

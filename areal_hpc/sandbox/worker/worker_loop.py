@@ -42,7 +42,6 @@ class Scorer:
         """Prepare a task, in the process that all later questions are asked of forks of."""
 
     def score(self, task: dict[str, Any]) -> dict[str, Any]:
-        """The answer to one question."""
         raise NotImplementedError
 
 
@@ -50,7 +49,6 @@ class Gym:
     """What a worker serves: one episode after the other, each in a fork of its own."""
 
     async def reset(self, task: dict[str, Any]) -> dict[str, Any]:
-        """Begin an episode; `text` is what the model sees first, `tools` what it may call."""
         raise NotImplementedError
 
     async def step(self, reply: dict[str, Any]) -> dict[str, Any]:
@@ -214,7 +212,6 @@ async def play(gym: Gym, channel: socket.socket) -> None:
 
 
 def encode_error(error: Exception, *, is_of_episode: bool = True) -> bytes:
-    """What an error says, where it came about, and why the driver may want another try."""
     said = f"{type(error).__name__}: {error}"[:2000]
     told = {"error": said, "errnos": list_errnos(error), "is_of_episode": is_of_episode}
     return json.dumps(told).encode()
@@ -235,19 +232,16 @@ def take_over_standard_input() -> socket.socket:
 
 
 def limit_memory(most_bytes: int | None) -> None:
-    """Allow this process so much memory, and no image of a crash."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if most_bytes is not None:
         resource.setrlimit(resource.RLIMIT_AS, (most_bytes, most_bytes))
 
 
 def count_own_bytes() -> int:
-    """Address space of this process."""
     return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 
 def reseed() -> None:
-    """Give a fork random numbers of its own."""
     random.seed()
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
@@ -263,7 +257,6 @@ def find_action_tags(text: str) -> list[str]:
 
 
 def list_scratch_files() -> set[str]:
-    """What lies in the folders that a sandbox may write to."""
     return {entry.path for folder in _SCRATCH_FOLDERS for entry in os.scandir(folder)}
 
 

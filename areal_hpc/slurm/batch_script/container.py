@@ -83,5 +83,4 @@ def _raise_if_pyxis_would_split(mounts: Sequence[str]) -> None:
 
 
 def get_image_python(role: str) -> str:
-    """The interpreter of a role in the images of `slurm/containers`."""
     return str(IMAGE_CHECKOUT_DIR / ".venvs" / ENVIRONMENTS[role] / "bin" / "python")

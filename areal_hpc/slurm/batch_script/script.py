@@ -36,12 +36,10 @@ class JobResources:
 
     @property
     def gpu_hours(self) -> float:
-        """GPUs times hours."""
         return self.nodes * self.gpus_per_node * self.time_limit_minutes / 60
 
     @property
     def node_hours(self) -> float:
-        """Nodes times hours."""
         return self.nodes * self.time_limit_minutes / 60
 
     def __str__(self) -> str:
@@ -71,26 +69,21 @@ class JobRequest:
 
     @property
     def name(self) -> str:
-        """Job name in the queue, before a submission's token."""
         return str(self.parameters["job_name"])
 
     @property
     def comment(self) -> str:
-        """The run directory, and the recipe's own comment behind it."""
         return str(self.parameters["comment"])
 
     @property
     def dependency(self) -> str:
-        """What it waits for, in sbatch's words; empty for nothing."""
         return str(self.parameters.get("dependency", ""))
 
     @property
     def stays_held(self) -> bool:
-        """True if the recipe's own flags hold it: `scontrol release` by its user starts it."""
         return bool({"hold", "-H"} & self.parameters["additional_parameters"].keys())
 
     def with_dependency(self, dependency: str) -> JobRequest:
-        """This request, to start only after other jobs; Slurm removes the job if those fail."""
         more = self.parameters["additional_parameters"] | {"kill-on-invalid-dep": "yes"}
         changed = {"dependency": dependency, "additional_parameters": more}
         return replace(self, parameters=self.parameters | changed)
@@ -232,14 +225,12 @@ def _build_job_request(
 
 
 def _sets_task_placement(srun_args: Sequence[str]) -> bool:
-    """True if srun is told already how tasks lie on nodes and sockets."""
     return any(argument.startswith("--distribution=") for argument in srun_args)
 
 
 def _build_additional_parameters(
     options: JobOptions, slurm: SlurmConfig, run_context: RunContext
 ) -> dict[str, Any]:
-    """Options that submitit has no name for."""
     asked: dict[str, Any] = {
         "requeue" if slurm.requeue else "no-requeue": True,
         "chdir": str(run_context.working_folder),
@@ -251,7 +242,6 @@ def _build_additional_parameters(
 
 
 def _build_setup_lines(options: JobOptions, folder: Path, run_context: RunContext) -> list[str]:
-    """Shell lines before the tasks start."""
     lines = list(options.setup or ())
     if not run_context.is_array:  # a job that submits this script again gets another number
         link = shlex.quote(str(folder)) + '/"$SLURM_JOB_ID"_submitted.pkl'

@@ -31,6 +31,5 @@ def build_dependency_on_job_or_successors(chain: Sequence[str]) -> str:
 
 
 def build_job_id_placeholders(job: str, successors: int) -> list[str]:
-    """Words for the numbers of a job and its successors that Slurm has not given out yet. Pure."""
     own = f"{job.upper()}_JOBID"
     return [own, *(f"{job.upper()}_SUCCESSOR_{place}_JOBID" for place in range(1, successors + 1))]

@@ -37,10 +37,6 @@ def start_cluster(
 
     A cluster that exists must have the `requested_settings`. `print_line` is told of each part
     that is up.
-
-    Raises:
-        RecipeError: Commands are missing, or a cluster with other settings exists.
-        ClusterError: Something did not come up; its last words are in the message.
     """
     _create_or_check_state_dir(paths)
     with host.lock_host(), _lock_state(paths):
@@ -59,7 +55,6 @@ def start_cluster(
 
 
 def _create_or_check_state_dir(paths: DevclusterPaths) -> None:
-    """Make the state directory, or see that it may be used."""
     paths.root.mkdir(mode=0o755, parents=True, exist_ok=True)
     if paths.root.is_symlink() or paths.root.stat().st_uid != os.geteuid():
         raise RecipeError(
@@ -77,7 +72,6 @@ def _create_or_check_state_dir(paths: DevclusterPaths) -> None:
 
 @contextlib.contextmanager
 def _lock_state(paths: DevclusterPaths) -> Iterator[None]:
-    """Be the only command that changes this cluster."""
     with processes.lock_folder(paths.root):
         if not paths.root.exists():
             raise ClusterError(f"another command removed {paths.root}", hint="repeat the command")
@@ -87,7 +81,6 @@ def _lock_state(paths: DevclusterPaths) -> Iterator[None]:
 def _make_plan_and_write_config_files(
     paths: DevclusterPaths, requested_settings: Mapping[str, Any]
 ) -> DevclusterPlan:
-    """The cluster that exists, or a new one whose files are written."""
     if paths.made_of.exists():
         settings, facts = parse_plan_inputs(paths.made_of.read_text())
         for key, value in requested_settings.items():
@@ -140,7 +133,6 @@ def read_plan(paths: DevclusterPaths) -> DevclusterPlan:
 
 
 def read_slurm_version(plan: DevclusterPlan) -> str:
-    """What the cluster's Slurm calls itself, such as `slurm-wlm 24.11.5`."""
     return processes.run_command_unchecked(("slurmctld", "-V"), plan.environ).stdout.strip()
 
 
@@ -163,7 +155,6 @@ def stop_and_remove_cluster(paths: DevclusterPaths) -> bool:
 
 
 def _cancel_all_jobs(plan: DevclusterPlan) -> None:
-    """Cancel all jobs. An srun or salloc in some terminal ends with its job, but not with us."""
     if not daemons.is_running(plan, plan.daemons[-1]):
         return  # scancel would ask a slurmctld that is gone, again and again
     with contextlib.suppress(subprocess.TimeoutExpired):
@@ -190,11 +181,7 @@ def kill_node(paths: DevclusterPaths, node_name: str, *, only_slurmd: bool = Fal
 
 
 def power_cycle_node(paths: DevclusterPaths, node_name: str, timeout_s: float) -> None:
-    """Start a node anew, losing what still runs there, and return when it takes jobs.
-
-    Raises:
-        ClusterError: Not within `timeout_s`.
-    """
+    """Start a node anew, losing what still runs there, and return when it takes jobs."""
     made = read_plan(paths)
     node = nodes.find_node(made, node_name)
     with _lock_state(paths):

@@ -16,7 +16,6 @@ LOG_TAIL_LINES = 8
 
 
 def is_running(plan: DevclusterPlan, daemon: Daemon) -> bool:
-    """True if its process is there."""
     return processes.find_recorded_process(plan.paths.process_record_file(daemon.name)) is not None
 
 
@@ -62,7 +61,6 @@ def start_daemon(plan: DevclusterPlan, daemon: Daemon, deadline: float) -> None:
 
 
 def stop_daemon(plan: DevclusterPlan, daemon: Daemon) -> None:
-    """End a daemon, if it runs."""
     if process := processes.find_recorded_process(plan.paths.process_record_file(daemon.name)):
         processes.terminate(process, GRACE_S)
 

@@ -51,7 +51,6 @@ def require_commands(settings: DevclusterSettings) -> None:
 
 
 def can_create_namespaces() -> bool:
-    """True if this user may make namespaces and bridges."""
     if os.geteuid() != 0 or shutil.which("ip", path=processes.get_search_path()) is None:
         return False
     return processes.run_command_unchecked(_NAMESPACE_TRIAL_COMMAND, {}).returncode == 0
@@ -80,7 +79,6 @@ def inspect_host(settings: DevclusterSettings) -> HostFacts:
 
 
 def _find_free_port_block(count: int) -> int:
-    """The first of `count` ports in a row that nobody listens on."""
     for first in range(PORT_RANGE.start, PORT_RANGE.stop - count, 50):
         if all(_is_port_free(port) for port in range(first, first + count)):
             return first
@@ -100,7 +98,6 @@ def _is_port_free(port: int) -> bool:
 
 
 def _find_free_subnet_number() -> int:
-    """The lowest N whose subnet 10.77.N.0/24 nothing on this machine is routed to."""
     listed = processes.run_command_unchecked(("ip", "-4", "-json", "route", "show"), {})
     listed.check_returncode()
     destinations = {route["dst"] for route in json.loads(listed.stdout)} - {"default"}

@@ -58,7 +58,6 @@ def set_up_namespaces(machine: NodeSetup) -> None:
 
 
 def _enter_cgroup(controller: Path, machine: NodeSetup) -> None:
-    """Join the node's own group, and see nothing above it: Slurm names groups by job ids alone."""
     group = controller / machine["cgroup"]
     group.mkdir(parents=True, exist_ok=True)
     if controller.name == "memory":

@@ -127,7 +127,6 @@ def ensure_bridge(plan: DevclusterPlan) -> None:
 
 
 def remove_bridge(plan: DevclusterPlan) -> None:
-    """Remove the bridge if it is there."""
     if plan.bridge and _link_exists(plan.bridge):
         _call_ip("link", "delete", plan.bridge)
 
@@ -156,13 +155,11 @@ def connect_to_bridge(
 
 
 def block_traffic(node: DevclusterNode) -> None:
-    """Let nothing more through: a node without power does not say good-bye."""
     if node.link and _link_exists(node.link):
         _call_ip("link", "set", node.link, "down")
 
 
 def disconnect_from_bridge(node: DevclusterNode) -> None:
-    """Remove the cable. The kernel does so too, some time after the namespace's last process."""
     if node.link:
         _call_ip("link", "delete", node.link, may_fail=True)
 

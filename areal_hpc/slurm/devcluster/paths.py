@@ -4,7 +4,6 @@ from pathlib import Path
 
 
 def get_default_root(uid: int, runtime_dir: str | None) -> Path:
-    """The state directory when none is named; `runtime_dir` is `$XDG_RUNTIME_DIR`."""
     if runtime_dir:
         return Path(runtime_dir) / "areal-hpc-devcluster"
     return Path(f"/tmp/areal-hpc-devcluster-{uid}")
@@ -40,17 +39,13 @@ class DevclusterPaths:
         """How slurmdbd reaches MariaDB; nothing else does."""
 
     def config_file(self, template_name: str) -> Path:
-        """A rendered template."""
         return self.config_dir / template_name
 
     def log_file(self, daemon_name: str) -> Path:
-        """Slurm's own log of a daemon."""
         return self.log_dir / f"{daemon_name}.log"
 
     def output_file(self, daemon_name: str) -> Path:
-        """Output of a daemon."""
         return self.log_dir / f"{daemon_name}.out"
 
     def process_record_file(self, daemon_or_node_name: str) -> Path:
-        """Which process of the host a daemon or node is."""
         return self.pid_dir / f"{daemon_or_node_name}.json"

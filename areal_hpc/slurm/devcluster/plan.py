@@ -142,18 +142,13 @@ class DevclusterPlan:
 
 
 def count_ports(settings: DevclusterSettings) -> int:
-    """Number of free ports in a row that a cluster takes."""
     return 2 + (0 if settings.namespaces else settings.nodes)
 
 
 def plan_devcluster(
     settings: DevclusterSettings, host_facts: HostFacts, paths: DevclusterPaths
 ) -> DevclusterPlan:
-    """Decide everything.
-
-    Raises:
-        RecipeError: The state directory's path is too long for sockets, or the machine too small.
-    """
+    """Decide everything."""
     _require_sizes_within_limits(settings, host_facts, paths)
     nodes = tuple(
         _plan_node(settings, host_facts, paths, number) for number in range(settings.nodes)
@@ -295,11 +290,9 @@ def _plan_daemons(
 
 
 def dump_plan_inputs(settings: DevclusterSettings, host_facts: HostFacts) -> str:
-    """What must be kept so that a later command makes the same plan."""
     return json.dumps({"settings": asdict(settings), "facts": asdict(host_facts)}, indent=2) + "\n"
 
 
 def parse_plan_inputs(text: str) -> tuple[DevclusterSettings, HostFacts]:
-    """The inverse of `dump_plan_inputs`."""
     kept = json.loads(text)
     return DevclusterSettings(**kept["settings"]), HostFacts(**kept["facts"])

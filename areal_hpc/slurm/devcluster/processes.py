@@ -21,7 +21,6 @@ COMMAND_TIMEOUT_S = 60.0
 
 
 def get_search_path() -> str:
-    """Where commands are looked for: distributions keep daemons where few users look."""
     return os.pathsep.join(
         [os.environ.get("PATH", os.defpath), "/usr/local/sbin", "/usr/sbin", "/sbin"]
     )
@@ -58,11 +57,7 @@ def spawn_and_record(
 def run_command_unchecked(
     command: Sequence[str], environ: Mapping[str, str]
 ) -> subprocess.CompletedProcess[str]:
-    """Run a short command to its end, whatever its exit code.
-
-    Raises:
-        subprocess.TimeoutExpired: It took more than `COMMAND_TIMEOUT_S`.
-    """
+    """Run a short command to its end, whatever its exit code."""
     return subprocess.run(
         command,
         env={**os.environ, "PATH": get_search_path(), **environ},
@@ -107,7 +102,6 @@ def list_running_descendants(process: psutil.Process) -> list[psutil.Process]:
 
 
 def _is_running(process: psutil.Process) -> bool:
-    """False after its end too, when a parent that never asks for it keeps it in the table."""
     try:
         return bool(process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
@@ -115,11 +109,7 @@ def _is_running(process: psutil.Process) -> bool:
 
 
 def kill_tree(process: psutil.Process) -> None:
-    """Kill everything that descends from `process`, then `process`.
-
-    Raises:
-        ClusterError: Something did not die.
-    """
+    """Kill everything that descends from `process`, then `process`."""
     deadline = time.monotonic() + MAX_KILL_S
     # In rounds, because they may fork meanwhile; the ancestor last, because it adopts.
     while remaining := list_running_descendants(process):

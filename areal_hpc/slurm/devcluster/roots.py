@@ -46,17 +46,14 @@ def list_unpacked_versions(checkout: Path) -> list[str]:
 
 
 def get_programs_dir(slurm_root: str) -> str:
-    """Where a root's programs are."""
     return f"{slurm_root}/bin"
 
 
 def get_plugin_dir(slurm_root: str) -> str:
-    """Where a root's plugins are."""
     return f"{slurm_root}/{_PLUGIN_DIR}"
 
 
 def _read_own_version() -> str:
-    """Release of the machine's own Slurm, as in `22.05`; empty where there is none."""
     try:
         said = processes.run_command_unchecked(("slurmctld", "-V"), {}).stdout
     except FileNotFoundError:

@@ -73,7 +73,6 @@ def group_episode_rewards(batch: Sequence[TrajectoryRow]) -> list[FloatArray]:
 def extend_reward_range(
     earlier_range: RewardRange | None, groups: Sequence[FloatArray]
 ) -> RewardRange | None:
-    """The range of all rewards so far, with those of another batch."""
     lowest = [group.min() for group in groups] + ([earlier_range.lowest] if earlier_range else [])
     highest = [group.max() for group in groups] + ([earlier_range.highest] if earlier_range else [])
     return RewardRange(float(min(lowest)), float(max(highest))) if lowest else None
@@ -131,7 +130,6 @@ def summarize_replies(batch: Sequence[TrajectoryRow]) -> dict[str, float]:
 
 
 def _split_row_into_replies(row: TrajectoryRow) -> list[npt.NDArray[np.int32]]:
-    """The stretches of a row's tokens that the model sampled without a break."""
     edges = np.flatnonzero(np.diff(row.loss_mask_T, prepend=0, append=0))
     return [row.input_ids_T[begin:end] for begin, end in edges.reshape(-1, 2).tolist()]
 

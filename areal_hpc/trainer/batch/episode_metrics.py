@@ -31,7 +31,6 @@ class EpisodeRecord:
 
     @property
     def duration_s(self) -> float:
-        """From the start to the end of its session; 0 if that is not known."""
         return max(0.0, self.ended_at - self.started_at) if self.started_at else 0.0
 
 
@@ -106,7 +105,6 @@ def _summarize_durations(episodes: Sequence[EpisodeRecord]) -> dict[str, float]:
 
 
 def get_call_span(call: CallRecord) -> tuple[float, float]:
-    """When a call was under way, in Unix time."""
     return call.asked_at, call.answered_at
 
 
@@ -122,7 +120,6 @@ def merge_spans(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float
 
 
 def measure_covered_s(spans: Iterable[tuple[float, float]]) -> float:
-    """The time that at least one of the spans covers."""
     return sum(end - begin for begin, end in merge_spans(spans))
 
 
@@ -141,7 +138,6 @@ def _summarize_throughput_and_caching(calls: Sequence[CallRecord]) -> dict[str, 
 
 
 def _measure_slowest_cell_ratio(episodes: Sequence[EpisodeRecord]) -> dict[str, float]:
-    """How much slower the slowest cell's calls are than the fastest one's."""
     speeds = [speed for _, speed in _measure_cell_tokens_per_s(episodes)]
     if len(speeds) < 2:
         return {}
@@ -149,7 +145,6 @@ def _measure_slowest_cell_ratio(episodes: Sequence[EpisodeRecord]) -> dict[str, 
 
 
 def _measure_cell_tokens_per_s(episodes: Sequence[EpisodeRecord]) -> Iterator[tuple[str, float]]:
-    """Sampled tokens per second of model calls, of each cell that is known."""
     for cell in sorted({episode.cell for episode in episodes if episode.cell}):
         calls = [
             call

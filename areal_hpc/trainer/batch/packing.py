@@ -44,12 +44,10 @@ class PackParallelism:
 
     @property
     def sequence_multiple(self) -> int:
-        """Every sequence is padded to a multiple of this."""
         return 2 * self.cp if self.cp > 1 else 1
 
     @property
     def pack_multiple(self) -> int:
-        """The whole pack is padded to a multiple of this."""
         return math.lcm(self.sequence_multiple, self.cp * self.tp)
 
 
@@ -77,19 +75,16 @@ class Pack:
 
 
 def count_scored_tokens(rows: Sequence[TrainingRow]) -> int:
-    """Tokens that the loss sees: nothing predicts the first one of a row."""
     return sum(int(np.count_nonzero(row.loss_mask_T[1:])) for row in rows)
 
 
 def deal_rows_round_robin_into_minibatches(
     rows: Sequence[TrainingRow], count: int
 ) -> list[list[TrainingRow]]:
-    """Rows dealt out in turn, so that each part sees every group; no part is empty."""
     return [list(rows[hand::count]) for hand in range(min(count, len(rows)))]
 
 
 def compute_padded_length(length: int, parallelism: PackParallelism) -> int:
-    """Tokens a sequence takes in a pack."""
     return -(-length // parallelism.sequence_multiple) * parallelism.sequence_multiple
 
 
@@ -177,7 +172,6 @@ def build_pack(
 def _gather_sampling_mask_of_predicted(
     rows: Sequence[TrainingRow], starts: IntArray, predicted_N: IntArray
 ) -> SamplingMask | None:
-    """What could be sampled in these places of the pack; None if all could, in all of them."""
     if all(row.sampling_mask is None for row in rows):
         return None
     row_N = np.searchsorted(starts, predicted_N, side="right") - 1

@@ -108,7 +108,6 @@ class TokenAnnotator:
         self._entropies: list[tuple[npt.NDArray[np.int64], torch.Tensor]] = []
 
     def _map_minibatch_tokens_to_columns(self, minibatch_index: int) -> npt.NDArray[np.int64]:
-        """For each token of a part, where it goes; -1 for those of rows that are not chosen."""
         targets = []
         for place in range(minibatch_index, len(self._rows), self._parts):
             size = len(self._rows[place].input_ids_T)

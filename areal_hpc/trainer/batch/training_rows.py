@@ -80,13 +80,7 @@ NO_SCORES = BatchScores()
 def read_sound_rows_on_all_ranks(
     manifest: BatchManifest, shards: CheckedShards, vocab_size: int
 ) -> tuple[list[TrajectoryRow], list[UntrainedBatchPart]]:
-    """The sound rows of a batch, and what is left out. A collective: all ranks get it, or none.
-
-    Raises:
-        ShardError: No rank can read it although they waited.
-        ClusterError: This rank cannot, another one can.
-        OtherRankError: The other way round.
-    """
+    """The sound rows of a batch, and what is left out. A collective: all ranks get it, or none."""
 
     def read() -> tuple[list[TrajectoryRow], list[UntrainedBatchPart]]:
         with shards.check_digests_in_background({ticket.shard for ticket in manifest.tickets}):
@@ -156,7 +150,6 @@ def set_rewards_and_drop_unsound_tickets(
 
 
 def _describe_first_defect(rows: list[TrajectoryRow], ticket: SealedTicket, vocab_size: int) -> str:
-    """Place and defect of a ticket's first unsound row; nothing when all are sound."""
     for number, row in zip(ticket.rows, rows, strict=True):
         # A shard may hold a row without tokens; a forward pass cannot.
         defect = None if row.num_tokens else "expected at least one token, got none"
@@ -238,7 +231,6 @@ def build_rows(
 def _build_masks(
     batch: Sequence[TrajectoryRow], objective: ObjectiveConfig
 ) -> list[npt.NDArray[np.uint8]]:
-    """What the loss sees of each row."""
     masks = [
         build_loss_mask_without_cut_replies(one) if objective.overlong.mask else one.loss_mask_T
         for one in batch
@@ -249,7 +241,6 @@ def _build_masks(
 def _build_temperatures(
     batch: Sequence[TrajectoryRow],
 ) -> list[dict[str, npt.NDArray[np.float32]]]:
-    """The channel that divides the logits of each row; none where all were sampled at 1."""
     found = [_get_softmax_temperature(one) for one in batch]
     if all(temperature == 1.0 for temperature in found):
         return [{} for _ in batch]
@@ -262,14 +253,12 @@ def _build_temperatures(
 def _get_kl_taken_off_rewards(
     objective: ObjectiveConfig, scores: BatchScores
 ) -> list[npt.NDArray[np.float32]] | None:
-    """What rewards are penalized for; None if nothing is."""
     return scores.policy_minus_reference_logprobs if objective.kl.placement == "reward" else None
 
 
 def _compute_baseline_advantages(
     batch: Sequence[TrajectoryRow], objective: ObjectiveConfig, scores: BatchScores
 ) -> list[npt.NDArray[np.float32]]:
-    """Advantages at the tokens of each row: a reply has one for all of them."""
     credit = compute_reply_earnings(batch, objective, _get_kl_taken_off_rewards(objective, scores))
     advantages_K = compute_advantages(credit, objective)
     found = [np.zeros(row.num_tokens, dtype=np.float32) for row in batch]
@@ -285,7 +274,6 @@ def _compute_critic_advantages_and_returns(
     objective: ObjectiveConfig,
     scores: BatchScores,
 ) -> tuple[list[npt.NDArray[np.float32]], list[npt.NDArray[np.float32]]]:
-    """Advantages and returns at the tokens of each row; all 0 as long as there are no values."""
     advantages, returns = (
         [np.zeros(row.num_tokens, dtype=np.float32) for row in batch] for _ in range(2)
     )
@@ -303,7 +291,6 @@ def _compute_critic_advantages_and_returns(
 
 
 def measure_largest_abs_advantage(rows: Sequence[TrainingRow]) -> float:
-    """Of the tokens that the loss sees, without its sign; 0 without any."""
     seen = [np.abs(row.channels[ADVANTAGE_CHANNEL][row.loss_mask_T != 0]) for row in rows]
     return float(max((values_N.max(initial=0.0) for values_N in seen), default=0.0))
 
@@ -311,7 +298,6 @@ def measure_largest_abs_advantage(rows: Sequence[TrainingRow]) -> float:
 def measure_share_of_idle_groups(
     batch: Sequence[TrajectoryRow], rows: Sequence[TrainingRow]
 ) -> float:
-    """Of the batch's groups, those in which no token that the loss sees has an advantage."""
     seen = (np.any(row.channels[ADVANTAGE_CHANNEL][row.loss_mask_T != 0]) for row in rows)
     teaching = {one.ticket_id for one, teaches in zip(batch, seen, strict=True) if teaches}
     return 1.0 - len(teaching) / max(1, len({one.ticket_id for one in batch}))
@@ -346,7 +332,6 @@ def _compute_token_staleness(
     current_version: WeightVersion,
     generation_forks: Sequence[GenerationFork],
 ) -> npt.NDArray[np.float32]:
-    """The staleness of each token; 0 where nobody sampled."""
     ages_T = np.zeros(len(versions_T), dtype=np.float32)
     for packed in count_sampled_tokens_by_version(versions_T):
         ages_T[versions_T == packed] = compute_staleness_steps(
@@ -356,5 +341,4 @@ def _compute_token_staleness(
 
 
 def _get_softmax_temperature(trajectory: TrajectoryRow) -> float:
-    """What divides the logits: of a greedy row, 1, so that what is masked stays finite."""
     return trajectory.temperature or 1.0

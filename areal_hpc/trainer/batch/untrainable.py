@@ -61,7 +61,6 @@ def list_sampling_distortions(
 
 
 def get_reply_span(call: CallRecord) -> slice:
-    """Where the reply lies in its row."""
     return slice(call.prompt_tokens, call.prompt_tokens + call.reply_tokens)
 
 
@@ -149,7 +148,6 @@ def raise_if_mostly_untrainable(step: int, sampled: int, untrainable: Mapping[st
 
 
 def _suggest_recipe_changes(names: Sequence[str]) -> str:
-    """What makes replies trainable whose parameters these are."""
     if all(name in _DISTORTIONS_PREVENTED_BY_RECIPE for name in names):
         return "set it to recipe, which replaces the agent's temperature, top_p and top_k"
     if all(name in _DISTORTIONS_CURED_BY_RECORDING for name in names):

@@ -21,11 +21,7 @@ class SharedCopyBuffer:
         self._is_pinned = False
 
     def reuse_or_grow(self, size_bytes: int, device: torch.device) -> torch.Tensor:
-        """The memory as bytes, pinned if what is copied to it comes from a GPU.
-
-        Raises:
-            OSError: There is not enough.
-        """
+        """The memory as bytes, pinned if what is copied to it comes from a GPU."""
         if self._memory is None or len(self._memory) < size_bytes:
             self._unpin_and_forget()
             size_bytes = max(size_bytes, mmap.PAGESIZE)
@@ -44,6 +40,5 @@ class SharedCopyBuffer:
         self._memory, self._is_pinned = None, False
 
     def close(self) -> None:
-        """Give the memory back."""
         self._unpin_and_forget()
         os.close(self.descriptor)

@@ -93,7 +93,6 @@ def intersect_boxes(first: Box, second: Box) -> Box | None:
 
 
 def compute_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """How far apart in a flattened tensor neighbors in each axis are."""
     lengths = itertools.accumulate(reversed(shape[1:]), lambda a, b: a * b, initial=1)
     return tuple(reversed(list(lengths)))[-len(shape) :] if shape else ()
 

@@ -47,17 +47,12 @@ class RankFileReader:
             )
 
     def close(self) -> None:
-        """Let go of the file."""
         os.close(self._file)
 
     def read(self, offset_bytes: int, size_bytes: int) -> memoryview:
         """Some bytes of the columns, whose blocks are compared with their digests.
 
         The last block is kept: what is asked for next often begins in it.
-
-        Raises:
-            OSError: The storage refused.
-            ShardError: They are damaged.
         """
         stop = offset_bytes + size_bytes
         first = offset_bytes // DIGEST_BLOCK_BYTES * DIGEST_BLOCK_BYTES

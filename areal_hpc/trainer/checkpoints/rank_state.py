@@ -113,7 +113,6 @@ class RankState:
 
     @property
     def size_bytes(self) -> int:
-        """Size of the copy."""
         return compute_data_bytes(self.types, self._count)
 
     def read_optimizer_steps_over_all_ranks(self) -> dict[str, int]:
@@ -175,7 +174,6 @@ class RankState:
             shard.step.fill_(steps)
 
     def _choose_source_column(self, column: Column, stored_tensors: StoredTensors) -> Column:
-        """Float32 weights are their own master weights."""
         if (
             column == "weight"
             and "master" not in self.types
@@ -193,14 +191,7 @@ def load_checkpoint_into(
     directory: Path,
     critic: NetworkWithOptimizer | None = None,
 ) -> None:
-    """Restore weights and optimizer. A collective; the layout may differ from the saved one.
-
-    Raises:
-        ShardError: The checkpoint is damaged.
-        RecipeError: It is of another model.
-        ClusterError: The storage refused.
-        OtherRankError: One of these was raised on another rank.
-    """
+    """Restore weights and optimizer. A collective; the layout may differ from the saved one."""
     trouble: ArealError | None = None
     try:
         with open_stored_tensors(directory) as stored:
@@ -225,7 +216,6 @@ def _read_max_steps(shards: Sequence[StateShard]) -> int:
 
 
 def _list_state_shards(network_with_optimizer: NetworkWithOptimizer) -> list[StateShard]:
-    """This rank's shards. A parameter is matched by identity with Megatron's account of it."""
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     network = network_with_optimizer.network
     sharded = network.gpt.sharded_state_dict(metadata={"dp_cp_group": group})
@@ -266,7 +256,6 @@ def _build_shard(
 def _list_tensor_places(
     sharded_tensors: list[ShardedTensor], start: int, stop: int
 ) -> Iterator[PlaceInWholeTensor]:
-    """Where a range of a flattened parameter belongs, whose parts lie one after another in it."""
     base = 0
     for part in sharded_tensors:
         sizes = (1,) * part.prepend_axis_num + tuple(part.local_shape)
@@ -304,7 +293,6 @@ def _read_place(
     tensor_place: PlaceInWholeTensor,
     target: torch.Tensor,
 ) -> None:
-    """Rows that the checkpoint does not have, of a vocabulary's padding, stay as they are."""
     shape = stored_tensors.find_shape(tensor_place.name)
     assert shape is not None
     if (held := intersect_boxes(tensor_place.box, Box((0,) * len(shape), shape))) is not None:

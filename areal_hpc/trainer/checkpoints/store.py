@@ -121,9 +121,6 @@ class CheckpointStore:
 
         Nodes may see a shared directory differently for some seconds: had each rank its own
         choice, they could resume from different steps.
-
-        Raises:
-            ClusterError: A rank cannot see the checkpoint that rank 0 chose.
         """
         found = find_latest_checkpoint(self._directory) if dist.get_rank() == 0 else None
         chosen = broadcast_object(
@@ -159,11 +156,7 @@ class CheckpointStore:
         state: TrainerState,
         critic: NetworkWithOptimizer | None = None,
     ) -> Path:
-        """Copy the state and begin to write it, after an earlier one; its path. A collective.
-
-        Raises:
-            ClusterError: The storage refused this checkpoint or the one before.
-        """
+        """Copy the state and begin to write it, after an earlier one; its path. A collective."""
         self.finish_save()
         began = time.monotonic()
         target = self._directory / format_step_dir(state.step)
@@ -192,11 +185,6 @@ class CheckpointStore:
         """Make the checkpoint being written visible if all of it is on disk. A collective.
 
         True on every rank when it became visible and durable in this call.
-
-        Raises:
-            ClusterError: It could not be written.
-            SupersededTrainerError: A newer trainer owns the run; the checkpoint stays invisible.
-            OtherRankError: One of these was raised on another rank.
         """
         if self._begun is None:
             return False
@@ -229,13 +217,11 @@ class CheckpointStore:
         return True
 
     def close(self) -> None:
-        """End the writer, once it has deleted what it was told to."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None
 
     def _publish_and_delete_superfluous(self, checkpoint: Checkpoint) -> None:
-        """Rename the finished directory, and hide the ones it makes superfluous."""
         partial = get_unfinished_checkpoint_path(
             self._directory, checkpoint.state.step, checkpoint.state.generation
         )
@@ -258,7 +244,6 @@ class CheckpointStore:
         fault_point("checkpoint.after_write")
 
     def _list_superfluous(self) -> list[Checkpoint]:
-        """All but the last `keep` checkpoints and the best one."""
         found = list_checkpoints(self._directory)
         best = self._find_best_step([one.state.step for one in found])
         return [one for one in found[: -self._keep] if one.state.step != best]

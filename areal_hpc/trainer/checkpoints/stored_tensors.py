@@ -44,30 +44,21 @@ class StoredTensors:
                 self._pieces[name, piece.offsets[:-2]].append(piece)
 
     def count_optimizer_steps(self, prefix: str = "") -> int:
-        """Steps that AdamW has counted for the tensors of a prefix: the policy's have none."""
         return self._index.critic_steps if prefix else self._index.optimizer_steps
 
     @property
     def weight_dtype(self) -> torch.dtype:
-        """Of the column `weight`; the others are float32."""
         return TORCH_DTYPE_BY_NUMBER_TYPE[self._index.columns["weight"]]
 
     def has_column(self, column: Column) -> bool:
-        """Whether there is such a column: master weights may be missing."""
         return column in self._index.columns
 
     def find_shape(self, tensor_name: str) -> tuple[int, ...] | None:
-        """The whole tensor's shape; None if there is no such tensor."""
         found = self._index.tensors.get(tensor_name)
         return found.shape if found else None
 
     def read_block(self, column: Column, tensor_name: str, box: Box, target: torch.Tensor) -> None:
-        """Put a block of a tensor, from the pieces of the ranks' files, into a target of its sizes.
-
-        Raises:
-            FileNotFoundError: A file of the checkpoint is gone.
-            ShardError: It is damaged.
-        """
+        """Read a block of a tensor from the files of all ranks into `target`, of the same sizes."""
         assert all(size == 1 for size in box.sizes[:-2]), box
         for piece in self._pieces[tensor_name, box.offsets[:-2]]:
             own = Box(piece.offsets, piece.sizes)
@@ -78,7 +69,6 @@ class StoredTensors:
                 )
 
     def _read_part_of_piece(self, column: Column, piece: TensorPiece, box: Box) -> torch.Tensor:
-        """A part of a piece, of which what lies between its rows is read along."""
         first, count = compute_flat_start_and_extent(piece.sizes, box)
         type_ = self._index.columns[column]
         offset_bytes = self._index.compute_offset_bytes(piece.rank, column, piece.first + first)
@@ -94,7 +84,6 @@ class StoredTensors:
         return self._readers[rank]
 
     def close(self) -> None:
-        """Let go of the ranks' files."""
         for reader in self._readers.values():
             reader.close()
         self._readers.clear()
@@ -102,12 +91,7 @@ class StoredTensors:
 
 @contextmanager
 def open_stored_tensors(directory: Path) -> Iterator[StoredTensors]:
-    """The tensors in the directory of a complete checkpoint.
-
-    Raises:
-        FileNotFoundError: A file of it is gone.
-        ShardError: It is damaged, or of a later format.
-    """
+    """The tensors in the directory of a complete checkpoint."""
     stored = StoredTensors(directory)
     try:
         yield stored

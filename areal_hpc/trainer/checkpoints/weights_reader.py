@@ -29,7 +29,6 @@ def get_stored_name(parameter: ParamMap) -> str:
 
 
 def _get_layer_expert_indices(parameter: ParamMap) -> list[int]:
-    """Where in that tensor it lies."""
     return [at for at in (parameter.layer, parameter.expert) if at is not None]
 
 
@@ -72,7 +71,6 @@ class CheckpointWeights:
         return target.reshape(shape)
 
     def _find_shape(self, parameter: ParamMap) -> tuple[int, ...]:
-        """Of one layer's and expert's part; empty if the checkpoint has none."""
         whole = self._stored.find_shape(get_stored_name(parameter)) or ()
         return whole[len(_get_layer_expert_indices(parameter)) :]
 

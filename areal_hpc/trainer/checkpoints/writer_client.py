@@ -53,11 +53,7 @@ class WriterClient:
         )  # fmt: skip
 
     def reuse_or_grow_memory(self, size_bytes: int, device: torch.device) -> torch.Tensor:
-        """Memory for a copy of what is on `device`. Nothing may be in the writing.
-
-        Raises:
-            OSError: There is not enough.
-        """
+        """Memory for a copy of what is on `device`. Nothing may be in the writing."""
         assert self._request is None
         return self._memory.reuse_or_grow(size_bytes, device)
 
@@ -117,7 +113,6 @@ class WriterClient:
             self._send_request(RemoveRequest(str(directory)))
 
     def begin_remove_directory(self, directory: Path) -> None:
-        """Delete a directory in the background, after what is in the writing."""
         self._doomed = [doomed for doomed in self._doomed if doomed.exists()] + [directory]
         self._send_request(RemoveRequest(str(directory)))
 

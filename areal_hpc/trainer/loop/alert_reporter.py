@@ -66,7 +66,6 @@ class AlertReporter:
                 self._start_command(alert)
 
     def _start_command(self, alert: Alert) -> None:
-        """Start the user's program; training does not wait for it."""
         facts = {**dataclasses.asdict(alert), "run_dir": self._run_dir}
         variables = {f"{VARIABLE_PREFIX}{name.upper()}": str(fact) for name, fact in facts.items()}
         try:
@@ -85,7 +84,6 @@ class AlertReporter:
 
 
 def _await_command_and_log_failure(process: subprocess.Popen[bytes]) -> None:
-    """Wait for the program, and log what it says if it fails."""
     try:
         said, _ = process.communicate(timeout=COMMAND_TIMEOUT_S)
     except subprocess.TimeoutExpired:

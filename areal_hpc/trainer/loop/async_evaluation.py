@@ -20,7 +20,6 @@ class AsyncEvaluationTracker:
         """The version whose episodes are being played, or wait for its weights."""
 
     def has_unjudged_up_to(self, step: int) -> bool:
-        """Weights up to `step` remain to be judged."""
         due = self._schedule.list_evaluation_steps(self._judged_step, step)
         return self.under_way is not None or bool(due)
 
@@ -56,19 +55,16 @@ class AsyncEvaluationTracker:
         return [step for step in due if step != current_version.step]
 
     def count_due_tasks_by_set(self) -> dict[str, int]:
-        """The evaluation sets of what is under way, with their tasks: all that were due by then."""
         assert self.under_way is not None
         return self._schedule.count_tasks_by_set_due_since(self._judged_step, self.under_way.step)
 
     def mark_judged(self) -> None:
-        """What was under way has its reward."""
         assert self.under_way is not None
         self._judged_step, self.under_way = self.under_way.step, None
 
     def _choose_version_to_hold(
         self, replicas: DiscoveredReplicas, current_version: WeightVersion
     ) -> WeightVersion | None:
-        """What the cell is to hold; None: whatever it has."""
         if self.under_way is not None and not self._are_weights_lost(replicas):
             return self.under_way
         return (
@@ -78,11 +74,9 @@ class AsyncEvaluationTracker:
         )
 
     def _are_weights_lost(self, replicas: DiscoveredReplicas) -> bool:
-        """No replica has the weights that are being judged. A silent cell may have them yet."""
         held = _list_served_versions(replicas)
         return bool(held) and str(self.under_way) not in held
 
 
 def _list_served_versions(replicas: DiscoveredReplicas) -> list[str]:
-    """The versions that replicas serve; empty for one that is up and serves none."""
     return [view.version for _, view in replicas if view.state in ("ready", "serving")]

@@ -66,39 +66,28 @@ class LedgerClient:
         self._call_ledger("/open_generation", request, Acknowledged)
 
     def request_batch(self, step: int, wait_s: float) -> BatchReply:
-        """The batch that leads to `step`, or how far it is.
-
-        Raises:
-            AgentError: Agents do nothing but fail, so that no batch will form.
-        """
+        """The batch that leads to `step`, or how far it is."""
         request = BatchRequest(self._generation, step, wait_s)
         reply = self._call_ledger("/batch", request, BatchReply, wait_s)
         _raise_if_agents_in_trouble(reply.trouble)
         return reply
 
     def report_weights_published(self, step: int) -> None:
-        """Every replica in service has the weights of `step`."""
         self._call_ledger("/publish", WeightsPublishedRequest(self._generation, step), Acknowledged)
 
     def request_evaluation(
         self, step: int, n_tasks_by_set: dict[str, int], wait_s: float
     ) -> EvaluateReply:
-        """Ask for the evaluation of `step` on some sets, or how far it is.
-
-        Raises:
-            AgentError: Agents do nothing but fail.
-        """
+        """Ask for the evaluation of `step` on some sets, or how far it is."""
         request = EvaluateRequest(self._generation, step, n_tasks_by_set, wait_s)
         reply = self._call_ledger("/evaluate", request, EvaluateReply, wait_s)
         _raise_if_agents_in_trouble(reply.trouble)
         return reply
 
     def report_run_finished(self) -> None:
-        """The run is complete."""
         self._call_ledger("/finish", FinishRunRequest(self._generation), Acknowledged)
 
     def close(self) -> None:
-        """Close pooled connections."""
         self._client.close()
 
     def _call_ledger(
@@ -134,7 +123,6 @@ class LedgerClient:
 
 
 def _raise_if_agents_in_trouble(agent_error: str) -> None:
-    """Raise what the ledger says of the agents, if it says anything."""
     if agent_error:
         has_hint = "\n  try: " in agent_error
         raise AgentError(

@@ -90,11 +90,7 @@ class LedgerSource(BatchSource):
         self._next_poll_at = 0.0
 
     def poll_next_batch(self, step: int) -> BatchManifest | None:
-        """The ledger's batch for `step`; None when it has not formed yet.
-
-        Raises:
-            AgentError: Agents do nothing but fail, so that no batch will form.
-        """
+        """The ledger's batch for `step`; None when it has not formed yet."""
         with self._record.timer.time_phase(BATCH_WAIT_PHASE):
             reply = self._ledger.request_batch(step, LONG_POLL_S)
         if reply.manifest is not None:
@@ -137,7 +133,6 @@ class LedgerSource(BatchSource):
         return "done"
 
     def _poll_replicas_and_evaluation(self) -> bool:
-        """Replicas lack the current weights. Looked up after a step, then every second."""
         if time.monotonic() < self._next_poll_at:
             return False
         with self._record.timer.time_phase("publish"):
@@ -153,7 +148,6 @@ class LedgerSource(BatchSource):
         return bool(self._targets)
 
     def _note_absence_of_all_cells(self, now: float) -> None:
-        """Keep since when no look has found a replica, and tell of it now and then."""
         if self._missing_since is None:
             self._missing_since = self._missed_at = now
         waited_s = now - self._missing_since
@@ -171,7 +165,6 @@ class LedgerSource(BatchSource):
     def _target_evaluation_replicas_lacking_weights(
         self, evaluation: AsyncEvaluationTracker
     ) -> bool:
-        """The evaluation cell lacks the weights that it shall judge: as of the last look."""
         version = self._record.version
         outdated = evaluation.list_replicas_to_update_now(
             self._publisher.evaluation_replicas, version
@@ -183,7 +176,6 @@ class LedgerSource(BatchSource):
         return bool(self._targets)
 
     def list_outdated_replicas_by_sender(self) -> ReplicasBySender:
-        """The replicas that were found to lack the weights, by sender."""
         return self._senders.assign(self._targets)
 
     def publish_weights(
@@ -221,17 +213,12 @@ class LedgerSource(BatchSource):
             self._events.record(event_name, **facts)
 
     def get_update_pause_metrics(self) -> JsonMetricRow:
-        """Cost of the newest update to those who generate."""
         return summarize_newest_weight_update_pause(self._publisher.pauses)
 
     # Evaluation ------------------------------------------------------------------------------
 
     def poll_due_evaluation_done(self) -> bool:
-        """The weights have their reward, need none or get it from the evaluation cell. Waits.
-
-        Raises:
-            AgentError: Agents do nothing but fail.
-        """
+        """The weights have their reward, need none or get it from the evaluation cell. Waits."""
         step, row = self._record.version.step, self._record.row
         due = self._schedule.count_tasks_by_due_set(step)
         if self._async_evaluation or due.keys() <= list_evaluated_sets(row):
@@ -243,7 +230,6 @@ class LedgerSource(BatchSource):
         return False
 
     def _take_reward_and_begin_evaluation(self, evaluation: AsyncEvaluationTracker) -> None:
-        """Note the reward of what was being judged, and begin what the cell is ready for."""
         version = self._record.version
         if evaluation.under_way is not None:
             self._request_evaluation_and_take_reward(evaluation, evaluation.under_way)
@@ -269,7 +255,6 @@ class LedgerSource(BatchSource):
     def _request_evaluation_and_take_reward(
         self, evaluation: AsyncEvaluationTracker, version: WeightVersion
     ) -> None:
-        """Have the ledger play a version's held-out tasks, and take the reward if it is there."""
         reply = self._ledger.request_evaluation(
             version.step, evaluation.count_due_tasks_by_set(), 0.0
         )
@@ -291,10 +276,8 @@ class LedgerSource(BatchSource):
         return False
 
     def report_run_finished(self) -> None:
-        """Tell the ledger that the run is complete."""
         self._ledger.report_run_finished()
 
     def close(self) -> None:
-        """Leave replicas and ledger."""
         self._publisher.close()
         self._ledger.close()

@@ -215,7 +215,6 @@ def run_loop(
 def _broadcast_next_command(
     coordinator: Coordinator | None,
 ) -> tuple[RankCommand, ArealError | None]:
-    """Rank 0's next command, on every rank; on rank 0 also why it can think of none but a stop."""
     command, trouble = None, None
     if coordinator:
         try:
@@ -289,7 +288,6 @@ def _time_span_on_first_rank(
 def _publish_checkpoint_if_written(
     learner: Learner, coordinator: Coordinator | None, *, wait: bool
 ) -> None:
-    """Poll the checkpoint being written; notify the coordinator once it is durable."""
     began = time.perf_counter()
     is_durable = (
         learner.checkpoints.finish_save()
@@ -385,12 +383,10 @@ class Coordinator:
         )
 
     def _check_ownership(self) -> None:
-        """Go on only if no newer trainer owns the run."""
         with self._record.time_files():
             self._check_generation()
 
     def _pick_save_or_stop_command(self) -> RankCommand:
-        """Save what was trained, then stop."""
         step = self._record.version.step
         if self._saved_step < step:
             if self._stop.requested and self._must_end_unsaved():
@@ -401,34 +397,28 @@ class Coordinator:
         return StopCommand(finished=self._schedule.is_finished_once_saved(step))
 
     def on_trained(self, version: WeightVersion, row: JsonMetricRow) -> None:
-        """A step was taken; `row` is what is known of its metrics."""
         self._record.open_row_of_trained_step(version, row)
         self.source.mark_weights_unpublished()
 
     def publish_weights(
         self, shares: ReplicasBySender, parameters: Iterable[tuple[str, torch.Tensor]]
     ) -> None:
-        """Send the weights to these replicas, rank 0's share of them itself."""
         self.source.publish_weights(shares, parameters)
 
     def on_checkpoint_started(self, seconds: float) -> None:
-        """The state is copied, and will be durable soon. The step's row waits for that."""
         self._saved_step = self._record.version.step
         self._record.metrics.hold_back_lines()
         self._record.timer.add_seconds("checkpoint", seconds)
 
     def on_checkpoint_saved(self, seconds: float) -> None:
-        """The checkpoint being written is durable; it kept the ranks from training so long."""
         self._record.timer.add_seconds("checkpoint", seconds)
         with self._record.time_files():
             self._record.metrics.write_held_lines()
 
     def on_exported(self, seconds: float) -> None:
-        """The weights have been written as a Hugging Face model."""
         self._exported_step = self._record.version.step
         self._record.timer.add_seconds("export", seconds)
 
     def close(self) -> None:
-        """Leave the replicas and the files."""
         self.source.close()
         self._record.metrics.close()

@@ -34,30 +34,24 @@ class Schedule:
         }
 
     def evaluates(self, step: int) -> bool:
-        """The weights of `step` are judged on held-out tasks."""
         return bool(self.count_tasks_by_due_set(step))
 
     def list_evaluation_steps(self, after_step: int, last_step: int) -> list[int]:
-        """The steps above `after_step`, up to `last_step`, whose weights are judged, in order."""
         return [step for step in range(after_step + 1, last_step + 1) if self.evaluates(step)]
 
     def count_tasks_by_set_due_since(self, after_step: int, last_step: int) -> dict[str, int]:
-        """The tasks of each set that is due at a step above `after_step`, up to `last_step`."""
         steps = self.list_evaluation_steps(after_step, last_step)
         return {name: n for step in steps for name, n in self.count_tasks_by_due_set(step).items()}
 
     def saves_checkpoint(self, step: int) -> bool:
-        """The work up to `step` is made durable without being asked."""
         return step > 0 and (step % self.checkpoint_every_steps == 0 or step == self.total_steps)
 
     def exports_model(self, step: int) -> bool:
-        """The weights of `step` are written as a Hugging Face model."""
         if self.export_every_steps is None or step == 0:
             return False
         return step == self.total_steps or _is_multiple(step, self.export_every_steps)
 
     def is_finished_once_saved(self, step: int) -> bool:
-        """`step` is the last one, and its weights are neither exported nor evaluated."""
         return (
             step >= self.total_steps and not self.exports_model(step) and not self.evaluates(step)
         )

@@ -40,7 +40,6 @@ class StepRecord:
         self._began_at = time.monotonic()
 
     def open_row_of_trained_step(self, version: WeightVersion, row: JsonMetricRow) -> None:
-        """A step was taken; `row` is what is known of its metrics."""
         self.version = version
         self.row = row
         self._is_open = True
@@ -79,12 +78,10 @@ class StepRecord:
             self._on_written({"step": self.version.step, **row})
 
     def time_files(self) -> AbstractContextManager[None]:
-        """Phase of whatever reads or writes small files of the run directory."""
         return self.timer.time_phase(FILES_PHASE)
 
 
 def _add_speed_and_limits(row: JsonMetricRow) -> JsonMetricRow:
-    """The row with what follows from its times: the speed over all phases, and what limits it."""
     further: JsonMetricRow = {}
     step_s, tokens = row.get("time/step_s"), row.get("tokens/trained")
     if isinstance(step_s, float) and isinstance(tokens, int) and step_s > 0:

@@ -22,8 +22,6 @@ from areal_hpc.wire.weight_version import WeightVersion
 
 
 class _SendOutcome(Struct, frozen=True):
-    """What a sender tells rank 0 of its update; replicas by their places in the share."""
-
     sender: int
     ok: list[int]
     failed: dict[int, tuple[str, str]]
@@ -67,7 +65,6 @@ class WeightSenders:
         self._assigner = ReplicaSenderAssigner(senders)
 
     def assign(self, replicas: Sequence[ReplicaKey]) -> ReplicasBySender:
-        """Who sends to which of these replicas: rank 0 decides it."""
         return self._assigner.assign(replicas)
 
     def send(
@@ -101,7 +98,6 @@ class WeightSenders:
         )
 
     def close(self) -> None:
-        """Leave the replicas of this rank's share."""
         if self._sender is not None:
             self._sender.close()
 
@@ -123,7 +119,6 @@ def _describe_outcome(
 def _merge_outcomes(
     version: WeightVersion, replicas_by_sender: ReplicasBySender, outcomes: Sequence[_SendOutcome]
 ) -> UpdateReport:
-    """One report of all senders: each phase as long as with the slowest of them."""
     seconds: dict[str, float] = {}
     for one in outcomes:
         for name, spent in one.seconds.items():

@@ -45,11 +45,7 @@ class Critic(TrainedNetwork):
 
 
 def load_critic(model_dir: Path, config: TrainerConfig, device: torch.device, key: str) -> Critic:
-    """The critic of a model directory, which the recipe names at `key`, with its weights.
-
-    Raises:
-        RecipeError: It does not divide as the policy does, or a tensor is missing.
-    """
+    """The critic of a model directory, which the recipe names at `key`, with its weights."""
     # Its head is never that of the embedding, however the policy's is.
     arch = replace(read_architecture(model_dir), tied=False)
     parallel, dtype = (

@@ -59,8 +59,6 @@ class GroupedExperts(MegatronModule):  # type: ignore[misc]
 
 
 class _StackedLinear(torch.nn.Module):
-    """Projections without bias, one an expert: `weight` [experts, outputs, inputs]."""
-
     def __init__(self, experts: int, outputs: int, inputs: int, config: Any) -> None:
         super().__init__()
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()

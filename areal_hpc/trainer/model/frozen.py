@@ -51,7 +51,6 @@ class FrozenNetwork:
                 parameter.data = waiting
 
     def copy_weights_from(self, policy: Policy) -> None:
-        """Take the weights of a policy of the same architecture, as they are now."""
         held = dict(policy.gpt.named_parameters())
         for name, parameter in self.network.gpt.named_parameters():
             self._host[parameter].copy_(held[name].data)
@@ -65,11 +64,7 @@ def load_frozen_network(
     key: str,
     head_dtype: HeadDtype = "mixed",
 ) -> FrozenNetwork:
-    """The network of a model directory, which the recipe names at `key`.
-
-    Raises:
-        RecipeError: It does not divide as the policy does, or a tensor is missing.
-    """
+    """The network of a model directory, which the recipe names at `key`."""
     arch = read_architecture(model_dir)
     layout = drop_ep_for_dense_network(arch, parallel)
     network = build_network(arch, layout, dtype, device, head_dtype=head_dtype)

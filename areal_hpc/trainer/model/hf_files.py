@@ -81,7 +81,6 @@ def write_or_replace_hf_model_dir(
 
 
 def _move_into_place(partial: Path, target_dir: Path, replaced: Path) -> None:
-    """Give a written model its name, and delete the one that had it."""
     while True:
         if target_dir.exists():
             target_dir.rename(replaced)
@@ -120,7 +119,6 @@ def _clean_up_after_killed_writers(directory: Path) -> None:
 
 
 def _compute_unchanged_s(directory: Path) -> float:
-    """How long ago something was last written there; 0 if it has just gone."""
     try:
         newest = max(path.stat().st_mtime for path in (directory, *directory.iterdir()))
     except FileNotFoundError:
@@ -184,13 +182,11 @@ def split_into_files(
 
 
 def count_tensor_bytes(spec: HfTensorSpecWithDtype) -> int:
-    """Size of the tensor in a file."""
     _, shape, dtype = spec
     return torch.Size(shape).numel() * dtype.itemsize
 
 
 def _build_header(specs: Sequence[HfTensorSpecWithDtype]) -> bytes:
-    """The head of a file: github.com/huggingface/safetensors#format."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     start = 0
     for spec in specs:
@@ -218,7 +214,6 @@ def _write_tensor(
 
 
 def _write_config_dtype(config_path: Path, dtype: torch.dtype) -> None:
-    """Readers that are not told a dtype take the one that the configuration names."""
     config = json.loads(config_path.read_bytes())
     name = str(dtype).removeprefix("torch.")
     # transformers before 5 calls it torch_dtype.

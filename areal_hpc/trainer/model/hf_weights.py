@@ -57,7 +57,6 @@ class HfModelReader:
         self._open: dict[str, Any] = {}
 
     def has_tensor(self, tensor_name: str) -> bool:
-        """True if the directory has a tensor of this name."""
         return tensor_name in self._file_of
 
     def read_tensor(self, tensor: HfTensorSpec, slices: Slices = ()) -> torch.Tensor:
@@ -126,7 +125,6 @@ def stream_hf_tensors(policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _broadcast_from_owner(policy: Policy, parameter: ParamMap) -> torch.Tensor:
-    """This tensor-parallel rank's part, sent by the ranks that hold it to those that do not."""
     stages = parallel_state.get_pipeline_model_parallel_group()
     spread = parallel_state.get_expert_model_parallel_group()
     local = policy.get_local_part(parameter)
@@ -147,7 +145,6 @@ def _broadcast_from_owner(policy: Policy, parameter: ParamMap) -> torch.Tensor:
 
 
 def _find_pipeline_stage(parameter: ParamMap, layers: int, stages: int) -> int:
-    """The pipeline stage that holds a parameter."""
     if parameter.layer is not None:
         return find_stage_of_layer(parameter.layer, layers, stages)
     return 0 if parameter.megatron == EMBEDDING_NAME else stages - 1

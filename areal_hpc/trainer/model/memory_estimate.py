@@ -66,7 +66,6 @@ class TrainerMemory:
 
     @property
     def total(self) -> int:
-        """With the reserve."""
         state = self.parameters + self.gradients + self.optimizer
         passes = max(self.activations, self.scoring) + self.logits
         return state + passes + self.communicators + RESERVE_BYTES
@@ -85,14 +84,12 @@ def count_layer_non_expert_parameters(arch: Architecture, tp: int) -> int:
 
 
 def count_layer_expert_parameters(arch: Architecture, ep: int) -> int:
-    """Parameters of one layer's experts on one expert-parallel rank; experts are not cut."""
     if arch.experts is None:
         return 0
     return arch.experts.count // ep * 3 * arch.experts.ffn * arch.hidden
 
 
 def count_embedding_parameters(arch: Architecture, tp: int) -> int:
-    """Parameters of the embedding, or of the head, on one tensor-parallel rank."""
     return -(-arch.vocab // tp) * arch.hidden
 
 
@@ -112,12 +109,10 @@ def count_stage_dense_and_expert_params(
 
 
 def count_model_parameters(arch: Architecture) -> int:
-    """Parameters of the whole network."""
     return sum(count_stage_dense_and_expert_params(arch, ParallelConfig(), 0))
 
 
 def count_critic_parameters(critic: Architecture) -> int:
-    """Parameters of a whole critic, which has one row in the place of a vocabulary's head."""
     return sum(_count_critic_stage_parameters(critic, ParallelConfig(), 0))
 
 
@@ -220,7 +215,6 @@ def estimate_stage_memory(
 
 
 def drop_ep_for_dense_network(arch: Architecture, parallel: ParallelConfig) -> ParallelConfig:
-    """The policy's layout for another network: a dense one has no experts to spread."""
     return parallel if arch.experts is not None else parallel.model_copy(update={"ep": 1})
 
 
@@ -233,7 +227,6 @@ def _count_frozen_stage_parameters(arch: Architecture, parallel: ParallelConfig,
 def _count_critic_stage_parameters(
     critic: Architecture | None, parallel: ParallelConfig, stage: int
 ) -> tuple[int, int]:
-    """Those of a critic, which has a number for each place in the place of a vocabulary."""
     if critic is None:
         return 0, 0
     untied = replace(critic, tied=False)
@@ -278,7 +271,6 @@ def count_stage_activation_values(
 
 
 def _count_values_per_rank(parallel: ParallelConfig, tokens: int, numbers: int) -> int:
-    """Numbers of one rank, where each token of a micro-batch has `numbers` over all ranks."""
     return tokens // parallel.cp * numbers // parallel.tp
 
 
@@ -335,7 +327,6 @@ def describe_cheapest_fitting_change(
 def _list_thriftier_configs(
     arch: Architecture, config: TrainerConfig, other_networks: Sequence[Architecture] = ()
 ) -> Iterator[tuple[str, TrainerConfig]]:
-    """Changes that take less memory, cheaper ones first; they divide `other_networks`, too."""
     full = config
     for mode in ("selective", "full"):
         if RECOMPUTE_MODES.index(mode) > RECOMPUTE_MODES.index(config.recompute):
@@ -375,7 +366,6 @@ def _list_thriftier_configs(
 def _can_divide(
     parallel: ParallelConfig, arch: Architecture, other_networks: Sequence[Architecture]
 ) -> bool:
-    """Whether the policy and the other networks can be laid out so, as start-up demands."""
     layouts = [(arch, parallel)]
     layouts += [(other, drop_ep_for_dense_network(other, parallel)) for other in other_networks]
     return not any([*find_layout_problems(*layout)] for layout in layouts)

@@ -75,13 +75,11 @@ class Network:
 
     @property
     def module(self) -> torch.nn.Module:
-        """What passes go through."""
         module: torch.nn.Module = self.gpt
         return module
 
     @property
     def weight_map(self) -> list[ParamMap]:
-        """Every parameter of the whole network."""
         return list_parameter_maps(self.arch)
 
     def get_local_part(self, parameter: ParamMap) -> torch.Tensor | None:
@@ -109,7 +107,6 @@ class Network:
 
     @property
     def tied_embedding_copy(self) -> torch.Tensor | None:
-        """The last stage's copy of a tied embedding, when that stage is not the first."""
         if not self.arch.tied or self.gpt.pre_process:
             return None
         return self._held.get(OUTPUT_LAYER_NAME)
@@ -126,7 +123,6 @@ class TrainedNetwork(Network):
 
     @property
     def module(self) -> torch.nn.Module:
-        """What passes go through."""
         module: torch.nn.Module = self.ddp_module
         return module
 
@@ -147,9 +143,6 @@ def build_policy(
     """An uninitialized network on this rank; load weights into it before use.
 
     Process groups must exist (`process_groups.init_process_groups_and_device`).
-
-    Raises:
-        RecipeError: The sizes do not divide by the parallel sizes.
     """
     network = build_network(arch, parallel, dtype, device, activations, head_dtype)
     return Policy(
@@ -313,7 +306,6 @@ def build_transformer_config(
 def _build_recompute_options(
     arch: Architecture, parallel: ParallelConfig, activations: ActivationMemoryConfig
 ) -> dict[str, Any]:
-    """Megatron's options for activation recomputation (`recompute_*` of `TransformerConfig`)."""
     if activations.recompute == "none":
         return {}
     if activations.recompute == "selective":
@@ -353,7 +345,6 @@ def _finalize_gradients(
 
 
 def _build_stage_options(arch: Architecture, parallel: ParallelConfig) -> dict[str, Any]:
-    """Megatron's list of what each pipeline stage holds, where layers do not divide."""
     if arch.layers % parallel.pp == 0:
         return {}
     stages = [

@@ -20,7 +20,6 @@ class StableTokenDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
 
     @property
     def holds_all_experts(self) -> bool:
-        """No other rank has tokens for this one's experts: tensor parallelism cuts none of them."""
         return bool(self.ep_size == 1)
 
     def dispatch_preprocess(
@@ -65,7 +64,6 @@ class StableTokenDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
         return sorted_back
 
     def combine_postprocess(self, permutated_local_input_tokens: torch.Tensor) -> torch.Tensor:
-        """Sum the rows of each token."""
         return self.order.sum_rows_per_token(permutated_local_input_tokens).view(self.hidden_shape)
 
 

@@ -77,7 +77,6 @@ def count_training_flops(arch: Architecture, lengths: Sequence[int], scored_toke
 
 
 def _count_active_layer_weights(arch: Architecture) -> float:
-    """Weights of the layers' matrices that a token is multiplied by."""
     total = 0.0
     for parameter in list_parameter_maps(arch):
         if parameter.layer is None:

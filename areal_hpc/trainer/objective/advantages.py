@@ -51,7 +51,6 @@ def compute_advantages(credit: BatchCredit, objective: ObjectiveConfig) -> Float
 
 
 def _measure_spread(differences: FloatArray, degrees_of_freedom: int) -> float:
-    """The root of their mean square about zero, of so many degrees of freedom; 0 of none."""
     return (
         float(np.sqrt((differences * differences).sum() / degrees_of_freedom))
         if degrees_of_freedom
@@ -74,7 +73,6 @@ def sums_to_zero(credit: BatchCredit, members_K: BoolArray, objective: Objective
 
 
 def _compute_means(earned_K: FloatArray, sets_K: npt.NDArray[np.int64]) -> FloatArray:
-    """The mean of each number's set."""
     means_K = np.empty_like(earned_K)
     for one in np.unique(sets_K):
         members = sets_K == one
@@ -83,7 +81,6 @@ def _compute_means(earned_K: FloatArray, sets_K: npt.NDArray[np.int64]) -> Float
 
 
 def _compute_means_of_others(credit: BatchCredit) -> FloatArray:
-    """The mean of the numbers of the other episodes of its group; its own if there are none."""
     means_K = credit.earned_K.copy()
     for group in np.unique(credit.groups_K):
         of_group = credit.groups_K == group
@@ -95,7 +92,6 @@ def _compute_means_of_others(credit: BatchCredit) -> FloatArray:
 
 
 def compute_mean_episode_rewards(rewards: npt.ArrayLike, episodes: npt.ArrayLike) -> FloatArray:
-    """The mean reward of the rows of each distinct episode [number of episodes]."""
     _, places = np.unique(np.asarray(episodes), return_inverse=True)
     sums = np.bincount(places, weights=np.asarray(rewards))
     return (sums / np.bincount(places)).astype(np.float64)

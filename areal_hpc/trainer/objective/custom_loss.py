@@ -45,11 +45,7 @@ CustomLoss = Callable[[LossInputs], LossOutputs]
 
 
 def load_custom_loss(config: ObjectiveConfig) -> CustomLoss | None:
-    """The function that `custom` names, tried on made-up tokens; None if it names none.
-
-    Raises:
-        RecipeError: There is no such function, or it does not give a term for each token.
-    """
+    """The function that `custom` names, tried on made-up tokens; None if it names none."""
     if not config.custom:
         return None
     function: CustomLoss = load_user_function(config.custom, CUSTOM_LOSS_RECIPE_KEY)
@@ -59,7 +55,6 @@ def load_custom_loss(config: ObjectiveConfig) -> CustomLoss | None:
 
 
 def _check_on_made_up_tokens(function: CustomLoss, config: ObjectiveConfig, count: int) -> None:
-    """Raise a RecipeError unless it gives the terms of so many tokens, with a gradient."""
     logprobs_N = -torch.linspace(0.1, 2.0, count)
     inputs = LossInputs(
         logprobs_N.clone().requires_grad_(),
@@ -87,7 +82,6 @@ def _check_on_made_up_tokens(function: CustomLoss, config: ObjectiveConfig, coun
 
 
 def _find_output_defect(outputs: object, count: int) -> str | None:
-    """What is wrong with what a custom loss returned for so many tokens; None if nothing is."""
     if not isinstance(outputs, LossOutputs):
         return f"expected LossOutputs, got {type(outputs).__name__}"
     for name, values_N in (("terms_N", outputs.terms_N), ("clipped_N", outputs.clipped_N)):

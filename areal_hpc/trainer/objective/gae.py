@@ -36,8 +36,6 @@ class ReplyEstimate:
 
 @dataclass(frozen=True, slots=True)
 class _ReplyStart:
-    """What a reply hands to those that it follows."""
-
     value: float
     advantage: float
 
@@ -72,7 +70,6 @@ def estimate_advantages(
 
 
 def _average_starts(starts: Sequence[_ReplyStart]) -> _ReplyStart:
-    """What follows a reply; nothing at the end of an episode."""
     if not starts:
         return _ReplyStart(0.0, 0.0)
     return _ReplyStart(

@@ -24,7 +24,6 @@ class _SumOverRanks(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        """Sum on every rank."""
         ctx.group = group
         total = values.clone()
         dist.all_reduce(total, group=group)
@@ -32,7 +31,6 @@ class _SumOverRanks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Each rank's loss depends on the sum."""
         total = gradient.clone()
         dist.all_reduce(total, group=ctx.group)
         return total, None
@@ -82,7 +80,6 @@ class TokenRowMap:
     def _reduce(
         self, values_N: torch.Tensor, aggregate: Literal["sum", "amax"], start: float
     ) -> torch.Tensor:
-        """One number for each row, over all ranks that hold parts of it."""
         found_R = values_N.new_full((self.row_count,), start, dtype=torch.float64)
         found_R = found_R.scatter_reduce(0, self.row_N, values_N.detach().double(), aggregate)
         if self.group is not None and self.group.size() > 1:

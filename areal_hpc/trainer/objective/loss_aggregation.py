@@ -48,6 +48,5 @@ def compute_loss_aggregation_row_factors(
 
 
 def compute_minibatch_factors(tokens: Sequence[int]) -> list[float]:
-    """Factor of each mini-batch's loss, from its trained tokens; 1 if there is only one."""
     mean = sum(tokens) / len(tokens) if tokens else 0.0
     return [count / mean if mean else 1.0 for count in tokens]

@@ -42,6 +42,5 @@ def build_loss_metrics(
 
 
 def compute_effective_sample_fraction(sums: Mapping[str, float]) -> float:
-    """Tokens of equal weight that would say as much, as a share of all: Kish's sample size."""
     squares = sums["applied_squared"] * sums["tokens"]
     return sums["applied"] ** 2 / squares if squares else 0.0

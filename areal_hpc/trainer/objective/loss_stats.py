@@ -89,7 +89,6 @@ class ReducedStats:
 
 
 def _take_larger(current: Number, value: Number) -> Number:
-    """The larger of two numbers; what is not a number stays to be seen."""
     pair = (current, value)
     device = next((one.device for one in pair if isinstance(one, torch.Tensor)), None)
     if device is not None:

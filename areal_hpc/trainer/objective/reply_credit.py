@@ -43,8 +43,6 @@ class BatchCredit:
 
 @dataclass(frozen=True, slots=True)
 class _EarnedCredit:
-    """A number, its weight, and where it applies: rows of the batch with tokens from and to."""
-
     earned: float
     branch_weight: float
     row_spans: list[tuple[int, int, int]]
@@ -144,7 +142,6 @@ def list_reply_rewards(
 def _list_episode_rewards(
     rows: dict[int, TrajectoryRow], objective: ObjectiveConfig, first: int
 ) -> list[ReplyReward]:
-    """The replies of an episode, of which the first one's place in the batch's is given."""
     is_credited = any(row.record.is_credited for row in rows.values())
     if not all(row.record.calls for row in rows.values()):
         return [  # of before calls were recorded: a row is all there is
@@ -187,7 +184,6 @@ def _build_reply_reward(
     weight: float,
     is_rewarded: bool = True,
 ) -> ReplyReward:
-    """The tokens of a row from one to another. Nothing predicts the first one of a row."""
     token_places_t = np.arange(max(1, first_token), max(1, end_token))
     return ReplyReward(0, row, token_places_t, reward, np.zeros(0), followers, weight, is_rewarded)
 
@@ -195,7 +191,6 @@ def _build_reply_reward(
 def _credit_episode(
     rows: dict[int, TrajectoryRow], objective: ObjectiveConfig, measure: MeasureSpanKlPenalty
 ) -> Iterator[_EarnedCredit]:
-    """The numbers of an episode, from its rows by their place in the batch."""
     is_credited = any(row.record.is_credited for row in rows.values())
     if (objective.credit == "turn" or is_credited) and all(r.record.calls for r in rows.values()):
         discount = 1.0 if is_credited else objective.turn_discount
@@ -246,7 +241,6 @@ def _credit_replies(
 def _list_calls_and_trained_spans(
     rows: dict[int, TrajectoryRow],
 ) -> tuple[dict[str, CallRecord], dict[str, tuple[int, int, int]]]:
-    """The calls of an episode, and of those that are trained the row and the tokens from and to."""
     calls: dict[str, CallRecord] = {}
     trained: dict[str, tuple[int, int, int]] = {}
     for place, row in rows.items():
@@ -267,7 +261,6 @@ def compute_overlong_penalty(tokens: int, overlong: OverlongConfig) -> float:
 
 
 def _map_followers(calls: dict[str, CallRecord]) -> dict[str, list[str]]:
-    """Who follows each call, of those that are known."""
     if any(call.followers for call in calls.values()):
         return {name: [f for f in call.followers if f in calls] for name, call in calls.items()}
     followers: dict[str, list[str]] = {}  # shards of before followers were noted

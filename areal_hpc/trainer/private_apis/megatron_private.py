@@ -101,7 +101,6 @@ def enable_norm_recompute() -> None:
 
 
 def list_master_weights(distributed_optimizer: Any) -> list[torch.Tensor]:
-    """The float32 copies of 16-bit parameters that a distributed optimizer steps in their place."""
     return [
         main for group in distributed_optimizer.shard_fp32_from_float16_groups for main in group
     ]

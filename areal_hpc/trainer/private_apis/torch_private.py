@@ -9,7 +9,6 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 
 def get_default_store() -> dist.Store:  # type: ignore[name-defined]
-    """The store that the default process group was opened with."""
     return _get_default_store()
 
 
@@ -25,7 +24,6 @@ def pin_host_memory(host: torch.Tensor) -> None:
 
 
 def unpin_host_memory(host: torch.Tensor) -> None:
-    """Undo `pin_host_memory`, before the memory goes."""
     cuda = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     torch.cuda.check_error(int(cuda.cudaHostUnregister(host.data_ptr())))
 

@@ -53,11 +53,9 @@ class CriticTrainer:
 
     @property
     def state(self) -> NetworkWithOptimizer:
-        """What checkpoints hold of it."""
         return NetworkWithOptimizer(self.network, self._optimizer, CRITIC_PREFIX)
 
     def is_warming_up(self, batches: int) -> bool:
-        """True if the critic alone is trained as long as it has learned from so many batches."""
         return batches < self._keys.warmup_steps
 
     def score(self, rows: Sequence[TrainingRow]) -> ScoresByRow:

@@ -53,7 +53,6 @@ class FrozenModels:
 
     @property
     def are_needed(self) -> bool:
-        """True if batches are scored before they are trained."""
         return self._reference is not None or self._config.objective.teacher.coef > 0
 
     def score(self, policy: Policy, step: int, rows: Sequence[TrainingRow]) -> BatchScores:
@@ -95,7 +94,6 @@ class FrozenModels:
             self._delete_outdated(every)
 
     def close(self) -> None:
-        """Leave the teacher's server."""
         if self._served_teacher is not None:
             self._served_teacher.close()
 
@@ -149,7 +147,6 @@ class FrozenModels:
         )
 
     def _delete_outdated(self, every: int) -> None:
-        """Delete references that no kept checkpoint can go on with."""
         steps = [one.state.step for one in list_checkpoints(self._paths.checkpoints_dir)]
         oldest = min(steps, default=0)
         for folder in self._paths.references_dir.iterdir():

@@ -33,8 +33,6 @@ ResultT = TypeVar("ResultT")
 
 
 class _TeacherProgress(Struct, frozen=True):
-    """What rank 0 tells the others after a portion."""
-
     is_over: bool
     progress: str
 
@@ -61,15 +59,7 @@ class ServedTeacher:
         )
 
     def score(self, step: int, rows: Sequence[TrainingRow]) -> ScoresByRow:
-        """Log-probabilities of the trained tokens of the batch of `step`.
-
-        Raises:
-            UntrainableBatchError: The server cannot score this batch.
-            TeacherError: It can score none any more.
-            ClusterError: It does not answer.
-            OtherRankError: Rank 0 raises one of these.
-            StopRequestedError: A stop was asked for meanwhile; nothing has changed.
-        """
+        """Log-probabilities of the trained tokens of the batch of `step`."""
 
         async def ask() -> ScoresByRow:
             assert self._client is not None
@@ -84,7 +74,6 @@ class ServedTeacher:
         return np.split(flat.numpy(), np.cumsum(lengths)[:-1])
 
     def close(self) -> None:
-        """Close connections."""
         if self._client is not None:
             self._runner.get_loop().run_until_complete(self._client.aclose())
         self._runner.close()
@@ -96,7 +85,6 @@ class ServedTeacher:
     def _call_on_first_rank(
         self, place_name: str, call: Callable[[], Coroutine[Any, Any, ResultT]]
     ) -> ResultT | None:
-        """What rank 0 finds, None on others; no rank goes on if it fails."""
         note_place_reached(place_name)
         task = self._runner.get_loop().create_task(call()) if dist.get_rank() == 0 else None
         while True:

@@ -88,11 +88,9 @@ class TeacherClient:
 
     @property
     def progress(self) -> str:
-        """How far the last method called has come, and why it comes no further if it does not."""
         return ": ".join(one for one in (self._done, self._trouble) if one)
 
     async def aclose(self) -> None:
-        """Close pooled connections."""
         await self._client.aclose()
 
     async def raise_if_tokenizer_differs(self, model_dir: Path) -> None:
@@ -218,7 +216,6 @@ class TeacherClient:
         return entries
 
     async def _post_with_retries(self, body: bytes, max_bytes: int) -> tuple[int, bytes]:
-        """Status and content of an answer that repeating would not change."""
         give_up_at, trouble = None, ""
         for pause_s in _BACKOFF:
             try:
@@ -276,7 +273,6 @@ class TeacherClient:
             return answer.status_code, bytes(content)
 
     def _build_refusal(self, status_code: int, content: bytes, step: int | None) -> RecipeError:
-        """The error of an answer that says no, to a row of the batch of `step` if there is one."""
         message = f"the teacher at {self._url} answered {status_code}: {_quote(content)}"
         if status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
             hint = "name a file with the server's --api-key"
@@ -293,7 +289,6 @@ class TeacherClient:
 
 
 def _is_worth_repeating(status_code: int) -> bool:
-    """True if the server failed, or is busy, and may do better."""
     return status_code >= httpx.codes.INTERNAL_SERVER_ERROR or status_code in RETRYABLE_STATUSES
 
 
@@ -302,14 +297,12 @@ def _find_trained_places(row: TrainingRow) -> npt.NDArray[np.int64]:
 
 
 def _choose_probed_ids(encoder: TokenEncoder) -> list[int]:
-    """Ids of all special tokens, and of so many others, evenly apart."""
     plain = encoder.list_plain_text_token_ids()
     chosen = plain[:: max(1, len(plain) // PROBED_PLAIN_TOKENS)]
     return sorted({*chosen, *encoder.list_special_token_ids()})
 
 
 def _raise_if_distribution_differs(step: int, row: TrainingRow) -> None:
-    """A server's log-probabilities are of the softmax at temperature 1, over all tokens."""
     places, temperatures_T = _find_trained_places(row), row.channels.get(TEMPERATURE_CHANNEL)
     if not len(places):
         return

@@ -62,7 +62,6 @@ def measure_and_verify_collectives(
 
 
 def _send_around_ring(sent: torch.Tensor, received: torch.Tensor) -> None:
-    """Send to the next rank while the one before sends here."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     works = dist.batch_isend_irecv(
         [
@@ -77,7 +76,6 @@ def _send_around_ring(sent: torch.Tensor, received: torch.Tensor) -> None:
 def _measure_median_round_s(
     run_round: Callable[[], object], device: torch.device, rounds: int
 ) -> float:
-    """Median seconds of a round on the slowest rank."""
     times_s = []
     for number in range(WARM_UP_ROUNDS + rounds):
         dist.barrier()

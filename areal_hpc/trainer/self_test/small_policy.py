@@ -34,7 +34,6 @@ MAX_TOKENS = 512
 def join_self_test_ranks(
     device: Device, parallel: ParallelConfig, rendezvous_dir: Path
 ) -> torch.device:
-    """The trainer's process groups, with this process where the environment says; its device."""
     megatron_cpu.patch_torch_megatron_without_gpu()
     return init_process_groups_and_device(get_task_position(), parallel, device, rendezvous_dir)
 
@@ -98,14 +97,12 @@ def pack_into_micro_batches(policy: Policy, rows: Sequence[TrainingRow]) -> list
 
 
 def compute_loss(batch: MicroBatch, logprobs_N: torch.Tensor) -> tuple[torch.Tensor, LossStats]:
-    """The sum of -advantage x log-probability, of which a step takes the mean over tokens."""
     return -(logprobs_N * batch.channels_N[ADVANTAGE_CHANNEL]).sum(), LossStats()
 
 
 def take_step_with_fresh_adamw(
     policy: Policy, rows: Sequence[TrainingRow], rate: float, loss: LossFunction = compute_loss
 ) -> tuple[LossStats, float]:
-    """One step of AdamW: this rank's statistics, and the gradient's norm before clipping."""
     optimizer = build_optimizer(policy, AdamConfig(lr=rate, weight_decay=0.0))
     optimizer.reload_model_params()
     return train_step(policy, optimizer, pack_into_micro_batches(policy, rows), loss, rate)

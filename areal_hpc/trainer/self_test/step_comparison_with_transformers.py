@@ -157,7 +157,6 @@ def _reduce_stats_over_ranks(stats: LossStats) -> ReducedStats:
 
 
 def _compute_rewarded_minus_other_logprob(stats: ReducedStats) -> float:
-    """Mean log-probability of rewarded tokens minus that of the others."""
     sums = stats.sums
     others = sums["tokens"] - sums["rewarded"]
     return sums["rewarded_logprob"] / sums["rewarded"] - sums["other_logprob"] / others

@@ -45,13 +45,11 @@ SFT_GENERATION = 0
 
 
 def run(config: dict[str, Any]) -> None:
-    """Fine-tune, and leave the model in `export/sft`."""
     job = SftJobConfig.model_validate(config)
     run_rank(job, job, StopRequest.install(), _run_sft)
 
 
 def _run_sft(job: SftJobConfig, paths: RunPaths, device: torch.device, stop: StopRequest) -> bool:
-    """Every rank's part; true when the model is fine-tuned and saved."""
     arch = read_architecture(job.model_path)
     dtype = TORCH_DTYPE_BY_NAME[job.dtype]
     policy = build_policy(arch, job.parallel, dtype, device, job.activations)

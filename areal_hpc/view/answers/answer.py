@@ -33,7 +33,6 @@ class Answer:
 
 
 def build_page_url_fragment(page: str, run: str, **query: str) -> str:
-    """The part of a dashboard's address that names a page of a run."""
     return f"#/{page}?{urlencode({'run': run, **query}, quote_via=quote)}"
 
 

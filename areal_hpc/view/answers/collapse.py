@@ -48,7 +48,6 @@ class Trend:
 
     @property
     def ratio(self) -> float:
-        """The last of the first; large if that was nothing."""
         return self.end_mean / self.start_mean if abs(self.start_mean) > 1e-12 else float("inf")
 
     def find_lasting_halfway_step(self) -> int:
@@ -144,7 +143,6 @@ def diagnose_collapse(paths: RunPaths) -> Answer:
 
 
 def choose_evenly_spread_steps(steps: Sequence[int], count: int) -> list[int]:
-    """So many of the steps, the first and the last among them, evenly apart."""
     if len(steps) <= count:
         return list(steps)
     return sorted({steps[place * (len(steps) - 1) // (count - 1)] for place in range(count)})
@@ -319,7 +317,6 @@ def _build_headline(
     *,
     is_solved: bool,
 ) -> str:
-    """The answer in one sentence; `since` is the step of a collapse."""
     told = ", ".join(dict.fromkeys(rule.meaning for rule, _ in signs))
     if since is not None:
         return f"the policy collapses since about step {since}: {told}"
@@ -336,7 +333,6 @@ def _build_headline(
 
 
 def _list_hints(reward: RewardSummary, since: int) -> tuple[str, ...]:
-    """What to try; the reward may hold while all other numbers of a policy break."""
     first = min(since, reward.half_fall_step) if reward.has_fallen else since
     return (
         f"go back to a checkpoint of step {first - 1} or before",
@@ -348,7 +344,6 @@ def _list_hints(reward: RewardSummary, since: int) -> tuple[str, ...]:
 def _suggest_last_step_worst_episode(
     run: str, episodes: Sequence[BatchEpisode], distinct_share_by_step: Mapping[int, float]
 ) -> Iterator[Finding]:
-    """An episode of the last step whose replies were compared, to read."""
     if not distinct_share_by_step:
         return
     last = [one for one in episodes if one.step == max(distinct_share_by_step)]

@@ -41,11 +41,7 @@ def describe_unusual_events(events: Iterable[Mapping[str, Any]]) -> Iterator[str
 def describe_recipe_changes(
     paths: RunPaths, recipe: Mapping[str, Any], from_time: float, to_time: float
 ) -> Iterator[str]:
-    """Keys that launches between two Unix times changed, with their old and new values.
-
-    Raises:
-        RecipeError: The recipe of an earlier launch is damaged.
-    """
+    """Keys that launches between two Unix times changed, with their old and new values."""
     launches = [(attempt, at) for attempt, at in list_launch_times(paths) if attempt > 1]
     changed = [(attempt, at) for attempt, at in launches if paths.replaced_recipe(attempt).exists()]
     recipes = [read_run_recipe(paths.replaced_recipe(attempt)) for attempt, _ in changed]

@@ -105,7 +105,6 @@ class ActivityOutsideCalls:
 
     @property
     def mean_s(self) -> float:
-        """One of them."""
         return self.total_s / self.count
 
 

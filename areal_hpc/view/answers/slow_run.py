@@ -40,11 +40,7 @@ STORAGE_PARTS = ("sealing", "checkpoints", "reading batches", "small files")
 
 
 def explain_slow_run(paths: RunPaths) -> Answer:
-    """What limits a run, from its metrics, its shards and its events.
-
-    Raises:
-        RecipeError: The run's recipe is damaged.
-    """
+    """What limits a run, from its metrics, its shards and its events."""
     return judge_slow_run(read_slow_run_evidence(paths))
 
 
@@ -70,7 +66,6 @@ def read_slow_run_evidence(paths: RunPaths) -> SlowRunEvidence:
 def _read_times_between_calls(
     paths: RunPaths, episodes: Sequence[BatchEpisode], problems: list[str]
 ) -> list[tuple[str, float]]:
-    """Times between calls, of the newest episodes that made several."""
     several = [one for one in episodes if len(one.record.calls) > 1][-MAX_READ_ROWS:]
     try:
         rows = read_first_row_of_each_episode(paths, several)
@@ -125,7 +120,6 @@ def judge_slow_run(evidence: SlowRunEvidence) -> Answer:
 
 
 def _describe_storage(step_parts: Sequence[StepPart], step_s: float) -> Iterator[Finding]:
-    """The parts that wait for the storage of the run directory, if they are much together."""
     waiting = [part for part in step_parts if part.name in STORAGE_PARTS]
     seconds = sum(part.seconds for part in waiting)
     if len(waiting) > 1 and seconds >= MIN_HINT_SHARE * step_s:

@@ -188,7 +188,6 @@ def _describe_reward(row: JsonRow, rows_before: Sequence[JsonRow]) -> str:
 
 
 def _compute_std_with_floor(values: Sequence[float], mean: float) -> float:
-    """Standard deviation; of numbers that hardly vary a part of their size."""
     spread = statistics.stdev(values) if len(values) > 1 else 0.0
     return max(spread, MIN_RELATIVE_CHANGE / MIN_DEVIATIONS * abs(mean), 1e-9)
 
@@ -219,7 +218,6 @@ def _describe_restart(run: str, row: JsonRow, last_row: JsonRow) -> Iterator[Fin
 def _describe_new_sampling_and_tools(
     run: str, step: int, now: Iterable[BatchEpisode], earlier_episodes: Iterable[BatchEpisode]
 ) -> Iterator[Finding]:
-    """Sampling parameters and tools of calls that are new at this step."""
     page = build_page_url_fragment("trajectories", run, where=f"step={step}")
     sampling, before = _collect_sampling_values(now), _collect_sampling_values(earlier_episodes)
     for name in sorted(sampling):
@@ -236,7 +234,6 @@ def _describe_new_sampling_and_tools(
 
 
 def _collect_sampling_values(episodes: Iterable[BatchEpisode]) -> dict[str, set[str]]:
-    """The values that calls asked for, by the parameter's name."""
     found: dict[str, set[str]] = {}
     for one in episodes:
         for call in one.record.calls.values():

@@ -83,7 +83,6 @@ def _compute_new_task_share(
 
 
 def _group_rewards_by_task(episodes: Iterable[BatchEpisode]) -> dict[int, list[float]]:
-    """The rewards of episodes by task, of those whose task is known."""
     found: dict[int, list[float]] = defaultdict(list)
     for one in episodes:
         if one.task >= 0:
@@ -127,7 +126,6 @@ def _compute_source_shares(
 def _describe_shift_to_other_task_range(
     rewards: Mapping[int, object], tasks_before: Mapping[int, object]
 ) -> Iterator[str]:
-    """Tasks from another part of the set than before: a curriculum went on."""
     if not rewards or not tasks_before:
         return
     low, high, old_low, old_high = min(rewards), max(rewards), min(tasks_before), max(tasks_before)
@@ -141,7 +139,6 @@ def _describe_shift_to_other_task_range(
 def _describe_new_and_known_tasks(
     rewards: Mapping[int, list[float]], rewards_before: Mapping[int, list[float]]
 ) -> str:
-    """How tasks that were played before went, and how the others."""
     new = [task for task in rewards if task not in rewards_before]
     known = [task for task in rewards if task in rewards_before]
     text = f"{len(new)} of {len(rewards)} tasks were not in the steps before"
@@ -165,7 +162,6 @@ def _describe_no_longer_solved_tasks(
     rewards: Mapping[int, list[float]],
     rewards_before: Mapping[int, list[float]],
 ) -> Iterator[Finding]:
-    """Tasks that went best before and do not now, the largest falls first."""
     everything = [
         reward for group in (*rewards.values(), *rewards_before.values()) for reward in group
     ]

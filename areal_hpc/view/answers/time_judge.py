@@ -261,7 +261,6 @@ class TimeJudge:
             )
 
     def _find_longest_awaited_episode(self) -> BatchEpisode | None:
-        """The longest of the episodes that batches waited for last, if they did so for long."""
         split = self.split
         if split is None or split.last_episodes_s < MIN_LAST_EPISODES_WAIT_SHARE * split.total_s:
             return None
@@ -299,7 +298,6 @@ class TimeJudge:
         return split.summed_call_s / split.any_call_s / len(replicas)
 
     def _measure_cell_idle_share(self) -> float | None:
-        """Of the cells' time. A step's idle time may begin before it: the start of the run does."""
         cells = int(get_recipe_value(self.evidence.recipe, "inference.cells") or 1)
         pairs = [
             (idle, cells * (get_number(row, "time/step_s") or 0.0))

@@ -33,7 +33,6 @@ class WaitSplit:
 
     @property
     def total_s(self) -> float:
-        """All of it."""
         return self.generation_s + self.outside_calls_s + self.no_episode_s + self.sealing_s
 
     def add(self, other_wait: "WaitSplit") -> None:
@@ -51,8 +50,6 @@ class WaitSplit:
 
 @dataclass(frozen=True, slots=True)
 class _CountChange:
-    """At a time, one more or one fewer: an episode under way or in calls, or a call."""
-
     at: float
     activity: str
     cell: str
@@ -106,7 +103,6 @@ def _add_seconds_to_split(
     by_cell: Counter[str],
     most_last: int,
 ) -> None:
-    """Count a time in which nothing changed."""
     wait_split.summed_call_s += seconds * counts["call"]
     wait_split.any_call_s += seconds * (counts["call"] > 0)
     under_way = counts["episode"]

@@ -86,7 +86,6 @@ def _list_file_sizes(directory: Path) -> Iterator[tuple[str, int]]:
 
 
 def _find_newest_checkpoint(directory: Path, problems: list[Problem]) -> TrainerState:
-    """The highest step of the highest generation among the complete checkpoints."""
     found = list_checkpoints(directory, problems)
     newest = found[-1].state if found else NO_CHECKPOINT
     if sorted(newest.consumed) != list(range(1, newest.step + 1)):

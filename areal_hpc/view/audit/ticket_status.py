@@ -90,7 +90,6 @@ class AuditReport:
     """Number of sealed episodes of each kind of row that is never trained on."""
 
     def list_tickets_with_status(self, status: TicketStatus) -> list[AuditedTicket]:
-        """The tickets of one status."""
         return [ticket for ticket in self.tickets if ticket.status is status]
 
     @property
@@ -120,7 +119,6 @@ _BatchUse = tuple[int, SealedTicket]
 
 
 def audit_run(paths: RunPaths) -> AuditReport:
-    """Judge every ticket of a run, live or not."""
     return classify_tickets(read_ticket_records(paths))
 
 
@@ -223,7 +221,6 @@ def _collect_batch_uses(
 
 
 def _explain_doubtful_steps(evidence: TicketRecordsOfRun) -> dict[int, str]:
-    """Steps behind the checkpoint, or between manifests, whose manifest cannot tell who trained."""
     doubts = {}
     for step in range(1, 1 + max((evidence.checkpoint.step, *evidence.manifests))):
         manifest = evidence.manifests.get(step)
@@ -292,7 +289,6 @@ def _judge_and_explain_batched(
 def _judge_consumed(
     untrained: Sequence[UntrainedBatchPart], ticket: SealedTicket, step: int, location: str
 ) -> tuple[TicketStatus, str]:
-    """What a checkpoint says of a ticket in a batch that it consumed and that was read."""
     for one in untrained:
         if ticket.ref.ticket_id in one.tickets:
             return TicketStatus.UNSOUND, f"step {step}, {one.reason}"
@@ -313,8 +309,6 @@ def _judge_sealed(
 
 
 class _ShardIndexChecker:
-    """Which rows of which ticket are there, by the index and the sizes of files."""
-
     def __init__(self, evidence: TicketRecordsOfRun) -> None:
         self._shards = {shard.file: shard for shard in evidence.shards}
         self._file_bytes = evidence.file_bytes
@@ -331,7 +325,6 @@ class _ShardIndexChecker:
         }
 
     def find_shard_fault(self, file: str) -> str:
-        """Why a shard's rows are not there; empty if they are. Bytes are not looked at."""
         shard = self._shards.get(file)
         if shard is None:
             return "the index does not list that shard"
@@ -343,7 +336,6 @@ class _ShardIndexChecker:
         return ""
 
     def find_ticket_fault(self, ticket: SealedTicket) -> str:
-        """Why the rows that a manifest names are not there; empty if they are."""
         if fault := self.find_shard_fault(ticket.shard):
             return fault
         for row in ticket.rows:

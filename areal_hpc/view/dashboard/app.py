@@ -71,7 +71,6 @@ Query = Mapping[str, str]
 
 
 def read_static_file(file_name: str) -> bytes:
-    """A file of the page."""
     return (resources.files("areal_hpc.view.dashboard") / "static" / file_name).read_bytes()
 
 
@@ -106,7 +105,6 @@ class DashboardApp:
         await response(scope, receive, send)
 
     def close(self) -> None:
-        """Close the indexes."""
         for index in self._indexes.values():
             index.close()
 
@@ -141,7 +139,6 @@ class DashboardApp:
         raise RecipeError(f"there is no run {name[:100]!r} in {self._place}", key="run")
 
     def _open_refreshed_index(self, run: RunPaths) -> RowIndex:
-        """The index of a run, with all that is sealed by now."""
         with self._lock:
             if run.root not in self._indexes:
                 self._indexes[run.root] = RowIndex(run, self._cache_dir)
@@ -191,7 +188,6 @@ class DashboardApp:
         return run_pages.describe_trajectory(run, index, shard, row, list_set_names(run, []))
 
     async def _stream_change_events(self, request: Request) -> Response:
-        """Server-sent events: the files of one run, or of any run, have changed."""
         if "run" not in request.query_params:
             look: Callable[[], Any] = partial(_fingerprint_runs, self._place)
             poll_s = RUNS_POLL_S
@@ -209,7 +205,6 @@ class DashboardApp:
 async def _stream_changes(
     read_fingerprint: Callable[[], Any], poll_s: float, is_ending: Callable[[], bool]
 ) -> AsyncIterator[str]:
-    """A `change` whenever a look sees something else, until the reader goes or the server ends."""
     seen, silent_s = await run_in_threadpool(read_fingerprint), 0.0
     yield "event: open\ndata: {}\n\n"
     while True:
@@ -232,7 +227,6 @@ def _fingerprint_runs(dir_with_runs: Path) -> list[Any]:
 
 
 def _fingerprint_run_files(run: RunPaths) -> list[Any]:
-    """Sizes and times of the files whose growth a page shows."""
     followed = (
         *(run.metrics, run.sft_metrics, run.events, run.finished_marker),
         *(run.manifests_dir, run.evaluations_dir),

@@ -51,7 +51,6 @@ def write_bundle(run: RunPaths, folder: Path, cache_dir: Path) -> int:
 def _write_example_trajectories(
     run: RunPaths, folder: Path, cache_dir: Path
 ) -> tuple[int, dict[str, Any]]:
-    """Write rows that stand for all; how many they are, and the pages that list them."""
     index = RowIndex(run, cache_dir)
     sets = list_set_names(run, [])
     try:
@@ -78,7 +77,6 @@ def _write_example_trajectories(
 
 
 def _describe_pages_without_rows(run: RunPaths) -> dict[str, Any]:
-    """Those that are made from other files than the shards."""
     (state,) = RunStateCache().fetch_or_reuse_states([run])
     pages: dict[str, Callable[[], dict[str, Any]]] = {
         "timeline": lambda: describe_timeline(run, {}),
@@ -94,7 +92,6 @@ def _describe_pages_without_rows(run: RunPaths) -> dict[str, Any]:
 
 
 def _write_pages_and_static_files(pages: Mapping[str, Any], folder: Path) -> None:
-    """Write their data, and what shows it."""
     for name in pages:
         _write_json_as_script(folder / f"{name}.data.js", name, pages[name])
     for name in MEDIA_TYPE_BY_STATIC_FILE:
@@ -114,7 +111,6 @@ def _write_pages_and_static_files(pages: Mapping[str, Any], folder: Path) -> Non
 def _describe_or_explain(
     page: str, key: str, describe: Callable[[], dict[str, Any]]
 ) -> dict[str, Any]:
-    """A page; below `key` the reason where its files do not yield one."""
     try:
         return describe()
     except Exception as error:  # boundary: the page says it, and the others are written
@@ -122,7 +118,6 @@ def _describe_or_explain(
 
 
 def _write_json_as_script(path: Path, bundle_key: str, content: Any) -> None:
-    """Data as a script, because a page that was opened from a disk may load nothing else."""
     path.write_bytes(
         b"bundled("
         + encode_browser_json(bundle_key)

@@ -62,7 +62,6 @@ def _describe_set(
 def _describe_further_metrics(
     results: Sequence[EvaluationResult], config: Mapping[str, Any]
 ) -> list[JsonObject]:
-    """The metrics that a set has beside its mean reward, by step."""
     metrics = [one for one in config.get("metrics") or () if one != "avg@k"]
     pass_reward = config.get("pass_reward", DEFAULT_PASS_REWARD)
     found: dict[str, JsonObject] = {}

@@ -25,7 +25,6 @@ def list_set_names(paths: RunPaths, problems: list[str]) -> list[str]:
 
 
 def prepend_valid_and_sort(names: Iterable[str]) -> list[str]:
-    """Names of evaluation sets by their numbers; `valid`, which a run may lack, is the first."""
     return [VALIDATION_SET_NAME, *sorted(name for name in names if name != VALIDATION_SET_NAME)]
 
 

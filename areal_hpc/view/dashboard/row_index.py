@@ -96,7 +96,6 @@ class RowIndex:
         self._problems: dict[str, str] = {}
 
     def close(self) -> None:
-        """Close the database."""
         with self._lock:
             self._database.close()
 
@@ -117,7 +116,6 @@ class RowIndex:
             return added
 
     def list_read_problems(self) -> list[str]:
-        """Shards and batches that could not be read last, and why."""
         with self._lock:
             return [f"{place}: {why}" for place, why in self._problems.items()]
 
@@ -239,7 +237,6 @@ class RowIndex:
             return [dict(zip(names, row, strict=True)) for row in cursor]
 
     def _open_or_recreate_database(self) -> sqlite3.Connection:
-        """The database, with tables that this version can use; a damaged one is made anew."""
         self._file.touch(mode=0o600)
         database = self._connect_database()
         try:
@@ -293,7 +290,6 @@ class RowIndex:
         return len(values)
 
     def _index_new_batches(self) -> int:
-        """Note the steps of tickets, which a batch may name before their rows; new batches."""
         added = 0
         known = {step for (step,) in self._database.execute("SELECT step FROM batches")}
         for step in list_manifest_steps(self._paths):
@@ -314,7 +310,6 @@ class RowIndex:
         return added
 
     def _fill_train_row_steps(self) -> None:
-        """Give training rows the steps of their tickets."""
         with self._database:
             self._database.execute(
                 "UPDATE rows SET step = (SELECT one.step FROM tickets AS one WHERE "
@@ -324,7 +319,6 @@ class RowIndex:
 
 
 def get_cache_dir() -> Path:
-    """Where this user's indexes are: below XDG_CACHE_HOME, or ~/.cache."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root) / "areal_hpc" / "dashboard"
 
@@ -350,7 +344,6 @@ def _casefold(text: str | None) -> str | None:
 
 
 def _iterate_row_values(reader: ShardReader) -> Iterator[tuple[tuple[Any, ...], str]]:
-    """The values of each row in the order of the columns, and the text that is searched."""
     for place, row in enumerate(reader.read_rows(range(reader.num_rows))):
         text = msgspec.json.encode(row.meta.get("messages")).decode()[:MAX_TEXT_CHARS]
         yield (reader.path.name, place, *_compute_row_values(row)), text.casefold()
@@ -392,7 +385,6 @@ def _compute_row_values(row: TrajectoryRow) -> tuple[Any, ...]:
 
 
 def _excerpt_last_message(row: TrajectoryRow, role: str) -> str:
-    """The first words of the last message with that role; empty if there is none."""
     said = [one for one in get_messages(row) if one.get("role") == role]
     words = " ".join(extract_text(said[-1].get("content")).split()) if said else ""
     cut = "…" if len(words) > MAX_EXCERPT_CHARS else ""
@@ -405,7 +397,6 @@ def _format_version(packed_version: int) -> str:
 
 
 def _collect_reward_numbers(record: RowRecord) -> dict[str, float]:
-    """Parts and metrics of the row's rewards by the names that filters use; the last counts."""
     named: dict[str, float] = {}
     for call in record.calls:
         if call.reward:

@@ -54,7 +54,6 @@ JsonObject = dict[str, Any]
 
 
 def describe_runs(runs: Sequence[RunPaths], states: Sequence[str]) -> list[JsonObject]:
-    """Summaries of runs with their states; one whose files cannot be read says why."""
     return [_describe_run(run, state) for run, state in zip(runs, states, strict=True)]
 
 
@@ -114,7 +113,6 @@ def describe_run_overview(paths: RunPaths, state: str) -> JsonObject:
 
 
 def _list_restart_steps(rows: Sequence[JsonObject]) -> list[int]:
-    """First steps of further starts of the trainer."""
     return [
         row["step"]
         for before, row in pairwise(rows)
@@ -123,7 +121,6 @@ def _list_restart_steps(rows: Sequence[JsonObject]) -> list[int]:
 
 
 def _flatten_recipe_without_secrets(recipe: Mapping[str, Any]) -> dict[str, str]:
-    """The keys of a recipe and their values as text; values that may be secrets are hidden."""
     shown = flatten_keys_hiding_private_values(recipe)
     return {key: "" if value is None else str(value) for key, value in shown.items()}
 
@@ -161,12 +158,7 @@ def _get_metric_unit_and_meaning(metric_name: str) -> dict[str, str]:
 def describe_trajectory(
     paths: RunPaths, index: RowIndex, shard: str, row: int, set_names: Sequence[str]
 ) -> JsonObject:
-    """A row's conversation, its task, its tokens and the rows beside it.
-
-    Raises:
-        RecipeError: There is no such row.
-        ShardError: The shard is damaged.
-    """
+    """A row's conversation, its task, its tokens and the rows beside it."""
     related = index.select_group_and_task_rows(shard, row)
     found = _describe_recorded_row(paths, shard, row) | related
     label_evaluation_rows([found, *related["group"], *related["task_rows"]], set_names)
@@ -212,7 +204,6 @@ def _describe_recorded_row(paths: RunPaths, shard: str, row: int) -> JsonObject:
 
 
 def _read_task_fields(paths: RunPaths, row: JsonObject) -> dict[str, str]:
-    """What a labeled row's task says beside its prompt, such as the answer that is expected."""
     file, index = paths.dataset("train"), row["task"]
     if "set" in row:
         file, index = paths.evaluation_tasks(row["set"]), row["set_task"]
@@ -274,19 +265,16 @@ def _describe_tokens(row: TrajectoryRow, tokenizer: Tokenizer | None) -> JsonObj
 
 
 def _decode_tokens(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
-    """Each token's own text. A character of several tokens is shown as a replacement for each."""
     return list(tokenizer.decode_batch([[one] for one in ids], skip_special_tokens=False))
 
 
 def _load_tokenizer(paths: RunPaths) -> Tokenizer | None:
-    """The tokenizer of the model that a run trains; None if it is not on this machine."""
     file = find_tokenizer_file(paths)
     return _parse_tokenizer_file_once(file, file.stat().st_mtime_ns) if file else None
 
 
 @lru_cache(maxsize=4)
 def _parse_tokenizer_file_once(file: Path, _changed_at_ns: int) -> Tokenizer | None:
-    """A tokenizer file, parsed once as long as it stays the same; None for a damaged one."""
     try:
         return Tokenizer.from_file(str(file))
     except Exception:  # boundary: tokenizers raises this class itself

@@ -21,11 +21,7 @@ _PORT_FILE = "port"
 def serve_dashboard(
     dir_with_runs: Path, port: int | None, print_line: Callable[[str], None]
 ) -> None:
-    """Serve until Ctrl-C; `print_line` hears the lines that say how to get there.
-
-    Raises:
-        ClusterError: The port is taken, or the cache is open to other users.
-    """
+    """Serve until Ctrl-C; `print_line` hears the lines that say how to get there."""
     cache_dir = get_cache_dir()
     listener = _listen_at_kept_or_free_port(cache_dir, port)
     # New at each start: whoever listened here in between may have heard the last one.
@@ -44,7 +40,6 @@ def serve_dashboard(
 
 
 def _get_user_name_or_placeholder() -> str:
-    """The name of this user, or `USER` where the user id has no name, as in a container."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):
@@ -52,7 +47,6 @@ def _get_user_name_or_placeholder() -> str:
 
 
 def _listen_at_kept_or_free_port(cache_dir: Path, port: int | None) -> socket.socket:
-    """A socket at this user's port of the last time; at another port if that one is taken."""
     make_private_folder(cache_dir)
     port_file = cache_dir / _PORT_FILE
     problem: Exception | None = None
@@ -76,7 +70,6 @@ def _listen_at_kept_or_free_port(cache_dir: Path, port: int | None) -> socket.so
 
 
 def _read_port(path: Path) -> int:
-    """The port of the last time; 0, which is any, if that is not known."""
     try:
         return int(path.read_bytes())
     except (OSError, ValueError):

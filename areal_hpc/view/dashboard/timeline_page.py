@@ -39,11 +39,7 @@ JsonObject = dict[str, Any]
 
 
 def describe_timeline(paths: RunPaths, query: Mapping[str, str]) -> JsonObject:
-    """The timeline between `from` and `to` (Unix seconds), or of the last steps.
-
-    Raises:
-        RecipeError: These are no numbers, or nothing is recorded yet.
-    """
+    """The timeline between `from` and `to` (Unix seconds), or of the last steps."""
     rows = select_timed_rows(read_metrics(paths.metrics), 0, math.inf)
     begin, end = _choose_time_window(paths, rows, query)
     inside = [
@@ -215,7 +211,6 @@ def _get_metrics_file_bytes(paths: RunPaths) -> int:
 
 @lru_cache(maxsize=16)
 def _explain_slow_run_once(paths: RunPaths, _metrics_bytes: int) -> JsonObject:
-    """What limits the last steps, asked once for each state of the metrics."""
     try:
         answer = explain_slow_run(paths)
     except ArealError as error:

@@ -43,13 +43,11 @@ class WrittenEstimate(msgspec.Struct, frozen=True):
 
     @classmethod
     def from_estimate(cls, estimate: Estimate) -> Self:
-        """The same without infinite numbers."""
         low, high = (one if math.isfinite(one) else None for one in (estimate.low, estimate.high))
         return cls(estimate.value, low, high, estimate.n_tasks)
 
     @property
     def interval_text(self) -> str:
-        """Its interval for people."""
         low = -math.inf if self.low is None else self.low
         high = math.inf if self.high is None else self.high
         return f"[{low:.3f}, {high:.3f}]"
@@ -83,7 +81,6 @@ class EvaluationReport(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """How tables call it."""
         return self.model if self.step is None else f"step {self.step}"
 
 
@@ -124,7 +121,6 @@ def compute_tasks_digest(tasks: Path, n_tasks: int) -> str:
 
 
 def write_evaluation_report(paths: RunPaths, report: EvaluationReport) -> None:
-    """Write the file of results."""
     content = msgspec.json.format(msgspec.json.encode(report), indent=1)
     write_atomic(paths.evaluation_report, content)
 
@@ -231,7 +227,6 @@ def _compare_sets(
 
 
 def _find_same_metric(metric: str, other_set: EvaluatedSet) -> str | None:
-    """Its name in another evaluation: a mean is the same of any number of samples."""
     if metric in other_set.metrics:
         return metric
     means = [name for name in other_set.metrics if name.startswith(MEAN_METRIC_PREFIX)]

@@ -37,19 +37,16 @@ class FailureCause:
 
     @property
     def text(self) -> str:
-        """The cause in one line."""
         return f"{self.message} at {self.place}" if self.place else self.message
 
     @property
     def traceback_lines(self) -> tuple[str, ...]:
-        """The end of its traceback; none if nothing was raised."""
         begin = self.message_with_traceback.find(TRACEBACK_HEADER)
         lines = self.message_with_traceback[begin:].splitlines() if begin >= 0 else []
         return tuple(lines[-MAX_TRACEBACK_LINES:])
 
     @property
     def suggested_fix(self) -> str:
-        """What to try."""
         return self.hint or (f"fix {self.place}" if self.place else "fix the agent")
 
 
@@ -71,27 +68,22 @@ class AgentFailures:
 
     @property
     def failed(self) -> int:
-        """Episodes that failed."""
         return sum(failed for failed, _ in self._counts.values())
 
     @property
     def ended(self) -> int:
-        """Episodes that had ended, well or not, when each cell last told of that."""
         return sum(ended for _, ended in self._counts.values())
 
     @property
     def is_agent_always_failing(self) -> bool:
-        """True if no episode ended well, as far as is known, and several failed."""
         return self.failed >= MIN_FAILURES_TO_BLAME_AGENT and self.failed == self.ended
 
     @property
     def newest(self) -> FailureCause | None:
-        """The cause of the last failure."""
         return max(self.causes.values(), key=lambda cause: cause.last_at, default=None)
 
     @property
     def share_text(self) -> str:
-        """`in 3 of 12 episodes`."""
         return f"in {self.failed} of {self.ended} episode{'s' if self.ended != 1 else ''}"
 
     def add_event_returning_new_cause(self, event: dict[str, Any]) -> FailureCause | None:

@@ -50,7 +50,6 @@ class NewEventLineFormatter:
 
 
 def describe_blocked_loop(event: dict[str, Any]) -> str:
-    """What an agent does that keeps the event loop from everything else, and for how long."""
     seconds, place = _format_seconds(event), event.get("at")
     at = f" at {place}" if place else ""
     return f"blocks the event loop{at} for {seconds} so far{_describe_episode(event)}"

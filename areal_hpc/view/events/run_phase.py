@@ -24,8 +24,6 @@ _SERVER_PHASES = (
 
 @dataclass(slots=True)
 class _StartingServer:
-    """A server of a cell that takes no requests yet."""
-
     since: float
     """Unix time."""
     log: str

@@ -40,15 +40,12 @@ class Chart:
 
 @dataclass(frozen=True, slots=True)
 class _AxisRanges:
-    """Ranges of both axes."""
-
     x_low: float
     x_high: float
     y_low: float
     y_high: float
 
     def to_svg_point(self, x: float, y: float) -> tuple[float, float]:
-        """Where a point is drawn."""
         across = (x - self.x_low) / ((self.x_high - self.x_low) or 1)
         up = (y - self.y_low) / ((self.y_high - self.y_low) or 1)
         return (
@@ -138,7 +135,6 @@ def _draw_axes(frame: _AxisRanges, ticks: Sequence[float]) -> Iterator[str]:
 
 
 def format_tick(value: float) -> str:
-    """A label of an axis."""
     return "0" if abs(value) < 1e-15 else f"{value:.6g}"
 
 

@@ -92,11 +92,7 @@ class Report:
 
 
 def build_report(runs: Sequence[RunPaths]) -> Report:
-    """Everything that a report on these runs says.
-
-    Raises:
-        RecipeError: The recipe of one is damaged.
-    """
+    """Everything that a report on these runs says."""
     progress_by_run = [read_run_progress(paths) for paths in runs]
     names = name_runs(runs)
     recipes = [progress.recipe for progress in progress_by_run]
@@ -132,7 +128,6 @@ def build_report(runs: Sequence[RunPaths]) -> Report:
 
 
 def _get_held_out_sections(recipe: Mapping[str, Any]) -> tuple[Any, Any]:
-    """What a recipe says of its held-out tasks."""
     return recipe.get("valid_dataset"), get_recipe_value(recipe, "evaluation.sets")
 
 
@@ -211,7 +206,6 @@ def _describe_audit(paths: RunPaths) -> Iterator[str]:
 
 
 def _list_launches(paths: RunPaths) -> Iterator[Mapping[str, str]]:
-    """Facts of each launch; values that may be secrets are hidden in its command."""
     try:
         launches = msgspec.json.decode(paths.provenance.read_bytes())["launches"]
     except (OSError, LookupError, TypeError, msgspec.DecodeError):

@@ -106,6 +106,5 @@ def list_restart_steps(rows: Sequence[MetricRow]) -> list[int]:
 def get_first_mean_and_last_value(
     rows: Sequence[MetricRow], metric_name: str
 ) -> tuple[float, float, float] | None:
-    """First, mean and last value of a metric; None if no row has it."""
     values = [value for _, value in iterate_rows_with_value(rows, metric_name)]
     return (values[0], statistics.fmean(values), values[-1]) if values else None

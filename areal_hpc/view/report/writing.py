@@ -32,5 +32,4 @@ def write_report(runs: Sequence[RunPaths], out: Path) -> None:
 
 
 def render_report(report: Report) -> str:
-    """A report as HTML. Everything that a run recorded is escaped. Pure."""
     return _TEMPLATES.get_template("report.html.j2").render(report=report, colors=N_SERIES_COLORS)

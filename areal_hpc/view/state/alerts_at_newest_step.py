@@ -79,11 +79,9 @@ def read_alerts_config(paths: RunPaths) -> AlertsConfig:
 
 
 def select_failure_alerts(alerts: Sequence[Alert]) -> list[Alert]:
-    """Those by which somebody has to act."""
     return [alert for alert in alerts if alert.level == "failure"]
 
 
 def format_alert(alert: Alert) -> str:
-    """An alert for people, on one line."""
     line = f"{alert.level:<8} {alert.message} ({alert.rule}; try: {alert.hint})"
     return escape_line(line)

@@ -60,18 +60,15 @@ class JobView:
 
     @property
     def is_alive(self) -> bool:
-        """True if Slurm still has to deal with it."""
         return self.slurm_record is not None and is_live_state(self.slurm_record.state)
 
     @property
     def ended_before_its_tasks(self) -> bool:
-        """Slurm calls it completed, and no task of it has ended so: its container died, say."""
         is_completed = self.slurm_record and self.slurm_record.state.name == "COMPLETED"
         return bool(is_completed) and all(one.exit_code != 0 for one in self.task_exits.values())
 
     @property
     def has_failed(self) -> bool:
-        """True if it is over and should not be."""
         if self.slurm_record is not None and self.slurm_record.state.phase is not JobPhase.UNKNOWN:
             return self.slurm_record.state.is_over_without_success or self.ended_before_its_tasks
         return any(outcome.is_crash for outcome in self.task_exits.values())
@@ -118,7 +115,6 @@ class RunJobs:
 
     @property
     def is_local(self) -> bool:
-        """True for a run that never went to Slurm."""
         return not self.ids
 
     @property
@@ -138,7 +134,6 @@ class RunJobs:
 
     @property
     def is_short_of_jobs_or_cells(self) -> bool:
-        """True if a cell is over that the run still needs, or a job that is not the leading one."""
         return bool(self.jobs_ended_before_run or any(job.cells_ended_early for job in self.jobs))
 
 

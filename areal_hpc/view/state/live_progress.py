@@ -55,7 +55,6 @@ class PlainReporter:
         self._has_trained = False
 
     def print_line(self, message: str) -> None:
-        """Print a line."""
         self._printed_at = time.monotonic()
         # Messages may hold brackets of any kind, `file.py:100:`, and what a model said.
         self._console.print(escape_controls(message), markup=False, emoji=False)
@@ -117,7 +116,6 @@ class PlainReporter:
         return snapshot
 
     def _report_new_alerts(self, before: Sequence[dict[str, Any]], row: dict[str, Any]) -> None:
-        """Print what a step's metrics say of the run's health that those before did not."""
         if self._alerts is None:  # the recipe is in place once a step is
             self._alerts = AlertTracker(read_alerts_config(self._paths))
             self._alerts.take_new_alerts(before)
@@ -125,7 +123,6 @@ class PlainReporter:
             self.print_line(format_alert(alert))
 
     def close(self) -> None:
-        """Print what the last look missed."""
         self.report_new_events()
         self.report_new_steps()
 

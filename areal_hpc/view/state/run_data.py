@@ -239,7 +239,6 @@ class RunData:
         return found
 
     def _iterate_rows_by_shard(self) -> Iterator[FoundRow]:
-        """All rows. Those of a shard are read at once, and forgotten after them."""
         for _, rows in groupby(self._rows, key=lambda one: one.shard.first_row):
             first, *others = rows
             first.shard.expect_search()

@@ -29,7 +29,6 @@ class RunSnapshot:
 
     @property
     def evaluations(self) -> list[tuple[int, float]]:
-        """(step, held-out reward) of every evaluated step; one that is not finite is left out."""
         rows = [(row["step"], row.get(VALIDATION_REWARD_METRIC)) for row in self.steps]
         return [(step, reward) for step, reward in rows if reward is not None]
 
@@ -66,7 +65,6 @@ class SnapshotReader:
 
 
 def _read_stamp(path: Path) -> tuple[int, ...]:
-    """What changes with a file's content; empty while there is none."""
     try:
         found = path.stat()
     except FileNotFoundError:
@@ -104,6 +102,5 @@ def read_last_launch_time(paths: RunPaths) -> float:
 
 
 def read_events_since_launch(paths: RunPaths) -> list[dict[str, Any]]:
-    """The events of the last launch, oldest first, as far as the end of the log has them."""
     since = read_last_launch_time(paths)
     return [event for event in read_recent_events(paths.events) if event["time"] >= since]

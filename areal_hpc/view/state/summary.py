@@ -48,36 +48,27 @@ class RunProgress:
 
     @property
     def total_steps(self) -> int:
-        """The steps that the recipe asks for; 0 if that is not known."""
         return int(self.recipe["trainer"].get("total_steps") or 0)
 
     @property
     def cell_count(self) -> int:
-        """The cells that the recipe asks for; 1 if that is not known."""
         return int(get_recipe_value(self.recipe, "inference.cells") or 1)
 
     @property
     def isolates_model_programs(self) -> bool:
-        """False if programs that the model writes run as the user does."""
         return str(get_recipe_value(self.recipe, "reward.isolation")) != "none"
 
     @property
     def agent_isolation(self) -> str:
-        """How commands of the agent are isolated; empty if it gets no sandbox."""
         return str(get_recipe_value(self.recipe, "rollout.agent.isolation") or "")
 
     @property
     def step(self) -> int:
-        """The last trained step; 0 before the first."""
         return int(self.snapshot.steps[-1]["step"]) if self.snapshot.steps else 0
 
 
 def read_run_progress(paths: RunPaths) -> RunProgress:
-    """Look at a run without touching it.
-
-    Raises:
-        RecipeError: The run's recipe is damaged.
-    """
+    """Look at a run without touching it."""
     found = list_checkpoints(paths.checkpoints_dir, problems=[])  # audit tells of damaged ones
     checkpoint = found[-1] if found else None
     now = time.time()
@@ -147,7 +138,6 @@ def format_run_progress(
 
 
 def _describe_idle_time(progress: RunProgress, paths: RunPaths) -> list[str]:
-    """Lines on the time that trainer and cells waited for one another."""
     size = read_held_gpus_or_nodes(paths, progress.cell_count)
     lines = []
     if size is not None and progress.snapshot.steps:
@@ -229,7 +219,6 @@ def summarize_run(paths: RunPaths, snapshot: RunSnapshot, program: str) -> str:
 
 
 def _shorten_path(path: Path) -> Path:
-    """The path as seen from the working directory, if it lies below."""
     here = Path.cwd()
     return path.relative_to(here) if path.is_relative_to(here) else path
 

@@ -53,7 +53,6 @@ def read_held_gpus_or_nodes(paths: RunPaths, cell_count: int) -> HeldGpusOrNodes
 
 
 def _count_nodes(job: JobPaths) -> int:
-    """Nodes that a job's script asks for; 1 for a job of this machine."""
     text = job.script.read_text() if job.script.exists() else ""
     found = re.search(r"^#SBATCH --nodes=(\d+)", text, re.MULTILINE)
     return int(found[1]) if found else 1
@@ -79,7 +78,6 @@ def describe_idle_time(
 
 
 def _sum_hours(rows: Sequence[Mapping[str, Any]], *names: str) -> float:
-    """Hours in the metrics of these names, which are seconds; others than numbers are left out."""
     values = (row.get(name) for row in rows for name in names)
     return sum(value for value in values if isinstance(value, int | float)) / 3600
 

@@ -53,7 +53,6 @@ class Track:
 
     @property
     def is_of_calls(self) -> bool:
-        """True for the model calls at one replica."""
         is_call_lane = self.lane.startswith(REPLICA_LANE) or self.lane == AGENT_RECORDED_CALLS_LANE
         return is_call_lane and split_process_name(self.process)[1] == PROXY_ROLE
 
@@ -291,7 +290,6 @@ def place_step_and_phases(row: JsonRow) -> tuple[Slice, list[Slice]]:
 
 
 def find_span_bounds(paths: RunPaths) -> tuple[float, float]:
-    """Begin and end of all that spans tell; nan without any."""
     processes = read_spans(paths)
     begin = min((one.begin for one in processes), default=math.nan)
     return begin, max((one.end for one in processes), default=math.nan)

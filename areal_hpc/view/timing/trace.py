@@ -118,7 +118,6 @@ def _add_tracks(writer: TraceEventCollector, pid: int, tracks: Sequence[Track]) 
 
 
 def _add_instant_or_slice(writer: TraceEventCollector, tid: int, row: JsonRow) -> None:
-    """An event; one that tells how long it took is a stretch that ends with it."""
     facts = {name: value for name, value in row.items() if name not in ("time", "role", "event")}
     name, at, took = str(row["event"]), float(row["time"]), facts.get("pause_s")
     if isinstance(seconds := facts.get("seconds"), dict):

@@ -16,7 +16,6 @@ class TraceEventCollector:
         self.events: list[TraceEvent] = []
 
     def name_process(self, pid: int, title: str) -> None:
-        """Title of a process; processes are shown in the order of their numbers."""
         self._add_metadata("process_name", pid, 0, name=title)
         self._add_metadata("process_sort_index", pid, 0, sort_index=pid)
 

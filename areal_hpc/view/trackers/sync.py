@@ -76,13 +76,7 @@ def choose_tracker(tracker_name_or_path: str, python: str, project: str) -> Trac
 
 
 def write_new_rows_for_tracker(paths: RunPaths, tracker: TrackerChoice) -> int:
-    """Write what is settled and new as one more part; the number of its rows.
-
-    Raises:
-        ClusterError: Another process does it now, or the program failed.
-        RecipeError: The Python lacks the tracker's package.
-        OSError: The storage refused.
-    """
+    """Write what is settled and new as one more part; the number of its rows."""
     place = paths.tracker(tracker.name)
     with hold_lock_or_raise(place.lock):
         rows = list(find_unwritten_metrics(list_settled_rows(paths), read_written_rows(place)))
@@ -118,7 +112,6 @@ def list_settled_rows(paths: RunPaths) -> list[dict[str, Any]]:
 
 
 def read_written_rows(tracker_paths: TrackerPaths) -> Iterator[dict[str, Any]]:
-    """What all parts hold."""
     for part in tracker_paths.list_parts():
         yield from read_readable_records(tracker_paths.get_rows_file(part))
 

@@ -123,7 +123,6 @@ def _build_reply_fields(
 
 
 def _build_tool_call(raw_call: object, call_index: int) -> JsonObject:
-    """A call of a tool; what is no JSON object of arguments stands in `extra` as it was said."""
     call = raw_call if isinstance(raw_call, dict) else {}
     named = call.get("function")
     function = named if isinstance(named, dict) else {"arguments": raw_call}
@@ -144,7 +143,6 @@ def _build_tool_call(raw_call: object, call_index: int) -> JsonObject:
 
 
 def _add_observation(step: JsonObject, message: JsonObject) -> None:
-    """Put a tool's result beside the calls of a step; one of an unknown call without its id."""
     result: JsonObject = {"content": extract_text(message.get("content"))}
     call_id = message.get("tool_call_id")
     if call_id in [one["tool_call_id"] for one in step.get("tool_calls", ())]:

@@ -65,7 +65,6 @@ def _format_group_title(found_rows: Sequence[FoundRow]) -> str:
 
 
 def _count_shared_prompt_messages(rows: Sequence[TrajectoryRow]) -> int:
-    """Messages that all rows begin with, up to the first reply: the prompt of the group."""
     together = zip(*map(get_messages, rows), strict=False)
     alike = takewhile(
         lambda ones: ones[0].get("role") != "assistant" and all(one == ones[0] for one in ones),
@@ -75,7 +74,6 @@ def _count_shared_prompt_messages(rows: Sequence[TrajectoryRow]) -> int:
 
 
 def get_messages(row: TrajectoryRow) -> list[Message]:
-    """The messages of a row; what an agent put there that is none is left out."""
     messages = row.meta.get("messages", [])
     return [one for one in messages if isinstance(one, dict)] if isinstance(messages, list) else []
 
@@ -83,7 +81,6 @@ def get_messages(row: TrajectoryRow) -> list[Message]:
 def _format_rest_of_row(
     found_row: FoundRow, row: TrajectoryRow, shared_messages: int, width: int
 ) -> Iterator[str]:
-    """A conversation after the messages that the group shares."""
     yield from _wrap_without_controls(_format_row_title(found_row), width)
     calls = dict(locate_calls(found_row.record.calls))
     for place, message in enumerate(get_messages(row)):
@@ -132,7 +129,6 @@ def _format_message(message: Message, width: int, call: CallRecord | None = None
 
 
 def get_raw_tool_calls(message: Message) -> list[Any]:
-    """The tools that a message calls; what an agent put there that is no list is one of them."""
     called = message.get("tool_calls")
     return called if isinstance(called, list) else [called] if called else []
 
@@ -184,7 +180,6 @@ def extract_text(content: object) -> str:
 
 
 def _wrap_without_controls(text: str, width: int, indent: str = "") -> Iterator[str]:
-    """The text in lines of at most `width` cells, without characters that control a terminal."""
     room = max(8, width - len(indent))
     for paragraph in text.split("\n"):
         shown = escape_controls(paragraph)

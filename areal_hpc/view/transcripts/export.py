@@ -82,7 +82,6 @@ def _choose_row_builder(
 
 
 def _build_sft_conversation(found_row: FoundRow) -> JsonObject | None:
-    """Messages and tools, as trainers of supervised fine-tuning read them."""
     row = found_row.read()
     if not (messages := row.meta.get("messages")):
         return None
@@ -91,7 +90,6 @@ def _build_sft_conversation(found_row: FoundRow) -> JsonObject | None:
 
 
 def _build_full_record(found_row: FoundRow) -> JsonObject:
-    """All that a shard holds of a row."""
     row = found_row.read()
     record = row.record
     return {

@@ -80,7 +80,6 @@ class Conjunction:
     terms: tuple[Expression, ...]
 
     def holds(self, row: FieldReader) -> bool:
-        """True if it does for the row."""
         return all(term.holds(row) for term in self.terms)
 
 
@@ -91,7 +90,6 @@ class Disjunction:
     terms: tuple[Expression, ...]
 
     def holds(self, row: FieldReader) -> bool:
-        """True if it does for the row."""
         return any(term.holds(row) for term in self.terms)
 
 
@@ -102,7 +100,6 @@ class Negation:
     term: Expression
 
     def holds(self, row: FieldReader) -> bool:
-        """True if it does for the row."""
         return not self.term.holds(row)
 
 
@@ -116,11 +113,7 @@ class _Token:
 
 
 def parse_filter(text: str, types: FindFieldType, field_names: Sequence[str]) -> Expression:
-    """What an expression says.
-
-    Raises:
-        RecipeError: It is none; names the place, and the fields that there are.
-    """
+    """What an expression says."""
     return _Parser(text, types, field_names).parse()
 
 
@@ -210,7 +203,6 @@ class _Parser:
             self._raise_filter_error(f"{field} is a number, got {wanted!r}")
 
     def _take_word_if_next(self, text: str) -> bool:
-        """True, and the token is taken, if it comes next and is not in quotes."""
         if self._tokens and self._tokens[0] == _Token(text):
             del self._tokens[0]
             return True

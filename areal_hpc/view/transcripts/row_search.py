@@ -28,7 +28,6 @@ class StepByTicket:
         self._paths = paths
 
     def find_step(self, ticket_id: int, attempt: int) -> int | None:
-        """The step whose batch holds the ticket; None if it is in none that can be read."""
         return self._steps.get((ticket_id, attempt))
 
     @cached_property
@@ -56,15 +55,12 @@ class SearchedShard:
         self._is_searched = True
 
     def end_search(self) -> None:
-        """Forget what was read of all rows: few of them are shown."""
         self._columns, self._records, self._is_searched = {}, [], False
 
     def expect_search(self) -> None:
-        """Read the records of all rows at once when a field next needs one: all are looked at."""
         self._is_searched = True
 
     def get_value(self, column: str, row: int) -> Any:
-        """A value of a column of rows, as Python's number."""
         if column not in self._columns:
             self._columns[column] = self.reader.read_column(column).tolist()
         return self._columns[column][row]
@@ -96,22 +92,18 @@ class FoundRow:
 
     @property
     def number(self) -> int:
-        """Among the rows of all shards."""
         return self.shard.first_row + self.row
 
     @property
     def record(self) -> RowRecord:
-        """Its episode and its calls."""
         return self.shard.get_record(self.row)
 
     @property
     def kind(self) -> RowKind:
-        """Why it was recorded."""
         return RowKind(self.shard.get_value("kind", self.row))
 
     @property
     def group(self) -> tuple[int, int, int]:
-        """Equal for the episodes of one issue of one ticket."""
         names = ("eval_step", "ticket_id", "attempt")
         step, ticket, attempt = (self.shard.get_value(name, self.row) for name in names)
         return step, ticket, attempt
@@ -134,7 +126,6 @@ class FoundRow:
         return ROW_FIELDS[field_name].read(self)
 
     def _find_reward_number(self, attribute: str, metric_name: str) -> float | None:
-        """A part or a metric of the last of the row's rewards that has it."""
         for call in reversed(self.record.calls):
             found: Mapping[str, float] = getattr(call.reward, attribute) if call.reward else {}
             if metric_name in found:
@@ -142,7 +133,6 @@ class FoundRow:
         return None
 
     def read(self) -> TrajectoryRow:
-        """The whole row."""
         (row,) = self.shard.reader.read_rows([self.row])
         return row
 
@@ -222,7 +212,6 @@ FIELD_NAMES_FOR_HELP = [*ROW_FIELDS, f"{PART_PREFIX}NAME", f"{METRIC_PREFIX}NAME
 
 
 def get_field_type(field_name: str) -> type[float] | type[str] | None:
-    """The type of a field; None if there is no such field."""
     if field_name.startswith((PART_PREFIX, METRIC_PREFIX)):
         return float
     return ROW_FIELDS[field_name].type if field_name in ROW_FIELDS else None
@@ -299,7 +288,6 @@ def _list_rows_of_number_or_ticket(shard: SearchedShard, query: RowQuery) -> lis
 
 
 def _raise_if_number_or_ticket_was_asked(path: Path, query: RowQuery, total: int) -> None:
-    """Nothing was found: an error if a row or a ticket was asked for by its number."""
     if query.row_number is not None:
         raise RecipeError(
             f"there is no row {query.row_number}: {path} holds {total} rows",

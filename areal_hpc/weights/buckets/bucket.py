@@ -38,7 +38,6 @@ class OpenBucket:
 
     @property
     def is_full(self) -> bool:
-        """True when every parameter has been placed."""
         return not self._missing
 
     def copy_or_hold_parameter(self, parameter_name: str, tensor: torch.Tensor) -> None:
@@ -67,7 +66,6 @@ class OpenBucket:
 
     @property
     def tensors_to_send(self) -> Sequence[torch.Tensor]:
-        """What crosses a group, one broadcast each, once it is full, in the bucket's order."""
         if self.flat is not None:
             return [self.flat]
         return [self.tensors[slot.spec.name] for slot in self.bucket.slots]

@@ -40,7 +40,6 @@ class TensorSpec:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the whole parameter."""
         return math.prod(self.shape) * BYTES_BY_DTYPE[self.dtype]
 
 
@@ -61,13 +60,11 @@ class BucketPlan:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes on the wire."""
         last = self.slots[-1]
         return last.offset_bytes + last.spec.size_bytes
 
 
 def get_bucket_bytes(configured_bytes: int | None, device_type: str) -> int:
-    """The size of buckets: the recipe's, else what suits the device that they are sent from."""
     if configured_bytes is not None:
         return configured_bytes
     return CPU_BUCKET_BYTES if device_type == "cpu" else GPU_BUCKET_BYTES

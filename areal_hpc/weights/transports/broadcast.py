@@ -74,7 +74,6 @@ class BroadcastSession(UpdateSession):
             call.result()
 
     def fence_and_pause_replicas(self) -> None:
-        """Stop generation and open the update session."""
         super().fence_and_pause_replicas()
         self._loading = []
         self._call_all(lambda member: member.begin_update())
@@ -111,7 +110,6 @@ class BroadcastSession(UpdateSession):
         self._loading, self._sent_at = receiving, sent_at
 
     def _await_loaded(self) -> None:
-        """Wait until the bucket sent last is loaded."""
         loaded_at = [call.result() for call in self._loading]
         self.load_s += max(0.0, max(loaded_at, default=0.0) - self._sent_at)
         self._loading = []
@@ -149,7 +147,6 @@ class BroadcastSession(UpdateSession):
         self.close_clients()
 
     def abandon_and_fence(self) -> None:
-        """Abandon the group, and keep its members out of service until another update."""
         self._group.abandon()
         super().abandon_and_fence()
 
@@ -242,7 +239,6 @@ class BroadcastTransport(Transport[BroadcastSession]):
     def _reuse_or_form_groups(
         self, update: UpdateInProgress[BroadcastSession], update_request: UpdateRequest
     ) -> None:
-        """Take the groups that still stand and form the others."""
         size = self._config.replicas_per_group or choose_group_size(
             self._backend, len(update_request.replicas)
         )

@@ -79,7 +79,6 @@ def raise_if_work_failed(work: dist.Work) -> None:
 
 
 def _resolve_if_over(collective_works: Sequence[dist.Work], completion: Future[None]) -> bool:
-    """Whether there is nothing more to ask."""
     if completion.cancelled():
         return True
     try:
@@ -93,7 +92,6 @@ def _resolve_if_over(collective_works: Sequence[dist.Work], completion: Future[N
 
 
 def _resolve_future(completion: Future[None], error: RuntimeError | None = None) -> None:
-    """Unless nobody waits any more."""
     if not completion.set_running_or_notify_cancel():
         return
     if error is None:

@@ -71,7 +71,6 @@ class WeightsFolder:
             fsync_path(self._root)
 
     def discard_partial(self) -> None:
-        """Delete what was written so far: it will not be completed."""
         shutil.rmtree(self._partial, ignore_errors=True)
 
     def delete_older(self) -> None:
@@ -90,7 +89,6 @@ class WeightsFolder:
 
 
 def _parse_version_and_serial_number(folder_name: str) -> list[int]:
-    """Generation, step, serial number."""
     return [int(part) for part in folder_name.split(".")]
 
 
@@ -165,7 +163,6 @@ class DiskTransport(Transport[DiskSession]):
     def _write_folder(
         self, update_request: UpdateRequest, inspect_bucket: InspectBucket
     ) -> WeightsFolder:
-        """Write all buckets, each while the next one is packed."""
         folder = WeightsFolder(self._root, update_request.version, next(self._serial))
 
         def ship(full_bucket: OpenBucket) -> WaitSent:
@@ -187,7 +184,6 @@ class DiskTransport(Transport[DiskSession]):
         return folder
 
     def _finish_update(self, update: UpdateInProgress[DiskSession]) -> None:
-        """Every replica has loaded the newest folder or will get another: the others can go."""
         for session in update.live:
             session.close_clients()
         if self._folder is not None:

@@ -101,7 +101,6 @@ class UpdateProcessGroup:
             raise WeightSyncError(f"group {self.name} did not form: {error}") from error
 
     def _are_members_there(self, wait_s: float) -> bool:
-        """Whether all have told where they listen, each under a key of the store."""
         if self._store.num_keys() >= self.world_size - 1:
             return True
         time.sleep(wait_s)
@@ -176,7 +175,6 @@ class UpdateProcessGroup:
         failure_text: str,
         give_up_at: float,
     ) -> None:
-        """Wait until `done`, which may itself wait for as long as it is told, is true."""
         while not done(_REFUSAL_POLL_S):
             if is_refused():
                 raise WeightSyncError(
@@ -188,7 +186,6 @@ class UpdateProcessGroup:
                 )
 
     def close(self) -> None:
-        """Leave in order. Only when nothing is under way, else this waits for it."""
         group, self._group = self._group, None
         if group is not None:
             dist.destroy_process_group(group)

@@ -65,7 +65,6 @@ class McpGym(Gym):
         return {"results": results, "reward": 0.0, "done": not results}
 
     async def _call(self, tool_name: str, arguments: str) -> str:
-        """What the model is told of a call."""
         if tool_name not in self._tools:
             return f"error: there is no tool {tool_name!r}; there are {', '.join(self._tools)}"
         client, own_name = self._tools[tool_name]

@@ -84,7 +84,6 @@ class NemoGym(Gym):
         }
 
     async def _call(self, tool_name: str, arguments: str) -> str:
-        """What the model is told of a tool call."""
         if tool_name not in self._tools:
             return f"error: there is no tool {tool_name!r}"
         assert self._client is not None
@@ -104,7 +103,6 @@ class NemoGym(Gym):
         return answer if isinstance(answer, dict) else {}
 
     def _build_response(self, output: list[dict[str, Any]]) -> dict[str, Any]:
-        """A reply as OpenAI's Responses has it."""
         return {
             "id": f"resp_{uuid.uuid4().hex}",
             "created_at": time.time(),

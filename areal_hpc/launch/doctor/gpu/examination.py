@@ -36,11 +36,7 @@ class GpuExamination:
 
     @cached_property
     def report(self) -> GpuReport:
-        """All facts and measurements; takes minutes.
-
-        Raises:
-            ClusterError: The job did not answer.
-        """
+        """All facts and measurements; takes minutes."""
         if self.job is not None:
             return examine_nodes_by_slurm_job(self.plan, self.job, self.print_line)
         folder = Path(tempfile.mkdtemp(prefix="areal-hpc-doctor-"))

@@ -77,7 +77,6 @@ def judge_driver(node_facts: NodeFacts) -> CheckResult:
 
 
 def find_min_driver_branch(cuda: str) -> int:
-    """Oldest branch of the driver for a version of CUDA; one that is not known needs the newest."""
     major = cuda.partition(".")[0]
     known = max(MIN_DRIVER_BY_CUDA.values())
     return MIN_DRIVER_BY_CUDA.get(int(major), known) if major.isdigit() else known
@@ -166,7 +165,6 @@ def judge_nvcc(node_facts: NodeFacts) -> CheckResult:
 
 
 def prefix_findings_with_host(results: Sequence[CheckResult], host: str) -> Iterator[CheckResult]:
-    """The same results, with the node in front of what was found."""
     for one in results:
         yield CheckResult(one.name, one.verdict, f"{host}: {one.finding}", one.hint)
 

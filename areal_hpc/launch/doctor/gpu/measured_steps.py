@@ -57,7 +57,6 @@ class RankPlace:
 
 
 def list_rank_gpus(plan: GpuCheckPlan, visible_gpu_ids: Sequence[str]) -> tuple[str, ...]:
-    """A GPU for each rank on this node; in a rehearsal, nothing for each of a few."""
     return tuple(visible_gpu_ids) if plan.device == "cuda" else ("",) * REHEARSAL_RANKS
 
 
@@ -118,7 +117,6 @@ def _run_ranks(
     rank_place: RankPlace,
     timeout_s: float,
 ) -> None:
-    """Run a module as this node's ranks, each with a GPU of its own, to the end of all."""
     workers: list[Worker] = []
     try:
         for local_rank, gpu in enumerate(gpus):
@@ -268,7 +266,6 @@ def _start_inference_cell(
 
 
 def _get_error_left_by_cell(error: ClusterError, config_path: Path) -> ClusterError:
-    """The error that the cell itself left, if it did."""
     left = get_process_error_path(config_path)
     return ClusterError(left.read_text()) if left.exists() else error
 

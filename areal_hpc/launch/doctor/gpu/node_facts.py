@@ -44,11 +44,7 @@ print(json.dumps(found))
 
 
 def gather_node_facts(plan: GpuCheckPlan) -> NodeFacts:
-    """Everything about this node that takes no run of ours.
-
-    Raises:
-        RecipeError: `cluster.gpus` asks for GPUs that are not visible.
-    """
+    """Everything about this node that takes no run of ours."""
     wanted = cast("WantedGpus", plan.gpus)
     visible = select_wanted_gpus_or_raise(
         find_visible_gpus(os.environ), wanted, read_numa_node_by_gpu()
@@ -144,7 +140,6 @@ def _query_nvlink() -> bool:
 
 
 def _run_nvidia_smi(*words: str) -> tuple[str, str]:
-    """Output of nvidia-smi, and what it complains of."""
     try:
         asked = subprocess.run(
             ["nvidia-smi", *words],

@@ -64,7 +64,6 @@ def main() -> None:
 def _measure_network(
     node_request: NodeTaskRequest, task: TaskPosition, all_facts: list[NodeFacts]
 ) -> CollectiveRates | Unmeasured:
-    """This node's part of the all-reduce between all GPUs of all nodes."""
     gpus = [list_rank_gpus(node_request.plan, facts.visible_gpus) for facts in all_facts]
     if not all(gpus):
         return NOT_MEASURED_WITHOUT_GPU

@@ -51,24 +51,17 @@ class GpuJobOptions:
 
 
 def get_report_path(folder: Path) -> Path:
-    """The first node's report."""
     return folder / "report.json"
 
 
 def get_node_failure_path(folder: Path, node: int) -> Path:
-    """What failed on another node."""
     return folder / f"trouble.{node}"
 
 
 def examine_nodes_by_slurm_job(
     plan: GpuCheckPlan, job: GpuJobOptions, print_line: Callable[[str], None]
 ) -> GpuReport:
-    """Submit the job, wait for its report, and leave neither job nor file.
-
-    Raises:
-        RecipeError: The site does not say how many GPUs a node has.
-        ClusterError: Slurm refused the job, or it gave no report.
-    """
+    """Submit the job, wait for its report, and leave neither job nor file."""
     folder = job.fileroot.expanduser().resolve() / f".doctor-gpu.{secrets.token_hex(4)}"
     words = build_sbatch_command(plan, job, folder)
     folder.mkdir(parents=True)

@@ -121,7 +121,6 @@ def judge_update(engine: EngineComparison) -> CheckResult:
 
 
 def judge_unmeasured(check_name: str, step: Unmeasured) -> CheckResult:
-    """A step without figures."""
     if not step.is_failure:
         return ok(check_name, f"not measured: {step.reason}")
     return fail(check_name, step.reason, step.hint or "attach --json FILE to an issue")

@@ -46,11 +46,9 @@ class Worker:
         )
 
     def poll(self) -> int | None:
-        """Exit code; None while it runs."""
         return self._process.poll()
 
     def describe_end(self) -> str:
-        """Its exit code, and the line of its log that says most about it."""
         line = find_error_line(read_tail_lines(self.log, LOG_TAIL_BYTES).decode(errors="replace"))
         return f"{self.name} exited with code {self.poll()}: {line or 'no output'}"
 

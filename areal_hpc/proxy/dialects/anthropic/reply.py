@@ -37,8 +37,6 @@ _DELTA_FORMAT_BY_KIND = {
 
 
 class _MessagesExchange(Exchange):
-    """A Message that is asked for."""
-
     ping_event = format_named_event({"type": "ping"})
 
     def __init__(self, request: MessagesRequest, session: Session, model: ServedModel) -> None:
@@ -86,7 +84,6 @@ class _MessagesExchange(Exchange):
 
 
 def _move_invalid_calls_to_text(reply: ReplyContent) -> ReplyContent:
-    """A reply whose calls all have objects for arguments; others stay text, as they are JSON."""
     calls: list[ReplyToolCall] = []
     text = reply.text
     for call in reply.calls:
@@ -116,7 +113,6 @@ def _format_block(block: ContentBlock) -> dict[str, Any]:
 
 
 def _make_reasoning_signature(block: ContentBlock) -> str:
-    """Clients hand it back as it is and drop reasoning that has none. Nobody checks it."""
     return hashlib.blake2b(block.text.encode(), digest_size=16).hexdigest()
 
 
@@ -154,7 +150,6 @@ def _format_block_start(block: ContentBlock) -> dict[str, Any]:
 
 
 def _build_stop_fields(answer: RecordedChoice, blocks: Sequence[ContentBlock]) -> dict[str, Any]:
-    """Why the reply ended."""
     generation = answer.generation
     if generation.finish_reason == "length":
         return {"stop_reason": "max_tokens", "stop_sequence": None}
@@ -166,7 +161,6 @@ def _build_stop_fields(answer: RecordedChoice, blocks: Sequence[ContentBlock]) -
 
 
 def _format_usage(answer: RecordedChoice) -> dict[str, Any]:
-    """Anthropic counts what came from the prefix cache apart from the other input."""
     cached_tokens = answer.generation.cached_tokens
     return {
         "input_tokens": answer.interaction.prompt_tokens - cached_tokens,
@@ -177,7 +171,6 @@ def _format_usage(answer: RecordedChoice) -> dict[str, Any]:
 
 
 def _build_error_fields(refusal: ProxyRequestError) -> dict[str, Any]:
-    """The parameter at fault stands in front of the message: Anthropic has no field for it."""
     default = "api_error" if refusal.status >= 500 else "invalid_request_error"
     message = f"{refusal.param}: {refusal.message}" if refusal.param else refusal.message
     if isinstance(refusal, PromptTooLongError):  # Claude Code knows it by the whole of these words

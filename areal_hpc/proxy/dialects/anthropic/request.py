@@ -160,11 +160,7 @@ class MessagesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
 def build_model_call(
     request: MessagesRequest, defaults: SamplingDefaults, model: ServedModel
 ) -> ModelCall:
-    """What a request asks of the model; the defaults apply where it is silent.
-
-    Raises:
-        ProxyRequestError: 400, naming the parameter that is wrong or cannot be honored.
-    """
+    """What a request asks of the model; the defaults apply where it is silent."""
     ignored = [*list_ignored_params(request)]
     dropped: list[str] = []
     tools = _parse_tools(request.tools or [], model, ignored, dropped)
@@ -195,7 +191,6 @@ def build_model_call(
 
 
 def _build_system_message(system: str | list[_Text] | None) -> Iterator[Message]:
-    """The system message, if the request has one."""
     blocks = [system] if isinstance(system, str) else [one.text for one in system or ()]
     kept = [text for text in map(strip_volatile_lines, blocks) if text]
     if kept:
@@ -222,7 +217,6 @@ def _split_prefill(
 
 
 def _build_conversation(messages: Sequence[_InputMessage]) -> Iterator[Message]:
-    """The messages; users' that follow one another are one turn, as Anthropic says."""
     for role, group in groupby(_build_messages(messages), itemgetter("role")):
         if role == "user":
             yield {"role": role, "content": "\n".join(one["content"] for one in group)}
@@ -250,7 +244,6 @@ def _read_system_texts(message: _InputMessage, i: int) -> str | list[_Text]:
 
 
 def _build_user_messages(message: _InputMessage, i: int) -> Iterator[Message]:
-    """The results of tools as messages of their own, text between them as the user's."""
     if isinstance(message.content, str):
         yield {"role": "user", "content": message.content}
         return
@@ -271,7 +264,6 @@ def _build_user_messages(message: _InputMessage, i: int) -> Iterator[Message]:
 
 
 def _read_tool_result_text(block: _ToolResult) -> str:
-    """The text of a tool's result. Templates have no mark for a failure, so the text says it."""
     if isinstance(block.content, str):
         text = block.content
     else:
@@ -318,7 +310,6 @@ def _build_misplaced_block_error(message: _InputMessage, i: int, j: int) -> Prox
 def _parse_tools(
     raw_tools: Sequence[msgspec.Raw], model: ServedModel, ignored: list[str], dropped: list[str]
 ) -> list[dict[str, Any]]:
-    """The tools as chat templates expect them. Hints in them are added to `ignored`."""
     unknown = ignored if model.ignores_unknown else None
     declared: list[_InputTool] = [
         decode_request_json(one, _InputTool, f"tools[{i}]", unknown)

@@ -60,7 +60,6 @@ class Content(Struct, rename="camel"):
 
     @property
     def listed_parts(self) -> list[Part]:
-        """The parts; Google takes a single one without its list."""
         return self.parts if isinstance(self.parts, list) else [self.parts]
 
 
@@ -109,21 +108,17 @@ def build_messages(contents: Sequence[Content]) -> Iterator[Message]:
 
 
 class _UnansweredCalls:
-    """Calls of the conversation so far that no response has answered."""
-
     def __init__(self) -> None:
         self._open: list[tuple[str, str]] = []
         """Id and name."""
         self._count = 0
 
     def add_and_get_id(self, call: _FunctionCall) -> str:
-        """The id of a call: its own, or one that it gets here."""
         call_id = call.id or self._make_call_id()
         self._open.append((call_id, call.name))
         return call_id
 
     def pop_answered_call_id(self, response: _FunctionResponse) -> str:
-        """The id of the call that a response answers: the first of its id, or else of its name."""
         same_id = [one for one in self._open if one[0] == response.id]
         for one in same_id or [one for one in self._open if one[1] == response.name]:
             self._open.remove(one)
@@ -131,7 +126,6 @@ class _UnansweredCalls:
         return response.id or self._make_call_id()  # its call is no longer in the history
 
     def _make_call_id(self) -> str:
-        """One that is the same whenever the conversation is sent again."""
         self._count += 1
         return f"call_{self._count}"
 
@@ -161,7 +155,6 @@ def _build_assistant_message(
 def _build_user_messages(
     key: str, parts: Sequence[Part], calls: _UnansweredCalls
 ) -> Iterator[Message]:
-    """Responses of functions as messages of their own, text between them as the user's."""
     texts: list[str] = []
     for j, part in enumerate(parts):
         _refuse_unreadable_part(part, f"{key}.parts[{j}]")
@@ -196,7 +189,6 @@ def _refuse_unreadable_part(part: Part, key: str) -> None:
 
 
 def _read_response_text(response: dict[str, Any]) -> str:
-    """What a function gave back: its `output` or `error`, or else all of it, as Google says."""
     if [*response] == ["output"]:
         return _encode_unless_text(response["output"])
     if [*response] == ["error"]:  # templates have no mark for a failure, so the text says it

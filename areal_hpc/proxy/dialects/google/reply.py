@@ -89,7 +89,6 @@ class GenerateContentExchange(Exchange):
             yield b"]"
 
     def format_error_event(self, refusal: ProxyRequestError) -> bytes:
-        """The error, and the end of the array if the stream is one."""
         return self._format_stream_element(_build_error_status(refusal)) + (
             b"]" if self._is_array else b""
         )
@@ -133,7 +132,6 @@ class GenerateContentExchange(Exchange):
         return fields
 
     def _build_candidate_end(self, answer: RecordedChoice) -> dict[str, Any]:
-        """Why a candidate ended, and how likely it was."""
         generation = answer.generation
         fields: dict[str, Any] = {
             "finishReason": _FINISH_REASONS.get(generation.finish_reason, "OTHER")
@@ -158,7 +156,6 @@ class GenerateContentExchange(Exchange):
         return {"token": text, "tokenId": token, "logProbability": logprob}
 
     def _format_usage(self, answers: Sequence[RecordedChoice]) -> dict[str, int]:
-        """Google counts what was thought apart from what was said, the prompt with its cache."""
         prompt = answers[0].interaction.prompt_tokens
         said = sum(len(answer.generation.output_ids) for answer in answers)
         thoughts = sum(map(self._count_thought_tokens, answers))
@@ -177,7 +174,6 @@ class GenerateContentExchange(Exchange):
 
 
 def _build_call_or_text_part(block: ContentBlock) -> dict[str, Any]:
-    """A call; one whose arguments are no object, which Google has no form for, as text."""
     try:
         is_object = isinstance(msgspec.json.decode(block.text or "{}"), dict)
     except (msgspec.DecodeError, RecursionError):
@@ -190,7 +186,6 @@ def _build_call_or_text_part(block: ContentBlock) -> dict[str, Any]:
 
 
 def _build_error_status(refusal: ProxyRequestError) -> dict[str, Any]:
-    """A google.rpc.Status; the parameter at fault is a field violation."""
     default = "INTERNAL" if refusal.status >= 500 else "INVALID_ARGUMENT"
     status = _STATUS_BY_CODE.get(refusal.status, default)
     problem = refusal.message
@@ -210,7 +205,6 @@ def _build_error_status(refusal: ProxyRequestError) -> dict[str, Any]:
 
 
 def format_error(refusal: ProxyRequestError) -> bytes:
-    """A refusal in Google's shape."""
     return msgspec.json.encode(_build_error_status(refusal))
 
 

@@ -97,7 +97,6 @@ class GenerateContentRequest(Struct, rename="camel", forbid_unknown_fields=True,
 
     @property
     def config(self) -> GenerationConfig:
-        """How a reply is sampled; one that asks for nothing if there is none."""
         return self.generation_config or GenerationConfig()
 
 
@@ -189,7 +188,6 @@ def _refuse_unsupported_options(config: GenerationConfig) -> None:
 
 
 def _build_system_message(instruction: Content | None) -> Iterator[Message]:
-    """The system message, if the request has one."""
     text = (
         read_text_only_content(instruction, "systemInstruction") if instruction is not None else ""
     )
@@ -200,7 +198,6 @@ def _build_system_message(instruction: Content | None) -> Iterator[Message]:
 def _build_thinking_variables(
     thinking_config: _ThinkingConfig | None, model: ServedModel, ignored: list[str]
 ) -> dict[str, Any] | None:
-    """Variables that tell a chat template whether to reason, or how hard."""
     if thinking_config is None:
         return None
     key, variables = f"{_CONFIG_KEY}.thinkingConfig", {}
@@ -217,7 +214,6 @@ def _build_thinking_variables(
 
 
 def _build_grammar(config: GenerationConfig, tool_choice: ToolChoice) -> dict[str, Any]:
-    """The sampling parameter that holds a text to its format, if it has one."""
     schema, key = config.response_schema, f"{_CONFIG_KEY}.responseSchema"
     if config.response_json_schema is not None:
         if schema is not None:

@@ -78,7 +78,6 @@ def _lower_type_name(kind: Any) -> Any:
 
 
 def _replace_keys_only_google_has(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema with JSON schema's own means for what Google has names for."""
     if schema.get("type") == "TYPE_UNSPECIFIED":
         del schema["type"]
     if schema.get("format") == "enum":

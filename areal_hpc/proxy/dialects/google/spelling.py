@@ -25,9 +25,6 @@ def spell_in_camel_case(body: bytes | msgspec.Raw, request_type: Any) -> bytes:
     """A JSON request whose declared names are all in camel case; a client's own data is left alone.
 
     What is not JSON comes back as it is.
-
-    Raises:
-        ProxyRequestError: 400, one parameter stands there in both spellings.
     """
     body = bytes(body)
     if _build_snake_pattern(request_type).search(body) is None:
@@ -42,7 +39,6 @@ def spell_in_camel_case(body: bytes | msgspec.Raw, request_type: Any) -> bytes:
 
 @cache
 def _build_snake_pattern(request_type: Any) -> re.Pattern[bytes]:
-    """Finds a declared name in snake case, where a name may stand."""
     names = "|".join(sorted(_list_snake_names((get_type_info(request_type),))))
     return re.compile(rf'"(?:{names})"\s*:'.encode())
 

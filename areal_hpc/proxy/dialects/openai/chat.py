@@ -15,8 +15,6 @@ from areal_hpc.proxy.sessions.store import Session
 
 
 class _ChatExchange(ChoiceExchange):
-    """A ChatCompletion that is asked for."""
-
     def __init__(self, request: ChatRequest, session: Session, model: ServedModel) -> None:
         call = build_model_call(request, session.request.sampling, model)
         kind = "chat.completion.chunk" if request.stream else "chat.completion"
@@ -47,13 +45,11 @@ class _ChatExchange(ChoiceExchange):
         }
 
     def _build_call_fields(self, calls: Sequence[ReplyToolCall]) -> dict[str, Any]:
-        """The calls of a message, in the form in which their functions were offered."""
         if self._has_old_functions:
             return {"function_call": {"name": calls[0].name, "arguments": calls[0].arguments}}
         return {"tool_calls": [self._format_call(call) for call in calls]}
 
     def _format_call(self, call: ReplyToolCall) -> dict[str, Any]:
-        """A call that is whole, or the first part of one."""
         if call.name in self._custom_tools:
             called = {"name": call.name, "input": read_custom_input(call.arguments)}
             return {"id": call.call_id, "type": "custom", "custom": called}
@@ -77,7 +73,6 @@ class _ChatExchange(ChoiceExchange):
         return b"".join(chunks)
 
     def _track_and_is_custom_call_part(self, choice_index: int, call: ReplyToolCall) -> bool:
-        """True for a part of a custom tool's call, which is told once its input is whole."""
         if call.name in self._custom_tools:
             self._custom_calls.add((choice_index, call.index))
         return (choice_index, call.index) in self._custom_calls
@@ -101,7 +96,6 @@ class _ChatExchange(ChoiceExchange):
         return b"".join([*chunks, end])
 
     def _format_first_chunk_once(self, choice_index: int) -> bytes:
-        """The first chunk of a choice, once."""
         if choice_index in self._begun:
             return b""
         self._begun.add(choice_index)

@@ -139,15 +139,11 @@ class _CustomToolSchema(Struct):
 
 
 class _CustomTool(Struct):
-    """A tool whose input is a text."""
-
     custom: _CustomToolSchema
     type: Literal["custom"] = "custom"
 
 
 class _MaybeCustomTool(Struct):
-    """Any tool, of which only what makes it a custom one matters."""
-
     custom: _NamedTool | None = None
 
 
@@ -209,7 +205,6 @@ class ChatRequest(SharedCompletionParams, forbid_unknown_fields=True, kw_only=Tr
 
     @property
     def has_old_functions(self) -> bool:
-        """The reply's call is to have OpenAI's older form."""
         return not self.tools and (self.functions or self.function_call) is not None
 
     def get_custom_tool_names(self) -> frozenset[str]:
@@ -282,16 +277,11 @@ def _split_prefill(request: ChatRequest) -> tuple[str | None, Sequence[ChatMessa
 
 
 def normalize_messages(messages: Sequence[ChatMessage]) -> list[Message]:
-    """The messages in normal form.
-
-    Raises:
-        ProxyRequestError: 400, naming a part that is no text: nothing else is served.
-    """
+    """The messages in normal form."""
     return [_normalize_message(one, i) for i, one in enumerate(messages)]
 
 
 def _normalize_message(message: ChatMessage, i: int) -> Message:
-    """A message in normal form; of OpenAI's older calls their newer form."""
     if message.audio:
         problem = "speech is not supported"
         raise ProxyRequestError(400, problem, key=f"messages[{i}].audio", hint="send its text")
@@ -391,9 +381,6 @@ def build_tool_schemas(
     """The function schemas as the client wrote them, once they have been checked.
 
     Hints in them are added to `ignored`, types of tools that are left out to `dropped`.
-
-    Raises:
-        ProxyRequestError: 400, naming what is wrong.
     """
     schemas, hints = list[dict[str, Any]](), set[str]()
     for i, one in filter_out_hosted_tools(raw_tools or (), model, dropped):

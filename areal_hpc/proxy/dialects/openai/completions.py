@@ -70,7 +70,6 @@ def _build_model_call(
 
 
 def _read_prompt(prompt: str | list[Any], model: ServedModel) -> str | list[int]:
-    """The one text, or the token ids, that a prompt holds."""
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         (prompt,) = prompt
     if isinstance(prompt, str):
@@ -86,8 +85,6 @@ def _read_prompt(prompt: str | list[Any], model: ServedModel) -> str | list[int]
 
 
 class _CompletionExchange(ChoiceExchange):
-    """A Completion that is asked for."""
-
     def __init__(self, request: CompletionRequest, session: Session, model: ServedModel) -> None:
         call = _build_model_call(request, session.request.sampling, model)
         super().__init__(request, call, session, model, "cmpl-", "text_completion")
@@ -111,7 +108,6 @@ class _CompletionExchange(ChoiceExchange):
     def _format_logprobs(
         self, generated: Generation | TokenChunk, choice_index: int
     ) -> dict[str, Any] | None:
-        """The tokens in OpenAI's older shape, if they were asked for."""
         if not self._with_logprobs:
             return None
         tokens = format_logprobs(generated, self.model.encoder)

@@ -36,7 +36,6 @@ def format_error_fields(refusal: ProxyRequestError) -> dict[str, Any]:
 
 
 def format_error(refusal: ProxyRequestError) -> bytes:
-    """A refusal in OpenAI's shape."""
     return msgspec.json.encode({"error": format_error_fields(refusal)})
 
 
@@ -109,11 +108,9 @@ class ChoiceExchange(Exchange):
         yield usage + DONE_EVENT
 
     def format_error_event(self, refusal: ProxyRequestError) -> bytes:
-        """The error, and the end mark."""
         return b"data: " + format_error(refusal) + b"\n\n" + DONE_EVENT
 
     def format_event(self, *choices: dict[str, Any], **more: Any) -> bytes:
-        """One event."""
         content = {**self.frame, "choices": choices, **more}
         return b"data: " + msgspec.json.encode(content) + b"\n\n"
 
@@ -158,14 +155,12 @@ def _format_token_logprob(token: int, logprob: float, encoder: TokenEncoder) -> 
 
 
 def format_models(model: str, context_tokens: int) -> bytes:
-    """The JSON body of GET /v1/models: OpenAI's fields and Anthropic's, which share the address."""
     page = {"first_id": model, "last_id": model, "has_more": False}
     card = _build_model_card(model, context_tokens)
     return msgspec.json.encode({"object": "list", "data": [card], **page})
 
 
 def format_model(model: str, context_tokens: int) -> bytes:
-    """The JSON body of GET /v1/models/NAME. Every name is that of the model that is served."""
     return msgspec.json.encode(_build_model_card(model, context_tokens))
 
 

@@ -46,8 +46,6 @@ class _ResponseFormat(Struct):
 
 
 class _StructuredOutputs(Struct, forbid_unknown_fields=True):
-    """vLLM's newer name for its guided parameters."""
-
     json: dict[str, Any] | str | None = None
     regex: str | None = None
     choice: list[str] | None = None
@@ -96,7 +94,6 @@ class SharedCompletionParams(Struct, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def wants_stream_usage(self) -> bool:
-        """A stream ends with the numbers of tokens."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
@@ -114,7 +111,6 @@ def check_shared_params(request: SharedCompletionParams, model: ServedModel) -> 
 
 
 def list_all_ignored_params(request: SharedCompletionParams) -> list[str]:
-    """Names of the parameters without effect."""
     pointless = ["stream_options"] if request.stream_options and not request.stream else []
     return [*list_ignored_params(request), *pointless]
 
@@ -125,12 +121,7 @@ def build_sampling_params(
     tool_choice: ToolChoice,
     max_new_tokens: int,
 ) -> SamplingParams:
-    """The request's parameters; the session's where it is silent.
-
-    Raises:
-        ProxyRequestError: 400, naming a grammar that cannot hold beside another or a tool choice:
-            the engine takes one at most, and that of a reply that must call a tool is one.
-    """
+    """The request's parameters; the session's where it is silent."""
     stop = [request.stop] if isinstance(request.stop, str) else request.stop
     return SamplingParams(
         temperature=get_given_or_default(request.temperature, defaults.temperature),
@@ -152,7 +143,6 @@ def build_sampling_params(
 
 
 def _read_grammar(request: SharedCompletionParams, tool_choice: ToolChoice) -> dict[str, Any]:
-    """The one grammar that a request asks for, under SGLang's name; empty if it asks for none."""
     form, vllm = request.response_format, request.structured_outputs or _StructuredOutputs()
     schema = None
     if form is not None and form.type != "text":

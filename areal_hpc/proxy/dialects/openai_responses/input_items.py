@@ -55,7 +55,6 @@ class InputItem(Struct):
 
     @property
     def is_reference(self) -> bool:
-        """It stands for the item of an earlier reply that has this id."""
         is_bare = self.type == "message" and self.role is None and self.content is None
         return self.id is not None and (self.type == "item_reference" or is_bare)
 
@@ -99,9 +98,6 @@ def build_messages(items: Sequence[InputItem], ignored: list[str]) -> Iterator[M
     """The messages that items stand for, in normal form.
 
     Those of hosted tools are left out, and their types are added to `ignored`.
-
-    Raises:
-        ProxyRequestError: 400, naming what cannot be read.
     """
     reply: dict[str, Any] = {}
     for i, item in enumerate(items):
@@ -131,7 +127,6 @@ def _build_assistant_message(reply: dict[str, Any]) -> Message:
 
 
 def _continues_assistant_message(reply: dict[str, Any], item_message: dict[str, Any]) -> bool:
-    """True if an item belongs to the reply so far: it has one text, and reasoning only first."""
     if "reasoning_content" in item_message:
         return not reply
     return "tool_calls" in item_message or "content" not in reply
@@ -158,7 +153,6 @@ def _require_supported_complete_item(item: InputItem, i: int) -> None:
 
 
 def _read_assistant_fields(item: InputItem, i: int) -> dict[str, Any] | None:
-    """What an item adds to a message of the assistant; None if it is not the assistant's."""
     if item.type == "reasoning":
         parts = item.content or item.summary or []
         return {"reasoning_content": _join_texts(parts, f"input[{i}].content") or None}
@@ -195,7 +189,6 @@ def _join_texts(
     *,
     shows_images: bool = False,
 ) -> str:
-    """The texts of parts; with `shows_images` a placeholder stands for each image or file."""
     if isinstance(content, str):
         return content
     texts = []

@@ -109,7 +109,6 @@ def split_reply_into_blocks(message: Message) -> list[ContentBlock]:
 
 
 def is_response_id(reply_id: str) -> bool:
-    """Whether a reply's id is that of a Response."""
     return reply_id.startswith((ID_PREFIX_WITH_INSTRUCTIONS, ID_PREFIX_WITHOUT_INSTRUCTIONS))
 
 

@@ -42,8 +42,6 @@ _EVENT_PREFIX_BY_KIND = {
 
 
 class _ResponsesExchange(Exchange):
-    """A Response that is asked for."""
-
     def __init__(self, request: ResponsesRequest, session: Session, model: ServedModel) -> None:
         call, self._tools = build_model_call(request, session, model)
         prefix = (
@@ -66,7 +64,6 @@ class _ResponsesExchange(Exchange):
         return self._format_and_store_response(answer, split_into_blocks(answer.said))
 
     async def stream_events(self, reply_stream: ReplyStream) -> AsyncGenerator[bytes, None]:
-        """The last event has the whole Response."""
         async for happened in reply_stream:
             beginning = self._format_beginning_once()
             if isinstance(happened, ReplyChunk):
@@ -84,7 +81,6 @@ class _ResponsesExchange(Exchange):
                 yield beginning + rest + end
 
     def _format_beginning_once(self) -> bytes:
-        """The first events of the stream, once."""
         if self._sent:
             return b""
         frame = self._build_response("in_progress")
@@ -93,7 +89,6 @@ class _ResponsesExchange(Exchange):
         )
 
     def format_ping(self) -> bytes:
-        """The beginning, or what OpenAI itself says in a silence: to Codex a comment is no life."""
         return self._format_beginning_once() or self._format_event("keepalive")
 
     def format_error_event(self, refusal: ProxyRequestError) -> bytes:
@@ -135,7 +130,6 @@ class _ResponsesExchange(Exchange):
     def _format_and_store_response(
         self, answer: RecordedChoice, blocks: Sequence[ContentBlock]
     ) -> bytes:
-        """A Response after the model has spoken, JSON; kept unless `store` is false."""
         status, logprobs = _get_status(answer), self._format_logprobs(answer.generation)
         *ended, last = blocks
         output = [

@@ -134,7 +134,6 @@ class ResponsesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def wants_logprobs(self) -> bool:
-        """The reply's tokens and their log-probabilities are asked for."""
         return LOGPROBS_INCLUDE in (self.include or ())
 
 
@@ -218,7 +217,6 @@ def _refuse_conflicting_options(request: ResponsesRequest) -> None:
 
 
 def _list_previous_messages(request: ResponsesRequest, session: Session) -> Iterable[Message]:
-    """The conversation up to the previous response, without its instructions."""
     previous_id, tree = request.previous_response_id, session.tree
     if not previous_id:
         return []

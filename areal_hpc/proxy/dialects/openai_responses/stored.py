@@ -52,25 +52,19 @@ def retrieve_response(
 def hide_deleted_response(
     recorder: JournaledRecorder, session: Session, response_id: str, query: Query
 ) -> bytes:
-    """Give a Response no more. What was said stays recorded, and may be gone on from.
-
-    Raises:
-        ProxyRequestError: 404, there is none of this id.
-    """
+    """Give a Response no more. What was said stays recorded, and may be gone on from."""
     _find_response(session, response_id)
     recorder.journal_and_apply(ResponseHidden(session.session_id, response_id))
     return msgspec.json.encode({"id": response_id, "object": "response", "deleted": True})
 
 
 def refuse_cancellation(session: Session, response_id: str, query: Query) -> bytes:
-    """Nothing: what could be cancelled is a Response in the background."""
     _find_response(session, response_id)
     hint = "close its connection while it is answered"
     raise ProxyRequestError(400, "no Response runs in the background here", hint=hint)
 
 
 def refuse_compaction(session: Session) -> bytes:
-    """Nothing: histories are compacted on OpenAI's servers alone."""
     hint = "have the agent ask for a summary, and go on from that"
     raise ProxyRequestError(400, "this server compacts no history", hint=hint)
 
@@ -114,7 +108,6 @@ def _find_response(session: Session, response_id: str) -> Interaction:
 def _rebuild_recorded_response(
     model: ServedModel, session: Session, interaction: Interaction
 ) -> bytes:
-    """The body of a Response as far as it was recorded."""
     answer_id, sampling = (
         interaction.interaction_id,
         decode_sampling_params_json(interaction.sampling),
@@ -148,7 +141,6 @@ def _rebuild_recorded_response(
 
 
 def _build_input_items(session: Session, interaction: Interaction) -> Iterator[dict[str, Any]]:
-    """What a Response answered, in the order of the conversation, without its instructions."""
     number = interaction.interaction_id[len(ID_PREFIX_WITH_INSTRUCTIONS) :]
     path = session.tree.get_path_to(interaction)
     begins_with_instructions = interaction.interaction_id.startswith(ID_PREFIX_WITH_INSTRUCTIONS)

@@ -33,8 +33,6 @@ class _ToolNamespace(Struct, tag="namespace", forbid_unknown_fields=True):
 
 
 class _CustomTool(Struct, tag="custom", forbid_unknown_fields=True):
-    """A tool whose input is a text."""
-
     name: ToolName
     description: str | None = None
     format: CustomFormat = msgspec.field(default_factory=CustomFormat)
@@ -57,7 +55,6 @@ class OfferedTools:
 
 
 def qualify_tool_name(namespace: str | None, tool_name: str) -> str:
-    """The name under which the model knows a tool. One that is its own namespace has none."""
     return f"{namespace}.{tool_name}" if namespace and namespace != tool_name else tool_name
 
 

@@ -75,8 +75,6 @@ def _get_cpu_device() -> torch.device:
 
 
 class _CpuStream(torch.cpu.Stream):
-    """Work on the CPU is in order already: a recorded event has happened."""
-
     def record_event(self, _: Any = None) -> Any:
         return torch.cpu.Event()
 
@@ -87,8 +85,6 @@ def _to_numpy_if_asked(tensor: Any, as_numpy: bool = False, record_stream: bool 
 
 
 def _wrap_type_as_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Optimizers compare a parameter's type string with `torch.cuda.FloatTensor`."""
-
     @functools.wraps(original)
     def type_(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if args or kwargs:
@@ -99,8 +95,6 @@ def _wrap_type_as_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _wrap_factory_for_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
-    """The tensor factory with `cuda` devices and pinned memory taken out of its arguments."""
-
     @functools.wraps(factory)
     def create(*args: Any, **kwargs: Any) -> Any:
         if str(kwargs.get("device")).startswith("cuda"):

@@ -140,8 +140,6 @@ def _build_token_slots(
 
 
 class _ScatterToSlots(torch.autograd.Function):
-    """Tokens into slots. Gradients at padding are zero by causality, so backward only reads."""
-
     @staticmethod
     def forward(ctx: Any, tokens: torch.Tensor, slots: TokenSlots) -> torch.Tensor:
         ctx.slots = slots
@@ -153,15 +151,12 @@ class _ScatterToSlots(torch.autograd.Function):
 
 
 def scatter_to_slots(tokens: torch.Tensor, slots: TokenSlots | None) -> torch.Tensor:
-    """Tokens [t, ...] into the places of the rectangles."""
     if slots is None:
         return tokens
     return _ScatterToSlots.apply(tokens, slots)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _GatherFromSlots(torch.autograd.Function):
-    """Slots back into tokens; padding receives no gradient."""
-
     @staticmethod
     def forward(ctx: Any, slot_values: torch.Tensor, slots: TokenSlots) -> torch.Tensor:
         ctx.slots = slots
@@ -175,7 +170,6 @@ class _GatherFromSlots(torch.autograd.Function):
 
 
 def gather_from_slots(slot_values: torch.Tensor, slots: TokenSlots | None) -> torch.Tensor:
-    """The inverse of `scatter_to_slots`: one row per token, padding left behind."""
     if slots is None:
         return slot_values
     return _GatherFromSlots.apply(slot_values, slots)  # type: ignore[no-any-return, no-untyped-call]

@@ -74,12 +74,10 @@ class Architecture:
 
     @property
     def qkv_bias(self) -> bool:
-        """Query, key and value projections carry biases."""
         return self.family == "qwen2"
 
     @property
     def qk_norm(self) -> bool:
-        """Queries and keys are normalized per head."""
         return self.family in ("qwen3", "qwen3_moe")
 
     def compute_rope_frequencies(self) -> list[float]:
@@ -95,7 +93,6 @@ class Architecture:
 
     @property
     def rope_attention_factor(self) -> float:
-        """Scale of rotated queries and keys: 1 but for YaRN."""
         scaling = self.rope_scaling
         return scaling.attention_factor if isinstance(scaling, YarnRopeScaling) else 1.0
 
@@ -200,7 +197,6 @@ def divide_layers_over_stages(layers: int, stages: int) -> tuple[int, ...]:
 
 
 def find_stage_of_layer(layer: int, layers: int, stages: int) -> int:
-    """The pipeline stage that holds a layer, as `divide_layers_over_stages` divides them."""
     return bisect.bisect_right(
         [*itertools.accumulate(divide_layers_over_stages(layers, stages))], layer
     )
@@ -279,7 +275,6 @@ def _stretch_by_yarn(
     pairs = len(frequencies)
 
     def find_pair(turns: float) -> float:
-        """Where a pair turns so often within the original positions, counted from the fastest."""
         ratio = scaling.original_positions / (turns * 2 * math.pi)
         return pairs * math.log(ratio) / math.log(theta)
 
@@ -294,7 +289,6 @@ def _stretch_by_yarn(
 
 
 def _scale_frequency_by_llama3(frequency: float, scaling: Llama3RopeScaling) -> float:
-    """Long wavelengths are divided by the factor, short ones kept, those between blended."""
     turns = scaling.original_positions * frequency / (2 * math.pi)
     span = scaling.high_freq_factor - scaling.low_freq_factor
     kept = min(1.0, max(0.0, (turns - scaling.low_freq_factor) / span))

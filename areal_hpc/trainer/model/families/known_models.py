@@ -68,7 +68,6 @@ _EXPERT_KEYS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
 
 
 def find_known_config(repo: str) -> Mapping[str, Any] | None:
-    """The part of a hub model's `config.json` that says its sizes; None if it is not known."""
     return read_known_configs().get(repo)
 
 

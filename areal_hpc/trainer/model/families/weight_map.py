@@ -116,12 +116,10 @@ def _list_layer_parameters(arch: Architecture, layer: int) -> Iterator[ParamMap]
 
 
 def compute_padded_vocab_size(arch: Architecture, tp: int) -> int:
-    """Rows of the embedding once every tensor-parallel rank holds equally many."""
     return -(-arch.vocab // tp) * tp
 
 
 def count_tp_shards(parameter: ParamMap, tp: int) -> int:
-    """Tensor-parallel ranks that this parameter is cut over: all of them, or one."""
     return 1 if parameter.cut is TpSplit.WHOLE or parameter.expert is not None else tp
 
 

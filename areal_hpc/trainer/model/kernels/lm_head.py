@@ -29,8 +29,6 @@ def compute_float32_logits(
 
 
 class _Float32Logits(torch.autograd.Function):
-    """Keeps states and weights as they are."""
-
     @staticmethod
     def forward(
         ctx: Any, hidden_NH: torch.Tensor, weight_VH: torch.Tensor, operands: torch.dtype
@@ -61,7 +59,6 @@ class _Float32Logits(torch.autograd.Function):
 
 
 def _matmul_to_float32(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """The matrix product, added up and given in float32."""
     if left.dtype == torch.float32:
         return left @ right
     if left.is_cuda:

@@ -147,7 +147,6 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(
         ctx: Any, gradient_N: torch.Tensor | None, slope_N: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        """`slope_N` is the gradient by the entropies; None where nothing depends on them."""
         logits_NV, labels_N, temperature_N, lse_N, entropy_N = ctx.saved_tensors
         if gradient_N is None:
             gradient_N = torch.zeros_like(lse_N)
@@ -184,7 +183,6 @@ class _TokenLogprobs(torch.autograd.Function):
 def _find_own_columns(
     labels_N: torch.Tensor, first_column: int, columns: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which labels stand in this rank's columns, and in which (0 for the others)."""
     local_N = labels_N - first_column
     is_own_N = (local_N >= 0) & (local_N < columns)
     return is_own_N, torch.where(is_own_N, local_N, 0)
@@ -215,7 +213,6 @@ def _compute_lse_and_mean(
 
 
 def _reduce_lse(lse_N: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Log-sum-exp over the columns of all tensor-parallel ranks."""
     top_N = lse_N.clone()
     dist.all_reduce(top_N, op=dist.ReduceOp.MAX, group=group)
     share_N = (lse_N - top_N).exp_()

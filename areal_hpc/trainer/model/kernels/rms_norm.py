@@ -12,7 +12,6 @@ CHUNK_ELEMENTS_BY_DEVICE = {"cpu": 1 << 18, "cuda": 1 << 26}
 
 
 def iterate_row_chunks(matrix: torch.Tensor) -> Iterator[slice]:
-    """Slices that cover the rows of `matrix`."""
     rows = max(1, CHUNK_ELEMENTS_BY_DEVICE[matrix.device.type] // max(1, matrix.shape[1]))
     for start in range(0, matrix.shape[0], rows):
         yield slice(start, start + rows)
@@ -38,8 +37,6 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class _RMSNormFunction(torch.autograd.Function):
-    """Keeps its input and one number a row, where PyTorch's composition keeps three activations."""
-
     @staticmethod
     def forward(ctx: Any, states_TH: torch.Tensor, weight_H: torch.Tensor, eps: float) -> Any:
         normed_TH = torch.empty_like(states_TH, memory_format=torch.contiguous_format)

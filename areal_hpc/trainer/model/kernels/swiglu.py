@@ -14,7 +14,6 @@ from areal_hpc.trainer.model.kernels.rms_norm import iterate_row_chunks
 
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up of [..., 2 F], gate and up side by side: [..., F]."""
     *rows, width = gate_up.shape
     product = _SwiGLU.apply(gate_up.reshape(-1, width), None)  # type: ignore[no-untyped-call]
     return product.view(*rows, width // 2)  # type: ignore[no-any-return]

@@ -79,7 +79,6 @@ class VarlenAttention:
 
 
 def can_use_flash(query: torch.Tensor) -> bool:
-    """True for 16-bit queries on a GPU with heads of a size that the kernel was built for."""
     head_dim = query.shape[-1]
     return query.is_cuda and query.dtype != torch.float32 and head_dim % 8 == 0 and head_dim <= 256
 
