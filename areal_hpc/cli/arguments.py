@@ -19,7 +19,6 @@ UNHEALTHY_EXIT_CODE = 1
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 """What `add_subparsers` returns. argparse has no public name for it."""
 Command: TypeAlias = Callable[[argparse.Namespace], int]
-"""What a command does; its exit code."""
 
 SHARED_ARGUMENTS: dict[str, dict[str, Any]] = {
     "run": {"type": Path, "help": "a run directory"},
@@ -52,7 +51,6 @@ class CommandGroup:
         self._subparsers = subparsers
         self._tells_help = tells_help
         self.help_by_command: dict[str, str] = {}
-        """In the order in which they were added."""
 
     def add_command(
         self,
@@ -104,11 +102,6 @@ def find_subparsers(parser: argparse.ArgumentParser) -> Mapping[str, argparse.Ar
 
 
 def parse_run_dir(path: Path) -> RunPaths:
-    """The run at `path`.
-
-    Raises:
-        RecipeError: There is none.
-    """
     paths = RunPaths(path.resolve())
     if not paths.recipe.exists():
         raise RecipeError(
@@ -118,7 +111,6 @@ def parse_run_dir(path: Path) -> RunPaths:
 
 
 def parse_positive_int(text: str) -> int:
-    """The whole number of 1 or more in an argument."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a number of 1 or more, got {text!r}")
     return int(text)

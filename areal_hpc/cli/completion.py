@@ -12,17 +12,13 @@ SHELLS = ("bash", "zsh", "fish")
 
 @dataclass(frozen=True, slots=True)
 class CommandCompletions:
-    """Completions behind one command."""
-
     help: str
     words: tuple[str, ...]
     """Its options, and the names of its actions."""
     takes_keys: bool
-    """It takes `key=value` of a recipe."""
 
 
 def add_commands(commands: CommandGroup) -> None:
-    """Add this command to the command line."""
     completion = commands.add_command(
         "completion",
         _print_completion_script,

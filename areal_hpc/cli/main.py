@@ -43,7 +43,6 @@ COMMAND_MODULES = {
     "operate": (operate,),
     "develop": (develop, completion),
 }
-"""Modules of commands by the group that they are in, in the order of `--help`."""
 HINT_BY_PATH_ERROR: dict[type[OSError], str] = {
     FileExistsError: "name another, or remove it",
     FileNotFoundError: "check how it is written, and make the directory that it is in",
@@ -51,15 +50,12 @@ HINT_BY_PATH_ERROR: dict[type[OSError], str] = {
     NotADirectoryError: "name a directory",
     PermissionError: "ask its owner, or name another",
 }
-"""What to try where a path of the command line cannot be used."""
 UNWRITABLE_STORAGE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 """Of storage that is full, over quota or read-only: no fault of the command."""
 VARIADIC_ARGUMENTS = ("overrides", "names")
-"""Arguments that a command may take any number of."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Parse the command line, run the command, exit with its code."""
     _escape_what_stdout_cannot_encode()
     arguments = _parse_arguments(sys.argv[1:] if argv is None else argv)
     command: Command = arguments.command
@@ -124,7 +120,6 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of the whole command line."""
     parser = argparse.ArgumentParser(
         prog="areal-hpc",
         description="Reinforcement learning of LLM agents on Slurm clusters.",

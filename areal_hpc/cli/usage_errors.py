@@ -26,12 +26,10 @@ COMMAND_BY_MISTAKEN_NAME = {
     "convert": "migrate",
     "keys": "recipe-keys",
 }
-"""Words of other programs for our commands."""
 MAX_SUGGESTED_KEYS = 3
 
 
 def exit_on_unknown_command(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
-    """Exit with a usage error that suggests a command, if there is none of the name given."""
     known = find_subparsers(parser)
     if not argv:
         parser.error(f"expected a command (`{parser.prog} --help` lists all)")
@@ -47,7 +45,6 @@ def exit_on_unknown_command(parser: argparse.ArgumentParser, argv: Sequence[str]
 def describe_unknown_arguments(
     unknown_arguments: Sequence[str], argv: Sequence[str], *, takes_keys: bool
 ) -> str:
-    """What is wrong with the arguments that a command does not know, and what to write instead."""
     option = next((item for item in unknown_arguments if item.startswith("-")), "")
     message = f"unrecognized arguments: {' '.join(unknown_arguments)}"
     if not (takes_keys and option):

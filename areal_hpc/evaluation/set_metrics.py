@@ -17,9 +17,7 @@ from areal_hpc.evaluation.statistics import (
 
 METRIC_PATTERN = r"^(avg@k|cons@k|pass@(k|[1-9][0-9]{0,3}))$"
 DEFAULT_PASS_REWARD = 1.0
-"""A sample with at least this reward passes, unless a recipe says otherwise."""
 EVALUATION_METRIC_PREFIX = "evaluation/"
-"""Names of these metrics in a row begin so; the set's name follows."""
 INTERVAL_BOUND_SUFFIXES = ("_low", "_high")
 """Behind a metric's name: its 95 % interval."""
 

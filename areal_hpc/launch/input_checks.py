@@ -18,7 +18,6 @@ from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.paths import ENVIRONMENTS
 
 MIN_RUN_DIR_FREE_BYTES = 256 * 1024 * 1024
-"""Free space below which a run directory counts as full."""
 
 
 def load_user_code_and_find_input_problems(

@@ -25,8 +25,6 @@ MODEL_FILE_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")
 
 @dataclass(frozen=True, slots=True)
 class ModelOrDataset:
-    """One thing that a recipe names."""
-
     key: str
     """Its place in the recipe."""
     name: str
@@ -38,7 +36,6 @@ class ModelOrDataset:
 
 
 def list_models_and_datasets(recipe: Recipe) -> list[ModelOrDataset]:
-    """Files that have to be in place before the run, in the recipe's order."""
     model = recipe.model
     found = []
     if model.hub is not None:

@@ -21,13 +21,6 @@ _QUARANTINE_REQUEST_REASON = "areal-hpc quarantine asked for it"
 
 
 def quarantine_batch(paths: RunPaths, step: int) -> str:
-    """Have the batch of `step` consumed untrained; what comes of that, in words.
-
-    Raises:
-        RecipeError: There is no such batch, or it was trained.
-        ShardError: A file of the run is damaged.
-        OSError: The storage refused.
-    """
     state = _read_newest_trainer_state(paths)
     held = next((one for one in state.untrained if one.step == step and one.quarantine), None)
     if held is not None:
@@ -64,13 +57,6 @@ def quarantine_batch(paths: RunPaths, step: int) -> str:
 
 
 def undo_quarantine(paths: RunPaths, step: int) -> str:
-    """Have the batch of `step` trained after all; what comes of that, in words.
-
-    Raises:
-        RecipeError: It is not quarantined, or the run went on without it.
-        ShardError: A file of the run is damaged.
-        OSError: The storage refused.
-    """
     state = _read_newest_trainer_state(paths)
     trained_step = _ask_trained_step(paths, state.step)
     if read_quarantine(paths, step) is None and step not in state.consumed:

@@ -62,8 +62,6 @@ COMPARED_METRICS = ("loss", "grad_norm")
 
 @dataclass(frozen=True, slots=True)
 class ReplayStart:
-    """Checkpoint or model from which a replay begins."""
-
     step: int
     checkpoint: Path | None
     """None: the model that the run started from."""
@@ -103,7 +101,6 @@ class RecordedStepsReplay:
     def replay_and_compare(
         self, reporter: foreground_launcher.ProgressReporter, stop: StopEvent
     ) -> None:
-        """Train the steps and say how they compare with the recorded ones."""
         readers = self.recipe.cluster.readable_by
         with restrict_new_files(readers):
             create_or_secure_run_dir(self._out.root, readers)
@@ -235,12 +232,6 @@ def find_replay_start(run: RunPaths, first_step: int) -> ReplayStart:
 def raise_if_batches_missing_or_damaged(
     run: RunPaths, first_step: int, last_step: int, quarantined: Collection[int]
 ) -> None:
-    """All manifests of these steps, and the shards of batches that were trained, are whole.
-
-    Raises:
-        RecipeError: Steps were not recorded.
-        ShardError: Shards are missing or damaged.
-    """
     held = list_manifest_steps(run)
     missing = sorted({*range(first_step, last_step + 1)} - {*held})
     if missing:
@@ -265,7 +256,6 @@ def raise_if_batches_missing_or_damaged(
 
 
 def format_metric_comparison(run: RunPaths, output_run: RunPaths, steps: range) -> Iterator[str]:
-    """Comparison of the replayed steps' loss and gradient norm with the recorded ones, in words."""
     if not steps:
         yield "compare  skipped: the overrides change what is learned"
         return

@@ -111,7 +111,6 @@ def _list_stages_left(run: Recipe) -> list[str]:
 def build_array_requests(
     sweep: Sweep, working_folder: Path, after_job_ids: Sequence[str]
 ) -> list[JobRequest]:
-    """Requests of every array; nothing is written."""
     place = _build_array_context(sweep, working_folder)
     return build_remaining_job_requests(
         sweep.runs[0], working_folder, after_job_ids, run_context=place
@@ -136,7 +135,6 @@ def submit_sweep(
     after: Sequence[str] = (),
     fresh: bool = False,
 ) -> None:
-    """Submit every run of a sweep: all of their jobs are queued, or none."""
     raise_if_federated()
     with ExitStack() as stack:
         ready = [

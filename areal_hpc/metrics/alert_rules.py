@@ -21,23 +21,16 @@ TrainedStepRow = Mapping[str, Any]
 AlertLevel = Literal["failure", "note"]
 
 COMPARED_STEPS_BEFORE = 20
-"""Steps before the present one that it is compared with."""
 MIN_COMPARED_STEPS_BEFORE = 5
-"""Fewer say nothing of what is usual."""
 MIN_SOLVED_GROUPS = 0.5
-"""Share of a batch's groups with the best reward alone in a policy that has solved its tasks."""
 MIN_BEST_SHARE_OF_EQUAL_GROUPS = 0.9
 """Of the groups that teach nothing, the share at the best one that makes the tasks solved."""
 MIN_REWARD_DROP_SHARE_OF_RANGE = 0.1
-"""Of the range of rewards seen, the smallest fall that counts."""
 MIN_FAILED_TRIES_IN_STEP = 8
-"""Fewer failed tries in a step are no sign of a broken agent."""
 
 
 @dataclass(frozen=True, slots=True)
 class Alert:
-    """One finding about a run's health, as of its newest step."""
-
     rule: str
     level: AlertLevel
     step: int
@@ -52,8 +45,6 @@ RuleCheck = Callable[[Sequence[TrainedStepRow], AlertsConfig], Alert | None]
 
 @dataclass(frozen=True, slots=True)
 class AlertRule:
-    """One rule, and what documents say of it."""
-
     name: str
     level: AlertLevel
     config_keys: tuple[str, ...]
@@ -174,7 +165,6 @@ def _compute_reward_range(rows: Sequence[TrainedStepRow]) -> float:
 
 
 def check_engine_mismatch(rows: Sequence[TrainedStepRow], config: AlertsConfig) -> Alert | None:
-    """Engine and trainer give tokens other probabilities under the same weights."""
     name, bound, row = (
         "logprob/engine_trainer_mean_abs_diff",
         config.max_engine_trainer_diff,
@@ -197,7 +187,6 @@ def check_engine_mismatch(rows: Sequence[TrainedStepRow], config: AlertsConfig) 
 
 
 def check_failing_agents(rows: Sequence[TrainedStepRow], config: AlertsConfig) -> Alert | None:
-    """More tries of episodes fail than a working agent's should."""
     row, bound = rows[-1], config.max_failed_episodes
     failures, ended_well = row.get("episode/failures") or 0, _estimate_successful_episodes(row)
     if bound is None or failures < MIN_FAILED_TRIES_IN_STEP:
@@ -234,7 +223,6 @@ def _estimate_successful_episodes(row: TrainedStepRow) -> float:
 
 
 def check_reply_length(rows: Sequence[TrainedStepRow], config: AlertsConfig) -> Alert | None:
-    """Replies are much longer, or shorter, than they were."""
     name, bound = "reply/tokens_mean", config.max_reply_length_ratio
     before = [row[name] for row in rows[-COMPARED_STEPS_BEFORE - 1 : -1] if row.get(name)]
     now = rows[-1].get(name)
@@ -254,7 +242,6 @@ def check_reply_length(rows: Sequence[TrainedStepRow], config: AlertsConfig) -> 
 
 
 def check_unrewarded_replies(rows: Sequence[TrainedStepRow], config: AlertsConfig) -> Alert | None:
-    """Replies of trained episodes are left out, as no reward reaches them."""
     count = rows[-1].get("reply/unrewarded")
     if not count:
         return None
@@ -269,7 +256,6 @@ def check_unrewarded_replies(rows: Sequence[TrainedStepRow], config: AlertsConfi
 
 
 def check_free_disk(rows: Sequence[TrainedStepRow], config: AlertsConfig) -> Alert | None:
-    """Little room is left on the storage of the run directory."""
     bound, free_bytes = config.min_free_disk_gib, rows[-1].get("disk/free_bytes")
     if bound is None or free_bytes is None or free_bytes >= bound * 2**30:
         return None

@@ -9,7 +9,6 @@ MIN_ALERT_WINDOW_ROWS = 200
 """The newest rows that are looked at: cheap after each step, and enough unless a rule asks for more
 steps in a row."""
 STEPS_BEFORE_REPEATED_ALERT = 10
-"""An alert that comes back within so many steps is not told again."""
 
 
 def get_alert_window_rows(config: AlertsConfig) -> int:
@@ -17,7 +16,6 @@ def get_alert_window_rows(config: AlertsConfig) -> int:
 
 
 def find_alerts(rows: Sequence[TrainedStepRow], config: AlertsConfig) -> list[Alert]:
-    """What the rows of `metrics.jsonl` say of the run as of the newest one, failures first."""
     trained = [row for row in rows[-get_alert_window_rows(config) :] if row.get("episodes")]
     if not trained:
         return []
@@ -26,15 +24,11 @@ def find_alerts(rows: Sequence[TrainedStepRow], config: AlertsConfig) -> list[Al
 
 
 class AlertTracker:
-    """Which alerts hold, step after step, and which of them are new."""
-
     def __init__(self, config: AlertsConfig) -> None:
         self._config = config
         self._last_step: dict[tuple[str, AlertLevel], int] = {}
-        """The newest step at which each held."""
 
     def take_new_alerts(self, rows: Sequence[TrainedStepRow]) -> list[Alert]:
-        """The alerts as of the newest row that have not held for `STEPS_BEFORE_REPEATED_ALERT`."""
         new = []
         for alert in find_alerts(rows, self._config):
             key, step = (alert.rule, alert.level), int(rows[-1]["step"])

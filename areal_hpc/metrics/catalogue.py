@@ -249,7 +249,6 @@ _NAME_PATTERNS_WITH_METRICS = [
 
 
 def find_metric(metric_name: str) -> Metric | None:
-    """The catalogue's entry for a name in a row; None if it has none."""
     if (metric := _METRIC_BY_NAME.get(metric_name)) is not None:
         return metric
     return next(

@@ -11,13 +11,10 @@ from areal_hpc.rundir.jsonl import decode_readable_records
 FAILED_TRY_EVENTS = frozenset({"episode_failed", "episode_timed_out"})
 """Events of a try that counts against its episode: outages of servers do not."""
 MAX_READ_BYTES = 16 << 20
-"""Of what was appended since the last look; more than that is not read, and not counted."""
 
 
 @dataclass(frozen=True, slots=True)
 class FailureCounts:
-    """Tries of training episodes that raised or took too long."""
-
     failed_tries: int = 0
     rewarded: int = 0
     """Those of them that earn a reward all the same."""
@@ -36,7 +33,6 @@ class EpisodeFailureCounter:
             self._read_bytes = os.fstat(stream.fileno()).st_size
 
     def count_new_failed_tries(self) -> FailureCounts:
-        """Failed tries of training episodes since the last call."""
         try:
             content = self._read_appended_lines()
         except FileNotFoundError:

@@ -11,11 +11,9 @@ PHASES_BY_SYSTEM_PART: dict[SystemPart, tuple[str, ...]] = {
     "weights": ("publish",),
     "evaluation": ("eval",),
 }
-"""Phases of the trainer, as in `time/<phase>_s`, by what they are spent on."""
 
 
 def compute_time_shares_by_system_part(row: Mapping[str, Any]) -> dict[SystemPart, float]:
-    """The share of a step's time that went to each part of the system; empty without times."""
     step_s = row.get("time/step_s") or 0.0
     if step_s <= 0:
         return {}
@@ -26,7 +24,6 @@ def compute_time_shares_by_system_part(row: Mapping[str, Any]) -> dict[SystemPar
 
 
 def find_step_bottleneck(row: Mapping[str, Any]) -> SystemPart | None:
-    """What most of a step's time went to; None without times."""
     shares = compute_time_shares_by_system_part(row)
     if not shares:
         return None

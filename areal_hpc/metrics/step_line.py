@@ -10,13 +10,10 @@ from areal_hpc.metrics.step_bottleneck import compute_time_shares_by_system_part
 from areal_hpc.metrics.step_metrics import VALIDATION_REWARD_METRIC
 
 MAX_PACE_STEPS = 20
-"""Steps, the last ones, whose time is taken for that of the next."""
 
 MIN_SHOWN_SHARE = 0.01
-"""What took a smaller share of the time is not named."""
 
 MetricRow = Mapping[str, Any]
-"""The metrics of one step, by name."""
 
 
 def format_metric(value: float | None, format_spec: str) -> str:
@@ -90,7 +87,6 @@ def compute_trained_tokens_per_s(rows: Sequence[MetricRow]) -> float:
 
 
 def estimate_remaining_s(rows: Sequence[MetricRow], total: int) -> float | None:
-    """Seconds until the last step, at the pace of the last ones; None before the first."""
     times_s: list[float] = [
         row["time/step_s"] for row in rows if row.get("time/step_s") and row["step"] > 0
     ]
@@ -100,7 +96,6 @@ def estimate_remaining_s(rows: Sequence[MetricRow], total: int) -> float | None:
 
 
 def describe_step_efficiency(rows: Sequence[MetricRow]) -> Iterator[str]:
-    """What the time of these steps went to, and the share of groups that taught nothing."""
     trained = [row for row in rows if row["step"] > 0 and row.get("time/step_s")]
     if not trained:
         return

@@ -25,7 +25,6 @@ def list_evaluated_sets(row: Mapping[str, Any]) -> set[str]:
 
 
 def select_evaluation_metrics(row: Mapping[str, Any]) -> dict[str, Any]:
-    """What a row says of evaluation sets."""
     return {
         name: value
         for name, value in row.items()
@@ -65,7 +64,6 @@ class PhaseTimer:
 
     @contextmanager
     def time_phase(self, phase_name: str) -> Iterator[None]:
-        """Time the block under `phase_name`; repeated blocks add up."""
         began = time.perf_counter()
         try:
             with time_span(phase_name) if self._records_spans else nullcontext():

@@ -18,7 +18,6 @@ from areal_hpc.wire.weight_version import WeightVersion
 log = logging.getLogger(__name__)
 
 TENSORBOARD_GROUPS_IN_FRONT = ("reward", "eval", "evaluation")
-"""Groups of metrics that TensorBoard shall show before all others."""
 
 
 def format_tensorboard_tag(metric_name: str) -> str:
@@ -30,7 +29,6 @@ def format_tensorboard_tag(metric_name: str) -> str:
 
 
 def replace_non_finite_by_none(line: JsonMetricRow) -> JsonMetricRow:
-    """The line with None in the place of infinities and of what is not a number."""
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in line.items()

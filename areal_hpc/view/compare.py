@@ -21,7 +21,6 @@ from areal_hpc.view.state.summary import RunProgress, read_run_progress
 from areal_hpc.view.tables import format_table
 
 RUN_NAME_KEYS = ("experiment_name", "trial_name")
-"""Keys that tell runs apart without telling why they differ."""
 MAX_SHOWN_KEYS = 6
 MAX_VALUE_CHARS = 40
 
@@ -72,12 +71,8 @@ def compare_runs(
 
 @dataclass(frozen=True, slots=True)
 class ListedRunState:
-    """State of one run among several."""
-
     run_state: str
-    """As `get_run_state` says it; `unreadable` where files of the run cannot be read."""
     notes: tuple[str, ...] = ()
-    """Lines: jobs of the run that nobody recorded, or why its state cannot be read."""
 
 
 def fetch_states_of_runs(runs: Sequence[RunPaths], queue: QueuePoller) -> list[ListedRunState]:

@@ -34,33 +34,23 @@ MAX_CASCADE_GAP_S = 120.0
 """What follows so soon after another failure belongs to the same one: broken collectives, jobs
 that lost their trainer."""
 MAX_RUNNING_CASCADE_GAP_S = 30.0
-"""The window of one failure in a run that goes on: what came later has another cause."""
 RECOVERED_AFTER_S = 60.0
-"""A step so long after the last failure says that it is over."""
 MIN_STEPS_WITHOUT_PROGRESS = 5
-"""A run that has trained no step for longer than so many take is stalled..."""
 MIN_TIME_WITHOUT_PROGRESS_S = 300.0
-"""...and for longer than a start, an evaluation or a checkpoint takes."""
 MIN_FREE_DISK_BYTES = 256 << 20
-"""With less the next checkpoint or shard may not fit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """Answer of `areal-hpc why`."""
-
     headline: str
     chain: tuple[FailureEvent, ...] = ()
     """Of the last failure, oldest first."""
     hint: str = ""
     is_well: bool = False
-    """True if nobody needs to do anything."""
     notes: tuple[str, ...] = ()
-    """What else is worth to know, such as what limits the run."""
 
 
 def diagnose(evidence: RunInspection) -> Diagnosis:
-    """The cause of the state that a run is in."""
     diagnosis = _diagnose_state(evidence)
     failures = select_failure_alerts(evidence.alerts)
     if not diagnosis.is_well or not failures:
@@ -249,7 +239,6 @@ def _diagnose_waiting(
 def find_last_failure_chain(
     findings: Sequence[FailureEvent], max_gap_s: float
 ) -> tuple[FailureEvent, ...]:
-    """The last findings that follow one another within so many seconds, oldest first."""
     chain: list[FailureEvent] = []
     for finding in reversed(findings):
         next_at = chain[-1].at if chain else None
@@ -398,7 +387,6 @@ def _build_task_exit_event(
 
 
 def format_diagnosis(diagnosis: Diagnosis, run: str) -> list[str]:
-    """The diagnosis as lines for people; `run` stands where a command needs the directory."""
     lines = [diagnosis.headline, *(f"  {note}" for note in diagnosis.notes)]
     for text, alike in groupby(diagnosis.chain, key=lambda finding: finding.text):
         first, *others = alike

@@ -26,29 +26,22 @@ from areal_hpc.view.state.jobs import RunJobs, fetch_run_jobs
 from areal_hpc.view.state.run_state import read_last_launch_time
 
 PACE_STEPS = 50
-"""Steps, the last ones, whose time is the usual one."""
 MIN_PACE_STEPS = 3
 LOG_TAIL_BYTES = 64 * 1024
-"""Read from the end of every log: a run may have a thousand of them."""
 
 _OOM_PATTERN = re.compile(r"oom[-_ ]kill|out of memory|OutOfMemoryError|MemoryError", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
 class LogTraceback:
-    """One traceback in a log."""
-
     at: float | None
     """Unix time of the last line before it that bears a time."""
     file: LogFile
     lines: tuple[str, ...]
-    """From `Traceback` to the exception."""
 
 
 @dataclass(frozen=True, slots=True)
 class TaskExitRecord:
-    """A task's exit file, and when it was written."""
-
     job: str
     rank: int
     at: float
@@ -57,18 +50,12 @@ class TaskExitRecord:
 
 @dataclass(frozen=True, slots=True)
 class StepPace:
-    """How fast steps came, and since when none has."""
-
     median_s: float
-    """Time of a step, over the last ones."""
     last_at: float
-    """Unix time of the last step."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunInspection:
-    """Evidence that `diagnosis.py` judges by."""
-
     run: RunJobs
     starts_in_accounting: tuple[SlurmJobRecord, ...]
     """Every start of every job that accounting knows, oldest first."""
@@ -80,19 +67,13 @@ class RunInspection:
     slurm_lines: tuple[tuple[str, str], ...]
     """(job, line): what Slurm itself wrote into the jobs' output."""
     excluded: tuple[dict[str, Any], ...]
-    """Nodes on the run's exclude list."""
     pace: StepPace | None = None
-    """None before the first steps."""
     alerts: tuple[Alert, ...] = ()
-    """As of the newest step, failures first."""
     step_time_lines: tuple[str, ...] = ()
-    """What the time of the last steps went to, and what they wasted, for people."""
     free_bytes: int | None = None
-    """On the storage of the run directory; None if it does not say."""
 
 
 def inspect_run(paths: RunPaths, queue: QueuePoller) -> RunInspection:
-    """Read what a run left behind, and ask Slurm twice: what is, and what was."""
     run = fetch_run_jobs(paths, queue)
     submissions = {job.submission.job_id: job.submission for job in run.jobs if job.submission}
     since = read_last_launch_time(paths)
@@ -114,7 +95,6 @@ def inspect_run(paths: RunPaths, queue: QueuePoller) -> RunInspection:
 
 
 def read_step_pace(paths: RunPaths) -> StepPace | None:
-    """The pace of the last steps; None if there are too few to tell."""
     rows = read_metrics(paths.metrics)[-PACE_STEPS:]
     times_s = [row["time/step_s"] for row in rows if "time/step_s" in row]
     if len(times_s) < MIN_PACE_STEPS:
@@ -130,7 +110,6 @@ def _read_free_disk_bytes(paths: RunPaths) -> int | None:
 
 
 def read_exit_records(run: RunJobs) -> Iterator[TaskExitRecord]:
-    """The last words of all tasks, with the times at which they were written."""
     for job in run.jobs:
         for rank, outcome in job.task_exits.items():
             path = run.paths.job(job.name).task_exit(rank)
@@ -201,7 +180,6 @@ def _read_slurm_lines(submissions: Sequence[Submission]) -> Iterator[tuple[str, 
 
 
 def find_slurm_output_files(submission: Submission) -> list[Path]:
-    """Where Slurm put what the tasks of a job wrote, by the options in its script."""
     script = Path(submission.script)
     if not script.exists():
         return []

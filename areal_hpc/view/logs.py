@@ -13,9 +13,7 @@ from areal_hpc.rundir.paths import RunPaths, list_restart_dirs
 from areal_hpc.rundir.rendezvous import parse_shared_job_name
 
 TAIL_BYTES_PER_FILE = 256 * 1024
-"""Read from the end of each file."""
 MAX_READ_BYTES = 1024 * 1024
-"""Most that is read of a file at one look while following."""
 POLL_S = 1.0
 """Between two looks at files that are followed. A look is one stat for each file and folder."""
 
@@ -29,11 +27,8 @@ _NODE_PATTERN = re.compile(r"\bnode[ =:]+([\w.-]+)")
 
 @dataclass(frozen=True, slots=True)
 class LogFile:
-    """The log of one process of one start of a job."""
-
     path: Path
     job_or_cell: str
-    """Or the cell, where several share the job."""
     process: str
     """Its name, and the rank if the job has several tasks."""
     node: str
@@ -89,11 +84,6 @@ def _read_node_name(path: Path) -> str:
 
 
 def choose_attempt(paths: RunPaths, attempt: int | None) -> int:
-    """The attempt asked for, or the newest.
-
-    Raises:
-        RecipeError: There is no such attempt.
-    """
     attempts = paths.list_attempts()
     if not attempts:
         raise RecipeError(
@@ -129,7 +119,6 @@ def parse_log_records(text: str) -> list[LogRecord]:
 
 
 def merge_lines_by_time(pieces: Sequence[tuple[LogFile, str]]) -> list[tuple[LogFile, str]]:
-    """Lines of several files in the order of their records' times."""
     streams = [
         [(record.time, number, record) for record in parse_log_records(text)]
         for number, (_, text) in enumerate(pieces)
@@ -158,8 +147,6 @@ def read_last_lines(
 
 
 class LogFollower:
-    """Follower of a run's logs, those of later attempts, restarts and jobs included."""
-
     def __init__(self, paths: RunPaths, wanted_names: Sequence[str]) -> None:
         self._paths = paths
         self._wanted = wanted_names
@@ -173,7 +160,6 @@ class LogFollower:
         return list(self._files.values())
 
     def read_new_lines(self) -> list[tuple[LogFile, str]]:
-        """The whole lines that came since the last look, in the order of time."""
         # No folder is listed to find out whether one has got or lost an entry.
         if any(_read_mtime_ns(folder) != stamp for folder, stamp in self._stamps.items()):
             self._refresh_file_list()

@@ -21,7 +21,6 @@ def format_value(metric_name: str, value: float) -> str:
 
 
 def get_number(row: Mapping[str, Any], metric_name: str) -> float | None:
-    """A metric of a row as a number; None if the row has none."""
     value = row.get(metric_name)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None

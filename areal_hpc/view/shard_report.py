@@ -23,7 +23,6 @@ log = logging.getLogger(__name__)
 
 
 def format_shard_table(paths: RunPaths) -> str:
-    """One line per sealed shard and a total."""
     shards = read_index(paths.shard_index_dir)
     if not shards:
         return f"no sealed shards in {paths.shard_index_dir}"
@@ -50,7 +49,6 @@ def format_shards_jsonl(paths: RunPaths) -> str:
 
 
 def format_tokens(found_row: FoundRow, tokenizer_json: Path | None = None) -> str:
-    """One row, token by token, decoded if a `tokenizer.json` is given."""
     tokenizer = _load_tokenizer(tokenizer_json) if tokenizer_json else None
     trajectory = found_row.read()
     sampled = int(trajectory.loss_mask_T.sum())
@@ -94,7 +92,6 @@ def _list_possible_tokenizer_files(paths: RunPaths) -> Iterator[Path]:
 
 
 def format_verification(report: VerifyReport) -> str:
-    """One line per problem, then `N shards, M rows verified, K problems`."""
     lines = [f"{problem.key}: {problem.message}" for problem in report.problems]
     lines.append(
         f"{report.shards} shards, {report.rows} rows verified, {len(report.problems)} problems"

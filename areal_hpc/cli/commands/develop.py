@@ -18,7 +18,6 @@ BENCHMARKS_DIR = Path(__file__).resolve().parents[3] / "benchmarks"
 
 
 def add_commands(commands: CommandGroup) -> None:
-    """Add these commands to the command line."""
     _add_devcluster_commands(commands)
     bench = commands.add_command(
         "bench",

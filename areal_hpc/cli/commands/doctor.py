@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 
 def add_commands(commands: CommandGroup) -> None:
-    """Add these commands to the command line."""
     doctor = commands.add_command(
         "doctor",
         _run_doctor_checks,
@@ -82,11 +81,6 @@ def _run_doctor_checks(arguments: argparse.Namespace) -> int:
 def _plan_gpu_examination(
     arguments: argparse.Namespace, recipe: Recipe | None, slurm: SlurmConfig, fileroot: Path | None
 ) -> GpuExamination | None:
-    """What --gpu asks for; None without it.
-
-    Raises:
-        RecipeError: Options that do not go together.
-    """
     from areal_hpc.launch.doctor.gpu.check_plan import build_check_plan
     from areal_hpc.launch.doctor.gpu.examination import GpuExamination
     from areal_hpc.launch.doctor.gpu.slurm_job import GpuJobOptions

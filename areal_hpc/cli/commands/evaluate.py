@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 
 def add_commands(commands: CommandGroup) -> None:
-    """Add this command to the command line."""
     evaluate = commands.add_command(
         "eval",
         _evaluate,

@@ -22,14 +22,12 @@ if TYPE_CHECKING:
     from areal_hpc.rundir.checkpoints import UntrainedBatchPart
 
 MAX_LISTED_FAULTS = 20
-"""Tickets at fault, and parts of batches that were not trained on, listed without being asked."""
 DEFAULT_SHOWN_ROWS = 5
 ANSI_COLORS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 """ANSI foreground colors that are readable on dark and on light."""
 
 
 def add_commands(commands: CommandGroup) -> None:
-    """Add these commands to the command line."""
     commands.add_command(
         "status",
         _show_status,

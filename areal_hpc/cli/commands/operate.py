@@ -26,7 +26,6 @@ STOP_MARGIN_S = 10.0
 
 
 def add_commands(commands: CommandGroup) -> None:
-    """Add these commands to the command line."""
     cancel = commands.add_command(
         "cancel",
         _cancel_run,

@@ -10,7 +10,6 @@ from areal_hpc.errors import RecipeError
 
 
 def add_commands(commands: CommandGroup) -> None:
-    """Add these commands to the command line."""
     tiny = commands.add_command(
         "make-tiny-model",
         _write_tiny_model,

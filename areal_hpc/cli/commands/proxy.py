@@ -11,7 +11,6 @@ from areal_hpc.errors import RecipeError
 
 
 def add_commands(commands: CommandGroup) -> None:
-    """Add these commands to the command line."""
     proxy = commands.add_command(
         "proxy",
         _run_standalone_proxy,

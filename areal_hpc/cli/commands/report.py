@@ -9,7 +9,6 @@ from areal_hpc.cli.arguments import CommandGroup, parse_run_dir
 
 
 def add_commands(commands: CommandGroup) -> None:
-    """Add these commands to the command line."""
     report = commands.add_command(
         "report",
         _write_report,

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 
 def add_commands(commands: CommandGroup) -> None:
-    """Add these commands to the command line."""
     run = commands.add_command(
         "run",
         _run_recipe,

@@ -10,7 +10,6 @@ from areal_hpc.errors import Problem, RecipeError
 
 
 def add_commands(commands: CommandGroup) -> None:
-    """Add these commands to the command line."""
     commands.add_command(
         "recipes",
         _print_recipes,

@@ -11,7 +11,6 @@ FOLLOW_PERIOD_S = 30.0
 
 
 def add_commands(commands: CommandGroup) -> None:
-    """Add this command to the command line."""
     sync = commands.add_command(
         "sync",
         _write_metrics_for_tracker,

@@ -11,7 +11,6 @@ from areal_hpc.errors import escape_controls
 
 
 def add_commands(commands: CommandGroup) -> None:
-    """Add these commands to the command line."""
     make = commands.add_command(
         "make-repair-tasks",
         _make_repair_tasks,

@@ -9,7 +9,6 @@ from areal_hpc.errors import RecipeError, RunInterruptedError
 
 
 def add_commands(commands: CommandGroup) -> None:
-    """Add this command to the command line."""
     trial = commands.add_command(
         "try",
         _run_trial_episodes,

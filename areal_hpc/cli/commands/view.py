@@ -10,7 +10,6 @@ from areal_hpc.errors import RecipeError
 
 
 def add_commands(commands: CommandGroup) -> None:
-    """Add this command to the command line."""
     view = commands.add_command(
         "view",
         _serve_or_bundle_dashboard,

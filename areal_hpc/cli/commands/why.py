@@ -9,7 +9,6 @@ from areal_hpc.cli.arguments import UNHEALTHY_EXIT_CODE, CommandGroup, parse_run
 
 
 def add_commands(commands: CommandGroup) -> None:
-    """Add this command to the command line."""
     why = commands.add_command(
         "why",
         _explain_run,

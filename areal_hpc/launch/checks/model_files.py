@@ -23,7 +23,6 @@ from areal_hpc.trainer.model.memory_estimate import drop_ep_for_dense_network
 
 
 def find_model_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Problems of the recipe's model, where it lies now."""
     model = recipe.model
     if model.tiny is not None:
         yield from _find_parallel_size_problems(

@@ -11,21 +11,15 @@ from areal_hpc.session.chat_template import ChatTemplate, TokenEncoder
 from areal_hpc.session.message_matching import normalize_chat_message
 
 MAX_SAMPLED_PROMPTS = 100
-"""Prompts of a data set that are looked at, evenly spaced."""
 MESSAGES_KEY = "messages"
-"""Column of a task that holds its prompt."""
 TOOLS_KEY = "tools"
-"""Column of a task that holds the tools which its agent offers the model."""
 MAX_CHARS_PER_TOKEN = 32
 """A text of more characters than this times the context is too long, and is not tokenized."""
 
 
 class PromptFindings(NamedTuple):
-    """What the prompts of a data set have shown."""
-
     problems: list[Problem]
     notes: list[str]
-    """What need not keep a run from starting."""
 
 
 def find_prompt_problems(

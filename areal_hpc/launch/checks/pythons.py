@@ -18,7 +18,6 @@ MODULES_BY_ROLE = {
     "train": ("torch", "megatron.core", "areal_hpc"),
     "agents": ("areal_hpc",),
 }
-"""Modules that a role imports before it does anything."""
 REFUSED_MODULES_BY_ROLE: Mapping[str, tuple[str, ...]] = {"train": MEGATRON_REPLACEMENTS}
 """Modules that change what a role computes merely by being there."""
 INTERPRETER_TIMEOUT_S = 60.0

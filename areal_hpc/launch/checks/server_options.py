@@ -21,8 +21,6 @@ PARSER_TIMEOUT_S = 600.0
 
 
 class CommandReading(msgspec.Struct):
-    """What SGLang makes of one command line."""
-
     unknown: list[str]
     """Words that it does not know, values of unknown options too."""
     complaint: str
@@ -30,10 +28,7 @@ class CommandReading(msgspec.Struct):
 
 
 class OptionReport(msgspec.Struct):
-    """What SGLang says of command lines."""
-
     known: list[str]
-    """All its options."""
     readings: list[CommandReading]
 
 

@@ -6,8 +6,6 @@ from enum import StrEnum
 
 
 class CheckStatus(StrEnum):
-    """Severity of a check's result."""
-
     OK = "ok"
     WARN = "warn"
     """A run may work, though not as well as it could, or it could not be found out."""
@@ -16,13 +14,10 @@ class CheckStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """One thing that was looked at."""
-
     name: str
     verdict: CheckStatus
     finding: str
     hint: str = ""
-    """One way out; empty if all is well."""
 
 
 def ok(check_name: str, finding: str) -> CheckResult:
@@ -38,7 +33,6 @@ def fail(check_name: str, finding: str, hint: str) -> CheckResult:
 
 
 def format_checks(checks: Sequence[CheckResult]) -> list[str]:
-    """A line for each check, and one more for each that is not well; then the sum."""
     width = max((len(check.name) for check in checks), default=0)
     lines = []
     for check in checks:

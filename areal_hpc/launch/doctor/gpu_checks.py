@@ -26,7 +26,6 @@ NETWORK_HINT = "NCCL_DEBUG=INFO says which adapters it takes; cluster.slurm.netw
 
 
 def check_gpu_nodes(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
-    """Facts of every node, then the measured steps in the order in which a run needs them."""
     assert doctor_subject.gpu_examination is not None
     plan, report = doctor_subject.gpu_examination.plan, doctor_subject.gpu_examination.report
     if plan.nodes:  # without a job they are this machine, whose isolation has a check of its own

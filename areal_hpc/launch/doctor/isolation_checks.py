@@ -22,7 +22,6 @@ def check_program_isolation(doctor_subject: DoctorSubject) -> Iterator[CheckResu
 
 
 def list_security_means(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
-    """What this machine gives to isolate with, and what does not hold without the rest."""
     runtimes = [name for name in find_installed_runtimes() if name != "none"]
     kernel = tuple(int(part) for part in os.uname().release.split("-")[0].split(".")[:2])
     given, missing = [f"sandboxes of {', '.join(runtimes) or 'nothing'}"], []

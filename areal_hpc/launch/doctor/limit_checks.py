@@ -26,14 +26,10 @@ _QOS_COLUMNS = ("name", "maxsubmitjobspu", "maxsubmitjobspa", "grpsubmitjobs", "
 
 @dataclass(frozen=True, slots=True)
 class AccountingLimit:
-    """A limit, with the jobs of the recipe that it concerns."""
-
     owner: str
     """Whose limit it is: `QOS normal`, `account physics`."""
     max_jobs: int | None
-    """Jobs that may wait and run at the same time; None: any number."""
     max_minutes: int | None
-    """Time limit of a job; None: any."""
     requests: tuple[JobRequest, ...]
 
     @property
@@ -42,7 +38,6 @@ class AccountingLimit:
 
 
 def check_accounting_limits(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
-    """Whether user, account and QOS have room for all jobs of the recipe, and for their time."""
     enforced = doctor_subject.slurm_answer.settings.get("AccountingStorageEnforce", "").split(",")
     if not {"limits", "safe"}.intersection(enforced):
         yield ok("job limits", "this cluster enforces none")
@@ -70,7 +65,6 @@ def check_accounting_limits(doctor_subject: DoctorSubject) -> Iterator[CheckResu
 
 
 def check_preemption_of_qos_jobs(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
-    """What a preemption does to jobs of the QOS that are named, where Slurm preempts by QOS."""
     settings = doctor_subject.slurm_answer.settings
     names = {
         options.qos for options in get_options_by_sample_job(doctor_subject.slurm).values()
@@ -92,7 +86,6 @@ def check_preemption_of_qos_jobs(doctor_subject: DoctorSubject) -> Iterator[Chec
 def judge_job_limit(
     owner: str, max_jobs: int, wanted_jobs: int, queued_jobs: int, *, is_requeued: bool
 ) -> CheckResult:
-    """Whether a limit lets `wanted_jobs` in beside the `queued_jobs` already there. Pure."""
     found = f"{owner} allows {max_jobs} jobs at a time; the recipe submits {wanted_jobs}"
     if wanted_jobs > max_jobs:
         hint = (

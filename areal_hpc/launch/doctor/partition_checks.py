@@ -13,7 +13,6 @@ from areal_hpc.slurm.commands import run_slurm_command
 
 
 def get_options_by_sample_job(slurm: SlurmConfig) -> dict[str, JobOptions]:
-    """By a job of each kind that has options of its own."""
     found = {job: slurm.get_options_of_job(job) for job in ("trainer", format_cell_name(0))}
     evaluation = slurm.get_options_of_job(EVALUATION_CELL)
     if evaluation != found[format_cell_name(0)]:
@@ -22,13 +21,11 @@ def get_options_by_sample_job(slurm: SlurmConfig) -> dict[str, JobOptions]:
 
 
 def read_partition(partition_name: str) -> dict[str, str]:
-    """Facts of a partition by Slurm's names for them."""
     shown = run_slurm_command("scontrol", "show", "partition", partition_name, "--oneliner")
     return dict(re.findall(r"(\w+)=(\S+)", shown))
 
 
 def check_partitions(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
-    """The partitions that jobs go to."""
     limits: dict[str, int] = {}
     slurm = doctor_subject.slurm
     for options in get_options_by_sample_job(slurm).values():
@@ -107,7 +104,6 @@ def judge_preemption(partition_or_qos: str, preemption_facts: Mapping[str, str])
 def judge_submission_from_jobs(
     partition_name: str, partition_facts: Mapping[str, str], *, is_requeued: bool, successors: int
 ) -> CheckResult:
-    """Whether jobs of the partition may submit jobs, and what else brings them back. Pure."""
     from_nodes, what = partition_facts.get("AllocNodes", "ALL"), f"resubmission {partition_name}"
     if from_nodes == "ALL":
         return ok(what, "jobs may submit jobs")
@@ -129,7 +125,6 @@ def judge_submission_from_jobs(
 
 
 def check_requeue(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
-    """How a job that ended early gets another start."""
     yield judge_requeue(
         is_requested=doctor_subject.slurm.requeue,
         default=doctor_subject.slurm_answer.settings.get("JobRequeue", ""),

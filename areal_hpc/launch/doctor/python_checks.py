@@ -14,7 +14,6 @@ REQUIRED_PACKAGES_BY_ROLE = {
     "train": ("areal-hpc", "torch", "megatron-core"),
     "agents": ("areal-hpc", "openai"),
 }
-"""Distributions that a role cannot do without."""
 INTERPRETER_TIMEOUT_S = 60.0
 """A cold interpreter on busy shared storage takes that long, no more."""
 

@@ -17,7 +17,6 @@ def check_role_interpreters(doctor_subject: DoctorSubject) -> Iterator[CheckResu
 
 
 def check_recipe_inputs(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
-    """What the recipe refers to, apart from interpreters."""
     assert doctor_subject.recipe is not None
     pythons = get_interpreters(doctor_subject.recipe)
     problems = [

@@ -34,8 +34,6 @@ CheckPrerequisite = Literal["slurm", "recipe", "file root", "gpus"]
 
 @dataclass(frozen=True, slots=True)
 class DoctorCheck:
-    """One entry of the registry."""
-
     name: str
     run: Callable[[DoctorSubject], Iterable[CheckResult]]
     needs: tuple[CheckPrerequisite, ...] = ()

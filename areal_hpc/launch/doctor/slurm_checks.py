@@ -20,7 +20,6 @@ REQUIRED_COMMANDS = ("sbatch", "srun", "squeue", "scontrol", "scancel")
 
 
 def check_slurm_answers(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
-    """Slurm's commands and its controller, which those who only `run` can do without."""
     missing = [name for name in REQUIRED_COMMANDS if shutil.which(name) is None]
     outage = doctor_subject.slurm_answer.outage
     if not missing and not outage:
@@ -42,7 +41,6 @@ def check_slurm_answers(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
 
 
 def judge_release(version: str) -> CheckResult:
-    """What is proven on the Slurm that answers. Pure."""
     proof = describe_proof(version)
     if is_proven_or_between(version):
         return ok("Slurm release", proof)
@@ -50,7 +48,6 @@ def judge_release(version: str) -> CheckResult:
 
 
 def check_accounting(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
-    """Whether Slurm remembers jobs that are over."""
     kind = doctor_subject.slurm_answer.settings.get("AccountingStorageType", "")
     if kind.endswith("slurmdbd") and shutil.which("sacct"):
         yield ok("accounting", "on: sacct tells what happened to jobs of long ago")
@@ -111,7 +108,6 @@ def get_sbatch_placement_flags(options: JobOptions) -> tuple[str, ...]:
 
 
 def check_container(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
-    """What starts containers, and the images, where jobs run in some."""
     container = doctor_subject.slurm.container
     if container.kind == "none":
         return
@@ -138,7 +134,6 @@ def check_container(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
 
 
 def judge_gpus_by_task(slurm: SlurmConfig) -> Iterator[CheckResult]:
-    """Whether tasks in containers of pyxis would get GPUs of their own. Pure."""
     kinds = (slurm, slurm.jobs.trainer, slurm.jobs.cell, slurm.jobs.sft, slurm.jobs.evaluation)
     names = [name for kind in kinds for flags in (kind.sbatch, kind.srun) for name in flags or {}]
     if slurm.container.kind == "pyxis" and "gpus-per-task" in names:
@@ -150,7 +145,6 @@ def judge_gpus_by_task(slurm: SlurmConfig) -> Iterator[CheckResult]:
 
 
 def judge_commands_in_container(slurm: SlurmConfig) -> CheckResult:
-    """Whether jobs in containers can ask Slurm for another start, by what is mounted. Pure."""
     what = "Slurm in containers"
     if slurm.successors:
         return ok(what, f"not needed: each job has {slurm.successors} successors")

@@ -24,7 +24,6 @@ from areal_hpc.slurm.reasons import explain_reason
 
 MIN_FREE_BYTES = 1 << 30
 RECOMMENDED_FREE_BYTES = 50 << 30
-"""Below it a run of a real model has room for a few checkpoints only."""
 MIN_FREE_INODES = 10_000
 MAX_CLOCK_SKEW_S = 2.0
 """Between a file's time and this node's clock."""
@@ -32,7 +31,6 @@ LOCAL_FILE_SYSTEMS = {"ext2/ext3", "ext4", "xfs", "btrfs", "tmpfs", "overlayfs",
 """File systems that other nodes see only if this node exports them."""
 POLL_S = 2.0
 JOB_TIMEOUT_S = 300.0
-"""For the job to start and end."""
 MAX_VISIBILITY_DELAY_S = 60
 """For a file to be seen on another node: NFS caches directories for up to a minute."""
 
@@ -47,7 +45,6 @@ cat question > .answer && hostname >> .answer && mv .answer answer
 
 
 def check_storage(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
-    """Look at the file root from this node, in a folder that is removed again."""
     assert doctor_subject.fileroot is not None
     fileroot = doctor_subject.fileroot.expanduser().resolve()
     try:
@@ -184,7 +181,6 @@ def submit_job_and_check_storage(
     print_line: Callable[[str], None],
     timeout_s: float = JOB_TIMEOUT_S,
 ) -> CheckResult:
-    """Submit the job, wait for its answer, and leave neither job nor file."""
     folder = fileroot / f".doctor-job.{secrets.token_hex(4)}"
     token = secrets.token_hex(16)
     try:

@@ -16,27 +16,20 @@ from areal_hpc.slurm.commands import has_slurm, run_slurm_command
 
 @dataclass(frozen=True, slots=True)
 class SlurmAnswer:
-    """What slurmctld says of its configuration, or why it says nothing."""
-
     settings: Mapping[str, str] = field(default_factory=dict)
-    """Values of slurm.conf by key; empty if there was no answer."""
     outage: str = ""
     """Why there was none; empty if there was one."""
 
 
 @dataclass(frozen=True)
 class DoctorSubject:
-    """A machine, and a site and a recipe if they were given."""
-
     recipe: Recipe | None = None
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
     fileroot: Path | None = None
     has_site: bool = False
     """A site file was given: its user means to submit."""
     may_submit_storage_job: bool = False
-    """A job may be submitted that looks at the file root from a node."""
     gpu_examination: GpuExamination | None = None
-    """GPU nodes are examined as well."""
     print_line: Callable[[str], None] = print
 
     @property
@@ -45,7 +38,6 @@ class DoctorSubject:
 
     @cached_property
     def slurm_answer(self) -> SlurmAnswer:
-        """The answer of slurmctld."""
         if not has_slurm():
             return SlurmAnswer(outage="Slurm's commands are not installed on this machine")
         try:
@@ -58,7 +50,6 @@ class DoctorSubject:
 
     @cached_property
     def job_requests(self) -> list[JobRequest]:
-        """The jobs that the recipe would submit; none without a recipe."""
         return (
             build_remaining_job_requests(self.recipe, Path.cwd()) if self.recipe is not None else []
         )

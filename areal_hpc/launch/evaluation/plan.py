@@ -25,8 +25,6 @@ LOADED_VERSION = str(WeightVersion(0, STEP_OF_LOADED_WEIGHTS))
 
 
 def build_evaluation_planner(set_names: Collection[str]) -> StagePlanner:
-    """The plan of an evaluation on these sets."""
-
     def plan(
         recipe: Recipe, paths: RunPaths, plan_inputs: PlanInputs | None
     ) -> tuple[JobStage, ...]:

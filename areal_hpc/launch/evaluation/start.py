@@ -25,11 +25,6 @@ from areal_hpc.view.evaluations.evaluation_report import EvaluationReport, build
 
 
 def choose_sets(recipe: Recipe, names: Sequence[str]) -> list[EvaluationSet]:
-    """The sets of these names; all without any.
-
-    Raises:
-        RecipeError: The recipe has no such set, or none at all.
-    """
     known = {one.name: one for one in recipe.evaluation_sets}
     if unknown := [name for name in names if name not in known]:
         raise RecipeError(
@@ -123,7 +118,6 @@ def find_report_of_step(
 def build_evaluation_report(
     target: EvaluationTarget, sets: Sequence[EvaluationSet]
 ) -> EvaluationReport:
-    """What was found of those sets that are done."""
     asked = {one.name: (one.metrics, one.pass_reward) for one in sets}
     found = build_report_of_run_step(target.paths, STEP_OF_LOADED_WEIGHTS, asked).sets
     run = str(target.run.root) if target.run is not None else ""
@@ -133,14 +127,6 @@ def build_evaluation_report(
 def run_evaluation(
     target: EvaluationTarget, sets: Sequence[EvaluationSet], stop: StopEvent
 ) -> None:
-    """Play what is left of the sets on this machine.
-
-    Raises:
-        RecipeError: Something the recipe names is missing or wrong; all problems at once.
-        ClusterError: Another launcher works in the directory.
-        JobFailedError: The job failed for good.
-        RunInterruptedError: `stop` was set.
-    """
     recipe = target.recipe
     reporter = EvaluationReporter(target.paths, sets)
     target.export_checkpoint_and_link_tasks(reporter.print_line)
@@ -165,7 +151,6 @@ def submit_evaluation(
     print_line: Callable[[str], None],
     wait_until: StopEvent | None = None,
 ) -> None:
-    """Submit a job for what is left of the sets; wait for it, until that event, if there is one."""
     plan = build_evaluation_planner([one.name for one in sets])
     target.export_checkpoint_and_link_tasks(print_line)
     slurm_launcher.submit(target.recipe, print_line=print_line, plan=plan)

@@ -29,23 +29,18 @@ _ONE_CELL_OVERRIDES = (
 
 @dataclass(frozen=True, slots=True)
 class EvaluationTarget:
-    """A model to evaluate, with the recipe of its evaluation."""
-
     recipe: Recipe
     """Its run directory is that of the evaluation."""
     model: Path
     """In Hugging Face format; `export_checkpoint_and_link_tasks` writes that of a checkpoint."""
     run: RunPaths | None = None
-    """The run whose checkpoint it is."""
     step: int | None = None
-    """The step of the checkpoint."""
 
     @property
     def paths(self) -> RunPaths:
         return RunPaths(self.recipe.run_dir.resolve())
 
     def export_checkpoint_and_link_tasks(self, print_line: Callable[[str], None]) -> None:
-        """Export the checkpoint unless that was done, and link the run's own tasks."""
         if self.run is None:
             return
         readers = self.recipe.cluster.readable_by

@@ -18,15 +18,11 @@ _NO_EXTERNAL_PROGRAMS_OPTIONS = ("-c", "core.fsmonitor=false", "-c", "diff.exter
 
 @dataclass(frozen=True, slots=True)
 class RepositoryState:
-    """A repository as it is at a launch."""
-
     root: str
     revision: str
-    """The commit that is checked out."""
     untracked: list[str]
     """Files that git does not know and does not ignore, the first of them."""
     patch: bytes
-    """What changes the commit's files into those that are there; empty if nothing does."""
     is_patch_cut: bool
 
 

@@ -26,8 +26,6 @@ OWN_PACKAGE = "areal_hpc"
 
 @dataclass(frozen=True, slots=True)
 class UserCodeArchive:
-    """The user's code at a launch."""
-
     packages: list[str]
     files: int
     left_out: int
@@ -35,7 +33,6 @@ class UserCodeArchive:
     digest: str
     """`sha256:...` of names and contents of the files."""
     archive: bytes
-    """A zip file of them."""
 
 
 def read_user_code(recipe: Recipe, folders: Sequence[str]) -> UserCodeArchive | None:
@@ -76,7 +73,6 @@ def read_user_code(recipe: Recipe, folders: Sequence[str]) -> UserCodeArchive | 
 
 
 def list_user_code_dotted_names(recipe: Recipe) -> Iterator[str]:
-    """Every dotted name of code in a recipe: of agents, functions and generators of tasks."""
     rollout, evaluation = recipe.rollout, recipe.evaluation
     names = [rollout.workflow, evaluation.workflow, rollout.should_accept, rollout.curriculum]
     names += [rollout.agent.auxiliary] if ":" in rollout.agent.auxiliary else []

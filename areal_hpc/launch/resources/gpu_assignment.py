@@ -22,14 +22,12 @@ GpuAssignment = Mapping[str, list[list[str]]]
 
 
 def find_usable_gpus(recipe: Recipe, environ: Mapping[str, str]) -> VisibleGpus:
-    """GPUs of this machine that a run may use, in the order in which it takes them."""
     return select_wanted_gpus_or_raise(
         find_visible_gpus(environ), recipe.cluster.gpus, read_numa_node_by_gpu()
     )
 
 
 def find_gpu_problems(recipe: Recipe, environ: Mapping[str, str]) -> list[Problem]:
-    """What keeps this machine's GPUs from carrying a run."""
     try:
         return find_gpu_shortages(recipe, find_usable_gpus(recipe, environ))
     except RecipeError as error:
@@ -57,7 +55,6 @@ def assign_gpus(stage: JobStage, visible_gpus: VisibleGpus, recipe: Recipe) -> G
 
 
 def find_gpu_shortages(recipe: Recipe, visible_gpus: VisibleGpus) -> list[Problem]:
-    """Errors that `assign_gpus` would raise for the stages of a run."""
     problems: list[Problem] = []
     for stage in plan_run(recipe, RunPaths(recipe.run_dir)):
         try:

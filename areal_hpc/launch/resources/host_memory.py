@@ -43,8 +43,6 @@ come on top; not measured there, so no recipe is refused for it."""
 
 @dataclass(frozen=True, slots=True)
 class ProcessMemory:
-    """Host memory of one process of a job."""
-
     job: str
     """`trainer`, or `cell`."""
     process: str
@@ -57,7 +55,6 @@ class ProcessMemory:
 
     @property
     def bytes_per_process(self) -> int:
-        """Bytes of one process."""
         return (
             BASE_BYTES[self.process]
             + sum(self.fixed_bytes_by_use.values())

@@ -26,7 +26,6 @@ from areal_hpc.rundir.rendezvous import ensure_service_key, format_proxy_name
 
 
 def main() -> None:
-    """Play the trial that standard input describes; exit with 70 if the agent failed."""
     set_up_logging(logging.WARNING)
     config = TrialConfig.model_validate_json(sys.stdin.read())
     sys.path[:0] = [folder for folder in config.driver.sys_path if folder not in sys.path]
@@ -41,7 +40,6 @@ def main() -> None:
 
 
 def play_trials_and_count_failures(config: TrialConfig) -> int:
-    """Play every task once, one after the other; the number of episodes that failed."""
     rollout = config.driver.rollout
     agent = build_agent(rollout.agent, rollout.workflow, rollout.workflow_kwargs)
     assert agent is not None  # mode online is refused before this process starts

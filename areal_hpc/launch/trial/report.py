@@ -11,9 +11,7 @@ from areal_hpc.trainer.batch.untrainable import count_untrainable_tokens
 from areal_hpc.wire.ledger import TicketRef
 
 MAX_SHOWN_CHARS = 1200
-"""Of one message; what is longer is cut."""
 MAX_PRINTED_LINES = 5
-"""Of what the agent itself printed, the last ones."""
 LABEL_WIDTH = 11
 
 
@@ -47,7 +45,6 @@ def format_trial(
 def format_trial_summary(
     outcomes: Sequence[EpisodeOutcome], ignored_grammars: Sequence[str]
 ) -> Iterator[str]:
-    """Lines: how the episodes of a trial ended."""
     good = [outcome for outcome in outcomes if outcome.status == "ok"]
     rewards = " ".join(f"{outcome.reward:g}" for outcome in good)
     yield "-" * 71

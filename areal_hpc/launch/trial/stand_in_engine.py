@@ -53,7 +53,6 @@ class StandInEngine(JsonApp):
         """Names of the grammars that requests asked for; replies do not follow them."""
 
     async def answer(self, request: Request) -> tuple[int, bytes]:
-        """Answer as SGLang would."""
         match request.method, request.scope["path"]:
             case "GET", "/ready":
                 return 200, b"{}"

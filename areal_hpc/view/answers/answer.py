@@ -11,8 +11,6 @@ from areal_hpc.rundir.run_recipe import get_recipe_value
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One sentence, and the page of `areal-hpc view` that shows what it is about."""
-
     text: str
     page: str = ""
     """What stands behind the address of the dashboard; empty without a page."""
@@ -20,16 +18,12 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What is said to one question about a run."""
-
     headline: str
     findings: tuple[Finding, ...] = ()
     hints: tuple[str, ...] = ()
     """What to try, the most promising first."""
     table: tuple[str, ...] = ()
-    """Lines below the sentences."""
     is_well: bool = True
-    """False if somebody has to act."""
 
 
 def build_page_url_fragment(page: str, run: str, **query: str) -> str:
@@ -37,7 +31,6 @@ def build_page_url_fragment(page: str, run: str, **query: str) -> str:
 
 
 def format_answer(answer: Answer, run: str) -> list[str]:
-    """An answer as lines for people; `run` stands where a command needs the directory."""
     lines = [answer.headline]
     for finding in answer.findings:
         lines.append(f"  {finding.text}")

@@ -24,23 +24,15 @@ from areal_hpc.view.metric_values import (
 )
 
 MIN_STEPS_FOR_TREND = 6
-"""Fewer show no trend."""
 MAX_WINDOW_STEPS = 5
-"""At each end of a run, whose means are compared."""
 MAX_READ_STEPS = 8
-"""Steps, spread over the run, whose replies are compared with one another."""
 MIN_REWARD_FALL_SHARE_OF_RANGE = 0.2
-"""Of the range of the run's mean rewards, from which the reward has fallen from its best."""
 MIN_ALL_BEST_SHARE = 0.5
-"""Of the groups, from which the tasks are solved if so many have nothing but the best reward."""
 DISTINCT_REPLIES_NAME = "distinct replies"
-"""Name of the share of a group's replies that differ, which is no metric of a step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trend:
-    """A number in the first steps of a run and in its last ones."""
-
     name: str
     start_mean: float
     end_mean: float
@@ -64,18 +56,14 @@ class Trend:
 
 @dataclass(frozen=True, slots=True)
 class CollapseSignRule:
-    """When a trend is a sign of collapse."""
-
     trend_name: str
     meaning: str
     kind: Literal["falls", "rises", "changes"]
     ratio_threshold: float
     """The last of the first, from which it is one; of `changes`, or its inverse."""
     end_mean_threshold: float = 0.0
-    """And the last value is beyond this one."""
 
     def holds(self, trend: Trend) -> bool:
-        """True if it is one."""
         match self.kind:
             case "falls":
                 return (
@@ -125,7 +113,6 @@ SIGNS_HARMLESS_WHEN_SOLVED = frozenset(
 
 
 def diagnose_collapse(paths: RunPaths) -> Answer:
-    """Trends of a run and what they mean, from its metrics and from replies of some steps."""
     rows = select_trained_rows(read_metrics(paths.metrics))
     problems: list[str] = []
     steps = choose_evenly_spread_steps([row["step"] for row in rows], MAX_READ_STEPS)
@@ -155,7 +142,6 @@ def judge_collapse(
     episodes: Sequence[BatchEpisode] = (),
     problems: Sequence[str] = (),
 ) -> Answer:
-    """Whether the trends of a run are those of a collapse, in sentences. Pure."""
     if len(rows) < MIN_STEPS_FOR_TREND:
         return Answer(f"trained steps: {len(rows)}; at least {MIN_STEPS_FOR_TREND} show a trend")
     window = min(MAX_WINDOW_STEPS, len(rows) // 3)
@@ -245,8 +231,6 @@ def _describe_trend(
 
 @dataclass(frozen=True, slots=True)
 class RewardSummary:
-    """The best mean reward of a run, over some steps, and the last one."""
-
     best: float
     best_step: int
     """The last step of the best window."""
@@ -256,11 +240,9 @@ class RewardSummary:
     half_fall_step: int
     """The first step at which half of the fall from the best had happened, for good."""
     held_out_text: str
-    """The held-out rewards, in words; empty without evaluations."""
 
     @classmethod
     def measure(cls, rows: Sequence[MetricRow], window: int) -> "RewardSummary":
-        """The course over windows of so many steps."""
         rewards = [get_number(row, "reward/mean") or 0.0 for row in rows]
         means = [
             statistics.fmean(rewards[end - window : end]) for end in range(window, len(rows) + 1)
@@ -298,7 +280,6 @@ class RewardSummary:
 
     @property
     def text(self) -> str:
-        """In words."""
         if self.best_step == self.last_step:
             return f"the reward is at its best, {self.best:.3f}, at step {self.best_step}" + (
                 self.held_out_text

@@ -22,12 +22,10 @@ ROUTINE_EVENTS = frozenset(
         "weights_published",
     }
 )
-"""Events of every run that goes well."""
 MAX_SHOWN_EVENTS = 6
 
 
 def describe_unusual_events(events: Iterable[Mapping[str, Any]]) -> Iterator[str]:
-    """Events that are not routine, counted by what they are and who told of them. Pure."""
     counts = Counter(
         (str(one.get("event")), str(one.get("role")))
         for one in events
@@ -41,7 +39,6 @@ def describe_unusual_events(events: Iterable[Mapping[str, Any]]) -> Iterator[str
 def describe_recipe_changes(
     paths: RunPaths, recipe: Mapping[str, Any], from_time: float, to_time: float
 ) -> Iterator[str]:
-    """Keys that launches between two Unix times changed, with their old and new values."""
     launches = [(attempt, at) for attempt, at in list_launch_times(paths) if attempt > 1]
     changed = [(attempt, at) for attempt, at in launches if paths.replaced_recipe(attempt).exists()]
     recipes = [read_run_recipe(paths.replaced_recipe(attempt)) for attempt, _ in changed]

@@ -9,21 +9,14 @@ from typing import Any
 from areal_hpc.view.batch_episodes import WITHOUT_TOOL, BatchEpisode
 
 MIN_CALLS_OR_UPDATES = 4
-"""Fewer calls or updates say nothing of a replica."""
 SLOW_REPLICA_SPEED_RATIO = 0.6
-"""A replica below this share of the others' speed is slow."""
 MIN_SLOW_UPDATE_TIME_RATIO = 1.5
-"""A replica whose updates take so many times those of the others is slow..."""
 MIN_SLOW_UPDATE_EXCESS_S = 0.05
-"""...and so much longer."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaOutlier:
-    """One of several that is worse than the others."""
-
     cell_and_replica: tuple[str, int]
-    """Cell and replica."""
     value: float
     others: float
     """The median of the others."""
@@ -32,7 +25,6 @@ class ReplicaOutlier:
 def measure_call_tokens_per_s_by_replica(
     episodes: Iterable[BatchEpisode],
 ) -> dict[tuple[str, int], float]:
-    """Sampled tokens per second of model calls, by cell and replica."""
     tokens: dict[tuple[str, int], int] = defaultdict(int)
     seconds: dict[tuple[str, int], float] = defaultdict(float)
     counts: dict[tuple[str, int], int] = defaultdict(int)
@@ -50,7 +42,6 @@ def measure_call_tokens_per_s_by_replica(
 
 
 def find_slow_replica(speeds: Mapping[tuple[str, int], float]) -> ReplicaOutlier | None:
-    """The slowest replica, if the others are much faster."""
     if len(speeds) < 2:
         return None
     name = min(speeds, key=lambda key: speeds[key])
@@ -82,7 +73,6 @@ def measure_median_update_s_by_replica(
 
 
 def find_replica_slow_at_updates(times: Mapping[tuple[str, int], float]) -> ReplicaOutlier | None:
-    """The replica that takes longest for an update, if the others take much less."""
     if len(times) < 2:
         return None
     name = max(times, key=lambda key: times[key])
@@ -95,10 +85,7 @@ def find_replica_slow_at_updates(times: Mapping[tuple[str, int], float]) -> Repl
 
 @dataclass(frozen=True, slots=True)
 class ActivityOutsideCalls:
-    """One thing that episodes do outside of model calls."""
-
     name: str
-    """In words: `the tool search`, `before the first call`."""
     total_s: float
     count: int
     longest_s: float
@@ -111,10 +98,6 @@ class ActivityOutsideCalls:
 def group_times_outside_calls(
     episodes: Sequence[BatchEpisode], times_between_calls: Iterable[tuple[str, float]]
 ) -> list[ActivityOutsideCalls]:
-    """Times outside of model calls by kind, the one that took most first.
-
-    `times_between_calls` are the times between calls, by the tool that was called.
-    """
     found: dict[str, list[float]] = defaultdict(list)
     for tool, seconds in times_between_calls:
         name = "the agent between calls" if tool == WITHOUT_TOOL else f"the tool {tool}"

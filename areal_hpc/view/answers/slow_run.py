@@ -28,24 +28,18 @@ from areal_hpc.view.metric_values import format_step_range, list_numbers, select
 from areal_hpc.view.tables import format_table
 
 MAX_READ_STEPS = 10
-"""Steps, the last ones, whose episodes are read."""
 MAX_READ_ROWS = 400
-"""Rows whose messages are read, to tell which tools were called."""
 MIN_SHOWN_SHARE = 0.05
-"""A part of a step below this is not worth a sentence of its own."""
 MIN_HINT_SHARE = 0.2
-"""A part of a step below this is not what to change first."""
 MAX_HINTS = 2
 STORAGE_PARTS = ("sealing", "checkpoints", "reading batches", "small files")
 
 
 def explain_slow_run(paths: RunPaths) -> Answer:
-    """What limits a run, from its metrics, its shards and its events."""
     return judge_slow_run(read_slow_run_evidence(paths))
 
 
 def read_slow_run_evidence(paths: RunPaths) -> SlowRunEvidence:
-    """What the files of a run say of its last steps."""
     trained = select_trained_rows(read_metrics(paths.metrics))
     rows = [row for row in trained if row.get("time/step_s")][-PACE_STEPS:]
     problems: list[str] = []
@@ -76,7 +70,6 @@ def _read_times_between_calls(
 
 
 def map_cell_to_node(paths: RunPaths) -> dict[str, str]:
-    """The nodes of cells in the newest attempt, as far as logs name them and may be read."""
     try:
         attempts = paths.list_attempts()
         files = list_log_files(paths, attempts[-1]) if attempts else []
@@ -86,7 +79,6 @@ def map_cell_to_node(paths: RunPaths) -> dict[str, str]:
 
 
 def judge_slow_run(evidence: SlowRunEvidence) -> Answer:
-    """What limits the steps, in sentences. Pure."""
     rows = evidence.rows
     if not rows:
         return Answer("no step with its times is recorded yet")
@@ -137,7 +129,6 @@ def _format_shares(step_parts: Sequence[StepPart], step_s: float) -> Iterator[st
 
 
 def format_replica_table(evidence: SlowRunEvidence) -> list[str]:
-    """Every replica with its node, speed, time of updates and starts; none of a single one."""
     speeds = measure_call_tokens_per_s_by_replica(evidence.episodes)
     update_times = measure_median_update_s_by_replica(evidence.events)
     starts = Counter(

@@ -24,16 +24,11 @@ from areal_hpc.view.metric_values import (
 )
 
 MAX_STEPS_BEFORE = 10
-"""Steps that a step is compared with."""
 MIN_STEPS_BEFORE = 2
-"""Fewer say nothing of what is usual."""
 MIN_DEVIATIONS = 3.0
-"""Standard deviations of the steps before, from which a number differs."""
 MIN_RELATIVE_CHANGE = 0.05
-"""Relative change below which a number that hardly varies does not differ."""
 MAX_SHOWN_METRICS = 8
 MAX_DISTINCT_SAMPLING_VALUES = 8
-"""Of a parameter of calls, in all steps together; with more it is told of none."""
 ROUTINE_METRICS = frozenset(
     {
         *("step", "generation", "unix_time_s", "lr", "disk/free_bytes"),
@@ -41,24 +36,18 @@ ROUTINE_METRICS = frozenset(
         *("logprob/compared_tokens", "reward/mean"),
     }
 )
-"""Numbers that go their way whatever the agents do, follow from lengths, or are told anyway."""
 ROUTINE_PREFIXES = ("weights/", "throughput/", "time/")
-"""Of numbers about speed, for which there is `--slow`; the time of the whole step is told."""
 
 
 @dataclass(frozen=True, slots=True)
 class MetricChange:
-    """A number of a step that is far from that of the steps before."""
-
     name: str
     before: float
     now: float
     deviations: float
-    """Standard deviations of the steps before, without its sign."""
 
     @property
     def text(self) -> str:
-        """In words."""
         verb = "rose" if self.now > self.before else "fell"
         how = f"{self.deviations:.1f}" if self.deviations < 100 else "over 100"
         return (
@@ -69,14 +58,11 @@ class MetricChange:
 
 @dataclass(frozen=True, slots=True)
 class StepComparisonInputs:
-    """What is known of a step and of the steps before it."""
-
     run: str
     row: JsonRow
     before: Sequence[JsonRow]
     """Oldest first."""
     episodes: Sequence[BatchEpisode] = ()
-    """Of all of these steps."""
     source_sizes: Sequence[int] = ()
     """Rows of each source of the training set, where there are several."""
     recipe_changes: Sequence[str] = ()
@@ -85,11 +71,6 @@ class StepComparisonInputs:
 
 
 def explain_step_difference(paths: RunPaths, step: int) -> Answer:
-    """What differs at a step from the ten before, from metrics, shards, manifests and events.
-
-    Raises:
-        RecipeError: That step was not trained, or too few steps come before it.
-    """
     rows = select_trained_rows(read_metrics(paths.metrics))
     row = next((one for one in rows if one["step"] == step), None)
     if row is None:
@@ -138,7 +119,6 @@ def _describe_recipe_changes_or_error(
 
 
 def explain_step_change(evidence: StepComparisonInputs) -> Answer:
-    """What differs, the likeliest causes first, in sentences. Pure."""
     run, row, before = evidence.run, evidence.row, evidence.before
     step = row["step"]
     now = [one for one in evidence.episodes if one.step == step]
@@ -193,7 +173,6 @@ def _compute_std_with_floor(values: Sequence[float], mean: float) -> float:
 
 
 def find_metric_changes(row: JsonRow, rows_before: Sequence[JsonRow]) -> list[MetricChange]:
-    """The numbers that are far from those of the steps before, the farthest first. Pure."""
     found = []
     for name in row:
         now, values = get_number(row, name), list_numbers(rows_before, name)

@@ -10,7 +10,6 @@ from areal_hpc.view.batch_episodes import BatchEpisode
 from areal_hpc.view.metric_values import list_numbers
 
 WAIT_PHASE = "batch_wait"
-"""What episodes did meanwhile says what it was spent on."""
 PHASES_BY_PART = {
     "waiting for a replica": ("cell_wait",),
     "training": ("measure", "pack", "score", "train"),
@@ -20,13 +19,10 @@ PHASES_BY_PART = {
     "evaluation": ("eval",),
     "small files": ("files",),
 }
-"""All other phases of the trainer, as in `time/<phase>_s`."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepPart:
-    """What a part of the mean step's time is spent on."""
-
     name: str
     seconds: float
 
@@ -52,8 +48,6 @@ def sum_batch_wait_splits(
 
 
 def list_mean_step_parts(rows: Sequence[MetricRow], wait_split: WaitSplit | None) -> list[StepPart]:
-    """The mean step's seconds by what they were spent on, the largest part first. Pure."""
-
     def mean_of(*phases: str) -> float:
         times = (sum(list_numbers(rows, f"time/{phase}_s")) for phase in phases)
         return sum(times) / len(rows)

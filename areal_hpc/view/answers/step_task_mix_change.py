@@ -13,9 +13,7 @@ from areal_hpc.view.answers.answer import Finding, build_page_url_fragment
 from areal_hpc.view.batch_episodes import BatchEpisode
 
 MIN_SOURCE_SHARE_CHANGE = 0.2
-"""Of a batch's groups, from which a source counts as more or less than before."""
 MIN_REWARD_CHANGE_SHARE_OF_RANGE = 0.1
-"""Of the range of rewards, from which tasks went better or worse."""
 MAX_SHOWN_TASKS = 3
 
 
@@ -29,8 +27,6 @@ def read_source_row_counts(paths: RunPaths) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class TaskFindings:
-    """Sentences on the tasks of a step."""
-
     causes: tuple[Finding, ...] = ()
     """What the steps before did not have."""
     notes: tuple[Finding, ...] = ()

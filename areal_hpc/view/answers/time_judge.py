@@ -27,57 +27,42 @@ from areal_hpc.view.batch_episodes import BatchEpisode
 from areal_hpc.view.metric_values import get_number, list_numbers
 
 MIN_LAST_EPISODES_WAIT_SHARE = 0.3
-"""Of the wait for a batch, from which its last episodes are to blame for it..."""
 MIN_LAST_TO_MEDIAN_DURATION = 2.0
-"""...if the last one took so many times as long as the median one."""
 MIN_IDLE_SHARE = 0.25
-"""Of the time of cells, from which it is told that they had no ticket."""
 SLOW_STORAGE_CAUSE = "the run directory's storage is slow"
 FASTER_STORAGE_HINT = "put cluster.fileroot on faster storage"
 MIN_USUAL_CALLS_AT_ONCE = 4.0
-"""With fewer model calls at once a replica is far from what it could do."""
 
 
 @dataclass(frozen=True, slots=True)
 class SlowRunEvidence:
-    """What is known of the time of a run's last steps."""
-
     run: str
     recipe: Mapping[str, Any]
     rows: Sequence[JsonRow]
     """Of the last trained steps, oldest first."""
     episodes: Sequence[BatchEpisode] = ()
-    """Of the last of these."""
     times_between_calls: Sequence[tuple[str, float]] = ()
     """Between model calls, by the tool that was called."""
     events: Sequence[JsonRow] = ()
     node_by_cell: Mapping[str, str] = field(default_factory=dict)
-    """Of cells, where logs say it."""
     problems: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class PartVerdict:
-    """What is said of one part of a step."""
-
     text: str
     cause: str = ""
-    """Who or what is to blame; empty if nobody stands out."""
     hint: str = ""
     page: str = ""
-    """That of the times, where none is given."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimeJudge:
-    """Sentences about the parts of a step, and about who stands out."""
-
     evidence: SlowRunEvidence
     split: WaitSplit | None
     step_s: float
 
     def explain_part(self, step_part: StepPart) -> PartVerdict:
-        """What there is to say of a part of the step."""
         seconds = step_part.seconds
         share = f"{step_part.name}: {seconds:.2f} s a step ({seconds / self.step_s:.0%})"
         match step_part.name:
@@ -225,7 +210,6 @@ class TimeJudge:
         return PartVerdict(text, "writing of checkpoints keeps the ranks waiting", hint)
 
     def describe_slow_replicas_and_idle_cells(self, explained_limit: str) -> Iterator[Finding]:
-        """Who stands out, whatever limits the run; what was told already is left out."""
         run = self.evidence.run
         if (slow := self._find_slow_replica()) is not None:
             alone = (

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from areal_hpc.view.batch_episodes import BatchEpisode
 
 MAX_LAST_EPISODES_SHARE = 0.05
-"""Of a batch's episodes: while so few are under way, the trainer waits for the last ones."""
 
 
 @dataclass(slots=True)
@@ -36,7 +35,6 @@ class WaitSplit:
         return self.generation_s + self.outside_calls_s + self.no_episode_s + self.sealing_s
 
     def add(self, other_wait: "WaitSplit") -> None:
-        """Count another wait as well."""
         self.generation_s += other_wait.generation_s
         self.outside_calls_s += other_wait.outside_calls_s
         self.no_episode_s += other_wait.no_episode_s
@@ -59,7 +57,6 @@ class _CountChange:
 def split_wait_by_activity(
     from_time: float, to_time: float, episodes: Sequence[BatchEpisode]
 ) -> WaitSplit:
-    """What the episodes of a batch did between two Unix times."""
     changes = sorted(_list_changes(episodes), key=lambda one: one.at)
     most_last = max(1, int(MAX_LAST_EPISODES_SHARE * len(episodes)))
     split, counts, by_cell = WaitSplit(), Counter[str](), Counter[str]()

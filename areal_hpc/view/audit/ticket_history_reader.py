@@ -19,23 +19,18 @@ NO_CHECKPOINT = TrainerState(step=0, generation=0, seed=0)
 
 @dataclass(frozen=True, slots=True)
 class TicketRecordsOfRun:
-    """Records of a run directory about its tickets."""
-
     checkpoint: TrainerState = NO_CHECKPOINT
     """The newest; of step 0 when there is none."""
     manifests: Mapping[int, BatchManifest] = field(default_factory=dict)
-    """By step, those that can be read."""
     drops: Mapping[int, str] = field(default_factory=dict)
     """Ticket id -> reason, of tickets given up on."""
     filtered: Mapping[int, str] = field(default_factory=dict)
     """Ticket id -> reason, of tickets whose group was not accepted."""
     quarantine_request_by_step: Mapping[int, UntrainedBatchPart] = field(default_factory=dict)
-    """By step, the files that ask for a batch to be consumed untrained."""
     requeued: Collection[tuple[int, int]] = ()
     """(ticket id, attempt) whose rows were too old and are never trained."""
     shards: Sequence[SealedShard] = ()
     file_bytes: Mapping[str, int] = field(default_factory=dict)
-    """Sizes of the files in `shards/`."""
     is_finished: bool = False
     total_steps: int = 0
     batch_size: int = 0

@@ -67,8 +67,6 @@ class TicketStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class AuditedTicket:
-    """One ticket, its status, and what on disk says so."""
-
     ticket_id: int
     status: TicketStatus
     why: str
@@ -76,25 +74,20 @@ class AuditedTicket:
 
 @dataclass(frozen=True, slots=True)
 class AuditReport:
-    """Every ticket that was ever issued, as far as anything shows, in the order of ids."""
-
     tickets: list[AuditedTicket]
     problems: list[Problem]
-    """Files that cannot be believed, whatever they mean for tickets."""
     untrained: list[UntrainedBatchPart]
     """What consumed batches did not teach, and batches that are not to be trained, and why: no
     fault of the accounts, but worth knowing."""
     checkpoint_step: int
     has_run_finished: bool
     non_training_episodes_by_kind: Mapping[str, int]
-    """Number of sealed episodes of each kind of row that is never trained on."""
 
     def list_tickets_with_status(self, status: TicketStatus) -> list[AuditedTicket]:
         return [ticket for ticket in self.tickets if ticket.status is status]
 
     @property
     def is_consistent(self) -> bool:
-        """True if nothing was trained twice, nothing is lost and every file is believed."""
         return not (
             self.list_tickets_with_status(TicketStatus.DUPLICATE)
             or self.list_tickets_with_status(TicketStatus.LOST)
@@ -103,7 +96,6 @@ class AuditReport:
 
     @property
     def summary_line(self) -> str:
-        """The line that scripts read."""
         count = Counter(ticket.status for ticket in self.tickets)
         return (
             f"trained_once={count[TicketStatus.TRAINED]} "
@@ -113,9 +105,7 @@ class AuditReport:
 
 
 MAX_TRACELESS_ID_GAP = 1_000_000
-"""Between two ids that left a trace."""
 _BatchUse = tuple[int, SealedTicket]
-"""A step, and a ticket in its batch."""
 
 
 def audit_run(paths: RunPaths) -> AuditReport:
@@ -123,7 +113,6 @@ def audit_run(paths: RunPaths) -> AuditReport:
 
 
 def classify_tickets(evidence: TicketRecordsOfRun) -> AuditReport:
-    """The status of every id below the highest that left a trace. Pure."""
     uses, shared = _collect_batch_uses(evidence)
     sealed: dict[int, str] = {}
     for shard in evidence.shards:

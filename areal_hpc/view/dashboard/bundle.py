@@ -23,7 +23,6 @@ from areal_hpc.view.dashboard.run_states import RunStateCache
 from areal_hpc.view.dashboard.timeline_page import describe_timeline
 
 MAX_BUNDLED_ROWS = 500
-"""Rows whose conversations and tokens are written."""
 
 
 def write_bundle(run: RunPaths, folder: Path, cache_dir: Path) -> int:

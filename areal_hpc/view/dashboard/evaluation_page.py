@@ -16,13 +16,11 @@ from areal_hpc.view.dashboard.evaluation_set_names import prepend_valid_and_sort
 from areal_hpc.view.evaluations.evaluation_report import WrittenEstimate
 
 MAX_SHOWN_EVALUATIONS = 100
-"""Of a set, the newest ones."""
 
 JsonObject = dict[str, Any]
 
 
 def build_evaluation_sets_page(paths: RunPaths) -> JsonObject:
-    """Every evaluation set of a run with its results by step; why some cannot be read."""
     problems: list[str] = []
     results = read_kept_evaluations_by_set(paths, VALIDATION_SET_NAME, problems)
     configs = read_set_configs(paths, problems)

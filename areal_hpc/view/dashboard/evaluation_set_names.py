@@ -56,7 +56,6 @@ def label_evaluation_rows(rows: Sequence[JsonObject], names: Sequence[str]) -> N
 
 
 def build_set_filters(names: Sequence[str]) -> list[JsonObject]:
-    """A filter for the rows of each set, if there are several."""
     if len(names) < 2:
         return []
     return [

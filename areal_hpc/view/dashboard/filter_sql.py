@@ -14,7 +14,6 @@ SqlValue = float | str
 TEXT_FIELD = "text"
 """Its values are long: they have a table of their own, with their case folded."""
 _SQL_OPERATOR_BY_SIGN = {"=": "=", "!=": "IS NOT", "<": "<", "<=": "<=", ">": ">", ">=": ">="}
-"""SQLite's, by the signs of filters."""
 
 
 def compile_filter(expression: Expression) -> tuple[str, list[SqlValue]]:

@@ -31,11 +31,8 @@ from areal_hpc.wire.trajectory import TrajectoryRow
 from areal_hpc.wire.weight_version import WeightVersion
 
 TABLES_VERSION = 3
-"""Of the tables below: an index of another layout is made anew."""
 MAX_TEXT_CHARS = 100_000
-"""Of a row's messages, as JSON, that are searched."""
 MAX_EXCERPT_CHARS = 100
-"""Of the last question and the last reply of a row, in the table."""
 _ROW_COLUMN_DEFINITIONS = (
     *("shard TEXT", "row INTEGER", "kind TEXT", "step INTEGER", "eval_step INTEGER"),
     *("ticket INTEGER", "attempt INTEGER", "episode INTEGER", "reward REAL", "length INTEGER"),
@@ -68,7 +65,6 @@ _LISTED_COLUMNS = ", ".join(
     for column in _ROW_COLUMN_DEFINITIONS
     if (name := column.split()[0]) not in ("named", "note")
 )
-"""Columns of the table of rows."""
 _INSERT_ROW_SQL = f"INSERT INTO rows VALUES (?{', ?' * len(_ROW_COLUMN_DEFINITIONS)})"
 
 JsonObject = dict[str, Any]
@@ -76,8 +72,6 @@ JsonObject = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class RowPage:
-    """Some of the rows that a filter matches."""
-
     rows: list[JsonObject]
     matching: int
     total: int
@@ -223,7 +217,6 @@ class RowIndex:
             return {"step": one["step"], "group": group, "task_rows": task}
 
     def count_failure_causes(self) -> list[JsonObject]:
-        """Failed episodes by exception and line, the most frequent first."""
         query = (
             "SELECT cause, COUNT(*) AS count FROM rows "
             "WHERE kind = 'failed' GROUP BY cause ORDER BY count DESC LIMIT 50"

@@ -45,10 +45,8 @@ from areal_hpc.wire.trajectory import TrajectoryRow
 from areal_hpc.wire.weight_version import WeightVersion
 
 MAX_EVENTS = 200
-"""The newest ones that the overview lists."""
 
 UNKNOWN_METRIC_DESCRIPTION = {"unit": "", "meaning": ""}
-"""Of a metric that the catalogue does not have."""
 
 JsonObject = dict[str, Any]
 
@@ -85,7 +83,6 @@ def _describe_run_progress(paths: RunPaths) -> JsonObject:
 
 
 def describe_run_overview(paths: RunPaths, state: str) -> JsonObject:
-    """State, alerts, curves, restarts, what limited each step, events and recipe of a run."""
     progress = read_run_progress(paths)
     rows = progress.snapshot.steps
     return {
@@ -126,7 +123,6 @@ def _flatten_recipe_without_secrets(recipe: Mapping[str, Any]) -> dict[str, str]
 
 
 def describe_metrics(paths: RunPaths) -> JsonObject:
-    """Every number of every step as columns, with what the catalogue says of each."""
     rows = read_metrics(paths.metrics)
     names = sorted({name for row in rows for name in row} - {"step", "unix_time_s"})
     columns = {name: [_get_finite_number(row.get(name)) for row in rows] for name in names}
@@ -158,7 +154,6 @@ def _get_metric_unit_and_meaning(metric_name: str) -> dict[str, str]:
 def describe_trajectory(
     paths: RunPaths, index: RowIndex, shard: str, row: int, set_names: Sequence[str]
 ) -> JsonObject:
-    """A row's conversation, its task, its tokens and the rows beside it."""
     related = index.select_group_and_task_rows(shard, row)
     found = _describe_recorded_row(paths, shard, row) | related
     label_evaluation_rows([found, *related["group"], *related["task_rows"]], set_names)
@@ -167,12 +162,6 @@ def describe_trajectory(
 
 
 def _describe_recorded_row(paths: RunPaths, shard: str, row: int) -> JsonObject:
-    """A row's conversation and its tokens.
-
-    Raises:
-        RecipeError: There is no such row.
-        ShardError: The shard is damaged.
-    """
     path = paths.shards_dir / shard
     if parse_shard_name(shard) is None or not path.is_file():
         raise RecipeError(f"there is no shard {shard[:100]!r}", key="shard")
@@ -285,11 +274,6 @@ _ROW_NAME_PATTERN = re.compile(r"(?P<shard>[A-Za-z0-9_.-]{1,200})/(?P<row>\d{1,9
 
 
 def parse_row_name(row_name: str) -> tuple[str, int]:
-    """Shard and row of `cell-0-000012.h5/7`.
-
-    Raises:
-        RecipeError: It is none.
-    """
     match = _ROW_NAME_PATTERN.fullmatch(row_name)
     if match is None:
         raise RecipeError(f"expected SHARD/ROW, got {row_name[:100]!r}", key="row")

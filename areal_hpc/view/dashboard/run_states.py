@@ -11,12 +11,9 @@ from areal_hpc.slurm.queue import QueuePoller
 from areal_hpc.view.compare import fetch_states_of_runs
 
 MIN_QUERY_INTERVAL_S = 15.0
-"""Between two questions to Slurm about the same runs, however many pages are open."""
 
 
 class RunStateCache:
-    """Cache of the states of runs. Safe to use from several threads."""
-
     def __init__(self) -> None:
         self._queue = QueuePoller()
         self._lock = threading.Lock()

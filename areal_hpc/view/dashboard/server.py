@@ -21,7 +21,6 @@ _PORT_FILE = "port"
 def serve_dashboard(
     dir_with_runs: Path, port: int | None, print_line: Callable[[str], None]
 ) -> None:
-    """Serve until Ctrl-C; `print_line` hears the lines that say how to get there."""
     cache_dir = get_cache_dir()
     listener = _listen_at_kept_or_free_port(cache_dir, port)
     # New at each start: whoever listened here in between may have heard the last one.

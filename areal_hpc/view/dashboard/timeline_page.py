@@ -22,18 +22,12 @@ from areal_hpc.view.timing.timeline import (
 )
 
 DEFAULT_SHOWN_STEPS = 3
-"""The last ones, where nothing else is asked for."""
 MIN_OVERLAP_S = 0.001
-"""Of a step, for it to count as one of those shown."""
 MAX_LISTED_STEPS = 200
 MAX_SLICES_ACROSS_WIDTH = 1200
-"""Parts of the width: shorter slices are drawn as one with their neighbors."""
 BIN_COUNT = 300
-"""Of a lane that shows how many calls are under way."""
 MAX_LANES_PER_TRACK = 24
-"""Of one track; further ones are left out, and counted."""
 MAX_LONGEST_SLICES = 12
-"""Slices in the list of those that took longest."""
 
 JsonObject = dict[str, Any]
 
@@ -104,7 +98,6 @@ def _describe_step(row: JsonRow) -> JsonObject:
 
 
 def describe_processes(timeline: Timeline) -> list[JsonObject]:
-    """Processes with their lanes, and the shares of time that each was in its states. Pure."""
     found: dict[tuple[str, str], JsonObject] = {}
     for track in timeline.tracks:
         process = found.setdefault(
@@ -122,7 +115,6 @@ def describe_processes(timeline: Timeline) -> list[JsonObject]:
 def compute_time_shares_by_name(
     slices: Sequence[Slice], from_time: float, to_time: float
 ) -> list[tuple[str, float]]:
-    """The share of a stretch of time that went to slices of each name, the largest first. Pure."""
     seconds: dict[str, float] = {}
     for one in slices:
         inside = min(one.end, to_time) - max(one.begin, from_time)
@@ -171,7 +163,6 @@ def merge_and_describe_slices(
 def average_slices_under_way_by_bin(
     slices: Sequence[Slice], from_time: float, to_time: float
 ) -> list[float]:
-    """How many slices are under way on average in each of `BIN_COUNT` parts of a stretch. Pure."""
     width_s = (to_time - from_time) / BIN_COUNT
     sums = [0.0] * BIN_COUNT
     before, count = from_time, 0
@@ -186,7 +177,6 @@ def average_slices_under_way_by_bin(
 
 
 def list_longest_slices(timeline: Timeline) -> list[JsonObject]:
-    """What took longest beside the processes' own states. Pure."""
     found = [
         (one.seconds, track, one) for track in timeline.tracks if track.lane for one in track.slices
     ]

@@ -11,14 +11,10 @@ from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.state.live_progress import PlainReporter
 
 N_PROGRESS_LINES = 10
-"""Lines about tasks that are done, of a whole evaluation."""
 MAX_SILENCE_OF_PROGRESS_S = 30.0
-"""With fewer tasks done in that time there is a line too."""
 
 
 class EvaluationReporter(PlainReporter):
-    """A line for every tenth of the tasks, and for what happens."""
-
     def __init__(self, paths: RunPaths, sets: Sequence[EvaluationSet]) -> None:
         super().__init__(paths, total_steps=1, sft_steps=0)
         self._sets = sets

@@ -29,7 +29,6 @@ from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.tables import format_table
 
 MEAN_METRIC_PREFIX = "avg@"
-"""How names of the mean reward of a task's samples begin."""
 
 
 class WrittenEstimate(msgspec.Struct, frozen=True):
@@ -54,8 +53,6 @@ class WrittenEstimate(msgspec.Struct, frozen=True):
 
 
 class EvaluatedSet(msgspec.Struct, frozen=True):
-    """One set: what its samples earned, and the numbers that the recipe asks for."""
-
     tasks_digest: str
     """Of the tasks that were played: results on others cannot be compared."""
     metrics: dict[str, WrittenEstimate]
@@ -73,7 +70,6 @@ class EvaluationReport(msgspec.Struct, frozen=True):
     """The file of results of `areal-hpc eval`."""
 
     model: str
-    """Directory of the weights."""
     run: str = ""
     """The run whose checkpoint they are of; empty for a model."""
     step: int | None = None
@@ -86,8 +82,6 @@ class EvaluationReport(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class ComparedMetric:
-    """A metric of a set in two evaluations of the same tasks."""
-
     set_name: str
     metric: str
     before: float
@@ -98,7 +92,6 @@ class ComparedMetric:
 def build_evaluated_set(
     result: EvaluationResult, tasks: Path, metrics: Sequence[str], pass_reward: float
 ) -> EvaluatedSet:
-    """The numbers of a set from its rewards."""
     samples = SetSamples(result.list_sample_rewards(), result.answers)
     estimates = estimate_metrics(samples, metrics, pass_reward)
     return EvaluatedSet(
@@ -112,7 +105,6 @@ def build_evaluated_set(
 
 
 def compute_tasks_digest(tasks: Path, n_tasks: int) -> str:
-    """A digest of the first lines of a task set."""
     digest = hashlib.blake2b(digest_size=16)
     with tasks.open("rb") as stream:
         for line in islice(stream, n_tasks):
@@ -126,12 +118,6 @@ def write_evaluation_report(paths: RunPaths, report: EvaluationReport) -> None:
 
 
 def read_report(file_or_dir: Path) -> EvaluationReport:
-    """The results in a file, or in the directory of an evaluation.
-
-    Raises:
-        RecipeError: There are none.
-        ShardError: The file is damaged.
-    """
     path = RunPaths(file_or_dir).evaluation_report if file_or_dir.is_dir() else file_or_dir
     report = read_json_file(path, EvaluationReport)
     if report is None:
@@ -144,7 +130,6 @@ def read_report(file_or_dir: Path) -> EvaluationReport:
 
 
 def format_report(report: EvaluationReport) -> Iterator[str]:
-    """A table: a line for each set and metric."""
     rows = [("set", "metric", "value", "95 % interval", "tasks", "samples")]
     for name, one in report.sets.items():
         for metric, estimate in one.metrics.items():
@@ -238,7 +223,6 @@ def list_uncompared_metrics(
     report_after: EvaluationReport,
     compared_metrics: Sequence[ComparedMetric],
 ) -> Iterator[str]:
-    """Lines: the numbers of an evaluation that could not be compared with another."""
     for name, one in report_after.sets.items():
         told = {each.metric.partition(" ")[0] for each in compared_metrics if each.set_name == name}
         if missing := [metric for metric in one.metrics if metric not in told]:
@@ -259,7 +243,6 @@ def _compute_values_by_task(metric: str, evaluated_set: EvaluatedSet) -> list[fl
 def format_comparison(
     before: str, after: str, compared_metrics: Sequence[ComparedMetric]
 ) -> Iterator[str]:
-    """A table: a line for each set and metric that both have."""
     head = ("set", "metric", before, after, "difference", "95 % interval", "p", "better", "worse")
     rows = [(*head, "")]
     for one in compared_metrics:

@@ -14,24 +14,17 @@ EPISODES_COUNTED_EVENT = "episodes_counted"
 """Tells once after a failure how many episodes of a driver have ended by then."""
 TRACEBACK_HEADER = "Traceback (most recent call last):"
 MAX_TRACEBACK_LINES = 12
-"""Lines of a traceback that are shown, the last ones."""
 MIN_FAILURES_TO_BLAME_AGENT = 3
-"""So many failed episodes, and no other, and the agent does not work."""
 
 
 @dataclass(slots=True)
 class FailureCause:
-    """Why episodes failed that failed alike."""
-
     message: str
-    """One sentence, of the first of them: what it raised, or what was wrong."""
     place: str
     """`FILE:LINE` in the agent; empty if it is not known."""
     hint: str
     message_with_traceback: str
-    """The sentence, its place and the end of the traceback."""
     first_at: float
-    """Unix time."""
     last_at: float
     count: int = 1
 
@@ -52,15 +45,12 @@ class FailureCause:
 
 @dataclass(slots=True)
 class AgentFailures:
-    """Failures of the agent in all cells of a run, from the events of their drivers."""
-
     causes: dict[tuple[str, str], FailureCause] = field(default_factory=dict)
     """By kind and line, in the order in which they appeared."""
     _counts: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     @classmethod
     def collect(cls, events: Iterable[dict[str, Any]]) -> AgentFailures:
-        """Those that events tell of."""
         failures = cls()
         for event in events:
             failures.add_event_returning_new_cause(event)

@@ -12,7 +12,6 @@ from areal_hpc.view.events.run_news import describe_blocked_loop, describe_slow_
 LOGS_HINT = "areal-hpc logs RUN shows the last lines of every process"
 MEMORY_HINT = "request more memory for that job, or reduce its load"
 MAX_AGENT_CAUSES = 5
-"""Kinds of agents' failures in one diagnosis, the last ones."""
 MAX_SIGNAL_NOTE_DELAY_S = 2.0
 """A signal that ended a process is noted so long after the tracebacks that it brought about."""
 
@@ -35,13 +34,10 @@ _RECOVERY_PHRASE_BY_EVENT = {
     "cell_restarted": "was started again within its job",
     "cell_gave_up": "stays away until the next start of its job",
 }
-"""Events that tell how the run went on after a failure."""
 
 
 @dataclass(frozen=True, slots=True)
 class FailureEvent:
-    """One thing that happened."""
-
     at: float | None
     """Unix time; None if that is not known."""
     text: str
@@ -54,7 +50,6 @@ class FailureEvent:
 def collect_failure_and_recovery_events(
     events: Sequence[dict[str, Any]], first_traceback_at: float | None
 ) -> Iterator[FailureEvent]:
-    """Failures of processes, servers and jobs; a traceback, if there is one, began then."""
     for row in events:
         match row["event"]:
             case "process_exited":
@@ -113,7 +108,6 @@ def build_agent_failure_events(
 
 
 def describe_exit_code(code: int) -> str:
-    """An exit code in words."""
     if code in _MEANING_BY_EXIT_CODE:
         return f"exit code {code} ({_MEANING_BY_EXIT_CODE[code]})"
     if code - 128 not in list(signal.Signals):

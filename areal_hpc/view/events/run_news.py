@@ -10,18 +10,14 @@ from areal_hpc.view.events.agent_failures import AgentFailures, FailureCause
 from areal_hpc.view.tables import format_duration
 
 MAX_SHOWN_CAUSES = 5
-"""Kinds of agents' failures that are told; more are only counted."""
 
 
 @dataclass(slots=True)
 class NewEventLineFormatter:
-    """Memory of what was told of a run: events go in, lines for the screen come out."""
-
     failures: AgentFailures = field(default_factory=AgentFailures)
     _told: set[tuple[str, str]] = field(default_factory=set)
 
     def describe_if_new(self, event: dict[str, Any]) -> list[str]:
-        """Lines about an event; none if it is no news."""
         if (cause := self.failures.add_event_returning_new_cause(event)) is not None:
             return list(
                 self._format_failure_lines(cause, str(event.get("then", "it is tried again")))
@@ -56,7 +52,6 @@ def describe_blocked_loop(event: dict[str, Any]) -> str:
 
 
 def describe_slow_episode(event: dict[str, Any]) -> str:
-    """For how long an episode has run, and where it waits."""
     place, limit_s = event.get("at"), event.get("limit_s")
     at = f", waiting at {place}" if place else ""
     limit = f"; the limit is {format_duration(limit_s)}" if isinstance(limit_s, int | float) else ""

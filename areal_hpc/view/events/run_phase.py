@@ -25,14 +25,11 @@ _SERVER_PHASES = (
 @dataclass(slots=True)
 class _StartingServer:
     since: float
-    """Unix time."""
     log: str
 
 
 @dataclass(slots=True)
 class RunPhaseTracker:
-    """Memory of a run's events that tell what it does now."""
-
     _starting: dict[tuple[str, int], _StartingServer] = field(default_factory=dict)
     _ready: set[tuple[str, int]] = field(default_factory=set)
     _trainer_startup_phrase: str = "starts"
@@ -41,14 +38,12 @@ class RunPhaseTracker:
 
     @classmethod
     def from_events(cls, events: Iterable[dict[str, Any]]) -> RunPhaseTracker:
-        """The phase after these events."""
         phase = cls()
         for event in events:
             phase.add_event(event)
         return phase
 
     def add_event(self, event: dict[str, Any]) -> None:
-        """Take an event of any kind in."""
         at, replica = float(event["time"]), (event["role"], int(event.get("replica", 0) or 0))
         match event["event"]:
             case "replica_started":
@@ -99,7 +94,6 @@ class RunPhaseTracker:
 
 
 def read_server_phase(log: Path) -> str:
-    """What an SGLang server does, by the end of its log."""
     try:
         text = read_tail_lines(log, SERVER_LOG_TAIL_BYTES).decode(errors="replace")
     except OSError:
@@ -110,7 +104,6 @@ def read_server_phase(log: Path) -> str:
 
 
 def describe_phase_by_ledger_counts(ledger: LedgerStatus) -> str:
-    """What a run at work does, by its ledger."""
     slowest = (
         f", slowest {format_duration(ledger.slowest_episode_s)}"
         if ledger.slowest_episode_s >= 1.0

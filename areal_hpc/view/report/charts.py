@@ -7,20 +7,16 @@ from html import escape
 
 WIDTH, HEIGHT = 420, 170
 LEFT, RIGHT, TOP, BOTTOM = 52, 8, 8, 22
-"""Margins around the plot, for labels."""
 MAX_CURVE_POINTS = 400
 """Of a curve: more are drawn as the lowest and the highest of each stretch."""
 MAX_BARS = 100
 MIN_RELATIVE_RANGE = 1e-5
-"""A curve that varies by less is drawn as one that does not."""
 N_SERIES_COLORS = 8
 """Series that the style sheet has colors for; further ones begin anew."""
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One curve, or one layer of bars."""
-
     label: str
     points: Sequence[tuple[float, float]]
     """(step, value), by step."""
@@ -28,8 +24,6 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A picture with its title and legend."""
-
     title: str
     unit: str
     svg: str
@@ -106,7 +100,6 @@ def draw_bars(title: str, unit: str, layers: Sequence[Series]) -> Chart | None:
 
 
 def choose_enclosing_ticks(low: float, high: float, count: int = 4) -> list[float]:
-    """Round numbers from below the lowest value to above the highest."""
     if high - low <= MIN_RELATIVE_RANGE * max(abs(low), abs(high)):
         low, high = low - (abs(low) / 2 or 0.5), high + (abs(high) / 2 or 0.5)
     raw = (high - low) / count

@@ -49,13 +49,10 @@ SUMMARIZED_METRICS = (
     "reply/tokens_mean",
     "groups/zero_variance",
 )
-"""Whose first, mean and last values stand in a table."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunReport:
-    """One run."""
-
     name: str
     path: str
     head: tuple[tuple[str, str], ...]
@@ -72,14 +69,11 @@ class RunReport:
     episodes: tuple[ShownEpisode, ...]
     launches: tuple[Mapping[str, str], ...]
     recipe: tuple[tuple[str, str], ...]
-    """Every key and its value."""
     episode_problems: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Several runs beside one another."""
-
     made_at: str
     version: str
     runs: tuple[RunReport, ...]
@@ -88,11 +82,9 @@ class Report:
     curves: tuple[Chart, ...]
     evaluations: tuple[PairedDifference, ...]
     evaluation_problems: tuple[str, ...]
-    """Evaluations that could not be read."""
 
 
 def build_report(runs: Sequence[RunPaths]) -> Report:
-    """Everything that a report on these runs says."""
     progress_by_run = [read_run_progress(paths) for paths in runs]
     names = name_runs(runs)
     recipes = [progress.recipe for progress in progress_by_run]

@@ -77,7 +77,6 @@ def iterate_rows_with_value(
 
 
 def build_step_time_chart(run_name: str, metric_rows: Sequence[MetricRow]) -> Chart | None:
-    """The time of each step of a run by phase."""
     timed = [row for row in metric_rows if get_number(row, "time/step_s")]
     if not timed:
         return None
@@ -95,7 +94,6 @@ def build_step_time_chart(run_name: str, metric_rows: Sequence[MetricRow]) -> Ch
 
 
 def list_restart_steps(rows: Sequence[MetricRow]) -> list[int]:
-    """First steps of further starts of the trainer."""
     return [
         row["step"]
         for before, row in pairwise(rows)

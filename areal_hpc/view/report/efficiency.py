@@ -21,17 +21,13 @@ MAX_SHOWN_EVENTS = 12
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """Facts about a run's cost, each as a name and a sentence."""
-
     facts: tuple[tuple[str, str], ...]
     step_time_shares: tuple[tuple[str, float], ...]
-    """Share of the mean step's time by what it was spent on."""
     unusual_events: tuple[tuple[str, str, int], ...]
     """Events that are not routine: what, by whom, how often."""
 
 
 def measure_efficiency(paths: RunPaths, rows: Sequence[MetricRow], cell_count: int) -> Efficiency:
-    """The efficiency of a run, from its metrics, launches and events."""
     timed = [row for row in rows if row.get("time/step_s")]
     shares: tuple[tuple[str, float], ...] = ()
     if timed:

@@ -23,17 +23,12 @@ from areal_hpc.wire.row_record import CallRecord
 from areal_hpc.wire.trajectory import TrajectoryRow
 
 MAX_EPISODES_OF_EACH_KIND = 2
-"""Episodes of each kind."""
 MAX_TEXT_CHARS = 4000
-"""Of a message: what is longer loses its middle."""
 MAX_MESSAGES = 60
-"""Of a conversation: of more the first and the last are shown."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShownMessage:
-    """One message as text."""
-
     role: str
     text: str
     reasoning: str = ""
@@ -44,8 +39,6 @@ class ShownMessage:
 
 @dataclass(frozen=True, slots=True)
 class ShownEpisode:
-    """One episode with its conversation."""
-
     example_kind: str
     """`good`, `bad` or `typical`."""
     title: str
@@ -56,7 +49,6 @@ class ShownEpisode:
 def choose_example_episodes(
     paths: RunPaths, last_step: int, problems: list[str]
 ) -> list[ShownEpisode]:
-    """Episodes of the newest trained batch that can be read."""
     for step in reversed([one for one in list_manifest_steps(paths) if one <= last_step][-3:]):
         episodes = read_batch_episodes(paths, [step], problems)
         if not episodes:
@@ -140,7 +132,6 @@ def _describe_call(call: CallRecord) -> str:
 
 
 def cut_out_middle(text: str, max_chars: int = MAX_TEXT_CHARS) -> str:
-    """A text without its middle, if it is longer than `max_chars`."""
     if len(text) <= max_chars:
         return text
     first, last = text[: max_chars // 2], text[-max_chars // 2 :]

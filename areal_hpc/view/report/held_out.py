@@ -9,7 +9,6 @@ from areal_hpc.rundir.manifests import EvaluationResult
 
 MIN_COMPARED_TASKS = 2
 ResultsBySet = Mapping[str, Sequence[EvaluationResult]]
-"""Results of each evaluation set, by step."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,6 @@ NO_DEFAULT_TEXT = "(to be given)"
 
 
 def find_changed_keys(recipe: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Keys that differ from their default, with the default and the value as text."""
     for key, value in flatten_keys_hiding_private_values(recipe).items():
         default = find_default(key)
         if default is PydanticUndefined:
@@ -55,7 +54,6 @@ def _get_default(holder: type[BaseConfig] | BaseConfig, key_name: str) -> Any:
 
 
 def format_setting(value: Any) -> str:
-    """A value of a recipe as a recipe would state it."""
     if value is None:
         return "null"
     if value == "":

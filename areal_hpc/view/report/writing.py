@@ -21,11 +21,6 @@ _TEMPLATES = jinja2.Environment(
 
 
 def write_report(runs: Sequence[RunPaths], out: Path) -> None:
-    """Write a report on runs to a new file, readable by its owner alone.
-
-    Raises:
-        RecipeError: The file exists, or the recipe of a run is damaged.
-    """
     if out.exists():
         raise RecipeError(f"{out} exists", key="--out", hint="name another file, or remove it")
     write_atomic_private(out, render_report(build_report(runs)).encode(errors="replace"))

@@ -34,7 +34,6 @@ def find_run_alerts(paths: RunPaths) -> list[Alert]:
 def find_alert_before_first_step(
     events: Sequence[dict[str, Any]], max_failed_share: float
 ) -> Alert | None:
-    """The alert of agents whose episodes have only failed so far; None if enough ended well."""
     failures = [event for event in events if is_failed_training_try(event)]
     if len(failures) < MIN_FAILED_TRIES_IN_STEP:
         return None

@@ -42,8 +42,6 @@ LEADER_JOB_NAMES = {"sft", "trainer"}
 
 @dataclass(frozen=True, slots=True)
 class JobView:
-    """One job of a run, by its newest submission."""
-
     name: str
     submission: Submission | None
     """None for a job of a foreground run."""
@@ -102,11 +100,8 @@ class JobView:
 
 @dataclass(frozen=True, slots=True)
 class RunJobs:
-    """All jobs of a run at one moment."""
-
     paths: RunPaths
     jobs: tuple[JobView, ...]
-    """The trainer first, then by name."""
     snapshot: QueueSnapshot
     ids: tuple[str, ...]
     """Every id that was ever given out, oldest first."""
@@ -138,7 +133,6 @@ class RunJobs:
 
 
 def fetch_run_jobs(paths: RunPaths, queue: QueuePoller) -> RunJobs:
-    """Ask Slurm once about everything this run ever submitted, and read what its jobs left."""
     answer = queue.poll_for_display(list_recorded_job_ids(paths))
     unrecorded: Sequence[LiveJob] = ()
     if has_slurm() and not answer.outage:
@@ -150,7 +144,6 @@ def fetch_run_jobs(paths: RunPaths, queue: QueuePoller) -> RunJobs:
 def build_run_jobs(
     paths: RunPaths, answer: QueueSnapshot, unrecorded: Sequence[LiveJob] = ()
 ) -> RunJobs:
-    """The jobs of a run, from Slurm's answer about them (and others) and the run directory."""
     submissions = read_submissions(paths.submissions)
     ids = tuple(dict.fromkeys(submission.job_id for submission in submissions))
     snapshot = answer.filter_jobs(ids, partial(is_job_of_run, paths))
@@ -239,7 +232,6 @@ def _describe_end_of_run(run: RunJobs) -> str:
 
 
 def describe_allocation_steps(paths: RunPaths) -> list[str]:
-    """A table of the steps of an allocation that a run's jobs are; empty if they are none."""
     if (note := find_live_launcher_note(paths)) is None or not note.steps:
         return []
     rows = [("job", "step", "nodes")]
@@ -247,7 +239,6 @@ def describe_allocation_steps(paths: RunPaths) -> list[str]:
 
 
 def format_job_table_and_notes(run: RunJobs) -> list[str]:
-    """A table of the jobs, then what is to be said of those that wait."""
     rows = [("job", "id", "state", "nodes", "attempt", "time")]
     rows += [_format_job_row(job, run.snapshot) for job in run.jobs]
     lines = format_table(rows)
@@ -284,7 +275,6 @@ def format_job_table_and_notes(run: RunJobs) -> list[str]:
 
 
 def describe_unrecorded_jobs(run: RunJobs) -> list[str]:
-    """Lines on the jobs that Slurm has and nobody recorded, and what to do about them."""
     root = shlex.quote(str(run.paths.root))
     return [
         f"job {job.submission.job_id} ({_name_job_or_successor(job)}) is not on record: its "
@@ -313,7 +303,6 @@ def _format_job_row(job: JobView, snapshot: QueueSnapshot) -> tuple[str, str, st
 
 
 def format_slurm_state(queued_job: SlurmJobRecord) -> str:
-    """Slurm's word, and why."""
     state = queued_job.state
     if state.phase is JobPhase.WAITING and queued_job.reason:
         return f"{state.name} ({queued_job.reason})"

@@ -24,16 +24,11 @@ from areal_hpc.view.tables import format_duration
 from areal_hpc.wire.ledger import LedgerStatus
 
 MAX_SFT_LINES = 10
-"""Lines SFT prints."""
 REFRESH_S = 1.0
-"""Shortest time between two looks at the run's steps; at its events one looks at every call."""
 MAX_SILENCE_S = 60.0
-"""After so long without a line, one says what the run does."""
 
 
 class PlainReporter:
-    """One line per finished step and per thing that happens, for logs and pipes."""
-
     def __init__(
         self, paths: RunPaths, total_steps: int, sft_steps: int, console: Console | None = None
     ) -> None:
@@ -86,7 +81,6 @@ class PlainReporter:
         return f"supervised fine-tuning: step {step} of {self._sft_steps}"
 
     def report_new_events(self) -> None:
-        """Print what has happened since the last look that a person should hear of at once."""
         for event in self._events.read_new_events():
             self._phase.add_event(event)
             for line in self._news.describe_if_new(event):
@@ -128,8 +122,6 @@ class PlainReporter:
 
 
 class LiveReporter(PlainReporter):
-    """A panel that refreshes in place; finished steps scroll by above it."""
-
     def __init__(self, paths: RunPaths, total_steps: int, sft_steps: int) -> None:
         self._live = Live(console=Console(highlight=False), refresh_per_second=4, transient=True)
         super().__init__(paths, total_steps, sft_steps, self._live.console)
@@ -170,7 +162,6 @@ def _get_last_step(rows: Sequence[dict[str, Any]]) -> int:
 
 
 def format_ticket_line(ledger: LedgerStatus) -> str:
-    """Line about the ledger's tickets."""
     line = (
         f"tickets: {ledger.leased} running, {ledger.finished} finished, "
         f"{ledger.settled} settled, {ledger.trained} trained, {ledger.dropped} dropped"

@@ -18,8 +18,6 @@ from areal_hpc.wire.signing import RequestSigner
 
 @dataclass(frozen=True, slots=True)
 class RunSnapshot:
-    """State of a run that a progress display shows."""
-
     steps: tuple[dict[str, Any], ...]
     """Rows of `metrics.jsonl`, oldest first."""
     sft: tuple[dict[str, Any], ...]
@@ -34,7 +32,6 @@ class RunSnapshot:
 
 
 def read_run_snapshot(paths: RunPaths, *, ask_ledger: bool = False) -> RunSnapshot:
-    """Look at a run without touching it."""
     return RunSnapshot(
         tuple(read_metrics(paths.metrics)),
         tuple(read_readable_records(paths.sft_metrics)),
@@ -54,7 +51,6 @@ class SnapshotReader:
         self._snapshot = RunSnapshot((), (), None)
 
     def read(self, *, ask_ledger: bool = False) -> RunSnapshot:
-        """The state of the run now."""
         stamps = [_read_stamp(self._paths.metrics), _read_stamp(self._paths.sft_metrics)]
         if stamps != self._stamps:  # read before the files: what comes meanwhile is a change
             self._snapshot = read_run_snapshot(self._paths)

@@ -36,12 +36,9 @@ from areal_hpc.view.timing.idle_time import (
 
 @dataclass(frozen=True, slots=True)
 class RunProgress:
-    """Progress of a run, from its directory alone."""
-
     recipe: dict[str, Any]
     snapshot: RunSnapshot
     checkpoint_step: int | None
-    """None before the first checkpoint."""
     checkpoint_s_ago: float
     metrics_s_ago: float
     """Since the last step was noted; 0 before the first."""
@@ -68,7 +65,6 @@ class RunProgress:
 
 
 def read_run_progress(paths: RunPaths) -> RunProgress:
-    """Look at a run without touching it."""
     found = list_checkpoints(paths.checkpoints_dir, problems=[])  # audit tells of damaged ones
     checkpoint = found[-1] if found else None
     now = time.time()
@@ -82,7 +78,6 @@ def read_run_progress(paths: RunPaths) -> RunProgress:
 
 
 def describe_phase_and_agent_failures(paths: RunPaths, *, is_running: bool) -> list[str]:
-    """Since when a run works and at what, if it does, and how its agent fails, for people."""
     events = read_events_since_launch(paths)
     lines = []
     if is_running:
@@ -101,7 +96,6 @@ def describe_phase_and_agent_failures(paths: RunPaths, *, is_running: bool) -> l
 def format_run_progress(
     progress: RunProgress, paths: RunPaths, *, is_running: bool = False
 ) -> list[str]:
-    """Step, time left, speed, staleness, checkpoint, idle time, quarantined batches, for people."""
     rows = [row for row in progress.snapshot.steps if "reward/mean" in row]
     asked = f" of {progress.total_steps}" if progress.total_steps else ""
     lines = [f"  step              {progress.step}{asked}"]
@@ -149,7 +143,6 @@ def _describe_idle_time(progress: RunProgress, paths: RunPaths) -> list[str]:
 
 
 def describe_quarantined_batches(paths: RunPaths) -> list[str]:
-    """A line on the batches that were set aside untrained, for people; none if there are none."""
     try:
         held = read_quarantined_batches(paths)
     except ShardError as error:
@@ -224,7 +217,6 @@ def _shorten_path(path: Path) -> Path:
 
 
 def describe_evaluations(snapshot: RunSnapshot) -> list[str]:
-    """The first and the last held-out reward, and the newest numbers of each evaluation set."""
     lines = []
     if evaluations := snapshot.evaluations:
         (first, before), (last, after) = evaluations[0], evaluations[-1]

@@ -61,7 +61,6 @@ def _count_nodes(job: JobPaths) -> int:
 def describe_idle_time(
     rows: Sequence[Mapping[str, Any]], held_gpus_or_nodes: HeldGpusOrNodes
 ) -> list[str]:
-    """Hours that trainer and cells spent waiting for one another, of those they held. Pure."""
     hours = _sum_hours(rows, "time/step_s")
     waited = _sum_hours(rows, *TRAINER_WAIT_METRICS)
     idle = _sum_hours(rows, CELL_IDLE_S_METRIC)

@@ -42,8 +42,6 @@ EpisodeKey = tuple[int, int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Track:
-    """What one process did on one lane."""
-
     process: str
     lane: str
     slices: Sequence[Slice]
@@ -59,20 +57,16 @@ class Track:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """A stretch of a run's time."""
-
     begin: float
     end: float
     steps: Sequence[Slice]
     tracks: Sequence[Track]
     notes: Sequence[str] = ()
-    """What is to be known of its times."""
 
 
 def select_timed_rows(
     rows: Iterable[JsonRow], first_step: float, last_step: float
 ) -> list[JsonRow]:
-    """The rows of these steps whose times are known."""
     return [
         row
         for row in rows
@@ -112,7 +106,6 @@ def read_timeline(
 
 
 def describe_clocks_and_lost_spans(processes: Sequence[ProcessSpans]) -> Iterator[str]:
-    """How far the nodes' clocks were off, and whose are not known; what was lost."""
     nodes = {one.node: one.offset_s for one in processes if one.offset_s is not None}
     if off := {node: offset_s for node, offset_s in nodes.items() if abs(offset_s) >= 0.001}:
         told = ", ".join(f"{node} {-offset_s:+.3f} s" for node, offset_s in sorted(off.items()))
@@ -124,7 +117,6 @@ def describe_clocks_and_lost_spans(processes: Sequence[ProcessSpans]) -> Iterato
 
 
 def build_tracks(process: ProcessSpans) -> Iterator[Track]:
-    """The lanes of a process, that of its own states first."""
     by_lane: dict[str, list[Slice]] = {lane: [] for lane in process.lanes}
     for span in process.spans:
         by_lane[span.lane].append(Slice(span.name, span.begin, span.end, span.facts))
@@ -133,7 +125,6 @@ def build_tracks(process: ProcessSpans) -> Iterator[Track]:
 
 
 def get_episode_key(span_fields: Mapping[str, Any]) -> EpisodeKey:
-    """The episode that a span is about."""
     return (
         *(span_fields.get("ticket_id", -1), span_fields.get("attempt", -1)),
         *(span_fields.get("eval_step", -1), span_fields.get("episode", -1)),
@@ -182,8 +173,6 @@ def _name_episode(key: EpisodeKey) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RecordedEpisode:
-    """An episode with its calls, as shards have it."""
-
     cell: str
     slice: Slice
     calls: tuple[CallRecord, ...]
@@ -245,7 +234,6 @@ def _build_untrained_episode(
 
 
 def build_tracks_of_records(episodes: Sequence[RecordedEpisode]) -> Iterator[Track]:
-    """A cell's calls by replica, and its episodes."""
     for cell in sorted({one.cell for one in episodes}):
         own = [one for one in episodes if one.cell == cell]
         by_replica: dict[int, list[Slice]] = {}

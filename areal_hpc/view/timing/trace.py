@@ -32,8 +32,6 @@ STEPS_PID, EVENTS_PID, FIRST_PROCESS_PID = 1, 2, 10
 
 @dataclass(frozen=True, slots=True)
 class TraceReport:
-    """What was written."""
-
     steps: int
     episodes: int
     calls: int
@@ -41,11 +39,6 @@ class TraceReport:
 
 
 def write_trace(paths: RunPaths, first_step: int, last_step: int, out: Path) -> TraceReport:
-    """Write the timeline of these steps to a new file, readable by its owner alone.
-
-    Raises:
-        RecipeError: The file exists, or none of the steps has recorded times.
-    """
     if out.exists():
         raise RecipeError(f"{out} exists", key="--out", hint="name another file, or remove it")
     rows = select_timed_rows(read_metrics(paths.metrics), first_step, last_step)

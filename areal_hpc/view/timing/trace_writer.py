@@ -9,8 +9,6 @@ TraceEvent = dict[str, Any]
 
 
 class TraceEventCollector:
-    """Collects the events of a trace whose time begins at a Unix time."""
-
     def __init__(self, zero: float) -> None:
         self._zero = zero
         self.events: list[TraceEvent] = []
@@ -20,12 +18,10 @@ class TraceEventCollector:
         self._add_metadata("process_sort_index", pid, 0, sort_index=pid)
 
     def name_thread(self, pid: int, tid: int, title: str) -> None:
-        """Title of a thread."""
         self._add_metadata("thread_name", pid, tid, name=title)
         self._add_metadata("thread_sort_index", pid, tid, sort_index=tid)
 
     def add_slice(self, pid: int, tid: int, time_slice: Slice) -> None:
-        """A stretch of time on a thread."""
         self.events.append(
             {
                 "ph": "X",
@@ -43,14 +39,12 @@ class TraceEventCollector:
     def add_instant(
         self, pid: int, tid: int, name: str, unix_time: float, fields: Mapping[str, Any]
     ) -> None:
-        """A moment on a thread."""
         event = {"ph": "i", "s": "t", "name": name, "pid": pid, "tid": tid}
         self.events.append(
             event | {"ts": self._to_microseconds_since_zero(unix_time), "args": dict(fields)}
         )
 
     def add_count(self, pid: int, name: str, unix_time: float, value: int) -> None:
-        """A number from a moment on."""
         event = {
             "ph": "C",
             "name": name,

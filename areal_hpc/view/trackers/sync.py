@@ -46,8 +46,6 @@ class TrackerProgramInput(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class TrackerChoice:
-    """A tracker's program, and the Python that runs it."""
-
     name: str
     program: Path
     python: str
@@ -55,11 +53,6 @@ class TrackerChoice:
 
 
 def choose_tracker(tracker_name_or_path: str, python: str, project: str) -> TrackerChoice:
-    """A built-in tracker, or a program of the user's.
-
-    Raises:
-        RecipeError: It is neither.
-    """
     if tracker_name_or_path in BUILT_IN_PROGRAMS:
         return TrackerChoice(
             tracker_name_or_path, BUILT_IN_PROGRAMS[tracker_name_or_path], python, project
@@ -119,7 +112,6 @@ def read_written_rows(tracker_paths: TrackerPaths) -> Iterator[dict[str, Any]]:
 def find_unwritten_metrics(
     settled: list[dict[str, Any]], written: Iterator[dict[str, Any]]
 ) -> Iterator[JsonMetricRow]:
-    """Of each step the metrics that no part holds yet. Pure."""
     known: dict[int, set[str]] = {}
     for row in written:
         known.setdefault(row["step"], set()).update(row)

@@ -14,7 +14,6 @@ STEP_METRIC = "step"
 
 
 def write_offline_run(program_input: dict[str, Any], folder: str) -> None:
-    """Write rows of metrics as an offline run into a folder."""
     os.environ.update(WANDB_DIR=folder, WANDB_MODE="offline", WANDB_SILENT="true")
     os.environ.update(WANDB_CONSOLE="off", WANDB_CACHE_DIR=folder, WANDB_DATA_DIR=folder)
     import wandb

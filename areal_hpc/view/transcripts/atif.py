@@ -21,7 +21,6 @@ from areal_hpc.wire.trajectory import TrajectoryRow
 
 SCHEMA_VERSION = "ATIF-v1.8"
 _SOURCE_BY_ROLE = {"system": "system", "developer": "system", "assistant": "agent"}
-"""Of messages by their roles; every other one is the user's."""
 
 JsonObject = dict[str, Any]
 
@@ -29,7 +28,6 @@ JsonObject = dict[str, Any]
 def build_atif_trajectory(
     found_row: FoundRow, agent: str, agent_version: str, model: str
 ) -> JsonObject:
-    """One row as a trajectory, a JSON object without empty fields."""
     row = found_row.read()
     record = row.record
     steps = _build_steps(row)
@@ -95,8 +93,6 @@ def _build_reply_fields(
         facts["reasoning_content"] = extract_text(reasoning)
     if called := get_raw_tool_calls(message):
         facts["tool_calls"] = [_build_tool_call(one, at) for at, one in enumerate(called)]
-    if not row.record.calls:
-        return facts  # of version 1 of the shard format, which knew no calls
     if call is None:
         return facts | {"is_copied_context": True}
     if call.answered_at:

@@ -16,7 +16,6 @@ from areal_hpc.wire.row_record import CallRecord
 from areal_hpc.wire.trajectory import TrajectoryRow
 
 MIN_COLUMN_WIDTH = 36
-"""Narrower columns are hard to read: further episodes of a group go below."""
 COLUMN_GAP = " │ "
 INDENT = "  "
 

@@ -25,8 +25,6 @@ JsonObject = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ExportReport:
-    """Counts of an export."""
-
     written: int
     left_out: int
     """Rows without messages, which formats of conversations cannot hold."""
