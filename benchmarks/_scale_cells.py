@@ -319,6 +319,5 @@ def read_rows(manifest: BatchManifest, shards_dir: Path) -> int:
     for ticket in manifest.tickets:
         rows_of.setdefault(ticket.shard, []).extend(ticket.rows)
     return sum(
-        len(ShardReader(shards_dir / file).read_rows(rows, with_meta=False))
-        for file, rows in rows_of.items()
+        len(ShardReader(shards_dir / file).read_rows(rows)) for file, rows in rows_of.items()
     )

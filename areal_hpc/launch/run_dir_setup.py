@@ -191,9 +191,6 @@ def _compare_with_launched_recipe(
     """
     trees = yaml.safe_load(paths.recipe.read_text()), _dump_with_absolute_paths(recipe)
     before, now = map(flatten_keys, trees)
-    for key in ABSOLUTE_PATH_KEYS:  # earlier versions kept a path as it was written
-        if isinstance(before.get(key), str) and before[key] != now.get(key):
-            before[key] = str(Path(before[key]).absolute())
     changed = [key for key in sorted(before | now) if before.get(key) != now.get(key)]
     return (
         flatten_keys_hiding_private_values(trees[0]),

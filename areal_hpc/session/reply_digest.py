@@ -29,9 +29,8 @@ def compute_reply_digest(
     `prompt_ids_json_inside` is the inside of a JSON array of the prompt's ids.
     """
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
-    parts = [prompt_ids_json_inside, output_ids, logprobs, msgspec.json.encode(spans)]
-    if kept_counts:  # without a mask it is as in journals of before masks were recorded
-        parts += [kept_counts, kept_ids]
+    encoded_spans = msgspec.json.encode(spans)
+    parts = [prompt_ids_json_inside, output_ids, logprobs, encoded_spans, kept_counts, kept_ids]
     for part in parts:
         digest.update(len(part).to_bytes(8, "little"))
         digest.update(part)

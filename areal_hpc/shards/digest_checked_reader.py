@@ -14,7 +14,6 @@ from areal_hpc.shards.index import get_index_path
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.shards.schema import SHARD_SUFFIX, parse_shard_name
 from areal_hpc.shards.verify import MAX_PARALLEL_READS, find_file_fault
-from areal_hpc.wire.row_record import RowRecord
 from areal_hpc.wire.trajectory import RowKind, TrajectoryRow
 
 _RESTORE_HINT = "restore the file from a copy; areal-hpc shards verify names all that are damaged"
@@ -65,15 +64,16 @@ class CheckedShards:
                     check.result()
 
     def read_training_rows(self, shard_name: str, rows: Sequence[int]) -> list[TrajectoryRow]:
-        """The training rows at these places of a shard, in that order, without metadata.
+        """The training rows at these places of a shard, in that order.
 
         Raises:
             ShardError: The file is missing or damaged, has no such row, or one of another kind.
         """
         path = self._shards_dir / shard_name
-        self._await_background_check(shard_name)
+        if check := self._checks.get(shard_name):
+            check.result()
         try:
-            found = ShardReader(path).read_rows(rows, with_meta=False)
+            found = ShardReader(path).read_rows(rows)
         except IndexError as error:
             raise ShardError(str(error), key=str(path), hint=_RESTORE_HINT) from error
         for number, row in zip(rows, found, strict=True):
@@ -84,23 +84,6 @@ class CheckedShards:
                     hint="restore manifests/ and shards/ from the same copy",
                 )
         return found
-
-    def read_records(self, shard_name: str, rows: Sequence[int]) -> list[RowRecord]:
-        """The episodes and calls of these rows of a shard.
-
-        Raises:
-            ShardError: The file is missing or damaged, or has no such row.
-        """
-        path = self._shards_dir / shard_name
-        self._await_background_check(shard_name)
-        try:
-            return ShardReader(path).read_records(rows)
-        except IndexError as error:
-            raise ShardError(str(error), key=str(path), hint=_RESTORE_HINT) from error
-
-    def _await_background_check(self, shard_name: str) -> None:
-        if check := self._checks.get(shard_name):
-            check.result()
 
     def _check_shard(self, line: _DigestLine) -> None:
         path = self._shards_dir / line.file

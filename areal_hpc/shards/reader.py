@@ -22,8 +22,8 @@ from areal_hpc.shards.disk_io import open_regular_file, read_exact
 from areal_hpc.shards.schema import (
     ALWAYS_WRITTEN_DATASETS,
     FORMAT_NAME,
+    FORMAT_VERSION,
     MASK_DATASETS,
-    NEWEST_FORMAT_VERSION,
     OFFSETS_BY_JSON_DATASET,
     Axis,
     DatasetSpec,
@@ -43,10 +43,6 @@ _ROW_COLUMNS = tuple(
     for one in (*ALWAYS_WRITTEN_DATASETS, *MASK_DATASETS)
     if one.axis in (Axis.ROW, Axis.ROW_BOUND)
 )
-_RECORD_DATASETS = [
-    one for one in ALWAYS_WRITTEN_DATASETS if one.name in ("record", "record_offsets", "tools")
-]
-_MAIN_DATASETS = [one for one in ALWAYS_WRITTEN_DATASETS if one not in _RECORD_DATASETS]
 _ROW_KINDS = tuple(RowKind)
 _record_decoder = msgspec.json.Decoder(RowRecord)
 _meta_decoder = msgspec.json.Decoder(dict[str, Any])
@@ -73,20 +69,17 @@ class ShardReader:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._places = self._locate_datasets((*_MAIN_DATASETS, *MASK_DATASETS))
+        self._places = self._locate_datasets()
         self._has_masks = MASK_DATASETS[0].name in self._places
         held = [name for name in _ROW_COLUMNS if name in self._places]
         self._rows = dict(zip(held, self._read_columns(held), strict=True))
-        if "kind" not in self._places:  # version 1 knew training rows alone
-            self._rows["kind"] = np.full(self.num_rows, RowKind.TRAIN, np.uint8)
-            self._rows["eval_step"] = np.full(self.num_rows, -1, np.int64)
         self._check_dataset_consistency()
 
-    def _locate_datasets(self, dataset_specs: Iterable[DatasetSpec]) -> dict[str, _DatasetPlace]:
+    def _locate_datasets(self) -> dict[str, _DatasetPlace]:
         path = self.path
         try:
             with open_regular_file(path) as descriptor:
-                places = _read_dataset_places(descriptor, dataset_specs)
+                places = _read_dataset_places(descriptor)
                 size_bytes = os.fstat(descriptor).st_size
         except FileNotFoundError as error:
             raise ShardError("there is no such shard", key=str(path), hint=_VERIFY_HINT) from error
@@ -102,20 +95,6 @@ class ShardReader:
             )
         return places
 
-    @cached_property
-    def _has_records(self) -> bool:
-        """True if the shard has records and tools; what they lie in is located by the first look.
-
-        The trainer reads without them, and locating a dataset takes a tenth of a millisecond.
-        """
-        places = self._locate_datasets(_RECORD_DATASETS)
-        if not places:
-            return False
-        self._places |= places
-        (self._rows["record_offsets"],) = self._read_columns(["record_offsets"])
-        self._check_dataset_consistency()
-        return True
-
     @property
     def num_rows(self) -> int:
         return self._places["ticket_id"].element_count
@@ -128,10 +107,6 @@ class ShardReader:
         """A whole dataset by its name in the schema; ShardError if the storage failed."""
         if dataset_name in self._rows:
             return self._rows[dataset_name]
-        if dataset_name not in self._places and not self._has_records:
-            raise ShardError(
-                f"a shard of version 1 has no dataset {dataset_name!r}", key=str(self.path)
-            )
         return self._read_columns([dataset_name])[0]
 
     def list_kinds(self) -> list[RowKind]:
@@ -140,24 +115,16 @@ class ShardReader:
     @cached_property
     def tool_schemas(self) -> dict[str, Any]:
         """The schemas of all tools that calls of the shard name, by their hash."""
-        if not self._has_records:
-            return {}
         (content,) = self._read_columns(["tools"])
         return self._decode_json("tools", _meta_decoder, content)
 
     def read_records(self, rows: Sequence[int] | None = None) -> list[RowRecord]:
-        """The episodes and calls of these rows, of all without; empty ones in version 1."""
+        """The episodes and calls of these rows, of all without."""
         chosen = self._validate_row_numbers(range(self.num_rows) if rows is None else rows)
-        if not self._has_records:
-            return [RowRecord()] * len(chosen)
         return list(self._read_json_of_rows("record", _record_decoder, chosen))
 
-    def read_rows(self, rows: Sequence[int], *, with_meta: bool = True) -> list[TrajectoryRow]:
-        """The trajectories at `rows`, in that order.
-
-        Without metadata (`record`, `meta` and `tool_schemas` stay empty) no JSON is parsed: the
-        trainer needs none.
-        """
+    def read_rows(self, rows: Sequence[int]) -> list[TrajectoryRow]:
+        """The trajectories at `rows`, in that order."""
         chosen = self._validate_row_numbers(rows)
         bounds = self._rows["offsets"]
         ids, masks, logprobs, versions = self._read_columns(
@@ -170,7 +137,11 @@ class ShardReader:
 
         places = (values(name) for name in ("ticket_id", "attempt", "episode", "row"))
         kinds = map(_ROW_KINDS.__getitem__, values("kind"))
-        details = self._read_records_meta_and_tools(chosen) if with_meta else ()
+        records, schemas = self.read_records(rows), self.tool_schemas
+        tools = [
+            {call.tools: schemas.get(call.tools) for call in record.calls if call.tools}
+            for record in records
+        ]
         slices = _compute_row_slices(bounds, chosen)
         found = [
             TrajectoryRow(
@@ -183,7 +154,9 @@ class ShardReader:
                 values("temperature"),
                 kinds,
                 values("eval_step"),
-                *details,
+                records,
+                self._read_json_of_rows("meta", _meta_decoder, chosen),
+                tools,
                 strict=True,
             )
         ]
@@ -207,15 +180,6 @@ class ShardReader:
         if len(outside):
             raise IndexError(f"{self.path} has rows 0..{self.num_rows - 1}, got {outside[0]}")
         return chosen
-
-    def _read_records_meta_and_tools(
-        self, rows: NumpyArray
-    ) -> tuple[list[RowRecord], Iterable[dict[str, Any]], Iterable[dict[str, Any]]]:
-        records, schemas = self.read_records(rows.tolist()), self.tool_schemas
-        named = (
-            {one.tools: schemas.get(one.tools) for one in r.calls if one.tools} for r in records
-        )
-        return records, self._read_json_of_rows("meta", _meta_decoder, rows), named
 
     def _read_json_of_rows(
         self, dataset_name: str, decoder: msgspec.json.Decoder[_JsonValue], rows: NumpyArray
@@ -304,9 +268,7 @@ def _read_spans(descriptor: int, dataset_place: _DatasetPlace, spans: Spans | No
     return array
 
 
-def _read_dataset_places(
-    descriptor: int, dataset_specs: Iterable[DatasetSpec]
-) -> dict[str, _DatasetPlace]:
+def _read_dataset_places(descriptor: int) -> dict[str, _DatasetPlace]:
     access = h5p.create(h5p.FILE_ACCESS)
     # No lock: sealed files never change, and NFS and Lustre often have no flock.
     access.set_file_locking(False, True)
@@ -316,13 +278,12 @@ def _read_dataset_places(
         found, version = _read_attribute(file, b"format"), _read_attribute(file, b"version")
         if found != FORMAT_NAME.encode():
             raise ValueError(f"expected format {FORMAT_NAME!r}, got {found!r}")
-        if version is None or not 1 <= version <= NEWEST_FORMAT_VERSION:
-            raise ValueError(f"expected version 1 to {NEWEST_FORMAT_VERSION}, got {version!r}")
+        if version != FORMAT_VERSION:
+            raise ValueError(f"expected version {FORMAT_VERSION}, got {version!r}")
         has_masks = file.links.exists(MASK_DATASETS[1].name.encode())  # the first may be another's
         return {
             expected.name: _locate_and_check_dataset(file, expected)
-            for expected in dataset_specs
-            if expected.since <= version and (has_masks or expected not in MASK_DATASETS)
+            for expected in (*ALWAYS_WRITTEN_DATASETS, *(MASK_DATASETS if has_masks else ()))
         }
     finally:
         file.close()

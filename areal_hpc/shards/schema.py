@@ -1,4 +1,4 @@
-"""Shard format as a table: every dataset, its type, its axis, and the version it came with.
+"""Shard format as a table: every dataset, its type and its axis.
 
 `docs/shard-format-v2.md` says what each holds, and what may change.
 """
@@ -12,8 +12,7 @@ import numpy as np
 from h5py import h5t
 
 FORMAT_NAME = "areal-hpc-shard"
-NEWEST_FORMAT_VERSION = 2
-"""What is written. Earlier versions are read."""
+FORMAT_VERSION = 2
 SHARD_SUFFIX = ".h5"
 PARTIAL_SUFFIX = ".tmp"
 """Behind the name of a shard under construction. Readers never look at these."""
@@ -41,8 +40,6 @@ class DatasetSpec:
     name: str
     dtype: np.dtype[Any]
     axis: Axis
-    since: int = 1
-    """The first version of the format that has it."""
     hdf5_type: h5t.TypeID = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -63,17 +60,17 @@ ALWAYS_WRITTEN_DATASETS = (
     DatasetSpec("temperature", np.dtype("<f4"), Axis.ROW),
     DatasetSpec("meta", np.dtype("u1"), Axis.META_BYTE),  # a UTF-8 JSON object a row
     DatasetSpec("meta_offsets", np.dtype("<i8"), Axis.ROW_BOUND),
-    DatasetSpec("kind", np.dtype("u1"), Axis.ROW, 2),  # `RowKind`
-    DatasetSpec("eval_step", np.dtype("<i8"), Axis.ROW, 2),
-    DatasetSpec("record", np.dtype("u1"), Axis.RECORD_BYTE, 2),  # a `RowRecord` a row, JSON
-    DatasetSpec("record_offsets", np.dtype("<i8"), Axis.ROW_BOUND, 2),
-    DatasetSpec("tools", np.dtype("u1"), Axis.TOOLS_BYTE, 2),  # one JSON object: hash -> schemas
+    DatasetSpec("kind", np.dtype("u1"), Axis.ROW),  # `RowKind`
+    DatasetSpec("eval_step", np.dtype("<i8"), Axis.ROW),
+    DatasetSpec("record", np.dtype("u1"), Axis.RECORD_BYTE),  # a `RowRecord` a row, JSON
+    DatasetSpec("record_offsets", np.dtype("<i8"), Axis.ROW_BOUND),
+    DatasetSpec("tools", np.dtype("u1"), Axis.TOOLS_BYTE),  # one JSON object: hash -> schemas
 )
 """Written in this order. A reader finds datasets by name and ignores names it does not know."""
 MASK_DATASETS = (
-    DatasetSpec("sampling_mask", np.dtype("<i4"), Axis.MASK_TOKEN, 2),  # ids
-    DatasetSpec("sampling_mask_counts", np.dtype("<u2"), Axis.TOKEN, 2),  # ids of each token
-    DatasetSpec("sampling_mask_offsets", np.dtype("<i8"), Axis.ROW_BOUND, 2),
+    DatasetSpec("sampling_mask", np.dtype("<i4"), Axis.MASK_TOKEN),  # ids
+    DatasetSpec("sampling_mask_counts", np.dtype("<u2"), Axis.TOKEN),  # ids of each token
+    DatasetSpec("sampling_mask_offsets", np.dtype("<i8"), Axis.ROW_BOUND),
 )
 """A shard has all of them, if one of its rows has a `SamplingMask`, or none."""
 OFFSETS_BY_JSON_DATASET = {"meta": "meta_offsets", "record": "record_offsets"}

@@ -198,7 +198,7 @@ def _create_datasets_and_get_offsets(
         path, "w", alignment_threshold=1, alignment_interval=schema.ALIGNMENT_BYTES, locking=False
     ) as file:
         file.attrs["format"] = schema.FORMAT_NAME
-        file.attrs["version"] = schema.NEWEST_FORMAT_VERSION
+        file.attrs["version"] = schema.FORMAT_VERSION
         file.attrs["writer"] = writer
         file.attrs["created"] = datetime.now(UTC).isoformat(timespec="seconds")
         for dataset in (*schema.ALWAYS_WRITTEN_DATASETS, *schema.MASK_DATASETS):

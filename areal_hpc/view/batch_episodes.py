@@ -26,8 +26,6 @@ WITHOUT_TOOL = ""
 
 @dataclass(frozen=True, slots=True)
 class BatchEpisode:
-    """One episode of a batch."""
-
     step: int
     ticket_id: int
     attempt: int
@@ -65,7 +63,6 @@ class BatchEpisode:
 def read_batch_episodes(
     paths: RunPaths, steps: Iterable[int], problems: list[str]
 ) -> list[BatchEpisode]:
-    """The episodes of these steps' batches; what cannot be read is named in `problems`."""
     found: list[BatchEpisode] = []
     for step in steps:
         try:
@@ -109,9 +106,8 @@ def _read_episodes(
 
 
 def read_first_row_of_each_episode(
-    paths: RunPaths, episodes: Iterable[BatchEpisode], *, with_meta: bool = True
+    paths: RunPaths, episodes: Iterable[BatchEpisode]
 ) -> list[TrajectoryRow]:
-    """The first rows of episodes, in their order."""
     chosen = list(episodes)
     places: dict[str, list[int]] = {}
     for place, one in enumerate(chosen):
@@ -119,7 +115,7 @@ def read_first_row_of_each_episode(
     found: dict[int, TrajectoryRow] = {}
     for shard, own in places.items():  # all of a shard at once: a batch has thousands of episodes
         reader = ShardReader(paths.shards_dir / shard)
-        rows = reader.read_rows([chosen[place].row for place in own], with_meta=with_meta)
+        rows = reader.read_rows([chosen[place].row for place in own])
         found |= zip(own, rows, strict=True)
     return [found[place] for place in range(len(chosen))]
 
@@ -146,7 +142,7 @@ def read_distinct_reply_share(paths: RunPaths, episodes: Sequence[BatchEpisode])
     1 is where no two episodes of a group said the same, 1 / episodes where all did.
     """
     replies: dict[tuple[int, int], list[bytes]] = {}
-    rows = read_first_row_of_each_episode(paths, episodes, with_meta=False)
+    rows = read_first_row_of_each_episode(paths, episodes)
     for one, row in zip(episodes, rows, strict=True):
         sampled = row.input_ids_T[row.loss_mask_T == 1]
         replies.setdefault((one.ticket_id, one.attempt), []).append(sampled.tobytes())

@@ -1,4 +1,4 @@
-"""Formats do not move: golden files open, and today's writer still writes the like of v2's."""
+"""The shard format does not move: the golden file opens, and the writer writes its like."""
 
 import re
 from pathlib import Path
@@ -14,21 +14,11 @@ from areal_hpc.shards.verify import compute_file_size_and_digest
 from areal_hpc.shards.writer import write_sealed_shard
 from areal_hpc.wire.agent_reward import Reward
 from areal_hpc.wire.row_record import CallRecord, RowRecord
-from areal_hpc.wire.trajectory import RowKind, TrajectoryRow
-from tests.golden import make_shard_v1
-from tests.golden.make_shard_v1 import WRITER
-from tests.golden.make_shard_v2 import GOLDEN, golden_rows
+from areal_hpc.wire.trajectory import RowKind
+from tests.golden.make_shard_v2 import GOLDEN, WRITER, golden_rows
 from tests.support.sample_trajectories import fields
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "shard-format-v2.md"
-EVERY_VERSION = pytest.mark.parametrize(
-    ("golden", "rows", "digest"),
-    [
-        (make_shard_v1.GOLDEN, make_shard_v1.golden_rows(), (13320, "crc32:f4939ce6")),
-        (GOLDEN, golden_rows(), (15044, "crc32:0e60a431")),
-    ],
-    ids=["v1", "v2"],
-)
 
 
 @pytest.fixture
@@ -57,25 +47,19 @@ def structure(path: Path) -> dict[str, Any]:
         return {"attributes": attributes, "datasets": datasets}
 
 
-@EVERY_VERSION
-def test_a_golden_file_has_not_changed(
-    golden: Path, rows: list[TrajectoryRow], digest: tuple[int, str]
-) -> None:
-    assert compute_file_size_and_digest(golden) == digest
+def test_the_golden_file_has_not_changed() -> None:
+    assert compute_file_size_and_digest(GOLDEN) == (15044, "crc32:0e60a431")
 
 
-@EVERY_VERSION
-def test_a_golden_file_reads_as_the_rows_it_was_written_from(
-    golden: Path, rows: list[TrajectoryRow], digest: tuple[int, str]
-) -> None:
-    reader = ShardReader(golden)
+def test_the_golden_file_reads_as_the_rows_it_was_written_from() -> None:
+    reader, rows = ShardReader(GOLDEN), golden_rows()
     expected = [fields(row) for row in rows]
     for row in expected:  # rewards and temperatures are stored as float32
         row["reward"] = pytest.approx(row["reward"], rel=1e-7)
         row["temperature"] = pytest.approx(row["temperature"], rel=1e-7)
     assert [fields(row) for row in reader.read_rows(range(reader.num_rows))] == expected
     assert reader.read_records() == [row.record for row in rows]
-    with h5py.File(golden, "r") as file:
+    with h5py.File(GOLDEN, "r") as file:
         assert (file.attrs["writer"], file.attrs["created"][:4]) == (WRITER, "2026")
 
 

@@ -3,21 +3,50 @@
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from areal_hpc.shards.writer import write_sealed_shard
 from areal_hpc.wire.agent_reward import Reward
 from areal_hpc.wire.row_record import CallRecord, RowRecord
 from areal_hpc.wire.trajectory import RowKind, TrajectoryRow
-from tests.golden.make_shard_v1 import WRITER, golden_row
-from tests.golden.make_shard_v1 import golden_rows as first_rows
 
 GOLDEN = Path(__file__).with_name("shard_v2.h5")
+WRITER = "golden"
 TOOLS = {"6f0c1a2b3c4d5e6f": [{"type": "function", "function": {"name": "add"}}]}
 
 
+def golden_row(tokens: list[tuple[int, int, float, int]], **rest: Any) -> TrajectoryRow:
+    """One row of tokens: id, loss mask, log-probability and version of each."""
+    ids, mask, logprobs, versions = zip(*tokens, strict=True) if tokens else ((), (), (), ())
+    return TrajectoryRow(
+        input_ids_T=np.array(ids, np.int32),
+        loss_mask_T=np.array(mask, np.uint8),
+        logprobs_T=np.array(logprobs, np.float32),
+        versions_T=np.array(versions, np.int64),
+        **rest,
+    )
+
+
+def training_rows() -> list[TrajectoryRow]:
+    """Three rows of two tickets: forked history, an update mid-way, no tokens, largest values."""
+    version = (2 << 32) + 7  # generation 2, step 7
+    prompt = [(151643, 0, 0.0, -1), (0, 0, 0.0, -1)]
+    reply = [(2**31 - 1, 1, -0.1, version), (7, 1, -12.5, version), (7, 1, -1e-7, version + 1)]
+    meta = {"task_id": "sums/17", "messages": [{"role": "user", "content": "1 + 1 = ? ✓"}]}
+    forked = {"ticket_id": 2**40, "attempt": 3, "episode": 1}
+    empty = {"ticket_id": 0, "attempt": 0, "episode": 0, "meta": {"finish_reason": None}}
+    return [
+        golden_row([*prompt, *reply], row=0, reward=0.1, temperature=0.7, meta=meta, **forked),
+        golden_row([(5, 1, -2.0, 0)], row=1, reward=-1.0, **forked),
+        golden_row([], row=0, reward=0.0, **empty),
+    ]
+
+
 def golden_rows() -> list[TrajectoryRow]:
-    """The rows of version 1, the first with its calls, and one of every other kind."""
-    forked, *others = first_rows()
+    """Training rows, the first with its calls, and one of every other kind."""
+    forked, *others = training_rows()
     calls = [
         CallRecord(
             id="chatcmpl-1",

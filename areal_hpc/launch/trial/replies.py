@@ -126,7 +126,7 @@ def _read_recorded_replies(run: RunPaths) -> list[tuple[bytes, EngineReply]]:
         reader = ShardReader(run.shards_dir / line.file)
         count = min(left, reader.num_rows)
         left -= count
-        for row in reader.read_rows(range(count), with_meta=False):
+        for row in reader.read_rows(range(count)):
             for start, end in _find_trained_spans(row.loss_mask_T):
                 ids = row.input_ids_T[start:end].tolist()
                 reply = EngineReply(ids, row.logprobs_T[start:end].tolist())

@@ -1,8 +1,4 @@
-"""Metrics of a batch's episodes, from what the proxy recorded of their model calls.
-
-Rows of shards before format v2 know little of their calls: what none of a batch knows is absent
-from its metrics, not zero.
-"""
+"""Metrics of a batch's episodes, from what the proxy recorded of their model calls."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -38,8 +34,7 @@ def merge_batch_rows_into_episodes(batch: Sequence[TrajectoryRow]) -> list[Episo
     """The episodes of a batch."""
     found: dict[str, list[RowRecord]] = {}
     for row in batch:
-        session = row.record.session_id or f"row {len(found)}"  # a row of before format v2
-        found.setdefault(session, []).append(row.record)
+        found.setdefault(row.record.session_id, []).append(row.record)
     return [merge_rows_into_episode(records) for records in found.values()]
 
 

@@ -24,7 +24,6 @@ from areal_hpc.trainer.objective.gae import estimate_advantages, scale_and_weigh
 from areal_hpc.trainer.objective.loss_aggregation import compute_loss_aggregation_row_factors
 from areal_hpc.trainer.objective.reply_credit import compute_reply_earnings, list_reply_rewards
 from areal_hpc.wire.ledger import BatchManifest, SealedTicket
-from areal_hpc.wire.row_record import RowRecord
 from areal_hpc.wire.trajectory import TrajectoryRow, find_row_defect
 from areal_hpc.wire.weight_version import GenerationFork, WeightVersion, compute_staleness_steps
 
@@ -102,12 +101,7 @@ def read_rows_by_ticket(
     rows_of: dict[str, list[int]] = {}
     for ticket in manifest.tickets:
         rows_of.setdefault(ticket.shard, []).extend(ticket.rows)
-    found = {
-        name: map(
-            _replace_record, shards.read_training_rows(name, rows), shards.read_records(name, rows)
-        )
-        for name, rows in rows_of.items()
-    }
+    found = {name: iter(shards.read_training_rows(name, rows)) for name, rows in rows_of.items()}
     batch = [[next(found[ticket.shard]) for _ in ticket.rows] for ticket in manifest.tickets]
     for ticket, rows in zip(manifest.tickets, batch, strict=True):
         for row in rows:
@@ -119,10 +113,6 @@ def read_rows_by_ticket(
                     hint="restore manifests/ and shards/ from the same copy",
                 )
     return batch
-
-
-def _replace_record(row: TrajectoryRow, record: RowRecord) -> TrajectoryRow:
-    return replace(row, record=record)
 
 
 def set_rewards_and_drop_unsound_tickets(

@@ -143,11 +143,6 @@ def _list_episode_rewards(
     rows: dict[int, TrajectoryRow], objective: ObjectiveConfig, first: int
 ) -> list[ReplyReward]:
     is_credited = any(row.record.is_credited for row in rows.values())
-    if not all(row.record.calls for row in rows.values()):
-        return [  # of before calls were recorded: a row is all there is
-            _build_reply_reward(place, 0, row.num_tokens, row.reward, [], 1.0)
-            for place, row in rows.items()
-        ]
     calls, trained = _list_calls_and_trained_spans(rows)
     order = {name: first + number for number, name in enumerate(calls)}
     followers = {} if is_credited else _map_followers(calls)
@@ -182,7 +177,7 @@ def _build_reply_reward(
     reward: float,
     followers: list[int],
     weight: float,
-    is_rewarded: bool = True,
+    is_rewarded: bool,
 ) -> ReplyReward:
     token_places_t = np.arange(max(1, first_token), max(1, end_token))
     return ReplyReward(0, row, token_places_t, reward, np.zeros(0), followers, weight, is_rewarded)
@@ -192,13 +187,11 @@ def _credit_episode(
     rows: dict[int, TrajectoryRow], objective: ObjectiveConfig, measure: MeasureSpanKlPenalty
 ) -> Iterator[_EarnedCredit]:
     is_credited = any(row.record.is_credited for row in rows.values())
-    if (objective.credit == "turn" or is_credited) and all(r.record.calls for r in rows.values()):
+    if objective.credit == "turn" or is_credited:
         discount = 1.0 if is_credited else objective.turn_discount
         yield from _credit_replies(rows, discount, is_credited, objective.overlong, measure)
         return
-    rewards = [row.reward for row in rows.values()]
-    # Rows of before one number a reply may differ. A mean of equal ones would be rounded.
-    reward = rewards[0] if len(set(rewards)) == 1 else float(np.mean(rewards))
+    reward = next(iter(rows.values())).reward
     if objective.overlong.penalty:
         calls = [call for row in rows.values() for call in row.record.calls if call.trained]
         reward -= math.fsum(
@@ -261,10 +254,4 @@ def compute_overlong_penalty(tokens: int, overlong: OverlongConfig) -> float:
 
 
 def _map_followers(calls: dict[str, CallRecord]) -> dict[str, list[str]]:
-    if any(call.followers for call in calls.values()):
-        return {name: [f for f in call.followers if f in calls] for name, call in calls.items()}
-    followers: dict[str, list[str]] = {}  # shards of before followers were noted
-    for call in calls.values():
-        if call.parent_id in calls:
-            followers.setdefault(str(call.parent_id), []).append(call.id)
-    return followers
+    return {name: [f for f in call.followers if f in calls] for name, call in calls.items()}

@@ -51,16 +51,14 @@ def test_sampling_masks_are_read_for_whichever_rows_are_asked_for(paths: RunPath
         rows[number] = dataclasses.replace(rows[number], sampling_mask=mask)
     reader = reader_of(paths, rows)
     for chosen in ([3], [4, 3, 0], [1, 2, 3], [0]):
-        for with_meta in (True, False):
-            found = reader.read_rows(chosen, with_meta=with_meta)
-            for number, row in zip(chosen, found, strict=True):
-                if number not in (1, 3):
-                    assert row.sampling_mask is None
-                    continue
-                assert row.sampling_mask is not None
-                assert row.sampling_mask.counts_T.tolist() == [0, 0, 0, 2, 0, 1]
-                assert row.sampling_mask.ids[1] == 7
-                assert row.sampling_mask.ids[2] == 1000 * number + 5
+        for number, row in zip(chosen, reader.read_rows(chosen), strict=True):
+            if number not in (1, 3):
+                assert row.sampling_mask is None
+                continue
+            assert row.sampling_mask is not None
+            assert row.sampling_mask.counts_T.tolist() == [0, 0, 0, 2, 0, 1]
+            assert row.sampling_mask.ids[1] == 7
+            assert row.sampling_mask.ids[2] == 1000 * number + 5
 
 
 @pytest.mark.parametrize(
@@ -101,7 +99,7 @@ def test_a_shard_that_shrinks_under_its_reader_is_an_error(paths: RunPaths) -> N
     reader = reader_of(paths, [trajectory(number, tokens=5000) for number in range(4)])
     os.truncate(reader.path, reader.path.stat().st_size // 2)
     with pytest.raises(ShardError, match="cannot be read: the file is"):
-        reader.read_rows([0, 1, 2, 3], with_meta=False)
+        reader.read_rows([0, 1, 2, 3])
 
 
 @given(st.lists(st.integers(0, 9), max_size=12))
@@ -113,9 +111,7 @@ def test_any_choice_of_rows_is_read_as_sealed(ten_rows: ShardReader, rows: list[
     ]
 
 
-def test_metadata_is_optional_and_a_row_outside_is_an_error(ten_rows: ShardReader) -> None:
-    (row,) = ten_rows.read_rows([0], with_meta=False)
-    assert row.meta == {}
+def test_a_row_outside_is_an_error(ten_rows: ShardReader) -> None:
     with pytest.raises(IndexError, match=r"rows 0\.\.9, got 10"):
         ten_rows.read_rows([10])
 
@@ -227,7 +223,7 @@ def test_a_later_version_is_refused_and_unknown_names_are_not(paths: RunPaths) -
     assert ShardReader(path).num_rows == 1
     with h5py.File(path, "r+") as file:
         file.attrs["version"] = 3
-    with pytest.raises(ShardError, match="expected version 1 to 2, got"):
+    with pytest.raises(ShardError, match="expected version 2, got"):
         ShardReader(path)
 
 

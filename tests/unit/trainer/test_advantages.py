@@ -322,19 +322,6 @@ def test_the_default_is_what_it_was_to_the_last_bit() -> None:
         assert found.tobytes() == expected.tobytes()
 
 
-def test_rows_of_before_calls_were_recorded_have_the_mean_of_their_episode() -> None:
-    batch = [[[MadeUpTurn(9, 1.0), MadeUpTurn(9, 0.0)], [MadeUpTurn(9, 0.0), MadeUpTurn(9, 0.0)]]]
-    rows = [
-        replace(row, record=type(row.record)(), reward=reward)
-        for row, reward in zip(
-            build_batch(batch, ExportSettings()), (1.0, 0.0, 0.0, 0.0), strict=True
-        )
-    ]
-    for credit in ("episode", "turn"):
-        objective = ObjectiveConfig(credit=credit, baseline="none", scale_rewards="none")
-        assert set(token_advantages(rows, objective).values()) == {0.5, 0.0}
-
-
 def test_what_an_agents_client_passed_back_is_taken_as_it_is() -> None:
     turns = [MadeUpTurn(9, 0.9), MadeUpTurn(0, None), MadeUpTurn(1, 1.0)]
     objective = ObjectiveConfig(baseline="none", scale_rewards="none")

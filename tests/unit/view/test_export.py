@@ -16,7 +16,7 @@ from areal_hpc.view.transcripts.row_search import RowQuery, find_rows
 from areal_hpc.wire.agent_reward import Reward
 from areal_hpc.wire.row_record import CallRecord, RowRecord
 from areal_hpc.wire.trajectory import RowKind, TrajectoryRow
-from tests.golden.make_shard_v1 import GOLDEN
+from tests.golden.make_shard_v2 import GOLDEN
 from tests.support.sample_trajectories import seal_in, trajectory
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -186,7 +186,7 @@ def test_messages_of_any_shape_are_exported_and_do_not_move_tokens(paths: RunPat
 
 
 @pytest.mark.parametrize("file_format", ["jsonl", "parquet", "sft", "atif"])
-def test_a_shard_of_version_1_is_exported_and_no_file_is_overwritten(
+def test_the_golden_shard_is_exported_and_no_file_is_overwritten(
     paths: RunPaths, file_format: ExportFormat
 ) -> None:
     path, report = exported(paths, file_format, run=GOLDEN)

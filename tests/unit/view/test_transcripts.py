@@ -18,7 +18,6 @@ from areal_hpc.wire.agent_reward import Reward
 from areal_hpc.wire.ledger import NO_VERSION, BatchManifest, SealedTicket, TicketRef
 from areal_hpc.wire.row_record import CallRecord, RowRecord
 from areal_hpc.wire.trajectory import RowKind, TrajectoryRow
-from tests.golden.make_shard_v1 import GOLDEN
 from tests.support.sample_trajectories import seal_in, trajectory
 
 FIELDS: dict[str, FieldValue] = {"step": 20.0, "reward": 0.25, "kind": "failed", "part.a": None}
@@ -253,10 +252,3 @@ def test_messages_of_any_form_are_shown(paths: RunPaths) -> None:
     seal_in(paths, [replace(trajectory(1), meta={"messages": odd})])
     text = "\n".join(shown(paths, ""))
     assert '[image]\n  \u2192 x\n  \u2192 {"function":5}\n?\n  {"a":[1]}' in text
-
-
-def test_rows_of_version_1_are_shown_without_what_it_did_not_record() -> None:
-    rows, _ = find_rows(GOLDEN, RowQuery("kind=train and step!=1 and not seconds>0"))
-    text = format_groups(rows, 100)
-    assert text.startswith(f"ticket {2**40}, attempt 3: reward 0.1 -1\n")
-    assert "1 + 1 = ? \u2713" in text
