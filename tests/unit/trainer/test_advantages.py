@@ -18,11 +18,8 @@ from areal_hpc.trainer.batch.training_rows import (
     SCALE_CHANNEL,
     build_rows,
 )
-from areal_hpc.trainer.objective.advantages import compute_advantages
 from areal_hpc.trainer.objective.reply_credit import (
-    BatchCredit,
     compute_overlong_penalty,
-    compute_reply_earnings,
 )
 from areal_hpc.wire.proxy import ExportSettings
 from areal_hpc.wire.trajectory import TrajectoryRow
@@ -66,11 +63,6 @@ def token_advantages(rows: list[TrajectoryRow], objective: ObjectiveConfig) -> d
             assert key not in found
             found[key] = float(one.channels[ADVANTAGE_CHANNEL][place])
     return found
-
-
-def credit_of(rewards: list[float], groups: list[int], episodes: list[int]) -> BatchCredit:
-    ones = np.ones(len(rewards))
-    return BatchCredit(np.array(rewards), np.array(groups), np.array(episodes), ones, [])
 
 
 # Against a reference -----------------------------------------------------------------------------
@@ -234,25 +226,6 @@ def test_packing_makes_no_difference(
     assert token_advantages(concat, objective) == expected
 
 
-@given(BATCHES, OBJECTIVES)
-def test_scaled_advantages_are_bounded(
-    batch: list[list[list[MadeUpTurn]]], objective: ObjectiveConfig
-) -> None:
-    if objective.scale_rewards == "none":
-        return
-    credit = compute_reply_earnings(build_batch(batch, ExportSettings()), objective)
-    advantages_K = compute_advantages(credit, objective)
-    for group in range(len(batch)):
-        by_batch = objective.scale_rewards == "batch"
-        m = len(credit.earned_K) if by_batch else int((credit.groups_K == group).sum())
-        own_K = advantages_K[credit.groups_K == group]
-        is_centered = objective.baseline == "group_mean" and objective.std_ddof == 1
-        bound = (m - 1) / math.sqrt(m) if is_centered else math.sqrt(m)
-        assert np.abs(own_K).max() <= bound * (1 + 1e-9)
-        if objective.baseline == "group_mean" and objective.credit == "episode":
-            assert own_K.sum() == pytest.approx(0.0, abs=1e-9 * m)
-
-
 def test_a_nearly_equal_group_does_not_explode() -> None:
     """Rows (1, 0) and (.5, .5003) of two episodes had advantages of 4,713."""
     batch = [
@@ -276,50 +249,6 @@ def test_a_shared_reply_is_credited_with_all_of_its_branches() -> None:
     turn = ObjectiveConfig(credit="turn", baseline="none", scale_rewards="none")
     found = token_advantages(build_batch([[good, bad]], ExportSettings()), turn)
     assert [found[0, 0, token] for token in (0, 10, 20)] == [0.5, 0.0, 0.5]
-
-
-@pytest.mark.parametrize(("size", "expected"), [(2, 1.0), (3, 1.0), (8, 1.33), (16, 1.69)])
-def test_a_task_solved_seldom_weighs_more_the_larger_the_group(size: int, expected: float) -> None:
-    """What docs/objectives.md says: how much more a success earns, at a rate of .05 and of .5."""
-    groups, episodes = [0] * size, [*range(size)]
-
-    def advantage(own: float, solved: int) -> float:
-        rewards = [own] + [1.0] * solved + [0.0] * (size - 1 - solved)
-        credit = credit_of(rewards, groups, episodes)
-        return float(compute_advantages(credit, ObjectiveConfig())[0])
-
-    def weigh(rate: float) -> float:
-        return sum(
-            math.comb(size - 1, solved)
-            * rate**solved
-            * (1 - rate) ** (size - 1 - solved)
-            * (advantage(1.0, solved) - advantage(0.0, solved))
-            for solved in range(size)
-        )
-
-    assert weigh(0.05) / weigh(0.5) == pytest.approx(expected, abs=5e-3)
-
-
-def test_a_group_that_agrees_teaches_nothing() -> None:
-    for objective in (
-        ObjectiveConfig(),
-        ObjectiveConfig(scale_rewards="none"),
-        ObjectiveConfig(baseline="leave_one_out", scale_rewards="none"),
-    ):
-        credit = credit_of([0.1] * 7 + [0.5], [0] * 7 + [1], [*range(7), 0])
-        assert compute_advantages(credit, objective).tolist() == [0.0] * 8
-
-
-def test_the_default_is_what_it_was_to_the_last_bit() -> None:
-    generator = np.random.default_rng(3)
-    for _ in range(50):
-        rewards = generator.choice([0.0, 0.1, 1 / 3, 1.0], size=generator.integers(2, 9))
-        if rewards.std() < 1e-3:
-            continue
-        credit = credit_of(rewards.tolist(), [0] * len(rewards), [*range(len(rewards))])
-        found = compute_advantages(credit, ObjectiveConfig()).astype(np.float32)
-        expected = ((rewards - rewards.mean()) / rewards.std(ddof=1)).astype(np.float32)
-        assert found.tobytes() == expected.tobytes()
 
 
 def test_what_an_agents_client_passed_back_is_taken_as_it_is() -> None:

@@ -39,14 +39,6 @@ def judging(step: int, judged_step: int = -1) -> AsyncEvaluationTracker:
     return beside
 
 
-def test_weights_are_given_when_they_are_due_and_not_otherwise() -> None:
-    beside = AsyncEvaluationTracker(SCHEDULE, judged_step=0)
-    for step in range(1, 5):
-        assert beside.list_replicas_to_update_now(cell("1.0"), at(step)) == []
-        assert not beside.may_grant_episodes(cell("1.0"), at(step))
-    assert indices(beside.list_replicas_to_update_now(cell("1.0"), at(5))) == [0]
-
-
 def test_no_episode_is_granted_while_a_replica_serves_other_weights() -> None:
     beside = AsyncEvaluationTracker(SCHEDULE, judged_step=0)
     assert not beside.may_grant_episodes(cell("1.0", "1.5"), at(5))
@@ -63,14 +55,6 @@ def test_a_cell_whose_replicas_are_not_up_begins_nothing() -> None:
         assert not beside.may_grant_episodes(replicas, at(0))
         assert beside.list_replicas_to_update_now(replicas, at(0)) == []
     assert beside.has_unjudged_up_to(0)
-
-
-def test_what_is_under_way_keeps_its_weights_while_training_goes_on() -> None:
-    beside = judging(5)
-    for step in range(5, TOTAL + 1):
-        assert beside.list_replicas_to_update_now(cell("1.5"), at(step)) == []
-        assert not beside.may_grant_episodes(cell("1.5"), at(step))
-        assert beside.under_way == at(5)
 
 
 def test_a_replica_that_restarts_beside_others_waits_for_the_next_version() -> None:
@@ -92,12 +76,6 @@ def test_an_evaluation_whose_weights_are_lost_is_given_up_for_the_present_ones()
     assert not beside.may_grant_episodes(cell(READY), at(7)), "it has begun"
 
 
-def test_the_same_weights_given_once_more_go_on_with_the_same_evaluation() -> None:
-    beside = judging(5)
-    assert not beside.may_grant_episodes(cell(READY), at(5))
-    assert indices(beside.list_replicas_to_update_now(cell(READY), at(5))) == [0]
-
-
 def test_of_several_that_became_due_the_newest_weights_are_judged_and_the_others_are_named() -> (
     None
 ):
@@ -108,16 +86,6 @@ def test_of_several_that_became_due_the_newest_weights_are_judged_and_the_others
     beside.mark_judged()
     assert beside.has_unjudged_up_to(TOTAL), "the last step is never left out"
     assert not beside.has_unjudged_up_to(TOTAL - 1)
-
-
-def test_the_run_may_end_only_after_the_last_step_was_judged() -> None:
-    beside = judging(10)
-    assert beside.has_unjudged_up_to(TOTAL)
-    beside.mark_judged()
-    assert beside.has_unjudged_up_to(TOTAL)
-    assert beside.begin_and_list_skipped_steps(at(TOTAL)) == []
-    beside.mark_judged()
-    assert not beside.has_unjudged_up_to(TOTAL)
 
 
 def test_a_trainer_that_resumes_owes_what_its_metrics_lack() -> None:

@@ -139,12 +139,6 @@ def test_a_function_that_is_no_loss_is_refused(name: str, expected: str) -> None
     assert caught.value.problems[0].key == "trainer.objective.custom"
 
 
-@pytest.mark.parametrize("name", ["sapo", "m2po", "lite_ppo"])
-def test_the_shipped_ones_are_loaded(name: str) -> None:
-    assert load_custom_loss(ObjectiveConfig(custom=f"examples.objectives.{name}:compute_terms"))
-    assert load_custom_loss(ObjectiveConfig()) is None
-
-
 @pytest.mark.parametrize(
     ("values", "expected"),
     [

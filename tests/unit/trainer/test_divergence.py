@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
-from areal_hpc.recipe.sections.trainer import KlConfig, ObjectiveConfig
+from areal_hpc.recipe.sections.trainer import ObjectiveConfig
 from areal_hpc.trainer.batch.training_rows import (
     PROXIMAL_CHANNEL,
     REFERENCE_CHANNEL,
@@ -125,11 +125,3 @@ def test_a_teacher_adds_to_the_advantage_of_each_token() -> None:
         expected = other.channels["advantage"] + 0.5 * (teacher[place] - start[place])
         np.testing.assert_allclose(one.channels["advantage"], expected, rtol=1e-6)
     assert objective.advantages_need_logprobs
-
-
-def test_a_penalty_needs_its_coefficient_before_a_reference_is_loaded() -> None:
-    assert KlConfig().coef == 0
-    assert not ObjectiveConfig().advantages_need_logprobs
-    in_loss = KlConfig(coef=0.1, placement="loss", estimator="k2")
-    assert not ObjectiveConfig(kl=in_loss).advantages_need_logprobs
-    assert ObjectiveConfig(kl=KlConfig(coef=0.1)).advantages_need_logprobs

@@ -6,7 +6,6 @@ import pytest
 
 from areal_hpc.trainer.batch.episode_metrics import (
     EpisodeRecord,
-    measure_covered_s,
     merge_rows_into_episode,
     summarize_episodes,
 )
@@ -88,8 +87,3 @@ def test_parts_and_metrics_of_rewards_are_means_over_the_episodes_that_have_them
     )
     assert found["reward/part/format"] == pytest.approx((0.5 + 0.3) / 2)
     assert found["reward/metric/tool_errors"] == 2.0
-
-
-def test_spans_that_overlap_count_once() -> None:
-    assert measure_covered_s([(3, 4), (0, 2), (1, 1.5)]) == 3.0
-    assert measure_covered_s([]) == 0.0

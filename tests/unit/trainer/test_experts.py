@@ -10,10 +10,8 @@ from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anyt
 
 # isort: split
 from areal_hpc.trainer.model.experts import GroupedExperts
-from tests.support.operations import OperationLog
 
 HIDDEN, FFN = 32, 16
-MAX_FORWARD_KERNELS = 6
 
 
 def build(experts: int, dtype: torch.dtype = torch.float32) -> GroupedExperts:
@@ -66,16 +64,3 @@ def test_bfloat16_rounds_as_the_loop_does() -> None:
     found, _ = experts(rows_RH, torch.tensor(counts), weights_R)
     assert found.dtype == torch.bfloat16
     torch.testing.assert_close(found, loop(experts, rows_RH, counts, weights_R))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_kernels_do_not_grow_with_the_experts(dtype: torch.dtype) -> None:
-    names = {}
-    for number in (2, 64):
-        experts, weights_R = build(number, dtype), torch.rand(64)
-        rows_RH, counts_E = torch.randn(64, HIDDEN).to(dtype), torch.full((number,), 64 // number)
-        with torch.no_grad(), OperationLog() as log:
-            experts(rows_RH, counts_E, weights_R)
-        names[number] = log.computing
-    assert names[2] == names[64]
-    assert len(names[64]) <= MAX_FORWARD_KERNELS, names[64]

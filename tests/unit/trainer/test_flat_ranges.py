@@ -11,7 +11,6 @@ from areal_hpc.trainer.checkpoints.flat_ranges import (
     compute_strides,
     intersect_boxes,
     split_flat_range,
-    split_into_matrices,
 )
 
 
@@ -55,22 +54,3 @@ def test_blocks_intersect_where_slices_do() -> None:
         flat = torch.arange(20)[first : first + count]
         seen = flat.as_strided(common.sizes, compute_strides(shape))
         assert torch.equal(seen, torch.arange(20).view(shape)[common.slices])
-
-
-def test_a_block_of_one_layer_lies_in_the_tensor_of_all() -> None:
-    layer = Box((7, 3, 10, 0), (1, 1, 5, 6))
-    assert Box((2, 1), (3, 4)).shift_from_within_to_whole(layer) == Box((7, 3, 12, 1), (1, 1, 3, 4))
-
-
-@pytest.mark.parametrize("shape", [(), (4,), (2, 3), (2, 3, 4), (2, 1, 3, 4)])
-def test_a_block_is_cut_into_its_matrices_in_order(shape: tuple[int, ...]) -> None:
-    tensor = torch.arange(torch.Size(shape).numel()).reshape(shape)
-    boxes = list(split_into_matrices(Box((0,) * len(shape), shape)))
-    found = [number for box in boxes for number in tensor[box.slices].flatten().tolist()]
-    assert found == list(range(tensor.numel()))
-    assert all(size == 1 for box in boxes for size in box.sizes[:-2])
-
-
-@pytest.mark.parametrize("shape", [(), (4,), (2, 3), (2, 3, 4)])
-def test_strides_are_those_of_torch(shape: tuple[int, ...]) -> None:
-    assert compute_strides(shape) == torch.empty(shape).stride()

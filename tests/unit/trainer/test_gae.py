@@ -18,8 +18,6 @@ from areal_hpc.trainer.batch.training_rows import (
     BatchScores,
     build_rows,
 )
-from areal_hpc.trainer.objective.gae import estimate_advantages
-from areal_hpc.trainer.objective.reply_credit import ReplyReward
 from areal_hpc.trainer.objective.value_loss import compute_value_loss
 from areal_hpc.wire.proxy import ExportSettings
 from areal_hpc.wire.trajectory import TrajectoryRow
@@ -29,7 +27,6 @@ from tests.support.bias_toy import (
     CONTEXTS,
     ToyTask,
     compute_values,
-    list_branched_episodes,
     list_linear_episodes,
     make_policy,
     make_task,
@@ -114,25 +111,6 @@ def test_advantages_are_sums_of_discounted_errors(
         assert aim == pytest.approx(one + value, rel=1e-6, abs=1e-6)
 
 
-@pytest.mark.parametrize(("discount", "gae_lambda"), [(1.0, 0.95), (0.9, 0.5), (1.0, 1.0)])
-def test_a_recursion_over_replies_is_exact_in_float64(discount: float, gae_lambda: float) -> None:
-    generator = np.random.default_rng(2)
-    lengths = [5, 1, 40, 7]
-    values = [generator.normal(size=length) for length in lengths]
-    rewards = generator.normal(size=len(lengths)).tolist()
-    replies = [
-        ReplyReward(0, 0, np.arange(length), reward, np.zeros(length), after, 1.0, True)
-        for length, reward, after in zip(lengths, rewards, ([1], [2], [3], []), strict=True)
-    ]
-    objective = make_objective(discount=discount, gae_lambda=gae_lambda)
-    found = estimate_advantages(replies, values, objective)
-    turns = [(own.tolist(), reward) for own, reward in zip(values, rewards, strict=True)]
-    expected = sum_discounted_errors(turns, discount, gae_lambda)
-    for one, advantages, own in zip(found, expected, values, strict=True):
-        np.testing.assert_allclose(one.advantages_t, advantages, rtol=1e-12, atol=1e-12)
-        np.testing.assert_allclose(one.returns_t, advantages + own, rtol=1e-12, atol=1e-12)
-
-
 @st.composite
 def made_up_trees(draw: st.DrawFn) -> list[MadeUpTurn]:
     reward = st.sampled_from([None, 0.0, 0.5, 1.0, -3.0])
@@ -177,18 +155,6 @@ def test_without_discount_a_value_is_a_baseline(
         weight = times_weight / aim
         assert 0 < weight <= 1 + 1e-6
         assert advantage == pytest.approx((aim - value) * weight, rel=1e-4, abs=1e-5)
-
-
-@given(groups=BATCHES, scale=st.sampled_from(["group", "batch"]))
-def test_no_advantage_exceeds_the_root_of_their_number(
-    groups: list[list[list[MadeUpTurn]]], scale: str
-) -> None:
-    rows = build_batch(groups, ExportSettings())
-    found = estimate(rows, make_objective(scale_rewards=scale))
-    advantages = np.array([advantage for advantage, _ in found.values()])
-    assert np.abs(advantages).max(initial=0.0) <= len(found) ** 0.5 + 1e-6
-    if scale == "batch":
-        assert np.square(advantages).mean() == pytest.approx(1.0, rel=1e-5)
 
 
 def test_a_turn_as_a_step_gives_the_numbers_of_areal() -> None:
@@ -265,12 +231,6 @@ def test_a_critic_that_is_wrong_does_no_harm_where_all_that_came_after_counts(
 def test_a_critic_that_is_right_follows_the_true_gradient(gae_lambda: float) -> None:
     task = make_task(list_linear_episodes(2, "turn"), make_policy(2))
     assert measure_bias(task, compute_values(task), gae_lambda) <= 1e-9
-
-
-def test_branches_do_no_harm_either() -> None:
-    task = make_task(list_branched_episodes(3), make_policy(3))
-    wrong = np.random.default_rng(4).normal(size=CONTEXTS)
-    assert measure_bias(task, wrong, 1.0) <= 1e-9
 
 
 @pytest.mark.parametrize("clip_value", [None, 0.2, 0.6])

@@ -2,7 +2,6 @@ import math
 from pathlib import Path
 
 import msgspec
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from areal_hpc.metrics.step_metrics import find_best_step, read_metrics
 from areal_hpc.metrics.writer import (
@@ -90,20 +89,6 @@ def test_numbers_that_are_not_finite_are_null_on_disk(tmp_path: Path) -> None:
     assert msgspec.json.decode(
         msgspec.json.encode(line), type=JsonMetricRow
     ) == replace_non_finite_by_none(line)
-
-
-def test_tensorboard_lists_rewards_before_all_else(tmp_path: Path) -> None:
-    log = MetricsWriter(tmp_path / "metrics.jsonl", tmp_path / "board", 0)
-    log.write(1, {"importance/mean": 1.0, "eval/reward": 0.5, "loss": 2.0, "reward/mean": 0.25})
-    log.close()
-    board = EventAccumulator(str(tmp_path / "board"))
-    board.Reload()
-    assert sorted(board.Tags()["scalars"]) == [
-        "1_reward/mean",
-        "2_eval/reward",
-        "importance/mean",
-        "loss",
-    ]
 
 
 def test_lines_that_follow_a_checkpoint_wait_until_it_is_durable(tmp_path: Path) -> None:

@@ -112,11 +112,6 @@ def test_the_mean_of_the_minibatch_gradients_is_the_full_one(
         np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-14)
 
 
-def test_one_minibatch_of_a_token_mean_is_multiplied_by_nothing() -> None:
-    assert compute_minibatch_factors([17]) == [1.0]
-    assert compute_loss_aggregation_row_factors([3, 4], ["a", "b"], ObjectiveConfig()) is None
-
-
 def test_the_dual_clip_bounds_what_a_bad_token_can_do() -> None:
     """A ratio of e^12 made a gradient of 162,755."""
     objective = ObjectiveConfig(off_policy_correction="none", clip_dual=3.0)

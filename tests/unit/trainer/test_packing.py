@@ -49,13 +49,6 @@ def test_a_pack_over_the_limit_holds_one_sequence_that_is(
             assert size <= max_tokens or len(pack) == 1
 
 
-@given(st.lists(st.integers(1, 60), min_size=8, max_size=40), st.integers(1, 4))
-def test_ranks_carry_about_the_same_load(lengths: list[int], ranks: int) -> None:
-    plan = plan_packs(lengths, ranks=ranks, max_tokens=10_000, parallelism=PackParallelism())
-    loads = [sum(lengths[index] for pack in packs for index in pack) for packs in plan]
-    assert max(loads) - min(loads) <= max(lengths)
-
-
 @given(LENGTHS, SPLITS)
 def test_context_ranks_hold_every_token_once(lengths: list[int], split: PackParallelism) -> None:
     rows = [row(length, seed) for seed, length in enumerate(lengths)]
@@ -101,20 +94,6 @@ def test_each_scored_token_names_its_sequence(lengths: list[int], split: PackPar
     for rank in range(split.cp):
         pack = build_pack(rows, ("place",), PackParallelism(split.tp, split.cp, rank))
         assert pack.rows_N.tolist() == pack.channels_N["place"].tolist()
-
-
-def test_the_first_token_of_a_sequence_is_never_scored() -> None:
-    pack = build_pack(
-        [TrainingRow(np.array([5, 6], np.int32), np.ones(2, np.uint8), {})], (), PackParallelism()
-    )
-    assert pack.labels_N.tolist() == [6]
-    assert pack.logit_places_N.tolist() == [0]
-
-
-def test_without_parallelism_nothing_is_padded() -> None:
-    pack = build_pack([row(7), row(3), row(11)], (), PackParallelism())
-    assert pack.padded_lengths.tolist() == [7, 3, 11]
-    assert len(pack.input_ids_T) == 21
 
 
 def test_a_pack_without_rows_is_a_filler_that_is_scored_nowhere() -> None:

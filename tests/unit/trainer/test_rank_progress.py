@@ -17,14 +17,8 @@ from areal_hpc.trainer import rank_progress
 from areal_hpc.trainer.collectives import raise_if_rank_lost_or_hung
 from areal_hpc.trainer.process_groups import FLIGHT_RECORD_VARIABLES, set_flight_record_paths
 from areal_hpc.trainer.rank_progress import (
-    ObservedRank,
-    PlaceReport,
     RankProgress,
-    describe_observed_ranks,
 )
-
-FORWARD = PlaceReport(7, "forward and backward passes", "forward of micro-batch 2")
-OPTIMIZER = PlaceReport(8, "the optimizer's step")
 
 
 @pytest.fixture
@@ -48,24 +42,6 @@ def ranks(told: list[str]) -> list[RankProgress]:
 def look(ranks: list[RankProgress], now: float) -> None:
     for one in reversed(ranks):  # rank 0 sees what the others wrote
         one.publish_place_and_report_hangs(now)
-
-
-def test_the_rank_that_is_behind_is_named_first() -> None:
-    standings = [
-        ObservedRank(0, OPTIMIZER, 300.0),
-        ObservedRank(1, OPTIMIZER, 301.0),
-        ObservedRank(2, FORWARD, 310.0),
-        ObservedRank(3, OPTIMIZER, 300.0),
-    ]
-    assert describe_observed_ranks(standings) == (
-        "behind all others: rank 2 at forward and backward passes, forward of micro-batch 2 for "
-        "310 s; ranks 0-1, 3 at the optimizer's step for 300 s"
-    )
-
-
-def test_no_rank_is_blamed_where_all_are_at_one_place() -> None:
-    standings = [ObservedRank(rank, OPTIMIZER, 300.0) for rank in range(4)]
-    assert describe_observed_ranks(standings) == "ranks 0-3 at the optimizer's step for 300 s"
 
 
 def test_a_rank_that_hangs_is_told_of_once_and_shows_its_stack(

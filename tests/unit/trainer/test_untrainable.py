@@ -134,17 +134,6 @@ def test_such_replies_leave_the_loss_and_its_denominator_while_their_rewards_cou
         assert one.channels[SCALE_CHANNEL][0] == 1.0  # 4 tokens / 2 episodes / 2 tokens of each
 
 
-def test_a_cut_reply_and_a_greedy_one_both_leave() -> None:
-    objective = ObjectiveConfig.model_validate({"overlong": {"mask": True}})
-    (row, _) = sample(*MIXED)
-    first, *rest = row.record.calls
-    calls = [msgspec.structs.replace(first, finish_reason="length"), *rest]
-    row = replace(row, record=msgspec.structs.replace(row.record, calls=calls))
-    (found,) = build_rows([row], WeightVersion(1, 0), [GenerationFork(1, 0)], objective)
-    assert not found.loss_mask_T.any()
-    assert row.loss_mask_T.any()  # what was read stays as it is
-
-
 def test_tokens_are_counted_by_reason() -> None:
     found = count_untrainable_tokens(sample(*MIXED))
     assert found == {"temperature=0": 2, "temperature=0 and top_p": 2}

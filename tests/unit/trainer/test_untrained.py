@@ -34,10 +34,6 @@ def streak(norms: list[float]) -> list[UntrainedBatchPart]:
     return found
 
 
-def test_finite_norms_leave_nothing_untrained() -> None:
-    assert judge([0.0, 1.0], 7, []) == judge([], 7, [], "stop") == []
-
-
 def test_two_odd_batches_in_a_row_are_passed_over_and_a_third_is_not() -> None:
     odd = math.nan
     assert [one.step for one in streak([odd, odd, 1.0, odd, odd, 0.0, odd])] == [1, 2, 4, 5, 7]
