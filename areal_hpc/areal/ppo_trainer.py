@@ -9,8 +9,9 @@ import orjson
 from omegaconf import OmegaConf
 
 from areal_hpc.areal.api.cli_args import BaseExperimentConfig
-from areal_hpc.areal.config.run_rules import map_areal_module, map_areal_path_kwargs
-from areal_hpc.areal.config.translation import find_rule, translate_to_recipe
+from areal_hpc.areal.config.conversions import map_areal_module, map_areal_path_kwargs
+from areal_hpc.areal.config.rules import find_rule_key
+from areal_hpc.areal.config.translation import translate_to_recipe
 from areal_hpc.dataset.materialize import encode_row
 from areal_hpc.errors import RecipeError
 from areal_hpc.launch.run import run, submit
@@ -155,7 +156,7 @@ class PPOTrainer:
         return recipe, [
             f"ignored  {one.key}={one.value}: {one.reason}"
             for one in translation.untranslated
-            if find_rule(one.key) and not one.key.endswith("_dataset.path")
+            if find_rule_key(one.key) and not one.key.endswith("_dataset.path")
         ]
 
 

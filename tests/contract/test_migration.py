@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.areal.config.translation import RULE_BY_KEY
+from areal_hpc.areal.config.rules import RULE_BY_KEY
 from areal_hpc.cli.main import main
 from areal_hpc.recipe.base import get_section_class
 from areal_hpc.recipe.recipe import Recipe
@@ -16,10 +16,10 @@ FOLDER = Path(__file__).parent
 def test_every_key_of_a_recipe_that_a_rule_names_exists() -> None:
     sections = {"cluster", "evaluation", "inference", "model", "proxy", "rollout", "trainer"}
     for rule in RULE_BY_KEY.values():
-        for name in re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)`", rule.recipe_counterpart_text):
+        for name in re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)`", rule.counterpart):
             if name.split(".")[0] not in sections or name.endswith((".jsonl", ".yaml")):
                 continue
-            if name in RULE_BY_KEY and "as `" in rule.recipe_counterpart_text:
+            if name in RULE_BY_KEY and "as `" in rule.counterpart:
                 continue  # another key of AReaL's
             assert is_a_key(name) or name in RULE_BY_KEY, (rule.key, name)
 

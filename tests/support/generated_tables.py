@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from areal_hpc.agents.harness.programs import HARNESSES
-from areal_hpc.areal.config.translation import RULE_BY_KEY
+from areal_hpc.areal.config.rules import RULE_BY_KEY
 from areal_hpc.metrics.alert_rules import RULES
 from areal_hpc.metrics.catalogue import CATALOGUE
 from areal_hpc.proxy.http.agent_api import DIALECT_BY_ROUTE
@@ -62,7 +62,7 @@ def _render_metrics() -> str:
 
 def _render_areal_keys() -> str:
     lines = ["| AReaL | here |", "|---|---|"]
-    lines += [f"| `{one.key}` | {one.recipe_counterpart_text} |" for one in RULE_BY_KEY.values()]
+    lines += [f"| `{one.key}` | {one.counterpart} |" for one in RULE_BY_KEY.values()]
     return "\n".join(lines)
 
 

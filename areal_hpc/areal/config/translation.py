@@ -2,7 +2,7 @@
 
 import dataclasses
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,30 +14,19 @@ from areal_hpc.areal.api.cli_args import (
     RejectionSamplingConfig,
     TeacherConfig,
 )
-from areal_hpc.areal.config.actor_rules import ACTOR_RULES
-from areal_hpc.areal.config.rollout_rules import ROLLOUT_RULES, SGLANG_KEY_PATTERN
+from areal_hpc.areal.config import conversions
 from areal_hpc.areal.config.rules import (
-    ArealConfigValues,
-    KeyRule,
-    Untranslatable,
+    RULE_BY_KEY,
+    ArealConfig,
+    Rule,
+    UntranslatableError,
+    find_rule_key,
     flatten_to_dotted_keys,
     unflatten_dotted_keys,
 )
-from areal_hpc.areal.config.run_rules import RUN_RULES
 from areal_hpc.errors import RecipeError
 
-RULE_BY_KEY: dict[str, KeyRule] = {
-    rule.key: rule for rule in (*RUN_RULES, *ROLLOUT_RULES, *ACTOR_RULES)
-}
-"""By AReaL's key. Where two make the same key of a recipe, the later one wins."""
-
-KEYS_THAT_IDENTIFY_AREAL_CONFIG = (
-    "actor",
-    "gconfig",
-    "rollout",
-    "train_dataset",
-    "allocation_mode",
-)
+IDENTIFYING_SECTIONS = ("actor", "gconfig", "rollout", "train_dataset", "allocation_mode")
 """A configuration of AReaL's has at least one of these."""
 
 OPTIONAL_SECTION_CLASSES = {
@@ -47,12 +36,11 @@ OPTIONAL_SECTION_CLASSES = {
     "teacher": TeacherConfig,
 }
 """Sections whose keys have defaults that mean something once they are there."""
-EXTRA_ARGS_KEY = "inference.extra_args"
 
 
 @dataclass(frozen=True, slots=True)
 class UntranslatedKey:
-    """A key that no key of a recipe stands for."""
+    """A key without a counterpart in a recipe."""
 
     key: str
     value: Any
@@ -61,8 +49,6 @@ class UntranslatedKey:
 
 @dataclass(frozen=True, slots=True)
 class Translation:
-    """Result of translating a configuration."""
-
     recipe: dict[str, Any]
     """The tree of a recipe. What AReaL says in the script (`rollout.workflow`) may be missing."""
     untranslated: list[UntranslatedKey]
@@ -84,14 +70,16 @@ def translate_to_recipe(
     defaults = flatten_to_dotted_keys(dataclasses.asdict(AgentRLConfig()))
     if isinstance(config, BaseExperimentConfig):
         leaves = flatten_to_dotted_keys(dataclasses.asdict(config))
-        given = {
-            key for key, value in leaves.items() if value != defaults.get(_resolve_renamed_key(key))
+        stated = {
+            key: value
+            for key, value in leaves.items()
+            if value != defaults.get(_rename_older_key(key))
         }
     else:
-        if not any(section in config for section in KEYS_THAT_IDENTIFY_AREAL_CONFIG):
+        if not any(section in config for section in IDENTIFYING_SECTIONS):
             raise RecipeError(
                 "this is not an AReaL configuration: none of "
-                f"{', '.join(KEYS_THAT_IDENTIFY_AREAL_CONFIG)} is present",
+                f"{', '.join(IDENTIFYING_SECTIONS)} is present",
                 hint="give the file that AReaL's --config names",
             )
         stated = {
@@ -100,70 +88,64 @@ def translate_to_recipe(
         for section, model in OPTIONAL_SECTION_CLASSES.items():
             if any(key.startswith(f"{section}.") for key in stated):
                 defaults |= flatten_to_dotted_keys(dataclasses.asdict(model()), f"{section}.")
-        absent = {
-            key: value
-            for key, value in defaults.items()
-            if not _is_key_or_section_stated(key, stated)
-        }
-        leaves, given = absent | stated, set(stated)
-    return _apply_rules(ArealConfigValues(leaves, frozenset(given), train_rows))
+        leaves = {key: value for key, value in defaults.items() if not _is_stated(key, stated)}
+    stated = {_rename_older_key(key): value for key, value in stated.items()}
+    areal = ArealConfig(leaves | stated, frozenset(stated), train_rows)
+    return _apply_rules(areal)
 
 
-def _resolve_renamed_key(key: str) -> str:
+def _rename_older_key(key: str) -> str:
     return key.replace("rollout.openai.", "rollout.agent.")
 
 
-def _is_key_or_section_stated(key: str, stated_values: Mapping[str, Any]) -> bool:
+def _is_stated(key: str, stated: Mapping[str, Any]) -> bool:
+    """Whether a file states a key or, as a single value, a section that the key is in."""
     parts = key.split(".")
-    return any(".".join(parts[:end]) in stated_values for end in range(1, len(parts) + 1))
+    return any(".".join(parts[:end]) in stated for end in range(1, len(parts) + 1))
 
 
-def _apply_rules(areal_values: ArealConfigValues) -> Translation:
+def _apply_rules(areal: ArealConfig) -> Translation:
     recipe: dict[str, Any] = {}
     untranslated: list[UntranslatedKey] = []
-    arguments: list[str] = []
+    rule_keys = {key: find_rule_key(key) for key in areal.leaves}
     places = {name: place for place, name in enumerate(RULE_BY_KEY)}
-    found = [(key, find_rule(key)) for key in areal_values.leaves]
-    for key, rule in sorted(found, key=lambda one: places[one[1].key] if one[1] else -1):
-        value, is_given = areal_values(key), key in areal_values.given
-        if rule is None:
-            if is_given and value is not None:
-                untranslated.append(UntranslatedKey(key, value, _explain_unknown_key(key)))
-        elif rule.key == SGLANG_KEY_PATTERN:
-            arguments += _to_sglang_arguments(key.removeprefix("sglang."), value)
-        elif is_given or not rule.only_if_given:
-            become = rule.translate(value, areal_values) if value is not None else {}
-            if not isinstance(become, Untranslatable):
-                recipe |= become
-            elif is_given:
-                untranslated.append(UntranslatedKey(key, value, become.reason))
-    if arguments:
-        recipe[EXTRA_ARGS_KEY] = arguments
-    if areal_values("rollout.max_concurrent_rollouts") is None:  # it follows from other keys
-        become = RULE_BY_KEY["rollout.max_concurrent_rollouts"].translate(None, areal_values)
-        assert not isinstance(become, Untranslatable)
-        recipe |= become
-    untranslated.sort(key=lambda one: list(areal_values.leaves).index(one.key))
+    for key in sorted(areal.leaves, key=lambda key: places.get(rule_keys[key], -1)):
+        rule = RULE_BY_KEY.get(rule_keys[key])
+        value, is_stated = areal.get(key), key in areal.stated
+        if value is None or (rule and rule.if_stated and not is_stated):
+            continue
+        try:
+            if rule is None:
+                raise UntranslatableError(_explain_unknown_key(key))
+            new = _apply_rule(rule, key, value, areal)
+        except UntranslatableError as error:
+            if is_stated:
+                untranslated.append(UntranslatedKey(key, value, str(error)))
+            continue
+        # Arguments of SGLang add up; of other keys the later rule wins.
+        extra_args = recipe.get("inference.extra_args", []) + new.pop("inference.extra_args", [])
+        recipe |= new | ({"inference.extra_args": extra_args} if extra_args else {})
+    if areal.get("rollout.max_concurrent_rollouts") is None:  # it follows from other keys
+        recipe |= conversions.concurrent_episodes("", None, areal)
+    order = list(areal.leaves)
+    untranslated.sort(key=lambda lost: order.index(lost.key))
     return Translation(unflatten_dotted_keys(recipe), untranslated)
 
 
-def find_rule(key: str) -> KeyRule | None:
-    """The rule for a key: its own, or that of a section it is in."""
-    if key in RULE_BY_KEY:
-        return RULE_BY_KEY[key]
-    parts = key.split(".")
-    sections = (".".join(parts[:end]) + ".*" for end in range(len(parts), 0, -1))
-    return next((RULE_BY_KEY[section] for section in sections if section in RULE_BY_KEY), None)
-
-
-def _to_sglang_arguments(field_name: str, value: Any) -> Iterator[str]:
-    if value is None or value is False or value == {} or value == []:
-        return
-    yield f"--{field_name.replace('_', '-')}"
-    if isinstance(value, list):
-        yield from map(str, value)
-    elif value is not True:
-        yield str(value)
+def _apply_rule(rule: Rule, key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
+    if rule.rename:
+        return {rule.rename: value}
+    if rule.convert:
+        return dict(getattr(conversions, rule.convert)(key, value, areal))
+    if rule.same_as:
+        if value not in ("", areal.get(rule.same_as)):
+            raise UntranslatableError(rule.note)
+    elif rule.refuse:
+        if value not in ({}, []):
+            raise UntranslatableError(rule.refuse)
+    elif not rule.drop and value != rule.always:
+        raise UntranslatableError(rule.note)
+    return {}
 
 
 def _explain_unknown_key(key: str) -> str:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from areal_hpc.areal.config.run_rules import map_areal_module
+from areal_hpc.areal.config.conversions import map_areal_module
 from areal_hpc.recipe.user_functions import import_by_path
 
 

@@ -18,8 +18,8 @@ from areal_hpc.areal.api.cli_args import (
     TeacherConfig,
     load_expr_config,
 )
-from areal_hpc.areal.config.rules import flatten_to_dotted_keys
-from areal_hpc.areal.config.translation import find_rule, translate_to_recipe
+from areal_hpc.areal.config.rules import find_rule_key, flatten_to_dotted_keys
+from areal_hpc.areal.config.translation import translate_to_recipe
 from areal_hpc.areal.loading import read_areal_config_file
 from areal_hpc.errors import RecipeError
 from areal_hpc.recipe.loading import build_recipe
@@ -48,7 +48,7 @@ def test_every_key_of_the_configuration_classes_has_a_rule() -> None:
     full.actor.rejection_sampling = RejectionSamplingConfig()
     optional = {"critic", "ref"}
     keys = {key for key in flatten_to_dotted_keys(dataclasses.asdict(full)) if key not in optional}
-    assert {key for key in keys if find_rule(key) is None} == set()
+    assert {key for key in keys if not find_rule_key(key)} == set()
 
 
 def test_a_whole_file_becomes_a_recipe_that_is_valid() -> None:

@@ -1,0 +1,477 @@
+"""Functions that `convert` in `rules.yaml` names: a value of AReaL's -> keys of a recipe.
+
+Each gets AReaL's key, its value (never None, but for `concurrent_episodes`) and the whole
+configuration. It returns the recipe's keys with their values, none where nothing has to be set, and
+raises `UntranslatableError` where there is no counterpart.
+"""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from areal_hpc.areal.config.rules import ArealConfig, UntranslatableError
+from areal_hpc.wire.proxy import MAX_MASK_TOKENS_PER_POSITION
+
+NO_TOP_K = 100_000_000
+"""AReaL's `top_k` for no bound."""
+TOOL_PARSER_BY_AREAL_NAME = {"qwen": "qwen25"}
+NEUTRAL_SAMPLING_VALUES = {"top_p": 1.0, "top_k": -1}
+STEPS_KEY_BY_SECTION = {
+    "saver": "trainer.export_every_steps",
+    "evaluator": "evaluation.every_steps",
+    "recover": "trainer.checkpoint_every_steps",
+}
+CONTEXT_LENGTH_KEYS = (
+    "gconfig.max_tokens",
+    "sglang.context_length",
+    "rollout.agent.engine_max_tokens",
+)
+LR_DECAYS = ("constant", "linear", "cosine")
+WEIGHT_TRANSPORTS = {"xccl": "broadcast", "nccl": "broadcast", "disk": "disk"}
+BASELINES = {None: "none", "batch": "batch_mean", "group": "group_mean"}
+PROXIMAL_MODES = {"recompute": "recompute", "loglinear": "log_linear"}
+CORRECTION_METRICS = {"ratio": "ratio", "kl_k1": "k1", "kl_k2": "k2", "kl_k3": "kl"}
+REWARD_IGNORING_MIN_STD = 1e9
+"""For `trainer.objective.min_reward_std`: no rewards vary so much, so none are learned from."""
+OBJECTIVE = "trainer.objective"
+ENGINE_NAMES = ("sglang", "vllm")
+TRAINER_NAMES = ("fsdp", "megatron", "archon")
+
+
+def map_areal_module(dotted_path: str) -> str:
+    """A dotted path with `areal.` at its beginning as `areal_hpc.areal.`; any other as it is."""
+    return f"areal_hpc.{dotted_path}" if dotted_path.startswith("areal.") else dotted_path
+
+
+def map_areal_path_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of an agent; those that are dotted paths (`..._path`) as `map_areal_module`."""
+    return {
+        name: map_areal_module(value)
+        if name.endswith("_path") and isinstance(value, str)
+        else value
+        for name, value in kwargs.items()
+    }
+
+
+# The run, its data and its schedule.
+
+
+def total_steps(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
+    if areal.total_steps is None:
+        raise UntranslatableError(
+            "a recipe counts steps: set trainer.total_steps to the epochs times the rows of the "
+            "training set, divided by trainer.batch_size"
+        )
+    return {"trainer.total_steps": areal.total_steps}
+
+
+def epochs(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
+    target = STEPS_KEY_BY_SECTION[key.split(".")[0]]
+    if areal.steps_per_epoch is None:
+        raise UntranslatableError(f"a recipe counts steps: set {target}")
+    return {target: int(value) * areal.steps_per_epoch}
+
+
+def workflow(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
+    return {"rollout.workflow": map_areal_module(str(value))} if value else {}
+
+
+def evaluation_workflow(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
+    if not value or value == areal.get("workflow"):
+        return {}
+    return {"evaluation.workflow": map_areal_module(str(value))}
+
+
+def workflow_argument(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
+    if value in ("", {}):
+        return {}
+    return map_areal_path_kwargs({f"rollout.workflow_kwargs.{key}": value})
+
+
+def scheduler(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
+    if value == "ray":
+        raise UntranslatableError("jobs run on this machine or on Slurm")
+    return {}
+
+
+def task_file(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
+    if not value:
+        return {}
+    if not str(value).endswith((".jsonl", ".json")):
+        raise UntranslatableError(
+            "a recipe reads files of JSON lines, or a generator: see train_dataset in "
+            "docs/recipe.md; PPOTrainer takes rows as they are"
+        )
+    return {key: value}
+
+
+# Generation.
+
+
+def sampling(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
+    name = key.removeprefix("gconfig.")
+    train_key, evaluation_key = f"rollout.sampling.{name}", f"evaluation.sampling.{name}"
+    own = areal.get(f"eval_gconfig.{name}")
+    train, evaluation = (
+        -1 if name == "top_k" and one >= NO_TOP_K else one
+        for one in (value, value if own is None else own)
+    )
+    if name == "top_k" and train > MAX_MASK_TOKENS_PER_POSITION:
+        raise UntranslatableError(
+            f"at most {MAX_MASK_TOKENS_PER_POSITION}, or no bound; set {evaluation_key}"
+        )
+    found = {train_key: train, evaluation_key: evaluation}
+    if train != NEUTRAL_SAMPLING_VALUES.get(name, train):
+        found["rollout.record_sampling_mask"] = True  # trained as it was sampled
+    return found
+
+
+def context_length(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
+    stated = [areal.get(bound) for bound in CONTEXT_LENGTH_KEYS if bound in areal.stated]
+    return {"inference.context_length": min(int(bound) for bound in stated if bound is not None)}
+
+
+def min_samples(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
+    return {} if value else {"rollout.min_samples": 2}
+
+
+def greedy_evaluation(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
+    return {"evaluation.sampling.temperature": 0.0} if value else {}
+
+
+def concurrent_episodes(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
+    """AReaL counts groups, by default as many as a batch has; a recipe counts episodes."""
+    groups = int(value or areal.get("train_dataset.batch_size"))
+    return {"rollout.max_concurrent_rollouts": groups * int(areal.get("gconfig.n_samples"))}
+
+
+def batch_size(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
+    if value not in (1, areal.get("train_dataset.batch_size")):
+        raise UntranslatableError("a batch is trainer.batch_size tickets")
+    return {}
+
+
+def turn_discount(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
+    if value == 1:
+        return {}
+    return {f"{OBJECTIVE}.credit": "turn", f"{OBJECTIVE}.turn_discount": value}
+
+
+def tool_parser(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
+    if not value:
+        return {}
+    # A strict tool, which frameworks offer unasked, is sampled under a grammar, and trained so.
+    parser = TOOL_PARSER_BY_AREAL_NAME.get(value, value)
+    return {"inference.tool_call_parser": parser, "rollout.record_sampling_mask": True}
+
+
+def sglang_argument(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
+    if value is False or value in ({}, []):
+        return {}
+    flag = "--" + key.removeprefix("sglang.").replace("_", "-")
+    values = value if isinstance(value, list) else [] if value is True else [value]
+    return {"inference.extra_args": [flag, *map(str, values)]}
+
+
+# The trainer.
+
+
+def model(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
+    return {"model.hub" if _is_repository(value) else "model.path": value}
+
+
+def dtype(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
+    if value not in ("bfloat16", "float32"):
+        raise UntranslatableError("bfloat16 or float32")
+    return {"trainer.dtype": value, "inference.dtype": value}
+
+
+def recompute(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
+    return {"trainer.recompute": "full" if value else "none"}
+
+
+def betas(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
+    betas = [areal.get(f"actor.optimizer.{name}") for name in ("beta1", "beta2")]
+    return {"trainer.optimizer.betas": betas}
+
+
+def lr_decay(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
+    if value not in LR_DECAYS:
+        raise UntranslatableError(f"one of {', '.join(LR_DECAYS)}")
+    return {"trainer.optimizer.decay": value}
+
+
+def warmup(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
+    if areal.total_steps is None:
+        raise UntranslatableError("a recipe counts steps: set trainer.optimizer.warmup_steps")
+    return {"trainer.optimizer.warmup_steps": round(float(value) * areal.total_steps)}
+
+
+def weight_transport(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
+    if value not in WEIGHT_TRANSPORTS:
+        raise UntranslatableError(f"one of {', '.join(WEIGHT_TRANSPORTS)}")
+    return {"weights.transport": WEIGHT_TRANSPORTS[value]}
+
+
+def bucket_bytes(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
+    return {"weights.bucket_bytes": int(value) * 1024 * 1024}
+
+
+# The objective.
+
+
+def clip(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
+    higher = areal.get("actor.eps_clip_higher")
+    return {
+        f"{OBJECTIVE}.clip_low": value,
+        f"{OBJECTIVE}.clip_high": value if higher is None else higher,
+    }
+
+
+def sapo_loss(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
+    if value:
+        raise UntranslatableError(
+            "a custom loss: set trainer.objective.custom to a copy of examples/objectives/sapo.py"
+        )
+    return {}
+
+
+def group_size(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
+    if value not in (1, areal.get("gconfig.n_samples")):
+        raise UntranslatableError("a group is the rollout.n_samples episodes of a task")
+    return {}
+
+
+def reward_norm(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
+    mean = areal.get("actor.reward_norm.mean_level")
+    std = areal.get("actor.reward_norm.std_level")
+    leaves_own_out = areal.get("actor.reward_norm.mean_leave1out")
+    if std is not None and std != mean:
+        raise UntranslatableError(
+            "rewards are divided by the deviation from their own baseline: std_level is null, or "
+            "the same as mean_level"
+        )
+    if leaves_own_out and (mean != "group" or std is not None):
+        raise UntranslatableError("mean_leave1out goes with mean_level=group and std_level=null")
+    found = {
+        f"{OBJECTIVE}.baseline": "leave_one_out" if leaves_own_out else BASELINES[mean],
+        f"{OBJECTIVE}.scale_rewards": std or "none",
+    }
+    if std is not None and not areal.get("actor.reward_norm.std_unbiased"):
+        return {**found, f"{OBJECTIVE}.std_ddof": 0}
+    return found
+
+
+def reward_scaling(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
+    divides = not _has_reward_norm(areal) or areal.get("actor.reward_norm.std_level")
+    if value != 1 and (not divides or _has_critic(areal)):
+        raise UntranslatableError(
+            "without std_level rewards are taken as they are: scale them in the agent"
+        )
+    return {}
+
+
+def reward_bias(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
+    uses_norm_or_critic = _has_reward_norm(areal) or _has_critic(areal)
+    if value != 0 and uses_norm_or_critic and not areal.get("actor.reward_norm.mean_level"):
+        raise UntranslatableError(
+            "without mean_level rewards are taken as they are: add it in the agent"
+        )
+    return {}
+
+
+def critic_only(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
+    """Discounts and their unit, which `critic` carries over; 1.0 and `token` change nothing."""
+    if value not in (1.0, "token") and not _has_critic(areal):
+        raise UntranslatableError("without a critic a reward counts for the whole episode")
+    return {}
+
+
+def kl(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
+    reference = areal.get("ref.path")
+    if not value or reference is None:
+        return {}
+    if areal.get("actor.kl_estimator") != "k1":
+        raise UntranslatableError("actor.kl_estimator is k1: others are biased in the reward")
+    if reference in ("", areal.get("actor.path")):
+        return {f"{OBJECTIVE}.kl.coef": value}
+    return {f"{OBJECTIVE}.kl.coef": value, f"{OBJECTIVE}.kl.reference": reference}
+
+
+def decoupled_loss(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
+    correction = f"{OBJECTIVE}.off_policy_correction"
+    if not value and not areal.get("actor.recompute_logprob"):
+        return {f"{OBJECTIVE}.proximal": "none", correction: "none"}
+    method = areal.get("actor.prox_logp_method")
+    if method not in PROXIMAL_MODES:
+        raise UntranslatableError(f"actor.prox_logp_method is one of {', '.join(PROXIMAL_MODES)}")
+    found = {f"{OBJECTIVE}.proximal": PROXIMAL_MODES[method], correction: "none"}
+    cap = areal.get("actor.behav_imp_weight_cap")
+    rejection = {
+        name: areal.get(f"actor.rejection_sampling.{name}")
+        for name in ("level", "action", "metric", "agg", "upper")
+    }
+    if not value:
+        return found
+    if rejection["level"] is not None:
+        found |= {
+            correction: rejection["action"],
+            f"{correction}_level": rejection["level"],
+            f"{correction}_metric": CORRECTION_METRICS.get(rejection["metric"], "kl"),
+            f"{correction}_low": _get_rejection_lower_bound(areal) or 0.0,
+            f"{correction}_high": rejection["upper"],
+        }
+        if rejection["level"] == "sequence" and rejection["agg"] != "mean":
+            found[f"{correction}_agg"] = rejection["agg"]
+    elif cap is not None:
+        found |= {correction: "mask", f"{correction}_high": cap}
+    return found
+
+
+def rejection_metric(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
+    if value not in CORRECTION_METRICS:
+        raise UntranslatableError(f"one of {', '.join(CORRECTION_METRICS)}")
+    return {}
+
+
+def rejection_lower(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
+    metric = areal.get("actor.rejection_sampling.metric")
+    lower = _get_rejection_lower_bound(areal)
+    if metric == "ratio" or lower is None or (metric == "kl_k1" and lower < 0):
+        return {}
+    raise UntranslatableError(
+        "bounds enclose the value of equal policies: that of k1 is negative, k2 and k3 have none"
+    )
+
+
+def critic(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
+    if _has_reward_norm(areal):
+        raise UntranslatableError(
+            "rewards that a critic learns are not normalized: leave actor.reward_norm out"
+        )
+    is_same = value in ("", areal.get("actor.path"))
+    return {
+        f"{OBJECTIVE}.baseline": "value",
+        f"{OBJECTIVE}.scale_rewards": "none",
+        f"{OBJECTIVE}.critic.model": "initial" if is_same else value,
+        f"{OBJECTIVE}.discount": areal.get("actor.discount"),
+        f"{OBJECTIVE}.gae_lambda": areal.get("actor.gae_lambda"),
+        f"{OBJECTIVE}.gae_unit": areal.get("actor.gae_timestep_unit"),
+    }
+
+
+def teacher(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
+    reward_weight = areal.get("teacher.rl_loss_weight")
+    coef = areal.get("teacher.distill_loss_weight")
+    if not value or not coef:
+        return {}  # nobody is learned from
+    coef = coef / reward_weight if reward_weight else coef
+    if _is_repository(value):
+        raise UntranslatableError(
+            f"a teacher is a folder: download {value}, set trainer.objective.teacher.path to where "
+            f"it lies and coef to {coef:g}; or serve it and set url in the place of path"
+        )
+    found = {f"{OBJECTIVE}.teacher.path": value, f"{OBJECTIVE}.teacher.coef": coef}
+    if reward_weight:
+        return found
+    if _has_critic(areal):
+        raise UntranslatableError("a critic learns of rewards, which rl_loss_weight=0 leaves out")
+    return {**found, f"{OBJECTIVE}.min_reward_std": REWARD_IGNORING_MIN_STD}
+
+
+def reward_weight(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
+    if value in (0, 1) or not areal.get("teacher.path"):
+        return {}
+    divided = ", and coef is divided by it" if areal.get("teacher.distill_loss_weight") else ""
+    raise UntranslatableError(
+        f"rewards weigh 1{divided}: a loss that is larger as a whole differs in what "
+        "trainer.optimizer.clip_grad clips"
+    )
+
+
+def _get_rejection_lower_bound(areal: ArealConfig) -> float | None:
+    lower = areal.get("actor.rejection_sampling.lower")
+    is_never_negative = areal.get("actor.rejection_sampling.metric") in ("kl_k2", "kl_k3")
+    return None if lower is None or (is_never_negative and lower <= 0) else float(lower)
+
+
+def _has_reward_norm(areal: ArealConfig) -> bool:
+    return areal.get("actor.reward_norm.eps") is not None
+
+
+def _has_critic(areal: ArealConfig) -> bool:
+    return areal.get("critic.path") is not None
+
+
+def _is_repository(model: Any) -> bool:
+    return bool(re.fullmatch(r"[\w.-]+/[\w.-]+", str(model))) and not Path(model).exists()
+
+
+# Layouts: `sglang:d4t2`, `megatron:d4t2p2c1e1`, and both in the older `sglang:d4+megatron:d4`.
+
+
+def allocation_mode(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
+    if not value:
+        return {}
+    generating, plus, training = str(value).partition("+")
+    if not plus:
+        raise UntranslatableError(
+            "one part only: a recipe has replicas and trainer ranks, side by side"
+        )
+    if not _parse_backend_name(training):
+        training = f"fsdp:{training}"
+    return engine_backend(key, generating, areal) | trainer_backend(key, training, areal)
+
+
+def engine_backend(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
+    """As many replicas in a cell as a node has GPUs for, one cell a node."""
+    if not value:
+        return {}
+    name, sizes = _parse_backend_name(str(value)), _parse_sizes(str(value))
+    if name == "vllm":
+        raise UntranslatableError("SGLang serves here: write sglang")
+    if sizes is None or name not in ("sglang", ""):
+        raise UntranslatableError("not a layout of the form sglang:d4t2")
+    if sizes.get("p", 1) > 1:
+        raise UntranslatableError("a replica is not split over pipeline stages: use t")
+    tp, replicas = sizes.get("t", 1), sizes.get("d", 1)
+    replicas_per_node = max(1, int(areal.get("cluster.n_gpus_per_node") or 1) // tp)
+    per_cell = next(n for n in range(min(replicas_per_node, replicas), 0, -1) if replicas % n == 0)
+    return {
+        "inference.cells": replicas // per_cell,
+        "inference.replicas_per_cell": per_cell,
+        "inference.tp": tp,
+    }
+
+
+def trainer_backend(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
+    """FSDP's and Archon's ranks become Megatron's."""
+    if not value:
+        return {}
+    if _parse_backend_name(str(value)) not in TRAINER_NAMES:
+        raise UntranslatableError(f"not a layout of one of {', '.join(TRAINER_NAMES)}")
+    hybrid = re.search(r"attn:([^|)]+)\|ffn:([^)]+)", str(value))
+    sizes = _parse_sizes(hybrid[1] if hybrid else str(value))
+    experts = _parse_sizes(hybrid[2]) if hybrid else sizes
+    if sizes is None or experts is None:
+        raise UntranslatableError("not a layout of the form megatron:d4t2p2c1e1")
+    if "s" in sizes:
+        raise UntranslatableError("Megatron's sequence parallelism comes with t: leave s out")
+    if hybrid and experts.get("t", 1) != 1:
+        raise UntranslatableError("experts are not split by tensors of their own: use e for them")
+    parallel = {"dp": "d", "tp": "t", "pp": "p", "cp": "c"}
+    found = {f"trainer.parallel.{name}": sizes.get(letter, 1) for name, letter in parallel.items()}
+    return {**found, "trainer.parallel.ep": experts.get("e", 1)}
+
+
+def _parse_backend_name(text: str) -> str:
+    match = re.match(r"\s*([a-z]+)\s*[:.]", text)
+    return match[1] if match and match[1] in (*ENGINE_NAMES, *TRAINER_NAMES) else ""
+
+
+def _parse_sizes(text: str) -> dict[str, int] | None:
+    letters = re.sub(r"^[a-z]+[:.]", "", text.strip()).strip("() ")
+    if not re.fullmatch(r"(?:[dtpcse]\d+)+", letters):
+        return None
+    return {letter: int(size) for letter, size in re.findall(r"([dtpcse])(\d+)", letters)}
