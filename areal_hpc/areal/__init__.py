@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING
 
+from areal_hpc.areal.reexports import install_reexports
+
 if TYPE_CHECKING:
     from areal_hpc.areal.ppo_trainer import PPOTrainer
 else:
@@ -16,3 +18,5 @@ else:
 
 
 __all__ = ["PPOTrainer"]
+
+install_reexports()

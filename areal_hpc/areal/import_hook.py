@@ -14,6 +14,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 
+from areal_hpc.areal.reexports import MODULES
 from areal_hpc.errors import RecipeError
 
 AREAL_PACKAGE = "areal"
@@ -29,11 +30,6 @@ class ArealFinder(MetaPathFinder):
     """Finds AReaL's modules in `areal_hpc.areal`."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        """The specification of one of AReaL's modules; None for any other.
-
-        Raises:
-            ModuleNotFoundError: The name begins with `areal`, and there is no such module here.
-        """
         if name.partition(".")[0] != AREAL_PACKAGE:
             return None
         here = f"areal_hpc.{OLD_MODULE_BY_NEW.get(name, name)}"
@@ -79,12 +75,9 @@ def install_import_hook() -> None:
 
 def _describe_unknown_module(module_name: str) -> str:
     package = Path(__file__).parent
-    paths = (path.relative_to(package).with_suffix("") for path in package.rglob("*.py"))
-    known = [
-        ".".join([AREAL_PACKAGE, *path.parts]).removesuffix(".__init__")
-        for path in paths
-        if path.name != "__main__"
-    ]
+    files = (path.relative_to(package).with_suffix("") for path in package.rglob("*.py"))
+    known = [".".join(file.parts).removesuffix(".__init__") for file in files]
+    known = [f"{AREAL_PACKAGE}.{name}" for name in (*known, *MODULES)]
     near = difflib.get_close_matches(module_name, [*known, *OLD_MODULE_BY_NEW], n=1)
     return f"areal_hpc does not provide {module_name!r}" + (
         f"; did you mean {near[0]}?" if near else ""

@@ -7,8 +7,8 @@ import pytest
 import yaml
 
 from areal_hpc.areal.api.cli_args import AgentRLConfig
-from areal_hpc.areal.config.rules import flatten_to_dotted_keys
-from areal_hpc.areal.config.translation import find_rule, translate_to_recipe
+from areal_hpc.areal.config.rules import find_rule_key, flatten_to_dotted_keys
+from areal_hpc.areal.config.translation import translate_to_recipe
 from areal_hpc.areal.loading import to_config
 from tests.support.agents_table import locked
 from tests.support.document_commands import COMMANDS
@@ -50,4 +50,4 @@ def test_settings_are_read_and_have_a_counterpart(block: Block) -> None:
     to_config(values, AgentRLConfig, block.key)
     translation = translate_to_recipe({"actor": {}, **values})
     assert translation.untranslated == []
-    assert {key for key in flatten_to_dotted_keys(values) if find_rule(key) is None} == set()
+    assert {key for key in flatten_to_dotted_keys(values) if not find_rule_key(key)} == set()

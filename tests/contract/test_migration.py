@@ -1,39 +1,12 @@
 """What AReaL's users are told is what the code does."""
 
-import re
 from pathlib import Path
 
 import pytest
 
-from areal_hpc.areal.config.rules import RULE_BY_KEY
 from areal_hpc.cli.main import main
-from areal_hpc.recipe.base import get_section_class
-from areal_hpc.recipe.recipe import Recipe
 
 FOLDER = Path(__file__).parent
-
-
-def test_every_key_of_a_recipe_that_a_rule_names_exists() -> None:
-    sections = {"cluster", "evaluation", "inference", "model", "proxy", "rollout", "trainer"}
-    for rule in RULE_BY_KEY.values():
-        for name in re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)`", rule.counterpart):
-            if name.split(".")[0] not in sections or name.endswith((".jsonl", ".yaml")):
-                continue
-            if name in RULE_BY_KEY and "as `" in rule.counterpart:
-                continue  # another key of AReaL's
-            assert is_a_key(name) or name in RULE_BY_KEY, (rule.key, name)
-
-
-def is_a_key(name: str) -> bool:
-    model: type = Recipe
-    *sections, last = name.split(".")
-    for section in sections:
-        field = model.model_fields.get(section)  # type: ignore[attr-defined]
-        found = field and get_section_class(field.annotation)
-        if not found:
-            return bool(field) and section == sections[-1]  # a free mapping
-        model = found
-    return last in model.model_fields  # type: ignore[attr-defined]
 
 
 def migrated(*arguments: object) -> int:

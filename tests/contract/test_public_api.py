@@ -10,7 +10,6 @@ import pytest
 import areal_hpc
 from areal_hpc.areal import PPOTrainer
 from areal_hpc.areal.api import AsyncRewardWrapper
-from areal_hpc.areal.experimental.openai import ArealOpenAI
 from areal_hpc.launch.run import load_with_overrides
 from tests.support.deadlines import scaled
 
@@ -67,7 +66,7 @@ def test_a_text_given_in_python_is_not_read_as_yaml(text: str) -> None:
         assert loaded.rollout.workflow_kwargs["text"] == text
 
 
-def types(client: areal_hpc.ArealOpenAI, trainer: PPOTrainer) -> None:
+def types(trainer: PPOTrainer) -> None:
     """Never called: mypy reads it."""
     assert_type(areal_hpc.load_recipe(Path("r.yaml")), areal_hpc.Recipe)
     result = areal_hpc.run("r.yaml", trainer={"total_steps": 2})
@@ -77,9 +76,8 @@ def types(client: areal_hpc.ArealOpenAI, trainer: PPOTrainer) -> None:
     assert_type(areal_hpc.submit("r.yaml", wait=True).run_dir, Path)
     # AReaL's names are the same classes.
     ours: areal_hpc.PPOTrainer = trainer
-    theirs: ArealOpenAI = client
     reward: areal_hpc.AsyncRewardWrapper = AsyncRewardWrapper(len)
-    print(ours, theirs, reward)
+    print(ours, reward)
 
 
 class OwnAgent:

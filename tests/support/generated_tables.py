@@ -62,7 +62,7 @@ def _render_metrics() -> str:
 
 def _render_areal_keys() -> str:
     lines = ["| AReaL | here |", "|---|---|"]
-    lines += [f"| `{one.key}` | {one.counterpart} |" for one in RULE_BY_KEY.values()]
+    lines += [f"| `{key}` | {rule.counterpart} |" for key, rule in RULE_BY_KEY.items()]
     return "\n".join(lines)
 
 

@@ -1,1 +1,0 @@
-"""AReaL's `areal.experimental` package (re-exports)."""

@@ -1,5 +1,0 @@
-"""AReaL's `areal.experimental.openai` (re-exports `ArealOpenAI`)."""
-
-from areal_hpc.client.areal_openai import ArealOpenAI
-
-__all__ = ["ArealOpenAI"]

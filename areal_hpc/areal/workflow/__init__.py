@@ -1,1 +1,0 @@
-"""AReaL's `areal.workflow` package: each agent is one of `areal_hpc.agents`."""

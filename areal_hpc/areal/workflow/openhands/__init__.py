@@ -1,1 +1,0 @@
-"""AReaL's `areal.workflow.openhands` package."""
