@@ -20,8 +20,6 @@ ConfigT = TypeVar("ConfigT")
 
 @dataclass
 class GenerationHyperparameters:
-    """Sampling parameters of replies."""
-
     n_samples: int = 1
     max_new_tokens: int = 16384
     min_new_tokens: int = 0
@@ -71,8 +69,6 @@ class AgentConfig:
 
 @dataclass
 class InferenceEngineConfig:
-    """`rollout`: how much is generated at once, and by what."""
-
     backend: str = ""
     experiment_name: str | None = None
     trial_name: str | None = None
@@ -101,8 +97,6 @@ class InferenceEngineConfig:
 
 @dataclass
 class OptimizerConfig:
-    """`actor.optimizer`."""
-
     type: str = "adam"
     lr: float = 1e-3
     weight_decay: float = 0.01
@@ -118,8 +112,6 @@ class OptimizerConfig:
 
 @dataclass
 class MicroBatchSpec:
-    """`actor.mb_spec`."""
-
     n_mbs: int | None = 1
     granularity: int = 1
     max_tokens_per_mb: int | None = None
@@ -127,8 +119,6 @@ class MicroBatchSpec:
 
 @dataclass
 class NormConfig:
-    """`actor.reward_norm` and `actor.adv_norm`."""
-
     mean_level: str | None = "batch"
     mean_leave1out: bool = False
     std_level: str | None = "batch"
@@ -180,8 +170,6 @@ class TrainEngineConfig:
 
 @dataclass
 class PPOActorConfig(TrainEngineConfig):
-    """`actor`: what is trained, and what is maximized."""
-
     ppo_n_minibatches: int = 4
     eps_clip: float = 0.2
     eps_clip_higher: float | None = None
@@ -213,8 +201,6 @@ class PPOActorConfig(TrainEngineConfig):
 
 @dataclass
 class PPOCriticConfig(TrainEngineConfig):
-    """`critic`: what learns values."""
-
     ppo_n_minibatches: int = 4
     eps_clip: float = 0.5
     mask_no_eos_with_zero: bool = False
@@ -222,16 +208,12 @@ class PPOCriticConfig(TrainEngineConfig):
 
 @dataclass
 class TeacherConfig(PPOActorConfig):
-    """`teacher`: whom the policy learns from, beside its rewards or in their place."""
-
     rl_loss_weight: float = 1.0
     distill_loss_weight: float = 0.005
 
 
 @dataclass
 class ClusterSpecConfig:
-    """`cluster`."""
-
     n_nodes: int = 1
     n_gpus_per_node: int = 8
     fileroot: str = "/tmp/areal/"
@@ -241,8 +223,6 @@ class ClusterSpecConfig:
 
 @dataclass
 class SchedulerConfig:
-    """`scheduler`: `local` or `slurm`."""
-
     type: str | None = None
     site: str = ""
     """A site file, as `areal-hpc submit --site` takes it. The one key that is not AReaL's."""
@@ -250,8 +230,6 @@ class SchedulerConfig:
 
 @dataclass
 class DatasetConfig:
-    """`train_dataset` and `valid_dataset`."""
-
     path: str = ""
     type: str = ""
     batch_size: int = 1
@@ -263,7 +241,6 @@ class DatasetConfig:
 
 
 TrainDatasetConfig = ValidDatasetConfig = DatasetConfig
-"""AReaL's names of it by section."""
 
 
 @dataclass
@@ -279,20 +256,15 @@ class TimerConfig:
 
 
 SaverConfig = TimerConfig
-"""`saver`: models in Hugging Face format."""
 
 
 @dataclass
 class EvaluatorConfig(TimerConfig):
-    """`evaluator`."""
-
     eval_before_train: bool = False
 
 
 @dataclass
 class RecoverConfig(TimerConfig):
-    """`recover`: what a restart needs."""
-
     mode: str = "disabled"
     retries: int = 3
     no_save_optim: bool = False
@@ -301,8 +273,6 @@ class RecoverConfig(TimerConfig):
 
 @dataclass
 class StatsLoggerConfig:
-    """`stats_logger`."""
-
     experiment_name: str | None = None
     trial_name: str | None = None
     fileroot: str | None = None
@@ -314,8 +284,6 @@ class StatsLoggerConfig:
 
 @dataclass
 class BaseExperimentConfig:
-    """Keys of every experiment."""
-
     experiment_name: str = ""
     trial_name: str = ""
     seed: int = 1
@@ -340,8 +308,6 @@ class BaseExperimentConfig:
 
 @dataclass
 class PPOConfig(BaseExperimentConfig):
-    """Reinforcement learning."""
-
     async_training: bool = True
     gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
     eval_gconfig: GenerationHyperparameters | None = None
@@ -359,8 +325,6 @@ GRPOConfig = PPOConfig
 
 @dataclass
 class AgentRLConfig(GRPOConfig):
-    """The keys that AReaL's examples of agents add."""
-
     workflow: str = ""
     eval_workflow: str = ""
     agent_type: str = ""

@@ -27,8 +27,6 @@ CONTEXT_LENGTH_KEYS = (
     "sglang.context_length",
     "rollout.agent.engine_max_tokens",
 )
-LR_DECAYS = ("constant", "linear", "cosine")
-WEIGHT_TRANSPORTS = {"xccl": "broadcast", "nccl": "broadcast", "disk": "disk"}
 BASELINES = {None: "none", "batch": "batch_mean", "group": "group_mean"}
 PROXIMAL_MODES = {"recompute": "recompute", "loglinear": "log_linear"}
 CORRECTION_METRICS = {"ratio": "ratio", "kl_k1": "k1", "kl_k2": "k2", "kl_k3": "kl"}
@@ -187,31 +185,15 @@ def dtype(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
     return {"trainer.dtype": value, "inference.dtype": value}
 
 
-def recompute(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
-    return {"trainer.recompute": "full" if value else "none"}
-
-
 def betas(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
     betas = [areal.get(f"actor.optimizer.{name}") for name in ("beta1", "beta2")]
     return {"trainer.optimizer.betas": betas}
-
-
-def lr_decay(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
-    if value not in LR_DECAYS:
-        raise UntranslatableError(f"one of {', '.join(LR_DECAYS)}")
-    return {"trainer.optimizer.decay": value}
 
 
 def warmup(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
     if areal.total_steps is None:
         raise UntranslatableError("a recipe counts steps: set trainer.optimizer.warmup_steps")
     return {"trainer.optimizer.warmup_steps": round(float(value) * areal.total_steps)}
-
-
-def weight_transport(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
-    if value not in WEIGHT_TRANSPORTS:
-        raise UntranslatableError(f"one of {', '.join(WEIGHT_TRANSPORTS)}")
-    return {"weights.transport": WEIGHT_TRANSPORTS[value]}
 
 
 def bucket_bytes(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:

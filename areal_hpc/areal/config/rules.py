@@ -49,6 +49,7 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A line of the table, whose head explains the fields; one of the first six is set."""
 
     rename: str = ""
+    values: dict[Any, Any] = {}
     convert: str = ""
     always: Any = msgspec.UNSET
     same_as: str = ""

@@ -134,7 +134,9 @@ def _apply_rules(areal: ArealConfig) -> Translation:
 
 def _apply_rule(rule: Rule, key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
     if rule.rename:
-        return {rule.rename: value}
+        if rule.values and value not in rule.values:
+            raise UntranslatableError(f"one of {', '.join(map(str, rule.values))}")
+        return {rule.rename: rule.values.get(value, value)}
     if rule.convert:
         return dict(getattr(conversions, rule.convert)(key, value, areal))
     if rule.same_as:
