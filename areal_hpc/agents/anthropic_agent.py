@@ -17,7 +17,6 @@ class AnthropicMathAgent:
         self.request = {"max_tokens": max_tokens, **request}
 
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
-        """One episode; see `areal_hpc.rollout.agent.Agent`."""
         url = extra_kwargs.get("base_url")
         async with AsyncAnthropic(
             base_url=url and url.removesuffix("/v1"),  # the SDK adds it
@@ -28,7 +27,6 @@ class AnthropicMathAgent:
         return await self.reward(text, data)
 
     async def ask(self, client: Any, messages: list[Any]) -> str:
-        """The model's last words; system messages go where this API has them."""
         system = [one["content"] for one in messages if one["role"] == "system"]
         reply = await client.messages.create(
             model="default",

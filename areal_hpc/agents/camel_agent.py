@@ -30,7 +30,6 @@ class CamelMathAgent:
         self.request = request
 
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
-        """One episode; see `areal_hpc.rollout.agent.Agent`."""
         model = ModelFactory.create(
             model_platform=ModelPlatformType.OPENAI_COMPATIBLE_MODEL,
             model_type="default",
@@ -43,6 +42,5 @@ class CamelMathAgent:
         return await self.reward(text, data)
 
     async def ask(self, model: Any, question: str) -> str:
-        """The agent's answer."""
         response = await ChatAgent(self.system_message, model).astep(question)
         return str(response.msg.content)

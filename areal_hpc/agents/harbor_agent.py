@@ -51,7 +51,6 @@ class HarborAgent:
         self.request = request
 
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> Reward:
-        """One episode; see `areal_hpc.rollout.agent.Agent`."""
         task = find_harbor_task(data)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(task.agent_timeout_s if task else None):

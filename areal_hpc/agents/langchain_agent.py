@@ -17,8 +17,6 @@ from areal_hpc.agents.math_tools import (
 
 
 class CalculatorInput(BaseModel):
-    """Input of the calculator."""
-
     expression: str = Field(max_length=60)
 
 
@@ -35,7 +33,6 @@ class LangChainMathAgent:
         self.model = model
 
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
-        """One episode; see `areal_hpc.rollout.agent.Agent`."""
         model = ChatOpenAI(
             model="default",
             base_url=extra_kwargs.get("base_url"),
@@ -47,7 +44,6 @@ class LangChainMathAgent:
         return await self.reward(text, data)
 
     async def ask(self, model: Any, messages: list[Any]) -> str:
-        """The model's last words to a conversation."""
         return str((await model.ainvoke(messages)).text)
 
 
@@ -59,7 +55,6 @@ class LangGraphMathAgent(LangChainMathAgent):
         self.middleware = middleware
 
     async def ask(self, model: Any, messages: list[Any]) -> str:
-        """The agent's last words."""
         graph = create_agent(model, tools=[CALCULATOR_TOOL], middleware=self.middleware)
         state = await graph.ainvoke({"messages": messages})
         return str(state["messages"][-1].text)

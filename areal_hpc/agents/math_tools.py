@@ -41,11 +41,7 @@ def call_calculator(arguments: str) -> str:
 
 
 class SubprocessRewardFunction:
-    """A reward function of AReaL's signature (`package.module.function`), in processes of its own.
-
-    Raises:
-        ImportError: There is no such function.
-    """
+    """A reward function of AReaL's signature, called in processes of its own."""
 
     def __init__(self, reward_fn_path: str = DEFAULT_MATH_REWARD_PATH) -> None:
         self._reward = AsyncRewardWrapper(import_by_path(reward_fn_path))

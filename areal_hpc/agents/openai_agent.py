@@ -36,12 +36,10 @@ class OpenAIMathAgent:
         self.request = request
 
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float | dict[str, float]:
-        """One episode; see `areal_hpc.rollout.agent.Agent`."""
         text = await self.ask(make_client(extra_kwargs), list(data["messages"]))
         return await self.reward(text, data)
 
     async def ask(self, client: AsyncOpenAI, messages: list[Any]) -> str:
-        """The model's last words to a conversation."""
         reply = await client.chat.completions.create(
             model="default", messages=messages, **self.request
         )
@@ -88,7 +86,6 @@ class OpenAIMathToolAgent(OpenAIMathAgent):
         self.first_request = first_request or {}
 
     async def ask(self, client: AsyncOpenAI, messages: list[Any]) -> str:
-        """The model's last words; it calls its tool as often as it likes before."""
         request = {**self.request, **self.first_request}
         for _ in range(self.max_turns):
             reply: Any = await client.chat.completions.create(

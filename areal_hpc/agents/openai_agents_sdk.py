@@ -43,12 +43,10 @@ class AgentsSdkWorkflow:
         self.settings = ModelSettings(**settings)
 
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
-        """One episode; see `areal_hpc.rollout.agent.Agent`."""
         text = await self.ask(make_client(extra_kwargs), list(data["messages"]))
         return await self.reward(text, data)
 
     async def ask(self, client: Any, messages: list[Any]) -> str:
-        """The agent's final output."""
         result = await Runner.run(
             self.build(**self.builder_kwargs),
             input=messages,
@@ -87,8 +85,6 @@ def _build_team_member(member_name: str, duty: str, *teammates: Agent) -> Agent:
 
 
 class AgentsSdkMathTeam(AgentsSdkWorkflow):
-    """The team. Arguments: those of `AgentsSdkWorkflow`."""
-
     def __init__(
         self, agent_builder_path: str = MATH_AGENT_BUILDER_PATH, **base_options: Any
     ) -> None:

@@ -30,7 +30,6 @@ class OpenHandsMathAgent:
         self.llm = llm
 
     async def run(self, data: dict[str, Any]) -> float:
-        """One episode; see `areal_hpc.rollout.agent.Agent`."""
         llm = self.sdk.LLM(
             model="openai/default",  # LiteLLM then speaks chat completions to the address
             base_url=os.environ["OPENAI_BASE_URL"],
@@ -55,11 +54,6 @@ class OpenHandsTerminalAgent(OpenHandsMathAgent):
     tools = ("terminal",)
 
     def check_isolation(self, isolation: str | None) -> None:
-        """Demand that a recipe says that the terminal is not isolated.
-
-        Raises:
-            RecipeError: It does not.
-        """
         if isolation != "none":
             raise RecipeError(
                 "the terminal of OpenHands runs as you do, in no sandbox, and "

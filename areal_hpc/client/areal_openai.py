@@ -97,7 +97,6 @@ class ArealOpenAI(AsyncOpenAI):
         self._engine = EngineEndpoint.from_address(engine)
         self._owns_engine = not isinstance(engine, EngineEndpoint)
         self.tree = recorder.store.sessions[session_id].tree
-        """What was recorded."""
         self._chat_template_type = chat_template_type
         self._answers: dict[str, Any] = {}
         self._is_discounted = False

@@ -41,22 +41,17 @@ class AReaLOpenAICompatibleModel(OpenAICompatibleModel):  # type: ignore[misc]
 
 
 class SessionTokenCounter(BaseTokenCounter):  # type: ignore[misc]
-    """Counts what a session would tokenize."""
-
     def __init__(self, tokenizer: Any) -> None:
         self._template, self._encoder = load_chat_template_and_encoder(tokenizer)
 
     def count_tokens_from_messages(self, messages: list[dict[str, Any]]) -> int:
-        """Tokens of the conversation as the model reads it."""
         normal = [normalize_chat_message(message) for message in messages]
         return len(self.encode(self._template.render_prompt(normal)))
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text."""
         return self._encoder.encode(text)
 
     def decode(self, token_ids: list[int]) -> str:
-        """The text of token ids."""
         return self._encoder.decode(token_ids)
 
 

@@ -31,7 +31,6 @@ class EngineEndpoint:
     def from_address(
         cls, engine_or_address: EngineEndpoint | EngineAddress | str
     ) -> EngineEndpoint:
-        """The engine itself, or one for an address."""
         if isinstance(engine_or_address, EngineEndpoint):
             return engine_or_address
         if isinstance(engine_or_address, str):
@@ -39,14 +38,12 @@ class EngineEndpoint:
         return cls(engine_or_address.url, api_key=engine_or_address.api_key)
 
     def get_client(self) -> SGLangClient:
-        """The connection pool of the running event loop."""
         loop = asyncio.get_running_loop()
         if self._upstream is None or self._loop is not loop:
             self._upstream, self._loop = SGLangClient(), loop
         return self._upstream
 
     async def close(self) -> None:
-        """Close pooled connections."""
         if self._upstream is not None and self._loop is asyncio.get_running_loop():
             await self._upstream.close()
             self._upstream = None
@@ -61,7 +58,7 @@ class SingleServerRouter(Router):
         self._serving = {0: ReplicaView(0, 1, "serving", engine.url, keys=keys)}
 
     def on_call_lost(self, replica: ReplicaView, error: UnfinishedEngineCallError) -> None:
-        """Stay: there is no other to repeat the call on."""
+        pass
 
 
 _PARSERS_BY_LOOP: WeakKeyDictionary[

@@ -21,7 +21,6 @@ class ModelResponse:
     """One reply, token by token."""
 
     input_tokens: list[int]
-    """The whole prompt."""
     output_tokens: list[int]
     output_logprobs: list[float]
     output_versions: list[int]
@@ -44,22 +43,18 @@ class RecordedInteraction:
 
     @property
     def interaction(self) -> Interaction:
-        """What was recorded."""
         return self.plan.path[-1]
 
     @property
     def interaction_id(self) -> str:
-        """The id of the completion or response."""
         return self.interaction.interaction_id
 
     @property
     def completion(self) -> Any:
-        """The `ChatCompletion`, if it was one."""
         return self.answer if self.interaction_id.startswith("chatcmpl-") else None
 
     @property
     def response(self) -> Any:
-        """The `Response`, if it was one."""
         return self.answer if self.interaction_id.startswith("resp") else None
 
     @property
@@ -71,12 +66,10 @@ class RecordedInteraction:
 
     @property
     def output_message_list(self) -> list[Message]:
-        """The reply, in normal form."""
         return [self.interaction.reply]
 
     @property
     def model_response(self) -> ModelResponse:
-        """Tokens of prompt and reply."""
         *before, last = self.plan.path
         pieces = [ids for one in before for ids in (one.new_ids, one.output_ids)]
         spans = last.spans

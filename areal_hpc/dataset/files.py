@@ -12,7 +12,6 @@ ROWS_PER_READ = 1024
 
 
 def iterate_dataset_file_rows(path: Path, key: str) -> Iterator[dict[str, Any]]:
-    """The rows of a file: `*.parquet`, a folder that `datasets` saved, else JSON lines."""
     if path.is_dir():
         yield from _read_saved_dataset(path, key)
     elif path.suffix == ".parquet":

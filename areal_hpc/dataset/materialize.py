@@ -53,11 +53,7 @@ def materialize_task_sets(
 
 
 def encode_row(row: object, row_index: int, key: str = "") -> bytes:
-    """A row as strict JSON: what the driver reads back must be what was written.
-
-    Raises:
-        RecipeError: It holds what JSON cannot.
-    """
+    """A row as strict JSON: what the driver reads back must be what was written."""
     try:
         return orjson.dumps(row)
     except TypeError as error:

@@ -36,11 +36,7 @@ def _check_rows_are_dicts(rows: Iterator[Any], key: str) -> Iterator[TaskRow]:
 
 
 def check_and_list_source_paths(config: TaskSetConfig, key: str) -> list[Path]:
-    """The files and folders that a source is read from, in order; none for made-up tasks.
-
-    Raises:
-        RecipeError: They are not there, or a task folder among them cannot be played.
-    """
+    """The files and folders that a source is read from, in order; none for made-up tasks."""
     if config.harbor is not None:
         read_task_folders(config.harbor, f"{key}.harbor")
         return [config.harbor]

@@ -7,8 +7,6 @@ from areal_hpc.recipe.sections.proxy_and_shards import ProxyConfig, ShardConfig
 
 
 class ProxyJobConfig(ProcessConfig):
-    """Configuration of one cell's proxy."""
-
     ENTRY = "areal_hpc.proxy.job:run"
     ROLE = "agents"
 
@@ -19,7 +17,6 @@ class ProxyJobConfig(ProcessConfig):
     model_path: Path
     """Model in Hugging Face format: its tokenizer, template and vocabulary size are used."""
     model_name: str
-    """Name of the model in `/v1/models`."""
     context_tokens: int | None = None
     """Longest prompt plus reply that the replicas accept; the model's own limit when null."""
     tool_call_parser: str | None = None

@@ -30,7 +30,6 @@ from areal_hpc.proxy.sessions.sealing import TicketSealer
 from areal_hpc.recipe.sections.proxy_and_shards import ProxyConfig
 from areal_hpc.recipe.user_functions import load_user_function
 from areal_hpc.wire.http_server import GuardedServer, get_connection_descriptor_limit
-from areal_hpc.wire.signing import RequestVerifier
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +53,7 @@ class ProxyService:
         replica_source: ReplicaSource,
         sealer: TicketSealer | None = None,
         *,
-        verifier: RequestVerifier | None = None,
+        driver_key: str = "",
         metrics_key: str = "",
         online: bool = False,
     ) -> None:
@@ -96,7 +95,7 @@ class ProxyService:
         self._app = ProxyApp(
             admin_key=admin_key,
             metrics_key=metrics_key,
-            verifier=verifier,
+            driver_key=driver_key,
             limits=limits,
             model=model,
             store=recorder.store,
@@ -167,7 +166,6 @@ class ProxyService:
                 await self._recorder.compact_if_due()
 
     async def close(self) -> None:
-        """Close connections and the journal."""
         await self._parsers.close()
         await self._router.close()
         await self._upstream.close()

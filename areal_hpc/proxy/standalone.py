@@ -25,8 +25,6 @@ log = logging.getLogger(__name__)
 
 
 class StandaloneProxyConfig(BaseConfig):
-    """Configuration of a proxy without a run."""
-
     upstreams: list[str]
     """Addresses of SGLang servers that serve the same model."""
     tokenizer: Path

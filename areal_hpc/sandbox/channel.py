@@ -65,14 +65,9 @@ class CommandChannel:
         self._turn = asyncio.Lock()
         self._reader: asyncio.Task[None] | None = None
         self.closed = asyncio.Event()
-        """The server is gone."""
 
     async def wait_for_hello_and_get_listener(self) -> socket.socket | None:
-        """Wait for the server; the socket that listens within the sandbox, if it sends one.
-
-        Raises:
-            EOFError: It ended without a word.
-        """
+        """Wait for the server; the socket that listens within the sandbox, if it sends one."""
         loop = asyncio.get_running_loop()
         readable = asyncio.Event()
         loop.add_reader(self._socket, readable.set)

@@ -85,7 +85,6 @@ class CommandServer:
             channel.detach()
 
     def serve(self) -> None:
-        """Work until the host closes its end."""
         with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
             while True:
                 for key, _ in self._selector.select():
@@ -270,7 +269,6 @@ class CommandServer:
 def become_command_process(
     request: dict[str, Any], pipes: list[int], server: dict[str, Any]
 ) -> None:
-    """Be the command, in a session of its own; never returns."""
     code = 126
     try:
         signal.set_wakeup_fd(-1)
@@ -305,7 +303,6 @@ def write_error_to_stderr(error: BaseException) -> None:
 
 
 def exec_program(request: dict[str, Any]) -> None:
-    """Become the program."""
     os.chdir(request["folder"])
     name = request["command"][0]
     try:

@@ -17,7 +17,6 @@ MAX_PENDING_SIGNALS = 256
 
 
 def main() -> None:
-    """Start the program as a child where the launcher is the first process, else become it."""
     limits = json.loads(sys.argv[1])
     if limits["is_init"]:
         # The program has the same user: only what is not dumpable is out of its reach (ptrace(2)).

@@ -44,7 +44,6 @@ class SandboxPool:
             await sandbox.stop()
 
     async def close(self) -> None:
-        """Stop those that are ready."""
         self._size = 0
         if self._filler is not None:
             self._filler.cancel()

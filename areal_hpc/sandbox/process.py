@@ -60,15 +60,12 @@ class ProgramLimits:
     output_bytes: int = 1024 * 1024
     """Size of what it prints, and of each file it writes."""
     processes: int = 16
-    """Processes and threads."""
     scratch_bytes: int = 64 * 1024 * 1024
     """Size of each of the two folders in which it may write; isolated programs alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProgramResult:
-    """Exit status and output of a program."""
-
     exit_code: int
     """0 is success; 128 + n: ended by signal n."""
     stdout: str

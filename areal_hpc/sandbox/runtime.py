@@ -13,9 +13,7 @@ class Runtime(Protocol):
     """A way to start sandboxes. All of them run commands through `command_server.py`."""
 
     name: str
-    """As `rollout.agent.isolation` names it."""
     networks: tuple[Network, ...]
-    """What it can offer."""
     supports_root_file_system: bool
     """It can show another root file system than this machine's."""
 

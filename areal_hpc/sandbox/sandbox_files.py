@@ -43,7 +43,6 @@ def run_file_operation(request: dict[str, Any], server: dict[str, Any]) -> None:
 
 
 def write_stdin_to_file(path: str, mode: int) -> None:
-    """Write standard input into a file; its folders are made."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK
     descriptor = os.open(path, flags, 0o600)
@@ -53,7 +52,6 @@ def write_stdin_to_file(path: str, mode: int) -> None:
 
 
 def write_file_to_stdout(path: str, max_bytes: int) -> None:
-    """Write a file to standard output, unless it is longer."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     require_regular_file(descriptor, path)
     if os.fstat(descriptor).st_size > max_bytes:
@@ -62,7 +60,6 @@ def write_file_to_stdout(path: str, max_bytes: int) -> None:
 
 
 def copy_to_end(source_fd: int, target_fd: int) -> None:
-    """Copy from one descriptor to another, to the end."""
     while piece := os.read(source_fd, CHUNK_BYTES):
         rest = memoryview(piece)
         while rest:

@@ -27,7 +27,6 @@ class SessionForwarder:
         self._server = await asyncio.start_server(self._forward_connection, sock=self._listener)
 
     async def close(self) -> None:
-        """Close the socket and every connection."""
         if self._server is not None:
             self._server.close()
         for one in self._connections:

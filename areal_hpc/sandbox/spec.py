@@ -20,11 +20,9 @@ class SandboxLimits:
     memory_bytes: int = 2 << 30
     """Resident memory of all its processes together, and private memory of each of them."""
     processes: int = 256
-    """Processes and threads."""
     disk_bytes: int = 1 << 30
     """All that it writes, in memory of the node."""
     files: int = 100_000
-    """Files, folders and links that it makes."""
     output_bytes: int = 1 << 20
     """What one command prints, each of its two streams; a command that prints more is killed."""
 

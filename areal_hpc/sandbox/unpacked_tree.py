@@ -42,11 +42,6 @@ class BoundedStream:
         return self._position
 
     def seek(self, position: int) -> None:
-        """Go to a position.
-
-        Raises:
-            ValueError: It was passed, and the stream does not go back.
-        """
         if self._can_go_back:
             self._position = self._stream.seek(position)
         if position < self._position:
@@ -56,11 +51,6 @@ class BoundedStream:
                 return
 
     def read(self, size: int) -> bytes:
-        """As of any stream.
-
-        Raises:
-            ArchiveTooLargeError: That is too much.
-        """
         if size > _MAX_READ_BYTES or self._position > self._max_bytes:
             raise ArchiveTooLargeError(
                 f"it has a header of {size} bytes"

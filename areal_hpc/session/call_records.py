@@ -18,7 +18,6 @@ class RenderingContext(msgspec.Struct, frozen=True):
     """Tools and template variables that messages were rendered with."""
 
     tools_hash: str = ""
-    """Empty without tools."""
     tools: Any = None
     variables: dict[str, Any] = {}
 

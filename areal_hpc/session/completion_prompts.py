@@ -17,7 +17,6 @@ from areal_hpc.wire.row_record import PromptReuse
 RAW_PROMPT_CONTEXT = b'"prompt"'
 """Stands where conversations have the tools and variables they were rendered with."""
 PROMPT_ROLE = "prompt"
-"""The role of what was new in the prompt."""
 TextOrBytes = TypeVar("TextOrBytes", str, bytes)
 
 

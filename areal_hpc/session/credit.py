@@ -29,7 +29,6 @@ from areal_hpc.wire.agent_reward import MAX_REWARD
 
 CreditRule = Literal["tree", "chronological"]
 Followers = Mapping[str, Sequence[str]]
-"""Ids of those that pass their reward back to an interaction, by its id."""
 
 
 @dataclass(frozen=True, slots=True)

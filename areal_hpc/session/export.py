@@ -63,15 +63,12 @@ class EpisodeKey:
 
 @dataclass(frozen=True, slots=True)
 class RowPlan:
-    """One row before its arrays are built."""
-
     path: list[Interaction]
     trained: frozenset[str]
     """Interactions whose replies this row trains."""
     temperature: float
     reward: float
     followers: Followers = field(default_factory=dict)
-    """Who follows the interactions of the path."""
 
 
 def plan_rows(

@@ -12,7 +12,6 @@ from areal_hpc.wire.agent_reward import Reward, parse_reward_number
 
 
 def find_interaction_to_reward(tree: InteractionTree, interaction_id: str | None) -> Interaction:
-    """The interaction a reward is for, or InvalidRewardError: the named one, else the last."""
     auxiliary = find_auxiliary_reply_reasons(tree)
     if interaction_id is None:
         for one in reversed(list(tree)):

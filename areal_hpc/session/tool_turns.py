@@ -25,7 +25,6 @@ _TEXT_FIELDS = ("content", "reasoning_content")
 class _ToolTurn:
     message: Message
     reply: Message | None
-    """The reply of ours that made them."""
     calls: dict[Any, tuple[dict[str, Any], list[Message]]] = field(default_factory=dict)
     """Each with its result, if there is one; ours by their ids."""
     others: list[Message] = field(default_factory=list)

@@ -68,11 +68,9 @@ class Interaction(msgspec.Struct, kw_only=True):
     """The model ended its turn itself: its last token is a stop token."""
     temperature: float
     asked_at: float = 0.0
-    """Unix time at which the request arrived; 0 in journals that did not note it."""
     first_token_at: float = 0.0
     """Unix time at which a stream began to come; 0 where that is not known."""
     answered_at: float = 0.0
-    """Unix time at which the reply was complete."""
     replica: int = -1
     """The one of the cell that said the end of the reply; -1 where nobody noted it."""
     cached_tokens: int = 0
@@ -89,7 +87,6 @@ class Interaction(msgspec.Struct, kw_only=True):
     kept_ids: bytes = b""
     """Those tokens, of one place after those of another."""
     reward: float | None = None
-    """What counts: as the agent gave it, or as its own client discounted it."""
     given_reward: Reward | None = None
     """What the agent gave, with its parts, metrics and note."""
     is_reward_named: bool = False
@@ -120,7 +117,6 @@ class OpenTurn(msgspec.Struct, frozen=True):
     context: bytes
     new_messages: list[Message]
     new_text: str
-    """Text that must be tokenized."""
     differing_field: str | None = None
     """In what the client's history departs from ours; None when it does not."""
 
@@ -298,7 +294,6 @@ class InteractionTree:
         return found, known, None
 
     def add(self, interaction: Interaction) -> None:
-        """Take in a completed interaction. Its parent must be in the tree."""
         if interaction.parent_id is None:
             node = self._roots.setdefault(_sort_json_keys(interaction.context), _MessageNode({}))
         else:
@@ -342,7 +337,6 @@ class InteractionTree:
         return join_json_array_insides(*parts, then)
 
     def get_path_to(self, interaction: Interaction) -> list[Interaction]:
-        """The interactions whose sequences `interaction` extends, first to last, and itself."""
         path = [interaction]
         while (parent_id := path[-1].parent_id) is not None:
             path.append(self[parent_id])

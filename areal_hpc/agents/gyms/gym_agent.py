@@ -63,7 +63,6 @@ class GymAgent:
     async def run(
         self, data: dict[str, Any], **extra_kwargs: Any
     ) -> float | Reward | dict[str, float]:
-        """One episode; the reward of each reply by its id."""
         rewards, _ = await self.play(data, extra_kwargs)
         return rewards
 
@@ -72,7 +71,6 @@ class GymAgent:
         refuse_sandbox(isolation)
 
     def close(self) -> None:
-        """End the gym's processes. They end with this one in any case."""
         self._workers.close_idle_workers()
 
     async def play(
@@ -114,7 +112,6 @@ class GymAgent:
 
 
 def encode_reply_for_worker(message: Any) -> dict[str, Any]:
-    """A reply of the model as workers take it."""
     calls = [
         {"id": one.id, "name": one.function.name, "arguments": one.function.arguments}
         for one in message.tool_calls or ()
@@ -123,7 +120,6 @@ def encode_reply_for_worker(message: Any) -> dict[str, Any]:
 
 
 def build_gym_answer_messages(gym_answer: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Messages of what a gym answers: results of calls, or the next observation."""
     results = gym_answer.get("results", ())
     if results:
         return [

@@ -22,9 +22,7 @@ from areal_hpc.sandbox.session_forwarder import HostForwarder, format_host
 
 WORKERS_DIR = Path(__file__).with_name("workers")
 MAX_LINE_BYTES = 64 << 20
-"""An observation may be long."""
 START_TIMEOUT_S = 300.0
-"""Large packages on a loaded file system."""
 
 
 class GymWorker(LineProcess):
@@ -87,12 +85,7 @@ class GymWorker(LineProcess):
         return worker
 
     async def request(self, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-        """What it answers.
-
-        Raises:
-            AgentError: It fails, ends, takes too long or answers too much.
-            NodeResourceShortageError: The node lacks something; the worker is not used again.
-        """
+        """What it answers."""
         told = await self.ask(json.dumps(request).encode(), timeout_s)
         answer: dict[str, Any] = json.loads(told)
         if "error" in answer:
@@ -117,18 +110,13 @@ class GymWorker(LineProcess):
             await forwarder.close()
 
     def close(self) -> None:
-        """End it, with all that it started."""
         super().close()
         if self._listener is not None:
             self._listener.close()
 
 
 def refuse_sandbox(isolation: str | None) -> None:
-    """Refuse a sandbox that a gym's agent would not use.
-
-    Raises:
-        RecipeError: The recipe asks for one.
-    """
+    """Refuse a sandbox that a gym's agent would not use."""
     if isolation is not None:
         raise RecipeError(
             f"rollout.agent.isolation is {isolation}, and a gym runs in no sandbox of an agent's",
@@ -138,11 +126,7 @@ def refuse_sandbox(isolation: str | None) -> None:
 
 
 def parse_hosts(hosts: Sequence[str]) -> tuple[str, ...]:
-    """Hosts of a recipe, each `HOST:PORT`, as the forwarder knows them.
-
-    Raises:
-        RecipeError: One is none.
-    """
+    """Hosts of a recipe, each `HOST:PORT`, as the forwarder knows them."""
     found = tuple(format_host(f"https://{one}") for one in hosts)
     for given, host in zip(hosts, found, strict=True):
         if not host or str(given).lower() != host:
@@ -155,11 +139,7 @@ def parse_hosts(hosts: Sequence[str]) -> tuple[str, ...]:
 
 
 def get_host_of_url(url: str, key: str) -> str:
-    """`HOST:PORT` of an address that a recipe names at `key`.
-
-    Raises:
-        RecipeError: It is none.
-    """
+    """`HOST:PORT` of an address that a recipe names at `key`."""
     if host := format_host(url):
         return host
     raise RecipeError(f"{url!r} is no URL", key=key, hint="give one such as http://HOST:PORT/PATH")

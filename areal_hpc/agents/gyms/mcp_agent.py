@@ -51,17 +51,11 @@ class McpAgent(GymAgent):
     async def run(
         self, data: dict[str, Any], **extra_kwargs: Any
     ) -> float | Reward | dict[str, float]:
-        """One episode; the reward of its last reply."""
         _, text = await self.play(data, extra_kwargs)
         return await self.reward(text, data)
 
 
 def check_server_config(server_name: str, server_config: Mapping[str, Any]) -> None:
-    """Demand that a server is described.
-
-    Raises:
-        RecipeError: It is not.
-    """
     kinds = [kind for kind in _OPTIONAL_KEYS_BY_SERVER_KIND if kind in server_config]
     if len(kinds) == 1 and not (
         unknown := server_config.keys() - {kinds[0]} - _OPTIONAL_KEYS_BY_SERVER_KIND[kinds[0]]

@@ -67,7 +67,6 @@ class VerifiersAgent:
         )
 
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> Reward:
-        """One episode; see `areal_hpc.rollout.agent.Agent`."""
         task = {
             "task": {"index": data.get("index", 0)},
             "base_url": extra_kwargs.get("base_url") or os.environ["OPENAI_BASE_URL"],
@@ -80,9 +79,7 @@ class VerifiersAgent:
         return Reward(told["reward"], parts=told["parts"], metrics=told["metrics"])
 
     def check_isolation(self, isolation: str | None) -> None:
-        """Refuse `rollout.agent.isolation`; see `refuse_sandbox`."""
         refuse_sandbox(isolation)
 
     def close(self) -> None:
-        """End the processes. They end with this one in any case."""
         self._workers.close_idle_workers()

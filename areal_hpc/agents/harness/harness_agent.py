@@ -97,11 +97,7 @@ class HarnessAgent:
         self.max_log_bytes = max_log_bytes
 
     def check_isolation(self, isolation: str | None) -> None:
-        """Demand that a recipe says how the program is isolated.
-
-        Raises:
-            RecipeError: It does not: the program would run as you do.
-        """
+        """Demand that a recipe says how the program is isolated."""
         if isolation is None:
             raise RecipeError(
                 "rollout.agent.isolation is null, and the program would run as you do",
@@ -111,7 +107,6 @@ class HarnessAgent:
             )
 
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float | Reward:
-        """One episode; see `areal_hpc.rollout.agent.Agent`."""
         async with self._acquire_sandbox(data, extra_kwargs) as sandbox:
             folder = HarnessFolder(sandbox)
             await folder.fill(Path(data["folder"]) if data.get("folder") else None)
@@ -180,7 +175,6 @@ class HarnessAgent:
 
 
 def insert_task_into_command(command: Sequence[str], task: str) -> list[str]:
-    """The command with the task's text in its place; one that begins as an option gets a space."""
     task = f" {task}" if task.startswith("-") else task
     if any(TASK_PLACEHOLDER in word for word in command):
         return [word.replace(TASK_PLACEHOLDER, task) for word in command]
@@ -188,11 +182,7 @@ def insert_task_into_command(command: Sequence[str], task: str) -> list[str]:
 
 
 def get_task_text(data: dict[str, Any]) -> str:
-    """What the program is asked to do: the last message of the task.
-
-    Raises:
-        AgentError: There is none that is a text.
-    """
+    """What the program is asked to do: the last message of the task."""
     messages = data.get("messages") or [{}]
     text = messages[-1].get("content")
     if not isinstance(text, str) or not text or "\0" in text:

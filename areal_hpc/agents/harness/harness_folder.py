@@ -44,14 +44,9 @@ class HarnessFolder:
         self._root = f"{sandbox.folder.rstrip('/')}/harness"
         self._work = f"{self._root}/work"
         self.home = f"{self._root}/home"
-        """Home of the program."""
 
     async def fill(self, source_dir: Path | None) -> None:
-        """Copy a folder of this machine into it.
-
-        Raises:
-            AgentError: There is no such folder, or the sandbox has no git.
-        """
+        """Copy a folder of this machine into it."""
         if source_dir is not None and not source_dir.is_dir():
             raise AgentError(
                 f"there is no folder {source_dir}", hint="name a folder in the task's `folder`"
@@ -66,11 +61,7 @@ class HarnessFolder:
             await self._sandbox.put(f"{self.home}/{name}", text, 0o600)
 
     async def check_program(self, path: str, key: str) -> None:
-        """Refuse a program that the sandbox does not show, or whose first line names such a one.
-
-        Raises:
-            RecipeError: It is not there; names `key`.
-        """
+        """Refuse a program that the sandbox does not show, or whose first line names such a one."""
         words = ["/bin/sh", "-c", _CHECK_PROGRAM_SCRIPT, "check", path]
         ended = await self._sandbox.exec(words, timeout_s=SCRIPT_TIMEOUT_S)
         if ended.exit_code != 0:
@@ -85,7 +76,6 @@ class HarnessFolder:
     async def run_with_output_to_log(
         self, command: Sequence[str], variables: Mapping[str, str], timeout_s: float
     ) -> CommandResult:
-        """Run the program in it to its end."""
         return await self._sandbox.exec(
             ["/bin/sh", "-c", _RUN_WITH_LOG_SCRIPT, "harness", *command],
             timeout_s=timeout_s,

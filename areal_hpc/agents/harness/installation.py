@@ -50,11 +50,7 @@ def get_program_path(program: HarnessProgram, folder: Path) -> Path:
 
 
 def find_installed_harness(harness_name: str, harnesses_dir: Path, key: str) -> Path:
-    """The folder of an installed harness.
-
-    Raises:
-        RecipeError: There is no such harness, or it is not installed there; names `key`.
-    """
+    """The folder of an installed harness."""
     folder = harnesses_dir / harness_name
     program = get_program_path(get_harness_program(harness_name, key), folder)
     if not (os.access(program, os.X_OK) and (folder / STAMP_FILE_NAME).exists()):
@@ -96,12 +92,7 @@ def install_harness_if_outdated(harness_name: str, harnesses_dir: Path, version:
 
 
 def query_newest_version(harness_name: str) -> str:
-    """The newest version of a harness that its registry gives.
-
-    Raises:
-        RecipeError: There is no such harness.
-        ClusterError: npm is missing, or the registry does not answer.
-    """
+    """The newest version of a harness that its registry gives."""
     program = get_harness_program(harness_name, "NAME")
     if program.registry == "npm":
         return _run([_find_npm(), "view", program.package, "version"], Path.cwd()).strip()
@@ -113,7 +104,6 @@ def query_newest_version(harness_name: str) -> str:
 
 
 def list_package_lock_files(harness_name: str) -> list[Path]:
-    """The files of a harness's lock; a RecipeError if there are none."""
     files = sorted((PACKAGE_LOCKS_DIR / harness_name).glob("*"))
     if not files:
         raise RecipeError(

@@ -15,7 +15,6 @@ from areal_hpc.errors import RecipeError
 from areal_hpc.recipe.user_functions import format_name_suggestion
 
 Dialect = Literal["chat", "responses", "messages", "google"]
-"""The API by which a program calls its model."""
 Registry = Literal["npm", "PyPI"]
 QUIET_VARIABLES = {
     "LANG": "C.UTF-8",
@@ -39,16 +38,13 @@ class HarnessProgram:
     """The one that the lock pins, and that is tested."""
     dialect: Dialect
     command: tuple[str, ...]
-    """Program and arguments."""
     registry: Registry = "npm"
     variables: Mapping[str, str] = field(default_factory=dict)
-    """More of its environment."""
     files: Mapping[str, str] = field(default_factory=dict)
     """Texts of its settings, by their paths in its home."""
     python_version: str = ""
     """Version of Python that it needs, such as 3.12; empty: any that this project runs on."""
     note: str = ""
-    """What a user has to know about it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,11 +346,7 @@ HARNESSES: Mapping[str, HarnessProgram] = {
 
 
 def get_harness_program(harness_name: str, key: str) -> HarnessProgram:
-    """The harness of a name.
-
-    Raises:
-        RecipeError: There is none; names `key`.
-    """
+    """The harness of a name."""
     if harness_name not in HARNESSES:
         suggestion = format_name_suggestion(harness_name, HARNESSES)
         raise RecipeError(

@@ -22,8 +22,6 @@ _INSTRUCTIONS_WITHOUT_EFFECT = frozenset({"LABEL", "MAINTAINER", "EXPOSE", "STOP
 
 @dataclass(slots=True)
 class ContainerFile:
-    """What a Dockerfile says."""
-
     work_dir: str = ""
     variables: dict[str, str] = field(default_factory=dict)
     copies: list[tuple[str, str]] = field(default_factory=list)

@@ -29,11 +29,7 @@ _MAX_COMPLAINT_CHARS = 500
 
 
 def build_task_images_if_outdated(path: Path, key: str, print_line: Callable[[str], None]) -> None:
-    """Build the images that tasks at a path need, those that are not there or are of other files.
-
-    Raises:
-        RecipeError: Some cannot be built; all problems at once.
-    """
+    """Build the images of tasks at a path that are missing or out of date."""
     problems = list[Problem]()
     for folder in list_task_folders(path, key):
         try:

@@ -37,7 +37,6 @@ def read_and_remove_cases_file() -> list[dict[str, Any]]:
 
 
 def run_case_and_compare(folder: str, module: str, case: dict[str, Any]) -> bool:
-    """Whether one call of the module gives what is expected."""
     request = json.dumps([folder, module, case["function"], case["arguments"]])
     with tempfile.TemporaryFile() as printed:  # of a pipe the end may never come
         try:
@@ -79,7 +78,6 @@ def kill_all_descendants() -> None:
 
 
 def main() -> None:
-    """Judge, and write the verdict."""
     libc = ctypes.CDLL(None)
     libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

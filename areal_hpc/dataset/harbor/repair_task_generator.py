@@ -74,7 +74,6 @@ def write_repair_tasks(out: Path, count: int, seed: int) -> list[Path]:
 def write_task_folder(
     folder: Path, task_name: str, module: RepairModule, fault: tuple[str, str], rng: random.Random
 ) -> None:
-    """Write one task folder."""
     right, wrong = fault
     assert right in module.source, (module.name, right)
     faulty = module.source.replace(right, wrong, 1)

@@ -14,8 +14,6 @@ from areal_hpc.wire.agent_reward import Reward
 
 @dataclass(frozen=True, slots=True)
 class TaskCheck:
-    """Rewards of one task."""
-
     name: str
     oracle: Reward | None
     """Of its own solution; None if it has none."""

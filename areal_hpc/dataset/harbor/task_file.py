@@ -22,75 +22,44 @@ NetworkMode = Literal["no-network", "public", "allowlist"]
 
 
 class PhaseConfig(BaseConfig):
-    """What `[agent]` and `[verifier]` both have."""
-
     network_mode: NetworkMode | None = None
     """Network of this phase; null: that of the environment."""
     allowed_hosts: tuple[str, ...] | None = None
-    """Hosts that `allowlist` lets through."""
     user: str | int | None = None
-    """The user who commands are."""
 
 
 class AgentPhaseConfig(PhaseConfig):
-    """Section `[agent]`."""
-
     timeout_sec: Annotated[float | None, Field(gt=0)] = None
-    """Time of the agent."""
 
 
 class VerifierPhaseConfig(PhaseConfig):
-    """Section `[verifier]`."""
-
     timeout_sec: Annotated[float, Field(gt=0)] = 600.0
-    """Time of the tests."""
     env: dict[str, str] = Field(default_factory=dict)
-    """Their environment variables."""
     environment_mode: Literal["shared", "separate"] | None = None
-    """Whether the tests run where the agent ran."""
     environment: dict[str, Any] | None = None
-    """A container of the tests' own."""
     collect: tuple[dict[str, Any], ...] = ()
-    """Commands that run before the tests."""
 
 
 class EnvironmentSectionConfig(BaseConfig):
-    """Section `[environment]`."""
-
     network_mode: NetworkMode = "public"
-    """Network of both phases."""
     allowed_hosts: tuple[str, ...] | None = None
-    """Hosts that `allowlist` lets through."""
     allow_internet: bool | None = None
     """The older form of `network_mode`."""
     build_timeout_sec: Annotated[float, Field(gt=0)] = 600.0
-    """Time to build the image."""
     docker_image: str | None = None
-    """An image in place of a Dockerfile."""
     os: str = "linux"
-    """Operating system."""
     cpus: float | None = None
     """Processors; the cell's are shared by all."""
     memory_mb: Annotated[int | None, Field(gt=0)] = None
-    """Most memory, in MiB."""
     storage_mb: Annotated[int | None, Field(gt=0)] = None
-    """Most that is written, in MiB."""
     gpus: int | None = None
-    """GPUs."""
     gpu_types: tuple[str, ...] | None = None
-    """Their kinds."""
     tpu: dict[str, Any] | None = None
-    """TPUs."""
     mcp_servers: tuple[dict[str, Any], ...] = ()
-    """Servers of tools."""
     env: dict[str, str] = Field(default_factory=dict)
-    """Environment variables of all commands."""
     skills_dir: str | None = None
-    """A folder of skills."""
     healthcheck: dict[str, Any] | None = None
-    """A command that must end well first."""
     workdir: str | None = None
-    """Working directory of commands."""
 
     @field_validator("workdir")
     @classmethod
@@ -116,37 +85,24 @@ class EnvironmentSectionConfig(BaseConfig):
 
 
 class SolutionSectionConfig(BaseConfig):
-    """Section `[solution]`."""
-
     env: dict[str, str] = Field(default_factory=dict)
-    """Environment variables of `solution/solve.sh`."""
 
 
 class HarborTaskFile(BaseConfig):
     """A file `task.toml`."""
 
     schema_version: str = "1.4"
-    """Version of the format."""
     task: dict[str, Any] = Field(default_factory=dict)
-    """Name and authors."""
     metadata: dict[str, Any] = Field(default_factory=dict)
-    """Whatever its authors like."""
     source: str | None = None
-    """Where the task comes from."""
     agent: AgentPhaseConfig = AgentPhaseConfig()
-    """The agent's phase."""
     verifier: VerifierPhaseConfig = VerifierPhaseConfig()
-    """The tests' phase."""
     environment: EnvironmentSectionConfig = EnvironmentSectionConfig()
-    """The container."""
     solution: SolutionSectionConfig = SolutionSectionConfig()
-    """The task's own solution."""
     steps: tuple[dict[str, Any], ...] | None = None
-    """Steps of a task that has several."""
     multi_step_reward_strategy: str | None = None
     """How the rewards of steps are put together."""
     artifacts: tuple[Any, ...] = ()
-    """Files to keep; none are kept here."""
 
     @model_validator(mode="before")
     @classmethod
@@ -175,11 +131,7 @@ class HarborTaskFile(BaseConfig):
 
 
 def read_supported_task_file(path: Path) -> HarborTaskFile:
-    """The task file at a path.
-
-    Raises:
-        RecipeError: It is no task file, or asks for what a sandbox cannot do; all at once.
-    """
+    """The task file at a path."""
     try:
         values = tomllib.loads(path.read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:

@@ -34,11 +34,7 @@ _ALWAYS_WRITABLE_FOLDERS = ("/workspace", "/tmp")
 
 
 def list_task_folders(path: Path, key: str) -> list[Path]:
-    """The task folders at a path: itself, or those in it, by name.
-
-    Raises:
-        RecipeError: There is none.
-    """
+    """The task folders at a path: itself, or those in it, by name."""
     if (path / "task.toml").is_file():
         return [path.resolve()]
     found = sorted(file.parent.resolve() for file in path.glob("*/task.toml"))
@@ -52,11 +48,7 @@ def list_task_folders(path: Path, key: str) -> list[Path]:
 
 
 def read_task_folders(path: Path, key: str) -> list[dict[str, Any]]:
-    """All tasks at a path as rows.
-
-    Raises:
-        RecipeError: Some cannot be played; all problems of all of them at once.
-    """
+    """All tasks at a path as rows."""
     rows, problems = [], list[Problem]()
     for folder in list_task_folders(path, key):
         try:
@@ -69,11 +61,7 @@ def read_task_folders(path: Path, key: str) -> list[dict[str, Any]]:
 
 
 def read_task_folder(folder: Path) -> dict[str, Any]:
-    """A task as a row: `messages` with its instruction, and what its sandbox is like.
-
-    Raises:
-        RecipeError: It cannot be played; all problems at once.
-    """
+    """A task as a row: `messages` with its instruction, and what its sandbox is like."""
     task_file = resolve_task_path(folder, "task.toml")
     task, container = read_supported_task_file(task_file), ContainerFile()
     for name in ("instruction.md", "tests", "solution", "environment/Dockerfile"):

@@ -6,7 +6,6 @@ from areal_hpc.session.tree import Interaction
 
 
 def record_interaction_span(session: Session, interaction: Interaction) -> None:
-    """Note when a reply was generated, and its tokens."""
     tokens = {
         "prompt_tokens": interaction.prompt_tokens,
         "reply_tokens": len(interaction.output_ids) // 4,
@@ -24,7 +23,6 @@ def record_call_span(
     replica: int,
     **tokens: int,
 ) -> None:
-    """Note when a replica had a call of an episode."""
     facts = {}
     if (ref := session.request.ref) is not None:
         facts = {"ticket_id": ref.ticket_id, "attempt": ref.attempt}

@@ -43,8 +43,6 @@ MAX_UNHASHED_SAMPLING_BYTES = 1000
 
 
 class PreparedCall(msgspec.Struct, frozen=True):
-    """A call that is ready to be generated."""
-
     call: ModelCall
     session: Session
     turn: OpenTurn
@@ -57,7 +55,6 @@ class PreparedCall(msgspec.Struct, frozen=True):
     answer_id: str
     give_up_at: float
     asked_at: float
-    """Unix time."""
     parseable_tools: Sequence[dict[str, Any]] | None
     """Tools whose calls the reply may hold; None when it is text and nothing else."""
     reasons_before_grammar: bool
@@ -68,7 +65,6 @@ class PreparedCall(msgspec.Struct, frozen=True):
     """Of its session's, for each choice."""
 
     def build_request(self, choice_index: int) -> GenerateRequest:
-        """One try at generating a choice."""
         return GenerateRequest(
             make_random_id(16),
             self.prompt_ids_json_inside,
@@ -87,7 +83,6 @@ class PreparedCall(msgspec.Struct, frozen=True):
     def build_interaction(
         self, choice_index: int, answer: ReplicaAnswer, reply: ReplyContent, first_token_at: float
     ) -> Interaction:
-        """Record of a choice."""
         parent, generation = self.turn.parent, answer.generation
         kept_counts, kept_ids = generation.pack_sampling_mask()
         return Interaction(
@@ -263,11 +258,7 @@ class PromptBuilder:
             raise ProxyRequestError(400, problem, key=call.prompt_param_name) from error
 
     async def encode(self, text: str, key: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Token ids of a text; those of a long one without stalling the loop.
-
-        Raises:
-            PromptTooLongError: Its length alone tells that no context holds it.
-        """
+        """Token ids of a text; those of a long one without stalling the loop."""
         least_tokens = len(text) // MAX_MEAN_CHARS_PER_TOKEN
         if least_tokens > self._model.context_tokens:
             raise PromptTooLongError(least_tokens, self._model.context_tokens, key)

@@ -129,11 +129,7 @@ class CompletionService:
         return said
 
     async def stream(self, session: Session, call: ModelCall, answer_id: str) -> ReplyStream:
-        """Begin to generate `call.n` replies; each is in the journal before it is told.
-
-        Raises:
-            ProxyRequestError: The call cannot be answered.
-        """
+        """Begin to generate `call.n` replies; each is in the journal before it is told."""
         self.limiter.admit(session, call.n)  # each reply ends by itself
         try:
             prompt = await self.prompts.prepare_call_and_reserve_tokens(session, call, answer_id)

@@ -28,8 +28,6 @@ class RecordedChoice(msgspec.Struct, frozen=True):
 
 
 class ReplyChunk(msgspec.Struct, frozen=True):
-    """Addition to one choice of a streamed reply."""
-
     choice: int
     said: ReplyContent
     piece: TokenChunk

@@ -11,8 +11,6 @@ BlockKind = Literal["reasoning", "text", "call"]
 
 @dataclass(slots=True)
 class ContentBlock:
-    """A part of a reply that stands by itself."""
-
     index: int
     kind: BlockKind
     text: str = ""
@@ -39,7 +37,6 @@ class BlockSplitter:
         """White space before any text."""
 
     def add_delta(self, delta: ReplyContent) -> Iterator[BlockChange]:
-        """What the next part changes."""
         if delta.reasoning:
             yield from self._extend_block("reasoning", delta.reasoning)
         if delta.text:
@@ -53,7 +50,6 @@ class BlockSplitter:
             yield from self._extend_block("call", call.arguments, call.name, call.call_id)
 
     def finish(self) -> Iterator[BlockChange]:
-        """What the end changes."""
         if all(block.kind == "reasoning" for block in self.blocks):
             yield from self._extend_block("text", self._held)
         if self._open is not None:
@@ -75,7 +71,6 @@ class BlockSplitter:
 
 
 def split_into_blocks(reply: ReplyContent) -> list[ContentBlock]:
-    """The blocks of a whole reply."""
     reader = BlockSplitter()
     for _ in (*reader.add_delta(reply), *reader.finish()):
         pass

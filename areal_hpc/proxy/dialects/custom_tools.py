@@ -9,8 +9,6 @@ from areal_hpc.proxy.dialects.validation import build_function_tool
 
 
 class CustomFormat(Struct):
-    """The form that the input of a custom tool has."""
-
     type: Literal["text", "grammar"] = "text"
     syntax: str = ""
     definition: str = ""

@@ -16,7 +16,6 @@ MAX_REWRITTEN_OBJECTS = 12_500
 """In one request. Each takes the loop about 12 microseconds; an item of a list half of that."""
 Members = dict[str, msgspec.Raw]
 RewriteMembers = Callable[[Members, list[inspect.StructType], str], Members]
-"""The members of an object as they shall be, from what it has, may be, and stands under."""
 get_type_info = cache(inspect.type_info)
 
 

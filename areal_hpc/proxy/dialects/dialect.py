@@ -28,25 +28,23 @@ class Exchange(ABC):
         self.call = call
         self.model = model
         self.answer_id = id_prefix + make_random_id(14)
-        """Of the reply and of its first interaction."""
         self.streams = bool(streams)
         self.created_at = int(time.time())
 
     @abstractmethod
     def format_reply(self, answers: Sequence[RecordedChoice]) -> bytes:
-        """The reply's body."""
+        pass
 
     @abstractmethod
     def stream_events(self, reply_stream: ReplyStream) -> AsyncGenerator[bytes, None]:
         """Server-sent events of the reply. What tells an end comes after its journal record."""
 
     def format_ping(self) -> bytes:
-        """What the stream says when nothing has happened for long."""
         return self.ping_event
 
     @abstractmethod
     def format_error_event(self, refusal: ProxyRequestError) -> bytes:
-        """The event that ends a stream early."""
+        pass
 
 
 ErrorFormatter = Callable[[ProxyRequestError], bytes]
@@ -58,7 +56,6 @@ class Dialect:
     """One way of talking to the model."""
 
     request: type[msgspec.Struct]
-    """The body of a request."""
     read: Callable[[Any, Session, ServedModel], Exchange]
     """Raises `ProxyRequestError`: 400, naming the parameter that is wrong or cannot be honored."""
     error_formatter: ErrorFormatter

@@ -51,8 +51,6 @@ class GenerateSampling(Struct, forbid_unknown_fields=True, kw_only=True, frozen=
 
 
 class GenerateBody(Struct, forbid_unknown_fields=True, kw_only=True):
-    """The body of POST /generate."""
-
     input_ids: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(min_length=1)]
     sampling_params: GenerateSampling = GenerateSampling()
     return_logprob: bool = True
@@ -65,11 +63,7 @@ class GenerateBody(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 def build_generate_request(body: GenerateBody, model: ServedModel) -> GenerateRequest:
-    """The request as the proxy makes it, its reply bounded by what the context has left.
-
-    Raises:
-        ProxyRequestError: 400, naming the parameter that the model or this route cannot serve.
-    """
+    """The request as the proxy makes it, its reply bounded by what the context has left."""
     if body.stream:
         raise ProxyRequestError(400, "streaming is not supported on /generate", key="stream")
     vocab_size = model.encoder.vocab_size

@@ -5,7 +5,6 @@ from typing import Any
 from areal_hpc.proxy.engine.model_call import ServedModel
 
 _REASONING_SWITCH_VARIABLES = ("enable_thinking", "thinking")
-"""Names under which templates ask whether to reason."""
 _EFFORTS = ("low", "medium", "high")
 """What templates know of efforts; `_NEAREST_EFFORT` maps what else clients ask for."""
 _NEAREST_EFFORT = {"minimal": "low", "xhigh": "high", "max": "high"}

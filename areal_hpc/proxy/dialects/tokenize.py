@@ -20,8 +20,6 @@ from areal_hpc.session.tree import format_ids_as_json_inside
 
 
 class TokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
-    """The body of POST /tokenize: a text, or a conversation."""
-
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], Meta(min_length=1)] | None = None
     model: str = ""
@@ -32,8 +30,6 @@ class TokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class DetokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
-    """The body of POST /detokenize."""
-
     tokens: list[int]
     model: str = ""
     skip_special_tokens: bool = True
@@ -42,11 +38,6 @@ class DetokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
 async def tokenize(
     prompts: PromptBuilder, model: ServedModel, session: Session, request: TokenizeRequest
 ) -> bytes:
-    """The reply to a tokenize request.
-
-    Raises:
-        ProxyRequestError: 400, naming the parameter that is wrong.
-    """
     if (request.prompt is None) == (request.messages is None):
         raise ProxyRequestError(400, "give either a prompt or messages", key="prompt")
     if request.messages is not None and request.add_special_tokens is not None:
@@ -73,11 +64,6 @@ async def tokenize(
 
 
 def detokenize(model: ServedModel, session: Session, request: DetokenizeRequest) -> bytes:
-    """The reply to a detokenize request.
-
-    Raises:
-        ProxyRequestError: 400, naming the parameter that is wrong.
-    """
     if len(request.tokens) > model.context_tokens:
         problem = f"expected at most {model.context_tokens} tokens, got {len(request.tokens)}"
         raise ProxyRequestError(400, problem, key="tokens")

@@ -150,11 +150,7 @@ MAX_ID_DIGITS = 10
 
 
 def check_token_ids(model: ServedModel, key: str, tokens: Iterable[int | str] | None) -> None:
-    """An id outside the vocabulary would kill the engine.
-
-    Raises:
-        ProxyRequestError: 400, naming `key`.
-    """
+    """An id outside the vocabulary would kill the engine."""
     vocab_size = model.encoder.vocab_size
     for token in tokens or ():
         is_id = isinstance(token, int) or (token.isdecimal() and len(token) <= MAX_ID_DIGITS)
@@ -169,8 +165,6 @@ def format_left_out_part(part_type: str) -> str:
 
 
 class TypedObject(Struct):
-    """A JSON object that says of which kind it is."""
-
     type: str = ""
 
 

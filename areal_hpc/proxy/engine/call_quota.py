@@ -9,18 +9,12 @@ from areal_hpc.recipe.sections.proxy_and_shards import ProxyConfig
 
 
 class ConcurrentReplyLimiter:
-    """How many replies the proxy asks the model for."""
-
     def __init__(self, limits: ProxyConfig) -> None:
         self._limits = limits
         self._replies = 0
 
     def admit(self, session: Session, replies: int) -> None:
-        """Count a call that has begun: a session is not idle while the model answers it.
-
-        Raises:
-            ProxyRequestError: 429, there are too many; or 400, the session has recorded too much.
-        """
+        """Count a call that has begun: a session is not idle while the model answers it."""
         limits = self._limits
         if self._replies + replies > limits.max_concurrent_calls:
             most = limits.max_concurrent_calls
@@ -43,7 +37,6 @@ class ConcurrentReplyLimiter:
 
     @contextmanager
     def hold_slots(self, session: Session, replies: int) -> Iterator[None]:
-        """Admit a call for as long as the context lasts. Raises as `admit` does."""
         self.admit(session, replies)
         try:
             yield
@@ -52,11 +45,7 @@ class ConcurrentReplyLimiter:
 
 
 def refuse_oversized_session(session: Session, limits: ProxyConfig) -> None:
-    """Demand that the session has room for more records.
-
-    Raises:
-        ProxyRequestError: 400, it has none.
-    """
+    """Demand that the session has room for more records."""
     if session.recorded_bytes >= limits.max_session_bytes:
         problem = f"this session has recorded {session.recorded_bytes} bytes"
         hint = f"raise proxy.max_session_bytes, which is {limits.max_session_bytes}"

@@ -37,11 +37,7 @@ class CallTries:
     def count_lost_try_or_raise(
         self, replica: ReplicaView, error: UnfinishedEngineCallError
     ) -> None:
-        """The replica did not finish the call.
-
-        Raises:
-            RepeatedlyFailedCallError: It has been tried often enough.
-        """
+        """The replica did not finish the call."""
         self.lost.add(replica.index)
         if isinstance(error, EngineHungUpError):
             self._hung_up.add((replica.index, replica.incarnation))

@@ -13,11 +13,7 @@ RESERVATION_POLL_S = 0.02
 
 
 def refuse_call_beyond_limits(session: Session, choices: int) -> None:
-    """Demand that the session may ask for so many replies, which count as in flight already.
-
-    Raises:
-        ProxyRequestError: 400, for no SDK repeats a call after that.
-    """
+    """Demand that the session may ask for so many replies, which count as in flight already."""
     limits = session.request.limits
     if limits.max_turns:
         turns = len(session.tree) + session.unrecorded_replies.total()

@@ -83,7 +83,6 @@ class ReplyFailover:
         self._said = self.join_replies(generation)
 
     def join_replies(self, generation: Generation) -> Generation:
-        """All that was said, when the last replica has said the rest."""
         said = self._said
         if said is None:
             return generation

@@ -186,7 +186,6 @@ class TokenChunk(Struct, frozen=True):
 
 
 def decode_generation(server_url: str, answer: bytes) -> Generation:
-    """A whole answer of the server `server_url`."""
     reply = _decode_reply(_reply_decoder, server_url, answer)
     return _build_generation(server_url, reply.text, bytes(reply.output_ids), reply.meta_info)
 
@@ -390,7 +389,6 @@ def _build_abort_exception(server_url: str, status_code: object, message: object
 
 
 def extract_error_text(answer: bytes) -> str:
-    """The sentence inside one of SGLang's two error shapes."""
     try:
         error = msgspec.json.decode(answer)["error"]
         return str(error["message"] if isinstance(error, dict) else error)

@@ -36,11 +36,7 @@ _REQUEST_KEY_BY_GRAMMAR = {"json_schema": "response_format", "structural_tag": "
 
 
 def refuse_costly_sampling(sampling: SamplingParams) -> None:
-    """Refuse grammars, stops and biases beyond the bounds.
-
-    Raises:
-        ProxyRequestError: 400, naming the parameter.
-    """
+    """Refuse grammars, stops and biases beyond the bounds."""
     names = sampling.active_grammar_names
     if not (names or sampling.stop or sampling.stop_token_ids or sampling.logit_bias):
         return

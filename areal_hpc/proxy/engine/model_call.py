@@ -27,7 +27,6 @@ class ToolChoice(msgspec.Struct, frozen=True):
     name: str | None = None
     """The one tool that must be called."""
     parallel: bool = True
-    """A reply may hold several calls."""
     allowed: tuple[str, ...] = ()
     """The tools that may be called; all when there is none."""
     follows_schemas: bool = False
@@ -50,8 +49,6 @@ class ToolChoice(msgspec.Struct, frozen=True):
 
 
 class ModelCall(msgspec.Struct, frozen=True):
-    """A validated request, free of its dialect."""
-
     messages: Sequence[Message]
     tools: Sequence[dict[str, Any]] | None
     template_variables: Mapping[str, Any] | None
@@ -65,7 +62,6 @@ class ModelCall(msgspec.Struct, frozen=True):
     top_logprobs: int = 0
     tool_choice: ToolChoice = ToolChoice()
     ignored: Sequence[str] = ()
-    """Names of the parameters that are accepted without effect."""
     dropped_tools: Sequence[str] = ()
     """Types of the tools that the model is not told of: a provider's servers would run them."""
     prefill: str | None = None
@@ -89,9 +85,7 @@ class ServedModel:
     encoder: TokenEncoder
     context_tokens: int
     tool_call_parser: str | None = None
-    """SGLang's name of the format of its tool calls."""
     reasoning_parser: str | None = None
-    """SGLang's name of the format of its reasoning."""
     normalize: MessageRewriter | None = None
     """The user's own normalizer (`proxy.message_normalizer`)."""
     ignores_unknown: bool = True
@@ -112,7 +106,6 @@ class ServedModel:
         tool_call_parser: str | None,
         reasoning_parser: str | None,
     ) -> ServedModel:
-        """A model in Hugging Face format; its own context limit when None is given."""
         template = ChatTemplate.from_model_dir(model_dir)
         encoder = TokenEncoder.from_model_dir(model_dir)
         template.require_messages(with_tools=tool_call_parser is not None)
@@ -152,11 +145,7 @@ def list_end_token_ids(model_dir: Path, encoder: TokenEncoder) -> list[int]:
 
 
 def require_max_position_embeddings(model_dir: Path) -> int:
-    """The longest sequence that the model's configuration allows.
-
-    Raises:
-        RecipeError: The configuration does not say.
-    """
+    """The longest sequence that the model's configuration allows."""
     limit = read_json_or_empty(model_dir / "config.json").get("max_position_embeddings")
     if not isinstance(limit, int):
         raise RecipeError(

@@ -45,7 +45,6 @@ class GeneratePassthrough:
         self._timeout_s = timeout_s
 
     async def generate(self, session: Session, request: GenerateRequest) -> bytes:
-        """The replica's answer."""
         give_up_at = time.monotonic() + self._timeout_s
         with self._limiter.hold_slots(session, 1):
             refuse_call_beyond_limits(session, 1)

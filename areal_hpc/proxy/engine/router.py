@@ -59,8 +59,6 @@ def choose_home_replica(
 
 
 class Router:
-    """Follows the replicas and picks one for each session."""
-
     def __init__(self, replica_source: ReplicaSource) -> None:
         self._source = replica_source
         self._serving: dict[int, ReplicaView] = {}
@@ -77,7 +75,6 @@ class Router:
         return len(self._serving)
 
     async def poll_replicas_until_cancelled(self) -> None:
-        """Look again and again until cancelled."""
         while True:
             self._refresh_now.clear()
             await self._refresh_replicas()

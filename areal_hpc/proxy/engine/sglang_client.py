@@ -42,7 +42,6 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     prompt_ids_json_inside: bytes
     sampling: SamplingParams
     top_logprobs: int = 0
-    """Alternatives to report per token."""
     reasons_first: bool = False
     """The reply begins inside its reasoning, so a grammar starts after that."""
     records_sampling_mask: bool = False
@@ -187,7 +186,6 @@ class SGLangClient:
             log.info("abort of %s did not reach %s: %s", rid, replica.url, error)
 
     async def close(self) -> None:
-        """Send what aborts are still under way and close pooled connections."""
         if self._aborts:
             await asyncio.wait(self._aborts, timeout=1.0)
         for pool in self._pools.values():

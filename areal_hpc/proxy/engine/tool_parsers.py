@@ -73,11 +73,7 @@ class ParserProcessClient:
         self._count = 0
 
     async def start(self) -> None:
-        """Start the process unless it runs.
-
-        Raises:
-            ParserLostError: It does not start.
-        """
+        """Start the process unless it runs."""
         async with self._starting:
             if self._reader is not None and not self._reader.done():
                 return
@@ -107,11 +103,7 @@ class ParserProcessClient:
             )
 
     async def run(self) -> None:
-        """Keep the process running until cancelled, then end it.
-
-        Raises:
-            ClusterError: It does not start.
-        """
+        """Keep the process running until cancelled, then end it."""
         try:
             while True:
                 await self.start()
@@ -174,11 +166,7 @@ class ParserProcessClient:
     async def start_and_send_request(
         self, request: ParseChunkRequest | ToolGrammarRequest | GrammarCheckRequest
     ) -> ParserReply:
-        """Send a request and wait for its reply.
-
-        Raises:
-            ParserLostError: The process is gone.
-        """
+        """Send a request and wait for its reply."""
         await self.start()
         assert self._process is not None
         assert self._process.stdin is not None
@@ -195,11 +183,7 @@ class ParserProcessClient:
     async def fetch_grammar(
         self, tools: Sequence[dict[str, Any]], prompt: str, tool_choice: ToolChoice
     ) -> ParserReply:
-        """Which grammar holds the model to a tool choice, and where it begins.
-
-        Raises:
-            ProxyRequestError: There is none, or the parsers are gone.
-        """
+        """Which grammar holds the model to a tool choice, and where it begins."""
         number, end, must_call = (
             self.allocate_id(),
             prompt[-PROMPT_END_CHARS:],
@@ -248,7 +232,6 @@ class ParserProcessClient:
         return RemoteReplyParser(self, ReplyParseContext([*tools], prompt[-PROMPT_END_CHARS:]))
 
     async def close(self) -> None:
-        """End the process."""
         if self._reader is not None:
             self._reader.cancel()
         if self._process is not None and self._process.returncode is None:

@@ -48,7 +48,6 @@ class ReplySampled(Struct, tag="sampled", frozen=True):
 
     session_id: str
     digest: bytes
-    """`compute_reply_digest`."""
     tokens: int = 0
     """How many were sampled; 0 in journals that did not note it."""
 
@@ -65,11 +64,8 @@ class RewardSet(Struct, tag="reward", frozen=True):
 
 
 class ConversationsMarkedAuxiliary(Struct, tag="auxiliary", frozen=True):
-    """Conversations of the session are auxiliary: recorded, and not to be learned from."""
-
     session_id: str
     reasons: dict[str, str]
-    """By the id of a conversation's first reply."""
 
 
 class SessionEnded(Struct, tag="ended", frozen=True):
@@ -87,7 +83,6 @@ class SessionFailed(Struct, tag="failed", frozen=True):
     cause: str
     error: str
     failed_at: float
-    """Unix time."""
 
 
 class SessionDropped(Struct, tag="dropped", frozen=True):
@@ -102,7 +97,6 @@ class TicketFinished(Struct, tag="finished", frozen=True):
     ref: TicketRef
     session_ids: list[str]
     finished_at: float
-    """Unix time."""
 
 
 class TicketDropped(Struct, tag="ticket_dropped", frozen=True):
@@ -122,9 +116,7 @@ class UntrainedSealed(Struct, tag="untrained_sealed", frozen=True):
     """Rows that are not for training lie in a sealed, indexed shard, or could not be built."""
 
     refs: list[TicketRef]
-    """Evaluation tickets."""
     session_ids: list[str]
-    """Failed sessions."""
 
 
 class TicketsAcknowledged(Struct, tag="settled", frozen=True):

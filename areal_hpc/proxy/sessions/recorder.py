@@ -35,7 +35,6 @@ class JournalCompactionPlan:
     """Part of the journal that is history at one moment: decided on the loop, used in a thread."""
 
     removed_session_ids: frozenset[str]
-    """Sessions."""
     sealed_or_dropped_refs: frozenset[TicketRef]
     """Sealed, or dropped because they cannot be."""
     settled: frozenset[TicketRef]
@@ -82,7 +81,6 @@ class JournaledRecorder:
     ) -> None:
         self.store = SessionStore()
         self.folder = path.parent
-        """The journal's own."""
         self.failure: ClusterError | None = None
         """Set when the journal refused: nothing may be answered any more."""
         self._vocab_size = vocab_size
@@ -109,12 +107,6 @@ class JournaledRecorder:
         self._rotated_bytes = self._journal.journal_size_bytes
 
     def journal_and_apply(self, event: Event) -> None:
-        """Let `event` happen. It survives the death of this process when this returns.
-
-        Raises:
-            ClusterError: The journal refused; the event has not happened.
-            UntrainableCallError: It is a model call that cannot be trained on; it has not happened.
-        """
         if isinstance(event, events.InteractionAdded) and (defect := self._find_defect(event)):
             raise UntrainableCallError(defect)
         size_bytes = 0

@@ -42,17 +42,13 @@ def compute_key_digest(key: str) -> bytes:
 
 
 class Session:
-    """One episode's conversation with the model."""
-
     def __init__(self, opened_event: events.SessionOpened) -> None:
         self.opened = opened_event
         self.session_id = opened_event.session_id
-        """Public name of the session; not a secret."""
         self.request = opened_event.request
         self.tree = InteractionTree()
         self.ended = False
         self.ended_at = 0.0
-        """Unix time."""
         self.failure: events.SessionFailed | None = None
         """Set when its episode failed and is kept."""
         self.is_exported = False
@@ -185,7 +181,6 @@ class SessionStore:
         self.failed: dict[str, Session] = {}
         """Sessions of failed episodes that are kept and not sealed yet, by id."""
         self.sealed: dict[TicketRef, SealedTicket] = {}
-        """Sealed, not yet acknowledged by the ledger."""
         self.dropped: dict[TicketRef, str] = {}
         """Reasons of tickets that cannot be sealed, not yet acknowledged by the ledger."""
         self.settled_rows: dict[TicketRef, int] = {}

@@ -80,7 +80,6 @@ class UntrainedSealer:
         return self._answered.get(session_id)
 
     async def seal_if_due(self) -> None:
-        """Seal if there is much, or if some has waited long."""
         tickets, failed = self._list_evaluations(), list(self._store.failed.values())
         since = [ticket.finished_at for ticket in tickets]
         since += [session.failure.failed_at for session in failed if session.failure]

@@ -41,7 +41,6 @@ class OciImage:
 
     archive: Path
     manifest_digest: str
-    """Of its manifest."""
     layers: tuple[Mapping[str, Any], ...]
     """Their descriptors, the lowest first."""
     variables: Mapping[str, str]
@@ -50,11 +49,7 @@ class OciImage:
 
 
 def read_image(archive: Path) -> OciImage | None:
-    """The image in an archive; None if that is a tar of something else.
-
-    Raises:
-        RecipeError: It is an image that cannot be read; the message says why.
-    """
+    """The image in an archive; None if that is a tar of something else."""
     try:
         with _open_archive(archive) as file:
             blobs = _Blobs(archive, file)
@@ -90,7 +85,6 @@ def unpack_image(image: OciImage, folder: Path) -> None:
 
 
 def make_root_tree(folder: Path) -> UnpackedTree:
-    """A folder that becomes a root file system."""
     return UnpackedTree(
         folder,
         max_bytes=MAX_ROOT_BYTES,

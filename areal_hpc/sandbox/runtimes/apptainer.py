@@ -39,8 +39,6 @@ _NOT_MOUNTED = "home,tmp,hostfs,cwd,bind-paths"
 
 
 class ApptainerRuntime:
-    """Sandboxes of Apptainer."""
-
     name = "apptainer"
     networks: tuple[Network, ...] = ("none", "session-only", "open")
     supports_root_file_system = True

@@ -71,14 +71,11 @@ exec ./bwrap "$@"
 
 
 class BwrapRuntime:
-    """Sandboxes of bubblewrap."""
-
     name = "bwrap"
     networks: tuple[Network, ...] = ("none", "session-only", "open")
     supports_root_file_system = True
 
     async def start(self, spec: SandboxSpec) -> Sandbox:
-        """See `Runtime.start`."""
         bwrap, as_nobody = find_bubblewrap(), may_become_nobody()
         if bwrap is None:
             raise _build_isolation_error(NO_BUBBLEWRAP, BUBBLEWRAP_HINT)

@@ -26,7 +26,6 @@ def make_runtime(isolation_name: str) -> Runtime:
 
 
 def find_installed_runtimes() -> list[str]:
-    """Names of the runtimes whose programs are on this machine."""
     found = {
         "bwrap": find_bubblewrap() is not None,
         "podman": find_podman_with_crun() is not None,

@@ -55,7 +55,6 @@ class GvisorRuntime:
     supports_root_file_system = False
 
     async def start(self, spec: SandboxSpec) -> Sandbox:
-        """See `Runtime.start`."""
         runsc, as_nobody = find_runsc(), may_become_nobody()
         if runsc is None:
             raise _build_isolation_error("there is no gVisor (the program runsc)")

@@ -19,7 +19,6 @@ class HostRuntime:
     supports_root_file_system = False
 
     async def start(self, spec: SandboxSpec) -> Sandbox:
-        """See `Runtime.start`."""
         folder = tempfile.mkdtemp(prefix="areal-hpc-agent-")
         command = build_command_server_command(
             spec,

@@ -70,8 +70,6 @@ runroot = "{scratch}/run"
 
 
 class PodmanRuntime:
-    """Sandboxes of podman."""
-
     name = "podman"
     networks: tuple[Network, ...] = ("none", "session-only", "open")
     supports_root_file_system = True

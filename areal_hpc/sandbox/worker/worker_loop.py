@@ -59,7 +59,7 @@ class Gym:
         raise NotImplementedError
 
     async def close(self) -> None:
-        """End the episode."""
+        pass
 
 
 def serve(build_gym: Callable[[dict[str, Any]], Gym | Scorer]) -> None:

@@ -13,8 +13,6 @@ INTEGER_PATTERN = re.compile(r"-?\d+")
 
 
 class GymnasiumGym(Gym):
-    """One environment, reset for each episode."""
-
     def __init__(self, config: dict[str, Any]) -> None:
         for module in config["imports"]:
             importlib.import_module(module)
@@ -45,7 +43,6 @@ class GymnasiumGym(Gym):
 
 
 def format_action_instructions(action_space: Any) -> str:
-    """How to write an action."""
     if isinstance(action_space, spaces.Discrete):
         first, last = int(action_space.start), int(action_space.start + action_space.n - 1)
         what = f"a whole number from {first} to {last}"
@@ -89,7 +86,6 @@ def parse_action(text: str, action_space: Any) -> Any:
 
 
 def to_builtins(value: Any) -> Any:
-    """An observation as JSON keeps it."""
     if isinstance(value, dict):
         return {str(key): to_builtins(one) for key, one in value.items()}
     if isinstance(value, tuple | list):

@@ -84,7 +84,6 @@ class McpGym(Gym):
 
 
 def build_chat_tool(tool_name: str, tool: Any) -> dict[str, Any]:
-    """A tool as OpenAI's chat completions take it."""
     function = {
         "name": tool_name,
         "description": tool.description or "",

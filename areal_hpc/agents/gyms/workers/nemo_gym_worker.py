@@ -121,7 +121,6 @@ class NemoGym(Gym):
 
 
 def find_server_class(module: Any) -> Any:
-    """The resources server that a module defines."""
     found = [
         one
         for one in vars(module).values()
@@ -135,7 +134,6 @@ def find_server_class(module: Any) -> Any:
 
 
 def build_response_output_items(reply: dict[str, Any]) -> list[dict[str, Any]]:
-    """Items of a reply as Responses has them."""
     text = {"type": "output_text", "text": reply["text"], "annotations": []}
     message = {
         "id": f"msg_{uuid.uuid4().hex}",
@@ -159,7 +157,6 @@ def build_response_output_items(reply: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def to_chat_message(responses_message: dict[str, Any]) -> dict[str, Any]:
-    """A message of Responses as chat completions take it."""
     role = "system" if responses_message["role"] == "developer" else responses_message["role"]
     content = responses_message["content"]
     if not isinstance(content, str):
@@ -168,7 +165,6 @@ def to_chat_message(responses_message: dict[str, Any]) -> dict[str, Any]:
 
 
 def to_chat_tool(responses_tool: dict[str, Any]) -> dict[str, Any]:
-    """A function tool of Responses as chat completions take it."""
     names = ("name", "description", "parameters")
     return {
         "type": "function",

@@ -76,7 +76,6 @@ class OpenEnvGym(Gym):
 
 
 def describe_observation(observation: dict[str, Any]) -> str:
-    """An observation as the model sees it."""
     shown = {
         name: one for name, one in observation.items() if name not in _HIDDEN_OBSERVATION_FIELDS
     }

@@ -13,8 +13,6 @@ API_KEY_VARIABLE = "AREAL_HPC_SESSION_KEY"
 
 
 class VerifiersGym(Gym):
-    """One environment; an episode is a task of its task set."""
-
     def __init__(self, config: dict[str, Any]) -> None:
         taskset, options = config["taskset"], config["env"]
         kind = environment_class(taskset["id"], options.get("id", ""))

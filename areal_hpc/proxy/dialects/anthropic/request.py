@@ -117,8 +117,6 @@ class _OutputConfig(Struct, forbid_unknown_fields=True):
 
 
 class MessagesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
-    """The body of POST /v1/messages, as far as this proxy can honor it."""
-
     refused: ClassVar[Mapping[str, RefusedParamRule]] = {
         "container": RefusedParamRule("let the agent run programs, and offer that as a tool"),
         "functions": RefusedParamRule("use tools"),
@@ -160,7 +158,6 @@ class MessagesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
 def build_model_call(
     request: MessagesRequest, defaults: SamplingDefaults, model: ServedModel
 ) -> ModelCall:
-    """What a request asks of the model; the defaults apply where it is silent."""
     ignored = [*list_ignored_params(request)]
     dropped: list[str] = []
     tools = _parse_tools(request.tools or [], model, ignored, dropped)
@@ -200,11 +197,7 @@ def _build_system_message(system: str | list[_Text] | None) -> Iterator[Message]
 def _split_prefill(
     messages: Sequence[_InputMessage],
 ) -> tuple[str | None, Sequence[_InputMessage]]:
-    """What the reply begins with, if the last message is the assistant's, and the others.
-
-    Raises:
-        ProxyRequestError: 400, that message holds more than text.
-    """
+    """What the reply begins with, if the last message is the assistant's, and the others."""
     *others, last = messages
     if last.role != "assistant":
         return None, messages

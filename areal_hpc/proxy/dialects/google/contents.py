@@ -31,8 +31,6 @@ class _FunctionResponse(Struct):
 
 
 class Part(Struct, rename="camel"):
-    """A piece of a content: what the model reads, and what it cannot."""
-
     text: str | None = None
     thought: bool | None = None
     function_call: _FunctionCall | None = None
@@ -53,8 +51,6 @@ _UNREADABLE_PARTS = {
 
 
 class Content(Struct, rename="camel"):
-    """One turn, or a part of one."""
-
     parts: list[Part] | Part = []
     role: str | None = None
 
@@ -67,11 +63,7 @@ _USER_ROLES = (None, "", "user", "function")
 
 
 def read_text_only_content(content: Content, key: str) -> str:
-    """The text of a content that may hold nothing else.
-
-    Raises:
-        ProxyRequestError: 400, naming the part that is no text.
-    """
+    """The text of a content that may hold nothing else."""
     texts = []
     for j, part in enumerate(content.listed_parts):
         _refuse_unreadable_part(part, f"{key}.parts[{j}]")
@@ -82,11 +74,7 @@ def read_text_only_content(content: Content, key: str) -> str:
 
 
 def build_messages(contents: Sequence[Content]) -> Iterator[Message]:
-    """The messages that contents stand for, in normal form.
-
-    Raises:
-        ProxyRequestError: 400, naming what cannot be read.
-    """
+    """The messages that contents stand for, in normal form."""
     for i, content in enumerate(contents):
         if content.role not in (*_USER_ROLES, "model"):
             problem = f"expected role 'user' or 'model', got {content.role!r}"
@@ -110,7 +98,6 @@ def build_messages(contents: Sequence[Content]) -> Iterator[Message]:
 class _UnansweredCalls:
     def __init__(self) -> None:
         self._open: list[tuple[str, str]] = []
-        """Id and name."""
         self._count = 0
 
     def add_and_get_id(self, call: _FunctionCall) -> str:

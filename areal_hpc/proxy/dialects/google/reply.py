@@ -32,8 +32,6 @@ _STATUS_BY_CODE = {
 
 
 class GenerateContentExchange(Exchange):
-    """A GenerateContentResponse that is asked for."""
-
     ping_event = b"\r\n"
     """An empty line. The Python SDK takes a comment for the beginning of an error."""
 
@@ -57,7 +55,6 @@ class GenerateContentExchange(Exchange):
         """Elements of the stream."""
 
     def format_reply(self, answers: Sequence[RecordedChoice]) -> bytes:
-        """The JSON body of the response."""
         candidates = []
         for answer in answers:
             reader = BlockSplitter()

@@ -42,8 +42,6 @@ class _ThinkingConfig(Struct, rename="camel", forbid_unknown_fields=True):
 
 
 class GenerationConfig(Struct, rename="camel", forbid_unknown_fields=True):
-    """How a reply is sampled, and what it holds."""
-
     temperature: Temperature | None = None
     top_p: Probability | None = None
     top_k: Annotated[float, Meta(ge=-1, le=MAX_TOP_K)] | None = None
@@ -72,8 +70,6 @@ class GenerationConfig(Struct, rename="camel", forbid_unknown_fields=True):
 
 
 class GenerateContentRequest(Struct, rename="camel", forbid_unknown_fields=True, kw_only=True):
-    """The body of POST models/{model}:generateContent, as far as this proxy can honor it."""
-
     refused: ClassVar[Mapping[str, RefusedParamRule]] = {
         "cachedContent": RefusedParamRule(
             "send the contents; tokens of a conversation are re-used"
@@ -112,11 +108,7 @@ class CountTokensRequest(Struct, rename="camel", forbid_unknown_fields=True, kw_
     labels: IgnoredParam = None
 
     def build_whole_request(self) -> GenerateContentRequest:
-        """The request whose tokens are counted.
-
-        Raises:
-            ProxyRequestError: 400, there is none, or there are two.
-        """
+        """The request whose tokens are counted."""
         whole, contents = self.generate_content_request, self.contents
         if (whole is None) == (contents is None):
             problem = "give either contents or a generateContentRequest"
@@ -135,11 +127,7 @@ class CountTokensRequest(Struct, rename="camel", forbid_unknown_fields=True, kw_
 def build_model_call(
     request: GenerateContentRequest, defaults: SamplingDefaults, model: ServedModel
 ) -> ModelCall:
-    """What a request asks of the model; the defaults apply where it is silent.
-
-    Raises:
-        ProxyRequestError: 400, naming the parameter that is wrong or cannot be honored.
-    """
+    """What a request asks of the model; the defaults apply where it is silent."""
     config, ignored = request.config, [*list_ignored_params(request)]
     dropped: list[str] = []
     _refuse_unsupported_options(config)

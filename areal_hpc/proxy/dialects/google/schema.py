@@ -37,11 +37,7 @@ _SUBSCHEMA_MAP_KEYS = frozenset({"properties", "patternProperties", "$defs", "de
 
 
 def convert_to_json_schema(schema: Any, key: str, depth: int = 0) -> Any:
-    """The JSON schema that a schema stands for, whichever of the two it is.
-
-    Raises:
-        ProxyRequestError: 400, naming `key`: it nests too deep.
-    """
+    """The JSON schema that a schema stands for, whichever of the two it is."""
     if not isinstance(schema, dict):  # true and false are schemas
         return schema
     if depth > MAX_SCHEMA_DEPTH:

@@ -52,16 +52,12 @@ class _Tool(Struct, rename="camel", forbid_unknown_fields=True):
 
 
 class FunctionCallingConfig(Struct, rename="camel", forbid_unknown_fields=True):
-    """Whether a reply calls functions, and which."""
-
     mode: Literal["MODE_UNSPECIFIED", "AUTO", "ANY", "NONE", "VALIDATED"] = "AUTO"
     allowed_function_names: list[str] | None = None
     stream_function_call_arguments: IgnoredParam = None
 
 
 class ToolConfig(Struct, rename="camel", forbid_unknown_fields=True):
-    """How tools are used."""
-
     function_calling_config: FunctionCallingConfig | None = None
     include_server_side_tool_invocations: IgnoredParam = None
     retrieval_config: IgnoredParam = None
@@ -118,11 +114,7 @@ def _build_tool(function: _FunctionDeclaration, tool_key: str) -> dict[str, Any]
 def read_tool_choice(
     tool_config: ToolConfig | None, tools: Sequence[dict[str, Any]], model: ServedModel
 ) -> ToolChoice:
-    """The choice that a request makes. Calls follow their schemas unless the mode is AUTO.
-
-    Raises:
-        ProxyRequestError: 400, naming what cannot hold.
-    """
+    """The choice that a request makes. Calls follow their schemas unless the mode is AUTO."""
     config = (
         tool_config.function_calling_config if tool_config else None
     ) or FunctionCallingConfig()

@@ -56,8 +56,6 @@ class _CalledCustomTool(Struct):
 
 
 class ToolCall(Struct):
-    """A call as a message of the assistant has it."""
-
     function: _CalledFunction | None = None
     custom: _CalledCustomTool | None = None
     id: str | None = None
@@ -65,8 +63,6 @@ class ToolCall(Struct):
 
 
 class ChatMessage(Struct):
-    """One message of a conversation."""
-
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[_ContentPart] | None = None
     name: str | None = None
@@ -157,8 +153,6 @@ class _Thinking(Struct):
 
 
 class ChatRequest(SharedCompletionParams, forbid_unknown_fields=True, kw_only=True):
-    """The body of POST /v1/chat/completions, as far as this proxy can honor it."""
-
     refused: ClassVar[Mapping[str, RefusedParamRule]] = {
         **SharedCompletionParams.refused,
         "add_special_tokens": RefusedParamRule("the chat template writes them"),
@@ -208,7 +202,6 @@ class ChatRequest(SharedCompletionParams, forbid_unknown_fields=True, kw_only=Tr
         return not self.tools and (self.functions or self.function_call) is not None
 
     def get_custom_tool_names(self) -> frozenset[str]:
-        """Names of the tools whose input is a text."""
         if not any(b'"custom"' in bytes(one) for one in self.tools or ()):
             return frozenset()
         offered = [msgspec.json.decode(one, type=_MaybeCustomTool) for one in self.tools or ()]
@@ -218,11 +211,7 @@ class ChatRequest(SharedCompletionParams, forbid_unknown_fields=True, kw_only=Tr
 def build_model_call(
     request: ChatRequest, defaults: SamplingDefaults, model: ServedModel
 ) -> ModelCall:
-    """What a request asks of the model; the defaults apply where it is silent.
-
-    Raises:
-        ProxyRequestError: 400, naming the parameter that is wrong or cannot be honored.
-    """
+    """What a request asks of the model; the defaults apply where it is silent."""
     check_shared_params(request, model)
     limits = {request.max_tokens, request.max_completion_tokens} - {None}
     if len(limits) > 1:
@@ -257,11 +246,7 @@ def build_model_call(
 
 
 def _split_prefill(request: ChatRequest) -> tuple[str | None, Sequence[ChatMessage]]:
-    """What the reply shall begin with, if the last message is the beginning of it, and the others.
-
-    Raises:
-        ProxyRequestError: 400, the last message is none that a reply can go on from.
-    """
+    """Split off a last message that the reply shall go on from."""
     *others, last = request.messages
     if not (request.continue_final_message or last.prefix):
         if request.add_generation_prompt is False:
@@ -277,7 +262,6 @@ def _split_prefill(request: ChatRequest) -> tuple[str | None, Sequence[ChatMessa
 
 
 def normalize_messages(messages: Sequence[ChatMessage]) -> list[Message]:
-    """The messages in normal form."""
     return [_normalize_message(one, i) for i, one in enumerate(messages)]
 
 
@@ -312,11 +296,7 @@ def _normalize_message(message: ChatMessage, i: int) -> Message:
 
 
 def read_call(call: ToolCall, key: str) -> dict[str, Any]:
-    """The function that a call calls; a custom tool is a function of one text.
-
-    Raises:
-        ProxyRequestError: 400, naming `key`: it calls neither.
-    """
+    """The function that a call calls; a custom tool is a function of one text."""
     if call.custom is not None:
         return {"name": call.custom.name, "arguments": encode_custom_input(call.custom.input)}
     if call.function is None:
@@ -339,10 +319,6 @@ def _read_text_part(part: _ContentPart, i: int, j: int) -> str:
 def _read_tools_and_choice(
     request: ChatRequest, model: ServedModel, ignored: list[str], dropped: list[str]
 ) -> tuple[list[dict[str, Any]], ToolChoice]:
-    """The tools that the model is told of, and the choice of them.
-
-    Hints in them are added to `ignored`, types of tools that are left out to `dropped`.
-    """
     mode: str | None
     if request.tools and request.functions:
         problem = "functions are the older form of tools"
@@ -404,10 +380,7 @@ def _build_custom_schema(tool: _CustomToolSchema, ignored: set[str]) -> dict[str
 def _build_thinking_variables(
     request: ChatRequest, model: ServedModel, ignored: list[str]
 ) -> dict[str, Any]:
-    """Variables that tell the chat template whether to reason, and how hard.
-
-    Parameters that no template variable can follow are added to `ignored`.
-    """
+    """Variables that tell the chat template whether to reason, and how hard."""
     openrouter, deepseek = request.reasoning or _Reasoning(), request.thinking
     efforts = {"reasoning_effort": request.reasoning_effort, "reasoning.effort": openrouter.effort}
     switches = {

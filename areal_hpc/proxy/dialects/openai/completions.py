@@ -29,8 +29,6 @@ from areal_hpc.wire.proxy import SamplingDefaults
 
 
 class CompletionRequest(SharedCompletionParams, forbid_unknown_fields=True, kw_only=True):
-    """The body of POST /v1/completions, as far as this proxy can honor it."""
-
     refused: ClassVar[Mapping[str, RefusedParamRule]] = {
         **SharedCompletionParams.refused,
         "add_special_tokens": RefusedParamRule("give the token ids as the prompt", (True,)),

@@ -25,7 +25,6 @@ _ERROR_TYPE_BY_STATUS = {
 
 
 def format_error_fields(refusal: ProxyRequestError) -> dict[str, Any]:
-    """A refusal as OpenAI's error object."""
     default = "server_error" if refusal.status >= 500 else "invalid_request_error"
     return {
         "message": refusal.message,
@@ -65,15 +64,15 @@ class ChoiceExchange(Exchange):
 
     @abstractmethod
     def format_choice(self, answer: RecordedChoice) -> dict[str, Any]:
-        """A whole choice."""
+        pass
 
     @abstractmethod
     def format_delta(self, delta: ReplyChunk) -> bytes:
-        """The chunks that say a part of a choice."""
+        pass
 
     @abstractmethod
     def format_choice_end(self, answer: RecordedChoice) -> bytes:
-        """The chunk that says that a choice has ended."""
+        pass
 
     def build_token_id_fields(self, answer: RecordedChoice) -> dict[str, Any]:
         """The token ids of prompt and reply, if they were asked for, under vLLM's names."""
@@ -89,14 +88,12 @@ class ChoiceExchange(Exchange):
         return {"prompt_token_ids": msgspec.Raw(prompt), "token_ids": said}
 
     def format_reply(self, answers: Sequence[RecordedChoice]) -> bytes:
-        """The JSON body of the completion."""
         choices = [self.format_choice(answer) for answer in answers]
         return msgspec.json.encode(
             {**self.frame, "choices": choices, "usage": format_usage(answers)}
         )
 
     async def stream_events(self, reply_stream: ReplyStream) -> AsyncGenerator[bytes, None]:
-        """The chunks of the completion, its usage if that was asked for, the end mark."""
         answers: list[RecordedChoice] = []
         async for happened in reply_stream:
             if isinstance(happened, ReplyChunk):
@@ -116,7 +113,6 @@ class ChoiceExchange(Exchange):
 
 
 def format_usage(answers: Sequence[RecordedChoice]) -> dict[str, Any]:
-    """The `usage` of a (chat) completion: its prompt once, all of its choices."""
     prompt_tokens = answers[0].interaction.prompt_tokens
     completion_tokens = sum(len(answer.generation.output_ids) for answer in answers)
     return {

@@ -28,8 +28,6 @@ from areal_hpc.wire.proxy import SamplingDefaults
 
 
 class StreamOptions(Struct):
-    """Options of a streamed reply."""
-
     include_usage: bool | None = None
 
 
@@ -53,8 +51,6 @@ class _StructuredOutputs(Struct, forbid_unknown_fields=True):
 
 
 class SharedCompletionParams(Struct, forbid_unknown_fields=True, kw_only=True):
-    """Parameters that chat completions and legacy completions share."""
-
     refused: ClassVar[Mapping[str, RefusedParamRule]] = {
         "background": RefusedParamRule("wait for the reply, or stream it"),
         "input": RefusedParamRule("use messages, or POST /responses"),
@@ -98,11 +94,6 @@ class SharedCompletionParams(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 def check_shared_params(request: SharedCompletionParams, model: ServedModel) -> None:
-    """Refuse what cannot hold together, and tokens that the model does not have.
-
-    Raises:
-        ProxyRequestError: 400, naming the parameter.
-    """
     form = request.response_format
     if form is not None and form.type == "json_schema" and form.json_schema is None:
         raise ProxyRequestError(400, "the schema is missing", key="response_format.json_schema")

@@ -24,8 +24,6 @@ from areal_hpc.session.tree import InteractionTree
 
 
 class ContentPart(Struct):
-    """A piece of an item's content."""
-
     type: str
     text: str | None = None
     refusal: str | None = None
@@ -76,11 +74,7 @@ _TEXT_PART_TYPES = ("input_text", "output_text", "text", "reasoning_text", "summ
 
 
 def resolve_references(items: Sequence[InputItem], tree: InteractionTree) -> list[InputItem]:
-    """The items with those in the place of references that these stand for.
-
-    Raises:
-        ProxyRequestError: 400, naming a reference to what this session never said.
-    """
+    """The items with those in the place of references that these stand for."""
     resolved = []
     for i, item in enumerate(items):
         if item.is_reference and item.id is not None:

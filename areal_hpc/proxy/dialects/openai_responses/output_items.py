@@ -29,12 +29,10 @@ _NO_TOOLS = OfferedTools()
 
 
 def is_custom_call(block: ContentBlock, tools: OfferedTools) -> bool:
-    """Whether a block calls a tool whose input is a text."""
     return block.kind == "call" and block.name in tools.custom
 
 
 def build_item_id(answer_id: str, block: ContentBlock, tools: OfferedTools = _NO_TOOLS) -> str:
-    """The id of a reply's item."""
     number = answer_id[len(ID_PREFIX_WITHOUT_INSTRUCTIONS) :]
     is_custom = is_custom_call(block, tools)
     prefix = _CUSTOM_CALL_ID_PREFIX if is_custom else _ID_PREFIX_BY_KIND[block.kind]
@@ -48,7 +46,6 @@ def format_item(
     logprobs: Sequence[dict[str, Any]] = (),
     tools: OfferedTools = _NO_TOOLS,
 ) -> dict[str, Any]:
-    """A reply's item."""
     fields: dict[str, Any] = {"id": build_item_id(answer_id, block, tools), "status": status}
     if is_custom_call(block, tools):
         text = read_custom_input(block.text)
@@ -68,7 +65,6 @@ def format_item(
 def format_content_part(
     block: ContentBlock, text: str, logprobs: Sequence[dict[str, Any]] = ()
 ) -> dict[str, Any]:
-    """The content of a block's item."""
     if block.kind == "reasoning":
         return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
@@ -77,7 +73,6 @@ def format_content_part(
 def format_response(
     answer_id: str, created_at: int, status: str, model_name: str, **fields: Any
 ) -> dict[str, Any]:
-    """A Response with these fields of its request, its output and its usage."""
     cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
     frame = {"id": answer_id, "object": "response", "created_at": created_at, "status": status}
     known = {"background": False, "error": None, "incomplete_details": cut, "model": model_name}
@@ -85,7 +80,6 @@ def format_response(
 
 
 def format_usage(answer: Interaction, reasoning_tokens: int = 0) -> dict[str, Any]:
-    """The tokens that a Response took."""
     said = answer.num_output_tokens
     return {
         "input_tokens": answer.prompt_tokens,
@@ -97,7 +91,6 @@ def format_usage(answer: Interaction, reasoning_tokens: int = 0) -> dict[str, An
 
 
 def split_reply_into_blocks(message: Message) -> list[ContentBlock]:
-    """The blocks of a recorded reply."""
     calls = []
     for index, one in enumerate(message.get("tool_calls", ())):
         name, arguments = one["function"]["name"], one["function"]["arguments"]

@@ -52,7 +52,6 @@ class _ResponsesExchange(Exchange):
         self._session = session
         self._reader = BlockSplitter()
         self._sent = 0
-        """Events of the stream."""
         self._tokens: list[dict[str, Any]] = []
         self._shown = 0
         """Number of the tokens that have come with their text."""

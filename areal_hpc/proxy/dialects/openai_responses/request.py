@@ -84,8 +84,6 @@ class _Reasoning(Struct, forbid_unknown_fields=True):
 
 
 class ResponsesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
-    """The body of POST /v1/responses, as far as this proxy can honor it."""
-
     refused: ClassVar[Mapping[str, RefusedParamRule]] = {
         "background": RefusedParamRule("wait for the reply, or stream it"),
         "conversation": RefusedParamRule("use previous_response_id"),
@@ -140,11 +138,7 @@ class ResponsesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
 def build_model_call(
     request: ResponsesRequest, session: Session, model: ServedModel
 ) -> tuple[ModelCall, OfferedTools]:
-    """What a request asks of the model, and the tools that it offers.
-
-    Raises:
-        ProxyRequestError: 400, naming the parameter that is wrong or cannot be honored.
-    """
+    """What a request asks of the model, and the tools that it offers."""
     _refuse_conflicting_options(request)
     ignored = [*list_ignored_params(request)]
     dropped: list[str] = []

@@ -36,11 +36,7 @@ MAX_LISTED_ITEMS, DEFAULT_LISTED_ITEMS = 100, 20
 def retrieve_response(
     model: ServedModel, session: Session, response_id: str, query: Query
 ) -> bytes:
-    """The body of a Response that was answered before.
-
-    Raises:
-        ProxyRequestError: 404, there is none of this id; 400, it is asked for as a stream.
-    """
+    """The body of a Response that was answered before."""
     if query.get("stream") == "true":
         problem = "a Response that has been answered is not streamed again"
         raise ProxyRequestError(400, problem, key="stream")
@@ -70,11 +66,7 @@ def refuse_compaction(session: Session) -> bytes:
 
 
 def encode_input_items(session: Session, response_id: str, query: Query) -> bytes:
-    """The items that a Response answered, those of earlier Responses among them.
-
-    Raises:
-        ProxyRequestError: 404, there is no such Response; 400, the query is wrong.
-    """
+    """The items that a Response answered, those of earlier Responses among them."""
     items = [*_build_input_items(session, _find_response(session, response_id))]
     if query.get("order", "desc") != "asc":
         items.reverse()

@@ -44,14 +44,11 @@ AnyTool = _ToolFunction | _ToolNamespace | _CustomTool
 
 @dataclass(slots=True)
 class OfferedTools:
-    """The tools of a request."""
-
     schemas: list[dict[str, Any]] = field(default_factory=list)
     """As chat templates expect them."""
     namespace_and_name_by_tool: dict[str, tuple[str, str]] = field(default_factory=dict)
     """Namespace and name of the tools that have a namespace, by the name the model knows."""
     custom: set[str] = field(default_factory=set)
-    """Names of the tools whose input is a text."""
 
 
 def qualify_tool_name(namespace: str | None, tool_name: str) -> str:
