@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
+from msgspec import Struct
 from pydantic import Field
 
 from areal_hpc.jobs.config import ProcessConfig
@@ -121,3 +122,30 @@ class SftJobConfig(RankJobConfig):
                 activations=activations.offload, optimizer=self.offloads_optimizer
             ),
         )
+
+
+class CollectivesRequest(Struct, frozen=True):
+    """To each rank of `trainer.collective_rates`: take part in all-reduces and a ring."""
+
+    device: Literal["cpu", "cuda"]
+    size_bytes: int
+    """Of each rank's tensor."""
+    rounds: int
+    """Rounds that count."""
+    rendezvous_dir: str
+    report: str
+    """Written by rank 0."""
+
+
+class CollectiveRates(Struct, frozen=True, tag=True):
+    """Rates of collectives between ranks, by the slowest of them."""
+
+    ranks: int
+    backend: str
+    size_bytes: int
+    all_reduce_bytes_per_s: float
+    """Bus bandwidth, as NCCL's tests count it: 2 (n - 1) / n times the bytes, over the time."""
+    ring_bytes_per_s: float
+    """What each rank sends to its neighbor while it receives as much from the other one."""
+    wrong_elements: int
+    """Elements of results, over all ranks, that are not what they must be."""

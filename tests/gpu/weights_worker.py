@@ -21,17 +21,17 @@ from areal_hpc.launch.tiny_model import make_tiny_model
 from areal_hpc.trainer.batch.training_rows import ADVANTAGE_CHANNEL
 from areal_hpc.trainer.model.hf_weights import save_hf_model
 from areal_hpc.trainer.process_groups import destroy_process_groups
-from areal_hpc.trainer.self_test.small_policy import (
+from areal_hpc.weights.checksum import compute_sglang_gpu_hash
+from areal_hpc.weights.transports.process_group import (
+    UpdateProcessGroup,
+    exempt_later_groups_from_nccl_watchdog,
+)
+from tests.support.small_policy import (
     init_single_rank_groups,
     list_scored_logprobs,
     load_policy,
     make_training_row,
     take_step_with_fresh_adamw,
-)
-from areal_hpc.weights.checksum import compute_sglang_gpu_hash
-from areal_hpc.weights.transports.process_group import (
-    UpdateProcessGroup,
-    exempt_later_groups_from_nccl_watchdog,
 )
 
 HASH_SIZES = (4, 7, 4 * 1024, 4 * 8192, 4 * 8192 * 2 + 6, 4 * 8192 * 130 + 1)

@@ -7,23 +7,22 @@ from typing import Any
 
 import msgspec
 
-from areal_hpc.launch.doctor.checks import CheckResult, CheckStatus
+from areal_hpc.launch.doctor.checks import CheckStatus
 from areal_hpc.launch.doctor.gpu.check_plan import build_check_plan
-from areal_hpc.launch.doctor.gpu.measured_steps import (
-    compare_step_with_transformers,
-    start_and_compare_engine_with_trainer,
-)
-from areal_hpc.launch.doctor.gpu.report import GpuCheckPlan
-from areal_hpc.launch.doctor.gpu.step_judgments import judge_engine, judge_step
+from areal_hpc.launch.doctor.gpu.collectives import run_ranks
+from areal_hpc.launch.doctor.gpu.report import Device, GpuCheckPlan, TinyRun
+from areal_hpc.launch.doctor.gpu.step_judgments import judge_run
+from areal_hpc.launch.doctor.gpu.tiny_run import run_tiny_recipe
 from areal_hpc.launch.tiny_model import make_tiny_model
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.sections.cluster import SlurmConfig
 from areal_hpc.recipe.sections.trainer import ParallelConfig
-from areal_hpc.trainer.self_test.messages import Device, DTypeName, EngineComparison, StepComparison
 from tests.support.environments import CHECKOUT
 from tests.support.killed_run import Kill
 from tests.support.parity_table import MIXTURE
 from tests.support.reference_models import hf_model
+from tests.support.small_policy import DTypeName
+from tests.support.step_beside_transformers import StepComparison, StepRequest
 
 RECIPE = CHECKOUT / "recipes" / "gpu8_gsm8k_qwen3_0.6b.yaml"
 LAYOUTS: Mapping[str, dict[str, int]] = {
@@ -75,22 +74,30 @@ def step_in_layout(
     plan: GpuCheckPlan, gpus: Sequence[str], sizes: Mapping[str, int], family: str, folder: Path
 ) -> StepComparison:
     """A step of a layout beside transformers, which must agree."""
-    model_dir = write_model(family, folder / "model")
     parallel = ParallelConfig.model_validate(sizes)
-    step = compare_step_with_transformers(
-        plan, gpus, folder / "ranks", parallel=parallel, model_dir=model_dir
+    request = StepRequest(
+        device=plan.device,
+        dtype=plan.trainer_dtype,
+        model_dir=str(write_model(family, folder / "model")),
+        rendezvous_dir=str(folder / "stores"),
+        report=str(folder / "step.json"),
+        parallel=parallel.model_dump(),
     )
-    verdict = judge_step(step)
-    assert verdict.verdict is CheckStatus.OK, verdict
+    request_file = folder / "request.json"
+    request_file.write_bytes(msgspec.json.encode(request))
+    module = "tests.support.step_beside_transformers"
+    run_ranks(plan, module, request_file, gpus[: parallel.world_size])
+    step = msgspec.json.decode(Path(request.report).read_bytes(), type=StepComparison)
+    step.assert_off_by_rounding()
     return step
 
 
-def serve_and_update(plan: GpuCheckPlan, gpus: Sequence[str], folder: Path) -> EngineComparison:
-    """Start a replica, compare it with the trainer, and broadcast new weights into it."""
-    engine = start_and_compare_engine_with_trainer(plan, gpus, folder)
-    verdicts: list[CheckResult] = judge_engine(engine)
-    assert {one.verdict for one in verdicts} == {CheckStatus.OK}, verdicts
-    return engine
+def run_and_judge(plan: GpuCheckPlan, gpus: Sequence[str], folder: Path) -> TinyRun:
+    """A run of two steps, in which SGLang agrees with the trainer before and after an update."""
+    found = run_tiny_recipe(plan, gpus, folder)
+    verdict = judge_run(found)
+    assert isinstance(found, TinyRun) and verdict.verdict is CheckStatus.OK, verdict  # noqa: PT018
+    return found
 
 
 def summarize_run(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:

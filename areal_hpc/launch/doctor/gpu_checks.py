@@ -15,9 +15,8 @@ from areal_hpc.launch.doctor.gpu.step_judgments import (
     MIN_PCIE_ALLREDUCE_BYTES_PER_S,
     MIN_RDMA_BYTES_PER_S,
     MIN_TCP_BYTES_PER_S,
-    judge_engine,
     judge_rates,
-    judge_step,
+    judge_run,
 )
 from areal_hpc.launch.doctor.subject import DoctorSubject
 
@@ -32,8 +31,7 @@ def check_gpu_nodes(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
         yield from _judge_isolation_of_nodes(report)
     yield from _judge_facts_of_nodes(report, plan)
     yield from _judge_collectives(report)
-    yield judge_step(report.step)
-    yield from judge_engine(report.engine)
+    yield judge_run(report.run)
 
 
 def _judge_isolation_of_nodes(report: GpuReport) -> Iterator[CheckResult]:

@@ -7,7 +7,7 @@ import pytest
 
 from areal_hpc.errors import ClusterError
 from areal_hpc.launch.doctor.gpu.check_plan import build_check_plan
-from areal_hpc.launch.doctor.gpu.measured_steps import (
+from areal_hpc.launch.doctor.gpu.collectives import (
     list_rank_gpus,
     measure_collectives,
 )

@@ -29,11 +29,11 @@ from areal_hpc.trainer.model.families.architecture import read_architecture
 from areal_hpc.trainer.model.policy import build_policy
 from areal_hpc.trainer.scoring.frozen_models import FrozenModels
 from areal_hpc.trainer.scoring.teacher_client import TeacherClient
-from areal_hpc.trainer.self_test.small_policy import make_training_row
 from tests.support.deadlines import scaled
 from tests.support.rank_server import RankServer
 from tests.support.recorded_run import TRAINER, VOCAB, record_run
 from tests.support.sglang_server import serving
+from tests.support.small_policy import make_training_row
 
 KEY = "a key of the server's"
 BUSY_REPLIES = 3

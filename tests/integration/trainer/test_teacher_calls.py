@@ -33,11 +33,11 @@ from areal_hpc.trainer.process_groups import destroy_process_groups
 from areal_hpc.trainer.rank_progress import RankProgress, watch_ranks
 from areal_hpc.trainer.replay_job import make_replay_coordinator
 from areal_hpc.trainer.scoring.teacher_client import TeacherClient
-from areal_hpc.trainer.self_test.small_policy import make_training_row
 from tests.support.deadlines import scaled
 from tests.support.rank_server import RankServer
 from tests.support.recorded_run import SAMPLES, TICKETS, TRAINER
 from tests.support.replay_worker import Scenario, make_learner
+from tests.support.small_policy import make_training_row
 
 LOGPROB = -1.5
 ROWS_PER_BATCH = TICKETS * SAMPLES

@@ -12,16 +12,15 @@ from areal_hpc.launch.doctor.checks import ok
 from areal_hpc.launch.doctor.evidence import write_evidence
 from areal_hpc.launch.doctor.gpu import node_facts
 from areal_hpc.launch.doctor.gpu.check_plan import build_check_plan
+from areal_hpc.launch.doctor.gpu.collectives import (
+    RankPlace,
+    list_rank_gpus,
+    measure_collectives,
+)
 from areal_hpc.launch.doctor.gpu.examination import (
     GpuExamination,
     measure_or_explain_failure,
     measure_steps_on_node,
-)
-from areal_hpc.launch.doctor.gpu.measured_steps import (
-    RankPlace,
-    build_single_replica_config,
-    list_rank_gpus,
-    measure_collectives,
 )
 from areal_hpc.launch.doctor.gpu.node_facts import ask_python_for_gpu_facts, find_nvcc
 from areal_hpc.launch.doctor.gpu.report import (
@@ -37,6 +36,11 @@ from areal_hpc.launch.doctor.gpu.slurm_job import (
     add_failures_of_other_nodes,
     build_examination_script,
     build_sbatch_command,
+)
+from areal_hpc.launch.doctor.gpu.tiny_run import (
+    build_single_replica_config,
+    build_tiny_recipe,
+    run_tiny_recipe,
 )
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.recipe import Recipe
@@ -85,6 +89,7 @@ def test_the_replica_is_the_recipes_as_far_as_the_node_has_gpus() -> None:
     plan = plan_of(recipe)
     found = build_single_replica_config(plan, gpus=8)
     assert (found.tp, found.nodes_per_replica, found.cells) == (4, 1, 1)
+    Recipe.model_validate(build_tiny_recipe(plan, found, ("0", "GPU-1"), Path("/x/model")))
     assert found.extra_args == ("--log-level=info",)
     assert build_single_replica_config(plan, gpus=3).tp == 2
     rehearsed = build_single_replica_config(plan_of(recipe, device="cpu"), gpus=2)
@@ -98,12 +103,15 @@ def test_every_visible_gpu_is_a_rank_and_one_alone_measures_nothing(tmp_path: Pa
     alone = measure_collectives(plan, ("2",), tmp_path, RankPlace())
     assert isinstance(alone, Unmeasured)
     assert not alone.is_failure
+    lone_run = run_tiny_recipe(plan, ("2",), tmp_path)
+    assert isinstance(lone_run, Unmeasured)
+    assert "one for SGLang and one for the trainer" in lone_run.reason
 
 
 def test_without_a_gpu_no_step_is_begun(tmp_path: Path) -> None:
     said: list[str] = []
     report = measure_steps_on_node(plan_of(), BARE, tmp_path, said.append)
-    steps = (report.node_rates, report.step, report.engine)
+    steps = (report.node_rates, report.run)
     assert all(isinstance(one, Unmeasured) and one.is_failure for one in steps)
     assert said == []
 

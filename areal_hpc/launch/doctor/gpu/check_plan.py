@@ -5,12 +5,11 @@ from areal_hpc.jobs.environment import (
     get_interpreters,
     get_train_and_serve_variables,
 )
-from areal_hpc.launch.doctor.gpu.report import GpuCheckPlan
+from areal_hpc.launch.doctor.gpu.report import Device, GpuCheckPlan
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.recipe.sections.cluster import SlurmConfig
 from areal_hpc.recipe.sections.inference import InferenceConfig
 from areal_hpc.rundir.paths import ROLES
-from areal_hpc.trainer.self_test.messages import Device
 
 
 def build_check_plan(

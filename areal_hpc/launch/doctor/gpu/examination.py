@@ -9,15 +9,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from areal_hpc.errors import ArealError
-from areal_hpc.launch.doctor.gpu.measured_steps import (
-    compare_step_with_transformers,
-    list_rank_gpus,
-    measure_collectives,
-    start_and_compare_engine_with_trainer,
-)
+from areal_hpc.launch.doctor.gpu.collectives import list_rank_gpus, measure_collectives
 from areal_hpc.launch.doctor.gpu.node_facts import gather_node_facts
 from areal_hpc.launch.doctor.gpu.report import GpuCheckPlan, GpuReport, NodeFacts, Unmeasured
 from areal_hpc.launch.doctor.gpu.slurm_job import GpuJobOptions, examine_nodes_by_slurm_job
+from areal_hpc.launch.doctor.gpu.tiny_run import STEPS, run_tiny_recipe
 
 NOT_MEASURED_WITHOUT_GPU = Unmeasured(
     "not run: no GPU is visible here", "run it on a node with a GPU, or rehearse with --device cpu"
@@ -67,12 +63,8 @@ def measure_steps_on_node(
             "all-reduce", lambda: measure_collectives(plan, gpus, folder / "collectives")
         ),
         cluster_rates=None,
-        step=measure(
-            "trainer step", lambda: compare_step_with_transformers(plan, gpus, folder / "step")
-        ),
-        engine=measure(
-            "SGLang, and an update of its weights",
-            lambda: start_and_compare_engine_with_trainer(plan, gpus, folder / "engine"),
+        run=measure(
+            f"{STEPS} steps of a tiny model", lambda: run_tiny_recipe(plan, gpus, folder / "run")
         ),
     )
 

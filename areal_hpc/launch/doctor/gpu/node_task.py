@@ -15,15 +15,15 @@ import msgspec
 from areal_hpc.errors import ClusterError
 from areal_hpc.jobs.node.topology import TaskPosition, detect_task_position, find_own_address
 from areal_hpc.jobs.processes.process_setup import set_up_logging
+from areal_hpc.launch.doctor.gpu.collectives import (
+    RankPlace,
+    list_rank_gpus,
+    measure_collectives,
+)
 from areal_hpc.launch.doctor.gpu.examination import (
     NOT_MEASURED_WITHOUT_GPU,
     measure_or_explain_failure,
     measure_steps_on_node,
-)
-from areal_hpc.launch.doctor.gpu.measured_steps import (
-    RankPlace,
-    list_rank_gpus,
-    measure_collectives,
 )
 from areal_hpc.launch.doctor.gpu.node_facts import gather_node_facts
 from areal_hpc.launch.doctor.gpu.report import NodeFacts, Unmeasured
@@ -33,7 +33,7 @@ from areal_hpc.launch.doctor.gpu.slurm_job import (
     get_report_path,
 )
 from areal_hpc.rundir.atomic import write_atomic
-from areal_hpc.trainer.self_test.messages import CollectiveRates
+from areal_hpc.trainer.config import CollectiveRates
 
 FACTS_TIMEOUT_S = 300.0
 """For all nodes to import torch, and for their files to be seen here."""

@@ -1,16 +1,12 @@
 """What an examination of GPU nodes is asked for, and what it finds: facts and measurements."""
 
-from typing import Any
+from typing import Any, Literal
 
 from msgspec import Struct
 
-from areal_hpc.trainer.self_test.messages import (
-    CollectiveRates,
-    Device,
-    DTypeName,
-    EngineComparison,
-    StepComparison,
-)
+from areal_hpc.trainer.config import CollectiveRates
+
+Device = Literal["cpu", "cuda"]
 
 
 class GpuCheckPlan(Struct, frozen=True):
@@ -26,7 +22,7 @@ class GpuCheckPlan(Struct, frozen=True):
     """By role."""
     inference: dict[str, Any]
     """The recipe's section."""
-    trainer_dtype: DTypeName
+    trainer_dtype: Literal["float32", "bfloat16"]
     gpus: str | int | tuple[str | int, ...] = "auto"
     """`cluster.gpus`, for this machine alone."""
     interface: str = ""
@@ -100,6 +96,17 @@ class Unmeasured(Struct, frozen=True, tag=True):
     """False where the step has no meaning here, as a collective of one GPU."""
 
 
+class TinyRun(Struct, frozen=True, tag=True):
+    """A short run of a tiny model, by step."""
+
+    dtype: str
+    """SGLang's."""
+    mean_gaps: tuple[float, ...]
+    """Mean difference of log-probabilities between SGLang and the trainer. From the second step on
+    SGLang's weights are those of an update."""
+    gradient_norms: tuple[float, ...]
+
+
 class GpuReport(Struct, frozen=True):
     """All that an examination found."""
 
@@ -109,5 +116,4 @@ class GpuReport(Struct, frozen=True):
     """Between the GPUs of the first node."""
     cluster_rates: CollectiveRates | Unmeasured | None
     """Between the GPUs of all nodes; None if there is but one."""
-    step: StepComparison | Unmeasured
-    engine: EngineComparison | Unmeasured
+    run: TinyRun | Unmeasured

@@ -1,4 +1,4 @@
-"""Self-test of the trainer: a step of a small model beside transformers in float32 on the CPU.
+"""A step of a small model beside transformers in float32 on the CPU.
 
 Run once per rank of a layout. Every rank has the same rows, and computes the same reference.
 """
@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import transformers
+from msgspec import Struct
 
 from areal_hpc.recipe.sections.trainer import ParallelConfig
 from areal_hpc.rundir.atomic import write_atomic
@@ -21,23 +22,67 @@ from areal_hpc.trainer.memory import read_peak_memory_bytes
 from areal_hpc.trainer.model.policy import Policy
 from areal_hpc.trainer.objective.loss_stats import LossStats, ReducedStats
 from areal_hpc.trainer.process_groups import destroy_process_groups
-from areal_hpc.trainer.self_test.messages import StepComparison, StepRequest
-from areal_hpc.trainer.self_test.small_policy import (
+from areal_hpc.trainer.step import MicroBatch, run_forward_backward
+from tests.support.small_policy import (
+    Device,
+    DTypeName,
     compute_loss,
-    join_self_test_ranks,
+    join_ranks,
     load_policy,
     make_training_row,
     pack_into_micro_batches,
     take_step_with_fresh_adamw,
 )
-from areal_hpc.trainer.step import MicroBatch, run_forward_backward
 
 LEARNING_RATE = 1e-4
+MAX_EXACT_GAP = 1e-4
+"""Float32 on two devices: sums in another order."""
+ROUNDING_MARGIN = 2.0
+"""In 16 bits the trainer may be so many times as far from float32 as transformers is."""
 EXPECTED_LOGPROBS_CHANNEL = "expected"
 """What transformers makes of a token."""
 ROWS, MAX_ROW_TOKENS, SEED = 12, 160, 5
 MIN_TOKEN_ID = 3
 """Smallest token: the padding token, 0 in tiny models, has no gradient as an input there."""
+
+
+class StepRequest(Struct, frozen=True):
+    """To each rank: train one step of a model, which is compared with transformers on the CPU."""
+
+    device: Device
+    dtype: DTypeName
+    model_dir: str
+    rendezvous_dir: str
+    report: str
+    """Written by rank 0."""
+    parallel: dict[str, int] = {}
+    """Sizes of `trainer.parallel`; one rank unless any are given."""
+
+
+class StepComparison(Struct, frozen=True):
+    """A step of the trainer beside transformers in float32 on the CPU.
+
+    `reference_*` are the same distances of transformers in the trainer's dtype, on the CPU.
+    """
+
+    dtype: DTypeName
+    tokens: int
+    logprob_gap: float
+    """Largest difference of a log-probability."""
+    reference_logprob_gap: float
+    gradient_norm_gap: float
+    """Relative difference of the gradient's norm."""
+    reference_gradient_norm_gap: float
+    rise: float
+    """By how much the step raised the mean log-probability of what was rewarded, over the rest."""
+    peak_bytes: int
+
+    def assert_off_by_rounding(self) -> None:
+        """Only rounding parts the step from float32, and what was rewarded became likelier."""
+        gap, norm_gap = self.reference_logprob_gap, self.reference_gradient_norm_gap
+        assert self.logprob_gap <= max(MAX_EXACT_GAP, ROUNDING_MARGIN * gap), self
+        assert self.gradient_norm_gap <= max(MAX_EXACT_GAP, ROUNDING_MARGIN * norm_gap), self
+        assert self.rise > 0, self
 
 
 class TransformersLogprobsAndGradient:
@@ -171,7 +216,7 @@ def main() -> None:
         exact if order.dtype == "float32" else TransformersLogprobsAndGradient(model_dir, dtype)
     )
     parallel = ParallelConfig.model_validate(order.parallel)
-    device = join_self_test_ranks(order.device, parallel, Path(order.rendezvous_dir))
+    device = join_ranks(order.device, parallel, Path(order.rendezvous_dir))
     policy = load_policy(model_dir, order.dtype, device, parallel)
     comparison = take_and_compare_step(policy, exact, rounded)
     if dist.get_rank() == 0:

@@ -1,4 +1,4 @@
-"""Self-test of the network between trainer ranks: one rank of an all-reduce and a ring.
+"""Rates of the network between trainer ranks: one rank of an all-reduce and a ring.
 
 Run once per rank with the variables of its position, over the backend that training uses.
 """
@@ -17,9 +17,12 @@ from areal_hpc.jobs.node.topology import get_task_position
 from areal_hpc.recipe.sections.trainer import ParallelConfig
 from areal_hpc.rundir.atomic import write_atomic
 from areal_hpc.trainer.collectives import all_reduce_max
-from areal_hpc.trainer.process_groups import destroy_process_groups
-from areal_hpc.trainer.self_test.messages import CollectiveRates, CollectivesRequest
-from areal_hpc.trainer.self_test.small_policy import join_self_test_ranks
+from areal_hpc.trainer.config import CollectiveRates, CollectivesRequest
+from areal_hpc.trainer.model.cpu import megatron_cpu
+from areal_hpc.trainer.process_groups import (
+    destroy_process_groups,
+    init_process_groups_and_device,
+)
 
 WARM_UP_ROUNDS = 2
 """NCCL makes its communicators in the first collective."""
@@ -93,7 +96,10 @@ def main() -> None:
     order = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=CollectivesRequest)
     task = get_task_position()
     parallel = ParallelConfig(dp=task.num_tasks)
-    device = join_self_test_ranks(order.device, parallel, Path(order.rendezvous_dir))
+    megatron_cpu.patch_torch_megatron_without_gpu()
+    device = init_process_groups_and_device(
+        task, parallel, order.device, Path(order.rendezvous_dir)
+    )
     rates = measure_and_verify_collectives(device, order)
     if task.is_first:
         write_atomic(Path(order.report), msgspec.json.encode(rates))

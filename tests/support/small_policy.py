@@ -1,8 +1,9 @@
-"""A model for self-tests: opened on the ranks there are, scored, and trained for a step."""
+"""A small model that is opened on the ranks there are, scored, and trained for a step."""
 
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -18,7 +19,6 @@ from areal_hpc.trainer.model.policy import Policy, build_policy
 from areal_hpc.trainer.objective.loss_stats import LossStats
 from areal_hpc.trainer.optimizer import build_optimizer
 from areal_hpc.trainer.process_groups import init_process_groups_and_device
-from areal_hpc.trainer.self_test.messages import Device, DTypeName
 from areal_hpc.trainer.step import (
     LossFunction,
     MicroBatch,
@@ -27,13 +27,13 @@ from areal_hpc.trainer.step import (
     train_step,
 )
 
+Device = Literal["cpu", "cuda"]
+DTypeName = Literal["float32", "bfloat16"]
 MAX_TOKENS = 512
 """Of one micro-batch: a few rows."""
 
 
-def join_self_test_ranks(
-    device: Device, parallel: ParallelConfig, rendezvous_dir: Path
-) -> torch.device:
+def join_ranks(device: Device, parallel: ParallelConfig, rendezvous_dir: Path) -> torch.device:
     megatron_cpu.patch_torch_megatron_without_gpu()
     return init_process_groups_and_device(get_task_position(), parallel, device, rendezvous_dir)
 

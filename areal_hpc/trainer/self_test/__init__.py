@@ -1,1 +1,0 @@
-"""Self-tests of a machine by the trainer's own parts, run one process each (`python -m`)."""
