@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.dataset.harbor.task_folder import read_task_folders
-from examples.gyms import blackjack
 from examples.harbor import sums
 
 
@@ -24,14 +23,3 @@ def test_tasks_of_sums_are_harbors_and_no_sum_comes_twice(tmp_path: Path) -> Non
     sums.write_tasks(tmp_path, 20, 1)
     rows = read_task_folders(tmp_path, "harbor")
     assert len({row["messages"][0]["content"] for row in rows}) == 20
-
-
-def test_a_hand_that_is_shown_goes_on_from_decision_to_decision() -> None:
-    for one in blackjack.demonstrations(50, 1):
-        messages = one["messages"]
-        assert [message["role"] for message in messages] == ["user", "assistant"] * (
-            len(messages) // 2
-        )
-        assert messages[0]["content"].endswith(f"\n{blackjack.HOW}")
-        before_last = {message["content"] for message in messages[1:-1:2]}
-        assert before_last <= {"<action>1</action>"}, "who stops is dealt nothing more"

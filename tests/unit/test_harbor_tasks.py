@@ -216,12 +216,6 @@ def test_a_file_goes_into_the_working_folder_and_never_in_its_place(tmp_path: Pa
     assert found.copies == (("environment/app/a.py", "/app/a.py"),)
 
 
-def test_a_copy_that_sets_modes_needs_an_image(tmp_path: Path) -> None:
-    container = "FROM x\nCOPY --chmod=755 app/a.py /app/\n"
-    with pytest.raises(RecipeError, match="image has to be built: COPY --chmod"):
-        read_task_folder(write_task(tmp_path / "one", container=container))
-
-
 def test_rewards_of_files_are_read_as_harbor_reads_them() -> None:
     assert parse_verdict("reward.txt", b" 0.5\n").value == 0.5
     assert parse_verdict("reward.json", b"1").value == 1.0

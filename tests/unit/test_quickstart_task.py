@@ -2,11 +2,10 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from examples.quickstart.task import demonstrations, show_work, train_tasks, valid_tasks, verify
+from examples.quickstart.task import demonstrations, train_tasks, valid_tasks, verify
 
 seeds = st.integers(0, 1000)
 
@@ -20,12 +19,6 @@ def test_held_out_questions_appear_in_no_training_data(train: int, valid: int, d
     held_out = questions(valid_tasks(50, valid))
     assert held_out.isdisjoint(questions(train_tasks(200, train)))
     assert held_out.isdisjoint(questions(demonstrations(200, demo)))
-
-
-def test_held_out_questions_are_distinct_and_bounded() -> None:
-    assert len(questions(valid_tasks(2000, 1))) == 2000
-    with pytest.raises(ValueError, match="at most 2000"):
-        next(valid_tasks(2001, 1))
 
 
 def test_same_seed_gives_the_same_tasks_and_another_one_others_all_of_them_json() -> None:
@@ -55,13 +48,3 @@ def test_every_demonstration_is_right(seed: int) -> None:
         expression = user["content"].split(": ")[1].removesuffix(" =")
         assert assistant["role"] == "assistant"
         assert verify(assistant["content"], {"answer": str(eval(expression))})
-
-
-@pytest.mark.parametrize("p_work", [0.0, 0.33, 1.0])
-def test_a_share_of_the_demonstrations_shows_its_work(p_work: float) -> None:
-    shown = sum("=" in demo["messages"][1]["content"] for demo in demonstrations(2000, 1, p_work))
-    assert abs(shown / 2000 - p_work) < 0.04
-
-
-def test_work_is_shown_step_by_step() -> None:
-    assert show_work("3 - 5 + 0 + 6") == "3-5=-2,-2+0=-2,-2+6=4"

@@ -1,19 +1,11 @@
 """Metrics of an evaluation set by the names of a recipe."""
 
-import re
-
 import pytest
 
 from areal_hpc.evaluation.set_metrics import (
-    METRIC_PATTERN,
     SetSamples,
     build_metric_row,
     estimate_metrics,
-)
-from areal_hpc.evaluation.ticket_numbers import (
-    TICKETS_PER_SET,
-    get_ticket_id_in_evaluation,
-    split_ticket_id,
 )
 
 SAMPLES = SetSamples(
@@ -56,21 +48,3 @@ def test_a_row_has_each_metric_with_its_interval() -> None:
     assert list(row) == [f"evaluation/aime/avg@4{end}" for end in ("", "_low", "_high")]
     one_task = estimate_metrics(SetSamples([[2.0]]), (), 1.0)
     assert build_metric_row("one", one_task) == {"evaluation/one/avg@1": 2.0}, "no bound is finite"
-
-
-@pytest.mark.parametrize("name", ["avg@k", "cons@k", "pass@k", "pass@1", "pass@16"])
-def test_a_recipe_may_ask_for(name: str) -> None:
-    assert re.match(METRIC_PATTERN, name)
-
-
-@pytest.mark.parametrize("name", ["avg", "avg@4", "pass@0", "pass", "maj@k", "pass@k2"])
-def test_a_recipe_may_not_ask_for(name: str) -> None:
-    assert not re.match(METRIC_PATTERN, name)
-
-
-def test_tickets_of_the_first_set_are_numbered_as_its_tasks() -> None:
-    assert get_ticket_id_in_evaluation(0, 17) == 17
-    assert split_ticket_id(get_ticket_id_in_evaluation(3, TICKETS_PER_SET - 1)) == (
-        3,
-        TICKETS_PER_SET - 1,
-    )

@@ -32,13 +32,6 @@ def test_pass_at_k_is_the_share_of_all_choices_with_a_pass(
     assert found == pytest.approx(sum(chosen) / len(chosen), abs=1e-12)
 
 
-def test_pass_at_k_refuses_more_samples_than_there_are() -> None:
-    with pytest.raises(ValueError, match="pass@9 needs k from 1 to n_samples=8"):
-        compute_pass_at_k_by_task([1], 8, 9)
-    with pytest.raises(ValueError, match="more than 8 passes"):
-        compute_pass_at_k_by_task([9], 8, 1)
-
-
 # Printed in every table of the distribution, to three or more digits.
 @pytest.mark.parametrize(
     ("degrees", "quantile"),
@@ -47,11 +40,6 @@ def test_pass_at_k_refuses_more_samples_than_there_are() -> None:
 def test_t_quantiles_are_those_of_the_tables(degrees: int, quantile: float) -> None:
     assert compute_central_quantile(0.95, degrees) == pytest.approx(quantile, abs=1e-4)
     assert compute_central_probability(quantile, degrees) == pytest.approx(0.95, abs=1e-5)
-
-
-def test_many_degrees_are_the_normal_distribution() -> None:
-    assert compute_central_quantile(0.95, 4000) == pytest.approx(1.95996, abs=1e-3)
-    assert compute_central_quantile(0.95, 4001) == pytest.approx(1.95996, abs=1e-4)
 
 
 @pytest.mark.parametrize("n_samples", [1, 8])
@@ -185,17 +173,3 @@ def test_equal_differences_that_are_none_of_chance_have_an_interval_without_zero
     assert alike.difference.low < 0.25 < alike.difference.high
     rounded = compare_paired([0.2, 0.8] * 5, [0.3, 0.9] * 5)
     assert rounded.difference.high - rounded.difference.low > 0.01
-
-
-def test_four_better_tasks_of_thirty_show_nothing() -> None:
-    found = compare_paired([0.0] * 30, [1.0] * 4 + [0.0] * 26)
-    assert found.p_value == pytest.approx(0.125, abs=0.01)
-    assert found.difference.low < 0.001
-
-
-@pytest.mark.parametrize("n_tasks", [12, 30])
-def test_paired_test_errs_one_time_in_twenty(n_tasks: int) -> None:
-    random = np.random.default_rng(5)
-    rewards_RST = random.binomial(8, 0.4, (200, 2, n_tasks)) / 8
-    found = [compare_paired(first, second).p_value < 0.05 for first, second in rewards_RST.tolist()]
-    assert np.mean(found) < 0.1

@@ -16,7 +16,6 @@ from areal_hpc.jobs.node.node_probe import (
     ReachabilityServer,
     compare_gpus_with_driver,
     compute_clock_skew_s,
-    find_clock_skew_problems,
     parse_gpu_errors,
     probe_node,
     query_gpu_errors,
@@ -68,12 +67,6 @@ def test_shared_storage_that_takes_no_files_is_no_fault_of_the_node(
         (finding,) = probe_node({"SLURM_TMPDIR": str(tmp_path)}, tmp_path, 1, "")
         assert "cannot be written" in finding.reason
         assert finding.is_fault_of_node == is_fault_of_node
-
-
-def test_a_clock_may_differ_a_little(tmp_path: Path) -> None:
-    assert find_clock_skew_problems(0.5, tmp_path) == []
-    (finding,) = find_clock_skew_problems(-90.0, tmp_path)
-    assert finding.reason.startswith("its clock differs by -90 s")
 
 
 def test_storage_that_hangs_is_not_taken_for_a_clock_that_is_off() -> None:

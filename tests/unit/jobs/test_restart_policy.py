@@ -9,7 +9,6 @@ from areal_hpc.jobs.requeue import StartProgressTracker
 from areal_hpc.jobs.restart_policy import TIME_LIMIT_REASON as LIMIT
 from areal_hpc.jobs.restart_policy import (
     FailuresWithoutProgress,
-    RestartPolicy,
     decide_restart,
     decide_restart_of_cells,
     find_crash_error,
@@ -132,12 +131,3 @@ def test_only_crashes_in_starts_without_progress_count(tmp_path: Path) -> None:
     assert (
         StartProgressTracker(JobPaths(tmp_path), "").update_failure_counts([CRASHED]).failures == 2
     )
-
-
-def test_progress_excuses_what_came_before_it_and_perhaps_the_failure_that_ended_it() -> None:
-    process = RestartPolicy(max_failures=1)
-    job = RestartPolicy(max_failures=1, progress_excuses_failure=True)
-    assert [policy.count_failures(5, made_progress=True) for policy in (process, job)] == [1, 0]
-    assert process.count_failures(1, made_progress=False, has_failed=False) == 1
-    assert [process.decide([75], failures) for failures in (1, 2)] == ["restart", "fail"]
-    assert [process.decide([code], 0) for code in (70, 78)] == ["fail", "fail"]

@@ -1,4 +1,4 @@
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
@@ -10,7 +10,7 @@ from areal_hpc.ledger.tickets import TicketTable
 from areal_hpc.rundir.manifests import DropKind, DroppedTicket
 from areal_hpc.wire.ledger import IrregularTicketCounts, StaleGroupPolicy, TicketRef
 from areal_hpc.wire.weight_version import GenerationFork, WeightVersion
-from tests.unit.ledger.ticket_world import fill_batch, form_batch, rebuilt, settled
+from tests.unit.ledger.ticket_world import fill_batch, rebuilt, settled
 
 
 def tickets_of(
@@ -130,32 +130,6 @@ def test_setbacks_without_end_are_an_error_that_names_the_key(kind: DropKind, sa
         tickets.drop_stats.record_drop(DroppedTicket(TicketRef(number, 1), "all 0.0", kind))
     trouble = tickets.drop_stats.find_problem()
     assert all(part in trouble for part in (said, "rollout.", "all 0.0"))
-
-
-class CountedForks(tuple[GenerationFork, ...]):
-    """Counts the tickets whose age was asked for."""
-
-    looks = 0
-
-    def __iter__(self) -> Iterator[GenerationFork]:
-        self.looks += 1
-        return super().__iter__()
-
-
-def test_the_age_of_a_ticket_is_looked_at_once_a_batch() -> None:
-    """A trainer asks after every event: thousands of times a second in a large run."""
-    tickets, ages = tickets_of("drop", bound=9), StalenessCheck()
-    forks = CountedForks([GenerationFork(1, 0)])
-    for ref in tickets.lease_tickets("a", 20, 0.0):
-        tickets.settle(settled(ref, WeightVersion(1, 0)))
-        for _ in range(3):
-            assert ages.find_stale_tickets_to_drop(tickets, 1, forks) == []
-    assert forks.looks == 20
-    form_batch(tickets)
-    ages.find_stale_tickets_to_drop(tickets, 1, forks)
-    assert forks.looks == 20 + 18
-    ages.find_stale_tickets_to_drop(tickets, 2, forks)
-    assert forks.looks == 20 + 2 * 18, "another trainer, so other ages"
 
 
 @given(

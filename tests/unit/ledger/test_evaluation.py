@@ -1,4 +1,3 @@
-from areal_hpc.evaluation.ticket_numbers import get_ticket_id_in_evaluation
 from areal_hpc.ledger.evaluation import EvaluationSetPart, EvaluationState
 from areal_hpc.wire.ledger import TicketRef
 
@@ -15,18 +14,6 @@ def test_a_result_counts_once_and_only_of_a_task_that_is_evaluated() -> None:
     assert not evaluation.record_rewards(ref, [0.0])
     ((name, result),) = evaluation.build_unwritten_results()
     assert (name, result.mean_reward, result.rewards) == ("valid", 1.0, [1.0])
-
-
-def test_results_and_reports_of_another_evaluation_are_ignored() -> None:
-    """Episodes of one that was given up go on for a while, maybe on later weights."""
-    evaluation = evaluate(step=7, n_tasks=1)
-    (ref,) = evaluation.lease_tickets("a", 1, 0.0)
-    given_up = TicketRef(ref.ticket_id, ref.attempt, eval_step=5)
-    assert not evaluation.record_rewards(given_up, [1.0])
-    evaluation.score_failed_task_zero(given_up, "timed out")
-    assert evaluation.rewards == {}
-    evaluation.reconcile_cell_report("a", [given_up], 1.0)
-    assert evaluation.n_pending == 1
 
 
 def test_a_ledger_that_has_started_very_often_stays_in_its_generation() -> None:
@@ -46,47 +33,6 @@ def test_a_task_is_leased_again_when_its_cell_is_silent_or_does_not_report_it() 
     assert evaluation.lease_tickets("b", 3, 20.0) == [TicketRef(unreported.ticket_id, 2, 0)]
     assert evaluation.expire_leases(10.0) == 1
     assert evaluation.lease_tickets("b", 3, 20.0) == [TicketRef(lost.ticket_id, 2, 0)]
-
-
-def test_a_late_result_saves_the_second_run() -> None:
-    evaluation = evaluate(step=0, n_tasks=1)
-    (ref,) = evaluation.lease_tickets("a", 1, 0.0)
-    evaluation.expire_leases(10.0)
-    assert evaluation.record_rewards(ref, [1.0])
-    assert evaluation.n_pending == 0
-
-
-def test_sets_have_ticket_ranges_of_their_own_and_end_one_by_one() -> None:
-    evaluation = EvaluationState(
-        4, {"valid": EvaluationSetPart(0, 1), "aime": EvaluationSetPart(1, 2, n_samples=3)}
-    )
-    assert (evaluation.n_tasks_left, evaluation.n_episodes) == (3, 7)
-    refs = evaluation.lease_tickets("a", 9, 0.0)
-    assert [ref.ticket_id for ref in refs] == [
-        0,
-        get_ticket_id_in_evaluation(1, 0),
-        get_ticket_id_in_evaluation(1, 1),
-    ]
-    assert evaluation.record_rewards(refs[1], [1.0, 0.0, 0.5], ["4", "", "5"])
-    assert not evaluation.record_rewards(refs[2], [1.0]), "a ticket has three samples"
-    assert list(evaluation.build_unwritten_results()) == []
-    evaluation.score_failed_task_zero(refs[2], "it raised")
-    ((name, result),) = evaluation.build_unwritten_results()
-    assert (name, result.rewards, result.failures) == ("aime", [0.5, 0.0], {1: "it raised"})
-    assert result.list_sample_rewards() == [[1.0, 0.0, 0.5], [0.0, 0.0, 0.0]]
-    assert result.answers == [["4", "", "5"], ["", "", ""]]
-    assert (evaluation.n_tasks_left, evaluation.n_episodes_done) == (1, 6)
-
-
-def test_a_cell_gets_samples_for_its_free_slots_and_the_rest_of_a_task() -> None:
-    evaluation = EvaluationState(0, {"aime": EvaluationSetPart(1, 3, n_samples=4)})
-    assert len(evaluation.lease_tickets("a", 0, 0.0)) == 0
-    refs = evaluation.lease_tickets("a", 5, 0.0)
-    assert (len(refs), evaluation.count_episodes_of_tickets(refs), evaluation.n_pending) == (
-        2,
-        8,
-        1,
-    )
 
 
 def test_tasks_with_the_same_rewards_in_another_order_have_the_same_mean() -> None:

@@ -11,14 +11,6 @@ def cells_heard(count: int) -> CellHeartbeats:
     return cells
 
 
-def test_few_cells_ask_four_times_a_second() -> None:
-    assert (
-        cells_heard(1).heartbeat_interval_s
-        == cells_heard(MAX_HEARTBEATS_PER_S // 4).heartbeat_interval_s
-        == 0.25
-    )
-
-
 def test_many_cells_share_the_heartbeats_that_a_core_affords() -> None:
     cells = cells_heard(2 * MAX_HEARTBEATS_PER_S)
     assert len(cells) / cells.heartbeat_interval_s == MAX_HEARTBEATS_PER_S

@@ -1,7 +1,5 @@
 """Single situations of the ticket state machine, by name."""
 
-import time
-
 import pytest
 
 from areal_hpc.errors import ClusterError
@@ -17,14 +15,6 @@ def policy(
     batch_size: int = 2, offpolicyness: int = 0, concurrent: int = 100, total_steps: int = 10
 ) -> TicketPolicy:
     return TicketPolicy(batch_size, offpolicyness, concurrent, total_steps, cell_timeout_s=30.0)
-
-
-def test_synchronous_training_generates_one_batch_per_published_step() -> None:
-    tickets = TicketTable(policy(offpolicyness=0))
-    fill_batch(tickets)
-    assert tickets.lease_tickets("a", 9, 0.0) == []
-    tickets.set_version_step(1)
-    assert len(tickets.lease_tickets("a", 9, 0.0)) == 2
 
 
 @pytest.mark.parametrize(
@@ -43,23 +33,6 @@ def test_as_many_run_as_staleness_concurrency_and_need_allow_and_one_that_is_dro
     assert len(refs) == granted
     assert tickets.drop(DroppedTicket(refs[0], "boom"))
     assert tickets.lease_tickets("a", 100, 0.0) == [TicketRef(granted, 1)]
-
-
-def test_concurrency_is_limited_by_what_runs_not_by_what_is_finished() -> None:
-    tickets = TicketTable(policy(offpolicyness=4, concurrent=3))
-    refs = tickets.lease_tickets("a", 100, 0.0)
-    assert len(refs) == 3
-    tickets.reconcile_cell_report("a", refs[1:], refs[:1], 0.0)
-    assert len(tickets.lease_tickets("a", 100, 0.0)) == 1
-
-
-def test_a_fenced_cell_cannot_drop_what_another_now_runs() -> None:
-    tickets = TicketTable(policy())
-    (old, _) = tickets.lease_tickets("a", 9, 0.0)
-    tickets.expire_leases(31.0)
-    tickets.lease_tickets("b", 9, 31.0)
-    assert not tickets.drop(DroppedTicket(old, "boom"))
-    assert tickets.n_leased == 2
 
 
 def test_batches_take_tickets_in_the_order_they_settled_and_asking_changes_nothing() -> None:
@@ -91,27 +64,6 @@ def test_a_grant_whose_reply_was_lost_is_issued_again_at_once() -> None:
     tickets.reconcile_cell_report("a", [kept], [], 1.0)
     assert tickets.lease_tickets("a", 9, 1.0) == [TicketRef(0, 2)]
     assert tickets.get_state(kept.ticket_id) == "leased"
-
-
-def test_a_cell_that_comes_back_keeps_what_nobody_else_has() -> None:
-    tickets = TicketTable(policy())
-    refs = tickets.lease_tickets("a", 2, 0.0)
-    tickets.expire_leases(31.0)
-    tickets.reconcile_cell_report("a", refs, [], 32.0)
-    assert tickets.n_leased == 2
-    assert tickets.lease_tickets("b", 2, 32.0) == []
-
-
-def test_an_attempt_number_is_never_used_twice_even_if_an_old_one_came_back() -> None:
-    tickets = TicketTable(policy(batch_size=1))
-    (first,) = tickets.lease_tickets("a", 1, 0.0)
-    tickets.expire_leases(31.0)
-    (second,) = tickets.lease_tickets("b", 1, 31.0)
-    tickets.expire_leases(62.0)
-    tickets.reconcile_cell_report("a", [first], [], 62.0)
-    tickets.expire_leases(100.0)
-    (third,) = tickets.lease_tickets("b", 1, 100.0)
-    assert [ref.attempt for ref in (first, second, third)] == [1, 2, 3]
 
 
 def test_a_trainer_that_goes_back_finds_its_batches_unconsumed_again() -> None:
@@ -186,22 +138,3 @@ def test_trouble_is_told_after_two_batches_of_failures_and_forgotten_after_a_suc
     (ref,) = tickets.lease_tickets("a", 1, 0.0)
     tickets.settle(settled(ref))
     assert tickets.drop_stats.find_problem() == ""
-
-
-def test_a_ticket_costs_the_same_however_many_went_before() -> None:
-    few, many = measure_processor_s(1_000), measure_processor_s(20_000)
-    assert many < 100 * few, "20 times as much; a quadratic queue costs 400 times as much"
-
-
-def measure_processor_s(count: int) -> float:
-    """Of so many tickets, from their first lease to their batch."""
-    tickets = TicketTable(policy(batch_size=count, concurrent=count, total_steps=2))
-    began = time.process_time()
-    refs = [ref for _ in range(count) for ref in tickets.lease_tickets("a", 1, 0.0)]
-    tickets.reconcile_cell_report("a", refs, [], 1.0)
-    tickets.expire_leases(100.0)
-    refs = [ref for _ in range(count) for ref in tickets.lease_tickets("b", 1, 100.0)]
-    for ref in refs:
-        tickets.settle(settled(ref))
-    form_batch(tickets)
-    return time.process_time() - began

@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from areal_hpc.recipe.sections.rollout import AGENT_DEFAULTS_BY_WORKFLOW, RolloutConfig
-from areal_hpc.recipe.user_functions import import_by_path
+from areal_hpc.recipe.sections.rollout import RolloutConfig
 
 HARNESS_AGENT = "areal_hpc.agents.harness.harness_agent.HarnessAgent"
 
@@ -26,8 +25,3 @@ def test_a_harness_agent_has_defaults_of_its_own(
     config = RolloutConfig.model_validate(given)
     assert (config.agent.sampling, config.agent.auxiliary) == (sampling, auxiliary)
     assert RolloutConfig.model_validate(config.model_dump()) == config
-
-
-def test_workflows_with_defaults_exist() -> None:
-    for name in AGENT_DEFAULTS_BY_WORKFLOW:
-        assert import_by_path(name)

@@ -1,33 +1,6 @@
 """Types of recipe keys are shown as a person reads them."""
 
-from pathlib import Path
-from typing import Annotated, Any, Literal
-
-import pytest
-from pydantic import Field
-
-from areal_hpc.recipe.reference import describe_type, list_keys, render_key_table
-
-
-@pytest.mark.parametrize(
-    ("annotation", "shown"),
-    [
-        (int, "int"),
-        (Path, "path"),
-        (bool | None, "bool or null"),
-        (Annotated[int, Field(ge=1)], "int >= 1"),
-        (Annotated[float, Field(gt=0, le=1)], "float > 0 and <= 1"),
-        (Annotated[int, Field(ge=1)] | None, "int >= 1 or null"),
-        (Annotated[int | None, Field(ge=2)], "int >= 2 or null"),
-        (Literal["a", "b"], "one of a, b"),
-        (tuple[str, ...] | None, "list of str or null"),
-        (tuple[float, float], "[float, float]"),
-        (dict[str, Any], "mapping of str to anything"),
-        (tuple[Annotated[str, Field(pattern="^a|b$")], ...], "list of str like `^a|b$`"),
-    ],
-)
-def test_a_type_is_shown_in_words(annotation: Any, shown: str) -> None:
-    assert describe_type(annotation) == shown
+from areal_hpc.recipe.reference import list_keys, render_key_table
 
 
 def test_the_reference_shows_values_as_recipes_state_them() -> None:

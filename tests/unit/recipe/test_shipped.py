@@ -8,7 +8,7 @@ import pytest
 from areal_hpc.cli.main import main
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.project_files import read_project_files
-from areal_hpc.recipe.shipped import list_shipped_recipes, parse_header
+from areal_hpc.recipe.shipped import list_shipped_recipes
 from tests.support.commands import exit_code_of
 from tests.support.environments import CHECKOUT
 
@@ -22,28 +22,6 @@ def test_every_recipe_is_planned_by_its_name(
     monkeypatch.chdir(tmp_path)  # a checkout's folders are not looked at
     assert exit_code_of("plan", name) == 0
     assert "job trainer: " in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_every_header_has_its_fields_and_names_the_file(name: str) -> None:
-    text = RECIPES[name].read_text()
-    header = parse_header(text)
-    assert header.purpose.endswith(".")
-    assert len(header.purpose) < 100
-    assert all((header.hardware, header.wall_time, header.expected, header.verified))
-    assert re.search(r"CPU|GPU", header.hardware)
-    for words in header.overrides_by_variant.values():
-        load_recipe(name, words)
-    for path in re.findall(r"\brecipes/[\w./-]+\.yaml", text):
-        assert (CHECKOUT / path).is_file(), path
-
-
-def test_the_header_of_gsm8k_has_a_line_for_each_agent_and_environment() -> None:
-    header = parse_header(RECIPES["gpu8_gsm8k_qwen3_0.6b"].read_text())
-    agents = {"tools", "team", "langchain", "anthropic", "camel"}
-    assert header.overrides_by_variant.keys() == agents | {"qwen2.5_1.5b"}
-    words = header.overrides_by_variant["camel"]
-    assert "cluster.agents.python=.venvs/camel/bin/python" in words
 
 
 def test_the_list_has_every_recipe_and_the_quick_start_first(

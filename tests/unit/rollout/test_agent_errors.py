@@ -77,11 +77,6 @@ def test_what_the_node_lacks_is_found_wherever_an_agent_runs(
         decode_returned_or_raise(told)
 
 
-def test_an_exception_that_is_its_own_cause_is_described() -> None:
-    error = build_agent_error(make_own_cause(ValueError("no tool")), None)
-    assert error.problems[0].message == "the agent raised ValueError: no tool"
-
-
 def build_error_with_note() -> Exception:
     error = ValueError("no tool")
     error.add_note("see the manual")

@@ -1,9 +1,6 @@
-import itertools
-
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_hpc.rollout.episodes.episode import derive_episode_seed
 from areal_hpc.rollout.leased_tickets import LeasedTickets
 from areal_hpc.wire.ledger import TicketGrant, TicketRef
 
@@ -54,12 +51,3 @@ def test_capacity_is_never_negative(sizes: list[int]) -> None:
     for number, size in enumerate(sizes):
         board.hold_granted(grant(number, size))
         assert board.free_episode_slots == max(0, 8 - sum(sizes[: number + 1]))
-
-
-def test_every_episode_and_every_repetition_has_its_own_seed() -> None:
-    seeds = {
-        derive_episode_seed(*which) for which in itertools.product(range(20), range(8), range(3))
-    }
-    assert len(seeds) == 20 * 8 * 3
-    assert all(0 <= seed < 2**31 for seed in seeds)
-    assert derive_episode_seed(7, 1, 0) == derive_episode_seed(7, 1, 0)

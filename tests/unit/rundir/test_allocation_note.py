@@ -25,12 +25,6 @@ def paths(tmp_path: Path) -> RunPaths:
     return paths
 
 
-def test_without_a_note_nobody_waits(paths: RunPaths) -> None:
-    said = list[str]()
-    wait_and_raise_if_launcher_is_alive(paths, said.append)
-    assert said == []
-
-
 def test_a_launcher_that_beats_is_not_joined_by_another(paths: RunPaths) -> None:
     write_allocation_note(paths, AllocationNote("12", 1))
     is_over = threading.Event()

@@ -13,7 +13,6 @@ from areal_hpc.rundir.checkpoint_index import (
     RankIndex,
     StoredTensor,
     TensorPiece,
-    compute_data_bytes,
     merge_rank_indices,
     read_index_of_one_checkpoint,
     write_checkpoint_index,
@@ -41,14 +40,6 @@ def test_an_index_is_read_as_it_was_written(tmp_path: Path) -> None:
     write_checkpoint_index(tmp_path, index)
     assert read_index_of_one_checkpoint(tmp_path) == index
     assert [piece.rank for piece in index.tensors["embedding"].pieces] == [0, 1]
-
-
-def test_a_number_of_a_rank_has_a_place_in_every_column() -> None:
-    index = merge(part(0, 0, 1), part(1, 1, 3))
-    assert compute_data_bytes(COLUMNS, 1) == 14
-    assert index.compute_data_bytes(1) == 9 * 14
-    places = [index.compute_offset_bytes(1, column, 2) for column in COLUMNS]
-    assert places == [2 * 4, 9 * 4 + 2 * 4, 2 * 9 * 4 + 2 * 4, 3 * 9 * 4 + 2 * 2]
 
 
 @pytest.mark.parametrize("parts", [[part(0, 0, 1)], [part(0, 0, 3), part(1, 1, 3)]])

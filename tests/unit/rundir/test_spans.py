@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.rollout.ledger_clock import LedgerClockOffsetRecorder
 from areal_hpc.rundir.jsonl import append_lines
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.span_file import read_span_lines
@@ -14,7 +13,6 @@ from areal_hpc.rundir.telemetry.span_reader import (
     UNDER_WAY,
     ProcessSpans,
     read_spans,
-    split_process_name,
 )
 from areal_hpc.rundir.telemetry.spans import (
     MAX_PENDING_SPANS,
@@ -87,17 +85,6 @@ def test_what_lasts_is_seen_before_it_ends(tmp_path: Path, monkeypatch: pytest.M
     assert get_statuses()[2] == "ok"
 
 
-def test_pieces_of_one_phase_are_one_span(tmp_path: Path) -> None:
-    paths = make_paths(tmp_path)
-    log = SpanLog(paths.spans("trainer-trainer"))
-    for piece in range(1000):
-        log.add(Span("batch_wait", NOW + piece, NOW + piece + 1))
-    log.close()
-    (span,) = read_one(paths).spans
-    assert (span.begin, span.end) == (NOW, NOW + 1000)
-    assert paths.spans("trainer-trainer").stat().st_size < 300
-
-
 def test_files_of_a_process_stay_within_their_bound_and_keep_the_newest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,14 +143,6 @@ def test_a_full_disk_costs_spans_and_nothing_else(tmp_path: Path) -> None:
     assert found.lost == 100
 
 
-def test_nothing_is_written_where_little_room_is_left(tmp_path: Path) -> None:
-    paths = make_paths(tmp_path)
-    log = SpanLog(paths.spans("trainer-trainer"), min_free_bytes=1 << 60)
-    log.add(Span("train", NOW, NOW + 1))
-    log.close()
-    assert not paths.spans("trainer-trainer").exists()
-
-
 def test_silent_storage_holds_nobody_up(tmp_path: Path) -> None:
     """A pipe that nobody reads takes 64 KiB, and then keeps its writer waiting."""
     paths = make_paths(tmp_path)
@@ -212,33 +191,6 @@ def test_a_clock_that_is_set_is_followed(tmp_path: Path) -> None:
     ]
     append_lines(paths.spans("cell-0-driver"), lines)
     assert [one.begin - NOW for one in read_one(paths).spans] == [5.0, 1999.0]
-
-
-def test_a_heartbeat_compares_two_clocks(tmp_path: Path) -> None:
-    paths = RunPaths(tmp_path)
-    with log_spans_of_process(paths.spans("cell-0-driver")):
-        clock = LedgerClockOffsetRecorder()
-        clock.record_heartbeat_times(
-            NOW, NOW + 5.01, NOW + 7.01, NOW + 2.02
-        )  # kept for 2 s, as asked
-        clock.record_heartbeat_times(NOW + 3, 0.0, 0.0, NOW + 3.1)  # a ledger of an earlier version
-        record_span("episode", NOW, NOW + 1)
-    (span,) = read_one(paths).spans
-    assert span.begin == pytest.approx(NOW + 5, abs=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("name", "parts"),
-    [
-        ("cell-0-proxy", ("cell-0", "proxy")),
-        ("trainer-ledger-0", ("trainer", "ledger")),
-        ("trainer-trainer-12", ("trainer", "trainer")),
-        ("evaluation-driver", ("evaluation", "driver")),
-        ("strange", ("", "strange")),
-    ],
-)
-def test_a_name_says_job_and_process(name: str, parts: tuple[str, str]) -> None:
-    assert split_process_name(name) == parts
 
 
 def test_of_a_long_file_the_part_that_is_asked_for_is_read(tmp_path: Path) -> None:

@@ -156,11 +156,6 @@ def test_a_name_that_is_no_sealed_shard_is_refused(
         read(shards, name)
 
 
-def test_a_row_that_is_not_there_is_refused(shard: SealedShard, shards: CheckedShards) -> None:
-    with pytest.raises(ShardError, match=r"has rows 0\.\.1, got 2"):
-        shards.read_training_rows(SHARD, [2])
-
-
 def link_to_another_file(file: h5py.File) -> None:
     file["reward"] = h5py.ExternalLink(NEXT_SHARD, "/reward")
 

@@ -1,20 +1,14 @@
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
 
 from areal_hpc.errors import RecipeError
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.shards.verify import verify_run
 from areal_hpc.view import shard_report as report
 from areal_hpc.view.transcripts.row_search import FoundRow, RowQuery, find_rows
-from areal_hpc.wire.row_record import RowRecord
-from areal_hpc.wire.trajectory import RowKind
-from tests.support.sample_trajectories import seal_in, ticket, trajectory
+from tests.support.sample_trajectories import seal_in, ticket
 
 
 def find(path: Path, number: int) -> FoundRow:
@@ -50,18 +44,6 @@ def test_the_list_as_json_holds_the_index_and_the_versions(paths: RunPaths) -> N
     assert [ticket["ticket_id"] for ticket in second["tickets"]] == [3]
 
 
-def test_a_shard_of_held_out_and_failed_episodes_says_so(paths: RunPaths) -> None:
-    record = RowRecord(session_id="s")
-    rows = [
-        replace(trajectory(), kind=kind, record=record)
-        for kind in (RowKind.EVALUATION, RowKind.FAILED, RowKind.FAILED)
-    ]
-    seal_in(paths, rows)
-    line = report.format_shard_table(paths).splitlines()[3].split()
-    assert line[:5] == ["cell-0-000002.h5", "evaluation+failed", "3", "18", "0"]
-    assert line[-1] == "-"
-
-
 def test_the_rows_of_a_ticket_are_found_in_a_run_and_in_a_file(paths: RunPaths) -> None:
     seal_in(paths, ticket(1), "cell-1")  # sealed twice, after a crash
     assert numbers(paths.root, ticket_id=1) == [0, 1, 6, 7]
@@ -88,28 +70,7 @@ def test_a_trajectory_is_shown_token_by_token(paths: RunPaths) -> None:
     assert of_the_file.startswith("cell-0-000001.h5 row 0: ticket 3 attempt 1 episode 0")
 
 
-def test_tokens_are_decoded_with_a_tokenizer(tmp_path: Path) -> None:
-    paths = RunPaths(tmp_path)
-    seal_in(paths, [trajectory(tokens=2)])
-    tokenizer_json = tmp_path / "tokenizer.json"
-    with pytest.raises(RecipeError, match="there is no tokenizer"):
-        report.format_tokens(find(paths.root, 0), tokenizer_json)
-    Tokenizer(WordLevel({"two": 0, "\n": 1}, unk_token="two")).save(str(tokenizer_json))
-    lines = report.format_tokens(find(paths.root, 0), tokenizer_json).splitlines()
-    assert lines[1].split()[-1] == "text"
-    assert [line.split()[-1] for line in lines[2:]] == ["'two'", r"'\n'"]
-
-
 @pytest.mark.parametrize("row", [-1, 6])
 def test_a_row_that_does_not_exist_is_an_error_with_the_range(paths: RunPaths, row: int) -> None:
     with pytest.raises(RecipeError, match="give a row from 0 to 5"):
         find(paths.root, row)
-
-
-def test_a_verification_ends_with_its_totals(paths: RunPaths) -> None:
-    assert report.format_verification(verify_run(paths)) == "2 shards, 6 rows verified, 0 problems"
-    path = paths.shards_dir / "cell-0-000000.h5"
-    path.unlink()
-    problem, last = report.format_verification(verify_run(paths)).splitlines()
-    assert problem == f"{path}: the file is missing"
-    assert last == "2 shards, 6 rows verified, 1 problems"

@@ -14,12 +14,11 @@ from areal_hpc.slurm.queue import (
     QueuePoller,
     QueueSnapshot,
     SlurmJobRecord,
-    is_live_state,
     parse_sacct,
     parse_squeue,
 )
 from areal_hpc.slurm.run_jobs import is_job_of_run
-from areal_hpc.slurm.states import STATE_BY_NAME, JobPhase
+from areal_hpc.slurm.states import JobPhase
 from tests.support.commands import exit_code_of
 from tests.support.scripted_slurm import ScriptedSlurm
 
@@ -97,12 +96,6 @@ def test_sacct_tells_every_start_and_the_failures_of_steps() -> None:
     assert jobs["13"].state.name == "CANCELLED"
 
 
-def test_garbage_is_no_job() -> None:
-    text = "slurm_load_jobs error: Invalid job id specified\n\n"
-    assert parse_squeue(text) == []
-    assert parse_sacct(text) == []
-
-
 def test_an_id_that_slurm_gave_to_somebody_else_does_not_count(tmp_path: Path) -> None:
     look = QueueSnapshot(squeue())
     own = partial(is_job_of_run, RunPaths(tmp_path / "exp" / "run"))
@@ -112,16 +105,6 @@ def test_an_id_that_slurm_gave_to_somebody_else_does_not_count(tmp_path: Path) -
     assert look.filter_jobs(["404"], own).get_state("404").phase is JobPhase.UNKNOWN
     past = QueueSnapshot({job.job_id: job for job in parse_sacct(SACCT)})
     assert "4" in past.filter_jobs(["4"], own).jobs, "accounting may not know the name"
-
-
-def test_only_jobs_that_slurm_has_to_deal_with_are_alive() -> None:
-    alive = {name for name, state in STATE_BY_NAME.items() if is_live_state(state)}
-    assert {"PENDING", "RUNNING", "COMPLETING", "REQUEUE_HOLD", "SUSPENDED"} <= alive
-    assert alive.isdisjoint({"COMPLETED", "FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED"})
-
-
-def test_no_jobs_are_no_question() -> None:
-    assert QueuePoller().poll([]) == QueueSnapshot()
 
 
 def test_an_accounting_that_was_off_is_asked_again_but_not_at_every_look(

@@ -75,13 +75,6 @@ def test_tasks_with_gpus_need_to_know_how_many_a_node_has() -> None:
         compute_resources(job(tasks=16, gpus=1), JobOptions())
 
 
-def test_the_price_is_that_of_the_whole_time_limit() -> None:
-    shape = compute_resources(
-        job(tasks=32, gpus=1), JobOptions(gpus_per_node=8, time_limit_minutes=90)
-    )
-    assert (shape.gpu_hours, shape.node_hours) == (48.0, 6.0)
-
-
 @pytest.mark.parametrize(
     ("spec", "options", "lines"),
     [
