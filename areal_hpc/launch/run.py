@@ -1,12 +1,11 @@
 """The work of `areal_hpc.run` and `areal_hpc.submit`, and of the commands of these names."""
 
-import importlib.util
 import json
 import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -24,8 +23,10 @@ from areal_hpc.launch.terminal import (
 )
 from areal_hpc.recipe.loading import load_recipe, merge_overrides
 from areal_hpc.recipe.recipe import Recipe
+from areal_hpc.rundir.atomic import write_atomic
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.slurm.allocation import read_allocation
+from areal_hpc.view.report.curves import render_learning_curve
 from areal_hpc.view.state.live_progress import LiveReporter, PlainReporter
 from areal_hpc.view.state.run_state import read_run_snapshot
 from areal_hpc.view.state.summary import summarize_run
@@ -104,7 +105,7 @@ def run(
                 allocation=allocation,
             )
     except errors.RunInterruptedError:
-        save_learning_curve_if_possible(paths)
+        save_learning_curve(paths)
         print("stopped; run the same command again to resume")
         return _read_run_result(paths, "interrupted")
     return _report_finished_run(paths)
@@ -160,7 +161,7 @@ def report_if_finished(recipe: Recipe, paths: RunPaths, new_run_hint: str = FRES
         return False
     refuse_other_recipe_of_finished_run(recipe, paths)
     if not paths.learning_curve.exists():  # a run under Slurm that nobody waited for
-        save_learning_curve_if_possible(paths)
+        save_learning_curve(paths)
     print(summarize_run(paths, read_run_snapshot(paths), get_program_command()))
     print(f"\nthis run is finished; {new_run_hint}")
     return True
@@ -180,24 +181,17 @@ def open_progress_reporter(
         reporter.close()
 
 
-def save_learning_curve_if_possible(paths: RunPaths) -> None:
-    """Draw the run's learning curve into its directory, if matplotlib is installed.
+def save_learning_curve(paths: RunPaths) -> None:
+    """Draw the run's learning curve into its directory.
 
     Nothing ends for want of a picture: where the storage does not take it, a line says so.
     Only commands that train call this: those that look at a run may have no right to write there.
     """
-    if importlib.util.find_spec("matplotlib") is None:
-        return  # a training script may run in an environment of its own
-    from areal_hpc.view.learning_curve import plot_learning_curve
-
-    snapshot = read_run_snapshot(paths)
-    if snapshot.steps:
-        title = f"{paths.root.parent.name} / {paths.root.name}"
+    svg = render_learning_curve(read_run_snapshot(paths).steps, paths.run_name)
+    if svg is not None:
         try:
-            plot_learning_curve(snapshot, title, paths.learning_curve)
+            write_atomic(paths.learning_curve, svg.encode())
         except OSError as error:
-            with suppress(OSError):  # half a picture
-                paths.learning_curve.unlink()
             say(f"the learning curve was not drawn: {error.strerror}: {paths.learning_curve}")
 
 
@@ -214,7 +208,7 @@ def load_with_overrides(recipe: Recipe | Path | str, overrides: Mapping[str, Any
 
 
 def _report_finished_run(paths: RunPaths) -> RunResult:
-    save_learning_curve_if_possible(paths)
+    save_learning_curve(paths)
     print(summarize_run(paths, read_run_snapshot(paths), get_program_command()))
     return _read_run_result(paths, "finished")
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from areal_hpc.evaluation.set_metrics import EVALUATION_METRIC_PREFIX, INTERVAL_BOUND_SUFFIXES
 from areal_hpc.evaluation.ticket_numbers import VALIDATION_SET_NAME
-from areal_hpc.metrics.step_bottleneck import compute_time_shares_by_system_part
 from areal_hpc.metrics.step_metrics import VALIDATION_REWARD_METRIC
+from areal_hpc.metrics.step_phases import compute_time_shares_by_system_part
 
 MAX_PACE_STEPS = 20
 

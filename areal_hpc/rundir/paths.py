@@ -120,7 +120,7 @@ class RunPaths(_Folder):
     """What the trainer found of tokens that it learned from: a file a step. It may be removed."""
     prometheus_dir = _PathDescriptor("prometheus")
     """Targets for file_sd_configs of Prometheus: a file a process that may be scraped."""
-    learning_curve = _PathDescriptor("learning_curve.png")
+    learning_curve = _PathDescriptor("learning_curve.svg")
     """The learning curve as a picture."""
     replay_arguments = _PathDescriptor("replay.json")
     """Arguments of `areal-hpc replay`, in the directory of a replay."""

@@ -1,6 +1,7 @@
 """Values of metrics for people, with the units of the catalogue."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from areal_hpc.metrics.catalogue import find_metric
@@ -34,6 +35,15 @@ def list_numbers(rows: Iterable[Mapping[str, Any]], metric_name: str) -> list[fl
 
 def select_trained_rows(rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return [row for row in rows if row.get("step", 0) > 0 and "reward/mean" in row]
+
+
+def list_restart_steps(rows: Iterable[Mapping[str, Any]]) -> list[int]:
+    """First steps of further starts of the trainer."""
+    return [
+        row["step"]
+        for before, row in pairwise(rows)
+        if row.get("generation") != before.get("generation")
+    ]
 
 
 def format_step_range(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -2,7 +2,7 @@
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,58 +13,41 @@ SLOW_REPLICA_SPEED_RATIO = 0.6
 MIN_SLOW_UPDATE_TIME_RATIO = 1.5
 MIN_SLOW_UPDATE_EXCESS_S = 0.05
 
+ReplicaKey = tuple[str, int]
+"""A cell and the number of a replica in it."""
+
 
 @dataclass(frozen=True, slots=True)
 class ReplicaOutlier:
-    cell_and_replica: tuple[str, int]
+    cell: str
+    replica: int
     value: float
     others: float
     """The median of the others."""
 
 
-def measure_call_tokens_per_s_by_replica(
-    episodes: Iterable[BatchEpisode],
-) -> dict[tuple[str, int], float]:
-    tokens: dict[tuple[str, int], int] = defaultdict(int)
-    seconds: dict[tuple[str, int], float] = defaultdict(float)
-    counts: dict[tuple[str, int], int] = defaultdict(int)
+def measure_call_speeds(episodes: Iterable[BatchEpisode]) -> dict[ReplicaKey, float]:
+    """Sampled tokens per second of model calls."""
+    tokens: dict[ReplicaKey, list[int]] = defaultdict(list)
+    seconds: dict[ReplicaKey, float] = defaultdict(float)
     for one in episodes:
         for call in one.timed_calls:
             key = one.record.cell, call.replica
-            tokens[key] += call.reply_tokens
+            tokens[key].append(call.reply_tokens)
             seconds[key] += call.answered_at - call.asked_at
-            counts[key] += 1
     return {
-        key: tokens[key] / seconds[key]
+        key: sum(tokens[key]) / seconds[key]
         for key in sorted(tokens)
-        if counts[key] >= MIN_CALLS_OR_UPDATES and seconds[key] > 0
+        if len(tokens[key]) >= MIN_CALLS_OR_UPDATES and seconds[key] > 0
     }
 
 
-def find_slow_replica(speeds: Mapping[tuple[str, int], float]) -> ReplicaOutlier | None:
-    if len(speeds) < 2:
-        return None
-    name = min(speeds, key=lambda key: speeds[key])
-    others = statistics.median(value for key, value in speeds.items() if key != name)
-    return (
-        ReplicaOutlier(name, speeds[name], others)
-        if speeds[name] < SLOW_REPLICA_SPEED_RATIO * others
-        else None
-    )
-
-
-def measure_median_update_s_by_replica(
-    events: Iterable[Mapping[str, Any]],
-) -> dict[tuple[str, int], float]:
-    """Median of the seconds that a replica itself took of an update, by cell and replica.
-
-    Of runs of earlier versions it is that of the pause, in which it also waited for the others.
-    """
-    found: dict[tuple[str, int], list[float]] = defaultdict(list)
+def measure_update_times(events: Iterable[Mapping[str, Any]]) -> dict[ReplicaKey, float]:
+    """Median of the seconds that a replica itself took of an update of its weights."""
+    found: dict[ReplicaKey, list[float]] = defaultdict(list)
     for row in events:
-        took_s, replica = row.get("busy_s", row.get("pause_s")), row.get("replica")
-        if row.get("event") == "replica_resumed" and isinstance(took_s, int | float):
-            found[str(row.get("role")), replica if isinstance(replica, int) else 0].append(took_s)
+        if row.get("event") == "replica_resumed" and isinstance(row.get("busy_s"), int | float):
+            found[str(row.get("role")), int(row.get("replica") or 0)].append(row["busy_s"])
     return {
         key: statistics.median(found[key])
         for key in sorted(found)
@@ -72,15 +55,34 @@ def measure_median_update_s_by_replica(
     }
 
 
-def find_replica_slow_at_updates(times: Mapping[tuple[str, int], float]) -> ReplicaOutlier | None:
-    if len(times) < 2:
-        return None
-    name = max(times, key=lambda key: times[key])
-    others = statistics.median(value for key, value in times.items() if key != name)
-    is_slow = times[name] > max(
-        MIN_SLOW_UPDATE_TIME_RATIO * others, others + MIN_SLOW_UPDATE_EXCESS_S
+def find_slow_replica(speeds: Mapping[ReplicaKey, float]) -> ReplicaOutlier | None:
+    return _find_outlier(
+        min, speeds, lambda speed, others: speed < SLOW_REPLICA_SPEED_RATIO * others
     )
-    return ReplicaOutlier(name, times[name], others) if is_slow else None
+
+
+def find_slow_receiver(update_times: Mapping[ReplicaKey, float]) -> ReplicaOutlier | None:
+    return _find_outlier(
+        max,
+        update_times,
+        lambda took_s, others: (
+            took_s > max(MIN_SLOW_UPDATE_TIME_RATIO * others, others + MIN_SLOW_UPDATE_EXCESS_S)
+        ),
+    )
+
+
+def _find_outlier(
+    pick: Callable[..., ReplicaKey],
+    values: Mapping[ReplicaKey, float],
+    stands_out: Callable[[float, float], bool],
+) -> ReplicaOutlier | None:
+    if len(values) < 2:
+        return None
+    worst = pick(values, key=lambda key: values[key])
+    others = statistics.median(value for key, value in values.items() if key != worst)
+    return (
+        ReplicaOutlier(*worst, values[worst], others) if stands_out(values[worst], others) else None
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +100,10 @@ class ActivityOutsideCalls:
 def group_times_outside_calls(
     episodes: Sequence[BatchEpisode], times_between_calls: Iterable[tuple[str, float]]
 ) -> list[ActivityOutsideCalls]:
+    """What episodes do outside of model calls, what took most first.
+
+    `times_between_calls` are the times between calls, by the tool that was called.
+    """
     found: dict[str, list[float]] = defaultdict(list)
     for tool, seconds in times_between_calls:
         name = "the agent between calls" if tool == WITHOUT_TOOL else f"the tool {tool}"

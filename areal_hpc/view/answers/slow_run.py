@@ -10,10 +10,6 @@ from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.run_recipe import read_run_recipe
 from areal_hpc.rundir.telemetry.events import read_recent_events
 from areal_hpc.view.answers.answer import Answer, Finding, build_page_url_fragment
-from areal_hpc.view.answers.slow_parts import (
-    measure_call_tokens_per_s_by_replica,
-    measure_median_update_s_by_replica,
-)
 from areal_hpc.view.answers.step_parts import StepPart, list_mean_step_parts, sum_batch_wait_splits
 from areal_hpc.view.answers.time_judge import SlowRunEvidence, TimeJudge
 from areal_hpc.view.batch_episodes import (
@@ -36,25 +32,24 @@ STORAGE_PARTS = ("sealing", "checkpoints", "reading batches", "small files")
 
 
 def explain_slow_run(paths: RunPaths) -> Answer:
-    return judge_slow_run(read_slow_run_evidence(paths))
-
-
-def read_slow_run_evidence(paths: RunPaths) -> SlowRunEvidence:
     trained = select_trained_rows(read_metrics(paths.metrics))
     rows = [row for row in trained if row.get("time/step_s")][-PACE_STEPS:]
+    if not rows:
+        return Answer("no step with its times is recorded yet")
     problems: list[str] = []
     steps = [row["step"] for row in rows[-MAX_READ_STEPS:]]
     episodes = read_batch_episodes(paths, steps, problems)
-    return SlowRunEvidence(
+    evidence = SlowRunEvidence(
         paths.run_name,
         read_run_recipe(paths.recipe),
         rows,
         episodes,
         _read_times_between_calls(paths, episodes, problems),
         read_recent_events(paths.events),
-        map_cell_to_node(paths),
+        _map_cell_to_node(paths),
         problems,
     )
+    return _judge_slow_run(evidence)
 
 
 def _read_times_between_calls(
@@ -69,7 +64,7 @@ def _read_times_between_calls(
     return [pause for row in rows for pause in list_times_between_calls(row)]
 
 
-def map_cell_to_node(paths: RunPaths) -> dict[str, str]:
+def _map_cell_to_node(paths: RunPaths) -> dict[str, str]:
     try:
         attempts = paths.list_attempts()
         files = list_log_files(paths, attempts[-1]) if attempts else []
@@ -78,36 +73,41 @@ def map_cell_to_node(paths: RunPaths) -> dict[str, str]:
     return {file.job_or_cell: file.node for file in files if file.node}
 
 
-def judge_slow_run(evidence: SlowRunEvidence) -> Answer:
+def _judge_slow_run(evidence: SlowRunEvidence) -> Answer:
     rows = evidence.rows
-    if not rows:
-        return Answer("no step with its times is recorded yet")
     step_s = statistics.fmean(list_numbers(rows, "time/step_s"))
     split = sum_batch_wait_splits(rows, evidence.episodes)
     parts = list_mean_step_parts(rows, split)
     judge = TimeJudge(evidence, split, step_s)
-    page = build_page_url_fragment("metrics", evidence.run, text="time/")
-    told = [part for part in parts if part.seconds >= MIN_SHOWN_SHARE * step_s]
-    verdicts = [judge.explain_part(part) for part in told]
+    shown = [part for part in parts if part.seconds >= MIN_SHOWN_SHARE * step_s]
+    verdicts = [judge.explain_part(part) for part in shown]
     cause = verdicts[0].cause if verdicts else ""
-    findings = [Finding(", ".join(_format_shares(parts, step_s)), page)]
-    findings += [Finding(one.text, one.page) for one in verdicts]
-    findings += _describe_storage(parts, step_s)
-    findings += judge.describe_slow_replicas_and_idle_cells(explained_limit=cause)
-    findings += [Finding(f"not read: {one}") for one in evidence.problems[:3]]
+    shares = ", ".join(
+        f"{part.seconds / step_s:.0%} {part.name}"
+        for part in parts
+        if part.seconds >= 0.01 * step_s
+    )
+    findings = [
+        Finding(shares, build_page_url_fragment("metrics", evidence.run, text="time/")),
+        *(Finding(one.text, one.page) for one in verdicts),
+        *_describe_storage(parts, step_s),
+        *judge.describe_outliers(cause),
+        *(Finding(f"not read: {one}") for one in evidence.problems[:3]),
+    ]
     headline = (
         f"the run is limited by {parts[0].name}: {parts[0].seconds:.1f} s of the {step_s:.1f} s of "
         f"a step ({format_step_range(rows)})"
     )
+    hints = [
+        verdict.hint
+        for part, verdict in zip(shown, verdicts, strict=True)
+        if verdict.hint and part.seconds >= MIN_HINT_SHARE * step_s
+    ]
     return Answer(
         f"{headline}; {cause}" if cause else headline,
         tuple(findings),
-        tuple(
-            verdict.hint
-            for part, verdict in zip(told, verdicts, strict=True)
-            if verdict.hint and part.seconds >= MIN_HINT_SHARE * step_s
-        )[:MAX_HINTS],
-        tuple(format_replica_table(evidence)),
+        tuple(hints[:MAX_HINTS]),
+        tuple(_format_replica_table(evidence, judge)),
     )
 
 
@@ -122,33 +122,30 @@ def _describe_storage(step_parts: Sequence[StepPart], step_s: float) -> Iterator
         )
 
 
-def _format_shares(step_parts: Sequence[StepPart], step_s: float) -> Iterator[str]:
-    for part in step_parts:
-        if part.seconds >= 0.01 * step_s:
-            yield f"{part.seconds / step_s:.0%} {part.name}"
-
-
-def format_replica_table(evidence: SlowRunEvidence) -> list[str]:
-    speeds = measure_call_tokens_per_s_by_replica(evidence.episodes)
-    update_times = measure_median_update_s_by_replica(evidence.events)
+def _format_replica_table(evidence: SlowRunEvidence, judge: TimeJudge) -> list[str]:
+    """Every replica, if there are several."""
     starts = Counter(
         (str(row.get("role")), row.get("replica"))
         for row in evidence.events
         if row.get("event") == "replica_started"
     )
-    keys = sorted(speeds.keys() | update_times.keys())
+    keys = sorted(judge.call_speeds.keys() | judge.update_times.keys())
     if len(keys) < 2:
         return []
     head = ("cell", "replica", "node", "tokens/s in a call", "s at an update", "starts")
     lines = [
         (
-            key[0],
-            str(key[1]),
-            evidence.node_by_cell.get(key[0], "-"),
-            f"{speeds[key]:.0f}" if key in speeds else "-",
-            f"{update_times[key]:.2f}" if key in update_times else "-",
-            str(starts[key] or "-"),
+            cell,
+            str(replica),
+            evidence.node_by_cell.get(cell, "-"),
+            f"{judge.call_speeds[cell, replica]:.0f}"
+            if (cell, replica) in judge.call_speeds
+            else "-",
+            f"{judge.update_times[cell, replica]:.2f}"
+            if (cell, replica) in judge.update_times
+            else "-",
+            str(starts[cell, replica] or "-"),
         )
-        for key in keys
+        for cell, replica in keys
     ]
     return format_table([head, *lines], right_aligned_columns=(1, 3, 4, 5))

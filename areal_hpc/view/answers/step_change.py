@@ -2,19 +2,20 @@
 
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from areal_hpc.errors import ArealError, RecipeError
 from areal_hpc.metrics.catalogue import find_metric
 from areal_hpc.metrics.step_metrics import read_metrics
+from areal_hpc.recipe.loading import flatten_keys, flatten_keys_hiding_private_values
 from areal_hpc.rundir.jsonl import JsonRow
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.run_recipe import read_run_recipe
 from areal_hpc.rundir.telemetry.events import read_all_events
 from areal_hpc.view.answers.answer import Answer, Finding, build_page_url_fragment
-from areal_hpc.view.answers.happenings import describe_recipe_changes, describe_unusual_events
 from areal_hpc.view.answers.step_task_mix_change import compare_tasks, read_source_row_counts
 from areal_hpc.view.batch_episodes import BatchEpisode, read_batch_episodes
+from areal_hpc.view.events.failure_events import count_unusual_events
 from areal_hpc.view.metric_values import (
     format_step_range,
     format_value,
@@ -22,12 +23,14 @@ from areal_hpc.view.metric_values import (
     list_numbers,
     select_trained_rows,
 )
+from areal_hpc.view.state.run_state import list_launch_times
 
 MAX_STEPS_BEFORE = 10
 MIN_STEPS_BEFORE = 2
 MIN_DEVIATIONS = 3.0
 MIN_RELATIVE_CHANGE = 0.05
 MAX_SHOWN_METRICS = 8
+MAX_SHOWN_EVENTS = 6
 MAX_DISTINCT_SAMPLING_VALUES = 8
 ROUTINE_METRICS = frozenset(
     {
@@ -56,22 +59,9 @@ class MetricChange:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class StepComparisonInputs:
-    run: str
-    row: JsonRow
-    before: Sequence[JsonRow]
-    """Oldest first."""
-    episodes: Sequence[BatchEpisode] = ()
-    source_sizes: Sequence[int] = ()
-    """Rows of each source of the training set, where there are several."""
-    recipe_changes: Sequence[str] = ()
-    events: Sequence[JsonRow] = ()
-    problems: Sequence[str] = field(default_factory=list)
-
-
 def explain_step_difference(paths: RunPaths, step: int) -> Answer:
-    rows = select_trained_rows(read_metrics(paths.metrics))
+    """What differs at a step from the ten before, the likeliest causes first."""
+    run, rows = paths.run_name, select_trained_rows(read_metrics(paths.metrics))
     row = next((one for one in rows if one["step"] == step), None)
     if row is None:
         known = format_step_range(rows) if rows else "none"
@@ -88,70 +78,72 @@ def explain_step_difference(paths: RunPaths, step: int) -> Answer:
         )
     problems: list[str] = []
     episodes = read_batch_episodes(paths, [one["step"] for one in (*before, row)], problems)
-    begin, end = before[-1].get("unix_time_s"), row.get("unix_time_s")
-    return explain_step_change(
-        StepComparisonInputs(
-            paths.run_name,
-            row,
-            before,
-            episodes,
-            read_source_row_counts(paths),
-            _describe_recipe_changes_or_error(paths, before[0].get("unix_time_s"), end),
-            [one for one in read_all_events(paths.events) if begin <= one["time"] <= end]
-            if begin and end
-            else [],
-            problems,
-        )
-    )
-
-
-def _describe_recipe_changes_or_error(
-    paths: RunPaths, from_time: float | None, to_time: float | None
-) -> list[str]:
-    if from_time is None or to_time is None:
-        return []
-    try:
-        return list(
-            describe_recipe_changes(paths, read_run_recipe(paths.recipe), from_time, to_time)
-        )
-    except ArealError as error:
-        return [f"recipes of launches: {error}"]
-
-
-def explain_step_change(evidence: StepComparisonInputs) -> Answer:
-    run, row, before = evidence.run, evidence.row, evidence.before
-    step = row["step"]
-    now = [one for one in evidence.episodes if one.step == step]
-    earlier = [one for one in evidence.episodes if one.step != step]
-    tasks = compare_tasks(run, now, earlier, evidence.source_sizes)
-    restarts = list(_describe_restart(run, row, before[-1]))
-    recipe_changes = [
-        Finding(one, build_page_url_fragment("overview", run)) for one in evidence.recipe_changes
+    now = [one for one in episodes if one.step == step]
+    earlier = [one for one in episodes if one.step != step]
+    overview = build_page_url_fragment("overview", run)
+    tasks = compare_tasks(run, now, earlier, read_source_row_counts(paths))
+    causes = [
+        *(Finding(one, overview) for one in _describe_recipe_changes(paths, before[0], row)),
+        *tasks.causes,
     ]
-    calls = list(_describe_new_sampling_and_tools(run, step, now, earlier))
-    metrics = list(find_metric_changes(row, before))
-    told = [
-        Finding(one.text, build_page_url_fragment("metrics", run, text=one.name)) for one in metrics
+    if "generation" in row and row["generation"] != before[-1].get("generation"):
+        text = f"the trainer was started again before this step (generation {row['generation']})"
+        causes.append(Finding(text, overview))
+    causes += _describe_new_sampling_and_tools(run, step, now, earlier)
+    metrics = [
+        Finding(one.text, build_page_url_fragment("metrics", run, text=one.name))
+        for one in _find_metric_changes(row, before)[:MAX_SHOWN_METRICS]
     ]
-    events = [
-        Finding(one, build_page_url_fragment("overview", run))
-        for one in describe_unusual_events(evidence.events)
-    ]
-    causes = [*recipe_changes, *tasks.causes, *restarts, *calls]
-    findings = [*causes, *told[:MAX_SHOWN_METRICS], *tasks.notes, *events]
-    findings += [Finding(f"not read: {one}") for one in evidence.problems[:3]]
-    headline = _describe_reward(row, before)
-    if causes:
-        headline += f"; {causes[0].text}"
-    elif metrics:
-        headline += f"; {metrics[0].text}"
-    else:
-        headline += "; nothing else differs either"
+    events = [Finding(one, overview) for one in _describe_events_between(paths, before[-1], row)]
+    likeliest = [*causes, *metrics]
+    because = likeliest[0].text if likeliest else "nothing else differs either"
     where = f"step={step} and kind=train"
     page = build_page_url_fragment("trajectories", run, where=where, sort="reward", order="up")
     return Answer(
-        headline, (*findings, Finding(f"the episodes of step {step}, the worst first", page))
+        f"{_describe_reward(row, before)}; {because}",
+        (
+            *likeliest,
+            *tasks.notes,
+            *events,
+            *(Finding(f"not read: {one}") for one in problems[:3]),
+            Finding(f"the episodes of step {step}, the worst first", page),
+        ),
     )
+
+
+def _describe_recipe_changes(paths: RunPaths, first_row: JsonRow, last_row: JsonRow) -> list[str]:
+    """Keys that launches between two steps changed; values that may be secrets are hidden."""
+    from_time, to_time = first_row.get("unix_time_s"), last_row.get("unix_time_s")
+    if from_time is None or to_time is None:
+        return []
+    try:
+        launches = [
+            (attempt, at, read_run_recipe(paths.replaced_recipe(attempt)))
+            for attempt, at in list_launch_times(paths)
+            if attempt > 1 and paths.replaced_recipe(attempt).exists()
+        ]
+        recipes = [*(old for _, _, old in launches), read_run_recipe(paths.recipe)]
+    except ArealError as error:
+        return [f"recipes of launches: {error}"]
+    lines = []
+    for (attempt, at, old), new in zip(launches, recipes[1:], strict=True):
+        if from_time <= at <= to_time:
+            raw_old, raw_new = flatten_keys(old), flatten_keys(new)
+            was, now = (flatten_keys_hiding_private_values(one) for one in (old, new))
+            lines += [
+                f"launch {attempt} changed {key} from {was.get(key)} to {now.get(key)}"
+                for key in sorted(raw_old.keys() | raw_new.keys())
+                if raw_old.get(key) != raw_new.get(key)
+            ]
+    return lines
+
+
+def _describe_events_between(paths: RunPaths, last_row: JsonRow, row: JsonRow) -> Iterator[str]:
+    begin, end = last_row.get("unix_time_s"), row.get("unix_time_s")
+    if begin and end:
+        events = (one for one in read_all_events(paths.events) if begin <= one["time"] <= end)
+        for event, role, count in count_unusual_events(events, MAX_SHOWN_EVENTS):
+            yield f"meanwhile: {event}{f' {count} times' if count > 1 else ''} ({role})"
 
 
 def _describe_reward(row: JsonRow, rows_before: Sequence[JsonRow]) -> str:
@@ -172,7 +164,7 @@ def _compute_std_with_floor(values: Sequence[float], mean: float) -> float:
     return max(spread, MIN_RELATIVE_CHANGE / MIN_DEVIATIONS * abs(mean), 1e-9)
 
 
-def find_metric_changes(row: JsonRow, rows_before: Sequence[JsonRow]) -> list[MetricChange]:
+def _find_metric_changes(row: JsonRow, rows_before: Sequence[JsonRow]) -> list[MetricChange]:
     found = []
     for name in row:
         now, values = get_number(row, name), list_numbers(rows_before, name)
@@ -186,12 +178,6 @@ def find_metric_changes(row: JsonRow, rows_before: Sequence[JsonRow]) -> list[Me
         if deviations >= MIN_DEVIATIONS:
             found.append(MetricChange(name, mean, now, deviations))
     return sorted(found, key=lambda one: -one.deviations)
-
-
-def _describe_restart(run: str, row: JsonRow, last_row: JsonRow) -> Iterator[Finding]:
-    if row.get("generation") != last_row.get("generation") and "generation" in row:
-        text = f"the trainer was started again before this step (generation {row['generation']})"
-        yield Finding(text, build_page_url_fragment("overview", run))
 
 
 def _describe_new_sampling_and_tools(

@@ -1,24 +1,93 @@
-"""Time of steps by what it was spent on: phases of the trainer, and what it waited for. Pure."""
+"""Time of steps by what it was spent on, waits by what episodes did meanwhile. Pure."""
 
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from areal_hpc.metrics.step_line import MetricRow
-from areal_hpc.view.answers.wait_split import WaitSplit, split_wait_by_activity
+from areal_hpc.metrics.step_phases import sum_times_by_activity
 from areal_hpc.view.batch_episodes import BatchEpisode
 from areal_hpc.view.metric_values import list_numbers
 
-WAIT_PHASE = "batch_wait"
-PHASES_BY_PART = {
-    "waiting for a replica": ("cell_wait",),
-    "training": ("measure", "pack", "score", "train"),
-    "reading batches": ("read",),
-    "weight updates": ("publish",),
-    "checkpoints": ("checkpoint", "export"),
-    "evaluation": ("eval",),
-    "small files": ("files",),
-}
+MAX_LAST_EPISODES_SHARE = 0.05
+
+
+@dataclass(slots=True)
+class WaitSplit:
+    """Seconds of waits, by what the episodes of the awaited batches were doing."""
+
+    generation_s: float = 0.0
+    """Episodes were in model calls. A moment counts for as much as the share of those that were."""
+    outside_calls_s: float = 0.0
+    """Episodes were between, before or after their calls: tools, rewards, the agent's own code."""
+    no_episode_s: float = 0.0
+    """No episode of the batch was under way, and some were still to begin."""
+    sealing_s: float = 0.0
+    """All of its episodes had ended: they were sealed and settled."""
+    last_episodes_s: float = 0.0
+    """Only the last episodes were: one, or `MAX_LAST_EPISODES_SHARE` of them."""
+    summed_call_s: float = 0.0
+    """Sum over model calls of the time in which they were under way..."""
+    any_call_s: float = 0.0
+    """...and the time in which any was."""
+    only_active_cell_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """By cell: only episodes of this one were under way."""
+
+    @property
+    def total_s(self) -> float:
+        return self.generation_s + self.outside_calls_s + self.no_episode_s + self.sealing_s
+
+    def add_wait(self, from_time: float, to_time: float, episodes: Sequence[BatchEpisode]) -> None:
+        """Count a wait between two Unix times for the batch of these episodes."""
+        most_last = max(1, int(MAX_LAST_EPISODES_SHARE * len(episodes)))
+        active: dict[str, Counter[str]] = {
+            activity: Counter() for activity in ("episode", "in calls", "call")
+        }
+        now = from_time
+        for at, activity, cell, change in sorted(_list_changes(episodes), key=lambda one: one[0]):
+            until = min(max(at, from_time), to_time)
+            if until > now:
+                self._add_seconds(until - now, active, most_last)
+                now = until
+            active[activity][cell] += change
+        # After the last change no episode is under way, nor will be.
+        self.sealing_s += max(0.0, to_time - now)
+
+    def _add_seconds(
+        self, seconds: float, active: Mapping[str, Counter[str]], most_last: int
+    ) -> None:
+        calls, episodes = active["call"].total(), active["episode"].total()
+        self.summed_call_s += seconds * calls
+        self.any_call_s += seconds * (calls > 0)
+        if not episodes:
+            self.no_episode_s += seconds
+            return
+        # A call may end a moment after the agent closed its session: it counts as if it had not.
+        calling = min(1.0, active["in calls"].total() / episodes)
+        self.generation_s += seconds * calling
+        self.outside_calls_s += seconds * (1.0 - calling)
+        if episodes <= most_last:
+            self.last_episodes_s += seconds
+        cells = [cell for cell, count in active["episode"].items() if count > 0]
+        if len(cells) == 1:
+            self.only_active_cell_s[cells[0]] += seconds
+
+
+def _list_changes(episodes: Sequence[BatchEpisode]) -> Iterator[tuple[float, str, str, int]]:
+    """When what began (1) or ended (-1) in which cell."""
+    for one in episodes:
+        if not one.is_timed:
+            continue
+        spans_by_activity = {
+            "episode": [(one.record.started_at, one.record.ended_at)],
+            "in calls": one.merged_call_spans,
+            "call": [(call.asked_at, call.answered_at) for call in one.timed_calls],
+        }
+        for activity, spans in spans_by_activity.items():
+            for begin, end in spans:
+                yield begin, activity, one.record.cell, 1
+                yield end, activity, one.record.cell, -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,18 +112,16 @@ def sum_batch_wait_splits(
         )
         if own and ended_at and step_s and wait_s:
             begin = ended_at - step_s + (row.get("time/files_s") or 0.0)
-            split.add(split_wait_by_activity(begin, begin + wait_s, own))
+            split.add_wait(begin, begin + wait_s, own)
     return split if split.total_s > 0 else None
 
 
 def list_mean_step_parts(rows: Sequence[MetricRow], wait_split: WaitSplit | None) -> list[StepPart]:
-    def mean_of(*phases: str) -> float:
-        times = (sum(list_numbers(rows, f"time/{phase}_s")) for phase in phases)
-        return sum(times) / len(rows)
-
-    waiting = mean_of(WAIT_PHASE)
-    parts = {part: mean_of(*phases) for part, phases in PHASES_BY_PART.items()}
-    if wait_split is not None and wait_split.total_s > 0:
+    """Parts of the mean step, the largest first."""
+    times = [sum_times_by_activity(row) for row in rows]
+    parts = {activity: statistics.fmean(one[activity] for one in times) for activity in times[0]}
+    waiting = parts.pop("waiting for episodes")
+    if wait_split is not None:
         share = waiting / wait_split.total_s
         parts |= {
             "generation": wait_split.generation_s * share,

@@ -5,7 +5,6 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,8 @@ from tokenizers import Tokenizer
 
 from areal_hpc.errors import RecipeError
 from areal_hpc.metrics.catalogue import find_metric
-from areal_hpc.metrics.step_bottleneck import compute_time_shares_by_system_part
 from areal_hpc.metrics.step_metrics import read_metrics
+from areal_hpc.metrics.step_phases import compute_time_shares_by_system_part
 from areal_hpc.recipe.loading import flatten_keys_hiding_private_values
 from areal_hpc.rollout.task_set import TaskSet
 from areal_hpc.rundir.paths import RunPaths
@@ -25,6 +24,7 @@ from areal_hpc.view.dashboard.evaluation_set_names import label_evaluation_rows
 from areal_hpc.view.dashboard.page_errors import explain_page_error
 from areal_hpc.view.dashboard.row_annotation import describe_annotation
 from areal_hpc.view.dashboard.row_index import RowIndex
+from areal_hpc.view.metric_values import list_restart_steps
 from areal_hpc.view.shard_report import find_tokenizer_file
 from areal_hpc.view.state.alerts_at_newest_step import find_run_alerts, select_failure_alerts
 from areal_hpc.view.state.summary import (
@@ -102,19 +102,11 @@ def describe_run_overview(paths: RunPaths, state: str) -> JsonObject:
         ],
         "steps": rows,
         "sft": progress.snapshot.sft,
-        "restarts": _list_restart_steps(rows),
+        "restarts": list_restart_steps(rows),
         "limits": [compute_time_shares_by_system_part(row) for row in rows],
         "events": read_recent_events(paths.events)[-MAX_EVENTS:],
         "recipe": _flatten_recipe_without_secrets(progress.recipe),
     }
-
-
-def _list_restart_steps(rows: Sequence[JsonObject]) -> list[int]:
-    return [
-        row["step"]
-        for before, row in pairwise(rows)
-        if row.get("generation") != before.get("generation")
-    ]
 
 
 def _flatten_recipe_without_secrets(recipe: Mapping[str, Any]) -> dict[str, str]:
@@ -135,7 +127,7 @@ def describe_metrics(paths: RunPaths) -> JsonObject:
             if any(value is not None for value in column)
         },
         "catalogue": {name: _get_metric_unit_and_meaning(name) for name in names},
-        "restarts": _list_restart_steps(rows),
+        "restarts": list_restart_steps(rows),
     }
 
 

@@ -6,17 +6,19 @@ from functools import lru_cache
 from typing import Any
 
 from areal_hpc.errors import ArealError, RecipeError
-from areal_hpc.metrics.step_bottleneck import compute_time_shares_by_system_part
 from areal_hpc.metrics.step_metrics import read_metrics
+from areal_hpc.metrics.step_phases import compute_time_shares_by_system_part
 from areal_hpc.rundir.jsonl import JsonRow
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.answers.slow_run import explain_slow_run
-from areal_hpc.view.time_slices_on_lanes import Slice, assign_lanes, iterate_counts_under_way
 from areal_hpc.view.timing.timeline import (
     TRAINER_PROCESS,
+    Slice,
     Timeline,
     Track,
+    assign_lanes,
     find_span_bounds,
+    iterate_counts_under_way,
     read_timeline,
     select_timed_rows,
 )

@@ -1,7 +1,8 @@
 """Failures that the events of a run tell of: its agent's, its servers', processes' and jobs'."""
 
 import signal
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +46,31 @@ class FailureEvent:
     """Distance from the cause: of the findings of one failure the lowest names it."""
     details: tuple[str, ...] = ()
     hint: str = ""
+
+
+ROUTINE_EVENTS = frozenset(
+    {
+        "episodes_counted",
+        "job_submitted",
+        "launcher_ended",
+        "ranks_joined",
+        "replica_resumed",
+        "state_loaded",
+        "weights_published",
+    }
+)
+
+
+def count_unusual_events(
+    events: Iterable[Mapping[str, Any]], max_kinds: int
+) -> list[tuple[str, str, int]]:
+    """Events that are not routine: what, by which role, how often; the most frequent first."""
+    counts = Counter(
+        (str(one.get("event")), str(one.get("role")))
+        for one in events
+        if one.get("event") not in ROUTINE_EVENTS
+    )
+    return [(event, role, count) for (event, role), count in counts.most_common(max_kinds)]
 
 
 def collect_failure_and_recovery_events(

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
+from statistics import fmean
 
 WIDTH, HEIGHT = 420, 170
 LEFT, RIGHT, TOP, BOTTOM = 52, 8, 8, 22
@@ -11,7 +12,7 @@ MAX_CURVE_POINTS = 400
 """Of a curve: more are drawn as the lowest and the highest of each stretch."""
 MAX_BARS = 100
 MIN_RELATIVE_RANGE = 1e-5
-N_SERIES_COLORS = 8
+N_SERIES_COLORS = 9
 """Series that the style sheet has colors for; further ones begin anew."""
 
 
@@ -63,7 +64,13 @@ def draw_curves(
     frame = _AxisRanges(
         min(x for x, _ in points), max(x for x, _ in points), min(ticks), max(ticks)
     )
-    parts = [*_draw_axes(frame, ticks), *_draw_marks(frame, marks)]
+    parts = list(_draw_axes(frame, ticks))
+    for mark in marks:
+        if frame.x_low <= mark <= frame.x_high:
+            at, top = frame.to_svg_point(mark, frame.y_high)
+            parts.append(
+                f'<line class="mark" x1="{at}" y1="{top}" x2="{at}" y2="{HEIGHT - BOTTOM}"/>'
+            )
     for number, one in enumerate(finite):
         parts += _draw_curve(frame, one, number)
     return Chart(title, unit, _wrap_in_svg(title, parts), _make_legend(series))
@@ -77,7 +84,7 @@ def draw_bars(title: str, unit: str, layers: Sequence[Series]) -> Chart | None:
     size = math.ceil(len(steps) / MAX_BARS)
     stretches = range(0, len(steps), size)
     heights = [
-        [_compute_mean([y for _, y in one.points[first : first + size]]) for first in stretches]
+        [fmean(y for _, y in one.points[first : first + size]) for first in stretches]
         for one in layers
     ]
     highest = max(sum(column) for column in zip(*heights, strict=True))
@@ -109,6 +116,31 @@ def choose_enclosing_ticks(low: float, high: float, count: int = 4) -> list[floa
     return [number * width for number in range(first, last + 1)]
 
 
+def render_standalone_svg(chart: Chart) -> str:
+    """A chart as a file of its own, with its title and legend below."""
+    colors = ("#2457c5", "#c2571a", "#1a7f4b", "#7b3fb5")
+    style = (
+        "svg{background:#fff;font:10px sans-serif}.grid{stroke:#deded9}.tick{fill:#5f666f}"
+        ".end{text-anchor:end}.curve{fill:none;stroke-width:1.6}.mark{stroke:#5f666f}"
+        + "".join(
+            f".s{place}{{stroke:{color}}}.f{place}{{fill:{color}}}"
+            for place, color in enumerate(colors, 1)
+        )
+    )
+    classes = ["tick", *(f"f{place % len(colors) + 1}" for place in range(len(chart.legend)))]
+    captions = "".join(
+        f'<text class="{class_}" x="{LEFT}" y="{HEIGHT + 14 * place}">{escape(text)}</text>'
+        for place, (class_, text) in enumerate(
+            zip(classes, (chart.title, *chart.legend), strict=True), 1
+        )
+    )
+    height = HEIGHT + 14 * len(classes) + 8
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
+        f'width="{2 * WIDTH}"><style>{style}</style>{chart.svg}{captions}</svg>\n'
+    ).replace('<svg viewBox="0 0', f'<svg height="{HEIGHT}" viewBox="0 0')
+
+
 def _wrap_in_svg(title: str, elements: Sequence[str]) -> str:
     return (
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">'
@@ -119,23 +151,13 @@ def _wrap_in_svg(title: str, elements: Sequence[str]) -> str:
 def _draw_axes(frame: _AxisRanges, ticks: Sequence[float]) -> Iterator[str]:
     for tick in ticks:
         left, y = frame.to_svg_point(frame.x_low, tick)
+        label = "0" if abs(tick) < 1e-15 else f"{tick:.6g}"
         yield f'<line class="grid" x1="{left}" y1="{y}" x2="{WIDTH - RIGHT}" y2="{y}"/>'
-        yield f'<text class="tick end" x="{LEFT - 5}" y="{y + 3.5}">{format_tick(tick)}</text>'
+        yield f'<text class="tick end" x="{LEFT - 5}" y="{y + 3.5}">{label}</text>'
     for x in dict.fromkeys((math.ceil(frame.x_low), math.floor(frame.x_high))):
         at, _ = frame.to_svg_point(x, frame.y_low)
         side = "end" if at > WIDTH / 2 else "start"
         yield f'<text class="tick {side}" x="{at}" y="{HEIGHT - 6}">{x}</text>'
-
-
-def format_tick(value: float) -> str:
-    return "0" if abs(value) < 1e-15 else f"{value:.6g}"
-
-
-def _draw_marks(frame: _AxisRanges, marks: Sequence[float]) -> Iterator[str]:
-    for x in marks:
-        if frame.x_low <= x <= frame.x_high:
-            at, top = frame.to_svg_point(x, frame.y_high)
-            yield f'<line class="mark" x1="{at}" y1="{top}" x2="{at}" y2="{HEIGHT - BOTTOM}"/>'
 
 
 def _draw_curve(frame: _AxisRanges, series: Series, series_index: int) -> Iterator[str]:
@@ -164,7 +186,3 @@ def thin_out_to_extremes(points: Sequence[tuple[float, float]]) -> list[tuple[fl
 
 def _make_legend(series: Sequence[Series]) -> tuple[str, ...]:
     return tuple(one.label for one in series) if len(series) > 1 else ()
-
-
-def _compute_mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

@@ -2,13 +2,19 @@
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
 
 from areal_hpc.metrics.catalogue import find_metric
 from areal_hpc.metrics.step_line import MetricRow
 from areal_hpc.metrics.step_metrics import VALIDATION_REWARD_METRIC
-from areal_hpc.view.metric_values import get_number
-from areal_hpc.view.report.charts import Chart, Series, draw_bars, draw_curves
+from areal_hpc.metrics.step_phases import sum_times_by_activity
+from areal_hpc.view.metric_values import get_number, list_restart_steps
+from areal_hpc.view.report.charts import (
+    Chart,
+    Series,
+    draw_bars,
+    draw_curves,
+    render_standalone_svg,
+)
 
 CURVE_TITLE_BY_METRIC = {
     "reward/mean": "training reward",
@@ -31,15 +37,6 @@ CURVE_TITLE_BY_METRIC = {
     "memory/trainer_peak_bytes": "memory of a rank",
 }
 """Titles by metric, in the order of the report."""
-PHASES_BY_LAYER = {
-    "waiting for episodes": ("batch_wait",),
-    "waiting for a replica": ("cell_wait",),
-    "training": ("read", "measure", "pack", "score", "train"),
-    "weight updates": ("publish",),
-    "checkpoints": ("checkpoint", "export"),
-    "evaluation": ("eval",),
-    "small files": ("files",),
-}
 
 
 def draw_run_curves(rows_by_run: Mapping[str, Sequence[MetricRow]]) -> Iterator[Chart]:
@@ -47,23 +44,22 @@ def draw_run_curves(rows_by_run: Mapping[str, Sequence[MetricRow]]) -> Iterator[
     (only, *others) = rows_by_run.values()
     marks = [] if others else list_restart_steps(only)
     for name, title in CURVE_TITLE_BY_METRIC.items():
+        metric = find_metric(name)
+        unit, scale = metric.unit if metric else "", 1.0
+        if unit == "bytes":
+            unit, scale = "GiB", 2.0**-30
         series = [
             Series(
-                run, [(row["step"], value) for row, value in iterate_rows_with_value(rows, name)]
+                run,
+                [
+                    (row["step"], scale * value)
+                    for row, value in iterate_rows_with_value(rows, name)
+                ],
             )
             for run, rows in rows_by_run.items()
         ]
-        metric = find_metric(name)
-        if any(one.points for one in series):
-            if name.endswith("_bytes"):
-                scaled = [[(x, y / 2**30) for x, y in one.points] for one in series]
-                series = [
-                    Series(one.label, points) for one, points in zip(series, scaled, strict=True)
-                ]
-            unit = metric.unit if metric else ""
-            chart = draw_curves(title, "GiB" if unit == "bytes" else unit, series, marks)
-            if chart is not None:
-                yield chart
+        if (chart := draw_curves(title, unit, series, marks)) is not None:
+            yield chart
 
 
 def iterate_rows_with_value(
@@ -80,25 +76,33 @@ def build_step_time_chart(run_name: str, metric_rows: Sequence[MetricRow]) -> Ch
     timed = [row for row in metric_rows if get_number(row, "time/step_s")]
     if not timed:
         return None
-    layers = {
-        name: [sum(get_number(row, f"time/{phase}_s") or 0.0 for phase in phases) for row in timed]
-        for name, phases in PHASES_BY_LAYER.items()
-    }
-    totals = [get_number(row, "time/step_s") or 0.0 for row in timed]
-    known = [sum(column) for column in zip(*layers.values(), strict=True)]
-    layers["other"] = [max(0.0, total - sum_) for total, sum_ in zip(totals, known, strict=True)]
-    steps = [row["step"] for row in timed]
+    times = [sum_times_by_activity(row) for row in timed]
+    for row, by_activity in zip(timed, times, strict=True):
+        rest = (get_number(row, "time/step_s") or 0.0) - sum(by_activity.values())
+        by_activity["other"] = max(0.0, rest)
     # Every layer is kept, that a color means the same in all runs.
-    series = [Series(name, list(zip(steps, layers[name], strict=True))) for name in layers]
-    return draw_bars(f"{run_name}: time of a step by phase", "s", series)
-
-
-def list_restart_steps(rows: Sequence[MetricRow]) -> list[int]:
-    return [
-        row["step"]
-        for before, row in pairwise(rows)
-        if row.get("generation") != before.get("generation")
+    layers = [
+        Series(
+            activity, [(row["step"], one[activity]) for row, one in zip(timed, times, strict=True)]
+        )
+        for activity in times[0]
     ]
+    return draw_bars(f"{run_name}: time of a step by phase", "s", layers)
+
+
+def render_learning_curve(rows: Sequence[MetricRow], title: str) -> str | None:
+    """An SVG file with the training and the held-out reward over steps; None before the first."""
+    series = [
+        Series(
+            label, [(row["step"], value) for row, value in iterate_rows_with_value(rows, metric)]
+        )
+        for label, metric in (
+            ("training batch (sampled)", "reward/mean"),
+            ("held-out tasks", VALIDATION_REWARD_METRIC),
+        )
+    ]
+    chart = draw_curves(f"mean reward: {title}", "", series)
+    return render_standalone_svg(chart) if chart else None
 
 
 def get_first_mean_and_last_value(

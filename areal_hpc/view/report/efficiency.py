@@ -5,14 +5,14 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from areal_hpc.metrics.step_bottleneck import find_step_bottleneck
 from areal_hpc.metrics.step_line import MetricRow, compute_trained_tokens_per_s
+from areal_hpc.metrics.step_phases import find_step_bottleneck
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.events import read_all_events
-from areal_hpc.view.answers.happenings import ROUTINE_EVENTS, list_launch_times
 from areal_hpc.view.answers.step_parts import list_mean_step_parts
-from areal_hpc.view.metric_values import format_value, list_numbers
-from areal_hpc.view.report.curves import list_restart_steps
+from areal_hpc.view.events.failure_events import count_unusual_events
+from areal_hpc.view.metric_values import format_value, list_numbers, list_restart_steps
+from areal_hpc.view.state.run_state import list_launch_times
 from areal_hpc.view.tables import format_duration
 from areal_hpc.view.timing.idle_time import describe_idle_time, read_held_gpus_or_nodes
 
@@ -35,13 +35,8 @@ def measure_efficiency(paths: RunPaths, rows: Sequence[MetricRow], cell_count: i
         shares = tuple(
             (one.name, one.seconds / step_s) for one in list_mean_step_parts(timed, None)
         )
-    counts = Counter(
-        (str(one["event"]), str(one["role"]))
-        for one in read_all_events(paths.events)
-        if one["event"] not in ROUTINE_EVENTS
-    )
-    events = tuple((*key, count) for key, count in counts.most_common(MAX_SHOWN_EVENTS))
-    return Efficiency(tuple(_list_facts(paths, rows, cell_count)), shares, events)
+    events = count_unusual_events(read_all_events(paths.events), MAX_SHOWN_EVENTS)
+    return Efficiency(tuple(_list_facts(paths, rows, cell_count)), shares, tuple(events))
 
 
 def _list_facts(

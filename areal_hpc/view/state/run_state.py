@@ -1,6 +1,7 @@
 """Current state of a run from its directory and ledger."""
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -88,13 +89,29 @@ def _fetch_ledger_status(paths: RunPaths) -> LedgerStatus | None:
         client.close()
 
 
+def read_launches(paths: RunPaths) -> list[dict[str, Any]]:
+    """Entries of `provenance.json`, oldest first; none where it is missing or damaged."""
+    try:
+        launches = json.loads(paths.provenance.read_bytes())["launches"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return []
+    return [one for one in launches if isinstance(one, dict)] if isinstance(launches, list) else []
+
+
+def list_launch_times(paths: RunPaths) -> list[tuple[int, float]]:
+    """Attempts with the Unix times of their launches, oldest first."""
+    times = []
+    for one in read_launches(paths):
+        with suppress(ValueError, LookupError, TypeError):
+            at = datetime.fromisoformat(one["time"]).timestamp()
+            times.append((int(one.get("attempt", 0)), at))
+    return times
+
+
 def read_last_launch_time(paths: RunPaths) -> float:
     """Unix time of the last `run` or `submit`; 0 if that was not written down."""
-    try:
-        newest = json.loads(paths.provenance.read_bytes())["launches"][-1]
-        return datetime.fromisoformat(newest["time"]).timestamp()
-    except (OSError, ValueError, LookupError, TypeError):
-        return 0.0
+    times = list_launch_times(paths)
+    return times[-1][1] if times else 0.0
 
 
 def read_events_since_launch(paths: RunPaths) -> list[dict[str, Any]]:

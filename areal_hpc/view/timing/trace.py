@@ -4,7 +4,7 @@ A process of the trace is one of the run's, the steps, or the events. Its thread
 own states, and lanes for what it does side by side.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,15 +17,16 @@ from areal_hpc.rundir.atomic import write_atomic_private
 from areal_hpc.rundir.jsonl import JsonRow
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.events import read_all_events
-from areal_hpc.view.time_slices_on_lanes import Slice, assign_lanes, iterate_counts_under_way
 from areal_hpc.view.timing.timeline import (
     EPISODES_LANE,
+    Slice,
     Timeline,
     Track,
+    assign_lanes,
+    iterate_counts_under_way,
     read_timeline,
     select_timed_rows,
 )
-from areal_hpc.view.timing.trace_writer import TraceEventCollector
 
 STEPS_PID, EVENTS_PID, FIRST_PROCESS_PID = 1, 2, 10
 
@@ -36,6 +37,41 @@ class TraceReport:
     episodes: int
     calls: int
     problems: tuple[str, ...]
+
+
+class TraceEventCollector:
+    def __init__(self, zero: float) -> None:
+        self._zero = zero
+        self.events: list[dict[str, Any]] = []
+
+    def name_process(self, pid: int, title: str) -> None:
+        self._add("M", "process_name", pid, tid=0, args={"name": title})
+        self._add("M", "process_sort_index", pid, tid=0, args={"sort_index": pid})
+
+    def name_thread(self, pid: int, tid: int, title: str) -> None:
+        self._add("M", "thread_name", pid, tid=tid, args={"name": title})
+        self._add("M", "thread_sort_index", pid, tid=tid, args={"sort_index": tid})
+
+    def add_slice(self, pid: int, tid: int, time_slice: Slice) -> None:
+        # Both ends are rounded alike, so that slices that nest still do.
+        begin, end = self._to_microseconds(time_slice.begin), self._to_microseconds(time_slice.end)
+        facts = dict(time_slice.facts)
+        self._add("X", time_slice.name, pid, tid=tid, ts=begin, dur=end - begin, args=facts)
+
+    def add_instant(
+        self, pid: int, tid: int, name: str, unix_time: float, facts: Mapping[str, Any]
+    ) -> None:
+        at = self._to_microseconds(unix_time)
+        self._add("i", name, pid, s="t", tid=tid, ts=at, args=dict(facts))
+
+    def add_count(self, pid: int, name: str, unix_time: float, value: int) -> None:
+        self._add("C", name, pid, ts=self._to_microseconds(unix_time), args={name: value})
+
+    def _add(self, kind: str, name: str, pid: int, **fields: Any) -> None:
+        self.events.append({"ph": kind, "name": name, "pid": pid, **fields})
+
+    def _to_microseconds(self, unix_time: float) -> int:
+        return max(0, round((unix_time - self._zero) * 1e6))  # an event may have begun before
 
 
 def write_trace(paths: RunPaths, first_step: int, last_step: int, out: Path) -> TraceReport:

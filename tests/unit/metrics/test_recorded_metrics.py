@@ -4,7 +4,7 @@ import re
 
 from areal_hpc.metrics.alerts import find_alerts
 from areal_hpc.metrics.catalogue import CATALOGUE, find_metric
-from areal_hpc.metrics.step_bottleneck import compute_time_shares_by_system_part
+from areal_hpc.metrics.step_phases import compute_time_shares_by_system_part
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.recipe.sections.alerts import AlertsConfig
 from tests.support.environments import CHECKOUT

@@ -10,16 +10,17 @@ import pytest
 
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.recipe.reference import list_keys
-from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.answers.answer import format_answer
 from areal_hpc.view.answers.slow_run import explain_slow_run
 from areal_hpc.view.answers.step_change import explain_step_difference
-from areal_hpc.view.answers.step_parts import list_mean_step_parts, sum_batch_wait_splits
-from areal_hpc.view.answers.wait_split import split_wait_by_activity
+from areal_hpc.view.answers.step_parts import (
+    WaitSplit,
+    list_mean_step_parts,
+    sum_batch_wait_splits,
+)
 from areal_hpc.view.batch_episodes import read_batch_episodes
 from areal_hpc.view.transcripts.filter_expression import parse_filter
 from areal_hpc.view.transcripts.row_search import FIELD_NAMES_FOR_HELP, get_field_type
-from tests.support.kept_run import unpack_kept_run
 from tests.support.made_run import MadeEpisode, MadeRun
 from tests.support.package_sources import PACKAGE
 
@@ -32,7 +33,7 @@ def make_run(root: Path, episodes: list[MadeEpisode], **step: Any) -> MadeRun:
     for _ in range(STEPS):
         run.add_step(episodes, **step)
         for cell in ("cell-0", "cell-1"):
-            run.add_event(cell, "replica_resumed", replica=0, pause_s=0.1)
+            run.add_event(cell, "replica_resumed", replica=0, busy_s=0.1)
     return run
 
 
@@ -107,7 +108,8 @@ def test_a_wait_is_split_by_what_episodes_do_meanwhile(tmp_path: Path) -> None:
     run.add_step([MadeEpisode(tool_s=2.0), MadeEpisode(calls=1, cell="cell-1")], late_s=1.0)
     begin = run.now - 5.0 - 0.6
     episodes = read_batch_episodes(run.paths, [1], [])
-    split = split_wait_by_activity(begin, begin + 5.5, episodes)
+    split = WaitSplit()
+    split.add_wait(begin, begin + 5.5, episodes)
     assert split.sealing_s == pytest.approx(0.5), "after the last had ended"
     assert split.no_episode_s == pytest.approx(1.0), "before they began"
     assert split.generation_s == pytest.approx(2.0)
@@ -127,14 +129,6 @@ def test_a_wait_begins_when_the_row_before_is_written(tmp_path: Path) -> None:
     assert parts["small files"] == 9.0
     assert parts["sealing"] == pytest.approx(3.0)
     assert "admission" not in parts
-
-
-def test_a_run_of_an_earlier_version_has_no_times_of_calls(tmp_path: Path) -> None:
-    answer = explain_slow_run(RunPaths(unpack_kept_run(tmp_path)))
-    assert answer.headline.startswith(
-        "the run is limited by generation: 3.6 s of the 6.1 s of a step"
-    )
-    assert not any(finding.text.startswith("not read") for finding in answer.findings)
 
 
 def test_what_cannot_be_read_is_said_and_the_rest_is_told(tmp_path: Path) -> None:
