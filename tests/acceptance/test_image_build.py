@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.dataset.harbor.image_build import build_task_images_if_outdated
-from areal_hpc.dataset.harbor.repair_task_generator import write_repair_tasks
 from areal_hpc.sandbox.images.oci_image import read_image
+from examples.repair_tasks.make import write_repair_tasks
 from tests.support.commands import areal_hpc, said_by
 from tests.support.environments import CHECKOUT
 from tests.support.root_file_system import make_root_file_system

@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from areal_hpc.sandbox.runtimes.apptainer import find_apptainer
+from examples.repair_tasks.make import write_repair_tasks
 from tests.support.commands import areal_hpc
 from tests.support.process_commands import submitit_processes
 from tests.support.run_files import events_of, trained_steps
@@ -27,8 +28,7 @@ CHECK_TIMEOUT_S = 600.0
 
 @pytest.mark.parametrize("isolation", ISOLATIONS)
 def test_fifty_tasks_tell_their_solutions_from_nothing(isolation: str, tmp_path: Path) -> None:
-    made = areal_hpc("make-repair-tasks", tmp_path / "tasks", "--count", 50)
-    assert made.returncode == 0, made.stderr
+    write_repair_tasks(tmp_path / "tasks", 50, seed=1)
     command = ("check-tasks", tmp_path / "tasks", "--isolation", isolation)
     checked = areal_hpc(*command, timeout_s=CHECK_TIMEOUT_S)
     assert checked.returncode == 0, checked.stdout
@@ -94,7 +94,7 @@ def list_living(sandboxes: list[dict[str, Any]]) -> list[int]:
 def test_a_cell_that_is_killed_leaves_nothing_of_its_sandboxes_and_loses_no_task(
     isolation: str, tmp_path: Path
 ) -> None:
-    assert areal_hpc("make-repair-tasks", tmp_path / "tasks", "--count", 50).returncode == 0
+    write_repair_tasks(tmp_path / "tasks", 50, seed=1)
     note = tmp_path / "note.jsonl"
     run = start_run_on(tmp_path / "tasks", isolation, tmp_path / "runs", note)
     with interrupted_at_end(run):

@@ -2,8 +2,6 @@
 
 import argparse
 import os
-import shlex
-import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,8 +9,6 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.cli.arguments import find_subparsers
-from areal_hpc.cli.main import build_parser
-from areal_hpc.recipe.reference import list_keys
 from areal_hpc.rundir.paths import RunPaths
 from tests.support.commands import exit_code_of, run_program, write_program
 from tests.support.environments import CHECKOUT
@@ -29,19 +25,6 @@ def commands(
         yield name, parser
     for word, inner in below.items():
         yield from commands(inner, f"{name} {word}".strip())
-
-
-COMMANDS = dict(commands(build_parser()))
-
-
-def test_help_has_an_example_and_a_word_on_every_argument() -> None:
-    for name, command in COMMANDS.items():
-        shown = command.format_help()
-        assert shown.startswith(f"usage: areal-hpc {name}")
-        _, head, examples = shown.rpartition("\nexample")
-        assert head, shown
-        assert f"areal-hpc {name}" in examples, "the example is one of this command"
-        assert [action.dest for action in command._actions if not action.help] == [], name
 
 
 @pytest.mark.parametrize(
@@ -83,7 +66,6 @@ UPSTREAM = "--upstream http://127.0.0.1:9"
             "make-tiny-model --out README.md --texts LICENSE",
             "File exists\n  at: README.md\n  try: name another",
         ),
-        ("make-repair-tasks README.md", "Not a directory\n  at: README.md"),
         (
             "migrate tests/contract/areal_config.yaml --rows 9 --out nowhere/x.yaml",
             "No such file or directory\n  at: nowhere/x.yaml\n  try: check how it is written",
@@ -139,61 +121,6 @@ def test_a_dry_run_shows_jobs_and_memory_and_starts_nothing(
     assert "8,190,735,360 parameters; sizes from our table" in shown
     assert "nothing was started" in shown
     assert exit_code_of("status", f"{tmp_path}/runs") == 78
-
-
-def test_a_plan_shows_equal_jobs_once_their_share_of_a_node_and_their_environment(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    words = ("cluster.slurm.gpus_per_node=8", "cluster.slurm.network.interface=ib0")
-    secret = "cluster.serve.variables={HF_TOKEN: hf_secret}"
-    assert exit_code_of("plan", "recipes/gpu128_code_qwen3_32b.yaml", *words, secret) == 0
-    shown = capfd.readouterr().out
-    (cells,) = [line for line in shown.splitlines() if "cell-7" in line]
-    assert "jobs cell-0 to cell-7: 1 node, 8 GPUs each; under Slurm 36 CPUs" in cells
-    assert "job trainer: 64 tasks, 1 GPU each; under Slurm 4 CPUs a task" in shown
-    assert "serve   CUDA_DEVICE_ORDER=PCI_BUS_ID NCCL_CUMEM_ENABLE=0" in shown
-    assert "HF_TOKEN=(cluster.serve.variables)" in shown
-    assert "hf_secret" not in shown
-    assert "all, under Slurm: GLOO_SOCKET_IFNAME=ib0 NCCL_SOCKET_IFNAME=ib0" in shown
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_completion_has_every_command_and_key(
-    shell: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert exit_code_of("completion", shell) == 0
-    script = capfd.readouterr().out
-    assert [name for name in COMMANDS if name.split()[0] not in script] == []
-    writable = [key for key in list_keys() if "<" not in key]
-    assert len(writable) > 100
-    assert [key for key in writable if f"{key}=" not in script] == []
-    assert "<" not in script.replace("<(", "")
-    if shutil.which(shell):
-        subprocess.run([shell, "-n"], input=script, text=True, check=True)
-
-
-def test_fish_completes_keys_and_writes_nothing(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert exit_code_of("completion", "fish") == 0
-    script = capfd.readouterr().out
-    (line,) = [line for line in script.splitlines() if line.startswith("set -l keys ")]
-    assert "rollout.n_samples=" in shlex.split(line)
-    if not shutil.which("fish"):
-        return  # the line above is all that can be read without it
-    folder = tmp_path / "empty"
-    folder.mkdir()
-    asked = f'{script}complete -C "areal-hpc run x.yaml rollout.n_s"'
-    ended = subprocess.run(
-        ["fish", "--no-config", "-c", asked],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=folder,
-        env={**os.environ, "HOME": str(tmp_path)},
-    )
-    assert (ended.stdout.split(), ended.stderr) == (["rollout.n_samples="], "")
-    assert list(folder.iterdir()) == []
 
 
 def test_bash_completes_commands_options_and_keys(capfd: pytest.CaptureFixture[str]) -> None:

@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 
 from areal_hpc.dataset.harbor.container_file import read_container_file
-from areal_hpc.dataset.harbor.repair_task_code_samples import REPAIR_MODULES
-from areal_hpc.dataset.harbor.repair_task_generator import draw_cases, write_repair_tasks
 from areal_hpc.dataset.harbor.task_folder import read_task_folder, read_task_folders
 from areal_hpc.dataset.sources import check_and_list_source_paths, iterate_task_rows
 from areal_hpc.errors import RecipeError
@@ -27,6 +25,8 @@ from areal_hpc.reward.harbor import (
     resolve_task_path,
 )
 from areal_hpc.sandbox.spec import SandboxLimits, SandboxSpec
+from examples.repair_tasks.make import draw_cases, write_repair_tasks
+from examples.repair_tasks.modules import REPAIR_MODULES
 
 
 def write_task(folder: Path, task: str = "", container: str = "FROM debian:12\n") -> Path:
@@ -241,7 +241,7 @@ def test_repair_tasks_are_repeatable_and_each_fault_shows(tmp_path: Path) -> Non
         for file in one.rglob("*.*"):
             assert file.read_bytes() == (other / file.relative_to(one)).read_bytes()
     assert len(read_task_folders(tmp_path / "a", "x")) == 5
-    with pytest.raises(RecipeError, match="not empty"):
+    with pytest.raises(SystemExit, match="not empty"):
         write_repair_tasks(tmp_path / "a", 1, seed=1)
     for module in REPAIR_MODULES:
         right, wrong = module.faults[0]

@@ -1,4 +1,4 @@
-"""`areal-hpc make-repair-tasks`, `check-tasks` and `check-judge`: tasks and who judges them."""
+"""`areal-hpc check-tasks` and `check-judge`: tasks and who judges them."""
 
 import argparse
 import asyncio
@@ -11,18 +11,6 @@ from areal_hpc.errors import escape_controls
 
 
 def add_commands(commands: CommandGroup) -> None:
-    make = commands.add_command(
-        "make-repair-tasks",
-        _make_repair_tasks,
-        help="make small repair tasks in Harbor's format",
-        description="Make task folders for `train_dataset: {harbor: OUT}`: each has a Python "
-        "module with a fault, tests that it fails, and a solution. They need python3 in the "
-        "sandbox and nothing else.",
-        example="areal-hpc make-repair-tasks tasks --count 50",
-    )
-    make.add_argument("out", type=Path, help="folder to make")
-    make.add_argument("--count", type=int, default=50, help="number of tasks (%(default)s)")
-    make.add_argument("--seed", type=int, default=1, help="seed of their choice (%(default)s)")
     check = commands.add_command(
         "check-tasks",
         _check_tasks,
@@ -69,14 +57,6 @@ def _add_judge_command(commands: CommandGroup) -> None:
     judge.add_argument("--threshold", type=float, default=0.5, metavar="X", help=help_)
     help_ = "SQLite file in which grades are kept, as LlmJudge's `cache`"
     judge.add_argument("--cache", type=Path, metavar="FILE", help=help_)
-
-
-def _make_repair_tasks(arguments: argparse.Namespace) -> int:
-    from areal_hpc.dataset.harbor.repair_task_generator import write_repair_tasks
-
-    made = write_repair_tasks(arguments.out, arguments.count, arguments.seed)
-    print(f"made {len(made)} tasks in {arguments.out}")
-    return 0
 
 
 def _check_tasks(arguments: argparse.Namespace) -> int:

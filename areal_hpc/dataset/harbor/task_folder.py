@@ -42,7 +42,7 @@ def list_task_folders(path: Path, key: str) -> list[Path]:
         raise RecipeError(
             f"there is no Harbor task at {path.resolve()}: no task.toml in it or in its folders",
             key=key,
-            hint="give a folder of task folders; areal-hpc make-repair-tasks makes some",
+            hint="give a folder of task folders; see docs/data.md",
         )
     return found
 

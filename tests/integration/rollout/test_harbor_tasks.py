@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from areal_hpc.agents.harbor_agent import HarborAgent
-from areal_hpc.dataset.harbor.repair_task_generator import write_repair_tasks
 from areal_hpc.dataset.harbor.task_check import check_tasks_in_order
 from areal_hpc.dataset.harbor.task_folder import read_task_folder, read_task_folders
 from areal_hpc.errors import NodeResourceShortageError, RecipeError
@@ -24,6 +23,7 @@ from areal_hpc.sandbox.runtimes.bwrap import BwrapRuntime
 from areal_hpc.sandbox.runtimes.choice import find_installed_runtimes, make_runtime
 from areal_hpc.sandbox.spec import SandboxSpec
 from areal_hpc.wire.agent_reward import Reward
+from examples.repair_tasks.make import write_repair_tasks
 from tests.integration.rollout.test_agent_sandboxes import make_spec, play
 from tests.integration.rollout.test_episode import finish
 from tests.support.deadlines import scaled

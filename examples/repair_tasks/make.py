@@ -1,5 +1,11 @@
-"""Repair tasks: a module with a fault, tests that it fails, and the module as it should be."""
+"""Make repair tasks in Harbor's format: a module with a fault, tests that it fails, and a solution.
 
+python3 -m examples.repair_tasks.make tasks --count 50
+
+They need python3 in the sandbox and nothing else.
+"""
+
+import argparse
 import itertools
 import json
 import random
@@ -7,12 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from areal_hpc.dataset.harbor.repair_task_code_samples import REPAIR_MODULES, RepairModule
-from areal_hpc.errors import RecipeError
+from examples.repair_tasks.modules import REPAIR_MODULES, RepairModule
 
 MAX_CASES_PER_TASK = 8
-MAX_GENERATED_TASKS = 10_000
-_JUDGE_SCRIPT = Path(__file__).with_name("repair_judge.py")
+_JUDGE_SCRIPT = Path(__file__).with_name("judge.py")
 _WORK_DIR = "/app"
 _DRAWN_CALL_COUNT = 200
 """Calls that are drawn to find one that shows a fault."""
@@ -52,15 +56,9 @@ COPY app/ {work_dir}/
 
 
 def write_repair_tasks(out: Path, count: int, seed: int) -> list[Path]:
-    """Make task folders; equal arguments make equal ones.
-
-    Raises:
-        RecipeError: The folder holds something, or so many cannot be made.
-    """
-    if not 1 <= count <= MAX_GENERATED_TASKS:
-        raise RecipeError(f"expected 1 to {MAX_GENERATED_TASKS} tasks, got {count}", key="--count")
+    """Make task folders; equal arguments make equal ones."""
     if out.exists() and any(out.iterdir()):
-        raise RecipeError(f"{out} is not empty", key="OUT", hint="name a new folder")
+        raise SystemExit(f"{out} is not empty: name a new folder")
     rng, made = random.Random(seed), []
     choices = [(module, fault) for module in REPAIR_MODULES for fault in module.faults]
     rng.shuffle(choices)
@@ -120,10 +118,20 @@ def draw_cases(module: RepairModule, faulty: str, rng: random.Random) -> Iterato
 
 
 def call_and_name_error(module_source: str, function: str, arguments: list[Any]) -> Any:
-    """What a sample of `repair_task_code_samples.py` gives, as JSON keeps it; else why it fails."""
+    """What a sample of `modules.py` gives, as JSON keeps it; else why it fails."""
     names: dict[str, Any] = {}
     exec(module_source, names)  # our own sources, above
     try:
         return json.loads(json.dumps(names[function](*json.loads(json.dumps(arguments)))))
     except Exception as error:  # boundary: a fault may raise anything
         return f"{type(error).__name__}"
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path, help="folder to make")
+    parser.add_argument("--count", type=int, default=50, help="number of tasks (%(default)s)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of their choice (%(default)s)")
+    arguments = parser.parse_args()
+    made = write_repair_tasks(arguments.out, arguments.count, arguments.seed)
+    print(f"made {len(made)} tasks in {arguments.out}")
