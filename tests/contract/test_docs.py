@@ -1,12 +1,8 @@
 """The documents are true where a machine can tell: links, paths, make targets, commands."""
 
 import re
-import sys
 from pathlib import Path
 
-import pytest
-
-from areal_hpc.cli.main import main
 from tests.support.environments import CHECKOUT
 
 SKIPPED = {".venvs", ".git", ".pytest_cache", "runs", "CHANGELOG.md"}
@@ -51,22 +47,3 @@ def test_links_paths_and_make_targets_exist() -> None:
         wrong += [(document.name, path) for path in gone]
         wrong += [(document.name, f"make {name}") for name in made if name not in targets]
     assert wrong == []
-
-
-RUN_ELSEWHERE = {
-    f" bench {name}" for name in ("checkpoint", "packing", "proxy", "shards", "trainer", "weights")
-}
-"""Other tests run these benchmarks: to ask each for its help takes seconds, and proves less."""
-
-
-def test_subcommands_that_documents_show_exist(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shown = r"(?:^|/|\$ )areal-hpc((?: [a-z]+(?= |$))+)"
-    commands = {one for path in DOCUMENTS for one in re.findall(shown, code_of(path), re.M)}
-    monkeypatch.setattr(sys, "argv", ["areal-hpc"])
-    for command in sorted(commands - RUN_ELSEWHERE):
-        with pytest.raises(SystemExit) as leaving:
-            main([*command.split(), "--help"])
-        assert leaving.value.code == 0, command
-        assert capfd.readouterr().out.startswith(f"usage: areal-hpc{command}")

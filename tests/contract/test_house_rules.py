@@ -3,8 +3,7 @@
 import re
 from collections.abc import Iterator
 
-from tests.support.environments import CHECKOUT
-from tests.support.package_sources import PACKAGE, sources
+from tests.support.package_sources import sources
 
 BROAD_EXCEPT = re.compile(r"^\s*except\b(?:.*\b(?:Base)?Exception\b|\*?\s*:)")
 
@@ -42,22 +41,3 @@ def test_no_archive_is_extracted_by_tarfile() -> None:
     extracts = re.compile(r"\.extract(?:all)?\(|\bunpack_archive\(|[\"'](?:tar|unzip)[\"'],")
     found = [module for module, text in sources().items() if extracts.search(text)]
     assert found == []
-
-
-def test_an_entry_string_names_a_function_that_takes_a_configuration() -> None:
-    source = "\n".join(sources().values())
-    entries = sorted(set(re.findall(r'"areal_hpc\.([\w.]*):(\w+)"', source)))
-    roles = {"inference", "jobs", "ledger", "proxy", "rollout", "trainer"}
-    assert {module.split(".")[0] for module, _ in entries} == roles
-    for module, function in entries:
-        text = (PACKAGE / f"{module.replace('.', '/')}.py").read_text()
-        takes_one = rf"^def {function}\(\w+: [^,\n]+(?:\[.+\])?\) ->"
-        assert re.search(takes_one, text, re.MULTILINE), (module, function)
-
-
-def test_tiers_share_nothing_but_their_support() -> None:
-    for path in (CHECKOUT / "tests").rglob("*.py"):
-        tier = path.relative_to(CHECKOUT / "tests").parts[0]
-        shared = {tier, "support"} if tier == "support" else {tier, "support", "golden"}
-        imported = re.findall(r"^\s*(?:from|import) tests\.(\w+)", path.read_text(), re.M)
-        assert shared.issuperset(imported), path

@@ -1,6 +1,5 @@
 """The shard format does not move: the golden file opens, and the writer writes its like."""
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,8 @@ from areal_hpc.shards.reader import ShardReader
 from areal_hpc.shards.schema import ALIGNMENT_BYTES, ALWAYS_WRITTEN_DATASETS
 from areal_hpc.shards.verify import compute_file_size_and_digest
 from areal_hpc.shards.writer import write_sealed_shard
-from areal_hpc.wire.agent_reward import Reward
-from areal_hpc.wire.row_record import CallRecord, RowRecord
-from areal_hpc.wire.trajectory import RowKind
 from tests.golden.make_shard_v2 import GOLDEN, WRITER, golden_rows
 from tests.support.sample_trajectories import fields
-
-DOCUMENT = Path(__file__).parents[2] / "docs" / "shard-format-v2.md"
 
 
 @pytest.fixture
@@ -68,17 +62,6 @@ def test_names_reserved_for_later_are_ignored(fresh: Path) -> None:
         file["routed_experts"] = np.zeros((10, 4, 8), np.int16)
         file["sampling_mask"] = np.zeros(10, np.uint8)
     assert ShardReader(fresh).num_rows == len(golden_rows())
-    document = DOCUMENT.read_text()
-    for name in ("sampling_mask", "sampling_logprobs", "routed_experts"):
-        assert f"`{name}`" in document
-
-
-def test_the_document_has_every_field_of_a_record() -> None:
-    described = set(re.findall(r"`(\w+)`", DOCUMENT.read_text()))
-    for kind in (RowRecord, CallRecord, Reward):
-        assert described >= set(kind.__struct_fields__)
-    for row_kind in RowKind:
-        assert f"{row_kind.value} {row_kind.label}" in DOCUMENT.read_text()
 
 
 def test_the_writer_still_writes_the_like_of_the_golden_file(fresh: Path) -> None:
@@ -92,8 +75,3 @@ def test_the_schema_lists_exactly_what_is_written(fresh: Path) -> None:
         for dataset in ALWAYS_WRITTEN_DATASETS:
             assert file[dataset.name].dtype == dataset.dtype
             assert file[dataset.name].id.get_offset() % ALIGNMENT_BYTES == 0
-
-
-def test_the_document_has_the_table_of_the_schema() -> None:
-    rows = re.findall(r"^\| `(\w+)` \| ([iuf]\d) \|", DOCUMENT.read_text(), re.MULTILINE)
-    assert rows == [(dataset.name, dataset.dtype.str[1:]) for dataset in ALWAYS_WRITTEN_DATASETS]

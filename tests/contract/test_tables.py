@@ -3,8 +3,6 @@
 from areal_hpc.recipe.reference import render_key_table
 from tests.support.environments import CHECKOUT
 from tests.support.generated_tables import TABLES
-from tests.support.parity_table import DOCUMENT, shortcomings
-from tests.support.slurm_events_table import EVENTS, read_results
 from tests.support.tables import with_table
 
 
@@ -19,14 +17,3 @@ def test_generated_tables_are_those_of_today() -> None:
     reference = (CHECKOUT / "docs" / "recipe.md").read_text()
     assert reference == render_key_table()
     assert "| None |" not in reference
-
-
-def test_no_event_of_slurm_is_unknown_and_none_lost_anything() -> None:
-    events = read_results()["events"]
-    assert events.keys() <= EVENTS.keys()
-    for name, row in events.items():
-        assert "duplicates=0 lost=0" in row["audit"], name
-
-
-def test_every_layout_is_measured_and_within_its_bounds() -> None:
-    assert shortcomings(DOCUMENT.read_text()) == []

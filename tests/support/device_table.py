@@ -1,7 +1,4 @@
-"""GPUs, processors and memory that processes of each GPU recipe get, as text.
-
-Run this module to renew the golden file.
-"""
+"""GPUs, processors and memory that processes of each GPU recipe get, as text."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +17,6 @@ from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.slurm.batch_script.script import compute_resources
 from tests.support.environments import CHECKOUT
 
-GOLDEN = CHECKOUT / "tests" / "golden" / "devices.txt"
 GPU_COUNTS = (1, 2, 4, 8)
 _PORTS = ServerPorts(30000, 31000)
 
@@ -88,7 +84,3 @@ def _render_slurm(recipe: Recipe, stage: JobStage) -> Iterator[str]:
         if share not in shown:  # cells are alike
             yield f"{job.name}: {share}"
         shown.add(share)
-
-
-if __name__ == "__main__":
-    GOLDEN.write_text(render_devices())
