@@ -1,8 +1,5 @@
 """The blocks of AReaL's guides: extracted, listed, and their settings understood."""
 
-import re
-from collections import Counter
-
 import pytest
 import yaml
 
@@ -10,38 +7,10 @@ from areal_hpc.areal.api.cli_args import AgentRLConfig
 from areal_hpc.areal.config.rules import find_rule_key, flatten_to_dotted_keys
 from areal_hpc.areal.config.translation import translate_to_recipe
 from areal_hpc.areal.loading import to_config
-from tests.support.agents_table import locked
-from tests.support.document_commands import COMMANDS
-from tests.support.document_scenes import SCENES
 from tests.support.documents import Block, blocks
 
 BLOCKS = {block.key: block for block in blocks()}
 SETTINGS = [block for block in BLOCKS.values() if block.language == "yaml"]
-
-
-def test_every_block_of_the_guides_is_found() -> None:
-    counts = Counter(block.language for block in BLOCKS.values())
-    assert counts == {"python": 36, "yaml": 8, "command": 12, "drawing": 1}
-
-
-def test_every_block_that_can_run_has_a_test() -> None:
-    run = {key for key, block in BLOCKS.items() if block.language in ("python", "command")}
-    assert run == SCENES.keys() | COMMANDS.keys()
-    assert not SCENES.keys() & COMMANDS.keys()
-
-
-@pytest.mark.parametrize("key", [key for key, one in COMMANDS.items() if one.how == "locked"])
-def test_what_a_guide_installs_is_in_a_locked_environment(key: str) -> None:
-    packages = re.findall(r"^pip install (\S+)$", BLOCKS[key].text, re.MULTILINE)
-    assert packages
-    for package in packages:
-        assert any(package in locked(name) for name in ("main", "camel"))
-
-
-def test_a_patch_changes_something_and_says_why() -> None:
-    patches = [patch for scene in SCENES.values() for patch in scene.patches]
-    patches += [patch for command in COMMANDS.values() for patch in command.patches]
-    assert all(patch.old != patch.new and patch.why for patch in patches)
 
 
 @pytest.mark.parametrize("block", SETTINGS, ids=lambda block: block.key)

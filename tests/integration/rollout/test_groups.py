@@ -8,9 +8,6 @@ from typing import Any
 
 import pytest
 
-from areal_hpc.errors import RecipeError
-from areal_hpc.recipe.sections.rollout import RolloutConfig
-from areal_hpc.rollout.episodes.group import GroupFilter
 from areal_hpc.wire.ledger import TicketRef
 from tests.integration.rollout.test_driver import Cell, Fails, evaluations, tickets
 from tests.integration.rollout.test_episode import ask
@@ -91,14 +88,6 @@ def test_evaluations_are_not_filtered(tmp_path: Path) -> None:
     cell = Cell(tmp_path, Numbered({0}), evaluations(1), filter_same_reward=True)
     cell.run()
     assert len(cell.ledger.evaluated) == 1
-
-
-@pytest.mark.parametrize(
-    "path", ["no_colon", "nowhere.at_all:f", f"{HERE}:nothing", f"{HERE}:HERE"]
-)
-def test_a_filter_that_is_none_is_named(path: str) -> None:
-    with pytest.raises(RecipeError, match=r"rollout\.should_accept"):
-        GroupFilter(RolloutConfig(should_accept=path))
 
 
 class Staggered:
@@ -236,11 +225,3 @@ def test_a_failed_episode_is_left_out_without_another_try(
         assert "failed once; last error" in cell.ledger.dropped[TicketRef(0, 0)]
     else:
         assert [*sealed(cell)] == kept
-
-
-@pytest.mark.parametrize(
-    "value", ["give_up", {}, {"reward": float("nan")}, {"reward": 1.0, "penalty": 2.0}]
-)
-def test_what_failed_episodes_cannot_be(value: Any) -> None:
-    with pytest.raises(ValueError, match="failed_episodes"):
-        RolloutConfig(failed_episodes=value)

@@ -122,10 +122,6 @@ def test_a_trial_for_which_the_node_lacks_something_waits_longer_for_its_next_tr
     assert asyncio.run(asyncio.wait_for(retry, scaled(60))).status == "ok"
 
 
-def test_one_good_trial_is_enough(config: TrialConfig) -> None:
-    play(config, CountingAgent(failing=(0, 2)))
-
-
 def test_long_episodes_hold_nothing_up(
     config: TrialConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

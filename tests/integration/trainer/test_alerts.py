@@ -1,6 +1,5 @@
 """Alerts of runs that learn nothing, told by the trainer and by those who look at the run."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ import yaml
 
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.recipe.sections.alerts import AlertsConfig
-from areal_hpc.rundir.jsonl import append_line, read_readable_records
+from areal_hpc.rundir.jsonl import append_line
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.events import EventLog
 from areal_hpc.trainer.loop.alert_reporter import AlertReporter
@@ -95,14 +94,6 @@ def test_run_prints_an_alert_once_below_the_step_that_raised_it(
     assert [line.split()[0] for line in told] == ["step", "step", "step", "failure", "step"]
 
 
-def test_the_recipe_switches_a_rule_off(trained: dict[str, RunPaths], tmp_path: Path) -> None:
-    paths = RunPaths(Path(shutil.copytree(trained["constant"].root, tmp_path / "run")))
-    write_alerts(paths, **RULES, no_signal_steps=None)
-    assert exit_code_of("status", paths.root) == 0
-    write_alerts(paths)
-    assert exit_code_of("status", paths.root) == 1
-
-
 def report(paths: RunPaths, rows: list[dict[str, Any]], *command: object) -> AlertReporter:
     """The trainer's part, for steps as they are trained."""
     config = AlertsConfig.model_validate({**RULES, "command": [*map(str, command)]})
@@ -111,17 +102,6 @@ def report(paths: RunPaths, rows: list[dict[str, Any]], *command: object) -> Ale
         append_line(paths.metrics, row)
         reporter.report_new_alerts(row)
     return reporter
-
-
-def test_the_trainer_tells_an_alert_once_and_a_restarted_one_does_not_repeat_it(
-    trained: dict[str, RunPaths], tmp_path: Path
-) -> None:
-    paths, rows = RunPaths(tmp_path), read_metrics(trained["constant"].metrics)
-    report(paths, rows[:3])
-    report(paths, rows[3:])
-    (event,) = read_readable_records(paths.events)
-    assert (event["event"], event["role"]) == ("alert", "trainer")
-    assert (event["rule"], event["level"], event["step"]) == ("no_signal", "failure", 1)
 
 
 def test_the_users_program_gets_the_alert_in_its_environment_and_nothing_waits_for_it(
@@ -148,11 +128,3 @@ def test_the_users_program_gets_the_alert_in_its_environment_and_nothing_waits_f
     assert told[f"{prefix}RUN_DIR"] == str(paths.root)
     assert "taught nothing" in told[f"{prefix}MESSAGE"]
     assert argument.strip() == "$(touch injected)", "no shell has read it"
-
-
-def test_a_program_that_is_not_there_costs_a_line_in_the_log(
-    trained: dict[str, RunPaths], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    report(RunPaths(tmp_path), read_metrics(trained["constant"].metrics), "/no/such/program")
-    assert "alerts.command: /no/such/program cannot be started" in caplog.text
-    assert json.loads(RunPaths(tmp_path).events.read_text())["event"] == "alert"

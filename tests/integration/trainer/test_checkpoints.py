@@ -1,7 +1,6 @@
 """Checkpoints are written beside the training, appear whole, and fail loudly."""
 
 import os
-import random
 import resource
 import shutil
 import signal
@@ -11,9 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 import torch.distributed as dist
 
 from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anything of Megatron)
@@ -306,14 +303,3 @@ def test_cleaning_spares_what_a_later_generation_is_writing(tmp_path: Path) -> N
         (tmp_path / f".step_0000000{name}").mkdir()
     CheckpointStore(tmp_path, keep=2).delete_leftovers(generation=4)
     assert [path.name for path in tmp_path.iterdir()] == [".step_00000002.generation_5"]
-
-
-@on_one_rank
-def test_training_and_saving_draw_no_random_numbers(scenario: Scenario, paths: RunPaths) -> None:
-    def states() -> list[str]:
-        torch_state = torch.get_rng_state().tolist()
-        return [str(torch_state), str(np.random.get_state()), str(random.getstate())]
-
-    before = states()
-    begin_training(scenario, paths)
-    assert states() == before

@@ -12,13 +12,9 @@ from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anyt
 
 # isort: split
 from areal_hpc.errors import RecipeError
-from areal_hpc.recipe.sections.trainer import OffloadConfig, TrainerConfig
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.trainer.config import SftJobConfig
 from areal_hpc.trainer.learner import Learner
-from areal_hpc.trainer.memory import is_out_of_memory
 from tests.support.rank_server import RankServer
-from tests.support.recorded_run import sft_config
 from tests.support.replay_worker import Scenario, config_of, make_learner, take_step
 
 TOO_MUCH_BYTES = 1 << 60
@@ -91,19 +87,6 @@ def test_the_step_of_the_optimizer_is_named(scenario: Scenario, paths: RunPaths)
     assert hint.startswith("trainer.offload.optimizer=true")
 
 
-@pytest.mark.on_ranks(1)
-def test_other_errors_stay_what_they_are(scenario: Scenario, paths: RunPaths) -> None:
-    def fail(*_: object) -> None:
-        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
-
-    learner = make_learner(scenario, paths)
-    learner.policy.gpt.decoder.layers[0].register_forward_pre_hook(fail)
-    with pytest.raises(RuntimeError, match="mat1 and mat2") as caught:
-        take_step(learner, paths, 1)
-    assert not is_out_of_memory(caught.value)
-    assert not hasattr(caught.value, "__notes__")
-
-
 def run_out_on_rank_1(scenario: Scenario, paths: RunPaths) -> None:
     learner = make_learner(scenario, paths)
     if torch.distributed.get_rank() == 1:
@@ -120,21 +103,3 @@ def test_the_rank_that_ran_out_reports_and_the_run_is_not_started_again(
     assert outcome.codes[0] not in (0, RecipeError.exit_code)
     assert outcome.reports[1]["kind"] == "RecipeError"
     assert "the forward pass of micro-batch 1 of" in outcome.reports[1]["error"]
-
-
-def test_the_sft_stage_is_as_large_as_a_trainer_of_its_keys(paths: RunPaths) -> None:
-    settings: dict[str, Any] = {
-        "dtype": "float32",
-        "activations": {"recompute": "full", "recompute_layers": 1, "offload": True},
-        "offloads_optimizer": True,
-    }
-    config = sft_config(paths.root, {"one": "two"}, total_steps=1)
-    job = SftJobConfig.model_validate({**config, **settings})
-    trainer = TrainerConfig(
-        dtype="float32",
-        max_tokens_per_microbatch=job.sft.max_tokens_per_microbatch,
-        recompute="full",
-        recompute_layers=1,
-        offload=OffloadConfig(activations=True, optimizer=True),
-    )
-    assert job.build_trainer_config_of_same_memory() == trainer
