@@ -1,7 +1,6 @@
 """Mistakes of a user's agent, in runs by the real launcher: told at once, as the agent's."""
 
 import re
-import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,7 +9,6 @@ import pytest
 
 from tests.support import broken_agents
 from tests.support.commands import exit_code_of
-from tests.support.mistakes import AGENT_MISTAKES, AgentMistake
 from tests.support.run_files import events_of
 from tests.support.screened_run import MAX_DELAY_S, ScreenedRun, line_of
 from tests.support.small_run import WITHOUT_SETS
@@ -46,47 +44,6 @@ def start(tmp_path: Path) -> Iterator[Callable[..., ScreenedRun]]:
         run.stop()
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("mistake", AGENT_MISTAKES, ids=lambda mistake: mistake.what)
-def test_a_mistake_of_the_agent_is_on_the_screen_at_once_and_ends_the_run_as_the_agents(
-    start: Callable[..., ScreenedRun],
-    mistake: AgentMistake,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    agent, said, text, hint = mistake.agent, mistake.said, mistake.text, mistake.hint
-    run = start(agent, **{SERVER_START_VARIABLE: "1"})
-    assert run.end() == 70, run.screen
-    place = line_of(agent, text) if text else f"{broken_agents.__file__}:"
-    shown_at, line = run.await_line("agent  ")
-    (first, *_) = failed = events_of(run.paths, "episode_failed")
-    assert shown_at - first["time"] <= MAX_DELAY_S
-    assert line.startswith(f"agent    {said}")
-    assert "in 1 of 1 episode so far" in line
-    after = [line for _, line in run.lines][[line for _, line in run.lines].index(line) + 1 :]
-    assert after[0].strip().startswith(f"at: {place}")
-    assert after[1].strip().startswith(f"try: {hint}")
-    assert run.screen.count("agent    ") == 1, "told once"
-    assert "started again" not in run.screen
-    (error,) = re.findall(r"^error: .*", run.screen, re.MULTILINE)
-    assert re.match(r"error: the agent failed alike in the first \d+ tickets; the last", error)
-    assert said in error
-    assert "trainer" not in error
-    assert len(events_of(run.paths, "process_exited")) == 1, "nothing was started again"
-    assert {one["kind"] for one in failed} == {first["kind"]}
-    (ready,) = events_of(run.paths, "replica_ready")
-    assert first["time"] > ready["time"]
-    assert events_of(run.paths, "episode_unserved") == []
-    assert exit_code_of("why", run.paths.root) == 1
-    why = capfd.readouterr().out
-    assert why.startswith("the run failed: the agent "), why
-    assert said in why.splitlines()[0]
-    assert f"try: {hint}" in why
-    assert exit_code_of("status", run.paths.root) == 1
-    status = capfd.readouterr().out
-    assert "quickstart/demo: failed" in status
-    assert f"the agent {said}" in status
-
-
 def test_an_agent_that_fails_its_trial_tasks_ends_the_run_before_any_ticket(
     start: Callable[..., ScreenedRun], capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -108,24 +65,6 @@ def test_an_agent_that_fails_its_trial_tasks_ends_the_run_before_any_ticket(
     state, reason = capfd.readouterr().out.splitlines()[:2]
     assert state == "quickstart/demo: failed"
     assert re.match(r" +reason +the agent .*raised KeyError: 'anwser'", reason)
-
-
-@pytest.mark.thorough
-def test_an_agent_that_blocks_the_event_loop_is_told_and_ctrl_c_is_known(
-    start: Callable[..., ScreenedRun], capfd: pytest.CaptureFixture[str]
-) -> None:
-    run = start(broken_agents.BlocksLoop)
-    shown_at, line = run.await_line("agent    blocks the event loop")
-    assert line_of(broken_agents.BlocksLoop, "time.sleep") in line
-    assert "(episode " in line
-    (first, *_) = events_of(run.paths, "event_loop_blocked")
-    assert shown_at - first["time"] <= MAX_DELAY_S
-    assert exit_code_of("why", run.paths.root) == 0
-    assert "blocks the event loop" in capfd.readouterr().out
-    run.process.send_signal(signal.SIGINT)
-    assert run.end() == 130
-    assert exit_code_of("why", run.paths.root) == 0
-    assert capfd.readouterr().out.startswith("the run was stopped by Ctrl-C")
 
 
 @pytest.mark.thorough

@@ -10,10 +10,7 @@ from typing import Any
 
 import pytest
 
-from areal_hpc.launch.provenance import repositories
-from areal_hpc.launch.provenance.environments import read_gpu_driver_version
 from areal_hpc.launch.provenance.record import record_provenance
-from areal_hpc.launch.provenance.repositories import read_repository
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.paths import RunPaths
@@ -118,28 +115,3 @@ def test_the_package_of_the_agent_is_copied_once_for_each_content(
     changed = launch(recipe, 3, project)["user_code"]
     assert changed["digest"] != first["digest"]
     assert changed["copy"] == "provenance/attempt_03.user_code.zip"
-
-
-def test_a_huge_difference_is_cut(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(repositories, "MAX_PATCH_BYTES", 1000)
-    (project / "myagent" / "agent.py").write_text("x = 1\n" * 100_000)
-    state = read_repository(project / "myagent")
-    assert state is not None
-    assert (len(state.patch), state.is_patch_cut) == (1000, True)
-    assert state.root == str(project.resolve())
-
-
-def test_a_folder_outside_any_repository_has_no_state(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert read_repository(tmp_path) is None
-
-
-def test_the_driver_is_read_where_there_is_one(tmp_path: Path) -> None:
-    file = tmp_path / "version"
-    assert read_gpu_driver_version(file) is None
-    file.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5\n")
-    assert read_gpu_driver_version(file) == "550.54.15"
-    file.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  560.35.03  Rel\n")
-    assert read_gpu_driver_version(file) == "560.35.03"

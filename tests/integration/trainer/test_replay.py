@@ -8,17 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.cli.main import main
 from areal_hpc.errors import RecipeError, ShardError
 from areal_hpc.jobs.processes.signals import StopEvent
 from areal_hpc.launch.replay import (
     RecordedStepsReplay,
     find_replay_start,
-    format_metric_comparison,
-    parse_step_range,
 )
 from areal_hpc.metrics.catalogue import find_metric
-from areal_hpc.rundir.jsonl import append_line, read_readable_records
+from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.state.live_progress import PlainReporter
 from tests.support.environments import CHECKOUT
@@ -158,19 +155,6 @@ def test_steps_that_were_not_recorded_are_named(recorded: RunPaths) -> None:
         plan(recorded, 5, 9)
 
 
-@pytest.mark.parametrize("text", ["", "3..", "0..2", "5..4", "1-4", "a..b"])
-def test_what_is_no_range_of_steps_is_refused(text: str) -> None:
-    with pytest.raises(RecipeError, match=r"FIRST\.\.LAST"):
-        parse_step_range(text)
-
-
-def test_folders_without_a_run_fail(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as left:
-        main(["replay", str(tmp_path), "--steps", "1..2", "trainer.minibatches=2"])
-    assert left.value.code == RecipeError.exit_code
-    assert "there is no run at" in capsys.readouterr().err
-
-
 def test_missing_and_damaged_shards_are_all_named_before_anything_starts(tmp_path: Path) -> None:
     run = record_run(tmp_path / "run", 3)
     write_recipe(run, {**TRAINER, "total_steps": 3})
@@ -186,19 +170,6 @@ def test_missing_and_damaged_shards_are_all_named_before_anything_starts(tmp_pat
     assert "digest" in caught.value.problems[1].message
     with pytest.raises(ShardError):
         plan(run, 2, 2)  # begins with step 1, for want of a checkpoint
-
-
-def test_differences_and_gaps_of_the_record_are_told(tmp_path: Path) -> None:
-    run, out = RunPaths(tmp_path / "run"), RunPaths(tmp_path / "out")
-    for paths, losses in ((run, {1: 2.0, 2: None}), (out, {1: 2.5, 2: None, 3: 1.0})):
-        paths.root.mkdir()
-        for step, loss in losses.items():
-            append_line(paths.metrics, {"step": step, "loss": loss, "grad_norm": 1.0})
-    assert list(format_metric_comparison(run, out, range(1, 4))) == [
-        "compare  the run has metrics of 2 of these 3 steps",
-        "compare  step 1: loss 2.5, recorded 2.0",
-        "         1 of 2 steps differ, relatively by 2e-01 at most",
-    ]
 
 
 def test_nothing_is_written_into_the_recorded_run(recorded: RunPaths) -> None:
