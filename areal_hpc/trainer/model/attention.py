@@ -1,8 +1,7 @@
 """Attention over packed sequences, for Megatron-core's local layer spec.
 
-Megatron-core leaves packed attention to Transformer Engine. Here the plan of a pack says how it is
-attended to: on a CPU in padded rectangles, on a GPU segment by segment in one kernel. Rotary
-embeddings are applied here too, from one table per pack: Megatron's packed path splits every tensor
+Megatron-core leaves packed attention to Transformer Engine. Here a pack is attended to segment by
+segment, on a GPU in one kernel. Rotary embeddings are applied here too, from one table per pack: Megatron's packed path splits every tensor
 into its sequences.
 """
 
@@ -16,7 +15,6 @@ from megatron.core.transformer.module import MegatronModule
 from torch.autograd.function import once_differentiable
 
 from areal_hpc.trainer.batch.packing import Pack, PackParallelism
-from areal_hpc.trainer.model.cpu.padded_sdpa import PaddedAttentionLayout, plan_padded_sdpa
 from areal_hpc.trainer.model.kernels.varlen_attention import VarlenAttention, plan_varlen_attention
 
 
@@ -24,7 +22,7 @@ from areal_hpc.trainer.model.kernels.varlen_attention import VarlenAttention, pl
 class AttentionPlan:
     """Stands in for megatron.core's `PackedSeqParams`, of which its layers read `qkv_format`."""
 
-    layout: PaddedAttentionLayout | VarlenAttention
+    layout: VarlenAttention
     cos_TD: torch.Tensor
     sin_TD: torch.Tensor
     scored_places_N: torch.Tensor
@@ -44,9 +42,8 @@ def plan_attention(
     """
     device = frequencies.device
     angles = torch.from_numpy(pack.positions_T).to(device)[:, None].float() * frequencies
-    plan = plan_varlen_attention if device.type == "cuda" else plan_padded_sdpa
     return AttentionPlan(
-        layout=plan(
+        layout=plan_varlen_attention(
             pack.padded_lengths, cp=parallelism.cp, cp_rank=parallelism.cp_rank, device=device
         ),
         cos_TD=angles.cos().mul_(rope_scale)[:, None],

@@ -1,14 +1,10 @@
-"""Segments (what a GPU attends by) and rectangles (what a CPU does) against plain attention."""
-
-from collections.abc import Callable
+"""Attention segment by segment against plain attention."""
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_hpc.trainer.model.cpu.padded_sdpa import plan_padded_sdpa
 from areal_hpc.trainer.model.kernels.varlen_attention import can_use_flash, plan_varlen_attention
 from tests.support.operations import OperationLog
 from tests.support.plain_torch import attend_over_ranks, attend_plainly, check_gradients
@@ -18,9 +14,8 @@ HEADS, KV_HEADS, SCALE = 4, 2, 0.3
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.sampled_from([1, 2, 4]))
-@pytest.mark.parametrize("plan", [plan_varlen_attention, plan_padded_sdpa])
 def test_packed_attention_is_plain_attention_on_any_number_of_ranks(
-    plan: Callable[..., object], units: list[int], cp: int
+    units: list[int], cp: int
 ) -> None:
     lengths = np.array(units) * (2 * cp if cp > 1 else 1)
     tokens = int(lengths.sum())
@@ -30,7 +25,9 @@ def test_packed_attention_is_plain_attention_on_any_number_of_ranks(
         for heads in (HEADS, KV_HEADS, KV_HEADS)
     ]
     expected = attend_plainly(parts, lengths, SCALE)
-    check_gradients(attend_over_ranks(plan, parts, lengths, SCALE, cp), expected, parts)
+    check_gradients(
+        attend_over_ranks(plan_varlen_attention, parts, lengths, SCALE, cp), expected, parts
+    )
 
 
 def test_memory_and_work_of_segments_are_those_of_causal_attention() -> None:

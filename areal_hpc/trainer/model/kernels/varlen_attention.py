@@ -1,4 +1,4 @@
-"""A pack as segments of queries, each with the keys it may see: attention on a GPU.
+"""A pack as segments of queries, each with the keys it may see.
 
 A segment is a run of consecutive queries of one sequence; its keys are that sequence from its
 first token to the segment's last one, so the mask is causal, aligned at the end, and never has to
@@ -57,25 +57,30 @@ class VarlenAttention:
     def attend_per_segment(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """One call per segment, for float32 (which FlashAttention lacks). Linear memory too."""
-        copies = query.shape[1] // key.shape[1]  # its memory-saving kernel has no grouped heads
-        key, value = (part.repeat_interleave(copies, 1) for part in (key, value))
-        attended = [
-            F.scaled_dot_product_attention(
-                q.transpose(0, 1)[None],
-                k.transpose(0, 1)[None],
-                v.transpose(0, 1)[None],
-                attn_mask=causal_lower_right(q.shape[0], k.shape[0]),
-                scale=scale,
-            )[0].transpose(0, 1)
-            for q, k, v in zip(
-                torch.split(query, self.query_lengths),
-                torch.split(key, self.key_lengths),
-                torch.split(value, self.key_lengths),
-                strict=True,
-            )
-        ]
-        return torch.cat(attended)
+        """One call per segment: on a CPU, and in float32, which FlashAttention lacks."""
+        is_grouped = query.shape[1] != key.shape[1]
+        if is_grouped and query.is_cuda:  # CUDA's memory-saving kernel has no grouped heads
+            copies = query.shape[1] // key.shape[1]
+            key, value = (part.repeat_interleave(copies, 1) for part in (key, value))
+            is_grouped = False
+        query, key, value = (part.transpose(0, 1)[None] for part in (query, key, value))
+        attended = []
+        for q, k, v in zip(
+            query.split(self.query_lengths, 2),
+            key.split(self.key_lengths, 2),
+            value.split(self.key_lengths, 2),
+            strict=True,
+        ):
+            is_square = q.shape[2] == k.shape[2]
+            mask = None if is_square else causal_lower_right(q.shape[2], k.shape[2])
+            attended.append(
+                F.scaled_dot_product_attention(
+                    q, k, v, attn_mask=mask, is_causal=is_square, scale=scale,
+                    enable_gqa=is_grouped,
+                )
+            )  # fmt: skip
+        whole = attended[0] if len(attended) == 1 else torch.cat(attended, 2)
+        return whole[0].transpose(0, 1)
 
 
 def can_use_flash(query: torch.Tensor) -> bool:
