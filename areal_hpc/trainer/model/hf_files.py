@@ -9,9 +9,9 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
+from safetensors.torch import save_file
 
 from areal_hpc.rundir.atomic import fsync_path, fsync_tree
 from areal_hpc.rundir.folders import make_folder
@@ -19,8 +19,8 @@ from areal_hpc.rundir.folders import make_folder
 HfTensorSpecWithDtype = tuple[str, tuple[int, ...], torch.dtype]
 """Name, shape and dtype."""
 
-MAX_FILE_BYTES = 4 * 1024**3
-"""A safetensors file grows to about this."""
+MAX_FILE_BYTES = 2 * 1024**3
+"""A safetensors file grows to about this, and its tensors are in host memory until then."""
 MAX_SILENCE_OF_WRITER_S = 86_400.0
 """After that a writer of another host, which cannot be asked, has been killed."""
 
@@ -39,10 +39,6 @@ COPIED_FILE_NAMES = (
 )
 """Files of a model directory that training does not change, but for the dtype that it names."""
 
-_DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-_HEADER_ALIGN_BYTES = 8
-"""Tensors begin at a multiple of this, as safetensors advises."""
-
 ReportBytes = Callable[[int, int], None]
 """Told after each file how many bytes are written, of how many."""
 
@@ -58,8 +54,8 @@ def write_or_replace_hf_model_dir(
 ) -> None:
     """Write safetensors files, their index, and `source_dir`'s other files.
 
-    No more than one tensor is held at a time; they are exactly those of `specs`, in that order,
-    which the files' headers need before the first is there. Another file is begun at `file_bytes`.
+    One file's tensors are held at a time; they are exactly those of `specs`, in that order, which
+    say how many files there are before the first is there. Another file is begun at `file_bytes`.
     A hidden directory is filled, forced to disk, and then takes the place of `target_dir`.
     """
     _clean_up_after_killed_writers(target_dir.parent)
@@ -151,10 +147,16 @@ def _write_tensors(
         file = f"model-{number:05d}-of-{len(parts):05d}.safetensors"
         if len(parts) == 1:
             file = "model.safetensors"
-        with (directory / file).open("wb") as stream:
-            stream.write(_build_header(part))
-            for spec in part:
-                _write_tensor(stream, *next(tensors), spec)
+        held: dict[str, torch.Tensor] = {}
+        for spec in part:
+            name, tensor = next(tensors)
+            if (name, tuple(tensor.shape), tensor.dtype) != spec:
+                raise AssertionError(
+                    f"expected {spec}, got {name} {tuple(tensor.shape)} {tensor.dtype}"
+                )
+            # A copy: the tensor may be a view of a parameter, or of memory used again for the next.
+            held[name] = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
+        save_file(held, directory / file, metadata={"format": "pt"})
         file_of |= dict.fromkeys((name for name, _, _ in part), file)
         written_bytes += sum(map(count_tensor_bytes, part))
         on_file(written_bytes, total_bytes)
@@ -184,33 +186,6 @@ def split_into_files(
 def count_tensor_bytes(spec: HfTensorSpecWithDtype) -> int:
     _, shape, dtype = spec
     return torch.Size(shape).numel() * dtype.itemsize
-
-
-def _build_header(specs: Sequence[HfTensorSpecWithDtype]) -> bytes:
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    start = 0
-    for spec in specs:
-        name, shape, dtype = spec
-        end = start + count_tensor_bytes(spec)
-        entries[name] = {
-            "dtype": _DTYPE_NAMES[dtype],
-            "shape": list(shape),
-            "data_offsets": [start, end],
-        }
-        start = end
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _HEADER_ALIGN_BYTES)
-    return len(text).to_bytes(8, "little") + text
-
-
-def _write_tensor(
-    stream: BinaryIO, tensor_name: str, tensor: torch.Tensor, spec: HfTensorSpecWithDtype
-) -> None:
-    if (tensor_name, tuple(tensor.shape), tensor.dtype) != spec:
-        raise AssertionError(
-            f"expected {spec}, got {tensor_name} {tuple(tensor.shape)} {tensor.dtype}"
-        )
-    stream.write(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
 
 
 def _write_config_dtype(config_path: Path, dtype: torch.dtype) -> None:
