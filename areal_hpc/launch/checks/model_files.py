@@ -18,7 +18,6 @@ from areal_hpc.trainer.model.families.architecture import (
     parse_architecture,
     read_architecture,
 )
-from areal_hpc.trainer.model.families.known_models import find_known_config
 from areal_hpc.trainer.model.memory_estimate import drop_ep_for_dense_network
 
 
@@ -177,26 +176,14 @@ def _find_vocabulary_problems(path: Path, key: str) -> Iterator[Problem]:
         )
 
 
-def find_architecture_and_remark(model: ModelConfig) -> tuple[Architecture, str]:
-    """The recipe's network, and a remark on where it is known from unless it lies here.
-
-    Raises:
-        RecipeError: Its configuration is not here, and it is none of the well-known models.
-    """
+def read_recipe_architecture(model: ModelConfig) -> Architecture:
+    """The recipe's network; RecipeError if its configuration is not on this machine."""
     if model.tiny is not None:
-        return parse_architecture(build_tiny_architecture_config(model.tiny), "model.tiny"), ""
-    if model.hub is None:
-        assert model.path is not None
-        return read_architecture(model.path), ""
-    try:
-        folder = find_snapshot(model.hub, "model", model.revision, "model.hub")
-    except RecipeError:
-        known = find_known_config(model.hub)
-        if known is None:
-            raise
-        remark = "; sizes from our table: the model is not in the cache"
-        return parse_architecture(known, "model.hub"), remark
-    return read_architecture(folder), ""
+        return parse_architecture(build_tiny_architecture_config(model.tiny), "model.tiny")
+    if model.hub is not None:
+        return read_architecture(find_snapshot(model.hub, "model", model.revision, "model.hub"))
+    assert model.path is not None
+    return read_architecture(model.path)
 
 
 def list_frozen_models(recipe: Recipe) -> Iterator[tuple[str, Path | None]]:

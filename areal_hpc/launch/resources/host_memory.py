@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.launch.checks.model_files import (
-    find_architecture_and_remark,
     find_critic_architecture,
     find_frozen_architectures,
+    read_recipe_architecture,
 )
 from areal_hpc.launch.plan import build_job_with_task_per_rank
 from areal_hpc.launch.resources.memory import estimate_serving_memory
@@ -69,7 +69,7 @@ def estimate_host_memory(
 
     The SFT stage has the same ranks, before any of these.
     """
-    arch, _ = find_architecture_and_remark(recipe.model)
+    arch = read_recipe_architecture(recipe.model)
     return (
         _estimate_rank_memory(recipe, arch, ranks_per_node or _count_ranks_per_node(recipe)),
         ProcessMemory("trainer", "ledger"),

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.launch.checks.model_files import (
-    find_architecture_and_remark,
     find_critic_architecture,
     find_frozen_architectures,
+    read_recipe_architecture,
 )
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.recipe.sections.inference import InferenceConfig
@@ -106,7 +106,7 @@ def find_memory_problems(
 def build_gpu_memory_report(recipe: Recipe) -> Iterator[str]:
     """Lines: per GPU of trainer and serving what it holds, and a warning for what will not fit."""
     try:
-        arch, source = find_architecture_and_remark(recipe.model)
+        arch = read_recipe_architecture(recipe.model)
     except RecipeError as error:
         yield f"memory: unknown, because the model cannot be read: {error.problems[0].message}"
         yield f"  try: {error.problems[0].hint}"
@@ -119,8 +119,7 @@ def build_gpu_memory_report(recipe: Recipe) -> Iterator[str]:
     trainer = estimate_trainer_memory(arch, recipe.trainer, groups, frozen, critic)
     serving = estimate_serving_memory(arch, recipe.inference, gpu_bytes)
     of = "" if gib is None else f" of {gib:g}"
-    parameters = f"{count_model_parameters(arch):,} parameters{source}"
-    yield f"memory of one GPU in GiB, estimated ({parameters})"
+    yield f"memory of one GPU in GiB, estimated ({count_model_parameters(arch):,} parameters)"
     yield from _format_trainer_lines(trainer, recipe.trainer.parallel, arch, of)
     if critic is not None:
         parameters = f"{count_critic_parameters(critic):,} parameters"

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.launch.checks.model_files import (
-    find_architecture_and_remark,
     find_critic_architecture,
     find_frozen_architectures,
+    read_recipe_architecture,
 )
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.recipe.sections.cluster import JobOptions, SlurmConfig
@@ -99,14 +99,13 @@ def _derive_cpu_and_memory_options(
 
 def _estimate_trainer_host_bytes_per_node(recipe: Recipe, tasks_per_node: int, kind: str) -> int:
     try:
-        arch, _ = find_architecture_and_remark(recipe.model)
+        arch = read_recipe_architecture(recipe.model)
     except RecipeError as error:
         raise RecipeError(
             f"the memory that the {kind} job needs on a node is not known: "
             f"{error.problems[0].message}",
             key=f"cluster.slurm.jobs.{kind}.mem",
-            hint="set it (as in 200G), or cluster.slurm.exclusive=true, or give the model's "
-            "config.json a place where it can be read",
+            hint=f"{error.problems[0].hint}; or set it (as in 200G)",
         ) from error
     frozen = find_frozen_architectures(recipe, arch)
     critic = find_critic_architecture(recipe, arch)

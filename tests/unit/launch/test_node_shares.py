@@ -16,11 +16,12 @@ from areal_hpc.slurm.submit import render_script
 from tests.support.environments import CHECKOUT
 
 RECIPE = CHECKOUT / "recipes" / "gpu64_math_qwen2.5_7b.yaml"
+MODEL = f"model={{hub: null, path: {CHECKOUT}/tests/samples/models/Qwen2.5-Math-7B-Instruct}}"
 SMALLEST_SITE = ("cluster.slurm.partition=gpu", "cluster.slurm.gpus_per_node=8")
 
 
 def recipe_of(*overrides: str) -> Recipe:
-    return load_recipe(RECIPE, [*SMALLEST_SITE, *overrides])
+    return load_recipe(RECIPE, [*SMALLEST_SITE, MODEL, *overrides])
 
 
 def jobs_of(recipe: Recipe) -> list[JobSpec]:
@@ -65,11 +66,12 @@ def test_what_the_site_says_is_kept_and_whole_nodes_are_left_whole() -> None:
 
 
 def test_memory_that_cannot_be_known_is_a_problem_of_the_plan() -> None:
-    unknown = ("model.hub=someone/unheard-of",)
+    unknown = ("model={hub: someone/unheard-of, path: null}",)
     with pytest.raises(RecipeError, match="the memory that the trainer job needs") as refusal:
         build_remaining_job_requests(recipe_of(*unknown), Path("/home/ada"))
     assert "at: cluster.slurm.jobs.trainer.mem" in str(refusal.value)
-    assert "try: set it (as in 200G)" in str(refusal.value)
+    assert "areal-hpc prefetch" in str(refusal.value)
+    assert "or set it (as in 200G)" in str(refusal.value)
     assert build_remaining_job_requests(
         recipe_of(*unknown, "cluster.slurm.jobs.trainer.mem=900G"), Path("/")
     )
