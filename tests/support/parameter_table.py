@@ -7,11 +7,11 @@ from typing import Any
 import msgspec
 from msgspec import inspect
 
-from areal_hpc.proxy.dialects.declared_objects import list_struct_types
-from areal_hpc.proxy.dialects.parameters_without_effect import is_ignored_param
-from areal_hpc.proxy.dialects.refused_parameters import (
+from areal_hpc.proxy.dialects.parameters import (
     REFUSED_SAMPLING_OF_OTHER_ENGINES,
-    RefusedParamRule,
+    Refusal,
+    is_ignored_param,
+    list_struct_types,
 )
 
 
@@ -30,9 +30,9 @@ def list_ignored_params_of(request_type: type[msgspec.Struct]) -> list[str]:
     return [*dict.fromkeys(name.removeprefix(".") for name in found)]
 
 
-def get_refusal_by_param(request_type: type[msgspec.Struct]) -> dict[str, RefusedParamRule]:
+def get_refusal_by_param(request_type: type[msgspec.Struct]) -> dict[str, Refusal]:
     """The request's own parameters that are refused."""
-    own: Mapping[str, RefusedParamRule] = getattr(request_type, "refused", {})
+    own: Mapping[str, Refusal] = getattr(request_type, "refused", {})
     return dict(own)
 
 
@@ -75,7 +75,7 @@ def _format_names(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in sorted(names))
 
 
-def _format_refusals(refusals: Mapping[str, RefusedParamRule]) -> Iterator[tuple[str, str]]:
+def _format_refusals(refusals: Mapping[str, Refusal]) -> Iterator[tuple[str, str]]:
     """Names, and the way out that they share."""
     by_way_out: dict[str, list[str]] = defaultdict(list)
     for name, refusal in refusals.items():

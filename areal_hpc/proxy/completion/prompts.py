@@ -14,14 +14,13 @@ from areal_hpc.proxy.completion.sampling_rule import (
     bound_top_k_if_mask_is_recorded,
     zero_tiny_temperature,
 )
-from areal_hpc.proxy.engine.episode_limits import (
+from areal_hpc.proxy.engine.call_limits import (
     refuse_call_beyond_limits,
     reserve_reply_tokens_per_choice,
 )
 from areal_hpc.proxy.engine.generation import ReplicaAnswer, SamplingParams
 from areal_hpc.proxy.engine.grammar_limits import GrammarChecks, refuse_costly_sampling
-from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel
-from areal_hpc.proxy.engine.reply import ReplyContent
+from areal_hpc.proxy.engine.model_call import ModelCall, ReplyContent, ServedModel
 from areal_hpc.proxy.engine.sglang_client import GenerateRequest
 from areal_hpc.proxy.engine.tool_parsers import ParserProcessClient
 from areal_hpc.proxy.metrics import ProxyMetrics

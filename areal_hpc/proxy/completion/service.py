@@ -10,12 +10,10 @@ from typing import Any
 import msgspec
 
 from areal_hpc.errors import ProxyRequestError, RepeatedlyFailedCallError, UntrainableCallError
-from areal_hpc.proxy.completion.call_spans import record_call_span, record_interaction_span
 from areal_hpc.proxy.completion.prompts import PreparedCall, PromptBuilder
 from areal_hpc.proxy.completion.streaming import RecordedChoice, ReplyChunk, ReplyStream
-from areal_hpc.proxy.engine.call_quota import ConcurrentReplyLimiter
-from areal_hpc.proxy.engine.call_tries import CallTries
-from areal_hpc.proxy.engine.failover import ReplyFailover
+from areal_hpc.proxy.engine.call_limits import ConcurrentReplyLimiter
+from areal_hpc.proxy.engine.failover import CallTries, ReplyFailover
 from areal_hpc.proxy.engine.generation import (
     Generation,
     ReplicaAnswer,
@@ -23,8 +21,7 @@ from areal_hpc.proxy.engine.generation import (
     UnfinishedEngineCallError,
 )
 from areal_hpc.proxy.engine.grammar_limits import GrammarChecks
-from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel
-from areal_hpc.proxy.engine.reply import ReplyContent
+from areal_hpc.proxy.engine.model_call import ModelCall, ReplyContent, ServedModel
 from areal_hpc.proxy.engine.router import Router
 from areal_hpc.proxy.engine.sglang_client import GenerateRequest, SGLangClient
 from areal_hpc.proxy.engine.tool_parsers import ParserProcessClient
@@ -33,6 +30,7 @@ from areal_hpc.proxy.sessions.events import InteractionAdded
 from areal_hpc.proxy.sessions.recorder import JournaledRecorder
 from areal_hpc.proxy.sessions.store import Session
 from areal_hpc.recipe.sections.proxy_and_shards import ProxyConfig
+from areal_hpc.rundir.telemetry.spans import record_span
 from areal_hpc.session.tree import (
     ABORT_FINISH_REASON,
     format_ids_as_json_inside,
@@ -230,7 +228,7 @@ class CompletionService:
                 return ReplicaAnswer(generation, replica.index)
             except UnfinishedEngineCallError as error:
                 log.warning("replica %d lost a call: %s", replica.index, error)
-                record_call_span("lost call", session, began_at, time.time(), replica.index)
+                _record_call_span("lost call", session, began_at, time.time(), replica.index)
                 self._router.on_call_lost(replica, error)
                 pause_s = tries.get_pause_s(error)
                 if time.monotonic() >= prompt.give_up_at or not may_repeat():
@@ -264,7 +262,16 @@ class CompletionService:
             )
         except UntrainableCallError as error:
             raise ProxyRequestError(502, f"the model server's reply is unsound: {error}") from error
-        record_interaction_span(session, interaction)
+        _record_call_span(
+            "call",
+            session,
+            interaction.asked_at,
+            interaction.answered_at,
+            interaction.replica,
+            prompt_tokens=interaction.prompt_tokens,
+            reply_tokens=interaction.num_output_tokens,
+            cached_tokens=interaction.cached_tokens,
+        )
         self._router.advance_newest_version(
             max((span.version for span in interaction.spans), default=0)
         )
@@ -286,3 +293,14 @@ async def _gather_or_cancel(
     except ExceptionGroup as failures:
         raise failures.exceptions[0] from failures
     return [task.result() for task in tasks]
+
+
+def _record_call_span(
+    name: str, session: Session, begin: float, end: float, replica: int, **tokens: int
+) -> None:
+    facts = {}
+    if (ref := session.request.ref) is not None:
+        facts = {"ticket_id": ref.ticket_id, "attempt": ref.attempt}
+        facts |= {"eval_step": ref.eval_step} if ref.eval_step >= 0 else {}
+        facts["episode"] = session.request.episode
+    record_span(name, begin, end, f"replica {replica}", **facts, **tokens)

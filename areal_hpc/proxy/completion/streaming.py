@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from areal_hpc.proxy.engine.generation import Generation, TokenChunk
-from areal_hpc.proxy.engine.reply import ReplyContent
+from areal_hpc.proxy.engine.model_call import ReplyContent
 from areal_hpc.session.tree import Interaction
 
 

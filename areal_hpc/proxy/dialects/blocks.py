@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from areal_hpc.proxy.engine.reply import ReplyContent
+from areal_hpc.proxy.engine.model_call import ReplyContent
 
 BlockKind = Literal["reasoning", "text", "call"]
 

@@ -13,7 +13,7 @@ import numpy as np
 from msgspec import Meta, Struct
 
 from areal_hpc.errors import ProxyRequestError
-from areal_hpc.proxy.dialects.undeclared_parameters import keep_declared_members
+from areal_hpc.proxy.dialects.parameters import keep_declared_members
 from areal_hpc.proxy.engine.model_call import ServedModel, ToolChoice
 from areal_hpc.proxy.metrics import MAX_NAME_CHARS
 from areal_hpc.wire.trajectory import MAX_TEMPERATURE
@@ -258,3 +258,36 @@ def encode_schema_unless_must_call(
     if schema is None or tool_choice.must_call:
         return None
     return msgspec.json.encode(schema).decode()
+
+
+_REASONING_SWITCH_VARIABLES = ("enable_thinking", "thinking")
+_EFFORTS = ("low", "medium", "high")
+"""What templates know of efforts; `_NEAREST_EFFORT` maps what else clients ask for."""
+_NEAREST_EFFORT = {"minimal": "low", "xhigh": "high", "max": "high"}
+
+
+def build_reasoning_variables(
+    model: ServedModel,
+    key: str,
+    ignored: list[str],
+    *,
+    effort: object = None,
+    thinks: bool | None = None,
+) -> dict[str, Any]:
+    """Template variables for an effort, or for whether to reason at all; None says nothing.
+
+    Where the template reads none of them nothing follows the wish, and `key` is added to `ignored`.
+    """
+    known = model.template.variables
+    is_asked = effort is not None or thinks is not None
+    if thinks is None and isinstance(effort, str):
+        thinks = effort != "none"
+    variables: dict[str, Any] = {}
+    if thinks is not None:
+        variables = {name: thinks for name in _REASONING_SWITCH_VARIABLES if name in known}
+    nearest = _NEAREST_EFFORT.get(effort, effort) if isinstance(effort, str) else None
+    if "reasoning_effort" in known and nearest in _EFFORTS:
+        variables["reasoning_effort"] = nearest
+    if is_asked and not variables:
+        ignored.append(key)
+    return variables

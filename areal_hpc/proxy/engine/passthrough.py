@@ -5,8 +5,8 @@ import time
 import msgspec
 
 from areal_hpc.errors import ProxyRequestError
-from areal_hpc.proxy.engine.call_quota import ConcurrentReplyLimiter
-from areal_hpc.proxy.engine.episode_limits import (
+from areal_hpc.proxy.engine.call_limits import (
+    ConcurrentReplyLimiter,
     refuse_call_beyond_limits,
     reserve_reply_tokens_per_choice,
 )

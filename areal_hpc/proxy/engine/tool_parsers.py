@@ -22,8 +22,7 @@ from areal_hpc.errors import (
     ParserStuckError,
     ProxyRequestError,
 )
-from areal_hpc.proxy.engine.model_call import ToolChoice
-from areal_hpc.proxy.engine.reply import ReplyContent, ReplyToolCall
+from areal_hpc.proxy.engine.model_call import ReplyContent, ReplyToolCall, ToolChoice
 from areal_hpc.wire.parsers import (
     GrammarCheckKill,
     GrammarCheckRequest,

@@ -9,7 +9,7 @@ import msgspec
 
 from areal_hpc.errors import InvalidRewardError, ProxyRequestError, UntrainableCallError
 from areal_hpc.proxy.completion.sampling_rule import correct_recorded_sampling
-from areal_hpc.proxy.engine.call_quota import refuse_oversized_session
+from areal_hpc.proxy.engine.call_limits import refuse_oversized_session
 from areal_hpc.proxy.engine.router import Router
 from areal_hpc.proxy.sessions import events
 from areal_hpc.proxy.sessions.recorder import JournaledRecorder

@@ -8,7 +8,7 @@ import uvloop
 
 from areal_hpc.errors import ParserLostError, ProxyRequestError
 from areal_hpc.proxy.engine import tool_parsers
-from areal_hpc.proxy.engine.reply import ReplyContent
+from areal_hpc.proxy.engine.model_call import ReplyContent
 from areal_hpc.proxy.engine.tool_parsers import ParserProcessClient
 from areal_hpc.wire.parsers import ToolGrammarRequest
 from tests.support.deadlines import scaled

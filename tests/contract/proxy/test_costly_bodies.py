@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from areal_hpc.proxy.dialects.declared_objects import MAX_REWRITTEN_OBJECTS
-from areal_hpc.proxy.dialects.undeclared_parameters import MAX_UNKNOWN_PARAMS
+from areal_hpc.proxy.dialects.parameters import MAX_REWRITTEN_OBJECTS, MAX_UNKNOWN_PARAMS
 from areal_hpc.proxy.dialects.validation import MAX_OBJECTS, MAX_TOOLS
 from areal_hpc.proxy.metrics import MAX_NAME_CHARS
 from tests.contract.proxy.talk import QUESTION

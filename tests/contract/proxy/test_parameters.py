@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from areal_hpc.proxy.dialects.refused_parameters import REFUSED_SAMPLING_OF_OTHER_ENGINES
+from areal_hpc.proxy.dialects.parameters import REFUSED_SAMPLING_OF_OTHER_ENGINES
 from areal_hpc.proxy.http.agent_api import DIALECT_BY_ROUTE
 from tests.contract.proxy.parameter_samples import HINTS, REFUSED, USED, body_with, body_without
 from tests.contract.proxy.talk import QUESTION, ask_least, assert_refused, ignored

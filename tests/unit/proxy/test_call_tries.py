@@ -3,7 +3,7 @@
 import pytest
 
 from areal_hpc.errors import RepeatedlyFailedCallError
-from areal_hpc.proxy.engine.call_tries import MAX_ENGINE_FAILURES_PER_CALL, CallTries
+from areal_hpc.proxy.engine.failover import MAX_ENGINE_FAILURES_PER_CALL, CallTries
 from areal_hpc.proxy.engine.generation import (
     EngineHungUpError,
     EngineResponseError,

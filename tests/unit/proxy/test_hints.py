@@ -10,8 +10,7 @@ from areal_hpc.errors import ProxyRequestError
 from areal_hpc.proxy.dialects.anthropic.request import MessagesRequest
 from areal_hpc.proxy.dialects.openai.chat_request import ChatRequest
 from areal_hpc.proxy.dialects.openai_responses.request import ResponsesRequest
-from areal_hpc.proxy.dialects.parameters_without_effect import list_ignored_params
-from areal_hpc.proxy.dialects.undeclared_parameters import keep_declared_members
+from areal_hpc.proxy.dialects.parameters import keep_declared_members, list_ignored_params
 from areal_hpc.proxy.dialects.validation import decode_request_json
 
 SCHEMA = {"type": "object", "properties": {"x": {"default": None, "enum": [None, 1]}}}

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from areal_hpc.proxy.dialects.reasoning import build_reasoning_variables
+from areal_hpc.proxy.dialects.validation import build_reasoning_variables
 from areal_hpc.proxy.engine.model_call import ServedModel
 from areal_hpc.session.chat_template import ChatTemplate, TokenEncoder
 from tests.support.chatml import CHATML, REASONING_CHATML, byte_level_tokenizer

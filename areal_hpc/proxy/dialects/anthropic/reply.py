@@ -16,8 +16,7 @@ from areal_hpc.proxy.dialects.blocks import (
     split_into_blocks,
 )
 from areal_hpc.proxy.dialects.dialect import Dialect, Exchange, format_named_event
-from areal_hpc.proxy.engine.model_call import ServedModel
-from areal_hpc.proxy.engine.reply import ReplyContent, ReplyToolCall
+from areal_hpc.proxy.engine.model_call import ReplyContent, ReplyToolCall, ServedModel
 from areal_hpc.proxy.sessions.store import Session
 
 _ERROR_TYPE_BY_STATUS = {

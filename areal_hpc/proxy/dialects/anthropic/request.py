@@ -9,12 +9,12 @@ import msgspec
 from msgspec import Meta, Struct
 
 from areal_hpc.errors import ProxyRequestError
-from areal_hpc.proxy.dialects.parameters_without_effect import IgnoredParam, list_ignored_params
-from areal_hpc.proxy.dialects.reasoning import build_reasoning_variables
-from areal_hpc.proxy.dialects.refused_parameters import (
+from areal_hpc.proxy.dialects.parameters import (
     EMPTY_VALUES,
     EMPTY_VALUES_OR_ONE,
-    RefusedParamRule,
+    IgnoredParam,
+    Refusal,
+    list_ignored_params,
 )
 from areal_hpc.proxy.dialects.validation import (
     PositiveParam,
@@ -23,6 +23,7 @@ from areal_hpc.proxy.dialects.validation import (
     ToolName,
     TopK,
     build_function_tool,
+    build_reasoning_variables,
     decode_request_json,
     encode_schema_unless_must_call,
     filter_out_hosted_tools,
@@ -31,8 +32,7 @@ from areal_hpc.proxy.dialects.validation import (
     parse_tool_choice,
 )
 from areal_hpc.proxy.engine.generation import SamplingParams
-from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel, ToolChoice
-from areal_hpc.proxy.engine.reply import format_tool_call
+from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel, ToolChoice, format_tool_call
 from areal_hpc.session.chat_template import Message
 from areal_hpc.session.message_matching import normalize_chat_message, strip_volatile_lines
 from areal_hpc.wire.proxy import SamplingDefaults
@@ -117,18 +117,18 @@ class _OutputConfig(Struct, forbid_unknown_fields=True):
 
 
 class MessagesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
-    refused: ClassVar[Mapping[str, RefusedParamRule]] = {
-        "container": RefusedParamRule("let the agent run programs, and offer that as a tool"),
-        "functions": RefusedParamRule("use tools"),
-        "function_call": RefusedParamRule("use tool_choice", (*EMPTY_VALUES, "none", "auto")),
-        "input": RefusedParamRule("use messages, or POST /responses"),
-        "logit_bias": RefusedParamRule("use POST /chat/completions"),
-        "mcp_servers": RefusedParamRule("let the agent connect to them and offer their tools"),
-        "n": RefusedParamRule("send the request n times", EMPTY_VALUES_OR_ONE),
-        "prompt": RefusedParamRule("use messages, or POST /completions"),
-        "response_format": RefusedParamRule("use output_config.format"),
-        "seed": RefusedParamRule("use POST /chat/completions"),
-        "stop": RefusedParamRule("use stop_sequences"),
+    refused: ClassVar[Mapping[str, Refusal]] = {
+        "container": Refusal("let the agent run programs, and offer that as a tool"),
+        "functions": Refusal("use tools"),
+        "function_call": Refusal("use tool_choice", (*EMPTY_VALUES, "none", "auto")),
+        "input": Refusal("use messages, or POST /responses"),
+        "logit_bias": Refusal("use POST /chat/completions"),
+        "mcp_servers": Refusal("let the agent connect to them and offer their tools"),
+        "n": Refusal("send the request n times", EMPTY_VALUES_OR_ONE),
+        "prompt": Refusal("use messages, or POST /completions"),
+        "response_format": Refusal("use output_config.format"),
+        "seed": Refusal("use POST /chat/completions"),
+        "stop": Refusal("use stop_sequences"),
     }
 
     messages: Annotated[list[_InputMessage], Meta(min_length=1)]

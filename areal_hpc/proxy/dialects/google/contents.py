@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Struct
 
 from areal_hpc.errors import ProxyRequestError
-from areal_hpc.proxy.engine.reply import format_tool_call
+from areal_hpc.proxy.engine.model_call import format_tool_call
 from areal_hpc.session.chat_template import Message
 from areal_hpc.session.message_matching import normalize_chat_message
 

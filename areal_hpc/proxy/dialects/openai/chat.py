@@ -9,8 +9,7 @@ from areal_hpc.proxy.dialects.dialect import Dialect
 from areal_hpc.proxy.dialects.openai.chat_request import ChatRequest, build_model_call
 from areal_hpc.proxy.dialects.openai.format import ChoiceExchange, format_error, format_logprobs
 from areal_hpc.proxy.engine.generation import Generation, TokenChunk
-from areal_hpc.proxy.engine.model_call import ServedModel
-from areal_hpc.proxy.engine.reply import ReplyToolCall, format_tool_call
+from areal_hpc.proxy.engine.model_call import ReplyToolCall, ServedModel, format_tool_call
 from areal_hpc.proxy.sessions.store import Session
 
 

@@ -18,15 +18,14 @@ from areal_hpc.proxy.dialects.openai.sampling import (
     check_shared_params,
     list_all_ignored_params,
 )
-from areal_hpc.proxy.dialects.parameters_without_effect import IgnoredParam
-from areal_hpc.proxy.dialects.reasoning import build_reasoning_variables
-from areal_hpc.proxy.dialects.refused_parameters import RefusedParamRule
+from areal_hpc.proxy.dialects.parameters import IgnoredParam, Refusal
 from areal_hpc.proxy.dialects.validation import (
     MAX_TOP_LOGPROBS,
     PositiveParam,
     ToolName,
     TypedObject,
     build_function_tool,
+    build_reasoning_variables,
     decode_request_json,
     filter_out_hosted_tools,
     format_left_out_part,
@@ -153,16 +152,16 @@ class _Thinking(Struct):
 
 
 class ChatRequest(SharedCompletionParams, forbid_unknown_fields=True, kw_only=True):
-    refused: ClassVar[Mapping[str, RefusedParamRule]] = {
+    refused: ClassVar[Mapping[str, Refusal]] = {
         **SharedCompletionParams.refused,
-        "add_special_tokens": RefusedParamRule("the chat template writes them"),
-        "audio": RefusedParamRule("replies are text"),
-        "documents": RefusedParamRule("write them into messages"),
-        "echo": RefusedParamRule("put the messages before the reply yourself"),
-        "mcp_servers": RefusedParamRule("let the agent connect to them and offer their tools"),
-        "prompt": RefusedParamRule("use messages, or POST /completions"),
-        "suffix": RefusedParamRule("the model goes on from messages; it fills no gaps"),
-        "web_search_options": RefusedParamRule("offer a function that searches"),
+        "add_special_tokens": Refusal("the chat template writes them"),
+        "audio": Refusal("replies are text"),
+        "documents": Refusal("write them into messages"),
+        "echo": Refusal("put the messages before the reply yourself"),
+        "mcp_servers": Refusal("let the agent connect to them and offer their tools"),
+        "prompt": Refusal("use messages, or POST /completions"),
+        "suffix": Refusal("the model goes on from messages; it fills no gaps"),
+        "web_search_options": Refusal("offer a function that searches"),
     }
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1)]

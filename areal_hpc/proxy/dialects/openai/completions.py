@@ -20,7 +20,7 @@ from areal_hpc.proxy.dialects.openai.sampling import (
     check_shared_params,
     list_all_ignored_params,
 )
-from areal_hpc.proxy.dialects.refused_parameters import EMPTY_VALUES, RefusedParamRule
+from areal_hpc.proxy.dialects.parameters import EMPTY_VALUES, Refusal
 from areal_hpc.proxy.dialects.validation import MAX_TOP_LOGPROBS, check_token_ids
 from areal_hpc.proxy.engine.generation import Generation, TokenChunk
 from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel, ToolChoice
@@ -29,17 +29,15 @@ from areal_hpc.wire.proxy import SamplingDefaults
 
 
 class CompletionRequest(SharedCompletionParams, forbid_unknown_fields=True, kw_only=True):
-    refused: ClassVar[Mapping[str, RefusedParamRule]] = {
+    refused: ClassVar[Mapping[str, Refusal]] = {
         **SharedCompletionParams.refused,
-        "add_special_tokens": RefusedParamRule("give the token ids as the prompt", (True,)),
-        "echo": RefusedParamRule("put the prompt before the reply yourself"),
-        "functions": RefusedParamRule("use POST /chat/completions"),
-        "function_call": RefusedParamRule(
-            "use POST /chat/completions", (*EMPTY_VALUES, "none", "auto")
-        ),
-        "messages": RefusedParamRule("use POST /chat/completions"),
-        "suffix": RefusedParamRule("the model goes on from a prompt; it fills no gaps"),
-        "tools": RefusedParamRule("use POST /chat/completions"),
+        "add_special_tokens": Refusal("give the token ids as the prompt", (True,)),
+        "echo": Refusal("put the prompt before the reply yourself"),
+        "functions": Refusal("use POST /chat/completions"),
+        "function_call": Refusal("use POST /chat/completions", (*EMPTY_VALUES, "none", "auto")),
+        "messages": Refusal("use POST /chat/completions"),
+        "suffix": Refusal("the model goes on from a prompt; it fills no gaps"),
+        "tools": Refusal("use POST /chat/completions"),
     }
 
     prompt: str | list[Any]

@@ -7,8 +7,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from areal_hpc.errors import ProxyRequestError
-from areal_hpc.proxy.dialects.parameters_without_effect import IgnoredParam, list_ignored_params
-from areal_hpc.proxy.dialects.refused_parameters import RefusedParamRule
+from areal_hpc.proxy.dialects.parameters import IgnoredParam, Refusal, list_ignored_params
 from areal_hpc.proxy.dialects.validation import (
     Bias,
     Penalty,
@@ -51,10 +50,10 @@ class _StructuredOutputs(Struct, forbid_unknown_fields=True):
 
 
 class SharedCompletionParams(Struct, forbid_unknown_fields=True, kw_only=True):
-    refused: ClassVar[Mapping[str, RefusedParamRule]] = {
-        "background": RefusedParamRule("wait for the reply, or stream it"),
-        "input": RefusedParamRule("use messages, or POST /responses"),
-        "system": RefusedParamRule("write a message whose role is system"),
+    refused: ClassVar[Mapping[str, Refusal]] = {
+        "background": Refusal("wait for the reply, or stream it"),
+        "input": Refusal("use messages, or POST /responses"),
+        "system": Refusal("write a message whose role is system"),
     }
 
     model: str = ""

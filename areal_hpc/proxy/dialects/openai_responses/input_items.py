@@ -17,7 +17,7 @@ from areal_hpc.proxy.dialects.openai.chat_request import ToolCall, read_call
 from areal_hpc.proxy.dialects.openai_responses.output_items import find_item_in_replies
 from areal_hpc.proxy.dialects.openai_responses.tools import qualify_tool_name
 from areal_hpc.proxy.dialects.validation import format_left_out_part
-from areal_hpc.proxy.engine.reply import format_tool_call
+from areal_hpc.proxy.engine.model_call import format_tool_call
 from areal_hpc.session.chat_template import Message
 from areal_hpc.session.message_matching import normalize_chat_message
 from areal_hpc.session.tree import InteractionTree

@@ -11,7 +11,7 @@ import msgspec
 from areal_hpc.proxy.dialects.blocks import ContentBlock, split_into_blocks
 from areal_hpc.proxy.dialects.custom_tools import read_custom_input
 from areal_hpc.proxy.dialects.openai_responses.tools import OfferedTools
-from areal_hpc.proxy.engine.reply import ReplyContent, ReplyToolCall
+from areal_hpc.proxy.engine.model_call import ReplyContent, ReplyToolCall
 from areal_hpc.session.chat_template import Message
 from areal_hpc.session.tree import Interaction, InteractionTree
 

@@ -18,18 +18,19 @@ from areal_hpc.proxy.dialects.openai_responses.input_items import (
 )
 from areal_hpc.proxy.dialects.openai_responses.output_items import ID_PREFIX_WITH_INSTRUCTIONS
 from areal_hpc.proxy.dialects.openai_responses.tools import AnyTool, OfferedTools, parse_tools
-from areal_hpc.proxy.dialects.parameters_without_effect import IgnoredParam, list_ignored_params
-from areal_hpc.proxy.dialects.reasoning import build_reasoning_variables
-from areal_hpc.proxy.dialects.refused_parameters import (
+from areal_hpc.proxy.dialects.parameters import (
     EMPTY_VALUES,
     EMPTY_VALUES_OR_ONE,
-    RefusedParamRule,
+    IgnoredParam,
+    Refusal,
+    list_ignored_params,
 )
 from areal_hpc.proxy.dialects.validation import (
     MAX_TOP_LOGPROBS,
     PositiveParam,
     Probability,
     Temperature,
+    build_reasoning_variables,
     encode_schema_unless_must_call,
     get_given_or_default,
     parse_tool_choice,
@@ -84,19 +85,19 @@ class _Reasoning(Struct, forbid_unknown_fields=True):
 
 
 class ResponsesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
-    refused: ClassVar[Mapping[str, RefusedParamRule]] = {
-        "background": RefusedParamRule("wait for the reply, or stream it"),
-        "conversation": RefusedParamRule("use previous_response_id"),
-        "functions": RefusedParamRule("use tools"),
-        "function_call": RefusedParamRule("use tool_choice", (*EMPTY_VALUES, "none", "auto")),
-        "logit_bias": RefusedParamRule("use POST /chat/completions"),
-        "messages": RefusedParamRule("use input, or POST /chat/completions"),
-        "n": RefusedParamRule("send the request n times", EMPTY_VALUES_OR_ONE),
-        "prompt": RefusedParamRule("write the prompt into instructions and input"),
-        "response_format": RefusedParamRule("use text.format"),
-        "seed": RefusedParamRule("use POST /chat/completions"),
-        "stop": RefusedParamRule("use POST /chat/completions"),
-        "system": RefusedParamRule("use instructions"),
+    refused: ClassVar[Mapping[str, Refusal]] = {
+        "background": Refusal("wait for the reply, or stream it"),
+        "conversation": Refusal("use previous_response_id"),
+        "functions": Refusal("use tools"),
+        "function_call": Refusal("use tool_choice", (*EMPTY_VALUES, "none", "auto")),
+        "logit_bias": Refusal("use POST /chat/completions"),
+        "messages": Refusal("use input, or POST /chat/completions"),
+        "n": Refusal("send the request n times", EMPTY_VALUES_OR_ONE),
+        "prompt": Refusal("write the prompt into instructions and input"),
+        "response_format": Refusal("use text.format"),
+        "seed": Refusal("use POST /chat/completions"),
+        "stop": Refusal("use POST /chat/completions"),
+        "system": Refusal("use instructions"),
     }
 
     input: str | list[InputItem] | None = None

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Struct
 
 from areal_hpc.proxy.dialects.custom_tools import CustomFormat, build_custom_tool_schema
-from areal_hpc.proxy.dialects.parameters_without_effect import IgnoredParam, list_ignored_params
+from areal_hpc.proxy.dialects.parameters import IgnoredParam, list_ignored_params
 from areal_hpc.proxy.dialects.validation import (
     ToolName,
     build_function_tool,
