@@ -1,10 +1,14 @@
 """Conversation between the model and a gym: observations and results in, replies out."""
 
+import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
-from areal_hpc.agents.gyms.gym_worker import build_gym_worker_pool, parse_hosts, refuse_sandbox
+from areal_hpc.agents.gyms.gym_worker import GymWorker, parse_hosts
 from areal_hpc.agents.openai_agent import make_client
+from areal_hpc.errors import RecipeError
+from areal_hpc.jobs.processes.worker_pool import WorkerPool
 from areal_hpc.sandbox.isolated_worker import WorkerSettings
 from areal_hpc.wire.agent_reward import Reward
 
@@ -33,6 +37,11 @@ class GymAgent:
         RecipeError: A host is no `HOST:PORT`.
     """
 
+    ends_with_answer: ClassVar[bool] = False
+    """The gym plays a whole episode by itself, and answers once."""
+    named_hosts: ClassVar[tuple[str, ...]] = ()
+    """Hosts that each episode names."""
+
     def __init__(
         self,
         script: str,
@@ -50,15 +59,18 @@ class GymAgent:
     ) -> None:
         self.prompt, self.max_turns, self.request = prompt, max_turns, request
         self.step_timeout_s, self._hosts = step_timeout_s, parse_hosts(hosts)
-        self._workers = build_gym_worker_pool(
+        start = partial(
+            GymWorker.start,
+            python or sys.executable,
             script,
             config,
-            max_workers,
-            python=python,
-            variables=variables,
-            readonly_folders=readonly_folders,
-            settings=WorkerSettings(hosts=self._hosts),
+            variables or {},
+            readonly_folders,
+            WorkerSettings(
+                ends_with_answer=self.ends_with_answer, hosts=(*self._hosts, *self.named_hosts)
+            ),
         )
+        self._workers = WorkerPool(max_workers, start)
 
     async def run(
         self, data: dict[str, Any], **extra_kwargs: Any
@@ -67,8 +79,14 @@ class GymAgent:
         return rewards
 
     def check_isolation(self, isolation: str | None) -> None:
-        """Refuse `rollout.agent.isolation`; see `refuse_sandbox`."""
-        refuse_sandbox(isolation)
+        """Refuse a sandbox that this agent would not use."""
+        if isolation is not None:
+            raise RecipeError(
+                f"rollout.agent.isolation is {isolation}, and a gym runs in no sandbox of an "
+                "agent's",
+                key="rollout.agent.isolation",
+                hint="remove it: reward.isolation is how a gym is isolated",
+            )
 
     def close(self) -> None:
         self._workers.close_idle_workers()
@@ -82,7 +100,9 @@ class GymAgent:
         async with self._workers.acquire() as worker, worker.reach_hosts(self._hosts):
             told = await worker.request({"do": "reset", "task": task}, self.step_timeout_s)
             tools = {"tools": told["tools"]} if told.get("tools") else {}
-            messages = self._build_opening_messages(data, told)
+            prompt = [{"role": "system", "content": self.prompt}] if self.prompt else []
+            shown = [{"role": "user", "content": told["text"]}] if told["text"] else []
+            messages = [*prompt, *told.get("messages", ()), *data.get("messages", ()), *shown]
             try:
                 for _ in range(self.max_turns):
                     reply: Any = await client.chat.completions.create(
@@ -102,13 +122,6 @@ class GymAgent:
                 if worker.is_usable:
                     await worker.request({"do": "close"}, self.step_timeout_s)
         return rewards, text
-
-    def _build_opening_messages(
-        self, data: Mapping[str, Any], gym_answer: Mapping[str, Any]
-    ) -> list[Any]:
-        system = [{"role": "system", "content": self.prompt}] if self.prompt else []
-        shown = [{"role": "user", "content": gym_answer["text"]}] if gym_answer["text"] else []
-        return [*system, *gym_answer.get("messages", ()), *data.get("messages", ()), *shown]
 
 
 def encode_reply_for_worker(message: Any) -> dict[str, Any]:

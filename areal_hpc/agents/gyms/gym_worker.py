@@ -4,16 +4,13 @@ import asyncio
 import json
 import os
 import socket
-import sys
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from areal_hpc.errors import AgentError, NodeResourceShortageError, RecipeError
 from areal_hpc.jobs.processes.line_process import SHORTAGE_HINT, LineProcess
-from areal_hpc.jobs.processes.worker_pool import WorkerPool
 from areal_hpc.rollout.agent_errors import describe_errno_shortage
 from areal_hpc.rollout.execution.passed_variables import select_passed_variables
 from areal_hpc.sandbox.isolated_worker import WorkerSettings, open_worker_command
@@ -115,16 +112,6 @@ class GymWorker(LineProcess):
             self._listener.close()
 
 
-def refuse_sandbox(isolation: str | None) -> None:
-    """Refuse a sandbox that a gym's agent would not use."""
-    if isolation is not None:
-        raise RecipeError(
-            f"rollout.agent.isolation is {isolation}, and a gym runs in no sandbox of an agent's",
-            key="rollout.agent.isolation",
-            hint="remove it: reward.isolation is how a gym is isolated",
-        )
-
-
 def parse_hosts(hosts: Sequence[str]) -> tuple[str, ...]:
     """Hosts of a recipe, each `HOST:PORT`, as the forwarder knows them."""
     found = tuple(format_host(f"https://{one}") for one in hosts)
@@ -143,26 +130,3 @@ def get_host_of_url(url: str, key: str) -> str:
     if host := format_host(url):
         return host
     raise RecipeError(f"{url!r} is no URL", key=key, hint="give one such as http://HOST:PORT/PATH")
-
-
-def build_gym_worker_pool(
-    script: str,
-    config: Mapping[str, Any],
-    size: int,
-    *,
-    python: str = "",
-    variables: Mapping[str, str] | None = None,
-    readonly_folders: Sequence[str] = (),
-    settings: WorkerSettings | None = None,
-) -> WorkerPool[GymWorker]:
-    """A pool of at most `size` workers of one gym; see `GymWorker.start`."""
-    start = partial(
-        GymWorker.start,
-        python or sys.executable,
-        script,
-        config,
-        variables or {},
-        readonly_folders,
-        settings or WorkerSettings(),
-    )
-    return WorkerPool(size, start)

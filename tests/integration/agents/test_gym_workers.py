@@ -7,7 +7,8 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import psutil
 import pytest
 
 from areal_hpc.agents.gyms.gym_agent import GymAgent
-from areal_hpc.agents.gyms.gym_worker import GymWorker, build_gym_worker_pool
+from areal_hpc.agents.gyms.gym_worker import GymWorker
 from areal_hpc.agents.gyms.mcp_agent import McpAgent
 from areal_hpc.agents.gyms.openenv_agent import OpenEnvAgent
 from areal_hpc.errors import AgentError, ArealError, NodeResourceShortageError, RecipeError
@@ -33,9 +34,20 @@ Gyms = WorkerPool[GymWorker]
 VARIABLES = {"COLOR": "blue"}
 
 
+def build_pool(
+    config: Mapping[str, Any],
+    size: int = 1,
+    variables: Mapping[str, str] | None = None,
+    settings: WorkerSettings | None = None,
+) -> Gyms:
+    settings = settings or WorkerSettings()
+    start = partial(GymWorker.start, sys.executable, WORKER, config, variables or {}, (), settings)
+    return WorkerPool(size, start)
+
+
 def run(scene: Callable[[Gyms], Awaitable[None]], size: int = 2, **config: Any) -> None:
     async def play() -> None:
-        workers = build_gym_worker_pool(WORKER, config, size, variables=VARIABLES)
+        workers = build_pool(config, size, variables=VARIABLES)
         try:
             await scene(workers)
         finally:
@@ -251,7 +263,7 @@ def test_a_gym_reaches_the_hosts_that_are_named_and_no_other() -> None:
 
     async def play() -> list[Any]:
         settings = WorkerSettings(hosts=(hosts[0],))
-        workers = build_gym_worker_pool(WORKER, {}, 1, settings=settings)
+        workers = build_pool({}, settings=settings)
         try:
             async with workers.acquire() as worker, worker.reach_hosts(hosts[:1]):
                 await reset(worker, [])
@@ -280,7 +292,7 @@ class Answering(http.server.BaseHTTPRequestHandler):
 
 
 def test_a_worker_outlives_the_event_loop_of_an_episode() -> None:
-    workers = build_gym_worker_pool(WORKER, {}, 1, variables=VARIABLES)
+    workers = build_pool({}, variables=VARIABLES)
 
     async def play() -> tuple[int, int]:
         async with workers.acquire() as worker:
