@@ -26,9 +26,8 @@ from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.weights.buckets.plan import TensorSpec
 from areal_hpc.weights.publisher import Publisher
-from areal_hpc.wire.http import SignedAuth
 from areal_hpc.wire.replicas import ReplicasOfCell, ReplicaView
-from areal_hpc.wire.signing import RequestSigner
+from areal_hpc.wire.service_key import derive_bearer_key, make_client_tls
 from areal_hpc.wire.weight_version import WeightVersion
 
 START_TIMEOUT_S = 300.0
@@ -159,9 +158,10 @@ class Replica:
             report = publisher.publish_from_this_rank(version, self._specs, arrivals, replicas)
             assert not report.failed, report.failed
         relay = rendezvous.wait_for_endpoint(self._paths.rendezvous_dir, "control-cell-0", 1)
-        signer = RequestSigner(self._paths.service_key.read_text(), "control-cell-0")
-        auth = SignedAuth(signer)
-        answer = httpx.get(f"{relay.url}/replicas", auth=auth, trust_env=False)
+        service_key = rendezvous.read_service_key(self._paths.service_key)
+        headers = {"Authorization": f"Bearer {derive_bearer_key(service_key, 'control-cell-0')}"}
+        tls = make_client_tls(service_key)
+        answer = httpx.get(f"{relay.url}/replicas", headers=headers, verify=tls, trust_env=False)
         return msgspec.json.decode(answer.content, type=ReplicasOfCell).replicas[0]
 
     def update(self, transport: str, streams: Streams) -> Update:

@@ -1,9 +1,8 @@
 """Authenticated control proxy in front of a cell's SGLang servers.
 
 SGLang listens on loopback and asks for keys that are new with each start; a caller on the same node
-is told them with the list of replicas. The control proxy listens on the advertised host, wants
-requests that are signed with the run's service key, and lets through the routes of `wire.replicas`
-and no others.
+is told them with the list of replicas. The control proxy listens on the advertised host with the
+run's certificate, wants a bearer key, and lets through the routes of `wire.replicas` and no others.
 """
 
 import asyncio
@@ -30,8 +29,8 @@ from areal_hpc.wire.asgi import (
     JsonApp,
     ServiceServer,
     decode_body,
-    read_signed_body,
-    require_signed_head,
+    read_body,
+    require_bearer_key,
 )
 from areal_hpc.wire.replicas import (
     FORWARDED_ROUTES,
@@ -46,7 +45,7 @@ from areal_hpc.wire.replicas import (
     ReplicasOfCell,
     ReplicaView,
 )
-from areal_hpc.wire.signing import RequestVerifier
+from areal_hpc.wire.service_key import derive_bearer_key, make_server_tls
 
 RequestT = TypeVar("RequestT")
 
@@ -73,7 +72,7 @@ class ControlProxyApp(JsonApp):
     ) -> None:
         self._cell = cell
         self._replicas = replicas
-        self._verifier = RequestVerifier(service_key, format_control_proxy_name(cell))
+        self._key = derive_bearer_key(service_key, format_control_proxy_name(cell))
         self._weights_dir = weights_dir
         self._pauses = [UpdatePauseTimer(replica, self._fetch_server_load) for replica in replicas]
         self._upstream: aiohttp.ClientSession | None = None
@@ -84,11 +83,10 @@ class ControlProxyApp(JsonApp):
         return super().get_error_status_and_text(request, error)
 
     async def answer(self, request: Request) -> tuple[int, bytes]:
-        """Check the signature, then act or ask SGLang."""
-        require_signed_head(request, self._verifier)
+        """Check the key, then act or ask SGLang."""
+        require_bearer_key(request, self._key)
         match request.method, request.scope["path"].strip("/").split("/"):
             case "GET", ["replicas"]:
-                await _read_signed_body(request)  # none, if that is what was signed
                 return _encode_reply(
                     ReplicasOfCell(self._cell, self._list_views_redacted_for_caller(request))
                 )
@@ -250,13 +248,13 @@ def _parse_caller_headers(request: Request) -> ControlCallerIdentity:
 
 async def _decode_body(request: Request, request_type: type[RequestT]) -> RequestT:
     try:
-        return decode_body(await _read_signed_body(request), request_type)
+        return decode_body(await _read_limited_body(request), request_type)
     except msgspec.DecodeError as error:
         raise HTTPException(400, str(error)) from error
 
 
 async def _read_json_object_body(request: Request) -> bytes:
-    body = await _read_signed_body(request)
+    body = await _read_limited_body(request)
     try:
         decode_body(body, dict[str, object])
     except msgspec.DecodeError as error:
@@ -281,23 +279,23 @@ def _read_number_header(request: Request, header_name: str, default: str = "") -
         raise HTTPException(400, f"the header {header_name} must be a number") from None
 
 
-async def _read_signed_body(request: Request) -> bytes:
+async def _read_limited_body(request: Request) -> bytes:
     too_large = HTTPException(413, f"a body holds at most {MAX_BODY_BYTES} bytes")
-    return await read_signed_body(request, MAX_BODY_BYTES, too_large)
+    return await read_body(request, MAX_BODY_BYTES, too_large)
 
 
 class ControlProxyServer:
     """The control proxy on a port and in a thread of its own: the main thread minds processes."""
 
-    def __init__(self, app: ControlProxyApp, host: str) -> None:
+    def __init__(self, app: ControlProxyApp, host: str, service_key_file: Path) -> None:
         self._app = app
         # The protocol is named because asyncio turns off Nagle's algorithm only then; with it
         # every answer would wait 40 ms for a delayed acknowledgement.
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         self._socket.bind((host, 0))
         self._socket.listen()  # from here on callers wait, and none is refused
-        self.url = f"http://{host}:{self._socket.getsockname()[1]}"
-        self._server = ServiceServer(app)
+        self.url = f"https://{host}:{self._socket.getsockname()[1]}"
+        self._server = ServiceServer(app, make_server_tls(service_key_file))
         self._thread = threading.Thread(
             target=lambda: asyncio.run(self._serve_then_close_app()),
             name="control-proxy",

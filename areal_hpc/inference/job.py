@@ -43,7 +43,7 @@ def run(config: dict[str, Any]) -> None:
     ]
     service_key = rendezvous.ensure_service_key(paths.service_key)
     app = ControlProxyApp(job.cell, replicas, service_key, paths.published_weights_dir)
-    control_proxy = ControlProxyServer(app, get_advertised_host())
+    control_proxy = ControlProxyServer(app, get_advertised_host(), paths.service_key)
     control_proxy.start()
     service = rendezvous.format_control_proxy_name(job.cell)
     rendezvous.publish_endpoint(paths.rendezvous_dir, service, control_proxy.url)

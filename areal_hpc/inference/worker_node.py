@@ -23,7 +23,7 @@ from areal_hpc.rundir.telemetry.spans import record_state_entry
 from areal_hpc.wire.awake_clock import AwakeClock
 from areal_hpc.wire.http import WireClient
 from areal_hpc.wire.replicas import FollowerPollReply, FollowerPollRequest
-from areal_hpc.wire.signing import RequestSigner
+from areal_hpc.wire.service_key import derive_bearer_key, make_client_tls
 
 log = logging.getLogger(__name__)
 
@@ -82,8 +82,12 @@ class WorkerNode:
         self._launch = launch
         self._cell = cell
         self._rendezvous_dir = rendezvous_dir
-        signer = RequestSigner(service_key, rendezvous.format_control_proxy_name(cell))
-        self._client = WireClient("", signer, timeout_s=CALL_TIMEOUT_S)
+        self._client = WireClient(
+            "",
+            derive_bearer_key(service_key, rendezvous.format_control_proxy_name(cell)),
+            tls=make_client_tls(service_key),
+            timeout_s=CALL_TIMEOUT_S,
+        )
         self._log_dir = log_dir
         self._patience_s = head_timeout_s
         self._clock = AwakeClock()

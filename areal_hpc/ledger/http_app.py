@@ -1,9 +1,8 @@
 """HTTP application of the ledger.
 
-Errors are `{"error": "..."}` with status 400 (unreadable or impossible request), 401
-(signature), 404, 405, 409 (a superseded trainer, or one that opened no generation), 413 (size), 425
-(signed at another time), 500 (damaged run directory, or a defect) or 503 (the file system refused;
-try again).
+Errors are `{"error": "..."}` with status 400 (unreadable or impossible request), 401 (key), 404,
+405, 409 (a superseded trainer, or one that opened no generation), 413 (size), 500 (damaged run
+directory, or a defect) or 503 (the file system refused; try again).
 """
 
 import asyncio
@@ -19,8 +18,8 @@ from areal_hpc.ledger.long_poll import LongPoll
 from areal_hpc.ledger.service import LedgerService
 from areal_hpc.rundir.rendezvous import LEDGER_SERVICE
 from areal_hpc.wire import ledger as wire
-from areal_hpc.wire.asgi import JsonApp, decode_body, read_signed_body, require_signed_head
-from areal_hpc.wire.signing import RequestVerifier
+from areal_hpc.wire.asgi import JsonApp, decode_body, read_body, require_bearer_key
+from areal_hpc.wire.service_key import derive_bearer_key
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +35,7 @@ class LedgerApp(JsonApp):
     def __init__(
         self, service: LedgerService, service_key: str, clock: Callable[[], float]
     ) -> None:
-        self._verifier = RequestVerifier(service_key, LEDGER_SERVICE)
+        self._key = derive_bearer_key(service_key, LEDGER_SERVICE)
         self._clock = clock
         self._closing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._routes: dict[str, tuple[type[msgspec.Struct], RouteHandler]] = {
@@ -57,15 +56,15 @@ class LedgerApp(JsonApp):
             self._closing.set_result(None)
 
     async def answer(self, request: Request) -> tuple[int, bytes]:
-        """Check the signature, decode, let the service answer, encode."""
+        """Check the key, decode, let the service answer, encode."""
         path = request.scope["path"]
-        require_signed_head(request, self._verifier)
+        require_bearer_key(request, self._key)
         if path not in self._routes:
             raise LedgerRequestError(404, f"no route {path}; routes: {' '.join(self._routes)}")
         if request.method != "POST":
             raise LedgerRequestError(405, f"{path} takes POST, got {request.method}")
         too_large = LedgerRequestError(413, f"{path} takes at most {MAX_REQUEST_BYTES} bytes")
-        body = await read_signed_body(request, MAX_REQUEST_BYTES, too_large)
+        body = await read_body(request, MAX_REQUEST_BYTES, too_large)
         form, handler = self._routes[path]
         try:
             decoded = decode_body(body, form)

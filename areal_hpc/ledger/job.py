@@ -27,6 +27,7 @@ from areal_hpc.rundir.telemetry.process_metrics import build_samples, register_s
 from areal_hpc.rundir.telemetry.spans import record_state_entry
 from areal_hpc.wire.asgi import ServiceServer
 from areal_hpc.wire.awake_clock import AwakeClock
+from areal_hpc.wire.service_key import make_server_tls
 
 log = logging.getLogger(__name__)
 
@@ -81,11 +82,11 @@ async def serve_ledger_until_stopped(config: LedgerJobConfig, stop: StopRequest)
     )
     app = LedgerApp(service, key, clock.now)
     listener = socket.create_server((get_advertised_host(), 0), backlog=1024)
-    server = ServiceServer(app)
+    server = ServiceServer(app, make_server_tls(paths.service_key))
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     host, port = listener.getsockname()[:2]
     rendezvous.publish_endpoint(
-        paths.rendezvous_dir, rendezvous.LEDGER_SERVICE, f"http://{host}:{port}"
+        paths.rendezvous_dir, rendezvous.LEDGER_SERVICE, f"https://{host}:{port}"
     )
     record_state_entry("serve")
     log.info("listening on %s:%d (start %d of this run's ledger)", host, port, service.incarnation)

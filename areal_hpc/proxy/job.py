@@ -25,7 +25,7 @@ from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.process_metrics import register_sample_reader
 from areal_hpc.rundir.telemetry.spans import record_state_entry
-from areal_hpc.wire.signing import RequestVerifier
+from areal_hpc.wire.service_key import derive_bearer_key
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,6 @@ DRAIN_TIMEOUT_S = 1
 
 
 def run(config: dict[str, Any]) -> None:
-    """Serve until a stop signal; then seal what is finished."""
     job = ProxyJobConfig.model_validate(config)
     stop = StopRequest.install()
     run_in_uvloop_thread_until_done(_serve_cell(job, stop))
@@ -66,7 +65,7 @@ async def _serve_cell(job: ProxyJobConfig, stop: StopRequest) -> None:
         recorder,
         source,
         sealer,
-        verifier=RequestVerifier(service_key, name),
+        driver_key=derive_bearer_key(service_key, name),
         metrics_key=rendezvous.ensure_metrics_key(paths.metrics_key),
         online=job.online,
     )

@@ -12,7 +12,7 @@ import msgspec
 from areal_hpc.errors import ClusterError, HttpStatusError
 from areal_hpc.rundir import rendezvous
 from areal_hpc.wire.http import BACKOFF, RETRYABLE_STATUSES, AsyncWireClient
-from areal_hpc.wire.signing import RequestSigner
+from areal_hpc.wire.service_key import derive_bearer_key, make_client_tls
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +25,8 @@ class ServiceClient:
     def __init__(self, directory: Path, service_name: str, service_key: str) -> None:
         self._directory = directory
         self._name = service_name
-        self._client = AsyncWireClient("", RequestSigner(service_key, service_name))
+        key = derive_bearer_key(service_key, service_name)
+        self._client = AsyncWireClient("", key, tls=make_client_tls(service_key))
         self._endpoint: rendezvous.ServiceEndpoint | None = None
         self._answered_at = time.monotonic()
 
@@ -47,12 +48,12 @@ class ServiceClient:
         request: msgspec.Struct | None,
         reply: type[ReplyT],
         *,
-        key: str | None = None,
+        key: str = "",
         timeout_s: float | None = None,
     ) -> ReplyT:
         """POST `request`, or GET where there is none, until the peer answers.
 
-        A session's `key` goes in place of a signature; `timeout_s` limits one try.
+        A session's `key` goes in place of the driver's; `timeout_s` limits one try.
 
         Raises:
             HttpStatusError: The peer answered with an error that repeating will not fix.

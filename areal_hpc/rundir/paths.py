@@ -13,7 +13,7 @@ ENVIRONMENTS = {"serve": "serve", "train": "main", "agents": "main"}
 """The environment below `.venvs/` that has the packages of each role."""
 RECIPE_FILE = "recipe.yaml"
 ADMIN_KEY_FILE = "rendezvous/admin.key"
-SERVICE_KEY_FILE = "rendezvous/services.key"
+SERVICE_KEY_FILE = "rendezvous/services.pem"
 HELD_JOB_NOTES_SUBDIR = "held"
 """The folder of notes of the jobs that wait to be released, below that of all jobs."""
 
@@ -71,7 +71,7 @@ class RunPaths(_Folder):
     admin_key = _PathDescriptor(ADMIN_KEY_FILE)
     """Opens sessions at the run's proxies, for programs of the user's; mode 0600."""
     service_key = _PathDescriptor(SERVICE_KEY_FILE)
-    """The run's own processes sign with it what they ask of one another; mode 0600."""
+    """Private key and certificate by which the run's own processes know one another; mode 0600."""
     metrics_key = _PathDescriptor("rendezvous/metrics.key")
     """Prometheus sends it to read `/metrics` off loopback; mode 0600."""
     shards_dir = _PathDescriptor("shards")

@@ -13,12 +13,14 @@ import msgspec
 
 from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.rundir.atomic import fsync_path, write_atomic_private, write_temporary
+from areal_hpc.wire.service_key import generate_service_key
 
 LEDGER_SERVICE = "ledger"
 """The service that every driver, proxy and trainer asks."""
 RANK_STORE_SERVICE = "trainer-store"
 """The store through which the ranks of a trainer find one another."""
 MIN_KEY_CHARS, MAX_KEY_CHARS = 32, 1024
+MAX_KEY_FILE_CHARS = 1 << 16
 CELL_PREFIX = "cell-"
 """Names of the cells that play training tasks, and of their jobs, are this and a number."""
 SHARED_JOB_PREFIX = "cells-"
@@ -128,8 +130,21 @@ def ensure_admin_key(path: Path) -> str:
 
 
 def ensure_service_key(path: Path) -> str:
-    """The key that requests between services are signed with, in a file, made on first use."""
-    return _ensure_key(path, "a service key")
+    """The key of the run's own processes (`wire.service_key`), in a file, made on first use."""
+    if not path.exists():
+        _create_key_file(path, generate_service_key())
+    return read_service_key(path)
+
+
+def read_service_key(path: Path) -> str:
+    key = _read_private_text(path, "a service key")
+    if "PRIVATE KEY" not in key or "BEGIN CERTIFICATE" not in key:
+        raise RecipeError(
+            "expected a private key and a certificate in PEM",
+            key=str(path),
+            hint="remove the file: a key is made when it is missing",
+        )
+    return key
 
 
 def ensure_metrics_key(path: Path) -> str:
@@ -162,13 +177,13 @@ def read_user_key(path: Path, key_description: str) -> str:
 
 def _ensure_key(path: Path, key_description: str) -> str:
     if not path.exists():
-        _create_key(path)
+        _create_key_file(path, secrets.token_urlsafe(32))
     return _read_key(path, key_description)
 
 
-def _create_key(path: Path) -> None:
+def _create_key_file(path: Path, key: str) -> None:
     own_name = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
-    made = write_temporary(own_name, secrets.token_urlsafe(32).encode(), mode=0o600)
+    made = write_temporary(own_name, key.encode(), mode=0o600)
     try:
         os.link(made, path)
     except FileExistsError:
@@ -206,4 +221,4 @@ def _read_private_text(path: Path, key_description: str) -> str:
             )
         if problem:
             raise RecipeError(f"{key_description} is not safe: {problem}", key=str(path), hint=hint)
-        return stream.read(MAX_KEY_CHARS + 1).strip()
+        return stream.read(MAX_KEY_FILE_CHARS).strip()

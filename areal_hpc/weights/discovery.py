@@ -16,7 +16,7 @@ from areal_hpc.rundir.rendezvous import (
 )
 from areal_hpc.wire.http import WireClient
 from areal_hpc.wire.replicas import ReplicasOfCell, ReplicaView
-from areal_hpc.wire.signing import RequestSigner
+from areal_hpc.wire.service_key import derive_bearer_key, make_client_tls
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class ReplicaDiscovery:
         self._cells = [format_cell_name(index) for index in range(cells)]
         self._cells += [EVALUATION_CELL] if evaluation_cell else []
         self._service_key = service_key
-        self._client = WireClient("", timeout_s=_CELL_TIMEOUT_S)
+        self._client = WireClient("", tls=make_client_tls(service_key), timeout_s=_CELL_TIMEOUT_S)
         self._pool = ThreadPoolExecutor(
             min(_MAX_CONCURRENT_QUERIES, max(1, len(self._cells))), thread_name_prefix="discovery"
         )
@@ -102,8 +102,8 @@ class ReplicaDiscovery:
         if endpoint is None:
             return []
         try:
-            url, signer = f"{endpoint.url}/replicas", RequestSigner(self._service_key, service)
-            replicas = self._client.call(url, None, ReplicasOfCell, signer=signer).replicas
+            url, key = f"{endpoint.url}/replicas", derive_bearer_key(self._service_key, service)
+            replicas = self._client.call(url, None, ReplicasOfCell, key=key).replicas
         except ClusterError as error:
             log.info("skipping %s: %s", cell, error)
             return None

@@ -12,14 +12,13 @@ from areal_hpc.errors import WeightSyncError
 from areal_hpc.rundir.rendezvous import format_control_proxy_name
 from areal_hpc.weights.buckets.plan import BucketPlan
 from areal_hpc.weights.discovery import ReplicaKey
-from areal_hpc.wire.http import SignedAuth
 from areal_hpc.wire.replicas import (
     INCARNATION_HEADER,
     SENDER_TIMEOUT_HEADER,
     TRAINER_GENERATION_HEADER,
     FenceReplicaRequest,
 )
-from areal_hpc.wire.signing import RequestSigner
+from areal_hpc.wire.service_key import derive_bearer_key, make_client_tls
 from areal_hpc.wire.weight_version import WeightVersion
 
 ReplyT = TypeVar("ReplyT")
@@ -86,14 +85,16 @@ class ReplicaClient:
         senders: int = 1,
     ) -> None:
         self.key = key
+        bearer_key = derive_bearer_key(service_key, format_control_proxy_name(key.cell))
         self._client = httpx.Client(
             base_url=f"{key.control_url}/replicas/{key.index}",
-            auth=SignedAuth(RequestSigner(service_key, format_control_proxy_name(key.cell))),
             headers={
+                "Authorization": f"Bearer {bearer_key}",
                 INCARNATION_HEADER: str(key.incarnation),
                 TRAINER_GENERATION_HEADER: str(generation),
                 SENDER_TIMEOUT_HEADER: str(get_sender_silence_limit_s(update_timeout_s, senders)),
             },
+            verify=make_client_tls(service_key),
             trust_env=False,
         )
         self._update_timeout_s = update_timeout_s

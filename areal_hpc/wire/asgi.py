@@ -1,10 +1,12 @@
-"""ASGI shell of the run's services: signatures, body limit, JSON answers and errors, the server.
+"""ASGI shell of the run's services: bearer keys, body limit, JSON answers and errors, the server.
 
 Of Starlette it uses what reads requests and writes responses. Its routing and its error middleware
 are not used: the latter raises a handled exception again, at which uvicorn closes the connection.
 """
 
+import hmac
 import logging
+import ssl
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,17 +19,20 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from areal_hpc.wire.http_server import GuardedServer, get_connection_descriptor_limit
-from areal_hpc.wire.signing import RequestVerifier, SignatureError, check_body_digest
 
 log = logging.getLogger(__name__)
 FormT = TypeVar("FormT")
-_BODY_SHA256_SCOPE_KEY = "areal_hpc.body_sha256"
-"""Name in the scope of a request whose signature was verified."""
 
 
-def require_signed_head(request: Request, verifier: RequestVerifier) -> None:
-    """Let a request of the run's own pass; `read_signed_body` then takes no other body."""
-    request.scope[_BODY_SHA256_SCOPE_KEY] = verifier.verify_head_once_and_get_digest(request.scope)
+def require_bearer_key(request: Request, key: str) -> None:
+    """Refuse a request that does not show the service's key.
+
+    Raises:
+        HTTPException: 401.
+    """
+    given = request.headers.get("authorization", "").encode("latin-1")
+    if not hmac.compare_digest(given, f"Bearer {key}".encode()):
+        raise HTTPException(401, "expected the run's bearer key for this service")
 
 
 async def read_body(request: Request, max_bytes: int, too_large: Exception) -> bytes:
@@ -46,13 +51,6 @@ async def read_body(request: Request, max_bytes: int, too_large: Exception) -> b
         if len(body) > max_bytes:
             raise too_large
     return bytes(body)
-
-
-async def read_signed_body(request: Request, max_bytes: int, too_large: Exception) -> bytes:
-    """The body of a request whose signature was required, as `read_body` gives it."""
-    body = await read_body(request, max_bytes, too_large)
-    check_body_digest(body, request.scope[_BODY_SHA256_SCOPE_KEY])
-    return body
 
 
 def decode_body(body: bytes, body_type: type[FormT]) -> FormT:
@@ -80,8 +78,6 @@ class JsonApp(ABC):
         """Status and text for what `answer` has raised."""
         if isinstance(error, HTTPException):
             return error.status_code, error.detail
-        if isinstance(error, SignatureError):
-            return error.status, str(error)
         log.error("%s failed", request.scope["path"], exc_info=error)
         return 500, f"{type(error).__name__}: {error}"
 
@@ -103,8 +99,8 @@ class JsonApp(ABC):
 class ServiceServer(GuardedServer):
     """HTTP server of one application. Its owner stops it by `should_exit`, no signal does."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        super().__init__(app, get_connection_descriptor_limit(), timeout_graceful_shutdown=1)
+    def __init__(self, app: ASGIApp, tls: ssl.SSLContext | None = None) -> None:
+        super().__init__(app, get_connection_descriptor_limit(), tls, timeout_graceful_shutdown=1)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

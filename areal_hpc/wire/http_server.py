@@ -5,19 +5,28 @@ accepts connections until the process has no descriptor left for anything else.
 """
 
 import asyncio
+import logging
 import resource
-from typing import Any, cast
+import socket
+import ssl
+from functools import partial
+from typing import Any
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from areal_hpc.wire.http import SERVER_KEEP_ALIVE_S
 
+log = logging.getLogger(__name__)
+
 REQUEST_HEAD_TIMEOUT_S = 20.0
-"""From the first byte of a request, or from the connection, to the end of the headers."""
+"""From the first byte of a request, or from the connection, to the end of the headers. A TLS
+handshake has as long."""
 REQUEST_RECEIVE_TIMEOUT_S = 120.0
 """From the same to the end of the body."""
 MAX_HEAD_BYTES = 64 * 1024
+TLS_SHUTDOWN_TIMEOUT_S = 2.0
+"""For which a connection that was closed waits for its client's end."""
 TICKS_PER_DEADLINE_CHECK = 10
 """uvicorn's ticks are 0.1 s apart."""
 RESERVED_DESCRIPTORS = 128
@@ -33,12 +42,6 @@ def get_connection_descriptor_limit() -> int:
     return max(soft - RESERVED_DESCRIPTORS, 2 * MIN_CONNECTIONS)
 
 
-class _Config(uvicorn.Config):
-    def __init__(self, app: Any, max_connections: int, **options: Any) -> None:
-        super().__init__(app, http=GuardedProtocol, **options)
-        self.max_connections = max_connections
-
-
 class GuardedProtocol(HttpToolsProtocol):
     """One client's connection."""
 
@@ -49,12 +52,15 @@ class GuardedProtocol(HttpToolsProtocol):
     _has_asked = False
     _is_overdue = False
 
+    def __init__(self, *, max_connections: int, **uvicorn_arguments: Any) -> None:
+        super().__init__(**uvicorn_arguments)
+        self._max_connections = max_connections
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client has connected."""
         super().connection_made(transport)
         self._start_part_deadline("head")
-        most = cast(_Config, self.config).max_connections
-        if len(self.connections) > most and not self._drop_silent_connection():
+        if len(self.connections) > self._max_connections and not self._drop_silent_connection():
             self.refuse_and_hang_up(503, "too many connections")
 
     def _drop_silent_connection(self) -> bool:
@@ -132,11 +138,20 @@ class GuardedProtocol(HttpToolsProtocol):
             self.transport.write(head.encode() + message.encode())
         self.transport.close()
 
+    def shutdown(self) -> None:
+        """The server stops: hang up at once, or after the answer that is under way."""
+        super().shutdown()
+        if self.scheme == "https" and self.transport.is_closing():
+            self.transport.abort()  # an idle client would not answer the end of TLS
+
 
 class GuardedServer(uvicorn.Server):
     """uvicorn with deadlines, and no more connections than there are descriptors for."""
 
-    def __init__(self, app: Any, max_connections: int, **options: Any) -> None:
+    def __init__(
+        self, app: Any, max_connections: int, tls: ssl.SSLContext | None = None, **options: Any
+    ) -> None:
+        protocol: Any = partial(GuardedProtocol, max_connections=max_connections)
         options = {
             "ws": "none",
             "lifespan": "off",
@@ -147,7 +162,73 @@ class GuardedServer(uvicorn.Server):
             "timeout_keep_alive": SERVER_KEEP_ALIVE_S,
             "backlog": 2048,
         } | options
-        super().__init__(_Config(app, max_connections, **options))
+        super().__init__(uvicorn.Config(app, http=protocol, **options))
+        self._max_connections = max_connections
+        self._tls = tls
+        self._accepting: list[asyncio.Task[None]] = []
+        self._handshakes: dict[asyncio.Task[bool], socket.socket] = {}
+        """The oldest first."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept connections. uvicorn would neither count nor limit TLS handshakes."""
+        if self._tls is None:
+            await super().startup(sockets)
+            return
+        await super().startup([])
+        for listener in sockets or ():
+            listener.setblocking(False)
+            self._accepting.append(asyncio.create_task(self._accept(listener, self._tls)))
+
+    async def _accept(self, listener: socket.socket, tls: ssl.SSLContext) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                connection, _ = await loop.sock_accept(listener)
+            except OSError as error:  # its client has left, or there is no descriptor
+                log.warning("cannot accept a connection: %s", error)
+                await asyncio.sleep(1)
+                continue
+            handshake = loop.create_task(self._shake_hands(connection, tls))
+            self._handshakes[handshake] = connection
+            handshake.add_done_callback(self._end_handshake)
+            used = len(self._handshakes) + len(self.server_state.connections)
+            if used > self._max_connections and len(self._handshakes) > 1:
+                oldest = next(iter(self._handshakes))
+                oldest.cancel()
+                await asyncio.wait([oldest])
+
+    async def _shake_hands(self, connection: socket.socket, tls: ssl.SSLContext) -> bool:
+        loop = asyncio.get_running_loop()
+        create_protocol = partial(
+            self.config.http_protocol_class,
+            config=self.config,  # type: ignore[call-arg]
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
+        )
+        try:
+            await loop.connect_accepted_socket(
+                create_protocol,
+                connection,
+                ssl=tls,
+                ssl_handshake_timeout=REQUEST_HEAD_TIMEOUT_S,
+                ssl_shutdown_timeout=TLS_SHUTDOWN_TIMEOUT_S,
+            )
+        except OSError:  # no TLS, no trust in this certificate, or too slow
+            return False
+        return True
+
+    def _end_handshake(self, handshake: asyncio.Task[bool]) -> None:
+        connection = self._handshakes.pop(handshake)
+        if handshake.cancelled() or not handshake.result():
+            connection.close()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept no more; wait for open requests a while."""
+        waiting: list[asyncio.Task[Any]] = [*self._accepting, *self._handshakes]
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        await super().shutdown(sockets)
 
     async def on_tick(self, counter: int) -> bool:
         """Look after the connections now and then."""

@@ -1,7 +1,7 @@
 """Messages of drivers, proxies and the trainer to the ledger.
 
 A restarted ledger grants no training tickets before it has heard from the trainer.
-All routes are POST with a JSON body, and signed (`wire.signing`).
+All routes are POST with a JSON body over TLS, and want the ledger's bearer key.
 
 | route        | request          | reply          | caller        |
 |--------------|------------------|----------------|---------------|

@@ -1,6 +1,6 @@
 """Messages of drivers to the proxy of their cell.
 
-Drivers sign their requests (`wire.signing`). Admin routes take the run's admin key as well, session
+Drivers show the proxy's bearer key. Admin routes take the run's admin key as well, session
 routes the session's own key (Bearer or `x-api-key`). The agent needs only `base_url` and its
 session key. Programs outside a run may open sessions of their own, end them and export them; those
 routes and names are AReaL's (`areal/experimental/openai/proxy`).

@@ -1,6 +1,7 @@
 """Messages to a cell's control proxy, which guards its SGLang servers.
 
-All requests are signed (`wire.signing`). A call about one replica also says who calls, in headers:
+All requests go over TLS and show the control proxy's bearer key. A call about one replica also says
+who calls, in headers:
 
 | header             | meaning                                                                     |
 |--------------------|-----------------------------------------------------------------------------|

@@ -5,7 +5,7 @@ the thread in which the event loop runs is the longest that it holds the calls o
 
 After every thousand each service is killed and started again, tickets are played and sealed, and
 Megatron takes a step on them. No service dies or hangs, no row is unsound, and no request whose
-signature is spoiled gets further than that. The counts go to
+key is spoiled gets further than that. The counts go to
 `benchmarks/results/fuzz.json` after every thousand, and the next run of this test goes on there.
 """
 
@@ -25,7 +25,6 @@ from areal_hpc.rundir.checkpoints import find_latest_checkpoint
 from areal_hpc.rundir.quarantine import read_quarantine_files
 from areal_hpc.shards.index import read_index
 from areal_hpc.shards.reader import ShardReader
-from areal_hpc.wire.http import SignedAuth
 from areal_hpc.wire.replicas import FORWARDED_ROUTES
 from areal_hpc.wire.trajectory import find_row_defect
 from tests.support.commands import audit_of
@@ -33,8 +32,8 @@ from tests.support.light_run import BATCH_TICKETS, ENTRIES, LightRun, light_run
 from tests.support.mutated_calls import Mutator, RawCall, Sender
 from tests.support.rank_server import rank_server
 from tests.support.results import add_results, read_results
+from tests.support.service_keys import is_refused
 from tests.support.sound_calls import MODEL, RESPONSE_ID, list_sound_calls
-from tests.support.spoiled_signatures import is_refused
 
 pytestmark = pytest.mark.timeout(7200)
 
@@ -69,7 +68,7 @@ def test_no_call_kills_or_hangs_a_service_or_spoils_a_row(run: LightRun) -> None
     while counts["calls"] < CALLS:
         began = time.monotonic()
         chance = random.Random(20261125 + counts["calls"])
-        statuses, signatures = call_wrongly(run, chance)
+        statuses, refused_keys = call_wrongly(run, chance)
         hold_s, held_by = send_swollen_calls(run, chance, statuses)
         assert_well(run)
         work_honestly(run)
@@ -77,9 +76,7 @@ def test_no_call_kills_or_hangs_a_service_or_spoils_a_row(run: LightRun) -> None
         counts["steps"] += 1
         counts["restarts"] += len(ENTRIES)
         counts["by_status"] = dict(sorted(total(counts["by_status"], statuses).items()))
-        counts["refused_by_signature"] = dict(
-            sorted(total(counts["refused_by_signature"], signatures).items())
-        )
+        counts["refused_keys"] = dict(sorted(total(counts["refused_keys"], refused_keys).items()))
         counts["swollen"] += SWOLLEN_CALLS_A_ROUND
         if hold_s > counts["longest_hold_s"]:
             counts |= {"longest_hold_s": hold_s, "longest_held_by": held_by}
@@ -103,8 +100,8 @@ def assert_every_route_is_called(run: LightRun) -> None:
         for path, methods in document["paths"].items()
         for method in methods
     }
-    auth = SignedAuth(run.signer("ledger"))
-    refused = run.http.post(f"{run.url('ledger')}/unknown", auth=auth).json()["error"]
+    headers = run.build_headers("ledger")
+    refused = run.http.post(f"{run.url('ledger')}/unknown", headers=headers).json()["error"]
     listed = refused.splitlines()[0].partition("routes: ")[2].split()
     assert called["ledger"] == {("POST", path) for path in listed}
     assert {path.rpartition("/")[2] for _, path in called["inference"]} > FORWARDED_ROUTES
@@ -113,7 +110,7 @@ def assert_every_route_is_called(run: LightRun) -> None:
 def read_counts() -> dict[str, Any]:
     """What was done before this run was cut off; nothing if all was done."""
     nothing: dict[str, Any] = {"calls": 0, "of": CALLS, "steps": 0, "restarts": 0, "seconds": 0}
-    nothing |= {"by_status": {}, "refused_by_signature": {}, "swollen": 0, "longest_hold_s": 0.0}
+    nothing |= {"by_status": {}, "refused_keys": {}, "swollen": 0, "longest_hold_s": 0.0}
     found: dict[str, Any] = read_results("fuzz", {}).get("mutated_calls", nothing)
     return nothing if found["calls"] >= CALLS else found
 
@@ -124,11 +121,11 @@ def total(before: dict[str, int], more: Counter[str]) -> Counter[str]:
 
 def call_wrongly(run: LightRun, chance: random.Random) -> tuple[Counter[str], Counter[str]]:
     """A thousand calls, several at a time; the statuses that they were answered with, and the
-    defects of the signatures that were refused."""
+    defects of the keys that were refused."""
     statuses: Counter[str] = Counter()
-    signatures: Counter[str] = Counter()
-    senders = {service: Sender(run.url(service)) for service in ENTRIES}
-    mutator = Mutator(chance)
+    refused_keys: Counter[str] = Counter()
+    senders = {service: Sender(run.url(service), run.service_key) for service in ENTRIES}
+    mutator = Mutator(chance, [run.key(service) for service in ENTRIES])
     with ThreadPoolExecutor(CALLERS) as pool:
         for _ in range(10):
             sound, mutator.known = list_sound_calls(run)
@@ -141,17 +138,17 @@ def call_wrongly(run: LightRun, chance: random.Random) -> tuple[Counter[str], Co
                     f"{status} {shorten(raw)}\n{run.said()}"
                 )
                 statuses[status] += 1
-                if raw.signature != "sound":
-                    assert is_refused(status, raw.signature), f"{status} {shorten(raw)}"
-                    signatures[raw.signature] += 1
-    return statuses, signatures
+                if raw.key_defect != "none":
+                    assert is_refused(status, raw.key_defect), f"{status} {shorten(raw)}"
+                    refused_keys[raw.key_defect] += 1
+    return statuses, refused_keys
 
 
 def send_swollen_calls(
     run: LightRun, chance: random.Random, statuses: Counter[str]
 ) -> tuple[float, str]:
     """The most that one of them took of the event loop's thread once it had come, and which did."""
-    process, sender = psutil.Process(run.pid("proxy")), Sender(run.url("proxy"))
+    process, sender = psutil.Process(run.pid("proxy")), Sender(run.url("proxy"), run.service_key)
     before: dict[int, float] = {}
 
     def measure() -> dict[int, float]:
@@ -185,7 +182,7 @@ def send(senders: dict[str, Sender], raw: RawCall) -> str:
 
 
 def shorten(raw: RawCall) -> str:
-    return f"{raw.method} {raw.path} {raw.headers[1:]} {raw.content[:300]!r} {raw.signature}"
+    return f"{raw.method} {raw.path} {raw.headers[1:]} {raw.content[:300]!r} {raw.key_defect}"
 
 
 def assert_well(run: LightRun) -> None:

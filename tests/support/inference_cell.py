@@ -17,10 +17,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from areal_hpc.errors import ClusterError
 from areal_hpc.jobs.environment import get_interpreter
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.rundir.rendezvous import wait_for_endpoint
-from areal_hpc.wire.http import SignedAuth
+from areal_hpc.rundir.rendezvous import read_service_key, wait_for_endpoint
 from areal_hpc.wire.replicas import ReplicasOfCell, ReplicaView
-from areal_hpc.wire.signing import RequestSigner
+from areal_hpc.wire.service_key import derive_bearer_key, make_client_tls
 from tests.support.chatml import write_model_dir
 from tests.support.deadlines import Deadline, scaled
 from tests.support.process_commands import command_of, is_scheduler, start_job_process
@@ -84,10 +83,12 @@ class Cell:
         except ClusterError:
             self.stop()
             raise
-        self.service_key = paths.service_key.read_text()
+        self.service_key = read_service_key(paths.service_key)
+        key = derive_bearer_key(self.service_key, f"control-{self.name}")
         self.relay = httpx.Client(
             base_url=endpoint.url,
-            auth=SignedAuth(RequestSigner(self.service_key, f"control-{self.name}")),
+            headers={"authorization": f"Bearer {key}"},
+            verify=make_client_tls(self.service_key),
             timeout=scaled(30),
             trust_env=False,
         )

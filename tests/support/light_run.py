@@ -24,10 +24,10 @@ from areal_hpc.rundir.generations import claim_next_number
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.wire import ledger as ledger_wire
 from areal_hpc.wire import proxy as proxy_wire
-from areal_hpc.wire.http import SignedAuth, WireClient
+from areal_hpc.wire.http import WireClient
 from areal_hpc.wire.ledger import BatchManifest, TicketRef
 from areal_hpc.wire.replicas import ReplicasOfCell, ReplicaView
-from areal_hpc.wire.signing import RequestSigner
+from areal_hpc.wire.service_key import derive_bearer_key, make_client_tls
 from areal_hpc.wire.weight_version import WeightVersion
 from tests.support.commands import write_program
 from tests.support.deadlines import Deadline, scaled
@@ -93,9 +93,10 @@ class LightRun:
         make_tiny_model(self.paths.starting_model_dir, ["one two three"], vocab=320, **SIZES)
         schedule = {"total_steps": total_steps, "batch_size": BATCH_TICKETS}
         write_recipe(self.paths, {**TRAINER, **schedule})
-        self._service_key = rendezvous.ensure_service_key(self.paths.service_key)
-        self._client = WireClient("", timeout_s=scaled(CALL_TIMEOUT_S))
-        self.http = httpx.Client(timeout=scaled(CALL_TIMEOUT_S), trust_env=False)
+        self.service_key = rendezvous.ensure_service_key(self.paths.service_key)
+        tls = make_client_tls(self.service_key)
+        self._client = WireClient("", tls=tls, timeout_s=scaled(CALL_TIMEOUT_S))
+        self.http = httpx.Client(timeout=scaled(CALL_TIMEOUT_S), trust_env=False, verify=tls)
         for service, config in self._build_configs(proxy or {}).items():
             self._config_path(service).write_text(json.dumps(config))
             self.start(service)
@@ -182,8 +183,12 @@ class LightRun:
         self.http.close()
         self._client.close()
 
-    def signer(self, service: str) -> RequestSigner:
-        return RequestSigner(self._service_key, ENDPOINTS[service])
+    def key(self, service: str) -> str:
+        """The bearer key that opens a service."""
+        return derive_bearer_key(self.service_key, ENDPOINTS[service])
+
+    def build_headers(self, service: str) -> dict[str, str]:
+        return {"authorization": f"Bearer {self.key(service)}"}
 
     def url(self, service: str) -> str:
         name = ENDPOINTS[service]
@@ -208,12 +213,12 @@ class LightRun:
     def call(
         self, service: str, route: str, request: msgspec.Struct | None, reply: type[ReplyT]
     ) -> ReplyT:
-        """A signed call, repeated while the service is away."""
+        """A call of the run's own, repeated while the service is away."""
         deadline = Deadline(PATIENCE_S)
         while True:
             try:
                 url = f"{self.url(service)}{route}"
-                return self._client.call(url, request, reply, signer=self.signer(service))
+                return self._client.call(url, request, reply, key=self.key(service))
             except (ClusterError, OSError) as error:
                 status = getattr(error, "status", 503)
                 if status < 500 or deadline.is_over():
@@ -313,8 +318,8 @@ class LightRun:
         answer = self.http.post(
             f"{self.url('inference')}/replicas/{replica.index}/{route}",
             json=body,
-            auth=SignedAuth(self.signer("inference")),
             headers={
+                **self.build_headers("inference"),
                 "x-areal-incarnation": str(replica.incarnation),
                 "x-areal-generation": str(self.version.generation),
             },

@@ -1,5 +1,6 @@
 """Calls of HTTP services made wrong in every way, from right ones and a seed."""
 
+import contextlib
 import http.client
 import json
 import random
@@ -10,9 +11,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import urlsplit
 
-from areal_hpc.wire.signing import RequestSigner
+from areal_hpc.wire.service_key import make_client_tls
 from tests.support.deadlines import scaled
-from tests.support.spoiled_signatures import DEFECTS, SignatureDefect, sign
+from tests.support.service_keys import DEFECTS, KeyDefect, spoil_authorization
 
 HANG_S = 20.0
 """A call that was not to wait takes milliseconds; one that takes longer hangs."""
@@ -73,8 +74,9 @@ class Call:
     method: str
     path: str
     body: Any = None
-    key: str | RequestSigner = ""
-    """A session's key, or what signs the calls of the run's own processes."""
+    key: str = ""
+    is_internal: bool = False
+    """The key is one of the run's own processes, no session's."""
     headers: tuple[tuple[str, str], ...] = ()
     """Beside that of the key; their values may be made wrong, too."""
 
@@ -95,8 +97,7 @@ class RawCall:
     headers: tuple[tuple[str, str], ...]
     may_wait: bool
     """It asks to be kept, or announces more than it sends."""
-    signature: SignatureDefect = "sound"
-    signature_seed: int = 0
+    key_defect: KeyDefect = "none"
 
 
 @dataclass
@@ -104,6 +105,8 @@ class Mutator:
     """Makes calls wrong; the same seed makes the same ones wrong alike."""
 
     chance: random.Random
+    keys_of_run: Sequence[str] = ()
+    """Of all services; each opens its own alone."""
     sound_share: float = 0.1
     """Of calls that are left as they are."""
     known: list[Any] = field(default_factory=list)
@@ -113,8 +116,8 @@ class Mutator:
         """One call, wrong in one way or in several."""
         if self.chance.random() < self.sound_share:
             return self._encode(call, call.body)
-        if isinstance(call.key, RequestSigner) and self._is_seldom():
-            return self._spoil_signature(call)
+        if call.is_internal and self._is_seldom():
+            return self._spoil_key(call)
         how = self.chance.choices(
             (self._spoil_values, self._spoil_bytes, self._spoil_request), (70, 15, 15)
         )[0]
@@ -138,12 +141,16 @@ class Mutator:
         content = content.replace(b'"' + PLACE.encode() + b'"', begin + swollen + end, 1)
         return replace(self._encode(call, call.body), content=content[:MAX_SWOLLEN_BYTES])
 
-    def _spoil_signature(self, call: Call) -> RawCall:
+    def _spoil_key(self, call: Call) -> RawCall:
         """Of a right call, or of one with wrong values: nobody may come to look at them."""
         is_right = self.chance.random() < 0.5
         raw = self._encode(call, call.body) if is_right else self._spoil_values(call)
-        defect, seed = self.chance.choice(DEFECTS), self.chance.randrange(2**32)
-        return replace(raw, signature=defect, signature_seed=seed)
+        over_tls = call.service != "proxy"
+        defect = self.chance.choice(DEFECTS if over_tls else DEFECTS[:-1])
+        key = spoil_authorization(call.key, defect, self.chance, self.keys_of_run)
+        headers = [one for one in raw.headers if one[0] != "authorization"]
+        headers += [] if key is None else [("authorization", key)]
+        return replace(raw, headers=tuple(headers), key_defect=defect)
 
     def _spoil_values(self, call: Call) -> RawCall:
         body = json.loads(json.dumps(call.body))
@@ -209,8 +216,7 @@ class Mutator:
         return self.chance.random() < 0.3
 
     def _encode(self, call: Call, body: Any) -> RawCall:
-        has_key = isinstance(call.key, str) and call.key
-        key = (("authorization", f"Bearer {call.key}"),) if has_key else ()
+        key = (("authorization", f"Bearer {call.key}"),) if call.key else ()
         content = b"" if call.method == "GET" else json.dumps(body).encode()
         headers = (*key, *call.headers)
         waits = isinstance(call.body, dict) and "wait_s" in call.body
@@ -220,8 +226,9 @@ class Mutator:
 class Sender:
     """Sends raw calls to one service, one after another."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, service_key: str) -> None:
         self._address = urlsplit(url)
+        self._tls = make_client_tls(service_key) if self._address.scheme == "https" else None
 
     def send(self, raw: RawCall, before_last_byte: Callable[[], None] = lambda: None) -> str:
         """The status of the answer, or how the call ended without one.
@@ -231,13 +238,13 @@ class Sender:
             ConnectionError: It refused the connection: it is dead, or takes no more.
         """
         sent = self._encode(raw)
-        if raw.signature == "repeated":
-            self._send(raw, sent, before_last_byte)
-        return self._send(raw, sent, before_last_byte)
-
-    def _send(self, raw: RawCall, sent: bytes, before_last_byte: Callable[[], None]) -> str:
         host, port = self._address.hostname, self._address.port
-        with socket.create_connection((host or "", port or 0), scaled(HANG_S)) as connection:
+        with contextlib.ExitStack() as ends:
+            connection: socket.socket = ends.enter_context(
+                socket.create_connection((host or "", port or 0), scaled(HANG_S))
+            )
+            if self._tls is not None and raw.key_defect != "over plain HTTP":
+                connection = ends.enter_context(self._tls.wrap_socket(connection))
             connection.settimeout(LEFT_AFTER_S if raw.may_wait else scaled(HANG_S))
             try:
                 connection.sendall(sent[:-1])
@@ -256,12 +263,6 @@ class Sender:
 
     def _encode(self, raw: RawCall) -> bytes:
         headers = [("host", self._address.netloc), *raw.headers]
-        if isinstance(raw.call.key, RequestSigner):
-            # Of what is sent, so that what is wrong with it is found further in.
-            chance = random.Random(raw.signature_seed)
-            signature = sign(raw.call.key, raw.method, raw.path, raw.content, raw.signature, chance)
-            if signature is not None:
-                headers.append(("authorization", signature))
         if not any(name in ("content-length", "transfer-encoding") for name, _ in headers):
             headers.append(("content-length", str(len(raw.content))))
         lines = [

@@ -31,7 +31,7 @@ from areal_hpc.wire.proxy import (
     StartSessionRequest,
 )
 from areal_hpc.wire.replicas import ReplicaState
-from areal_hpc.wire.signing import RequestSigner
+from areal_hpc.wire.service_key import derive_bearer_key
 from areal_hpc.wire.trajectory import TrajectoryRow
 from tests.support.chatml import byte_level_tokenizer, write_model_dir
 from tests.support.deadlines import scaled
@@ -71,14 +71,14 @@ class Stage:
         self.paths = RunPaths(root / "run")
         self.admin_key = rendezvous.ensure_admin_key(self.paths.admin_key)
         self.service_key = rendezvous.ensure_service_key(self.paths.service_key)
-        self.signer = RequestSigner(self.service_key, f"proxy-{CELL}")
+        self.driver_key = derive_bearer_key(self.service_key, f"proxy-{CELL}")
         self.model_dir = model_dir or write_model_dir(root / "model")
         self.journal_dir = root / "journal"
         self.tokenizer = byte_level_tokenizer()
         self.loop = LoopThread()
         self.sglang = ScriptedSGLang(self.tokenizer)
         self.relay = StandInRelay(self.paths.rendezvous_dir, self.service_key)
-        self.ledger = StandInLedger(self.paths.rendezvous_dir)
+        self.ledger = StandInLedger(self.paths.rendezvous_dir, self.service_key)
         for part in (self.sglang, self.relay, self.ledger):
             self.loop.run(part.start())
         self.relay.show(self.sglang.url)
@@ -243,21 +243,17 @@ class Stage:
     # A driver's calls -----------------------------------------------------------------------
 
     def post(self, route: str, body: Any, key: str | None = None) -> httpx.Response:
-        """A call with a key, or one that is signed as a driver's."""
+        """A call with a key, or with the driver's."""
         content = msgspec.json.encode(body)
-        headers = {"authorization": self.authorize(route, content, key)}
+        headers = {"authorization": f"Bearer {key or self.driver_key}"}
         return self.http.post(f"{self.url}{route}", content=content, headers=headers)
-
-    def authorize(self, route: str, content: bytes, key: str | None = None) -> str:
-        return f"Bearer {key}" if key else self.signer.sign("POST", route, content)
 
     def begin(self, route: str, body: Any, key: str | None = None) -> http.client.HTTPConnection:
         """A call that waits at the proxy on return; its answer comes by this connection."""
         parts = urlsplit(self.url)
         connection = http.client.HTTPConnection(parts.netloc, timeout=scaled(PATIENCE_S))
-        content = msgspec.json.encode(body)
-        headers = {"authorization": self.authorize(route, content, key)}
-        connection.request("POST", route, content, headers)
+        headers = {"authorization": f"Bearer {key or self.driver_key}"}
+        connection.request("POST", route, msgspec.json.encode(body), headers)
         self.catch_up()
         return connection
 

@@ -11,6 +11,7 @@ from typing import Any
 from tests.support.deadlines import scaled
 from tests.support.environments import CHECKOUT
 from tests.support.sender_rank import RANKS
+from tests.support.service_keys import SERVICE_KEY
 
 
 class SenderRanks:
@@ -44,7 +45,7 @@ def sender_ranks(
     *,
     cells: int,
     backend: str,
-    service_key: str = "key",
+    service_key: str = SERVICE_KEY,
     generation: int = 1,
     **weights: Any,
 ) -> Iterator[SenderRanks]:

@@ -197,18 +197,16 @@ def _list_control_calls(run: LightRun) -> list[Call]:
         "load": msgspec.to_builtins(control_wire.LoadWeightsRequest("1.1.1", version)),
         **{route: {"weight_version": version} for route in control_wire.FORWARDED_ROUTES},
     }
-    signer = run.signer("inference")
+    key = run.key("inference")
     return [
-        Call("inference", "GET", "/replicas", None, signer),
+        Call("inference", "GET", "/replicas", None, key, is_internal=True),
         _admin("inference", run, "/follow", control_wire.FollowerPollRequest(0, 1)),
         *(
-            Call(
-                "inference", "POST", f"/replicas/0/{route}", body, run.signer("inference"), headers
-            )
+            Call("inference", "POST", f"/replicas/0/{route}", body, key, True, headers)
             for route, body in orders.items()
         ),
     ]
 
 
 def _admin(service: str, run: LightRun, path: str, request: msgspec.Struct) -> Call:
-    return Call(service, "POST", path, msgspec.to_builtins(request), run.signer(service))
+    return Call(service, "POST", path, msgspec.to_builtins(request), run.key(service), True)

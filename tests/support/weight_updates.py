@@ -15,6 +15,7 @@ from areal_hpc.weights.publisher import Publisher
 from areal_hpc.weights.transports.transport import UpdateReport
 from areal_hpc.wire.weight_version import WeightVersion
 from tests.support.deadlines import Deadline
+from tests.support.service_keys import SERVICE_KEY
 
 AWAIT_S = 20.0
 
@@ -30,7 +31,7 @@ def specs_of(weights: Mapping[str, torch.Tensor]) -> list[TensorSpec]:
 @contextmanager
 def publishing(
     rendezvous_dir: Path,
-    service_key: str = "key",
+    service_key: str = SERVICE_KEY,
     *,
     cells: int = 1,
     weights_dir: Path | None = None,

@@ -30,7 +30,7 @@ from areal_hpc.proxy.sessions.store import Session
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.wire.asgi import ServiceServer
-from areal_hpc.wire.signing import RequestVerifier
+from areal_hpc.wire.service_key import derive_bearer_key
 
 LOOPBACK_HOST = "127.0.0.1"
 PROBE_TIMEOUT_S = 5.0
@@ -106,7 +106,7 @@ class TrialCell:
                 rendezvous.ensure_admin_key(paths.admin_key),
                 recorder,
                 StaticReplicaSource([url]),
-                verifier=RequestVerifier(
+                driver_key=derive_bearer_key(
                     rendezvous.ensure_service_key(paths.service_key),
                     rendezvous.format_proxy_name(job.cell),
                 ),

@@ -11,24 +11,18 @@ import msgspec
 from areal_hpc.rundir import rendezvous
 from areal_hpc.wire.http import AsyncWireClient
 from areal_hpc.wire.replicas import ReplicasOfCell, ReplicaView
-from areal_hpc.wire.signing import RequestSigner
+from areal_hpc.wire.service_key import derive_bearer_key, make_client_tls
 
 CONTROL_PROXY_TIMEOUT_S = 5.0
 PROBE_TIMEOUT_S = 5.0
 
 
 class ReplicaSource(Protocol):
-    """Says which replicas there are."""
-
     async def fetch_replicas(self) -> list[ReplicaView]:
-        """The replicas as they are now.
-
-        Raises:
-            ClusterError: Nobody can tell, so none may be asked.
-        """
+        """The replicas as they are now."""
 
     async def close(self) -> None:
-        """Close pooled connections."""
+        pass
 
 
 class CellReplicaSource:
@@ -37,11 +31,14 @@ class CellReplicaSource:
     def __init__(self, rendezvous_dir: Path, cell: str, service_key: str) -> None:
         self._directory = rendezvous_dir
         self._control_proxy_name = rendezvous.format_control_proxy_name(cell)
-        signer = RequestSigner(service_key, self._control_proxy_name)
-        self._client = AsyncWireClient("", signer, timeout_s=CONTROL_PROXY_TIMEOUT_S)
+        self._client = AsyncWireClient(
+            "",
+            derive_bearer_key(service_key, self._control_proxy_name),
+            tls=make_client_tls(service_key),
+            timeout_s=CONTROL_PROXY_TIMEOUT_S,
+        )
 
     async def fetch_replicas(self) -> list[ReplicaView]:
-        """Replicas that the control proxy reports; none before it has been published."""
         endpoint = rendezvous.find_endpoint(self._directory, self._control_proxy_name)
         if endpoint is None:
             return []

@@ -48,7 +48,6 @@ from areal_hpc.proxy.sessions.store import Session, SessionStore
 from areal_hpc.recipe.sections.proxy_and_shards import ProxyConfig
 from areal_hpc.wire import proxy as wire
 from areal_hpc.wire.http_server import ByteBudget
-from areal_hpc.wire.signing import RequestVerifier, check_body_digest, claims_to_be_signed
 
 RETRY_AFTER_S = 1
 """When a request that came at a busy moment (429, 503) may be repeated."""
@@ -76,7 +75,7 @@ class ProxyApp:
         *,
         admin_key: str,
         metrics_key: str = "",
-        verifier: RequestVerifier | None = None,
+        driver_key: str = "",
         limits: ProxyConfig,
         model: ServedModel,
         store: SessionStore,
@@ -86,7 +85,7 @@ class ProxyApp:
     ) -> None:
         self._admin_key = admin_key.encode()
         self._metrics_key = (metrics_key or admin_key).encode()
-        self._verifier = verifier
+        self._driver_key = driver_key.encode()
         self._max_request_bytes = limits.max_request_bytes
         self._max_messages = limits.max_messages
         self._body_budget = ByteBudget(BODY_BUDGET_IN_LARGEST_BODIES * limits.max_request_bytes)
@@ -152,17 +151,15 @@ class ProxyApp:
                     )
                     raise ProxyRequestError(415, problem, hint="send it as it is")
             # Before there is memory for a body.
-            session, digest = self._authenticate_and_get_digest(route, key, scope)
+            session, is_driver = self._authenticate(route, key, scope)
             if session is not None:
                 session.client = client
             body = await self._read_body(receive, session) if route.opened_by != "anyone" else b""
-            if digest:
-                check_body_digest(body, digest)
             await refuse_too_many_values(body, self._max_messages)
             arguments = [
                 *self._check_session_and_list_arguments(route, session, named, body, scope)
             ]
-            if route.opened_by == "admin" and not digest:
+            if route.opened_by == "admin" and not is_driver:
                 arguments = [_limit_what_admin_key_opens(one) for one in arguments]
             if route.asks_model and session is not None:
                 requests = self._requests_by_session.setdefault(session, SessionRequests())
@@ -237,38 +234,28 @@ class ProxyApp:
             if session is not None:
                 session.receiving_bytes -= count
 
-    def _authenticate_and_get_digest(
+    def _authenticate(
         self, route: Route, key: str, asgi_scope: Scope
-    ) -> tuple[Session | None, str]:
-        if route.opened_by == "anyone":
-            return None, ""
-        if route.opened_by == "admin" and hmac.compare_digest(
-            key.encode("latin-1"), self._admin_key
-        ):
-            return None, ""
-        if route.opened_by == "reader":
-            self._require_reader_key(key.encode("latin-1"), asgi_scope)
-            return None, ""
-        if route.opened_by in ("admin", "driver"):
-            return None, self._verify_signature_and_get_digest(route, asgi_scope)
-        return self._require_session_and_touch(route, key), ""
-
-    def _require_reader_key(self, key: bytes, asgi_scope: Scope) -> None:
-        if not (
-            asgi_scope["server"][0].startswith("127.")
-            or hmac.compare_digest(key, self._metrics_key)
-            or hmac.compare_digest(key, self._admin_key)
+    ) -> tuple[Session | None, bool]:
+        """The session whose key was shown, and whether the run's driver asks."""
+        if route.opened_by in ("session", "control"):
+            return self._require_session_and_touch(route, key), False
+        given = key.encode("latin-1")
+        is_driver = bool(self._driver_key) and hmac.compare_digest(given, self._driver_key)
+        if is_driver and route.opened_by in ("admin", "driver"):
+            return None, True
+        if route.opened_by == "driver":
+            raise ProxyRequestError(401, "this route is for a run's driver")
+        is_admin = hmac.compare_digest(given, self._admin_key)
+        if route.opened_by == "admin" and not is_admin:
+            raise ProxyRequestError(401, "this route requires the admin key")
+        if route.opened_by == "reader" and not (
+            is_admin
+            or asgi_scope["server"][0].startswith("127.")
+            or hmac.compare_digest(given, self._metrics_key)
         ):
             raise ProxyRequestError(401, "this route requires the key in rendezvous/metrics.key")
-
-    def _verify_signature_and_get_digest(self, route: Route, asgi_scope: Scope) -> str:
-        if self._verifier is None and route.opened_by == "driver":
-            raise ProxyRequestError(401, "this route is for a run's driver; there is no run here")
-        if self._verifier is None or (
-            route.opened_by == "admin" and not claims_to_be_signed(asgi_scope)
-        ):
-            raise ProxyRequestError(401, "this route requires the admin key")
-        return self._verifier.verify_head_once_and_get_digest(asgi_scope)
+        return None, False
 
     def _require_session_and_touch(self, route: Route, key: str) -> Session:
         if route.opened_by == "session":

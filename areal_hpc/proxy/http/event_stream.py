@@ -14,7 +14,6 @@ from typing import Any
 from areal_hpc.errors import ProxyRequestError
 from areal_hpc.proxy.completion.streaming import ReplyStream
 from areal_hpc.proxy.dialects.dialect import Exchange
-from areal_hpc.wire.signing import SignatureError
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +104,5 @@ def to_request_error(error: Exception) -> ProxyRequestError:
     """An error as its client is told of it."""
     if isinstance(error, ProxyRequestError):
         return error
-    if isinstance(error, SignatureError):
-        return ProxyRequestError(error.status, str(error))
     log.error("a request failed", exc_info=error)
     return ProxyRequestError(500, "internal error of the proxy; see its log")

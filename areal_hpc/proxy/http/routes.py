@@ -36,8 +36,8 @@ class Route:
     path: str
     """One part may be a `{name}`: anything but empty, with slashes where it ends the path."""
     opened_by: Literal["driver", "admin", "session", "control", "reader", "anyone"]
-    """What opens it, checked before the request's body is read. `driver`: a signature of the run's
-    own (`wire.signing`); `admin`: that or the admin key; `session`: the key of an agent; `control`:
+    """What opens it, checked before the request's body is read. `driver`: the key of
+    the run's driver; `admin`: that or the admin key; `session`: the key of an agent; `control`:
     that of who opened the session, which may be the same; `reader`: nothing on loopback, else the
     metrics or the admin key."""
     answer: Callable[..., RouteResult | Coroutine[Any, Any, RouteResult]]
@@ -119,8 +119,6 @@ _SECURITY_SCHEMES: dict[str, dict[str, Any]] = {
     "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
     "x-goog-api-key": {"type": "apiKey", "in": "header", "name": "x-goog-api-key"},
 }
-_SIGNATURE_SCHEME = {"signature": {"type": "apiKey", "in": "header", "name": "authorization"}}
-"""Of routes that a run's own processes ask (`wire.signing`)."""
 _ERROR_SCHEMA = {
     "type": "object",
     "required": ["error"],
@@ -153,7 +151,7 @@ def render_openapi(routes: Iterable[Route]) -> bytes:
             "paths": paths,
             "components": {
                 "schemas": {**components, "Refusal": _ERROR_SCHEMA},
-                "securitySchemes": _SECURITY_SCHEMES | _SIGNATURE_SCHEME,
+                "securitySchemes": _SECURITY_SCHEMES,
             },
         }
     )
@@ -174,8 +172,7 @@ def _describe_operation(route: Route, body: dict[str, Any] | None) -> dict[str, 
         },
     }
     if route.opened_by != "anyone":
-        schemes = _SECURITY_SCHEMES if route.opened_by != "driver" else ["signature"]
-        operation["security"] = [{name: []} for name in schemes]
+        operation["security"] = [{name: []} for name in _SECURITY_SCHEMES]
     if route.opened_by == "reader":
         operation["security"].append({})  # none, on loopback
     if name := route.path_parameter:

@@ -38,7 +38,7 @@ from areal_hpc.wire.ledger import (
     SettleTicketsRequest,
     TicketRef,
 )
-from areal_hpc.wire.signing import RequestSigner
+from areal_hpc.wire.service_key import derive_bearer_key, make_client_tls
 from areal_hpc.wire.trajectory import RowKind, TrajectoryRow, find_row_defect
 
 log = logging.getLogger(__name__)
@@ -64,8 +64,12 @@ class TicketSealer:
         self._paths = paths
         self._cell = cell
         self._config = config
-        signer = RequestSigner(service_key, rendezvous.LEDGER_SERVICE)
-        self._ledger = AsyncWireClient("", signer, timeout_s=LEDGER_TIMEOUT_S)
+        self._ledger = AsyncWireClient(
+            "",
+            derive_bearer_key(service_key, rendezvous.LEDGER_SERVICE),
+            tls=make_client_tls(service_key),
+            timeout_s=LEDGER_TIMEOUT_S,
+        )
         self.untrained = UntrainedSealer(recorder, paths, cell, config)
         self._sealing = asyncio.Lock()
         self._settling = asyncio.Lock()
@@ -92,7 +96,6 @@ class TicketSealer:
         self._wake_up.set()
 
     async def run(self) -> None:
-        """Seal and settle until cancelled."""
         pauses = iter(BACKOFF)
         while True:
             with contextlib.suppress(TimeoutError):

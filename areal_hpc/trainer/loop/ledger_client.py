@@ -21,7 +21,7 @@ from areal_hpc.wire.ledger import (
     OpenTrainerGenerationRequest,
     WeightsPublishedRequest,
 )
-from areal_hpc.wire.signing import RequestSigner
+from areal_hpc.wire.service_key import derive_bearer_key, make_client_tls
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,8 @@ class LedgerClient:
         is_stopping: Callable[[], bool],
     ) -> None:
         self._dir = rendezvous_dir
-        self._client = WireClient("", RequestSigner(service_key, rendezvous.LEDGER_SERVICE))
+        key = derive_bearer_key(service_key, rendezvous.LEDGER_SERVICE)
+        self._client = WireClient("", key, tls=make_client_tls(service_key))
         self._url = ""
         self._generation = generation
         self._is_stopping = is_stopping

@@ -14,7 +14,7 @@ from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.events import read_recent_events
 from areal_hpc.wire.ledger import Empty, LedgerStatus
-from areal_hpc.wire.signing import RequestSigner
+from areal_hpc.wire.service_key import derive_bearer_key, make_client_tls
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +73,18 @@ def _fetch_ledger_status(paths: RunPaths) -> LedgerStatus | None:
     from areal_hpc.wire.http import WireClient  # two HTTP libraries, that most commands do not need
 
     try:
-        key = paths.service_key.read_text()
+        key = rendezvous.read_service_key(paths.service_key)
         endpoint = rendezvous.find_endpoint(paths.rendezvous_dir, rendezvous.LEDGER_SERVICE)
     except OSError:
         return None  # another user's run: its files may be read, its services not asked
     if endpoint is None:
         return None
-    signer = RequestSigner(key.strip(), rendezvous.LEDGER_SERVICE)
-    client = WireClient(endpoint.url, signer, timeout_s=0.5)
+    client = WireClient(
+        endpoint.url,
+        derive_bearer_key(key, rendezvous.LEDGER_SERVICE),
+        tls=make_client_tls(key),
+        timeout_s=0.5,
+    )
     try:
         return client.call("/status", Empty(), LedgerStatus)
     except ClusterError:

@@ -10,10 +10,11 @@ import pytest
 
 from areal_hpc.proxy.http.driver_api import MAX_KEPT_EXPORTED_SESSIONS
 from areal_hpc.wire.ledger import TicketRef
-from areal_hpc.wire.signing import RequestSigner
+from areal_hpc.wire.service_key import derive_bearer_key
 from tests.contract.proxy.talk import QUESTION, turn
 from tests.support.deadlines import scaled
 from tests.support.proxy_stage import Stage
+from tests.support.service_keys import OTHER_SERVICE_KEY
 
 KEY = "sk-chosen-by-the-client"
 
@@ -140,21 +141,14 @@ def test_the_admin_key_opens_sessions_and_nothing_of_a_driver(stage: Stage) -> N
         assert stage.post(f"/rl/{route}", {}, stage.admin_key).status_code == 401
 
 
-def test_a_drivers_request_counts_once_and_for_its_own_proxy(stage: Stage) -> None:
-    def send(content: bytes, authorization: str) -> int:
-        headers = {"authorization": authorization}
-        answer = stage.http.post(f"{stage.url}/rl/seal", content=content, headers=headers)
-        return answer.status_code
-
-    signed = stage.signer.sign("POST", "/rl/seal", b"{}")
-    assert [send(b"{}", signed), send(b"{}", signed)] == [200, 401]
-    assert send(b'{"a": 1}', stage.signer.sign("POST", "/rl/seal", b"{}")) == 401
-    for signer in (
-        RequestSigner(stage.service_key, "proxy-cell-1"),
-        RequestSigner(stage.service_key, "ledger"),
-        RequestSigner(stage.admin_key, "proxy-cell-0"),
-    ):
-        assert send(b"{}", signer.sign("POST", "/rl/seal", b"{}")) == 401
+def test_a_drivers_key_opens_its_own_proxy_alone(stage: Stage) -> None:
+    assert stage.post("/rl/seal", {}, stage.driver_key).status_code == 200
+    others = [derive_bearer_key(stage.service_key, name) for name in ("proxy-cell-1", "ledger")]
+    for key in (*others, derive_bearer_key(OTHER_SERVICE_KEY, "proxy-cell-0"), "wrong"):
+        refused = stage.post("/rl/seal", {}, key)
+        assert refused.status_code == 401
+        assert stage.driver_key not in refused.text
+    assert stage.http.post(f"{stage.url}/rl/seal", json={}).status_code == 401
 
 
 def test_only_the_admin_key_opens_exports_and_grants(stage: Stage) -> None:

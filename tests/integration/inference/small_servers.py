@@ -15,13 +15,13 @@ from areal_hpc.jobs.restart_policy import RestartPolicy
 from areal_hpc.recipe.sections.inference import InferenceConfig
 from areal_hpc.rundir.telemetry.events import EventLog
 from areal_hpc.wire.awake_clock import AwakeClock
-from areal_hpc.wire.http import SignedAuth
 from areal_hpc.wire.replicas import ReplicaView
-from areal_hpc.wire.signing import RequestSigner
+from areal_hpc.wire.service_key import derive_bearer_key, make_client_tls
 from tests.support.deadlines import scaled
+from tests.support.service_keys import SERVICE_KEY
 from tests.support.waiting import wait_for
 
-KEY = "the service key"
+KEY = SERVICE_KEY
 SILENT_S = 0.4
 """What the server takes from the order to go on until its first batch."""
 SERVER = """
@@ -103,7 +103,9 @@ def make_replica(
 def control_proxy(replica: Replica, folder: Path) -> Iterator[ControlProxyServer]:
     """The control proxy of a cell of one replica, whose weights are in `folder`/weights."""
     app = ControlProxyApp("cell-0", [replica], KEY, folder / "weights")
-    proxy = ControlProxyServer(app, "127.0.0.1")
+    key_file = folder / "services.pem"
+    key_file.write_text(KEY)
+    proxy = ControlProxyServer(app, "127.0.0.1", key_file)
     proxy.start()
     try:
         yield proxy
@@ -119,10 +121,11 @@ def call(
         "x-areal-incarnation": "1",
         "x-areal-generation": "1",
         "x-areal-deadline-s": "100",
+        "authorization": f"Bearer {derive_bearer_key(KEY, 'control-cell-0')}",
     }
-    auth = SignedAuth(RequestSigner(KEY, "control-cell-0"))
+    tls = make_client_tls(KEY)
     with httpx.Client(
-        headers=headers, auth=auth, timeout=timeout_s or scaled(60), trust_env=False
+        headers=headers, verify=tls, timeout=timeout_s or scaled(60), trust_env=False
     ) as client:
         return client.post(f"{proxy.url}/{route}", json=body or {})
 

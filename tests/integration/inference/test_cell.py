@@ -5,11 +5,12 @@ import httpx
 import pytest
 
 from areal_hpc.wire.replicas import ReplicaView
-from areal_hpc.wire.signing import RequestSigner
+from areal_hpc.wire.service_key import derive_bearer_key, make_client_tls
 from tests.support.deadlines import scaled
 from tests.support.inference_cell import Cell, running_cell, tiny_qwen3
 from tests.support.process_commands import alive
 from tests.support.run_files import events_of
+from tests.support.service_keys import OTHER_SERVICE_KEY
 from tests.support.waiting import wait_for
 
 HEALTH_TIMEOUT_S = scaled(8)
@@ -36,12 +37,20 @@ def before(cell: Cell) -> ReplicaView:
     return cell.await_replica(lambda view: view.state in ("ready", "serving"))
 
 
-def test_the_relay_takes_signed_requests_alone(cell: Cell) -> None:
-    signer = RequestSigner(cell.service_key, f"control-{cell.name}")
-    of_another_body = signer.sign("GET", "/replicas", b"{}")
-    for key in ("", f"Bearer {cell.service_key}", of_another_body):
-        headers = {"Authorization": key} if key else {}
-        assert httpx.get(f"{cell.relay.base_url}/replicas", headers=headers).status_code == 401
+def test_the_relay_is_opened_by_its_own_key_over_tls_alone(cell: Cell) -> None:
+    url, tls = f"{cell.relay.base_url}/replicas", make_client_tls(cell.service_key)
+    own_key = derive_bearer_key(cell.service_key, f"control-{cell.name}")
+    for key in ("", "wrong", derive_bearer_key(cell.service_key, "ledger"), f"{own_key}0"):
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        refused = httpx.get(url, headers=headers, verify=tls)
+        assert refused.status_code == 401
+        assert own_key not in refused.text
+    headers = {"Authorization": f"Bearer {own_key}"}
+    assert httpx.get(url, headers=headers, verify=tls).status_code == 200
+    with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
+        httpx.get(url, headers=headers, verify=make_client_tls(OTHER_SERVICE_KEY))
+    with pytest.raises(httpx.TransportError):
+        httpx.get(url.replace("https:", "http:"), headers=headers)
 
 
 def test_a_route_that_is_not_listed_does_not_exist(cell: Cell) -> None:

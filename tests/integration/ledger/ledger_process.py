@@ -41,7 +41,7 @@ from areal_hpc.wire.ledger import (
     TicketRef,
     WeightsPublishedRequest,
 )
-from areal_hpc.wire.signing import RequestSigner
+from areal_hpc.wire.service_key import derive_bearer_key, make_client_tls
 from tests.support.deadlines import Deadline, scaled
 
 Reply = TypeVar("Reply")
@@ -97,13 +97,20 @@ class LedgerProcess:
         except BaseException:
             self.kill()
             raise
-        self.client = WireClient(self.url, self.signer, timeout_s=PATIENCE_S)
+        self.client = WireClient(
+            self.url, self.key, tls=make_client_tls(self.service_key), timeout_s=PATIENCE_S
+        )
         # Not closed before the end: another thread may be in the middle of a call.
         self.clients.append(self.client)
 
     @property
-    def signer(self) -> RequestSigner:
-        return RequestSigner(self.paths.service_key.read_text(), "ledger")
+    def service_key(self) -> str:
+        return rendezvous.read_service_key(self.paths.service_key)
+
+    @property
+    def key(self) -> str:
+        """The bearer key that opens it."""
+        return derive_bearer_key(self.service_key, "ledger")
 
     def _await_url(self) -> str:
         endpoint = None
@@ -146,10 +153,13 @@ class LedgerProcess:
 
     def begin(self, route: str, request: msgspec.Struct) -> http.client.HTTPConnection:
         """A call that waits at the ledger on return; its answer comes by this connection."""
-        connection = http.client.HTTPConnection(urlsplit(self.url).netloc, timeout=PATIENCE_S)
-        body = msgspec.json.encode(request)
-        headers = {"authorization": self.signer.sign("POST", route, body)}
-        connection.request("POST", route, body, headers)
+        connection = http.client.HTTPSConnection(
+            urlsplit(self.url).netloc,
+            timeout=PATIENCE_S,
+            context=make_client_tls(self.service_key),
+        )
+        headers = {"authorization": f"Bearer {self.key}"}
+        connection.request("POST", route, msgspec.json.encode(request), headers)
         self.catch_up()
         return connection
 
