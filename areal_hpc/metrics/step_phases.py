@@ -51,4 +51,6 @@ def compute_time_shares_by_system_part(row: Mapping[str, Any]) -> dict[SystemPar
 
 def find_step_bottleneck(row: Mapping[str, Any]) -> SystemPart | None:
     shares = compute_time_shares_by_system_part(row)
-    return max(shares, key=lambda part: shares[part]) if shares else None
+    if not shares:
+        return None
+    return max(shares, key=lambda part: shares[part])

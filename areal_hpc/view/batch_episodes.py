@@ -15,7 +15,7 @@ from areal_hpc.trainer.batch.episode_metrics import (
     merge_rows_into_episode,
     merge_spans,
 )
-from areal_hpc.view.transcripts.conversation import get_messages, get_raw_tool_calls, locate_calls
+from areal_hpc.view.transcripts.messages import get_messages, get_raw_tool_calls, locate_calls
 from areal_hpc.wire.ledger import SealedTicket
 from areal_hpc.wire.row_record import CallRecord
 from areal_hpc.wire.trajectory import TrajectoryRow

@@ -53,7 +53,7 @@ def format_tokens(found_row: FoundRow, tokenizer_json: Path | None = None) -> st
     trajectory = found_row.read()
     sampled = int(trajectory.loss_mask_T.sum())
     title = (
-        f"{found_row.shard.path.name} row {found_row.row}: ticket {trajectory.ticket_id} "
+        f"{found_row.reader.path.name} row {found_row.row}: ticket {trajectory.ticket_id} "
         f"attempt {trajectory.attempt} episode {trajectory.episode} row {trajectory.row}, "
         f"reward {trajectory.reward:g}, temperature {trajectory.temperature:g}, "
         f"{trajectory.num_tokens} tokens, {sampled} sampled"

@@ -56,7 +56,7 @@ def kill_all(launcher: subprocess.Popen[bytes], run_dir: Path) -> None:
 
 def count_rows(run_dir: Path) -> Counter[object]:
     """Recorded rows of each evaluation ticket."""
-    return Counter(one.get_field("ticket") for one in find_rows(run_dir, RowQuery())[0])
+    return Counter(one.read().ticket_id for one in find_rows(run_dir, RowQuery())[0])
 
 
 def start(arguments: Sequence[str]) -> subprocess.Popen[bytes]:

@@ -22,7 +22,7 @@ import pytest
 
 from areal_hpc.launch.tiny_model import make_tiny_model
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.view.dashboard.row_index import RowIndex
+from areal_hpc.view.transcripts.row_index import RowIndex
 from areal_hpc.wire.row_record import CallRecord, RowRecord
 from areal_hpc.wire.trajectory import TrajectoryRow
 from areal_hpc.wire.weight_version import WeightVersion

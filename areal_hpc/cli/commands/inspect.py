@@ -330,13 +330,14 @@ def _list_shards(arguments: argparse.Namespace) -> int:
 def _show_rows(arguments: argparse.Namespace) -> int:
     from areal_hpc.view.shard_report import find_tokenizer_file, format_tokens
     from areal_hpc.view.transcripts.conversation import format_groups
+    from areal_hpc.view.transcripts.row_index import get_cache_dir
     from areal_hpc.view.transcripts.row_search import RowQuery, find_rows
 
     path = arguments.run.resolve()
     paths = RunPaths(path.parent.parent) if path.is_file() else parse_run_dir(path)
     most = arguments.rows or (DEFAULT_SHOWN_ROWS if arguments.ticket is None else None)
     query = RowQuery(arguments.where, arguments.ticket, arguments.row, arguments.sort, most)
-    rows, matching = find_rows(path, query)
+    rows, matching = find_rows(path, query, get_cache_dir())
     if arguments.tokens:
         tokenizer = find_tokenizer_file(paths)
         print("\n\n".join(format_tokens(row, tokenizer) for row in rows))
@@ -352,11 +353,12 @@ def _export_rows(arguments: argparse.Namespace) -> int:
     from rich.progress import Progress
 
     from areal_hpc.view.transcripts.export import export_rows
+    from areal_hpc.view.transcripts.row_index import get_cache_dir
     from areal_hpc.view.transcripts.row_search import RowQuery, find_rows
 
     path = arguments.run.resolve()
     paths = RunPaths(path.parent.parent) if path.is_file() else parse_run_dir(path)
-    rows, _ = find_rows(path, RowQuery(arguments.where))
+    rows, _ = find_rows(path, RowQuery(arguments.where), get_cache_dir())
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("writing", total=len(rows))

@@ -29,8 +29,8 @@ def add_commands(commands: CommandGroup) -> None:
 def _serve_or_bundle_dashboard(arguments: argparse.Namespace) -> int:
     from areal_hpc.rundir.paths import list_runs
     from areal_hpc.view.dashboard.bundle import write_bundle
-    from areal_hpc.view.dashboard.row_index import get_cache_dir
     from areal_hpc.view.dashboard.server import serve_dashboard
+    from areal_hpc.view.transcripts.row_index import get_cache_dir
 
     runs = list_runs(arguments.place)
     if not arguments.bundle:

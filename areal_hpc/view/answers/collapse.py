@@ -90,16 +90,22 @@ COLLAPSE_SIGNS = (
         "reply/tokens_mean", "replies have another length", "changes", "max_reply_length_ratio"
     ),
     CollapseSign(
-        *("reply/cut_fraction", "replies reach their limit of tokens"),
-        *("rises", "max_cut_fraction", 2.0),
+        "reply/cut_fraction",
+        "replies reach their limit of tokens",
+        "rises",
+        "max_cut_fraction",
+        2.0,
     ),
     CollapseSign("groups/all_worst", "groups have only the worst reward", "rises", 0.5, 2.0),
     CollapseSign(
         "groups/zero_variance", "most groups teach nothing", "rises", "max_zero_variance", 1.5
     ),
     CollapseSign(
-        *("logprob/engine_trainer_mean_abs_diff", "engine and trainer no longer agree"),
-        *("rises", "max_engine_trainer_diff", 10.0),
+        "logprob/engine_trainer_mean_abs_diff",
+        "engine and trainer no longer agree",
+        "rises",
+        "max_engine_trainer_diff",
+        10.0,
     ),
 )
 SHOWN_TREND_NAMES = (*dict.fromkeys(sign.trend_name for sign in COLLAPSE_SIGNS), "groups/all_best")

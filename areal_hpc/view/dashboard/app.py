@@ -30,9 +30,9 @@ from areal_hpc.view.dashboard.evaluation_set_names import (
     list_set_names,
 )
 from areal_hpc.view.dashboard.page_errors import explain_page_error
-from areal_hpc.view.dashboard.row_index import RowIndex
 from areal_hpc.view.dashboard.run_states import RunStateCache
 from areal_hpc.view.dashboard.timeline_page import describe_timeline
+from areal_hpc.view.transcripts.row_index import RowIndex
 
 MEDIA_TYPE_BY_STATIC_FILE = {
     "index.html": "text/html; charset=utf-8",

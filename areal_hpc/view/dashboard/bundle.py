@@ -18,9 +18,9 @@ from areal_hpc.view.dashboard.app import (
 from areal_hpc.view.dashboard.evaluation_page import build_evaluation_sets_page
 from areal_hpc.view.dashboard.evaluation_set_names import label_evaluation_rows, list_set_names
 from areal_hpc.view.dashboard.page_errors import explain_page_error
-from areal_hpc.view.dashboard.row_index import RowIndex
 from areal_hpc.view.dashboard.run_states import RunStateCache
 from areal_hpc.view.dashboard.timeline_page import describe_timeline
+from areal_hpc.view.transcripts.row_index import RowIndex
 
 MAX_BUNDLED_ROWS = 500
 

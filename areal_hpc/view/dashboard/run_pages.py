@@ -23,7 +23,6 @@ from areal_hpc.shards.schema import parse_shard_name
 from areal_hpc.view.dashboard.evaluation_set_names import label_evaluation_rows
 from areal_hpc.view.dashboard.page_errors import explain_page_error
 from areal_hpc.view.dashboard.row_annotation import describe_annotation
-from areal_hpc.view.dashboard.row_index import RowIndex
 from areal_hpc.view.metric_values import list_restart_steps
 from areal_hpc.view.shard_report import find_tokenizer_file
 from areal_hpc.view.state.alerts_at_newest_step import find_run_alerts, select_failure_alerts
@@ -33,13 +32,8 @@ from areal_hpc.view.state.summary import (
     read_run_progress,
 )
 from areal_hpc.view.timing.idle_time import read_held_gpus_or_nodes
-from areal_hpc.view.transcripts.conversation import (
-    extract_text,
-    format_tool_call,
-    get_messages,
-    get_raw_tool_calls,
-    locate_calls,
-)
+from areal_hpc.view.transcripts.messages import ShownMessage, list_shown_messages
+from areal_hpc.view.transcripts.row_index import RowIndex
 from areal_hpc.wire.row_record import CallRecord
 from areal_hpc.wire.trajectory import TrajectoryRow
 from areal_hpc.wire.weight_version import WeightVersion
@@ -178,7 +172,7 @@ def _describe_recorded_row(paths: RunPaths, shard: str, row: int) -> JsonObject:
         "cause": record.cause,
         "error": record.error,
         "ignored": record.ignored,
-        "messages": _list_messages(trajectory),
+        "messages": [_describe_message(one) for one in list_shown_messages(trajectory)],
         "tools": list(trajectory.tool_schemas.values()),
         "tokens": _describe_tokens(trajectory, _load_tokenizer(paths)),
     }
@@ -199,19 +193,15 @@ def _read_task_fields(paths: RunPaths, row: JsonObject) -> dict[str, str]:
     }
 
 
-def _list_messages(row: TrajectoryRow) -> list[JsonObject]:
-    calls = dict(locate_calls(row.record.calls))
-    return [
-        {
-            "role": str(message.get("role", "?")),
-            "name": str(message.get("name") or ""),
-            "text": extract_text(message.get("content")),
-            "reasoning": extract_text(message.get("reasoning_content")),
-            "tool_calls": [format_tool_call(one) for one in get_raw_tool_calls(message)],
-            "call": _describe_call(calls[place]) if place in calls else None,
-        }
-        for place, message in enumerate(get_messages(row))
-    ]
+def _describe_message(message: ShownMessage) -> JsonObject:
+    return {
+        "role": message.role,
+        "name": message.name,
+        "text": message.text,
+        "reasoning": message.reasoning,
+        "tool_calls": message.tool_calls,
+        "call": _describe_call(message.call) if message.call else None,
+    }
 
 
 def _describe_call(call: CallRecord) -> JsonObject:

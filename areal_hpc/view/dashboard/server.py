@@ -11,7 +11,7 @@ from areal_hpc.errors import ClusterError
 from areal_hpc.jobs.node.topology import LOOPBACK_ADDRESS
 from areal_hpc.rundir.atomic import write_atomic_private
 from areal_hpc.view.dashboard.app import DashboardApp
-from areal_hpc.view.dashboard.row_index import get_cache_dir, make_private_folder
+from areal_hpc.view.transcripts.row_index import get_cache_dir, make_private_folder
 from areal_hpc.wire.http_server import GuardedServer
 
 MAX_CONNECTIONS = 200

@@ -12,13 +12,7 @@ from areal_hpc.view.batch_episodes import (
     read_batch_episodes,
     read_first_row_of_each_episode,
 )
-from areal_hpc.view.transcripts.conversation import (
-    extract_text,
-    format_tool_call,
-    get_messages,
-    get_raw_tool_calls,
-    locate_calls,
-)
+from areal_hpc.view.transcripts.messages import list_call_facts, list_shown_messages
 from areal_hpc.wire.row_record import CallRecord
 from areal_hpc.wire.trajectory import TrajectoryRow
 
@@ -28,7 +22,7 @@ MAX_MESSAGES = 60
 
 
 @dataclass(frozen=True, slots=True)
-class ShownMessage:
+class ExampleMessage:
     role: str
     text: str
     reasoning: str = ""
@@ -43,7 +37,7 @@ class ShownEpisode:
     """`good`, `bad` or `typical`."""
     title: str
     facts: str
-    messages: tuple[ShownMessage, ...]
+    messages: tuple[ExampleMessage, ...]
 
 
 def choose_example_episodes(
@@ -53,7 +47,7 @@ def choose_example_episodes(
         episodes = read_batch_episodes(paths, [step], problems)
         if not episodes:
             continue
-        chosen = list(pick_good_bad_and_typical(episodes))
+        chosen = list(_pick_examples(episodes))
         try:
             rows = read_first_row_of_each_episode(paths, [one for _, one in chosen])
         except ShardError as error:
@@ -66,7 +60,7 @@ def choose_example_episodes(
     return []
 
 
-def pick_good_bad_and_typical(
+def _pick_examples(
     episodes: Sequence[BatchEpisode],
 ) -> Iterator[tuple[str, BatchEpisode]]:
     """The best, the worst, and those nearest to the median reward, each of two groups. Pure."""
@@ -90,23 +84,18 @@ def pick_good_bad_and_typical(
 def _build_shown_episode(
     example_kind: str, episode: BatchEpisode, row: TrajectoryRow
 ) -> ShownEpisode:
-    calls = dict(locate_calls(row.record.calls))
     messages = [
-        ShownMessage(
-            role=cut_out_middle(
-                f"{message.get('role', '?')} {message.get('name') or ''}".strip(), 100
-            ),
-            text=cut_out_middle(extract_text(message.get("content"))),
-            reasoning=cut_out_middle(extract_text(message.get("reasoning_content"))),
-            tool_calls=tuple(
-                cut_out_middle(format_tool_call(it)) for it in get_raw_tool_calls(message)
-            ),
-            facts=_describe_call(calls[place]) if place in calls else "",
+        ExampleMessage(
+            role=_cut_out_middle(message.title, 100),
+            text=_cut_out_middle(message.text),
+            reasoning=_cut_out_middle(message.reasoning),
+            tool_calls=tuple(map(_cut_out_middle, message.tool_calls)),
+            facts=_describe_call(message.call) if message.call else "",
         )
-        for place, message in enumerate(get_messages(row))
+        for message in list_shown_messages(row)
     ]
     if len(messages) > MAX_MESSAGES:
-        left_out = ShownMessage("", f"({len(messages) - MAX_MESSAGES} messages are left out)")
+        left_out = ExampleMessage("", f"({len(messages) - MAX_MESSAGES} messages are left out)")
         half = MAX_MESSAGES // 2
         messages = [*messages[:half], left_out, *messages[-half:]]
     facts = [f"reward {episode.mean_row_reward:g}", f"{int(row.loss_mask_T.sum())} tokens sampled"]
@@ -119,19 +108,14 @@ def _build_shown_episode(
 
 
 def _describe_call(call: CallRecord) -> str:
-    facts = []
-    if 0 < call.asked_at <= call.answered_at:
-        facts.append(f"{call.answered_at - call.asked_at:.2f} s")
-    facts.append(f"{call.reply_tokens} tokens")
-    if call.finish_reason not in ("", "stop"):
-        facts.append(f"ended by {call.finish_reason}")
+    facts = list_call_facts(call)
     if call.reward is not None:
         facts.append(f"reward {call.reward.value:g}")
         facts += [f"{name} {value:g}" for name, value in call.reward.parts.items()]
     return ", ".join(facts)
 
 
-def cut_out_middle(text: str, max_chars: int = MAX_TEXT_CHARS) -> str:
+def _cut_out_middle(text: str, max_chars: int = MAX_TEXT_CHARS) -> str:
     if len(text) <= max_chars:
         return text
     first, last = text[: max_chars // 2], text[-max_chars // 2 :]

@@ -3,8 +3,8 @@
 import importlib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from functools import cached_property
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,9 @@ from areal_hpc.rundir.manifests import (
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.run_recipe import get_recipe_value, read_run_recipe
 from areal_hpc.rundir.telemetry.span_reader import read_spans
+from areal_hpc.shards.index import read_index
 from areal_hpc.shards.reader import ShardReader
-from areal_hpc.view.transcripts.row_search import FoundRow, RowQuery, find_rows
+from areal_hpc.view.transcripts.row_index import RowIndex, get_cache_dir
 from areal_hpc.wire.trajectory import TrajectoryRow
 
 Column = npt.NDArray[Any]
@@ -97,18 +98,17 @@ class RunData:
         return Columns(read_metrics(self._paths.metrics))
 
     @cached_property
-    def _rows(self) -> list[FoundRow]:
-        return find_rows(self.path, RowQuery())[0]
-
-    @cached_property
     def trajectories(self) -> Columns:
         """A row per recorded trajectory: its place (`shard`, `row`), and what `--where` knows."""
-        rows = [
-            {"shard": one.shard.path.name, "row": one.row}
-            | {name: one.get_field(name) for name in _TRAJECTORY_FIELDS}
-            for one in self._iterate_rows_by_shard()
-        ]
-        return Columns(rows, ("shard", "row", *_TRAJECTORY_FIELDS))
+        order = {
+            one.file: place for place, one in enumerate(read_index(self._paths.shard_index_dir))
+        }
+        with closing(RowIndex(self._paths, get_cache_dir())) as index:
+            index.index_new_rows()
+            found = index.find_values(_TRAJECTORY_FIELDS)
+        found.sort(key=lambda one: (order[one[0]], one[1]))
+        names = ("shard", "row", *_TRAJECTORY_FIELDS)
+        return Columns([dict(zip(names, one, strict=True)) for one in found], names)
 
     @cached_property
     def calls(self) -> Columns:
@@ -116,8 +116,8 @@ class RunData:
         names = ("shard", "row", "call", "asked_at", "answered_at", "prompt_tokens", "reply_tokens")
         rows = [
             {
-                "shard": one.shard.path.name,
-                "row": one.row,
+                "shard": sealed.file,
+                "row": row,
                 "call": place,
                 "asked_at": call.asked_at,
                 "answered_at": call.answered_at,
@@ -127,8 +127,11 @@ class RunData:
                 "finish": call.finish_reason,
                 "reward": call.reward.value if call.reward else None,
             }
-            for one in self._iterate_rows_by_shard()
-            for place, call in enumerate(one.record.calls)
+            for sealed in read_index(self._paths.shard_index_dir)
+            for row, record in enumerate(
+                ShardReader(self._paths.shards_dir / sealed.file).read_records()
+            )
+            for place, call in enumerate(record.calls)
         ]
         return Columns(rows, names)
 
@@ -237,13 +240,6 @@ class RunData:
         """
         (found,) = ShardReader(self._paths.shards_dir / shard).read_rows([int(row)])
         return found
-
-    def _iterate_rows_by_shard(self) -> Iterator[FoundRow]:
-        for _, rows in groupby(self._rows, key=lambda one: one.shard.first_row):
-            first, *others = rows
-            first.shard.expect_search()
-            yield from (first, *others)
-            first.shard.end_search()
 
 
 def open_run(path: str | Path) -> RunData:

@@ -9,7 +9,7 @@ import json
 from datetime import UTC, datetime
 from typing import Any
 
-from areal_hpc.view.transcripts.conversation import (
+from areal_hpc.view.transcripts.messages import (
     extract_text,
     get_raw_tool_calls,
     list_tool_schemas,
@@ -37,7 +37,7 @@ def build_atif_trajectory(
     return {
         "schema_version": SCHEMA_VERSION,
         **session,
-        "trajectory_id": f"{found_row.shard.path.stem}-{found_row.row}",
+        "trajectory_id": f"{found_row.reader.path.stem}-{found_row.row}",
         "agent": {
             "name": agent,
             "version": agent_version,
@@ -54,7 +54,7 @@ def build_atif_trajectory(
         },
         "extra": {
             "kind": row.kind.label,
-            "step": found_row.trained_or_evaluated_step,
+            "step": found_row.steps.find_step(row),
             "ticket": row.ticket_id,
             "attempt": row.attempt,
             "episode": row.episode,

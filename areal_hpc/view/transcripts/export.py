@@ -14,7 +14,7 @@ from areal_hpc.rundir.atomic import fsync_path, open_temporary_beside
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.run_recipe import get_recipe_value, read_run_recipe
 from areal_hpc.view.transcripts.atif import build_atif_trajectory
-from areal_hpc.view.transcripts.conversation import list_tool_schemas
+from areal_hpc.view.transcripts.messages import list_tool_schemas
 from areal_hpc.view.transcripts.row_search import FoundRow
 
 ExportFormat = Literal["jsonl", "parquet", "sft", "atif"]
@@ -92,9 +92,9 @@ def _build_full_record(found_row: FoundRow) -> JsonObject:
     record = row.record
     return {
         "number": found_row.number,
-        "shard": found_row.shard.path.name,
+        "shard": found_row.reader.path.name,
         "kind": row.kind.label,
-        "step": found_row.trained_or_evaluated_step,
+        "step": found_row.steps.find_step(row),
         "ticket": row.ticket_id,
         "attempt": row.attempt,
         "episode": row.episode,

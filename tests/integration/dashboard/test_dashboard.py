@@ -21,7 +21,7 @@ from areal_hpc.rundir.manifests import EvaluationResult, write_evaluation, write
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.token_annotations import RowAnnotation, StepAnnotations
 from areal_hpc.view.dashboard.app import MEDIA_TYPE_BY_STATIC_FILE, read_static_file
-from areal_hpc.view.dashboard.row_index import RowIndex
+from areal_hpc.view.transcripts.row_index import RowIndex
 from areal_hpc.view.transcripts.row_search import RowQuery, find_rows
 from areal_hpc.wire.ledger import NO_VERSION, BatchManifest, SealedTicket, TicketRef
 from areal_hpc.wire.row_record import RowRecord
@@ -29,7 +29,7 @@ from areal_hpc.wire.trajectory import RowKind
 from tests.support.commands import areal_hpc
 from tests.support.dashboard_run import INJECTIONS, SECRET, append_step, make_run
 from tests.support.deadlines import scaled
-from tests.support.kept_run import unpack_kept_run
+from tests.support.made_run import MadeEpisode, MadeRun
 from tests.support.sample_trajectories import seal_in, trajectory
 from tests.support.view_server import serving_pages, start_view_server
 from tests.support.waiting import wait_for
@@ -266,7 +266,7 @@ def test_a_filter_means_what_it_means_in_shards_show(
         page = index.find_page(where, "reward", offset=0, count=100)
         expected, count = find_rows(run.root, RowQuery(where))
         assert page.matching == count
-        names = {(one.shard.path.name, one.row) for one in expected}
+        names = {(one.reader.path.name, one.row) for one in expected}
         assert {(row["shard"], row["row"]) for row in page.rows} == names
         rewards = [row["reward"] for row in page.rows]
         assert rewards == sorted(rewards, reverse=True)
@@ -314,12 +314,14 @@ def test_ctrl_c_ends_a_server_whose_page_is_open(run: RunPaths, environ: dict[st
 
 
 def test_steps_of_rows_come_from_the_batches_of_a_whole_run(tmp_path: Path) -> None:
-    run = RunPaths(unpack_kept_run(tmp_path))
-    with closing(RowIndex(run, tmp_path / "cache")) as index:
+    run = MadeRun(tmp_path)
+    for _ in range(12):
+        run.add_step([MadeEpisode(reward=reward) for reward in (0.0, 1.0)])
+    with closing(RowIndex(run.paths, tmp_path / "cache")) as index:
         index.index_new_rows()
         for where in ("step=3", "step>10 and reward>0"):
             matching = index.find_page(where, offset=0, count=1).matching
-            assert matching == find_rows(run.root, RowQuery(where))[1] > 0
+            assert matching == find_rows(run.paths.root, RowQuery(where))[1] > 0
         steps = {
             row["step"] for row in index.select_rows_of_each_kind(80) if row["kind"] == "train"
         }

@@ -27,7 +27,6 @@ from areal_hpc.view.report.recipe_changes_from_defaults import find_changed_keys
 from areal_hpc.view.report.writing import render_report, write_report
 from tests.support.commands import exit_code_of
 from tests.support.dashboard_run import INJECTIONS, SECRET
-from tests.support.kept_run import unpack_kept_run
 from tests.support.made_run import MadeEpisode, MadeRun
 
 GROUP = [MadeEpisode(task=place // 4, reward=place / 8) for place in range(8)]
@@ -147,17 +146,16 @@ def test_several_runs_are_laid_over_one_another_with_what_differs(tmp_path: Path
     assert len(report.runs) == 2
 
 
-def test_a_run_of_an_earlier_version_has_a_report(
+def test_the_command_replaces_no_report(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    run = unpack_kept_run(tmp_path)
-    assert exit_code_of("report", str(run)) == 0
-    out = tmp_path / "quickstart-demo-report.html"
-    assert capsys.readouterr().out.startswith("quickstart-demo-report.html: ")
-    assert "trained_once=" in out.read_text()
-    assert exit_code_of("report", str(run)) == 78, "no report is replaced"
-    assert "quickstart-demo-report.html exists" in capsys.readouterr().err
+    run = str(make_run(tmp_path, steps=3).paths.root)
+    assert exit_code_of("report", run) == 0
+    assert capsys.readouterr().out.startswith("made-run-report.html: ")
+    assert "trained_once=" in (tmp_path / "made-run-report.html").read_text()
+    assert exit_code_of("report", run) == 78
+    assert "made-run-report.html exists" in capsys.readouterr().err
 
 
 def test_changed_keys_are_those_that_differ_from_the_defaults() -> None:

@@ -17,6 +17,11 @@ from tests.support.made_run import MadeEpisode, MadeRun
 from tests.support.sample_trajectories import seal_in, trajectory
 
 
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
 @pytest.fixture
 def made(tmp_path: Path) -> MadeRun:
     """Two steps of two groups each; the second group of each earns the same."""

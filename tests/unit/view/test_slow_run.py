@@ -19,8 +19,7 @@ from areal_hpc.view.answers.step_parts import (
     sum_batch_wait_splits,
 )
 from areal_hpc.view.batch_episodes import read_batch_episodes
-from areal_hpc.view.transcripts.filter_expression import parse_filter
-from areal_hpc.view.transcripts.row_search import FIELD_NAMES_FOR_HELP, get_field_type
+from areal_hpc.view.transcripts.row_filter import FIELD_NAMES_FOR_HELP, compile_filter
 from tests.support.made_run import MadeEpisode, MadeRun
 from tests.support.package_sources import PACKAGE
 
@@ -151,7 +150,7 @@ def test_filters_of_pages_are_those_of_the_dashboard(tmp_path: Path) -> None:
     wheres = [query["where"][0] for query in asked if "where" in query]
     assert 'cell="cell-1"' in wheres
     for where in wheres:
-        parse_filter(where, get_field_type, FIELD_NAMES_FOR_HELP)
+        compile_filter(where)
     sorts = {query["sort"][0] for query in asked if "sort" in query}
     assert sorts <= {*FIELD_NAMES_FOR_HELP}
     assert {page.partition("?")[0] for page in pages} <= {

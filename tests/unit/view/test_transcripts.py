@@ -1,6 +1,7 @@
 """Recorded conversations: which rows an expression finds, and how they are shown."""
 
-import contextlib
+from collections.abc import Iterator
+from contextlib import closing, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,8 @@ from areal_hpc.errors import RecipeError
 from areal_hpc.rundir.manifests import write_or_read_manifest
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.transcripts.conversation import format_groups
-from areal_hpc.view.transcripts.filter_expression import FieldValue, parse_filter
+from areal_hpc.view.transcripts.row_filter import compile_filter
+from areal_hpc.view.transcripts.row_index import RowIndex
 from areal_hpc.view.transcripts.row_search import RowQuery, find_rows
 from areal_hpc.wire.agent_reward import Reward
 from areal_hpc.wire.ledger import NO_VERSION, BatchManifest, SealedTicket, TicketRef
@@ -20,26 +22,22 @@ from areal_hpc.wire.row_record import CallRecord, RowRecord
 from areal_hpc.wire.trajectory import RowKind, TrajectoryRow
 from tests.support.sample_trajectories import seal_in, trajectory
 
-FIELDS: dict[str, FieldValue] = {"step": 20.0, "reward": 0.25, "kind": "failed", "part.a": None}
 QUESTION = {"role": "user", "content": "What is 2 + 2?"}
 CALL = {"name": "add", "arguments": {"a": 2, "b": 2}}
 
 
-class Row:
-    """A row of the fields above."""
-
-    def get_field(self, name: str) -> FieldValue:
-        return FIELDS[name]
-
-
-def type_of(name: str) -> type[float] | type[str] | None:
-    if name not in FIELDS:
-        return None
-    return str if name == "kind" else float
+@pytest.fixture(scope="module")
+def index(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RowIndex]:
+    """Of one failed episode with the reward 0.25, at the evaluation of step 20."""
+    paths = RunPaths(tmp_path_factory.mktemp("index"))
+    seal_in(paths, [replace(trajectory(1, reward=0.25), kind=RowKind.FAILED, eval_step=20)])
+    with closing(RowIndex(paths, None)) as made:
+        made.index_new_rows()
+        yield made
 
 
-def matches(text: str) -> bool:
-    return parse_filter(text, type_of, list(FIELDS)).holds(Row())
+def matches(index: RowIndex, text: str) -> bool:
+    return len(index.find_values([], text)) == 1
 
 
 @pytest.mark.parametrize(
@@ -58,8 +56,8 @@ def matches(text: str) -> bool:
         ("part.a!=0", True),
     ],
 )
-def test_an_expression_chooses_rows(text: str, expected: bool) -> None:
-    assert matches(text) is expected
+def test_an_expression_chooses_rows(index: RowIndex, text: str, expected: bool) -> None:
+    assert matches(index, text) is expected
 
 
 @pytest.mark.parametrize(
@@ -85,16 +83,16 @@ def test_what_is_no_expression_is_refused_with_the_place_and_the_fields(
     text: str, said: str
 ) -> None:
     with pytest.raises(RecipeError) as caught:
-        matches(text)
+        compile_filter(text)
     assert said in str(caught.value)
     assert "at: --where" in str(caught.value)
-    assert "there are step, reward, kind, part.a" in str(caught.value)
+    assert "there are kind, step, ticket" in str(caught.value)
 
 
 @given(st.text(alphabet="stepkind=<>!~()'\" 0.andornot", max_size=40))
-def test_any_text_is_an_expression_or_an_error_in_words(text: str) -> None:
-    with contextlib.suppress(RecipeError):
-        assert matches(text) in (True, False)
+def test_any_text_is_an_expression_or_an_error_in_words(index: RowIndex, text: str) -> None:
+    with suppress(RecipeError):
+        assert len(index.find_values([], text)) <= 1
 
 
 def conversation(ticket_id: int, episode: int, reply: str, **fields: Any) -> TrajectoryRow:

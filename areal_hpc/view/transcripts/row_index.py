@@ -1,0 +1,414 @@
+"""SQLite index of a run's recorded rows, kept in the user's cache: tables and filters ask it.
+
+It holds what shards and manifests say of each row, so it may be removed at any time.
+"""
+
+import hashlib
+import json
+import os
+import sqlite3
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from areal_hpc.errors import ClusterError, RecipeError, ShardError
+from areal_hpc.rundir.manifests import list_manifest_steps, read_manifest
+from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.shards.index import read_index
+from areal_hpc.shards.reader import ShardReader
+from areal_hpc.view.transcripts.messages import extract_text, get_messages
+from areal_hpc.view.transcripts.row_filter import (
+    SqlCondition,
+    SqlValue,
+    compile_filter,
+    get_column_sql,
+)
+from areal_hpc.wire.row_record import RowRecord
+from areal_hpc.wire.trajectory import TrajectoryRow
+from areal_hpc.wire.weight_version import WeightVersion
+
+TABLES_VERSION = 3
+MAX_TEXT_CHARS = 100_000
+MAX_EXCERPT_CHARS = 100
+_ROW_COLUMN_DEFINITIONS = (
+    *("shard TEXT", "row INTEGER", "kind TEXT", "step INTEGER", "eval_step INTEGER"),
+    *("ticket INTEGER", "attempt INTEGER", "episode INTEGER", "reward REAL", "length INTEGER"),
+    *("tokens INTEGER", "calls INTEGER", "seconds REAL", "task INTEGER", "cell TEXT"),
+    *("finish TEXT", "cause TEXT", "note TEXT", "oldest TEXT", "newest TEXT", "named TEXT"),
+    *("question TEXT", "reply TEXT"),
+)
+_RECREATE_TABLES_SQL = f"""
+BEGIN IMMEDIATE;
+DROP TABLE IF EXISTS shards;
+DROP TABLE IF EXISTS batches;
+DROP TABLE IF EXISTS tickets;
+DROP TABLE IF EXISTS rows;
+DROP TABLE IF EXISTS texts;
+CREATE TABLE shards (file TEXT PRIMARY KEY, digest TEXT);
+CREATE TABLE batches (step INTEGER PRIMARY KEY);
+CREATE TABLE tickets (ticket INTEGER, attempt INTEGER, step INTEGER, PRIMARY KEY (ticket, attempt));
+CREATE TABLE rows (
+  id INTEGER PRIMARY KEY, {", ".join(_ROW_COLUMN_DEFINITIONS)}, UNIQUE (shard, row)
+);
+CREATE TABLE texts (id INTEGER PRIMARY KEY, text TEXT);
+CREATE INDEX rows_of_ticket ON rows (ticket, attempt);
+CREATE INDEX rows_of_task ON rows (task, kind);
+PRAGMA user_version = {TABLES_VERSION};
+COMMIT;
+"""
+"""Made in one transaction: another process of the same user may open the index as well."""
+_LISTED_COLUMNS = ", ".join(
+    name
+    for column in _ROW_COLUMN_DEFINITIONS
+    if (name := column.split()[0]) not in ("named", "note")
+)
+_INSERT_ROW_SQL = f"INSERT INTO rows VALUES (?{', ?' * len(_ROW_COLUMN_DEFINITIONS)})"
+
+JsonObject = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class RowPage:
+    rows: list[JsonObject]
+    matching: int
+    total: int
+
+
+class RowIndex:
+    """The rows of one run, kept in `folder` or else in memory. Safe to use from several threads."""
+
+    def __init__(self, paths: RunPaths, folder: Path | None) -> None:
+        self._paths = paths
+        self._lock = threading.Lock()
+        self._problems: dict[str, str] = {}
+        if folder is None:
+            self._database = _connect_database(":memory:")
+            self._database.executescript(_RECREATE_TABLES_SQL)
+            return
+        name = hashlib.sha256(os.fsencode(paths.root)).hexdigest()[:24]
+        make_private_folder(folder)
+        self._database = _open_or_recreate_database(folder / f"{name}.sqlite")
+
+    def close(self) -> None:
+        with self._lock:
+            self._database.close()
+
+    def index_new_rows(self) -> int:
+        """Take in shards and batches that are new; how many rows came."""
+        with self._lock:
+            self._problems = {}  # what failed is tried again
+            sealed = read_index(self._paths.shard_index_dir)
+            known = dict(self._database.execute("SELECT file, digest FROM shards"))
+            if known.keys() - {one.file for one in sealed} or any(
+                known.get(one.file, one.digest) != one.digest for one in sealed
+            ):  # another run stands at this path now
+                self._database.executescript(_RECREATE_TABLES_SQL)
+                known = {}
+            added = sum(
+                self._index_shard_rows(self._paths.shards_dir / one.file, one.digest)
+                for one in sealed
+                if one.file not in known
+            )
+            self._index_new_batches(has_new_rows=added > 0)
+            return added
+
+    def index_file(self, path: Path) -> None:
+        """Take in one shard, wherever it lies."""
+        with self._lock:
+            self._index_shard_rows(path, "")
+            self._index_new_batches(has_new_rows=True)
+
+    def list_read_problems(self) -> list[str]:
+        with self._lock:
+            return [f"{place}: {why}" for place, why in self._problems.items()]
+
+    def find_page(
+        self,
+        row_filter: str = "",
+        sort_column: str = "",
+        *,
+        descending: bool = True,
+        offset: int,
+        count: int,
+    ) -> RowPage:
+        """A page of the rows that match an expression of `areal-hpc shards show --where`."""
+        condition, values = _compile_filter_or_all(row_filter)
+        direction = "DESC" if descending else "ASC"
+        order = f"id {direction}"
+        order_values: list[str] = []
+        if sort_column:
+            column, order_values = get_column_sql(sort_column)
+            order = f"{column} IS NULL, {column} {direction}, {order}"
+        query = f"SELECT id FROM rows WHERE {condition} ORDER BY {order}"
+        bound: list[SqlValue] = [*values, *order_values, *order_values]
+        with self._lock:
+            (total,) = self._database.execute("SELECT COUNT(*) FROM rows").fetchone()
+            if row_filter.strip():  # in one scan, which may read the texts of all rows
+                ids = [id_ for (id_,) in self._database.execute(query, bound)]
+                matching, ids = len(ids), ids[offset : offset + count]
+            else:
+                of_page = (*bound, count, offset)
+                found = self._database.execute(f"{query} LIMIT ? OFFSET ?", of_page)
+                matching, ids = total, [id_ for (id_,) in found]
+            return RowPage(self._select_listed_rows(ids), matching, total)
+
+    def find_values(
+        self, columns: Sequence[str], row_filter: str = "", ticket_id: int | None = None
+    ) -> list[tuple[Any, ...]]:
+        """Shard, row and fields of the rows that match, in no order."""
+        condition, values = _compile_filter_or_all(row_filter)
+        if ticket_id is not None:
+            condition, values = (
+                f"({condition}) AND ticket = ? AND eval_step < 0",
+                [*values, ticket_id],
+            )
+        compiled = [get_column_sql(column) for column in columns]
+        selected = ", ".join(["shard", "row", *(sql for sql, _ in compiled)])
+        bound = [*(value for _, used in compiled for value in used), *values]
+        with self._lock:
+            return self._database.execute(
+                f"SELECT {selected} FROM rows WHERE {condition}", bound
+            ).fetchall()
+
+    def _select_listed_rows(self, ids: Sequence[int]) -> list[JsonObject]:
+        places = ", ".join("?" * len(ids))
+        query = f"SELECT id, {_LISTED_COLUMNS} FROM rows WHERE id IN ({places})"
+        found = {row.pop("id"): row for row in self._select_as_dicts(query, ids)}
+        return [found[id_] for id_ in ids]
+
+    def select_rows_of_each_kind(self, count: int) -> list[JsonObject]:
+        """Rows of a whole run: failed ones, held-out ones, and groups of up to eight steps."""
+        steps = "SELECT DISTINCT step FROM rows WHERE kind = 'train' ORDER BY step"
+        with self._lock:
+            found = [step for (step,) in self._database.execute(steps)]
+            places = {place * (len(found) - 1) // 7 for place in range(8)} if found else set()
+            chosen = [found[place] for place in sorted(places)]
+            rows = self._select_as_dicts(
+                f"SELECT {_LISTED_COLUMNS} FROM rows WHERE kind = 'failed' "
+                "ORDER BY id DESC LIMIT ?",
+                (count // 10,),
+            )
+            rows += self._select_as_dicts(
+                f"SELECT {_LISTED_COLUMNS} FROM rows WHERE kind NOT IN ('failed', 'train') "
+                "ORDER BY step DESC, id LIMIT ?",
+                (count // 5,),
+            )
+            for step in reversed(chosen):
+                rows += self._select_as_dicts(
+                    f"SELECT {_LISTED_COLUMNS} FROM rows WHERE kind = 'train' AND step IS ? "
+                    "ORDER BY ticket, attempt, episode, row LIMIT ?",
+                    (step, count * 7 // 10 // len(chosen)),
+                )
+            return rows
+
+    def select_group_and_task_rows(self, shard: str, row: int) -> JsonObject:
+        """A row's step, the episodes of its group, and the rows of its task at other times."""
+        with self._lock:
+            found = self._select_as_dicts(
+                "SELECT * FROM rows WHERE shard = ? AND row = ?", (shard, row)
+            )
+            if not found:
+                raise RecipeError(f"{shard} has no indexed row {row}", key="row")
+            (one,) = found
+            group = self._select_as_dicts(
+                f"SELECT {_LISTED_COLUMNS} FROM rows WHERE ticket = ? AND attempt = ? "
+                "AND eval_step = ? ORDER BY episode, row LIMIT 200",
+                (one["ticket"], one["attempt"], one["eval_step"]),
+            )
+            # Evaluation sets count their tasks alike, and each ticket is a task of one set.
+            same, number = (
+                ("ticket = ? AND eval_step >= 0", one["ticket"])
+                if one["eval_step"] >= 0
+                else ("task = ? AND eval_step < 0", one["task"])
+            )
+            task = self._select_as_dicts(
+                f"SELECT {_LISTED_COLUMNS} FROM rows WHERE {same} AND kind = ? "
+                "AND NOT (ticket = ? AND attempt = ? AND eval_step = ?) ORDER BY step LIMIT 200",
+                (number, one["kind"], one["ticket"], one["attempt"], one["eval_step"]),
+            )
+            return {"step": one["step"], "group": group, "task_rows": task}
+
+    def count_failure_causes(self) -> list[JsonObject]:
+        query = (
+            "SELECT cause, COUNT(*) AS count FROM rows "
+            "WHERE kind = 'failed' GROUP BY cause ORDER BY count DESC LIMIT 50"
+        )
+        with self._lock:
+            return self._select_as_dicts(query, ())
+
+    def _select_as_dicts(self, query: str, values: Sequence[Any]) -> list[JsonObject]:
+        with closing(self._database.execute(query, values)) as cursor:
+            names = [column[0] for column in cursor.description]
+            return [dict(zip(names, row, strict=True)) for row in cursor]
+
+    def _index_shard_rows(self, path: Path, digest: str) -> int:
+        file = path.name
+        try:
+            values = list(_iterate_row_values(ShardReader(path)))
+        except ShardError as error:
+            self._problems[file] = str(error)
+            return 0
+        own = "SELECT id FROM rows WHERE shard = ?"
+        with self._database:
+            # Another process may have had it first. Writing begins here: ids are ours from now on.
+            self._database.execute(f"DELETE FROM texts WHERE id IN ({own})", (file,))
+            self._database.execute("DELETE FROM rows WHERE shard = ?", (file,))
+            (last,) = self._database.execute("SELECT MAX(id) FROM rows").fetchone()
+            ids = range(first := (last or 0) + 1, first + len(values))
+            self._database.executemany(
+                _INSERT_ROW_SQL, [(one, *row) for one, (row, _) in zip(ids, values, strict=True)]
+            )
+            self._database.executemany(
+                "INSERT INTO texts VALUES (?, ?)",
+                [(one, text) for one, (_, text) in zip(ids, values, strict=True)],
+            )
+            self._database.execute("INSERT OR REPLACE INTO shards VALUES (?, ?)", (file, digest))
+        return len(values)
+
+    def _index_new_batches(self, *, has_new_rows: bool) -> None:
+        known = {step for (step,) in self._database.execute("SELECT step FROM batches")}
+        for step in list_manifest_steps(self._paths):
+            if step in known:
+                continue
+            try:
+                tickets = read_manifest(self._paths, step).tickets
+            except ShardError as error:
+                self._problems[f"batch {step}"] = str(error)
+                continue
+            with self._database:
+                self._database.executemany(
+                    "INSERT OR REPLACE INTO tickets VALUES (?, ?, ?)",
+                    [(one.ref.ticket_id, one.ref.attempt, step) for one in tickets],
+                )
+                self._database.execute("INSERT OR IGNORE INTO batches VALUES (?)", (step,))
+            has_new_rows = True
+        if has_new_rows:
+            with self._database:
+                self._database.execute(
+                    "UPDATE rows SET step = (SELECT one.step FROM tickets AS one WHERE "
+                    "one.ticket = rows.ticket AND one.attempt = rows.attempt) "
+                    "WHERE kind = 'train' AND step IS NULL"
+                )
+
+
+def get_cache_dir() -> Path:
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "areal_hpc" / "dashboard"
+
+
+def make_private_folder(folder: Path) -> None:
+    """Make a folder that nobody else may read or change.
+
+    Raises:
+        ClusterError: It is there and is not such a one.
+    """
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    status = folder.stat()
+    if status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise ClusterError(
+            f"{folder} is open to other users",
+            key="XDG_CACHE_HOME",
+            hint=f"chmod 700 {folder}, or name another folder",
+        )
+
+
+def _compile_filter_or_all(row_filter: str) -> SqlCondition:
+    return compile_filter(row_filter) if row_filter.strip() else SqlCondition("1", [])
+
+
+def _open_or_recreate_database(file: Path) -> sqlite3.Connection:
+    file.touch(mode=0o600)
+    database = _connect_database(file)
+    try:
+        (version,) = database.execute("PRAGMA user_version").fetchone()
+        (state,) = database.execute("PRAGMA quick_check(1)").fetchone()
+    except sqlite3.OperationalError:  # locked, or a file system without locks
+        database.close()
+        raise
+    except sqlite3.DatabaseError as error:
+        version, state = 0, str(error)
+    if state != "ok":
+        database.close()
+        file.unlink()  # who has it open keeps it
+        file.touch(mode=0o600)
+        database, version = _connect_database(file), 0
+    if version != TABLES_VERSION:
+        database.executescript(_RECREATE_TABLES_SQL)
+    database.execute("PRAGMA synchronous = OFF")  # one that a power cut damages is made anew
+    return database
+
+
+def _connect_database(file: Path | str) -> sqlite3.Connection:
+    database = sqlite3.connect(file, check_same_thread=False, timeout=30.0)
+    database.create_function(
+        "casefold", 1, lambda text: None if text is None else text.casefold(), deterministic=True
+    )
+    return database
+
+
+def _iterate_row_values(reader: ShardReader) -> Iterator[tuple[tuple[Any, ...], str]]:
+    for place, row in enumerate(reader.read_rows(range(reader.num_rows))):
+        text = msgspec.json.encode(row.meta.get("messages")).decode()[:MAX_TEXT_CHARS]
+        yield (reader.path.name, place, *_compute_row_values(row)), text.casefold()
+
+
+def _compute_row_values(row: TrajectoryRow) -> tuple[Any, ...]:
+    record = row.record
+    is_said = row.loss_mask_T == 1
+    versions = row.versions_T[is_said]
+    oldest, newest = (
+        (_format_version(int(versions.min())), _format_version(int(versions.max())))
+        if len(versions)
+        else (None, None)
+    )
+    named = _collect_reward_numbers(record)
+    return (
+        row.kind.label,
+        row.eval_step if row.eval_step >= 0 else None,
+        row.eval_step,
+        row.ticket_id,
+        row.attempt,
+        row.episode,
+        row.reward,
+        len(versions),
+        row.num_tokens,
+        len(record.calls) or None,
+        record.ended_at - record.started_at if record.ended_at else None,
+        record.task_index if record.task_index >= 0 else None,
+        record.cell,
+        record.calls[-1].finish_reason if record.calls else None,
+        record.cause,
+        "\n".join(call.reward.note for call in record.calls if call.reward),
+        oldest,
+        newest,
+        json.dumps(named) if named else "{}",
+        _excerpt_last_message(row, "user"),
+        _excerpt_last_message(row, "assistant"),
+    )
+
+
+def _excerpt_last_message(row: TrajectoryRow, role: str) -> str:
+    said = [one for one in get_messages(row) if one.get("role") == role]
+    words = " ".join(extract_text(said[-1].get("content")).split()) if said else ""
+    cut = "…" if len(words) > MAX_EXCERPT_CHARS else ""
+    return words[:MAX_EXCERPT_CHARS] + cut
+
+
+@lru_cache(maxsize=4096)
+def _format_version(packed_version: int) -> str:
+    return str(WeightVersion.unpack(packed_version))
+
+
+def _collect_reward_numbers(record: RowRecord) -> dict[str, float]:
+    named: dict[str, float] = {}
+    for call in record.calls:
+        if call.reward:
+            named |= {f"part.{name}": value for name, value in call.reward.parts.items()}
+            named |= {f"metric.{name}": value for name, value in call.reward.metrics.items()}
+    return named
