@@ -7,7 +7,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from areal_hpc.errors import ClusterError
+from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.metrics.step_metrics import VALIDATION_REWARD_METRIC, read_metrics
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.jsonl import read_readable_records
@@ -75,7 +75,7 @@ def _fetch_ledger_status(paths: RunPaths) -> LedgerStatus | None:
     try:
         key = rendezvous.read_service_key(paths.service_key)
         endpoint = rendezvous.find_endpoint(paths.rendezvous_dir, rendezvous.LEDGER_SERVICE)
-    except OSError:
+    except (OSError, RecipeError):
         return None  # another user's run: its files may be read, its services not asked
     if endpoint is None:
         return None
