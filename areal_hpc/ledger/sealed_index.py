@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from areal_hpc.shards.disk_io import read_to_end
+from areal_hpc.rundir.jsonl import LineFollower
 from areal_hpc.shards.index import SealedShard, ShardTicket, get_index_path
 from areal_hpc.shards.schema import SHARD_SUFFIX, parse_shard_name
 from areal_hpc.wire.ledger import SealedTicket
@@ -26,8 +26,8 @@ class SealedTicketChecker:
         self._index_dir = index_dir
         self._lines: dict[str, tuple[int, int]] = {}
         """Shard -> the first byte of its line, and its length."""
-        self._read_bytes: dict[str, int] = {}
-        """By writer, how much of its index is in `_lines`: an index grows as long as its run."""
+        self._indexes: dict[str, LineFollower] = {}
+        """By writer; the places of its lines so far are in `_lines`."""
         self._newest_file = ""
         self._newest_tickets: dict[tuple[int, int], ShardTicket] = {}
         """Of the shard that was asked for last, by id and attempt: its tickets settle together."""
@@ -56,7 +56,7 @@ class SealedTicketChecker:
             return "its writer has no index"
         try:
             if shard not in self._lines:
-                self._note_places_of_new_lines(named[0], descriptor)
+                self._note_places_of_new_lines(named[0], path)
             if shard not in self._lines:
                 return "the index has no line of that shard"
             begin, length = self._lines[shard]
@@ -67,14 +67,12 @@ class SealedTicketChecker:
         self._newest_file = shard
         return ""
 
-    def _note_places_of_new_lines(self, writer: str, descriptor: int) -> None:
-        begin = self._read_bytes.get(writer, 0)
-        for line in read_to_end(descriptor, begin).splitlines(keepends=True):
-            if not line.endswith(b"\n"):
-                break  # still in the writing
+    def _note_places_of_new_lines(self, writer: str, path: Path) -> None:
+        index = self._indexes.setdefault(writer, LineFollower(path))
+        begin = index.offset
+        for line in index.read_new_lines().splitlines(keepends=True):
             # What cannot be read is the trace of a crash: no shard is sealed by it.
             with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
                 name = msgspec.json.decode(line, type=_IndexLineFileName).file
                 self._lines.setdefault(name, (begin, len(line)))
             begin += len(line)
-        self._read_bytes[writer] = begin

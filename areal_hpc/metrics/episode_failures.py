@@ -1,12 +1,10 @@
 """Count of episodes' tries that failed, from the drivers' lines in `events.jsonl`."""
 
-import contextlib
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from areal_hpc.rundir.jsonl import decode_readable_records
+from areal_hpc.rundir.jsonl import LineFollower, decode_readable_records
 
 FAILED_TRY_EVENTS = frozenset({"episode_failed", "episode_timed_out"})
 """Events of a try that counts against its episode: outages of servers do not."""
@@ -21,34 +19,19 @@ class FailureCounts:
 
 
 class EpisodeFailureCounter:
-    """Follows the event log of a run from where it ends now; each line is read once.
-
-    The log is opened for each look: NFS asks its server then, and not for a mere `stat`.
-    """
+    """Follows the event log of a run from where it ends now; each line is read once."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._read_bytes = 0
-        with contextlib.suppress(FileNotFoundError), path.open("rb") as stream:
-            self._read_bytes = os.fstat(stream.fileno()).st_size
+        self._lines = LineFollower(path, from_end=True, max_bytes=MAX_READ_BYTES)
 
     def count_new_failed_tries(self) -> FailureCounts:
         try:
-            content = self._read_appended_lines()
+            content = self._lines.read_new_lines()
         except FileNotFoundError:
             return FailureCounts()
         events = decode_readable_records(content, dict[str, Any])
         failures = [event for event in events if is_failed_training_try(event)]
         return FailureCounts(len(failures), sum("reward" in event for event in failures))
-
-    def _read_appended_lines(self) -> bytes:
-        with self._path.open("rb") as stream:
-            new_bytes = os.fstat(stream.fileno()).st_size - self._read_bytes
-            stream.seek(self._read_bytes)
-            content = stream.read(max(0, min(new_bytes, MAX_READ_BYTES)))
-        whole_bytes = content.rfind(b"\n") + 1
-        self._read_bytes += whole_bytes if new_bytes <= MAX_READ_BYTES else new_bytes
-        return content[:whole_bytes]
 
 
 def is_failed_training_try(event: dict[str, Any]) -> bool:

@@ -89,6 +89,50 @@ def read_readable_records(path: Path, record_type: Any = dict[str, Any]) -> list
     return decode_readable_records(content, record_type, str(path))
 
 
+class LineFollower:
+    """Reader of the lines that are appended to a file; each is read once.
+
+    The file is opened for each look: NFS asks its server then, and not for a mere `stat`. A file
+    that was begun anew is read from its beginning.
+    """
+
+    def __init__(self, path: Path, *, from_end: bool = False, max_bytes: int = -1) -> None:
+        self._path = path
+        self._max_bytes = max_bytes
+        self._inode = 0
+        self.offset = 0
+        """First byte that was not read yet."""
+        if from_end:
+            with contextlib.suppress(FileNotFoundError), path.open("rb") as stream:
+                status = os.fstat(stream.fileno())
+                self._inode, self.offset = status.st_ino, status.st_size
+
+    def read_new_lines(self) -> bytes:
+        """Whole lines of at most `max_bytes` in all, or a part of one that is longer.
+
+        Raises:
+            OSError: The file is away or cannot be read.
+        """
+        try:
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            descriptor = os.open(self._path, flags)
+        except FileNotFoundError:
+            self.offset = 0
+            raise
+        with os.fdopen(descriptor, "rb") as stream:
+            status = os.fstat(descriptor)
+            if self._inode not in (0, status.st_ino) or status.st_size < self.offset:
+                self.offset = 0
+            self._inode = status.st_ino
+            stream.seek(self.offset)
+            content = stream.read(self._max_bytes)
+        whole_bytes = content.rfind(b"\n") + 1
+        if not whole_bytes and len(content) == self._max_bytes:
+            whole_bytes = len(content)
+        self.offset += whole_bytes
+        return content[:whole_bytes]
+
+
 def read_tail_lines(path: Path, max_bytes: int) -> bytes:
     """The end of a file, from the beginning of a line."""
     with path.open("rb") as stream:

@@ -8,8 +8,7 @@ from pathlib import Path
 import msgspec
 
 from areal_hpc.errors import ShardError
-from areal_hpc.rundir.jsonl import decode_readable_records
-from areal_hpc.shards.disk_io import open_regular_file, read_to_end
+from areal_hpc.rundir.jsonl import LineFollower, decode_readable_records
 from areal_hpc.shards.index import get_index_path
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.shards.schema import SHARD_SUFFIX, parse_shard_name
@@ -38,8 +37,8 @@ class CheckedShards:
         self._shards_dir = shards_dir
         self._index_dir = index_dir
         self._lines: dict[str, _DigestLine] = {}
-        self._read_bytes: dict[str, int] = {}
-        """By writer, how much of its index is in `_lines`: an index grows as long as its run."""
+        self._indexes: dict[str, LineFollower] = {}
+        """By writer; its lines so far are in `_lines`."""
         self._checked: set[str] = set()
         """Shards of the last check that are whole."""
         self._checks: dict[str, Future[None]] = {}
@@ -109,15 +108,11 @@ class CheckedShards:
 
     def _read_new_index_lines(self, writer: str) -> None:
         path = get_index_path(self._index_dir, writer)
-        begin = self._read_bytes.get(writer, 0)
         try:
-            with open_regular_file(path) as descriptor:
-                content = read_to_end(descriptor, begin)
+            content = self._indexes.setdefault(writer, LineFollower(path)).read_new_lines()
         except FileNotFoundError:
             return
         except OSError as error:
             raise ShardError(f"cannot be read: {error.strerror}", key=str(path)) from error
         for line in decode_readable_records(content, _DigestLine, str(path)):
             self._lines.setdefault(line.file, line)
-        # The last line may still be in the writing.
-        self._read_bytes[writer] = begin + content.rfind(b"\n") + 1

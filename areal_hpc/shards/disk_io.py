@@ -85,13 +85,6 @@ def write_all(descriptor: int, buffers: Iterable[Buffer], offset: int | None = N
     return total_bytes
 
 
-def read_to_end(descriptor: int, offset: int) -> bytes:
-    """The bytes from `offset` to the end of a regular file."""
-    with os.fdopen(descriptor, "rb", closefd=False) as stream:
-        stream.seek(offset)
-        return stream.read()
-
-
 def read_exact(descriptor: int, array: npt.NDArray[Any], offset: int) -> None:
     """Fill a contiguous array with the bytes at `offset`; OSError if the file ends before."""
     waiting = array.view(np.uint8).data

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.rundir.jsonl import read_tail_lines
+from areal_hpc.rundir.jsonl import LineFollower, read_tail_lines
 from areal_hpc.rundir.paths import RunPaths, list_restart_dirs
-from areal_hpc.rundir.rendezvous import parse_shared_job_name
 
 TAIL_BYTES_PER_FILE = 256 * 1024
 MAX_READ_BYTES = 1024 * 1024
@@ -54,13 +53,9 @@ def list_log_files(
 ) -> list[LogFile]:
     """The logs of one attempt, in the order of their names.
 
-    `wanted_names` are jobs (`trainer`, `cells-0-3`), cells (`cell-0`), processes (`proxy`) or both
-    (`cell-0/proxy`); empty for all.
+    `wanted_names` are jobs (`trainer`, `cell-0`), processes (`proxy`) or both (`cell-0/proxy`);
+    empty for all.
     """
-    wanted_names = [
-        *wanted_names,
-        *(cell for name in wanted_names for cell in parse_shared_job_name(name)),
-    ]
     found = []
     for job_dir in sorted(path for path in paths.log_dir(attempt).glob("*") if path.is_dir()):
         for folder in (job_dir, *(restart_dir for _, restart_dir in list_restart_dirs(job_dir))):
@@ -153,7 +148,10 @@ class LogFollower:
         self._stamps: dict[Path, int] = {}
         self._files: dict[Path, LogFile] = {}
         self._refresh_file_list()
-        self._offsets = {path: path.stat().st_size for path in self._files}
+        self._lines = {
+            path: LineFollower(path, from_end=True, max_bytes=MAX_READ_BYTES)
+            for path in self._files
+        }
 
     @property
     def files(self) -> list[LogFile]:
@@ -171,24 +169,13 @@ class LogFollower:
         time.sleep(POLL_S)
 
     def _read_new_text(self, path: Path) -> str:
-        offset = self._offsets.get(path, 0)
+        lines = self._lines.get(path)
+        if lines is None:
+            lines = self._lines[path] = LineFollower(path, max_bytes=MAX_READ_BYTES)
         try:
-            size = path.stat().st_size
-            if size < offset:
-                offset = 0  # it was begun anew
-            if size == offset:
-                return ""
-            with path.open("rb") as stream:
-                stream.seek(offset)
-                piece = stream.read(MAX_READ_BYTES)
+            return lines.read_new_lines().decode(errors="replace")
         except FileNotFoundError:  # removed with its run, which may begin anew
-            self._offsets[path] = 0
             return ""
-        whole = piece[: piece.rfind(b"\n") + 1]
-        if len(piece) == MAX_READ_BYTES and not whole:
-            whole = piece  # one endless line
-        self._offsets[path] = offset + len(whole)
-        return whole.decode(errors="replace")
 
     def _refresh_file_list(self) -> None:
         self._stamps = {self._paths.logs_dir: _read_mtime_ns(self._paths.logs_dir)}

@@ -1,8 +1,6 @@
 """Event log of a run, `events.jsonl`: what happened, when, to which service."""
 
-import contextlib
 import logging
-import os
 import threading
 import time
 from pathlib import Path
@@ -10,6 +8,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from areal_hpc.rundir.jsonl import (
+    LineFollower,
     append_line,
     decode_readable_records,
     read_readable_records,
@@ -96,29 +95,16 @@ class EventFollower:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._inode = self._offset = 0
-        with contextlib.suppress(FileNotFoundError):
-            status = path.stat()
-            self._inode, self._offset = status.st_ino, status.st_size
+        self._lines = LineFollower(path, from_end=True, max_bytes=RECENT_BYTES)
 
     def read_new_events(self) -> list[dict[str, Any]]:
-        """The events since the last look, oldest first; none while the storage is silent.
-
-        The file is opened for each look: NFS asks its server then, and not for a mere `stat`.
-        """
+        """The events since the last look, oldest first; none while the storage is silent."""
         try:
-            with self._path.open("rb") as stream:
-                status = os.fstat(stream.fileno())
-                if status.st_ino != self._inode or status.st_size < self._offset:
-                    self._inode, self._offset = status.st_ino, 0  # a fresh start of the run
-                stream.seek(self._offset)
-                content = stream.read(RECENT_BYTES)
+            content = self._lines.read_new_lines()
         except OSError:
             return []
-        whole = content[: content.rfind(b"\n") + 1]
-        self._offset += len(whole)
         return _select_events(
-            decode_readable_records(whole, dict[str, Any], f"a part of {self._path},")
+            decode_readable_records(content, dict[str, Any], f"a part of {self._path},")
         )
 
 
