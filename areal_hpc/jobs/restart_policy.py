@@ -11,7 +11,7 @@ from typing import Literal
 from msgspec import Struct
 
 from areal_hpc.errors import AgentError, ClusterError, JobFailedError, RecipeError
-from areal_hpc.rundir.jobs import IDLE_EXIT_CODE, STOPPED_EXIT_CODE, TaskExit
+from areal_hpc.rundir.jobs import IDLE_EXIT_CODE, TaskExit
 
 RestartDecision = Literal["done", "restart", "continue_without", "hold", "hold_for_user", "fail"]
 """It is done; start it again; go on without it; start it again once there is work, or once its user
@@ -100,38 +100,14 @@ def decide_restart(
     return SLURM_JOB_RESTART_POLICY.decide(crashes, counts.failures)
 
 
-def decide_restart_of_cells(
-    cells: Sequence[Sequence[TaskExit]], counts: FailuresWithoutProgress
-) -> RestartDecision:
-    """Decision about a job from the ends of each cell's tasks, where several cells share it.
-
-    A cell that has failed for good does not keep others from another start.
-    """
-    decisions = {decide_restart(task_exits, counts) for task_exits in cells if task_exits}
-    by_weight: tuple[RestartDecision, ...] = ("hold", "hold_for_user", "restart", "done", "fail")
-    return next(one for one in by_weight if one in decisions)
-
-
-def list_decisive_crashes(
-    task_exits: Sequence[TaskExit], decision: RestartDecision
-) -> list[TaskExit]:
-    """What ended a job other than a stop: not the cells that were over when it was stopped."""
-    crashes = [one for one in task_exits if one.exit_code not in (0, STOPPED_EXIT_CODE)]
-    was_stopped = any(one.cell and one.exit_code == STOPPED_EXIT_CODE for one in task_exits)
-    if decision == "restart" and was_stopped and not any(one.faulty_node for one in crashes):
-        return []
-    return crashes
-
-
 def find_crash_error(job: str, outcomes: Sequence[TaskExit]) -> JobFailedError | None:
     """The crash that a job's outcomes tell of, if they do."""
     for outcome in outcomes:
         if outcome.is_crash:
             if outcome.says_why:
                 return JobFailedError(outcome.reason, code=outcome.exit_code)
-            place = f"{outcome.cell}, " if outcome.cell else ""
             return JobFailedError(
-                f"{outcome.process} of {place}job {job} failed with exit code "
+                f"{outcome.process} of job {job} failed with exit code "
                 f"{outcome.exit_code}:\n"
                 f"{outcome.reason}",
                 key=outcome.log,

@@ -38,10 +38,8 @@ from areal_hpc.jobs.requeue import (
 )
 from areal_hpc.jobs.restart_policy import (
     TIME_LIMIT_REASON,
-    decide_restart_of_cells,
-    list_decisive_crashes,
+    decide_restart,
 )
-from areal_hpc.jobs.shared_job import split_exits_by_cell
 from areal_hpc.jobs.succession import (
     find_own_record_as_successor,
     find_reason_not_to_take_over,
@@ -382,10 +380,8 @@ class SlurmTask:
         counts = self._progress_tracker.update_failure_counts(
             outcomes, waits_for_room=not self._is_preempted
         )
-        groups = split_exits_by_cell(self._launch.job, gathered)
-        groups[0].extend(self._absent)
-        decision = decide_restart_of_cells(groups, counts)
-        crashes = list_decisive_crashes(outcomes, decision)
+        decision = decide_restart(outcomes, counts)
+        crashes = [one for one in outcomes if one.exit_code not in (0, STOPPED_EXIT_CODE)]
         stopped = [one for one in outcomes if one.exit_code == STOPPED_EXIT_CODE]
         decisive = next(iter(crashes), stopped[0] if own_exit.is_crash and stopped else own_exit)
         if self._is_preempted and not crashes:

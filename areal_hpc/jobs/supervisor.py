@@ -9,7 +9,6 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -23,7 +22,6 @@ from areal_hpc.jobs.processes.process_setup import set_up_logging
 from areal_hpc.jobs.processes.rank_restarts import RankRestart, RankRestartNotes
 from areal_hpc.jobs.processes.signals import StopRequest
 from areal_hpc.jobs.restart_policy import PERMANENT_EXIT_CODES, RestartPolicy
-from areal_hpc.jobs.shared_job import SharedCell, get_part_of_task, get_part_outside_cells
 from areal_hpc.jobs.slurm_task import SlurmTask
 from areal_hpc.jobs.task_processes import ProcessStarter, stop_processes
 from areal_hpc.rundir.folders import forbid_making
@@ -122,31 +120,14 @@ class _Supervisor:
         self._position = position
         self._stop = stop
         self._task = task
-        self._part = get_part_of_task(launch.job, position)
-        self._events = EventLog(Path(launch.events), self._part.name)
-        self._starter = ProcessStarter(
-            launch, position, self._part, self._claim_start_and_build_environment
-        )
+        self._events = EventLog(Path(launch.events), launch.job.name)
+        self._starter = ProcessStarter(launch, position, task.build_environment)
         self._incarnation = format_incarnation(launch)
-        self._cell: SharedCell | None = None
-        self._failed_cell_exit: TaskExit | None = None
-        """Why the cell, which is stopped, is to be started again; None if it is not."""
         self._notes = RankRestartNotes(
             launch.paths.rank_restarts_dir / (self._incarnation or "local"),
             SLURM_RANK_RESTART_POLL_S if self._incarnation else LOCAL_RANK_RESTART_POLL_S,
         )
         self._children: list[ManagedProcess] = []
-        if launch.job.cells and launch.slurm is not None:
-            self._cell = SharedCell(launch, launch.slurm, position, self._incarnation)
-
-    def _claim_start_and_build_environment(self) -> Mapping[str, str]:
-        environ = self._task.build_environment()
-        if self._cell is None:
-            return environ
-        return {
-            **environ,
-            **self._cell.claim_start_and_build_variables(os.environ["SLURMD_NODENAME"]),
-        }
 
     def run(self) -> TaskExit:
         outcome = TaskExit(STOPPED_EXIT_CODE, reason="the supervisor failed")
@@ -165,34 +146,20 @@ class _Supervisor:
             stop_processes(
                 self._children, lambda: self._task.announce_stop_and_decide_grace_s(outcome)
             )
-        return outcome if self._cell is None else self._cell.choose_reported_exit(outcome)
+        return outcome
 
     def _run_processes(self) -> TaskExit:
         if (refusal := self._task.take_part_in_start_or_get_refusal()) is not None:
             return refusal
-        self._children += self._starter.prepare_processes(self._part)
-        if self._cell is not None:
-            self._children += self._starter.prepare_processes(
-                get_part_outside_cells(self._launch.job, self._position)
-            )
+        self._children += self._starter.prepare_processes()
         storage = StorageErrorTolerance()
         outcome: TaskExit | None = None
         while outcome is None:
             with storage.tolerate():
-                outcome = self._poll_cell_and_processes()
+                outcome = self._poll_processes()
             if outcome is None:
                 self._stop.wait(PROCESS_POLL_S)
         return outcome
-
-    def _poll_cell_and_processes(self) -> TaskExit | None:
-        if self._cell is None:
-            return self._poll_processes()
-        try:
-            return self._poll_processes() or self._follow_other_tasks_of_job(self._cell)
-        except ArealError as error:
-            return self._on_cell_end(
-                self._cell, TaskExit(error.exit_code, "supervisor", str(error))
-            )
 
     def _poll_processes(self) -> TaskExit | None:
         if self._stop.requested:
@@ -200,67 +167,10 @@ class _Supervisor:
         can_end_job = any(child.spec.ends_job for child in self._children)
         if (outcome := self._task.find_stop_reason(can_end_job=can_end_job)) is not None:
             return outcome
-        if self._failed_cell_exit is not None and self._cell is not None:
-            return self._start_stopped_cell(self._cell, self._failed_cell_exit)
         for child in list(self._children):  # one that has done its work is removed
             if (outcome := self._poll_or_start_process(child)) is not None:
-                if self._cell is not None and child.spec in self._part.processes:
-                    return self._on_cell_end(self._cell, outcome)
                 return outcome
         return None
-
-    def _follow_other_tasks_of_job(self, cell: SharedCell) -> TaskExit | None:
-        try:
-            if cell.end is not None:
-                return cell.end if cell.write_own_end_and_check_job_over() else None
-            if (peer_end := cell.poll_end_of_other_task()) is not None:
-                reason = f"another task of {cell.name} gave up: {peer_end.reason}"
-                self._give_up_cell(cell, TaskExit(STOPPED_EXIT_CODE, reason=reason))
-        except OSError as error:  # a stale handle, a server that fails over: the next look may do
-            log.warning("shared storage does not respond: %s", error)
-        return None
-
-    def _on_cell_end(self, cell: SharedCell, outcome: TaskExit) -> TaskExit | None:
-        if outcome.exit_code in (0, IDLE_EXIT_CODE):
-            return outcome  # this is true of the whole job
-        if cell.count_failure_and_decide_restart(outcome) == "fail":
-            self._give_up_cell(cell, outcome)
-            return None
-        self._stop_cell_processes()
-        self._failed_cell_exit = outcome
-        return self._start_stopped_cell(cell, outcome)
-
-    def _start_stopped_cell(self, cell: SharedCell, outcome: TaskExit) -> TaskExit | None:
-        prepared = self._starter.prepare_processes(self._part)
-        refusal = self._task.probe_node()
-        if refusal is not None and refusal.faulty_node:
-            return refusal  # the whole job has to leave the node
-        self._failed_cell_exit = None
-        pause_s = RESTART_BACKOFF.get_pause_s(cell.failures - 1)
-        self._events.record(
-            "cell_restarted", process=outcome.process, reason=outcome.reason, pause_s=pause_s
-        )
-        cell.mark_started()
-        for child in prepared:
-            child.not_before = time.monotonic() + pause_s
-            self._children.append(child)
-        return None
-
-    def _give_up_cell(self, cell: SharedCell, outcome: TaskExit) -> None:
-        self._failed_cell_exit = None
-        self._stop_cell_processes()
-        cell.report_cell_end(outcome)
-        self._events.record(
-            "cell_gave_up",
-            process=outcome.process,
-            exit_code=outcome.exit_code,
-            reason=outcome.reason,
-        )
-
-    def _stop_cell_processes(self) -> None:
-        own = [child for child in self._children if child.spec in self._part.processes]
-        stop_processes(own, lambda: CELL_STOP_GRACE_S)
-        self._children = [one for one in self._children if one.spec not in self._part.processes]
 
     def _poll_or_start_process(self, child: ManagedProcess) -> TaskExit | None:
         if child.spec.is_rank:
@@ -307,10 +217,7 @@ class _Supervisor:
             return None
         code = 128 - code if code < 0 else code
         if code == IDLE_EXIT_CODE:
-            if self._cell is None or self._cell.report_idle_and_check_all_idle():
-                return TaskExit(code, spec.name, f"{spec.name} was idle for too long")
-            child.process = None  # other cells of the job have work: it goes on looking for some
-            return None
+            return TaskExit(code, spec.name, f"{spec.name} was idle for too long")
         if spec.is_rank and self._launch.job.tasks > 1:
             if code in EXIT_CODES_CAUSED_BY_OTHER_RANKS and self._any_other_task_ended():
                 return TaskExit(STOPPED_EXIT_CODE, spec.name, "the rank of another task failed")

@@ -15,12 +15,11 @@ from areal_hpc.errors import RecipeError
 from areal_hpc.jobs.node import gpus
 from areal_hpc.jobs.node.topology import TaskPosition, get_slurm_restart_count
 from areal_hpc.jobs.processes.managed_process import ManagedProcess
-from areal_hpc.jobs.shared_job import JobPart
 from areal_hpc.recipe.private_values import read_role_variables
 from areal_hpc.rundir.atomic import write_atomic_private
 from areal_hpc.rundir.folders import make_folder
 from areal_hpc.rundir.jobs import LaunchFile, ProcessSpec
-from areal_hpc.rundir.paths import ENVIRONMENTS, JobPaths, format_restart_dir
+from areal_hpc.rundir.paths import ENVIRONMENTS, format_restart_dir
 
 log = logging.getLogger(__name__)
 
@@ -29,43 +28,38 @@ END_POLL_S = 0.1
 
 
 class ProcessStarter:
-    """Prepares and starts processes of a task, for the part of the job that the task works for."""
+    """Prepares and starts processes of a task."""
 
     def __init__(
         self,
         launch: LaunchFile,
         position: TaskPosition,
-        job_part: JobPart,
         build_environment: Callable[[], Mapping[str, str]],
     ) -> None:
         self._launch = launch
         self._position = position
-        self._part = job_part
         self._build_environment = build_environment
         self._surroundings: Mapping[str, str] = {}
         self._recipe_variables: dict[str, Mapping[str, str]] = {}
         self._begun_logs: set[Path] = set()
 
-    def prepare_processes(self, job_part: JobPart) -> list[ManagedProcess]:
-        make_folder(self._get_log_dir(job_part))
-        self._get_job_paths(job_part).root.mkdir(exist_ok=True)
-        return [self._prepare_process(spec, job_part) for spec in job_part.list_processes_of_task()]
+        self._log_dir = Path(launch.log_dir) / launch.job.name
+        if launch.slurm is not None:
+            self._log_dir /= format_restart_dir(get_slurm_restart_count(os.environ))
 
-    def _get_log_dir(self, job_part: JobPart) -> Path:
-        folder = Path(self._launch.log_dir) / job_part.name
-        if self._launch.slurm is None:
-            return folder
-        return folder / format_restart_dir(get_slurm_restart_count(os.environ))
+    def prepare_processes(self) -> list[ManagedProcess]:
+        make_folder(self._log_dir)
+        self._launch.paths.root.mkdir(exist_ok=True)
+        own = ("all", "first" if self._position.is_first else "others")
+        processes = self._launch.job.processes
+        return [self._prepare_process(spec) for spec in processes if spec.tasks in own]
 
-    def _get_job_paths(self, job_part: JobPart) -> JobPaths:
-        return JobPaths(self._launch.paths.root.parent / job_part.name)
-
-    def _prepare_process(self, spec: ProcessSpec, job_part: JobPart) -> ManagedProcess:
-        suffix = f"-{job_part.position.rank}" if job_part.position.num_tasks > 1 else ""
-        config_path = self._get_job_paths(job_part).process_config(f"{spec.name}{suffix}")
+    def _prepare_process(self, spec: ProcessSpec) -> ManagedProcess:
+        suffix = f"-{self._position.rank}" if self._position.num_tasks > 1 else ""
+        config_path = self._launch.paths.process_config(f"{spec.name}{suffix}")
         # Agent arguments may hold keys of other services.
         write_atomic_private(config_path, msgspec.json.encode(spec.config))
-        log_path = self._get_log_dir(job_part) / f"{spec.name}{suffix}.log"
+        log_path = self._log_dir / f"{spec.name}{suffix}.log"
         if self._launch.slurm is not None and log_path not in self._begun_logs:
             self._begun_logs.add(log_path)
             node, job_id = os.environ["SLURMD_NODENAME"], os.environ["SLURM_JOB_ID"]
@@ -95,18 +89,18 @@ class ProcessStarter:
         if self._launch.recipe and spec.role not in self._recipe_variables:
             variables = read_role_variables(Path(self._launch.recipe), spec.role)
             self._recipe_variables[spec.role] = variables
-        position = self._part.position
+        position = self._position
         environ = {
             **os.environ,
             **self._surroundings,
-            **build_visible_gpus_variable(spec, self._launch, self._position.rank),
+            **build_visible_gpus_variable(spec, self._launch, position.rank),
             **select_role_variables(spec, self._launch.variables),
             **self._recipe_variables.get(spec.role, {}),
             "AREAL_HPC_RANK": str(position.rank),
             "AREAL_HPC_NUM_TASKS": str(position.num_tasks),
             "AREAL_HPC_LOCAL_RANK": str(position.local_rank),
             "AREAL_HPC_NODE_RANK": str(position.node_rank),
-            "AREAL_HPC_LOG_DIR": str(self._get_log_dir(self._part)),
+            "AREAL_HPC_LOG_DIR": str(self._log_dir),
             "PYTHONUNBUFFERED": "1",
         }
         process.start(python, environ)

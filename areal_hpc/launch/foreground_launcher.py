@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-from areal_hpc.errors import ClusterError, JobFailedError, Problem, RunInterruptedError
+from areal_hpc.errors import ClusterError, JobFailedError, RunInterruptedError
 from areal_hpc.jobs.environment import get_interpreters
 from areal_hpc.jobs.processes.signals import StopEvent
 from areal_hpc.jobs.restart_policy import RestartPolicy, find_crash_error
@@ -76,7 +76,6 @@ def run(
                 if allocation is None
                 else held_allocation.find_allocation_shortages(recipe, allocation)
             ),
-            *find_unsupported_job_sharing(recipe),
         ],
     ) as ready:
         events = EventLog(ready.paths.events, LAUNCHER_ROLE)
@@ -104,20 +103,6 @@ def open_job_place(
     else:
         with HeldAllocation(recipe, prepared_run, allocation) as place:
             yield place
-
-
-def find_unsupported_job_sharing(recipe: Recipe) -> list[Problem]:
-    """The error of a recipe whose cells share jobs, which jobs of this machine cannot do."""
-    if (size := recipe.inference.cells_per_job) == 1:
-        return []
-    return [
-        Problem(
-            f"inference.cells_per_job={size}: cells share a job under Slurm only, where their "
-            "number may be limited; on this machine each has its own",
-            "inference.cells_per_job",
-            "add inference.cells_per_job=1 to the command, or use areal-hpc submit",
-        )
-    ]
 
 
 def run_standalone_stage(

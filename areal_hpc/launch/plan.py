@@ -4,7 +4,7 @@ Every process gets a configuration that it declares in its package's `config`, w
 neither torch nor SGLang: a plan is made where neither is installed.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,12 +17,11 @@ from areal_hpc.proxy.config import ProxyJobConfig
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.recipe.sections.evaluation import EvaluationSet, resolve_keep_best
 from areal_hpc.rollout.config import DriverEvaluationSet, RolloutJobConfig
-from areal_hpc.rundir.jobs import CellSpec, JobSpec, ProcessSpec
+from areal_hpc.rundir.jobs import JobSpec, ProcessSpec
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.rendezvous import (
     EVALUATION_CELL,
     LEDGER_SERVICE,
-    format_cell_job_name,
     format_cell_name,
 )
 from areal_hpc.trainer.config import SftJobConfig, TrainerJobConfig
@@ -208,42 +207,21 @@ def _plan_cell_jobs(
     is_apart = recipe.evaluation.separate_cell
     splits: tuple[TaskSplit, ...] = ("train",) if is_apart else ("train", "valid")
     names = map(format_cell_name, range(recipe.inference.cells))
-    cells = [plan_cell_processes(recipe, paths, plan_inputs, name, splits) for name in names]
-    size = recipe.inference.cells_per_job
-    jobs = [
-        build_cell_job(recipe, cells[first : first + size]) for first in range(0, len(cells), size)
-    ]
+    jobs = [plan_cell_job(recipe, paths, plan_inputs, name, splits) for name in names]
     if is_apart:
-        evaluation = plan_cell_processes(recipe, paths, plan_inputs, EVALUATION_CELL, ("valid",))
-        jobs.append(build_cell_job(recipe, [evaluation]))
+        jobs.append(plan_cell_job(recipe, paths, plan_inputs, EVALUATION_CELL, ("valid",)))
     return tuple(jobs)
 
 
-def build_cell_job(recipe: Recipe, cells: Sequence[CellSpec]) -> JobSpec:
-    """The job of one cell, or of several that share it, each on nodes of its own."""
-    inference, is_shared = recipe.inference, len(cells) > 1
-    nodes = inference.nodes_per_replica
-    gpus = inference.replicas_per_cell * inference.tp // nodes
-    return JobSpec(
-        format_cell_job_name([cell.name for cell in cells]),
-        "agents",
-        [] if is_shared else cells[0].processes,
-        tasks=nodes * len(cells),
-        is_task_a_node=True,
-        gpus_per_task=0 if inference.device == "cpu" else gpus,
-        cells=list(cells) if is_shared else [],
-    )
-
-
-def plan_cell_processes(
+def plan_cell_job(
     recipe: Recipe,
     paths: RunPaths,
     plan_inputs: PlanInputs,
     cell_name: str,
     splits: tuple[TaskSplit, ...],
     loaded_version: str = "",
-) -> CellSpec:
-    """The processes of a cell; its servers wait for a trainer's weights, or serve what they load.
+) -> JobSpec:
+    """The job of a cell; its servers wait for a trainer's weights, or serve what they load.
 
     With a `loaded_version` they serve these weights, as that version.
     """
@@ -299,5 +277,13 @@ def plan_cell_processes(
     ).build_process_spec(
         "driver", tasks="first", restarts=MAX_CONSECUTIVE_SERVICE_RESTARTS, ends_job=True
     )
-    is_spanning = inference.nodes_per_replica > 1
-    return CellSpec(cell_name, [server, *([follower] if is_spanning else []), proxy, driver])
+    nodes = inference.nodes_per_replica
+    gpus = inference.replicas_per_cell * inference.tp // nodes
+    return JobSpec(
+        cell_name,
+        "agents",
+        [server, *([follower] if nodes > 1 else []), proxy, driver],
+        tasks=nodes,
+        is_task_a_node=True,
+        gpus_per_task=0 if inference.device == "cpu" else gpus,
+    )

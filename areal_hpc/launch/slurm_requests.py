@@ -127,7 +127,6 @@ def build_slurm_launch_file(
             progress=str(stage.progress or paths.metrics),
             done_marker=str(stage.done_marker),
             prerequisite=_get_prerequisite_marker_path(stage, prepared_run),
-            idle_timeout_s=cluster.idle_timeout_s,
         ),
     )
 

@@ -55,13 +55,6 @@ class ProcessSpec(Struct, frozen=True):
     """A file that grows while the work gets further, which cancels crashes too. Empty: none."""
 
 
-class CellSpec(Struct, frozen=True):
-    """One of the cells that share a job: it works, fails and is logged apart from the others."""
-
-    name: str
-    processes: list[ProcessSpec]
-
-
 class JobSpec(Struct, frozen=True):
     """One Slurm job: `tasks` copies of a supervisor, each running the processes below."""
 
@@ -74,13 +67,6 @@ class JobSpec(Struct, frozen=True):
     """No two tasks on one node."""
     gpus_per_task: int = 0
     """GPUs that each task needs."""
-    cells: list[CellSpec] = field(default_factory=list)
-    """The cells that share the job, each with an equal part of its tasks, in order; their processes
-    run beside those above. Empty for every other job."""
-
-    @property
-    def tasks_per_cell(self) -> int:
-        return self.tasks // len(self.cells)
 
 
 class SlurmLaunchInfo(Struct, frozen=True):
@@ -114,8 +100,6 @@ class SlurmLaunchInfo(Struct, frozen=True):
     there is none."""
     least_free_bytes: int = 1 << 30
     """A node or run directory with less space than this fails the probe."""
-    idle_timeout_s: float = 1800.0
-    """Time without a trainer after which each of the cells that share the job says so."""
     join_timeout_s: float = 120.0
     """Within this a task has started on every node, and each sees what the others wrote."""
 
@@ -188,8 +172,6 @@ class TaskExit(Struct, frozen=True):
     """The job decided that another start would not help."""
     says_why: bool = False
     """`reason` is an error of the recipe's or the agent's, in words that need no others."""
-    cell: str = ""
-    """The cell that the task worked for, where several share the job."""
 
     @property
     def is_crash(self) -> bool:

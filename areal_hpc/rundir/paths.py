@@ -223,8 +223,6 @@ class JobPaths(_Folder):
     """Number of starts in a row that failed without progress."""
     caretaker_submission_count = _PathDescriptor("submissions_without_progress.json")
     """Number of submissions by caretakers, and the run's progress at the last one."""
-    idle_note = _PathDescriptor("idle")
-    """When a cell that shares its job last had nothing to do; holds the start of the job."""
     cancelled_id = _PathDescriptor("cancelled_id")
     """Number of the submission that a person cancelled, which Slurm forgets."""
     checkpoint_duration = _PathDescriptor("checkpoint_time_s")

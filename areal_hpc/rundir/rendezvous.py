@@ -1,12 +1,11 @@
 """Service discovery: one endpoint file per live service on shared storage, mode 0600."""
 
 import os
-import re
 import secrets
 import socket
 import stat
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -23,8 +22,6 @@ MIN_KEY_CHARS, MAX_KEY_CHARS = 32, 1024
 MAX_KEY_FILE_CHARS = 1 << 16
 CELL_PREFIX = "cell-"
 """Names of the cells that play training tasks, and of their jobs, are this and a number."""
-SHARED_JOB_PREFIX = "cells-"
-"""Names of jobs that several cells share are this and the numbers of the first and the last."""
 EVALUATION_CELL = "evaluation"
 """The name of the cell, and of its job, that plays nothing but held-out tasks."""
 
@@ -33,24 +30,8 @@ def format_cell_name(index: int) -> str:
     return f"{CELL_PREFIX}{index}"
 
 
-def format_cell_job_name(cells: Sequence[str]) -> str:
-    """The job that these cells of training share: `cells-0-3`; that of one cell is called as it."""
-    if len(cells) == 1:
-        return cells[0]
-    first, last = (cell.removeprefix(CELL_PREFIX) for cell in (cells[0], cells[-1]))
-    return f"{SHARED_JOB_PREFIX}{first}-{last}"
-
-
-def parse_shared_job_name(job: str) -> list[str]:
-    """Names of the cells that share a job, from the job's name; none if it is not a shared one."""
-    found = re.fullmatch(rf"{SHARED_JOB_PREFIX}(\d+)-(\d+)", job)
-    return (
-        [format_cell_name(one) for one in range(int(found[1]), int(found[2]) + 1)] if found else []
-    )
-
-
 def is_training_cell_job(job: str) -> bool:
-    return job.startswith((CELL_PREFIX, SHARED_JOB_PREFIX))
+    return job.startswith(CELL_PREFIX)
 
 
 def is_cell_job(job: str) -> bool:

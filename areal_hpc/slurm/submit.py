@@ -337,8 +337,7 @@ def _build_refusal_error(
     if is_temporary_refusal(said):
         hint = (
             "repeat the command when other jobs of yours have ended; areal-hpc doctor RECIPE "
-            "says whether the limit has room for all jobs of this run, and with "
-            "inference.cells_per_job several cells share a job"
+            "says whether the limit has room for all jobs of this run"
         )
         return ClusterError(message, key="cluster.slurm", hint=hint)
     hint = "areal-hpc doctor RECIPE says what Slurm takes; areal-hpc submit --dry-run shows scripts"

@@ -81,7 +81,7 @@ def _diagnose_state(evidence: RunInspection) -> Diagnosis:
         if cause is not None:
             headline += f"; the last failure on record: {cause.text}"
         return Diagnosis(headline, chain, "scontrol ping")
-    if evidence.run.is_short_of_jobs_or_cells:
+    if evidence.run.jobs_ended_before_run:
         return _diagnose_lost_jobs_or_cells(evidence, state, chain, cause)
     waiting = _diagnose_waiting(evidence, chain)
     if state == "waiting" and waiting is not None:
@@ -150,18 +150,9 @@ def _diagnose_lost_jobs_or_cells(
         f"{job.slurm_record.state.meaning if job.slurm_record else 'is no longer known to Slurm'}"
         for job in evidence.run.jobs_ended_before_run
     ]
-    gone = [
-        (end.cell, job.name, job.slurm_record.job_id)
-        for job in evidence.run.jobs
-        for end in job.cells_ended_early
-        if job.slurm_record
-    ]
-    lost += [f"{cell} of {job} (job {job_id}) gave up" for cell, job, job_id in gone]
     hint = (
         "areal-hpc resume RUN submits what is missing; "
         "the run does so itself within some minutes unless a person ended the job or it gave up"
-        if evidence.run.jobs_ended_before_run
-        else f"scontrol requeue {gone[0][2]} starts all cells of that job again"
     )
     why = f", after this: {cause.text}" if cause else ""
     first = f"{cause.hint}; then " if cause and cause.hint else ""
@@ -377,12 +368,12 @@ def _build_task_exit_event(
     if outcome.exit_code == RecipeError.exit_code:
         again = "run the same command again" if is_local else "areal-hpc resume RUN key=value"
         rank, hint = 1, f"change the recipe as it says, then {again}"
-    place = f"{exit_record.job} ({outcome.cell})" if outcome.cell else exit_record.job
     if outcome.says_why and reason:
-        text, reason = f"{place}: {reason[0].strip()}", reason[1:]
+        text, reason = f"{exit_record.job}: {reason[0].strip()}", reason[1:]
     else:
-        who = f"task {exit_record.rank} of {place} failed: {outcome.process or 'the supervisor'}"
-        text = f"{who}: {describe_exit_code(outcome.exit_code)}"
+        process = outcome.process or "the supervisor"
+        exit_text = describe_exit_code(outcome.exit_code)
+        text = f"task {exit_record.rank} of {exit_record.job} failed: {process}: {exit_text}"
     return FailureEvent(exit_record.at, text, rank, tuple(reason[-MAX_TRACEBACK_LINES:]), hint)
 
 

@@ -58,11 +58,7 @@ def _format_count(number: int, noun: str) -> str:
 def _describe_job_without_name(job: JobSpec) -> list[str]:
     count = _format_count(job.tasks, "node" if job.is_task_a_node else "task")
     gpus = f"{_format_count(job.gpus_per_task, 'GPU')} each" if job.gpus_per_task else "on the CPU"
-    lines = [f"{count}, {gpus}"]
-    for cell in job.cells:
-        lines.append(f"{cell.name}: {_format_count(job.tasks_per_cell, 'task')}")
-        lines += _describe_processes(cell.processes, job)
-    return lines + _describe_processes(job.processes, job)
+    return [f"{count}, {gpus}", *_describe_processes(job.processes, job)]
 
 
 def _describe_processes(processes: Sequence[ProcessSpec], job: JobSpec) -> list[str]:

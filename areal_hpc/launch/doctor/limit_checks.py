@@ -88,10 +88,7 @@ def judge_job_limit(
 ) -> CheckResult:
     found = f"{owner} allows {max_jobs} jobs at a time; the recipe submits {wanted_jobs}"
     if wanted_jobs > max_jobs:
-        hint = (
-            "fewer cells, several of them in one job (inference.cells_per_job), fewer "
-            "cluster.slurm.successors, or another QOS"
-        )
+        hint = "fewer cells, fewer cluster.slurm.successors, or another QOS"
         return fail("job limits", f"{found}: sbatch refuses some, and so none is submitted", hint)
     if wanted_jobs + queued_jobs > max_jobs:
         there = f"{found}, and {queued_jobs} of yours are there"

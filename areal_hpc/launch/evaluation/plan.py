@@ -9,9 +9,8 @@ from areal_hpc.launch.plan import (
     MAX_CONSECUTIVE_SERVICE_RESTARTS,
     JobStage,
     PlanInputs,
-    build_cell_job,
     build_ledger_evaluation_sets,
-    plan_cell_processes,
+    plan_cell_job,
 )
 from areal_hpc.launch.prepared_run import StagePlanner
 from areal_hpc.ledger.config import LedgerJobConfig
@@ -57,10 +56,7 @@ def plan_evaluation(
         },
         total_steps=1,
     ).build_process_spec(LEDGER_SERVICE, tasks="first", restarts=MAX_CONSECUTIVE_SERVICE_RESTARTS)
-    cell = plan_cell_processes(
-        recipe, paths, plan_inputs, EVALUATION_CELL, ("valid",), LOADED_VERSION
-    )
-    job = build_cell_job(recipe, [cell])
+    job = plan_cell_job(recipe, paths, plan_inputs, EVALUATION_CELL, ("valid",), LOADED_VERSION)
     # The agents' Python: there is no trainer, and its environment need not be there.
     processes = [replace(ledger, role="agents"), *job.processes]
     return JobStage(

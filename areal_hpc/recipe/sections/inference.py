@@ -18,9 +18,7 @@ class InferenceConfig(BaseConfig):
     """SGLang replicas, grouped in cells."""
 
     cells: Annotated[int, Field(ge=1)] = 1
-    """Groups of servers with a proxy and a driver, on nodes of their own; by default a job each."""
-    cells_per_job: Annotated[int, Field(ge=1)] = 1
-    """Cells that share a Slurm job, for sites that limit the number of jobs; preempted together."""
+    """Groups of servers with a proxy and a driver, each a job on nodes of its own."""
     replicas_per_cell: Annotated[int, Field(ge=1)] = 1
     """SGLang servers in one cell."""
     tp: Annotated[int, Field(ge=1)] = 1
@@ -67,15 +65,6 @@ class InferenceConfig(BaseConfig):
                     "are not the policy's; leave it out and serve in inference.dtype"
                 )
         return extra_args
-
-    @model_validator(mode="after")
-    def _check_cells_fill_a_job(self) -> Self:
-        if self.cells_per_job > self.cells:
-            raise ValueError(
-                f"a job cannot have more cells than the run: inference.cells={self.cells}, got "
-                f"inference.cells_per_job={self.cells_per_job}; use {self.cells} or less"
-            )
-        return self
 
     @model_validator(mode="after")
     def _check_nodes_per_replica(self) -> Self:

@@ -194,8 +194,6 @@ def _build_job_request(
     if shape.gpus_per_node and shape.tasks_per_node > 1 and not _sets_task_placement(srun_args):
         # Tasks fill one socket after the other, as GPUs are numbered; by default they alternate.
         srun_args.append("--distribution=block:block")
-    if job.cells:  # else a cell whose supervisor is killed would be missed by nobody
-        srun_args.append("--kill-on-bad-exit=1")
     if options.cpus_per_task:  # since 22.05 srun does not take it over from sbatch
         srun_args.insert(0, f"--cpus-per-task={options.cpus_per_task}")
     gres = (options.gres or "gpu:{count}").replace("{count}", str(shape.gpus_per_node))

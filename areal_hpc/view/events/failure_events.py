@@ -32,8 +32,6 @@ _RECOVERY_PHRASE_BY_EVENT = {
     "successor_left": "has a successor that did not take its place",
     "job_submitted_again": "submitted a job again that was gone",
     "job_released": "released a job that Slurm held",
-    "cell_restarted": "was started again within its job",
-    "cell_gave_up": "stays away until the next start of its job",
 }
 
 

@@ -72,19 +72,6 @@ class JobView:
         return any(outcome.is_crash for outcome in self.task_exits.values())
 
     @property
-    def cells_ended_early(self) -> list[TaskExit]:
-        """Ends of cells that share the job, in its present start, while it runs on."""
-        if self.slurm_record is None or self.slurm_record.state.phase is not JobPhase.RUNNING:
-            return []
-        incarnation = f"{self.slurm_record.job_id}.{self.slurm_record.restarts or 0}"
-        ends = {
-            outcome.cell: outcome
-            for outcome in self.task_exits.values()
-            if outcome.cell and outcome.is_crash and outcome.incarnation == incarnation
-        }
-        return list(ends.values())
-
-    @property
     def pending_reason(self) -> PendingReasonExplanation | None:
         """Why it waits; None if it does not, or is held by somebody and its state says so."""
         if self.slurm_record is None or self.slurm_record.state.phase is not JobPhase.WAITING:
@@ -126,10 +113,6 @@ class RunJobs:
             and not (job.name == "sft" and is_sft_over)
             and (job.slurm_record is None or job.has_failed)
         ]
-
-    @property
-    def is_short_of_jobs_or_cells(self) -> bool:
-        return bool(self.jobs_ended_before_run or any(job.cells_ended_early for job in self.jobs))
 
 
 def fetch_run_jobs(paths: RunPaths, queue: QueuePoller) -> RunJobs:
@@ -220,7 +203,7 @@ def get_run_state(run: RunJobs) -> str:
         lost = {job.name for job in run.jobs_ended_before_run}
         if lost & LEADER_JOB_NAMES:
             return "leaderless"
-        if run.is_short_of_jobs_or_cells and JobPhase.RUNNING in phases:
+        if run.jobs_ended_before_run and JobPhase.RUNNING in phases:
             return "running, short of cells"
         named = (("running", JobPhase.RUNNING), ("waiting", JobPhase.WAITING))
         return next((word for word, phase in named if phase in phases), "ending")
@@ -256,12 +239,6 @@ def format_job_table_and_notes(run: RunJobs) -> list[str]:
             numbers = ", ".join(job.successors)
             lines.append(
                 f"{job.name} has successors, each for the case that those before fail: {numbers}"
-            )
-    for job in run.jobs:
-        for end in job.cells_ended_early:
-            lines.append(
-                f"{end.cell} of {job.name} gave up ({end.process}: exit code {end.exit_code}); the "
-                "other cells of the job go on, and its next start brings it back"
             )
     lines += describe_unrecorded_jobs(run)
     if run.original is not None:

@@ -35,15 +35,12 @@ def read_held_gpus_or_nodes(paths: RunPaths, cell_count: int) -> HeldGpusOrNodes
     try:
         folders = (paths.job(folder.name) for folder in paths.jobs_dir.glob("*"))
         jobs = [job for job in folders if job.launch.exists()]
-        # Cells may have shared other jobs in an earlier launch: the newest one counts.
         for job in sorted(jobs, key=lambda job: job.launch.stat().st_mtime):
             spec = msgspec.json.decode(job.launch.read_bytes(), type=LaunchFile).job
             if spec.name == "trainer":
                 trainer_gpus, trainer_nodes = spec.tasks * spec.gpus_per_task, _count_nodes(job)
             elif is_training_cell_job(spec.name):
-                names = [cell.name for cell in spec.cells] or [spec.name]
-                gpus = spec.tasks * spec.gpus_per_task // len(names)
-                cells |= dict.fromkeys(names, (gpus, _count_nodes(job) // len(names)))
+                cells[spec.name] = (spec.tasks * spec.gpus_per_task, _count_nodes(job))
     except (OSError, ValueError, msgspec.DecodeError):  # another user's, or of another version
         return None
     cell_gpus, cell_nodes = (sum(held) for held in zip((0, 0), *cells.values(), strict=True))

@@ -3,16 +3,13 @@
 from pathlib import Path
 
 import pytest
-from msgspec.structs import replace
 
 from areal_hpc.jobs.requeue import StartProgressTracker
 from areal_hpc.jobs.restart_policy import TIME_LIMIT_REASON as LIMIT
 from areal_hpc.jobs.restart_policy import (
     FailuresWithoutProgress,
     decide_restart,
-    decide_restart_of_cells,
     find_crash_error,
-    list_decisive_crashes,
 )
 from areal_hpc.rundir.jobs import STOPPED_EXIT_CODE, TaskExit
 from areal_hpc.rundir.paths import JobPaths
@@ -53,35 +50,6 @@ def test_an_error_of_the_agent_or_the_recipe_is_told_without_the_process_that_me
     crash = find_crash_error("trainer", [CRASHED])
     assert crash is not None
     assert str(crash).startswith("trainer of job trainer failed with exit code 139")
-
-
-@pytest.mark.parametrize(
-    ("cells", "failures", "decision"),
-    [
-        ([[DONE], [DONE]], 0, "done"),
-        ([[DONE], [MISTAKEN]], 0, "done"),
-        ([[STOPPED], [MISTAKEN]], 0, "restart"),
-        ([[STOPPED], [CRASHED]], 9, "restart"),
-        ([[CRASHED], [MISTAKEN]], 1, "restart"),
-        ([[CRASHED], [MISTAKEN]], 2, "fail"),
-        ([[MISTAKEN, STOPPED], [MISTAKEN, STOPPED]], 0, "fail"),
-        ([[IDLE], [STOPPED]], 0, "hold"),
-        ([[MISTAKEN], [IDLE]], 0, "hold"),
-        ([[STOPPED, BAD_NODE], []], 9, "restart"),
-    ],
-)
-def test_a_job_that_cells_share_restarts_if_one_of_them_needs_it(
-    cells: list[list[TaskExit]], failures: int, decision: str
-) -> None:
-    assert decide_restart_of_cells(cells, FailuresWithoutProgress(failures)) == decision
-
-
-def test_cells_that_were_over_are_not_why_a_stopped_job_ends() -> None:
-    stopped, over = replace(STOPPED, cell="cell-0"), replace(CRASHED, cell="cell-1")
-    assert list_decisive_crashes([stopped, over], "restart") == []
-    assert list_decisive_crashes([stopped, replace(BAD_NODE, cell="c")], "restart") != []
-    assert list_decisive_crashes([over, over], "restart") == [over, over]
-    assert list_decisive_crashes([STOPPED, CRASHED], "restart") == [CRASHED], "ranks of one job"
 
 
 def test_time_limits_that_are_too_short_hold_the_job_for_its_user() -> None:

@@ -5,17 +5,11 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.errors import AgentError, ClusterError, RecipeError
-from areal_hpc.jobs.processes.signals import StopEvent
 from areal_hpc.launch.foreground_launcher import (
     LOCAL_RESTART_POLICY,
     count_cells_that_can_replace_job,
     job_made_progress,
-    run,
 )
-from areal_hpc.recipe.loading import load_recipe
-from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.view.state.live_progress import PlainReporter
-from tests.support.stand_in_pythons import stand_in_pythons
 
 QUICKSTART = Path(__file__).parents[3] / "recipes" / "quickstart.yaml"
 KILLED, HEALTHY_S = 137, LOCAL_RESTART_POLICY.healthy_s
@@ -62,13 +56,3 @@ def test_only_a_cell_of_training_stands_in_for_another() -> None:
     jobs = ["trainer", "cell-0", "cell-1", "evaluation"]
     assert [count_cells_that_can_replace_job(job, jobs) for job in jobs] == [0, 1, 1, 0]
     assert count_cells_that_can_replace_job("cell-0", ["trainer", "cell-0", "evaluation"]) == 0
-
-
-def test_cells_cannot_share_a_job_of_this_machine(tmp_path: Path) -> None:
-    sharing = ("inference.cells=2", "inference.cells_per_job=2")
-    own = (f"cluster.fileroot={tmp_path / 'runs'}", *stand_in_pythons(tmp_path))
-    recipe = load_recipe(QUICKSTART, [*own, *sharing])
-    paths = RunPaths(recipe.run_dir)
-    with pytest.raises(RecipeError, match="on this machine each has its own"):
-        run(recipe, reporter=PlainReporter(paths, 1, 0), stop=StopEvent())
-    assert not paths.recipe.exists(), "nothing is set up"

@@ -5,12 +5,8 @@ import importlib.util
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
-
-from areal_hpc.errors import RecipeError
 from areal_hpc.launch.plan import JobStage, PlanInputs, plan_run
 from areal_hpc.recipe.loading import load_recipe
-from areal_hpc.rundir.jobs import CellSpec
 from areal_hpc.rundir.paths import RunPaths
 
 QUICKSTART = Path(__file__).parents[3] / "recipes" / "quickstart.yaml"
@@ -45,35 +41,6 @@ def test_every_cell_is_one_job_with_its_share_of_the_episodes() -> None:
     assert [job.name for job in train.others] == ["cell-0", "cell-1", "cell-2"]
     driver = train.others[2].processes[-1]
     assert driver.config["episode_slots"] == 20
-
-
-def test_cells_share_jobs_and_keep_their_names_nodes_and_processes() -> None:
-    alone = planned("inference.cells=5")[1]
-    shared = planned("inference.cells=5", "inference.cells_per_job=2")[1]
-    assert [job.name for job in shared.others] == ["cells-0-1", "cells-2-3", "cell-4"]
-    assert [job.tasks for job in shared.others] == [2, 2, 1]
-    last = CellSpec(shared.others[2].name, shared.others[2].processes)
-    parts = [part for job in shared.others[:2] for part in job.cells] + [last]
-    for part, job in zip(parts, alone.others, strict=True):
-        assert part.name == job.name
-        for process, as_ever in zip(part.processes, job.processes, strict=True):
-            assert process.config.get("inference", {}).pop("cells_per_job", 2) == 2
-            as_ever.config.get("inference", {}).pop("cells_per_job", None)
-            assert process == as_ever
-
-
-def test_cells_that_share_a_job_may_span_nodes() -> None:
-    overrides = ("inference.tp=4", "inference.nodes_per_replica=2", "inference.device=cuda")
-    sharing = ("inference.cells=2", "inference.cells_per_job=2", "evaluation.separate_cell=true")
-    job, evaluation = planned(*overrides, *sharing, "trainer.device=cuda")[1].others
-    assert (job.name, job.tasks, job.tasks_per_cell, job.gpus_per_task) == ("cells-0-1", 4, 2, 2)
-    assert job.is_task_a_node
-    assert (evaluation.name, evaluation.tasks, evaluation.cells) == ("evaluation", 2, [])
-
-
-def test_more_cells_a_job_than_cells_are_refused() -> None:
-    with pytest.raises(RecipeError, match=r"inference\.cells=1, got inference\.cells_per_job=2"):
-        planned("inference.cells_per_job=2")
 
 
 def test_a_replica_that_spans_nodes_has_a_task_on_each_and_serves_from_the_first() -> None:

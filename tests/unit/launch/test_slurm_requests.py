@@ -67,35 +67,6 @@ def test_a_sweep_has_no_successors(tmp_path: Path) -> None:
         parse_sweep(load, "sft.optimizer.lr=1e-3,3e-3")
 
 
-def test_cells_that_share_a_job_are_one_request_for_their_nodes(tmp_path: Path) -> None:
-    sharing = ("inference.cells=4", "inference.cells_per_job=2", "cluster.slurm.jobs.cell.qos=low")
-    found = recipe(tmp_path, *sharing)
-    requests = {request.job: request for request in build_remaining_job_requests(found, HERE)}
-    assert list(requests) == ["sft", "trainer", "cells-0-1", "cells-2-3"]
-    script = render_script(requests["cells-2-3"])
-    for option in ("--nodes=2", "--ntasks-per-node=1", "--qos=low"):
-        assert f"#SBATCH {option}\n" in script
-    assert "--job-name=quickstart-slurm-cells-2-3\n" in script
-    assert " --kill-on-bad-exit=1 " in script
-    assert "--kill-on-bad-exit" not in render_script(requests["trainer"])
-
-
-def test_the_caretaker_of_a_shared_job_is_no_part_of_its_cells(tmp_path: Path) -> None:
-    found = recipe(tmp_path, "inference.cells_per_job=2", "cluster.idle_timeout_s=600")
-    paths = RunPaths(found.run_dir)
-    stages = plan_run(found, paths)
-    ready = PreparedRun(paths, 1, get_interpreters(found), stages)
-    request = next(
-        one for one in build_remaining_job_requests(found, HERE) if one.job == "cells-0-1"
-    )
-    launch = build_slurm_launch_file(stages[-1].others[0], stages[-1], request, found, ready)
-    assert [process.name for process in launch.job.processes] == ["caretaker"]
-    assert launch.job.processes[0].config["others"] == ["cells-0-1"]
-    assert [cell.name for cell in launch.job.cells] == ["cell-0", "cell-1"]
-    assert launch.slurm is not None
-    assert launch.slurm.idle_timeout_s == 600
-
-
 def test_what_is_done_is_not_submitted_again(tmp_path: Path) -> None:
     found = recipe(tmp_path)
     RunPaths(found.run_dir).sft_export.mkdir(parents=True)

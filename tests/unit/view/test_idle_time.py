@@ -1,12 +1,11 @@
 """Idle hours of trainer and cells, from what a run's steps and events recorded."""
 
-import os
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from areal_hpc.rundir.jobs import CellSpec, JobSpec, LaunchFile
+from areal_hpc.rundir.jobs import JobSpec, LaunchFile
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.timing.idle_time import (
     HeldGpusOrNodes,
@@ -16,13 +15,10 @@ from areal_hpc.view.timing.idle_time import (
 )
 
 
-def write_job(
-    paths: RunPaths, name: str, tasks: int, gpus: int, nodes: int | None, *cells: str
-) -> None:
+def write_job(paths: RunPaths, name: str, tasks: int, gpus: int, nodes: int | None) -> None:
     job = paths.job(name)
     job.root.mkdir(parents=True)
-    parts = [CellSpec(cell, []) for cell in cells]
-    spec = JobSpec(name, "agents", [], tasks=tasks, gpus_per_task=gpus, cells=parts)
+    spec = JobSpec(name, "agents", [], tasks=tasks, gpus_per_task=gpus)
     job.launch.write_bytes(msgspec.json.encode(LaunchFile(spec, "", "", "", {})))
     if nodes is not None:
         job.script.write_text(f"#!/bin/bash\n#SBATCH --nodes={nodes}\n")
@@ -40,15 +36,6 @@ def test_what_a_run_holds_is_counted_in_gpus_or_else_in_nodes(tmp_path: Path) ->
         write_job(paths, "cell-0", 1, gpus, 1)
         write_job(paths, "cell-1", 1, gpus, None)
         assert read_held_gpus_or_nodes(paths, 2) == expected
-
-
-def test_cells_that_share_a_job_count_once_as_they_were_last_launched(tmp_path: Path) -> None:
-    paths = RunPaths(tmp_path)
-    write_job(paths, "trainer", 1, 2, 1)
-    write_job(paths, "cell-0", 1, 8, 1)
-    write_job(paths, "cells-0-1", 2, 4, 2, "cell-0", "cell-1")
-    os.utime(paths.job("cell-0").launch, (1.0, 1.0))
-    assert read_held_gpus_or_nodes(paths, 2) == HeldGpusOrNodes("GPU", 2, 8, 2)
 
 
 def test_hours_are_those_that_each_side_waited_for_the_other() -> None:

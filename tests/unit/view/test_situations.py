@@ -51,14 +51,6 @@ SLOW, QUICK = StepPace(20.0, -MIN_TIME_WITHOUT_PROGRESS_S - 1), StepPace(20.0, -
 """The time of the last step is from now: the table is made long before its tests run."""
 LOST_CELL = "cell-1 (job 9) "
 
-GAVE_UP = TaskExit(139, "driver", incarnation="9.0", cell="cell-1")
-
-
-def sharing(**facts: Any) -> JobView:
-    """A job of two cells, one of which was over in its first start."""
-    return dataclasses.replace(job("cells-0-1", "RUNNING", "9", **facts), task_exits={1: GAVE_UP})
-
-
 SITUATIONS: dict[str, tuple[RunInspection, str, str, int]] = {
     "at work": (evidence(TRAINER, CELL), "running", "and nothing has failed", 0),
     "at work after a lost node": (
@@ -112,12 +104,6 @@ SITUATIONS: dict[str, tuple[RunInspection, str, str, int]] = {
     "a cell's container ended before its tasks": (
         evidence(TRAINER, CELL, ended("cell-1", "COMPLETED")), "running, short of cells",
         f"{LOST_CELL}ended by itself with exit code 0", 1),
-    "a cell gave up beside another": (
-        evidence(TRAINER, sharing()), "running, short of cells",
-        "short of cells: cell-1 of cells-0-1 (job 9) gave up", 1),
-    "a cell gave up in an earlier start": (
-        evidence(TRAINER, sharing(restarts=1)),
-        "running", "nothing has failed", 0),
     "the trainer is suspended": (
         evidence(job("trainer", "SUSPENDED", "1"), CELL), "running",
         "stalled: trainer (job 1) is suspended", 1),
@@ -186,8 +172,8 @@ def test_what_people_and_the_run_itself_end(
 def test_cells_that_an_earlier_launch_had_are_none_of_the_present_one(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     submitted = [
-        *(("sft", 1), ("trainer", 1), ("cell-0", 1), ("cell-1", 1), ("cells-2-3", 1)),
-        *(("trainer", 2), ("cells-10-11", 2), ("cells-8-9", 2)),
+        *(("sft", 1), ("trainer", 1), ("cell-0", 1), ("cell-1", 1), ("cell-2", 1)),
+        *(("trainer", 2), ("cell-10", 2), ("cell-8", 2)),
     ]
     for number, (name, attempt) in enumerate(submitted):
         record_submission(paths.submissions, Submission(name, str(number), attempt, NOW, ""))
@@ -196,7 +182,7 @@ def test_cells_that_an_earlier_launch_had_are_none_of_the_present_one(tmp_path: 
     queued = {str(number): SlurmJobRecord(str(number), state) for number, state in states.items()}
     run = build_run_jobs(paths, QueueSnapshot(queued))
     shown = [one.name for one in run.jobs]
-    assert shown == ["sft", "trainer", "cell-0", "cells-8-9", "cells-10-11"]
+    assert shown == ["sft", "trainer", "cell-0", "cell-8", "cell-10"]
     assert [one.name for one in run.jobs_ended_before_run] == ["sft"]
 
 

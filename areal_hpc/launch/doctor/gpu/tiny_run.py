@@ -130,7 +130,7 @@ def build_single_replica_config(plan: GpuCheckPlan, gpus: int) -> InferenceConfi
     A rehearsal leaves further options out: those of GPUs would not start on a CPU.
     """
     config = InferenceConfig.model_validate(plan.inference)
-    changed: dict[str, Any] = {"cells": 1, "cells_per_job": 1, "replicas_per_cell": 1}
+    changed: dict[str, Any] = {"cells": 1, "replicas_per_cell": 1}
     changed |= {"nodes_per_replica": 1, "tp": config.tp // config.nodes_per_replica}
     changed |= {"device": plan.device, "max_restarts": 0}
     if plan.device == "cpu":
