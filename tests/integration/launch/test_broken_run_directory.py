@@ -32,6 +32,12 @@ LONG_LOOKS = (
     ("why", "--step", "9"),
     ("view", "--bundle", "pages"),
 )
+REPRESENTATIVES = (
+    ("status",),
+    ("why", "--slow"),
+    ("shards", "verify"),
+    ("view", "--bundle", "pages"),
+)
 DOCUMENTED_EXIT_CODES = {0, 1, 65, 70, 75, 78}
 NO_OVERRIDE = "-dac_override,-dac_read_search"
 """Capabilities by which root reads everything."""
@@ -92,7 +98,7 @@ def test_a_run_of_a_newer_version_is_looked_at(run: Path, tmp_path: Path) -> Non
 def test_a_directory_that_may_only_be_read(run: Path, tmp_path: Path, whose: str) -> None:
     theirs = shutil.copytree(run, tmp_path / "experiment" / "trial", symlinks=True)
     before = list_files(theirs)
-    for command in LONG_LOOKS:
+    for command in choose(LONG_LOOKS, *REPRESENTATIVES):
         named = [str(tmp_path / one) if one == "pages" else one for one in command]
         words = [sys.executable, "-m", "areal_hpc", *named, str(theirs)]
         if whose == "read-only":
