@@ -5,8 +5,7 @@ from typing import Any
 
 from areal_hpc.reward.answer_extraction import extract_code
 from areal_hpc.reward.judging.judge import passes_tests
-from areal_hpc.sandbox.process import ProgramLimits
-from areal_hpc.sandbox.run import run_program
+from areal_hpc.sandbox.process import ProgramLimits, run_program
 
 
 def code_reward(

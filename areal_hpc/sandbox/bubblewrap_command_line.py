@@ -41,6 +41,14 @@ _REFUSAL_SIGNS = (
 )
 
 
+ISOLATION_OPTIONS = (
+    *("--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent"),
+    *("--new-session", "--cap-drop", "ALL", "--hostname", "sandbox", "--clearenv"),
+    "--as-pid-1",  # the sandbox could write to the memory of bubblewrap's own first process
+    *("--uid", str(NOBODY_UID), "--gid", str(NOBODY_UID)),
+)
+
+
 class ContentDescriptors:
     """Files that exist as descriptors alone, to be inherited."""
 
@@ -81,6 +89,18 @@ def find_bubblewrap() -> Path | None:
         return None if found is None else Path(found)
 
 
+def list_system_options() -> Iterator[str]:
+    """List the options that show this machine's programs, read-only."""
+    yield from ("--ro-bind", "/usr", "/usr")
+    for path in map(Path, SYSTEM_LINKS):
+        if path.is_symlink():
+            yield from ("--symlink", str(path.readlink()), str(path))
+        elif path.is_dir():
+            yield from ("--ro-bind", str(path), str(path))
+    for name in SYSTEM_FILES:
+        yield from ("--ro-bind-try", name, name)
+
+
 def build_bwrap_command(
     bwrap: str,
     program: Sequence[str],
@@ -105,22 +125,10 @@ def build_bwrap_command(
         program_filter: Of system calls; None for none.
         variables: Its environment.
     """
-    command = [
-        *(bwrap, "--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent"),
-        *("--new-session", "--cap-drop", "ALL", "--hostname", "sandbox", "--clearenv"),
-        "--as-pid-1",  # bubblewrap's own could be written to by the program (/proc/1/mem)
-        *("--uid", str(NOBODY_UID), "--gid", str(NOBODY_UID)),
-        *("--ro-bind", "/usr", "/usr"),
-    ]
+    command = [bwrap, *ISOLATION_OPTIONS]
     for name, value in variables.items():
         command += ["--setenv", name, value]
-    for path in map(Path, SYSTEM_LINKS):
-        if path.is_symlink():
-            command += ["--symlink", str(path.readlink()), str(path)]
-        elif path.is_dir():
-            command += ["--ro-bind", str(path), str(path)]
-    for name in SYSTEM_FILES:
-        command += ["--ro-bind-try", name, name]
+    command += list_system_options()
     command += ["--proc", "/proc", "--dev", "/dev"]
     for folder in ("/dev/shm", WORK_DIR):
         command += ["--size", str(scratch_bytes), "--perms", "1777", "--tmpfs", folder]

@@ -32,7 +32,7 @@ from areal_hpc.sandbox.bubblewrap_command_line import (
     may_become_nobody,
 )
 from areal_hpc.sandbox.process import build_isolation_error, get_configured_isolation
-from areal_hpc.sandbox.runtimes.scratch import choose_scratch_mount_point
+from areal_hpc.sandbox.runtimes.guest import choose_scratch_mount_point
 from areal_hpc.sandbox.seccomp import build_seccomp_filter
 
 WORKER_LOOP_FILE = Path(__file__).parent / "worker" / "worker_loop.py"

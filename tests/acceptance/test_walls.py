@@ -28,9 +28,9 @@ from areal_hpc.sandbox.bubblewrap_command_line import (
     ContentDescriptors,
     may_become_nobody,
 )
-from areal_hpc.sandbox.runtimes import bwrap, guest_python
+from areal_hpc.sandbox.runtimes import bwrap, guest
 from areal_hpc.sandbox.runtimes.choice import make_runtime
-from areal_hpc.sandbox.runtimes.guest_environment import WORK_DIR
+from areal_hpc.sandbox.runtimes.guest import WORK_DIR
 from areal_hpc.sandbox.sandbox import Sandbox
 from areal_hpc.sandbox.spec import Network, SandboxLimits, SandboxSpec
 from tests.support import attacks_table
@@ -134,11 +134,11 @@ class Scene(agent.Hostile):
         """Change a script of the server within the sandbox."""
         folder = self.place / "server"
         folder.mkdir()
-        for one in guest_python.SERVER_SCRIPTS:
+        for one in guest.SERVER_SCRIPTS:
             shutil.copy(one, folder)
         text = (folder / script).read_text()
         (folder / script).write_text(replace_all(text, before, after))
-        scripts = tuple(folder / one.name for one in guest_python.SERVER_SCRIPTS)
+        scripts = tuple(folder / one.name for one in guest.SERVER_SCRIPTS)
         self.patch.setattr(bwrap, "SERVER_SCRIPTS", scripts)
 
 
@@ -187,9 +187,9 @@ def share_processes_and_forget_them(scene: Scene) -> None:
 
 def make_server_writable(scene: Scene) -> None:
     def edit(options: list[str]) -> list[str]:
-        place = options.index(f"{guest_python.GUEST_DIR}/command_server.py") - 2
+        place = options.index(f"{guest.GUEST_DIR}/command_server.py") - 2
         text = "\0".join([*options[:place], "--perms", "0666", "--file", *options[place + 1 :]])
-        return text.replace(f"--remount-ro\0{guest_python.GUEST_DIR}\0", "").split("\0")
+        return text.replace(f"--remount-ro\0{guest.GUEST_DIR}\0", "").split("\0")
 
     scene.edit_options = edit
 

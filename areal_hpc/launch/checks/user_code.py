@@ -50,8 +50,8 @@ try:
         from areal_hpc.rollout.execution.agent_sandboxes import check_sandbox_starts
         check_sandbox_starts(request["sandbox"])
     if "areal_hpc.sandbox.process" in sys.modules:  # such as for `code_reward`, or a gym
-        from areal_hpc.sandbox.run import run_empty_program_to_test_isolation
-        run_empty_program_to_test_isolation()
+        from areal_hpc.sandbox.process import run_program
+        run_program("")
 except ArealError as error:
     problem = error.problems[0]
     print(json.dumps([problem.message, problem.key or "rollout.workflow", problem.hint]))

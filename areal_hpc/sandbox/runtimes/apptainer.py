@@ -11,19 +11,17 @@ from functools import partial
 from pathlib import Path
 
 from areal_hpc.sandbox.runtime import build_isolation_error
-from areal_hpc.sandbox.runtimes.container_scratch_layout import (
-    list_writable_binds,
-    raise_if_path_has_separator,
-)
-from areal_hpc.sandbox.runtimes.container_start import (
+from areal_hpc.sandbox.runtimes.container import (
     ContainerPlan,
     ContainerSetup,
     build_container_server_command,
     build_nobody_container_command_prefix,
     build_runtime_program_search_path,
+    list_writable_binds,
+    raise_if_path_has_separator,
     start_container,
 )
-from areal_hpc.sandbox.runtimes.guest_python import GUEST_DIR, LOWER_DIR
+from areal_hpc.sandbox.runtimes.guest import GUEST_DIR, LOWER_DIR
 from areal_hpc.sandbox.sandbox import Sandbox
 from areal_hpc.sandbox.spec import Network, SandboxSpec
 

@@ -6,41 +6,36 @@ process.
 """
 
 from collections.abc import Iterator
-from pathlib import Path
 
 from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.sandbox.bubblewrap_command_line import (
     BUBBLEWRAP_HINT,
+    ISOLATION_OPTIONS,
     NO_BUBBLEWRAP,
     NOBODY_UID,
-    SYSTEM_FILES,
-    SYSTEM_LINKS,
     USER_NAMESPACE_HINT,
     ContentDescriptors,
     copy_bwrap_unless_runnable_by_all,
     find_bubblewrap,
     hold_content_descriptors,
+    list_system_options,
     may_become_nobody,
     tells_of_refusal,
 )
 from areal_hpc.sandbox.images.root_archive import unpack_root_if_archive
 from areal_hpc.sandbox.runtime import build_isolation_error
-from areal_hpc.sandbox.runtimes.guest_environment import (
+from areal_hpc.sandbox.runtimes.guest import (
+    GUEST_DIR,
     GUEST_ETC_FILES,
     GUEST_VARIABLES,
-    WORK_DIR,
-)
-from areal_hpc.sandbox.runtimes.guest_python import (
-    GUEST_DIR,
+    LIMIT_KERNEL_OBJECTS_SCRIPT,
     LOWER_DIR,
     SERVER_SCRIPTS,
+    WORK_DIR,
     GuestPython,
     build_command_server_command,
-    find_guest_python,
-)
-from areal_hpc.sandbox.runtimes.scratch import (
-    LIMIT_KERNEL_OBJECTS_SCRIPT,
     choose_scratch_mount_point,
+    find_guest_python,
 )
 from areal_hpc.sandbox.sandbox import Sandbox, SandboxStartPlan
 from areal_hpc.sandbox.seccomp import build_seccomp_filter
@@ -85,16 +80,11 @@ class BwrapRuntime:
         python = find_guest_python(by_anybody=as_nobody)
         taken = [str(bwrap), str(spec.root or ""), *spec.readonly_folders]
         taken += [source for source, _ in python.binds]
+        scratch = choose_scratch_mount_point(taken)
         with hold_content_descriptors() as contents:
             command = [
                 *("unshare", "--user", "--map-root-user", "--mount"),
-                *(
-                    "sh",
-                    "-c",
-                    _PREPARE_SCRATCH_SCRIPT,
-                    "sh",
-                    scratch := choose_scratch_mount_point(taken),
-                ),
+                *("sh", "-c", _PREPARE_SCRATCH_SCRIPT, "sh", scratch),
                 *(str(spec.limits.disk_bytes), str(spec.limits.files), str(bwrap.parent)),
                 " ".join(map(str, range(len(spec.writable_folders)))),
                 *build_bwrap_arguments(spec, python, scratch, contents),
@@ -120,16 +110,11 @@ def build_bwrap_arguments(
     spec: SandboxSpec, python: GuestPython, scratch: str, contents: ContentDescriptors
 ) -> list[str]:
     """Bubblewrap's command line. `scratch` is the folder whose size is limited."""
-    command = [
-        *("--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent"),
-        *("--new-session", "--cap-drop", "ALL", "--hostname", "sandbox", "--clearenv"),
-        "--as-pid-1",  # bubblewrap's own would hold the channel, and commands may write its memory
-        *("--uid", str(NOBODY_UID), "--gid", str(NOBODY_UID)),
-    ]
+    command = [*ISOLATION_OPTIONS]
     if spec.network == "open":
         command.append("--share-net")
     if spec.root is None:
-        command += _list_system_options(scratch, spec.network, contents)
+        command += _list_guest_options(scratch, spec.network, contents)
         for number, folder in enumerate(spec.writable_folders):
             command += ["--bind", f"{scratch}/folder{number}", folder]
         writable = [WORK_DIR, "/tmp", *spec.writable_folders]
@@ -171,17 +156,11 @@ def build_bwrap_arguments(
     return ["--args", options, "--", *server]
 
 
-def _list_system_options(
+def _list_guest_options(
     scratch: str, network: Network, contents: ContentDescriptors
 ) -> Iterator[str]:
-    yield from ("--ro-bind", "/usr", "/usr", "--perms", "0755", "--dir", "/etc")
-    for path in map(Path, SYSTEM_LINKS):
-        if path.is_symlink():
-            yield from ("--symlink", str(path.readlink()), str(path))
-        elif path.is_dir():
-            yield from ("--ro-bind", str(path), str(path))
-    shared = ("/etc/resolv.conf", "/etc/ssl", "/etc/pki") if network == "open" else ()
-    for name in (*SYSTEM_FILES, *shared):
+    yield from ("--perms", "0755", "--dir", "/etc", *list_system_options())
+    for name in ("/etc/resolv.conf", "/etc/ssl", "/etc/pki") if network == "open" else ():
         yield from ("--ro-bind-try", name, name)
     for name, content in GUEST_ETC_FILES.items():
         yield from ("--perms", "0644")

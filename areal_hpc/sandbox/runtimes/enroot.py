@@ -11,16 +11,16 @@ from functools import partial
 from pathlib import Path
 
 from areal_hpc.sandbox.runtime import build_isolation_error
-from areal_hpc.sandbox.runtimes.container_scratch_layout import list_writable_binds
-from areal_hpc.sandbox.runtimes.container_start import (
+from areal_hpc.sandbox.runtimes.container import (
     ContainerPlan,
     ContainerSetup,
     build_container_server_command,
     build_nobody_container_command_prefix,
     build_runtime_program_search_path,
+    list_writable_binds,
     start_container,
 )
-from areal_hpc.sandbox.runtimes.guest_python import GUEST_DIR
+from areal_hpc.sandbox.runtimes.guest import GUEST_DIR
 from areal_hpc.sandbox.sandbox import Sandbox
 from areal_hpc.sandbox.spec import Network, SandboxSpec
 

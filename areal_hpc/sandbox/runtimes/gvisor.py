@@ -20,14 +20,12 @@ from areal_hpc.sandbox.bubblewrap_command_line import (
     may_become_nobody,
 )
 from areal_hpc.sandbox.runtime import build_isolation_error
-from areal_hpc.sandbox.runtimes.guest_environment import (
+from areal_hpc.sandbox.runtimes.guest import (
+    GUEST_DIR,
     GUEST_ETC_FILES,
     GUEST_VARIABLES,
-    WORK_DIR,
-)
-from areal_hpc.sandbox.runtimes.guest_python import (
-    GUEST_DIR,
     SERVER_SCRIPTS,
+    WORK_DIR,
     GuestPython,
     build_command_server_command,
     find_guest_python,
@@ -90,17 +88,30 @@ def write_oci_bundle(bundle: Path, spec: SandboxSpec, python: GuestPython, as_no
         (bundle / name).mkdir()
     for name, content in GUEST_ETC_FILES.items():
         (bundle / "files" / name).write_text(content)
-    mounts = [
-        *_list_kernel_mounts(),
-        *_list_guest_mounts(python),
-        *_link_and_list_system_mounts(bundle / "rootfs"),
-    ]
-    mounts += [
-        _build_readonly_bind_mount(f"{bundle}/files/{name}", f"/etc/{name}")
-        for name in GUEST_ETC_FILES
+    mounts: list[dict[str, Any]] = [
+        {"destination": "/proc", "type": "proc", "source": "proc"},
+        {"destination": "/dev", "type": "tmpfs", "source": "tmpfs"},
     ]
     writable = [WORK_DIR, "/tmp"]
-    mounts += [_build_tmpfs_mount(place, spec.limits.disk_bytes) for place in writable]
+    mounts += [
+        {
+            "destination": place,
+            "type": "tmpfs",
+            "source": "tmpfs",
+            "options": [f"size={spec.limits.disk_bytes}", "mode=1777"],
+        }
+        for place in writable
+    ]
+    binds = [
+        *python.binds,
+        *((str(script), f"{GUEST_DIR}/{script.name}") for script in SERVER_SCRIPTS),
+        *_link_and_list_system_binds(bundle / "rootfs"),
+        *((f"{bundle}/files/{name}", f"/etc/{name}") for name in GUEST_ETC_FILES),
+    ]
+    mounts += [
+        {"destination": place, "type": "bind", "source": source, "options": ["bind", "ro"]}
+        for source, place in binds
+    ]
     server = build_command_server_command(
         spec,
         python.command,
@@ -133,39 +144,13 @@ def write_oci_bundle(bundle: Path, spec: SandboxSpec, python: GuestPython, as_no
             os.chown(path, NOBODY_UID, NOBODY_UID, follow_symlinks=False)
 
 
-def _list_kernel_mounts() -> Iterator[dict[str, Any]]:
-    yield {"destination": "/proc", "type": "proc", "source": "proc"}
-    yield {"destination": "/dev", "type": "tmpfs", "source": "tmpfs"}
-
-
-def _list_guest_mounts(python: GuestPython) -> Iterator[dict[str, Any]]:
-    for source, place in python.binds:
-        yield _build_readonly_bind_mount(source, place)
-    for script in SERVER_SCRIPTS:
-        yield _build_readonly_bind_mount(str(script), f"{GUEST_DIR}/{script.name}")
-
-
-def _link_and_list_system_mounts(rootfs: Path) -> Iterator[dict[str, Any]]:
-    yield _build_readonly_bind_mount("/usr", "/usr")
+def _link_and_list_system_binds(rootfs: Path) -> Iterator[tuple[str, str]]:
+    yield "/usr", "/usr"
     for path in map(Path, SYSTEM_LINKS):
         if path.is_symlink():
             (rootfs / path.name).symlink_to(path.readlink())
         elif path.is_dir():
-            yield _build_readonly_bind_mount(str(path), str(path))
+            yield str(path), str(path)
     for name in SYSTEM_FILES:
         if Path(name).exists():
-            yield _build_readonly_bind_mount(os.path.realpath(name), name)
-
-
-def _build_readonly_bind_mount(host_path: str, mount_path: str) -> dict[str, Any]:
-    return {
-        "destination": mount_path,
-        "type": "bind",
-        "source": host_path,
-        "options": ["bind", "ro"],
-    }
-
-
-def _build_tmpfs_mount(mount_path: str, size_bytes: int) -> dict[str, Any]:
-    options = [f"size={size_bytes}", "mode=1777"]
-    return {"destination": mount_path, "type": "tmpfs", "source": "tmpfs", "options": options}
+            yield os.path.realpath(name), name

@@ -6,7 +6,7 @@ import shutil
 import sys
 import tempfile
 
-from areal_hpc.sandbox.runtimes.guest_python import SERVER_SCRIPTS, build_command_server_command
+from areal_hpc.sandbox.runtimes.guest import SERVER_SCRIPTS, build_command_server_command
 from areal_hpc.sandbox.sandbox import Sandbox, SandboxStartPlan
 from areal_hpc.sandbox.spec import Network, SandboxSpec
 

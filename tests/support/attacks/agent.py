@@ -17,7 +17,7 @@ from typing import Any
 
 from areal_hpc.errors import SandboxLostError
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.sandbox.runtimes.guest_environment import GUEST_VARIABLES
+from areal_hpc.sandbox.runtimes.guest import GUEST_VARIABLES
 from areal_hpc.sandbox.sandbox import CommandResult, Sandbox
 from areal_hpc.slurm.devcluster.paths import DevclusterPaths
 from tests.support.attacks import tool

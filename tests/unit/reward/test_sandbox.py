@@ -19,8 +19,7 @@ from areal_hpc.sandbox.bubblewrap_command_line import (
     copy_bwrap_unless_runnable_by_all,
     find_bubblewrap,
 )
-from areal_hpc.sandbox.process import Isolation, ProgramLimits, SandboxedProcess
-from areal_hpc.sandbox.run import run_program
+from areal_hpc.sandbox.process import Isolation, ProgramLimits, SandboxedProcess, run_program
 from tests.support.commands import write_program
 from tests.support.deadlines import scaled
 from tests.support.environments import CHECKOUT
@@ -232,7 +231,7 @@ def is_running(marker: str) -> bool:
 
 
 RUN_AS_ASKED = (
-    "import sys; from areal_hpc.sandbox.run import run_program\n"
+    "import sys; from areal_hpc.sandbox.process import run_program\n"
     "try: print(run_program('import os; print(os.getuid())', isolation=sys.argv[1]))\n"
     "except Exception as error: print(type(error).__name__, error)\n"
 )

@@ -7,18 +7,18 @@ from areal_hpc.errors import ArealError
 from areal_hpc.launch.doctor.checks import CheckResult, fail, ok, warn
 from areal_hpc.launch.doctor.gpu.report import IsolationFacts
 from areal_hpc.rollout.execution.agent_sandboxes import check_sandbox_starts
-from areal_hpc.sandbox.run import run_empty_program_to_test_isolation
+from areal_hpc.sandbox.process import run_program
 
 
 def try_isolation(agent: dict[str, Any] | None) -> tuple[IsolationFacts, ...]:
     """What comes of an empty program, and of a sandbox of a section `rollout.agent`, if given."""
-    found = (_try_start(run_empty_program_to_test_isolation, is_of_agents=False),)
+    found = (_try_start(lambda: run_program(""), is_of_agents=False),)
     if agent is None:
         return found
     return (*found, _try_start(lambda: check_sandbox_starts(agent), is_of_agents=True))
 
 
-def _try_start(start: Callable[[], None], *, is_of_agents: bool) -> IsolationFacts:
+def _try_start(start: Callable[[], object], *, is_of_agents: bool) -> IsolationFacts:
     try:
         start()
     except ArealError as error:

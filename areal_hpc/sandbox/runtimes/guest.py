@@ -1,7 +1,7 @@
-"""The Python that runs the command server within a sandbox, whatever root file system that has.
+"""What every sandbox has: folders, variables, accounts, and the Python of its command server.
 
-It is one of this machine's, started by this machine's loader with this machine's libraries; all of
-them lie below `GUEST_DIR`, read-only.
+That Python is one of this machine's, whatever root file system the sandbox has: started by this
+machine's loader with this machine's libraries, all of them below `GUEST_DIR`, read-only.
 """
 
 import json
@@ -13,7 +13,7 @@ from pathlib import Path
 from areal_hpc.errors import ClusterError
 from areal_hpc.sandbox.bubblewrap_command_line import NOBODY_UID, find_sandbox_python
 from areal_hpc.sandbox.seccomp import build_seccomp_filter
-from areal_hpc.sandbox.spec import SESSION_PORT, SandboxLimits, SandboxSpec
+from areal_hpc.sandbox.spec import SESSION_PORT, SandboxSpec
 
 GUEST_DIR = "/sandbox"
 """What a sandbox needs to run its server."""
@@ -25,6 +25,30 @@ SERVER_SCRIPTS = tuple(
 )
 """The server, which is started, and what it imports."""
 MAX_OPEN_FILES = 4096
+WORK_DIR = "/workspace"
+"""Working and home directory of commands, at first empty."""
+GUEST_VARIABLES = {
+    "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+    "HOME": WORK_DIR,
+    "LC_ALL": "C.UTF-8",
+    "TMPDIR": "/tmp",
+    "USER": "nobody",
+}
+GUEST_ETC_FILES = {
+    "passwd": f"nobody:x:{NOBODY_UID}:{NOBODY_UID}:nobody:{WORK_DIR}:/bin/sh\n",
+    "group": f"nogroup:x:{NOBODY_UID}:\n",
+    "hosts": "127.0.0.1 localhost\n",
+}
+"""Of a sandbox that shows this machine's programs: its accounts are nobody's business."""
+_CANDIDATES = ("/media", "/srv", "/mnt", "/opt")
+"""Folders that every distribution has (FHS 3.0); what covers one is seen by the runtime alone."""
+
+LIMIT_KERNEL_OBJECTS_SCRIPT = """
+for limit in inotify_instances=64 inotify_watches=16384 fanotify_groups=16 fanotify_marks=1024; do
+  { echo "${limit#*=}" > "/proc/sys/user/max_${limit%=*}"; } 2> /dev/null || :
+done
+"""
+"""What a user namespace may have of what its user has few of elsewhere, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +109,8 @@ def build_command_server_command(
     """
     program_filter = build_seccomp_filter() if filters_calls else None
     request = {
-        "limits": _build_limit_fields(spec.limits, counts_processes),
+        "limits": asdict(spec.limits)
+        | {"open_files": MAX_OPEN_FILES, "counts_processes": counts_processes},
         "channel_fd": channel_fd,
         "session_port": SESSION_PORT if spec.network == "session-only" else None,
         "writable": list(writable_folders),
@@ -94,10 +119,6 @@ def build_command_server_command(
         "filter": None if program_filter is None else program_filter.hex(),
     }
     return [*python, script, json.dumps(request)]
-
-
-def _build_limit_fields(limits: SandboxLimits, counts_processes: bool) -> dict[str, float]:
-    return asdict(limits) | {"open_files": MAX_OPEN_FILES, "counts_processes": counts_processes}
 
 
 def _find_loader_and_library_dirs() -> tuple[str, list[str]]:
@@ -111,3 +132,14 @@ def _find_loader_and_library_dirs() -> tuple[str, list[str]]:
     if loader is None or not folders:
         raise ClusterError("this Python is linked to no C library of the system's")
     return loader, sorted(folders)
+
+
+def choose_scratch_mount_point(used_paths: Sequence[str]) -> str:
+    """A folder that may be covered: nothing that the sandbox is made of lies in it."""
+    for place in _CANDIDATES:
+        if Path(place).is_dir() and not any(Path(one).is_relative_to(place) for one in used_paths):
+            return place
+    raise ClusterError(
+        f"none of {', '.join(_CANDIDATES)} can hold the files of a sandbox on this machine",
+        hint="move the root file system out of them",
+    )
