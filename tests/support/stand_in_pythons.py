@@ -10,7 +10,7 @@ from tests.support.commands import write_program
 
 def stand_in_pythons(folder: Path) -> tuple[str, ...]:
     """Overrides of a recipe whose runs are checked and not started."""
-    found = [name for names in MODULES_BY_ROLE.values() for name in names]
-    said = json.dumps({"found": found, "torch": "2.0.0"})
+    modules = {name: "" for names in MODULES_BY_ROLE.values() for name in names}
+    said = json.dumps({"version": "3.11.0", "packages": {}, "cuda": None, "modules": modules})
     write_program(folder / "stand_in_python", f"echo '{said}'")
     return tuple(f"cluster.{role}.python={folder / 'stand_in_python'}" for role in ROLES)

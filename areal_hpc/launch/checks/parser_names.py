@@ -2,12 +2,11 @@
 
 import ast
 import difflib
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 from areal_hpc.errors import Problem
-from areal_hpc.launch.checks.pythons import INTERPRETER_TIMEOUT_S
+from areal_hpc.launch.role_python import RolePythonError, describe_python
 from areal_hpc.recipe.sections.inference import InferenceConfig
 
 _PARSER_TABLES = {
@@ -15,11 +14,6 @@ _PARSER_TABLES = {
     "reasoning_parser": ("srt/parser/reasoning_parser.py", "DetectorMap"),
 }
 """Key of `inference` -> file below sglang/ and the name of the table in it, as in SGLang 0.5.23."""
-_FIND_SGLANG_SCRIPT = """
-import importlib.util
-found = importlib.util.find_spec("sglang")
-print(found.origin if found else "")
-"""
 
 
 def find_parser_name_problems(inference: InferenceConfig, python: str) -> Iterator[Problem]:
@@ -27,14 +21,9 @@ def find_parser_name_problems(inference: InferenceConfig, python: str) -> Iterat
     named = {key: name for key in _PARSER_TABLES if (name := getattr(inference, key))}
     if not named:
         return
-    asked = [python, "-c", _FIND_SGLANG_SCRIPT]
     try:
-        answer = subprocess.run(
-            asked, capture_output=True, text=True, check=True, timeout=INTERPRETER_TIMEOUT_S
-        )
-    except (OSError, subprocess.SubprocessError):
-        return
-    if not (origin := answer.stdout.strip()):
+        origin = describe_python(python, ["sglang"]).modules["sglang"]
+    except (RolePythonError, KeyError):
         return
     for key, name in named.items():
         file, table = _PARSER_TABLES[key]

@@ -3,13 +3,13 @@
 import difflib
 import logging
 import os
-import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 
 from areal_hpc.errors import Problem
+from areal_hpc.launch.role_python import RolePythonError, ask_role
 from areal_hpc.recipe.recipe import Recipe
 
 log = logging.getLogger(__name__)
@@ -35,19 +35,16 @@ class OptionReport(msgspec.Struct):
 def ask_sglang_to_parse_options(python: str, lines: Sequence[Sequence[str]]) -> OptionReport | None:
     """Its reading of command lines; None if SGLang cannot be imported on this machine."""
     checkout = str(Path(__file__).resolve().parents[3])
+    environ = {**os.environ, "PYTHONPATH": checkout, "SGLANG_USE_CPU_ENGINE": "1"}
+    program = ("-m", OPTION_CHECK_MODULE)
     try:
-        said = subprocess.run(
-            [python, "-m", OPTION_CHECK_MODULE],
-            input=msgspec.json.encode(lines),
-            capture_output=True,
-            timeout=PARSER_TIMEOUT_S,
-            env={**os.environ, "PYTHONPATH": checkout, "SGLANG_USE_CPU_ENGINE": "1"},
-            check=True,
+        answer = ask_role(
+            python, *program, request=lines, environ=environ, timeout_s=PARSER_TIMEOUT_S
         )
-        return msgspec.json.decode(said.stdout.splitlines()[-1], type=OptionReport)
-    except (subprocess.SubprocessError, OSError, IndexError, msgspec.DecodeError) as error:
+    except RolePythonError as error:
         log.info("SGLang was not asked about its options: %s", error)
         return None
+    return msgspec.convert(answer, OptionReport)
 
 
 def find_extra_args_problems(recipe: Recipe, python: str) -> Iterator[Problem]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from areal_hpc.errors import ArealError, Problem
 from areal_hpc.jobs.processes.line_process import LineProcess
+from areal_hpc.launch.role_python import RolePythonError, ask_role
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.recipe.sections.reward import ISOLATION_VARIABLE
 
@@ -52,10 +53,13 @@ try:
     if "areal_hpc.sandbox.process" in sys.modules:  # such as for `code_reward`, or a gym
         from areal_hpc.sandbox.process import run_program
         run_program("")
+    answer = None
 except ArealError as error:
     problem = error.problems[0]
-    print(json.dumps([problem.message, problem.key or "rollout.workflow", problem.hint]))
-    sys.exit(error.exit_code)
+    answer = [problem.message, problem.key or "rollout.workflow", problem.hint]
+print()
+print(json.dumps(answer), flush=True)
+os._exit(0)  # what the code has registered for its end may print or wait
 """
 
 
@@ -133,25 +137,17 @@ def _find_user_code_load_problems(
     key: str,
     code_description: str,
 ) -> Iterator[Problem]:
+    program = ("-c", _LOAD_USER_CODE_SCRIPT)
     try:
-        answer = subprocess.run(
-            [python, "-c", _LOAD_USER_CODE_SCRIPT],
-            input=json.dumps(request),
-            capture_output=True,
-            text=True,
-            timeout=USER_CODE_TIMEOUT_S,
-            check=False,
-            env=environ,
+        problem = ask_role(
+            python, *program, request=request, environ=environ, timeout_s=USER_CODE_TIMEOUT_S
         )
-    except subprocess.TimeoutExpired:
-        message = f"{code_description} did not finish loading within {USER_CODE_TIMEOUT_S} s"
-        yield Problem(message, key, "move slow work out of module imports and constructors")
-        return
-    if answer.returncode == 0:
-        return
-    try:
-        message, key, hint = json.loads(answer.stdout.splitlines()[-1])
-    except (IndexError, ValueError):
-        last = (answer.stderr.strip().splitlines() or ["no output"])[-1]
-        message, hint = f"{code_description} cannot be loaded: {last}", ""
-    yield Problem(message, key, hint)
+    except RolePythonError as error:
+        if error.is_late:
+            message = f"{code_description} did not finish loading within {USER_CODE_TIMEOUT_S} s"
+            yield Problem(message, key, "move slow work out of module imports and constructors")
+        else:
+            yield Problem(f"{code_description} cannot be loaded: {error}", key)
+    else:
+        if problem is not None:
+            yield Problem(*problem)

@@ -5,6 +5,8 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -12,13 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.launch.provenance.environments import read_environments, read_gpu_driver_version
 from areal_hpc.launch.provenance.repositories import RepositoryState, read_repository
 from areal_hpc.launch.provenance.user_code import read_user_code
+from areal_hpc.launch.role_python import RolePythonError, describe_pythons
 from areal_hpc.recipe.private_values import hide_private_arguments
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.atomic import write_atomic_private
 from areal_hpc.rundir.paths import RunPaths
+
+DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
 
 def record_provenance(
@@ -52,8 +56,8 @@ def record_provenance(
             "git_commit": own and own.revision,
             "python": platform.python_version(),
             "host": platform.node(),
-            "environments": read_environments(pythons),
-            "gpu_driver": read_gpu_driver_version(),
+            "environments": _read_environments(pythons),
+            "gpu_driver": _read_gpu_driver_version(),
             "isolation": {
                 "agent": recipe.rollout.agent.isolation,
                 "reward": recipe.reward.isolation,
@@ -88,6 +92,30 @@ def enter_launch_folder(paths: RunPaths) -> None:
             key=str(paths.root),
             hint="make that folder available again",
         ) from error
+
+
+def _read_environments(pythons: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """By role; one that cannot be asked here, as in a container's image, has an `error`."""
+    answers = describe_pythons(python for python in pythons.values() if shutil.which(python))
+    found: dict[str, dict[str, Any]] = {}
+    for role, python in pythons.items():
+        match answers.get(python):
+            case None:
+                facts: dict[str, Any] = {"error": "there is no such program on this machine"}
+            case RolePythonError() as error:
+                facts = {"error": str(error)[-500:]}
+            case known:
+                facts = {"python": known.version, "packages": known.packages, "cuda": known.cuda}
+        found[role] = {"interpreter": python, **facts}
+    return found
+
+
+def _read_gpu_driver_version() -> str | None:
+    try:
+        found = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)\s", DRIVER_FILE.read_text())
+    except OSError:
+        return None
+    return found[1] if found else None
 
 
 def _record_repository(state: RepositoryState, patch: Path, paths: RunPaths) -> dict[str, Any]:

@@ -23,12 +23,14 @@ from areal_hpc.launch.doctor.partition_checks import (
     parse_slurm_time_as_minutes,
     parse_slurm_time_as_seconds,
 )
-from areal_hpc.launch.doctor.python_checks import check_interpreters
+from areal_hpc.launch.doctor.recipe_checks import check_interpreters
 from areal_hpc.launch.doctor.registry import CHECKS, DoctorCheck, run_checks
 from areal_hpc.launch.doctor.slurm_checks import judge_commands_in_container, judge_gpus_by_task
 from areal_hpc.launch.doctor.storage_checks import check_storage, submit_job_and_check_storage
 from areal_hpc.launch.doctor.subject import DoctorSubject
+from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.sections.cluster import JobOptions, SlurmConfig
+from tests.support.environments import CHECKOUT
 
 
 def test_a_directory_is_judged_by_its_promises_and_left_as_it_was(tmp_path: Path) -> None:
@@ -67,13 +69,14 @@ def test_interpreters_tell_their_versions_or_what_they_lack(tmp_path: Path) -> N
     broken.write_text("#!/bin/sh\necho no such library >&2\nexit 127\n")
     broken.chmod(0o755)
     pythons = {"train": sys.executable, "serve": sys.executable, "agents": str(broken)}
-    train, serve, agents = check_interpreters(pythons)
+    recipe = load_recipe(CHECKOUT / "recipes" / "quickstart.yaml")
+    train, serve, agents = check_interpreters(recipe, pythons)
     assert train.verdict is CheckStatus.OK
     assert "megatron-core 0.16.1" in train.finding
     assert serve.verdict is CheckStatus.FAIL
     assert "lacks sglang" in serve.finding
-    assert agents.finding.endswith("does not start: no such library")
-    (missing,) = check_interpreters({"train": "/no/such/python"})
+    assert agents.finding.endswith("does not run: no such library")
+    (missing,) = check_interpreters(recipe, {"train": "/no/such/python"})
     assert missing.hint == "make setup, or cluster.train.python=/path/to/python"
 
 

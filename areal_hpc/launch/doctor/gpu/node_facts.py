@@ -21,6 +21,7 @@ from areal_hpc.jobs.node.gpus import (
 )
 from areal_hpc.launch.doctor.gpu.node_isolation import try_isolation
 from areal_hpc.launch.doctor.gpu.report import GpuCheckPlan, GpuFacts, NodeFacts, PythonFacts
+from areal_hpc.launch.role_python import RolePythonError, ask_role
 from areal_hpc.recipe.sections.cluster import WantedGpus
 
 GPU_ROLES = ("train", "serve")
@@ -113,25 +114,13 @@ def find_nvcc(environ: Mapping[str, str], default_cuda_homes: tuple[Path, ...]) 
 
 def ask_python_for_gpu_facts(role: str, python: str, variables: Mapping[str, str]) -> PythonFacts:
     """What a role's Python, with the variables of its processes, says of torch and GPUs."""
+    program = ("-W", "ignore", "-c", _GPU_FACTS_SCRIPT)
+    environ = {**os.environ, **variables}
     try:
-        asked = subprocess.run(
-            [python, "-W", "ignore", "-c", _GPU_FACTS_SCRIPT],
-            env={**os.environ, **variables},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=PYTHON_TIMEOUT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        error = f"importing torch and asking for GPUs took more than {PYTHON_TIMEOUT_S:.0f} s"
-        return PythonFacts(role, python, error=error)
-    except OSError as error:
-        return PythonFacts(role, python, error=f"it does not start: {error.strerror}")
-    if asked.returncode:
-        last = (asked.stderr.strip().splitlines() or ["no output"])[-1]
-        return PythonFacts(role, python, error=last)
-    found = msgspec.json.decode(asked.stdout.splitlines()[-1])
+        found = ask_role(python, *program, environ=environ, timeout_s=PYTHON_TIMEOUT_S)
+    except RolePythonError as error:
+        late = f"importing torch and asking for GPUs took more than {PYTHON_TIMEOUT_S:.0f} s"
+        return PythonFacts(role, python, error=late if error.is_late else str(error))
     return msgspec.convert({"role": role, "python": python, **found}, PythonFacts)
 
 

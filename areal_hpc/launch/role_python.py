@@ -1,0 +1,118 @@
+"""Questions to the Python of a role: what it has, and what a program says that runs in it."""
+
+import json
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+INTERPRETER_TIMEOUT_S = 60.0
+"""A cold interpreter on busy shared storage takes that long, no more."""
+PACKAGES = (
+    "areal-hpc", "torch", "sglang", "megatron-core", "transformers", "flash-attn",
+    "transformer-engine", "numpy", "openai",
+)  # fmt: skip
+"""Distributions that decide what is computed."""
+
+# Modules are looked for, not imported: SGLang alone takes 4 to 11 s, and on a login node without
+# GPU drivers its import may fail where it works on the nodes of the run. CUDA's version stands in
+# torch's version.py.
+_DESCRIBE_SCRIPT = r"""
+import importlib.metadata, importlib.util, json, pathlib, platform, re, sys
+packages, asked = {}, json.load(sys.stdin)
+for name in asked["packages"]:
+    try:
+        packages[name] = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        pass
+def find(name):
+    try:
+        return importlib.util.find_spec(name)
+    except ImportError:
+        return None
+found = {name: spec.origin or "" for name in asked["modules"] if (spec := find(name))}
+cuda, torch = None, find("torch")
+if torch is not None and torch.origin:
+    text = pathlib.Path(torch.origin).with_name("version.py").read_text()
+    match = re.search(r"^cuda\b[^=]*= '([\d.]+)'", text, re.M)
+    cuda = match and match[1]
+print(json.dumps({"version": platform.python_version(), "packages": packages, "cuda": cuda,
+                  "modules": found}))
+"""
+
+
+class RolePythonError(Exception):
+    """A Python gave no answer. The message is the last thing that it said."""
+
+    def __init__(self, message: str, *, is_late: bool = False) -> None:
+        super().__init__(message)
+        self.is_late = is_late
+
+
+@dataclass(frozen=True, slots=True)
+class PythonDescription:
+    version: str
+    packages: Mapping[str, str]
+    """Versions of those of `PACKAGES` that it has."""
+    cuda: str | None
+    """Version that torch was built for; None for CPUs, or without torch."""
+    modules: Mapping[str, str]
+    """Files of the modules that were asked for, as far as it has them."""
+
+
+def ask_role(
+    python: str,
+    *program: str,
+    request: object = None,
+    environ: Mapping[str, str] | None = None,
+    timeout_s: float = INTERPRETER_TIMEOUT_S,
+) -> Any:
+    """Run a program (`-c SCRIPT`, `-m MODULE`) in a role's Python; the JSON that it prints last.
+
+    `request` goes to its standard input as JSON.
+
+    Raises:
+        RolePythonError: It does not start, takes too long, fails, or prints no JSON.
+    """
+    try:
+        asked = subprocess.run(
+            [python, *program],
+            input=json.dumps(request),
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+            env=environ,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise RolePythonError(f"no answer within {timeout_s:.0f} s", is_late=True) from error
+    except OSError as error:
+        raise RolePythonError(f"it does not start: {error.strerror}") from error
+    if asked.returncode:
+        raise RolePythonError((asked.stderr.strip().splitlines() or ["no output"])[-1])
+    try:
+        return json.loads(asked.stdout.splitlines()[-1])
+    except (IndexError, ValueError) as error:
+        raise RolePythonError("it printed no answer") from error
+
+
+def describe_python(python: str, modules: Sequence[str] = ()) -> PythonDescription:
+    request = {"packages": PACKAGES, "modules": modules}
+    return PythonDescription(**ask_role(python, "-c", _DESCRIBE_SCRIPT, request=request))
+
+
+def describe_pythons(
+    pythons: Iterable[str], modules: Sequence[str] = ()
+) -> dict[str, PythonDescription | RolePythonError]:
+    """What each Python has, or why it does not say; all are asked at the same time."""
+
+    def describe(python: str) -> PythonDescription | RolePythonError:
+        try:
+            return describe_python(python, modules)
+        except RolePythonError as error:
+            return error
+
+    asked = [*dict.fromkeys(pythons)]
+    with ThreadPoolExecutor(max(1, len(asked))) as pool:
+        return dict(zip(asked, pool.map(describe, asked), strict=True))
