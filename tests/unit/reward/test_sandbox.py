@@ -12,8 +12,8 @@ import pytest
 
 from areal_hpc.errors import ClusterError, RecipeError, SandboxStartError
 from areal_hpc.recipe.sections.reward import ISOLATION_VARIABLE
+from areal_hpc.reward.code import passes_tests
 from areal_hpc.reward.judging.answer_main import MAX_ITERATED_ITEMS
-from areal_hpc.reward.judging.judge import passes_tests
 from areal_hpc.sandbox import process
 from areal_hpc.sandbox.bubblewrap_command_line import (
     copy_bwrap_unless_runnable_by_all,
