@@ -21,9 +21,14 @@ from areal_hpc.trainer.checkpoints.stored_tensors import open_stored_tensors
 from areal_hpc.wire.trajectory import TrajectoryRow
 from tests.support.rank_server import RankServer, TaskExit
 from tests.support.reference_models import by_checkpoint_name, hf_model
+from tests.support.thoroughness import choose
 
 STEPS = 5
 """As many as most tests here train."""
+LAYOUTS_OF_TWO: list[dict[str, int]] = choose(
+    [{"cp": 2}, {"dp": 2}, {"tp": 2}, {"pp": 2}], {"cp": 2}, {"pp": 2}
+)
+"""Rows, or layers, lie on two ranks."""
 
 
 def train_run(

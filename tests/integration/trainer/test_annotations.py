@@ -18,6 +18,7 @@ from areal_hpc.trainer.batch.training_rows import read_rows_by_ticket
 from areal_hpc.wire.trajectory import TrajectoryRow
 from tests.support.rank_server import RankServer
 from tests.support.recorded_run import SAMPLES, record_run
+from tests.support.replayed_run import LAYOUTS_OF_TWO
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +85,7 @@ def test_they_are_what_transformers_finds_with_the_weights_that_the_step_began_w
 @pytest.mark.thorough
 def test_layouts_agree(ranks: RankServer, sampled: Path, tmp_path: Path) -> None:
     expected = get_annotations(replay(ranks, sampled, tmp_path / "1", "sampled", dp=1)[0])
-    for parallel in ({"cp": 2}, {"dp": 2}, {"tp": 2}, {"pp": 2}):
+    for parallel in LAYOUTS_OF_TWO:
         name = next(iter(parallel))
         found = get_annotations(replay(ranks, sampled, tmp_path / name, "sampled", **parallel)[0])
         assert len(found.rows) == len(expected.rows)

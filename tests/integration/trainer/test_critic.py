@@ -16,7 +16,13 @@ from areal_hpc.rundir.telemetry.token_annotations import read_annotations
 from tests.support.critic_reference import sum_discounted_errors
 from tests.support.rank_server import RankServer
 from tests.support.recorded_run import record_run
-from tests.support.replayed_run import STEPS, read_recorded_rows, train_copy, train_run
+from tests.support.replayed_run import (
+    LAYOUTS_OF_TWO,
+    STEPS,
+    read_recorded_rows,
+    train_copy,
+    train_run,
+)
 from tests.support.thoroughness import choose
 
 COMPARED = (
@@ -94,8 +100,8 @@ def test_layouts_agree(
 ) -> None:
     objective = {**VALUE, "gae_unit": unit, "critic": {**CRITIC, "model": str(scorer)}}
     expected = train_copy(ranks, stale, tmp_path / "1", objective, steps=2)
-    layouts = ({"cp": 2}, {"dp": 2}, {"tp": 2}, {"pp": 2})
-    for number, parallel in enumerate(layouts if unit == "token" else layouts[:1]):
+    layouts = LAYOUTS_OF_TWO if unit == "token" else LAYOUTS_OF_TWO[:1]
+    for number, parallel in enumerate(layouts):
         folder = tmp_path / f"2-{number}"
         found = train_copy(ranks, stale, folder, objective, parallel=parallel, steps=2)
         for line, other in zip(found, expected, strict=True):

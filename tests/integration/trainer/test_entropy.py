@@ -15,6 +15,7 @@ from areal_hpc.shards.digest_checked_reader import CheckedShards
 from areal_hpc.trainer.batch.training_rows import read_rows_by_ticket
 from tests.support.rank_server import RankServer
 from tests.support.recorded_run import SAMPLES, record_run
+from tests.support.replayed_run import LAYOUTS_OF_TWO
 
 COEF = 0.3
 
@@ -75,8 +76,7 @@ def test_alone_it_has_the_gradient_of_transformers_in_float64(
 @pytest.mark.thorough
 def test_layouts_agree(ranks: RankServer, equal: Path, tmp_path: Path) -> None:
     expected = measure(ranks, equal, tmp_path / "1", COEF)
-    layouts: tuple[dict[str, int], ...] = ({"cp": 2}, {"dp": 2}, {"tp": 2}, {"pp": 2})
-    for number, parallel in enumerate(layouts):
+    for number, parallel in enumerate(LAYOUTS_OF_TWO):
         found = measure(ranks, equal, tmp_path / f"2-{number}", COEF, **parallel)
         for line, other in zip(found, expected, strict=True):
             for name in ("loss", "grad_norm", "entropy/mean"):

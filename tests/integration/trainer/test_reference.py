@@ -14,7 +14,13 @@ from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.paths import RunPaths
 from tests.support.rank_server import RankServer
 from tests.support.recorded_run import SAMPLES, VOCAB, record_run
-from tests.support.replayed_run import STEPS, read_recorded_rows, train_copy, train_run
+from tests.support.replayed_run import (
+    LAYOUTS_OF_TWO,
+    STEPS,
+    read_recorded_rows,
+    train_copy,
+    train_run,
+)
 from tests.support.thoroughness import choose, is_thorough
 
 COMPARED = ("loss", "grad_norm", "kl/reference", "kl/teacher", "advantage/abs_max")
@@ -125,7 +131,7 @@ def test_layouts_agree(
         },
     }[name]
     expected = train_copy(ranks, stale, tmp_path / "1", objective, steps=2)
-    for number, parallel in enumerate(({"cp": 2}, {"dp": 2}, {"tp": 2}, {"pp": 2})):
+    for number, parallel in enumerate(LAYOUTS_OF_TWO):
         folder = tmp_path / f"2-{number}"
         found = train_copy(ranks, stale, folder, objective, parallel=parallel, steps=2)
         for line, other in zip(found, expected, strict=True):
