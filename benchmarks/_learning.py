@@ -152,7 +152,7 @@ class Trainee:
 def grpo_loss(batch: MicroBatch, logprobs_N: torch.Tensor) -> tuple[torch.Tensor, LossStats]:
     """The learner's loss for a batch that is a single part: the proximal policy is the present."""
     held_N = logprobs_N.detach()
-    total, sums, weight_max = compute_policy_loss(
+    loss = compute_policy_loss(
         logprobs_N,
         held_N,
         batch.channels_N[BEHAVIOR_LOGPROBS_CHANNEL],
@@ -161,7 +161,8 @@ def grpo_loss(batch: MicroBatch, logprobs_N: torch.Tensor) -> tuple[torch.Tensor
         ObjectiveConfig(),
     )
     counts = {"tokens": len(logprobs_N), "places": batch.padded_token_count}
-    return total, LossStats({**sums, **counts, "logprob": held_N.sum()}, {"weight": weight_max})
+    sums = {**loss.sums, **counts, "logprob": held_N.sum()}
+    return loss.total, LossStats(sums, {"weight": loss.largest_weight})
 
 
 def hf_forward_backward(model: Any, rows: Sequence[TrainingRow], rows_per_pass: int) -> float:

@@ -22,6 +22,7 @@ from areal_hpc.rundir.paths import RunPaths, format_step_dir
 from areal_hpc.rundir.quarantine import quarantine_batch_or_read_earlier_record
 from areal_hpc.rundir.telemetry.events import EventLog
 from areal_hpc.shards.digest_checked_reader import CheckedShards
+from areal_hpc.trainer.annotations import StepAnnotator
 from areal_hpc.trainer.batch.batch_metrics import (
     FloatArray,
     extend_reward_range,
@@ -84,10 +85,11 @@ from areal_hpc.trainer.scoring.frozen_models import FrozenModels
 from areal_hpc.trainer.step import (
     MicroBatch,
     apply_gradients,
+    compute_logprobs_and_entropy,
     make_micro_batches_of_this_rank,
     run_forward_backward,
+    run_passes,
 )
-from areal_hpc.trainer.step_annotator import StepAnnotator
 from areal_hpc.trainer.untrained import (
     build_damaged_batch_record_or_raise,
     build_nonfinite_records_or_raise,
@@ -228,7 +230,7 @@ class Learner:
                 stats, norms = self._take_optimizer_steps(parts, factors, rate)
                 of_critic, critic_norms = self._train_critic(rows, scores)
         with timer.time_phase("measure"):
-            self._annotator.gather_and_write_step(
+            self._annotator.finish_step(
                 manifest, untrained, norms, self.version.generation, warms_up
             )
         untrained += self._build_nonfinite_records_or_raise(norms, critic_norms, manifest.step)
@@ -387,19 +389,8 @@ class Learner:
                 updates_done_share=number / len(minibatches),
                 factor=factor,
             )
-            entropy_loss = partial(self._compute_entropy_loss, factor=factor)
             warms_up = self._critic_warms_up
-            stats.add(
-                run_forward_backward(
-                    self.policy,
-                    part,
-                    loss,
-                    backward=not warms_up,
-                    measures_entropy=True,
-                    entropy_loss=entropy_loss if objective.entropy_coef else None,
-                    note_entropies=partial(self._annotator.note_entropies, number),
-                )
-            )
+            stats.add(run_passes(self.policy, part, loss, backward=not warms_up))
             norms.append(0.0 if warms_up else apply_gradients(self.policy, self._optimizer, rate))
         reduced = stats.reduce_over_ranks(STEP_SUM_NAMES, STEP_MAXIMUM_NAMES, STEP_HISTOGRAM_BINS)
         return reduced, norms
@@ -413,45 +404,50 @@ class Learner:
     def _compute_loss(
         self,
         batch: MicroBatch,
-        logprobs_N: torch.Tensor,
+        logits_1NV: torch.Tensor,
         minibatch_index: int,
         updates_done_share: float,
         factor: float,
     ) -> tuple[torch.Tensor, LossStats]:
+        objective, channels_N = self._config.objective, batch.channels_N
+        logprobs_N, entropy_N = compute_logprobs_and_entropy(self.policy, batch, logits_1NV)
         held_N = logprobs_N.detach()
-        proximal_N = self._select_proximal_logprobs(batch, held_N, updates_done_share)
-        self._annotator.note_token_measures(minibatch_index, batch, held_N, proximal_N)
-        total, sums, weight_max = compute_policy_loss(
+        loss = compute_policy_loss(
             logprobs_N,
-            proximal_N,
-            batch.channels_N[BEHAVIOR_LOGPROBS_CHANNEL],
-            batch.channels_N[ADVANTAGE_CHANNEL],
+            self._select_proximal_logprobs(batch, held_N, updates_done_share),
+            channels_N[BEHAVIOR_LOGPROBS_CHANNEL],
+            channels_N[ADVANTAGE_CHANNEL],
             batch.rows,
-            self._config.objective,
-            batch.channels_N.get(SCALE_CHANNEL),
+            objective,
+            channels_N.get(SCALE_CHANNEL),
             self._custom_loss,
-            batch.channels_N.get(REFERENCE_CHANNEL),
+            channels_N.get(REFERENCE_CHANNEL),
         )
+        start_N = channels_N.get(PROXIMAL_CHANNEL)
+        self._annotator.note_tokens(
+            minibatch_index, batch, held_N if start_N is None else start_N, entropy_N, loss
+        )
+        total = loss.total * factor
         stats = LossStats(
-            {**sums, "tokens": len(logprobs_N), "places": batch.padded_token_count},
-            {"weight": weight_max},
+            {
+                **loss.sums,
+                "tokens": len(logprobs_N),
+                "places": batch.padded_token_count,
+                "entropy": entropy_N.detach().sum(dtype=torch.float64),
+            },
+            {"weight": loss.largest_weight},
         )
-        start_N = batch.channels_N.get(PROXIMAL_CHANNEL)
         if start_N is None and updates_done_share == 0:
             stats.add(_build_engine_mismatch_stats(batch, held_N))
-        elif (
-            start_N is not None and self._config.objective.advantages_need_logprobs
-        ):  # else it is done
+        elif start_N is not None and objective.advantages_need_logprobs:  # else it is done
             stats.add(_build_engine_mismatch_stats(batch, start_N))
-        return total * factor, stats
-
-    def _compute_entropy_loss(
-        self, batch: MicroBatch, entropy_N: torch.Tensor, factor: float
-    ) -> tuple[torch.Tensor, LossStats]:
-        scale_N = batch.channels_N.get(SCALE_CHANNEL)
-        scaled_N = entropy_N if scale_N is None else entropy_N * scale_N
-        total = -self._config.objective.entropy_coef * scaled_N.sum()
-        return total * factor, LossStats({"loss": total.detach().double()})
+        if objective.entropy_coef:
+            scale_N = channels_N.get(SCALE_CHANNEL)
+            scaled_N = entropy_N if scale_N is None else entropy_N * scale_N
+            entropy_loss = -objective.entropy_coef * scaled_N.sum()
+            total = total + entropy_loss * factor
+            stats.add(LossStats({"loss": entropy_loss.detach().double()}))
+        return total, stats
 
     def _select_proximal_logprobs(
         self, batch: MicroBatch, current_logprobs_N: torch.Tensor, updates_done_share: float

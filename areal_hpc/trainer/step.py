@@ -66,9 +66,6 @@ class MicroBatch:
 LossFunction = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, LossStats]]
 """From a micro-batch and its log-probabilities [N] to the summed loss and what to report."""
 
-NoteEntropies = Callable[[MicroBatch, torch.Tensor], None]
-"""Told a micro-batch and the entropies [N] of what its tokens were sampled from."""
-
 
 def make_micro_batches_of_this_rank(
     network: Network, rows: Sequence[TrainingRow], channels: Sequence[str], max_tokens: int
@@ -144,46 +141,43 @@ class PassErrorContext:
 
 
 def run_forward_backward(
-    network: Network,
-    batches: Sequence[MicroBatch],
-    loss: LossFunction,
-    *,
-    backward: bool,
-    measures_entropy: bool = False,
-    entropy_loss: LossFunction | None = None,
-    note_entropies: NoteEntropies | None = None,
+    network: Network, batches: Sequence[MicroBatch], loss: LossFunction, *, backward: bool
 ) -> LossStats:
     """Forward (and backward) over all micro-batches. A collective over all ranks.
 
     With `backward`, gradients are summed over ranks and divided by the number of scored tokens
-    of the whole batch. The statistics are complete only on the last pipeline stage; with
-    `measures_entropy` their sum `entropy` is that of the tokens' distributions, and `entropy_loss`
-    says what these entropies [N] add to the loss; `note_entropies` is told them.
+    of the whole batch. The statistics are complete only on the last pipeline stage.
     """
 
     def score(batch: MicroBatch, logits_1NV: torch.Tensor) -> tuple[torch.Tensor, LossStats]:
-        scored = (
-            logits_1NV.flatten(0, 1),
-            batch.labels_N,
-            batch.channels_N.get(TEMPERATURE_CHANNEL),
-            network.arch.vocab,
-            parallel_state.get_tensor_model_parallel_group(),
-            batch.sampleable_tokens,
-        )
-        if not measures_entropy:
-            return loss(batch, consume_logits_into_token_logprobs(*scored))
-        logprobs_N, entropy_N = consume_logits_into_logprobs_and_entropy(*scored)
-        total, stats = loss(batch, logprobs_N)
-        stats.add(LossStats({"entropy": entropy_N.detach().sum(dtype=torch.float64)}))
-        if note_entropies is not None:
-            note_entropies(batch, entropy_N)
-        if entropy_loss is not None:
-            more, seen = entropy_loss(batch, entropy_N)
-            total = total + more
-            stats.add(seen)
-        return total, stats
+        scored = _list_scoring_arguments(network, batch, logits_1NV)
+        return loss(batch, consume_logits_into_token_logprobs(*scored))
 
     return run_passes(network, batches, score, backward=backward)
+
+
+def compute_logprobs_and_entropy(
+    network: Network, batch: MicroBatch, logits_1NV: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities of a micro-batch's tokens, and the entropies they were sampled at [N].
+
+    The logits are consumed.
+    """
+    scored = _list_scoring_arguments(network, batch, logits_1NV)
+    return consume_logits_into_logprobs_and_entropy(*scored)
+
+
+def _list_scoring_arguments(
+    network: Network, batch: MicroBatch, logits_1NV: torch.Tensor
+) -> tuple[Any, ...]:
+    return (
+        logits_1NV.flatten(0, 1),
+        batch.labels_N,
+        batch.channels_N.get(TEMPERATURE_CHANNEL),
+        network.arch.vocab,
+        parallel_state.get_tensor_model_parallel_group(),
+        batch.sampleable_tokens,
+    )
 
 
 def run_value_passes(

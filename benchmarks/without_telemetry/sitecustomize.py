@@ -35,20 +35,19 @@ async def _watch_nothing(*values: object) -> None:
     await asyncio.Event().wait()
 
 
-def _leave_out_entropy(module: Any) -> None:
-    module.run_forward_backward = partial(_run_without_entropy, module.run_forward_backward)
+def _leave_out_entropy(network: Any, batch: Any, logits_1NV: Any) -> tuple[Any, Any]:
+    """Log-probabilities without entropies, which are 0 then."""
+    from areal_hpc.trainer import step  # not before a process needs it
 
-
-def _run_without_entropy(run_passes: Any, *values: Any, **named: Any) -> Any:
-    for name in ("measures_entropy", "note_entropies"):
-        named.pop(name, None)
-    return run_passes(*values, **named)
+    scored = step._list_scoring_arguments(network, batch, logits_1NV)
+    logprobs_N = step.consume_logits_into_token_logprobs(*scored)
+    return logprobs_N, logprobs_N.new_zeros(logprobs_N.shape)
 
 
 REPLACEMENTS: dict[str, dict[str, Any]] = {
     "areal_hpc.rundir.telemetry.events": {"EventLog.record": _do_nothing},
     "areal_hpc.rundir.telemetry.spans": {"SpanLog.add": _do_nothing, "SpanLog._run": _do_nothing},
-    "areal_hpc.trainer.batch.token_annotator": {"choose_rows_to_annotate": _measure_nothing},
+    "areal_hpc.trainer.annotations": {"choose_rows_to_annotate": _measure_nothing},
     "areal_hpc.rollout.episode_watch": {"EpisodeWatch.run": _watch_nothing},
     "areal_hpc.rollout.ticket_runner": {"TicketRunner._seal_evaluation": _keep_nothing},
     "areal_hpc.trainer.loop.alert_reporter": {"AlertReporter.report_new_alerts": _do_nothing},
@@ -56,6 +55,7 @@ REPLACEMENTS: dict[str, dict[str, Any]] = {
         "summarize_replies": _measure_nothing,
         "summarize_episodes": _measure_nothing,
         "measure_training_speed": _measure_nothing,
+        "compute_logprobs_and_entropy": _leave_out_entropy,
     },
 }
 """By module: what is replaced, and by what."""
@@ -83,8 +83,6 @@ def _load_and_replace(load: Any, module: ModuleType) -> None:
         place: Any = getattr(module, owner[0]) if owner else module
         getattr(place, name)  # an AttributeError here: it has another name now
         setattr(place, name, replacement)
-    if module.__name__ == "areal_hpc.trainer.learner":
-        _leave_out_entropy(module)
 
 
 if os.environ.get("WITHOUT_TELEMETRY") == "1":

@@ -128,7 +128,7 @@ def compute_loss(case: LossCase, batch: OracleBatch) -> Array:
     proximal, behavior, reference = (
         torch.tensor(one)[is_trained] for one in (batch.proximal, batch.behavior, batch.reference)
     )
-    total, _, _ = compute_policy_loss(
+    policy_loss = compute_policy_loss(
         logprobs[is_trained],
         proximal,
         behavior,
@@ -139,7 +139,7 @@ def compute_loss(case: LossCase, batch: OracleBatch) -> Array:
         custom=load_custom_loss(objective),
         reference_N=reference if objective.kl.coef else None,
     )
-    loss = total / len(rows)
+    loss = policy_loss.total / len(rows)
     loss.backward()
     assert logprobs.grad is not None
     return np.concatenate([[loss.item()], logprobs.grad.numpy().ravel()])

@@ -96,7 +96,7 @@ def compute_mean_gradient(
     places = tuple(np.array(choices).T)
     logprobs = torch.tensor(compute_logprobs(task.policy)[places], requires_grad=True)
     behavior = torch.tensor(compute_logprobs(task.behavior)[places])
-    loss, _, _ = compute_policy_loss(
+    loss = compute_policy_loss(
         logprobs,
         logprobs.detach(),
         behavior,
@@ -110,7 +110,7 @@ def compute_mean_gradient(
             else torch.tensor(compute_logprobs(task.reference)[places])
         ),
     )
-    (slopes,) = torch.autograd.grad(loss, logprobs)
+    (slopes,) = torch.autograd.grad(loss.total, logprobs)
     found = np.zeros_like(task.policy)
     np.add.at(found, places, -slopes.numpy())
     return np.asarray(found - task.policy * found.sum(axis=1, keepdims=True))

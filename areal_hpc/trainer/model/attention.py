@@ -1,8 +1,8 @@
 """Attention over packed sequences, for Megatron-core's local layer spec.
 
 Megatron-core leaves packed attention to Transformer Engine. Here a pack is attended to segment by
-segment, on a GPU in one kernel. Rotary embeddings are applied here too, from one table per pack: Megatron's packed path splits every tensor
-into its sequences.
+segment, on a GPU in one kernel. Rotary embeddings are applied here too, from one table per pack:
+Megatron's packed path splits every tensor into its sequences.
 """
 
 import math

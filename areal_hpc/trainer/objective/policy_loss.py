@@ -21,6 +21,24 @@ log pi - log reference."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class PolicyLoss:
+    """The loss of some tokens [N]. Everything stays on the device, which nothing waits for."""
+
+    total: torch.Tensor
+    """The sum over tokens, to be divided by the batch's sampled tokens."""
+    sums: Mapping[str, torch.Tensor]
+    """`LOSS_SUM_NAMES` by name."""
+    largest_weight: torch.Tensor
+    """The largest behavior weight before the bounds; 0 without tokens."""
+    ratio_N: torch.Tensor
+    """To the proximal policy; at `ratio_level=sequence` that of the row."""
+    clipped_N: torch.Tensor
+    """Tokens at which the clip acted."""
+    outside_N: torch.Tensor
+    """Tokens whose behavior weight was out of bounds."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class SurrogateObjective:
     """Terms of the objective at some tokens."""
 
@@ -40,31 +58,27 @@ def compute_policy_loss(
     scale_N: torch.Tensor | None = None,
     custom: CustomLoss | None = None,
     reference_N: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, Mapping[str, torch.Tensor], torch.Tensor]:
+) -> PolicyLoss:
     """`-sum_n w_n f(r_n, A_n)`, r = pi/pi_proximal, w = pi_proximal/pi_behavior, f the surrogate.
 
     With `custom` its terms stand in place of f's. The gradient flows through `logprobs_N`, those of
     the weights being trained. Terms are multiplied by `scale_N` (`loss_aggregation.py`). With
     `kl.placement=loss` every term has `- kl.coef * w k` beside it, k the estimated divergence from
-    `reference_N`. With
-    `ratio_level=sequence` a collective of `rows.group`, and its backward pass too.
-
-    Returns:
-        The sum, to be divided by the batch's sampled tokens; `LOSS_SUM_NAMES` by name; the
-        largest w before the bounds, 0 without tokens. All stay on the device, which nothing waits
-        for.
+    `reference_N`. With `ratio_level=sequence` a collective of `rows.group`, and its backward pass
+    too.
     """
     proximal_N = proximal_N.detach()
     correction = compute_importance_weights(proximal_N, behavior_N, rows, config)
     raw_N, weight_N = correction.raw_N, correction.weight_N
+    log_ratio_N = logprobs_N - proximal_N
+    if config.ratio_level == "sequence":
+        log_ratio_N = rows.compute_row_means(log_ratio_N)
+    ratio_N = log_ratio_N.exp()
     if custom is not None:
         inputs = LossInputs(logprobs_N, proximal_N, behavior_N, advantages_N, rows, config)
         surrogate = _call_custom_loss(custom, inputs)
     else:
-        log_ratio_N = logprobs_N - proximal_N
-        if config.ratio_level == "sequence":
-            log_ratio_N = rows.compute_row_means(log_ratio_N)
-        surrogate = compute_surrogate_objective(logprobs_N, log_ratio_N.exp(), advantages_N, config)
+        surrogate = compute_surrogate_objective(logprobs_N, ratio_N, advantages_N, config)
     terms_N = surrogate.terms_N * weight_N
     gap = logprobs_N.new_zeros(())
     if reference_N is not None:
@@ -83,8 +97,15 @@ def compute_policy_loss(
         correction.kl_N.sum(),
         gap,
     )
-    sums = dict(zip(LOSS_SUM_NAMES, (one.double() for one in measured), strict=True))
-    return total, sums, raw_N.max() if raw_N.numel() else raw_N.new_zeros(())
+    sums = dict(zip(LOSS_SUM_NAMES, (value.double() for value in measured), strict=True))
+    return PolicyLoss(
+        total=total,
+        sums=sums,
+        largest_weight=raw_N.max() if raw_N.numel() else raw_N.new_zeros(()),
+        ratio_N=ratio_N.detach(),
+        clipped_N=surrogate.clipped_N,
+        outside_N=correction.outside_N,
+    )
 
 
 def _call_custom_loss(custom: CustomLoss, inputs: LossInputs) -> SurrogateObjective:

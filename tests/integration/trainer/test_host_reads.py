@@ -23,7 +23,7 @@ from areal_hpc.trainer.objective.loss_metrics import (
     STEP_SUM_NAMES,
 )
 from areal_hpc.trainer.objective.loss_stats import LossStats
-from areal_hpc.trainer.step import MicroBatch, make_micro_batches_of_this_rank, run_forward_backward
+from areal_hpc.trainer.step import MicroBatch, make_micro_batches_of_this_rank, run_passes
 from tests.integration.trainer.test_recompute import DENSE, LENGTHS, MIXTURE, build
 from tests.support.operations import OperationLog
 from tests.support.replay_worker import Scenario, make_learner
@@ -54,13 +54,13 @@ def check_reads(scenario: Scenario, paths: RunPaths, arch: Architecture) -> None
     batches = make_micro_batches_of_this_rank(policy, make_rows(), CHANNELS, max_tokens=64)
     assert len(batches) > 1
 
-    def loss(batch: MicroBatch, logprobs_N: torch.Tensor) -> tuple[torch.Tensor, LossStats]:
+    def loss(batch: MicroBatch, logits_1NV: torch.Tensor) -> tuple[torch.Tensor, LossStats]:
         return learner._compute_loss(
-            batch, logprobs_N, minibatch_index=0, updates_done_share=0, factor=1.0
+            batch, logits_1NV, minibatch_index=0, updates_done_share=0, factor=1.0
         )
 
     with OperationLog() as log:
-        stats = run_forward_backward(policy, batches, loss, backward=True, measures_entropy=True)
+        stats = run_passes(policy, batches, loss, backward=True)
     assert len(log.names) > 100
     assert log.reads == []
     copies = []

@@ -174,14 +174,13 @@ def test_the_loss_and_its_gradient_are_areals(
             torch.tensor(values) for values in (tokens.proximal, tokens.behavior, tokens.advantages)
         )
         rows = TokenRowMap(torch.tensor(tokens.rows), int(tokens.rows.max()) + 1)
-        total, sums, _ = compute_policy_loss(
-            logprobs, proximal, behavior, advantages, rows, objective
-        )
+        loss = compute_policy_loss(logprobs, proximal, behavior, advantages, rows, objective)
+        total = loss.total
         (total / len(tokens.rows)).backward()
         assert logprobs.grad is not None
         assert total.item() / len(tokens.rows) == pytest.approx(expected, rel=1e-12, abs=1e-14)
         np.testing.assert_allclose(logprobs.grad.numpy(), slopes, rtol=1e-10, atol=1e-14)
-        assert int(sums["outside"]) == changed
+        assert int(loss.sums["outside"]) == changed
         acted += changed
     assert 0 < acted < len(SEEDS) * 40
 

@@ -65,13 +65,13 @@ def compute(
         reference = None
         if objective.kl.coef and tokens.reference is not None:
             reference = torch.tensor(tokens.reference[own], dtype=dtype)
-        total, sums, _ = compute_policy_loss(
+        part_loss = compute_policy_loss(
             *(logprobs[own], proximal, behavior, advantages),
             *(row_map, objective, scale),
             reference_N=reference,
         )
-        loss = loss + total * factor / len(own) / parts
-        clipped += int(sums["clipped"])
+        loss = loss + part_loss.total * factor / len(own) / parts
+        clipped += int(part_loss.sums["clipped"])
     loss.backward()
     assert logprobs.grad is not None
     return loss.item(), logprobs.grad.double().numpy(), clipped

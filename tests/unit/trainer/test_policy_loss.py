@@ -17,9 +17,9 @@ def rows(tokens: int) -> TokenRowMap:
 
 def test_no_tokens_give_a_loss_of_zero() -> None:
     empty = torch.zeros(0, requires_grad=True)
-    _, sums, weight_max = compute_policy_loss(empty, empty, empty, empty, rows(0), CONFIG)
-    assert {float(value) for value in sums.values()} == {0.0}
-    assert weight_max == 0.0
+    loss = compute_policy_loss(empty, empty, empty, empty, rows(0), CONFIG)
+    assert {float(value) for value in loss.sums.values()} == {0.0}
+    assert loss.largest_weight == 0.0
 
 
 def test_the_log_linear_estimate_is_exact_at_both_ends() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
 from areal_hpc.recipe.sections.trainer import ObjectiveConfig
 from areal_hpc.rundir.checkpoints import UntrainedBatchPart
 from areal_hpc.rundir.paths import RunPaths
@@ -16,15 +17,15 @@ from areal_hpc.rundir.telemetry.token_annotations import (
     find_row_annotation,
     read_annotations,
 )
-from areal_hpc.trainer.batch.packing import TrainingRow
-from areal_hpc.trainer.batch.token_annotator import (
+from areal_hpc.trainer.annotations import (
     MAX_ROWS_IN_SAMPLED_MODE,
     TOKEN_MEASURE_NAMES,
-    TokenAnnotator,
+    annotate_row,
     choose_rows_to_annotate,
     describe_skipped_step,
     split_trained_and_left_out_rows,
 )
+from areal_hpc.trainer.batch.packing import TrainingRow
 from areal_hpc.trainer.batch.training_rows import ADVANTAGE_CHANNEL
 from areal_hpc.view.dashboard.row_annotation import build_token_columns
 from areal_hpc.wire.ledger import BatchManifest, SealedTicket, TicketRef
@@ -79,13 +80,13 @@ def test_a_row_whose_step_was_not_taken_is_not_called_trained(norm: float, outco
         )
         for one, advantage in zip(batch, advantages, strict=True)
     ]
-    annotator = TokenAnnotator(batch, rows, [0, 1, 2], minibatch_count=1)
-    tokens = [len(row.input_ids_T) for row in rows]
-    measures = np.zeros((len(TOKEN_MEASURE_NAMES), sum(tokens)), np.float32)
-    measures[-1, : sum(tokens[:2])] = 1.0  # a pass saw the first two
-    names = [("cell-0-000001.h5", place) for place in range(3)]
-    untaken = [describe_skipped_step(norm, critic_warms_up=False)]
-    built = annotator.build_row_annotations(measures, names, untaken, ObjectiveConfig())
+    untaken = describe_skipped_step(norm, critic_warms_up=False)
+    built = []
+    for place, (stored, row) in enumerate(zip(batch, rows, strict=True)):
+        measures = np.zeros((len(TOKEN_MEASURE_NAMES), stored.num_tokens), np.float32)
+        measures[-1] = place < 2  # a pass saw the first two
+        names = ("cell-0-000001.h5", place)
+        built.append(annotate_row(names, stored, row, measures, ObjectiveConfig(), untaken))
     assert [one.outcome for one in built] == [outcome, "no advantage", "masked"]
 
 
