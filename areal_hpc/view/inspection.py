@@ -127,9 +127,7 @@ def _find_tracebacks(
     """
     attempts = paths.list_attempts()
     died = {(row["role"], row["process"]) for row in events if row["event"] == "process_exited"}
-    died |= {
-        (word.job, word.outcome.process) for word in task_exits if word.outcome.exit_code
-    }
+    died |= {(word.job, word.outcome.process) for word in task_exits if word.outcome.exit_code}
     if not attempts or not died:
         return []
     found = []

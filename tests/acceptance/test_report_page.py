@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.view.report.writing import write_report
+from areal_hpc.view.report.content import write_report
 from tests.support.environments import CHECKOUT
 from tests.support.kept_run import unpack_kept_run
 

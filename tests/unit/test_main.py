@@ -10,7 +10,7 @@ import pytest
 
 from areal_hpc.cli.main import main
 from areal_hpc.recipe import reference
-from areal_hpc.view.report import writing
+from areal_hpc.view.report import content
 
 
 def test_characters_that_a_locale_lacks_are_spelled_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,7 +30,7 @@ def test_full_storage_is_an_error_without_a_traceback(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     (tmp_path / "recipe.yaml").touch()
-    monkeypatch.setattr(writing, "write_report", fill_disk)
+    monkeypatch.setattr(content, "write_report", fill_disk)
     with pytest.raises(SystemExit) as ended:
         main(["report", str(tmp_path), "--out", str(tmp_path / "report.html")])
     assert ended.value.code == 75

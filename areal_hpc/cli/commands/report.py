@@ -49,7 +49,7 @@ def _parse_steps(text: str) -> tuple[int, int]:
 
 
 def _write_report(arguments: argparse.Namespace) -> int:
-    from areal_hpc.view.report.writing import write_report
+    from areal_hpc.view.report.content import write_report
 
     runs = [parse_run_dir(path) for path in arguments.runs]
     out = arguments.out or Path(f"{runs[0].run_name.replace('/', '-')}-report.html")

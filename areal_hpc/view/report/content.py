@@ -1,30 +1,33 @@
-"""What a report says of runs, from their files alone."""
+"""Report on runs as one HTML file: no scripts, and nothing from elsewhere."""
 
 import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-import msgspec
+import jinja2
 
 from areal_hpc import __version__
-from areal_hpc.errors import ArealError
+from areal_hpc.errors import ArealError, RecipeError
+from areal_hpc.evaluation.statistics import PairedComparison, compare_paired
 from areal_hpc.evaluation.ticket_numbers import VALIDATION_SET_NAME
 from areal_hpc.metrics.alert_rules import Alert
 from areal_hpc.metrics.step_line import MetricRow, format_metric
 from areal_hpc.recipe.loading import flatten_keys_hiding_private_values
 from areal_hpc.recipe.private_values import hide_private_arguments
-from areal_hpc.rundir.manifests import read_kept_evaluations_by_set
+from areal_hpc.rundir.atomic import write_atomic_private
+from areal_hpc.rundir.manifests import EvaluationResult, read_kept_evaluations_by_set
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.run_recipe import get_recipe_value
 from areal_hpc.view.answers.answer import Answer
 from areal_hpc.view.answers.collapse import diagnose_collapse
 from areal_hpc.view.answers.slow_run import explain_slow_run
 from areal_hpc.view.audit.ticket_status import audit_run
-from areal_hpc.view.compare import label_differing_keys
+from areal_hpc.view.compare import find_changed_keys, format_setting, label_differing_keys
 from areal_hpc.view.metric_values import format_value, list_numbers, select_trained_rows
-from areal_hpc.view.report.charts import Chart
+from areal_hpc.view.report.charts import N_SERIES_COLORS, Chart
 from areal_hpc.view.report.curves import (
     build_step_time_chart,
     draw_run_curves,
@@ -32,12 +35,8 @@ from areal_hpc.view.report.curves import (
 )
 from areal_hpc.view.report.efficiency import Efficiency, measure_efficiency
 from areal_hpc.view.report.examples import ShownEpisode, choose_example_episodes
-from areal_hpc.view.report.held_out import (
-    PairedDifference,
-    compare_evaluations,
-)
-from areal_hpc.view.report.recipe_changes_from_defaults import find_changed_keys, format_setting
 from areal_hpc.view.state.alerts_at_newest_step import find_run_alerts
+from areal_hpc.view.state.run_state import read_launches
 from areal_hpc.view.state.summary import RunProgress, read_run_progress
 
 SUMMARIZED_METRICS = (
@@ -49,6 +48,25 @@ SUMMARIZED_METRICS = (
     "reply/tokens_mean",
     "groups/zero_variance",
 )
+MIN_COMPARED_TASKS = 2
+ResultsBySet = Mapping[str, Sequence[EvaluationResult]]
+_TEMPLATES = jinja2.Environment(
+    loader=jinja2.FileSystemLoader(Path(__file__).with_name("templates")),
+    undefined=jinja2.StrictUndefined,
+    autoescape=True,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PairedDifference:
+    """Rewards of the same tasks twice, the second minus the first."""
+
+    name: str
+    before: float
+    after: float
+    comparison: PairedComparison
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,20 +102,34 @@ class Report:
     evaluation_problems: tuple[str, ...]
 
 
+def write_report(runs: Sequence[RunPaths], out: Path) -> None:
+    """Write a report to a new file, readable by its owner alone."""
+    if out.exists():
+        raise RecipeError(f"{out} exists", key="--out", hint="name another file, or remove it")
+    write_atomic_private(out, render_report(build_report(runs)).encode(errors="replace"))
+
+
+def render_report(report: Report) -> str:
+    return _TEMPLATES.get_template("report.html.j2").render(report=report, colors=N_SERIES_COLORS)
+
+
 def build_report(runs: Sequence[RunPaths]) -> Report:
     progress_by_run = [read_run_progress(paths) for paths in runs]
-    names = name_runs(runs)
-    recipes = [progress.recipe for progress in progress_by_run]
+    names = [paths.run_name for paths in runs]
+    names = [  # several may have one name
+        name if names.count(name) == 1 else str(paths.root)
+        for name, paths in zip(names, runs, strict=True)
+    ]
     problems: list[str] = []
     evaluations = [
         (
             name,
             read_kept_evaluations_by_set(paths, VALIDATION_SET_NAME, problems),
-            _get_held_out_sections(recipe),
+            (one.recipe.get("valid_dataset"), get_recipe_value(one.recipe, "evaluation.sets")),
         )
-        for name, paths, recipe in zip(names, runs, recipes, strict=True)
+        for name, paths, one in zip(names, runs, progress_by_run, strict=True)
     ]
-    flat = [flatten_keys_hiding_private_values(recipe) for recipe in recipes]
+    flat = [flatten_keys_hiding_private_values(one.recipe) for one in progress_by_run]
     # Evaluations of step 0 stand in a row that trained nothing.
     curves = {
         name: progress.snapshot.steps for name, progress in zip(names, progress_by_run, strict=True)
@@ -119,17 +151,35 @@ def build_report(runs: Sequence[RunPaths]) -> Report:
     )
 
 
-def _get_held_out_sections(recipe: Mapping[str, Any]) -> tuple[Any, Any]:
-    return recipe.get("valid_dataset"), get_recipe_value(recipe, "evaluation.sets")
+def compare_evaluations(
+    results_by_run: Sequence[tuple[str, ResultsBySet, object]],
+) -> Iterator[PairedDifference]:
+    """The first and the last evaluation of each set, and the last ones of runs with equal tasks.
+
+    A run stands with what names its held-out tasks. Pure.
+    """
+    pairs: list[tuple[str, EvaluationResult, EvaluationResult]] = []
+    for run, results_by_set, _ in results_by_run:
+        for name, results in results_by_set.items():
+            first, last = results[0], results[-1]
+            title = f"{_name_set(run, name)}: step {first.step} to {last.step}"
+            pairs.append((title, first, last))
+    judged = [one for one in results_by_run if one[1]]
+    for run, results_by_set, tasks in judged[1:]:
+        other, its_results, its_tasks = judged[0]
+        shared = [name for name in results_by_set if name in its_results]
+        for name in shared if tasks == its_tasks else ():
+            title = f"{_name_set(other, name)} to {run}, the last evaluation of each"
+            pairs.append((title, its_results[name][-1], results_by_set[name][-1]))
+    for title, before, after in pairs:
+        n_tasks = len(after.rewards)
+        if before is not after and len(before.rewards) == n_tasks >= MIN_COMPARED_TASKS:
+            comparison = compare_paired(before.rewards, after.rewards)
+            yield PairedDifference(title, before.mean_reward, after.mean_reward, comparison)
 
 
-def name_runs(runs: Sequence[RunPaths]) -> list[str]:
-    """What each run is called: its name, or its directory where several have that name."""
-    names = [paths.run_name for paths in runs]
-    return [
-        name if names.count(name) == 1 else str(paths.root)
-        for name, paths in zip(names, runs, strict=True)
-    ]
+def _name_set(run_name: str, set_name: str) -> str:
+    return run_name if set_name == VALIDATION_SET_NAME else f"{run_name}, {set_name}"
 
 
 def _describe_run(run_name: str, paths: RunPaths, progress: RunProgress) -> RunReport:
@@ -198,13 +248,7 @@ def _describe_audit(paths: RunPaths) -> Iterator[str]:
 
 
 def _list_launches(paths: RunPaths) -> Iterator[Mapping[str, str]]:
-    try:
-        launches = msgspec.json.decode(paths.provenance.read_bytes())["launches"]
-    except (OSError, LookupError, TypeError, msgspec.DecodeError):
-        return
-    for one in launches if isinstance(launches, list) else ():
-        if not isinstance(one, dict):
-            continue
+    for one in read_launches(paths):
         environments = one.get("environments") or {}
         yield {
             "attempt": str(one.get("attempt")),

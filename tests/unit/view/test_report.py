@@ -14,6 +14,7 @@ import yaml
 from areal_hpc.rundir.jsonl import append_line
 from areal_hpc.rundir.manifests import EvaluationResult, write_evaluation
 from areal_hpc.view.audit.ticket_status import audit_run
+from areal_hpc.view.compare import find_changed_keys
 from areal_hpc.view.report.charts import (
     Series,
     choose_enclosing_ticks,
@@ -21,10 +22,12 @@ from areal_hpc.view.report.charts import (
     draw_curves,
     thin_out_to_extremes,
 )
-from areal_hpc.view.report.content import build_report
-from areal_hpc.view.report.held_out import compare_evaluations
-from areal_hpc.view.report.recipe_changes_from_defaults import find_changed_keys
-from areal_hpc.view.report.writing import render_report, write_report
+from areal_hpc.view.report.content import (
+    build_report,
+    compare_evaluations,
+    render_report,
+    write_report,
+)
 from tests.support.commands import exit_code_of
 from tests.support.dashboard_run import INJECTIONS, SECRET
 from tests.support.made_run import MadeEpisode, MadeRun
