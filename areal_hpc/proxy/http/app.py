@@ -245,7 +245,8 @@ class ProxyApp:
         if is_driver and route.opened_by in ("admin", "driver"):
             return None, True
         if route.opened_by == "driver":
-            raise ProxyRequestError(401, "this route is for a run's driver")
+            here = "" if self._driver_key else "; there is no run here"
+            raise ProxyRequestError(401, f"this route is for a run's driver{here}")
         is_admin = hmac.compare_digest(given, self._admin_key)
         if route.opened_by == "admin" and not is_admin:
             raise ProxyRequestError(401, "this route requires the admin key")

@@ -16,6 +16,7 @@ import torch
 
 from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anything of Megatron)
 from tests.support.deadlines import Deadline, scaled
+from tests.support.service_keys import SERVICE_KEY
 
 # isort: split
 from areal_hpc.errors import IdleError
@@ -118,7 +119,7 @@ def make_coordinator(
         weights,
         directory,
         cells,
-        "key",
+        SERVICE_KEY,
         "gloo",
         torch.device("cpu"),
         directory / "weights",
@@ -129,7 +130,7 @@ def make_coordinator(
     source = LedgerSource(
         schedule,
         record,
-        ledger=LedgerClient(directory, "key", 1, lambda: False),
+        ledger=LedgerClient(directory, SERVICE_KEY, 1, lambda: False),
         publisher=publisher,
         senders=WeightSenders(0, 1, SPECS, lambda: publisher.sender),
         events=EventLog(directory / "events.jsonl", "trainer"),

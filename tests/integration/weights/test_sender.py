@@ -28,6 +28,7 @@ from areal_hpc.wire.weight_version import WeightVersion
 from tests.support.deadlines import scaled
 from tests.support.environments import CHECKOUT
 from tests.support.scripted_sglang import LoopThread, StandInRelay
+from tests.support.service_keys import SERVICE_KEY
 from tests.support.waiting import wait_for
 from tests.support.weight_updates import (
     await_outdated,
@@ -158,7 +159,7 @@ def test_a_group_that_is_late_for_a_step_is_left_out(lost: list[ReplicaKey]) -> 
     punctual, late = (
         BroadcastSession(
             UpdateProcessGroup(key.cell, "127.0.0.1", 2, "gloo", UPDATE_TIMEOUT_S),
-            [ReplicaClient(key, "key", 1, UPDATE_TIMEOUT_S)],
+            [ReplicaClient(key, SERVICE_KEY, 1, UPDATE_TIMEOUT_S)],
             WeightsConfig(),
         )
         for key in lost[:2]
@@ -204,16 +205,16 @@ def test_a_vanished_cell_is_waited_for_once_and_heard_when_it_returns(
     monkeypatch.setattr(discovery, "_DISCOVERY_WAIT_S", wait_s)
     monkeypatch.setattr(discovery, "_CELL_TIMEOUT_S", 3 * wait_s)
     rendezvous.publish_endpoint(tmp_path, "control-cell-1", silent_url)
-    found = ReplicaDiscovery(tmp_path, 3, "key")  # one has not appeared yet
+    found = ReplicaDiscovery(tmp_path, 3, SERVICE_KEY)  # one has not appeared yet
     waits_s = []
-    with running(StandInRelay(tmp_path, "key")):
+    with running(StandInRelay(tmp_path, SERVICE_KEY)):
         for _ in range(6):
             began = time.monotonic()
             assert [key.cell for key, _ in found.discover()] == ["cell-0"]
             waits_s.append(time.monotonic() - began)
         assert waits_s[0] >= wait_s
         assert statistics.median(waits_s) < wait_s, "time goes by whenever it is waited for"
-        with running(SecondRelay(tmp_path, "key")):
+        with running(SecondRelay(tmp_path, SERVICE_KEY)):
             wait_for(lambda: {key.cell for key, _ in found.discover()} == {"cell-0", "cell-1"})
     found.close()
 
