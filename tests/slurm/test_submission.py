@@ -1,5 +1,6 @@
 """Submissions that slurmctld answers late or that are killed: every job once, none unknown."""
 
+import shutil
 import signal
 import subprocess
 import time
@@ -281,3 +282,27 @@ def test_commands_for_a_directory_with_a_blank_can_be_pasted(
     assert f"status '{run.paths.root}'" in shown
     why = run.call("why", str(run.paths.root))
     assert f"areal-hpc cancel '{run.paths.root}'" in why.stdout
+
+
+def test_a_copy_of_a_run_leaves_its_jobs_alone_and_becomes_a_run_of_its_own(
+    cluster: Devcluster, run: Submitting, tmp_path: Path
+) -> None:
+    said_by(run.submit(*HELD, *light_overrides(tmp_path)))
+    original, copy = run.paths.root, tmp_path / "copies" / "copy"
+    shutil.copytree(original, copy, symlinks=True)
+    before = numbers(cluster)
+    assert f"a copy of {original}" in run.call("status", str(copy)).stdout
+    for command in ("cancel", "resume"):
+        refused = run.call(command, str(copy))
+        assert refused.returncode != 0
+        assert f"areal-hpc resume {copy} --as NAME" in refused.stderr
+    assert numbers(cluster) == before
+    refused = run.call("resume", str(original), "--as", "second")
+    assert "this is the run itself" in refused.stderr
+    said_by(run.call("resume", str(copy), "--as", "second"))
+    second = RunPaths(copy.with_name("second"))
+    assert not copy.exists()
+    assert len(numbers(cluster)) == 2 * len(before)
+    assert "cancelled" in said_by(run.call("cancel", str(second.root)))
+    assert numbers(cluster) == before
+    assert f"a copy of {original}" not in run.call("status", str(second.root)).stdout

@@ -38,15 +38,18 @@ def add_commands(commands: CommandGroup) -> None:
     )
     now = "cancel without a grace period; no final checkpoint"
     cancel.add_argument("--now", action="store_true", help=now)
-    commands.add_command(
+    resume = commands.add_command(
         "resume",
         _resume_run,
         ["run", "overrides"],
         help="resubmit a run from its last checkpoint",
         description="Submit a cancelled, failed or stopped run again from its own recipe plus "
         "the overrides given here, in the directory it was first submitted from.",
-        example="areal-hpc resume runs/math/first trainer.total_steps=200",
+        example="areal-hpc resume runs/math/first trainer.total_steps=200\n"
+        "cp -a runs/math/first copy; areal-hpc resume copy --as second",
     )
+    name = "make a copy of a run's folder a run of its own, under this name beside the copy"
+    resume.add_argument("--as", dest="trial_name", metavar="NAME", help=name)
     export = commands.add_command(
         "export",
         _export_model,
@@ -122,7 +125,8 @@ def _require_own_slurm_run(path: Path) -> RunPaths:
         raise ClusterError(
             f"this folder is a copy of {original}, whose jobs wait or run",
             key=str(paths.root),
-            hint=f"name that run: {shlex.quote(str(original))}",
+            hint=f"name that run: {shlex.quote(str(original))}; or make this a run of its own: "
+            f"areal-hpc resume {shlex.quote(str(paths.root))} --as NAME",
         )
     return paths
 
@@ -174,7 +178,13 @@ def _resume_run(arguments: argparse.Namespace) -> int:
     from areal_hpc.rundir.rendezvous import EVALUATION_CELL
     from areal_hpc.slurm.run_jobs import list_live_jobs
 
-    paths = _require_own_slurm_run(arguments.run)
+    if arguments.trial_name is not None:
+        from areal_hpc.launch.run_copies import make_run_of_copy
+
+        paths = make_run_of_copy(RunPaths(arguments.run.resolve()), arguments.trial_name)
+        say(f"copy     is the run {paths.root} now")
+    else:
+        paths = _require_own_slurm_run(arguments.run)
     if {one.job for one in read_submissions(paths.submissions)} == {EVALUATION_CELL}:
         raise RecipeError(
             "this is the evaluation of a model, and no run that could be trained on",
