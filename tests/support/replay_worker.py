@@ -1,7 +1,9 @@
-"""Ranks on demand: each line of standard input is a scenario, each line of output its outcome.
+"""`python -m tests.support.replay_worker SOCKET`: ranks on demand.
 
-The process imports Megatron once and forks the ranks of each scenario, so that a rank costs
-less than a second and can be killed at will. What they print goes to the scenario's log.
+Each line of a connection is a scenario, each line of the answer its outcome. The process imports
+Megatron once for all who connect and forks the ranks of each scenario, so that a rank costs less
+than a second and can be killed at will. What they print goes to the scenario's log. The command
+returns when connections are taken; the server ends with the last of them.
 """
 
 import gc
@@ -11,10 +13,11 @@ import json
 import os
 import random
 import signal
+import socket
 import sys
 import time
 import traceback
-from functools import partial
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +53,8 @@ Scenario = dict[str, Any]
 
 KILL_GRACE_S = 20.0
 """What srun --kill-on-bad-exit would do at once: others get the time to fail by themselves."""
+FIRST_CONNECTION_S = 30.0
+POLL_S = 0.5
 
 
 def digests(policy: TrainedNetwork, optimizer: Any) -> dict[str, str]:
@@ -218,14 +223,47 @@ def launch(scenario: Scenario) -> list[int]:
     return [codes[pid] for pid in pids]
 
 
-def main() -> None:
+def answer(connection: socket.socket) -> None:
+    """Launch the scenarios of a connection, one after another."""
+    with connection, connection.makefile("rw") as lines:
+        print("ready", file=lines, flush=True)
+        for line in lines:
+            print(json.dumps(launch(json.loads(line))), file=lines, flush=True)
+
+
+def serve(listener: socket.socket) -> None:
+    """Fork for each connection, until the last has ended."""
+    answering: set[int] = set()
+    listener.settimeout(scaled(FIRST_CONNECTION_S))
+    while True:
+        with suppress(TimeoutError):
+            connection, _ = listener.accept()
+            pid = os.fork()
+            if pid == 0:
+                listener.close()
+                answer(connection)
+                os._exit(0)
+            connection.close()
+            answering.add(pid)
+        answering = {pid for pid in answering if os.waitpid(pid, os.WNOHANG) == (0, 0)}
+        if not answering:
+            return
+        listener.settimeout(POLL_S)
+
+
+def main(address: str) -> None:
     torch.set_num_threads(1)
     megatron_cpu.patch_torch_megatron_without_gpu()
-    answer = partial(print, flush=True)
-    answer("ready")
-    for line in sys.stdin:
-        answer(json.dumps(launch(json.loads(line))))
+    Path(address).unlink(missing_ok=True)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen()
+        gc.freeze()  # what was imported is shared with all
+        if os.fork() == 0:
+            os.setsid()
+            serve(listener)
+            os._exit(0)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

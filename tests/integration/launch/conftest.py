@@ -1,21 +1,19 @@
 """The run that tests look at, and the model of it that other runs start from."""
 
 import fcntl
-import os
 import shutil
 from pathlib import Path
 
 import pytest
 
+from tests.support.rank_server import get_folder_of_all_workers
 from tests.support.small_run import SmallRun, await_none_left
 
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> SmallRun:
     """The quick start, cut down, trained to its end once for all workers."""
-    is_worker = "PYTEST_XDIST_WORKER" in os.environ
-    base = tmp_path_factory.getbasetemp()
-    run = SmallRun((base.parent if is_worker else base) / "quickstart")
+    run = SmallRun(get_folder_of_all_workers(tmp_path_factory) / "quickstart")
     done = run.fileroot / "done"
     with (run.fileroot / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

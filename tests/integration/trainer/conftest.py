@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from areal_hpc.rundir.paths import RunPaths
-from tests.support.rank_server import RankServer, rank_server
+from tests.support.rank_server import RankServer, get_folder_of_all_workers, rank_server
 from tests.support.recorded_run import record_run
 
 STEPS = 6
@@ -35,9 +35,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[RankServer]:
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankServer]:
     """Starts ranks on request, without importing anything anew."""
-    with rank_server() as server:
+    with rank_server(get_folder_of_all_workers(tmp_path_factory)) as server:
         yield server
 
 
