@@ -4,6 +4,7 @@ SGLang compiles a grammar in a thread that no abort ends, and computes the mask 
 loop that serves everybody. A fork has limits of its own and can be killed.
 """
 
+import logging
 import os
 import random
 import re
@@ -13,16 +14,14 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-
-import numpy as np
-import xgrammar
-from sglang.srt.constrained.base_grammar_backend import InvalidGrammarObject
-from sglang.srt.constrained.xgrammar_backend import XGrammarGrammarBackend
-from sglang.srt.utils.hf_transformers_utils import get_tokenizer
+from typing import Any
 
 from areal_hpc.jobs.processes.die_with_parent import die_with_parent
 from areal_hpc.wire.parsers import GrammarCheckRequest, ParserReply
+
+log = logging.getLogger(__name__)
 
 MAX_MEMORY_BYTES = 2 << 30
 NICENESS = 5
@@ -47,17 +46,38 @@ _RULE_PATTERN = re.compile(r"^([\w.-]+)(?:\(.*\))? ::=", re.MULTILINE)
 
 
 class GrammarChecker:
-    """Tries grammars with one model's tokens; what came of it goes to `send`, from any thread."""
+    """Tries grammars with one model's tokens; what came of it goes to `send`, from any thread.
+
+    A thread of its own begins them: what the first one imports takes seconds, and few proxies need
+    it. Where that fails, for SGLang may know tokenizers that this does not, none is tried.
+    """
 
     def __init__(self, model_dir: str, send: Callable[[ParserReply], None]) -> None:
-        self._backend = XGrammarGrammarBackend(get_tokenizer(model_dir), vocab_size=None)
-        self._send = send
+        self._model_dir, self._send = model_dir, send
+        self._beginner = ThreadPoolExecutor(1)
+        self._backend: Any = None
+        self._has_failed = False
         self._pids: dict[int, int] = {}
         self._lock = threading.Lock()
 
-    def start(self, request: GrammarCheckRequest) -> None:
-        """Begin to try a grammar."""
-        pid = os.fork()
+    def begin(self, request: GrammarCheckRequest) -> None:
+        self._beginner.submit(self._begin, request)
+
+    def _begin(self, request: GrammarCheckRequest) -> None:
+        if self._backend is None and not self._has_failed:
+            try:
+                self._backend = _load_backend(self._model_dir)
+            except Exception:  # boundary: SGLang's code, and whatever it imports
+                log.exception("replicas get grammars that were not tried")
+                self._has_failed = True
+        if self._has_failed:
+            self._send(ParserReply(call=request.call))
+            return
+        try:
+            pid = os.fork()
+        except OSError as error:  # no process can be made now
+            self._send(ParserReply(call=request.call, error=str(error), is_unknown=True))
+            return
         if not pid:
             code = UNMEASURED_EXIT_CODE
             try:
@@ -88,7 +108,17 @@ class GrammarChecker:
         self._send(ParserReply(call=request.call, error=problem, is_unknown=is_unknown))
 
 
-def _is_costly(backend: XGrammarGrammarBackend, request: GrammarCheckRequest) -> bool:
+def _load_backend(model_dir: str) -> Any:
+    from sglang.srt.constrained.xgrammar_backend import XGrammarGrammarBackend
+    from sglang.srt.utils.hf_transformers_utils import get_tokenizer
+
+    return XGrammarGrammarBackend(get_tokenizer(model_dir), vocab_size=None)
+
+
+def _is_costly(backend: Any, request: GrammarCheckRequest) -> bool:
+    import xgrammar
+    from sglang.srt.constrained.base_grammar_backend import InvalidGrammarObject
+
     die_with_parent(signal.SIGKILL)
     os.nice(NICENESS)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -116,7 +146,10 @@ def _is_costly(backend: XGrammarGrammarBackend, request: GrammarCheckRequest) ->
     return _is_slow_to_sample_by(backend.grammar_compiler.compile_grammar(whole))
 
 
-def _is_slow_to_sample_by(grammar: xgrammar.CompiledGrammar) -> bool:
+def _is_slow_to_sample_by(grammar: Any) -> bool:
+    import numpy as np
+    import xgrammar
+
     vocab_size, stops = grammar.tokenizer_info.vocab_size, grammar.tokenizer_info.stop_token_ids
     matcher, chance = xgrammar.GrammarMatcher(grammar), random.Random(0)
     mask = xgrammar.allocate_token_bitmask(1, vocab_size)

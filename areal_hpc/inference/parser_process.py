@@ -10,18 +10,17 @@ what may be shown while a reply is still being said, and keeps what SGLang would
 - So is one that a limit cut: some detectors close it themselves, with the arguments it had by then.
 """
 
-import logging
 import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 import areal_hpc.inference.cpu.sglang_cpu  # noqa: F401  # stand-ins for what needs a GPU to import
+from areal_hpc.inference.grammar_check import GrammarChecker
 from areal_hpc.wire.parsers import (
     GrammarCheckKill,
     GrammarCheckRequest,
@@ -38,7 +37,6 @@ from sglang.srt.entrypoints.openai.protocol import Tool
 from sglang.srt.function_call.function_call_parser import FunctionCallParser
 from sglang.srt.parser.reasoning_parser import ReasoningParser
 
-log = logging.getLogger(__name__)
 MAX_OPEN_REPLIES = 4096
 CALL_MARKER_ATTRIBUTES = ("bot_token", "tool_call_start_token")
 """Attributes in which SGLang's detectors keep the text that begins a call."""
@@ -351,42 +349,6 @@ class ParseRequestHandler:
         return reply.feed(request.text, request.last, request.cut)
 
 
-class GrammarTries:
-    """Tries of grammars, begun by a thread of their own: what they import takes seconds."""
-
-    def __init__(self, model_dir: str, send: Callable[[ParserReply], None]) -> None:
-        self._model_dir = model_dir
-        self._send = send
-        self._beginner = ThreadPoolExecutor(1)
-        self._checker: Any = None
-        self._failure = ""
-        """Why there is no checker, and will be none."""
-
-    def begin(self, request: GrammarCheckRequest) -> None:
-        self._beginner.submit(self._begin, request)
-
-    def _begin(self, request: GrammarCheckRequest) -> None:
-        try:
-            if self._checker is None and not self._failure:  # few proxies need what it imports
-                from areal_hpc.inference.grammar_check import GrammarChecker
-
-                self._checker = GrammarChecker(self._model_dir, self._send)
-        except Exception as error:  # boundary: SGLang may know tokenizers that this does not
-            log.exception("replicas get grammars that were not tried")
-            self._failure = str(error) or type(error).__name__
-        if self._failure:
-            self._send(ParserReply(call=request.call))
-            return
-        try:
-            self._checker.start(request)
-        except OSError as error:  # no process can be made now
-            self._send(ParserReply(call=request.call, error=str(error), is_unknown=True))
-
-    def kill(self, call: int) -> None:
-        if self._checker is not None:
-            self._checker.kill(call)
-
-
 def main() -> None:
     """Serve until standard input ends."""
     out = os.fdopen(os.dup(1), "wb", buffering=0)
@@ -399,7 +361,7 @@ def main() -> None:
 
     process = ParseRequestHandler(ReplyParserFactory(*sys.argv[1:3]))
     decoder: msgspec.json.Decoder[ParserRequest] = msgspec.json.Decoder(ParserRequest)
-    grammars = GrammarTries(sys.argv[3], send)
+    grammars = GrammarChecker(sys.argv[3], send)
     send(ParserReply())
     for line in sys.stdin.buffer:
         request = decoder.decode(line)
