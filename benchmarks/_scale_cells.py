@@ -20,10 +20,10 @@ from areal_hpc.rollout.episode_watch import EpisodeWatch
 from areal_hpc.rollout.lease_loop import LeaseLoop
 from areal_hpc.rollout.leased_tickets import LeasedTickets
 from areal_hpc.rollout.replica_gate import ReplicaGate
-from areal_hpc.rollout.service_client import ServiceClient, ServiceClients
-from areal_hpc.rollout.ticket_runner import TicketRunner
+from areal_hpc.rollout.ticket_runner import ServiceClients, TicketRunner
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.rendezvous import ensure_service_key
+from areal_hpc.rundir.service_client import AsyncServiceClient
 from areal_hpc.rundir.telemetry.events import EventLog
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.shards.schema import format_shard_name
@@ -85,7 +85,7 @@ class Storehouse:
         self,
         cell: str,
         paths: RunPaths,
-        ledger: ServiceClient,
+        ledger: AsyncServiceClient,
         tempo: Tempo,
         tally: Tally,
         pool: Executor,
@@ -221,7 +221,7 @@ class SleepingCell(LeaseLoop):
         self,
         number: int,
         paths: RunPaths,
-        ledger: ServiceClient,
+        ledger: AsyncServiceClient,
         stores: Storehouse,
         tempo: Tempo,
         tally: Tally,
@@ -251,7 +251,7 @@ async def run_cells(
     count: int, paths: RunPaths, tempo: Tempo, tally: Tally, pool: Executor
 ) -> None:
     """All cells, until cancelled. Each has two connections to the ledger, as driver and proxy."""
-    peers: list[ServiceClient] = []
+    peers: list[AsyncServiceClient] = []
     try:
         async with asyncio.TaskGroup() as group:
             for number in range(count):
@@ -267,9 +267,9 @@ async def run_cells(
             await peer.close()
 
 
-def to_ledger(paths: RunPaths) -> ServiceClient:
+def to_ledger(paths: RunPaths) -> AsyncServiceClient:
     """A connection of its own."""
-    return ServiceClient(paths.rendezvous_dir, "ledger", ensure_service_key(paths.service_key))
+    return AsyncServiceClient(paths.rendezvous_dir, "ledger", ensure_service_key(paths.service_key))
 
 
 async def run_trainer(paths: RunPaths, batch_size: int, tempo: Tempo, tally: Tally) -> None:
@@ -282,7 +282,7 @@ async def run_trainer(paths: RunPaths, batch_size: int, tempo: Tempo, tally: Tal
 
 
 async def _train(
-    paths: RunPaths, ledger: ServiceClient, batch_size: int, tempo: Tempo, tally: Tally
+    paths: RunPaths, ledger: AsyncServiceClient, batch_size: int, tempo: Tempo, tally: Tally
 ) -> None:
     await ledger.call_until_answered(
         "/open_generation", OpenTrainerGenerationRequest(1, 0), Acknowledged
@@ -301,7 +301,7 @@ async def _train(
 
 
 async def _batch(
-    ledger: ServiceClient, step: int, batch_size: int
+    ledger: AsyncServiceClient, step: int, batch_size: int
 ) -> tuple[BatchManifest, float | None]:
     """A batch; the time that took, if its tickets were all there when it was asked for."""
     while True:

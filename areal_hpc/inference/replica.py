@@ -31,7 +31,6 @@ from areal_hpc.rundir.paths import list_restart_dirs
 from areal_hpc.rundir.telemetry.events import EventLog
 from areal_hpc.rundir.telemetry.spans import record_span
 from areal_hpc.wire.awake_clock import AwakeClock
-from areal_hpc.wire.backoff import Backoff
 from areal_hpc.wire.replicas import (
     NO_KEYS,
     FenceReplicaRequest,
@@ -40,6 +39,7 @@ from areal_hpc.wire.replicas import (
     ReplicaView,
     UpdatePauseStats,
 )
+from areal_hpc.wire.retry import Backoff
 
 log = logging.getLogger(__name__)
 _SERVER_RESTART_BACKOFF = Backoff(0.5, 30.0)

@@ -19,11 +19,10 @@ from areal_hpc.jobs.node.topology import get_advertised_host, get_task_position
 from areal_hpc.jobs.processes.signals import StopRequest
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.service_client import ServiceClient
 from areal_hpc.rundir.telemetry.spans import record_state_entry
 from areal_hpc.wire.awake_clock import AwakeClock
-from areal_hpc.wire.http import WireClient
 from areal_hpc.wire.replicas import FollowerPollReply, FollowerPollRequest
-from areal_hpc.wire.service_key import derive_bearer_key, make_client_tls
 
 log = logging.getLogger(__name__)
 
@@ -80,12 +79,10 @@ class WorkerNode:
         self._node = node
         self._nodes = nodes
         self._launch = launch
-        self._cell = cell
-        self._rendezvous_dir = rendezvous_dir
-        self._client = WireClient(
-            "",
-            derive_bearer_key(service_key, rendezvous.format_control_proxy_name(cell)),
-            tls=make_client_tls(service_key),
+        self._client = ServiceClient(
+            rendezvous_dir,
+            rendezvous.format_control_proxy_name(cell),
+            service_key,
             timeout_s=CALL_TIMEOUT_S,
         )
         self._log_dir = log_dir
@@ -115,12 +112,8 @@ class WorkerNode:
                 self._start_server_part(reply)
 
     def _ask_head_node(self) -> FollowerPollReply:
-        service = rendezvous.format_control_proxy_name(self._cell)
-        endpoint = rendezvous.find_endpoint(self._rendezvous_dir, service)
-        if endpoint is None:
-            raise ClusterError(f"the control proxy of {self._cell} is not published")
         request = FollowerPollRequest(self._node, self._incarnation)
-        return self._client.call(f"{endpoint.url}/follow", request, FollowerPollReply)
+        return self._client.call("/follow", request, FollowerPollReply)
 
     def _start_server_part(self, reply: FollowerPollReply) -> None:
         ports = choose_server_ports()

@@ -36,7 +36,7 @@ from areal_hpc.rundir.jobs import (
 from areal_hpc.rundir.storage_errors import StorageErrorTolerance
 from areal_hpc.rundir.telemetry.events import EventLog
 from areal_hpc.slurm import scontrol
-from areal_hpc.wire.backoff import Backoff
+from areal_hpc.wire.retry import Backoff
 
 log = logging.getLogger(__name__)
 PROCESS_POLL_S = 0.1

@@ -20,13 +20,13 @@ from areal_hpc.rollout.execution.subprocess_agent import SubprocessAgent
 from areal_hpc.rollout.lease_loop import LeaseLoop
 from areal_hpc.rollout.leased_tickets import LeasedTickets
 from areal_hpc.rollout.replica_gate import ReplicaGate
-from areal_hpc.rollout.service_client import ServiceClient, ServiceClients
 from areal_hpc.rollout.task_set import TaskSet
-from areal_hpc.rollout.ticket_runner import TRAIN, TicketRunner
+from areal_hpc.rollout.ticket_runner import TRAIN, ServiceClients, TicketRunner
 from areal_hpc.rollout.trial_episodes import play_trial_tasks_or_raise
 from areal_hpc.rundir.jobs import IDLE_EXIT_CODE
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.rendezvous import LEDGER_SERVICE, ensure_service_key, format_proxy_name
+from areal_hpc.rundir.service_client import AsyncServiceClient
 from areal_hpc.rundir.telemetry.events import EventLog
 from areal_hpc.rundir.telemetry.process_metrics import build_samples, register_sample_reader
 from areal_hpc.rundir.telemetry.spans import record_state_entry
@@ -77,8 +77,8 @@ async def _drive_cell(job: RolloutJobConfig, agents: dict[str, Agent | None]) ->
         await sandboxes.start_first_and_refill()
     key = ensure_service_key(paths.service_key)
     services = ServiceClients(
-        ledger=ServiceClient(paths.rendezvous_dir, LEDGER_SERVICE, key),
-        proxy=ServiceClient(paths.rendezvous_dir, format_proxy_name(job.cell), key),
+        ledger=AsyncServiceClient(paths.rendezvous_dir, LEDGER_SERVICE, key),
+        proxy=AsyncServiceClient(paths.rendezvous_dir, format_proxy_name(job.cell), key),
     )
     http_client = make_http_client(job.rollout.episode_timeout_s)
     tickets = LeasedTickets(job.episode_slots, job.rollout.episodes_per_ticket)

@@ -11,8 +11,7 @@ from areal_hpc.rollout.episode_watch import EpisodeWatch
 from areal_hpc.rollout.leased_tickets import LeasedTickets
 from areal_hpc.rollout.ledger_clock import LedgerClockOffsetRecorder
 from areal_hpc.rollout.replica_gate import ReplicaGate
-from areal_hpc.rollout.service_client import ServiceClients
-from areal_hpc.rollout.ticket_runner import TicketRunner
+from areal_hpc.rollout.ticket_runner import ServiceClients, TicketRunner
 from areal_hpc.rundir.telemetry.spans import record_state_entry
 from areal_hpc.wire.ledger import Empty, LeaseReply, LeaseRequest
 from areal_hpc.wire.proxy import SealTicketsReply

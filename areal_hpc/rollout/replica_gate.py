@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 
-from areal_hpc.rollout.service_client import ServiceClient
+from areal_hpc.rundir.service_client import AsyncServiceClient
 from areal_hpc.wire.proxy import ProxyHealth
 
 CLOSED_GATE_POLL_S = 0.25
@@ -16,7 +16,7 @@ class ReplicaGate:
     `on_open` is called each time it opens.
     """
 
-    def __init__(self, proxy: ServiceClient, on_open: Callable[[], None]) -> None:
+    def __init__(self, proxy: AsyncServiceClient, on_open: Callable[[], None]) -> None:
         self._proxy, self._on_open = proxy, on_open
         self._opened, self._closed = asyncio.Event(), asyncio.Event()
         self._closed.set()

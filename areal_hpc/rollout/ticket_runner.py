@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -34,11 +35,10 @@ from areal_hpc.rollout.execution.agent_sandboxes import AgentSandboxes
 from areal_hpc.rollout.leased_tickets import LeasedTickets
 from areal_hpc.rollout.replica_gate import ReplicaGate
 from areal_hpc.rollout.rollout_workflow import RolloutWorkflow
-from areal_hpc.rollout.service_client import ServiceClients
 from areal_hpc.rollout.task_set import TaskSet
+from areal_hpc.rundir.service_client import AsyncServiceClient
 from areal_hpc.rundir.telemetry.events import EventLog
 from areal_hpc.rundir.telemetry.spans import time_span
-from areal_hpc.wire.backoff import Backoff
 from areal_hpc.wire.ledger import (
     Acknowledged,
     DropTicketRequest,
@@ -57,6 +57,7 @@ from areal_hpc.wire.proxy import (
     SessionLimits,
     StartSessionRequest,
 )
+from areal_hpc.wire.retry import Backoff
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +67,18 @@ TRAIN = "train"
 """The task set of training tickets; those of evaluation sets have their names."""
 AGENT_FAULT_EPISODE_STATUSES = ("failed", "timed_out")
 """Ends of an episode that use up one of its tries."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceClients:
+    """The services that a driver calls."""
+
+    ledger: AsyncServiceClient
+    proxy: AsyncServiceClient
+
+    async def close(self) -> None:
+        await self.ledger.close()
+        await self.proxy.close()
 
 
 class TicketRunner:

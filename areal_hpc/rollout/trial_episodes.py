@@ -17,8 +17,8 @@ from areal_hpc.rollout.episodes.episode import (
 )
 from areal_hpc.rollout.execution.agent_sandboxes import AgentSandboxes
 from areal_hpc.rollout.rollout_workflow import RolloutWorkflow
-from areal_hpc.rollout.service_client import ServiceClient
 from areal_hpc.rollout.task_set import TaskSet
+from areal_hpc.rundir.service_client import AsyncServiceClient
 from areal_hpc.rundir.telemetry.events import EventLog
 from areal_hpc.wire.proxy import ProxyHealth, SamplingDefaults, SessionLimits, StartSessionRequest
 
@@ -37,7 +37,7 @@ async def play_trial_episode(
     agent: Agent,
     task: dict[str, Any],
     episode_number: int,
-    proxy: ServiceClient,
+    proxy: AsyncServiceClient,
     http_client: Any,
     sandboxes: AgentSandboxes | None = None,
 ) -> EpisodeOutcome:
@@ -67,7 +67,7 @@ async def play_trial_tasks_or_raise(
     rollout: RolloutConfig,
     agent: Agent,
     tasks: TaskSet,
-    proxy: ServiceClient,
+    proxy: AsyncServiceClient,
     http_client: Any,
     events: EventLog,
     sandboxes: AgentSandboxes | None = None,
@@ -127,7 +127,7 @@ async def _retry_trial_until_decided(
     agent: Agent,
     task: dict[str, Any],
     episode_number: int,
-    proxy: ServiceClient,
+    proxy: AsyncServiceClient,
     http_client: Any,
     events: EventLog,
     sandboxes: AgentSandboxes | None,

@@ -15,7 +15,7 @@ from areal_hpc.errors import ClusterError, SlurmCommandError, SlurmTimeoutError
 from areal_hpc.slurm.commands import build_comma_lists, parse_slurm_timestamp, run_slurm_command
 from areal_hpc.slurm.states import UNKNOWN_STATE, JobPhase, JobState, parse_canceller, parse_state
 from areal_hpc.slurm.versions import parse_exit_status
-from areal_hpc.wire.backoff import Backoff
+from areal_hpc.wire.retry import Backoff
 
 SQUEUE_COLUMNS = (
     ("JobArrayID", 60),

@@ -12,8 +12,8 @@ from areal_hpc.weights.buckets.plan import TensorSpec
 from areal_hpc.weights.discovery import DiscoveredReplicas, ReplicaDiscovery, ReplicaKey
 from areal_hpc.weights.sender import WeightSender
 from areal_hpc.weights.transports.transport import UpdateReport
-from areal_hpc.wire.backoff import Backoff
 from areal_hpc.wire.replicas import UpdatePauseStats
+from areal_hpc.wire.retry import Backoff
 from areal_hpc.wire.weight_version import WeightVersion
 
 MIN_RETRY_PAUSE_S = 1.0

@@ -1,7 +1,6 @@
 """One JSON call over HTTP or HTTPS: msgspec in, msgspec out, errors with a name."""
 
 import ssl
-import time
 from typing import TypeVar
 
 import aiohttp
@@ -9,15 +8,11 @@ import httpx
 import msgspec
 
 from areal_hpc.errors import ClusterError, HttpStatusError
-from areal_hpc.wire.backoff import Backoff
 
 ReplyT = TypeVar("ReplyT")
 SERVER_KEEP_ALIVE_S = 75
 """For which servers keep an idle connection. Clients must give up theirs earlier (httpx after 5 s,
 aiohttp after 15), or a request meets the closing of its connection."""
-RETRYABLE_STATUSES = frozenset({408, 429, 502, 503, 504})
-BACKOFF = Backoff(0.05, 1.0)
-"""Pauses between the tries of a call."""
 
 
 def responds_with_200(method: str, url: str, timeout_s: float, *, key: str = "") -> bool:
@@ -42,7 +37,7 @@ def _build_key_header(key: str) -> dict[str, str]:
 
 
 class WireClient:
-    """Blocking JSON calls, retried until a deadline while the peer is away.
+    """Blocking JSON calls, each made once.
 
     `base_url` is empty for a peer that moves: each route is then a whole URL. `key` is sent as a
     bearer key, and may be left to each call; `tls` is for peers on other nodes.
@@ -67,48 +62,35 @@ class WireClient:
         reply: type[ReplyT],
         *,
         key: str = "",
-        retry_time_s: float = 0.0,
         timeout_s: float | None = None,
     ) -> ReplyT:
         """POST `request`, or GET where there is none, and decode the reply.
 
-        The call is repeated for `retry_time_s` while the peer refuses connections or is busy;
-        `timeout_s` limits one try (the client's own limit when None).
-
         Raises:
-            HttpStatusError: The peer answered with an error that repeating will not fix.
-            ClusterError: The peer could not be reached in time.
+            HttpStatusError: The peer answered with an error.
+            ClusterError: The peer could not be reached within `timeout_s`, or the client's limit.
         """
         url = f"{self._base_url}{route}"
         method, body = _build_method_and_body(request)
         headers = _build_key_header(key or self._key)
-        limit = timeout_s or self._client.timeout
-        give_up_at = time.monotonic() + retry_time_s
-        pauses = iter(BACKOFF)
-        while True:
-            try:
-                answer = self._client.request(
-                    method, url, content=body, headers=headers, timeout=limit
-                )
-                if answer.status_code not in RETRYABLE_STATUSES:
-                    return _decode_answer(answer.status_code, url, answer.content, reply)
-                trouble = f"answered {answer.status_code}: {answer.text[:200]}"
-            except httpx.TransportError as error:
-                trouble = f"{type(error).__name__}: {error}"
-            if time.monotonic() >= give_up_at:
-                waited = f" for {retry_time_s:g} s" if retry_time_s else ""
-                raise ClusterError(
-                    f"{url} has not responded{waited} ({trouble})",
-                    hint="read that role's log in logs/latest",
-                )
-            time.sleep(next(pauses))
+        try:
+            answer = self._client.request(
+                method,
+                url,
+                content=body,
+                headers=headers,
+                timeout=timeout_s or self._client.timeout,
+            )
+        except httpx.TransportError as error:
+            raise _build_unreachable_error(url, error) from error
+        return _decode_answer(answer.status_code, url, answer.content, reply)
 
     def close(self) -> None:
         self._client.close()
 
 
 class AsyncWireClient:
-    """Client for event loops, on one aiohttp session; each call is made once."""
+    """The same for event loops, on one aiohttp session."""
 
     def __init__(
         self,
@@ -151,14 +133,20 @@ class AsyncWireClient:
             ) as answer:
                 status, content = answer.status, await answer.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            reason = f"{type(error).__name__}: {error}"
-            raise ClusterError(f"{url} is unreachable ({reason})") from error
+            raise _build_unreachable_error(url, error) from error
         return _decode_answer(status, url, content, reply)
 
     async def close(self) -> None:
         if self._session is not None:
             await self._session.close()
             self._session = None
+
+
+def _build_unreachable_error(url: str, error: Exception) -> ClusterError:
+    return ClusterError(
+        f"{url} is unreachable ({type(error).__name__}: {error})",
+        hint="read that role's log in logs/latest",
+    )
 
 
 def _build_method_and_body(request: msgspec.Struct | None) -> tuple[str, bytes | None]:

@@ -22,7 +22,7 @@ from areal_hpc.rollout.episodes.auxiliary import describe_known_auxiliary_call
 from areal_hpc.rollout.episodes.episode import EpisodeOutcome, EpisodeSpec, run_episode
 from areal_hpc.rollout.episodes.http_client import make_http_client
 from areal_hpc.rollout.execution.agent_sandboxes import make_agent_sandboxes
-from areal_hpc.rollout.service_client import ServiceClient
+from areal_hpc.rundir.service_client import AsyncServiceClient
 from areal_hpc.wire.agent_reward import Reward
 from areal_hpc.wire.ledger import TicketRef
 from areal_hpc.wire.proxy import SamplingDefaults, StartSessionRequest
@@ -157,7 +157,7 @@ class Scene:
             sandboxes = make_agent_sandboxes(how, warm=0)
             directory, key = self.stage.paths.rendezvous_dir, self.stage.service_key
             proxy, http_client = (
-                ServiceClient(directory, f"proxy-{CELL}", key),
+                AsyncServiceClient(directory, f"proxy-{CELL}", key),
                 make_http_client(60.0),
             )
             try:

@@ -9,9 +9,10 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.types import Message
 
+from areal_hpc.errors import ClusterError, HttpStatusError
 from areal_hpc.wire.asgi import JsonApp, read_body, require_bearer_key
-from areal_hpc.wire.backoff import Backoff
 from areal_hpc.wire.http import responds_with_200
+from areal_hpc.wire.retry import Backoff, retry
 from areal_hpc.wire.service_key import derive_bearer_key
 from tests.support.service_keys import OTHER_SERVICE_KEY, SERVICE_KEY
 
@@ -92,3 +93,23 @@ def test_each_service_of_each_run_has_a_key_of_its_own_which_outlasts_restarts()
     assert len({*keys}) == 4
     assert keys[0] == derive_bearer_key(SERVICE_KEY, "a")
     assert not [one for one in keys if one in SERVICE_KEY]
+
+
+def test_a_call_is_repeated_while_its_peer_is_away_or_busy_and_no_longer() -> None:
+    failures: list[ClusterError] = [ClusterError("away"), HttpStatusError(503, "u", "busy")]
+    left = [*failures]
+
+    def call() -> str:
+        if left:
+            raise left.pop(0)
+        return "answered"
+
+    assert retry(call, within_s=60.0) == "answered"
+    left += [HttpStatusError(409, "u", "no"), ClusterError("never raised")]
+    with pytest.raises(HttpStatusError, match="409"):
+        retry(call, within_s=60.0)
+    for limits in ({"within_s": 0.0}, {"within_s": 60.0, "is_stopping": lambda: True}):
+        left[:] = failures
+        with pytest.raises(ClusterError, match="away"):
+            retry(call, **limits)  # type: ignore[arg-type]
+        assert len(left) == 1

@@ -18,11 +18,11 @@ from areal_hpc.rollout.episodes.http_client import make_http_client
 from areal_hpc.rollout.execution.agent_sandboxes import make_agent_sandboxes, start_and_stop_sandbox
 from areal_hpc.rollout.execution.subprocess_agent import SubprocessAgent
 from areal_hpc.rollout.job import build_agent
-from areal_hpc.rollout.service_client import ServiceClient
 from areal_hpc.rollout.task_set import TaskSet
 from areal_hpc.rollout.trial_episodes import play_trial_episode
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.rendezvous import ensure_service_key, format_proxy_name
+from areal_hpc.rundir.service_client import AsyncServiceClient
 
 
 def main() -> None:
@@ -53,7 +53,7 @@ async def _play_tasks_and_count_failures(config: TrialConfig, agent: Agent, cell
         await agent.check_agent_builds()
         await start_and_stop_sandbox(job.rollout.agent)  # as a driver does
     key = ensure_service_key(paths.service_key)
-    proxy = ServiceClient(paths.rendezvous_dir, format_proxy_name(job.cell), key)
+    proxy = AsyncServiceClient(paths.rendezvous_dir, format_proxy_name(job.cell), key)
     http_client: Any = make_http_client(job.rollout.episode_timeout_s)
     tasks = TaskSet.read_or_empty(paths.dataset("train"))
     sandboxes = None

@@ -8,10 +8,9 @@ from typing import Protocol
 import aiohttp
 import msgspec
 
-from areal_hpc.rundir import rendezvous
-from areal_hpc.wire.http import AsyncWireClient
+from areal_hpc.rundir.rendezvous import format_control_proxy_name
+from areal_hpc.rundir.service_client import AsyncServiceClient
 from areal_hpc.wire.replicas import ReplicasOfCell, ReplicaView
-from areal_hpc.wire.service_key import derive_bearer_key, make_client_tls
 
 CONTROL_PROXY_TIMEOUT_S = 5.0
 PROBE_TIMEOUT_S = 5.0
@@ -29,20 +28,13 @@ class CellReplicaSource:
     """The replicas of a cell, as its control proxy knows them."""
 
     def __init__(self, rendezvous_dir: Path, cell: str, service_key: str) -> None:
-        self._directory = rendezvous_dir
-        self._control_proxy_name = rendezvous.format_control_proxy_name(cell)
-        self._client = AsyncWireClient(
-            "",
-            derive_bearer_key(service_key, self._control_proxy_name),
-            tls=make_client_tls(service_key),
-            timeout_s=CONTROL_PROXY_TIMEOUT_S,
+        name = format_control_proxy_name(cell)
+        self._client = AsyncServiceClient(
+            rendezvous_dir, name, service_key, timeout_s=CONTROL_PROXY_TIMEOUT_S
         )
 
     async def fetch_replicas(self) -> list[ReplicaView]:
-        endpoint = rendezvous.find_endpoint(self._directory, self._control_proxy_name)
-        if endpoint is None:
-            return []
-        return (await self._client.call(f"{endpoint.url}/replicas", None, ReplicasOfCell)).replicas
+        return (await self._client.call("/replicas", None, ReplicasOfCell)).replicas
 
     async def close(self) -> None:
         await self._client.close()

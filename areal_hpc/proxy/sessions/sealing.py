@@ -23,14 +23,13 @@ from areal_hpc.proxy.sessions.recorder import JournaledRecorder
 from areal_hpc.proxy.sessions.store import FinishedTicket
 from areal_hpc.proxy.sessions.untrained import UntrainedSealer
 from areal_hpc.recipe.sections.proxy_and_shards import ShardConfig
-from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.rendezvous import LEDGER_SERVICE
+from areal_hpc.rundir.service_client import AsyncServiceClient
 from areal_hpc.rundir.telemetry.spans import time_span
 from areal_hpc.shards.index import ShardTicket, locate_tickets, read_index
 from areal_hpc.shards.verify import repair_index_and_remove_partial_shards
 from areal_hpc.shards.writer import write_sealed_shard
-from areal_hpc.wire.backoff import Backoff
-from areal_hpc.wire.http import AsyncWireClient
 from areal_hpc.wire.ledger import (
     Acknowledged,
     DropTicketRequest,
@@ -38,7 +37,7 @@ from areal_hpc.wire.ledger import (
     SettleTicketsRequest,
     TicketRef,
 )
-from areal_hpc.wire.service_key import derive_bearer_key, make_client_tls
+from areal_hpc.wire.retry import Backoff
 from areal_hpc.wire.trajectory import RowKind, TrajectoryRow, find_row_defect
 
 log = logging.getLogger(__name__)
@@ -64,11 +63,8 @@ class TicketSealer:
         self._paths = paths
         self._cell = cell
         self._config = config
-        self._ledger = AsyncWireClient(
-            "",
-            derive_bearer_key(service_key, rendezvous.LEDGER_SERVICE),
-            tls=make_client_tls(service_key),
-            timeout_s=LEDGER_TIMEOUT_S,
+        self._ledger = AsyncServiceClient(
+            paths.rendezvous_dir, LEDGER_SERVICE, service_key, timeout_s=LEDGER_TIMEOUT_S
         )
         self.untrained = UntrainedSealer(recorder, paths, cell, config)
         self._sealing = asyncio.Lock()
@@ -195,15 +191,12 @@ class TicketSealer:
             tickets, dropped = list(self._store.sealed.values()), dict(self._store.dropped)
             if not (tickets or dropped):
                 return
-            ledger = rendezvous.find_endpoint(self._paths.rendezvous_dir, rendezvous.LEDGER_SERVICE)
-            if ledger is None:
-                raise ClusterError("the ledger has no endpoint file yet")
             if tickets:
                 settle = SettleTicketsRequest(self._cell, tickets)
-                await self._ledger.call(f"{ledger.url}/settle", settle, Acknowledged)
+                await self._ledger.call("/settle", settle, Acknowledged)
             for ref, reason in dropped.items():
                 drop = DropTicketRequest(self._cell, ref, reason)
-                await self._ledger.call(f"{ledger.url}/drop", drop, Acknowledged)
+                await self._ledger.call("/drop", drop, Acknowledged)
             self._recorder.journal_and_apply(
                 TicketsAcknowledged([*(one.ref for one in tickets), *dropped])
             )

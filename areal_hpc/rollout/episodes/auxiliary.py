@@ -8,7 +8,7 @@ import msgspec
 
 from areal_hpc.errors import AgentError, HttpStatusError
 from areal_hpc.recipe.user_functions import describe_user_error, load_user_function
-from areal_hpc.rollout.service_client import ServiceClient
+from areal_hpc.rundir.service_client import AsyncServiceClient
 from areal_hpc.wire.proxy import (
     MAX_AUXILIARY_REASON_CHARS,
     ListConversationsReply,
@@ -94,7 +94,7 @@ def _join_text(content: Any) -> str:
 
 
 async def mark_auxiliary_conversations(
-    rule: AuxiliaryRule, session_id: str, proxy: ServiceClient
+    rule: AuxiliaryRule, session_id: str, proxy: AsyncServiceClient
 ) -> None:
     """Have the proxy leave a session's auxiliary conversations out of training.
 

@@ -27,7 +27,7 @@ from areal_hpc.rollout.execution.agent_sandboxes import (
     acquire_sandbox,
 )
 from areal_hpc.rollout.execution.subprocess_agent import acquire_episode_agent
-from areal_hpc.rollout.service_client import ServiceClient
+from areal_hpc.rundir.service_client import AsyncServiceClient
 from areal_hpc.session.rewards import parse_reward
 from areal_hpc.wire.agent_reward import Reward
 from areal_hpc.wire.ledger import Empty
@@ -112,7 +112,7 @@ def derive_episode_seed(ticket_seed: int, episode: int, failures: int) -> int:
 async def run_episode(
     spec: EpisodeSpec,
     agent: Agent,
-    proxy: ServiceClient,
+    proxy: AsyncServiceClient,
     http_client: Any,
     sandboxes: AgentSandboxes | None = None,
 ) -> EpisodeOutcome:
@@ -146,7 +146,7 @@ def _build_shortage_outcome(
 async def _play_in_new_session(
     spec: EpisodeSpec,
     agent: Agent,
-    proxy: ServiceClient,
+    proxy: AsyncServiceClient,
     http_client: Any,
     sandbox: EpisodeSandbox | None,
 ) -> EpisodeOutcome:
@@ -195,7 +195,7 @@ async def _play_in_new_session(
 
 
 async def _reward_failed_episode(
-    spec: EpisodeSpec, failure: AgentError, session: StartSessionReply, proxy: ServiceClient
+    spec: EpisodeSpec, failure: AgentError, session: StartSessionReply, proxy: AsyncServiceClient
 ) -> bool:
     """Give a failed episode its reward; False if it has none, or nothing that could be trained.
 
@@ -246,7 +246,7 @@ def _explain_failure(
 
 
 async def offer_episode_to_external_program(
-    spec: EpisodeSpec, proxy: ServiceClient
+    spec: EpisodeSpec, proxy: AsyncServiceClient
 ) -> EpisodeOutcome:
     """Offer the episode until a program takes it, then wait until that ends its session.
 
@@ -365,7 +365,7 @@ async def _call_agent_returning_errors(
 
 
 async def _send_rewards_and_end_session(
-    rewards: dict[str | None, Reward], session: StartSessionReply, proxy: ServiceClient
+    rewards: dict[str | None, Reward], session: StartSessionReply, proxy: AsyncServiceClient
 ) -> float:
     try:
         for interaction_id, reward in rewards.items():
@@ -390,7 +390,7 @@ async def _send_rewards_and_end_session(
 
 
 async def _end_session_of_failed_episode(
-    session: StartSessionReply, proxy: ServiceClient
+    session: StartSessionReply, proxy: AsyncServiceClient
 ) -> EndSessionReply | None:
     try:
         return await proxy.call_until_answered(

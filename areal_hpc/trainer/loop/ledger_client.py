@@ -1,16 +1,14 @@
 """Trainer's client of the ledger, followed across restarts."""
 
-import logging
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
-from areal_hpc.errors import AgentError, ClusterError, HttpStatusError, SupersededTrainerError
-from areal_hpc.rundir import rendezvous
-from areal_hpc.wire.http import WireClient
+from areal_hpc.errors import AgentError, HttpStatusError, SupersededTrainerError
+from areal_hpc.rundir.rendezvous import LEDGER_SERVICE
+from areal_hpc.rundir.service_client import ServiceClient
 from areal_hpc.wire.ledger import (
     Acknowledged,
     BatchReply,
@@ -21,17 +19,12 @@ from areal_hpc.wire.ledger import (
     OpenTrainerGenerationRequest,
     WeightsPublishedRequest,
 )
-from areal_hpc.wire.service_key import derive_bearer_key, make_client_tls
-
-logger = logging.getLogger(__name__)
+from areal_hpc.wire.retry import retry
 
 ReplyT = TypeVar("ReplyT")
 
-START_TIMEOUT_S = 120.0
 UNREACHABLE_TIMEOUT_S = 120.0
-"""Time that the ledger may be away. Its supervisor restarts it within seconds."""
-CALL_RETRY_TIMEOUT_S = 2.0
-"""After this long without a connection its address is looked up again."""
+"""Time that the ledger may be away. Its supervisor starts it within seconds."""
 REPLY_TIMEOUT_S = 15.0
 """A ledger that takes longer for what needs no waiting hangs."""
 HTTP_CONFLICT = 409
@@ -51,10 +44,7 @@ class LedgerClient:
         generation: int,
         is_stopping: Callable[[], bool],
     ) -> None:
-        self._dir = rendezvous_dir
-        key = derive_bearer_key(service_key, rendezvous.LEDGER_SERVICE)
-        self._client = WireClient("", key, tls=make_client_tls(service_key))
-        self._url = ""
+        self._client = ServiceClient(rendezvous_dir, LEDGER_SERVICE, service_key)
         self._generation = generation
         self._is_stopping = is_stopping
 
@@ -94,33 +84,18 @@ class LedgerClient:
     def _call_ledger(
         self, route: str, request: msgspec.Struct, reply: type[ReplyT], wait_s: float = 0.0
     ) -> ReplyT:
-        give_up_at = float("inf")
-        while True:
-            url = f"{self._url or self._await_ledger_url()}{route}"
-            try:
-                return self._client.call(
-                    url,
-                    request,
-                    reply,
-                    retry_time_s=CALL_RETRY_TIMEOUT_S,
-                    timeout_s=wait_s + REPLY_TIMEOUT_S,
-                )
-            except HttpStatusError as refusal:
-                if refusal.status == HTTP_CONFLICT:
-                    raise SupersededTrainerError(refusal.body) from refusal
-                raise
-            except ClusterError as error:
-                give_up_at = min(give_up_at, time.monotonic() + UNREACHABLE_TIMEOUT_S)
-                if time.monotonic() >= give_up_at or self._is_stopping():
-                    raise
-                logger.info("reconnecting to the ledger: %s", error)
-                self._url = ""
-
-    def _await_ledger_url(self) -> str:
-        self._url = rendezvous.wait_for_endpoint(
-            self._dir, rendezvous.LEDGER_SERVICE, START_TIMEOUT_S, is_cancelled=self._is_stopping
-        ).url
-        return self._url
+        try:
+            return retry(
+                lambda: self._client.call(
+                    route, request, reply, timeout_s=wait_s + REPLY_TIMEOUT_S
+                ),
+                UNREACHABLE_TIMEOUT_S,
+                is_stopping=self._is_stopping,
+            )
+        except HttpStatusError as refusal:
+            if refusal.status == HTTP_CONFLICT:
+                raise SupersededTrainerError(refusal.body) from refusal
+            raise
 
 
 def _raise_if_agents_in_trouble(agent_error: str) -> None:

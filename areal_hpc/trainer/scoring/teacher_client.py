@@ -23,19 +23,20 @@ from areal_hpc.recipe.sections.trainer import TeacherConfig
 from areal_hpc.rundir.rendezvous import read_user_key
 from areal_hpc.session.chat_template import TokenEncoder
 from areal_hpc.trainer.batch.packing import TEMPERATURE_CHANNEL, TrainingRow
-from areal_hpc.wire.backoff import Backoff
-from areal_hpc.wire.http import RETRYABLE_STATUSES
+from areal_hpc.wire.retry import RETRYABLE_STATUSES, Backoff
 
 logger = logging.getLogger(__name__)
 
 URL_KEY, API_KEY_FILE_KEY = (
     f"trainer.objective.teacher.{name}" for name in ("url", "api_key_file")
 )
-CONNECT_TIMEOUT_S = 10.0
+CONNECT_TIMEOUT_S, CALL_TIMEOUT_S = 10.0, 120.0
+RETRY_S = 300.0
+"""A call that failed is repeated for so long, while the server is away or busy."""
+MAX_CONCURRENT_CALLS = 16
 WARNING_PERIOD_S = 30.0
-"""Failed calls are logged once in so long."""
 MAX_REPLY_BYTES, MAX_REPLY_BYTES_PER_TOKEN = 1 << 20, 1 << 10
-"""What surrounds a reply's entries, and one of them, a tenth of which is usual."""
+"""A reply may be 1 MiB and 1 KiB a token; 100 bytes a token are usual."""
 MAX_LOGPROB = 1e-3
 """A log-probability is 0 at most, but for rounding."""
 MIN_PLAUSIBLE_LOGPROB = -1e4
@@ -64,15 +65,20 @@ class _Reply(Struct):
 
 
 class TeacherClient:
-    """Calls of one teacher, so many at once, each repeated while the server is away or busy.
+    """Calls of one teacher, each repeated while the server is away or busy."""
 
-    Raises:
-        RecipeError: The key's file cannot be used.
-    """
-
-    def __init__(self, config: TeacherConfig) -> None:
+    def __init__(
+        self,
+        config: TeacherConfig,
+        *,
+        call_timeout_s: float = CALL_TIMEOUT_S,
+        retry_s: float = RETRY_S,
+        max_concurrent_calls: int = MAX_CONCURRENT_CALLS,
+    ) -> None:
         assert config.url is not None
-        self._config, self._url = config, f"{config.url.rstrip('/')}/generate"
+        self._url = f"{config.url.rstrip('/')}/generate"
+        self._call_timeout_s, self._retry_s = call_timeout_s, retry_s
+        self._max_concurrent_calls = max_concurrent_calls
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if config.api_key_file is not None:
             key = read_user_key(config.api_key_file, "the teacher's API key")
@@ -80,7 +86,7 @@ class TeacherClient:
         self._client = httpx.AsyncClient(
             headers=headers,
             timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_S),
-            limits=httpx.Limits(max_connections=config.max_concurrent),
+            limits=httpx.Limits(max_connections=max_concurrent_calls),
             trust_env=False,
         )
         self._done, self._trouble = "", ""
@@ -88,7 +94,7 @@ class TeacherClient:
 
     @property
     def progress(self) -> str:
-        return ": ".join(one for one in (self._done, self._trouble) if one)
+        return ": ".join(filter(None, (self._done, self._trouble)))
 
     async def aclose(self) -> None:
         await self._client.aclose()
@@ -98,13 +104,11 @@ class TeacherClient:
 
         A server that is given a token beyond its vocabulary ends. It looks first at those whose
         probabilities it is asked for: so it is asked for that of the model's last one.
-
-        Raises:
-            RecipeError: They differ, or the server knows no texts.
-            ClusterError: The server does not answer.
         """
         encoder = TokenEncoder.from_model_dir(model_dir)
-        probed = _choose_probed_ids(encoder)
+        plain = encoder.list_plain_text_token_ids()
+        sampled = plain[:: max(1, len(plain) // PROBED_PLAIN_TOKENS)]
+        probed = sorted({*sampled, *encoder.list_special_token_ids()})
         asked = {
             "return_text_in_logprobs": True,
             "token_ids_logprob": [encoder.vocab_size - 1],
@@ -112,9 +116,8 @@ class TeacherClient:
         for first in range(0, len(probed), TOKENS_PER_PROBE):
             self._done = f"{first} of {len(probed)} tokens"
             ids = probed[first : first + TOKENS_PER_PROBE]
-            for own_id, (_, token, text) in zip(
-                ids, await self._request_entries(ids, 0, asked), strict=True
-            ):
+            entries = await self._request_entries(ids, 0, asked)
+            for own_id, (_, token, text) in zip(ids, entries, strict=True):
                 own = encoder.decode([own_id])
                 if token == own_id and (text is None or text.strip() != own.strip()):
                     raise TeacherError(
@@ -125,17 +128,10 @@ class TeacherClient:
                     )
 
     async def score(self, step: int, rows: Sequence[TrainingRow]) -> list[npt.NDArray[np.float32]]:
-        """For each row of a batch the log-probability of each trained token, 0 at all others.
-
-        Raises:
-            UntrainableBatchError: A row cannot be scored there as it was sampled, or the server
-                refuses it.
-            TeacherError: The server is none of SGLang's, or does not know the key any more.
-            ClusterError: The server does not answer.
-        """
+        """For each row of a batch the log-probability of each trained token, 0 at all others."""
         for row in rows:
             _raise_if_distribution_differs(step, row)
-        turns, scored = asyncio.Semaphore(self._config.max_concurrent), 0
+        turns, scored = asyncio.Semaphore(self._max_concurrent_calls), 0
         self._done = f"0 of {len(rows)} rows"
 
         async def score_in_turn(row: TrainingRow) -> npt.NDArray[np.float32]:
@@ -203,10 +199,9 @@ class TeacherClient:
                 key=URL_KEY,
                 hint="give the address of an SGLang server, without a path",
             ) from error
-        told = [token for _, token, _ in entries]
         # SGLang calls the last token of a vocabulary 0, with the log-probability of its own.
-        if len(told) != len(ids) - start or any(
-            token not in (own, 0) for token, own in zip(told, ids[start:], strict=True)
+        if len(entries) != len(ids) - start or any(
+            token not in (own, 0) for (_, token, _), own in zip(entries, ids[start:], strict=True)
         ):
             raise TeacherError(
                 f"{self._url} answered for other tokens than the {len(ids) - start} it was given",
@@ -219,28 +214,26 @@ class TeacherClient:
         give_up_at, trouble = None, ""
         for pause_s in _BACKOFF:
             try:
-                async with asyncio.timeout(self._config.timeout_s):
+                async with asyncio.timeout(self._call_timeout_s):
                     status, content = await self._post(body, max_bytes)
-                if not _is_worth_repeating(status):
+                if status < httpx.codes.INTERNAL_SERVER_ERROR and status not in RETRYABLE_STATUSES:
                     self._trouble = ""
                     return status, content
                 trouble = f"answered {status}: {_quote(content)}"
             except TimeoutError:
-                trouble = f"no answer within {self._config.timeout_s:g} s"
+                trouble = f"no answer within {self._call_timeout_s:g} s"
             except httpx.RequestError as error:
                 trouble = f"{type(error).__name__}: {error}"
             now = time.monotonic()
-            give_up_at = give_up_at or now + self._config.retry_s
+            give_up_at = give_up_at or now + self._retry_s
             if now + pause_s > give_up_at:
                 break
             self._note_trouble(trouble)
             await asyncio.sleep(pause_s)
         raise ClusterError(
-            f"the teacher at {self._url} has not served a call for {self._config.retry_s:g} s "
-            f"({trouble})",
+            f"the teacher at {self._url} has not served a call for {self._retry_s:g} s ({trouble})",
             key=URL_KEY,
-            hint="start the server again; trainer.objective.teacher.retry_s lets the trainer wait "
-            "longer, and timeout_s each call; if the server fails at one batch alone, "
+            hint="start the server again, and resume; if it fails at one batch alone, "
             f"{_QUARANTINE_HINT}",
         )
 
@@ -256,7 +249,7 @@ class TeacherClient:
             "the teacher at %s: %s; calls are repeated for %g s",
             self._url,
             problem,
-            self._config.retry_s,
+            self._retry_s,
         )
 
     async def _post(self, body: bytes, max_bytes: int) -> tuple[int, bytes]:
@@ -288,18 +281,8 @@ class TeacherClient:
         )
 
 
-def _is_worth_repeating(status_code: int) -> bool:
-    return status_code >= httpx.codes.INTERNAL_SERVER_ERROR or status_code in RETRYABLE_STATUSES
-
-
 def _find_trained_places(row: TrainingRow) -> npt.NDArray[np.int64]:
     return np.flatnonzero(row.loss_mask_T[1:]) + 1
-
-
-def _choose_probed_ids(encoder: TokenEncoder) -> list[int]:
-    plain = encoder.list_plain_text_token_ids()
-    chosen = plain[:: max(1, len(plain) // PROBED_PLAIN_TOKENS)]
-    return sorted({*chosen, *encoder.list_special_token_ids()})
 
 
 def _raise_if_distribution_differs(step: int, row: TrainingRow) -> None:

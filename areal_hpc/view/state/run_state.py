@@ -14,7 +14,6 @@ from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.events import read_recent_events
 from areal_hpc.wire.ledger import Empty, LedgerStatus
-from areal_hpc.wire.service_key import derive_bearer_key, make_client_tls
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,24 +69,17 @@ def _read_stamp(path: Path) -> tuple[int, ...]:
 
 
 def _fetch_ledger_status(paths: RunPaths) -> LedgerStatus | None:
-    from areal_hpc.wire.http import WireClient  # two HTTP libraries, that most commands do not need
+    # Two HTTP libraries, that most commands do not need.
+    from areal_hpc.rundir.service_client import ServiceClient
 
     try:
         key = rendezvous.read_service_key(paths.service_key)
-        endpoint = rendezvous.find_endpoint(paths.rendezvous_dir, rendezvous.LEDGER_SERVICE)
     except (OSError, RecipeError):
         return None  # another user's run: its files may be read, its services not asked
-    if endpoint is None:
-        return None
-    client = WireClient(
-        endpoint.url,
-        derive_bearer_key(key, rendezvous.LEDGER_SERVICE),
-        tls=make_client_tls(key),
-        timeout_s=0.5,
-    )
+    client = ServiceClient(paths.rendezvous_dir, rendezvous.LEDGER_SERVICE, key, timeout_s=0.5)
     try:
         return client.call("/status", Empty(), LedgerStatus)
-    except ClusterError:
+    except (OSError, ClusterError):
         return None  # starting, restarting or gone: the display shows what the files say
     finally:
         client.close()

@@ -11,7 +11,7 @@ from areal_hpc.errors import RecipeError
 from areal_hpc.rollout.episodes.auxiliary import load_auxiliary_rule_unless_keep
 from areal_hpc.rollout.episodes.episode import EpisodeOutcome, EpisodeSpec, run_episode
 from areal_hpc.rollout.episodes.http_client import make_http_client
-from areal_hpc.rollout.service_client import ServiceClient
+from areal_hpc.rundir.service_client import AsyncServiceClient
 from areal_hpc.wire.ledger import TicketRef
 from areal_hpc.wire.proxy import MarkAuxiliaryRequest, StartSessionRequest
 from areal_hpc.wire.trajectory import RowKind
@@ -69,7 +69,7 @@ class TitledAgent:
 
 def play(stage: Stage, ref: TicketRef, rule: str, **more: Any) -> EpisodeOutcome:
     async def run() -> EpisodeOutcome:
-        proxy = ServiceClient(stage.paths.rendezvous_dir, "proxy-cell-0", stage.service_key)
+        proxy = AsyncServiceClient(stage.paths.rendezvous_dir, "proxy-cell-0", stage.service_key)
         http_client = make_http_client(60.0)
         session = StartSessionRequest("task", ref, rights="calls")
         spec = EpisodeSpec(

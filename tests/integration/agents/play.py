@@ -18,8 +18,8 @@ from areal_hpc.rollout.agent import Agent, load_agent
 from areal_hpc.rollout.episodes.episode import EpisodeOutcome, EpisodeSpec, run_episode
 from areal_hpc.rollout.episodes.http_client import make_http_client
 from areal_hpc.rollout.execution.subprocess_agent import SubprocessAgent
-from areal_hpc.rollout.service_client import ServiceClient
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.service_client import AsyncServiceClient
 from areal_hpc.wire.ledger import TicketRef
 from areal_hpc.wire.proxy import ExportSettings, SamplingDefaults, StartSessionRequest
 
@@ -69,7 +69,7 @@ async def play(
 ) -> EpisodeOutcome:
     """One episode, as a driver runs it; closes the agent."""
     paths = RunPaths(Path(place.run_dir))
-    peer = ServiceClient(paths.rendezvous_dir, f"proxy-{place.cell}", place.service_key)
+    peer = AsyncServiceClient(paths.rendezvous_dir, f"proxy-{place.cell}", place.service_key)
     http_client = make_http_client(TIMEOUT_S)
     try:
         return await run_episode(EpisodeSpec(session, data, TIMEOUT_S), agent, peer, http_client)

@@ -12,8 +12,8 @@ import msgspec
 from aiohttp import web
 
 from areal_hpc.rollout.episodes.http_client import make_http_client
-from areal_hpc.rollout.service_client import ServiceClient
 from areal_hpc.rundir import rendezvous
+from areal_hpc.rundir.service_client import AsyncServiceClient
 from areal_hpc.session.rewards import parse_reward
 from areal_hpc.wire.agent_reward import Reward
 from areal_hpc.wire.ledger import (
@@ -99,9 +99,9 @@ async def answer(own_key: str, form: type, handler: Handler, request: web.Reques
 @asynccontextmanager
 async def driving(
     directory: Path, key: str = KEY, name: str = "proxy-cell-0"
-) -> AsyncIterator[tuple[ServiceClient, Any]]:
+) -> AsyncIterator[tuple[AsyncServiceClient, Any]]:
     """A client of the service, and the HTTP client of agents, as a driver has them."""
-    peer, http_client = ServiceClient(directory, name, key), make_http_client(60.0)
+    peer, http_client = AsyncServiceClient(directory, name, key), make_http_client(60.0)
     try:
         yield peer, http_client
     finally:

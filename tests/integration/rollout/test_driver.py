@@ -24,9 +24,8 @@ from areal_hpc.rollout.lease_loop import LeaseLoop
 from areal_hpc.rollout.leased_tickets import LeasedTickets
 from areal_hpc.rollout.replica_gate import CLOSED_GATE_POLL_S, ReplicaGate
 from areal_hpc.rollout.rollout_workflow import RolloutWorkflow
-from areal_hpc.rollout.service_client import ServiceClients
 from areal_hpc.rollout.task_set import TaskSet
-from areal_hpc.rollout.ticket_runner import TicketRunner
+from areal_hpc.rollout.ticket_runner import ServiceClients, TicketRunner
 from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.telemetry.events import EventLog
 from areal_hpc.sandbox import pool

@@ -17,11 +17,11 @@ from areal_hpc.rollout import trial_episodes
 from areal_hpc.rollout.config import RolloutJobConfig
 from areal_hpc.rollout.episodes.episode import EpisodeOutcome
 from areal_hpc.rollout.episodes.http_client import make_http_client
-from areal_hpc.rollout.service_client import ServiceClient
 from areal_hpc.rollout.task_set import TaskSet
 from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.rendezvous import ensure_service_key, format_proxy_name
+from areal_hpc.rundir.service_client import AsyncServiceClient
 from areal_hpc.rundir.telemetry.events import EventLog
 from tests.integration.rollout.test_episode import ask
 from tests.support.deadlines import scaled
@@ -66,7 +66,7 @@ def play(config: TrialConfig, agent: CountingAgent) -> list[dict[str, Any]]:
 
     async def play_tasks() -> None:
         key = ensure_service_key(paths.service_key)
-        proxy = ServiceClient(paths.rendezvous_dir, format_proxy_name("cell-0"), key)
+        proxy = AsyncServiceClient(paths.rendezvous_dir, format_proxy_name("cell-0"), key)
         http_client = make_http_client(60.0)
         tasks = TaskSet(Path("tasks.jsonl"), [json.dumps(task).encode() for task in TASKS])
         events = EventLog(paths.events, "driver-cell-0")

@@ -1,0 +1,165 @@
+"""Clients of one service of a run, which comes back at another address when it restarts."""
+
+import logging
+import time
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from areal_hpc.errors import ClusterError
+from areal_hpc.rundir.rendezvous import ServiceEndpoint, find_endpoint
+from areal_hpc.wire.http import AsyncWireClient, WireClient
+from areal_hpc.wire.retry import SERVICE_BACKOFF, retry_until_answered
+from areal_hpc.wire.service_key import derive_bearer_key, make_client_tls
+
+log = logging.getLogger(__name__)
+
+ReplyT = TypeVar("ReplyT")
+
+
+class _Address:
+    """Where a service is, as its endpoint file says."""
+
+    def __init__(self, directory: Path, service_name: str) -> None:
+        self._directory = directory
+        self._name = service_name
+        self.endpoint: ServiceEndpoint | None = None
+
+    def look_up(self) -> str:
+        """The service's URL; the one that was read before while storage is silent."""
+        try:
+            found = find_endpoint(self._directory, self._name)
+        except OSError:
+            if self.endpoint is None:
+                raise
+            return self.endpoint.url
+        if found is not None and found != self.endpoint:
+            self.endpoint = found
+            log.info("%s is at %s", self._name, found.url)
+        if self.endpoint is None:
+            raise ClusterError(
+                f"{self._name} has not started (no endpoint file in {self._directory})",
+                hint=f"read the log of {self._name} in logs/latest",
+            )
+        return self.endpoint.url
+
+
+class ServiceClient:
+    """Blocking client. While the service is away a call raises what `wire.retry` repeats."""
+
+    def __init__(
+        self, directory: Path, service_name: str, service_key: str, *, timeout_s: float = 30.0
+    ) -> None:
+        self._address = _Address(directory, service_name)
+        self._client = WireClient(
+            "",
+            derive_bearer_key(service_key, service_name),
+            tls=make_client_tls(service_key),
+            timeout_s=timeout_s,
+        )
+
+    def call(
+        self,
+        route: str,
+        request: msgspec.Struct | None,
+        reply: type[ReplyT],
+        *,
+        timeout_s: float | None = None,
+    ) -> ReplyT:
+        """POST `request` once, or GET where there is none, and decode the reply."""
+        url = f"{self._address.look_up()}{route}"
+        return self._client.call(url, request, reply, timeout_s=timeout_s)
+
+    def close(self) -> None:
+        self._client.close()
+
+
+class AsyncServiceClient:
+    """The same for event loops."""
+
+    def __init__(
+        self, directory: Path, service_name: str, service_key: str, *, timeout_s: float = 30.0
+    ) -> None:
+        self._name = service_name
+        self._address = _Address(directory, service_name)
+        self._client = AsyncWireClient(
+            "",
+            derive_bearer_key(service_key, service_name),
+            tls=make_client_tls(service_key),
+            timeout_s=timeout_s,
+        )
+        self._is_reached = False
+        """The last call was answered."""
+        self._answered_at = time.monotonic()
+
+    @property
+    def url(self) -> str:
+        return self._address.endpoint.url if self._address.endpoint else ""
+
+    @property
+    def peer_started_at(self) -> float:
+        return self._address.endpoint.started_at if self._address.endpoint else 0.0
+
+    @property
+    def silent_s(self) -> float:
+        return time.monotonic() - self._answered_at
+
+    async def call(
+        self,
+        route: str,
+        request: msgspec.Struct | None,
+        reply: type[ReplyT],
+        *,
+        key: str = "",
+        timeout_s: float | None = None,
+    ) -> ReplyT:
+        """POST `request` once, or GET where there is none, and decode the reply.
+
+        A session's `key` goes in place of the client's own; `timeout_s` limits the try.
+        """
+        self._address.look_up()
+        return await self._call(route, request, reply, key, timeout_s)
+
+    async def call_until_answered(
+        self,
+        route: str,
+        request: msgspec.Struct | None,
+        reply: type[ReplyT],
+        *,
+        key: str = "",
+        timeout_s: float | None = None,
+    ) -> ReplyT:
+        """`call`, repeated while the service is away. Its file is read after failures alone.
+
+        Raises:
+            HttpStatusError: The peer answered with an error that repeating will not fix.
+        """
+        return await retry_until_answered(
+            lambda: self._call(route, request, reply, key, timeout_s), self._log_outage
+        )
+
+    async def _call(
+        self,
+        route: str,
+        request: msgspec.Struct | None,
+        reply: type[ReplyT],
+        key: str,
+        timeout_s: float | None,
+    ) -> ReplyT:
+        url = f"{self.url if self._is_reached else self._address.look_up()}{route}"
+        try:
+            answer = await self._client.call(url, request, reply, key=key, timeout_s=timeout_s)
+        except ClusterError:
+            self._is_reached = False
+            self._address.look_up()  # a successor may have refused, which knows less
+            raise
+        self._is_reached, self._answered_at = True, time.monotonic()
+        return answer
+
+    def _log_outage(self, error: ClusterError, pause_s: float) -> None:
+        if pause_s == SERVICE_BACKOFF.max_s and self._address.endpoint is not None:
+            log.warning("cannot reach %s yet: %s", self._name, error)
+
+    async def close(self) -> None:
+        await self._client.close()

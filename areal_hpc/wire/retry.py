@@ -1,0 +1,83 @@
+"""Calls that are made again: pauses, a deadline, and which errors may pass."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from itertools import count
+from typing import TypeVar
+
+from areal_hpc.errors import ClusterError, HttpStatusError
+
+ResultT = TypeVar("ResultT")
+
+RETRYABLE_STATUSES = frozenset({408, 429, 502, 503, 504})
+
+
+@dataclass(frozen=True, slots=True)
+class Backoff:
+    """Doubling pauses with a limit; iterate over it for one after the other, without end."""
+
+    min_s: float
+    """Seconds before the first retry."""
+    max_s: float
+    """No pause is longer."""
+
+    def get_pause_s(self, retries: int) -> float:
+        return min(self.min_s * 2.0 ** min(retries, 60), self.max_s)
+
+    def __iter__(self) -> Iterator[float]:
+        return map(self.get_pause_s, count())
+
+
+SERVICE_BACKOFF = Backoff(0.05, 1.0)
+
+
+def is_passing(error: ClusterError) -> bool:
+    """True if the peer is away or busy; false if it refused."""
+    return not isinstance(error, HttpStatusError) or error.status in RETRYABLE_STATUSES
+
+
+def retry(
+    call: Callable[[], ResultT],
+    within_s: float,
+    *,
+    is_stopping: Callable[[], bool] = lambda: False,
+    on_failure: Callable[[ClusterError, float], None] = lambda error, pause_s: None,
+) -> ResultT:
+    """Repeat a call while its peer is away, for `within_s` from the first failure.
+
+    Raises:
+        ClusterError: The last failure, or a refusal.
+    """
+    give_up_at = float("inf")
+    for pause_s in SERVICE_BACKOFF:
+        try:
+            return call()
+        except ClusterError as error:
+            give_up_at = min(give_up_at, time.monotonic() + within_s)
+            if not is_passing(error) or is_stopping() or time.monotonic() >= give_up_at:
+                raise
+            on_failure(error, pause_s)
+        time.sleep(pause_s)
+    raise AssertionError("pauses have no end")
+
+
+async def retry_until_answered(
+    call: Callable[[], Awaitable[ResultT]],
+    on_failure: Callable[[ClusterError, float], None] = lambda error, pause_s: None,
+) -> ResultT:
+    """Repeat a call while its peer is away.
+
+    Raises:
+        ClusterError: A refusal.
+    """
+    for pause_s in SERVICE_BACKOFF:
+        try:
+            return await call()
+        except ClusterError as error:
+            if not is_passing(error):
+                raise
+            on_failure(error, pause_s)
+        await asyncio.sleep(pause_s)
+    raise AssertionError("pauses have no end")
