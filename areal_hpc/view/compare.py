@@ -1,8 +1,12 @@
 """Comparison of runs, and of a recipe with the defaults."""
 
 import contextlib
+import math
+import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pydantic_core import PydanticUndefined, to_jsonable_python
@@ -26,6 +30,7 @@ from areal_hpc.view.tables import format_table
 RUN_NAME_KEYS = ("experiment_name", "trial_name")
 MAX_SHOWN_KEYS = 6
 MAX_VALUE_CHARS = 40
+MIN_QUERY_INTERVAL_S = 15.0
 
 
 def compare_runs(
@@ -88,6 +93,23 @@ def fetch_states_of_runs(runs: Sequence[RunPaths], queue: QueuePoller) -> list[L
         with contextlib.suppress(ClusterError):  # silent, or commands without a cluster
             queued = [job for owner in owners for job in query_squeue_of_user(owner)]
     return [_read_listed_run_state(paths, snapshot, queued) for paths in runs]
+
+
+class RunStateCache:
+    def __init__(self) -> None:
+        self._queue = QueuePoller()
+        self._lock = threading.Lock()
+        self._known: dict[tuple[tuple[Path, bool], ...], tuple[float, list[str]]] = {}
+
+    def fetch_or_reuse_states(self, runs: Sequence[RunPaths]) -> list[str]:
+        """State of each run, asked again when one has ended and after `MIN_QUERY_INTERVAL_S`."""
+        key = tuple((run.root, run.finished_marker.exists()) for run in runs)
+        with self._lock:
+            asked_at, states = self._known.get(key, (-math.inf, []))
+            if time.monotonic() - asked_at > max(MIN_QUERY_INTERVAL_S, self._queue.pause_s):
+                states = [one.run_state for one in fetch_states_of_runs(runs, self._queue)]
+                self._known[key] = time.monotonic(), states
+            return states
 
 
 def _list_job_ids_of_unfinished_run(paths: RunPaths) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ import pytest
 from areal_hpc.launch.tiny_model import make_tiny_model
 from areal_hpc.rundir.jobs import read_submissions
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.view.evaluations.evaluation_report import read_report
+from areal_hpc.view.evaluation_report import read_report
 from tests.support.commands import areal_hpc, said_by
 from tests.support.devclusters import CUT_DOWN, SLURM_POLL_S, Devcluster, devcluster
 from tests.support.light_run import SIZES

@@ -16,7 +16,7 @@ import pytest
 from areal_hpc.evaluation.ticket_numbers import STEP_OF_LOADED_WEIGHTS
 from areal_hpc.rundir.manifests import read_evaluated_tickets
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.view.evaluations.evaluation_report import read_report
+from areal_hpc.view.evaluation_report import read_report
 from areal_hpc.view.transcripts.row_search import RowQuery, find_rows
 from tests.support.commands import areal_hpc, said_by
 from tests.support.environments import CHECKOUT

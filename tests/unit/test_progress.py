@@ -13,8 +13,7 @@ from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.rundir.jsonl import append_line
 from areal_hpc.rundir.manifests import EvaluatedTicket, append_evaluated_ticket
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.view.evaluations.evaluation_progress import EvaluationReporter
-from areal_hpc.view.state.live_progress import LiveReporter, PlainReporter
+from areal_hpc.view.state.live_progress import EvaluationReporter, LiveReporter, PlainReporter
 from areal_hpc.view.state.run_state import read_run_snapshot
 from tests.support.environments import CHECKOUT
 

@@ -20,8 +20,8 @@ from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.recipe.sections.evaluation import EvaluationSet
 from areal_hpc.rundir.manifests import read_evaluation
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.view.evaluations.evaluation_progress import EvaluationReporter
-from areal_hpc.view.evaluations.evaluation_report import EvaluationReport, build_report_of_run_step
+from areal_hpc.view.state.live_progress import EvaluationReporter
+from areal_hpc.view.evaluation_report import EvaluationReport, build_report_of_run_step
 
 
 def choose_sets(recipe: Recipe, names: Sequence[str]) -> list[EvaluationSet]:

@@ -22,15 +22,14 @@ from starlette.types import Receive, Scope, Send
 
 from areal_hpc.errors import ArealError, RecipeError
 from areal_hpc.rundir.paths import RunPaths, list_runs
+from areal_hpc.view.compare import RunStateCache
 from areal_hpc.view.dashboard import run_pages
-from areal_hpc.view.dashboard.evaluation_page import build_evaluation_sets_page
-from areal_hpc.view.dashboard.evaluation_set_names import (
+from areal_hpc.view.dashboard.evaluation_page import (
+    build_evaluation_sets_page,
     build_set_filters,
     label_evaluation_rows,
     list_set_names,
 )
-from areal_hpc.view.dashboard.page_errors import explain_page_error
-from areal_hpc.view.dashboard.run_states import RunStateCache
 from areal_hpc.view.dashboard.timeline_page import describe_timeline
 from areal_hpc.view.transcripts.row_index import RowIndex
 
@@ -128,7 +127,9 @@ class DashboardApp:
         except Exception as error:  # boundary: the page says it; files may hold anything
             of_run = f"{name} of {request.query_params.get('run', 'all runs')} in {self._place}"
             status_code = 400 if isinstance(error, ArealError) else 500
-            return _build_json_response({"error": explain_page_error(of_run, error)}, status_code)
+            return _build_json_response(
+                {"error": run_pages.explain_page_error(of_run, error)}, status_code
+            )
         return _build_json_response(found)
 
     def _find_run(self, query: Query) -> RunPaths:
@@ -150,7 +151,9 @@ class DashboardApp:
         runs = [run for run in list_runs(self._place) if run.root.is_dir()]
         return {
             "place": str(self._place),
-            "runs": run_pages.describe_runs(runs, self._states.fetch_or_reuse_states(runs)),
+            "runs": list(
+                map(run_pages.describe_run, runs, self._states.fetch_or_reuse_states(runs))
+            ),
         }
 
     def _describe_overview(self, query: Query) -> JsonObject:

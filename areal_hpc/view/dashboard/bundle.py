@@ -9,16 +9,19 @@ from typing import Any
 
 from areal_hpc.errors import RecipeError
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.slurm.queue import QueuePoller
+from areal_hpc.view.compare import fetch_states_of_runs
 from areal_hpc.view.dashboard import run_pages
 from areal_hpc.view.dashboard.app import (
     MEDIA_TYPE_BY_STATIC_FILE,
     encode_browser_json,
     read_static_file,
 )
-from areal_hpc.view.dashboard.evaluation_page import build_evaluation_sets_page
-from areal_hpc.view.dashboard.evaluation_set_names import label_evaluation_rows, list_set_names
-from areal_hpc.view.dashboard.page_errors import explain_page_error
-from areal_hpc.view.dashboard.run_states import RunStateCache
+from areal_hpc.view.dashboard.evaluation_page import (
+    build_evaluation_sets_page,
+    label_evaluation_rows,
+    list_set_names,
+)
 from areal_hpc.view.dashboard.timeline_page import describe_timeline
 from areal_hpc.view.transcripts.row_index import RowIndex
 
@@ -76,10 +79,10 @@ def _write_example_trajectories(
 
 
 def _describe_pages_without_rows(run: RunPaths) -> dict[str, Any]:
-    (state,) = RunStateCache().fetch_or_reuse_states([run])
+    state = fetch_states_of_runs([run], QueuePoller())[0].run_state
     pages: dict[str, Callable[[], dict[str, Any]]] = {
         "timeline": lambda: describe_timeline(run, {}),
-        "runs": lambda: {"place": "", "runs": run_pages.describe_runs([run], [state])},
+        "runs": lambda: {"place": "", "runs": [run_pages.describe_run(run, state)]},
         "overview": lambda: run_pages.describe_run_overview(run, state),
         "metrics": lambda: run_pages.describe_metrics(run),
         "evaluations": lambda: build_evaluation_sets_page(run),
@@ -113,7 +116,7 @@ def _describe_or_explain(
     try:
         return describe()
     except Exception as error:  # boundary: the page says it, and the others are written
-        return {key: explain_page_error(page, error)}
+        return {key: run_pages.explain_page_error(page, error)}
 
 
 def _write_json_as_script(path: Path, bundle_key: str, content: Any) -> None:

@@ -1,16 +1,20 @@
 """What each page about a run shows, as JSON objects made from the run's files alone."""
 
 import json
+import logging
 import math
 import re
+import sqlite3
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from tokenizers import Tokenizer
 
-from areal_hpc.errors import RecipeError
+from areal_hpc.errors import ArealError, RecipeError
 from areal_hpc.metrics.catalogue import find_metric
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.metrics.step_phases import compute_time_shares_by_system_part
@@ -18,12 +22,15 @@ from areal_hpc.recipe.loading import flatten_keys_hiding_private_values
 from areal_hpc.rollout.task_set import TaskSet
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.events import read_recent_events
+from areal_hpc.rundir.telemetry.token_annotations import (
+    UNTRAINED_TOKEN_REASONS,
+    RowAnnotation,
+    find_row_annotation,
+)
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.shards.schema import parse_shard_name
-from areal_hpc.view.dashboard.evaluation_set_names import label_evaluation_rows
-from areal_hpc.view.dashboard.page_errors import explain_page_error
-from areal_hpc.view.dashboard.row_annotation import describe_annotation
-from areal_hpc.view.metric_values import list_restart_steps
+from areal_hpc.view.dashboard.evaluation_page import label_evaluation_rows
+from areal_hpc.view.metric_values import get_number, list_restart_steps
 from areal_hpc.view.shard_report import find_tokenizer_file
 from areal_hpc.view.state.alerts_at_newest_step import find_run_alerts, select_failure_alerts
 from areal_hpc.view.state.summary import (
@@ -38,18 +45,35 @@ from areal_hpc.wire.row_record import CallRecord
 from areal_hpc.wire.trajectory import TrajectoryRow
 from areal_hpc.wire.weight_version import WeightVersion
 
+log = logging.getLogger(__name__)
+
 MAX_EVENTS = 200
-
-UNKNOWN_METRIC_DESCRIPTION = {"unit": "", "meaning": ""}
-
+_NUMBER_TYPE_BY_FIELD = (
+    ("advantages", "<f2"),
+    ("logprobs", "<f4"),
+    ("entropies", "<f2"),
+    ("ratios", "<f2"),
+)
+_logged: set[tuple[str, str]] = set()
+"""Pages with their errors: a page that is open is asked for again and again."""
 JsonObject = dict[str, Any]
 
 
-def describe_runs(runs: Sequence[RunPaths], states: Sequence[str]) -> list[JsonObject]:
-    return [_describe_run(run, state) for run, state in zip(runs, states, strict=True)]
+def explain_page_error(page: str, error: Exception) -> str:
+    """The reason for the reader; a traceback that nobody foresaw is logged once for a `page`."""
+    if isinstance(error, ArealError):
+        return str(error)
+    if isinstance(error, OSError | sqlite3.Error):
+        return f"cannot be read: {error}"
+    kind = type(error).__name__
+    told = f"{kind}: {error}"
+    if (page, told) not in _logged:
+        _logged.add((page, told))
+        log.warning("%s cannot be shown", page, exc_info=error)
+    return f"the run's files are damaged, or of another version of areal-hpc ({told})"
 
 
-def _describe_run(paths: RunPaths, state: str) -> JsonObject:
+def describe_run(paths: RunPaths, state: str) -> JsonObject:
     row: JsonObject = {"name": paths.run_name, "state": state, "path": str(paths.root)}
     try:
         return row | _describe_run_progress(paths)
@@ -111,7 +135,8 @@ def _flatten_recipe_without_secrets(recipe: Mapping[str, Any]) -> dict[str, str]
 def describe_metrics(paths: RunPaths) -> JsonObject:
     rows = read_metrics(paths.metrics)
     names = sorted({name for row in rows for name in row} - {"step", "unix_time_s"})
-    columns = {name: [_get_finite_number(row.get(name)) for row in rows] for name in names}
+    columns = {name: [get_number(row, name) for row in rows] for name in names}
+    catalogue = {name: find_metric(name) for name in names}
     return {
         "steps": [row["step"] for row in rows],
         "times": [row.get("unix_time_s") for row in rows],
@@ -120,21 +145,12 @@ def describe_metrics(paths: RunPaths) -> JsonObject:
             for name, column in columns.items()
             if any(value is not None for value in column)
         },
-        "catalogue": {name: _get_metric_unit_and_meaning(name) for name in names},
+        "catalogue": {
+            name: {"unit": one.unit if one else "", "meaning": one.meaning if one else ""}
+            for name, one in catalogue.items()
+        },
         "restarts": list_restart_steps(rows),
     }
-
-
-def _get_finite_number(value: object) -> float | None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if is_number and math.isfinite(value) else None  # type: ignore[arg-type]
-
-
-def _get_metric_unit_and_meaning(metric_name: str) -> dict[str, str]:
-    metric = find_metric(metric_name)
-    return (
-        {"unit": metric.unit, "meaning": metric.meaning} if metric else UNKNOWN_METRIC_DESCRIPTION
-    )
 
 
 def describe_trajectory(
@@ -144,7 +160,7 @@ def describe_trajectory(
     found = _describe_recorded_row(paths, shard, row) | related
     label_evaluation_rows([found, *related["group"], *related["task_rows"]], set_names)
     fields = _read_task_fields(paths, found)
-    return found | {"annotation": describe_annotation(paths, found), "task_fields": fields}
+    return found | {"annotation": _describe_annotation(paths, found), "task_fields": fields}
 
 
 def _describe_recorded_row(paths: RunPaths, shard: str, row: int) -> JsonObject:
@@ -228,15 +244,13 @@ def _describe_tokens(row: TrajectoryRow, tokenizer: Tokenizer | None) -> JsonObj
     versions = {one: str(WeightVersion.unpack(one)) for one in set(row.versions_T.tolist()) - {-1}}
     return {
         "ids": ids,
-        "texts": _decode_tokens(tokenizer, ids) if tokenizer else None,
+        "texts": [*tokenizer.decode_batch([[one] for one in ids], skip_special_tokens=False)]
+        if tokenizer
+        else None,
         "logprobs": [round(one, 5) for one in row.logprobs_T.tolist()],
         "mask": row.loss_mask_T.tolist(),
         "versions": [versions.get(one) for one in row.versions_T.tolist()],
     }
-
-
-def _decode_tokens(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
-    return list(tokenizer.decode_batch([[one] for one in ids], skip_special_tokens=False))
 
 
 def _load_tokenizer(paths: RunPaths) -> Tokenizer | None:
@@ -260,3 +274,41 @@ def parse_row_name(row_name: str) -> tuple[str, int]:
     if match is None:
         raise RecipeError(f"expected SHARD/ROW, got {row_name[:100]!r}", key="row")
     return match["shard"], int(match["row"])
+
+
+def _describe_annotation(paths: RunPaths, row_description: Mapping[str, Any]) -> JsonObject | None:
+    """The annotation of a row that is described with its step.
+
+    None for a row that no batch has had, or that was not annotated.
+    """
+    step, shard, row = (row_description[name] for name in ("step", "shard", "row"))
+    if step is None:
+        return None
+    annotation = find_row_annotation(paths, step, shard, row)
+    if annotation is None:
+        return None
+    return {"step": step} | build_token_columns(annotation, row_description["tokens"]["mask"])
+
+
+def build_token_columns(annotation: RowAnnotation, mask: Sequence[int]) -> JsonObject:
+    """An annotation as columns of the row's tokens: null where nothing is known. Pure."""
+    places = np.flatnonzero(np.asarray(mask) == 1)
+    columns: JsonObject = {
+        name: _scatter_to_token_places(
+            np.frombuffer(getattr(annotation, name), kind), places, len(mask)
+        )
+        for name, kind in _NUMBER_TYPE_BY_FIELD
+    }
+    codes = _scatter_to_token_places(np.frombuffer(annotation.reasons, np.uint8), places, len(mask))
+    columns["reasons"] = [UNTRAINED_TOKEN_REASONS[int(one)] if one else "" for one in codes]
+    return {"outcome": annotation.outcome, "advantage": annotation.advantage, **columns}
+
+
+def _scatter_to_token_places(
+    values: npt.NDArray[Any], places: npt.NDArray[np.int64], size: int
+) -> list[float | None]:
+    column: list[float | None] = [None] * size
+    if len(values) == len(places):  # a row that was left out has none
+        for place, value in zip(places.tolist(), values.astype(float).tolist(), strict=True):
+            column[place] = round(value, 5) if math.isfinite(value) else None
+    return column

@@ -10,10 +10,14 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from areal_hpc.dataset.materialize import count_materialized_rows
 from areal_hpc.errors import escape_controls
+from areal_hpc.evaluation.ticket_numbers import STEP_OF_LOADED_WEIGHTS, split_ticket_id
 from areal_hpc.metrics.alerts import AlertTracker
 from areal_hpc.metrics.step_line import estimate_remaining_s, format_metric, format_step_line
 from areal_hpc.metrics.step_metrics import list_evaluated_sets, select_evaluation_metrics
+from areal_hpc.recipe.sections.evaluation import EvaluationSet
+from areal_hpc.rundir.manifests import read_evaluated_tickets
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.events import EventFollower
 from areal_hpc.view.events.run_news import NewEventLineFormatter
@@ -26,6 +30,8 @@ from areal_hpc.wire.ledger import LedgerStatus
 MAX_SFT_LINES = 10
 REFRESH_S = 1.0
 MAX_SILENCE_S = 60.0
+N_EVALUATION_LINES = 10
+MAX_EVALUATION_SILENCE_S = 30.0
 
 
 class PlainReporter:
@@ -119,6 +125,40 @@ class PlainReporter:
     def close(self) -> None:
         self.report_new_events()
         self.report_new_steps()
+
+
+class EvaluationReporter(PlainReporter):
+    def __init__(self, paths: RunPaths, sets: Sequence[EvaluationSet]) -> None:
+        super().__init__(paths, total_steps=1, sft_steps=0)
+        self._sets = sets
+        self._n_tasks: int | None = None
+        self._set_numbers = {one.number for one in sets}
+        self._told = -1
+        self._told_at = time.monotonic()
+
+    def _count_tasks(self) -> int:
+        """Tasks that are played: a set may have fewer than the recipe's bound.
+
+        The bounds alone are known until the sets are in place.
+        """
+        if self._n_tasks is None:
+            files = [self._paths.evaluation_tasks(one.name) for one in self._sets]
+            if not all(file.exists() for file in files):
+                return sum(one.tasks for one in self._sets)
+            self._n_tasks = sum(
+                min(one.tasks, count_materialized_rows(file))
+                for one, file in zip(self._sets, files, strict=True)
+            )
+        return self._n_tasks
+
+    def _refresh(self, stage: str) -> None:
+        tickets = read_evaluated_tickets(self._paths, STEP_OF_LOADED_WEIGHTS)
+        done = sum(split_ticket_id(one.ticket_id)[0] in self._set_numbers for one in tickets)
+        is_late = time.monotonic() - self._told_at >= MAX_EVALUATION_SILENCE_S and done > self._told
+        total = self._count_tasks()
+        if self._told < 0 or done >= self._told + max(1, total // N_EVALUATION_LINES) or is_late:
+            self._told, self._told_at = done, time.monotonic()
+            self.print_line(f"tasks    {done}/{total}")
 
 
 class LiveReporter(PlainReporter):

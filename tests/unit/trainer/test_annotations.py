@@ -27,7 +27,7 @@ from areal_hpc.trainer.annotations import (
 )
 from areal_hpc.trainer.batch.packing import TrainingRow
 from areal_hpc.trainer.batch.training_rows import ADVANTAGE_CHANNEL
-from areal_hpc.view.dashboard.row_annotation import build_token_columns
+from areal_hpc.view.dashboard.run_pages import build_token_columns
 from areal_hpc.wire.ledger import BatchManifest, SealedTicket, TicketRef
 from tests.support.deadlines import scaled
 from tests.support.full_disk import full_disk

@@ -8,7 +8,7 @@ from areal_hpc.errors import RecipeError
 from areal_hpc.evaluation.set_metrics import SetSamples, estimate_metrics
 from areal_hpc.rundir.manifests import EvaluationResult, write_evaluation
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.view.evaluations.evaluation_report import (
+from areal_hpc.view.evaluation_report import (
     EvaluatedSet,
     EvaluationReport,
     WrittenEstimate,

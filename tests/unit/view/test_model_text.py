@@ -18,7 +18,7 @@ from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.events import EventLog
 from areal_hpc.view.answers.answer import Answer, Finding, format_answer
 from areal_hpc.view.diagnosis import diagnose, format_diagnosis
-from areal_hpc.view.evaluations.evaluation_report import (
+from areal_hpc.view.evaluation_report import (
     EvaluatedSet,
     EvaluationReport,
     WrittenEstimate,

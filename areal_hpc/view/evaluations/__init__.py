@@ -1,1 +1,0 @@
-"""Evaluations of a run, as they go on and when they are over."""
