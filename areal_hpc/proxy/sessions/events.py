@@ -20,7 +20,7 @@ class SessionOpened(Struct, tag="opened", frozen=True):
     key_digest: bytes
     request: StartSessionRequest
     opened_at: float = 0.0
-    """Unix time; 0 in journals that did not note it."""
+    """Unix time."""
     control_digest: bytes = b""
     """Of the key that opens rewards and the end; empty: the same key does."""
 
@@ -49,7 +49,6 @@ class ReplySampled(Struct, tag="sampled", frozen=True):
     session_id: str
     digest: bytes
     tokens: int = 0
-    """How many were sampled; 0 in journals that did not note it."""
 
 
 class RewardSet(Struct, tag="reward", frozen=True):
@@ -57,8 +56,7 @@ class RewardSet(Struct, tag="reward", frozen=True):
 
     session_id: str
     interaction_id: str
-    reward: float | Reward
-    """A plain number in journals of earlier versions."""
+    reward: Reward
     is_named: bool = False
     """The agent named the interaction; else the last one has the reward of the episode."""
 
@@ -73,7 +71,7 @@ class SessionEnded(Struct, tag="ended", frozen=True):
 
     session_id: str
     ended_at: float = 0.0
-    """Unix time; 0 in journals that did not note it."""
+    """Unix time."""
 
 
 class SessionFailed(Struct, tag="failed", frozen=True):

@@ -20,6 +20,7 @@ from areal_hpc.wire.trajectory import MAX_VOCAB_SIZE
 log = logging.getLogger(__name__)
 
 EVENT_RECORD_KIND = 1
+SYNC_INTERVAL_S = 0.05
 MIN_COMPACTION_GROWTH_BYTES = 1 << 20
 _SESSION_REMOVING_EVENTS = (
     events.SessionDropped,
@@ -69,15 +70,19 @@ class JournaledRecorder:
 
     Args:
         path: The journal.
-        sync_interval_s: Longest time between a record and its being forced to disk.
         vocab_size: Token ids of recorded calls are below it.
+        sync_interval_s: Longest time between a record and its being forced to disk.
 
     Raises:
         ClusterError: The journal cannot be opened or written.
     """
 
     def __init__(
-        self, path: Path, sync_interval_s: float, vocab_size: int = MAX_VOCAB_SIZE
+        self,
+        path: Path,
+        vocab_size: int = MAX_VOCAB_SIZE,
+        *,
+        sync_interval_s: float = SYNC_INTERVAL_S,
     ) -> None:
         self.store = SessionStore()
         self.folder = path.parent
@@ -166,8 +171,8 @@ class JournaledRecorder:
     def _replay_event(self, event: Event) -> None:
         """Let what the journal holds have happened.
 
-        Journals of earlier versions may hold unsound calls. Such a call is left out, and its
-        session marked: the session's ticket is then dropped where it would be sealed.
+        A call that is unsound all the same is left out, and its session marked: the session's
+        ticket is then dropped where it would be sealed.
         """
         if isinstance(event, events.InteractionAdded) and (defect := self._find_defect(event)):
             self._mark_unsound(event.session_id, defect)

@@ -18,7 +18,7 @@ from areal_hpc.session.export import (
     build_training_rows,
     plan_rows,
 )
-from areal_hpc.session.rewards import compute_episode_reward, give_reward, parse_reward
+from areal_hpc.session.rewards import compute_episode_reward, give_reward
 from areal_hpc.session.tree import InteractionTree
 from areal_hpc.wire.ledger import SealedTicket, TicketRef
 from areal_hpc.wire.row_record import RowRecord
@@ -228,8 +228,7 @@ class SessionStore:
                 session.sampled_tokens += event.tokens
             case events.RewardSet():
                 tree = self.sessions[event.session_id].tree
-                reward = parse_reward(event.reward)
-                give_reward(tree[event.interaction_id], reward, event.is_named)
+                give_reward(tree[event.interaction_id], event.reward, event.is_named)
             case events.ConversationsMarkedAuxiliary():
                 self.sessions[event.session_id].tree.auxiliary |= event.reasons
             case events.SessionEnded():

@@ -16,6 +16,7 @@ from areal_hpc.proxy.sessions.events import (
 from areal_hpc.proxy.sessions.recorder import EVENT_RECORD_KIND
 from areal_hpc.session.tree import Interaction, VersionSpan, pack_ids, pack_logprobs
 from areal_hpc.shards.journal import JournalWriter
+from areal_hpc.wire.agent_reward import Reward
 from areal_hpc.wire.ledger import TicketRef
 from tests.support.client_calls import change_call, generate_reply
 from tests.support.proxy_stage import Stage
@@ -144,7 +145,7 @@ def poison(stage: Stage, good_ref: TicketRef, **unsound: Any) -> dict[TicketRef,
         bad = msgspec.structs.replace(sound, interaction_id="bad", **{field: value})
         for event in (
             InteractionAdded(session_id, bad),
-            RewardSet(session_id, "bad", 1.0),
+            RewardSet(session_id, "bad", Reward(1.0)),
             SessionEnded(session_id),
             TicketFinished(ref, [session_id], time.time()),
         ):

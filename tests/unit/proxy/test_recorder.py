@@ -72,7 +72,7 @@ class RecorderMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.folder = Path(tempfile.mkdtemp())
-        self.recorder = JournaledRecorder(self.folder / "journal", SYNC_INTERVAL_S)
+        self.recorder = JournaledRecorder(self.folder / "journal", sync_interval_s=SYNC_INTERVAL_S)
         self.count = 0
 
     def teardown(self) -> None:
@@ -126,7 +126,7 @@ class RecorderMachine(RuleBasedStateMachine):
         session = self.pick(draw, ended=False)
         if session and len(session.tree):
             last = session.tree.last_completed.interaction_id
-            plain, whole = float(draw), Reward(draw, parts={"half": draw / 2}, note="é")
+            plain, whole = Reward(draw), Reward(draw, parts={"half": draw / 2}, note="é")
             self.recorder.journal_and_apply(
                 RewardSet(session.session_id, last, (plain, whole)[draw % 2])
             )
@@ -195,7 +195,7 @@ class RecorderMachine(RuleBasedStateMachine):
     def crash(self) -> None:
         before = picture(self.store)
         self.recorder.close()
-        self.recorder = JournaledRecorder(self.folder / "journal", SYNC_INTERVAL_S)
+        self.recorder = JournaledRecorder(self.folder / "journal", sync_interval_s=SYNC_INTERVAL_S)
         assert picture(self.store) == before
 
     @invariant()
