@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import msgspec
 import torch
+import transformers
 
 from areal_hpc.inference.config import resolve_device
 from areal_hpc.jobs.environment import get_interpreter
@@ -25,6 +26,7 @@ from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.weights.buckets.plan import TensorSpec
+from areal_hpc.weights.probe import Probe, choose_probe_ids
 from areal_hpc.weights.publisher import Publisher
 from areal_hpc.wire.replicas import ReplicasOfCell, ReplicaView
 from areal_hpc.wire.service_key import derive_bearer_key, make_client_tls
@@ -36,7 +38,6 @@ PROMPT_TOKENS = 128
 REPLY_TOKENS = 200
 TRANSPORTS: Mapping[str, Mapping[str, Any]] = {
     "broadcast": {},
-    "unchecked": {"verify_checksum": False},
     "disk": {"transport": "disk"},
 }
 MEASURED_AFTER_S = 30.0
@@ -116,6 +117,15 @@ class Streams:
             thread.join(60)
 
 
+def score_with_transformers(model_dir: Path) -> Probe:
+    """The fixed prompt under the weights of a model directory."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    ids = choose_probe_ids(model.config.vocab_size)
+    with torch.no_grad():
+        logprobs = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+    return Probe(ids, logprobs.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist())
+
+
 class Replica:
     """One replica of one cell, and every way to update it."""
 
@@ -126,6 +136,7 @@ class Replica:
             TensorSpec(name, tuple(value.shape), str(value.dtype).removeprefix("torch."))
             for name, value in weights.items()
         ]
+        self._probe = score_with_transformers(paths.starting_model_dir)
         self._step = 0
         device = torch.device(resolve_device(InferenceConfig()))
         self._publishers = {
@@ -155,7 +166,9 @@ class Replica:
             publisher, version = self._next(transport)
             replicas = publisher.discover_outdated_training_replicas(version)
             arrivals = iter(self._weights.items())
-            report = publisher.publish_from_this_rank(version, self._specs, arrivals, replicas)
+            report = publisher.publish_from_this_rank(
+                version, self._specs, arrivals, replicas, self._probe
+            )
             assert not report.failed, report.failed
         relay = rendezvous.wait_for_endpoint(self._paths.rendezvous_dir, "control-cell-0", 1)
         service_key = rendezvous.read_service_key(self._paths.service_key)
@@ -172,7 +185,7 @@ class Replica:
         assert replicas, "the relay did not answer"
         began = time.monotonic()
         report = publisher.publish_from_this_rank(
-            version, self._specs, iter(self._weights.items()), replicas
+            version, self._specs, iter(self._weights.items()), replicas, self._probe
         )
         ended = time.monotonic()
         assert not report.failed, report.failed

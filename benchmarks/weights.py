@@ -4,10 +4,9 @@
   second process. Its peer is `torch.distributed.broadcast` of buffers that are there already, to a
   receiver that does nothing with them.
 - into SGLang: the same model, sent into a real replica that generates meanwhile: buckets, loading,
-  checksums. `into_sglang_over_bare` counts what is on the way or being loaded; the table has all
-  that the stall consists of, as the sender sees it, and what the clients saw. `unchecked` is the
-  same without checksums: on CPUs they are SHA-256, which takes longer than the way itself. Both
-  ends take them at once when all is there, so they count in `verified_over_bare` alone.
+  the proof by a fixed prompt. `into_sglang_over_bare` counts what is on the way or being loaded,
+  `verified_over_bare` the proof as well; the table has all that the stall consists of, as the
+  sender sees it, and what the clients saw.
 - disk: `weights.transport=disk`, into the same replica, from the first byte until it serves.
 
 Codec and bare transfers alternate; so do the transports. NCCL is used where there are two GPUs,
@@ -216,14 +215,12 @@ def print_updates(updates: Mapping[str, Sequence[Update]]) -> None:
 
 def figures_of(updates: Mapping[str, Sequence[Update]], bare_s: float) -> dict[str, float]:
     """The figures of updates into SGLang."""
-    sent, unchecked, loaded = updates.values()
+    sent, loaded = updates.values()
     return {
         "into_sglang_over_bare": bare_s / moved_s(sent),
-        "into_sglang_unchecked_over_bare": bare_s / moved_s(unchecked),
         "verified_over_bare": bare_s / (moved_s(sent) + phase_ms(sent, "verify") / 1e3),
         "disk_over_broadcast": publish_s(loaded) / publish_s(sent),
         "stall_ms": 1e3 * statistics.median(one.silence_s for one in sent),
-        "unchecked_stall_ms": 1e3 * statistics.median(one.silence_s for one in unchecked),
         "disk_stall_ms": 1e3 * statistics.median(one.silence_s for one in loaded),
         **{f"{name}_ms": phase_ms(sent, name) for name in STALLED},
         "reprefill_ms": 1e3 * statistics.median(one.reprefill_s for one in sent),

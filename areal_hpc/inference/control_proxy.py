@@ -44,6 +44,7 @@ from areal_hpc.wire.replicas import (
     ReopenReplicaRequest,
     ReplicasOfCell,
     ReplicaView,
+    ScorePromptRequest,
 )
 from areal_hpc.wire.service_key import derive_bearer_key, make_server_tls
 
@@ -51,7 +52,9 @@ RequestT = TypeVar("RequestT")
 
 MAX_BODY_BYTES = 16 * 1024 * 1024
 _READ_ONLY_ROUTES = ("model_info",)
-"""Routes that are read with GET; SGLang opens them to the API key, all others to the admin key."""
+"""Routes that are read with GET."""
+_API_KEY_ROUTES = (*_READ_ONLY_ROUTES, "generate")
+"""Routes that SGLang opens to the API key; all others ask for the admin key."""
 _WEIGHTS_FOLDER_PATTERN = re.compile(r"[0-9]+\.[0-9]+\.[0-9]+")
 """Generation, step, serial number (`weights/transports/disk.py`)."""
 _DEFAULT_SENDER_TIMEOUT_S, _MAX_SENDER_TIMEOUT_S = 300.0, 1e9
@@ -116,6 +119,11 @@ class ControlProxyApp(JsonApp):
                 )
                 route = "update_weights_from_disk"
                 return await self._forward_call(self._find_replica(index), route, request, load)
+            case "POST", ["replicas", index, "score"]:
+                replica = self._find_replica(index)
+                scored = await _decode_body(request, ScorePromptRequest)
+                body = replica.build_scoring_body(scored.input_ids)
+                return await self._forward_call(replica, "generate", request, body)
             case "POST", ["replicas", index, route] if route in FORWARDED_ROUTES:
                 body = await _read_json_object_body(request)
                 return await self._forward_call(self._find_replica(index), route, request, body)
@@ -187,7 +195,8 @@ class ControlProxyApp(JsonApp):
 
         async def ask() -> tuple[int, bytes]:
             is_read = route in _READ_ONLY_ROUTES
-            headers = _build_headers(server.keys.api if is_read else server.keys.admin)
+            keys = server.keys
+            headers = _build_headers(keys.api if route in _API_KEY_ROUTES else keys.admin)
             method, data = ("GET", None) if is_read else ("POST", body)
             call = self._get_http_session().request(
                 method, f"{server.url}/{route}", data=data, headers=headers

@@ -6,9 +6,11 @@ starting -> ready -> serving
 """
 
 import logging
+import math
 import re
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +20,7 @@ import msgspec
 from areal_hpc.errors import ClusterError, ControlCallRefusedError, RecipeError
 from areal_hpc.inference.multi_node import NodePartTracker, get_rendezvous_address
 from areal_hpc.inference.server.command import ServerCommand, ServerPorts
+from areal_hpc.inference.server.paused_scoring import SCORING_ID_PREFIX
 from areal_hpc.inference.server.sglang_server import (
     HealthProbe,
     SGLangServer,
@@ -44,6 +47,8 @@ from areal_hpc.wire.retry import Backoff
 log = logging.getLogger(__name__)
 _SERVER_RESTART_BACKOFF = Backoff(0.5, 30.0)
 _MAX_PORT_RACES = 5
+_CONTEXT_RESERVE_TOKENS = 8
+"""Of a replica's context, what SGLang does not give to a prompt, at most."""
 BuildCommand = Callable[[int, ServerPorts], ServerCommand]
 """(incarnation, ports) to the command of that start."""
 
@@ -308,6 +313,19 @@ class Replica:
             self._update_state.on_call_started(route, self.clock.now(), caller.sender_timeout_s)
             assert self._server is not None
             return self._server
+
+    def build_scoring_body(self, input_ids: list[int]) -> bytes:
+        """SGLang's request to score a prompt, paused or not, past no cache."""
+        room = (self._config.context_length or math.inf) - _CONTEXT_RESERVE_TOKENS
+        return msgspec.json.encode(
+            {
+                "rid": f"{SCORING_ID_PREFIX}{uuid.uuid4().hex}",
+                "input_ids": input_ids[: int(min(len(input_ids), room))],
+                "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
+                "return_logprob": True,
+                "logprob_start_len": 0,  # from here on nothing is taken from the cache
+            }
+        )
 
     def finish_control_call(
         self, caller: ControlCallerIdentity, route: str, accepted: bool | None

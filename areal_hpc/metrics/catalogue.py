@@ -226,7 +226,7 @@ CATALOGUE: tuple[Metric, ...] = (
         ("weights/transfer_s", "s", "down", "gathering, packing and sending"),
         ("weights/load_s", "s", "down",
          "what the slowest group waited for its replicas to load; by disk, reading too"),
-        ("weights/verify_s", "s", "down", "checksums of all that replicas hold"),
+        ("weights/verify_s", "s", "down", "scoring of a fixed prompt by all replicas"),
         ("weights/flush_s", "s", "down", "the cache of the old weights"),
         ("weights/resume_s", "s", "down", "back into service"),
         ("weights/generation_pause_version", "", "-",

@@ -424,13 +424,13 @@ def _find_served_teacher_conflicts(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _find_serving_conflicts(recipe: Recipe) -> Iterator[Problem]:
-    # Replicas prove the checksum of what the trainer sends, so both must hold the same bits.
+    # Replicas prove new weights by log-probabilities, which must be rounded alike.
     for name in ("device", "dtype"):
         engine, trainer = getattr(recipe.inference, name), getattr(recipe.trainer, name)
         if engine != trainer:
             yield Problem(
-                f"inference.{name}={engine} and trainer.{name}={trainer} differ; checksums of "
-                "weight updates could not match",
+                f"inference.{name}={engine} and trainer.{name}={trainer} differ, and so would "
+                "log-probabilities of the same weights",
                 f"inference.{name}",
                 f"use {trainer} for both",
             )

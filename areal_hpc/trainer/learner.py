@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -82,6 +83,7 @@ from areal_hpc.trainer.objective.policy_loss import compute_policy_loss, interpo
 from areal_hpc.trainer.rank_progress import note_place_reached
 from areal_hpc.trainer.scoring.critic_trainer import CriticTrainer
 from areal_hpc.trainer.scoring.frozen_models import FrozenModels
+from areal_hpc.trainer.scoring.token_scores import compute_row_logprobs
 from areal_hpc.trainer.step import (
     MicroBatch,
     apply_gradients,
@@ -95,6 +97,7 @@ from areal_hpc.trainer.untrained import (
     build_nonfinite_records_or_raise,
     build_norm_metrics,
 )
+from areal_hpc.weights.probe import Probe, choose_probe_ids
 from areal_hpc.wire.fault_points import fault_point
 from areal_hpc.wire.ledger import BatchManifest
 from areal_hpc.wire.trajectory import TrajectoryRow
@@ -493,6 +496,16 @@ class Learner:
         self._annotator.close()
         self._frozen.close()
         self.checkpoints.close()
+
+    def score_probe(self) -> Probe:
+        """Score the fixed prompt by which replicas prove these weights. A collective."""
+        ids = choose_probe_ids(self.policy.arch.vocab)
+        row = TrainingRow(np.array(ids, np.int32), np.ones(len(ids), np.uint8), {})
+        with self._raise_out_of_memory_as_recipe_error():
+            (logprobs_T,) = compute_row_logprobs(
+                self.policy, [row], minibatch_count=1, max_tokens=len(ids)
+            )
+        return Probe(ids, logprobs_T[1:].tolist())
 
     def begin_checkpoint(self, row: JsonMetricRow) -> None:
         """Begin to make the work so far durable, with the step's unfinished metrics. A collective.

@@ -10,6 +10,7 @@ from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.rundir.rendezvous import EVALUATION_CELL
 from areal_hpc.weights.buckets.plan import TensorSpec
 from areal_hpc.weights.discovery import DiscoveredReplicas, ReplicaDiscovery, ReplicaKey
+from areal_hpc.weights.probe import Probe
 from areal_hpc.weights.sender import WeightSender
 from areal_hpc.weights.transports.transport import UpdateReport
 from areal_hpc.wire.replicas import UpdatePauseStats
@@ -87,8 +88,9 @@ class Publisher:
         specs: Sequence[TensorSpec],
         parameters: Iterable[tuple[str, torch.Tensor]],
         replicas: Sequence[ReplicaKey],
+        probe: Probe,
     ) -> UpdateReport:
-        return self.sender.update_replicas(version, specs, parameters, replicas)
+        return self.sender.update_replicas(version, specs, parameters, replicas, probe)
 
     def close(self) -> None:
         self.sender.close()

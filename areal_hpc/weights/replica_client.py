@@ -3,6 +3,7 @@
 All deadlines follow from `weights.update_timeout_s`: the longest wait for weights on their way.
 """
 
+import math
 from typing import TypeVar
 
 import httpx
@@ -17,6 +18,7 @@ from areal_hpc.wire.replicas import (
     SENDER_TIMEOUT_HEADER,
     TRAINER_GENERATION_HEADER,
     FenceReplicaRequest,
+    ScorePromptRequest,
 )
 from areal_hpc.wire.service_key import derive_bearer_key, make_client_tls
 from areal_hpc.wire.weight_version import WeightVersion
@@ -44,7 +46,7 @@ def get_sender_silence_limit_s(update_timeout_s: float, senders: int = 1) -> flo
 
     A replica that is done with a step waits until the slowest group is, or was left out, and until
     those left out have been told: connecting to them and being answered may each take
-    `FENCE_NOTICE_TIMEOUT_S`. Gathering, packing and hashing the next bucket may take as long as
+    `FENCE_NOTICE_TIMEOUT_S`. Gathering and packing the next bucket may take as long as
     sending one. Several senders gather together, each after its groups have joined and paused: who
     is done waits for both steps of another sender.
     """
@@ -56,17 +58,13 @@ class _WeightVersionInfo(msgspec.Struct):
     weight_version: str
 
 
-class _TpRankInfo(msgspec.Struct):
-    tp_rank: int
+class _ScoredPrompt(msgspec.Struct):
+    input_token_logprobs: list[tuple[float | None, int, str | None]]
+    """Of the first token there is none."""
 
 
-class _RankChecksums(msgspec.Struct):
-    checksums: dict[str, str]
-    parallelism_info: list[_TpRankInfo]
-
-
-class _ChecksumsReply(msgspec.Struct):
-    ranks: list[_RankChecksums]
+class _ScoreReply(msgspec.Struct):
+    meta_info: _ScoredPrompt
 
 
 class ReplicaClient:
@@ -138,13 +136,11 @@ class ReplicaClient:
     def fetch_weight_version(self) -> str:
         return self._decode_reply(self.post("model_info"), _WeightVersionInfo).weight_version
 
-    def fetch_checksums(self) -> dict[int, dict[str, str]]:
-        """Of everything the server holds: by tensor-parallel rank, by tensor name."""
-        reply = self._decode_reply(
-            self.post_with_update_timeout("weights_checker", {"action": "checksum"}),
-            _ChecksumsReply,
-        )
-        return {rank.parallelism_info[0].tp_rank: rank.checksums for rank in reply.ranks}
+    def score(self, input_ids: list[int]) -> list[float]:
+        """Log-probabilities of a prompt's tokens but for the first, as many as fit in there."""
+        answer = self.post_with_update_timeout("score", ScorePromptRequest(input_ids))
+        entries = self._decode_reply(answer, _ScoreReply).meta_info.input_token_logprobs
+        return [math.nan if logprob is None else logprob for logprob, _, _ in entries[1:]]
 
     def close(self) -> None:
         self._client.close()

@@ -10,6 +10,7 @@ import torch
 from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.weights.buckets.plan import TensorSpec, get_bucket_bytes, plan_buckets
 from areal_hpc.weights.discovery import ReplicaKey
+from areal_hpc.weights.probe import Probe
 from areal_hpc.weights.transports.broadcast import BroadcastTransport
 from areal_hpc.weights.transports.disk import DiskTransport
 from areal_hpc.weights.transports.transport import Transport, UpdateReport, UpdateRequest
@@ -48,6 +49,7 @@ class WeightSender:
         specs: Sequence[TensorSpec],
         parameters: Iterable[tuple[str, torch.Tensor]],
         replicas: Sequence[ReplicaKey],
+        probe: Probe,
     ) -> UpdateReport:
         """Send `version` to `replicas`, verify it there and put them into service.
 
@@ -61,11 +63,14 @@ class WeightSender:
             parameters: Consumed exactly once and to its end, whatever fails: exporting is a
                 collective on all trainer ranks.
             replicas: As `Publisher.discover_outdated_training_replicas` named them.
+            probe: What they must say under these weights.
         """
         arrivals = iter(parameters)
         try:
             buckets = self._plan_buckets(tuple(specs), self._bucket_bytes)
-            return self._transport.update(UpdateRequest(version, buckets, arrivals, replicas))
+            return self._transport.update(
+                UpdateRequest(version, buckets, arrivals, replicas, probe)
+            )
         finally:
             for _ in arrivals:
                 pass

@@ -13,14 +13,13 @@ weights were begun to change and lets the others go on.
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Generic, TypeVar
 
 from areal_hpc.errors import WeightSyncError
 from areal_hpc.recipe.sections.weights import WeightsConfig
-from areal_hpc.weights.checksum import require_matching_comparable_checksums
-from areal_hpc.weights.digester import DigestsByTpSizeAndRank
 from areal_hpc.weights.discovery import ReplicaKey
+from areal_hpc.weights.probe import Probe, check_probe
 from areal_hpc.weights.replica_client import ReplicaClient
 from areal_hpc.wire.replicas import FenceReplicaRequest, ReopenReplicaRequest
 from areal_hpc.wire.weight_version import WeightVersion
@@ -54,16 +53,8 @@ class UpdateSession:
         mode = {"mode": self._config.pause_mode}
         self._call_all(lambda member: member.post("pause_generation", mode))
 
-    def verify(
-        self,
-        version: WeightVersion,
-        expected: Future[DigestsByTpSizeAndRank] | None,
-        replica_device: str = "cpu",
-    ) -> None:
-        """Check that every member stamps `version` on tokens and holds what was sent.
-
-        `expected` may come while members compute what they hold; None checks the version alone.
-        """
+    def verify(self, version: WeightVersion, probe: Probe, max_gap: float) -> None:
+        """Check that every member stamps `version` on tokens and scores the fixed prompt alike."""
 
         def check(replica_client: ReplicaClient) -> None:
             stamp = replica_client.fetch_weight_version()
@@ -71,22 +62,7 @@ class UpdateSession:
                 raise WeightSyncError(
                     f"{replica_client.key}: expected version {version}, got {stamp!r}"
                 )
-            if expected is None:
-                return
-            reported = replica_client.fetch_checksums()
-            if len(reported) != replica_client.key.tp:
-                raise WeightSyncError(
-                    f"{replica_client.key}: expected checksums of {replica_client.key.tp} ranks, "
-                    f"got those of {sorted(reported)}"
-                )
-            for rank, checksums in reported.items():
-                digests = expected.result()[replica_client.key.tp, rank]
-                require_matching_comparable_checksums(
-                    digests,
-                    checksums,
-                    f"{replica_client.key}, rank {rank}",
-                    replica_device=replica_device,
-                )
+            check_probe(probe, replica_client.score(probe.input_ids), max_gap)
 
         self._call_all(check)
 

@@ -16,6 +16,7 @@ who calls, in headers:
 | POST /replicas/<i>/fence          | ReplicaView   | FenceReplicaRequest: out of service         |
 | POST /replicas/<i>/serve          | ReplicaView   | ReopenReplicaRequest: weights verified, open|
 | POST /replicas/<i>/load           | as SGLang     | LoadWeightsRequest: all, from a folder      |
+| POST /replicas/<i>/score          | as SGLang     | ScorePromptRequest: also while it is paused |
 | POST /replicas/<i>/<sglang route> | as SGLang     | forwarded if it is one of FORWARDED_ROUTES  |
 
 When a sender has vanished, a replica whose weights it had not begun to change goes on with them;
@@ -36,7 +37,6 @@ FORWARDED_ROUTES = frozenset(
         "init_weights_update_group",
         "destroy_weights_update_group",
         "update_weights_from_distributed",
-        "weights_checker",
         "flush_cache",
         "model_info",
     }
@@ -155,3 +155,12 @@ class LoadWeightsRequest(Struct, frozen=True):
     """Its name, which is no path."""
     version: str
     """`generation.step`, stamped on tokens from then on."""
+
+
+class ScorePromptRequest(Struct, frozen=True):
+    """The replica shall tell the log-probability of each token of a prompt, but for the first.
+
+    It scores as many of them as fit in its context.
+    """
+
+    input_ids: list[int]

@@ -2,8 +2,6 @@
 
 - pack: a model's parameters into buckets of 512 MiB, one after the other; its peer copies as many
   bytes once, device to device.
-- check: SGLang's word hash of every bucket, as the checksum of an update takes it; its peer sums
-  the same bytes as 64-bit words, one pass of reading.
 """
 
 import argparse
@@ -16,7 +14,6 @@ from areal_hpc.trainer.model.hf_weights import list_hf_specs, stream_hf_tensors
 from areal_hpc.trainer.process_groups import destroy_process_groups
 from areal_hpc.weights.buckets.bucket import PackingBuffers
 from areal_hpc.weights.buckets.plan import TensorSpec, plan_buckets
-from areal_hpc.weights.checksum import compute_sglang_gpu_hash
 from benchmarks import _learning as learning
 from benchmarks._pairs import (
     Side,
@@ -61,15 +58,6 @@ class Bench:
         self.target.copy_(self.source)
         synchronize(self.device)
 
-    def check(self) -> None:
-        for bucket in self.buckets:
-            compute_sglang_gpu_hash(
-                self.buffers.open_bucket_in_older_buffer(bucket).tensors_to_send[0]
-            )
-
-    def add_up(self) -> None:
-        self.source.sum().item()
-
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.codec", description=__doc__)
@@ -86,16 +74,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     sides = (
         Side("pack", bench.pack),
         Side("device copy", bench.copy),
-        Side("check", bench.check),
-        Side("sum of words", bench.add_up),
     )
     samples = measure_pairs(sides, arguments.pairs)
     print_samples(f"{len(bench.buckets)} buckets", samples, bench.bytes / 1e6)
     figures = {
         "pack_over_copy": wall_ratio(samples, "device copy", "pack"),
-        "check_over_sum": wall_ratio(samples, "sum of words", "check"),
         "pack_bytes_per_s": bench.bytes / median_wall_s(samples, "pack"),
-        "check_bytes_per_s": bench.bytes / median_wall_s(samples, "check"),
     }
     settings = {
         "device": device_name(device),

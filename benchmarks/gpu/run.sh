@@ -6,8 +6,6 @@
 #                           trainer's where its PyTorch sees a GPU, else python3
 #   WHEELS=/path/to/folder  installs what that Python lacks from these wheels, into a folder of
 #                           its own: nothing is downloaded and the environment stays as it is
-#   SGLANG_HASH_KERNEL=/path/to/gpu_tensor_hash.py  SGLang's kernel (sglang/kernels/ops/memory), where
-#                           the environment of SGLang is not on this machine
 #   OUT=/path/to/folder     also leaves the results and the tests' report there
 set -euo pipefail
 cd "$(dirname "$0")/../.."

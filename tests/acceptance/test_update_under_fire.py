@@ -12,7 +12,6 @@ from typing import Any
 
 import psutil
 import pytest
-from safetensors.torch import save_file
 
 from areal_hpc.wire.replicas import ReplicaView
 from tests.support.deadlines import Deadline, scaled
@@ -21,6 +20,7 @@ from tests.support.inference_cell import Cell, running_cell, tiny_qwen3
 from tests.support.results import read_results, write_results
 from tests.support.tables import markdown, write_table
 from tests.support.update_faults import Gate, Reader, Sender, Trap, gates
+from tests.support.weight_updates import save_update
 
 pytestmark = pytest.mark.timeout(900)
 log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ PHASES = {
     "broadcast": ("update_weights_from_distributed", 1, True),
     "half loaded": ("update_weights_from_distributed", 2, False),
     "end": ("end_weight_update", 1, True),
-    "verify": ("weights_checker", 1, True),
+    "verify": ("score", 1, True),
 }
 """(route, which call of it, struck while the call is under way; else before it)."""
 UNTOUCHED = ("paused",)
@@ -101,7 +101,7 @@ class Field:
         step = next(self._steps)
         path = self._directory / f"{step}.safetensors"
         model = tiny_qwen3(step)
-        save_file(model.state_dict(), path)
+        save_update(model, path)
         # Whichever sender is the one to send them.
         for generation in range(self.sender.generation, self.sender.generation + 3):
             self._models[f"{generation}.{step}"] = model

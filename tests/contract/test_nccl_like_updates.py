@@ -47,7 +47,8 @@ PHASES = {
     "communicator": ("update_weights_from_distributed", 1),
     "broadcast": ("update_weights_from_distributed", 2),
     "end": ("end_weight_update", 1),
-    "verify": ("model_info", 1),
+    "version": ("model_info", 1),
+    "verify": ("score", 1),
     "resume": ("continue_generation", 1),
 }
 """The call that is under way as the party is lost."""
@@ -59,7 +60,7 @@ CASES = [
     for (party, fault), phase in itertools.product(PARTIES.items(), PHASES)
     if fault != ("none", "dies") or phase in UNNOTICED_IN
 ]
-LEFT_OUT = {"join", "paused", "begin", "verify"}
+LEFT_OUT = {"join", "paused", "begin", "version"}
 """Phases of a hang, whose deadline each waits out, that only the thorough profile goes through."""
 REPRESENTATIVES = [
     case for case in CASES if case[1] != "scheduler, which hangs" or case[2] not in LEFT_OUT
@@ -96,7 +97,6 @@ def publisher(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Publis
         replicas_per_group=1,
         bucket_bytes=BUCKET_BYTES,
         update_timeout_s=TIMEOUTS_S[getattr(request, "param", "patient")],
-        verify_checksum=False,
     ) as publisher:
         yield publisher
 
@@ -142,7 +142,6 @@ def test_a_group_of_two_fails_together_and_is_served_apart(
         replicas_per_group=2,
         bucket_bytes=BUCKET_BYTES,
         update_timeout_s=PATIENT_S,
-        verify_checksum=False,
     ) as sender:
         cells[VICTIM].fault = (*PHASES["broadcast"], PARTIES["scheduler"])
         began = time.monotonic()

@@ -29,7 +29,8 @@ PHASES = {
     "communicator": ("update_weights_from_distributed", 1),
     "broadcast": ("update_weights_from_distributed", 2),
     "end": ("end_weight_update", 1),
-    "verify": ("model_info", 1),
+    "version": ("model_info", 1),
+    "verify": ("score", 1),
     "resume": ("continue_generation", 1),
 }
 """The call that is under way as a receiver dies."""
@@ -66,7 +67,6 @@ def ranks(
         replicas_per_group=1,
         bucket_bytes=BUCKET_BYTES,
         update_timeout_s=PATIENT_S,
-        verify_checksum=False,
     ) as both:
         yield both
 

@@ -1,4 +1,4 @@
-"""Weights that leave a GPU: SGLang's own hash kernel, a group over NCCL, a model directory.
+"""Weights that leave a GPU: a group over NCCL, a model directory.
 
 Two ranks share the GPU where NCCL allows it, for what needs a peer.
 """
@@ -18,7 +18,6 @@ from areal_hpc.trainer.config import CollectiveRates
 from tests.support.weights_bounds import (
     WEIGHT_CHECKS,
     Findings,
-    find_sglang_kernel,
     run_weights_worker,
 )
 
@@ -37,11 +36,6 @@ def findings(tmp_path_factory: pytest.TempPathFactory) -> Findings:
 @pytest.mark.parametrize("check", WEIGHT_CHECKS, ids=lambda check: check.__name__)
 def test_on_the_gpu(check: Callable[[Findings], None], findings: Findings) -> None:
     check(findings)
-
-
-def test_sglangs_own_kernel_was_asked(findings: Findings) -> None:
-    assert find_sglang_kernel() is not None, "name it: SGLANG_HASH_KERNEL=/path/gpu_tensor_hash.py"
-    assert findings["hashes"]["sglang_bytes_per_s"] > 0
 
 
 def test_two_ranks_exchange_over_nccl(tmp_path: Path) -> None:

@@ -94,7 +94,6 @@ def buckets_carry_every_bit(found: Findings) -> None:
     codec = found["learning"]["codec"]
     assert codec["buckets"] >= 1
     assert codec["different"] == 0
-    assert codec["hashes_agree"]
 
 
 def benchmarks_tell_their_figures(written: dict[str, dict[str, Any]]) -> None:

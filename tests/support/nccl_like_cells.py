@@ -18,6 +18,7 @@ import msgspec
 from areal_hpc.rundir import rendezvous
 from areal_hpc.wire.replicas import ReplicasOfCell, ReplicaState, ReplicaView
 from tests.support.nccl_like import NcclLikeGroup, join_as_member
+from tests.support.weight_updates import SCORE_WITHOUT_MODEL
 
 ITEM_BYTES = {"float32": 4}
 SILENT_AT_MOST_S = 3600.0
@@ -128,6 +129,8 @@ class NcclLikeCell:
                 self._receive(body)
             case "model_info":
                 return 200, {"weight_version": self.version}
+            case "score":
+                return 200, SCORE_WITHOUT_MODEL
         return 200, self.view() if route in ("fence", "serve") else {}
 
     def _receive(self, body: Any) -> None:

@@ -30,7 +30,7 @@ from areal_hpc.weights.sender import WeightSender
 from areal_hpc.wire.weight_version import WeightVersion
 from tests.support import nccl_like
 from tests.support.deadlines import scaled
-from tests.support.weight_updates import await_outdated, specs_of
+from tests.support.weight_updates import await_outdated, read_probe, specs_of
 
 RANKS = 2
 
@@ -72,7 +72,12 @@ def main() -> None:
     if publisher:
         print(json.dumps({"ready": True}), flush=True)
     while update := broadcast_object(_read_order(config, publisher, senders), Update | None):
-        report = senders.send(update.version, update.shares, stream(load_file(update.weights)))
+        report = senders.send(
+            update.version,
+            update.shares,
+            stream(load_file(update.weights)),
+            read_probe(Path(update.weights)),
+        )
         if publisher:
             failed = {key.cell: str(why) for key, why in report.failed.items()}
             shares = [[key.cell_and_index for key in share] for share in update.shares]

@@ -24,6 +24,7 @@ import httpx
 from transformers import Qwen3ForCausalLM
 
 from areal_hpc.rundir import rendezvous
+from areal_hpc.wire.service_key import make_client_tls
 from tests.support.deadlines import scaled
 from tests.support.environments import CHECKOUT
 from tests.support.inference_cell import CALL_TIMEOUT_S, Cell, logprob_error
@@ -98,8 +99,10 @@ class Gate:
 
     def forward(self, call: http.server.BaseHTTPRequestHandler, body: bytes) -> None:
         """One call to the relay and back."""
-        relay = self._cell.relay.base_url
-        upstream = http.client.HTTPConnection(str(relay.host), relay.port, scaled(CALL_TIMEOUT_S))
+        relay, tls = self._cell.relay.base_url, make_client_tls(self._cell.service_key)
+        upstream = http.client.HTTPSConnection(
+            str(relay.host), relay.port, timeout=scaled(CALL_TIMEOUT_S), context=tls
+        )
         headers = {name: value for name, value in call.headers.items() if name != "Host"}
         try:
             upstream.request(call.command, call.path, body or None, headers)

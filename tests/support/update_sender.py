@@ -11,7 +11,7 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 from areal_hpc.wire.weight_version import WeightVersion
-from tests.support.weight_updates import await_outdated, publishing, specs_of
+from tests.support.weight_updates import await_outdated, publishing, read_probe, specs_of
 
 
 def main() -> None:
@@ -27,7 +27,11 @@ def main() -> None:
             replicas = await_outdated(publisher, version, order["at_least"])
             began = time.monotonic()
             report = publisher.publish_from_this_rank(
-                version, specs_of(weights), iter(weights.items()), replicas
+                version,
+                specs_of(weights),
+                iter(weights.items()),
+                replicas,
+                read_probe(Path(order["weights"])),
             )
             failed = {f"{key.cell}.{key.index}": str(why) for key, why in report.failed.items()}
             outcome = {

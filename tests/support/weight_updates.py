@@ -6,11 +6,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
+from safetensors.torch import save_file
+from transformers import PreTrainedModel
 
 from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.weights.buckets.plan import TensorSpec
 from areal_hpc.weights.discovery import ReplicaKey
+from areal_hpc.weights.probe import Probe, choose_probe_ids
 from areal_hpc.weights.publisher import Publisher
 from areal_hpc.weights.transports.transport import UpdateReport
 from areal_hpc.wire.weight_version import WeightVersion
@@ -18,6 +22,30 @@ from tests.support.deadlines import Deadline
 from tests.support.service_keys import SERVICE_KEY
 
 AWAIT_S = 20.0
+WITHOUT_MODEL = Probe([3, 4, 5], [0.0, 0.0])
+"""What replicas that have no model say: they make up weights and log-probabilities."""
+SCORE_WITHOUT_MODEL = {
+    "meta_info": {"input_token_logprobs": [[None, 3, None], *[[0.0, 4, None]] * 2]}
+}
+
+
+def probe_of(model: PreTrainedModel) -> Probe:
+    """The fixed prompt as transformers scores it."""
+    ids = choose_probe_ids(model.config.vocab_size)
+    with torch.no_grad():
+        logprobs = model(torch.tensor([ids])).logits[0, :-1].float().log_softmax(-1)
+    return Probe(ids, logprobs.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist())
+
+
+def save_update(model: PreTrainedModel, path: Path) -> None:
+    """Write what a sender in another process publishes: a model's weights and its probe."""
+    save_file({name: one.clone() for name, one in model.state_dict().items()}, path)
+    path.with_suffix(".probe").write_bytes(msgspec.json.encode(probe_of(model)))
+
+
+def read_probe(path: Path) -> Probe:
+    probe = path.with_suffix(".probe")
+    return msgspec.json.decode(probe.read_bytes(), type=Probe) if probe.exists() else WITHOUT_MODEL
 
 
 def specs_of(weights: Mapping[str, torch.Tensor]) -> list[TensorSpec]:
@@ -71,11 +99,12 @@ def publish(
     version: WeightVersion,
     weights: Mapping[str, torch.Tensor],
     at_least: int = 1,
+    probe: Probe = WITHOUT_MODEL,
 ) -> UpdateReport:
     """One update of all replicas that lack the version."""
     replicas = await_outdated(publisher, version, at_least)
     return publisher.publish_from_this_rank(
-        version, specs_of(weights), iter(weights.items()), replicas
+        version, specs_of(weights), iter(weights.items()), replicas, probe
     )
 
 

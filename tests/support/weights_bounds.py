@@ -11,16 +11,6 @@ from tests.support.deadlines import scaled
 from tests.support.environments import CHECKOUT
 
 Findings = dict[str, Any]
-KERNEL_VARIABLE = "SGLANG_HASH_KERNEL"
-"""Names SGLang's file where its environment is not on the machine."""
-
-
-def find_sglang_kernel() -> Path | None:
-    """SGLang's kernel of the checksum, carried along or in the environment that serves."""
-    if named := os.environ.get(KERNEL_VARIABLE):
-        return Path(named)
-    inside = "python3*/site-packages/sglang/kernels/ops/memory/gpu_tensor_hash.py"
-    return next((CHECKOUT / ".venvs/serve/lib").glob(inside), None)
 
 
 def run_weights_worker(device: str, report: Path) -> Findings:
@@ -29,16 +19,9 @@ def run_weights_worker(device: str, report: Path) -> Findings:
     environ = {"OMP_NUM_THREADS": "1", **os.environ}
     if device == "cpu":
         environ |= {"CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
-    elif kernel := find_sglang_kernel():
-        command.append(str(kernel))
     subprocess.run(command, cwd=CHECKOUT, env=environ, check=True, timeout=scaled(400))
     found: Findings = json.loads(report.read_text())
     return found
-
-
-def hashes_are_equal(found: Findings) -> None:
-    assert found["hashes"]["different"] == []
-    assert found["hashes"]["own_bytes_per_s"] > 0
 
 
 def a_group_may_be_abandoned_in_a_send(found: Findings) -> None:
@@ -52,7 +35,6 @@ def written_weights_are_those_of_the_device(found: Findings) -> None:
 
 
 WEIGHT_CHECKS = (
-    hashes_are_equal,
     a_group_may_be_abandoned_in_a_send,
     written_weights_are_those_of_the_device,
 )

@@ -30,6 +30,7 @@ from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from typing import Any
 
+from areal_hpc.inference.server.paused_scoring import install_paused_scoring
 from areal_hpc.inference.server.server_keys import consume_keys_file_as_arguments
 from areal_hpc.jobs.processes.die_with_parent import die_with_parent
 
@@ -163,6 +164,7 @@ def main() -> None:
     from sglang.srt.utils import kill_process_tree
 
     _patch_sglang_to_fork()
+    install_paused_scoring()
     try:
         run_server(prepare_server_args([*sys.argv[1:], *consume_keys_file_as_arguments()]))
     finally:

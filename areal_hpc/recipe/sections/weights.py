@@ -24,12 +24,11 @@ class WeightsConfig(BaseConfig):
     pause_mode: Literal["retract", "in_place"] = "retract"
     """`retract` recomputes KV, so versions are exact; `in_place` keeps old KV, even of prefixes."""
     # A replica that hangs holds up the others for one such wait. What has to fit in: the joining
-    # of a group, one bucket (512 MiB take 17 s even at 250 Mbit/s) or, from disk, all of them, and
-    # the checksums of all weights, which a CPU takes at more than 1 GB/s.
+    # of a group, and one bucket (512 MiB take 17 s even at 250 Mbit/s) or, from disk, all of them.
     update_timeout_s: Annotated[float, Field(gt=0)] = 120.0
-    """Timeout of each step of an update: one bucket (with disk: all), or all checksums."""
-    verify_checksum: bool = True
-    """Compare the checksums of the replica's tensors with the trainer's after each update."""
+    """Timeout of each step of an update, such as one bucket (with disk: all)."""
+    max_probe_gap: Annotated[float, Field(gt=0)] | None = None
+    """Mean gap of log-probabilities that is rounding; null: 0.001 in float32, 0.25 in bfloat16."""
 
     @model_validator(mode="after")
     def _check_broadcast_only_keys(self) -> Self:

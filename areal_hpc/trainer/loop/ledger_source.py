@@ -28,6 +28,7 @@ from areal_hpc.trainer.loop.schedule import Schedule
 from areal_hpc.trainer.loop.step_record import StepRecord
 from areal_hpc.trainer.loop.weight_senders import WeightSenders
 from areal_hpc.weights.discovery import ReplicaKey
+from areal_hpc.weights.probe import Probe
 from areal_hpc.weights.publisher import Publisher, UpdateBackoff
 from areal_hpc.weights.replicas_by_sender import ReplicasBySender
 from areal_hpc.wire.ledger import BatchManifest
@@ -179,13 +180,16 @@ class LedgerSource(BatchSource):
         return self._senders.assign(self._targets)
 
     def publish_weights(
-        self, shares: ReplicasBySender, parameters: Iterable[tuple[str, torch.Tensor]]
+        self,
+        shares: ReplicasBySender,
+        parameters: Iterable[tuple[str, torch.Tensor]],
+        probe: Probe,
     ) -> None:
         """Send the weights to the replicas that were found to lack them."""
         version = self._record.version
         began_at = time.monotonic()
         with self._record.timer.time_phase("publish"):
-            report = self._senders.send(version, shares, parameters)
+            report = self._senders.send(version, shares, parameters, probe)
         now = time.monotonic()
         self._backoff.record_update(report.ok, report.failed, now, now - began_at)
         is_evaluation = any(key.cell == EVALUATION_CELL for key in self._targets)

@@ -7,8 +7,9 @@ One turn of `run_loop` is one command. For each version of the weights they come
     TrainOnBatchCommand    `Learner.train_batch`: read  gets the batch from its
                            it, advantages, loss,        `BatchSource`: the ledger, or
                            optimizer                    recorded manifests
-    PublishWeightsCommand  gather the weights, tensor   divides the replicas that lack them
-                           by tensor; senders send      over senders, then tells the ledger
+    PublishWeightsCommand  score a fixed prompt;        divides the replicas that lack the
+                           gather the weights, tensor   weights over senders, then tells the
+                           by tensor; senders send      ledger
     SaveCheckpointCommand  copy the state; writer       holds back the step's metrics
                            processes put it on disk     until the checkpoint is durable
     WaitCommand            nothing                      the ledger plays the held-out tasks
@@ -60,6 +61,7 @@ from areal_hpc.trainer.loop.step_record import StepRecord
 from areal_hpc.trainer.loop.weight_senders import WeightSenders
 from areal_hpc.trainer.model.hf_weights import stream_hf_tensors
 from areal_hpc.trainer.rank_progress import note_place_reached
+from areal_hpc.weights.probe import Probe
 from areal_hpc.weights.replicas_by_sender import ReplicasBySender
 from areal_hpc.wire.ledger import BatchManifest
 from areal_hpc.wire.weight_version import WeightVersion
@@ -149,7 +151,10 @@ class BatchSource(ABC):
         return []
 
     def publish_weights(
-        self, shares: ReplicasBySender, parameters: Iterable[tuple[str, torch.Tensor]]
+        self,
+        shares: ReplicasBySender,
+        parameters: Iterable[tuple[str, torch.Tensor]],
+        probe: Probe,
     ) -> None:
         """Send the weights to these replicas, rank 0's share of them itself."""
         return  # a source may leave it out
@@ -246,12 +251,12 @@ def _execute_command(
                 coordinator.on_trained(learner.version, row)
         case PublishWeightsCommand(shares):
             note_place_reached(f"sending of the weights {learner.version}")
-            parameters = stream_hf_tensors(learner.policy)
+            probe, parameters = learner.score_probe(), stream_hf_tensors(learner.policy)
             with _time_span_on_other_ranks(coordinator, "publish"):
                 if coordinator:
-                    coordinator.publish_weights(shares, parameters)
+                    coordinator.publish_weights(shares, parameters, probe)
                 elif senders:
-                    senders.send(learner.version, shares, parameters)
+                    senders.send(learner.version, shares, parameters, probe)
                 for _ in parameters:  # exporting is a collective: who sends nothing drains it
                     pass
         case SaveCheckpointCommand(row):
@@ -401,9 +406,12 @@ class Coordinator:
         self.source.mark_weights_unpublished()
 
     def publish_weights(
-        self, shares: ReplicasBySender, parameters: Iterable[tuple[str, torch.Tensor]]
+        self,
+        shares: ReplicasBySender,
+        parameters: Iterable[tuple[str, torch.Tensor]],
+        probe: Probe,
     ) -> None:
-        self.source.publish_weights(shares, parameters)
+        self.source.publish_weights(shares, parameters, probe)
 
     def on_checkpoint_started(self, seconds: float) -> None:
         self._saved_step = self._record.version.step

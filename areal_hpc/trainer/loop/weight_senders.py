@@ -11,6 +11,7 @@ from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.trainer.collectives import broadcast_object, gather_objects_on_first_rank
 from areal_hpc.weights.buckets.plan import TensorSpec
 from areal_hpc.weights.discovery import ReplicaKey
+from areal_hpc.weights.probe import Probe
 from areal_hpc.weights.replicas_by_sender import (
     ReplicasBySender,
     ReplicaSenderAssigner,
@@ -72,6 +73,7 @@ class WeightSenders:
         version: WeightVersion,
         replicas_by_sender: ReplicasBySender,
         parameters: Iterable[tuple[str, torch.Tensor]],
+        probe: Probe,
     ) -> UpdateReport:
         """Send each share from its rank; see `WeightSender.update_replicas`. A collective.
 
@@ -83,7 +85,7 @@ class WeightSenders:
             if self._sender is None:
                 self._sender = self._make_sender()
             report = self._sender.update_replicas(
-                version, self._specs, parameters, replicas_by_sender[own]
+                version, self._specs, parameters, replicas_by_sender[own], probe
             )
         for _ in parameters:  # exporting is a collective: who sends nothing drains it
             pass

@@ -96,7 +96,6 @@ def fill_and_send_buckets(
     named_tensors: Iterator[tuple[str, torch.Tensor]],
     open_bucket: Callable[[BucketPlan], OpenBucket],
     send_bucket: SendBucket,
-    inspect_bucket: Callable[[OpenBucket], None] = lambda full: None,
 ) -> None:
     """Fill and send all buckets; never holds more than two, whatever the model's size.
 
@@ -105,7 +104,6 @@ def fill_and_send_buckets(
         named_tensors: Every parameter of the buckets, in the order in which they were planned.
         open_bucket: Makes a bucket to be filled; the last one may still be on its way.
         send_bucket: Called when the bucket before has arrived.
-        inspect_bucket: Sees each bucket while it is on its way.
 
     Raises:
         WeightSyncError: The parameters are not those of the buckets.
@@ -121,7 +119,6 @@ def fill_and_send_buckets(
         if wait_sent is not None:
             wait_sent()
         wait_sent = send_bucket(filling)
-        inspect_bucket(filling)
     if wait_sent is not None:
         wait_sent()
     if (extra := next(named_tensors, None)) is not None:

@@ -24,7 +24,7 @@ from areal_hpc.weights.transports.process_group import (
     UpdateProcessGroup,
     exempt_later_groups_from_nccl_watchdog,
 )
-from areal_hpc.weights.transports.transport import InspectBucket, Transport, UpdateRequest
+from areal_hpc.weights.transports.transport import Transport, UpdateRequest
 from areal_hpc.weights.update_session import UpdateInProgress, UpdateSession, log
 from areal_hpc.wire.fault_points import fault_point
 from areal_hpc.wire.replicas import FenceReplicaRequest
@@ -190,7 +190,7 @@ class BroadcastTransport(Transport[BroadcastSession]):
     def __init__(
         self, config: WeightsConfig, service_key: str, device: torch.device, backend: str
     ) -> None:
-        super().__init__(config, service_key, "cuda" if backend == "nccl" else "cpu")
+        super().__init__(config, service_key)
         self._backend = backend
         if backend != "gloo":
             exempt_later_groups_from_nccl_watchdog()
@@ -207,7 +207,6 @@ class BroadcastTransport(Transport[BroadcastSession]):
         update: UpdateInProgress[BroadcastSession],
         update_request: UpdateRequest,
         timer: PhaseTimer,
-        inspect_bucket: InspectBucket,
     ) -> None:
         last = update_request.buckets[-1] if update_request.buckets else None
 
@@ -229,7 +228,6 @@ class BroadcastTransport(Transport[BroadcastSession]):
                 update_request.arrivals,
                 self._open_bucket,
                 ship,
-                inspect_bucket,
             )
             update.run_step_dropping_failed_groups("end", lambda session: session.end_update())
         load_s = max((session.load_s for session in update.live), default=0.0)  # of the slowest

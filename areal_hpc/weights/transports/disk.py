@@ -28,7 +28,7 @@ from areal_hpc.weights.buckets.bucket import (
     fill_and_send_buckets,
 )
 from areal_hpc.weights.replica_client import ReplicaClient
-from areal_hpc.weights.transports.transport import InspectBucket, Transport, UpdateRequest
+from areal_hpc.weights.transports.transport import Transport, UpdateRequest
 from areal_hpc.weights.update_session import UpdateInProgress, UpdateSession
 from areal_hpc.wire.replicas import LoadWeightsRequest
 from areal_hpc.wire.weight_version import WeightVersion
@@ -127,7 +127,7 @@ class DiskTransport(Transport[DiskSession]):
     def __init__(
         self, config: WeightsConfig, service_key: str, device: torch.device, root: Path
     ) -> None:
-        super().__init__(config, service_key, device.type)
+        super().__init__(config, service_key)
         self._root = root
         self._buffers = PackingBuffers(device)
         self._serial = itertools.count()
@@ -138,11 +138,10 @@ class DiskTransport(Transport[DiskSession]):
         update: UpdateInProgress[DiskSession],
         update_request: UpdateRequest,
         timer: PhaseTimer,
-        inspect_bucket: InspectBucket,
     ) -> None:
         with timer.time_phase("write"):
             try:
-                folder = self._write_folder(update_request, inspect_bucket)
+                folder = self._write_folder(update_request)
             except WeightStorageError as error:
                 update.failed = dict.fromkeys(update_request.replicas, error)
                 return
@@ -160,9 +159,7 @@ class DiskTransport(Transport[DiskSession]):
                 lambda session: session.load_folder_and_wait(folder.name, update_request.version),
             )
 
-    def _write_folder(
-        self, update_request: UpdateRequest, inspect_bucket: InspectBucket
-    ) -> WeightsFolder:
+    def _write_folder(self, update_request: UpdateRequest) -> WeightsFolder:
         folder = WeightsFolder(self._root, update_request.version, next(self._serial))
 
         def ship(full_bucket: OpenBucket) -> WaitSent:
@@ -174,7 +171,6 @@ class DiskTransport(Transport[DiskSession]):
                 update_request.arrivals,
                 self._buffers.open_bucket_in_older_buffer,
                 ship,
-                inspect_bucket,
             )
             folder.rename_into_place()
         except WeightStorageError:

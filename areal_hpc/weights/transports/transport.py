@@ -1,8 +1,8 @@
 """Transport interface: one update from pause to resume."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Generic
 
@@ -11,18 +11,15 @@ import torch
 from areal_hpc.errors import WeightSyncError
 from areal_hpc.metrics.step_metrics import PhaseTimer
 from areal_hpc.recipe.sections.weights import WeightsConfig
-from areal_hpc.weights.buckets.bucket import OpenBucket
 from areal_hpc.weights.buckets.plan import BucketPlan
-from areal_hpc.weights.digester import BucketDigester, DigestsByTpSizeAndRank
 from areal_hpc.weights.discovery import ReplicaKey
+from areal_hpc.weights.probe import Probe, get_max_probe_gap
 from areal_hpc.weights.replica_client import ReplicaClient, get_group_step_timeout_s
 from areal_hpc.weights.update_session import SessionT, UpdateInProgress
 from areal_hpc.wire.weight_version import WeightVersion
 
 _MAX_CONCURRENT_GROUPS = 1024
 """A thread for each group, made when needed: one that hangs must not keep others from a step."""
-
-InspectBucket = Callable[[OpenBucket], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +30,8 @@ class UpdateRequest:
     buckets: Sequence[BucketPlan]
     arrivals: Iterator[tuple[str, torch.Tensor]]
     replicas: Sequence[ReplicaKey]
+    probe: Probe
+    """What the replicas must say under the new weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +50,11 @@ class UpdateReport:
 
 
 class Transport(ABC, Generic[SessionT]):
-    """Brings versions to replicas.
+    """Brings versions to replicas."""
 
-    `replica_device`, `cpu` or `cuda`, decides the kind of hash that replicas report.
-    """
-
-    def __init__(self, config: WeightsConfig, service_key: str, replica_device: str) -> None:
+    def __init__(self, config: WeightsConfig, service_key: str) -> None:
         self._config = config
         self._service_key = service_key
-        self._replica_device = replica_device
         self._pool = ThreadPoolExecutor(_MAX_CONCURRENT_GROUPS, thread_name_prefix="publisher")
 
     def update(self, update_request: UpdateRequest) -> UpdateReport:
@@ -68,21 +63,17 @@ class Transport(ABC, Generic[SessionT]):
         update: UpdateInProgress[SessionT] = UpdateInProgress(
             self._pool, get_group_step_timeout_s(self._config.update_timeout_s)
         )
-        digester = (
-            BucketDigester(
-                update_request.buckets,
-                {key.tp for key in update_request.replicas},
-                self._replica_device,
-            )
-            if self._config.verify_checksum
-            else None
-        )
+        specs = [slot.spec for bucket in update_request.buckets for slot in bucket.slots]
+        max_gap = get_max_probe_gap(self._config, specs)
         try:
-            self._pause_and_transfer(
-                update, update_request, timer, digester.add if digester else lambda full: None
-            )
+            self._pause_and_transfer(update, update_request, timer)
             with timer.time_phase("verify"):
-                self._verify(update, update_request.version, digester)
+                update.run_step_dropping_failed_groups(
+                    "verify",
+                    lambda session: session.verify(
+                        update_request.version, update_request.probe, max_gap
+                    ),
+                )
             with timer.time_phase("flush"):
                 update.run_step_dropping_failed_groups(
                     "flush", lambda session: session.flush_caches_unless_in_place()
@@ -104,35 +95,14 @@ class Transport(ABC, Generic[SessionT]):
             seconds={name: round(spent, 6) for name, spent in timer.seconds.items()},
         )
 
-    def _verify(
-        self,
-        update: UpdateInProgress[SessionT],
-        version: WeightVersion,
-        digester: BucketDigester | None,
-    ) -> None:
-        """Have every replica tell what it holds, while this process finds out what it sent."""
-        expected: Future[DigestsByTpSizeAndRank] | None = Future() if digester else None
-        settle = update.start_step(
-            "verify",
-            lambda session: session.verify(version, expected, self._replica_device),
-        )
-        if digester is not None and expected is not None:
-            try:
-                expected.set_result(digester.finish())
-            except BaseException as error:  # boundary: raised again, and told to those who wait
-                expected.set_exception(error)
-                raise
-        settle()
-
     @abstractmethod
     def _pause_and_transfer(
         self,
         update: UpdateInProgress[SessionT],
         update_request: UpdateRequest,
         timer: PhaseTimer,
-        inspect_bucket: InspectBucket,
     ) -> None:
-        """Pause the replicas and load the weights there; `inspect_bucket` sees all full buckets."""
+        """Pause the replicas and load the weights there."""
 
     @abstractmethod
     def _finish_update(self, update: UpdateInProgress[SessionT]) -> None:

@@ -23,6 +23,7 @@ from torch.distributed import distributed_c10d as c10d
 from areal_hpc.rundir import rendezvous
 from areal_hpc.wire.replicas import ReplicasOfCell, ReplicaState, ReplicaView
 from tests.support.deadlines import Deadline, scaled
+from tests.support.weight_updates import SCORE_WITHOUT_MODEL
 
 CELL, DIRECTORY, HANG_S = sys.argv[1], Path(sys.argv[2]), float((*sys.argv, "0")[3])
 HELD = Path(sys.argv[4]) if len(sys.argv) > 4 else None
@@ -60,6 +61,8 @@ class Replica:
                 self.receive(body)
             case "model_info":
                 return 200, {"weight_version": self.version}
+            case "score":
+                return 200, SCORE_WITHOUT_MODEL
         return 200, self.view() if route in ("fence", "serve") else {}
 
     def join(self, body: Any) -> None:

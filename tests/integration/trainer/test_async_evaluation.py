@@ -11,6 +11,7 @@ import torch
 
 from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anything of Megatron)
 from tests.support.deadlines import Deadline, scaled
+from tests.support.weight_updates import WITHOUT_MODEL
 
 # isort: split
 from areal_hpc.metrics.step_metrics import VALIDATION_REWARD_METRIC, read_metrics
@@ -97,7 +98,7 @@ class Court:
             match self.coordinator.choose_next_command_and_wait_briefly():
                 case PublishWeightsCommand(shares):
                     weights = iter([(SPECS[0].name, torch.ones(16))])
-                    self.coordinator.publish_weights(shares, weights)
+                    self.coordinator.publish_weights(shares, weights, WITHOUT_MODEL)
                 case TrainOnBatchCommand(manifest) if manifest.step <= most_steps:
                     self.step = manifest.step
                     self.coordinator.on_trained(WeightVersion(1, self.step), {})

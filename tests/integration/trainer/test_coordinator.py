@@ -17,6 +17,7 @@ import torch
 from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anything of Megatron)
 from tests.support.deadlines import Deadline, scaled
 from tests.support.service_keys import SERVICE_KEY
+from tests.support.weight_updates import WITHOUT_MODEL
 
 # isort: split
 from areal_hpc.errors import IdleError
@@ -114,7 +115,7 @@ def make_coordinator(
     evaluation: AsyncEvaluationTracker | None = None,
     idle_timeout_s: float = math.inf,
 ) -> Coordinator:
-    weights = WeightsConfig(update_timeout_s=scaled(10), verify_checksum=False)
+    weights = WeightsConfig(update_timeout_s=scaled(10))
     publisher = Publisher(
         weights,
         directory,
@@ -152,7 +153,8 @@ def train(coordinator: Coordinator, steps: int) -> float:
         assert not deadline.is_over()
         command = coordinator.choose_next_command_and_wait_briefly()
         if isinstance(command, PublishWeightsCommand):
-            coordinator.publish_weights(command.shares, iter([(SPECS[0].name, torch.ones(16))]))
+            weights = iter([(SPECS[0].name, torch.ones(16))])
+            coordinator.publish_weights(command.shares, weights, WITHOUT_MODEL)
         elif isinstance(command, TrainOnBatchCommand):
             step = command.manifest.step
             coordinator.on_trained(WeightVersion(1, step), {})

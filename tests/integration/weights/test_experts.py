@@ -1,27 +1,18 @@
-"""Experts of a mixture reach a real replica, and a byte of one that changed on the way is found."""
+"""Experts of a mixture reach a real replica, and two that were swapped on the way are found."""
 
 from collections.abc import Iterator
-from concurrent.futures import Future
 
 import pytest
 import torch
 import transformers
 
-from areal_hpc.errors import WeightSyncError
-from areal_hpc.recipe.sections.weights import WeightsConfig
-from areal_hpc.weights.buckets.bucket import PackingBuffers
-from areal_hpc.weights.buckets.plan import plan_buckets
-from areal_hpc.weights.digester import BucketDigester, DigestsByTpSizeAndRank
-from areal_hpc.weights.replica_client import ReplicaClient
-from areal_hpc.weights.transports.broadcast import BroadcastSession
-from areal_hpc.weights.transports.process_group import UpdateProcessGroup
 from areal_hpc.wire.weight_version import WeightVersion
 from tests.support.deadlines import scaled
 from tests.support.inference_cell import VOCABULARY, Cell, running_cell
 from tests.support.reference_models import by_checkpoint_name
-from tests.support.weight_updates import publish, publishing, raise_if_failed, specs_of
+from tests.support.weight_updates import probe_of, publish, publishing, raise_if_failed
 
-DAMAGED = "model.layers.1.mlp.experts.5.down_proj.weight"
+SWAPPED = [f"model.layers.1.mlp.experts.{at}.down_proj.weight" for at in (5, 6)]
 
 
 @pytest.fixture(scope="module")
@@ -58,40 +49,19 @@ def cell(
 
 
 @pytest.mark.thorough
-def test_experts_are_compared_and_a_byte_that_changes_on_the_way_is_found(
+def test_experts_reach_a_replica_and_two_that_are_swapped_are_found(
     cell: Cell, model: transformers.Qwen3MoeForCausalLM
 ) -> None:
     weights = by_checkpoint_name(dict(model.state_dict()))
-    version = WeightVersion(1, 0)
     with publishing(
         cell.paths.rendezvous_dir,
         cell.service_key,
         bucket_bytes=50_000,
         update_timeout_s=scaled(20),
     ) as publisher:
-        (key,) = publisher.discover_outdated_training_replicas(version)
-        buckets = plan_buckets(specs_of(weights), 1 << 30)
-        packed = PackingBuffers(torch.device("cpu")).open_bucket_in_older_buffer(buckets[0])
-        for name, tensor in weights.items():
-            packed.copy_or_hold_parameter(name, tensor)
-        digester = BucketDigester(buckets, {1}, "cpu")
-        digester.add(packed)
-        sent: Future[DigestsByTpSizeAndRank] = Future()
-        sent.set_result(digester.finish())
-        packed.tensors[DAMAGED].view(torch.uint8)[0, 0] ^= 1
-        session = BroadcastSession(
-            UpdateProcessGroup("damaged", "127.0.0.1", 2, "gloo", 20),
-            [ReplicaClient(key, cell.service_key, 1, 20)],
-            WeightsConfig(),
-        )
-        session.fence_and_form_group()
-        session.fence_and_pause_replicas()
-        session.send_bucket(packed, version)
-        session.end_update()
-        with pytest.raises(
-            WeightSyncError, match=r"1 different \['model\.layers\.1\.mlp\.experts\.w2_weight'\]"
-        ):
-            session.verify(version, sent)
-        session.abandon_and_fence()
-        raise_if_failed(publish(publisher, WeightVersion(1, 1), weights))
+        swapped = weights | {SWAPPED[0]: weights[SWAPPED[1]], SWAPPED[1]: weights[SWAPPED[0]]}
+        report = publish(publisher, WeightVersion(1, 0), swapped, probe=probe_of(model))
+        assert "differ from the trainer's by" in str(*report.failed.values())
+        assert cell.replica().version == ""
+        raise_if_failed(publish(publisher, WeightVersion(1, 1), weights, probe=probe_of(model)))
         assert cell.replica().version == "1.1"

@@ -13,19 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from transformers import Qwen3ForCausalLM
 
-from areal_hpc.errors import WeightSyncError
-from areal_hpc.recipe.sections.weights import WeightsConfig
-from areal_hpc.weights.buckets.bucket import PackingBuffers
-from areal_hpc.weights.buckets.plan import plan_buckets
-from areal_hpc.weights.checksum import compute_non_expert_rank_digests
-from areal_hpc.weights.digester import DigestsByTpSizeAndRank
+from areal_hpc.weights.buckets.plan import BucketPlan, plan_buckets
 from areal_hpc.weights.publisher import Publisher
-from areal_hpc.weights.replica_client import ReplicaClient
-from areal_hpc.weights.transports.broadcast import BroadcastSession
-from areal_hpc.weights.transports.process_group import UpdateProcessGroup
 from areal_hpc.weights.transports.transport import UpdateReport
 from areal_hpc.wire.weight_version import WeightVersion
 from tests.support.deadlines import scaled
@@ -33,7 +24,16 @@ from tests.support.inference_cell import Cell, logprob_error, running_cell, tiny
 from tests.support.sender_ranks import sender_ranks
 from tests.support.update_faults import Gate, Reader, Sender, Trap, gates
 from tests.support.waiting import wait_for
-from tests.support.weight_updates import publish, publishing, raise_if_failed, specs_of
+from tests.support.weight_updates import (
+    probe_of,
+    publish,
+    publishing,
+    raise_if_failed,
+    save_update,
+    specs_of,
+)
+
+Weights = dict[str, torch.Tensor]
 
 IN_FLIGHT_S = 0.3
 HANG_TIMEOUT_S = scaled(8.0)
@@ -70,7 +70,8 @@ def trainer(
 
 
 def send(cell: Cell, publisher: Publisher, step: int, model: Qwen3ForCausalLM) -> UpdateReport:
-    return publish(publisher, WeightVersion(cell.generation, step), model.state_dict())
+    version = WeightVersion(cell.generation, step)
+    return publish(publisher, version, model.state_dict(), probe=probe_of(model))
 
 
 def update(cell: Cell, publisher: Publisher, step: int, model: Qwen3ForCausalLM) -> UpdateReport:
@@ -97,7 +98,7 @@ def test_two_trainer_ranks_send_each_to_its_own_replica(cell: Cell, tmp_path: Pa
     models, cell.generation = [tiny_qwen3(seed) for seed in (31, 32)], cell.generation + 1
     files = [tmp_path / f"{at}.safetensors" for at in range(2)]
     for model, path in zip(models, files, strict=True):
-        save_file({name: one.clone() for name, one in model.state_dict().items()}, path)
+        save_update(model, path)
     with sender_ranks(
         cell.paths.rendezvous_dir,
         files[0],
@@ -239,60 +240,88 @@ def test_weights_by_disk_are_the_ones_that_answer(cell: Cell, tmp_path: Path) ->
         assert folder.name.startswith(f"{report.version}.")
 
 
-def test_a_byte_that_changes_on_the_disk_is_found(cell: Cell, tmp_path: Path) -> None:
+def zero_a_bucket(weights: Weights, older: Weights, bucket: BucketPlan) -> None:
+    for slot in bucket.slots:
+        weights[slot.spec.name] = torch.zeros_like(weights[slot.spec.name])
+
+
+def swap_two_tensors(weights: Weights, older: Weights, bucket: BucketPlan) -> None:
+    first, second = (f"model.layers.{layer}.mlp.down_proj.weight" for layer in range(2))
+    weights[first], weights[second] = weights[second], weights[first]
+
+
+def keep_a_bucket_of_the_version_before(
+    weights: Weights, older: Weights, bucket: BucketPlan
+) -> None:
+    weights |= {slot.spec.name: older[slot.spec.name] for slot in bucket.slots}
+
+
+@pytest.mark.parametrize(
+    "damage", [zero_a_bucket, swap_two_tensors, keep_a_bucket_of_the_version_before]
+)
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+def test_wrong_weights_are_noticed_never_serve_and_are_sent_again(
+    cell: Cell, damage: Callable[[Weights, Weights, BucketPlan], None], mode: str
+) -> None:
+    older, model = tiny_qwen3(8), tiny_qwen3(8)
+    with torch.no_grad():  # a large step of an optimizer
+        for parameter in model.parameters():
+            parameter += 1e-3 * torch.sign(torch.randn_like(parameter))
+    with trainer(cell, pause_mode=mode) as publisher:
+        update(cell, publisher, 0, older)
+        weights = dict(model.state_dict())
+        buckets = plan_buckets(specs_of(weights), 100_000)
+        damage(weights, dict(older.state_dict()), buckets[len(buckets) // 2])
+        version, before = WeightVersion(cell.generation, 1), incarnations(cell)
+        report = publish(publisher, version, weights, probe=probe_of(model))
+        assert {key.cell_and_index for key in report.failed} == {*BOTH}
+        for index, error in enumerate(report.failed.values()):
+            assert "differ from the trainer's by" in str(error)
+            view = cell.replica(index)
+            assert (view.state, view.version) == ("ready", ""), "nobody vouches for these weights"
+        update(cell, publisher, 1, model)
+        assert incarnations(cell) == before, "no restart was needed"
+
+
+def test_a_file_that_changes_on_the_disk_is_found(cell: Cell, tmp_path: Path) -> None:
     def damage(forward: Callable[[], None]) -> None:
         folders = (
             cell.paths.published_weights_dir.iterdir()
         )  # an earlier sender's may still be there
         folder = max(folders, key=lambda folder: folder.stat().st_mtime_ns)
         path = sorted(folder.iterdir())[-1]
-        content = bytearray(path.read_bytes())
-        content[-1] ^= 1
-        path.write_bytes(content)
+        content = path.read_bytes()
+        path.write_bytes(content[: len(content) // 2] + bytes(len(content) - len(content) // 2))
         forward()
 
     directory, model = tmp_path / "gates", tiny_qwen3(8)
     with gates([cell], directory) as (gate,), trainer(cell, directory, transport="disk") as sender:
         gate.trap = Trap("load", 1, 0, damage)
-        failed = {
-            at.cell_and_index: str(why) for at, why in send(cell, sender, 0, model).failed.items()
-        }
-        assert "1 different" in failed["cell-0", 0]
+        report = send(cell, sender, 0, model)
+        assert ("cell-0", 0) in {key.cell_and_index for key in report.failed}
         assert cell.replica(0).state == "ready", "nobody vouches for these weights"
         gate.trap = None
         update(cell, sender, 0, model)
 
 
-def test_a_byte_that_changes_on_the_way_is_found(cell: Cell) -> None:
-    model = tiny_qwen3(4)
-    weights = model.state_dict()
-    (bucket,) = plan_buckets(specs_of(weights), 1 << 30)
-    packed = PackingBuffers(torch.device("cpu")).open_bucket_in_older_buffer(bucket)
-    for name, tensor in weights.items():
-        packed.copy_or_hold_parameter(name, tensor)
-    expected = {(1, 0): compute_non_expert_rank_digests(packed.tensors, 0, 1, "cpu")}
-    packed.tensors["model.layers.1.self_attn.k_proj.weight"].view(torch.uint8)[0, 0] ^= 1
-    with trainer(cell) as publisher:
-        version = WeightVersion(cell.generation, 0)
-        key = next(
-            key for key in publisher.discover_outdated_training_replicas(version) if key.index == 0
-        )
-        session = BroadcastSession(
-            UpdateProcessGroup(f"{version}", "127.0.0.1", 2, "gloo", 20),
-            [ReplicaClient(key, cell.service_key, cell.generation, 20)],
-            WeightsConfig(),
-        )
-        session.fence_and_form_group()
-        session.fence_and_pause_replicas()
-        session.send_bucket(packed, version)
-        session.end_update()
-        sent: Future[DigestsByTpSizeAndRank] = Future()
-        sent.set_result(expected)
-        with pytest.raises(WeightSyncError, match=r"1 different \['model\.layers\.1\..*qkv_proj"):
-            session.verify(version, sent)
-        session.abandon_and_fence()
-        assert cell.replica().state == "ready", "nobody vouches for these weights"
-        update(cell, publisher, 1, model)
+def test_a_replica_whose_cache_is_full_of_paused_generations_proves_its_weights(
+    tmp_path: Path,
+) -> None:
+    """In place they would keep their slots: there is one, and it is taken."""
+    model = tiny_qwen3(9)
+    with running_cell(tmp_path / "run", model, max_running_requests=1) as cell:
+        cell.await_replica(lambda view: view.state == "ready")
+        directory = tmp_path / "gates"
+        with (
+            gates([cell], directory) as (gate,),
+            trainer(cell, directory, pause_mode="in_place") as publisher,
+        ):
+            raise_if_failed(send(cell, publisher, 0, model))
+            begun = begin_generation_at_pause(cell, gate)
+            raise_if_failed(send(cell, publisher, 1, tiny_qwen3(10)))
+            _, reply = begun.result(0)
+            assert len(versions_in(reply)) == 2
+            assert len(reply.result()["output_ids"]) == TOKENS
 
 
 @pytest.mark.thorough
@@ -351,7 +380,7 @@ def test_half_loaded_weights_never_answer_and_are_sent_again(cell: Cell, tmp_pat
     old, new, before = tiny_qwen3(7), tiny_qwen3(8), incarnations(cell)
     models = {f"{cell.generation + 1}.0": old, f"{cell.generation + 3}.1": new}
     readers = [Reader(cell, index, models) for index in range(2)]
-    save_file(new.state_dict(), tmp_path / "new.safetensors")
+    save_update(new, tmp_path / "new.safetensors")
     directory = tmp_path / "gates"
     with gates([cell], directory) as (gate,):
         sender = Sender(

@@ -31,6 +31,7 @@ from tests.support.scripted_sglang import LoopThread, StandInRelay
 from tests.support.service_keys import SERVICE_KEY
 from tests.support.waiting import wait_for
 from tests.support.weight_updates import (
+    WITHOUT_MODEL,
     await_outdated,
     publish,
     publishing,
@@ -145,7 +146,7 @@ def test_replicas_lost_together_cost_as_much_as_one(lost: list[ReplicaKey], tmp_
     with publishing(tmp_path, cells=LOST, update_timeout_s=UPDATE_TIMEOUT_S) as publisher:
         began = time.monotonic()
         report = publisher.publish_from_this_rank(
-            WeightVersion(1, 0), specs_of(weights), exported, lost
+            WeightVersion(1, 0), specs_of(weights), exported, lost, WITHOUT_MODEL
         )
         took_s = time.monotonic() - began
     assert [*report.failed] == lost
@@ -237,7 +238,6 @@ def trainer(directory: Path, update_timeout_s: float) -> AbstractContextManager[
         directory,
         bucket_bytes=BUCKET_BYTES,
         update_timeout_s=update_timeout_s,
-        verify_checksum=False,
     )
 
 
@@ -262,7 +262,9 @@ def test_the_next_bucket_is_gathered_while_one_is_loaded_and_no_third(tmp_path: 
         assert len(replicas) == 1
         threading.Thread(target=let_go, daemon=True).start()
         raise_if_failed(
-            publisher.publish_from_this_rank(version, specs_of(WEIGHTS), gathered(), replicas)
+            publisher.publish_from_this_rank(
+                version, specs_of(WEIGHTS), gathered(), replicas, WITHOUT_MODEL
+            )
         )
         assert publisher.discover_outdated_training_replicas(version) == []
 

@@ -59,8 +59,8 @@ def test_time_of_an_update_is_that_of_its_calls(state: WeightUpdateState) -> Non
         state.on_call_started("update_weights_from_distributed", 100 * step + 1, 10)
         for now in (100 * step + 2, 100 * step + 3):
             state.on_call_finished("update_weights_from_distributed", now, 10, accepted=True)
-        state.on_call_started("weights_checker", 100 * step + 50, 10)
-        state.on_call_finished("weights_checker", 100 * step + 50 + step, 10, accepted=True)
+        state.on_call_started("generate", 100 * step + 50, 10)
+        state.on_call_finished("generate", 100 * step + 50 + step, 10, accepted=True)
         state.mark_serving(f"1.{step}")
         assert state.last_busy_s == 3 + step
 

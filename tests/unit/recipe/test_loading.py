@@ -79,7 +79,7 @@ REFUSED = [
     (
         "inference.dtype=bfloat16; trainer.device=cuda",
         "inference.device inference.dtype",
-        "checksums of weight updates could not match",
+        "log-probabilities of the same weights",
     ),
     ("rollout.episode_timeout_s=2400", "proxy.session_timeout_s", "=3600 is shorter than 3 attem"),
     (

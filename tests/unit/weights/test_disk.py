@@ -13,7 +13,7 @@ from areal_hpc.weights.buckets.plan import plan_buckets
 from areal_hpc.weights.discovery import ReplicaKey
 from areal_hpc.weights.transports.disk import WeightsFolder
 from areal_hpc.wire.weight_version import WeightVersion
-from tests.support.weight_updates import publishing, specs_of
+from tests.support.weight_updates import WITHOUT_MODEL, publishing, specs_of
 
 WEIGHTS = {
     "norm.0.weight": torch.arange(6, dtype=torch.bfloat16).reshape(2, 3),
@@ -74,7 +74,7 @@ def test_a_full_disk_leaves_replicas_alone_is_said_of_each_and_gets_back_what_it
         resource.setrlimit(resource.RLIMIT_FSIZE, (8192, limits[1]))
         try:
             report = publisher.publish_from_this_rank(
-                WeightVersion(1, 0), specs_of(weights), drained, keys
+                WeightVersion(1, 0), specs_of(weights), drained, keys, WITHOUT_MODEL
             )
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
