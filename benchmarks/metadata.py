@@ -94,14 +94,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         ends = [row["unix_time_s"] for row in read_readable_records(paths.metrics)]
         begin, end = ends[1], ends[-2]
         counts = count_calls(lines, paths.root, begin, end)
-    seconds, steps = end - begin, len(ends) - 3
+    seconds, steps = float(end - begin), len(ends) - 3
     rates = {key: count / seconds for key, count in counts.items()}
     print(f"\n{steps} steps in {seconds:.1f} s; calls a second")
     for (process, call), rate in sorted(rates.items(), key=lambda item: (item[0][0], -item[1])):
         print(f"{process:<12}{call:<14}{rate:>8.2f}")
 
     def total(*processes: str) -> float:
-        return sum(rate for (process, _), rate in rates.items() if process in processes)
+        return sum((rate for (process, _), rate in rates.items() if process in processes), 0.0)
 
     figures = {
         "cell_per_s": total(*CELL),

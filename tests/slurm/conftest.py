@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from areal_hpc.slurm.devcluster.roots import list_unpacked_versions
+from slurm.devcluster.roots import list_unpacked_versions
 from tests.support.deadlines import scaled
 from tests.support.devclusters import Devcluster, devcluster
 from tests.support.environments import CHECKOUT

@@ -26,9 +26,9 @@ LIMITED_RUN = ("trainer", "cell-0", "cell-1")
 RESTART_SLURMCTLD = """
 import sys, time
 from pathlib import Path
-from areal_hpc.slurm.devcluster.cluster import read_plan
-from areal_hpc.slurm.devcluster.daemons import start_daemon, stop_daemon
-from areal_hpc.slurm.devcluster.paths import DevclusterPaths
+from slurm.devcluster.cluster import read_plan
+from slurm.devcluster.daemons import start_daemon, stop_daemon
+from slurm.devcluster.paths import DevclusterPaths
 
 made = read_plan(DevclusterPaths(Path(sys.argv[1])))
 slurmctld = next(one for one in made.daemons if one.name == "slurmctld")

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from areal_hpc.slurm.devcluster.roots import list_unpacked_versions
+from slurm.devcluster.roots import list_unpacked_versions
 from tests.slurm.supervised_jobs import SupervisedJob
 from tests.support.commands import areal_hpc
 from tests.support.devclusters import devcluster

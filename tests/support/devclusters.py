@@ -14,8 +14,8 @@ import psutil
 
 from areal_hpc.rundir.jobs import Submission, read_submissions
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.slurm.devcluster.host import lock_host
-from areal_hpc.slurm.devcluster.roots import find_slurm_root, get_programs_dir
+from slurm.devcluster.host import lock_host
+from slurm.devcluster.roots import find_slurm_root, get_programs_dir
 from tests.support.commands import areal_hpc, run_program, said_by, start_areal_hpc
 from tests.support.deadlines import scaled
 from tests.support.small_run import SIZES

@@ -16,7 +16,7 @@ import sys
 import time
 from pathlib import Path
 
-from areal_hpc.slurm.devcluster.roots import list_unpacked_versions
+from slurm.devcluster.roots import list_unpacked_versions
 from tests.support.environments import CHECKOUT
 from tests.support.slurm_releases import PARTS
 

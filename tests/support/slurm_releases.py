@@ -13,9 +13,9 @@ import sys
 import time
 from typing import Any
 
-from areal_hpc.slurm.devcluster.processes import get_search_path
-from areal_hpc.slurm.devcluster.roots import find_slurm_root, get_programs_dir
 from areal_hpc.slurm.versions import PROVEN_RELEASES
+from slurm.devcluster.processes import get_search_path
+from slurm.devcluster.roots import find_slurm_root, get_programs_dir
 from tests.support.environments import CHECKOUT
 from tests.support.results import read_results, write_results
 from tests.support.tables import markdown, write_table

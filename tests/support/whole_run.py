@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from areal_hpc.slurm.devcluster.roots import list_unpacked_versions
+from slurm.devcluster.roots import list_unpacked_versions
 from tests.support.environments import CHECKOUT
 from tests.support.file_durations import estimate_s, write_table
 

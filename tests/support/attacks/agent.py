@@ -19,7 +19,7 @@ from areal_hpc.errors import SandboxLostError
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.sandbox.runtimes.guest import GUEST_VARIABLES
 from areal_hpc.sandbox.sandbox import CommandResult, Sandbox
-from areal_hpc.slurm.devcluster.paths import DevclusterPaths
+from slurm.devcluster.paths import DevclusterPaths
 from tests.support.attacks import tool
 from tests.support.deadlines import scaled
 from tests.support.environments import CHECKOUT
@@ -40,7 +40,6 @@ SANDBOX = {
     "disk_bytes": DISK_MIB << 20,
     "files": FILES,
     "processes": PROCESSES,
-    "output_bytes": 1 << 16,
     "warm": 1,
 }
 HIGHEST_PID_INSIDE = 300

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.slurm.devcluster.paths import DevclusterPaths, get_default_root
-from areal_hpc.slurm.devcluster.plan import (
+from slurm.devcluster.paths import DevclusterPaths, get_default_root
+from slurm.devcluster.plan import (
     DevclusterPlan,
     DevclusterSettings,
     HostFacts,

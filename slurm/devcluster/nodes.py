@@ -9,11 +9,11 @@ from pathlib import Path
 import psutil
 
 from areal_hpc.errors import ClusterError, RecipeError
-from areal_hpc.slurm.devcluster import processes
-from areal_hpc.slurm.devcluster.daemons import build_daemon_error
-from areal_hpc.slurm.devcluster.node_main import CGROUP_CONTROLLERS, CGROUP_ROOT
-from areal_hpc.slurm.devcluster.paths import DevclusterPaths
-from areal_hpc.slurm.devcluster.plan import DevclusterNode, DevclusterPlan
+from slurm.devcluster import processes
+from slurm.devcluster.daemons import build_daemon_error
+from slurm.devcluster.node_main import CGROUP_CONTROLLERS, CGROUP_ROOT
+from slurm.devcluster.paths import DevclusterPaths
+from slurm.devcluster.plan import DevclusterNode, DevclusterPlan
 
 UP_STATES = frozenset({"idle", "allocated", "mixed", "completing"})
 """States of a node that takes jobs or runs them. One that does not answer has a star as well."""

@@ -14,10 +14,10 @@ import psutil
 
 from areal_hpc.checkout import find_checkout
 from areal_hpc.errors import ClusterError, RecipeError
-from areal_hpc.slurm.devcluster import processes
-from areal_hpc.slurm.devcluster.node_main import CGROUP_CONTROLLERS, CGROUP_ROOT
-from areal_hpc.slurm.devcluster.plan import DevclusterSettings, HostFacts, count_ports
-from areal_hpc.slurm.devcluster.roots import find_slurm_root
+from slurm.devcluster import processes
+from slurm.devcluster.node_main import CGROUP_CONTROLLERS, CGROUP_ROOT
+from slurm.devcluster.plan import DevclusterSettings, HostFacts, count_ports
+from slurm.devcluster.roots import find_slurm_root
 
 REQUIRED_COMMANDS = ("slurmctld", "slurmd", "srun", "munged", "mungekey")
 DATABASE_COMMANDS = ("slurmdbd", "mariadbd", "mariadb-install-db", "mariadb-admin")

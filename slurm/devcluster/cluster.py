@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from areal_hpc.errors import ClusterError, RecipeError
-from areal_hpc.slurm.devcluster import daemons, host, nodes, processes
-from areal_hpc.slurm.devcluster.paths import DevclusterPaths
-from areal_hpc.slurm.devcluster.plan import (
+from slurm.devcluster import daemons, host, nodes, processes
+from slurm.devcluster.paths import DevclusterPaths
+from slurm.devcluster.plan import (
     DevclusterPlan,
     DevclusterSettings,
     dump_plan_inputs,

@@ -13,9 +13,9 @@ from pathlib import Path
 import jinja2
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.slurm.devcluster import processes, roots
-from areal_hpc.slurm.devcluster.node_main import NodeSetup
-from areal_hpc.slurm.devcluster.paths import DevclusterPaths
+from slurm.devcluster import processes, roots
+from slurm.devcluster.node_main import NodeSetup
+from slurm.devcluster.paths import DevclusterPaths
 
 MAX_NODES = 200
 """What one subnet of 256 addresses and the names n01 to n200 have room for."""

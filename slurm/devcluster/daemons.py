@@ -4,9 +4,9 @@ import subprocess
 import time
 
 from areal_hpc.errors import ClusterError
-from areal_hpc.slurm.devcluster import processes
-from areal_hpc.slurm.devcluster.paths import DevclusterPaths
-from areal_hpc.slurm.devcluster.plan import Daemon, DevclusterPlan
+from slurm.devcluster import processes
+from slurm.devcluster.paths import DevclusterPaths
+from slurm.devcluster.plan import Daemon, DevclusterPlan
 
 GRACE_S = 10.0
 """Time that a daemon gets to end by itself; MariaDB takes a second."""
