@@ -17,7 +17,7 @@ from areal_hpc.trainer.batch.training_rows import ADVANTAGE_CHANNEL, BEHAVIOR_LO
 from areal_hpc.trainer.model.families.architecture import parse_architecture
 from areal_hpc.trainer.model.hf_weights import load_hf
 from areal_hpc.trainer.model.policy import Policy, build_policy
-from areal_hpc.trainer.objective.loss_stats import LossStats
+from areal_hpc.trainer.objective.loss_stats import LossStats, Number
 from areal_hpc.trainer.objective.policy_loss import compute_policy_loss
 from areal_hpc.trainer.optimizer import build_optimizer
 from areal_hpc.trainer.process_groups import init_process_groups_and_device
@@ -161,7 +161,7 @@ def grpo_loss(batch: MicroBatch, logprobs_N: torch.Tensor) -> tuple[torch.Tensor
         ObjectiveConfig(),
     )
     counts = {"tokens": len(logprobs_N), "places": batch.padded_token_count}
-    sums = {**loss.sums, **counts, "logprob": held_N.sum()}
+    sums: dict[str, Number] = {**loss.sums, **counts, "logprob": held_N.sum()}
     return loss.total, LossStats(sums, {"weight": loss.largest_weight})
 
 

@@ -53,7 +53,7 @@ async def _serve_cell(job: ProxyJobConfig, stop: StopRequest) -> None:
         job.reasoning_parser,
     )
     journal = make_journal_folder_and_get_path(job, admin_key)
-    recorder = JournaledRecorder(journal, job.shards.sync_interval_s, model.encoder.vocab_size)
+    recorder = JournaledRecorder(journal, model.encoder.vocab_size)
     sealer = TicketSealer(recorder, paths, job.cell, job.shards, service_key)
     sealer.recover_interrupted_seals()
     source = CellReplicaSource(paths.rendezvous_dir, job.cell, service_key)

@@ -17,7 +17,7 @@ from areal_hpc.proxy.engine.replicas import StaticReplicaSource
 from areal_hpc.proxy.service import LISTEN_BACKLOG, ProxyService, run_in_uvloop_thread_until_done
 from areal_hpc.proxy.sessions.recorder import JournaledRecorder, MemoryRecorder
 from areal_hpc.recipe.base import BaseConfig
-from areal_hpc.recipe.sections.proxy_and_shards import ProxyConfig, ShardConfig
+from areal_hpc.recipe.sections.proxy_and_shards import ProxyConfig
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.privacy import UMASKS
 
@@ -80,8 +80,7 @@ async def _serve_standalone(
     recorder: JournaledRecorder = MemoryRecorder(vocab_size)
     if config.journal is not None:
         config.journal.mkdir(mode=0o700, parents=True, exist_ok=True)
-        sync_interval_s = ShardConfig().sync_interval_s
-        recorder = JournaledRecorder(config.journal / "journal", sync_interval_s, vocab_size)
+        recorder = JournaledRecorder(config.journal / "journal", vocab_size)
     source = StaticReplicaSource(config.upstreams)
     service = ProxyService(config.proxy, model, config.serve_python, admin_key, recorder, source)
     try:

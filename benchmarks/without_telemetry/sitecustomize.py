@@ -37,10 +37,12 @@ async def _watch_nothing(*values: object) -> None:
 
 def _leave_out_entropy(network: Any, batch: Any, logits_1NV: Any) -> tuple[Any, Any]:
     """Log-probabilities without entropies, which are 0 then."""
-    from areal_hpc.trainer import step  # not before a process needs it
+    # not before a process needs it
+    from areal_hpc.trainer.model.kernels.logprobs import consume_logits_into_token_logprobs
+    from areal_hpc.trainer.step import _list_scoring_arguments
 
-    scored = step._list_scoring_arguments(network, batch, logits_1NV)
-    logprobs_N = step.consume_logits_into_token_logprobs(*scored)
+    scored = _list_scoring_arguments(network, batch, logits_1NV)
+    logprobs_N = consume_logits_into_token_logprobs(*scored)
     return logprobs_N, logprobs_N.new_zeros(logprobs_N.shape)
 
 

@@ -24,8 +24,8 @@ CUT_DOWN = (
 )
 ONE_AFTER_ANOTHER = (
     "cluster.slurm.exclusive=true",
-    "cluster.slurm.jobs.cell.nodelist=n01",
-    "cluster.slurm.jobs.trainer.nodelist=n02",
+    "cluster.slurm.jobs.cell.sbatch={nodelist: n01}",
+    "cluster.slurm.jobs.trainer.sbatch={nodelist: n02}",
 )
 """This machine has room for one SGLang: members wait for their nodes."""
 

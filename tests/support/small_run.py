@@ -39,7 +39,6 @@ SIZES = (
 CUT_DOWN = (
     *SIZES,
     "sft.total_steps=40",
-    "sft.log_every_steps=5",
     "evaluation.every_steps=2",
     "trainer.total_steps=3",
     "trainer.checkpoint_every_steps=1",

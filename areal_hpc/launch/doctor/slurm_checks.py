@@ -101,7 +101,7 @@ def _render_sample_scripts(doctor_subject: DoctorSubject) -> dict[str, str]:
 
 def get_sbatch_placement_flags(options: JobOptions) -> tuple[str, ...]:
     """The options of sbatch that decide whether it takes a job and where the job lands."""
-    named = ("partition", "account", "qos", "constraint", "reservation")
+    named = ("partition", "account", "qos", "constraint")
     values = {name: getattr(options, name) for name in named}
     told = (f"--{name}={value}" for name, value in values.items() if value)
     return (*told, *format_flags(options.sbatch))

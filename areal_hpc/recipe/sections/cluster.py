@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, StrictBool, field_validator, model_validator
 
@@ -27,6 +27,7 @@ _REFUSED_SBATCH_FLAGS = {
     "cluster-constraint": "federations are not supported; submit on one cluster",
     "het-group": "each job of a run is one of its own; `jobs.trainer` and `jobs.cell` tell them "
     "apart",
+    "comment": "a run's jobs are found by their comments",
     "wrap": "the job's command is the supervisor's",
     "test-only": "`areal-hpc doctor RECIPE` asks Slurm whether it would take the jobs",
     "parsable": "`areal-hpc status` lists the jobs' numbers",
@@ -45,8 +46,6 @@ class JobOptions(BaseConfig):
     """Quality of service."""
     constraint: str | None = None
     """Features that nodes must have."""
-    reservation: str | None = None
-    """Reservation to run in."""
     time_limit_minutes: PositiveInt | None = None
     """Time limit, minutes; 1440 (a day) when null."""
     mem: str | None = None
@@ -63,29 +62,14 @@ class JobOptions(BaseConfig):
     """GRES request; `gpu:{count}` when null, for example `gpu:a100:{count}`."""
     exclusive: bool | None = None
     """Whole nodes."""
-    nodelist: str | None = None
-    """Nodes that must be among the job's."""
     exclude: str | None = None
     """Nodes that must not."""
-    licenses: str | None = None
-    """Licenses to hold."""
-    mail_user: str | None = None
-    """Mail address for notifications."""
-    mail_type: str | None = None
-    """When to write: `END,FAIL`."""
-    comment: str | None = None
-    """Text appended to the job comment, after the run directory."""
     sbatch: SlurmFlags | None = None
-    """Further options of sbatch: `{nice: 100, contiguous: true}`."""
+    """Further options of sbatch: `{reservation: rl-week, mail-user: me@x, contiguous: true}`."""
     srun: SlurmFlags | None = None
     """Further options of srun, which starts the tasks: `{cpu-bind: cores}`."""
     setup: tuple[str, ...] | None = None
     """Shell lines before the tasks start: `module load cuda`."""
-
-    @field_validator("sbatch", "srun")
-    @classmethod
-    def _drop_false_flags(cls, flags: SlurmFlags | None) -> SlurmFlags | None:
-        return flags and {name: value for name, value in flags.items() if value is not False}
 
     @field_validator("sbatch")
     @classmethod
@@ -180,18 +164,24 @@ class SlurmConfig(JobOptions):
     """Warning (SIGUSR2) before the time limit and, where so configured, before a preemption."""
 
     def get_options_of_job(self, job: str) -> JobOptions:
-        """Options of a job by its name: `trainer`, `sft`, `cell-3`, `cells-0-3`, `evaluation`."""
+        """Options of a job by its name: `trainer`, `sft`, `cell-3`, `evaluation`.
+
+        Options of sbatch and srun are merged name by name; false takes one out.
+        """
         layers: list[JobOptions] = [self]
         layers += [self.jobs.cell] if is_cell_job(job) else [self.jobs.trainer]
         layers += [self.jobs.sft] if job == "sft" else []
         layers += [self.jobs.evaluation] if job == EVALUATION_CELL else []
-        told = {
-            name: value
-            for layer in layers
-            for name in JobOptions.model_fields
-            if (value := getattr(layer, name)) is not None
-        }
-        return JobOptions(**told)
+        options: dict[str, Any] = {}
+        for layer in layers:
+            for name in JobOptions.model_fields:
+                value = getattr(layer, name)
+                if isinstance(value, dict):
+                    merged = options.get(name, {}) | value
+                    value = {flag: given for flag, given in merged.items() if given is not False}
+                if value is not None:
+                    options[name] = value
+        return JobOptions(**options)
 
 
 class RoleEnvironmentConfig(BaseConfig):

@@ -15,8 +15,6 @@ class ShardConfig(BaseConfig):
     """Seal a shard when the journal reaches this size; large files reduce Lustre metadata load."""
     seal_after_s: Annotated[float, Field(gt=0)] = 30.0
     """Seal at the latest this long after the first finished ticket."""
-    sync_interval_s: Annotated[float, Field(ge=0)] = 0.05
-    """Group journal records into one fdatasync at most this far apart."""
     journal_dir: Path | None = None
     """Node-local folder of journals; `$SLURM_TMPDIR` or the system's temporary folder when null."""
 

@@ -27,7 +27,5 @@ class SandboxConfig(BaseConfig):
     """All that is written, in memory of the node."""
     files: Annotated[int, Field(ge=100)] = 100_000
     """Files, folders and links that are made."""
-    output_bytes: Annotated[int, Field(ge=1024)] = 1 << 20
-    """What one command prints, on each of its two streams; it is killed when it prints more."""
     warm: Annotated[int, Field(ge=0)] = 4
     """Sandboxes that each cell keeps ready; those of mode `subproc` are started when wanted."""

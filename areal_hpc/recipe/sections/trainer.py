@@ -189,12 +189,6 @@ class TeacherConfig(BaseConfig):
     """In its place, the address of an SGLang server of such a model: `http://node7:30000`."""
     api_key_file: Path | None = None
     """With url: a file of yours alone (mode 0600) with the server's API key."""
-    timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 120.0
-    """With url: a call that takes longer is given up and repeated."""
-    retry_s: Annotated[float, Field(ge=0, le=1200)] = 300.0
-    """With url: how long a call that failed is repeated, while the server is away or busy."""
-    max_concurrent: Annotated[int, Field(ge=1, le=1024)] = 16
-    """With url: rows that are on their way to the server at once."""
     coef: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """This times log teacher - log pi of a token is added to its advantage."""
 
@@ -209,13 +203,8 @@ class TeacherConfig(BaseConfig):
                 f"a teacher and coef belong together, got path={self.path} and url={self.url} "
                 f"with coef={self.coef}: set path or url with coef, or none of them"
             )
-        fields = type(self).model_fields
-        of_url = ("api_key_file", "timeout_s", "retry_s", "max_concurrent")
-        changed = [name for name in of_url if getattr(self, name) != fields[name].default]
-        if changed and self.url is None:
-            raise ValueError(
-                f"without url no server is called, got {' and '.join(changed)}: leave it out"
-            )
+        if self.api_key_file is not None and self.url is None:
+            raise ValueError("without url no server is called, got api_key_file: leave it out")
         try:
             _ = urlsplit(self.url or "").port
         except ValueError as error:
@@ -567,5 +556,3 @@ class SftConfig(BaseConfig):
     """AdamW."""
     checkpoint_every_steps: Annotated[int, Field(ge=1)] = 500
     """Steps between checkpoints."""
-    log_every_steps: Annotated[int, Field(ge=1)] = 20
-    """Steps between lines of `sft_metrics.jsonl`."""

@@ -176,9 +176,7 @@ def build_sandbox_spec(config: SandboxConfig, runtime: Runtime) -> SandboxSpec:
             hint="put its folder, a tar of it or an image there, on every node",
         )
     _check_readonly_folders(config.readonly_folders, runtime)
-    limits = SandboxLimits(
-        config.memory_bytes, config.processes, config.disk_bytes, config.files, config.output_bytes
-    )
+    limits = SandboxLimits(config.memory_bytes, config.processes, config.disk_bytes, config.files)
     root = Path(config.root).resolve() if config.root else None
     image = read_image(root) if root is not None and root.is_file() else None
     return SandboxSpec(

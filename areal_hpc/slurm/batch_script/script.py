@@ -18,10 +18,7 @@ from areal_hpc.slurm.batch_script.container import build_container_command
 DEFAULT_TIME_LIMIT_MINUTES = 24 * 60
 PAYLOAD_FILE = "payload.pkl"
 """What submitit starts, kept for jobs that submit themselves again. It only names `launch.json`."""
-_SAME_NAMED_OPTIONS = (
-    *("partition", "account", "qos", "constraint", "cpus_per_task", "nodelist"),
-    *("mail_user", "mail_type"),
-)
+_SAME_NAMED_OPTIONS = ("partition", "account", "qos", "constraint", "cpus_per_task")
 """Options that recipes and submitit call the same."""
 
 
@@ -199,7 +196,7 @@ def _build_job_request(
     gres = (options.gres or "gpu:{count}").replace("{count}", str(shape.gpus_per_node))
     asked = {
         "job_name": f"{run_context.name}-{job.name}",
-        "comment": " ".join(filter(None, (str(run_context.run_dir), options.comment))),
+        "comment": str(run_context.run_dir),
         "nodes": shape.nodes,
         "ntasks_per_node": shape.tasks_per_node,
         "time": shape.time_limit_minutes,
@@ -211,7 +208,11 @@ def _build_job_request(
         "stderr_to_stdout": True,
         "setup": _build_setup_lines(options, folder, run_context) or None,
         "srun_args": srun_args,
-        "additional_parameters": _build_additional_parameters(options, slurm, run_context),
+        "additional_parameters": {
+            "requeue" if slurm.requeue else "no-requeue": True,
+            "chdir": str(run_context.working_folder),
+            **(options.sbatch or {}),
+        },
     }
     asked |= {name: getattr(options, name) for name in _SAME_NAMED_OPTIONS}
     given = {name: value for name, value in asked.items() if value is not None}
@@ -224,19 +225,6 @@ def _build_job_request(
 
 def _sets_task_placement(srun_args: Sequence[str]) -> bool:
     return any(argument.startswith("--distribution=") for argument in srun_args)
-
-
-def _build_additional_parameters(
-    options: JobOptions, slurm: SlurmConfig, run_context: RunContext
-) -> dict[str, Any]:
-    asked: dict[str, Any] = {
-        "requeue" if slurm.requeue else "no-requeue": True,
-        "chdir": str(run_context.working_folder),
-    }
-    for name in ("reservation", "licenses"):
-        if (value := getattr(options, name)) is not None:
-            asked[name] = value
-    return asked | (options.sbatch or {})
 
 
 def _build_setup_lines(options: JobOptions, folder: Path, run_context: RunContext) -> list[str]:

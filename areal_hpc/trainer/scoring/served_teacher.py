@@ -1,7 +1,7 @@
 """Teacher that a server holds, for all ranks: rank 0 asks it, and the ranks meet once a second.
 
-A batch may take a busy server longer than torch lets ranks wait in one collective; and who waits
-in one hears no stop.
+A batch may take a busy server longer than torch lets ranks wait in one collective, and a rank in a
+collective hears no stop.
 """
 
 import asyncio
@@ -27,7 +27,6 @@ from areal_hpc.trainer.scoring.teacher_client import TeacherClient
 from areal_hpc.trainer.scoring.token_scores import ScoresByRow
 
 MEETING_PERIOD_S = 1.0
-"""Ranks meet after so long, or when the server has answered all."""
 
 ResultT = TypeVar("ResultT")
 
@@ -41,22 +40,22 @@ class ServedTeacher:
     """A server's log-probabilities on every rank. All methods but `close` are collectives.
 
     Raises:
-        RecipeError: It has another tokenizer, or cannot be used as a teacher.
-        ClusterError: It does not answer.
-        OtherRankError: Rank 0 raises one of these.
         StopRequestedError: `is_stop_requested` became true on a rank.
     """
 
     def __init__(
         self, config: TeacherConfig, model_dir: Path, is_stop_requested: Callable[[], bool]
     ) -> None:
-        self._config, self._model_dir = config, model_dir
+        self._config = config
         self._is_stop_requested = is_stop_requested
         self._runner = asyncio.Runner()
         self._client: TeacherClient | None = None  # on rank 0 alone
-        self._call_on_first_rank(
-            f"the tokens of the teacher at {config.url}", self._connect_and_check_tokenizer
-        )
+
+        async def connect() -> None:
+            self._client = TeacherClient(self._config)
+            await self._client.raise_if_tokenizer_differs(model_dir)
+
+        self._call_on_first_rank(f"the tokens of the teacher at {config.url}", connect)
 
     def score(self, step: int, rows: Sequence[TrainingRow]) -> ScoresByRow:
         """Log-probabilities of the trained tokens of the batch of `step`."""
@@ -78,24 +77,25 @@ class ServedTeacher:
             self._runner.get_loop().run_until_complete(self._client.aclose())
         self._runner.close()
 
-    async def _connect_and_check_tokenizer(self) -> None:
-        self._client = TeacherClient(self._config)
-        await self._client.raise_if_tokenizer_differs(self._model_dir)
-
     def _call_on_first_rank(
         self, place_name: str, call: Callable[[], Coroutine[Any, Any, ResultT]]
     ) -> ResultT | None:
         note_place_reached(place_name)
-        task = self._runner.get_loop().create_task(call()) if dist.get_rank() == 0 else None
+        loop = self._runner.get_loop()
+        task = loop.create_task(call()) if dist.get_rank() == 0 else None
         while True:
-            held = self._work_for_one_portion(task) if task else None
+            held = None
+            if task:
+                loop.run_until_complete(asyncio.wait({task}, timeout=MEETING_PERIOD_S))
+                held = _TeacherProgress(task.done(), self._client.progress if self._client else "")
             meeting: _TeacherProgress = broadcast_object(held, _TeacherProgress)
             note_detail(meeting.progress)
             if meeting.is_over:
                 break
             if is_true_on_any_rank(self._is_stop_requested()):
                 if task:
-                    self._cancel(task)
+                    task.cancel()
+                    loop.run_until_complete(asyncio.gather(task, return_exceptions=True))
                 raise StopRequestedError
         found, trouble = None, None
         if task:
@@ -105,11 +105,3 @@ class ServedTeacher:
                 trouble = error
         raise_on_all_ranks(trouble)
         return found
-
-    def _work_for_one_portion(self, task: asyncio.Task[Any]) -> _TeacherProgress:
-        self._runner.get_loop().run_until_complete(asyncio.wait({task}, timeout=MEETING_PERIOD_S))
-        return _TeacherProgress(task.done(), self._client.progress if self._client else "")
-
-    def _cancel(self, task: asyncio.Task[Any]) -> None:
-        task.cancel()
-        self._runner.get_loop().run_until_complete(asyncio.gather(task, return_exceptions=True))

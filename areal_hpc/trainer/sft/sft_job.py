@@ -137,8 +137,6 @@ class SftTrainer:
         )
         if not is_optimizer_step_taken(norm):
             logger.warning("step %d of the SFT stage is not taken: its norm is %s", step, norm)
-        if step % sft.log_every_steps and step != sft.total_steps:
-            return
         total = stats.reduce_over_ranks(("loss", "tokens", "places"), ()).sums
         seconds = time.perf_counter() - began
         if self._metrics is not None:

@@ -1,23 +1,21 @@
-"""SFT as the launcher runs it: it learns, survives a stop, and leaves a usable model."""
+"""The SFT stage: it learns, survives a stop, and leaves a usable model."""
 
-import json
 import os
 import signal
-import subprocess
-import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
 
-from areal_hpc.jobs.processes.process_main import PROCESS_MAIN
 from areal_hpc.launch.tiny_model import make_tiny_model
 from areal_hpc.rundir.cancellation import mark_cancelled
 from areal_hpc.rundir.jobs import STOPPED_EXIT_CODE
 from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.paths import RunPaths
-from tests.support.deadlines import scaled
+from tests.support.rank_server import RankServer, TaskExit
 from tests.support.recorded_run import sft_config
 from tests.support.waiting import wait_for
 
@@ -36,49 +34,51 @@ def paths(tmp_path: Path) -> RunPaths:
     return paths
 
 
-def start(paths: RunPaths) -> subprocess.Popen[bytes]:
-    config = paths.root / "sft.json"
+def train(ranks: RankServer, paths: RunPaths, **scenario: Any) -> TaskExit:
+    """Run the entry of the stage's process."""
     optimizer = {"lr": 1e-2, "warmup_steps": 5, "decay": "linear"}
-    settings = sft_config(
+    config = sft_config(
         paths.root, ANSWERS, total_steps=160, batch_size=4, optimizer=optimizer,
         checkpoint_every_steps=CHECKPOINT_EVERY_STEPS, log_every_steps=1,
     )  # fmt: skip
-    config.write_text(json.dumps(settings))
-    return subprocess.Popen(
-        [sys.executable, "-m", PROCESS_MAIN, "areal_hpc.trainer.sft.sft_job:run", config],
-        env={**os.environ, "AREAL_HPC_SUPERVISOR_PID": str(os.getpid())},
-    )  # fmt: skip
+    return ranks.run(
+        paths, "run", entry="areal_hpc.trainer.sft.sft_job:run", config=config, **scenario
+    )
+
+
+def stop_in_step(ranks: RankServer, paths: RunPaths, step: int) -> None:
+    """Send SIGTERM to the process while it trains a step."""
+    gate, held = paths.root / "gate", paths.root / "gate.held"
+    gate.touch()
+    faults = f"optimizer.before_step@{step}=hold:{gate}"
+    with ThreadPoolExecutor(1) as thread:
+        running = thread.submit(train, ranks, paths, faults=faults)
+        try:
+            wait_for(lambda: held.exists() and held.read_text())
+            os.kill(int(held.read_text()), signal.SIGTERM)
+        finally:
+            gate.unlink()
+        stopped = running.result()
+    assert stopped.codes == [STOPPED_EXIT_CODE], stopped.log
+    assert read_readable_records(paths.sft_metrics)[-1]["step"] == step
+    assert not paths.sft_export.exists()
 
 
 @pytest.mark.thorough
 def test_a_stopped_sft_stage_of_a_run_that_is_cancelled_at_once_saves_nothing(
-    paths: RunPaths,
+    ranks: RankServer, paths: RunPaths
 ) -> None:
     mark_cancelled(paths.cancelled_marker, without_checkpoint=True)
-    process = start(paths)
-    wait_for(lambda: len(read_readable_records(paths.sft_metrics)) >= 45)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=scaled(60)) == STOPPED_EXIT_CODE
-    steps = [int(path.name.removeprefix("step_")) for path in paths.sft_checkpoints_dir.iterdir()]
-    assert steps
-    assert all(step % CHECKPOINT_EVERY_STEPS == 0 for step in steps)
+    stop_in_step(ranks, paths, 45)
+    assert [path.name for path in paths.sft_checkpoints_dir.iterdir()] == ["step_00000040"]
 
 
-def test_a_stopped_sft_stage_goes_on_and_learns_its_demonstrations(paths: RunPaths) -> None:
-    process = start(paths)
-
-    def has_trained_50_steps() -> bool:
-        assert process.poll() is None
-        return len(read_readable_records(paths.sft_metrics)) >= 50
-
-    wait_for(has_trained_50_steps)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=scaled(60)) == STOPPED_EXIT_CODE
-    stopped_at = read_readable_records(paths.sft_metrics)[-1]["step"]
-    assert 50 <= stopped_at < 160
-    assert not paths.sft_export.exists()
-
-    assert start(paths).wait(timeout=scaled(90)) == 0
+def test_a_stopped_sft_stage_goes_on_and_learns_its_demonstrations(
+    ranks: RankServer, paths: RunPaths
+) -> None:
+    stop_in_step(ranks, paths, 50)
+    finished = train(ranks, paths)
+    assert finished.codes == [0], finished.log
     rows = read_readable_records(paths.sft_metrics)
     assert [row["step"] for row in rows] == list(range(1, 161))
     assert rows[-1]["loss"] < 0.02 < 1.0 < rows[0]["loss"]

@@ -138,10 +138,10 @@ def scripted(choose: Callable[[int], Answer], model: Path | None = None) -> Iter
 
 
 def score(url: str, rows: int = 1, **settings: Any) -> list[npt.NDArray[np.float32]]:
-    config = TeacherConfig(url=url, coef=1.0, **settings)
+    config = TeacherConfig(url=url, coef=1.0)
 
     async def run() -> list[npt.NDArray[np.float32]]:
-        async with aclosing(TeacherClient(config)) as client:
+        async with aclosing(TeacherClient(config, **settings)) as client:
             return await client.score(3, [make_training_row([5, 6, 7, 8], 2, {})] * rows)
 
     return asyncio.run(run())
@@ -164,7 +164,7 @@ def test_a_server_that_fails_every_other_call_is_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with scripted(lambda call: 200 if call % 2 else 503) as url:
-        score(url, rows=2, max_concurrent=1)
+        score(url, rows=2, max_concurrent_calls=1)
     warnings = [one.getMessage() for one in caplog.records if "calls are repeated" in one.message]
     assert len(warnings) == 1
     assert "answered 503: the server says so; calls are repeated for 300 s" in warnings[0]
@@ -189,7 +189,7 @@ def test_what_never_ends_is_given_up(answer: Answer | None, said: str) -> None:
         return
     timeout_s = 0.3 if isinstance(answer, str) else 60.0  # else no test of how fast it answers
     with scripted(lambda call: answer) as url, pytest.raises(ClusterError, match=said):
-        score(url, timeout_s=timeout_s, retry_s=0.0)
+        score(url, call_timeout_s=timeout_s, retry_s=0.0)
 
 
 @pytest.mark.parametrize("logprob", [None, 2.0, -1e39])
@@ -206,8 +206,8 @@ def test_what_concerns_all_batches_sets_none_aside(answer: int) -> None:
     assert "quarantine" not in str(caught.value)
 
 
-def build_settings(url: str, **teacher: Any) -> dict[str, Any]:
-    objective = {"teacher": {"coef": 1.0, "url": url, **teacher}}
+def build_settings(url: str) -> dict[str, Any]:
+    objective = {"teacher": {"coef": 1.0, "url": url}}
     return {"total_steps": 3, "objective": objective, "parallel": {"dp": 2}}
 
 
@@ -269,9 +269,7 @@ def test_a_stop_is_heard_while_the_server_is_busy_and_what_was_trained_is_saved(
     with scripted(
         lambda call: 200 if call < ROWS_PER_BATCH else 503, paths.starting_model_dir
     ) as url:
-        outcome = ranks.call(
-            train_until_stopped, paths, 2, trainer=build_settings(url, retry_s=scaled(60))
-        )
+        outcome = ranks.call(train_until_stopped, paths, 2, trainer=build_settings(url))
     assert outcome.codes == [0, 0], outcome.log
     assert [one["finished"] for one in outcome.reports] == [False, False]
     place = f"at scores of batch 2 by the teacher at {url}, 0 of 12 rows: answered 503"
@@ -302,7 +300,7 @@ def test_a_stop_is_heard_before_the_server_has_ever_answered(
         return 503
 
     with scripted(choose) as url:
-        settings = {**build_settings(url, retry_s=scaled(60)), "parallel": {}}
+        settings = {**build_settings(url), "parallel": {}}
         outcome = ranks.call(replay_as_a_job_does, paths, 1, trainer=settings)
     assert outcome.codes == [STOPPED_EXIT_CODE], outcome.log
     assert "Error" not in outcome.log

@@ -272,7 +272,7 @@ def test_the_sft_stage_follows_the_same_rule(ranks: RankServer, tmp_path: Path) 
     def fine_tune() -> dict[str, Any]:
         config = sft_config(
             tmp_path, {"one": "two"}, total_steps=8, batch_size=2, checkpoint_every_steps=1,
-            log_every_steps=1, optimizer=optimizer,
+            optimizer=optimizer,
         )  # fmt: skip
         outcome = ranks.run(paths, "fine_tune", sft=config)
         assert outcome.codes == [FAILED], outcome.log

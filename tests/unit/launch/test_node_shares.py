@@ -54,7 +54,6 @@ def test_what_the_site_says_is_kept_and_whole_nodes_are_left_whole() -> None:
     unset = recipe_of(
         "cluster.slurm.sbatch={exclusive: true}", "cluster.slurm.sbatch.exclusive=false"
     )
-    assert unset.cluster.slurm.sbatch == {}
     assert add_cpu_and_memory_options(unset, jobs_of(unset)) != unset.cluster.slurm
     for overrides in (
         ["cluster.slurm.exclusive=true"],

@@ -85,8 +85,7 @@ def test_tasks_with_gpus_need_to_know_how_many_a_node_has() -> None:
             {"gres=gpu:a100:2", "nodes=2", "ntasks-per-node=2"},
         ),
         (job(), {"exclusive": True, "exclude": "n7"}, {"mem=0", "exclude=n7"}),
-        (job(), {"licenses": "mat:1"}, {"licenses=mat:1"}),
-        (job(), {"comment": "for the paper"}, {"comment='/runs/exp/trial for the paper'"}),
+        (job(), {"sbatch": {"licenses": "mat:1"}}, {"licenses=mat:1", "comment=/runs/exp/trial"}),
         (
             job(),
             {"sbatch": {"nice": 100, "contiguous": True, "hold": False}},
@@ -137,9 +136,24 @@ def test_flags_that_are_none_are_refused() -> None:
         ("array", "submits runs as arrays"),
         ("clusters", "on one cluster"),
         ("cluster-constraint", "federations are not supported"),
+        ("comment", "found by their comments"),
         ("het-group", "each job of a run is one of its own"),
     ],
 )
 def test_flags_that_would_break_a_run_are_refused_by_name(flag: str, said: str) -> None:
     with pytest.raises(ValueError, match=f"--{flag} is refused: .*{said}"):
         SlurmConfig.model_validate({"jobs": {"cell": {"sbatch": {flag: "1"}}}})
+
+
+def test_options_of_sbatch_are_merged_by_name_and_false_takes_one_out() -> None:
+    slurm = SlurmConfig.model_validate(
+        {
+            "sbatch": {"reservation": "rl-week", "nice": 100},
+            "jobs": {"cell": {"sbatch": {"nodelist": "n01", "nice": False}}},
+        }
+    )
+    assert slurm.get_options_of_job("cell-0").sbatch == {
+        "reservation": "rl-week",
+        "nodelist": "n01",
+    }
+    assert slurm.get_options_of_job("trainer").sbatch == {"reservation": "rl-week", "nice": 100}

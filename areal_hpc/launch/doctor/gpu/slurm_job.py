@@ -98,7 +98,6 @@ def build_sbatch_command(plan: GpuCheckPlan, job: GpuJobOptions, folder: Path) -
         "gres": gres if plan.device == "cuda" else None,
         "cpus-per-task": options.cpus_per_task,
         "mem": options.mem or "0",  # all of the node's: the default may not hold a server
-        "nodelist": options.nodelist,
         "exclude": options.exclude,
     }
     return [
