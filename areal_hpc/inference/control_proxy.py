@@ -30,7 +30,6 @@ from areal_hpc.wire.asgi import (
     ServiceServer,
     decode_body,
     read_body,
-    require_bearer_key,
 )
 from areal_hpc.wire.replicas import (
     FORWARDED_ROUTES,
@@ -75,7 +74,7 @@ class ControlProxyApp(JsonApp):
     ) -> None:
         self._cell = cell
         self._replicas = replicas
-        self._key = derive_bearer_key(service_key, format_control_proxy_name(cell))
+        super().__init__(derive_bearer_key(service_key, format_control_proxy_name(cell)))
         self._weights_dir = weights_dir
         self._pauses = [UpdatePauseTimer(replica, self._fetch_server_load) for replica in replicas]
         self._upstream: aiohttp.ClientSession | None = None
@@ -86,8 +85,7 @@ class ControlProxyApp(JsonApp):
         return super().get_error_status_and_text(request, error)
 
     async def answer(self, request: Request) -> tuple[int, bytes]:
-        """Check the key, then act or ask SGLang."""
-        require_bearer_key(request, self._key)
+        """Act, or ask SGLang."""
         match request.method, request.scope["path"].strip("/").split("/"):
             case "GET", ["replicas"]:
                 return _encode_reply(
@@ -125,7 +123,8 @@ class ControlProxyApp(JsonApp):
                 body = replica.build_scoring_body(scored.input_ids)
                 return await self._forward_call(replica, "generate", request, body)
             case "POST", ["replicas", index, route] if route in FORWARDED_ROUTES:
-                body = await _read_json_object_body(request)
+                body = await read_body(request, MAX_BODY_BYTES)
+                decode_body(body, dict[str, object])
                 return await self._forward_call(self._find_replica(index), route, request, body)
         raise HTTPException(404, "no such route")
 
@@ -256,19 +255,7 @@ def _parse_caller_headers(request: Request) -> ControlCallerIdentity:
 
 
 async def _decode_body(request: Request, request_type: type[RequestT]) -> RequestT:
-    try:
-        return decode_body(await _read_limited_body(request), request_type)
-    except msgspec.DecodeError as error:
-        raise HTTPException(400, str(error)) from error
-
-
-async def _read_json_object_body(request: Request) -> bytes:
-    body = await _read_limited_body(request)
-    try:
-        decode_body(body, dict[str, object])
-    except msgspec.DecodeError as error:
-        raise HTTPException(400, f"expected a JSON object: {error}") from error
-    return body
+    return decode_body(await read_body(request, MAX_BODY_BYTES), request_type)
 
 
 def _read_count_header(request: Request, header_name: str) -> int:
@@ -286,11 +273,6 @@ def _read_number_header(request: Request, header_name: str, default: str = "") -
         return float(request.headers.get(header_name, default))
     except ValueError:
         raise HTTPException(400, f"the header {header_name} must be a number") from None
-
-
-async def _read_limited_body(request: Request) -> bytes:
-    too_large = HTTPException(413, f"a body holds at most {MAX_BODY_BYTES} bytes")
-    return await read_body(request, MAX_BODY_BYTES, too_large)
 
 
 class ControlProxyServer:

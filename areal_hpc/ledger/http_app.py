@@ -18,7 +18,7 @@ from areal_hpc.ledger.long_poll import LongPoll
 from areal_hpc.ledger.service import LedgerService
 from areal_hpc.rundir.rendezvous import LEDGER_SERVICE
 from areal_hpc.wire import ledger as wire
-from areal_hpc.wire.asgi import JsonApp, decode_body, read_body, require_bearer_key
+from areal_hpc.wire.asgi import JsonApp, decode_body, read_body
 from areal_hpc.wire.service_key import derive_bearer_key
 
 log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ class LedgerApp(JsonApp):
     def __init__(
         self, service: LedgerService, service_key: str, clock: Callable[[], float]
     ) -> None:
-        self._key = derive_bearer_key(service_key, LEDGER_SERVICE)
+        super().__init__(derive_bearer_key(service_key, LEDGER_SERVICE))
         self._clock = clock
         self._closing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._routes: dict[str, tuple[type[msgspec.Struct], RouteHandler]] = {
@@ -56,20 +56,14 @@ class LedgerApp(JsonApp):
             self._closing.set_result(None)
 
     async def answer(self, request: Request) -> tuple[int, bytes]:
-        """Check the key, decode, let the service answer, encode."""
+        """Decode, let the service answer, encode."""
         path = request.scope["path"]
-        require_bearer_key(request, self._key)
         if path not in self._routes:
             raise LedgerRequestError(404, f"no route {path}; routes: {' '.join(self._routes)}")
         if request.method != "POST":
             raise LedgerRequestError(405, f"{path} takes POST, got {request.method}")
-        too_large = LedgerRequestError(413, f"{path} takes at most {MAX_REQUEST_BYTES} bytes")
-        body = await read_body(request, MAX_REQUEST_BYTES, too_large)
         form, handler = self._routes[path]
-        try:
-            decoded = decode_body(body, form)
-        except msgspec.DecodeError as error:
-            raise LedgerRequestError(400, f"{path} cannot read its request: {error}") from error
+        decoded = decode_body(await read_body(request, MAX_REQUEST_BYTES), form)
         patience = LongPoll(request.receive, self._clock, self._closing)
         try:
             return 200, msgspec.json.encode(await handler(decoded, patience))

@@ -24,24 +24,14 @@ log = logging.getLogger(__name__)
 FormT = TypeVar("FormT")
 
 
-def require_bearer_key(request: Request, key: str) -> None:
-    """Refuse a request that does not show the service's key.
-
-    Raises:
-        HTTPException: 401.
-    """
-    given = request.headers.get("authorization", "").encode("latin-1")
-    if not hmac.compare_digest(given, f"Bearer {key}".encode()):
-        raise HTTPException(401, "expected the run's bearer key for this service")
-
-
-async def read_body(request: Request, max_bytes: int, too_large: Exception) -> bytes:
+async def read_body(request: Request, max_bytes: int) -> bytes:
     """The body of a request; nothing of it is read if it is announced to be too large.
 
     Raises:
-        Exception: `too_large`: it has more than `max_bytes`.
+        HTTPException: 413.
         ClientDisconnect: The client left before it had sent all.
     """
+    too_large = HTTPException(413, f"a body holds at most {max_bytes} bytes")
     announced = request.headers.get("content-length", "0")
     body = bytearray()
     if announced.isdecimal() and int(announced) > max_bytes:
@@ -57,18 +47,24 @@ def decode_body(body: bytes, body_type: type[FormT]) -> FormT:
     """The JSON of a request.
 
     Raises:
-        msgspec.DecodeError: It is none of that form, no UTF-8, or nested beyond all reason.
+        HTTPException: 400: it is none of that form, no UTF-8, or nested beyond all reason.
     """
     try:
         return msgspec.json.decode(body, type=body_type)
-    except RecursionError as error:
-        raise msgspec.DecodeError("the JSON is nested too deeply") from error
-    except UnicodeDecodeError as error:
-        raise msgspec.DecodeError(f"the JSON is not UTF-8: {error}") from error
+    except RecursionError:
+        raise HTTPException(400, "the JSON is nested too deeply") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise HTTPException(400, f"expected {body_type.__name__} as JSON: {error}") from error
 
 
 class JsonApp(ABC):
-    """ASGI application whose answers are JSON, and whose errors are `{"error": "..."}`."""
+    """ASGI application whose answers are JSON, and whose errors are `{"error": "..."}`.
+
+    Nothing is read of a request that does not show `bearer_key`, if there is one.
+    """
+
+    def __init__(self, bearer_key: str = "") -> None:
+        self._authorization = f"Bearer {bearer_key}".encode() if bearer_key else b""
 
     @abstractmethod
     async def answer(self, request: Request) -> tuple[int, bytes]:
@@ -87,6 +83,7 @@ class JsonApp(ABC):
             raise RuntimeError(f"this service speaks HTTP only, not {scope['type']}")
         request = Request(scope, receive)
         try:
+            self._require_key(request)
             status, content = await self.answer(request)
         except ClientDisconnect:
             return
@@ -94,6 +91,11 @@ class JsonApp(ABC):
             status, text = self.get_error_status_and_text(request, error)
             content = msgspec.json.encode({"error": text})
         await Response(content, status, media_type="application/json")(scope, receive, send)
+
+    def _require_key(self, request: Request) -> None:
+        given = request.headers.get("authorization", "").encode("latin-1")
+        if self._authorization and not hmac.compare_digest(given, self._authorization):
+            raise HTTPException(401, "expected the run's bearer key for this service")
 
 
 class ServiceServer(GuardedServer):

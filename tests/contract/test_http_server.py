@@ -35,10 +35,11 @@ class Echo(JsonApp):
     """Answers with the body it got, once it may."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.gate = threading.Event()
 
     async def answer(self, request: Request) -> tuple[int, bytes]:
-        body = await read_body(request, 100, RuntimeError("too large"))
+        body = await read_body(request, 100)
         while not self.gate.is_set():
             await asyncio.sleep(0.01)
         return 200, body

@@ -48,6 +48,7 @@ class StandInEngine(JsonApp):
     """The routes of SGLang that the proxy calls, answered from a `ReplySource`."""
 
     def __init__(self, encoder: TokenEncoder, end_id: int, replies: ReplySource) -> None:
+        super().__init__()
         self._encoder, self._end_id, self._replies = encoder, end_id, replies
         self.ignored_grammars: set[str] = set()
         """Names of the grammars that requests asked for; replies do not follow them."""
@@ -61,8 +62,7 @@ class StandInEngine(JsonApp):
             case "POST", "/abort_request":
                 return 200, b"{}"
             case "POST", "/generate":
-                too_large = HTTPException(413, f"at most {MAX_REQUEST_BYTES} bytes")
-                body = await read_body(request, MAX_REQUEST_BYTES, too_large)
+                body = await read_body(request, MAX_REQUEST_BYTES)
                 return 200, await self._generate(msgspec.json.decode(body, type=_GenerateRequest))
         raise HTTPException(404, "no such route")
 

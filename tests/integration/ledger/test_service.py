@@ -165,7 +165,7 @@ def test_a_held_out_task_whose_agent_fails_scores_zero(ledger: LedgerProcess) ->
 @pytest.mark.parametrize(
     ("route", "body", "status", "words"),
     [
-        ("/lease", b"{", 400, "/lease cannot read its request"),
+        ("/lease", b"{", 400, "expected LeaseRequest as JSON"),
         ("/lease", b'{"cell": "a"}', 400, "missing required field `capacity`"),
         ("/lease", b'{"cell": "a", "capacity": "x"}', 400, "Expected `int`, got `str`"),
         ("/lose", b"{}", 404, "/lease /settle"),
@@ -210,8 +210,8 @@ def test_neither_another_runs_certificate_nor_plain_http_is_spoken(
     url, other = f"{idle_ledger.url}/status", make_client_tls(OTHER_SERVICE_KEY)
     with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
         httpx.post(url, content=b"{}", headers=headers, verify=other, trust_env=False)
+    plain = url.replace("https:", "http:")
     with pytest.raises(httpx.TransportError):
-        plain = url.replace("https:", "http:")
         httpx.post(plain, content=b"{}", headers=headers, trust_env=False)
     assert post(idle_ledger, "/status", b"{}").status_code == 200
 
