@@ -116,6 +116,15 @@ def parse_positive_int(text: str) -> int:
     return int(text)
 
 
+def parse_step_range(text: str) -> tuple[int, int]:
+    """First and last of `10..20`, or of `10` alone."""
+    found = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", text)
+    first, last = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
+    if first > last:
+        raise argparse.ArgumentTypeError(f"expected steps such as 10..12, got {text!r}")
+    return first, last
+
+
 def parse_slurm_job_id(text: str) -> str:
     """A job's number, or that of an array's task (`17_3`)."""
     if not re.fullmatch(r"[0-9]+(_[0-9]+)?", text):

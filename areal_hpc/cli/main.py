@@ -14,18 +14,12 @@ from areal_hpc.cli.commands import (
     develop,
     doctor,
     evaluate,
+    explain,
     inspect,
     operate,
     prepare,
     proxy,
-    report,
     run,
-    start,
-    sync,
-    tasks,
-    trial,
-    view,
-    why,
 )
 from areal_hpc.errors import (
     ArealError,
@@ -37,9 +31,9 @@ from areal_hpc.errors import (
 )
 
 COMMAND_MODULES = {
-    "run": (run, evaluate, trial, doctor, proxy),
-    "prepare": (start, prepare, tasks),
-    "inspect": (inspect, why, view, report, sync),
+    "run": (run, evaluate, doctor, proxy),
+    "prepare": (prepare,),
+    "inspect": (inspect, explain),
     "operate": (operate,),
     "develop": (develop, completion),
 }

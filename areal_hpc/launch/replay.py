@@ -4,7 +4,6 @@ A replay has a directory of its own in the form of a run's. Its manifests, shard
 links to the recorded ones, as is the checkpoint it starts from; it writes nothing outside.
 """
 
-import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -176,23 +175,6 @@ class RecordedStepsReplay:
         foreground_launcher.run_standalone_stage(
             stage, recipe, self._out, reporter=reporter, stop=stop
         )
-
-
-def parse_step_range(text: str) -> tuple[int, int]:
-    """First and last of `10..20`, or of `10` alone.
-
-    Raises:
-        RecipeError: It is neither.
-    """
-    found = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", text)
-    first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
-    if not 1 <= first <= last:
-        raise RecipeError(
-            f"expected a step or FIRST..LAST, counted from 1, got {text!r}",
-            key="--steps",
-            hint="write --steps 10..20",
-        )
-    return first, last
 
 
 def split_compute_and_learning_overrides(overrides: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from areal_hpc.checkout import format_install_command
-from areal_hpc.cli.arguments import CommandGroup, parse_run_dir
+from areal_hpc.cli.arguments import CommandGroup, parse_run_dir, parse_step_range
 from areal_hpc.errors import (
     ClusterError,
     RecipeError,
@@ -72,7 +72,10 @@ def add_commands(commands: CommandGroup) -> None:
         "gradient norm are compared with the recorded ones.",
         example="areal-hpc replay runs/quickstart/demo --steps 3..5 trainer.optimizer.lr=1e-4",
     )
-    replay.add_argument("--steps", required=True, metavar="FIRST..LAST", help="10..20, or one step")
+    help_ = "10..20, or one step"
+    replay.add_argument(
+        "--steps", type=parse_step_range, required=True, metavar="FIRST..LAST", help=help_
+    )
     out = "directory to make; RUN.replay_FIRST_LAST when absent"
     replay.add_argument("--out", type=Path, help=out)
     overrides = "such as trainer.optimizer.lr=2e-6"
@@ -306,12 +309,12 @@ def _export_in_train_environment(configured_python: str, arguments: argparse.Nam
 
 
 def _replay_steps(arguments: argparse.Namespace) -> int:
-    from areal_hpc.launch.replay import RecordedStepsReplay, parse_step_range
+    from areal_hpc.launch.replay import RecordedStepsReplay
     from areal_hpc.launch.terminal import STOPPING_MESSAGE, catch_stop_signals
     from areal_hpc.view.state.live_progress import PlainReporter
 
     run = parse_run_dir(arguments.run)
-    first, last = parse_step_range(arguments.steps)
+    first, last = arguments.steps
     out = arguments.out or run.root.with_name(f"{run.root.name}.replay_{first}_{last}")
     paths = RunPaths(out.resolve())
     replay = RecordedStepsReplay(run, first, last, arguments.overrides, paths)

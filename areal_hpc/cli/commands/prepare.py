@@ -1,15 +1,89 @@
-"""`areal-hpc make-tiny-model`, `prefetch`, `install-harness` and `migrate`: what a run needs."""
+"""What runs need: recipes, a project, models, harnesses, tasks, and recipes made of others'."""
 
 import argparse
+import asyncio
+import os
+import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
-from areal_hpc.checkout import get_shipped_dir
-from areal_hpc.cli.arguments import CommandGroup, parse_positive_int
-from areal_hpc.errors import RecipeError
+from areal_hpc.checkout import find_checkout, format_install_command, get_shipped_dir
+from areal_hpc.cli.arguments import UNHEALTHY_EXIT_CODE, CommandGroup, parse_positive_int
+from areal_hpc.errors import Problem, RecipeError, escape_controls
 
 
 def add_commands(commands: CommandGroup) -> None:
+    _add_start_commands(commands)
+    _add_prepare_commands(commands)
+    _add_tasks_commands(commands)
+
+
+def _add_start_commands(commands: CommandGroup) -> None:
+    commands.add_command(
+        "recipes",
+        _print_recipes,
+        help="list the recipes that ship with the package",
+        description="List the shipped recipes: name, hardware, wall time and purpose. A command "
+        "that takes a recipe also takes such a name, as does `extends` at the top of a recipe.",
+        example="areal-hpc recipes",
+    )
+    init = commands.add_command(
+        "init",
+        _write_project,
+        help="begin a project: a recipe and its agent",
+        description="Write a recipe and the code that it names into a folder: those of the "
+        "tutorial, or of a shipped recipe. Both run as they are. No file is overwritten.",
+        example="areal-hpc init my_project\nareal-hpc init my_project --like quickstart",
+    )
+    init.add_argument("folder", type=Path, metavar="DIR", help="folder to write into")
+    like = "a shipped recipe (areal-hpc recipes); the tutorial's without this"
+    init.add_argument("--like", metavar="NAME", help=like)
+
+
+def _print_recipes(arguments: argparse.Namespace) -> int:
+    from areal_hpc.recipe.shipped import list_shipped_recipes, parse_header
+    from areal_hpc.view.tables import format_table
+
+    rows = [("name", "hardware", "wall time", "purpose")]
+    for name, path in list_shipped_recipes().items():
+        header = parse_header(path.read_text())
+        rows.append((name, header.hardware, header.wall_time, header.purpose))
+    print("\n".join(format_table(rows)))
+    return 0
+
+
+def _write_project(arguments: argparse.Namespace) -> int:
+    from areal_hpc.recipe.loading import load_recipe
+    from areal_hpc.recipe.project_files import read_project_files
+
+    project = read_project_files(arguments.like)
+    targets = {arguments.folder / name: content for name, content in project.contents.items()}
+    if there := [path for path in targets if path.exists()]:
+        raise RecipeError.from_problems(
+            Problem(f"there is a file {path} already", "DIR", "name another folder")
+            for path in there
+        )
+    for path, content in targets.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+        print(f"wrote    {path}")
+    has_hub_model = load_recipe(arguments.folder / project.recipe).model.hub is not None
+    _print_next_commands(arguments.folder, project.recipe, has_hub_model)
+    return 0
+
+
+def _print_next_commands(folder: Path, recipe: str, has_hub_model: bool) -> None:
+    print(f"next     cd {shlex.quote(str(folder))}")
+    if find_checkout() is None:
+        print(f"         {format_install_command('main')}")
+        print(f"         {format_install_command('serve')}  # in an environment of its own:")
+        print("         # add cluster.serve.python=PATH/bin/python to what follows")
+    for command in (*(["prefetch"] if has_hub_model else []), "plan", "try", "run"):
+        print(f"         areal-hpc {command} {recipe}")
+
+
+def _add_prepare_commands(commands: CommandGroup) -> None:
     tiny = commands.add_command(
         "make-tiny-model",
         _write_tiny_model,
@@ -162,4 +236,105 @@ def _translate_areal_config(arguments: argparse.Namespace) -> int:
         print("# Before it can run:")
         for problem in error.problems:
             print(f"#   {problem.key}: {problem.message}\n#     try: {problem.hint}")
+    return 0
+
+
+def _add_tasks_commands(commands: CommandGroup) -> None:
+    check = commands.add_command(
+        "check-tasks",
+        _check_tasks,
+        help="play Harbor's tasks with their own solutions, and with none",
+        description="Judge each task twice in a sandbox: after its own "
+        "solution/solve.sh, and after nothing. Exits with 1 if the tests of one do not tell them "
+        "apart.",
+        example="areal-hpc check-tasks tasks",
+    )
+    check.add_argument("path", type=Path, help="a task folder, or a folder of task folders")
+    root = "folder or tar of a root file system for tasks that have none; this machine's if absent"
+    check.add_argument("--root", type=Path, help=root)
+    names = ("bwrap", "podman", "apptainer", "enroot")
+    check.add_argument(
+        "--isolation",
+        choices=names,
+        default=names[0],
+        help="kind of sandbox (%(default)s)",
+    )
+    check.add_argument(
+        "--at-once", type=int, default=os.cpu_count(), help="tasks played at once (%(default)s)"
+    )
+
+    _add_judge_command(commands)
+
+
+def _add_judge_command(commands: CommandGroup) -> None:
+    judge = commands.add_command(
+        "check-judge",
+        _check_judge,
+        help="compare a judging model's grades with labels of people",
+        description="Grade replies whose worth is known: each line of LABELS is a JSON object with "
+        "`question`, `reply` and `label` from 0 to 1, and perhaps `reference`.",
+        example="areal-hpc check-judge labels.jsonl --rubric rubric.md --model judge "
+        "--base-url http://127.0.0.1:30000/v1",
+    )
+    judge.add_argument("labels", type=Path, help="file of JSON lines")
+    judge.add_argument("--rubric", type=Path, required=True, help="file with the rubric")
+    judge.add_argument(
+        "--base-url", required=True, metavar="URL", help="OpenAI-compatible endpoint"
+    )
+    judge.add_argument("--model", required=True, help="name of the judging model there")
+    help_ = "values from here on are good (%(default)s)"
+    judge.add_argument("--threshold", type=float, default=0.5, metavar="X", help=help_)
+    help_ = "SQLite file in which grades are kept, as LlmJudge's `cache`"
+    judge.add_argument("--cache", type=Path, metavar="FILE", help=help_)
+
+
+def _check_tasks(arguments: argparse.Namespace) -> int:
+    from areal_hpc.dataset.harbor.task_folder import read_task_folders
+
+    rows = read_task_folders(arguments.path, "PATH")
+    unsound = asyncio.run(_check_tasks_and_count_unsound(rows, arguments))
+    print(f"{len(rows)} tasks, {unsound} whose tests do not tell a solution from none")
+    return UNHEALTHY_EXIT_CODE if unsound else 0
+
+
+async def _check_tasks_and_count_unsound(
+    rows: list[dict[str, Any]], arguments: argparse.Namespace
+) -> int:
+    from areal_hpc.dataset.harbor.task_check import check_tasks_in_order
+    from areal_hpc.sandbox.runtimes.choice import make_runtime
+    from areal_hpc.sandbox.spec import SandboxSpec
+
+    unsound = 0
+    spec = SandboxSpec(arguments.root and arguments.root.resolve())
+    runtime = make_runtime(arguments.isolation)
+    async for one in check_tasks_in_order(rows, runtime, spec, max(1, arguments.at_once)):
+        unsound += not one.has_discriminating_tests
+        oracle = "none" if one.oracle is None else f"{one.oracle.value:g}"
+        note = (
+            ""
+            if one.has_discriminating_tests
+            else "  ".join(
+                reward.note for reward in (one.oracle, one.no_action_reward) if reward is not None
+            )
+        )
+        line = f"{one.name:<48} solution {oracle:<5} nothing {one.no_action_reward.value:g}  {note}"
+        print(escape_controls(line.rstrip()))
+    return unsound
+
+
+def _check_judge(arguments: argparse.Namespace) -> int:
+    from areal_hpc.reward.judge_check import grade_labels_and_format_report
+    from areal_hpc.reward.llm_judge import LlmJudge
+
+    judge = LlmJudge(
+        arguments.rubric,
+        arguments.base_url,
+        arguments.model,
+        cache=arguments.cache,
+        on_no_grade="fail",
+    )
+    report = asyncio.run(
+        grade_labels_and_format_report(judge, arguments.labels, arguments.threshold)
+    )
+    print(escape_controls(report))
     return 0
