@@ -116,10 +116,18 @@ class AsyncServiceClient:
     ) -> ReplyT:
         """POST `request` once, or GET where there is none, and decode the reply.
 
-        A session's `key` goes in place of the client's own; `timeout_s` limits the try.
+        A session's `key` goes in place of the client's own; `timeout_s` limits the try. The
+        service's file is read after failures alone.
         """
-        self._address.look_up()
-        return await self._call(route, request, reply, key, timeout_s)
+        url = f"{self.url if self._is_reached else self._address.look_up()}{route}"
+        try:
+            answer = await self._client.call(url, request, reply, key=key, timeout_s=timeout_s)
+        except ClusterError:
+            self._is_reached = False
+            self._address.look_up()  # a successor may have refused, which knows less
+            raise
+        self._is_reached, self._answered_at = True, time.monotonic()
+        return answer
 
     async def call_until_answered(
         self,
@@ -130,32 +138,15 @@ class AsyncServiceClient:
         key: str = "",
         timeout_s: float | None = None,
     ) -> ReplyT:
-        """`call`, repeated while the service is away. Its file is read after failures alone.
+        """`call`, repeated while the service is away.
 
         Raises:
             HttpStatusError: The peer answered with an error that repeating will not fix.
         """
         return await retry_until_answered(
-            lambda: self._call(route, request, reply, key, timeout_s), self._log_outage
+            lambda: self.call(route, request, reply, key=key, timeout_s=timeout_s),
+            self._log_outage,
         )
-
-    async def _call(
-        self,
-        route: str,
-        request: msgspec.Struct | None,
-        reply: type[ReplyT],
-        key: str,
-        timeout_s: float | None,
-    ) -> ReplyT:
-        url = f"{self.url if self._is_reached else self._address.look_up()}{route}"
-        try:
-            answer = await self._client.call(url, request, reply, key=key, timeout_s=timeout_s)
-        except ClusterError:
-            self._is_reached = False
-            self._address.look_up()  # a successor may have refused, which knows less
-            raise
-        self._is_reached, self._answered_at = True, time.monotonic()
-        return answer
 
     def _log_outage(self, error: ClusterError, pause_s: float) -> None:
         if pause_s == SERVICE_BACKOFF.max_s and self._address.endpoint is not None:
