@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from areal_hpc.metrics.alert_rules import Alert
+from areal_hpc.metrics.alerts import Alert
 from areal_hpc.metrics.step_line import describe_step_efficiency
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.rundir.jobs import Submission, TaskExit

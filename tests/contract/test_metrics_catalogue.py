@@ -14,7 +14,7 @@ NAMES = {metric.name for metric in CATALOGUE}
 GROUPS = {name.split("/")[0] for name in NAMES if "/" in name}
 WRITERS = ("evaluation/", "metrics/", "trainer/", "weights/")
 """Where metrics are measured and written."""
-IS_NOT_WRITTEN = {"metrics/catalogue.py", "metrics/alert_rules.py"}
+IS_NOT_WRITTEN = {"metrics/catalogue.py", "metrics/alerts.py"}
 OF_SFT = {"tokens/targets", "throughput/trained_tokens_per_s"}
 """In `sft_metrics.jsonl`."""
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from areal_hpc.agents.harness.programs import HARNESSES
 from areal_hpc.areal.config.rules import RULE_BY_KEY
-from areal_hpc.metrics.alert_rules import RULES
+from areal_hpc.metrics.alerts import RULES
 from areal_hpc.metrics.catalogue import CATALOGUE
 from areal_hpc.proxy.http.agent_api import DIALECT_BY_ROUTE
 from tests.support import (

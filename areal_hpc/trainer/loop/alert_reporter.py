@@ -10,9 +10,9 @@ import threading
 from collections import deque
 from typing import Any
 
-from areal_hpc.metrics.alert_rules import Alert
 from areal_hpc.metrics.alerts import (
     STEPS_BEFORE_REPEATED_ALERT,
+    Alert,
     AlertTracker,
     get_alert_window_rows,
 )

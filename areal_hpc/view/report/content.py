@@ -13,7 +13,7 @@ from areal_hpc import __version__
 from areal_hpc.errors import ArealError, RecipeError
 from areal_hpc.evaluation.statistics import PairedComparison, compare_paired
 from areal_hpc.evaluation.ticket_numbers import VALIDATION_SET_NAME
-from areal_hpc.metrics.alert_rules import Alert
+from areal_hpc.metrics.alerts import Alert
 from areal_hpc.metrics.step_line import MetricRow, format_metric
 from areal_hpc.recipe.loading import flatten_keys_hiding_private_values
 from areal_hpc.recipe.private_values import hide_private_arguments

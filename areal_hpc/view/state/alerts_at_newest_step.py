@@ -6,8 +6,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from areal_hpc.errors import RecipeError, escape_line
-from areal_hpc.metrics.alert_rules import MIN_FAILED_TRIES_IN_STEP, Alert
-from areal_hpc.metrics.alerts import find_alerts
+from areal_hpc.metrics.alerts import MIN_FAILED_TRIES_IN_STEP, Alert, find_alerts
 from areal_hpc.metrics.episode_failures import is_failed_training_try
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.recipe.sections.alerts import AlertsConfig

@@ -4,8 +4,13 @@ from typing import Any
 
 import pytest
 
-from areal_hpc.metrics.alert_rules import RULES, Alert
-from areal_hpc.metrics.alerts import STEPS_BEFORE_REPEATED_ALERT, AlertTracker, find_alerts
+from areal_hpc.metrics.alerts import (
+    RULES,
+    STEPS_BEFORE_REPEATED_ALERT,
+    Alert,
+    AlertTracker,
+    find_alerts,
+)
 from areal_hpc.recipe.sections.alerts import AlertsConfig
 
 CONFIG = AlertsConfig()
