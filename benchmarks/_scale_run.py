@@ -75,12 +75,11 @@ def running_ledger(paths: RunPaths, settings: Settings) -> Iterator[int]:
         env={**os.environ, "AREAL_HPC_SUPERVISOR_PID": str(os.getpid())},
     )
     try:
-        rendezvous.wait_for_endpoint(
-            paths.rendezvous_dir,
-            "ledger",
-            START_TIMEOUT_S,
-            is_cancelled=lambda: process.poll() is not None,
-        )
+        give_up_at = time.monotonic() + START_TIMEOUT_S
+        while rendezvous.find_endpoint(paths.rendezvous_dir, "ledger") is None:
+            assert process.poll() is None, "the ledger ended at its start"
+            assert time.monotonic() < give_up_at, "the ledger did not start"
+            time.sleep(0.05)
         yield process.pid
     finally:
         process.send_signal(signal.SIGTERM)

@@ -5,12 +5,11 @@ import secrets
 import socket
 import stat
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
-from areal_hpc.errors import ClusterError, RecipeError
+from areal_hpc.errors import RecipeError
 from areal_hpc.rundir.atomic import fsync_path, write_atomic_private, write_temporary
 from areal_hpc.wire.service_key import generate_service_key
 
@@ -70,33 +69,6 @@ def find_endpoint(directory: Path, service_name: str) -> ServiceEndpoint | None:
         )
     except FileNotFoundError:
         return None
-
-
-def wait_for_endpoint(
-    directory: Path,
-    service_name: str,
-    timeout_s: float,
-    *,
-    is_cancelled: Callable[[], bool] = lambda: False,
-    poll_s: float = 0.1,
-) -> ServiceEndpoint:
-    """Wait until `service_name` is published.
-
-    Raises:
-        ClusterError: It did not appear in time, or `is_cancelled` became true.
-    """
-    give_up_at = time.monotonic() + timeout_s
-    while (endpoint := find_endpoint(directory, service_name)) is None:
-        if is_cancelled():
-            raise ClusterError(f"stopped while waiting for {service_name}")
-        if time.monotonic() >= give_up_at:
-            raise ClusterError(
-                f"{service_name} did not start within {timeout_s:.0f} s "
-                f"(no endpoint file in {directory})",
-                hint=f"read the log of {service_name} in logs/latest",
-            )
-        time.sleep(poll_s)
-    return endpoint
 
 
 def remove_own_endpoint(directory: Path, service_name: str) -> None:

@@ -14,15 +14,15 @@ import psutil
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from areal_hpc.errors import ClusterError
 from areal_hpc.jobs.environment import get_interpreter
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.rundir.rendezvous import read_service_key, wait_for_endpoint
+from areal_hpc.rundir.rendezvous import read_service_key
 from areal_hpc.wire.replicas import ReplicasOfCell, ReplicaView
 from areal_hpc.wire.service_key import derive_bearer_key, make_client_tls
 from tests.support.chatml import write_model_dir
 from tests.support.deadlines import Deadline, scaled
 from tests.support.process_commands import command_of, is_scheduler, start_job_process
+from tests.support.waiting import await_endpoint
 
 VOCABULARY = 300
 """Not a multiple of 64, so SGLang pads it."""
@@ -74,13 +74,8 @@ class Cell:
             "areal_hpc.inference.job:run", config_path, paths.root / f"{self.name}.log"
         )
         try:
-            endpoint = wait_for_endpoint(
-                paths.rendezvous_dir,
-                f"control-{self.name}",
-                scaled(20),
-                is_cancelled=lambda: self.job.poll() is not None,
-            )
-        except ClusterError:
+            endpoint = await_endpoint(paths.rendezvous_dir, f"control-{self.name}", 20.0, self.job)
+        except AssertionError:
             self.stop()
             raise
         self.service_key = read_service_key(paths.service_key)

@@ -3,7 +3,9 @@
 import subprocess
 import time
 from collections.abc import Callable
+from pathlib import Path
 
+from areal_hpc.rundir.rendezvous import ServiceEndpoint, find_endpoint
 from tests.support.deadlines import Deadline
 
 
@@ -22,6 +24,25 @@ def wait_for(
     while not condition():
         assert not deadline.is_over(), f"not within {deadline.limit_s:.4g} s: {why()}"
         time.sleep(every_s)
+
+
+def await_endpoint(
+    directory: Path,
+    service: str,
+    within_s: float = 60.0,
+    process: subprocess.Popen[bytes] | None = None,
+) -> ServiceEndpoint:
+    """The endpoint of a service once it is published, by `process` if that is said."""
+    found: list[ServiceEndpoint] = []
+
+    def is_published() -> bool:
+        assert process is None or process.poll() is None, f"{service} ended at its start"
+        endpoint = find_endpoint(directory, service)
+        found.extend([endpoint] if endpoint else [])
+        return bool(found)
+
+    wait_for(is_published, within_s, lambda: service)
+    return found[0]
 
 
 def communicate(process: subprocess.Popen[str], within_s: float | None = 60.0) -> tuple[str, str]:

@@ -109,5 +109,5 @@ def test_a_call_is_repeated_while_its_peer_is_away_or_busy_and_no_longer() -> No
     for limits in ({"within_s": 0.0}, {"within_s": 60.0, "is_stopping": lambda: True}):
         left[:] = failures
         with pytest.raises(ClusterError, match="away"):
-            retry(call, **limits)  # type: ignore[arg-type]
+            retry(call, **limits)
         assert len(left) == 1

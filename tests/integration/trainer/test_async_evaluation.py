@@ -39,7 +39,7 @@ from tests.integration.trainer.test_coordinator import (
     start_ledger,
     start_relay,
 )
-from tests.support.waiting import wait_for
+from tests.support.waiting import await_endpoint, wait_for
 
 CELL = "control-evaluation"
 TASKS = 8
@@ -72,7 +72,7 @@ class Court:
         start_ledger(stack, directory, Judge)
         start_relay(stack, directory, "cell-0")
         self.evaluation_cell = self.start_evaluation_cell()
-        rendezvous.wait_for_endpoint(directory, "control-cell-0", 60)
+        await_endpoint(directory, "control-cell-0")
         schedule = Schedule(total_steps, 1000, 0, {"valid": EvaluationSetSchedule(2, TASKS)})
         evaluation = AsyncEvaluationTracker(schedule, -1)
         self.coordinator: Coordinator = make_coordinator(stack, directory, 1, schedule, evaluation)

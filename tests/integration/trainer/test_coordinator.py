@@ -17,6 +17,7 @@ import torch
 from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anything of Megatron)
 from tests.support.deadlines import Deadline, scaled
 from tests.support.service_keys import SERVICE_KEY
+from tests.support.waiting import await_endpoint
 from tests.support.weight_updates import WITHOUT_MODEL
 
 # isort: split
@@ -219,7 +220,7 @@ def test_a_replica_that_never_joins_and_a_cell_that_is_silent_do_not_stop_the_tr
         tmp_path, "control-cell-2", f"http://127.0.0.1:{silent.getsockname()[1]}"
     )
     for cell in ("cell-0", "cell-1"):
-        rendezvous.wait_for_endpoint(tmp_path, rendezvous.format_control_proxy_name(cell), 60)
+        await_endpoint(tmp_path, f"control-{cell}")
     coordinator = make_coordinator(stack, tmp_path, cells=3)
     took_s = train(coordinator, steps=40)
     updates = [

@@ -29,7 +29,7 @@ from tests.support.deadlines import scaled
 from tests.support.environments import CHECKOUT
 from tests.support.scripted_sglang import LoopThread, StandInRelay
 from tests.support.service_keys import SERVICE_KEY
-from tests.support.waiting import wait_for
+from tests.support.waiting import await_endpoint, wait_for
 from tests.support.weight_updates import (
     WITHOUT_MODEL,
     await_outdated,
@@ -226,7 +226,7 @@ def scripted_relay(directory: Path, *arguments: str) -> Iterator[None]:
     command = [sys.executable, "-m", module, "cell-0", str(directory), *arguments]
     process = subprocess.Popen(command, cwd=CHECKOUT)
     try:
-        rendezvous.wait_for_endpoint(directory, "control-cell-0", scaled(60))
+        await_endpoint(directory, "control-cell-0")
         yield
     finally:
         process.kill()
