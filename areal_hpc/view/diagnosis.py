@@ -22,7 +22,7 @@ from areal_hpc.view.events.failure_events import (
     MEMORY_HINT,
     FailureEvent,
     build_agent_failure_events,
-    collect_failure_and_recovery_events,
+    collect_failure_events,
     describe_exit_code,
 )
 from areal_hpc.view.inspection import LogTraceback, RunInspection, TaskExitRecord, mentions_oom
@@ -82,14 +82,14 @@ def _diagnose_state(evidence: RunInspection) -> Diagnosis:
             headline += f"; the last failure on record: {cause.text}"
         return Diagnosis(headline, chain, "scontrol ping")
     if evidence.run.jobs_ended_before_run:
-        return _diagnose_lost_jobs_or_cells(evidence, state, chain, cause)
+        return _diagnose_lost_jobs(evidence, state, chain, cause)
     waiting = _diagnose_waiting(evidence, chain)
     if state == "waiting" and waiting is not None:
         return waiting
     if state.startswith("running"):
         if waiting is not None and not waiting.is_well:
             return replace(waiting, headline=f"the run is running, but {waiting.headline}")
-        if (delay := _diagnose_no_progress_or_full_disk(evidence, chain)) is not None:
+        if (delay := _diagnose_stall(evidence, chain)) is not None:
             return delay
         return _diagnose_running(evidence, chain, cause)
     if state == "stopped" and (stop := _diagnose_local_stop(evidence, chain)) is not None:
@@ -139,7 +139,7 @@ def _diagnose_local_stop(
     return Diagnosis(f"the run was stopped by {said}", failure_chain, hint, is_well=True)
 
 
-def _diagnose_lost_jobs_or_cells(
+def _diagnose_lost_jobs(
     evidence: RunInspection,
     state: str,
     failure_chain: tuple[FailureEvent, ...],
@@ -159,7 +159,7 @@ def _diagnose_lost_jobs_or_cells(
     return Diagnosis(f"the run is {state}: {'; '.join(lost)}{why}", failure_chain, first + hint)
 
 
-def _diagnose_no_progress_or_full_disk(
+def _diagnose_stall(
     evidence: RunInspection, failure_chain: tuple[FailureEvent, ...]
 ) -> Diagnosis | None:
     suspended = [
@@ -244,7 +244,7 @@ def _collect_failure_events(evidence: RunInspection) -> Iterator[FailureEvent]:
     for stack in evidence.tracebacks[:1]:
         yield _build_traceback_event(stack, len(evidence.tracebacks))
     first_at = (evidence.tracebacks[0].at or 0.0) if evidence.tracebacks else None
-    yield from collect_failure_and_recovery_events(evidence.events, first_at)
+    yield from collect_failure_events(evidence.events, first_at)
     ends = [word.outcome.reason for word in evidence.task_exits if word.outcome.is_crash]
     yield from build_agent_failure_events(AgentFailures.collect(evidence.events), ends)
     for row in evidence.events:

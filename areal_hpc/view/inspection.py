@@ -16,14 +16,13 @@ from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.rundir.jobs import Submission, TaskExit
 from areal_hpc.rundir.jsonl import read_readable_records, read_tail_lines
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.rundir.telemetry.events import read_recent_events
 from areal_hpc.slurm.queue import QueuePoller, SlurmJobRecord
 from areal_hpc.slurm.versions import is_slurm_error_line
 from areal_hpc.view.events.agent_failures import TRACEBACK_HEADER
 from areal_hpc.view.logs import LogFile, list_log_files, parse_log_records
 from areal_hpc.view.state.alerts_at_newest_step import find_run_alerts
 from areal_hpc.view.state.jobs import RunJobs, fetch_run_jobs
-from areal_hpc.view.state.run_state import read_last_launch_time
+from areal_hpc.view.state.run_state import read_events_since_launch, read_last_launch_time
 
 PACE_STEPS = 50
 MIN_PACE_STEPS = 3
@@ -74,15 +73,16 @@ class RunInspection:
 
 
 def inspect_run(paths: RunPaths, queue: QueuePoller) -> RunInspection:
-    run = fetch_run_jobs(paths, queue)
+    run, free_bytes = fetch_run_jobs(paths, queue), None
+    with suppress(OSError):
+        free_bytes = shutil.disk_usage(paths.root).free
     submissions = {job.submission.job_id: job.submission for job in run.jobs if job.submission}
-    since = read_last_launch_time(paths)
-    events = tuple(row for row in read_recent_events(paths.events) if row["time"] >= since)
+    since, events = read_last_launch_time(paths), read_events_since_launch(paths)
     task_exits = tuple(word for word in read_exit_records(run) if word.at >= since)
     return RunInspection(
         run=run,
         starts_in_accounting=tuple(queue.read_accounting(submissions)),
-        events=events,
+        events=tuple(events),
         task_exits=task_exits,
         tracebacks=tuple(_find_tracebacks(paths, events, task_exits)),
         slurm_lines=tuple(_read_slurm_lines(list(submissions.values()))),
@@ -90,7 +90,7 @@ def inspect_run(paths: RunPaths, queue: QueuePoller) -> RunInspection:
         pace=read_step_pace(paths),
         alerts=tuple(find_run_alerts(paths)),
         step_time_lines=tuple(describe_step_efficiency(read_metrics(paths.metrics)[-PACE_STEPS:])),
-        free_bytes=_read_free_disk_bytes(paths),
+        free_bytes=free_bytes,
     )
 
 
@@ -100,13 +100,6 @@ def read_step_pace(paths: RunPaths) -> StepPace | None:
     if len(times_s) < MIN_PACE_STEPS:
         return None
     return StepPace(statistics.median(times_s), paths.metrics.stat().st_mtime)
-
-
-def _read_free_disk_bytes(paths: RunPaths) -> int | None:
-    try:
-        return shutil.disk_usage(paths.root).free
-    except OSError:
-        return None
 
 
 def read_exit_records(run: RunJobs) -> Iterator[TaskExitRecord]:
@@ -144,25 +137,17 @@ def find_last_traceback(file: LogFile, text: str) -> LogTraceback | None:
     for record in reversed(parse_log_records(text)):
         begins = [number for number, line in enumerate(record.lines) if TRACEBACK_HEADER in line]
         if begins:
-            lines = _cut_after_traceback(record.lines[begins[0] :])
-            return LogTraceback(_parse_log_time(record.time), file, lines)
+            lines = record.lines[begins[0] :]
+            # The first line that is not indented is the error.
+            end = next(
+                (at for at, line in enumerate(lines) if at and line and line[0] not in " \t|+"),
+                len(lines),
+            )
+            time = None
+            with suppress(ValueError, OverflowError, OSError):
+                time = datetime.fromisoformat(record.time).timestamp()
+            return LogTraceback(time, file, lines[: end + 1])
     return None
-
-
-def _parse_log_time(text: str) -> float | None:
-    try:
-        return datetime.fromisoformat(text).timestamp()
-    except (ValueError, OverflowError, OSError):
-        return None
-
-
-def _cut_after_traceback(lines: Sequence[str]) -> tuple[str, ...]:
-    taken = [lines[0]]
-    for line in lines[1:]:
-        taken.append(line)
-        if line and not line.startswith((" ", "\t", "|", "+")):
-            break
-    return tuple(taken)
 
 
 def _read_slurm_lines(submissions: Sequence[Submission]) -> Iterator[tuple[str, str]]:

@@ -60,22 +60,18 @@ def list_log_files(
     for job_dir in sorted(path for path in paths.log_dir(attempt).glob("*") if path.is_dir()):
         for folder in (job_dir, *(restart_dir for _, restart_dir in list_restart_dirs(job_dir))):
             for path in sorted(folder.glob("*.log")):
-                if _is_wanted(wanted_names, job_dir.name, path.stem):
-                    found.append(LogFile(path, job_dir.name, path.stem, _read_node_name(path)))
+                if not wanted_names or _is_wanted(wanted_names, job_dir.name, path.stem):
+                    with path.open("rb") as stream:
+                        first = stream.readline(1000).decode(errors="replace")
+                    node = _NODE_PATTERN.search(first)
+                    found.append(LogFile(path, job_dir.name, path.stem, node[1] if node else ""))
     return found
 
 
 def _is_wanted(wanted_names: Sequence[str], job: str, process: str) -> bool:
     names = {process, re.sub(r"-\d+$", "", process)}
-    return not wanted_names or not {job, *names, *(f"{job}/{name}" for name in names)}.isdisjoint(
-        wanted_names
-    )
-
-
-def _read_node_name(path: Path) -> str:
-    with path.open("rb") as stream:
-        found = _NODE_PATTERN.search(stream.readline(1000).decode(errors="replace"))
-    return found[1] if found else ""
+    names |= {job, *(f"{job}/{name}" for name in names)}
+    return not names.isdisjoint(wanted_names)
 
 
 def choose_attempt(paths: RunPaths, attempt: int | None) -> int:

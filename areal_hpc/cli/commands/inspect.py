@@ -162,12 +162,12 @@ def _show_status(arguments: argparse.Namespace) -> int:
     from areal_hpc.view.state.jobs import (
         describe_allocation_steps,
         fetch_run_jobs,
-        format_job_table_and_notes,
+        format_jobs,
         get_run_state,
     )
     from areal_hpc.view.state.summary import (
+        describe_activity,
         describe_evaluations,
-        describe_phase_and_agent_failures,
         format_run_progress,
         read_run_progress,
         summarize_run,
@@ -187,11 +187,11 @@ def _show_status(arguments: argparse.Namespace) -> int:
     lines += format_run_progress(progress, paths, is_running=is_running)
     has_summary = progress.step > 0 and (run.is_local or paths.finished_marker.exists())
     lines += [] if has_summary else describe_evaluations(progress.snapshot)
-    lines += describe_phase_and_agent_failures(paths, is_running=is_running)
+    lines += describe_activity(paths, is_running=is_running)
     alerts = find_run_alerts(paths)
     lines += [f"  {format_alert(alert)}" for alert in alerts]
     if not run.is_local:
-        lines += ["", *format_job_table_and_notes(run)]
+        lines += ["", *format_jobs(run)]
     if steps := describe_allocation_steps(paths):
         lines += ["", *steps]
     if has_summary:

@@ -8,8 +8,6 @@ from typing import Any
 
 AGENT_FAILURE_EVENTS = ("episode_failed", "episode_timed_out")
 """Of episodes whose end was the agent's fault. What else ends one is the machine's."""
-
-
 EPISODES_COUNTED_EVENT = "episodes_counted"
 """Tells once after a failure how many episodes of a driver have ended by then."""
 TRACEBACK_HEADER = "Traceback (most recent call last):"
@@ -53,7 +51,7 @@ class AgentFailures:
     def collect(cls, events: Iterable[dict[str, Any]]) -> AgentFailures:
         failures = cls()
         for event in events:
-            failures.add_event_returning_new_cause(event)
+            failures.add_event(event)
         return failures
 
     @property
@@ -76,16 +74,14 @@ class AgentFailures:
     def share_text(self) -> str:
         return f"in {self.failed} of {self.ended} episode{'s' if self.ended != 1 else ''}"
 
-    def add_event_returning_new_cause(self, event: dict[str, Any]) -> FailureCause | None:
-        """Take an event of any kind in; its cause if none failed by that before."""
+    def add_event(self, event: dict[str, Any]) -> FailureCause | None:
+        """Count an event of any kind; its cause if none failed by that before."""
         if event["event"] not in (*AGENT_FAILURE_EVENTS, EPISODES_COUNTED_EVENT):
             return None
         failed, ended = self._counts.get(event["role"], (0, 0))
         failed = max(failed, _get_count_or_one(event, "failed"))
-        self._counts[event["role"]] = (
-            failed,
-            max(ended, failed, _get_count_or_one(event, "ended")),
-        )
+        ended = max(ended, failed, _get_count_or_one(event, "ended"))
+        self._counts[event["role"]] = failed, ended
         if event["event"] == EPISODES_COUNTED_EVENT:
             return None
         reason = str(event.get("reason", ""))

@@ -71,7 +71,7 @@ def count_unusual_events(
     return [(event, role, count) for (event, role), count in counts.most_common(max_kinds)]
 
 
-def collect_failure_and_recovery_events(
+def collect_failure_events(
     events: Sequence[dict[str, Any]], first_traceback_at: float | None
 ) -> Iterator[FailureEvent]:
     for row in events:
@@ -79,7 +79,13 @@ def collect_failure_and_recovery_events(
             case "process_exited":
                 yield _build_exit_event(row, first_traceback_at)
             case "replica_died":
-                yield _build_server_event(row)
+                text = (
+                    f"SGLang {row.get('replica', '?')} of {row['role']} {row.get('reason', 'died')}"
+                )
+                if last_line := row.get("last_line"):
+                    text = f"{text}: {last_line}"
+                hint = f"read {row['log']}" if row.get("log") else LOGS_HINT
+                yield FailureEvent(row["time"], text, distance_from_cause=3, hint=hint)
             case "event_loop_blocked":
                 yield FailureEvent(row["time"], f"the agent {describe_blocked_loop(row)}", 7)
             case "episode_slow":
@@ -99,17 +105,6 @@ def _build_exit_event(row: dict[str, Any], first_traceback_at: float | None) -> 
     )
     hint = MEMORY_HINT if code == 128 + signal.SIGKILL else LOGS_HINT
     return FailureEvent(row["time"], text, 2 if code > 128 and is_first else 5, hint=hint)
-
-
-def _build_server_event(row: dict[str, Any]) -> FailureEvent:
-    text = f"SGLang {row.get('replica', '?')} of {row['role']} {row.get('reason', 'died')}"
-    last_line, log = row.get("last_line"), row.get("log")
-    return FailureEvent(
-        row["time"],
-        f"{text}: {last_line}" if last_line else text,
-        distance_from_cause=3,
-        hint=f"read {log}" if log else LOGS_HINT,
-    )
 
 
 def build_agent_failure_events(

@@ -1,15 +1,16 @@
 """What happens in a run that a person should hear of at once, told once."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from areal_hpc.jobs.restart_policy import PERMANENT_EXIT_CODES
-from areal_hpc.rundir.telemetry.events import RANKS_HANG_EVENT
+from areal_hpc.rundir.telemetry import events as telemetry
 from areal_hpc.view.events.agent_failures import AgentFailures, FailureCause
 from areal_hpc.view.tables import format_duration
 
 MAX_SHOWN_CAUSES = 5
+_EVENTS_ANNOUNCED_ONCE_PER_PLACE = ("event_loop_blocked", "episode_slow")
 
 
 @dataclass(slots=True)
@@ -18,19 +19,16 @@ class NewEventLineFormatter:
     _told: set[tuple[str, str]] = field(default_factory=set)
 
     def describe_if_new(self, event: dict[str, Any]) -> list[str]:
-        if (cause := self.failures.add_event_returning_new_cause(event)) is not None:
+        if (cause := self.failures.add_event(event)) is not None:
             return list(
                 self._format_failure_lines(cause, str(event.get("then", "it is tried again")))
             )
-        tell = _FORMAT_LINES_BY_EVENT.get(event["event"])
-        if tell is None:
-            return []
-        place = str(event.get("at") or event["role"])
         if event["event"] in _EVENTS_ANNOUNCED_ONCE_PER_PLACE:
-            if (event["event"], place) in self._told:
+            key = (event["event"], str(event.get("at") or event["role"]))
+            if key in self._told:
                 return []
-            self._told.add((event["event"], place))
-        return list(tell(event))
+            self._told.add(key)
+        return list(_format_event_lines(event))
 
     def _format_failure_lines(self, cause: FailureCause, consequence: str) -> Iterator[str]:
         number = len(self.failures.causes)
@@ -59,41 +57,32 @@ def describe_slow_episode(event: dict[str, Any]) -> str:
     return f"has run for {age} without an end{at}{_describe_episode(event)}{limit}"
 
 
-def _format_blocked_loop_lines(event: dict[str, Any]) -> Iterator[str]:
-    yield f"agent    {describe_blocked_loop(event)}"
-    yield "         try: wrap blocking code in `await asyncio.to_thread(...)`"
-
-
-def _format_slow_episode_lines(event: dict[str, Any]) -> Iterator[str]:
-    yield f"agent    {describe_slow_episode(event)}"
-
-
-def _format_dead_server_lines(event: dict[str, Any]) -> Iterator[str]:
-    server = f"SGLang {event.get('replica', '?')} of {event['role']}"
-    yield f"server   {server} {event.get('reason', 'died')}; it is started again"
-    if event.get("last_line"):
-        yield f"         {event['last_line']}"
-    if event.get("log"):
-        yield f"         read {event['log']}"
-
-
-def _format_hanging_ranks_lines(event: dict[str, Any]) -> Iterator[str]:
-    yield f"trainer  stands still: {event.get('ranks', 'no rank is known to move')}"
-    yield "         read the stacks at the end of those ranks' logs in logs/latest"
-
-
-def _format_resumed_lines(event: dict[str, Any]) -> Iterator[str]:
-    if step := event.get("step"):
-        yield f"resumed  from the checkpoint of step {step}"
-
-
-def _format_ended_process_lines(event: dict[str, Any]) -> Iterator[str]:
-    if event.get("exit_code") in PERMANENT_EXIT_CODES:
-        return  # the command ends with that error, in better words
-    yield (
-        f"process  {event.get('process', '?')} of {event['role']} ended with exit code "
-        f"{event.get('exit_code', '?')}"
-    )
+def _format_event_lines(event: dict[str, Any]) -> Iterator[str]:
+    role = event["role"]
+    match event["event"]:
+        case "event_loop_blocked":
+            yield f"agent    {describe_blocked_loop(event)}"
+            yield "         try: wrap blocking code in `await asyncio.to_thread(...)`"
+        case "episode_slow":
+            yield f"agent    {describe_slow_episode(event)}"
+        case "replica_died":
+            server = f"SGLang {event.get('replica', '?')} of {role}"
+            yield f"server   {server} {event.get('reason', 'died')}; it is started again"
+            if event.get("last_line"):
+                yield f"         {event['last_line']}"
+            if event.get("log"):
+                yield f"         read {event['log']}"
+        case telemetry.RANKS_HANG_EVENT:
+            yield f"trainer  stands still: {event.get('ranks', 'no rank is known to move')}"
+            yield "         read the stacks at the end of those ranks' logs in logs/latest"
+        case "process_exited":
+            code = event.get("exit_code", "?")
+            # Of the others the command ends with that error, in better words.
+            if code not in PERMANENT_EXIT_CODES:
+                process = event.get("process", "?")
+                yield f"process  {process} of {role} ended with exit code {code}"
+        case "state_loaded" if step := event.get("step"):
+            yield f"resumed  from the checkpoint of step {step}"
 
 
 def _describe_episode(event: dict[str, Any]) -> str:
@@ -106,14 +95,3 @@ def _describe_episode(event: dict[str, Any]) -> str:
 def _format_seconds(event: dict[str, Any]) -> str:
     seconds = event.get("seconds")
     return format_duration(seconds) if isinstance(seconds, int | float) else "long"
-
-
-_FORMAT_LINES_BY_EVENT: dict[str, Callable[[dict[str, Any]], Iterator[str]]] = {
-    "event_loop_blocked": _format_blocked_loop_lines,
-    "episode_slow": _format_slow_episode_lines,
-    "replica_died": _format_dead_server_lines,
-    RANKS_HANG_EVENT: _format_hanging_ranks_lines,
-    "process_exited": _format_ended_process_lines,
-    "state_loaded": _format_resumed_lines,
-}
-_EVENTS_ANNOUNCED_ONCE_PER_PLACE = ("event_loop_blocked", "episode_slow")

@@ -55,23 +55,17 @@ class RunPhaseTracker:
                 self._starting.pop(replica, None)
                 self._ready.discard(replica)
             case "job_submitted" if event.get("job") == "trainer":
-                self._trainer_startup_phrase, self._trainer_since, self._replicas_have_weights = (
-                    "starts",
-                    at,
-                    False,
-                )
+                self._restart_trainer("starts", at)
             case "ranks_joined":
-                self._trainer_startup_phrase, self._trainer_since, self._replicas_have_weights = (
-                    "loads the model",
-                    at,
-                    False,
-                )
+                self._restart_trainer("loads the model", at)
             case "state_loaded":
                 self._trainer_startup_phrase, self._trainer_since = "", at
             case "weights_published":
-                self._replicas_have_weights = self._replicas_have_weights or bool(
-                    event.get("replicas")
-                )
+                self._replicas_have_weights |= bool(event.get("replicas"))
+
+    def _restart_trainer(self, phrase: str, at: float) -> None:
+        self._trainer_startup_phrase, self._trainer_since = phrase, at
+        self._replicas_have_weights = False
 
     def describe(self, ledger: LedgerStatus | None) -> str:
         """The phase in one line; empty if only the ledger could tell, and it does not answer."""
@@ -98,17 +92,13 @@ def read_server_phase(log: Path) -> str:
         text = read_tail_lines(log, SERVER_LOG_TAIL_BYTES).decode(errors="replace")
     except OSError:
         return "starts"
-    found = [(text.rfind(sign), words) for sign, words in _SERVER_PHASES]
-    at, words = max(found)
+    at, words = max((text.rfind(sign), words) for sign, words in _SERVER_PHASES)
     return words if at >= 0 else "starts"
 
 
 def describe_phase_by_ledger_counts(ledger: LedgerStatus) -> str:
-    slowest = (
-        f", slowest {format_duration(ledger.slowest_episode_s)}"
-        if ledger.slowest_episode_s >= 1.0
-        else ""
-    )
+    slowest_s = ledger.slowest_episode_s
+    slowest = f", slowest {format_duration(slowest_s)}" if slowest_s >= 1.0 else ""
     if ledger.eval_total > ledger.eval_done:
         of = f"{ledger.eval_done} of {ledger.eval_total}"
         return f"evaluation of step {ledger.version_step}: {of} held-out episodes{slowest}"

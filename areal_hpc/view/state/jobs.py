@@ -151,7 +151,7 @@ def build_run_jobs(
             gave_nodes_back=name in held,
             successors=successors.get(name, ()),
         )
-        for name in sorted(names, key=_get_job_sort_key)
+        for name in sorted(names, key=_rank_job)
     )
     jobs += tuple(
         JobView(job.submission.job, job.submission, job.slurm_record, {}, is_recorded=False)
@@ -178,7 +178,7 @@ def _choose_submissions_and_successors(
     return newest, successors
 
 
-def _get_job_sort_key(job_name: str) -> tuple[bool, bool, str, list[int]]:
+def _rank_job(job_name: str) -> tuple[bool, bool, str, list[int]]:
     numbers = [int(number) for number in re.findall(r"\d+", job_name)]
     return job_name != "sft", job_name != "trainer", re.sub(r"\d+", "", job_name), numbers
 
@@ -221,7 +221,7 @@ def describe_allocation_steps(paths: RunPaths) -> list[str]:
     return format_table(rows + [(one.job, one.step, ",".join(one.nodes)) for one in note.steps])
 
 
-def format_job_table_and_notes(run: RunJobs) -> list[str]:
+def format_jobs(run: RunJobs) -> list[str]:
     rows = [("job", "id", "state", "nodes", "attempt", "time")]
     rows += [_format_job_row(job, run.snapshot) for job in run.jobs]
     lines = format_table(rows)
@@ -252,31 +252,35 @@ def format_job_table_and_notes(run: RunJobs) -> list[str]:
 
 
 def describe_unrecorded_jobs(run: RunJobs) -> list[str]:
-    root = shlex.quote(str(run.paths.root))
-    return [
-        f"job {job.submission.job_id} ({_name_job_or_successor(job)}) is not on record: its "
-        "submission was interrupted, or made by hand\n"
-        f"  try: areal-hpc resume {root} takes it over, areal-hpc cancel {root} removes it"
-        for job in run.jobs
-        if not job.is_recorded and job.submission
-    ]
-
-
-def _name_job_or_successor(job: JobView) -> str:
-    place = job.submission.successor if job.submission else 0
-    return f"successor {place} of {job.name}" if place else job.name
+    root, lines = shlex.quote(str(run.paths.root)), []
+    for job in run.jobs:
+        if job.is_recorded or job.submission is None:
+            continue
+        place = job.submission.successor
+        name = f"successor {place} of {job.name}" if place else job.name
+        lines.append(
+            f"job {job.submission.job_id} ({name}) is not on record: its "
+            "submission was interrupted, or made by hand\n"
+            f"  try: areal-hpc resume {root} takes it over, areal-hpc cancel {root} removes it"
+        )
+    return lines
 
 
 def _format_job_row(job: JobView, snapshot: QueueSnapshot) -> tuple[str, str, str, str, str, str]:
     submission, queued = job.submission, job.slurm_record
     job_id = submission.job_id if submission else "-"
     attempt = str(submission.attempt) if submission else "-"
-    if queued is None:
-        return (job.name, job_id, _describe_job_unknown_to_slurm(job, snapshot), "-", attempt, "-")
-    if queued.restarts:
-        attempt += f", restart {queued.restarts}"
-    state, nodes = format_slurm_state(queued), queued.nodes or "-"
-    return (job.name, job_id, state, nodes, attempt, _format_job_times(queued))
+    if queued is not None:
+        if queued.restarts:
+            attempt += f", restart {queued.restarts}"
+        state, nodes = format_slurm_state(queued), queued.nodes or "-"
+        return (job.name, job_id, state, nodes, attempt, _format_job_times(queued))
+    state = "unknown (no longer in Slurm's records)"
+    if snapshot.outage:
+        state = "? (Slurm does not answer)"
+    elif codes := sorted({outcome.exit_code for outcome in job.task_exits.values()}):
+        state = f"ended (exit code {', '.join(map(str, codes))})"
+    return (job.name, job_id, state, "-", attempt, "-")
 
 
 def format_slurm_state(queued_job: SlurmJobRecord) -> str:
@@ -290,21 +294,9 @@ def format_slurm_state(queued_job: SlurmJobRecord) -> str:
     return state.name
 
 
-def _describe_job_unknown_to_slurm(job: JobView, snapshot: QueueSnapshot) -> str:
-    if snapshot.outage:
-        return "? (Slurm does not answer)"
-    codes = sorted({outcome.exit_code for outcome in job.task_exits.values()})
-    if codes:
-        return f"ended (exit code {', '.join(map(str, codes))})"
-    return "unknown (no longer in Slurm's records)"
-
-
 def _format_job_times(queued_job: SlurmJobRecord) -> str:
-    now, start, end = (
-        time.time(),
-        queued_job.started_or_expected_at,
-        queued_job.ended_or_latest_end_at,
-    )
+    now, end = time.time(), queued_job.ended_or_latest_end_at
+    start = queued_job.started_or_expected_at
     match queued_job.state.phase:
         case JobPhase.WAITING:
             return f"expected at {format_time(start)}" if start else "start unknown"

@@ -108,19 +108,16 @@ class PlainReporter:
                 self._last_step = row["step"]
                 self._has_trained = self._has_trained or row["step"] > 0
                 self.print_line(format_step_line(row, self._total_steps))
-                self._report_new_alerts(snapshot.steps[:number], row)
+                if self._alerts is None:  # the recipe is in place once a step is
+                    self._alerts = AlertTracker(read_alerts_config(self._paths))
+                    self._alerts.take_new_alerts(snapshot.steps[:number])
+                for alert in self._alerts.take_new_alerts(snapshot.steps[: number + 1]):
+                    self.print_line(format_alert(alert))
             elif list_evaluated_sets(row) and row["step"] not in self._evaluated:
                 evaluation = {"step": row["step"], **select_evaluation_metrics(row)}
                 self.print_line(format_step_line(evaluation, self._total_steps))
         self._evaluated = _list_evaluated_steps(snapshot)
         return snapshot
-
-    def _report_new_alerts(self, before: Sequence[dict[str, Any]], row: dict[str, Any]) -> None:
-        if self._alerts is None:  # the recipe is in place once a step is
-            self._alerts = AlertTracker(read_alerts_config(self._paths))
-            self._alerts.take_new_alerts(before)
-        for alert in self._alerts.take_new_alerts([*before, row]):
-            self.print_line(format_alert(alert))
 
     def close(self) -> None:
         self.report_new_events()

@@ -77,7 +77,7 @@ def read_run_progress(paths: RunPaths) -> RunProgress:
     )
 
 
-def describe_phase_and_agent_failures(paths: RunPaths, *, is_running: bool) -> list[str]:
+def describe_activity(paths: RunPaths, *, is_running: bool) -> list[str]:
     events = read_events_since_launch(paths)
     lines = []
     if is_running:
@@ -127,19 +127,14 @@ def format_run_progress(
         lines.append("  agent's sandbox   none: its commands can do all that you can")
     elif progress.agent_isolation:
         lines.append(f"  agent's sandbox   {progress.agent_isolation}")
-    lines += [f"  idle              {one}" for one in _describe_idle_time(progress, paths)]
-    return [*lines, *(f"  quarantined       {one}" for one in describe_quarantined_batches(paths))]
-
-
-def _describe_idle_time(progress: RunProgress, paths: RunPaths) -> list[str]:
     size = read_held_gpus_or_nodes(paths, progress.cell_count)
-    lines = []
     if size is not None and progress.snapshot.steps:
-        lines += describe_idle_time(progress.snapshot.steps, size)
+        idle = describe_idle_time(progress.snapshot.steps, size)
+        lines += [f"  idle              {one}" for one in idle]
     missing_s = measure_wait_without_cells_s(read_recent_events(paths.events), time.time())
     if missing_s is not None and not paths.finished_marker.exists():
-        lines.append(f"no cell has been there for {format_duration(missing_s)}")
-    return lines
+        lines.append(f"  idle              no cell has been there for {format_duration(missing_s)}")
+    return [*lines, *(f"  quarantined       {one}" for one in describe_quarantined_batches(paths))]
 
 
 def describe_quarantined_batches(paths: RunPaths) -> list[str]:
@@ -165,7 +160,9 @@ def summarize_run(paths: RunPaths, snapshot: RunSnapshot, program: str) -> str:
     if not trained:
         return f"nothing trained yet in {paths.root}"
     last = trained[-1]
-    root = _shorten_path(paths.root)
+    root, here = paths.root, Path.cwd()
+    if root.is_relative_to(here):
+        root = root.relative_to(here)
     shown_as = RunPaths(root)
     seconds = sum(row.get("time/step_s") or 0.0 for row in trained)
     compared = [row for row in trained if row.get("logprob/compared_tokens")]
@@ -209,11 +206,6 @@ def summarize_run(paths: RunPaths, snapshot: RunSnapshot, program: str) -> str:
         f"  {shlex.join([str(tensorboard), '--logdir', str(shown_as.tensorboard_dir)])}",
     ]
     return "\n".join(lines)
-
-
-def _shorten_path(path: Path) -> Path:
-    here = Path.cwd()
-    return path.relative_to(here) if path.is_relative_to(here) else path
 
 
 def describe_evaluations(snapshot: RunSnapshot) -> list[str]:

@@ -55,31 +55,24 @@ def _count_nodes(job: JobPaths) -> int:
     return int(found[1]) if found else 1
 
 
-def describe_idle_time(
-    rows: Sequence[Mapping[str, Any]], held_gpus_or_nodes: HeldGpusOrNodes
-) -> list[str]:
+def describe_idle_time(rows: Sequence[Mapping[str, Any]], held: HeldGpusOrNodes) -> list[str]:
     hours = _sum_hours(rows, "time/step_s")
-    waited = _sum_hours(rows, *TRAINER_WAIT_METRICS)
-    idle = _sum_hours(rows, CELL_IDLE_S_METRIC)
-    per_cell = held_gpus_or_nodes.cell_gpus_or_nodes / max(held_gpus_or_nodes.cell_count, 1)
-    trainer = _format_hours(
-        waited * held_gpus_or_nodes.trainer_gpus_or_nodes,
-        hours * held_gpus_or_nodes.trainer_gpus_or_nodes,
-        held_gpus_or_nodes.unit,
+    waited = _sum_hours(rows, *TRAINER_WAIT_METRICS) * held.trainer_gpus_or_nodes
+    idle = _sum_hours(rows, CELL_IDLE_S_METRIC) * held.cell_gpus_or_nodes
+    idle /= max(held.cell_count, 1)
+    of_trainer, of_cells = (
+        f"{hours * number:.2f} {held.unit}-hours"
+        for number in (held.trainer_gpus_or_nodes, held.cell_gpus_or_nodes)
     )
-    cells = _format_hours(
-        idle * per_cell, hours * held_gpus_or_nodes.cell_gpus_or_nodes, held_gpus_or_nodes.unit
-    )
-    return [f"trainer waiting for cells {trainer}", f"cells waiting for the trainer {cells}"]
+    return [
+        f"trainer waiting for cells {waited:.2f} of {of_trainer}",
+        f"cells waiting for the trainer {idle:.2f} of {of_cells}",
+    ]
 
 
 def _sum_hours(rows: Sequence[Mapping[str, Any]], *names: str) -> float:
     values = (row.get(name) for row in rows for name in names)
     return sum(value for value in values if isinstance(value, int | float)) / 3600
-
-
-def _format_hours(idle_hours: float, held_hours: float, unit: str) -> str:
-    return f"{idle_hours:.2f} of {held_hours:.2f} {unit}-hours"
 
 
 def measure_wait_without_cells_s(events: Sequence[Mapping[str, Any]], now: float) -> float | None:

@@ -59,7 +59,10 @@ def export_rows(
 
     # As private as what the rows hold.
     with open_temporary_beside(out, mode=0o600) as stream:
-        (_write_parquet if file_format == "parquet" else _write_lines)(stream, build_all())
+        if file_format == "parquet":
+            _write_parquet(stream, build_all())
+        else:
+            stream.writelines(msgspec.json.encode(one) + b"\n" for one in build_all())
     Path(stream.name).rename(out)
     fsync_path(out.parent)
     return ExportReport(**counts)
@@ -116,11 +119,6 @@ def _build_full_record(found_row: FoundRow) -> JsonObject:
         "logprobs": row.logprobs_T.tolist(),
         "versions": row.versions_T.tolist(),
     }
-
-
-def _write_lines(stream: IO[bytes], objects: Iterator[JsonObject]) -> None:
-    for one in objects:
-        stream.write(msgspec.json.encode(one) + b"\n")
 
 
 def _write_parquet(stream: IO[bytes], objects: Iterator[JsonObject]) -> None:

@@ -16,7 +16,7 @@ from areal_hpc.slurm.run_jobs import find_original, list_live_jobs, list_unrecor
 from areal_hpc.view.state.jobs import (
     build_run_jobs,
     fetch_run_jobs,
-    format_job_table_and_notes,
+    format_jobs,
 )
 from tests.support.scripted_slurm import ScriptedSlurm
 
@@ -76,7 +76,7 @@ def test_the_jobs_of_a_run_are_not_those_of_a_copy_of_its_folder(
     assert list_live_jobs(copy) == []
     assert (find_original(original), find_original(copy)) == (None, original.root)
     status = fetch_run_jobs(copy, QueuePoller())
-    assert f"a copy of {original.root}" in "\n".join(format_job_table_and_notes(status))
+    assert f"a copy of {original.root}" in "\n".join(format_jobs(status))
     answer = QueuePoller().poll(["7"])
     stranger = RunPaths(tmp_path / "quickstart" / "stranger")
     record_submission(stranger.submissions, Submission("trainer", "8", 1, 0.0, ""))

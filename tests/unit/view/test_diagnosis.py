@@ -25,7 +25,7 @@ from areal_hpc.view.inspection import (
     find_last_traceback,
 )
 from areal_hpc.view.logs import LogFile
-from areal_hpc.view.state.jobs import JobView, RunJobs, format_job_table_and_notes
+from areal_hpc.view.state.jobs import JobView, RunJobs, format_jobs
 
 NOW = 1_000_000.0
 EXITED = {"role": "trainer", "event": "process_exited", "process": "trainer", "exit_code": 1}
@@ -122,7 +122,7 @@ def test_a_cell_that_gave_its_nodes_back_needs_nobody() -> None:
     assert "is held until the jobs that it works with are back" in diagnosis.headline
     assert diagnosis.is_well
     assert diagnosis.chain == ()
-    assert "scontrol release" not in "\n".join(format_job_table_and_notes(found.run))
+    assert "scontrol release" not in "\n".join(format_jobs(found.run))
 
 
 def test_a_run_at_work_tells_of_the_failure_it_outlived() -> None:

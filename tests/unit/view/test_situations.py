@@ -16,7 +16,7 @@ from areal_hpc.view.inspection import LogTraceback, RunInspection, StepPace, Tas
 from areal_hpc.view.state.jobs import (
     JobView,
     build_run_jobs,
-    format_job_table_and_notes,
+    format_jobs,
     get_run_state,
 )
 from tests.unit.view.test_diagnosis import NOW, evidence, job, log_file
@@ -215,7 +215,7 @@ def test_a_job_that_is_over_is_its_successor_if_that_lives(
     (trainer,) = [one for one in run.jobs if one.name == "trainer"]
     assert trainer.slurm_record == look[number]
     assert get_run_state(run) == word
-    assert any(said in line for line in format_job_table_and_notes(run))
+    assert any(said in line for line in format_jobs(run))
 
 
 def test_the_hint_on_a_suspended_job_names_it() -> None:
