@@ -17,6 +17,7 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -151,8 +152,13 @@ def fine_tune(scenario: Scenario, paths: RunPaths) -> dict[str, Any]:
 
 def inspect(scenario: Scenario, paths: RunPaths) -> dict[str, Any]:
     """Whatever a function of a test module finds out: `module:function`."""
-    module, _, function = scenario["inspect"].partition(":")
-    found: dict[str, Any] = getattr(importlib.import_module(module), function)(scenario, paths)
+    found: dict[str, Any] = load_function(scenario["inspect"])(scenario, paths)
+    return found
+
+
+def load_function(name: str) -> Callable[..., Any]:
+    module, _, function = name.partition(":")
+    found: Callable[..., Any] = getattr(importlib.import_module(module), function)
     return found
 
 
@@ -170,10 +176,13 @@ def be_rank(scenario: Scenario, rank: int) -> int:
     random.seed(os.urandom(4))
     if rank == scenario.get("faulty_rank", 0):
         os.environ[FAULTS_VARIABLE] = scenario.get("faults", "")
-    act = {"replay": replay, "fine_tune": fine_tune, "inspect": inspect}[scenario["act"]]
     report = paths.root / f"report.{rank}.json"
     report.unlink(missing_ok=True)
     try:
+        if scenario["act"] == "run":  # the entry of a process, which joins the others itself
+            load_function(scenario["entry"])(scenario["config"])
+            return 0
+        act = {"replay": replay, "fine_tune": fine_tune, "inspect": inspect}[scenario["act"]]
         parallel = ParallelConfig.model_validate(scenario["trainer"].get("parallel", {}))
         init_process_groups_and_device(get_task_position(), parallel, "cpu", paths.rendezvous_dir)
         with exit_quietly_unless_first_failure():
@@ -199,7 +208,7 @@ def be_rank(scenario: Scenario, rank: int) -> int:
 def launch(scenario: Scenario) -> list[int]:
     """All ranks of a scenario; their exit codes, -9 for a killed one."""
     if "inspect" in scenario:
-        importlib.import_module(scenario["inspect"].partition(":")[0])
+        load_function(scenario["inspect"])
     gc.freeze()  # the ranks share the memory of what was imported
     pids = []
     for rank in range(scenario["ranks"]):

@@ -39,7 +39,7 @@ def train(ranks: RankServer, paths: RunPaths, **scenario: Any) -> TaskExit:
     optimizer = {"lr": 1e-2, "warmup_steps": 5, "decay": "linear"}
     config = sft_config(
         paths.root, ANSWERS, total_steps=160, batch_size=4, optimizer=optimizer,
-        checkpoint_every_steps=CHECKPOINT_EVERY_STEPS, log_every_steps=1,
+        checkpoint_every_steps=CHECKPOINT_EVERY_STEPS,
     )  # fmt: skip
     return ranks.run(
         paths, "run", entry="areal_hpc.trainer.sft.sft_job:run", config=config, **scenario
@@ -54,7 +54,8 @@ def stop_in_step(ranks: RankServer, paths: RunPaths, step: int) -> None:
     with ThreadPoolExecutor(1) as thread:
         running = thread.submit(train, ranks, paths, faults=faults)
         try:
-            wait_for(lambda: held.exists() and held.read_text())
+            wait_for(lambda: running.done() or (held.exists() and held.read_text()))
+            assert not running.done(), running.result().log
             os.kill(int(held.read_text()), signal.SIGTERM)
         finally:
             gate.unlink()
