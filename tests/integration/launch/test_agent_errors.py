@@ -1,4 +1,7 @@
-"""Mistakes of a user's agent, in runs by the real launcher: told at once, as the agent's."""
+"""Mistakes of a user's agent, in runs by the real launcher: told at once, as the agent's.
+
+`tests/acceptance/test_agent_errors.py` has more of them, and rollout/test_trial_tasks.py the tasks.
+"""
 
 import re
 import time
@@ -15,7 +18,7 @@ from tests.support.small_run import WITHOUT_SETS
 from tests.support.standin_run import REPLY_VARIABLE, SERVER_START_VARIABLE, write_served_model
 from tests.support.waiting import wait_for
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.thorough, pytest.mark.timeout(240)]
 OVERRIDES = (
     *WITHOUT_SETS,
     *("sft=null", "model.tiny=null", "evaluation.tasks=8", "rollout.n_samples=4"),
@@ -67,7 +70,6 @@ def test_an_agent_that_fails_its_trial_tasks_ends_the_run_before_any_ticket(
     assert re.match(r" +reason +the agent .*raised KeyError: 'anwser'", reason)
 
 
-@pytest.mark.thorough
 def test_what_a_run_does_is_told_and_a_killed_launcher_is_known(
     start: Callable[..., ScreenedRun], capfd: pytest.CaptureFixture[str]
 ) -> None:
