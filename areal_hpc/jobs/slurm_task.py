@@ -63,8 +63,10 @@ from areal_hpc.slurm.resubmit import retry_and_log
 
 log = logging.getLogger(__name__)
 
-STOP_POLL_S = 2.0
-"""Between two looks at the shared storage."""
+MAX_CHECKPOINT_DURATION_S = 3600.0
+"""Before so much is left the duration of the last checkpoint is not read."""
+STOP_POLL_S, RARE_STOP_POLL_S = 2.0, 6.0
+"""Between two looks at the shared storage: for a stop of this start, and for the end of all."""
 DONE_GRACE_S = 30.0
 """Time that processes get to end by themselves once the work is done."""
 TASK_EXIT_TIMEOUT_S = 60.0
@@ -97,7 +99,7 @@ class SlurmTask:
         self._clock: time_limit.SlurmControllerClock | None = None
         """Of the first task, which watches the time limit."""
         self._ends_at: float | None = None
-        self._next_look_at = 0.0
+        self._next_look_at = self._next_rare_look_at = 0.0
         self._done_since: float | None = None
         self._is_first_reached = position.is_first
         """It answers at the beginning of a start only."""
@@ -247,23 +249,27 @@ class SlurmTask:
     def _find_stop_condition(
         self, start: starts.JobStart, now: float, *, can_end_job: bool
     ) -> TaskExit | None:
-        if self._run_dir_watch.is_gone():
-            return TaskExit(STOPPED_EXIT_CODE, reason=self._describe_gone_run_dir())
+        if now >= self._next_rare_look_at or self._run_dir_watch.is_missing:
+            self._next_rare_look_at = now + RARE_STOP_POLL_S
+            if self._run_dir_watch.is_gone():
+                return TaskExit(STOPPED_EXIT_CODE, reason=self._describe_gone_run_dir())
+            if self._slurm.done_marker and Path(self._slurm.done_marker).exists():
+                self._done_since = self._done_since or now
+        if self._done_since is not None and now - self._done_since >= DONE_GRACE_S:
+            return TaskExit(0, reason="there is no work left")
         if starts.is_superseded(self._starts_dir, start):
             self._is_superseded = True
             return TaskExit(STOPPED_EXIT_CODE, reason="superseded by a later start of this job")
-        if self._slurm.done_marker and Path(self._slurm.done_marker).exists():
-            self._done_since = self._done_since or now
-            if now - self._done_since >= DONE_GRACE_S:
-                return TaskExit(0, reason="there is no work left")
         note = starts.read_stop_note(self._stop_note_path)
         if note and not (note.exit_code == 0 and can_end_job):
             return TaskExit(0 if note.exit_code == 0 else STOPPED_EXIT_CODE, reason=note.reason)
         if self._clock is not None and self._ends_at is not None:
             # For the step in flight, for the requeue and Slurm's coarse clock, and for the save.
-            lead_s = self._launch.stop_grace_s + self._slurm.margin_s
-            lead_s += time_limit.read_checkpoint_duration_s(self._paths)
-            if self._clock.now() >= self._ends_at - lead_s:
+            left_s = self._ends_at - self._clock.now()
+            left_s -= self._launch.stop_grace_s + self._slurm.margin_s
+            if left_s <= MAX_CHECKPOINT_DURATION_S and (
+                left_s <= time_limit.read_checkpoint_duration_s(self._paths)
+            ):
                 return TaskExit(STOPPED_EXIT_CODE, reason=TIME_LIMIT_REASON)
         return None
 

@@ -45,8 +45,16 @@ class RunDirWatch:
         self._mark = find_mark(run_dir)
         self._missing = 0
 
+    @property
+    def is_missing(self) -> bool:
+        """It was missing at the last look."""
+        return self._missing > 0
+
     def is_gone(self, looks: int = MISSING_LOOKS) -> bool:
         """True once it was missing at so many looks in a row, this one included."""
-        self._run_dir.parent.stat()
-        self._missing = 0 if self._mark.exists() else self._missing + 1
+        if self._mark.exists():
+            self._missing = 0
+            return False
+        self._run_dir.parent.stat()  # raises while the storage is away
+        self._missing += 1
         return self._missing >= looks
