@@ -34,6 +34,7 @@ PRELOADED = (
     "areal_hpc.launch.run",
     "areal_hpc.proxy.job",
     "areal_hpc.proxy.standalone",
+    "areal_hpc.rollout.job",
     "areal_hpc.view.compare",
     "areal_hpc.view.diagnosis",
 )

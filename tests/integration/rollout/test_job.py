@@ -3,7 +3,6 @@
 import asyncio
 import json
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +23,7 @@ from examples.quickstart.task import train_tasks
 from tests.integration.rollout.standins import KEY, StandInLedger, StandInProxy
 from tests.support.deadlines import scaled
 from tests.support.environments import CHECKOUT
-from tests.support.process_commands import start_job_process
+from tests.support.forked_processes import ForkedProcess, fork_job_process
 from tests.support.proxy_stage import Stage
 
 ARITHMETIC = "examples.quickstart.agent.ArithmeticAgent"
@@ -58,19 +57,20 @@ def config(paths: RunPaths, workflow: str, **agent: Any) -> dict[str, Any]:
 @contextmanager
 def started_driver(
     paths: RunPaths, job: dict[str, Any], name: str = "driver"
-) -> Iterator[subprocess.Popen[bytes]]:
+) -> Iterator[ForkedProcess]:
     """The process, which does not outlive the block."""
     config_path = paths.root / f"{name}.json"
     config_path.write_text(json.dumps(job))
     log = paths.root / f"{name}.log"
-    with start_job_process("areal_hpc.rollout.job:run", config_path, log) as driver:
-        try:
-            yield driver
-        finally:
-            driver.kill()
+    driver = fork_job_process("areal_hpc.rollout.job:run", config_path, log)
+    try:
+        yield driver
+    finally:
+        driver.kill()
+        driver.wait()
 
 
-async def serve(ledger: StandInLedger, driver: subprocess.Popen[bytes]) -> None:
+async def serve(ledger: StandInLedger, driver: ForkedProcess) -> None:
     """Stand in for ledger and proxy until the driver's process ends."""
     is_signalled = False
     async with StandInProxy(ledger.directory), ledger:
@@ -103,7 +103,7 @@ def test_a_driver_ends_without_a_ledger(paths: RunPaths, monkeypatch: pytest.Mon
         monkeypatch.setenv("AREAL_HPC_JOB_START", "1")
         with started_driver(paths, job, "under-slurm") as gone:
             assert gone.wait(scaled(60)) == IDLE_EXIT_CODE
-        with pytest.raises(subprocess.TimeoutExpired):
+        with pytest.raises(TimeoutError):
             waiting.wait(2.0)
 
 
@@ -113,7 +113,7 @@ def test_agent_that_cannot_be_loaded_ends_the_job_for_good(paths: RunPaths) -> N
             run(config(paths, ARITHMETIC.replace("tic", "tik"), mode=mode))
 
 
-def visit(stage: Stage, driver: subprocess.Popen[bytes], number: int) -> tuple[dict[str, Any], str]:
+def visit(stage: Stage, driver: ForkedProcess, number: int) -> tuple[dict[str, Any], str]:
     """A program of its own: session, task, conversation, reward. Number 0 leaves without one."""
     while (answer := stage.post("/rl/start_session", {"task_id": "program"})).status_code == 429:
         assert driver.poll() is None, "the ticket was finished before this program had a task"
