@@ -57,7 +57,7 @@ async def measure_warm(runtime: Runtime, spec: SandboxSpec, rounds: int) -> floa
     times = []
     try:
         for _ in range(rounds):
-            await pool.start_first_and_refill()
+            await pool.fill()
             began = time.perf_counter()
             async with pool.acquire() as sandbox:
                 await sandbox.exec(["true"])

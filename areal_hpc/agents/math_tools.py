@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from areal_hpc.recipe.user_functions import import_by_path
-from areal_hpc.reward.countdown import evaluate_expression_and_list_numbers
+from areal_hpc.reward.countdown import evaluate_expression
 from areal_hpc.rollout.execution.reward_wrapper import AsyncRewardWrapper
 
 DEFAULT_MATH_REWARD_PATH = "areal_hpc.reward.gsm8k.gsm8k_reward_fn"
@@ -23,7 +23,7 @@ CALCULATOR_PARAMETERS: dict[str, Any] = {
 def calculate(expression: str) -> str:
     """What the model is told: the value, or what is wrong with the expression."""
     try:
-        value, _ = evaluate_expression_and_list_numbers(expression)
+        value, _ = evaluate_expression(expression)
     except ZeroDivisionError:
         return "error: division by zero"
     except (ValueError, TypeError):

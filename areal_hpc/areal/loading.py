@@ -73,11 +73,11 @@ def _find_unknown_keys(
             yield Problem(f"unknown key {name!r}", f"{prefix}{name}", hint)
         elif isinstance(value, Mapping):
             yield from _find_unknown_keys(
-                value, _get_section_or_default(config_structure, name), f"{prefix}{name}."
+                value, _find_section(config_structure, name), f"{prefix}{name}."
             )
 
 
-def _get_section_or_default(config_structure: Any, section_name: str) -> Any:
+def _find_section(config_structure: Any, section_name: str) -> Any:
     section = config_structure[section_name]
     if section is not None:
         return section

@@ -97,7 +97,7 @@ class PPOTrainer:
             ClusterError: There is no Slurm here, or the run's jobs are queued already.
             SystemExit: The user asked for a stop (130).
         """
-        recipe, notes = self.write_inputs_and_build_recipe(
+        recipe, notes = self.prepare(
             workflow, eval_workflow, workflow_kwargs, eval_workflow_kwargs, dynamic_filter_fn
         )
         sys_path = (_get_script_dir(),)
@@ -110,7 +110,7 @@ class PPOTrainer:
         if result.exit_code:
             raise SystemExit(result.exit_code)
 
-    def write_inputs_and_build_recipe(
+    def prepare(
         self,
         workflow: Any = None,
         eval_workflow: Any = None,
@@ -135,7 +135,7 @@ class PPOTrainer:
         paths = RunPaths(_get_run_dir(self._config))
         rollout |= {"workflow_kwargs": kwargs, "workflow": ""}
         if workflow:
-            rollout |= _save_agent_and_build_keys(workflow, kwargs, paths, PICKLED_AGENT_MODULE)
+            rollout |= _save_agent(workflow, kwargs, paths, PICKLED_AGENT_MODULE)
         evaluation = tree.setdefault("evaluation", {})
         other_configured = evaluation.pop("workflow", None)
         other = eval_workflow or other_configured or workflow
@@ -143,7 +143,7 @@ class PPOTrainer:
             kwargs if eval_workflow_kwargs is None else map_areal_path_kwargs(eval_workflow_kwargs)
         )
         if other and not _is_same_agent(workflow, kwargs, other, others):
-            evaluation |= _save_agent_and_build_keys(other, others, paths, EVALUATION_PICKLE_MODULE)
+            evaluation |= _save_agent(other, others, paths, EVALUATION_PICKLE_MODULE)
         if dynamic_filter_fn is not None:
             rollout["should_accept"] = _get_filter_import_path(dynamic_filter_fn)
         for split in self._rows:
@@ -192,7 +192,7 @@ def _get_run_dir(config: BaseExperimentConfig) -> Path:
     return (folder / config.experiment_name / config.trial_name).resolve()
 
 
-def _save_agent_and_build_keys(
+def _save_agent(
     workflow: Any, kwargs: Mapping[str, Any], paths: RunPaths, module: str
 ) -> dict[str, Any]:
     alias = IMPORT_HOOK_MODULE in sys.modules

@@ -20,7 +20,7 @@ from areal_hpc.client.in_process_engine import (
     get_shared_parsers,
 )
 from areal_hpc.client.recorded_interaction import RecordedInteraction
-from areal_hpc.client.tokenizer import load_chat_template_and_encoder
+from areal_hpc.client.tokenizer import load_tokenizer
 from areal_hpc.proxy.completion.service import CompletionService
 from areal_hpc.proxy.engine.model_call import ServedModel
 from areal_hpc.proxy.http.app import ProxyApp, Receive, Scope
@@ -74,7 +74,7 @@ class ArealOpenAI(AsyncOpenAI):
     ) -> None:
         if chat_template_type not in ("hf", "concat"):
             raise ValueError(f"chat_template_type is hf or concat, got {chat_template_type!r}")
-        template, encoder = load_chat_template_and_encoder(tokenizer)
+        template, encoder = load_tokenizer(tokenizer)
         context_tokens = engine_max_tokens or _get_max_sequence_tokens(tokenizer)
         model = ServedModel(
             "areal",

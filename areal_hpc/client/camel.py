@@ -6,7 +6,7 @@ from camel.models.openai_compatible_model import OpenAICompatibleModel
 from camel.utils import BaseTokenCounter
 
 from areal_hpc.client.areal_openai import ArealOpenAI
-from areal_hpc.client.tokenizer import load_chat_template_and_encoder
+from areal_hpc.client.tokenizer import load_tokenizer
 from areal_hpc.errors import AgentError
 from areal_hpc.session.message_matching import normalize_chat_message
 
@@ -42,7 +42,7 @@ class AReaLOpenAICompatibleModel(OpenAICompatibleModel):  # type: ignore[misc]
 
 class SessionTokenCounter(BaseTokenCounter):  # type: ignore[misc]
     def __init__(self, tokenizer: Any) -> None:
-        self._template, self._encoder = load_chat_template_and_encoder(tokenizer)
+        self._template, self._encoder = load_tokenizer(tokenizer)
 
     def count_tokens_from_messages(self, messages: list[dict[str, Any]]) -> int:
         normal = [normalize_chat_message(message) for message in messages]

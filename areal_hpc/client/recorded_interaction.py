@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from areal_hpc.session.chat_template import Message
-from areal_hpc.session.export import RowPlan, build_areal_batch_of_one_row
+from areal_hpc.session.export import RowPlan, build_areal_batch
 from areal_hpc.session.tree import Interaction, unpack_ids
 
 if TYPE_CHECKING:
@@ -84,16 +84,14 @@ class RecordedInteraction:
         )
 
     def to_tensor_dict(self) -> dict[str, torch.Tensor]:
-        """The row as tensors: of `build_areal_batch_of_one_row`, and `original_rewards`; made once.
+        """The row as tensors: of `build_areal_batch`, and `original_rewards`; made once.
 
         Rewards are 0 where there is none.
         """
         if self._tensors is None:
             import torch
 
-            batch = build_areal_batch_of_one_row(
-                dataclasses.replace(self.plan, reward=self.reward or 0.0)
-            )
+            batch = build_areal_batch(dataclasses.replace(self.plan, reward=self.reward or 0.0))
             batch["original_rewards"] = np.array([self.original_reward or 0.0], np.float32)
             self._tensors = {name: torch.from_numpy(array) for name, array in batch.items()}
         return self._tensors

@@ -17,7 +17,7 @@ _SESSION_TOKENIZER_CACHE: WeakKeyDictionary[Any, tuple[ChatTemplate, TokenEncode
 """Copying a large vocabulary takes a quarter of a second, and clients are made per episode."""
 
 
-def load_chat_template_and_encoder(tokenizer: Any) -> tuple[ChatTemplate, TokenEncoder]:
+def load_tokenizer(tokenizer: Any) -> tuple[ChatTemplate, TokenEncoder]:
     """The chat template and the encoder of a tokenizer.
 
     Args:

@@ -37,7 +37,7 @@ def _check_rows_are_dicts(rows: Iterator[Any], key: str) -> Iterator[TaskRow]:
         yield row
 
 
-def check_and_list_source_paths(config: TaskSetConfig, key: str) -> list[Path]:
+def list_source_paths(config: TaskSetConfig, key: str) -> list[Path]:
     """The files and folders that a source is read from, in order; none for made-up tasks."""
     if config.harbor is not None:
         read_task_folders(config.harbor, f"{key}.harbor")
@@ -76,7 +76,7 @@ def _iterate_source_rows(config: TaskSetConfig, key: str) -> Iterator[TaskRow]:
         )
     else:
         where = f"{key}.path" if config.path is not None else f"{key}.hub"
-        for path in check_and_list_source_paths(config, key):
+        for path in list_source_paths(config, key):
             yield from _read_file(path, where)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from areal_hpc.checkout import format_python_hint
-from areal_hpc.dataset.sources import check_and_list_source_paths
+from areal_hpc.dataset.sources import list_source_paths
 from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.launch.checks.model_files import find_model_problems
 from areal_hpc.launch.checks.parser_names import find_parser_name_problems
@@ -45,7 +45,7 @@ def load_user_code_and_find_input_problems(
         problems += find_extra_args_problems(recipe, there["serve"])
     for part, key in recipe.task_sets_with_keys:
         try:
-            check_and_list_source_paths(part, key)
+            list_source_paths(part, key)
         except RecipeError as error:
             problems += error.problems
     return [*problems, *load_user_code_and_find_problems(recipe, pythons, sys_path)]

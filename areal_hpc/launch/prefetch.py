@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from areal_hpc.dataset.harbor.image_build import build_task_images_if_outdated
+from areal_hpc.dataset.harbor.image_build import build_task_images
 from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.recipe.hub_cache import RepoKind
 from areal_hpc.recipe.recipe import Recipe
@@ -70,7 +70,7 @@ def prefetch_files_and_build_images(
     for want in list_models_and_datasets(recipe):
         try:
             if want.key.endswith(".harbor") and Path(want.name).is_dir():
-                build_task_images_if_outdated(Path(want.name), want.key, print_line)
+                build_task_images(Path(want.name), want.key, print_line)
             folder = _download_if_missing(want)
             files = [
                 _hash_and_verify_file(path, folder, before)

@@ -128,9 +128,9 @@ class ProxyService:
         )
         services = [
             server.serve(sockets=[listener]),
-            self._stop_server_or_raise_journal_failure(server, stop),
+            self._watch_for_end(server, stop),
             self._router.poll_replicas_until_cancelled(),
-            self._keep_dropping_idle_and_compacting(),
+            self._drop_idle_sessions(),
             *([self._sealer.run()] if self._sealer is not None else ()),
             *([self._parsers.run()] if self._must_parse else ()),
         ]
@@ -142,9 +142,7 @@ class ProxyService:
         for task in done:
             task.result()
 
-    async def _stop_server_or_raise_journal_failure(
-        self, server: uvicorn.Server, stop: StopRequest
-    ) -> None:
+    async def _watch_for_end(self, server: uvicorn.Server, stop: StopRequest) -> None:
         while not stop.requested:
             if self._recorder.failure is not None:
                 raise self._recorder.failure
@@ -152,7 +150,7 @@ class ProxyService:
         server.should_exit = True
         await asyncio.Event().wait()  # the server's own end ends the service
 
-    async def _keep_dropping_idle_and_compacting(self) -> None:
+    async def _drop_idle_sessions(self) -> None:
         while True:
             await asyncio.sleep(IDLE_CHECK_S)
             for session in self._recorder.store.list_droppable_sessions(

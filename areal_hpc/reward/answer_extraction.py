@@ -44,12 +44,10 @@ def extract_tagged(text: str) -> str | None:
 
 def extract_code(text: str) -> str | None:
     """The last fenced block that is labelled Python, or not at all; None without one."""
-    return _extract_last_between(
-        _FENCE_START_PATTERN, _FENCE_END_PATTERN, text, _is_python_or_unlabeled
-    )
+    return _extract_last_between(_FENCE_START_PATTERN, _FENCE_END_PATTERN, text, _is_python)
 
 
-def _is_python_or_unlabeled(opening: re.Match[str]) -> bool:
+def _is_python(opening: re.Match[str]) -> bool:
     label, *_ = (opening["label"] or "").lower().split() or ("",)
     return label in _PYTHON_LABELS
 

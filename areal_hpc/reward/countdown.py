@@ -42,7 +42,7 @@ def countdown_reward(
         return 0.0
     try:
         equation = text.rstrip(". ").split("=")
-        sides = [evaluate_expression_and_list_numbers(side) for side in equation]
+        sides = [evaluate_expression(side) for side in equation]
     except (InvalidArithmeticError, ZeroDivisionError):
         return 0.0
     _, used = sides[0]
@@ -50,7 +50,7 @@ def countdown_reward(
     return float(is_worth_target and sorted(used) == sorted(numbers))
 
 
-def evaluate_expression_and_list_numbers(text: str) -> tuple[Fraction, list[int]]:
+def evaluate_expression(text: str) -> tuple[Fraction, list[int]]:
     """What an expression is worth, and the numbers in it.
 
     Raises:

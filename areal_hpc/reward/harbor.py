@@ -109,12 +109,12 @@ class HarborTask(msgspec.Struct, frozen=True, kw_only=True):
         """Run the task's own solution, `solution/solve.sh`, in place of an agent."""
         await _put_files_into_sandbox(sandbox, [(self._resolve("solution"), SOLUTION_DIR)])
         return await sandbox.exec(
-            f"{_build_chmod_and_run_command('solution/solve.sh')} 2>&1",
+            f"{_build_run_command('solution/solve.sh')} 2>&1",
             timeout_s=timeout_s or self.agent_timeout_s or self.test_timeout_s,
             variables=self.solution_variables,
         )
 
-    async def kill_commands_and_run_tests(self, sandbox: Sandbox) -> Reward:
+    async def run_tests(self, sandbox: Sandbox) -> Reward:
         """Run the tests, after all that runs in the sandbox was killed, and read their verdict.
 
         The reward is 0 where they give none, or fail (exit code not 0): then `no_verdict` among the
@@ -126,9 +126,9 @@ class HarborTask(msgspec.Struct, frozen=True, kw_only=True):
         """
         await sandbox.kill_all_commands()
         try:
-            await self._replace_tests_and_clear_verdict(sandbox)
+            await self._put_tests(sandbox)
             told = await sandbox.exec(
-                f"{_build_chmod_and_run_command('tests/test.sh')} > {TEST_OUTPUT_FILE} 2>&1",
+                f"{_build_run_command('tests/test.sh')} > {TEST_OUTPUT_FILE} 2>&1",
                 timeout_s=self.test_timeout_s,
                 variables={**_TEST_VARIABLES, **self.test_variables},
             )
@@ -149,7 +149,7 @@ class HarborTask(msgspec.Struct, frozen=True, kw_only=True):
         except (OSError, ValueError) as error:
             return build_no_verdict_reward(f"{error}; {await _describe_test_output(sandbox)}")
 
-    async def _replace_tests_and_clear_verdict(self, sandbox: Sandbox) -> None:
+    async def _put_tests(self, sandbox: Sandbox) -> None:
         for place in (TESTS_DIR, VERDICT_DIR):
             await sandbox.remove(place)
         pairs = [(self._resolve("tests"), TESTS_DIR)]
@@ -207,7 +207,7 @@ async def judge_harbor_task(data: Mapping[str, Any]) -> Reward:
             key="rollout.agent.isolation",
             hint="use train_dataset.harbor, and rollout.agent.isolation=bwrap",
         )
-    return await task.kill_commands_and_run_tests(sandbox)
+    return await task.run_tests(sandbox)
 
 
 def parse_verdict(file_name: str, content: bytes) -> Reward:
@@ -248,7 +248,7 @@ def build_archive(
             member.type, member.mode = tarfile.DIRTYPE, folder_mode
             archive.addfile(member)
         for source, place in pairs:
-            archive.add(source, _name_member(place), filter=_make_root_owned_and_writable)
+            archive.add(source, _name_member(place), filter=_normalize_member)
     return stream.getvalue()
 
 
@@ -295,7 +295,7 @@ async def _build_archive_with_retries(
         await asyncio.sleep(READ_PAUSE_S)
 
 
-def _make_root_owned_and_writable(tar_member: tarfile.TarInfo) -> tarfile.TarInfo:
+def _normalize_member(tar_member: tarfile.TarInfo) -> tarfile.TarInfo:
     tar_member.uid = tar_member.gid = 0
     tar_member.uname = tar_member.gname = ""
     tar_member.mode |= 0o700 if tar_member.isdir() else 0o600
@@ -306,7 +306,7 @@ def _name_member(member_path: str) -> str:
     return str(PurePosixPath(member_path)).lstrip("/") or "."
 
 
-def _build_chmod_and_run_command(script: str) -> str:
+def _build_run_command(script: str) -> str:
     """A script is run as a program where it says what runs it, else by the shell.
 
     No shell waits for it: what it starts has the same user, and may write to a shell's memory.

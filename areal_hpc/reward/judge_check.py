@@ -80,7 +80,7 @@ def _compute_pearson_correlation(
     return float(np.corrcoef(first, second)[0, 1])
 
 
-async def grade_labels_and_format_report(judge: LlmJudge, path: Path, threshold: float) -> str:
+async def report_agreement(judge: LlmJudge, path: Path, threshold: float) -> str:
     """Grade the replies of a file of labels; the agreement and the largest differences as text.
 
     Raises:

@@ -116,12 +116,12 @@ class LlmJudge:
         loop_client = self._get_client_of_running_loop()
         if (under_way := loop_client.under_way.get(key)) is None:  # samples of a group may be alike
             under_way = loop_client.under_way[key] = asyncio.create_task(
-                self._ask_until_graded_and_cache(key, given, loop_client)
+                self._ask_judge(key, given, loop_client)
             )
             under_way.add_done_callback(lambda _: loop_client.under_way.pop(key, None))
         return await asyncio.shield(under_way)  # another episode may wait for it too
 
-    async def _ask_until_graded_and_cache(
+    async def _ask_judge(
         self, key: str, judged_fields: Mapping[str, str], event_loop_client: "_EventLoopClient"
     ) -> Grade:
         text = ""

@@ -37,7 +37,7 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # warns that its own limits are off
     judge_reply("1", "1")  # imports, and compiles its expressions
-    limit_memory_and_disable_core_dumps(memory_bytes)
+    limit_memory(memory_bytes)
     with (
         contextlib.suppress(ConnectionError),  # the parent is gone
         socket.socket(fileno=sys.stdin.fileno()) as channel,
@@ -54,7 +54,7 @@ def main() -> None:
             channel.sendall(found + b"\n")
 
 
-def limit_memory_and_disable_core_dumps(more_bytes: int) -> None:
+def limit_memory(more_bytes: int) -> None:
     """Allow this much more than there is now, and no image of a crash."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     for which, most in (

@@ -52,7 +52,7 @@ class VerifierPool:
             ClusterError: No process could be started, or the kernel ended it for want of memory.
         """
         with self._places:
-            process = self._get_or_start_process()
+            process = self._take_process()
             try:
                 return process.ask_blocking(question, self._timeout_s)
             finally:
@@ -71,7 +71,7 @@ class VerifierPool:
         self._starter = ThreadPoolExecutor(1, "verifier")
         self._places = threading.BoundedSemaphore(len(os.sched_getaffinity(0)))
 
-    def _get_or_start_process(self) -> LineProcess:
+    def _take_process(self) -> LineProcess:
         with contextlib.suppress(IndexError):  # none is idle
             while not (idle := self._idle.pop()).is_usable:
                 _end_process(idle)

@@ -74,7 +74,7 @@ async def _drive_cell(job: RolloutJobConfig, agents: dict[str, Agent | None]) ->
     else:  # episodes start theirs in processes of their own
         await start_and_stop_sandbox(job.rollout.agent)
     if sandboxes is not None:
-        await sandboxes.start_first_and_refill()
+        await sandboxes.fill()
     key = ensure_service_key(paths.service_key)
     services = ServiceClients(
         ledger=AsyncServiceClient(paths.rendezvous_dir, LEDGER_SERVICE, key),

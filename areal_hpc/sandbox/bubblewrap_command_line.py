@@ -171,7 +171,7 @@ def may_become_nobody() -> bool:
 
 
 @functools.cache
-def copy_bwrap_unless_runnable_by_all(bwrap: Path) -> Path:
+def make_bwrap_public(bwrap: Path) -> Path:
     """Bubblewrap where every user may run it: a copy, if it lies in a private folder."""
     if is_executable_by_all(bwrap):
         return bwrap

@@ -54,7 +54,7 @@ class CommandChannel:
     """Frames to and from a command server, over one socket.
 
     The server's end is handed to a process, for whose first frame
-    `wait_for_hello_and_get_listener` waits.
+    `wait_for_hello` waits.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class CommandChannel:
         self._reader: asyncio.Task[None] | None = None
         self.closed = asyncio.Event()
 
-    async def wait_for_hello_and_get_listener(self) -> socket.socket | None:
+    async def wait_for_hello(self) -> socket.socket | None:
         """Wait for the server; the socket that listens within the sandbox, if it sends one."""
         loop = asyncio.get_running_loop()
         readable = asyncio.Event()
@@ -101,15 +101,13 @@ class CommandChannel:
         number, command = self._next, RunningCommand(max_stream_bytes)
         self._next += 1
         self._commands[number] = command
-        feeding = asyncio.create_task(
-            self._begin_command_and_feed_input(number, command, begin, stdin)
-        )
+        feeding = asyncio.create_task(self._feed_command(number, command, begin, stdin))
         try:
             async with asyncio.timeout(timeout_s):
-                await self._wait_for_end_and_kill_if_cut_off(number, command)
+                await self._wait_for_end(number, command)
             return command, False
         except TimeoutError:
-            await self._kill_and_wait(number, command)
+            await self._kill_command(number, command)
             return command, True
         except asyncio.CancelledError:
             with contextlib.suppress(EOFError, TimeoutError):
@@ -134,9 +132,7 @@ class CommandChannel:
             self._socket.close()
         self.servers_end.close()
 
-    async def _wait_for_end_and_kill_if_cut_off(
-        self, command_number: int, command: RunningCommand
-    ) -> None:
+    async def _wait_for_end(self, command_number: int, command: RunningCommand) -> None:
         was_killed = False
         while command.exit_code is None:
             if self.closed.is_set():
@@ -147,15 +143,15 @@ class CommandChannel:
             await command.changed.wait()
             command.changed.clear()
 
-    async def _kill_and_wait(self, command_number: int, command: RunningCommand) -> None:
+    async def _kill_command(self, command_number: int, command: RunningCommand) -> None:
         try:
             async with asyncio.timeout(KILL_COMMAND_TIMEOUT_S):
                 await self._send_frame(command_number, KILL_FRAME)
-                await self._wait_for_end_and_kill_if_cut_off(command_number, command)
+                await self._wait_for_end(command_number, command)
         except TimeoutError:  # the server was stopped, by what it started
             raise EOFError from None
 
-    async def _begin_command_and_feed_input(
+    async def _feed_command(
         self, command_number: int, command: RunningCommand, begin_json: bytes, stdin: bytes
     ) -> None:
         with contextlib.suppress(EOFError):

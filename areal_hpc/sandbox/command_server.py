@@ -90,7 +90,7 @@ class CommandServer:
                 for key, _ in self._selector.select():
                     if key.fd in self._selector.get_map():
                         key.data()
-                self._reap_and_report_ended_commands()
+                self._reap_commands()
         while below := list_children(os.getpid()):
             for pid in below:
                 with contextlib.suppress(OSError):
@@ -135,7 +135,7 @@ class CommandServer:
             self._write_input_when_writable(command_number, command)
         else:
             command.is_input_over = True
-            self._close_input_if_written(command)
+            self._close_input(command)
 
     def _begin_command(self, command_number: int, request: dict[str, Any]) -> None:
         inner, outer = [], []
@@ -167,7 +167,7 @@ class CommandServer:
             self._selector.register(
                 stream,
                 selectors.EVENT_READ,
-                self._bind_arguments(self._forward_output_if_any, command_number, command, stream),
+                self._bind_arguments(self._forward_output, command_number, command, stream),
             )
 
     def _kill_all_descendants(self, command_number: int) -> None:
@@ -176,7 +176,7 @@ class CommandServer:
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.001)  # children of those become this process's own
-            self._reap_and_report_ended_commands()
+            self._reap_commands()
         self._send_frame(command_number, EXIT_CODE_FRAME, b"0")
 
     @staticmethod
@@ -206,14 +206,14 @@ class CommandServer:
             command.backlog.appendleft(piece[taken:])
         if not command.backlog:
             self._selector.unregister(command.stdin)
-            self._close_input_if_written(command)
+            self._close_input(command)
 
-    def _close_input_if_written(self, command: Command) -> None:
+    def _close_input(self, command: Command) -> None:
         if command.stdin >= 0 and command.is_input_over and not command.backlog:
             os.close(command.stdin)
             command.stdin = -1
 
-    def _forward_output_if_any(self, command_number: int, command: Command, stream: int) -> bool:
+    def _forward_output(self, command_number: int, command: Command, stream: int) -> bool:
         try:
             piece = os.read(stream, CHUNK_BYTES)
         except BlockingIOError:
@@ -226,7 +226,7 @@ class CommandServer:
         del command.streams[stream]
         return False
 
-    def _reap_and_report_ended_commands(self) -> None:
+    def _reap_commands(self) -> None:
         numbers = {command.pid: number for number, command in self._commands.items()}
         while True:
             try:
@@ -240,7 +240,7 @@ class CommandServer:
             command = self._commands.pop(numbers[pid])
             for stream in list(command.streams):
                 for _ in range(64):  # a pipe holds no more; a child of its may go on writing
-                    if not self._forward_output_if_any(numbers[pid], command, stream):
+                    if not self._forward_output(numbers[pid], command, stream):
                         break
             for one in (command.stdin, *command.streams):
                 if one >= 0:

@@ -25,10 +25,10 @@ from areal_hpc.sandbox.bubblewrap_command_line import (
     PROGRAM_VARIABLES,
     SCRIPTS_DIR,
     build_bwrap_command,
-    copy_bwrap_unless_runnable_by_all,
     find_bubblewrap,
     hold_content_descriptors,
     is_executable_by_all,
+    make_bwrap_public,
     may_become_nobody,
 )
 from areal_hpc.sandbox.process import build_isolation_error, get_configured_isolation
@@ -124,7 +124,7 @@ def open_worker_command(
     if bwrap is None:
         raise build_isolation_error(NO_BUBBLEWRAP, BUBBLEWRAP_HINT)
     if as_nobody:
-        bwrap = copy_bwrap_unless_runnable_by_all(bwrap)
+        bwrap = make_bwrap_public(bwrap)
     named_folders = [*filter(None, environ.get("PYTHONPATH", "").split(":")), *readonly_folders]
     _check_named_folders(named_folders)
     folders = [*_list_python_folders(python), *named_folders]

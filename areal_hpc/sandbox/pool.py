@@ -26,7 +26,7 @@ class SandboxPool:
         self._warm: deque[Sandbox] = deque()
         self._filler: asyncio.Task[None] | None = None
 
-    async def start_first_and_refill(self) -> None:
+    async def fill(self) -> None:
         """Start the first of them, so that what is wrong is known; the others follow."""
         self._warm.append(await self._start_sandbox_with_retries())
         self._begin_refill()
@@ -36,7 +36,7 @@ class SandboxPool:
         """A sandbox to oneself; it is stopped in the end. One unlike the others is started now."""
         is_like_others = spec is None or spec == self._spec
         sandbox = await (
-            self._take_warm_or_start() if is_like_others else self._start_sandbox_with_retries(spec)
+            self._take_warm() if is_like_others else self._start_sandbox_with_retries(spec)
         )
         try:
             yield sandbox
@@ -51,7 +51,7 @@ class SandboxPool:
         while self._warm:
             await self._warm.popleft().stop()
 
-    async def _take_warm_or_start(self) -> Sandbox:
+    async def _take_warm(self) -> Sandbox:
         while self._warm:
             sandbox = self._warm.popleft()
             self._begin_refill()

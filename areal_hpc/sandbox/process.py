@@ -30,10 +30,10 @@ from areal_hpc.sandbox.bubblewrap_command_line import (
     SCRIPTS_DIR,
     USER_NAMESPACE_HINT,
     build_bwrap_command,
-    copy_bwrap_unless_runnable_by_all,
     find_bubblewrap,
     find_sandbox_python,
     hold_content_descriptors,
+    make_bwrap_public,
     may_become_nobody,
     tells_of_refusal,
 )
@@ -115,9 +115,7 @@ class SandboxedProcess:
             descriptors = [writing] + ([] if channel_fd is None else [channel_fd])
             folder = "/"
             if isolation == "bwrap":
-                command = _open_files_and_build_isolated_command(
-                    files, limits, descriptors, inherited, as_nobody
-                )
+                command = _build_isolated_command(files, limits, descriptors, inherited, as_nobody)
             else:
                 folder = kept.enter_context(_make_program_work_folder(files))
                 command = _build_unisolated_command(folder, files, limits, writing, as_nobody)
@@ -147,7 +145,7 @@ class SandboxedProcess:
         memory. No process that it started is left, where it is isolated.
         """
         try:
-            timed_out = self._exchange_bytes_and_tell_timeout(watched_processes)
+            timed_out = self._exchange_bytes(watched_processes)
         finally:
             self.kill()
         out, err = (
@@ -193,9 +191,7 @@ class SandboxedProcess:
         limit = self._limits.memory_bytes
         return measure_memory_bytes(processes, limit) > limit
 
-    def _exchange_bytes_and_tell_timeout(
-        self, other_processes: Sequence["SandboxedProcess"]
-    ) -> bool:
+    def _exchange_bytes(self, other_processes: Sequence["SandboxedProcess"]) -> bool:
         process = self._process
         with selectors.DefaultSelector() as selector:
             for stream in filter(None, (process.stdout, process.stderr)):
@@ -208,7 +204,7 @@ class SandboxedProcess:
             looked_at = time.monotonic()
             while process.poll() is None:
                 for key, _ in selector.select(_POLL_INTERVAL_S):
-                    self._read_or_write_stream(selector, key.fileobj)  # type: ignore[arg-type]
+                    self._move_bytes(selector, key.fileobj)  # type: ignore[arg-type]
                 if not selector.get_map():
                     time.sleep(_POLL_INTERVAL_S / 10)
                 now = time.monotonic()
@@ -224,7 +220,7 @@ class SandboxedProcess:
                 self._collect_output(stream)
         return False
 
-    def _read_or_write_stream(self, selector: selectors.BaseSelector, stream: IO[bytes]) -> None:
+    def _move_bytes(self, selector: selectors.BaseSelector, stream: IO[bytes]) -> None:
         if stream is not self._process.stdin:
             if not self._collect_output(stream):
                 selector.unregister(stream)
@@ -304,7 +300,7 @@ def _build_unisolated_command(
     return [python, "-I", "-S", launcher, json.dumps(request), python, *scripts]
 
 
-def _open_files_and_build_isolated_command(
+def _build_isolated_command(
     files: Mapping[str, bytes],
     limits: ProgramLimits,
     descriptors: list[int],
@@ -319,7 +315,7 @@ def _open_files_and_build_isolated_command(
     request = json.dumps(asdict(limits) | {"report_fd": descriptors[0], "is_init": True})
     places = [f"{SCRIPTS_DIR}/{name}" for name in files]
     command = build_bwrap_command(
-        str(copy_bwrap_unless_runnable_by_all(bwrap) if as_nobody else bwrap),
+        str(make_bwrap_public(bwrap) if as_nobody else bwrap),
         [python, "-I", "-S", f"{SCRIPTS_DIR}/{_LAUNCHER_PATH.name}", request, python, *places],
         opened,
         scripts={**files, _LAUNCHER_PATH.name: _LAUNCHER_PATH.read_bytes()},

@@ -119,7 +119,7 @@ class Sandbox:
         sandbox = cls(plan, process, channel)
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
-                listener = await channel.wait_for_hello_and_get_listener()
+                listener = await channel.wait_for_hello()
         except (EOFError, TimeoutError, OSError) as error:
             try:
                 said = await sandbox._read_error_output()
@@ -199,7 +199,7 @@ class Sandbox:
             "variables": self._variables | dict(variables or {}),
         }
         content = stdin.encode() if isinstance(stdin, str) else stdin
-        ended, timed_out = await self._run_or_stop_as_lost(
+        ended, timed_out = await self._run(
             request, content, self._plan.limits.output_bytes, timeout_s
         )
         assert ended.exit_code is not None
@@ -250,7 +250,7 @@ class Sandbox:
         Raises:
             SandboxLostError: The sandbox is gone: something started processes faster than that.
         """
-        await self._run_or_stop_as_lost({"operation": "end"}, b"", 0, KILL_ALL_TIMEOUT_S)
+        await self._run({"operation": "end"}, b"", 0, KILL_ALL_TIMEOUT_S)
 
     async def snapshot(self) -> bytes:
         """All that was written or removed since the start, as a layer of an OCI image (a tar).
@@ -301,10 +301,10 @@ class Sandbox:
         Who is cancelled here does not hold it up.
         """
         if self._stopping is None:
-            self._stopping = asyncio.ensure_future(self._stop_and_clean_up())
+            self._stopping = asyncio.ensure_future(self._end())
         await asyncio.shield(self._stopping)
 
-    async def _stop_and_clean_up(self) -> None:
+    async def _end(self) -> None:
         for one in (self._watch, self._clock):
             if one is not None:
                 one.cancel()
@@ -325,7 +325,7 @@ class Sandbox:
     async def _run_file_operation(
         self, request: dict[str, Any], data: bytes, max_bytes: int = 1 << 16
     ) -> bytes:
-        ended, timed_out = await self._run_or_stop_as_lost(request, data, max_bytes, FILE_TIMEOUT_S)
+        ended, timed_out = await self._run(request, data, max_bytes, FILE_TIMEOUT_S)
         operation = f"{request['operation']} {request.get('path', '')}"
         if timed_out:
             raise TimeoutError(f"{operation}: not done within {FILE_TIMEOUT_S:g} s")
@@ -337,7 +337,7 @@ class Sandbox:
             raise OSError(f"{operation}: {why}")
         return ended.stdout.getvalue()
 
-    async def _run_or_stop_as_lost(
+    async def _run(
         self, request: dict[str, Any], data: bytes, max_bytes: int, timeout_s: float
     ) -> tuple[RunningCommand, bool]:
         self._active.set()

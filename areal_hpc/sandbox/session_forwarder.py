@@ -44,10 +44,10 @@ class SessionForwarder:
             self._connections.add(task)
             task.add_done_callback(self._connections.discard)
             with contextlib.suppress(OSError, asyncio.CancelledError):
-                await self._connect_and_pump_both_ways(reader, writer)
+                await self._serve_connection(reader, writer)
         await _close_writer(writer)
 
-    async def _connect_and_pump_both_ways(
+    async def _serve_connection(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         await _pump_both_ways(reader, writer, self._host, self._port)
@@ -67,7 +67,7 @@ class HostForwarder(SessionForwarder):
     async def start(self) -> None:
         self._server = await asyncio.start_server(self._forward_connection, sock=self._listener)
 
-    async def _connect_and_pump_both_ways(
+    async def _serve_connection(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         with contextlib.suppress(asyncio.IncompleteReadError, asyncio.LimitOverrunError):

@@ -146,7 +146,7 @@ class UnpackedTree:
         name = parts[-1].removeprefix(WHITEOUT_PREFIX) if is_layer else parts[-1]
         if name in ("", ".", ".."):
             raise ValueError(f"there is a file {tar_member.name}")
-        folder = self._resolve_and_make_folder(parts[:-1])
+        folder = self._make_folder(parts[:-1])
         if is_layer and parts[-1] == _OPAQUE_NAME:
             self._remove_entries_of_lower_layers(folder)
         elif is_layer and name != parts[-1]:
@@ -208,7 +208,7 @@ class UnpackedTree:
         *folders, name = PurePosixPath("/", tar_member.linkname).parts[1:] or [""]
         if name in ("", ".."):
             raise ValueError(f"{tar_member.name} is a hard link to {tar_member.linkname!r}")
-        source = f"{self._resolve_and_make_folder(folders)}/{name}"
+        source = f"{self._make_folder(folders)}/{name}"
         if source == path:
             return
         remove_all(path)
@@ -223,7 +223,7 @@ class UnpackedTree:
             if source in self._links:
                 self._links.add(path)
 
-    def _resolve_and_make_folder(self, path_parts: list[str]) -> str:
+    def _make_folder(self, path_parts: list[str]) -> str:
         place, pending, links = list[str](), list(reversed(path_parts)), 0
         while pending:
             part = pending.pop()

@@ -22,7 +22,7 @@ class RenderingContext(msgspec.Struct, frozen=True):
     variables: dict[str, Any] = {}
 
 
-def build_call_records_and_tool_schemas(
+def build_call_records(
     path: Sequence[Interaction],
     trained_reply_ids: Collection[str],
     followers: Mapping[str, Sequence[str]],

@@ -114,7 +114,7 @@ class ChatTemplate:
     @classmethod
     def from_model_dir(cls, model_dir: Path) -> ChatTemplate:
         """The template of a model in Hugging Face format; RecipeError if it has no good one."""
-        config = read_json_or_empty(model_dir / "tokenizer_config.json")
+        config = read_json(model_dir / "tokenizer_config.json")
         template_file = model_dir / "chat_template.jinja"
         source = config.get("chat_template")
         if template_file.exists():
@@ -318,7 +318,7 @@ class TokenEncoder:
         path = model_dir / "tokenizer.json"
         if not path.exists():
             raise RecipeError(f"{model_dir} has no tokenizer.json", hint="save a fast tokenizer")
-        config = read_json_or_empty(model_dir / "config.json")
+        config = read_json(model_dir / "config.json")
         text_config = config.get("text_config", config)
         try:
             tokenizer = Tokenizer.from_file(str(path))
@@ -356,7 +356,7 @@ class TokenEncoder:
         return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
 
-def read_json_or_empty(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; an empty one where there is no file."""
     if not path.exists():
         return {}

@@ -31,7 +31,7 @@ def match_text_prompt(tree: InteractionTree, prompt: str, encoder: TokenEncoder)
     return _build_open_turn(parent, prompt[known:])
 
 
-def match_ids_prompt_and_cut_new_ids(
+def match_ids_prompt(
     tree: InteractionTree, prompt: Sequence[int], encoder: TokenEncoder
 ) -> tuple[OpenTurn, list[int]]:
     """What token ids continue, and those of them that come after the parent's."""

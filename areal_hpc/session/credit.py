@@ -40,7 +40,7 @@ class InteractionReward:
 
     @property
     def total(self) -> float | None:
-        return sum_and_clamp_rewards(self.own, self.passed_back)
+        return sum_rewards(self.own, self.passed_back)
 
 
 def compute_credited_rewards(
@@ -135,7 +135,7 @@ def compute_branch_weight_by_reply(
     return weights
 
 
-def sum_and_clamp_rewards(*rewards: float | None) -> float | None:
+def sum_rewards(*rewards: float | None) -> float | None:
     """The sum of those that are not None, within what a shard can hold; None if all are."""
     given = [reward for reward in rewards if reward is not None]
     if not given:

@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from areal_hpc.session.auxiliary import find_auxiliary_reply_reasons
-from areal_hpc.session.call_records import build_call_records_and_tool_schemas
+from areal_hpc.session.call_records import build_call_records
 from areal_hpc.session.credit import (
     Followers,
     InteractionReward,
@@ -37,7 +37,7 @@ from areal_hpc.session.credit import (
     find_retry_orphans,
     has_episode_reward,
     map_followers,
-    sum_and_clamp_rewards,
+    sum_rewards,
 )
 from areal_hpc.session.rewards import compute_episode_reward
 from areal_hpc.session.tree import Interaction, InteractionTree, unpack_ids
@@ -138,7 +138,7 @@ def _iterate_paths_with_temperature(
                 path = tree.get_path_to(one)
                 yield path, frozenset([one.interaction_id]), one.temperature
         return
-    for path, fresh in find_leaf_paths_with_new_replies(tree, kept_reply_ids):
+    for path, fresh in find_leaf_paths(tree, kept_reply_ids):
         new = [
             one
             for one in path
@@ -150,7 +150,7 @@ def _iterate_paths_with_temperature(
             yield path[: last + 1], trained, temperature
 
 
-def find_leaf_paths_with_new_replies(
+def find_leaf_paths(
     tree: InteractionTree, kept_reply_ids: Collection[str]
 ) -> Iterator[tuple[list[Interaction], frozenset[str]]]:
     """From the root to each kept reply that no other of them extends, with what is new in the path.
@@ -184,14 +184,14 @@ def plan_rows_with_unrewarded(
         chosen = [(tree.get_path_to(tree[name]), frozenset([name])) for name in rewards]
     else:
         completed = [name for name in rewards if tree[name].completed]
-        chosen = list(find_leaf_paths_with_new_replies(tree, completed))
+        chosen = list(find_leaf_paths(tree, completed))
     return [
         RowPlan(path, trained, path[-1].temperature, rewards[path[-1].interaction_id] or 0.0)
         for path, trained in chosen
     ]
 
 
-def build_areal_batch_of_one_row(plan: RowPlan) -> dict[str, npt.NDArray[Any]]:
+def build_areal_batch(plan: RowPlan) -> dict[str, npt.NDArray[Any]]:
     """A row under the names that AReaL's trainers use, with a batch dimension of one.
 
     Returns:
@@ -245,7 +245,7 @@ def build_auxiliary_rows(
     reasons = find_auxiliary_reply_reasons(tree)
     completed = [name for name in reasons if tree[name].completed]
     rows = list[TrajectoryRow]()
-    for path, fresh in find_leaf_paths_with_new_replies(tree, completed):
+    for path, fresh in find_leaf_paths(tree, completed):
         plan = RowPlan(path, fresh, path[-1].temperature, 0.0)
         reason = reasons[path[-1].interaction_id]
         told = msgspec.structs.replace(record, auxiliary_reason=reason)
@@ -265,7 +265,7 @@ def _plan_failed_rows(tree: InteractionTree) -> Iterator[RowPlan]:
     for leaf in tree.list_leaves():
         path = tree.get_path_to(leaf)
         names = {one.interaction_id for one in path}
-        reward = sum_and_clamp_rewards(*(one.reward for one in path)) or 0.0
+        reward = sum_rewards(*(one.reward for one in path)) or 0.0
         yield RowPlan(path, frozenset(names - covered), leaf.temperature, reward)
         covered |= names
 
@@ -295,9 +295,7 @@ def build_row(
     if at != length:
         raise AssertionError(f"the interactions of a path hold {at} tokens, its leaf {length}")
     mask = _build_sampling_mask(plan, length)
-    calls, tool_schemas = build_call_records_and_tool_schemas(
-        plan.path, plan.trained, plan.followers
-    )
+    calls, tool_schemas = build_call_records(plan.path, plan.trained, plan.followers)
     return TrajectoryRow(
         ticket_id=key.ticket_id,
         attempt=key.attempt,

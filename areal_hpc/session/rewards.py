@@ -6,7 +6,7 @@ become interactions, so they never count as the last.
 
 from areal_hpc.errors import InvalidRewardError, UnknownInteractionError
 from areal_hpc.session.auxiliary import find_auxiliary_reply_reasons
-from areal_hpc.session.credit import sum_and_clamp_rewards
+from areal_hpc.session.credit import sum_rewards
 from areal_hpc.session.tree import Interaction, InteractionTree
 from areal_hpc.wire.agent_reward import Reward, parse_reward_number
 
@@ -51,4 +51,4 @@ def compute_episode_reward(tree: InteractionTree, is_credited: bool = False) -> 
     Those that say what each reply earned (`is_credited`) overlap: then the last one counts.
     """
     given = [one.reward for one in tree if one.reward is not None]
-    return sum_and_clamp_rewards(*(given[-1:] if is_credited else given))
+    return sum_rewards(*(given[-1:] if is_credited else given))

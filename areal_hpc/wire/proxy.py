@@ -273,7 +273,7 @@ class ExportedInteraction(Struct, frozen=True):
     interaction_id: str
     reward: float | None
     tensor_dict: dict[str, list[Any]]
-    """`session.export.build_areal_batch_of_one_row`, as nested lists."""
+    """`session.export.build_areal_batch`, as nested lists."""
 
 
 class ExportReply(Struct, frozen=True, omit_defaults=True):

@@ -5,7 +5,7 @@ from typing import Any
 
 from openai import AsyncOpenAI
 
-from areal_hpc.reward.countdown import evaluate_expression_and_list_numbers
+from areal_hpc.reward.countdown import evaluate_expression
 from examples.mathematics.agents import MathAgent
 
 CALCULATE = {
@@ -27,7 +27,7 @@ CALCULATE = {
 def calculate(arguments: str) -> str:
     """What the model is told: the result, or what is wrong with its call (models err)."""
     try:
-        worth, _ = evaluate_expression_and_list_numbers(json.loads(arguments)["expression"])
+        worth, _ = evaluate_expression(json.loads(arguments)["expression"])
     except (ValueError, TypeError, KeyError, AttributeError):
         return "error: give an expression of whole numbers, + - * / and parentheses"
     except ZeroDivisionError:

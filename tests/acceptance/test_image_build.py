@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.dataset.harbor.image_build import build_task_images_if_outdated
+from areal_hpc.dataset.harbor.image_build import build_task_images
 from areal_hpc.sandbox.images.oci_image import read_image
 from examples.repair_tasks.make import write_repair_tasks
 from tests.support.commands import areal_hpc, said_by
@@ -66,10 +66,10 @@ def test_an_image_is_built_once_and_played(task: Path, tmp_path: Path) -> None:
         assert "solution 1     nothing 0" in said_by(checked)
 
     again = list[str]()
-    build_task_images_if_outdated(tmp_path / "tasks", "train_dataset.harbor", again.append)
+    build_task_images(tmp_path / "tasks", "train_dataset.harbor", again.append)
     assert again == []
     (task / "environment/app/more.py").write_text("")
-    build_task_images_if_outdated(tmp_path / "tasks", "train_dataset.harbor", again.append)
+    build_task_images(tmp_path / "tasks", "train_dataset.harbor", again.append)
     assert len(again) == 1
     for tag in {image.labels["areal-hpc.source"], _read_source(task)}:
         name = f"localhost/areal-hpc-task:{tag[:32]}"

@@ -7,8 +7,8 @@ little as the real program does where an option is missing.
 from pathlib import Path
 
 from areal_hpc.sandbox.bubblewrap_command_line import (
-    copy_bwrap_unless_runnable_by_all,
     find_bubblewrap,
+    make_bwrap_public,
 )
 
 SCRIPT = r"""#!/bin/bash
@@ -65,5 +65,5 @@ def write_apptainer_stand_in(folder: Path) -> None:
     bwrap = find_bubblewrap()
     assert bwrap is not None
     program = folder / "apptainer"
-    program.write_text(SCRIPT.replace("BWRAP", str(copy_bwrap_unless_runnable_by_all(bwrap))))
+    program.write_text(SCRIPT.replace("BWRAP", str(make_bwrap_public(bwrap))))
     program.chmod(0o755)

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from datetime import UTC, datetime
 
-from areal_hpc.agents.harness.installation import install_harness_if_outdated, query_newest_version
+from areal_hpc.agents.harness.installation import install_harness, query_newest_version
 from areal_hpc.agents.harness.programs import HARNESSES
 from areal_hpc.errors import ClusterError
 from tests.support.deadlines import scaled
@@ -39,7 +39,7 @@ def try_newest(name: str) -> dict[str, str]:
         found["newest"] = query_newest_version(name)
         if found["newest"] == found["locked"]:
             return found | {"outcome": AS_LOCKED}
-        install_harness_if_outdated(name, NEWEST_DIR, found["newest"])
+        install_harness(name, NEWEST_DIR, found["newest"])
     except ClusterError as error:
         missing = re.search(r"No matching [a-z ]+ for [^\s]*[^\s.]", str(error))
         why = missing.group() if missing else str(error)[:300]

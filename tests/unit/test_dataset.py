@@ -8,7 +8,7 @@ import huggingface_hub.constants
 import pytest
 
 from areal_hpc.dataset.materialize import count_materialized_rows, materialize_task_sets
-from areal_hpc.dataset.sources import check_and_list_source_paths, iterate_task_rows
+from areal_hpc.dataset.sources import iterate_task_rows, list_source_paths
 from areal_hpc.errors import RecipeError
 from areal_hpc.recipe.sections.dataset import TaskSetConfig, TrainTaskSetConfig
 
@@ -128,7 +128,7 @@ def test_the_splits_of_a_saved_folder_are_named() -> None:
 def test_the_files_of_a_hub_data_set_are_read_in_order(cache: None, revision: str | None) -> None:
     config = {"hub": "someone/sums", "files": "main/train-*.parquet", "revision": revision}
     assert len(read(**config)) == 4
-    files = check_and_list_source_paths(TaskSetConfig.model_validate(config), "x")
+    files = list_source_paths(TaskSetConfig.model_validate(config), "x")
     assert [path.name[:11] for path in files] == ["train-00000", "train-00001"]
 
 

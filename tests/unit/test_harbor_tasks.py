@@ -13,7 +13,7 @@ import pytest
 
 from areal_hpc.dataset.harbor.container_file import read_container_file
 from areal_hpc.dataset.harbor.task_folder import read_task_folder, read_task_folders
-from areal_hpc.dataset.sources import check_and_list_source_paths, iterate_task_rows
+from areal_hpc.dataset.sources import iterate_task_rows, list_source_paths
 from areal_hpc.errors import RecipeError
 from areal_hpc.recipe.sections.dataset import TaskSetConfig
 from areal_hpc.reward import harbor
@@ -62,7 +62,7 @@ def test_a_task_folder_is_a_row_with_its_instruction_and_its_sandbox(tmp_path: P
     (row,) = iterate_task_rows(config, "train_dataset")
     assert row["messages"] == [{"role": "user", "content": "Do it."}]
     assert row["limits"] == {"timeout_s": 37.0}
-    assert check_and_list_source_paths(config, "train_dataset") == [tmp_path]
+    assert list_source_paths(config, "train_dataset") == [tmp_path]
     found = read(folder)
     assert found.variables == {"A": "1", "B": "two words"}
     assert found.copies == (("environment/app", "/app"), ("environment/app/a.py", "/data/a.py"))

@@ -19,7 +19,7 @@ from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.sandbox.images import root_archive
 from areal_hpc.sandbox.images.root_archive import (
     ROOT_KEPT_S,
-    get_or_unpack_cached_root,
+    get_cached_root,
     make_cache_folder,
 )
 from areal_hpc.sandbox.unpacked_tree import UnpackedTree
@@ -44,16 +44,14 @@ def test_a_tar_loses_its_own_devices_and_no_folder_below_that_is_called_so(
     top: str, tmp_path: Path
 ) -> None:
     names = ("usr/include/sys/types.h", "home/app/dev/x.py", "var/proc/a", "dev/null", "sys/b/c")
-    root = get_or_unpack_cached_root(
-        write_tar(tmp_path / "root.tar", dict.fromkeys(names, ""), top)
-    )
+    root = get_cached_root(write_tar(tmp_path / "root.tar", dict.fromkeys(names, ""), top))
     found = sorted(str(one.relative_to(root)) for one in root.rglob("*") if one.is_file())
     assert found == sorted(names[:3])
 
 
 def test_what_a_killed_process_unpacked_goes_when_the_next_one_unpacks(tmp_path: Path) -> None:
     archive = write_tar(tmp_path / "root.tar", {"etc/os": ""})
-    cache, root = make_cache_folder(), get_or_unpack_cached_root(archive)
+    cache, root = make_cache_folder(), get_cached_root(archive)
     (root / "closed").mkdir(mode=0o500)
     killed = [root.rename(root.with_suffix(".partial")), cache / f"{'0' * 32}.partial"]
     killed[1].mkdir()
@@ -61,7 +59,7 @@ def test_what_a_killed_process_unpacked_goes_when_the_next_one_unpacks(tmp_path:
     held.mkdir()
     other.mkdir()
     with root_archive._hold_file_lock(held):  # by one that is at work
-        assert get_or_unpack_cached_root(archive) == root
+        assert get_cached_root(archive) == root
     assert (root / "etc/os").is_file()
     assert not any(one.exists() for one in killed)
     assert held.exists()
@@ -70,14 +68,14 @@ def test_what_a_killed_process_unpacked_goes_when_the_next_one_unpacks(tmp_path:
 
 def test_a_root_that_nobody_uses_makes_room_and_one_in_use_stays(tmp_path: Path) -> None:
     roots = [
-        get_or_unpack_cached_root(write_tar(tmp_path / f"{name}.tar", {"etc/os": ""}))
+        get_cached_root(write_tar(tmp_path / f"{name}.tar", {"etc/os": ""}))
         for name in ("old", "used")
     ]
     long_ago = time.time() - 2 * ROOT_KEPT_S
     for root in roots:
         os.utime(root.with_suffix(".lock"), (long_ago, long_ago))
-    assert get_or_unpack_cached_root(tmp_path / "used.tar") == roots[1]
-    get_or_unpack_cached_root(write_tar(tmp_path / "new.tar", {"etc/os": ""}))
+    assert get_cached_root(tmp_path / "used.tar") == roots[1]
+    get_cached_root(write_tar(tmp_path / "new.tar", {"etc/os": ""}))
     assert [root.exists() for root in roots] == [False, True]
 
 
@@ -90,17 +88,17 @@ def test_only_a_lack_of_space_is_called_so(tmp_path: Path, monkeypatch: pytest.M
 
         monkeypatch.setattr(UnpackedTree, "write_archive", fail)  # as a disk does
         with pytest.raises(ClusterError, match=said):
-            get_or_unpack_cached_root(archive)
+            get_cached_root(archive)
         assert not [*make_cache_folder().glob("*.partial")]
 
 
 def test_hard_links_to_what_is_left_out_are_left_out_too(tmp_path: Path) -> None:
     layer = make_layer([("dev/null", b""), ("a", b"1"), ("=b", "a"), ("=c", "dev/null")])
-    root = get_or_unpack_cached_root(write_image(tmp_path / "image.tar", [layer]))
+    root = get_cached_root(write_image(tmp_path / "image.tar", [layer]))
     assert sorted(one.name for one in root.iterdir()) == ["a", "b", "dev"]
     broken = write_image(tmp_path / "broken.tar", [make_layer([("=b", "missing")])])
     with pytest.raises(RecipeError, match="hard link to missing, which is missing"):
-        get_or_unpack_cached_root(broken)
+        get_cached_root(broken)
 
 
 def test_a_zstd_archive_that_is_cut_is_refused(tmp_path: Path) -> None:
@@ -108,10 +106,10 @@ def test_a_zstd_archive_that_is_cut_is_refused(tmp_path: Path) -> None:
     with plain.open("ab") as file:
         file.write(os.urandom(1 << 20))  # more than a frame's one block, after the end of the tar
     subprocess.run(["zstd", "-q", str(plain)], check=True)
-    assert (get_or_unpack_cached_root(packed) / "etc/os").is_file()
+    assert (get_cached_root(packed) / "etc/os").is_file()
     packed.write_bytes(packed.read_bytes()[:-1000])
     with pytest.raises(RecipeError, match="zstd ended with exit code 1"):
-        get_or_unpack_cached_root(packed)
+        get_cached_root(packed)
 
 
 def test_no_secret_is_empty_after_its_writer_was_killed(
@@ -124,7 +122,7 @@ def test_no_secret_is_empty_after_its_writer_was_killed(
 
     monkeypatch.setattr(secrets, "token_hex", die)
     with pytest.raises(KeyboardInterrupt):
-        get_or_unpack_cached_root(archive)
+        get_cached_root(archive)
     assert not (make_cache_folder() / "secret").exists()
 
 
@@ -145,7 +143,7 @@ def test_bombs_are_refused_before_they_are_unpacked(name: str, tmp_path: Path) -
     del stream
     tracemalloc.start()
     with pytest.raises(RecipeError, match="a header of 125"):
-        get_or_unpack_cached_root(path)
+        get_cached_root(path)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 8 << 20
@@ -159,10 +157,10 @@ def test_a_root_has_no_devices_and_no_name_that_another_user_knows(tmp_path: Pat
             member.type, member.devmajor, member.devminor, member.mode = kind, 1, 5, 0o666
             tar.addfile(member)
         tar.addfile(tarfile.TarInfo("x/file"))
-    root = get_or_unpack_cached_root(archive)
+    root = get_cached_root(archive)
     assert [one.name for one in (root / "x").iterdir()] == ["file"]
     assert root.parent.stat().st_mode & 0o077 in (0, 0o011)
     secret = root.parent / "secret"
     assert secret.stat().st_mode & 0o777 == 0o600
     secret.unlink()
-    assert get_or_unpack_cached_root(archive) != root
+    assert get_cached_root(archive) != root

@@ -52,7 +52,7 @@ class HarnessFolder:
                 f"there is no folder {source_dir}", hint="name a folder in the task's `folder`"
             )
         self._source_dir = source_dir
-        await self._run_script_or_raise(_PREPARE_SCRIPT, folder=self._sandbox.folder)
+        await self._run_script(_PREPARE_SCRIPT, folder=self._sandbox.folder)
         await self._unpack_source("work")
 
     async def write_into_home(self, files: Mapping[str, str]) -> None:
@@ -88,14 +88,14 @@ class HarnessFolder:
 
         It is compared with a new copy: whatever lay in the sandbox, the program could write.
         """
-        await self._run_script_or_raise(_PREPARE_DIFF_SCRIPT)
+        await self._run_script(_PREPARE_DIFF_SCRIPT)
         await self._unpack_source("before")
-        await self._run_script_or_raise(_WRITE_DIFF_SCRIPT, _DIFF_VARIABLES)
+        await self._run_script(_WRITE_DIFF_SCRIPT, _DIFF_VARIABLES)
         return (await self._read("diff", MAX_DIFF_BYTES)).decode(errors="replace")
 
     async def read_log(self, max_bytes: int) -> str:
         """The end of what the program printed."""
-        tail = await self._run_script_or_raise(f"tail -c {max_bytes} log")
+        tail = await self._run_script(f"tail -c {max_bytes} log")
         return tail.stdout.decode(errors="replace")
 
     async def copy_to(self, target: Path) -> None:
@@ -125,7 +125,7 @@ class HarnessFolder:
         except OSError as error:
             raise AgentError(f"the task's folder does not fit into its sandbox: {error}") from error
 
-    async def _run_script_or_raise(
+    async def _run_script(
         self, script: str, variables: Mapping[str, str] | None = None, folder: str = ""
     ) -> CommandResult:
         ended = await self._sandbox.exec(

@@ -63,7 +63,7 @@ def find_installed_harness(harness_name: str, harnesses_dir: Path, key: str) -> 
     return folder
 
 
-def install_harness_if_outdated(harness_name: str, harnesses_dir: Path, version: str = "") -> bool:
+def install_harness(harness_name: str, harnesses_dir: Path, version: str = "") -> bool:
     """Install a harness; False if what its lock says, or this version, is there already.
 
     Args:

@@ -288,7 +288,10 @@ def decoupled_loss(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
     method = areal.get("actor.prox_logp_method")
     if method not in PROXIMAL_MODES:
         raise UntranslatableError(f"actor.prox_logp_method is one of {', '.join(PROXIMAL_MODES)}")
-    found = {f"{OBJECTIVE}.proximal": PROXIMAL_MODES[method], correction: "none"}
+    found: dict[str, Any] = {
+        f"{OBJECTIVE}.proximal": PROXIMAL_MODES[method],
+        correction: "none",
+    }
     cap = areal.get("actor.behav_imp_weight_cap")
     rejection = {
         name: areal.get(f"actor.rejection_sampling.{name}")

@@ -171,7 +171,7 @@ def _read_tokenizer_training_texts(path: Path | None) -> list[str]:
 
 def _prefetch_files_and_install_harnesses(arguments: argparse.Namespace) -> int:
     from areal_hpc.agents.harness.installation import (
-        install_harness_if_outdated,
+        install_harness,
         list_recipe_harnesses,
     )
     from areal_hpc.launch.prefetch import prefetch_files_and_build_images
@@ -182,7 +182,7 @@ def _prefetch_files_and_install_harnesses(arguments: argparse.Namespace) -> int:
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     paths = RunPaths(recipe.run_dir)
     for name, folder in list_recipe_harnesses(recipe):
-        _print_install_result(name, folder, install_harness_if_outdated(name, folder))
+        _print_install_result(name, folder, install_harness(name, folder))
     prefetch_files_and_build_images(recipe, paths, say)
     print(f"everything is in the cache; recorded in {paths.prefetch_record}")
     return 0
@@ -191,7 +191,7 @@ def _prefetch_files_and_install_harnesses(arguments: argparse.Namespace) -> int:
 def _install_harnesses(arguments: argparse.Namespace) -> int:
     from areal_hpc.agents.harness.installation import (
         HARNESSES_DIR,
-        install_harness_if_outdated,
+        install_harness,
         query_newest_version,
     )
     from areal_hpc.agents.harness.programs import HARNESSES
@@ -201,7 +201,7 @@ def _install_harnesses(arguments: argparse.Namespace) -> int:
         version = arguments.version
         if version == "newest":
             version = query_newest_version(name)
-        _print_install_result(name, folder, install_harness_if_outdated(name, folder, version))
+        _print_install_result(name, folder, install_harness(name, folder, version))
     return 0
 
 
@@ -323,7 +323,7 @@ async def _check_tasks_and_count_unsound(
 
 
 def _check_judge(arguments: argparse.Namespace) -> int:
-    from areal_hpc.reward.judge_check import grade_labels_and_format_report
+    from areal_hpc.reward.judge_check import report_agreement
     from areal_hpc.reward.llm_judge import LlmJudge
 
     judge = LlmJudge(
@@ -333,8 +333,6 @@ def _check_judge(arguments: argparse.Namespace) -> int:
         cache=arguments.cache,
         on_no_grade="fail",
     )
-    report = asyncio.run(
-        grade_labels_and_format_report(judge, arguments.labels, arguments.threshold)
-    )
+    report = asyncio.run(report_agreement(judge, arguments.labels, arguments.threshold))
     print(escape_controls(report))
     return 0

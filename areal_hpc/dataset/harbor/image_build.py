@@ -16,7 +16,7 @@ from areal_hpc.dataset.harbor.task_file import HarborTaskFile, read_supported_ta
 from areal_hpc.dataset.harbor.task_folder import (
     IMAGE_FILE_NAME,
     ROOT_FILE_SYSTEM_NAMES,
-    list_copy_targets_in_system_folders,
+    list_readonly_targets,
     list_task_folders,
 )
 from areal_hpc.errors import Problem, RecipeError
@@ -28,15 +28,13 @@ SAVE_TIMEOUT_S = 1800.0
 _MAX_COMPLAINT_CHARS = 500
 
 
-def build_task_images_if_outdated(path: Path, key: str, print_line: Callable[[str], None]) -> None:
+def build_task_images(path: Path, key: str, print_line: Callable[[str], None]) -> None:
     """Build the images of tasks at a path that are missing or out of date."""
     problems = list[Problem]()
     for folder in list_task_folders(path, key):
         try:
             task = read_supported_task_file(folder / "task.toml")
-            if needs_image(folder, task) and (
-                source := _compute_source_digest_if_changed(folder, task)
-            ):
+            if needs_image(folder, task) and (source := _compute_new_digest(folder, task)):
                 _build_image(folder, task, source)
                 print_line(f"{key:<24} {folder.name}: built {IMAGE_FILE_NAME}")
         except RecipeError as error:
@@ -53,12 +51,10 @@ def needs_image(folder: Path, task: HarborTaskFile) -> bool:
     if task.environment.docker_image is not None or not file.is_file():
         return task.environment.docker_image is not None
     container = read_container_file(file)
-    return bool(
-        container.instructions_needing_build or list_copy_targets_in_system_folders(container)
-    )
+    return bool(container.instructions_needing_build or list_readonly_targets(container))
 
 
-def _compute_source_digest_if_changed(folder: Path, task: HarborTaskFile) -> str:
+def _compute_new_digest(folder: Path, task: HarborTaskFile) -> str:
     environment = folder / "environment"
     digest = hashlib.sha256((task.environment.docker_image or "").encode())
     if task.environment.docker_image is None:

@@ -40,7 +40,7 @@ async def check_tasks_in_order(
 
     async def check(row: dict[str, Any]) -> TaskCheck:
         async with places:
-            return await judge_oracle_and_null(row, runtime, spec)
+            return await judge_task(row, runtime, spec)
 
     running = [asyncio.create_task(check(row)) for row in rows]
     try:
@@ -52,25 +52,21 @@ async def check_tasks_in_order(
         await asyncio.gather(*running, return_exceptions=True)
 
 
-async def judge_oracle_and_null(
-    row: dict[str, Any], runtime: Runtime, spec: SandboxSpec
-) -> TaskCheck:
+async def judge_task(row: dict[str, Any], runtime: Runtime, spec: SandboxSpec) -> TaskCheck:
     """Play one task twice, each time in a sandbox of its own."""
     task = find_harbor_task(row)
     assert task is not None
     has_solution = Path(task.folder, "solution", "solve.sh").is_file()
-    oracle = await _play_and_judge(task, runtime, spec, solves=True) if has_solution else None
-    return TaskCheck(row["name"], oracle, await _play_and_judge(task, runtime, spec, solves=False))
+    oracle = await _play(task, runtime, spec, solves=True) if has_solution else None
+    return TaskCheck(row["name"], oracle, await _play(task, runtime, spec, solves=False))
 
 
-async def _play_and_judge(
-    task: HarborTask, runtime: Runtime, spec: SandboxSpec, *, solves: bool
-) -> Reward:
+async def _play(task: HarborTask, runtime: Runtime, spec: SandboxSpec, *, solves: bool) -> Reward:
     sandbox = await runtime.start(task.apply_task_to_sandbox_spec(spec))
     try:
         await task.prepare(sandbox)
         if solves:
             await task.run_solution_script(sandbox)
-        return await task.kill_commands_and_run_tests(sandbox)
+        return await task.run_tests(sandbox)
     finally:
         await sandbox.stop()

@@ -87,7 +87,7 @@ def read_task_folder(folder: Path) -> dict[str, Any]:
         work_dir=work_dir,
         variables=variables | environment.env,
         copies=tuple((f"environment/{source}", place) for source, place in copies),
-        folders=(*HARBOR_FOLDERS, *_list_top_folders_to_make_writable(places)),
+        folders=(*HARBOR_FOLDERS, *_list_writable_folders(places)),
         memory_bytes=environment.memory_mb and environment.memory_mb << 20,
         disk_bytes=environment.storage_mb and environment.storage_mb << 20,
         agent_timeout_s=task.agent.timeout_sec,
@@ -140,7 +140,7 @@ def _find_problems(
             str(folder / "task.toml"),
             hint,
         )
-    for place in list_copy_targets_in_system_folders(container):
+    for place in list_readonly_targets(container):
         yield Problem(
             f"its Dockerfile copies to {place}, which is read-only in a sandbox",
             str(folder / "environment" / "Dockerfile"),
@@ -148,7 +148,7 @@ def _find_problems(
         )
 
 
-def list_copy_targets_in_system_folders(container: ContainerFile) -> list[str]:
+def list_readonly_targets(container: ContainerFile) -> list[str]:
     """Places that a Dockerfile copies to and that are read-only where the node's programs are."""
 
     def is_read_only(target: str) -> bool:
@@ -157,7 +157,7 @@ def list_copy_targets_in_system_folders(container: ContainerFile) -> list[str]:
     return [place for _, place in container.copies if place == "/" or is_read_only(place)]
 
 
-def _list_top_folders_to_make_writable(places: list[str]) -> list[str]:
+def _list_writable_folders(places: list[str]) -> list[str]:
     tops = dict.fromkeys(f"/{PurePosixPath(place).parts[1]}" for place in places if place != "/")
     return [
         top

@@ -11,7 +11,7 @@ import msgspec
 
 from areal_hpc.errors import ChatTemplateError, PromptTooLongError, ProxyRequestError
 from areal_hpc.proxy.completion.sampling_rule import (
-    bound_top_k_if_mask_is_recorded,
+    bound_top_k,
     zero_tiny_temperature,
 )
 from areal_hpc.proxy.engine.call_limits import (
@@ -27,7 +27,7 @@ from areal_hpc.proxy.metrics import ProxyMetrics
 from areal_hpc.proxy.random_ids import make_random_id
 from areal_hpc.proxy.sessions.store import Session
 from areal_hpc.recipe.sections.proxy_and_shards import ProxyConfig
-from areal_hpc.session.completion_prompts import match_ids_prompt_and_cut_new_ids, match_text_prompt
+from areal_hpc.session.completion_prompts import match_ids_prompt, match_text_prompt
 from areal_hpc.session.tree import (
     Interaction,
     OpenTurn,
@@ -49,7 +49,7 @@ class PreparedCall(msgspec.Struct, frozen=True):
     prompt_tokens: int
     prompt_ids_json_inside: bytes
     new_ids_json_inside: bytes
-    """What `build_prompt_json_inside_and_length` ends with: `new_ids`."""
+    """What `build_prompt` ends with: `new_ids`."""
     sampling: SamplingParams
     answer_id: str
     give_up_at: float
@@ -105,7 +105,7 @@ class PreparedCall(msgspec.Struct, frozen=True):
             replica=answer.replica,
             cached_tokens=generation.cached_tokens,
             sampling=encode_recorded_sampling(self._get_choice_sampling(choice_index)),
-            ignored=self.call.ignored_names_and_dropped_tools,
+            ignored=self.call.ignored_names,
             is_retry=self.call.is_retry,
             kept_counts=kept_counts,
             kept_ids=kept_ids,
@@ -140,9 +140,7 @@ class PromptBuilder:
         self._limits = limits
         self._metrics = metrics
 
-    async def prepare_call_and_reserve_tokens(
-        self, session: Session, call: ModelCall, answer_id: str
-    ) -> PreparedCall:
+    async def prepare_call(self, session: Session, call: ModelCall, answer_id: str) -> PreparedCall:
         """Find what the call continues and make it ready to be sent.
 
         Who sends it releases its `reserved_tokens_per_choice`.
@@ -167,7 +165,7 @@ class PromptBuilder:
         sampling, reasons_first = await self._prepare_sampling_for_parsers(call, turn, sampling)
         refuse_costly_sampling(sampling)
         await self._grammars.refuse_costly_grammar(session, sampling)
-        sampling, records_sampling_mask = bound_top_k_if_mask_is_recorded(
+        sampling, records_sampling_mask = bound_top_k(
             sampling, session.request, self._model.encoder.vocab_size
         )
         sampling, reserved_tokens = await reserve_reply_tokens_per_choice(
@@ -227,7 +225,7 @@ class PromptBuilder:
             turn = match_text_prompt(session.tree, call.raw_prompt, encoder)
             new_ids = await self.encode(turn.new_text, key, add_special_tokens=turn.parent is None)
         else:
-            turn, new_ids = match_ids_prompt_and_cut_new_ids(session.tree, call.raw_prompt, encoder)
+            turn, new_ids = match_ids_prompt(session.tree, call.raw_prompt, encoder)
         if turn.parent is None and not new_ids:
             raise ProxyRequestError(400, "the prompt is empty", key=key)
         if new_ids and max(new_ids) >= encoder.vocab_size:  # such an id would kill the engine
@@ -265,9 +263,7 @@ class PromptBuilder:
         encode = partial(encoder.encode, text, add_special_tokens=add_special_tokens)
         return await asyncio.to_thread(encode) if encoder.is_slow_to_encode(text) else encode()
 
-    async def build_prompt_json_inside_and_length(
-        self, session: Session, call: ModelCall
-    ) -> tuple[bytes, int]:
+    async def build_prompt(self, session: Session, call: ModelCall) -> tuple[bytes, int]:
         """The prompt of a call that is not made: the inside of a JSON array of ids, and length."""
         turn, new_ids, prompt_tokens = await self._tokenize_call(session, call)
         return session.tree.build_sequence_ids_json_inside(

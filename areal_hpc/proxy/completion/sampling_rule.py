@@ -16,7 +16,7 @@ from areal_hpc.wire.trajectory import GREEDY_TEMPERATURE_BOUND
 _SGLANG_TRUNCATION_DEFAULTS = {"top_p": 1.0, "top_k": -1}
 
 
-def enforce_sampling_and_note_ignored(
+def enforce_sampling(
     call: ModelCall, session: StartSessionRequest, unknown_params: Sequence[str]
 ) -> ModelCall:
     """The call with the run's sampling parameters, if its session is bound to them.
@@ -66,7 +66,7 @@ def zero_tiny_temperature(sampling: SamplingParams) -> SamplingParams:
     return sampling
 
 
-def bound_top_k_if_mask_is_recorded(
+def bound_top_k(
     sampling: SamplingParams, session: StartSessionRequest, vocab_size: int
 ) -> tuple[SamplingParams, bool]:
     """What a call is sampled with, and whether it is recorded which tokens could be sampled.

@@ -79,9 +79,9 @@ class CompletionService:
         self.limiter.admit(session, call.n)
         reserved_tokens = 0
         try:
-            prompt = await self.prompts.prepare_call_and_reserve_tokens(session, call, answer_id)
+            prompt = await self.prompts.prepare_call(session, call, answer_id)
             reserved_tokens = call.n * prompt.reserved_tokens_per_choice
-            answers = await _gather_or_cancel(
+            answers = await _gather(
                 [self._generate_choice(prompt, choice) for choice in range(call.n)]
             )
             said = [await self._parse_reply(prompt, answer.generation) for answer in answers]
@@ -123,14 +123,14 @@ class CompletionService:
         reader = self._parsers.build_reply_parser(
             prompt.parseable_tools, prompt.turn.text_after_messages
         )
-        said.append_and_assign_call_ids(await reader.feed(text, is_last=True, is_cut=is_cut))
+        said.append(await reader.feed(text, is_last=True, is_cut=is_cut))
         return said
 
     async def stream(self, session: Session, call: ModelCall, answer_id: str) -> ReplyStream:
         """Begin to generate `call.n` replies; each is in the journal before it is told."""
         self.limiter.admit(session, call.n)  # each reply ends by itself
         try:
-            prompt = await self.prompts.prepare_call_and_reserve_tokens(session, call, answer_id)
+            prompt = await self.prompts.prepare_call(session, call, answer_id)
         except BaseException:  # boundary: a client that hangs up leaves nothing counted
             self.limiter.release(session, call.n)
             raise
@@ -155,7 +155,7 @@ class CompletionService:
             nonlocal first_token_at
             first_token_at = first_token_at or time.time()
             part = ReplyContent(piece.text) if reader is None else await reader.feed(piece.text)
-            said.append_and_assign_call_ids(part)
+            said.append(part)
             reply_stream.put(ReplyChunk(choice_index, part, piece))
 
         async def generate(
@@ -190,7 +190,7 @@ class CompletionService:
             if reader is not None:
                 is_cut = not answer.generation.ends_with_stop_token
                 rest = await reader.feed("", is_last=True, is_cut=is_cut)
-                said.append_and_assign_call_ids(rest)
+                said.append(rest)
                 reply_stream.put(ReplyChunk(choice_index, rest, EMPTY_CHUNK))
             if reply_stream.abandoned:
                 # Nobody knows how much of it was read: it counts as broken off.
@@ -234,7 +234,7 @@ class CompletionService:
                 if time.monotonic() >= prompt.give_up_at or not may_repeat():
                     raise ProxyRequestError(503, f"the replica was lost: {error}") from error
                 try:
-                    tries.count_lost_try_or_raise(replica, error)
+                    tries.count_lost_try(replica, error)
                 except RepeatedlyFailedCallError:
                     self.metrics.failed_calls.inc()
                     raise
@@ -282,7 +282,7 @@ class CompletionService:
         return RecordedChoice(choice_index, interaction, answer.generation, reply)
 
 
-async def _gather_or_cancel(
+async def _gather(
     calls: list[Coroutine[Any, Any, ReplicaAnswer]],
 ) -> list[ReplicaAnswer]:
     if len(calls) == 1:

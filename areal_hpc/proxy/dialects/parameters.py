@@ -43,7 +43,7 @@ IgnoredParam = Annotated[Any, Meta(description="Accepted without effect.", extra
 
 def list_ignored_params(request: Struct, prefix: str = "") -> Iterator[str]:
     """Names of the hints in a request, or in the object within it that stands under `prefix`."""
-    for name, encode_name, is_hint in _list_ignored_or_struct_fields(type(request)):
+    for name, encode_name, is_hint in _list_hint_fields(type(request)):
         value = getattr(request, name)
         if value is None:
             continue
@@ -54,7 +54,7 @@ def list_ignored_params(request: Struct, prefix: str = "") -> Iterator[str]:
 
 
 @cache
-def _list_ignored_or_struct_fields(struct_type: type[Struct]) -> list[tuple[str, str, bool]]:
+def _list_hint_fields(struct_type: type[Struct]) -> list[tuple[str, str, bool]]:
     declared = inspect.type_info(struct_type)
     assert isinstance(declared, inspect.StructType)
     fields = [(one, is_ignored_param(one.type)) for one in declared.fields]

@@ -57,7 +57,7 @@ async def tokenize(
             template_variables=request.chat_template_kwargs or None,
             sampling=SamplingParams(1.0, 0),
         )
-        ids_json, count = await prompts.build_prompt_json_inside_and_length(session, call)
+        ids_json, count = await prompts.build_prompt(session, call)
     tokens = msgspec.Raw(b"[" + ids_json + b"]")
     reply = {"tokens": tokens, "count": count, "max_model_len": model.context_tokens}
     return msgspec.json.encode(reply)

@@ -59,7 +59,7 @@ async def refuse_too_many_values(body: bytes, max_messages: int) -> None:
     max_objects = max(MAX_OBJECTS, MAX_OBJECTS_PER_MESSAGE * max_messages)
     objects, items = sum(map(body.count, (b":", b"{", b"["))), body.count(b",")
     if objects > max_objects or items > MAX_ITEMS:  # perhaps in its texts
-        objects, items = await asyncio.to_thread(_count_objects_and_items, body)
+        objects, items = await asyncio.to_thread(_count_values, body)
     surrogates = body.count(rb"\ud") + body.count(rb"\uD")
     for count, most, kind in (
         (objects, max_objects, "members, objects and lists"),
@@ -71,7 +71,7 @@ async def refuse_too_many_values(body: bytes, max_messages: int) -> None:
             raise ProxyRequestError(400, f"the body has too many {kind}: {count} (limit {most})")
 
 
-def _count_objects_and_items(body: bytes) -> tuple[int, int]:
+def _count_values(body: bytes) -> tuple[int, int]:
     """Colons and brackets outside of texts, and commas; numpy counts without Python's lock."""
     chars = np.frombuffer(body.replace(rb"\\", b"").replace(rb"\"", b""), np.uint8)
     outside = chars[np.cumsum(chars == ord('"'), dtype=np.uint8) & 1 == 0]
@@ -137,7 +137,7 @@ def _to_request_error(complaint: str, parent_key: str) -> ProxyRequestError:
     return ProxyRequestError(400, complaint, key=key)
 
 
-def get_given_or_default(value: Given | None, default: Given) -> Given:
+def fill_default(value: Given | None, default: Given) -> Given:
     return default if value is None else value
 
 
@@ -248,9 +248,7 @@ def parse_tool_choice(
     )
 
 
-def encode_schema_unless_must_call(
-    schema: Mapping[str, Any] | None, tool_choice: ToolChoice
-) -> str | None:
+def encode_text_schema(schema: Mapping[str, Any] | None, tool_choice: ToolChoice) -> str | None:
     """The grammar of a reply's text: its schema as JSON.
 
     A reply that must call a tool has no text that it could hold for; the tool's own grammar does.

@@ -18,7 +18,7 @@ from areal_hpc.proxy.engine.generation import (
     UnfinishedEngineCallError,
     count_stop_prefix_chars,
 )
-from areal_hpc.proxy.engine.router import pack_weight_version_or_zero
+from areal_hpc.proxy.engine.router import pack_weight_version
 from areal_hpc.proxy.engine.sglang_client import GenerateRequest
 from areal_hpc.session.chat_template import TokenEncoder
 from areal_hpc.session.tree import VersionSpan, format_ids_as_json_inside, join_json_array_insides
@@ -46,9 +46,7 @@ class CallTries:
         self._failed = 0
         self._hung_up: set[tuple[int, int]] = set()
 
-    def count_lost_try_or_raise(
-        self, replica: ReplicaView, error: UnfinishedEngineCallError
-    ) -> None:
+    def count_lost_try(self, replica: ReplicaView, error: UnfinishedEngineCallError) -> None:
         """The replica did not finish the call."""
         self.lost.add(replica.index)
         if isinstance(error, EngineHungUpError):
@@ -107,7 +105,7 @@ class ReplyFailover:
         if partial is None:
             self.is_possible = False
         elif partial.output_ids:
-            known = replica.version and pack_weight_version_or_zero(replica.version)
+            known = replica.version and pack_weight_version(replica.version)
             self.keep_aborted_part(partial, request)
             self.is_possible &= partial.spans[0].version == known
 

@@ -207,7 +207,7 @@ class ChunkReader:
         self._cached_tokens = 0
         self._is_sound = True
 
-    def build_partial_generation_if_sound(self) -> Generation | None:
+    def build_partial_generation(self) -> Generation | None:
         """All that has been read, as of a call that its server ended, if it fits together.
 
         Of a stream that was cut the spans of versions are missing: all of it counts as sampled from
@@ -233,7 +233,7 @@ class ChunkReader:
             stop_text=None,
             cached_tokens=self._cached_tokens,
             top_logprobs=self._top_logprobs,
-            **_keep_mask_fields_if_sound(ids, self._kept_ids, self._kept_logprobs),
+            **_keep_mask_fields(ids, self._kept_ids, self._kept_logprobs),
         )
 
     def read_event(self, data: bytes) -> tuple[TokenChunk, Generation | None]:
@@ -343,7 +343,7 @@ def _build_generation(server_url: str, text: str, ids_json: bytes, meta: _MetaIn
         stop_text=reason.matched if isinstance(reason.matched, str) else None,
         cached_tokens=meta.cached_tokens,
         top_logprobs=meta.output_top_logprobs or [],
-        **_keep_mask_fields_if_sound(
+        **_keep_mask_fields(
             output_ids,
             meta.output_token_sampling_mask or [],
             meta.output_token_sampling_logprobs or [],
@@ -351,7 +351,7 @@ def _build_generation(server_url: str, text: str, ids_json: bytes, meta: _MetaIn
     )
 
 
-def _keep_mask_fields_if_sound(
+def _keep_mask_fields(
     output_ids: list[int], kept_ids: list[list[int]], kept_logprobs: list[float]
 ) -> dict[str, Any]:
     if not len(output_ids) == len(kept_ids) == len(kept_logprobs):

@@ -17,7 +17,7 @@ from areal_hpc.session.chat_template import (
     ChatTemplate,
     Message,
     TokenEncoder,
-    read_json_or_empty,
+    read_json,
 )
 from areal_hpc.session.message_matching import MessageRewriter, normalize_chat_message
 
@@ -74,7 +74,7 @@ class ModelCall(msgspec.Struct, frozen=True):
     """Its client says that it asks once more: it has no reply to an equal request before."""
 
     @property
-    def ignored_names_and_dropped_tools(self) -> list[str]:
+    def ignored_names(self) -> list[str]:
         return [*self.ignored, *(f"tools[{kind}]" for kind in self.dropped_tools)]
 
 
@@ -138,9 +138,9 @@ def list_end_token_ids(model_dir: Path, encoder: TokenEncoder) -> list[int]:
     """
     found: list[int | None] = []
     for name in ("generation_config.json", "config.json"):
-        ends = read_json_or_empty(model_dir / name).get("eos_token_id")
+        ends = read_json(model_dir / name).get("eos_token_id")
         found += ends if isinstance(ends, list) else [ends]
-    end = read_json_or_empty(model_dir / "tokenizer_config.json").get("eos_token")
+    end = read_json(model_dir / "tokenizer_config.json").get("eos_token")
     texts = (end.get("content") if isinstance(end, dict) else end, *ADDITIONAL_END_TOKENS)
     found += (encoder.find_token_id(text) for text in texts if text)
     return list(dict.fromkeys(one for one in found if one is not None))
@@ -148,7 +148,7 @@ def list_end_token_ids(model_dir: Path, encoder: TokenEncoder) -> list[int]:
 
 def require_max_position_embeddings(model_dir: Path) -> int:
     """The longest sequence that the model's configuration allows."""
-    limit = read_json_or_empty(model_dir / "config.json").get("max_position_embeddings")
+    limit = read_json(model_dir / "config.json").get("max_position_embeddings")
     if not isinstance(limit, int):
         raise RecipeError(
             f"{model_dir / 'config.json'} does not say max_position_embeddings",
@@ -175,7 +175,7 @@ class ReplyContent(Struct):
     reasoning: str = ""
     calls: list[ReplyToolCall] = field(default_factory=list)
 
-    def append_and_assign_call_ids(self, next_part: ReplyContent) -> None:
+    def append(self, next_part: ReplyContent) -> None:
         """Append the next part. Calls that begin in it get their ids here."""
         self.text += next_part.text
         self.reasoning += next_part.reasoning

@@ -27,7 +27,7 @@ OWN_CACHE_WEIGHT = 1_000_000
 """A session's own past is worth more to it than the prompts of its ticket."""
 
 
-def pack_weight_version_or_zero(version: str) -> int:
+def pack_weight_version(version: str) -> int:
     """What SGLang calls its weights as one integer; 0 for weights that nobody gave a version."""
     try:
         return WeightVersion.parse(version).packed
@@ -98,7 +98,7 @@ class Router:
             log.info("replicas serving: %s", sorted(serving) or "none")
         self._serving = serving
         for replica in serving.values():
-            self.advance_newest_version(pack_weight_version_or_zero(replica.version))
+            self.advance_newest_version(pack_weight_version(replica.version))
 
     def advance_newest_version(self, packed_version: int) -> None:
         self.newest_version = max(self.newest_version, packed_version)

@@ -115,9 +115,9 @@ class SGLangClient:
             raise EngineHungUpError(f"{replica.url} ended the stream early")
 
         try:
-            return await self._await_or_abort(replica, request.rid, timeout_s, read())
+            return await self._await_answer(replica, request.rid, timeout_s, read())
         except UnfinishedEngineCallError as lost:
-            lost.partial = reader.build_partial_generation_if_sound()
+            lost.partial = reader.build_partial_generation()
             raise
 
     async def generate_raw(
@@ -126,11 +126,11 @@ class SGLangClient:
         """Generate; the server's whole answer, unread."""
         body = request.encode_body(stream=False)
         call = self._get_generate_pool(replica).post("/generate", body, timeout_s)
-        status, answer = await self._await_or_abort(replica, request.rid, timeout_s, call)
+        status, answer = await self._await_answer(replica, request.rid, timeout_s, call)
         _raise_for_status(replica.url, status, answer)
         return answer
 
-    async def _await_or_abort(
+    async def _await_answer(
         self, replica: ReplicaView, rid: str, timeout_s: float, call: Coroutine[Any, Any, Answered]
     ) -> Answered:
         fault_point("proxy.generate")

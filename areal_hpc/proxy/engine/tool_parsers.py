@@ -97,9 +97,7 @@ class ParserProcessClient:
             if not first:
                 raise ParserLostError(f"SGLang's parsers {problem}")
             self._process = process
-            self._reader = asyncio.ensure_future(
-                self._hand_out_replies_then_kill_process(process, process.stdout)
-            )
+            self._reader = asyncio.ensure_future(self._deliver_replies(process, process.stdout))
 
     async def run(self) -> None:
         """Keep the process running until cancelled, then end it."""
@@ -116,7 +114,7 @@ class ParserProcessClient:
         finally:
             await self.close()
 
-    async def _hand_out_replies_then_kill_process(
+    async def _deliver_replies(
         self, process: asyncio.subprocess.Process, lines: asyncio.StreamReader
     ) -> None:
         decoder = msgspec.json.Decoder(ParserReply)
@@ -162,7 +160,7 @@ class ParserProcessClient:
         self._count += 1
         return self._count
 
-    async def start_and_send_request(
+    async def ask(
         self, request: ParseChunkRequest | ToolGrammarRequest | GrammarCheckRequest
     ) -> ParserReply:
         """Send a request and wait for its reply."""
@@ -192,7 +190,7 @@ class ParserProcessClient:
             number, [*tools], end, must_call, tool_choice.name, tool_choice.parallel
         )
         try:
-            reply = await self.start_and_send_request(request)
+            reply = await self.ask(request)
         except ParserLostError as error:
             raise ProxyRequestError(503, str(error)) from error
         if reply.error:
@@ -211,7 +209,7 @@ class ParserProcessClient:
         request = GrammarCheckRequest(self.allocate_id(), grammar_kind, text, cpu_s)
         self._checks.add(request.call)
         try:
-            reply = await self.start_and_send_request(request)
+            reply = await self.ask(request)
         except asyncio.CancelledError:
             if request.call in self._waiting:
                 self._write(GrammarCheckKill(request.call))
@@ -259,7 +257,7 @@ class RemoteReplyParser:
         )
         try:
             try:
-                reply = await self._parsers.start_and_send_request(request)
+                reply = await self._parsers.ask(request)
             except ParserLostError as error:
                 is_stuck = isinstance(error, ParserStuckError)
                 if is_stuck and is_last and self._opening is not None:
@@ -268,7 +266,7 @@ class RemoteReplyParser:
                     raise
                 # Of a reply's first text the lost process has nothing that the next will not have.
                 again = msgspec.structs.replace(request, call=self._parsers.allocate_id())
-                reply = await self._parsers.start_and_send_request(again)
+                reply = await self._parsers.ask(again)
         except ParserLostError as error:
             raise ProxyRequestError(503, str(error)) from error
         if reply.is_unknown:  # what the lost process held back of it is gone

@@ -10,8 +10,8 @@ import msgspec
 from areal_hpc.errors import ProxyRequestError
 from areal_hpc.proxy.completion.sampling_rule import (
     apply_enforced_sampling,
-    bound_top_k_if_mask_is_recorded,
-    enforce_sampling_and_note_ignored,
+    bound_top_k,
+    enforce_sampling,
     zero_tiny_temperature,
 )
 from areal_hpc.proxy.completion.service import CompletionService
@@ -69,13 +69,13 @@ class ModelApi:
     ) -> int:
         call = self._enforce_sampling_and_count_ignored(route, session, exchange, unknown_params)
         prompts = self._completions.prompts
-        return (await prompts.build_prompt_json_inside_and_length(session, call))[1]
+        return (await prompts.build_prompt(session, call))[1]
 
     def _enforce_sampling_and_count_ignored(
         self, route: str, session: Session, exchange: Exchange, unknown_params: Sequence[str]
     ) -> ModelCall:
-        call = enforce_sampling_and_note_ignored(exchange.call, session.request, unknown_params)
-        names = call.ignored_names_and_dropped_tools
+        call = enforce_sampling(exchange.call, session.request, unknown_params)
+        names = call.ignored_names
         self._completions.metrics.count_ignored_parameters(route, session.client, names)
         return call
 
@@ -150,7 +150,7 @@ class AgentApi(ModelApi):
         request = build_generate_request(body, self._model)
         sampling, replaced = apply_enforced_sampling(request.sampling, session.request)
         self._completions.metrics.count_ignored_parameters("/generate", session.client, replaced)
-        sampling, records_sampling_mask = bound_top_k_if_mask_is_recorded(
+        sampling, records_sampling_mask = bound_top_k(
             zero_tiny_temperature(sampling),
             session.request,
             self._model.encoder.vocab_size,

@@ -22,7 +22,7 @@ from areal_hpc.session.auxiliary import (
 )
 from areal_hpc.session.credit import compute_credited_rewards
 from areal_hpc.session.export import (
-    build_areal_batch_of_one_row,
+    build_areal_batch,
     find_replies_without_credit,
     plan_rows_with_unrewarded,
 )
@@ -369,6 +369,6 @@ def build_export_rows(
     rows = {}
     for plan in plan_rows_with_unrewarded(tree, request.style, rewards):
         name = plan.path[-1].interaction_id
-        batch = {key: array.tolist() for key, array in build_areal_batch_of_one_row(plan).items()}
+        batch = {key: array.tolist() for key, array in build_areal_batch(plan).items()}
         rows[name] = wire.ExportedInteraction(name, rewards[name], batch)
     return rows

@@ -242,7 +242,7 @@ class SessionStore:
             case events.SessionDropped():
                 self._remove_session(self.sessions[event.session_id])
             case events.TicketFinished():
-                self._finish_ticket_and_drop_other_sessions(event)
+                self._finish_ticket(event)
             case events.TicketDropped():
                 self._remove_finished_ticket(event.ref)
                 self.dropped[event.ref] = event.reason
@@ -256,7 +256,7 @@ class SessionStore:
                 for ref in event.refs:
                     self._forget_settled_ticket(ref)
 
-    def _finish_ticket_and_drop_other_sessions(self, event: events.TicketFinished) -> None:
+    def _finish_ticket(self, event: events.TicketFinished) -> None:
         kept = [self.sessions[session_id] for session_id in event.session_ids]
         for session in [*self.sessions.values()]:
             if session.request.ref == event.ref and session not in kept and not session.failure:

@@ -30,7 +30,7 @@ class AnswerProgram:
         """By `id`, which nothing else gets while the list holds the object."""
         exec(compile(answer_source, "answer.py", "exec"), self.names)
 
-    def get_or_assign_number(self, value: Any) -> int:
+    def number_object(self, value: Any) -> int:
         """The number of an object; the same for the same one."""
         number = self._numbers.setdefault(id(value), len(self._objects))
         if number == len(self._objects):
@@ -62,8 +62,8 @@ class AnswerProgram:
             case _:
                 raise TypeError("there is no such operation")
         # An argument may have been changed in place, as sorting does.
-        changed = [literals.encode(one, self.get_or_assign_number) for one in arguments]
-        return {"value": literals.encode(value, self.get_or_assign_number), "arguments": changed}
+        changed = [literals.encode(one, self.number_object) for one in arguments]
+        return {"value": literals.encode(value, self.number_object), "arguments": changed}
 
 
 def main() -> None:

@@ -76,9 +76,9 @@ class AnswerClient:
     def __init__(self, channel: literals.JsonLineSocket, *, arguments_change: bool) -> None:
         self._channel, self._arguments_change = channel, arguments_change
         started = channel.receive()
-        self._raise_if_failed(started)
+        self._check_reply(started)
         self.names = {
-            name: self._make_remote_unless_stdlib(name)
+            name: self._resolve_name(name)
             for name in map(str, started["names"])
             # What Python itself looks up, such as `__builtins__`, is never the answer's.
             if not (name.startswith("__") or hasattr(builtins, name))
@@ -104,13 +104,13 @@ class AnswerClient:
             }
         )
         reply = self._channel.receive()
-        self._raise_if_failed(reply)
+        self._check_reply(reply)
         if self._arguments_change:
             for mine, changed in zip(arguments, reply["arguments"], strict=True):
                 self._update_in_place(mine, literals.decode(changed, self._make_remote))
         return literals.decode(reply["value"], self._make_remote)
 
-    def _make_remote_unless_stdlib(self, name: str) -> Any:
+    def _resolve_name(self, name: str) -> Any:
         if name in sys.stdlib_module_names:
             with contextlib.suppress(ImportError):  # one of another system, as `winreg`
                 return importlib.import_module(name)
@@ -136,7 +136,7 @@ class AnswerClient:
         return RemoteObject(self, int(object_number))
 
     @staticmethod
-    def _raise_if_failed(reply: dict[str, Any]) -> None:
+    def _check_reply(reply: dict[str, Any]) -> None:
         if "error" in reply:
             kind: Any = getattr(builtins, str(reply["error"]), None)
             is_error = isinstance(kind, type) and issubclass(kind, Exception)

@@ -36,9 +36,9 @@ class AgentSandboxes:
         self._spec, self._takes_root = spec, runtime.supports_root_file_system
         self._has_started = has_started
 
-    async def start_first_and_refill(self) -> None:
+    async def fill(self) -> None:
         """Start one, so that what is wrong is known before any episode."""
-        await self._pool.start_first_and_refill()
+        await self._pool.fill()
         self._has_started = True
 
     @asynccontextmanager
@@ -207,7 +207,7 @@ async def start_and_stop_sandbox(execution_config: AgentExecutionConfig) -> None
     """Start and stop a sandbox on this machine, if agents get any."""
     sandboxes = make_agent_sandboxes(execution_config, warm=0)
     if sandboxes is not None:
-        await sandboxes.start_first_and_refill()
+        await sandboxes.fill()
         await sandboxes.close()
 
 

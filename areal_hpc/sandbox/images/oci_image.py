@@ -79,7 +79,7 @@ def unpack_image(image: OciImage, folder: Path) -> None:
                 raise _build_image_error(
                     image.archive, f"a layer cannot be read: {error}"
                 ) from error
-            if stream.read_rest_and_get_digest() != layer["digest"]:
+            if stream.finish_digest() != layer["digest"]:
                 raise _build_image_error(image.archive, f"{layer['digest']} is another's content")
     tree.apply_folder_modes(owner_bits=0o700)
 
@@ -145,7 +145,7 @@ class _HashedReader:
         self._digest.update(piece)
         return piece
 
-    def read_rest_and_get_digest(self) -> str:
+    def finish_digest(self) -> str:
         while self.read(_PIECE_BYTES):
             pass
         return f"sha256:{self._digest.hexdigest()}"

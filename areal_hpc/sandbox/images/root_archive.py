@@ -48,17 +48,17 @@ _PIECE_BYTES = 1 << 20
 _LOCK_SUFFIX, _PARTIAL_SUFFIX, _SECRET_NAME = ".lock", ".partial", "secret"
 
 
-async def unpack_root_if_archive(spec: SandboxSpec, owner: int | None = None) -> SandboxSpec:
+async def unpack_root(spec: SandboxSpec, owner: int | None = None) -> SandboxSpec:
     """The same sandbox with a folder as its root, where that is an archive.
 
-    Raises: see `get_or_unpack_cached_root`.
+    Raises: see `get_cached_root`.
     """
     if spec.root is None or not spec.root.is_file():
         return spec
-    return replace(spec, root=await asyncio.to_thread(get_or_unpack_cached_root, spec.root, owner))
+    return replace(spec, root=await asyncio.to_thread(get_cached_root, spec.root, owner))
 
 
-def get_or_unpack_cached_root(archive: Path, owner_uid: int | None = None) -> Path:
+def get_cached_root(archive: Path, owner_uid: int | None = None) -> Path:
     """The folder of an archive's content on this node; the first who asks unpacks it.
 
     `owner_uid` is whom the files are given to; None: who runs this.
@@ -73,17 +73,17 @@ def get_or_unpack_cached_root(archive: Path, owner_uid: int | None = None) -> Pa
     if image is not None:  # tasks may share it, each with an archive of its own
         identity = f"{image.manifest_digest} {owner_uid}"
     # Files of an image may be anybody's to write, and others may enter root's folder.
-    name = hashlib.sha256(f"{_get_or_make_secret(cache)} {identity}".encode()).hexdigest()[:32]
+    name = hashlib.sha256(f"{_read_secret(cache)} {identity}".encode()).hexdigest()[:32]
     folder = cache / name
     with _hold_file_lock(folder) as lock:
         os.utime(lock)  # tells that it is used
         if not folder.is_dir():
-            _remove_partial_and_unused_roots(cache)
+            _remove_old_roots(cache)
             partial = _remove_partial(folder)
             partial.mkdir(mode=0o700)
             try:
                 _unpack(archive, image, partial)
-                _chmod_root_and_chown_tree(partial, owner_uid)
+                _hand_over_tree(partial, owner_uid)
                 partial.rename(folder)
             except BaseException:  # boundary: whatever it is, nothing half-done stays
                 _remove_partial(folder)
@@ -113,7 +113,7 @@ def make_cache_folder() -> Path:
     return cache
 
 
-def _get_or_make_secret(cache: Path) -> str:
+def _read_secret(cache: Path) -> str:
     path = cache / _SECRET_NAME
     with _hold_file_lock(path):
         if not path.exists():
@@ -121,7 +121,7 @@ def _get_or_make_secret(cache: Path) -> str:
         return path.read_text()
 
 
-def _remove_partial_and_unused_roots(cache: Path) -> None:
+def _remove_old_roots(cache: Path) -> None:
     for folder in {path.with_suffix("") for path in cache.iterdir()}:
         with contextlib.suppress(BlockingIOError), _hold_file_lock(folder, waits=False) as lock:
             _remove_partial(folder)
@@ -207,7 +207,7 @@ def _build_space_error(archive: Path, folder: Path, reason: str) -> ClusterError
     )
 
 
-def _chmod_root_and_chown_tree(folder: Path, owner: int | None) -> None:
+def _hand_over_tree(folder: Path, owner: int | None) -> None:
     folder.chmod(0o755)
     if owner is not None:
         for path in (folder, *folder.rglob("*")):

@@ -17,8 +17,8 @@ from areal_hpc.sandbox.runtimes.container import (
     build_container_server_command,
     build_nobody_container_command_prefix,
     build_runtime_program_search_path,
+    check_paths,
     list_writable_binds,
-    raise_if_path_has_separator,
     start_container,
 )
 from areal_hpc.sandbox.runtimes.guest import GUEST_DIR, LOWER_DIR
@@ -71,7 +71,7 @@ def _plan_container(setup: ContainerSetup) -> ContainerPlan:
 
 def _list_bind_options(setup: ContainerSetup) -> Iterator[str]:
     for source, place, how in _list_binds(setup):
-        raise_if_path_has_separator("Apptainer", (source, place), ":,")
+        check_paths("Apptainer", (source, place), ":,")
         yield f"--bind={source}:{place}{how}"
 
 

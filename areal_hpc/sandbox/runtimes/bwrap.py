@@ -15,14 +15,14 @@ from areal_hpc.sandbox.bubblewrap_command_line import (
     NOBODY_UID,
     USER_NAMESPACE_HINT,
     ContentDescriptors,
-    copy_bwrap_unless_runnable_by_all,
     find_bubblewrap,
     hold_content_descriptors,
     list_system_options,
+    make_bwrap_public,
     may_become_nobody,
     tells_of_refusal,
 )
-from areal_hpc.sandbox.images.root_archive import unpack_root_if_archive
+from areal_hpc.sandbox.images.root_archive import unpack_root
 from areal_hpc.sandbox.runtime import build_isolation_error
 from areal_hpc.sandbox.runtimes.guest import (
     GUEST_DIR,
@@ -74,9 +74,9 @@ class BwrapRuntime:
         bwrap, as_nobody = find_bubblewrap(), may_become_nobody()
         if bwrap is None:
             raise _build_isolation_error(NO_BUBBLEWRAP, BUBBLEWRAP_HINT)
-        spec = await unpack_root_if_archive(spec, NOBODY_UID if as_nobody else None)
+        spec = await unpack_root(spec, NOBODY_UID if as_nobody else None)
         if as_nobody:
-            bwrap = copy_bwrap_unless_runnable_by_all(bwrap)
+            bwrap = make_bwrap_public(bwrap)
         python = find_guest_python(by_anybody=as_nobody)
         taken = [str(bwrap), str(spec.root or ""), *spec.readonly_folders]
         taken += [source for source, _ in python.binds]

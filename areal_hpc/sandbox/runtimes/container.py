@@ -22,7 +22,7 @@ from areal_hpc.sandbox.bubblewrap_command_line import (
     find_sandbox_python,
     may_become_nobody,
 )
-from areal_hpc.sandbox.images.root_archive import unpack_root_if_archive
+from areal_hpc.sandbox.images.root_archive import unpack_root
 from areal_hpc.sandbox.runtime import ISOLATION_RECIPE_KEY
 from areal_hpc.sandbox.runtimes.guest import (
     GUEST_DIR,
@@ -105,7 +105,7 @@ async def start_container(
 ) -> Sandbox:
     """A sandbox in a container; raises as `Runtime.start`."""
     user = NOBODY_UID if may_become_nobody() else None
-    spec = await unpack_root_if_archive(spec, user)
+    spec = await unpack_root(spec, user)
     python = find_guest_python(by_anybody=user is not None)
     binds = [*list_machine_binds(spec, python)]
     scratch = choose_scratch_mount_point([str(spec.root or ""), *(source for source, _ in binds)])
@@ -238,7 +238,7 @@ def list_machine_binds(spec: SandboxSpec, python: GuestPython) -> Iterator[tuple
             yield os.path.realpath(name), name
 
 
-def raise_if_path_has_separator(program: str, paths: Iterable[str], separators: str) -> None:
+def check_paths(program: str, paths: Iterable[str], separators: str) -> None:
     """Refuse paths that a command line with `SOURCE:PLACE` cannot tell apart.
 
     Raises:

@@ -73,7 +73,7 @@ def find_guest_python(*, by_anybody: bool) -> GuestPython:
             hint="install the distribution's python3, or do not start the run as root",
         )
     python, prefix = os.path.realpath(found[0]), found[1] or "/usr"
-    loader, folders = _find_loader_and_library_dirs()
+    loader, folders = _find_libraries()
     binds = [(prefix, f"{GUEST_DIR}/python"), (loader, f"{GUEST_DIR}/loader")]
     places = []
     for number, folder in enumerate(folders):
@@ -121,7 +121,7 @@ def build_command_server_command(
     return [*python, script, json.dumps(request)]
 
 
-def _find_loader_and_library_dirs() -> tuple[str, list[str]]:
+def _find_libraries() -> tuple[str, list[str]]:
     mapped = {
         os.path.realpath(line.split(maxsplit=5)[5].strip())
         for line in Path("/proc/self/maps").read_text().splitlines()

@@ -105,7 +105,7 @@ def write_oci_bundle(bundle: Path, spec: SandboxSpec, python: GuestPython, as_no
     binds = [
         *python.binds,
         *((str(script), f"{GUEST_DIR}/{script.name}") for script in SERVER_SCRIPTS),
-        *_link_and_list_system_binds(bundle / "rootfs"),
+        *_list_system_binds(bundle / "rootfs"),
         *((f"{bundle}/files/{name}", f"/etc/{name}") for name in GUEST_ETC_FILES),
     ]
     mounts += [
@@ -144,7 +144,7 @@ def write_oci_bundle(bundle: Path, spec: SandboxSpec, python: GuestPython, as_no
             os.chown(path, NOBODY_UID, NOBODY_UID, follow_symlinks=False)
 
 
-def _link_and_list_system_binds(rootfs: Path) -> Iterator[tuple[str, str]]:
+def _list_system_binds(rootfs: Path) -> Iterator[tuple[str, str]]:
     yield "/usr", "/usr"
     for path in map(Path, SYSTEM_LINKS):
         if path.is_symlink():

@@ -19,8 +19,8 @@ from areal_hpc.sandbox.runtimes.container import (
     build_container_command_prefix,
     build_container_server_command,
     build_runtime_program_search_path,
+    check_paths,
     list_writable_binds,
-    raise_if_path_has_separator,
     start_container,
 )
 from areal_hpc.sandbox.runtimes.guest import GUEST_DIR
@@ -127,7 +127,7 @@ def _list_podman_options(setup: ContainerSetup) -> Iterator[str]:
     if spec.root is None:
         yield from ("--read-only", "--read-only-tmpfs=false")
     for source, place, how in _list_binds(setup):
-        raise_if_path_has_separator("podman", (source, place), ":")
+        check_paths("podman", (source, place), ":")
         yield f"--volume={source}:{place}:{how}"
 
 

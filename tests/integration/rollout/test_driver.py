@@ -113,7 +113,7 @@ class Cell:
         ):
             services = ServiceClients(ledger, proxy)
             if self.sandboxes is not None:
-                await self.sandboxes.start_first_and_refill()
+                await self.sandboxes.fill()
             gate, watch = ReplicaGate(proxy, leased.changed.set), EpisodeWatch(events)
             self.watch = watch
             runner = TicketRunner(

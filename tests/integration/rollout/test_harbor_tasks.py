@@ -68,7 +68,7 @@ async def judge_after(row: dict[str, Any], *commands: str, is_loaded: bool = Fal
         with pytest.MonkeyPatch.context() as patched:
             if is_loaded:
                 patched.setattr(sandbox, "unpack", time_out)
-            return await task.kill_commands_and_run_tests(sandbox)
+            return await task.run_tests(sandbox)
     finally:
         await sandbox.stop()
 
@@ -215,7 +215,7 @@ def test_no_process_of_the_judge_can_be_written_to(tasks: Path) -> None:
         try:
             await task.prepare(sandbox)
             await sandbox.put(ANSWER, looks)
-            await task.kill_commands_and_run_tests(sandbox)
+            await task.run_tests(sandbox)
             return (await sandbox.exec("test -e /app/open")).exit_code != 0
         finally:
             await sandbox.stop()

@@ -17,7 +17,7 @@ def test_a_channel_that_is_closed_in_a_write_leaves_its_number_to_others() -> No
         channel = CommandChannel()
         with channel.servers_end.dup() as server:
             server.sendall(FRAME_HEADER_STRUCT.pack(0, HELLO_FRAME, 0))
-            await channel.wait_for_hello_and_get_listener()
+            await channel.wait_for_hello()
             number = channel._socket.fileno()
             writing = asyncio.create_task(
                 channel.run({"operation": "unpack"}, bytes(4 << 20), 1024, 60.0)

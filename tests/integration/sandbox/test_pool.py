@@ -13,7 +13,7 @@ from tests.support.deadlines import scaled
 def test_the_second_to_take_one_sees_nothing_of_the_first() -> None:
     async def scene() -> None:
         pool = SandboxPool(make_runtime("bwrap"), SandboxSpec(), 1)
-        await pool.start_first_and_refill()
+        await pool.fill()
         async with pool.acquire() as first:
             await first.exec("echo secret > left; setsid sleep 300 > /dev/null &")
         async with pool.acquire() as second:
@@ -29,7 +29,7 @@ def test_the_second_to_take_one_sees_nothing_of_the_first() -> None:
 def test_one_that_died_while_it_waited_is_replaced() -> None:
     async def scene() -> None:
         pool = SandboxPool(make_runtime("bwrap"), SandboxSpec(), 1)
-        await pool.start_first_and_refill()
+        await pool.fill()
         dead = pool._warm[0]
         os.kill(dead.pid, signal.SIGKILL)
         dead._process.wait()

@@ -54,9 +54,7 @@ def test_rows_that_are_none_are_refused(config: GRPOConfig, rows: list[Any], sai
 
 def evaluation_of(config: GRPOConfig, *agents: Any, **kwargs: Any) -> tuple[str, dict[str, Any]]:
     """What plays held-out tasks, as the recipe says; nothing for the same agent."""
-    recipe, _ = PPOTrainer(config, train_dataset=ROWS).write_inputs_and_build_recipe(
-        *agents, **kwargs
-    )
+    recipe, _ = PPOTrainer(config, train_dataset=ROWS).prepare(*agents, **kwargs)
     return recipe.evaluation.workflow, recipe.evaluation.workflow_kwargs
 
 
@@ -79,14 +77,12 @@ def test_an_equal_agent_for_evaluation_is_the_same_one(config: GRPOConfig) -> No
 def test_what_the_configuration_says_beside_its_workflow_reaches_it(config: AgentRLConfig) -> None:
     config.workflow, config.reward_fn_path = "areal.workflow.rlvr.RLVRWorkflow", "areal.my.reward"
     trainer = PPOTrainer(config, train_dataset=ROWS)
-    rollout = trainer.write_inputs_and_build_recipe()[0].rollout
+    rollout = trainer.prepare()[0].rollout
     assert rollout.workflow == "areal_hpc.areal.workflow.rlvr.RLVRWorkflow"
     assert rollout.workflow_kwargs == {"reward_fn_path": "areal_hpc.areal.my.reward"}
-    told = trainer.write_inputs_and_build_recipe(workflow_kwargs={"x": 1})[
-        0
-    ].rollout.workflow_kwargs
+    told = trainer.prepare(workflow_kwargs={"x": 1})[0].rollout.workflow_kwargs
     assert told == {"x": 1}
-    assert trainer.write_inputs_and_build_recipe("a.B")[0].rollout.workflow_kwargs == {}
+    assert trainer.prepare("a.B")[0].rollout.workflow_kwargs == {}
 
 
 def test_a_scripts_agent_for_evaluation_counts_before_the_configurations(
@@ -99,12 +95,12 @@ def test_a_scripts_agent_for_evaluation_counts_before_the_configurations(
 
 
 def test_the_agent_runs_with_the_python_of_its_script(config: GRPOConfig, tmp_path: Path) -> None:
-    cluster = PPOTrainer(config, train_dataset=ROWS).write_inputs_and_build_recipe("a.B")[0].cluster
+    cluster = PPOTrainer(config, train_dataset=ROWS).prepare("a.B")[0].cluster
     assert cluster.agents.python == sys.executable
     site = tmp_path / "site.yaml"
     site.write_text("slurm: {partition: long}\nagents: {python: /their/python}\n")
     config.scheduler.site = str(site)
-    cluster = PPOTrainer(config, train_dataset=ROWS).write_inputs_and_build_recipe("a.B")[0].cluster
+    cluster = PPOTrainer(config, train_dataset=ROWS).prepare("a.B")[0].cluster
     assert (cluster.agents.python, cluster.slurm.partition) == ("/their/python", "long")
     assert cluster.fileroot == tmp_path
 

@@ -16,8 +16,8 @@ from areal_hpc.reward.code import passes_tests
 from areal_hpc.reward.judging.answer_main import MAX_ITERATED_ITEMS
 from areal_hpc.sandbox import process
 from areal_hpc.sandbox.bubblewrap_command_line import (
-    copy_bwrap_unless_runnable_by_all,
     find_bubblewrap,
+    make_bwrap_public,
 )
 from areal_hpc.sandbox.process import Isolation, ProgramLimits, SandboxedProcess, run_program
 from tests.support.commands import write_program
@@ -306,7 +306,7 @@ def failing_for(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]
     """Have bubblewrap fail for each program of that name, as it does on a full node."""
     found = find_bubblewrap()
     assert found is not None
-    real = copy_bwrap_unless_runnable_by_all(found)
+    real = make_bwrap_public(found)
     with tempfile.TemporaryDirectory() as name:
         Path(name).chmod(0o755)
 
@@ -337,7 +337,7 @@ def test_a_program_that_the_system_cannot_start_is_the_clusters_fault(
 ) -> None:
     missing = Path("/usr/bin/no-such-bwrap")
     monkeypatch.setattr(process, "find_bubblewrap", lambda: missing)
-    monkeypatch.setattr(process, "copy_bwrap_unless_runnable_by_all", lambda path: path)
+    monkeypatch.setattr(process, "make_bwrap_public", lambda path: path)
     before = count_open_descriptors()
     with pytest.raises(ClusterError, match="could not be started"):
         run_program("", isolation="bwrap")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 
 from areal_hpc.session.chat_template import TokenEncoder
-from areal_hpc.session.completion_prompts import match_ids_prompt_and_cut_new_ids, match_text_prompt
+from areal_hpc.session.completion_prompts import match_ids_prompt, match_text_prompt
 from areal_hpc.session.tree import Interaction, InteractionTree
 from tests.support.chatml import byte_level_tokenizer
 from tests.support.prompt_audit import audit_prompt, prompt_ids
@@ -43,7 +43,7 @@ def complete(
         turn = match_text_prompt(tree, prompt, encoder)
         new_ids = encoder.encode(turn.new_text, add_special_tokens=turn.parent is None)
     else:
-        turn, new_ids = match_ids_prompt_and_cut_new_ids(tree, prompt, encoder)
+        turn, new_ids = match_ids_prompt(tree, prompt, encoder)
     output = [i for letter in reply for i in encoder.encode(letter)]
     output += encoder.encode("<|im_end|>") * closed
     told = {"role": "assistant", "content": reply}

@@ -32,7 +32,7 @@ class OpenEnvGym(Gym):
 
     def _start(self) -> None:
         """Start or find the server: a thread would not live in a fork."""
-        self._url = self._config["base_url"] or start_server_thread_and_wait(self._config["app"])
+        self._url = self._config["base_url"] or start_server(self._config["app"])
         schema = httpx.get(f"{self._url}/schema", timeout=60).raise_for_status().json()["action"]
         fields = {
             name: one
@@ -83,7 +83,7 @@ def describe_observation(observation: dict[str, Any]) -> str:
     return texts[0] if len(texts) == 1 and isinstance(texts[0], str) else json.dumps(shown)
 
 
-def start_server_thread_and_wait(app: str) -> str:
+def start_server(app: str) -> str:
     """Serve `package.module:app` on a port of loopback, in a thread; its URL."""
     module, _, name = app.partition(":")
     listener = socket.create_server(("127.0.0.1", 0))

@@ -100,7 +100,7 @@ class _UnansweredCalls:
         self._open: list[tuple[str, str]] = []
         self._count = 0
 
-    def add_and_get_id(self, call: _FunctionCall) -> str:
+    def add(self, call: _FunctionCall) -> str:
         call_id = call.id or self._make_call_id()
         self._open.append((call_id, call.name))
         return call_id
@@ -133,7 +133,7 @@ def _build_assistant_message(
                 text += part.text or ""
             if part.function_call is not None:
                 call = part.function_call
-                call_id = calls.add_and_get_id(call)
+                call_id = calls.add(call)
                 called.append(format_tool_call(call_id, call.name, call.args or {}))
     fields = {"reasoning_content": reasoning or None, "tool_calls": called}
     return {"role": "assistant", "content": text, **fields}
@@ -177,12 +177,12 @@ def _refuse_unreadable_part(part: Part, key: str) -> None:
 
 def _read_response_text(response: dict[str, Any]) -> str:
     if [*response] == ["output"]:
-        return _encode_unless_text(response["output"])
+        return _encode_result(response["output"])
     if [*response] == ["error"]:  # templates have no mark for a failure, so the text says it
-        text = _encode_unless_text(response["error"])
+        text = _encode_result(response["error"])
         return text if "error" in text.lower() else f"Error: {text}"
-    return _encode_unless_text(response)
+    return _encode_result(response)
 
 
-def _encode_unless_text(value: Any) -> str:
+def _encode_result(value: Any) -> str:
     return value if isinstance(value, str) else msgspec.json.encode(value).decode()

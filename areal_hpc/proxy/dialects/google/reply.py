@@ -109,7 +109,7 @@ class GenerateContentExchange(Exchange):
         parts: list[dict[str, Any]] = []
         for kind, block, text in changes:
             if kind == "end" and block.kind == "call":
-                parts.append(_build_call_or_text_part(block))
+                parts.append(_build_part(block))
             elif kind == "add" and block.kind == "text":
                 parts.append({"text": text})
             elif kind == "add" and block.kind == "reasoning" and self._shows_thoughts:
@@ -170,7 +170,7 @@ class GenerateContentExchange(Exchange):
         return min(tokens, len(answer.generation.output_ids))
 
 
-def _build_call_or_text_part(block: ContentBlock) -> dict[str, Any]:
+def _build_part(block: ContentBlock) -> dict[str, Any]:
     try:
         is_object = isinstance(msgspec.json.decode(block.text or "{}"), dict)
     except (msgspec.DecodeError, RecursionError):

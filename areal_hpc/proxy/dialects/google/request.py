@@ -22,9 +22,9 @@ from areal_hpc.proxy.dialects.validation import (
     build_function_tool,
     build_reasoning_variables,
     decode_request_json,
-    encode_schema_unless_must_call,
+    encode_text_schema,
+    fill_default,
     fold_seed_into_engine_range,
-    get_given_or_default,
     parse_tool_choice,
 )
 from areal_hpc.proxy.engine.generation import SamplingParams
@@ -253,16 +253,16 @@ def build_model_call(
     raw = request.tools if isinstance(request.tools, list) else [request.tools]
     tools = parse_tools([one for one in raw if one is not None], model, ignored, dropped)
     choice = read_tool_choice(request.tool_config, tools, model)
-    top_k = get_given_or_default(config.top_k, defaults.top_k) or -1
+    top_k = fill_default(config.top_k, defaults.top_k) or -1
     return ModelCall(
         messages=[*_build_system_message(request.system_instruction), *build_messages(contents)],
         tools=tools or None,
         tool_choice=choice,
         template_variables=_build_thinking_variables(config.thinking_config, model, ignored),
         sampling=SamplingParams(
-            temperature=get_given_or_default(config.temperature, defaults.temperature),
+            temperature=fill_default(config.temperature, defaults.temperature),
             max_new_tokens=config.max_output_tokens or 0,
-            top_p=get_given_or_default(config.top_p, defaults.top_p),
+            top_p=fill_default(config.top_p, defaults.top_p),
             top_k=int(top_k),
             frequency_penalty=config.frequency_penalty or 0.0,
             presence_penalty=config.presence_penalty or 0.0,
@@ -330,11 +330,7 @@ def _build_grammar(config: GenerationConfig, tool_choice: ToolChoice) -> dict[st
         terms = " | ".join(msgspec.json.encode(str(value)).decode() for value in values)
         return {} if tool_choice.must_call else {"ebnf": f"root ::= {terms}"}
     if kind == "application/json":
-        return {
-            "json_schema": encode_schema_unless_must_call(
-                built or _OBJECT_OR_ARRAY_SCHEMA, tool_choice
-            )
-        }
+        return {"json_schema": encode_text_schema(built or _OBJECT_OR_ARRAY_SCHEMA, tool_choice)}
     if kind != "text/plain" or schema is not None:
         problem = f"{kind!r} cannot hold here; a schema needs 'application/json', or 'text/x.enum'"
         raise ProxyRequestError(

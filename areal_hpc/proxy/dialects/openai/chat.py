@@ -67,11 +67,11 @@ class _ChatExchange(ChoiceExchange):
             given = {name: text for name, text in fields.items() if text}
             chunks.append(self._format_chunk(delta.choice, given, logprobs=logprobs))
         for call in said.calls:  # one a chunk, as OpenAI does: some clients read no second
-            if not self._track_and_is_custom_call_part(delta.choice, call):
+            if not self._is_custom_call(delta.choice, call):
                 chunks.append(self._format_chunk(delta.choice, self._format_call_delta(call)))
         return b"".join(chunks)
 
-    def _track_and_is_custom_call_part(self, choice_index: int, call: ReplyToolCall) -> bool:
+    def _is_custom_call(self, choice_index: int, call: ReplyToolCall) -> bool:
         if call.name in self._custom_tools:
             self._custom_calls.add((choice_index, call.index))
         return (choice_index, call.index) in self._custom_calls

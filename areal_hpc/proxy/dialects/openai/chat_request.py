@@ -224,7 +224,7 @@ def build_model_call(
         raise ProxyRequestError(400, "top_logprobs needs logprobs", key="top_logprobs")
     prefill, messages = _split_prefill(request)
     ignored, dropped = list_all_ignored_params(request), list[str]()
-    tools, choice = _read_tools_and_choice(request, model, ignored, dropped)
+    tools, choice = _read_tools(request, model, ignored, dropped)
     limit = request.max_completion_tokens or request.max_tokens or 0
     return ModelCall(
         messages=normalize_messages(messages),
@@ -315,7 +315,7 @@ def _read_text_part(part: _ContentPart, i: int, j: int) -> str:
     return text
 
 
-def _read_tools_and_choice(
+def _read_tools(
     request: ChatRequest, model: ServedModel, ignored: list[str], dropped: list[str]
 ) -> tuple[list[dict[str, Any]], ToolChoice]:
     mode: str | None

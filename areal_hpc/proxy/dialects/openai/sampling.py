@@ -17,9 +17,9 @@ from areal_hpc.proxy.dialects.validation import (
     TopK,
     WideSeed,
     check_token_ids,
-    encode_schema_unless_must_call,
+    encode_text_schema,
+    fill_default,
     fold_seed_into_engine_range,
-    get_given_or_default,
 )
 from areal_hpc.proxy.engine.generation import SamplingParams
 from areal_hpc.proxy.engine.model_call import ServedModel, ToolChoice
@@ -114,14 +114,14 @@ def build_sampling_params(
     """The request's parameters; the session's where it is silent."""
     stop = [request.stop] if isinstance(request.stop, str) else request.stop
     return SamplingParams(
-        temperature=get_given_or_default(request.temperature, defaults.temperature),
+        temperature=fill_default(request.temperature, defaults.temperature),
         max_new_tokens=max_new_tokens,
-        top_p=get_given_or_default(request.top_p, defaults.top_p),
-        top_k=get_given_or_default(request.top_k, defaults.top_k) or -1,
+        top_p=fill_default(request.top_p, defaults.top_p),
+        top_k=fill_default(request.top_k, defaults.top_k) or -1,
         min_p=request.min_p or 0.0,
         frequency_penalty=request.frequency_penalty or 0.0,
         presence_penalty=request.presence_penalty or 0.0,
-        repetition_penalty=get_given_or_default(request.repetition_penalty, 1.0),
+        repetition_penalty=fill_default(request.repetition_penalty, 1.0),
         stop=[text for text in stop or () if text] or None,
         stop_token_ids=request.stop_token_ids or None,
         sampling_seed=fold_seed_into_engine_range(request.seed),
@@ -137,7 +137,7 @@ def _read_grammar(request: SharedCompletionParams, tool_choice: ToolChoice) -> d
     schema = None
     if form is not None and form.type != "text":
         asked = form.json_schema.schema if form.json_schema else {"type": "object"}
-        schema = encode_schema_unless_must_call(asked, tool_choice)
+        schema = encode_text_schema(asked, tool_choice)
     found = {
         "response_format": ("json_schema", schema),
         "regex": ("regex", request.regex),

@@ -60,7 +60,7 @@ class _ResponsesExchange(Exchange):
 
     def format_reply(self, answers: Sequence[RecordedChoice]) -> bytes:
         (answer,) = answers
-        return self._format_and_store_response(answer, split_into_blocks(answer.said))
+        return self._finish_response(answer, split_into_blocks(answer.said))
 
     async def stream_events(self, reply_stream: ReplyStream) -> AsyncGenerator[bytes, None]:
         async for happened in reply_stream:
@@ -73,9 +73,7 @@ class _ResponsesExchange(Exchange):
             else:
                 self._end_status = _get_status(happened)
                 rest = b"".join(map(self._format_block_change, self._reader.finish()))
-                response = msgspec.Raw(
-                    self._format_and_store_response(happened, self._reader.blocks)
-                )
+                response = msgspec.Raw(self._finish_response(happened, self._reader.blocks))
                 end = self._format_event(f"response.{self._end_status}", response=response)
                 yield beginning + rest + end
 
@@ -126,9 +124,7 @@ class _ResponsesExchange(Exchange):
             metadata={k: v for k, v in (request.metadata or {}).items() if v is not None},
         )
 
-    def _format_and_store_response(
-        self, answer: RecordedChoice, blocks: Sequence[ContentBlock]
-    ) -> bytes:
+    def _finish_response(self, answer: RecordedChoice, blocks: Sequence[ContentBlock]) -> bytes:
         status, logprobs = _get_status(answer), self._format_logprobs(answer.generation)
         *ended, last = blocks
         output = [

@@ -31,8 +31,8 @@ from areal_hpc.proxy.dialects.validation import (
     Probability,
     Temperature,
     build_reasoning_variables,
-    encode_schema_unless_must_call,
-    get_given_or_default,
+    encode_text_schema,
+    fill_default,
     parse_tool_choice,
 )
 from areal_hpc.proxy.engine.generation import SamplingParams
@@ -163,7 +163,7 @@ def build_model_call(
     form, schema = request.text.format if request.text else _TextFormat(), None
     if form.type != "text":
         asked = form.schema if form.type == "json_schema" else {"type": "object"}
-        schema = encode_schema_unless_must_call(asked, choice)
+        schema = encode_text_schema(asked, choice)
     defaults = session.request.sampling
     call = ModelCall(
         messages=messages,
@@ -171,9 +171,9 @@ def build_model_call(
         tool_choice=choice,
         template_variables=variables or None,
         sampling=SamplingParams(
-            temperature=get_given_or_default(request.temperature, defaults.temperature),
+            temperature=fill_default(request.temperature, defaults.temperature),
             max_new_tokens=request.max_output_tokens or 0,
-            top_p=get_given_or_default(request.top_p, defaults.top_p),
+            top_p=fill_default(request.top_p, defaults.top_p),
             top_k=defaults.top_k or -1,
             json_schema=schema,
         ),
