@@ -68,7 +68,7 @@ def test_a_run_ends_with_the_same_bits(
 def test_checkpoints_are_interchangeable(ranks: RankServer, recorded: Path, tmp_path: Path) -> None:
     plain = {"dtype": "bfloat16"}
     expected = digests_of(train(ranks, copy(recorded, tmp_path, "whole"), plain))
-    ways = [
+    ways: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         ("to", plain, plain | OFFLOADED),
         ("from", plain | OFFLOADED, plain),
         ("again", plain | OFFLOADED, plain | OFFLOADED),
