@@ -67,7 +67,7 @@ def limit_memory(more_bytes: int) -> None:
 
 
 def judge_reply(answer: str, reply_text: str) -> bytes:
-    """Whether what was said ends in the right answer."""
+    """Compare the answer of a reply with the right one."""
     from math_verify import verify
 
     given = _parse_answer(reply_text)

@@ -21,7 +21,7 @@ TextOrBytes = TypeVar("TextOrBytes", str, bytes)
 
 
 def match_text_prompt(tree: InteractionTree, prompt: str, encoder: TokenEncoder) -> OpenTurn:
-    """What a text continues; without a parent it gets the tokens that lead texts, as Llama's do."""
+    """Find what a text continues; without a parent it gets the leading tokens, such as Llama's."""
     lead = encoder.encode("", add_special_tokens=True)
 
     def decode(interaction: Interaction) -> list[str]:
@@ -34,7 +34,7 @@ def match_text_prompt(tree: InteractionTree, prompt: str, encoder: TokenEncoder)
 def match_ids_prompt(
     tree: InteractionTree, prompt: Sequence[int], encoder: TokenEncoder
 ) -> tuple[OpenTurn, list[int]]:
-    """What token ids continue, and those of them that come after the parent's."""
+    """Find what token ids continue, and cut off the parent's."""
     packed = np.asarray(prompt, "<i4").tobytes()
     parent, known = _find_longest_match(tree, packed, lambda one: [one.new_ids + one.output_ids])
     new_ids = list(prompt[known // 4 :])

@@ -28,7 +28,7 @@ class _ToolTurn:
     calls: dict[Any, tuple[dict[str, Any], list[Message]]] = field(default_factory=dict)
     """Each with its result, if there is one; ours by their ids."""
     others: list[Message] = field(default_factory=list)
-    """Results of none of them."""
+    """Results that belong to no call."""
 
     def list_messages(self) -> Iterator[Message]:
         calls, message = self.calls, dict(self.message)

@@ -233,7 +233,7 @@ class InteractionTree:
         variables: Mapping[str, Any] | None = None,
         prefill: str | None = None,
     ) -> OpenTurn:
-        """What a conversation in normal form continues, and the rendering of what is new.
+        """Find what a conversation in normal form continues, and render what is new.
 
         The text ends with `prefill` where the reply is to go on from that.
         """

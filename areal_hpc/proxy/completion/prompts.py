@@ -49,7 +49,7 @@ class PreparedCall(msgspec.Struct, frozen=True):
     prompt_tokens: int
     prompt_ids_json_inside: bytes
     new_ids_json_inside: bytes
-    """What `build_prompt` ends with: `new_ids`."""
+    """`new_ids` as the inside of a JSON array."""
     sampling: SamplingParams
     answer_id: str
     give_up_at: float
@@ -57,11 +57,11 @@ class PreparedCall(msgspec.Struct, frozen=True):
     parseable_tools: Sequence[dict[str, Any]] | None
     """Tools whose calls the reply may hold; None when it is text and nothing else."""
     reasons_before_grammar: bool
-    """The reply begins inside its reasoning, so a grammar starts after that."""
+    """The reply begins inside its reasoning; a grammar starts after that."""
     records_sampling_mask: bool
     """Which tokens could be sampled is recorded."""
     reserved_tokens_per_choice: int
-    """Of its session's, for each choice."""
+    """Tokens of the session that are reserved for each choice."""
 
     def build_request(self, choice_index: int) -> GenerateRequest:
         return GenerateRequest(
@@ -143,7 +143,7 @@ class PromptBuilder:
     async def prepare_call(self, session: Session, call: ModelCall, answer_id: str) -> PreparedCall:
         """Find what the call continues and make it ready to be sent.
 
-        Who sends it releases its `reserved_tokens_per_choice`.
+        The caller must release `reserved_tokens_per_choice`.
         """
         give_up_at = time.monotonic() + self._limits.request_timeout_s
         asked_at = time.time()

@@ -1,4 +1,4 @@
-"""Whose sampling parameters a call has, its agent's or the run's; whether its mask is recorded."""
+"""Choice of sampling parameters: the request's or the run's, and whether masks are recorded."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +19,7 @@ _SGLANG_TRUNCATION_DEFAULTS = {"top_p": 1.0, "top_k": -1}
 def enforce_sampling(
     call: ModelCall, session: StartSessionRequest, unknown_params: Sequence[str]
 ) -> ModelCall:
-    """The call with the run's sampling parameters, if its session is bound to them.
+    """Replace a call's sampling parameters by the run's, if its session is bound to them.
 
     Those of the request that are replaced are named as without effect, and so are
     `unknown_params` and results of tools that belong to no call.
@@ -38,7 +38,7 @@ def apply_enforced_sampling(
 
 
 def correct_recorded_sampling(call: Interaction, session: StartSessionRequest) -> Interaction:
-    """A call as it was sampled, which its client recorded with the parameters that it asked for."""
+    """Correct a call that its client recorded with the parameters that it had asked for."""
     ours = _get_enforced_sampling(session)
     told = decode_sampling_params_json(call.sampling)
     asked = {**_SGLANG_TRUNCATION_DEFAULTS, **told, "temperature": call.temperature}
@@ -57,7 +57,7 @@ def correct_recorded_sampling(call: Interaction, session: StartSessionRequest) -
 
 
 def zero_tiny_temperature(sampling: SamplingParams) -> SamplingParams:
-    """The parameters with temperature 0, which trainers know, where the engine takes theirs so.
+    """Set a tiny temperature to 0, as the engine takes it and trainers know it.
 
     Else rows would say that logits were divided by next to nothing, and they were not.
     """
@@ -69,7 +69,7 @@ def zero_tiny_temperature(sampling: SamplingParams) -> SamplingParams:
 def bound_top_k(
     sampling: SamplingParams, session: StartSessionRequest, vocab_size: int
 ) -> tuple[SamplingParams, bool]:
-    """What a call is sampled with, and whether it is recorded which tokens could be sampled.
+    """Bound `top_k` if the mask of a call is recorded; also say whether it is.
 
     For that SGLang needs a bound on their number.
     """

@@ -43,7 +43,7 @@ def encode_custom_input(text: str) -> str:
 
 
 def read_custom_input(arguments: str) -> str:
-    """The input of a custom tool that a call has; a call that is malformed has what it is."""
+    """Read the input of a custom tool's call; malformed arguments are taken as the input."""
     try:
         given = msgspec.json.decode(arguments)
     except (msgspec.DecodeError, RecursionError):

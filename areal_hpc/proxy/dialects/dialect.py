@@ -20,7 +20,7 @@ class Exchange(ABC):
 
     stream_media_type: str = "text/event-stream"
     ping_event: ClassVar[bytes] = b": ping\n\n"
-    """What a stream says in a long silence, where that is always the same: a comment at least."""
+    """Sent in a long silence; at least a comment."""
 
     def __init__(
         self, call: ModelCall, model: ServedModel, id_prefix: str, streams: bool | None

@@ -201,9 +201,9 @@ def _is_worth_counting(
 def rewrite_declared_objects(
     raw_json: bytes, request_type: Any, key: str, rewrite: RewriteMembers, *, skips_sound: bool
 ) -> bytes:
-    """A JSON request, or the part of one under `key`, each of whose declared objects is rewritten.
+    """Rewrite each declared object of a JSON request, or of its part under `key`.
 
-    With `skips_sound` one that can be read as it is stays so, and all within it.
+    With `skips_sound` an object that decodes as it is stays unchanged, with all within it.
     """
     types = (get_type_info(request_type),)
     return _Rewriter(rewrite, skips_sound).rewrite_value(raw_json, types, key)

@@ -52,7 +52,7 @@ class ConcurrentReplyLimiter:
 
 
 def refuse_oversized_session(session: Session, limits: ProxyConfig) -> None:
-    """Demand that the session has room for more records."""
+    """Refuse a call of a session that has recorded too much."""
     if session.recorded_bytes >= limits.max_session_bytes:
         problem = f"this session has recorded {session.recorded_bytes} bytes"
         hint = f"raise proxy.max_session_bytes, which is {limits.max_session_bytes}"
@@ -60,7 +60,7 @@ def refuse_oversized_session(session: Session, limits: ProxyConfig) -> None:
 
 
 def refuse_call_beyond_limits(session: Session, choices: int) -> None:
-    """Demand that the session may ask for so many replies, which count as in flight already."""
+    """Refuse a call beyond the episode's turns or tokens; its replies are in flight already."""
     limits = session.request.limits
     if limits.max_turns:
         turns = len(session.tree) + session.unrecorded_replies.total()
@@ -75,7 +75,7 @@ def refuse_call_beyond_limits(session: Session, choices: int) -> None:
 async def reserve_reply_tokens_per_choice(
     session: Session, sampling: SamplingParams, choices: int, give_up_at: float
 ) -> tuple[SamplingParams, int]:
-    """The parameters with a reply limit that the session has tokens for; how many each choice got.
+    """Cut the reply limit to the session's tokens; also say how many each choice got.
 
     Those are among the session's `reserved_tokens` until the reply has ended; there are none
     without a limit. Where calls under way may sample what this one asks for, it waits for them to

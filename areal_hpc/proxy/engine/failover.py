@@ -47,7 +47,7 @@ class CallTries:
         self._hung_up: set[tuple[int, int]] = set()
 
     def count_lost_try(self, replica: ReplicaView, error: UnfinishedEngineCallError) -> None:
-        """The replica did not finish the call."""
+        """Count a try that a replica did not finish; raise once there were too many."""
         self.lost.add(replica.index)
         if isinstance(error, EngineHungUpError):
             self._hung_up.add((replica.index, replica.incarnation))
@@ -81,7 +81,7 @@ class ReplyFailover:
         """False once something was said that another replica cannot go on from."""
 
     def build_next_request(self, request: GenerateRequest) -> GenerateRequest:
-        """What to ask the next replica; the same request as long as nothing was said."""
+        """Build the request for the next replica; it is the same as long as nothing was said."""
         if self._said is None:
             return request
         ids = self._said.output_ids

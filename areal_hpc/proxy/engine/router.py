@@ -45,7 +45,7 @@ class _SessionHome:
 def choose_home_replica(
     replicas: Sequence[int], load: Mapping[int, int], affinity_by_replica: Mapping[int, int]
 ) -> int:
-    """The replica that has the most in common with a session, unless others have less to do.
+    """Choose the replica that has the most in common with a session, unless others are less loaded.
 
     Args:
         replicas: Indices, at least one.
@@ -161,7 +161,7 @@ class Router:
             home.used_at = time.monotonic()
 
     def on_call_lost(self, replica: ReplicaView, error: UnfinishedEngineCallError) -> None:
-        """Route nothing to the replica until it is said again that it serves.
+        """Route nothing to the replica until it is reported to serve again.
 
         One that answered with an error keeps the sessions of others, unless it is not well.
         """

@@ -43,7 +43,7 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     sampling: SamplingParams
     top_logprobs: int = 0
     reasons_first: bool = False
-    """The reply begins inside its reasoning, so a grammar starts after that."""
+    """The reply begins inside its reasoning; a grammar starts after that."""
     records_sampling_mask: bool = False
     """Report which tokens could be sampled: needs a finite top_k."""
 

@@ -180,7 +180,7 @@ class ParserProcessClient:
     async def fetch_grammar(
         self, tools: Sequence[dict[str, Any]], prompt: str, tool_choice: ToolChoice
     ) -> ParserReply:
-        """Which grammar holds the model to a tool choice, and where it begins."""
+        """Ask which grammar enforces a tool choice, and where it begins."""
         number, end, must_call = (
             self.allocate_id(),
             prompt[-PROMPT_END_CHARS:],
@@ -199,7 +199,7 @@ class ParserProcessClient:
         return reply
 
     async def find_grammar_cost(self, grammar_kind: str, text: str, cpu_s: int) -> str:
-        """Why a grammar would hold up an engine; empty if it would not.
+        """Try a grammar; say why it would hold up an engine, or nothing if it would not.
 
         It is tried in a process of its own, for `cpu_s` seconds of a core. Cancelling ends that.
 
@@ -245,7 +245,7 @@ class RemoteReplyParser:
         self._number = parsers.allocate_id()
 
     async def feed(self, text: str, *, is_last: bool = False, is_cut: bool = False) -> ReplyContent:
-        """What the next text adds; `is_cut` says of the last that the model did not end there.
+        """Parse the next text. `is_cut`: the last text was cut, the model did not end there.
 
         Text that the parsers fail on is shown as it is: the reply is worth more than its form.
 

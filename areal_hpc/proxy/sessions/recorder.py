@@ -231,7 +231,7 @@ class JournaledRecorder:
     # Forgetting ---------------------------------------------------------------------------
 
     def plan_compaction(self) -> JournalCompactionPlan:
-        """What can be forgotten now. Records appended later are never taken for gone."""
+        """Decide which records can be dropped now; later ones are kept."""
         sealed, settled = frozenset(self._sealed_refs), frozenset(self._settled_refs)
         return JournalCompactionPlan(
             frozenset(self._gone_sessions), sealed, settled, sealed <= settled

@@ -105,7 +105,7 @@ class GenerateContentExchange(Exchange):
         return {"candidates": candidates, **counted, **frame}
 
     def _build_parts(self, changes: Iterable[BlockChange]) -> list[dict[str, Any]]:
-        """What changes of blocks show. A call is shown once it is whole: its arguments are JSON."""
+        """Build parts of changed blocks. A call comes once it is whole: its arguments are JSON."""
         parts: list[dict[str, Any]] = []
         for kind, block, text in changes:
             if kind == "end" and block.kind == "call":
@@ -206,7 +206,7 @@ def format_error(refusal: ProxyRequestError) -> bytes:
 
 
 def build_model_card(model_name: str, model: ServedModel) -> dict[str, Any]:
-    """The served model under the name that it was asked for by."""
+    """Describe the served model under the requested name."""
     return {
         "name": f"models/{model_name}",
         "baseModelId": model_name,

@@ -243,7 +243,7 @@ class CountTokensRequest(Struct, rename="camel", forbid_unknown_fields=True, kw_
 def build_model_call(
     request: GenerateContentRequest, defaults: SamplingDefaults, model: ServedModel
 ) -> ModelCall:
-    """What a request asks of the model; the defaults apply where it is silent."""
+    """Build the model call; the defaults apply where the request is silent."""
     config, ignored = request.config, [*list_ignored_params(request)]
     dropped: list[str] = []
     _refuse_unsupported_options(config)

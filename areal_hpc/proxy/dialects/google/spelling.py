@@ -93,7 +93,7 @@ _SUBSCHEMA_MAP_KEYS = frozenset({"properties", "patternProperties", "$defs", "de
 
 
 def convert_to_json_schema(schema: Any, key: str, depth: int = 0) -> Any:
-    """The JSON schema that a schema stands for, whichever of the two it is."""
+    """Convert a schema of Google's, or a JSON schema, to a JSON schema."""
     if not isinstance(schema, dict):  # true and false are schemas
         return schema
     if depth > MAX_SCHEMA_DEPTH:

@@ -1,6 +1,5 @@
 """OpenAI Chat Completions replies, whole or streamed."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from areal_hpc.proxy.completion.streaming import RecordedChoice, ReplyChunk
@@ -34,7 +33,11 @@ class _ChatExchange(ChoiceExchange):
             message["reasoning_content"] = said.reasoning
         if said.calls:
             message["content"] = said.text or None
-            message |= self._build_call_fields(said.calls)
+            if self._has_old_functions:
+                first = said.calls[0]
+                message["function_call"] = {"name": first.name, "arguments": first.arguments}
+            else:
+                message["tool_calls"] = [self._format_call(call) for call in said.calls]
         return {
             "index": answer.choice,
             "finish_reason": self._get_finish_reason(answer),
@@ -42,11 +45,6 @@ class _ChatExchange(ChoiceExchange):
             "message": message,
             **self.build_token_id_fields(answer),
         }
-
-    def _build_call_fields(self, calls: Sequence[ReplyToolCall]) -> dict[str, Any]:
-        if self._has_old_functions:
-            return {"function_call": {"name": calls[0].name, "arguments": calls[0].arguments}}
-        return {"tool_calls": [self._format_call(call) for call in calls]}
 
     def _format_call(self, call: ReplyToolCall) -> dict[str, Any]:
         if call.name in self._custom_tools:

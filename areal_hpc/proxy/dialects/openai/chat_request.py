@@ -210,7 +210,7 @@ class ChatRequest(SharedCompletionParams, forbid_unknown_fields=True, kw_only=Tr
 def build_model_call(
     request: ChatRequest, defaults: SamplingDefaults, model: ServedModel
 ) -> ModelCall:
-    """What a request asks of the model; the defaults apply where it is silent."""
+    """Build the model call; the defaults apply where the request is silent."""
     check_shared_params(request, model)
     limits = {request.max_tokens, request.max_completion_tokens} - {None}
     if len(limits) > 1:

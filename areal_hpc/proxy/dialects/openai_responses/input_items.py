@@ -48,7 +48,7 @@ class InputItem(Struct):
     output: str | list[ContentPart] | None = None
     summary: list[ContentPart] | None = None
     tool_calls: list[ToolCall] | None = None
-    """Of a message as Chat Completions have it, and so is the next."""
+    """This and the next: of a message in the form of Chat Completions."""
     tool_call_id: str | None = None
 
     @property
@@ -68,13 +68,13 @@ _REQUIRED_FIELDS_BY_TYPE = {
 _HOSTED_ITEM_TYPE_PATTERNS = (
     *("*_call", "*_call_output", "mcp_*", "tool_search*", "*compaction*", "program*"),
 )
-"""Of what tools of a provider's servers did, and of what those made of a history."""
+"""Items of tools that a provider's servers run, and of histories that those compacted."""
 _IMAGE_PART_TYPES = ("input_image", "image_url", "input_file")
 _TEXT_PART_TYPES = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
 
 def resolve_references(items: Sequence[InputItem], tree: InteractionTree) -> list[InputItem]:
-    """The items with those in the place of references that these stand for."""
+    """Replace references by the items that they name."""
     resolved = []
     for i, item in enumerate(items):
         if item.is_reference and item.id is not None:

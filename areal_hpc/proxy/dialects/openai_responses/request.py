@@ -139,7 +139,7 @@ class ResponsesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
 def build_model_call(
     request: ResponsesRequest, session: Session, model: ServedModel
 ) -> tuple[ModelCall, OfferedTools]:
-    """What a request asks of the model, and the tools that it offers."""
+    """Build the model call, and the tools that the request offers."""
     _refuse_conflicting_options(request)
     ignored = [*list_ignored_params(request)]
     dropped: list[str] = []
