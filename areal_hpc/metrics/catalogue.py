@@ -31,10 +31,6 @@ class Metric:
     direction: Direction
     source: MetricSource
 
-    @property
-    def is_pattern(self) -> bool:
-        return self.name.endswith("<name>")
-
 
 def _build_metrics_from_rows(
     metric_source: MetricSource, *rows: tuple[str, str, Direction, str]
@@ -241,21 +237,15 @@ CATALOGUE: tuple[Metric, ...] = (
 )  # fmt: skip
 
 _METRIC_BY_NAME = {metric.name: metric for metric in CATALOGUE}
-_NAME_PATTERNS_WITH_METRICS = [
+_METRIC_PATTERNS = [
     (re.compile(re.escape(metric.name.removesuffix("<name>")) + ".+"), metric)
     for metric in CATALOGUE
-    if metric.is_pattern
+    if metric.name.endswith("<name>")
 ]
 
 
 def find_metric(metric_name: str) -> Metric | None:
     if (metric := _METRIC_BY_NAME.get(metric_name)) is not None:
         return metric
-    return next(
-        (
-            metric
-            for pattern, metric in _NAME_PATTERNS_WITH_METRICS
-            if pattern.fullmatch(metric_name)
-        ),
-        None,
-    )
+    matching = (one for pattern, one in _METRIC_PATTERNS if pattern.fullmatch(metric_name))
+    return next(matching, None)

@@ -10,7 +10,6 @@ from areal_hpc.metrics.step_metrics import VALIDATION_REWARD_METRIC
 from areal_hpc.metrics.step_phases import compute_time_shares_by_system_part
 
 MAX_PACE_STEPS = 20
-
 MIN_SHOWN_SHARE = 0.01
 
 MetricRow = Mapping[str, Any]
@@ -50,7 +49,10 @@ def _format_step_parts(row: MetricRow) -> Iterator[str]:
     if "staleness/mean" in row:
         mean = format_metric(row["staleness/mean"], ".1f")
         yield f"staleness {mean} (max {row.get('staleness/max')})"
-    yield f"engine-trainer {_format_max_logprob_difference(row)}"
+    compared = "not compared"
+    if row.get("logprob/compared_tokens"):
+        compared = format_metric(row.get("logprob/engine_trainer_max_abs_diff"), ".1e")
+    yield f"engine-trainer {compared}"
 
 
 def format_evaluation_set_metrics(row: MetricRow) -> Iterator[str]:
@@ -73,12 +75,6 @@ def get_mean_reply_tokens(row: MetricRow) -> float | None:
     if row.get("tokens/sampled") is not None and row.get("episodes"):
         return float(row["tokens/sampled"] / row["episodes"])
     return None
-
-
-def _format_max_logprob_difference(row: MetricRow) -> str:
-    if not row.get("logprob/compared_tokens"):
-        return "not compared"
-    return format_metric(row.get("logprob/engine_trainer_max_abs_diff"), ".1e")
 
 
 def compute_trained_tokens_per_s(rows: Sequence[MetricRow]) -> float:

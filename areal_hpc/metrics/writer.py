@@ -104,7 +104,10 @@ class MetricsWriter:
             self._held.append((step, values))
             return
         line: JsonMetricRow = {"step": step, **replace_non_finite_by_none(values)}
-        self._merge_into_newest_line(step, line)
+        if step > self._newest_step:
+            self._newest_step, self.newest_line = step, line
+        else:
+            self.newest_line = {**self.newest_line, **line, "step": self._newest_step}
         append_line(self.path, line)
         log.info("%s", format_step_line(line, self._total_steps))
         if self._board is not None:
@@ -116,12 +119,6 @@ class MetricsWriter:
             ]
             self._board.add_summary(Summary(value=scalars), step)
             self._board.flush()
-
-    def _merge_into_newest_line(self, step: int, line: JsonMetricRow) -> None:
-        if step > self._newest_step:
-            self._newest_step, self.newest_line = step, line
-        else:
-            self.newest_line = {**self.newest_line, **line, "step": self._newest_step}
 
     def hold_back_lines(self) -> None:
         self._held = self._held or []

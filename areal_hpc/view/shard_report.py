@@ -101,9 +101,10 @@ def format_verification(report: VerifyReport) -> str:
 
 def _format_shard_cells(path: Path, shard: SealedShard) -> tuple[str, ...]:
     rewards = [reward for ticket in shard.tickets for reward in ticket.rewards]
+    trained = [RowKind.TRAIN.label] if shard.tickets else []
     return (
         shard.file,
-        "+".join(_list_row_kinds(shard)),
+        "+".join([*trained, *dict.fromkeys(one.kind for one in shard.untrained)]),
         str(shard.rows),
         str(shard.tokens),
         str(len(shard.tickets)),
@@ -111,11 +112,6 @@ def _format_shard_cells(path: Path, shard: SealedShard) -> tuple[str, ...]:
         _read_version_range_text(path),
         f"{np.mean(rewards):.3f}" if rewards else "-",
     )
-
-
-def _list_row_kinds(shard: SealedShard) -> list[str]:
-    trained = [RowKind.TRAIN.label] if shard.tickets else []
-    return [*trained, *dict.fromkeys(one.kind for one in shard.untrained)]
 
 
 def _read_version_range_text(path: Path) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from areal_hpc.cli.arguments import (
     UNHEALTHY_EXIT_CODE,
@@ -17,9 +17,6 @@ from areal_hpc.cli.arguments import (
 )
 from areal_hpc.errors import RecipeError, ShardError, escape_line
 from areal_hpc.rundir.paths import RunPaths
-
-if TYPE_CHECKING:
-    from areal_hpc.rundir.checkpoints import UntrainedBatchPart
 
 MAX_LISTED_FAULTS = 20
 DEFAULT_SHOWN_ROWS = 5
@@ -282,19 +279,19 @@ def _audit_tickets(arguments: argparse.Namespace) -> int:
     _print_first_lines(lines, most)
     for problem in audit.problems:
         print(f"problem: {problem}")
-    _print_first_lines([_describe_untrained_batch(part) for part in audit.untrained], most)
+    untrained = []
+    for part in audit.untrained:
+        tickets = "".join(f", ticket {ticket_id}" for ticket_id in part.tickets)
+        how = f" is quarantined ({part.quarantine})" if part.quarantine else ""
+        untrained.append(f"untrained: batch {part.step}{tickets}{how}: {part.reason}")
+    _print_first_lines(untrained, most)
     state = "finished" if audit.has_run_finished else "not finished"
-    dropped, filtered = (
-        len(audit.list_tickets_with_status(TicketStatus.DROPPED)),
-        len(audit.list_tickets_with_status(TicketStatus.FILTERED)),
-    )
-    unsound, skipped, quarantined = (
-        len(audit.list_tickets_with_status(status))
-        for status in (TicketStatus.UNSOUND, TicketStatus.SKIPPED, TicketStatus.QUARANTINED)
-    )
+    count = Counter(ticket.status for ticket in audit.tickets)
     print(
-        f"{state}, last checkpoint at step {audit.checkpoint_step}, {dropped} tickets dropped, "
-        f"{filtered} filtered, {unsound} unsound, {skipped} skipped, {quarantined} quarantined"
+        f"{state}, last checkpoint at step {audit.checkpoint_step}, "
+        f"{count[TicketStatus.DROPPED]} tickets dropped, "
+        f"{count[TicketStatus.FILTERED]} filtered, {count[TicketStatus.UNSOUND]} unsound, "
+        f"{count[TicketStatus.SKIPPED]} skipped, {count[TicketStatus.QUARANTINED]} quarantined"
     )
     if audit.non_training_episodes_by_kind:
         kinds = sorted(audit.non_training_episodes_by_kind.items())
@@ -304,12 +301,6 @@ def _audit_tickets(arguments: argparse.Namespace) -> int:
         print(f"{unrewarded} replies of trained episodes are not trained: no reward reaches them")
     print(audit.summary_line)
     return 0 if audit.is_consistent else ShardError.exit_code
-
-
-def _describe_untrained_batch(record: UntrainedBatchPart) -> str:
-    tickets = "".join(f", ticket {ticket_id}" for ticket_id in record.tickets)
-    how = f" is quarantined ({record.quarantine})" if record.quarantine else ""
-    return f"untrained: batch {record.step}{tickets}{how}: {record.reason}"
 
 
 def _print_first_lines(lines: Sequence[str], max_lines: int | None) -> None:

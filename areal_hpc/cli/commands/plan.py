@@ -13,7 +13,7 @@ from areal_hpc.errors import RecipeError
 if TYPE_CHECKING:
     from areal_hpc.launch.plan import JobStage
     from areal_hpc.recipe.recipe import Recipe
-    from areal_hpc.rundir.jobs import JobSpec, ProcessSpec
+    from areal_hpc.rundir.jobs import JobSpec
 
 _LINE_CHARS = 100
 
@@ -38,10 +38,10 @@ def describe_plan(recipe: Recipe, *, on_this_machine: bool = True) -> Iterator[s
             jobs = list(alike)
             names = [job.name for job in jobs]
             title = f"job {names[0]}" if len(names) == 1 else f"jobs {names[0]} to {names[-1]}"
-            under_slurm = (
-                f"{_describe_cpus_and_memory(recipe, jobs[0])}{_describe_successors(recipe)}"
-            )
-            yield f"  {title}: {described[0]}{under_slurm}"
+            line = f"  {title}: {described[0]}{_describe_cpus_and_memory(recipe, jobs[0])}"
+            if successors := recipe.cluster.slurm.successors:
+                line += f"; {_format_count(successors, 'successor')} with areal-hpc submit"
+            yield line
             yield from (f"    {line}" for line in described[1:])
         if on_this_machine:
             yield from (f"  {line}" for line in _describe_local_gpu_assignment(stage, recipe))
@@ -58,12 +58,8 @@ def _format_count(number: int, noun: str) -> str:
 def _describe_job_without_name(job: JobSpec) -> list[str]:
     count = _format_count(job.tasks, "node" if job.is_task_a_node else "task")
     gpus = f"{_format_count(job.gpus_per_task, 'GPU')} each" if job.gpus_per_task else "on the CPU"
-    return [f"{count}, {gpus}", *_describe_processes(job.processes, job)]
-
-
-def _describe_processes(processes: Sequence[ProcessSpec], job: JobSpec) -> list[str]:
-    lines = []
-    for process in processes:
+    lines = [f"{count}, {gpus}"]
+    for process in job.processes:
         where = {"all": "every task", "first": "first task"}.get(process.tasks, "others")
         gpus = "uses the GPUs" if process.uses_gpus and job.gpus_per_task else ""
         line = f"{process.name:<10} {process.role:<7} {where:<11} {process.entry:<32} {gpus}"
@@ -86,11 +82,6 @@ def _describe_cpus_and_memory(recipe: Recipe, job: JobSpec) -> str:
     if options.mem is not None:
         shares.append(f"{options.mem} of memory a node")
     return f"; under Slurm {', '.join(shares)}" if shares else ""
-
-
-def _describe_successors(recipe: Recipe) -> str:
-    successors = recipe.cluster.slurm.successors
-    return f"; {_format_count(successors, 'successor')} with areal-hpc submit" if successors else ""
 
 
 def _describe_local_gpu_assignment(stage: JobStage, recipe: Recipe) -> Iterator[str]:

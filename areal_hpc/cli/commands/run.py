@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -88,7 +88,12 @@ def _run_recipe(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         lines: Iterable[str] = describe_plan(recipe, on_this_machine=not arguments.in_allocation)
         if arguments.in_allocation:
-            lines = chain(lines, [""], _describe_allocation_steps(recipe))
+            from areal_hpc.jobs.environment import get_interpreters
+            from areal_hpc.launch.places.held_allocation import describe_planned_steps
+            from areal_hpc.slurm.allocation import read_allocation
+
+            allocation, pythons = read_allocation(os.environ), get_interpreters(recipe)
+            lines = chain(lines, [""], describe_planned_steps(recipe, allocation, pythons))
         print("\n".join(lines))
         print(f"\nnothing was started; {_describe_run_dir(recipe)}")
         return 0
@@ -106,14 +111,6 @@ def _describe_run_dir(recipe: Recipe) -> str:
     progress = read_run_progress(paths)
     at = f"step {progress.step} of {progress.total_steps}"
     return f"{paths.root} holds a run at {at}, which the command goes on with (--fresh starts over)"
-
-
-def _describe_allocation_steps(recipe: Recipe) -> Iterator[str]:
-    from areal_hpc.jobs.environment import get_interpreters
-    from areal_hpc.launch.places.held_allocation import describe_planned_steps
-    from areal_hpc.slurm.allocation import read_allocation
-
-    yield from describe_planned_steps(recipe, read_allocation(os.environ), get_interpreters(recipe))
 
 
 def _print_plan(arguments: argparse.Namespace) -> int:

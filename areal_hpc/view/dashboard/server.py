@@ -29,8 +29,10 @@ def serve_dashboard(
     app = DashboardApp(dir_with_runs, secret, cache_dir)
     print_line(f"{dir_with_runs}: open http://{LOOPBACK_ADDRESS}:{own_port}/{secret}/")
     print_line("from another machine, first:")
-    login = f"{_get_user_name_or_placeholder()}@{host}"
-    print_line(f"  ssh -L {own_port}:{LOOPBACK_ADDRESS}:{own_port} {login}")
+    user = "USER"
+    with suppress(KeyError, OSError):
+        user = getpass.getuser()
+    print_line(f"  ssh -L {own_port}:{LOOPBACK_ADDRESS}:{own_port} {user}@{host}")
     print_line("Ctrl-C stops this server, not the runs")
     with closing(listener), closing(app), suppress(KeyboardInterrupt):
         server = GuardedServer(app, MAX_CONNECTIONS, timeout_graceful_shutdown=2)
@@ -38,18 +40,13 @@ def serve_dashboard(
         server.run(sockets=[listener])
 
 
-def _get_user_name_or_placeholder() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):
-        return "USER"
-
-
 def _listen_at_kept_or_free_port(cache_dir: Path, port: int | None) -> socket.socket:
     make_private_folder(cache_dir)
-    port_file = cache_dir / _PORT_FILE
+    port_file, kept_port = cache_dir / _PORT_FILE, 0
+    with suppress(OSError, ValueError):
+        kept_port = int(port_file.read_bytes())
     problem: Exception | None = None
-    for candidate in [port] if port is not None else [_read_port(port_file), 0]:
+    for candidate in [port] if port is not None else [kept_port, 0]:
         listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -66,10 +63,3 @@ def _listen_at_kept_or_free_port(cache_dir: Path, port: int | None) -> socket.so
         key="--port",
         hint="leave --port out to get one that is free",
     )
-
-
-def _read_port(path: Path) -> int:
-    try:
-        return int(path.read_bytes())
-    except (OSError, ValueError):
-        return 0

@@ -45,16 +45,26 @@ def describe_timeline(paths: RunPaths, query: Mapping[str, str]) -> JsonObject:
         and row["unix_time_s"] - row["time/step_s"] < end - MIN_OVERLAP_S
     ]
     problems: list[str] = []
+    metrics_bytes = paths.metrics.stat().st_size if paths.metrics.exists() else 0
     timeline = read_timeline(paths, inside, begin, end, problems)
     return {
         "begin": begin,
         "end": end,
-        "steps": [_describe_step(row) for row in rows[-MAX_LISTED_STEPS:]],
+        "steps": [
+            {
+                "step": row["step"],
+                "begin": row["unix_time_s"] - row["time/step_s"],
+                "end": row["unix_time_s"],
+                "limit": row.get("limit"),
+                "reward": row.get("reward/mean"),
+            }
+            for row in rows[-MAX_LISTED_STEPS:]
+        ],
         "shown_steps": [row["step"] for row in inside],
         "processes": describe_processes(timeline),
         "longest": list_longest_slices(timeline),
         "limits": [compute_time_shares_by_system_part(row) for row in inside],
-        "answer": _explain_slow_run_once(paths, _get_metrics_file_bytes(paths)),
+        "answer": _explain_slow_run_once(paths, metrics_bytes),
         "notes": [*timeline.notes, *problems[:5]],
     }
 
@@ -86,17 +96,6 @@ def _parse_time(query: Mapping[str, str], key: str, default: float) -> float:
     if not math.isfinite(value):
         raise RecipeError(f"expected Unix seconds, got {text[:50]!r}", key=key)
     return value
-
-
-def _describe_step(row: JsonRow) -> JsonObject:
-    end, seconds = row["unix_time_s"], row["time/step_s"]
-    return {
-        "step": row["step"],
-        "begin": end - seconds,
-        "end": end,
-        "limit": row.get("limit"),
-        "reward": row.get("reward/mean"),
-    }
 
 
 def describe_processes(timeline: Timeline) -> list[JsonObject]:
@@ -195,10 +194,6 @@ def list_longest_slices(timeline: Timeline) -> list[JsonObject]:
         }
         for seconds, track, one in found[:MAX_LONGEST_SLICES]
     ]
-
-
-def _get_metrics_file_bytes(paths: RunPaths) -> int:
-    return paths.metrics.stat().st_size if paths.metrics.exists() else 0
 
 
 @lru_cache(maxsize=16)

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-AGENT_FAILURE_EVENTS = ("episode_failed", "episode_timed_out")
-"""Of episodes whose end was the agent's fault. What else ends one is the machine's."""
+from areal_hpc.metrics.episode_failures import FAILED_TRY_EVENTS
+
 EPISODES_COUNTED_EVENT = "episodes_counted"
 """Tells once after a failure how many episodes of a driver have ended by then."""
 TRACEBACK_HEADER = "Traceback (most recent call last):"
@@ -76,7 +76,7 @@ class AgentFailures:
 
     def add_event(self, event: dict[str, Any]) -> FailureCause | None:
         """Count an event of any kind; its cause if none failed by that before."""
-        if event["event"] not in (*AGENT_FAILURE_EVENTS, EPISODES_COUNTED_EVENT):
+        if event["event"] not in (*FAILED_TRY_EVENTS, EPISODES_COUNTED_EVENT):
             return None
         failed, ended = self._counts.get(event["role"], (0, 0))
         failed = max(failed, _get_count_or_one(event, "failed"))

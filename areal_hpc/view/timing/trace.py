@@ -4,7 +4,7 @@ A process of the trace is one of the run's, the steps, or the events. Its thread
 own states, and lanes for what it does side by side.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,11 +58,16 @@ class TraceEventCollector:
         facts = dict(time_slice.facts)
         self._add("X", time_slice.name, pid, tid=tid, ts=begin, dur=end - begin, args=facts)
 
-    def add_instant(
-        self, pid: int, tid: int, name: str, unix_time: float, facts: Mapping[str, Any]
-    ) -> None:
-        at = self._to_microseconds(unix_time)
-        self._add("i", name, pid, s="t", tid=tid, ts=at, args=dict(facts))
+    def add_run_event(self, tid: int, row: JsonRow) -> None:
+        facts = {key: value for key, value in row.items() if key not in ("time", "role", "event")}
+        name, at, took = str(row["event"]), float(row["time"]), facts.get("pause_s")
+        if isinstance(seconds := facts.get("seconds"), dict):
+            took = sum(one for one in seconds.values() if isinstance(one, int | float))
+        if isinstance(took, int | float) and took > 0:
+            self.add_slice(EVENTS_PID, tid, Slice(name, at - took, at, facts))
+        else:
+            begin = self._to_microseconds(at)
+            self._add("i", name, EVENTS_PID, s="t", tid=tid, ts=begin, args=facts)
 
     def add_count(self, pid: int, name: str, unix_time: float, value: int) -> None:
         self._add("C", name, pid, ts=self._to_microseconds(unix_time), args={name: value})
@@ -116,7 +121,7 @@ def build_trace(timeline: Timeline, events: Sequence[JsonRow]) -> dict[str, Any]
         writer.name_thread(EVENTS_PID, place, role or "?")
         for one in events:
             if str(one["role"]) == role:
-                _add_instant_or_slice(writer, place, one)
+                writer.add_run_event(place, one)
     note = " ".join(timeline.notes)
     return {
         "traceEvents": writer.events,
@@ -144,14 +149,3 @@ def _add_tracks(writer: TraceEventCollector, pid: int, tracks: Sequence[Track]) 
                 if inner[0] < inner[1]:
                     writer.add_slice(pid, first_tid + lane, Slice("model call", *inner))
         first_tid += count
-
-
-def _add_instant_or_slice(writer: TraceEventCollector, tid: int, row: JsonRow) -> None:
-    facts = {name: value for name, value in row.items() if name not in ("time", "role", "event")}
-    name, at, took = str(row["event"]), float(row["time"]), facts.get("pause_s")
-    if isinstance(seconds := facts.get("seconds"), dict):
-        took = sum(one for one in seconds.values() if isinstance(one, int | float))
-    if isinstance(took, int | float) and took > 0:
-        writer.add_slice(EVENTS_PID, tid, Slice(name, at - took, at, facts))
-    else:
-        writer.add_instant(EVENTS_PID, tid, name, at, facts)

@@ -156,7 +156,10 @@ class RowIndex:
                 of_page = (*bound, count, offset)
                 found = self._database.execute(f"{query} LIMIT ? OFFSET ?", of_page)
                 matching, ids = total, [id_ for (id_,) in found]
-            return RowPage(self._select_listed_rows(ids), matching, total)
+            places = ", ".join("?" * len(ids))
+            listed = f"SELECT id, {_LISTED_COLUMNS} FROM rows WHERE id IN ({places})"
+            rows = {row.pop("id"): row for row in self._select_as_dicts(listed, ids)}
+            return RowPage([rows[id_] for id_ in ids], matching, total)
 
     def find_values(
         self, columns: Sequence[str], row_filter: str = "", ticket_id: int | None = None
@@ -164,10 +167,8 @@ class RowIndex:
         """Shard, row and fields of the rows that match, in no order."""
         condition, values = _compile_filter_or_all(row_filter)
         if ticket_id is not None:
-            condition, values = (
-                f"({condition}) AND ticket = ? AND eval_step < 0",
-                [*values, ticket_id],
-            )
+            condition = f"({condition}) AND ticket = ? AND eval_step < 0"
+            values = [*values, ticket_id]
         compiled = [get_column_sql(column) for column in columns]
         selected = ", ".join(["shard", "row", *(sql for sql, _ in compiled)])
         bound = [*(value for _, used in compiled for value in used), *values]
@@ -175,12 +176,6 @@ class RowIndex:
             return self._database.execute(
                 f"SELECT {selected} FROM rows WHERE {condition}", bound
             ).fetchall()
-
-    def _select_listed_rows(self, ids: Sequence[int]) -> list[JsonObject]:
-        places = ", ".join("?" * len(ids))
-        query = f"SELECT id, {_LISTED_COLUMNS} FROM rows WHERE id IN ({places})"
-        found = {row.pop("id"): row for row in self._select_as_dicts(query, ids)}
-        return [found[id_] for id_ in ids]
 
     def select_rows_of_each_kind(self, count: int) -> list[JsonObject]:
         """Rows of a whole run: failed ones, held-out ones, and groups of up to eight steps."""

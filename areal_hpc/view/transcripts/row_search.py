@@ -111,24 +111,17 @@ def find_rows(
             with_value.sort(key=lambda one: one[2], reverse=True)
             matches = with_value + [one for one in matches if one[2] is None]
         places = [(file, row) for file, row, *_ in matches]
-    if not places:
-        _check_found(path, query, total)
+    if not places and query.row_number is not None:
+        hint = f"give a row from 0 to {total - 1}" if total else "wait for the first sealed shard"
+        message = f"there is no row {query.row_number}: {path} holds {total} rows"
+        raise RecipeError(message, key="row", hint=hint)
+    if not places and query.ticket_id is not None:
+        message = f"{path} holds no row of ticket {query.ticket_id}"
+        hint = "areal-hpc shards ls RUN --json lists the tickets of every shard"
+        raise RecipeError(message, key="--ticket", hint=hint)
     matching = len(places)
     if query.max_rows is not None:
         places = places[: query.max_rows] if query.sort_descending_by else places[-query.max_rows :]
     steps = StepByTicket(run if in_run else None)
     found = [FoundRow(readers[file], row, first_rows[file] + row, steps) for file, row in places]
     return found, matching
-
-
-def _check_found(path: Path, query: RowQuery, total: int) -> None:
-    if query.row_number is not None:
-        hint = f"give a row from 0 to {total - 1}" if total else "wait for the first sealed shard"
-        message = f"there is no row {query.row_number}: {path} holds {total} rows"
-        raise RecipeError(message, key="row", hint=hint)
-    if query.ticket_id is not None:
-        raise RecipeError(
-            f"{path} holds no row of ticket {query.ticket_id}",
-            key="--ticket",
-            hint="areal-hpc shards ls RUN --json lists the tickets of every shard",
-        )
