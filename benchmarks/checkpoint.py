@@ -43,9 +43,9 @@ from areal_hpc.rundir.checkpoints import (
     find_latest_checkpoint,
 )
 from areal_hpc.trainer.batch.packing import TrainingRow
-from areal_hpc.trainer.checkpoints.copy_memory import SharedCopyBuffer
 from areal_hpc.trainer.checkpoints.rank_state import RankState
 from areal_hpc.trainer.checkpoints.store import CheckpointStore
+from areal_hpc.trainer.checkpoints.writer_client import SharedCopyBuffer
 from areal_hpc.trainer.checkpoints.writer_process import write_rank_file
 from benchmarks import _learning as learning
 from benchmarks._pairs import add_out, report

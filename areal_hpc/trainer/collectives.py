@@ -124,24 +124,18 @@ def read_with_retries_on_all_ranks(
             return cast("ResultT", result)
         if is_true_on_any_rank(time.monotonic() >= give_up_at):
             if is_true_on_any_rank(trouble is None):
-                raise (
-                    OtherRankError
-                    if trouble is None
-                    else _build_error_of_unreadable_storage(trouble)
+                if trouble is None:
+                    raise OtherRankError
+                problem = trouble.problems[0]
+                raise ClusterError(
+                    f"{problem.message} (other ranks can read it)",
+                    key=problem.key,
+                    hint="check the mounts and the memory of this node",
                 )
             assert trouble is not None
             raise trouble
         logger.info("not all ranks can read yet: %s", trouble)
         time.sleep(READ_RETRY_S)
-
-
-def _build_error_of_unreadable_storage(error: ArealError) -> ClusterError:
-    problem = error.problems[0]
-    return ClusterError(
-        f"{problem.message} (other ranks can read it)",
-        key=problem.key,
-        hint="check the mounts and the memory of this node",
-    )
 
 
 def raise_on_all_ranks(error: Exception | None) -> None:
@@ -169,7 +163,10 @@ def exit_quietly_unless_first_failure() -> Iterator[None]:
         yield
     except Exception as error:  # boundary: raised again, unless another rank reports
         if isinstance(error, OtherRankError):
-            _await_failure_report()
+            with contextlib.suppress(RuntimeError):
+                get_default_store().wait(
+                    [FAILURE_REPORTED_KEY], datetime.timedelta(seconds=FAILURE_REPORT_TIMEOUT_S)
+                )
         if isinstance(error, OtherRankError) or not _claim_first_failure():
             logger.info("exiting: another rank failed")
             raise SystemExit(STOPPED_EXIT_CODE) from error
@@ -178,11 +175,7 @@ def exit_quietly_unless_first_failure() -> Iterator[None]:
 
 
 def raise_if_rank_lost_or_hung(error: Exception) -> None:
-    """Say what an error means that the end of another rank brought about.
-
-    Raises:
-        LostTrainerRankError: It did, or so did a rank that hangs.
-    """
+    """Raise a LostTrainerRankError if another rank ended, or hangs, and so caused `error`."""
     if isinstance(error, RuntimeError) and HUNG_PEER_PATTERN.search(str(error)):
         raise LostTrainerRankError(
             f"a trainer rank hangs: {describe_ranks() or 'which one is unknown'} ({error})",
@@ -194,13 +187,6 @@ def raise_if_rank_lost_or_hung(error: Exception) -> None:
             f"another trainer rank disappeared: {error}",
             hint="read the other ranks' logs; check dmesg for the out-of-memory killer",
         ) from error
-
-
-def _await_failure_report() -> None:
-    with contextlib.suppress(RuntimeError):
-        get_default_store().wait(
-            [FAILURE_REPORTED_KEY], datetime.timedelta(seconds=FAILURE_REPORT_TIMEOUT_S)
-        )
 
 
 def _claim_first_failure() -> bool:

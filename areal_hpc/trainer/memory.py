@@ -58,11 +58,7 @@ def note_work_on_memory_error(describe_work: Callable[[], str]) -> Iterator[None
 def raise_out_of_memory_as_recipe_error(
     policy: Policy, config: TrainerConfig, section: str, critic: Architecture | None = None
 ) -> Iterator[None]:
-    """Turn an error of memory into one for whoever writes the recipe's `section`.
-
-    Raises:
-        RecipeError: Memory ran out. What was done then, what is estimated for it, a key to turn.
-    """
+    """Turn an error of memory into a RecipeError: what was done, the estimate, a key to turn."""
     try:
         yield
     except RuntimeError as error:
@@ -70,10 +66,12 @@ def raise_out_of_memory_as_recipe_error(
             raise
         stage = parallel_state.get_pipeline_model_parallel_rank()
         estimate = estimate_stage_memory(policy.arch, config, stage, critic=critic)
+        parts = ("parameters", "gradients", "optimizer", "activations", "logits")
+        estimated = ", ".join(f"{name} {getattr(estimate, name) / GIB:.1f}" for name in parts)
         work = ", ".join(getattr(error, "__notes__", [])) or "a training step"
         raise RecipeError(
             f"memory ran out in {work}. This rank has held {_describe_memory_use(policy.device)}; "
-            f"estimated are {_describe_memory_estimate(estimate)} with micro-batches of "
+            f"estimated are {estimate.total / GIB:.1f} GiB ({estimated}) with micro-batches of "
             f"{config.max_tokens_per_microbatch} tokens. "
             f"{str(error)[:MAX_QUOTED_CHARACTERS]}",
             key=f"{section}.max_tokens_per_microbatch",
@@ -89,12 +87,6 @@ def _describe_memory_use(device: torch.device) -> str:
         return held
     free, whole = torch.cuda.mem_get_info(device)
     return f"{held} of its GPU's {whole / GIB:.1f}, of which {free / GIB:.1f} are free now"
-
-
-def _describe_memory_estimate(estimate: TrainerMemory) -> str:
-    parts = ("parameters", "gradients", "optimizer", "activations", "logits")
-    told = ", ".join(f"{name} {getattr(estimate, name) / GIB:.1f}" for name in parts)
-    return f"{estimate.total / GIB:.1f} GiB ({told})"
 
 
 def _suggest_memory_saving_change(

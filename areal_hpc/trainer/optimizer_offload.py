@@ -48,9 +48,10 @@ class HostAdamW(AdamW):
             one: (*((MASTER_NAME,) if one in with_masters else ()), *MOMENT_NAMES)
             for one in everything
         }
-        places = _allocate_host_floats(
-            sum(len(names[one]) * one.numel() for one in everything), device
-        )
+        size = sum(len(names[one]) * one.numel() for one in everything)
+        places = torch.empty(size, dtype=torch.float32)
+        if device.type == "cuda" and size:
+            pin_host_memory(places)
         for one in everything:
             parts = places[: len(names[one]) * one.numel()].view(len(names[one]), *one.shape)
             places = places[parts.numel() :]
@@ -68,7 +69,7 @@ class HostAdamW(AdamW):
     def put_master_stand_ins_on_device(self) -> None:
         """Let master weights claim to be where gradients are, which a gradient's parameter must.
 
-        What stands for one meanwhile has its shape and the memory of one number.
+        Meanwhile an expanded tensor of one number keeps their shape.
         """
         for parameter, places in self._host.items():
             if MASTER_NAME in places:
@@ -122,7 +123,8 @@ def offload_optimizer(
 @contextmanager
 def hold_master_stand_ins(optimizer: Any) -> Iterator[None]:
     """The time in which gradients are handed to master weights, measured, clipped and applied."""
-    offloaded = _list_offloaded_optimizers(optimizer)
+    parts = [part.optimizer for part in optimizer.chained_optimizers]
+    offloaded = [adam for adam in parts if isinstance(adam, HostAdamW)]
     for adam in offloaded:
         adam.put_master_stand_ins_on_device()
     try:
@@ -130,11 +132,6 @@ def hold_master_stand_ins(optimizer: Any) -> Iterator[None]:
     finally:
         for adam in offloaded:
             adam.restore_masters_and_drop_gradients()
-
-
-def _list_offloaded_optimizers(optimizer: Any) -> list[HostAdamW]:
-    parts = [part.optimizer for part in optimizer.chained_optimizers]
-    return [adam for adam in parts if isinstance(adam, HostAdamW)]
 
 
 def _apply_adamw(
@@ -161,10 +158,3 @@ def _apply_adamw(
         eps=group["eps"],
         maximize=group["maximize"],
     )
-
-
-def _allocate_host_floats(elements: int, device: torch.device) -> torch.Tensor:
-    host = torch.empty(elements, dtype=torch.float32)
-    if device.type == "cuda" and elements:
-        pin_host_memory(host)
-    return host

@@ -56,7 +56,6 @@ JOIN_RANKS_TIMEOUT_S = 300.0
 COLLECTIVE_TIMEOUT_S = 1800.0
 ARRIVED_RANK_COUNT_KEY = "arrived"
 NATIVE_THREADS_OWNER = "torch.distributed"
-"""Whose threads live as long as the groups."""
 ARRIVAL_POLL_S = 0.2
 FLIGHT_RECORD_VARIABLES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 """Torch's newer and older name of where the record of the last collectives goes."""
@@ -76,7 +75,6 @@ def run_rank(
     ranks, too.
 
     Raises:
-        ClusterError: The environment has a package that changes what Megatron computes.
         SystemExit: Stopped by a signal before the end, the work so far being saved, or while it
             waited for other ranks; or another rank failed.
     """
@@ -123,11 +121,6 @@ def init_process_groups_and_device(
     """Join all ranks of the trainer, build Megatron's groups, and return this rank's device.
 
     Without a GPU `megatron_cpu.patch_torch_megatron_without_gpu` must come first.
-
-    Raises:
-        RecipeError: The job has not as many tasks as the layout has ranks.
-        ClusterError: The other ranks did not come in time, or `is_cancelled` became true.
-        LostTrainerRankError: Rank 0 ended while this one waited for others.
     """
     if task.num_tasks != parallel.world_size:
         raise RecipeError(
@@ -218,7 +211,8 @@ def _create_or_join_store(
         return dist.HashStore()  # type: ignore[attr-defined]
     if task.is_first:
         host = LOOPBACK_ADDRESS if runs_on_one_node() else get_advertised_host()
-        listener = socket.create_server((host, 0), family=_find_address_family(host))
+        family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+        listener = socket.create_server((host, 0), family=family)
         port = listener.getsockname()[1]
         # The store takes the descriptor over, so it listens on this address only.
         store = dist.TCPStore(  # type: ignore[attr-defined]
@@ -229,10 +223,6 @@ def _create_or_join_store(
         )
         return store
     return _connect_to_store(task, rendezvous_dir, give_up_at, is_cancelled)
-
-
-def _find_address_family(host: str) -> socket.AddressFamily:
-    return socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
 
 
 def _connect_to_store(
@@ -287,7 +277,13 @@ def _await_all_ranks(
             if is_cancelled():
                 raise ClusterError(f"rank {task.rank} was stopped while it waited for other ranks")
             if time.monotonic() >= give_up_at:
-                raise _build_error_of_missing_ranks(store, task)
+                ranks = range(task.num_tasks)
+                missing = [one for one in ranks if not store.check([_format_arrival_key(one)])]
+                raise ClusterError(
+                    f"of {task.num_tasks} trainer ranks these did not come within "
+                    f"{JOIN_RANKS_TIMEOUT_S:.0f} s: {', '.join(map(str, missing))}",
+                    hint="read their logs in logs/latest; a rank without one has a node that hangs",
+                )
             time.sleep(ARRIVAL_POLL_S)
             arrived = store.add(ARRIVED_RANK_COUNT_KEY, 0)
     except RuntimeError as error:
@@ -295,19 +291,6 @@ def _await_all_ranks(
             f"rank 0 ended while rank {task.rank} waited for other ranks: {error}",
             hint="read rank 0's log in logs/latest",
         ) from error
-
-
-def _build_error_of_missing_ranks(
-    store: dist.Store,  # type: ignore[name-defined]
-    task: TaskPosition,
-) -> ClusterError:
-    ranks = range(task.num_tasks)
-    missing = [str(rank) for rank in ranks if not store.check([_format_arrival_key(rank)])]
-    return ClusterError(
-        f"of {task.num_tasks} trainer ranks these did not come within "
-        f"{JOIN_RANKS_TIMEOUT_S:.0f} s: {', '.join(missing)}",
-        hint="read their logs in logs/latest; a rank without one has a node that hangs",
-    )
 
 
 def _format_arrival_key(rank: int) -> str:

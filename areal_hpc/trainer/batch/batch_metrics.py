@@ -117,7 +117,10 @@ def summarize_rewards(
 
 def summarize_replies(batch: Sequence[TrajectoryRow]) -> dict[str, float]:
     """Lengths of the replies that the batch trains, and how much they repeat themselves."""
-    replies = [reply for row in batch for reply in _split_row_into_replies(row)]
+    replies = []
+    for row in batch:
+        edges = np.flatnonzero(np.diff(row.loss_mask_T, prepend=0, append=0))
+        replies += [row.input_ids_T[begin:end] for begin, end in edges.reshape(-1, 2).tolist()]
     if not replies:
         return {}
     lengths = np.array([len(reply) for reply in replies])
@@ -127,11 +130,6 @@ def summarize_replies(batch: Sequence[TrajectoryRow]) -> dict[str, float]:
         "reply/tokens_max": int(lengths.max()),
         "reply/repeated_fraction": compute_repeated_ngram_fraction(replies),
     }
-
-
-def _split_row_into_replies(row: TrajectoryRow) -> list[npt.NDArray[np.int32]]:
-    edges = np.flatnonzero(np.diff(row.loss_mask_T, prepend=0, append=0))
-    return [row.input_ids_T[begin:end] for begin, end in edges.reshape(-1, 2).tolist()]
 
 
 def compute_repeated_ngram_fraction(replies: Sequence[npt.NDArray[np.int32]]) -> float:

@@ -52,13 +52,14 @@ def merge_rows_into_episode(records: Sequence[RowRecord]) -> EpisodeRecord:
 def summarize_episodes(episodes: Sequence[EpisodeRecord]) -> dict[str, float]:
     """Turns, times, ends of replies, speed of generation, and numbers of the agents' own."""
     told = [episode for episode in episodes if episode.calls]
+    speeds = [*_measure_cell_tokens_per_s(told)]
     return {
         **_summarize_turns_and_cut_replies(told),
         **_summarize_durations(told),
         **_summarize_throughput_and_caching(
             [call for episode in told for call in episode.calls.values()]
         ),
-        **_measure_slowest_cell_ratio(told),
+        **({"generation/slowest_cell_ratio": min(speeds) / max(speeds)} if speeds[1:] else {}),
         **_summarize_reward_parts_and_metrics(told),
     }
 
@@ -88,7 +89,9 @@ def _summarize_durations(episodes: Sequence[EpisodeRecord]) -> dict[str, float]:
     # A clock that was set back in a call has that end before it began.
     in_calls_s = sum(
         measure_covered_s(
-            get_call_span(call) for call in one.calls.values() if call.asked_at <= call.answered_at
+            (call.asked_at, call.answered_at)
+            for call in one.calls.values()
+            if call.asked_at <= call.answered_at
         )
         for one in timed
     )
@@ -97,10 +100,6 @@ def _summarize_durations(episodes: Sequence[EpisodeRecord]) -> dict[str, float]:
         "episode/duration_max_s": max(durations),
         "episode/tool_time_fraction": max(0.0, 1.0 - in_calls_s / sum(durations)),
     }
-
-
-def get_call_span(call: CallRecord) -> tuple[float, float]:
-    return call.asked_at, call.answered_at
 
 
 def merge_spans(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -132,14 +131,7 @@ def _summarize_throughput_and_caching(calls: Sequence[CallRecord]) -> dict[str, 
     return metrics
 
 
-def _measure_slowest_cell_ratio(episodes: Sequence[EpisodeRecord]) -> dict[str, float]:
-    speeds = [speed for _, speed in _measure_cell_tokens_per_s(episodes)]
-    if len(speeds) < 2:
-        return {}
-    return {"generation/slowest_cell_ratio": min(speeds) / max(speeds)}
-
-
-def _measure_cell_tokens_per_s(episodes: Sequence[EpisodeRecord]) -> Iterator[tuple[str, float]]:
+def _measure_cell_tokens_per_s(episodes: Sequence[EpisodeRecord]) -> Iterator[float]:
     for cell in sorted({episode.cell for episode in episodes if episode.cell}):
         calls = [
             call
@@ -151,7 +143,7 @@ def _measure_cell_tokens_per_s(episodes: Sequence[EpisodeRecord]) -> Iterator[tu
         seconds = sum(call.answered_at - call.asked_at for call in calls)
         tokens = sum(call.reply_tokens for call in calls)
         if tokens:
-            yield cell, tokens / seconds
+            yield tokens / seconds
 
 
 def _summarize_reward_parts_and_metrics(episodes: Sequence[EpisodeRecord]) -> dict[str, float]:

@@ -93,11 +93,7 @@ def read_sound_rows_on_all_ranks(
 def read_rows_by_ticket(
     manifest: BatchManifest, shards: CheckedShards
 ) -> list[list[TrajectoryRow]]:
-    """The trajectories of each ticket of a batch.
-
-    Raises:
-        ShardError: A shard is damaged, or holds other rows than the manifest says.
-    """
+    """The trajectories of each ticket of a batch."""
     rows_of: dict[str, list[int]] = {}
     for ticket in manifest.tickets:
         rows_of.setdefault(ticket.shard, []).extend(ticket.rows)
@@ -231,7 +227,7 @@ def _build_masks(
 def _build_temperatures(
     batch: Sequence[TrajectoryRow],
 ) -> list[dict[str, npt.NDArray[np.float32]]]:
-    found = [_get_softmax_temperature(one) for one in batch]
+    found = [one.temperature or 1.0 for one in batch]
     if all(temperature == 1.0 for temperature in found):
         return [{} for _ in batch]
     return [
@@ -328,7 +324,3 @@ def _compute_token_staleness(
             current_version, WeightVersion.unpack(packed), generation_forks
         )
     return ages_T
-
-
-def _get_softmax_temperature(trajectory: TrajectoryRow) -> float:
-    return trajectory.temperature or 1.0

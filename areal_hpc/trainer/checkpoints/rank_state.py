@@ -117,10 +117,12 @@ class RankState:
 
     def read_optimizer_steps_over_all_ranks(self) -> dict[str, int]:
         """Steps that AdamW has taken, by prefix. A collective: a rank may have nothing to step."""
-        return {
-            prefix: all_reduce_max(_read_max_steps(shards))
-            for prefix, shards in self._shards_of.items()
-        }
+        steps = {}
+        for prefix, shards in self._shards_of.items():
+            # Of all at once: on a GPU each may be a number that the host would have to wait for.
+            own = int(torch.stack([shard.step for shard in shards]).max()) if shards else 0
+            steps[prefix] = all_reduce_max(own)
+        return steps
 
     def build_index(self, rank: int) -> RankIndex:
         """Where in the copy everything is."""
@@ -208,11 +210,6 @@ def load_checkpoint_into(
     policy.ddp_module.start_param_sync()
     if critic is not None:
         critic.network.ddp_module.start_param_sync()
-
-
-def _read_max_steps(shards: Sequence[StateShard]) -> int:
-    # Of all at once: on a GPU each may be a number that the host would have to wait for.
-    return int(torch.stack([shard.step for shard in shards]).max()) if shards else 0
 
 
 def _list_state_shards(network_with_optimizer: NetworkWithOptimizer) -> list[StateShard]:

@@ -235,18 +235,17 @@ class CheckpointStore:
             self._replace_unless_superseded(partial, checkpoint)
             fault_point("checkpoint.after_rename")
             fsync_path(self._directory)
-            for old in self._list_superfluous():
+            found = list_checkpoints(self._directory)
+            best = self._find_best_step([one.state.step for one in found])
+            for old in found[: -self._keep]:
+                if old.state.step == best:
+                    continue
                 # Hidden first: a half-deleted checkpoint must not look complete.
                 doomed = old.path.with_name(f".{old.path.name}.old")
                 old.path.rename(doomed)
                 if self._writer is not None:
                     self._writer.begin_remove_directory(doomed)
         fault_point("checkpoint.after_write")
-
-    def _list_superfluous(self) -> list[Checkpoint]:
-        found = list_checkpoints(self._directory)
-        best = self._find_best_step([one.state.step for one in found])
-        return [one for one in found[: -self._keep] if one.state.step != best]
 
     def _replace_unless_superseded(self, partial: Path, checkpoint: Checkpoint) -> None:
         target, own = checkpoint.path, checkpoint.state.generation
@@ -269,7 +268,10 @@ class CheckpointStore:
 def _write_index_and_trainer_state(
     partial: Path, rank_state: RankState, state: TrainerState
 ) -> list[str]:
-    """Rank 0 says what the ranks' files hold and what they are of; its files. A collective."""
+    """Gather all ranks' indices; rank 0 writes them and the state, and returns the names of files.
+
+    A collective.
+    """
     steps = rank_state.read_optimizer_steps_over_all_ranks()
     parts = gather_objects_on_first_rank(rank_state.build_index(dist.get_rank()), RankIndex)
     if not parts:

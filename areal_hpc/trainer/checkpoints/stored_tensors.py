@@ -5,17 +5,25 @@ dimension for the layer (and the expert), in pieces that depend on the layout it
 A parameter's master weights and moments have the same shape, in columns of their own.
 """
 
+import os
+import zlib
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import torch
 
+from areal_hpc.errors import ShardError
 from areal_hpc.rundir.checkpoint_index import (
     BYTES_BY_NUMBER_TYPE,
+    DIGEST_BLOCK_BYTES,
+    DIGEST_BYTES,
     Column,
     TensorPiece,
+    build_checkpoint_damage_error,
+    count_digest_blocks,
     get_rank_file_path,
     read_index_of_one_checkpoint,
 )
@@ -25,9 +33,82 @@ from areal_hpc.trainer.checkpoints.flat_ranges import (
     compute_strides,
     intersect_boxes,
 )
-from areal_hpc.trainer.checkpoints.rank_file import RankFileReader
 
 TORCH_DTYPE_BY_NUMBER_TYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class RankFileReader:
+    """A rank's file of a complete checkpoint.
+
+    Raises:
+        FileNotFoundError: It is not there.
+        ShardError: It does not have the size that the index says.
+    """
+
+    def __init__(self, path: Path, data_bytes: int) -> None:
+        self._path = path
+        self._data_bytes = data_bytes
+        self._kept_at = 0
+        self._kept = bytearray()
+        self._file = os.open(path, os.O_RDONLY)
+        try:
+            found = os.fstat(self._file).st_size
+            expected = data_bytes + count_digest_blocks(data_bytes) * DIGEST_BYTES
+            if found != expected:
+                raise build_checkpoint_damage_error(
+                    path, f"the file has {found} bytes, by the index it has {expected}"
+                )
+            digests = bytearray(count_digest_blocks(data_bytes) * DIGEST_BYTES)
+            self._read_bytes(memoryview(digests), data_bytes)
+        except (OSError, ShardError):
+            os.close(self._file)
+            raise
+        self._digests = np.frombuffer(digests, "<u4")
+
+    def close(self) -> None:
+        os.close(self._file)
+
+    def read(self, offset_bytes: int, size_bytes: int) -> memoryview:
+        """Some bytes of the columns, whose blocks are compared with their digests.
+
+        The last block is kept: what is asked for next often begins in it.
+        """
+        stop = offset_bytes + size_bytes
+        first = offset_bytes // DIGEST_BLOCK_BYTES * DIGEST_BLOCK_BYTES
+        blocks = bytearray(
+            min(count_digest_blocks(stop) * DIGEST_BLOCK_BYTES, self._data_bytes) - first
+        )
+        known = len(self._kept) if first == self._kept_at else 0
+        if known >= len(blocks):
+            return memoryview(self._kept)[offset_bytes - first : stop - first]
+        blocks[:known] = self._kept[:known]
+        self._read_and_verify_blocks(memoryview(blocks)[known:], first + known)
+        self._kept_at = (stop - 1) // DIGEST_BLOCK_BYTES * DIGEST_BLOCK_BYTES
+        self._kept = blocks[self._kept_at - first :]
+        return memoryview(blocks)[offset_bytes - first : stop - first]
+
+    def _read_and_verify_blocks(self, target: memoryview, offset_bytes: int) -> None:
+        self._read_bytes(target, offset_bytes)
+        for start in range(0, len(target), DIGEST_BLOCK_BYTES):
+            block = target[start : start + DIGEST_BLOCK_BYTES]
+            found = zlib.crc32(block)
+            expected = int(self._digests[(offset_bytes + start) // DIGEST_BLOCK_BYTES])
+            if found != expected:
+                raise build_checkpoint_damage_error(
+                    self._path,
+                    f"the {len(block)} bytes from byte {offset_bytes + start} on have the digest "
+                    f"crc32:{found:08x}, they were written with crc32:{expected:08x}",
+                )
+
+    def _read_bytes(self, target: memoryview, offset_bytes: int) -> None:
+        done = 0
+        while done < len(target):
+            taken = os.preadv(self._file, [target[done:]], offset_bytes + done)
+            if taken == 0:
+                raise build_checkpoint_damage_error(
+                    self._path, f"it ends at byte {offset_bytes + done}"
+                )
+            done += taken
 
 
 class StoredTensors:

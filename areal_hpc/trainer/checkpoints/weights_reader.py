@@ -33,11 +33,7 @@ def _get_layer_expert_indices(parameter: ParamMap) -> list[int]:
 
 
 class CheckpointWeights:
-    """The weights in a complete checkpoint.
-
-    Raises:
-        RecipeError: The checkpoint is of another model.
-    """
+    """The weights in a complete checkpoint."""
 
     def __init__(self, stored_tensors: StoredTensors, arch: Architecture, directory: Path) -> None:
         self._stored = stored_tensors
@@ -57,22 +53,17 @@ class CheckpointWeights:
     def read_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every whole tensor by its Hugging Face name; one Megatron parameter is held at a time."""
         for parameter in list_parameter_maps(self._arch):
-            whole = self._read_parameter(parameter)
-            for spec, tensor in zip(
-                parameter.hf, to_hf(parameter, [whole], self._arch), strict=True
-            ):
+            tensors = to_hf(parameter, [self._read_parameter(parameter)], self._arch)
+            for spec, tensor in zip(parameter.hf, tensors, strict=True):
                 yield spec.name, tensor
 
     def _read_parameter(self, parameter: ParamMap) -> torch.Tensor:
-        indices, shape = tuple(_get_layer_expert_indices(parameter)), self._find_shape(parameter)
+        name, indices = get_stored_name(parameter), tuple(_get_layer_expert_indices(parameter))
+        shape = (self._stored.find_shape(name) or ())[len(indices) :]
         box = Box(indices + (0,) * len(shape), (1,) * len(indices) + shape)
         target = torch.empty(box.sizes, dtype=self._stored.weight_dtype)
-        self._stored.read_block("weight", get_stored_name(parameter), box, target)
+        self._stored.read_block("weight", name, box, target)
         return target.reshape(shape)
-
-    def _find_shape(self, parameter: ParamMap) -> tuple[int, ...]:
-        whole = self._stored.find_shape(get_stored_name(parameter)) or ()
-        return whole[len(_get_layer_expert_indices(parameter)) :]
 
     def _require_fitting_shape(self, parameter: ParamMap) -> None:
         stored = self._stored.find_shape(get_stored_name(parameter)) or ()

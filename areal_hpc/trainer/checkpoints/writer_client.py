@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import mmap
 import os
 import select
 import shutil
@@ -14,8 +15,8 @@ import torch
 
 from areal_hpc.errors import ClusterError
 from areal_hpc.rundir.checkpoints import build_checkpoint_write_error
-from areal_hpc.trainer.checkpoints.copy_memory import SharedCopyBuffer
 from areal_hpc.trainer.checkpoints.writer_process import RemoveRequest, WriteReply, WriteRequest
+from areal_hpc.trainer.private_apis.torch_private import pin_host_memory, unpin_host_memory
 
 logger = logging.getLogger(__name__)
 
@@ -25,11 +26,47 @@ EXIT_TIMEOUT_S = 60.0
 """Time that a writer may still be deleting old checkpoints at the end of a run."""
 
 
+class SharedCopyBuffer:
+    """Host memory that holds a rank's part of a checkpoint, shared with the process that writes it.
+
+    It is anonymous: a kill leaves nothing of it behind. It is as large as the largest copy so far,
+    from the first checkpoint to the end of the run.
+    """
+
+    def __init__(self) -> None:
+        self.descriptor = os.memfd_create("checkpoint")
+        """By which the writer process shares it."""
+        self._memory: torch.Tensor | None = None
+        self._is_pinned = False
+
+    def reuse_or_grow(self, size_bytes: int, device: torch.device) -> torch.Tensor:
+        """The memory as bytes, pinned if what is copied to it comes from a GPU."""
+        if self._memory is None or len(self._memory) < size_bytes:
+            self._unpin_and_forget()
+            size_bytes = max(size_bytes, mmap.PAGESIZE)
+            # All pages at once: else each costs a trap, in the first checkpoint's copy.
+            os.posix_fallocate(self.descriptor, 0, size_bytes)
+            mapped = mmap.mmap(self.descriptor, size_bytes)
+            self._memory = torch.frombuffer(mapped, dtype=torch.uint8)
+            if device.type == "cuda":
+                pin_host_memory(self._memory)
+                self._is_pinned = True
+        return self._memory
+
+    def _unpin_and_forget(self) -> None:
+        if self._memory is not None and self._is_pinned:
+            unpin_host_memory(self._memory)
+        self._memory, self._is_pinned = None, False
+
+    def close(self) -> None:
+        self._unpin_and_forget()
+        os.close(self.descriptor)
+
+
 class WriterClient:
     """One rank's memory shared with a writer process, and that process.
 
-    The memory holds one copy of the rank's part of a checkpoint, from the first one to the end of
-    the run: all ranks together have 14 bytes a parameter in bfloat16, 12 in float32.
+    All ranks' memory together has 14 bytes a parameter in bfloat16, 12 in float32.
     """
 
     def __init__(self) -> None:

@@ -44,8 +44,6 @@ class RemoveRequest(msgspec.Struct, frozen=True, tag=True):
 
 
 class WriteReply(msgspec.Struct, frozen=True):
-    """The reply to a `WriteRequest`."""
-
     seconds: float
     error: str = ""
     """Empty when everything is on disk."""
@@ -91,10 +89,14 @@ def write_rank_file(memory: int, path: Path, size_bytes: int) -> None:
     try:
         digests = []
         for start, block in _iterate_mapped_blocks(memory, size_bytes):
-            _copy_block_to_file(memory, target, start, len(block))
+            done = 0
+            while done < len(block):
+                done += os.sendfile(target, memory, start + done, len(block) - done)
             digests.append(zlib.crc32(block))
         fault_point("checkpoint.before_digests")
-        _write_all(target, struct.pack(f"<{len(digests)}I", *digests))
+        rest = memoryview(struct.pack(f"<{len(digests)}I", *digests))
+        while rest:
+            rest = rest[os.write(target, rest) :]
         os.fsync(target)
     finally:
         os.close(target)
@@ -108,18 +110,6 @@ def _iterate_mapped_blocks(memory: int, size_bytes: int) -> Iterator[tuple[int, 
         for start in range(0, size_bytes, DIGEST_BLOCK_BYTES):
             with view[start : start + DIGEST_BLOCK_BYTES] as block:
                 yield start, block
-
-
-def _copy_block_to_file(memory: int, target: int, start: int, size_bytes: int) -> None:
-    done = 0
-    while done < size_bytes:
-        done += os.sendfile(target, memory, start + done, size_bytes - done)
-
-
-def _write_all(target: int, content: bytes) -> None:
-    rest = memoryview(content)
-    while rest:
-        rest = rest[os.write(target, rest) :]
 
 
 if __name__ == "__main__":

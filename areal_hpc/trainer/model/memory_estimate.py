@@ -193,7 +193,10 @@ def estimate_stage_memory(
     whole = element * max(count_layer_activation_values(one, parallel, tokens) for one in trained)
     is_thrifty = config.recompute != "none" or config.offload.activations
     host = kept if config.offload.activations else 0
-    weights = [_count_frozen_stage_parameters(one, parallel, stage) * element for one in frozen]
+    weights = []
+    for network in frozen:
+        layout = drop_ep_for_dense_network(network, parallel)
+        weights.append(element * sum(count_stage_dense_and_expert_params(network, layout, stage)))
     scoring = [
         held + count_layer_activation_values(one, parallel, tokens) * element
         for one, held in zip(frozen, weights, strict=True)
@@ -216,12 +219,6 @@ def estimate_stage_memory(
 
 def drop_ep_for_dense_network(arch: Architecture, parallel: ParallelConfig) -> ParallelConfig:
     return parallel if arch.experts is not None else parallel.model_copy(update={"ep": 1})
-
-
-def _count_frozen_stage_parameters(arch: Architecture, parallel: ParallelConfig, stage: int) -> int:
-    return sum(
-        count_stage_dense_and_expert_params(arch, drop_ep_for_dense_network(arch, parallel), stage)
-    )
 
 
 def _count_critic_stage_parameters(

@@ -19,8 +19,6 @@ from areal_hpc.trainer.model.families.architecture import Architecture
 from areal_hpc.trainer.model.families.weight_map import list_parameter_maps
 from areal_hpc.trainer.model.policy import Policy
 
-TRAINING_COST_IN_FORWARD_PASSES = 3
-"""The backward pass is two forward passes of work."""
 PEAK_TFLOPS_BY_NAME = (
     ("GB200", 2500.0),
     ("B200", 2250.0),
@@ -60,30 +58,24 @@ def measure_training_speed(
 def find_peak_flops_per_s(device_name: str) -> float | None:
     """Operations per second of a GPU in bfloat16; None if unknown, or for a part of a GPU."""
     words = set(re.split(r"[\s-]+", device_name))
-    if "MIG" in words:
-        return None
-    known = (peak for name, peak in PEAK_TFLOPS_BY_NAME if words.issuperset(name.split()))
-    tera = next(known, None)
-    return None if tera is None else tera * 1e12
+    for name, tera in PEAK_TFLOPS_BY_NAME:
+        if "MIG" not in words and words.issuperset(name.split()):
+            return tera * 1e12
+    return None
 
 
 def count_training_flops(arch: Architecture, lengths: Sequence[int], scored_tokens: int) -> float:
     """Floating-point operations of one update on rows of these lengths."""
-    matrices = 2 * _count_active_layer_weights(arch) * sum(lengths)
-    logits = 2 * arch.vocab * arch.hidden * scored_tokens
-    # Scores, and sums of values by them: two operations each, on half of the square.
-    attention = 2 * arch.layers * arch.heads * arch.head_dim * sum(n * n for n in lengths)
-    return float(TRAINING_COST_IN_FORWARD_PASSES * (matrices + logits + attention))
-
-
-def _count_active_layer_weights(arch: Architecture) -> float:
-    total = 0.0
+    weights = 0.0
     for parameter in list_parameter_maps(arch):
         if parameter.layer is None:
             continue
         share = 1.0
         if parameter.expert is not None and arch.experts is not None:
             share = arch.experts.per_token / arch.experts.count
-        matrices = (tensor.shape for tensor in parameter.hf if len(tensor.shape) == 2)
-        total += share * sum(math.prod(shape) for shape in matrices)
-    return total
+        weights += share * sum(math.prod(one.shape) for one in parameter.hf if len(one.shape) == 2)
+    matrices = 2 * weights * sum(lengths)
+    logits = 2 * arch.vocab * arch.hidden * scored_tokens
+    # Scores, and sums of values by them: two operations each, on half of the square.
+    attention = 2 * arch.layers * arch.heads * arch.head_dim * sum(n * n for n in lengths)
+    return float(3 * (matrices + logits + attention))  # forward, and backward twice that

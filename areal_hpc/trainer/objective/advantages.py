@@ -14,6 +14,8 @@ batch. Where they need not add up to zero, that is the root of their mean square
 exceeds (m-1)/sqrt(m) for m of them that add up to zero with `std_ddof=1`, nor sqrt(m) otherwise.
 """
 
+import math
+
 import numpy as np
 import numpy.typing as npt
 
@@ -42,20 +44,14 @@ def compute_advantages(credit: BatchCredit, objective: ObjectiveConfig) -> Float
     for one in np.unique(sets_K):
         members = sets_K == one
         lost = objective.std_ddof if sums_to_zero(credit, members, objective) else 0
-        spread = _measure_spread(advantages_K[members], int(members.sum()) - lost)
+        freedom = int(members.sum()) - lost
+        squares = float((advantages_K[members] * advantages_K[members]).sum())
+        spread = math.sqrt(squares / freedom) if freedom else 0.0
         if spread < objective.min_reward_std:
             advantages_K[members] = 0.0
         elif objective.scale_rewards != "none":
             advantages_K[members] /= spread
     return advantages_K * credit.branch_weights_K
-
-
-def _measure_spread(differences: FloatArray, degrees_of_freedom: int) -> float:
-    return (
-        float(np.sqrt((differences * differences).sum() / degrees_of_freedom))
-        if degrees_of_freedom
-        else 0.0
-    )
 
 
 def sums_to_zero(credit: BatchCredit, members_K: BoolArray, objective: ObjectiveConfig) -> bool:

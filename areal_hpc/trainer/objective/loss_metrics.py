@@ -22,6 +22,7 @@ def build_loss_metrics(
     """What a batch's passes say of policy, weights and engine, over all ranks."""
     tokens, compared = max(1.0, sums["tokens"]), max(1.0, sums["compared"])
     largest = maxima["mismatch"]
+    squares = sums["applied_squared"] * sums["tokens"]
     return {
         "loss": sums["loss"] / tokens,
         "entropy/mean": sums["entropy"] / tokens,
@@ -29,7 +30,9 @@ def build_loss_metrics(
         "importance_weight/mean": sums["weight"] / tokens,
         "importance_weight/max": maxima["weight"],
         "importance_weight/out_of_bounds_fraction": sums["outside"] / tokens,
-        "importance_weight/effective_sample_fraction": compute_effective_sample_fraction(sums),
+        "importance_weight/effective_sample_fraction": (
+            sums["applied"] ** 2 / squares if squares else 0.0
+        ),
         "kl/behavior": sums["kl"] / tokens,
         "logprob/engine_trainer_max_abs_diff": largest,
         "logprob/engine_trainer_mean_abs_diff": sums["mismatch_abs"] / compared,
@@ -39,8 +42,3 @@ def build_loss_metrics(
         "logprob/engine_trainer_kl": sums["mismatch_kl"] / compared,
         "logprob/compared_tokens": int(sums["compared"]),
     }
-
-
-def compute_effective_sample_fraction(sums: Mapping[str, float]) -> float:
-    squares = sums["applied_squared"] * sums["tokens"]
-    return sums["applied"] ** 2 / squares if squares else 0.0

@@ -44,15 +44,12 @@ def measure_engine_mismatch(
     kl = (torch.expm1(log_ratio_N) - log_ratio_N).sum()
     sums = dict(zip(MISMATCH_SUM_NAMES, (counted_N.sum(), diff_N.sum(), kl), strict=True))
     largest = diff_N.max() if diff_N.numel() else diff_N.new_zeros(())
-    return EngineMismatch(sums, largest, _count_by_bin(diff_N, counted_N))
-
-
-def _count_by_bin(diff_N: torch.Tensor, counted_N: torch.Tensor) -> torch.Tensor:
     bin_places_N = (diff_N.clamp(min=10.0**MIN_EXPONENT).log10() - MIN_EXPONENT) * BINS_PER_DECADE
     # What is not a number has no place; the mean and the maximum tell of it.
     bins_N = bin_places_N.nan_to_num(BIN_COUNT - 1, BIN_COUNT - 1).long().clamp_(0, BIN_COUNT - 1)
     # Whole numbers: their sum does not depend on the order.
-    return diff_N.new_zeros(BIN_COUNT).index_add_(0, bins_N, counted_N)
+    histogram_B = diff_N.new_zeros(BIN_COUNT).index_add_(0, bins_N, counted_N)
+    return EngineMismatch(sums, largest, histogram_B)
 
 
 def estimate_abs_diff_percentile(

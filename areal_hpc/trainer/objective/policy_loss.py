@@ -76,7 +76,10 @@ def compute_policy_loss(
     ratio_N = log_ratio_N.exp()
     if custom is not None:
         inputs = LossInputs(logprobs_N, proximal_N, behavior_N, advantages_N, rows, config)
-        surrogate = _call_custom_loss(custom, inputs)
+        outputs = custom(inputs)
+        unclipped_N = torch.zeros_like(logprobs_N, dtype=torch.bool)
+        clipped_N = unclipped_N if outputs.clipped_N is None else outputs.clipped_N
+        surrogate = SurrogateObjective(outputs.terms_N, clipped_N)
     else:
         surrogate = compute_surrogate_objective(logprobs_N, ratio_N, advantages_N, config)
     terms_N = surrogate.terms_N * weight_N
@@ -106,14 +109,6 @@ def compute_policy_loss(
         clipped_N=surrogate.clipped_N,
         outside_N=correction.outside_N,
     )
-
-
-def _call_custom_loss(custom: CustomLoss, inputs: LossInputs) -> SurrogateObjective:
-    outputs = custom(inputs)
-    clipped_N = outputs.clipped_N
-    if clipped_N is None:
-        clipped_N = torch.zeros_like(inputs.logprobs_N) != 0
-    return SurrogateObjective(outputs.terms_N, clipped_N)
 
 
 def compute_surrogate_objective(

@@ -91,12 +91,8 @@ def compute_reply_earnings(
             divergences[row_index][first_token:end_token].sum(dtype=np.float64)
         )
 
-    rows_of: dict[tuple[int, int], list[int]] = {}
-    for place, row in enumerate(rows):
-        rows_of.setdefault((row.ticket_id, row.episode), []).append(place)
     numbers: list[tuple[int, int, _EarnedCredit]] = []
-    for (ticket, episode), places in sorted(rows_of.items()):
-        own = {place: rows[place] for place in places}
+    for (ticket, episode), own in _group_rows_by_episode(rows):
         numbers += [(ticket, episode, one) for one in _credit_episode(own, objective, measure)]
     spans: list[list[SpanWithCreditIndex]] = [[] for _ in rows]
     for number, (_, _, one) in enumerate(numbers):
@@ -122,12 +118,8 @@ def list_reply_rewards(
     `masks` says of each row which tokens are trained. With `credit=episode` an episode gets all of
     its rewards at the end of each of its branches.
     """
-    rows_of: dict[tuple[int, int], list[int]] = {}
-    for place, row in enumerate(rows):
-        rows_of.setdefault((row.ticket_id, row.episode), []).append(place)
     found: list[ReplyReward] = []
-    for (ticket, _), places in sorted(rows_of.items()):
-        own = {place: rows[place] for place in places}
+    for (ticket, _), own in _group_rows_by_episode(rows):
         for one in _list_episode_rewards(own, objective, len(found)):
             token_places_t = one.token_places_t[masks[one.row][one.token_places_t] != 0]
             costs_t = np.zeros(len(token_places_t))
@@ -137,6 +129,16 @@ def list_reply_rewards(
                 )
             found.append(replace(one, group=ticket, token_places_t=token_places_t, costs_t=costs_t))
     return found
+
+
+def _group_rows_by_episode(
+    rows: Sequence[TrajectoryRow],
+) -> list[tuple[tuple[int, int], dict[int, TrajectoryRow]]]:
+    """The rows of each ticket and episode, in order, by their places in the batch."""
+    rows_of: dict[tuple[int, int], dict[int, TrajectoryRow]] = {}
+    for place, row in enumerate(rows):
+        rows_of.setdefault((row.ticket_id, row.episode), {})[place] = row
+    return sorted(rows_of.items(), key=lambda item: item[0])
 
 
 def _list_episode_rewards(
@@ -162,25 +164,19 @@ def _list_episode_rewards(
         reward = own[name] or 0.0
         if name in trained:
             reward -= compute_overlong_penalty(call.reply_tokens, objective.overlong)
-        after = [order[one] for one in followers.get(name, ())]
-        is_rewarded = earned[name].total is not None
         found.append(
-            _build_reply_reward(row, begin, end, reward, after, weights.get(name, 1.0), is_rewarded)
+            ReplyReward(
+                group=0,
+                row=row,
+                token_places_t=np.arange(max(1, begin), max(1, end)),
+                reward=reward,
+                costs_t=np.zeros(0),
+                followers=[order[one] for one in followers.get(name, ())],
+                branch_weight=weights.get(name, 1.0),
+                is_reached_by_reward=earned[name].total is not None,
+            )
         )
     return found
-
-
-def _build_reply_reward(
-    row: int,
-    first_token: int,
-    end_token: int,
-    reward: float,
-    followers: list[int],
-    weight: float,
-    is_rewarded: bool,
-) -> ReplyReward:
-    token_places_t = np.arange(max(1, first_token), max(1, end_token))
-    return ReplyReward(0, row, token_places_t, reward, np.zeros(0), followers, weight, is_rewarded)
 
 
 def _credit_episode(

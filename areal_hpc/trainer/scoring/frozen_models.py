@@ -68,7 +68,9 @@ class FrozenModels:
         return BatchScores(
             start,
             self._score_frozen(self._reference, rows),
-            self._score_teacher(step, rows),
+            self._score_frozen(self._teacher, rows)
+            if self._served_teacher is None
+            else self._served_teacher.score(step, rows),
         )
 
     def build_metrics(self, sums: Mapping[str, float], scores: BatchScores) -> dict[str, float]:
@@ -98,11 +100,6 @@ class FrozenModels:
             self._served_teacher.close()
 
     def _find_reference(self, step: int) -> Path:
-        """The model directory of the reference at a step.
-
-        Raises:
-            RecipeError: It followed the policy, and its weights are not kept.
-        """
         kl = self._config.objective.kl
         taken = step - step % kl.update_every_steps if kl.update_every_steps else 0
         if kl.reference != "initial" or not taken:
@@ -123,11 +120,6 @@ class FrozenModels:
         return load_frozen_network(
             model_dir, config.parallel, dtype, self._device, key, config.head_dtype
         )
-
-    def _score_teacher(self, step: int, rows: Sequence[TrainingRow]) -> ScoresByRow | None:
-        if self._served_teacher is not None:
-            return self._served_teacher.score(step, rows)
-        return self._score_frozen(self._teacher, rows)
 
     def _score_frozen(
         self, frozen: FrozenNetwork | None, rows: Sequence[TrainingRow]

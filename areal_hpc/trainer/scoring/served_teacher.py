@@ -37,11 +37,7 @@ class _TeacherProgress(Struct, frozen=True):
 
 
 class ServedTeacher:
-    """A server's log-probabilities on every rank. All methods but `close` are collectives.
-
-    Raises:
-        StopRequestedError: `is_stop_requested` became true on a rank.
-    """
+    """A server's log-probabilities on every rank. All methods but `close` are collectives."""
 
     def __init__(
         self, config: TeacherConfig, model_dir: Path, is_stop_requested: Callable[[], bool]

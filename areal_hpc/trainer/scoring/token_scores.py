@@ -16,7 +16,6 @@ from areal_hpc.trainer.batch.packing import (
 from areal_hpc.trainer.model.policy import Network
 from areal_hpc.trainer.objective.loss_stats import LossStats
 from areal_hpc.trainer.step import (
-    LossFunction,
     MicroBatch,
     make_micro_batches_of_this_rank,
     run_forward_backward,
@@ -34,25 +33,14 @@ def compute_row_logprobs(
 
     Rows share passes as they do in training, so that the policy finds the same bits there.
     """
-
-    def run(batches: Sequence[MicroBatch], note: LossFunction) -> None:
-        run_forward_backward(network, batches, note, backward=False)
-
-    return _score_by_minibatch(network, rows, minibatch_count, max_tokens, run)
+    return _score_by_minibatch(network, rows, minibatch_count, max_tokens, run_forward_backward)
 
 
 def compute_row_values(
     critic: Network, rows: Sequence[TrainingRow], *, minibatch_count: int, max_tokens: int
 ) -> ScoresByRow:
     """A critic's values of the states before all trained tokens, likewise. A collective."""
-
-    def run(batches: Sequence[MicroBatch], note: LossFunction) -> None:
-        run_value_passes(critic, batches, note, backward=False)
-
-    return _score_by_minibatch(critic, rows, minibatch_count, max_tokens, run)
-
-
-RunPasses = Callable[[Sequence[MicroBatch], LossFunction], None]
+    return _score_by_minibatch(critic, rows, minibatch_count, max_tokens, run_value_passes)
 
 
 def _score_by_minibatch(
@@ -60,7 +48,7 @@ def _score_by_minibatch(
     rows: Sequence[TrainingRow],
     minibatch_count: int,
     max_tokens: int,
-    run: RunPasses,
+    run: Callable[..., LossStats],
 ) -> ScoresByRow:
     scores: ScoresByRow = [np.empty(0, np.float32)] * len(rows)
     for hand, part in enumerate(deal_rows_round_robin_into_minibatches(rows, minibatch_count)):
@@ -69,7 +57,7 @@ def _score_by_minibatch(
 
 
 def _score_minibatch(
-    network: Network, rows: Sequence[TrainingRow], max_tokens: int, run: RunPasses
+    network: Network, rows: Sequence[TrainingRow], max_tokens: int, run: Callable[..., LossStats]
 ) -> ScoresByRow:
     channels = [name for name in rows[0].channels if name == TEMPERATURE_CHANNEL]
     found: list[tuple[npt.NDArray[np.int64], torch.Tensor]] = []
@@ -79,7 +67,7 @@ def _score_minibatch(
         return scores_N.sum(), LossStats()
 
     batches = make_micro_batches_of_this_rank(network, rows, channels, max_tokens)
-    run(batches, note)
+    run(network, batches, note, backward=False)
     lengths = [len(row.input_ids_T) for row in rows]
     flat = torch.zeros(sum(lengths))
     # The other tensor-parallel ranks found the same.

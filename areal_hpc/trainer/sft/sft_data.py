@@ -102,12 +102,11 @@ class ConversationTokenizer:
                 )
         replies = [whole[len(prompt) :] for prompt, whole in zip(prompts, wholes, strict=True)]
         ids = self._tokenizer([*prompts, *replies], add_special_tokens=False)["input_ids"]
-        half = len(prompts)
-        return [self._build_row(ids[place], ids[half + place]) for place in range(half)]
-
-    def _build_row(self, prompt: list[int], reply: list[int]) -> TrainingRow:
-        if self._end in reply:
-            reply = reply[: len(reply) - reply[::-1].index(self._end)]
-        loss_mask = np.zeros(len(prompt) + len(reply), dtype=np.uint8)
-        loss_mask[len(prompt) :] = 1
-        return TrainingRow(np.array(prompt + reply, dtype=np.int32), loss_mask, {})
+        half, rows = len(prompts), []
+        for prompt, reply in zip(ids[:half], ids[half:], strict=True):
+            if self._end in reply:
+                reply = reply[: len(reply) - reply[::-1].index(self._end)]
+            loss_mask = np.zeros(len(prompt) + len(reply), dtype=np.uint8)
+            loss_mask[len(prompt) :] = 1
+            rows.append(TrainingRow(np.array(prompt + reply, dtype=np.int32), loss_mask, {}))
+        return rows

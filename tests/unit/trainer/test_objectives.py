@@ -136,7 +136,7 @@ def test_the_dual_clip_bounds_what_a_bad_token_can_do() -> None:
         ({"teacher": {"path": "/model"}}, "belong together"),
         ({"teacher": {"url": "http://node7:30000"}}, "set path or url with coef"),
         ({"teacher": {"coef": 1.0, "path": "/m", "url": "http://node7:1"}}, "both name a teacher"),
-        ({"teacher": {"coef": 1.0, "path": "/m", "retry_s": 5.0}}, "no server is called, got retr"),
+        ({"teacher": {"coef": 1.0, "path": "/m", "api_key_file": "/k"}}, "no server is called"),
         ({"teacher": {"coef": 1.0, "url": "http://me:secret@node7"}}, "should match pattern"),
         ({"teacher": {"coef": 1.0, "url": "http://node7:30000/v1"}}, "should match pattern"),
         ({"kl": {"reference": "/model"}}, "set coef"),

@@ -9,7 +9,7 @@ import pytest
 
 from areal_hpc.errors import ShardError
 from areal_hpc.rundir.checkpoint_index import DIGEST_BLOCK_BYTES, DIGEST_BYTES
-from areal_hpc.trainer.checkpoints.rank_file import RankFileReader
+from areal_hpc.trainer.checkpoints.stored_tensors import RankFileReader
 from areal_hpc.trainer.checkpoints.writer_process import write_rank_file
 from tests.support.counted_reads import counted_reads
 
