@@ -34,7 +34,7 @@ class LedgerJobConfig(ProcessConfig):
     ROLE = "train"
 
     batch_size: Annotated[int, Field(ge=1)]
-    """Tickets per batch."""
+    """In tickets."""
     episodes_per_ticket: Annotated[int, Field(ge=1)]
     """Episodes started for a training ticket."""
     max_head_offpolicyness: Annotated[int, Field(ge=0)]
@@ -50,12 +50,10 @@ class LedgerJobConfig(ProcessConfig):
     task_sources: tuple[TaskSource, ...] = ()
     """Its parts in the order of lines, if there are several."""
     evaluation_sets: dict[str, LedgerEvaluationSet] = Field(default_factory=dict)
-    """Sets of held-out tasks."""
     evaluates: dict[str, int] = Field(default_factory=dict)
     """Sets to evaluate on the weights that replicas load, with their tasks, and then to end the
     run; empty: a trainer asks for evaluations."""
     total_steps: Annotated[int, Field(ge=1)]
-    """Batches of the run."""
     cell_timeout_s: Annotated[float, Field(gt=0)] = 30.0
     """A cell silent for longer has lost its tickets."""
     curriculum: str = ""

@@ -1,13 +1,18 @@
-"""One evaluation: the tickets of its sets and their rewards. Pure: time is passed in."""
+"""One evaluation: the tickets of its sets, their rewards, and the results of whole sets."""
 
 import statistics
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from areal_hpc.evaluation.ticket_numbers import get_ticket_id_in_evaluation
+from areal_hpc.evaluation.set_metrics import SetSamples, build_metric_row, estimate_metrics
+from areal_hpc.evaluation.ticket_numbers import VALIDATION_SET_NAME, get_ticket_id_in_evaluation
+from areal_hpc.ledger.config import LedgerEvaluationSet
 from areal_hpc.ledger.leases import Lease, LeaseTable
-from areal_hpc.rundir.manifests import EvaluatedTicket, EvaluationResult
+from areal_hpc.metrics.step_metrics import VALIDATION_REWARD_METRIC
+from areal_hpc.rundir import manifests
+from areal_hpc.rundir.manifests import EvaluatedTicket, EvaluationResult, LedgerState
+from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.wire.ledger import TicketRef
 
 ATTEMPT_NUMBERS_PER_GENERATION = 1_000_000
@@ -35,6 +40,7 @@ class EvaluationState:
     """Tasks of evaluation sets, played on the weights of one step: a ticket for each task.
 
     A ticket is pending, leased or done. Results are taken from any attempt of the generation, once.
+    Pure: time is passed in.
     """
 
     def __init__(
@@ -122,13 +128,11 @@ class EvaluationState:
         self._answers[ref.ticket_id] = list(answers)
         return True
 
-    def restore_rewards(self, tickets: Sequence[EvaluatedTicket]) -> None:
+    def restore_rewards(self, ticket: EvaluatedTicket) -> None:
         """Take what was done before the ledger was restarted, of the same weights."""
-        for one in tickets:
-            attempt = self.generation * ATTEMPT_NUMBERS_PER_GENERATION
-            self.record_rewards(
-                TicketRef(one.ticket_id, attempt, self.step), one.rewards, one.answers
-            )
+        attempt = self.generation * ATTEMPT_NUMBERS_PER_GENERATION
+        ref = TicketRef(ticket.ticket_id, attempt, self.step)
+        self.record_rewards(ref, ticket.rewards, ticket.answers)
 
     def score_failed_task_zero(self, ref: TicketRef, reason: str) -> None:
         part = self._part_by_ticket.get(ref.ticket_id)
@@ -169,3 +173,35 @@ class EvaluationState:
     def _make_leases_pending_again(self, leases: Sequence[tuple[int, Lease]]) -> None:
         for ticket_id, lease in leases:
             self._pending[ticket_id] = lease.newest_attempt + 1
+
+
+EvaluationResults = dict[str, EvaluationResult]
+"""By the names of sets."""
+
+
+def read_current_results(
+    paths: RunPaths, state: LedgerState, step: int, n_tasks_by_set: Mapping[str, int]
+) -> EvaluationResults:
+    """The results of these sets for weights that the run still has; sets without one are absent."""
+    found = {}
+    for name, n_tasks in n_tasks_by_set.items():
+        result = manifests.read_evaluation(paths, step, name)
+        if result is None or result.n_tasks != n_tasks:
+            continue
+        if state.has_run_kept_evaluated_weights(step, result.generation):
+            found[name] = result
+    return found
+
+
+def compute_result_metrics(
+    results: Mapping[str, EvaluationResult], sets: Mapping[str, LedgerEvaluationSet]
+) -> dict[str, float]:
+    """What the row of an evaluated step says of its sets."""
+    row: dict[str, float] = {}
+    for name, result in results.items():
+        if name == VALIDATION_SET_NAME:
+            row[VALIDATION_REWARD_METRIC] = result.mean_reward
+        samples = SetSamples(result.list_sample_rewards(), result.answers)
+        estimates = estimate_metrics(samples, sets[name].metrics, sets[name].pass_reward)
+        row |= build_metric_row(name, estimates)
+    return row

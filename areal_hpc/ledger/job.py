@@ -4,34 +4,40 @@ import asyncio
 import logging
 import socket
 import sys
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import uvloop
 
-from areal_hpc.errors import ClusterError
+from areal_hpc.errors import AgentError, ClusterError
+from areal_hpc.evaluation.ticket_numbers import STEP_OF_LOADED_WEIGHTS
 from areal_hpc.jobs.node.topology import get_advertised_host
 from areal_hpc.jobs.processes.signals import StopRequest
 from areal_hpc.jobs.requeue import release_jobs_held_while_idle
 from areal_hpc.ledger.batch_formation import read_sealed_tickets
 from areal_hpc.ledger.config import LedgerJobConfig
-from areal_hpc.ledger.evaluation_without_trainer import evaluate_and_finish
 from areal_hpc.ledger.http_app import LedgerApp
+from areal_hpc.ledger.long_poll import LongPoll
 from areal_hpc.ledger.service import LedgerService
 from areal_hpc.ledger.tasks.curriculum import RECIPE_KEY, Curriculum
 from areal_hpc.ledger.tasks.task_stream import TaskSource, TaskStream
 from areal_hpc.recipe.user_functions import load_user_function
 from areal_hpc.rundir import rendezvous
+from areal_hpc.rundir.atomic import fsync_path
+from areal_hpc.rundir.generations import claim_next_number, read_newest_number
 from areal_hpc.rundir.manifests import read_drops
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.process_metrics import build_samples, register_sample_reader
 from areal_hpc.rundir.telemetry.spans import record_state_entry
 from areal_hpc.wire.asgi import ServiceServer
 from areal_hpc.wire.awake_clock import AwakeClock
+from areal_hpc.wire.ledger import EvaluateRequest, FinishRunRequest, OpenTrainerGenerationRequest
 from areal_hpc.wire.service_key import make_server_tls
 
 log = logging.getLogger(__name__)
 
 STOP_POLL_S = 0.1
+EVALUATION_POLL_S = 5.0
 EXPIRY_CHECKS_PER_TIMEOUT = 30
 HELD_JOB_RELEASE_PERIOD_S = 20.0
 """Cells that are held look for a ledger no more: it looks for them."""
@@ -46,14 +52,7 @@ def run(config: dict[str, Any]) -> None:
 
 
 async def serve_ledger_until_stopped(config: LedgerJobConfig, stop: StopRequest) -> None:
-    """Rebuild, listen, publish the address, expire leases; return soon after `stop` is requested.
-
-    Raises:
-        ClusterError: The run directory cannot be written, or its manifests have a gap.
-        ShardError: A file of the ledger is damaged.
-        RecipeError: The curriculum cannot be imported.
-        AgentError: There is no trainer to tell, and the agent fails alike in the first tasks.
-    """
+    """Rebuild, listen, publish the address, expire leases, until `stop` is requested."""
     paths = RunPaths(config.run_dir)
     clock = AwakeClock()  # while storage hangs, or the node is frozen, no cell can be heard
     try:
@@ -138,3 +137,44 @@ def load_curriculum_and_replay_rewards(config: LedgerJobConfig, paths: RunPaths)
     for drop in read_drops(paths):
         curriculum.record_rewards(drop.ref.ticket_id, drop.rewards)
     return curriculum
+
+
+async def evaluate_and_finish(
+    service: LedgerService,
+    paths: RunPaths,
+    n_tasks_by_set: Mapping[str, int],
+    clock: Callable[[], float],
+) -> None:
+    """Have the sets played on the weights that replicas load, then tell every cell to go.
+
+    All starts of the ledger are of one generation, as the weights never change: what an earlier
+    start was told of counts. `clock` is that of the service.
+    """
+    generations = paths.generations_dir
+    generation = read_newest_number(generations) or claim_next_number(generations)
+    patience = LongPoll(_receive_nothing_forever, clock, asyncio.get_running_loop().create_future())
+    try:
+        opened = OpenTrainerGenerationRequest(
+            generation, STEP_OF_LOADED_WEIGHTS, STEP_OF_LOADED_WEIGHTS
+        )
+        await service.open_generation(opened, patience)
+        request = EvaluateRequest(
+            generation, STEP_OF_LOADED_WEIGHTS, dict(n_tasks_by_set), EVALUATION_POLL_S
+        )
+        reply = await service.get_or_start_evaluation(request, patience)
+        log.info("%d of %d tasks were done before", reply.done, reply.total)
+        while reply.metrics is None and not reply.trouble:
+            reply = await service.get_or_start_evaluation(request, patience)
+        if reply.trouble:
+            raise AgentError(reply.trouble, hint="fix it, and run the same command again")
+        paths.finished_marker.touch()
+        fsync_path(paths.finished_marker)
+        fsync_path(paths.root)
+        await service.finish_run_and_release_cells(FinishRunRequest(generation), patience)
+    finally:
+        patience.stop_disconnect_watch()
+
+
+async def _receive_nothing_forever() -> Any:
+    """What an HTTP caller would send, if there were one."""
+    return await asyncio.get_running_loop().create_future()

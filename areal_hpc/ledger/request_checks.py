@@ -1,4 +1,4 @@
-"""Validation of ledger requests: each function raises `LedgerRequestError`, 400 or 409."""
+"""Checks of requests to the ledger: each raises `LedgerRequestError`, 400 or 409."""
 
 from collections.abc import Mapping
 
@@ -7,7 +7,6 @@ from areal_hpc.wire.ledger import SealedTicket
 
 
 def require_current_generation(generation: int, current_generation: int) -> None:
-    """Demand that a request comes from the trainer that opened the current generation."""
     if generation != current_generation:
         raise LedgerRequestError(
             409,
@@ -20,7 +19,6 @@ def require_current_generation(generation: int, current_generation: int) -> None
 
 
 def require_newest_generation(generation: int, newest_generation: int) -> None:
-    """Demand that no newer trainer has started."""
     if generation < newest_generation:
         raise LedgerRequestError(
             409,
@@ -30,7 +28,6 @@ def require_newest_generation(generation: int, newest_generation: int) -> None:
 
 
 def require_claimed_generation(generation: int, newest_generation: int) -> None:
-    """Demand that a trainer has taken the generation: none that starts later could replace it."""
     if not 1 <= generation <= newest_generation:
         raise LedgerRequestError(
             400,
@@ -40,7 +37,6 @@ def require_claimed_generation(generation: int, newest_generation: int) -> None:
 
 
 def require_newest_job_start(cell: str, job_start: int, newest_start: int) -> None:
-    """Demand that Slurm has not started the cell's job again on other nodes."""
     if job_start < newest_start:
         raise LedgerRequestError(
             409,
@@ -50,7 +46,6 @@ def require_newest_job_start(cell: str, job_start: int, newest_start: int) -> No
 
 
 def require_valid_settle(ticket: SealedTicket) -> None:
-    """Demand that a settled ticket is one of training with a reward for every row."""
     if len(ticket.rows) != len(ticket.rewards):
         raise LedgerRequestError(
             400,
@@ -67,7 +62,6 @@ def require_valid_settle(ticket: SealedTicket) -> None:
 
 
 def require_no_index_fault(ticket: SealedTicket, fault: str) -> None:
-    """Demand that the index confirms a ticket: its rows would be trained on."""
     if fault:
         raise LedgerRequestError(
             409,
@@ -77,7 +71,6 @@ def require_no_index_fault(ticket: SealedTicket, fault: str) -> None:
 
 
 def require_formed_step(step: int, formed_steps: int) -> None:
-    """Demand that weights of `step` can exist: its batch was handed out."""
     if not 0 <= step <= formed_steps:
         raise LedgerRequestError(
             400,
@@ -87,7 +80,6 @@ def require_formed_step(step: int, formed_steps: int) -> None:
 
 
 def require_next_step(step: int, formed_steps: int, total_steps: int) -> None:
-    """Demand that `step` is the one whose batch forms next, and one of the run."""
     if step != formed_steps + 1 or step > total_steps:
         raise LedgerRequestError(
             400,
@@ -99,7 +91,6 @@ def require_next_step(step: int, formed_steps: int, total_steps: int) -> None:
 def require_enough_tasks(
     requested_tasks_by_set: Mapping[str, int], tasks_by_set: Mapping[str, int]
 ) -> None:
-    """Demand that some tasks of known sets shall be evaluated, and no more than there are."""
     if not requested_tasks_by_set:
         raise LedgerRequestError(400, "cannot evaluate no set", hint="name one in `sets`")
     for name, n_tasks in requested_tasks_by_set.items():

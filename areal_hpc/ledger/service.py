@@ -6,7 +6,7 @@ be durable is written before it is answered, by blocking writes: a few per train
 
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -17,9 +17,9 @@ from areal_hpc.ledger import batch_formation, request_checks
 from areal_hpc.ledger.admission import TicketPolicy
 from areal_hpc.ledger.config import LedgerEvaluationSet
 from areal_hpc.ledger.drop_stats import FirstTicketsCheck
-from areal_hpc.ledger.evaluation import EvaluationSetPart, EvaluationState
-from areal_hpc.ledger.evaluation_results import (
-    EvaluationResults,
+from areal_hpc.ledger.evaluation import (
+    EvaluationSetPart,
+    EvaluationState,
     compute_result_metrics,
     read_current_results,
 )
@@ -221,7 +221,15 @@ class LedgerService:
         while True:
             self._require_generation_and_schedule_grants(request.generation)
             manifest = self._get_or_form_manifest(request)
-            trouble = "" if manifest else self._find_batch_problem()
+            trouble = (
+                ""
+                if manifest
+                else (
+                    self._first_tickets.find_problem()
+                    or self._stream.trouble
+                    or self._tickets.drop_stats.find_problem()
+                )
+            )
             if manifest is None and not trouble:
                 self._batch_wanted_until_s = until_s + TRAINER_POLL_SLACK_S
                 if self._is_sealing_urgent():
@@ -300,13 +308,6 @@ class LedgerService:
 
     # Inside ----------------------------------------------------------------------------------
 
-    def _find_batch_problem(self) -> str:
-        return (
-            self._first_tickets.find_problem()
-            or self._stream.trouble
-            or self._tickets.drop_stats.find_problem()
-        )
-
     def _apply_heartbeat(self, request: wire.LeaseRequest) -> None:
         now_s = self._clock()
         self._cells.record(request, now_s)
@@ -371,7 +372,7 @@ class LedgerService:
         """
         evaluation, asked = self._evaluation, (step, n_tasks_by_set)
         if evaluation is None or self._evaluated != asked:
-            results = self._read_results(step, n_tasks_by_set)
+            results = read_current_results(self._paths, self._state, step, n_tasks_by_set)
             self._evaluated = asked
             self._evaluation = evaluation = self._build_evaluation_state(
                 step, {name: n for name, n in n_tasks_by_set.items() if name not in results}
@@ -384,8 +385,11 @@ class LedgerService:
         if evaluation.n_tasks_left:
             return total - evaluation.n_tasks_left, None
         self._evaluation = None
-        self._remove_evaluated_tickets_from_disk(step, n_tasks_by_set)
-        results = self._read_results(step, n_tasks_by_set)
+        done = {self._evaluation_sets[name].number for name in n_tasks_by_set}
+        tickets = manifests.read_evaluated_tickets(self._paths, step)
+        left = [one for one in tickets if split_ticket_id(one.ticket_id)[0] not in done]
+        manifests.replace_evaluated_tickets(self._paths, step, left)
+        results = read_current_results(self._paths, self._state, step, n_tasks_by_set)
         return total, compute_result_metrics(results, self._evaluation_sets)
 
     def _append_evaluated_ticket_to_disk(
@@ -403,15 +407,6 @@ class LedgerService:
         except OSError as error:
             log.warning("the rewards of %s are in memory only: %s", request.ref, error)
 
-    def _remove_evaluated_tickets_from_disk(self, step: int, set_names: Collection[str]) -> None:
-        done = {self._evaluation_sets[name].number for name in set_names}
-        tickets = manifests.read_evaluated_tickets(self._paths, step)
-        left = [one for one in tickets if split_ticket_id(one.ticket_id)[0] not in done]
-        manifests.replace_evaluated_tickets(self._paths, step, left)
-
-    def _read_results(self, step: int, n_tasks_by_set: Mapping[str, int]) -> EvaluationResults:
-        return read_current_results(self._paths, self._state, step, n_tasks_by_set)
-
     def _build_evaluation_state(
         self, step: int, n_tasks_by_set: Mapping[str, int]
     ) -> EvaluationState:
@@ -426,19 +421,14 @@ class LedgerService:
             generation=self._state.generation,
             first_attempt=self._tickets.first_attempt,
         )
-        evaluation.restore_rewards(
-            [
-                one
-                for one in manifests.read_evaluated_tickets(self._paths, step)
-                if self._state.has_run_kept_evaluated_weights(step, one.generation)
-            ]
-        )
+        for one in manifests.read_evaluated_tickets(self._paths, step):
+            if self._state.has_run_kept_evaluated_weights(step, one.generation):
+                evaluation.restore_rewards(one)
         return evaluation
 
     def _save_and_apply_state(self, state: LedgerState) -> None:
-        self._check_newest_generation_on_disk(
-            state.generation
-        )  # the newest trainer may have another ledger
+        # The newest trainer may have another ledger.
+        self._check_newest_generation_on_disk(state.generation)
         request_checks.require_formed_step(state.version_step, self._tickets.n_formed_batches)
         if state != self._state:
             manifests.write_ledger_state(self._paths, state)

@@ -57,12 +57,7 @@ class Curriculum:
         self._noted: set[int] = set()
 
     def get_or_draw_task(self, ticket_id: int) -> int:
-        """The task of a ticket.
-
-        Raises:
-            AgentError: The user's function failed, now or before: `trouble` is set.
-            OSError: The task could not be written down: ask again.
-        """
+        """The task of a ticket; an AgentError once the user's function failed: see `trouble`."""
         if ticket_id not in self._tasks:
             if self.trouble:
                 raise AgentError(self.trouble)
