@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.benchmark_figures import check_benchmark_figures
-from tests.support.commands import run_program, said_by
+from tests.support.commands import areal_hpc, run_program, said_by
 from tests.support.environments import CHECKOUT
 
 
@@ -48,6 +47,19 @@ def test_the_telemetry_benchmark_ends_with_its_figures(tmp_path: Path) -> None:
     ("name", "few", "keys"),
     [
         (
+            "shards",
+            ("--pairs", "1", "--trajectories", "8"),
+            [
+                *("seal_over_raw", "read_over_raw"),
+                *("group_layout_cpu_over_ours_write", "group_layout_cpu_over_ours_read"),
+            ],
+        ),
+        (
+            "weights",
+            ("--gib", "0.01", "--bucket-mib", "1", "--pairs", "1", "--updates", "0"),
+            ["broadcast_over_bare"],
+        ),
+        (
             "packing",
             ("--pairs", "1", "--trajectories", "8"),
             [
@@ -76,4 +88,12 @@ def test_the_telemetry_benchmark_ends_with_its_figures(tmp_path: Path) -> None:
 def test_the_benchmark_ends_with_its_figures(
     name: str, few: tuple[str, ...], keys: list[str], tmp_path: Path
 ) -> None:
-    check_benchmark_figures(name, few, keys, tmp_path)
+    """Run `areal-hpc bench`; the last line it prints is one JSON object of what it writes."""
+    out = tmp_path / "results.json"
+    said = said_by(areal_hpc("bench", name, *few, "--out", out))
+    figures = json.loads(said.splitlines()[-1])
+    assert figures.keys() >= {*keys}
+    assert all(isinstance(value, float) for value in figures.values())
+    # Latencies that are added are differences of measured ones.
+    assert all(value >= 0 for key, value in figures.items() if not key.startswith("added_"))
+    assert json.loads(out.read_text()).items() >= figures.items()

@@ -8,6 +8,7 @@ import pytest
 from tests.support.made_up_gpus import (
     RECORDER,
     check_servers_get_gpus_of_their_own,
+    list_recipes_of_one_node,
     recipe_of,
     start_stage,
 )
@@ -49,8 +50,8 @@ def test_each_process_sees_its_own_gpus_of_those_that_the_launcher_sees(
 
 
 @pytest.mark.thorough
-def test_a_recipe_of_one_node_starts_its_servers_on_gpus_of_their_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", list_recipes_of_one_node())
+def test_each_recipe_of_one_node_starts_its_servers_on_gpus_of_their_own(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other recipes: `tests/acceptance/test_recipes_on_gpus.py`."""
-    check_servers_get_gpus_of_their_own("gpu8_gsm8k_qwen3_0.6b", tmp_path, monkeypatch)
+    check_servers_get_gpus_of_their_own(name, tmp_path, monkeypatch)
