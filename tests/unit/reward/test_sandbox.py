@@ -14,7 +14,7 @@ from areal_hpc.errors import ClusterError, RecipeError, SandboxStartError
 from areal_hpc.recipe.sections.reward import ISOLATION_VARIABLE
 from areal_hpc.reward.code import passes_tests
 from areal_hpc.reward.judging.answer_main import MAX_ITERATED_ITEMS
-from areal_hpc.sandbox import process
+from areal_hpc.sandbox import bubblewrap_command_line, process
 from areal_hpc.sandbox.bubblewrap_command_line import (
     find_bubblewrap,
     make_bwrap_public,
@@ -314,7 +314,7 @@ def failing_for(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]
             ending = f"echo bwrap: {said} >&2; exit 1"
             script = f'case "$*" in *{program}*) {ending};; esac\nexec {real} "$@"'
             path = write_program(Path(name, "bwrap"), script)
-            monkeypatch.setattr(process, "find_bubblewrap", lambda: path)
+            monkeypatch.setattr(bubblewrap_command_line, "find_bubblewrap", lambda: path)
 
         yield fail
 
@@ -336,8 +336,8 @@ def test_a_program_that_the_system_cannot_start_is_the_clusters_fault(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     missing = Path("/usr/bin/no-such-bwrap")
-    monkeypatch.setattr(process, "find_bubblewrap", lambda: missing)
-    monkeypatch.setattr(process, "make_bwrap_public", lambda path: path)
+    monkeypatch.setattr(bubblewrap_command_line, "find_bubblewrap", lambda: missing)
+    monkeypatch.setattr(bubblewrap_command_line, "make_bwrap_public", lambda path: path)
     before = count_open_descriptors()
     with pytest.raises(ClusterError, match="could not be started"):
         run_program("", isolation="bwrap")
