@@ -149,7 +149,10 @@ def _unpack(archive: Path, image: OciImage | None, folder: Path) -> None:
             _unpack_tar(archive, folder)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise _build_space_error(archive, folder, str(error)) from error
+            raise ClusterError(
+                f"{archive} cannot be unpacked into {folder.parent}: {error}",
+                hint="free some space there, or set TMPDIR on the nodes",
+            ) from error
         raise ClusterError(f"{archive} cannot be unpacked into {folder.parent}: {error}") from error
 
 
@@ -198,13 +201,6 @@ def _open_tar(archive: Path) -> Iterator[Any]:
                 raise ValueError(f"zstd ended with exit code {program.returncode}")
         finally:
             program.kill()
-
-
-def _build_space_error(archive: Path, folder: Path, reason: str) -> ClusterError:
-    return ClusterError(
-        f"{archive} cannot be unpacked into {folder.parent}: {reason[-300:]}",
-        hint="free some space there, or set TMPDIR on the nodes",
-    )
 
 
 def _hand_over_tree(folder: Path, owner: int | None) -> None:
