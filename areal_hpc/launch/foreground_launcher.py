@@ -70,13 +70,11 @@ def run(
         print_line=reporter.print_line,
         fresh=fresh,
         sys_path=sys_path,
-        known_problems=[
-            *(
-                this_machine.find_machine_shortages(recipe)
-                if allocation is None
-                else held_allocation.find_allocation_shortages(recipe, allocation)
-            ),
-        ],
+        known_problems=(
+            this_machine.find_machine_shortages(recipe)
+            if allocation is None
+            else held_allocation.find_allocation_shortages(recipe, allocation)
+        ),
     ) as ready:
         events = EventLog(ready.paths.events, LAUNCHER_ROLE)
         end_reason = ""
@@ -180,20 +178,14 @@ class ForegroundLauncher:
             self._reporter.print_line(line)
         try:
             for spec in stage.jobs:
-                handle = self._submit_job(spec)
-                self._jobs.append(
-                    _JobInProgress(
-                        spec, handle, self._read_progress_step_or_bytes(stage), time.monotonic()
-                    )
-                )
+                handle, reached = self._submit_job(spec), self._read_progress_step_or_bytes(stage)
+                self._jobs.append(_JobInProgress(spec, handle, reached, time.monotonic()))
             self._wait_for_jobs_and_resubmit_failed(stage)
         finally:
-            stop_jobs([job.handle for job in self._jobs], self._decide_stop_grace_s(stage))
-
-    def _decide_stop_grace_s(self, stage: JobStage) -> float:
-        grace_s = self._recipe.cluster.stop_grace_s + STOP_MARGIN_S
-        jobs = (self._paths.job(one.name) for one in stage.jobs)
-        return grace_s + max(map(read_checkpoint_duration_s, jobs))
+            jobs = (self._paths.job(one.name) for one in stage.jobs)
+            grace_s = self._recipe.cluster.stop_grace_s + STOP_MARGIN_S
+            grace_s += max(map(read_checkpoint_duration_s, jobs))
+            stop_jobs([job.handle for job in self._jobs], grace_s)
 
     def _submit_job(self, spec: JobSpec) -> RunningJobHandle:
         handle = self._place.submit_job(spec)
@@ -255,11 +247,8 @@ class ForegroundLauncher:
             self._jobs.remove(job)
         else:
             self._reporter.print_line(f"{what}; this job is started again")
-            job.handle, job.progress_at_submission, job.submitted_at = (
-                self._submit_job(job.spec),
-                reached,
-                now,
-            )
+            job.handle = self._submit_job(job.spec)
+            job.progress_at_submission, job.submitted_at = reached, now
 
     def _find_job_failure(self, job: _JobInProgress) -> JobFailedError | None:
         handle = job.handle

@@ -69,12 +69,7 @@ class ReplayStart:
 
 
 class RecordedStepsReplay:
-    """Steps of a recorded run, to be trained again in `output_run`, which may be an earlier try.
-
-    Raises:
-        RecipeError: A step is not recorded, or an override contradicts what is.
-        ShardError: A manifest or shard is missing or damaged; all of them at once.
-    """
+    """Steps of a recorded run, to be trained again in `output_run`, which may be an earlier try."""
 
     def __init__(
         self,

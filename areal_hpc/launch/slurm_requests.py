@@ -5,10 +5,7 @@ from pathlib import Path
 
 import msgspec
 
-from areal_hpc.errors import (
-    Problem,
-    RecipeError,
-)
+from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.jobs.caretaker import CaretakerConfig
 from areal_hpc.jobs.environment import build_role_variables, get_interpreters
 from areal_hpc.launch.plan import MAX_CONSECUTIVE_SERVICE_RESTARTS, JobStage, plan_run
@@ -105,6 +102,7 @@ def build_slurm_launch_file(
     """Launch facts for the supervisors of a job under Slurm."""
     cluster, paths = recipe.cluster, prepared_run.paths
     network = cluster.slurm.network
+    before = prepared_run.remaining_stages[: prepared_run.remaining_stages.index(stage)]
     return LaunchFile(
         job=_add_caretaker(spec, stage, paths),
         job_dir=str(paths.job(spec.name).root),
@@ -126,14 +124,9 @@ def build_slurm_launch_file(
             interface=network.interface,
             progress=str(stage.progress or paths.metrics),
             done_marker=str(stage.done_marker),
-            prerequisite=_get_prerequisite_marker_path(stage, prepared_run),
+            prerequisite=str(before[-1].done_marker) if before else "",
         ),
     )
-
-
-def _get_prerequisite_marker_path(stage: JobStage, prepared_run: PreparedRun) -> str:
-    before = prepared_run.remaining_stages[: prepared_run.remaining_stages.index(stage)]
-    return str(before[-1].done_marker) if before else ""
 
 
 def _add_caretaker(spec: JobSpec, stage: JobStage, paths: RunPaths) -> JobSpec:

@@ -161,7 +161,7 @@ def _build_step_command(
 
 
 class HeldAllocation:
-    """Starts jobs as steps, beats for them, and watches the end of the allocation."""
+    """Runs jobs as `srun` steps of an allocation, writes their heartbeats, stops before its end."""
 
     def __init__(self, recipe: Recipe, prepared_run: PreparedRun, allocation: Allocation) -> None:
         self._recipe = recipe
@@ -198,12 +198,9 @@ class HeldAllocation:
             with contextlib.suppress(OSError):  # the storage is away, for the steps as well
                 self._write_heartbeat_note()
             if self._beat % HEARTBEATS_PER_END_CHECK == 0:
-                self._refresh_end_and_preemption()
-
-    def _refresh_end_and_preemption(self) -> None:
-        with contextlib.suppress(ClusterError):  # what was known before holds
-            facts = scontrol.query_job(self._allocation.job_id)
-            self._ends_at, self._is_preempted = facts.ends_at, facts.is_preempted
+                with contextlib.suppress(ClusterError):  # what was known before holds
+                    facts = scontrol.query_job(self._allocation.job_id)
+                    self._ends_at, self._is_preempted = facts.ends_at, facts.is_preempted
 
     def _write_heartbeat_note(self) -> None:
         self._beat += 1
@@ -248,11 +245,7 @@ class HeldAllocation:
         return SrunStepJob(launch, job_id, step_name, command)
 
     def raise_if_time_is_up(self) -> None:
-        """Stop while there is time for a save before the allocation ends.
-
-        Raises:
-            AllocationEndError: There is just enough, or somebody else gets the nodes.
-        """
+        """Raise an AllocationEndError while there is just time for a save before the end."""
         if self._is_preempted:
             raise AllocationEndError(
                 f"allocation {self._allocation.job_id} is preempted", hint=NEW_ALLOCATION_HINT
@@ -269,11 +262,7 @@ class HeldAllocation:
             )
 
     def raise_if_place_is_lost(self) -> None:
-        """See whether the allocation is still there: `scancel` and preemption end its steps first.
-
-        Raises:
-            AllocationEndError: It is not.
-        """
+        """Raise an AllocationEndError if the allocation is over: its steps end before it does."""
         try:
             facts = scontrol.query_job(self._allocation.job_id)
         except SlurmTimeoutError:

@@ -16,28 +16,16 @@ class JobPlace(Protocol):
     """Where the jobs of a foreground launcher run."""
 
     def assign_stage_jobs_and_describe(self, stage: JobStage) -> Iterable[str]:
-        """Decide what each job gets; the lines that say so.
-
-        Raises:
-            RecipeError: There is too little.
-        """
+        """Decide what each job gets; the lines that say so."""
 
     def submit_job(self, spec: JobSpec) -> RunningJobHandle:
         """Start a job of the stage."""
 
     def raise_if_time_is_up(self) -> None:
-        """Look, as often as jobs are looked at, whether they may go on here.
-
-        Raises:
-            ClusterError: They may not.
-        """
+        """Called as often as jobs are looked at: may they go on here?"""
 
     def raise_if_place_is_lost(self) -> None:
-        """Look whether the place itself is at fault for the end of a job.
-
-        Raises:
-            ClusterError: It is.
-        """
+        """Called when a job has failed: is the place itself at fault?"""
 
 
 def build_foreground_launch_file(

@@ -40,7 +40,6 @@ class ThisMachine:
         self._gpus: GpuAssignment = {}
 
     def assign_stage_jobs_and_describe(self, stage: JobStage) -> Iterable[str]:
-        """Give every task GPUs of its own."""
         usable = find_usable_gpus(self._recipe, os.environ)
         self._gpus = assign_gpus(stage, usable, self._recipe)
         if self._recipe.trainer.device == "auto" and not usable.ids:
@@ -48,7 +47,6 @@ class ThisMachine:
         return [f"GPUs     {line}" for line in format_assignment(self._gpus)]
 
     def submit_job(self, spec: JobSpec) -> RunningJobHandle:
-        """Start a job of the stage."""
         launch = msgspec.structs.replace(
             build_foreground_launch_file(spec, self._recipe, self._prepared_run),
             launcher_lock=str(self._prepared_run.paths.lock),
@@ -57,7 +55,7 @@ class ThisMachine:
         return submit_local(launch, run_task)
 
     def raise_if_time_is_up(self) -> None:
-        """There is no end of it."""
+        """There is no time limit."""
 
     def raise_if_place_is_lost(self) -> None:
         """Nothing to raise: this process runs on the same machine."""

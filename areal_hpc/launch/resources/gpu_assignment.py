@@ -4,7 +4,7 @@ Under Slurm this is Slurm's to do.
 """
 
 from collections.abc import Iterator, Mapping
-from itertools import islice, product
+from itertools import islice
 
 from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.jobs.node.gpus import (
@@ -84,7 +84,7 @@ def _describe_shortage(
     if stage.others and recipe.evaluation.separate_cell:
         keys.append("evaluation.separate_cell")
     shown, least = len(visible_gpus.ids), len({job.is_task_a_node for job in stage.jobs})
-    lower = _suggest_fitting_shape(recipe, shown, with_cells=bool(stage.others))
+    lower = "lower trainer.parallel.dp" + (" or these keys of inference" if stage.others else "")
     cannot = (
         f"at least {least} are needed: trainer ranks and SGLang share none; use trainer.device=cpu "
         "inference.device=cpu, or nodes with GPUs by areal-hpc submit"
@@ -94,49 +94,5 @@ def _describe_shortage(
         f"({', '.join(needs)}), "
         f"this machine shows {shown} ({visible_gpus.source})",
         ", ".join(keys),
-        lower if shown >= least else cannot,
+        f"{lower}, or use several nodes with areal-hpc submit" if shown >= least else cannot,
     )
-
-
-def _suggest_fitting_shape(recipe: Recipe, num_visible_gpus: int, *, with_cells: bool) -> str:
-    parallel, inference = recipe.trainer.parallel, recipe.inference
-    elsewhere = "or use several nodes with areal-hpc submit"
-    per_copy = parallel.world_size // parallel.dp
-    evaluations = [True, False] if recipe.evaluation.separate_cell else [False]
-    best: tuple[int, int, list[str]] = (0, 0, [])
-    for dp, cells, replicas, apart in product(
-        _list_data_parallel_sizes(recipe),
-        range(inference.cells, 0, -1),
-        range(inference.replicas_per_cell, 0, -1),
-        evaluations,
-    ):
-        serving = (cells + apart) * replicas * inference.tp if with_cells else 0
-        changes = [
-            change
-            for change, is_needed in (
-                (f"trainer.parallel.dp={dp}", dp != parallel.dp),
-                (f"inference.cells={cells}", cells != inference.cells),
-                (
-                    f"inference.replicas_per_cell={replicas}",
-                    replicas != inference.replicas_per_cell,
-                ),
-                ("evaluation.separate_cell=false", apart != recipe.evaluation.separate_cell),
-            )
-            if is_needed
-        ]
-        used = dp * per_copy + serving
-        if used <= num_visible_gpus and (used, -len(changes)) > best[:2]:
-            best = (used, -len(changes), changes)
-    if best[2]:
-        return f"{' '.join(best[2])} takes {best[0]} GPUs, {elsewhere}"
-    return f"lower these keys to {num_visible_gpus} in all, {elsewhere}"
-
-
-def _list_data_parallel_sizes(recipe: Recipe) -> list[int]:
-    parallel = recipe.trainer.parallel
-    ranks = parallel.tp * parallel.cp
-    return [
-        dp
-        for dp in range(parallel.dp, 0, -1)
-        if parallel.dp % dp == 0 and ranks * dp % parallel.ep == 0
-    ]

@@ -111,22 +111,33 @@ def find_host_memory_problems(
         processes = estimate_host_memory(recipe, ranks_per_node)
     except RecipeError:  # told by who needs the model
         return []
-    return [
-        Problem(
-            f"the {job} job needs {held / GIB:.1f} GiB of host memory a node "
-            f"({_format_held_memory(own)}), a node has {node_bytes_by_job[job] / GIB:.1f} GiB",
-            f"cluster.slurm.jobs.{job}.mem" if job in get_node_bytes_by_job(recipe) else "trainer",
-            _suggest_memory_change(recipe, job),
+    problems = []
+    for job, own in _group_by_job(processes):
+        held = sum(sum(one.fixed_bytes_by_use.values()) * one.processes_per_node for one in own)
+        if held <= node_bytes_by_job.get(job, held):
+            continue
+        if job == "cell":
+            hint = "lower inference.replicas_per_cell, or take nodes with more memory"
+        elif recipe.trainer.offload.optimizer:
+            hint = "set trainer.offload.optimizer=false, or take nodes with more memory"
+        else:
+            hint = "more ranks in trainer.parallel, fewer of them a node, or nodes with more memory"
+        parts = ", ".join(
+            f"{name} {size / GIB:.1f} in each of {one.processes_per_node} {one.process} processes"
+            for one in own
+            for name, size in one.fixed_bytes_by_use.items()
         )
-        for job, own in _group_by_job(processes)
-        if job in node_bytes_by_job
-        and (
-            held := sum(
-                sum(one.fixed_bytes_by_use.values()) * one.processes_per_node for one in own
+        problems.append(
+            Problem(
+                f"the {job} job needs {held / GIB:.1f} GiB of host memory a node ({parts}), "
+                f"a node has {node_bytes_by_job[job] / GIB:.1f} GiB",
+                f"cluster.slurm.jobs.{job}.mem"
+                if job in get_node_bytes_by_job(recipe)
+                else "trainer",
+                hint,
             )
         )
-        > node_bytes_by_job[job]
-    ]
+    return problems
 
 
 def find_allocation_memory_problems(
@@ -168,22 +179,6 @@ def _group_by_job(
     processes: Sequence[ProcessMemory],
 ) -> list[tuple[str, list[ProcessMemory]]]:
     return [(job, list(own)) for job, own in itertools.groupby(processes, lambda one: one.job)]
-
-
-def _format_held_memory(processes: Sequence[ProcessMemory]) -> str:
-    return ", ".join(
-        f"{name} {size / GIB:.1f} in each of {one.processes_per_node} {one.process} processes"
-        for one in processes
-        for name, size in one.fixed_bytes_by_use.items()
-    )
-
-
-def _suggest_memory_change(recipe: Recipe, job: str) -> str:
-    if job == "cell":
-        return "lower inference.replicas_per_cell, or take nodes with more memory"
-    if recipe.trainer.offload.optimizer:
-        return "set trainer.offload.optimizer=false, or take nodes with more memory"
-    return "more ranks in trainer.parallel, fewer of them a node, or nodes with more memory"
 
 
 def _estimate_rank_memory(recipe: Recipe, arch: Architecture, ranks_per_node: int) -> ProcessMemory:
