@@ -61,11 +61,7 @@ class _DatasetPlace:
 
 
 class ShardReader:
-    """One sealed shard. The file is open only while something is read.
-
-    Raises:
-        ShardError: The file is missing, cut short, or not a shard of a format this code reads.
-    """
+    """One sealed shard. The file is open only while something is read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -35,9 +35,6 @@ def cancel_jobs_and_wait(
     look for every id that was ever given out. Those that are not the run's (`is_own`) stay.
 
     If it ends otherwise, an interruption included, `print_line` is told which jobs may be left.
-
-    Raises:
-        ClusterError: Slurm was silent, or jobs were left, for too long, or Slurm refused.
     """
     cancellation = _Cancellation(list_job_ids, is_own, grace_s, print_line)
     try:

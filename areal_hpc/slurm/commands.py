@@ -47,10 +47,11 @@ def run_slurm_command(
         SlurmCommandError: It answered with an error.
         SlurmNotFoundError: There is no such command on this machine.
     """
+    kept = {key: value for key, value in environ.items() if not key.startswith(_FILTER_PREFIXES)}
     try:
         answer = subprocess.run(
             command,
-            env=_build_command_environment(environ),
+            env={**kept, "SLURM_TIME_FORMAT": "standard", "LC_ALL": "C"},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -81,11 +82,6 @@ def run_slurm_command(
     is_silent = any(silence in said.lower() for silence in _NO_ANSWER_MESSAGES)
     kind = SlurmTimeoutError if is_silent else SlurmCommandError
     raise kind(f"{command[0]}: {said}", hint="scontrol ping")
-
-
-def _build_command_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    kept = {key: value for key, value in environ.items() if not key.startswith(_FILTER_PREFIXES)}
-    return {**kept, "SLURM_TIME_FORMAT": "standard", "LC_ALL": "C"}
 
 
 def parse_slurm_timestamp(text: str) -> float | None:

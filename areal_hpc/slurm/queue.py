@@ -236,12 +236,7 @@ def query_squeue_of_user(user_id: int) -> list[SlurmJobRecord]:
 
 
 def query_squeue(job_ids: Sequence[str]) -> list[SlurmJobRecord]:
-    """Those of the jobs that slurmctld remembers.
-
-    Raises:
-        SlurmTimeoutError: slurmctld does not answer.
-        SlurmNotFoundError: Slurm's commands are not installed here.
-    """
+    """Those of the jobs that slurmctld remembers."""
     jobs: list[SlurmJobRecord] = []
     for ids in build_comma_lists(job_ids):
         try:

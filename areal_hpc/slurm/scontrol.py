@@ -67,50 +67,46 @@ def parse_job_facts(scontrol_line: str) -> JobFacts:
 
 
 def query_job(job_id: str) -> JobFacts:
-    return parse_job_facts(
-        _run_slurm_without_job_variables("scontrol", "show", "job", job_id, "--oneliner")
-    )
+    return parse_job_facts(_run("scontrol", "show", "job", job_id, "--oneliner"))
 
 
 def read_controller_time() -> float | None:
     """Unix time by slurmctld's own clock; None if this Slurm does not tell it."""
-    shown = _run_slurm_without_job_variables("scontrol", "show", "config")
+    shown = _run("scontrol", "show", "config")
     found = _CONTROLLER_TIME_PATTERN.match(shown)
     return parse_slurm_timestamp(found[1]) if found else None
 
 
 def read_slurm_user_id() -> int | None:
-    shown = _run_slurm_without_job_variables("scontrol", "show", "config")
+    shown = _run("scontrol", "show", "config")
     found = _SLURM_USER_PATTERN.search(shown)
     return int(found[1]) if found else None
 
 
 def control_job(action: Literal["requeue", "requeuehold", "release"], job_id: str) -> None:
-    _run_slurm_without_job_variables("scontrol", action, job_id)
+    _run("scontrol", action, job_id)
 
 
 def cancel_job(job_id: str) -> None:
-    _run_slurm_without_job_variables("scancel", job_id)
+    _run("scancel", job_id)
 
 
 def update_waiting_job(
     job_id: str, field: Literal["ExcNodeList", "Dependency"], value: str
 ) -> None:
-    _run_slurm_without_job_variables("scontrol", "update", f"JobId={job_id}", f"{field}={value}")
+    _run("scontrol", "update", f"JobId={job_id}", f"{field}={value}")
 
 
 def read_pending_dependencies() -> dict[str, str]:
     """This user's jobs in the queue, and what each waits for, in sbatch's words."""
-    shown = _run_slurm_without_job_variables(
-        "squeue", "--me", "--array", "--noheader", "--states=PENDING", "--format=%i %E"
-    )
+    shown = _run("squeue", "--me", "--array", "--noheader", "--states=PENDING", "--format=%i %E")
     plain = re.sub(r"\([^)]*\)", "", shown)  # squeue adds how far each condition is met
     return dict(line.partition(" ")[::2] for line in plain.splitlines())
 
 
 def read_reasons_of_drained_nodes(nodes: Sequence[str]) -> dict[str, str]:
     """Why Slurm, or an administrator, took nodes out of service; those of `nodes` that are."""
-    shown = _run_slurm_without_job_variables(
+    shown = _run(
         *("sinfo", "--noheader", "--Node", f"--nodes={','.join(nodes)}"),
         *("--states=drain,down,fail", "--format=%N|%E"),
     )
@@ -119,7 +115,7 @@ def read_reasons_of_drained_nodes(nodes: Sequence[str]) -> dict[str, str]:
 
 def list_array_members(array_id: str) -> list[str]:
     """The members of a job array that Slurm still knows, `12_0` and so on."""
-    shown = _run_slurm_without_job_variables(
+    shown = _run(
         *("squeue", "--array", "--noheader", "--states=all", f"--jobs={array_id}", "--format=%i")
     )
     return shown.split()
@@ -134,5 +130,5 @@ def strip_job_variables(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def _run_slurm_without_job_variables(*command: str) -> str:
+def _run(*command: str) -> str:
     return run_slurm_command(*command, environ=strip_job_variables(os.environ))

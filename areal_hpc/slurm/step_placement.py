@@ -40,9 +40,6 @@ class _NodeLoad:
     def cpus_left(self) -> int:
         return self.share.cpus - sum(step.tasks_per_node for step in self.steps)
 
-    def count_cpus_per_task(self, step: StepPlacement) -> int:
-        return (step.tasks_per_node + self.cpus_left // len(self.steps)) // step.tasks_per_node
-
 
 def place_steps(
     jobs: Sequence[JobSpec], allocation: Allocation, *, is_cpu: bool = False
@@ -97,7 +94,10 @@ def _add_cpu_and_memory_shares(step: StepPlacement, loads: Sequence[_NodeLoad]) 
     own = [load for load in loads if step in load.steps]
     return replace(
         step,
-        cpus_per_task=min(load.count_cpus_per_task(step) for load in own),
+        cpus_per_task=min(
+            (step.tasks_per_node + load.cpus_left // len(load.steps)) // step.tasks_per_node
+            for load in own
+        ),
         memory_mib_per_node=min(load.share.memory_mib // len(load.steps) for load in own),
     )
 

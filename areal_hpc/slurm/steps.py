@@ -84,17 +84,15 @@ class SrunStepJob:
         if self.is_done():
             return
         with contextlib.suppress(ClusterError):  # it ends with the allocation then
-            for step_id in self._find_step_ids():
-                run_slurm_command("scancel", "--signal=KILL", step_id)
+            shown = run_slurm_command(
+                "squeue", "--steps", f"--jobs={self._allocation}", "--noheader", "--format=%i %j"
+            )
+            for line in shown.splitlines():
+                step_id, _, name = line.partition(" ")
+                if name.strip() == self._step_name:
+                    run_slurm_command("scancel", "--signal=KILL", step_id)
         try:
             self._srun.wait(KILL_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             self._srun.kill()
             self._srun.wait()
-
-    def _find_step_ids(self) -> list[str]:
-        shown = run_slurm_command(
-            "squeue", "--steps", f"--jobs={self._allocation}", "--noheader", "--format=%i %j"
-        )
-        rows = (line.split(maxsplit=1) for line in shown.splitlines())
-        return [row[0] for row in rows if row[1:] == [self._step_name]]

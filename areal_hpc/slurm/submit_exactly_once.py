@@ -36,7 +36,7 @@ class JobIdentity:
     name: str
     """Job name without the token."""
     comment: str
-    """The run directory, and the recipe's own comment behind it."""
+    """The run directory."""
     token: str
     successor: int = 0
     """Place among the successors of the job, from 1; 0 for the job itself."""
@@ -67,13 +67,7 @@ def submit_script(
     timeout_s: float = SUBMIT_TIMEOUT_S,
     report_outage: Callable[[str], None] = log.warning,
 ) -> str:
-    """Submit an sbatch script, and wait out a slurmctld that does not answer; the job's number.
-
-    Raises:
-        SlurmTimeoutError: No answer within `timeout_s`. The job may be in the queue nevertheless.
-        SlurmCommandError: Slurm refused it.
-        SlurmNotFoundError: There is no sbatch on this machine.
-    """
+    """Submit an sbatch script, and wait out a slurmctld that does not answer; the job's number."""
     give_up_at = time.monotonic() + timeout_s
     command = ["sbatch", "--parsable", *identity.build_sbatch_options(), *options, str(script)]
     while True:
@@ -90,11 +84,7 @@ def submit_script(
 
 
 def _wait_for_accepted_job(identity: JobIdentity, give_up_at: float) -> str | None:
-    """Number of the job that bears the identity; None if Slurm answers and does not have it.
-
-    Raises:
-        SlurmTimeoutError: Slurm did not answer before `give_up_at` (monotonic).
-    """
+    """Number of the job that bears the identity; None if Slurm answers and does not have it."""
     answered_at: float | None = None
     while answered_at is None or time.monotonic() - answered_at < JOB_LOOKUP_DURATION_S:
         try:
@@ -120,12 +110,7 @@ def find_submitted_job_id(identity: JobIdentity) -> str | None:
 
 
 def release_jobs(job_ids: Iterable[str], timeout_s: float = SUBMIT_TIMEOUT_S) -> None:
-    """Let jobs that were submitted held start.
-
-    Raises:
-        SlurmTimeoutError: No answer within `timeout_s`; they stay held.
-        SlurmCommandError: Slurm refused it.
-    """
+    """Let jobs that were submitted held start."""
     give_up_at = time.monotonic() + timeout_s
     for ids in build_comma_lists(list(job_ids)):
         while True:

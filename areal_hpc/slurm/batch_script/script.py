@@ -188,7 +188,11 @@ def _build_job_request(
     folder = JobPaths(run_context.jobs_dir / job.name).submitit_dir
     excluded = ",".join(filter(None, (options.exclude, *run_context.excluded_nodes)))
     srun_args = [*contained.srun_args, *format_flags(options.srun)]
-    if shape.gpus_per_node and shape.tasks_per_node > 1 and not _sets_task_placement(srun_args):
+    if (
+        shape.gpus_per_node
+        and shape.tasks_per_node > 1
+        and not any(argument.startswith("--distribution=") for argument in srun_args)
+    ):
         # Tasks fill one socket after the other, as GPUs are numbered; by default they alternate.
         srun_args.append("--distribution=block:block")
     if options.cpus_per_task:  # since 22.05 srun does not take it over from sbatch
@@ -221,10 +225,6 @@ def _build_job_request(
     return JobRequest(
         job.name, run_context.run_dir, shape, folder, contained.python, parameters, slurm.successors
     )
-
-
-def _sets_task_placement(srun_args: Sequence[str]) -> bool:
-    return any(argument.startswith("--distribution=") for argument in srun_args)
 
 
 def _build_setup_lines(options: JobOptions, folder: Path, run_context: RunContext) -> list[str]:
