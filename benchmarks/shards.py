@@ -79,7 +79,7 @@ class Bench:
 
     def read(self) -> list[TrajectoryRow]:
         reader = ShardReader(self.shard)
-        return reader.read_rows(range(reader.num_rows))
+        return reader.read_rows(range(reader.num_rows), with_messages=False)
 
     def read_raw(self, size_bytes: int) -> npt.NDArray[np.uint8]:
         content = np.empty(size_bytes, np.uint8)

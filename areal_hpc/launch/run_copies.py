@@ -22,8 +22,8 @@ def make_run_of_copy(paths: RunPaths, trial_name: str) -> RunPaths:
         raise RecipeError(
             f"expected a name of letters, digits, '_', '.' and '-', got {trial_name!r}", key="--as"
         )
-    recipe = load_recipe(paths.recipe)
-    if recipe.run_dir.resolve() == paths.root or not recipe.run_dir.exists():
+    original = load_recipe(paths.recipe).run_dir
+    if not original.exists() or original.samefile(paths.root):
         raise RecipeError(
             "--as makes a run of a copy of a run's folder, and this is the run itself",
             key=str(paths.root),
@@ -34,6 +34,12 @@ def make_run_of_copy(paths: RunPaths, trial_name: str) -> RunPaths:
         if target.root.exists():
             raise RecipeError(f"there is a run {trial_name!r} already", key=str(target.root))
         paths.root.rename(target.root)
+    # The recipe is written last: until then the folder is a copy, and the command can be repeated.
+    for folder in (target.jobs_dir, target.rendezvous_dir, target.trackers_dir):
+        if folder.exists():
+            shutil.rmtree(folder)
+    for file in (target.cancelled_marker, target.submission_claim):
+        file.unlink(missing_ok=True)
     place = {
         "cluster.fileroot": str(target.root.parents[1]),
         "experiment_name": target.root.parent.name,
@@ -43,8 +49,4 @@ def make_run_of_copy(paths: RunPaths, trial_name: str) -> RunPaths:
         target.recipe, [f"{key}={json.dumps(text)}" for key, text in place.items()]
     )
     write_recipe_and_keep_replaced(recipe, target.recipe)
-    for folder in (target.jobs_dir, target.rendezvous_dir, target.trackers_dir):
-        shutil.rmtree(folder, ignore_errors=True)
-    for file in (target.cancelled_marker, target.submission_claim):
-        file.unlink(missing_ok=True)
     return target

@@ -72,7 +72,7 @@ class CheckedShards:
         if check := self._checks.get(shard_name):
             check.result()
         try:
-            found = ShardReader(path).read_rows(rows)
+            found = ShardReader(path).read_rows(rows, with_messages=False)
         except IndexError as error:
             raise ShardError(str(error), key=str(path), hint=_RESTORE_HINT) from error
         for number, row in zip(rows, found, strict=True):

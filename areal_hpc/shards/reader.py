@@ -119,8 +119,12 @@ class ShardReader:
         chosen = self._validate_row_numbers(range(self.num_rows) if rows is None else rows)
         return list(self._read_json_of_rows("record", _record_decoder, chosen))
 
-    def read_rows(self, rows: Sequence[int]) -> list[TrajectoryRow]:
-        """The trajectories at `rows`, in that order."""
+    def read_rows(self, rows: Sequence[int], *, with_messages: bool = True) -> list[TrajectoryRow]:
+        """The trajectories at `rows`, in that order.
+
+        Without messages `meta` and `tool_schemas` stay empty: the trainer needs neither, and they
+        may be larger than all tokens.
+        """
         chosen = self._validate_row_numbers(rows)
         bounds = self._rows["offsets"]
         ids, masks, logprobs, versions = self._read_columns(
@@ -133,11 +137,8 @@ class ShardReader:
 
         places = (values(name) for name in ("ticket_id", "attempt", "episode", "row"))
         kinds = map(_ROW_KINDS.__getitem__, values("kind"))
-        records, schemas = self.read_records(rows), self.tool_schemas
-        tools = [
-            {call.tools: schemas.get(call.tools) for call in record.calls if call.tools}
-            for record in records
-        ]
+        records = self.read_records(rows)
+        details = self._read_meta_and_tools(chosen, records) if with_messages else ()
         slices = _compute_row_slices(bounds, chosen)
         found = [
             TrajectoryRow(
@@ -151,8 +152,7 @@ class ShardReader:
                 kinds,
                 values("eval_step"),
                 records,
-                self._read_json_of_rows("meta", _meta_decoder, chosen),
-                tools,
+                *details,
                 strict=True,
             )
         ]
@@ -160,6 +160,16 @@ class ShardReader:
             return found
         mask_of_row = self._read_masks(chosen)
         return [replace(row, sampling_mask=m) for row, m in zip(found, mask_of_row, strict=True)]
+
+    def _read_meta_and_tools(
+        self, rows: NumpyArray, records: Sequence[RowRecord]
+    ) -> tuple[Iterable[dict[str, Any]], Iterable[dict[str, Any]]]:
+        schemas = self.tool_schemas
+        tools = [
+            {call.tools: schemas.get(call.tools) for call in record.calls if call.tools}
+            for record in records
+        ]
+        return self._read_json_of_rows("meta", _meta_decoder, rows), tools
 
     def _read_masks(self, rows: NumpyArray) -> list[SamplingMask | None]:
         token_bounds, bounds = self._rows["offsets"], self._rows["sampling_mask_offsets"]
@@ -190,7 +200,7 @@ class ShardReader:
     ) -> _JsonValue:
         try:
             return decoder.decode(content.data)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ShardError(
                 f"{dataset_name}: expected a JSON object: {error}",
                 key=str(self.path),

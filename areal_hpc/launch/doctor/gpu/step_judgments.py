@@ -3,7 +3,7 @@
 Floors and bounds are assumptions from arithmetic and data sheets: no GPU has confirmed them.
 """
 
-from areal_hpc.launch.doctor.checks import CheckResult, fail, ok
+from areal_hpc.launch.doctor.checks import CheckResult, fail, ok, warn
 from areal_hpc.launch.doctor.gpu.report import TinyRun, Unmeasured
 from areal_hpc.trainer.config import CollectiveRates
 
@@ -47,6 +47,8 @@ def judge_rates(
 def judge_run(run: TinyRun | Unmeasured) -> CheckResult:
     """Whether a run goes through, and SGLang agrees with the trainer before and after an update."""
     name = "tiny run"
+    if isinstance(run, Unmeasured) and not run.is_failure:
+        return warn(name, f"not measured: {run.reason}", run.hint)
     if isinstance(run, Unmeasured):
         return judge_unmeasured(name, run)
     bound = MAX_ENGINE_LOGPROB_GAP_BY_DTYPE[run.dtype]

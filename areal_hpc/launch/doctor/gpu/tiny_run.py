@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,9 @@ DIE_WITH_PARENT_MODULE = "areal_hpc.jobs.processes.die_with_parent"
 AGENT_MODULE = "areal_hpc.launch.doctor.gpu.tiny_agent"
 TASKS, SAMPLES, REPLY_TOKENS = 4, 4, 24
 SHARED_GPU = Unmeasured(
-    "not run: one GPU is visible, and a run needs one for SGLang and one for the trainer",
+    "one GPU is visible, and a run needs one for SGLang and one for the trainer: nothing of a run "
+    "was tried here",
+    "show doctor two GPUs, or add --nodes",
     is_failure=False,
 )
 
@@ -60,9 +63,13 @@ def run_tiny_recipe(plan: GpuCheckPlan, gpus: Sequence[str], folder: Path) -> Ti
         try:
             code = process.wait(inference.startup_timeout_s + TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            process.terminate()  # the run stops its own processes
-            process.wait(STOP_TIMEOUT_S)
             code = None
+            process.terminate()  # the run stops its own processes
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(STOP_TIMEOUT_S)
+        finally:
+            process.kill()
+            process.wait()
     if code != 0:
         said = log.read_text(errors="replace").strip().splitlines()
         took = "took too long" if code is None else f"exited with code {code}"
@@ -114,6 +121,8 @@ def read_tiny_run(paths: RunPaths, engine_dtype: str) -> TinyRun:
         ClusterError: A step has no comparison of engine and trainer.
     """
     steps = [row for row in read_readable_records(paths.metrics) if "reward/mean" in row]
+    if len(steps) != STEPS:
+        raise ClusterError(f"the run left {len(steps)} of {STEPS} steps in {paths.metrics}")
     try:
         return TinyRun(
             dtype=engine_dtype,
