@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from areal_hpc.weights.buckets.bucket import PackingBuffers
-from areal_hpc.weights.buckets.plan import BucketPlan, TensorSpec, plan_buckets
+from areal_hpc.weights.buckets import BucketPlan, PackingBuffers, TensorSpec, plan_buckets
 
 TIMEOUT_S = 120.0
 

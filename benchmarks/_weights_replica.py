@@ -25,7 +25,7 @@ from areal_hpc.recipe.sections.inference import InferenceConfig
 from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.weights.buckets.plan import TensorSpec
+from areal_hpc.weights.buckets import TensorSpec
 from areal_hpc.weights.probe import Probe, choose_probe_ids
 from areal_hpc.weights.publisher import Publisher
 from areal_hpc.wire.replicas import ReplicasOfCell, ReplicaView
@@ -40,8 +40,6 @@ TRANSPORTS: Mapping[str, Mapping[str, Any]] = {
     "broadcast": {},
     "disk": {"transport": "disk"},
 }
-MEASURED_AFTER_S = 30.0
-"""How long after an update its first token may come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +52,6 @@ class Update:
     """All of it, but for joining the group."""
     silence_s: float
     """The longest time without a token of anybody, as clients see it."""
-    reprefill_s: float
-    recomputed_tokens: int
 
 
 class Streams:
@@ -166,7 +162,7 @@ class Replica:
             publisher, version = self._next(transport)
             replicas = publisher.discover_outdated_training_replicas(version)
             arrivals = iter(self._weights.items())
-            report = publisher.publish_from_this_rank(
+            report = publisher.transport.update(
                 version, self._specs, arrivals, replicas, self._probe
             )
             assert not report.failed, report.failed
@@ -185,24 +181,16 @@ class Replica:
         replicas = publisher.discover_outdated_training_replicas(version)
         assert replicas, "the relay did not answer"
         began = time.monotonic()
-        report = publisher.publish_from_this_rank(
+        report = publisher.transport.update(
             version, self._specs, iter(self._weights.items()), replicas, self._probe
         )
         ended = time.monotonic()
         assert not report.failed, report.failed
         streams.await_piece(ended)
-        give_up_at = time.monotonic() + MEASURED_AFTER_S
-        while not [pause for pause in publisher.pauses if pause.version == str(version)]:
-            assert time.monotonic() < give_up_at, "the cell did not measure the pause"
-            time.sleep(0.1)
-            publisher.discover_outdated_training_replicas(version)
-        (pause,) = publisher.pauses
         return Update(
             seconds=report.seconds,
             publish_s=ended - began - report.seconds.get("group_join", 0.0),
             silence_s=streams.longest_gap_s(began, ended),
-            reprefill_s=pause.reprefill_s,
-            recomputed_tokens=pause.recomputed_tokens,
         )
 
     def close(self) -> None:

@@ -29,15 +29,17 @@ from safetensors.torch import load_file
 
 from areal_hpc.launch.tiny_model import make_tiny_model
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.weights.buckets.bucket import (
+from areal_hpc.weights.broadcast import sends_tensors_unpacked
+from areal_hpc.weights.buckets import (
     OpenBucket,
     PackingBuffers,
+    TensorSpec,
     WaitSent,
     fill_and_send_buckets,
+    get_bucket_bytes,
+    plan_buckets,
 )
-from areal_hpc.weights.buckets.plan import TensorSpec, get_bucket_bytes, plan_buckets
-from areal_hpc.weights.transports.broadcast import sends_tensors_unpacked
-from areal_hpc.weights.transports.process_group import UpdateProcessGroup
+from areal_hpc.weights.process_group import UpdateProcessGroup
 from benchmarks._pairs import (
     Samples,
     Side,
@@ -194,14 +196,12 @@ def publish_s(updates: Sequence[Update]) -> float:
 
 
 def print_updates(updates: Mapping[str, Sequence[Update]]) -> None:
-    names = [*PHASES, "re-prefill", "stall seen by clients", "all of it"]
+    names = [*PHASES, "stall seen by clients", "all of it"]
     print(f"\n{'into SGLang, ms':<26}" + "".join(f"{name:>12}" for name in updates))
     for name in names:
         cells = []
         for held in updates.values():
             match name:
-                case "re-prefill":
-                    value = 1e3 * statistics.median(one.reprefill_s for one in held)
                 case "stall seen by clients":
                     value = 1e3 * statistics.median(one.silence_s for one in held)
                 case "all of it":
@@ -223,8 +223,6 @@ def figures_of(updates: Mapping[str, Sequence[Update]], bare_s: float) -> dict[s
         "stall_ms": 1e3 * statistics.median(one.silence_s for one in sent),
         "disk_stall_ms": 1e3 * statistics.median(one.silence_s for one in loaded),
         **{f"{name}_ms": phase_ms(sent, name) for name in STALLED},
-        "reprefill_ms": 1e3 * statistics.median(one.reprefill_s for one in sent),
-        "recomputed_tokens": statistics.median(one.recomputed_tokens for one in sent),
     }
 
 

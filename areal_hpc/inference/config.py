@@ -8,7 +8,6 @@ from types import MappingProxyType
 
 from pydantic import Field
 
-from areal_hpc.inference.multi_node import get_rendezvous_address
 from areal_hpc.inference.server.command import (
     UNSET_WEIGHT_VERSION,
     Device,
@@ -25,7 +24,7 @@ from areal_hpc.recipe.sections.inference import InferenceConfig
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.wire.replicas import generate_server_keys
 
-WORKER_NODE_ENTRY = "areal_hpc.inference.worker_node:run"
+WORKER_NODE_ENTRY = "areal_hpc.inference.multi_node:run"
 """Parses the same configuration on the further nodes of a cell."""
 
 
@@ -66,7 +65,7 @@ def build_server_command(
     """The command of one start of a replica, or of one node's part of it: else the first node's."""
     nodes = job.inference.nodes_per_replica
     if node_options is None and nodes > 1:
-        node_options = NodeOptions(0, nodes, get_rendezvous_address(ports), get_advertised_host())
+        node_options = NodeOptions(0, nodes, ports.meeting_point, get_advertised_host())
     command = build_replica_command(
         job.inference,
         python=job.serve_python,

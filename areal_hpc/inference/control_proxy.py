@@ -9,7 +9,6 @@ import asyncio
 import re
 import socket
 import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -23,7 +22,6 @@ from starlette.requests import Request
 from areal_hpc.errors import ControlCallRefusedError
 from areal_hpc.inference.replica import ControlCallerIdentity, Replica
 from areal_hpc.inference.server.sglang_server import SGLangServer
-from areal_hpc.inference.update_pause import UpdatePauseTimer
 from areal_hpc.rundir.rendezvous import format_control_proxy_name
 from areal_hpc.wire.asgi import (
     JsonApp,
@@ -55,7 +53,7 @@ _READ_ONLY_ROUTES = ("model_info",)
 _API_KEY_ROUTES = (*_READ_ONLY_ROUTES, "generate")
 """Routes that SGLang opens to the API key; all others ask for the admin key."""
 _WEIGHTS_FOLDER_PATTERN = re.compile(r"[0-9]+\.[0-9]+\.[0-9]+")
-"""Generation, step, serial number (`weights/transports/disk.py`)."""
+"""Generation, step, serial number (`weights/disk.py`)."""
 _DEFAULT_SENDER_TIMEOUT_S, _MAX_SENDER_TIMEOUT_S = 300.0, 1e9
 _MAX_COUNT_HEADER_VALUE = 2**31 - 1
 """Of starts: no server and no trainer is started more often."""
@@ -76,7 +74,6 @@ class ControlProxyApp(JsonApp):
         self._replicas = replicas
         super().__init__(derive_bearer_key(service_key, format_control_proxy_name(cell)))
         self._weights_dir = weights_dir
-        self._pauses = [UpdatePauseTimer(replica, self._fetch_server_load) for replica in replicas]
         self._upstream: aiohttp.ClientSession | None = None
 
     def get_error_status_and_text(self, request: Request, error: Exception) -> tuple[int, str]:
@@ -158,7 +155,6 @@ class ControlProxyApp(JsonApp):
     ) -> tuple[int, bytes]:
         caller = _parse_caller_headers(request)
         server = replica.begin_control_call(caller, route)
-        asked_at = time.time()
         accepted: bool | None = False
         try:
             status, content = await self._call_sglang_until_deadline(
@@ -172,15 +168,7 @@ class ControlProxyApp(JsonApp):
             raise HTTPException(502, f"SGLang is not reachable: {error}") from error
         finally:
             replica.finish_control_call(caller, route, accepted)
-        if accepted:
-            self._pauses[replica.index].on_call_accepted(route, body, server, asked_at)
         return status, content
-
-    async def _fetch_server_load(self, server: SGLangServer) -> bytes:
-        url, headers = f"{server.url}/v1/loads?include=core", _build_headers(server.keys.api)
-        async with self._get_http_session().get(url, headers=headers) as answer:
-            answer.raise_for_status()
-            return await answer.read()
 
     async def _call_sglang_until_deadline(
         self,

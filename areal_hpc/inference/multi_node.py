@@ -1,17 +1,41 @@
-"""Multi-node replica as its head node sees it.
+"""A replica that spans nodes: its head node's view, and the process of each other node.
 
-The others ask what to run (`worker_node.py`), and are told of one incarnation after the other. An
-incarnation whose part was once running somewhere, and is not any more, is lost as a whole.
+The head node decides. Worker nodes ask its control proxy what to run, start it, and end it; each is
+told of one incarnation after the other. An incarnation whose part was once running somewhere, and
+is not any more, is lost as a whole. A worker node keeps nothing: when the head node is silent for
+long, or restarts, its part ends.
 """
 
+import logging
 import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
 
-from areal_hpc.inference.server.command import ServerPorts
-from areal_hpc.jobs.node.topology import get_advertised_host
+from areal_hpc.errors import ClusterError
+from areal_hpc.inference.config import InferenceJobConfig, build_server_command, get_server_log_dir
+from areal_hpc.inference.server.command import NodeOptions, ServerCommand, ServerPorts
+from areal_hpc.inference.server.sglang_server import STOP_GRACE_S, SGLangServer, choose_server_ports
+from areal_hpc.jobs.node.topology import get_advertised_host, get_task_position
+from areal_hpc.jobs.processes.signals import StopRequest
+from areal_hpc.rundir import rendezvous
+from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.service_client import ServiceClient
+from areal_hpc.rundir.telemetry.spans import record_state_entry
+from areal_hpc.wire.awake_clock import AwakeClock
 from areal_hpc.wire.replicas import FollowerPollReply, FollowerPollRequest
+
+log = logging.getLogger(__name__)
 
 NODE_TIMEOUT_S = 15.0
 """A node that runs a part and is not heard of for so long is lost."""
+POLL_S = 0.5
+CALL_TIMEOUT_S = 2.0
+"""With a poll's pause less than `MAX_GAP_S` of the clock: to it a longer wait is a pause of this
+node, and a first node that takes connections and says nothing would never be silent for long."""
+BuildPartCommand = Callable[[int, ServerPorts, NodeOptions], ServerCommand]
+"""(incarnation, ports, part) to the command of that start of the part."""
 
 
 class NodePartTracker:
@@ -58,5 +82,106 @@ class NodePartTracker:
             return self._loss
 
 
-def get_rendezvous_address(ports: ServerPorts) -> str:
-    return f"{get_advertised_host()}:{ports.rendezvous}"
+def run(config: dict[str, Any]) -> None:
+    """Follow the cell's first node until told to stop."""
+    job = InferenceJobConfig.model_validate(config)
+    paths = RunPaths(job.run_dir)
+    stop = StopRequest.install()
+    worker = WorkerNode(
+        get_task_position().rank,
+        job.inference.nodes_per_replica,
+        launch=partial(build_server_command, job, 0),
+        cell=job.cell,
+        rendezvous_dir=paths.rendezvous_dir,
+        service_key=rendezvous.ensure_service_key(paths.service_key),
+        log_dir=get_server_log_dir(job, paths),
+    )
+    record_state_entry("serve")
+    try:
+        while not stop.requested:
+            worker.sync_with_head_node()
+            stop.wait(POLL_S)
+    finally:
+        worker.stop_part_for_good()
+
+
+class WorkerNode:
+    """This node's part, and its successors.
+
+    `node` is its place among the `nodes` of the cell, from 1. A first node that is silent for
+    longer than `head_timeout_s` is gone.
+    """
+
+    def __init__(
+        self,
+        node: int,
+        nodes: int,
+        *,
+        launch: BuildPartCommand,
+        cell: str,
+        rendezvous_dir: Path,
+        service_key: str,
+        log_dir: Path,
+        head_timeout_s: float = NODE_TIMEOUT_S,
+    ) -> None:
+        self._node = node
+        self._nodes = nodes
+        self._launch = launch
+        self._client = ServiceClient(
+            rendezvous_dir,
+            rendezvous.format_control_proxy_name(cell),
+            service_key,
+            timeout_s=CALL_TIMEOUT_S,
+        )
+        self._log_dir = log_dir
+        self._patience_s = head_timeout_s
+        self._clock = AwakeClock()
+        self._server: SGLangServer | None = None
+        self._incarnation = 0
+        self._answered_at_s = self._clock.now()
+
+    def sync_with_head_node(self) -> None:
+        """Ask once, and do what was said."""
+        if self._server is not None and (death := self._server.find_death_reason()):
+            log.error("SGLang on this worker node (replica start %d) %s", self._incarnation, death)
+            self._stop_server_part()
+        try:
+            reply = self._ask_head_node()
+        except ClusterError as error:
+            silent_s = self._clock.now() - self._answered_at_s
+            if self._server is not None and silent_s > self._patience_s:
+                log.error("stopped: the head node is unreachable: %s", error)
+                self._stop_server_part()
+            return
+        self._answered_at_s = self._clock.now()
+        if reply.incarnation != self._incarnation:
+            self._stop_server_part()
+            if reply.incarnation:
+                self._start_server_part(reply)
+
+    def _ask_head_node(self) -> FollowerPollReply:
+        request = FollowerPollRequest(self._node, self._incarnation)
+        return self._client.call("/follow", request, FollowerPollReply)
+
+    def _start_server_part(self, reply: FollowerPollReply) -> None:
+        ports = choose_server_ports()
+        part = NodeOptions(self._node, self._nodes, reply.meeting_point, get_advertised_host())
+        log_path = self._log_dir / f"replica-0.{reply.incarnation}-node-{self._node}.log"
+        self._server = SGLangServer(
+            self._launch(reply.incarnation, ports, part),
+            ports,
+            log_path,
+            started_at=self._clock.now(),
+        )
+        self._incarnation = reply.incarnation
+        log.info("restart %d: starting this node's part", reply.incarnation)
+
+    def _stop_server_part(self) -> None:
+        if self._server is not None:
+            self._server.request_stop()
+            self._server.kill_and_clean_up(STOP_GRACE_S)
+        self._server, self._incarnation = None, 0
+
+    def stop_part_for_good(self) -> None:
+        self._stop_server_part()
+        self._client.close()

@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from areal_hpc.errors import ClusterError, ControlCallRefusedError, RecipeError
-from areal_hpc.inference.multi_node import NodePartTracker, get_rendezvous_address
+from areal_hpc.inference.multi_node import NodePartTracker
 from areal_hpc.inference.server.command import ServerCommand, ServerPorts
 from areal_hpc.inference.server.paused_scoring import SCORING_ID_PREFIX
 from areal_hpc.inference.server.sglang_server import (
@@ -104,6 +104,8 @@ class Replica:
         self._ready_at = 0.0
         self._fenced_at = 0.0
         """When an update that is under way began; 0 without one."""
+        self._paused_at = 0.0
+        """When generation was last ordered to pause."""
         self._crashes = 0
         self._port_races = 0
         self._failures_in_a_row = 0
@@ -170,7 +172,7 @@ class Replica:
             self._server, self._incarnation = server, incarnation
             self._state, self._update_state = "starting", WeightUpdateState()
             self._update_pause = None
-        self.nodes.request_node_parts(incarnation, get_rendezvous_address(ports))
+        self.nodes.request_node_parts(incarnation, ports.meeting_point)
         self._record_event("replica_started", log=str(log_path))
         log.info("replica %d: incarnation %d starts (%s)", self.index, incarnation, server.url)
 
@@ -303,14 +305,24 @@ class Replica:
             if self._fenced_at:
                 took_s = self.clock.now() - self._fenced_at
                 self._record_span("weight update", took_s, version=request.version)
+                self._record_pause(request.version)
             self._fenced_at = 0.0
             return self.build_view()
+
+    def _record_pause(self, version: str) -> None:
+        pause_s = self.clock.now() - max(self._paused_at, self._fenced_at)
+        busy_s = self._update_state.last_busy_s
+        self._update_pause = UpdatePauseStats(version, round(pause_s, 4), round(busy_s, 4))
+        self._record_event("replica_resumed", **msgspec.structs.asdict(self._update_pause))
 
     def begin_control_call(self, caller: ControlCallerIdentity, route: str) -> SGLangServer:
         """A control call for SGLang came in; the server, if it may be forwarded."""
         with self._lock:
             self._raise_if_refused_and_note_generation(caller)
-            self._update_state.on_call_started(route, self.clock.now(), caller.sender_timeout_s)
+            now = self.clock.now()
+            self._update_state.on_call_started(route, now, caller.sender_timeout_s)
+            if route == "pause_generation":
+                self._paused_at = now
             assert self._server is not None
             return self._server
 
@@ -340,13 +352,6 @@ class Replica:
             self._update_state.on_call_finished(
                 route, now, caller.sender_timeout_s, accepted=bool(accepted)
             )
-
-    def record_update_pause(self, pause: UpdatePauseStats) -> None:
-        """Tokens come again after an update."""
-        with self._lock:
-            busy_s = round(self._update_state.last_busy_s, 4)
-            self._update_pause = pause = msgspec.structs.replace(pause, busy_s=busy_s)
-        self._record_event("replica_resumed", **msgspec.structs.asdict(pause))
 
     def _raise_if_refused_and_note_generation(self, caller: ControlCallerIdentity) -> None:
         name = f"replica {self.index}"

@@ -226,13 +226,9 @@ CATALOGUE: tuple[Metric, ...] = (
         ("weights/flush_s", "s", "down", "the cache of the old weights"),
         ("weights/resume_s", "s", "down", "back into service"),
         ("weights/generation_pause_version", "", "-",
-         "the update that the next four are about: the newest that requests recovered from"),
+         "the newest update that replicas told of"),
         ("weights/generation_pause_s", "s", "down",
-         "the order to pause until the first new token, of the slowest replica"),
-        ("weights/reprefill_s", "s", "down", "the part of it after the order to go on"),
-        ("weights/paused_requests", "", "-", "in flight or waiting when the pause began"),
-        ("weights/recomputed_tokens", "tokens", "down",
-         "whose keys and values were computed again"),
+         "the order to pause until the slowest replica serves again, in that update"),
     ),
 )  # fmt: skip
 

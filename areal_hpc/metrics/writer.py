@@ -36,11 +36,7 @@ def replace_non_finite_by_none(line: JsonMetricRow) -> JsonMetricRow:
 
 
 def summarize_newest_weight_update_pause(pauses: Sequence[UpdatePauseStats]) -> JsonMetricRow:
-    """Cost of the newest known update to those who generate.
-
-    Mostly the first tokens come after the line of its version was written: then the next line has
-    it, and `weights/generation_pause_version` says of which version it is.
-    """
+    """Cost of the newest known update to those who generate."""
     if not pauses:
         return {}
     newest = max((pause.version for pause in pauses), key=_version_sort_key)
@@ -48,9 +44,6 @@ def summarize_newest_weight_update_pause(pauses: Sequence[UpdatePauseStats]) -> 
     return {
         "weights/generation_pause_version": newest,
         "weights/generation_pause_s": max(pause.pause_s for pause in held),
-        "weights/reprefill_s": max(pause.reprefill_s for pause in held),
-        "weights/paused_requests": sum(pause.requests for pause in held),
-        "weights/recomputed_tokens": sum(pause.recomputed_tokens for pause in held),
     }
 
 

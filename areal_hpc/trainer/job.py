@@ -42,9 +42,9 @@ from areal_hpc.trainer.loop.step_record import StepRecord
 from areal_hpc.trainer.loop.weight_senders import WeightSenders, agree_on_senders
 from areal_hpc.trainer.model.hf_weights import list_hf_specs
 from areal_hpc.trainer.process_groups import run_rank
-from areal_hpc.weights.buckets.plan import TensorSpec
-from areal_hpc.weights.publisher import Publisher
-from areal_hpc.weights.sender import WeightSender
+from areal_hpc.weights.buckets import TensorSpec
+from areal_hpc.weights.publisher import Publisher, make_transport
+from areal_hpc.weights.update import Transport
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ def _run_training(
             job, paths, learner, device, stop, check_generation, events, ranks
         )
     else:
-        senders = _build_senders(learner, ranks, partial(_build_sender, job, paths, device))
+        senders = _build_senders(learner, ranks, partial(_make_transport, job, paths, device))
     gc.freeze()  # a collection looks at what training makes, not at all that imports left
     record_state_entry("")  # phases say from here what is done
     finished = run_loop(learner, coordinator, stop, senders)
@@ -151,7 +151,7 @@ def _open_generation_and_make_coordinator(
         record,
         ledger=ledger,
         publisher=publisher,
-        senders=_build_senders(learner, ranks, lambda: publisher.sender),
+        senders=_build_senders(learner, ranks, lambda: publisher.transport),
         events=events,
         stop=stop,
         episode_failures=EpisodeFailureCounter(paths.events),
@@ -171,7 +171,7 @@ def _open_generation_and_make_coordinator(
 
 
 def _build_senders(
-    learner: Learner, ranks: Sequence[int], make_sender: Callable[[], WeightSender]
+    learner: Learner, ranks: Sequence[int], make_transport: Callable[[], Transport[Any]]
 ) -> WeightSenders:
     specs = [
         TensorSpec(name, shape, str(dtype).removeprefix("torch."))
@@ -179,12 +179,12 @@ def _build_senders(
     ]
     rank = dist.get_rank()
     place = ranks.index(rank) if rank in ranks else None
-    return WeightSenders(place, len(ranks), specs, make_sender)
+    return WeightSenders(place, len(ranks), specs, make_transport)
 
 
-def _build_sender(job: TrainerJobConfig, paths: RunPaths, device: torch.device) -> WeightSender:
+def _make_transport(job: TrainerJobConfig, paths: RunPaths, device: torch.device) -> Transport[Any]:
     service_key = rendezvous.ensure_service_key(paths.service_key)
-    return WeightSender(
+    return make_transport(
         job.weights, service_key, _choose_backend(device), device, paths.published_weights_dir
     )
 

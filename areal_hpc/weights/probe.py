@@ -13,7 +13,7 @@ import numpy as np
 
 from areal_hpc.errors import WeightSyncError
 from areal_hpc.recipe.sections.weights import WeightsConfig
-from areal_hpc.weights.buckets.plan import TensorSpec
+from areal_hpc.weights.buckets import TensorSpec
 
 PROBE_TOKENS = 100
 MAX_GAP_BY_DTYPE = {"float64": 1e-3, "float32": 1e-3, "bfloat16": 0.25, "float16": 0.25}
@@ -42,7 +42,9 @@ def get_max_probe_gap(config: WeightsConfig, specs: Sequence[TensorSpec]) -> flo
     return max(MAX_GAP_BY_DTYPE[spec.dtype] for spec in specs)
 
 
-def check_probe(probe: Probe, replica_logprobs: Sequence[float], max_gap: float) -> None:
+def check_probe(
+    probe: Probe, replica_logprobs: Sequence[float], max_gap: float, replica: object
+) -> None:
     """Compare a replica's log-probabilities with the trainer's, as far as the replica scored.
 
     Raises:
@@ -50,15 +52,15 @@ def check_probe(probe: Probe, replica_logprobs: Sequence[float], max_gap: float)
     """
     scored = len(replica_logprobs)
     if not scored:
-        raise WeightSyncError("expected log-probabilities of the fixed prompt, got none")
+        raise WeightSyncError(f"{replica}: expected log-probabilities of a prompt, got none")
     gap = float(np.abs(np.subtract(probe.logprobs[:scored], replica_logprobs)).mean())
     if not gap <= max_gap:
         hint = "the weights are sent again"
         if not all(map(math.isfinite, probe.logprobs)):
             hint = "the trainer's own are no numbers: its weights are broken, resume earlier"
         raise WeightSyncError(
-            f"log-probabilities of {scored} tokens differ from the trainer's by {gap:.2g} on "
-            f"average, at most {max_gap:g} is rounding",
+            f"{replica}: log-probabilities of {scored} tokens differ from the trainer's by "
+            f"{gap:.2g} on average, at most {max_gap:g} is rounding",
             key="weights.max_probe_gap",
             hint=hint,
         )

@@ -1,18 +1,19 @@
-"""New weights to many replicas: the face that the trainer's first rank sees, and its backoff."""
+"""Replicas that lack the weights: which, from which trainer rank, and when after a failure."""
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.rundir.rendezvous import EVALUATION_CELL
-from areal_hpc.weights.buckets.plan import TensorSpec
+from areal_hpc.weights.broadcast import BroadcastTransport
 from areal_hpc.weights.discovery import DiscoveredReplicas, ReplicaDiscovery, ReplicaKey
-from areal_hpc.weights.probe import Probe
-from areal_hpc.weights.sender import WeightSender
-from areal_hpc.weights.transports.transport import UpdateReport
+from areal_hpc.weights.disk import DiskTransport
+from areal_hpc.weights.update import Transport
 from areal_hpc.wire.replicas import UpdatePauseStats
 from areal_hpc.wire.retry import Backoff
 from areal_hpc.wire.weight_version import WeightVersion
@@ -34,15 +35,29 @@ def find_outdated_replicas(
     ]
 
 
+def make_transport(
+    config: WeightsConfig,
+    service_key: str,
+    backend: str,
+    device: torch.device,
+    weights_dir: Path,
+) -> Transport[Any]:
+    """Make this rank's end of updates.
+
+    Backend `gloo` reaches replicas on CPUs, `nccl` replicas on GPUs; `device`, where buckets are
+    packed, must suit it. `weights_dir`, for `weights.transport=disk`, is where the cells see it.
+    """
+    if config.transport == "disk":
+        return DiskTransport(config, service_key, device, weights_dir)
+    return BroadcastTransport(config, service_key, device, backend)
+
+
 class Publisher:
-    """Finds replicas that lack the current weights and sends them.
+    """Finds replicas that lack the current weights, and reaches them from the trainer's first rank.
 
     Args:
         rendezvous_dir: Where the cells' control proxies are published.
         cells: How many cells the run has, that of evaluation not counted.
-        backend: `gloo` reaches replicas on CPUs, `nccl` replicas on GPUs.
-        device: Where buckets are packed; must suit the backend.
-        weights_dir: Where `weights.transport=disk` writes; on storage that the cells see.
         evaluation_cell: The run has one.
     """
 
@@ -61,7 +76,7 @@ class Publisher:
         self._discovery = ReplicaDiscovery(
             rendezvous_dir, cells, service_key, evaluation_cell=evaluation_cell
         )
-        self.sender = WeightSender(config, service_key, backend, device, weights_dir)
+        self.transport = make_transport(config, service_key, backend, device, weights_dir)
         """This rank's end of updates."""
         self.pauses: list[UpdatePauseStats] = []
         """Cost of each replica's last update, as of `discover_outdated_training_replicas`."""
@@ -82,19 +97,47 @@ class Publisher:
         self.pauses = [view.pause for _, view in training if view.pause is not None]
         return find_outdated_replicas(training, version)
 
-    def publish_from_this_rank(
-        self,
-        version: WeightVersion,
-        specs: Sequence[TensorSpec],
-        parameters: Iterable[tuple[str, torch.Tensor]],
-        replicas: Sequence[ReplicaKey],
-        probe: Probe,
-    ) -> UpdateReport:
-        return self.sender.update_replicas(version, specs, parameters, replicas, probe)
-
     def close(self) -> None:
-        self.sender.close()
+        self.transport.close()
         self._discovery.close()
+
+
+ReplicasBySender = list[list[ReplicaKey]]
+"""The replicas of an update by sender; a sender may have none."""
+
+
+def choose_sender_ranks(node_of_rank: Sequence[int], config: WeightsConfig) -> list[int]:
+    """The trainer ranks that send, rank 0 first: the first of each node, then the second of each.
+
+    As many as `weights.senders` says, else as trainer nodes; from disk replicas read by themselves.
+    """
+    if config.transport == "disk":
+        return [0]
+    seen: Counter[int] = Counter()
+    places: list[tuple[int, int]] = []
+    for rank, node in enumerate(node_of_rank):
+        places.append((seen[node], rank))
+        seen[node] += 1
+    return [rank for _, rank in sorted(places)[: config.senders or len(seen)]]
+
+
+class ReplicaSenderAssigner:
+    """Gives each replica to a sender, which has it in every update: it holds the process group."""
+
+    def __init__(self, senders: int) -> None:
+        self._senders = senders
+        self._sender_of: dict[tuple[str, int], int] = {}
+
+    def assign(self, replicas: Sequence[ReplicaKey]) -> ReplicasBySender:
+        """The replicas of one update. A new one goes to the sender that has the fewest by now."""
+        replicas_by_sender: ReplicasBySender = [[] for _ in range(self._senders)]
+        for key in sorted(replicas, key=lambda key: key.cell_and_index):
+            if key.cell_and_index not in self._sender_of:
+                held = Counter(self._sender_of.values())
+                fewest = min(range(self._senders), key=lambda sender: held[sender])
+                self._sender_of[key.cell_and_index] = fewest
+            replicas_by_sender[self._sender_of[key.cell_and_index]].append(key)
+        return replicas_by_sender
 
 
 @dataclass(frozen=True, slots=True)

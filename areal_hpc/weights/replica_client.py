@@ -11,7 +11,7 @@ import msgspec
 
 from areal_hpc.errors import WeightSyncError
 from areal_hpc.rundir.rendezvous import format_control_proxy_name
-from areal_hpc.weights.buckets.plan import BucketPlan
+from areal_hpc.weights.buckets import BucketPlan
 from areal_hpc.weights.discovery import ReplicaKey
 from areal_hpc.wire.replicas import (
     INCARNATION_HEADER,

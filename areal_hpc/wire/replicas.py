@@ -57,14 +57,8 @@ class UpdatePauseStats(Struct, frozen=True):
     version: str
     """`generation.step` that they went on with."""
     pause_s: float
-    """From the order to pause until the first new token, or until newcomers were let in."""
-    reprefill_s: float
-    """The part of it after the order to go on."""
-    requests: int
-    """In flight, or waiting, when the pause began."""
-    recomputed_tokens: int
-    """Tokens whose keys and values had to be computed again."""
-    busy_s: float = 0.0
+    """From the order to pause until the replica served again."""
+    busy_s: float
     """In which calls of the update were under way at this replica: for the rest of the pause it
     waited for the sender and for other replicas, as all take each step of an update together."""
 

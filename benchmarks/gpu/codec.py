@@ -12,8 +12,7 @@ import torch
 from areal_hpc.trainer.model.cpu import megatron_cpu
 from areal_hpc.trainer.model.hf_weights import list_hf_specs, stream_hf_tensors
 from areal_hpc.trainer.process_groups import destroy_process_groups
-from areal_hpc.weights.buckets.bucket import PackingBuffers
-from areal_hpc.weights.buckets.plan import TensorSpec, plan_buckets
+from areal_hpc.weights.buckets import PackingBuffers, TensorSpec, plan_buckets
 from benchmarks import _learning as learning
 from benchmarks._pairs import (
     Side,

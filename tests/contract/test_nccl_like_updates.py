@@ -15,9 +15,9 @@ import torch
 
 from areal_hpc.errors import WeightSyncError
 from areal_hpc.jobs.environment import TRAINER_WEIGHT_UPDATE_VARIABLES
+from areal_hpc.weights import process_group
+from areal_hpc.weights.process_group import UpdateProcessGroup, get_torch_group_timeout_s
 from areal_hpc.weights.publisher import Publisher
-from areal_hpc.weights.transports import process_group
-from areal_hpc.weights.transports.process_group import UpdateProcessGroup, get_torch_group_timeout_s
 from areal_hpc.wire.weight_version import WeightVersion
 from tests.support import nccl_like
 from tests.support.deadlines import scaled

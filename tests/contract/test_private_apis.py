@@ -47,7 +47,7 @@ OWNERS = {
         *("maybe_move_tensor_to_cpu", "te_general_gemm"),
     ],
     "trainer/private_apis/torch_private.py": ["_get_default_store", "_flash_attention_forward"],
-    "weights/transports/process_group.py": ["_new_process_group_helper", "pg_group_ranks"],
+    "weights/process_group.py": ["_new_process_group_helper", "pg_group_ranks"],
 }
 """Every private name that the package uses, by the one module that may."""
 

@@ -28,8 +28,7 @@ from areal_hpc.trainer.optimizer import step_optimizer_if_norm_is_usable
 from areal_hpc.trainer.optimizer_offload import offload_optimizer
 from areal_hpc.trainer.process_groups import destroy_process_groups
 from areal_hpc.trainer.step import MicroBatch, run_forward_backward
-from areal_hpc.weights.buckets.bucket import PackingBuffers
-from areal_hpc.weights.buckets.plan import TensorSpec, plan_buckets
+from areal_hpc.weights.buckets import PackingBuffers, TensorSpec, plan_buckets
 from benchmarks._learning import (
     QWEN_HALF_BILLION,
     Sizes,

@@ -17,7 +17,7 @@ from areal_hpc.launch.tiny_model import make_tiny_model
 from areal_hpc.trainer.batch.training_rows import ADVANTAGE_CHANNEL
 from areal_hpc.trainer.model.hf_weights import save_hf_model
 from areal_hpc.trainer.process_groups import destroy_process_groups
-from areal_hpc.weights.transports.process_group import (
+from areal_hpc.weights.process_group import (
     UpdateProcessGroup,
     exempt_later_groups_from_nccl_watchdog,
 )

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from areal_hpc.errors import WeightSyncError
 from areal_hpc.rundir.jobs import STOPPED_EXIT_CODE
-from areal_hpc.weights.transports.process_group import UpdateProcessGroup
+from areal_hpc.weights.process_group import UpdateProcessGroup
 
 JOIN_TIMEOUT_S = 4.0
 """Torch's own: then the call that joins returns."""

@@ -24,9 +24,7 @@ from areal_hpc.jobs.processes.native_call_threads import (
 from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.trainer.collectives import broadcast_object
 from areal_hpc.trainer.loop.weight_senders import WeightSenders
-from areal_hpc.weights.publisher import Publisher
-from areal_hpc.weights.replicas_by_sender import ReplicasBySender
-from areal_hpc.weights.sender import WeightSender
+from areal_hpc.weights.publisher import Publisher, ReplicasBySender, make_transport
 from areal_hpc.wire.weight_version import WeightVersion
 from tests.support import nccl_like
 from tests.support.deadlines import scaled
@@ -67,7 +65,7 @@ def main() -> None:
         rank,
         RANKS,
         specs_of(weights),
-        (lambda: publisher.sender) if publisher else partial(WeightSender, *end),
+        (lambda: publisher.transport) if publisher else partial(make_transport, *end),
     )
     if publisher:
         print(json.dumps({"ready": True}), flush=True)

@@ -26,7 +26,7 @@ def main() -> None:
             weights = load_file(order["weights"])
             replicas = await_outdated(publisher, version, order["at_least"])
             began = time.monotonic()
-            report = publisher.publish_from_this_rank(
+            report = publisher.transport.update(
                 version,
                 specs_of(weights),
                 iter(weights.items()),

@@ -12,11 +12,11 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from areal_hpc.recipe.sections.weights import WeightsConfig
-from areal_hpc.weights.buckets.plan import TensorSpec
+from areal_hpc.weights.buckets import TensorSpec
 from areal_hpc.weights.discovery import ReplicaKey
 from areal_hpc.weights.probe import Probe, choose_probe_ids
 from areal_hpc.weights.publisher import Publisher
-from areal_hpc.weights.transports.transport import UpdateReport
+from areal_hpc.weights.update import UpdateReport
 from areal_hpc.wire.weight_version import WeightVersion
 from tests.support.deadlines import Deadline
 from tests.support.service_keys import SERVICE_KEY
@@ -103,7 +103,7 @@ def publish(
 ) -> UpdateReport:
     """One update of all replicas that lack the version."""
     replicas = await_outdated(publisher, version, at_least)
-    return publisher.publish_from_this_rank(
+    return publisher.transport.update(
         version, specs_of(weights), iter(weights.items()), replicas, probe
     )
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Literal
 
-from areal_hpc.jobs.node.topology import LOOPBACK_ADDRESS
+from areal_hpc.jobs.node.topology import LOOPBACK_ADDRESS, get_advertised_host
 from areal_hpc.recipe.sections.inference import InferenceConfig
 from areal_hpc.wire.replicas import NO_KEYS, ServerKeys
 
@@ -45,7 +45,12 @@ class ServerPorts:
 
     http: int
     rendezvous: int
-    """Rendezvous address of its own tensor-parallel ranks."""
+    """Where its own tensor-parallel ranks meet."""
+
+    @property
+    def meeting_point(self) -> str:
+        """`host:port`, as other nodes reach it."""
+        return f"{get_advertised_host()}:{self.rendezvous}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,14 +17,15 @@ from pathlib import Path
 import psutil
 
 from areal_hpc.inference.server.command import ServerCommand, ServerPorts
-from areal_hpc.inference.server.compiler_caches import build_cache_variables, make_cache_dir
-from areal_hpc.inference.server.server_keys import KEYS_FILE_VARIABLE, write_keys_file
-from areal_hpc.inference.server.server_log_writer import ServerLogPipe
-from areal_hpc.inference.server.shared_memory import (
+from areal_hpc.inference.server.node_files import (
+    build_cache_variables,
     list_files_of_live_server_session,
+    make_cache_dir,
     remove_files_of_dead_servers,
     remove_unused_files,
 )
+from areal_hpc.inference.server.server_keys import KEYS_FILE_VARIABLE, write_keys_file
+from areal_hpc.inference.server.server_log_writer import ServerLogPipe
 from areal_hpc.jobs.node.topology import LOOPBACK_ADDRESS
 from areal_hpc.rundir.jsonl import read_tail_lines
 from areal_hpc.wire.awake_clock import AwakeClock

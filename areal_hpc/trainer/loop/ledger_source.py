@@ -29,8 +29,7 @@ from areal_hpc.trainer.loop.step_record import StepRecord
 from areal_hpc.trainer.loop.weight_senders import WeightSenders
 from areal_hpc.weights.discovery import ReplicaKey
 from areal_hpc.weights.probe import Probe
-from areal_hpc.weights.publisher import Publisher, UpdateBackoff
-from areal_hpc.weights.replicas_by_sender import ReplicasBySender
+from areal_hpc.weights.publisher import Publisher, ReplicasBySender, UpdateBackoff
 from areal_hpc.wire.ledger import BatchManifest
 from areal_hpc.wire.weight_version import WeightVersion
 

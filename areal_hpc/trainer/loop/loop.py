@@ -62,7 +62,7 @@ from areal_hpc.trainer.loop.weight_senders import WeightSenders
 from areal_hpc.trainer.model.hf_weights import stream_hf_tensors
 from areal_hpc.trainer.rank_progress import note_place_reached
 from areal_hpc.weights.probe import Probe
-from areal_hpc.weights.replicas_by_sender import ReplicasBySender
+from areal_hpc.weights.publisher import ReplicasBySender
 from areal_hpc.wire.ledger import BatchManifest
 from areal_hpc.wire.weight_version import WeightVersion
 
@@ -257,8 +257,6 @@ def _execute_command(
                     coordinator.publish_weights(shares, parameters, probe)
                 elif senders:
                     senders.send(learner.version, shares, parameters, probe)
-                for _ in parameters:  # exporting is a collective: who sends nothing drains it
-                    pass
         case SaveCheckpointCommand(row):
             note_place_reached(f"checkpoint of step {learner.version.step}")
             _publish_checkpoint_if_written(learner, coordinator, wait=True)  # an earlier one

@@ -1,6 +1,7 @@
 """Trainer ranks that send weights at the same time, each to its share of the replicas."""
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from msgspec import Struct
@@ -9,25 +10,23 @@ from areal_hpc.errors import WeightSyncError
 from areal_hpc.jobs.node.topology import get_task_position
 from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.trainer.collectives import broadcast_object, gather_objects_on_first_rank
-from areal_hpc.weights.buckets.plan import TensorSpec
+from areal_hpc.weights.buckets import TensorSpec
 from areal_hpc.weights.discovery import ReplicaKey
 from areal_hpc.weights.probe import Probe
-from areal_hpc.weights.replicas_by_sender import (
+from areal_hpc.weights.publisher import (
     ReplicasBySender,
     ReplicaSenderAssigner,
     choose_sender_ranks,
 )
-from areal_hpc.weights.sender import WeightSender
-from areal_hpc.weights.transports.transport import UpdateReport
+from areal_hpc.weights.update import Transport, UpdateReport
 from areal_hpc.wire.weight_version import WeightVersion
 
 
 class _SendOutcome(Struct, frozen=True):
-    sender: int
-    ok: list[int]
-    failed: dict[int, tuple[str, str]]
-    """Message and hint of each error."""
-    size_bytes: int
+    ok: tuple[ReplicaKey, ...]
+    failed: list[tuple[ReplicaKey, str, str]]
+    """With message and hint of each error."""
+    parameter_bytes: int
     seconds: dict[str, float]
 
 
@@ -49,7 +48,7 @@ class WeightSenders:
         sender_index: This rank's among the senders, 0 on rank 0; None of a rank that sends nothing.
         senders: How many there are.
         specs: What an update sends.
-        make_sender: This rank's end, made when it has something to send for the first time.
+        make_transport: Makes this rank's end when it has something to send for the first time.
     """
 
     def __init__(
@@ -57,12 +56,12 @@ class WeightSenders:
         sender_index: int | None,
         senders: int,
         specs: Sequence[TensorSpec],
-        make_sender: Callable[[], WeightSender],
+        make_transport: Callable[[], Transport[Any]],
     ) -> None:
         self._place = sender_index
         self._specs = specs
-        self._make_sender = make_sender
-        self._sender: WeightSender | None = None
+        self._make_transport = make_transport
+        self._transport: Transport[Any] | None = None
         self._assigner = ReplicaSenderAssigner(senders)
 
     def assign(self, replicas: Sequence[ReplicaKey]) -> ReplicasBySender:
@@ -75,64 +74,53 @@ class WeightSenders:
         parameters: Iterable[tuple[str, torch.Tensor]],
         probe: Probe,
     ) -> UpdateReport:
-        """Send each share from its rank; see `WeightSender.update_replicas`. A collective.
+        """Send each share from its rank; see `Transport.update`. A collective.
 
         Returns:
             On rank 0 the outcome at all replicas, elsewhere at this rank's own.
         """
         report, own = UpdateReport(version, (), {}, 0), self._place
         if own is not None and replicas_by_sender[own]:
-            if self._sender is None:
-                self._sender = self._make_sender()
-            report = self._sender.update_replicas(
+            if self._transport is None:
+                self._transport = self._make_transport()
+            report = self._transport.update(
                 version, self._specs, parameters, replicas_by_sender[own], probe
             )
-        for _ in parameters:  # exporting is a collective: who sends nothing drains it
+        for _ in parameters:  # every rank must exhaust them: exporting is a collective
             pass
         if not any(replicas_by_sender[1:]):
             return report
-        outcome = None if own is None else _describe_outcome(own, report, replicas_by_sender[own])
-        found = gather_objects_on_first_rank(outcome, _SendOutcome | None)
-        return (
-            _merge_outcomes(version, replicas_by_sender, [one for one in found if one])
-            if found
-            else report
-        )
+        outcomes = gather_objects_on_first_rank(_describe_outcome(report), _SendOutcome)
+        return _merge_outcomes(version, outcomes) if outcomes else report
 
     def close(self) -> None:
-        if self._sender is not None:
-            self._sender.close()
+        if self._transport is not None:
+            self._transport.close()
 
 
-def _describe_outcome(
-    sender: int, report: UpdateReport, replica_share: Sequence[ReplicaKey]
-) -> _SendOutcome:
-    place_of = {key: place for place, key in enumerate(replica_share)}
-    problems = {place_of[key]: error.problems[0] for key, error in report.failed.items()}
+def _describe_outcome(report: UpdateReport) -> _SendOutcome:
+    problems = [(key, error.problems[0]) for key, error in report.failed.items()]
     return _SendOutcome(
-        sender,
-        [place_of[key] for key in report.ok],
-        {place: (problem.message, problem.hint) for place, problem in problems.items()},
+        report.ok,
+        [(key, problem.message, problem.hint) for key, problem in problems],
         report.parameter_bytes,
         report.seconds,
     )
 
 
-def _merge_outcomes(
-    version: WeightVersion, replicas_by_sender: ReplicasBySender, outcomes: Sequence[_SendOutcome]
-) -> UpdateReport:
+def _merge_outcomes(version: WeightVersion, outcomes: Sequence[_SendOutcome]) -> UpdateReport:
     seconds: dict[str, float] = {}
-    for one in outcomes:
-        for name, spent in one.seconds.items():
-            seconds[name] = max(seconds.get(name, 0.0), spent)
+    for outcome in outcomes:
+        for name, spent_s in outcome.seconds.items():
+            seconds[name] = max(seconds.get(name, 0.0), spent_s)
     return UpdateReport(
         version,
-        ok=tuple(replicas_by_sender[one.sender][place] for one in outcomes for place in one.ok),
+        ok=tuple(key for outcome in outcomes for key in outcome.ok),
         failed={
-            replicas_by_sender[one.sender][place]: WeightSyncError(message, hint=hint)
-            for one in outcomes
-            for place, (message, hint) in one.failed.items()
+            key: WeightSyncError(message, hint=hint)
+            for outcome in outcomes
+            for key, message, hint in outcome.failed
         },
-        parameter_bytes=max(one.size_bytes for one in outcomes),
+        parameter_bytes=max(outcome.parameter_bytes for outcome in outcomes),
         seconds=seconds,
     )

@@ -167,13 +167,13 @@ class TimeJudge:
 
     def _explain_weight_updates(self, share_text: str) -> PartVerdict:
         names = {name for row in self._evidence.rows for name in row}
-        # `reprefill` and `generation_pause` are what replicas saw of the same time.
+        # `generation_pause` is what replicas saw of the same time.
         phases = {
             name: self._compute_mean(name)
             for name in sorted(names)
             if name.startswith("weights/")
             and name.endswith("_s")
-            and not name.startswith(("weights/gen", "weights/rep"))
+            and not name.startswith("weights/gen")
         }
         text, cause, hint = share_text, "", "see docs/weights.md"
         if phases:

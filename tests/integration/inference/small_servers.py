@@ -22,29 +22,22 @@ from tests.support.service_keys import SERVICE_KEY
 from tests.support.waiting import wait_for
 
 KEY = SERVICE_KEY
-SILENT_S = 0.4
-"""What the server takes from the order to go on until its first batch."""
 SERVER = """
 import http.server, json, subprocess, sys, time
 subprocess.Popen(
     ["sglang::scheduler", "-c", "import time; time.sleep(60)"], executable=sys.executable
 )
 subprocess.Popen([sys.executable, "-c", f"import time; time.sleep({BYSTANDER_S})"])
-go_on_at = 0.0
 class Server(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
     def do_GET(self):
         if self.path == "/health_generate": time.sleep(HEALTH_S)
-        running = dict(num_running_reqs=2, num_waiting_reqs=1, num_used_tokens=300)
-        published_at = go_on_at + SILENT_S if 0 < go_on_at < time.time() - SILENT_S else 1.0
-        self.answer(200, dict(loads=[dict(timestamp=published_at, **running)]))
+        self.answer(200, {})
     def do_POST(self):
-        global go_on_at
         body = self.rfile.read(int(self.headers["content-length"])).decode()
         print(f"asked {self.path} {body}", flush=True)
         time.sleep(POST_S)
-        if self.path == "/continue_generation": go_on_at = time.time()
         self.answer(POST_STATUS, {})
     def answer(self, status, body):
         content = json.dumps(body).encode()
@@ -59,7 +52,6 @@ FACTS = {
     "HEALTH_S": 0.0,
     "POST_S": 0.0,
     "POST_STATUS": 200,
-    "SILENT_S": SILENT_S,
 }
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from areal_hpc.inference.multi_node import WorkerNode
 from areal_hpc.inference.server.command import NodeOptions, ServerCommand, ServerPorts
-from areal_hpc.inference.worker_node import WorkerNode
 from areal_hpc.rundir import rendezvous
 from tests.integration.inference.small_servers import (
     KEY,

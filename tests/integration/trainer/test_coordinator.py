@@ -44,7 +44,7 @@ from areal_hpc.trainer.loop.loop import (
 from areal_hpc.trainer.loop.schedule import Schedule
 from areal_hpc.trainer.loop.step_record import StepRecord
 from areal_hpc.trainer.loop.weight_senders import WeightSenders
-from areal_hpc.weights.buckets.plan import TensorSpec
+from areal_hpc.weights.buckets import TensorSpec
 from areal_hpc.weights.publisher import Publisher
 from areal_hpc.wire.ledger import Acknowledged, BatchManifest, BatchReply, BatchRequest
 from areal_hpc.wire.replicas import ReplicasOfCell, ReplicaView
@@ -134,7 +134,7 @@ def make_coordinator(
         record,
         ledger=LedgerClient(directory, SERVICE_KEY, 1, lambda: False),
         publisher=publisher,
-        senders=WeightSenders(0, 1, SPECS, lambda: publisher.sender),
+        senders=WeightSenders(0, 1, SPECS, lambda: publisher.transport),
         events=EventLog(directory / "events.jsonl", "trainer"),
         stop=stop,
         episode_failures=EpisodeFailureCounter(directory / "events.jsonl"),

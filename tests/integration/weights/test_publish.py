@@ -15,9 +15,9 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
-from areal_hpc.weights.buckets.plan import BucketPlan, plan_buckets
+from areal_hpc.weights.buckets import BucketPlan, plan_buckets
 from areal_hpc.weights.publisher import Publisher
-from areal_hpc.weights.transports.transport import UpdateReport
+from areal_hpc.weights.update import UpdateReport
 from areal_hpc.wire.weight_version import WeightVersion
 from tests.support.deadlines import scaled
 from tests.support.inference_cell import Cell, logprob_error, running_cell, tiny_qwen3
@@ -173,7 +173,7 @@ def test_one_group_of_both_replicas_answers_with_the_published_weights_and_stand
             report.ok
         )
         # A later update uses the groups that stand: there is no other to be made.
-        monkeypatch.delattr("areal_hpc.weights.transports.broadcast.UpdateProcessGroup")
+        monkeypatch.delattr("areal_hpc.weights.broadcast.UpdateProcessGroup")
         assert set(update(cell, publisher, 1, tiny_qwen3(2)).seconds) == {"group_join", *PHASES}
 
 
@@ -184,7 +184,7 @@ def test_a_generation_in_flight_goes_on_under_the_new_weights_and_its_pause_is_m
     with gates([cell], directory) as (gate,), trainer(cell, directory) as publisher:
         before = update(cell, publisher, 0, old).version
         begun = begin_generation_at_pause(cell, gate)
-        monkeypatch.delattr("areal_hpc.weights.transports.broadcast.UpdateProcessGroup")
+        monkeypatch.delattr("areal_hpc.weights.broadcast.UpdateProcessGroup")
         report = update(cell, publisher, 1, new)
         assert [key.cell_and_index for key in report.ok] == BOTH
         after = report.version
@@ -197,17 +197,12 @@ def test_a_generation_in_flight_goes_on_under_the_new_weights_and_its_pause_is_m
         assert 0 < switch < TOKENS
         for model, span in ((old, slice(0, switch)), (new, slice(switch, None))):
             assert logprob_error(model, prompt, reply, span) <= 1e-4
-        view = cell.await_replica(
-            lambda view: view.pause is not None and view.pause.version == str(after)
-        )
-        assert view.pause is not None
-        assert view.pause.requests == 1
-        known_tokens = len(prompt) + switch  # SGLang says how many after every 15th
-        assert known_tokens - 20 <= view.pause.recomputed_tokens <= known_tokens
-        stopped_s = sum(report.seconds[phase] for phase in PHASES)
-        assert 0 <= view.pause.reprefill_s < view.pause.pause_s < stopped_s + scaled(5)
+        pause = cell.replica().pause
+        assert pause is not None
+        assert pause.version == str(after)
+        assert 0 < pause.busy_s <= pause.pause_s
         publisher.discover_outdated_training_replicas(after)
-        assert view.pause in publisher.pauses
+        assert pause in publisher.pauses
 
 
 def test_an_update_in_place_goes_on_from_the_old_cache(cell: Cell, tmp_path: Path) -> None:

@@ -18,12 +18,12 @@ from areal_hpc.errors import WeightSyncError
 from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.rundir import rendezvous
 from areal_hpc.weights import discovery
+from areal_hpc.weights.broadcast import BroadcastSession
 from areal_hpc.weights.discovery import ReplicaDiscovery, ReplicaKey
+from areal_hpc.weights.process_group import UpdateProcessGroup
 from areal_hpc.weights.publisher import Publisher
 from areal_hpc.weights.replica_client import ReplicaClient
-from areal_hpc.weights.transports.broadcast import BroadcastSession
-from areal_hpc.weights.transports.process_group import UpdateProcessGroup
-from areal_hpc.weights.update_session import UpdateInProgress
+from areal_hpc.weights.update import Update
 from areal_hpc.wire.weight_version import WeightVersion
 from tests.support.deadlines import scaled
 from tests.support.environments import CHECKOUT
@@ -66,7 +66,7 @@ time.sleep(60)
 REFUSED = """
 import builtins, time
 from areal_hpc.errors import WeightSyncError
-from areal_hpc.weights.transports.process_group import UpdateProcessGroup
+from areal_hpc.weights.process_group import UpdateProcessGroup
 
 class Slow:
     def __del__(self):
@@ -145,7 +145,7 @@ def test_replicas_lost_together_cost_as_much_as_one(lost: list[ReplicaKey], tmp_
     exported = iter(weights.items())
     with publishing(tmp_path, cells=LOST, update_timeout_s=UPDATE_TIMEOUT_S) as publisher:
         began = time.monotonic()
-        report = publisher.publish_from_this_rank(
+        report = publisher.transport.update(
             WeightVersion(1, 0), specs_of(weights), exported, lost, WITHOUT_MODEL
         )
         took_s = time.monotonic() - began
@@ -172,9 +172,9 @@ def test_a_group_that_is_late_for_a_step_is_left_out(lost: list[ReplicaKey]) -> 
             is_over.wait(scaled(60))
 
     with ThreadPoolExecutor() as pool:
-        update: UpdateInProgress[BroadcastSession] = UpdateInProgress(pool, step_s=step_s)
+        update: Update[BroadcastSession] = Update(pool, step_s=step_s)
         update.live = [punctual, late]
-        update.run_step_dropping_failed_groups("doze", doze)
+        update.run_step("doze", doze)
         is_over.set()
     assert update.live == [punctual]
     assert [*update.failed] == [lost[1]]
@@ -262,7 +262,7 @@ def test_the_next_bucket_is_gathered_while_one_is_loaded_and_no_third(tmp_path: 
         assert len(replicas) == 1
         threading.Thread(target=let_go, daemon=True).start()
         raise_if_failed(
-            publisher.publish_from_this_rank(
+            publisher.transport.update(
                 version, specs_of(WEIGHTS), gathered(), replicas, WITHOUT_MODEL
             )
         )

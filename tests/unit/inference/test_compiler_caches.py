@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.inference.server.compiler_caches import build_cache_variables, make_cache_dir
+from areal_hpc.inference.server.node_files import build_cache_variables, make_cache_dir
 
 
 @pytest.mark.parametrize(

@@ -106,17 +106,14 @@ def test_lines_that_follow_a_checkpoint_wait_until_it_is_durable(tmp_path: Path)
 
 def test_stalls_are_those_of_the_newest_version_over_all_replicas() -> None:
     pauses = [
-        UpdatePauseStats("1.9", 9.0, 8.0, 7, 6),
-        UpdatePauseStats("1.10", 0.5, 0.1, 3, 100),
-        UpdatePauseStats("1.10", 0.7, 0.3, 2, 20),
-        UpdatePauseStats("", 5.0, 5.0, 5, 5),
+        UpdatePauseStats("1.9", 9.0, 8.0),
+        UpdatePauseStats("1.10", 0.5, 0.1),
+        UpdatePauseStats("1.10", 0.7, 0.3),
+        UpdatePauseStats("", 5.0, 5.0),
     ]
     assert summarize_newest_weight_update_pause(pauses) == {
         "weights/generation_pause_version": "1.10",
         "weights/generation_pause_s": 0.7,
-        "weights/reprefill_s": 0.3,
-        "weights/paused_requests": 5,
-        "weights/recomputed_tokens": 120,
     }
     assert summarize_newest_weight_update_pause([]) == {}
 

@@ -2,8 +2,7 @@ import pytest
 import torch
 
 from areal_hpc.errors import WeightSyncError
-from areal_hpc.weights.buckets.bucket import OpenBucket, PackingBuffers
-from areal_hpc.weights.buckets.plan import BucketPlan, plan_buckets
+from areal_hpc.weights.buckets import BucketPlan, OpenBucket, PackingBuffers, plan_buckets
 from tests.support.weight_updates import specs_of
 
 CPU = torch.device("cpu")

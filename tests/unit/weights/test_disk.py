@@ -8,10 +8,9 @@ import torch
 from safetensors.torch import load_file
 
 from areal_hpc.errors import WeightSyncError
-from areal_hpc.weights.buckets.bucket import PackingBuffers
-from areal_hpc.weights.buckets.plan import plan_buckets
+from areal_hpc.weights.buckets import PackingBuffers, plan_buckets
 from areal_hpc.weights.discovery import ReplicaKey
-from areal_hpc.weights.transports.disk import WeightsFolder
+from areal_hpc.weights.disk import WeightsFolder
 from areal_hpc.wire.weight_version import WeightVersion
 from tests.support.weight_updates import WITHOUT_MODEL, publishing, specs_of
 
@@ -73,7 +72,7 @@ def test_a_full_disk_leaves_replicas_alone_is_said_of_each_and_gets_back_what_it
     ) as publisher:
         resource.setrlimit(resource.RLIMIT_FSIZE, (8192, limits[1]))
         try:
-            report = publisher.publish_from_this_rank(
+            report = publisher.transport.update(
                 WeightVersion(1, 0), specs_of(weights), drained, keys, WITHOUT_MODEL
             )
         finally:

@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from areal_hpc.errors import WeightSyncError
-from areal_hpc.weights.buckets.plan import TensorSpec
+from areal_hpc.weights.broadcast import choose_group_size, partition_replicas
+from areal_hpc.weights.buckets import TensorSpec
 from areal_hpc.weights.discovery import ReplicaKey
 from areal_hpc.weights.publisher import Publisher
-from areal_hpc.weights.transports.broadcast import choose_group_size, partition_replicas
 from areal_hpc.wire.weight_version import WeightVersion
 from tests.support.weight_updates import WITHOUT_MODEL, publishing
 
@@ -29,9 +29,7 @@ def test_the_export_is_drained_even_when_nobody_listens(publisher: Publisher) ->
             exported.append(spec.name)
             yield spec.name, torch.zeros(4)
 
-    report = publisher.publish_from_this_rank(
-        WeightVersion(1, 0), SPECS, parameters(), [], WITHOUT_MODEL
-    )
+    report = publisher.transport.update(WeightVersion(1, 0), SPECS, parameters(), [], WITHOUT_MODEL)
     assert exported == [spec.name for spec in SPECS]
     assert (report.ok, report.failed, report.parameter_bytes) == ((), {}, 80)
 
@@ -49,7 +47,7 @@ def test_an_export_that_is_not_as_promised_is_drained_and_refused(
 ) -> None:
     arrivals = ((name, torch.zeros(4)) for name in names)
     with pytest.raises(WeightSyncError, match=message):
-        publisher.publish_from_this_rank(WeightVersion(1, 0), SPECS, arrivals, [], WITHOUT_MODEL)
+        publisher.transport.update(WeightVersion(1, 0), SPECS, arrivals, [], WITHOUT_MODEL)
     assert next(arrivals, None) is None
 
 

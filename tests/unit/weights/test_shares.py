@@ -6,7 +6,7 @@ import pytest
 
 from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.weights.discovery import ReplicaKey
-from areal_hpc.weights.replicas_by_sender import ReplicaSenderAssigner, choose_sender_ranks
+from areal_hpc.weights.publisher import ReplicaSenderAssigner, choose_sender_ranks
 
 
 def replicas(count: int, incarnation: int = 0) -> list[ReplicaKey]:

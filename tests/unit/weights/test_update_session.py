@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from areal_hpc.weights.discovery import ReplicaKey
-from areal_hpc.weights.update_session import UpdateInProgress
+from areal_hpc.weights.update import Update
 
 
 class Session:
@@ -24,9 +24,9 @@ def test_an_error_that_nobody_foresaw_costs_its_group_alone() -> None:
             raise IndexError("list index out of range")
 
     with ThreadPoolExecutor(2) as pool:
-        update: UpdateInProgress[Any] = UpdateInProgress(pool, 30.0)
+        update: Update[Any] = Update(pool, 30.0)
         update.live = [odd, well]
-        update.run_step_dropping_failed_groups("verify", step)
+        update.run_step("verify", step)
     assert update.live == [well]
     assert (odd.is_abandoned, well.is_abandoned) == (True, False)
     (error,) = update.failed.values()

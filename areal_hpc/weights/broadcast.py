@@ -12,20 +12,19 @@ from areal_hpc.errors import WeightSyncError
 from areal_hpc.jobs.node.topology import get_advertised_host
 from areal_hpc.metrics.step_metrics import PhaseTimer
 from areal_hpc.recipe.sections.weights import DEFAULT_MAX_NCCL_GROUPS, WeightsConfig
-from areal_hpc.weights.buckets.bucket import (
+from areal_hpc.weights.buckets import (
     OpenBucket,
     PackingBuffers,
     WaitSent,
     fill_and_send_buckets,
 )
 from areal_hpc.weights.discovery import ReplicaKey
-from areal_hpc.weights.replica_client import ReplicaClient
-from areal_hpc.weights.transports.process_group import (
+from areal_hpc.weights.process_group import (
     UpdateProcessGroup,
     exempt_later_groups_from_nccl_watchdog,
 )
-from areal_hpc.weights.transports.transport import Transport, UpdateRequest
-from areal_hpc.weights.update_session import UpdateInProgress, UpdateSession, log
+from areal_hpc.weights.replica_client import ReplicaClient
+from areal_hpc.weights.update import Transport, Update, UpdateRequest, UpdateSession, log
 from areal_hpc.wire.fault_points import fault_point
 from areal_hpc.wire.replicas import FenceReplicaRequest
 from areal_hpc.wire.weight_version import WeightVersion
@@ -73,8 +72,8 @@ class BroadcastSession(UpdateSession):
         for call in joining:
             call.result()
 
-    def fence_and_pause_replicas(self) -> None:
-        super().fence_and_pause_replicas()
+    def pause(self) -> None:
+        super().pause()
         self._loading = []
         self._call_all(lambda member: member.begin_update())
 
@@ -190,7 +189,7 @@ class BroadcastTransport(Transport[BroadcastSession]):
     def __init__(
         self, config: WeightsConfig, service_key: str, device: torch.device, backend: str
     ) -> None:
-        super().__init__(config, service_key)
+        super().__init__(config, service_key, device)
         self._backend = backend
         if backend != "gloo":
             exempt_later_groups_from_nccl_watchdog()
@@ -202,46 +201,41 @@ class BroadcastTransport(Transport[BroadcastSession]):
         self._sessions: dict[tuple[ReplicaKey, ...], BroadcastSession] = {}
         self._suspects: set[tuple[str, int]] = set()
 
-    def _pause_and_transfer(
-        self,
-        update: UpdateInProgress[BroadcastSession],
-        update_request: UpdateRequest,
-        timer: PhaseTimer,
+    def _transfer(
+        self, update: Update[BroadcastSession], request: UpdateRequest, timer: PhaseTimer
     ) -> None:
-        last = update_request.buckets[-1] if update_request.buckets else None
+        last = request.buckets[-1] if request.buckets else None
 
         def ship(full_bucket: OpenBucket) -> WaitSent:
-            complete = update_request.version if full_bucket.bucket is last else None
+            complete = request.version if full_bucket.bucket is last else None
             return update.start_step(
                 "send", lambda session: session.send_bucket(full_bucket, complete)
             )
 
         with timer.time_phase("group_join"):
-            self._reuse_or_form_groups(update, update_request)
+            self._reuse_or_form_groups(update, request)
         with timer.time_phase("pause_call"):
-            update.run_step_dropping_failed_groups(
-                "pause", lambda session: session.fence_and_pause_replicas()
-            )
+            update.run_step("pause", lambda session: session.pause())
         with timer.time_phase("transfer"):
             fill_and_send_buckets(
-                update_request.buckets,
-                update_request.arrivals,
+                request.buckets,
+                request.arrivals,
                 self._open_bucket,
                 ship,
             )
-            update.run_step_dropping_failed_groups("end", lambda session: session.end_update())
+            update.run_step("end", lambda session: session.end_update())
         load_s = max((session.load_s for session in update.live), default=0.0)  # of the slowest
         transfer_s = max(0.0, timer.seconds["transfer"] - load_s)  # they may overlap
         timer.seconds |= {"transfer": transfer_s, "load": load_s}
 
     def _reuse_or_form_groups(
-        self, update: UpdateInProgress[BroadcastSession], update_request: UpdateRequest
+        self, update: Update[BroadcastSession], request: UpdateRequest
     ) -> None:
         size = self._config.replicas_per_group or choose_group_size(
-            self._backend, len(update_request.replicas)
+            self._backend, len(request.replicas)
         )
-        groups = partition_replicas(update_request.replicas, size, self._suspects)
-        places = {key.cell_and_index for key in update_request.replicas}
+        groups = partition_replicas(request.replicas, size, self._suspects)
+        places = {key.cell_and_index for key in request.replicas}
         self._suspects -= places  # from here on they are judged by this update
         for keys in [*self._sessions]:
             if keys not in groups and any(key.cell_and_index in places for key in keys):
@@ -251,10 +245,8 @@ class BroadcastTransport(Transport[BroadcastSession]):
             if keys in self._sessions:
                 standing.append(self._sessions.pop(keys))
             else:
-                update.live.append(self._new_session(update_request.version, keys))
-        update.run_step_dropping_failed_groups(
-            "join", lambda session: session.fence_and_form_group()
-        )
+                update.live.append(self._new_session(request.version, keys))
+        update.run_step("join", lambda session: session.fence_and_form_group())
         update.live += standing
 
     def _new_session(
@@ -272,7 +264,7 @@ class BroadcastTransport(Transport[BroadcastSession]):
             group, [self._build_replica_client(key, version) for key in keys], self._config
         )
 
-    def _finish_update(self, update: UpdateInProgress[BroadcastSession]) -> None:
+    def _finish_update(self, update: Update[BroadcastSession]) -> None:
         self._sessions.update({session.keys: session for session in update.live})
         self._suspects |= {key.cell_and_index for key in update.failed}
 

@@ -1,16 +1,24 @@
-"""Shared memory of SGLang servers that were killed.
+"""Files that SGLang servers have on a node: compiler caches, and shared memory of killed ones.
+
+Triton, TorchInductor, FlashInfer, DeepGEMM and SGLang itself compile kernels for the GPU as a
+server starts, and by default they leave them below the user's home. There all servers of a run
+would write at once, over the network, and what was compiled for one kind of GPU fits no other.
 
 A server that ends by force leaves its files in /dev/shm, where they take memory until the node is
 started anew; once it is full, the next server dies of SIGBUS as it starts. SGLang itself cleans up
 in its own tests alone (sglang 0.5.23, `srt/utils/stale_shm_cleanup.py`).
 """
 
+import logging
 import os
 import stat
+import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+
+log = logging.getLogger(__name__)
 
 SHARED_MEMORY_DIR = Path("/dev/shm")
 _SGLANG_PREFIXES = ("sglang_loads_", "sgl_shm_", "multi_tokenizer_args_")
@@ -19,6 +27,48 @@ _POSSIBLE_SERVER_PREFIXES = (*_SGLANG_PREFIXES, "psm_", "torch_", "nccl-")
 """A server has these, and other programs have such, too: they go with the server that used them."""
 _MIN_AGE_S = 30.0
 """A file so young may be between its creation by one process and its opening by another."""
+_CACHE_VARIABLES = {
+    # From this one SGLang derives those of Triton, FlashInfer, DeepGEMM and CUDA's own compiler
+    # (sglang 0.5.23, `srt/environ.py`).
+    "SGLANG_CACHE_DIR": "",
+    "SGLANG_JIT_CACHE_DIR": "jit",
+    # SGLang would derive it, too, but by changing its environment, and setproctitle then finds
+    # nothing to write into: SGLang's processes are known by their titles.
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+}
+
+
+def build_cache_variables(environ: Mapping[str, str], folder: Path) -> dict[str, str]:
+    """Variables that put a server's compiler caches below a folder, but for those already set."""
+    root = Path(environ.get("SGLANG_CACHE_DIR", folder))
+    return {
+        name: environ.get(name, str(root / subfolder))
+        for name, subfolder in _CACHE_VARIABLES.items()
+    }
+
+
+def make_cache_dir(fallback: Path) -> Path:
+    """The node's folder of caches for this user, kept for later servers.
+
+    Servers run what they find there: where the folder belongs to another user, or others may write
+    in it, the fallback is returned, in which each server compiles anew.
+    """
+    folder = Path(tempfile.gettempdir()) / f"areal_hpc-compiled-{os.getuid()}"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        status = folder.lstat()
+    except OSError as error:
+        log.warning("compiled kernels are not kept for later servers: %s", error)
+        return fallback
+    is_private = status.st_uid == os.getuid() and not status.st_mode & 0o077
+    if stat.S_ISDIR(status.st_mode) and is_private:
+        return folder
+    log.warning(
+        "compiled kernels are not kept for later servers: "
+        "expected %s to be a folder of user %d with mode 0700, got user %d and mode %04o",
+        *(folder, os.getuid(), status.st_uid, stat.S_IMODE(status.st_mode)),
+    )
+    return fallback
 
 
 def list_shared_memory_files_in_use(pids: Iterable[int]) -> set[Path]:

@@ -1,4 +1,4 @@
-"""Update of one replica group step by step, and of all groups, failures isolated per group.
+"""Update of all replicas step by step, in groups that fail apart.
 
     join -> pause -> (send each bucket) -> end -> verify -> flush -> resume     by broadcast
             pause -> load                      -> verify -> flush -> resume     from disk
@@ -12,19 +12,29 @@ weights were begun to change and lets the others go on.
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Generic, TypeVar
 
+import torch
+
 from areal_hpc.errors import WeightSyncError
+from areal_hpc.metrics.step_metrics import PhaseTimer
 from areal_hpc.recipe.sections.weights import WeightsConfig
+from areal_hpc.weights.buckets import BucketPlan, TensorSpec, get_bucket_bytes, plan_buckets
 from areal_hpc.weights.discovery import ReplicaKey
-from areal_hpc.weights.probe import Probe, check_probe
-from areal_hpc.weights.replica_client import ReplicaClient
+from areal_hpc.weights.probe import Probe, check_probe, get_max_probe_gap
+from areal_hpc.weights.replica_client import ReplicaClient, get_group_step_timeout_s
 from areal_hpc.wire.replicas import FenceReplicaRequest, ReopenReplicaRequest
 from areal_hpc.wire.weight_version import WeightVersion
 
 log = logging.getLogger(__name__)
+
+_MAX_CONCURRENT_GROUPS = 1024
+"""A thread for each group, made when needed: one that hangs must not keep others from a step."""
 
 
 class UpdateSession:
@@ -46,7 +56,7 @@ class UpdateSession:
             2 * len(replica_clients), thread_name_prefix=f"update-{update_name}"
         )
 
-    def fence_and_pause_replicas(self) -> None:
+    def pause(self) -> None:
         """Take the replicas out of service, then stop generation: requests stay, new ones wait."""
         self.load_s = 0.0
         self._call_all(lambda member: member.post("fence", FenceReplicaRequest()))
@@ -62,15 +72,16 @@ class UpdateSession:
                 raise WeightSyncError(
                     f"{replica_client.key}: expected version {version}, got {stamp!r}"
                 )
-            check_probe(probe, replica_client.score(probe.input_ids), max_gap)
+            logprobs = replica_client.score(probe.input_ids)
+            check_probe(probe, logprobs, max_gap, replica_client.key)
 
         self._call_all(check)
 
-    def flush_caches_unless_in_place(self) -> None:
+    def flush_caches(self) -> None:
         if self._config.pause_mode != "in_place":
             self._call_all(lambda member: member.post("flush_cache"))
 
-    def resume_and_reopen_replicas(self, version: WeightVersion) -> None:
+    def resume(self, version: WeightVersion) -> None:
         """Let generation go on under the new weights and open the replicas to agents."""
 
         def resume(replica_client: ReplicaClient) -> None:
@@ -106,7 +117,7 @@ SessionT = TypeVar("SessionT", bound=UpdateSession)
 SessionStep = Callable[[SessionT], None]
 
 
-class UpdateInProgress(Generic[SessionT]):
+class Update(Generic[SessionT]):
     """One update under way: the groups that still take part, and why others do not.
 
     `pool` has a thread for each group. One that takes longer than `step_s` for a step drops out.
@@ -118,14 +129,12 @@ class UpdateInProgress(Generic[SessionT]):
         self.live: list[SessionT] = []
         self.failed: dict[ReplicaKey, WeightSyncError] = {}
 
-    def run_step_dropping_failed_groups(self, step_name: str, step: SessionStep[SessionT]) -> None:
+    def run_step(self, step_name: str, step: SessionStep[SessionT]) -> None:
+        """Take one step with all groups; one that fails is fenced and dropped."""
         self.start_step(step_name, step)()
 
     def start_step(self, step_name: str, step: SessionStep[SessionT]) -> Callable[[], None]:
-        """Begin one step with all groups; the result waits until it is over.
-
-        What fails is dropped, as by `run_step_dropping_failed_groups`.
-        """
+        """Begin one step as in `run_step`; the result waits until it is over."""
         ends_at = time.monotonic() + self._step_s
         steps = [(session, self._pool.submit(step, session)) for session in self.live]
 
@@ -160,3 +169,119 @@ class UpdateInProgress(Generic[SessionT]):
         # All at once: each may take seconds to be told, and the groups that go on wait.
         for future in [self._pool.submit(session.abandon_and_fence) for session in failures]:
             future.result()
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateReport:
+    """The outcome of one `Transport.update`."""
+
+    version: WeightVersion
+    ok: tuple[ReplicaKey, ...]
+    """Verified and open to agents."""
+    failed: dict[ReplicaKey, WeightSyncError]
+    """Left out of service; `discover_outdated_training_replicas` names them for a full resend."""
+    parameter_bytes: int
+    """Bytes of all parameters (sent once to each group)."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Wall time of the phases, see docs/weights.md; sampling stands still from `pause_call` on."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateRequest:
+    """What a transport brings to replicas."""
+
+    version: WeightVersion
+    buckets: Sequence[BucketPlan]
+    arrivals: Iterator[tuple[str, torch.Tensor]]
+    replicas: Sequence[ReplicaKey]
+
+
+class Transport(ABC, Generic[SessionT]):
+    """Brings versions of the weights to replicas.
+
+    Args:
+        device: Where buckets are packed; must suit the replicas' backend.
+    """
+
+    def __init__(self, config: WeightsConfig, service_key: str, device: torch.device) -> None:
+        self._config = config
+        self._service_key = service_key
+        self._bucket_bytes = get_bucket_bytes(config.bucket_bytes, device.type)
+        # The specs of all updates are the same.
+        self._plan_buckets = lru_cache(maxsize=1)(plan_buckets)
+        self._pool = ThreadPoolExecutor(_MAX_CONCURRENT_GROUPS, thread_name_prefix="publisher")
+
+    def update(
+        self,
+        version: WeightVersion,
+        specs: Sequence[TensorSpec],
+        parameters: Iterable[tuple[str, torch.Tensor]],
+        replicas: Sequence[ReplicaKey],
+        probe: Probe,
+    ) -> UpdateReport:
+        """Send `version` to `replicas`, verify it there and put them into service.
+
+        Generations in progress stop and go on under the new weights. A replica that fails
+        takes only its own group out of service; the rest proceeds.
+
+        Args:
+            version: What tokens sampled from now on carry.
+            specs: All parameters in Hugging Face naming, in the order of `parameters`, in the
+                dtype that the replicas serve. A tied output embedding is left out.
+            parameters: Consumed exactly once and to its end, whatever fails: exporting is a
+                collective on all trainer ranks.
+            replicas: As `Publisher.discover_outdated_training_replicas` named them.
+            probe: What they must say under these weights.
+        """
+        arrivals = iter(parameters)
+        timer = PhaseTimer()
+        update: Update[SessionT] = Update(
+            self._pool, get_group_step_timeout_s(self._config.update_timeout_s)
+        )
+        try:
+            buckets = self._plan_buckets(tuple(specs), self._bucket_bytes)
+            max_gap = get_max_probe_gap(self._config, specs)
+            self._transfer(update, UpdateRequest(version, buckets, arrivals, replicas), timer)
+            with timer.time_phase("verify"):
+                update.run_step("verify", lambda group: group.verify(version, probe, max_gap))
+            with timer.time_phase("flush"):
+                update.run_step("flush", lambda group: group.flush_caches())
+            with timer.time_phase("resume"):
+                update.run_step("resume", lambda group: group.resume(version))
+        except BaseException:  # boundary: whatever stops the sender, no replica may wait for it
+            update.fail_all_sessions()
+            raise
+        finally:
+            for _ in arrivals:
+                pass
+        self._finish_update(update)
+        return UpdateReport(
+            version,
+            ok=tuple(key for session in update.live for key in session.keys),
+            failed=update.failed,
+            parameter_bytes=sum(bucket.size_bytes for bucket in buckets),
+            seconds={name: round(spent, 6) for name, spent in timer.seconds.items()},
+        )
+
+    @abstractmethod
+    def _transfer(
+        self, update: Update[SessionT], request: UpdateRequest, timer: PhaseTimer
+    ) -> None:
+        """Pause the replicas and load the weights there."""
+
+    @abstractmethod
+    def _finish_update(self, update: Update[SessionT]) -> None:
+        """Keep what later updates can use, and nothing else."""
+
+    def _build_replica_client(self, key: ReplicaKey, version: WeightVersion) -> ReplicaClient:
+        return ReplicaClient(
+            key,
+            self._service_key,
+            version.generation,
+            self._config.update_timeout_s,
+            self._config.senders or 1,
+        )
+
+    def close(self) -> None:
+        """Replicas go on serving what they have."""
+        self._pool.shutdown(wait=False, cancel_futures=True)

@@ -21,15 +21,14 @@ from areal_hpc.metrics.step_metrics import PhaseTimer
 from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.rundir.atomic import fsync_path
 from areal_hpc.rundir.folders import make_folder
-from areal_hpc.weights.buckets.bucket import (
+from areal_hpc.weights.buckets import (
     OpenBucket,
     PackingBuffers,
     WaitSent,
     fill_and_send_buckets,
 )
 from areal_hpc.weights.replica_client import ReplicaClient
-from areal_hpc.weights.transports.transport import Transport, UpdateRequest
-from areal_hpc.weights.update_session import UpdateInProgress, UpdateSession
+from areal_hpc.weights.update import Transport, Update, UpdateRequest, UpdateSession
 from areal_hpc.wire.replicas import LoadWeightsRequest
 from areal_hpc.wire.weight_version import WeightVersion
 
@@ -127,48 +126,43 @@ class DiskTransport(Transport[DiskSession]):
     def __init__(
         self, config: WeightsConfig, service_key: str, device: torch.device, root: Path
     ) -> None:
-        super().__init__(config, service_key)
+        super().__init__(config, service_key, device)
         self._root = root
         self._buffers = PackingBuffers(device)
         self._serial = itertools.count()
         self._folder: WeightsFolder | None = None
 
-    def _pause_and_transfer(
-        self,
-        update: UpdateInProgress[DiskSession],
-        update_request: UpdateRequest,
-        timer: PhaseTimer,
+    def _transfer(
+        self, update: Update[DiskSession], request: UpdateRequest, timer: PhaseTimer
     ) -> None:
         with timer.time_phase("write"):
             try:
-                folder = self._write_folder(update_request)
+                folder = self._write_folder(request)
             except WeightStorageError as error:
-                update.failed = dict.fromkeys(update_request.replicas, error)
+                update.failed = dict.fromkeys(request.replicas, error)
                 return
-        for key in update_request.replicas:
+        for key in request.replicas:
             update.live.append(
-                DiskSession(self._build_replica_client(key, update_request.version), self._config)
+                DiskSession(self._build_replica_client(key, request.version), self._config)
             )
         with timer.time_phase("pause_call"):
-            update.run_step_dropping_failed_groups(
-                "pause", lambda session: session.fence_and_pause_replicas()
-            )
+            update.run_step("pause", lambda session: session.pause())
         with timer.time_phase("load"):
-            update.run_step_dropping_failed_groups(
+            update.run_step(
                 "load",
-                lambda session: session.load_folder_and_wait(folder.name, update_request.version),
+                lambda session: session.load_folder_and_wait(folder.name, request.version),
             )
 
-    def _write_folder(self, update_request: UpdateRequest) -> WeightsFolder:
-        folder = WeightsFolder(self._root, update_request.version, next(self._serial))
+    def _write_folder(self, request: UpdateRequest) -> WeightsFolder:
+        folder = WeightsFolder(self._root, request.version, next(self._serial))
 
         def ship(full_bucket: OpenBucket) -> WaitSent:
             return self._pool.submit(folder.write_bucket, full_bucket).result
 
         try:
             fill_and_send_buckets(
-                update_request.buckets,
-                update_request.arrivals,
+                request.buckets,
+                request.arrivals,
                 self._buffers.open_bucket_in_older_buffer,
                 ship,
             )
@@ -179,7 +173,7 @@ class DiskTransport(Transport[DiskSession]):
         self._folder = folder
         return folder
 
-    def _finish_update(self, update: UpdateInProgress[DiskSession]) -> None:
+    def _finish_update(self, update: Update[DiskSession]) -> None:
         for session in update.live:
             session.close_clients()
         if self._folder is not None:

@@ -1,1 +1,0 @@
-"""Buckets of weights: plan, filling, pipeline."""

@@ -1,1 +1,0 @@
-"""Transports of weights: broadcast through process groups, or folders on disk."""
