@@ -130,14 +130,6 @@ def context_length(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
     return {"inference.context_length": min(int(bound) for bound in stated if bound is not None)}
 
 
-def min_samples(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
-    return {} if value else {"rollout.min_samples": 2}
-
-
-def greedy_evaluation(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
-    return {"evaluation.sampling.temperature": 0.0} if value else {}
-
-
 def concurrent_episodes(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
     """AReaL counts groups, by default as many as a batch has; a recipe counts episodes."""
     groups = int(value or areal.get("train_dataset.batch_size"))
@@ -209,14 +201,6 @@ def clip(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
         f"{OBJECTIVE}.clip_low": value,
         f"{OBJECTIVE}.clip_high": value if higher is None else higher,
     }
-
-
-def sapo_loss(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
-    if value:
-        raise UntranslatableError(
-            "a custom loss: set trainer.objective.custom to a copy of examples/objectives/sapo.py"
-        )
-    return {}
 
 
 def group_size(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:

@@ -62,7 +62,10 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def counterpart(self) -> str:
         """Text for people: the keys of a recipe, or what holds instead of them."""
         if self.rename:
-            return f"`{self.rename}`"
+            changed = [
+                f"{new} for {old}" for old, new in self.values.items() if new not in (None, old)
+            ]
+            return f"`{self.rename}`{': ' if changed else ''}{', '.join(changed)}"
         if self.convert:
             return self.note
         if self.same_as:

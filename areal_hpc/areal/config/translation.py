@@ -136,7 +136,8 @@ def _apply_rule(rule: Rule, key: str, value: Any, areal: ArealConfig) -> dict[st
     if rule.rename:
         if rule.values and value not in rule.values:
             raise UntranslatableError(f"one of {', '.join(map(str, rule.values))}")
-        return {rule.rename: rule.values.get(value, value)}
+        value = rule.values.get(value, value)
+        return {} if value is None else {rule.rename: value}
     if rule.convert:
         return dict(getattr(conversions, rule.convert)(key, value, areal))
     if rule.same_as:
