@@ -78,7 +78,6 @@ class JsonApp(ABC):
         return 500, f"{type(error).__name__}: {error}"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
         if scope["type"] != "http":
             raise RuntimeError(f"this service speaks HTTP only, not {scope['type']}")
         request = Request(scope, receive)

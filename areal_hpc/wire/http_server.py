@@ -57,7 +57,6 @@ class GuardedProtocol(HttpToolsProtocol):
         self._max_connections = max_connections
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A client has connected."""
         super().connection_made(transport)
         self._start_part_deadline("head")
         if len(self.connections) > self._max_connections and not self._drop_silent_connection():
@@ -78,7 +77,6 @@ class GuardedProtocol(HttpToolsProtocol):
         return True
 
     def data_received(self, data: bytes) -> None:
-        """Bytes have come."""
         if not self._awaits:
             self._start_part_deadline("head")
         super().data_received(data)
@@ -88,19 +86,16 @@ class GuardedProtocol(HttpToolsProtocol):
                 self.refuse_and_hang_up(431, f"the headers exceed {MAX_HEAD_BYTES} bytes")
 
     def on_message_begin(self) -> None:
-        """A request begins."""
         if self._awaits != "head":  # several may come at once
             self._start_part_deadline("head")
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        """The headers have come."""
         self._awaits = "body"
         super().on_headers_complete()
         self._has_asked = True
 
     def on_message_complete(self) -> None:
-        """All of the request has come."""
         self._awaits = ""
         super().on_message_complete()
 
@@ -129,7 +124,6 @@ class GuardedProtocol(HttpToolsProtocol):
         self._is_overdue = True
 
     def refuse_and_hang_up(self, status_code: int, message: str) -> None:
-        """Say why, and hang up."""
         if not (self._is_answering and self.cycle.response_started):
             head = (
                 f"HTTP/1.1 {status_code} Refused\r\ncontent-type: text/plain\r\nretry-after: 1\r\n"
@@ -223,7 +217,6 @@ class GuardedServer(uvicorn.Server):
             connection.close()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept no more; wait for open requests a while."""
         waiting: list[asyncio.Task[Any]] = [*self._accepting, *self._handshakes]
         for task in waiting:
             task.cancel()
@@ -231,7 +224,6 @@ class GuardedServer(uvicorn.Server):
         await super().shutdown(sockets)
 
     async def on_tick(self, counter: int) -> bool:
-        """Look after the connections now and then."""
         if counter % TICKS_PER_DEADLINE_CHECK == 0:
             now = asyncio.get_running_loop().time()
             for connection in [*self.server_state.connections]:
@@ -248,12 +240,11 @@ class ByteBudget:
         self._held_bytes = 0
 
     def try_reserve(self, count: int) -> bool:
-        """Hold more bytes; false if there are too many, and then no more are held."""
+        """False if that would be too many."""
         if self._held_bytes + count > self._max_bytes:
             return False
         self._held_bytes += count
         return True
 
     def release(self, count: int) -> None:
-        """Hold so many bytes less."""
         self._held_bytes -= count

@@ -58,7 +58,6 @@ class LeaseRequest(Struct, frozen=True):
     capacity: int
     """Episodes the driver could start now; a training ticket takes `n_episodes` of them."""
     held: list[TicketRef] = field(default_factory=list)
-    """Running here."""
     finished: list[TicketRef] = field(default_factory=list)
     """Finished here, recorded in this cell's journal, not yet settled."""
     wait_s: float = 5.0
@@ -67,11 +66,9 @@ class LeaseRequest(Struct, frozen=True):
     """Which start of its job the cell is in, as Slurm may leave an older one alive on a node that
     it lost; 0 where starts are not counted."""
     splits: tuple[TaskSplit, ...] = ("train", "valid")
-    """Task sets of which the driver takes tickets."""
     ended_episodes: int = 0
     """Episodes that are over, of training tickets that are not."""
     slowest_episode_s: float = 0.0
-    """Seconds that the oldest episode under way has run."""
 
 
 class LeaseReply(Struct, frozen=True):
@@ -99,7 +96,6 @@ class SealedTicket(Struct, frozen=True):
     """File name in the run's shards directory."""
     rows: list[int]
     rewards: list[float]
-    """One per row."""
     oldest_version: Int64
     """Packed version of the oldest weights that sampled one of its tokens, or `NO_VERSION`."""
 
@@ -157,11 +153,9 @@ class IrregularTicketCounts(Struct, frozen=True):
     """Tickets, since the batch before, that did not simply become one of this batch."""
 
     stale_trained: int = 0
-    """In this batch, with a token older than the bound."""
+    """In this batch, with a token older than the bound; the next two are in none."""
     stale_dropped: int = 0
-    """Given up on because they were older than the bound."""
     stale_requeued: int = 0
-    """Issued again because they were older than the bound."""
     filtered: int = 0
     """Finished, and not accepted."""
     failed: int = 0
@@ -257,6 +251,4 @@ class LedgerStatus(Struct, frozen=True):
     episodes_done: int = 0
     """Episodes of the next batch that are over."""
     episodes_wanted: int = 0
-    """Episodes of a batch."""
     slowest_episode_s: float = 0.0
-    """Seconds that the oldest episode under way has run."""

@@ -23,7 +23,6 @@ class ParseChunkRequest(Struct, tag="parse", frozen=True):
     """The next text of a reply."""
 
     call: int
-    """Numbers requests; the reply carries it."""
     reply: int
     """Numbers the reply to the client whose text this is."""
     text: str
@@ -43,9 +42,7 @@ class ToolGrammarRequest(Struct, tag="constrain", frozen=True):
     required: bool
     """It must call; otherwise it may."""
     name: str | None
-    """It must call this one."""
     parallel: bool
-    """It may call several."""
 
 
 class GrammarCheckRequest(Struct, tag="check", frozen=True):
@@ -69,8 +66,6 @@ ParserRequest = ParseChunkRequest | ToolGrammarRequest | GrammarCheckRequest | G
 
 
 class ParsedToolCall(Struct):
-    """One tool call."""
-
     name: str
     arguments: str
     """JSON."""

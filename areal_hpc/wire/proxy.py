@@ -104,8 +104,6 @@ class EngineAddress(Struct, frozen=True):
 
 
 class StartSessionReply(Struct, frozen=True, omit_defaults=True):
-    """The session and the key that opens it."""
-
     session_id: str
     api_key: str
     control_key: str = ""
@@ -130,8 +128,6 @@ class OfferEpisodeReply(Struct, frozen=True):
 
 
 class AwaitSessionEndRequest(Struct, frozen=True):
-    """Tell when a session has ended."""
-
     session_id: str
     wait_s: float = 10.0
 
@@ -152,8 +148,6 @@ class SetRewardRequest(Struct, frozen=True):
 
 
 class SetRewardReply(Struct, frozen=True):
-    """Interaction that got the reward."""
-
     interaction_id: str
 
 
@@ -165,8 +159,6 @@ class RecordCallsRequest(Struct, frozen=True):
 
 
 class RecordCallsReply(Struct, frozen=True):
-    """Number of interactions that the session has now."""
-
     interaction_count: int
 
 
@@ -211,8 +203,6 @@ class KeepFailedSessionReply(Struct, frozen=True):
 
 
 class ListConversationsRequest(Struct, frozen=True):
-    """Tell what the conversations of a session began with."""
-
     session_id: str
 
 
@@ -252,8 +242,6 @@ class MarkAuxiliaryReply(Struct, frozen=True):
 
 
 class FinishTicketReply(Struct, frozen=True):
-    """Number of rows that the ticket contributes."""
-
     rows: int
 
 
@@ -287,20 +275,14 @@ class ExportReply(Struct, frozen=True, omit_defaults=True):
 
 
 class MaxOpenSessionsReply(Struct, frozen=True):
-    """Number of sessions that may be open at once now."""
-
     capacity: int
 
 
 class SealTicketsReply(Struct, frozen=True):
-    """Tickets sealed and settled by this call."""
-
     tickets: int
 
 
 class ProxyHealth(Struct, frozen=True):
-    """Liveness and load."""
-
     sessions: int
     requests_in_flight: int
     unsealed_tickets: int

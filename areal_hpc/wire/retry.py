@@ -43,7 +43,6 @@ def retry(
     within_s: float,
     *,
     is_stopping: Callable[[], bool] = lambda: False,
-    on_failure: Callable[[ClusterError, float], None] = lambda error, pause_s: None,
 ) -> ResultT:
     """Repeat a call while its peer is away, for `within_s` from the first failure.
 
@@ -58,14 +57,12 @@ def retry(
             give_up_at = min(give_up_at, time.monotonic() + within_s)
             if not is_passing(error) or is_stopping() or time.monotonic() >= give_up_at:
                 raise
-            on_failure(error, pause_s)
         time.sleep(pause_s)
     raise AssertionError("pauses have no end")
 
 
 async def retry_until_answered(
-    call: Callable[[], Awaitable[ResultT]],
-    on_failure: Callable[[ClusterError, float], None] = lambda error, pause_s: None,
+    call: Callable[[], Awaitable[ResultT]], on_failure: Callable[[ClusterError, float], None]
 ) -> ResultT:
     """Repeat a call while its peer is away.
 

@@ -5,6 +5,7 @@ import socket
 from itertools import islice
 
 import pytest
+from cryptography.x509 import BasicConstraints, load_pem_x509_certificate
 from starlette.requests import Request
 from starlette.types import Message
 
@@ -111,3 +112,12 @@ def test_a_call_is_repeated_while_its_peer_is_away_or_busy_and_no_longer() -> No
         with pytest.raises(ClusterError, match="away"):
             retry(call, **limits)
         assert len(left) == 1
+
+
+def test_a_runs_certificate_holds_at_any_time_and_signs_no_other() -> None:
+    certificate = load_pem_x509_certificate(
+        SERVICE_KEY[SERVICE_KEY.index("-----BEGIN CERTIFICATE-----") :].encode()
+    )
+    assert certificate.not_valid_before_utc.year == 1950
+    assert certificate.not_valid_after_utc.year == 9999
+    assert not certificate.extensions.get_extension_for_class(BasicConstraints).value.ca
