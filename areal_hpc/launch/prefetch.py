@@ -64,7 +64,7 @@ def prefetch_files_and_build_images(
         RecipeError: Something cannot be had, or a file of the cache is not what the hub says it
             is; all problems at once.
     """
-    before = _read_prefetched_entries_by_path(paths.prefetch_record)
+    before = _read_earlier_entries(paths.prefetch_record)
     record: list[dict[str, Any]] = []
     problems: list[Problem] = []
     for want in list_models_and_datasets(recipe):
@@ -72,10 +72,8 @@ def prefetch_files_and_build_images(
             if want.key.endswith(".harbor") and Path(want.name).is_dir():
                 build_task_images(Path(want.name), want.key, print_line)
             folder = _download_if_missing(want)
-            files = [
-                _hash_and_verify_file(path, folder, before)
-                for path in _list_wanted_files(folder, want)
-            ]
+            wanted = _list_wanted_files(folder, want)
+            files = [_record_file(path, folder, before) for path in wanted]
         except RecipeError as error:
             problems += error.problems
             continue
@@ -132,33 +130,27 @@ def _download_if_missing(prefetch_item: ModelOrDataset) -> Path:
 def _list_wanted_files(folder: Path, prefetch_item: ModelOrDataset) -> list[Path]:
     if folder.is_file():
         return [folder]
-    patterns = (
-        prefetch_item.patterns
-        if prefetch_item.kind == "dataset" and prefetch_item.patterns
-        else ("**/*",)
-    )
+    is_dataset = prefetch_item.kind == "dataset"
+    patterns = (is_dataset and prefetch_item.patterns) or ("**/*",)
     found = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
     if not found:
-        raise RecipeError(
-            f"{prefetch_item.name} has no file that matches {', '.join(patterns)}",
-            key=prefetch_item.key.removesuffix(".hub") + ".files"
-            if prefetch_item.patterns
-            else prefetch_item.key,
-            hint="look at the files of the repository",
-        )
+        key, hint = prefetch_item.key, "look at the files of the repository"
+        if prefetch_item.patterns:
+            key = key.removesuffix(".hub") + ".files"
+        message = f"{prefetch_item.name} has no file that matches {', '.join(patterns)}"
+        raise RecipeError(message, key=key, hint=hint)
     return sorted(found)
 
 
-def _hash_and_verify_file(
-    path: Path, folder: Path, previous_entries_by_path: Mapping[str, Any]
-) -> dict[str, Any]:
+def _record_file(path: Path, folder: Path, before: Mapping[str, Any]) -> dict[str, Any]:
+    """What is noted of a file; its digest is computed again if it has changed since `before`."""
     state = path.stat()
     entry = {
         "name": path.name if path == folder else str(path.relative_to(folder)),
         "bytes": state.st_size,
         "modified_ns": state.st_mtime_ns,
     }
-    known = previous_entries_by_path.get(str(path), {})
+    known = before.get(str(path), {})
     if all(known.get(name) == value for name, value in entry.items()):
         return {**entry, "sha256": known["sha256"]}
     with path.open("rb") as stream:
@@ -173,7 +165,7 @@ def _hash_and_verify_file(
     return {**entry, "sha256": digest}
 
 
-def _read_prefetched_entries_by_path(record: Path) -> dict[str, Any]:
+def _read_earlier_entries(record: Path) -> dict[str, Any]:
     known = {}
     for entry in json.loads(record.read_bytes()) if record.exists() else ():
         folder = Path(entry["folder"])

@@ -98,8 +98,7 @@ def _add_doctor_commands(commands: CommandGroup) -> None:
 
 def _run_doctor_checks(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch.doctor.checks import CheckStatus, format_checks
-    from areal_hpc.launch.doctor.evidence import write_evidence
-    from areal_hpc.launch.doctor.registry import run_checks
+    from areal_hpc.launch.doctor.registry import run_checks, write_evidence
     from areal_hpc.launch.doctor.subject import DoctorSubject
     from areal_hpc.recipe.loading import load_recipe
     from areal_hpc.recipe.sections.cluster import SlurmConfig

@@ -28,15 +28,12 @@ def check_gpu_nodes(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
     assert doctor_subject.gpu_examination is not None
     plan, report = doctor_subject.gpu_examination.plan, doctor_subject.gpu_examination.report
     if plan.nodes:  # without a job they are this machine, whose isolation has a check of its own
-        yield from _judge_isolation_of_nodes(report)
+        for facts in report.nodes:
+            isolation = [*map(judge_isolation, facts.isolation)]
+            yield from prefix_findings_with_host(isolation, facts.host)
     yield from _judge_facts_of_nodes(report, plan)
     yield from _judge_collectives(report)
     yield judge_run(report.run)
-
-
-def _judge_isolation_of_nodes(report: GpuReport) -> Iterator[CheckResult]:
-    for facts in report.nodes:
-        yield from prefix_findings_with_host([*map(judge_isolation, facts.isolation)], facts.host)
 
 
 def _judge_facts_of_nodes(report: GpuReport, plan: GpuCheckPlan) -> Iterator[CheckResult]:
@@ -53,18 +50,13 @@ def _judge_facts_of_nodes(report: GpuReport, plan: GpuCheckPlan) -> Iterator[Che
 
 
 def _judge_collectives(report: GpuReport) -> Iterator[CheckResult]:
-    floor = (
-        MIN_NVLINK_ALLREDUCE_BYTES_PER_S
-        if report.nodes[0].has_nvlink
-        else MIN_PCIE_ALLREDUCE_BYTES_PER_S
-    )
-    is_rehearsal = report.device == "cpu"
-    yield judge_rates(
-        "all-reduce", report.node_rates, None if is_rehearsal else floor, NODE_LINK_HINT
-    )
-    if report.cluster_rates is None:
-        return
-    has_rdma = all(one.rdma_devices and one.has_ibverbs for one in report.nodes)
-    floor = MIN_RDMA_BYTES_PER_S if has_rdma else MIN_TCP_BYTES_PER_S
-    name = f"{len(report.nodes)} nodes"
-    yield judge_rates(name, report.cluster_rates, None if is_rehearsal else floor, NETWORK_HINT)
+    nodes, is_rehearsal = report.nodes, report.device == "cpu"
+    has_nvlink = nodes[0].has_nvlink
+    floor = MIN_NVLINK_ALLREDUCE_BYTES_PER_S if has_nvlink else MIN_PCIE_ALLREDUCE_BYTES_PER_S
+    expected = None if is_rehearsal else floor
+    yield judge_rates("all-reduce", report.node_rates, expected, NODE_LINK_HINT)
+    if report.cluster_rates is not None:
+        has_rdma = all(one.rdma_devices and one.has_ibverbs for one in nodes)
+        floor = MIN_RDMA_BYTES_PER_S if has_rdma else MIN_TCP_BYTES_PER_S
+        expected = None if is_rehearsal else floor
+        yield judge_rates(f"{len(nodes)} nodes", report.cluster_rates, expected, NETWORK_HINT)

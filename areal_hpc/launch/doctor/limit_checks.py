@@ -46,9 +46,10 @@ def check_accounting_limits(doctor_subject: DoctorSubject) -> Iterator[CheckResu
     limits = list(_find_limits_of_jobs(doctor_subject.job_requests))
     for limit in limits:
         if limit.max_jobs is not None:
+            slurm = doctor_subject.slurm
             yield judge_job_limit(
                 *(limit.owner, limit.max_jobs, limit.wanted_jobs, queued),
-                is_requeued=doctor_subject.slurm.requeue or doctor_subject.slurm.successors > 0,
+                is_requeued=slurm.requeue or slurm.successors > 0,
             )
         for request in limit.requests:
             asked = request.shape.time_limit_minutes
@@ -91,10 +92,8 @@ def judge_job_limit(
         hint = "fewer cells, fewer cluster.slurm.successors, or another QOS"
         return fail("job limits", f"{found}: sbatch refuses some, and so none is submitted", hint)
     if wanted_jobs + queued_jobs > max_jobs:
-        there = f"{found}, and {queued_jobs} of yours are there"
-        return warn(
-            "job limits", there, f"submit when {wanted_jobs + queued_jobs - max_jobs} have ended"
-        )
+        hint = f"submit when {wanted_jobs + queued_jobs - max_jobs} have ended"
+        return warn("job limits", f"{found}, and {queued_jobs} of yours are there", hint)
     if not is_requeued and wanted_jobs == max_jobs:
         return warn(
             "job limits",

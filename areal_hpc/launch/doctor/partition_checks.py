@@ -43,32 +43,21 @@ def check_partitions(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
             continue
         yield _judge_partition(name, facts, time_limit_minutes)
         yield judge_preemption(name, facts)
-        yield judge_submission_from_jobs(
-            *(name, facts), is_requeued=slurm.requeue, successors=slurm.successors
-        )
+        yield judge_submission_from_jobs(name, facts, slurm)
 
 
 def _judge_partition(
     partition_name: str, partition_facts: Mapping[str, str], time_limit_minutes: int
 ) -> CheckResult:
+    name, state = f"partition {partition_name}", partition_facts.get("State")
+    if state != "UP":
+        return fail(name, f"is {state}", "sinfo -s; name one that is up")
     nodes, max_time = (partition_facts.get(key, "?") for key in ("TotalNodes", "MaxTime"))
-    what = f"{nodes} nodes, at most {max_time}"
-    if partition_facts.get("State") != "UP":
-        return fail(
-            f"partition {partition_name}",
-            f"is {partition_facts.get('State')}",
-            "sinfo -s; name one that is up",
-        )
-    most_min = parse_slurm_time_as_minutes(partition_facts.get("MaxTime", ""))
+    what, most_min = f"{nodes} nodes, at most {max_time}", parse_slurm_time_as_minutes(max_time)
     if most_min is not None and time_limit_minutes > most_min:
         hint = f"cluster.slurm.time_limit_minutes={most_min}; the run continues in the next job"
-        return fail(
-            f"partition {partition_name}", f"{what}; jobs ask for {time_limit_minutes} min", hint
-        )
-    return ok(
-        f"partition {partition_name}",
-        f"up, {what}, PreemptMode={partition_facts.get('PreemptMode', '?')}",
-    )
+        return fail(name, f"{what}; jobs ask for {time_limit_minutes} min", hint)
+    return ok(name, f"up, {what}, PreemptMode={partition_facts.get('PreemptMode', '?')}")
 
 
 def judge_preemption(partition_or_qos: str, preemption_facts: Mapping[str, str]) -> CheckResult:
@@ -76,11 +65,8 @@ def judge_preemption(partition_or_qos: str, preemption_facts: Mapping[str, str])
 
     `preemption_facts` has its PreemptMode and GraceTime, by `scontrol`'s names.
     """
-    what, mode = (
-        f"preemption {partition_or_qos}",
-        preemption_facts.get("PreemptMode", "OFF").split(",")[0],
-    )
-    grace = preemption_facts.get("GraceTime", "0")
+    what, grace = f"preemption {partition_or_qos}", preemption_facts.get("GraceTime", "0")
+    mode = preemption_facts.get("PreemptMode", "OFF").split(",")[0]
     grace_s = int(grace) if grace.isdigit() else 0
     if mode in ("OFF", "DISABLED"):
         return ok(what, "jobs there are not preempted")
@@ -102,14 +88,14 @@ def judge_preemption(partition_or_qos: str, preemption_facts: Mapping[str, str])
 
 
 def judge_submission_from_jobs(
-    partition_name: str, partition_facts: Mapping[str, str], *, is_requeued: bool, successors: int
+    partition_name: str, partition_facts: Mapping[str, str], slurm: SlurmConfig
 ) -> CheckResult:
     from_nodes, what = partition_facts.get("AllocNodes", "ALL"), f"resubmission {partition_name}"
     if from_nodes == "ALL":
         return ok(what, "jobs may submit jobs")
-    if successors:
-        return ok(what, f"only {from_nodes} may submit jobs; each job has {successors} successors")
-    if not is_requeued:
+    if number := slurm.successors:
+        return ok(what, f"only {from_nodes} may submit jobs; each job has {number} successors")
+    if not slurm.requeue:
         return fail(
             what,
             f"only {from_nodes} may submit jobs, and slurm.requeue=false: a job that ends early "
@@ -125,29 +111,25 @@ def judge_submission_from_jobs(
 
 
 def check_requeue(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
-    yield judge_requeue(
-        is_requested=doctor_subject.slurm.requeue,
-        default=doctor_subject.slurm_answer.settings.get("JobRequeue", ""),
-        successors=doctor_subject.slurm.successors,
-    )
+    """What becomes of a job that ends early."""
+    slurm = doctor_subject.slurm
+    yield judge_requeue(slurm, doctor_subject.slurm_answer.settings.get("JobRequeue", ""))
 
 
-def judge_requeue(*, is_requested: bool, default: str, successors: int) -> CheckResult:
-    """What becomes of a job that ends early; `default` is JobRequeue of slurm.conf. Pure."""
-    laid = f"; where that fails, {successors} successors of it start in turn" if successors else ""
-    if is_requested:
-        whatever = ", whatever JobRequeue=0 says" if default == "0" else ""
-        found = f"a job that ends early is started again under its number{whatever}{laid}"
-        return ok("requeue", found)
-    if successors:
-        found = (
-            f"slurm.requeue=false: after a job that ends early its {successors} successors start"
-        )
-        return ok("requeue", f"{found} in turn")
-    return ok(
-        "requeue",
-        "slurm.requeue=false: a job that ends early submits itself again under another number",
-    )
+def judge_requeue(slurm: SlurmConfig, default: str) -> CheckResult:
+    """`default` is JobRequeue of slurm.conf."""
+    number = slurm.successors
+    if slurm.requeue:
+        found = "a job that ends early is started again under its number"
+        found += ", whatever JobRequeue=0 says" if default == "0" else ""
+        found += f"; where that fails, {number} successors of it start in turn" if number else ""
+    elif number:
+        found = "slurm.requeue=false: after a job that ends early "
+        found += f"its {number} successors start in turn"
+    else:
+        found = "slurm.requeue=false: a job that ends early submits itself again under another "
+        found += "number"
+    return ok("requeue", found)
 
 
 def parse_slurm_time_as_minutes(text: str) -> int | None:

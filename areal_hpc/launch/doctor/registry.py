@@ -1,12 +1,20 @@
 """Registry of doctor's checks; each is run by itself, whatever became of the others."""
 
 import logging
+import platform
+import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
 
+import msgspec
+
+import areal_hpc
 from areal_hpc.errors import ArealError
 from areal_hpc.launch.doctor.checks import CheckResult, fail
+from areal_hpc.launch.doctor.gpu.examination import GpuExamination
 from areal_hpc.launch.doctor.gpu_checks import check_gpu_nodes
 from areal_hpc.launch.doctor.isolation_checks import (
     check_program_isolation,
@@ -26,6 +34,8 @@ from areal_hpc.launch.doctor.slurm_checks import (
 )
 from areal_hpc.launch.doctor.storage_checks import check_nodes_see_file_root, check_storage
 from areal_hpc.launch.doctor.subject import DoctorSubject
+from areal_hpc.launch.provenance.repositories import read_repository
+from areal_hpc.rundir.atomic import write_atomic
 
 log = logging.getLogger(__name__)
 
@@ -97,3 +107,25 @@ def _run_check(check: DoctorCheck, doctor_subject: DoctorSubject) -> Iterator[Ch
             f"the check itself failed: {type(error).__name__}: {error}",
             "the other checks stand; report this one with the output of this command",
         )
+
+
+def write_evidence(
+    path: Path, results: Sequence[CheckResult], examination: GpuExamination | None
+) -> None:
+    """Write `doctor --json`, for an issue or a script: results, facts and measurements.
+
+    It has no values of the environment, which may hold keys.
+    """
+    repository = read_repository(Path(__file__).parent)
+    told: dict[str, Any] = {
+        "areal_hpc": areal_hpc.__version__,
+        "commit": repository.revision if repository else None,
+        "at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "host": socket.gethostname(),
+        "kernel": platform.release(),
+        "results": results,
+    }
+    if examination is not None and "report" in vars(examination):
+        told["gpu_report"] = examination.report
+    encoded = msgspec.json.format(msgspec.json.encode(told, enc_hook=str), indent=2)
+    write_atomic(path, encoded + b"\n")

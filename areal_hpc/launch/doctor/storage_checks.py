@@ -77,21 +77,17 @@ def check_nodes_see_file_root(doctor_subject: DoctorSubject) -> Iterator[CheckRe
             fileroot, doctor_subject.slurm.get_options_of_job("trainer"), doctor_subject.print_line
         )
     elif (doctor_subject.involves_slurm or is_answering) and fileroot.exists():
-        yield _report_file_system_type(fileroot)
-
-
-def _report_file_system_type(fileroot: Path) -> CheckResult:
-    asked = subprocess.run(
-        ["stat", "--file-system", "--format=%T", str(fileroot)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    kind = asked.stdout.strip() or "unknown"
-    what = "cannot tell from this node whether it is shared"
-    if kind in LOCAL_FILE_SYSTEMS:
-        what = "looks like a local file system"
-    return warn("shared", f"{kind}: {what}", "--check-node asks a compute node")
+        asked = subprocess.run(
+            ["stat", "--file-system", "--format=%T", str(fileroot)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        kind = asked.stdout.strip() or "unknown"
+        what = "cannot tell from this node whether it is shared"
+        if kind in LOCAL_FILE_SYSTEMS:
+            what = "looks like a local file system"
+        yield warn("shared", f"{kind}: {what}", "--check-node asks a compute node")
 
 
 def _check_file_operations(folder: Path) -> Iterator[CheckResult]:
@@ -218,7 +214,11 @@ def _await_job_answer(folder: Path, job_id: str, token: str, timeout_s: float) -
     ended_at: float | None = None
     while time.monotonic() < give_up_at:
         if (folder / "answer").exists():
-            return _judge_job_answer((folder / "answer").read_text().split(), token)
+            said, node = [*(folder / "answer").read_text().split(), "?", "?"][:2]
+            if said != token:
+                return fail("shared", f"{node} sees different content", "use another file system")
+            where = "the same node" if node == socket.gethostname() else node
+            return ok("shared", f"{where} saw the file, and its answer is visible here")
         look = queue.poll([job_id])
         found = look.jobs.get(job_id)
         if found and not is_live_state(found.state):
@@ -235,11 +235,3 @@ def _await_job_answer(folder: Path, job_id: str, token: str, timeout_s: float) -
         time.sleep(max(POLL_S, queue.pause_s if look.outage else 0.0))
     hint = "try again when nodes are free"
     return warn("shared", f"job {job_id} did not answer in time: {waits_for}", hint)
-
-
-def _judge_job_answer(answer_words: list[str], token: str) -> CheckResult:
-    node = answer_words[1] if len(answer_words) > 1 else "?"
-    if not answer_words or answer_words[0] != token:
-        return fail("shared", f"{node} sees different content", "use another file system")
-    where = "the same node" if node == socket.gethostname() else node
-    return ok("shared", f"{where} saw the file, and its answer is visible here")

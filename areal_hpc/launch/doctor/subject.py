@@ -41,20 +41,15 @@ class DoctorSubject:
         if not has_slurm():
             return SlurmAnswer(outage="Slurm's commands are not installed on this machine")
         try:
-            return SlurmAnswer(
-                parse_scontrol_config(run_slurm_command("scontrol", "show", "config"))
-            )
+            shown = run_slurm_command("scontrol", "show", "config")
         except ClusterError as error:
             # Where there is no cluster, Slurm prints all of its search for one; the end says it.
             return SlurmAnswer(outage=error.problems[0].message.splitlines()[-1])
+        pairs = (line.partition("=") for line in shown.splitlines() if " = " in line)
+        return SlurmAnswer({name.strip(): value.strip() for name, _, value in pairs})
 
     @cached_property
     def job_requests(self) -> list[JobRequest]:
         return (
             build_remaining_job_requests(self.recipe, Path.cwd()) if self.recipe is not None else []
         )
-
-
-def parse_scontrol_config(scontrol_output: str) -> dict[str, str]:
-    pairs = (line.partition("=") for line in scontrol_output.splitlines() if " = " in line)
-    return {name.strip(): value.strip() for name, _, value in pairs}

@@ -21,11 +21,10 @@ from areal_hpc.wire.weight_version import WeightVersion
 
 MODEL_CONFIG_FILE = "config.json"
 _ONE_CELL_OVERRIDES = (
-    *(
-        "sft=null",
-        "inference.cells=1",
-    ),
-    *("evaluation.separate_cell=false", "evaluation.keep_best=''"),
+    "sft=null",
+    "inference.cells=1",
+    "evaluation.separate_cell=false",
+    "evaluation.keep_best=''",
 )
 """What an evaluation has of a run: one cell, and no training."""
 

@@ -30,7 +30,11 @@ def main() -> None:
     config = TrialConfig.model_validate_json(sys.stdin.read())
     sys.path[:0] = [folder for folder in config.driver.sys_path if folder not in sys.path]
     try:
-        failures = play_trials_and_count_failures(config)
+        rollout = config.driver.rollout
+        agent = build_agent(rollout.agent, rollout.workflow, rollout.workflow_kwargs)
+        assert agent is not None  # mode online is refused before this process starts
+        with TrialCell(config) as cell:
+            failures = asyncio.run(_play_tasks(config, agent, cell))
     except ArealError as error:
         print(escape_controls(f"error: {error}"), file=sys.stderr)
         sys.exit(error.exit_code)
@@ -39,15 +43,8 @@ def main() -> None:
     sys.exit(AgentError.exit_code if failures else 0)
 
 
-def play_trials_and_count_failures(config: TrialConfig) -> int:
-    rollout = config.driver.rollout
-    agent = build_agent(rollout.agent, rollout.workflow, rollout.workflow_kwargs)
-    assert agent is not None  # mode online is refused before this process starts
-    with TrialCell(config) as cell:
-        return asyncio.run(_play_tasks_and_count_failures(config, agent, cell))
-
-
-async def _play_tasks_and_count_failures(config: TrialConfig, agent: Agent, cell: TrialCell) -> int:
+async def _play_tasks(config: TrialConfig, agent: Agent, cell: TrialCell) -> int:
+    """Play each task once; how many failed."""
     job, paths = config.driver, RunPaths(config.driver.run_dir)
     if isinstance(agent, SubprocessAgent):
         await agent.check_agent_builds()

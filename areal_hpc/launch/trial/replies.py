@@ -7,7 +7,6 @@ import math
 import os
 import random
 from collections import defaultdict, deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -120,23 +119,18 @@ class RecordedReplies:
 
 def _read_recorded_replies(run: RunPaths) -> list[tuple[bytes, EngineReply]]:
     """Each trained reply of the run's first rows, behind the bytes of its prompt's ids."""
-    found = []
-    left = MAX_REPLAYED_ROWS
+    found, left = [], MAX_REPLAYED_ROWS
     for line in read_index(run.shard_index_dir):
         reader = ShardReader(run.shards_dir / line.file)
         count = min(left, reader.num_rows)
         left -= count
         for row in reader.read_rows(range(count)):
-            for start, end in _find_trained_spans(row.loss_mask_T):
+            is_trained = np.concatenate(([0], row.loss_mask_T != 0, [0]))
+            for start, end in np.flatnonzero(np.diff(is_trained)).reshape(-1, 2).tolist():
                 ids = row.input_ids_T[start:end].tolist()
                 reply = EngineReply(ids, row.logprobs_T[start:end].tolist())
                 found.append((row.input_ids_T[:start].astype(np.int32).tobytes(), reply))
     return found
-
-
-def _find_trained_spans(loss_mask_T: Any) -> Sequence[tuple[int, int]]:
-    edges = np.flatnonzero(np.diff(np.concatenate(([0], loss_mask_T != 0, [0]))))
-    return [(int(start), int(end)) for start, end in edges.reshape(-1, 2)]
 
 
 class CompletionsServerReplies:
@@ -157,7 +151,6 @@ class CompletionsServerReplies:
         )
 
     async def answer(self, question: EngineQuestion) -> EngineReply:
-        """The reply of the server to the prompt as text."""
         if not self._model:
             self._model = (await self._call_server("GET", "/models"))["data"][0]["id"]
         body = {

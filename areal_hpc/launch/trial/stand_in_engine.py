@@ -92,24 +92,24 @@ class StandInEngine(JsonApp):
         if count is not None:
             reason = {"type": "stop", "matched": ids[count]}
             text_ids, ids, logprobs = ids[:count], ids[: count + 1], logprobs[: count + 1]
-        text = self._encoder.decode(text_ids, skip_special_tokens=True)
+        text = self._decode(text_ids)
         for stop in sampling.stop or ():
             if stop in text:
-                count = self._count_tokens_through(stop, text_ids)
+                count = next(
+                    (
+                        end
+                        for end in range(1, len(text_ids))
+                        if stop in self._decode(text_ids[:end])
+                    ),
+                    len(text_ids),
+                )
                 ids, logprobs = ids[:count], logprobs[:count]
                 text_ids, text = ids, text[: text.index(stop)]
                 reason = {"type": "stop", "matched": stop}
         return _CutReply(text, ids, logprobs, reason)
 
-    def _count_tokens_through(self, stop: str, ids: list[int]) -> int:
-        return next(
-            (
-                count
-                for count in range(1, len(ids))
-                if stop in self._encoder.decode(ids[:count], skip_special_tokens=True)
-            ),
-            len(ids),
-        )
+    def _decode(self, ids: list[int]) -> str:
+        return self._encoder.decode(ids, skip_special_tokens=True)
 
 
 def _build_generate_reply(request: _GenerateRequest, reply: _CutReply) -> dict[str, Any]:

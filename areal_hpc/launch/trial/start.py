@@ -5,7 +5,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -61,9 +60,28 @@ def run_trial(
         paths = RunPaths(Path(folder))
         _write_first_tasks(recipe, tasks, paths.dataset("train"))
         model_dir = _find_or_make_model_dir(recipe, paths, recorded_run)
-        config = _build_trial_config(recipe, paths, model_dir, pythons["serve"], folders)
-        config = config.model_copy(
-            update={"recorded_run": recorded_run, "base_url": base_url and base_url.rstrip("/")}
+        inference = recipe.inference
+        config = TrialConfig(
+            proxy=ProxyJobConfig(
+                run_dir=paths.root,
+                cell="trial",
+                proxy=recipe.proxy,
+                model_path=model_dir,
+                model_name=recipe.experiment_name,
+                context_tokens=inference.context_length,
+                tool_call_parser=inference.tool_call_parser,
+                reasoning_parser=inference.reasoning_parser,
+                serve_python=pythons["serve"],
+            ),
+            driver=RolloutJobConfig(
+                run_dir=paths.root,
+                cell="trial",
+                rollout=recipe.rollout,
+                episode_slots=1,
+                sys_path=folders,
+            ),
+            recorded_run=recorded_run,
+            base_url=base_url and base_url.rstrip("/"),
         )
         replies = "random tokens"
         if recorded_run is not None:
@@ -83,7 +101,6 @@ def run_trial(
 
 
 def _write_first_tasks(recipe: Recipe, count: int, out: Path) -> None:
-    check = partial(check_task_limits, recipe.rollout, recipe.proxy.session_timeout_s)
     rows = list(islice(_iterate_rows_of_sources_in_turn(recipe), count))
     if not rows:
         sources = recipe.train_dataset.list_sources("train_dataset")
@@ -92,7 +109,7 @@ def _write_first_tasks(recipe: Recipe, count: int, out: Path) -> None:
         raise RecipeError(f"{named}: no rows", key="train_dataset", hint=hint)
     lines = [encode_row(row, number, "train_dataset") for number, row in enumerate(rows)]
     for row in rows:
-        check(row)
+        check_task_limits(recipe.rollout, recipe.proxy.session_timeout_s, row)
     write_atomic_private(out, b"\n".join(lines) + b"\n")
 
 
@@ -123,29 +140,3 @@ def _find_or_make_model_dir(recipe: Recipe, paths: RunPaths, recorded_run: Path 
     texts = [message["content"] for row in rows for message in row["messages"]]
     make_tiny_model(paths.starting_model_dir, texts, seed=recipe.seed, **model.tiny.model_dump())
     return paths.starting_model_dir
-
-
-def _build_trial_config(
-    recipe: Recipe, paths: RunPaths, model_dir: Path, serve_python: str, folders: tuple[str, ...]
-) -> TrialConfig:
-    inference = recipe.inference
-    return TrialConfig(
-        proxy=ProxyJobConfig(
-            run_dir=paths.root,
-            cell="trial",
-            proxy=recipe.proxy,
-            model_path=model_dir,
-            model_name=recipe.experiment_name,
-            context_tokens=inference.context_length,
-            tool_call_parser=inference.tool_call_parser,
-            reasoning_parser=inference.reasoning_parser,
-            serve_python=serve_python,
-        ),
-        driver=RolloutJobConfig(
-            run_dir=paths.root,
-            cell="trial",
-            rollout=recipe.rollout,
-            episode_slots=1,
-            sys_path=folders,
-        ),
-    )

@@ -133,22 +133,19 @@ def test_what_a_preemption_does_is_foretold(
 def test_who_may_submit_is_foretold(
     nodes: str, is_requeued: bool, successors: int, status: CheckStatus
 ) -> None:
-    found = judge_submission_from_jobs(
-        "p", {"AllocNodes": nodes}, is_requeued=is_requeued, successors=successors
-    )
+    slurm = SlurmConfig(requeue=is_requeued, successors=successors)
+    found = judge_submission_from_jobs("p", {"AllocNodes": nodes}, slurm)
     assert found.verdict is status
     assert "cluster.slurm.successors" in found.hint or status is CheckStatus.OK
 
 
 def test_how_a_job_gets_another_start_is_foretold() -> None:
-    def judge(default: str, *, is_requested: bool, successors: int = 0) -> str:
-        found = judge_requeue(is_requested=is_requested, default=default, successors=successors)
-        return found.finding
-
-    assert "under its number" in judge("1", is_requested=True)
-    assert "JobRequeue=0" in judge("0", is_requested=True)
-    assert "under another number" in judge("1", is_requested=False)
-    assert "its 3 successors start" in judge("1", is_requested=False, successors=3)
+    requeued, alone = SlurmConfig(requeue=True), SlurmConfig(requeue=False)
+    assert "under its number" in judge_requeue(requeued, "1").finding
+    assert "JobRequeue=0" in judge_requeue(requeued, "0").finding
+    assert "under another number" in judge_requeue(alone, "1").finding
+    laid = SlurmConfig(requeue=False, successors=3)
+    assert "its 3 successors start" in judge_requeue(laid, "1").finding
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ import pytest
 
 from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.launch.doctor.checks import ok
-from areal_hpc.launch.doctor.evidence import write_evidence
 from areal_hpc.launch.doctor.gpu import node_facts
 from areal_hpc.launch.doctor.gpu.check_plan import build_check_plan
 from areal_hpc.launch.doctor.gpu.collectives import (
@@ -42,6 +41,7 @@ from areal_hpc.launch.doctor.gpu.tiny_run import (
     build_tiny_recipe,
     run_tiny_recipe,
 )
+from areal_hpc.launch.doctor.registry import write_evidence
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.recipe.sections.cluster import JobOptions, SlurmConfig
