@@ -48,7 +48,6 @@ class Exchange(ABC):
 
 
 ErrorFormatter = Callable[[ProxyRequestError], bytes]
-"""The body of an error."""
 
 
 @dataclass(frozen=True, slots=True)

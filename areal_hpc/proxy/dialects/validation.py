@@ -249,10 +249,7 @@ def parse_tool_choice(
 
 
 def encode_text_schema(schema: Mapping[str, Any] | None, tool_choice: ToolChoice) -> str | None:
-    """The grammar of a reply's text: its schema as JSON.
-
-    A reply that must call a tool has no text that it could hold for; the tool's own grammar does.
-    """
+    """Encode the schema of a reply's text; a forced tool call has its own grammar instead."""
     if schema is None or tool_choice.must_call:
         return None
     return msgspec.json.encode(schema).decode()

@@ -138,8 +138,6 @@ _error_decoder = msgspec.json.Decoder(_StreamError)
 
 
 class Generation(Struct, frozen=True):
-    """Reply of the model as the engine sampled it."""
-
     text: str
     """Without the stop string that ended it; without special tokens unless they were asked for."""
     output_ids: list[int]
@@ -148,7 +146,6 @@ class Generation(Struct, frozen=True):
     finish_reason: str
     """`stop`, `length`, or `abort` when its client left."""
     ends_with_stop_token: bool
-    """The last token is a stop token."""
     stop_text: str | None
     """The stop string that ended it."""
     cached_tokens: int
@@ -168,21 +165,16 @@ class Generation(Struct, frozen=True):
 
 
 class ReplicaAnswer(Struct, frozen=True):
-    """A generation, and which replica said the end of it."""
-
     generation: Generation
     replica: int
 
 
 class TokenChunk(Struct, frozen=True):
-    """Tokens that a stream added."""
-
     text: str
     output_ids: list[int]
     logprobs: list[float]
     top_logprobs: list[TopLogprobs]
     ends_with_stop_token: bool = False
-    """As of a `Generation`."""
 
 
 def decode_generation(server_url: str, answer: bytes) -> Generation:

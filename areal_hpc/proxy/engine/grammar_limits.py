@@ -25,7 +25,6 @@ MAX_CHARS_BY_KIND = {
 }
 MAX_STOP_STRINGS, MAX_STOP_CHARS, MAX_STOP_TOKENS, MAX_LOGIT_BIASES = 128, 1024, 1024, 16_384
 MAX_COMPILING_GRAMMARS_PER_SESSION = 4
-"""Grammars of one session that may be compiled at a time."""
 MAX_KNOWN_GRAMMARS = 16_384
 LANES = ((1, 4), (5, 1))
 """Seconds of a core that a grammar is tried for, and how many are at a time: those that are not

@@ -97,7 +97,6 @@ class ServedModel:
     end_token_ids: Sequence[int] = ()
     """Tokens that end a reply, the turn's own first; `min_new_tokens` forbids them."""
     model_dir: Path | None = None
-    """Where its tokenizer lies."""
 
     @classmethod
     def from_model_dir(
@@ -169,8 +168,6 @@ class ReplyToolCall(Struct):
 
 
 class ReplyContent(Struct):
-    """A reply, or the next part of one."""
-
     text: str = ""
     reasoning: str = ""
     calls: list[ReplyToolCall] = field(default_factory=list)

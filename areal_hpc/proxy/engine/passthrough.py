@@ -26,8 +26,6 @@ from areal_hpc.session.tree import pack_ids
 
 
 class GeneratePassthrough:
-    """Sends requests of sessions to the replica that each session sticks to."""
-
     def __init__(
         self,
         recorder: JournaledRecorder,

@@ -39,7 +39,6 @@ def pack_weight_version(version: str) -> int:
 class _SessionHome:
     index: int
     used_at: float = 0.0
-    """Of the monotonic clock: when its last call began or ended."""
 
 
 def choose_home_replica(

@@ -38,7 +38,6 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     """One generation. `prompt_ids_json_inside` is the inside of a JSON array of token ids."""
 
     rid: str
-    """Unique among the live requests of the server."""
     prompt_ids_json_inside: bytes
     sampling: SamplingParams
     top_logprobs: int = 0

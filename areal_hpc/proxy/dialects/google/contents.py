@@ -74,7 +74,6 @@ def read_text_only_content(content: Content, key: str) -> str:
 
 
 def build_messages(contents: Sequence[Content]) -> Iterator[Message]:
-    """The messages that contents stand for, in normal form."""
     for i, content in enumerate(contents):
         if content.role not in (*_USER_ROLES, "model"):
             problem = f"expected role 'user' or 'model', got {content.role!r}"

@@ -224,7 +224,6 @@ class CountTokensRequest(Struct, rename="camel", forbid_unknown_fields=True, kw_
     labels: IgnoredParam = None
 
     def build_whole_request(self) -> GenerateContentRequest:
-        """The request whose tokens are counted."""
         whole, contents = self.generate_content_request, self.contents
         if (whole is None) == (contents is None):
             problem = "give either contents or a generateContentRequest"

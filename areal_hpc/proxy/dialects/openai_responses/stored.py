@@ -36,7 +36,6 @@ MAX_LISTED_ITEMS, DEFAULT_LISTED_ITEMS = 100, 20
 def retrieve_response(
     model: ServedModel, session: Session, response_id: str, query: Query
 ) -> bytes:
-    """The body of a Response that was answered before."""
     if query.get("stream") == "true":
         problem = "a Response that has been answered is not streamed again"
         raise ProxyRequestError(400, problem, key="stream")

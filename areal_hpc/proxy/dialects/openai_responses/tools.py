@@ -45,7 +45,6 @@ AnyTool = _ToolFunction | _ToolNamespace | _CustomTool
 @dataclass(slots=True)
 class OfferedTools:
     schemas: list[dict[str, Any]] = field(default_factory=list)
-    """As chat templates expect them."""
     namespace_and_name_by_tool: dict[str, tuple[str, str]] = field(default_factory=dict)
     """Namespace and name of the tools that have a namespace, by the name the model knows."""
     custom: set[str] = field(default_factory=set)
