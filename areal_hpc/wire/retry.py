@@ -1,6 +1,7 @@
 """Calls that are made again: pauses, a deadline, and which errors may pass."""
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
@@ -8,6 +9,8 @@ from itertools import count
 from typing import TypeVar
 
 from areal_hpc.errors import ClusterError, HttpStatusError
+
+log = logging.getLogger(__name__)
 
 ResultT = TypeVar("ResultT")
 
@@ -57,6 +60,8 @@ def retry(
             give_up_at = min(give_up_at, time.monotonic() + within_s)
             if not is_passing(error) or is_stopping() or time.monotonic() >= give_up_at:
                 raise
+            if pause_s == SERVICE_BACKOFF.max_s:
+                log.warning("trying again: %s", error)
         time.sleep(pause_s)
     raise AssertionError("pauses have no end")
 
