@@ -148,9 +148,8 @@ def test_an_agent_that_runs_programs_is_refused_where_they_cannot_be_isolated(
     assert "programs that the model wrote cannot be isolated on this machine: bwrap" in refused
     assert "at: reward.isolation" in refused
     assert not (tmp_path / "runs").exists()
-    assert "isolated" not in run(f"run {words}CodingAgnt reward.isolation=none")
-    plain = words.replace("examples.coding.agent.", "examples.quickstart.agent.ArithmeticAgent ")
-    refused = run(f"run {plain} rollout.agent.isolation=bwrap")
+    refused = run(f"run {words}CodeAgent reward.isolation=none rollout.agent.isolation=bwrap")
+    assert "programs that the model wrote" not in refused
     assert "bubblewrap cannot isolate on this machine" in refused
     assert "at: rollout.agent.isolation" in refused
     assert "rollout.agent.isolation=none" in refused
