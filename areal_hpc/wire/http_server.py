@@ -178,7 +178,9 @@ class GuardedServer(uvicorn.Server):
         while True:
             try:
                 connection, _ = await loop.sock_accept(listener)
-            except OSError as error:  # its client has left, or there is no descriptor
+            except ConnectionAbortedError:
+                continue
+            except OSError as error:
                 log.warning("cannot accept a connection: %s", error)
                 await asyncio.sleep(1)
                 continue
@@ -213,7 +215,10 @@ class GuardedServer(uvicorn.Server):
 
     def _end_handshake(self, handshake: asyncio.Task[bool]) -> None:
         connection = self._handshakes.pop(handshake)
-        if handshake.cancelled() or not handshake.result():
+        error = None if handshake.cancelled() else handshake.exception()
+        if error is not None:
+            log.error("a TLS handshake failed", exc_info=error)
+        if handshake.cancelled() or error is not None or not handshake.result():
             connection.close()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
