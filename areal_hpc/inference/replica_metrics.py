@@ -3,10 +3,9 @@
 The servers listen on loopback alone, so a Prometheus of the site reaches them through this process.
 """
 
-import http.client
-import urllib.request
 from collections.abc import Iterator, Sequence
 
+import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from areal_hpc.inference.replica import Replica
@@ -16,8 +15,6 @@ from areal_hpc.wire.weight_version import WeightVersion
 
 SERVER_TIMEOUT_S = 2.0
 """A server that answers later is left out of the scrape."""
-_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-"""It asks the server itself, also where the site has a proxy for HTTP."""
 
 
 def read_replica_samples(replicas: Sequence[Replica]) -> Iterator[PrometheusSample]:
@@ -37,9 +34,11 @@ def read_replica_samples(replicas: Sequence[Replica]) -> Iterator[PrometheusSamp
 def read_server_samples(view: ReplicaView) -> Iterator[PrometheusSample]:
     """What a replica's server tells of itself; nothing if it cannot be read."""
     try:
-        with _OPENER.open(f"{view.url}/metrics", timeout=SERVER_TIMEOUT_S) as answer:
-            families = list(text_string_to_metric_families(answer.read().decode()))
-    except (OSError, http.client.HTTPException, ValueError):  # it is ending, or too busy
+        answer = httpx.get(
+            f"{view.url}/metrics", timeout=SERVER_TIMEOUT_S, trust_env=False, verify=False
+        )
+        families = list(text_string_to_metric_families(answer.raise_for_status().text))
+    except (httpx.HTTPError, ValueError):  # it is ending, or too busy
         return
     for family in families:
         for one in family.samples:
