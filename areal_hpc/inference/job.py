@@ -41,7 +41,7 @@ def run(config: dict[str, Any]) -> None:
         )
         for index in range(job.inference.replicas_per_cell)
     ]
-    service_key = rendezvous.ensure_service_key(paths.service_key)
+    service_key = rendezvous.read_service_key(paths.service_key)
     app = ControlProxyApp(job.cell, replicas, service_key, paths.published_weights_dir)
     control_proxy = ControlProxyServer(app, get_advertised_host(), paths.service_key)
     control_proxy.start()

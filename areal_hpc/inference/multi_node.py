@@ -93,7 +93,7 @@ def run(config: dict[str, Any]) -> None:
         launch=partial(build_server_command, job, 0),
         cell=job.cell,
         rendezvous_dir=paths.rendezvous_dir,
-        service_key=rendezvous.ensure_service_key(paths.service_key),
+        service_key=rendezvous.read_service_key(paths.service_key),
         log_dir=get_server_log_dir(job, paths),
     )
     record_state_entry("serve")

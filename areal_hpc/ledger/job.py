@@ -69,7 +69,7 @@ async def serve_ledger_until_stopped(config: LedgerJobConfig, stop: StopRequest)
             evaluation_sets=config.evaluation_sets,
             clock=clock.now,
         )
-        key = rendezvous.ensure_service_key(paths.service_key)
+        key = rendezvous.read_service_key(paths.service_key)
     except OSError as error:
         raise ClusterError(
             f"the ledger cannot write to the run directory: {error}",

@@ -43,7 +43,7 @@ def run(config: dict[str, Any]) -> None:
 async def _serve_cell(job: ProxyJobConfig, stop: StopRequest) -> None:
     paths = RunPaths(job.run_dir)
     admin_key = rendezvous.ensure_admin_key(paths.admin_key)
-    service_key = rendezvous.ensure_service_key(paths.service_key)
+    service_key = rendezvous.read_service_key(paths.service_key)
     name = rendezvous.format_proxy_name(job.cell)
     model = ServedModel.from_model_dir(
         job.model_name,

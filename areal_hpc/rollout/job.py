@@ -25,7 +25,7 @@ from areal_hpc.rollout.ticket_runner import TRAIN, ServiceClients, TicketRunner
 from areal_hpc.rollout.trial_episodes import play_trial_tasks_or_raise
 from areal_hpc.rundir.jobs import IDLE_EXIT_CODE
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.rundir.rendezvous import LEDGER_SERVICE, ensure_service_key, format_proxy_name
+from areal_hpc.rundir.rendezvous import LEDGER_SERVICE, format_proxy_name, read_service_key
 from areal_hpc.rundir.service_client import AsyncServiceClient
 from areal_hpc.rundir.telemetry.events import EventLog
 from areal_hpc.rundir.telemetry.process_metrics import build_samples, register_sample_reader
@@ -75,7 +75,7 @@ async def _drive_cell(job: RolloutJobConfig, agents: dict[str, Agent | None]) ->
         await start_and_stop_sandbox(job.rollout.agent)
     if sandboxes is not None:
         await sandboxes.fill()
-    key = ensure_service_key(paths.service_key)
+    key = read_service_key(paths.service_key)
     services = ServiceClients(
         ledger=AsyncServiceClient(paths.rendezvous_dir, LEDGER_SERVICE, key),
         proxy=AsyncServiceClient(paths.rendezvous_dir, format_proxy_name(job.cell), key),

@@ -90,12 +90,19 @@ def ensure_service_key(path: Path) -> str:
 
 
 def read_service_key(path: Path) -> str:
-    key = _read_private_text(path, "a service key")
+    """The key of a run that was launched.
+
+    Raises:
+        RecipeError: It is gone or damaged. A new one would not open services that run already.
+    """
+    hint = "end all jobs of the run (areal-hpc cancel), remove the file, and resume: that makes one"
+    try:
+        key = _read_private_text(path, "a service key")
+    except FileNotFoundError:
+        raise RecipeError("the run's service key is gone", key=str(path), hint=hint) from None
     if "PRIVATE KEY" not in key or "BEGIN CERTIFICATE" not in key:
         raise RecipeError(
-            "expected a private key and a certificate in PEM",
-            key=str(path),
-            hint="remove the file: a key is made when it is missing",
+            "expected a private key and a certificate in PEM", key=str(path), hint=hint
         )
     return key
 

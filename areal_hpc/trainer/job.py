@@ -128,7 +128,7 @@ def _open_generation_and_make_coordinator(
     record = StepRecord(
         metrics, version, metrics.reopened or learner.reopened_row, alerts.report_new_alerts
     )
-    service_key = rendezvous.ensure_service_key(paths.service_key)
+    service_key = rendezvous.read_service_key(paths.service_key)
     ledger = LedgerClient(
         paths.rendezvous_dir, service_key, version.generation, lambda: stop.requested
     )
@@ -183,7 +183,7 @@ def _build_senders(
 
 
 def _make_transport(job: TrainerJobConfig, paths: RunPaths, device: torch.device) -> Transport[Any]:
-    service_key = rendezvous.ensure_service_key(paths.service_key)
+    service_key = rendezvous.read_service_key(paths.service_key)
     return make_transport(
         job.weights, service_key, _choose_backend(device), device, paths.published_weights_dir
     )

@@ -16,7 +16,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from areal_hpc.jobs.environment import get_interpreter
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.rundir.rendezvous import read_service_key
+from areal_hpc.rundir.rendezvous import ensure_service_key
 from areal_hpc.wire.replicas import ReplicasOfCell, ReplicaView
 from areal_hpc.wire.service_key import derive_bearer_key, make_client_tls
 from tests.support.chatml import write_model_dir
@@ -69,6 +69,7 @@ class Cell:
     def start(self) -> None:
         """Run the job, for the first time or after its end. Its relay answers on return."""
         paths, config_path = self.paths, self.paths.root / f"{self.name}.json"
+        self.service_key = ensure_service_key(paths.service_key)
         (paths.rendezvous_dir / f"control-{self.name}.json").unlink(missing_ok=True)
         self.job = start_job_process(
             "areal_hpc.inference.job:run", config_path, paths.root / f"{self.name}.log"
@@ -78,7 +79,6 @@ class Cell:
         except AssertionError:
             self.stop()
             raise
-        self.service_key = read_service_key(paths.service_key)
         key = derive_bearer_key(self.service_key, f"control-{self.name}")
         self.relay = httpx.Client(
             base_url=endpoint.url,

@@ -74,9 +74,9 @@ def _fetch_ledger_status(paths: RunPaths) -> LedgerStatus | None:
 
     try:
         key = rendezvous.read_service_key(paths.service_key)
-    except (OSError, RecipeError):
-        return None  # another user's run: its files may be read, its services not asked
-    client = ServiceClient(paths.rendezvous_dir, rendezvous.LEDGER_SERVICE, key, timeout_s=0.5)
+        client = ServiceClient(paths.rendezvous_dir, rendezvous.LEDGER_SERVICE, key, timeout_s=0.5)
+    except (OSError, RecipeError):  # damaged, or of another user's run, whose files may be read
+        return None
     try:
         return client.call("/status", Empty(), LedgerStatus)
     except (OSError, ClusterError):

@@ -88,6 +88,7 @@ class LedgerProcess:
         self.start()
 
     def start(self) -> None:
+        rendezvous.ensure_service_key(self.paths.service_key)
         self.process = PROCESSES.Process(
             target=run_within_limit, args=(self.config, self._max_open_files)
         )
