@@ -31,7 +31,7 @@ SMALLEST_DECAY_OF_A_STEP = 2.0**-25
 
 
 def find_conflicts(recipe: Recipe) -> Iterator[Problem]:
-    """What no single key can tell: values that do not fit together."""
+    """Values that do not fit together."""
     yield from _find_training_conflicts(recipe)
     yield from _find_workflow_and_evaluation_problems(recipe)
     yield from _find_rollout_conflicts(recipe)
@@ -41,7 +41,7 @@ def find_conflicts(recipe: Recipe) -> Iterator[Problem]:
 
 
 def find_likely_mistakes(recipe: Recipe) -> Iterator[str]:
-    """What is allowed, and seldom meant: a line for each."""
+    """Warn of valid but suspicious settings: a line for each."""
     for one in recipe.evaluation_sets:
         if one.n_samples > 1 and one.sampling.temperature == 0:
             yield (
@@ -83,13 +83,13 @@ def find_likely_mistakes(recipe: Recipe) -> Iterator[str]:
             "are all equal are scaled by what they differ in, which is the penalty alone; "
             "scale_rewards=batch or none keeps it small"
         )
-    steps = trainer.optimizer.schedule_steps or trainer.total_steps
-    if trainer.optimizer.warmup_steps >= steps:
+    optimizer = trainer.optimizer
+    steps = optimizer.schedule_steps or trainer.total_steps
+    if optimizer.warmup_steps >= steps:
         yield (
-            f"trainer.optimizer.warmup_steps={trainer.optimizer.warmup_steps}: the learning rate "
+            f"trainer.optimizer.warmup_steps={optimizer.warmup_steps}: the learning rate "
             f"never reaches its peak in {steps} steps"
         )
-    optimizer = trainer.optimizer
     if 0 < optimizer.lr * optimizer.weight_decay < SMALLEST_DECAY_OF_A_STEP:
         yield (
             f"trainer.optimizer.weight_decay={optimizer.weight_decay:g} has no effect: a step at "

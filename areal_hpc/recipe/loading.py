@@ -28,6 +28,7 @@ from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.recipe.sections.cluster import ClusterConfig
 from areal_hpc.recipe.sections.dataset import TaskSetConfig, TrainTaskSetConfig
 from areal_hpc.recipe.sections.trainer import ObjectiveConfig
+from areal_hpc.rundir.run_recipe import get_recipe_value
 
 _MISSING_VARIABLE_PATTERN = re.compile(r"Environment variable '(\w+)' not found")
 EXCLUSIVE_KEYS = {
@@ -81,15 +82,11 @@ def _read_with_bases(path: Path) -> DictConfig:
     for tree in (first, *others):
         tree.pop(EXTENDS_KEY, None)
     for tree in others:
-        first = _merge_over(first, tree)
+        remove_replaced_sources(first, tree)
+        merged = _merge_trees(drop_keys_invalidated_by_overrides(first, tree), tree)
+        assert isinstance(merged, DictConfig)
+        first = merged
     return first
-
-
-def _merge_over(tree: DictConfig, given: DictConfig) -> DictConfig:
-    remove_replaced_sources(tree, given)
-    merged = _merge_trees(drop_keys_invalidated_by_overrides(tree, given), given)
-    assert isinstance(merged, DictConfig)
-    return merged
 
 
 def _merge_trees(*trees: DictConfig) -> DictConfig | ListConfig:
@@ -185,11 +182,7 @@ def read_site_file(path: Path) -> DictConfig:
 
 
 def read_site_values(path: Path) -> dict[str, Any]:
-    """The keys of a site file with their values, without those that only a recipe gives.
-
-    Raises:
-        RecipeError: Every problem of the file at once.
-    """
+    """The keys of a site file with their values, without those that only a recipe gives."""
     return _resolve_site(read_site_file(path), path)
 
 
@@ -250,11 +243,7 @@ def _find_malformed_overrides(overrides: Sequence[str]) -> Iterator[Problem]:
 
 
 def merge_overrides(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
-    """A resolved recipe with other values: of its sources and of its preset, as `load_recipe` does.
-
-    Raises:
-        RecipeError: Every problem of the recipe at once.
-    """
+    """A resolved recipe with other values, sources or preset, as `load_recipe` does it."""
     tree, given = OmegaConf.create(recipe.model_dump(mode="json")), parse_overrides(overrides)
     remove_replaced_sources(tree, given)
     tree = drop_keys_invalidated_by_overrides(tree, given)
@@ -269,10 +258,11 @@ def drop_keys_invalidated_by_overrides(tree: DictConfig, overrides: DictConfig) 
     A resolved recipe names every key: what was written by hand cannot be told from the rest.
     """
     objective = _select_unless_wrong(tree, "trainer.objective")
-    loss_agg = _get_as_written(overrides, "trainer.objective.loss_agg")
+    written: Any = OmegaConf.to_container(overrides)
+    loss_agg = get_recipe_value(written, "trainer.objective.loss_agg")
     if OmegaConf.is_dict(objective) and loss_agg not in (None, "seq_mean_token_sum_norm"):
         objective.pop("loss_scale_tokens", None)  # it belongs to that alone
-    preset = _get_as_written(overrides, PRESET_KEY)
+    preset = get_recipe_value(written, PRESET_KEY)
     said = _select_unless_wrong(tree, PRESET_KEY.rpartition(".")[0])
     if preset is None or said is None or not set(ObjectiveConfig.model_fields) <= set(said):
         return tree
@@ -287,9 +277,10 @@ def remove_replaced_sources(tree: DictConfig, overrides: DictConfig) -> None:
     Of the keys that exclude one another, one given on the command line wins over another kind in
     the file, and what belongs to that one goes with it, such as a generator's arguments.
     """
+    written: Any = OmegaConf.to_container(overrides)
     for section, choices in EXCLUSIVE_KEYS.items():
         base = _select_unless_wrong(tree, section)
-        given = [key for key in choices if _get_as_written(overrides, f"{section}.{key}")]
+        given = [key for key in choices if get_recipe_value(written, f"{section}.{key}")]
         if len(given) != 1 or not OmegaConf.is_dict(base):
             continue
         for key in choices:
@@ -303,13 +294,6 @@ def _select_unless_wrong(tree: DictConfig, key: str) -> Any:
         return OmegaConf.select(tree, key)
     except OmegaConfBaseException:
         return None
-
-
-def _get_as_written(overrides: DictConfig, key: str) -> Any:
-    value: Any = OmegaConf.to_container(overrides)
-    for part in key.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
-    return value
 
 
 def flatten_keys(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from areal_hpc.recipe.base import BaseConfig, get_section_class
 from areal_hpc.recipe.sections.rollout import SamplingConfig
+from areal_hpc.rundir.run_recipe import get_recipe_value
 
 PRESET_KEY = "trainer.objective.preset"
 LOSS_SCALE_KEY = "trainer.objective.loss_scale_tokens"
@@ -149,12 +150,12 @@ def apply_preset(tree: Mapping[str, Any]) -> Mapping[str, Any]:
 
     Whatever is not as a recipe should be stays so, for its model to refuse.
     """
-    preset = PRESETS.get(str(_get_by_dotted_key(tree, PRESET_KEY) or "default"), PRESETS["default"])
+    preset = PRESETS.get(str(get_recipe_value(tree, PRESET_KEY) or "default"), PRESETS["default"])
     for key, value in preset.values.items():
         tree = _set_unless_present(tree, key, value)
-    if _get_by_dotted_key(tree, "trainer.objective.loss_agg") == "seq_mean_token_sum_norm":
-        longest = _get_by_dotted_key(tree, _MAX_TOKENS_KEY)
-        if _get_by_dotted_key(tree, LOSS_SCALE_KEY) is None:
+    if get_recipe_value(tree, "trainer.objective.loss_agg") == "seq_mean_token_sum_norm":
+        longest = get_recipe_value(tree, _MAX_TOKENS_KEY)
+        if get_recipe_value(tree, LOSS_SCALE_KEY) is None:
             longest = longest or SamplingConfig().max_new_tokens
             tree = _set_unless_present(
                 _copy_without_key(tree, LOSS_SCALE_KEY), LOSS_SCALE_KEY, longest
@@ -166,25 +167,25 @@ def drop_values_of_former_preset(
     tree: Mapping[str, Any], preset_name: str, root: type[BaseConfig]
 ) -> Mapping[str, Any]:
     """A resolved recipe's tree without what its preset set, where another one takes its place."""
-    before = PRESETS.get(str(_get_by_dotted_key(tree, PRESET_KEY)), PRESETS["default"]).values
+    before = PRESETS.get(str(get_recipe_value(tree, PRESET_KEY)), PRESETS["default"]).values
     after = PRESETS[preset_name].values if preset_name in PRESETS else {}
     for key in dict.fromkeys([*before, *after]):
-        if _get_by_dotted_key(tree, key) == before.get(key, get_default(root, key)):
+        if get_recipe_value(tree, key) == before.get(key, get_default(root, key)):
             tree = _copy_without_key(tree, key)
-    if _get_by_dotted_key(tree, "trainer.objective.loss_agg") is None:
+    if get_recipe_value(tree, "trainer.objective.loss_agg") is None:
         tree = _copy_without_key(tree, LOSS_SCALE_KEY)
     return tree
 
 
 def describe_preset(tree: Mapping[str, Any]) -> Iterator[str]:
     """What a resolved recipe's preset has set, and where the recipe says otherwise."""
-    name = str(_get_by_dotted_key(tree, PRESET_KEY))
+    name = str(get_recipe_value(tree, PRESET_KEY))
     preset = PRESETS[name]
     if name == "default":
         return
     yield f"{PRESET_KEY}={name} ({preset.source})"
     for key, value in preset.values.items():
-        found = _get_by_dotted_key(tree, key)
+        found = get_recipe_value(tree, key)
         by = "preset" if found == value else f"recipe; the preset has {value}"
         yield f"  {key}={found}  ({by})"
 
@@ -206,14 +207,6 @@ def _flatten(tree: Mapping[str, Any], prefix: str) -> dict[str, Any]:
         is_section = isinstance(value, Mapping)
         found |= _flatten(value, f"{prefix}{name}.") if is_section else {f"{prefix}{name}": value}
     return found
-
-
-def _get_by_dotted_key(tree: Any, key: str) -> Any:
-    for part in key.split("."):
-        if not isinstance(tree, Mapping):
-            return None
-        tree = tree.get(part)
-    return tree
 
 
 def _set_unless_present(tree: Mapping[str, Any], key: str, value: Any) -> Mapping[str, Any]:

@@ -4,6 +4,7 @@ Job specifications and configurations of processes name the recipe's keys in the
 process that needs a value reads it when it starts.
 """
 
+import copy
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -27,7 +28,7 @@ def replace_private_values_by_references(
 
     Both are dotted. Places that are empty stay as they are.
     """
-    changed: dict[str, Any] = _copy_nested_mappings(config)
+    changed = copy.deepcopy(dict(config))
     references = {}
     for place, key in keys.items():
         parent, name = _find_parent(changed, place)
@@ -38,12 +39,7 @@ def replace_private_values_by_references(
 
 
 def fill_in_private_values_from_recipe(config: dict[str, Any]) -> dict[str, Any]:
-    """A configuration with the values of its run's recipe in place.
-
-    Raises:
-        ClusterError: The recipe cannot be read.
-        RecipeError: It is damaged.
-    """
+    """A configuration with the values of its run's recipe in place."""
     references: Mapping[str, str] = config.pop(RECIPE_REFERENCES_KEY, {})
     if references:
         recipe = _read_recipe(RunPaths(Path(config["run_dir"])).recipe)
@@ -55,12 +51,7 @@ def fill_in_private_values_from_recipe(config: dict[str, Any]) -> dict[str, Any]
 
 
 def read_role_variables(recipe: Path, role: str) -> dict[str, str]:
-    """Variables that a run's recipe gives to the processes of a role.
-
-    Raises:
-        ClusterError: The recipe cannot be read.
-        RecipeError: It is damaged.
-    """
+    """Variables that a run's recipe gives to the processes of a role."""
     variables: dict[str, str] = _read_recipe(recipe)["cluster"][role].get("variables", {})
     return variables
 
@@ -111,9 +102,3 @@ def _find_parent(tree: dict[str, Any], dotted_key: str) -> tuple[dict[str, Any],
     for part in parts:
         tree = tree[part]
     return tree, last
-
-
-def _copy_nested_mappings(tree: Any) -> Any:
-    if not isinstance(tree, Mapping):
-        return tree
-    return {name: _copy_nested_mappings(value) for name, value in tree.items()}

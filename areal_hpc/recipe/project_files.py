@@ -33,11 +33,7 @@ class ProjectFiles:
 
 
 def read_project_files(like: str | None) -> ProjectFiles:
-    """Those of a shipped recipe with its code; without a name the tutorial's.
-
-    Raises:
-        RecipeError: There is no shipped recipe of that name.
-    """
+    """Those of a shipped recipe with its code; without a name the tutorial's."""
     if like is None:
         return _read_tutorial()
     recipes = list_recipe_files(find_shipped_recipe(like, "--like"))
