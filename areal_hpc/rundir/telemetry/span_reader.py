@@ -1,22 +1,29 @@
 """Reader of `spans/`: every process's spans, in the time of the ledger's node."""
 
 import bisect
+import contextlib
 import math
+import mmap
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 
+from areal_hpc.rundir.jsonl import decode_readable_records
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.rendezvous import LEDGER_SERVICE
-from areal_hpc.rundir.telemetry.span_file import read_span_lines
 from areal_hpc.rundir.telemetry.spans import (
     BegunSpan,
     ClockSample,
     LostSpans,
     ProcessStart,
     Span,
+    SpanLine,
+    get_older_path,
 )
 
 MAX_MERGED_GAP_S = 0.005
@@ -26,6 +33,13 @@ UNDER_WAY = "under way"
 """The fact `status` of what had begun and was not over when its process was last heard of."""
 CLOCK_SAMPLE_WINDOW_S = 300.0
 """Of the clock samples so near to a time the one with the least error is taken."""
+
+MAX_CLOCK_ERROR_S = 600.0
+"""Lines are looked for so far outside of the stretch: their times are not corrected yet."""
+_LINE_DECODER = msgspec.json.Decoder(SpanLine)
+_START_MARK = b'{"type":"process"'
+_WHOLE_READ_BYTES = 1 << 16
+"""Parts of a file below this are not searched further."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +81,7 @@ def read_spans(
     """The processes with spans between two Unix times of the ledger's node, by name and begin."""
     pieces = [
         one
-        for name in list_process_names_with_spans(paths)
+        for name in sorted({path.name.split(".")[0] for path in paths.spans_dir.glob("*.jsonl")})
         for one in _read_process_starts(paths, name, from_time, to_time)
     ]
     by_node = _collect_samples_of_nodes(pieces)
@@ -86,11 +100,6 @@ def split_process_name(process_name: str) -> tuple[str, str]:
     return (match["job"], match["process"]) if match else ("", process_name)
 
 
-def list_process_names_with_spans(paths: RunPaths) -> list[str]:
-    names = {path.name.split(".")[0] for path in paths.spans_dir.glob("*.jsonl")}
-    return sorted(names)
-
-
 def _read_process_starts(
     paths: RunPaths, process_name: str, from_time: float, to_time: float
 ) -> Iterator[_ProcessLines]:
@@ -98,7 +107,8 @@ def _read_process_starts(
     for line in read_span_lines(paths.spans(process_name), from_time, to_time):
         if isinstance(line, ProcessStart):
             if piece is not None:
-                if _are_same_process(piece.start, line):
+                old = piece.start
+                if (old.node, old.pid, old.began_at) == (line.node, line.pid, line.began_at):
                     continue
                 yield piece
             piece = _ProcessLines(process_name, line)
@@ -117,14 +127,6 @@ def _read_process_starts(
                 piece.lost += count
     if piece is not None:
         yield piece
-
-
-def _are_same_process(start: ProcessStart, other_start: ProcessStart) -> bool:
-    return (start.node, start.pid, start.began_at) == (
-        other_start.node,
-        other_start.pid,
-        other_start.began_at,
-    )
 
 
 def _collect_samples_of_nodes(pieces: Iterable[_ProcessLines]) -> dict[str, list[ClockSample]]:
@@ -200,3 +202,74 @@ def _list_unended(piece: _ProcessLines) -> Iterator[Span]:
 def _is_next_piece(span: Span, later: Span) -> bool:
     is_same = (span.name, span.facts) == (later.name, later.facts) and not span.facts
     return is_same and abs(later.begin - span.end) <= MAX_MERGED_GAP_S
+
+
+# Lines of a file ----------------------------------------------------------------------------------
+
+
+def read_span_lines(newest_file: Path, from_time: float, to_time: float) -> list[SpanLine]:
+    """Lines of a process's two files that may matter between two Unix times, oldest first.
+
+    Those that say which process wrote what follows, and how clocks differed, are among them.
+    """
+    lines: list[SpanLine] = []
+    with contextlib.ExitStack() as stack:
+        for stream in _open_files(newest_file, stack):
+            if not os.fstat(stream.fileno()).st_size:  # which cannot be mapped
+                continue
+            with mmap.mmap(stream.fileno(), 0, prot=mmap.PROT_READ) as content:
+                lines += _select_lines_since(content, stream.name, from_time - MAX_CLOCK_ERROR_S)
+    last = to_time + MAX_CLOCK_ERROR_S
+    return [one for one in lines if not isinstance(one, Span) or one.begin <= last]
+
+
+def _open_files(newest_file: Path, stack: contextlib.ExitStack) -> list[BinaryIO]:
+    """Open those of the two files that exist, oldest first.
+
+    The newest is opened first: if it becomes the older one meanwhile, both names lead to it.
+    """
+    opened: list[BinaryIO] = []
+    for path in (newest_file, get_older_path(newest_file)):
+        with contextlib.suppress(FileNotFoundError):
+            stream = stack.enter_context(path.open("rb"))
+            if not any(os.path.sameopenfile(stream.fileno(), one.fileno()) for one in opened):
+                opened.insert(0, stream)
+    return opened
+
+
+def _select_lines_since(content: mmap.mmap, file_name: str, since: float) -> Iterator[SpanLine]:
+    position = _find_first_since(content, since)
+    start = content.rfind(_START_MARK, 0, position)
+    if start >= 0:
+        yield from _decode_readable_lines(
+            content[start : content.find(b"\n", start) + 1], file_name
+        )
+    yield from _decode_readable_lines(content[position:], file_name)
+
+
+def _decode_readable_lines(content: bytes, file_name: str) -> list[SpanLine]:
+    with contextlib.suppress(msgspec.DecodeError):
+        return _LINE_DECODER.decode_lines(content)
+    return decode_readable_records(content, SpanLine, file_name)  # type: ignore[arg-type]  # a union is no type
+
+
+def _find_first_since(content: mmap.mmap, since: float) -> int:
+    low, high = 0, len(content)
+    while math.isfinite(since) and high - low > _WHOLE_READ_BYTES:
+        middle = content.find(b"\n", (low + high) // 2, high) + 1
+        if middle == 0 or middle >= high:
+            break
+        line = content[middle : content.find(b"\n", middle) + 1]
+        if _get_time(line) < since:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def _get_time(line: bytes) -> float:
+    try:
+        found = _LINE_DECODER.decode(line)
+    except msgspec.DecodeError:
+        return -math.inf
+    return found.end if isinstance(found, Span) else found.at

@@ -211,18 +211,15 @@ class SpanLog:
     def _write(self, lines: list[SpanLine]) -> None:
         now_s = time.monotonic()
         if now_s >= self._look_at_s:
-            self._make_folder_and_check_room()
+            self._path.parent.mkdir(exist_ok=True)
+            if shutil.disk_usage(self._path.parent).free < self._min_free_bytes:
+                raise OSError(f"less than {self._min_free_bytes >> 20} MiB are free")
             if self._rotate_large_file():
                 spans = (one.begin for one in lines if isinstance(one, Span))
                 at = min(spans, default=time.time())
                 lines.insert(0, msgspec.structs.replace(self._start, at=round(at, TIME_DIGITS)))
             self._look_at_s = now_s + STORAGE_LOOK_INTERVAL_S
         append_lines(self._path, lines)
-
-    def _make_folder_and_check_room(self) -> None:
-        self._path.parent.mkdir(exist_ok=True)
-        if shutil.disk_usage(self._path.parent).free < self._min_free_bytes:
-            raise OSError(f"less than {self._min_free_bytes >> 20} MiB are free")
 
     def _rotate_large_file(self) -> bool:
         with contextlib.suppress(FileNotFoundError):

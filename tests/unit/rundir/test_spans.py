@@ -8,10 +8,10 @@ import pytest
 
 from areal_hpc.rundir.jsonl import append_lines
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.rundir.telemetry.span_file import read_span_lines
 from areal_hpc.rundir.telemetry.span_reader import (
     UNDER_WAY,
     ProcessSpans,
+    read_span_lines,
     read_spans,
 )
 from areal_hpc.rundir.telemetry.spans import (
