@@ -90,11 +90,7 @@ def plan_run(
         dataset_path=paths.dataset("sft"),
         seed=recipe.seed,
         sft=recipe.sft,  # a SftConfig: its data set is written already
-        parallel=recipe.trainer.parallel,
-        activations=recipe.trainer.activations,
-        offloads_optimizer=recipe.trainer.offload.optimizer,
-        device=recipe.trainer.device,
-        dtype=recipe.trainer.dtype,
+        trainer=recipe.trainer,
     ).build_process_spec("sft", ends_job=True, uses_gpus=True)
     sft = build_job_with_task_per_rank("sft", recipe, [process])
     return (JobStage("sft", sft, (), paths.sft_export, paths.sft_metrics), reinforcement)

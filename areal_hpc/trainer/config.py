@@ -8,13 +8,7 @@ from pydantic import Field
 
 from areal_hpc.jobs.config import ProcessConfig
 from areal_hpc.recipe.sections.alerts import AlertsConfig
-from areal_hpc.recipe.sections.trainer import (
-    ActivationMemoryConfig,
-    OffloadConfig,
-    ParallelConfig,
-    SftConfig,
-    TrainerConfig,
-)
+from areal_hpc.recipe.sections.trainer import SftConfig, TrainerConfig
 from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.trainer.loop.schedule import EvaluationSetSchedule, Schedule
 
@@ -97,31 +91,8 @@ class SftJobConfig(RankJobConfig):
     """JSON lines `{"messages": [...]}`; the last message, the assistant's, is learnt."""
     sft: SftConfig
     """Steps and learning rate."""
-    parallel: ParallelConfig = ParallelConfig()
-    """Division of model and batch over ranks."""
-    activations: ActivationMemoryConfig = ActivationMemoryConfig()
-    """How activations wait for the backward pass."""
-    offloads_optimizer: bool = False
-    """Master weights and moments stay in host memory between steps."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """`auto` takes the GPU when the node has one."""
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Parameters and activations."""
-
-    def build_trainer_config_of_same_memory(self) -> TrainerConfig:
-        """The trainer whose memory that of this stage is like."""
-        activations = self.activations
-        return TrainerConfig(
-            parallel=self.parallel,
-            dtype=self.dtype,
-            max_tokens_per_microbatch=self.sft.max_tokens_per_microbatch,
-            recompute=activations.recompute,
-            recompute_layers=activations.recompute_layers,
-            recompute_modules=activations.recompute_modules,
-            offload=OffloadConfig(
-                activations=activations.offload, optimizer=self.offloads_optimizer
-            ),
-        )
+    trainer: TrainerConfig
+    """Layout, device, dtype and memory of the stage are those of the trainer."""
 
 
 class CollectivesRequest(Struct, frozen=True):

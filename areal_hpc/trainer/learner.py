@@ -76,9 +76,9 @@ from areal_hpc.trainer.objective.loss_metrics import (
     STEP_MAXIMUM_NAMES,
     STEP_SUM_NAMES,
     build_loss_metrics,
+    measure_engine_mismatch,
 )
 from areal_hpc.trainer.objective.loss_stats import LossStats, ReducedStats
-from areal_hpc.trainer.objective.mismatch_metrics import measure_engine_mismatch
 from areal_hpc.trainer.objective.policy_loss import compute_policy_loss, interpolate_logprobs
 from areal_hpc.trainer.rank_progress import note_place_reached
 from areal_hpc.trainer.scoring.critic_trainer import CriticTrainer
@@ -231,7 +231,10 @@ class Learner:
             rate = compute_learning_rate(self.state.step, config.total_steps, config.optimizer)
             with self._raise_out_of_memory_as_recipe_error():
                 stats, norms = self._take_optimizer_steps(parts, factors, rate)
-                of_critic, critic_norms = self._train_critic(rows, scores)
+                of_critic: dict[str, float] = {}
+                critic_norms: list[float] = []
+                if self._critic is not None:
+                    of_critic, critic_norms = self._critic.train(rows, scores, self.state.step)
         with timer.time_phase("measure"):
             self._annotator.finish_step(
                 manifest, untrained, norms, self.version.generation, warms_up
@@ -264,7 +267,7 @@ class Learner:
         return raise_out_of_memory_as_recipe_error(self.policy, self._config, "trainer", critic)
 
     def _score_batch(self, step: int, batch: Sequence[TrajectoryRow]) -> BatchScores:
-        """What the objective has to know of the rows before they are trained. A collective."""
+        """Scores of the rows by the networks that the objective needs. A collective."""
         rows = build_rows_to_score(batch, self._config.objective)
         scores = NO_SCORES
         if self._frozen.are_needed:
@@ -273,13 +276,6 @@ class Learner:
             return scores
         return replace(scores, values=self._critic.score(rows))
 
-    def _train_critic(
-        self, rows: Sequence[TrainingRow], scores: BatchScores
-    ) -> tuple[dict[str, float], list[float]]:
-        if self._critic is None:
-            return {}, []
-        return self._critic.train(rows, scores, self.state.step)
-
     def _summarize_batch_or_raise_if_untrainable(
         self,
         batch: Sequence[TrajectoryRow],
@@ -287,10 +283,7 @@ class Learner:
         reward_range: RewardRange | None,
         step: int,
     ) -> dict[str, float]:
-        """Metrics of the batch before it is trained; those that take long on rank 0 alone.
-
-        Raises an UntrainableBatchError, as `train_batch` does.
-        """
+        """Metrics of the batch before it is trained; those that take long on rank 0 alone."""
         metrics = {
             **summarize_rewards(groups, reward_range, self._config.objective),
             **summarize_tokens_and_staleness(batch, self.version, self.state.forks),
@@ -317,7 +310,7 @@ class Learner:
     def _quarantine_damaged_batch(self, step: int, problem: Problem) -> UntrainedBatchPart:
         """Set a batch aside before it counts as consumed, so that a restart does so again.
 
-        A collective. Raises as `train_batch` does.
+        A collective.
         """
         reason = broadcast_object(f"{Path(problem.key).name}: {problem.message}", str)
         record = build_damaged_batch_record_or_raise(
@@ -340,12 +333,10 @@ class Learner:
     def _build_nonfinite_records_or_raise(
         self, norms: Sequence[float], critic_norms: Sequence[float], step: int
     ) -> list[UntrainedBatchPart]:
-        whose, hint = (
-            "",
-            (
-                "areal-hpc replay tries settings on these batches, without servers: resume "
-                "with some that keep the norm finite, as trainer.objective.proximal=recompute may"
-            ),
+        whose = ""
+        hint = (
+            "areal-hpc replay tries settings on these batches, without servers: resume "
+            "with some that keep the norm finite, as trainer.objective.proximal=recompute may"
         )
         if all(map(math.isfinite, norms)):  # then it is the critic that fails
             whose = " of the critic"

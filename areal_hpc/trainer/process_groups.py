@@ -42,7 +42,7 @@ from areal_hpc.trainer.collectives import (
     measure_clock_lag_and_spread_s,
     raise_if_rank_lost_or_hung,
 )
-from areal_hpc.trainer.config import RankJobConfig, SftJobConfig
+from areal_hpc.trainer.config import RankJobConfig
 from areal_hpc.trainer.model.cpu import megatron_cpu
 from areal_hpc.trainer.private_apis.megatron_replacing_packages import (
     raise_if_megatron_replacement_installed,
@@ -65,7 +65,7 @@ logger = logging.getLogger(__name__)
 
 def run_rank(
     job: JobT,
-    rank_config: TrainerConfig | SftJobConfig,
+    rank_config: TrainerConfig,
     stop: StopRequest,
     train: Callable[[JobT, RunPaths, torch.device, StopRequest], bool],
 ) -> None:

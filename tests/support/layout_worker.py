@@ -16,7 +16,6 @@ from areal_hpc.trainer.checkpoints.rank_state import load_checkpoint_into
 from areal_hpc.trainer.checkpoints.store import CheckpointStore
 from areal_hpc.trainer.model.families.architecture import parse_architecture
 from areal_hpc.trainer.model.families.weight_map import HfTensorSpec
-from areal_hpc.trainer.model.frozen import load_frozen_network
 from areal_hpc.trainer.model.hf_weights import (
     HfModelReader,
     list_hf_specs,
@@ -27,6 +26,7 @@ from areal_hpc.trainer.model.hf_weights import (
 from areal_hpc.trainer.model.policy import Policy, build_policy
 from areal_hpc.trainer.objective.loss_stats import LossStats
 from areal_hpc.trainer.optimizer import build_optimizer
+from areal_hpc.trainer.scoring.frozen_models import load_frozen_network
 from areal_hpc.trainer.scoring.token_scores import compute_row_logprobs
 from areal_hpc.trainer.step import (
     MicroBatch,

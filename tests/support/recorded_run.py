@@ -130,8 +130,7 @@ def sft_config(root: Path, answers: Mapping[str, str], **sft: Any) -> dict[str, 
         "dataset_path": str(demonstrations),
         "seed": 3,
         "sft": sft,
-        "device": "cpu",
-        "dtype": "float32",
+        "trainer": {"device": "cpu", "dtype": "float32"},
     }
 
 

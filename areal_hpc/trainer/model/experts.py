@@ -1,21 +1,168 @@
-"""Experts of a mixture, all of a rank in two grouped matrix products a layer.
+"""Mixtures of experts: the order of tokens, their way over ranks, and the experts themselves.
+
+Rows are sorted by expert and, within one, by token. The way there and back, and their gradients,
+are gathers and sums over the experts of a token: Megatron's own adds rows up by atomic operations,
+whose order on a GPU, and so the last bits of the result, differ from run to run.
 
 Megatron-core has grouped experts of Transformer Engine and of a CUDA extension; its own local ones
-are a loop, several kernels an expert. Here the weights of all experts are stacked, and PyTorch's
-grouped product, which has an implementation for every device, takes a run of rows for each.
-
-Checkpoints are those of the loop: tensors of the same names and shapes.
+are a loop, several kernels an expert. Here the weights of all experts of a rank are stacked, and
+PyTorch's grouped product, which has an implementation for every device, takes a run of rows for
+each. Checkpoints are those of the loop: tensors of the same names and shapes.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from torch.autograd.function import once_differentiable
 
 from areal_hpc.trainer.model.kernels.swiglu import weighted_swiglu
+from areal_hpc.trainer.private_apis.megatron_private import begin_copy_of_split_sizes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertOrder:
+    """T: tokens, K: experts that each visits, R = T K: rows, one per visit."""
+
+    visits_R: torch.Tensor
+    """The visit, token * K + number of the expert among the token's, of each row."""
+    rows_TK: torch.Tensor
+    """The row of each visit."""
+    experts_TK: torch.Tensor
+    """The experts of each token, ascending."""
+
+    def spread(self, tokens_TH: torch.Tensor) -> torch.Tensor:
+        """Each token's states once for each of its experts [R, H]."""
+        return _SpreadTokens.apply(tokens_TH, self.visits_R, self.rows_TK)  # type: ignore[no-any-return, no-untyped-call]
+
+    def sum_rows_per_token(self, rows_RH: torch.Tensor) -> torch.Tensor:
+        """The sum of each token's rows [T, H]."""
+        return _CollectTokens.apply(rows_RH, self.visits_R, self.rows_TK)  # type: ignore[no-any-return, no-untyped-call]
+
+    def pick_weights(self, weights_TE: torch.Tensor) -> torch.Tensor:
+        """The weight of each row, from those of all experts for each token [R]."""
+        return weights_TE.gather(1, self.experts_TK).flatten()[self.visits_R]
+
+
+def plan_expert_order(is_visited_TE: torch.Tensor, per_token: int) -> ExpertOrder:
+    """The order for a routing in which every token visits `per_token` experts. Reads nothing back.
+
+    Both sorts are stable: equal keys keep their order on every device.
+    """
+    by_visit_TE = is_visited_TE.to(torch.uint8).sort(dim=1, descending=True, stable=True).indices
+    experts_TK = by_visit_TE[:, :per_token].contiguous()
+    visits_R = experts_TK.flatten().argsort(stable=True)
+    numbers_R = torch.arange(len(visits_R), device=visits_R.device)
+    rows_R = torch.empty_like(visits_R).scatter_(0, visits_R, numbers_R)
+    return ExpertOrder(visits_R, rows_R.view_as(experts_TK), experts_TK)
+
+
+class _SpreadTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tokens_TH: torch.Tensor, visits_R: torch.Tensor, rows_TK: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(rows_TK)
+        return tokens_TH.index_select(0, visits_R // rows_TK.shape[1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_RH: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (rows_TK,) = ctx.saved_tensors
+        return _sum_rows_of_each_token(gradient_RH, rows_TK), None, None
+
+
+class _CollectTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows_RH: torch.Tensor, visits_R: torch.Tensor, rows_TK: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(visits_R)
+        ctx.per_token = rows_TK.shape[1]
+        return _sum_rows_of_each_token(rows_RH, rows_TK)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_TH: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (visits_R,) = ctx.saved_tensors
+        return gradient_TH.index_select(0, visits_R // ctx.per_token), None, None
+
+
+def _sum_rows_of_each_token(rows_RH: torch.Tensor, rows_TK: torch.Tensor) -> torch.Tensor:
+    visits_RH = rows_RH.index_select(0, rows_TK.flatten())
+    return visits_RH.view(*rows_TK.shape, rows_RH.shape[1]).sum(1)
+
+
+class StableTokenDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
+    """Brings tokens to the experts they visit and back, in an order that no run changes.
+
+    Overrides what megatron/core/transformer/moe/token_dispatcher.py does before the exchange over
+    ranks and after it. The numbers of rows stay on the device. A rank that holds all experts sends
+    no rows, so nothing of its layers must be known to the host.
+    """
+
+    @property
+    def holds_all_experts(self) -> bool:
+        return bool(self.ep_size == 1)
+
+    def dispatch_preprocess(
+        self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows sorted by expert, and the weight of each."""
+        self.hidden_shape, self.probs = hidden_states.shape, probs
+        if self.holds_all_experts:
+            self.tokens_per_expert = routing_map.sum(0)
+        else:
+            self.tokens_per_expert = self.preprocess(routing_map)
+            begin_copy_of_split_sizes(self)
+        self.order = plan_expert_order(routing_map, self.config.moe_router_topk)
+        tokens_TH = hidden_states.view(-1, self.hidden_shape[-1])
+        return self.order.spread(tokens_TH), self.order.pick_weights(probs)
+
+    def token_dispatch(
+        self, rows_RH: torch.Tensor, weights_R: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Send rows to the ranks that hold their experts."""
+        if self.holds_all_experts:
+            return rows_RH, weights_R
+        found: tuple[torch.Tensor, torch.Tensor] = super().token_dispatch(rows_RH, weights_R)
+        return found
+
+    def dispatch_postprocess(
+        self, rows_RH: torch.Tensor, weights_R: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Rows of all ranks sorted by expert, their number for each, and their weights."""
+        if self.holds_all_experts:
+            return rows_RH, self.tokens_per_expert, weights_R
+        found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = super().dispatch_postprocess(
+            rows_RH, weights_R
+        )
+        return found
+
+    def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Rows in the order in which they came from other ranks."""
+        if self.holds_all_experts:
+            return hidden_states
+        sorted_back: torch.Tensor = super().combine_preprocess(hidden_states)
+        return sorted_back
+
+    def combine_postprocess(self, permutated_local_input_tokens: torch.Tensor) -> torch.Tensor:
+        return self.order.sum_rows_per_token(permutated_local_input_tokens).view(self.hidden_shape)
+
+
+def use_stable_dispatch(gpt: Any) -> None:
+    """Replace the dispatcher of every layer of a mixture: Megatron lets nobody choose its class."""
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    for layer in gpt.decoder.layers:
+        layer.mlp.token_dispatcher = StableTokenDispatcher(
+            layer.mlp.num_local_experts, layer.mlp.local_expert_indices, layer.mlp.config, groups
+        )
 
 
 class GroupedExperts(MegatronModule):  # type: ignore[misc]

@@ -29,7 +29,7 @@ from areal_hpc.recipe.sections.trainer import (
 )
 from areal_hpc.trainer.batch.packing import PackParallelism
 from areal_hpc.trainer.model.attention import RotaryPackedCausalAttention
-from areal_hpc.trainer.model.experts import GroupedExperts
+from areal_hpc.trainer.model.experts import GroupedExperts, use_stable_dispatch
 from areal_hpc.trainer.model.families.architecture import (
     Architecture,
     divide_layers_over_stages,
@@ -44,7 +44,6 @@ from areal_hpc.trainer.model.families.weight_map import (
 from areal_hpc.trainer.model.kernels.lm_head import compute_float32_logits
 from areal_hpc.trainer.model.kernels.rms_norm import RMSNorm
 from areal_hpc.trainer.model.kernels.swiglu import swiglu
-from areal_hpc.trainer.model.token_dispatch import use_stable_dispatch
 from areal_hpc.trainer.private_apis.megatron_private import (
     ScoredTokenCritic,
     ScoredTokenGPT,

@@ -1,13 +1,25 @@
-"""Policy gradients with a decoupled behavior weight (arXiv:2505.24298, equation 5)."""
+"""Policy gradients with a decoupled behavior weight (arXiv:2505.24298, equation 5).
+
+The divergence from a reference policy is estimated at sampled tokens, d = log pi - log reference:
+
+| estimator | of KL(pi || reference) | as a term of the loss |
+|---|---|---|
+| `k1` | d | its expected gradient is 0 |
+| `k2` | d^2 / 2 | its gradient d * grad log pi is the divergence's in the mean |
+| `k3` | exp(-d) - 1 + d | its expected gradient is that of KL(reference || pi) |
+
+Names and definitions: joschu.net/blog/kl-approx. k3 in the loss is GRPO's (arXiv:2402.03300,
+section 4.1.1).
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 from areal_hpc.recipe.sections.trainer import ObjectiveConfig
 from areal_hpc.trainer.objective.custom_loss import CustomLoss, LossInputs
-from areal_hpc.trainer.objective.divergence import estimate_divergence
 from areal_hpc.trainer.objective.importance_sampling import TokenRowMap, compute_importance_weights
 
 LOSS_SUM_NAMES = (
@@ -157,3 +169,17 @@ def interpolate_logprobs(
     if updates_done_share == 0:
         return current_logprobs_N
     return torch.lerp(behavior_N, current_logprobs_N, age_N / (age_N + updates_done_share))
+
+
+def estimate_divergence(
+    logprobs_N: torch.Tensor, reference_N: torch.Tensor, estimator: Literal["k1", "k2", "k3"]
+) -> torch.Tensor:
+    """The estimate at each token, in nats; the gradient flows through `logprobs_N`."""
+    gap_N = logprobs_N - reference_N
+    match estimator:
+        case "k1":
+            return gap_N
+        case "k2":
+            return gap_N.square() / 2
+        case "k3":
+            return torch.expm1(-gap_N) + gap_N

@@ -1,7 +1,8 @@
-"""Training of the critic beside the policy: its values, its steps, its metrics."""
+"""The critic beside the policy: a network with a head for values, its steps, its metrics."""
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,22 @@ from areal_hpc.trainer.batch.training_rows import (
     BatchScores,
 )
 from areal_hpc.trainer.checkpoints.rank_state import CRITIC_PREFIX, NetworkWithOptimizer
-from areal_hpc.trainer.model.critic import Critic, load_critic
+from areal_hpc.trainer.model.families.architecture import read_architecture
+from areal_hpc.trainer.model.families.weight_map import (
+    OUTPUT_LAYER_NAME,
+    HfTensorSpec,
+    ParamMap,
+    TpSplit,
+    list_parameter_maps,
+)
+from areal_hpc.trainer.model.hf_weights import HfModelReader, load_hf
+from areal_hpc.trainer.model.memory_estimate import drop_ep_for_dense_network
+from areal_hpc.trainer.model.policy import (
+    TORCH_DTYPE_BY_NAME,
+    TrainedNetwork,
+    build_network,
+    wrap_for_training,
+)
 from areal_hpc.trainer.objective.loss_aggregation import compute_minibatch_factors
 from areal_hpc.trainer.objective.loss_stats import LossStats
 from areal_hpc.trainer.objective.value_loss import VALUE_SUM_NAMES, compute_value_loss
@@ -34,6 +50,52 @@ from areal_hpc.trainer.step import (
     make_micro_batches_of_this_rank,
     run_value_passes,
 )
+
+HEAD_TENSOR_NAME = "score.weight"
+"""The head of transformers' classifiers and reward models of one output."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Critic(TrainedNetwork):
+    """The network that learns values, as it is trained."""
+
+    has_stored_head: bool = False
+    """The model directory has a head; else it begins at 0, and so do all values."""
+
+    @property
+    def weight_map(self) -> list[ParamMap]:
+        """What is read from the model directory."""
+        table = [one for one in list_parameter_maps(self.arch) if one.megatron != OUTPUT_LAYER_NAME]
+        if self.has_stored_head:
+            head = HfTensorSpec(HEAD_TENSOR_NAME, (1, self.arch.hidden))
+            table.append(ParamMap(OUTPUT_LAYER_NAME, (head,), TpSplit.WHOLE))
+        return table
+
+
+def load_critic(model_dir: Path, config: TrainerConfig, device: torch.device, key: str) -> Critic:
+    """The critic of a model directory, which the recipe names at `key`, with its weights."""
+    # Its head is never that of the embedding, however the policy's is.
+    arch = replace(read_architecture(model_dir), tied=False)
+    parallel, dtype = (
+        drop_ep_for_dense_network(arch, config.parallel),
+        TORCH_DTYPE_BY_NAME[config.dtype],
+    )
+    network = build_network(arch, parallel, dtype, device, config.activations, gives_values=True)
+    reader = HfModelReader(model_dir, key)
+    critic = Critic(
+        arch=arch,
+        gpt=network.gpt,
+        dtype=dtype,
+        device=device,
+        split=network.split,
+        rope_frequencies=network.rope_frequencies,
+        ddp_module=wrap_for_training(network),
+        offloads_activations=config.offload.activations,
+        has_stored_head=reader.has_tensor(HEAD_TENSOR_NAME),
+    )
+    load_hf(critic, reader.read_tensor)
+    return critic
+
 
 CRITIC_MODEL_RECIPE_KEY = "trainer.objective.critic.model"
 

@@ -46,13 +46,14 @@ SFT_GENERATION = 0
 
 def run(config: dict[str, Any]) -> None:
     job = SftJobConfig.model_validate(config)
-    run_rank(job, job, StopRequest.install(), _run_sft)
+    run_rank(job, job.trainer, StopRequest.install(), _run_sft)
 
 
 def _run_sft(job: SftJobConfig, paths: RunPaths, device: torch.device, stop: StopRequest) -> bool:
     arch = read_architecture(job.model_path)
-    dtype = TORCH_DTYPE_BY_NAME[job.dtype]
-    policy = build_policy(arch, job.parallel, dtype, device, job.activations)
+    config = job.trainer
+    dtype = TORCH_DTYPE_BY_NAME[config.dtype]
+    policy = build_policy(arch, config.parallel, dtype, device, config.activations)
     trainer = SftTrainer(job, paths, policy)
     gc.freeze()  # a collection looks at what training makes, not at all that imports left
     record_state_entry("train")
@@ -77,7 +78,7 @@ class SftTrainer:
         load_hf(policy, HfModelReader(job.model_path).read_tensor)
         self.state = TrainerState(step=0, generation=SFT_GENERATION, seed=job.seed)
         self._optimizer, checkpoint = self.checkpoints.build_optimizer_and_load_latest(
-            policy, job.sft.optimizer, is_offloaded=job.offloads_optimizer
+            policy, job.sft.optimizer, is_offloaded=job.trainer.offload.optimizer
         )
         if checkpoint is not None:
             self.state = msgspec.structs.replace(
@@ -119,9 +120,10 @@ class SftTrainer:
             self._policy, rows, (), sft.max_tokens_per_microbatch
         )
         rate = compute_learning_rate(self.state.step, sft.total_steps, sft.optimizer)
-        with raise_out_of_memory_as_recipe_error(
-            self._policy, self._job.build_trainer_config_of_same_memory(), "sft"
-        ):
+        config = self._job.trainer.model_copy(
+            update={"max_tokens_per_microbatch": sft.max_tokens_per_microbatch}
+        )
+        with raise_out_of_memory_as_recipe_error(self._policy, config, "sft"):
             stats, norm = train_step(self._policy, self._optimizer, batches, compute_sft_loss, rate)
         untrained = build_nonfinite_records_or_raise(
             [norm],
