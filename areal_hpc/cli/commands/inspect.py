@@ -17,6 +17,7 @@ from areal_hpc.cli.arguments import (
 )
 from areal_hpc.errors import RecipeError, ShardError, escape_line
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.view.transcripts.row_filter import FIELD_NAMES_FOR_HELP
 
 MAX_LISTED_FAULTS = 20
 DEFAULT_SHOWN_ROWS = 5
@@ -116,8 +117,7 @@ def _add_shards_show_command(verbs: CommandGroup) -> None:
     row = "row, counted over the run's shards (or in the file)"
     which.add_argument("row", type=int, nargs="?", help=row)
     which.add_argument("--ticket", type=int, help="every row of this ticket")
-    fields = "kind, step, ticket, attempt, episode, reward, length, tokens, calls, seconds, task, "
-    fields += "cell, finish, cause, note, text, part.NAME, metric.NAME"
+    fields = ", ".join(FIELD_NAMES_FOR_HELP)
     where = f"rows that match an expression of these fields: {fields}; ~ asks for a part of a text"
     show.add_argument("--where", default="", metavar="EXPRESSION", help=where)
     show.add_argument("--sort", default="", metavar="FIELD", help="largest first; else as recorded")
@@ -321,14 +321,13 @@ def _list_shards(arguments: argparse.Namespace) -> int:
 def _show_rows(arguments: argparse.Namespace) -> int:
     from areal_hpc.view.shard_report import find_tokenizer_file, format_tokens
     from areal_hpc.view.transcripts.conversation import format_groups
-    from areal_hpc.view.transcripts.row_index import get_cache_dir
     from areal_hpc.view.transcripts.row_search import RowQuery, find_rows
 
     path = arguments.run.resolve()
     paths = RunPaths(path.parent.parent) if path.is_file() else parse_run_dir(path)
     most = arguments.rows or (DEFAULT_SHOWN_ROWS if arguments.ticket is None else None)
     query = RowQuery(arguments.where, arguments.ticket, arguments.row, arguments.sort, most)
-    rows, matching = find_rows(path, query, get_cache_dir())
+    rows, matching = find_rows(path, query)
     if arguments.tokens:
         tokenizer = find_tokenizer_file(paths)
         print("\n\n".join(format_tokens(row, tokenizer) for row in rows))
@@ -344,12 +343,11 @@ def _export_rows(arguments: argparse.Namespace) -> int:
     from rich.progress import Progress
 
     from areal_hpc.view.transcripts.export import export_rows
-    from areal_hpc.view.transcripts.row_index import get_cache_dir
     from areal_hpc.view.transcripts.row_search import RowQuery, find_rows
 
     path = arguments.run.resolve()
     paths = RunPaths(path.parent.parent) if path.is_file() else parse_run_dir(path)
-    rows, _ = find_rows(path, RowQuery(arguments.where), get_cache_dir())
+    rows, _ = find_rows(path, RowQuery(arguments.where))
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("writing", total=len(rows))

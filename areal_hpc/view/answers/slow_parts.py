@@ -80,9 +80,9 @@ def _find_outlier(
         return None
     worst = pick(values, key=lambda key: values[key])
     others = statistics.median(value for key, value in values.items() if key != worst)
-    return (
-        ReplicaOutlier(*worst, values[worst], others) if stands_out(values[worst], others) else None
-    )
+    if not stands_out(values[worst], others):
+        return None
+    return ReplicaOutlier(*worst, values[worst], others)
 
 
 @dataclass(frozen=True, slots=True)

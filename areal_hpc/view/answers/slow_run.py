@@ -138,14 +138,14 @@ def _format_replica_table(evidence: SlowRunEvidence, judge: TimeJudge) -> list[s
             cell,
             str(replica),
             evidence.node_by_cell.get(cell, "-"),
-            f"{judge.call_speeds[cell, replica]:.0f}"
-            if (cell, replica) in judge.call_speeds
-            else "-",
-            f"{judge.update_times[cell, replica]:.2f}"
-            if (cell, replica) in judge.update_times
-            else "-",
+            _format_number(judge.call_speeds.get((cell, replica)), ".0f"),
+            _format_number(judge.update_times.get((cell, replica)), ".2f"),
             str(starts[cell, replica] or "-"),
         )
         for cell, replica in keys
     ]
     return format_table([head, *lines], right_aligned_columns=(1, 3, 4, 5))
+
+
+def _format_number(value: float | None, format_spec: str) -> str:
+    return "-" if value is None else format(value, format_spec)

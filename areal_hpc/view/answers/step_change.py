@@ -89,7 +89,7 @@ def explain_step_difference(paths: RunPaths, step: int) -> Answer:
     if "generation" in row and row["generation"] != before[-1].get("generation"):
         text = f"the trainer was started again before this step (generation {row['generation']})"
         causes.append(Finding(text, overview))
-    causes += _describe_new_sampling_and_tools(run, step, now, earlier)
+    causes += _describe_new_call_settings(run, step, now, earlier)
     metrics = [
         Finding(one.text, build_page_url_fragment("metrics", run, text=one.name))
         for one in _find_metric_changes(row, before)[:MAX_SHOWN_METRICS]
@@ -180,7 +180,7 @@ def _find_metric_changes(row: JsonRow, rows_before: Sequence[JsonRow]) -> list[M
     return sorted(found, key=lambda one: -one.deviations)
 
 
-def _describe_new_sampling_and_tools(
+def _describe_new_call_settings(
     run: str, step: int, now: Iterable[BatchEpisode], earlier_episodes: Iterable[BatchEpisode]
 ) -> Iterator[Finding]:
     page = build_page_url_fragment("trajectories", run, where=f"step={step}")

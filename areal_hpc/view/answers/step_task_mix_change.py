@@ -1,10 +1,11 @@
 """Which tasks a step trained, against those of the steps before."""
 
+import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import msgspec
 
@@ -47,29 +48,22 @@ def compare_tasks(
     rewards, before = _group_rewards_by_task(now), _group_rewards_by_task(earlier_episodes)
     if not rewards or not before:
         return TaskFindings()
-    page = build_page_url_fragment(
-        "trajectories", run, where=f"step={now[0].step} and kind=train", sort="task"
-    )
+    where = f"step={now[0].step} and kind=train"
+    page = build_page_url_fragment("trajectories", run, where=where, sort="task")
     last = max(one.step for one in earlier_episodes)
     usual_now = _group_rewards_by_task(one for one in earlier_episodes if one.step == last)
     usual_before = _group_rewards_by_task(one for one in earlier_episodes if one.step < last)
-    causes = [
-        Finding(one, page)
-        for one in _describe_source_share_changes(now, earlier_episodes, source_sizes)
-    ]
-    if not any(_describe_shift_to_other_task_range(usual_now, usual_before)):
-        causes += [
-            Finding(one, page) for one in _describe_shift_to_other_task_range(rewards, before)
-        ]
+    told = list(_describe_source_share_changes(now, earlier_episodes, source_sizes))
+    if not _describe_task_range_shift(usual_now, usual_before):
+        told += filter(None, [_describe_task_range_shift(rewards, before)])
+    causes = [Finding(one, page) for one in told]
     news = Finding(_describe_new_and_known_tasks(rewards, before), page)
-    is_new = _compute_new_task_share(rewards, before) - _compute_new_task_share(
-        usual_now, usual_before
-    )
+    usual = _compute_new_task_share(usual_now, usual_before)
+    is_new = _compute_new_task_share(rewards, before) - usual
     is_cause = is_new >= MIN_SOURCE_SHARE_CHANGE and bool(usual_before)
-    fallen = list(_describe_no_longer_solved_tasks(run, now, rewards, before))
-    return TaskFindings(
-        (*causes, *([news] if is_cause else []), *fallen), () if is_cause else (news,)
-    )
+    causes += [news] if is_cause else []
+    causes += _describe_no_longer_solved_tasks(run, now, rewards, before)
+    return TaskFindings(tuple(causes), () if is_cause else (news,))
 
 
 def _compute_new_task_share(
@@ -93,10 +87,8 @@ def _describe_source_share_changes(
 ) -> Iterator[str]:
     if len(source_sizes) < 2:
         return
-    shares, before = (
-        _compute_source_shares(now, source_sizes),
-        _compute_source_shares(earlier_episodes, source_sizes),
-    )
+    shares = _compute_source_shares(now, source_sizes)
+    before = _compute_source_shares(earlier_episodes, source_sizes)
     for source in sorted(shares, key=lambda one: before[one] - shares[one]):
         if abs(shares[source] - before[source]) >= MIN_SOURCE_SHARE_CHANGE:
             yield (
@@ -119,17 +111,17 @@ def _compute_source_shares(
     return {source: counts[source] / total for source in range(len(source_sizes))}
 
 
-def _describe_shift_to_other_task_range(
+def _describe_task_range_shift(
     rewards: Mapping[int, object], tasks_before: Mapping[int, object]
-) -> Iterator[str]:
+) -> str:
+    """Empty where the tasks are of the same part of the set."""
     if not rewards or not tasks_before:
-        return
+        return ""
     low, high, old_low, old_high = min(rewards), max(rewards), min(tasks_before), max(tasks_before)
-    if low > old_high or high < old_low:
-        yield (
-            f"its tasks are from another part of the set: lines {low} to {high}, before "
-            f"{old_low} to {old_high}"
-        )
+    if low <= old_high and high >= old_low:
+        return ""
+    lines = f"lines {low} to {high}, before {old_low} to {old_high}"
+    return f"its tasks are from another part of the set: {lines}"
 
 
 def _describe_new_and_known_tasks(
@@ -158,17 +150,17 @@ def _describe_no_longer_solved_tasks(
     rewards: Mapping[int, list[float]],
     rewards_before: Mapping[int, list[float]],
 ) -> Iterator[Finding]:
-    everything = [
-        reward for group in (*rewards.values(), *rewards_before.values()) for reward in group
-    ]
-    best, least = (
-        max(everything),
-        MIN_REWARD_CHANGE_SHARE_OF_RANGE * (max(everything) - min(everything)),
+    everything = [*chain.from_iterable((*rewards.values(), *rewards_before.values()))]
+    best = max(everything)
+    least = MIN_REWARD_CHANGE_SHARE_OF_RANGE * (best - min(everything))
+    now_mean, mean_before = (
+        {task: statistics.fmean(group) for task, group in groups.items()}
+        for groups in (rewards, rewards_before)
     )
     falls = {
-        task: statistics.fmean(rewards_before[task]) - statistics.fmean(rewards[task])
+        task: mean_before[task] - now_mean[task]
         for task in rewards
-        if task in rewards_before and statistics.fmean(rewards_before[task]) >= best - least
+        if mean_before.get(task, -math.inf) >= best - least
     }
     fallen = sorted((task for task in falls if falls[task] > least), key=lambda task: -falls[task])
     if not fallen:
@@ -177,8 +169,7 @@ def _describe_no_longer_solved_tasks(
     for task in fallen[:MAX_SHOWN_TASKS]:
         worst = min((one for one in now if one.task == task), key=lambda one: one.mean_row_reward)
         yield Finding(
-            f"task {task}: {statistics.fmean(rewards[task]):.3f}, before "
-            f"{statistics.fmean(rewards_before[task]):.3f}; "
+            f"task {task}: {now_mean[task]:.3f}, before {mean_before[task]:.3f}; "
             f"{worst.title} has {worst.mean_row_reward:g}",
             build_page_url_fragment("trajectory", run, row=worst.first_row_name),
         )

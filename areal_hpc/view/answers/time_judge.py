@@ -93,10 +93,8 @@ class TimeJudge:
                     "put cluster.fileroot on faster storage",
                 )
             case "training":
-                train, score = (
-                    self._compute_mean("time/train_s"),
-                    self._compute_mean("time/score_s"),
-                )
+                train = self._compute_mean("time/train_s")
+                score = self._compute_mean("time/score_s")
                 text = f"{share}, of which {train:.2f} s are passes of the model"
                 if score > 0:
                     text += f" and {score:.2f} s those of a reference, a teacher or a critic"
@@ -159,11 +157,9 @@ class TimeJudge:
         text = f"{share_text}: no episode of the awaited batch was under way"
         if (idle := self._measure_cell_idle_share()) is not None:
             text += f"; cells had no ticket for {idle:.0%} of their time"
-        return (
-            PartVerdict(text, f"the bounds are {keys}", f"raise {keys}")
-            if keys
-            else PartVerdict(text)
-        )
+        if not keys:
+            return PartVerdict(text)
+        return PartVerdict(text, f"the bounds are {keys}", f"raise {keys}")
 
     def _explain_weight_updates(self, share_text: str) -> PartVerdict:
         names = {name for row in self._evidence.rows for name in row}

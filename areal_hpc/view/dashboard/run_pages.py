@@ -30,7 +30,7 @@ from areal_hpc.rundir.telemetry.token_annotations import (
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.shards.schema import parse_shard_name
 from areal_hpc.view.dashboard.evaluation_page import label_evaluation_rows
-from areal_hpc.view.metric_values import get_number, list_restart_steps
+from areal_hpc.view.metric_values import get_number, list_numbers, list_restart_steps
 from areal_hpc.view.shard_report import find_tokenizer_file
 from areal_hpc.view.state.alerts_at_newest_step import find_run_alerts, select_failure_alerts
 from areal_hpc.view.state.summary import (
@@ -39,7 +39,7 @@ from areal_hpc.view.state.summary import (
     read_run_progress,
 )
 from areal_hpc.view.timing.idle_time import read_held_gpus_or_nodes
-from areal_hpc.view.transcripts.messages import ShownMessage, list_shown_messages
+from areal_hpc.view.transcripts.messages import ShownMessage, describe_row, list_shown_messages
 from areal_hpc.view.transcripts.row_index import RowIndex
 from areal_hpc.wire.row_record import CallRecord
 from areal_hpc.wire.trajectory import TrajectoryRow
@@ -135,19 +135,18 @@ def _flatten_recipe_without_secrets(recipe: Mapping[str, Any]) -> dict[str, str]
 def describe_metrics(paths: RunPaths) -> JsonObject:
     rows = read_metrics(paths.metrics)
     names = sorted({name for row in rows for name in row} - {"step", "unix_time_s"})
-    columns = {name: [get_number(row, name) for row in rows] for name in names}
-    catalogue = {name: find_metric(name) for name in names}
+    known = {name: find_metric(name) for name in names}
     return {
         "steps": [row["step"] for row in rows],
         "times": [row.get("unix_time_s") for row in rows],
         "columns": {
-            name: column
-            for name, column in columns.items()
-            if any(value is not None for value in column)
+            name: [get_number(row, name) for row in rows]
+            for name in names
+            if list_numbers(rows, name)
         },
         "catalogue": {
             name: {"unit": one.unit if one else "", "meaning": one.meaning if one else ""}
-            for name, one in catalogue.items()
+            for name, one in known.items()
         },
         "restarts": list_restart_steps(rows),
     }
@@ -171,23 +170,11 @@ def _describe_recorded_row(paths: RunPaths, shard: str, row: int) -> JsonObject:
     if not 0 <= row < reader.num_rows:
         raise RecipeError(f"{shard} has rows 0 to {reader.num_rows - 1}, got {row}", key="row")
     (trajectory,) = reader.read_rows([row])
-    record = trajectory.record
     return {
         "shard": shard,
         "row": row,
-        "kind": trajectory.kind.label,
-        "ticket": trajectory.ticket_id,
-        "attempt": trajectory.attempt,
-        "episode": trajectory.episode,
-        "reward": trajectory.reward,
-        "temperature": trajectory.temperature,
-        "task": record.task_index,
-        "cell": record.cell,
-        "started_at": record.started_at,
-        "ended_at": record.ended_at,
-        "cause": record.cause,
-        "error": record.error,
-        "ignored": record.ignored,
+        **describe_row(trajectory),
+        "ignored": trajectory.record.ignored,
         "messages": [_describe_message(one) for one in list_shown_messages(trajectory)],
         "tools": list(trajectory.tool_schemas.values()),
         "tokens": _describe_tokens(trajectory, _load_tokenizer(paths)),

@@ -30,14 +30,12 @@ from areal_hpc.rundir.run_recipe import get_recipe_value, read_run_recipe
 from areal_hpc.rundir.telemetry.span_reader import read_spans
 from areal_hpc.shards.index import read_index
 from areal_hpc.shards.reader import ShardReader
-from areal_hpc.view.transcripts.row_index import RowIndex, get_cache_dir
+from areal_hpc.view.transcripts.row_filter import TYPE_BY_FIELD
+from areal_hpc.view.transcripts.row_index import RowIndex
 from areal_hpc.wire.trajectory import TrajectoryRow
 
 Column = npt.NDArray[Any]
-_TRAJECTORY_FIELDS = (
-    *("kind", "step", "ticket", "attempt", "episode", "task", "reward", "length", "tokens"),
-    *("calls", "seconds", "finish", "cell", "cause"),
-)
+_TRAJECTORY_FIELDS = [name for name in TYPE_BY_FIELD if name not in ("note", "text")]
 
 
 class Columns(Mapping[str, Column]):
@@ -100,12 +98,12 @@ class RunData:
     @cached_property
     def trajectories(self) -> Columns:
         """A row per recorded trajectory: its place (`shard`, `row`), and what `--where` knows."""
+        with closing(RowIndex(self._paths, None)) as index:
+            index.index_new_rows()
+            found = index.find_values(_TRAJECTORY_FIELDS)
         order = {
             one.file: place for place, one in enumerate(read_index(self._paths.shard_index_dir))
         }
-        with closing(RowIndex(self._paths, get_cache_dir())) as index:
-            index.index_new_rows()
-            found = index.find_values(_TRAJECTORY_FIELDS)
         found.sort(key=lambda one: (order[one[0]], one[1]))
         names = ("shard", "row", *_TRAJECTORY_FIELDS)
         return Columns([dict(zip(names, one, strict=True)) for one in found], names)

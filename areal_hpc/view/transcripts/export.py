@@ -14,7 +14,7 @@ from areal_hpc.rundir.atomic import fsync_path, open_temporary_beside
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.run_recipe import get_recipe_value, read_run_recipe
 from areal_hpc.view.transcripts.atif import build_atif_trajectory
-from areal_hpc.view.transcripts.messages import list_tool_schemas
+from areal_hpc.view.transcripts.messages import describe_row, list_tool_schemas
 from areal_hpc.view.transcripts.row_search import FoundRow
 
 ExportFormat = Literal["jsonl", "parquet", "sft", "atif"]
@@ -92,28 +92,16 @@ def _build_sft_conversation(found_row: FoundRow) -> JsonObject | None:
 
 def _build_full_record(found_row: FoundRow) -> JsonObject:
     row = found_row.read()
-    record = row.record
     return {
         "number": found_row.number,
         "shard": found_row.reader.path.name,
-        "kind": row.kind.label,
         "step": found_row.steps.find_step(row),
-        "ticket": row.ticket_id,
-        "attempt": row.attempt,
-        "episode": row.episode,
         "row": row.row,
-        "task": record.task_index,
-        "cell": record.cell,
-        "session": record.session_id,
-        "started_at": record.started_at,
-        "ended_at": record.ended_at,
-        "reward": row.reward,
-        "temperature": row.temperature,
-        "cause": record.cause,
-        "error": record.error,
+        "session": row.record.session_id,
+        **describe_row(row),
         "messages": row.meta.get("messages"),
         "tools": row.tool_schemas,
-        "calls": msgspec.to_builtins(record.calls),
+        "calls": msgspec.to_builtins(row.record.calls),
         "input_ids": row.input_ids_T.tolist(),
         "loss_mask": row.loss_mask_T.tolist(),
         "logprobs": row.logprobs_T.tolist(),

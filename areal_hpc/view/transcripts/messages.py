@@ -17,6 +17,25 @@ def get_messages(row: TrajectoryRow) -> list[Message]:
     return [one for one in messages if isinstance(one, dict)] if isinstance(messages, list) else []
 
 
+def describe_row(row: TrajectoryRow) -> dict[str, Any]:
+    """What is recorded of a row beside its messages, calls and tokens."""
+    record = row.record
+    return {
+        "kind": row.kind.label,
+        "ticket": row.ticket_id,
+        "attempt": row.attempt,
+        "episode": row.episode,
+        "task": record.task_index,
+        "cell": record.cell,
+        "started_at": record.started_at,
+        "ended_at": record.ended_at,
+        "reward": row.reward,
+        "temperature": row.temperature,
+        "cause": record.cause,
+        "error": record.error,
+    }
+
+
 def locate_calls(calls: Sequence[CallRecord]) -> Iterator[tuple[int, CallRecord]]:
     """Each call with the place of its reply among the row's messages."""
     place = -1

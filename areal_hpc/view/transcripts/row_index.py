@@ -81,14 +81,19 @@ class RowPage:
 
 
 class RowIndex:
-    """The rows of one run, kept in `folder` or else in memory. Safe to use from several threads."""
+    """The rows of one run, kept in `folder`. Safe to use from several threads.
+
+    Without a folder it lies in a temporary file of SQLite's, has texts of any length, and damage of
+    a shard is an error: who asks once wants all rows.
+    """
 
     def __init__(self, paths: RunPaths, folder: Path | None) -> None:
         self._paths = paths
         self._lock = threading.Lock()
         self._problems: dict[str, str] = {}
+        self._is_complete = folder is None
         if folder is None:
-            self._database = _connect_database(":memory:")
+            self._database = _connect_database("")
             self._database.executescript(_RECREATE_TABLES_SQL)
             return
         name = hashlib.sha256(os.fsencode(paths.root)).hexdigest()[:24]
@@ -245,8 +250,11 @@ class RowIndex:
     def _index_shard_rows(self, path: Path, digest: str) -> int:
         file = path.name
         try:
-            values = list(_iterate_row_values(ShardReader(path)))
+            max_text_chars = None if self._is_complete else MAX_TEXT_CHARS
+            values = list(_iterate_row_values(ShardReader(path), max_text_chars))
         except ShardError as error:
+            if self._is_complete:
+                raise
             self._problems[file] = str(error)
             return 0
         own = "SELECT id FROM rows WHERE shard = ?"
@@ -347,9 +355,11 @@ def _connect_database(file: Path | str) -> sqlite3.Connection:
     return database
 
 
-def _iterate_row_values(reader: ShardReader) -> Iterator[tuple[tuple[Any, ...], str]]:
+def _iterate_row_values(
+    reader: ShardReader, max_text_chars: int | None
+) -> Iterator[tuple[tuple[Any, ...], str]]:
     for place, row in enumerate(reader.read_rows(range(reader.num_rows))):
-        text = msgspec.json.encode(row.meta.get("messages")).decode()[:MAX_TEXT_CHARS]
+        text = msgspec.json.encode(row.meta.get("messages")).decode()[:max_text_chars]
         yield (reader.path.name, place, *_compute_row_values(row)), text.casefold()
 
 

@@ -71,18 +71,21 @@ class RowQuery:
     max_rows: int | None = None
 
 
-def find_rows(
-    path: Path, query: RowQuery, cache_dir: Path | None = None
-) -> tuple[list[FoundRow], int]:
+def find_rows(path: Path, query: RowQuery) -> tuple[list[FoundRow], int]:
     """The rows of a shard or of a run's sealed shards that a query wants, and how many match.
 
-    Without an order the last ones are taken, which are the newest of their cell. An index of a
-    run's rows is kept in `cache_dir`; without one it is made anew.
+    Without an order the last ones are taken, which are the newest of their cell.
 
     Raises:
         RecipeError: The query is none, or there is no such row or ticket.
         ShardError: A shard is damaged.
     """
+    if query.row_number is not None and (query.where or query.ticket_id is not None):
+        raise RecipeError(
+            "a row's number and a filter were given",
+            key="--where" if query.where else "--ticket",
+            hint="leave one of them out",
+        )
     if path.is_file():
         run = RunPaths(path.parent.parent)
         readers, in_run = {path.name: ShardReader(path)}, path.parent == run.shards_dir
@@ -100,7 +103,7 @@ def find_rows(
     if query.row_number is not None:
         places = places[query.row_number :][:1] if query.row_number >= 0 else []
     elif query.where or query.sort_descending_by or query.ticket_id is not None:
-        with closing(RowIndex(run, None if path.is_file() else cache_dir)) as index:
+        with closing(RowIndex(run, None)) as index:
             index.index_file(path) if path.is_file() else index.index_new_rows()
             sort = [query.sort_descending_by] if query.sort_descending_by else []
             matches = index.find_values(sort, query.where, query.ticket_id)

@@ -5,11 +5,12 @@ from contextlib import closing, suppress
 from dataclasses import replace
 from typing import Any
 
+import h5py
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_hpc.errors import RecipeError
+from areal_hpc.errors import RecipeError, ShardError
 from areal_hpc.rundir.manifests import write_or_read_manifest
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.transcripts.conversation import format_groups
@@ -250,3 +251,26 @@ def test_messages_of_any_form_are_shown(paths: RunPaths) -> None:
     seal_in(paths, [replace(trajectory(1), meta={"messages": odd})])
     text = "\n".join(shown(paths, ""))
     assert '[image]\n  \u2192 x\n  \u2192 {"function":5}\n?\n  {"a":[1]}' in text
+
+
+def test_a_filter_reads_the_whole_of_a_long_conversation(paths: RunPaths) -> None:
+    messages = [{"role": "user", "content": "x" * 200_000 + "needle"}]
+    seal_in(paths, [replace(trajectory(1), meta={"messages": messages}), trajectory(2)])
+    ((row,), count) = find_rows(paths.root, RowQuery("text~needle"))
+    assert (row.read().ticket_id, count) == (1, 1)
+
+
+def test_rows_of_a_damaged_shard_are_no_rows_left_out(paths: RunPaths) -> None:
+    damaged = paths.shards_dir / seal_in(paths, [trajectory(1)]).file
+    seal_in(paths, [trajectory(2)])
+    with h5py.File(damaged, "r+") as file:
+        file["record"][:] = 0
+    for query in (RowQuery("reward>0"), RowQuery(ticket_id=2)):
+        with pytest.raises(ShardError, match="record: expected a JSON object"):
+            find_rows(paths.root, query)
+
+
+def test_a_number_and_a_filter_are_no_query(paths: RunPaths) -> None:
+    seal_in(paths, [trajectory(1)])
+    with pytest.raises(RecipeError, match="a row's number and a filter"):
+        find_rows(paths.root, RowQuery("reward>0", row_number=0))
