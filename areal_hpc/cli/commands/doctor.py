@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -50,6 +49,7 @@ def _add_trial_commands(commands: CommandGroup) -> None:
 
 
 def _run_trial_episodes(arguments: argparse.Namespace) -> int:
+    from areal_hpc.launch.terminal import say
     from areal_hpc.launch.trial.start import run_trial
     from areal_hpc.recipe.loading import load_recipe
 
@@ -60,7 +60,7 @@ def _run_trial_episodes(arguments: argparse.Namespace) -> int:
         return run_trial(
             load_recipe(arguments.recipe, arguments.overrides),
             tasks=arguments.tasks,
-            print_line=partial(print, flush=True),
+            print_line=say,
             recorded_run=run and parse_run_dir(run).root,
             base_url=arguments.base_url,
         )
@@ -100,6 +100,7 @@ def _run_doctor_checks(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch.doctor.checks import CheckStatus, format_checks
     from areal_hpc.launch.doctor.registry import run_checks, write_evidence
     from areal_hpc.launch.doctor.subject import DoctorSubject
+    from areal_hpc.launch.terminal import say
     from areal_hpc.recipe.loading import load_recipe
     from areal_hpc.recipe.sections.cluster import SlurmConfig
 
@@ -118,7 +119,7 @@ def _run_doctor_checks(arguments: argparse.Namespace) -> int:
             has_site=arguments.site is not None,
             may_submit_storage_job=arguments.check_node,
             gpu_examination=examination,
-            print_line=partial(print, flush=True),
+            print_line=say,
         )
     )
     print("\n".join(format_checks(results)))
@@ -135,6 +136,7 @@ def _plan_gpu_examination(
     from areal_hpc.launch.doctor.gpu.examination import GpuExamination
     from areal_hpc.launch.doctor.gpu.slurm_job import GpuJobOptions
     from areal_hpc.launch.doctor.slurm_checks import get_sbatch_placement_flags
+    from areal_hpc.launch.terminal import say
 
     nodes: int = arguments.nodes
     if not arguments.gpu:
@@ -159,7 +161,7 @@ def _plan_gpu_examination(
             )
         options = slurm.get_options_of_job("trainer")
         job = GpuJobOptions(fileroot, options, get_sbatch_placement_flags(options))
-    return GpuExamination(plan, job, partial(print, flush=True))
+    return GpuExamination(plan, job, say)
 
 
 def _read_slurm_and_fileroot_of_site(path: Path) -> tuple[SlurmConfig, Path | None]:

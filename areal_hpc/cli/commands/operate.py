@@ -82,7 +82,7 @@ def add_commands(commands: CommandGroup) -> None:
     replay.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=overrides)
     quarantine = commands.add_command(
         "quarantine",
-        _quarantine_or_restore_batch,
+        _quarantine_batch,
         ["run"],
         help="set a batch aside that cannot be trained",
         description="Have the trainer consume a batch without training on it, at once or when the "
@@ -248,7 +248,7 @@ def _cancel_jobs_of_old_place(paths: RunPaths, old_place: Path) -> None:
     cancel_jobs_and_wait(lambda: ids, is_own=is_own, grace_s=0.0, print_line=say)
 
 
-def _quarantine_or_restore_batch(arguments: argparse.Namespace) -> int:
+def _quarantine_batch(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch.quarantine import quarantine_batch, undo_quarantine
 
     paths = parse_run_dir(arguments.run)

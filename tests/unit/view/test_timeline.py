@@ -15,7 +15,6 @@ from areal_hpc.view.dashboard.timeline_page import (
     MAX_LANES_PER_TRACK,
     MAX_SLICES_ACROSS_WIDTH,
     average_slices_under_way_by_bin,
-    compute_time_shares_by_name,
     describe_timeline,
     merge_and_describe_slices,
 )
@@ -113,14 +112,6 @@ def test_counts_are_those_of_each_moment() -> None:
     at = {0: 2, 30: 1, 70: 2, 150: 1, 250: 0}
     assert {place: counts[place] for place in at} == at
     assert sum(counts) * 30.0 / BIN_COUNT == pytest.approx(10 + 15 + 2, abs=0.1)
-
-
-def test_shares_are_of_what_lies_within() -> None:
-    slices = [Slice("idle", -5.0, 5.0), Slice("episodes", 5.0, 8.0), Slice("idle", 8.0, 99.0)]
-    assert compute_time_shares_by_name(slices, 0.0, 10.0) == [
-        ("idle", 0.7),
-        ("episodes", pytest.approx(0.3)),
-    ]
 
 
 def test_more_lanes_than_fit_are_counted(tmp_path: Path) -> None:
