@@ -18,7 +18,6 @@ from areal_hpc.cli.arguments import (
 from areal_hpc.errors import RecipeError, ShardError, escape_line
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.transcripts.row_filter import FIELD_NAMES_FOR_HELP
-from areal_hpc.view.transcripts.row_filter import FIELD_NAMES_FOR_HELP
 
 MAX_LISTED_FAULTS = 20
 DEFAULT_SHOWN_ROWS = 5
