@@ -496,6 +496,7 @@ class Learner:
             (logprobs_T,) = compute_row_logprobs(
                 self.policy, [row], minibatch_count=1, max_tokens=len(ids)
             )
+        note_place_reached(f"sending of the weights {self.version}")
         return Probe(ids, logprobs_T[1:].tolist())
 
     def begin_checkpoint(self, row: JsonMetricRow) -> None:

@@ -3,7 +3,7 @@
 import logging
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
@@ -182,13 +182,13 @@ class LedgerSource(BatchSource):
         self,
         shares: ReplicasBySender,
         parameters: Iterable[tuple[str, torch.Tensor]],
-        probe: Probe,
+        score_probe: Callable[[], Probe],
     ) -> None:
         """Send the weights to the replicas that were found to lack them."""
         version = self._record.version
         began_at = time.monotonic()
         with self._record.timer.time_phase("publish"):
-            report = self._senders.send(version, shares, parameters, probe)
+            report = self._senders.send(version, shares, parameters, score_probe())
         now = time.monotonic()
         self._backoff.record_update(report.ok, report.failed, now, now - began_at)
         is_evaluation = any(key.cell == EVALUATION_CELL for key in self._targets)

@@ -154,7 +154,7 @@ class BatchSource(ABC):
         self,
         shares: ReplicasBySender,
         parameters: Iterable[tuple[str, torch.Tensor]],
-        probe: Probe,
+        score_probe: Callable[[], Probe],
     ) -> None:
         """Send the weights to these replicas, rank 0's share of them itself."""
         return  # a source may leave it out
@@ -250,13 +250,12 @@ def _execute_command(
             if coordinator:
                 coordinator.on_trained(learner.version, row)
         case PublishWeightsCommand(shares):
-            note_place_reached(f"sending of the weights {learner.version}")
-            probe, parameters = learner.score_probe(), stream_hf_tensors(learner.policy)
+            parameters = stream_hf_tensors(learner.policy)
             with _time_span_on_other_ranks(coordinator, "publish"):
                 if coordinator:
-                    coordinator.publish_weights(shares, parameters, probe)
+                    coordinator.publish_weights(shares, parameters, learner.score_probe)
                 elif senders:
-                    senders.send(learner.version, shares, parameters, probe)
+                    senders.send(learner.version, shares, parameters, learner.score_probe())
         case SaveCheckpointCommand(row):
             note_place_reached(f"checkpoint of step {learner.version.step}")
             _publish_checkpoint_if_written(learner, coordinator, wait=True)  # an earlier one
@@ -407,9 +406,9 @@ class Coordinator:
         self,
         shares: ReplicasBySender,
         parameters: Iterable[tuple[str, torch.Tensor]],
-        probe: Probe,
+        score_probe: Callable[[], Probe],
     ) -> None:
-        self.source.publish_weights(shares, parameters, probe)
+        self.source.publish_weights(shares, parameters, score_probe)
 
     def on_checkpoint_started(self, seconds: float) -> None:
         self._saved_step = self._record.version.step
