@@ -249,17 +249,17 @@ class SlurmTask:
     def _find_stop_condition(
         self, start: starts.JobStart, now: float, *, can_end_job: bool
     ) -> TaskExit | None:
+        if starts.is_superseded(self._starts_dir, start):
+            self._is_superseded = True
+            return TaskExit(STOPPED_EXIT_CODE, reason="superseded by a later start of this job")
         if now >= self._next_rare_look_at or self._run_dir_watch.is_missing:
             self._next_rare_look_at = now + RARE_STOP_POLL_S
             if self._run_dir_watch.is_gone():
                 return TaskExit(STOPPED_EXIT_CODE, reason=self._describe_gone_run_dir())
-            if self._slurm.done_marker and Path(self._slurm.done_marker).exists():
-                self._done_since = self._done_since or now
-        if self._done_since is not None and now - self._done_since >= DONE_GRACE_S:
-            return TaskExit(0, reason="there is no work left")
-        if starts.is_superseded(self._starts_dir, start):
-            self._is_superseded = True
-            return TaskExit(STOPPED_EXIT_CODE, reason="superseded by a later start of this job")
+            is_done = bool(self._slurm.done_marker) and Path(self._slurm.done_marker).exists()
+            self._done_since = (self._done_since or now) if is_done else None
+            if self._done_since is not None and now - self._done_since >= DONE_GRACE_S:
+                return TaskExit(0, reason="there is no work left")
         note = starts.read_stop_note(self._stop_note_path)
         if note and not (note.exit_code == 0 and can_end_job):
             return TaskExit(0 if note.exit_code == 0 else STOPPED_EXIT_CODE, reason=note.reason)

@@ -50,7 +50,7 @@ def load_user_function(dotted_path: str, key: str) -> Callable[..., Any]:
             f"{dotted_path!r}: the module {module!r} has no {name!r}"
             f"{format_name_suggestion(name, known)}",
             key=key,
-            hint=f"name a function of {imported.__file__}",
+            hint=f"name a function of {getattr(imported, '__file__', None) or module}",
         )
     if not callable(function):
         raise RecipeError(

@@ -1,12 +1,23 @@
 """Metrics of an evaluation set by the names of a recipe."""
 
+import re
+
 import pytest
 
 from areal_hpc.evaluation.set_metrics import (
+    METRIC_PATTERN,
     SetSamples,
     build_metric_row,
     estimate_metrics,
 )
+
+
+def test_a_recipe_may_ask_for_metrics_of_these_names_alone() -> None:
+    for name in ("avg@k", "cons@k", "pass@k", "pass@1", "pass@16"):
+        assert re.match(METRIC_PATTERN, name)
+    for name in ("avg", "avg@4", "pass@0", "pass", "maj@k", "pass@k2"):
+        assert not re.match(METRIC_PATTERN, name)
+
 
 SAMPLES = SetSamples(
     [[1.0, 0.0, 0.0, 0.2], [0.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]],

@@ -16,6 +16,7 @@ from areal_hpc.jobs.node.node_probe import (
     ReachabilityServer,
     compare_gpus_with_driver,
     compute_clock_skew_s,
+    find_clock_skew_problems,
     parse_gpu_errors,
     probe_node,
     query_gpu_errors,
@@ -30,6 +31,12 @@ def test_a_node_in_order_has_no_findings(tmp_path: Path) -> None:
     greeter.start_answering(5.0)
     environ = {"SLURM_TMPDIR": str(tmp_path)}
     assert probe_node(environ, tmp_path, 1, greeter.address) == []
+
+
+def test_a_clock_may_differ_a_little(tmp_path: Path) -> None:
+    assert find_clock_skew_problems(0.5, tmp_path) == []
+    (finding,) = find_clock_skew_problems(-90.0, tmp_path)
+    assert finding.reason.startswith("its clock differs by -90 s")
 
 
 def test_a_caller_that_hangs_up_leaves_the_first_node_to_be_reached_by_others(
