@@ -1,6 +1,6 @@
 """Check of sampled prompts, rendered and tokenized, against the context length."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,7 +37,9 @@ def find_prompt_problems(
     lengths: dict[int, int] = {}
     notes: list[str] = []
     has_tools = False
-    for index in _choose_evenly_spaced_indices(len(tasks)):
+    sampled = min(len(tasks), MAX_SAMPLED_PROMPTS)
+    for number in range(sampled):
+        index = number * len(tasks) // sampled
         task = tasks[index]
         has_tools = has_tools or bool(task.get(TOOLS_KEY))
         messages = task.get(MESSAGES_KEY)
@@ -89,11 +91,6 @@ def _compare_prompt_lengths_with_context(
             f"max_new_tokens={max_new_tokens}: {worst}"
         )
     return PromptFindings([], notes)
-
-
-def _choose_evenly_spaced_indices(count: int) -> Iterator[int]:
-    chosen = min(count, MAX_SAMPLED_PROMPTS)
-    return (number * count // chosen for number in range(chosen))
 
 
 def _count_prompt_tokens(
