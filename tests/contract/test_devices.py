@@ -1,16 +1,48 @@
-"""Who gets which GPUs, processors and memory, for every shipped recipe, on 1 to 8 made-up GPUs."""
+"""No two servers or ranks of a GPU recipe share a GPU, on one machine of 1 to 8 made-up GPUs."""
 
-import re
+from collections.abc import Iterator
+from pathlib import Path
 
-from tests.support.device_table import list_gpu_recipes, render_devices
+import pytest
+
+from areal_hpc.errors import RecipeError
+from areal_hpc.inference.config import InferenceJobConfig, build_server_command
+from areal_hpc.inference.server.command import ServerPorts
+from areal_hpc.jobs.node.gpus import VisibleGpus
+from areal_hpc.launch.plan import plan_run
+from areal_hpc.launch.resources.gpu_assignment import assign_gpus
+from areal_hpc.recipe.loading import load_recipe
+from areal_hpc.rundir.jobs import JobSpec
+from areal_hpc.rundir.paths import RunPaths
+from tests.support.made_up_gpus import count_gpus, list_gpu_recipes
+
+PORTS = ServerPorts(30000, 31000)
 
 
-def test_every_recipe_has_its_paragraph_and_each_server_and_rank_its_own_gpus() -> None:
-    paragraphs = render_devices().split("\n\n")
-    assert [one.split("\n")[0] for one in paragraphs] == [path.name for path in list_gpu_recipes()]
-    for paragraph in paragraphs:
-        for machine in re.split(r"\n  (?=\w)", paragraph)[1:]:
-            ranks = re.findall(r"trainer task \d+: CUDA_VISIBLE_DEVICES=(gpu\d)$", machine, re.M)
-            served = re.findall(r"--base-gpu-id \d+, (\S+)$", machine, re.M)
-            used = [*ranks, *(gpu for gpus in served for gpu in gpus.split(","))]
-            assert len(set(used)) == len(used), machine
+@pytest.mark.parametrize("path", list_gpu_recipes(), ids=lambda path: path.stem)
+def test_each_server_and_rank_has_gpus_of_its_own(path: Path) -> None:
+    recipe = load_recipe(path, ["trainer.device=cuda", "inference.device=cuda"])
+    for count in (1, 2, 4, 8):
+        visible = VisibleGpus(tuple(map(str, range(count))), f"{count} made-up GPUs")
+        for stage in plan_run(recipe, RunPaths(recipe.run_dir)):
+            try:
+                assignment = assign_gpus(stage, visible, recipe)
+            except RecipeError:
+                assert count < count_gpus(recipe), stage.name
+                continue
+            used = [gpu for job in stage.jobs for gpu in list_used(job, assignment[job.name])]
+            assert used
+            assert len(set(used)) == len(used), (stage.name, count)
+
+
+def list_used(job: JobSpec, gpus_by_task: list[list[str]]) -> Iterator[str]:
+    """The GPUs of ranks, and of those that a server's parent sees the consecutive ones it takes."""
+    for gpus in gpus_by_task:
+        configs = [process.config for process in job.processes if process.name == "inference"]
+        if not configs:
+            yield from gpus
+        for config in map(InferenceJobConfig.model_validate, configs):
+            for index in range(config.inference.replicas_per_cell):
+                argv = build_server_command(config, index, 0, PORTS).argv
+                first = int(argv[argv.index("--base-gpu-id") + 1])
+                yield from gpus[first : first + config.inference.tp]

@@ -23,7 +23,6 @@ from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.jobs import JobSpec, ProcessSpec
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.state.live_progress import PlainReporter
-from tests.support.device_table import list_gpu_recipes
 from tests.support.environments import CHECKOUT
 
 RECORDER = """
@@ -97,6 +96,12 @@ def recipe_of(folder: Path, *overrides: str, name: str = "quickstart") -> Recipe
         for role in ("serve", "train", "agents")
     ]
     return load_recipe(CHECKOUT / "recipes" / f"{name}.yaml", [*roles, *overrides])
+
+
+def list_gpu_recipes() -> list[Path]:
+    """The shipped recipes whose trainer and servers use GPUs."""
+    paths = sorted((CHECKOUT / "recipes").rglob("*.yaml"), key=lambda path: path.name)
+    return [path for path in paths if load_recipe(path).trainer.device != "cpu"]
 
 
 def list_recipes_of_one_node() -> list[str]:
