@@ -93,6 +93,10 @@ class AsyncServiceClient:
         """The last call was answered."""
         self._answered_at = time.monotonic()
 
+    def look_up(self) -> None:
+        """Read the service's file: one that was superseded may answer for a moment longer."""
+        self._address.look_up()
+
     @property
     def url(self) -> str:
         return self._address.endpoint.url if self._address.endpoint else ""

@@ -191,6 +191,7 @@ class TicketSealer:
             tickets, dropped = list(self._store.sealed.values()), dict(self._store.dropped)
             if not (tickets or dropped):
                 return
+            self._ledger.look_up()
             if tickets:
                 settle = SettleTicketsRequest(self._cell, tickets)
                 await self._ledger.call("/settle", settle, Acknowledged)
