@@ -13,14 +13,14 @@ from areal_hpc.launch.checks.model_files import find_model_problems
 from areal_hpc.launch.checks.parser_names import find_parser_name_problems
 from areal_hpc.launch.checks.pythons import find_role_python_problems
 from areal_hpc.launch.checks.server_options import find_extra_args_problems
-from areal_hpc.launch.checks.user_code import load_user_code_and_find_problems
+from areal_hpc.launch.checks.user_code import find_user_code_problems
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.paths import ENVIRONMENTS
 
 MIN_RUN_DIR_FREE_BYTES = 256 * 1024 * 1024
 
 
-def load_user_code_and_find_input_problems(
+def find_input_problems(
     recipe: Recipe, pythons: Mapping[str, str], sys_path: tuple[str, ...]
 ) -> list[Problem]:
     """All problems of the files, interpreters and names that a recipe mentions. Leaves nothing."""
@@ -48,7 +48,7 @@ def load_user_code_and_find_input_problems(
             list_source_paths(part, key)
         except RecipeError as error:
             problems += error.problems
-    return [*problems, *load_user_code_and_find_problems(recipe, pythons, sys_path)]
+    return [*problems, *find_user_code_problems(recipe, pythons, sys_path)]
 
 
 def _find_run_directory_problems(run_dir: Path) -> Iterator[Problem]:

@@ -75,7 +75,7 @@ def prepare_and_lock_run(
     folders = (str(Path.cwd()), *sys_path, str(paths.agent_dir))
     problems = [
         *known_problems,
-        *input_checks.load_user_code_and_find_input_problems(recipe, pythons, folders),
+        *input_checks.find_input_problems(recipe, pythons, folders),
     ]
     if recipe.cluster.slurm.container.kind != "none":  # its interpreters are not to be seen here
         unseen = {f"cluster.{role}.python" for role in ROLES}

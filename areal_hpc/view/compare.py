@@ -101,7 +101,7 @@ class RunStateCache:
         self._lock = threading.Lock()
         self._known: dict[tuple[tuple[Path, bool], ...], tuple[float, list[str]]] = {}
 
-    def fetch_or_reuse_states(self, runs: Sequence[RunPaths]) -> list[str]:
+    def get_states(self, runs: Sequence[RunPaths]) -> list[str]:
         """State of each run, asked again when one has ended and after `MIN_QUERY_INTERVAL_S`."""
         key = tuple((run.root, run.finished_marker.exists()) for run in runs)
         with self._lock:

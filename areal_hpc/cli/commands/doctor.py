@@ -109,7 +109,7 @@ def _run_doctor_checks(arguments: argparse.Namespace) -> int:
         recipe = load_recipe(arguments.recipe, arguments.overrides, arguments.site)
         slurm, fileroot = recipe.cluster.slurm, recipe.cluster.fileroot
     elif arguments.site is not None:
-        slurm, fileroot = _read_slurm_and_fileroot_of_site(arguments.site)
+        slurm, fileroot = _read_site(arguments.site)
     examination = _plan_gpu_examination(arguments, recipe, slurm, fileroot)
     results = run_checks(
         DoctorSubject(
@@ -164,7 +164,7 @@ def _plan_gpu_examination(
     return GpuExamination(plan, job, say)
 
 
-def _read_slurm_and_fileroot_of_site(path: Path) -> tuple[SlurmConfig, Path | None]:
+def _read_site(path: Path) -> tuple[SlurmConfig, Path | None]:
     from areal_hpc.recipe.loading import read_site_values
     from areal_hpc.recipe.sections.cluster import ClusterConfig
 

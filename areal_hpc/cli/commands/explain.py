@@ -84,7 +84,7 @@ def _explain_failure(arguments: argparse.Namespace) -> int:
 def _add_view_commands(commands: CommandGroup) -> None:
     view = commands.add_command(
         "view",
-        _serve_or_bundle_dashboard,
+        _show_dashboard,
         help="show runs in a browser: curves, conversations, tokens",
         description="Serve pages about the runs of a file root, from their files alone, to a "
         "browser on this machine or through the ssh tunnel that is printed. The address holds a "
@@ -98,7 +98,7 @@ def _add_view_commands(commands: CommandGroup) -> None:
     view.add_argument("--bundle", type=Path, metavar="DIR", help=bundle)
 
 
-def _serve_or_bundle_dashboard(arguments: argparse.Namespace) -> int:
+def _show_dashboard(arguments: argparse.Namespace) -> int:
     from areal_hpc.rundir.paths import list_runs
     from areal_hpc.view.dashboard.bundle import write_bundle
     from areal_hpc.view.dashboard.server import serve_dashboard

@@ -63,7 +63,7 @@ os._exit(0)  # what the code has registered for its end may print or wait
 """
 
 
-def load_user_code_and_find_problems(
+def find_user_code_problems(
     recipe: Recipe, pythons: Mapping[str, str], sys_path: tuple[str, ...]
 ) -> Iterator[Problem]:
     """Import the user's code, and try it, in the environment of who will: driver, ledger, trainer.

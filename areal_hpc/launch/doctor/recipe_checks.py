@@ -9,7 +9,7 @@ from areal_hpc.jobs.environment import get_interpreters
 from areal_hpc.launch.checks.pythons import describe_role_pythons, judge_role_python
 from areal_hpc.launch.doctor.checks import CheckResult, fail, ok
 from areal_hpc.launch.doctor.subject import DoctorSubject
-from areal_hpc.launch.input_checks import load_user_code_and_find_input_problems
+from areal_hpc.launch.input_checks import find_input_problems
 from areal_hpc.launch.role_python import PythonDescription
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.paths import ENVIRONMENTS
@@ -46,9 +46,7 @@ def check_recipe_inputs(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
     pythons = get_interpreters(doctor_subject.recipe)
     problems = [
         problem
-        for problem in load_user_code_and_find_input_problems(
-            doctor_subject.recipe, pythons, (str(Path.cwd()),)
-        )
+        for problem in find_input_problems(doctor_subject.recipe, pythons, (str(Path.cwd()),))
         if not problem.key.endswith(".python")
     ]
     for problem in problems:

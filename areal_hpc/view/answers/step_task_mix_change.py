@@ -57,7 +57,7 @@ def compare_tasks(
     if not _describe_task_range_shift(usual_now, usual_before):
         told += filter(None, [_describe_task_range_shift(rewards, before)])
     causes = [Finding(one, page) for one in told]
-    news = Finding(_describe_new_and_known_tasks(rewards, before), page)
+    news = Finding(_describe_new_tasks(rewards, before), page)
     usual = _compute_new_task_share(usual_now, usual_before)
     is_new = _compute_new_task_share(rewards, before) - usual
     is_cause = is_new >= MIN_SOURCE_SHARE_CHANGE and bool(usual_before)
@@ -124,7 +124,7 @@ def _describe_task_range_shift(
     return f"its tasks are from another part of the set: {lines}"
 
 
-def _describe_new_and_known_tasks(
+def _describe_new_tasks(
     rewards: Mapping[int, list[float]], rewards_before: Mapping[int, list[float]]
 ) -> str:
     new = [task for task in rewards if task not in rewards_before]

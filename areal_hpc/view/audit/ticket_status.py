@@ -138,7 +138,7 @@ def classify_tickets(evidence: TicketRecordsOfRun) -> AuditReport:
     tickets = []
     for ticket_id in range(position):
         if ticket_id in uses:
-            status, why = _judge_and_explain_batched(
+            status, why = _judge_batched(
                 evidence, rows, consumed, quarantined, uses[ticket_id], shared.get(ticket_id)
             )
         elif ticket_id in evidence.drops:
@@ -239,7 +239,7 @@ def _find_lost_traceless_ids(
     return set(overtaken[: max(0, len(overtaken) - most_in_cells)])
 
 
-def _judge_and_explain_batched(
+def _judge_batched(
     evidence: TicketRecordsOfRun,
     rows: _ShardIndexChecker,
     consumed: Mapping[int, Sequence[UntrainedBatchPart]],

@@ -151,14 +151,12 @@ class DashboardApp:
         runs = [run for run in list_runs(self._place) if run.root.is_dir()]
         return {
             "place": str(self._place),
-            "runs": list(
-                map(run_pages.describe_run, runs, self._states.fetch_or_reuse_states(runs))
-            ),
+            "runs": list(map(run_pages.describe_run, runs, self._states.get_states(runs))),
         }
 
     def _describe_overview(self, query: Query) -> JsonObject:
         run = self._find_run(query)
-        (state,) = self._states.fetch_or_reuse_states([run])
+        (state,) = self._states.get_states([run])
         return run_pages.describe_run_overview(run, state)
 
     def _find_row_page(self, query: Query) -> JsonObject:

@@ -42,7 +42,7 @@ def write_bundle(run: RunPaths, folder: Path, cache_dir: Path) -> int:
     unfinished.mkdir(parents=True)
     try:
         count, pages = _write_example_trajectories(run, unfinished / "rows", cache_dir)
-        _write_pages_and_static_files(_describe_pages_without_rows(run) | pages, unfinished)
+        _write_pages(_describe_pages_without_rows(run) | pages, unfinished)
         unfinished.rename(folder)
     except BaseException:  # boundary: raised again, without a folder that looks whole
         shutil.rmtree(unfinished)
@@ -93,7 +93,7 @@ def _describe_pages_without_rows(run: RunPaths) -> dict[str, Any]:
     }
 
 
-def _write_pages_and_static_files(pages: Mapping[str, Any], folder: Path) -> None:
+def _write_pages(pages: Mapping[str, Any], folder: Path) -> None:
     for name in pages:
         _write_json_as_script(folder / f"{name}.data.js", name, pages[name])
     for name in MEDIA_TYPE_BY_STATIC_FILE:

@@ -38,7 +38,7 @@ from areal_hpc.view.state.summary import (
     format_run_progress,
     read_run_progress,
 )
-from areal_hpc.view.timing.idle_time import read_held_gpus_or_nodes
+from areal_hpc.view.timing.idle_time import read_held_resources
 from areal_hpc.view.transcripts.messages import ShownMessage, describe_row, list_shown_messages
 from areal_hpc.view.transcripts.row_index import RowIndex
 from areal_hpc.wire.row_record import CallRecord
@@ -84,10 +84,10 @@ def describe_run(paths: RunPaths, state: str) -> JsonObject:
 def _describe_run_progress(paths: RunPaths) -> JsonObject:
     progress = read_run_progress(paths)
     trained = [one for one in progress.snapshot.steps if "reward/mean" in one]
-    size = read_held_gpus_or_nodes(paths, progress.cell_count)
+    size = read_held_resources(paths, progress.cell_count)
     steps_s = sum(one.get("time/step_s") or 0.0 for one in trained)
     return {
-        "hours": size and steps_s / 3600 * (size.trainer_gpus_or_nodes + size.cell_gpus_or_nodes),
+        "hours": size and steps_s / 3600 * (size.trainer + size.cells),
         "hours_of": f"{size.unit}-hours" if size else "",
         "step": progress.step,
         "total_steps": progress.total_steps,
@@ -155,7 +155,7 @@ def describe_metrics(paths: RunPaths) -> JsonObject:
 def describe_trajectory(
     paths: RunPaths, index: RowIndex, shard: str, row: int, set_names: Sequence[str]
 ) -> JsonObject:
-    related = index.select_group_and_task_rows(shard, row)
+    related = index.select_related_rows(shard, row)
     found = _describe_recorded_row(paths, shard, row) | related
     label_evaluation_rows([found, *related["group"], *related["task_rows"]], set_names)
     fields = _read_task_fields(paths, found)

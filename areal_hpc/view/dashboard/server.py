@@ -22,7 +22,7 @@ def serve_dashboard(
     dir_with_runs: Path, port: int | None, print_line: Callable[[str], None]
 ) -> None:
     cache_dir = get_cache_dir()
-    listener = _listen_at_kept_or_free_port(cache_dir, port)
+    listener = _listen(cache_dir, port)
     # New at each start: whoever listened here in between may have heard the last one.
     secret = secrets.token_urlsafe(24)
     host, own_port = socket.gethostname(), listener.getsockname()[1]
@@ -40,7 +40,7 @@ def serve_dashboard(
         server.run(sockets=[listener])
 
 
-def _listen_at_kept_or_free_port(cache_dir: Path, port: int | None) -> socket.socket:
+def _listen(cache_dir: Path, port: int | None) -> socket.socket:
     make_private_folder(cache_dir)
     port_file, kept_port = cache_dir / _PORT_FILE, 0
     with suppress(OSError, ValueError):

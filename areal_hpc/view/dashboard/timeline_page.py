@@ -135,12 +135,12 @@ def _describe_lanes(track: Track, from_time: float, to_time: float) -> Iterator[
     for lane in range(min(opened, MAX_LANES_PER_TRACK)):
         own = [one for one, its in zip(slices, lanes, strict=True) if its == lane]
         title = "" if lane else track.lane or "states"
-        yield {"title": title, "slices": merge_and_describe_slices(own, from_time, to_time)}
+        yield {"title": title, "slices": describe_slices(own, from_time, to_time)}
     if opened > MAX_LANES_PER_TRACK:
         yield {"title": f"and {opened - MAX_LANES_PER_TRACK} more at once", "slices": []}
 
 
-def merge_and_describe_slices(
+def describe_slices(
     slices: Sequence[Slice], from_time: float, to_time: float
 ) -> list[tuple[float, float, str, JsonObject]]:
     """Begin, end (seconds from `from_time`), name and facts of slices that do not overlap. Pure.

@@ -31,7 +31,7 @@ from areal_hpc.view.report.charts import N_SERIES_COLORS, Chart
 from areal_hpc.view.report.curves import (
     build_step_time_chart,
     draw_run_curves,
-    get_first_mean_and_last_value,
+    summarize_metric,
 )
 from areal_hpc.view.report.efficiency import Efficiency, measure_efficiency
 from areal_hpc.view.report.examples import ShownEpisode, choose_example_episodes
@@ -229,7 +229,7 @@ def _list_head_facts(
 
 def _list_metric_rows(rows: Sequence[MetricRow]) -> Iterator[tuple[str, str, str, str]]:
     for name in SUMMARIZED_METRICS:
-        if (values := get_first_mean_and_last_value(rows, name)) is not None:
+        if (values := summarize_metric(rows, name)) is not None:
             first, mean, last = (format_value(name, value) for value in values)
             yield name, first, mean, last
 

@@ -105,7 +105,7 @@ def render_learning_curve(rows: Sequence[MetricRow], title: str) -> str | None:
     return render_standalone_svg(chart) if chart else None
 
 
-def get_first_mean_and_last_value(
+def summarize_metric(
     rows: Sequence[MetricRow], metric_name: str
 ) -> tuple[float, float, float] | None:
     values = [value for _, value in iterate_rows_with_value(rows, metric_name)]

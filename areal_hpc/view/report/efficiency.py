@@ -14,7 +14,7 @@ from areal_hpc.view.events.failure_events import count_unusual_events
 from areal_hpc.view.metric_values import format_value, list_numbers, list_restart_steps
 from areal_hpc.view.state.run_state import list_launch_times
 from areal_hpc.view.tables import format_duration
-from areal_hpc.view.timing.idle_time import describe_idle_time, read_held_gpus_or_nodes
+from areal_hpc.view.timing.idle_time import describe_idle_time, read_held_resources
 
 MAX_SHOWN_EVENTS = 12
 
@@ -50,9 +50,9 @@ def _list_facts(
         yield "wall time", f"{format_duration(wall_s)} from the first launch to the last step"
     if steps_s:
         yield "time of steps", format_duration(steps_s)
-    size = read_held_gpus_or_nodes(paths, cell_count)
+    size = read_held_resources(paths, cell_count)
     if size is not None and steps_s:
-        held = steps_s / 3600 * (size.trainer_gpus_or_nodes + size.cell_gpus_or_nodes)
+        held = steps_s / 3600 * (size.trainer + size.cells)
         unit = f"{size.unit}-hours"
         yield unit, f"{held:.2f} while steps were trained"
         for sentence in describe_idle_time(rows, size):

@@ -30,7 +30,7 @@ from areal_hpc.view.tables import format_duration
 from areal_hpc.view.timing.idle_time import (
     describe_idle_time,
     measure_wait_without_cells_s,
-    read_held_gpus_or_nodes,
+    read_held_resources,
 )
 
 
@@ -127,7 +127,7 @@ def format_run_progress(
         lines.append("  agent's sandbox   none: its commands can do all that you can")
     elif progress.agent_isolation:
         lines.append(f"  agent's sandbox   {progress.agent_isolation}")
-    size = read_held_gpus_or_nodes(paths, progress.cell_count)
+    size = read_held_resources(paths, progress.cell_count)
     if size is not None and progress.snapshot.steps:
         idle = describe_idle_time(progress.snapshot.steps, size)
         lines += [f"  idle              {one}" for one in idle]

@@ -17,18 +17,18 @@ TRAINER_WAIT_METRICS = tuple(f"time/{phase}_s" for phase in (CELL_WAIT_PHASE, BA
 
 
 @dataclass(frozen=True, slots=True)
-class HeldGpusOrNodes:
+class HeldResources:
     """What the jobs of a run hold, in GPUs; in nodes if they have none."""
 
     unit: str
     """`GPU` or `node`."""
-    trainer_gpus_or_nodes: int
-    cell_gpus_or_nodes: int
+    trainer: int
+    cells: int
     """All cells together."""
     cell_count: int
 
 
-def read_held_gpus_or_nodes(paths: RunPaths, cell_count: int) -> HeldGpusOrNodes | None:
+def read_held_resources(paths: RunPaths, cell_count: int) -> HeldResources | None:
     """What the jobs hold, by the last launch of each; None if that cannot be read."""
     trainer_gpus = trainer_nodes = 0
     cells: dict[str, tuple[int, int]] = {}
@@ -45,8 +45,8 @@ def read_held_gpus_or_nodes(paths: RunPaths, cell_count: int) -> HeldGpusOrNodes
         return None
     cell_gpus, cell_nodes = (sum(held) for held in zip((0, 0), *cells.values(), strict=True))
     if trainer_gpus + cell_gpus:
-        return HeldGpusOrNodes("GPU", trainer_gpus, cell_gpus, cell_count)
-    return HeldGpusOrNodes("node", trainer_nodes, cell_nodes, cell_count) if trainer_nodes else None
+        return HeldResources("GPU", trainer_gpus, cell_gpus, cell_count)
+    return HeldResources("node", trainer_nodes, cell_nodes, cell_count) if trainer_nodes else None
 
 
 def _count_nodes(job: JobPaths) -> int:
@@ -55,14 +55,13 @@ def _count_nodes(job: JobPaths) -> int:
     return int(found[1]) if found else 1
 
 
-def describe_idle_time(rows: Sequence[Mapping[str, Any]], held: HeldGpusOrNodes) -> list[str]:
+def describe_idle_time(rows: Sequence[Mapping[str, Any]], held: HeldResources) -> list[str]:
     hours = _sum_hours(rows, "time/step_s")
-    waited = _sum_hours(rows, *TRAINER_WAIT_METRICS) * held.trainer_gpus_or_nodes
-    idle = _sum_hours(rows, CELL_IDLE_S_METRIC) * held.cell_gpus_or_nodes
+    waited = _sum_hours(rows, *TRAINER_WAIT_METRICS) * held.trainer
+    idle = _sum_hours(rows, CELL_IDLE_S_METRIC) * held.cells
     idle /= max(held.cell_count, 1)
     of_trainer, of_cells = (
-        f"{hours * number:.2f} {held.unit}-hours"
-        for number in (held.trainer_gpus_or_nodes, held.cell_gpus_or_nodes)
+        f"{hours * number:.2f} {held.unit}-hours" for number in (held.trainer, held.cells)
     )
     return [
         f"trainer waiting for cells {waited:.2f} of {of_trainer}",

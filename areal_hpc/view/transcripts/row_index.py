@@ -207,7 +207,7 @@ class RowIndex:
                 )
             return rows
 
-    def select_group_and_task_rows(self, shard: str, row: int) -> JsonObject:
+    def select_related_rows(self, shard: str, row: int) -> JsonObject:
         """A row's step, the episodes of its group, and the rows of its task at other times."""
         with self._lock:
             found = self._select_as_dicts(

@@ -148,7 +148,7 @@ def test_tasks_of_other_evaluation_sets_are_not_the_same_task(tmp_path: Path) ->
     with closing(RowIndex(run, tmp_path / "cache")) as index:
         index.index_new_rows()
         for place, kind in ((2, "evaluation"), (6, "failed")):
-            found = index.select_group_and_task_rows(name, place)["task_rows"]
+            found = index.select_related_rows(name, place)["task_rows"]
             assert [(one["kind"], one["ticket"], one["step"]) for one in found] == [
                 (kind, 1_000_001, 10)
             ]

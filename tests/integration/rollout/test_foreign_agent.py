@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.launch.checks.user_code import load_user_code_and_find_problems
+from areal_hpc.launch.checks.user_code import find_user_code_problems
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.sections.rollout import AgentExecutionConfig
 from areal_hpc.rollout.episodes.episode import EpisodeOutcome, run_episode
@@ -162,8 +162,8 @@ def test_a_recipe_whose_agent_cannot_be_built_there_is_refused(python: str, tmp_
         ],
     )
     pythons, folders = dict.fromkeys(("agents", "train"), sys.executable), (f"{tmp_path}/user",)
-    assert list(load_user_code_and_find_problems(recipe, pythons, folders)) == []
-    (problem,) = load_user_code_and_find_problems(recipe, pythons, ())
+    assert list(find_user_code_problems(recipe, pythons, folders)) == []
+    (problem,) = find_user_code_problems(recipe, pythons, ())
     assert "No module named 'their_agent'" in problem.message
     assert problem.key == "rollout.workflow"
 

@@ -47,7 +47,7 @@ def in_the_cache(tmp_path: Path) -> Path:
 def model_problems(recipe: Recipe) -> list[str]:
     return [
         problem.message
-        for problem in input_checks.load_user_code_and_find_input_problems(
+        for problem in input_checks.find_input_problems(
             recipe, {"agents": "/no", "train": "/no"}, ()
         )
         if problem.key.startswith("model")

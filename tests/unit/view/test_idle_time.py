@@ -8,10 +8,10 @@ import msgspec
 from areal_hpc.rundir.jobs import JobSpec, LaunchFile
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.timing.idle_time import (
-    HeldGpusOrNodes,
+    HeldResources,
     describe_idle_time,
     measure_wait_without_cells_s,
-    read_held_gpus_or_nodes,
+    read_held_resources,
 )
 
 
@@ -25,17 +25,17 @@ def write_job(paths: RunPaths, name: str, tasks: int, gpus: int, nodes: int | No
 
 
 def test_what_a_run_holds_is_counted_in_gpus_or_else_in_nodes(tmp_path: Path) -> None:
-    assert read_held_gpus_or_nodes(RunPaths(tmp_path), 2) is None
+    assert read_held_resources(RunPaths(tmp_path), 2) is None
     for gpus, expected in (
-        (0, HeldGpusOrNodes("node", 4, 2, 2)),
-        (2, HeldGpusOrNodes("GPU", 16, 4, 2)),
+        (0, HeldResources("node", 4, 2, 2)),
+        (2, HeldResources("GPU", 16, 4, 2)),
     ):
         paths = RunPaths(tmp_path / str(gpus))
         write_job(paths, "sft", 8, gpus, 4)
         write_job(paths, "trainer", 8, gpus, 4)
         write_job(paths, "cell-0", 1, gpus, 1)
         write_job(paths, "cell-1", 1, gpus, None)
-        assert read_held_gpus_or_nodes(paths, 2) == expected
+        assert read_held_resources(paths, 2) == expected
 
 
 def test_hours_are_those_that_each_side_waited_for_the_other() -> None:
@@ -44,7 +44,7 @@ def test_hours_are_those_that_each_side_waited_for_the_other() -> None:
         {"time/step_s": 1800.0, "time/batch_wait_s": None, "cells/idle_s": 1800.0},
         {"step": 3, "eval/reward": 0.5},
     ]
-    assert describe_idle_time(rows, HeldGpusOrNodes("GPU", 8, 4, 2)) == [
+    assert describe_idle_time(rows, HeldResources("GPU", 8, 4, 2)) == [
         "trainer waiting for cells 2.00 of 8.00 GPU-hours",
         "cells waiting for the trainer 1.00 of 4.00 GPU-hours",
     ]

@@ -15,8 +15,8 @@ from areal_hpc.view.dashboard.timeline_page import (
     MAX_LANES_PER_TRACK,
     MAX_SLICES_ACROSS_WIDTH,
     average_slices_under_way_by_bin,
+    describe_slices,
     describe_timeline,
-    merge_and_describe_slices,
 )
 from areal_hpc.view.timing.timeline import Slice
 from tests.support.made_run import MadeEpisode, MadeRun
@@ -97,11 +97,11 @@ def test_times_that_are_none_are_refused(run: MadeRun, query: dict[str, str]) ->
 def test_slices_too_short_for_the_screen_are_drawn_as_one() -> None:
     slices = [Slice("call", at / 1000, at / 1000 + 0.0005, {"n": at}) for at in range(100_000)]
     slices.append(Slice("long", 200.0, 900.0, {"n": 1}))
-    found = merge_and_describe_slices(slices, 0.0, 1000.0)
+    found = describe_slices(slices, 0.0, 1000.0)
     assert len(found) < MAX_SLICES_ACROSS_WIDTH
     assert sum(one[3].get("slices", 1) for one in found) == 100_001
     assert found[-1] == (200.0, 900.0, "long", {"n": 1})
-    closer = merge_and_describe_slices(slices[:100], 0.0, 0.1)
+    closer = describe_slices(slices[:100], 0.0, 0.1)
     assert [one[3] for one in closer] == [{"n": at} for at in range(100)]
 
 
