@@ -72,16 +72,3 @@ class BlocksLoop:
         await ask(data, extra_kwargs)
         time.sleep(5.0)
         return 1.0
-
-
-class FailsSometimes:
-    """Every fifth episode fails at its first try."""
-
-    def __init__(self) -> None:
-        self._count = 0
-
-    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
-        self._count += 1
-        if self._count % 5 == 0:
-            raise ValueError(f"a tool was away, at episode {self._count}")
-        return float(len(await ask(data, extra_kwargs)) % 2)
