@@ -60,7 +60,7 @@ for line in sys.stdin:
         log.write(line)
     asked = json.loads(line)
     if asked["type"] == "check":
-        threading.Thread(target=answer, args=(asked["call"], asked["text"])).start()
+        threading.Thread(target=answer, args=(asked["call"], asked["text"]), daemon=True).start()
 """
 """What stands in for SGLang's Python: a grammar with the word `held` waits for the gate."""
 
