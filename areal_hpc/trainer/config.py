@@ -25,24 +25,18 @@ class RankJobConfig(ProcessConfig):
     """The model that training starts from."""
     seed: int
     """Recorded in checkpoints; decides the order of demonstrations."""
-
-
-class PolicyJobConfig(RankJobConfig):
-    """Configuration of every rank that trains on recorded batches."""
-
     trainer: TrainerConfig
-    """How the policy learns."""
+    """Also of the SFT stage, whose layout, device, dtype and memory are the same."""
     sys_path: tuple[str, ...] = ()
     """Folders from which `trainer.objective.custom` is imported."""
 
 
-class TrainerJobConfig(PolicyJobConfig):
+class TrainerJobConfig(RankJobConfig):
     """Configuration of the trainer."""
 
     ENTRY = "areal_hpc.trainer.job:run"
 
     weights: WeightsConfig
-    """Transport of new weights to replicas."""
     cells: Annotated[int, Field(ge=1)]
     """Cells to send them to, that of evaluation not counted."""
     evaluations: dict[str, EvaluationSetSchedule]
@@ -52,7 +46,6 @@ class TrainerJobConfig(PolicyJobConfig):
     evaluation_cell: bool = False
     """A cell of their own plays them, and training does not wait for it."""
     alerts: AlertsConfig = AlertsConfig()
-    """Rules by which each step is judged."""
     idle_timeout_s: Annotated[float, Field(gt=0)] = 1800.0
     """Time without any cell after which the job gives its nodes back, under Slurm."""
     stop_grace_s: Annotated[float, Field(gt=STOP_MARGIN_S)] = 12.0
@@ -60,7 +53,6 @@ class TrainerJobConfig(PolicyJobConfig):
 
     @property
     def schedule(self) -> Schedule:
-        """Which steps get what."""
         return Schedule(
             total_steps=self.trainer.total_steps,
             checkpoint_every_steps=self.trainer.checkpoint_every_steps,
@@ -69,15 +61,14 @@ class TrainerJobConfig(PolicyJobConfig):
         )
 
 
-class ReplayJobConfig(PolicyJobConfig):
+class ReplayJobConfig(RankJobConfig):
     """Configuration of a replay; its run directory leads to recorded batches."""
 
     ENTRY = "areal_hpc.trainer.replay_job:run"
 
     first_step: Annotated[int, Field(ge=1)]
-    """The first step to train."""
     last_step: Annotated[int, Field(ge=1)]
-    """The last step to train; it is saved."""
+    """It is saved."""
     forks: list[tuple[int, int]]
     """Every generation of the recorded run with the step it began from; the last one's is taken."""
 
@@ -90,9 +81,6 @@ class SftJobConfig(RankJobConfig):
     dataset_path: Path
     """JSON lines `{"messages": [...]}`; the last message, the assistant's, is learnt."""
     sft: SftConfig
-    """Steps and learning rate."""
-    trainer: TrainerConfig
-    """Layout, device, dtype and memory of the stage are those of the trainer."""
 
 
 class CollectivesRequest(Struct, frozen=True):

@@ -60,7 +60,7 @@ def run(config: dict[str, Any]) -> None:
     stop = StopRequest.install()
     deadline = partial(_exit_on_stop_timeout, stop, job.stop_grace_s)
     threading.Thread(target=deadline, name="stop-deadline", daemon=True).start()
-    run_rank(job, job.trainer, stop, _run_training)
+    run_rank(job, stop, _run_training)
 
 
 def _run_training(

@@ -37,10 +37,12 @@ def build_optimizer(
         ),
         [policy.ddp_module],
     )
-    apply_adam_betas_eps_decay(optimizer, config)
     place = torch.device("cpu") if is_offloaded else policy.device
     for part in optimizer.chained_optimizers:
         for group in part.optimizer.param_groups:
+            # Megatron leaves this product to its own scheduler, which is not used here.
+            group["weight_decay"] = config.weight_decay * group["wd_mult"]
+            group["betas"], group["eps"] = config.betas, config.eps
             for parameter in group["params"]:
                 part.optimizer.state[parameter] = {
                     "step": torch.tensor(0.0),
@@ -65,15 +67,6 @@ def switch_adamw_to_fused_kernel(optimizer: Any, device: torch.device) -> None:
             group["fused"] = True
         for state in part.optimizer.state.values():
             state["step"] = state["step"].to(device)
-
-
-def apply_adam_betas_eps_decay(optimizer: Any, config: AdamConfig) -> None:
-    """Give AdamW the recipe's settings, which no checkpoint has."""
-    for part in optimizer.chained_optimizers:
-        for group in part.optimizer.param_groups:
-            # Megatron leaves this product to its own scheduler, which is not used here.
-            group["weight_decay"] = config.weight_decay * group["wd_mult"]
-            group["betas"], group["eps"] = config.betas, config.eps
 
 
 _NORM_ZERO, _NORM_FINITE, _NORM_NOT_FINITE = range(3)

@@ -31,7 +31,7 @@ from areal_hpc.jobs.processes.native_call_threads import (
     note_library_threads_may_outlast_exit,
 )
 from areal_hpc.jobs.processes.signals import StopRequest
-from areal_hpc.recipe.sections.trainer import ParallelConfig, TrainerConfig
+from areal_hpc.recipe.sections.trainer import ParallelConfig
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.jobs import STOPPED_EXIT_CODE
 from areal_hpc.rundir.paths import RunPaths
@@ -65,7 +65,6 @@ logger = logging.getLogger(__name__)
 
 def run_rank(
     job: JobT,
-    rank_config: TrainerConfig,
     stop: StopRequest,
     train: Callable[[JobT, RunPaths, torch.device, StopRequest], bool],
 ) -> None:
@@ -85,8 +84,8 @@ def run_rank(
     try:
         device = init_process_groups_and_device(
             get_task_position(),
-            rank_config.parallel,
-            rank_config.device,
+            job.trainer.parallel,
+            job.trainer.device,
             paths.rendezvous_dir,
             is_cancelled=lambda: stop.requested,
         )

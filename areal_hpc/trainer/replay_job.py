@@ -30,7 +30,7 @@ from areal_hpc.wire.weight_version import GenerationFork
 def run(config: dict[str, Any]) -> None:
     job = ReplayJobConfig.model_validate(config)
     sys.path[:0] = [folder for folder in job.sys_path if folder not in sys.path]
-    run_rank(job, job.trainer, StopRequest.install(), _run_replay)
+    run_rank(job, StopRequest.install(), _run_replay)
 
 
 def _run_replay(

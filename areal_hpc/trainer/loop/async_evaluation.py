@@ -65,17 +65,14 @@ class AsyncEvaluationTracker:
     def _choose_version_to_hold(
         self, replicas: DiscoveredReplicas, current_version: WeightVersion
     ) -> WeightVersion | None:
-        if self.under_way is not None and not self._are_weights_lost(replicas):
+        held = _list_served_versions(replicas)
+        if self.under_way is not None and (not held or str(self.under_way) in held):
             return self.under_way
         return (
             current_version
             if self._schedule.list_evaluation_steps(self._judged_step, current_version.step)
             else None
         )
-
-    def _are_weights_lost(self, replicas: DiscoveredReplicas) -> bool:
-        held = _list_served_versions(replicas)
-        return bool(held) and str(self.under_way) not in held
 
 
 def _list_served_versions(replicas: DiscoveredReplicas) -> list[str]:

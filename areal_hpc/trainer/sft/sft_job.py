@@ -46,7 +46,7 @@ SFT_GENERATION = 0
 
 def run(config: dict[str, Any]) -> None:
     job = SftJobConfig.model_validate(config)
-    run_rank(job, job.trainer, StopRequest.install(), _run_sft)
+    run_rank(job, StopRequest.install(), _run_sft)
 
 
 def _run_sft(job: SftJobConfig, paths: RunPaths, device: torch.device, stop: StopRequest) -> bool:

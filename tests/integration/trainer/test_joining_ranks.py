@@ -100,15 +100,15 @@ def test_a_stop_ends_the_wait_for_other_ranks(tmp_path: Path) -> None:
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[RankJobConfig]:
     """The job of one rank; its groups are left behind."""
-    yield RankJobConfig(run_dir=tmp_path, model_path=tmp_path, seed=1)
+    trainer = TrainerConfig(device="cpu")
+    yield RankJobConfig(run_dir=tmp_path, model_path=tmp_path, seed=1, trainer=trainer)
     if dist.is_initialized():
         process_groups.destroy_process_groups()
     assert list_libraries_with_own_threads() == []
 
 
 def run_rank(job: RankJobConfig, work: Callable[[], object] = lambda: None) -> None:
-    trainer = TrainerConfig(device="cpu")
-    process_groups.run_rank(job, trainer, StopRequest(), lambda *_: work() is None)
+    process_groups.run_rank(job, StopRequest(), lambda *_: work() is None)
 
 
 def test_groups_that_stay_beside_a_native_call_keep_the_interpreter_from_ending_in_order(
