@@ -1,5 +1,7 @@
 """The blocks of AReaL's guides: extracted, listed, and their settings understood."""
 
+import re
+
 import pytest
 import yaml
 
@@ -7,10 +9,26 @@ from areal_hpc.areal.api.cli_args import AgentRLConfig
 from areal_hpc.areal.config.rules import find_rule_key, flatten_to_dotted_keys
 from areal_hpc.areal.config.translation import translate_to_recipe
 from areal_hpc.areal.loading import to_config
+from tests.support.agents_table import locked
+from tests.support.document_commands import COMMANDS
+from tests.support.document_scenes import SCENES
 from tests.support.documents import Block, blocks
 
 BLOCKS = {block.key: block for block in blocks()}
 SETTINGS = [block for block in BLOCKS.values() if block.language == "yaml"]
+
+
+def test_every_block_that_can_run_is_run() -> None:
+    run = {key for key, block in BLOCKS.items() if block.language in ("python", "command")}
+    assert run == SCENES.keys() | COMMANDS.keys()
+
+
+@pytest.mark.parametrize("key", [key for key, one in COMMANDS.items() if one.how == "locked"])
+def test_what_a_guide_installs_is_in_a_locked_environment(key: str) -> None:
+    packages = re.findall(r"^pip install (\S+)$", BLOCKS[key].text, re.MULTILINE)
+    assert packages
+    for package in packages:
+        assert any(package in locked(name) for name in ("main", "camel"))
 
 
 @pytest.mark.parametrize("block", SETTINGS, ids=lambda block: block.key)
