@@ -69,7 +69,8 @@ def parse_sweep(load: Callable[[Sequence[str]], Recipe], key_and_values: str) ->
     sweep, problems = Sweep(base, tuple(runs)), []
     if len({run.run_dir for run in runs}) < len(runs):
         problems.append(Problem("several runs of the sweep would share a directory", key))
-    left = [_list_stages_left(run) for run in runs]
+    plans = [plan_run(run, RunPaths(run.run_dir.resolve()), None) for run in runs]
+    left = [[stage.name for stage in one if not stage.done_marker.exists()] for one in plans]
     asked = [
         (
             run.cluster,
@@ -101,11 +102,6 @@ def parse_sweep(load: Callable[[Sequence[str]], Recipe], key_and_values: str) ->
     if problems:
         raise RecipeError.from_problems(problems)
     return sweep
-
-
-def _list_stages_left(run: Recipe) -> list[str]:
-    planned = plan_run(run, RunPaths(run.run_dir.resolve()), None)
-    return [stage.name for stage in planned if not stage.done_marker.exists()]
 
 
 def build_array_requests(

@@ -107,7 +107,7 @@ class RunPaths(_Folder):
     metrics = _PathDescriptor("metrics.jsonl")
     """One JSON object per trained step; what is known of it later only has lines of its own."""
     sft_metrics = _PathDescriptor("sft_metrics.jsonl")
-    """One JSON object per logged step of the SFT stage."""
+    """One JSON object per step of the SFT stage."""
     tensorboard_dir = _PathDescriptor("tensorboard")
     """For TensorBoard's `--logdir`: one folder of event files."""
     trackers_dir = _PathDescriptor("trackers")

@@ -166,15 +166,10 @@ class _SlurmExecutor(submitit.SlurmExecutor):  # type: ignore[misc]
         return 2
 
 
-def _build_executor(request: JobRequest) -> _SlurmExecutor:
-    executor = _SlurmExecutor(folder=request.submitit_dir, python=request.python)
-    executor.update_parameters(**request.parameters)
-    return executor
-
-
 def render_script(request: JobRequest, array_size: int | None = None) -> str:
     """The sbatch script of a job, or of an array of `array_size` jobs, to the letter."""
-    executor = _build_executor(request)
+    executor = _SlurmExecutor(folder=request.submitit_dir, python=request.python)
+    executor.update_parameters(**request.parameters)
     if array_size is not None:
         executor.parameters["map_count"] = array_size
     text: str = executor._make_submission_file_text(executor._submitit_command_str, "")

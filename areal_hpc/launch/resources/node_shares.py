@@ -17,7 +17,7 @@ from areal_hpc.launch.checks.model_files import (
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.recipe.sections.cluster import JobOptions, SlurmConfig
 from areal_hpc.rundir.jobs import JobSpec
-from areal_hpc.rundir.rendezvous import EVALUATION_CELL, is_cell_job
+from areal_hpc.rundir.rendezvous import is_training_cell_job
 from areal_hpc.slurm.batch_script.script import compute_resources
 from areal_hpc.trainer.model.memory_estimate import (
     GIB,
@@ -51,7 +51,7 @@ def add_cpu_and_memory_options(recipe: Recipe, jobs: Sequence[JobSpec]) -> Slurm
     problems: list[Problem] = []
     completed: dict[str, JobOptions] = {}
     for job in jobs:
-        kind = _get_job_kind(job.name)
+        kind = "cell" if is_training_cell_job(job.name) else job.name
         if kind in completed or not job.gpus_per_task:
             continue
         options = slurm.get_options_of_job(job.name)
@@ -64,12 +64,6 @@ def add_cpu_and_memory_options(recipe: Recipe, jobs: Sequence[JobSpec]) -> Slurm
     if problems:
         raise RecipeError.from_problems(problems)
     return slurm.model_copy(update={"jobs": slurm.jobs.model_copy(update=completed)})
-
-
-def _get_job_kind(job: str) -> str:
-    if is_cell_job(job):
-        return EVALUATION_CELL if job == EVALUATION_CELL else "cell"
-    return job
 
 
 def _derive_cpu_and_memory_options(

@@ -169,8 +169,14 @@ def _convert_to_ledger_time(
         offset_s = clock.get_offset_s(one.begin)
         span = msgspec.structs.replace(one, begin=one.begin + offset_s, end=one.end + offset_s)
         place = open_states.get(one.lane)
-        if place is not None and _is_next_piece(spans[place], span):
-            spans[place] = msgspec.structs.replace(spans[place], end=span.end)
+        last = None if place is None else spans[place]
+        if (
+            last is not None
+            and last.name == span.name
+            and not (last.facts or span.facts)
+            and abs(span.begin - last.end) <= MAX_MERGED_GAP_S
+        ):
+            spans[open_states[one.lane]] = msgspec.structs.replace(last, end=span.end)
         else:
             open_states[one.lane] = len(spans)
             spans.append(span)
@@ -197,11 +203,6 @@ def _list_unended(piece: _ProcessLines) -> Iterator[Span]:
         if not any(begun.facts.items() <= one.facts.items() for one in same):
             facts = begun.facts | {"status": UNDER_WAY}
             yield Span(begun.name, begun.begin, max(begun.at, last), begun.lane, facts)
-
-
-def _is_next_piece(span: Span, later: Span) -> bool:
-    is_same = (span.name, span.facts) == (later.name, later.facts) and not span.facts
-    return is_same and abs(later.begin - span.end) <= MAX_MERGED_GAP_S
 
 
 # Lines of a file ----------------------------------------------------------------------------------

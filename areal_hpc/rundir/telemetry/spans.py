@@ -113,7 +113,8 @@ class SpanLog:
         self._max_file_bytes, self._min_free_bytes = max_file_bytes, min_free_bytes
         self._lock = threading.RLock()
         now = round(time.time(), TIME_DIGITS)
-        self._start = ProcessStart(now, find_node_name(), os.getpid(), now)
+        node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+        self._start = ProcessStart(now, node, os.getpid(), now)
         self._pending: list[SpanLine] = [self._start]
         self._state: Span | None = None
         self._open: dict[int, Span] = {}
@@ -255,10 +256,6 @@ def _build_span(span: Span, end_time: float) -> Span:
 
 def get_older_path(path: Path) -> Path:
     return path.with_suffix(f".older{path.suffix}")
-
-
-def find_node_name() -> str:
-    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 _active: SpanLog | None = None
