@@ -497,6 +497,11 @@ class Learner:
                 self.policy, [row], minibatch_count=1, max_tokens=len(ids)
             )
         note_place_reached(f"sending of the weights {self.version}")
+        if not np.isfinite(logprobs_T).all():
+            raise ClusterError(
+                f"weights {self.version} give log-probabilities that are no numbers",
+                hint="resume from an earlier checkpoint, with a smaller learning rate",
+            )
         return Probe(ids, logprobs_T[1:].tolist())
 
     def begin_checkpoint(self, row: JsonMetricRow) -> None:

@@ -206,6 +206,7 @@ class LedgerSource(BatchSource):
             version=str(version),
             replicas=len(report.ok),
             failed=[str(key) for key in report.failed],
+            reason=next((str(error) for error in report.failed.values()), ""),
             seconds=report.seconds,
         )
         for key, error in report.failed.items():

@@ -86,6 +86,9 @@ def collect_failure_events(
                     text = f"{text}: {last_line}"
                 hint = f"read {row['log']}" if row.get("log") else LOGS_HINT
                 yield FailureEvent(row["time"], text, distance_from_cause=3, hint=hint)
+            case "weights_published" if row.get("failed") and not row.get("replicas"):
+                text = f"no replica has taken weights {row['version']}: {row.get('reason') or '?'}"
+                yield FailureEvent(row["time"], text, distance_from_cause=4, hint=LOGS_HINT)
             case "event_loop_blocked":
                 yield FailureEvent(row["time"], f"the agent {describe_blocked_loop(row)}", 7)
             case "episode_slow":

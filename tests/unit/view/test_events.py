@@ -8,6 +8,7 @@ import pytest
 from areal_hpc.rundir.telemetry.events import EventFollower, EventLog
 from areal_hpc.view.diagnosis import diagnose
 from areal_hpc.view.events.agent_failures import AgentFailures
+from areal_hpc.view.events.failure_events import collect_failure_events
 from areal_hpc.view.events.run_news import MAX_SHOWN_CAUSES, NewEventLineFormatter
 from areal_hpc.view.events.run_phase import RunPhaseTracker, read_server_phase
 from areal_hpc.wire.ledger import LedgerStatus
@@ -145,3 +146,11 @@ def test_a_follower_reads_what_is_appended_after_it_was_made(
     with path.open("a") as stream:
         stream.write('ished"}\n')
     assert [row["event"] for row in follower.read_new_events()] == ["unfinished"]
+
+
+def test_weights_that_no_replica_takes_are_a_failure_with_its_reason() -> None:
+    facts = {"version": "1.3", "failed": ["cell-0/0"], "reason": "differ by 0.4 on average"}
+    (found,) = collect_failure_events([event("weights_published", "trainer", **facts)], None)
+    assert found.text == "no replica has taken weights 1.3: differ by 0.4 on average"
+    some = event("weights_published", "trainer", **facts, replicas=2)
+    assert list(collect_failure_events([some], None)) == []
