@@ -149,7 +149,11 @@ def test_a_follower_reads_what_is_appended_after_it_was_made(
 
 
 def test_weights_that_no_replica_takes_are_a_failure_with_its_reason() -> None:
-    facts = {"version": "1.3", "failed": ["cell-0/0"], "reason": "differ by 0.4 on average"}
+    facts: dict[str, Any] = {
+        "version": "1.3",
+        "failed": ["cell-0/0"],
+        "reason": "differ by 0.4 on average",
+    }
     (found,) = collect_failure_events([event("weights_published", "trainer", **facts)], None)
     assert found.text == "no replica has taken weights 1.3: differ by 0.4 on average"
     some = event("weights_published", "trainer", **facts, replicas=2)
