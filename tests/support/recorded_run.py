@@ -17,6 +17,7 @@ from areal_hpc.shards.index import append_to_index, read_index
 from areal_hpc.shards.verify import build_index_line
 from areal_hpc.shards.writer import write_sealed_shard
 from areal_hpc.wire.ledger import NO_VERSION, BatchManifest, SealedTicket, TicketRef
+from areal_hpc.wire.row_record import CallRecord, RowRecord
 from areal_hpc.wire.trajectory import TrajectoryRow
 from areal_hpc.wire.weight_version import WeightVersion
 
@@ -140,6 +141,14 @@ def _trajectory(
     size = int(generator.integers(8, 30))
     mask_T = (generator.random(size) < 0.6).astype(np.uint8)
     mask_T[0], mask_T[-1] = 0, 1
+    name = f"{step}-{ticket}-{episode}"
+    reply = CallRecord(
+        id=f"reply-{name}",
+        trained=True,
+        prompt_tokens=1,
+        reply_tokens=size - 1,
+        finish_reason="stop",
+    )
     return TrajectoryRow(
         ticket_id=(step - 1) * TICKETS + ticket,
         attempt=0,
@@ -150,6 +159,7 @@ def _trajectory(
         logprobs_T=(generator.normal(-5.5, 0.5, size) * mask_T).astype(np.float32),
         versions_T=np.where(mask_T, WeightVersion(1, max(0, step - 1 - age)).packed, -1),
         reward=float(generator.integers(0, 2)) + episode / 8,
+        record=RowRecord(session_id=f"session-{name}", calls=[reply]),
     )
 
 
