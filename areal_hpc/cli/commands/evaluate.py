@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from areal_hpc.launch.evaluation.target import EvaluationTarget
     from areal_hpc.recipe.sections.evaluation import EvaluationSet
-    from areal_hpc.view.evaluations.evaluation_report import EvaluationReport
+    from areal_hpc.view.evaluation_report import EvaluationReport
 
 
 def add_commands(commands: CommandGroup) -> None:
@@ -54,7 +54,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     )
     from areal_hpc.launch.evaluation.target import find_target
     from areal_hpc.launch.provenance.record import enter_launch_folder
-    from areal_hpc.view.evaluations.evaluation_report import format_report, write_evaluation_report
+    from areal_hpc.view.evaluation_report import format_report, write_evaluation_report
 
     if arguments.wait and not arguments.submit:
         raise RecipeError("--wait is for a job under Slurm", key="--wait", hint="add --submit")
@@ -108,7 +108,7 @@ def _find_compared_report(
     compared_path: str, target: EvaluationTarget, sets: Sequence[EvaluationSet]
 ) -> EvaluationReport:
     from areal_hpc.launch.evaluation.start import find_report_of_step
-    from areal_hpc.view.evaluations.evaluation_report import read_report
+    from areal_hpc.view.evaluation_report import read_report
 
     if compared_path.isdigit():
         return find_report_of_step(target, int(compared_path), sets)
@@ -116,7 +116,7 @@ def _find_compared_report(
 
 
 def _print_comparison_and_get_exit_code(before: EvaluationReport, report: EvaluationReport) -> int:
-    from areal_hpc.view.evaluations.evaluation_report import (
+    from areal_hpc.view.evaluation_report import (
         compare_reports,
         format_comparison,
         list_uncompared_metrics,
