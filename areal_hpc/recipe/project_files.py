@@ -35,7 +35,9 @@ class ProjectFiles:
 def read_project_files(like: str | None) -> ProjectFiles:
     """Those of a shipped recipe with its code; without a name the tutorial's."""
     if like is None:
-        return _read_tutorial()
+        folder = get_shipped_dir() / "examples" / "tutorial"
+        files = [folder / TUTORIAL_RECIPE, *sorted(folder.glob("my_*.py"))]
+        return ProjectFiles(TUTORIAL_RECIPE, {path.name: path.read_bytes() for path in files})
     recipes = list_recipe_files(find_shipped_recipe(like, "--like"))
     contents: dict[str, bytes] = {}
     texts = []
@@ -48,12 +50,6 @@ def read_project_files(like: str | None) -> ProjectFiles:
     for package in _find_packages(texts):
         contents |= _read_package(package)
     return ProjectFiles(recipes[0].name, contents)
-
-
-def _read_tutorial() -> ProjectFiles:
-    folder = get_shipped_dir() / "examples" / "tutorial"
-    files = [folder / TUTORIAL_RECIPE, *sorted(folder.glob("my_*.py"))]
-    return ProjectFiles(TUTORIAL_RECIPE, {path.name: path.read_bytes() for path in files})
 
 
 def _find_packages(texts: list[str]) -> list[Path]:
