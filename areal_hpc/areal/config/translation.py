@@ -134,9 +134,10 @@ def _apply_rules(areal: ArealConfig) -> Translation:
 
 def _apply_rule(rule: Rule, key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
     if rule.rename:
-        if rule.values and value not in rule.values:
-            raise UntranslatableError(f"one of {', '.join(map(str, rule.values))}")
-        value = rule.values.get(value, value)
+        if rule.values:
+            if value not in list(rule.values):  # a list from YAML cannot be looked up
+                raise UntranslatableError(f"one of {', '.join(map(str, rule.values))}")
+            value = rule.values[value]
         return {} if value is None else {rule.rename: value}
     if rule.convert:
         return dict(getattr(conversions, rule.convert)(key, value, areal))
