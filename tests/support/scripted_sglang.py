@@ -319,9 +319,17 @@ class LoopThread:
         return asyncio.run_coroutine_threadsafe(awaited(), self.loop).result(scaled(30))
 
     def stop(self) -> None:
+        self.run(self._abort_connections())
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
         self.loop.close()
+
+    async def _abort_connections(self) -> None:
+        """End connections whose clients have not answered the end of TLS."""
+        transports: Any = getattr(self.loop, "_transports", {})
+        for transport in list(transports.values()):
+            transport.abort()
+        await asyncio.sleep(0)
 
 
 async def start_web_app(
