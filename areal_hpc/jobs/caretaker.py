@@ -262,10 +262,8 @@ class Caretaker:
         if submission is None:
             return JobStatus(job_name, None, None, (), is_alive)
         found = queued_jobs.get(submission.job_id)
-        # A job that is an array of itself alone, `12_3`, has the number 12 in its own eyes.
-        own_ids = (submission.job_id, submission.job_id.partition("_")[0])
         exits = read_task_exits(self._paths.job(job_name)).values()
-        own = tuple(one for one in exits if one.incarnation.rpartition(".")[0] in own_ids)
+        own = tuple(one for one in exits if one.incarnation.rpartition(".")[0] == submission.job_id)
         by_person = self._check_and_note_if_cancelled_by_person(submission, found)
         return JobStatus(job_name, submission, found, own, is_alive, by_person)
 

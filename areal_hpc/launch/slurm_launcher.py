@@ -26,10 +26,8 @@ from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.jobs import (
     LaunchFile,
     Submission,
-    get_array_index,
     list_jobs_that_gave_nodes_back,
     list_waiting_successors,
-    read_array_memberships,
     read_submissions,
     record_submission,
 )
@@ -44,7 +42,6 @@ from areal_hpc.slurm.submit import (
     reset_job_and_write_files,
     submit_held_job,
     submit_held_successor,
-    write_member_payload,
 )
 from areal_hpc.slurm.submit_exactly_once import release_jobs, try_to_cancel_jobs
 from areal_hpc.wire.fault_points import fault_point
@@ -169,7 +166,6 @@ def _record_live_jobs_and_cancel_duplicates(
                 raise error
             continue
         if not job.is_recorded:
-            _write_payload_if_array_member(prepared_run.paths, job)
             submitted = SubmittedJob(job_id, job.submission.token, place)
             record_job_submission(prepared_run, name, submitted)
         state = "held, will be released" if job.is_held else job.slurm_record.state.meaning
@@ -188,14 +184,6 @@ def _record_live_jobs_and_cancel_duplicates(
         name: [job_id, *(job.submission.job_id for job in successors.get(name, ()))]
         for name, job_id in kept.items()
     }
-
-
-def _write_payload_if_array_member(paths: RunPaths, job: LiveJob) -> None:
-    name, job_id = job.submission.job, job.submission.job_id
-    if not get_array_index(job_id):
-        return
-    sweep = RunPaths(Path(read_array_memberships(paths)[name].sweep_dir))
-    write_member_payload(sweep.job(name).submitit_dir, job_id, paths.job(name), run_task)
 
 
 def prepare_run_and_write_scripts(

@@ -35,26 +35,22 @@ def build_remaining_job_requests(
     recipe: Recipe,
     working_folder: Path,
     after_job_ids: Sequence[str] = (),
-    run_context: RunContext | None = None,
     plan: StagePlanner | None = None,
 ) -> list[JobRequest]:
     """Requests to Slurm for all that is left of a run; nothing is written.
 
-    Numbers that Slurm has not given out yet are spelt `SFT_JOBID`. The run's own place holds unless
-    another is given.
+    Numbers that Slurm has not given out yet are spelt `SFT_JOBID`.
 
     Raises:
         RecipeError: Jobs do not fit the nodes; every misfit at once.
     """
     paths = RunPaths(recipe.run_dir.resolve())
-    run_context = run_context or build_run_context(
-        recipe, paths, get_interpreters(recipe), working_folder
-    )
+    context = build_run_context(recipe, paths, get_interpreters(recipe), working_folder)
     planned = (plan or plan_run)(recipe, paths, None)
     stages = [one for one in planned if not one.done_marker.exists()]
     jobs = [job for stage in stages for job in stage.jobs]
     slurm = add_cpu_and_memory_options(recipe, jobs)
-    requests = {request.job: request for request in build_job_requests(jobs, slurm, run_context)}
+    requests = {request.job: request for request in build_job_requests(jobs, slurm, context)}
     if problems := _find_short_time_limit_problems(recipe, requests.values()):
         raise RecipeError.from_problems(problems)
     dependency = build_afterok_dependency(after_job_ids)
@@ -62,11 +58,7 @@ def build_remaining_job_requests(
         for job in stage.jobs if dependency else ():
             requests[job.name] = requests[job.name].with_dependency(dependency)
         leading = build_job_id_placeholders(stage.leader.name, recipe.cluster.slurm.successors)
-        dependency = (
-            f"aftercorr:{leading[0]}"
-            if run_context.is_array
-            else build_dependency_on_job_or_successors(leading)
-        )
+        dependency = build_dependency_on_job_or_successors(leading)
     return list(requests.values())
 
 

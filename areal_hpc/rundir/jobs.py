@@ -1,6 +1,5 @@
 """Files under `jobs/`: job specifications, launches, exit statuses, submissions, held jobs."""
 
-import contextlib
 import time
 from pathlib import Path
 from typing import Any, Literal
@@ -12,7 +11,7 @@ from areal_hpc.errors import IdleError, LostTrainerRankError
 from areal_hpc.rundir.atomic import write_atomic
 from areal_hpc.rundir.folders import make_folder
 from areal_hpc.rundir.jsonl import append_line, read_readable_records
-from areal_hpc.rundir.paths import HELD_JOB_NOTES_SUBDIR, JobPaths, RunPaths
+from areal_hpc.rundir.paths import HELD_JOB_NOTES_SUBDIR, JobPaths
 
 STOPPED_EXIT_CODE = 143
 """The task was told to stop: neither success nor failure."""
@@ -211,7 +210,7 @@ class Submission(Struct, frozen=True):
     job: str
     """Name within the run: `trainer`, `cell-0`, `sft`."""
     job_id: str
-    """Slurm's; `123_4` for a member of an array."""
+    """Slurm's."""
     attempt: int
     """The run's attempt, which also names the folder of its logs."""
     submitted_at: float
@@ -256,37 +255,6 @@ def list_waiting_successors(submissions: list[Submission], job: str) -> list[Sub
         else:
             chain, place = {}, 0
     return [one for one in chain.values() if one.successor > place]
-
-
-class ArrayMembership(Struct, frozen=True):
-    """Place of a job in the job array of a sweep, known before Slurm has given it a number."""
-
-    sweep_dir: str
-    """The directory of the arrays' files, with which the array's comment begins."""
-    job_name: str
-    """The array's, before the token."""
-    index: int
-    token: str = ""
-    """The array's: another sweep of the same recipe has arrays of the same names."""
-
-
-def get_array_index(job_id: str) -> str:
-    return job_id.partition("_")[2]
-
-
-def write_array_membership(job: JobPaths, membership: ArrayMembership) -> None:
-    write_atomic(job.array_membership, msgspec.json.encode(membership))
-
-
-def read_array_memberships(run: RunPaths) -> dict[str, ArrayMembership]:
-    """The arrays of sweeps that jobs of a run are, or were, members of; by name of the job."""
-    found = {}
-    for folder in run.jobs_dir.glob("*"):
-        # None for a job alone; a damaged one tells nothing.
-        with contextlib.suppress(OSError, msgspec.DecodeError, UnicodeDecodeError):
-            content = JobPaths(folder).array_membership.read_bytes()
-            found[folder.name] = msgspec.json.decode(content, type=ArrayMembership)
-    return found
 
 
 class ExcludedNode(Struct, frozen=True):

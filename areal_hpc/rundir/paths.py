@@ -120,8 +120,6 @@ class RunPaths(_Folder):
     """What the trainer found of tokens that it learned from: a file a step. It may be removed."""
     prometheus_dir = _PathDescriptor("prometheus")
     """Targets for file_sd_configs of Prometheus: a file a process that may be scraped."""
-    learning_curve = _PathDescriptor("learning_curve.svg")
-    """The learning curve as a picture."""
     replay_arguments = _PathDescriptor("replay.json")
     """Arguments of `areal-hpc replay`, in the directory of a replay."""
     finished_marker = _PathDescriptor("FINISHED")
@@ -209,8 +207,6 @@ class JobPaths(_Folder):
     """The job as its supervisors are told."""
     script = _PathDescriptor("job.sbatch")
     """Script that sbatch was given."""
-    array_membership = _PathDescriptor("array.json")
-    """The job array of a sweep that the job is a member of."""
     submitit_dir = _PathDescriptor("submitit")
     """Submitit's pickle of the job, and its logs."""
     steps_dir = _PathDescriptor("steps")

@@ -5,15 +5,12 @@ jobs that no file names. Their comment names the run directory.
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from areal_hpc.rundir.jobs import (
-    ArrayMembership,
     Submission,
-    get_array_index,
-    read_array_memberships,
     read_submissions,
 )
 from areal_hpc.rundir.paths import RECIPE_FILE, RunPaths
@@ -79,8 +76,7 @@ def _find_run_of_job(paths: RunPaths, job: SlurmJobRecord) -> Path | None:
             return None
     except OSError:  # of another user, or of storage that is away: nobody knows
         return None
-    sweeps = {one.sweep_dir for one in read_array_memberships(paths).values()}
-    return None if str(run) in sweeps else run
+    return run
 
 
 def list_recorded_job_ids(paths: RunPaths) -> tuple[str, ...]:
@@ -102,14 +98,13 @@ def list_unrecorded_live_jobs(
     if not paths.root.exists():
         return []
     recorded = set(list_recorded_job_ids(paths))
-    memberships = read_array_memberships(paths)
     jobs = query_squeue_of_user(paths.root.stat().st_uid) if queued_jobs is None else queued_jobs
     return [
         LiveJob(submission, job, is_recorded=False)
         for job in jobs
         if job.job_id not in recorded
         and is_live_state(job.state)
-        and (submission := _build_record_if_of_run(paths, job, memberships)) is not None
+        and (submission := _build_record_if_of_run(paths, job)) is not None
     ]
 
 
@@ -125,24 +120,12 @@ def list_live_jobs(paths: RunPaths) -> list[LiveJob]:
     return [*live, *list_unrecorded_live_jobs(paths)]
 
 
-def _build_record_if_of_run(
-    paths: RunPaths, job: SlurmJobRecord, memberships: Mapping[str, ArrayMembership]
-) -> Submission | None:
+def _build_record_if_of_run(paths: RunPaths, job: SlurmJobRecord) -> Submission | None:
+    if not f"{job.comment} ".startswith(f"{paths.root} "):
+        return None
     token = _TOKEN_PATTERN.search(job.name)
     full_name = _TOKEN_PATTERN.sub("", job.name)
-    if f"{job.comment} ".startswith(f"{paths.root} "):
-        name = full_name.removeprefix(f"{paths.root.parent.name}-{paths.root.name}-")
-    else:
-        index = get_array_index(job.job_id)
-        own = (
-            one
-            for one, member in memberships.items()
-            if token
-            and (member.job_name, member.token, str(member.index)) == (full_name, token[1], index)
-            and f"{job.comment} ".startswith(f"{member.sweep_dir} ")
-        )
-        if (name := next(own, "")) == "":
-            return None
+    name = full_name.removeprefix(f"{paths.root.parent.name}-{paths.root.name}-")
     successor = _SUCCESSOR_PATTERN.search(job.comment)
     return Submission(
         job=name,

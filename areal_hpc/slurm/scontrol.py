@@ -113,14 +113,6 @@ def read_reasons_of_drained_nodes(nodes: Sequence[str]) -> dict[str, str]:
     return dict(line.strip().partition("|")[::2] for line in shown.splitlines())
 
 
-def list_array_members(array_id: str) -> list[str]:
-    """The members of a job array that Slurm still knows, `12_0` and so on."""
-    shown = _run(
-        *("squeue", "--array", "--noheader", "--states=all", f"--jobs={array_id}", "--format=%i")
-    )
-    return shown.split()
-
-
 def strip_job_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """A job's environment without what Slurm's commands would take for wishes."""
     return {

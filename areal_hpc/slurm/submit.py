@@ -25,11 +25,9 @@ from areal_hpc.errors import (
 )
 from areal_hpc.rundir.atomic import write_atomic_private
 from areal_hpc.rundir.jobs import (
-    ArrayMembership,
     LaunchFile,
     TaskExit,
     read_task_exits,
-    write_array_membership,
 )
 from areal_hpc.rundir.paths import JobPaths
 from areal_hpc.slurm.batch_script.script import PAYLOAD_FILE, JobRequest
@@ -166,12 +164,10 @@ class _SlurmExecutor(submitit.SlurmExecutor):  # type: ignore[misc]
         return 2
 
 
-def render_script(request: JobRequest, array_size: int | None = None) -> str:
-    """The sbatch script of a job, or of an array of `array_size` jobs, to the letter."""
+def render_script(request: JobRequest) -> str:
+    """The sbatch script of a job, to the letter."""
     executor = _SlurmExecutor(folder=request.submitit_dir, python=request.python)
     executor.update_parameters(**request.parameters)
-    if array_size is not None:
-        executor.parameters["map_count"] = array_size
     text: str = executor._make_submission_file_text(executor._submitit_command_str, "")
     return text
 
@@ -247,37 +243,6 @@ def submit_held_successor(
     options = build_options_to_start_after_failure(awaited_job_ids, request.dependency)
     identity = JobIdentity.create(request.name, request.comment, successor_number)
     return _submit_held(request, script, report_outage, identity, options)
-
-
-def submit_held_array(
-    array: JobRequest,
-    single_requests: Sequence[JobRequest],
-    launches: Sequence[LaunchFile],
-    entry: SupervisorEntry,
-    report_outage: Callable[[str], None],
-) -> list[SubmittedJob]:
-    """Hand the same job of several runs to Slurm as one array, held; one job for each.
-
-    `single_requests` has each by itself, for the script by which it submits itself again.
-    Members start what `write_member_payload` writes, once their numbers are known.
-    """
-    pairs = zip(single_requests, launches, strict=True)
-    jobs = [reset_job_and_write_files(request, launch, entry) for request, launch in pairs]
-    identity = JobIdentity.create(array.name, array.comment)
-    for index, job in enumerate(jobs):
-        place = ArrayMembership(str(array.run_dir), array.name, index, identity.token)
-        write_array_membership(job, place)
-    array.submitit_dir.mkdir(parents=True, exist_ok=True)
-    script = JobPaths(array.submitit_dir.parent).script
-    script.write_text(render_script(array, len(jobs)))
-    submitted = _submit_held(array, script, report_outage, identity)
-    members = [f"{submitted.job_id}_{index}" for index in range(len(jobs))]
-    return [SubmittedJob(member, submitted.token) for member in members]
-
-
-def write_member_payload(folder: Path, job_id: str, job: JobPaths, entry: SupervisorEntry) -> None:
-    payload = submitit.core.utils.DelayedSubmission(entry, str(job.launch))
-    payload.dump(folder / f"{job_id}_submitted.pkl")
 
 
 def _submit_held(

@@ -13,21 +13,14 @@ from areal_hpc.slurm.batch_script.successors import (
 from areal_hpc.slurm.submit import render_script
 
 
-def format_dry_run(
-    paths: RunPaths, requests: Sequence[JobRequest], array_size: int | None = None
-) -> str:
-    """Every job's script, the files that would be written, and the most that all can cost.
-
-    `array_size` counts the runs of a sweep, of which each job is an array.
-    """
+def format_dry_run(paths: RunPaths, requests: Sequence[JobRequest]) -> str:
+    """Every job's script, the files that would be written, and the most that all can cost."""
     parts = []
     for request in requests:
         where = paths.job(request.job).script
-        parts.append(f"==> {where} ({request.shape}) <==\n{render_script(request, array_size)}")
+        parts.append(f"==> {where} ({request.shape}) <==\n{render_script(request)}")
         parts += _describe_successors(request, where)
-    return "\n".join(
-        [*parts, _describe_written_files(paths), _describe_max_cost(requests, array_size or 1)]
-    )
+    return "\n".join([*parts, _describe_written_files(paths), _describe_max_cost(requests)])
 
 
 def _describe_successors(request: JobRequest, script: Path) -> list[str]:
@@ -58,13 +51,13 @@ def _describe_written_files(paths: RunPaths) -> str:
     return "\n".join(["==> files that would be written <==", *lines, ""])
 
 
-def _describe_max_cost(requests: Sequence[JobRequest], runs: int) -> str:
-    nodes = runs * sum(request.shape.nodes for request in requests)
-    gpus = runs * sum(request.shape.nodes * request.shape.gpus_per_node for request in requests)
+def _describe_max_cost(requests: Sequence[JobRequest]) -> str:
+    nodes = sum(request.shape.nodes for request in requests)
+    gpus = sum(request.shape.nodes * request.shape.gpus_per_node for request in requests)
     starts = [(request.shape, 1 + request.successors) for request in requests]
-    gpu_hours = runs * sum(shape.gpu_hours * number for shape, number in starts)
-    node_hours = runs * sum(shape.node_hours * number for shape, number in starts)
-    jobs = runs * sum(number for _, number in starts)
+    gpu_hours = sum(shape.gpu_hours * number for shape, number in starts)
+    node_hours = sum(shape.node_hours * number for shape, number in starts)
+    jobs = sum(number for _, number in starts)
     return (
         f"==> maximum cost, if all jobs run to their time limit <==\n"
         f"  {jobs} jobs, {nodes} nodes, {gpus} GPUs: "

@@ -177,63 +177,6 @@ def test_jobs_that_end_while_slurmctld_is_away_start_again_and_once(
     assert names == Counter([job.newest_id(), crashing.job_id])
 
 
-SWEEP = ("--sweep", "trainer.optimizer.lr=1e-3,2e-3")
-
-
-@pytest.mark.parametrize("killed_at", choose([1, 2], 2))
-def test_an_array_that_nobody_recorded_is_named_taken_over_and_removed(
-    cluster: Devcluster,
-    run: Submitting,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    killed_at: int,
-) -> None:
-    """A sweep killed when Slurm has its first array, or its second, and no file names that one."""
-    light = (TIGHT, *light_overrides(tmp_path))
-    monkeypatch.setenv("AREAL_HPC_FAULTS", f"submit.before_record@{killed_at}=kill")
-    assert run.submit(*light, *SWEEP).returncode == -signal.SIGKILL
-    monkeypatch.delenv("AREAL_HPC_FAULTS")
-    first, second = (
-        RunPaths(run.paths.root.with_name(f"slurm-lr-{value}")) for value in ("1e-3", "2e-3")
-    )
-    job = ("sft", "trainer")[killed_at - 1]
-    listed = said_by(run.call("list", str(run.paths.root.parent)))
-    for member, paths in enumerate((first, second)):
-        (unknown,) = (one.slurm_record.job_id for one in unrecorded(cluster, paths, monkeypatch))
-        assert unknown.endswith(f"_{member}")
-        said = f"job {unknown} ({job}) is not on record"
-        assert said in run.call("status", str(paths.root)).stdout
-        assert said in listed
-    again = run.submit(*light, *SWEEP)
-    assert again.returncode == 75
-    assert "areal-hpc resume" in again.stderr
-    said_by(run.call("resume", str(first.root)))
-    found = get_latest_submissions(read_submissions(first.submissions))
-    assert sorted(found) == JOBS
-    adopted = found[job].job_id
-    assert adopted.endswith("_0")
-    payload = run.paths.job(job).submitit_dir / f"{adopted}_submitted.pkl"
-    assert payload.exists()
-    held = cluster.slurm("squeue", "-h", "--array", "-o", "%i %r").splitlines()
-    assert [line for line in held if "JobHeldUser" in line and "_1 " not in line] == []
-    assert f"cancelled {killed_at} jobs" in said_by(run.call("cancel", str(second.root)))
-    left = cluster.slurm("squeue", "-h", "--array", "-o", "%i").split()
-    # What was released may have run to its end.
-    assert set(left) <= {one.job_id for one in found.values()}
-
-
-def test_a_sweep_that_cannot_write_what_its_members_start_leaves_no_job(
-    cluster: Devcluster, run: Submitting, tmp_path: Path
-) -> None:
-    last = int(cluster.submit("true", "--partition=priority"))
-    payload = run.paths.job("sft").submitit_dir / f"{last + 1}_1_submitted.pkl"
-    payload.mkdir(parents=True)  # a folder takes no file's place
-    ended = run.submit(TIGHT, *light_overrides(tmp_path), *SWEEP)
-    assert ended.returncode != 0
-    assert payload.name in ended.stderr
-    wait_for(lambda: numbers(cluster) == [], every_s=SLURM_POLL_S)
-
-
 def unrecorded(
     cluster: Devcluster, paths: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> list[LiveJob]:

@@ -101,25 +101,21 @@ ALL_BUT_SFT_HELD = (
 
 
 @pytest.mark.thorough
-def test_a_sweep_is_an_array_for_each_job_and_a_directory_for_each_run(
+def test_a_sweep_is_a_run_for_each_value_and_the_same_command_adds_what_is_missing(
     cluster: Devcluster, run: Submitting, light: tuple[str, ...]
 ) -> None:
-    said_by(run.submit(*SWEEP, *ALL_BUT_SFT_HELD, "trainer.parallel.dp=1", *light))
+    asked = (*SWEEP, *ALL_BUT_SFT_HELD, "trainer.parallel.dp=1", *light)
+    said_by(run.submit(*asked))
     parent = run.paths.root.parent
     layouts = [RunPaths(parent / f"slurm-lr-{value}") for value in ("1e-3", "3e-3")]
-    ids = [[one.job_id for one in read_submissions(paths.submissions)] for paths in layouts]
-    sft = ids[0][0].partition("_")[0]
-    assert [one[0] for one in ids] == [f"{sft}_0", f"{sft}_1"]
-    assert all(one.endswith(f"_{index}") for index in (0, 1) for one in ids[index])
-    waiting = cluster.slurm("squeue", "-h", "--array", "-t", "PD", "-o", "%E").splitlines()
-    assert sum(f"aftercorr:{sft}" in line for line in waiting) >= 6
+    said_by(run.call("cancel", str(layouts[1].root), "--now"))
+    again = said_by(run.submit(*asked))
+    assert again.count("kept     ") == 1
+    numbers = [{one.job_id for one in read_submissions(paths.submissions)} for paths in layouts]
+    assert [len(ids) for ids in numbers] == [4, 8]
     wait_for(lambda: all(paths.sft_export.exists() for paths in layouts), 200)
     finals = [read_readable_records(paths.sft_metrics)[-1]["loss"] for paths in layouts]
     assert finals[0] != finals[1]
-    # Each run's own script works under another number, outside of the array.
-    alone = layouts[1].jobs_dir / "sft" / "job.sbatch"
-    job = cluster.slurm("sbatch", "--parsable", "--partition=priority", str(alone))
-    assert cluster.await_end(job) == "COMPLETED"
 
 
 def test_scripts_of_a_site_pass_sbatchs_own_check(cluster: Devcluster, run: Submitting) -> None:

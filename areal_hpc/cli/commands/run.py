@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from pathlib import Path
@@ -75,7 +76,7 @@ def add_commands(commands: CommandGroup) -> None:
         metavar="JOBID",
         help=help_,
     )
-    help_ = "sweep: one run per value, as job arrays, each with its own trial_name"
+    help_ = "sweep: one run per value, each with its own trial_name"
     submit.add_argument("--sweep", metavar="KEY=V1,V2,...", help=help_)
 
 
@@ -157,8 +158,9 @@ def _submit_recipe(arguments: argparse.Namespace) -> int:
 
 
 def _submit_sweep(arguments: argparse.Namespace) -> int:
-    from areal_hpc.launch.sweep import build_array_requests, parse_sweep, submit_sweep
-    from areal_hpc.launch.terminal import format_next_command, say
+    from areal_hpc.launch.slurm_requests import build_remaining_job_requests
+    from areal_hpc.launch.sweep import load_sweep, submit_sweep
+    from areal_hpc.launch.terminal import get_program_command, say
     from areal_hpc.recipe.loading import load_recipe
     from areal_hpc.view.dry_run import format_dry_run
 
@@ -169,17 +171,16 @@ def _submit_sweep(arguments: argparse.Namespace) -> int:
                 f"--{shown} works for a single run, not with --sweep", hint="leave one out"
             )
 
-    def read(further: Sequence[str]) -> Recipe:
+    def load(further: Sequence[str]) -> Recipe:
         return load_recipe(arguments.recipe, [*arguments.overrides, *further], arguments.site)
 
-    sweep = parse_sweep(read, arguments.sweep)
+    runs = load_sweep(load, arguments.sweep)
     if arguments.dry_run:
-        requests = build_array_requests(sweep, Path.cwd(), arguments.after)
-        print(format_dry_run(sweep.array_paths, requests, len(sweep.runs)), end="")
+        for run in runs:
+            requests = build_remaining_job_requests(run, Path.cwd(), arguments.after)
+            print(format_dry_run(RunPaths(run.run_dir.resolve()), requests), end="")
         return 0
-    for run in sweep.runs:
-        print(f"run      {run.run_dir.resolve()}", flush=True)
-    submit_sweep(sweep, print_line=say, after=arguments.after, fresh=arguments.fresh)
-    first = RunPaths(sweep.runs[0].run_dir.resolve())
-    print(f"next     squeue --me\n         {format_next_command('status', first)}")
+    submit_sweep(runs, print_line=say, after=arguments.after, fresh=arguments.fresh)
+    print("next     squeue --me")
+    print(f"         {get_program_command()} list {shlex.quote(str(runs[0].run_dir.parent))}")
     return 0

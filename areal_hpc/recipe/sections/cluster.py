@@ -22,7 +22,7 @@ SlurmFlags = dict[FlagName, StrictBool | int | str]
 """Name of an option without its dashes -> its value; true for an option without one, false for one
 that stays out."""
 _REFUSED_SBATCH_FLAGS = {
-    "array": "`areal-hpc submit --sweep KEY=V1,V2` submits runs as arrays",
+    "array": "`areal-hpc submit --sweep KEY=V1,V2` submits several runs",
     "clusters": "jobs of a run are watched and requeued on one cluster; submit on that one",
     "cluster-constraint": "federations are not supported; submit on one cluster",
     "het-group": "each job of a run is one of its own; `jobs.trainer` and `jobs.cell` tell them "

@@ -99,8 +99,6 @@ class RunContext:
     mounted: tuple[Path, ...] = ()
     """Further paths that a container must see."""
     excluded_nodes: tuple[str, ...] = ()
-    is_array: bool = False
-    """Every job is an array over several runs."""
 
 
 def build_job_requests(
@@ -228,11 +226,10 @@ def _build_job_request(
 
 
 def _build_setup_lines(options: JobOptions, folder: Path, run_context: RunContext) -> list[str]:
-    lines = list(options.setup or ())
-    if not run_context.is_array:  # a job that submits this script again gets another number
-        link = shlex.quote(str(folder)) + '/"$SLURM_JOB_ID"_submitted.pkl'
-        lines += [
-            "unset SLURM_ARRAY_JOB_ID SLURM_ARRAY_TASK_ID",
-            f"ln -s {PAYLOAD_FILE} {link} 2>/dev/null || true",
-        ]
-    return lines
+    # A job that submits this script again gets another number.
+    link = shlex.quote(str(folder)) + '/"$SLURM_JOB_ID"_submitted.pkl'
+    return [
+        *(options.setup or ()),
+        "unset SLURM_ARRAY_JOB_ID SLURM_ARRAY_TASK_ID",
+        f"ln -s {PAYLOAD_FILE} {link} 2>/dev/null || true",
+    ]

@@ -11,7 +11,7 @@ from areal_hpc.jobs.environment import get_interpreters
 from areal_hpc.launch.plan import plan_run
 from areal_hpc.launch.prepared_run import PreparedRun
 from areal_hpc.launch.slurm_requests import build_remaining_job_requests, build_slurm_launch_file
-from areal_hpc.launch.sweep import build_array_requests, parse_sweep
+from areal_hpc.launch.sweep import load_sweep
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.jobs import EXCLUDED_NODE_LIFETIME_S, ExcludedNode, add_excluded_node
@@ -57,14 +57,6 @@ def test_one_of_the_successors_of_sft_is_enough_for_those_that_wait_for_it(tmp_p
     assert f"{own} {tmp_path}/jobs/sft/job.sbatch\n" in shown
     assert "sbatch --dependency=afternotok:TRAINER_JOBID " in shown
     assert "  8 jobs, " in shown
-
-
-def test_a_sweep_has_no_successors(tmp_path: Path) -> None:
-    def load(overrides: Sequence[str]) -> Recipe:
-        return recipe(tmp_path, "cluster.slurm.successors=1", *overrides)
-
-    with pytest.raises(RecipeError, match=r"have no successors"):
-        parse_sweep(load, "sft.optimizer.lr=1e-3,3e-3")
 
 
 def test_what_is_done_is_not_submitted_again(tmp_path: Path) -> None:
@@ -133,46 +125,16 @@ def test_a_mount_that_pyxis_would_split_is_refused(tmp_path: Path) -> None:
         build_remaining_job_requests(recipe(tmp_path, images), HERE)
 
 
-def sweep_of(fileroot: Path, array: str) -> list[str]:
-    def read(further: Sequence[str]) -> Recipe:
-        return recipe(fileroot, *further)
-
-    sweep = parse_sweep(read, array)
-    scripts = [
-        render_script(request, len(sweep.runs)) for request in build_array_requests(sweep, HERE, ())
-    ]
-    assert all("#SBATCH --array=0-2%3" in script for script in scripts)
-    assert "--dependency=aftercorr:SFT_JOBID" in scripts[-1]
-    return [run.trial_name for run in sweep.runs]
+def sweep_of(fileroot: Path, asked: str) -> list[str]:
+    return [run.trial_name for run in load_sweep(lambda more: recipe(fileroot, *more), asked)]
 
 
-def test_runs_of_a_sweep_are_named_by_value_beside_its_own_directory(tmp_path: Path) -> None:
+def test_runs_of_a_sweep_are_named_by_value(tmp_path: Path) -> None:
     names = sweep_of(tmp_path, "trainer.optimizer.lr=1e-5,2e-5, 4e-5")
     assert names == ["slurm-lr-1e-5", "slurm-lr-2e-5", "slurm-lr-4e-5"]
-    path = RunPaths(recipe(tmp_path).run_dir).recipe
-    path.parent.mkdir(parents=True)
-    path.touch()
-    with pytest.raises(RecipeError, match="give the sweep another trial_name"):
-        sweep_of(tmp_path, "seed=1,2,3")
 
 
-def test_runs_of_a_sweep_that_are_not_equally_far_are_named(tmp_path: Path) -> None:
-    ahead = RunPaths(recipe(tmp_path).run_dir.with_name("slurm-seed-2"))
-    ahead.sft_export.mkdir(parents=True)
-    said = "slurm-seed-1 has sft and train left, slurm-seed-2 has train left, slurm-seed-3 has sft"
-    with pytest.raises(RecipeError, match=said):
-        sweep_of(tmp_path, "seed=1,2,3")
-
-
-@pytest.mark.parametrize(
-    ("array", "said"),
-    [
-        *((array, "expected a key and different values") for array in ("seed", "seed=", "=1,2")),
-        ("seed=1,1", "expected a key and different values"),
-        ("inference.cells=1,2,3", "must request the same resources"),
-        ("cluster.slurm.qos=a,b,c", "must request the same resources"),
-    ],
-)
-def test_what_is_no_sweep_is_refused(tmp_path: Path, array: str, said: str) -> None:
-    with pytest.raises(RecipeError, match=said):
-        sweep_of(tmp_path, array)
+@pytest.mark.parametrize("asked", ["seed", "seed=", "=1,2", "seed=1,1"])
+def test_what_is_no_sweep_is_refused(tmp_path: Path, asked: str) -> None:
+    with pytest.raises(RecipeError, match="expected a key and different values"):
+        sweep_of(tmp_path, asked)

@@ -4,15 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.rundir.jobs import (
-    ArrayMembership,
-    Submission,
-    record_submission,
-    write_array_membership,
-)
+from areal_hpc.rundir.jobs import Submission, record_submission
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.slurm.queue import QueuePoller
-from areal_hpc.slurm.run_jobs import find_original, list_live_jobs, list_unrecorded_live_jobs
+from areal_hpc.slurm.run_jobs import find_original, list_live_jobs
 from areal_hpc.view.state.jobs import (
     build_run_jobs,
     fetch_run_jobs,
@@ -42,24 +37,6 @@ def test_a_job_that_held_itself_waits_for_its_user_as_one_that_was_submitted_hel
     slurm.answer("squeue", f'case "$*" in *--jobs=7) echo "{row}";; esac')
     (job,) = list_live_jobs(paths)
     assert job.is_held == is_held
-
-
-def test_a_member_of_another_sweep_of_the_same_recipe_is_no_job_of_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Arrays of both have the same name and directory, and members of both have the same index."""
-    place = tmp_path / "quickstart" / "base"
-    paths = RunPaths(tmp_path / "quickstart" / "base-lr-1e-5")
-    membership = ArrayMembership(str(place), "quickstart-base-trainer", 0, "aaaaaaaa")
-    write_array_membership(paths.job("trainer"), membership)
-    slurm = ScriptedSlurm(tmp_path, monkeypatch)
-    rows = "\n".join(
-        f"{number}_0|RUNNING|None|n01|N/A|N/A|0|0|quickstart-base-trainer.{token}"
-        f"|{place} token={token}|"
-        for number, token in ((70, "aaaaaaaa"), (80, "bbbbbbbb"))
-    )
-    slurm.answer("squeue", f'echo "{rows}"')
-    assert [one.slurm_record.job_id for one in list_unrecorded_live_jobs(paths)] == ["70_0"]
 
 
 def test_the_jobs_of_a_run_are_not_those_of_a_copy_of_its_folder(

@@ -133,7 +133,7 @@ def test_flags_that_are_none_are_refused() -> None:
 @pytest.mark.parametrize(
     ("flag", "said"),
     [
-        ("array", "submits runs as arrays"),
+        ("array", "submits several runs"),
         ("clusters", "on one cluster"),
         ("cluster-constraint", "federations are not supported"),
         ("comment", "found by their comments"),
