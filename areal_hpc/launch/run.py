@@ -23,10 +23,8 @@ from areal_hpc.launch.terminal import (
 )
 from areal_hpc.recipe.loading import load_recipe, merge_overrides
 from areal_hpc.recipe.recipe import Recipe
-from areal_hpc.rundir.atomic import write_atomic
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.slurm.allocation import read_allocation
-from areal_hpc.view.report.curves import render_learning_curve
 from areal_hpc.view.state.live_progress import LiveReporter, PlainReporter
 from areal_hpc.view.state.run_state import read_run_snapshot
 from areal_hpc.view.state.summary import summarize_run
@@ -105,7 +103,6 @@ def run(
                 allocation=allocation,
             )
     except errors.RunInterruptedError:
-        save_learning_curve(paths)
         print("stopped; run the same command again to resume")
         return _read_run_result(paths, "interrupted")
     return _report_finished_run(paths)
@@ -160,8 +157,6 @@ def report_if_finished(recipe: Recipe, paths: RunPaths, new_run_hint: str = FRES
     if not is_run_finished(recipe, paths):
         return False
     refuse_other_recipe_of_finished_run(recipe, paths)
-    if not paths.learning_curve.exists():  # a run under Slurm that nobody waited for
-        save_learning_curve(paths)
     print(summarize_run(paths, read_run_snapshot(paths), get_program_command()))
     print(f"\nthis run is finished; {new_run_hint}")
     return True
@@ -181,20 +176,6 @@ def open_progress_reporter(
         reporter.close()
 
 
-def save_learning_curve(paths: RunPaths) -> None:
-    """Draw the run's learning curve into its directory.
-
-    Nothing ends for want of a picture: where the storage does not take it, a line says so.
-    Only commands that train call this: those that look at a run may have no right to write there.
-    """
-    svg = render_learning_curve(read_run_snapshot(paths).steps, paths.run_name)
-    if svg is not None:
-        try:
-            write_atomic(paths.learning_curve, svg.encode())
-        except OSError as error:
-            say(f"the learning curve was not drawn: {error.strerror}: {paths.learning_curve}")
-
-
 def load_with_overrides(recipe: Recipe | Path | str, overrides: Mapping[str, Any]) -> Recipe:
     """A recipe with other values of its keys, which are what they are: no text is read as YAML."""
     texts = {key: json.dumps(value, default=str) for key, value in overrides.items()}
@@ -208,7 +189,6 @@ def load_with_overrides(recipe: Recipe | Path | str, overrides: Mapping[str, Any
 
 
 def _report_finished_run(paths: RunPaths) -> RunResult:
-    save_learning_curve(paths)
     print(summarize_run(paths, read_run_snapshot(paths), get_program_command()))
     return _read_run_result(paths, "finished")
 

@@ -1,21 +1,18 @@
-"""Comparison of runs, and of a recipe with the defaults."""
+"""Comparison of runs."""
 
 import contextlib
 import math
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic_core import PydanticUndefined, to_jsonable_python
-
 from areal_hpc.errors import ArealError, ClusterError
 from areal_hpc.metrics.step_line import format_metric
-from areal_hpc.recipe.base import BaseConfig, get_section_class, rank_section
+from areal_hpc.recipe.base import rank_section
 from areal_hpc.recipe.loading import flatten_keys, flatten_keys_hiding_private_values
-from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.slurm.queue import QueuePoller, QueueSnapshot, SlurmJobRecord, query_squeue_of_user
 from areal_hpc.slurm.run_jobs import list_recorded_job_ids, list_unrecorded_live_jobs
@@ -154,40 +151,3 @@ def label_differing_keys(recipes: Sequence[Mapping[str, Any]]) -> list[tuple[str
         (key, last if lasts.count(last) == 1 else key)
         for key, last in zip(keys, lasts, strict=True)
     ]
-
-
-def find_changed_keys(recipe: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Keys that differ from their default, with the default and the value as text."""
-    for key, value in flatten_keys_hiding_private_values(recipe).items():
-        default = _find_default(key)
-        if default is PydanticUndefined:
-            if value is not None:
-                yield key, "(to be given)", format_setting(value)
-        elif to_jsonable_python(default, fallback=str) != to_jsonable_python(value, fallback=str):
-            yield key, format_setting(default), format_setting(value)
-
-
-def _find_default(key: str) -> Any:
-    """`PydanticUndefined` for a key that must be given, or that this version does not know."""
-    holder: type[BaseConfig] | BaseConfig | None = Recipe
-    found: Any = PydanticUndefined
-    for name in key.split("."):
-        class_ = type(holder) if isinstance(holder, BaseConfig) else holder
-        field = class_.model_fields.get(name) if class_ else None
-        if field is None:
-            return PydanticUndefined
-        if isinstance(holder, BaseConfig):
-            found = getattr(holder, name)
-        else:
-            found = field.get_default(call_default_factory=True, validated_data={})
-        holder = found if isinstance(found, BaseConfig) else get_section_class(field.annotation)
-    return found
-
-
-def format_setting(value: Any) -> str:
-    """A value as a recipe would state it."""
-    if value is None:
-        return "null"
-    if value == "":
-        return "''"
-    return str(value).lower() if isinstance(value, bool) else str(value)

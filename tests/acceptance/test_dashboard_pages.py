@@ -36,10 +36,10 @@ class Elements(HTMLParser):
 
 @pytest.fixture
 def browse(tmp_path: Path) -> Browse:
-    """Open a page of a bundle in Chromium; the elements that it then has."""
+    """Open a page of a report in Chromium; the elements that it then has."""
 
-    def open_page(bundle: Path, page: str, *options: str, **query: str) -> str:
-        address = f"{(bundle / 'index.html').as_uri()}#/{page}?{urlencode(query)}"
+    def open_page(report: Path, page: str, *options: str, **query: str) -> str:
+        address = f"{report.as_uri()}#/{page}?{urlencode(query)}"
         flags = ("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars")
         profile = f"--user-data-dir={tmp_path / 'profile'}"
         ended = subprocess.run(
@@ -54,20 +54,20 @@ def browse(tmp_path: Path) -> Browse:
     return open_page
 
 
-def bundle_of(run: RunPaths, tmp_path: Path) -> Path:
-    folder = tmp_path / "pages"
+def report_on(run: RunPaths, tmp_path: Path) -> Path:
+    out = tmp_path / "report.html"
     environ = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    said_by(areal_hpc("view", run.root, "--bundle", folder, environ=environ))
-    return folder
+    said_by(areal_hpc("report", run.root, "--out", out, environ=environ))
+    return out
 
 
 def test_nothing_that_an_agent_wrote_runs_or_becomes_an_element(
     tmp_path: Path, browse: Browse
 ) -> None:
     run = make_run(tmp_path / "runs")
-    bundle = bundle_of(run, tmp_path)
-    shown = browse(bundle, "trajectory", run="shown/run", row="cell-0-000001.h5/0")
-    for page in (shown, browse(bundle, "trajectories", run="shown/run")):
+    report = report_on(run, tmp_path)
+    shown = browse(report, "trajectory", run="shown/run", row="cell-0-000001.h5/0")
+    for page in (shown, browse(report, "trajectories", run="shown/run")):
         title = re.search(r"<title>(.*?)</title>", page)
         assert title
         assert "pwned" not in title[1]
@@ -85,16 +85,18 @@ def test_pages_of_a_whole_run_show_it_at_both_widths_in_light_and_dark(
 ) -> None:
     """Screenshots go to docs/images, where a change of them is seen."""
     run = RunPaths(unpack_kept_run(tmp_path))
-    bundle = bundle_of(run, tmp_path)
+    report = report_on(run, tmp_path)
     name = f"{run.root.parent.name}/{run.root.name}"
-    overview = browse(bundle, "overview", run=name)
+    overview = browse(report, "overview", run=name)
     assert overview.count("<path") >= 8, "curves"
     assert "reward" in overview
-    metrics = browse(bundle, "metrics", run=name)
+    metrics = browse(report, "metrics", run=name)
     assert metrics.count("<figure") >= 40
-    rows = browse(bundle, "trajectories", run=name, sort="reward")
+    rows = browse(report, "trajectories", run=name, sort="reward")
     assert rows.count("<tr") > 100
-    evaluations = browse(bundle, "evaluations", run=name)
+    summary = browse(report, "summary", run=name)
+    assert "trained_once=" in summary
+    evaluations = browse(report, "evaluations", run=name)
     assert evaluations.count("<path") == evaluations.count("<polygon") == 1, "mean and interval"
     assert evaluations.count("<tr") > 5, "tasks that changed"
     IMAGES.mkdir(exist_ok=True)
@@ -107,5 +109,5 @@ def test_pages_of_a_whole_run_show_it_at_both_widths_in_light_and_dark(
         ("view_trajectories.png", "trajectories", "1340,800", ()),
     ):
         picture = f"--screenshot={IMAGES / file}"
-        browse(bundle, page, picture, f"--window-size={size}", *further, run=name)
+        browse(report, page, picture, f"--window-size={size}", *further, run=name)
         assert (IMAGES / file).stat().st_size > 20_000

@@ -10,7 +10,7 @@ import pytest
 
 from areal_hpc.cli.main import main
 from areal_hpc.recipe import reference
-from areal_hpc.view.report import content
+from areal_hpc.view.dashboard import report
 
 
 def test_characters_that_a_locale_lacks_are_spelled_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,11 +26,11 @@ def test_characters_that_a_locale_lacks_are_spelled_out(monkeypatch: pytest.Monk
 def test_full_storage_is_an_error_without_a_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fill_disk(runs: object, out: Path) -> None:
+    def fill_disk(runs: object, out: Path, cache_dir: Path) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     (tmp_path / "recipe.yaml").touch()
-    monkeypatch.setattr(content, "write_report", fill_disk)
+    monkeypatch.setattr(report, "write_report", fill_disk)
     with pytest.raises(SystemExit) as ended:
         main(["report", str(tmp_path), "--out", str(tmp_path / "report.html")])
     assert ended.value.code == 75

@@ -1,14 +1,9 @@
 """Progress lines: each finished step once, also over resumes and fresh starts."""
 
-import errno
-import os
-from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 
 from areal_hpc.evaluation.ticket_numbers import STEP_OF_LOADED_WEIGHTS, get_ticket_id_in_evaluation
-from areal_hpc.launch import run
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.rundir.jsonl import append_line
 from areal_hpc.rundir.manifests import EvaluatedTicket, append_evaluated_ticket
@@ -104,24 +99,6 @@ def test_a_line_is_printed_as_it_is(
     line = "the agent raised [bold]KeyError[/bold] at /a/agent.py:100: :bug: " + 200 * "x"
     reporter.print_line(line)
     assert capsys.readouterr().out == f"{line}\n"
-
-
-def test_a_learning_curve_that_the_storage_does_not_take_ends_nothing(
-    paths: RunPaths, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fill_disk(path: Path, content: bytes) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    append_line(paths.metrics, {"step": 1, **STEP})
-    with monkeypatch.context() as full:
-        full.setattr(run, "write_atomic", fill_disk)
-        run.save_learning_curve(paths)
-    assert "the learning curve was not drawn: No space left on device" in capsys.readouterr().out
-    run.save_learning_curve(paths)
-    root = ElementTree.fromstring(paths.learning_curve.read_text())
-    assert [one.text for one in root if one.tag.endswith("text")][1:] == [
-        *("training batch (sampled)", "held-out tasks")
-    ]
 
 
 def test_a_panel_goes_whatever_its_last_look_meets(paths: RunPaths) -> None:

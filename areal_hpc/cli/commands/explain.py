@@ -88,39 +88,22 @@ def _add_view_commands(commands: CommandGroup) -> None:
         help="show runs in a browser: curves, conversations, tokens",
         description="Serve pages about the runs of a file root, from their files alone, to a "
         "browser on this machine or through the ssh tunnel that is printed. The address holds a "
-        "secret. With --bundle, write the pages of one run into a folder and end.",
-        example="areal-hpc view runs\nareal-hpc view runs/quickstart/demo --bundle demo-pages",
+        "secret. areal-hpc report writes the same pages into a file.",
+        example="areal-hpc view runs",
     )
     place = "a file root, an experiment's directory or a run's; default %(default)s"
     view.add_argument("place", type=Path, nargs="?", default=Path("runs"), help=place)
     view.add_argument("--port", type=int, help="default: a free one, the same the next time")
-    bundle = "a new folder for pages that need no server"
-    view.add_argument("--bundle", type=Path, metavar="DIR", help=bundle)
 
 
 def _show_dashboard(arguments: argparse.Namespace) -> int:
-    from areal_hpc.rundir.paths import list_runs
-    from areal_hpc.view.dashboard.bundle import write_bundle
     from areal_hpc.view.dashboard.server import serve_dashboard
-    from areal_hpc.view.transcripts.row_index import get_cache_dir
 
-    runs = list_runs(arguments.place)
-    if not arguments.bundle:
-        if not arguments.place.is_dir():
-            raise RecipeError(
-                f"there is no directory {arguments.place}", hint="give a file root or a run"
-            )
-        serve_dashboard(
-            arguments.place.resolve(), arguments.port, lambda line: print(line, flush=True)
-        )
-        return 0
-    if len(runs) != 1:
+    if not arguments.place.is_dir():
         raise RecipeError(
-            f"--bundle takes one run, {arguments.place} has {len(runs)}",
-            hint="give a run's directory",
+            f"there is no directory {arguments.place}", hint="give a file root or a run"
         )
-    count = write_bundle(runs[0], arguments.bundle, get_cache_dir())
-    print(f"{arguments.bundle / 'index.html'}: {count} conversations")
+    serve_dashboard(arguments.place.resolve(), arguments.port, lambda line: print(line, flush=True))
     return 0
 
 
@@ -129,10 +112,9 @@ def _add_report_commands(commands: CommandGroup) -> None:
         "report",
         _write_report,
         help="write one HTML file on a run, or on several beside one another",
-        description="Write a report that needs no network: what the recipe changes, curves, "
-        "efficiency, restarts, audit, held-out rewards task by task, good, bad and typical "
-        "episodes, provenance. Values of the recipe that may be secrets are left out; "
-        "conversations are in it.",
+        description="Write the pages of areal-hpc view into one file that needs neither a server "
+        "nor a network: curves, audit, answers, launches, held-out rewards task by task, up to 500 "
+        "conversations. Values of the recipe that may be secrets are left out.",
         example="areal-hpc report runs/quickstart/demo\n"
         "areal-hpc report runs/sweep/a runs/sweep/b --out sweep.html",
     )
@@ -156,12 +138,13 @@ def _add_report_commands(commands: CommandGroup) -> None:
 
 
 def _write_report(arguments: argparse.Namespace) -> int:
-    from areal_hpc.view.report.content import write_report
+    from areal_hpc.view.dashboard.report import write_report
+    from areal_hpc.view.transcripts.row_index import get_cache_dir
 
     runs = [parse_run_dir(path) for path in arguments.runs]
     out = arguments.out or Path(f"{runs[0].run_name.replace('/', '-')}-report.html")
-    write_report(list(dict.fromkeys(runs)), out)
-    print(f"{out}: {out.stat().st_size / 1024:.0f} KiB")
+    count = write_report(list(dict.fromkeys(runs)), out, get_cache_dir())
+    print(f"{out}: {count} conversations, {out.stat().st_size / 2**20:.1f} MiB")
     return 0
 
 

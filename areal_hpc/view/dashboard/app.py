@@ -30,6 +30,7 @@ from areal_hpc.view.dashboard.evaluation_page import (
     label_evaluation_rows,
     list_set_names,
 )
+from areal_hpc.view.dashboard.summary_page import describe_summary
 from areal_hpc.view.dashboard.timeline_page import describe_timeline
 from areal_hpc.view.transcripts.row_index import RowIndex
 
@@ -86,6 +87,7 @@ class DashboardApp:
         self._pages: dict[str, Callable[[Query], Any]] = {
             "data/runs": self._list_runs,
             "data/overview": self._describe_overview,
+            "data/summary": lambda query: describe_summary(self._find_run(query)),
             "data/metrics": lambda query: run_pages.describe_metrics(self._find_run(query)),
             "data/evaluations": lambda query: build_evaluation_sets_page(self._find_run(query)),
             "data/timeline": lambda query: describe_timeline(self._find_run(query), query),

@@ -11,6 +11,7 @@ from areal_hpc.metrics.step_phases import compute_time_shares_by_system_part
 from areal_hpc.rundir.jsonl import JsonRow
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.answers.slow_run import explain_slow_run
+from areal_hpc.view.dashboard.summary_page import describe_answer
 from areal_hpc.view.timing.timeline import (
     TRAINER_PROCESS,
     Slice,
@@ -199,8 +200,6 @@ def list_longest_slices(timeline: Timeline) -> list[JsonObject]:
 @lru_cache(maxsize=16)
 def _explain_slow_run_once(paths: RunPaths, _metrics_bytes: int) -> JsonObject:
     try:
-        answer = explain_slow_run(paths)
+        return describe_answer(explain_slow_run(paths))
     except ArealError as error:
-        return {"headline": f"cannot be told: {error}", "findings": []}
-    findings = [{"text": one.text, "page": one.page} for one in answer.findings]
-    return {"headline": answer.headline, "findings": findings}
+        return {"headline": f"cannot be told: {error}", "findings": [], "hints": []}

@@ -191,8 +191,6 @@ def summarize_run(paths: RunPaths, snapshot: RunSnapshot, program: str) -> str:
         f"{spanning} replies contain tokens of two weight versions",
         f"  run directory     {root}",
     ]
-    if paths.learning_curve.exists():
-        lines.append(f"  learning curve    {shown_as.learning_curve}")
     if exported.is_dir():
         lines.append(f"  trained model     {exported}")
     tensorboard = Path(shlex.split(program)[0]).with_name("tensorboard")

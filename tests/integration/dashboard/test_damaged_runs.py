@@ -1,6 +1,8 @@
 """Pages of runs whose files are damaged or missing: the rest is shown, and the damage named."""
 
 import asyncio
+import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,31 +14,35 @@ import pytest
 from areal_hpc.rundir.manifests import EvaluationResult, write_evaluation
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.dashboard.app import DashboardApp
-from areal_hpc.view.dashboard.bundle import write_bundle
+from areal_hpc.view.dashboard.report import write_report
 from tests.support.dashboard_run import make_run
 
 SECRET = "s" * 32
 ROW = "cell-0-000000.h5/5"
 """Of an evaluation."""
-PAGES = ("runs", "overview", "metrics", "evaluations", "timeline", "rows", "failures", "trajectory")
+PAGES = (
+    *("runs", "overview", "summary", "metrics", "evaluations", "timeline", "rows", "failures"),
+    "trajectory",
+)
 BINARY = bytes(range(256)) * 20
 OTHER_VERSION = "trainer: {total_steps: many}\nevaluation: 5\nmodel: 5\n"
 
+RECIPE_PAGES = {"overview", "summary"}
 DAMAGE: dict[str, tuple[Callable[[RunPaths], Any], set[str]]] = {
     # what happens to the run, and the pages that can but say so
-    "recipe cut": (lambda run: run.recipe.write_text("trainer: ["), {"overview"}),
-    "recipe empty": (lambda run: run.recipe.write_text(""), {"overview"}),
-    "recipe binary": (lambda run: run.recipe.write_bytes(BINARY), {"overview"}),
+    "recipe cut": (lambda run: run.recipe.write_text("trainer: ["), RECIPE_PAGES),
+    "recipe empty": (lambda run: run.recipe.write_text(""), RECIPE_PAGES),
+    "recipe binary": (lambda run: run.recipe.write_bytes(BINARY), RECIPE_PAGES),
     "recipe of another version": (lambda run: run.recipe.write_text(OTHER_VERSION), {"overview"}),
     "metrics missing": (lambda run: run.metrics.unlink(), {"timeline"}),
     "metrics binary": (lambda run: run.metrics.write_bytes(BINARY), {"timeline"}),
     "metrics without steps": (
         lambda run: run.metrics.write_text('{"reward/mean": 1}\n'),
-        {"overview", "metrics", "timeline"},
+        {"overview", "summary", "metrics", "timeline"},
     ),
     "metrics of another version": (
         lambda run: run.metrics.write_text('{"step": 1}\n{"step": "two"}\n'),
-        {"overview", "metrics", "timeline"},
+        {"overview", "summary", "metrics", "timeline"},
     ),
     "spans binary": (lambda run: write_spans(run, BINARY), set()),
     "spans of another version": (lambda run: write_spans(run, b'[1]\n{}\n{"type":5}\n'), set()),
@@ -98,24 +104,18 @@ async def ask_all_pages(app: DashboardApp) -> dict[str, httpx.Response]:
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_bundle_has_what_is_whole_and_names_what_is_not(
+def test_a_report_has_what_is_whole_and_names_what_is_not(
     damage: str, run: RunPaths, tmp_path: Path
 ) -> None:
     act, told = DAMAGE[damage]
     act(run)
-    count = write_bundle(run, tmp_path / "pages", tmp_path / "cache")
-    assert count == (0 if "shards" in damage else 9)
-    pages = {one: tmp_path / "pages" / f"{one}.data.js" for one in PAGES if one != "trajectory"}
-    errors = {page for page, path in pages.items() if f'"{page}",{{"error"' in path.read_text()}
+    out = tmp_path / "report.html"
+    assert write_report([run], out, tmp_path / "cache") == (0 if "shards" in damage else 9)
+    data = re.search(r'id="report">(.*?)</script>', out.read_text())
+    assert data
+    pages = json.loads(data[1])["runs"]["shown/run"]
+    errors = {page for page, content in pages.items() if "error" in content}
     assert errors == told - {"trajectory"}
-
-
-def test_a_bundle_that_fails_leaves_no_folder(run: RunPaths, tmp_path: Path) -> None:
-    cache = tmp_path / "cache"
-    cache.write_text("no folder")
-    with pytest.raises(FileExistsError):
-        write_bundle(run, tmp_path / "pages", cache)
-    assert {one.name for one in tmp_path.iterdir()} == {"runs", "cache"}
 
 
 def test_a_damaged_page_that_is_asked_for_again_is_logged_once(

@@ -1,8 +1,11 @@
-"""`areal-hpc view`: its server over HTTP, its index, its bundle."""
+"""`areal-hpc view` and `report`: the server over HTTP, the index, the file."""
 
+import base64
+import hashlib
 import json
 import os
 import re
+import shlex
 import signal
 import stat
 from collections.abc import Iterator
@@ -236,7 +239,7 @@ def test_a_run_is_only_read(url: str, run: RunPaths) -> None:
         return {one: (one.stat().st_size, one.stat().st_mtime_ns) for one in files}
 
     before = list_files()
-    for page in ("runs", "overview", "metrics", "rows", "failures"):
+    for page in ("runs", "overview", "summary", "metrics", "rows", "failures"):
         ask(url, page)
     assert list_files() == before
 
@@ -328,18 +331,30 @@ def test_steps_of_rows_come_from_the_batches_of_a_whole_run(tmp_path: Path) -> N
         assert {1, 12} <= steps
 
 
-def test_a_bundle_holds_the_pages_of_one_run(
+def test_a_report_holds_the_pages_of_runs_in_one_private_file(
     run: RunPaths, tmp_path: Path, environ: dict[str, str]
 ) -> None:
-    folder = tmp_path / "pages"
-    made = areal_hpc("view", run.root, "--bundle", folder, environ=environ)
+    out = tmp_path / "report.html"
+    launch = {"attempt": 1, "time": "2026-01-01T00:00:00+00:00", "command": [INJECTIONS[0]]}
+    run.provenance.write_text(json.dumps({"launches": [launch]}))
+    other = make_run(tmp_path / "others")
+    made = areal_hpc("report", run.root, other.root, "--out", out, environ=environ)
     assert made.returncode == 0, made.stderr
-    assert "9 conversations" in made.stdout
-    scripts = re.findall(r'<script src="([^"]+)"', (folder / "index.html").read_text())
-    assert all((folder / name).is_file() for name in scripts)
-    assert len(list((folder / "rows").iterdir())) == 9
-    written = b"".join(path.read_bytes() for path in folder.rglob("*") if path.is_file())
-    assert b"trainer.total_steps" in written
-    assert SECRET.encode() not in written
-    again = areal_hpc("view", run.root, "--bundle", folder, environ=environ)
+    assert "18 conversations" in made.stdout
+    assert stat.S_IMODE(out.stat().st_mode) == 0o600
+    html = out.read_text()
+    assert SECRET not in html
+    assert not re.search(r'\b(src|href)="(?!data:,|#main)', html), "it loads nothing"
+    (policy,) = re.findall(r'Content-Security-Policy" content="([^"]+)"', html)
+    style, data, script = re.findall(r"<(?:style|script)[^>]*>(.*?)</(?:style|script)>", html, re.S)
+    for kind, content in (("style", style), ("script", script)):
+        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+        assert f"{kind}-src 'sha256-{digest}'" in policy
+    report = json.loads(data)
+    assert [one["name"] for one in report["list"]["runs"]] == [str(run.root), str(other.root)]
+    pages = report["runs"][str(run.root)]
+    assert "trained_once=" in pages["summary"]["audit"][0]
+    assert ["command", shlex.quote(INJECTIONS[0])] in pages["summary"]["launches"][0]
+    assert len(pages["trajectories"]) == len(pages["rows"]["rows"]) == 9
+    again = areal_hpc("report", run.root, "--out", out, environ=environ)
     assert (again.returncode, "exists" in again.stderr) == (78, True)

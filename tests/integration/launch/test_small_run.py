@@ -88,7 +88,6 @@ def test_the_run_directory_tells_how_it_came_about(finished: SmallRun) -> None:
     assert launch["user_code"]["packages"] == ["examples"]
     assert "recipes/quickstart.yaml" in launch["command"]
     assert paths.recipe.exists()
-    assert "held-out tasks" in paths.learning_curve.read_text()
     assert list(paths.tensorboard_dir.glob("quickstart-demo/events*"))
     assert (paths.export_dir("step_00000003") / "model.safetensors.index.json").exists() or list(
         paths.export_dir("step_00000003").glob("*.safetensors")

@@ -1,11 +1,13 @@
 "use strict";
-// Data of the pages: from the server, or from the scripts of a bundle.
+// Data of the pages: from the server, or from the file itself if it is a report.
 
-const isBundle = "bundle" in window;
+const reportData = document.getElementById("report");
+const report = reportData && JSON.parse(reportData.textContent);
+const isReport = report !== null;
 
 /** The JSON of a page of data. Raises an Error whose message is for the reader. */
 async function fetchData(page, query = {}) {
-  if (isBundle) return findBundled(page, query);
+  if (isReport) return findReported(page, query);
   const given = Object.entries(query).filter(([, value]) => value !== "" && value !== undefined && value !== null);
   const answer = await fetch(`data/${page}?${new URLSearchParams(given)}`);
   const content = await answer.json().catch(() => ({ error: `the server answered ${answer.status}` }));
@@ -13,26 +15,20 @@ async function fetchData(page, query = {}) {
   return content;
 }
 
-async function findBundled(page, query) {
-  if (page !== "trajectory") {
-    if (window.bundle[page].error) throw new Error(window.bundle[page].error);
-    if (page !== "rows" || !query.sort) return window.bundle[page];
-    const sign = query.order === "up" ? 1 : -1;
-    const value = (row) => row[query.sort];
-    const rows = [...window.bundle.rows.rows].sort((a, b) =>
-      (value(a) === null) - (value(b) === null) || sign * (value(a) > value(b) ? 1 : value(a) < value(b) ? -1 : 0));
-    return { ...window.bundle.rows, rows };
-  }
-  if (!window.bundle.rows.rows.some((row) => nameRow(row) === query.row)) throw new Error("this conversation is not in the bundle");
-  if (!(query.row in window.bundle)) {
-    await new Promise((resolve, reject) => {
-      const file = `rows/${query.row.replace("/", "-")}.js`;
-      document.head.append(element("script", { src: file, onload: resolve, onerror: () => reject(new Error("this conversation is not in the bundle")) }));
-    });
-  }
-  const content = window.bundle[query.row];
-  if (content.problem) throw new Error(content.problem); // `error` is that of the episode
-  return content;
+function findReported(page, query) {
+  if (page === "runs") return report.list;
+  const run = report.runs[query.run];
+  if (!run) throw new Error("this run is not in the report");
+  const content = page === "trajectory" ? run.trajectories[query.row] : run[page];
+  if (!content) throw new Error("this conversation is not in the report");
+  const problem = page === "trajectory" ? content.problem : content.error; // `error` of a trajectory is that of the episode
+  if (problem) throw new Error(problem);
+  if (page !== "rows" || !query.sort) return content;
+  const sign = query.order === "up" ? 1 : -1;
+  const value = (row) => row[query.sort];
+  const rows = [...content.rows].sort((a, b) =>
+    (value(a) === null) - (value(b) === null) || sign * (value(a) > value(b) ? 1 : value(a) < value(b) ? -1 : 0));
+  return { ...content, rows };
 }
 
 let news = null;
@@ -40,7 +36,7 @@ let followed = null;
 
 /** Call `refresh` whenever files of a run (of all runs without a name) have changed. */
 function followChanges(run, refresh) {
-  followed = isBundle ? null : { run, refresh };
+  followed = isReport ? null : { run, refresh };
   listen(false);
 }
 

@@ -63,7 +63,7 @@ function listChangedTasks(set, query, choose) {
     .map((before, task) => ({ task, before, after: set.rewards[to][task], change: set.rewards[to][task] - before }))
     .filter((one) => one.change !== 0)
     .sort((a, b) => Math.abs(b.change) - Math.abs(a.change));
-  const link = (one) => isBundle || set.first_ticket === null ? null
+  const link = (one) => isReport || set.first_ticket === null ? null
     : buildHash("trajectories", { run: query.run, where: `kind=evaluation and ticket=${set.first_ticket + one.task}` });
   const columns = [
     { title: "task", number: true, cell: (one) => link(one) ? element("a", { href: link(one) }, one.task) : one.task },

@@ -4,6 +4,7 @@
 const PAGES = {
   "": { show: showRuns },
   overview: { show: showOverview, title: "Overview" },
+  summary: { show: showSummary, title: "Summary" },
   metrics: { show: showMetrics, title: "Metrics" },
   timeline: { show: showTimeline, title: "Timeline" },
   evaluations: { show: showEvaluations, title: "Evaluations" },

@@ -99,6 +99,31 @@ function listRecipe(recipe) {
         oninput: (event) => fill(event.target.value) })), place);
 }
 
+/** What became of the tickets, what the run cost, why it is slow or collapses, and how it was launched. */
+async function showSummary(main, query) {
+  const found = await fetchData("summary", { run: query.run });
+  const panel = (...children) => element("div", { class: "panel" }, children);
+  const small = (text) => element("p", { class: "small" }, text);
+  main.replaceChildren(
+    element("h1", {}, "Summary"),
+    panel(buildFacts(found.facts)),
+    element("h2", {}, "Audit"),
+    panel(found.audit.map(small)),
+    element("h2", {}, "Answers"),
+    ...found.answers.map((answer) => panel(describeAnswer(answer))),
+    element("h2", {}, "Events that are not routine"),
+    panel(found.events.length ? found.events.map(([event, role, count]) => small(`${count} x ${event} (${role})`)) : small("none")),
+    element("h2", {}, "Launches"),
+    ...found.launches.map((launch) => panel(buildFacts(launch))));
+}
+
+/** A headline, its findings with the pages that show them, and what to try. */
+function describeAnswer({ headline, findings, hints }) {
+  return [element("p", {}, headline),
+    findings.map((one) => element("p", { class: "small quiet" }, one.page ? element("a", { href: one.page }, one.text) : one.text)),
+    hints.map((hint) => element("p", { class: "small" }, `try: ${hint}`))];
+}
+
 /** Whether a metric is the end of another one's interval. */
 function isBound(name, columns) {
   const of = /^(evaluation\/.*)_(low|high)$/.exec(name);

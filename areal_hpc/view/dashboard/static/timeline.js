@@ -14,7 +14,7 @@ let chosenBar = null; // by arrow keys: its lane, and when it begins
 async function showTimeline(main, query, go) {
   const { run } = query;
   const found = await fetchData("timeline", { run, from: query.from, to: query.to });
-  const view = isBundle && query.from ? { begin: Number(query.from), end: Number(query.to) } : found;
+  const view = isReport && query.from ? { begin: Number(query.from), end: Number(query.to) } : found;
   const show = (begin, end) => go("timeline", { run, from: begin.toFixed(3), to: end.toFixed(3) });
   const length = view.end - view.begin;
   const move = (share) => show(view.begin + share * length, view.end + share * length);
@@ -24,9 +24,7 @@ async function showTimeline(main, query, go) {
   main.replaceChildren(
     element("h1", {}, "Timeline"),
     element("div", { class: "panel" },
-      element("p", {}, found.answer.headline),
-      found.answer.findings.map((one) => element("p", { class: "small quiet" }, one.page
-        ? element("a", { href: one.page }, one.text) : one.text)),
+      describeAnswer(found.answer),
       describeLimits(found.limits)),
     element("div", { class: "chips", style: { marginTop: "12px" } },
       button("+", "Zoom in", "zoom in (key +)", () => scale(1 / ZOOM)), button("-", "Zoom out", "zoom out (key -)", () => scale(ZOOM)),
@@ -68,7 +66,7 @@ function linkTimes(run, begin, end, margin = 0.5) {
 /** The rows that an episode or a call belongs to, if it is known. */
 function findSlicePage(run, facts) {
   if (facts.row) return buildHash("trajectory", { run, row: facts.row });
-  if (facts.ticket_id === undefined || isBundle) return null;
+  if (facts.ticket_id === undefined || isReport) return null;
   return buildHash("trajectories", { run, where: `ticket=${facts.ticket_id} and attempt=${facts.attempt} and episode=${facts.episode}` });
 }
 

@@ -45,7 +45,7 @@ async function showTrajectories(main, query, go) {
   const { run, where = "", sort = "", order = "", offset = "0" } = query;
   const choose = (changes) => go("trajectories", { run, where, sort, order, offset: "", ...changes });
   const failures = await fetchData("failures", { run });
-  const form = isBundle ? "" : element("form", { class: "filter", role: "search", onsubmit: (event) => {
+  const form = isReport ? "" : element("form", { class: "filter", role: "search", onsubmit: (event) => {
     event.preventDefault();
     choose({ where: event.target.where.value });
   } },
@@ -54,12 +54,12 @@ async function showTrajectories(main, query, go) {
   element("button", { class: "plain" }, "Filter"));
   const buildChips = (shortcuts) => shortcuts.map(([title, expression]) =>
     element("button", { type: "button", class: "plain", "aria-pressed": String(where === expression), onclick: () => choose({ where: expression }) }, title));
-  const chips = isBundle ? "" : element("div", { class: "chips" }, buildChips(SHORTCUTS));
+  const chips = isReport ? "" : element("div", { class: "chips" }, buildChips(SHORTCUTS));
   const place = element("div", {});
   main.replaceChildren(element("h1", {}, "Trajectories"), form, chips, place,
     failures.length ? element("section", {}, element("h2", {}, "Failed episodes by exception"), buildTable([
       { title: "episodes", number: true, cell: (one) => formatNumber(one.count) },
-      { title: "exception and line", wide: true, cell: (one) => isBundle ? one.cause : element("a", {
+      { title: "exception and line", wide: true, cell: (one) => isReport ? one.cause : element("a", {
         href: buildHash("trajectories", { run, where: `kind=failed and cause${compareText(one.cause)}` }) }, one.cause || "not known") },
     ], failures)) : "");
   let found;
@@ -77,7 +77,7 @@ async function showTrajectories(main, query, go) {
   place.replaceChildren(
     ...(found.problems || []).map((problem) => element("p", { class: "problem small" }, problem)),
     element("p", { class: "quiet small" }, `Rows ${shown} that match; ${formatNumber(found.total)} in all. `,
-      isBundle ? "" : [element("kbd", {}, "/"), " filter, "], element("kbd", {}, "j"), " ", element("kbd", {}, "k"), " down and up, ", element("kbd", {}, "Enter"), " open."),
+      isReport ? "" : [element("kbd", {}, "/"), " filter, "], element("kbd", {}, "j"), " ", element("kbd", {}, "k"), " down and up, ", element("kbd", {}, "Enter"), " open."),
     found.rows.length
       ? buildTable(rowColumns(run, found.rows), found.rows, {
         link: (row) => linkRow(run, row),
@@ -85,7 +85,7 @@ async function showTrajectories(main, query, go) {
         onsort: (field) => choose({ sort: field, order: sort === field && order !== "up" ? "up" : "" }),
       })
       : element("p", {}, found.total ? "No row matches." : "No shard is sealed yet."),
-    isBundle ? "" : element("p", { class: "filter", style: { display: "flex", gap: "8px", marginTop: "10px" } },
+    isReport ? "" : element("p", { class: "filter", style: { display: "flex", gap: "8px", marginTop: "10px" } },
       turn("Newer", first - PAGE_ROWS), turn("Older", first + PAGE_ROWS)));
 }
 

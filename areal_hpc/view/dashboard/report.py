@@ -1,0 +1,131 @@
+"""Pages of runs as one HTML file, to attach to a paper or a ticket: `areal-hpc report`."""
+
+import base64
+import hashlib
+import re
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from areal_hpc.errors import RecipeError
+from areal_hpc.rundir.atomic import write_atomic_private
+from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.slurm.queue import QueuePoller
+from areal_hpc.view.compare import fetch_states_of_runs
+from areal_hpc.view.dashboard import run_pages
+from areal_hpc.view.dashboard.app import encode_browser_json, read_static_file
+from areal_hpc.view.dashboard.evaluation_page import (
+    build_evaluation_sets_page,
+    label_evaluation_rows,
+    list_set_names,
+)
+from areal_hpc.view.dashboard.summary_page import describe_summary
+from areal_hpc.view.dashboard.timeline_page import describe_timeline
+from areal_hpc.view.transcripts.row_index import RowIndex
+
+MAX_ROWS = 500
+"""Conversations of all runs together."""
+MAX_CONVERSATION_BYTES = 24 << 20
+"""Of all runs together: a browser reads the whole file at once."""
+
+JsonObject = dict[str, Any]
+
+
+def write_report(runs: Sequence[RunPaths], out: Path, cache_dir: Path) -> int:
+    """Write the pages of runs into a new file of its owner alone; how many conversations it has.
+
+    A page that cannot be made says why.
+
+    Raises:
+        RecipeError: The file exists.
+    """
+    if out.exists():
+        raise RecipeError(f"{out} exists", key="--out", hint="name another file, or remove it")
+    names = [run.run_name for run in runs]
+    pages: dict[str, JsonObject] = {}
+    listed = []
+    states = fetch_states_of_runs(runs, QueuePoller())
+    for run, state in zip(runs, states, strict=True):
+        # Several may have one name.
+        name = run.run_name if names.count(run.run_name) == 1 else str(run.root)
+        listed.append(run_pages.describe_run(run, state.run_state) | {"name": name})
+        pages[name] = _describe_pages(run, state.run_state) | _describe_rows(
+            run, cache_dir, MAX_ROWS // len(runs), MAX_CONVERSATION_BYTES // len(runs)
+        )
+    content = {"list": {"place": "", "runs": listed}, "runs": pages}
+    write_atomic_private(out, _render_html(encode_browser_json(content).decode()).encode())
+    return sum(len(one["trajectories"]) for one in pages.values())
+
+
+def _describe_pages(run: RunPaths, state: str) -> JsonObject:
+    pages: dict[str, Callable[[], JsonObject]] = {
+        "overview": lambda: run_pages.describe_run_overview(run, state),
+        "summary": lambda: describe_summary(run),
+        "metrics": lambda: run_pages.describe_metrics(run),
+        "timeline": lambda: describe_timeline(run, {}),
+        "evaluations": lambda: build_evaluation_sets_page(run),
+    }
+    return {
+        name: _describe_or_explain(f"{name} of {run.root}", "error", describe)
+        for name, describe in pages.items()
+    }
+
+
+def _describe_rows(run: RunPaths, cache_dir: Path, max_rows: int, max_bytes: int) -> JsonObject:
+    """Failed and held-out rows, and groups of steps over the run, as many as there is room for."""
+    sets, trajectories, rows = list_set_names(run, []), dict[str, JsonObject](), []
+    with closing(RowIndex(run, cache_dir)) as index:
+        index.index_new_rows()
+        total, failures = index.find_page(offset=0, count=0).total, index.count_failure_causes()
+        for row in index.select_rows_of_each_kind(max_rows):
+            name = f"{row['shard']}/{row['row']}"
+            describe = partial(
+                run_pages.describe_trajectory, run, index, row["shard"], row["row"], sets
+            )
+            # `error` is that of the episode.
+            content = _describe_or_explain(f"{name} of {run.root}", "problem", describe)
+            max_bytes -= len(encode_browser_json(content))
+            if max_bytes < 0:
+                break
+            trajectories[name] = content
+            rows.append(row)
+    label_evaluation_rows(rows, sets)
+    return {
+        "rows": {"rows": rows, "matching": len(rows), "total": total},
+        "failures": failures,
+        "trajectories": trajectories,
+    }
+
+
+def _describe_or_explain(page: str, key: str, describe: Callable[[], JsonObject]) -> JsonObject:
+    try:
+        return describe()
+    except Exception as error:  # boundary: the page says it, and the others are written
+        return {key: run_pages.explain_page_error(page, error)}
+
+
+def _render_html(data: str) -> str:
+    """The page with its style, scripts and data in it; it may run and load nothing else."""
+    html = read_static_file("index.html").decode()
+    names = re.findall(r'<script src="(.+)"></script>\n', html)
+    script = "\n".join(read_static_file(name).decode() for name in names)
+    style = read_static_file("style.css").decode()
+    policy = (
+        "default-src 'none'; img-src data:; base-uri 'none'; form-action 'none'; "
+        f"script-src '{_hash_source(script)}'; style-src '{_hash_source(style)}'"
+    )
+    head = f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<style>{style}</style>'
+    # No text can end the element of the data: JSON has no need of the sign itself.
+    data = data.replace("<", "\\u003c")
+    html = html.replace('<link rel="stylesheet" href="style.css">', head)
+    before, after = re.split(r'(?:<script src=".+"></script>\n)+', html)
+    return (
+        f'{before}<script type="application/json" id="report">{data}</script>\n'
+        f"<script>{script}</script>\n{after}"
+    )
+
+
+def _hash_source(text: str) -> str:
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"

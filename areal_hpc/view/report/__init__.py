@@ -1,1 +1,0 @@
-"""Report on runs as one HTML file that needs nothing else: `areal-hpc report`."""
