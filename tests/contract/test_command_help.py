@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.cli.arguments import find_subparsers
-from areal_hpc.rundir.paths import RunPaths
 from tests.support.commands import exit_code_of, run_program, write_program
 from tests.support.environments import CHECKOUT
 
@@ -80,14 +79,6 @@ def test_an_argument_that_cannot_be_used_is_told_without_a_traceback(
 ) -> None:
     assert exit_code_of(*words.split()) == 78
     assert said in capfd.readouterr().err
-
-
-def test_so_is_one_of_several(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    run = RunPaths(tmp_path)
-    run.recipe.write_text("trainer: {}")
-    run.metrics.mkdir()
-    assert exit_code_of("report", tmp_path, tmp_path, "--out", tmp_path / "x.html") == 78
-    assert f"error: Is a directory\n  at: {run.metrics}\n" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

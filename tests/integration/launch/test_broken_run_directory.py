@@ -30,13 +30,13 @@ LONG_LOOKS = (
     ("why", "--slow"),
     ("why", "--collapse"),
     ("why", "--step", "9"),
-    ("view", "--bundle", "pages"),
+    ("report", "--out", "report.html"),
 )
 REPRESENTATIVES = (
     ("status",),
     ("why", "--slow"),
     ("shards", "verify"),
-    ("view", "--bundle", "pages"),
+    ("report", "--out", "report.html"),
 )
 DOCUMENTED_EXIT_CODES = {0, 1, 65, 70, 75, 78}
 NO_OVERRIDE = "-dac_override,-dac_read_search"
@@ -99,7 +99,7 @@ def test_a_directory_that_may_only_be_read(run: Path, tmp_path: Path, whose: str
     theirs = shutil.copytree(run, tmp_path / "experiment" / "trial", symlinks=True)
     before = list_files(theirs)
     for command in choose(LONG_LOOKS, *REPRESENTATIVES):
-        named = [str(tmp_path / one) if one == "pages" else one for one in command]
+        named = [str(tmp_path / one) if one == "report.html" else one for one in command]
         words = [sys.executable, "-m", "areal_hpc", *named, str(theirs)]
         if whose == "read-only":
             mount = f"mount --bind {theirs} {theirs} && mount -o remount,ro,bind {theirs}"

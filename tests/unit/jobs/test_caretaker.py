@@ -23,7 +23,6 @@ from areal_hpc.rundir.jobs import (
     get_latest_submissions,
     read_submissions,
     record_submission,
-    write_task_exit,
 )
 from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.lock import hold_lock_or_raise
@@ -250,17 +249,3 @@ def test_a_job_of_which_an_older_submission_runs_is_not_missing(
     for _ in range(2):
         caretaker.resubmit_missing_and_release_leader()
     assert list_events(paths) == [("job_submitted_again", "cell-1", False)]
-
-
-def test_an_array_of_one_job_that_gave_up_is_left_alone(
-    slurm: ScriptedSlurm, caretaker: Caretaker, paths: RunPaths
-) -> None:
-    """Slurm and the record name it by its index, the job itself does not."""
-    slurm.answer("sbatch", "echo 12")
-    for number, name in enumerate(NAMES, 40):
-        record_submission(paths.submissions, Submission(name, f"{number}_3", 1, 0.0, "job.sbatch"))
-        end = TaskExit(78, "driver", "no such key", incarnation=f"{number}.0", gave_up=True)
-        write_task_exit(paths.job(name), 0, end)
-    for _ in range(2):
-        caretaker.resubmit_missing_and_release_leader()
-    assert slurm.list_calls("sbatch") == []
