@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from areal_hpc.evaluation.set_names import EVALUATION_METRIC_PREFIX, INTERVAL_BOUND_SUFFIXES
 from areal_hpc.evaluation.statistics import (
     Estimate,
     TaskValues,
@@ -17,9 +18,6 @@ from areal_hpc.evaluation.statistics import (
 
 METRIC_PATTERN = r"^(avg@k|cons@k|pass@(k|[1-9][0-9]{0,3}))$"
 DEFAULT_PASS_REWARD = 1.0
-EVALUATION_METRIC_PREFIX = "evaluation/"
-INTERVAL_BOUND_SUFFIXES = ("_low", "_high")
-"""Behind a metric's name: its 95 % interval."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +90,6 @@ def build_metric_row(set_name: str, estimates: dict[str, Estimate]) -> dict[str,
     for name, one in estimates.items():
         values = zip(("", *INTERVAL_BOUND_SUFFIXES), (one.value, one.low, one.high), strict=True)
         for suffix, value in values:
-            name_in_set = f"{set_name}/{name}{suffix}"
             if math.isfinite(value):
-                row[f"evaluation/{name_in_set}"] = value
+                row[f"{EVALUATION_METRIC_PREFIX}{set_name}/{name}{suffix}"] = value
     return row

@@ -14,7 +14,7 @@ from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.launch.plan import PlanInputs
 from areal_hpc.launch.tiny_model import make_tiny_model
 from areal_hpc.recipe.hub_cache import find_snapshot
-from areal_hpc.recipe.loading import flatten_keys, flatten_keys_hiding_private_values
+from areal_hpc.recipe.keys import flatten_keys, flatten_keys_hiding_private_values
 from areal_hpc.recipe.private_values import hide_private_values_equal_in
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.recipe.sections.trainer import compute_learning_rate

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from areal_hpc.evaluation.set_metrics import SetSamples, build_metric_row, estimate_metrics
-from areal_hpc.evaluation.ticket_numbers import VALIDATION_SET_NAME, get_ticket_id_in_evaluation
+from areal_hpc.evaluation.set_names import VALIDATION_SET_NAME, get_ticket_id_in_evaluation
 from areal_hpc.ledger.config import LedgerEvaluationSet
 from areal_hpc.ledger.leases import Lease, LeaseTable
 from areal_hpc.metrics.step_metrics import VALIDATION_REWARD_METRIC

@@ -10,7 +10,7 @@ from typing import Any
 import uvloop
 
 from areal_hpc.errors import AgentError, ClusterError
-from areal_hpc.evaluation.ticket_numbers import STEP_OF_LOADED_WEIGHTS
+from areal_hpc.evaluation.set_names import STEP_OF_LOADED_WEIGHTS
 from areal_hpc.jobs.node.topology import get_advertised_host
 from areal_hpc.jobs.processes.signals import StopRequest
 from areal_hpc.jobs.requeue import release_jobs_held_while_idle

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from areal_hpc.errors import LedgerRequestError
-from areal_hpc.evaluation.ticket_numbers import split_ticket_id
+from areal_hpc.evaluation.set_names import split_ticket_id
 from areal_hpc.ledger import batch_formation, request_checks
 from areal_hpc.ledger.admission import TicketPolicy
 from areal_hpc.ledger.config import LedgerEvaluationSet

@@ -4,10 +4,15 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from areal_hpc.evaluation.set_metrics import EVALUATION_METRIC_PREFIX, INTERVAL_BOUND_SUFFIXES
-from areal_hpc.evaluation.ticket_numbers import VALIDATION_SET_NAME
-from areal_hpc.metrics.step_metrics import VALIDATION_REWARD_METRIC
-from areal_hpc.metrics.step_phases import compute_time_shares_by_system_part
+from areal_hpc.evaluation.set_names import (
+    EVALUATION_METRIC_PREFIX,
+    INTERVAL_BOUND_SUFFIXES,
+    VALIDATION_SET_NAME,
+)
+from areal_hpc.metrics.step_metrics import (
+    VALIDATION_REWARD_METRIC,
+    compute_time_shares_by_system_part,
+)
 
 MAX_PACE_STEPS = 20
 MIN_SHOWN_SHARE = 0.01

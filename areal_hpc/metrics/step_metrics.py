@@ -1,14 +1,14 @@
-"""Names and rows of step metrics, and their reader."""
+"""Rows of step metrics: their names, reader, phases, and counters that fill them."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple, get_args
 
-from areal_hpc.evaluation.set_metrics import EVALUATION_METRIC_PREFIX
-from areal_hpc.evaluation.ticket_numbers import VALIDATION_SET_NAME
-from areal_hpc.rundir.jsonl import read_readable_records
+from areal_hpc.evaluation.set_names import EVALUATION_METRIC_PREFIX, VALIDATION_SET_NAME
+from areal_hpc.rundir.jsonl import LineFollower, decode_readable_records, read_readable_records
 from areal_hpc.rundir.telemetry.spans import record_span, time_span
 
 VALIDATION_REWARD_METRIC = "eval/reward"
@@ -83,3 +83,88 @@ class PhaseTimer:
 
     def build_metrics(self) -> dict[str, float]:
         return {f"time/{name}_s": round(value, 4) for name, value in self.seconds.items()}
+
+
+SystemPart = Literal["generation", "training", "weights", "evaluation"]
+
+
+class StepPhase(NamedTuple):
+    name: str
+    """As in the metric `time/<name>_s`."""
+    system_part: SystemPart
+    activity: str
+
+
+STEP_PHASES = (
+    StepPhase("files", "training", "small files"),
+    StepPhase("batch_wait", "generation", "waiting for episodes"),
+    StepPhase("read", "training", "reading batches"),
+    StepPhase("measure", "training", "training"),
+    StepPhase("score", "training", "training"),
+    StepPhase("pack", "training", "training"),
+    StepPhase("train", "training", "training"),
+    StepPhase("cell_wait", "generation", "waiting for a replica"),
+    StepPhase("publish", "weights", "weight updates"),
+    StepPhase("checkpoint", "training", "checkpoints"),
+    StepPhase("eval", "evaluation", "evaluation"),
+    StepPhase("export", "training", "checkpoints"),
+)
+"""In the order in which the trainer comes to them."""
+
+
+def sum_times_by_activity(row: Mapping[str, Any]) -> dict[str, float]:
+    """Seconds of a step by what its phases are spent on; every activity is there."""
+    seconds: dict[str, float] = {}
+    for phase in STEP_PHASES:
+        spent = row.get(f"time/{phase.name}_s") or 0.0
+        seconds[phase.activity] = seconds.get(phase.activity, 0.0) + spent
+    return seconds
+
+
+def compute_time_shares_by_system_part(row: Mapping[str, Any]) -> dict[SystemPart, float]:
+    step_s = row.get("time/step_s") or 0.0
+    if step_s <= 0:
+        return {}
+    shares: dict[SystemPart, float] = dict.fromkeys(get_args(SystemPart), 0.0)
+    for phase in STEP_PHASES:
+        shares[phase.system_part] += (row.get(f"time/{phase.name}_s") or 0.0) / step_s
+    return shares
+
+
+def find_step_bottleneck(row: Mapping[str, Any]) -> SystemPart | None:
+    shares = compute_time_shares_by_system_part(row)
+    if not shares:
+        return None
+    return max(shares, key=lambda part: shares[part])
+
+
+FAILED_TRY_EVENTS = frozenset({"episode_failed", "episode_timed_out"})
+"""Events of a try that counts against its episode: outages of servers do not."""
+MAX_READ_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class FailureCounts:
+    failed_tries: int = 0
+    rewarded: int = 0
+    """Those of them that earn a reward all the same."""
+
+
+class EpisodeFailureCounter:
+    """Follows the event log of a run from where it ends now; each line is read once."""
+
+    def __init__(self, path: Path) -> None:
+        self._lines = LineFollower(path, from_end=True, max_bytes=MAX_READ_BYTES)
+
+    def count_new_failed_tries(self) -> FailureCounts:
+        try:
+            content = self._lines.read_new_lines()
+        except FileNotFoundError:
+            return FailureCounts()
+        events = decode_readable_records(content, dict[str, Any])
+        failures = [event for event in events if is_failed_training_try(event)]
+        return FailureCounts(len(failures), sum("reward" in event for event in failures))
+
+
+def is_failed_training_try(event: dict[str, Any]) -> bool:
+    return event.get("event") in FAILED_TRY_EVENTS and event.get("eval_step", -1) < 0

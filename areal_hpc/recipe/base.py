@@ -11,14 +11,13 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from areal_hpc.errors import Problem
+from areal_hpc.recipe.keys import rank_section
 from areal_hpc.recipe.private_values import hide_private_values_equal_in
 
 Location = tuple[int | str, ...]
 """Of a value in a tree: keys, and places in lists."""
 
 
-USUAL_SECTIONS = ("trainer", "rollout", "inference")
-"""Where a key is looked for first that was written without its section."""
 REWARD_NAMES = ("reward", "reward_fn", "reward_func", "reward_funcs", "reward_function")
 """What other trainers call the key of a reward."""
 REWARD_HINT = (
@@ -148,13 +147,6 @@ def _suggest_key(unknown_key: str, root: type[BaseConfig], location: tuple[int |
         others = f" (or {', '.join(elsewhere[1:])})" if elsewhere[1:] else ""
         return f"did you mean {elsewhere[0]}?{others}"
     return REWARD_HINT if location == ("reward",) else f"choose from {', '.join(known)}"
-
-
-def rank_section(dotted_key: str) -> tuple[int, int]:
-    """Order of a key: those of `USUAL_SECTIONS` come first, then the outermost."""
-    section = dotted_key.partition(".")[0]
-    usual = USUAL_SECTIONS.index(section) if section in USUAL_SECTIONS else len(USUAL_SECTIONS)
-    return usual, dotted_key.count(".")
 
 
 def _find_keys_named(section: type[BaseConfig], key_name: str, prefix: str = "") -> Iterator[str]:

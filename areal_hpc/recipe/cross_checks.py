@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from areal_hpc.errors import Problem
 from areal_hpc.evaluation.set_metrics import resolve_k
-from areal_hpc.evaluation.ticket_numbers import VALIDATION_SET_NAME
+from areal_hpc.evaluation.set_names import VALIDATION_SET_NAME
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.recipe.sections.evaluation import resolve_keep_best
 from areal_hpc.recipe.sections.rollout import RolloutConfig

@@ -23,7 +23,6 @@ from areal_hpc.recipe.base import explain_validation_errors
 from areal_hpc.recipe.cross_checks import find_conflicts
 from areal_hpc.recipe.files import EXTENDS_KEY, find_recipe_file, list_recipe_files, read_yaml
 from areal_hpc.recipe.presets import PRESET_KEY, drop_values_of_former_preset
-from areal_hpc.recipe.private_values import hide_private_values_equal_in
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.recipe.sections.cluster import ClusterConfig
 from areal_hpc.recipe.sections.dataset import TaskSetConfig, TrainTaskSetConfig
@@ -294,19 +293,3 @@ def _select_unless_wrong(tree: DictConfig, key: str) -> Any:
         return OmegaConf.select(tree, key)
     except OmegaConfBaseException:
         return None
-
-
-def flatten_keys(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted keys of the leaves of a nested mapping."""
-    found: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            found |= flatten_keys(value, f"{prefix}{key}.")
-        else:
-            found[f"{prefix}{key}"] = value
-    return found
-
-
-def flatten_keys_hiding_private_values(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted keys of a recipe with their values; values that may be secrets are hidden."""
-    return flatten_keys(hide_private_values_equal_in(recipe, recipe))

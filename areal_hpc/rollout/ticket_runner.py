@@ -16,7 +16,7 @@ from areal_hpc.errors import (
     RecipeError,
     escape_surrogates,
 )
-from areal_hpc.evaluation.ticket_numbers import split_ticket_id
+from areal_hpc.evaluation.set_names import split_ticket_id
 from areal_hpc.rollout.agent import Agent
 from areal_hpc.rollout.config import RolloutJobConfig
 from areal_hpc.rollout.episode_watch import EpisodeWatch

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from areal_hpc.jobs.node.topology import get_job_start_number
 from areal_hpc.jobs.processes.signals import StopRequest
 from areal_hpc.jobs.starts import StopDeadline
-from areal_hpc.metrics.episode_failures import EpisodeFailureCounter
+from areal_hpc.metrics.step_metrics import EpisodeFailureCounter
 from areal_hpc.metrics.writer import MetricsWriter
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.atomic import fsync_path

@@ -11,8 +11,7 @@ from typing import Any
 
 from areal_hpc.errors import ArealError, ClusterError
 from areal_hpc.metrics.step_line import format_metric
-from areal_hpc.recipe.base import rank_section
-from areal_hpc.recipe.loading import flatten_keys, flatten_keys_hiding_private_values
+from areal_hpc.recipe.keys import flatten_keys, flatten_keys_hiding_private_values, rank_section
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.slurm.queue import QueuePoller, QueueSnapshot, SlurmJobRecord, query_squeue_of_user
 from areal_hpc.slurm.run_jobs import list_recorded_job_ids, list_unrecorded_live_jobs

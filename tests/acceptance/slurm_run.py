@@ -38,7 +38,7 @@ CUT_DOWN = (
     "rollout.workflow_kwargs.mean_pause_s=2",
     f"trainer.total_steps={STEPS_AT_FIRST}",
     "trainer.checkpoint_every_steps=5",
-    "alerts.no_signal_steps=null",
+    "alerts.off=[no_signal]",
     f"cluster.stop_grace_s={STOP_GRACE_S}",
 )
 """So few steps of SFT leave a policy that earns nothing, which `status` would call a failure."""

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from areal_hpc.evaluation.ticket_numbers import STEP_OF_LOADED_WEIGHTS
+from areal_hpc.evaluation.set_names import STEP_OF_LOADED_WEIGHTS
 from areal_hpc.rundir.manifests import read_evaluated_tickets
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.evaluation_report import read_report

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.metrics.episode_failures import EpisodeFailureCounter
+from areal_hpc.metrics.step_metrics import EpisodeFailureCounter
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.events import EventFollower, EventLog
 from tests.support.commands import areal_hpc, said_by

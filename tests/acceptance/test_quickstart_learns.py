@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from areal_hpc.evaluation.set_metrics import EVALUATION_METRIC_PREFIX, INTERVAL_BOUND_SUFFIXES
+from areal_hpc.evaluation.set_names import EVALUATION_METRIC_PREFIX, INTERVAL_BOUND_SUFFIXES
 from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.paths import RunPaths, format_step_dir
 from tests.support.commands import areal_hpc, said_by

@@ -41,7 +41,7 @@ def test_a_rank_that_is_killed_costs_little_and_nothing_is_lost(tmp_path: Path) 
         warmed_up_model(tmp_path / "model"),
         [],
         STEPS,
-        *("trainer.parallel.dp=2", "evaluation.every_steps=0", "alerts.no_signal_steps=null"),
+        *("trainer.parallel.dp=2", "evaluation.every_steps=0", "alerts.off=[no_signal]"),
     )
     run.start()
     run.await_true(lambda: bool(events_of(run.paths, "weights_published")))

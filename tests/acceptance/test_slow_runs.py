@@ -34,7 +34,7 @@ BASE = (
     *("sft=null", "model.tiny=null", "valid_dataset=null", "trainer.parallel.dp=1"),
     # Enough calls at once for two replicas.
     *("trainer.batch_size=8", "rollout.max_concurrent_rollouts=64", "rollout.n_samples=8"),
-    *("trainer.total_steps=6", "trainer.checkpoint_every_steps=6", "alerts.no_signal_steps=null"),
+    *("trainer.total_steps=6", "trainer.checkpoint_every_steps=6", "alerts.off=[no_signal]"),
 )
 RUN_TIMEOUT_S = 900.0
 LINK_RATE = "500kbit"

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from areal_hpc.metrics.catalogue import CATALOGUE, find_metric
-from areal_hpc.metrics.step_phases import STEP_PHASES
+from areal_hpc.metrics.step_metrics import STEP_PHASES
 from tests.support.environments import CHECKOUT
 from tests.support.package_sources import sources
 

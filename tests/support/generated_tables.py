@@ -42,12 +42,10 @@ def _render_harnesses() -> str:
 
 
 def _render_alerts() -> str:
-    lines = ["| alert | level | keys below `alerts` | looks at | means |", "|---|---|---|---|---|"]
+    lines = ["| alert | level | looks at | means |", "|---|---|---|---|"]
     for rule in RULES:
-        keys, metrics = (
-            ", ".join(f"`{one}`" for one in ones) for ones in (rule.config_keys, rule.metrics)
-        )
-        lines.append(f"| `{rule.name}` | {rule.level} | {keys} | {metrics} | {rule.meaning} |")
+        metrics = ", ".join(f"`{one}`" for one in rule.metrics)
+        lines.append(f"| `{rule.name}` | {rule.level} | {metrics} | {rule.meaning} |")
     return "\n".join(lines)
 
 

@@ -31,7 +31,7 @@ LEAD_S = scaled(24)
 SMALL = (
     *(*CUT_DOWN, *LIGHT, "sft.total_steps=5", "evaluation.every_steps=0"),
     # It has learned next to nothing, which `why` would name besides the reason for a stop.
-    "alerts.no_signal_steps=null",
+    "alerts.off=[no_signal]",
     # Steps ask for GPUs then, as many as there would be with CUDA; what computes has processors.
     *("trainer.device=auto", "inference.device=auto", f"cluster.stop_grace_s={STOP_GRACE_S}"),
 )

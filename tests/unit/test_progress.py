@@ -1,9 +1,8 @@
 """Progress lines: each finished step once, also over resumes and fresh starts."""
 
-
 import pytest
 
-from areal_hpc.evaluation.ticket_numbers import STEP_OF_LOADED_WEIGHTS, get_ticket_id_in_evaluation
+from areal_hpc.evaluation.set_names import STEP_OF_LOADED_WEIGHTS, get_ticket_id_in_evaluation
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.rundir.jsonl import append_line
 from areal_hpc.rundir.manifests import EvaluatedTicket, append_evaluated_ticket

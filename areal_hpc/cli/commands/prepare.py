@@ -1,7 +1,6 @@
 """What runs need: recipes, a project, models, harnesses, tasks, and recipes made of others'."""
 
 import argparse
-import asyncio
 import os
 import shlex
 import sys
@@ -289,6 +288,8 @@ def _add_judge_command(commands: CommandGroup) -> None:
 
 
 def _check_tasks(arguments: argparse.Namespace) -> int:
+    import asyncio
+
     from areal_hpc.dataset.harbor.task_folder import read_task_folders
 
     rows = read_task_folders(arguments.path, "PATH")
@@ -323,6 +324,8 @@ async def _check_tasks_and_count_unsound(
 
 
 def _check_judge(arguments: argparse.Namespace) -> int:
+    import asyncio
+
     from areal_hpc.reward.judge_check import report_agreement
     from areal_hpc.reward.llm_judge import LlmJudge
 

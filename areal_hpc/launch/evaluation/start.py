@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from areal_hpc.dataset.materialize import count_materialized_rows
 from areal_hpc.errors import Problem, RecipeError, RunInterruptedError
-from areal_hpc.evaluation.ticket_numbers import STEP_OF_LOADED_WEIGHTS
+from areal_hpc.evaluation.set_names import STEP_OF_LOADED_WEIGHTS
 from areal_hpc.jobs.processes.signals import StopEvent
 from areal_hpc.launch import slurm_launcher, submitted_run_watch
 from areal_hpc.launch.evaluation.target import EvaluationTarget, find_target

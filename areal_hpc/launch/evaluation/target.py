@@ -12,7 +12,8 @@ from omegaconf import OmegaConf
 from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.jobs.environment import get_interpreter
 from areal_hpc.launch.plan import get_initial_policy_path
-from areal_hpc.recipe.loading import flatten_keys, load_recipe, read_site_file
+from areal_hpc.recipe.keys import flatten_keys
+from areal_hpc.recipe.loading import load_recipe, read_site_file
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.checkpoints import list_checkpoints
 from areal_hpc.rundir.paths import RunPaths, format_step_dir

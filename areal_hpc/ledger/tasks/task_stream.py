@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from areal_hpc.errors import AgentError
-from areal_hpc.evaluation.ticket_numbers import split_ticket_id
+from areal_hpc.evaluation.set_names import split_ticket_id
 from areal_hpc.ledger.tasks.curriculum import Curriculum
 from areal_hpc.wire.ledger import TicketGrant, TicketRef
 

@@ -11,7 +11,7 @@ from areal_hpc.evaluation.set_metrics import (
     format_metric_name,
     list_computed_metric_names,
 )
-from areal_hpc.evaluation.ticket_numbers import TICKETS_PER_SET, VALIDATION_SET_NAME
+from areal_hpc.evaluation.set_names import TICKETS_PER_SET, VALIDATION_SET_NAME
 from areal_hpc.recipe.base import BaseConfig
 from areal_hpc.recipe.sections.dataset import TaskSetConfig
 from areal_hpc.recipe.sections.rollout import SamplingConfig

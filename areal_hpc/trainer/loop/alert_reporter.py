@@ -11,10 +11,10 @@ from collections import deque
 from typing import Any
 
 from areal_hpc.metrics.alerts import (
+    ALERT_WINDOW_ROWS,
     STEPS_BEFORE_REPEATED_ALERT,
     Alert,
     AlertTracker,
-    get_alert_window_rows,
 )
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.recipe.sections.alerts import AlertsConfig
@@ -49,9 +49,9 @@ class AlertReporter:
         self._run_dir = str(paths.root)
         self._events = events
         self._rows: deque[dict[str, Any]] = deque(
-            read_metrics(paths.metrics), maxlen=get_alert_window_rows(config)
+            read_metrics(paths.metrics), maxlen=ALERT_WINDOW_ROWS
         )
-        self._tracker = AlertTracker(config)
+        self._tracker = AlertTracker(config.off)
         known: list[JsonMetricRow] = [*self._rows, *([reopened] if reopened else [])]
         for judged in range(max(0, len(known) - STEPS_BEFORE_REPEATED_ALERT), len(known)):
             self._tracker.take_new_alerts(known[: judged + 1])

@@ -10,11 +10,11 @@ import msgspec
 import torch
 
 from areal_hpc.jobs.processes.signals import StopRequest
-from areal_hpc.metrics.episode_failures import EpisodeFailureCounter
 from areal_hpc.metrics.step_metrics import (
     BATCH_WAIT_PHASE,
     CELL_IDLE_S_METRIC,
     CELL_WAIT_PHASE,
+    EpisodeFailureCounter,
     list_evaluated_sets,
 )
 from areal_hpc.metrics.writer import summarize_newest_weight_update_pause

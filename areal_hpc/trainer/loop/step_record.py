@@ -5,8 +5,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-from areal_hpc.metrics.step_metrics import PhaseTimer
-from areal_hpc.metrics.step_phases import find_step_bottleneck
+from areal_hpc.metrics.step_metrics import PhaseTimer, find_step_bottleneck
 from areal_hpc.metrics.writer import MetricsWriter
 from areal_hpc.rundir.jsonl import JsonMetricRow
 from areal_hpc.wire.weight_version import WeightVersion

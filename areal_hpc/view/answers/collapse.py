@@ -6,9 +6,16 @@ from dataclasses import dataclass
 from typing import Literal
 
 from areal_hpc.errors import ShardError
+from areal_hpc.metrics.alerts import (
+    MAX_CUT_FRACTION,
+    MAX_ENGINE_TRAINER_DIFF_NATS,
+    MAX_REPEATED_FRACTION,
+    MAX_REPLY_LENGTH_RATIO,
+    MAX_ZERO_VARIANCE,
+    MIN_ENTROPY_NATS,
+)
 from areal_hpc.metrics.step_line import MetricRow
 from areal_hpc.metrics.step_metrics import read_metrics
-from areal_hpc.recipe.sections.alerts import AlertsConfig
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.answers.answer import Answer, Finding, build_page_url_fragment
 from areal_hpc.view.batch_episodes import read_batch_episodes, read_distinct_reply_share
@@ -19,7 +26,6 @@ from areal_hpc.view.metric_values import (
     list_numbers,
     select_trained_rows,
 )
-from areal_hpc.view.state.alerts_at_newest_step import read_alerts_config
 
 MIN_STEPS_FOR_TREND = 6
 MAX_WINDOW_STEPS = 5
@@ -59,52 +65,49 @@ class CollapseSign:
     trend_name: str
     meaning: str
     kind: Literal["falls", "rises", "changes"]
-    bound: float | str
-    """Value that the end of the trend passes, or the key of `alerts` that has it."""
+    bound: float
+    """Value that the end of the trend passes."""
     ratio: float = 1.0
     """Of the end to the start, which the trend passes as well."""
 
-    def is_shown_by(self, trend: Trend, alerts: AlertsConfig) -> bool:
-        bound = getattr(alerts, self.bound) if isinstance(self.bound, str) else self.bound
-        if bound is None:  # the alert is off
-            return False
+    def is_shown_by(self, trend: Trend) -> bool:
         match self.kind:
             case "falls":
-                return trend.ratio <= self.ratio and trend.end_mean <= bound
+                return trend.ratio <= self.ratio and trend.end_mean <= self.bound
             case "rises":
-                return trend.ratio >= self.ratio and trend.end_mean >= bound
+                return trend.ratio >= self.ratio and trend.end_mean >= self.bound
             case "changes":
-                return not 1 / bound < trend.ratio < bound
+                return not 1 / self.bound < trend.ratio < self.bound
 
 
 COLLAPSE_SIGNS = (
     CollapseSign(
-        "entropy/mean", "the policy is nearly sure of every token", "falls", "min_entropy", 0.35
+        "entropy/mean", "the policy is nearly sure of every token", "falls", MIN_ENTROPY_NATS, 0.35
     ),
     CollapseSign("entropy/mean", "the policy says anything", "rises", 1.0, 3.0),
     CollapseSign(DISTINCT_REPLIES_NAME, "samples of a task say the same", "falls", 0.5, 0.6),
     CollapseSign(
-        "reply/repeated_fraction", "replies end in loops", "rises", "max_repeated_fraction", 2.0
+        "reply/repeated_fraction", "replies end in loops", "rises", MAX_REPEATED_FRACTION, 2.0
     ),
     CollapseSign(
-        "reply/tokens_mean", "replies have another length", "changes", "max_reply_length_ratio"
+        "reply/tokens_mean", "replies have another length", "changes", MAX_REPLY_LENGTH_RATIO
     ),
     CollapseSign(
         "reply/cut_fraction",
         "replies reach their limit of tokens",
         "rises",
-        "max_cut_fraction",
+        MAX_CUT_FRACTION,
         2.0,
     ),
     CollapseSign("groups/all_worst", "groups have only the worst reward", "rises", 0.5, 2.0),
     CollapseSign(
-        "groups/zero_variance", "most groups teach nothing", "rises", "max_zero_variance", 1.5
+        "groups/zero_variance", "most groups teach nothing", "rises", MAX_ZERO_VARIANCE, 1.5
     ),
     CollapseSign(
         "logprob/engine_trainer_mean_abs_diff",
         "engine and trainer no longer agree",
         "rises",
-        "max_engine_trainer_diff",
+        MAX_ENGINE_TRAINER_DIFF_NATS,
         10.0,
     ),
 )
@@ -125,11 +128,10 @@ def diagnose_collapse(paths: RunPaths) -> Answer:
     problems: list[str] = []
     distinct, to_read = _read_distinct_reply_shares(paths, rows, problems)
     trends = {one.name: one for one in _list_shown_trends(rows, distinct, window)}
-    alerts = read_alerts_config(paths)
     signs = [
         sign
         for sign in COLLAPSE_SIGNS
-        if sign.trend_name in trends and sign.is_shown_by(trends[sign.trend_name], alerts)
+        if sign.trend_name in trends and sign.is_shown_by(trends[sign.trend_name])
     ]
     reward = RewardSummary.measure(rows, window)
     best_groups = statistics.fmean(list_numbers(rows[-window:], "groups/all_best") or [0.0])

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from areal_hpc.errors import ArealError, RecipeError
 from areal_hpc.metrics.catalogue import find_metric
 from areal_hpc.metrics.step_metrics import read_metrics
-from areal_hpc.recipe.loading import flatten_keys, flatten_keys_hiding_private_values
+from areal_hpc.recipe.keys import flatten_keys, flatten_keys_hiding_private_values
 from areal_hpc.rundir.jsonl import JsonRow
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.run_recipe import read_run_recipe

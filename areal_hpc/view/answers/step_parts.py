@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from areal_hpc.metrics.step_line import MetricRow
-from areal_hpc.metrics.step_phases import sum_times_by_activity
+from areal_hpc.metrics.step_metrics import sum_times_by_activity
 from areal_hpc.view.batch_episodes import BatchEpisode
 from areal_hpc.view.metric_values import list_numbers
 

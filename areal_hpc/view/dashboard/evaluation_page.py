@@ -9,12 +9,12 @@ from areal_hpc.evaluation.set_metrics import (
     SetSamples,
     estimate_metrics,
 )
-from areal_hpc.evaluation.statistics import compare_paired, estimate_mean
-from areal_hpc.evaluation.ticket_numbers import (
+from areal_hpc.evaluation.set_names import (
     VALIDATION_SET_NAME,
     get_ticket_id_in_evaluation,
     split_ticket_id,
 )
+from areal_hpc.evaluation.statistics import compare_paired, estimate_mean
 from areal_hpc.rundir.manifests import EvaluationResult, read_kept_evaluations_by_set
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.run_recipe import read_run_recipe

@@ -16,9 +16,8 @@ from tokenizers import Tokenizer
 
 from areal_hpc.errors import ArealError, RecipeError
 from areal_hpc.metrics.catalogue import find_metric
-from areal_hpc.metrics.step_metrics import read_metrics
-from areal_hpc.metrics.step_phases import compute_time_shares_by_system_part
-from areal_hpc.recipe.loading import flatten_keys_hiding_private_values
+from areal_hpc.metrics.step_metrics import compute_time_shares_by_system_part, read_metrics
+from areal_hpc.recipe.keys import flatten_keys_hiding_private_values
 from areal_hpc.rollout.task_set import TaskSet
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.events import read_recent_events

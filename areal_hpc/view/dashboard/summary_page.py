@@ -8,8 +8,7 @@ from typing import Any
 
 from areal_hpc.errors import ArealError
 from areal_hpc.metrics.step_line import MetricRow, compute_trained_tokens_per_s
-from areal_hpc.metrics.step_metrics import read_metrics
-from areal_hpc.metrics.step_phases import find_step_bottleneck
+from areal_hpc.metrics.step_metrics import find_step_bottleneck, read_metrics
 from areal_hpc.recipe.private_values import hide_private_arguments
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.events import read_all_events

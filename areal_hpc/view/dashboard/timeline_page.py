@@ -6,8 +6,7 @@ from functools import lru_cache
 from typing import Any
 
 from areal_hpc.errors import ArealError, RecipeError
-from areal_hpc.metrics.step_metrics import read_metrics
-from areal_hpc.metrics.step_phases import compute_time_shares_by_system_part
+from areal_hpc.metrics.step_metrics import compute_time_shares_by_system_part, read_metrics
 from areal_hpc.rundir.jsonl import JsonRow
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.answers.slow_run import explain_slow_run

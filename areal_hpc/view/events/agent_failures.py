@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from areal_hpc.metrics.episode_failures import FAILED_TRY_EVENTS
+from areal_hpc.metrics.step_metrics import FAILED_TRY_EVENTS
 
 EPISODES_COUNTED_EVENT = "episodes_counted"
 """Tells once after a failure how many episodes of a driver have ended by then."""

@@ -3,15 +3,16 @@
 from collections.abc import Sequence
 from typing import Any
 
-from pydantic import ValidationError
-
 from areal_hpc.errors import RecipeError, escape_line
-from areal_hpc.metrics.alerts import MIN_FAILED_TRIES_IN_STEP, Alert, find_alerts
-from areal_hpc.metrics.episode_failures import is_failed_training_try
-from areal_hpc.metrics.step_metrics import read_metrics
-from areal_hpc.recipe.sections.alerts import AlertsConfig
+from areal_hpc.metrics.alerts import (
+    MAX_FAILED_SHARE_OF_TRIES,
+    MIN_FAILED_TRIES_IN_STEP,
+    Alert,
+    find_alerts,
+)
+from areal_hpc.metrics.step_metrics import is_failed_training_try, read_metrics
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.rundir.run_recipe import read_run_recipe
+from areal_hpc.rundir.run_recipe import get_recipe_value, read_run_recipe
 from areal_hpc.rundir.telemetry.events import read_recent_events
 from areal_hpc.view.state.run_state import read_last_launch_time
 
@@ -21,23 +22,21 @@ def find_run_alerts(paths: RunPaths) -> list[Alert]:
 
     Before its first trained step, which agents that only fail never let it reach, its events do.
     """
-    config, rows = read_alerts_config(paths), read_metrics(paths.metrics)
-    if any(row.get("episodes") for row in rows) or config.max_failed_episodes is None:
-        return find_alerts(rows, config)
+    off, rows = read_alerts_off(paths), read_metrics(paths.metrics)
+    if any(row.get("episodes") for row in rows) or "failing_agents" in off:
+        return find_alerts(rows, off)
     since = read_last_launch_time(paths)
     events = [event for event in read_recent_events(paths.events) if event.get("time", 0) >= since]
-    failing = find_alert_before_first_step(events, config.max_failed_episodes)
+    failing = find_alert_before_first_step(events)
     return [failing] if failing else []
 
 
-def find_alert_before_first_step(
-    events: Sequence[dict[str, Any]], max_failed_share: float
-) -> Alert | None:
+def find_alert_before_first_step(events: Sequence[dict[str, Any]]) -> Alert | None:
     failures = [event for event in events if is_failed_training_try(event)]
     if len(failures) < MIN_FAILED_TRIES_IN_STEP:
         return None
     ended_well = _count_good_ends_since_first_failure(events)
-    if len(failures) / (len(failures) + ended_well) <= max_failed_share:
+    if len(failures) / (len(failures) + ended_well) <= MAX_FAILED_SHARE_OF_TRIES:
         return None
     newest = failures[-1]
     reason = str(newest.get("message") or newest.get("reason", "")).strip().splitlines()
@@ -68,12 +67,13 @@ def _count_good_ends_since_first_failure(events: Sequence[dict[str, Any]]) -> in
     return sum(newest[role] - first[role] for role in first)
 
 
-def read_alerts_config(paths: RunPaths) -> AlertsConfig:
-    """The rules of a run's recipe; the defaults where it has none that this version reads."""
+def read_alerts_off(paths: RunPaths) -> list[str]:
+    """The rules that a run's recipe switches off; none where it cannot be read."""
     try:
-        return AlertsConfig.model_validate(read_run_recipe(paths.recipe).get("alerts", {}))
-    except (RecipeError, ValidationError):
-        return AlertsConfig()
+        off = get_recipe_value(read_run_recipe(paths.recipe), "alerts.off")
+    except RecipeError:
+        return []
+    return off if isinstance(off, list) else []
 
 
 def select_failure_alerts(alerts: Sequence[Alert]) -> list[Alert]:

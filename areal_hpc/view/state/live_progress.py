@@ -12,7 +12,7 @@ from rich.text import Text
 
 from areal_hpc.dataset.materialize import count_materialized_rows
 from areal_hpc.errors import escape_controls
-from areal_hpc.evaluation.ticket_numbers import STEP_OF_LOADED_WEIGHTS, split_ticket_id
+from areal_hpc.evaluation.set_names import STEP_OF_LOADED_WEIGHTS, split_ticket_id
 from areal_hpc.metrics.alerts import AlertTracker
 from areal_hpc.metrics.step_line import estimate_remaining_s, format_metric, format_step_line
 from areal_hpc.metrics.step_metrics import list_evaluated_sets, select_evaluation_metrics
@@ -22,7 +22,7 @@ from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.events import EventFollower
 from areal_hpc.view.events.run_news import NewEventLineFormatter
 from areal_hpc.view.events.run_phase import RunPhaseTracker
-from areal_hpc.view.state.alerts_at_newest_step import format_alert, read_alerts_config
+from areal_hpc.view.state.alerts_at_newest_step import format_alert, read_alerts_off
 from areal_hpc.view.state.run_state import RunSnapshot, SnapshotReader
 from areal_hpc.view.tables import format_duration
 from areal_hpc.wire.ledger import LedgerStatus
@@ -109,7 +109,7 @@ class PlainReporter:
                 self._has_trained = self._has_trained or row["step"] > 0
                 self.print_line(format_step_line(row, self._total_steps))
                 if self._alerts is None:  # the recipe is in place once a step is
-                    self._alerts = AlertTracker(read_alerts_config(self._paths))
+                    self._alerts = AlertTracker(read_alerts_off(self._paths))
                     self._alerts.take_new_alerts(snapshot.steps[:number])
                 for alert in self._alerts.take_new_alerts(snapshot.steps[: number + 1]):
                     self.print_line(format_alert(alert))

@@ -18,8 +18,8 @@ from areal_hpc.evaluation.set_metrics import (
     SetSamples,
     compute_task_values,
 )
+from areal_hpc.evaluation.set_names import VALIDATION_SET_NAME
 from areal_hpc.evaluation.statistics import PairedComparison, compare_paired
-from areal_hpc.evaluation.ticket_numbers import VALIDATION_SET_NAME
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.rundir.manifests import (
     list_evaluations_of_kept_weights,

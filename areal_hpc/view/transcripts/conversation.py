@@ -7,7 +7,7 @@ from itertools import takewhile
 from rich.cells import cell_len, chop_cells, set_cell_size
 
 from areal_hpc.errors import escape_controls
-from areal_hpc.evaluation.ticket_numbers import split_ticket_id
+from areal_hpc.evaluation.set_names import split_ticket_id
 from areal_hpc.view.transcripts.messages import (
     ShownMessage,
     list_call_facts,

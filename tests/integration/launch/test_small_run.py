@@ -12,10 +12,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import areal_hpc
 from areal_hpc.jobs.environment import get_interpreter
 from areal_hpc.metrics.catalogue import find_metric
-from areal_hpc.metrics.step_metrics import read_metrics
-from areal_hpc.metrics.step_phases import (
+from areal_hpc.metrics.step_metrics import (
     STEP_PHASES,
     compute_time_shares_by_system_part,
+    read_metrics,
 )
 from areal_hpc.metrics.writer import format_tensorboard_tag
 from areal_hpc.rundir.jsonl import read_readable_records

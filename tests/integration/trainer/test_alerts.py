@@ -23,7 +23,7 @@ from tests.support.waiting import wait_for
 STEPS = 4
 SETTINGS = {"total_steps": STEPS}
 CONSTANT = [0.5] * SAMPLES
-RULES = {"max_engine_trainer_diff": 10.0}
+RULES = {"off": ["engine_mismatch"]}
 """The recorded engine's log-probabilities are random numbers."""
 
 

@@ -23,7 +23,7 @@ from tests.support.weight_updates import WITHOUT_MODEL
 # isort: split
 from areal_hpc.errors import IdleError
 from areal_hpc.jobs.processes.signals import StopRequest
-from areal_hpc.metrics.episode_failures import EpisodeFailureCounter
+from areal_hpc.metrics.step_metrics import EpisodeFailureCounter
 from areal_hpc.metrics.writer import MetricsWriter
 from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.rundir import rendezvous

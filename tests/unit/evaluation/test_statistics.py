@@ -10,13 +10,11 @@ from hypothesis import strategies as st
 
 from areal_hpc.evaluation.statistics import (
     compare_paired,
+    compute_central_probability,
+    compute_central_quantile,
     compute_pass_at_k_by_task,
     estimate_mean,
     score_majority_answer,
-)
-from areal_hpc.evaluation.student_t import (
-    compute_central_probability,
-    compute_central_quantile,
 )
 
 SIMULATIONS = 2000

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from areal_hpc.metrics.episode_failures import EpisodeFailureCounter, FailureCounts
+from areal_hpc.metrics.step_metrics import EpisodeFailureCounter, FailureCounts
 from areal_hpc.rundir.jsonl import append_line
 from areal_hpc.view.state.alerts_at_newest_step import find_alert_before_first_step
 
@@ -38,10 +38,8 @@ def test_a_line_in_the_writing_is_counted_when_it_is_whole(tmp_path: Path) -> No
 
 
 def test_agents_that_only_fail_are_told_before_the_first_step() -> None:
-    assert find_alert_before_first_step([failure()] * 7, 0.5) is None
-    alert = find_alert_before_first_step(
-        [failure(reason="in agent.py\nKeyError: 'anwser'")] * 8, 0.5
-    )
+    assert find_alert_before_first_step([failure()] * 7) is None
+    alert = find_alert_before_first_step([failure(reason="in agent.py\nKeyError: 'anwser'")] * 8)
     assert alert is not None
     assert (alert.rule, alert.level) == ("failing_agents", "failure")
     assert alert.message.endswith("no step has been trained; the last: KeyError: 'anwser'")
@@ -49,13 +47,13 @@ def test_agents_that_only_fail_are_told_before_the_first_step() -> None:
 
 def test_a_few_failures_among_many_good_episodes_before_the_first_step_are_no_alert() -> None:
     few = [failure(failed=n, ended=60 * n) for n in range(1, 13)]
-    assert find_alert_before_first_step(few, 0.5) is None
+    assert find_alert_before_first_step(few) is None
 
 
 def test_good_held_out_episodes_do_not_hide_that_all_training_episodes_fail() -> None:
     all_of_training = [failure(failed=n, ended=256 + n) for n in range(1, 13)]
-    alert = find_alert_before_first_step(all_of_training, 0.5)
+    alert = find_alert_before_first_step(all_of_training)
     assert alert is not None
     assert alert.message.startswith("12 tries of episodes failed")
     counted = {"event": "episodes_counted", "role": "driver-cell-0", "failed": 12, "ended": 900}
-    assert find_alert_before_first_step([*all_of_training, counted], 0.5) is None
+    assert find_alert_before_first_step([*all_of_training, counted]) is None

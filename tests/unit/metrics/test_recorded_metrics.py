@@ -1,9 +1,7 @@
 """The metrics of a real quick start, as it was recorded: no failure at any of its steps."""
 
 from areal_hpc.metrics.alerts import find_alerts
-from areal_hpc.metrics.step_metrics import read_metrics
-from areal_hpc.metrics.step_phases import compute_time_shares_by_system_part
-from areal_hpc.recipe.sections.alerts import AlertsConfig
+from areal_hpc.metrics.step_metrics import compute_time_shares_by_system_part, read_metrics
 from tests.support.environments import CHECKOUT
 
 ROWS = read_metrics(CHECKOUT / "tests" / "samples" / "quickstart_metrics.jsonl")
@@ -12,7 +10,7 @@ ROWS = read_metrics(CHECKOUT / "tests" / "samples" / "quickstart_metrics.jsonl")
 def test_the_quick_start_raises_no_failure_at_any_step() -> None:
     assert len(ROWS) == 26
     assert ROWS[-1]["reward/mean"] > 0.9, "it learned"
-    found = [find_alerts(ROWS[:count], AlertsConfig()) for count in range(1, len(ROWS) + 1)]
+    found = [find_alerts(ROWS[:count]) for count in range(1, len(ROWS) + 1)]
     assert {alert.rule for alerts in found for alert in alerts} == {"low_entropy"}
     assert {alert.level for alerts in found for alert in alerts} == {"note"}
 
@@ -24,6 +22,6 @@ def test_its_phases_cover_its_steps() -> None:
 def test_a_learning_run_whose_last_groups_are_solved_ends_with_a_note() -> None:
     solved = {"groups/zero_variance": 0.95, "groups/all_best": 0.95, "groups/all_worst": 0.0}
     more = [{**ROWS[-1], **solved, "step": 25 + further} for further in (1, 2, 3)]
-    found = {(alert.rule, alert.level) for alert in find_alerts([*ROWS, *more], AlertsConfig())}
+    found = {(alert.rule, alert.level) for alert in find_alerts([*ROWS, *more])}
     assert ("no_signal", "note") in found
     assert all(level == "note" for _, level in found)

@@ -3,7 +3,8 @@
 import pytest
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.recipe.loading import flatten_keys, load_recipe, parse_overrides
+from areal_hpc.recipe.keys import flatten_keys
+from areal_hpc.recipe.loading import load_recipe, parse_overrides
 from areal_hpc.recipe.private_values import hide_private_arguments
 from tests.support.environments import CHECKOUT
 

@@ -1,4 +1,4 @@
-"""Numbers of evaluation tickets: each set has a range of its own."""
+"""Evaluation sets in tickets, of whose numbers each has a range, and in metrics."""
 
 TICKETS_PER_SET = 1_000_000
 VALIDATION_SET_NAME = "valid"
@@ -14,3 +14,8 @@ def get_ticket_id_in_evaluation(set_number: int, task_index: int) -> int:
 
 def split_ticket_id(ticket_id: int) -> tuple[int, int]:
     return divmod(ticket_id, TICKETS_PER_SET)
+
+
+EVALUATION_METRIC_PREFIX = "evaluation/"
+INTERVAL_BOUND_SUFFIXES = ("_low", "_high")
+"""Behind a metric's name: its 95 % interval."""
