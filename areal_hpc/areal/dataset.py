@@ -5,16 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from areal_hpc.areal.api.cli_args import DatasetConfig
-from areal_hpc.dataset.adapters import convert_gsm8k
+from areal_hpc.areal.config.conversions import find_public_source
 from areal_hpc.dataset.sources import iterate_task_rows
 from areal_hpc.errors import RecipeError
 from areal_hpc.recipe.sections.dataset import TaskSetConfig
 
 TRAIN_DATASET_KEY = "train_dataset"
-PUBLIC_DATASETS = {
-    "gsm8k": ("main/{split}-*.parquet", f"{convert_gsm8k.__module__}:{convert_gsm8k.__name__}")
-}
-"""Data sets by the name of their repository or of a clone: which files, and which form."""
 
 
 def get_custom_dataset(
@@ -47,21 +43,21 @@ def get_custom_dataset(
 def _build_task_set_configs(split: str, path_or_hub_name: str) -> Iterator[TaskSetConfig]:
     path = Path(path_or_hub_name).expanduser()
     lines = path / f"{split}.jsonl"
-    if path.name not in PUBLIC_DATASETS or path.is_file() or lines.exists():
+    source = find_public_source(path_or_hub_name, split)
+    if source is None or path.is_file() or lines.exists():
         yield TaskSetConfig(path=lines if path.is_dir() else path)
         return
-    pattern, form = PUBLIC_DATASETS[path.name]
-    pattern = pattern.format(split=split)
     if not path.is_dir():
-        yield TaskSetConfig(hub=path_or_hub_name, files=pattern, to_task=form)
+        yield TaskSetConfig.model_validate(source)
         return
-    found = sorted(path.glob(pattern))
+    found = sorted(path.glob(source["files"]))
     if not found:
         raise RecipeError(
-            f"{path} holds neither {lines.name} nor {pattern}", key=f"{TRAIN_DATASET_KEY}.path"
+            f"{path} holds neither {lines.name} nor {source['files']}",
+            key=f"{TRAIN_DATASET_KEY}.path",
         )
     for file in found:
-        yield TaskSetConfig(path=file, to_task=form)
+        yield TaskSetConfig(path=file, to_task=source["to_task"])
 
 
 def _count_prompt_tokens(row: dict[str, Any], tokenizer: Any) -> int:

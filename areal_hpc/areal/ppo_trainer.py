@@ -146,6 +146,8 @@ class PPOTrainer:
             evaluation |= _save_agent(other, others, paths, EVALUATION_PICKLE_MODULE)
         if dynamic_filter_fn is not None:
             rollout["should_accept"] = _get_filter_import_path(dynamic_filter_fn)
+        for section in ("train_dataset", "valid_dataset"):
+            tree.pop(section, None)  # what counts is the rows that the script hands over
         for split in self._rows:
             tree[f"{split}_dataset"] = {"path": str(paths.dataset(split))}
         tree["cluster"] = _build_cluster_section(self._config, tree.get("cluster", {}))

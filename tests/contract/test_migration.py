@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import yaml
 
 from areal_hpc.cli.main import main
 
@@ -27,11 +28,39 @@ def test_a_file_becomes_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "Before it can run" not in said
 
 
-def test_foreign_files_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_gsm8k_on_the_hub_and_what_a_recipe_still_needs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "gsm8k.yaml"
+    config.write_text(
+        "{experiment_name: e, trial_name: t, actor: {path: Qwen/Qwen3-0.6B}, total_train_epochs: 1,"
+        " train_dataset: {path: openai/gsm8k, batch_size: 8}, valid_dataset: {path: a/b}}"
+    )
+    assert migrated(config, "--rows", "80") == 0
+    text, lacks = capsys.readouterr().out.split("# No counterpart:")
+    assert yaml.safe_load(text)["train_dataset"] == {
+        "hub": "openai/gsm8k",
+        "files": "main/train-*.parquet",
+        "to_task": "areal_hpc.dataset.adapters:convert_gsm8k",
+    }
+    assert "set valid_dataset.hub=a/b, valid_dataset.files" in lacks
+    assert "rollout.workflow: this key is required" in lacks
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("model: {path: /m}", "this is not an AReaL configuration"),
+        ("{rollout: {n_samples: 4}, trainer: {}}", "this is a recipe"),
+    ],
+)
+def test_other_files_are_refused(
+    text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = tmp_path / "other.yaml"
-    config.write_text("model: {path: /m}\n")
+    config.write_text(text)
     assert migrated(config) == 78
-    assert "this is not an AReaL configuration" in capsys.readouterr().err
+    assert said in capsys.readouterr().err
 
 
 def test_a_file_that_is_missing_is_refused(tmp_path: Path) -> None:

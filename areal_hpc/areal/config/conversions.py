@@ -11,10 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from areal_hpc.areal.config.rules import ArealConfig, UntranslatableError
+from areal_hpc.dataset.adapters import convert_gsm8k
 from areal_hpc.wire.proxy import MAX_MASK_TOKENS_PER_POSITION
 
 NO_TOP_K = 100_000_000
 """AReaL's `top_k` for no bound."""
+PUBLIC_DATASETS = {
+    "gsm8k": ("main/{split}-*.parquet", f"{convert_gsm8k.__module__}:{convert_gsm8k.__name__}")
+}
+"""Names of repositories: the pattern of their files, and what makes a task of a row."""
 TOOL_PARSER_BY_AREAL_NAME = {"qwen": "qwen25"}
 NEUTRAL_SAMPLING_VALUES = {"top_p": 1.0, "top_k": -1}
 STEPS_KEY_BY_SECTION = {
@@ -93,15 +98,33 @@ def scheduler(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
     return {}
 
 
-def task_file(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
+def find_public_source(path_or_hub_name: str, split: str) -> dict[str, str] | None:
+    """The keys of a task set for a known repository, or a clone of it; `split`: train or test."""
+    name = Path(path_or_hub_name).name
+    if name not in PUBLIC_DATASETS:
+        return None
+    files, to_task = PUBLIC_DATASETS[name]
+    return {"hub": path_or_hub_name, "files": files.format(split=split), "to_task": to_task}
+
+
+def task_set(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
     if not value:
         return {}
-    if not str(value).endswith((".jsonl", ".json")):
+    if str(value).endswith((".jsonl", ".json", ".parquet")):
+        return {key: value}
+    section, split = key.split(".")[0], "train" if key.startswith("train") else "test"
+    if _is_repository(value):
+        source = find_public_source(str(value), split)
+        if source is not None:
+            return {f"{section}.{name}": one for name, one in source.items()}
         raise UntranslatableError(
-            "a recipe reads files of JSON lines, or a generator: see train_dataset in "
-            "docs/recipe.md; PPOTrainer takes rows as they are"
+            f"set {section}.hub={value}, {section}.files to a pattern of its files, and "
+            f"{section}.to_task to a function that makes a task of a row"
         )
-    return {key: value}
+    raise UntranslatableError(
+        f"a recipe reads files: set {section}.path to one of JSON lines or Parquet; PPOTrainer "
+        "takes rows as they are"
+    )
 
 
 # Generation.

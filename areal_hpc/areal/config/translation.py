@@ -28,6 +28,8 @@ from areal_hpc.errors import RecipeError
 
 IDENTIFYING_SECTIONS = ("actor", "gconfig", "rollout", "train_dataset", "allocation_mode")
 """A configuration of AReaL's has at least one of these."""
+RECIPE_SECTIONS = ("trainer", "inference", "model")
+"""A configuration of AReaL's has none of these."""
 
 OPTIONAL_SECTION_CLASSES = {
     "actor.rejection_sampling": RejectionSamplingConfig,
@@ -81,6 +83,11 @@ def translate_to_recipe(
                 "this is not an AReaL configuration: none of "
                 f"{', '.join(IDENTIFYING_SECTIONS)} is present",
                 hint="give the file that AReaL's --config names",
+            )
+        if section := next((one for one in RECIPE_SECTIONS if one in config), None):
+            raise RecipeError(
+                f"this is a recipe, not an AReaL configuration: it has a section {section!r}",
+                hint="areal-hpc run takes it as it is",
             )
         stated = {
             key: value for key, value in flatten_to_dotted_keys(config).items() if value != {}

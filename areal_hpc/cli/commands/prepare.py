@@ -4,6 +4,7 @@ import argparse
 import os
 import shlex
 import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -229,13 +230,25 @@ def _translate_areal_config(arguments: argparse.Namespace) -> int:
         print("# No counterpart:")
         for one in translation.untranslated:
             print(f"#   {one.key}: {one.value}\n#     {one.reason}")
+    problems = list(_find_missing_agent(translation.recipe))
     try:
         build_recipe(translation.recipe)
     except RecipeError as error:
+        known = {problem.key for problem in problems}
+        problems += [problem for problem in error.problems if problem.key not in known]
+    if problems:
         print("# Before it can run:")
-        for problem in error.problems:
-            print(f"#   {problem.key}: {problem.message}\n#     try: {problem.hint}")
+    for problem in problems:
+        print(f"#   {problem.key}: {problem.message}\n#     try: {problem.hint}")
     return 0
+
+
+def _find_missing_agent(recipe: Mapping[str, Any]) -> Iterator[Problem]:
+    """AReaL's scripts name their agent in Python."""
+    rollout = recipe.get("rollout", {})
+    if not rollout.get("workflow") and rollout.get("agent", {}).get("mode") != "online":
+        hint = "add rollout.workflow=package.module.Agent to the recipe"
+        yield Problem("this key is required", "rollout.workflow", hint)
 
 
 def _add_tasks_commands(commands: CommandGroup) -> None:
