@@ -1,6 +1,18 @@
-"""`python -m areal_hpc` is the `areal-hpc` command."""
+"""The `areal-hpc` command, which `python -m areal_hpc` is too."""
 
-from areal_hpc.cli.main import main
+import signal
+import sys
+
+
+def main() -> None:
+    try:
+        from areal_hpc.cli.main import main as run_command  # takes a while: Ctrl-C may come then
+
+        run_command()
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        sys.exit(128 + signal.SIGINT)
+
 
 if __name__ == "__main__":
     main()

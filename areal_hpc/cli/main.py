@@ -26,7 +26,6 @@ from areal_hpc.errors import (
     ClusterError,
     Problem,
     RecipeError,
-    RunInterruptedError,
     escape_controls,
 )
 
@@ -69,9 +68,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(RecipeError.exit_code)
     except BrokenPipeError:
         sys.exit(0)  # the reader (head, less) has seen enough
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        sys.exit(RunInterruptedError.exit_code)
     except OSError as error:
         if error.errno not in UNWRITABLE_STORAGE_ERRNOS:
             raise

@@ -185,7 +185,8 @@ class ForegroundLauncher:
             jobs = (self._paths.job(one.name) for one in stage.jobs)
             grace_s = self._recipe.cluster.stop_grace_s + STOP_MARGIN_S
             grace_s += max(map(read_checkpoint_duration_s, jobs))
-            stop_jobs([job.handle for job in self._jobs], grace_s)
+            handles = [job.handle for job in self._jobs]
+            stop_jobs(handles, grace_s, is_urgent=lambda: self._stop.is_repeated)
 
     def _submit_job(self, spec: JobSpec) -> RunningJobHandle:
         handle = self._place.submit_job(spec)

@@ -12,12 +12,15 @@ from types import FrameType
 from areal_hpc.jobs.processes.signals import StopEvent
 from areal_hpc.rundir.paths import RunPaths
 
-STOPPING_MESSAGE = "\nstopping; jobs have a moment to save a checkpoint"
+STOPPING_MESSAGE = (
+    "\nstopping: jobs finish their step and save a checkpoint where seconds suffice; what the last "
+    "checkpoint\nholds is kept in any case. Ctrl-C again ends them at once"
+)
 
 
 @contextmanager
 def catch_stop_signals(message: str = "") -> Iterator[StopEvent]:
-    """An event that SIGINT and SIGTERM set within the context, and a message for the first.
+    """An event that SIGINT and SIGTERM set within the context; a message at the first of them.
 
     Outside the main thread, where Python handles no signals, nothing sets it.
     """

@@ -304,12 +304,16 @@ def _build_refusal_error(
     return RecipeError(message, key="cluster.slurm", hint=hint)
 
 
-def stop_jobs(handles: Sequence[RunningJobHandle], grace_s: float) -> None:
-    """Stop every job: politely first, by force after `grace_s`."""
+def stop_jobs(
+    handles: Sequence[RunningJobHandle], grace_s: float, is_urgent: Callable[[], bool] | None = None
+) -> None:
+    """Stop every job: politely first, by force after `grace_s`, or once `is_urgent` says so."""
     for handle in handles:
         handle.request_stop()
     give_up_at = time.monotonic() + grace_s
     while not all(handle.is_done() for handle in handles) and time.monotonic() < give_up_at:
+        if is_urgent and is_urgent():
+            break
         time.sleep(0.1)
     for handle in handles:
         handle.kill()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from areal_hpc import __main__
 from areal_hpc.cli.main import main
 from areal_hpc.recipe import reference
 from areal_hpc.view.dashboard import report
@@ -44,6 +45,7 @@ def test_ctrl_c_ends_any_command_without_a_traceback(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(reference, "render_key_table", interrupt)
+    monkeypatch.setattr(sys, "argv", ["areal-hpc", "recipe-keys"])
     with pytest.raises(SystemExit) as ended:
-        main(["recipe-keys"])
+        __main__.main()
     assert (ended.value.code, capsys.readouterr().err) == (130, "interrupted\n")

@@ -66,7 +66,10 @@ class StopEvent(threading.Event):
 
     signal_name = ""
     """`SIGINT` for Ctrl-C; empty if no signal did."""
+    is_repeated = False
+    """Asked again: nothing is waited for."""
 
     def set_by_signal(self, signal_number: int) -> None:
+        self.is_repeated = self.is_set()
         self.signal_name = self.signal_name or signal.Signals(signal_number).name
         self.set()

@@ -196,6 +196,13 @@ def test_a_stop_ends_processes_that_ignore_it_with_children(folder: Path, submit
     assert not any(is_running(pid) for pid in pids)
 
 
+def test_a_second_request_waits_for_nobody(folder: Path, submit: Submit) -> None:
+    job = submit(actor(folder, "s", "stubborn"), grace_s=scaled(600.0))
+    pids = pids_in(folder / "s.txt")
+    stop_jobs([job], scaled(600.0), is_urgent=lambda: True)
+    wait_for(lambda: not any(is_running(pid) for pid in pids))
+
+
 def test_killing_the_supervisor_leaves_no_process(folder: Path, submit: Submit) -> None:
     submit(actor(folder, "w", "wait"))
     (pid,) = pids_in(folder / "w.txt")
