@@ -25,25 +25,32 @@ def format_metric(value: float | None, format_spec: str) -> str:
 
 
 def format_step_line(row: MetricRow, total: int | None = None) -> str:
+    """Step, rewards and seconds: what fits in 80 columns of a terminal."""
     of = f"/{total}" if total is not None else ""
-    return "  ".join((f"step  {row['step']:>5}{of}", *_format_step_parts(row)))
+    return "  ".join((f"step  {row['step']:>5}{of}", *_format_rewards(row)))
 
 
-def _format_step_parts(row: MetricRow) -> Iterator[str]:
+def _format_rewards(row: MetricRow) -> Iterator[str]:
     if "reward/mean" in row:
         spread = f" ± {format_metric(row['reward/std'], '.2f')}" if "reward/std" in row else ""
         yield f"reward {format_metric(row['reward/mean'], '.3f')}{spread}"
     if VALIDATION_REWARD_METRIC in row:
         yield f"held-out {format_metric(row[VALIDATION_REWARD_METRIC], '.3f')}"
     yield from format_evaluation_set_metrics(row)
+    if "reward/mean" not in row and "loss" in row:  # of supervised fine-tuning
+        yield f"loss {format_metric(row['loss'], '.4f')}"
+    if row.get("time/step_s") is not None:
+        yield f"{row['time/step_s']:.1f} s"
+
+
+def format_step_details(row: MetricRow) -> Iterator[str]:
+    """What else the trainer's log says of a step."""
     if "reward/mean" not in row:
-        if "loss" in row:  # of supervised fine-tuning
-            yield f"loss {format_metric(row['loss'], '.4f')}"
         return
     if row.get("time/step_s") is not None:
         waiting = compute_time_shares_by_system_part(row).get("generation", 0.0)
-        told = f" ({waiting:.0%} waiting for generation)" if waiting >= MIN_SHOWN_SHARE else ""
-        yield f"{row['time/step_s']:.1f} s{told}"
+        if waiting >= MIN_SHOWN_SHARE:
+            yield f"{waiting:.0%} waiting for generation"
         yield f"{compute_trained_tokens_per_s([row]):.0f} tokens/s"
     if "groups/zero_variance" in row:
         yield f"zero-variance {format_metric(row['groups/zero_variance'], '.0%')}"

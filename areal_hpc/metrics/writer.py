@@ -9,7 +9,7 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard import FileWriter
 
-from areal_hpc.metrics.step_line import format_step_line
+from areal_hpc.metrics.step_line import format_step_details, format_step_line
 from areal_hpc.metrics.step_metrics import list_evaluated_sets, read_metrics
 from areal_hpc.rundir.jsonl import JsonMetricRow, append_line, replace_lines
 from areal_hpc.wire.replicas import UpdatePauseStats
@@ -102,7 +102,8 @@ class MetricsWriter:
         else:
             self.newest_line = {**self.newest_line, **line, "step": self._newest_step}
         append_line(self.path, line)
-        log.info("%s", format_step_line(line, self._total_steps))
+        words = format_step_line(line, self._total_steps), *format_step_details(line)
+        log.info("%s", "  ".join(words))
         if self._board is not None:
             # As one event: TensorBoard's writer opens its file anew for each.
             scalars = [

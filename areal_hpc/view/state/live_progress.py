@@ -107,7 +107,7 @@ class PlainReporter:
             if row["step"] > self._last_step:
                 self._last_step = row["step"]
                 self._has_trained = self._has_trained or row["step"] > 0
-                self.print_line(format_step_line(row, self._total_steps))
+                self.print_line(self._format_step(snapshot.steps[: number + 1]))
                 if self._alerts is None:  # the recipe is in place once a step is
                     self._alerts = AlertTracker(read_alerts_off(self._paths))
                     self._alerts.take_new_alerts(snapshot.steps[:number])
@@ -118,6 +118,11 @@ class PlainReporter:
                 self.print_line(format_step_line(evaluation, self._total_steps))
         self._evaluated = _list_evaluated_steps(snapshot)
         return snapshot
+
+    def _format_step(self, rows: Sequence[dict[str, Any]]) -> str:
+        line = format_step_line(rows[-1], self._total_steps)
+        left_s = estimate_remaining_s(rows, self._total_steps)
+        return f"{line}  about {format_duration(left_s)} left" if left_s else line
 
     def close(self) -> None:
         self.report_new_events()
