@@ -1,6 +1,6 @@
 """Cells and a trainer without models: the real driver, peers, seals and reads; episodes that sleep.
 
-What a cell says to the ledger is said by `rollout.lease_loop.LeaseLoop` itself. Replaced is only
+What a cell says to the ledger is said by `rollout.driver.Driver` itself. Replaced is only
 what would need a model: running a ticket's episodes is a sleep of log-normal length.
 """
 
@@ -16,11 +16,9 @@ import numpy as np
 
 from areal_hpc.recipe.sections.rollout import RolloutConfig
 from areal_hpc.rollout.config import RolloutJobConfig
+from areal_hpc.rollout.driver import Driver, LeasedTickets, ReplicaGate, ServiceClients
 from areal_hpc.rollout.episode_watch import EpisodeWatch
-from areal_hpc.rollout.lease_loop import LeaseLoop
-from areal_hpc.rollout.leased_tickets import LeasedTickets
-from areal_hpc.rollout.replica_gate import ReplicaGate
-from areal_hpc.rollout.ticket_runner import ServiceClients, TicketRunner
+from areal_hpc.rollout.ticket_runner import TicketRunner
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.rendezvous import ensure_service_key
 from areal_hpc.rundir.service_client import AsyncServiceClient
@@ -214,7 +212,7 @@ class SleepingRunner(TicketRunner):
         return True
 
 
-class SleepingCell(LeaseLoop):
+class SleepingCell(Driver):
     """The driver of a cell whose episodes are sleeps."""
 
     def __init__(
@@ -238,7 +236,12 @@ class SleepingCell(LeaseLoop):
         gate, watch = OpenGate(ledger, tickets.changed.set), IdleWatch(events)
         runner = SleepingRunner(job, services, tickets, gate, watch, events, stores, tempo, tally)
         super().__init__(
-            job, runner=runner, tickets=tickets, services=services, gate=gate, episode_watch=watch
+            job,
+            run_ticket=runner.run,
+            tickets=tickets,
+            services=services,
+            gate=gate,
+            episode_watch=watch,
         )
         self._stores = stores
 

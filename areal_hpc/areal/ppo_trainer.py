@@ -17,7 +17,7 @@ from areal_hpc.errors import RecipeError
 from areal_hpc.launch.run import run, submit
 from areal_hpc.recipe.loading import build_recipe, read_site_values
 from areal_hpc.recipe.recipe import Recipe
-from areal_hpc.rollout.episodes.effective_limits import check_task_limits
+from areal_hpc.rollout.episodes.episode_spec import check_task_limits
 from areal_hpc.rollout.execution.agent_pickle import (
     PICKLED_AGENT_MODULE,
     get_import_path,

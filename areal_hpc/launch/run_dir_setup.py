@@ -18,7 +18,7 @@ from areal_hpc.recipe.keys import flatten_keys, flatten_keys_hiding_private_valu
 from areal_hpc.recipe.private_values import hide_private_values_equal_in
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.recipe.sections.trainer import compute_learning_rate
-from areal_hpc.rollout.episodes.effective_limits import check_task_limits
+from areal_hpc.rollout.episodes.episode_spec import check_task_limits
 from areal_hpc.rundir.atomic import write_atomic, write_atomic_private
 from areal_hpc.rundir.checkpoints import find_latest_checkpoint
 from areal_hpc.rundir.paths import RunPaths

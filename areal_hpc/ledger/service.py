@@ -5,7 +5,6 @@ be durable is written before it is answered, by blocking writes: a few per train
 """
 
 import logging
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -107,7 +106,6 @@ class LedgerService:
         self, request: wire.LeaseRequest, long_poll: LongPoll
     ) -> wire.LeaseReply:
         """Take a heartbeat; grant work, if need be as soon as there is some."""
-        received_at = time.time()
         self._apply_heartbeat(request)
         until_s = self._clock() + min(request.wait_s, self._policy.expected_report_interval_s)
         while not self._stopped:
@@ -118,12 +116,7 @@ class LedgerService:
             if grants or seal_now or not await long_poll.wait_for(self._work, until_s):
                 over = self._tickets.select_released_from_cell(request.finished)
                 return wire.LeaseReply(
-                    grants,
-                    seal_now,
-                    over=over,
-                    pause_s=self._cells.heartbeat_interval_s,
-                    received_at=received_at,
-                    answered_at=time.time(),
+                    grants, seal_now, over=over, pause_s=self._cells.heartbeat_interval_s
                 )
         return wire.LeaseReply(stop=True)
 

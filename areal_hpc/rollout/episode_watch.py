@@ -70,10 +70,9 @@ class EpisodeWatch:
         finally:
             del self._running[asyncio_task_name]
 
-    def record_good_end(self, episode: RunningEpisode | None = None) -> None:
+    def record_good_end(self, took_s: float) -> None:
         self.ended += 1
-        if episode is not None:
-            self._longest_ok_s = max(self._longest_ok_s, episode.age_s)
+        self._longest_ok_s = max(self._longest_ok_s, took_s)
 
     def record_failed_end(self) -> None:
         self.ended += 1
@@ -85,9 +84,7 @@ class EpisodeWatch:
         loop, has_ended = asyncio.get_running_loop(), threading.Event()
         self._beat_at = time.monotonic()
         arguments = (loop, threading.get_ident(), has_ended)
-        threading.Thread(
-            target=self._watch_event_loop, args=arguments, name="event-loop-watch", daemon=True
-        ).start()
+        threading.Thread(target=self._watch_event_loop, args=arguments, daemon=True).start()
         try:
             while True:
                 self._beat_at = time.monotonic()

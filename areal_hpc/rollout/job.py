@@ -13,15 +13,13 @@ from areal_hpc.jobs.processes.signals import StopRequest
 from areal_hpc.recipe.sections.rollout import AgentExecutionConfig
 from areal_hpc.rollout.agent import Agent, load_agent
 from areal_hpc.rollout.config import RolloutJobConfig
+from areal_hpc.rollout.driver import Driver, LeasedTickets, ReplicaGate, ServiceClients
 from areal_hpc.rollout.episode_watch import EpisodeWatch
 from areal_hpc.rollout.episodes.http_client import make_http_client
 from areal_hpc.rollout.execution.agent_sandboxes import make_agent_sandboxes, start_and_stop_sandbox
 from areal_hpc.rollout.execution.subprocess_agent import SubprocessAgent
-from areal_hpc.rollout.lease_loop import LeaseLoop
-from areal_hpc.rollout.leased_tickets import LeasedTickets
-from areal_hpc.rollout.replica_gate import ReplicaGate
 from areal_hpc.rollout.task_set import TaskSet
-from areal_hpc.rollout.ticket_runner import TRAIN, ServiceClients, TicketRunner
+from areal_hpc.rollout.ticket_runner import TRAIN, TicketRunner
 from areal_hpc.rollout.trial_episodes import play_trial_tasks_or_raise
 from areal_hpc.rundir.jobs import IDLE_EXIT_CODE
 from areal_hpc.rundir.paths import RunPaths
@@ -101,9 +99,9 @@ async def _drive_cell(job: RolloutJobConfig, agents: dict[str, Agent | None]) ->
         episode_watch=watch,
         sandboxes=sandboxes,
     )
-    loop = LeaseLoop(
+    driver = Driver(
         job,
-        runner=runner,
+        run_ticket=runner.run,
         tickets=tickets,
         services=services,
         gate=gate,
@@ -120,7 +118,7 @@ async def _drive_cell(job: RolloutJobConfig, agents: dict[str, Agent | None]) ->
             await play_trial_tasks_or_raise(
                 job.rollout, agent, tasks, proxy, http_client, events, sandboxes
             )
-        await loop.run()
+        await driver.run()
 
     register_sample_reader(
         lambda: build_samples("areal_hpc_driver", _collect_driver_metrics(tickets, watch))
@@ -130,7 +128,7 @@ async def _drive_cell(job: RolloutJobConfig, agents: dict[str, Agent | None]) ->
         # Without Slurm there is nobody to give nodes back to, nor to start the cell again.
         idle_timeout_s = job.idle_timeout_s if get_job_start_number() else float("inf")
         await _run_until_stopped_or_exit_if_idle(
-            play_trials_and_lease(), loop, stop, idle_timeout_s
+            play_trials_and_lease(), driver, stop, idle_timeout_s
         )
     finally:
         if sandboxes is not None:
@@ -152,13 +150,13 @@ def _collect_driver_metrics(
 
 
 async def _run_until_stopped_or_exit_if_idle(
-    work: Coroutine[Any, Any, None], loop: LeaseLoop, stop: StopRequest, idle_timeout_s: float
+    work: Coroutine[Any, Any, None], driver: Driver, stop: StopRequest, idle_timeout_s: float
 ) -> None:
     running = asyncio.create_task(work)
     is_idle = False
     while not (running.done() or stop.requested or is_idle):
         await asyncio.wait({running}, timeout=STOP_POLL_S)
-        is_idle = loop.is_idle_without_ledger(idle_timeout_s)
+        is_idle = driver.is_idle_without_ledger(idle_timeout_s)
     if running.done():
         running.result()
         return

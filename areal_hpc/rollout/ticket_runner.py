@@ -2,8 +2,8 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -11,6 +11,7 @@ import msgspec
 from areal_hpc.errors import (
     AgentError,
     ArealError,
+    ClusterError,
     HttpStatusError,
     PersistentNodeShortageError,
     RecipeError,
@@ -19,24 +20,22 @@ from areal_hpc.errors import (
 from areal_hpc.evaluation.set_names import split_ticket_id
 from areal_hpc.rollout.agent import Agent
 from areal_hpc.rollout.config import RolloutJobConfig
+from areal_hpc.rollout.driver import LeasedTickets, ReplicaGate, ServiceClients
 from areal_hpc.rollout.episode_watch import EpisodeWatch
 from areal_hpc.rollout.episodes.auxiliary import load_auxiliary_rule_unless_keep
-from areal_hpc.rollout.episodes.effective_limits import resolve_limits
 from areal_hpc.rollout.episodes.episode import (
     EpisodeOutcome,
-    EpisodeSpec,
-    derive_episode_seed,
     offer_episode_to_external_program,
     run_episode,
 )
+from areal_hpc.rollout.episodes.episode_spec import (
+    EpisodeSpec,
+    build_episode_spec,
+    derive_episode_seed,
+)
 from areal_hpc.rollout.episodes.group import GroupFilter, run_group_until_enough_succeed
-from areal_hpc.rollout.episodes.shortages import SHORTAGE_PAUSE_S, ShortageTracker
 from areal_hpc.rollout.execution.agent_sandboxes import AgentSandboxes
-from areal_hpc.rollout.leased_tickets import LeasedTickets
-from areal_hpc.rollout.replica_gate import ReplicaGate
-from areal_hpc.rollout.rollout_workflow import RolloutWorkflow
 from areal_hpc.rollout.task_set import TaskSet
-from areal_hpc.rundir.service_client import AsyncServiceClient
 from areal_hpc.rundir.telemetry.events import EventLog
 from areal_hpc.rundir.telemetry.spans import time_span
 from areal_hpc.wire.ledger import (
@@ -54,8 +53,6 @@ from areal_hpc.wire.proxy import (
     KeepFailedSessionReply,
     KeepFailedSessionRequest,
     SamplingDefaults,
-    SessionLimits,
-    StartSessionRequest,
 )
 from areal_hpc.wire.retry import Backoff
 
@@ -67,18 +64,14 @@ TRAIN = "train"
 """The task set of training tickets; those of evaluation sets have their names."""
 AGENT_FAULT_EPISODE_STATUSES = ("failed", "timed_out")
 """Ends of an episode that use up one of its tries."""
-
-
-@dataclass(frozen=True, slots=True)
-class ServiceClients:
-    """The services that a driver calls."""
-
-    ledger: AsyncServiceClient
-    proxy: AsyncServiceClient
-
-    async def close(self) -> None:
-        await self.ledger.close()
-        await self.proxy.close()
+SHORTAGE_PAUSE_S = 15.0
+"""Before an episode for which the node lacked something is tried again."""
+MAX_SHORTAGE_S = 300.0
+"""A node that has lacked something for so long is no longer taken for loaded. Well below
+`RestartPolicy.healthy_s`: a driver that got no further than this has made no progress."""
+HELD_OUT_SHORTAGE_FACTOR = 3
+"""So many times as long for a held-out task: it scores 0 then, which may say nothing of the model
+that is judged."""
 
 
 class TicketRunner:
@@ -115,20 +108,15 @@ class TicketRunner:
         }
         self._set_names = {one.number: name for name, one in job.evaluation_sets.items()}
         self._agents, self._tasks, self._tickets = agents, tasks, tickets
-        self._records_calls = {
-            set_name: isinstance(one, RolloutWorkflow) for set_name, one in agents.items()
-        }
-        # The clients of a workflow have passed rewards back already.
-        self._export = {
-            set_name: job.rollout.agent.build_export_settings(is_workflow)
-            for set_name, is_workflow in self._records_calls.items()
-        }
         self._acceptance = GroupFilter(job.rollout)
         self._auxiliary = load_auxiliary_rule_unless_keep(job.rollout.agent.auxiliary)
         self._ledger, self._proxy = services.ledger, services.proxy
         self._http_client, self._events = http_client, events
         self._gate, self._watch, self._sandboxes = gate, episode_watch, sandboxes
-        self._shortages = ShortageTracker()
+        self._played_at = float("-inf")
+        """When an episode last ended that the node had all for."""
+        self._short_tickets: set[TicketRef] = set()
+        """Those of episodes whose last try met a shortage of the node."""
 
     async def run(self, ticket_grant: TicketGrant) -> None:
         """Run a ticket until it is finished, evaluated, filtered or dropped."""
@@ -140,6 +128,7 @@ class TicketRunner:
                 is_finished = await self._run_and_finish_training_ticket(ticket_grant)
         except (AgentError, RecipeError) as error:
             await self._drop_ticket(ticket_grant, error)
+        self._short_tickets.discard(ticket_grant.ref)
         if is_finished:
             self._tickets.mark_finished(ticket_grant.ref)
         else:
@@ -175,14 +164,15 @@ class TicketRunner:
         while True:
             incarnation = self._proxy.peer_started_at
             outcomes = await self._run_group(ticket_grant, TRAIN)
-            if len(outcomes) > 1 and all(one.has_failure_reward for one in outcomes):
-                raise _build_all_episodes_failed_error(
-                    outcomes[-1].error, ticket_grant.task_index, len(outcomes)
+            last_error = outcomes[-1].error
+            if len(outcomes) > 1 and last_error and all(one.has_failure_reward for one in outcomes):
+                raise _prefix_error_message(
+                    last_error,
+                    f"all {len(outcomes)} episodes of task {ticket_grant.task_index} failed; "
+                    "last error: ",
                 )
-            task, rewards = (
-                self._tasks[TRAIN][ticket_grant.task_index],
-                [one.reward for one in outcomes],
-            )
+            task = self._tasks[TRAIN][ticket_grant.task_index]
+            rewards = [one.reward for one in outcomes]
             rejection_reason = self._acceptance.get_rejection_reason(task, rewards)
             try:
                 await self._keep_sessions_and_close_others(
@@ -256,102 +246,103 @@ class TicketRunner:
         self, ticket_grant: TicketGrant, set_name: str, episode: int
     ) -> EpisodeOutcome:
         """Repeat one episode until it ends well, or as the recipe has failed ones end."""
-        with self._shortages.follow_episode(_name_episode(ticket_grant.ref, set_name, episode)):
-            return await self._try_episode_until_decided(ticket_grant, set_name, episode)
-
-    async def _try_episode_until_decided(
-        self, ticket_grant: TicketGrant, set_name: str, episode: int
-    ) -> EpisodeOutcome:
-        failures = 0
-        while True:
-            await self._gate.wait_until_open()
-            spec = self._build_episode_spec(ticket_grant, set_name, episode, failures)
-            outcome = await self._run_episode_and_record_span(ticket_grant, set_name, spec)
-            if outcome.status != "ok":
-                self._record_unsuccessful_episode(
-                    ticket_grant, episode, outcome, is_training=set_name == TRAIN
-                )
-            try:
-                self._shortages.record_try_end_and_raise_if_stuck(
-                    spec.session.task_id,
-                    outcome,
-                    held_out_ticket=None if set_name == TRAIN else ticket_grant.ref,
-                )
-            except PersistentNodeShortageError:
-                self._tickets.mark_episode_ended(ticket_grant.ref)
-                raise
-            if outcome.status == "ok":
-                self._tickets.mark_episode_ended(ticket_grant.ref)
-                return outcome
-            if outcome.status == "unserved":
-                self._gate.close_until_replica_serves()
-            if outcome.status not in AGENT_FAULT_EPISODE_STATUSES or outcome.error is None:
-                is_short = outcome.is_node_short
-                await asyncio.sleep(SHORTAGE_PAUSE_S if is_short else RETRY_BACKOFF.min_s)
-                continue
-            if outcome.has_failure_reward:
-                self._tickets.mark_episode_ended(ticket_grant.ref)
-                return outcome
-            await self._seal_failed_episode(outcome)
-            failures += 1
+        tries = self._rollout.tries_per_episode
+        if set_name != TRAIN:
             tries = self._rollout.max_episode_tries
-            if failures == (self._rollout.tries_per_episode if set_name == TRAIN else tries):
-                self._tickets.mark_episode_ended(ticket_grant.ref)
-                raise _build_error_of_last_try(
-                    outcome.error, episode, ticket_grant.task_index, failures
-                )
-            await asyncio.sleep(RETRY_BACKOFF.get_pause_s(failures))
+        failures, short_since_s = 0, float("inf")
+        try:
+            while True:
+                await self._gate.wait_until_open()
+                spec = self._build_episode_spec(ticket_grant, set_name, episode, failures)
+                outcome = await self._play_once(ticket_grant, set_name, spec)
+                if outcome.is_node_short:
+                    short_since_s = min(short_since_s, time.monotonic())
+                    self._raise_if_short_for_long(ticket_grant.ref, outcome, short_since_s)
+                    await asyncio.sleep(SHORTAGE_PAUSE_S)
+                    continue
+                self._played_at, short_since_s = time.monotonic(), float("inf")
+                self._short_tickets.discard(ticket_grant.ref)
+                if outcome.status == "ok" or outcome.has_failure_reward:
+                    return outcome
+                if outcome.status == "unserved":
+                    self._gate.close_until_replica_serves()
+                if outcome.status not in AGENT_FAULT_EPISODE_STATUSES or outcome.error is None:
+                    await asyncio.sleep(RETRY_BACKOFF.min_s)
+                    continue
+                await self._seal_failed_episode(outcome)
+                failures += 1
+                if failures == tries:
+                    times = "once" if tries == 1 else f"{tries} times"
+                    raise _prefix_error_message(
+                        outcome.error,
+                        f"episode {episode} of task {ticket_grant.task_index} failed {times}; "
+                        "last error: ",
+                    )
+                await asyncio.sleep(RETRY_BACKOFF.get_pause_s(failures))
+        finally:
+            self._tickets.mark_episode_ended(ticket_grant.ref)
 
-    async def _run_episode_and_record_span(
+    def _raise_if_short_for_long(
+        self, ref: TicketRef, outcome: EpisodeOutcome, since_s: float
+    ) -> None:
+        """Decide about an episode that the node has lacked something for since `since_s`.
+
+        Training waits for the last held-out tasks of an evaluation, so nothing may be tried beside
+        them: that one such task alone is short says nothing of the node.
+
+        Raises:
+            ClusterError: For long no episode could be played, and none is being played.
+            PersistentNodeShortageError: This one could not be played. Its ticket ends.
+        """
+        self._short_tickets.add(ref)
+        is_held_out = ref.eval_step >= 0
+        limit_s = MAX_SHORTAGE_S * (HELD_OUT_SHORTAGE_FACTOR if is_held_out else 1)
+        if time.monotonic() - since_s < limit_s:
+            return
+        why = f"could be played for {limit_s:g} s, the last time because of: {outcome.reason}"
+        if self._played_at >= since_s:
+            raise PersistentNodeShortageError(f"others, but not this episode, {why}")
+        if is_held_out and self._short_tickets == {ref}:
+            raise PersistentNodeShortageError(f"nothing else is left, and this episode never {why}")
+        # An episode may take hours. One that runs for that long has what it needs, and what it
+        # leaves at its end may be all that this one lacks.
+        if self._watch.oldest_running_age_s <= MAX_SHORTAGE_S:
+            raise ClusterError(f"no episode {why}")
+
+    async def _play_once(
         self, ticket_grant: TicketGrant, set_name: str, spec: EpisodeSpec
     ) -> EpisodeOutcome:
-        facts = {**_build_ticket_facts(ticket_grant), "episode": spec.session.episode}
+        agent, episode = self._agents[set_name], spec.session.episode
+        facts = {**_build_ticket_facts(ticket_grant), "episode": episode}
         with time_span("episode", "episodes", **facts) as found:
-            outcome = await self._run_watched_or_external_episode(ticket_grant, set_name, spec)
+            if agent is None:
+                outcome = await offer_episode_to_external_program(spec, self._proxy)
+                took_s = 0.0
+            else:
+                name, watched = spec.session.task_id, facts | {"limit_s": spec.timeout_s}
+                with self._watch.follow_episode(name, watched) as running:
+                    outcome = await run_episode(
+                        spec, agent, self._proxy, self._http_client, self._sandboxes
+                    )
+                took_s = running.age_s
             found["status"] = outcome.status
-        return outcome
-
-    async def _run_watched_or_external_episode(
-        self, ticket_grant: TicketGrant, set_name: str, spec: EpisodeSpec
-    ) -> EpisodeOutcome:
-        agent = self._agents[set_name]
-        if agent is None:
-            outcome = await offer_episode_to_external_program(spec, self._proxy)
-            if outcome.status == "ok":
-                self._watch.record_good_end()
-            return outcome
-        facts = {
-            **_build_ticket_facts(ticket_grant),
-            "episode": spec.session.episode,
-            "limit_s": spec.timeout_s,
-        }
-        self._shortages.record_episode_try_begin(spec.session.task_id)
-        with self._watch.follow_episode(spec.session.task_id, facts) as running:
-            outcome = await run_episode(
-                spec, agent, self._proxy, self._http_client, self._sandboxes
-            )
-            if outcome.status == "ok":
-                self._watch.record_good_end(running)
+        if outcome.status == "ok":
+            self._watch.record_good_end(took_s)
+        else:
+            self._record_unsuccessful_episode(ticket_grant, set_name, episode, outcome)
         return outcome
 
     def _record_unsuccessful_episode(
-        self, ticket_grant: TicketGrant, episode: int, outcome: EpisodeOutcome, *, is_training: bool
+        self, ticket_grant: TicketGrant, set_name: str, episode: int, outcome: EpisodeOutcome
     ) -> None:
         facts: dict[str, Any] = {"episode": episode}
         if outcome.error is not None and outcome.status in AGENT_FAULT_EPISODE_STATUSES:
             self._watch.record_failed_end()
-            problem = outcome.error.problems[0]
-            facts |= {
-                "kind": outcome.error.kind,
-                "message": problem.message,
-                "at": problem.key,
-                "hint": problem.hint,
-                "failed": self._watch.failed,
-                "ended": self._watch.ended,
-            }
+            facts |= outcome.describe_fault()
+            facts |= {"failed": self._watch.failed, "ended": self._watch.ended}
             if outcome.has_failure_reward:
                 facts |= {"reward": outcome.reward, "then": f"it earns {outcome.reward:g}"}
-            elif is_training and self._rollout.failed_episodes == "drop":
+            elif set_name == TRAIN and self._rollout.failed_episodes == "drop":
                 facts["then"] = "it is left out"
         self._record_ticket_event(
             f"episode_{outcome.status}", ticket_grant, outcome.reason, **facts
@@ -372,24 +363,21 @@ class TicketRunner:
     def _build_episode_spec(
         self, ticket_grant: TicketGrant, set_name: str, episode: int, failures: int
     ) -> EpisodeSpec:
-        ref, task = ticket_grant.ref, self._tasks[set_name][ticket_grant.task_index]
-        limits = resolve_limits(self._rollout, task)
-        session = StartSessionRequest(
-            _name_episode(ref, set_name, episode),
-            ref,
-            episode,
-            self._sampling[set_name],
-            derive_episode_seed(ticket_grant.seed, episode, failures),
-            self._export[set_name],
-            limits=SessionLimits(limits.max_turns, limits.max_tokens),
-            records_calls=self._records_calls[set_name],
+        ref, is_training = ticket_grant.ref, set_name == TRAIN
+        return build_episode_spec(
+            self._rollout,
+            self._agents[set_name],
+            self._tasks[set_name][ticket_grant.task_index],
+            f"{set_name}-{ref.ticket_id}-{ref.attempt}-{episode}",
+            sampling=self._sampling[set_name],
+            seed=derive_episode_seed(ticket_grant.seed, episode, failures),
+            auxiliary=self._auxiliary,
+            failure_reward=self._rollout.failure_reward if is_training else None,
+            records_sampling_mask=self._rollout.record_sampling_mask and is_training,
+            ref=ref,
+            episode=episode,
             task_index=ticket_grant.task_index,
-            sampling_from=self._rollout.agent.sampling,
-            rights="all" if self._records_calls[set_name] else "calls",
-            records_sampling_mask=self._rollout.record_sampling_mask and set_name == TRAIN,
         )
-        failure_reward = self._rollout.failure_reward if set_name == TRAIN else None
-        return EpisodeSpec(session, task, limits.timeout_s, failure_reward, self._auxiliary)
 
     async def _keep_sessions_and_close_others(self, ref: TicketRef, sessions: list[str]) -> None:
         request = FinishTicketRequest(ref, sessions, discard=not sessions)
@@ -411,28 +399,8 @@ class TicketRunner:
         )
 
 
-def _name_episode(ref: TicketRef, set_name: str, episode: int) -> str:
-    return f"{set_name}-{ref.ticket_id}-{ref.attempt}-{episode}"
-
-
 def _build_ticket_facts(ticket_grant: TicketGrant) -> dict[str, Any]:
     return {**msgspec.structs.asdict(ticket_grant.ref), "task": ticket_grant.task_index}
-
-
-def _build_all_episodes_failed_error(
-    error: AgentError | None, task: int, episodes: int
-) -> AgentError:
-    assert error is not None  # of an outcome that is a failure
-    return _prefix_error_message(
-        error, f"all {episodes} episodes of task {task} failed; last error: "
-    )
-
-
-def _build_error_of_last_try(error: AgentError, episode: int, task: int, tries: int) -> AgentError:
-    times = "once" if tries == 1 else f"{tries} times"
-    return _prefix_error_message(
-        error, f"episode {episode} of task {task} failed {times}; last error: "
-    )
 
 
 def _prefix_error_message(error: AgentError, beginning: str) -> AgentError:

@@ -4,23 +4,17 @@ import asyncio
 import logging
 from typing import Any
 
-from areal_hpc.errors import AgentError, Problem
+from areal_hpc.errors import AgentError
 from areal_hpc.recipe.sections.rollout import RolloutConfig
 from areal_hpc.rollout.agent import Agent
 from areal_hpc.rollout.episodes.auxiliary import load_auxiliary_rule_unless_keep
-from areal_hpc.rollout.episodes.effective_limits import resolve_limits
-from areal_hpc.rollout.episodes.episode import (
-    EpisodeOutcome,
-    EpisodeSpec,
-    derive_episode_seed,
-    run_episode,
-)
+from areal_hpc.rollout.episodes.episode import EpisodeOutcome, run_episode
+from areal_hpc.rollout.episodes.episode_spec import build_episode_spec, derive_episode_seed
 from areal_hpc.rollout.execution.agent_sandboxes import AgentSandboxes
-from areal_hpc.rollout.rollout_workflow import RolloutWorkflow
 from areal_hpc.rollout.task_set import TaskSet
 from areal_hpc.rundir.service_client import AsyncServiceClient
 from areal_hpc.rundir.telemetry.events import EventLog
-from areal_hpc.wire.proxy import ProxyHealth, SamplingDefaults, SessionLimits, StartSessionRequest
+from areal_hpc.wire.proxy import ProxyHealth, SamplingDefaults
 
 log = logging.getLogger(__name__)
 
@@ -45,21 +39,17 @@ async def play_trial_episode(
 
     The proxy keeps what is said in memory alone, and forgets it soon after the end.
     """
-    limits, is_workflow = resolve_limits(rollout, task), isinstance(agent, RolloutWorkflow)
-    session = StartSessionRequest(
+    spec = build_episode_spec(
+        rollout,
+        agent,
+        {**task},  # another try gets its own
         f"trial-{episode_number}",
         sampling=SamplingDefaults(**rollout.sampling.model_dump()),
         seed=derive_episode_seed(episode_number, 0, 0),
-        export=rollout.agent.build_export_settings(is_workflow),
-        disposable=True,
-        limits=SessionLimits(limits.max_turns, limits.max_tokens),
-        records_calls=is_workflow,
-        sampling_from=rollout.agent.sampling,
+        auxiliary=load_auxiliary_rule_unless_keep(rollout.agent.auxiliary),
         records_sampling_mask=rollout.record_sampling_mask,
+        disposable=True,
     )
-    rule = load_auxiliary_rule_unless_keep(rollout.agent.auxiliary)
-    own_task = {**task}  # another try gets its own
-    spec = EpisodeSpec(session, own_task, limits.timeout_s, auxiliary=rule)
     return await run_episode(spec, agent, proxy, http_client, sandboxes)
 
 
@@ -80,36 +70,42 @@ async def play_trial_tasks_or_raise(
     Raises:
         AgentError: The agent failed all of them, and in the same way.
     """
+
+    async def retry(number: int) -> EpisodeOutcome:
+        failures = 0
+        while True:
+            outcome = await play_trial_episode(
+                rollout, agent, tasks[number], number, proxy, http_client, sandboxes
+            )
+            if outcome.status == "ok":
+                return outcome
+            fault = outcome.describe_fault() | {"reason": outcome.reason}
+            events.record(f"episode_{outcome.status}", trial=number, **fault)
+            failures += outcome.status in ("failed", "timed_out")
+            if failures == rollout.max_episode_tries:
+                return outcome
+            await asyncio.sleep(TRIAL_SHORTAGE_PAUSE_S if outcome.is_node_short else RETRY_PAUSE_S)
+
     while not (await proxy.call_until_answered("/healthz", None, ProxyHealth)).replicas_serving:
         await asyncio.sleep(REPLICA_POLL_S)
     count = min(rollout.trial_tasks, len(tasks))
-    pending = {
-        asyncio.create_task(
-            _retry_trial_until_decided(
-                rollout, agent, tasks[number], number, proxy, http_client, events, sandboxes
-            )
-        )
-        for number in range(count)
-    }
-    failures: list[EpisodeOutcome] = []
+    trials = [asyncio.create_task(retry(number)) for number in range(count)]
+    errors: list[AgentError] = []
     try:
         async with asyncio.timeout(ALL_TRIALS_TIMEOUT_S):
-            while pending:
-                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-                for outcome in (trial.result() for trial in done):
-                    if outcome.status == "ok":
-                        log.info("the agent has played a trial task; reward %g", outcome.reward)
-                        return
-                    failures.append(outcome)
+            for trial in asyncio.as_completed(trials):
+                outcome = await trial
+                if outcome.status == "ok":
+                    log.info("the agent has played a trial task; reward %g", outcome.reward)
+                    return
+                errors += [outcome.error] if outcome.error is not None else []
     except TimeoutError:
         log.info("trial tasks take longer than %.0f s: training starts", ALL_TRIALS_TIMEOUT_S)
         return
     finally:
-        for trial in pending:
-            trial.cancel()
-        if pending:
-            await asyncio.wait(pending)
-    errors = [outcome.error for outcome in failures if outcome.error is not None]
+        for task in trials:
+            task.cancel()
+        await asyncio.gather(*trials, return_exceptions=True)
     if len({error.cause for error in errors}) == 1:
         problem = errors[-1].problems[0]
         raise AgentError(
@@ -120,36 +116,3 @@ async def play_trial_tasks_or_raise(
             kind=errors[-1].kind,
             trace=errors[-1].trace,
         )
-
-
-async def _retry_trial_until_decided(
-    rollout: RolloutConfig,
-    agent: Agent,
-    task: dict[str, Any],
-    episode_number: int,
-    proxy: AsyncServiceClient,
-    http_client: Any,
-    events: EventLog,
-    sandboxes: AgentSandboxes | None,
-) -> EpisodeOutcome:
-    failures = 0
-    while True:
-        outcome = await play_trial_episode(
-            rollout, agent, task, episode_number, proxy, http_client, sandboxes
-        )
-        if outcome.status == "ok":
-            return outcome
-        problem = outcome.error.problems[0] if outcome.error else Problem("")
-        events.record(
-            f"episode_{outcome.status}",
-            trial=episode_number,
-            kind=outcome.error.kind if outcome.error else outcome.status,
-            message=problem.message,
-            at=problem.key,
-            hint=problem.hint,
-            reason=outcome.reason,
-        )
-        failures += outcome.status in ("failed", "timed_out")
-        if failures == rollout.max_episode_tries:
-            return outcome
-        await asyncio.sleep(TRIAL_SHORTAGE_PAUSE_S if outcome.is_node_short else RETRY_PAUSE_S)

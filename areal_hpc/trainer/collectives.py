@@ -4,7 +4,6 @@ import contextlib
 import datetime
 import logging
 import re
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -37,7 +36,6 @@ FAILURE_REPORT_TIMEOUT_S = 10.0
 FILE_VISIBLE_TIMEOUT_S = 60.0
 """Time that a file may take to become visible on another node of a shared file system."""
 READ_RETRY_S = 0.5
-CLOCK_COMPARISONS = 9
 
 ResultT = TypeVar("ResultT")
 
@@ -54,25 +52,6 @@ def all_reduce_max(value: int) -> int:
     numbers = torch.tensor(value)
     dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
     return int(numbers)
-
-
-def measure_clock_lag_and_spread_s() -> tuple[float, float]:
-    """Seconds that this rank's clock lacks to be rank 0's, and how far they may be off.
-
-    A collective. Ranks come out of one together, but for the moment that the last message takes:
-    the median of several times is taken.
-    """
-    if dist.get_world_size() == 1:
-        return 0.0, 0.0
-    offsets = []
-    for _ in range(CLOCK_COMPARISONS):
-        is_true_on_any_rank(flag=False)
-        times = torch.zeros(dist.get_world_size(), dtype=torch.float64)
-        times[dist.get_rank()] = time.time()
-        dist.all_reduce(times)
-        offsets.append(float(times[0] - times[dist.get_rank()]))
-    middle = statistics.median(offsets)
-    return middle, statistics.median(abs(one - middle) for one in offsets)
 
 
 def broadcast_object(message: object, object_type: Any) -> Any:

@@ -36,10 +36,8 @@ from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.jobs import STOPPED_EXIT_CODE
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.events import RANKS_HANG_EVENT, EventLog
-from areal_hpc.rundir.telemetry.spans import record_clock_sample
 from areal_hpc.trainer.collectives import (
     exit_quietly_unless_first_failure,
-    measure_clock_lag_and_spread_s,
     raise_if_rank_lost_or_hung,
 )
 from areal_hpc.trainer.config import RankJobConfig
@@ -98,7 +96,6 @@ def run_rank(
         raise_if_rank_lost_or_hung(error)
         raise
     with _watch_for_hanging_ranks(paths), exit_quietly_unless_first_failure():
-        record_clock_sample(*measure_clock_lag_and_spread_s())
         try:
             finished = train(job, paths, device, stop)
         except StopRequestedError:  # on all ranks, before any work was begun

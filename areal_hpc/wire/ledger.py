@@ -83,9 +83,6 @@ class LeaseReply(Struct, frozen=True):
     """Finished tickets that the cell need not report again."""
     pause_s: float = 0.25
     """Time until a busy driver asks again, unless something happens there first."""
-    received_at: float = 0.0
-    answered_at: float = 0.0
-    """When the ledger had the request, and when it answered: Unix seconds of its node's clock."""
 
 
 class SealedTicket(Struct, frozen=True):

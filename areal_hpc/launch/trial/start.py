@@ -23,7 +23,7 @@ from areal_hpc.recipe.cross_checks import find_likely_mistakes
 from areal_hpc.recipe.hub_cache import find_snapshot
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rollout.config import RolloutJobConfig
-from areal_hpc.rollout.episodes.effective_limits import check_task_limits
+from areal_hpc.rollout.episodes.episode_spec import check_task_limits
 from areal_hpc.rundir.atomic import write_atomic_private
 from areal_hpc.rundir.paths import RunPaths
 

@@ -1,15 +1,17 @@
 """One episode: open a session, run the agent or wait for a program, record rewards."""
 
 import asyncio
-import hashlib
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
+
+import msgspec
 
 from areal_hpc.errors import (
     AgentError,
     HttpStatusError,
     InvalidRewardError,
     NodeResourceShortageError,
+    Problem,
     escape_surrogates,
 )
 from areal_hpc.rollout.agent import Agent
@@ -20,7 +22,8 @@ from areal_hpc.rollout.agent_errors import (
     find_waiting_line,
     format_missing_column_hint,
 )
-from areal_hpc.rollout.episodes.auxiliary import AuxiliaryRule, mark_auxiliary_conversations
+from areal_hpc.rollout.episodes.auxiliary import mark_auxiliary_conversations
+from areal_hpc.rollout.episodes.episode_spec import EpisodeSpec
 from areal_hpc.rollout.execution.agent_sandboxes import (
     AgentSandboxes,
     EpisodeSandbox,
@@ -40,8 +43,9 @@ from areal_hpc.wire.proxy import (
     SetRewardReply,
     SetRewardRequest,
     StartSessionReply,
-    StartSessionRequest,
 )
+
+ReplyT = TypeVar("ReplyT")
 
 CANCEL_GRACE_S = 1.0
 """Time a cancelled agent gets to clean up; after that it is left behind."""
@@ -63,21 +67,6 @@ _POSSIBLE_SHORTAGE_EXCEPTIONS = (NodeResourceShortageError, OSError, RuntimeErro
 """As what a shortage of the node shows where it is met: `find_node_shortage` tells."""
 
 EpisodeStatus = Literal["ok", "failed", "timed_out", "interrupted", "unserved"]
-
-
-@dataclass(frozen=True, slots=True)
-class EpisodeSpec:
-    """One task to run, for one place in a ticket's group."""
-
-    session: StartSessionRequest
-    """The session that it is played in."""
-    data: dict[str, Any]
-    """The task: the agent's own copy."""
-    timeout_s: float
-    failure_reward: float | None = None
-    """What it earns if its agent fails; None: such an episode is not trained."""
-    auxiliary: AuxiliaryRule | None = None
-    """Which of its conversations are not learned from; None: all are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +92,15 @@ class EpisodeOutcome:
     is_node_short: bool = False
     """`interrupted` because the node lacked something, which another try at once would not find."""
 
-
-def derive_episode_seed(ticket_seed: int, episode: int, failures: int) -> int:
-    digest = hashlib.blake2b(f"{ticket_seed}/{episode}/{failures}".encode(), digest_size=4)
-    return int.from_bytes(digest.digest()) >> 1
+    def describe_fault(self) -> dict[str, str]:
+        """What events say of why it is not `ok`."""
+        problem = self.error.problems[0] if self.error else Problem("")
+        return {
+            "kind": self.error.kind if self.error else self.status,
+            "message": problem.message,
+            "at": problem.key,
+            "hint": problem.hint,
+        }
 
 
 async def run_episode(
@@ -207,16 +201,10 @@ async def _reward_failed_episode(
     try:
         if spec.auxiliary is not None:
             await mark_auxiliary_conversations(spec.auxiliary, session.session_id, proxy)
-        await proxy.call_until_answered(
-            "/rl/set_reward",
-            SetRewardRequest(reward),
-            SetRewardReply,
-            key=session.control_key or session.api_key,
+        await _control_session(
+            session, proxy, "/rl/set_reward", SetRewardRequest(reward), SetRewardReply
         )
-    except (
-        AgentError,
-        HttpStatusError,
-    ):  # no reply is complete, or the proxy has forgotten the session
+    except (AgentError, HttpStatusError):  # no reply is complete, or the session is forgotten
         return False
     return True
 
@@ -228,10 +216,8 @@ def _explain_failure(
     message, hint = escape_surrogates(problem.message), problem.hint
     if ended is not None and ended.interaction_count == 0:
         if kind == REFUSED_REWARD_KIND:
-            message, kind = (
-                "the agent made no model call, so there is nothing to reward",
-                NO_CALL_KIND,
-            )
+            message = "the agent made no model call, so there is nothing to reward"
+            kind = NO_CALL_KIND
         if kind == NO_CALL_KIND or any(sign in message for sign in _NO_LISTENER_ERROR_TEXTS):
             hint = "call the model at the `base_url`, with the `api_key`, that `run` is given"
     if kind == KeyError.__name__:
@@ -370,15 +356,8 @@ async def _send_rewards_and_end_session(
     try:
         for interaction_id, reward in rewards.items():
             request = SetRewardRequest(reward, interaction_id)
-            await proxy.call_until_answered(
-                "/rl/set_reward",
-                request,
-                SetRewardReply,
-                key=session.control_key or session.api_key,
-            )
-        ended = await proxy.call_until_answered(
-            "/rl/end_session", Empty(), EndSessionReply, key=session.control_key or session.api_key
-        )
+            await _control_session(session, proxy, "/rl/set_reward", request, SetRewardReply)
+        ended = await _control_session(session, proxy, "/rl/end_session", Empty(), EndSessionReply)
     except HttpStatusError as refusal:
         raise AgentError(
             f"the proxy refused the agent's rewards: {refusal.peer_message}",
@@ -393,8 +372,17 @@ async def _end_session_of_failed_episode(
     session: StartSessionReply, proxy: AsyncServiceClient
 ) -> EndSessionReply | None:
     try:
-        return await proxy.call_until_answered(
-            "/rl/end_session", Empty(), EndSessionReply, key=session.control_key or session.api_key
-        )
+        return await _control_session(session, proxy, "/rl/end_session", Empty(), EndSessionReply)
     except HttpStatusError:
         return None
+
+
+async def _control_session(
+    session: StartSessionReply,
+    proxy: AsyncServiceClient,
+    route: str,
+    request: msgspec.Struct,
+    reply: type[ReplyT],
+) -> ReplyT:
+    key = session.control_key or session.api_key
+    return await proxy.call_until_answered(route, request, reply, key=key)

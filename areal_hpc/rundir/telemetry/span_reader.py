@@ -1,13 +1,12 @@
-"""Reader of `spans/`: every process's spans, in the time of the ledger's node."""
+"""Reader of `spans/`: every process's spans, by its node's own clock."""
 
-import bisect
 import contextlib
 import math
 import mmap
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
@@ -15,10 +14,8 @@ import msgspec
 
 from areal_hpc.rundir.jsonl import decode_readable_records
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.rundir.rendezvous import LEDGER_SERVICE
 from areal_hpc.rundir.telemetry.spans import (
     BegunSpan,
-    ClockSample,
     LostSpans,
     ProcessStart,
     Span,
@@ -29,13 +26,10 @@ from areal_hpc.rundir.telemetry.spans import (
 MAX_MERGED_GAP_S = 0.005
 """Pieces of a state so close to one another are one span."""
 _PROCESS_NAME_PATTERN = re.compile(r"(?P<job>.+?)-(?P<process>[a-z_]+)(-\d+)?")
+MAX_DISORDER_S = 60.0
+"""A line may stand so far behind later ones: what a process says of a time when it is over."""
 UNDER_WAY = "under way"
 """The fact `status` of what had begun and was not over when its process was last heard of."""
-CLOCK_SAMPLE_WINDOW_S = 300.0
-"""Of the clock samples so near to a time the one with the least error is taken."""
-
-MAX_CLOCK_ERROR_S = 600.0
-"""Lines are looked for so far outside of the stretch: their times are not corrected yet."""
 _LINE_DECODER = msgspec.json.Decoder(SpanLine)
 _START_MARK = b'{"type":"process"'
 _WHOLE_READ_BYTES = 1 << 16
@@ -53,8 +47,6 @@ class ProcessSpans:
     begin: float
     spans: Sequence[Span]
     lost: int = 0
-    offset_s: float | None = 0.0
-    """What was added to its times, lately; None: its clock was never compared."""
 
     @property
     def end(self) -> float:
@@ -71,27 +63,21 @@ class _ProcessLines:
     start: ProcessStart
     spans: list[Span] = field(default_factory=list)
     begun: list[BegunSpan] = field(default_factory=list)
-    samples: list[ClockSample] = field(default_factory=list)
     lost: int = 0
 
 
 def read_spans(
     paths: RunPaths, from_time: float = -math.inf, to_time: float = math.inf
 ) -> list[ProcessSpans]:
-    """The processes with spans between two Unix times of the ledger's node, by name and begin."""
-    pieces = [
-        one
-        for name in sorted({path.name.split(".")[0] for path in paths.spans_dir.glob("*.jsonl")})
-        for one in _read_process_starts(paths, name, from_time, to_time)
-    ]
-    by_node = _collect_samples_of_nodes(pieces)
+    """The processes with spans between two Unix times, by name and begin."""
     found = []
-    for piece in pieces:
-        clock = NodeClock(piece.samples or by_node.get(piece.start.node, []))
-        process = _convert_to_ledger_time(piece, clock, is_known=piece.start.node in by_node)
-        spans = [one for one in process.spans if one.end >= from_time and one.begin <= to_time]
-        if spans:
-            found.append(replace(process, spans=spans))
+    for name in sorted({path.name.split(".")[0] for path in paths.spans_dir.glob("*.jsonl")}):
+        for piece in _read_process_starts(paths, name, from_time, to_time):
+            merged = _merge_spans(piece)
+            spans = [one for one in merged if one.end >= from_time and one.begin <= to_time]
+            if spans:
+                start = piece.start
+                found.append(ProcessSpans(name, start.node, start.pid, start.at, spans, piece.lost))
     return sorted(found, key=lambda one: (one.name, one.begin))
 
 
@@ -121,54 +107,17 @@ def _read_process_starts(
                 piece.spans.append(line)
             case BegunSpan():
                 piece.begun.append(line)
-            case ClockSample():
-                piece.samples.append(line)
             case LostSpans(count=count):
                 piece.lost += count
     if piece is not None:
         yield piece
 
 
-def _collect_samples_of_nodes(pieces: Iterable[_ProcessLines]) -> dict[str, list[ClockSample]]:
-    """Clock samples by node; none are needed of the ledger's own."""
-    found: dict[str, list[ClockSample]] = {}
-    for piece in pieces:
-        is_ledger = split_process_name(piece.name)[1] == LEDGER_SERVICE
-        if piece.samples or is_ledger:
-            found.setdefault(piece.start.node, []).extend(piece.samples)
-    return found
-
-
-class NodeClock:
-    """What a node's clock lacks to be that of the ledger's node, from samples of it. Pure."""
-
-    def __init__(self, samples: Sequence[ClockSample]) -> None:
-        self._samples = sorted(samples, key=lambda one: one.at)
-        self._times = [one.at for one in self._samples]
-
-    def get_offset_s(self, unix_time: float) -> float:
-        """By the best sample near that time, else by the nearest one; 0 without any."""
-        if not self._samples:
-            return 0.0
-        first = bisect.bisect_left(self._times, unix_time - CLOCK_SAMPLE_WINDOW_S)
-        last = bisect.bisect_right(self._times, unix_time + CLOCK_SAMPLE_WINDOW_S)
-        near = self._samples[first:last]
-        if near:
-            return min(near, key=lambda one: one.error_s).offset_s
-        nearest = self._samples[max(0, first - 1) : first + 1]
-        return min(nearest, key=lambda one: abs(one.at - unix_time)).offset_s
-
-
-def _convert_to_ledger_time(
-    piece: _ProcessLines, clock: NodeClock, *, is_known: bool
-) -> ProcessSpans:
+def _merge_spans(piece: _ProcessLines) -> list[Span]:
     spans: list[Span] = []
     open_states: dict[str, int] = {}
-    under_way = list(_list_unended(piece))
-    for one in sorted([*piece.spans, *under_way], key=lambda one: one.begin):
-        offset_s = clock.get_offset_s(one.begin)
-        span = msgspec.structs.replace(one, begin=one.begin + offset_s, end=one.end + offset_s)
-        place = open_states.get(one.lane)
+    for span in sorted([*piece.spans, *_list_unended(piece)], key=lambda one: one.begin):
+        place = open_states.get(span.lane)
         last = None if place is None else spans[place]
         if (
             last is not None
@@ -176,21 +125,11 @@ def _convert_to_ledger_time(
             and not (last.facts or span.facts)
             and abs(span.begin - last.end) <= MAX_MERGED_GAP_S
         ):
-            spans[open_states[one.lane]] = msgspec.structs.replace(last, end=span.end)
+            spans[open_states[span.lane]] = msgspec.structs.replace(last, end=span.end)
         else:
-            open_states[one.lane] = len(spans)
+            open_states[span.lane] = len(spans)
             spans.append(span)
-    first_s = clock.get_offset_s(piece.start.at)
-    last_s = clock.get_offset_s(piece.spans[-1].end) if piece.spans else first_s
-    return ProcessSpans(
-        piece.name,
-        piece.start.node,
-        piece.start.pid,
-        piece.start.at + first_s,
-        spans,
-        piece.lost,
-        last_s if is_known else None,
-    )
+    return spans
 
 
 def _list_unended(piece: _ProcessLines) -> Iterator[Span]:
@@ -211,7 +150,7 @@ def _list_unended(piece: _ProcessLines) -> Iterator[Span]:
 def read_span_lines(newest_file: Path, from_time: float, to_time: float) -> list[SpanLine]:
     """Lines of a process's two files that may matter between two Unix times, oldest first.
 
-    Those that say which process wrote what follows, and how clocks differed, are among them.
+    Those that say which process wrote what follows are among them.
     """
     lines: list[SpanLine] = []
     with contextlib.ExitStack() as stack:
@@ -219,9 +158,8 @@ def read_span_lines(newest_file: Path, from_time: float, to_time: float) -> list
             if not os.fstat(stream.fileno()).st_size:  # which cannot be mapped
                 continue
             with mmap.mmap(stream.fileno(), 0, prot=mmap.PROT_READ) as content:
-                lines += _select_lines_since(content, stream.name, from_time - MAX_CLOCK_ERROR_S)
-    last = to_time + MAX_CLOCK_ERROR_S
-    return [one for one in lines if not isinstance(one, Span) or one.begin <= last]
+                lines += _select_lines_since(content, stream.name, from_time - MAX_DISORDER_S)
+    return [one for one in lines if not isinstance(one, Span) or one.begin <= to_time]
 
 
 def _open_files(newest_file: Path, stack: contextlib.ExitStack) -> list[BinaryIO]:

@@ -79,16 +79,6 @@ class BegunSpan(Struct, frozen=True, tag="begun", omit_defaults=True):
     facts: dict[str, Any] = {}
 
 
-class ClockSample(Struct, frozen=True, tag="clock", omit_defaults=True):
-    """Difference between the clock of the ledger's node and that of this one."""
-
-    at: float
-    offset_s: float
-    """To add to times here, for those of the ledger's node."""
-    error_s: float = 0.0
-    """The offset is right to within this."""
-
-
 class LostSpans(Struct, frozen=True, tag="lost"):
     """Spans of the time before that could not be written."""
 
@@ -96,7 +86,7 @@ class LostSpans(Struct, frozen=True, tag="lost"):
     count: int
 
 
-SpanLine = ProcessStart | Span | BegunSpan | ClockSample | LostSpans
+SpanLine = ProcessStart | Span | BegunSpan | LostSpans
 
 
 class SpanLog:
@@ -299,10 +289,3 @@ def time_span(span_name: str, lane: str = "", **span_fields: Any) -> Iterator[di
 def record_state_entry(state_name: str) -> None:
     if _active is not None:
         _active.record_state_entry(state_name)
-
-
-def record_clock_sample(offset_s: float, error_s: float) -> None:
-    """Note what this node's clock lacks to be that of the ledger's node."""
-    if _active is not None:
-        at = round(time.time(), TIME_DIGITS)
-        _active.add(ClockSample(at, round(offset_s, 6), round(error_s, 6)))

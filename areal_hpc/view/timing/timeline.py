@@ -121,21 +121,10 @@ def read_timeline(
         )
         for row in rows
     ]
-    notes = list(_describe_clocks(processes))
-    if not processes:
-        notes.append("No spans of this time are recorded.")
+    notes = [] if processes else ["No spans of this time are recorded."]
     if lost := sum(one.lost for one in processes):
         notes.append(f"{lost} spans were lost, because the storage did not take them.")
     return Timeline(from_time, to_time, steps, _annotate_episodes(tracks, trained), notes)
-
-
-def _describe_clocks(processes: Sequence[ProcessSpans]) -> Iterator[str]:
-    nodes = {one.node: one.offset_s for one in processes if one.offset_s is not None}
-    if off := {node: offset_s for node, offset_s in nodes.items() if abs(offset_s) >= 0.001}:
-        told = ", ".join(f"{node} {-offset_s:+.3f} s" for node, offset_s in sorted(off.items()))
-        yield f"Clocks that were off are corrected: {told}."
-    if unknown := sorted({one.node for one in processes if one.offset_s is None} - nodes.keys()):
-        yield f"Times of {', '.join(unknown)} are of their own clocks, which nobody compared."
 
 
 def _build_tracks(process: ProcessSpans) -> Iterator[Track]:

@@ -9,7 +9,8 @@ from openai import AsyncOpenAI
 
 from areal_hpc.errors import RecipeError
 from areal_hpc.rollout.episodes.auxiliary import load_auxiliary_rule_unless_keep
-from areal_hpc.rollout.episodes.episode import EpisodeOutcome, EpisodeSpec, run_episode
+from areal_hpc.rollout.episodes.episode import EpisodeOutcome, run_episode
+from areal_hpc.rollout.episodes.episode_spec import EpisodeSpec
 from areal_hpc.rollout.episodes.http_client import make_http_client
 from areal_hpc.rundir.service_client import AsyncServiceClient
 from areal_hpc.wire.ledger import TicketRef

@@ -9,7 +9,8 @@ import pytest
 
 from areal_hpc.errors import RecipeError
 from areal_hpc.recipe.sections.rollout import AgentExecutionConfig
-from areal_hpc.rollout.episodes.episode import EpisodeOutcome, EpisodeSpec, run_episode
+from areal_hpc.rollout.episodes.episode import EpisodeOutcome, run_episode
+from areal_hpc.rollout.episodes.episode_spec import EpisodeSpec
 from areal_hpc.rollout.execution.agent_sandboxes import check_sandbox_starts, make_agent_sandboxes
 from areal_hpc.rollout.execution.subprocess_agent import SubprocessAgent
 from areal_hpc.rollout.job import build_agent

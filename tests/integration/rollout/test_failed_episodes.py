@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from areal_hpc.rollout.agent import Agent
-from areal_hpc.rollout.episodes.episode import EpisodeOutcome, EpisodeSpec, run_episode
+from areal_hpc.rollout.episodes.episode import EpisodeOutcome, run_episode
+from areal_hpc.rollout.episodes.episode_spec import EpisodeSpec
 from areal_hpc.wire.ledger import TicketRef
 from areal_hpc.wire.proxy import SamplingDefaults, StartSessionRequest
 from areal_hpc.wire.trajectory import RowKind

@@ -18,7 +18,8 @@ from areal_hpc.agents.harness.harness_agent import HarnessAgent, insert_task_int
 from areal_hpc.agents.harness.harness_folder import HarnessFolder
 from areal_hpc.errors import RecipeError
 from areal_hpc.recipe.sections.rollout import AgentExecutionConfig
-from areal_hpc.rollout.episodes.episode import EpisodeOutcome, EpisodeSpec
+from areal_hpc.rollout.episodes.episode import EpisodeOutcome
+from areal_hpc.rollout.episodes.episode_spec import EpisodeSpec
 from areal_hpc.sandbox import pool
 from areal_hpc.sandbox.runtimes.choice import make_runtime
 from areal_hpc.sandbox.spec import SandboxSpec

@@ -103,10 +103,10 @@ def test_an_agent_that_fails_all_trials_alike_ends_the_run(config: TrialConfig) 
 
 
 def test_a_trial_for_which_the_node_lacks_something_waits_longer_for_its_next_try(
-    config: TrialConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    config: TrialConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     short = EpisodeOutcome("interrupted", "", reason="no process left", is_node_short=True)
-    outcomes = iter([short, EpisodeOutcome("ok", "session", reward=1.0)])
+    outcomes = iter([short] * 3 + [EpisodeOutcome("ok", "session", reward=1.0)] * 3)
 
     async def play_next(*_: Any) -> EpisodeOutcome:
         return next(outcomes)
@@ -114,12 +114,9 @@ def test_a_trial_for_which_the_node_lacks_something_waits_longer_for_its_next_tr
     monkeypatch.setattr(trial_episodes, "play_trial_episode", play_next)
     monkeypatch.setattr(trial_episodes, "RETRY_PAUSE_S", 1e6)
     monkeypatch.setattr(trial_episodes, "TRIAL_SHORTAGE_PAUSE_S", 0.0)
-    unused: Any = None
-    retry = trial_episodes._retry_trial_until_decided(
-        config.driver.rollout, unused, {}, 0, unused, unused,
-        EventLog(tmp_path / "events.jsonl", "driver-cell-0"), None,
-    )  # fmt: skip
-    assert asyncio.run(asyncio.wait_for(retry, scaled(60))).status == "ok"
+    monkeypatch.setattr(trial_episodes, "ALL_TRIALS_TIMEOUT_S", 1e6)
+    events = play(config, CountingAgent())
+    assert [one["event"] for one in events] == ["episode_interrupted"] * 3
 
 
 def test_long_episodes_hold_nothing_up(

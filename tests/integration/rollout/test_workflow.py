@@ -10,7 +10,8 @@ import pytest
 
 from areal_hpc.rollout import rollout_workflow
 from areal_hpc.rollout.agent import load_agent
-from areal_hpc.rollout.episodes.episode import EpisodeOutcome, EpisodeSpec, run_episode
+from areal_hpc.rollout.episodes.episode import EpisodeOutcome, run_episode
+from areal_hpc.rollout.episodes.episode_spec import EpisodeSpec
 from areal_hpc.rollout.execution.subprocess_agent import SubprocessAgent
 from areal_hpc.rollout.rollout_workflow import RolloutWorkflow
 from areal_hpc.shards.reader import ShardReader

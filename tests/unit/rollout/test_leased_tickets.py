@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_hpc.rollout.leased_tickets import LeasedTickets
+from areal_hpc.rollout.driver import LeasedTickets
 from areal_hpc.wire.ledger import TicketGrant, TicketRef
 
 

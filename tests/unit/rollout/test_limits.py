@@ -4,7 +4,7 @@ import pytest
 
 from areal_hpc.errors import RecipeError
 from areal_hpc.recipe.sections.rollout import RolloutConfig
-from areal_hpc.rollout.episodes.effective_limits import (
+from areal_hpc.rollout.episodes.episode_spec import (
     EpisodeLimits,
     check_task_limits,
     resolve_limits,

@@ -1,4 +1,4 @@
-"""Spans of processes: written by the way, bounded, lost before anything else, read in one time."""
+"""Spans of processes: written by the way, bounded, lost before anything else."""
 
 import math
 import os
@@ -16,7 +16,6 @@ from areal_hpc.rundir.telemetry.span_reader import (
 )
 from areal_hpc.rundir.telemetry.spans import (
     MAX_PENDING_SPANS,
-    ClockSample,
     ProcessStart,
     Span,
     SpanLog,
@@ -155,52 +154,13 @@ def test_silent_storage_holds_nobody_up(tmp_path: Path) -> None:
     assert len(log._pending) <= MAX_PENDING_SPANS
 
 
-def test_times_are_those_of_the_ledgers_node(tmp_path: Path) -> None:
-    paths = make_paths(tmp_path)
-    start = ProcessStart(NOW, "n01", 7, NOW)
-    append_lines(paths.spans("trainer-ledger"), [start, Span("serve", NOW, NOW + 100)])
-    off = [
-        ProcessStart(NOW + 5, "n02", 8, NOW + 5),
-        *(ClockSample(NOW + 5 + at, -5.0 + at / 1e4, 0.5 / (at + 1)) for at in range(10)),
-        Span("episodes", NOW + 6, NOW + 8),
-    ]
-    append_lines(paths.spans("cell-0-driver"), off)
-    same_node = [ProcessStart(NOW + 5, "n02", 9, NOW + 5), Span("serve", NOW + 6, NOW + 9)]
-    append_lines(paths.spans("cell-0-proxy"), same_node)
-    unknown = [ProcessStart(NOW, "n03", 9, NOW), Span("serve", NOW + 1, NOW + 2)]
-    append_lines(paths.spans("cell-1-proxy"), unknown)
-    found = {one.name: one for one in read_spans(paths)}
-    for name, end in (("cell-0-driver", NOW + 3), ("cell-0-proxy", NOW + 4)):
-        (span,) = found[name].spans
-        assert [span.begin, span.end] == pytest.approx([NOW + 1, end], abs=0.05)
-        assert found[name].offset_s == pytest.approx(-5.0, abs=0.05)
-    assert found["cell-1-proxy"].offset_s is None
-    assert found["trainer-ledger"].offset_s == 0.0
-    assert [one.name for one in read_spans(paths, NOW + 1.5, NOW + 2.5)] == sorted(found)
-    assert [one.name for one in read_spans(paths, NOW + 50, NOW + 60)] == ["trainer-ledger"]
-
-
-def test_a_clock_that_is_set_is_followed(tmp_path: Path) -> None:
-    paths = make_paths(tmp_path)
-    lines = [
-        ProcessStart(NOW, "n02", 8, NOW),
-        ClockSample(NOW, 5.0, 0.001),
-        Span("idle", NOW, NOW + 1),
-        ClockSample(NOW + 2000, -2.0, 0.001),
-        Span("idle", NOW + 2001, NOW + 2002),
-    ]
-    append_lines(paths.spans("cell-0-driver"), lines)
-    assert [one.begin - NOW for one in read_one(paths).spans] == [5.0, 1999.0]
-
-
 def test_of_a_long_file_the_part_that_is_asked_for_is_read(tmp_path: Path) -> None:
     paths = make_paths(tmp_path)
     path = paths.spans("cell-0-proxy")
     for start in range(3):
         at = NOW + 10_000 * start
         spans = [Span("call", at + one, at + one + 5, "replica 0") for one in range(10_000)]
-        lines = [ProcessStart(at, f"n0{start}", 7, at), ClockSample(at + 5, start, 0.0), *spans]
-        append_lines(path, lines)
+        append_lines(path, [ProcessStart(at, f"n0{start}", 7, at), *spans])
     with path.open("ab") as stream:
         stream.write(b'{"type":"span","na')
     whole = [one for process in read_spans(paths) for one in process.spans]
@@ -211,4 +171,4 @@ def test_of_a_long_file_the_part_that_is_asked_for_is_read(tmp_path: Path) -> No
         one for one in whole if one.end >= NOW + 15_000 and one.begin <= NOW + 15_010
     ]
     assert len(read_span_lines(path, NOW + 15_000, NOW + 15_010)) < 3000
-    assert len(read_span_lines(path, -math.inf, math.inf)) == 30_006
+    assert len(read_span_lines(path, -math.inf, math.inf)) == 30_003

@@ -101,7 +101,6 @@ def test_a_trace_has_states_calls_episodes_and_events_in_one_time(tmp_path: Path
     assert [one["name"] for one in list_events(content, "i")] == ["process_exited"]
     counts = [one["args"]["calls at replica 0"] for one in list_events(content, "C")]
     assert (max(counts), counts[-1]) == (1, 0)
-    assert "n01 +5.000 s" in content["otherData"]["note"]
     zero = content["otherData"]["startedAtUnixS"]
     found = {one["name"]: one for one in list_events(content, "X")}
     episode = found["ticket 6 episode 0"]
