@@ -18,9 +18,9 @@ from areal_hpc.client.in_process_engine import (
     EngineEndpoint,
     SingleServerRouter,
     get_shared_parsers,
+    load_tokenizer,
 )
 from areal_hpc.client.recorded_interaction import RecordedInteraction
-from areal_hpc.client.tokenizer import load_tokenizer
 from areal_hpc.proxy.completion.service import CompletionService
 from areal_hpc.proxy.engine.model_call import ServedModel
 from areal_hpc.proxy.http.app import ProxyApp, Receive, Scope
@@ -30,9 +30,15 @@ from areal_hpc.proxy.sessions.events import SessionOpened
 from areal_hpc.proxy.sessions.recorder import MemoryRecorder
 from areal_hpc.proxy.sessions.store import compute_key_digest, generate_key
 from areal_hpc.recipe.sections.proxy_and_shards import ProxyConfig
-from areal_hpc.session.credit import CreditRule, compute_credited_rewards, find_retry_orphans
+from areal_hpc.session.credit import (
+    CreditRule,
+    compute_credited_rewards,
+    find_interaction_to_reward,
+    find_retry_orphans,
+    give_reward,
+    parse_reward,
+)
 from areal_hpc.session.export import ExportStyle, RowPlan, plan_rows_with_unrewarded
-from areal_hpc.session.rewards import find_interaction_to_reward, give_reward, parse_reward
 from areal_hpc.wire.agent_reward import Reward
 from areal_hpc.wire.proxy import EngineAddress, StartSessionRequest
 

@@ -6,7 +6,7 @@ from camel.models.openai_compatible_model import OpenAICompatibleModel
 from camel.utils import BaseTokenCounter
 
 from areal_hpc.client.areal_openai import ArealOpenAI
-from areal_hpc.client.tokenizer import load_tokenizer
+from areal_hpc.client.in_process_engine import load_tokenizer
 from areal_hpc.errors import AgentError
 from areal_hpc.session.message_matching import normalize_chat_message
 

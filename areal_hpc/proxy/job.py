@@ -17,7 +17,7 @@ from areal_hpc.jobs.node.topology import get_advertised_host
 from areal_hpc.jobs.processes.signals import StopRequest
 from areal_hpc.proxy.config import ProxyJobConfig
 from areal_hpc.proxy.engine.model_call import ServedModel
-from areal_hpc.proxy.engine.replicas import CellReplicaSource
+from areal_hpc.proxy.engine.router import CellReplicaSource
 from areal_hpc.proxy.service import LISTEN_BACKLOG, ProxyService, run_in_uvloop_thread_until_done
 from areal_hpc.proxy.sessions.recorder import JournaledRecorder
 from areal_hpc.proxy.sessions.sealing import TicketSealer

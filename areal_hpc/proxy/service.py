@@ -18,8 +18,7 @@ from areal_hpc.proxy.completion.service import CompletionService
 from areal_hpc.proxy.engine.grammar_limits import GrammarChecks
 from areal_hpc.proxy.engine.model_call import ServedModel
 from areal_hpc.proxy.engine.passthrough import GeneratePassthrough
-from areal_hpc.proxy.engine.replicas import ReplicaSource
-from areal_hpc.proxy.engine.router import Router
+from areal_hpc.proxy.engine.router import ReplicaSource, Router
 from areal_hpc.proxy.engine.sglang_client import SGLangClient
 from areal_hpc.proxy.engine.tool_parsers import ParserProcessClient
 from areal_hpc.proxy.http.app import ProxyApp

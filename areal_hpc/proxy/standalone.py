@@ -13,7 +13,7 @@ from areal_hpc.errors import ClusterError
 from areal_hpc.jobs.processes.process_setup import raise_open_file_limit
 from areal_hpc.jobs.processes.signals import StopRequest
 from areal_hpc.proxy.engine.model_call import ServedModel
-from areal_hpc.proxy.engine.replicas import StaticReplicaSource
+from areal_hpc.proxy.engine.router import StaticReplicaSource
 from areal_hpc.proxy.service import LISTEN_BACKLOG, ProxyService, run_in_uvloop_thread_until_done
 from areal_hpc.proxy.sessions.recorder import JournaledRecorder, MemoryRecorder
 from areal_hpc.recipe.base import BaseConfig

@@ -1,15 +1,34 @@
-"""Records of a row's model calls, made from the interactions of its path."""
+"""Records of model calls: those of a row, and what keeps a recorded call out of its session.
+
+A call that a client recorded by itself reaches the proxy as plain data. One whose lengths disagree
+makes a session that cannot become rows; an id outside the vocabulary, or a log-probability that is
+not finite, makes a row that stops every trainer that reads it.
+"""
 
 import hashlib
+import math
 from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 import msgspec
+import numpy as np
 
-from areal_hpc.session.tree import Interaction
-from areal_hpc.wire.agent_reward import Reward
+from areal_hpc.session.tree import (
+    Interaction,
+    InteractionTree,
+    VersionSpan,
+    format_ids_as_json_inside,
+    unpack_ids,
+)
+from areal_hpc.wire.agent_reward import MAX_REWARD, Reward
 from areal_hpc.wire.row_record import CallRecord
+from areal_hpc.wire.trajectory import (
+    MAX_TEMPERATURE,
+    MAX_VOCAB_SIZE,
+    SamplingMask,
+    find_mask_defect,
+)
 
 _json_object_decoder = msgspec.json.Decoder(dict[str, Any])
 
@@ -88,3 +107,175 @@ def decode_rendering_context(context: bytes) -> RenderingContext:
     encoded = msgspec.json.encode(tools, order="sorted")
     digest = hashlib.blake2b(encoded, digest_size=8).hexdigest()
     return RenderingContext(digest, tools, variables or {})
+
+
+MAX_PACKED_VERSION = 2**63 - 1
+"""Packed weight versions are stored as 64-bit integers."""
+MAX_INTERACTION_ID_CHARS = 256
+
+
+class _ToolCall(msgspec.Struct):
+    function: Any
+
+
+class _ComparableMessage(msgspec.Struct):
+    role: str
+    reasoning_content: str | None = None
+
+
+class _ComparableToolCallMessage(msgspec.Struct):
+    tool_calls: list[_ToolCall]
+    content: str | None = None
+
+
+class _TruncationSamplingParameters(msgspec.Struct):
+    top_p: float = 1.0
+    top_k: float = -1
+    min_p: float = 0.0
+
+
+def find_interaction_defect(
+    call: Interaction, tree: InteractionTree, vocab_size: int = MAX_VOCAB_SIZE
+) -> str | None:
+    """The first property that keeps a model call out of its session, in words; None if it is sound.
+
+    The tree holds the session's earlier calls; ids below `vocab_size` have an embedding.
+    """
+    if not 0 < len(call.interaction_id) <= MAX_INTERACTION_ID_CHARS:
+        allowed = f"expected an id of 1 to {MAX_INTERACTION_ID_CHARS} characters"
+        return f"{allowed}, got {len(call.interaction_id)}"
+    return (
+        _find_token_defect(call, tree, vocab_size)
+        or _find_version_defect(call.spans, call.num_output_tokens)
+        or _find_scalar_defect(call)
+        or _find_message_defect(call)
+    )
+
+
+def find_client_reported_field_defect(call: Interaction) -> str | None:
+    """What keeps a call that a client recorded out of a row's record, in words; None if nothing.
+
+    Calls that the proxy records itself need no such look.
+    """
+    try:
+        told = decode_sampling_params_json(call.sampling)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        return f"expected sampling parameters as a JSON object: {error}"
+    try:
+        msgspec.convert(told, _TruncationSamplingParameters)
+    except msgspec.ValidationError as error:
+        return f"expected sampling parameters that are numbers: {error}"
+    if not -1 <= call.replica < 2**31:
+        return f"expected a replica from -1 to 2**31 - 1, got {call.replica}"
+    if not 0 <= call.cached_tokens < 2**31:
+        return f"expected cached tokens from 0 to 2**31 - 1, got {call.cached_tokens}"
+    if not math.isfinite(call.first_token_at):
+        return "expected finite times, got inf or nan"
+    return None
+
+
+def _find_token_defect(call: Interaction, tree: InteractionTree, vocab_size: int) -> str | None:
+    sizes_bytes = (len(call.new_ids), len(call.output_ids), len(call.logprobs))
+    if any(size_bytes % 4 for size_bytes in sizes_bytes):
+        return f"expected token arrays of 4 bytes a token, got {sizes_bytes} bytes"
+    if len(call.logprobs) != len(call.output_ids):
+        return (
+            f"expected a log-probability for each of {call.num_output_tokens} sampled tokens, "
+            f"got {len(call.logprobs) // 4}"
+        )
+    if call.parent_id is not None and call.parent_id not in tree:
+        return f"the call that it continues, {call.parent_id!r:.300}, is not in the session"
+    prior_tokens = 0 if call.parent_id is None else tree[call.parent_id].num_sequence_tokens
+    prompt_tokens = prior_tokens + len(call.new_ids) // 4
+    if call.prompt_tokens != prompt_tokens or prompt_tokens < 1:
+        return f"expected a prompt of {max(prompt_tokens, 1)} tokens, got {call.prompt_tokens}"
+    for packed in (call.new_ids, call.output_ids):
+        # As unsigned numbers, those below 0 are the largest: one look for both.
+        if packed and int(np.frombuffer(packed, "<u4").max()) >= vocab_size:
+            ids = unpack_ids(packed)
+            odd = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
+            return f"expected token ids from 0 to {vocab_size - 1}, got {odd}"
+    if call.kept_counts or call.kept_ids:
+        if len(call.kept_counts) % 2 or len(call.kept_ids) % 4:
+            return "expected a sampling mask of 2 bytes a place and 4 bytes a token"
+        counts, ids = np.frombuffer(call.kept_counts, "<u2"), unpack_ids(call.kept_ids)
+        mask = SamplingMask(counts, ids)
+        if defect := find_mask_defect(mask, unpack_ids(call.output_ids), vocab_size):
+            return defect
+    if not np.isfinite(np.frombuffer(call.logprobs, "<f4")).all():
+        return "expected finite log-probabilities, got inf or nan"
+    return None
+
+
+def _find_version_defect(spans: list[VersionSpan], output_tokens: int) -> str | None:
+    covered = 0
+    for span in spans:
+        if span.start != covered or span.end < span.start:
+            found = f"one for {span.start} to {span.end}"
+            return f"expected a weight version from sampled token {covered} on, got {found}"
+        if not 0 <= span.version <= MAX_PACKED_VERSION:
+            return f"expected a packed weight version from 0 to 2**63 - 1, got {span.version}"
+        covered = span.end
+    if covered != output_tokens:
+        return f"expected weight versions for {output_tokens} sampled tokens, got {covered}"
+    return None
+
+
+def _find_scalar_defect(call: Interaction) -> str | None:
+    if not 0 <= call.temperature <= MAX_TEMPERATURE:
+        return f"expected a temperature from 0 to {MAX_TEMPERATURE:g}, got {call.temperature}"
+    if call.reward is not None and not abs(call.reward) <= MAX_REWARD:
+        return f"expected a finite 32-bit float as reward, got {call.reward}"
+    if not (math.isfinite(call.asked_at) and math.isfinite(call.answered_at)):
+        return "expected finite times, got inf or nan"
+    return None
+
+
+def _find_message_defect(call: Interaction) -> str | None:
+    for message in (*call.new_messages, call.reply):
+        try:
+            msgspec.convert(message, _ComparableMessage)
+            if message.get("tool_calls"):
+                msgspec.convert(message, _ComparableToolCallMessage)
+        except (msgspec.ValidationError, RecursionError) as error:
+            return f"expected messages in normal form, got {message!r:.200} ({error})"
+    try:
+        msgspec.json.decode(call.context or b"null")
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return "expected JSON as the context of the messages"
+    return None
+
+
+DIGEST_BYTES = 16
+
+
+def compute_reply_digest(
+    prompt_ids_json_inside: bytes,
+    output_ids: bytes,
+    logprobs: bytes,
+    spans: Sequence[VersionSpan],
+    kept_counts: bytes,
+    kept_ids: bytes,
+) -> bytes:
+    """What identifies a prompt with the tokens sampled after it, packed as in an `Interaction`.
+
+    `prompt_ids_json_inside` is the inside of a JSON array of the prompt's ids.
+    """
+    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    encoded_spans = msgspec.json.encode(spans)
+    parts = [prompt_ids_json_inside, output_ids, logprobs, encoded_spans, kept_counts, kept_ids]
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.digest()
+
+
+def compute_reply_digest_of_call(call: Interaction, tree: InteractionTree) -> bytes:
+    """The same of a sound model call, whose parent is in the tree."""
+    parent = None if call.parent_id is None else tree[call.parent_id]
+    new_ids_json_inside = format_ids_as_json_inside(unpack_ids(call.new_ids).tolist())
+    prompt_json = tree.build_sequence_ids_json_inside(parent, new_ids_json_inside)
+    return compute_reply_digest(
+        prompt_json,
+        *(call.output_ids, call.logprobs, call.spans, call.kept_counts, call.kept_ids),
+    )

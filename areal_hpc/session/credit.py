@@ -1,4 +1,8 @@
-"""Credit assignment: rewards pass back from a reply to the turns that led to it.
+"""Rewards of interactions, and how they pass back from a reply to the turns that led to it.
+
+An agent rewards one interaction by its id, or the last one completed. Failed requests never become
+interactions, so they never count as the last. Auxiliary conversations serve an episode and are not
+learned from.
 
 What an interaction earns is its own reward plus `turn_discount` times what its followers earn, the
 mean of them if there are several. A rule says which interactions follow which:
@@ -23,9 +27,11 @@ from dataclasses import dataclass
 from graphlib import TopologicalSorter
 from typing import Literal
 
-from areal_hpc.errors import InvalidRewardError
+from areal_hpc.errors import InvalidRewardError, UnknownInteractionError
+from areal_hpc.session.call_records import decode_rendering_context
 from areal_hpc.session.tree import Interaction, InteractionTree
-from areal_hpc.wire.agent_reward import MAX_REWARD
+from areal_hpc.wire.agent_reward import MAX_REWARD, Reward, parse_reward_number
+from areal_hpc.wire.proxy import RecordedConversationSummary
 
 CreditRule = Literal["tree", "chronological"]
 Followers = Mapping[str, Sequence[str]]
@@ -210,3 +216,96 @@ def find_retry_orphans(tree: InteractionTree) -> frozenset[str]:
                 orphans.add(before[-1].interaction_id)
                 unused.remove(before[-1])
     return frozenset(orphans)
+
+
+def find_interaction_to_reward(tree: InteractionTree, interaction_id: str | None) -> Interaction:
+    auxiliary = find_auxiliary_reply_reasons(tree)
+    if interaction_id is None:
+        for one in reversed(list(tree)):
+            if one.completed and one.interaction_id not in auxiliary:
+                return one
+        but = f" but the {len(auxiliary)} of auxiliary conversations" if auxiliary else ""
+        raise InvalidRewardError(f"the session has no completed interaction to reward{but}")
+    if interaction_id in auxiliary:
+        raise InvalidRewardError(
+            f"interaction {interaction_id!r} is of an auxiliary conversation "
+            f"({auxiliary[interaction_id]}), which earns nothing"
+        )
+    if interaction_id not in tree:
+        known = ", ".join(one.interaction_id for one in tree) or "none"
+        raise UnknownInteractionError(
+            f"no interaction {interaction_id!r} in this session; it has: {known}"
+        )
+    return tree[interaction_id]
+
+
+def give_reward(interaction: Interaction, reward: Reward, is_named: bool) -> None:
+    """Reward an interaction; a second reward replaces the first.
+
+    `is_named` says that the agent chose this reply by its id.
+    """
+    interaction.reward, interaction.given_reward = reward.value, reward
+    interaction.is_reward_named = is_named
+
+
+def parse_reward(reward: object) -> Reward:
+    return reward if isinstance(reward, Reward) else Reward(parse_reward_number(reward))
+
+
+def compute_episode_reward(tree: InteractionTree, is_credited: bool = False) -> float | None:
+    """All rewards of a session added up; None without any.
+
+    Those that say what each reply earned (`is_credited`) overlap: then the last one counts.
+    """
+    given = [one.reward for one in tree if one.reward is not None]
+    return sum_rewards(*(given[-1:] if is_credited else given))
+
+
+def list_conversations(tree: InteractionTree) -> list[RecordedConversationSummary]:
+    """What each conversation of a session began with, in order of completion."""
+    root_of = _map_replies_to_roots(tree)
+    replies: dict[str, int] = {}
+    for root in root_of.values():
+        replies[root] = replies.get(root, 0) + 1
+    return [_describe_conversation(tree[root], count) for root, count in replies.items()]
+
+
+def find_auxiliary_reply_reasons(tree: InteractionTree) -> dict[str, str]:
+    """Ids of the replies of auxiliary conversations, with the reason why they are."""
+    if not tree.auxiliary:
+        return {}
+    return {
+        name: tree.auxiliary[root]
+        for name, root in _map_replies_to_roots(tree).items()
+        if root in tree.auxiliary
+    }
+
+
+def find_conversation_replies(tree: InteractionTree, roots: Collection[str]) -> list[Interaction]:
+    return [tree[name] for name, root in _map_replies_to_roots(tree).items() if root in roots]
+
+
+def _map_replies_to_roots(tree: InteractionTree) -> dict[str, str]:
+    roots: dict[str, str] = {}
+    for one in tree:  # parents come first
+        roots[one.interaction_id] = roots[one.parent_id] if one.parent_id else one.interaction_id
+    return roots
+
+
+def _describe_conversation(
+    first_interaction: Interaction, replies: int
+) -> RecordedConversationSummary:
+    return RecordedConversationSummary(
+        first_interaction.interaction_id,
+        first_interaction.new_messages,
+        first_interaction.reply,
+        _list_offered_tool_names(first_interaction),
+        replies,
+    )
+
+
+def _list_offered_tool_names(call: Interaction) -> list[str]:
+    from_context = decode_rendering_context(call.context).tools
+    tools = from_context if isinstance(from_context, list) else []
+    functions = [one.get("function", one) for one in tools if isinstance(one, dict)]
+    return [str(one.get("name", "")) for one in functions if isinstance(one, dict)]

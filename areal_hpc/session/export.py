@@ -27,19 +27,19 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from areal_hpc.session.auxiliary import find_auxiliary_reply_reasons
 from areal_hpc.session.call_records import build_call_records
 from areal_hpc.session.credit import (
     Followers,
     InteractionReward,
     compute_credited_rewards,
+    compute_episode_reward,
+    find_auxiliary_reply_reasons,
     find_replies_client_disconnected_from,
     find_retry_orphans,
     has_episode_reward,
     map_followers,
     sum_rewards,
 )
-from areal_hpc.session.rewards import compute_episode_reward
 from areal_hpc.session.tree import Interaction, InteractionTree, unpack_ids
 from areal_hpc.wire.proxy import ExportSettings
 from areal_hpc.wire.row_record import RowRecord

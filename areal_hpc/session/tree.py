@@ -20,9 +20,8 @@ import numpy.typing as npt
 
 from areal_hpc.errors import ChatTemplateError
 from areal_hpc.session.chat_template import ChatTemplate, Message, TokenEncoder
-from areal_hpc.session.message_matching import find_differing_field
+from areal_hpc.session.message_matching import align_tool_turns, find_differing_field
 from areal_hpc.session.text_after_reply import render_text_after_reply
-from areal_hpc.session.tool_turns import align_tool_turns
 from areal_hpc.wire.agent_reward import Reward
 from areal_hpc.wire.row_record import PromptReuse
 

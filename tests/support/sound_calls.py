@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from areal_hpc.proxy.http.google_api import GOOGLE_PREFIXES
+from areal_hpc.proxy.http.agent_api import GOOGLE_PREFIXES
 from areal_hpc.session.tree import Interaction, VersionSpan
 from areal_hpc.wire import ledger as ledger_wire
 from areal_hpc.wire import proxy as proxy_wire

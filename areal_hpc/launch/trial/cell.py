@@ -23,7 +23,7 @@ from areal_hpc.launch.trial.replies import (
 )
 from areal_hpc.launch.trial.stand_in_engine import StandInEngine
 from areal_hpc.proxy.engine.model_call import ServedModel
-from areal_hpc.proxy.engine.replicas import StaticReplicaSource
+from areal_hpc.proxy.engine.router import StaticReplicaSource
 from areal_hpc.proxy.service import LISTEN_BACKLOG, ProxyService
 from areal_hpc.proxy.sessions.recorder import MemoryRecorder
 from areal_hpc.proxy.sessions.store import Session

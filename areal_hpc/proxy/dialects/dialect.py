@@ -1,16 +1,16 @@
-"""Interface of a dialect, as the routes use it."""
+"""Interface of a dialect, as the routes use it; a reply as a sequence of blocks."""
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
 from areal_hpc.errors import ProxyRequestError
 from areal_hpc.proxy.completion.streaming import RecordedChoice, ReplyStream
-from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel
+from areal_hpc.proxy.engine.model_call import ModelCall, ReplyContent, ServedModel
 from areal_hpc.proxy.random_ids import make_random_id
 from areal_hpc.proxy.sessions.store import Session
 
@@ -63,3 +63,74 @@ class Dialect:
 def format_named_event(content: dict[str, Any]) -> bytes:
     name: str = content["type"]
     return b"event: " + name.encode() + b"\ndata: " + msgspec.json.encode(content) + b"\n\n"
+
+
+BlockKind = Literal["reasoning", "text", "call"]
+
+
+@dataclass(slots=True)
+class ContentBlock:
+    index: int
+    kind: BlockKind
+    text: str = ""
+    """For a call, its arguments: JSON as the model wrote it."""
+    name: str = ""
+    """The tool that is called."""
+    call_id: str = ""
+
+
+BlockChange = tuple[Literal["begin", "add", "end"], ContentBlock, str]
+"""What happens to a block; the text is what `add` appends."""
+
+
+class BlockSplitter:
+    """Cuts a reply into blocks as it comes: reasoning, text, then one for each call.
+
+    White space alone is no text next to calls. A reply without text or calls has an empty text.
+    """
+
+    def __init__(self) -> None:
+        self.blocks: list[ContentBlock] = []
+        self._open: ContentBlock | None = None
+        self._held = ""
+        """White space before any text."""
+
+    def add_delta(self, delta: ReplyContent) -> Iterator[BlockChange]:
+        if delta.reasoning:
+            yield from self._extend_block("reasoning", delta.reasoning)
+        if delta.text:
+            text, self._held = self._held + delta.text, ""
+            if text.strip() or (self._open is not None and self._open.kind == "text"):
+                yield from self._extend_block("text", text)
+            else:
+                self._held = text
+        for call in delta.calls:
+            self._held = ""
+            yield from self._extend_block("call", call.arguments, call.name, call.call_id)
+
+    def finish(self) -> Iterator[BlockChange]:
+        if all(block.kind == "reasoning" for block in self.blocks):
+            yield from self._extend_block("text", self._held)
+        if self._open is not None:
+            yield "end", self._open, ""
+
+    def _extend_block(
+        self, kind: BlockKind, text: str, tool_name: str = "", call_id: str = ""
+    ) -> Iterator[BlockChange]:
+        block = self._open
+        if block is None or block.kind != kind or call_id:  # the first part of a call has its id
+            if block is not None:
+                yield "end", block, ""
+            block = self._open = ContentBlock(len(self.blocks), kind, "", tool_name, call_id)
+            self.blocks.append(block)
+            yield "begin", block, ""
+        if text:
+            block.text += text
+            yield "add", block, text
+
+
+def split_into_blocks(reply: ReplyContent) -> list[ContentBlock]:
+    reader = BlockSplitter()
+    for _ in (*reader.add_delta(reply), *reader.finish()):
+        pass
+    return reader.blocks

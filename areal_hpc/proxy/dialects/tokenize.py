@@ -7,7 +7,7 @@ from msgspec import Meta, Struct
 
 from areal_hpc.errors import ProxyRequestError
 from areal_hpc.proxy.completion.prompts import PromptBuilder
-from areal_hpc.proxy.dialects.openai.chat_request import (
+from areal_hpc.proxy.dialects.chat import (
     ChatMessage,
     build_tool_schemas,
     normalize_messages,

@@ -21,7 +21,7 @@ from areal_hpc.proxy.engine.sglang_client import GenerateRequest, SGLangClient
 from areal_hpc.proxy.sessions.events import ReplySampled
 from areal_hpc.proxy.sessions.recorder import JournaledRecorder
 from areal_hpc.proxy.sessions.store import Session
-from areal_hpc.session.reply_digest import compute_reply_digest
+from areal_hpc.session.call_records import compute_reply_digest
 from areal_hpc.session.tree import pack_ids
 
 

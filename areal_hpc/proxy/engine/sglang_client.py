@@ -20,8 +20,7 @@ from areal_hpc.proxy.engine.generation import (
     decode_generation,
     extract_error_text,
 )
-from areal_hpc.proxy.engine.http_client import ConnectionPool, UnreachableError
-from areal_hpc.proxy.engine.http_connection import Connection
+from areal_hpc.proxy.engine.http_client import Connection, ConnectionPool, UnreachableError
 from areal_hpc.wire.fault_points import fault_point
 from areal_hpc.wire.replicas import ReplicaView
 

@@ -20,21 +20,21 @@ import msgspec
 from areal_hpc.errors import ClientDisconnectedError, ProxyRequestError
 from areal_hpc.proxy.completion.service import CompletionService
 from areal_hpc.proxy.completion.streaming import ReplyStream
-from areal_hpc.proxy.dialects.anthropic.reply import MESSAGES_DIALECT
+from areal_hpc.proxy.dialects import openai as openai_format
+from areal_hpc.proxy.dialects.anthropic import MESSAGES_DIALECT
 from areal_hpc.proxy.dialects.dialect import ErrorFormatter, Exchange
-from areal_hpc.proxy.dialects.google.reply import format_error as format_google_error
-from areal_hpc.proxy.dialects.openai import format as openai_format
+from areal_hpc.proxy.dialects.google_reply import format_error as format_google_error
 from areal_hpc.proxy.dialects.validation import decode_request_json, refuse_too_many_values
 from areal_hpc.proxy.engine.model_call import ServedModel
 from areal_hpc.proxy.engine.passthrough import GeneratePassthrough
-from areal_hpc.proxy.http.agent_api import AgentApi
-from areal_hpc.proxy.http.driver_api import DriverApi
-from areal_hpc.proxy.http.event_stream import Headers, Send, send_events, to_request_error
-from areal_hpc.proxy.http.google_api import (
+from areal_hpc.proxy.http.agent_api import (
+    AgentApi,
     GoogleApi,
     find_key_if_google_dialect,
     read_query_parameters,
 )
+from areal_hpc.proxy.http.driver_api import DriverApi
+from areal_hpc.proxy.http.event_stream import Headers, Send, send_events, to_request_error
 from areal_hpc.proxy.http.repeated_requests import Answer, SessionRequests, hash_request
 from areal_hpc.proxy.http.routes import (
     ModelAnswer,

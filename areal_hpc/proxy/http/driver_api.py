@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from areal_hpc.errors import InvalidRewardError, ProxyRequestError, UntrainableCallError
-from areal_hpc.proxy.completion.sampling_rule import correct_recorded_sampling
+from areal_hpc.proxy.completion.prompts import correct_recorded_sampling
 from areal_hpc.proxy.engine.call_limits import refuse_oversized_session
 from areal_hpc.proxy.engine.router import Router
 from areal_hpc.proxy.sessions import events
@@ -16,18 +16,19 @@ from areal_hpc.proxy.sessions.recorder import JournaledRecorder
 from areal_hpc.proxy.sessions.sealing import TicketSealer
 from areal_hpc.proxy.sessions.store import Session, compute_key_digest, generate_key
 from areal_hpc.recipe.sections.proxy_and_shards import ProxyConfig
-from areal_hpc.session.auxiliary import (
+from areal_hpc.session.call_records import find_client_reported_field_defect
+from areal_hpc.session.credit import (
+    compute_credited_rewards,
     find_conversation_replies,
+    find_interaction_to_reward,
     list_conversations,
+    parse_reward,
 )
-from areal_hpc.session.credit import compute_credited_rewards
 from areal_hpc.session.export import (
     build_areal_batch,
     find_replies_without_credit,
     plan_rows_with_unrewarded,
 )
-from areal_hpc.session.rewards import find_interaction_to_reward, parse_reward
-from areal_hpc.session.soundness import find_client_reported_field_defect
 from areal_hpc.session.tree import Interaction, InteractionTree
 from areal_hpc.wire import proxy as wire
 from areal_hpc.wire.weight_version import WeightVersion

@@ -10,8 +10,7 @@ from areal_hpc.errors import ClusterError, UntrainableCallError
 from areal_hpc.proxy.sessions import events
 from areal_hpc.proxy.sessions.events import Event, decode_event, encode_event
 from areal_hpc.proxy.sessions.store import Session, SessionStore
-from areal_hpc.session.reply_digest import compute_reply_digest_of_call
-from areal_hpc.session.soundness import find_interaction_defect
+from areal_hpc.session.call_records import compute_reply_digest_of_call, find_interaction_defect
 from areal_hpc.session.tree import Interaction
 from areal_hpc.shards.journal import JournalRecord, JournalWriter, read_journal
 from areal_hpc.wire.ledger import TicketRef

@@ -10,6 +10,7 @@ import msgspec
 
 from areal_hpc.proxy.sessions import events
 from areal_hpc.proxy.sessions.events import Event
+from areal_hpc.session.credit import compute_episode_reward, give_reward
 from areal_hpc.session.export import (
     EpisodeKey,
     RowPlan,
@@ -18,7 +19,6 @@ from areal_hpc.session.export import (
     build_training_rows,
     plan_rows,
 )
-from areal_hpc.session.rewards import compute_episode_reward, give_reward
 from areal_hpc.session.tree import InteractionTree
 from areal_hpc.wire.ledger import SealedTicket, TicketRef
 from areal_hpc.wire.row_record import RowRecord

@@ -31,7 +31,7 @@ from areal_hpc.rollout.execution.agent_sandboxes import (
 )
 from areal_hpc.rollout.execution.subprocess_agent import acquire_episode_agent
 from areal_hpc.rundir.service_client import AsyncServiceClient
-from areal_hpc.session.rewards import parse_reward
+from areal_hpc.session.credit import parse_reward
 from areal_hpc.wire.agent_reward import Reward
 from areal_hpc.wire.ledger import Empty
 from areal_hpc.wire.proxy import (

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from areal_hpc.session.tool_turns import UNANSWERED_CALL, UNKNOWN_CALL
+from areal_hpc.session.message_matching import UNANSWERED_CALL, UNKNOWN_CALL
 from areal_hpc.wire.ledger import TicketRef
 from tests.contract.proxy.talk import LEAST, QUESTION, counted, ignored, turn
 from tests.support.proxy_stage import Stage

@@ -14,7 +14,7 @@ from aiohttp import web
 from areal_hpc.rollout.episodes.http_client import make_http_client
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.service_client import AsyncServiceClient
-from areal_hpc.session.rewards import parse_reward
+from areal_hpc.session.credit import parse_reward
 from areal_hpc.wire.agent_reward import Reward
 from areal_hpc.wire.ledger import (
     Acknowledged,

@@ -7,10 +7,10 @@ import msgspec
 import pytest
 
 from areal_hpc.errors import ProxyRequestError
-from areal_hpc.proxy.dialects.anthropic.request import MessagesRequest
-from areal_hpc.proxy.dialects.openai.chat_request import ChatRequest
-from areal_hpc.proxy.dialects.openai_responses.request import ResponsesRequest
+from areal_hpc.proxy.dialects.anthropic import MessagesRequest
+from areal_hpc.proxy.dialects.chat import ChatRequest
 from areal_hpc.proxy.dialects.parameters import keep_declared_members, list_ignored_params
+from areal_hpc.proxy.dialects.responses import ResponsesRequest
 from areal_hpc.proxy.dialects.validation import decode_request_json
 
 SCHEMA = {"type": "object", "properties": {"x": {"default": None, "enum": [None, 1]}}}

@@ -2,8 +2,7 @@
 
 import json
 
-from areal_hpc.proxy.dialects.openai_responses.reply import RESPONSES_DIALECT
-from areal_hpc.proxy.dialects.openai_responses.request import ResponsesRequest
+from areal_hpc.proxy.dialects.responses import RESPONSES_DIALECT, ResponsesRequest
 from areal_hpc.proxy.engine.model_call import ServedModel
 from areal_hpc.proxy.sessions.events import SessionOpened
 from areal_hpc.proxy.sessions.store import Session

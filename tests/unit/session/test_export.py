@@ -9,19 +9,19 @@ from hypothesis import strategies as st
 
 from areal_hpc.errors import InvalidRewardError
 from areal_hpc.session.chat_template import Message
-from areal_hpc.session.credit import compute_credited_rewards
+from areal_hpc.session.credit import (
+    compute_credited_rewards,
+    compute_episode_reward,
+    find_interaction_to_reward,
+    give_reward,
+    parse_reward,
+)
 from areal_hpc.session.export import (
     EpisodeKey,
     ExportStyle,
     build_failed_session_rows,
     build_training_rows,
     plan_rows,
-)
-from areal_hpc.session.rewards import (
-    compute_episode_reward,
-    find_interaction_to_reward,
-    give_reward,
-    parse_reward,
 )
 from areal_hpc.session.tree import (
     Interaction,

@@ -1,6 +1,6 @@
 """Digest of a reply: the same for as long as a journal may hold it."""
 
-from areal_hpc.session.reply_digest import compute_reply_digest
+from areal_hpc.session.call_records import compute_reply_digest
 from areal_hpc.session.tree import VersionSpan, pack_counts_as_uint16, pack_ids, pack_logprobs
 
 REPLY = (b"1,2", pack_ids([3, 4]), pack_logprobs([-0.5, -1.0]), [VersionSpan(7, 0, 2)])

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from areal_hpc.session.soundness import find_interaction_defect
+from areal_hpc.session.call_records import find_interaction_defect
 from areal_hpc.session.tree import InteractionTree, pack_counts_as_uint16, pack_ids, unpack_ids
 from tests.unit.session.model_stub import say, user
 

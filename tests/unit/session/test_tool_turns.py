@@ -5,13 +5,13 @@ from typing import Any
 import pytest
 
 from areal_hpc.session.chat_template import Message
-from areal_hpc.session.message_matching import normalize_chat_message
-from areal_hpc.session.tool_turns import (
+from areal_hpc.session.message_matching import (
     MISSING_ID,
     UNANSWERED_CALL,
     UNKNOWN_CALL,
     align_tool_turns,
     list_unpaired,
+    normalize_chat_message,
 )
 from areal_hpc.session.tree import InteractionTree, OpenTurn
 from tests.unit.session.families import ENCODER, FAMILIES

@@ -7,9 +7,8 @@ import msgspec
 
 from areal_hpc.errors import PromptTooLongError, ProxyRequestError
 from areal_hpc.proxy.completion.streaming import RecordedChoice, ReplyChunk, ReplyStream
-from areal_hpc.proxy.dialects.blocks import BlockChange, BlockSplitter, ContentBlock
-from areal_hpc.proxy.dialects.dialect import Exchange
-from areal_hpc.proxy.dialects.google.request import GenerateContentRequest, build_model_call
+from areal_hpc.proxy.dialects.dialect import BlockChange, BlockSplitter, ContentBlock, Exchange
+from areal_hpc.proxy.dialects.google import GenerateContentRequest, build_model_call
 from areal_hpc.proxy.engine.generation import Generation, TokenChunk
 from areal_hpc.proxy.engine.model_call import ServedModel
 from areal_hpc.proxy.sessions.store import Session

@@ -13,11 +13,13 @@ from msgspec import Meta
 from areal_hpc.errors import PromptTooLongError, ProxyRequestError
 from areal_hpc.proxy.completion.streaming import RecordedChoice, ReplyChunk
 from areal_hpc.proxy.dialects.dialect import Dialect
-from areal_hpc.proxy.dialects.openai.format import ChoiceExchange, format_error, format_logprobs
-from areal_hpc.proxy.dialects.openai.sampling import (
+from areal_hpc.proxy.dialects.openai import (
+    ChoiceExchange,
     SharedCompletionParams,
     build_sampling_params,
     check_shared_params,
+    format_error,
+    format_logprobs,
     list_all_ignored_params,
 )
 from areal_hpc.proxy.dialects.parameters import EMPTY_VALUES, Refusal

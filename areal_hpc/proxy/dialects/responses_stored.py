@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from areal_hpc.errors import ProxyRequestError
-from areal_hpc.proxy.dialects.openai_responses.output_items import (
+from areal_hpc.proxy.dialects.responses_items import (
     ID_PREFIX_WITH_INSTRUCTIONS,
     ID_PREFIX_WITHOUT_INSTRUCTIONS,
     format_item,
