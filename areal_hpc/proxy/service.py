@@ -17,7 +17,6 @@ from areal_hpc.jobs.processes.signals import StopRequest
 from areal_hpc.proxy.completion.service import CompletionService
 from areal_hpc.proxy.engine.grammar_limits import GrammarChecks
 from areal_hpc.proxy.engine.model_call import ServedModel
-from areal_hpc.proxy.engine.passthrough import GeneratePassthrough
 from areal_hpc.proxy.engine.router import ReplicaSource, Router
 from areal_hpc.proxy.engine.sglang_client import SGLangClient
 from areal_hpc.proxy.engine.tool_parsers import ParserProcessClient
@@ -56,11 +55,7 @@ class ProxyService:
         metrics_key: str = "",
         online: bool = False,
     ) -> None:
-        model = replace(
-            model,
-            ignores_unknown=limits.unknown_parameters == "ignore",
-            dropped_tool_type_patterns=limits.dropped_tools,
-        )
+        model = replace(model, dropped_tool_type_patterns=limits.dropped_tools)
         if limits.message_normalizer is not None:
             key = "proxy.message_normalizer"
             model = replace(model, normalize=load_user_function(limits.message_normalizer, key))
@@ -100,14 +95,6 @@ class ProxyService:
             store=recorder.store,
             completions=completions,
             driver_api=DriverApi(recorder, self._router, sealer, limits, online=online),
-            passthrough=GeneratePassthrough(
-                recorder,
-                self._router,
-                self._upstream,
-                completions.limiter,
-                completions.grammars,
-                limits.request_timeout_s,
-            ),
         )
 
     async def run(self, listener: socket.socket, stop: StopRequest, drain_timeout_s: int) -> None:

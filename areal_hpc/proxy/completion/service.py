@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,13 +12,18 @@ import msgspec
 from areal_hpc.errors import ProxyRequestError, RepeatedlyFailedCallError, UntrainableCallError
 from areal_hpc.proxy.completion.prompts import PreparedCall, PromptBuilder
 from areal_hpc.proxy.completion.streaming import RecordedChoice, ReplyChunk, ReplyStream
-from areal_hpc.proxy.engine.call_limits import ConcurrentReplyLimiter
+from areal_hpc.proxy.engine.call_limits import (
+    ConcurrentReplyLimiter,
+    refuse_call_beyond_limits,
+    reserve_reply_tokens_per_choice,
+)
 from areal_hpc.proxy.engine.failover import CallTries, ReplyFailover
 from areal_hpc.proxy.engine.generation import (
     Generation,
     ReplicaAnswer,
     TokenChunk,
     UnfinishedEngineCallError,
+    decode_generation,
 )
 from areal_hpc.proxy.engine.grammar_limits import GrammarChecks
 from areal_hpc.proxy.engine.model_call import ModelCall, ReplyContent, ServedModel
@@ -26,15 +31,18 @@ from areal_hpc.proxy.engine.router import Router
 from areal_hpc.proxy.engine.sglang_client import GenerateRequest, SGLangClient
 from areal_hpc.proxy.engine.tool_parsers import ParserProcessClient
 from areal_hpc.proxy.metrics import ProxyMetrics
-from areal_hpc.proxy.sessions.events import InteractionAdded
+from areal_hpc.proxy.sessions.events import InteractionAdded, ReplySampled
 from areal_hpc.proxy.sessions.recorder import JournaledRecorder
 from areal_hpc.proxy.sessions.store import Session
 from areal_hpc.recipe.sections.proxy_and_shards import ProxyConfig
 from areal_hpc.rundir.telemetry.spans import record_span
+from areal_hpc.session.call_records import compute_reply_digest
 from areal_hpc.session.tree import (
     ABORT_FINISH_REASON,
+    VersionSpan,
     format_ids_as_json_inside,
     join_json_array_insides,
+    pack_ids,
 )
 from areal_hpc.wire.replicas import ReplicaView
 
@@ -59,10 +67,11 @@ class CompletionService:
         grammars: GrammarChecks | None = None,
     ) -> None:
         self.metrics = ProxyMetrics()
-        self.grammars = grammars or GrammarChecks(None)
-        self.prompts = PromptBuilder(model, parsers, self.grammars, limits, self.metrics)
+        self._grammars = grammars or GrammarChecks(None)
+        self.prompts = PromptBuilder(model, parsers, self._grammars, limits, self.metrics)
         self._encoder = model.encoder
-        self.limiter = ConcurrentReplyLimiter(limits)
+        self._limiter = ConcurrentReplyLimiter(limits)
+        self._timeout_s = limits.request_timeout_s
         self._parsers = parsers
         self._router = router
         self._upstream = upstream
@@ -76,7 +85,7 @@ class CompletionService:
 
         The first choice's interaction has the id `answer_id`, choice i has `<answer_id>-<i>`.
         """
-        self.limiter.admit(session, call.n)
+        self._limiter.admit(session, call.n)
         reserved_tokens = 0
         try:
             prompt = await self.prompts.prepare_call(session, call, answer_id)
@@ -90,7 +99,56 @@ class CompletionService:
                 for choice, answer in enumerate(answers)
             ]
         finally:
-            self.limiter.release(session, call.n, reserved_tokens)
+            self._limiter.release(session, call.n, reserved_tokens)
+
+    async def generate_unrecorded(self, session: Session, request: GenerateRequest) -> bytes:
+        """SGLang's answer to a client that records its own calls; the journal notes the reply."""
+        give_up_at = time.monotonic() + self._timeout_s
+        self._limiter.admit(session, 1)
+        reserved_tokens = 0
+        try:
+            refuse_call_beyond_limits(session, 1)
+            await self._grammars.refuse_costly_grammar(session, request.sampling)
+            sampling, reserved_tokens = await reserve_reply_tokens_per_choice(
+                session, request.sampling, 1, give_up_at
+            )
+            request = msgspec.structs.replace(request, sampling=sampling)
+            answer = await self._send_once(session, request, give_up_at)
+        finally:
+            self._limiter.release(session, 1, reserved_tokens)
+        try:
+            reply = decode_generation("a replica", answer)
+        except (UnfinishedEngineCallError, ProxyRequestError):
+            return answer  # the client reads the same in it, and has nothing to record
+        self._advance_newest_version(reply.spans)
+        digest = compute_reply_digest(
+            request.prompt_ids_json_inside,
+            pack_ids(reply.output_ids),
+            reply.pack_behavior_logprobs(),
+            reply.spans,
+            *reply.pack_sampling_mask(),
+        )
+        if self.recorder.holds_session(session):
+            sampled = ReplySampled(session.session_id, digest, len(reply.output_ids))
+            self.recorder.journal_and_apply(sampled)
+        return answer
+
+    async def _send_once(
+        self, session: Session, request: GenerateRequest, give_up_at: float
+    ) -> bytes:
+        replica = await self._router.pick_replica(session, give_up_at)
+        left_s = max(1.0, give_up_at - time.monotonic())
+        self._router.on_call_started(replica)
+        try:
+            return await self._upstream.generate_raw(replica, request, left_s)
+        except UnfinishedEngineCallError as lost:
+            self._router.on_call_lost(replica, lost)
+            raise ProxyRequestError(502, f"the replica was lost: {lost}") from lost
+        finally:
+            self._router.on_call_finished(session, replica)
+
+    def _advance_newest_version(self, spans: Sequence[VersionSpan]) -> None:
+        self._router.advance_newest_version(max((span.version for span in spans), default=0))
 
     async def _generate_choice(self, prompt: PreparedCall, choice_index: int) -> ReplicaAnswer:
         """One choice, whole. What a replica said before it broke the call off is gone on from.
@@ -128,11 +186,11 @@ class CompletionService:
 
     async def stream(self, session: Session, call: ModelCall, answer_id: str) -> ReplyStream:
         """Begin to generate `call.n` replies; each is in the journal before it is told."""
-        self.limiter.admit(session, call.n)  # each reply ends by itself
+        self._limiter.admit(session, call.n)  # each reply ends by itself
         try:
             prompt = await self.prompts.prepare_call(session, call, answer_id)
         except BaseException:  # boundary: a client that hangs up leaves nothing counted
-            self.limiter.release(session, call.n)
+            self._limiter.release(session, call.n)
             raise
         live = ReplyStream(call.n, prompt.prompt_tokens)
         for choice in range(call.n):
@@ -208,7 +266,7 @@ class CompletionService:
             reply_stream.put(error)
         finally:
             reply_stream.unregister_stop_callback(choice_index)
-            self.limiter.release(prompt.session, 1, prompt.reserved_tokens_per_choice)
+            self._limiter.release(prompt.session, 1, prompt.reserved_tokens_per_choice)
 
     async def _generate_with_failover(
         self,
@@ -272,9 +330,7 @@ class CompletionService:
             reply_tokens=interaction.num_output_tokens,
             cached_tokens=interaction.cached_tokens,
         )
-        self._router.advance_newest_version(
-            max((span.version for span in interaction.spans), default=0)
-        )
+        self._advance_newest_version(interaction.spans)
         own_json = join_json_array_insides(
             prompt.new_ids_json_inside, format_ids_as_json_inside(answer.generation.output_ids)
         )

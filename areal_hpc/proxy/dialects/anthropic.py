@@ -322,9 +322,8 @@ def _build_misplaced_block_error(message: _InputMessage, i: int, j: int) -> Prox
 def _parse_tools(
     raw_tools: Sequence[msgspec.Raw], model: ServedModel, ignored: list[str], dropped: list[str]
 ) -> list[dict[str, Any]]:
-    unknown = ignored if model.ignores_unknown else None
     declared: list[_InputTool] = [
-        decode_request_json(one, _InputTool, f"tools[{i}]", unknown)
+        decode_request_json(one, _InputTool, f"tools[{i}]", ignored)
         for i, one in filter_out_hosted_tools(raw_tools, model, dropped)
     ]
     tools = [one for one in declared if one.name != PLACEHOLDER_TOOL]
@@ -361,9 +360,8 @@ def _build_thinking_variables(
     variables = build_reasoning_variables(model, "output_config.effort", ignored, effort=effort)
     if request.thinking is None:
         return variables
-    unknown = ignored if model.ignores_unknown else None
     raw = msgspec.json.encode(request.thinking)
-    config: _ThinkingConfig = decode_request_json(raw, _ThinkingConfig, "thinking", unknown)
+    config: _ThinkingConfig = decode_request_json(raw, _ThinkingConfig, "thinking", ignored)
     ignored += list_ignored_params(config, "thinking.")
     thinks = config.type != "disabled"
     return variables | build_reasoning_variables(model, "thinking", ignored, thinks=thinks)

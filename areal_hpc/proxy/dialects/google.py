@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from areal_hpc.errors import ProxyRequestError
-from areal_hpc.proxy.dialects.google_spelling import convert_to_json_schema, spell_in_camel_case
+from areal_hpc.proxy.dialects.google_schema import convert_to_json_schema
 from areal_hpc.proxy.dialects.parameters import IgnoredParam, Refusal, list_ignored_params
 from areal_hpc.proxy.dialects.validation import (
     MAX_TOP_K,
@@ -51,7 +51,10 @@ class _FunctionResponse(Struct):
     parts: list[Any] | None = None
 
 
-class Part(Struct, rename="camel"):
+class Part(Struct, rename="camel", forbid_unknown_fields=True):
+    drops_unknown: ClassVar[bool] = True
+    """Members that SDKs hand back with a part are not counted."""
+
     text: str | None = None
     thought: bool | None = None
     function_call: _FunctionCall | None = None
@@ -253,31 +256,22 @@ class ToolConfig(Struct, rename="camel", forbid_unknown_fields=True):
     retrieval_config: IgnoredParam = None
 
 
-def parse_tools(
-    raw_tools: Sequence[msgspec.Raw], model: ServedModel, ignored: list[str], dropped: list[str]
+def _parse_tools(
+    raw_tools: Sequence[msgspec.Raw], ignored: list[str], dropped: list[str]
 ) -> list[dict[str, Any]]:
-    """The functions as chat templates expect them.
-
-    Hints are added to `ignored`, tools that are left out to `dropped`.
-
-    Raises:
-        ProxyRequestError: 400, naming what is wrong, or a tool that nobody here can run.
-    """
-    unknown = ignored if model.ignores_unknown else None
     functions: list[dict[str, Any]] = []
     hosted: dict[str, str] = {}
     hints: set[str] = set()
     for i, one in enumerate(raw_tools):
         key = f"tools[{i}]"
-        tool: _Tool = decode_request_json(spell_in_camel_case(one, _Tool), _Tool, key, unknown)
+        tool: _Tool = decode_request_json(one, _Tool, key, ignored)
         _, *others = zip(tool.__struct_fields__, tool.__struct_encode_fields__, strict=True)
         given = [wire_name for name, wire_name in others if getattr(tool, name) is not None]
         hosted |= {name: f"{key}.{name}" for name in given}
         for j, declared in enumerate(tool.function_declarations or ()):
             place = f"{key}.functionDeclarations[{j}]"
-            body = spell_in_camel_case(declared, _FunctionDeclaration)
             function: _FunctionDeclaration = decode_request_json(
-                body, _FunctionDeclaration, place, unknown
+                declared, _FunctionDeclaration, place, ignored
             )
             hints.update(list_ignored_params(function, "tools[].functionDeclarations[]."))
             functions.append(_build_tool(function, place))
@@ -301,10 +295,9 @@ def _build_tool(function: _FunctionDeclaration, tool_key: str) -> dict[str, Any]
     return build_function_tool(function.name, function.description, built, None)
 
 
-def read_tool_choice(
+def _read_tool_choice(
     tool_config: ToolConfig | None, tools: Sequence[dict[str, Any]], model: ServedModel
 ) -> ToolChoice:
-    """The choice that a request makes. Calls follow their schemas unless the mode is AUTO."""
     config = (
         tool_config.function_calling_config if tool_config else None
     ) or FunctionCallingConfig()
@@ -425,8 +418,8 @@ def build_model_call(
     if not contents:
         raise ProxyRequestError(400, "contents is empty", key="contents")
     raw = request.tools if isinstance(request.tools, list) else [request.tools]
-    tools = parse_tools([one for one in raw if one is not None], model, ignored, dropped)
-    choice = read_tool_choice(request.tool_config, tools, model)
+    tools = _parse_tools([one for one in raw if one is not None], ignored, dropped)
+    choice = _read_tool_choice(request.tool_config, tools, model)
     top_k = fill_default(config.top_k, defaults.top_k) or -1
     return ModelCall(
         messages=[*_build_system_message(request.system_instruction), *build_messages(contents)],

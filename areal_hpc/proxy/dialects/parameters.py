@@ -15,7 +15,7 @@ Schemas and the arguments of tools are a client's own data: nothing in them is l
 
 import difflib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any
@@ -33,8 +33,6 @@ MAX_UNKNOWN_PARAMS = 100
 _MAX_HARMLESS_BYTES = 16
 _MIN_SIMILARITY_TO_REFUSE = 0.85
 _INDEX_PATTERN = re.compile(r"\[\d+\]")
-Members = dict[str, msgspec.Raw]
-RewriteMembers = Callable[[Members, list[inspect.StructType], str], Members]
 get_type_info = cache(inspect.type_info)
 
 IgnoredParam = Annotated[Any, Meta(description="Accepted without effect.", extra={"hint": True})]
@@ -135,84 +133,25 @@ def keep_declared_members(
 
     SDKs write null for what they do not ask for, whether or not the server knows the name. The
     names of what else was left out are added to `unknown_params`, as `tools[].defer_loading`; where
-    that is None, only what asks for nothing is left out.
+    that is None, only what asks for nothing is left out. A name in snake case becomes the one in
+    camel case that is declared, since Google's SDKs mix both. An object that can be read as it is
+    stays unchanged, with all within it.
 
     Raises:
         ProxyRequestError: 400: one of them means something, or looks like one that is used, or may
             not be left out.
     """
-
-    def rewrite(members: Members, structs: list[inspect.StructType], key: str) -> Members:
-        known = {field.encode_name for struct in structs for field in struct.fields}
-        known |= {struct.tag_field for struct in structs if struct.tag_field}
-        is_closed = all(struct.forbid_unknown_fields for struct in structs)
-        kept: Members = {}
-        for name, value in members.items():
-            place = (f"{key}.{name}" if key else name)[:MAX_NAME_CHARS]
-            if bytes(value) == b"null":
-                continue
-            if name in known or not is_closed:
-                kept[name] = value
-            elif _is_worth_counting(name, place, bytes(value), structs):
-                if unknown_params is None:
-                    problem = f"the parameter {name[:MAX_NAME_CHARS]!r} is not supported"
-                    raise ProxyRequestError(400, problem, key=place)
-                unknown[_INDEX_PATTERN.sub("[]", place)] = None
-                if len(unknown) > MAX_UNKNOWN_PARAMS:
-                    problem = f"more than {MAX_UNKNOWN_PARAMS} parameters are not supported"
-                    raise ProxyRequestError(400, problem, key=place)
-        return kept
-
-    unknown = dict.fromkeys(unknown_params or ())
-    rewritten = rewrite_declared_objects(body, request_type, parent_key, rewrite, skips_sound=True)
+    walk = _DeclaredMembers(unknown_params)
+    rewritten = walk.rewrite_value(body, (get_type_info(request_type),), parent_key)
     if unknown_params is not None:
-        unknown_params[:] = unknown
+        unknown_params[:] = walk.unknown
     return rewritten
 
 
-def _is_worth_counting(
-    member_name: str, key: str, raw_value: bytes, structs: list[inspect.StructType]
-) -> bool:
-    """Raise for a member that would change the reply; false for one that asks for nothing."""
-    if len(member_name) > MAX_NAME_CHARS:
-        return True
-    problem = f"the parameter {member_name!r} is not supported"
-    for struct in structs:
-        own: Mapping[str, Refusal] = getattr(struct.cls, "refused", {})
-        refusal = own.get(member_name) or REFUSED_SAMPLING_OF_OTHER_ENGINES.get(member_name)
-        if refusal is None:
-            continue
-        is_short = len(raw_value) <= _MAX_HARMLESS_BYTES
-        if is_short and msgspec.json.decode(raw_value) in (None, *refusal.harmless):
-            return False
-        raise ProxyRequestError(
-            400, f"{problem}, and would change the reply", key=key, hint=refusal.way_out
-        )
-    fields = [field for struct in structs for field in struct.fields]
-    used = {field.encode_name for field in fields if not is_ignored_param(field.type)}
-    near = difflib.get_close_matches(
-        member_name, sorted(used), n=1, cutoff=_MIN_SIMILARITY_TO_REFUSE
-    )
-    if near:
-        raise ProxyRequestError(400, f"{problem}; did you mean {near[0]!r}?", key=key)
-    return True
-
-
-def rewrite_declared_objects(
-    raw_json: bytes, request_type: Any, key: str, rewrite: RewriteMembers, *, skips_sound: bool
-) -> bytes:
-    """Rewrite each declared object of a JSON request, or of its part under `key`.
-
-    With `skips_sound` an object that decodes as it is stays unchanged, with all within it.
-    """
-    types = (get_type_info(request_type),)
-    return _Rewriter(rewrite, skips_sound).rewrite_value(raw_json, types, key)
-
-
-class _Rewriter:
-    def __init__(self, rewrite_members: RewriteMembers, skips_sound: bool) -> None:
-        self._rewrite_members = rewrite_members
-        self._skips_sound = skips_sound
+class _DeclaredMembers:
+    def __init__(self, unknown_params: list[str] | None) -> None:
+        self.unknown = dict.fromkeys(unknown_params or ())
+        self._leaves_out = unknown_params is not None
         self._objects_left = float(MAX_REWRITTEN_OBJECTS)
 
     def rewrite_value(
@@ -223,10 +162,9 @@ class _Rewriter:
         if structs and raw_json[:1] == b"{":
             self._count(1, key)
             types: dict[str, list[inspect.Type]] = {}
-            for field in (field for one in structs for field in one.fields):
+            for field in _list_fields(structs):
                 types.setdefault(field.encode_name, []).append(field.type)
-            members = msgspec.json.decode(raw_json, type=Members)
-            members = self._rewrite_members(members, structs, key)
+            members = self._keep_members(raw_json, structs, key)
             for name, value in members.items():
                 if name in types:
                     below = f"{key}.{name}" if key else name
@@ -249,10 +187,74 @@ class _Rewriter:
     def _rewrite_within(
         self, value: msgspec.Raw, declared_types: Sequence[inspect.Type], key: str
     ) -> msgspec.Raw:
-        structs = list_struct_types(*declared_types) if self._skips_sound else ()
-        if any(_can_be_read(value, one.cls) for one in structs):
+        if any(_can_be_read(value, one.cls) for one in list_struct_types(*declared_types)):
             return value
         return msgspec.Raw(self.rewrite_value(bytes(value), declared_types, key))
+
+    def _keep_members(
+        self, raw_json: bytes, structs: list[inspect.StructType], key: str
+    ) -> dict[str, msgspec.Raw]:
+        encode_names = {field.name: field.encode_name for field in _list_fields(structs)}
+        known = {*encode_names.values(), *(one.tag_field for one in structs if one.tag_field)}
+        is_closed = all(struct.forbid_unknown_fields for struct in structs)
+        kept: dict[str, msgspec.Raw] = {}
+        for given, value in msgspec.json.decode(raw_json, type=dict[str, msgspec.Raw]).items():
+            name = encode_names.get(given, given)
+            place = (f"{key}.{name}" if key else name)[:MAX_NAME_CHARS]
+            if bytes(value) == b"null":
+                continue
+            if name in kept:
+                problem = f"{name} is given twice, in two spellings"
+                raise ProxyRequestError(400, problem, key=place)
+            if name in known or not is_closed:
+                kept[name] = value
+            elif not any(getattr(one.cls, "drops_unknown", False) for one in structs):
+                self._leave_out(name, place, bytes(value), structs)
+        return kept
+
+    def _leave_out(
+        self, name: str, place: str, value: bytes, structs: list[inspect.StructType]
+    ) -> None:
+        if not _is_worth_counting(name, place, value, structs):
+            return
+        if not self._leaves_out:
+            problem = f"the parameter {name[:MAX_NAME_CHARS]!r} is not supported"
+            raise ProxyRequestError(400, problem, key=place)
+        self.unknown[_INDEX_PATTERN.sub("[]", place)] = None
+        if len(self.unknown) > MAX_UNKNOWN_PARAMS:
+            problem = f"more than {MAX_UNKNOWN_PARAMS} parameters are not supported"
+            raise ProxyRequestError(400, problem, key=place)
+
+
+def _is_worth_counting(
+    member_name: str, key: str, raw_value: bytes, structs: list[inspect.StructType]
+) -> bool:
+    """Raise for a member that would change the reply; false for one that asks for nothing."""
+    if len(member_name) > MAX_NAME_CHARS:
+        return True
+    problem = f"the parameter {member_name!r} is not supported"
+    for struct in structs:
+        own: Mapping[str, Refusal] = getattr(struct.cls, "refused", {})
+        refusal = own.get(member_name) or REFUSED_SAMPLING_OF_OTHER_ENGINES.get(member_name)
+        if refusal is None:
+            continue
+        is_short = len(raw_value) <= _MAX_HARMLESS_BYTES
+        if is_short and msgspec.json.decode(raw_value) in (None, *refusal.harmless):
+            return False
+        raise ProxyRequestError(
+            400, f"{problem}, and would change the reply", key=key, hint=refusal.way_out
+        )
+    used = {one.encode_name for one in _list_fields(structs) if not is_ignored_param(one.type)}
+    near = difflib.get_close_matches(
+        member_name, sorted(used), n=1, cutoff=_MIN_SIMILARITY_TO_REFUSE
+    )
+    if near:
+        raise ProxyRequestError(400, f"{problem}; did you mean {near[0]!r}?", key=key)
+    return True
+
+
+def _list_fields(structs: Sequence[inspect.StructType]) -> list[inspect.Field]:
+    return [field for struct in structs for field in struct.fields]
 
 
 def _can_be_read(raw_json: msgspec.Raw, struct: type[msgspec.Struct]) -> bool:

@@ -85,9 +85,8 @@ def parse_tools(
     """
     offered = OfferedTools()
     hints: set[str] = set()
-    unknown = ignored if model.ignores_unknown else None
     for i, one in filter_out_hosted_tools(raw_tools, model, dropped):
-        tool: AnyTool = decode_request_json(one, AnyTool, f"tools[{i}]", unknown)
+        tool: AnyTool = decode_request_json(one, AnyTool, f"tools[{i}]", ignored)
         for declared in tool.tools if isinstance(tool, _ToolNamespace) else [tool]:
             hints.update(list_ignored_params(declared, "tools[]."))
             if isinstance(declared, _CustomTool):

@@ -2,8 +2,6 @@
 
 import asyncio
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import msgspec
 
@@ -41,14 +39,6 @@ class ConcurrentReplyLimiter:
         session.in_flight -= replies
         session.reserved_tokens -= reserved_tokens
         session.touch()
-
-    @contextmanager
-    def hold_slots(self, session: Session, replies: int) -> Iterator[None]:
-        self.admit(session, replies)
-        try:
-            yield
-        finally:
-            self.release(session, replies)
 
 
 def refuse_oversized_session(session: Session, limits: ProxyConfig) -> None:

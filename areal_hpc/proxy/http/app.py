@@ -26,10 +26,8 @@ from areal_hpc.proxy.dialects.dialect import ErrorFormatter, Exchange
 from areal_hpc.proxy.dialects.google_reply import format_error as format_google_error
 from areal_hpc.proxy.dialects.validation import decode_request_json, refuse_too_many_values
 from areal_hpc.proxy.engine.model_call import ServedModel
-from areal_hpc.proxy.engine.passthrough import GeneratePassthrough
 from areal_hpc.proxy.http.agent_api import (
     AgentApi,
-    GoogleApi,
     find_key_if_google_dialect,
     read_query_parameters,
 )
@@ -81,7 +79,6 @@ class ProxyApp:
         store: SessionStore,
         completions: CompletionService,
         driver_api: DriverApi,
-        passthrough: GeneratePassthrough | None = None,
     ) -> None:
         self._admin_key = admin_key.encode()
         self._metrics_key = (metrics_key or admin_key).encode()
@@ -89,31 +86,21 @@ class ProxyApp:
         self._max_request_bytes = limits.max_request_bytes
         self._max_messages = limits.max_messages
         self._body_budget = ByteBudget(BODY_BUDGET_IN_LARGEST_BODIES * limits.max_request_bytes)
-        self._model = model
         self._store = store
         self._completions = completions
         completions.metrics.register_gauges(store)
+        agent_api, render = AgentApi(model, completions), completions.metrics.render
+        self._google_routes = Routes(agent_api.list_google_routes())
         self._routes = Routes(
             (
-                *_list_driver_routes(driver_api),
-                *AgentApi(model, completions, passthrough).list_routes(),
-                Route("GET", "/healthz", "anyone", driver_api.get_health),
+                *driver_api.list_routes(),
+                *agent_api.list_routes(),
                 Route(
-                    "GET",
-                    "/metrics",
-                    "reader",
-                    completions.metrics.render,
-                    answer_content_type=METRICS_CONTENT_TYPE,
+                    "GET", "/metrics", "reader", render, answer_content_type=METRICS_CONTENT_TYPE
                 ),
-                Route(
-                    "GET",
-                    "/openapi.json",
-                    "anyone",
-                    lambda: render_openapi((*self._google_routes, *self._routes)),
-                ),
+                Route("GET", "/openapi.json", "anyone", self._describe_routes),
             )
         )
-        self._google_routes = Routes(GoogleApi(model, completions).list_routes())
         self._requests_by_session: WeakKeyDictionary[Session, SessionRequests] = WeakKeyDictionary()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -202,6 +189,9 @@ class ProxyApp:
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": content})
 
+    def _describe_routes(self) -> bytes:
+        return render_openapi((*self._google_routes, *self._routes))
+
     def _build_too_large_error(self) -> ProxyRequestError:
         return ProxyRequestError(413, f"the request exceeds {self._max_request_bytes} bytes")
 
@@ -285,8 +275,6 @@ class ProxyApp:
             if session.ended and not route.is_open_after_session_end:
                 raise ProxyRequestError(403, "the session has ended")
             yield session
-        if route.rewrite_body is not None:
-            body = route.rewrite_body(body)
         if route.takes_query:
             yield read_query_parameters(asgi_scope)
         if named and route.request is None:
@@ -294,10 +282,7 @@ class ProxyApp:
             yield read_query_parameters(asgi_scope)
         elif route.request is not None and route.passes_unknown_params:
             unknown: list[str] = []
-            takes_any = self._model.ignores_unknown
-            yield decode_request_json(
-                body, route.request, unknown_params=unknown if takes_any else None
-            )
+            yield decode_request_json(body, route.request, unknown_params=unknown)
             yield unknown
         elif route.request is not None:
             yield decode_request_json(body, route.request)
@@ -328,45 +313,6 @@ def _limit_what_admin_key_opens(argument: object) -> object:
         problem = "sessions of a run's tickets are opened by its driver alone"
         raise ProxyRequestError(403, problem, key="ref")
     return msgspec.structs.replace(argument, rights=argument.rights or "calls")
-
-
-def _list_driver_routes(driver_api: DriverApi) -> tuple[Route, ...]:
-    def admin(path: str, answer: Any, request: type[msgspec.Struct] | None = None) -> Route:
-        return Route("POST", path, "admin", answer, request)
-
-    def driver(path: str, answer: Any, request: type[msgspec.Struct] | None = None) -> Route:
-        return Route("POST", path, "driver", answer, request)
-
-    return (
-        admin("/rl/start_session", driver_api.start_session, wire.StartSessionRequest),
-        driver("/rl/offer_episode", driver_api.offer_episode, wire.OfferEpisodeRequest),
-        driver("/rl/await_session", driver_api.await_session_end, wire.AwaitSessionEndRequest),
-        driver("/rl/finish_ticket", driver_api.finish_or_discard_ticket, wire.FinishTicketRequest),
-        driver("/rl/keep_failed", driver_api.keep_failed, wire.KeepFailedSessionRequest),
-        driver(
-            "/rl/list_conversations", driver_api.list_conversations, wire.ListConversationsRequest
-        ),
-        driver("/rl/mark_auxiliary", driver_api.mark_auxiliary, wire.MarkAuxiliaryRequest),
-        driver("/rl/seal", driver_api.seal_training_tickets),
-        admin("/export_trajectories", driver_api.export_trajectories, wire.ExportRequest),
-        admin("/grant_capacity", driver_api.grant_capacity),
-        Route("POST", "/rl/set_reward", "control", driver_api.set_reward, wire.SetRewardRequest),
-        Route(
-            "POST",
-            "/rl/record",
-            "control",
-            driver_api.record_interactions,
-            wire.RecordCallsRequest,
-            needs_client_that_records=True,
-        ),
-        Route(
-            "POST",
-            "/rl/end_session",
-            "control",
-            driver_api.end_session,
-            is_open_after_session_end=True,
-        ),
-    )
 
 
 async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:

@@ -3,7 +3,9 @@
 import asyncio
 import secrets
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -11,6 +13,7 @@ from areal_hpc.errors import InvalidRewardError, ProxyRequestError, UntrainableC
 from areal_hpc.proxy.completion.prompts import correct_recorded_sampling
 from areal_hpc.proxy.engine.call_limits import refuse_oversized_session
 from areal_hpc.proxy.engine.router import Router
+from areal_hpc.proxy.http.routes import Route
 from areal_hpc.proxy.sessions import events
 from areal_hpc.proxy.sessions.recorder import JournaledRecorder
 from areal_hpc.proxy.sessions.sealing import TicketSealer
@@ -38,8 +41,6 @@ SESSION_END_POLL_S = 0.05
 MAX_LONG_POLL_S = 60.0
 MAX_KEPT_EXPORTED_SESSIONS = 64
 """The latest ones, whose repeated export is answered."""
-MAX_KEPT_EXPORTED_BYTES = 512 << 20
-"""Of what these have recorded. The very last one is kept, however large it is."""
 
 
 @dataclass(slots=True, eq=False)
@@ -80,6 +81,35 @@ class DriverApi:
         self._free_slots: set[_OfferedEpisode] = set()
         self._exported: dict[str, None] = {}
         """Ids of sessions that were exported of late, the latest last."""
+
+    def list_routes(self) -> Iterator[Route]:
+        def post(path: str, opened_by: Any, answer: Any, form: Any = None, **more: Any) -> Route:
+            return Route("POST", path, opened_by, answer, form, **more)
+
+        yield post("/rl/start_session", "admin", self.start_session, wire.StartSessionRequest)
+        yield post("/rl/offer_episode", "driver", self.offer_episode, wire.OfferEpisodeRequest)
+        form: type[msgspec.Struct] = wire.AwaitSessionEndRequest
+        yield post("/rl/await_session", "driver", self.await_session_end, form)
+        form = wire.FinishTicketRequest
+        yield post("/rl/finish_ticket", "driver", self.finish_or_discard_ticket, form)
+        yield post("/rl/keep_failed", "driver", self.keep_failed, wire.KeepFailedSessionRequest)
+        form = wire.ListConversationsRequest
+        yield post("/rl/list_conversations", "driver", self.list_conversations, form)
+        yield post("/rl/mark_auxiliary", "driver", self.mark_auxiliary, wire.MarkAuxiliaryRequest)
+        yield post("/rl/seal", "driver", self.seal_training_tickets)
+        yield post("/export_trajectories", "admin", self.export_trajectories, wire.ExportRequest)
+        yield post("/grant_capacity", "admin", self.grant_capacity)
+        yield post("/rl/set_reward", "control", self.set_reward, wire.SetRewardRequest)
+        yield post(
+            "/rl/record",
+            "control",
+            self.record_interactions,
+            wire.RecordCallsRequest,
+            needs_client_that_records=True,
+        )
+        end = self.end_session
+        yield post("/rl/end_session", "control", end, is_open_after_session_end=True)
+        yield Route("GET", "/healthz", "anyone", self.get_health)
 
     def start_session(self, request: wire.StartSessionRequest) -> wire.StartSessionReply:
         """Open a session and hand out its key."""
@@ -166,25 +196,17 @@ class DriverApi:
                 break
             await asyncio.sleep(SESSION_END_POLL_S)
         rows = build_export_rows(session.tree, request)
-        self._mark_exported_and_drop_oldest(session)
+        session.is_exported = True
+        session.touch()
+        self._exported = {name: None for name in self._exported if name != session.session_id}
+        self._exported[session.session_id] = None
+        while len(self._exported) > MAX_KEPT_EXPORTED_SESSIONS:
+            del self._exported[(oldest := next(iter(self._exported)))]
+            if oldest in self._store.sessions:
+                self._recorder.journal_and_apply(events.SessionDropped(oldest))
         return wire.ExportReply(
             rows, session.count_uses_of_ignored_params(), dict(session.tree.auxiliary)
         )
-
-    def _mark_exported_and_drop_oldest(self, session: Session) -> None:
-        session.is_exported = True
-        session.touch()
-        self._exported.pop(session.session_id, None)
-        self._exported[session.session_id] = None
-        kept = {name: one for name in self._exported if (one := self._store.sessions.get(name))}
-        kept_bytes = sum(one.recorded_bytes for one in kept.values())
-        while len(kept) > 1 and (
-            len(kept) > MAX_KEPT_EXPORTED_SESSIONS or kept_bytes > MAX_KEPT_EXPORTED_BYTES
-        ):
-            oldest = next(iter(kept))
-            kept_bytes -= kept.pop(oldest).recorded_bytes
-            self._recorder.journal_and_apply(events.SessionDropped(oldest))
-        self._exported = dict.fromkeys(kept)
 
     def _require_session(self, session_id: str, key: str = "session_id") -> Session:
         session = self._store.sessions.get(session_id)
@@ -294,7 +316,7 @@ class DriverApi:
     def keep_failed(self, request: wire.KeepFailedSessionRequest) -> wire.KeepFailedSessionReply:
         """Keep an ended session whose episode failed. Repeating it is harmless."""
         sealer = self._require_sealer()
-        if (kept := sealer.untrained.find_past_keep_decision(request.session_id)) is not None:
+        if (kept := sealer.find_past_keep_decision(request.session_id)) is not None:
             return wire.KeepFailedSessionReply(kept)
         session = self._require_session(request.session_id)
         name = f"session {request.session_id!r}"
@@ -306,7 +328,7 @@ class DriverApi:
             raise ProxyRequestError(409, problem, key="session_id")
         if not session.ended:
             raise ProxyRequestError(409, f"{name} is open", key="session_id")
-        return wire.KeepFailedSessionReply(sealer.untrained.keep_or_drop_failed(request))
+        return wire.KeepFailedSessionReply(sealer.keep_failed(request))
 
     def list_conversations(
         self, request: wire.ListConversationsRequest

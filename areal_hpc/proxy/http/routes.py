@@ -45,14 +45,11 @@ class Route:
     parameters, or the request, if there is one."""
     request: type[msgspec.Struct] | None = None
     """What the body holds; None: it is not read. Where there is one, the name is not asked for."""
-    rewrite_body: Callable[[bytes], bytes] | None = None
-    """Makes the body that is decoded of the one that was sent."""
     takes_query: bool = False
     """The answer takes the query's parameters before the request, too."""
     error_formatter: ErrorFormatter | None = None
     """The body of an error; None: in the shape that the client expects."""
     answer_content_type: str = "application/json"
-    """Content type of the answer."""
     json_type: Literal["object", "array"] = "object"
     """What the answer is if it is JSON."""
     streams: bool = False
@@ -60,7 +57,6 @@ class Route:
     asks_model: bool = False
     """A session records the answer; it takes, last, whether the request is a retry."""
     is_open_after_session_end: bool = False
-    """Also for a session that has ended."""
     passes_unknown_params: bool = False
     """Parameters that the request does not declare may be left out of it; the answer takes their
     names as well."""

@@ -7,27 +7,35 @@ in the index when it starts again, so that no ticket is sealed twice.
 A ticket that cannot become sound rows is dropped with the reason, in the journal and then at the
 ledger, which issues another one in its place.
 
-Held-out tickets and failed episodes go into shards of their own (`untrained`), which hold nothing
-that the trainer waits for and that the ledger must know.
+Held-out tickets and failed episodes go into shards of their own, which hold nothing that the
+trainer waits for and that the ledger must know.
 """
 
 import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Coroutine, Iterable, Sequence
+from typing import Any, TypeVar
 
 from areal_hpc.errors import ClusterError
-from areal_hpc.proxy.sessions.events import TicketDropped, TicketsAcknowledged, TicketsSealed
+from areal_hpc.proxy.sessions.events import (
+    SessionDropped,
+    SessionFailed,
+    TicketDropped,
+    TicketsAcknowledged,
+    TicketsSealed,
+    UntrainedSealed,
+)
 from areal_hpc.proxy.sessions.recorder import JournaledRecorder
-from areal_hpc.proxy.sessions.store import FinishedTicket
-from areal_hpc.proxy.sessions.untrained import UntrainedSealer
+from areal_hpc.proxy.sessions.store import FinishedTicket, Session
 from areal_hpc.recipe.sections.proxy_and_shards import ShardConfig
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.rendezvous import LEDGER_SERVICE
 from areal_hpc.rundir.service_client import AsyncServiceClient
 from areal_hpc.rundir.telemetry.spans import time_span
-from areal_hpc.shards.index import ShardTicket, locate_tickets, read_index
+from areal_hpc.shards.index import SealedShard, ShardTicket, locate_tickets, read_index
 from areal_hpc.shards.verify import repair_index_and_remove_partial_shards
 from areal_hpc.shards.writer import write_sealed_shard
 from areal_hpc.wire.ledger import (
@@ -37,6 +45,7 @@ from areal_hpc.wire.ledger import (
     SettleTicketsRequest,
     TicketRef,
 )
+from areal_hpc.wire.proxy import KeepFailedSessionRequest
 from areal_hpc.wire.retry import Backoff
 from areal_hpc.wire.trajectory import RowKind, TrajectoryRow, find_row_defect
 
@@ -45,6 +54,11 @@ log = logging.getLogger(__name__)
 CHECK_PERIOD_S = 0.2
 BACKOFF = Backoff(0.2, 5.0)
 LEDGER_TIMEOUT_S = 10.0
+MAX_KEPT_PER_CAUSE = 200
+"""Failed episodes of one exception in one line that a cell keeps: a bug needs no more examples."""
+MAX_REMEMBERED_ANSWERS = 4096
+"""Failed sessions whose repeated `/rl/keep_failed` is still answered."""
+Sealed = TypeVar("Sealed")
 
 
 class TicketSealer:
@@ -66,23 +80,40 @@ class TicketSealer:
         self._ledger = AsyncServiceClient(
             paths.rendezvous_dir, LEDGER_SERVICE, service_key, timeout_s=LEDGER_TIMEOUT_S
         )
-        self.untrained = UntrainedSealer(recorder, paths, cell, config)
-        self._sealing = asyncio.Lock()
+        self._sealing_trained, self._sealing_untrained = asyncio.Lock(), asyncio.Lock()
         self._settling = asyncio.Lock()
-        self._seal_task: asyncio.Future[int] | None = None
+        self._seals: set[asyncio.Future[Any]] = set()
         self._wake_up = asyncio.Event()
         self._not_before = 0.0
+        self._kept_by_cause = Counter[str]()
+        """Failed episodes that are kept, those of earlier proxies of the cell included."""
+        self._answered: dict[str, bool] = {}
+        """What `keep_failed` answered of late: the session may be sealed or forgotten by now."""
 
     def recover_interrupted_seals(self) -> None:
         """Note what an earlier proxy sealed but could not note, nor perhaps index."""
         repair_index_and_remove_partial_shards(self._paths, self._cell)
         shards = read_index(self._paths.shard_index_dir, self._cell)
-        self.untrained.record_already_sealed(shards)
+        untrained = [one for shard in shards for one in shard.untrained]
+        sealed_ids = {one.session_id for one in untrained}
+        failed = [name for name in self._store.failed if name in sealed_ids]
+        refs = [
+            ticket.ref
+            for ticket in self._list_finished(evaluation=True)
+            if any(session.session_id in sealed_ids for session in ticket.sessions)
+        ]
+        if failed or refs:
+            self._recorder.journal_and_apply(UntrainedSealed(refs, failed))
+        self._kept_by_cause.update(
+            one.cause for one in untrained if one.kind == RowKind.FAILED.label
+        )
+        failures = [one.failure for one in self._store.failed.values() if one.failure]
+        self._kept_by_cause.update(one.cause for one in failures)
         indexed = locate_tickets(shards)
         found = [
-            _build_sealed_ticket(ref, *indexed[ref.ticket_id, ref.attempt])
-            for ref, ticket in self._store.finished.items()
-            if not ticket.is_evaluation and (ref.ticket_id, ref.attempt) in indexed
+            _build_sealed_ticket(ticket.ref, *indexed[ticket.ref.ticket_id, ticket.ref.attempt])
+            for ticket in self._list_finished()
+            if (ticket.ref.ticket_id, ticket.ref.attempt) in indexed
         ]
         if found:
             log.info("%d tickets had been sealed before the restart", len(found))
@@ -100,9 +131,11 @@ class TicketSealer:
             if time.monotonic() < self._not_before:
                 continue
             try:
-                if self._is_seal_due():
-                    await self._seal_training_tickets()
-                await self.untrained.seal_if_due()
+                tickets, held_out = self._list_finished(), self._list_finished(evaluation=True)
+                if self._is_seal_due(tickets, ()):
+                    await self._seal(self._seal_training_tickets())
+                if self._is_seal_due(held_out, self._store.failed.values()):
+                    await self._seal(self._seal_untrained())
                 await self._settle_with_ledger_and_journal()
                 pauses = iter(BACKOFF)
             except (ClusterError, OSError) as error:  # too many open files is a reason to wait
@@ -112,9 +145,35 @@ class TicketSealer:
 
     async def seal_training_tickets_and_settle(self) -> int:
         """Seal what is finished, settle it if the ledger answers; how many tickets were sealed."""
-        count = await self._seal_training_tickets()
+        count = await self._seal(self._seal_training_tickets())
         await self._report_to_ledger_or_log()
         return count
+
+    async def seal_all_and_settle(self) -> None:
+        """Seal what is finished, what the trainer waits for first."""
+        await self._seal(self._seal_training_tickets())
+        await self._seal(self._seal_untrained())
+        await self._report_to_ledger_or_log()
+
+    def keep_failed(self, request: KeepFailedSessionRequest) -> bool:
+        """Keep an ended session, unless enough failures of its cause are kept: then forget it."""
+        if request.session_id in self._store.failed:
+            return True
+        must_keep = self._kept_by_cause[request.cause] < MAX_KEPT_PER_CAUSE
+        if must_keep:
+            self._recorder.journal_and_apply(
+                SessionFailed(request.session_id, request.cause, request.error, time.time())
+            )
+            self._kept_by_cause[request.cause] += 1
+        else:
+            self._recorder.journal_and_apply(SessionDropped(request.session_id))
+        self._answered[request.session_id] = must_keep
+        while len(self._answered) > MAX_REMEMBERED_ANSWERS:
+            del self._answered[next(iter(self._answered))]
+        return must_keep
+
+    def find_past_keep_decision(self, session_id: str) -> bool | None:
+        return self._answered.get(session_id)
 
     async def _report_to_ledger_or_log(self) -> None:
         try:
@@ -122,33 +181,28 @@ class TicketSealer:
         except ClusterError as error:
             log.warning("sealed; settling with the ledger failed and will be retried: %s", error)
 
-    async def seal_all_and_settle(self) -> None:
-        """Seal what is finished, what the trainer waits for first."""
-        await self._seal_training_tickets()
-        await self.untrained.seal_now()
-        await self._report_to_ledger_or_log()
+    def _list_finished(self, *, evaluation: bool = False) -> list[FinishedTicket]:
+        return [one for one in self._store.finished.values() if one.is_evaluation is evaluation]
 
-    def _list_finished_training_tickets(self) -> list[FinishedTicket]:
-        return [one for one in self._store.finished.values() if not one.is_evaluation]
+    def _is_seal_due(self, tickets: Sequence[FinishedTicket], failed: Iterable[Session]) -> bool:
+        since = [ticket.finished_at for ticket in tickets]
+        held_bytes = sum(ticket.row_bytes for ticket in tickets)
+        for session in failed:
+            since += [session.failure.failed_at] if session.failure else []
+            held_bytes += session.recorded_bytes
+        is_large = held_bytes >= self._config.target_bytes
+        return bool(since) and (is_large or time.time() - min(since) >= self._config.seal_after_s)
 
-    def _is_seal_due(self) -> bool:
-        finished = self._list_finished_training_tickets()
-        if not finished:
-            return False
-        oldest_at = min(ticket.finished_at for ticket in finished)
-        held_bytes = sum(ticket.row_bytes for ticket in finished)
-        return (
-            held_bytes >= self._config.target_bytes
-            or time.time() - oldest_at >= self._config.seal_after_s
-        )
+    async def _seal(self, work: Coroutine[Any, Any, Sealed]) -> Sealed:
+        """Await a seal; a cancellation leaves it to come to its end."""
+        task = asyncio.ensure_future(work)
+        self._seals.add(task)
+        task.add_done_callback(self._seals.discard)
+        return await asyncio.shield(task)
 
     async def _seal_training_tickets(self) -> int:
-        self._seal_task = asyncio.ensure_future(self._seal_or_drop_training_tickets())
-        return await asyncio.shield(self._seal_task)
-
-    async def _seal_or_drop_training_tickets(self) -> int:
-        async with self._sealing:
-            tickets = self._list_finished_training_tickets()
+        async with self._sealing_trained:
+            tickets = self._list_finished()
             if not tickets:
                 return 0
             rows_of, defects = await asyncio.to_thread(_build_rows, tickets, self._cell)
@@ -157,34 +211,43 @@ class TicketSealer:
                 self._recorder.journal_and_apply(TicketDropped(ref, f"cannot be sealed: {defect}"))
             if not rows_of:
                 return 0
-            settled = await asyncio.to_thread(self._write_shard, rows_of)
+            rows = [row for found in rows_of.values() for row in found]
+            shard = await asyncio.to_thread(self._write_shard, rows)
+            places = {(one.ticket_id, one.attempt): one for one in shard.tickets}
+            settled = [
+                _build_sealed_ticket(ref, shard.file, places[ref.ticket_id, ref.attempt])
+                for ref in rows_of
+            ]
             self._recorder.journal_and_apply(TicketsSealed(settled))
             return len(settled)
 
-    def _write_shard(
-        self, rows_of: Mapping[TicketRef, Sequence[TrajectoryRow]]
-    ) -> list[SealedTicket]:
-        """Runs in a thread: nothing changes in a finished ticket."""
-        rows = [row for found in rows_of.values() for row in found]
+    async def _seal_untrained(self) -> None:
+        async with self._sealing_untrained:
+            tickets, failed = self._list_finished(evaluation=True), [*self._store.failed.values()]
+            if not (tickets or failed):
+                return
+            rows = await asyncio.to_thread(_build_untrained_rows, tickets, failed, self._cell)
+            if rows:
+                await asyncio.to_thread(self._write_shard, rows)
+            refs, failed_ids = [one.ref for one in tickets], [one.session_id for one in failed]
+            self._recorder.journal_and_apply(UntrainedSealed(refs, failed_ids))
+            await self._recorder.compact_if_due()
+
+    def _write_shard(self, rows: Sequence[TrajectoryRow]) -> SealedShard:
+        """Runs in a thread: nothing changes in what is finished or has failed."""
         began = time.monotonic()
+        paths, kinds = self._paths, Counter(row.kind.label for row in rows)
         with time_span("seal", "shards", rows=len(rows)) as facts:
-            shard = write_sealed_shard(
-                rows, self._paths.shards_dir, self._paths.shard_index_dir, self._cell
-            )
+            shard = write_sealed_shard(rows, paths.shards_dir, paths.shard_index_dir, self._cell)
             facts["shard"] = shard.file
         log.info(
-            "sealed %d tickets, %d rows, %d tokens as %s in %.3f s",
-            len(rows_of),
-            shard.rows,
+            "sealed %s rows, %d tokens as %s in %.3f s",
+            dict(kinds),
             shard.tokens,
             shard.file,
             time.monotonic() - began,
         )
-        places = {(one.ticket_id, one.attempt): one for one in shard.tickets}
-        return [
-            _build_sealed_ticket(ref, shard.file, places[ref.ticket_id, ref.attempt])
-            for ref in rows_of
-        ]
+        return shard
 
     async def _settle_with_ledger_and_journal(self) -> None:
         async with self._settling:
@@ -226,6 +289,26 @@ def _build_rows(
         else:
             defects[ticket.ref] = defect or "none of its calls is trained"
     return rows_of, defects
+
+
+def _build_untrained_rows(
+    tickets: Sequence[FinishedTicket], failed: Sequence[Session], cell: str
+) -> list[TrajectoryRow]:
+    rows: list[TrajectoryRow] = []
+    builders = [(str(one.ref), one.build_rows) for one in tickets]
+    builders += [(one.session_id, one.build_failed_rows) for one in failed]
+    for name, build_rows in builders:
+        try:
+            built = build_rows(cell)
+        except Exception:  # boundary: one episode must not keep the others from being sealed
+            log.exception("the rows of %s cannot be built; it is not kept", name)
+            continue
+        for row in built:
+            if defect := find_row_defect(row):
+                log.error("a row of %s is not kept: %s", name, defect)
+            else:
+                rows.append(row)
+    return rows
 
 
 def _build_sealed_ticket(ref: TicketRef, shard: str, shard_ticket: ShardTicket) -> SealedTicket:

@@ -1,7 +1,7 @@
 """Recipe sections `proxy` and `shards`."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field
 
@@ -38,8 +38,6 @@ class ProxyConfig(BaseConfig):
     """Messages in one request; longer conversations are refused with status 400."""
     max_request_bytes: Annotated[int, Field(ge=1024)] = 32 * 1024 * 1024
     """Larger requests are refused with status 413."""
-    unknown_parameters: Literal["ignore", "refuse"] = "ignore"
-    """What becomes of a parameter that the proxy does not know and that changes no sampling."""
     dropped_tools: tuple[str, ...] = (
         "apply_patch*",
         "bash_*",

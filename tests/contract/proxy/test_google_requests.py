@@ -1,6 +1,5 @@
 """What of Google's requests is honored, has no effect, or is refused, and how errors look."""
 
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -61,17 +60,6 @@ def test_what_has_no_effect_changes_nothing_and_is_counted(stage: Stage) -> None
         before = ignored(stage)
         assert sent(stage, **body) == plain, name
         assert ignored(stage) == {**before, (ROUTE, name): before.get((ROUTE, name), 0) + 1}
-
-
-def test_a_recipe_may_have_unknown_parameters_refused(tmp_path: Path) -> None:
-    strict = Stage(tmp_path, proxy={"unknown_parameters": "refuse"})
-    try:
-        for name, body in UNKNOWN.items():
-            answer = ask(strict, strict.open_session()[1], **body)
-            assert answer.status_code == 400
-            assert field_of(answer) == name.replace("[]", "[0]")
-    finally:
-        strict.close()
 
 
 SNAKE: dict[str, Any] = {

@@ -27,15 +27,6 @@ def test_nested_nulls_are_neither_refused_nor_counted(stage: Stage) -> None:
     assert ignored(stage).keys() <= {*before, ("/messages", "thinking")}
 
 
-UNKNOWN = [
-    ("/chat/completions", "sparkle"),
-    ("/messages", "output_config.sparkle"),
-    ("/messages", "tools[].sparkle"),
-    ("/responses", "reasoning.sparkle"),
-]
-"""Hints of the next release of a client."""
-
-
 def test_what_looks_like_a_parameter_is_asked_about(stage: Stage, key: str) -> None:
     misspelled: list[tuple[str, str, Any]] = [
         ("/chat/completions", "temprature", 1.0),
@@ -56,18 +47,6 @@ def test_routes_that_are_no_dialect_refuse_what_they_do_not_know(stage: Stage, k
 def test_what_looks_like_a_hint_is_one(stage: Stage, key: str) -> None:
     ask_least(stage, key, "/responses", prompt_cache_keys="x")
     assert ignored(stage)["/responses", "prompt_cache_keys"] >= 1
-
-
-def test_a_recipe_may_have_unknown_parameters_refused(tmp_path: Path) -> None:
-    strict = Stage(tmp_path, proxy={"unknown_parameters": "refuse"})
-    try:
-        for route, name in UNKNOWN:
-            answer = strict.post(route, body_with(route, name, 1), strict.open_session()[1])
-            assert_refused(answer, route, name)
-        assert strict.sglang.requests == []
-        assert ignored(strict) == {}
-    finally:
-        strict.close()
 
 
 def test_each_client_that_gives_a_hint_is_told_of_once(stage: Stage, key: str) -> None:

@@ -109,7 +109,7 @@ def test_discarding_a_ticket_leaves_its_failed_episodes(stage: Stage, ref: Ticke
 
 @pytest.mark.parametrize(
     "own_stage",
-    [{"constants": {"areal_hpc.proxy.sessions.untrained.MAX_KEPT_PER_CAUSE": 4}}],
+    [{"constants": {"areal_hpc.proxy.sessions.sealing.MAX_KEPT_PER_CAUSE": 4}}],
     indirect=True,
 )
 def test_so_many_failures_of_one_cause_are_kept_and_no_more(own_stage: Stage) -> None:

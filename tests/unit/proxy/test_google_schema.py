@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from areal_hpc.errors import ProxyRequestError
-from areal_hpc.proxy.dialects.google_spelling import convert_to_json_schema
+from areal_hpc.proxy.dialects.google_schema import convert_to_json_schema
 
 MAP = {"type": "object", "properties": {"type": {"type": "string"}, "any_of": {}}}
 
