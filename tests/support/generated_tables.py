@@ -11,7 +11,6 @@ from tests.support import (
     agents_table,
     attacks_table,
     bias_table,
-    document_table,
     mistakes,
     newest_harnesses,
     oracle_table,
@@ -66,7 +65,6 @@ def _render_areal_keys() -> str:
 
 TABLES: dict[tuple[str, str], Callable[[], str]] = {
     ("agents.md", "frameworks"): agents_table.table,
-    ("areal-documents.md", "blocks"): document_table.table,
     ("bias.md", "cosines"): bias_table.table,
     ("bias.md", "eight"): bias_table.table_of_eight,
     ("bias.md", "norms"): bias_table.norm_table,
