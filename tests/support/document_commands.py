@@ -17,7 +17,6 @@ SLOW = "tests/acceptance/test_document_commands.py"
 PLAYED = "tests/integration/agents/test_workflows.py"
 LOCKED = "tests/acceptance/test_documents.py"
 OURS = Patch("-m areal.", "-m areal_hpc.areal.", "the import root")
-SMALL = "keys for a model of 0.2 million parameters and one step, on a CPU"
 NAMES = (
     Patch("<your experiment name>", "guide", "a name of the reader's"),
     Patch("<your trial name>", "trial", "a name of the reader's"),
