@@ -28,11 +28,11 @@ def test_two_nodes_are_examined_by_a_job_that_leaves_nothing(
     words = ("doctor", "--site", site, "--gpu", "--device", "cpu", "--nodes", NODES)
     ended = areal_hpc(*words, "--json", evidence, environ=cluster.environ, timeout_s=TIMEOUT_S)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    report = json.loads(evidence.read_text())["gpu_report"]
-    assert [node["host"] for node in report["nodes"]] == ["n01", "n02"]
-    between = report["cluster_rates"]
+    first, second = json.loads(evidence.read_text())["gpu_nodes"]
+    assert [node["facts"]["host"] for node in (first, second)] == ["n01", "n02"]
+    between = first["network_rates"]
     assert (between["ranks"], between["wrong_elements"]) == (2 * NODES, 0), between
-    assert report["node_rates"]["ranks"] == 2
+    assert first["node_rates"]["ranks"] == 2
     said = " ".join(ended.stdout.split())
     for node in ("n01", "n02"):
         assert f"ok isolation {node}: programs of the model run in namespaces" in said

@@ -25,7 +25,7 @@ def test_a_rehearsal_runs_every_step_and_leaves_its_figures(tmp_path: Path) -> N
     steps = ("all-reduce", "tiny run")
     assert verdicts["rehearsal"] == "warn"
     assert [verdicts[name] for name in steps] == ["ok"] * len(steps), ended.stdout
-    report: dict[str, Any] = told["gpu_report"]
+    report: dict[str, Any] = told["gpu_nodes"][0]
     rates, run = report["node_rates"], report["run"]
     assert (rates["ranks"], rates["backend"], rates["wrong_elements"]) == (2, "gloo", 0)
     assert len(run["mean_gaps"]) == 2

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from areal_hpc.errors import ClusterError
-from areal_hpc.launch.doctor.gpu.tiny_run import run_tiny_recipe
+from areal_hpc.launch.doctor.gpu.steps import run_tiny_recipe
 from tests.support.node_tier import (
     EXPERT_LAYOUTS,
     LAYOUTS,

@@ -8,11 +8,9 @@ from typing import Any
 import msgspec
 
 from areal_hpc.launch.doctor.checks import CheckStatus
-from areal_hpc.launch.doctor.gpu.check_plan import build_check_plan
-from areal_hpc.launch.doctor.gpu.collectives import run_ranks
-from areal_hpc.launch.doctor.gpu.report import Device, GpuCheckPlan, TinyRun
-from areal_hpc.launch.doctor.gpu.step_judgments import judge_run
-from areal_hpc.launch.doctor.gpu.tiny_run import run_tiny_recipe
+from areal_hpc.launch.doctor.gpu.judgments import judge_run
+from areal_hpc.launch.doctor.gpu.plan import Device, GpuCheckPlan, build_check_plan
+from areal_hpc.launch.doctor.gpu.steps import TinyRun, run_ranks, run_tiny_recipe
 from areal_hpc.launch.tiny_model import make_tiny_model
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.sections.cluster import SlurmConfig
@@ -96,7 +94,7 @@ def run_and_judge(plan: GpuCheckPlan, gpus: Sequence[str], folder: Path) -> Tiny
     """A run of two steps, in which SGLang agrees with the trainer before and after an update."""
     found = run_tiny_recipe(plan, gpus, folder)
     verdict = judge_run(found)
-    assert isinstance(found, TinyRun) and verdict.verdict is CheckStatus.OK, verdict  # noqa: PT018
+    assert verdict.verdict is CheckStatus.OK, verdict
     return found
 
 

@@ -97,9 +97,8 @@ def _add_doctor_commands(commands: CommandGroup) -> None:
 
 
 def _run_doctor_checks(arguments: argparse.Namespace) -> int:
-    from areal_hpc.launch.doctor.checks import CheckStatus, format_checks
+    from areal_hpc.launch.doctor.checks import CheckStatus, DoctorSubject, format_checks
     from areal_hpc.launch.doctor.registry import run_checks, write_evidence
-    from areal_hpc.launch.doctor.subject import DoctorSubject
     from areal_hpc.launch.terminal import say
     from areal_hpc.recipe.loading import load_recipe
     from areal_hpc.recipe.sections.cluster import SlurmConfig
@@ -118,9 +117,9 @@ def _run_doctor_checks(arguments: argparse.Namespace) -> int:
             fileroot,
             has_site=arguments.site is not None,
             may_submit_storage_job=arguments.check_node,
-            gpu_examination=examination,
             print_line=say,
-        )
+        ),
+        examination,
     )
     print("\n".join(format_checks(results)))
     if arguments.json is not None:
@@ -132,9 +131,8 @@ def _run_doctor_checks(arguments: argparse.Namespace) -> int:
 def _plan_gpu_examination(
     arguments: argparse.Namespace, recipe: Recipe | None, slurm: SlurmConfig, fileroot: Path | None
 ) -> GpuExamination | None:
-    from areal_hpc.launch.doctor.gpu.check_plan import build_check_plan
     from areal_hpc.launch.doctor.gpu.examination import GpuExamination
-    from areal_hpc.launch.doctor.gpu.slurm_job import GpuJobOptions
+    from areal_hpc.launch.doctor.gpu.plan import build_check_plan
     from areal_hpc.launch.doctor.slurm_checks import get_sbatch_placement_flags
     from areal_hpc.launch.terminal import say
 
@@ -143,7 +141,7 @@ def _plan_gpu_examination(
         if nodes or arguments.device == "cpu":
             raise RecipeError("--nodes and --device belong to --gpu", hint="add --gpu")
         return None
-    plan, job = build_check_plan(recipe, slurm, arguments.device, nodes), None
+    plan = build_check_plan(recipe, slurm, arguments.device, nodes)
     if nodes < 0:
         raise RecipeError(f"--nodes must be positive, got {nodes}")
     if nodes:
@@ -159,9 +157,8 @@ def _plan_gpu_examination(
                 key="cluster.fileroot",
                 hint="name it in the site file, or give a recipe",
             )
-        options = slurm.get_options_of_job("trainer")
-        job = GpuJobOptions(fileroot, options, get_sbatch_placement_flags(options))
-    return GpuExamination(plan, job, say)
+    options = slurm.get_options_of_job("trainer")
+    return GpuExamination(plan, say, fileroot, options, get_sbatch_placement_flags(options))
 
 
 def _read_site(path: Path) -> tuple[SlurmConfig, Path | None]:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from areal_hpc.errors import ClusterError
-from areal_hpc.launch.doctor.checks import CheckResult, fail, ok, warn
+from areal_hpc.launch.doctor.checks import CheckResult, DoctorSubject, fail, ok, warn
 from areal_hpc.launch.doctor.partition_checks import (
     get_options_by_sample_job,
     judge_preemption,
@@ -13,7 +13,6 @@ from areal_hpc.launch.doctor.partition_checks import (
     parse_slurm_time_as_seconds,
     read_partition,
 )
-from areal_hpc.launch.doctor.subject import DoctorSubject
 from areal_hpc.slurm.batch_script.script import JobRequest
 from areal_hpc.slurm.commands import run_slurm_command
 

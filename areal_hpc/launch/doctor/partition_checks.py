@@ -4,8 +4,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from areal_hpc.errors import ClusterError
-from areal_hpc.launch.doctor.checks import CheckResult, fail, ok, warn
-from areal_hpc.launch.doctor.subject import DoctorSubject
+from areal_hpc.launch.doctor.checks import CheckResult, DoctorSubject, fail, ok, warn
 from areal_hpc.recipe.sections.cluster import JobOptions, SlurmConfig
 from areal_hpc.rundir.rendezvous import EVALUATION_CELL, format_cell_name
 from areal_hpc.slurm.batch_script.script import DEFAULT_TIME_LIMIT_MINUTES

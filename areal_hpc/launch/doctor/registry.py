@@ -13,13 +13,9 @@ import msgspec
 
 import areal_hpc
 from areal_hpc.errors import ArealError
-from areal_hpc.launch.doctor.checks import CheckResult, fail
+from areal_hpc.launch.doctor.checks import CheckResult, DoctorSubject, fail
 from areal_hpc.launch.doctor.gpu.examination import GpuExamination
-from areal_hpc.launch.doctor.gpu_checks import check_gpu_nodes
-from areal_hpc.launch.doctor.isolation_checks import (
-    check_program_isolation,
-    list_security_means,
-)
+from areal_hpc.launch.doctor.isolation import check_program_isolation, list_security_means
 from areal_hpc.launch.doctor.limit_checks import (
     check_accounting_limits,
     check_preemption_of_qos_jobs,
@@ -33,13 +29,12 @@ from areal_hpc.launch.doctor.slurm_checks import (
     check_slurm_answers,
 )
 from areal_hpc.launch.doctor.storage_checks import check_nodes_see_file_root, check_storage
-from areal_hpc.launch.doctor.subject import DoctorSubject
 from areal_hpc.launch.provenance.repositories import read_repository
 from areal_hpc.rundir.atomic import write_atomic
 
 log = logging.getLogger(__name__)
 
-CheckPrerequisite = Literal["slurm", "recipe", "file root", "gpus"]
+CheckPrerequisite = Literal["slurm", "recipe", "file root"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +42,7 @@ class DoctorCheck:
     name: str
     run: Callable[[DoctorSubject], Iterable[CheckResult]]
     needs: tuple[CheckPrerequisite, ...] = ()
-    """Left out without one of these: a slurmctld that answers, a recipe, a file root, GPU nodes to
-    examine."""
+    """Left out without one of these: a slurmctld that answers, a recipe, a file root."""
 
 
 CHECKS = (
@@ -66,16 +60,19 @@ CHECKS = (
     DoctorCheck("means of isolation", list_security_means),
     DoctorCheck("interpreters", check_role_interpreters, ("recipe",)),
     DoctorCheck("recipe", check_recipe_inputs, ("recipe",)),
-    DoctorCheck("GPU nodes", check_gpu_nodes, ("gpus",)),
 )
 """Every check, in the order in which results are listed. A new one is added here."""
 
 
 def run_checks(
-    doctor_subject: DoctorSubject, checks: Sequence[DoctorCheck] = CHECKS
+    doctor_subject: DoctorSubject,
+    examination: GpuExamination | None = None,
+    checks: Sequence[DoctorCheck] = CHECKS,
 ) -> list[CheckResult]:
     """Results of all checks whose facts there are. One that raises has failed, and no other."""
     results: list[CheckResult] = []
+    if examination is not None:
+        checks = (*checks, DoctorCheck("GPU nodes", lambda _: examination.list_results()))
     for check in checks:
         if all(_is_prerequisite_met(doctor_subject, fact) for fact in check.needs):
             results += _run_check(check, doctor_subject)
@@ -90,8 +87,6 @@ def _is_prerequisite_met(doctor_subject: DoctorSubject, fact: CheckPrerequisite)
             return doctor_subject.recipe is not None
         case "file root":
             return doctor_subject.fileroot is not None
-        case "gpus":
-            return doctor_subject.gpu_examination is not None
 
 
 def _run_check(check: DoctorCheck, doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
@@ -125,7 +120,7 @@ def write_evidence(
         "kernel": platform.release(),
         "results": results,
     }
-    if examination is not None and "report" in vars(examination):
-        told["gpu_report"] = examination.report
+    if examination is not None and "nodes" in vars(examination):
+        told["gpu_nodes"] = examination.nodes
     encoded = msgspec.json.format(msgspec.json.encode(told, enc_hook=str), indent=2)
     write_atomic(path, encoded + b"\n")

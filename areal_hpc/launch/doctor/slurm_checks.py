@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from areal_hpc.errors import ClusterError, RecipeError
-from areal_hpc.launch.doctor.checks import CheckResult, fail, ok, warn
+from areal_hpc.launch.doctor.checks import CheckResult, DoctorSubject, fail, ok, warn
 from areal_hpc.launch.doctor.partition_checks import get_options_by_sample_job
-from areal_hpc.launch.doctor.subject import DoctorSubject
 from areal_hpc.recipe.sections.cluster import JobOptions, SlurmConfig, format_flags
 from areal_hpc.rundir.rendezvous import EVALUATION_CELL, is_training_cell_job
 from areal_hpc.slurm.batch_script.container import spell_pyxis_image

@@ -9,18 +9,18 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 
 from areal_hpc.errors import ClusterError
-from areal_hpc.launch.doctor.checks import CheckResult, fail, ok, warn
+from areal_hpc.launch.doctor.checks import CheckResult, DoctorSubject, fail, ok, warn
 from areal_hpc.launch.doctor.slurm_checks import get_sbatch_placement_flags
-from areal_hpc.launch.doctor.subject import DoctorSubject
+from areal_hpc.launch.doctor.slurm_job import (
+    FILE_VISIBLE_TIMEOUT_S,
+    LateJobError,
+    await_files,
+    submit_short_job,
+)
 from areal_hpc.recipe.sections.cluster import JobOptions
-from areal_hpc.rundir.paths import JobPaths
-from areal_hpc.slurm.commands import run_slurm_command
-from areal_hpc.slurm.queue import QueuePoller, is_live_state
-from areal_hpc.slurm.reasons import explain_reason
 
 MIN_FREE_BYTES = 1 << 30
 RECOMMENDED_FREE_BYTES = 50 << 30
@@ -29,10 +29,7 @@ MAX_CLOCK_SKEW_S = 2.0
 """Between a file's time and this node's clock."""
 LOCAL_FILE_SYSTEMS = {"ext2/ext3", "ext4", "xfs", "btrfs", "tmpfs", "overlayfs", "overlay", "zfs"}
 """File systems that other nodes see only if this node exports them."""
-POLL_S = 2.0
 JOB_TIMEOUT_S = 300.0
-MAX_VISIBILITY_DELAY_S = 60
-"""For a file to be seen on another node: NFS caches directories for up to a minute."""
 
 _VISIBILITY_SCRIPT = """#!/bin/bash
 cd {folder} || exit 1
@@ -177,61 +174,29 @@ def submit_job_and_check_storage(
     print_line: Callable[[str], None],
     timeout_s: float = JOB_TIMEOUT_S,
 ) -> CheckResult:
+    """Let a compute node answer a question that it reads in the file root."""
     folder = fileroot / f".doctor-job.{secrets.token_hex(4)}"
-    token = secrets.token_hex(16)
+    question, answer, token = folder / "question", folder / "answer", secrets.token_hex(16)
+    script = _VISIBILITY_SCRIPT.format(
+        folder=shlex.quote(str(folder)), within_s=FILE_VISIBLE_TIMEOUT_S
+    )
+    flags = ("--time=2", "--ntasks=1", *get_sbatch_placement_flags(options))
     try:
-        job_id = _submit_job_with_question(folder, options, token)
-        print_line(f"job {job_id} was submitted; waiting up to {timeout_s:.0f} s for its answer")
-        try:
-            return _await_job_answer(folder, job_id, token, timeout_s)
-        finally:
-            with suppress(ClusterError):
-                run_slurm_command("scancel", "--quiet", job_id)
+        folder.mkdir(parents=True)
+        question.write_text(f"{token}\n")
+        with submit_short_job(folder, script, flags, print_line) as job_id:
+            await_files(job_id, [answer], timeout_s)
+        found, node = [*answer.read_text().split(), "?", "?"][:2]
     except OSError as error:
         return fail("shared", f"{folder}: {error.strerror}", "choose another cluster.fileroot")
+    except LateJobError as error:
+        return warn("shared", error.problems[0].message, error.problems[0].hint)
     except ClusterError as error:
-        return fail("shared", error.problems[0].message, "areal-hpc doctor without --check-node")
+        hint = error.problems[0].hint or "areal-hpc doctor without --check-node"
+        return fail("shared", error.problems[0].message, hint)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _submit_job_with_question(folder: Path, options: JobOptions, token: str) -> str:
-    folder.mkdir(parents=True)
-    (folder / "question").write_text(f"{token}\n")
-    script = JobPaths(folder).script
-    script.write_text(
-        _VISIBILITY_SCRIPT.format(folder=shlex.quote(str(folder)), within_s=MAX_VISIBILITY_DELAY_S)
-    )
-    answer = run_slurm_command(
-        *("sbatch", "--parsable", "--job-name=areal-hpc-doctor", "--time=2", "--ntasks=1"),
-        *(*get_sbatch_placement_flags(options), f"--output={folder}/output", str(script)),
-    )
-    return answer.split(";")[0].strip()
-
-
-def _await_job_answer(folder: Path, job_id: str, token: str, timeout_s: float) -> CheckResult:
-    queue, give_up_at, waits_for = QueuePoller(), time.monotonic() + timeout_s, "it did not start"
-    ended_at: float | None = None
-    while time.monotonic() < give_up_at:
-        if (folder / "answer").exists():
-            said, node = [*(folder / "answer").read_text().split(), "?", "?"][:2]
-            if said != token:
-                return fail("shared", f"{node} sees different content", "use another file system")
-            where = "the same node" if node == socket.gethostname() else node
-            return ok("shared", f"{where} saw the file, and its answer is visible here")
-        look = queue.poll([job_id])
-        found = look.jobs.get(job_id)
-        if found and not is_live_state(found.state):
-            ended_at = ended_at or time.monotonic()
-        if found and ended_at and time.monotonic() - ended_at > MAX_VISIBILITY_DELAY_S:
-            return fail(
-                "shared",
-                f"job {job_id} on {found.nodes or 'no node'} did not answer ({found.state.name}): "
-                f"{folder.parent} is not the same there",
-                "name a file system that compute nodes mount at the same path",
-            )
-        if found and found.reason:
-            waits_for = explain_reason(found.reason).meaning
-        time.sleep(max(POLL_S, queue.pause_s if look.outage else 0.0))
-    hint = "try again when nodes are free"
-    return warn("shared", f"job {job_id} did not answer in time: {waits_for}", hint)
+    if found != token:
+        return fail("shared", f"{node} sees different content", "use another file system")
+    place = "the same node" if node == socket.gethostname() else node
+    return ok("shared", f"{place} saw the file, and its answer is visible here")

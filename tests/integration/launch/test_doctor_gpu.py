@@ -6,24 +6,16 @@ import msgspec
 import pytest
 
 from areal_hpc.errors import ClusterError
-from areal_hpc.launch.doctor.gpu.check_plan import build_check_plan
-from areal_hpc.launch.doctor.gpu.collectives import (
-    list_rank_gpus,
-    measure_collectives,
-)
-from areal_hpc.launch.doctor.gpu.report import GpuCheckPlan
+from areal_hpc.launch.doctor.gpu.plan import build_check_plan
+from areal_hpc.launch.doctor.gpu.steps import list_rank_gpus, measure_collectives
 from areal_hpc.recipe.sections.cluster import SlurmConfig
 from tests.support.commands import write_program
 
 pytestmark = pytest.mark.timeout(600)
 
 
-@pytest.fixture
-def plan() -> GpuCheckPlan:
-    return build_check_plan(None, SlurmConfig(), "cpu", 0)
-
-
-def test_a_rank_that_fails_ends_the_others_and_says_why(plan: GpuCheckPlan, tmp_path: Path) -> None:
+def test_a_rank_that_fails_ends_the_others_and_says_why(tmp_path: Path) -> None:
+    plan = build_check_plan(None, SlurmConfig(), "cpu", 0)
     script = 'if [ "$AREAL_HPC_RANK" = 1 ]; then echo "CudaError: no kernel image"; exit 3; fi\n'
     python = write_program(tmp_path / "python", f"{script}exec sleep 300\n")
     broken = msgspec.structs.replace(plan, pythons={**plan.pythons, "train": str(python)})

@@ -8,9 +8,17 @@ from typing import Any
 import pytest
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.launch.doctor import storage_checks
-from areal_hpc.launch.doctor.checks import CheckResult, CheckStatus, fail, format_checks, ok, warn
-from areal_hpc.launch.doctor.isolation_checks import (
+from areal_hpc.launch.doctor import slurm_job, storage_checks
+from areal_hpc.launch.doctor.checks import (
+    CheckResult,
+    CheckStatus,
+    DoctorSubject,
+    fail,
+    format_checks,
+    ok,
+    warn,
+)
+from areal_hpc.launch.doctor.isolation import (
     has_memory_limit,
     has_seccomp,
     has_user_namespaces,
@@ -27,7 +35,6 @@ from areal_hpc.launch.doctor.recipe_checks import check_interpreters
 from areal_hpc.launch.doctor.registry import CHECKS, DoctorCheck, run_checks
 from areal_hpc.launch.doctor.slurm_checks import judge_commands_in_container, judge_gpus_by_task
 from areal_hpc.launch.doctor.storage_checks import check_storage, submit_job_and_check_storage
-from areal_hpc.launch.doctor.subject import DoctorSubject
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.sections.cluster import JobOptions, SlurmConfig
 from tests.support.environments import CHECKOUT
@@ -56,8 +63,8 @@ def test_ctrl_c_leaves_neither_the_job_of_the_storage_check_nor_its_folder(
     def interrupt(*arguments: object) -> CheckResult:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(storage_checks, "run_slurm_command", run_slurm)
-    monkeypatch.setattr(storage_checks, "_await_job_answer", interrupt)
+    monkeypatch.setattr(slurm_job, "run_slurm_command", run_slurm)
+    monkeypatch.setattr(storage_checks, "await_files", interrupt)
     with pytest.raises(KeyboardInterrupt):
         submit_job_and_check_storage(tmp_path, JobOptions(), print)
     assert called[-1] == ("scancel", "--quiet", "17")
@@ -202,7 +209,7 @@ def test_a_check_that_raises_has_failed_and_hides_no_other() -> None:
         DoctorCheck("left out", refuse, ("recipe",)),
         DoctorCheck("last", lambda subject: [ok("last", "good")]),
     )
-    found = run_checks(DoctorSubject(), checks)
+    found = run_checks(DoctorSubject(), checks=checks)
     assert [(one.name, one.verdict) for one in found] == [
         ("refusing", CheckStatus.FAIL),
         ("first", CheckStatus.OK),

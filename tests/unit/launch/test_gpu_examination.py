@@ -7,39 +7,22 @@ from typing import Any
 import msgspec
 import pytest
 
-from areal_hpc.errors import ClusterError, RecipeError
+from areal_hpc.errors import RecipeError
 from areal_hpc.launch.doctor.checks import ok
-from areal_hpc.launch.doctor.gpu import node_facts
-from areal_hpc.launch.doctor.gpu.check_plan import build_check_plan
-from areal_hpc.launch.doctor.gpu.collectives import (
-    RankPlace,
-    list_rank_gpus,
-    measure_collectives,
-)
+from areal_hpc.launch.doctor.gpu import facts
 from areal_hpc.launch.doctor.gpu.examination import (
     GpuExamination,
-    measure_or_explain_failure,
-    measure_steps_on_node,
-)
-from areal_hpc.launch.doctor.gpu.node_facts import ask_python_for_gpu_facts, find_nvcc
-from areal_hpc.launch.doctor.gpu.report import (
-    GpuCheckPlan,
-    GpuReport,
-    NodeFacts,
-    PythonFacts,
-    Unmeasured,
-)
-from areal_hpc.launch.doctor.gpu.slurm_job import (
-    GpuJobOptions,
     NodeTaskRequest,
-    add_failures_of_other_nodes,
     build_examination_script,
-    build_sbatch_command,
+    examine_node,
+    list_sbatch_flags,
 )
-from areal_hpc.launch.doctor.gpu.tiny_run import (
+from areal_hpc.launch.doctor.gpu.facts import PythonFacts, ask_python_for_gpu_facts, find_nvcc
+from areal_hpc.launch.doctor.gpu.plan import GpuCheckPlan, build_check_plan
+from areal_hpc.launch.doctor.gpu.steps import (
+    RankPlace,
     build_single_replica_config,
     build_tiny_recipe,
-    run_tiny_recipe,
 )
 from areal_hpc.launch.doctor.registry import write_evidence
 from areal_hpc.recipe.loading import load_recipe
@@ -50,7 +33,6 @@ from tests.support.environments import CHECKOUT
 
 RECIPE = CHECKOUT / "recipes" / "gpu8_gsm8k_qwen3_0.6b.yaml"
 NETWORK: dict[str, Any] = {"interface": "ib0", "hca": "mlx5_0"}
-BARE = NodeFacts("n01", (), "/dev/nvidia[0-9]*")
 
 
 def gpu_recipe(*overrides: str) -> Recipe:
@@ -96,84 +78,65 @@ def test_the_replica_is_the_recipes_as_far_as_the_node_has_gpus() -> None:
     assert (rehearsed.tp, rehearsed.extra_args, rehearsed.dtype) == (1, (), "float32")
 
 
-def test_every_visible_gpu_is_a_rank_and_one_alone_measures_nothing(tmp_path: Path) -> None:
-    plan = plan_of()
-    assert list_rank_gpus(plan, ("2", "3")) == ("2", "3")
-    assert list_rank_gpus(plan_of(device="cpu"), ()) == ("", "")
-    alone = measure_collectives(plan, ("2",), tmp_path, RankPlace())
-    assert isinstance(alone, Unmeasured)
-    assert not alone.is_failure
-    lone_run = run_tiny_recipe(plan, ("2",), tmp_path)
-    assert isinstance(lone_run, Unmeasured)
-    assert "one for SGLang and one for the trainer" in lone_run.reason
+@pytest.fixture
+def visible_gpus(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Nothing is asked of Pythons; `CUDA_VISIBLE_DEVICES` names four GPUs."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    monkeypatch.setattr(
+        facts, "ask_python_for_gpu_facts", lambda role, *rest: PythonFacts(role, "python")
+    )
+    return monkeypatch
 
 
-def test_without_a_gpu_no_step_is_begun(tmp_path: Path) -> None:
-    said: list[str] = []
-    report = measure_steps_on_node(plan_of(), BARE, tmp_path, said.append)
-    steps = (report.node_rates, report.run)
-    assert all(isinstance(one, Unmeasured) and one.is_failure for one in steps)
-    assert said == []
-
-
-def test_a_step_that_fails_says_all_that_is_wrong() -> None:
-    def fail() -> None:
-        raise ClusterError("no way", key="inference.tp", hint="another")
-
-    def stumble() -> None:
-        raise OSError("disk full")
-
-    assert measure_or_explain_failure(fail) == Unmeasured("no way (at inference.tp)", "another")
-    assert measure_or_explain_failure(stumble) == Unmeasured("OSError: disk full")
+@pytest.mark.parametrize(
+    ("gpus", "skipped"), [("", []), ("2", [("all-reduce", "ok"), ("tiny run", "warn")])]
+)
+def test_fewer_than_two_gpus_measure_nothing(
+    gpus: str, skipped: list[tuple[str, str]], visible_gpus: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    visible_gpus.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    started: list[str] = []
+    report = examine_node(plan_of(), tmp_path, RankPlace(), started.append)
+    results = [(one.name, one.verdict) for one in report.results]
+    assert results[-len(skipped) or len(results) :] == skipped
+    assert (report.node_rates, report.run, started) == (None, None, [])
 
 
 def test_the_job_asks_for_nodes_as_the_trainers_would(tmp_path: Path) -> None:
     options = JobOptions(
         gpus_per_node=8, cpus_per_task=64, exclusive=True, setup=("module load cuda",)
     )
-    job = GpuJobOptions(tmp_path, options, ("--partition=gpu",))
     plan = plan_of(nodes=4)
-    words = build_sbatch_command(plan, job, tmp_path / "x")
-    assert {"--nodes=4", "--ntasks-per-node=1", "--gres=gpu:8", "--cpus-per-task=64"} < {*words}
-    assert {"--mem=0", "--exclusive", "--partition=gpu"} < {*words}
+    flags = list_sbatch_flags(plan, options)
+    assert {"--nodes=4", "--ntasks-per-node=1", "--gres=gpu:8", "--cpus-per-task=64"} < {*flags}
+    assert {"--mem=0", "--exclusive"} < {*flags}
     script = build_examination_script(plan, options, tmp_path / "a b" / "order.json").splitlines()
     assert script[:2] == ["#!/bin/bash", "module load cuda"]
     assert script[2].startswith("srun --ntasks-per-node=1")
     assert "--cpus-per-task=64" in script[2]
-    assert script[2].endswith(f"node_task '{tmp_path}/a b/order.json'")
-    bare = GpuJobOptions(tmp_path, JobOptions(gpus_per_node=8), ())
-    assert {"--mem=0", "--exclusive"} < {*build_sbatch_command(plan, bare, tmp_path)}
-    assert "--cpu-bind=none" in build_examination_script(plan, bare.options, tmp_path)
-    rehearsed = build_sbatch_command(plan_of(device="cpu", nodes=2), job, tmp_path)
+    assert script[2].endswith(f"examination '{tmp_path}/a b/order.json'")
+    bare = JobOptions(gpus_per_node=8)
+    assert {"--mem=0", "--exclusive"} < {*list_sbatch_flags(plan, bare)}
+    assert "--cpu-bind=none" in build_examination_script(plan, bare, tmp_path)
+    rehearsed = list_sbatch_flags(plan_of(device="cpu", nodes=2), options)
     assert not [word for word in rehearsed if word.startswith("--gres")]
     with pytest.raises(RecipeError, match="how many GPUs a node has") as refused:
-        build_sbatch_command(plan, GpuJobOptions(tmp_path, JobOptions(), ()), tmp_path)
+        list_sbatch_flags(plan, JobOptions())
     assert refused.value.problems[0].key == "cluster.slurm.gpus_per_node"
 
 
-def test_orders_and_reports_survive_their_files(tmp_path: Path) -> None:
+def test_a_request_survives_its_file(tmp_path: Path) -> None:
     plan = msgspec.structs.replace(plan_of(gpu_recipe(), nodes=2), gpus=("2", 3))
-    order = NodeTaskRequest(plan, str(tmp_path))
-    assert msgspec.json.decode(msgspec.json.encode(order), type=NodeTaskRequest) == order
-    report = measure_steps_on_node(plan_of(), BARE, tmp_path, print)
-    decoded = msgspec.json.decode(msgspec.json.encode(report), type=GpuReport)
-    assert decoded == report
-    network = msgspec.structs.replace(report, cluster_rates=Unmeasured("rank 3 vanished"))
-    told = add_failures_of_other_nodes(network, ["n02: no route"]).cluster_rates
-    assert isinstance(told, Unmeasured)
-    assert told.reason == "rank 3 vanished; n02: no route"
-    assert add_failures_of_other_nodes(report, ["n02: no route"]) == report
+    request = NodeTaskRequest(plan, str(tmp_path))
+    assert msgspec.json.decode(msgspec.json.encode(request), type=NodeTaskRequest) == request
 
 
-def test_gpus_that_the_recipe_names_are_those_examined(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
-    monkeypatch.setattr(
-        node_facts, "ask_python_for_gpu_facts", lambda role, *rest: PythonFacts(role, "python")
-    )
-    facts = node_facts.gather_node_facts(plan_of(gpu_recipe("cluster.gpus=[2, 3]")))
-    assert facts.visible_gpus == ("2", "3")
+@pytest.mark.usefixtures("visible_gpus")
+def test_gpus_that_the_recipe_names_are_those_examined() -> None:
+    found = facts.gather_node_facts(plan_of(gpu_recipe("cluster.gpus=[2, 3]")))
+    assert found.visible_gpus == ("2", "3")
     with pytest.raises(RecipeError, match=r"cluster\.gpus names GPUs 7"):
-        node_facts.gather_node_facts(plan_of(gpu_recipe("cluster.gpus=[7]")))
+        facts.gather_node_facts(plan_of(gpu_recipe("cluster.gpus=[7]")))
 
 
 @pytest.mark.parametrize(
@@ -223,19 +186,20 @@ def test_the_compiler_is_looked_for_in_cuda_home_first(tmp_path: Path) -> None:
 
 
 def test_the_evidence_has_results_and_what_was_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, visible_gpus: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("SECRET_KEY", "do-not-tell")
-    examination = GpuExamination(plan_of(), None)
+    visible_gpus.setenv("SECRET_KEY", "do-not-tell")
+    visible_gpus.setenv("CUDA_VISIBLE_DEVICES", "")
+    examination = GpuExamination(plan_of())
     path = tmp_path / "doctor.json"
     write_evidence(path, [ok("GPUs", "8 visible")], examination)
-    assert "gpu_report" not in json.loads(path.read_text())
-    vars(examination)["report"] = measure_steps_on_node(plan_of(), BARE, tmp_path, print)
+    assert "gpu_nodes" not in json.loads(path.read_text())
+    assert next(one.name for one in examination.list_results()) == "GPUs"
     write_evidence(path, [ok("GPUs", "8 visible")], examination)
     told = json.loads(path.read_text())
     assert told["results"] == [
         {"name": "GPUs", "verdict": "ok", "finding": "8 visible", "hint": ""}
     ]
-    assert told["gpu_report"]["nodes"][0]["host"] == "n01"
+    assert told["gpu_nodes"][0]["facts"]["visible_gpus"] == []
     assert told["commit"]
     assert "do-not-tell" not in path.read_text()

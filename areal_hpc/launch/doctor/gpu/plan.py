@@ -1,15 +1,43 @@
-"""Plan of a GPU examination from a recipe, or from the defaults where there is none. Pure."""
+"""Plan of a GPU examination: the interpreters, variables and flags that a run would have."""
+
+from typing import Any, Literal
+
+from msgspec import Struct
 
 from areal_hpc.jobs.environment import (
     get_interpreter,
     get_interpreters,
     get_train_and_serve_variables,
 )
-from areal_hpc.launch.doctor.gpu.report import Device, GpuCheckPlan
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.recipe.sections.cluster import SlurmConfig
 from areal_hpc.recipe.sections.inference import InferenceConfig
 from areal_hpc.rundir.paths import ROLES
+
+Device = Literal["cpu", "cuda"]
+
+
+class GpuCheckPlan(Struct, frozen=True):
+    """What is examined, and with what: read from a recipe, or the defaults of one."""
+
+    device: Device
+    """`cpu` rehearses the same steps on processors."""
+    nodes: int
+    """Nodes of a Slurm job; 0: this machine, without one."""
+    pythons: dict[str, str]
+    """By role."""
+    variables: dict[str, dict[str, str]]
+    """By role."""
+    inference: dict[str, Any]
+    """The recipe's section."""
+    trainer_dtype: Literal["float32", "bfloat16"]
+    gpus: str | int | tuple[str | int, ...] = "auto"
+    """`cluster.gpus`, for this machine alone."""
+    interface: str = ""
+    hca: str = ""
+    """InfiniBand adapters that the site names."""
+    agent: dict[str, Any] | None = None
+    """The recipe's section `rollout.agent` where it gives agents sandboxes."""
 
 
 def build_check_plan(

@@ -13,24 +13,21 @@ from pathlib import Path
 from typing import cast
 
 import msgspec
+from msgspec import Struct
 
 from areal_hpc.jobs.node.gpus import (
     find_visible_gpus,
     read_numa_node_by_gpu,
     select_wanted_gpus_or_raise,
 )
-from areal_hpc.launch.doctor.gpu.node_isolation import try_isolation
-from areal_hpc.launch.doctor.gpu.report import GpuCheckPlan, GpuFacts, NodeFacts, PythonFacts
+from areal_hpc.launch.doctor.gpu.plan import GpuCheckPlan
 from areal_hpc.launch.role_python import RolePythonError, ask_role
 from areal_hpc.recipe.sections.cluster import WantedGpus
 
 GPU_ROLES = ("train", "serve")
-"""The roles whose processes use GPUs."""
 PYTHON_TIMEOUT_S = 180.0
 """To import torch from cold storage, and to wake every GPU."""
 DRIVER_TIMEOUT_S = 30.0
-DEV_INFINIBAND_DIR = Path("/dev/infiniband")
-IBVERBS_LIBRARY = "libibverbs.so.1"
 CUDA_DIRS = (Path("/usr/local/cuda"),)
 """Where CUDA's compiler lies if neither PATH nor CUDA_HOME names it."""
 
@@ -44,13 +41,59 @@ print(json.dumps(found))
 """
 
 
+class GpuFacts(Struct, frozen=True):
+    """One GPU as its driver lists it."""
+
+    name: str
+    memory_mib: int
+
+
+class PythonFacts(Struct, frozen=True):
+    """What a role's Python sees of GPUs."""
+
+    role: str
+    python: str
+    torch: str = ""
+    cuda: str = ""
+    """Version that torch was built for; empty: for CPUs."""
+    nccl: str = ""
+    """Version that torch has loaded."""
+    gpus: tuple[str, ...] = ()
+    """Names."""
+    error: str = ""
+    """Why it could not be asked; empty if it could."""
+
+
+class NodeFacts(Struct, frozen=True):
+    host: str
+    visible_gpus: tuple[str, ...]
+    visible_source: str
+    driver: str = ""
+    """Version of NVIDIA's driver; empty: there is none."""
+    driver_error: str = ""
+    gpus: tuple[GpuFacts, ...] = ()
+    has_nvlink: bool = False
+    has_ibverbs: bool = False
+    rdma_devices: tuple[str, ...] = ()
+    """Files of /dev/infiniband through which programs reach adapters."""
+    memlock_bytes: int | None = None
+    """Memory that a process may lock; None: any amount."""
+    nvcc: str = ""
+    """Path of CUDA's compiler; empty: there is none."""
+    pythons: tuple[PythonFacts, ...] = ()
+
+
 def gather_node_facts(plan: GpuCheckPlan) -> NodeFacts:
-    """Everything about this node that takes no run of ours."""
-    wanted = cast("WantedGpus", plan.gpus)
     visible = select_wanted_gpus_or_raise(
-        find_visible_gpus(os.environ), wanted, read_numa_node_by_gpu()
+        find_visible_gpus(os.environ), cast("WantedGpus", plan.gpus), read_numa_node_by_gpu()
     )
-    driver, gpus, driver_error = query_nvidia_driver()
+    listed = driver_error = topology = ""
+    if shutil.which("nvidia-smi") is not None:
+        listed, driver_error = _run_nvidia_smi(
+            "--query-gpu=driver_version,name,memory.total", "--format=csv,noheader,nounits"
+        )
+        topology, _ = _run_nvidia_smi("topo", "-m")
+    driver, gpus = parse_nvidia_smi_gpus("" if driver_error else listed)
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return NodeFacts(
         host=socket.gethostname(),
@@ -59,31 +102,20 @@ def gather_node_facts(plan: GpuCheckPlan) -> NodeFacts:
         driver=driver,
         driver_error=driver_error,
         gpus=gpus,
-        has_nvlink=_query_nvlink(),
-        has_ibverbs=_can_load_library(IBVERBS_LIBRARY),
-        rdma_devices=tuple(sorted(one.name for one in DEV_INFINIBAND_DIR.glob("uverbs*"))),
+        has_nvlink=has_nvlink(topology),
+        has_ibverbs=_can_load_library("libibverbs.so.1"),
+        rdma_devices=tuple(sorted(one.name for one in Path("/dev/infiniband").glob("uverbs*"))),
         memlock_bytes=None if soft == resource.RLIM_INFINITY else soft,
         nvcc=find_nvcc(os.environ, CUDA_DIRS),
         pythons=tuple(
             ask_python_for_gpu_facts(role, plan.pythons[role], plan.variables[role])
             for role in GPU_ROLES
         ),
-        isolation=try_isolation(plan.agent),
     )
-
-
-def query_nvidia_driver() -> tuple[str, tuple[GpuFacts, ...], str]:
-    """Version of the driver, its GPUs, and its complaint if it has one."""
-    if shutil.which("nvidia-smi") is None:
-        return "", (), ""
-    listed, complaint = _run_nvidia_smi(
-        "--query-gpu=driver_version,name,memory.total", "--format=csv,noheader,nounits"
-    )
-    return (*parse_nvidia_smi_gpus(listed), complaint) if not complaint else ("", (), complaint)
 
 
 def parse_nvidia_smi_gpus(nvidia_smi_output: str) -> tuple[str, tuple[GpuFacts, ...]]:
-    """Version and GPUs in the lines of nvidia-smi. Pure."""
+    """Version of the driver and the GPUs in the lines of nvidia-smi. Pure."""
     rows = [
         [word.strip() for word in line.split(",")]
         for line in nvidia_smi_output.splitlines()
@@ -95,16 +127,11 @@ def parse_nvidia_smi_gpus(nvidia_smi_output: str) -> tuple[str, tuple[GpuFacts, 
 
 def has_nvlink(topology: str) -> bool:
     """True if a matrix of `nvidia-smi topo -m` joins GPUs by NVLink (as NV18). Pure."""
-    rows = [line.split() for line in topology.splitlines()]
-    return any(
-        re.fullmatch(r"GPU\d+", row[0]) and any(re.fullmatch(r"NV\d+", one) for one in row[1:])
-        for row in rows
-        if row
-    )
+    return bool(re.search(r"^GPU\d+\s.*\bNV\d+\b", topology, re.MULTILINE))
 
 
 def find_nvcc(environ: Mapping[str, str], default_cuda_homes: tuple[Path, ...]) -> str:
-    """CUDA's compiler, where those who compile kernels at run time look for it."""
+    """CUDA's compiler, in the places and the order in which kernel compilers look for it."""
     homes = [Path(environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if environ.get(name)]
     on_path = shutil.which("nvcc", path=environ.get("PATH"))
     candidates = [*(home / "bin" / "nvcc" for home in homes), *([Path(on_path)] if on_path else [])]
@@ -113,7 +140,7 @@ def find_nvcc(environ: Mapping[str, str], default_cuda_homes: tuple[Path, ...]) 
 
 
 def ask_python_for_gpu_facts(role: str, python: str, variables: Mapping[str, str]) -> PythonFacts:
-    """What a role's Python, with the variables of its processes, says of torch and GPUs."""
+    """Facts from a role's Python, run with the variables of the role's processes."""
     program = ("-W", "ignore", "-c", _GPU_FACTS_SCRIPT)
     environ = {**os.environ, **variables}
     try:
@@ -124,13 +151,10 @@ def ask_python_for_gpu_facts(role: str, python: str, variables: Mapping[str, str
     return msgspec.convert({"role": role, "python": python, **found}, PythonFacts)
 
 
-def _query_nvlink() -> bool:
-    return shutil.which("nvidia-smi") is not None and has_nvlink(_run_nvidia_smi("topo", "-m")[0])
-
-
 def _run_nvidia_smi(*words: str) -> tuple[str, str]:
+    """Output, and the error if there is one."""
     try:
-        asked = subprocess.run(
+        answer = subprocess.run(
             ["nvidia-smi", *words],
             capture_output=True,
             text=True,
@@ -139,8 +163,9 @@ def _run_nvidia_smi(*words: str) -> tuple[str, str]:
         )
     except subprocess.TimeoutExpired:
         return "", f"nvidia-smi gave no answer within {DRIVER_TIMEOUT_S:.0f} s"
-    said = (asked.stdout + asked.stderr).strip()
-    return asked.stdout, "" if asked.returncode == 0 else said or "nvidia-smi failed"
+    if answer.returncode == 0:
+        return answer.stdout, ""
+    return answer.stdout, (answer.stdout + answer.stderr).strip() or "nvidia-smi failed"
 
 
 def _can_load_library(library: str) -> bool:

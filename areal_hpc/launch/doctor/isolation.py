@@ -4,10 +4,12 @@ import os
 import platform
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from areal_hpc.launch.doctor.checks import CheckResult, ok
-from areal_hpc.launch.doctor.gpu.node_isolation import judge_isolation, try_isolation
-from areal_hpc.launch.doctor.subject import DoctorSubject
+from areal_hpc.errors import ArealError
+from areal_hpc.launch.doctor.checks import CheckResult, DoctorSubject, fail, ok, warn
+from areal_hpc.rollout.execution.agent_sandboxes import check_sandbox_starts
+from areal_hpc.sandbox.process import run_program
 from areal_hpc.sandbox.runtimes.choice import find_installed_runtimes
 from areal_hpc.sandbox.seccomp import build_seccomp_filter
 
@@ -18,7 +20,30 @@ _NO_LIMIT_BYTES = 1 << 60
 
 
 def check_program_isolation(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
-    yield from map(judge_isolation, try_isolation(None))
+    yield from try_isolation(None)
+
+
+def try_isolation(agent: dict[str, Any] | None) -> Iterator[CheckResult]:
+    """Start an empty program and, given a section `rollout.agent`, a sandbox as it asks for.
+
+    A recipe that gives agents sandboxes needs them; only `code_reward` needs the other.
+    """
+    try:
+        run_program("")
+    except ArealError as error:
+        problem = error.problems[0]
+        finding = f"{problem.message} (only code_reward needs it)"
+        yield warn("isolation", finding, problem.hint)
+    else:
+        yield ok("isolation", "programs of the model run in namespaces of their own here")
+    if agent is None:
+        return
+    try:
+        check_sandbox_starts(agent)
+    except ArealError as error:
+        yield fail("isolation", error.problems[0].message, error.problems[0].hint)
+    else:
+        yield ok("isolation", "a sandbox of the recipe's agents starts")
 
 
 def list_security_means(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
