@@ -1,8 +1,7 @@
 #!/usr/bin/env bash
-# Installs the distribution's gVisor (runsc) or podman, for rollout.agent.isolation. Nothing is
-# started.
+# Installs the distribution's podman, for rollout.agent.isolation. Nothing is started.
 #
-#   scripts/install_sandbox_runtime.sh gvisor|podman...
+#   scripts/install_sandbox_runtime.sh podman
 #
 # Idempotent. Exit code 78 where a person has to act.
 set -euo pipefail
@@ -10,19 +9,10 @@ set -euo pipefail
 topic='sandbox runtime'
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
-wanted=("$@")
-[ $# -gt 0 ] || fail "name what to install" "$0 gvisor podman"
-packages=()
-for one in "${wanted[@]}"; do
-  case $one in
-    gvisor) program=runsc needs=(runsc) ;;
-    # crun, for runc cannot do without control groups; uidmap, for images of several users.
-    podman) program=podman needs=(podman crun uidmap) ;;
-    *) fail "there is no sandbox runtime $one" "$0 gvisor podman" ;;
-  esac
-  PATH=$PATH:/usr/sbin:/sbin command -v "$program" >/dev/null || packages+=("${needs[@]}")
-done
-[ ${#packages[@]} -gt 0 ] || exit 0
+[ "$*" = podman ] || fail "there is no sandbox runtime '$*' to install" "$0 podman"
+PATH=$PATH:/usr/sbin:/sbin command -v podman >/dev/null && exit 0
+# crun, for runc cannot do without control groups; uidmap, for images of several users.
+packages=(podman crun uidmap)
 
 by_hand="without root: put the programs on the path of every node (${packages[*]})"
 command -v apt-get >/dev/null ||

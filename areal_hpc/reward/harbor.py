@@ -24,7 +24,8 @@ from areal_hpc.errors import (
     RecipeError,
     SandboxLostError,
 )
-from areal_hpc.sandbox.sandbox import CommandResult, Sandbox
+from areal_hpc.sandbox.channel import CommandResult
+from areal_hpc.sandbox.sandbox import Sandbox
 from areal_hpc.sandbox.spec import SandboxSpec
 from areal_hpc.wire.agent_reward import Reward
 

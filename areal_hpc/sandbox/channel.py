@@ -1,68 +1,101 @@
-"""Host's end of the channel to a command server, which is not trusted."""
+"""Host's end of the channel to a command server, which is not trusted.
+
+A command gets its standard streams as descriptors: pipes that are read here, and its input as a
+file in memory that nobody can change. So the channel itself carries nothing but numbers.
+"""
 
 import asyncio
 import contextlib
+import fcntl
 import io
 import json
+import os
 import socket
-import struct
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Self
 
-from areal_hpc.sandbox.command_server import (
-    BEGIN_FRAME,
-    CHUNK_BYTES,
-    EXIT_CODE_FRAME,
-    FRAME_HEADER_STRUCT,
-    HELLO_FRAME,
-    INPUT_FRAME,
-    INPUT_TAKEN_FRAME,
-    KILL_FRAME,
-    STDERR_FRAME,
-    STDOUT_FRAME,
-)
+from areal_hpc.sandbox.command_server import MAX_MESSAGE_BYTES, READY_MESSAGE
 
-MAX_UNREAD_INPUT_BYTES = 1 << 20
-"""Input that is under way to a command which has not read it."""
 KILL_COMMAND_TIMEOUT_S = 10.0
 """Longest time in which a server kills a command; if it takes longer its sandbox is lost."""
+_PIECE_BYTES = 1 << 16
+_SEND_PAUSE_S = 0.01
 
 
-@dataclass(slots=True)
-class RunningCommand:
-    """A command as its host sees it."""
+@dataclass(frozen=True, slots=True)
+class CommandResult:
+    """How a command ended, and what it printed."""
 
-    max_stream_bytes: int
-    """Kept of each of its two streams."""
-    stdout: io.BytesIO = field(default_factory=io.BytesIO)
-    """As its sibling a buffer that gives its content without a copy of it."""
-    stderr: io.BytesIO = field(default_factory=io.BytesIO)
+    exit_code: int
+    """0 is success; 127: there is no such program; 128 + n: ended by signal n."""
+    stdout: bytes
+    stderr: bytes
+    timed_out: bool = False
     is_cut_off: bool = False
-    """It printed more, and is killed."""
-    exit_code: int | None = None
-    unread_input_bytes: int = 0
-    """Bytes of input that it has not read."""
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-    has_read: asyncio.Event = field(default_factory=asyncio.Event)
+    """It printed more than `limits.output_bytes`, and was killed."""
 
-    def wake_waiters(self) -> None:
-        self.changed.set()
-        self.has_read.set()
+    @property
+    def text(self) -> str:
+        """What it printed, the errors last."""
+        return (self.stdout + self.stderr).decode(errors="replace")
+
+
+class OutputPipe:
+    """What a command prints on one of its streams, kept up to a size."""
+
+    def __init__(self, max_bytes: int, excess: asyncio.Future[None]) -> None:
+        self._max_bytes, self._excess = max_bytes, excess
+        self._kept = io.BytesIO()
+        self._loop = asyncio.get_running_loop()
+        self._reading, writing = os.pipe()
+        self.writing = os.fdopen(writing, "wb")
+        os.set_blocking(self._reading, False)
+        self._loop.add_reader(self._reading, self._read_piece)
+
+    def read_rest(self) -> bytes:
+        """All that it printed, now that it has ended; others may go on writing."""
+        while self._read_piece():
+            pass
+        return self._kept.getvalue()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.remove_reader(self._reading)
+        os.close(self._reading)
+        self.writing.close()
+
+    def _read_piece(self) -> bool:
+        room = self._max_bytes - self._kept.tell()
+        try:
+            piece = os.read(self._reading, _PIECE_BYTES)
+        except BlockingIOError:
+            return False
+        self._kept.write(piece[:room])
+        is_excess = len(piece) > room
+        if is_excess and not self._excess.done():
+            self._excess.set_result(None)
+        if is_excess or not piece:
+            self._loop.remove_reader(self._reading)
+            return False
+        return True
 
 
 class CommandChannel:
-    """Frames to and from a command server, over one socket.
+    """Messages to and from a command server, over one socket.
 
-    The server's end is handed to a process, for whose first frame
-    `wait_for_hello` waits.
+    The server's end is handed to a process, for whose first message `wait_for_hello` waits.
     """
 
     def __init__(self) -> None:
-        self._socket, self.servers_end = socket.socketpair()
+        self._socket, self.servers_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.setblocking(False)
-        self._commands: dict[int, RunningCommand] = {}
+        self._ends: dict[int, asyncio.Future[int | None]] = {}
+        """Exit codes of commands; None once the channel is closed."""
         self._next = 1
-        self._turn = asyncio.Lock()
         self._reader: asyncio.Task[None] | None = None
         self.closed = asyncio.Event()
 
@@ -75,148 +108,141 @@ class CommandChannel:
             await readable.wait()
         finally:
             loop.remove_reader(self._socket)
-        data, descriptors, _, _ = socket.recv_fds(self._socket, FRAME_HEADER_STRUCT.size, 1)
+        message, descriptors, _, _ = socket.recv_fds(self._socket, MAX_MESSAGE_BYTES, 1)
         listener = socket.socket(fileno=descriptors[0]) if descriptors else None
-        if len(data) != FRAME_HEADER_STRUCT.size or FRAME_HEADER_STRUCT.unpack(data) != (
-            0,
-            HELLO_FRAME,
-            0,
-        ):
+        if message != READY_MESSAGE:
             if listener is not None:
                 listener.close()
             raise EOFError
-        self._reader = asyncio.create_task(self._read_frames_until_closed())
+        self._reader = asyncio.create_task(self._read_until_closed())
         return listener
 
     async def run(
-        self, request: dict[str, Any], stdin: bytes, max_stream_bytes: int, timeout_s: float
-    ) -> tuple[RunningCommand, bool]:
-        """A command that has ended, and whether that is because it took too long.
+        self,
+        request: dict[str, Any],
+        stdin: bytes,
+        max_stream_bytes: int,
+        timeout_s: float,
+        descriptors: Sequence[int] = (),
+    ) -> CommandResult:
+        """Run a command to its end, which comes at the latest when it takes too long.
+
+        `descriptors` are what it has from number 3 on.
 
         Raises:
             EOFError: The server is gone.
             TypeError: The request is no JSON.
         """
-        begin = json.dumps(request).encode()
-        number, command = self._next, RunningCommand(max_stream_bytes)
-        self._next += 1
-        self._commands[number] = command
-        feeding = asyncio.create_task(self._feed_command(number, command, begin, stdin))
+        content, excess = json.dumps(request).encode(), asyncio.Future[None]()
+        number, ended = self._await_answer()
+        timed_out = False
+        with contextlib.ExitStack() as opened:
+            opened.callback(self._ends.pop, number)
+            outputs = [opened.enter_context(OutputPipe(max_stream_bytes, excess)) for _ in "12"]
+            try:
+                async with asyncio.timeout(timeout_s):
+                    with _open_input(content) as asked, _open_input(stdin) as given:
+                        passed = [asked, given, *(one.writing for one in outputs)]
+                        numbers = [one.fileno() for one in passed]
+                        await self._send(f"begin {number}", [*numbers, *descriptors])
+                    for one in outputs:
+                        one.writing.close()
+                    await asyncio.wait((ended, excess), return_when=asyncio.FIRST_COMPLETED)
+                    if not ended.done():
+                        await self._send(f"kill {number}")
+                        await asyncio.wait((ended,))
+            except TimeoutError:
+                timed_out = True
+                await self._kill(number, ended)
+            except asyncio.CancelledError:
+                with contextlib.suppress(EOFError, TimeoutError):
+                    async with asyncio.timeout(KILL_COMMAND_TIMEOUT_S):
+                        await self._send(f"kill {number}")
+                raise
+            exit_code = _require_exit_code(ended)
+            stdout, stderr = (one.read_rest() for one in outputs)
+        return CommandResult(exit_code, stdout, stderr, timed_out, excess.done())
+
+    async def kill_all(self, timeout_s: float) -> None:
+        """Kill all that runs in the sandbox.
+
+        Raises:
+            EOFError: The server is gone, or something starts processes faster than that.
+        """
+        number, ended = self._await_answer()
         try:
             async with asyncio.timeout(timeout_s):
-                await self._wait_for_end(number, command)
-            return command, False
+                await self._send(f"end {number}")
+                await asyncio.wait((ended,))
         except TimeoutError:
-            await self._kill_command(number, command)
-            return command, True
-        except asyncio.CancelledError:
-            with contextlib.suppress(EOFError, TimeoutError):
-                async with asyncio.timeout(KILL_COMMAND_TIMEOUT_S):
-                    await self._send_frame(number, KILL_FRAME)
-            raise
+            raise EOFError from None
         finally:
-            del self._commands[number]
-            feeding.cancel()
+            del self._ends[number]
+        _require_exit_code(ended)
 
     async def close(self) -> None:
         """Let the server go: it ends, and its sandbox with it."""
         if self._reader is not None:
             self._reader.cancel()
             await asyncio.wait({self._reader})
-        self._wake_all_as_closed()
-        # A write that the server does not take ends first: the loop would go on watching its
-        # number, and fail whoever gets that next.
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        async with self._turn:
-            self._socket.close()
+        self._mark_closed()
+        self._socket.close()
         self.servers_end.close()
 
-    async def _wait_for_end(self, command_number: int, command: RunningCommand) -> None:
-        was_killed = False
-        while command.exit_code is None:
-            if self.closed.is_set():
-                raise EOFError
-            if command.is_cut_off and not was_killed:
-                was_killed = True
-                await self._send_frame(command_number, KILL_FRAME)
-            await command.changed.wait()
-            command.changed.clear()
+    def _await_answer(self) -> tuple[int, asyncio.Future[int | None]]:
+        number, self._next = self._next, self._next + 1
+        ended = self._ends[number] = asyncio.get_running_loop().create_future()
+        return number, ended
 
-    async def _kill_command(self, command_number: int, command: RunningCommand) -> None:
+    async def _kill(self, command_number: int, ended: asyncio.Future[int | None]) -> None:
         try:
             async with asyncio.timeout(KILL_COMMAND_TIMEOUT_S):
-                await self._send_frame(command_number, KILL_FRAME)
-                await self._wait_for_end(command_number, command)
+                await self._send(f"kill {command_number}")
+                await asyncio.wait((ended,))
         except TimeoutError:  # the server was stopped, by what it started
             raise EOFError from None
 
-    async def _feed_command(
-        self, command_number: int, command: RunningCommand, begin_json: bytes, stdin: bytes
-    ) -> None:
-        with contextlib.suppress(EOFError):
-            await self._send_frame(command_number, BEGIN_FRAME, begin_json)
-            rest = memoryview(stdin)
-            while rest:
-                piece, rest = rest[:CHUNK_BYTES], rest[CHUNK_BYTES:]
-                while (
-                    command.unread_input_bytes > MAX_UNREAD_INPUT_BYTES and not self.closed.is_set()
-                ):
-                    await command.has_read.wait()
-                    command.has_read.clear()
-                command.unread_input_bytes += len(piece)
-                await self._send_frame(command_number, INPUT_FRAME, bytes(piece))
-            await self._send_frame(command_number, INPUT_FRAME)
-
-    async def _send_frame(
-        self, command_number: int, frame_kind: bytes, content: bytes = b""
-    ) -> None:
-        frame = FRAME_HEADER_STRUCT.pack(command_number, frame_kind, len(content)) + content
-        # A frame that was begun is sent to its end, whoever is cancelled meanwhile.
-        if not await asyncio.shield(asyncio.ensure_future(self._write_frame(frame))):
-            raise EOFError
-
-    async def _write_frame(self, frame: bytes) -> bool:
-        async with self._turn:
+    async def _send(self, message: str, descriptors: Sequence[int] = ()) -> None:
+        while not self.closed.is_set():
             try:
-                await asyncio.get_running_loop().sock_sendall(self._socket, frame)
+                socket.send_fds(self._socket, [message.encode()], descriptors)
+                return
+            except BlockingIOError:  # the server is at work, or was stopped
+                await asyncio.sleep(_SEND_PAUSE_S)
             except OSError:
-                return False
-        return True
+                break
+        raise EOFError
 
-    async def _read_frames_until_closed(self) -> None:
-        loop, received = asyncio.get_running_loop(), bytearray()
-        with contextlib.suppress(OSError, struct.error, ValueError):
-            while piece := await loop.sock_recv(self._socket, 4 * CHUNK_BYTES):
-                received += piece
-                while len(received) >= FRAME_HEADER_STRUCT.size:
-                    number, kind, size = FRAME_HEADER_STRUCT.unpack_from(received)
-                    if size > CHUNK_BYTES:
-                        raise ValueError("a frame is too long")
-                    if len(received) < FRAME_HEADER_STRUCT.size + size:
-                        break
-                    content = bytes(
-                        received[FRAME_HEADER_STRUCT.size : FRAME_HEADER_STRUCT.size + size]
-                    )
-                    del received[: FRAME_HEADER_STRUCT.size + size]
-                    if command := self._commands.get(number):
-                        self._apply_frame(command, kind, content)
-        self._wake_all_as_closed()
+    async def _read_until_closed(self) -> None:
+        loop = asyncio.get_running_loop()
+        with contextlib.suppress(OSError, ValueError):
+            while message := await loop.sock_recv(self._socket, MAX_MESSAGE_BYTES):
+                number, exit_code = map(int, message.split())
+                if (ended := self._ends.get(number)) is not None and not ended.done():
+                    ended.set_result(exit_code)
+        self._mark_closed()
 
-    def _wake_all_as_closed(self) -> None:
+    def _mark_closed(self) -> None:
         self.closed.set()
-        for command in self._commands.values():
-            command.wake_waiters()
+        for ended in self._ends.values():
+            if not ended.done():
+                ended.set_result(None)
 
-    @staticmethod
-    def _apply_frame(command: RunningCommand, frame_kind: bytes, content: bytes) -> None:
-        if frame_kind in (STDOUT_FRAME, STDERR_FRAME):
-            kept = command.stdout if frame_kind == STDOUT_FRAME else command.stderr
-            room = command.max_stream_bytes - kept.tell()
-            kept.write(content[:room])
-            command.is_cut_off |= len(content) > room
-        elif frame_kind == INPUT_TAKEN_FRAME:
-            command.unread_input_bytes -= struct.unpack("!I", content)[0]
-        elif frame_kind == EXIT_CODE_FRAME:
-            command.exit_code = int(content)
-        command.wake_waiters()
+
+def _open_input(content: bytes) -> IO[bytes]:
+    """A file with the content, which takes no other."""
+    if not content:
+        return Path(os.devnull).open("rb")
+    file = os.fdopen(os.memfd_create("input", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), "w+b")
+    file.write(content)
+    file.seek(0)
+    seals = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
+    fcntl.fcntl(file, fcntl.F_ADD_SEALS, seals)
+    return file
+
+
+def _require_exit_code(ended: asyncio.Future[int | None]) -> int:
+    exit_code = ended.result()
+    if exit_code is None:
+        raise EOFError
+    return exit_code

@@ -7,19 +7,18 @@ import shlex
 import signal
 import socket
 import subprocess
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
 from areal_hpc.errors import ClusterError, SandboxLostError
 from areal_hpc.jobs.processes.descendants import (
     kill_and_reap_process,
     list_descendants,
-    sum_memfd_bytes,
 )
-from areal_hpc.sandbox.channel import CommandChannel, RunningCommand
+from areal_hpc.sandbox.channel import CommandChannel, CommandResult
 from areal_hpc.sandbox.memory import measure_memory_bytes
 from areal_hpc.sandbox.session_forwarder import SessionForwarder
 from areal_hpc.sandbox.spec import SESSION_PORT, SandboxLimits
@@ -41,29 +40,11 @@ _UMASK = 0o022
 
 
 @dataclass(frozen=True, slots=True)
-class CommandResult:
-    """How a command ended, and what it printed."""
-
-    exit_code: int
-    """0 is success; 127: there is no such program; 128 + n: ended by signal n."""
-    stdout: bytes
-    stderr: bytes
-    timed_out: bool = False
-    is_cut_off: bool = False
-    """It printed more than `limits.output_bytes`, and was killed."""
-
-    @property
-    def text(self) -> str:
-        """What it printed, the errors last."""
-        return (self.stdout + self.stderr).decode(errors="replace")
-
-
-@dataclass(frozen=True, slots=True)
 class SandboxStartPlan:
     """How a runtime starts the process that a sandbox lives in."""
 
     command: Sequence[str]
-    """Standard input and output are those of the command server."""
+    """Its standard input is the channel of the command server."""
     command_folder: str
     """Working directory of commands."""
     limits: SandboxLimits
@@ -76,8 +57,6 @@ class SandboxStartPlan:
     """Of the process itself; None: hardly any."""
     on_stop: Callable[[], None] | None = None
     """Removes what the process leaves."""
-    counts_memfd_memory: bool = False
-    """Its memory lies in files of a kernel of its own, of which processes map a part at a time."""
 
 
 class Sandbox:
@@ -182,11 +161,12 @@ class Sandbox:
         timeout_s: float = 60.0,
         folder: str = "",
         variables: Mapping[str, str] | None = None,
+        descriptors: Sequence[int] = (),
     ) -> CommandResult:
         """Run a command to its end; text is one for the shell.
 
         It is killed with all of its session when it takes too long or prints too much. What it
-        left in the background goes on.
+        left in the background goes on. `descriptors` are what it has from number 3 on.
 
         Raises:
             SandboxLostError: The sandbox is gone.
@@ -199,16 +179,8 @@ class Sandbox:
             "variables": self._variables | dict(variables or {}),
         }
         content = stdin.encode() if isinstance(stdin, str) else stdin
-        ended, timed_out = await self._run(
-            request, content, self._plan.limits.output_bytes, timeout_s
-        )
-        assert ended.exit_code is not None
-        return CommandResult(
-            ended.exit_code,
-            ended.stdout.getvalue(),
-            ended.stderr.getvalue(),
-            timed_out,
-            ended.is_cut_off,
+        return await self._run(
+            request, content, self._plan.limits.output_bytes, timeout_s, descriptors
         )
 
     async def put(self, path: str, content: bytes | str, mode: int = 0o644) -> None:
@@ -250,7 +222,10 @@ class Sandbox:
         Raises:
             SandboxLostError: The sandbox is gone: something started processes faster than that.
         """
-        await self._run({"operation": "end"}, b"", 0, KILL_ALL_TIMEOUT_S)
+        try:
+            await self._channel.kill_all(KILL_ALL_TIMEOUT_S)
+        except EOFError:
+            await self._raise_as_lost("all of it was killed")
 
     async def snapshot(self) -> bytes:
         """All that was written or removed since the start, as a layer of an OCI image (a tar).
@@ -325,34 +300,40 @@ class Sandbox:
     async def _run_file_operation(
         self, request: dict[str, Any], data: bytes, max_bytes: int = 1 << 16
     ) -> bytes:
-        ended, timed_out = await self._run(request, data, max_bytes, FILE_TIMEOUT_S)
+        ended = await self._run(request, data, max_bytes, FILE_TIMEOUT_S)
         operation = f"{request['operation']} {request.get('path', '')}"
-        if timed_out:
+        if ended.timed_out:
             raise TimeoutError(f"{operation}: not done within {FILE_TIMEOUT_S:g} s")
         if ended.is_cut_off or ended.exit_code != 0:
-            said = (
-                ended.stderr.getvalue().decode(errors="replace").strip().removeprefix("sandbox: ")
-            )
+            said = ended.stderr.decode(errors="replace").strip().removeprefix("sandbox: ")
             why = f"it is longer than {max_bytes} bytes" if ended.is_cut_off else said
             raise OSError(f"{operation}: {why}")
-        return ended.stdout.getvalue()
+        return ended.stdout
 
     async def _run(
-        self, request: dict[str, Any], data: bytes, max_bytes: int, timeout_s: float
-    ) -> tuple[RunningCommand, bool]:
+        self,
+        request: dict[str, Any],
+        data: bytes,
+        max_bytes: int,
+        timeout_s: float,
+        descriptors: Sequence[int] = (),
+    ) -> CommandResult:
         self._active.set()
         self._running += 1
         try:
-            return await self._channel.run(request, data, max_bytes, timeout_s)
+            return await self._channel.run(request, data, max_bytes, timeout_s, descriptors)
         except EOFError:
-            why = self._why_lost or "what ran in it ended it"
             shown = shlex.join(request.get("command", [request["operation"]]))[:200]
-            await self.stop()
-            raise SandboxLostError(
-                f"the sandbox is gone ({why}) while it ran: {shown}", kind="SandboxLost"
-            ) from None
+            await self._raise_as_lost(f"it ran: {shown}")
         finally:
             self._running -= 1
+
+    async def _raise_as_lost(self, what_happened: str) -> NoReturn:
+        why = self._why_lost or "what ran in it ended it"
+        await self.stop()
+        raise SandboxLostError(
+            f"the sandbox is gone ({why}) while {what_happened}", kind="SandboxLost"
+        ) from None
 
     async def _kill_when_over_limits(self) -> None:
         """End the sandbox when it uses too much, beside what it took when nothing had run in it.
@@ -360,23 +341,18 @@ class Sandbox:
         It rests while nothing runs.
         """
         limits, own = self._plan.limits, list_descendants(self.pid)
-        at_rest, own_bytes = len(own), self._measure_memory_bytes(own)
+        at_rest, own_bytes = len(own), measure_memory_bytes(own, limits.memory_bytes)
         while True:
             await self._active.wait()
             processes = list_descendants(self.pid)
-            if self._measure_memory_bytes(processes) > limits.memory_bytes + own_bytes:
+            held = measure_memory_bytes(processes, limits.memory_bytes)
+            if held > limits.memory_bytes + own_bytes:
                 self._end_as_lost(f"it used more than {limits.memory_bytes >> 20} MiB of memory")
             if len(processes) > limits.processes + at_rest:
                 self._end_as_lost(f"it had more than {limits.processes} processes")
             if self._running == 0 and len(processes) <= at_rest:
                 self._active.clear()
             await asyncio.sleep(WATCH_PERIOD_S)
-
-    def _measure_memory_bytes(self, processes: Iterable[int]) -> int:
-        held = measure_memory_bytes(processes, self._plan.limits.memory_bytes)
-        if not self._plan.counts_memfd_memory:
-            return held
-        return max(held, sum_memfd_bytes(processes))
 
     def _end_as_lost(self, reason: str) -> None:
         self._why_lost = self._why_lost or reason
@@ -408,7 +384,7 @@ def _start_process(plan: SandboxStartPlan, channel: socket.socket) -> subprocess
     return subprocess.Popen(
         list(plan.command),
         stdin=channel.fileno(),
-        stdout=channel.fileno(),
+        stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         cwd="/",
         env=dict(plan.process_environ or {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}),

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.sandbox.runtimes.choice import find_installed_runtimes, make_runtime
+from areal_hpc.sandbox.runtimes.choice import find_installed_runtimes
 from tests.support import attacks_table
 from tests.support.attacks import tool
 from tests.support.attacks.agent import SANDBOX, SECRET_WORDS
@@ -45,14 +45,8 @@ def list_overrides(isolation: str, run_dir: Path, fileroot: Path) -> Iterator[st
     home = fileroot / "home"
     home.mkdir(parents=True)
     steps = math.ceil(len(tool.ATTACKS) / GROUPS)
-    holds_session = "session-only" in make_runtime(isolation).networks
-    sandbox = {**SANDBOX, "network": "session-only" if holds_session else "none"}
-    kwargs = {
-        "note": str(note_of(fileroot)),
-        "run_dir": str(run_dir),
-        "home": str(home),
-        "isolation": isolation,
-    }
+    sandbox = {**SANDBOX, "network": "session-only"}
+    kwargs = {"note": str(note_of(fileroot)), "run_dir": str(run_dir), "home": str(home)}
     yield "sft.total_steps=2"
     yield f"trainer.total_steps={steps}"
     yield f"evaluation.every_steps={steps}"

@@ -54,7 +54,7 @@ class Scene(agent.Hostile):
     def __init__(self, place: Path, patch: pytest.MonkeyPatch) -> None:
         self.place, self.patch = place, patch
         self.run_dir, home = place / "run", place / "home"
-        super().__init__(str(place / "note.jsonl"), str(self.run_dir), str(home), "bwrap")
+        super().__init__(str(place / "note.jsonl"), str(self.run_dir), str(home))
         self.common = place / "common"
         self.limits = SandboxLimits(
             MEMORY_MIB << 20, agent.PROCESSES, agent.DISK_MIB << 20, agent.FILES, 1 << 16

@@ -25,7 +25,6 @@ MAX_RETRIED = 5
 PROGRESS_EVERY_S = 30.0
 PROGRAMS = {
     "podman": "sandboxes on podman",
-    "runsc": "sandboxes on gVisor",
     "apptainer": "sandboxes on Apptainer (a stand-in takes its place)",
     "zsh": "completion in zsh",
     "fish": "completion in fish",

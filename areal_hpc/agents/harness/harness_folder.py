@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from areal_hpc.errors import AgentError, RecipeError
-from areal_hpc.sandbox.sandbox import CommandResult, Sandbox
+from areal_hpc.sandbox.channel import CommandResult
+from areal_hpc.sandbox.sandbox import Sandbox
 from areal_hpc.sandbox.unpacked_tree import UnpackedTree
 
 log = logging.getLogger(__name__)

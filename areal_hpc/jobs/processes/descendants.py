@@ -4,13 +4,11 @@ import contextlib
 import ctypes
 import os
 import signal
-from collections.abc import Iterable, Set
+from collections.abc import Set
 from pathlib import Path
 
 _PR_SET_CHILD_SUBREAPER = 36
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-_BLOCK_BYTES = 512
-"""Of which `st_blocks` counts."""
 _spared_pids: set[int] = set()
 
 
@@ -46,22 +44,6 @@ def read_resident_bytes(pid: int) -> int:
         return int(Path(f"/proc/{pid}/statm").read_bytes().split()[1]) * _PAGE_BYTES
     except (OSError, IndexError):
         return 0
-
-
-def sum_memfd_bytes(pids: Iterable[int]) -> int:
-    """What the files without a name that processes made in memory (memfd) hold, each once.
-
-    Their pages count whether a process has them mapped now or not.
-    """
-    bytes_by_inode: dict[int, int] = {}
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            for entry in Path(f"/proc/{pid}/fd").iterdir():
-                with contextlib.suppress(OSError):
-                    if str(entry.readlink()).startswith("/memfd:"):
-                        status = entry.stat()
-                        bytes_by_inode[status.st_ino] = status.st_blocks * _BLOCK_BYTES
-    return sum(bytes_by_inode.values())
 
 
 def spare_from_kill(pid: int) -> None:

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from areal_hpc.recipe.base import BaseConfig
 
-AgentIsolation = Literal["bwrap", "podman", "gvisor", "apptainer", "enroot", "none"]
+AgentIsolation = Literal["bwrap", "podman", "apptainer", "enroot", "none"]
 """Names of runtimes."""
 
 
@@ -16,7 +16,7 @@ class SandboxConfig(BaseConfig):
     root: str = ""
     """Folder, tar or OCI archive of a root file system, on every node; empty: the node's own."""
     readonly_folders: tuple[Annotated[str, Field(pattern="^/")], ...] = ()
-    """More folders of the node that all but gvisor show, read-only, at their own places."""
+    """More folders of the node that are shown, read-only, at their own places."""
     network: Literal["none", "session-only", "open"] = "none"
     """What commands reach: nothing; the model's endpoint alone; all that the node reaches."""
     memory_bytes: Annotated[int, Field(ge=64 << 20)] = 2 << 30

@@ -1,7 +1,7 @@
 """Sandboxes of agents: one for each episode, as the recipe describes them."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -175,7 +175,13 @@ def build_sandbox_spec(config: SandboxConfig, runtime: Runtime) -> SandboxSpec:
             key="rollout.agent.sandbox.root",
             hint="put its folder, a tar of it or an image there, on every node",
         )
-    _check_readonly_folders(config.readonly_folders, runtime)
+    missing = [folder for folder in config.readonly_folders if not Path(folder).is_dir()]
+    if missing:
+        raise RecipeError(
+            f"there is no folder {', '.join(missing)}",
+            key="rollout.agent.sandbox.readonly_folders",
+            hint="put it there, on every node",
+        )
     limits = SandboxLimits(config.memory_bytes, config.processes, config.disk_bytes, config.files)
     root = Path(config.root).resolve() if config.root else None
     image = read_image(root) if root is not None and root.is_file() else None
@@ -186,21 +192,6 @@ def build_sandbox_spec(config: SandboxConfig, runtime: Runtime) -> SandboxSpec:
         variables={} if image is None else image.variables,
         readonly_folders=config.readonly_folders,
     )
-
-
-def _check_readonly_folders(folders: Sequence[str], runtime: Runtime) -> None:
-    key = "rollout.agent.sandbox.readonly_folders"
-    if folders and runtime.name == "gvisor":
-        raise RecipeError(
-            "gvisor shows the programs of the node, and no other folders",
-            key=key,
-            hint="use rollout.agent.isolation=bwrap",
-        )
-    missing = [folder for folder in folders if not Path(folder).is_dir()]
-    if missing:
-        raise RecipeError(
-            f"there is no folder {', '.join(missing)}", key=key, hint="put it there, on every node"
-        )
 
 
 async def start_and_stop_sandbox(execution_config: AgentExecutionConfig) -> None:

@@ -7,14 +7,12 @@ from areal_hpc.sandbox.runtime import Runtime
 from areal_hpc.sandbox.runtimes.apptainer import ApptainerRuntime, find_apptainer
 from areal_hpc.sandbox.runtimes.bwrap import BwrapRuntime
 from areal_hpc.sandbox.runtimes.enroot import EnrootRuntime, find_enroot
-from areal_hpc.sandbox.runtimes.gvisor import GvisorRuntime, find_runsc
 from areal_hpc.sandbox.runtimes.host import HostRuntime
 from areal_hpc.sandbox.runtimes.podman import PodmanRuntime, find_podman_with_crun
 
 _RUNTIMES: dict[str, Callable[[], Runtime]] = {
     "bwrap": BwrapRuntime,
     "podman": PodmanRuntime,
-    "gvisor": GvisorRuntime,
     "apptainer": ApptainerRuntime,
     "enroot": EnrootRuntime,
     "none": HostRuntime,
@@ -29,7 +27,6 @@ def find_installed_runtimes() -> list[str]:
     found = {
         "bwrap": find_bubblewrap() is not None,
         "podman": find_podman_with_crun() is not None,
-        "gvisor": find_runsc() is not None,
         "apptainer": find_apptainer() is not None,
         "enroot": find_enroot() is not None,
         "none": True,

@@ -37,9 +37,6 @@ ISOLATING = [name for name in NAMES if name != "none"]
 SMALL = SandboxLimits(
     memory_bytes=256 << 20, processes=40, disk_bytes=8 << 20, files=300, output_bytes=1 << 16
 )
-NAMESPACED = [name for name in ISOLATING if name != "gvisor"]
-"""Those that have this machine's kernel enforce limits, in namespaces."""
-WITH_SESSION = [name for name in ISOLATING if "session-only" in make_runtime(name).networks]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -62,11 +59,6 @@ def runtime(request: pytest.FixtureRequest) -> Runtime:
 
 @pytest.fixture(params=ISOLATING)
 def isolating(request: pytest.FixtureRequest) -> Runtime:
-    return make_runtime(request.param)
-
-
-@pytest.fixture(params=NAMESPACED)
-def namespaced(request: pytest.FixtureRequest) -> Runtime:
     return make_runtime(request.param)
 
 
@@ -363,7 +355,7 @@ def test_a_network_reaches_its_session_and_nothing_else(network: Network) -> Non
             for host in ("127.0.0.1", "10.0.0.1", "169.254.169.254", "192.0.2.1"):
                 assert (await call(sandbox, host, port)).endswith("Error")
 
-        for name in WITH_SESSION if network == "session-only" else ISOLATING:
+        for name in ISOLATING:
             play(make_runtime(name), scene, network=network)
 
 
@@ -396,16 +388,16 @@ def test_memory_of_one_process_counts_whoever_has_it_mapped(isolating: Runtime) 
     play(isolating, scene)
 
 
-def test_memory_of_one_process_is_refused_to_it(namespaced: Runtime) -> None:
+def test_memory_of_one_process_is_refused_to_it(isolating: Runtime) -> None:
     async def scene(sandbox: Sandbox) -> None:
         refused = await sandbox.exec(["python3", "-c", "bytearray(1 << 30)"])
         assert "MemoryError" in refused.text
         assert (await sandbox.exec("echo on")).stdout == b"on\n"
 
-    play(namespaced, scene)
+    play(isolating, scene)
 
 
-def test_disk_and_number_of_files_are_limited_in_total(namespaced: Runtime) -> None:
+def test_disk_and_number_of_files_are_limited_in_total(isolating: Runtime) -> None:
     async def scene(sandbox: Sandbox) -> None:
         full = await sandbox.exec("head -c 6M /dev/zero > /tmp/a; head -c 6M /dev/zero > b")
         assert "No space left on device" in full.text
@@ -414,7 +406,7 @@ def test_disk_and_number_of_files_are_limited_in_total(namespaced: Runtime) -> N
         assert crowded.exit_code != 0
         assert "No space left on device" in crowded.text
 
-    play(namespaced, scene)
+    play(isolating, scene)
 
 
 def test_processes_are_limited_and_those_of_others_go_on(isolating: Runtime) -> None:
@@ -436,25 +428,21 @@ def test_who_ends_or_stops_the_server_loses_the_sandbox_alone(
 
     async def scene(sandbox: Sandbox) -> None:
         attack = f"kill -{sign} 1; sleep 30"
-        if isolating.name != "gvisor":  # the first process of a namespace takes no such signal
-            assert (await sandbox.exec(attack, timeout_s=1)).timed_out
-            assert (await sandbox.exec("echo on")).stdout == b"on\n"
-            return
-        with pytest.raises(SandboxLostError):
-            await sandbox.exec(attack, timeout_s=1)
+        assert (await sandbox.exec(attack, timeout_s=1)).timed_out
+        assert (await sandbox.exec("echo on")).stdout == b"on\n"
 
     play(isolating, scene)
 
 
 @pytest.mark.parametrize("sign", ["HUP", "INT", "TERM", "USR1"])
-def test_a_command_does_not_end_the_server_by_a_signal(sign: str, namespaced: Runtime) -> None:
+def test_a_command_does_not_end_the_server_by_a_signal(sign: str, isolating: Runtime) -> None:
     async def scene(sandbox: Sandbox) -> None:
         await sandbox.exec(f"kill -{sign} 1; sleep 0.1")
         assert (await sandbox.exec("echo on")).stdout == b"on\n"
         interrupted = await sandbox.exec("kill -INT $$; echo not interrupted")
         assert interrupted.exit_code == 128 + signal.SIGINT
 
-    play(namespaced, scene)
+    play(isolating, scene)
 
 
 WRITES = """
@@ -475,16 +463,15 @@ for pid in filter(str.isdecimal, os.listdir("/proc")):
 """
 
 
-def test_no_process_with_the_channel_can_be_written_to(namespaced: Runtime) -> None:
-    # Not so under gVisor, which opens descriptors of processes of the same user: docs/security.md.
+def test_no_process_with_the_channel_can_be_written_to(isolating: Runtime) -> None:
     async def scene(sandbox: Sandbox) -> None:
         found = await sandbox.exec(["python3", "-c", WRITES])
         assert (found.exit_code, found.stdout) == (0, b""), found.text
 
-    play(namespaced, scene)
+    play(isolating, scene)
 
 
-def test_memory_that_no_limit_counts_is_refused(namespaced: Runtime) -> None:
+def test_memory_that_no_limit_counts_is_refused(isolating: Runtime) -> None:
     program = """
 import ctypes, os
 libc = ctypes.CDLL(None, use_errno=True)
@@ -500,7 +487,7 @@ except OSError as error:
         found = await sandbox.exec(["python3", "-c", program])
         assert found.stdout == b"-1 -1 -1\n-1\n1\n", found.text
 
-    play(namespaced, scene)
+    play(isolating, scene)
 
 
 HIDDEN_MEMORY = {
@@ -523,12 +510,12 @@ HIDDEN_MEMORY = {
 
 
 @pytest.mark.parametrize("how", HIDDEN_MEMORY)
-def test_memory_that_is_no_process_s_counts(how: str, namespaced: Runtime) -> None:
+def test_memory_that_is_no_process_s_counts(how: str, isolating: Runtime) -> None:
     async def scene(sandbox: Sandbox) -> None:
         with pytest.raises(SandboxLostError, match="MiB of memory"):
             await sandbox.exec(["python3", "-c", HIDDEN_MEMORY[how]])
 
-    play(namespaced, scene)
+    play(isolating, scene)
 
 
 TAKES_OF_THE_USER = """
@@ -547,7 +534,7 @@ print(held)
 """
 
 
-def test_what_a_user_has_few_of_is_not_used_up(namespaced: Runtime) -> None:
+def test_what_a_user_has_few_of_is_not_used_up(isolating: Runtime) -> None:
     """Watches of files, pending signals, terminals: the user's other programs find theirs."""
 
     async def scene(sandbox: Sandbox) -> None:
@@ -555,10 +542,10 @@ def test_what_a_user_has_few_of_is_not_used_up(namespaced: Runtime) -> None:
         watches, signals, terminals = map(int, found.stdout.split())
         assert 0 < watches <= 64, found.text
         assert signals == 4096
-        if namespaced.name == "bwrap":
+        if isolating.name == "bwrap":
             assert 0 < terminals <= 64
 
-    play(namespaced, scene)
+    play(isolating, scene)
 
 
 def test_a_request_that_is_no_json_is_its_callers_error(runtime: Runtime) -> None:
@@ -634,10 +621,12 @@ def is_alive(pid: int) -> bool:
 
 def test_no_rights_can_be_gained(isolating: Runtime) -> None:
     async def scene(sandbox: Sandbox) -> None:
-        attempts = ["mount -t tmpfs none /tmp", "su -c true", "chroot / true"]
-        if isolating.name != "gvisor":  # namespaces of its own kernel are none of this machine's
-            attempts.append("unshare -Ur true")
-        for attempt in attempts:
+        for attempt in (
+            "mount -t tmpfs none /tmp",
+            "su -c true",
+            "chroot / true",
+            "unshare -Ur true",
+        ):
             assert (await sandbox.exec(attempt, timeout_s=10)).exit_code != 0, attempt
         status = (await sandbox.exec("grep -E 'CapEff|CapPrm' /proc/self/status")).text
         assert set(status.split()[1::2]) == {"0" * 16}
@@ -659,8 +648,8 @@ asyncio.run(main())
 
 @pytest.mark.parametrize("mapped", [("--map-user=1234", "--map-group=1234"), ("--map-root-user",)])
 def test_an_ordinary_user_may_have_one_and_so_may_root_of_a_container(
-    mapped: tuple[str, ...], namespaced: Runtime
+    mapped: tuple[str, ...], isolating: Runtime
 ) -> None:
-    command = ["unshare", "--user", *mapped, sys.executable, "-c", AS_USER, namespaced.name]
+    command = ["unshare", "--user", *mapped, sys.executable, "-c", AS_USER, isolating.name]
     told = subprocess.run(command, capture_output=True, text=True, check=False, cwd=CHECKOUT)
     assert told.stdout == repr(b"65534\ntext\n") + "\n", told.stderr

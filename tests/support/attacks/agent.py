@@ -17,8 +17,9 @@ from typing import Any
 
 from areal_hpc.errors import SandboxLostError
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.sandbox.channel import CommandResult
 from areal_hpc.sandbox.runtimes.guest import GUEST_VARIABLES
-from areal_hpc.sandbox.sandbox import CommandResult, Sandbox
+from areal_hpc.sandbox.sandbox import Sandbox
 from slurm.devcluster.paths import DevclusterPaths
 from tests.support.attacks import tool
 from tests.support.deadlines import scaled
@@ -31,8 +32,7 @@ KEPT = "areal-kept"
 """A file that lies in each folder of the machine that is attacked, and stays as it is."""
 DAEMON_GONE_AFTER_S = scaled(4.0)
 COMMAND_TIMEOUT_S = 600.0
-"""In gVisor a Python takes long to start where many other processes are at work; a grammar that
-costs too much is refused once that has been tried."""
+"""A grammar that costs too much is refused once that has been tried."""
 OUTLASTED_TIMEOUT_S = 20.0
 MEMORY_MIB, DISK_MIB, FILES, PROCESSES = 512, 32, 3000, 40
 SANDBOX = {
@@ -58,9 +58,8 @@ def tasks(size: int, seed: int, terms: int) -> Iterator[dict[str, Any]]:
 class Hostile:
     """Plays attacks; what came of each is a line of `note`."""
 
-    def __init__(self, note: str, run_dir: str, home: str, isolation: str) -> None:
+    def __init__(self, note: str, run_dir: str, home: str) -> None:
         self._note, self._paths, self._home = Path(note), RunPaths(Path(run_dir)), Path(home)
-        self._isolation = isolation
         self._listeners: list[socket.socket] = []
 
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
@@ -191,7 +190,6 @@ class Hostile:
             "memory_mib": MEMORY_MIB,
             "disk_mib": DISK_MIB,
             "files": FILES,
-            "own_kernel": self._isolation == "gvisor",
         }
 
     def _listen(self) -> int:

@@ -349,10 +349,7 @@ def make_many_files(facts: dict[str, Any]) -> None:
             for number in range(1000):
                 open(f"d{folder}/{number}", "w").close()
                 count += 1
-        if facts["own_kernel"]:
-            held(f"{count} files, which count as memory")
-        else:
-            broke(f"{count} files")
+        broke(f"{count} files")
     except OSError as error:
         held(f"{error.strerror} after {count} files")
 
@@ -369,7 +366,7 @@ def make_sparse_file(facts: dict[str, Any]) -> None:
             os.link("one", f"link-{count}")
     except OSError as error:
         why = str(error.strerror)
-    if not why and not facts["own_kernel"]:
+    if not why:
         broke(f"{count} links")
     held(f"a sparse TiB takes nothing; links: {why or f'{count} made, no data'}")
 
@@ -420,8 +417,7 @@ def write_into_channel(facts: dict[str, Any]) -> None:
                 continue
             with contextlib.suppress(OSError):
                 os.close(os.open(f"/proc/{pid}/mem", os.O_RDWR))
-                if not facts["own_kernel"]:
-                    broke(f"may write the memory of {pid}, which holds the channel")
+                broke(f"may write the memory of {pid}, which holds the channel")
             with contextlib.suppress(OSError):
                 for number in os.listdir(f"/proc/{pid}/fd"):
                     with contextlib.suppress(OSError):
@@ -524,16 +520,16 @@ def call_system(facts: dict[str, Any]) -> None:
     for name, (number, *arguments) in SYSTEM_CALLS.get(os.uname().machine, {}).items():
         if LIBC.syscall(number, *map(ctypes.c_long, arguments)) >= 0:
             done.append(name)
-    if "NoNewPrivs:\t1" not in read("/proc/self/status").decode() and not facts["own_kernel"]:
+    if "NoNewPrivs:\t1" not in read("/proc/self/status").decode():
         broke("it may gain rights by setuid programs")
     for words in (["su", "root", "-c", "id"], ["sudo", "-n", "id"], ["newgrp", "root"]):
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
             told = subprocess.run(words, capture_output=True, timeout=5, stdin=subprocess.DEVNULL)
             if b"uid=0" in told.stdout:
                 broke(f"{words[0]} gave root")
-    if done and not facts["own_kernel"]:
+    if done:
         broke(f"allowed: {' '.join(done)}")
-    held(f"its own kernel answers {', '.join(done)}" if done else "refused, each of them")
+    held("refused, each of them")
 
 
 @attack("27 planted files")
