@@ -27,6 +27,7 @@ from areal_hpc.rundir.jobs import STOPPED_EXIT_CODE
 from areal_hpc.rundir.jsonl import JsonMetricRow
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.quarantine import read_quarantine
+from areal_hpc.rundir.service_client import ServiceClient
 from areal_hpc.rundir.telemetry.events import EventLog
 from areal_hpc.rundir.telemetry.process_metrics import build_samples, register_sample_reader
 from areal_hpc.rundir.telemetry.spans import record_state_entry
@@ -35,8 +36,7 @@ from areal_hpc.trainer.config import STOP_MARGIN_S, TrainerJobConfig
 from areal_hpc.trainer.learner import Learner
 from areal_hpc.trainer.loop.alert_reporter import AlertReporter
 from areal_hpc.trainer.loop.async_evaluation import AsyncEvaluationTracker
-from areal_hpc.trainer.loop.ledger_client import LedgerClient
-from areal_hpc.trainer.loop.ledger_source import LedgerSource
+from areal_hpc.trainer.loop.live_run import LiveRun
 from areal_hpc.trainer.loop.loop import Coordinator, run_loop
 from areal_hpc.trainer.loop.step_record import StepRecord
 from areal_hpc.trainer.loop.weight_senders import WeightSenders, agree_on_senders
@@ -98,7 +98,8 @@ def _run_training(
         paths.finished_marker.touch()
         fsync_path(paths.finished_marker)
         fsync_path(paths.finished_marker.parent)
-        coordinator.source.report_run_finished()
+        assert coordinator.live_run is not None
+        coordinator.live_run.report_run_finished()
     if coordinator:
         coordinator.close()
     if senders:
@@ -129,13 +130,9 @@ def _open_generation_and_make_coordinator(
         metrics, version, metrics.reopened or learner.reopened_row, alerts.report_new_alerts
     )
     service_key = rendezvous.read_service_key(paths.service_key)
-    ledger = LedgerClient(
-        paths.rendezvous_dir, service_key, version.generation, lambda: stop.requested
-    )
     evaluation = (
         AsyncEvaluationTracker(job.schedule, metrics.judged_step) if job.evaluation_cell else None
     )
-    ledger.open_generation(version.step, -1 if evaluation else version.step)
     publisher = Publisher(
         job.weights,
         paths.rendezvous_dir,
@@ -146,10 +143,10 @@ def _open_generation_and_make_coordinator(
         paths.published_weights_dir,
         evaluation_cell=job.evaluation_cell,
     )
-    source = LedgerSource(
+    live_run = LiveRun(
         job.schedule,
         record,
-        ledger=ledger,
+        ledger=ServiceClient(paths.rendezvous_dir, rendezvous.LEDGER_SERVICE, service_key),
         publisher=publisher,
         senders=_build_senders(learner, ranks, lambda: publisher.transport),
         events=events,
@@ -159,14 +156,16 @@ def _open_generation_and_make_coordinator(
         idle_timeout_s=job.idle_timeout_s if get_job_start_number() else math.inf,
         async_evaluation=evaluation,
     )
+    live_run.open_generation()
     return Coordinator(
         job.schedule,
         record,
-        source,
+        live_run.poll_next_batch,
         stop,
-        check_generation,
-        partial(read_quarantine, paths),
-        partial(is_cancelled_without_checkpoint, paths.cancelled_marker),
+        live_run,
+        check_generation=check_generation,
+        read_quarantine=partial(read_quarantine, paths),
+        must_end_unsaved=partial(is_cancelled_without_checkpoint, paths.cancelled_marker),
     )
 
 

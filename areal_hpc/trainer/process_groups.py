@@ -46,7 +46,7 @@ from areal_hpc.trainer.private_apis.megatron_replacing_packages import (
     raise_if_megatron_replacement_installed,
 )
 from areal_hpc.trainer.private_apis.torch_private import get_default_store
-from areal_hpc.trainer.rank_progress import RankProgress, watch_ranks
+from areal_hpc.trainer.rank_progress import RankProgress
 
 JobT = TypeVar("JobT", bound=RankJobConfig)
 
@@ -162,14 +162,12 @@ def _watch_for_hanging_ranks(paths: RunPaths) -> AbstractContextManager[None]:
     if dist.get_world_size() == 1:
         return nullcontext()
     events = EventLog(paths.events, "trainer")
-    return watch_ranks(
-        RankProgress(
-            get_default_store(),
-            dist.get_rank(),
-            dist.get_world_size(),
-            lambda line: events.record(RANKS_HANG_EVENT, ranks=line),
-        )
-    )
+    return RankProgress(
+        get_default_store(),
+        dist.get_rank(),
+        dist.get_world_size(),
+        lambda line: events.record(RANKS_HANG_EVENT, ranks=line),
+    ).watch()
 
 
 def destroy_process_groups() -> None:

@@ -19,11 +19,10 @@ from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.quarantine import read_quarantine
 from areal_hpc.trainer.config import ReplayJobConfig
 from areal_hpc.trainer.learner import Learner
-from areal_hpc.trainer.loop.loop import BatchSource, Coordinator, run_loop
+from areal_hpc.trainer.loop.loop import Coordinator, run_loop
 from areal_hpc.trainer.loop.schedule import Schedule
 from areal_hpc.trainer.loop.step_record import StepRecord
 from areal_hpc.trainer.process_groups import run_rank
-from areal_hpc.wire.ledger import BatchManifest
 from areal_hpc.wire.weight_version import GenerationFork
 
 
@@ -55,17 +54,6 @@ def _run_replay(
     return finished
 
 
-class ReplaySource(BatchSource):
-    """The manifests that a run directory leads to."""
-
-    def __init__(self, paths: RunPaths) -> None:
-        self._paths = paths
-
-    def poll_next_batch(self, step: int) -> BatchManifest:
-        """The recorded batch that leads to `step`."""
-        return read_manifest(self._paths, step)
-
-
 def make_replay_coordinator(
     learner: Learner,
     paths: RunPaths,
@@ -88,7 +76,7 @@ def make_replay_coordinator(
     return Coordinator(
         schedule,
         record,
-        ReplaySource(paths),
+        partial(read_manifest, paths),
         stop,
         read_quarantine=partial(read_quarantine, paths),
     )

@@ -11,7 +11,7 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from tokenizers import Tokenizer
@@ -26,11 +26,23 @@ from areal_hpc.rundir.generations import claim_next_number
 from areal_hpc.rundir.jobs import JobSpec, ProcessSpec
 from areal_hpc.rundir.jsonl import append_line
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.rundir.rendezvous import ensure_service_key
+from areal_hpc.rundir.rendezvous import LEDGER_SERVICE, ensure_service_key
+from areal_hpc.rundir.service_client import ServiceClient
 from areal_hpc.rundir.telemetry.events import EventLog
-from areal_hpc.trainer.loop.ledger_client import LedgerClient
+from areal_hpc.trainer.loop.live_run import raise_if_agents_in_trouble
+from areal_hpc.wire.ledger import (
+    Acknowledged,
+    BatchReply,
+    BatchRequest,
+    FinishRunRequest,
+    OpenTrainerGenerationRequest,
+    WeightsPublishedRequest,
+)
+from areal_hpc.wire.retry import retry
 from tests.support.chatml import write_model_dir
 from tests.support.scripted_sglang import CELL, Script, ScriptedSGLang, StandInRelay
+
+ReplyT = TypeVar("ReplyT")
 
 SERVER_START_VARIABLE = "STANDIN_SERVER_START_S"
 """How long the stand-in of SGLang takes to serve."""
@@ -77,26 +89,36 @@ def take_batches(config: dict[str, Any]) -> None:
     events, steps = EventLog(paths.events, "trainer"), config["trainer"]["total_steps"]
     generation = claim_next_number(paths.generations_dir)
     key = ensure_service_key(paths.service_key)
-    ledger = LedgerClient(paths.rendezvous_dir, key, generation, lambda: stop.requested)
-    ledger.open_generation(0)
+    ledger = ServiceClient(paths.rendezvous_dir, LEDGER_SERVICE, key)
+
+    def tell(route: str, request: msgspec.Struct, reply: type[ReplyT]) -> ReplyT:
+        return retry(
+            lambda: ledger.call(route, request, reply, timeout_s=16.0),
+            120.0,
+            is_stopping=lambda: stop.requested,
+        )
+
+    tell("/open_generation", OpenTrainerGenerationRequest(generation, 0, -1), Acknowledged)
     for event in ("ranks_joined", "state_loaded"):
         events.record(event, generation=generation)
     events.record("weights_published", version=f"{generation}.0", replicas=1, failed=[])
-    ledger.report_weights_published(0)
+    tell("/publish", WeightsPublishedRequest(generation, 0), Acknowledged)
     step, began_at = 1, time.monotonic()
     while step <= steps and not stop.requested:
-        manifest = ledger.request_batch(step, 1.0).manifest
+        batch = tell("/batch", BatchRequest(generation, step, 1.0), BatchReply)
+        raise_if_agents_in_trouble(batch.trouble)
+        manifest = batch.manifest
         if manifest is None:
             continue
         rewards = [reward for ticket in manifest.tickets for reward in ticket.rewards]
         row = {"step": step, "reward/mean": sum(rewards) / len(rewards), "tokens/trained": 100}
         row |= {"time/step_s": time.monotonic() - began_at, "time/batch_wait_s": 0.0}
         append_line(paths.metrics, {**row, "episodes": len(rewards), "tokens/sampled": 50})
-        ledger.report_weights_published(step)
+        tell("/publish", WeightsPublishedRequest(generation, step), Acknowledged)
         step, began_at = step + 1, time.monotonic()
     if step > steps:
         paths.finished_marker.touch()
-        ledger.report_run_finished()
+        tell("/finish", FinishRunRequest(generation), Acknowledged)
 
 
 def plan_with_standins(

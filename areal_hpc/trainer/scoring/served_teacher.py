@@ -1,39 +1,303 @@
-"""Teacher that a server holds, for all ranks: rank 0 asks it, and the ranks meet once a second.
+"""Teacher that an SGLang server holds: log-probabilities of tokens that it is given.
 
-A batch may take a busy server longer than torch lets ranks wait in one collective, and a rank in a
-collective hears no stop.
+A row goes to the server's `/generate` whole, with nothing to be sampled after it; the server says
+how likely it finds each token. It says their ids too, and once, of a part of the vocabulary, their
+texts: an id that means another text there is found before anything is trained.
+
+Rank 0 calls it, and the ranks meet once a second: a batch may take a busy server longer than torch
+lets ranks wait in one collective, and a rank in a collective hears no stop.
 """
 
 import asyncio
+import logging
+import math
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import httpx
+import msgspec
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
-from msgspec import Struct
 
-from areal_hpc.errors import ArealError, StopRequestedError
+from areal_hpc.errors import (
+    ArealError,
+    ClusterError,
+    RecipeError,
+    StopRequestedError,
+    TeacherError,
+    UntrainableBatchError,
+)
 from areal_hpc.recipe.sections.trainer import TeacherConfig
-from areal_hpc.trainer.batch.packing import TrainingRow
+from areal_hpc.rundir.rendezvous import read_user_key
+from areal_hpc.session.chat_template import TokenEncoder
+from areal_hpc.trainer.batch.packing import TEMPERATURE_CHANNEL, TrainingRow
 from areal_hpc.trainer.collectives import (
     broadcast_object,
     is_true_on_any_rank,
     raise_on_all_ranks,
 )
 from areal_hpc.trainer.rank_progress import note_detail, note_place_reached
-from areal_hpc.trainer.scoring.teacher_client import TeacherClient
 from areal_hpc.trainer.scoring.token_scores import ScoresByRow
+from areal_hpc.wire.retry import RETRYABLE_STATUSES, Backoff
 
-MEETING_PERIOD_S = 1.0
+logger = logging.getLogger(__name__)
 
 ResultT = TypeVar("ResultT")
 
+URL_KEY = "trainer.objective.teacher.url"
+MEETING_PERIOD_S = 1.0
+CONNECT_TIMEOUT_S, CALL_TIMEOUT_S = 10.0, 120.0
+RETRY_S = 300.0
+"""A call that failed is repeated for so long, while the server is away or busy."""
+WARNING_PERIOD_S = 60.0
+MAX_CONCURRENT_CALLS = 16
+MAX_REPLY_BYTES, MAX_REPLY_BYTES_PER_TOKEN = 1 << 20, 1 << 10
+"""About 100 bytes a token are usual."""
+PROBED_PLAIN_TOKENS = 512
+"""Plain tokens whose texts are compared, besides all special ones."""
+TOKENS_PER_PROBE = 64
+_BACKOFF = Backoff(0.5, 10.0)
+_ROW_REFUSALS = (400, 413, 422)
+_QUARANTINE_HINT = "areal-hpc quarantine sets this batch aside"
 
-class _TeacherProgress(Struct, frozen=True):
-    is_over: bool
-    progress: str
+TokenEntry = tuple[float | None, int, str | None]
+"""Log-probability, id, and text if it was asked for. Of the first token there is no probability."""
+
+
+class _MetaInfo(msgspec.Struct):
+    input_token_logprobs: list[TokenEntry]
+
+
+class _Reply(msgspec.Struct):
+    meta_info: _MetaInfo
+
+
+class TeacherClient:
+    """Calls of one teacher, each repeated while the server is away or busy."""
+
+    def __init__(
+        self,
+        config: TeacherConfig,
+        *,
+        call_timeout_s: float = CALL_TIMEOUT_S,
+        retry_s: float = RETRY_S,
+    ) -> None:
+        assert config.url is not None
+        self._url = f"{config.url.rstrip('/')}/generate"
+        self._call_timeout_s, self._retry_s = call_timeout_s, retry_s
+        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+        if config.api_key_file is not None:
+            key = read_user_key(config.api_key_file, "the teacher's API key")
+            headers["Authorization"] = f"Bearer {key}"
+        self._client = httpx.AsyncClient(
+            headers=headers,
+            timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_S),
+            limits=httpx.Limits(max_connections=MAX_CONCURRENT_CALLS),
+            trust_env=False,
+        )
+        self._done, self._trouble, self._warned_at = "", "", -math.inf
+
+    @property
+    def progress(self) -> str:
+        return ": ".join(filter(None, (self._done, self._trouble)))
+
+    async def aclose(self) -> None:
+        await self._client.aclose()
+
+    async def raise_if_tokenizer_differs(self, model_dir: Path) -> None:
+        """Compare texts of tokens with those of a model directory.
+
+        A server that is given a token beyond its vocabulary ends. It looks first at those whose
+        probabilities it is asked for: so it is asked for that of the model's last one.
+        """
+        encoder = TokenEncoder.from_model_dir(model_dir)
+        plain = encoder.list_plain_text_token_ids()
+        sampled = plain[:: max(1, len(plain) // PROBED_PLAIN_TOKENS)]
+        probed = sorted({*sampled, *encoder.list_special_token_ids()})
+        for first in range(0, len(probed), TOKENS_PER_PROBE):
+            self._done = f"{first} of {len(probed)} tokens"
+            ids = probed[first : first + TOKENS_PER_PROBE]
+            entries = await self._request_entries(
+                ids, return_text_in_logprobs=True, token_ids_logprob=[encoder.vocab_size - 1]
+            )
+            for own_id, (_, token, text) in zip(ids, entries, strict=True):
+                own = encoder.decode([own_id])
+                if token == own_id and (text is None or text.strip() != own.strip()):
+                    raise TeacherError(
+                        f"token {token} is {text!r} at {self._url}, and {own!r} for the policy",
+                        key=URL_KEY,
+                        hint="serve a model with the policy's tokenizer, and without "
+                        "--skip-tokenizer-init",
+                    )
+
+    async def score(self, step: int, rows: Sequence[TrainingRow]) -> list[npt.NDArray[np.float32]]:
+        """For each row of a batch the log-probability of each trained token, 0 at all others."""
+        for row in rows:
+            _raise_if_distribution_differs(step, row)
+        turns, scored = asyncio.Semaphore(MAX_CONCURRENT_CALLS), 0
+        self._done = f"0 of {len(rows)} rows"
+
+        async def score_in_turn(row: TrainingRow) -> npt.NDArray[np.float32]:
+            nonlocal scored
+            async with turns:
+                scores_T = await self._score_row(step, row)
+            scored += 1
+            self._done = f"{scored} of {len(rows)} rows"
+            return scores_T
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(score_in_turn(row)) for row in rows]
+        except ExceptionGroup as failed:  # of several that failed at once any will do
+            raise failed.exceptions[0] from None
+        return [task.result() for task in tasks]
+
+    async def _score_row(self, step: int, row: TrainingRow) -> npt.NDArray[np.float32]:
+        scores_T = np.zeros(len(row.input_ids_T), np.float32)
+        places = _find_trained_places(row)
+        if not len(places):
+            return scores_T
+        ids, start = row.input_ids_T.tolist(), int(places[0]) - 1
+        entries = await self._request_entries(ids, start, step)
+        for place in places.tolist():
+            logprob, *_ = entries[place - start]
+            # Rounding may exceed 0; below -1e4 one token's advantage would drown all others.
+            if logprob is None or not -1e4 <= logprob <= 1e-3:
+                raise ClusterError(
+                    f"batch {step}: {self._url} gave {logprob} for the log-probability of token "
+                    f"{place} of {len(ids)}",
+                    key=URL_KEY,
+                    hint=f"read the server's log; if it scores others well, {_QUARANTINE_HINT}",
+                )
+            scores_T[place] = logprob
+        return scores_T
+
+    async def _request_entries(
+        self, ids: Sequence[int], start: int = 0, step: int | None = None, **fields: object
+    ) -> list[TokenEntry]:
+        """Entries of the tokens from `start` on, the first of which has no log-probability.
+
+        With a `step` they are of a row of its batch.
+        """
+        body = {
+            "input_ids": ids,
+            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+            "return_logprob": True,
+            "logprob_start_len": start,
+            **fields,
+        }
+        max_bytes = MAX_REPLY_BYTES + MAX_REPLY_BYTES_PER_TOKEN * len(ids)
+        status, content = await self._post_with_retries(msgspec.json.encode(body), max_bytes)
+        if status != httpx.codes.OK:
+            raise self._build_refusal(status, content, step)
+        try:
+            entries = msgspec.json.decode(content, type=_Reply).meta_info.input_token_logprobs
+        except msgspec.DecodeError as error:
+            raise self._build_wrong_server_error(f"does not answer as SGLang does: {error}") from (
+                error
+            )
+        # SGLang calls the last token of a vocabulary 0, with the log-probability of its own.
+        if len(entries) != len(ids) - start or any(
+            token not in (own, 0) for (_, token, _), own in zip(entries, ids[start:], strict=True)
+        ):
+            raise self._build_wrong_server_error("answered for other tokens than it was given")
+        return entries
+
+    async def _post_with_retries(self, body: bytes, max_bytes: int) -> tuple[int, bytes]:
+        give_up_at, trouble = None, ""
+        for pause_s in _BACKOFF:
+            try:
+                async with asyncio.timeout(self._call_timeout_s):
+                    status, content = await self._post(body, max_bytes)
+                if status < httpx.codes.INTERNAL_SERVER_ERROR and status not in RETRYABLE_STATUSES:
+                    self._trouble = ""
+                    return status, content
+                self._trouble = f"answered {status}: {_quote(content)}"
+            except TimeoutError:
+                self._trouble = f"no answer within {self._call_timeout_s:g} s"
+            except httpx.RequestError as error:
+                self._trouble = f"{type(error).__name__}: {error}"
+            trouble, now = self._trouble, time.monotonic()
+            give_up_at = give_up_at or now + self._retry_s
+            if now + pause_s > give_up_at:
+                break
+            if now - self._warned_at > WARNING_PERIOD_S:  # many calls may fail at once
+                self._warned_at = now
+                logger.warning(
+                    "the teacher at %s: %s; calls are repeated for %g s",
+                    self._url, trouble, self._retry_s,
+                )  # fmt: skip
+            await asyncio.sleep(pause_s)
+        raise ClusterError(
+            f"the teacher at {self._url} has not served a call for {self._retry_s:g} s ({trouble})",
+            key=URL_KEY,
+            hint="start the server again, and resume; if it fails at one batch alone, "
+            f"{_QUARANTINE_HINT}",
+        )
+
+    async def _post(self, body: bytes, max_bytes: int) -> tuple[int, bytes]:
+        content = bytearray()
+        async with self._client.stream("POST", self._url, content=body) as answer:
+            async for chunk in answer.aiter_bytes():
+                content += chunk
+                if len(content) > max_bytes:
+                    raise self._build_wrong_server_error(f"answered more than {max_bytes} bytes")
+            return answer.status_code, bytes(content)
+
+    def _build_wrong_server_error(self, trouble: str) -> TeacherError:
+        hint = "give the address of an SGLang server, without a path"
+        return TeacherError(f"{self._url} {trouble}", key=URL_KEY, hint=hint)
+
+    def _build_refusal(self, status_code: int, content: bytes, step: int | None) -> RecipeError:
+        said = f"answered {status_code}: {_quote(content)}"
+        if status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
+            return TeacherError(
+                f"the teacher at {self._url} {said}",
+                key="trainer.objective.teacher.api_key_file",
+                hint="name a file with the server's --api-key",
+            )
+        if status_code not in _ROW_REFUSALS:
+            return self._build_wrong_server_error(said)
+        message = f"the teacher at {self._url} {said}"
+        hint = "the server must hold rows of the policy's context length, of its tokens"
+        if step is None:
+            return TeacherError(message, key=URL_KEY, hint=hint)
+        return UntrainableBatchError(
+            f"batch {step}: {message}", key=URL_KEY, hint=f"{hint}; {_QUARANTINE_HINT}"
+        )
+
+
+def _find_trained_places(row: TrainingRow) -> npt.NDArray[np.int64]:
+    return np.flatnonzero(row.loss_mask_T[1:]) + 1
+
+
+def _raise_if_distribution_differs(step: int, row: TrainingRow) -> None:
+    places, temperatures_T = _find_trained_places(row), row.channels.get(TEMPERATURE_CHANNEL)
+    if not len(places):
+        return
+    if temperatures_T is not None and (temperatures_T[places] != 1.0).any():
+        found = f"temperature {temperatures_T[places][temperatures_T[places] != 1.0][0]:g}"
+    elif row.sampling_mask is not None:
+        is_least = row.sampling_mask.forbids_T is not None
+        found = "min_new_tokens" if is_least else "a sampling mask"
+    else:
+        return
+    raise UntrainableBatchError(
+        f"batch {step}: a server gives log-probabilities of the whole softmax at temperature 1, "
+        f"got a row sampled with {found}",
+        key=URL_KEY,
+        hint="set rollout.agent.sampling=recipe with rollout.sampling.temperature=1, have the "
+        "agent ask without min_tokens, or set "
+        f"trainer.objective.teacher.path in the place of url; {_QUARANTINE_HINT}",
+    )
+
+
+def _quote(content: bytes) -> str:
+    return content[:300].decode(errors="replace")
 
 
 class ServedTeacher:
@@ -42,13 +306,13 @@ class ServedTeacher:
     def __init__(
         self, config: TeacherConfig, model_dir: Path, is_stop_requested: Callable[[], bool]
     ) -> None:
-        self._config = config
+        self._url = config.url
         self._is_stop_requested = is_stop_requested
         self._runner = asyncio.Runner()
         self._client: TeacherClient | None = None  # on rank 0 alone
 
         async def connect() -> None:
-            self._client = TeacherClient(self._config)
+            self._client = TeacherClient(config)
             await self._client.raise_if_tokenizer_differs(model_dir)
 
         self._call_on_first_rank(f"the tokens of the teacher at {config.url}", connect)
@@ -60,7 +324,7 @@ class ServedTeacher:
             assert self._client is not None
             return await self._client.score(step, rows)
 
-        place = f"scores of batch {step} by the teacher at {self._config.url}"
+        place = f"scores of batch {step} by the teacher at {self._url}"
         found = self._call_on_first_rank(place, ask)
         lengths = [len(row.input_ids_T) for row in rows]
         flat = torch.zeros(sum(lengths)) if found is None else torch.from_numpy(np.hstack(found))
@@ -80,13 +344,13 @@ class ServedTeacher:
         loop = self._runner.get_loop()
         task = loop.create_task(call()) if dist.get_rank() == 0 else None
         while True:
-            held = None
+            is_over, progress = False, ""
             if task:
                 loop.run_until_complete(asyncio.wait({task}, timeout=MEETING_PERIOD_S))
-                held = _TeacherProgress(task.done(), self._client.progress if self._client else "")
-            meeting: _TeacherProgress = broadcast_object(held, _TeacherProgress)
-            note_detail(meeting.progress)
-            if meeting.is_over:
+                is_over, progress = task.done(), self._client.progress if self._client else ""
+            is_over, progress = broadcast_object((is_over, progress), tuple[bool, str])
+            note_detail(progress)
+            if is_over:
                 break
             if is_true_on_any_rank(self._is_stop_requested()):
                 if task:

@@ -7,35 +7,25 @@ from pathlib import Path
 
 import msgspec
 import pytest
-import torch
 
 from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anything of Megatron)
 from tests.support.deadlines import Deadline, scaled
-from tests.support.weight_updates import WITHOUT_MODEL
 
 # isort: split
 from areal_hpc.metrics.step_metrics import VALIDATION_REWARD_METRIC, read_metrics
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.trainer.loop.async_evaluation import AsyncEvaluationTracker
-from areal_hpc.trainer.loop.loop import (
-    Coordinator,
-    ExportModelCommand,
-    PublishWeightsCommand,
-    SaveCheckpointCommand,
-    StopCommand,
-    TrainOnBatchCommand,
-    WaitCommand,
-)
+from areal_hpc.trainer.loop.loop import Action, Coordinator
 from areal_hpc.trainer.loop.schedule import EvaluationSetSchedule, Schedule
 from areal_hpc.wire.http import WireClient
 from areal_hpc.wire.ledger import EvaluateReply, EvaluateRequest
 from areal_hpc.wire.replicas import ReplicasOfCell
 from areal_hpc.wire.weight_version import WeightVersion
 from tests.integration.trainer.test_coordinator import (
-    SPECS,
     Ledger,
     make_coordinator,
+    publish,
     start_ledger,
     start_relay,
 )
@@ -95,22 +85,22 @@ class Court:
         deadline = Deadline(LIMIT_S)
         while not until():
             assert not deadline.is_over()
-            match self.coordinator.choose_next_command_and_wait_briefly():
-                case PublishWeightsCommand(shares):
-                    weights = iter([(SPECS[0].name, torch.ones(16))])
-                    self.coordinator.publish_weights(shares, weights, lambda: WITHOUT_MODEL)
-                case TrainOnBatchCommand(manifest) if manifest.step <= most_steps:
-                    self.step = manifest.step
-                    self.coordinator.on_trained(WeightVersion(1, self.step), {})
-                case TrainOnBatchCommand() | WaitCommand():
-                    pass
-                case SaveCheckpointCommand():
+            command = self.coordinator.choose_next_command()
+            match command.action:
+                case Action.PUBLISH:
+                    publish(self.coordinator, command)
+                case Action.TRAIN:
+                    assert command.manifest is not None
+                    if command.manifest.step <= most_steps:
+                        self.step = command.manifest.step
+                        self.coordinator.on_trained(WeightVersion(1, self.step), {})
+                case Action.SAVE:
                     self.coordinator.on_checkpoint_started(0.0)
                     self.coordinator.on_checkpoint_saved(0.0)
-                case ExportModelCommand():
+                case Action.EXPORT:
                     self.coordinator.on_exported(0.0)
-                case StopCommand(finished):
-                    self._finished = finished
+                case Action.STOP:
+                    self._finished = command.finished
                     return
 
     def is_finished(self) -> bool:

@@ -32,7 +32,7 @@ from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.trainer.checkpoints.store import CheckpointStore
 from areal_hpc.trainer.checkpoints.writer_client import WriterClient
 from areal_hpc.trainer.learner import Learner
-from areal_hpc.trainer.loop.loop import BatchSource, Coordinator, run_loop
+from areal_hpc.trainer.loop.loop import Coordinator, run_loop
 from areal_hpc.trainer.loop.schedule import Schedule
 from areal_hpc.trainer.loop.step_record import StepRecord
 from areal_hpc.trainer.replay_job import make_replay_coordinator
@@ -116,11 +116,8 @@ def test_the_end_of_the_loop_waits_for_the_checkpoint(scenario: Scenario, paths:
     assert visible(paths) == [1, 2]
 
 
-class UnreachableSource(BatchSource):
-    """A source that no batch comes from."""
-
-    def poll_next_batch(self, step: int) -> BatchManifest | None:
-        raise ClusterError("the ledger stays away")
+def raise_unreachable(step: int) -> BatchManifest | None:
+    raise ClusterError("the ledger stays away")
 
 
 @pytest.mark.on_ranks(2)
@@ -130,7 +127,7 @@ def test_a_failure_waits_for_the_checkpoint(scenario: Scenario, paths: RunPaths)
     let_go_soon(begin_held(learner))
     if dist.get_rank() == 0:
         record = StepRecord(MetricsWriter(paths.metrics, None, 2), learner.version, None)
-        coordinator = Coordinator(Schedule(3, 1, None), record, UnreachableSource(), stop)
+        coordinator = Coordinator(Schedule(3, 1, None), record, raise_unreachable, stop)
         expectation = pytest.raises(ClusterError, match="the ledger stays away")
     with expectation:
         run_loop(learner, coordinator, stop)

@@ -28,19 +28,11 @@ from areal_hpc.metrics.writer import MetricsWriter
 from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.jsonl import read_readable_records
+from areal_hpc.rundir.service_client import ServiceClient
 from areal_hpc.rundir.telemetry.events import EventLog
 from areal_hpc.trainer.loop.async_evaluation import AsyncEvaluationTracker
-from areal_hpc.trainer.loop.ledger_client import LedgerClient
-from areal_hpc.trainer.loop.ledger_source import LedgerSource
-from areal_hpc.trainer.loop.loop import (
-    BatchSource,
-    Coordinator,
-    PublishWeightsCommand,
-    SaveCheckpointCommand,
-    StopCommand,
-    TrainOnBatchCommand,
-    WaitCommand,
-)
+from areal_hpc.trainer.loop.live_run import LiveRun
+from areal_hpc.trainer.loop.loop import Action, Command, Coordinator
 from areal_hpc.trainer.loop.schedule import Schedule
 from areal_hpc.trainer.loop.step_record import StepRecord
 from areal_hpc.trainer.loop.weight_senders import WeightSenders
@@ -129,10 +121,10 @@ def make_coordinator(
     )
     metrics = MetricsWriter(directory / "metrics.jsonl", None, 0)
     record, stop = StepRecord(metrics, WeightVersion(1, 0), {}), StopRequest()
-    source = LedgerSource(
+    live_run = LiveRun(
         schedule,
         record,
-        ledger=LedgerClient(directory, SERVICE_KEY, 1, lambda: False),
+        ledger=ServiceClient(directory, rendezvous.LEDGER_SERVICE, SERVICE_KEY),
         publisher=publisher,
         senders=WeightSenders(0, 1, SPECS, lambda: publisher.transport),
         events=EventLog(directory / "events.jsonl", "trainer"),
@@ -141,9 +133,15 @@ def make_coordinator(
         idle_timeout_s=idle_timeout_s,
         async_evaluation=evaluation,
     )
-    coordinator = Coordinator(schedule, record, source, stop)
+    coordinator = Coordinator(schedule, record, live_run.poll_next_batch, stop, live_run)
     stack.callback(coordinator.close)
     return coordinator
+
+
+def publish(coordinator: Coordinator, command: Command) -> None:
+    assert coordinator.live_run is not None
+    weights = iter([(SPECS[0].name, torch.ones(16))])
+    coordinator.live_run.publish_weights(command.shares, weights, lambda: WITHOUT_MODEL)
 
 
 def train(coordinator: Coordinator, steps: int) -> float:
@@ -152,15 +150,14 @@ def train(coordinator: Coordinator, steps: int) -> float:
     step = 0
     while step < steps:
         assert not deadline.is_over()
-        command = coordinator.choose_next_command_and_wait_briefly()
-        if isinstance(command, PublishWeightsCommand):
-            weights = iter([(SPECS[0].name, torch.ones(16))])
-            coordinator.publish_weights(command.shares, weights, lambda: WITHOUT_MODEL)
-        elif isinstance(command, TrainOnBatchCommand):
+        command = coordinator.choose_next_command()
+        if command.action is Action.PUBLISH:
+            publish(coordinator, command)
+        elif command.manifest is not None:
             step = command.manifest.step
             coordinator.on_trained(WeightVersion(1, step), {})
         else:
-            assert isinstance(command, WaitCommand)
+            assert command.action is Action.WAIT
     return time.monotonic() - began
 
 
@@ -176,18 +173,11 @@ def test_a_step_that_takes_longer_than_a_cell_may_be_missing_is_no_reason_to_giv
 ) -> None:
     start_ledger(stack, tmp_path, CellThatStarts, "control-cell-0")
     coordinator = make_coordinator(stack, tmp_path, 1, idle_timeout_s=scaled(0.5))
-    assert coordinator.choose_next_command_and_wait_briefly() == WaitCommand(), (
+    assert coordinator.choose_next_command() == Command(Action.WAIT), (
         "its replica is there, and takes nothing yet"
     )
     time.sleep(scaled(1.0))
-    assert coordinator.choose_next_command_and_wait_briefly() == WaitCommand()
-
-
-class EmptySource(BatchSource):
-    """A source that no batch comes from."""
-
-    def poll_next_batch(self, step: int) -> BatchManifest | None:
-        return None
+    assert coordinator.choose_next_command() == Command(Action.WAIT)
 
 
 @pytest.mark.parametrize("is_given_up", [False, True])
@@ -197,16 +187,20 @@ def test_a_stop_saves_what_was_trained_unless_that_is_given_up(
     metrics, stop = MetricsWriter(tmp_path / "metrics.jsonl", None, 0), StopRequest()
     record = StepRecord(metrics, WeightVersion(1, 0), {})
     coordinator = Coordinator(
-        Schedule(1, 1000, None), record, EmptySource(), stop, must_end_unsaved=lambda: is_given_up
+        Schedule(1, 1000, None),
+        record,
+        lambda step: None,
+        stop,
+        must_end_unsaved=lambda: is_given_up,
     )
     coordinator.on_trained(WeightVersion(1, 1), {})
     stop.request()
-    command = coordinator.choose_next_command_and_wait_briefly()
+    command = coordinator.choose_next_command()
     if not is_given_up:
-        assert isinstance(command, SaveCheckpointCommand)
+        assert command.action is Action.SAVE
         coordinator.on_checkpoint_started(0.0)
-        command = coordinator.choose_next_command_and_wait_briefly()
-    assert command == StopCommand(finished=not is_given_up)
+        command = coordinator.choose_next_command()
+    assert command == Command(Action.STOP, finished=not is_given_up)
 
 
 def test_a_replica_that_never_joins_and_a_cell_that_is_silent_do_not_stop_the_training(

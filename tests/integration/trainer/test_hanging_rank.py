@@ -19,9 +19,7 @@ from areal_hpc.jobs.processes.native_call_threads import (
     exit_at_block_end_if_native_calls_run, note_library_threads_may_outlast_exit
 )
 from areal_hpc.trainer.collectives import is_true_on_any_rank, raise_if_rank_lost_or_hung
-from areal_hpc.trainer.rank_progress import (
-    RankProgress, note_detail, note_place_reached, watch_ranks
-)
+from areal_hpc.trainer.rank_progress import RankProgress, note_detail, note_place_reached
 from tests.support.deadlines import Deadline, scaled
 
 logging.basicConfig(stream=sys.stderr)
@@ -54,7 +52,7 @@ progress = RankProgress(store, rank, 2, hang_s=scaled(1.0), check_interval_s=0.1
 with exit_at_block_end_if_native_calls_run():
     try:
         note_library_threads_may_outlast_exit("torch.distributed")
-        with watch_ranks(progress):
+        with progress.watch():
             work()
     except LostTrainerRankError as lost:
         print(lost.problems[0].message, flush=True)

@@ -28,7 +28,7 @@ from areal_hpc.trainer.batch.training_rows import build_rows_to_score, read_rows
 from areal_hpc.trainer.model.families.architecture import read_architecture
 from areal_hpc.trainer.model.policy import build_policy
 from areal_hpc.trainer.scoring.frozen_models import FrozenModels
-from areal_hpc.trainer.scoring.teacher_client import MAX_CONCURRENT_CALLS, TeacherClient
+from areal_hpc.trainer.scoring.served_teacher import MAX_CONCURRENT_CALLS, TeacherClient
 from tests.support.deadlines import scaled
 from tests.support.rank_server import RankServer
 from tests.support.recorded_run import TRAINER, VOCAB, record_run

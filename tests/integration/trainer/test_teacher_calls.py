@@ -30,9 +30,9 @@ from areal_hpc.trainer.collectives import gather_objects_on_first_rank
 from areal_hpc.trainer.loop.loop import run_loop
 from areal_hpc.trainer.private_apis.torch_private import get_default_store
 from areal_hpc.trainer.process_groups import destroy_process_groups
-from areal_hpc.trainer.rank_progress import RankProgress, watch_ranks
+from areal_hpc.trainer.rank_progress import RankProgress
 from areal_hpc.trainer.replay_job import make_replay_coordinator
-from areal_hpc.trainer.scoring.teacher_client import TeacherClient
+from areal_hpc.trainer.scoring.served_teacher import TeacherClient
 from tests.support.deadlines import scaled
 from tests.support.rank_server import RankServer
 from tests.support.recorded_run import SAMPLES, TICKETS, TRAINER
@@ -164,7 +164,7 @@ def test_a_server_that_fails_every_other_call_is_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with scripted(lambda call: 200 if call % 2 else 503) as url:
-        score(url, rows=2, max_concurrent_calls=1)
+        score(url, rows=2)
     warnings = [one.getMessage() for one in caplog.records if "calls are repeated" in one.message]
     assert len(warnings) == 1
     assert "answered 503: the server says so; calls are repeated for 300 s" in warnings[0]
@@ -251,7 +251,7 @@ def train_until_stopped(scenario: Scenario, paths: RunPaths) -> dict[str, Any]:
                 os.kill(pids[1], signal.SIGTERM)
 
     world = (get_default_store(), dist.get_rank(), dist.get_world_size())
-    with watch_ranks(RankProgress(*world, on_hang, hang_s=scaled(1.0), check_interval_s=0.1)):
+    with RankProgress(*world, on_hang, hang_s=scaled(1.0), check_interval_s=0.1).watch():
         learner = make_learner(scenario, paths, stop=stop)
         coordinator = None
         if dist.get_rank() == 0:

@@ -16,9 +16,7 @@ from areal_hpc.jobs.processes.native_call_threads import list_native_calls
 from areal_hpc.trainer import rank_progress
 from areal_hpc.trainer.collectives import raise_if_rank_lost_or_hung
 from areal_hpc.trainer.process_groups import FLIGHT_RECORD_VARIABLES, set_flight_record_paths
-from areal_hpc.trainer.rank_progress import (
-    RankProgress,
-)
+from areal_hpc.trainer.rank_progress import RankProgress
 
 
 @pytest.fixture
@@ -104,7 +102,7 @@ def test_a_rank_that_fails_ends_the_watch_which_is_known_as_a_native_call() -> N
     store = dist.HashStore()  # type: ignore[attr-defined]
 
     def fail_in_the_watch() -> None:
-        with rank_progress.watch_ranks(RankProgress(store, 0, 2, check_interval_s=30)):
+        with RankProgress(store, 0, 2, check_interval_s=30).watch():
             assert "rank-progress" in list_native_calls()
             raise LostTrainerRankError("rank 1 is gone")
 

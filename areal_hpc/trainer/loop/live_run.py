@@ -1,14 +1,15 @@
-"""Batches from the ledger of a run, and the replicas that get the weights trained on them."""
+"""What rank 0 does with a run's ledger and replicas: batches, publishing, evaluation."""
 
 import logging
 import math
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import msgspec
 import torch
 
+from areal_hpc.errors import AgentError, HttpStatusError, SupersededTrainerError
 from areal_hpc.jobs.processes.signals import StopRequest
 from areal_hpc.metrics.step_metrics import (
     BATCH_WAIT_PHASE,
@@ -20,37 +21,58 @@ from areal_hpc.metrics.step_metrics import (
 from areal_hpc.metrics.writer import summarize_newest_weight_update_pause
 from areal_hpc.rundir.jsonl import JsonMetricRow
 from areal_hpc.rundir.rendezvous import EVALUATION_CELL
+from areal_hpc.rundir.service_client import ServiceClient
 from areal_hpc.rundir.telemetry.events import CELL_FOUND_EVENT, NO_CELL_EVENT, EventLog
 from areal_hpc.trainer.loop.async_evaluation import AsyncEvaluationTracker
-from areal_hpc.trainer.loop.ledger_client import LedgerClient
-from areal_hpc.trainer.loop.loop import BatchSource, PublishState
 from areal_hpc.trainer.loop.schedule import Schedule
 from areal_hpc.trainer.loop.step_record import StepRecord
 from areal_hpc.trainer.loop.weight_senders import WeightSenders
 from areal_hpc.weights.discovery import ReplicaKey
 from areal_hpc.weights.probe import Probe
 from areal_hpc.weights.publisher import Publisher, ReplicasBySender, UpdateBackoff
-from areal_hpc.wire.ledger import BatchManifest
+from areal_hpc.wire.ledger import (
+    Acknowledged,
+    BatchManifest,
+    BatchReply,
+    BatchRequest,
+    EvaluateReply,
+    EvaluateRequest,
+    FinishRunRequest,
+    OpenTrainerGenerationRequest,
+    WeightsPublishedRequest,
+)
+from areal_hpc.wire.retry import retry
 from areal_hpc.wire.weight_version import WeightVersion
 
 logger = logging.getLogger(__name__)
 
+ReplyT = TypeVar("ReplyT")
+
 LONG_POLL_S = 1.0
+LEDGER_AWAY_TIMEOUT_S = 120.0
+"""The ledger's supervisor starts it again within seconds."""
+LEDGER_REPLY_TIMEOUT_S = 15.0
+HTTP_CONFLICT = 409
 REPLICA_POLL_S = 1.0
 NO_REPLICA_PAUSE_S = 0.1
 EVALUATION_WAIT_LOG_PERIOD_S = 600.0
 NO_CELL_LOG_PERIOD_S = 60.0
 
 
-class LedgerSource(BatchSource):
-    """Rank 0's dealings with ledger and replicas."""
+class LiveRun:
+    """The ledger and the replicas of a run.
+
+    Methods that call the ledger raise SupersededTrainerError when a newer generation has been
+    opened, AgentError when agents do nothing but fail, and ClusterError when the ledger stays away
+    or a stop is asked for while it is.
+    """
 
     def __init__(
         self,
         schedule: Schedule,
         record: StepRecord,
         *,
-        ledger: LedgerClient,
+        ledger: ServiceClient,
         publisher: Publisher,
         senders: WeightSenders,
         events: EventLog,
@@ -70,7 +92,7 @@ class LedgerSource(BatchSource):
         self._async_evaluation = async_evaluation
         self._idle_timeout_s = idle_timeout_s
         self._looked_at = self._missed_at = time.monotonic()
-        """When replicas were looked for last, and when it was last told that none is there."""
+        """When replicas were looked for last, and when it was last logged that none is there."""
         self._missing_since: float | None = None
         """The first look that found none; None if the last one found some."""
         self._is_cell_missing = False
@@ -82,17 +104,24 @@ class LedgerSource(BatchSource):
         """The replicas that the next publish is for."""
         self.mark_weights_unpublished()
 
-    def mark_weights_unpublished(self) -> None:
-        """A step was taken: no replica has the new weights, nor has the ledger heard of them."""
-        self._record.row |= self._ticket_counts
-        self._is_served = self._is_announced = False
-        self._targets = []
-        self._next_poll_at = 0.0
+    # Ledger ----------------------------------------------------------------------------------
+
+    def open_generation(self) -> None:
+        """Tell the ledger that this trainer goes on after the record's step.
+
+        An evaluation of that step that is under way goes on, but for one by an evaluation cell.
+        """
+        step = self._record.version.step
+        evaluated_step = -1 if self._async_evaluation else step
+        request = OpenTrainerGenerationRequest(self._generation, step, evaluated_step)
+        self._call_ledger("/open_generation", request, Acknowledged)
 
     def poll_next_batch(self, step: int) -> BatchManifest | None:
         """The ledger's batch for `step`; None when it has not formed yet."""
         with self._record.timer.time_phase(BATCH_WAIT_PHASE):
-            reply = self._ledger.request_batch(step, LONG_POLL_S)
+            request = BatchRequest(self._generation, step, LONG_POLL_S)
+            reply = self._call_ledger("/batch", request, BatchReply, LONG_POLL_S)
+        raise_if_agents_in_trouble(reply.trouble)
         if reply.manifest is not None:
             counts = msgspec.structs.asdict(reply.manifest.counts)
             self._ticket_counts = {f"tickets/{name}": count for name, count in counts.items()}
@@ -102,17 +131,54 @@ class LedgerSource(BatchSource):
             self._ticket_counts["episode/rewarded_failures"] = failures.rewarded
         return reply.manifest
 
-    def has_found_no_cell_too_long(self) -> bool:
-        """No cell has been there for so long that the job's nodes are better given back.
+    def report_run_finished(self) -> None:
+        self._call_ledger("/finish", FinishRunRequest(self._generation), Acknowledged)
 
-        What is known is of the last look: nobody looks during a step, however long it takes.
+    def _request_evaluation(
+        self, step: int, n_tasks_by_set: dict[str, int], wait_s: float = 0.0
+    ) -> dict[str, float] | None:
+        request = EvaluateRequest(self._generation, step, n_tasks_by_set, wait_s)
+        reply = self._call_ledger("/evaluate", request, EvaluateReply, wait_s)
+        raise_if_agents_in_trouble(reply.trouble)
+        return reply.metrics
+
+    @property
+    def _generation(self) -> int:
+        return self._record.version.generation
+
+    def _call_ledger(
+        self, route: str, request: msgspec.Struct, reply: type[ReplyT], wait_s: float = 0.0
+    ) -> ReplyT:
+        timeout_s = wait_s + LEDGER_REPLY_TIMEOUT_S
+        try:
+            return retry(
+                lambda: self._ledger.call(route, request, reply, timeout_s=timeout_s),
+                LEDGER_AWAY_TIMEOUT_S,
+                is_stopping=lambda: self._stop.requested,
+            )
+        except HttpStatusError as refusal:
+            if refusal.status == HTTP_CONFLICT:
+                raise SupersededTrainerError(refusal.body) from refusal
+            raise
+
+    # Replicas --------------------------------------------------------------------------------
+
+    def mark_weights_unpublished(self) -> None:
+        """A step was taken: no replica has the new weights, nor has the ledger heard of them."""
+        self._record.row |= self._ticket_counts
+        self._is_served = self._is_announced = False
+        self._targets = []
+        self._next_poll_at = 0.0
+
+    def has_found_no_cell_too_long(self) -> bool:
+        """True if no cell has been there for so long that the job's nodes are better given back.
+
+        Judged by the last look: nobody looks during a step, however long it takes.
         """
         since = self._missing_since
         return since is not None and self._looked_at - since > self._idle_timeout_s
 
-    # Replicas --------------------------------------------------------------------------------
-
-    def announce_weights_or_wait(self) -> PublishState:
+    def announce_weights_or_wait(self) -> Literal["publish", "wait", "done"]:
         """Serve at least one replica, tell the ledger, then serve the evaluation cell.
 
         That cell gets its weights apart from the others, so that none of these is paused longer.
@@ -123,14 +189,20 @@ class LedgerSource(BatchSource):
             with self._record.timer.time_phase(CELL_WAIT_PHASE):
                 self._stop.wait(NO_REPLICA_PAUSE_S)
             return "wait"
+        version = self._record.version
         if not self._is_announced:
-            self._ledger.report_weights_published(self._record.version.step)
+            request = WeightsPublishedRequest(self._generation, version.step)
+            self._call_ledger("/publish", request, Acknowledged)
             self._is_announced = True
-        if self._async_evaluation and self._target_evaluation_replicas_lacking_weights(
-            self._async_evaluation
-        ):
-            return "publish"
-        return "done"
+        if self._async_evaluation:
+            outdated = self._async_evaluation.list_replicas_to_update_now(
+                self._publisher.evaluation_replicas, version
+            )
+            is_last = version.step >= self._schedule.total_steps
+            self._targets = self._backoff.filter_retryable(
+                outdated, time.monotonic(), is_urgent=is_last
+            )
+        return "publish" if self._async_evaluation and self._targets else "done"
 
     def _poll_replicas_and_evaluation(self) -> bool:
         if time.monotonic() < self._next_poll_at:
@@ -160,22 +232,9 @@ class LedgerSource(BatchSource):
             if not self._is_cell_missing:
                 self._record_event(NO_CELL_EVENT, waited_s=round(waited_s, 1))
             self._is_cell_missing = True
-            logger.info("no cell is there; waiting for one for %.0f s", waited_s)
+            logger.info("no cell found for %.0f s; waiting", waited_s)
 
-    def _target_evaluation_replicas_lacking_weights(
-        self, evaluation: AsyncEvaluationTracker
-    ) -> bool:
-        version = self._record.version
-        outdated = evaluation.list_replicas_to_update_now(
-            self._publisher.evaluation_replicas, version
-        )
-        is_last = version.step >= self._schedule.total_steps
-        self._targets = self._backoff.filter_retryable(
-            outdated, time.monotonic(), is_urgent=is_last
-        )
-        return bool(self._targets)
-
-    def list_outdated_replicas_by_sender(self) -> ReplicasBySender:
+    def list_targets_by_sender(self) -> ReplicasBySender:
         return self._senders.assign(self._targets)
 
     def publish_weights(
@@ -184,7 +243,7 @@ class LedgerSource(BatchSource):
         parameters: Iterable[tuple[str, torch.Tensor]],
         score_probe: Callable[[], Probe],
     ) -> None:
-        """Send the weights to the replicas that were found to lack them."""
+        """Send the weights to the replicas that were found to lack them. A collective."""
         version = self._record.version
         began_at = time.monotonic()
         with self._record.timer.time_phase("publish"):
@@ -222,21 +281,19 @@ class LedgerSource(BatchSource):
     # Evaluation ------------------------------------------------------------------------------
 
     def poll_due_evaluation_done(self) -> bool:
-        """The weights have their reward, need none or get it from the evaluation cell. Waits."""
+        """True if the weights have their reward, need none or get it from the evaluation cell."""
         step, row = self._record.version.step, self._record.row
         due = self._schedule.count_tasks_by_due_set(step)
         if self._async_evaluation or due.keys() <= list_evaluated_sets(row):
             return True
         with self._record.timer.time_phase("eval"):
-            reply = self._ledger.request_evaluation(step, due, LONG_POLL_S)
-        if reply.metrics is not None:
-            row |= reply.metrics
+            row |= self._request_evaluation(step, due, LONG_POLL_S) or {}
         return False
 
     def _take_reward_and_begin_evaluation(self, evaluation: AsyncEvaluationTracker) -> None:
         version = self._record.version
         if evaluation.under_way is not None:
-            self._request_evaluation_and_take_reward(evaluation, evaluation.under_way)
+            self._take_reward_if_there(evaluation, evaluation.under_way)
         if not evaluation.may_grant_episodes(self._publisher.evaluation_replicas, version):
             return
         given_up, left_out = evaluation.under_way, evaluation.begin_and_list_skipped_steps(version)
@@ -250,24 +307,22 @@ class LedgerSource(BatchSource):
             logger.warning("evaluation of %s abandoned: its weights are gone", given_up)
         if left_out:
             logger.warning(
-                "step %d is evaluated instead of %s: the evaluation cell was busy or away",
+                "evaluating step %d; skipped steps %s (evaluation cell busy or missing)",
                 version.step,
                 ", ".join(map(str, left_out)),
             )
-        self._request_evaluation_and_take_reward(evaluation, version)
+        self._take_reward_if_there(evaluation, version)
 
-    def _request_evaluation_and_take_reward(
+    def _take_reward_if_there(
         self, evaluation: AsyncEvaluationTracker, version: WeightVersion
     ) -> None:
-        reply = self._ledger.request_evaluation(
-            version.step, evaluation.count_due_tasks_by_set(), 0.0
-        )
-        if reply.metrics is not None:
+        metrics = self._request_evaluation(version.step, evaluation.count_due_tasks_by_set())
+        if metrics is not None:
             evaluation.mark_judged()
-            self._record.add_metrics(version.step, dict(reply.metrics))
+            self._record.add_metrics(version.step, dict(metrics))
 
-    def wait_briefly_until_evaluated(self) -> bool:
-        """The evaluation cell owes nothing. Waits a little for what it owes."""
+    def is_evaluation_cell_done(self) -> bool:
+        """True if no evaluation is pending in its cell; otherwise wait briefly."""
         evaluation = self._async_evaluation
         if evaluation is None or not evaluation.has_unjudged_up_to(self._record.version.step):
             return True
@@ -279,9 +334,14 @@ class LedgerSource(BatchSource):
         self._stop.wait(NO_REPLICA_PAUSE_S)
         return False
 
-    def report_run_finished(self) -> None:
-        self._ledger.report_run_finished()
-
     def close(self) -> None:
         self._publisher.close()
         self._ledger.close()
+
+
+def raise_if_agents_in_trouble(agent_error: str) -> None:
+    if agent_error:
+        has_hint = "\n  try: " in agent_error
+        raise AgentError(
+            agent_error, hint="" if has_hint else "fix it, and run the same command again"
+        )
