@@ -76,7 +76,7 @@ class ReplayJobConfig(RankJobConfig):
 class SftJobConfig(RankJobConfig):
     """Configuration of the SFT stage."""
 
-    ENTRY = "areal_hpc.trainer.sft.sft_job:run"
+    ENTRY = "areal_hpc.trainer.sft:run"
 
     dataset_path: Path
     """JSON lines `{"messages": [...]}`; the last message, the assistant's, is learnt."""

@@ -34,11 +34,9 @@ from areal_hpc.rundir.telemetry.spans import record_state_entry
 from areal_hpc.trainer.collectives import broadcast_object
 from areal_hpc.trainer.config import STOP_MARGIN_S, TrainerJobConfig
 from areal_hpc.trainer.learner import Learner
-from areal_hpc.trainer.loop.alert_reporter import AlertReporter
-from areal_hpc.trainer.loop.async_evaluation import AsyncEvaluationTracker
-from areal_hpc.trainer.loop.live_run import LiveRun
+from areal_hpc.trainer.loop.live_run import AsyncEvaluationTracker, LiveRun
 from areal_hpc.trainer.loop.loop import Coordinator, run_loop
-from areal_hpc.trainer.loop.step_record import StepRecord
+from areal_hpc.trainer.loop.step_record import AlertReporter, StepRecord
 from areal_hpc.trainer.loop.weight_senders import WeightSenders, agree_on_senders
 from areal_hpc.trainer.model.hf_weights import list_hf_specs
 from areal_hpc.trainer.process_groups import run_rank

@@ -28,13 +28,11 @@ from areal_hpc.trainer.batch.batch_metrics import (
     FloatArray,
     extend_reward_range,
     group_episode_rewards,
+    merge_batch_rows_into_episodes,
+    summarize_episodes,
     summarize_replies,
     summarize_rewards,
     summarize_tokens_and_staleness,
-)
-from areal_hpc.trainer.batch.episode_metrics import (
-    merge_batch_rows_into_episodes,
-    summarize_episodes,
 )
 from areal_hpc.trainer.batch.packing import (
     TrainingRow,
@@ -70,24 +68,28 @@ from areal_hpc.trainer.model.hf_weights import HfModelReader, load_hf, save_hf_m
 from areal_hpc.trainer.model.policy import TORCH_DTYPE_BY_NAME, build_policy
 from areal_hpc.trainer.model.utilization import measure_training_speed
 from areal_hpc.trainer.objective.custom_loss import load_custom_loss
-from areal_hpc.trainer.objective.loss_aggregation import compute_minibatch_factors
-from areal_hpc.trainer.objective.loss_metrics import (
+from areal_hpc.trainer.objective.loss_stats import (
     STEP_HISTOGRAM_BINS,
     STEP_MAXIMUM_NAMES,
     STEP_SUM_NAMES,
+    LossStats,
+    ReducedStats,
     build_loss_metrics,
     measure_engine_mismatch,
 )
-from areal_hpc.trainer.objective.loss_stats import LossStats, ReducedStats
-from areal_hpc.trainer.objective.policy_loss import compute_policy_loss, interpolate_logprobs
+from areal_hpc.trainer.objective.policy_loss import (
+    compute_minibatch_factors,
+    compute_policy_loss,
+    interpolate_logprobs,
+)
 from areal_hpc.trainer.rank_progress import note_place_reached
 from areal_hpc.trainer.scoring.critic_trainer import CriticTrainer
 from areal_hpc.trainer.scoring.frozen_models import FrozenModels
-from areal_hpc.trainer.scoring.token_scores import compute_row_logprobs
 from areal_hpc.trainer.step import (
     MicroBatch,
     apply_gradients,
     compute_logprobs_and_entropy,
+    compute_row_logprobs,
     make_micro_batches_of_this_rank,
     run_forward_backward,
     run_passes,
@@ -358,7 +360,7 @@ class Learner:
     ) -> tuple[ReducedStats, list[float]]:
         """One optimizer step per part: the stats over all ranks and the gradient norms.
 
-        A part's loss is multiplied by its factor (`objective/loss_aggregation.py`).
+        A part's loss is multiplied by its factor (`compute_minibatch_factors`).
         With a single part the weights at the start of the batch are those of its only forward
         pass, which then gives the proximal log-probabilities and the engine's deviation as well.
         """

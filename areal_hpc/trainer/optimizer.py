@@ -1,17 +1,22 @@
 """AdamW, sharded over data-parallel ranks by Megatron's DistributedOptimizer."""
 
 import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from torch.optim.adamw import AdamW, adamw
 
 from areal_hpc.recipe.sections.trainer import AdamConfig
 from areal_hpc.trainer.collectives import all_reduce_max
+from areal_hpc.trainer.model.memory_estimate import OPTIMIZER_CHUNK_ELEMENTS
 from areal_hpc.trainer.model.policy import TrainedNetwork
-from areal_hpc.trainer.optimizer_offload import hold_master_stand_ins, offload_optimizer
+from areal_hpc.trainer.private_apis.megatron_private import list_master_weights
+from areal_hpc.trainer.private_apis.torch_private import pin_host_memory
 
 
 def build_optimizer(
@@ -20,7 +25,7 @@ def build_optimizer(
     """Megatron's optimizer over the policy's parameters, its moments already zeroed.
 
     Moments exist from the start: a checkpoint is loaded into them. With `is_offloaded` the state
-    is on the host between steps (`optimizer_offload.py`).
+    is on the host between steps (`HostAdamW`).
     """
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
@@ -96,3 +101,152 @@ def step_optimizer_if_norm_is_usable(policy: TrainedNetwork, optimizer: Any, rat
     policy.ddp_module.zero_grad_buffer()
     optimizer.zero_grad()
     return math.nan if agreed == _NORM_NOT_FINITE and kind != agreed else norm
+
+
+MASTER_NAME = "master"
+MOMENT_NAMES = ("exp_avg", "exp_avg_sq")
+
+
+class HostAdamW(AdamW):
+    """AdamW over parts of parameters, its state on the host but for what is being stepped.
+
+    The arithmetic stays where it is without offload, and so do its bits: chunk after chunk is
+    copied to the GPU, stepped by the same operations, and copied back. Between steps the state
+    consists of ordinary tensors of the host, which checkpoints read and write as they would those
+    of a GPU.
+
+    With float32 parameters there are no master weights: the parameters themselves are stepped, and
+    only moments are offloaded.
+    """
+
+    step_device: torch.device
+    """Where gradients are, and steps are computed."""
+    chunk_elements: int
+    _host: dict[torch.Tensor, dict[str, torch.Tensor]]
+    """By parameter: the places of its master weights, if it has some, and moments."""
+
+    @classmethod
+    def convert_and_offload(
+        cls, adam: AdamW, masters: Sequence[torch.Tensor], device: torch.device, chunk_elements: int
+    ) -> None:
+        """Make an optimizer one of this class, and move its state to the host."""
+        # Not built anew: Megatron gave it tensors that are no leaves, which AdamW would refuse.
+        adam.__class__ = cls
+        assert isinstance(adam, cls)
+        adam.step_device, adam.chunk_elements, adam._host = device, chunk_elements, {}
+        with_masters = set(masters)
+        everything = [one for group in adam.param_groups for one in group["params"]]
+        names = {
+            one: (*((MASTER_NAME,) if one in with_masters else ()), *MOMENT_NAMES)
+            for one in everything
+        }
+        size = sum(len(names[one]) * one.numel() for one in everything)
+        places = torch.empty(size, dtype=torch.float32)
+        if device.type == "cuda" and size:
+            pin_host_memory(places)
+        for one in everything:
+            parts = places[: len(names[one]) * one.numel()].view(len(names[one]), *one.shape)
+            places = places[parts.numel() :]
+            adam._host[one] = dict(zip(names[one], parts.unbind(), strict=True))
+        adam._move_to_host()
+
+    def _move_to_host(self) -> None:
+        for parameter, places in self._host.items():
+            moments = self.state[parameter]
+            for name in MOMENT_NAMES:
+                moments[name] = places[name].copy_(moments[name])
+            if MASTER_NAME in places:
+                parameter.data = places[MASTER_NAME].copy_(parameter.data)
+
+    def put_master_stand_ins_on_device(self) -> None:
+        """Let master weights claim to be where gradients are, which a gradient's parameter must.
+
+        Meanwhile an expanded tensor of one number keeps their shape.
+        """
+        for parameter, places in self._host.items():
+            if MASTER_NAME in places:
+                parameter.data = torch.zeros((), device=self.step_device).expand(parameter.shape)
+
+    def restore_masters_and_drop_gradients(self) -> None:
+        """Undo `put_master_stand_ins_on_device`, and forget the gradients."""
+        for parameter, places in self._host.items():
+            parameter.grad = None
+            if MASTER_NAME in places:
+                parameter.data = places[MASTER_NAME]
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One step, chunk after chunk. The master weights are taken back."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self._step_parameter(parameter, group)
+        self.restore_masters_and_drop_gradients()
+        if self.step_device.type == "cuda":  # whoever reads the host's tensors waits for no stream
+            torch.cuda.current_stream(self.step_device).synchronize()
+
+    def _step_parameter(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+        assert parameter.grad is not None
+        gradients = parameter.grad.view(-1).split(self.chunk_elements)
+        places = {name: place.view(-1) for name, place in self._host[parameter].items()}
+        # Without master weights it is on the GPU itself, and its chunks are stepped in place.
+        weights = places.get(MASTER_NAME, parameter.detach().view(-1)).split(self.chunk_elements)
+        moments = [places[name].split(self.chunk_elements) for name in MOMENT_NAMES]
+        count = self.state[parameter]["step"]
+        for gradient, weight, *moment in zip(gradients, weights, *moments, strict=True):
+            hosts = [weight, *moment] if MASTER_NAME in places else moment
+            lent = [torch.empty_like(gradient).copy_(host, non_blocking=True) for host in hosts]
+            stepped = lent if MASTER_NAME in places else [weight, *lent]
+            _apply_adamw(stepped, gradient, count.clone(), group)
+            for host, own in zip(hosts, lent, strict=True):
+                host.copy_(own, non_blocking=True)
+        count += 1
+
+
+def offload_optimizer(
+    optimizer: Any, device: torch.device, chunk_elements: int = OPTIMIZER_CHUNK_ELEMENTS
+) -> None:
+    """Move the state of Megatron's optimizer to the host, where it is stepped from now on."""
+    for part in optimizer.chained_optimizers:
+        HostAdamW.convert_and_offload(
+            part.optimizer, list_master_weights(part), device, chunk_elements
+        )
+
+
+@contextmanager
+def hold_master_stand_ins(optimizer: Any) -> Iterator[None]:
+    """The time in which gradients are handed to master weights, measured, clipped and applied."""
+    parts = [part.optimizer for part in optimizer.chained_optimizers]
+    offloaded = [adam for adam in parts if isinstance(adam, HostAdamW)]
+    for adam in offloaded:
+        adam.put_master_stand_ins_on_device()
+    try:
+        yield
+    finally:
+        for adam in offloaded:
+            adam.restore_masters_and_drop_gradients()
+
+
+def _apply_adamw(
+    stepped: Sequence[torch.Tensor], gradient: torch.Tensor, count: Any, group: dict[str, Any]
+) -> None:
+    weight, mean, square = stepped
+    beta1, beta2 = group["betas"]
+    adamw(
+        [weight],
+        [gradient],
+        [mean],
+        [square],
+        [],
+        [count],
+        foreach=group["foreach"],
+        capturable=group["capturable"],
+        differentiable=group["differentiable"],
+        fused=group["fused"],
+        amsgrad=group["amsgrad"],
+        beta1=beta1,
+        beta2=beta2,
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=group["maximize"],
+    )

@@ -10,7 +10,7 @@ from areal_hpc.errors import ShardError
 from areal_hpc.rundir.manifests import read_manifest
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.reader import ShardReader
-from areal_hpc.trainer.batch.episode_metrics import (
+from areal_hpc.trainer.batch.batch_metrics import (
     EpisodeRecord,
     merge_rows_into_episode,
     merge_spans,

@@ -38,7 +38,7 @@ async def _watch_nothing(*values: object) -> None:
 def _leave_out_entropy(network: Any, batch: Any, logits_1NV: Any) -> tuple[Any, Any]:
     """Log-probabilities without entropies, which are 0 then."""
     # not before a process needs it
-    from areal_hpc.trainer.model.kernels.logprobs import consume_logits_into_token_logprobs
+    from areal_hpc.trainer.model.logprobs import consume_logits_into_token_logprobs
     from areal_hpc.trainer.step import _list_scoring_arguments
 
     scored = _list_scoring_arguments(network, batch, logits_1NV)
@@ -52,7 +52,7 @@ REPLACEMENTS: dict[str, dict[str, Any]] = {
     "areal_hpc.trainer.annotations": {"choose_rows_to_annotate": _measure_nothing},
     "areal_hpc.rollout.episode_watch": {"EpisodeWatch.run": _watch_nothing},
     "areal_hpc.rollout.ticket_runner": {"TicketRunner._seal_evaluation": _keep_nothing},
-    "areal_hpc.trainer.loop.alert_reporter": {"AlertReporter.report_new_alerts": _do_nothing},
+    "areal_hpc.trainer.loop.step_record": {"AlertReporter.report_new_alerts": _do_nothing},
     "areal_hpc.trainer.learner": {
         "summarize_replies": _measure_nothing,
         "summarize_episodes": _measure_nothing,

@@ -20,8 +20,7 @@ from areal_hpc.rundir.checkpoint_index import (
     merge_rank_indices,
     write_checkpoint_index,
 )
-from areal_hpc.trainer.checkpoints.flat_ranges import Box
-from areal_hpc.trainer.checkpoints.stored_tensors import open_stored_tensors
+from areal_hpc.trainer.checkpoints.stored_tensors import Box, open_stored_tensors
 from areal_hpc.trainer.checkpoints.writer_client import SharedCopyBuffer
 from areal_hpc.trainer.checkpoints.writer_process import write_rank_file
 

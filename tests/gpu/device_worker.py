@@ -18,14 +18,13 @@ import torch.distributed as dist
 
 from areal_hpc.trainer.batch.packing import TrainingRow
 from areal_hpc.trainer.batch.training_rows import ADVANTAGE_CHANNEL
+from areal_hpc.trainer.model.attention import plan_varlen_attention
 from areal_hpc.trainer.model.cpu import megatron_cpu
 from areal_hpc.trainer.model.experts import GroupedExperts
 from areal_hpc.trainer.model.hf_weights import list_hf_specs, stream_hf_tensors
-from areal_hpc.trainer.model.kernels.logprobs import consume_logits_into_token_logprobs
-from areal_hpc.trainer.model.kernels.varlen_attention import plan_varlen_attention
+from areal_hpc.trainer.model.logprobs import consume_logits_into_token_logprobs
 from areal_hpc.trainer.objective.loss_stats import LossStats
-from areal_hpc.trainer.optimizer import step_optimizer_if_norm_is_usable
-from areal_hpc.trainer.optimizer_offload import offload_optimizer
+from areal_hpc.trainer.optimizer import offload_optimizer, step_optimizer_if_norm_is_usable
 from areal_hpc.trainer.process_groups import destroy_process_groups
 from areal_hpc.trainer.step import MicroBatch, run_forward_backward
 from areal_hpc.weights.buckets import PackingBuffers, TensorSpec, plan_buckets

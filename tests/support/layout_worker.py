@@ -27,9 +27,9 @@ from areal_hpc.trainer.model.policy import Policy, build_policy
 from areal_hpc.trainer.objective.loss_stats import LossStats
 from areal_hpc.trainer.optimizer import build_optimizer
 from areal_hpc.trainer.scoring.frozen_models import load_frozen_network
-from areal_hpc.trainer.scoring.token_scores import compute_row_logprobs
 from areal_hpc.trainer.step import (
     MicroBatch,
+    compute_row_logprobs,
     make_micro_batches_of_this_rank,
     run_forward_backward,
     train_step,

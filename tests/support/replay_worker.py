@@ -46,7 +46,7 @@ from areal_hpc.trainer.model.families.architecture import read_architecture
 from areal_hpc.trainer.model.policy import TrainedNetwork, build_policy
 from areal_hpc.trainer.process_groups import destroy_process_groups, init_process_groups_and_device
 from areal_hpc.trainer.replay_job import make_replay_coordinator
-from areal_hpc.trainer.sft.sft_job import SftTrainer
+from areal_hpc.trainer.sft import SftTrainer
 from areal_hpc.wire.fault_points import FAULTS_VARIABLE
 from tests.support.recorded_run import TRAINER
 

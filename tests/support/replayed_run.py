@@ -16,8 +16,11 @@ from areal_hpc.rundir.manifests import read_manifest
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.digest_checked_reader import CheckedShards
 from areal_hpc.trainer.batch.training_rows import read_rows_by_ticket
-from areal_hpc.trainer.checkpoints.flat_ranges import Box, split_into_matrices
-from areal_hpc.trainer.checkpoints.stored_tensors import open_stored_tensors
+from areal_hpc.trainer.checkpoints.stored_tensors import (
+    Box,
+    open_stored_tensors,
+    split_into_matrices,
+)
 from areal_hpc.wire.trajectory import TrajectoryRow
 from tests.support.rank_server import RankServer, TaskExit
 from tests.support.reference_models import by_checkpoint_name, hf_model

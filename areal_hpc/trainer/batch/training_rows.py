@@ -10,8 +10,7 @@ from areal_hpc.errors import ShardError
 from areal_hpc.recipe.sections.trainer import ObjectiveConfig
 from areal_hpc.rundir.checkpoints import UntrainedBatchPart
 from areal_hpc.shards.digest_checked_reader import CheckedShards
-from areal_hpc.trainer.batch.batch_metrics import count_sampled_tokens_by_version
-from areal_hpc.trainer.batch.episode_metrics import CUT_FINISH_REASON
+from areal_hpc.trainer.batch.batch_metrics import CUT_FINISH_REASON, count_sampled_tokens_by_version
 from areal_hpc.trainer.batch.packing import TEMPERATURE_CHANNEL, TrainingRow
 from areal_hpc.trainer.batch.untrainable import (
     drop_distorted_replies_from_loss_mask,
@@ -19,9 +18,12 @@ from areal_hpc.trainer.batch.untrainable import (
     get_reply_span,
 )
 from areal_hpc.trainer.collectives import read_with_retries_on_all_ranks
-from areal_hpc.trainer.objective.advantages import compute_advantages
-from areal_hpc.trainer.objective.gae import estimate_advantages, scale_and_weigh_advantages
-from areal_hpc.trainer.objective.loss_aggregation import compute_loss_aggregation_row_factors
+from areal_hpc.trainer.objective.advantages import (
+    compute_advantages,
+    estimate_advantages,
+    scale_and_weigh_advantages,
+)
+from areal_hpc.trainer.objective.policy_loss import compute_loss_aggregation_row_factors
 from areal_hpc.trainer.objective.reply_credit import compute_reply_earnings, list_reply_rewards
 from areal_hpc.wire.ledger import BatchManifest, SealedTicket
 from areal_hpc.wire.trajectory import TrajectoryRow, find_row_defect

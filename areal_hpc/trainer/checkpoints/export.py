@@ -1,17 +1,21 @@
 """A checkpoint of a run as a model directory that transformers and SGLang load. One process."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from areal_hpc.errors import ClusterError, RecipeError
-from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anything of Megatron)
+import torch
 
-# isort: split
+from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.rundir.checkpoints import Checkpoint, list_checkpoints
-from areal_hpc.trainer.checkpoints.stored_tensors import open_stored_tensors
-from areal_hpc.trainer.checkpoints.weights_reader import CheckpointWeights
-from areal_hpc.trainer.model.families.architecture import read_architecture
-from areal_hpc.trainer.model.hf_files import MAX_FILE_BYTES, write_or_replace_hf_model_dir
+from areal_hpc.trainer.checkpoints.stored_tensors import Box, StoredTensors, open_stored_tensors
+from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anything of Megatron)
+from areal_hpc.trainer.model.families.architecture import Architecture, read_architecture
+from areal_hpc.trainer.model.families.weight_map import ParamMap, list_parameter_maps, to_hf
+from areal_hpc.trainer.model.hf_weights import (
+    MAX_FILE_BYTES,
+    HfTensorSpecWithDtype,
+    write_or_replace_hf_model_dir,
+)
 
 
 def choose_checkpoint(directory: Path, step: int | None) -> Checkpoint:
@@ -72,3 +76,72 @@ def export_checkpoint(
             key=str(checkpoint.path),
             hint="a running trainer deletes old checkpoints: export a newer one",
         ) from error
+
+
+_STORED_NAME_BY_PARAMETER = {
+    # Megatron gives norms the names they have where Transformer Engine fuses them into the layer.
+    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+}
+
+
+def get_stored_name(parameter: ParamMap) -> str:
+    """The tensor of a checkpoint that holds this parameter of every layer and expert."""
+    if parameter.layer is None:
+        return parameter.megatron
+    if parameter.expert is not None:
+        return f"decoder.layers.mlp.experts.experts.{parameter.megatron}"
+    return f"decoder.layers.{_STORED_NAME_BY_PARAMETER.get(parameter.megatron, parameter.megatron)}"
+
+
+def _get_layer_expert_indices(parameter: ParamMap) -> list[int]:
+    return [at for at in (parameter.layer, parameter.expert) if at is not None]
+
+
+class CheckpointWeights:
+    """The weights in a complete checkpoint."""
+
+    def __init__(self, stored_tensors: StoredTensors, arch: Architecture, directory: Path) -> None:
+        self._stored = stored_tensors
+        self._arch = arch
+        self._directory = directory
+        for parameter in list_parameter_maps(arch):
+            self._require_fitting_shape(parameter)
+
+    def list_tensor_specs(self) -> list[HfTensorSpecWithDtype]:
+        """Name, shape and dtype of every tensor, in the order of `read_tensors`. Reads nothing."""
+        return [
+            (tensor.name, tensor.shape, self._stored.weight_dtype)
+            for parameter in list_parameter_maps(self._arch)
+            for tensor in parameter.hf
+        ]
+
+    def read_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every whole tensor by its Hugging Face name; one Megatron parameter is held at a time."""
+        for parameter in list_parameter_maps(self._arch):
+            tensors = to_hf(parameter, [self._read_parameter(parameter)], self._arch)
+            for spec, tensor in zip(parameter.hf, tensors, strict=True):
+                yield spec.name, tensor
+
+    def _read_parameter(self, parameter: ParamMap) -> torch.Tensor:
+        name, indices = get_stored_name(parameter), tuple(_get_layer_expert_indices(parameter))
+        shape = (self._stored.find_shape(name) or ())[len(indices) :]
+        box = Box(indices + (0,) * len(shape), (1,) * len(indices) + shape)
+        target = torch.empty(box.sizes, dtype=self._stored.weight_dtype)
+        self._stored.read_block("weight", name, box, target)
+        return target.reshape(shape)
+
+    def _require_fitting_shape(self, parameter: ParamMap) -> None:
+        stored = self._stored.find_shape(get_stored_name(parameter)) or ()
+        counts = (self._arch.layers, self._arch.experts.count if self._arch.experts else 0)
+        stacked = counts[: len(_get_layer_expert_indices(parameter))]
+        rows, rest = sum(one.shape[0] for one in parameter.hf), parameter.hf[0].shape[1:]
+        # A vocabulary is padded to a multiple of what divides it over ranks.
+        may_be_padded = not stacked and stored[1:] == rest and stored[:1] > (rows,)
+        if stored != (*stacked, rows, *rest) and not may_be_padded:
+            raise RecipeError(
+                f"the checkpoint has {stored or 'nothing'} under {get_stored_name(parameter)}, "
+                f"expected {(*stacked, rows, *rest)}",
+                key=str(self._directory),
+                hint="export with the recipe that the run was trained with",
+            )

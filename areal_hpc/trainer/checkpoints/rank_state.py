@@ -29,16 +29,14 @@ from areal_hpc.rundir.checkpoint_index import (
     build_checkpoint_damage_error,
     compute_data_bytes,
 )
-from areal_hpc.trainer.checkpoints.flat_ranges import (
-    Box,
-    intersect_boxes,
-    split_flat_range,
-    split_into_matrices,
-)
 from areal_hpc.trainer.checkpoints.stored_tensors import (
     TORCH_DTYPE_BY_NUMBER_TYPE,
+    Box,
     StoredTensors,
+    intersect_boxes,
     open_stored_tensors,
+    split_flat_range,
+    split_into_matrices,
 )
 from areal_hpc.trainer.collectives import all_reduce_max, raise_on_all_ranks
 from areal_hpc.trainer.model.families.weight_map import EMBEDDING_NAME

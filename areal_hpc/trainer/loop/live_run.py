@@ -23,13 +23,17 @@ from areal_hpc.rundir.jsonl import JsonMetricRow
 from areal_hpc.rundir.rendezvous import EVALUATION_CELL
 from areal_hpc.rundir.service_client import ServiceClient
 from areal_hpc.rundir.telemetry.events import CELL_FOUND_EVENT, NO_CELL_EVENT, EventLog
-from areal_hpc.trainer.loop.async_evaluation import AsyncEvaluationTracker
 from areal_hpc.trainer.loop.schedule import Schedule
 from areal_hpc.trainer.loop.step_record import StepRecord
 from areal_hpc.trainer.loop.weight_senders import WeightSenders
-from areal_hpc.weights.discovery import ReplicaKey
+from areal_hpc.weights.discovery import DiscoveredReplicas, ReplicaKey
 from areal_hpc.weights.probe import Probe
-from areal_hpc.weights.publisher import Publisher, ReplicasBySender, UpdateBackoff
+from areal_hpc.weights.publisher import (
+    Publisher,
+    ReplicasBySender,
+    UpdateBackoff,
+    find_outdated_replicas,
+)
 from areal_hpc.wire.ledger import (
     Acknowledged,
     BatchManifest,
@@ -57,6 +61,80 @@ REPLICA_POLL_S = 1.0
 NO_REPLICA_PAUSE_S = 0.1
 EVALUATION_WAIT_LOG_PERIOD_S = 600.0
 NO_CELL_LOG_PERIOD_S = 60.0
+
+
+class AsyncEvaluationTracker:
+    """Which weights the evaluation cell judges, and when, while training goes on. Pure.
+
+    One version at a time, and always the trainer's present one, because it has no other: when an
+    evaluation is due and the cell is free, or has lost the weights that it was judging. A
+    `judged_step` of -1: none was judged.
+    """
+
+    def __init__(self, schedule: Schedule, judged_step: int) -> None:
+        self._schedule = schedule
+        self._judged_step = judged_step
+        self.under_way: WeightVersion | None = None
+        """The version whose episodes are being played, or wait for its weights."""
+
+    def has_unjudged_up_to(self, step: int) -> bool:
+        due = self._schedule.list_evaluation_steps(self._judged_step, step)
+        return self.under_way is not None or bool(due)
+
+    def list_replicas_to_update_now(
+        self, replicas: DiscoveredReplicas, current_version: WeightVersion
+    ) -> list[ReplicaKey]:
+        """Those of the cell's replicas that are to be given the current weights now."""
+        return (
+            find_outdated_replicas(replicas, current_version)
+            if self._choose_version_to_hold(replicas, current_version) == current_version
+            else []
+        )
+
+    def may_grant_episodes(
+        self, replicas: DiscoveredReplicas, current_version: WeightVersion
+    ) -> bool:
+        """The current version's episodes can be granted: no replica would play them on another."""
+        if (
+            self.under_way == current_version
+            or self._choose_version_to_hold(replicas, current_version) != current_version
+        ):
+            return False
+        held = _list_served_versions(replicas)
+        return bool(held) and all(version in ("", str(current_version)) for version in held)
+
+    def begin_and_list_skipped_steps(self, current_version: WeightVersion) -> list[int]:
+        """Grant the current version's episodes from now on; the steps that are left out for good.
+
+        Those should have been judged, and never will be, as their weights are gone.
+        """
+        due = self._schedule.list_evaluation_steps(self._judged_step, current_version.step)
+        self.under_way = current_version
+        return [step for step in due if step != current_version.step]
+
+    def count_due_tasks_by_set(self) -> dict[str, int]:
+        assert self.under_way is not None
+        return self._schedule.count_tasks_by_set_due_since(self._judged_step, self.under_way.step)
+
+    def mark_judged(self) -> None:
+        assert self.under_way is not None
+        self._judged_step, self.under_way = self.under_way.step, None
+
+    def _choose_version_to_hold(
+        self, replicas: DiscoveredReplicas, current_version: WeightVersion
+    ) -> WeightVersion | None:
+        held = _list_served_versions(replicas)
+        if self.under_way is not None and (not held or str(self.under_way) in held):
+            return self.under_way
+        return (
+            current_version
+            if self._schedule.list_evaluation_steps(self._judged_step, current_version.step)
+            else None
+        )
+
+
+def _list_served_versions(replicas: DiscoveredReplicas) -> list[str]:
+    return [view.version for _, view in replicas if view.state in ("ready", "serving")]
 
 
 class LiveRun:

@@ -22,7 +22,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch.autograd.function import once_differentiable
 
-from areal_hpc.trainer.model.kernels.swiglu import weighted_swiglu
+from areal_hpc.trainer.model.elementwise import weighted_swiglu
 from areal_hpc.trainer.private_apis.megatron_private import begin_copy_of_split_sizes
 
 

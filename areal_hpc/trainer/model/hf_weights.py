@@ -3,8 +3,14 @@
 Nothing here ever holds the whole model: tensors are read, gathered and written one by one.
 """
 
+import contextlib
 import json
-from collections.abc import Callable, Iterator
+import os
+import re
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +18,11 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from safetensors import safe_open
+from safetensors.torch import save_file
 
 from areal_hpc.errors import RecipeError
+from areal_hpc.rundir.atomic import fsync_path, fsync_tree
+from areal_hpc.rundir.folders import make_folder
 from areal_hpc.trainer.model.families.architecture import find_stage_of_layer
 from areal_hpc.trainer.model.families.weight_map import (
     EMBEDDING_NAME,
@@ -25,12 +34,189 @@ from areal_hpc.trainer.model.families.weight_map import (
     to_hf,
     to_megatron,
 )
-from areal_hpc.trainer.model.hf_files import (
-    MAX_FILE_BYTES,
-    HfTensorSpecWithDtype,
-    write_or_replace_hf_model_dir,
-)
 from areal_hpc.trainer.model.policy import Network, Policy
+
+HfTensorSpecWithDtype = tuple[str, tuple[int, ...], torch.dtype]
+"""Name, shape and dtype."""
+
+MAX_FILE_BYTES = 2 * 1024**3
+"""A safetensors file grows to about this, and its tensors are in host memory until then."""
+MAX_SILENCE_OF_WRITER_S = 86_400.0
+"""After that a writer of another host, which cannot be asked, has been killed."""
+
+COPIED_FILE_NAMES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+"""Files of a model directory that training does not change, but for the dtype that it names."""
+
+ReportBytes = Callable[[int, int], None]
+"""Told after each file how many bytes are written, of how many."""
+
+
+def write_or_replace_hf_model_dir(
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    specs: Sequence[HfTensorSpecWithDtype],
+    source_dir: Path,
+    target_dir: Path,
+    *,
+    file_bytes: int = MAX_FILE_BYTES,
+    on_file: ReportBytes = lambda done, total: None,
+) -> None:
+    """Write safetensors files, their index, and `source_dir`'s other files.
+
+    One file's tensors are held at a time; they are exactly those of `specs`, in that order, which
+    say how many files there are before the first is there. Another file is begun at `file_bytes`.
+    A hidden directory is filled, forced to disk, and then takes the place of `target_dir`.
+    """
+    _clean_up_after_killed_writers(target_dir.parent)
+    # Another process may be writing the same model: the trainer, and a person who exports it.
+    writer = f"{socket.gethostname()}_{os.getpid()}"
+    partial = target_dir.with_name(f".{target_dir.name}.partial_{writer}")
+    make_folder(partial.parent)
+    partial.mkdir()
+    _write_tensors(iter(tensors), specs, partial, file_bytes, on_file)
+    for name in COPIED_FILE_NAMES:
+        if (source_dir / name).is_file():
+            shutil.copyfile(source_dir / name, partial / name)
+    _write_config_dtype(partial / "config.json", specs[0][2])
+    fsync_tree(partial)
+    _move_into_place(
+        partial, target_dir, target_dir.with_name(f".{target_dir.name}.replaced_{writer}")
+    )
+    fsync_path(target_dir.parent)
+
+
+def _move_into_place(partial: Path, target_dir: Path, replaced: Path) -> None:
+    while True:
+        if target_dir.exists():
+            target_dir.rename(replaced)
+        try:
+            partial.rename(target_dir)
+        except OSError:
+            if target_dir.exists():  # a writer of another host has just restored it
+                continue
+            raise
+        shutil.rmtree(replaced, ignore_errors=True)
+        return
+
+
+def _clean_up_after_killed_writers(directory: Path) -> None:
+    """Tidy up after writers that were killed: a model half put in place is restored.
+
+    A writer of another host counts as killed when it has written nothing for a day. A hidden
+    directory that this process left behind, by an error, is swept as well.
+    """
+    if not directory.is_dir():
+        return
+    name = re.compile(r"\.(.+)\.(partial|replaced)_(.+)_(\d+)")
+    for path in directory.iterdir():
+        found = name.fullmatch(path.name)
+        if found is None:
+            continue
+        target, kind, host, pid = directory / found[1], found[2], found[3], int(found[4])
+        is_own_host = host == socket.gethostname()
+        if is_own_host and _is_another_writer_running(pid):
+            continue
+        if kind == "replaced" and not target.exists():
+            with contextlib.suppress(OSError):  # another writer has done it, or put its own there
+                path.rename(target)
+        elif is_own_host or _compute_unchanged_s(path) > MAX_SILENCE_OF_WRITER_S:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _compute_unchanged_s(directory: Path) -> float:
+    try:
+        newest = max(path.stat().st_mtime for path in (directory, *directory.iterdir()))
+    except FileNotFoundError:
+        return 0.0
+    return time.time() - newest
+
+
+def _is_another_writer_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # somebody else's
+        return True
+    return pid != os.getpid()
+
+
+def _write_tensors(
+    tensors: Iterator[tuple[str, torch.Tensor]],
+    specs: Sequence[HfTensorSpecWithDtype],
+    directory: Path,
+    file_bytes: int,
+    on_file: ReportBytes,
+) -> None:
+    parts = split_into_files(specs, file_bytes)
+    total_bytes = sum(map(count_tensor_bytes, specs))
+    written_bytes = 0
+    file_of: dict[str, str] = {}
+    for number, part in enumerate(parts, 1):
+        file = f"model-{number:05d}-of-{len(parts):05d}.safetensors"
+        if len(parts) == 1:
+            file = "model.safetensors"
+        held: dict[str, torch.Tensor] = {}
+        for spec in part:
+            name, tensor = next(tensors)
+            if (name, tuple(tensor.shape), tensor.dtype) != spec:
+                raise AssertionError(
+                    f"expected {spec}, got {name} {tuple(tensor.shape)} {tensor.dtype}"
+                )
+            # A copy: the tensor may be a view of a parameter, or of memory used again for the next.
+            held[name] = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
+        save_file(held, directory / file, metadata={"format": "pt"})
+        file_of |= dict.fromkeys((name for name, _, _ in part), file)
+        written_bytes += sum(map(count_tensor_bytes, part))
+        on_file(written_bytes, total_bytes)
+    # Exhausts a collective stream, and proves that nothing is left out.
+    for name, _ in tensors:
+        raise AssertionError(f"{name} is not in the specification")
+    if len(parts) > 1:
+        index = {"metadata": {"total_size": total_bytes}, "weight_map": file_of}
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+
+
+def split_into_files(
+    specs: Sequence[HfTensorSpecWithDtype], file_bytes: int
+) -> list[list[HfTensorSpecWithDtype]]:
+    """Tensors by file, in order: a file ends before it would exceed `file_bytes`."""
+    parts: list[list[HfTensorSpecWithDtype]] = [[]]
+    held_bytes = 0
+    for spec in specs:
+        if held_bytes and held_bytes + count_tensor_bytes(spec) > file_bytes:
+            parts.append([])
+            held_bytes = 0
+        parts[-1].append(spec)
+        held_bytes += count_tensor_bytes(spec)
+    return parts
+
+
+def count_tensor_bytes(spec: HfTensorSpecWithDtype) -> int:
+    _, shape, dtype = spec
+    return torch.Size(shape).numel() * dtype.itemsize
+
+
+def _write_config_dtype(config_path: Path, dtype: torch.dtype) -> None:
+    config = json.loads(config_path.read_bytes())
+    name = str(dtype).removeprefix("torch.")
+    # transformers before 5 calls it torch_dtype.
+    keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
+    if any(config.get(key) != name for key in keys):
+        config |= dict.fromkeys(keys, name)
+        config_path.write_text(json.dumps(config, indent=2) + "\n")
+
 
 Slices = tuple[slice, ...]
 ReadSlices = Callable[[HfTensorSpec, Slices], torch.Tensor]

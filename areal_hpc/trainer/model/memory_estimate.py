@@ -35,7 +35,7 @@ three protocols (src/init.cc of NCCL). The number of channels is an
 assumption: NCCL takes fewer over slow links, and trees come on top."""
 OPTIMIZER_CHUNK_ELEMENTS = 1 << 24
 """Elements of the optimizer's state that are on the GPU at a time while the rest is in host memory
-(`trainer/optimizer_offload.py`): a part of 64 MiB of each master weight and moment."""
+(`trainer/optimizer.py`): a part of 64 MiB of each master weight and moment."""
 BYTES_BY_DTYPE = {"float32": 4, "bfloat16": 2}
 LOGIT_BYTES = 4
 RECOMPUTE_MODES = ("none", "selective", "full")

@@ -29,6 +29,7 @@ from areal_hpc.recipe.sections.trainer import (
 )
 from areal_hpc.trainer.batch.packing import PackParallelism
 from areal_hpc.trainer.model.attention import RotaryPackedCausalAttention
+from areal_hpc.trainer.model.elementwise import RMSNorm, swiglu
 from areal_hpc.trainer.model.experts import GroupedExperts, use_stable_dispatch
 from areal_hpc.trainer.model.families.architecture import (
     Architecture,
@@ -41,9 +42,7 @@ from areal_hpc.trainer.model.families.weight_map import (
     compute_padded_vocab_size,
     list_parameter_maps,
 )
-from areal_hpc.trainer.model.kernels.lm_head import compute_float32_logits
-from areal_hpc.trainer.model.kernels.rms_norm import RMSNorm
-from areal_hpc.trainer.model.kernels.swiglu import swiglu
+from areal_hpc.trainer.model.logprobs import compute_float32_logits
 from areal_hpc.trainer.private_apis.megatron_private import (
     ScoredTokenCritic,
     ScoredTokenGPT,

@@ -12,7 +12,8 @@ Names and definitions: joschu.net/blog/kl-approx. k3 in the loss is GRPO's (arXi
 section 4.1.1).
 """
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -74,9 +75,9 @@ def compute_policy_loss(
     """`-sum_n w_n f(r_n, A_n)`, r = pi/pi_proximal, w = pi_proximal/pi_behavior, f the surrogate.
 
     With `custom` its terms stand in place of f's. The gradient flows through `logprobs_N`, those of
-    the weights being trained. Terms are multiplied by `scale_N` (`loss_aggregation.py`). With
-    `kl.placement=loss` every term has `- kl.coef * w k` beside it, k the estimated divergence from
-    `reference_N`. With `ratio_level=sequence` a collective of `rows.group`, and its backward pass
+    the weights being trained. Terms are multiplied by `scale_N`
+    (`compute_loss_aggregation_row_factors`). With `kl.placement=loss` every term has
+    `- kl.coef * w k` beside it, k the estimated divergence from `reference_N`. With `ratio_level=sequence` a collective of `rows.group`, and its backward pass
     too.
     """
     proximal_N = proximal_N.detach()
@@ -183,3 +184,45 @@ def estimate_divergence(
             return gap_N.square() / 2
         case "k3":
             return torch.expm1(-gap_N) + gap_N
+
+
+def compute_loss_aggregation_row_factors(
+    tokens_per_row: Sequence[int], episode_per_row: Sequence[Hashable], objective: ObjectiveConfig
+) -> list[float] | None:
+    """Factor of the terms of each row, relative to the mean over tokens; None if all are 1.
+
+    With N trained tokens of the batch, n episodes and T_i tokens of episode i:
+
+    | `loss_agg` | loss |
+    |---|---|
+    | `token_mean` | sum of all terms / N (DAPO, arXiv:2503.14476, section 3.3) |
+    | `seq_mean_token_mean` | 1/n sum_i (1/T_i) sum_t (GRPO, arXiv:2402.03300, section 4.1.1) |
+    | `seq_mean_token_sum` | 1/n sum_i sum_t |
+    | `seq_mean_token_sum_norm` | the same / `loss_scale_tokens` (arXiv:2503.20783, section 3.2) |
+    """
+    if objective.loss_agg == "token_mean":
+        return None
+    tokens_of = Counter[Hashable]()
+    for count, episode in zip(tokens_per_row, episode_per_row, strict=True):
+        tokens_of[episode] += count
+    sequences = sum(count > 0 for count in tokens_of.values())
+    per_sequence = sum(tokens_per_row) / max(1, sequences)
+    match objective.loss_agg:
+        case "seq_mean_token_mean":
+            return [per_sequence / max(1, tokens_of[episode]) for episode in episode_per_row]
+        case "seq_mean_token_sum":
+            return [per_sequence] * len(tokens_per_row)
+        case "seq_mean_token_sum_norm":
+            assert objective.loss_scale_tokens is not None
+            return [per_sequence / objective.loss_scale_tokens] * len(tokens_per_row)
+
+
+def compute_minibatch_factors(tokens: Sequence[int]) -> list[float]:
+    """Factor of each mini-batch's loss, by the trained tokens of each.
+
+    A pass divides by the tokens of its mini-batch. With this factor that makes the batch's measure:
+    a mini-batch's loss is its share of the batch's times the number of mini-batches, and a token
+    weighs the same in whichever it lies.
+    """
+    mean = sum(tokens) / len(tokens) if tokens else 0.0
+    return [count / mean if mean else 1.0 for count in tokens]

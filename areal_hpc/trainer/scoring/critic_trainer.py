@@ -1,7 +1,7 @@
 """The critic beside the policy: a network with a head for values, its steps, its metrics."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -39,14 +39,14 @@ from areal_hpc.trainer.model.policy import (
     build_network,
     wrap_for_training,
 )
-from areal_hpc.trainer.objective.loss_aggregation import compute_minibatch_factors
 from areal_hpc.trainer.objective.loss_stats import LossStats
-from areal_hpc.trainer.objective.value_loss import VALUE_SUM_NAMES, compute_value_loss
+from areal_hpc.trainer.objective.policy_loss import compute_minibatch_factors
 from areal_hpc.trainer.optimizer import build_optimizer
-from areal_hpc.trainer.scoring.token_scores import ScoresByRow, compute_row_values
 from areal_hpc.trainer.step import (
     MicroBatch,
+    ScoresByRow,
     apply_gradients,
+    compute_row_values,
     make_micro_batches_of_this_rank,
     run_value_passes,
 )
@@ -188,3 +188,34 @@ def measure_values_and_explained_variance(rows: Sequence[TrainingRow]) -> dict[s
         "critic/mean_value": float(values_N.mean()),
         "critic/explained_variance": 1.0 - left / spread if spread else 0.0,
     }
+
+
+VALUE_SUM_NAMES = ("value_loss", "value_clipped", "tokens")
+"""Sums over tokens: the loss, those at which the clip took the gradient away, their number."""
+
+
+def compute_value_loss(
+    values_N: torch.Tensor,
+    before_N: torch.Tensor,
+    returns_N: torch.Tensor,
+    clip_value: float | None,
+) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+    """The sum of max((V - R)^2, (clip(V) - R)^2) / 2, clip(V) within `clip_value` of `before_N`.
+
+    The pessimistic one of both, as a clipped surrogate is; None clips nothing. The gradient flows
+    through `values_N`.
+
+    Returns:
+        The sum, to be divided by the number of tokens; `VALUE_SUM_NAMES` by name.
+    """
+    terms_N = (values_N - returns_N).square() / 2
+    clipped_N = torch.zeros_like(values_N) != 0
+    if clip_value is not None:
+        bounded_N = before_N + (values_N - before_N).clamp(-clip_value, clip_value)
+        bounded_terms_N = (bounded_N - returns_N).square() / 2
+        clipped_N = (bounded_terms_N > terms_N) & ((values_N - before_N).abs() > clip_value)
+        terms_N = torch.maximum(terms_N, bounded_terms_N)
+    total = terms_N.sum()
+    count = torch.full_like(total, len(values_N))
+    measured = (total.detach(), clipped_N.sum(), count)
+    return total, dict(zip(VALUE_SUM_NAMES, (one.double() for one in measured), strict=True))

@@ -26,7 +26,7 @@ from areal_hpc.trainer.model.memory_estimate import drop_ep_for_dense_network
 from areal_hpc.trainer.model.policy import TORCH_DTYPE_BY_NAME, Network, Policy, build_network
 from areal_hpc.trainer.private_apis.torch_private import pin_host_memory
 from areal_hpc.trainer.scoring.served_teacher import ServedTeacher
-from areal_hpc.trainer.scoring.token_scores import ScoresByRow, compute_row_logprobs
+from areal_hpc.trainer.step import ScoresByRow, compute_row_logprobs
 
 
 @dataclass(slots=True, eq=False)

@@ -41,7 +41,7 @@ from areal_hpc.trainer.collectives import (
     raise_on_all_ranks,
 )
 from areal_hpc.trainer.rank_progress import note_detail, note_place_reached
-from areal_hpc.trainer.scoring.token_scores import ScoresByRow
+from areal_hpc.trainer.step import ScoresByRow
 from areal_hpc.wire.retry import RETRYABLE_STATUSES, Backoff
 
 logger = logging.getLogger(__name__)

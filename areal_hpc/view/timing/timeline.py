@@ -12,7 +12,7 @@ from typing import Any
 from areal_hpc.rundir.jsonl import JsonRow
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.span_reader import ProcessSpans, read_spans, split_process_name
-from areal_hpc.trainer.batch.episode_metrics import merge_spans
+from areal_hpc.trainer.batch.batch_metrics import merge_spans
 from areal_hpc.view.batch_episodes import BatchEpisode, read_batch_episodes
 from areal_hpc.view.metric_values import get_number
 

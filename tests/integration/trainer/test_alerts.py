@@ -13,7 +13,7 @@ from areal_hpc.recipe.sections.alerts import AlertsConfig
 from areal_hpc.rundir.jsonl import append_line
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.events import EventLog
-from areal_hpc.trainer.loop.alert_reporter import AlertReporter
+from areal_hpc.trainer.loop.step_record import AlertReporter
 from areal_hpc.view.state.live_progress import PlainReporter
 from tests.support.commands import exit_code_of, write_program
 from tests.support.rank_server import RankServer

@@ -15,7 +15,7 @@ from tests.support.deadlines import Deadline, scaled
 from areal_hpc.metrics.step_metrics import VALIDATION_REWARD_METRIC, read_metrics
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.jsonl import read_readable_records
-from areal_hpc.trainer.loop.async_evaluation import AsyncEvaluationTracker
+from areal_hpc.trainer.loop.live_run import AsyncEvaluationTracker
 from areal_hpc.trainer.loop.loop import Action, Coordinator
 from areal_hpc.trainer.loop.schedule import EvaluationSetSchedule, Schedule
 from areal_hpc.wire.http import WireClient

@@ -18,7 +18,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 
 from areal_hpc.recipe.sections.trainer import ActivationMemoryConfig, ParallelConfig
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.trainer.model.kernels.swiglu import swiglu
+from areal_hpc.trainer.model.elementwise import swiglu
 from areal_hpc.trainer.model.policy import Policy
 from areal_hpc.trainer.objective.loss_stats import LossStats
 from areal_hpc.trainer.step import MicroBatch, run_forward_backward

@@ -17,12 +17,12 @@ from areal_hpc.trainer.batch.training_rows import (
     STALENESS_CHANNEL,
 )
 from areal_hpc.trainer.model.families.architecture import Architecture
-from areal_hpc.trainer.objective.loss_metrics import (
+from areal_hpc.trainer.objective.loss_stats import (
     STEP_HISTOGRAM_BINS,
     STEP_MAXIMUM_NAMES,
     STEP_SUM_NAMES,
+    LossStats,
 )
-from areal_hpc.trainer.objective.loss_stats import LossStats
 from areal_hpc.trainer.step import MicroBatch, make_micro_batches_of_this_rank, run_passes
 from tests.integration.trainer.test_recompute import DENSE, LENGTHS, MIXTURE, build
 from tests.support.operations import OperationLog

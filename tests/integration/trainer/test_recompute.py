@@ -12,8 +12,8 @@ from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anyt
 # isort: split
 from areal_hpc.recipe.sections.trainer import ActivationMemoryConfig, ParallelConfig
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.trainer import memory
 from areal_hpc.trainer.batch.packing import TrainingRow
-from areal_hpc.trainer.model import activation_offload
 from areal_hpc.trainer.model.families.architecture import Architecture, MoeConfig
 from areal_hpc.trainer.model.hf_weights import load_hf
 from areal_hpc.trainer.model.policy import Policy, build_policy
@@ -80,7 +80,7 @@ def compute_gradients(policy: Policy) -> dict[str, torch.Tensor]:
 
 
 def check_settings(parallel: ParallelConfig) -> None:
-    activation_offload.MIN_OFFLOADED_BYTES = 1
+    memory.MIN_OFFLOADED_BYTES = 1
     for arch in (DENSE, MIXTURE):
         own = parallel if arch.experts else parallel.model_copy(update={"ep": 1})
         expected = compute_gradients(build(arch, own, ActivationMemoryConfig()))

@@ -41,9 +41,7 @@ def train(ranks: RankServer, paths: RunPaths, **scenario: Any) -> TaskExit:
         paths.root, ANSWERS, total_steps=160, batch_size=4, optimizer=optimizer,
         checkpoint_every_steps=CHECKPOINT_EVERY_STEPS,
     )  # fmt: skip
-    return ranks.run(
-        paths, "run", entry="areal_hpc.trainer.sft.sft_job:run", config=config, **scenario
-    )
+    return ranks.run(paths, "run", entry="areal_hpc.trainer.sft:run", config=config, **scenario)
 
 
 def stop_in_step(ranks: RankServer, paths: RunPaths, step: int) -> None:

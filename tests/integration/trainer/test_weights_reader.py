@@ -10,7 +10,7 @@ from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anyt
 
 # isort: split
 from areal_hpc.errors import RecipeError
-from areal_hpc.trainer.checkpoints.weights_reader import CheckpointWeights, get_stored_name
+from areal_hpc.trainer.checkpoints.export import CheckpointWeights, get_stored_name
 from areal_hpc.trainer.model.families.architecture import Architecture
 from areal_hpc.trainer.model.families.weight_map import list_parameter_maps
 

@@ -13,8 +13,7 @@ import torch
 import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
 from areal_hpc.areal.config.translation import translate_to_recipe
 from areal_hpc.recipe.sections.trainer import ObjectiveConfig
-from areal_hpc.trainer.objective.advantages import compute_advantages
-from areal_hpc.trainer.objective.gae import estimate_advantages
+from areal_hpc.trainer.objective.advantages import compute_advantages, estimate_advantages
 from areal_hpc.trainer.objective.importance_sampling import TokenRowMap
 from areal_hpc.trainer.objective.policy_loss import compute_policy_loss
 from areal_hpc.trainer.objective.reply_credit import BatchCredit, ReplyReward

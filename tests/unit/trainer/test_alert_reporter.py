@@ -10,7 +10,7 @@ from areal_hpc.recipe.sections.alerts import AlertsConfig
 from areal_hpc.rundir.jsonl import JsonMetricRow, read_readable_records
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.events import EventLog
-from areal_hpc.trainer.loop.alert_reporter import AlertReporter
+from areal_hpc.trainer.loop.step_record import AlertReporter
 
 CUT = {"reply/cut_fraction": 0.5}
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_hpc.trainer.loop.async_evaluation import AsyncEvaluationTracker
+from areal_hpc.trainer.loop.live_run import AsyncEvaluationTracker
 from areal_hpc.trainer.loop.schedule import EvaluationSetSchedule, Schedule
 from areal_hpc.weights.discovery import DiscoveredReplicas, ReplicaKey
 from areal_hpc.wire.replicas import ReplicaState, ReplicaView

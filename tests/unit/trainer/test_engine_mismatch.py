@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from areal_hpc.trainer.objective.loss_metrics import (
+from areal_hpc.trainer.objective.loss_stats import (
     estimate_abs_diff_percentile,
     measure_engine_mismatch,
 )

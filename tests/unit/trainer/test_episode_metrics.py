@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from areal_hpc.trainer.batch.episode_metrics import (
+from areal_hpc.trainer.batch.batch_metrics import (
     EpisodeRecord,
     merge_rows_into_episode,
     summarize_episodes,

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from areal_hpc.trainer.checkpoints.flat_ranges import (
+from areal_hpc.trainer.checkpoints.stored_tensors import (
     Box,
     compute_flat_start_and_extent,
     compute_strides,

@@ -18,7 +18,7 @@ from areal_hpc.trainer.batch.training_rows import (
     BatchScores,
     build_rows,
 )
-from areal_hpc.trainer.objective.value_loss import compute_value_loss
+from areal_hpc.trainer.scoring.critic_trainer import compute_value_loss
 from areal_hpc.wire.proxy import ExportSettings
 from areal_hpc.wire.trajectory import TrajectoryRow
 from areal_hpc.wire.weight_version import GenerationFork, WeightVersion

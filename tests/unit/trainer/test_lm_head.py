@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from areal_hpc.trainer.model.kernels import lm_head
-from areal_hpc.trainer.model.kernels.lm_head import compute_float32_logits
+from areal_hpc.trainer.model import logprobs
+from areal_hpc.trainer.model.logprobs import compute_float32_logits
 
 ROWS, HIDDEN, VOCAB = 40, 64, 1000
 LOGIT_STD = 12.0
@@ -17,7 +17,7 @@ BFLOAT16_ERROR = 2**-8
 @pytest.fixture(autouse=True, params=[300, 1 << 14], ids=["blocks", "whole"])
 def block_tokens(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some columns at a time, or all of them."""
-    monkeypatch.setattr(lm_head, "VOCAB_BLOCK_COLUMNS", request.param)
+    monkeypatch.setattr(logprobs, "VOCAB_BLOCK_COLUMNS", request.param)
 
 
 @pytest.fixture

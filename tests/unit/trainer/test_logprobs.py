@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from areal_hpc.trainer.model.kernels import rms_norm
-from areal_hpc.trainer.model.kernels.logprobs import (
+from areal_hpc.trainer.model import elementwise
+from areal_hpc.trainer.model.logprobs import (
     SampleableTokens,
     consume_logits_into_logprobs_and_entropy,
     consume_logits_into_token_logprobs,
@@ -30,7 +30,7 @@ def group() -> Iterator[dist.ProcessGroup]:
 @pytest.fixture(params=[1, 40, 1 << 18])
 def chunk_values(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """One row, a few rows, or all rows at a time."""
-    monkeypatch.setitem(rms_norm.CHUNK_ELEMENTS_BY_DEVICE, "cpu", request.param)
+    monkeypatch.setitem(elementwise.CHUNK_ELEMENTS_BY_DEVICE, "cpu", request.param)
     return int(request.param)
 
 

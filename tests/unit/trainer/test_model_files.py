@@ -18,12 +18,12 @@ from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anyt
 
 # isort: split
 from areal_hpc.trainer.model.families.weight_map import HfTensorSpec
-from areal_hpc.trainer.model.hf_files import (
+from areal_hpc.trainer.model.hf_weights import (
+    HfModelReader,
     HfTensorSpecWithDtype,
     split_into_files,
     write_or_replace_hf_model_dir,
 )
-from areal_hpc.trainer.model.hf_weights import HfModelReader
 
 TENSORS = {
     "a": torch.arange(12, dtype=torch.float32).reshape(3, 4),

@@ -10,11 +10,11 @@ import torch
 import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
 from areal_hpc.recipe.sections.trainer import ObjectiveConfig
 from areal_hpc.trainer.objective.importance_sampling import TokenRowMap
-from areal_hpc.trainer.objective.loss_aggregation import (
+from areal_hpc.trainer.objective.policy_loss import (
     compute_loss_aggregation_row_factors,
     compute_minibatch_factors,
+    compute_policy_loss,
 )
-from areal_hpc.trainer.objective.policy_loss import compute_policy_loss
 from tests.support.loss_reference import Tokens, aggregate, loss_and_gradient, make_tokens
 
 AGGREGATIONS: list[dict[str, Any]] = [

@@ -2,7 +2,7 @@
 
 import torch
 
-from areal_hpc.trainer.model.activation_offload import MIN_OFFLOADED_BYTES, ActivationOffload
+from areal_hpc.trainer.memory import MIN_OFFLOADED_BYTES, ActivationOffload
 
 
 def test_large_activations_are_copied_and_parameters_stay() -> None:

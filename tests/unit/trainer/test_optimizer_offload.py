@@ -10,12 +10,12 @@ import torch
 from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anything of Megatron)
 
 # isort: split
-from areal_hpc.trainer.optimizer import switch_adamw_to_fused_kernel
-from areal_hpc.trainer.optimizer_offload import (
+from areal_hpc.trainer.optimizer import (
     MOMENT_NAMES,
     HostAdamW,
     hold_master_stand_ins,
     offload_optimizer,
+    switch_adamw_to_fused_kernel,
 )
 from tests.support.operations import OperationLog
 

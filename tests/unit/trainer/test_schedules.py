@@ -7,7 +7,7 @@ from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anyt
 
 # isort: split
 from areal_hpc.trainer.loop.schedule import EvaluationSetSchedule, Schedule
-from areal_hpc.trainer.sft.sft_data import get_batch_indices
+from areal_hpc.trainer.sft import get_batch_indices
 
 
 def test_the_rate_climbs_then_stays() -> None:

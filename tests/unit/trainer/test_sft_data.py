@@ -9,7 +9,7 @@ import pytest
 from areal_hpc.errors import RecipeError
 from areal_hpc.launch.tiny_model import make_tiny_model
 from areal_hpc.session.chat_template import TokenEncoder
-from areal_hpc.trainer.sft.sft_data import ConversationTokenizer, Demonstration, read_demonstrations
+from areal_hpc.trainer.sft import ConversationTokenizer, Demonstration, read_demonstrations
 from tests.support.chatml import TRAINING_TEXT
 
 GOOD = [{"role": "user", "content": "1 + 1"}, {"role": "assistant", "content": "2"}]

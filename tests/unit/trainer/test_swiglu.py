@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from areal_hpc.trainer.model.kernels import rms_norm
-from areal_hpc.trainer.model.kernels.swiglu import swiglu, weighted_swiglu
+from areal_hpc.trainer.model import elementwise
+from areal_hpc.trainer.model.elementwise import swiglu, weighted_swiglu
 from tests.support.plain_torch import check_gradients
 
 
@@ -11,7 +11,7 @@ from tests.support.plain_torch import check_gradients
 def test_the_gated_activation_is_silu_of_the_gate_times_up(
     shape: tuple[int, ...], chunk_values: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(rms_norm.CHUNK_ELEMENTS_BY_DEVICE, "cpu", chunk_values)
+    monkeypatch.setitem(elementwise.CHUNK_ELEMENTS_BY_DEVICE, "cpu", chunk_values)
     gate_up = torch.randn(shape, dtype=torch.float64, requires_grad=True)
     gate, up = gate_up.chunk(2, -1)
     expected = torch.nn.functional.silu(gate) * up
@@ -23,7 +23,7 @@ def test_the_gated_activation_is_silu_of_the_gate_times_up(
 def test_weights_of_rows_have_gradients_too(
     rows: int, chunk_values: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(rms_norm.CHUNK_ELEMENTS_BY_DEVICE, "cpu", chunk_values)
+    monkeypatch.setitem(elementwise.CHUNK_ELEMENTS_BY_DEVICE, "cpu", chunk_values)
     gate_up = torch.randn(rows, 12, dtype=torch.float64, requires_grad=True)
     weights = torch.rand(rows, dtype=torch.float64, requires_grad=True)
     gate, up = gate_up.chunk(2, -1)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_hpc.trainer.model.kernels.varlen_attention import can_use_flash, plan_varlen_attention
+from areal_hpc.trainer.model.attention import can_use_flash, plan_varlen_attention
 from tests.support.operations import OperationLog
 from tests.support.plain_torch import attend_over_ranks, attend_plainly, check_gradients
 

@@ -1,1 +1,0 @@
-"""Operations of a layer that keep little memory for the backward pass."""

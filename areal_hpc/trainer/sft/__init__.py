@@ -1,1 +1,0 @@
-"""Supervised fine-tuning: the stage before reinforcement learning."""
