@@ -8,9 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anything of Megatron)
-
-# isort: split
+import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
 from areal_hpc.rundir.checkpoint_index import (
     Column,
     NumberType,

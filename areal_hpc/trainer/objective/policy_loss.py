@@ -77,8 +77,8 @@ def compute_policy_loss(
     With `custom` its terms stand in place of f's. The gradient flows through `logprobs_N`, those of
     the weights being trained. Terms are multiplied by `scale_N`
     (`compute_loss_aggregation_row_factors`). With `kl.placement=loss` every term has
-    `- kl.coef * w k` beside it, k the estimated divergence from `reference_N`. With `ratio_level=sequence` a collective of `rows.group`, and its backward pass
-    too.
+    `- kl.coef * w k` beside it, k the estimated divergence from `reference_N`. With
+    `ratio_level=sequence` a collective of `rows.group`, and its backward pass too.
     """
     proximal_N = proximal_N.detach()
     correction = compute_importance_weights(proximal_N, behavior_N, rows, config)

@@ -8,10 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anything of Megatron)
-from tests.support.deadlines import Deadline, scaled
-
-# isort: split
+import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
 from areal_hpc.metrics.step_metrics import VALIDATION_REWARD_METRIC, read_metrics
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.jsonl import read_readable_records
@@ -29,6 +26,7 @@ from tests.integration.trainer.test_coordinator import (
     start_ledger,
     start_relay,
 )
+from tests.support.deadlines import Deadline, scaled
 from tests.support.waiting import await_endpoint, wait_for
 
 CELL = "control-evaluation"

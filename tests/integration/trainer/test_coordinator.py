@@ -14,13 +14,7 @@ import msgspec
 import pytest
 import torch
 
-from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anything of Megatron)
-from tests.support.deadlines import Deadline, scaled
-from tests.support.service_keys import SERVICE_KEY
-from tests.support.waiting import await_endpoint
-from tests.support.weight_updates import WITHOUT_MODEL
-
-# isort: split
+import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
 from areal_hpc.errors import IdleError
 from areal_hpc.jobs.processes.signals import StopRequest
 from areal_hpc.metrics.step_metrics import EpisodeFailureCounter
@@ -40,7 +34,11 @@ from areal_hpc.weights.publisher import Publisher
 from areal_hpc.wire.ledger import Acknowledged, BatchManifest, BatchReply, BatchRequest
 from areal_hpc.wire.replicas import ReplicasOfCell, ReplicaView
 from areal_hpc.wire.weight_version import WeightVersion
+from tests.support.deadlines import Deadline, scaled
 from tests.support.environments import CHECKOUT
+from tests.support.service_keys import SERVICE_KEY
+from tests.support.waiting import await_endpoint
+from tests.support.weight_updates import WITHOUT_MODEL
 
 SPECS = [TensorSpec("model.norm.weight", (16,), "float32")]
 HANG_S = 1.0

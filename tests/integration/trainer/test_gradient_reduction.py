@@ -5,9 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anything of Megatron)
-
-# isort: split
+import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
 from areal_hpc.recipe.sections.trainer import ActivationMemoryConfig, ParallelConfig
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.trainer.model import policy as policy_module

@@ -10,9 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anything of Megatron)
-
-# isort: split
+import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
 from areal_hpc.recipe.sections.trainer import KEEP_ALL_ACTIVATIONS, HeadDtype, ParallelConfig
 from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.paths import RunPaths

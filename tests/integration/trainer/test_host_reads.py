@@ -4,9 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anything of Megatron)
-
-# isort: split
+import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
 from areal_hpc.recipe.sections.trainer import ActivationMemoryConfig, ParallelConfig
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.trainer.batch.packing import TEMPERATURE_CHANNEL, TrainingRow

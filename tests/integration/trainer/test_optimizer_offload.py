@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anything of Megatron)
-
-# isort: split
+import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.trainer.optimizer import switch_adamw_to_fused_kernel
 from tests.integration.trainer.conftest import STEPS

@@ -6,9 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anything of Megatron)
-
-# isort: split
+import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
 from areal_hpc.rundir.checkpoint_index import get_rank_file_path, read_index_of_one_checkpoint
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.trainer.learner import Learner

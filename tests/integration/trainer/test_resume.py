@@ -6,9 +6,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anything of Megatron)
-
-# isort: split
+import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
 from areal_hpc.errors import AgentError
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.trainer import collectives

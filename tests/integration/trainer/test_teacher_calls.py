@@ -22,20 +22,17 @@ from areal_hpc.errors import ClusterError, TeacherError
 from areal_hpc.jobs.processes.signals import StopRequest
 from areal_hpc.recipe.sections.trainer import TeacherConfig
 from areal_hpc.rundir.checkpoints import list_checkpoints
-from areal_hpc.rundir.jobs import STOPPED_EXIT_CODE
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.session.chat_template import TokenEncoder
-from areal_hpc.trainer import replay_job
 from areal_hpc.trainer.collectives import gather_objects_on_first_rank
 from areal_hpc.trainer.loop.loop import run_loop
 from areal_hpc.trainer.private_apis.torch_private import get_default_store
-from areal_hpc.trainer.process_groups import destroy_process_groups
 from areal_hpc.trainer.rank_progress import RankProgress
 from areal_hpc.trainer.replay_job import make_replay_coordinator
 from areal_hpc.trainer.scoring.served_teacher import TeacherClient
 from tests.support.deadlines import scaled
 from tests.support.rank_server import RankServer
-from tests.support.recorded_run import SAMPLES, TICKETS, TRAINER
+from tests.support.recorded_run import SAMPLES, TICKETS
 from tests.support.replay_worker import Scenario, make_learner
 from tests.support.small_policy import make_training_row
 
@@ -276,31 +273,3 @@ def test_a_stop_is_heard_while_the_server_is_busy_and_what_was_trained_is_saved(
     assert any(place in line for line in outcome.reports[0]["lines"])
     (checkpoint,) = list_checkpoints(paths.checkpoints_dir)
     assert (checkpoint.state.step, checkpoint.state.consumed) == (1, [1])
-
-
-def replay_as_a_job_does(scenario: Scenario, paths: RunPaths) -> None:
-    """Replay a step as the process of a replay: it opens and closes its own world."""
-    destroy_process_groups()
-    (paths.root / "pid").write_text(str(os.getpid()))
-    replay_job.run(
-        {
-            "run_dir": paths.root, "model_path": paths.starting_model_dir, "seed": 1,
-            "trainer": {**TRAINER, **scenario["trainer"]},
-            "first_step": 1, "last_step": 1, "forks": [(1, 0)],
-        }
-    )  # fmt: skip
-
-
-def test_a_stop_is_heard_before_the_server_has_ever_answered(
-    ranks: RankServer, paths: RunPaths
-) -> None:
-    def choose(call: int) -> Answer:
-        if call == 0:
-            os.kill(int((paths.root / "pid").read_text()), signal.SIGTERM)
-        return 503
-
-    with scripted(choose) as url:
-        settings = {**build_settings(url), "parallel": {}}
-        outcome = ranks.call(replay_as_a_job_does, paths, 1, trainer=settings)
-    assert outcome.codes == [STOPPED_EXIT_CODE], outcome.log
-    assert "Error" not in outcome.log

@@ -11,9 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anything of Megatron)
-
-# isort: split
+import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.recipe.sections.trainer import ParallelConfig
 from areal_hpc.rundir.manifests import list_manifest_steps, read_manifest

@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 
-from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anything of Megatron)
-
-# isort: split
+import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
 from areal_hpc.errors import RecipeError
 from areal_hpc.trainer.checkpoints.export import CheckpointWeights, get_stored_name
 from areal_hpc.trainer.model.families.architecture import Architecture

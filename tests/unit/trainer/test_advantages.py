@@ -317,11 +317,3 @@ def test_a_penalty_is_taken_off_what_a_client_passed_back() -> None:
     rows = build_batch([[turns]], ExportSettings(is_credited=True))
     found = token_advantages(rows, objective)
     assert [found[0, 0, token] for token in (0, 10)] == [1.5, 1.5]
-
-
-@pytest.mark.parametrize(
-    "values", [{"penalty": 1.0}, {"expected_tokens": 5, "cache_tokens": 3}, {"cache_tokens": 3}]
-)
-def test_a_penalty_needs_its_lengths(values: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="belong together"):
-        OverlongConfig(**values)

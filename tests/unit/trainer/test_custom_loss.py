@@ -138,19 +138,3 @@ def test_a_function_that_is_no_loss_is_refused(name: str, expected: str) -> None
     with pytest.raises(RecipeError, match=expected) as caught:
         load_custom_loss(ObjectiveConfig(custom=f"{HERE}:{name}"))
     assert caught.value.problems[0].key == "trainer.objective.custom"
-
-
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [
-        ({"preset": "gspo"}, "preset=gspo"),
-        ({"surrogate": "cispo"}, "surrogate=cispo has no effect"),
-        ({"ratio_level": "sequence"}, "ratio_level=sequence has no effect"),
-        ({"clip_dual": 3.0}, "clip_dual=3.0 has no effect"),
-    ],
-)
-def test_keys_that_a_custom_loss_replaces_are_refused(
-    values: dict[str, Any], expected: str
-) -> None:
-    with pytest.raises(ValueError, match=expected):
-        ObjectiveConfig(custom="any.module:function", **values)

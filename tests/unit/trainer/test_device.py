@@ -3,10 +3,8 @@
 import pytest
 import torch
 
+import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
 from areal_hpc.errors import ClusterError
-from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anything of Megatron)
-
-# isort: split
 from areal_hpc.trainer.process_groups import _choose_and_set_device
 
 

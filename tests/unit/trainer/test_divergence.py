@@ -8,8 +8,6 @@ import pytest
 import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
 from areal_hpc.recipe.sections.trainer import ObjectiveConfig
 from areal_hpc.trainer.batch.training_rows import (
-    PROXIMAL_CHANNEL,
-    REFERENCE_CHANNEL,
     BatchScores,
     build_rows,
 )
@@ -17,7 +15,9 @@ from areal_hpc.trainer.objective.reply_credit import compute_reply_earnings
 from areal_hpc.wire.proxy import ExportSettings
 from areal_hpc.wire.weight_version import GenerationFork, WeightVersion
 from tests.support.bias_gradient import compute_expected_gradient, measure_cosine
+from tests.support.bias_scenarios import SCENARIOS, measure
 from tests.support.bias_toy import (
+    AGENTS,
     CONTEXTS,
     VOCAB,
     ToyTask,
@@ -28,6 +28,7 @@ from tests.support.bias_toy import (
     stay_near,
 )
 from tests.support.sample_episodes import MadeUpTurn, build_batch
+from tests.support.thoroughness import choose
 
 COEF = 0.5
 EXACT: dict[str, Any] = {
@@ -93,21 +94,6 @@ def test_a_reply_loses_what_its_own_tokens_diverge_by() -> None:
     assert earn("turn") == pytest.approx([1 - 2 * 0.3 + second, second], abs=1e-6)
 
 
-def test_rows_carry_what_was_scored() -> None:
-    rows = build_batch([[[MadeUpTurn(9, 1.0)], [MadeUpTurn(9, 0.0)]]], ExportSettings())
-    start, reference = ([np.full(row.num_tokens, v, np.float32) for row in rows] for v in (-1, -2))
-
-    def build(scores: BatchScores, **objective: Any) -> dict[str, Any]:
-        config = ObjectiveConfig.model_validate({"kl": {"coef": 0.1}, **objective})
-        built = build_rows(rows, WeightVersion(1, 0), [GenerationFork(1, 0)], config, scores)
-        return dict(built[0].channels)
-
-    both = build(BatchScores(start, reference))
-    assert (both[PROXIMAL_CHANNEL][0], both[REFERENCE_CHANNEL][0]) == (-1, -2)
-    assert PROXIMAL_CHANNEL not in build(BatchScores(start, reference), proximal="log_linear")
-    assert not {PROXIMAL_CHANNEL, REFERENCE_CHANNEL} & build(BatchScores()).keys()
-
-
 def test_a_teacher_adds_to_the_advantage_of_each_token() -> None:
     rows = build_batch([[[MadeUpTurn(9, 1.0)], [MadeUpTurn(9, 0.0)]]], ExportSettings())
     generator = np.random.default_rng(4)
@@ -125,3 +111,35 @@ def test_a_teacher_adds_to_the_advantage_of_each_token() -> None:
         expected = other.channels["advantage"] + 0.5 * (teacher[place] - start[place])
         np.testing.assert_allclose(one.channels["advantage"], expected, rtol=1e-6)
     assert objective.advantages_need_logprobs
+
+
+BRANCHES = list(SCENARIOS)[4]
+
+
+def test_an_objective_without_a_scale_follows_the_true_gradient() -> None:
+    cosine, ratio = measure("graded rewards (lognormal)", "rloo", 1)
+    assert cosine >= 1 - 1e-9
+    assert abs(ratio - 1.0) < 1e-6
+
+
+def test_credit_of_turns_is_exact_on_branches() -> None:
+    assert measure(BRANCHES, "rloo, credit=turn", 2)[0] >= 1 - 1e-9
+
+
+@pytest.mark.parametrize("agent", choose(AGENTS, "a sub-agent as a tool"))
+@pytest.mark.parametrize("objective", ["rloo", "rloo, credit=turn"])
+def test_the_reward_of_an_episode_is_exact_whatever_its_conversations(
+    agent: str, objective: str
+) -> None:
+    assert measure(f"{agent}, a reward of the episode", objective, 1)[0] >= 1 - 1e-9
+
+
+@pytest.mark.thorough
+def test_a_reward_that_names_a_reply_leaves_out_what_came_after_it() -> None:
+    named, ordered = (one for one in SCENARIOS if "names" in one or "chronological" in one)
+    assert measure(named, "rloo", 1)[0] < 0.95
+    assert measure(ordered, "rloo", 1)[0] >= 1 - 1e-9
+
+
+def test_a_known_bias_is_seen() -> None:
+    assert measure("graded rewards (lognormal)", "default", 1)[0] < 0.95

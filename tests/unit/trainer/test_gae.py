@@ -14,7 +14,6 @@ from areal_hpc.recipe.sections.trainer import ObjectiveConfig
 from areal_hpc.trainer.batch.training_rows import (
     ADVANTAGE_CHANNEL,
     RETURN_CHANNEL,
-    VALUE_CHANNEL,
     BatchScores,
     build_rows,
 )
@@ -194,14 +193,6 @@ def test_a_reply_that_is_not_trained_hands_its_reward_on() -> None:
     found = estimate(rows, make_objective(credit="turn", gae_lambda=0.0))
     assert [*found] == [(0, 0, 0), (0, 0, 1)]
     assert found[0, 0, 1][1] == pytest.approx(1.0)
-
-
-def test_before_values_are_known_there_are_no_advantages() -> None:
-    rows = build_batch([[make_conversation([2], [1.0])]], ExportSettings())
-    objective = make_objective()
-    (built,) = build_rows(rows, WeightVersion(1, 0), [GenerationFork(1, 0)], objective)
-    assert not built.channels[ADVANTAGE_CHANNEL].any()
-    assert not {VALUE_CHANNEL, RETURN_CHANNEL} & built.channels.keys()
 
 
 EXACT: dict[str, Any] = {"surrogate": "none", "loss_agg": "seq_mean_token_sum"}

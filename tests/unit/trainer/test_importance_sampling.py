@@ -93,22 +93,6 @@ def test_matches_loop(chosen: dict[str, Any], tokens: list[tuple[float, float, i
     assert found.outside_N.tolist() == expected["outside"]
 
 
-def test_a_row_is_judged_as_one() -> None:
-    proximal = torch.tensor([-1.0, -1.0, -1.0, -1.0])
-    behavior = torch.tensor([-1.0, -2.0, -1.0, -1.1])
-    rows = TokenRowMap(torch.tensor([0, 0, 1, 1]), 2)
-    configs = [
-        ObjectiveConfig(**settings("mask", level=level, low=0.5, high=1.5))
-        for level in ("token", "sequence")
-    ]
-    by_token, by_row = (
-        compute_importance_weights(proximal, behavior, rows, one) for one in configs
-    )
-    assert by_token.outside_N.tolist() == [False, True, False, False]
-    assert by_row.outside_N.tolist() == [True, True, False, False]
-    np.testing.assert_allclose(by_row.weight_N, [0, 0, math.exp(0.05), math.exp(0.05)], rtol=1e-6)
-
-
 @pytest.mark.parametrize("chosen", SETTINGS[1:])
 def test_what_is_not_a_number_is_not_masked_away(chosen: dict[str, Any]) -> None:
     rows = TokenRowMap(torch.tensor([0, 1]), 2)

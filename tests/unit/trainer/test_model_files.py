@@ -13,10 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
 from areal_hpc.errors import RecipeError
-from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anything of Megatron)
-
-# isort: split
 from areal_hpc.trainer.model.families.weight_map import HfTensorSpec
 from areal_hpc.trainer.model.hf_weights import (
     HfModelReader,

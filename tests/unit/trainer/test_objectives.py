@@ -1,6 +1,7 @@
 """Every surrogate and aggregation against float64, and mini-batches against the whole batch."""
 
 import itertools
+import math
 from typing import Any
 
 import numpy as np
@@ -10,10 +11,15 @@ import torch
 import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
 from areal_hpc.recipe.sections.trainer import ObjectiveConfig
 from areal_hpc.trainer.objective.importance_sampling import TokenRowMap
+from areal_hpc.trainer.objective.loss_stats import (
+    estimate_abs_diff_percentile,
+    measure_engine_mismatch,
+)
 from areal_hpc.trainer.objective.policy_loss import (
     compute_loss_aggregation_row_factors,
     compute_minibatch_factors,
     compute_policy_loss,
+    interpolate_logprobs,
 )
 from tests.support.loss_reference import Tokens, aggregate, loss_and_gradient, make_tokens
 
@@ -154,3 +160,74 @@ def test_the_dual_clip_bounds_what_a_bad_token_can_do() -> None:
 def test_keys_without_a_meaning_are_refused(values: dict[str, Any], expected: str) -> None:
     with pytest.raises(ValueError, match=expected):
         ObjectiveConfig(**values)
+
+
+CONFIG = ObjectiveConfig(
+    clip_low=0.2, clip_high=0.28, off_policy_correction="clamp", off_policy_correction_high=5.0
+)
+
+
+def rows(tokens: int) -> TokenRowMap:
+    """All tokens in one row."""
+    return TokenRowMap(torch.zeros(tokens, dtype=torch.long), 1)
+
+
+def test_no_tokens_give_a_loss_of_zero() -> None:
+    empty = torch.zeros(0, requires_grad=True)
+    loss = compute_policy_loss(empty, empty, empty, empty, rows(0), CONFIG)
+    assert {float(value) for value in loss.sums.values()} == {0.0}
+    assert loss.largest_weight == 0.0
+
+
+def test_the_log_linear_estimate_is_exact_at_both_ends() -> None:
+    held, behavior = torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([-3.0, -3.0, -3.0])
+    ages = torch.tensor([0.0, 1.0, 3.0])
+    assert interpolate_logprobs(held, behavior, ages, 0.0) is held
+    # Half a step on: a fresh token's proximal policy is the one that sampled it; the others' are
+    # 1 / 1.5 and 3 / 3.5 of the way.
+    found = interpolate_logprobs(held, behavior, ages, 0.5)
+    np.testing.assert_allclose(found, [-3.0, -3 + 2 / 1.5, -3 + 2 * 3 / 3.5], rtol=1e-6)
+
+
+def test_with_a_whole_step_taken_the_estimate_is_areals() -> None:
+    """`areal/trainer/ppo/actor.py`: alpha = (v - 1 - v_behave) / (v - v_behave)."""
+    held, behavior = torch.tensor([-1.5, -2.2]), torch.tensor([-1.0, -2.0])
+    # Sampled by 0 and 2, trained as version 4: the proximal one is 3, of ages 3 and 1.
+    found = interpolate_logprobs(held, behavior, torch.tensor([3.0, 1.0]), 1.0)
+    np.testing.assert_allclose(found, [-1.375, -2.1], rtol=1e-6)
+
+
+def test_mean_maximum_and_k3_are_those_of_the_tokens_that_are_compared() -> None:
+    trainer, engine = torch.tensor([-1.0, -2.0, -5.0]), torch.tensor([-1.5, -2.0, 0.0])
+    found = measure_engine_mismatch(trainer, engine, torch.tensor([True, True, False]))
+    assert found.sums["compared"] == 2
+    assert found.sums["mismatch_abs"] == pytest.approx(0.5)
+    assert found.sums["mismatch_kl"] == pytest.approx(math.exp(0.5) - 1 - 0.5)
+    assert found.max_abs_diff == 0.5
+    assert int(found.histogram_B.sum()) == 2
+
+
+@pytest.mark.parametrize("scale", [1e-7, 1e-3, 0.5, 40.0])
+def test_a_percentile_is_within_four_percent_also_when_parts_are_added_up(scale: float) -> None:
+    generator = torch.Generator().manual_seed(3)
+    diffs = torch.rand(10_000, generator=generator, dtype=torch.float64) * scale
+    everyone = torch.ones(5000, dtype=torch.bool)
+    parts = [measure_engine_mismatch(part, 0 * part, everyone) for part in diffs.split(5000)]
+    histogram = parts[0].histogram_B + parts[1].histogram_B
+    largest = max(float(part.max_abs_diff) for part in parts)
+    expected = float(torch.quantile(diffs, 0.99))
+    assert estimate_abs_diff_percentile(histogram, 0.99, largest) == pytest.approx(
+        expected, rel=0.04
+    )
+
+
+def test_no_tokens_equal_tokens_and_numbers_that_are_none_are_no_trouble() -> None:
+    none = measure_engine_mismatch(torch.zeros(2), torch.zeros(2), torch.zeros(2, dtype=torch.bool))
+    assert float(none.sums["compared"]) == 0.0
+    assert estimate_abs_diff_percentile(none.histogram_B, 0.99, 0.0) == 0.0
+    equal = measure_engine_mismatch(torch.zeros(2), torch.zeros(2), torch.ones(2, dtype=torch.bool))
+    assert estimate_abs_diff_percentile(equal.histogram_B, 0.99, float(equal.max_abs_diff)) == 0.0
+    odd = torch.tensor([math.nan, -math.inf])
+    found = measure_engine_mismatch(odd, torch.zeros(2), torch.ones(2, dtype=torch.bool))
+    assert math.isnan(found.sums["mismatch_abs"])
+    assert int(found.histogram_B.sum()) == 2

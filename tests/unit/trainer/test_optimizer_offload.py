@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anything of Megatron)
-
-# isort: split
+import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
+from areal_hpc.trainer.memory import MIN_OFFLOADED_BYTES, ActivationOffload
 from areal_hpc.trainer.optimizer import (
     MOMENT_NAMES,
     HostAdamW,
@@ -100,3 +99,20 @@ def test_one_kernel_steps_everything_and_the_host_reads_nothing() -> None:
         assert log.reads == []
     for expected, found in zip(plain.content, fused.content, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+
+
+def test_large_activations_are_copied_and_parameters_stay() -> None:
+    layer = torch.nn.Linear(64, 512, bias=False)
+    large = torch.randn(1024, 64, requires_grad=True)
+    small = torch.randn(2, 64, requires_grad=True)
+    offload = ActivationOffload(layer.parameters())
+    with offload:
+        total = layer(large).tanh().sum() + layer(small).tanh().sum()
+    kept_bytes = 4 * (large.numel() + 1024 * 512)  # the input, and the output of tanh
+    assert kept_bytes > MIN_OFFLOADED_BYTES > 4 * 2 * 512
+    assert offload.offloaded_bytes == kept_bytes
+    (found,) = torch.autograd.grad(total, [layer.weight])
+    (expected,) = torch.autograd.grad(
+        layer(large).tanh().sum() + layer(small).tanh().sum(), [layer.weight]
+    )
+    assert torch.equal(found, expected)

@@ -9,7 +9,6 @@ from areal_hpc.trainer.batch.packing import (
     TrainingRow,
     build_pack,
     compute_padded_length,
-    get_zigzag_positions,
     plan_packs,
 )
 from areal_hpc.wire.trajectory import SamplingMask
@@ -100,15 +99,6 @@ def test_a_pack_without_rows_is_a_filler_that_is_scored_nowhere() -> None:
     pack = build_pack([], ("place",), PackParallelism(tp=2, cp=2))
     assert len(pack.input_ids_T) == 2
     assert len(pack.logit_places_N) == 0
-
-
-@given(st.integers(1, 8), st.integers(1, 6))
-def test_zig_zag_gives_each_rank_an_early_and_a_late_chunk(cp: int, chunk: int) -> None:
-    length = 2 * cp * chunk
-    held = [get_zigzag_positions(length, cp, rank) for rank in range(cp)]
-    assert sorted(np.concatenate(held)) == list(range(length))
-    # Causal work is even: the positions of every rank add up to the same.
-    assert len({int(positions.sum()) for positions in held}) == 1
 
 
 @given(LENGTHS, SPLITS)

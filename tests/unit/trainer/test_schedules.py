@@ -2,12 +2,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
 from areal_hpc.recipe.sections.trainer import AdamConfig, compute_learning_rate
-from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anything of Megatron)
-
-# isort: split
+from areal_hpc.trainer.loop.live_run import AsyncEvaluationTracker
 from areal_hpc.trainer.loop.schedule import EvaluationSetSchedule, Schedule
 from areal_hpc.trainer.sft import get_batch_indices
+from areal_hpc.weights.discovery import DiscoveredReplicas, ReplicaKey
+from areal_hpc.wire.replicas import ReplicaState, ReplicaView
+from areal_hpc.wire.weight_version import WeightVersion
 
 
 def test_the_rate_climbs_then_stays() -> None:
@@ -24,16 +26,6 @@ def test_the_rate_decays_to_its_floor(decay: str) -> None:
     assert rates[25] == pytest.approx(0.55)
     assert rates[50] == pytest.approx(0.1)
     assert rates == sorted(rates, reverse=True)
-
-
-@pytest.mark.parametrize("decay", ["linear", "cosine"])
-def test_the_decay_begins_at_the_peak_that_the_warm_up_reached(decay: str) -> None:
-    config = AdamConfig.model_validate(
-        {"lr": 1.0, "decay": decay, "min_lr_ratio": 0.1, "warmup_steps": 5}
-    )
-    rates = [compute_learning_rate(step, 20, config) for step in range(20)]
-    assert rates[4] == rates[5] == pytest.approx(1.0)
-    assert rates[19] == pytest.approx(0.1)
 
 
 def test_a_schedule_of_its_own_stays_when_the_run_grows() -> None:
@@ -84,3 +76,95 @@ def test_each_pass_shows_every_demonstration_once(size: int, batch: int, seed: i
     shown = [index for step in range(steps) for index in get_batch_indices(step, batch, size, seed)]
     for turn in range(3):
         assert sorted(shown[turn * size : (turn + 1) * size]) == list(range(size))
+
+
+TOTAL = 12
+SCHEDULE = Schedule(TOTAL, 1, 0, {"valid": EvaluationSetSchedule(5, 8)})
+"""Steps 0, 5, 10 and 12 are judged."""
+READY = ""
+
+
+def cell(*versions: str) -> DiscoveredReplicas:
+    """Its replicas, by the versions that they serve."""
+    return [found(at, "serving" if one else "ready", one) for at, one in enumerate(versions)]
+
+
+def found(index: int, state: ReplicaState, version: str = "") -> tuple[ReplicaKey, ReplicaView]:
+    key = ReplicaKey("evaluation", index, 1, 1, "http://relay", 0.0)
+    return key, ReplicaView(index, 1, state, "http://replica", version)
+
+
+def at(step: int) -> WeightVersion:
+    return WeightVersion(1, step)
+
+
+def indices(keys: list[ReplicaKey]) -> list[int]:
+    return [key.index for key in keys]
+
+
+def judging(step: int, judged_step: int = -1) -> AsyncEvaluationTracker:
+    beside = AsyncEvaluationTracker(SCHEDULE, judged_step)
+    beside.begin_and_list_skipped_steps(at(step))
+    return beside
+
+
+def test_no_episode_is_granted_while_a_replica_serves_other_weights() -> None:
+    beside = AsyncEvaluationTracker(SCHEDULE, judged_step=0)
+    assert not beside.may_grant_episodes(cell("1.0", "1.5"), at(5))
+    assert indices(beside.list_replicas_to_update_now(cell("1.0", "1.5"), at(5))) == [0]
+    assert beside.may_grant_episodes(cell("1.5", "1.5"), at(5))
+    assert beside.may_grant_episodes(cell("1.5", READY), at(5)), (
+        "one that serves nothing plays nothing"
+    )
+
+
+def test_a_cell_whose_replicas_are_not_up_begins_nothing() -> None:
+    beside = AsyncEvaluationTracker(SCHEDULE, judged_step=-1)
+    for replicas in ([], [found(0, "starting")], [found(0, "failed")]):
+        assert not beside.may_grant_episodes(replicas, at(0))
+        assert beside.list_replicas_to_update_now(replicas, at(0)) == []
+    assert beside.has_unjudged_up_to(0)
+
+
+def test_an_evaluation_whose_weights_are_lost_is_given_up_for_the_present_ones() -> None:
+    beside = judging(5, judged_step=0)
+    assert beside.list_replicas_to_update_now([], at(7)) == [], "a silent cell may still have them"
+    assert not beside.may_grant_episodes([], at(7))
+    assert not beside.may_grant_episodes([found(0, "starting")], at(7))
+    assert beside.may_grant_episodes(cell(READY), at(7))
+    assert beside.begin_and_list_skipped_steps(at(7)) == [5]
+    assert beside.under_way == at(7)
+    assert indices(beside.list_replicas_to_update_now(cell(READY), at(7))) == [0]
+    assert not beside.may_grant_episodes(cell(READY), at(7)), "it has begun"
+
+
+def test_a_trainer_that_resumes_owes_what_its_metrics_lack() -> None:
+    assert not AsyncEvaluationTracker(SCHEDULE, judged_step=5).has_unjudged_up_to(9)
+    assert AsyncEvaluationTracker(SCHEDULE, judged_step=4).has_unjudged_up_to(9)
+    assert AsyncEvaluationTracker(SCHEDULE, judged_step=-1).begin_and_list_skipped_steps(at(9)) == [
+        0,
+        5,
+    ]
+
+
+@given(st.lists(st.sampled_from(["train", "give", "lose", "finish"]), max_size=60))
+def test_episodes_are_only_ever_played_on_the_version_of_their_evaluation(moves: list[str]) -> None:
+    """A cell of one replica: whenever it serves, what is under way is what it serves."""
+    beside, step, held, judged = AsyncEvaluationTracker(SCHEDULE, -1), 0, READY, list[int]()
+    for move in [*moves, *["train"] * TOTAL, *["give", "finish"] * 3]:
+        if move == "train" and step < TOTAL:
+            step += 1
+        if move == "lose":
+            held = READY
+        if move == "give" and beside.list_replicas_to_update_now(cell(held), at(step)):
+            assert held != str(beside.under_way), "weights under evaluation were replaced"
+            held = str(at(step))
+        if beside.may_grant_episodes(cell(held), at(step)):
+            beside.begin_and_list_skipped_steps(at(step))
+        if move == "finish" and beside.under_way is not None and held:
+            assert held == str(beside.under_way)
+            judged.append(beside.under_way.step)
+            beside.mark_judged()
+    assert judged == sorted(set(judged)), "later labels are newer weights"
+    assert judged[-1] == TOTAL
+    assert not beside.has_unjudged_up_to(TOTAL)

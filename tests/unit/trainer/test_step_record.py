@@ -1,27 +1,56 @@
-"""Times of a step: what writing its row takes belongs to the step after it."""
+"""Alerts over restarts of the trainer: each is told once."""
 
-import time
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.metrics.writer import MetricsWriter
-from areal_hpc.trainer.loop.step_record import StepRecord
+from areal_hpc.recipe.sections.alerts import AlertsConfig
+from areal_hpc.rundir.jsonl import JsonMetricRow, read_readable_records
+from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.telemetry.events import EventLog
+from areal_hpc.trainer.loop.step_record import AlertReporter, StepRecord
 from areal_hpc.wire.weight_version import WeightVersion
 
-WRITE_S = 0.2
+CUT = {"reply/cut_fraction": 0.5}
 
 
-def test_slow_storage_is_a_phase_of_the_step_that_waits_for_it(tmp_path: Path) -> None:
-    metrics = MetricsWriter(tmp_path / "metrics.jsonl", None, 0)
-    # It stands for whatever is written together with the row.
-    record = StepRecord(
-        metrics, WeightVersion(1, 1), {}, on_written=lambda row: time.sleep(WRITE_S)
-    )
-    record.write_row_once({})
-    record.open_row_of_trained_step(WeightVersion(1, 2), {})
-    record.write_row_once({})
-    _, second = read_metrics(tmp_path / "metrics.jsonl")
-    assert WRITE_S <= second["time/files_s"] <= second["time/step_s"]
+def start(paths: RunPaths, resume_step: int) -> tuple[MetricsWriter, AlertReporter]:
+    """What a start of the trainer that goes on after `resume_step` makes."""
+    metrics = MetricsWriter(paths.metrics, None, resume_step)
+    reopened: JsonMetricRow = {"step": resume_step, **metrics.reopened} if metrics.reopened else {}
+    events = EventLog(paths.events, "trainer")
+    return metrics, AlertReporter(AlertsConfig(), paths, events, reopened)
+
+
+def train(trainer: tuple[MetricsWriter, AlertReporter], first: int, *rows: dict[str, Any]) -> None:
+    metrics, reporter = trainer
+    for step, row in enumerate(rows, start=first):
+        metrics.write(step, {"episodes": 4, **row})
+        reporter.report_new_alerts({"step": step, "episodes": 4, **row})
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [([{}, {}, CUT], [CUT, {}]), ([{}, CUT, {}], [{}, CUT]), ([CUT, {}, {}], [{}, {}, CUT])],
+)
+def test_a_restart_tells_no_alert_again(
+    tmp_path: Path, before: list[dict[str, Any]], after: list[dict[str, Any]]
+) -> None:
+    paths = RunPaths(tmp_path)
+    train(start(paths, 0), 1, *before)
+    assert len(read_readable_records(paths.events)) == 1
+    train(start(paths, len(before)), len(before), *after)  # the step of the checkpoint comes again
+    assert len(read_readable_records(paths.events)) == 1
+
+
+def test_an_alert_that_begins_after_a_restart_is_told(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    train(start(paths, 0), 1, {}, {})
+    train(start(paths, 2), 2, {}, CUT, CUT)
+    assert [event["step"] for event in read_readable_records(paths.events)] == [3]
 
 
 def test_a_step_that_a_resume_opens_again_keeps_its_own_times(tmp_path: Path) -> None:

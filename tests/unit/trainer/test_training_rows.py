@@ -6,8 +6,6 @@ import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything 
 from areal_hpc.recipe.sections.trainer import ObjectiveConfig
 from areal_hpc.trainer.batch.batch_metrics import summarize_tokens_and_staleness
 from areal_hpc.trainer.batch.training_rows import (
-    ADVANTAGE_CHANNEL,
-    CURRENT_WEIGHTS_CHANNEL,
     STALENESS_CHANNEL,
     build_rows,
     list_versions_of_current_weights,
@@ -57,15 +55,6 @@ def test_a_batch_is_described_as_its_tokens_say(rows: list[list[tuple[int | None
     assert found["staleness/mixed_version_rows"] == sum(len(set(one)) > 1 for one in steps)
 
 
-def test_every_token_of_a_row_gets_the_rows_advantage_and_says_who_sampled_it() -> None:
-    rows = [row(0, [(None, 2), (9, 1), (3, 2)], reward=1.0), row(1, [(9, 2)], reward=0.0)]
-    good, bad = build_rows(rows, NOW, FORKS, ObjectiveConfig())
-    assert STALENESS_CHANNEL not in good.channels
-    np.testing.assert_allclose(good.channels[ADVANTAGE_CHANNEL], np.full(5, 0.5**0.5), rtol=1e-6)
-    np.testing.assert_allclose(bad.channels[ADVANTAGE_CHANNEL], np.full(2, -(0.5**0.5)), rtol=1e-6)
-    assert good.channels[CURRENT_WEIGHTS_CHANNEL].tolist() == [0, 0, 1, 0, 0]
-
-
 def test_a_log_linear_proximal_policy_needs_the_age_of_every_token() -> None:
     rows = [row(0, [(None, 1), (3, 2), (9, 1), (3, 1)])]
     (found,) = build_rows(rows, NOW, FORKS, ObjectiveConfig(proximal="log_linear"))
@@ -92,13 +81,6 @@ def one_ticket_each(rewards: list[list[float]]) -> tuple[list[list[TrajectoryRow
         tickets.append(SealedTicket(ref, "cell-0-000000.h5", places, own, NO_VERSION))
         first += len(own)
     return rows, BatchManifest(5, 1, tickets)
-
-
-def test_a_sound_batch_keeps_its_rows_and_gets_the_rewards_of_the_manifest() -> None:
-    batch, manifest = one_ticket_each([[1.0, 0.0], [0.5]])
-    sound, left_out = set_rewards_and_drop_unsound_tickets(batch, manifest, vocab_size=3)
-    assert [(one.episode, one.reward) for one in sound] == [(0, 1.0), (1, 0.0), (2, 0.5)]
-    assert left_out == []
 
 
 def test_a_ticket_goes_whole_for_a_row_or_a_reward_that_cannot_be_trained_on() -> None:

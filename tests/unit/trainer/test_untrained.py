@@ -1,17 +1,35 @@
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+import msgspec
+import numpy as np
 import pytest
 
-from areal_hpc.errors import NonFiniteGradientError, ShardError
+import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
+from areal_hpc.errors import NonFiniteGradientError, ShardError, UntrainableBatchError
+from areal_hpc.proxy.engine.generation import SamplingParams
+from areal_hpc.recipe.sections.trainer import ObjectiveConfig
 from areal_hpc.rundir.checkpoints import QuarantineCause, UntrainedBatchPart
+from areal_hpc.trainer.batch.training_rows import SCALE_CHANNEL, build_rows
+from areal_hpc.trainer.batch.untrainable import (
+    count_untrainable_tokens,
+    forbid_end_tokens,
+    list_sampling_distortions,
+    raise_if_mostly_untrainable,
+)
 from areal_hpc.trainer.untrained import (
     build_damaged_batch_record_or_raise,
     build_nonfinite_records_or_raise,
     build_norm_metrics,
     is_optimizer_step_taken,
 )
+from areal_hpc.wire.proxy import ExportSettings
+from areal_hpc.wire.trajectory import SamplingMask, TrajectoryRow
+from areal_hpc.wire.weight_version import GenerationFork, WeightVersion
+from tests.support.sample_episodes import MadeUpTurn, build_batch
 
 
 def judge(
@@ -81,17 +99,6 @@ def test_streaks_of_gradients_of_damage_and_of_requests_are_apart() -> None:
     assert judge([math.nan], 6, [UntrainedBatchPart(4, "nan"), quarantined(5)])[0].step == 6
 
 
-def test_a_batch_of_several_optimizer_steps_says_how_many_were_odd() -> None:
-    (found,) = judge([1.0, math.inf, 2.0, math.nan], 7, [])
-    assert found.reason == "the gradient norm is inf: 2 of 4 optimizer steps are not taken"
-    assert (found.step, found.tickets) == (7, [])
-
-
-def test_a_run_that_is_to_stop_names_the_way_past() -> None:
-    with pytest.raises(NonFiniteGradientError, match=r"set trainer\.optimizer\.on_nonfinite=skip"):
-        judge([math.nan], 1, [], "stop")
-
-
 def test_steps_that_are_not_taken_are_counted_by_their_norms() -> None:
     assert [*map(is_optimizer_step_taken, (1.0, 0.0, math.inf, math.nan))] == [
         True,
@@ -109,3 +116,142 @@ def test_steps_that_are_not_taken_are_counted_by_their_norms() -> None:
         found = build_norm_metrics([1.0, 0.0, odd, 2.0])
         assert (found["step/skipped"], found["step/nonfinite"]) == (2, 1)
         assert not math.isfinite(found["grad_norm"])
+
+
+PLAIN = {"temperature": 0.7, "max_new_tokens": 5}
+
+
+def list_of(**asked: Any) -> list[str]:
+    """The distortions of what the proxy would record of a call that asked for this."""
+    sampling = SamplingParams(**{**PLAIN, **asked})
+    return list(list_sampling_distortions(msgspec.json.decode(msgspec.json.encode(sampling))))
+
+
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [
+        ({"temperature": 0.0}, "temperature=0"),
+        ({"top_p": 0.99}, "top_p"),
+        ({"top_k": 1}, "top_k"),
+        ({"min_p": 0.05}, "min_p"),
+        ({"regex": "a*"}, "a grammar"),
+        ({"json_schema": "{}"}, "a grammar"),
+        ({"ebnf": "root ::= x"}, "a grammar"),
+        ({"structural_tag": "{}"}, "a grammar"),
+        ({"logit_bias": {"5": 1.0}}, "logit_bias"),
+        ({"frequency_penalty": 0.1}, "frequency_penalty"),
+        ({"presence_penalty": -0.1}, "presence_penalty"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty"),
+    ],
+)
+def test_whatever_reshapes_the_softmax_is_named(asked: dict[str, Any], named: str) -> None:
+    assert list_of(**asked) == [named]
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {},
+        {"temperature": 1.3, "stop": ["x"], "stop_token_ids": [3], "sampling_seed": 5},
+        {"top_k": 100_000_000, "logit_bias": {}, "ignore_eos": True, "skip_special_tokens": False},
+    ],
+)
+def test_the_plain_softmax_is_trainable(asked: dict[str, Any]) -> None:
+    assert list_of(**asked) == []
+    assert list(list_sampling_distortions({})) == []  # of shards that know nothing of it
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_a_reply_whose_mask_is_recorded_of_every_token_stays_in_the_loss(is_whole: bool) -> None:
+    nucleus = {**PLAIN, "top_p": 0.9}
+    row, _ = sample([PLAIN, nucleus], [PLAIN, PLAIN])
+    counts = np.array([0, 0, 0, 0, 1, is_whole], np.uint16)
+    ids = row.input_ids_T[np.flatnonzero(counts)]
+    row = replace(row, sampling_mask=SamplingMask(counts, ids))
+    found = build_rows([row], WeightVersion(1, 0), [GenerationFork(1, 0)], ObjectiveConfig())[0]
+    assert found.loss_mask_T.tolist() == [0, 1, 1, 0, is_whole, is_whole]
+    assert found.sampling_mask is row.sampling_mask
+    assert count_untrainable_tokens([row]).total() == (0 if is_whole else 2)
+
+
+def test_tokens_that_a_least_length_forbade_are_out_of_the_distribution() -> None:
+    least = {**PLAIN, "min_new_tokens": 1, "stop_token_ids": [3, 7]}
+    row, _ = sample([least, {**least, "min_new_tokens": 5}], [PLAIN, PLAIN])
+    mask = forbid_end_tokens(row)
+    assert mask is not None
+    assert mask.forbids_T is not None
+    assert mask.counts_T.tolist() == [0, 2, 0, 0, 2, 2]
+    assert mask.ids.tolist() == [3, 7] * 3
+    assert mask.forbids_T.tolist() == [False, True, False, False, True, True]
+    recorded = SamplingMask(np.array([0, 1, 0, 0, 0, 0], np.uint16), row.input_ids_T[1:2])
+    both = forbid_end_tokens(replace(row, sampling_mask=recorded))
+    assert both is not None
+    assert both.ids.tolist() == [row.input_ids_T[1], 3, 7, 3, 7]
+    assert count_untrainable_tokens([row]).total() == 0
+    assert list_of(min_new_tokens=1) == ["min_new_tokens"]
+
+
+def sample(*of_rows: Sequence[dict[str, Any]]) -> list[TrajectoryRow]:
+    """Two episodes of two turns, of two tokens each, whose calls were sampled like this."""
+    turns = [[MadeUpTurn(9, 0.5), MadeUpTurn(0, reward)] for reward in (1.0, 0.0)]
+    rows = build_batch([turns], ExportSettings())
+    found = []
+    for row, samplings in zip(rows, of_rows, strict=True):
+        calls = [
+            msgspec.structs.replace(call, sampling=sampling)
+            for call, sampling in zip(row.record.calls, samplings, strict=True)
+        ]
+        found.append(replace(row, record=msgspec.structs.replace(row.record, calls=calls)))
+    return found
+
+
+GREEDY = {"temperature": 0.0}
+MIXED = ([PLAIN, GREEDY], [{**GREEDY, "top_p": 0.5}, PLAIN])
+
+
+def test_such_replies_leave_the_loss_and_its_denominator_while_their_rewards_count() -> None:
+    version, forks = WeightVersion(1, 0), [GenerationFork(1, 0)]
+    objective = ObjectiveConfig(loss_agg="seq_mean_token_mean")
+    plain = build_rows(sample([PLAIN] * 2, [PLAIN] * 2), version, forks, objective)
+    found = build_rows(sample(*MIXED), version, forks, objective)
+    assert [row.loss_mask_T.tolist() for row in plain] == [[0, 1, 1, 0, 1, 1]] * 2
+    assert [row.loss_mask_T.tolist() for row in found] == [[0, 1, 1, 0, 0, 0], [0, 0, 0, 0, 1, 1]]
+    for one, other in zip(found, plain, strict=True):
+        np.testing.assert_array_equal(one.channels["advantage"], other.channels["advantage"])
+        assert one.channels[SCALE_CHANNEL][0] == 1.0  # 4 tokens / 2 episodes / 2 tokens of each
+
+
+def test_tokens_are_counted_by_reason() -> None:
+    found = count_untrainable_tokens(sample(*MIXED))
+    assert found == {"temperature=0": 2, "temperature=0 and top_p": 2}
+    assert count_untrainable_tokens(sample([PLAIN] * 2, [PLAIN] * 2)).total() == 0
+
+
+def test_half_of_a_batch_may_be_left_out_and_no_more() -> None:
+    raise_if_mostly_untrainable(3, 10, {"top_p": 5})
+    raise_if_mostly_untrainable(3, 0, {})
+    with pytest.raises(UntrainableBatchError, match="batch 3: 6 of 10 sampled tokens") as caught:
+        raise_if_mostly_untrainable(3, 10, {"top_p": 2, "temperature=0": 4})
+    (problem,) = caught.value.problems
+    assert problem.key == "rollout.agent.sampling"
+    assert "temperature=0 (4), top_p (2)" in problem.message
+    assert problem.hint.startswith("set it to recipe")
+    assert caught.value.exit_code == 78
+
+
+@pytest.mark.parametrize(
+    ("untrainable", "hint"),
+    [
+        ({"temperature=0 and top_k": 5, "top_p": 1}, "set it to recipe,"),
+        ({"top_p and a grammar": 5, "min_p": 1}, "set rollout.record_sampling_mask=true;"),
+        (
+            {"temperature=0 and a grammar": 6},
+            "have the agent ask without a grammar, temperature=0;",
+        ),
+        ({"logit_bias and top_p": 6}, "have the agent ask without logit_bias;"),
+    ],
+)
+def test_the_hint_is_what_helps(untrainable: dict[str, int], hint: str) -> None:
+    with pytest.raises(UntrainableBatchError) as caught:
+        raise_if_mostly_untrainable(3, 10, untrainable)
+    assert caught.value.problems[0].hint.startswith(hint)

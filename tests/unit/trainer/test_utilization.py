@@ -2,9 +2,7 @@
 
 import pytest
 
-from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anything of Megatron)
-
-# isort: split
+import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
 from areal_hpc.trainer.model.families.architecture import (
     Architecture,
     MoeConfig,

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_hpc.trainer.model.attention import can_use_flash, plan_varlen_attention
+from areal_hpc.trainer.model.attention import plan_varlen_attention
 from tests.support.operations import OperationLog
 from tests.support.plain_torch import attend_over_ranks, attend_plainly, check_gradients
 
@@ -43,10 +43,6 @@ def test_memory_and_work_of_segments_are_those_of_causal_attention() -> None:
         # Each rank copies its sequences once, and one chunk of each a second time.
         assert len(plan.key_places) == lengths.sum() + lengths.sum() // (2 * cp)
         assert plan.query_starts.dtype == plan.key_starts.dtype == torch.int32
-
-
-def test_the_flash_kernel_is_for_gpus() -> None:
-    assert not can_use_flash(torch.zeros(1, 1, 64, dtype=torch.bfloat16))
 
 
 def test_the_call_of_the_flash_kernel_is_one_that_pytorch_accepts() -> None:

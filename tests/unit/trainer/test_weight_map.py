@@ -63,24 +63,6 @@ def test_ranks_together_read_each_cut_tensor_once(arch: Architecture) -> None:
         assert all(bool((tensor == 1).all()) for tensor in read), parameter
 
 
-@every_family
-def test_no_tensor_is_named_twice(arch: Architecture) -> None:
-    names = [tensor.name for parameter in list_parameter_maps(arch) for tensor in parameter.hf]
-    assert len(names) == len(set(names))
-    assert ("lm_head.weight" in names) is not arch.tied
-
-
-def test_experts_have_the_names_that_checkpoints_and_engines_give_them() -> None:
-    names = {tensor.name for parameter in list_parameter_maps(MIXTURE) for tensor in parameter.hf}
-    assert {
-        "model.layers.1.mlp.gate.weight",
-        "model.layers.1.mlp.experts.3.gate_proj.weight",
-        "model.layers.1.mlp.experts.3.up_proj.weight",
-        "model.layers.1.mlp.experts.3.down_proj.weight",
-    } <= names
-    assert not any(".mlp.gate_proj." in name for name in names)
-
-
 @pytest.mark.parametrize(
     ("arch", "parallel", "keys"),
     [
@@ -106,11 +88,6 @@ CONFIG = {
     "rms_norm_eps": 1e-5,
     "rope_theta": 5e5,
 }
-
-
-def test_absent_sizes_follow_from_the_others() -> None:
-    arch = parse_architecture(CONFIG, "config.json")
-    assert (arch.kv_heads, arch.head_dim, arch.rope_theta, arch.tied) == (4, 16, 5e5, False)
 
 
 def test_rotary_settings_are_read_from_old_and_new_configs() -> None:

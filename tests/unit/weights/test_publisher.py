@@ -1,14 +1,26 @@
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from areal_hpc.errors import WeightSyncError
+from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.weights.broadcast import choose_group_size, partition_replicas
 from areal_hpc.weights.buckets import TensorSpec
 from areal_hpc.weights.discovery import ReplicaKey
-from areal_hpc.weights.publisher import Publisher
+from areal_hpc.weights.publisher import (
+    MAX_URGENT_RETRY_PAUSE_S,
+    MIN_RETRY_PAUSE_S,
+    Publisher,
+    ReplicaSenderAssigner,
+    UpdateBackoff,
+    choose_sender_ranks,
+)
+from areal_hpc.weights.update import Update
 from areal_hpc.wire.weight_version import WeightVersion
 from tests.support.weight_updates import WITHOUT_MODEL, publishing
 
@@ -65,3 +77,113 @@ def test_gpus_form_few_groups_and_cpus_one_for_each_replica(
     backend: str, replicas: int, size: int
 ) -> None:
     assert choose_group_size(backend, replicas) == size
+
+
+def replicas(count: int, incarnation: int = 0) -> list[ReplicaKey]:
+    return [ReplicaKey("cell-0", index, incarnation, 1, "", 0.0) for index in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "senders", "expected"),
+    [
+        ([0], None, [0]),
+        ([0, 0, 0, 0], None, [0]),
+        ([0, 0, 1, 1], None, [0, 2]),
+        ([0, 1, 0, 1], None, [0, 1]),
+        ([0, 0, 1, 1], 1, [0]),
+        ([0, 0, 1, 1], 3, [0, 2, 1]),
+        ([0, 0], 2, [0, 1]),
+    ],
+)
+def test_senders_are_spread_over_nodes(
+    nodes: Sequence[int], senders: int | None, expected: list[int]
+) -> None:
+    assert choose_sender_ranks(nodes, WeightsConfig(senders=senders)) == expected
+
+
+def test_by_disk_one_rank_writes() -> None:
+    assert choose_sender_ranks([0, 1], WeightsConfig(transport="disk")) == [0]
+
+
+def test_replicas_are_divided_evenly_and_stay_with_their_sender() -> None:
+    assigner = ReplicaSenderAssigner(2)
+    first = assigner.assign(replicas(5))
+    assert [len(share) for share in first] == [3, 2]
+    restarted = replicas(5, incarnation=1)
+    for key in restarted:
+        shares = assigner.assign([key])
+        sender = next(at for at, share in enumerate(shares) if share)
+        assert key.cell_and_index in [one.cell_and_index for one in first[sender]]
+    late = ReplicaKey("cell-1", 0, 0, 1, "", 0.0)
+    assert assigner.assign([late]) == [[], [late]], "the sender with fewer gets the new one"
+
+
+GOOD = ReplicaKey("cell-0", 0, 1, 1, "http://relay", 0.0)
+BAD = dataclasses.replace(GOOD, index=1)
+RESTARTED = dataclasses.replace(BAD, incarnation=2)
+
+
+def failed(times: int, *, cost_s: float) -> tuple[UpdateBackoff, float]:
+    """A back-off that saw BAD fail so often, and the time of the last failure."""
+    backoff, now = UpdateBackoff(), 0.0
+    for _ in range(times):
+        now += 10_000
+        backoff.record_update([GOOD], [BAD], now, cost_s)
+    return backoff, now
+
+
+def test_a_first_failure_is_tried_again_at_once() -> None:
+    backoff, now = failed(1, cost_s=300)
+    assert backoff.filter_retryable([GOOD, BAD], now) == [GOOD]
+    assert backoff.filter_retryable([GOOD, BAD], now + MIN_RETRY_PAUSE_S) == [GOOD, BAD]
+
+
+def test_later_tries_take_a_shrinking_share_of_the_time() -> None:
+    for times, pause_s in ((2, 20.0), (3, 40.0), (4, 80.0)):
+        backoff, now = failed(times, cost_s=10)
+        assert backoff.filter_retryable([BAD], now + pause_s - 0.1) == []
+        assert backoff.filter_retryable([BAD], now + pause_s) == [BAD]
+
+
+def test_a_restarted_replica_does_not_wait_for_what_its_predecessor_cost() -> None:
+    backoff, now = failed(3, cost_s=300)
+    assert backoff.filter_retryable([BAD, RESTARTED], now + 4 * MIN_RETRY_PAUSE_S) == [RESTARTED]
+
+
+def test_a_success_forgives_all() -> None:
+    backoff, now = failed(5, cost_s=300)
+    backoff.record_update([BAD], [], now, 0.1)
+    assert backoff.filter_retryable([BAD], now) == [BAD]
+
+
+def test_nobody_waits_long_while_no_replica_has_the_weights() -> None:
+    backoff, now = failed(9, cost_s=300)
+    later = now + MAX_URGENT_RETRY_PAUSE_S
+    assert backoff.filter_retryable([BAD], later) == []
+    assert backoff.filter_retryable([BAD], later, is_urgent=True) == [BAD]
+
+
+class Session:
+    def __init__(self, cell: str) -> None:
+        self.keys = [ReplicaKey(cell, 0, 1, 1, "", 0.0)]
+        self.is_abandoned = False
+
+    def abandon_and_fence(self) -> None:
+        self.is_abandoned = True
+
+
+def test_an_error_that_nobody_foresaw_costs_its_group_alone() -> None:
+    odd, well = Session("cell-0"), Session("cell-1")
+
+    def step(session: Any) -> None:
+        if session is odd:
+            raise IndexError("list index out of range")
+
+    with ThreadPoolExecutor(2) as pool:
+        update: Update[Any] = Update(pool, 30.0)
+        update.live = [odd, well]
+        update.run_step("verify", step)
+    assert update.live == [well]
+    assert (odd.is_abandoned, well.is_abandoned) == (True, False)
+    (error,) = update.failed.values()
+    assert "verify failed: IndexError" in str(error)

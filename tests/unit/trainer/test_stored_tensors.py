@@ -1,15 +1,24 @@
 """A rank's file: written from shared memory, read in parts, every damage noticed."""
 
+import itertools
 import os
 import random
 from contextlib import closing
 from pathlib import Path
 
 import pytest
+import torch
 
 from areal_hpc.errors import ShardError
 from areal_hpc.rundir.checkpoint_index import DIGEST_BLOCK_BYTES, DIGEST_BYTES
-from areal_hpc.trainer.checkpoints.stored_tensors import RankFileReader
+from areal_hpc.trainer.checkpoints.stored_tensors import (
+    Box,
+    RankFileReader,
+    compute_flat_start_and_extent,
+    compute_strides,
+    intersect_boxes,
+    split_flat_range,
+)
 from areal_hpc.trainer.checkpoints.writer_process import write_rank_file
 from tests.support.counted_reads import counted_reads
 
@@ -58,11 +67,6 @@ def test_what_is_read_in_order_is_read_once(file: Path) -> None:
     assert sum(sizes) == file.stat().st_size
 
 
-def test_a_file_of_nothing_is_a_file(tmp_path: Path) -> None:
-    assert write(tmp_path / "rank_00001.bin", b"").stat().st_size == 0
-    RankFileReader(tmp_path / "rank_00001.bin", 0).close()
-
-
 @pytest.mark.parametrize(
     "place", [0, DIGEST_BLOCK_BYTES, SIZE - 1, SIZE, SIZE + 4 * DIGEST_BYTES - 1]
 )
@@ -86,3 +90,45 @@ def test_a_file_of_another_size_is_refused(file: Path, size: int) -> None:
     os.truncate(file, size)
     with pytest.raises(ShardError, match=f"has {size} bytes"):
         RankFileReader(file, SIZE)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (5,), (3, 4), (1, 6), (6, 1), (2, 3, 4)])
+def test_the_blocks_of_every_range_have_its_numbers_in_order(shape: tuple[int, ...]) -> None:
+    tensor = torch.arange(torch.Size(shape).numel()).reshape(shape)
+    for start, stop in itertools.combinations_with_replacement(range(tensor.numel() + 1), 2):
+        boxes = split_flat_range(shape, start, stop)
+        found = [number for box in boxes for number in tensor[box.slices].flatten().tolist()]
+        assert found == list(range(start, stop))
+        assert sum(box.numel for box in boxes) == stop - start
+        assert len(boxes) <= max(1, 2 * len(shape) - 1)
+        for box in boxes:
+            assert compute_flat_start_and_extent(shape, box) == (
+                int(tensor[box.slices].min()),
+                box.numel,
+            )
+
+
+def test_blocks_intersect_where_slices_do() -> None:
+    shape, marks = (4, 5), torch.zeros(4, 5, dtype=torch.int)
+    edges = [
+        Box((row, column), (rows, columns))
+        for row, column in itertools.product(range(4), range(5))
+        for rows, columns in itertools.product(range(1, 5 - row), range(1, 6 - column))
+    ]
+    for one, other in itertools.product(edges[::3], edges[::5]):
+        marks.zero_()
+        marks[one.slices] += 1
+        marks[other.slices] += 1
+        common = intersect_boxes(one, other)
+        if common is None:
+            assert marks.max() < 2
+            continue
+        assert (marks[common.slices] == 2).all()
+        assert int((marks == 2).sum()) == common.numel
+        within = common.shift_to_coordinates_within(one)
+        assert torch.equal(marks[one.slices][within.slices], marks[common.slices])
+        assert within.shift_from_within_to_whole(one) == common
+        first, count = compute_flat_start_and_extent(shape, common)
+        flat = torch.arange(20)[first : first + count]
+        seen = flat.as_strided(common.sizes, compute_strides(shape))
+        assert torch.equal(seen, torch.arange(20).view(shape)[common.slices])
