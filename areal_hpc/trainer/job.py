@@ -86,7 +86,17 @@ def _run_training(
             job, paths, learner, device, stop, check_generation, events, ranks
         )
     else:
-        senders = _build_senders(learner, ranks, partial(_make_transport, job, paths, device))
+        transport = None
+        if dist.get_rank() in ranks:
+            service_key = rendezvous.read_service_key(paths.service_key)
+            transport = make_transport(
+                job.weights,
+                service_key,
+                _choose_backend(device),
+                device,
+                paths.published_weights_dir,
+            )
+        senders = _build_senders(learner, ranks, transport)
     gc.freeze()  # a collection looks at what training makes, not at all that imports left
     record_state_entry("")  # phases say from here what is done
     finished = run_loop(learner, coordinator, stop, senders)
@@ -146,7 +156,7 @@ def _open_generation_and_make_coordinator(
         record,
         ledger=ServiceClient(paths.rendezvous_dir, rendezvous.LEDGER_SERVICE, service_key),
         publisher=publisher,
-        senders=_build_senders(learner, ranks, lambda: publisher.transport),
+        senders=_build_senders(learner, ranks, publisher.transport),
         events=events,
         stop=stop,
         episode_failures=EpisodeFailureCounter(paths.events),
@@ -168,7 +178,7 @@ def _open_generation_and_make_coordinator(
 
 
 def _build_senders(
-    learner: Learner, ranks: Sequence[int], make_transport: Callable[[], Transport[Any]]
+    learner: Learner, ranks: Sequence[int], transport: Transport[Any] | None
 ) -> WeightSenders:
     specs = [
         TensorSpec(name, shape, str(dtype).removeprefix("torch."))
@@ -176,14 +186,7 @@ def _build_senders(
     ]
     rank = dist.get_rank()
     place = ranks.index(rank) if rank in ranks else None
-    return WeightSenders(place, len(ranks), specs, make_transport)
-
-
-def _make_transport(job: TrainerJobConfig, paths: RunPaths, device: torch.device) -> Transport[Any]:
-    service_key = rendezvous.read_service_key(paths.service_key)
-    return make_transport(
-        job.weights, service_key, _choose_backend(device), device, paths.published_weights_dir
-    )
+    return WeightSenders(place, len(ranks), specs, transport)
 
 
 def _choose_backend(device: torch.device) -> str:

@@ -525,9 +525,8 @@ class Learner:
 
 
 def _build_engine_mismatch_stats(batch: MicroBatch, logprobs_N: torch.Tensor) -> LossStats:
-    found = measure_engine_mismatch(
+    return measure_engine_mismatch(
         logprobs_N,
         batch.channels_N[BEHAVIOR_LOGPROBS_CHANNEL],
         batch.channels_N[CURRENT_WEIGHTS_CHANNEL] != 0,
     )
-    return LossStats(found.sums, {"mismatch": found.max_abs_diff}, {"mismatch": found.histogram_B})

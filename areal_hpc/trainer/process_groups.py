@@ -56,7 +56,8 @@ ARRIVED_RANK_COUNT_KEY = "arrived"
 NATIVE_THREADS_OWNER = "torch.distributed"
 ARRIVAL_POLL_S = 0.2
 FLIGHT_RECORD_VARIABLES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
-"""Torch's newer and older name of where the record of the last collectives goes."""
+"""Torch's newer and older name of where the record of the last collectives goes when one fails; it
+adds the number of the rank."""
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +79,9 @@ def run_rank(
     raise_if_megatron_replacement_installed()
     megatron_cpu.patch_torch_megatron_without_gpu()
     paths = RunPaths(job.run_dir)
-    set_flight_record_paths(get_task_log_dir(paths.logs_dir))
+    for variable in FLIGHT_RECORD_VARIABLES:  # torch looks at them when it first writes
+        log_dir = get_task_log_dir(paths.logs_dir)
+        os.environ.setdefault(variable, str(log_dir / "nccl_flight_record_rank_"))
     try:
         device = init_process_groups_and_device(
             get_task_position(),
@@ -147,15 +150,6 @@ def init_process_groups_and_device(
     # No layer draws random numbers (dropout is 0), yet Megatron wants its trackers seeded.
     model_parallel_cuda_manual_seed(1)
     return own
-
-
-def set_flight_record_paths(log_dir: Path) -> None:
-    """Have torch write its record of NCCL's last collectives into the logs when one fails.
-
-    Torch adds the number of the rank. It looks at the names when it first writes.
-    """
-    for variable in FLIGHT_RECORD_VARIABLES:
-        os.environ.setdefault(variable, str(log_dir / "nccl_flight_record_rank_"))
 
 
 def _watch_for_hanging_ranks(paths: RunPaths) -> AbstractContextManager[None]:
@@ -265,14 +259,14 @@ def _await_all_ranks(
 ) -> None:
     """Wait until every rank has the store: torch's own wait is as long as any collective's."""
     try:
-        store.set(_format_arrival_key(task.rank), "")
+        store.set(f"arrived/{task.rank}", "")
         arrived = store.add(ARRIVED_RANK_COUNT_KEY, 1)
         while arrived < task.num_tasks:
             if is_cancelled():
                 raise ClusterError(f"rank {task.rank} was stopped while it waited for other ranks")
             if time.monotonic() >= give_up_at:
                 ranks = range(task.num_tasks)
-                missing = [one for one in ranks if not store.check([_format_arrival_key(one)])]
+                missing = [rank for rank in ranks if not store.check([f"arrived/{rank}"])]
                 raise ClusterError(
                     f"of {task.num_tasks} trainer ranks these did not come within "
                     f"{JOIN_RANKS_TIMEOUT_S:.0f} s: {', '.join(map(str, missing))}",
@@ -285,7 +279,3 @@ def _await_all_ranks(
             f"rank 0 ended while rank {task.rank} waited for other ranks: {error}",
             hint="read rank 0's log in logs/latest",
         ) from error
-
-
-def _format_arrival_key(rank: int) -> str:
-    return f"arrived/{rank}"

@@ -9,10 +9,9 @@ from typing import Literal
 from areal_hpc.errors import NonFiniteGradientError, ShardError
 from areal_hpc.rundir.checkpoints import UntrainedBatchPart
 
-MAX_CONSECUTIVE_DAMAGED_BATCHES = 3
-"""Batches. One has a damaged file; three one after another say that the storage loses data."""
-MAX_CONSECUTIVE_NONFINITE_BATCHES = 3
-"""Batches. One has an odd row; in three one after another it is the weights or the settings."""
+MAX_CONSECUTIVE_UNTRAINED_BATCHES = 3
+"""One has an odd row or a damaged file; with three one after another it is the weights, the
+settings or the storage."""
 
 
 def build_nonfinite_records_or_raise(
@@ -33,7 +32,7 @@ def build_nonfinite_records_or_raise(
 
     Raises:
         NonFiniteGradientError: A norm is not finite, and `on_nonfinite` is `stop` or this is the
-            last of `MAX_CONSECUTIVE_NONFINITE_BATCHES` such batches.
+            last of `MAX_CONSECUTIVE_UNTRAINED_BATCHES` such batches.
     """
     odd = [norm for norm in norms if not math.isfinite(norm)]
     if not odd:
@@ -48,11 +47,11 @@ def build_nonfinite_records_or_raise(
             key=key,
             hint=f"set {key}=skip to go on without such steps; the last checkpoint stands",
         )
-    before = _get_rest_of_streak(step, MAX_CONSECUTIVE_NONFINITE_BATCHES)
+    before = range(step - MAX_CONSECUTIVE_UNTRAINED_BATCHES + 1, step)
     if {*before} <= {one.step for one in earlier_records if not one.tickets and not one.quarantine}:
         raise NonFiniteGradientError(
             f"{name_step(step)}: {reason}, the same as at {' and '.join(map(name_step, before))}: "
-            f"{key}=skip ends after {MAX_CONSECUTIVE_NONFINITE_BATCHES} batches in a row",
+            f"{key}=skip ends after {MAX_CONSECUTIVE_UNTRAINED_BATCHES} batches in a row",
             key=key,
             hint=hint,
         )
@@ -68,25 +67,21 @@ def build_damaged_batch_record_or_raise(
     not belong to it.
 
     Raises:
-        ShardError: This is the last of `MAX_CONSECUTIVE_DAMAGED_BATCHES` such batches.
+        ShardError: This is the last of `MAX_CONSECUTIVE_UNTRAINED_BATCHES` such batches.
     """
-    before = _get_rest_of_streak(step, MAX_CONSECUTIVE_DAMAGED_BATCHES)
+    before = range(step - MAX_CONSECUTIVE_UNTRAINED_BATCHES + 1, step)
     if {*before} <= {one.step for one in earlier_records if one.quarantine == "damaged"}:
         run = shlex.quote(str(run_dir))
         raise ShardError(
             f"batch {step} cannot be read: {reason}; nor could "
             f"{' and '.join(f'batch {one}' for one in before)}: "
-            f"{MAX_CONSECUTIVE_DAMAGED_BATCHES} in a row end the run",
+            f"{MAX_CONSECUTIVE_UNTRAINED_BATCHES} in a row end the run",
             key="shards/",
             hint=f"areal-hpc shards verify {run} names what is damaged: restore it from a copy, "
             f"undo with areal-hpc quarantine {run} {step - 1} --undo and so on, and resume; or go "
             f"on without batch {step} by areal-hpc quarantine {run} {step}",
         )
     return UntrainedBatchPart(step, reason, quarantine="damaged")
-
-
-def _get_rest_of_streak(step: int, length: int) -> range:
-    return range(step - length + 1, step)
 
 
 def is_optimizer_step_taken(norm: float) -> bool:

@@ -8,7 +8,6 @@ import json
 import sys
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,8 @@ from areal_hpc.jobs.processes.native_call_threads import (
 )
 from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.trainer.collectives import broadcast_object
-from areal_hpc.trainer.loop.weight_senders import WeightSenders
-from areal_hpc.weights.publisher import Publisher, ReplicasBySender, make_transport
+from areal_hpc.trainer.loop.weight_senders import ReplicasBySender, WeightSenders
+from areal_hpc.weights.publisher import Publisher, make_transport
 from areal_hpc.wire.weight_version import WeightVersion
 from tests.support import nccl_like
 from tests.support.deadlines import scaled
@@ -61,12 +60,8 @@ def main() -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=limit)
     end = (settings, config["service_key"], config["backend"], torch.device("cpu"), directory)
     publisher = Publisher(settings, directory, config["cells"], *end[1:]) if rank == 0 else None
-    senders = WeightSenders(
-        rank,
-        RANKS,
-        specs_of(weights),
-        (lambda: publisher.transport) if publisher else partial(make_transport, *end),
-    )
+    transport = publisher.transport if publisher else make_transport(*end)
+    senders = WeightSenders(rank, RANKS, specs_of(weights), transport)
     if publisher:
         print(json.dumps({"ready": True}), flush=True)
     while update := broadcast_object(_read_order(config, publisher, senders), Update | None):

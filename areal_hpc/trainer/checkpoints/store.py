@@ -170,7 +170,7 @@ class CheckpointStore:
             self._writer = self._writer or WriterClient()
             fault_point("checkpoint.before_copy")
             held = RankState(policy, optimizer, critic)
-            held.copy_to(self._writer.reuse_or_grow_memory(held.size_bytes, policy.device))
+            held.copy_to(self._writer.memory.reuse_or_grow(held.size_bytes, policy.device))
             fault_point("checkpoint.after_copy")
             small = _write_index_and_trainer_state(partial, held, state)
             self._writer.begin_write(

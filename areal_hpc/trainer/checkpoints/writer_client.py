@@ -70,7 +70,8 @@ class WriterClient:
     """
 
     def __init__(self) -> None:
-        self._memory = SharedCopyBuffer()
+        self.memory = SharedCopyBuffer()
+        """Holds what is to be written; it must not change meanwhile."""
         self._request: WriteRequest | None = None
         self.took_s = 0.0
         """Seconds that the last file took to write."""
@@ -82,17 +83,12 @@ class WriterClient:
     def _start_writer(self) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
             [sys.executable, "-m", "areal_hpc.trainer.checkpoints.writer_process",
-             str(self._memory.descriptor), str(os.getpid())],
+             str(self.memory.descriptor), str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
-            pass_fds=(self._memory.descriptor,),
+            pass_fds=(self.memory.descriptor,),
         )  # fmt: skip
-
-    def reuse_or_grow_memory(self, size_bytes: int, device: torch.device) -> torch.Tensor:
-        """Memory for a copy of what is on `device`. Nothing may be in the writing."""
-        assert self._request is None
-        return self._memory.reuse_or_grow(size_bytes, device)
 
     def begin_write(self, path: Path, size_bytes: int, files_to_fsync: list[str]) -> None:
         """Begin to write what was copied into a new file.
@@ -171,7 +167,7 @@ class WriterClient:
             self._process.kill()
             self._process.wait()
         self._close_pipes()
-        self._memory.close()
+        self.memory.close()
 
     def _close_pipes(self) -> None:
         for pipe in (self._process.stdin, self._process.stdout):

@@ -25,12 +25,11 @@ from areal_hpc.rundir.service_client import ServiceClient
 from areal_hpc.rundir.telemetry.events import CELL_FOUND_EVENT, NO_CELL_EVENT, EventLog
 from areal_hpc.trainer.loop.schedule import Schedule
 from areal_hpc.trainer.loop.step_record import StepRecord
-from areal_hpc.trainer.loop.weight_senders import WeightSenders
+from areal_hpc.trainer.loop.weight_senders import ReplicasBySender, WeightSenders
 from areal_hpc.weights.discovery import DiscoveredReplicas, ReplicaKey
 from areal_hpc.weights.probe import Probe
 from areal_hpc.weights.publisher import (
     Publisher,
-    ReplicasBySender,
     UpdateBackoff,
     find_outdated_replicas,
 )

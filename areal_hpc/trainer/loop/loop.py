@@ -56,10 +56,9 @@ from areal_hpc.trainer.learner import Learner
 from areal_hpc.trainer.loop.live_run import LiveRun
 from areal_hpc.trainer.loop.schedule import Schedule
 from areal_hpc.trainer.loop.step_record import StepRecord
-from areal_hpc.trainer.loop.weight_senders import WeightSenders
+from areal_hpc.trainer.loop.weight_senders import ReplicasBySender, WeightSenders
 from areal_hpc.trainer.model.hf_weights import stream_hf_tensors
 from areal_hpc.trainer.rank_progress import note_place_reached
-from areal_hpc.weights.publisher import ReplicasBySender
 from areal_hpc.wire.ledger import BatchManifest
 from areal_hpc.wire.weight_version import WeightVersion
 

@@ -1,6 +1,7 @@
 """Trainer ranks that send weights at the same time, each to its share of the replicas."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,13 +14,11 @@ from areal_hpc.trainer.collectives import broadcast_object, gather_objects_on_fi
 from areal_hpc.weights.buckets import TensorSpec
 from areal_hpc.weights.discovery import ReplicaKey
 from areal_hpc.weights.probe import Probe
-from areal_hpc.weights.publisher import (
-    ReplicasBySender,
-    ReplicaSenderAssigner,
-    choose_sender_ranks,
-)
 from areal_hpc.weights.update import Transport, UpdateReport
 from areal_hpc.wire.weight_version import WeightVersion
+
+ReplicasBySender = list[list[ReplicaKey]]
+"""The replicas of an update by sender; a sender may have none."""
 
 
 class _SendOutcome(Struct, frozen=True):
@@ -38,6 +37,21 @@ def agree_on_senders(config: WeightsConfig) -> list[int]:
     return agreed
 
 
+def choose_sender_ranks(node_of_rank: Sequence[int], config: WeightsConfig) -> list[int]:
+    """The trainer ranks that send, rank 0 first: the first of each node, then the second of each.
+
+    As many as `weights.senders` says, else as trainer nodes; from disk replicas read by themselves.
+    """
+    if config.transport == "disk":
+        return [0]
+    seen: Counter[int] = Counter()
+    places: list[tuple[int, int]] = []
+    for rank, node in enumerate(node_of_rank):
+        places.append((seen[node], rank))
+        seen[node] += 1
+    return [rank for _, rank in sorted(places)[: config.senders or len(seen)]]
+
+
 class WeightSenders:
     """This rank's part in updates that several trainer ranks send.
 
@@ -48,7 +62,7 @@ class WeightSenders:
         sender_index: This rank's among the senders, 0 on rank 0; None of a rank that sends nothing.
         senders: How many there are.
         specs: What an update sends.
-        make_transport: Makes this rank's end when it has something to send for the first time.
+        transport: This rank's end of updates; None of a rank that sends nothing.
     """
 
     def __init__(
@@ -56,16 +70,28 @@ class WeightSenders:
         sender_index: int | None,
         senders: int,
         specs: Sequence[TensorSpec],
-        make_transport: Callable[[], Transport[Any]],
+        transport: Transport[Any] | None,
     ) -> None:
         self._place = sender_index
+        self._senders = senders
         self._specs = specs
-        self._make_transport = make_transport
-        self._transport: Transport[Any] | None = None
-        self._assigner = ReplicaSenderAssigner(senders)
+        self._transport = transport
+        self._sender_of: dict[tuple[str, int], int] = {}
 
     def assign(self, replicas: Sequence[ReplicaKey]) -> ReplicasBySender:
-        return self._assigner.assign(replicas)
+        """Divide the replicas of an update over senders.
+
+        A replica keeps its sender, which holds the process group with it. A new one goes to the
+        sender that has the fewest by now.
+        """
+        shares: ReplicasBySender = [[] for _ in range(self._senders)]
+        for key in sorted(replicas, key=lambda key: key.cell_and_index):
+            if key.cell_and_index not in self._sender_of:
+                held = Counter(self._sender_of.values())
+                fewest = min(range(self._senders), key=lambda sender: held[sender])
+                self._sender_of[key.cell_and_index] = fewest
+            shares[self._sender_of[key.cell_and_index]].append(key)
+        return shares
 
     def send(
         self,
@@ -80,9 +106,7 @@ class WeightSenders:
             On rank 0 the outcome at all replicas, elsewhere at this rank's own.
         """
         report, own = UpdateReport(version, (), {}, 0), self._place
-        if own is not None and replicas_by_sender[own]:
-            if self._transport is None:
-                self._transport = self._make_transport()
+        if own is not None and self._transport is not None and replicas_by_sender[own]:
             report = self._transport.update(
                 version, self._specs, parameters, replicas_by_sender[own], probe
             )

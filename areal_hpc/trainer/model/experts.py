@@ -107,16 +107,12 @@ class StableTokenDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
     no rows, so nothing of its layers must be known to the host.
     """
 
-    @property
-    def holds_all_experts(self) -> bool:
-        return bool(self.ep_size == 1)
-
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows sorted by expert, and the weight of each."""
         self.hidden_shape, self.probs = hidden_states.shape, probs
-        if self.holds_all_experts:
+        if self.ep_size == 1:
             self.tokens_per_expert = routing_map.sum(0)
         else:
             self.tokens_per_expert = self.preprocess(routing_map)
@@ -129,28 +125,23 @@ class StableTokenDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
         self, rows_RH: torch.Tensor, weights_R: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Send rows to the ranks that hold their experts."""
-        if self.holds_all_experts:
+        if self.ep_size == 1:
             return rows_RH, weights_R
-        found: tuple[torch.Tensor, torch.Tensor] = super().token_dispatch(rows_RH, weights_R)
-        return found
+        return super().token_dispatch(rows_RH, weights_R)  # type: ignore[no-any-return]
 
     def dispatch_postprocess(
         self, rows_RH: torch.Tensor, weights_R: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Rows of all ranks sorted by expert, their number for each, and their weights."""
-        if self.holds_all_experts:
+        if self.ep_size == 1:
             return rows_RH, self.tokens_per_expert, weights_R
-        found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = super().dispatch_postprocess(
-            rows_RH, weights_R
-        )
-        return found
+        return super().dispatch_postprocess(rows_RH, weights_R)  # type: ignore[no-any-return]
 
     def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Rows in the order in which they came from other ranks."""
-        if self.holds_all_experts:
+        if self.ep_size == 1:
             return hidden_states
-        sorted_back: torch.Tensor = super().combine_preprocess(hidden_states)
-        return sorted_back
+        return super().combine_preprocess(hidden_states)  # type: ignore[no-any-return]
 
     def combine_postprocess(self, permutated_local_input_tokens: torch.Tensor) -> torch.Tensor:
         return self.order.sum_rows_per_token(permutated_local_input_tokens).view(self.hidden_shape)

@@ -129,24 +129,14 @@ MISMATCH_SUM_NAMES = ("compared", "mismatch_abs", "mismatch_kl")
 KL(engine || trainer)."""
 
 
-@dataclass(frozen=True, slots=True)
-class EngineMismatch:
-    """Differences of the log-probabilities of some tokens, on their device."""
-
-    sums: dict[str, torch.Tensor]
-    """`MISMATCH_SUM_NAMES` by name."""
-    max_abs_diff: torch.Tensor
-    """0 without tokens."""
-    histogram_B: torch.Tensor
-    """Tokens by the logarithm of their difference, in float64."""
-
-
 def measure_engine_mismatch(
     trainer_N: torch.Tensor, engine_N: torch.Tensor, is_compared_N: torch.Tensor
-) -> EngineMismatch:
+) -> LossStats:
     """Compare log-probabilities of tokens, of those that the trainer's weights sampled.
 
-    Nothing is picked out by the mask: how many it picks would have to be read from the device.
+    Sums are `MISMATCH_SUM_NAMES`; `mismatch` is the largest difference, 0 without tokens, and the
+    histogram of tokens by the logarithm of theirs. Nothing is picked out by the mask: how many it
+    picks would have to be read from the device.
     """
     log_ratio_N = torch.where(is_compared_N, trainer_N - engine_N, 0.0).double()
     diff_N = log_ratio_N.abs()
@@ -159,7 +149,7 @@ def measure_engine_mismatch(
     bins_N = bin_places_N.nan_to_num(BIN_COUNT - 1, BIN_COUNT - 1).long().clamp_(0, BIN_COUNT - 1)
     # Whole numbers: their sum does not depend on the order.
     histogram_B = diff_N.new_zeros(BIN_COUNT).index_add_(0, bins_N, counted_N)
-    return EngineMismatch(sums, largest, histogram_B)
+    return LossStats(sums, {"mismatch": largest}, {"mismatch": histogram_B})
 
 
 def estimate_abs_diff_percentile(

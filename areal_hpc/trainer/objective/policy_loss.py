@@ -51,16 +51,6 @@ class PolicyLoss:
     """Tokens whose behavior weight was out of bounds."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SurrogateObjective:
-    """Terms of the objective at some tokens."""
-
-    terms_N: torch.Tensor
-    """To be made large: the gradient flows through them."""
-    clipped_N: torch.Tensor
-    """Tokens at which the clip acted."""
-
-
 def compute_policy_loss(
     logprobs_N: torch.Tensor,
     proximal_N: torch.Tensor,
@@ -90,12 +80,12 @@ def compute_policy_loss(
     if custom is not None:
         inputs = LossInputs(logprobs_N, proximal_N, behavior_N, advantages_N, rows, config)
         outputs = custom(inputs)
-        unclipped_N = torch.zeros_like(logprobs_N, dtype=torch.bool)
-        clipped_N = unclipped_N if outputs.clipped_N is None else outputs.clipped_N
-        surrogate = SurrogateObjective(outputs.terms_N, clipped_N)
+        terms_N, clipped_N = outputs.terms_N, outputs.clipped_N
+        if clipped_N is None:
+            clipped_N = torch.zeros_like(logprobs_N, dtype=torch.bool)
     else:
-        surrogate = compute_surrogate_objective(logprobs_N, ratio_N, advantages_N, config)
-    terms_N = surrogate.terms_N * weight_N
+        terms_N, clipped_N = _compute_surrogate(logprobs_N, ratio_N, advantages_N, config)
+    terms_N = terms_N * weight_N
     gap = logprobs_N.new_zeros(())
     if reference_N is not None:
         gap = (logprobs_N.detach() - reference_N).sum()
@@ -105,7 +95,7 @@ def compute_policy_loss(
     total = -(terms_N if scale_N is None else terms_N * scale_N).sum()
     measured = (
         total.detach(),
-        surrogate.clipped_N.sum(),
+        clipped_N.sum(),
         correction.outside_N.sum(),
         raw_N.sum(),
         weight_N.sum(),
@@ -119,18 +109,18 @@ def compute_policy_loss(
         sums=sums,
         largest_weight=raw_N.max() if raw_N.numel() else raw_N.new_zeros(()),
         ratio_N=ratio_N.detach(),
-        clipped_N=surrogate.clipped_N,
+        clipped_N=clipped_N,
         outside_N=correction.outside_N,
     )
 
 
-def compute_surrogate_objective(
+def _compute_surrogate(
     logprobs_N: torch.Tensor,
     ratio_N: torch.Tensor,
     advantages_N: torch.Tensor,
     config: ObjectiveConfig,
-) -> SurrogateObjective:
-    """What `surrogate` makes of ratio and advantage.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Terms that `surrogate` makes of ratio and advantage, and the tokens at which the clip acted.
 
     `clip`: min(r A, clip(r) A) (PPO, arXiv:1707.06347, equation 7); with `clip_dual` c, where
     A < 0, max(that, c A) (arXiv:1912.09729). `cispo`: sg(clip(r)) A log pi (arXiv:2506.13585,
@@ -139,18 +129,16 @@ def compute_surrogate_objective(
     """
     bounded_N = ratio_N.clamp(1 - config.clip_low, 1 + config.clip_high)
     if config.surrogate == "none":
-        return SurrogateObjective(advantages_N * logprobs_N, torch.zeros_like(ratio_N) != 0)
+        return advantages_N * logprobs_N, torch.zeros_like(ratio_N) != 0
     if config.surrogate == "cispo":
-        return SurrogateObjective(
-            bounded_N.detach() * advantages_N * logprobs_N, bounded_N != ratio_N
-        )
+        return bounded_N.detach() * advantages_N * logprobs_N, bounded_N != ratio_N
     free_N, bound_N = ratio_N * advantages_N, bounded_N * advantages_N
     terms_N, clipped_N = torch.minimum(free_N, bound_N), bound_N < free_N
     if config.clip_dual is not None:
         floor_N = config.clip_dual * advantages_N
         is_raised_N = (advantages_N < 0) & (terms_N < floor_N)
         terms_N, clipped_N = torch.where(is_raised_N, floor_N, terms_N), clipped_N | is_raised_N
-    return SurrogateObjective(terms_N, clipped_N)
+    return terms_N, clipped_N
 
 
 def interpolate_logprobs(

@@ -32,7 +32,7 @@ def many_open_descriptors() -> Iterator[None]:
 @pytest.mark.usefixtures("many_open_descriptors")
 def test_a_rank_with_many_connections_writes_its_part(tmp_path: Path) -> None:
     client, path = WriterClient(), tmp_path / "rank_00000.bin"
-    client.reuse_or_grow_memory(8, torch.device("cpu"))[:8] = 7
+    client.memory.reuse_or_grow(8, torch.device("cpu"))[:8] = 7
     client.begin_write(path, 8, [])
     wait_for(lambda: client.poll_write(1.0))
     client.close()

@@ -123,7 +123,7 @@ def make_coordinator(
         record,
         ledger=ServiceClient(directory, rendezvous.LEDGER_SERVICE, SERVICE_KEY),
         publisher=publisher,
-        senders=WeightSenders(0, 1, SPECS, lambda: publisher.transport),
+        senders=WeightSenders(0, 1, SPECS, publisher.transport),
         events=EventLog(directory / "events.jsonl", "trainer"),
         stop=stop,
         episode_failures=EpisodeFailureCounter(directory / "events.jsonl"),

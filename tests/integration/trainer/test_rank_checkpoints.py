@@ -28,7 +28,7 @@ def test_each_of_four_ranks_holds_writes_and_reads_a_quarter(
     writer = learner.checkpoints._writer
     assert writer is not None
     whole = BYTES_PER_PARAMETER * sum(one.numel() for one in learner.policy.gpt.parameters())
-    held = os.fstat(writer._memory.descriptor).st_blocks * 512
+    held = os.fstat(writer.memory.descriptor).st_blocks * 512
     written = get_rank_file_path(checkpoint, dist.get_rank()).stat().st_size
     with counted_reads() as reads:
         make_learner(scenario, paths)

@@ -167,7 +167,7 @@ def test_the_gradient_takes_the_place_of_the_logits(group: dist.ProcessGroup) ->
     assert torch.equal(logits.detach(), leaf.grad)
 
 
-ROWS, HIDDEN, VOCAB = 40, 64, 1000
+STATES, HIDDEN, WORDS = 40, 64, 1000
 LOGIT_STD = 12.0
 MOST_ERROR = 2e-5
 """Of a log-probability, in nats."""
@@ -175,20 +175,16 @@ BFLOAT16_ERROR = 2**-8
 """Of rounding a number, as a share of it."""
 
 
-@pytest.fixture(autouse=True, params=[300, 1 << 14], ids=["blocks", "whole"])
-def block_tokens(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some columns at a time, or all of them."""
-    monkeypatch.setattr(logprobs, "VOCAB_BLOCK_COLUMNS", request.param)
-
-
 @pytest.fixture
 def hidden() -> torch.Tensor:
-    return torch.randn(ROWS, HIDDEN, generator=torch.Generator().manual_seed(1)).bfloat16()
+    return torch.randn(STATES, HIDDEN, generator=torch.Generator().manual_seed(1)).bfloat16()
 
 
-@pytest.fixture
-def weight() -> torch.Tensor:
-    drawn = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(2))
+@pytest.fixture(params=[300, 1 << 14], ids=["blocks", "whole"])
+def weight(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
+    """Of a head that is taken some columns at a time, or whole."""
+    monkeypatch.setattr(logprobs, "VOCAB_BLOCK_COLUMNS", request.param)
+    drawn = torch.randn(WORDS, HIDDEN, generator=torch.Generator().manual_seed(2))
     scaled: torch.Tensor = drawn * (LOGIT_STD / HIDDEN**0.5)
     return scaled.bfloat16()
 
@@ -214,7 +210,7 @@ def test_log_probabilities_are_those_of_float64(
 def test_gradients_are_as_exact_as_what_enters_the_products(
     hidden: torch.Tensor, weight: torch.Tensor, operands: torch.dtype
 ) -> None:
-    slopes = torch.randn(ROWS, VOCAB, generator=torch.Generator().manual_seed(3))
+    slopes = torch.randn(STATES, WORDS, generator=torch.Generator().manual_seed(3))
     hidden.requires_grad_()
     weight.requires_grad_()
     (compute_float32_logits(hidden, weight, operands) * slopes).sum().backward()
@@ -233,6 +229,6 @@ def test_no_row_is_no_gradient(hidden: torch.Tensor, weight: torch.Tensor) -> No
     weight.requires_grad_()
     logits = compute_float32_logits(hidden[:0], weight, torch.bfloat16)
     logits.sum().backward()
-    assert logits.shape == (0, VOCAB)
+    assert logits.shape == (0, WORDS)
     assert weight.grad is not None
     assert not weight.grad.any()

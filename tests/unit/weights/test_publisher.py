@@ -9,6 +9,7 @@ import torch
 
 from areal_hpc.errors import WeightSyncError
 from areal_hpc.recipe.sections.weights import WeightsConfig
+from areal_hpc.trainer.loop.weight_senders import WeightSenders, choose_sender_ranks
 from areal_hpc.weights.broadcast import choose_group_size, partition_replicas
 from areal_hpc.weights.buckets import TensorSpec
 from areal_hpc.weights.discovery import ReplicaKey
@@ -16,9 +17,7 @@ from areal_hpc.weights.publisher import (
     MAX_URGENT_RETRY_PAUSE_S,
     MIN_RETRY_PAUSE_S,
     Publisher,
-    ReplicaSenderAssigner,
     UpdateBackoff,
-    choose_sender_ranks,
 )
 from areal_hpc.weights.update import Update
 from areal_hpc.wire.weight_version import WeightVersion
@@ -106,7 +105,7 @@ def test_by_disk_one_rank_writes() -> None:
 
 
 def test_replicas_are_divided_evenly_and_stay_with_their_sender() -> None:
-    assigner = ReplicaSenderAssigner(2)
+    assigner = WeightSenders(0, 2, SPECS, None)
     first = assigner.assign(replicas(5))
     assert [len(share) for share in first] == [3, 2]
     restarted = replicas(5, incarnation=1)
