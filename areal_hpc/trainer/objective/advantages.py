@@ -106,12 +106,6 @@ class ReplyEstimate:
     """What the critic is to say there."""
 
 
-@dataclass(frozen=True, slots=True)
-class _ReplyStart:
-    value: float
-    advantage: float
-
-
 def estimate_advantages(
     replies: Sequence[ReplyReward], values: Sequence[FloatArray], objective: ObjectiveConfig
 ) -> list[ReplyEstimate]:
@@ -129,7 +123,7 @@ def estimate_advantages(
 
     A reply without reward gets advantage 0 and its own value as target, so it has no gradient.
     """
-    starts: dict[int, _ReplyStart] = {}
+    starts: dict[int, tuple[float, float]] = {}  # value and advantage at a reply's first token
     found = [ReplyEstimate(np.zeros(len(one)), one.copy()) for one in values]
     following = {
         place: [one for one in reply.followers if replies[one].is_reached_by_reward]
@@ -138,54 +132,42 @@ def estimate_advantages(
     }
     for place in TopologicalSorter(following).static_order():
         reply, values_t = replies[place], values[place]
-        after = _average_starts([starts[one] for one in following[place]])
+        after = [starts[one] for one in following[place]]
+        next_value = sum(value for value, _ in after) / max(1, len(after))
+        next_advantage = sum(advantage for _, advantage in after) / max(1, len(after))
         if not len(values_t):  # the reward is passed on to those before
-            starts[place] = _ReplyStart(reply.reward + after.value, after.advantage)
+            starts[place] = reply.reward + next_value, next_advantage
             continue
         if objective.gae_unit == "turn":
-            estimate = _estimate_turn(reply, values_t, after, objective)
+            reward, first = reply.reward - float(reply.costs_t.sum()), float(values_t[0])
+            advantages_t = _sum_errors([reward], [first], next_value, next_advantage, objective)
+            advantages_t = np.full(len(values_t), advantages_t[0])
+            found[place] = ReplyEstimate(advantages_t, advantages_t + first)
         else:
-            estimate = _estimate_tokens(reply, values_t, after, objective)
-        starts[place] = _ReplyStart(float(values_t[0]), float(estimate.advantages_t[0]))
-        found[place] = estimate
+            rewards_t = -reply.costs_t
+            rewards_t[-1] += reply.reward
+            advantages_t = _sum_errors(rewards_t, values_t, next_value, next_advantage, objective)
+            found[place] = ReplyEstimate(advantages_t, advantages_t + values_t)
+        starts[place] = float(values_t[0]), float(advantages_t[0])
     return found
 
 
-def _average_starts(starts: Sequence[_ReplyStart]) -> _ReplyStart:
-    if not starts:
-        return _ReplyStart(0.0, 0.0)
-    return _ReplyStart(
-        sum(one.value for one in starts) / len(starts),
-        sum(one.advantage for one in starts) / len(starts),
-    )
-
-
-def _estimate_turn(
-    reply: ReplyReward, values_t: FloatArray, after: _ReplyStart, objective: ObjectiveConfig
-) -> ReplyEstimate:
-    first = float(values_t[0])
-    reward = reply.reward - float(reply.costs_t.sum())
-    delta = reward + objective.discount * after.value - first
-    advantage = delta + objective.discount * objective.gae_lambda * after.advantage
-    return ReplyEstimate(
-        np.full(len(values_t), advantage), np.full(len(values_t), advantage + first)
-    )
-
-
-def _estimate_tokens(
-    reply: ReplyReward, values_t: FloatArray, after: _ReplyStart, objective: ObjectiveConfig
-) -> ReplyEstimate:
-    rewards_t = -reply.costs_t
-    rewards_t[-1] += reply.reward
-    nexts_t = np.append(values_t[1:], after.value)
-    deltas_t = rewards_t + objective.discount * nexts_t - values_t
-    factor, advantage = objective.discount * objective.gae_lambda, after.advantage
+def _sum_errors(
+    rewards: npt.ArrayLike,
+    values: npt.ArrayLike,
+    next_value: float,
+    next_advantage: float,
+    objective: ObjectiveConfig,
+) -> FloatArray:
+    """Advantages of steps, backwards from the value and the advantage of what follows them."""
+    rewards_t, values_t = np.asarray(rewards), np.asarray(values)
+    deltas_t = rewards_t + objective.discount * np.append(values_t[1:], next_value) - values_t
+    factor, advantage = objective.discount * objective.gae_lambda, next_advantage
     backwards = []
     for delta in deltas_t[::-1].tolist():
         advantage = delta + factor * advantage
         backwards.append(advantage)
-    advantages_t = np.array(backwards[::-1])
-    return ReplyEstimate(advantages_t, advantages_t + values_t)
+    return np.array(backwards[::-1])
 
 
 def scale_and_weigh_advantages(

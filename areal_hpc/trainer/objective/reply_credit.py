@@ -11,7 +11,7 @@ REINFORCE++, arXiv:2501.03262v9, section 3.1, differs from token to token).
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -41,13 +41,6 @@ class BatchCredit:
     """Of each row, where its numbers apply. Elsewhere nothing was earned."""
 
 
-@dataclass(frozen=True, slots=True)
-class _EarnedCredit:
-    earned: float
-    branch_weight: float
-    row_spans: list[tuple[int, int, int]]
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class ReplyReward:
     """A reply as steps of its episode: where its trained tokens are, and what each of them gets."""
@@ -69,8 +62,10 @@ class ReplyReward:
 
 FloatRows = Sequence[npt.NDArray[np.float32]]
 MaskRows = Sequence[npt.NDArray[np.uint8]]
-MeasureSpanKlPenalty = Callable[[int, int, int], float]
-"""What tokens of a row, from and to, lose for their divergence from the reference."""
+_Span = tuple[int, int, int]
+"""A row, and its tokens from and to (exclusive)."""
+_Earning = tuple[float, float, list[_Span]]
+"""What was earned, the weight of its branch, and by which tokens."""
 
 
 def compute_reply_earnings(
@@ -84,25 +79,24 @@ def compute_reply_earnings(
     trained; `kl.coef` of them is taken off.
     """
 
-    def measure(row_index: int, first_token: int, end_token: int) -> float:
+    def measure(span: _Span) -> float:
         if divergences is None:
             return 0.0
-        return objective.kl.coef * float(
-            divergences[row_index][first_token:end_token].sum(dtype=np.float64)
-        )
+        row, begin, end = span
+        return objective.kl.coef * float(divergences[row][begin:end].sum(dtype=np.float64))
 
-    numbers: list[tuple[int, int, _EarnedCredit]] = []
-    for (ticket, episode), own in _group_rows_by_episode(rows):
-        numbers += [(ticket, episode, one) for one in _credit_episode(own, objective, measure)]
+    numbers: list[tuple[float, int, int, float]] = []
     spans: list[list[SpanWithCreditIndex]] = [[] for _ in rows]
-    for number, (_, _, one) in enumerate(numbers):
-        for place, begin, end in one.row_spans:
-            spans[place].append((begin, end, number))
+    for (ticket, episode), own in _group_rows_by_episode(rows):
+        for earned, weight, places in _credit_episode(own, objective, measure):
+            for row, begin, end in places:
+                spans[row].append((begin, end, len(numbers)))
+            numbers.append((earned, ticket, episode, weight))
     return BatchCredit(
-        np.array([one.earned for _, _, one in numbers], np.float64),
-        np.array([ticket for ticket, _, _ in numbers], np.int64),
-        np.array([episode for _, episode, _ in numbers], np.int64),
-        np.array([one.branch_weight for _, _, one in numbers], np.float64),
+        np.array([one[0] for one in numbers], np.float64),
+        np.array([one[1] for one in numbers], np.int64),
+        np.array([one[2] for one in numbers], np.int64),
+        np.array([one[3] for one in numbers], np.float64),
         spans,
     )
 
@@ -119,15 +113,41 @@ def list_reply_rewards(
     its rewards at the end of each of its branches.
     """
     found: list[ReplyReward] = []
-    for (ticket, _), own in _group_rows_by_episode(rows):
-        for one in _list_episode_rewards(own, objective, len(found)):
-            token_places_t = one.token_places_t[masks[one.row][one.token_places_t] != 0]
-            costs_t = np.zeros(len(token_places_t))
+    for (ticket, _), episode_rows in _group_rows_by_episode(rows):
+        is_credited = any(row.record.is_credited for row in episode_rows.values())
+        calls, trained, own = _read_calls(episode_rows)
+        order = {name: len(found) + number for number, name in enumerate(calls)}
+        followers = {} if is_credited else _map_followers(calls)
+        if objective.credit == "episode" and not is_credited:
+            # The rewards of the manifest, which a shaped reward may differ from.
+            total = float(np.mean([row.reward for row in episode_rows.values()]))
+            own = {name: None if followers.get(name) else total for name in calls}
+        earned = pass_back_rewards(own, followers, 1.0, own_is_total=is_credited)
+        weights = dict.fromkeys(calls, 1.0)
+        if objective.credit == "turn" and not is_credited:
+            weights = compute_branch_weight_by_reply(earned, followers)
+        for name, call in calls.items():
+            row, begin, end = trained.get(name, (next(iter(episode_rows)), 0, 0))
+            places_t = np.arange(max(1, begin), max(1, end))
+            places_t = places_t[masks[row][places_t] != 0]
+            costs_t = np.zeros(len(places_t))
             if divergences is not None:
-                costs_t = objective.kl.coef * divergences[one.row][token_places_t].astype(
-                    np.float64
+                costs_t = objective.kl.coef * divergences[row][places_t].astype(np.float64)
+            reward = own[name] or 0.0
+            if name in trained:
+                reward -= compute_overlong_penalty(call.reply_tokens, objective.overlong)
+            found.append(
+                ReplyReward(
+                    group=ticket,
+                    row=row,
+                    token_places_t=places_t,
+                    reward=reward,
+                    costs_t=costs_t,
+                    followers=[order[one] for one in followers.get(name, ())],
+                    branch_weight=weights.get(name, 1.0),
+                    is_reached_by_reward=earned[name].total is not None,
                 )
-            found.append(replace(one, group=ticket, token_places_t=token_places_t, costs_t=costs_t))
+            )
     return found
 
 
@@ -141,51 +161,12 @@ def _group_rows_by_episode(
     return sorted(rows_of.items(), key=lambda item: item[0])
 
 
-def _list_episode_rewards(
-    rows: dict[int, TrajectoryRow], objective: ObjectiveConfig, first: int
-) -> list[ReplyReward]:
-    is_credited = any(row.record.is_credited for row in rows.values())
-    calls, trained = _list_calls_and_trained_spans(rows)
-    order = {name: first + number for number, name in enumerate(calls)}
-    followers = {} if is_credited else _map_followers(calls)
-    own = {name: None if call.reward is None else call.reward.value for name, call in calls.items()}
-    if objective.credit == "episode" and not is_credited:
-        # The rewards of the manifest, which a shaped reward may differ from.
-        total = float(np.mean([row.reward for row in rows.values()]))
-        own = {name: None if followers.get(name) else total for name in calls}
-    earned = pass_back_rewards(own, followers, 1.0, own_is_total=is_credited)
-    by_turn = objective.credit == "turn" and not is_credited
-    weights = (
-        compute_branch_weight_by_reply(earned, followers) if by_turn else dict.fromkeys(calls, 1.0)
-    )
-    found = []
-    for name, call in calls.items():
-        row, begin, end = trained.get(name, (next(iter(rows)), 0, 0))
-        reward = own[name] or 0.0
-        if name in trained:
-            reward -= compute_overlong_penalty(call.reply_tokens, objective.overlong)
-        found.append(
-            ReplyReward(
-                group=0,
-                row=row,
-                token_places_t=np.arange(max(1, begin), max(1, end)),
-                reward=reward,
-                costs_t=np.zeros(0),
-                followers=[order[one] for one in followers.get(name, ())],
-                branch_weight=weights.get(name, 1.0),
-                is_reached_by_reward=earned[name].total is not None,
-            )
-        )
-    return found
-
-
 def _credit_episode(
-    rows: dict[int, TrajectoryRow], objective: ObjectiveConfig, measure: MeasureSpanKlPenalty
-) -> Iterator[_EarnedCredit]:
+    rows: dict[int, TrajectoryRow], objective: ObjectiveConfig, measure: Callable[[_Span], float]
+) -> Iterator[_Earning]:
     is_credited = any(row.record.is_credited for row in rows.values())
     if objective.credit == "turn" or is_credited:
-        discount = 1.0 if is_credited else objective.turn_discount
-        yield from _credit_replies(rows, discount, is_credited, objective.overlong, measure)
+        yield from _credit_replies(rows, objective, is_credited, measure)
         return
     reward = next(iter(rows.values())).reward
     if objective.overlong.penalty:
@@ -193,28 +174,27 @@ def _credit_episode(
         reward -= math.fsum(
             compute_overlong_penalty(call.reply_tokens, objective.overlong) for call in calls
         )
-    places = [(place, 0, row.num_tokens) for place, row in rows.items()]
-    reward -= math.fsum(measure(*place) for place in places)
-    yield _EarnedCredit(reward, 1.0, places)
+    spans = [(place, 0, row.num_tokens) for place, row in rows.items()]
+    reward -= math.fsum(map(measure, spans))
+    yield reward, 1.0, spans
 
 
 def _credit_replies(
     rows: dict[int, TrajectoryRow],
-    discount: float,
+    objective: ObjectiveConfig,
     is_credited: bool,
-    overlong: OverlongConfig,
-    measure: MeasureSpanKlPenalty,
-) -> Iterator[_EarnedCredit]:
-    calls, trained = _list_calls_and_trained_spans(rows)
-    own = {name: None if call.reward is None else call.reward.value for name, call in calls.items()}
+    measure: Callable[[_Span], float],
+) -> Iterator[_Earning]:
+    calls, trained, own = _read_calls(rows)
     penalties = {
-        name: compute_overlong_penalty(calls[name].reply_tokens, overlong) + measure(*span)
+        name: compute_overlong_penalty(calls[name].reply_tokens, objective.overlong) + measure(span)
         for name, span in trained.items()
     }
     for name, penalty in penalties.items():
         if penalty and not is_credited:
             own[name] = (own[name] or 0.0) - penalty
     followers = _map_followers(calls)
+    discount = 1.0 if is_credited else objective.turn_discount
     earned = pass_back_rewards(own, followers, discount, own_is_total=is_credited)
     weights = compute_branch_weight_by_reply(earned, followers)
     for name, span in trained.items():
@@ -222,23 +202,25 @@ def _credit_replies(
         if total is None:
             continue
         if is_credited:  # what it earned is known already: nothing is passed back any more
-            yield _EarnedCredit(total - penalties[name], 1.0, [span])
+            yield total - penalties[name], 1.0, [span]
         else:
-            yield _EarnedCredit(total, weights[name], [span])
+            yield total, weights[name], [span]
 
 
-def _list_calls_and_trained_spans(
+def _read_calls(
     rows: dict[int, TrajectoryRow],
-) -> tuple[dict[str, CallRecord], dict[str, tuple[int, int, int]]]:
+) -> tuple[dict[str, CallRecord], dict[str, _Span], dict[str, float | None]]:
+    """An episode's calls, the tokens of those that are trained, and the rewards they were given."""
     calls: dict[str, CallRecord] = {}
-    trained: dict[str, tuple[int, int, int]] = {}
+    trained: dict[str, _Span] = {}
     for place, row in rows.items():
         for call in row.record.calls:
             calls.setdefault(call.id, call)
             if call.trained:
                 begin = call.prompt_tokens
                 trained[call.id] = (place, begin, begin + call.reply_tokens)
-    return calls, trained
+    own = {name: None if call.reward is None else call.reward.value for name, call in calls.items()}
+    return calls, trained, own
 
 
 def compute_overlong_penalty(tokens: int, overlong: OverlongConfig) -> float:
