@@ -10,15 +10,12 @@ import pytest
 import torch
 import transformers
 
-from areal_hpc.rundir.manifests import read_manifest
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.token_annotations import StepAnnotations, read_annotations
-from areal_hpc.shards.digest_checked_reader import CheckedShards
-from areal_hpc.trainer.batch.training_rows import read_rows_by_ticket
 from areal_hpc.wire.trajectory import TrajectoryRow
 from tests.support.rank_server import RankServer
 from tests.support.recorded_run import SAMPLES, record_run
-from tests.support.replayed_run import LAYOUTS_OF_TWO
+from tests.support.replayed_run import LAYOUTS_OF_TWO, read_recorded_rows
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +60,7 @@ def test_they_are_what_transformers_finds_with_the_weights_that_the_step_began_w
 ) -> None:
     paths, report = replay(ranks, sampled, tmp_path / "all", "all", dp=1)
     found = get_annotations(paths)
-    shards = CheckedShards(paths.shards_dir, paths.shard_index_dir)
-    rows = [row for rows in read_rows_by_ticket(read_manifest(paths, 1), shards) for row in rows]
+    rows = read_recorded_rows(paths)
     assert len(found.rows) == len(rows) == found.rows_of_batch
     for annotation, row in zip(found.rows, rows, strict=True):
         logprobs, entropies = score_with_transformers(paths, row)

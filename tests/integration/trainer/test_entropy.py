@@ -9,13 +9,10 @@ import torch
 import transformers
 
 from areal_hpc.rundir.jsonl import read_readable_records
-from areal_hpc.rundir.manifests import read_manifest
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.shards.digest_checked_reader import CheckedShards
-from areal_hpc.trainer.batch.training_rows import read_rows_by_ticket
 from tests.support.rank_server import RankServer
 from tests.support.recorded_run import SAMPLES, record_run
-from tests.support.replayed_run import LAYOUTS_OF_TWO
+from tests.support.replayed_run import LAYOUTS_OF_TWO, read_recorded_rows
 
 COEF = 0.3
 
@@ -45,10 +42,8 @@ def differentiate_with_transformers(paths: RunPaths) -> tuple[float, float]:
     )
     # transformers gives the embedding of a padding token no gradient; here it is like others.
     model.get_input_embeddings().padding_idx = None
-    shards = CheckedShards(paths.shards_dir, paths.shard_index_dir)
-    rows = [row for rows in read_rows_by_ticket(read_manifest(paths, 1), shards) for row in rows]
     entropies = []
-    for row in rows:
+    for row in read_recorded_rows(paths):
         ids = torch.from_numpy(row.input_ids_T).long()
         logprobs_TV = torch.log_softmax(model(ids[None]).logits[0, :-1], -1)
         entropy_T = -(logprobs_TV.exp() * logprobs_TV).sum(-1)

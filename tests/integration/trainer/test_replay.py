@@ -86,24 +86,6 @@ def test_recorded_steps_are_replayed_bit_by_bit(recorded: RunPaths, tmp_path: Pa
 
 
 @pytest.mark.thorough
-def test_a_reference_that_followed_the_policy_is_found_again(
-    ranks: RankServer, tmp_path: Path
-) -> None:
-    paths = record_run(tmp_path / "run", STEPS)
-    settings = {**SETTINGS, "objective": {"kl": {"coef": 0.2, "update_every_steps": 3}}}
-    write_recipe(paths, {**TRAINER, **settings})
-    outcome = ranks.run(paths, "replay", trainer=settings)
-    assert outcome.codes == [0], outcome.log
-    before = content(paths.root)
-    ended = replay(paths.root, "--steps", "5..6", "--out", str(tmp_path / "out"))
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "steps 5 to 6: loss and gradient norm equal the recorded ones" in ended.stdout
-    assert content(paths.root) == before
-    found, expected = lines(tmp_path / "out"), lines(paths.root)
-    assert found[5]["kl/reference"] == expected[5]["kl/reference"] != 0
-
-
-@pytest.mark.thorough
 def test_other_settings_hold_for_the_asked_steps_alone(recorded: RunPaths, tmp_path: Path) -> None:
     words = ("--steps", "2..3", "--out", str(tmp_path / "out"), "trainer.optimizer.lr=1e-4",
              "trainer.objective.proximal=none",

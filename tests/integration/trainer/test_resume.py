@@ -110,21 +110,6 @@ def test_a_rank_without_the_checkpoint_says_so(ranks: RankServer, paths: RunPath
     assert "this rank cannot see" in outcome.reports[1]["error"]
 
 
-def train_impatiently(scenario: Scenario, paths: RunPaths) -> None:
-    collectives.FILE_VISIBLE_TIMEOUT_S = 0.5
-    take_step(make_learner(scenario, paths), paths, 1)
-
-
-def test_the_rank_that_cannot_read_a_shard_says_so(ranks: RankServer, paths: RunPaths) -> None:
-    faults = {"faulty_rank": 1, "faults": "shard.before_read=error"}
-    outcome = ranks.call(train_impatiently, paths, 2, trainer=TWO_RANKS, **faults)
-    assert outcome.codes == [STOPPED, STORAGE_FAILED]
-    assert outcome.reports[0] == {}
-    assert outcome.reports[1]["kind"] == "ClusterError"
-    assert "other ranks can read it" in outcome.reports[1]["error"]
-    assert "a fault at shard.before_read" in outcome.reports[1]["error"]
-
-
 def fail_alone(scenario: Scenario, paths: RunPaths) -> None:
     """The other ranks wait in a collective, and none is still joining the groups."""
     is_true_on_any_rank(False)

@@ -1,13 +1,10 @@
 """A teacher that a real SGLang holds: it says what a network of the trainer does, or is refused."""
 
 import asyncio
-import http.server
 import json
 import shutil
-import threading
-import urllib.request
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import aclosing, closing
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +25,11 @@ from areal_hpc.trainer.batch.training_rows import build_rows_to_score, read_rows
 from areal_hpc.trainer.model.families.architecture import read_architecture
 from areal_hpc.trainer.model.policy import build_policy
 from areal_hpc.trainer.scoring.frozen_models import FrozenModels
-from areal_hpc.trainer.scoring.served_teacher import MAX_CONCURRENT_CALLS, TeacherClient
-from tests.support.deadlines import scaled
+from areal_hpc.trainer.scoring.served_teacher import TeacherClient
 from tests.support.rank_server import RankServer
 from tests.support.recorded_run import TRAINER, VOCAB, record_run
 from tests.support.sglang_server import serving
 from tests.support.small_policy import make_training_row
-
-KEY = "a key of the server's"
-BUSY_REPLIES = 3
 
 
 def make_model(folder: Path, text: str, seed: int) -> Path:
@@ -63,75 +56,6 @@ def sglang_url(teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 @pytest.fixture(scope="module")
 def stale(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return record_run(tmp_path_factory.mktemp("stale"), 2, oldest=1).root
-
-
-class Relay(http.server.ThreadingHTTPServer):
-    """Stands before SGLang: asks for a key, is busy at first, and counts the calls under way."""
-
-    def __init__(self, upstream: str) -> None:
-        super().__init__(("127.0.0.1", 0), _RelayHandler)
-        self.upstream, self.busy_left, self.lock = upstream, BUSY_REPLIES, threading.Lock()
-        self.under_way = self.most_under_way = 0
-        threading.Thread(target=self.serve_forever, daemon=True).start()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
-
-    def close(self) -> None:
-        self.shutdown()
-        self.server_close()
-
-    def take_busy_turn(self) -> bool:
-        with self.lock:
-            self.busy_left -= 1
-            return self.busy_left >= 0
-
-
-class _RelayHandler(http.server.BaseHTTPRequestHandler):
-    server: Relay
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        if self.headers["Authorization"] != f"Bearer {KEY}":
-            self._answer(401, b"no such key")
-            return
-        if self.server.take_busy_turn():
-            self._answer(503, b"loading")
-            return
-        with self.server.lock:
-            self.server.under_way += 1
-            self.server.most_under_way = max(self.server.most_under_way, self.server.under_way)
-        headers = {"Content-Type": "application/json"}
-        request = urllib.request.Request(self.server.upstream + self.path, body, headers)
-        with urllib.request.urlopen(request, timeout=scaled(60)) as answer:
-            content = answer.read()
-        with self.server.lock:
-            self.server.under_way -= 1
-        self._answer(200, content)
-
-    def _answer(self, status: int, content: bytes) -> None:
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, *_: Any) -> None:
-        """Say nothing."""
-
-
-@pytest.fixture
-def relay(sglang_url: str) -> Iterator[Relay]:
-    with closing(Relay(sglang_url)) as relay:
-        yield relay
-
-
-@pytest.fixture
-def key_file(tmp_path: Path) -> Path:
-    path = tmp_path / "key"
-    path.touch(0o600)
-    path.write_text(KEY + "\n")
-    return path
 
 
 def list_rows(paths: RunPaths, step: int = 1) -> list[TrainingRow]:
@@ -190,22 +114,16 @@ def test_a_server_says_what_the_network_does_token_by_token(
         assert max(report["gaps"]) <= 1e-4
 
 
-def test_a_run_learns_from_a_server_that_asks_for_a_key_and_is_busy_at_first(
-    ranks: RankServer, stale: Path, teacher: Path, relay: Relay, key_file: Path, tmp_path: Path
+def test_a_run_learns_from_a_server_as_from_its_own_network(
+    ranks: RankServer, stale: Path, teacher: Path, sglang_url: str, tmp_path: Path
 ) -> None:
     lines = {}
-    for name, where in (
-        ("served", {"url": relay.url, "api_key_file": str(key_file)}),
-        ("own", {"path": str(teacher)}),
-    ):
+    for name, where in (("served", {"url": sglang_url}), ("own", {"path": str(teacher)})):
         paths = RunPaths(shutil.copytree(stale, tmp_path / name))
         settings = {"total_steps": 2, "objective": {"teacher": {"coef": 0.5, **where}}}
         outcome = ranks.run(paths, "replay", 1, trainer=settings)
         assert outcome.codes == [0], outcome.log
-        assert KEY not in outcome.log
         lines[name] = read_readable_records(paths.metrics)
-    assert relay.busy_left < 0, "calls were repeated"
-    assert relay.most_under_way <= MAX_CONCURRENT_CALLS
     for served, own in zip(lines["served"], lines["own"], strict=True):
         assert served["kl/teacher"] == pytest.approx(own["kl/teacher"], rel=1e-4)
         assert served["grad_norm"] == pytest.approx(own["grad_norm"], rel=1e-4)
@@ -235,20 +153,6 @@ def test_a_smaller_vocabulary_is_refused(stale: Path, sglang_url: str, tmp_path:
     ask(
         config, lambda client: client.raise_if_tokenizer_differs(RunPaths(stale).starting_model_dir)
     )
-
-
-def test_a_wrong_key_is_told_apart(relay: Relay, stale: Path, key_file: Path) -> None:
-    key_file.write_text("another")
-    config = TeacherConfig(url=relay.url, coef=1.0, api_key_file=key_file)
-    with pytest.raises(RecipeError, match="401: no such key") as caught:
-        ask(
-            config,
-            lambda client: client.raise_if_tokenizer_differs(RunPaths(stale).starting_model_dir),
-        )
-    assert caught.value.problems[0].key == "trainer.objective.teacher.api_key_file"
-    key_file.chmod(0o644)
-    with pytest.raises(RecipeError, match="others may read it"):
-        TeacherClient(config)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ import pytest
 import torch.distributed as dist
 
 import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
-from areal_hpc.errors import ClusterError, TeacherError
+from areal_hpc.errors import ClusterError, RecipeError, TeacherError
 from areal_hpc.jobs.processes.signals import StopRequest
 from areal_hpc.recipe.sections.trainer import TeacherConfig
 from areal_hpc.rundir.checkpoints import list_checkpoints
@@ -48,8 +48,11 @@ class ScriptedTeacher(http.server.ThreadingHTTPServer):
     With a model it knows the texts of its tokens, too: such calls are not counted.
     """
 
-    def __init__(self, choose: Callable[[int], Answer], model: Path | None = None) -> None:
+    def __init__(
+        self, choose: Callable[[int], Answer], model: Path | None = None, key: str = ""
+    ) -> None:
         super().__init__(("127.0.0.1", 0), _TeacherHandler)
+        self.key = key
         self._choose, self._lock, self.calls = choose, threading.Lock(), 0
         self.encoder = TokenEncoder.from_model_dir(model) if model else None
         self.is_over = threading.Event()
@@ -79,6 +82,9 @@ class _TeacherHandler(http.server.BaseHTTPRequestHandler):
         encoder = self.server.encoder
         if body.get("return_text_in_logprobs") and encoder:
             self._answer(200, _build_reply([[LOGPROB, one, encoder.decode([one])] for one in ids]))
+            return
+        if self.server.key and self.headers["Authorization"] != f"Bearer {self.server.key}":
+            self._answer(401, b"no such key")
             return
         match self.server.choose_next():
             case int(200):
@@ -129,13 +135,17 @@ def _build_reply(entries: list[list[Any]]) -> bytes:
 
 
 @contextmanager
-def scripted(choose: Callable[[int], Answer], model: Path | None = None) -> Iterator[str]:
-    with closing(ScriptedTeacher(choose, model)) as teacher:
+def scripted(
+    choose: Callable[[int], Answer], model: Path | None = None, key: str = ""
+) -> Iterator[str]:
+    with closing(ScriptedTeacher(choose, model, key)) as teacher:
         yield teacher.url
 
 
-def score(url: str, rows: int = 1, **settings: Any) -> list[npt.NDArray[np.float32]]:
-    config = TeacherConfig(url=url, coef=1.0)
+def score(
+    url: str, rows: int = 1, api_key_file: Path | None = None, **settings: Any
+) -> list[npt.NDArray[np.float32]]:
+    config = TeacherConfig(url=url, coef=1.0, api_key_file=api_key_file)
 
     async def run() -> list[npt.NDArray[np.float32]]:
         async with aclosing(TeacherClient(config, **settings)) as client:
@@ -201,6 +211,21 @@ def test_what_concerns_all_batches_sets_none_aside(answer: int) -> None:
     with scripted(lambda call: answer) as url, pytest.raises(TeacherError) as caught:
         score(url)
     assert "quarantine" not in str(caught.value)
+
+
+def test_its_key_is_shown_and_a_wrong_one_is_told_apart(tmp_path: Path) -> None:
+    key_file = tmp_path / "key"
+    key_file.touch(0o600)
+    with scripted(lambda call: 200, key="a key of the server's") as url:
+        key_file.write_text("a key of the server's\n")
+        score(url, api_key_file=key_file)
+        key_file.write_text("another")
+        with pytest.raises(TeacherError, match="401: no such key") as caught:
+            score(url, api_key_file=key_file)
+        assert caught.value.problems[0].key == "trainer.objective.teacher.api_key_file"
+        key_file.chmod(0o644)
+        with pytest.raises(RecipeError, match="others may read it"):
+            score(url, api_key_file=key_file)
 
 
 def build_settings(url: str) -> dict[str, Any]:
