@@ -26,8 +26,8 @@ from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.weights.buckets import TensorSpec
-from areal_hpc.weights.probe import Probe, choose_probe_ids
 from areal_hpc.weights.publisher import Publisher
+from areal_hpc.weights.update import Probe, choose_probe_ids
 from areal_hpc.wire.replicas import ReplicasOfCell, ReplicaView
 from areal_hpc.wire.service_key import derive_bearer_key, make_client_tls
 from areal_hpc.wire.weight_version import WeightVersion

@@ -99,7 +99,7 @@ from areal_hpc.trainer.untrained import (
     build_nonfinite_records_or_raise,
     build_norm_metrics,
 )
-from areal_hpc.weights.probe import Probe, choose_probe_ids
+from areal_hpc.weights.update import Probe, choose_probe_ids
 from areal_hpc.wire.fault_points import fault_point
 from areal_hpc.wire.ledger import BatchManifest
 from areal_hpc.wire.trajectory import TrajectoryRow

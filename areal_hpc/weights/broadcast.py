@@ -18,12 +18,11 @@ from areal_hpc.weights.buckets import (
     WaitSent,
     fill_and_send_buckets,
 )
-from areal_hpc.weights.discovery import ReplicaKey
 from areal_hpc.weights.process_group import (
     UpdateProcessGroup,
     exempt_later_groups_from_nccl_watchdog,
 )
-from areal_hpc.weights.replica_client import ReplicaClient
+from areal_hpc.weights.replicas import ReplicaClient, ReplicaKey
 from areal_hpc.weights.update import Transport, Update, UpdateRequest, UpdateSession, log
 from areal_hpc.wire.fault_points import fault_point
 from areal_hpc.wire.replicas import FenceReplicaRequest

@@ -27,7 +27,7 @@ from areal_hpc.weights.buckets import (
     WaitSent,
     fill_and_send_buckets,
 )
-from areal_hpc.weights.replica_client import ReplicaClient
+from areal_hpc.weights.replicas import ReplicaClient
 from areal_hpc.weights.update import Transport, Update, UpdateRequest, UpdateSession
 from areal_hpc.wire.replicas import LoadWeightsRequest
 from areal_hpc.wire.weight_version import WeightVersion

@@ -10,8 +10,8 @@ import torch
 from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.rundir.rendezvous import EVALUATION_CELL
 from areal_hpc.weights.broadcast import BroadcastTransport
-from areal_hpc.weights.discovery import DiscoveredReplicas, ReplicaDiscovery, ReplicaKey
 from areal_hpc.weights.disk import DiskTransport
+from areal_hpc.weights.replicas import DiscoveredReplicas, ReplicaDiscovery, ReplicaKey
 from areal_hpc.weights.update import Transport
 from areal_hpc.wire.replicas import UpdatePauseStats
 from areal_hpc.wire.retry import Backoff

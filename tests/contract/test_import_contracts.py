@@ -12,7 +12,7 @@ OFFENSES = {
     "rollout/config.py": "import areal_hpc.proxy.config",  # an actor imports an actor
     "rundir/paths.py": "import areal_hpc.recipe.base",  # a medium knows who writes it
     "odds.py": '"""A module without a layer."""',
-    "weights/discovery.py": "import areal_hpc.weights.publisher",  # which imports it
+    "weights/replicas.py": "import areal_hpc.weights.publisher",  # which imports it
     "slurm/batch_script/script.py": "import submitit",
     "launch/plan.py": "def _late() -> None:\n    import torch",
     "recipe/sections/inference.py": "from sglang import Engine",

@@ -13,10 +13,9 @@ from transformers import PreTrainedModel
 
 from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.weights.buckets import TensorSpec
-from areal_hpc.weights.discovery import ReplicaKey
-from areal_hpc.weights.probe import Probe, choose_probe_ids
 from areal_hpc.weights.publisher import Publisher
-from areal_hpc.weights.update import UpdateReport
+from areal_hpc.weights.replicas import ReplicaKey
+from areal_hpc.weights.update import Probe, UpdateReport, choose_probe_ids
 from areal_hpc.wire.weight_version import WeightVersion
 from tests.support.deadlines import Deadline
 from tests.support.service_keys import SERVICE_KEY

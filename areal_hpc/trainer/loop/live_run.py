@@ -26,13 +26,13 @@ from areal_hpc.rundir.telemetry.events import CELL_FOUND_EVENT, NO_CELL_EVENT, E
 from areal_hpc.trainer.loop.schedule import Schedule
 from areal_hpc.trainer.loop.step_record import StepRecord
 from areal_hpc.trainer.loop.weight_senders import ReplicasBySender, WeightSenders
-from areal_hpc.weights.discovery import DiscoveredReplicas, ReplicaKey
-from areal_hpc.weights.probe import Probe
 from areal_hpc.weights.publisher import (
     Publisher,
     UpdateBackoff,
     find_outdated_replicas,
 )
+from areal_hpc.weights.replicas import DiscoveredReplicas, ReplicaKey
+from areal_hpc.weights.update import Probe
 from areal_hpc.wire.ledger import (
     Acknowledged,
     BatchManifest,

@@ -12,9 +12,8 @@ from areal_hpc.jobs.node.topology import get_task_position
 from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.trainer.collectives import broadcast_object, gather_objects_on_first_rank
 from areal_hpc.weights.buckets import TensorSpec
-from areal_hpc.weights.discovery import ReplicaKey
-from areal_hpc.weights.probe import Probe
-from areal_hpc.weights.update import Transport, UpdateReport
+from areal_hpc.weights.replicas import ReplicaKey
+from areal_hpc.weights.update import Probe, Transport, UpdateReport
 from areal_hpc.wire.weight_version import WeightVersion
 
 ReplicasBySender = list[list[ReplicaKey]]

@@ -17,12 +17,11 @@ import torch
 from areal_hpc.errors import WeightSyncError
 from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.rundir import rendezvous
-from areal_hpc.weights import discovery
+from areal_hpc.weights import replicas
 from areal_hpc.weights.broadcast import BroadcastSession
-from areal_hpc.weights.discovery import ReplicaDiscovery, ReplicaKey
 from areal_hpc.weights.process_group import UpdateProcessGroup
 from areal_hpc.weights.publisher import Publisher
-from areal_hpc.weights.replica_client import ReplicaClient
+from areal_hpc.weights.replicas import ReplicaClient, ReplicaDiscovery, ReplicaKey
 from areal_hpc.weights.update import Update
 from areal_hpc.wire.weight_version import WeightVersion
 from tests.support.deadlines import scaled
@@ -203,8 +202,8 @@ def test_a_vanished_cell_is_waited_for_once_and_heard_when_it_returns(
     tmp_path: Path, silent_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wait_s = scaled(1.0)
-    monkeypatch.setattr(discovery, "_DISCOVERY_WAIT_S", wait_s)
-    monkeypatch.setattr(discovery, "_CELL_TIMEOUT_S", 3 * wait_s)
+    monkeypatch.setattr(replicas, "_DISCOVERY_WAIT_S", wait_s)
+    monkeypatch.setattr(replicas, "_CELL_TIMEOUT_S", 3 * wait_s)
     rendezvous.publish_endpoint(tmp_path, "control-cell-1", silent_url)
     found = ReplicaDiscovery(tmp_path, 3, SERVICE_KEY)  # one has not appeared yet
     waits_s = []

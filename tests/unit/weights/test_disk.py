@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 
 from areal_hpc.errors import WeightSyncError
 from areal_hpc.weights.buckets import PackingBuffers, plan_buckets
-from areal_hpc.weights.discovery import ReplicaKey
 from areal_hpc.weights.disk import WeightsFolder
+from areal_hpc.weights.replicas import ReplicaKey
 from areal_hpc.wire.weight_version import WeightVersion
 from tests.support.weight_updates import WITHOUT_MODEL, publishing, specs_of
 

@@ -7,7 +7,7 @@ import pytest
 from areal_hpc.errors import WeightSyncError
 from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.weights.buckets import TensorSpec
-from areal_hpc.weights.probe import (
+from areal_hpc.weights.update import (
     PROBE_TOKENS,
     Probe,
     check_probe,

@@ -12,13 +12,13 @@ from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.trainer.loop.weight_senders import WeightSenders, choose_sender_ranks
 from areal_hpc.weights.broadcast import choose_group_size, partition_replicas
 from areal_hpc.weights.buckets import TensorSpec
-from areal_hpc.weights.discovery import ReplicaKey
 from areal_hpc.weights.publisher import (
     MAX_URGENT_RETRY_PAUSE_S,
     MIN_RETRY_PAUSE_S,
     Publisher,
     UpdateBackoff,
 )
+from areal_hpc.weights.replicas import ReplicaKey
 from areal_hpc.weights.update import Update
 from areal_hpc.wire.weight_version import WeightVersion
 from tests.support.weight_updates import WITHOUT_MODEL, publishing
