@@ -18,7 +18,7 @@ MODULES: dict[str, dict[str, str]] = {
     },
     "api.workflow_api": {
         "AgentWorkflow": "areal_hpc.rollout.agent.AgentWorkflow",
-        "RolloutWorkflow": "areal_hpc.rollout.rollout_workflow.RolloutWorkflow",
+        "RolloutWorkflow": "areal_hpc.rollout.agent.RolloutWorkflow",
     },
     "experimental.camel.openai_model": {
         "AReaLOpenAICompatibleModel": "areal_hpc.client.camel.AReaLOpenAICompatibleModel",

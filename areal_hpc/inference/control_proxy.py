@@ -55,8 +55,6 @@ _API_KEY_ROUTES = (*_READ_ONLY_ROUTES, "generate")
 _WEIGHTS_FOLDER_PATTERN = re.compile(r"[0-9]+\.[0-9]+\.[0-9]+")
 """Generation, step, serial number (`weights/disk.py`)."""
 _DEFAULT_SENDER_TIMEOUT_S, _MAX_SENDER_TIMEOUT_S = 300.0, 1e9
-_MAX_COUNT_HEADER_VALUE = 2**31 - 1
-"""Of starts: no server and no trainer is started more often."""
 _ORPHANED_CALL_GRACE_S = 5.0
 """Time that a call may go on whose caller has left."""
 _STOP_TIMEOUT_S = 10.0
@@ -226,41 +224,24 @@ def _encode_reply(reply: msgspec.Struct) -> tuple[int, bytes]:
 
 
 def _parse_caller_headers(request: Request) -> ControlCallerIdentity:
-    sender_timeout_s = _read_number_header(
-        request, SENDER_TIMEOUT_HEADER, str(_DEFAULT_SENDER_TIMEOUT_S)
-    )
-    if not 0 < sender_timeout_s <= _MAX_SENDER_TIMEOUT_S:
-        raise HTTPException(
-            400,
-            f"the header {SENDER_TIMEOUT_HEADER} must be above 0 and at most "
-            f"{_MAX_SENDER_TIMEOUT_S:.0f}",
+    headers = request.headers
+    try:
+        caller = ControlCallerIdentity(
+            server_incarnation=int(headers[INCARNATION_HEADER]),
+            trainer_generation=int(headers[TRAINER_GENERATION_HEADER]),
+            sender_timeout_s=float(headers.get(SENDER_TIMEOUT_HEADER, _DEFAULT_SENDER_TIMEOUT_S)),
         )
-    return ControlCallerIdentity(
-        server_incarnation=_read_count_header(request, INCARNATION_HEADER),
-        trainer_generation=_read_count_header(request, TRAINER_GENERATION_HEADER),
-        sender_timeout_s=sender_timeout_s,
-    )
+    except (KeyError, ValueError) as error:
+        raise HTTPException(400, f"the caller's headers must be numbers: {error}") from None
+    if not 0 < caller.sender_timeout_s <= _MAX_SENDER_TIMEOUT_S:
+        raise HTTPException(
+            400, f"{SENDER_TIMEOUT_HEADER} must be above 0 and at most {_MAX_SENDER_TIMEOUT_S:.0f}"
+        )
+    return caller
 
 
 async def _decode_body(request: Request, request_type: type[RequestT]) -> RequestT:
     return decode_body(await read_body(request, MAX_BODY_BYTES), request_type)
-
-
-def _read_count_header(request: Request, header_name: str) -> int:
-    number = _read_number_header(request, header_name)
-    if not (0 <= number <= _MAX_COUNT_HEADER_VALUE and number.is_integer()):
-        raise HTTPException(
-            400,
-            f"the header {header_name} must be a whole number from 0 to {_MAX_COUNT_HEADER_VALUE}",
-        )
-    return int(number)
-
-
-def _read_number_header(request: Request, header_name: str, default: str = "") -> float:
-    try:
-        return float(request.headers.get(header_name, default))
-    except ValueError:
-        raise HTTPException(400, f"the header {header_name} must be a number") from None
 
 
 class ControlProxyServer:

@@ -1,8 +1,11 @@
 """The inference process of one cell: SGLang replicas behind one control proxy."""
 
 import time
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
+
+import httpx
 
 from areal_hpc.inference.config import InferenceJobConfig, build_server_command, get_server_log_dir
 from areal_hpc.inference.control_proxy import ControlProxyApp, ControlProxyServer
@@ -14,11 +17,15 @@ from areal_hpc.jobs.restart_policy import RestartPolicy
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.events import BackgroundEventLog
-from areal_hpc.rundir.telemetry.process_metrics import register_sample_reader
+from areal_hpc.rundir.telemetry.prometheus import PrometheusSample, register_sample_reader
 from areal_hpc.rundir.telemetry.spans import record_state_entry
 from areal_hpc.wire.awake_clock import AwakeClock
+from areal_hpc.wire.replicas import ReplicaView
+from areal_hpc.wire.weight_version import WeightVersion
 
 REPLICA_POLL_S = 0.1
+METRICS_TIMEOUT_S = 2.0
+"""A server that answers later is left out of the scrape."""
 
 
 def run(config: dict[str, Any]) -> None:
@@ -48,8 +55,6 @@ def run(config: dict[str, Any]) -> None:
     service = rendezvous.format_control_proxy_name(job.cell)
     rendezvous.publish_endpoint(paths.rendezvous_dir, service, control_proxy.url)
     if job.serves_metrics:
-        from areal_hpc.inference.replica_metrics import read_replica_samples
-
         register_sample_reader(lambda: read_replica_samples(replicas))
     record_state_entry("serve")
     try:
@@ -66,3 +71,36 @@ def run(config: dict[str, Any]) -> None:
             replica.kill(max(0.0, gone_by - time.monotonic()))
         control_proxy.stop()
         events.close()
+
+
+def read_replica_samples(replicas: Sequence[Replica]) -> Iterator[PrometheusSample]:
+    """State, starts and weights of each replica, and what its server tells of itself."""
+    for replica in replicas:
+        view = replica.build_view()
+        labels = {"replica": str(view.index)}
+        yield PrometheusSample("areal_hpc_replica_serving", float(view.state == "serving"), labels)
+        yield PrometheusSample("areal_hpc_replica_incarnation", view.incarnation, labels)
+        if view.version:
+            step = WeightVersion.parse(view.version).step
+            yield PrometheusSample("areal_hpc_replica_weight_step", step, labels)
+        if view.state == "serving":
+            yield from read_server_samples(view)
+
+
+def read_server_samples(view: ReplicaView) -> Iterator[PrometheusSample]:
+    """What a replica's server tells of itself; nothing if it cannot be read.
+
+    It listens on loopback alone, so a Prometheus of the site reaches it through this process.
+    """
+    from prometheus_client.parser import text_string_to_metric_families
+
+    try:
+        answer = httpx.get(
+            f"{view.url}/metrics", timeout=METRICS_TIMEOUT_S, trust_env=False, verify=False
+        )
+        families = list(text_string_to_metric_families(answer.raise_for_status().text))
+    except (httpx.HTTPError, ValueError):  # it is ending, or too busy
+        return
+    for family in families:
+        for one in family.samples:
+            yield PrometheusSample(one.name, one.value, {**one.labels, "replica": str(view.index)})

@@ -146,7 +146,8 @@ class WorkerNode:
             log.error("SGLang on this worker node (replica start %d) %s", self._incarnation, death)
             self._stop_server_part()
         try:
-            reply = self._ask_head_node()
+            request = FollowerPollRequest(self._node, self._incarnation)
+            reply = self._client.call("/follow", request, FollowerPollReply)
         except ClusterError as error:
             silent_s = self._clock.now() - self._answered_at_s
             if self._server is not None and silent_s > self._patience_s:
@@ -158,10 +159,6 @@ class WorkerNode:
             self._stop_server_part()
             if reply.incarnation:
                 self._start_server_part(reply)
-
-    def _ask_head_node(self) -> FollowerPollReply:
-        request = FollowerPollRequest(self._node, self._incarnation)
-        return self._client.call("/follow", request, FollowerPollReply)
 
     def _start_server_part(self, reply: FollowerPollReply) -> None:
         ports = choose_server_ports()

@@ -20,7 +20,7 @@ import msgspec
 from areal_hpc.errors import ClusterError, ControlCallRefusedError, RecipeError
 from areal_hpc.inference.multi_node import NodePartTracker
 from areal_hpc.inference.server.command import ServerCommand, ServerPorts
-from areal_hpc.inference.server.paused_scoring import SCORING_ID_PREFIX
+from areal_hpc.inference.server.sglang_main import SCORING_ID_PREFIX
 from areal_hpc.inference.server.sglang_server import (
     HealthProbe,
     SGLangServer,

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from areal_hpc.ledger.tickets import TicketTable
 from areal_hpc.rundir.manifests import DropKind, DroppedTicket
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.shards.index import read_index
+from areal_hpc.shards.index import IndexFollower, ShardTicket, read_index
 from areal_hpc.wire.ledger import NO_VERSION, BatchManifest, SealedTicket, TicketRef
 from areal_hpc.wire.weight_version import GenerationFork, WeightVersion, compute_staleness_steps
 
@@ -21,6 +21,34 @@ def read_sealed_tickets(paths: RunPaths) -> Iterator[SealedTicket]:
         for ticket in shard.tickets:
             ref = TicketRef(ticket.ticket_id, ticket.attempt)
             yield SealedTicket(ref, shard.file, ticket.rows, ticket.rewards, ticket.oldest_version)
+
+
+class SealedTicketChecker:
+    """Compares tickets with the index: one counts only with the rows that it has there.
+
+    A proxy writes the line first and settles then, so a ticket without one was made up, or lost.
+    """
+
+    def __init__(self, paths: RunPaths) -> None:
+        self._index = IndexFollower(paths.shard_index_dir)
+        self._newest_file = ""
+        self._newest_tickets: dict[tuple[int, int], ShardTicket] = {}
+        """Of the shard that was asked for last, by id and attempt: its tickets settle together."""
+
+    def find_contradiction_with_index(self, ticket: SealedTicket) -> str:
+        """How the index contradicts a ticket; empty if it confirms it."""
+        if ticket.shard != self._newest_file:
+            line = self._index.find(ticket.shard)
+            if line is None:
+                return "the index has no line of that shard"
+            self._newest_tickets = {(one.ticket_id, one.attempt): one for one in line.tickets}
+            self._newest_file = ticket.shard
+        one = self._newest_tickets.get((ticket.ref.ticket_id, ticket.ref.attempt))
+        if one is None or ticket.ref.eval_step >= 0:  # those of evaluations are never settled
+            return "that shard does not hold it"
+        found = (one.rows, one.rewards, one.oldest_version)
+        expected = (ticket.rows, ticket.rewards, ticket.oldest_version)
+        return "" if found == expected else "the index has other rows or rewards of it"
 
 
 def build_next_batch_manifest(

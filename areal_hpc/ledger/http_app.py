@@ -8,7 +8,6 @@ directory, or a defect) or 503 (the file system refused; try again).
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -26,7 +25,8 @@ log = logging.getLogger(__name__)
 MAX_REQUEST_BYTES = 16 * 1024 * 1024
 """Room for a settle of about 10^5 rows."""
 
-RouteHandler = Callable[[Any, LongPoll], Awaitable[msgspec.Struct]]
+RouteHandler = Callable[..., Awaitable[msgspec.Struct]]
+"""Of the decoded request; those of `_waiting_routes` of its long poll, too."""
 
 
 class LedgerApp(JsonApp):
@@ -38,15 +38,17 @@ class LedgerApp(JsonApp):
         super().__init__(derive_bearer_key(service_key, LEDGER_SERVICE))
         self._clock = clock
         self._closing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._routes: dict[str, tuple[type[msgspec.Struct], RouteHandler]] = {
+        self._waiting_routes: dict[str, tuple[type[msgspec.Struct], RouteHandler]] = {
             "/lease": (wire.LeaseRequest, service.record_heartbeat_and_lease_tickets),
+            "/batch": (wire.BatchRequest, service.get_or_form_batch),
+            "/evaluate": (wire.EvaluateRequest, service.get_or_start_evaluation),
+        }
+        self._routes = self._waiting_routes | {
             "/settle": (wire.SettleTicketsRequest, service.settle_tickets),
             "/drop": (wire.DropTicketRequest, service.drop_ticket),
             "/report_evaluation": (wire.EvaluationResultRequest, service.record_evaluation_result),
             "/open_generation": (wire.OpenTrainerGenerationRequest, service.open_generation),
-            "/batch": (wire.BatchRequest, service.get_or_form_batch),
             "/publish": (wire.WeightsPublishedRequest, service.record_published_step),
-            "/evaluate": (wire.EvaluateRequest, service.get_or_start_evaluation),
             "/finish": (wire.FinishRunRequest, service.finish_run_and_release_cells),
             "/status": (wire.Empty, service.get_status),
         }
@@ -64,11 +66,13 @@ class LedgerApp(JsonApp):
             raise LedgerRequestError(405, f"{path} takes POST, got {request.method}")
         form, handler = self._routes[path]
         decoded = decode_body(await read_body(request, MAX_REQUEST_BYTES), form)
-        patience = LongPoll(request.receive, self._clock, self._closing)
+        if path not in self._waiting_routes:
+            return 200, msgspec.json.encode(await handler(decoded))
+        long_poll = LongPoll(self._clock, request.receive, self._closing)
         try:
-            return 200, msgspec.json.encode(await handler(decoded, patience))
+            return 200, msgspec.json.encode(await handler(decoded, long_poll))
         finally:
-            patience.stop_disconnect_watch()
+            long_poll.stop_disconnect_watch()
 
     def get_error_status_and_text(self, request: Request, error: Exception) -> tuple[int, str]:
         """Status and text for what `answer` has raised."""

@@ -27,7 +27,7 @@ from areal_hpc.rundir.atomic import fsync_path
 from areal_hpc.rundir.generations import claim_next_number, read_newest_number
 from areal_hpc.rundir.manifests import read_drops
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.rundir.telemetry.process_metrics import build_samples, register_sample_reader
+from areal_hpc.rundir.telemetry.prometheus import build_samples, register_sample_reader
 from areal_hpc.rundir.telemetry.spans import record_state_entry
 from areal_hpc.wire.asgi import ServiceServer
 from areal_hpc.wire.awake_clock import AwakeClock
@@ -152,29 +152,21 @@ async def evaluate_and_finish(
     """
     generations = paths.generations_dir
     generation = read_newest_number(generations) or claim_next_number(generations)
-    patience = LongPoll(_receive_nothing_forever, clock, asyncio.get_running_loop().create_future())
-    try:
-        opened = OpenTrainerGenerationRequest(
-            generation, STEP_OF_LOADED_WEIGHTS, STEP_OF_LOADED_WEIGHTS
-        )
-        await service.open_generation(opened, patience)
-        request = EvaluateRequest(
-            generation, STEP_OF_LOADED_WEIGHTS, dict(n_tasks_by_set), EVALUATION_POLL_S
-        )
-        reply = await service.get_or_start_evaluation(request, patience)
-        log.info("%d of %d tasks were done before", reply.done, reply.total)
-        while reply.metrics is None and not reply.trouble:
-            reply = await service.get_or_start_evaluation(request, patience)
-        if reply.trouble:
-            raise AgentError(reply.trouble, hint="fix it, and run the same command again")
-        paths.finished_marker.touch()
-        fsync_path(paths.finished_marker)
-        fsync_path(paths.root)
-        await service.finish_run_and_release_cells(FinishRunRequest(generation), patience)
-    finally:
-        patience.stop_disconnect_watch()
-
-
-async def _receive_nothing_forever() -> Any:
-    """What an HTTP caller would send, if there were one."""
-    return await asyncio.get_running_loop().create_future()
+    opened = OpenTrainerGenerationRequest(
+        generation, STEP_OF_LOADED_WEIGHTS, STEP_OF_LOADED_WEIGHTS
+    )
+    await service.open_generation(opened)
+    request = EvaluateRequest(
+        generation, STEP_OF_LOADED_WEIGHTS, dict(n_tasks_by_set), EVALUATION_POLL_S
+    )
+    long_poll = LongPoll(clock)
+    reply = await service.get_or_start_evaluation(request, long_poll)
+    log.info("%d of %d tasks were done before", reply.done, reply.total)
+    while reply.metrics is None and not reply.trouble:
+        reply = await service.get_or_start_evaluation(request, long_poll)
+    if reply.trouble:
+        raise AgentError(reply.trouble, hint="fix it, and run the same command again")
+    paths.finished_marker.touch()
+    fsync_path(paths.finished_marker)
+    fsync_path(paths.root)
+    await service.finish_run_and_release_cells(FinishRunRequest(generation))

@@ -5,7 +5,7 @@ from collections.abc import Container
 from dataclasses import dataclass
 from itertools import takewhile
 
-from areal_hpc.ledger.request_checks import require_newest_job_start
+from areal_hpc.errors import LedgerRequestError
 from areal_hpc.wire.ledger import LeaseRequest
 
 
@@ -110,7 +110,12 @@ class CellHeartbeats:
     def record(self, request: LeaseRequest, now_s: float) -> None:
         """Take a cell's sign of life, unless a later start of its job has been heard."""
         newest = self._job_starts.get(request.cell, 0)
-        require_newest_job_start(request.cell, request.job_start, newest)
+        if request.job_start < newest:
+            raise LedgerRequestError(
+                409,
+                f"restart {request.job_start} of {request.cell} was replaced by restart {newest}",
+                hint="stop this driver: a newer one has taken over",
+            )
         self._job_starts[request.cell] = request.job_start
         self._heard_at_s[request.cell] = now_s
         self._newest[request.cell] = request

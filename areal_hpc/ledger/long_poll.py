@@ -21,15 +21,23 @@ class Notifier:
 
 
 class LongPoll:
-    """Wait of one ASGI request whose body has been read; ends early when its caller is gone."""
+    """Wait of one ASGI request whose body has been read; ends early when its caller is gone.
+
+    Args:
+        clock: That of the service.
+        receive: The request's: after the body it yields only `http.disconnect`. None: a caller in
+            this process, which does not hang up.
+        closing: Resolved when the server stops: then nobody waits any more.
+    """
 
     def __init__(
-        self, receive: Receive, clock: Callable[[], float], closing: asyncio.Future[None]
+        self,
+        clock: Callable[[], float],
+        receive: Receive | None = None,
+        closing: asyncio.Future[None] | None = None,
     ) -> None:
-        self._receive = receive  # after the body it yields only `http.disconnect`
-        self._clock = clock
-        self._closing = closing
-        """Resolved when the server stops: then nobody waits any more."""
+        self._clock, self._receive = clock, receive
+        self._closing = closing or asyncio.get_running_loop().create_future()
         self._hang_up: asyncio.Future[Any] | None = None
 
     async def wait_for(self, notifier: Notifier, until_s: float) -> bool:
@@ -41,15 +49,12 @@ class LongPoll:
         left_s = until_s - self._clock()
         if left_s <= 0 or self._closing.done():
             return False
-        if self._hang_up is None:
+        if self._hang_up is None and self._receive is not None:
             self._hang_up = asyncio.ensure_future(self._receive())
         news = notifier.news
-        await asyncio.wait(
-            (news, self._hang_up, self._closing),
-            timeout=left_s,
-            return_when=asyncio.FIRST_COMPLETED,
-        )
-        if self._hang_up.done():
+        ends = [one for one in (news, self._hang_up, self._closing) if one is not None]
+        await asyncio.wait(ends, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+        if self._hang_up is not None and self._hang_up.done():
             raise ClientDisconnect
         return news.done()
 

@@ -12,7 +12,7 @@ import msgspec
 
 from areal_hpc.errors import LedgerRequestError
 from areal_hpc.evaluation.set_names import split_ticket_id
-from areal_hpc.ledger import batch_formation, request_checks
+from areal_hpc.ledger import batch_formation
 from areal_hpc.ledger.admission import TicketPolicy
 from areal_hpc.ledger.config import LedgerEvaluationSet
 from areal_hpc.ledger.drop_stats import FirstTicketsCheck
@@ -24,7 +24,6 @@ from areal_hpc.ledger.evaluation import (
 )
 from areal_hpc.ledger.leases import CellHeartbeats
 from areal_hpc.ledger.long_poll import LongPoll, Notifier
-from areal_hpc.ledger.sealed_index import SealedTicketChecker
 from areal_hpc.ledger.tasks.task_stream import TaskStream
 from areal_hpc.ledger.tickets import TicketTable
 from areal_hpc.rundir import manifests
@@ -82,7 +81,7 @@ class LedgerService:
         self._batch_wanted_until_s = float("-inf")
         self._stopped = paths.finished_marker.exists()
         self._work, self._progress = Notifier(), Notifier()
-        self._index = SealedTicketChecker(paths.shard_index_dir)
+        self._index = batch_formation.SealedTicketChecker(paths)
         self._cells, self._ages = CellHeartbeats(), batch_formation.StalenessCheck()
 
     def collect_progress_gauges(self) -> dict[str, int]:
@@ -120,15 +119,15 @@ class LedgerService:
                 )
         return wire.LeaseReply(stop=True)
 
-    async def settle_tickets(
-        self, request: wire.SettleTicketsRequest, long_poll: LongPoll
-    ) -> wire.Acknowledged:
+    async def settle_tickets(self, request: wire.SettleTicketsRequest) -> wire.Acknowledged:
         """Take sealed tickets. Repeats, and tickets another cell settled first, change nothing."""
         for ticket in request.tickets:
-            request_checks.require_valid_settle(ticket)
-            request_checks.require_no_index_fault(
-                ticket, self._index.find_contradiction_with_index(ticket)
-            )
+            if fault := self._index.find_contradiction_with_index(ticket):
+                raise LedgerRequestError(
+                    409,
+                    f"ticket {ticket.ref.ticket_id} of {ticket.shard} cannot be settled: {fault}",
+                    hint="areal-hpc shards verify compares index/ and shards/",
+                )
         for ticket in request.tickets:
             self._stream.record_rewards(ticket.ref.ticket_id, ticket.rewards)
             self._first_tickets.record_success(ticket.ref)
@@ -138,9 +137,7 @@ class LedgerService:
         self._notify_waiting()
         return ACKNOWLEDGED
 
-    async def drop_ticket(
-        self, request: wire.DropTicketRequest, long_poll: LongPoll
-    ) -> wire.Acknowledged:
+    async def drop_ticket(self, request: wire.DropTicketRequest) -> wire.Acknowledged:
         """Give up on a ticket; a training ticket is replaced, a held-out task scores 0."""
         ref = request.ref
         if request.kind == "failed":
@@ -162,7 +159,7 @@ class LedgerService:
         return ACKNOWLEDGED
 
     async def record_evaluation_result(
-        self, request: wire.EvaluationResultRequest, long_poll: LongPoll
+        self, request: wire.EvaluationResultRequest
     ) -> wire.Acknowledged:
         """Take the rewards of one held-out task; results nobody waits for are forgotten."""
         if not request.rewards:
@@ -190,12 +187,16 @@ class LedgerService:
     # The trainer -----------------------------------------------------------------------------
 
     async def open_generation(
-        self, request: wire.OpenTrainerGenerationRequest, long_poll: LongPoll
+        self, request: wire.OpenTrainerGenerationRequest
     ) -> wire.Acknowledged:
         """Follow a new incarnation of the trainer, back to the step it resumes from."""
-        request_checks.require_claimed_generation(
-            request.generation, read_newest_number(self._paths.generations_dir)
-        )
+        newest = read_newest_number(self._paths.generations_dir)
+        if not 1 <= request.generation <= newest:
+            raise LedgerRequestError(
+                400,
+                f"no trainer has taken generation {request.generation}: the newest is {newest}",
+                hint="take the next number in generations/ first",
+            )
         self._save_and_apply_state(
             self._state.with_opened_generation(request.generation, request.base_step)
         )
@@ -233,7 +234,7 @@ class LedgerService:
             return wire.BatchReply(manifest, self._tickets.n_ready_for_batch, trouble, idle_cell_s)
 
     async def record_published_step(
-        self, request: wire.WeightsPublishedRequest, long_poll: LongPoll
+        self, request: wire.WeightsPublishedRequest
     ) -> wire.Acknowledged:
         """Every replica serves the weights of `step`: admit tickets accordingly."""
         self._require_generation_and_schedule_grants(request.generation)
@@ -247,8 +248,15 @@ class LedgerService:
         self, request: wire.EvaluateRequest, long_poll: LongPoll
     ) -> wire.EvaluateReply:
         """The evaluation of a step: started by the first call, followed by later ones."""
-        known = {name: one.n_tasks for name, one in self._evaluation_sets.items()}
-        request_checks.require_enough_tasks(request.sets, known)
+        for name, n_tasks in request.sets.items():
+            known = self._evaluation_sets.get(name)
+            if known is None or not 1 <= n_tasks <= known.n_tasks:
+                there = ", ".join(
+                    f"{one.n_tasks} of {n}" for n, one in self._evaluation_sets.items()
+                )
+                raise LedgerRequestError(
+                    400, f"cannot evaluate {n_tasks} tasks of {name!r}: there are {there or 'none'}"
+                )
         until_s = self._clock() + request.wait_s
         while True:
             self._require_generation_and_schedule_grants(request.generation)
@@ -260,7 +268,7 @@ class LedgerService:
                 return wire.EvaluateReply(done, total, metrics, trouble)
 
     async def finish_run_and_release_cells(
-        self, request: wire.FinishRunRequest, long_poll: LongPoll
+        self, request: wire.FinishRunRequest
     ) -> wire.Acknowledged:
         """Tell every cell to go. The trainer has made `FINISHED` durable."""
         self._require_generation_and_schedule_grants(request.generation)
@@ -268,7 +276,7 @@ class LedgerService:
         self._notify_waiting()
         return ACKNOWLEDGED
 
-    async def get_status(self, request: wire.Empty, long_poll: LongPoll) -> wire.LedgerStatus:
+    async def get_status(self, request: wire.Empty) -> wire.LedgerStatus:
         """Counts of tickets by state, and of cells."""
         tickets = self._tickets
         evaluation = self._evaluation
@@ -341,7 +349,13 @@ class LedgerService:
         step, tickets = request.step, self._tickets
         if 1 <= step <= tickets.n_formed_batches:
             return manifests.read_manifest(self._paths, step)
-        request_checks.require_next_step(step, tickets.n_formed_batches, self._policy.total_steps)
+        formed, total = tickets.n_formed_batches, self._policy.total_steps
+        if step != formed + 1 or step > total:
+            raise LedgerRequestError(
+                400,
+                f"there is no batch for step {step}: {formed} of {total} were handed out",
+                hint="ask for the steps in order",
+            )
         generation, forks = request.generation, self._state.forks
         for drop in self._ages.find_stale_tickets_to_drop(tickets, generation, forks):
             self._check_newest_generation_on_disk(generation)
@@ -422,7 +436,13 @@ class LedgerService:
     def _save_and_apply_state(self, state: LedgerState) -> None:
         # The newest trainer may have another ledger.
         self._check_newest_generation_on_disk(state.generation)
-        request_checks.require_formed_step(state.version_step, self._tickets.n_formed_batches)
+        step, formed = state.version_step, self._tickets.n_formed_batches
+        if not 0 <= step <= formed:
+            raise LedgerRequestError(
+                400,
+                f"step {step} does not exist: batches 1 to {formed} were handed out",
+                hint="check that manifests/ and checkpoints/ belong to the same run",
+            )
         if state != self._state:
             manifests.write_ledger_state(self._paths, state)
             self._state = state
@@ -430,7 +450,14 @@ class LedgerService:
         self._notify_waiting()
 
     def _require_generation_and_schedule_grants(self, generation: int) -> None:
-        request_checks.require_current_generation(generation, self._state.generation)
+        current = self._state.generation
+        if generation > current:
+            raise LedgerRequestError(
+                409,
+                f"this run is in generation {current}, the request came from {generation}",
+                hint="call /open_generation first",
+            )
+        _refuse_older_generation(generation, current)
         if self._tickets.grants_from_s == float("inf"):
             self._check_newest_generation_on_disk(generation)
             self._schedule_first_grant()
@@ -440,4 +467,13 @@ class LedgerService:
 
     def _check_newest_generation_on_disk(self, generation: int) -> None:
         newest = read_newest_number(self._paths.generations_dir)
-        request_checks.require_newest_generation(generation, max(self._state.generation, newest))
+        _refuse_older_generation(generation, max(self._state.generation, newest))
+
+
+def _refuse_older_generation(generation: int, newest: int) -> None:
+    if generation < newest:
+        raise LedgerRequestError(
+            409,
+            f"trainer generation {generation} was replaced by {newest}",
+            hint="stop this trainer: a newer one has taken over",
+        )

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
 from areal_hpc.errors import ProxyRequestError
 from areal_hpc.proxy.sessions.store import SessionStore
-from areal_hpc.rundir.telemetry.process_metrics import PrometheusSample
+from areal_hpc.rundir.telemetry.prometheus import PrometheusSample
 
 log = logging.getLogger(__name__)
 

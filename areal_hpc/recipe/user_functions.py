@@ -42,7 +42,7 @@ def load_user_function(dotted_path: str, key: str) -> Callable[..., Any]:
     module, colon, name = dotted_path.partition(":")
     if not colon:
         raise RecipeError(f"expected `package.module:function`, got {dotted_path!r}", key=key)
-    imported = _import_module(module, dotted_path, key)
+    imported = import_user_module(module, dotted_path, key)
     function: Callable[..., Any] | None = getattr(imported, name, None)
     if function is None:
         known = [one for one, value in vars(imported).items() if callable(value)]
@@ -59,7 +59,16 @@ def load_user_function(dotted_path: str, key: str) -> Callable[..., Any]:
     return function
 
 
-def _import_module(module: str, dotted_path: str, key: str) -> ModuleType:
+def import_user_module(
+    module: str, dotted_path: str, key: str, where: str = "in its environment"
+) -> ModuleType:
+    """Import a module part after part, so that the error can name the first one that fails.
+
+    `where` says in hints which environment needs what is missing.
+
+    Raises:
+        RecipeError: There is no such module, or importing it fails; names `key`.
+    """
     parts = module.split(".")
     imported: ModuleType | None = None
     for end in range(1, len(parts) + 1):
@@ -68,28 +77,28 @@ def _import_module(module: str, dotted_path: str, key: str) -> ModuleType:
             imported = importlib.import_module(prefix)
         except ModuleNotFoundError as error:
             if error.name != prefix:
-                raise _build_import_error(prefix, dotted_path, key, error) from error
+                raise _build_import_error(prefix, dotted_path, key, where, error) from error
             path = None if imported is None else getattr(imported, "__path__", [])
             known = [one.name for one in pkgutil.iter_modules(path)]
             raise RecipeError(
                 f"{dotted_path!r}: there is no module {prefix!r}"
                 f"{format_name_suggestion(parts[end - 1], known)}",
                 key=key,
-                hint=format_missing_module_hint(prefix, "in its environment"),
+                hint=format_missing_module_hint(prefix, where),
             ) from error
         except (Exception, SystemExit) as error:  # boundary: importing runs the user's code
-            raise _build_import_error(prefix, dotted_path, key, error) from error
+            raise _build_import_error(prefix, dotted_path, key, where, error) from error
     assert imported is not None  # a text has at least one part
     return imported
 
 
 def _build_import_error(
-    module: str, dotted_path: str, key: str, error: BaseException
+    module: str, dotted_path: str, key: str, where: str, error: BaseException
 ) -> RecipeError:
     return RecipeError(
         f"{dotted_path!r}: importing {module!r} raised {describe_user_error(error)}",
         key=key,
-        hint="fix that module, or install what it needs in this environment",
+        hint=f"fix that module, or install what it needs {where}",
     )
 
 

@@ -1,19 +1,27 @@
 """The agent contract, and how the user's agent is found by its dotted path."""
 
-import difflib
-import importlib
 import inspect
-import pkgutil
-import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from types import ModuleType
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from areal_hpc.checkout import format_missing_module_hint
-from areal_hpc.errors import RecipeError, describe_exception
-from areal_hpc.wire.agent_reward import Reward
+import msgspec
 
+from areal_hpc.errors import AgentError, RecipeError
+from areal_hpc.recipe.user_functions import (
+    describe_user_error,
+    format_name_suggestion,
+    import_user_module,
+)
+from areal_hpc.session.tree import Interaction
+from areal_hpc.wire.agent_reward import Reward
+from areal_hpc.wire.http import AsyncWireClient
+from areal_hpc.wire.proxy import EngineAddress, RecordCallsReply, RecordCallsRequest
+
+RECORD_TIMEOUT_S = 60.0
+MAX_RECORD_BATCH_BYTES = 4 << 20
+"""Of interactions in one request, unless one alone is larger: the proxy refuses requests of more
+than `max_request_bytes`, and sampling masks take up to 22 KB a token."""
 EXTRA_KWARG_NAMES = ("base_url", "api_key", "http_client", "session_id", "seed")
 """What every episode hands to the agent besides its task."""
 
@@ -53,6 +61,82 @@ class AgentWorkflow(ABC):
         """See `Agent.run`."""
 
 
+class RolloutWorkflow(ABC):
+    """AReaL's other kind of agent; `rollout.agent.mode` must be `inline`.
+
+    Its clients have passed rewards back themselves, so `trainer.objective.credit` does not count.
+    """
+
+    @abstractmethod
+    async def arun_episode(self, engine: EngineAddress, data: dict[str, Any]) -> Any:
+        """Work on one task.
+
+        Args:
+            engine: For `ArealOpenAI(engine=...)`.
+            data: One line of the task set.
+
+        Returns:
+            What `ArealOpenAI.export_interactions` returns, of one client or of several merged; None
+            or nothing if the episode came to nothing.
+        """
+
+    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> dict[str, Reward]:
+        """Run the episode and hand over what its clients recorded: what a driver calls.
+
+        Raises:
+            AgentError: There is nothing that could be trained.
+        """
+        if "base_url" not in extra_kwargs:
+            raise AgentError(
+                "a RolloutWorkflow runs within the driver", hint="set rollout.agent.mode=inline"
+            )
+        url = extra_kwargs["base_url"].removesuffix("/v1")
+        key = extra_kwargs["api_key"]
+        exported = await self.arun_episode(EngineAddress(url, key), data)
+        if not exported:
+            raise AgentError(f"arun_episode returned {exported!r}, expected exported interactions")
+        interactions = _list_row_interactions(exported)
+        client = AsyncWireClient(url, timeout_s=RECORD_TIMEOUT_S)
+        try:
+            for batch in _iterate_record_batches(interactions):
+                await client.call(
+                    "/rl/record", RecordCallsRequest(batch), RecordCallsReply, key=key
+                )
+        finally:
+            await client.close()
+        return {name: _build_reward(one) for name, one in exported.items()}
+
+
+def _list_row_interactions(exported: object) -> list[Interaction]:
+    rows: list[Any] = list(exported.values()) if isinstance(exported, Mapping) else [exported]
+    if not all(hasattr(row, "plan") for row in rows):
+        raise AgentError(
+            f"arun_episode returned {exported!r:.200}, expected what export_interactions returns"
+        )
+    found = {one.interaction_id: one for row in rows for one in row.plan.path}
+    # A replica of the client's counting is none of the cell's.
+    return [msgspec.structs.replace(one, reward=None, replica=-1) for one in found.values()]
+
+
+def _iterate_record_batches(interactions: Iterable[Interaction]) -> Iterator[list[msgspec.Raw]]:
+    batch: list[msgspec.Raw] = []
+    size_bytes = 0
+    for one in interactions:
+        encoded = msgspec.json.encode(one)
+        if batch and size_bytes + len(encoded) > MAX_RECORD_BATCH_BYTES:
+            yield batch
+            batch, size_bytes = [], 0
+        batch.append(msgspec.Raw(encoded))
+        size_bytes += len(encoded)
+    if batch:
+        yield batch
+
+
+def _build_reward(row: Any) -> Reward:
+    given: Reward = row.plan.path[-1].given_reward or Reward(0.0)
+    return msgspec.structs.replace(given, value=row.reward or 0.0)
+
+
 def load_agent(
     workflow: Any, kwargs: Mapping[str, Any], extra_kwargs: Sequence[str] = EXTRA_KWARG_NAMES
 ) -> Agent:
@@ -83,43 +167,28 @@ def load_agent(
 
 
 def _import_dotted(dotted_path: str) -> Any:
-    module_path, dot, name = dotted_path.rpartition(".")
-    if not dot or not module_path:
+    module_path, _, name = dotted_path.rpartition(".")
+    if not module_path:
         raise _build_workflow_recipe_error(
             f"expected a dotted path `package.module.Class`, got {dotted_path!r}",
             "name the module and the class, such as `my_package.my_module.MyAgent`",
         )
-    module = _import_module_by_parts(module_path, dotted_path)
+    module = import_user_module(
+        module_path, dotted_path, "rollout.workflow", "for cluster.agents.python"
+    )
     found = getattr(module, name, None)
     if found is None:
+        classes = [
+            name
+            for name, value in vars(module).items()
+            if inspect.isclass(value) and value.__module__ == module.__name__
+        ]
         raise _build_workflow_recipe_error(
             f"{dotted_path!r}: the module {module_path!r} has no {name!r}"
-            f"{_format_name_suggestion(name, _list_classes(module))}",
-            f"name one of its classes: {', '.join(_list_classes(module)) or 'it has none'}",
+            f"{format_name_suggestion(name, classes)}",
+            f"name one of its classes: {', '.join(classes) or 'it has none'}",
         )
     return found
-
-
-def _import_module_by_parts(module_path: str, dotted_path: str) -> ModuleType:
-    """Import part after part, so that the error can name the first one that fails."""
-    parts = module_path.split(".")
-    module: ModuleType | None = None
-    for end in range(1, len(parts) + 1):
-        prefix = ".".join(parts[:end])
-        try:
-            module = importlib.import_module(prefix)
-        except ModuleNotFoundError as error:
-            if error.name != prefix:
-                raise _build_import_error(prefix, dotted_path, error) from error
-            raise _build_workflow_recipe_error(
-                f"{dotted_path!r}: there is no module {prefix!r}"
-                f"{_format_name_suggestion(parts[end - 1], _list_submodules(module))}",
-                format_missing_module_hint(prefix, "for cluster.agents.python"),
-            ) from error
-        except (Exception, SystemExit) as error:  # boundary: importing runs the user's code
-            raise _build_import_error(prefix, dotted_path, error) from error
-    assert module is not None
-    return module
 
 
 def _check_run_method(agent: object, dotted_path: str, extra_kwargs: Sequence[str]) -> None:
@@ -147,11 +216,13 @@ def _check_run_method(agent: object, dotted_path: str, extra_kwargs: Sequence[st
 
 
 def _build_agent(agent_class: Any, dotted_path: str, kwargs: Mapping[str, Any]) -> Agent:
+    # Names alone: values may be secrets, and errors are kept and passed on.
+    arguments = f"with the arguments {', '.join(kwargs)}" if kwargs else "without arguments"
     try:
         inspect.signature(agent_class).bind(**kwargs)
     except TypeError as error:
         raise _build_workflow_recipe_error(
-            f"{dotted_path!r} cannot be built {_name_arguments(kwargs)} ({error})",
+            f"{dotted_path!r} cannot be built {arguments} ({error})",
             f"match its constructor: {agent_class.__name__}{inspect.signature(agent_class)}",
             key="rollout.workflow_kwargs",
         ) from error
@@ -161,59 +232,14 @@ def _build_agent(agent_class: Any, dotted_path: str, kwargs: Mapping[str, Any]) 
         raise  # it says itself what must change
     except (Exception, SystemExit) as error:  # boundary: the constructor is the user's code
         raise _build_workflow_recipe_error(
-            f"{dotted_path!r} cannot be built {_name_arguments(kwargs)}: "
-            f"{_summarize_exception(error)}",
+            f"{dotted_path!r} cannot be built {arguments}: {describe_user_error(error)}",
             "fix the constructor or its arguments",
             key="rollout.workflow_kwargs",
         ) from error
     return agent
 
 
-def _name_arguments(kwargs: Mapping[str, Any]) -> str:
-    """Arguments in words: their values may be secrets, and errors are kept and passed on."""
-    return f"with the arguments {', '.join(kwargs)}" if kwargs else "without arguments"
-
-
-def _build_import_error(module: str, dotted_path: str, error: BaseException) -> RecipeError:
-    return _build_workflow_recipe_error(
-        f"{dotted_path!r}: importing {module!r} failed: {_summarize_exception(error)}",
-        "fix that module; packages that it needs belong to cluster.agents.python",
-    )
-
-
 def _build_workflow_recipe_error(
     message: str, hint: str, key: str = "rollout.workflow"
 ) -> RecipeError:
     return RecipeError(message, key=key, hint=hint)
-
-
-def _summarize_exception(error: BaseException) -> str:
-    """`ValueError: why (file.py:12)`: the deepest line that is not import machinery."""
-    said = describe_exception(error)
-    if isinstance(error, SyntaxError):
-        return f"{said} ({error.filename}:{error.lineno}: {(error.text or '').strip()})"
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if "importlib" not in frame.filename and frame.filename != __file__
-    ]
-    return f"{said} ({frames[-1].filename}:{frames[-1].lineno})" if frames else said
-
-
-def _list_submodules(package: ModuleType | None) -> list[str]:
-    """Names importable from a package, or from the import path when None."""
-    path = None if package is None else getattr(package, "__path__", [])
-    return [entry.name for entry in pkgutil.iter_modules(path)]
-
-
-def _list_classes(module: ModuleType) -> list[str]:
-    return [
-        name
-        for name, value in vars(module).items()
-        if inspect.isclass(value) and value.__module__ == module.__name__
-    ]
-
-
-def _format_name_suggestion(unknown_name: str, names: Iterable[str]) -> str:
-    found = difflib.get_close_matches(unknown_name, list(names), n=1, cutoff=0.8)
-    return f"; did you mean {found[0]!r}?" if found else ""

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from areal_hpc.rollout.agent_errors import find_running_line, find_waiting_line
+from areal_hpc.rollout.execution.agent_errors import find_running_line, find_waiting_line
 from areal_hpc.rundir.telemetry.events import EventLog
 
 log = logging.getLogger(__name__)

@@ -26,7 +26,7 @@ from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.rendezvous import LEDGER_SERVICE, format_proxy_name, read_service_key
 from areal_hpc.rundir.service_client import AsyncServiceClient
 from areal_hpc.rundir.telemetry.events import EventLog
-from areal_hpc.rundir.telemetry.process_metrics import build_samples, register_sample_reader
+from areal_hpc.rundir.telemetry.prometheus import build_samples, register_sample_reader
 from areal_hpc.rundir.telemetry.spans import record_state_entry
 
 log = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from areal_hpc.rollout.agent import Agent
 from areal_hpc.rollout.config import RolloutJobConfig
 from areal_hpc.rollout.driver import LeasedTickets, ReplicaGate, ServiceClients
 from areal_hpc.rollout.episode_watch import EpisodeWatch
-from areal_hpc.rollout.episodes.auxiliary import load_auxiliary_rule_unless_keep
+from areal_hpc.rollout.episodes.auxiliary import load_auxiliary_rule
 from areal_hpc.rollout.episodes.episode import (
     EpisodeOutcome,
     offer_episode_to_external_program,
@@ -109,7 +109,7 @@ class TicketRunner:
         self._set_names = {one.number: name for name, one in job.evaluation_sets.items()}
         self._agents, self._tasks, self._tickets = agents, tasks, tickets
         self._acceptance = GroupFilter(job.rollout)
-        self._auxiliary = load_auxiliary_rule_unless_keep(job.rollout.agent.auxiliary)
+        self._auxiliary = load_auxiliary_rule(job.rollout.agent.auxiliary)
         self._ledger, self._proxy = services.ledger, services.proxy
         self._http_client, self._events = http_client, events
         self._gate, self._watch, self._sandboxes = gate, episode_watch, sandboxes
@@ -230,17 +230,15 @@ class TicketRunner:
             self._run_episode_until_decided(ticket_grant, set_name, at)
             for at in range(ticket_grant.n_episodes)
         ]
-        group = await run_group_until_enough_succeed(episodes, wanted, least)
-        if group.n_surplus_episodes:
+        outcomes, failed = await run_group_until_enough_succeed(episodes, wanted, least)
+        if surplus := len(episodes) - len(outcomes) - len(failed):
             reason = "cancelled: enough episodes of the group are complete"
+            self._record_ticket_event("episodes_cancelled", ticket_grant, reason, count=surplus)
+        if failed:
             self._record_ticket_event(
-                "episodes_cancelled", ticket_grant, reason, count=group.n_surplus_episodes
+                "group_incomplete", ticket_grant, str(failed[-1]), count=len(failed)
             )
-        if group.failed:
-            self._record_ticket_event(
-                "group_incomplete", ticket_grant, str(group.failed[-1]), count=len(group.failed)
-            )
-        return group.outcomes
+        return outcomes
 
     async def _run_episode_until_decided(
         self, ticket_grant: TicketGrant, set_name: str, episode: int

@@ -7,7 +7,7 @@ from typing import Any
 from areal_hpc.errors import AgentError
 from areal_hpc.recipe.sections.rollout import RolloutConfig
 from areal_hpc.rollout.agent import Agent
-from areal_hpc.rollout.episodes.auxiliary import load_auxiliary_rule_unless_keep
+from areal_hpc.rollout.episodes.auxiliary import load_auxiliary_rule
 from areal_hpc.rollout.episodes.episode import EpisodeOutcome, run_episode
 from areal_hpc.rollout.episodes.episode_spec import build_episode_spec, derive_episode_seed
 from areal_hpc.rollout.execution.agent_sandboxes import AgentSandboxes
@@ -46,7 +46,7 @@ async def play_trial_episode(
         f"trial-{episode_number}",
         sampling=SamplingDefaults(**rollout.sampling.model_dump()),
         seed=derive_episode_seed(episode_number, 0, 0),
-        auxiliary=load_auxiliary_rule_unless_keep(rollout.agent.auxiliary),
+        auxiliary=load_auxiliary_rule(rollout.agent.auxiliary),
         records_sampling_mask=rollout.record_sampling_mask,
         disposable=True,
     )

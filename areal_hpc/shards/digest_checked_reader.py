@@ -5,23 +5,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-import msgspec
-
 from areal_hpc.errors import ShardError
-from areal_hpc.rundir.jsonl import LineFollower, decode_readable_records
-from areal_hpc.shards.index import get_index_path
+from areal_hpc.shards.index import IndexFollower, SealedShard
 from areal_hpc.shards.reader import ShardReader
-from areal_hpc.shards.schema import SHARD_SUFFIX, parse_shard_name
 from areal_hpc.shards.verify import MAX_PARALLEL_READS, find_file_fault
 from areal_hpc.wire.trajectory import RowKind, TrajectoryRow
 
 _RESTORE_HINT = "restore the file from a copy; areal-hpc shards verify names all that are damaged"
-
-
-class _DigestLine(msgspec.Struct, frozen=True):
-    file: str
-    bytes: int
-    digest: str
 
 
 class CheckedShards:
@@ -35,10 +25,7 @@ class CheckedShards:
 
     def __init__(self, shards_dir: Path, index_dir: Path) -> None:
         self._shards_dir = shards_dir
-        self._index_dir = index_dir
-        self._lines: dict[str, _DigestLine] = {}
-        self._indexes: dict[str, LineFollower] = {}
-        """By writer; its lines so far are in `_lines`."""
+        self._index = IndexFollower(index_dir)
         self._checked: set[str] = set()
         """Shards of the last check that are whole."""
         self._checks: dict[str, Future[None]] = {}
@@ -84,35 +71,22 @@ class CheckedShards:
                 )
         return found
 
-    def _check_shard(self, line: _DigestLine) -> None:
+    def _check_shard(self, line: SealedShard) -> None:
         path = self._shards_dir / line.file
         if fault := find_file_fault(path, line.bytes, line.digest):
             raise ShardError(fault, key=str(path), hint=_RESTORE_HINT)
         self._checked.add(line.file)
 
-    def _find_index_line(self, shard_name: str) -> _DigestLine:
-        if shard_name not in self._lines:
-            named = parse_shard_name(shard_name)
-            if named is None or not shard_name.endswith(SHARD_SUFFIX):
-                raise ShardError(
-                    f"expected the name of a shard, got {shard_name!r}", key="manifests/"
-                )
-            self._read_new_index_lines(named[0])
-        if shard_name not in self._lines:
+    def _find_index_line(self, shard_name: str) -> SealedShard:
+        path = self._shards_dir / shard_name
+        try:
+            line = self._index.find(shard_name)
+        except OSError as error:
+            raise ShardError(f"its index cannot be read: {error}", key=str(path)) from error
+        if line is None:
             raise ShardError(
                 "the index has no line of this shard",
-                key=str(self._shards_dir / shard_name),
+                key=str(path),
                 hint="restore the file index/ of its writer from a copy",
             )
-        return self._lines[shard_name]
-
-    def _read_new_index_lines(self, writer: str) -> None:
-        path = get_index_path(self._index_dir, writer)
-        try:
-            content = self._indexes.setdefault(writer, LineFollower(path)).read_new_lines()
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            raise ShardError(f"cannot be read: {error.strerror}", key=str(path)) from error
-        for line in decode_readable_records(content, _DigestLine, str(path)):
-            self._lines.setdefault(line.file, line)
+        return line

@@ -6,6 +6,7 @@ counts as sealed when its line is there; the line is written last.
 
 import os
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -13,8 +14,14 @@ import numpy as np
 import numpy.typing as npt
 
 from areal_hpc.rundir.folders import make_folder
-from areal_hpc.rundir.jsonl import append_line, decode_readable_records, read_readable_records
-from areal_hpc.shards.schema import parse_shard_name
+from areal_hpc.rundir.jsonl import (
+    LineFollower,
+    append_line,
+    decode_readable_records,
+    read_readable_records,
+)
+from areal_hpc.shards.disk_io import open_regular_file
+from areal_hpc.shards.schema import SHARD_SUFFIX, parse_shard_name
 from areal_hpc.wire.row_record import RowRecord
 from areal_hpc.wire.trajectory import RowKind
 
@@ -139,6 +146,53 @@ def read_index(index_dir: Path, writer: str | None = None) -> list[SealedShard]:
         return []
     paths = [get_index_path(index_dir, writer)] if writer else sorted(index_dir.glob("*.jsonl"))
     return [shard for path in paths for shard in read_readable_records(path, SealedShard)]
+
+
+class _LineFileName(msgspec.Struct, frozen=True):
+    file: str
+
+
+class IndexFollower:
+    """Finds the index lines of shards while their writers go on appending.
+
+    It keeps where each line is, and reads a line when it is asked for.
+    """
+
+    def __init__(self, index_dir: Path) -> None:
+        self._index_dir = index_dir
+        self._places: dict[str, tuple[int, int]] = {}
+        """Shard -> the first byte of its line, and its length."""
+        self._followers: dict[Path, LineFollower] = {}
+
+    def find(self, shard_name: str) -> SealedShard | None:
+        """The line of a shard; None if there is none, or the name is not a sealed shard's.
+
+        Raises:
+            OSError: The index cannot be read.
+        """
+        named = parse_shard_name(shard_name)
+        if named is None or not shard_name.endswith(SHARD_SUFFIX):
+            return None
+        path = get_index_path(self._index_dir, named[0])
+        if shard_name not in self._places:
+            self._note_new_lines(path)
+        if shard_name not in self._places:
+            return None
+        begin, length = self._places[shard_name]
+        with open_regular_file(path) as descriptor:
+            return msgspec.json.decode(os.pread(descriptor, length, begin), type=SealedShard)
+
+    def _note_new_lines(self, path: Path) -> None:
+        follower = self._followers.setdefault(path, LineFollower(path))
+        with suppress(FileNotFoundError):
+            content = follower.read_new_lines()
+            begin = follower.offset - len(content)
+            for line in content.splitlines(keepends=True):
+                # What cannot be read is the trace of a crash: no shard is sealed by it.
+                with suppress(msgspec.DecodeError, UnicodeDecodeError):
+                    name = msgspec.json.decode(line, type=_LineFileName).file
+                    self._places.setdefault(name, (begin, len(line)))
+                begin += len(line)
 
 
 def read_last_shard_number(index_dir: Path, writer: str) -> int:

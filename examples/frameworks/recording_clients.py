@@ -4,7 +4,7 @@ import asyncio
 from typing import Any
 
 from areal_hpc.client.areal_openai import ArealOpenAI
-from areal_hpc.rollout.rollout_workflow import RolloutWorkflow
+from areal_hpc.rollout.agent import RolloutWorkflow
 
 
 class TwoTries(RolloutWorkflow):

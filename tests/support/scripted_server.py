@@ -10,7 +10,7 @@ from typing import Any
 from aiohttp import web
 from tokenizers import Tokenizer
 
-from areal_hpc.inference.server.server_keys import consume_keys_file_as_arguments
+from areal_hpc.inference.server.sglang_main import consume_keys_file_as_arguments
 from tests.support.scripted_sglang import ScriptedSGLang
 
 LOADS = {"num_running_reqs": 0, "num_waiting_reqs": 0, "num_used_tokens": 0}

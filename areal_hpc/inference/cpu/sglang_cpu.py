@@ -30,8 +30,7 @@ from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from typing import Any
 
-from areal_hpc.inference.server.paused_scoring import install_paused_scoring
-from areal_hpc.inference.server.server_keys import consume_keys_file_as_arguments
+from areal_hpc.inference.server import sglang_main
 from areal_hpc.jobs.processes.die_with_parent import die_with_parent
 
 
@@ -159,16 +158,9 @@ def _die_with_parent(parent: int) -> None:
 
 def main() -> None:
     """Serve until told to stop."""
-    from sglang.launch_server import run_server
-    from sglang.srt.server_args import prepare_server_args
-    from sglang.srt.utils import kill_process_tree
-
     _patch_sglang_to_fork()
-    install_paused_scoring()
-    try:
-        run_server(prepare_server_args([*sys.argv[1:], *consume_keys_file_as_arguments()]))
-    finally:
-        kill_process_tree(os.getpid(), include_parent=False)
+    sglang_main.install_paused_scoring()
+    sglang_main.main()
 
 
 install_stub_modules()

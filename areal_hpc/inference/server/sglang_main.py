@@ -4,11 +4,22 @@ SGLang spawns its schedulers, which import this module as `__mp_main__`.
 This module runs in SGLang's environment and imports nothing that is missing there.
 """
 
+import json
+import logging
 import os
 import sys
+from collections.abc import Callable
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
 
-from areal_hpc.inference.server.paused_scoring import install_paused_scoring
-from areal_hpc.inference.server.server_keys import consume_keys_file_as_arguments
+KEYS_FILE_VARIABLE = "AREAL_HPC_SGLANG_KEYS_FILE"
+"""Environment variable that names the file with the server's keys; without it the server asks for
+none. A command line is there for everybody on the node to read, and an environment is inherited by
+all that the server starts."""
+SCORING_ID_PREFIX = "areal-score-"
+
+_is_scoring = ContextVar("is_scoring", default=False)
 
 
 def main() -> None:
@@ -23,6 +34,126 @@ def main() -> None:
         run_server(prepare_server_args([*sys.argv[1:], *consume_keys_file_as_arguments()]))
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
+
+
+def write_keys_file(folder: Path, api_key: str, admin_key: str) -> Path:
+    """A file for `consume_keys_file_as_arguments`, readable by its owner alone."""
+    path = folder / "keys.json"
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as stream:
+        json.dump({"--api-key": api_key, "--admin-api-key": admin_key}, stream)
+    return path
+
+
+def consume_keys_file_as_arguments() -> list[str]:
+    """SGLang's arguments for the keys in the file, which is gone on return; nothing without one.
+
+    From then on the keys stand in no line that this process logs: SGLang logs all its arguments.
+    """
+    named = os.environ.get(KEYS_FILE_VARIABLE, "")
+    if not named:
+        return []
+    path = Path(named)
+    keys: dict[str, str] = json.loads(path.read_text())
+    path.unlink()
+    _hide_secrets_in_logs([*keys.values()])
+    return [f"{option}={key}" for option, key in keys.items()]
+
+
+def _hide_secrets_in_logs(secrets: list[str]) -> None:
+    make_record = logging.getLogRecordFactory()
+
+    def make_clean_record(*args: object, **options: object) -> logging.LogRecord:
+        record = make_record(*args, **options)
+        try:
+            text = record.getMessage()
+        except Exception:  # boundary: a handler would tell what is wrong with the call, and go on
+            text = f"{record.msg} {record.args}"
+            record.msg, record.args = text, ()
+        if any(secret in text for secret in secrets):
+            for secret in secrets:
+                text = text.replace(secret, "(hidden)")
+            record.msg, record.args = text, ()
+        return record
+
+    logging.setLogRecordFactory(make_clean_record)
+
+
+# Scoring while paused (sglang 0.5.23, private APIs) -------------------------------------------
+
+
+def install_paused_scoring() -> None:
+    """Patch SGLang in this process, which tokenizes, or runs the model, or forks both.
+
+    After an update of its weights a replica proves them by the log-probabilities of a fixed prompt,
+    before any other request may see them. SGLang runs nothing while it is paused, so two places let
+    requests pass whose id begins with `SCORING_ID_PREFIX`: the tokenizer does not hold them back,
+    and the scheduler runs each at once and alone, with the requests that wait put aside.
+    """
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+    generate, is_paused = TokenizerManager.generate_request, TokenizerManager.is_pause
+    add_request = Scheduler._add_request_to_queue
+
+    async def generate_also_paused(manager: Any, request: Any, *args: Any, **options: Any) -> Any:
+        # Each HTTP request is handled in a context of its own.
+        _is_scoring.set(str(request.rid).startswith(SCORING_ID_PREFIX))
+        async for reply in generate(manager, request, *args, **options):
+            yield reply
+
+    def add_or_score(scheduler: Any, request: Any, *args: Any, **options: Any) -> None:
+        if scheduler._engine_paused and request.rid.startswith(SCORING_ID_PREFIX):
+            _run_alone(
+                scheduler, len(request.origin_input_ids), lambda: add_request(scheduler, request)
+            )
+        else:
+            add_request(scheduler, request, *args, **options)
+
+    TokenizerManager.generate_request = generate_also_paused
+    TokenizerManager.is_pause = property(
+        lambda manager: is_paused.fget(manager) and not _is_scoring.get(), is_paused.fset
+    )
+    Scheduler._add_request_to_queue = add_or_score
+
+
+def _run_alone(scheduler: Any, tokens: int, add_request: Callable[[], None]) -> None:
+    """Run what is added as `Scheduler.event_loop_normal` does, and leave all else as it is."""
+    from sglang.srt.managers.io_struct import PauseGenerationReqInput
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+    if not _has_room(scheduler, tokens):
+        scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
+    held = {
+        name: getattr(scheduler, name)
+        for name in ("waiting_queue", "running_batch", "last_batch", "chunked_req")
+    }
+    scheduler.waiting_queue, scheduler.last_batch, scheduler.chunked_req = [], None, None
+    scheduler.running_batch = ScheduleBatch(reqs=[], batch_is_full=False)
+    try:
+        add_request()
+        while True:
+            plan = scheduler.get_next_batch_to_run(
+                running_batch=scheduler.running_batch, last_batch=scheduler.last_batch
+            )
+            scheduler.running_batch, batch = plan.running_batch, plan.batch_to_run
+            if not batch:
+                break
+            scheduler.process_batch_result(batch, scheduler.run_batch(batch))
+            scheduler.last_batch = batch
+    finally:
+        for name, value in held.items():
+            setattr(scheduler, name, value)
+
+
+def _has_room(scheduler: Any, tokens: int) -> bool:
+    """Whether a prompt fits in beside requests that were paused in place."""
+    pool = scheduler.token_to_kv_pool_allocator
+    free_tokens = pool.available_size() + scheduler.tree_cache.evictable_size()
+    return bool(
+        scheduler.req_to_token_pool.available_size() > 0
+        and free_tokens >= tokens + 2 * scheduler.page_size
+    )
 
 
 if __name__ in ("__main__", "__mp_main__"):

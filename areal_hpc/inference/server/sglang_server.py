@@ -12,7 +12,9 @@ import sys
 import tempfile
 import threading
 from contextlib import suppress
+from io import FileIO
 from pathlib import Path
+from queue import Full, Queue
 
 import psutil
 
@@ -24,10 +26,11 @@ from areal_hpc.inference.server.node_files import (
     remove_files_of_dead_servers,
     remove_unused_files,
 )
-from areal_hpc.inference.server.server_keys import KEYS_FILE_VARIABLE, write_keys_file
-from areal_hpc.inference.server.server_log_writer import ServerLogPipe
+from areal_hpc.inference.server.sglang_main import KEYS_FILE_VARIABLE, write_keys_file
 from areal_hpc.jobs.node.topology import LOOPBACK_ADDRESS
+from areal_hpc.rundir.folders import make_folder
 from areal_hpc.rundir.jsonl import read_tail_lines
+from areal_hpc.shards.disk_io import write_all
 from areal_hpc.wire.awake_clock import AwakeClock
 from areal_hpc.wire.http import responds_with_200
 
@@ -55,6 +58,8 @@ _MIN_PORT = 10000
 _MIN_PORT_COUNT = 1000
 """Fewer, and cells that start together would choose alike."""
 _LOG_READ_INTERVAL_S = 2.0
+_MAX_HELD_PIECES, _MAX_PIECE_BYTES = 1024, 1 << 16
+"""Output that waits for the storage of a log; the rest is left out."""
 _PROBES_PER_TIMEOUT = 6
 """A server has several chances to answer before it counts as silent."""
 
@@ -221,6 +226,67 @@ class SGLangServer:
         self._log.wait_until_written(_LOG_WRITE_TIMEOUT_S)
         remove_unused_files(self._shared_files, dead_session=self.pid)
         shutil.rmtree(self._scratch_dir, ignore_errors=True)
+
+
+class ServerLogPipe:
+    """A pipe and the file that gets what is written into it, as soon as the storage takes it.
+
+    A server that wrote into a file on shared storage would stand still with that storage: none of
+    its requests is answered then, and after `inference.health_timeout_s` it is taken for dead.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Make the file, or go on with it."""
+        make_folder(path.parent)
+        self._path = path
+        self._file: FileIO | None = path.open("ab", buffering=0)
+        self._pieces: Queue[bytes] = Queue(_MAX_HELD_PIECES)
+        self._read_end, self.write_end = os.pipe()
+        """`write_end` is for the server; `start_copying` closes it here."""
+        self._writer = threading.Thread(target=self._write_pieces, name="server-log", daemon=True)
+
+    def start_copying(self) -> None:
+        """Empty the pipe from now on: the server has its end of it."""
+        os.close(self.write_end)
+        threading.Thread(target=self._read_pipe, name="server-output", daemon=True).start()
+        self._writer.start()
+
+    def wait_until_written(self, timeout_s: float) -> None:
+        self._writer.join(timeout_s)
+
+    def _read_pipe(self) -> None:
+        dropped_bytes = 0
+        while piece := os.read(self._read_end, _MAX_PIECE_BYTES):
+            try:
+                self._pieces.put_nowait(_format_gap(dropped_bytes) + piece)
+                dropped_bytes = 0
+            except Full:
+                dropped_bytes += len(piece)
+        os.close(self._read_end)
+        if dropped_bytes:
+            self._pieces.put(_format_gap(dropped_bytes))
+        self._pieces.put(b"")
+
+    def _write_pieces(self) -> None:
+        while piece := self._pieces.get():
+            try:
+                self._file = self._file or self._path.open("ab", buffering=0)
+                write_all(self._file.fileno(), [piece])
+            except OSError as error:
+                log.error("%d bytes of %s were not written: %s", len(piece), self._path, error)
+                self._close_file()  # another one may be better: this one may be stale
+        self._close_file()
+
+    def _close_file(self) -> None:
+        if self._file is not None:
+            with suppress(OSError):
+                self._file.close()
+        self._file = None
+
+
+def _format_gap(dropped_bytes: int) -> bytes:
+    note = f"\n({dropped_bytes} bytes left out: the storage took none)\n"
+    return note.encode() if dropped_bytes else b""
 
 
 def find_error_line(text: str) -> str:

@@ -1,7 +1,6 @@
 """Auxiliary conversations of an episode: which are, by the recipe's rule, and telling the proxy."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -23,25 +22,12 @@ AuxiliaryRule = Callable[[RecordedConversationSummary], str]
 AUXILIARY_RULE_KEY = "rollout.agent.auxiliary"
 
 
-@dataclass(frozen=True, slots=True)
-class AuxiliaryCallPattern:
-    """How a harness asks the model for something beside the task."""
-
-    harness: str
-    """As users know it."""
-    purpose: str
-    """What it asks for: a title, a probe of the model."""
-    instruction: str
-    """Stands in the system message of a conversation without tools."""
+KNOWN_AUXILIARY_CALLS = {"You are a title generator": "OpenCode: title of the session"}
+"""What stands in the system message of a conversation without tools that a harness has beside the
+task, and what it is."""
 
 
-KNOWN_AUXILIARY_CALL_PATTERNS = (
-    AuxiliaryCallPattern("OpenCode", "title of the session", "You are a title generator"),
-)
-"""A call that looks like none of these counts as the task's."""
-
-
-def load_auxiliary_rule_unless_keep(rule_name: str) -> AuxiliaryRule | None:
+def load_auxiliary_rule(rule_name: str) -> AuxiliaryRule | None:
     """The rule that a recipe names; None for `keep`, by which no conversation is auxiliary.
 
     Raises:
@@ -73,7 +59,7 @@ def load_auxiliary_rule_unless_keep(rule_name: str) -> AuxiliaryRule | None:
 
 
 def describe_known_auxiliary_call(conversation: RecordedConversationSummary) -> str:
-    """Which call of `KNOWN_AUXILIARY_CALL_PATTERNS` a conversation is; empty if none."""
+    """Which call of `KNOWN_AUXILIARY_CALLS` a conversation is; empty if none."""
     if conversation.tools:
         return ""
     instructions = " ".join(
@@ -81,10 +67,7 @@ def describe_known_auxiliary_call(conversation: RecordedConversationSummary) -> 
         for one in conversation.messages
         if one.get("role") in ("system", "developer")
     )
-    for known in KNOWN_AUXILIARY_CALL_PATTERNS:
-        if known.instruction in instructions:
-            return f"{known.harness}: {known.purpose}"
-    return ""
+    return next((call for sign, call in KNOWN_AUXILIARY_CALLS.items() if sign in instructions), "")
 
 
 def _join_text(content: Any) -> str:

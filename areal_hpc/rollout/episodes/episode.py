@@ -15,15 +15,15 @@ from areal_hpc.errors import (
     escape_surrogates,
 )
 from areal_hpc.rollout.agent import Agent
-from areal_hpc.rollout.agent_errors import (
+from areal_hpc.rollout.episodes.auxiliary import mark_auxiliary_conversations
+from areal_hpc.rollout.episodes.episode_spec import EpisodeSpec
+from areal_hpc.rollout.execution.agent_errors import (
     build_agent_error,
     find_agent_run_definition,
     find_node_shortage,
     find_waiting_line,
     format_missing_column_hint,
 )
-from areal_hpc.rollout.episodes.auxiliary import mark_auxiliary_conversations
-from areal_hpc.rollout.episodes.episode_spec import EpisodeSpec
 from areal_hpc.rollout.execution.agent_sandboxes import (
     AgentSandboxes,
     EpisodeSandbox,

@@ -8,9 +8,8 @@ from pydantic import Field, ValidationError
 
 from areal_hpc.errors import RecipeError
 from areal_hpc.recipe.sections.rollout import EpisodeLimitsConfig, RolloutConfig
-from areal_hpc.rollout.agent import Agent
+from areal_hpc.rollout.agent import Agent, RolloutWorkflow
 from areal_hpc.rollout.episodes.auxiliary import AuxiliaryRule
-from areal_hpc.rollout.rollout_workflow import RolloutWorkflow
 from areal_hpc.wire.proxy import SamplingDefaults, SessionLimits, StartSessionRequest
 
 TASK_LIMITS_KEY = "limits"

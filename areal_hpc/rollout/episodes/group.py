@@ -1,8 +1,7 @@
 """Group of episodes of one ticket: run concurrently, then filtered."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,26 +15,17 @@ ShouldAccept = Callable[[dict[str, Any]], object]
 """Given `{"rewards": float32 array, one per episode; "task": the row of the task set}`."""
 
 
-@dataclass(frozen=True, slots=True)
-class GroupResult:
-    """Result of a ticket's episodes."""
-
-    outcomes: list[EpisodeOutcome]
-    """Of those that make the group, in the order of their places."""
-    n_surplus_episodes: int
-    """Episodes that were not waited for, or not needed."""
-    failed: list[AgentError]
-    """Why the others are missing."""
-
-
 async def run_group_until_enough_succeed(
     episodes: Sequence[Coroutine[Any, Any, EpisodeOutcome]],
     wanted_successes: int,
     min_successes: int,
-) -> GroupResult:
+) -> tuple[list[EpisodeOutcome], list[AgentError]]:
     """Run episodes until the first `wanted_successes` ended well; the rest is cancelled.
 
     Each ends well, or raises AgentError when it failed for good.
+
+    Returns:
+        The outcomes that make the group, in the order of their places, and the errors of others.
 
     Raises:
         AgentError: Fewer than `min_successes` can still end well.
@@ -46,38 +36,19 @@ async def run_group_until_enough_succeed(
     try:
         while pending and len(tasks) - len(pending) - len(failed) < wanted_successes:
             done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-            failed += [
-                _get_agent_error_or_raise(task) for task in done if task.exception() is not None
-            ]
+            for error in (task.exception() for task in done):
+                if isinstance(error, AgentError):
+                    failed.append(error)
+                elif error is not None:
+                    raise error
             if len(tasks) - len(failed) < min_successes:
                 raise failed[-1]
     finally:
-        await _cancel_and_await_all(tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
     good = [task for task in tasks if task not in pending and task.exception() is None]
-    outcomes = [task.result() for task in good[:wanted_successes]]
-    return GroupResult(outcomes, len(tasks) - len(failed) - len(outcomes), failed)
-
-
-async def _cancel_and_await_all(tasks: Iterable[asyncio.Task[EpisodeOutcome]]) -> None:
-    for task in tasks:
-        task.cancel()
-    ends = asyncio.gather(*tasks, return_exceptions=True)
-    interruption: asyncio.CancelledError | None = None
-    while not ends.done():
-        try:
-            await asyncio.shield(ends)
-        except asyncio.CancelledError as error:
-            interruption = error
-    if interruption is not None:
-        raise interruption
-
-
-def _get_agent_error_or_raise(task: asyncio.Task[EpisodeOutcome]) -> AgentError:
-    error = task.exception()
-    if isinstance(error, AgentError):
-        return error
-    assert error is not None
-    raise error
+    return [task.result() for task in good[:wanted_successes]], failed
 
 
 class GroupFilter:

@@ -7,7 +7,7 @@ any other agent. Whoever can write there could put any code there; nothing else 
 
 import importlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -99,24 +99,3 @@ def is_unchanged_by_json(kwargs: Mapping[str, Any]) -> bool:
         return bool(json.loads(json.dumps(kwargs)) == kwargs)
     except (TypeError, ValueError):
         return False
-
-
-class PicklableFunction:
-    """A function that travels by value to a process that could not import it."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._function(*args, **kwargs)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _load_function, (cloudpickle.dumps(self._function),)
-
-
-def _load_function(data: bytes) -> PicklableFunction:
-    return PicklableFunction(cloudpickle.loads(data))
-
-
-def make_function_picklable(function: Callable[..., Any]) -> Callable[..., Any]:
-    return function if get_import_path(function) is not None else PicklableFunction(function)

@@ -11,7 +11,7 @@ from areal_hpc.jobs.processes.line_process import SHORTAGE_HINT
 from areal_hpc.recipe.sections.rollout import AgentExecutionConfig
 from areal_hpc.recipe.sections.sandbox import SandboxConfig
 from areal_hpc.reward.harbor import HarborTask, find_harbor_task
-from areal_hpc.rollout.agent_errors import SHORTAGE_ERRNOS
+from areal_hpc.rollout.execution.agent_errors import SHORTAGE_ERRNOS
 from areal_hpc.sandbox.images.oci_image import read_image
 from areal_hpc.sandbox.pool import SandboxPool
 from areal_hpc.sandbox.runtime import ISOLATION_RECIPE_KEY, Runtime

@@ -1,7 +1,7 @@
 """Program that runs a user's agent with another Python, which need not have areal_hpc.
 
 The standard library alone. Requests come as JSON lines on standard input, a socket; answers are
-lines as `answers.py` reads them. A reward may be any object with the attributes of
+lines as `process_pool.py` reads them. A reward may be any object with the attributes of
 `areal_hpc.Reward`.
 """
 
@@ -21,8 +21,8 @@ from typing import Any
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 _MAX_TEXT_CHARS = 2000
-_NO_THREAD_TEXT = "can't start new thread"
-"""As in `agent_errors.py`."""
+NO_THREAD_TEXT = "can't start new thread"
+"""What Python says, in a `RuntimeError`, where no process is left for a thread."""
 _EXCEPTION_GROUP_TYPE: Any = getattr(builtins, "BaseExceptionGroup", ())
 """Since Python 3.11."""
 _AGENT_BY_PATH_AND_ARGUMENTS: dict[str, Any] = {}
@@ -64,7 +64,7 @@ def set_variables_and_run_agent(request: dict[str, Any]) -> Any:
 
 
 def encode_as_tagged_builtins(value: Any) -> Any:
-    """A number, text, reward, dict or list of these, as `answers.py` reads it."""
+    """A number, text, reward, dict or list of these, as `process_pool.py` reads it."""
     if value is None or isinstance(value, str | bool | int | float):
         return value
     if isinstance(value, dict):
@@ -80,9 +80,14 @@ def encode_as_tagged_builtins(value: Any) -> Any:
     if hasattr(value, "value") and hasattr(value, "parts"):
         names = ("value", "parts", "metrics", "note", "answer")
         return ["reward", {name: getattr(value, name) for name in names if hasattr(value, name)}]
-    if isinstance(value, numbers.Real) or hasattr(value, "item"):
+    if isinstance(value, numbers.Real):
         return float(value)
-    raise TypeError(f"{value!r:.200} ({type(value).__name__}) cannot be sent back")
+    if getattr(value, "size", 0) == 1:  # of NumPy
+        return value.item()
+    raise TypeError(
+        f"{value!r:.200} ({type(value).__name__}) cannot be sent back from a worker process: "
+        "return a number, an areal_hpc.Reward, or a dict of these"
+    )
 
 
 def describe_error(error: BaseException) -> str:
@@ -90,21 +95,34 @@ def describe_error(error: BaseException) -> str:
     return " ".join(next(one for one in parts if not one.startswith(" ")).split())
 
 
-def list_errnos(error: BaseException | None) -> list[int]:
+def list_causes(error: BaseException) -> list[BaseException]:
+    """An exception and its causes, each once: `raise error from error` makes it its own.
+
+    A group is caused by the first exception in it.
+    """
+    found = [error]
+    while True:
+        last = found[-1]
+        is_group = isinstance(last, _EXCEPTION_GROUP_TYPE)
+        cause = last.exceptions[0] if is_group else last.__cause__  # type: ignore[attr-defined]
+        if cause is None or cause in found:
+            return found
+        found.append(cause)
+
+
+def list_errnos(error: BaseException) -> list[int]:
     """Numbers of the system's errors in the chain of causes, by which the driver judges it."""
-    found, looked_at = list[int](), list[BaseException]()
-    while error is not None and error not in looked_at:  # `raise error from error` makes a ring
-        looked_at.append(error)
-        if isinstance(error, OSError) and error.errno:
-            found.append(error.errno)
-        elif isinstance(error, RuntimeError) and _NO_THREAD_TEXT in describe_error(error):
+    found = list[int]()
+    for cause in list_causes(error):
+        if isinstance(cause, OSError) and cause.errno:
+            found.append(cause.errno)
+        elif isinstance(cause, RuntimeError) and NO_THREAD_TEXT in describe_error(cause):
             found.append(errno.EAGAIN)
-        error = error.exceptions[0] if isinstance(error, _EXCEPTION_GROUP_TYPE) else error.__cause__
     return found
 
 
 def encode_raised_error(error: BaseException) -> dict[str, Any]:
-    """An exception as `answers.py` reads it."""
+    """An exception as `process_pool.py` reads it."""
     if isinstance(error, InvalidAgentError):
         hint = "the Python is that of rollout.agent.python; packages it needs belong there"
         problem = [str(error)[:_MAX_TEXT_CHARS], "rollout.workflow", hint]

@@ -1,10 +1,14 @@
 """Process pool for user code; a hung or dead worker costs one call.
 
 The standard pools lose every call in flight when one process dies, and keep a hung one forever.
+A worker answers with JSON, because the parent trusts nothing that it sends: it runs code of the
+user and of whoever writes to the user's agent. Pickles of its would run code in the driver.
 """
 
 import asyncio
 import base64
+import builtins
+import contextlib
 import json
 import os
 import signal
@@ -12,10 +16,20 @@ import socket
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
-from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
-from areal_hpc.errors import AgentError, NodeResourceShortageError, WorkerStartError
+import cloudpickle
+
+from areal_hpc.errors import (
+    AgentError,
+    ArealError,
+    InvalidRewardError,
+    NodeResourceShortageError,
+    Problem,
+    RecipeError,
+    SandboxStartError,
+    WorkerStartError,
+)
 from areal_hpc.jobs.processes.descendants import (
     become_child_subreaper,
     kill_descendants,
@@ -24,12 +38,9 @@ from areal_hpc.jobs.processes.descendants import (
 from areal_hpc.jobs.processes.die_with_parent import die_with_parent
 from areal_hpc.jobs.processes.line_process import SHORTAGE_HINT, LineProcess
 from areal_hpc.jobs.processes.worker_pool import WorkerPool
-from areal_hpc.rollout.execution.answers import (
-    MAX_ANSWER_BYTES,
-    decode_returned_or_raise,
-    encode_raised,
-    encode_returned,
-)
+from areal_hpc.rollout.execution.agent_errors import describe_errno_shortage, find_node_shortage
+from areal_hpc.rollout.execution.agent_worker import encode_as_tagged_builtins
+from areal_hpc.wire.agent_reward import Reward
 
 START_TIMEOUT_S = 300.0
 """Time a process may take for its imports, which may lie on a slow file system."""
@@ -47,10 +58,19 @@ serve_calls(link, int(sys.argv[2]))
 """
 """The child imports from where its parent does, whatever its environment says. No program that it
 starts has its link."""
+MAX_ANSWER_BYTES = 16 * 1024 * 1024
+"""More than the rewards of any episode take."""
+_MAX_TEXT_CHARS = 2000
+_SHORTAGES: dict[str, type[NodeResourceShortageError]] = {
+    kind.__name__: kind for kind in (NodeResourceShortageError, SandboxStartError, WorkerStartError)
+}
+"""Raised on the other side as themselves: they are the node's, and no fault of the code there."""
+_ENDS_OF_ITERATION = ("StopIteration", "StopAsyncIteration")
+"""A coroutine cannot raise these as themselves."""
 
 
 class WorkerProcess(LineProcess):
-    """A process that runs user code, and answers as `answers.py` says."""
+    """A process that runs user code."""
 
     async def request(self, line: bytes) -> Any:
         """What the user's code returned, or raises what it raised.
@@ -66,16 +86,16 @@ class WorkerProcess(LineProcess):
             raise
 
     async def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        call = ForkingPickler.dumps((function, args, kwargs))
+        call = cloudpickle.dumps((function, args, kwargs))
         return await self.request(base64.b64encode(call))
 
 
 class ProcessPool(WorkerPool[WorkerProcess]):
     """Processes for calls of plain functions, one after the other.
 
-    These and their arguments must be picklable. What comes back is JSON (`answers.py`). Processes
-    that a call started are killed at its end. Their environment is `environ`; None: that of this
-    process.
+    These and their arguments travel as pickles, by value where the child cannot import them. What
+    comes back is JSON. Processes that a call started are killed at its end. Their
+    environment is `environ`; None: that of this process.
     """
 
     def __init__(self, size: int, environ: Mapping[str, str] | None = None) -> None:
@@ -127,7 +147,95 @@ def serve_calls(link: socket.socket, parent_pid: int) -> None:
 
 def _call_and_encode(line: bytes) -> bytes:
     try:
-        function, args, kwargs = ForkingPickler.loads(base64.b64decode(line))
+        function, args, kwargs = cloudpickle.loads(base64.b64decode(line))
         return encode_returned(function(*args, **kwargs))
     except (Exception, SystemExit) as error:  # boundary: the user's code, imported and called
         return encode_raised(error)
+
+
+# Answers ------------------------------------------------------------------------------------------
+
+
+def encode_returned(value: Any) -> bytes:
+    """One line: a number, text, a `Reward`, or a dict or list of these."""
+    return json.dumps({"returned": encode_as_tagged_builtins(value)}).encode() + b"\n"
+
+
+def encode_raised(error: BaseException) -> bytes:
+    """One line about an exception: its class, what it says, and what ours know beyond that."""
+    error = find_node_shortage(error) or error
+    problems = [[str(error)[:_MAX_TEXT_CHARS], "", ""]]
+    if isinstance(error, ArealError):
+        problems = [[one.message, one.key, one.hint] for one in error.problems]
+    raised = {
+        "name": type(error).__name__,
+        "problems": problems,
+        "kind": getattr(error, "kind", "") if isinstance(error, AgentError) else "",
+        "trace": getattr(error, "trace", "") if isinstance(error, AgentError) else "",
+    }
+    return json.dumps({"raised": raised}).encode() + b"\n"
+
+
+def decode_returned_or_raise(line: bytes) -> Any:
+    """What the worker's code returned.
+
+    Raises:
+        AgentError: The line is no answer.
+        Exception: What the worker's code raised: one of Python's own that a text makes, or of ours,
+            as itself, and any other as an AgentError.
+    """
+    try:
+        answer = json.loads(line)
+        if "raised" not in answer:
+            return _decode_tagged_builtins(answer["returned"])
+        error = _rebuild_error(answer["raised"])
+    except (ValueError, KeyError, TypeError, RecursionError, AttributeError) as wrong:
+        raise AgentError(
+            f"what the worker process answered cannot be read: {line[:100]!r} ({wrong})"
+        ) from wrong
+    raise error
+
+
+def _decode_tagged_builtins(data: Any) -> Any:
+    if not isinstance(data, list):
+        return data
+    word, *parts = data
+    if word == "reward":
+        return Reward(**parts[0])
+    if word == "dict":
+        return {
+            _decode_tagged_builtins(key): _decode_tagged_builtins(value) for key, value in parts
+        }
+    if word == "list":
+        return [_decode_tagged_builtins(one) for one in parts]
+    raise ValueError(f"unknown form {word!r}")
+
+
+def _rebuild_error(error_fields: dict[str, Any]) -> Exception:
+    name, problems = (
+        str(error_fields["name"]),
+        [Problem(*map(str, one)) for one in error_fields["problems"]],
+    )
+    first = problems[0]
+    if lacking := describe_errno_shortage(map(int, error_fields.get("errnos", ()))):
+        return NodeResourceShortageError(f"{lacking}: {first.message}", hint=SHORTAGE_HINT)
+    if name == "RecipeError":
+        return RecipeError.from_problems(problems)
+    if name == "InvalidRewardError":
+        return InvalidRewardError(first.message)
+    if name in _SHORTAGES:
+        return _SHORTAGES[name](first.message, key=first.key, hint=first.hint)
+    kind = getattr(builtins, name, None)
+    is_raisable = name not in _ENDS_OF_ITERATION
+    if is_raisable and isinstance(kind, type) and issubclass(kind, Exception):
+        with contextlib.suppress(TypeError):  # one with further arguments, as UnicodeDecodeError
+            error: Exception = kind(first.message)
+            return error
+    is_ours = name == "AgentError"
+    return AgentError(
+        first.message if is_ours else f"{name}: {first.message}",
+        key=first.key,
+        hint=first.hint,
+        kind=str(error_fields["kind"]) if is_ours else name,
+        trace=str(error_fields["trace"]),
+    )

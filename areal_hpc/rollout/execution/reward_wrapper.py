@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from areal_hpc.rollout.execution.agent_pickle import make_function_picklable
 from areal_hpc.rollout.execution.process_pool import ProcessPool
 from areal_hpc.wire.agent_reward import parse_reward_number
 
@@ -36,7 +35,7 @@ class AsyncRewardWrapper:
     ) -> None:
         if max_retries < 1:
             raise ValueError(f"max_retries must be at least 1, got {max_retries}")
-        self._reward_fn = make_function_picklable(reward_fn)
+        self._reward_fn = reward_fn
         self._timeout_s = timeout_seconds
         self._tries = max_retries
         self._pool = ProcessPool(max_workers or os.cpu_count() or 1)

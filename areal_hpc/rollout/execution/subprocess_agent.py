@@ -19,18 +19,17 @@ from areal_hpc.jobs.processes.descendants import kill_and_reap_process, list_des
 from areal_hpc.jobs.processes.worker_pool import WorkerPool
 from areal_hpc.recipe.sections.rollout import AgentExecutionConfig
 from areal_hpc.rollout.agent import Agent, load_agent
-from areal_hpc.rollout.agent_errors import build_agent_error, find_node_shortage
+from areal_hpc.rollout.execution.agent_errors import build_agent_error, find_node_shortage
 from areal_hpc.rollout.execution.agent_sandboxes import (
     acquire_sandbox,
     build_endpoint_variables,
     make_agent_sandboxes,
 )
-from areal_hpc.rollout.execution.answers import MAX_ANSWER_BYTES
 from areal_hpc.rollout.execution.passed_variables import (
     select_driver_python_variables,
     select_passed_variables,
 )
-from areal_hpc.rollout.execution.process_pool import ProcessPool, WorkerProcess
+from areal_hpc.rollout.execution.process_pool import MAX_ANSWER_BYTES, ProcessPool, WorkerProcess
 
 AGENT_WORKER_FILE = Path(__file__).with_name("agent_worker.py")
 
@@ -67,12 +66,13 @@ class SubprocessAgent:
                 await process.call(_check_agent_builds, self._workflow, self._kwargs)
 
     @asynccontextmanager
-    async def acquire_worker_agent(self) -> AsyncIterator[Agent]:
+    async def acquire(self) -> AsyncIterator[Agent]:
+        """The agent in a process that it has to itself; waits while all are in use."""
         async with self._pool.acquire() as process:
-            yield _WorkerAgentHandle(partial(self._run_episode, process))
+            yield _AgentInProcess(partial(self._run_episode, process))
 
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> Any:
-        async with self.acquire_worker_agent() as agent:
+        async with self.acquire() as agent:
             return await agent.run(data, **extra_kwargs)
 
     def close(self) -> None:
@@ -121,7 +121,7 @@ def list_user_import_folders() -> list[str]:
     ]
 
 
-class _WorkerAgentHandle:
+class _AgentInProcess:
     def __init__(self, run: Callable[..., Awaitable[Any]]) -> None:
         self._run = run
 
@@ -134,7 +134,7 @@ class _WorkerAgentHandle:
 async def acquire_episode_agent(agent: Agent) -> AsyncIterator[Agent]:
     """The agent, with a process for one episode if it needs one."""
     if isinstance(agent, SubprocessAgent):
-        async with agent.acquire_worker_agent() as one:
+        async with agent.acquire() as one:
             yield one
     else:
         yield agent

@@ -9,26 +9,47 @@ import contextlib
 import hmac
 import json
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
 from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
-
-from prometheus_client import REGISTRY, CollectorRegistry, make_wsgi_app, start_http_server
-from prometheus_client.core import Metric
-from prometheus_client.registry import Collector
 
 from areal_hpc.errors import RecipeError
 from areal_hpc.rundir.atomic import write_atomic
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.rendezvous import ensure_metrics_key
-from areal_hpc.rundir.telemetry.process_metrics import (
-    PrometheusSample,
-    SampleReader,
-    list_sample_readers,
-)
 
 log = logging.getLogger(__name__)
+
+_NO_LABELS: Mapping[str, str] = MappingProxyType({})
+
+
+class PrometheusSample(NamedTuple):
+    """One number of a process."""
+
+    name: str
+    """`areal_hpc_<role>_<what>`, with its unit; one that ends in `_total` only grows."""
+    value: float
+    labels: Mapping[str, str] = _NO_LABELS
+
+
+SampleReader = Callable[[], Iterable[PrometheusSample]]
+_readers: list[SampleReader] = []
+
+
+def register_sample_reader(read_samples: SampleReader) -> None:
+    """Have `read_samples` called, in a thread of its own, whenever the process is asked."""
+    _readers.append(read_samples)
+
+
+def build_samples(prefix: str, values: Mapping[str, object]) -> Iterator[PrometheusSample]:
+    """A sample for each value that is a number: `reward/mean` becomes `<prefix>_reward_mean`."""
+    for name, value in values.items():
+        if isinstance(value, int | float):
+            plain = "".join(one if one.isalnum() and one.isascii() else "_" for one in name)
+            yield PrometheusSample(f"{prefix}_{plain}", value)
 
 
 @contextmanager
@@ -39,6 +60,9 @@ def serve_process_metrics(paths: RunPaths, job: str, process: str, host: str) ->
     its target lies in `paths.prometheus_dir`. One whose process was killed stays until the process
     starts again: Prometheus then calls the target down, as it is.
     """
+    # Roles register what they tell without it.
+    from prometheus_client import CollectorRegistry, make_wsgi_app, start_http_server
+
     target = paths.prometheus_target(f"{job}-{process}")
     registry = CollectorRegistry()
     registry.register(_SamplesCollector())
@@ -75,19 +99,21 @@ def _remove_target_file(target: Path) -> None:
         target.unlink()
 
 
-class _SamplesCollector(Collector):
-    def collect(self) -> Iterable[Metric]:
+class _SamplesCollector:
+    def collect(self) -> Iterable[Any]:
+        from prometheus_client import REGISTRY
+        from prometheus_client.core import Metric
+
         yield from REGISTRY.collect()
         found: dict[str, Metric] = {}
-        for read in list_sample_readers():
-            for sample in _read_or_log(read):
-                name = sample.name.removesuffix("_total")
-                kind = "gauge" if name == sample.name else "counter"
-                metric = found.setdefault(sample.name, Metric(name, sample.name, kind))
-                metric.add_sample(sample.name, dict(sample.labels), sample.value)
+        for sample in (one for read in _readers for one in _read_or_log(read)):
+            name = sample.name.removesuffix("_total")
+            kind = "gauge" if name == sample.name else "counter"
+            metric = found.setdefault(sample.name, Metric(name, sample.name, kind))
+            metric.add_sample(sample.name, dict(sample.labels), sample.value)
         yield from found.values()
 
-    def describe(self) -> Iterable[Metric]:
+    def describe(self) -> Iterable[Any]:
         return ()
 
 

@@ -2,13 +2,10 @@
 
 import contextlib
 import math
-import mmap
-import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
 
 import msgspec
 
@@ -153,36 +150,31 @@ def read_span_lines(newest_file: Path, from_time: float, to_time: float) -> list
     Those that say which process wrote what follows are among them.
     """
     lines: list[SpanLine] = []
-    with contextlib.ExitStack() as stack:
-        for stream in _open_files(newest_file, stack):
-            if not os.fstat(stream.fileno()).st_size:  # which cannot be mapped
-                continue
-            with mmap.mmap(stream.fileno(), 0, prot=mmap.PROT_READ) as content:
-                lines += _select_lines_since(content, stream.name, from_time - MAX_DISORDER_S)
+    for content in _read_files(newest_file):
+        lines += _select_lines_since(content, newest_file.name, from_time - MAX_DISORDER_S)
     return [one for one in lines if not isinstance(one, Span) or one.begin <= to_time]
 
 
-def _open_files(newest_file: Path, stack: contextlib.ExitStack) -> list[BinaryIO]:
-    """Open those of the two files that exist, oldest first.
+def _read_files(newest_file: Path) -> list[bytes]:
+    """Contents of those of the two files that exist, oldest first.
 
-    The newest is opened first: if it becomes the older one meanwhile, both names lead to it.
+    The newest is read first. If it becomes the older one meanwhile, that begins with what was read.
     """
-    opened: list[BinaryIO] = []
+    found: list[bytes] = []
     for path in (newest_file, get_older_path(newest_file)):
         with contextlib.suppress(FileNotFoundError):
-            stream = stack.enter_context(path.open("rb"))
-            if not any(os.path.sameopenfile(stream.fileno(), one.fileno()) for one in opened):
-                opened.insert(0, stream)
-    return opened
+            found.insert(0, path.read_bytes())
+    if len(found) == 2 and found[1] and found[0].startswith(found[1]):
+        return found[:1]
+    return found
 
 
-def _select_lines_since(content: mmap.mmap, file_name: str, since: float) -> Iterator[SpanLine]:
+def _select_lines_since(content: bytes, file_name: str, since: float) -> Iterator[SpanLine]:
     position = _find_first_since(content, since)
     start = content.rfind(_START_MARK, 0, position)
     if start >= 0:
-        yield from _decode_readable_lines(
-            content[start : content.find(b"\n", start) + 1], file_name
-        )
+        first_line = content[start : content.find(b"\n", start) + 1]
+        yield from _decode_readable_lines(first_line, file_name)
     yield from _decode_readable_lines(content[position:], file_name)
 
 
@@ -192,7 +184,7 @@ def _decode_readable_lines(content: bytes, file_name: str) -> list[SpanLine]:
     return decode_readable_records(content, SpanLine, file_name)  # type: ignore[arg-type]  # a union is no type
 
 
-def _find_first_since(content: mmap.mmap, since: float) -> int:
+def _find_first_since(content: bytes, since: float) -> int:
     low, high = 0, len(content)
     while math.isfinite(since) and high - low > _WHOLE_READ_BYTES:
         middle = content.find(b"\n", (low + high) // 2, high) + 1

@@ -32,7 +32,7 @@ _SCRATCH_FOLDERS = ("/tmp", "/dev/shm")
 _EXCEPTION_GROUP_TYPE: Any = getattr(builtins, "BaseExceptionGroup", ())
 """Since Python 3.11."""
 _NO_THREAD_TEXT = "can't start new thread"
-"""As in `areal_hpc/rollout/agent_errors.py`, which cannot be imported here."""
+"""As in `areal_hpc/rollout/execution/agent_errors.py`, which cannot be imported here."""
 
 
 class Scorer:

@@ -8,7 +8,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.rollout.episodes.auxiliary import load_auxiliary_rule_unless_keep
+from areal_hpc.rollout.episodes.auxiliary import load_auxiliary_rule
 from areal_hpc.rollout.episodes.episode import EpisodeOutcome, run_episode
 from areal_hpc.rollout.episodes.episode_spec import EpisodeSpec
 from areal_hpc.rollout.episodes.http_client import make_http_client
@@ -74,7 +74,7 @@ def play(stage: Stage, ref: TicketRef, rule: str, **more: Any) -> EpisodeOutcome
         http_client = make_http_client(60.0)
         session = StartSessionRequest("task", ref, rights="calls")
         spec = EpisodeSpec(
-            session, {}, 60.0, more.get("reward"), auxiliary=load_auxiliary_rule_unless_keep(rule)
+            session, {}, 60.0, more.get("reward"), auxiliary=load_auxiliary_rule(rule)
         )
         try:
             return await run_episode(spec, TitledAgent("reward" in more), proxy, http_client)
@@ -167,5 +167,5 @@ def test_an_exported_session_names_its_auxiliary_conversations(stage: Stage) -> 
 
 def test_a_rule_that_does_not_exist_is_refused_with_its_key() -> None:
     with pytest.raises(RecipeError) as caught:
-        load_auxiliary_rule_unless_keep(f"{HERE}:nothing")
+        load_auxiliary_rule(f"{HERE}:nothing")
     assert caught.value.problems[0].key == "rollout.agent.auxiliary"

@@ -1,18 +1,15 @@
 """The life of a replica, with small HTTP servers in the place of SGLang."""
 
-import contextlib
 import http.server
 import json
 import os
 import shutil
-import socket
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx
 import psutil
@@ -225,7 +222,8 @@ def test_a_server_deaf_after_its_caller_left_is_replaced(make: Make, tmp_path: P
         began = time.monotonic()
         with pytest.raises(httpx.ReadTimeout):
             call(proxy, "replicas/0/init_weights_update_group", timeout_s=scaled(1.0))
-        assert "asked /init_weights_update_group" in (tmp_path / "replica-0.1.log").read_text()
+        log = tmp_path / "replica-0.1.log"
+        wait_for(lambda: "asked /init_weights_update_group" in log.read_text())
         tick_until(replica, lambda view: view.state == "starting")
         assert 3 < time.monotonic() - began < deaf_s
 
@@ -248,9 +246,10 @@ def test_weights_by_folder_are_unverified_at_first(make: Make, tmp_path: Path) -
         call(proxy, "replicas/0/pause_generation", {"mode": "retract"})
         load = call(proxy, "replicas/0/load", {"folder": weights.name, "version": "1.3"})
         load.raise_for_status()
+        # A thread writes the log: it may lag behind the answer.
+        wait_for(lambda: "asked /update_weights_from_disk" in log.read_text())
         *_, asked = [line for line in log.read_text().splitlines() if line.startswith("asked")]
-        _, path, body = asked.split(" ", 2)
-        assert path == "/update_weights_from_disk"
+        _, _, body = asked.split(" ", 2)
         assert json.loads(body)["model_path"] == str(weights)
         assert json.loads(body)["weight_version"] == "1.3"
         call(proxy, "replicas/0/continue_generation")
@@ -306,20 +305,3 @@ def test_the_next_start_removes_shared_memory_that_nobody_uses(
             assert [path.exists() for path in paths] == [False, True, True, True]
     finally:
         shutil.rmtree(folder)
-
-
-def test_idle_connections_leave_room_for_the_trainer(
-    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("areal_hpc.wire.asgi.get_connection_descriptor_limit", lambda: 8)
-    replica = make(server())
-    tick_until(replica, is_ready)
-    with control_proxy(replica, tmp_path) as proxy, contextlib.ExitStack() as held:
-        parts = urlsplit(proxy.url)
-        address = (str(parts.hostname), parts.port or 0)
-        silent = [
-            held.enter_context(socket.create_connection(address, timeout=scaled(60)))
-            for _ in range(30)
-        ]
-        assert call(proxy, "replicas/0/flush_cache").status_code == 200
-        assert silent[0].recv(1) == b"", "the oldest was hung up on"

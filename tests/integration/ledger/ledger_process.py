@@ -2,7 +2,6 @@
 
 import http.client
 import multiprocessing
-import resource
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -69,17 +68,10 @@ def config_of(run_dir: Path, **settings: Any) -> dict[str, Any]:
     }
 
 
-def run_within_limit(config: dict[str, Any], max_open_files: int) -> None:
-    """Run a ledger that may open few files."""
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max_open_files, max_open_files))
-    run(config)
-
-
 class LedgerProcess:
     """Starts `areal_hpc.ledger.job:run` and speaks to it as drivers, proxies and trainers do."""
 
-    def __init__(self, run_dir: Path, *, max_open_files: int = 4096, **settings: Any) -> None:
-        self._max_open_files = max_open_files
+    def __init__(self, run_dir: Path, **settings: Any) -> None:
         self.paths = RunPaths(run_dir)
         self.config = config_of(run_dir, **settings)
         self.shards = 0
@@ -89,9 +81,7 @@ class LedgerProcess:
 
     def start(self) -> None:
         rendezvous.ensure_service_key(self.paths.service_key)
-        self.process = PROCESSES.Process(
-            target=run_within_limit, args=(self.config, self._max_open_files)
-        )
+        self.process = PROCESSES.Process(target=run, args=(self.config,))
         self.process.start()
         try:
             self.url = self._await_url()

@@ -179,14 +179,6 @@ def test_cells_are_told_to_stop_by_a_ledger_started_after_the_end(ledger: Ledger
     assert ledger.lease().stop
 
 
-def test_a_kill_during_a_long_poll_breaks_the_callers_connection(ledger: LedgerProcess) -> None:
-    waiting = ledger.begin("/batch", BatchRequest(0, 1, 50.0))
-    ledger.restart()
-    with pytest.raises(ConnectionError):
-        waiting.getresponse()
-    waiting.close()
-
-
 def test_a_ledger_killed_at_random_trains_each_ticket_once(start_ledger: StartLedger) -> None:
     steps, batch_size = 60, 4
     ledger = start_ledger(

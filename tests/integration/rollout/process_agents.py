@@ -63,17 +63,6 @@ def _write(note: str, what: str) -> None:
         file.write(f"{what}\n")
 
 
-class WithSdk:
-    """What the SDK finds in the environment is all it needs."""
-
-    async def run(self, data: dict[str, Any]) -> dict[str, float]:
-        from openai import OpenAI
-
-        with OpenAI() as client:
-            answer = client.chat.completions.create(model="m", messages=data["messages"])
-        return {answer.id: 0.25}
-
-
 class Unbuildable:
     def __init__(self) -> None:
         raise RuntimeError("no license")
@@ -98,13 +87,6 @@ class Graded:
             metrics={"reply_characters": len(text)},
             note="no answer" if "Answer:" not in text else "",
         )
-
-
-class Misgraded:
-    """Makes a reward of what is no number."""
-
-    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> Reward:
-        return Reward(1.0, parts={"correct": data["answer"]})
 
 
 class Hostile:

@@ -56,11 +56,3 @@ def raises_something_odd() -> float:
 
 def decodes() -> float:
     return float(b"\xff".decode())
-
-
-def raises_several() -> float:
-    raise ExceptionGroup("both", [ValueError("one")])
-
-
-def asks_for_more() -> float:
-    return float(next(iter("")))

@@ -1,6 +1,5 @@
 """Episodes whose agents have sandboxes: one each, and none is left."""
 
-import asyncio
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -9,13 +8,11 @@ import pytest
 
 from areal_hpc.errors import RecipeError
 from areal_hpc.recipe.sections.rollout import AgentExecutionConfig
-from areal_hpc.rollout.episodes.episode import EpisodeOutcome, run_episode
+from areal_hpc.rollout.episodes.episode import EpisodeOutcome
 from areal_hpc.rollout.episodes.episode_spec import EpisodeSpec
 from areal_hpc.rollout.execution.agent_sandboxes import check_sandbox_starts, make_agent_sandboxes
-from areal_hpc.rollout.execution.subprocess_agent import SubprocessAgent
 from areal_hpc.rollout.job import build_agent
-from tests.integration.rollout.standins import StandInProxy, driving
-from tests.integration.rollout.test_episode import TASK, finish, spec
+from tests.integration.rollout.test_episode import TASK, finish, play_all, spec
 from tests.support.waiting import wait_for
 
 PATH = "tests.integration.rollout.sandbox_agents.Commanding"
@@ -37,15 +34,8 @@ async def play(
     agent = build_agent(how, path, kwargs)
     assert agent is not None
     sandboxes = make_agent_sandboxes(how) if how.mode == "inline" else None
-    try:
-        async with StandInProxy(run_dir), driving(run_dir) as (peer, http_client):
-            episodes = (run_episode(one, agent, peer, http_client, sandboxes) for one in specs)
-            return await asyncio.gather(*episodes)
-    finally:
-        if isinstance(agent, SubprocessAgent):
-            agent.close()
-        if sandboxes is not None:
-            await sandboxes.close()
+    outcomes, _ = await play_all(run_dir, agent, *specs, sandboxes=sandboxes)
+    return outcomes
 
 
 def read_sandboxes(note: Path) -> list[list[int]]:

@@ -15,6 +15,7 @@ from areal_hpc.rollout.episodes.episode import EpisodeOutcome, parse_agent_rewar
 from areal_hpc.rollout.episodes.episode_spec import EpisodeSpec
 from areal_hpc.rollout.episodes.http_client import make_http_client
 from areal_hpc.rollout.execution.agent_sandboxes import AgentSandboxes
+from areal_hpc.rollout.execution.subprocess_agent import SubprocessAgent
 from areal_hpc.rundir import rendezvous
 from areal_hpc.sandbox.runtimes.host import HostRuntime
 from areal_hpc.sandbox.sandbox import Sandbox
@@ -22,7 +23,6 @@ from areal_hpc.sandbox.spec import SandboxSpec
 from areal_hpc.wire.agent_reward import Reward
 from areal_hpc.wire.ledger import Empty, TicketRef
 from areal_hpc.wire.proxy import EndSessionReply, SamplingDefaults, StartSessionRequest
-from examples.quickstart.agent import ArithmeticAgent
 from tests.integration.rollout.standins import StandInProxy, driving
 from tests.support.deadlines import scaled
 
@@ -82,11 +82,26 @@ def spec(timeout_s: float = 60.0) -> EpisodeSpec:
     return EpisodeSpec(session, dict(TASK), timeout_s)
 
 
+async def play_all(
+    run_dir: Path, agent: Agent, *specs: EpisodeSpec, sandboxes: AgentSandboxes | None = None
+) -> tuple[list[EpisodeOutcome], StandInProxy]:
+    """Episodes side by side before a stand-in proxy, as a driver runs them."""
+    try:
+        async with StandInProxy(run_dir) as proxy, driving(run_dir) as (peer, http_client):
+            episodes = (run_episode(one, agent, peer, http_client, sandboxes) for one in specs)
+            return await asyncio.gather(*episodes), proxy
+    finally:
+        if isinstance(agent, SubprocessAgent):
+            agent.close()
+        if sandboxes is not None:
+            await sandboxes.close()
+
+
 async def play(
     run_dir: Path, agent: Agent, timeout_s: float = 60.0
 ) -> tuple[EpisodeOutcome, StandInProxy]:
-    async with StandInProxy(run_dir) as proxy, driving(run_dir) as (peer, http_client):
-        return await run_episode(spec(timeout_s), agent, peer, http_client), proxy
+    (outcome,), proxy = await play_all(run_dir, agent, spec(timeout_s))
+    return outcome, proxy
 
 
 @pytest.mark.parametrize(
@@ -111,11 +126,6 @@ def test_a_float_rewards_the_last_interaction_and_a_dict_each_that_it_names(
     started = session.started
     assert (started.ref, started.episode, started.seed) == (TicketRef(3, 0), 1, 11)
     assert started.sampling.temperature == 0.7
-
-
-def test_quick_start_agent_is_rewarded_through_the_openai_sdk(tmp_path: Path) -> None:
-    outcome, _ = finish(play(tmp_path, ArithmeticAgent()))
-    assert (outcome.status, outcome.reward) == ("ok", 1.0)
 
 
 @pytest.mark.parametrize(
@@ -170,12 +180,8 @@ def make_wrapped_error() -> Exception:
 def test_what_the_node_lacks_is_neither_the_agents_fault_nor_rewarded(
     tmp_path: Path, error: Exception, said: str
 ) -> None:
-    async def play_with_failure_reward() -> tuple[EpisodeOutcome, StandInProxy]:
-        rewarded = dataclasses.replace(spec(), failure_reward=0.0)
-        async with StandInProxy(tmp_path) as proxy, driving(tmp_path) as (peer, http_client):
-            return await run_episode(rewarded, Ends(error), peer, http_client), proxy
-
-    outcome, proxy = finish(play_with_failure_reward())
+    rewarded = dataclasses.replace(spec(), failure_reward=0.0)
+    (outcome,), proxy = finish(play_all(tmp_path, Ends(error), rewarded))
     assert (outcome.status, outcome.is_node_short, outcome.error) == ("interrupted", True, None)
     assert outcome.reason.startswith(said)
     (session,) = proxy.sessions.values()
@@ -199,14 +205,11 @@ def test_a_sandbox_for_which_the_node_lacks_something_ends_the_episode_and_no_dr
 
     monkeypatch.setattr(owner, method, fail)
 
-    async def play_in_sandbox() -> tuple[EpisodeOutcome, StandInProxy]:
+    async def play_in_sandbox() -> tuple[list[EpisodeOutcome], StandInProxy]:
         sandboxes = AgentSandboxes(HostRuntime(), SandboxSpec(network="open"), 0)
-        async with StandInProxy(tmp_path) as proxy, driving(tmp_path) as (peer, http_client):
-            ended = await run_episode(spec(), Ends(1.0), peer, http_client, sandboxes)
-            await sandboxes.close()
-            return ended, proxy
+        return await play_all(tmp_path, Ends(1.0), spec(), sandboxes=sandboxes)
 
-    outcome, proxy = finish(play_in_sandbox())
+    (outcome,), proxy = finish(play_in_sandbox())
     assert (outcome.status, outcome.is_node_short, outcome.error) == ("interrupted", True, None)
     assert all(session.ended for session in proxy.sessions.values())
 

@@ -64,8 +64,3 @@ def test_a_failed_episode_is_sealed_among_those_that_are_trained(stage: Stage) -
     rewards = {row.episode: row.reward for row in rows}
     assert rewards == {0: 1.0, 1: -0.5, 2: -0.5}
     assert all(row.loss_mask_T.any() for row in rows)
-
-
-def test_an_episode_without_a_reply_has_nothing_to_be_rewarded(stage: Stage) -> None:
-    (outcome,) = asyncio.run(play(stage, TicketRef(4, 0), [Ends(ValueError("no"), calls=0)]))
-    assert (outcome.status, outcome.has_failure_reward, outcome.reward) == ("failed", False, 0.0)

@@ -12,11 +12,10 @@ from areal_hpc.errors import RecipeError
 from areal_hpc.launch.checks.user_code import find_user_code_problems
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.sections.rollout import AgentExecutionConfig
-from areal_hpc.rollout.episodes.episode import EpisodeOutcome, run_episode
+from areal_hpc.rollout.episodes.episode import EpisodeOutcome
 from areal_hpc.rollout.execution.subprocess_agent import SubprocessAgent
 from areal_hpc.rollout.job import build_agent
-from tests.integration.rollout.standins import StandInProxy, driving
-from tests.integration.rollout.test_episode import TASK, finish, spec
+from tests.integration.rollout.test_episode import TASK, finish, play_all, spec
 from tests.support.commands import write_program
 from tests.support.environments import CHECKOUT
 from tests.support.waiting import wait_for
@@ -83,26 +82,19 @@ def play(run_dir: Path, python: str, *tasks: dict[str, Any], **how: Any) -> list
     )
     agent = build_agent(config, "their_agent.Agent", {"reward": 2.0})
     assert isinstance(agent, SubprocessAgent)
+    specs = [
+        dataclasses.replace(
+            spec(2.0 if task.get("then") == "hang" else 60.0), data={**TASK, **task}
+        )
+        for task in tasks
+    ]
 
-    async def run() -> list[EpisodeOutcome]:
+    async def build_and_play() -> list[EpisodeOutcome]:
         await agent.check_agent_builds()
-        async with StandInProxy(run_dir), driving(run_dir) as (peer, http_client):
-            return [
-                await run_episode(
-                    dataclasses.replace(
-                        spec(2.0 if task.get("then") == "hang" else 60.0), data={**TASK, **task}
-                    ),
-                    agent,
-                    peer,
-                    http_client,
-                )
-                for task in tasks
-            ]
+        outcomes, _ = await play_all(run_dir, agent, *specs)
+        return outcomes
 
-    try:
-        return finish(run())
-    finally:
-        agent.close()
+    return finish(build_and_play())
 
 
 def test_it_is_built_once_and_needs_no_areal_hpc(python: str, tmp_path: Path) -> None:

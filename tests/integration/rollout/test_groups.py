@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from areal_hpc.wire.ledger import TicketRef
-from tests.integration.rollout.test_driver import Cell, Fails, evaluations, tickets
+from tests.integration.rollout.test_driver import Cell, Fails, tickets
 from tests.integration.rollout.test_episode import ask
 
 HERE = "tests.integration.rollout.test_groups"
@@ -82,12 +82,6 @@ def test_a_failing_filter_drops_tickets(tmp_path: Path, function: str, said: str
     cell = Cell(tmp_path, Numbered(set()), tickets(1), should_accept=f"{HERE}:{function}")
     cell.run()
     assert said in cell.ledger.dropped[TicketRef(0, 0)]
-
-
-def test_evaluations_are_not_filtered(tmp_path: Path) -> None:
-    cell = Cell(tmp_path, Numbered({0}), evaluations(1), filter_same_reward=True)
-    cell.run()
-    assert len(cell.ledger.evaluated) == 1
 
 
 class Staggered:
@@ -171,13 +165,6 @@ def test_a_failed_episode_is_trained_with_the_reward_that_the_recipe_gives_it(
     assert cell.proxy.failed == [], "a row is sealed as trained or as failed, not as both"
 
 
-def test_filters_see_the_rewards_of_failed_episodes(tmp_path: Path) -> None:
-    rollout = {"failed_episodes": {"reward": 1}, "filter_same_reward": True}
-    cell = Cell(tmp_path, fails_at(1), tickets(1), **rollout)
-    cell.run()
-    assert cell.ledger.filtered == {TicketRef(0, 0): "all 4 rewards are 1"}
-
-
 class NeedsLuck:
     """Fails before any call of the model, `times` in all."""
 
@@ -206,12 +193,6 @@ def test_a_group_of_which_every_episode_failed_is_dropped(tmp_path: Path) -> Non
     cell.run()
     assert re.search("all 4 episodes of task 0 failed", cell.ledger.dropped[TicketRef(0, 0)])
     assert cell.ledger.finished == {TicketRef(1, 0)}
-
-
-def test_failed_episodes_of_held_out_tasks_are_repeated_as_ever(tmp_path: Path) -> None:
-    cell = Cell(tmp_path, fails_at(0), evaluations(1), failed_episodes={"reward": 0})
-    cell.run()
-    assert list(cell.ledger.evaluated.values()) == [[1.0]]
 
 
 @pytest.mark.parametrize(("least", "kept"), [(3, [0, 2, 3]), (None, None)])

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import psutil
@@ -142,27 +142,6 @@ def test_what_stops_the_parent_leaves_a_worker_but_a_death_is_noticed() -> None:
         with pytest.raises(WorkerLostError):
             pool.ask(QUESTION.encode())
         assert children() == before
-
-
-ECHO = """
-import ctypes, signal, socket
-ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # dies with its parent, as bubblewrap does
-link = socket.socket(fileno=0)
-for line in link.makefile("rb"):
-    link.sendall(line)
-"""
-
-
-def test_a_process_outlives_the_thread_that_asked_first() -> None:
-    before = children()
-    pool = VerifierPool(lambda: nullcontext({"args": [sys.executable, "-c", ECHO]}), PATIENCE_S)
-    with closing(pool):
-        thread = threading.Thread(target=pool.ask, args=(b"first",))
-        thread.start()
-        thread.join()
-        started = children() - before
-        assert pool.ask(b"second") == b"second"
-        assert children() - before == started
 
 
 def test_a_program_that_does_not_start_is_an_error(tmp_path: Path) -> None:

@@ -2,23 +2,20 @@
 
 import asyncio
 import dataclasses
-import errno
-import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from areal_hpc.errors import ClusterError, RecipeError
+from areal_hpc.errors import RecipeError
 from areal_hpc.recipe.sections.rollout import AgentExecutionConfig
-from areal_hpc.rollout.episodes.episode import EpisodeOutcome, run_episode
+from areal_hpc.rollout.episodes.episode import EpisodeOutcome
 from areal_hpc.rollout.execution.subprocess_agent import SubprocessAgent
 from areal_hpc.wire.agent_reward import Reward
-from tests.integration.rollout.process_agents import Blocking, Misgraded
-from tests.integration.rollout.standins import StandInProxy, driving
-from tests.integration.rollout.test_episode import TASK, finish, spec
+from tests.integration.rollout.process_agents import Blocking
+from tests.integration.rollout.standins import StandInProxy
+from tests.integration.rollout.test_episode import TASK, finish, play_all, spec
 from tests.support.deadlines import scaled
 from tests.support.waiting import wait_for
 
@@ -37,20 +34,7 @@ async def play(
         )
         for task in tasks
     ]
-    async with StandInProxy(run_dir) as proxy, driving(run_dir) as (peer, http_client):
-        episodes = (run_episode(one, agent, peer, http_client) for one in specs)
-        outcomes = await asyncio.gather(*episodes)
-    agent.close()
-    return outcomes, proxy
-
-
-async def play_any(run_dir: Path, agent: Any) -> list[EpisodeOutcome]:
-    """One episode of an agent in whichever process."""
-    async with StandInProxy(run_dir), driving(run_dir) as (peer, http_client):
-        outcome = await run_episode(spec(), agent, peer, http_client)
-    if isinstance(agent, SubprocessAgent):
-        agent.close()
-    return [outcome]
+    return await play_all(run_dir, agent, *specs)
 
 
 @pytest.mark.parametrize("workflow", [PATH, Blocking, Blocking(0.5)], ids=["path", "class", "self"])
@@ -92,12 +76,6 @@ def test_an_agent_sees_of_the_environment_what_is_named(
     assert not {"HF_TOKEN", "PYTEST_VERSION"} & began
 
 
-def test_the_blocking_sdk_needs_no_arguments(tmp_path: Path) -> None:
-    workflow = PATH.replace("Blocking", "WithSdk")
-    outcomes, _ = finish(play(tmp_path, SubprocessAgent(workflow, {}, 1), {}))
-    assert [(one.status, one.reward) for one in outcomes] == [("ok", 0.25)]
-
-
 GRADED = Reward(1.0, {"correct": 0.8, "format": 0.2}, {"reply_characters": 9})
 
 
@@ -106,21 +84,6 @@ def test_what_a_reward_was_made_of_crosses_the_pipe(tmp_path: Path) -> None:
     outcomes, proxy = finish(play(tmp_path, SubprocessAgent(workflow, {}, 1), {}))
     assert [(one.status, one.reward) for one in outcomes] == [("ok", 1.0)]
     assert [one.given for one in proxy.sessions.values()] == [{"chatcmpl-0": GRADED}]
-
-
-@pytest.mark.parametrize("in_process", [True, False], ids=["subproc", "inline"])
-def test_a_reward_of_what_is_no_number_is_an_error_in_the_agents_line(
-    tmp_path: Path, in_process: bool
-) -> None:
-    agent: Any = SubprocessAgent(PATH.replace("Blocking", "Misgraded"), {}, 1)
-    if not in_process:
-        agent.close()
-        agent = Misgraded()
-    (outcome,) = finish(play_any(tmp_path, agent))
-    said = "the agent raised areal_hpc.errors.InvalidRewardError: parts.correct: expected a finite"
-    assert outcome.status == "failed"
-    assert outcome.reason.startswith(f"{said} float, got '4' (str)")
-    assert 'return Reward(1.0, parts={"correct": data["answer"]})' in outcome.reason
 
 
 def test_what_hangs_crashes_or_raises_costs_its_own_episode_only(tmp_path: Path) -> None:
@@ -135,21 +98,6 @@ def test_what_hangs_crashes_or_raises_costs_its_own_episode_only(tmp_path: Path)
     assert "SystemExit: 2" in outcomes[3].reason
     assert "Too many open files while the agent ran" in outcomes[4].reason
     assert outcomes[4].is_node_short
-
-
-def test_an_episode_whose_process_cannot_start_waits_for_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
-
-    monkeypatch.setattr(subprocess, "Popen", fail)  # as fork(2) does
-    agent = SubprocessAgent(PATH, {}, 1)
-    with pytest.raises(ClusterError, match="cannot be started"):
-        finish(agent.check_agent_builds())
-    outcomes, proxy = finish(play(tmp_path, agent, {}))
-    assert [(one.status, one.is_node_short) for one in outcomes] == [("interrupted", True)]
-    assert not proxy.sessions
 
 
 def test_a_process_builds_the_agent_once_and_runs_one_episode_at_a_time(tmp_path: Path) -> None:
@@ -188,21 +136,18 @@ def test_what_a_worker_sends_is_never_code_and_holds_up_no_other_episode(
     note = tmp_path / "note"
     agent = SubprocessAgent(HOSTILE, {}, 2)
 
-    async def play_both() -> tuple[EpisodeOutcome, int]:
-        ticks = 0
-        async with StandInProxy(tmp_path) as _, driving(tmp_path) as (peer, http_client):
-            data = {**TASK, "does": does, "note": str(note)}
-            one = dataclasses.replace(
-                spec(scaled(3.0) if said.startswith("took") else 60.0), data=data
-            )
-            playing = asyncio.ensure_future(run_episode(one, agent, peer, http_client))
-            while not playing.done():
-                await asyncio.sleep(0.05)
-                ticks += 1
-        agent.close()
-        return playing.result(), ticks
+    async def play_and_tick() -> tuple[EpisodeOutcome, int]:
+        data = {**TASK, "does": does, "note": str(note)}
+        timeout_s = scaled(3.0) if said.startswith("took") else 60.0
+        one = dataclasses.replace(spec(timeout_s), data=data)
+        playing, ticks = asyncio.ensure_future(play_all(tmp_path, agent, one)), 0
+        while not playing.done():
+            await asyncio.sleep(0.05)
+            ticks += 1
+        (outcome,), _ = playing.result()
+        return outcome, ticks
 
-    outcome, ticks = finish(play_both())
+    outcome, ticks = finish(play_and_tick())
     assert outcome.status in ("failed", "timed_out")
     assert said in outcome.reason
     assert not note.exists()
@@ -212,18 +157,11 @@ def test_what_a_worker_sends_is_never_code_and_holds_up_no_other_episode(
 @pytest.mark.parametrize("does", ["leaves a daemon", "leaves a daemon and hangs"])
 def test_nothing_that_an_episode_started_outlives_it(does: str, tmp_path: Path) -> None:
     note = tmp_path / "note"
-    agent = SubprocessAgent(HOSTILE, {}, 1)
-
-    async def play_once() -> EpisodeOutcome:
-        async with StandInProxy(tmp_path), driving(tmp_path) as (peer, http_client):
-            data = {**TASK, "does": does, "note": str(note)}
-            one = dataclasses.replace(spec(scaled(5.0)), data=data)
-            return await run_episode(one, agent, peer, http_client)
-
-    finish(play_once())
+    data = {**TASK, "does": does, "note": str(note)}
+    one = dataclasses.replace(spec(scaled(5.0)), data=data)
+    finish(play_all(tmp_path, SubprocessAgent(HOSTILE, {}, 1), one))
     daemon = int(note.read_text())
     wait_for(lambda: not is_running(daemon))
-    agent.close()
 
 
 def is_running(pid: int) -> bool:

@@ -8,12 +8,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from areal_hpc.rollout import rollout_workflow
-from areal_hpc.rollout.agent import load_agent
+from areal_hpc.rollout.agent import RolloutWorkflow, load_agent
 from areal_hpc.rollout.episodes.episode import EpisodeOutcome, run_episode
 from areal_hpc.rollout.episodes.episode_spec import EpisodeSpec
 from areal_hpc.rollout.execution.subprocess_agent import SubprocessAgent
-from areal_hpc.rollout.rollout_workflow import RolloutWorkflow
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.trainer.batch.untrainable import count_untrainable_tokens
 from areal_hpc.wire.http import AsyncWireClient
@@ -69,7 +67,7 @@ def test_rows_are_what_the_clients_exported(
 ) -> None:
     batches: list[int] = []
     if is_bound_to_top_p:  # masks are large: as if each call took all that a request holds
-        monkeypatch.setattr(rollout_workflow, "MAX_RECORD_BATCH_BYTES", 1)
+        monkeypatch.setattr("areal_hpc.rollout.agent.MAX_RECORD_BATCH_BYTES", 1)
         call = AsyncWireClient.call
 
         async def call_and_count(

@@ -15,7 +15,6 @@ from areal_hpc.errors import RecipeError
 from areal_hpc.rollout.execution.agent_pickle import (
     get_import_path,
     load_agent_pickle,
-    make_function_picklable,
     save_agent_as_module,
 )
 from areal_hpc.rollout.execution.process_pool import ProcessPool
@@ -140,7 +139,7 @@ def test_a_function_without_a_name_is_called_in_a_process() -> None:
     async def call() -> int:
         pool = ProcessPool(1)
         try:
-            return int(await pool.call(make_function_picklable(lambda x: x + offset), 3))
+            return int(await pool.call(lambda x: x + offset, 3))
         finally:
             pool.close_idle_workers()
 

@@ -132,34 +132,6 @@ def test_setbacks_without_end_are_an_error_that_names_the_key(kind: DropKind, sa
     assert all(part in trouble for part in (said, "rollout.", "all 0.0"))
 
 
-@given(
-    st.lists(st.sampled_from(["fresh", "old", "look", "batch", "generation"]), max_size=40),
-    st.sampled_from(["drop", "requeue"]),
-)
-def test_one_look_finds_what_looking_always_does(
-    events: list[str], policy: StaleGroupPolicy
-) -> None:
-    tickets, ages = tickets_of(policy, bound=2), StalenessCheck()
-    generation, forks = 1, [GenerationFork(1, 0)]
-    for event in events:
-        if event in ("fresh", "old"):
-            step = tickets.n_formed_batches if event == "fresh" else 0
-            for ref in tickets.lease_tickets("a", 1, 0.0):
-                tickets.settle(settled(ref, WeightVersion(generation, step)))
-        elif event == "generation":
-            generation += 1
-            forks.append(GenerationFork(generation, max(0, tickets.version_step - 1)))
-        found = too_old(tickets, generation, forks)
-        if event in ("look", "batch"):
-            assert ages.find_stale_tickets_to_drop(tickets, generation, forks) == found
-            for drop in found:
-                tickets.drop_or_requeue_settled_ticket(drop)
-        if event == "batch" and (manifest := build_next_batch_manifest(tickets, generation, forks)):
-            assert manifest.counts.stale_trained == 0
-            tickets.record_batch(manifest)
-            tickets.set_version_step(manifest.step)
-
-
 @given(st.permutations(range(12)), st.lists(st.integers(0, 11), max_size=4))
 def test_the_same_arrivals_give_the_same_batches(order: list[int], failures: list[int]) -> None:
     """Whatever the ledger: one that lived through it, or one that reads the index of one writer."""

@@ -55,22 +55,6 @@ def test_a_batch_has_each_task_once_unless_too_few_have_weight(tmp_path: Path) -
     assert {few.get_or_draw_task(ticket) for ticket in range(12)} == {1, 3}
 
 
-@pytest.mark.parametrize(
-    ("weights", "drawn"),
-    [
-        ([1e308] * 6, range(6)),
-        ([5e-324] * 6, range(6)),
-        ([1e200, 1e200, 1e-200, 1e-200, 1e-200, 1e-200], range(2)),
-    ],
-    ids=["large", "small", "far apart"],
-)
-def test_weights_of_any_size_are_drawn_from(
-    tmp_path: Path, weights: list[float], drawn: range
-) -> None:
-    tasks = curriculum(tmp_path, weigh=lambda known: weights, batch_size=6)
-    assert {tasks.get_or_draw_task(ticket) for ticket in range(6)} == set(drawn)
-
-
 @given(order=st.permutations(range(9)), repeats=st.lists(st.integers(0, 8), max_size=5))
 def test_what_is_known_depends_on_no_order(
     tmp_path_factory: pytest.TempPathFactory, order: list[int], repeats: list[int]

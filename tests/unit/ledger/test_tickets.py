@@ -8,7 +8,7 @@ from areal_hpc.ledger.batch_formation import build_next_batch_manifest
 from areal_hpc.ledger.tickets import TicketTable
 from areal_hpc.rundir.manifests import DroppedTicket
 from areal_hpc.wire.ledger import BatchManifest, TicketRef
-from tests.unit.ledger.ticket_world import fill_batch, form_batch, rebuilt, settled
+from tests.unit.ledger.ticket_world import form_batch, rebuilt, settled
 
 
 def policy(
@@ -66,18 +66,6 @@ def test_a_grant_whose_reply_was_lost_is_issued_again_at_once() -> None:
     assert tickets.get_state(kept.ticket_id) == "leased"
 
 
-def test_a_trainer_that_goes_back_finds_its_batches_unconsumed_again() -> None:
-    tickets = TicketTable(policy(offpolicyness=1))
-    for step in (1, 2, 3):
-        fill_batch(tickets)
-        tickets.set_version_step(step)
-    tickets.set_version_step(1)
-    assert tickets.n_in_unpublished_batches == 4
-    assert tickets.lease_tickets("a", 9, 0.0) == []
-    tickets.set_version_step(3)
-    assert tickets.count_leasable() == 4
-
-
 AHEAD = policy(offpolicyness=4)
 
 
@@ -103,14 +91,6 @@ def test_a_settle_that_the_dead_ledger_missed_is_believed() -> None:
     assert [tickets.get_state(i) for i in range(5)] == [*["waiting"] * 3, "settled", "unissued"]
 
 
-def test_a_ticket_that_was_never_issued_is_not_believed() -> None:
-    tickets = TicketTable(policy())
-    assert not tickets.settle(settled(TicketRef(3, 1)))
-    tickets.reconcile_cell_report("a", [TicketRef(4, 1), TicketRef(-1, 1)], [TicketRef(5, 1)], 0.0)
-    assert tickets.n_leased == tickets.n_awaiting_seal == 0
-    assert [tickets.get_state(i) for i in range(6)] == ["unissued"] * 6
-
-
 @pytest.mark.parametrize(
     ("steps_and_tickets", "said"),
     [
@@ -124,17 +104,3 @@ def test_gaps_are_refused(steps_and_tickets: list[tuple[int, int]], said: str) -
     batches = [BatchManifest(at, 1, [settled(TicketRef(i, 1))]) for at, i in steps_and_tickets]
     with pytest.raises(ClusterError, match=said):
         rebuilt(AHEAD, manifests=batches)
-
-
-def test_trouble_is_told_after_two_batches_of_failures_and_forgotten_after_a_success() -> None:
-    tickets = TicketTable(policy())
-    for _ in range(2):
-        assert tickets.drop_stats.find_problem() == ""
-        for ref in tickets.lease_tickets("a", 2, 0.0):
-            tickets.drop(DroppedTicket(ref, f"ticket {ref.ticket_id}: KeyError 'answer'"))
-        for ref in tickets.lease_tickets("a", 2, 0.0):
-            tickets.drop(DroppedTicket(ref, "no process left"), is_node_short=True)
-    assert "ticket 5: KeyError 'answer'" in tickets.drop_stats.find_problem()
-    (ref,) = tickets.lease_tickets("a", 1, 0.0)
-    tickets.settle(settled(ref))
-    assert tickets.drop_stats.find_problem() == ""

@@ -1,6 +1,5 @@
 """What an agent's error says of the node, to the driver and to workers without its code."""
 
-import asyncio
 import errno
 import importlib.util
 import json
@@ -13,15 +12,14 @@ import pytest
 
 import areal_hpc
 from areal_hpc.errors import AgentError, NodeResourceShortageError
-from areal_hpc.rollout.agent_errors import (
-    NO_THREAD_TEXT,
+from areal_hpc.rollout.execution import agent_worker
+from areal_hpc.rollout.execution.agent_errors import (
     build_agent_error,
     describe_errno_shortage,
     find_node_shortage,
     format_deepest_user_line,
 )
-from areal_hpc.rollout.execution import agent_worker
-from areal_hpc.rollout.execution.answers import decode_returned_or_raise
+from areal_hpc.rollout.execution.process_pool import decode_returned_or_raise
 from areal_hpc.rollout.execution.subprocess_agent import list_user_import_folders
 from areal_hpc.sandbox.isolated_worker import WORKER_LOOP_FILE
 
@@ -55,7 +53,7 @@ REFUSED = ConnectionRefusedError(errno.ECONNREFUSED, "refused")
     [
         (chain(ValueError("no tool"), OSError(errno.EMFILE, "no descriptor")), True),
         (chain(REFUSED, OSError(errno.EMFILE, "no descriptor")), True),
-        (chain(ValueError("no tool"), RuntimeError(NO_THREAD_TEXT)), True),
+        (chain(ValueError("no tool"), RuntimeError(agent_worker.NO_THREAD_TEXT)), True),
         (RuntimeError("another"), False),
         (ExceptionGroup("two", [OSError(errno.EMFILE, "no descriptor"), KeyError("x")]), True),
         (make_own_cause(ValueError("no tool")), False),
@@ -110,28 +108,6 @@ def test_an_exception_is_told_with_all_lines_of_its_message(error: Exception, sa
     assert agent_worker.describe_error(error) == said.partition(" (")[0]
     assert find_node_shortage(error) is None
     assert agent_worker.list_errnos(error) == []
-
-
-async def raise_in_task_group() -> None:
-    async def call_tool() -> None:
-        raise LookupError("no tool")
-
-    async with asyncio.TaskGroup() as both:
-        both.create_task(call_tool())
-
-
-def test_of_a_group_of_exceptions_the_first_is_told() -> None:
-    with pytest.raises(ExceptionGroup) as caught:
-        asyncio.run(raise_in_task_group())
-    error = build_agent_error(caught.value, caught.value.__traceback__)
-    assert error.problems[0].message == "the agent raised LookupError: no tool"
-    assert (error.kind, Path(error.problems[0].key).name.partition(":")[0]) == (
-        "LookupError",
-        Path(__file__).name,
-    )
-    assert "in call_tool" in error.trace
-    told = agent_worker.encode_raised_error(caught.value)
-    assert (told["problems"][0][0], told["kind"]) == (error.problems[0].message, "LookupError")
 
 
 def test_a_folder_whose_name_begins_like_ours_is_the_users(

@@ -28,18 +28,6 @@ def test_a_look_at_the_lock_keeps_no_launcher_from_it(tmp_path: Path) -> None:
     assert not is_lock_held(lock)
 
 
-def test_a_second_launcher_is_refused(tmp_path: Path) -> None:
-    lock = tmp_path / "lock"
-    with (
-        hold_lock_or_raise(lock),
-        pytest.raises(ClusterError, match="another process is running"),
-        hold_lock_or_raise(lock),
-    ):
-        pass
-    with hold_lock_or_raise(lock):
-        pass
-
-
 def test_a_claim_keeps_launchers_on_other_hosts_and_caretakers_out(tmp_path: Path) -> None:
     path = tmp_path / "submission.claim"
     with claim_submission_or_raise(path):

@@ -10,18 +10,18 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.rundir.telemetry import process_metrics
-from areal_hpc.rundir.telemetry.process_metrics import (
+from areal_hpc.rundir.telemetry import prometheus
+from areal_hpc.rundir.telemetry.prometheus import (
     PrometheusSample,
     build_samples,
     register_sample_reader,
+    serve_process_metrics,
 )
-from areal_hpc.rundir.telemetry.prometheus import serve_process_metrics
 
 
 @pytest.fixture(autouse=True)
 def _readers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_metrics, "_readers", [])
+    monkeypatch.setattr(prometheus, "_readers", [])
 
 
 def scrape(paths: RunPaths) -> dict[str, tuple[str, float]]:

@@ -79,22 +79,6 @@ def test_a_sampling_mask_that_does_not_fit_is_refused(
         seal_in(paths, [row])
 
 
-def test_more_rows_than_one_system_call_takes_are_written(paths: RunPaths) -> None:
-    rows = [trajectory(number, tokens=3) for number in range(2500)]
-    (last,) = reader_of(paths, rows).read_rows([2499])
-    assert fields(last) == fields(rows[-1])
-
-
-def test_rows_are_aligned_and_outlive_reader_and_file(paths: RunPaths) -> None:
-    reader = reader_of(paths, [trajectory(number, tokens=7) for number in range(3)])
-    (row,) = reader.read_rows([1])
-    os.truncate(reader.path, 0)
-    reader.path.unlink()
-    for array in (row.input_ids_T, row.logprobs_T, row.versions_T):
-        assert array.flags.aligned
-    assert fields(row) == fields(trajectory(1, tokens=7))
-
-
 def test_a_shard_that_shrinks_under_its_reader_is_an_error(paths: RunPaths) -> None:
     reader = reader_of(paths, [trajectory(number, tokens=5000) for number in range(4)])
     os.truncate(reader.path, reader.path.stat().st_size // 2)

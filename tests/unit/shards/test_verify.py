@@ -1,4 +1,3 @@
-import shutil
 from pathlib import Path
 
 import pytest
@@ -52,27 +51,6 @@ def test_a_flipped_byte_anywhere_is_found(paths: RunPaths, fraction: float, flip
     path.write_bytes(content)
     assert list(found) == [path.name]
     assert "bytes have changed" in found[path.name]
-
-
-def test_a_shard_that_is_missing_or_cannot_be_read_is_named(paths: RunPaths) -> None:
-    path = paths.shards_dir / "cell-1-000000.h5"
-    path.unlink()
-    assert complaints(paths) == {path.name: "the file is missing"}
-    path.symlink_to("/proc/self/mem")  # a file whose reads fail
-    assert complaints(paths) == {
-        path.name: "cannot be read: expected a regular file, got a symbolic link"
-    }
-
-
-def test_a_shard_of_another_size_is_named_and_so_is_another_shard(paths: RunPaths) -> None:
-    path = paths.shards_dir / "cell-0-000000.h5"
-    content = path.read_bytes()
-    for changed in (content[:-1], content + b"\0"):
-        path.write_bytes(changed)
-        said = f"size: expected {len(content)} bytes, got {len(changed)}"
-        assert complaints(paths) == {path.name: said}
-    shutil.copy(paths.shards_dir / "cell-0-000001.h5", path)
-    assert list(complaints(paths)) == [path.name]
 
 
 def test_an_index_line_that_contradicts_its_shard_is_found(paths: RunPaths) -> None:

@@ -12,7 +12,7 @@ from areal_hpc.cli.main import main
 from areal_hpc.errors import AgentError, escape_controls
 from areal_hpc.jobs.processes.process_setup import EscapingFormatter
 from areal_hpc.metrics.alerts import Alert
-from areal_hpc.rollout.agent_errors import build_agent_error
+from areal_hpc.rollout.execution.agent_errors import build_agent_error
 from areal_hpc.rundir.manifests import DroppedTicket, append_drop
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.events import EventLog

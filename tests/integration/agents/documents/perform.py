@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 import areal_hpc.areal.import_hook  # noqa: F401  the blocks import `areal`
-from areal_hpc.rollout.agent import load_agent
+from areal_hpc.rollout.agent import RolloutWorkflow, load_agent
 from areal_hpc.rollout.execution.agent_pickle import save_agent_as_module
 from areal_hpc.rollout.execution.subprocess_agent import SubprocessAgent
-from areal_hpc.rollout.rollout_workflow import RolloutWorkflow
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.wire.ledger import TicketRef
 from areal_hpc.wire.proxy import ExportSettings, SamplingDefaults, StartSessionRequest

@@ -19,6 +19,7 @@ from areal_hpc.errors import (
     escape_surrogates,
 )
 from areal_hpc.jobs.processes.line_process import SHORTAGE_HINT
+from areal_hpc.rollout.execution.agent_worker import list_causes, list_errnos
 
 MAX_TRACEBACK_CHARS = 1500
 MAX_MESSAGE_CHARS = 500
@@ -26,8 +27,6 @@ MAX_SHOWN_COLUMNS = 10
 SHORTAGE_ERRNOS = frozenset((errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC))
 """The node, or the job, has no process, memory, descriptor or space left now. No `MemoryError`: an
 agent that computes what a model asks for meets that on any node."""
-NO_THREAD_TEXT = "can't start new thread"
-"""What Python says, in a `RuntimeError`, where no process is left for a thread."""
 _PACKAGE_DIR = str(Path(areal_hpc.__file__).parent) + os.sep
 _STDLIB_DIR = sysconfig.get_path("stdlib") + os.sep
 _INSTALLED_DIRS = {"site-packages", "dist-packages"}
@@ -64,14 +63,14 @@ def build_agent_error(error: BaseException, trace: TracebackType | None) -> Agen
 
 def find_node_shortage(error: BaseException) -> NodeResourceShortageError | None:
     """What the node lacked, if that is why an agent raised an error; None if it is not."""
-    for cause in _list_causes(error):
+    for cause in list_causes(error):
         if isinstance(cause, NodeResourceShortageError):
             return cause
-        if lacking := _describe_shortage(cause):
-            return NodeResourceShortageError(
-                f"{lacking} while the agent ran: {escape_surrogates(_describe_exception(error))}",
-                hint=SHORTAGE_HINT,
-            )
+    if lacking := describe_errno_shortage(list_errnos(error)):
+        return NodeResourceShortageError(
+            f"{lacking} while the agent ran: {escape_surrogates(_describe_exception(error))}",
+            hint=SHORTAGE_HINT,
+        )
     return None
 
 
@@ -79,34 +78,11 @@ def describe_errno_shortage(errnos: Iterable[int]) -> str:
     return next((os.strerror(one) for one in errnos if one in SHORTAGE_ERRNOS), "")
 
 
-def _list_causes(error: BaseException) -> list[BaseException]:
-    """An exception and its causes, each once: `raise error from error` makes it its own.
-
-    A group is caused by the first exception in it.
-    """
-    found = [error]
-    while (cause := _get_cause(found[-1])) is not None and cause not in found:
-        found.append(cause)
-    return found
-
-
-def _get_cause(error: BaseException) -> BaseException | None:
-    return error.exceptions[0] if isinstance(error, BaseExceptionGroup) else error.__cause__
-
-
-def _describe_shortage(error: BaseException) -> str:
-    if isinstance(error, OSError) and error.errno is not None:
-        return describe_errno_shortage([error.errno])
-    if isinstance(error, RuntimeError) and NO_THREAD_TEXT in describe_exception(error):
-        return os.strerror(errno.EAGAIN)
-    return ""
-
-
 def _describe_exception(error: BaseException) -> str:
     body = getattr(error, "body", None)
     if isinstance(body, dict) and isinstance(body.get("message"), str):
         return f"{type(error).__name__}: {body['message']}"[:MAX_MESSAGE_CHARS]
-    said, first = describe_exception(error), _list_causes(error)[-1]
+    said, first = describe_exception(error), list_causes(error)[-1]
     _, _, reason = describe_exception(first).partition(": ")
     if first is not error and reason and reason not in said:
         said = f"{said} ({reason})"

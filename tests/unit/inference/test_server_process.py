@@ -1,0 +1,158 @@
+"""What a server of SGLang is given, what it leaves, and its log on storage that takes it late."""
+
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from areal_hpc.inference.server import sglang_server
+from areal_hpc.inference.server.node_files import build_cache_variables, make_cache_dir
+from areal_hpc.inference.server.sglang_main import (
+    KEYS_FILE_VARIABLE,
+    consume_keys_file_as_arguments,
+    write_keys_file,
+)
+from areal_hpc.inference.server.sglang_server import ServerLogPipe, make_scratch_dir
+from tests.support.deadlines import scaled
+from tests.support.environments import CHECKOUT, python_of
+
+TIMEOUT_S = scaled(30.0)
+MAX_SOCKET_PATH_CHARS = 107
+
+
+def speak(log: ServerLogPipe, size_bytes: int) -> None:
+    """A server says so much, and ends."""
+    says = f"import sys; sys.stdout.write('x' * {size_bytes} + 'last words')"
+    speaker = subprocess.Popen([sys.executable, "-c", says], stdout=log.write_end)
+    log.start_copying()
+    assert speaker.wait(TIMEOUT_S) == 0
+
+
+@pytest.mark.parametrize("pieces", [1024, 8], ids=["all is held", "more than is held"])
+def test_a_server_does_not_wait_for_the_storage_of_its_log(
+    pieces: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pipe takes 64 KiB and then nothing until it is read."""
+    monkeypatch.setattr(sglang_server, "_MAX_HELD_PIECES", pieces)
+    path = tmp_path / "server.log"
+    os.mkfifo(path)
+    reading = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    speak(ServerLogPipe(path), 1 << 22)
+    os.set_blocking(reading, True)
+    written = b"".join(iter(lambda: os.read(reading, 1 << 16), b""))
+    os.close(reading)
+    if pieces > 8:
+        assert written == b"x" * (1 << 22) + b"last words"
+    else:
+        assert len(written) < 1 << 20
+        assert b"bytes left out: the storage took none)" in written
+
+
+def test_last_words_are_in_the_file_behind_those_of_an_earlier_server(tmp_path: Path) -> None:
+    path = tmp_path / "logs" / "server.log"
+    for words in (b"xlast words", b"xlast wordsxlast words"):
+        log = ServerLogPipe(path)
+        speak(log, 1)
+        log.wait_until_written(TIMEOUT_S)
+        assert path.read_bytes() == words
+
+
+def test_keys_are_hidden_also_in_a_call_whose_arguments_do_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_keys_file(tmp_path, "abc", "xyz")
+    monkeypatch.setenv(KEYS_FILE_VARIABLE, str(path))
+    factory = logging.getLogRecordFactory()
+    try:
+        assert consume_keys_file_as_arguments() == ["--api-key=abc", "--admin-api-key=xyz"]
+        assert not path.exists()
+        log = logging.getLogger("server")
+        log.warning("keys: %s", "abc")
+        log.warning("deprecated", FutureWarning, "xyz")  # as transformers does
+    finally:
+        logging.setLogRecordFactory(factory)
+    first, second = (record.getMessage() for record in caplog.records)
+    assert first == "keys: (hidden)"
+    assert second == "deprecated (<class 'FutureWarning'>, '(hidden)')"
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, ("/node/x", "/node/x/jit", "/node/x/inductor")),
+        ({"SGLANG_CACHE_DIR": "/site"}, ("/site", "/site/jit", "/site/inductor")),
+        ({"TORCHINDUCTOR_CACHE_DIR": "/mine"}, ("/node/x", "/node/x/jit", "/mine")),
+    ],
+)
+def test_what_the_site_has_set_of_compiler_caches_stays(
+    environ: dict[str, str], expected: tuple[str, ...]
+) -> None:
+    assert tuple(build_cache_variables(environ, Path("/node/x")).values()) == expected
+
+
+def test_the_folder_of_compiler_caches_is_kept_and_must_be_private(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    fallback = tmp_path / "fallback"
+    folder = make_cache_dir(fallback)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert make_cache_dir(fallback) == folder != fallback
+    folder.chmod(0o777)
+    assert make_cache_dir(fallback) == fallback
+    folder.rmdir()
+    folder.symlink_to(tmp_path)
+    assert make_cache_dir(fallback) == fallback
+
+
+@pytest.mark.parametrize("chars", [79, 80, 150])
+def test_sockets_fit_however_long_the_folder_of_temporary_files_is(
+    chars: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = Path(tempfile.mkdtemp(dir="/tmp"))
+    place = base / ("x" * (chars - len(str(base)) - 1))
+    place.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(place))
+    made = make_scratch_dir()
+    try:
+        assert len(made + "/tmp12345678") <= MAX_SOCKET_PATH_CHARS  # as SGLang names one
+        assert (Path(made).parent == place) == (chars <= 79)
+    finally:
+        shutil.rmtree(made)
+        shutil.rmtree(base)
+
+
+def test_ports_differ_and_are_given_to_no_outgoing_connection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outgoing = tmp_path / "ip_local_port_range"
+    monkeypatch.setattr(sglang_server, "_LOCAL_PORT_RANGE_FILE", outgoing)
+    outgoing.write_text("20000\t60999\n")
+    found = [sglang_server.choose_server_ports() for _ in range(50)]
+    assert all(ports.http != ports.rendezvous for ports in found)
+    assert len({ports.http for ports in found}) > 25, "cells that start together choose alike"
+    assert max(max(ports.http, ports.rendezvous) for ports in found) < 20000
+    outgoing.write_text("1024\t65535\n")  # all may be outgoing: any free one will do
+    ports = sglang_server.choose_server_ports()
+    assert 0 < ports.http != ports.rendezvous > 0
+
+
+LOOKS = """
+import os, socket
+from areal_hpc.inference.server.sglang_server import _is_listening
+with socket.create_server(("127.0.0.1", 0)) as listener:
+    port = listener.getsockname()[1]
+    print(_is_listening(os.getpid(), port), _is_listening(os.getpid(), 1))
+"""
+
+
+@pytest.mark.parametrize("environment", ["main", "camel"])
+def test_a_server_is_seen_to_listen_from_every_environment(environment: str) -> None:
+    looked = (python_of(environment), "-W", "error", "-c", LOOKS)
+    found = subprocess.run(looked, cwd=CHECKOUT, capture_output=True, text=True, timeout=120)
+    assert found.stdout.split() == ["True", "False"], found.stderr
