@@ -50,10 +50,11 @@ def _build_task_set_configs(split: str, path_or_hub_name: str) -> Iterator[TaskS
     if not path.is_dir():
         yield TaskSetConfig.model_validate(source)
         return
-    found = sorted(path.glob(source["files"]))
+    pattern = source["hub"].removeprefix(f"{path_or_hub_name}/")
+    found = sorted(path.glob(pattern))
     if not found:
         raise RecipeError(
-            f"{path} holds neither {lines.name} nor {source['files']}",
+            f"{path} holds neither {lines.name} nor {pattern}",
             key=f"{TRAIN_DATASET_KEY}.path",
         )
     for file in found:

@@ -22,6 +22,7 @@ from areal_hpc.client.in_process_engine import (
 )
 from areal_hpc.client.recorded_interaction import RecordedInteraction
 from areal_hpc.proxy.completion.service import CompletionService
+from areal_hpc.proxy.config import ProxyLimits
 from areal_hpc.proxy.engine.model_call import ServedModel
 from areal_hpc.proxy.http.app import ProxyApp, Receive, Scope
 from areal_hpc.proxy.http.driver_api import DriverApi
@@ -29,7 +30,6 @@ from areal_hpc.proxy.http.event_stream import Send
 from areal_hpc.proxy.sessions.events import SessionOpened
 from areal_hpc.proxy.sessions.recorder import MemoryRecorder
 from areal_hpc.proxy.sessions.store import compute_key_digest, generate_key
-from areal_hpc.recipe.sections.proxy_and_shards import ProxyConfig
 from areal_hpc.session.credit import (
     CreditRule,
     compute_credited_rewards,
@@ -89,7 +89,6 @@ class ArealOpenAI(AsyncOpenAI):
             context_tokens,
             tool_call_parser,
             reasoning_parser,
-            dropped_tool_type_patterns=ProxyConfig().dropped_tools,
         )
         key = generate_key()
         # Ids are not bounded: a model may sample one of its embedding that its tokenizer lacks.
@@ -250,7 +249,7 @@ def _make_asgi_transport(
         nonlocal app
         if app is None:
             router, upstream = SingleServerRouter(engine), engine.get_client()
-            limits = ProxyConfig(
+            limits = ProxyLimits(
                 request_timeout_s=request_timeout_s,
                 max_sessions=1,
                 max_request_bytes=MAX_REQUEST_BYTES,

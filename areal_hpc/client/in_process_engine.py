@@ -110,7 +110,7 @@ def load_tokenizer(tokenizer: Any) -> tuple[ChatTemplate, TokenEncoder]:
     if isinstance(tokenizer, str | Path):
         folder = Path(tokenizer)
         if not folder.exists() and re.fullmatch(REPO_PATTERN, str(tokenizer)):
-            folder = find_snapshot(str(tokenizer), "model", None, "tokenizer")
+            folder = find_snapshot(str(tokenizer), "model", "tokenizer")
         return ChatTemplate.from_model_dir(folder), TokenEncoder.from_model_dir(folder)
     found = _SESSION_TOKENIZER_CACHE.get(tokenizer)
     if found is None:

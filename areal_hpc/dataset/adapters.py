@@ -1,12 +1,12 @@
 """Adapters from public data sets (GSM8K, MATH, AIME, MBPP, ...) to tasks.
 
-Each function takes a row as its data set publishes it. Every task has `messages`, and the keys that
-its reward function asks for: `answer` (`math_reward`), `target` and `numbers` (`countdown_reward`),
-`tests` (`code_reward`).
+Each `convert_` function takes a row as its data set publishes it. Every task has `messages`, and
+the keys that its reward function asks for: `answer` (`math_reward`), `target` and `numbers`
+(`countdown_reward`), `tests` (`code_reward`).
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from areal_hpc.reward.answer_extraction import extract_boxed
@@ -16,6 +16,19 @@ Task = dict[str, Any]
 BOXED_INSTRUCTION = "Reason step by step, and put the final answer within \\boxed{}."
 CODE_BLOCK_INSTRUCTION = "Reply with one program in a ```python block."
 ANSWER_TAG_INSTRUCTION = "Put the expression, without an equals sign, within <answer></answer>."
+
+
+def make_reasoning_tasks(name: str, size: int, seed: int, **options: Any) -> Iterator[Task]:
+    """A generator of tasks: `size` of the reasoning-gym set `name`, with the set's own options."""
+    import reasoning_gym
+
+    for item in reasoning_gym.create_dataset(name, size=size, seed=seed, **options):
+        yield {
+            "messages": [{"role": "user", "content": item["question"]}],
+            "question": item["question"],
+            "answer": item["answer"],
+            "metadata": item["metadata"],
+        }
 
 
 def convert_gsm8k(row: Mapping[str, Any]) -> Task:

@@ -1,4 +1,4 @@
-"""Rows of a task source: files, hub cache, generator, reasoning-gym, task folders."""
+"""Rows of a task source: files, hub cache, generator, task folders."""
 
 import inspect
 import json
@@ -8,7 +8,7 @@ from typing import Any
 
 from areal_hpc.dataset.harbor.task_folder import read_task_folders
 from areal_hpc.errors import RecipeError
-from areal_hpc.recipe.hub_cache import find_snapshot
+from areal_hpc.recipe.hub_cache import find_snapshot, parse_hub_files
 from areal_hpc.recipe.sections.dataset import TaskSetConfig
 from areal_hpc.recipe.user_functions import describe_user_error, load_user_function
 
@@ -50,14 +50,15 @@ def list_source_paths(config: TaskSetConfig, key: str) -> list[Path]:
                 hint="give the path of a file, relative to where you start the run",
             )
         return [config.path]
-    if config.hub is None or config.files is None:
+    if config.hub is None:
         return []
-    folder = find_snapshot(config.hub, "dataset", config.revision, f"{key}.hub")
-    found = sorted(path for path in folder.glob(config.files) if path.is_file())
+    repo, pattern = parse_hub_files(config.hub)
+    folder = find_snapshot(repo, "dataset", f"{key}.hub")
+    found = sorted(path for path in folder.glob(pattern) if path.is_file())
     if not found:
         raise RecipeError(
-            f"no file of {config.hub} matches {config.files!r} in {folder}",
-            key=f"{key}.files",
+            f"no file of {repo} matches {pattern!r} in {folder}",
+            key=f"{key}.hub",
             hint="areal-hpc prefetch RECIPE, or name files that the repository has",
         )
     return found
@@ -69,10 +70,6 @@ def _iterate_source_rows(config: TaskSetConfig, key: str) -> Iterator[TaskRow]:
     elif config.generator is not None:
         yield from _generate_rows_by_user_function(
             config.generator, config.kwargs, f"{key}.generator"
-        )
-    elif config.reasoning_gym is not None:
-        yield from _generate_reasoning_tasks(
-            config.reasoning_gym, config.kwargs, f"{key}.reasoning_gym"
         )
     else:
         where = f"{key}.path" if config.path is not None else f"{key}.hub"
@@ -102,34 +99,6 @@ def _generate_rows_by_user_function(
             f"{function_path} raised {describe_user_error(error)}",
             key=key,
             hint="fix the function; it was called with the arguments of kwargs",
-        ) from error
-
-
-def _generate_reasoning_tasks(
-    generator_name: str, kwargs: dict[str, Any], key: str
-) -> Iterator[TaskRow]:
-    try:
-        import reasoning_gym
-    except ImportError as error:
-        raise RecipeError(
-            f"reasoning-gym cannot be imported ({error})",
-            key=key,
-            hint='pip install "areal-hpc[main]" in this environment',
-        ) from error
-    try:
-        for item in reasoning_gym.create_dataset(generator_name, **kwargs):
-            yield {
-                "messages": [{"role": "user", "content": item["question"]}],
-                "question": item["question"],
-                "answer": item["answer"],
-                "metadata": item["metadata"],
-            }
-    except Exception as error:  # boundary: a task's generator may raise anything
-        raise RecipeError(
-            f"reasoning-gym's {generator_name} fails with arguments {kwargs} "
-            f"({type(error).__name__}: {error})",
-            key=key,
-            hint="reasoning_gym.factory.DATASETS lists the names; kwargs are those of the task",
         ) from error
 
 

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from areal_hpc.inference.config import WORKER_NODE_ENTRY, InferenceJobConfig
 from areal_hpc.ledger.config import LedgerEvaluationSet, LedgerJobConfig
 from areal_hpc.ledger.tasks.task_stream import TaskSource
-from areal_hpc.proxy.config import ProxyJobConfig
+from areal_hpc.proxy.config import ProxyJobConfig, ProxyLimits
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.recipe.sections.evaluation import EvaluationSet, resolve_keep_best
 from areal_hpc.rollout.config import DriverEvaluationSet, RolloutJobConfig
@@ -241,7 +241,7 @@ def plan_cell_job(
     proxy = ProxyJobConfig(
         run_dir=paths.root,
         cell=cell_name,
-        proxy=recipe.proxy,
+        proxy=ProxyLimits(**recipe.proxy.model_dump()),
         shards=recipe.shards,
         model_path=model,
         model_name=recipe.experiment_name,

@@ -14,7 +14,7 @@ from typing import Any
 
 from areal_hpc.dataset.harbor.image_build import build_task_images
 from areal_hpc.errors import Problem, RecipeError
-from areal_hpc.recipe.hub_cache import RepoKind
+from areal_hpc.recipe.hub_cache import RepoKind, parse_hub_files
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.atomic import write_atomic
 from areal_hpc.rundir.paths import RunPaths
@@ -28,9 +28,8 @@ class ModelOrDataset:
     key: str
     """Its place in the recipe."""
     name: str
-    """`owner/name` on the hub, or a path."""
+    """`owner/name[@revision]` on the hub, or a path."""
     kind: RepoKind
-    revision: str | None = None
     patterns: tuple[str, ...] = ()
     """Files of the repository; empty for a path, which cannot be fetched."""
 
@@ -39,15 +38,13 @@ def list_models_and_datasets(recipe: Recipe) -> list[ModelOrDataset]:
     model = recipe.model
     found = []
     if model.hub is not None:
-        found.append(
-            ModelOrDataset("model.hub", model.hub, "model", model.revision, MODEL_FILE_PATTERNS)
-        )
+        found.append(ModelOrDataset("model.hub", model.hub, "model", MODEL_FILE_PATTERNS))
     if model.path is not None:
         found.append(ModelOrDataset("model.path", str(model.path), "model"))
     for part, key in recipe.task_sets_with_keys:
-        if part.hub is not None and part.files is not None:
-            patterns = (part.files,)
-            found.append(ModelOrDataset(f"{key}.hub", part.hub, "dataset", part.revision, patterns))
+        if part.hub is not None:
+            repo, pattern = parse_hub_files(part.hub)
+            found.append(ModelOrDataset(f"{key}.hub", repo, "dataset", (pattern,)))
         if part.harbor is not None:
             found.append(ModelOrDataset(f"{key}.harbor", str(part.harbor), "dataset"))
         if part.path is not None:
@@ -79,7 +76,8 @@ def prefetch_files_and_build_images(
             continue
         entry = {"key": want.key, "name": want.name, "folder": str(folder), "files": files}
         if want.patterns:
-            entry |= {"revision": want.revision or "main", "commit": folder.name}
+            revision = want.name.partition("@")[2] or "main"
+            entry |= {"revision": revision, "commit": folder.name}
         record.append(entry)
         mib = sum(file["bytes"] for file in files) / 2**20
         where = f"at {folder.name[:12]}" if want.patterns else ""
@@ -105,12 +103,13 @@ def _download_if_missing(prefetch_item: ModelOrDataset) -> Path:
         LocalEntryNotFoundError,
     )
 
+    name, _, revision = prefetch_item.name.partition("@")
     try:
         return Path(
             snapshot_download(
-                prefetch_item.name,
+                name,
                 repo_type=prefetch_item.kind,
-                revision=prefetch_item.revision,
+                revision=revision or None,
                 allow_patterns=list(prefetch_item.patterns),
             )
         )
@@ -135,8 +134,6 @@ def _list_wanted_files(folder: Path, prefetch_item: ModelOrDataset) -> list[Path
     found = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
     if not found:
         key, hint = prefetch_item.key, "look at the files of the repository"
-        if prefetch_item.patterns:
-            key = key.removesuffix(".hub") + ".files"
         message = f"{prefetch_item.name} has no file that matches {', '.join(patterns)}"
         raise RecipeError(message, key=key, hint=hint)
     return sorted(found)

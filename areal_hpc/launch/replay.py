@@ -46,7 +46,6 @@ COMPUTE_KEYS = (
     "trainer.parallel",
     "trainer.recompute",
     "trainer.recompute_layers",
-    "trainer.recompute_modules",
 )
 """Keys that say how a step is computed and kept. They hold for every step of a replay."""
 LEARNING_KEYS = (

@@ -87,7 +87,7 @@ def write_run_inputs_and_keys(
         )
     if recipe.model.hub is not None and not paths.starting_model_dir.exists():
         paths.starting_model_dir.unlink(missing_ok=True)  # a link to a cache that has gone
-        cached = find_snapshot(recipe.model.hub, "model", recipe.model.revision, "model.hub")
+        cached = find_snapshot(recipe.model.hub, "model", "model.hub")
         paths.starting_model_dir.symlink_to(cached)
     ensure_admin_key(paths.admin_key)
     ensure_service_key(paths.service_key)
@@ -145,7 +145,7 @@ def report_or_refuse_recipe_changes(
     for key in changed:
         print_line(f"changed  {key}: {before.get(key)!r} -> {now.get(key)!r}")
     optimizer, steps_key = recipe.trainer.optimizer, "trainer.total_steps"
-    if steps_key in changed and optimizer.decay != "constant" and not optimizer.schedule_steps:
+    if steps_key in changed and optimizer.decay != "constant":
         checkpoint = find_latest_checkpoint(paths.checkpoints_dir)
         step = checkpoint.state.step if checkpoint else 0
         old, new = (
@@ -154,8 +154,7 @@ def report_or_refuse_recipe_changes(
         )
         print_line(
             f"note     the learning rate decays over {steps_key}: at step {step + 1} it is "
-            f"{new:.3g} in place of {old:.3g}; trainer.optimizer.schedule_steps="
-            f"{before[steps_key]} keeps it"
+            f"{new:.3g} in place of {old:.3g}"
         )
 
 

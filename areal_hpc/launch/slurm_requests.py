@@ -94,6 +94,7 @@ def build_slurm_launch_file(
     """Launch facts for the supervisors of a job under Slurm."""
     cluster, paths = recipe.cluster, prepared_run.paths
     network = cluster.slurm.network
+    sbatch_flags = cluster.slurm.get_options_of_job(spec.name).sbatch or {}
     before = prepared_run.remaining_stages[: prepared_run.remaining_stages.index(stage)]
     return LaunchFile(
         job=_add_caretaker(spec, stage, paths),
@@ -109,7 +110,7 @@ def build_slurm_launch_file(
             submissions=str(paths.submissions),
             script=str(paths.job(spec.name).script),
             excluded_nodes=str(paths.excluded_nodes),
-            excluded_by_recipe=cluster.slurm.get_options_of_job(spec.name).exclude or "",
+            excluded_by_recipe=str(sbatch_flags.get("exclude", "")),
             job_name=request.name,
             comment=request.comment,
             cancelled=str(paths.cancelled_marker),

@@ -6,6 +6,7 @@ train. Made with numpy alone: neither torch nor transformers is imported.
 
 import json
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,6 @@ import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-
-from areal_hpc.recipe.recipe import TinyModelConfig
 
 PAD_TOKEN, TURN_START_TOKEN, TURN_END_TOKEN = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIAL_TOKENS = (PAD_TOKEN, TURN_START_TOKEN, TURN_END_TOKEN)
@@ -65,6 +64,19 @@ CHAT_TEMPLATE = """\
 """ChatML with tools in the form that SGLang's `qwen25` parser reads."""
 
 
+@dataclass(frozen=True, slots=True)
+class TinySizes:
+    """Sizes of a Qwen3; `model.tiny` of a recipe sets some of them."""
+
+    layers: int = 2
+    hidden: int = 128
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 32
+    ffn: int = 384
+    vocab: int = 384
+
+
 def make_tiny_model(
     out: Path,
     texts: Iterable[str],
@@ -82,10 +94,10 @@ def make_tiny_model(
         max_position_embeddings: Longest sequence.
         seed: Of the initial weights.
         tie_embeddings: Use the embedding as output layer too.
-        **sizes: Of `TinyModelConfig`, where its defaults do not hold. The tokenizer may learn
+        **sizes: Of `TinySizes`, where its defaults do not hold. The tokenizer may learn
             `vocab` tokens, the 256 bytes and 3 special ones included.
     """
-    tiny = TinyModelConfig.model_validate(sizes)
+    tiny = TinySizes(**sizes)
     tokenizer = train_tokenizer(texts, tiny.vocab)
     ids = {
         "bos_token_id": tokenizer.token_to_id(PAD_TOKEN),
@@ -121,7 +133,7 @@ def make_tiny_model(
         (out / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
 
 
-def build_tiny_architecture_config(tiny_config: TinyModelConfig) -> dict[str, Any]:
+def build_tiny_architecture_config(tiny_config: TinySizes) -> dict[str, Any]:
     """The part of `config.json` that says what network it is."""
     return {
         "architectures": ["Qwen3ForCausalLM"],

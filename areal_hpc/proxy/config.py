@@ -1,9 +1,29 @@
 """Typed configuration of the proxy process."""
 
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
 
 from areal_hpc.jobs.config import ProcessConfig
 from areal_hpc.recipe.sections.proxy_and_shards import ProxyConfig, ShardConfig
+
+
+class ProxyLimits(ProxyConfig):
+    """What the proxy takes from its clients; a recipe sets the time limits alone."""
+
+    max_sessions: Annotated[int, Field(ge=1)] = 65536
+    """Sessions open at once; further ones are refused with status 429."""
+    max_concurrent_calls: Annotated[int, Field(ge=1)] = 8192
+    """Replies generated at once, two open files each; further calls get status 429, Retry-After."""
+    max_calls_per_session: Annotated[int, Field(ge=1)] = 256
+    """Model calls of one session answered at once; further ones are refused with status 429."""
+    max_session_bytes: Annotated[int, Field(ge=1024)] = 128 * 1024 * 1024
+    """Bytes that one session may record; its further calls are refused with status 400."""
+    max_messages: Annotated[int, Field(ge=1)] = 4096
+    """Messages in one request; longer conversations are refused with status 400."""
+    max_request_bytes: Annotated[int, Field(ge=1024)] = 32 * 1024 * 1024
+    """Larger requests are refused with status 413."""
 
 
 class ProxyJobConfig(ProcessConfig):
@@ -12,7 +32,7 @@ class ProxyJobConfig(ProcessConfig):
 
     cell: str
     """Also the writer name of its shards."""
-    proxy: ProxyConfig = ProxyConfig()
+    proxy: ProxyLimits = ProxyLimits()
     shards: ShardConfig = ShardConfig()
     model_path: Path
     """Model in Hugging Face format: its tokenizer, template and vocabulary size are used."""

@@ -15,6 +15,7 @@ from prometheus_client import disable_created_metrics
 
 from areal_hpc.jobs.processes.signals import StopRequest
 from areal_hpc.proxy.completion.service import CompletionService
+from areal_hpc.proxy.config import ProxyLimits
 from areal_hpc.proxy.engine.grammar_limits import GrammarChecks
 from areal_hpc.proxy.engine.model_call import ServedModel
 from areal_hpc.proxy.engine.router import ReplicaSource, Router
@@ -25,7 +26,6 @@ from areal_hpc.proxy.http.driver_api import DriverApi
 from areal_hpc.proxy.sessions.events import SessionDropped
 from areal_hpc.proxy.sessions.recorder import JournaledRecorder
 from areal_hpc.proxy.sessions.sealing import TicketSealer
-from areal_hpc.recipe.sections.proxy_and_shards import ProxyConfig
 from areal_hpc.recipe.user_functions import load_user_function
 from areal_hpc.wire.http_server import GuardedServer, get_connection_descriptor_limit
 
@@ -43,7 +43,7 @@ class ProxyService:
 
     def __init__(
         self,
-        limits: ProxyConfig,
+        limits: ProxyLimits,
         model: ServedModel,
         serve_python: str,
         admin_key: str,
@@ -55,7 +55,6 @@ class ProxyService:
         metrics_key: str = "",
         online: bool = False,
     ) -> None:
-        model = replace(model, dropped_tool_type_patterns=limits.dropped_tools)
         if limits.message_normalizer is not None:
             key = "proxy.message_normalizer"
             model = replace(model, normalize=load_user_function(limits.message_normalizer, key))

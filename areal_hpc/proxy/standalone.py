@@ -12,12 +12,12 @@ from pydantic import Field, field_validator
 from areal_hpc.errors import ClusterError
 from areal_hpc.jobs.processes.process_setup import raise_open_file_limit
 from areal_hpc.jobs.processes.signals import StopRequest
+from areal_hpc.proxy.config import ProxyLimits
 from areal_hpc.proxy.engine.model_call import ServedModel
 from areal_hpc.proxy.engine.router import StaticReplicaSource
 from areal_hpc.proxy.service import LISTEN_BACKLOG, ProxyService, run_in_uvloop_thread_until_done
 from areal_hpc.proxy.sessions.recorder import JournaledRecorder, MemoryRecorder
 from areal_hpc.recipe.base import BaseConfig
-from areal_hpc.recipe.sections.proxy_and_shards import ProxyConfig
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.privacy import UMASKS
 
@@ -43,7 +43,7 @@ class StandaloneProxyConfig(BaseConfig):
     """Maximum prompt plus reply, in tokens; null: the model's limit."""
     drain_timeout_s: int
     """Longest time for answering what is under way when a stop signal comes."""
-    proxy: ProxyConfig
+    proxy: ProxyLimits
 
     @field_validator("upstreams")
     @classmethod

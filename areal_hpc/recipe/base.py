@@ -2,9 +2,9 @@
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import NoneType, UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict
 from pydantic.fields import FieldInfo
@@ -38,6 +38,8 @@ class BaseConfig(BaseModel):
         validate_default=True,
         allow_inf_nan=False,
     )
+    key_hints: ClassVar[Mapping[str, str]] = {}
+    """Unknown keys that people write here, and what to write in their place."""
 
 
 def explain_validation_errors(
@@ -138,6 +140,8 @@ def _suggest_key(unknown_key: str, root: type[BaseConfig], location: tuple[int |
     section = _find_section(root, location)
     known = sorted(section.model_fields) if section else []
     prefix = "".join(f"{part}." for part in location)
+    if section and unknown_key in section.key_hints:
+        return section.key_hints[unknown_key]
     if unknown_key in REWARD_NAMES:
         return REWARD_HINT
     if near := difflib.get_close_matches(unknown_key, known, n=1):

@@ -49,9 +49,11 @@ def find_likely_mistakes(recipe: Recipe) -> Iterator[str]:
                 f"0, and all samples come out alike; set evaluation.sets.{one.name}.sampling"
             )
     for source, key in recipe.train_dataset.list_sources("train_dataset"):
-        if score := JUNK_SCORES.get(source.reasoning_gym or ""):
+        is_reasoning_gym = (source.generator or "").endswith(":make_reasoning_tasks")
+        name = str(source.kwargs.get("name"))
+        if is_reasoning_gym and (score := JUNK_SCORES.get(name)):
             yield (
-                f"{key}.reasoning_gym={source.reasoning_gym}: its own scorer pays {score} "
+                f"{key}.kwargs.name={name}: its own scorer pays {score} "
                 "for a reply that answers nothing, which the policy will find; give the tasks a "
                 "reward of your own"
             )
@@ -84,11 +86,10 @@ def find_likely_mistakes(recipe: Recipe) -> Iterator[str]:
             "scale_rewards=batch or none keeps it small"
         )
     optimizer = trainer.optimizer
-    steps = optimizer.schedule_steps or trainer.total_steps
-    if optimizer.warmup_steps >= steps:
+    if optimizer.warmup_steps >= trainer.total_steps:
         yield (
             f"trainer.optimizer.warmup_steps={optimizer.warmup_steps}: the learning rate "
-            f"never reaches its peak in {steps} steps"
+            f"never reaches its peak in {trainer.total_steps} steps"
         )
     if 0 < optimizer.lr * optimizer.weight_decay < SMALLEST_DECAY_OF_A_STEP:
         yield (

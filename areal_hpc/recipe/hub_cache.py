@@ -3,19 +3,45 @@
 The cache is `HF_HUB_CACHE`, else `$HF_HOME/hub`. It has to be on shared storage: jobs read it.
 """
 
+import re
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from areal_hpc.errors import RecipeError
 
 RepoKind: TypeAlias = Literal["model", "dataset"]
 
-REPO_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?$"
-"""Pattern of repository names, `owner/name`."""
+_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
+_REVISION = r"(@(?:refs/(?:convert|pr)/\w+|[^@/]+))?"
+REPO_PATTERN = rf"^{_NAME}(/{_NAME})?{_REVISION}$"
+"""Pattern of `owner/name`, or `owner/name@revision`: a branch, tag or whole commit hash."""
+_HUB_FILES_PATTERN = re.compile(rf"({_NAME}/{_NAME}{_REVISION})/(.+)")
 
 
-def find_snapshot(repo: str, kind: RepoKind, revision: str | None, key: str) -> Path:
-    """The folder of a revision (branch, tag or whole commit hash; main when None) in the cache.
+class HubFiles(NamedTuple):
+    """Files of a repository."""
+
+    repo: str
+    """`owner/name`, or `owner/name@revision`."""
+    pattern: str
+
+
+def parse_hub_files(text: str) -> HubFiles:
+    """Split `owner/name[@revision]/PATTERN`.
+
+    Raises:
+        ValueError: It is nothing of that form.
+    """
+    match = _HUB_FILES_PATTERN.fullmatch(text)
+    if match is None:
+        raise ValueError(
+            f"expected OWNER/NAME/FILES, such as openai/gsm8k/main/train-*.parquet, got {text}"
+        )
+    return HubFiles(match[1], match[3])
+
+
+def find_snapshot(repo: str, kind: RepoKind, key: str) -> Path:
+    """The folder in the cache of `owner/name[@revision]`; of its branch main without a revision.
 
     Raises:
         RecipeError: It is not there, or no name of the hub's; names the recipe's `key`.
@@ -24,15 +50,18 @@ def find_snapshot(repo: str, kind: RepoKind, revision: str | None, key: str) -> 
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
+    name, _, revision = repo.partition("@")
     try:
         return Path(
-            snapshot_download(repo, repo_type=kind, revision=revision, local_files_only=True)
+            snapshot_download(
+                name, repo_type=kind, revision=revision or None, local_files_only=True
+            )
         )
     except HFValidationError as error:
         raise RecipeError(str(error), key=key, hint="look the name up on the hub") from None
     except LocalEntryNotFoundError:
         raise RecipeError(
-            f"{kind} {repo} (revision {revision or 'main'}) is not in the Hugging Face cache "
+            f"{kind} {name} (revision {revision or 'main'}) is not in the Hugging Face cache "
             f"{constants.HF_HUB_CACHE}; runs do not download",
             key=key,
             hint="run `areal-hpc prefetch RECIPE` on a machine with network access",

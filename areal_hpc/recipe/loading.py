@@ -38,9 +38,7 @@ EXCLUSIVE_KEYS = {
 }
 """Sections of a recipe that say where something comes from, by keys of which one is given."""
 DEPENDENT_KEYS_BY_SOURCE = {
-    "hub": ("revision", "files"),
     "generator": ("kwargs",),
-    "reasoning_gym": ("kwargs",),
 }
 """Keys beside one of those that mean nothing without it."""
 

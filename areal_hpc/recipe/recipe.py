@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, model_validator
 
@@ -28,20 +28,8 @@ from areal_hpc.recipe.sections.weights import WeightsConfig
 
 
 class TinyModelConfig(BaseConfig):
-    """A small, randomly initialized Qwen3 made for the run."""
+    """A randomly initialized Qwen3 of 2 layers, of hidden size 128, made for the run."""
 
-    layers: Annotated[int, Field(ge=1)] = 2
-    """Transformer layers."""
-    hidden: Annotated[int, Field(ge=8)] = 128
-    """Hidden size."""
-    heads: Annotated[int, Field(ge=1)] = 4
-    """Query heads."""
-    kv_heads: Annotated[int, Field(ge=1)] = 2
-    """Key and value heads."""
-    head_dim: Annotated[int, Field(ge=8)] = 32
-    """Size of one head."""
-    ffn: Annotated[int, Field(ge=8)] = 384
-    """Width of the feed-forward layer."""
     vocab: Annotated[int, Field(ge=300)] = 384
     """Most tokens the tokenizer may learn."""
 
@@ -49,12 +37,12 @@ class TinyModelConfig(BaseConfig):
 class ModelConfig(BaseConfig):
     """The starting model: exactly one of `path`, `hub` and `tiny`."""
 
+    key_hints: ClassVar[Mapping[str, str]] = {"revision": "write hub: OWNER/NAME@REVISION"}
+
     path: Path | None = None
     """A Hugging Face model directory: config.json, safetensors, tokenizer files."""
     hub: Annotated[str | None, Field(pattern=REPO_PATTERN)] = None
-    """`owner/name` of a model on the Hugging Face hub, read from the local cache."""
-    revision: str | None = None
-    """Branch, tag or commit of `hub`; the branch main when null."""
+    """`owner/name` or `owner/name@revision` on the Hugging Face hub, read from the local cache."""
     tiny: TinyModelConfig | None = None
     """Make a tiny model whose tokenizer is trained on the demonstrations."""
 
@@ -62,8 +50,6 @@ class ModelConfig(BaseConfig):
     def _check_source_keys(self) -> ModelConfig:
         if [self.path, self.hub, self.tiny].count(None) != 2:
             raise ValueError("set exactly one of model.path, model.hub and model.tiny")
-        if self.revision and not self.hub:
-            raise ValueError("model.revision is one of model.hub: leave it out")
         return self
 
 

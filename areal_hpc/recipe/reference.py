@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 
 from areal_hpc.recipe.base import BaseConfig, get_key_separator, get_section_class
 from areal_hpc.recipe.recipe import Recipe
-from areal_hpc.recipe.sections.cluster import JobKindOptions, JobOptions
+from areal_hpc.recipe.sections.cluster import JobOptions
 
 TYPE_NAMES = {Any: "anything", Path: "path"}
 COMPARISON_SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
@@ -59,8 +59,10 @@ def _iterate_key_rows(model: type[BaseConfig], prefix: str) -> Iterator[str]:
         section = get_section_class(field.annotation)
         if section is not None:
             yield f"| **`{key}`** | | | {meanings[name]} |"
-            if section is JobKindOptions:
-                yield from _iterate_job_kind_rows(f"{key}.")
+            if section is JobOptions:
+                names = list(JobOptions.model_fields)
+                keys = f"Those of `cluster.slurm` from `{names[0]}` to `{names[-1]}`."
+                yield f"| `{key}.<name>.<option>` | as there | `null` | {keys} |"
             else:
                 yield from _iterate_key_rows(section, f"{key}{get_key_separator(field)}")
             continue
@@ -87,16 +89,6 @@ def _read_meanings(model: type[BaseConfig]) -> dict[str, str]:
                 ):
                     meanings[name] = inspect.cleandoc(meaning)
     return meanings
-
-
-def _iterate_job_kind_rows(prefix: str) -> Iterator[str]:
-    options, meanings = list(JobOptions.model_fields), _read_meanings(JobKindOptions)
-    for name in JobKindOptions.model_fields:
-        meaning = (
-            f"{meanings[name]} Its keys are those of `cluster.slurm` from `{options[0]}` to "
-            f"`{options[-1]}`, all null unless set."
-        )
-        yield f"| `{prefix}{name}.<option>` | as there | `null` | {meaning} |"
 
 
 def describe_type(annotation: Any, bounds: Iterable[Any] = ()) -> str:

@@ -47,7 +47,7 @@ def reasoning_gym_reward(
 ) -> float:
     r"""The score, 0.0 to 1.0, of the last `<answer>...</answer>` or `\boxed{...}`, else of all.
 
-    The task is as the source `reasoning_gym` gives it: `metadata`, `question` and `answer`. The
+    The task is as `make_reasoning_tasks` gives it: `metadata`, `question` and `answer`. The
     library computes it in a process that is isolated as `reward.isolation` says; an answer on which
     it fails, or takes longer than `SCORE_TIMEOUT_S`, is worth 0.
 
@@ -68,7 +68,7 @@ def reasoning_gym_reward(
     if not told.get("is_of_episode", True):
         raise RecipeError(
             f"reasoning-gym cannot score tasks of {asked['set']!r}: {told['error']}",
-            key="train_dataset.reasoning_gym",
+            key="train_dataset.kwargs.name",
             hint="reasoning_gym.factory.DATASETS lists the sets",
         )
     log.warning(
@@ -84,5 +84,5 @@ def _refuse_object(value: Any) -> int:
     raise RecipeError(
         f"a task of reasoning-gym holds a {type(value).__name__}, which is no literal",
         key="metadata",
-        hint="keep the task as the source reasoning_gym gives it",
+        hint="keep the task as make_reasoning_tasks gives it",
     )

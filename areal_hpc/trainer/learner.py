@@ -266,7 +266,7 @@ class Learner:
 
     def _raise_out_of_memory_as_recipe_error(self) -> AbstractContextManager[None]:
         critic = self._critic.network.arch if self._critic else None
-        return raise_out_of_memory_as_recipe_error(self.policy, self._config, "trainer", critic)
+        return raise_out_of_memory_as_recipe_error(self.policy, self._config, critic)
 
     def _score_batch(self, step: int, batch: Sequence[TrajectoryRow]) -> BatchScores:
         """Scores of the rows by the networks that the objective needs. A collective."""
@@ -347,8 +347,7 @@ class Learner:
             [*norms, *critic_norms],
             step,
             self.state.untrained,
-            self._config.optimizer.on_nonfinite,
-            section="trainer.optimizer",
+            key="trainer.optimizer.lr",
             name_step=lambda step: (
                 f"step {step}{whose}, trained on {self._paths.manifest(step).name}"
             ),

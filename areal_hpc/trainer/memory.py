@@ -56,7 +56,7 @@ def note_work_on_memory_error(describe_work: Callable[[], str]) -> Iterator[None
 
 @contextmanager
 def raise_out_of_memory_as_recipe_error(
-    policy: Policy, config: TrainerConfig, section: str, critic: Architecture | None = None
+    policy: Policy, config: TrainerConfig, critic: Architecture | None = None
 ) -> Iterator[None]:
     """Turn an error of memory into a RecipeError: what was done, the estimate, a key to turn."""
     try:
@@ -74,10 +74,8 @@ def raise_out_of_memory_as_recipe_error(
             f"estimated are {estimate.total / GIB:.1f} GiB ({estimated}) with micro-batches of "
             f"{config.max_tokens_per_microbatch} tokens. "
             f"{str(error)[:MAX_QUOTED_CHARACTERS]}",
-            key=f"{section}.max_tokens_per_microbatch",
-            hint=_suggest_memory_saving_change(
-                policy.arch, config, estimate, work, section, critic
-            ),
+            key="trainer.max_tokens_per_microbatch",
+            hint=_suggest_memory_saving_change(policy.arch, config, estimate, work, critic),
         ) from error
 
 
@@ -94,10 +92,9 @@ def _suggest_memory_saving_change(
     config: TrainerConfig,
     estimate: TrainerMemory,
     failed_work: str,
-    section: str,
     critic: Architecture | None,
 ) -> str:
-    fewer = f"lower {section}.max_tokens_per_microbatch"
+    fewer = "lower trainer.max_tokens_per_microbatch"
     if failed_work == OPTIMIZER_STEP_DESCRIPTION:
         if not config.offload.optimizer:
             return "trainer.offload.optimizer=true, or raise trainer.parallel.dp"

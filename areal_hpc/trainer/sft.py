@@ -17,7 +17,7 @@ import torch.distributed as dist
 from areal_hpc.errors import RecipeError
 from areal_hpc.jobs.processes.signals import StopRequest
 from areal_hpc.metrics.writer import MetricsWriter
-from areal_hpc.recipe.sections.trainer import compute_learning_rate
+from areal_hpc.recipe.sections.trainer import AdamConfig, compute_learning_rate
 from areal_hpc.rundir.cancellation import is_cancelled_without_checkpoint
 from areal_hpc.rundir.checkpoints import TrainerState
 from areal_hpc.rundir.paths import RunPaths
@@ -82,7 +82,9 @@ class SftTrainer:
         load_hf(policy, HfModelReader(job.model_path).read_tensor)
         self.state = TrainerState(step=0, generation=SFT_GENERATION, seed=job.seed)
         self._optimizer, checkpoint = self.checkpoints.build_optimizer_and_load_latest(
-            policy, job.sft.optimizer, is_offloaded=job.trainer.offload.optimizer
+            policy,
+            AdamConfig(**job.sft.optimizer.model_dump()),
+            is_offloaded=job.trainer.offload.optimizer,
         )
         if checkpoint is not None:
             self.state = msgspec.structs.replace(
@@ -121,20 +123,16 @@ class SftTrainer:
         chosen = get_batch_indices(self.state.step, sft.batch_size, len(data), self._job.seed)
         rows = self._tokenizer.build_rows([data[index] for index in chosen])
         batches = make_micro_batches_of_this_rank(
-            self._policy, rows, (), sft.max_tokens_per_microbatch
+            self._policy, rows, (), self._job.trainer.max_tokens_per_microbatch
         )
         rate = compute_learning_rate(self.state.step, sft.total_steps, sft.optimizer)
-        config = self._job.trainer.model_copy(
-            update={"max_tokens_per_microbatch": sft.max_tokens_per_microbatch}
-        )
-        with raise_out_of_memory_as_recipe_error(self._policy, config, "sft"):
+        with raise_out_of_memory_as_recipe_error(self._policy, self._job.trainer):
             stats, norm = train_step(self._policy, self._optimizer, batches, compute_sft_loss, rate)
         untrained = build_nonfinite_records_or_raise(
             [norm],
             step,
             self.state.untrained,
-            sft.optimizer.on_nonfinite,
-            section="sft.optimizer",
+            key="sft.optimizer.lr",
             name_step=lambda step: f"step {step} of the SFT stage",
             hint="lower sft.optimizer.lr and resume",
         )

@@ -4,7 +4,6 @@ import math
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal
 
 from areal_hpc.errors import NonFiniteGradientError, ShardError
 from areal_hpc.rundir.checkpoints import UntrainedBatchPart
@@ -18,9 +17,8 @@ def build_nonfinite_records_or_raise(
     norms: Sequence[float],
     step: int,
     earlier_records: Sequence[UntrainedBatchPart],
-    on_nonfinite: Literal["skip", "stop"],
     *,
-    section: str,
+    key: str,
     name_step: Callable[[int], str],
     hint: str,
 ) -> list[UntrainedBatchPart]:
@@ -28,11 +26,11 @@ def build_nonfinite_records_or_raise(
 
     Pure, and the same on all ranks, as the norms are. The streak is read from what earlier batches
     left, which checkpoints hold: a resumed run decides as the one that was not interrupted.
-    An error names steps by `name_step`, keys by the recipe's `section`, and gives `hint`.
+    An error names steps by `name_step`, the recipe's `key`, and gives `hint`.
 
     Raises:
-        NonFiniteGradientError: A norm is not finite, and `on_nonfinite` is `stop` or this is the
-            last of `MAX_CONSECUTIVE_UNTRAINED_BATCHES` such batches.
+        NonFiniteGradientError: A norm is not finite, in the last of
+            `MAX_CONSECUTIVE_UNTRAINED_BATCHES` such batches.
     """
     odd = [norm for norm in norms if not math.isfinite(norm)]
     if not odd:
@@ -40,18 +38,11 @@ def build_nonfinite_records_or_raise(
     reason = (
         f"the gradient norm is {odd[0]}: {len(odd)} of {len(norms)} optimizer steps are not taken"
     )
-    key = f"{section}.on_nonfinite"
-    if on_nonfinite == "stop":
-        raise NonFiniteGradientError(
-            f"{name_step(step)}: {reason}",
-            key=key,
-            hint=f"set {key}=skip to go on without such steps; the last checkpoint stands",
-        )
     before = range(step - MAX_CONSECUTIVE_UNTRAINED_BATCHES + 1, step)
     if {*before} <= {one.step for one in earlier_records if not one.tickets and not one.quarantine}:
         raise NonFiniteGradientError(
             f"{name_step(step)}: {reason}, the same as at {' and '.join(map(name_step, before))}: "
-            f"{key}=skip ends after {MAX_CONSECUTIVE_UNTRAINED_BATCHES} batches in a row",
+            f"{MAX_CONSECUTIVE_UNTRAINED_BATCHES} batches in a row end the run",
             key=key,
             hint=hint,
         )

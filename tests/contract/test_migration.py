@@ -39,11 +39,10 @@ def test_gsm8k_on_the_hub_and_what_a_recipe_still_needs(
     assert migrated(config, "--rows", "80") == 0
     text, lacks = capsys.readouterr().out.split("# No counterpart:")
     assert yaml.safe_load(text)["train_dataset"] == {
-        "hub": "openai/gsm8k",
-        "files": "main/train-*.parquet",
+        "hub": "openai/gsm8k/main/train-*.parquet",
         "to_task": "areal_hpc.dataset.adapters:convert_gsm8k",
     }
-    assert "set valid_dataset.hub=a/b, valid_dataset.files" in lacks
+    assert "set valid_dataset.hub=a/b/FILES" in lacks
     assert "rollout.workflow: this key is required" in lacks
 
 

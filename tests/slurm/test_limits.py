@@ -70,7 +70,7 @@ def test_doctor_compares_limits_with_the_jobs_of_the_recipe(
     said = doctor(limited, tmp_path, *light)
     assert "ok    job limits" in said
     assert "ok    requeue" in said
-    few = (*light, "cluster.slurm.qos=few")
+    few = (*light, "cluster.slurm.sbatch.qos=few")
     said = doctor(limited, tmp_path, *few, code=1)
     assert "fail  job limits" in said
     assert "QOS few allows 3 jobs at a time; the recipe submits 4" in said
@@ -94,7 +94,7 @@ def test_a_limit_that_passes_by_itself_is_worth_another_try_and_others_are_not(
 ) -> None:
     run = Submitting(limited, tmp_path / "runs")
     root, light = str(run.paths.root), (*HELD, *light_overrides(tmp_path))
-    refused = run.submit(*light, "cluster.slurm.qos=few")
+    refused = run.submit(*light, "cluster.slurm.sbatch.qos=few")
     assert refused.returncode == 75, refused.stderr
     assert "areal-hpc doctor" in refused.stderr
     assert queued(limited) == []
@@ -102,10 +102,10 @@ def test_a_limit_that_passes_by_itself_is_worth_another_try_and_others_are_not(
     assert why.returncode == 1
     assert "sbatch rejected job cell-1: " in why.stdout.splitlines()[0]
     assert "QOSMaxSubmitJobPerUserLimit" in why.stdout
-    too_long = ("cluster.slurm.qos=few", "cluster.slurm.time_limit_minutes=90")
+    too_long = ("cluster.slurm.sbatch.qos=few", "cluster.slurm.time_limit_minutes=90")
     refused = run.submit(*light, *too_long, "--fresh")
     assert refused.returncode == 78, refused.stderr
-    said_by(run.call("resume", root, "cluster.slurm.qos=normal"))
+    said_by(run.call("resume", root, "cluster.slurm.sbatch.qos=normal"))
     assert queued(limited) == JOBS
     said_by(run.call("cancel", root))
 

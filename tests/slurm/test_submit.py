@@ -86,7 +86,7 @@ def test_who_waits_can_leave_and_nobody_submits_what_is_queued_until_it_is_cance
 
 
 def test_refusals_cancel_all(cluster: Devcluster, run: Submitting, light: tuple[str, ...]) -> None:
-    refused = run.submit("cluster.slurm.jobs.cell.constraint=unheard_of", *light)
+    refused = run.submit("cluster.slurm.jobs.cell.sbatch.constraint=unheard_of", *light)
     assert refused.returncode == 78
     assert "sbatch rejected job cell-0" in refused.stderr
     wait_for(lambda: cluster.slurm("squeue", "-h") == "", every_s=SLURM_POLL_S)

@@ -87,7 +87,7 @@ AGGREGATIONS: Mapping[str, Mapping[str, Any]] = {
 }
 """verl's `loss_agg_mode` -> keys of `trainer.objective`."""
 _NORM = AGGREGATIONS["seq-mean-token-sum-norm"]
-_K3 = {"coef": KL_COEF, "placement": "loss", "estimator": "k3", "allow_biased": True}
+_K3 = {"coef": KL_COEF, "placement": "loss", "estimator": "k3"}
 _CISPO_BOUND = "TRL's `epsilon_high` is the bound itself: 1 + `clip_high`; it has no lower one"
 _EPSILON = "verl adds 1e-8 to the tokens of an episode"
 _SAPO = "examples.objectives.sapo:compute_terms"

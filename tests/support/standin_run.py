@@ -20,8 +20,8 @@ from areal_hpc.cli.main import main
 from areal_hpc.jobs.processes.signals import StopRequest
 from areal_hpc.launch import prepared_run
 from areal_hpc.launch.plan import JobStage, PlanInputs, plan_run
-from areal_hpc.launch.tiny_model import build_tiny_architecture_config
-from areal_hpc.recipe.recipe import Recipe, TinyModelConfig
+from areal_hpc.launch.tiny_model import TinySizes, build_tiny_architecture_config
+from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.generations import claim_next_number
 from areal_hpc.rundir.jobs import JobSpec, ProcessSpec
 from areal_hpc.rundir.jsonl import append_line
@@ -57,7 +57,7 @@ if __name__ == "__main__":
 def write_served_model(folder: Path) -> Path:
     """A model folder that passes for one as long as nobody loads the weights."""
     write_model_dir(folder)
-    shape = TinyModelConfig(vocab=384)
+    shape = TinySizes(vocab=384)
     (folder / "config.json").write_text(json.dumps(build_tiny_architecture_config(shape)))
     (folder / "model.safetensors").touch()
     return folder

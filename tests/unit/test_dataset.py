@@ -124,39 +124,44 @@ def test_the_splits_of_a_saved_folder_are_named() -> None:
     assert "gsm8k_saved/test" in refusal.value.problems[0].hint
 
 
-@pytest.mark.parametrize("revision", [None, "main", COMMIT])
-def test_the_files_of_a_hub_data_set_are_read_in_order(cache: None, revision: str | None) -> None:
-    config = {"hub": "someone/sums", "files": "main/train-*.parquet", "revision": revision}
+@pytest.mark.parametrize("revision", ["", "@main", f"@{COMMIT}"])
+def test_the_files_of_a_hub_data_set_are_read_in_order(cache: None, revision: str) -> None:
+    config = {"hub": f"someone/sums{revision}/main/train-*.parquet"}
     assert len(read(**config)) == 4
     files = list_source_paths(TaskSetConfig.model_validate(config), "x")
     assert [path.name[:11] for path in files] == ["train-00000", "train-00001"]
 
 
 @pytest.mark.parametrize(
-    ("wrong", "key"),
+    "hub",
     [
-        ({"hub": "someone/absent", "files": "*"}, "train_dataset.hub"),
-        ({"hub": "someone/sums", "files": "*", "revision": "v2"}, "train_dataset.hub"),
-        ({"hub": "someone/sums", "files": "other/*"}, "train_dataset.files"),
+        "someone/absent/*",
+        "someone/sums@v2/*",
+        "someone/sums@refs/convert/parquet/*",
+        "someone/sums/other/*",
     ],
 )
 def test_what_is_not_in_the_cache_is_named_with_the_command_that_fetches_it(
-    cache: None, wrong: dict[str, Any], key: str
+    cache: None, hub: str
 ) -> None:
     with pytest.raises(RecipeError) as refusal:
-        read(**wrong)
-    assert refusal.value.problems[0].key == key
+        read(hub=hub)
+    assert refusal.value.problems[0].key == "train_dataset.hub"
     assert "areal-hpc prefetch" in refusal.value.problems[0].hint
 
 
-def test_reasoning_gym_is_a_source_by_name() -> None:
-    found = read(reasoning_gym="chain_sum", kwargs={"size": 3, "seed": 5, "min_terms": 2})
+def test_a_generator_makes_tasks_of_reasoning_gym() -> None:
+    generator = "areal_hpc.dataset.adapters:make_reasoning_tasks"
+    wanted = {"name": "chain_sum", "size": 3, "seed": 5, "min_terms": 2}
+    found = read(generator=generator, kwargs=wanted)
     assert len(found) == 3
-    assert found == read(reasoning_gym="chain_sum", kwargs={"size": 3, "seed": 5, "min_terms": 2})
+    assert found == read(generator=generator, kwargs=wanted)
     assert found[0]["metadata"]["source_dataset"] == "chain_sum"
     assert found[0]["messages"] == [{"role": "user", "content": found[0]["question"]}]
     with pytest.raises(RecipeError, match="no_such_task"):
-        read(reasoning_gym="no_such_task", kwargs={"size": 1, "seed": 1})
+        read(generator=generator, kwargs={"name": "no_such_task", "size": 1, "seed": 1})
+    with pytest.raises(RecipeError, match="'seed'"):
+        read(generator=generator, kwargs={"name": "chain_sum", "size": 1})
 
 
 @pytest.mark.parametrize(
@@ -164,12 +169,9 @@ def test_reasoning_gym_is_a_source_by_name() -> None:
     [
         ({}, "exactly one"),
         ({"generator": "a:b", "sources": [{"generator": "c:d"}]}, "exactly one"),
-        ({"path": "x", "hub": "a/b", "files": "*"}, "exactly one"),
-        ({"hub": "a/b"}, "files"),
-        ({"path": "x", "files": "*"}, "files"),
-        ({"hub": "a/../b", "files": "*"}, "hub"),
-        ({"reasoning_gym": "chain_sum", "kwargs": {"size": 3}}, "seed"),
-        ({"path": "x", "revision": "main"}, "`revision` is one of `hub`"),
+        ({"path": "x", "hub": "a/b/*"}, "exactly one"),
+        ({"hub": "a/b"}, "OWNER/NAME/FILES"),
+        ({"hub": "../b/*"}, "OWNER/NAME/FILES"),
         ({"sources": [{"path": "x"}], "to_task": "a:b"}, "each of `sources` has a `to_task`"),
     ],
 )

@@ -104,7 +104,7 @@ def find_public_source(path_or_hub_name: str, split: str) -> dict[str, str] | No
     if name not in PUBLIC_DATASETS:
         return None
     files, to_task = PUBLIC_DATASETS[name]
-    return {"hub": path_or_hub_name, "files": files.format(split=split), "to_task": to_task}
+    return {"hub": f"{path_or_hub_name}/{files.format(split=split)}", "to_task": to_task}
 
 
 def task_set(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
@@ -118,7 +118,7 @@ def task_set(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
         if source is not None:
             return {f"{section}.{name}": one for name, one in source.items()}
         raise UntranslatableError(
-            f"set {section}.hub={value}, {section}.files to a pattern of its files, and "
+            f"set {section}.hub={value}/FILES, FILES being a pattern of its files, and "
             f"{section}.to_task to a function that makes a task of a row"
         )
     raise UntranslatableError(

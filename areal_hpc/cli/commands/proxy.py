@@ -38,7 +38,7 @@ def add_commands(commands: CommandGroup) -> None:
     add("--serve-python", default="auto", metavar="PATH", help=serve_python)
     drain = "seconds to wait for open calls at shutdown (%(default)s)"
     add("--drain-timeout-s", type=int, default=30, metavar="S", help=drain)
-    key = "a key of a recipe's `proxy` section, such as max_sessions=100; may be repeated"
+    key = "a limit, such as request_timeout_s=60 or max_sessions=100; may be repeated"
     add("--set", action="append", default=[], metavar="KEY=VALUE", help=key)
 
 

@@ -6,10 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from areal_hpc.errors import Problem, RecipeError
-from areal_hpc.launch.tiny_model import TINY_MODEL_CONTEXT_TOKENS, build_tiny_architecture_config
+from areal_hpc.launch.tiny_model import (
+    TINY_MODEL_CONTEXT_TOKENS,
+    TinySizes,
+    build_tiny_architecture_config,
+)
 from areal_hpc.proxy.engine.model_call import require_max_position_embeddings
 from areal_hpc.recipe.hub_cache import find_snapshot
-from areal_hpc.recipe.recipe import ModelConfig, Recipe
+from areal_hpc.recipe.recipe import ModelConfig, Recipe, TinyModelConfig
 from areal_hpc.rundir.rendezvous import read_user_key
 from areal_hpc.session.chat_template import TokenEncoder
 from areal_hpc.trainer.model.families.architecture import (
@@ -25,7 +29,7 @@ def find_model_problems(recipe: Recipe) -> Iterator[Problem]:
     model = recipe.model
     if model.tiny is not None:
         yield from _find_parallel_size_problems(
-            build_tiny_architecture_config(model.tiny), "model.tiny", recipe
+            _build_tiny_config(model.tiny), "model.tiny", recipe
         )
         most = recipe.inference.context_length or TINY_MODEL_CONTEXT_TOKENS
         yield from _find_reply_limit_problems(recipe, most)
@@ -33,7 +37,7 @@ def find_model_problems(recipe: Recipe) -> Iterator[Problem]:
         yield from _find_model_directory_problems(model.path, "model.path", recipe)
     if model.hub is not None:
         try:
-            folder = find_snapshot(model.hub, "model", model.revision, "model.hub")
+            folder = find_snapshot(model.hub, "model", "model.hub")
         except RecipeError as error:
             yield from error.problems
         else:
@@ -47,6 +51,10 @@ def find_model_problems(recipe: Recipe) -> Iterator[Problem]:
             read_user_key(key_file, "the teacher's API key")
         except RecipeError as error:
             yield from error.problems
+
+
+def _build_tiny_config(tiny: TinyModelConfig) -> dict[str, Any]:
+    return build_tiny_architecture_config(TinySizes(**tiny.model_dump()))
 
 
 def _find_frozen_or_critic_problems(path: Path, key: str, recipe: Recipe) -> Iterator[Problem]:
@@ -89,7 +97,7 @@ def _find_model_dir(model: ModelConfig) -> Path | None:
     if model.hub is None:
         return model.path
     try:
-        return find_snapshot(model.hub, "model", model.revision, "model.hub")
+        return find_snapshot(model.hub, "model", "model.hub")
     except RecipeError:  # told already
         return None
 
@@ -179,9 +187,9 @@ def _find_vocabulary_problems(path: Path, key: str) -> Iterator[Problem]:
 def read_recipe_architecture(model: ModelConfig) -> Architecture:
     """The recipe's network; RecipeError if its configuration is not on this machine."""
     if model.tiny is not None:
-        return parse_architecture(build_tiny_architecture_config(model.tiny), "model.tiny")
+        return parse_architecture(_build_tiny_config(model.tiny), "model.tiny")
     if model.hub is not None:
-        return read_architecture(find_snapshot(model.hub, "model", model.revision, "model.hub"))
+        return read_architecture(find_snapshot(model.hub, "model", "model.hub"))
     assert model.path is not None
     return read_architecture(model.path)
 

@@ -66,9 +66,8 @@ def check_accounting_limits(doctor_subject: DoctorSubject) -> Iterator[CheckResu
 
 def check_preemption_of_qos_jobs(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
     settings = doctor_subject.slurm_answer.settings
-    names = {
-        options.qos for options in get_options_by_sample_job(doctor_subject.slurm).values()
-    } - {None}
+    every = get_options_by_sample_job(doctor_subject.slurm).values()
+    names = {(options.sbatch or {}).get("qos") for options in every} - {None}
     if settings.get("PreemptType") != "preempt/qos" or not names:
         return
     for row in _query_sacctmgr_table("qos", ("name", "preemptmode", "gracetime")):
@@ -128,7 +127,8 @@ def _find_limits_of_jobs(requests: Sequence[JobRequest]) -> Iterator[AccountingL
         yield from _build_limits(f"account {row['account']}", number, row["maxwall"], mine)
     jobs_by_qos: dict[str, list[JobRequest]] = {}
     for one in requests:
-        own = str(one.parameters.get("qos", default_qos.get(account_by_job[one.job], "")))
+        flags = one.parameters["additional_parameters"]
+        own = str(flags.get("qos", default_qos.get(account_by_job[one.job], "")))
         for name in {own, _query_partition_qos(str(one.parameters.get("partition", "")))} - {""}:
             jobs_by_qos.setdefault(name, []).append(one)
     for row in _query_sacctmgr_table("qos", _QOS_COLUMNS):

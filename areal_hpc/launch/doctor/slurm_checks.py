@@ -100,7 +100,7 @@ def _render_sample_scripts(doctor_subject: DoctorSubject) -> dict[str, str]:
 
 def get_sbatch_placement_flags(options: JobOptions) -> tuple[str, ...]:
     """The options of sbatch that decide whether it takes a job and where the job lands."""
-    named = ("partition", "account", "qos", "constraint")
+    named = ("partition", "account")
     values = {name: getattr(options, name) for name in named}
     told = (f"--{name}={value}" for name, value in values.items() if value)
     return (*told, *format_flags(options.sbatch))
@@ -133,7 +133,7 @@ def check_container(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
 
 
 def judge_gpus_by_task(slurm: SlurmConfig) -> Iterator[CheckResult]:
-    kinds = (slurm, slurm.jobs.trainer, slurm.jobs.cell, slurm.jobs.sft, slurm.jobs.evaluation)
+    kinds = (slurm, *slurm.jobs.values())
     names = [name for kind in kinds for flags in (kind.sbatch, kind.srun) for name in flags or {}]
     if slurm.container.kind == "pyxis" and "gpus-per-task" in names:
         yield warn(

@@ -15,9 +15,8 @@ from areal_hpc.launch.checks.model_files import (
     read_recipe_architecture,
 )
 from areal_hpc.recipe.recipe import Recipe
-from areal_hpc.recipe.sections.cluster import JobOptions, SlurmConfig
+from areal_hpc.recipe.sections.cluster import JobKind, JobOptions, SlurmConfig, get_job_kind
 from areal_hpc.rundir.jobs import JobSpec
-from areal_hpc.rundir.rendezvous import is_training_cell_job
 from areal_hpc.slurm.batch_script.script import compute_resources
 from areal_hpc.trainer.model.memory_estimate import (
     GIB,
@@ -49,9 +48,9 @@ def add_cpu_and_memory_options(recipe: Recipe, jobs: Sequence[JobSpec]) -> Slurm
     """
     slurm = recipe.cluster.slurm
     problems: list[Problem] = []
-    completed: dict[str, JobOptions] = {}
+    completed: dict[JobKind, JobOptions] = {}
     for job in jobs:
-        kind = "cell" if is_training_cell_job(job.name) else job.name
+        kind = get_job_kind(job.name)
         if kind in completed or not job.gpus_per_task:
             continue
         options = slurm.get_options_of_job(job.name)
@@ -60,14 +59,15 @@ def add_cpu_and_memory_options(recipe: Recipe, jobs: Sequence[JobSpec]) -> Slurm
         except RecipeError as error:
             problems += [one for one in error.problems if one not in problems]
             continue
-        completed[kind] = getattr(slurm.jobs, kind).model_copy(update=derived)
+        if derived:
+            completed[kind] = slurm.jobs.get(kind, JobOptions()).model_copy(update=derived)
     if problems:
         raise RecipeError.from_problems(problems)
-    return slurm.model_copy(update={"jobs": slurm.jobs.model_copy(update=completed)})
+    return slurm.model_copy(update={"jobs": {**slurm.jobs, **completed}})
 
 
 def _derive_cpu_and_memory_options(
-    recipe: Recipe, job: JobSpec, kind: str, options: JobOptions
+    recipe: Recipe, job: JobSpec, kind: JobKind, options: JobOptions
 ) -> dict[str, int | str]:
     if options.exclusive:
         return {}

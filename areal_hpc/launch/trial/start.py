@@ -18,7 +18,7 @@ from areal_hpc.launch.checks.parser_names import find_parser_name_problems
 from areal_hpc.launch.run_dir_setup import MAX_TOKENIZER_TRAINING_ROWS
 from areal_hpc.launch.tiny_model import make_tiny_model
 from areal_hpc.launch.trial.config import TrialConfig
-from areal_hpc.proxy.config import ProxyJobConfig
+from areal_hpc.proxy.config import ProxyJobConfig, ProxyLimits
 from areal_hpc.recipe.cross_checks import find_likely_mistakes
 from areal_hpc.recipe.hub_cache import find_snapshot
 from areal_hpc.recipe.recipe import Recipe
@@ -65,7 +65,7 @@ def run_trial(
             proxy=ProxyJobConfig(
                 run_dir=paths.root,
                 cell="trial",
-                proxy=recipe.proxy,
+                proxy=ProxyLimits(**recipe.proxy.model_dump()),
                 model_path=model_dir,
                 model_name=recipe.experiment_name,
                 context_tokens=inference.context_length,
@@ -131,7 +131,7 @@ def _find_or_make_model_dir(recipe: Recipe, paths: RunPaths, recorded_run: Path 
             raise RecipeError.from_problems([build_missing_model_problem(model.path, "model.path")])
         return model.path.resolve()
     if model.hub is not None:
-        return find_snapshot(model.hub, "model", model.revision, "model.hub")
+        return find_snapshot(model.hub, "model", "model.hub")
     assert model.tiny is not None and recipe.sft is not None  # noqa: PT018
     for run in (recorded_run, recipe.run_dir):
         if run is not None and (RunPaths(run).starting_model_dir / "config.json").is_file():

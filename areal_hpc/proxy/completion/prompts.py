@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from areal_hpc.errors import ChatTemplateError, PromptTooLongError, ProxyRequestError
+from areal_hpc.proxy.config import ProxyLimits
 from areal_hpc.proxy.engine.call_limits import (
     refuse_call_beyond_limits,
     reserve_reply_tokens_per_choice,
@@ -22,7 +23,6 @@ from areal_hpc.proxy.engine.tool_parsers import ParserProcessClient
 from areal_hpc.proxy.metrics import ProxyMetrics
 from areal_hpc.proxy.random_ids import make_random_id
 from areal_hpc.proxy.sessions.store import Session
-from areal_hpc.recipe.sections.proxy_and_shards import ProxyConfig
 from areal_hpc.session.call_records import decode_sampling_params_json
 from areal_hpc.session.completion_prompts import match_ids_prompt, match_text_prompt
 from areal_hpc.session.message_matching import list_unpaired
@@ -206,7 +206,7 @@ class PromptBuilder:
         model: ServedModel,
         parsers: ParserProcessClient | None,
         grammars: GrammarChecks,
-        limits: ProxyConfig,
+        limits: ProxyLimits,
         metrics: ProxyMetrics,
     ) -> None:
         self._model = model

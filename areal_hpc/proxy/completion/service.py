@@ -12,6 +12,7 @@ import msgspec
 from areal_hpc.errors import ProxyRequestError, RepeatedlyFailedCallError, UntrainableCallError
 from areal_hpc.proxy.completion.prompts import PreparedCall, PromptBuilder
 from areal_hpc.proxy.completion.streaming import RecordedChoice, ReplyChunk, ReplyStream
+from areal_hpc.proxy.config import ProxyLimits
 from areal_hpc.proxy.engine.call_limits import (
     ConcurrentReplyLimiter,
     refuse_call_beyond_limits,
@@ -34,7 +35,6 @@ from areal_hpc.proxy.metrics import ProxyMetrics
 from areal_hpc.proxy.sessions.events import InteractionAdded, ReplySampled
 from areal_hpc.proxy.sessions.recorder import JournaledRecorder
 from areal_hpc.proxy.sessions.store import Session
-from areal_hpc.recipe.sections.proxy_and_shards import ProxyConfig
 from areal_hpc.rundir.telemetry.spans import record_span
 from areal_hpc.session.call_records import compute_reply_digest
 from areal_hpc.session.tree import (
@@ -62,7 +62,7 @@ class CompletionService:
         router: Router,
         upstream: SGLangClient,
         recorder: JournaledRecorder,
-        limits: ProxyConfig,
+        limits: ProxyLimits,
         parsers: ParserProcessClient | None = None,
         grammars: GrammarChecks | None = None,
     ) -> None:

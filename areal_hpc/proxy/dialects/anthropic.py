@@ -324,7 +324,7 @@ def _parse_tools(
 ) -> list[dict[str, Any]]:
     declared: list[_InputTool] = [
         decode_request_json(one, _InputTool, f"tools[{i}]", ignored)
-        for i, one in filter_out_hosted_tools(raw_tools, model, dropped)
+        for i, one in filter_out_hosted_tools(raw_tools, dropped)
     ]
     tools = [one for one in declared if one.name != PLACEHOLDER_TOOL]
     dropped += [PLACEHOLDER_TOOL] * (len(tools) < len(declared))

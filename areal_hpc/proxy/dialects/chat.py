@@ -370,7 +370,7 @@ def build_tool_schemas(
     Hints in them are added to `ignored`, types of tools that are left out to `dropped`.
     """
     schemas, hints = list[dict[str, Any]](), set[str]()
-    for i, one in filter_out_hosted_tools(raw_tools or (), model, dropped):
+    for i, one in filter_out_hosted_tools(raw_tools or (), dropped):
         if decode_request_json(one, TypedObject, f"tools[{i}]").type == "custom":
             tool: _CustomTool = decode_request_json(one, _CustomTool, f"tools[{i}]")
             schemas.append(_build_custom_schema(tool.custom, hints))

@@ -85,7 +85,7 @@ def parse_tools(
     """
     offered = OfferedTools()
     hints: set[str] = set()
-    for i, one in filter_out_hosted_tools(raw_tools, model, dropped):
+    for i, one in filter_out_hosted_tools(raw_tools, dropped):
         tool: AnyTool = decode_request_json(one, AnyTool, f"tools[{i}]", ignored)
         for declared in tool.tools if isinstance(tool, _ToolNamespace) else [tool]:
             hints.update(list_ignored_params(declared, "tools[]."))

@@ -164,17 +164,37 @@ def format_left_out_part(part_type: str) -> str:
     return f"[{part_type} left out: this model reads text]"
 
 
+HOSTED_TOOL_TYPES = (
+    "apply_patch*",
+    "bash_*",
+    "code_execution*",
+    "code_interpreter*",
+    "computer*",
+    "file_search*",
+    "image_generation*",
+    "local_shell*",
+    "mcp*",
+    "memory_*",
+    "shell*",
+    "text_editor_*",
+    "tool_search*",
+    "web_fetch*",
+    "web_search*",
+)
+"""Patterns of the types of tools that only a provider's models or servers know."""
+
+
 class TypedObject(Struct):
     type: str = ""
 
 
 def filter_out_hosted_tools(
-    raw_tools: Sequence[msgspec.Raw], model: ServedModel, dropped: list[str]
+    raw_tools: Sequence[msgspec.Raw], dropped: list[str]
 ) -> list[tuple[int, msgspec.Raw]]:
     """The tools that a model is told of, each with its place in the list.
 
-    A provider's servers would run the others (`proxy.dropped_tools`); coding agents offer them by
-    themselves. The types of those left out are added to `dropped`.
+    A provider's servers would run the others; coding agents offer them by themselves. The types of
+    those left out are added to `dropped`.
 
     Raises:
         ProxyRequestError: 400: there are no others, or too many.
@@ -185,9 +205,7 @@ def filter_out_hosted_tools(
     kinds = [
         decode_request_json(one, TypedObject, f"tools[{i}]").type for i, one in enumerate(raw_tools)
     ]
-    is_hosted = [
-        any(fnmatchcase(kind, one) for one in model.dropped_tool_type_patterns) for kind in kinds
-    ]
+    is_hosted = [any(fnmatchcase(kind, one) for one in HOSTED_TOOL_TYPES) for kind in kinds]
     if is_hosted and all(is_hosted):
         problem = f"tools of type {kinds[0]!r} run on a provider's servers, which are not here"
         hint = "offer a function that does the same"

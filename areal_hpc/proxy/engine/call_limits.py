@@ -6,15 +6,15 @@ import time
 import msgspec
 
 from areal_hpc.errors import ProxyRequestError
+from areal_hpc.proxy.config import ProxyLimits
 from areal_hpc.proxy.engine.generation import SamplingParams
 from areal_hpc.proxy.sessions.store import Session
-from areal_hpc.recipe.sections.proxy_and_shards import ProxyConfig
 
 RESERVATION_POLL_S = 0.02
 
 
 class ConcurrentReplyLimiter:
-    def __init__(self, limits: ProxyConfig) -> None:
+    def __init__(self, limits: ProxyLimits) -> None:
         self._limits = limits
         self._replies = 0
 
@@ -41,12 +41,12 @@ class ConcurrentReplyLimiter:
         session.touch()
 
 
-def refuse_oversized_session(session: Session, limits: ProxyConfig) -> None:
+def refuse_oversized_session(session: Session, limits: ProxyLimits) -> None:
     """Refuse a call of a session that has recorded too much."""
     if session.recorded_bytes >= limits.max_session_bytes:
         problem = f"this session has recorded {session.recorded_bytes} bytes"
-        hint = f"raise proxy.max_session_bytes, which is {limits.max_session_bytes}"
-        raise ProxyRequestError(400, problem, key="proxy.max_session_bytes", hint=hint)
+        hint = f"a session may record {limits.max_session_bytes}: open another one"
+        raise ProxyRequestError(400, problem, key="session", hint=hint)
 
 
 def refuse_call_beyond_limits(session: Session, choices: int) -> None:

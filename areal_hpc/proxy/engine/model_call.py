@@ -90,8 +90,6 @@ class ServedModel:
     reasoning_parser: str | None = None
     normalize: MessageRewriter | None = None
     """The user's own normalizer (`proxy.message_normalizer`)."""
-    dropped_tool_type_patterns: Sequence[str] = ()
-    """Patterns of types of tools that the model is not told of (`proxy.dropped_tools`)."""
     end_token_ids: Sequence[int] = ()
     """Tokens that end a reply, the turn's own first; `min_new_tokens` forbids them."""
     model_dir: Path | None = None

@@ -20,6 +20,7 @@ import msgspec
 from areal_hpc.errors import ClientDisconnectedError, ProxyRequestError
 from areal_hpc.proxy.completion.service import CompletionService
 from areal_hpc.proxy.completion.streaming import ReplyStream
+from areal_hpc.proxy.config import ProxyLimits
 from areal_hpc.proxy.dialects import openai as openai_format
 from areal_hpc.proxy.dialects.anthropic import MESSAGES_DIALECT
 from areal_hpc.proxy.dialects.dialect import ErrorFormatter, Exchange
@@ -43,7 +44,6 @@ from areal_hpc.proxy.http.routes import (
 from areal_hpc.proxy.metrics import MAX_NAME_CHARS
 from areal_hpc.proxy.random_ids import make_random_id
 from areal_hpc.proxy.sessions.store import Session, SessionStore
-from areal_hpc.recipe.sections.proxy_and_shards import ProxyConfig
 from areal_hpc.wire import proxy as wire
 from areal_hpc.wire.http_server import ByteBudget
 
@@ -74,7 +74,7 @@ class ProxyApp:
         admin_key: str,
         metrics_key: str = "",
         driver_key: str = "",
-        limits: ProxyConfig,
+        limits: ProxyLimits,
         model: ServedModel,
         store: SessionStore,
         completions: CompletionService,

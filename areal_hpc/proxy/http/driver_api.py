@@ -11,6 +11,7 @@ import msgspec
 
 from areal_hpc.errors import InvalidRewardError, ProxyRequestError, UntrainableCallError
 from areal_hpc.proxy.completion.prompts import correct_recorded_sampling
+from areal_hpc.proxy.config import ProxyLimits
 from areal_hpc.proxy.engine.call_limits import refuse_oversized_session
 from areal_hpc.proxy.engine.router import Router
 from areal_hpc.proxy.http.routes import Route
@@ -18,7 +19,6 @@ from areal_hpc.proxy.sessions import events
 from areal_hpc.proxy.sessions.recorder import JournaledRecorder
 from areal_hpc.proxy.sessions.sealing import TicketSealer
 from areal_hpc.proxy.sessions.store import Session, compute_key_digest, generate_key
-from areal_hpc.recipe.sections.proxy_and_shards import ProxyConfig
 from areal_hpc.session.call_records import find_client_reported_field_defect
 from areal_hpc.session.credit import (
     compute_credited_rewards,
@@ -67,7 +67,7 @@ class DriverApi:
         recorder: JournaledRecorder,
         router: Router,
         sealer: TicketSealer | None,
-        limits: ProxyConfig,
+        limits: ProxyLimits,
         *,
         online: bool = False,
     ) -> None:

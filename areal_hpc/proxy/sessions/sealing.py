@@ -51,6 +51,8 @@ from areal_hpc.wire.trajectory import RowKind, TrajectoryRow, find_row_defect
 
 log = logging.getLogger(__name__)
 
+SEALED_SHARD_BYTES = 128 * 1024 * 1024
+"""Bytes in the journal that are sealed at once; large files reduce Lustre metadata load."""
 CHECK_PERIOD_S = 0.2
 BACKOFF = Backoff(0.2, 5.0)
 LEDGER_TIMEOUT_S = 10.0
@@ -190,7 +192,7 @@ class TicketSealer:
         for session in failed:
             since += [session.failure.failed_at] if session.failure else []
             held_bytes += session.recorded_bytes
-        is_large = held_bytes >= self._config.target_bytes
+        is_large = held_bytes >= SEALED_SHARD_BYTES
         return bool(since) and (is_large or time.time() - min(since) >= self._config.seal_after_s)
 
     async def _seal(self, work: Coroutine[Any, Any, Sealed]) -> Sealed:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, StrictBool, field_validator, model_validator
 
 from areal_hpc.recipe.base import BaseConfig
 from areal_hpc.rundir.privacy import Readers
-from areal_hpc.rundir.rendezvous import EVALUATION_CELL, is_cell_job
+from areal_hpc.rundir.rendezvous import EVALUATION_CELL, is_cell_job, is_training_cell_job
 
+JobKind = Literal["trainer", "cell", "sft", "evaluation"]
 PositiveInt = Annotated[int, Field(ge=1)]
 WantedGpus = (
     Literal["auto", "none"]
@@ -42,10 +44,6 @@ class JobOptions(BaseConfig):
     """Partition, or several with commas."""
     account: str | None = None
     """Account to charge."""
-    qos: str | None = None
-    """Quality of service."""
-    constraint: str | None = None
-    """Features that nodes must have."""
     time_limit_minutes: PositiveInt | None = None
     """Time limit, minutes; 1440 (a day) when null."""
     mem: str | None = None
@@ -62,14 +60,17 @@ class JobOptions(BaseConfig):
     """GRES request; `gpu:{count}` when null, for example `gpu:a100:{count}`."""
     exclusive: bool | None = None
     """Whole nodes."""
-    exclude: str | None = None
-    """Nodes that must not."""
     sbatch: SlurmFlags | None = None
-    """Further options of sbatch: `{reservation: rl-week, mail-user: me@x, contiguous: true}`."""
+    """Further options of sbatch: `{qos: high, constraint: ib, reservation: rl-week}`."""
     srun: SlurmFlags | None = None
     """Further options of srun, which starts the tasks: `{cpu-bind: cores}`."""
     setup: tuple[str, ...] | None = None
     """Shell lines before the tasks start: `module load cuda`."""
+
+    key_hints: ClassVar[Mapping[str, str]] = {
+        name: f"write sbatch: {{{name.replace('_', '-')}: ...}}"
+        for name in ("qos", "constraint", "exclude", "nodelist", "reservation", "mail_user")
+    }
 
     @field_validator("sbatch")
     @classmethod
@@ -84,19 +85,6 @@ def format_flags(flags: SlurmFlags | None) -> list[str]:
     """The options as words of a command line."""
     words = (flags or {}).items()
     return [f"--{name}" if value is True else f"--{name}={value}" for name, value in words]
-
-
-class JobKindOptions(BaseConfig):
-    """Options of one kind of job, which win over the common ones."""
-
-    trainer: JobOptions = JobOptions()
-    """The trainer's job."""
-    cell: JobOptions = JobOptions()
-    """Jobs of cells."""
-    evaluation: JobOptions = JobOptions()
-    """The job of `evaluation.separate_cell`; what `cell` says holds where this is silent."""
-    sft: JobOptions = JobOptions()
-    """Job of the SFT stage; unset keys are taken from `trainer`."""
 
 
 class ContainerConfig(BaseConfig):
@@ -123,10 +111,8 @@ class NetworkConfig(BaseConfig):
 
     interface: str = ""
     """Interface of addresses, gloo and NCCL's bootstrap (`ib0`); the host name's when empty."""
-    hca: str = ""
-    """`NCCL_IB_HCA`: the InfiniBand adapters, such as `mlx5_0,mlx5_1`."""
     nccl: dict[str, str] = Field(default_factory=dict)
-    """Further `NCCL_*` variables."""
+    """Further `NCCL_*` variables, such as `NCCL_IB_HCA: mlx5_0,mlx5_1`."""
 
     @field_validator("nccl")
     @classmethod
@@ -141,16 +127,22 @@ class NetworkConfig(BaseConfig):
         found: dict[str, str] = {}
         if self.interface:
             found |= {"GLOO_SOCKET_IFNAME": self.interface, "NCCL_SOCKET_IFNAME": self.interface}
-        if self.hca:
-            found["NCCL_IB_HCA"] = self.hca
         return found | self.nccl
+
+
+def get_job_kind(job: str) -> JobKind:
+    """The kind of a job by its name: that of `cell-3` is `cell`."""
+    if is_training_cell_job(job):
+        return "cell"
+    return "sft" if job == "sft" else "evaluation" if job == EVALUATION_CELL else "trainer"
 
 
 class SlurmConfig(JobOptions):
     """Slurm: options of all jobs, then what differs by kind of job."""
 
-    jobs: JobKindOptions = JobKindOptions()
-    """Options by kind of job."""
+    jobs: dict[JobKind, JobOptions] = Field(default_factory=dict)
+    """Options of one kind of job (trainer, cell, sft, evaluation), which win over those of all. SFT
+    takes what it leaves unset from `trainer`, the job of `evaluation.separate_cell` from `cell`."""
     container: ContainerConfig = ContainerConfig()
     """No container unless one is named."""
     network: NetworkConfig = NetworkConfig()
@@ -160,20 +152,15 @@ class SlurmConfig(JobOptions):
     successors: Annotated[int, Field(ge=0, le=50)] = 0
     """Further jobs laid for each at submission, which start one after the other when it fails; for
     sites where jobs may call neither sbatch nor scontrol."""
-    signal_before_end_s: Annotated[int, Field(ge=10)] = 90
-    """Warning (SIGUSR2) before the time limit and, where so configured, before a preemption."""
 
     def get_options_of_job(self, job: str) -> JobOptions:
         """Options of a job by its name: `trainer`, `sft`, `cell-3`, `evaluation`.
 
         Options of sbatch and srun are merged name by name; false takes one out.
         """
-        layers: list[JobOptions] = [self]
-        layers += [self.jobs.cell] if is_cell_job(job) else [self.jobs.trainer]
-        layers += [self.jobs.sft] if job == "sft" else []
-        layers += [self.jobs.evaluation] if job == EVALUATION_CELL else []
+        kinds = (("cell" if is_cell_job(job) else "trainer"), get_job_kind(job))
         options: dict[str, Any] = {}
-        for layer in layers:
+        for layer in (self, *(self.jobs[kind] for kind in kinds if kind in self.jobs)):
             for name in JobOptions.model_fields:
                 value = getattr(layer, name)
                 if isinstance(value, dict):

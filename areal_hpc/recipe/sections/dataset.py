@@ -1,50 +1,53 @@
 """Recipe sections `train_dataset`, `valid_dataset` and `sft.dataset`."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from areal_hpc.recipe.base import BaseConfig
-from areal_hpc.recipe.hub_cache import REPO_PATTERN
+from areal_hpc.recipe.hub_cache import parse_hub_files
 
 
 class TaskSetConfig(BaseConfig):
-    """Source of tasks: exactly one of `path`, `hub`, `generator`, `reasoning_gym`, `harbor`."""
+    """Source of tasks: exactly one of `path`, `hub`, `generator`, `harbor`."""
 
     path: Path | None = None
     """JSON lines, `*.parquet`, or a folder written by `datasets`' `save_to_disk`."""
-    hub: Annotated[str | None, Field(pattern=REPO_PATTERN)] = None
-    """`owner/name` of a data set on the Hugging Face hub, read from the local cache."""
-    revision: str | None = None
-    """Branch, tag or commit of `hub`; the branch main when null."""
-    files: str | None = None
-    """Which files of `hub` to read, a pattern such as `main/train-*.parquet`."""
+    hub: str | None = None
+    """Files of a data set on the Hugging Face hub, read from the local cache: owner, name, perhaps
+    `@` and a revision, and a pattern, such as `openai/gsm8k/main/train-*.parquet`."""
     generator: str | None = None
     """`package.module:function` that returns JSON-able dicts."""
-    reasoning_gym: str | None = None
-    """Name of a reasoning-gym task; `kwargs` must say its `size` and `seed`."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of the generator, or of the reasoning-gym task."""
+    """Arguments of the generator."""
     harbor: Path | None = None
     """A folder of task folders in Harbor's format, there on every node."""
     to_task: str | None = None
     """`package.module:function`: the row that the agent gets for a source's row; None drops it."""
 
-    source_keys: ClassVar[tuple[str, ...]] = ("path", "hub", "generator", "reasoning_gym", "harbor")
+    source_keys: ClassVar[tuple[str, ...]] = ("path", "hub", "generator", "harbor")
     """Keys of which a source has exactly one."""
+    key_hints: ClassVar[Mapping[str, str]] = {
+        "files": "write hub: OWNER/NAME/FILES",
+        "revision": "write hub: OWNER/NAME@REVISION/FILES",
+        "reasoning_gym": "write generator: areal_hpc.dataset.adapters:make_reasoning_tasks, with "
+        "kwargs: {name: ..., size: ..., seed: ...}",
+    }
 
     @model_validator(mode="after")
     def _check_source_keys(self) -> Self:
         if sum(bool(getattr(self, name)) for name in self.source_keys) != 1:
             raise ValueError(f"give exactly one of {', '.join(f'`{n}`' for n in self.source_keys)}")
-        if bool(self.hub) != bool(self.files):
-            raise ValueError("`hub` needs `files`: which files of the repository to read")
-        if self.revision and not self.hub:
-            raise ValueError("`revision` is one of `hub`: leave it out")
-        if self.reasoning_gym and not {"size", "seed"} <= self.kwargs.keys():
-            raise ValueError("`kwargs` of `reasoning_gym` must give `size` and `seed`")
         return self
+
+    @field_validator("hub")
+    @classmethod
+    def _check_hub(cls, hub: str | None) -> str | None:
+        if hub is not None:
+            parse_hub_files(hub)
+        return hub
 
     def describe_source(self) -> str:
         """The source that is given, as in `path a.jsonl` or `generator package.module:function`."""

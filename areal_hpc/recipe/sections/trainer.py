@@ -32,16 +32,11 @@ class ParallelConfig(BaseConfig):
         return self.tp * self.pp * self.cp * self.dp
 
 
-RecomputableModule = Literal["layernorm", "mlp"]
-"""Attention is none of them: FlashAttention recomputes its scores by itself."""
-
-
 class ActivationMemoryConfig(BaseConfig):
     """How activations wait for the backward pass; the recipe's keys of `trainer` in one."""
 
     recompute: Literal["none", "selective", "full"] = "none"
     recompute_layers: int | None = None
-    recompute_modules: tuple[RecomputableModule, ...] = ("layernorm", "mlp")
     offload: bool = False
 
     def count_recomputed_layers(self, layers: int) -> int:
@@ -64,7 +59,22 @@ class OffloadConfig(BaseConfig):
     """Master weights and moments stay on the host and pass through the GPU at each step."""
 
 
-class AdamConfig(BaseConfig):
+class SftAdamConfig(BaseConfig):
+    """AdamW of supervised fine-tuning, with linear warm-up."""
+
+    lr: Annotated[float, Field(gt=0)] = 1e-5
+    """Peak learning rate."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    """Not applied to norms and biases."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps in which the learning rate grows from near 0 to its peak."""
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape after the warm-up, down to `min_lr_ratio` at the last step."""
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Final learning rate as a share of the peak."""
+
+
+class AdamConfig(SftAdamConfig):
     """AdamW with linear warm-up."""
 
     lr: Annotated[float, Field(gt=0)] = 1e-6
@@ -76,25 +86,12 @@ class AdamConfig(BaseConfig):
     """Decay of the first and second moment."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
     """Added to the root of the second moment."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.01
-    """Not applied to norms and biases."""
     clip_grad: Annotated[float, Field(ge=0)] = 1.0
     """Largest global gradient norm; 0 does not clip."""
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Steps in which the learning rate grows from near 0 to its peak."""
-    decay: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape after the warm-up, down to `min_lr_ratio` at the last step."""
-    schedule_steps: Annotated[int, Field(ge=1)] | None = None
-    """The step that `decay` reaches its end at; null: the last one, wherever that is moved to."""
-    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Final learning rate as a share of the peak."""
-    on_nonfinite: Literal["skip", "stop"] = "skip"
-    """A gradient that is not finite: leave the step out, at most two batches in a row, or stop."""
 
 
-def compute_learning_rate(step: int, total_steps: int, config: AdamConfig) -> float:
+def compute_learning_rate(step: int, total_steps: int, config: SftAdamConfig) -> float:
     """The rate of optimizer step `step`, counted from 0, out of `total_steps`."""
-    total_steps = config.schedule_steps or total_steps
     warmup = min(1.0, (step + 1) / config.warmup_steps) if config.warmup_steps else 1.0
     last = max(1, total_steps - 1 - config.warmup_steps)
     progress = min(1.0, max(0.0, (step - config.warmup_steps) / last))
@@ -140,13 +137,12 @@ class KlConfig(BaseConfig):
     placement: Literal["reward", "loss"] = "reward"
     """Taken off what a reply earned, or a term of the loss at each token."""
     estimator: Literal["k1", "k2", "k3"] = "k1"
-    """Of d = log pi - log reference at a sampled token: d, d^2 / 2, or exp(-d) - 1 + d."""
+    """Of d = log pi - log reference at a sampled token: d, d^2 / 2, or exp(-d) - 1 + d, whose
+    gradient as a loss is biased."""
     reference: Literal["initial"] | Path = "initial"
     """The model that reinforcement learning starts from, or a model directory."""
     update_every_steps: Annotated[int, Field(ge=1)] | None = None
     """With reference=initial: after so many steps the trained weights take its place."""
-    allow_biased: bool = False
-    """Allow k3 in the loss, whose expected gradient is not that of the divergence."""
 
     @model_validator(mode="after")
     def _check_kl_keys(self) -> KlConfig:
@@ -161,16 +157,6 @@ class KlConfig(BaseConfig):
             raise ValueError(
                 "estimator=k1 with placement=loss has an expected gradient of 0: set estimator=k2, "
                 "or placement=reward"
-            )
-        is_biased = (self.placement, self.estimator) == ("loss", "k3")
-        if is_biased and not self.allow_biased:
-            raise ValueError(
-                "estimator=k3 with placement=loss is biased: set estimator=k2, or allow_biased=true"
-            )
-        if self.allow_biased and not is_biased:
-            raise ValueError(
-                "allow_biased is for estimator=k3 with placement=loss, got estimator="
-                f"{self.estimator} with placement={self.placement}: leave it out"
             )
         if self.update_every_steps is not None and self.reference != "initial":
             raise ValueError(
@@ -464,11 +450,10 @@ class TrainerConfig(BaseConfig):
     max_tokens_per_microbatch: Annotated[int, Field(ge=16)] = 16384
     """Tokens packed into one forward pass of one data-parallel rank."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activations computed again in the backward pass: none, some modules', or whole layers'."""
+    """Activations computed again in the backward pass: none, those of norms and feed-forward parts,
+    or whole layers'."""
     recompute_layers: Annotated[int, Field(ge=1)] | None = None
     """With `full`, the layers of each pipeline stage that are recomputed; all unless set."""
-    recompute_modules: tuple[RecomputableModule, ...] = ("layernorm", "mlp")
-    """With `selective`, what is recomputed; `mlp` is the feed-forward part, experts or not."""
     offload: OffloadConfig = OffloadConfig()
     """Host memory in the place of GPU memory."""
     optimizer: AdamConfig = AdamConfig()
@@ -497,7 +482,6 @@ class TrainerConfig(BaseConfig):
         return ActivationMemoryConfig(
             recompute=self.recompute,
             recompute_layers=self.recompute_layers,
-            recompute_modules=self.recompute_modules,
             offload=self.offload.activations,
         )
 
@@ -525,22 +509,7 @@ class TrainerConfig(BaseConfig):
                 "recompute_layers counts whole layers and needs recompute=full, "
                 f"got recompute={self.recompute}"
             )
-        # A recipe that a run recorded names every key, those with their defaults, too.
-        default = type(self).model_fields["recompute_modules"].default
-        if self.recompute_modules != default and self.recompute != "selective":
-            raise ValueError(
-                f"recompute_modules needs recompute=selective, got recompute={self.recompute}"
-            )
-        if not self.recompute_modules:
-            raise ValueError("recompute_modules is empty: name a module, or set recompute=none")
         return self
-
-
-class SftAdamConfig(AdamConfig):
-    """AdamW of supervised fine-tuning."""
-
-    lr: Annotated[float, Field(gt=0)] = 1e-5
-    """Peak learning rate."""
 
 
 class SftConfig(BaseConfig):
@@ -550,8 +519,6 @@ class SftConfig(BaseConfig):
     """Optimizer steps."""
     batch_size: Annotated[int, Field(ge=1)] = 32
     """Demonstrations per step."""
-    max_tokens_per_microbatch: Annotated[int, Field(ge=16)] = 16384
-    """Tokens packed into one forward pass of one data-parallel rank."""
     optimizer: SftAdamConfig = SftAdamConfig()
     """AdamW."""
     checkpoint_every_steps: Annotated[int, Field(ge=1)] = 500

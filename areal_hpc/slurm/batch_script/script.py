@@ -9,16 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from areal_hpc.errors import Problem, RecipeError
-from areal_hpc.recipe.sections.cluster import JobOptions, SlurmConfig, format_flags
+from areal_hpc.recipe.sections.cluster import JobOptions, SlurmConfig, format_flags, get_job_kind
 from areal_hpc.rundir.jobs import JobSpec
 from areal_hpc.rundir.paths import JobPaths
-from areal_hpc.rundir.rendezvous import is_training_cell_job
 from areal_hpc.slurm.batch_script.container import build_container_command
 
 DEFAULT_TIME_LIMIT_MINUTES = 24 * 60
+SIGNAL_BEFORE_END_S = 90
+"""Warning (SIGUSR2) before the time limit and, where so configured, before a preemption."""
 PAYLOAD_FILE = "payload.pkl"
 """What submitit starts, kept for jobs that submit themselves again. It only names `launch.json`."""
-_SAME_NAMED_OPTIONS = ("partition", "account", "qos", "constraint", "cpus_per_task")
+_SAME_NAMED_OPTIONS = ("partition", "account", "cpus_per_task")
 """Options that recipes and submitit call the same."""
 
 
@@ -131,7 +132,7 @@ def compute_resources(job: JobSpec, options: JobOptions) -> JobResources:
     Raises:
         RecipeError: They do not fit.
     """
-    kind = "cell" if is_training_cell_job(job.name) else job.name
+    kind = get_job_kind(job.name)
     offered, each = options.gpus_per_node, job.gpus_per_task
     key = f"cluster.slurm.jobs.{kind}"
     if job.is_task_a_node:
@@ -184,7 +185,9 @@ def _build_job_request(
         with_gpus=bool(shape.gpus_per_node),
     )
     folder = JobPaths(run_context.jobs_dir / job.name).submitit_dir
-    excluded = ",".join(filter(None, (options.exclude, *run_context.excluded_nodes)))
+    flags = dict(options.sbatch or {})
+    by_recipe = str(flags.pop("exclude", ""))
+    excluded = ",".join(filter(None, (by_recipe, *run_context.excluded_nodes)))
     srun_args = [*contained.srun_args, *format_flags(options.srun)]
     if (
         shape.gpus_per_node
@@ -206,14 +209,14 @@ def _build_job_request(
         "mem": options.mem or ("0" if options.exclusive else None),
         "exclude": excluded or None,
         "exclusive": options.exclusive or None,
-        "signal_delay_s": slurm.signal_before_end_s,
+        "signal_delay_s": SIGNAL_BEFORE_END_S,
         "stderr_to_stdout": True,
         "setup": _build_setup_lines(options, folder, run_context) or None,
         "srun_args": srun_args,
         "additional_parameters": {
             "requeue" if slurm.requeue else "no-requeue": True,
             "chdir": str(run_context.working_folder),
-            **(options.sbatch or {}),
+            **flags,
         },
     }
     asked |= {name: getattr(options, name) for name in _SAME_NAMED_OPTIONS}

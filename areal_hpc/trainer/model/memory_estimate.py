@@ -12,12 +12,11 @@ fragmentation are covered by `RESERVE_BYTES`, which is an assumption. Sources:
 """
 
 import itertools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from areal_hpc.recipe.sections.trainer import (
     ParallelConfig,
-    RecomputableModule,
     TrainerConfig,
 )
 from areal_hpc.trainer.model.families.architecture import (
@@ -262,8 +261,8 @@ def count_stage_activation_values(
     activations = config.activations
     recomputed = activations.count_recomputed_layers(layers)
     inputs = recomputed * _count_values_per_rank(config.parallel, tokens, arch.hidden)
-    modules = activations.recompute_modules if activations.recompute == "selective" else ()
-    each = count_layer_activation_values(arch, config.parallel, tokens, modules)
+    is_selective = activations.recompute == "selective"
+    each = count_layer_activation_values(arch, config.parallel, tokens, is_selective=is_selective)
     return inputs + (layers - recomputed) * each
 
 
@@ -275,25 +274,24 @@ def count_layer_activation_values(
     arch: Architecture,
     parallel: ParallelConfig,
     tokens: int,
-    recomputed: Collection[RecomputableModule] = (),
+    *,
+    is_selective: bool = False,
 ) -> int:
     """Numbers that one layer keeps on one rank for the backward pass of a micro-batch.
 
     The inputs and outputs of both norms; query, key and value as projected and as rotated; what
     was attended; the MLP's gate, up and product. Routing to experts is taken as even. `tokens` are
-    those of all context-parallel ranks. Of `recomputed` norms the outputs are not kept,
-    of an MLP nothing within.
+    those of all context-parallel ranks. Where recomputation is selective, the outputs of norms are
+    not kept, nor anything within the MLP.
     """
     queries, keys = arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim
     kept = 2 * arch.hidden + (queries + 2 * keys) + (queries + keys) + queries
-    if "layernorm" not in recomputed:
+    if not is_selective:
         kept += 2 * arch.hidden
-    if "mlp" in recomputed:
-        pass
-    elif arch.experts is None:
-        kept += 3 * arch.ffn
-    else:  # sent tokens, gate, up and weighted product
-        kept += arch.experts.per_token * (arch.hidden + 3 * arch.experts.ffn)
+        if arch.experts is None:
+            kept += 3 * arch.ffn
+        else:  # sent tokens, gate, up and weighted product
+            kept += arch.experts.per_token * (arch.hidden + 3 * arch.experts.ffn)
     numbers = _count_values_per_rank(parallel, tokens, kept)
     if parallel.cp > 1:  # keys and values of all ranks, as far as they are attended to
         numbers += 2 * keys * tokens * (2 * parallel.cp + 1) // (2 * parallel.cp) // parallel.tp

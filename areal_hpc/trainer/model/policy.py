@@ -308,8 +308,8 @@ def _build_recompute_options(
         return {}
     if activations.recompute == "selective":
         enable_norm_recompute()
-        feed_forward = "mlp" if arch.experts is None else "moe"
-        modules = [feed_forward if one == "mlp" else one for one in activations.recompute_modules]
+        # Attention is none of them: FlashAttention recomputes its scores by itself.
+        modules = ["layernorm", "mlp" if arch.experts is None else "moe"]
         return {"recompute_granularity": "selective", "recompute_modules": modules}
     layers = max(divide_layers_over_stages(arch.layers, parallel.pp))
     recomputed = activations.count_recomputed_layers(layers)

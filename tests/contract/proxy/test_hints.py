@@ -1,6 +1,5 @@
 """Hints and unknown parameters change nothing and are counted; null is absence."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -95,23 +94,6 @@ def test_what_had_no_effect_is_in_the_record_of_the_rows(stage: Stage, ref: Tick
     stage.seal()
     for row in stage.sealed_rows(ref):
         assert row.record.ignored == {"truncation": 1, "sparkle": 2, "metadata": 1}
-
-
-def test_a_recipe_names_the_tools_that_are_dropped(tmp_path: Path) -> None:
-    own = Stage(tmp_path, proxy={"dropped_tools": ["computer_*"]})
-    try:
-        _, key = own.open_session()
-        computer = {"type": "computer_20300101", "name": "computer", "display_width_px": 1}
-        search = {"type": "web_search_20300101", "name": "web_search"}
-        answer = own.post(
-            "/messages", {**LEAST["/messages"], **with_tool("/messages", TOOL, computer)}, key
-        )
-        assert answer.headers["x-areal-dropped-tools"] == "computer_20300101"
-        for tools in ([TOOL, search], [computer]):
-            refused = own.post("/messages", {**LEAST["/messages"], "tools": tools}, key)
-            assert_refused(refused, "/messages", f"tools[{len(tools) - 1}].type")
-    finally:
-        own.close()
 
 
 def test_the_routes_describe_their_hints(stage: Stage) -> None:

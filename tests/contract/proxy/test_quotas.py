@@ -178,7 +178,7 @@ def test_a_session_records_no_more_than_its_share_also_after_a_restart(frugal_st
     assert stage.ask(key, "x" * 1900).status_code == 200
     refused = stage.ask(key, "more")
     assert refused.status_code == 400
-    assert refused.json()["error"]["param"] == "proxy.max_session_bytes"
+    assert refused.json()["error"]["param"] == "session"
     stage.restart_proxy()
     assert stage.ask(key, "more").status_code == 400
     assert stage.ask(stage.open_session()[1], "hi").status_code == 200

@@ -144,12 +144,13 @@ def test_a_small_ticket_is_sealed_by_its_age(small_stage: Stage) -> None:
     wait_for(lambda: small_stage.ledger.settled)
 
 
-GROWTH = {"areal_hpc.proxy.sessions.recorder.MIN_COMPACTION_GROWTH_BYTES": 100_000}
+SMALL = {
+    "areal_hpc.proxy.sessions.recorder.MIN_COMPACTION_GROWTH_BYTES": 100_000,
+    "areal_hpc.proxy.sessions.sealing.SEALED_SHARD_BYTES": 4096,
+}
 
 
-@pytest.mark.parametrize(
-    "own_stage", [{"shards": {"target_bytes": 4096}, "constants": GROWTH}], indirect=True
-)
+@pytest.mark.parametrize("own_stage", [{"constants": SMALL}], indirect=True)
 def test_large_tickets_are_sealed_by_bytes_and_the_journal_forgets_them(own_stage: Stage) -> None:
     stage = own_stage
     open_id, open_key = stage.open_session(REF)

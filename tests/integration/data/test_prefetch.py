@@ -32,7 +32,7 @@ experiment_name: fetched
 trial_name: one
 cluster: {{fileroot: {root}/runs}}
 model: {{hub: someone/small}}
-train_dataset: {{hub: someone/sums, files: "train-*.jsonl"}}
+train_dataset: {{hub: "someone/sums/train-*.jsonl"}}
 valid_dataset: {{path: {root}/valid.jsonl}}
 rollout: {{workflow: some.Agent}}
 """
@@ -96,10 +96,14 @@ def test_what_the_recipe_names_is_fetched_once_and_checked(recipe: Path, hub: Sm
 
 
 def test_everything_that_cannot_be_had_is_named_at_once(recipe: Path, hub: SmallHub) -> None:
-    absent = ("model.hub=someone/else", "train_dataset.files=absent-*", "valid_dataset.path=x")
+    absent = (
+        "model.hub=someone/else",
+        "train_dataset.hub=someone/sums/absent-*",
+        "valid_dataset.path=x",
+    )
     answer = prefetch(recipe, hub, *absent)
     assert answer.returncode == 78
-    for said in ("someone/else cannot be fetched", "train_dataset.files", "valid_dataset.path"):
+    for said in ("someone/else cannot be fetched", "at: train_dataset.hub", "valid_dataset.path"):
         assert said in answer.stderr, answer.stderr
     assert not (recipe.parent / "runs").exists()
 

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.jobs.environment import get_interpreter
-from areal_hpc.launch.tiny_model import build_tiny_architecture_config
-from areal_hpc.recipe.recipe import TinyModelConfig
+from areal_hpc.launch.tiny_model import TinySizes, build_tiny_architecture_config
 from tests.support.chatml import write_model_dir
 from tests.support.commands import exit_code_of, run_program
 from tests.support.environments import CHECKOUT
@@ -37,23 +36,21 @@ def given(tmp_path: Path) -> Path:
     """A folder of tasks and of a model without tokenizer, and below it one of an odd model."""
     folder = tmp_path / "given"
     (folder / "mamba").mkdir(parents=True)
-    (folder / "config.json").write_text(
-        json.dumps(build_tiny_architecture_config(TinyModelConfig()))
-    )
+    (folder / "config.json").write_text(json.dumps(build_tiny_architecture_config(TinySizes())))
     (folder / "model.safetensors").touch()
     (folder / "mamba" / "config.json").write_text(json.dumps({"model_type": "mamba"}))
     quantized = write_model_dir(folder / "quantized")
     (quantized / "config.json").write_text(
         json.dumps(
             {
-                **build_tiny_architecture_config(TinyModelConfig()),
+                **build_tiny_architecture_config(TinySizes()),
                 "quantization_config": {"quant_method": "fp8"},
             }
         )
     )
     (quantized / "model.safetensors").touch()
     foreign = write_model_dir(folder / "foreign_tokenizer")
-    config = {**build_tiny_architecture_config(TinyModelConfig()), "vocab_size": 320}
+    config = {**build_tiny_architecture_config(TinySizes()), "vocab_size": 320}
     (foreign / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 512}))
     (foreign / "model.safetensors").touch()
     tasks = [{"question": "2+2"}, {"question": "3+3", "limits": {"timeout_s": 1800}}]

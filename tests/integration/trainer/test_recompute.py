@@ -27,7 +27,6 @@ SETTINGS = [
     {"recompute": "full"},
     {"recompute": "full", "recompute_layers": 1},
     {"recompute": "selective"},
-    {"recompute": "selective", "recompute_modules": ["layernorm"]},
     {"recompute": "full", "offload": True},
     {"offload": True},
 ]

@@ -32,7 +32,7 @@ from tests.support.commands import exit_code_of, write_program
 from tests.support.environments import CHECKOUT
 
 RECIPE = CHECKOUT / "recipes" / "gpu8_gsm8k_qwen3_0.6b.yaml"
-NETWORK: dict[str, Any] = {"interface": "ib0", "hca": "mlx5_0"}
+NETWORK: dict[str, Any] = {"interface": "ib0", "nccl": {"NCCL_IB_HCA": "mlx5_0"}}
 
 
 def gpu_recipe(*overrides: str) -> Recipe:

@@ -112,7 +112,7 @@ def test_an_adapter_that_the_site_names_must_be_there() -> None:
     bare = msgspec.structs.replace(SOUND, **NO_ADAPTER)
     found = judge_rdma(bare, "mlx5_0", is_one_of_several=False)
     assert found.verdict is CheckStatus.FAIL
-    assert "network.hca=mlx5_0" in found.finding
+    assert "NCCL_IB_HCA=mlx5_0" in found.finding
     assert judge_rdma(bare, "", is_one_of_several=False).verdict is CheckStatus.OK
 
 

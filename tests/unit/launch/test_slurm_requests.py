@@ -66,7 +66,7 @@ def test_what_is_done_is_not_submitted_again(tmp_path: Path) -> None:
 
 
 def test_nodes_that_failed_are_excluded_for_a_day(tmp_path: Path) -> None:
-    found = recipe(tmp_path, "cluster.slurm.exclude=n9")
+    found = recipe(tmp_path, "cluster.slurm.sbatch.exclude=n9")
     nodes = RunPaths(found.run_dir).excluded_nodes
     nodes.parent.mkdir(parents=True)
     long_ago = ExcludedNode("n1", "no GPU", time.time() - EXCLUDED_NODE_LIFETIME_S - 1)
@@ -79,7 +79,7 @@ def test_nodes_that_failed_are_excluded_for_a_day(tmp_path: Path) -> None:
 
 
 def test_tasks_are_told_the_network_and_how_to_go_on(tmp_path: Path) -> None:
-    network = "cluster.slurm.network={interface: ib0, hca: mlx5_0}"
+    network = "cluster.slurm.network={interface: ib0, nccl: {NCCL_IB_HCA: mlx5_0}}"
     found = recipe(tmp_path, network, "cluster.train.variables={NCCL_IB_HCA: mlx5_3}")
     paths = RunPaths(found.run_dir)
     stages = plan_run(found, paths)

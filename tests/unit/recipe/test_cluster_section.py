@@ -43,13 +43,12 @@ def test_a_container_needs_both_images() -> None:
 
 
 def test_the_network_becomes_variables_of_gloo_and_nccl() -> None:
-    network = {"interface": "ib0", "hca": "mlx5_0", "nccl": {"NCCL_DEBUG": "INFO"}}
+    network = {"interface": "ib0", "nccl": {"NCCL_DEBUG": "INFO"}}
     assert SlurmConfig.model_validate(
         {"network": network}
     ).network.build_environment_variables() == {
         "GLOO_SOCKET_IFNAME": "ib0",
         "NCCL_SOCKET_IFNAME": "ib0",
-        "NCCL_IB_HCA": "mlx5_0",
         "NCCL_DEBUG": "INFO",
     }
     with pytest.raises(ValueError, match="LD_PRELOAD"):

@@ -199,8 +199,8 @@ def test_overrides_reach_any_depth_and_keep_their_types() -> None:
         ("train_dataset", "train_dataset={path: own.jsonl}", {"path": Path("own.jsonl")}),
         (
             "train_dataset",
-            "train_dataset.hub=me/tasks train_dataset.files=train.parquet",
-            {"hub": "me/tasks", "files": "train.parquet"},
+            "train_dataset.hub=me/tasks/train.parquet",
+            {"hub": "me/tasks/train.parquet"},
         ),
         (
             "train_dataset",
@@ -237,10 +237,11 @@ def test_a_weight_decay_that_rounds_to_nothing_is_told() -> None:
 
 
 def test_a_task_whose_own_scorer_pays_for_junk_is_told() -> None:
-    words = "train_dataset.reasoning_gym=coin_flip train_dataset.kwargs={size: 8, seed: 1}"
-    head, _, kwargs = words.partition(" ")
-    (doubt,) = find_likely_mistakes(load_recipe(QUICKSTART, [head, kwargs]))
-    assert doubt.startswith("train_dataset.reasoning_gym=coin_flip: its own scorer pays 0.96")
+    generator = "train_dataset.generator=areal_hpc.dataset.adapters:make_reasoning_tasks"
+    (doubt,) = find_likely_mistakes(
+        load_recipe(QUICKSTART, [generator, "train_dataset.kwargs={name: coin_flip}"])
+    )
+    assert doubt.startswith("train_dataset.kwargs.name=coin_flip: its own scorer pays 0.96")
 
 
 def test_a_recipe_that_means_what_it_says_raises_no_doubt() -> None:
@@ -347,7 +348,7 @@ def test_a_recipe_that_is_not_there_is_answered_with_one_that_is(name: str, hint
 
 def test_a_wrong_value_is_told_without_the_words_of_a_library() -> None:
     with pytest.raises(RecipeError) as refused:
-        load_recipe(QUICKSTART, ["train_dataset.path=a", "train_dataset.hub=b"])
+        load_recipe(QUICKSTART, ["train_dataset.path=a", "train_dataset.hub=b/c/*"])
     (problem,) = refused.value.problems
     assert problem.message.startswith("give exactly one of `path`")
     assert problem.hint == "areal-hpc recipe-keys | grep -F train_dataset"
@@ -360,12 +361,12 @@ def site_file(folder: Path, **cluster: object) -> Path:
 
 
 def test_a_recipe_wins_over_its_site_and_the_command_line_over_both(tmp_path: Path) -> None:
-    slurm = {"partition": "gpu", "qos": "low"}
+    slurm = {"partition": "gpu", "account": "low"}
     site = site_file(tmp_path, fileroot="/shared", stop_grace_s=20, slurm=slurm)
-    recipe = load_recipe(QUICKSTART, ["cluster.slurm.qos=high"], site)
+    recipe = load_recipe(QUICKSTART, ["cluster.slurm.account=high"], site)
     assert recipe.cluster.fileroot == Path("runs"), "the recipe names one"
     assert recipe.cluster.stop_grace_s == 20
-    assert (recipe.cluster.slurm.partition, recipe.cluster.slurm.qos) == ("gpu", "high")
+    assert (recipe.cluster.slurm.partition, recipe.cluster.slurm.account) == ("gpu", "high")
 
 
 def test_every_unknown_key_of_a_site_is_refused_with_its_file(tmp_path: Path) -> None:
@@ -382,7 +383,7 @@ def test_every_unknown_key_of_a_site_is_refused_with_its_file(tmp_path: Path) ->
 def test_a_site_may_take_values_from_the_environment_and_from_the_recipe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slurm = {"partition": "${oc.env:PARTITION}", "qos": "${experiment_name}", "account": "???"}
+    slurm = {"partition": "${oc.env:PARTITION}", "mem": "${experiment_name}", "account": "???"}
     given = {"fileroot": "/shared", "stop_grace_s": "${oc.env:GRACE}", "slurm": slurm}
     site = site_file(tmp_path, **given)
     monkeypatch.setenv("GRACE", "45")
@@ -394,7 +395,7 @@ def test_a_site_may_take_values_from_the_environment_and_from_the_recipe(
         load_recipe(QUICKSTART, (), site)
     recipe = load_recipe(QUICKSTART, ["cluster.slurm.account=team"], site)
     assert (recipe.cluster.stop_grace_s, recipe.cluster.slurm.partition) == (45.0, "gpu")
-    assert recipe.cluster.slurm.qos == recipe.experiment_name
+    assert recipe.cluster.slurm.mem == recipe.experiment_name
     found = read_site_values(site)
     assert found == given | {"stop_grace_s": "45", "slurm": {"partition": "gpu"}}
     monkeypatch.setenv("GRACE", "soon")

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from areal_hpc.dataset.adapters import make_reasoning_tasks
 from areal_hpc.dataset.sources import iterate_task_rows
 from areal_hpc.errors import RecipeError
 from areal_hpc.recipe.sections.dataset import TaskSetConfig
@@ -88,8 +89,7 @@ def test_a_program_that_leaves_before_its_tests_has_not_passed_them() -> None:
 
 
 def test_reasoning_gym_judges_its_own_tasks() -> None:
-    config = TaskSetConfig(reasoning_gym="chain_sum", kwargs={"size": 2, "seed": 3})
-    for task in iterate_task_rows(config, "train_dataset"):
+    for task in make_reasoning_tasks("chain_sum", size=2, seed=3):
         right = f"<answer>{task['answer']}</answer>"
         assert reasoning_gym_reward("", right, [], [], **task) == 1.0
         assert reasoning_gym_reward("", "<answer>no</answer>", [], [], **task) < 0.5
@@ -99,8 +99,7 @@ def test_no_reply_to_reasoning_gym_runs_or_changes_a_later_score(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for name in ("spiral_matrix", "polynomial_multiplication"):
-        config = TaskSetConfig(reasoning_gym=name, kwargs={"size": 1, "seed": 3})
-        (task,) = iterate_task_rows(config, "train_dataset")
+        (task,) = make_reasoning_tasks(name, size=1, seed=3)
         marker = tmp_path / name
         for payload in (
             f"open({str(marker)!r},'w').write('1')",

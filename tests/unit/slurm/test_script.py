@@ -84,14 +84,14 @@ def test_tasks_with_gpus_need_to_know_how_many_a_node_has() -> None:
             {"gpus_per_node": 2, "gres": "gpu:a100:{count}"},
             {"gres=gpu:a100:2", "nodes=2", "ntasks-per-node=2"},
         ),
-        (job(), {"exclusive": True, "exclude": "n7"}, {"mem=0", "exclude=n7"}),
+        (job(), {"exclusive": True, "sbatch": {"exclude": "n7"}}, {"mem=0", "exclude=n7"}),
         (job(), {"sbatch": {"licenses": "mat:1"}}, {"licenses=mat:1", "comment=/runs/exp/trial"}),
         (
             job(),
             {"sbatch": {"nice": 100, "contiguous": True, "hold": False}},
             {"nice=100", "contiguous"},
         ),
-        (job(), {"signal_before_end_s": 45}, {"signal=USR2@45", "requeue", "open-mode=append"}),
+        (job(), {}, {"signal=USR2@90", "requeue", "open-mode=append"}),
         (job(), {"requeue": False}, {"no-requeue"}),
     ],
 )

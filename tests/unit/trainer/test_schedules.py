@@ -28,17 +28,6 @@ def test_the_rate_decays_to_its_floor(decay: str) -> None:
     assert rates == sorted(rates, reverse=True)
 
 
-def test_a_schedule_of_its_own_stays_when_the_run_grows() -> None:
-    decay = {"lr": 1.0, "decay": "cosine"}
-    stretched, fixed = (AdamConfig.model_validate(decay | more) for more in (
-        {}, {"schedule_steps": 100},
-    ))  # fmt: skip
-    before = [compute_learning_rate(step, 100, stretched) for step in range(100)]
-    assert [compute_learning_rate(step, 200, fixed) for step in range(100)] == before
-    assert compute_learning_rate(150, 200, fixed) == 0.0
-    assert compute_learning_rate(80, 200, stretched) > 5 * before[80]
-
-
 def test_steps_are_evaluated_saved_and_exported_as_asked() -> None:
     schedule = Schedule(
         total_steps=7,

@@ -2,7 +2,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -36,11 +36,10 @@ def judge(
     norms: list[float],
     step: int,
     earlier: list[UntrainedBatchPart],
-    on_nonfinite: Literal["skip", "stop"] = "skip",
 ) -> list[UntrainedBatchPart]:
     return build_nonfinite_records_or_raise(
-        norms, step, earlier, on_nonfinite,
-        section="trainer.optimizer", name_step="batch {}".format, hint="try something",
+        norms, step, earlier,
+        key="trainer.optimizer.lr", name_step="batch {}".format, hint="try something",
     )  # fmt: skip
 
 
@@ -61,7 +60,7 @@ def test_two_odd_batches_in_a_row_are_passed_over_and_a_third_is_not() -> None:
     problem = caught.value.problems[0]
     assert problem.message.startswith("batch 4: the gradient norm is nan")
     assert "the same as at batch 2 and batch 3" in problem.message
-    assert (problem.key, problem.hint) == ("trainer.optimizer.on_nonfinite", "try something")
+    assert (problem.key, problem.hint) == ("trainer.optimizer.lr", "try something")
 
 
 def test_tickets_left_out_of_earlier_batches_are_no_part_of_a_streak() -> None:

@@ -194,7 +194,6 @@ def list_sbatch_flags(plan: GpuCheckPlan, options: JobOptions) -> list[str]:
         "gres": gres if plan.device == "cuda" else None,
         "cpus-per-task": options.cpus_per_task,
         "mem": options.mem or "0",  # all of the node's: the default may not hold a server
-        "exclude": options.exclude,
     }
     return [
         *(f"--time={TIME_LIMIT_MINUTES}", f"--nodes={plan.nodes}", "--ntasks-per-node=1"),

@@ -143,8 +143,8 @@ def judge_rdma(node_facts: NodeFacts, hca: str, *, is_one_of_several: bool) -> C
     if hca:
         return fail(
             "RDMA",
-            f"network.hca={hca}, but /dev/infiniband has no adapter here",
-            "show the container /dev/infiniband, or leave cluster.slurm.network.hca out",
+            f"NCCL_IB_HCA={hca}, but /dev/infiniband has no adapter here",
+            "show the container /dev/infiniband, or leave it out of cluster.slurm.network.nccl",
         )
     if is_one_of_several:
         hint = "name the fastest interface (cluster.slurm.network.interface), or use other nodes"
@@ -183,7 +183,7 @@ def judge_differences_between_nodes(nodes: Sequence[NodeFacts]) -> Iterator[Chec
     }
     for name, found in kinds.items():
         if len(found) > 1:
-            hint = "use nodes that are alike (cluster.slurm.constraint), or ask the administrators"
+            hint = "use nodes that are alike (sbatch.constraint), or ask the administrators"
             yield warn(f"{name} of nodes", f"differ: {', '.join(sorted(found))}", hint)
 
 

@@ -70,7 +70,7 @@ def build_check_plan(
         # On nodes of a job Slurm says which.
         gpus=recipe.cluster.gpus if recipe and not nodes else "auto",
         interface=slurm.network.interface,
-        hca=slurm.network.hca,
+        hca=slurm.network.nccl.get("NCCL_IB_HCA", ""),
         agent=(
             recipe.rollout.agent.model_dump(mode="json")
             if recipe and recipe.rollout.agent.isolation
