@@ -41,10 +41,7 @@ class LocalTask:
         self._launch = launch
         self._position = position
 
-    def take_part_in_start_or_get_refusal(self) -> TaskExit | None:
-        return None
-
-    def probe_node(self) -> TaskExit | None:
+    def begin(self) -> TaskExit | None:
         return None
 
     def build_environment(self) -> Mapping[str, str]:
@@ -57,10 +54,10 @@ class LocalTask:
             return None
         return TaskExit(STOPPED_EXIT_CODE, reason=LAUNCHER_GONE_REASON)
 
-    def announce_stop_and_decide_grace_s(self, outcome: TaskExit) -> float:
+    def announce_stop(self, outcome: TaskExit) -> float:
         return self._launch.stop_grace_s
 
-    def report_exit_and_conclude_job(self, outcome: TaskExit) -> TaskExit:
+    def conclude(self, outcome: TaskExit) -> TaskExit:
         write_task_exit(self._launch.paths, self._position.rank, outcome)
         return outcome
 
@@ -80,10 +77,7 @@ class AllocationStepTask:
         self._last_beat = b""
         self._last_beat_at = self._next_look_at = time.monotonic()
 
-    def take_part_in_start_or_get_refusal(self) -> TaskExit | None:
-        return None
-
-    def probe_node(self) -> TaskExit | None:
+    def begin(self) -> TaskExit | None:
         return None
 
     def build_environment(self) -> Mapping[str, str]:
@@ -130,7 +124,7 @@ class AllocationStepTask:
             return None
         return TaskExit(STOPPED_EXIT_CODE, reason=LAUNCHER_GONE_REASON)
 
-    def announce_stop_and_decide_grace_s(self, outcome: TaskExit) -> float:
+    def announce_stop(self, outcome: TaskExit) -> float:
         """Seconds that processes get to stop by themselves; where they save, those of a save too.
 
         Processes read it from a note, which all tasks of the job write alike.
@@ -146,7 +140,7 @@ class AllocationStepTask:
             log.warning("could not tell the processes how long they have: %s", error)
         return grace_s
 
-    def report_exit_and_conclude_job(self, outcome: TaskExit) -> TaskExit:
+    def conclude(self, outcome: TaskExit) -> TaskExit:
         """Tell the launcher, unless the files belong to a later start."""
         outcome = msgspec.structs.replace(outcome, incarnation=self._step.incarnation)
         if not self._is_superseded:

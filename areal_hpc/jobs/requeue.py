@@ -1,7 +1,7 @@
-"""Requeueing of a stopped Slurm job; the decision is in restart_policy.py.
+"""Another start of a Slurm job under its own number; the decision is in restart_policy.py.
 
 A job that ends at a preemption's warning has failed in Slurm's eyes, and is not started again: it
-must ask for that itself, or outlast the warning.
+must ask for that itself, or outlast the warning. What cannot ask ends, for a caretaker to submit.
 """
 
 import errno
@@ -20,45 +20,28 @@ from areal_hpc.jobs.restart_policy import (
     SLURM_JOB_RESTART_POLICY,
     TIME_LIMIT_REASON,
     FailuresWithoutProgress,
-    RestartDecision,
 )
-from areal_hpc.jobs.succession import find_next_successor
 from areal_hpc.rundir.atomic import write_atomic
 from areal_hpc.rundir.cancellation import is_cancelled
 from areal_hpc.rundir.jobs import (
-    LaunchFile,
     SlurmLaunchInfo,
-    Submission,
     TaskExit,
     add_excluded_node,
-    list_jobs_that_gave_nodes_back,
     list_unexpired_excluded_nodes,
     read_excluded_nodes_with_expired,
 )
 from areal_hpc.rundir.paths import JobPaths
 from areal_hpc.slurm import scontrol
 from areal_hpc.slurm.allocation import expand_node_list
-from areal_hpc.slurm.resubmit import RETRY_PAUSE_S, retry_and_log, submit_job_again
 
 log = logging.getLogger(__name__)
 
 MAX_EXCLUDED_NODES = 16
 """When so many nodes have failed the probe, something else is wrong."""
 PAUSES_BEFORE_WRITING_AGAIN_S = (60.0, 120.0, 240.0)
-REQUEUE_TIMEOUT_WITH_SUCCESSOR_S = 60.0
-"""Longest that a job with a successor asks a slurmctld that does not answer."""
-_STATES_BEFORE_HOLD = (scontrol.RUNNING_STATE, "COMPLETING")
+RETRY_PAUSE_S = 1.0
 
-RequeueResult = Literal[
-    "requeued",
-    "held",
-    "held for user",
-    "resubmitted",
-    "left to successor",
-    "cancelled",
-    "ended by Slurm",
-    "not requeued",
-]
+RequeueResult = Literal["requeued", "cancelled", "ended by Slurm", "not requeued"]
 
 
 class StartProgressTracker:
@@ -156,42 +139,48 @@ def build_exclude_list(slurm: SlurmLaunchInfo, already_excluded: str) -> str:
     )
 
 
-def requeue_or_resubmit(
-    launch: LaunchFile,
-    give_up_at: float,
-    decision: RestartDecision = "restart",
-    report_refusal: Callable[[str], None] = log.error,
+def requeue_own_job(
+    slurm: SlurmLaunchInfo, give_up_at: float, report_refusal: Callable[[str], None]
 ) -> RequeueResult:
-    """Have this job, which runs, started once more, by Slurm or by submitting its script again.
+    """Have Slurm start this job, which runs, once more.
 
-    A slurmctld that does not answer is asked again until `give_up_at` (monotonic). With `hold` the
-    job is not started before `release_jobs_held_while_idle` is called for its run; with
-    `hold_for_user` its user has to release it.
+    A slurmctld that does not answer is asked again until `give_up_at` (monotonic).
 
     Returns:
-        What was done; "ended by Slurm" where it already ends or requeues the job, "left to
-        successor" where it could not be asked, or refused, and one was laid at submission, "not
-        requeued" where there is none.
+        What was done; "cancelled" in a run that was, "ended by Slurm" where it already ends or
+        requeues the job, "not requeued" where it refused, or could not be asked.
     """
-    assert launch.slurm is not None
-    job_id = scontrol.get_own_job_id(os.environ)
-    successor = find_next_successor(launch.slurm, launch.job.name, job_id)
-    otherwise: RequeueResult = "left to successor" if successor else "not requeued"
-    if successor is not None:
-        give_up_at = min(give_up_at, time.monotonic() + REQUEUE_TIMEOUT_WITH_SUCCESSOR_S)
-    while not is_cancelled(Path(launch.slurm.cancelled)):
+    job_id = os.environ["SLURM_JOB_ID"]
+    while not is_cancelled(Path(slurm.cancelled)):
         try:
-            return _request_restart(launch, launch.slurm, job_id, give_up_at, decision, successor)
+            return _requeue_if_running(slurm, job_id)
         except (SlurmTimeoutError, OSError) as silence:
             log.warning("slurmctld or storage did not answer, asking again: %s", silence)
             if time.monotonic() >= give_up_at:
-                return otherwise
+                return "not requeued"
             time.sleep(RETRY_PAUSE_S)
         except (SlurmNotFoundError, SlurmCommandError) as refusal:
-            if successor is None:
-                report_refusal(f"this job cannot be requeued: {refusal.problems[0].message}")
-            return otherwise
+            report_refusal(f"this job cannot be requeued: {refusal.problems[0].message}")
+            return "not requeued"
     return "cancelled"
+
+
+def _requeue_if_running(slurm: SlurmLaunchInfo, job_id: str) -> RequeueResult:
+    facts = scontrol.query_job(job_id)
+    if facts.state != scontrol.RUNNING_STATE:
+        log.info("Slurm reports this job as %s; it will not be requeued", facts.state)
+        return "ended by Slurm"
+    try:
+        excluded = build_exclude_list(slurm, facts.excluded_nodes)
+    except OSError as error:
+        log.error("no further nodes are excluded, as their list cannot be read: %s", error)
+        excluded = facts.excluded_nodes
+    scontrol.control_job("requeue", job_id)
+    if excluded != facts.excluded_nodes:
+        # Not before: Slurm changes this of waiting jobs alone. Not too late: a requeued job waits
+        # until its old credential has expired.
+        scontrol.retry_and_log(lambda: scontrol.update_waiting_job(job_id, "ExcNodeList", excluded))
+    return "requeued"
 
 
 def cancel_own_job(job_id: str) -> None:
@@ -200,144 +189,3 @@ def cancel_own_job(job_id: str) -> None:
         scontrol.cancel_job(job_id)
     except ClusterError as error:
         log.warning("this job does not end as cancelled: %s", error)
-
-
-def _request_restart(
-    launch: LaunchFile,
-    slurm: SlurmLaunchInfo,
-    job_id: str,
-    give_up_at: float,
-    decision: RestartDecision,
-    successor: Submission | None,
-) -> RequeueResult:
-    facts = scontrol.query_job(job_id)
-    excluded = _build_exclude_list_or_keep(slurm, facts.excluded_nodes)
-    if facts.state != scontrol.RUNNING_STATE:
-        log.info("Slurm reports this job as %s; it will not be requeued", facts.state)
-        # From 24.11 a slurmctld that was away over a time limit ends the job before it is asked.
-        if facts.has_timed_out and successor is None:
-            return _resubmit(launch, slurm, job_id, excluded, give_up_at, decision)
-        return "ended by Slurm"
-    try:
-        if decision == "hold_for_user":
-            scontrol.control_job("requeuehold", job_id)
-            return "held for user"
-        if decision == "hold" and _requeue_held_and_note_it(launch.paths, job_id):
-            return "held"
-        scontrol.control_job("requeue", job_id)
-    except SlurmCommandError as refusal:
-        if successor is not None:
-            log.warning("%s; job %s takes its place", refusal, successor.job_id)
-            if excluded:
-                _exclude_from(successor.job_id, excluded)
-            return "left to successor"
-        log.warning("%s; its script is submitted again", refusal)
-        return _resubmit(launch, slurm, job_id, excluded, give_up_at, decision)
-    if excluded != facts.excluded_nodes:
-        # Not before: Slurm changes this of waiting jobs alone. Not too late: a requeued job waits
-        # until its old credential has expired.
-        _exclude_from(job_id, excluded)
-    return "requeued"
-
-
-def _resubmit(
-    launch: LaunchFile,
-    slurm: SlurmLaunchInfo,
-    job_id: str,
-    excluded_nodes: str,
-    give_up_at: float,
-    decision: RestartDecision,
-) -> RequeueResult:
-    new_id = submit_job_again(
-        slurm,
-        launch.job.name,
-        [f"--exclude={excluded_nodes}"] if excluded_nodes else [],
-        timeout_s=give_up_at - time.monotonic(),
-        hold=decision in ("hold", "hold_for_user"),
-        own_id=job_id,
-    )
-    if decision == "hold_for_user":
-        return "held for user"
-    if decision != "hold":
-        return "resubmitted"
-    if _note_hold(launch.paths, new_id):
-        return "held"
-    retry_and_log(lambda: scontrol.control_job("release", new_id))
-    return "resubmitted"
-
-
-def _build_exclude_list_or_keep(slurm: SlurmLaunchInfo, already_excluded: str) -> str:
-    try:
-        return build_exclude_list(slurm, already_excluded)
-    except OSError as error:
-        log.error("no further nodes are excluded, as their list cannot be read: %s", error)
-        return already_excluded
-
-
-def _exclude_from(waiting_job_id: str, excluded_nodes: str) -> None:
-    retry_and_log(
-        lambda: scontrol.update_waiting_job(waiting_job_id, "ExcNodeList", excluded_nodes)
-    )
-
-
-def _requeue_held_and_note_it(job: JobPaths, job_id: str) -> bool:
-    """Hold the job until it is wanted; False if that could not be noted.
-
-    Noted first: a job that is held and not on the list would be held for good.
-    """
-    if not _note_hold(job, job_id):
-        return False
-    try:
-        scontrol.control_job("requeuehold", job_id)
-    except (SlurmCommandError, SlurmNotFoundError):
-        job.hold_note.unlink()
-        raise  # not so after silence: slurmctld may have held the job all the same
-    return True
-
-
-def _note_hold(job: JobPaths, job_id: str) -> bool:
-    note = job.hold_note
-    try:
-        note.parent.mkdir(exist_ok=True)
-        note.write_text(job_id)
-    except OSError as error:
-        log.error("the job is not held, as that cannot be noted: %s", error)
-        return False
-    return True
-
-
-def release_jobs_held_while_idle(jobs_dir: Path, only_job: str = "") -> list[str]:
-    """Let jobs go on that gave their nodes back, or `only_job` one of them; their names.
-
-    Cheap if there are none. One that Slurm does not release yet stays on the list, for the next
-    call.
-    """
-    released = []
-    held = [
-        job.hold_note
-        for job in list_jobs_that_gave_nodes_back(jobs_dir)
-        if only_job in ("", job.root.name)
-    ]
-    for note in held:
-        if not (job_id := _read_hold_note(note)):
-            continue
-        try:
-            if scontrol.query_job(job_id).state in _STATES_BEFORE_HOLD:
-                continue
-            scontrol.control_job("release", job_id)
-            released.append(note.name)
-            note.unlink(missing_ok=True)
-        except SlurmCommandError as refusal:  # it was cancelled, or is an administrator's
-            reason = "Slurm refused, it may be cancelled or held by an administrator"
-            log.warning("cannot release %s: %s (%s)", note.name, reason, refusal)
-            note.unlink(missing_ok=True)
-        except ClusterError as error:
-            log.warning("%s cannot be released yet: %s", note.name, error)
-    return released
-
-
-def _read_hold_note(note_path: Path) -> str:
-    try:
-        return note_path.read_text()
-    except FileNotFoundError:
-        return ""

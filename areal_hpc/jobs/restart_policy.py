@@ -13,9 +13,8 @@ from msgspec import Struct
 from areal_hpc.errors import AgentError, ClusterError, JobFailedError, RecipeError
 from areal_hpc.rundir.jobs import IDLE_EXIT_CODE, TaskExit
 
-RestartDecision = Literal["done", "restart", "continue_without", "hold", "hold_for_user", "fail"]
-"""It is done; start it again; go on without it; start it again once there is work, or once its user
-has changed what keeps it from working; give up."""
+RestartDecision = Literal["done", "restart", "continue_without", "idle", "fail"]
+"""It is done; start it again; go on without it; start it again once there is work; give up."""
 TIME_LIMIT_REASON = "close to the time limit"
 """Reason of a task that stops because its job's time is up."""
 PERMANENT_EXIT_CODES = frozenset({RecipeError.exit_code, AgentError.exit_code})
@@ -90,13 +89,13 @@ def decide_restart(
         return "fail"
     crashes = {outcome.exit_code for outcome in outcomes if outcome.is_crash}
     if not crashes and IDLE_EXIT_CODE in codes:
-        return "hold"
+        return "idle"
     if not crashes and counts.time_limit_stops >= MAX_TIME_LIMIT_STOPS:
-        return "hold_for_user"
+        return "fail"
     if not crashes or any(outcome.faulty_node for outcome in outcomes):
         return "restart"
     if counts.unwritten_because:  # else nothing would bound the starts
-        return "hold_for_user"
+        return "fail"
     return SLURM_JOB_RESTART_POLICY.decide(crashes, counts.failures)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from areal_hpc.errors import ClusterError
+from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.jobs import starts, time_limit
 from areal_hpc.jobs.node.node_probe import (
     NodeProblem,
@@ -34,16 +34,13 @@ from areal_hpc.jobs.requeue import (
     StartProgressTracker,
     cancel_own_job,
     record_new_faulty_nodes,
-    requeue_or_resubmit,
+    requeue_own_job,
 )
 from areal_hpc.jobs.restart_policy import (
+    MAX_TIME_LIMIT_STOPS,
     TIME_LIMIT_REASON,
+    FailuresWithoutProgress,
     decide_restart,
-)
-from areal_hpc.jobs.succession import (
-    find_own_record_as_successor,
-    find_reason_not_to_take_over,
-    record_as_current_job,
 )
 from areal_hpc.rundir.cancellation import is_cancelled
 from areal_hpc.rundir.folders import RunDirWatch
@@ -56,10 +53,9 @@ from areal_hpc.rundir.jobs import (
     read_task_exit,
     write_task_exit,
 )
-from areal_hpc.rundir.telemetry.events import SUBMISSION_REFUSED_EVENT, EventLog
+from areal_hpc.rundir.telemetry.events import EventLog
 from areal_hpc.slurm import scontrol
 from areal_hpc.slurm.allocation import expand_node_list
-from areal_hpc.slurm.resubmit import retry_and_log
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +84,7 @@ class SlurmTask:
         self._slurm = slurm
         self._position = position
         self._events = events
-        self._job_id = scontrol.get_own_job_id(os.environ)
+        self._job_id = os.environ["SLURM_JOB_ID"]
         self._node = os.environ["SLURMD_NODENAME"]
         self._incarnation = f"{self._job_id}.{get_slurm_restart_count(os.environ)}"
         self._paths = launch.paths
@@ -107,25 +103,22 @@ class SlurmTask:
         self._run_dir_watch = RunDirWatch(launch.run_dir)
         self._kill_at = time.monotonic() + launch.stop_grace_s
 
-    def take_part_in_start_or_get_refusal(self) -> TaskExit | None:
+    def begin(self) -> TaskExit | None:
         """Take part in this start of the job and probe the node; why the task cannot go on."""
         environ, position = os.environ, self._position
         nodes = int(environ.get("SLURM_NNODES", "1"))
         try:
             if position.is_first:
-                self._start = self._take_over_and_publish_start(environ, nodes)
+                self._start = self._publish_start(environ, nodes)
             else:
-                self._start = starts.wait_for_start_written_by_first_task(
+                self._start = starts.await_start(
                     self._starts_dir, self._incarnation, self._node, self._slurm.join_timeout_s
                 )
-                if not position.local_rank and not self._start.reason_to_leave:
+                if not position.local_rank:
                     starts.report_node_joined(self._starts_dir, self._start, position.node_rank)
         except (ClusterError, OSError) as error:
             problem = NodeProblem(str(error), is_fault_of_node=not is_fault_of_storage(error))
             return self._report_node_problems(self._node, [problem])
-        if self._start.reason_to_leave:
-            self._is_superseded = True  # the job's files tell how the start before ended
-            return TaskExit(0, reason=self._start.reason_to_leave)
         if self._slurm.done_marker and Path(self._slurm.done_marker).exists():
             return TaskExit(0, reason="there is no work left")
         if position.local_rank:
@@ -133,9 +126,7 @@ class SlurmTask:
         if (refusal := self.probe_node()) is not None:
             return refusal
         if position.is_first and nodes > 1:
-            return self._wait_for_nodes_and_report_absent(
-                self._start, expand_node_list(environ["SLURM_JOB_NODELIST"])
-            )
+            return self._await_nodes(self._start, expand_node_list(environ["SLURM_JOB_NODELIST"]))
         return None
 
     def probe_node(self) -> TaskExit | None:
@@ -150,18 +141,7 @@ class SlurmTask:
         self._is_first_reached = True
         return None
 
-    def _take_over_and_publish_start(
-        self, environ: Mapping[str, str], nodes: int
-    ) -> starts.JobStart:
-        if own := find_own_record_as_successor(self._slurm, self._launch.job.name, self._job_id):
-            if reason := find_reason_not_to_take_over(self._launch, self._slurm):
-                self._events.record("successor_left", job_id=self._job_id, reason=reason)
-                log.warning("this successor does not start: %s", reason)
-                return starts.announce_job_ends_at_once(
-                    self._starts_dir, self._incarnation, self._node, reason
-                )
-            record_as_current_job(self._slurm, own)
-            self._events.record("successor_started", job_id=self._job_id, node=self._node)
+    def _publish_start(self, environ: Mapping[str, str], nodes: int) -> starts.JobStart:
         address = ""
         if nodes > 1:
             greeter = ReachabilityServer(find_own_address(self._slurm.interface, environ))
@@ -169,15 +149,12 @@ class SlurmTask:
             address = greeter.address
         start = starts.claim_next_start(self._starts_dir, self._incarnation, self._node, address)
         self._clock = time_limit.SlurmControllerClock()
-        self._ends_at = time_limit.get_or_query_end_time(environ)
-        self._paths.hold_note.unlink(missing_ok=True)  # it runs: nobody need release it
+        self._ends_at = time_limit.find_end_time(environ)
         return start
 
-    def _wait_for_nodes_and_report_absent(
-        self, start: starts.JobStart, nodes: list[str]
-    ) -> TaskExit | None:
+    def _await_nodes(self, start: starts.JobStart, nodes: list[str]) -> TaskExit | None:
         timeout_s = self._slurm.join_timeout_s
-        absent = starts.await_nodes_and_list_absent(self._starts_dir, start, len(nodes), timeout_s)
+        absent = starts.await_absent_nodes(self._starts_dir, start, len(nodes), timeout_s)
         reason = (
             f"no task on this node joined within {timeout_s:.0f} s; "
             f"is {self._paths.root} mounted there?"
@@ -189,7 +166,7 @@ class SlurmTask:
 
     def _report_node_problems(self, node: str, findings: list[NodeProblem]) -> TaskExit:
         excluded: list[str] = []
-        with _swallow_and_log_storage_errors("the nodes that are not to be given again"):
+        with _log_storage_errors("the nodes that are not to be given again"):
             excluded = list_unexpired_excluded_nodes(Path(self._slurm.excluded_nodes))
         is_fault_of_node = (
             all(finding.is_fault_of_node for finding in findings)
@@ -273,13 +250,13 @@ class SlurmTask:
                 return TaskExit(STOPPED_EXIT_CODE, reason=TIME_LIMIT_REASON)
         return None
 
-    def announce_stop_and_decide_grace_s(self, outcome: TaskExit) -> float:
+    def announce_stop(self, outcome: TaskExit) -> float:
         """Tell the other tasks; seconds that this one's processes get to stop by themselves."""
         grace_s = self._launch.stop_grace_s
         if self._start is None or self._is_superseded:
             return grace_s
         if self._position.is_first:
-            grace_s = self._query_preemption_and_grace_s(outcome)
+            grace_s = self._query_grace_s(outcome)
         try:
             said = starts.read_stop_note(self._stop_note_path)
             if said is not None and not self._position.is_first:
@@ -292,7 +269,7 @@ class SlurmTask:
         self._kill_at = time.monotonic() + grace_s
         return grace_s
 
-    def _query_preemption_and_grace_s(self, outcome: TaskExit) -> float:
+    def _query_grace_s(self, outcome: TaskExit) -> float:
         """As the launch says, unless Slurm ends the job sooner; more where it knows of much time.
 
         A preemption's grace shows as the job's end.
@@ -312,7 +289,7 @@ class SlurmTask:
             return wanted_s  # without a time limit nothing ends it sooner
         return max(0.0, min(wanted_s, facts.ends_at - self._clock.now() - self._slurm.margin_s))
 
-    def report_exit_and_conclude_job(self, outcome: TaskExit) -> TaskExit:
+    def conclude(self, outcome: TaskExit) -> TaskExit:
         """Say how this task ended and, once all have, see to what comes next.
 
         The others stay until the first has asked Slurm: where the end of one task ends the job,
@@ -322,14 +299,18 @@ class SlurmTask:
         if self._is_superseded:
             return outcome  # the files belong to the later start
         if outcome.exit_code and self._is_run_dir_gone():
-            return self._hold_job_without_files(outcome)
+            # Nobody could count another start: a person moves the folder back, or resumes there.
+            log.error("%s", reason := self._describe_gone_run_dir())
+            if not self._position.is_first:
+                time.sleep(TASK_EXIT_TIMEOUT_S)  # the end of one task may end the job
+            return msgspec.structs.replace(outcome, reason=reason)
         rank, is_written = self._position.rank, False
-        with _swallow_and_log_storage_errors("the task's exit status"):
+        with _log_storage_errors("the task's exit status"):
             write_task_exit(self._paths, rank, outcome)
             is_written = True
         if self._position.is_first:
             outcome = self._end_or_requeue_job(outcome)
-            with _swallow_and_log_storage_errors("the job's exit status"):
+            with _log_storage_errors("the job's exit status"):
                 write_task_exit(self._paths, rank, outcome)
                 if self._start is not None:
                     self._first_task_done_path.touch()
@@ -354,15 +335,6 @@ class SlurmTask:
             "areal-hpc resume goes on at its new place, or after moving it back"
         )
 
-    def _hold_job_without_files(self, outcome: TaskExit) -> TaskExit:
-        reason = self._describe_gone_run_dir()
-        log.error("%s", reason)
-        if self._position.is_first:
-            retry_and_log(lambda: scontrol.control_job("requeuehold", self._job_id))
-        else:
-            time.sleep(TASK_EXIT_TIMEOUT_S)  # the end of one task may end the job
-        return msgspec.structs.replace(outcome, reason=reason)
-
     def _wait_for_first_task_to_leave(self, exit_timeout_s: float) -> None:
         began = time.monotonic()
 
@@ -373,7 +345,7 @@ class SlurmTask:
             limit_s = REQUEUE_TIMEOUT_S if is_first_at_it else exit_timeout_s
             return time.monotonic() - began > limit_s
 
-        _wait_until_or_give_up(need_not_wait, began + REQUEUE_TIMEOUT_S)
+        _wait_until(need_not_wait, began + REQUEUE_TIMEOUT_S)
 
     def _end_or_requeue_job(self, own_exit: TaskExit) -> TaskExit:
         # The way out depends on Slurm alone: on a silent disk it goes on all the same. On a full
@@ -381,7 +353,7 @@ class SlurmTask:
         gathered = self._wait_for_task_exits(own_exit)
         outcomes = [*gathered.values(), *self._absent]
         faulty: list[str] = []
-        with _swallow_and_log_storage_errors("the nodes that are not to be given again"):
+        with _log_storage_errors("the nodes that are not to be given again"):
             faulty = record_new_faulty_nodes(self._slurm, outcomes, self._job_id)
         counts = self._progress_tracker.update_failure_counts(
             outcomes, waits_for_room=not self._is_preempted
@@ -395,6 +367,7 @@ class SlurmTask:
         if decision == "done":
             return own_exit
         if decision == "fail":
+            decisive = _explain_end(decisive, counts)
             self._events.record(
                 "job_failed",
                 job_id=self._job_id,
@@ -402,20 +375,12 @@ class SlurmTask:
                 failures_without_progress=counts.failures,
             )
             return msgspec.structs.replace(decisive, gave_up=True)
+        if decision == "idle":
+            self._events.record("job_idle", job_id=self._job_id, node=self._node)
+            return decisive
         # Slurm itself ends the asking of a job whose time is up.
         give_up_at = time.monotonic() + REQUEUE_TIMEOUT_S
-        requeue_result = requeue_or_resubmit(
-            self._launch, give_up_at, decision, self._record_submission_refusal
-        )
-        if decision == "hold_for_user":
-            if counts.unwritten_because:
-                told = f"{decisive.cause}; it cannot be counted: {counts.unwritten_because}"
-            else:
-                told = (
-                    f"{counts.time_limit_stops} starts in a row reached the time limit before the "
-                    "run made progress; the limit is too short"
-                )
-            decisive = msgspec.structs.replace(decisive, reason=told, says_why=True)
+        requeue_result = requeue_own_job(self._slurm, give_up_at, log.error)
         self._events.record(
             f"job_{requeue_result.replace(' ', '_')}", job_id=self._job_id, node=self._node,
             reason=decisive.cause, excluded=faulty,
@@ -425,7 +390,7 @@ class SlurmTask:
             # Preempted, and unable to say that it wants to be started again: Slurm does so by
             # itself with jobs that are still there when the grace is over. Others end at once,
             # for a caretaker to submit them: until then they count against a limit of jobs.
-            _wait_until_or_give_up(
+            _wait_until(
                 lambda: is_cancelled(Path(self._slurm.cancelled)),
                 time.monotonic() + PREEMPTION_KILL_TIMEOUT_S,
             )
@@ -436,10 +401,6 @@ class SlurmTask:
             return scontrol.query_job(self._job_id).is_requeueable
         except ClusterError:
             return True
-
-    def _record_submission_refusal(self, reason: str) -> None:
-        log.error("%s", reason)
-        self._events.record(SUBMISSION_REFUSED_EVENT, job=self._launch.job.name, reason=reason)
 
     def _wait_for_task_exits(self, own_exit: TaskExit) -> dict[int, TaskExit]:
         found: dict[int, TaskExit] = {self._position.rank: own_exit}
@@ -455,19 +416,34 @@ class SlurmTask:
                     found[rank] = outcome
             return len(found) == self._launch.job.tasks
 
-        _wait_until_or_give_up(all_are_there, give_up_at)
+        _wait_until(all_are_there, give_up_at)
         return dict(sorted(found.items()))
 
 
+def _explain_end(decisive: TaskExit, counts: FailuresWithoutProgress) -> TaskExit:
+    """The exit of a job that gives up, in the words of what made it give up. Pure."""
+    if counts.unwritten_because and decisive.is_crash:
+        told = f"{decisive.cause}; it cannot be counted: {counts.unwritten_because}"
+        return msgspec.structs.replace(decisive, reason=told, says_why=True)
+    if decisive.exit_code != STOPPED_EXIT_CODE or counts.time_limit_stops < MAX_TIME_LIMIT_STOPS:
+        return decisive
+    told = (
+        f"{counts.time_limit_stops} starts in a row reached the time limit before the run made "
+        "progress; the limit is too short"
+    )
+    code = RecipeError.exit_code
+    return msgspec.structs.replace(decisive, exit_code=code, reason=told, says_why=True)
+
+
 @contextmanager
-def _swallow_and_log_storage_errors(files_description: str) -> Iterator[None]:
+def _log_storage_errors(files_description: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
         log.error("%s could not be read or written: %s", files_description, error)
 
 
-def _wait_until_or_give_up(condition: Callable[[], bool], give_up_at: float) -> None:
+def _wait_until(condition: Callable[[], bool], give_up_at: float) -> None:
     while not _is_readable_and_true(condition) and time.monotonic() < give_up_at:
         time.sleep(0.5)
 

@@ -5,7 +5,6 @@ task of every start takes the next number, in a file whose content is also the f
 other tasks read from the shared storage: who does not see it is on a node that does not share it.
 """
 
-import contextlib
 import os
 import time
 from pathlib import Path
@@ -15,7 +14,6 @@ from msgspec import Struct
 
 from areal_hpc.errors import ClusterError
 from areal_hpc.rundir.atomic import write_atomic
-from areal_hpc.rundir.folders import make_folder
 from areal_hpc.rundir.generations import claim_next_number, get_number_path, read_newest_number
 
 _POLL_S = 0.25
@@ -34,8 +32,6 @@ class JobStart(Struct, frozen=True):
     """The first task's."""
     address: str = ""
     """`host:port` where the first task can be reached for a while; empty if it is alone."""
-    reason_to_leave: str = ""
-    """Why the job ends at once, with success; then the start has no number. Empty if it works."""
 
 
 class StopNote(Struct, frozen=True):
@@ -59,24 +55,7 @@ def claim_next_start(folder: Path, incarnation: str, node: str, address: str) ->
     return start
 
 
-def announce_job_ends_at_once(folder: Path, incarnation: str, node: str, reason: str) -> JobStart:
-    """Tell the other tasks that the job ends at once; starts of the job go on counting without it.
-
-    For the first task.
-    """
-    start = JobStart(0, incarnation, node, reason_to_leave=reason)
-    make_folder(folder)
-    write_atomic(_get_immediate_end_note_path(folder, incarnation), msgspec.json.encode(start))
-    return start
-
-
-def _get_immediate_end_note_path(folder: Path, incarnation: str) -> Path:
-    return folder / f"leaves.{incarnation}"
-
-
-def wait_for_start_written_by_first_task(
-    folder: Path, incarnation: str, node: str, timeout_s: float
-) -> JobStart:
+def await_start(folder: Path, incarnation: str, node: str, timeout_s: float) -> JobStart:
     """Wait for what the first task of this start wrote. For the other tasks.
 
     Raises:
@@ -84,9 +63,6 @@ def wait_for_start_written_by_first_task(
     """
     give_up_at = time.monotonic() + timeout_s
     while time.monotonic() < give_up_at:
-        with contextlib.suppress(FileNotFoundError):
-            content = _get_immediate_end_note_path(folder, incarnation).read_bytes()
-            return msgspec.json.decode(content, type=JobStart)
         number = read_newest_number(folder)
         content = get_number_path(folder, number).read_bytes() if number else b""
         if content:  # it is empty for a moment
@@ -105,9 +81,7 @@ def report_node_joined(folder: Path, start: JobStart, node_rank: int) -> None:
     get_number_path(folder, start.number, f".node{node_rank}").touch()
 
 
-def await_nodes_and_list_absent(
-    folder: Path, start: JobStart, nodes: int, timeout_s: float
-) -> list[int]:
+def await_absent_nodes(folder: Path, start: JobStart, nodes: int, timeout_s: float) -> list[int]:
     """Wait for the other nodes; places in the job's list of those without report. For the first."""
     reports = {one: get_number_path(folder, start.number, f".node{one}") for one in range(1, nodes)}
     give_up_at = time.monotonic() + timeout_s
@@ -155,7 +129,7 @@ class StopDeadline:
         self._kill_at = time.monotonic() + grace_s
         self._notice: StopNote | None = None
 
-    def read_stop_note_and_get_left_s(self) -> float:
+    def get_left_s(self) -> float:
         """Seconds until then. A note that is new counts from now."""
         notice = read_own_stop_note()
         if notice is not None and notice != self._notice:

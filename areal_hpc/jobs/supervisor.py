@@ -35,7 +35,6 @@ from areal_hpc.rundir.jobs import (
 )
 from areal_hpc.rundir.storage_errors import StorageErrorTolerance
 from areal_hpc.rundir.telemetry.events import EventLog
-from areal_hpc.slurm import scontrol
 from areal_hpc.wire.retry import Backoff
 
 log = logging.getLogger(__name__)
@@ -84,7 +83,7 @@ def run_task(launch_path: str) -> None:
         task = AllocationStepTask(launch, launch.step, position)
     else:
         task = LocalTask(launch, position)
-    outcome = task.report_exit_and_conclude_job(_Supervisor(launch, position, stop, task).run())
+    outcome = task.conclude(_Supervisor(launch, position, stop, task).run())
     if outcome.exit_code:
         sys.exit(outcome.exit_code)
 
@@ -95,7 +94,7 @@ def format_incarnation(launch: LaunchFile) -> str:
         return launch.step.incarnation
     if launch.slurm is None:
         return ""
-    return f"{scontrol.get_own_job_id(os.environ)}.{get_slurm_restart_count(os.environ)}"
+    return f"{os.environ['SLURM_JOB_ID']}.{get_slurm_restart_count(os.environ)}"
 
 
 def get_restart_note_timeout_s(exit_code: int) -> float:
@@ -143,13 +142,11 @@ class _Supervisor:
             )
             outcome = TaskExit(problem.exit_code, "supervisor", str(problem))
         finally:
-            stop_processes(
-                self._children, lambda: self._task.announce_stop_and_decide_grace_s(outcome)
-            )
+            stop_processes(self._children, lambda: self._task.announce_stop(outcome))
         return outcome
 
     def _run_processes(self) -> TaskExit:
-        if (refusal := self._task.take_part_in_start_or_get_refusal()) is not None:
+        if (refusal := self._task.begin()) is not None:
             return refusal
         self._children += self._starter.prepare_processes()
         storage = StorageErrorTolerance()

@@ -35,7 +35,7 @@ class SlurmControllerClock:
         return self._ahead_s + time.monotonic()
 
 
-def get_or_query_end_time(environ: Mapping[str, str]) -> float | None:
+def find_end_time(environ: Mapping[str, str]) -> float | None:
     """Time at which Slurm ends this job, by its clock; None if there is no limit or none is known.
 
     Newer Slurms tell every job; others are asked, once.
@@ -44,7 +44,7 @@ def get_or_query_end_time(environ: Mapping[str, str]) -> float | None:
     if told.isdecimal():
         return float(told)
     try:
-        return scontrol.query_job(scontrol.get_own_job_id(environ)).ends_at
+        return scontrol.query_job(environ["SLURM_JOB_ID"]).ends_at
     except ClusterError:
         return None
 

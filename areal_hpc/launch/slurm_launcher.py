@@ -19,29 +19,23 @@ from areal_hpc.launch.resources.host_memory import (
 )
 from areal_hpc.launch.slurm_requests import (
     build_afterok_dependency,
+    build_caretaker_launch_file,
+    build_caretaker_request,
     build_remaining_job_requests,
     build_requests_of_stage,
+    build_run_context,
 )
 from areal_hpc.recipe.recipe import Recipe
-from areal_hpc.rundir.jobs import (
-    LaunchFile,
-    Submission,
-    list_jobs_that_gave_nodes_back,
-    list_waiting_successors,
-    read_submissions,
-    record_submission,
-)
+from areal_hpc.rundir.jobs import CARETAKER_JOB, LaunchFile, Submission, record_submission
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.events import SUBMISSION_REFUSED_EVENT, EventLog
+from areal_hpc.slurm import scontrol
 from areal_hpc.slurm.batch_script.script import JobRequest
-from areal_hpc.slurm.batch_script.successors import build_dependency_on_job_or_successors
-from areal_hpc.slurm.run_jobs import LiveJob
+from areal_hpc.slurm.states import JobPhase
 from areal_hpc.slurm.submit import (
-    SubmittedJob,
     raise_if_federated,
     reset_job_and_write_files,
     submit_held_job,
-    submit_held_successor,
 )
 from areal_hpc.slurm.submit_exactly_once import release_jobs, try_to_cancel_jobs
 from areal_hpc.wire.fault_points import fault_point
@@ -78,112 +72,102 @@ def submit(
         plan=plan,
         submits=True,
     ) as ready:
-        submission = _RunSubmission(ready, print_line)
-        with cancel_jobs_on_failure(print_line, submission.job_ids):
+        submission = _RunSubmission(recipe, ready, print_line)
+        with cancel_jobs_on_failure(print_line, submission.new_ids):
             dependency = build_afterok_dependency(after)
-            for stage in ready.remaining_stages:
+            for number, stage in enumerate(ready.remaining_stages):
                 for request, launch in build_requests_of_stage(stage, recipe, ready):
-                    asked = request.with_dependency(dependency) if dependency else request
-                    submission.submit_missing_job_and_successors(asked, launch)
-                dependency = build_dependency_on_job_or_successors(
-                    submission.chains[stage.leader.name]
-                )
-        # A job that gave its nodes back is released by the trainer, when there is work.
-        idle = {job.root.name for job in list_jobs_that_gave_nodes_back(ready.paths.jobs_dir)}
+                    if dependency:
+                        request = request.with_dependency(
+                            dependency, stays_if_never_met=number == 0
+                        )
+                    submission.submit_missing_job(request, launch)
+                dependency = build_afterok_dependency([submission.ids[stage.leader.name]])
+            submission.lay_caretaker()
         held = [
             job.submission.job_id
             for job in ready.live_jobs
-            if job.is_held
-            and job.submission.job not in idle
-            and job.submission.job_id in submission.chains[job.submission.job]
+            if job.is_held and job.submission.job_id in submission.ids.values()
         ]
         fault_point("submit.before_release")
         release_submitted_jobs([*held, *submission.to_release], ready.paths)
 
 
 class _RunSubmission:
-    def __init__(self, prepared_run: PreparedRun, print_line: Callable[[str], None]) -> None:
+    def __init__(
+        self, recipe: Recipe, prepared_run: PreparedRun, print_line: Callable[[str], None]
+    ) -> None:
+        self._recipe = recipe
         self._prepared_run = prepared_run
         self._print_line = print_line
-        self.chains = _record_live_jobs_and_cancel_duplicates(prepared_run, print_line)
-        """Each job, first the number of the job itself, then those of its successors."""
-        self.job_ids: list[str] = []
+        self.ids = _adopt_live_jobs(prepared_run, print_line)
+        """Number of each job that is there."""
+        self.new_ids: list[str] = []
         """Numbers of the jobs that were submitted."""
         self.to_release: list[str] = []
 
-    def submit_missing_job_and_successors(self, request: JobRequest, launch: LaunchFile) -> None:
-        chain = self.chains.setdefault(request.job, [])
+    def submit_missing_job(self, request: JobRequest, launch: LaunchFile) -> None:
+        if request.job in self.ids:
+            return
         with record_if_submission_is_refused(request.job, self._prepared_run.paths):
-            if not chain:
-                submitted = submit_held_job(request, launch, run_task, self._print_line)
-                self._record_submitted_job(request, submitted)
-                self._print_line(
-                    f"job      {request.job:<10} {submitted.job_id:<9} {request.shape}"
-                )
-            self._submit_successors(request, launch.paths.script)
+            self._submit(request, launch)
 
-    def _submit_successors(self, request: JobRequest, script: Path) -> None:
-        chain = self.chains[request.job]
-        laid = list_waiting_successors(
-            read_submissions(self._prepared_run.paths.submissions), request.job
+    def _submit(self, request: JobRequest, launch: LaunchFile) -> None:
+        job_id, token = submit_held_job(request, launch, run_task, self._print_line)
+        self.new_ids.append(job_id)
+        record_job_submission(self._prepared_run, request.job, job_id, token)
+        self.ids[request.job] = job_id
+        self.to_release += [] if request.stays_held else [job_id]
+        self._print_line(f"job      {request.job:<10} {job_id:<9} {request.shape}")
+
+    def lay_caretaker(self) -> None:
+        """Have a caretaker wait behind the jobs. One that is refused keeps no run from starting."""
+        ready = self._prepared_run
+        stages = ready.remaining_stages
+        names = [job.name for stage in stages for job in stage.jobs]
+        context = build_run_context(self._recipe, ready.paths, ready.pythons, Path.cwd())
+        request = build_caretaker_request(
+            self._recipe,
+            context,
+            {name: self.ids[name] for name in names},
+            stages[-1].leader.name,
         )
-        place = max((one.successor for one in laid), default=0)
-        before = len(chain)
-        while len(chain) <= request.successors:
-            place += 1
-            self._record_submitted_job(
-                request,
-                submit_held_successor(request, script, tuple(chain), place, self._print_line),
-            )
-        if len(chain) > before:
-            numbers = ", ".join(chain[before:])
+        launch = build_caretaker_launch_file(request, self._recipe, ready)
+        try:
+            if (own_id := self.ids.get(CARETAKER_JOB)) is None:
+                self._submit(request, launch)
+                return
+            reset_job_and_write_files(request, launch, run_task)
+            live = {job.slurm_record.job_id: job.slurm_record.state for job in ready.live_jobs}
+            # One that runs waits for this launcher, and then lays the next one.
+            if live[own_id].phase is JobPhase.WAITING:
+                dependency = str(request.parameters["dependency"])
+                scontrol.update_waiting_job(own_id, "Dependency", dependency)
+        except (RecipeError, ClusterError) as error:
             self._print_line(
-                f"         {request.job:<10} {numbers}: each starts if those before it fail"
+                "note     no caretaker waits behind the jobs, so that nobody brings them back when "
+                f"all end at once: {error.problems[0].message}"
             )
 
-    def _record_submitted_job(self, request: JobRequest, submitted: SubmittedJob) -> None:
-        self.job_ids.append(submitted.job_id)
-        record_job_submission(self._prepared_run, request.job, submitted)
-        self.chains[request.job].append(submitted.job_id)
-        self.to_release += [] if request.stays_held else [submitted.job_id]
 
-
-def _record_live_jobs_and_cancel_duplicates(
+def _adopt_live_jobs(
     prepared_run: PreparedRun, print_line: Callable[[str], None]
-) -> dict[str, list[str]]:
-    """Put on record what waits or runs already: number of each job, behind it its successors'.
-
-    A second job of a name is cancelled. One of which only successors are left is the first of them.
-    """
+) -> dict[str, str]:
+    """Put on record what waits or runs already: number of each job. A second one is cancelled."""
     kept: dict[str, str] = {}
-    successors: dict[str, list[LiveJob]] = {}
     for job in prepared_run.live_jobs:  # those on record come first, and the newest of them counts
         name, job_id = job.submission.job, job.submission.job_id
-        place = job.submission.successor
-        if not job.is_recorded and name in kept and not place:
+        if not job.is_recorded and name in kept:
             print_line(f"cancel   {name:<10} {job_id:<9} a second one, which was not on record")
             if (error := try_to_cancel_jobs([job_id])) is not None:
                 raise error
             continue
         if not job.is_recorded:
-            submitted = SubmittedJob(job_id, job.submission.token, place)
-            record_job_submission(prepared_run, name, submitted)
+            record_job_submission(prepared_run, name, job_id, job.submission.token)
         state = "held, will be released" if job.is_held else job.slurm_record.state.meaning
-        print_line(
-            f"kept     {name:<10} {job_id:<9} {f'successor {place}, ' if place else ''}{state}"
-        )
-        if place:
-            successors.setdefault(name, []).append(job)
-        else:
-            kept[name] = job_id
-    for name in successors.keys() - kept.keys():  # it starts whatever ended the job before it
-        first = successors[name].pop(0).submission
-        record_job_submission(prepared_run, name, SubmittedJob(first.job_id, first.token))
-        kept[name] = first.job_id
-    return {
-        name: [job_id, *(job.submission.job_id for job in successors.get(name, ()))]
-        for name, job_id in kept.items()
-    }
+        print_line(f"kept     {name:<10} {job_id:<9} {state}")
+        kept[name] = job_id
+    return kept
 
 
 def prepare_run_and_write_scripts(
@@ -244,19 +228,16 @@ def release_submitted_jobs(job_ids: Sequence[str], *runs: RunPaths) -> None:
         ) from error
 
 
-def record_job_submission(prepared_run: PreparedRun, job: str, submitted: SubmittedJob) -> None:
+def record_job_submission(prepared_run: PreparedRun, job: str, job_id: str, token: str) -> None:
     """Write down that a job was submitted."""
     paths = prepared_run.paths
     submission = Submission(
         job=job,
-        job_id=submitted.job_id,
+        job_id=job_id,
         attempt=prepared_run.attempt,
         submitted_at=time.time(),
         script=str(paths.job(job).script),
-        token=submitted.token,
-        successor=submitted.successor,
+        token=token,
     )
     record_submission(paths.submissions, submission)
-    EventLog(paths.events, "launcher").record(
-        "job_submitted", job=job, job_id=submitted.job_id, successor=submitted.successor
-    )
+    EventLog(paths.events, "launcher").record("job_submitted", job=job, job_id=job_id)

@@ -1,6 +1,7 @@
 """Watch over a submitted run: its files, and the queue now and then."""
 
 import contextlib
+import math
 import threading
 import time
 
@@ -18,8 +19,8 @@ from areal_hpc.launch.prepared_run import StagePlanner
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.cancellation import is_cancelled
 from areal_hpc.rundir.jobs import (
+    CARETAKER_JOB,
     get_latest_submissions,
-    list_waiting_successors,
     read_submissions,
     read_task_exits,
 )
@@ -76,14 +77,13 @@ def watch_submitted_run(
         ):
             raise _build_gone_job_error(paths, stage.leader.name)
     reporter.show_progress("train")
-    _wait_for_jobs_to_end_or_report_them(paths, reporter, stop)
+    _await_end_of_jobs(paths, reporter, stop)
 
 
 def _is_job_gone(paths: RunPaths, job: str) -> bool:
-    submissions = read_submissions(paths.submissions)
-    chain = [get_latest_submissions(submissions)[job], *list_waiting_successors(submissions, job)]
+    newest = get_latest_submissions(read_submissions(paths.submissions))[job]
     try:
-        return not query_live_job_ids([one.job_id for one in chain])
+        return not query_live_job_ids([newest.job_id])
     except ClusterError:
         return False  # slurmctld may be away for a while
 
@@ -94,8 +94,11 @@ def _choose_leader_absence_timeout_s(paths: RunPaths, stage: JobStage) -> float:
         return 0.0
     newest = get_latest_submissions(read_submissions(paths.submissions))
     others = [newest[one.name].job_id for one in stage.others if one.name in newest]
+    waiting = [newest[CARETAKER_JOB].job_id] if CARETAKER_JOB in newest else []
     try:
-        return CARETAKER_TIMEOUT_S if query_live_job_ids(others) else 0.0
+        if query_live_job_ids(others):
+            return CARETAKER_TIMEOUT_S
+        return math.inf if query_live_job_ids(waiting) else 0.0  # it is about to bring them back
     except ClusterError:
         return CARETAKER_TIMEOUT_S  # slurmctld may be away for a while
 
@@ -114,9 +117,7 @@ def _build_gone_job_error(paths: RunPaths, leader: str) -> JobFailedError:
     )
 
 
-def _wait_for_jobs_to_end_or_report_them(
-    paths: RunPaths, reporter: ProgressReporter, stop: threading.Event
-) -> None:
+def _await_end_of_jobs(paths: RunPaths, reporter: ProgressReporter, stop: threading.Event) -> None:
     live = [
         one.job_id for one in get_latest_submissions(read_submissions(paths.submissions)).values()
     ]

@@ -13,7 +13,6 @@ from areal_hpc.errors import AgentError, ClusterError
 from areal_hpc.evaluation.set_names import STEP_OF_LOADED_WEIGHTS
 from areal_hpc.jobs.node.topology import get_advertised_host
 from areal_hpc.jobs.processes.signals import StopRequest
-from areal_hpc.jobs.requeue import release_jobs_held_while_idle
 from areal_hpc.ledger.batch_formation import read_sealed_tickets
 from areal_hpc.ledger.config import LedgerJobConfig
 from areal_hpc.ledger.http_app import LedgerApp
@@ -39,8 +38,6 @@ log = logging.getLogger(__name__)
 STOP_POLL_S = 0.1
 EVALUATION_POLL_S = 5.0
 EXPIRY_CHECKS_PER_TIMEOUT = 30
-HELD_JOB_RELEASE_PERIOD_S = 20.0
-"""Cells that are held look for a ledger no more: it looks for them."""
 
 
 def run(config: dict[str, Any]) -> None:
@@ -91,7 +88,6 @@ async def serve_ledger_until_stopped(config: LedgerJobConfig, stop: StopRequest)
     log.info("listening on %s:%d (start %d of this run's ledger)", host, port, service.incarnation)
     expiry_check_every_s = config.cell_timeout_s / EXPIRY_CHECKS_PER_TIMEOUT
     checked_at_s = clock.now()
-    releasing = asyncio.create_task(_keep_releasing_held_jobs(paths))
     evaluating = (
         asyncio.create_task(evaluate_and_finish(service, paths, config.evaluates, clock.now))
         if config.evaluates
@@ -104,22 +100,11 @@ async def serve_ledger_until_stopped(config: LedgerJobConfig, stop: StopRequest)
         if clock.now() - checked_at_s >= expiry_check_every_s:
             service.expire_leases()
             checked_at_s = clock.now()
-    releasing.cancel()
     if evaluating is not None:
         evaluating.cancel()
     app.end_long_polls()
     server.should_exit = True
     await serving
-
-
-async def _keep_releasing_held_jobs(paths: RunPaths) -> None:
-    while True:
-        try:
-            if released := await asyncio.to_thread(release_jobs_held_while_idle, paths.jobs_dir):
-                log.info("released held jobs: %s", ", ".join(released))
-        except OSError as error:  # too many open files, or storage that stalls: look again
-            log.warning("cannot look for held jobs now: %s", error)
-        await asyncio.sleep(HELD_JOB_RELEASE_PERIOD_S)
 
 
 def load_curriculum_and_replay_rewards(config: LedgerJobConfig, paths: RunPaths) -> Curriculum:

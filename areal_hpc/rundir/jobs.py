@@ -1,4 +1,4 @@
-"""Files under `jobs/`: job specifications, launches, exit statuses, submissions, held jobs."""
+"""Files under `jobs/`: job specifications, launches, exit statuses, submissions."""
 
 import time
 from pathlib import Path
@@ -11,14 +11,16 @@ from areal_hpc.errors import IdleError, LostTrainerRankError
 from areal_hpc.rundir.atomic import write_atomic
 from areal_hpc.rundir.folders import make_folder
 from areal_hpc.rundir.jsonl import append_line, read_readable_records
-from areal_hpc.rundir.paths import HELD_JOB_NOTES_SUBDIR, JobPaths
+from areal_hpc.rundir.paths import JobPaths
 
 STOPPED_EXIT_CODE = 143
 """The task was told to stop: neither success nor failure."""
 REQUEUE_MARGIN_S = 10.0
 """Time that asking Slurm for another start may take."""
 IDLE_EXIT_CODE = IdleError.exit_code
-"""A process found nothing to do for too long: its job gives its nodes back until it is wanted."""
+"""A process found nothing to do for too long: its job ends until it is wanted."""
+CARETAKER_JOB = "caretaker"
+"""The job that waits until all others of its run have ended, to submit those that come back."""
 LOST_RANK_EXIT_CODE = LostTrainerRankError.exit_code
 """A rank ended because another one had vanished. That one's end is the cause."""
 RECIPE_REFERENCES_KEY = "from_recipe"
@@ -72,7 +74,7 @@ class SlurmLaunchInfo(Struct, frozen=True):
     """Facts about its own submission that a job under Slurm needs."""
 
     submissions: str
-    """Where a job that submits itself again says so."""
+    """Where submissions of the run's jobs are recorded."""
     script: str
     """The sbatch script that this job was submitted with."""
     excluded_nodes: str
@@ -94,9 +96,6 @@ class SlurmLaunchInfo(Struct, frozen=True):
     long as it does. Empty: only the time that the job lived counts."""
     done_marker: str = ""
     """When this file exists there is nothing left for the job to do."""
-    prerequisite: str = ""
-    """A successor does not start without this file, the done marker of the stage before. Empty:
-    there is none."""
     least_free_bytes: int = 1 << 30
     """A node or run directory with less space than this fails the probe."""
     join_timeout_s: float = 120.0
@@ -219,9 +218,6 @@ class Submission(Struct, frozen=True):
     """The sbatch script."""
     token: str = ""
     """In the job's name and comment; empty for one that was not submitted by areal_hpc."""
-    successor: int = 0
-    """Place among the successors that wait for the job to fail, from 1. A successor that starts is
-    recorded once more, with 0: it is the job from then on."""
 
 
 def record_submission(path: Path, submission: Submission) -> None:
@@ -235,26 +231,7 @@ def read_submissions(path: Path) -> list[Submission]:
 
 
 def get_latest_submissions(submissions: list[Submission]) -> dict[str, Submission]:
-    return {submission.job: submission for submission in submissions if not submission.successor}
-
-
-def list_waiting_successors(submissions: list[Submission], job: str) -> list[Submission]:
-    """Successors of a job that have not taken its place yet, in order.
-
-    Those of an earlier submission do not count, nor do those that a later one has overtaken.
-    """
-    chain: dict[str, Submission] = {}
-    place = 0
-    for one in submissions:
-        if one.job != job:
-            continue
-        if one.successor:
-            chain[one.job_id] = one
-        elif one.job_id in chain:
-            place = chain[one.job_id].successor
-        else:
-            chain, place = {}, 0
-    return [one for one in chain.values() if one.successor > place]
+    return {submission.job: submission for submission in submissions}
 
 
 class ExcludedNode(Struct, frozen=True):
@@ -286,11 +263,3 @@ def list_unexpired_excluded_nodes(path: Path) -> list[str]:
 
 def add_excluded_node(path: Path, node: str, reason: str, job_id: str) -> None:
     append_line(path, ExcludedNode(node, reason, round(time.time(), 3), job_id))
-
-
-def list_jobs_that_gave_nodes_back(jobs_dir: Path) -> list[JobPaths]:
-    """The jobs that gave their nodes back and wait to be released."""
-    return [
-        JobPaths(jobs_dir / note.name)
-        for note in sorted((jobs_dir / HELD_JOB_NOTES_SUBDIR).glob("*"))
-    ]

@@ -14,8 +14,6 @@ ENVIRONMENTS = {"serve": "serve", "train": "main", "agents": "main"}
 RECIPE_FILE = "recipe.yaml"
 ADMIN_KEY_FILE = "rendezvous/admin.key"
 SERVICE_KEY_FILE = "rendezvous/services.pem"
-HELD_JOB_NOTES_SUBDIR = "held"
-"""The folder of notes of the jobs that wait to be released, below that of all jobs."""
 
 
 class _PathDescriptor:
@@ -223,10 +221,6 @@ class JobPaths(_Folder):
     """Number of the submission that a person cancelled, which Slurm forgets."""
     checkpoint_duration = _PathDescriptor("checkpoint_time_s")
     """Seconds that the last checkpoint took."""
-
-    @property
-    def hold_note(self) -> Path:
-        return self.root.parent / HELD_JOB_NOTES_SUBDIR / self.root.name
 
     def process_config(self, process: str) -> Path:
         return self.root / f"{process}.json"

@@ -54,7 +54,9 @@ def read_allocation(environ: Mapping[str, str]) -> Allocation:
             hint="run the command under salloc, or in a script for sbatch: "
             "salloc --nodes=2 areal-hpc run RECIPE --in-allocation",
         )
-    job_id = scontrol.get_own_job_id(environ)
+    # The number of an array's last member is that of the array: who names it means all members.
+    array, member = (environ.get(f"SLURM_ARRAY_{part}_ID", "") for part in ("JOB", "TASK"))
+    job_id = f"{array}_{member}" if array and member else environ["SLURM_JOB_ID"]
     shown = run_slurm_command(
         *("scontrol", "show", "job", "--details", "--oneliner", job_id),
         environ=scontrol.strip_job_variables(environ),

@@ -76,7 +76,7 @@ class _Cancellation:
         while True:
             look_began_at = time.monotonic()
             try:
-                if self._cancel_and_check_none_left():
+                if self._cancel_what_is_left():
                     return
                 silent_since, silent_looks = None, 0
                 time.sleep(POLL_S)
@@ -88,7 +88,7 @@ class _Cancellation:
                 silent_looks += 1
                 self._began_at += time.monotonic() - look_began_at
 
-    def _cancel_and_check_none_left(self) -> bool:
+    def _cancel_what_is_left(self) -> bool:
         """Cancel what has to be cancelled now; True once no job is left.
 
         Raises:

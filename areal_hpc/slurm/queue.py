@@ -18,7 +18,7 @@ from areal_hpc.slurm.versions import parse_exit_status
 from areal_hpc.wire.retry import Backoff
 
 SQUEUE_COLUMNS = (
-    ("JobArrayID", 60),
+    ("JobID", 20),
     ("State", 30),
     ("Reason", 200),
     ("NodeList", 1000),
@@ -32,7 +32,7 @@ SQUEUE_COLUMNS = (
 """Name and width: squeue cuts what is longer."""
 SACCT_COLUMNS = ("JobID", "State", "ExitCode", "NodeList", "Start", "End", "Reason")
 _SQUEUE_ARGUMENTS = (
-    *("--noheader", "--all", "--array", "--states=all"),
+    *("--noheader", "--all", "--states=all"),
     "--Format=" + ",".join(f"{name}:{width}|" for name, width in SQUEUE_COLUMNS),
 )
 SLURM_OUTAGE_BACKOFF = Backoff(2.0, 60.0)

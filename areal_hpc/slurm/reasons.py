@@ -26,11 +26,6 @@ _WAIT_HINT = "wait; `areal-hpc status` shows the start time that Slurm expects"
 _ADMINISTRATOR_HINT = "ask the administrators of the cluster"
 _RELEASE_HINT = "scontrol release JOBID, or areal-hpc cancel RUN"
 
-HELD_WHILE_IDLE_REASON = PendingReasonExplanation(
-    "idle: it released its nodes and is held until the jobs that it works with are back"
-)
-"""Of a job that holds itself until there is work. Slurm only knows that it is held."""
-
 _TRANSIENT_REASONS = {
     "None": ("Slurm has not looked at it yet", "wait a minute"),
     "Priority": ("jobs of higher priority are ahead", _WAIT_HINT),
@@ -74,8 +69,9 @@ _TRANSIENT_REASONS = {
 }
 LAUNCH_FAILED_REASON = "launch failed requeued held"
 """Of a job that a node could not start: its prolog failed, as the health check of many sites."""
+INVALID_DEPENDENCY_REASON = "DependencyNeverSatisfied"
 _STUCK_REASONS = {
-    "DependencyNeverSatisfied": (
+    INVALID_DEPENDENCY_REASON: (
         "a job that it depends on failed",
         "areal-hpc why RUN names the failure; fix it and submit again",
     ),
@@ -164,7 +160,7 @@ _REASON_BY_PATTERN = {
 _HELD_BY_USER_SPELLINGS = frozenset(
     map(_normalize_spelling, ("JobHeldUser", "job requeued in held state"))
 )
-"""Of jobs that were submitted held, and of those that hold themselves (`scontrol requeuehold`)."""
+"""Of jobs that were submitted held, and of those that a person requeues so."""
 
 
 def is_held_by_user(reason: str) -> bool:

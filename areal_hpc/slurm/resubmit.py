@@ -7,10 +7,9 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from areal_hpc.errors import ClusterError
 from areal_hpc.rundir.jobs import (
     SlurmLaunchInfo,
     Submission,
@@ -23,29 +22,17 @@ from areal_hpc.slurm.submit_exactly_once import JobIdentity, submit_script
 
 log = logging.getLogger(__name__)
 
-RETRY_PAUSE_S = 1.0
-
 
 def submit_job_again(
-    slurm: SlurmLaunchInfo,
-    job: str,
-    options: Sequence[str],
-    *,
-    timeout_s: float,
-    hold: bool = False,
-    own_id: str = "",
+    slurm: SlurmLaunchInfo, job: str, options: Sequence[str], *, timeout_s: float
 ) -> str:
     """Submit a job's script once more, record that, and redirect who waits for it; the new number.
 
-    `job` is its name within the run; `options` of sbatch replace those of the script. A job that
-    runs and is to be followed by its script names itself by `own_id`. A slurmctld that is silent
-    is waited for `timeout_s`. With `hold` a person, or the run, has to release it.
+    `job` is its name within the run; `options` of sbatch replace those of the script. A slurmctld
+    that is silent is waited for `timeout_s`.
     """
     submissions = Path(slurm.submissions)
     before = get_latest_submissions(read_submissions(submissions)).get(job)
-    options = [*options, *(["--hold"] if hold else [])]
-    if own_id:  # what the script depends on has been met; but this job must be over
-        options.append(f"--dependency=afterany:{own_id}")
     identity = JobIdentity.create(slurm.job_name, slurm.comment)
     environ = scontrol.strip_job_variables(os.environ)
     new_id = submit_script(
@@ -63,31 +50,29 @@ def submit_job_again(
         record_submission(submissions, submission)
     except OSError as error:  # commands find the job by its comment
         log.error("job %s is submitted and not recorded: %s", new_id, error)
-    old_ids = dict.fromkeys(filter(None, (own_id, before.job_id if before else "")))
-    retry_and_log(lambda: redirect_dependents(list(old_ids), new_id))
+    if before is not None:
+        old_id = before.job_id
+        scontrol.retry_and_log(lambda: redirect_dependents(old_id, new_id))
     return new_id
 
 
-def retry_and_log(command: Callable[[], None], times: int = 3) -> None:
-    """Repeat a command that Slurm does not take at once; what it says is logged, and no error."""
-    for _ in range(times):
-        try:
-            return command()
-        except ClusterError as error:
-            log.warning("%s", error)
-            time.sleep(RETRY_PAUSE_S)
-
-
-def redirect_dependents(old_ids: Sequence[str], new_id: str) -> None:
-    """Jobs that wait for the job's success would be cancelled, or wait for good."""
-    waiting = scontrol.read_pending_dependencies()
-    for old_id in old_ids:
-        for waiting_id, dependency in waiting.items():
-            changed = rewrite_dependency(dependency, old_id, new_id)
-            if changed != dependency:
-                scontrol.update_waiting_job(waiting_id, "Dependency", changed)
+def redirect_dependents(old_id: str, new_id: str) -> None:
+    """Jobs that wait for the job's success would wait for good."""
+    for waiting_id, dependency in scontrol.read_pending_dependencies().items():
+        changed = rewrite_dependency(dependency, old_id, new_id)
+        if changed != dependency:
+            scontrol.update_waiting_job(waiting_id, "Dependency", changed)
 
 
 def rewrite_dependency(dependency: str, old_id: str, new_id: str) -> str:
     """A dependency in sbatch's words, with a job's new number in the place of an old one. Pure."""
     return re.sub(rf"\bafterok:{old_id}(?![0-9_])", f"afterok:{new_id}", dependency)
+
+
+def build_caretaker_dependency(leader_id: str, other_ids: Sequence[str]) -> str:
+    """What the caretaker's job of a run waits for, in sbatch's words. Pure.
+
+    All jobs of the run are over, and the leading one has not ended well: else Slurm removes it.
+    """
+    others = [f"afterany:{':'.join(other_ids)}"] if other_ids else []
+    return ",".join([f"afternotok:{leader_id}", *others])

@@ -4,24 +4,30 @@ Slurm is right about what exists: a submission that was killed, or whose answer 
 jobs that no file names. Their comment names the run directory.
 """
 
+import logging
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from areal_hpc.rundir.jobs import (
-    Submission,
-    read_submissions,
-)
+from areal_hpc.errors import ClusterError
+from areal_hpc.rundir.jobs import Submission, read_submissions
 from areal_hpc.rundir.paths import RECIPE_FILE, RunPaths
 from areal_hpc.rundir.telemetry.events import SUBMISSION_REFUSED_EVENT, read_recent_events
-from areal_hpc.slurm.queue import SlurmJobRecord, is_live_state, query_squeue, query_squeue_of_user
-from areal_hpc.slurm.reasons import is_held_by_user
+from areal_hpc.slurm import scontrol
+from areal_hpc.slurm.queue import (
+    QueuePoller,
+    SlurmJobRecord,
+    is_live_state,
+    query_squeue,
+    query_squeue_of_user,
+)
+from areal_hpc.slurm.reasons import INVALID_DEPENDENCY_REASON, is_held_by_user
 from areal_hpc.slurm.states import JobPhase
-from areal_hpc.slurm.submit_exactly_once import SUCCESSOR_COMMENT_PREFIX
+
+log = logging.getLogger(__name__)
 
 _TOKEN_PATTERN = re.compile(r"\.([0-9a-f]{8})$")
-_SUCCESSOR_PATTERN = re.compile(rf" {SUCCESSOR_COMMENT_PREFIX}([0-9]+) token=[0-9a-f]{{8}}$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +132,6 @@ def _build_record_if_of_run(paths: RunPaths, job: SlurmJobRecord) -> Submission 
     token = _TOKEN_PATTERN.search(job.name)
     full_name = _TOKEN_PATTERN.sub("", job.name)
     name = full_name.removeprefix(f"{paths.root.parent.name}-{paths.root.name}-")
-    successor = _SUCCESSOR_PATTERN.search(job.comment)
     return Submission(
         job=name,
         job_id=job.job_id,
@@ -134,5 +139,32 @@ def _build_record_if_of_run(paths: RunPaths, job: SlurmJobRecord) -> Submission 
         submitted_at=0.0,
         script=str(paths.job(name).script) if re.fullmatch(r"[\w.-]+", name) else "",
         token=token[1] if token else "",
-        successor=int(successor[1]) if successor else 0,
     )
+
+
+def was_probably_cancelled_by_person(
+    job: SlurmJobRecord, queue: QueuePoller, owner_id: int
+) -> bool:
+    """True unless Slurm did it, as accounting says, or an administrator for another user.
+
+    Of what Slurm cancels by itself accounting names no user.
+    """
+    if not job.state.is_cancelled or job.reason == INVALID_DEPENDENCY_REASON:
+        return False
+    past = queue.read_accounting([job.job_id])
+    if not past or not past[-1].state.is_cancelled:
+        return True  # nobody knows, or not yet
+    user_id = past[-1].cancelled_by
+    if user_id is None:
+        return False
+    if user_id == owner_id:
+        return True
+    return user_id != 0 and user_id != _find_slurm_user_id()
+
+
+def _find_slurm_user_id() -> int | None:
+    try:
+        return scontrol.read_slurm_user_id()
+    except ClusterError as error:
+        log.info("Slurm was not asked which user it runs as: %s", error)
+        return None

@@ -1,16 +1,22 @@
-"""scontrol calls of a running job: show, requeue, hold, release, exclude.
+"""scontrol calls of jobs: show, requeue, release, exclude, redirect.
 
 All that ask Slurm raise SlurmNotFoundError, SlurmTimeoutError or SlurmCommandError of `commands`.
 """
 
+import logging
 import os
 import re
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from areal_hpc.errors import ClusterError
 from areal_hpc.slurm.commands import parse_slurm_timestamp, run_slurm_command
 
+log = logging.getLogger(__name__)
+
+RETRY_PAUSE_S = 1.0
 RUNNING_STATE = "RUNNING"
 """The one state in which a job may decide about itself: otherwise Slurm has decided already."""
 _STRIPPED_ENV_PREFIXES = (
@@ -39,17 +45,6 @@ class JobFacts:
     """A job of higher priority gets its nodes when its grace is over."""
     is_requeueable: bool = True
     """Slurm may start it again under its number; not so with sbatch's --no-requeue."""
-    has_timed_out: bool = False
-    """Slurm ends it, or has ended it, at its time limit."""
-
-
-def get_own_job_id(environ: Mapping[str, str]) -> str:
-    """How a job is to name itself to Slurm's commands.
-
-    The number of an array's last member is that of the array: who names it means all members.
-    """
-    array, member = (environ.get(f"SLURM_ARRAY_{part}_ID", "") for part in ("JOB", "TASK"))
-    return f"{array}_{member}" if array and member else environ["SLURM_JOB_ID"]
 
 
 def parse_job_facts(scontrol_line: str) -> JobFacts:
@@ -62,7 +57,6 @@ def parse_job_facts(scontrol_line: str) -> JobFacts:
         excluded_nodes="" if excluded == "(null)" else excluded,
         is_preempted=facts.get("PreemptTime", "None") not in ("None", "Unknown"),
         is_requeueable=facts.get("Requeue") != "0",
-        has_timed_out=facts.get("Reason") == "TimeLimit",
     )
 
 
@@ -83,7 +77,7 @@ def read_slurm_user_id() -> int | None:
     return int(found[1]) if found else None
 
 
-def control_job(action: Literal["requeue", "requeuehold", "release"], job_id: str) -> None:
+def control_job(action: Literal["requeue", "release"], job_id: str) -> None:
     _run("scontrol", action, job_id)
 
 
@@ -111,6 +105,16 @@ def read_reasons_of_drained_nodes(nodes: Sequence[str]) -> dict[str, str]:
         *("--states=drain,down,fail", "--format=%N|%E"),
     )
     return dict(line.strip().partition("|")[::2] for line in shown.splitlines())
+
+
+def retry_and_log(command: Callable[[], None], times: int = 3) -> None:
+    """Repeat a command that Slurm does not take at once; what it says is logged, and no error."""
+    for _ in range(times):
+        try:
+            return command()
+        except ClusterError as error:
+            log.warning("%s", error)
+            time.sleep(RETRY_PAUSE_S)
 
 
 def strip_job_variables(environ: Mapping[str, str]) -> dict[str, str]:

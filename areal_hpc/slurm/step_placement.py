@@ -1,11 +1,10 @@
 """Placement of a stage's jobs as steps on the nodes of an allocation. Pure."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.rundir.jobs import JobSpec
-from areal_hpc.rundir.rendezvous import is_training_cell_job
 from areal_hpc.slurm.allocation import Allocation, NodeShare
 
 
@@ -51,20 +50,11 @@ def place_steps(
     Raises:
         RecipeError: The allocation is too small.
     """
-    placed = _try_to_place_steps(jobs, allocation, is_cpu)
-    if placed is None:
-        raise RecipeError.from_problems([_describe_shortage(jobs, allocation, is_cpu)])
-    return placed
-
-
-def _try_to_place_steps(
-    jobs: Sequence[JobSpec], allocation: Allocation, is_cpu: bool
-) -> dict[str, StepPlacement] | None:
     loads = [_NodeLoad(node) for node in allocation.nodes]
     chosen = [_take_nodes_for_job(job, loads, is_cpu, is_leader=job is jobs[0]) for job in jobs]
     whole = [step for step in chosen if step is not None]
     if len(whole) < len(jobs):
-        return None
+        raise RecipeError.from_problems([_describe_shortage(jobs, allocation, is_cpu)])
     return {step.job: _add_cpu_and_memory_shares(step, loads) for step in whole}
 
 
@@ -115,31 +105,5 @@ def _describe_shortage(jobs: Sequence[JobSpec], allocation: Allocation, is_cpu: 
         f"allocation {allocation.job_id} is too small: {', '.join(needs)}, in all {gpus} GPUs and "
         f"at least {tasks} CPUs; it has {'; '.join(map(str, allocation.nodes))}",
         "trainer.parallel, inference.cells, inference.replicas_per_cell, inference.tp",
-        _suggest_fitting_cells_or_allocation(jobs, allocation, is_cpu),
+        "lower these, or ask salloc for more nodes, or more of each",
     )
-
-
-def _suggest_fitting_cells_or_allocation(
-    jobs: Sequence[JobSpec], allocation: Allocation, is_cpu: bool
-) -> str:
-    cells = [job for job in jobs if is_training_cell_job(job.name)]
-    for left in range(len(cells) - 1, 0, -1):
-        fewer = [job for job in jobs if job not in cells[left:]]
-        if _try_to_place_steps(fewer, allocation, is_cpu) is not None:
-            return f"inference.cells={left} fits"
-    return "no number of cells fits; one that does: salloc " + " ".join(
-        _list_options_of_fitting_allocation(jobs, is_cpu)
-    )
-
-
-def _list_options_of_fitting_allocation(jobs: Sequence[JobSpec], is_cpu: bool) -> Iterator[str]:
-    gpus = 0 if is_cpu else max(job.gpus_per_task * _count_tasks_on_one_node(job) for job in jobs)
-    yield f"--nodes={sum(job.tasks if job.is_task_a_node else 1 for job in jobs)}"
-    yield "--ntasks-per-node=1"
-    yield f"--cpus-per-task={max(map(_count_tasks_on_one_node, jobs))}"
-    if gpus:
-        yield f"--gpus-per-node={gpus}"
-
-
-def _count_tasks_on_one_node(job: JobSpec) -> int:
-    return 1 if job.is_task_a_node else job.tasks

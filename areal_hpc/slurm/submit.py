@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
@@ -31,9 +30,12 @@ from areal_hpc.rundir.jobs import (
 )
 from areal_hpc.rundir.paths import JobPaths
 from areal_hpc.slurm.batch_script.script import PAYLOAD_FILE, JobRequest
-from areal_hpc.slurm.batch_script.successors import build_options_to_start_after_failure
 from areal_hpc.slurm.commands import run_slurm_command
-from areal_hpc.slurm.submit_exactly_once import JobIdentity, submit_script
+from areal_hpc.slurm.submit_exactly_once import (
+    JobIdentity,
+    is_temporary_refusal,
+    submit_script,
+)
 from areal_hpc.wire.fault_points import fault_point
 
 SupervisorEntry: TypeAlias = Callable[[str], None]
@@ -210,51 +212,17 @@ def raise_if_federated(environ: Mapping[str, str] = os.environ) -> None:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class SubmittedJob:
-    """A job that Slurm has, held until it is released."""
-
-    job_id: str
-    token: str
-    successor: int = 0
-    """Place among the successors of the job, from 1; 0 for the job itself."""
-
-
 def submit_held_job(
     request: JobRequest,
     launch: LaunchFile,
     entry: SupervisorEntry,
     report_outage: Callable[[str], None],
-) -> SubmittedJob:
-    """Hand a job to Slurm, held. The script stays in the job's folder."""
+) -> tuple[str, str]:
+    """Hand a job to Slurm, held; its number and its token. The script stays in its folder."""
     job = reset_job_and_write_files(request, launch, entry)
     identity = JobIdentity.create(request.name, request.comment)
-    return _submit_held(request, job.script, report_outage, identity)
-
-
-def submit_held_successor(
-    request: JobRequest,
-    script: Path,
-    awaited_job_ids: Sequence[str],
-    successor_number: int,
-    report_outage: Callable[[str], None],
-) -> SubmittedJob:
-    """Submit a job's script again, held until `awaited_job_ids` have failed."""
-    options = build_options_to_start_after_failure(awaited_job_ids, request.dependency)
-    identity = JobIdentity.create(request.name, request.comment, successor_number)
-    return _submit_held(request, script, report_outage, identity, options)
-
-
-def _submit_held(
-    request: JobRequest,
-    script: Path,
-    report_outage: Callable[[str], None],
-    identity: JobIdentity,
-    options: Sequence[str] = (),
-) -> SubmittedJob:
-    options = ["--hold", *options]
     try:
-        job_id = submit_script(script, identity, options, report_outage=report_outage)
+        job_id = submit_script(job.script, identity, ["--hold"], report_outage=report_outage)
     except SlurmNotFoundError as error:
         raise ClusterError(
             "there is no sbatch on this machine", hint="submit from a login node of the cluster"
@@ -269,24 +237,7 @@ def _submit_held(
     except SlurmCommandError as error:
         raise _build_refusal_error(request, error) from error
     fault_point("submit.before_record")
-    return SubmittedJob(job_id, identity.token, identity.successor)
-
-
-_TEMPORARY_REFUSAL_MESSAGES = ("submit limit", "maxjobcount", "try again", "temporarily")
-"""Parts of sbatch's words where the same job may be accepted later."""
-_NAMED_LIMIT_PATTERN = re.compile(r"\b(?:QOS|Assoc)\w*Limit\b")
-_JOB_COUNT_LIMIT = "SubmitJob"
-"""Part of Slurm's names of limits of the number of jobs."""
-
-
-def is_temporary_refusal(sbatch_error: str) -> bool:
-    """True if the same job may be accepted later, once others have ended. Pure.
-
-    Slurm has one sentence for all limits of a QOS, and may name the limit beside it.
-    """
-    if named := _NAMED_LIMIT_PATTERN.findall(sbatch_error):
-        return any(_JOB_COUNT_LIMIT in name for name in named)
-    return any(words in sbatch_error.lower() for words in _TEMPORARY_REFUSAL_MESSAGES)
+    return job_id, identity.token
 
 
 def _build_refusal_error(

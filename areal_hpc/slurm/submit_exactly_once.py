@@ -7,6 +7,7 @@ unclear answer the job is looked up by it, and adopted if it is there, before sb
 
 import logging
 import os
+import re
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,8 +26,6 @@ SUBMIT_TIMEOUT_S = 600.0
 JOB_LOOKUP_DURATION_S = 5.0
 """Time in which a slurmctld that answers again works off the requests that it had received."""
 RETRY_PAUSE_S = 2.0
-SUCCESSOR_COMMENT_PREFIX = "successor="
-"""In the comment of a job that waits for another one to fail, before its place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,19 +37,16 @@ class JobIdentity:
     comment: str
     """The run directory."""
     token: str
-    successor: int = 0
-    """Place among the successors of the job, from 1; 0 for the job itself."""
 
     @classmethod
-    def create(cls, job_name: str, comment: str, successor: int = 0) -> "JobIdentity":
-        return cls(job_name, comment, secrets.token_hex(4), successor)
+    def create(cls, job_name: str, comment: str) -> "JobIdentity":
+        return cls(job_name, comment, secrets.token_hex(4))
 
     def build_sbatch_options(self) -> list[str]:
         """Options of sbatch, which go before those of the script."""
-        place = f"{SUCCESSOR_COMMENT_PREFIX}{self.successor} " if self.successor else ""
         return [
             f"--job-name={self.name}.{self.token}",
-            f"--comment={self.comment} {place}{self.comment_tag}",
+            f"--comment={self.comment} {self.comment_tag}",
         ]
 
     @property
@@ -100,8 +96,8 @@ def _wait_for_accepted_job(identity: JobIdentity, give_up_at: float) -> str | No
 
 
 def find_submitted_job_id(identity: JobIdentity) -> str | None:
-    """Number of the job, or of the whole array, that bears an identity; None if there is none."""
-    shown = run_slurm_command("squeue", "--me", "--noheader", "--states=all", "--format=%F %j %k")
+    """Number of the job that bears an identity; None if there is none."""
+    shown = run_slurm_command("squeue", "--me", "--noheader", "--states=all", "--format=%i %j %k")
     for line in shown.splitlines():
         job_id, _, names = line.strip().partition(" ")
         if f".{identity.token} " in f"{names} " or identity.comment_tag in names:
@@ -131,3 +127,20 @@ def try_to_cancel_jobs(job_ids: Sequence[str]) -> ClusterError | None:
     except ClusterError as error:
         return error
     return None
+
+
+_TEMPORARY_REFUSAL_MESSAGES = ("submit limit", "maxjobcount", "try again", "temporarily")
+"""Parts of sbatch's words where the same job may be accepted later."""
+_NAMED_LIMIT_PATTERN = re.compile(r"\b(?:QOS|Assoc)\w*Limit\b")
+_JOB_COUNT_LIMIT = "SubmitJob"
+"""Part of Slurm's names of limits of the number of jobs."""
+
+
+def is_temporary_refusal(sbatch_error: str) -> bool:
+    """True if the same job may be accepted later, once others have ended. Pure.
+
+    Slurm has one sentence for all limits of a QOS, and may name the limit beside it.
+    """
+    if named := _NAMED_LIMIT_PATTERN.findall(sbatch_error):
+        return any(_JOB_COUNT_LIMIT in name for name in named)
+    return any(words in sbatch_error.lower() for words in _TEMPORARY_REFUSAL_MESSAGES)

@@ -201,7 +201,7 @@ def _exit_on_stop_timeout(stop: StopRequest, grace_s: float) -> None:
     while not stop.wait(timeout_s=3600.0):
         pass
     deadline = StopDeadline(grace_s)
-    while deadline.read_stop_note_and_get_left_s() > STOP_MARGIN_S:
+    while deadline.get_left_s() > STOP_MARGIN_S:
         time.sleep(STOP_POLL_S)
     logger.warning("the step in flight is given up; the last checkpoint stands")
     os._exit(STOPPED_EXIT_CODE)

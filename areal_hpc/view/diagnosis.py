@@ -13,7 +13,7 @@ from areal_hpc.rundir.telemetry.events import (
     SUBMISSION_REFUSED_EVENT,
 )
 from areal_hpc.slurm.queue import SlurmJobRecord
-from areal_hpc.slurm.reasons import HELD_WHILE_IDLE_REASON, explain_reason
+from areal_hpc.slurm.reasons import explain_reason
 from areal_hpc.slurm.states import JobPhase
 from areal_hpc.slurm.versions import find_error_time
 from areal_hpc.view.events.agent_failures import MAX_TRACEBACK_LINES, AgentFailures
@@ -205,6 +205,7 @@ def _diagnose_waiting(
         (job.name, job.slurm_record, job.pending_reason or explain_reason(job.slurm_record.reason))
         for job in evidence.run.jobs
         if job.slurm_record and job.slurm_record.state.phase is JobPhase.WAITING
+        if not job.waits_behind_others
     ]
     if not reasons:
         return None
@@ -217,7 +218,7 @@ def _diagnose_waiting(
         if queued.started_or_expected_at
         else ""
     )
-    held = reason is not HELD_WHILE_IDLE_REASON and queued.state.name in _HELD_JOB_STATES
+    held = queued.state.name in _HELD_JOB_STATES
     what = queued.state.meaning if held else f"is pending: {reason.meaning}"
     return Diagnosis(
         f"{name} (job {queued.job_id}) {what}{start}",

@@ -40,15 +40,15 @@ def test_an_evaluation_is_one_job_and_the_same_command_has_its_results(
         *(f"evaluation.tasks={TASKS}", "evaluation.n_samples=2"),
     )
     said = said_by(areal_hpc(*command, "--wait", environ=cluster.environ, timeout_s=300))
-    (job,) = read_submissions(paths.submissions)
-    assert job.job == "evaluation"
+    job, caretaker = read_submissions(paths.submissions)
+    assert (job.job, caretaker.job) == ("evaluation", "caretaker")
     assert "avg@2" in said
     wait_for(lambda: cluster.job_state(job.job_id) in ("COMPLETED", ""), 60, every_s=SLURM_POLL_S)
     samples = read_report(paths.root).sets["valid"].samples
     assert [len(one) for one in samples] == [2] * TASKS
     again = said_by(areal_hpc(*command, environ=cluster.environ))
     assert again.startswith("set ")
-    assert len(read_submissions(paths.submissions)) == 1
+    assert len(read_submissions(paths.submissions)) == 2
     resumed = areal_hpc("resume", paths.root, environ=cluster.environ)
     assert resumed.returncode == 78
     assert "repeat the areal-hpc eval command" in resumed.stderr

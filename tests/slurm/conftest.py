@@ -26,3 +26,12 @@ def cluster(shared: Devcluster) -> Iterator[Devcluster]:
     """The shared cluster; what the test did to it is undone."""
     yield shared
     shared.restore()
+
+
+@pytest.fixture
+def cancelling(cluster: Devcluster) -> Iterator[Devcluster]:
+    """The cluster, where preempted jobs are cancelled at once."""
+    update = ("scontrol", "update", "PartitionName=scavenger")
+    cluster.slurm(*update, "PreemptMode=CANCEL", "GraceTime=0")
+    yield cluster
+    cluster.slurm(*update, "PreemptMode=REQUEUE", "GraceTime=5")

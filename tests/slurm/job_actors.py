@@ -108,15 +108,6 @@ def idle_once(config: dict[str, str]) -> None:
         raise SystemExit(79)
 
 
-def idle_when_told(config: dict[str, str]) -> None:
-    """Work in the first start until told that there is nothing to do."""
-    _begin(config)
-    while os.environ["AREAL_HPC_JOB_START"] == "1":
-        if Path(config["go"]).exists():
-            raise SystemExit(79)
-        time.sleep(0.1)
-
-
 def finish(config: dict[str, str]) -> None:
     """Do the work."""
     _note(config, f"done on {os.environ['SLURMD_NODENAME']}")

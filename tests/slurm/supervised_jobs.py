@@ -12,8 +12,9 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from areal_hpc.jobs.caretaker import CaretakerConfig
+from areal_hpc.jobs.caretaker import CaretakerConfig, StageJobs
 from areal_hpc.rundir.jobs import (
+    CARETAKER_JOB,
     JobSpec,
     LaunchFile,
     ProcessSpec,
@@ -26,6 +27,7 @@ from areal_hpc.rundir.jobs import (
 )
 from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.paths import ROLES, JobPaths, RunPaths
+from areal_hpc.slurm.resubmit import build_caretaker_dependency
 from tests.support.deadlines import scaled
 from tests.support.devclusters import SLURM_POLL_S, Devcluster
 from tests.support.environments import CHECKOUT
@@ -48,7 +50,8 @@ class SupervisedJob:
     name: str
     job_id: str = ""
     others: tuple[str, ...] = ()
-    """Jobs that a caretaker of this one knows beside the trainer; without any there is none."""
+    """Jobs that a caretaker of this one knows beside the leading one; without any there is none."""
+    leader: str = "trainer"
 
     @property
     def run(self) -> RunPaths:
@@ -64,15 +67,15 @@ class SupervisedJob:
         config = {"file": str(self._words_path), "progress": progress, "go": str(self._go_path)}
         process, entry = self.name.partition("-")[0], f"tests.slurm.job_actors:{function}"
         processes = [ProcessSpec(process, "agents", entry, config, ends_job=True)]
-        if self.others:
+        if self.others or self.name == CARETAKER_JOB:
+            marker = self.run.finished_marker
+            stage = StageJobs(leader=self.leader, others=self.others, done_marker=marker)
             caretaker = CaretakerConfig(
-                run_dir=self.root,
-                job=self.name,
-                leader="trainer",
-                others=self.others,
-                poll_s=2.0,
+                run_dir=self.root, job=self.name, stages=(stage,), poll_s=2.0
+            ).build_process_spec(
+                CARETAKER_JOB, tasks="first", restarts=3, ends_job=self.name == CARETAKER_JOB
             )
-            processes.append(caretaker.build_process_spec("caretaker", tasks="first", restarts=3))
+            processes = [*(processes if self.name != CARETAKER_JOB else ()), caretaker]
         told = build_slurm_launch_info(
             self.run, self.name, margin_s=MARGIN_S, progress=progress, least_free_bytes=64 << 20
         )
@@ -119,6 +122,17 @@ class SupervisedJob:
         self.is_submitted(
             self.cluster.slurm("sbatch", "--parsable", *only_now, str(self.files.script))
         )
+
+    def lay_caretaker(self, *options: str) -> "SupervisedJob":
+        """Submit the job that waits behind this one, its run's leading job, and behind others."""
+        newest = get_latest_submissions(read_submissions(self.run.submissions))
+        others = [newest[name].job_id for name in self.others]
+        waits = f"--dependency={build_caretaker_dependency(self.job_id, others)}"
+        job = SupervisedJob(
+            self.cluster, self.root, CARETAKER_JOB, others=self.others, leader=self.name
+        )
+        job.submit("", *options, "--kill-on-invalid-dep=yes", only_now=(waits,))
+        return job
 
     def is_submitted(self, job_id: str) -> None:
         """Note the number that Slurm gave it."""

@@ -1,25 +1,20 @@
 """Jobs that are gone for good, and are brought back by those that live."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
+from areal_hpc.jobs.caretaker import look_after_run
 from tests.slurm.supervised_jobs import SupervisedJob
+from tests.support.deadlines import scaled
 from tests.support.devclusters import Devcluster
 from tests.support.thoroughness import choose
 
 CELLS = ("cell-0", "cell-1")
 SAFE, AT_RISK = "--partition=priority", "--partition=scavenger"
-
-
-@pytest.fixture
-def cancelling(cluster: Devcluster) -> Iterator[Devcluster]:
-    """The cluster, where preempted jobs are cancelled at once."""
-    update = ("scontrol", "update", "PartitionName=scavenger")
-    cluster.slurm(*update, "PreemptMode=CANCEL", "GraceTime=0")
-    yield cluster
-    cluster.slurm(*update, "PreemptMode=REQUEUE", "GraceTime=5")
 
 
 def drained_nodes(cluster: Devcluster) -> set[str]:
@@ -108,11 +103,11 @@ def test_a_job_that_slurm_calls_completed_before_its_tasks_began_is_submitted_ag
     cell.await_successor()
     cell.awaits_words(1)
     assert cell.excluded() == {"n02": "cell-0 ended there before its first task started"}
-    assert [row["is_held"] for row in cell.resubmissions()] == [False]
+    assert len(cell.resubmissions()) == 1
 
 
 @pytest.mark.timeout(200)
-def test_what_a_person_cancelled_stays_away_and_the_third_return_is_held(
+def test_what_a_person_cancelled_stays_away_and_the_third_return_is_the_last(
     cancelling: Devcluster, tmp_path: Path
 ) -> None:
     trainer, unwanted, luckless = make_jobs(cancelling, tmp_path / "run")
@@ -126,11 +121,8 @@ def test_what_a_person_cancelled_stays_away_and_the_third_return_is_held(
         preempt(cancelling, luckless)
         luckless.await_successor()
     preempt(cancelling, luckless)
-    before = luckless.job_id
-    luckless.awaits(lambda: luckless.newest_id() != before)
-    luckless.job_id = luckless.newest_id()
-    luckless.awaits(lambda: "JobHeldUser" in luckless.shown())
-    assert luckless.resubmissions()[-1]["is_held"] is True
+    luckless.awaits(lambda: luckless.events_named("job_given_up") != [])
+    assert luckless.newest_id() == luckless.job_id
     assert unwanted.resubmissions() == []
     assert unwanted.newest_id() == unwanted.job_id
 
@@ -172,3 +164,57 @@ def test_a_job_that_a_prolog_kept_from_starting_starts_elsewhere(
     assert drained not in cluster.slurm("squeue", "-h", "-j", late.job_id, "-o", "%N")
     (released,) = late.events_named("job_released")
     assert (released["job_id"], released["excluded"]) == (late.job_id, [drained])
+
+
+@pytest.mark.timeout(300)
+def test_a_run_all_of_whose_jobs_are_cancelled_at_once_comes_back_again_and_again(
+    cancelling: Devcluster, tmp_path: Path
+) -> None:
+    trainer, cell, unwanted = jobs = make_jobs(cancelling, tmp_path / "run")
+    for job in jobs:
+        job.submit("steady", AT_RISK)
+        job.awaits_words(1)
+    waiting = trainer.lay_caretaker(AT_RISK)
+    cancelling.slurm("scancel", unwanted.job_id)
+    unwanted.awaits_state("CANCELLED")
+    for start in (2, 3):
+        cancelling.submit("sleep 3", SAFE, "--exclusive", "--nodes=4")
+        for job in (trainer, cell):
+            job.awaits_state("PREEMPTED")
+        for job in (trainer, cell):
+            job.await_successor()
+            job.awaits(lambda job=job, word=f"began {start}": word in job.told)  # type: ignore[misc]
+        before, waiting.job_id = waiting.job_id, waiting.newest_id()
+        assert waiting.job_id != before
+        assert [row["by"] for row in trainer.resubmissions()] == ["caretaker"] * (start - 1)
+    for job in (trainer, cell):
+        job.let_go()
+    waiting.awaits_state("CANCELLED")
+    assert unwanted.newest_id() == unwanted.job_id
+
+
+@pytest.mark.timeout(200)
+def test_jobs_without_commands_of_slurm_are_brought_back_from_a_login_node(
+    cluster: Devcluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = SupervisedJob(cluster, tmp_path / "run", "trainer")
+    image = tmp_path / "bin"  # what an image without Slurm has
+    image.mkdir()
+    for name in ("sh", "bash", "env"):
+        image.joinpath(name).symlink_to(str(shutil.which(name)))
+    call_srun = f'srun() {{ {shutil.which("srun")} "$@"; }}'
+    job.submit("steady", SAFE, "--no-requeue", setup=(call_srun, f"export PATH={image}"))
+    job.lay_caretaker(SAFE, "--hold")  # its node may not submit jobs
+    job.awaits_words(1)
+    monkeypatch.setenv("SLURM_CONF", cluster.environ["SLURM_CONF"])
+    said: list[str] = []
+    looking = Thread(target=look_after_run, args=(job.run, said.append, 1.0))
+    looking.start()
+    job.kill_process()
+    job.await_successor()
+    job.awaits(lambda: "began 2" in job.told)
+    assert said == [f"trainer ended with an error; submitted again as job {job.job_id}"]
+    job.let_go()
+    looking.join(scaled(60))
+    assert not looking.is_alive()
+    assert job.state() == "COMPLETED"

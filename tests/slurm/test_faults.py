@@ -133,6 +133,8 @@ def test_jobs_come_back_after_an_outage_in_which_a_limit_a_crash_and_a_stop_fall
     for job in (crashed, stopped):
         job.awaits_told("began 1")
     limited.submit("steady", *SAFE, f"--time={TIME_LIMIT_MIN}")
+    for job in (crashed, stopped, limited):
+        job.lay_caretaker(*SAFE)
     limited.awaits_told("began 1")
     began_s = time.monotonic()
     with stopped_slurmctld(cluster):

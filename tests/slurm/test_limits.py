@@ -6,19 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm.supervised_jobs import SupervisedJob
 from tests.support.commands import areal_hpc, run_program, said_by
 from tests.support.deadlines import scaled
 from tests.support.devclusters import (
     HELD,
-    SLURM_POLL_S,
     Devcluster,
     Submitting,
     devcluster,
     light_overrides,
 )
 from tests.support.submissions import JOBS, queued
-from tests.support.thoroughness import choose
 from tests.support.waiting import wait_for
 
 LIMITED_RUN = ("trainer", "cell-0", "cell-1")
@@ -74,9 +71,9 @@ def test_doctor_compares_limits_with_the_jobs_of_the_recipe(
     said = doctor(limited, tmp_path, *few, code=1)
     assert "fail  job limits" in said
     assert "QOS few allows 3 jobs at a time; the recipe submits 4" in said
-    assert "ok    preemption QOS few  a preempted job has 45 s, in which it submits itself" in said
+    assert "ok    preemption QOS few  a preempted job has 45 s, in which it asks" in said
     said = doctor(limited, tmp_path, *few, "inference.cells=1")
-    assert "QOS few allows 3 jobs at a time; the recipe submits 3" in said
+    assert "QOS few allows 3 jobs at a time; the recipe submits 3, so that no caretaker" in said
     said = doctor(
         limited, tmp_path, *few, "inference.cells=1", "cluster.slurm.time_limit_minutes=90", code=1
     )
@@ -108,37 +105,6 @@ def test_a_limit_that_passes_by_itself_is_worth_another_try_and_others_are_not(
     said_by(run.call("resume", root, "cluster.slurm.sbatch.qos=normal"))
     assert queued(limited) == JOBS
     said_by(run.call("cancel", root))
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("end", choose(["crash", "stop"], "crash"))
-def test_a_job_that_a_limit_keeps_from_submitting_itself_is_brought_back(
-    limited: Devcluster, tmp_path: Path, end: str
-) -> None:
-    """It counts against the limit for as long as it has its node: it must let go of that."""
-    cells = ("cell-0", "cell-1")
-    jobs = [SupervisedJob(limited, tmp_path / "run", one, others=cells) for one in LIMITED_RUN]
-    for job in jobs:
-        job.submit("steady", "--partition=priority", "--qos=few", "--no-requeue", "--time=30")
-        job.awaits_words(1)
-    refused = jobs[-1]
-    if end == "crash":
-        refused.kill_process()
-    else:
-        refused.stop_first_task()
-    refused.awaits(lambda: refused.newest_id() != refused.job_id)
-    refused.job_id = refused.newest_id()
-    refused.awaits_state("RUNNING")
-    refused.awaits(lambda: refused.told[-1] == "began 2")
-    events = [one["event"] for one in refused.events() if one.get("job") == "cell-1"]
-    assert events.count("job_submitted_again") == 1
-    reasons = [one["reason"] for one in refused.events() if one["event"] == "submission_refused"]
-    assert reasons
-    assert all("QOSMaxSubmitJobPerUserLimit" in str(one) for one in reasons)
-    running = limited.slurm("squeue", "-h", "-t", "R", "-o", "%j").split()
-    assert sorted(one.partition(".")[0] for one in running) == sorted(LIMITED_RUN)
-    limited.slurm("scancel", *(job.job_id for job in jobs))
-    wait_for(lambda: queued(limited) == [], every_s=SLURM_POLL_S)
 
 
 @pytest.mark.thorough

@@ -203,9 +203,9 @@ def test_commands_work_without_accounting_and_torn_lines(bare: Devcluster, tmp_p
     said = run.command("resume", *HELD)
     assert "job      sft" in said
     assert "job      trainer" in said
-    assert len(bare.slurm("squeue", "-h").splitlines()) == 3
+    assert len(bare.slurm("squeue", "-h").splitlines()) == 4
     assert "quickstart/one: waiting" in run.command("status")
     run.submit("cell-2", "steady").awaits_words(1)
-    assert "cancelled 4 jobs" in run.command("cancel", "--now"), "the new lines count"
+    assert "cancelled 5 jobs" in run.command("cancel", "--now"), "the new lines count"
     assert bare.slurm("squeue", "-h") == ""
     assert b'"jo\n' in run.paths.submissions.read_bytes()

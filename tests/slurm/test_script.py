@@ -38,7 +38,7 @@ def test_a_script_submits_its_run_and_shows_progress(cluster: Devcluster, tmp_pa
     )
     paths = RunPaths(tmp_path / "runs" / "areal" / "slurm")
     assert "step      2/2" in said
-    submitted = read_submissions(paths.submissions)
-    assert [one.job for one in submitted] == ["trainer", "cell-0"]
+    *submitted, caretaker = read_submissions(paths.submissions)
+    assert [one.job for one in (*submitted, caretaker)] == ["trainer", "cell-0", "caretaker"]
     assert {cluster.job_state(one.job_id) for one in submitted} == {"COMPLETED"}
     assert [row["step"] for row in read_readable_records(paths.metrics)] == [0, 1, 2]

@@ -1,5 +1,6 @@
 """A run as Slurm jobs: submitted at once from outside, spread over nodes, ended by itself."""
 
+import re
 import signal
 import subprocess
 import time
@@ -20,6 +21,7 @@ from tests.support.devclusters import (
     light_overrides,
 )
 from tests.support.environments import CHECKOUT
+from tests.support.submissions import JOBS, recorded
 from tests.support.waiting import wait_for
 
 
@@ -33,25 +35,38 @@ def light(tmp_path: Path) -> tuple[str, ...]:
     return light_overrides(tmp_path)
 
 
-@pytest.mark.timeout(400)
-def test_a_submitted_run_trains_over_four_nodes(cluster: Devcluster, run: Submitting) -> None:
-    said = said_by(run.submit("--wait", "trainer.total_steps=3", timeout_s=380))
-    assert "step      3/3" in said
-    assert [row["step"] for row in read_readable_records(run.paths.metrics)][-1] == 3
-    assert [one.job for one in run.submissions] == ["sft", "trainer", "cell-0", "cell-1"]
-    states = {one.job: cluster.job_state(one.job_id) for one in run.submissions}
-    assert set(states.values()) == {"COMPLETED"}, states
+@pytest.mark.timeout(600)
+def test_a_run_all_of_whose_jobs_slurm_ends_in_one_second_trains_on_by_itself(
+    cancelling: Devcluster, run: Submitting
+) -> None:
+    """Over four nodes, in a partition where preempted jobs are cancelled at once."""
+    at_risk = ("cluster.slurm.partition=scavenger", "trainer.checkpoint_every_steps=1")
+    waiting = run.start("--wait", "trainer.total_steps=4", *at_risk)
+    wait_for(lambda: len(read_readable_records(run.paths.metrics)) > 0, 300)
+    cancelling.submit("sleep 5", "--partition=priority", "--exclusive", "--nodes=4")
+    first = recorded(run)
+    work = ("trainer", "cell-0", "cell-1")
+    for job in work:
+        cancelling.await_state(first[job], "PREEMPTED")
+    said, _ = waiting.communicate(timeout=scaled(380))
+    assert waiting.returncode == 0, said
+    assert "step      4/4" in said
+    again = recorded(run)
+    assert set(again) == set(JOBS)
+    assert all(again[job] != first[job] for job in (*work, "caretaker"))
+    assert {cancelling.job_state(again[job]) for job in work} == {"COMPLETED"}
     nodes = {
-        one.job: cluster.slurm("sacct", "-X", "-n", "-P", "-j", one.job_id, "-o", "NodeList")
-        for one in run.submissions
+        job: cancelling.slurm("sacct", "-X", "-n", "-P", "-j", again[job], "-o", "NodeList")
+        for job in work
     }
-    assert len({nodes["cell-0"], nodes["cell-1"]}) == 2
+    assert nodes["cell-0"] != nodes["cell-1"]
     assert len(nodes["trainer"].split(",")) == 2 or "-" in nodes["trainer"]
-    assert "trained_once=12 duplicates=0 lost=0" in audit_of(run.paths.root)
+    assert "trained_once=16 duplicates=0 lost=0" in audit_of(run.paths.root)
+    wait_for(lambda: cancelling.job_state(again["caretaker"]) == "CANCELLED")
 
 
 def test_a_dry_run_touches_nothing(run: Submitting) -> None:
-    assert said_by(run.submit("--dry-run")).count("#!/bin/bash") == 4
+    assert said_by(run.submit("--dry-run")).count("#!/bin/bash") == len(JOBS)
     assert not run.paths.root.exists()
 
 
@@ -60,7 +75,7 @@ def test_who_waits_can_leave_and_nobody_submits_what_is_queued_until_it_is_cance
 ) -> None:
     held, root = (*HELD, *light), str(run.paths.root)
     waiting = run.start("--wait", *held)
-    wait_for(lambda: len(run.submissions) == 4)
+    wait_for(lambda: len(run.submissions) == len(JOBS))
     time.sleep(1)  # it watches now
     waiting.send_signal(signal.SIGINT)
     shown, _ = waiting.communicate(timeout=scaled(60))
@@ -73,12 +88,12 @@ def test_who_waits_can_leave_and_nobody_submits_what_is_queued_until_it_is_cance
         assert again.returncode == 75
         assert all(job_id in again.stderr for job_id in first)
     comments = cluster.slurm("squeue", "-h", "-o", "%k").splitlines()
-    assert [one.split(" token=")[0] for one in comments] == [root] * 4
+    assert [one.split(" token=")[0] for one in comments] == [root] * len(JOBS)
     said_by(run.call("cancel", root))
     said = said_by(run.call("resume", root, "trainer.total_steps=7"))
     assert "changed  trainer.total_steps: 5 -> 7" in said
     second = cluster.slurm("squeue", "-h", "-o", "%i").split()
-    assert len(second) == 4
+    assert len(second) == len(JOBS)
     assert set(second).isdisjoint(first)
     status = said_by(run.call("status", root))
     assert "quickstart/slurm: waiting" in status
@@ -112,7 +127,7 @@ def test_a_sweep_is_a_run_for_each_value_and_the_same_command_adds_what_is_missi
     again = said_by(run.submit(*asked))
     assert again.count("kept     ") == 1
     numbers = [{one.job_id for one in read_submissions(paths.submissions)} for paths in layouts]
-    assert [len(ids) for ids in numbers] == [4, 8]
+    assert [len(ids) for ids in numbers] == [len(JOBS), 2 * len(JOBS)]
     wait_for(lambda: all(paths.sft_export.exists() for paths in layouts), 200)
     finals = [read_readable_records(paths.sft_metrics)[-1]["loss"] for paths in layouts]
     assert finals[0] != finals[1]
@@ -129,8 +144,8 @@ def test_scripts_of_a_site_pass_sbatchs_own_check(cluster: Devcluster, run: Subm
         )
     )
     scripts = [part.partition(" <==\n")[2] for part in shown.split("\n==> ")]
-    scripts = [script for script in scripts if script.startswith("#!")]
-    assert len(scripts) == 3
+    scripts = [re.sub(r"#SBATCH --dependency=.*\n", "", one) for one in scripts if one[:2] == "#!"]
+    assert len(scripts) == 4
     for script in scripts:
         checked = subprocess.run(
             ("sbatch", "--test-only"),

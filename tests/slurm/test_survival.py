@@ -4,7 +4,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from areal_hpc.jobs.requeue import release_jobs_held_while_idle
 from areal_hpc.rundir.jsonl import read_readable_records
 from tests.slurm.supervised_jobs import MARGIN_S, STOP_GRACE_S, TIME_LIMIT_MIN, SupervisedJob
 from tests.support.deadlines import scaled
@@ -54,13 +53,15 @@ def jobs(shared: Devcluster, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     rest = (*SAFE, "--nodes=2", "--exclude=n01,n02")
     jobs["apart"].submit("steady", *rest, tasks=2, join_timeout_s=JOIN_TIMEOUT_S)
     jobs["idle"].submit("idle_once", *SAFE, not_n01)
+    jobs["idle"].lay_caretaker(*SAFE, not_n01)
     jobs["too_short"].submit("steady", *SAFE, not_n01, "--time=1", margin_s=60.0)
     jobs["requeued"].submit("steady", *SAFE, not_n01)
     jobs["cancelled"].submit("steady", *SAFE, not_n01)
     jobs["moved"].submit("steady", *SAFE, not_n01)
     jobs["unwanted"].submit("steady", "--partition=priority", "--no-requeue", not_n01)
+    jobs["unwanted"].lay_caretaker(*SAFE, not_n01)
     after_it = f"--dependency=afterok:{jobs['unwanted'].job_id}"
-    jobs["dependent"].submit("finish", *SAFE, after_it, "--kill-on-invalid-dep=yes")
+    jobs["dependent"].submit("finish", *SAFE, after_it, "--kill-on-invalid-dep=no")
     yield jobs
     shared.restore()
 
@@ -97,19 +98,17 @@ def test_a_job_that_slurm_requeues_is_not_requeued_twice(jobs: Jobs) -> None:
     assert (job.starts(), job.restarts()) == (2, 1)
 
 
-def test_a_job_whose_run_was_moved_away_is_held_and_goes_on_when_it_is_back(jobs: Jobs) -> None:
+def test_a_job_whose_run_was_moved_away_says_so_and_ends(jobs: Jobs) -> None:
     job = jobs["moved"]
     job.awaits_words(1)
     elsewhere = job.root.with_name("elsewhere")
     job.root.rename(elsewhere)
-    wait_for(lambda: "Priority=0 " in job.shown(), every_s=SLURM_POLL_S)  # held
+    wait_for(lambda: job.state() == "FAILED", every_s=SLURM_POLL_S)
     assert not job.root.exists(), "nothing makes it anew"
     (log,) = elsewhere.glob("jobs/moved/*_log.out")
     assert f"the run's folder {job.root} is gone: it was moved or removed" in log.read_text()
     elsewhere.rename(job.root)
-    job.cluster.slurm("scontrol", "release", job.job_id)
-    job.awaits_words(2)
-    job.cluster.slurm("scancel", job.job_id)
+    assert (job.starts(), job.restarts()) == (1, 0)
 
 
 def test_a_job_of_a_cancelled_run_stops_at_a_signal_and_stays_away(jobs: Jobs) -> None:
@@ -123,19 +122,20 @@ def test_a_job_of_a_cancelled_run_stops_at_a_signal_and_stays_away(jobs: Jobs) -
     assert job.starts() == 1
 
 
-def test_a_job_that_slurm_may_not_requeue_submits_itself_again(jobs: Jobs) -> None:
-    job = jobs["unwanted"]
+def test_a_job_that_slurm_may_not_requeue_is_submitted_by_the_caretaker_behind_it(
+    jobs: Jobs,
+) -> None:
+    job, waiting = jobs["unwanted"], jobs["dependent"]
     job.awaits_words(1)
     job.cluster.slurm("scancel", "--signal=TERM", job.job_id)
     job.awaits_words(3)
     assert job.told[2] == "began 2"
     assert job.newest_id() != job.job_id
     assert job.cluster.job_state(job.newest_id()) == "RUNNING"
-    waiting = jobs["dependent"]
-    waiting.awaits(lambda: job.state() == "FAILED")
     assert waiting.state() == "PENDING", "it waits for the new number"
-    awaited_id = job.cluster.slurm("squeue", "-h", "-j", waiting.job_id, "-o", "%E")
-    assert awaited_id.startswith(f"afterok:{job.newest_id()}")
+    awaited = ("squeue", "-h", "-j", waiting.job_id, "-o", "%E")
+    new = f"afterok:{job.newest_id()}"
+    waiting.awaits(lambda: waiting.cluster.slurm(*awaited).startswith(new))
     waiting.cluster.slurm("scancel", waiting.job_id)
     job.cluster.slurm("scancel", job.newest_id())
 
@@ -174,25 +174,22 @@ def test_the_time_limit_is_met_with_a_save_and_another_start(jobs: Jobs) -> None
     job.cluster.slurm("scancel", job.job_id)
 
 
-def test_a_time_limit_below_the_start_up_holds_the_job_after_three_starts(jobs: Jobs) -> None:
+def test_a_time_limit_below_the_start_up_ends_the_job_after_three_starts(jobs: Jobs) -> None:
     job = jobs["too_short"]
-    job.awaits(lambda: " Reason=job_requeued_in_held_state " in job.shown())
+    job.awaits_state("FAILED")
     assert job.starts() == 3
-    (held,) = [row for row in job.events() if row["event"] == "job_held_for_user"]
-    assert "3 starts in a row reached the time limit" in str(held["reason"])
-    job.cluster.slurm("scancel", job.job_id)
+    assert job.outcome().gave_up
+    assert "3 starts in a row reached the time limit" in job.outcome().reason
 
 
-def test_an_idle_job_gives_its_nodes_back(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_job_gives_its_nodes_back_and_is_submitted_again(jobs: Jobs) -> None:
     job = jobs["idle"]
-    monkeypatch.setenv("SLURM_CONF", job.cluster.environ["SLURM_CONF"])
-    job.awaits(lambda: " Reason=job_requeued_in_held_state " in job.shown())
-    assert job.told == ["began 1"]
-    # Slurm gives the reason while the node still cleans up: until that is over nothing is released.
-    job.awaits(lambda: release_jobs_held_while_idle(job.run.jobs_dir) == ["idle"])
-    assert release_jobs_held_while_idle(job.run.jobs_dir) == []
-    job.awaits_state("COMPLETED")
+    job.awaits_state("FAILED")
+    job.awaits(lambda: "began 2" in job.told)
     assert job.told == ["began 1", "began 2"]
+    job.awaits(lambda: job.cluster.job_state(job.newest_id()) == "COMPLETED")
+    (again,) = job.resubmissions()
+    assert again["reason"] == "idle had released its nodes"
 
 
 def test_a_bad_node_is_named_and_left(jobs: Jobs) -> None:

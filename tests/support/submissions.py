@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from areal_hpc.rundir.jobs import get_latest_submissions
 from tests.support.devclusters import Devcluster, Submitting
 
-JOBS = ["cell-0", "cell-1", "sft", "trainer"]
+JOBS = ["caretaker", "cell-0", "cell-1", "sft", "trainer"]
 
 
 @contextmanager

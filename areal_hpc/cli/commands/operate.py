@@ -50,6 +50,16 @@ def add_commands(commands: CommandGroup) -> None:
     )
     name = "make a copy of a run's folder a run of its own, under this name beside the copy"
     resume.add_argument("--as", dest="trial_name", metavar="NAME", help=name)
+    commands.add_command(
+        "caretaker",
+        _look_after_run,
+        ["run"],
+        help="submit jobs of a run again that are gone",
+        description="Look after the jobs of a submitted run, once a minute, until it is finished, "
+        "cancelled or given up: what no job of the run brings back, as where only login nodes "
+        "may submit jobs. What a person cancelled stays cancelled.",
+        example="areal-hpc caretaker runs/math/first",
+    )
     export = commands.add_command(
         "export",
         _export_model,
@@ -177,7 +187,7 @@ def _resume_run(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch.provenance.record import enter_launch_folder
     from areal_hpc.launch.terminal import format_next_command, say
     from areal_hpc.recipe.loading import load_recipe
-    from areal_hpc.rundir.jobs import read_submissions
+    from areal_hpc.rundir.jobs import CARETAKER_JOB, read_submissions
     from areal_hpc.rundir.rendezvous import EVALUATION_CELL
     from areal_hpc.slurm.run_jobs import list_live_jobs
 
@@ -188,7 +198,8 @@ def _resume_run(arguments: argparse.Namespace) -> int:
         say(f"copy     is the run {paths.root} now")
     else:
         paths = _require_own_slurm_run(arguments.run)
-    if {one.job for one in read_submissions(paths.submissions)} == {EVALUATION_CELL}:
+    jobs = {one.job for one in read_submissions(paths.submissions)}
+    if jobs - {CARETAKER_JOB} == {EVALUATION_CELL}:
         raise RecipeError(
             "this is the evaluation of a model, and no run that could be trained on",
             key=str(paths.root),
@@ -220,6 +231,19 @@ def _resume_run(arguments: argparse.Namespace) -> int:
         return 0
     slurm_launcher.submit(recipe, print_line=say, joins_live_jobs=True)
     print(f"next     {format_next_command('status', paths)}")
+    return 0
+
+
+def _look_after_run(arguments: argparse.Namespace) -> int:
+    from areal_hpc.jobs.caretaker import look_after_run
+    from areal_hpc.launch.terminal import say
+
+    paths = _require_own_slurm_run(arguments.run)
+    try:
+        look_after_run(paths, say)
+    except KeyboardInterrupt:
+        return RunInterruptedError.exit_code
+    print("no job of this run is there, and none will be submitted again")
     return 0
 
 

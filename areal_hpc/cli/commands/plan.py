@@ -38,10 +38,7 @@ def describe_plan(recipe: Recipe, *, on_this_machine: bool = True) -> Iterator[s
             jobs = list(alike)
             names = [job.name for job in jobs]
             title = f"job {names[0]}" if len(names) == 1 else f"jobs {names[0]} to {names[-1]}"
-            line = f"  {title}: {described[0]}{_describe_cpus_and_memory(recipe, jobs[0])}"
-            if successors := recipe.cluster.slurm.successors:
-                line += f"; {_format_count(successors, 'successor')} with areal-hpc submit"
-            yield line
+            yield f"  {title}: {described[0]}{_describe_cpus_and_memory(recipe, jobs[0])}"
             yield from (f"    {line}" for line in described[1:])
         if on_this_machine:
             yield from (f"  {line}" for line in _describe_local_gpu_assignment(stage, recipe))

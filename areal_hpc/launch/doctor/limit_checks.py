@@ -13,6 +13,7 @@ from areal_hpc.launch.doctor.partition_checks import (
     parse_slurm_time_as_seconds,
     read_partition,
 )
+from areal_hpc.rundir.jobs import CARETAKER_JOB
 from areal_hpc.slurm.batch_script.script import JobRequest
 from areal_hpc.slurm.commands import run_slurm_command
 
@@ -33,7 +34,8 @@ class AccountingLimit:
 
     @property
     def wanted_jobs(self) -> int:
-        return sum(1 + one.successors for one in self.requests)
+        # A run goes without a caretaker behind its jobs where that would be one too many.
+        return sum(one.job != CARETAKER_JOB for one in self.requests)
 
 
 def check_accounting_limits(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
@@ -45,11 +47,7 @@ def check_accounting_limits(doctor_subject: DoctorSubject) -> Iterator[CheckResu
     limits = list(_find_limits_of_jobs(doctor_subject.job_requests))
     for limit in limits:
         if limit.max_jobs is not None:
-            slurm = doctor_subject.slurm
-            yield judge_job_limit(
-                *(limit.owner, limit.max_jobs, limit.wanted_jobs, queued),
-                is_requeued=slurm.requeue or slurm.successors > 0,
-            )
+            yield judge_job_limit(limit.owner, limit.max_jobs, limit.wanted_jobs, queued)
         for request in limit.requests:
             asked = request.shape.time_limit_minutes
             if limit.max_minutes is not None and asked > limit.max_minutes:
@@ -82,22 +80,19 @@ def check_preemption_of_qos_jobs(doctor_subject: DoctorSubject) -> Iterator[Chec
             yield judge_preemption(f"QOS {row['name']}", facts)
 
 
-def judge_job_limit(
-    owner: str, max_jobs: int, wanted_jobs: int, queued_jobs: int, *, is_requeued: bool
-) -> CheckResult:
+def judge_job_limit(owner: str, max_jobs: int, wanted_jobs: int, queued_jobs: int) -> CheckResult:
     found = f"{owner} allows {max_jobs} jobs at a time; the recipe submits {wanted_jobs}"
     if wanted_jobs > max_jobs:
-        hint = "fewer cells, fewer cluster.slurm.successors, or another QOS"
+        hint = "fewer cells, or another QOS"
         return fail("job limits", f"{found}: sbatch refuses some, and so none is submitted", hint)
     if wanted_jobs + queued_jobs > max_jobs:
         hint = f"submit when {wanted_jobs + queued_jobs - max_jobs} have ended"
         return warn("job limits", f"{found}, and {queued_jobs} of yours are there", hint)
-    if not is_requeued and wanted_jobs == max_jobs:
+    if wanted_jobs == max_jobs:
         return warn(
             "job limits",
-            f"{found}; with slurm.requeue=false a job must submit its successor while it counts "
-            "itself, which is refused",
-            "slurm.requeue=true, or one job fewer; with slurm.successors it need not submit any",
+            f"{found}, so that no caretaker can wait behind them",
+            "one cell fewer; else a person resumes the run when all of its jobs end at once",
         )
     return ok("job limits", found)
 

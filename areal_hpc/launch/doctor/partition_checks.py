@@ -72,11 +72,11 @@ def judge_preemption(partition_or_qos: str, preemption_facts: Mapping[str, str])
     if mode == "REQUEUE":
         return ok(what, f"a preempted job has {grace_s} s, and Slurm starts it again")
     if mode == "CANCEL" and grace_s:
-        return ok(what, f"a preempted job has {grace_s} s, in which it submits itself again")
+        return ok(what, f"a preempted job has {grace_s} s, in which it asks for another start")
     if mode == "CANCEL":
         return warn(
             what,
-            "a preempted job is cancelled at once: another job of the run submits it again",
+            "a preempted job is cancelled at once: the run's caretaker submits it again",
             "ask the site for a GraceTime; a partition with PreemptMode=REQUEUE is better",
         )
     return warn(
@@ -92,20 +92,11 @@ def judge_submission_from_jobs(
     from_nodes, what = partition_facts.get("AllocNodes", "ALL"), f"resubmission {partition_name}"
     if from_nodes == "ALL":
         return ok(what, "jobs may submit jobs")
-    if number := slurm.successors:
-        return ok(what, f"only {from_nodes} may submit jobs; each job has {number} successors")
-    if not slurm.requeue:
-        return fail(
-            what,
-            f"only {from_nodes} may submit jobs, and slurm.requeue=false: a job that ends early "
-            "is not started again",
-            "cluster.slurm.successors=5 lays so many further jobs for each at submission",
-        )
+    which = "that Slurm cannot requeue" if slurm.requeue else "that ends early (requeue=false)"
     return warn(
         what,
-        f"only {from_nodes} may submit jobs: a job that Slurm cannot requeue is not started again",
-        "cluster.slurm.successors=5 lays further jobs at submission; without them keep "
-        "slurm.requeue, and `areal-hpc resume RUN` from one of those nodes submits what is gone",
+        f"only {from_nodes} may submit jobs: no job of the run submits one {which}",
+        "keep `areal-hpc caretaker RUN` running on one of those nodes (tmux, or a service)",
     )
 
 
@@ -117,17 +108,10 @@ def check_requeue(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
 
 def judge_requeue(slurm: SlurmConfig, default: str) -> CheckResult:
     """`default` is JobRequeue of slurm.conf."""
-    number = slurm.successors
     if slurm.requeue:
         found = "a job that ends early is started again under its number"
-        found += ", whatever JobRequeue=0 says" if default == "0" else ""
-        found += f"; where that fails, {number} successors of it start in turn" if number else ""
-    elif number:
-        found = "slurm.requeue=false: after a job that ends early "
-        found += f"its {number} successors start in turn"
-    else:
-        found = "slurm.requeue=false: a job that ends early submits itself again under another "
-        found += "number"
+        return ok("requeue", found + (", whatever JobRequeue=0 says" if default == "0" else ""))
+    found = "slurm.requeue=false: the caretaker submits a job that ends early under another number"
     return ok("requeue", found)
 
 

@@ -145,8 +145,6 @@ def judge_gpus_by_task(slurm: SlurmConfig) -> Iterator[CheckResult]:
 
 def judge_commands_in_container(slurm: SlurmConfig) -> CheckResult:
     what = "Slurm in containers"
-    if slurm.successors:
-        return ok(what, f"not needed: each job has {slurm.successors} successors")
     if any("munge" in mount for mount in slurm.container.mounts):
         return ok(
             what, "munge is mounted: jobs can ask for another start if the image has scontrol"
@@ -154,6 +152,6 @@ def judge_commands_in_container(slurm: SlurmConfig) -> CheckResult:
     return warn(
         what,
         "munge is not among container.mounts: a job that ends early cannot ask for another start",
-        "mount /run/munge and Slurm's commands and configuration, or set "
-        "cluster.slurm.successors=5, which lays so many further jobs for each at submission",
+        "mount /run/munge and Slurm's commands and configuration, or keep "
+        "`areal-hpc caretaker RUN` running on a login node",
     )

@@ -9,10 +9,11 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, StrictBool, field_validator, model_validator
 
 from areal_hpc.recipe.base import BaseConfig
+from areal_hpc.rundir.jobs import CARETAKER_JOB
 from areal_hpc.rundir.privacy import Readers
 from areal_hpc.rundir.rendezvous import EVALUATION_CELL, is_cell_job, is_training_cell_job
 
-JobKind = Literal["trainer", "cell", "sft", "evaluation"]
+JobKind = Literal["trainer", "cell", "sft", "evaluation", "caretaker"]
 PositiveInt = Annotated[int, Field(ge=1)]
 WantedGpus = (
     Literal["auto", "none"]
@@ -87,6 +88,12 @@ def format_flags(flags: SlurmFlags | None) -> list[str]:
     return [f"--{name}" if value is True else f"--{name}={value}" for name, value in words]
 
 
+_CARETAKER_OPTIONS = JobOptions(
+    time_limit_minutes=15, mem="1G", cpus_per_task=1, tasks_per_node=1, exclusive=False
+)
+"""One processor, whatever other jobs ask for of their nodes."""
+
+
 class ContainerConfig(BaseConfig):
     """The container that a job's supervisor and all its processes run in."""
 
@@ -141,26 +148,29 @@ class SlurmConfig(JobOptions):
     """Slurm: options of all jobs, then what differs by kind of job."""
 
     jobs: dict[JobKind, JobOptions] = Field(default_factory=dict)
-    """Options of one kind of job (trainer, cell, sft, evaluation), which win over those of all. SFT
-    takes what it leaves unset from `trainer`, the job of `evaluation.separate_cell` from `cell`."""
+    """Options of one kind of job (trainer, cell, sft, evaluation, caretaker), which win over those of
+    all. SFT takes what it leaves unset from `trainer`, the job of `evaluation.separate_cell` from
+    `cell`. The caretaker, which waits behind the others, asks for one processor, 1 GiB and 15
+    minutes."""
     container: ContainerConfig = ContainerConfig()
     """No container unless one is named."""
     network: NetworkConfig = NetworkConfig()
     """Network interfaces; default: the one of the host name."""
     requeue: bool = True
     """Allow Slurm to requeue jobs under the same id; some sites forbid it."""
-    successors: Annotated[int, Field(ge=0, le=50)] = 0
-    """Further jobs laid for each at submission, which start one after the other when it fails; for
-    sites where jobs may call neither sbatch nor scontrol."""
 
     def get_options_of_job(self, job: str) -> JobOptions:
-        """Options of a job by its name: `trainer`, `sft`, `cell-3`, `evaluation`.
+        """Options of a job by its name: `trainer`, `sft`, `cell-3`, `evaluation`, `caretaker`.
 
         Options of sbatch and srun are merged name by name; false takes one out.
         """
-        kinds = (("cell" if is_cell_job(job) else "trainer"), get_job_kind(job))
+        layers: list[JobOptions] = [self]
+        kinds: list[JobKind] = ["cell" if is_cell_job(job) else "trainer", get_job_kind(job)]
+        if job == CARETAKER_JOB:
+            layers, kinds = [self, _CARETAKER_OPTIONS], ["caretaker"]
+        layers += [self.jobs[kind] for kind in kinds if kind in self.jobs]
         options: dict[str, Any] = {}
-        for layer in (self, *(self.jobs[kind] for kind in kinds if kind in self.jobs)):
+        for layer in layers:
             for name in JobOptions.model_fields:
                 value = getattr(layer, name)
                 if isinstance(value, dict):

@@ -1,1 +1,1 @@
-"""Batch scripts: resources, container, and the options that chain jobs."""
+"""Batch scripts: resources and container."""

@@ -18,7 +18,7 @@ DEFAULT_TIME_LIMIT_MINUTES = 24 * 60
 SIGNAL_BEFORE_END_S = 90
 """Warning (SIGUSR2) before the time limit and, where so configured, before a preemption."""
 PAYLOAD_FILE = "payload.pkl"
-"""What submitit starts, kept for jobs that submit themselves again. It only names `launch.json`."""
+"""What submitit starts, kept for jobs that are submitted again. It only names `launch.json`."""
 _SAME_NAMED_OPTIONS = ("partition", "account", "cpus_per_task")
 """Options that recipes and submitit call the same."""
 
@@ -54,7 +54,7 @@ class JobRequest:
     job: str
     """Name within the run."""
     run_dir: Path
-    """The run's directory, or that of a sweep's arrays: the comment begins with it."""
+    """The run's directory: the comment begins with it."""
     shape: JobResources
     submitit_dir: Path
     """Where submitit keeps the job's files. Without the job's number, which is known too late."""
@@ -62,8 +62,6 @@ class JobRequest:
     """Shell command that starts the supervisor's Python."""
     parameters: dict[str, Any]
     """Of submitit's SlurmExecutor, in its names."""
-    successors: int = 0
-    """Jobs laid with it that start one after the other when it fails."""
 
     @property
     def name(self) -> str:
@@ -74,15 +72,17 @@ class JobRequest:
         return str(self.parameters["comment"])
 
     @property
-    def dependency(self) -> str:
-        return str(self.parameters.get("dependency", ""))
-
-    @property
     def stays_held(self) -> bool:
         return bool({"hold", "-H"} & self.parameters["additional_parameters"].keys())
 
-    def with_dependency(self, dependency: str) -> JobRequest:
-        more = self.parameters["additional_parameters"] | {"kill-on-invalid-dep": "yes"}
+    def with_dependency(self, dependency: str, *, stays_if_never_met: bool = False) -> JobRequest:
+        """The job as it waits for others, in sbatch's words; Slurm removes it if they fail.
+
+        One of another run may come back under another number; then who waits for it is to stay.
+        """
+        more = self.parameters["additional_parameters"] | {
+            "kill-on-invalid-dep": "no" if stays_if_never_met else "yes"
+        }
         changed = {"dependency": dependency, "additional_parameters": more}
         return replace(self, parameters=self.parameters | changed)
 
@@ -223,9 +223,7 @@ def _build_job_request(
     given = {name: value for name, value in asked.items() if value is not None}
     # submitit's own wckey would be refused where keys are enforced.
     parameters = given | {"wckey": None}
-    return JobRequest(
-        job.name, run_context.run_dir, shape, folder, contained.python, parameters, slurm.successors
-    )
+    return JobRequest(job.name, run_context.run_dir, shape, folder, contained.python, parameters)
 
 
 def _build_setup_lines(options: JobOptions, folder: Path, run_context: RunContext) -> list[str]:
@@ -233,6 +231,6 @@ def _build_setup_lines(options: JobOptions, folder: Path, run_context: RunContex
     link = shlex.quote(str(folder)) + '/"$SLURM_JOB_ID"_submitted.pkl'
     return [
         *(options.setup or ()),
-        "unset SLURM_ARRAY_JOB_ID SLURM_ARRAY_TASK_ID",
+        "unset SLURM_ARRAY_JOB_ID SLURM_ARRAY_TASK_ID",  # of a submission from within an array
         f"ln -s {PAYLOAD_FILE} {link} 2>/dev/null || true",
     ]

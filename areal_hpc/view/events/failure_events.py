@@ -24,12 +24,10 @@ _MEANING_BY_EXIT_CODE = {
 }
 _RECOVERY_PHRASE_BY_EVENT = {
     "job_requeued": "requested another start from Slurm",
-    "job_resubmitted": "submitted itself again",
     "job_ended_by_Slurm": "was ended by Slurm",
-    "job_held_for_user": "is held until its user releases it",
+    "job_idle": "released its nodes, as it had nothing to do",
     "job_not_requeued": "could not request another start from Slurm",
-    "job_left_to_successor": "left its place to its successor, as it could not ask Slurm",
-    "successor_left": "has a successor that did not take its place",
+    "job_given_up": "submits a job no more that ended again and again without progress",
     "job_submitted_again": "submitted a job again that was gone",
     "job_released": "released a job that Slurm held",
 }

@@ -12,11 +12,11 @@ from pathlib import Path
 from areal_hpc.errors import ClusterError
 from areal_hpc.rundir.allocation_note import find_live_launcher_note
 from areal_hpc.rundir.jobs import (
+    CARETAKER_JOB,
+    IDLE_EXIT_CODE,
     Submission,
     TaskExit,
     get_latest_submissions,
-    list_jobs_that_gave_nodes_back,
-    list_waiting_successors,
     read_submissions,
     read_task_exits,
 )
@@ -25,7 +25,7 @@ from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.rendezvous import is_cell_job
 from areal_hpc.slurm.commands import has_slurm
 from areal_hpc.slurm.queue import QueuePoller, QueueSnapshot, SlurmJobRecord, is_live_state
-from areal_hpc.slurm.reasons import HELD_WHILE_IDLE_REASON, PendingReasonExplanation, explain_reason
+from areal_hpc.slurm.reasons import PendingReasonExplanation, explain_reason
 from areal_hpc.slurm.run_jobs import (
     LiveJob,
     find_run_of_jobs,
@@ -49,16 +49,25 @@ class JobView:
     """None if Slurm does not know it, or does not answer."""
     task_exits: dict[int, TaskExit]
     """The last word of each task that has ended, by rank."""
-    gave_nodes_back: bool = False
-    """It holds itself until there is a trainer again."""
     is_recorded: bool = True
     """False for a job that Slurm has, with this run in its comment, and no file names."""
-    successors: tuple[str, ...] = ()
-    """Numbers of the jobs that wait for this one to fail, in order."""
 
     @property
     def is_alive(self) -> bool:
         return self.slurm_record is not None and is_live_state(self.slurm_record.state)
+
+    @property
+    def waits_behind_others(self) -> bool:
+        """It is the caretaker's job, and others of the run are there."""
+        queued = self.slurm_record
+        return self.name == CARETAKER_JOB and queued is not None and queued.reason == "Dependency"
+
+    @property
+    def ended_idle(self) -> bool:
+        """It gave its nodes back; a caretaker submits it when the jobs it works with are there."""
+        exits = self.task_exits.values()
+        is_idle = any(one.exit_code == IDLE_EXIT_CODE for one in exits)
+        return is_idle and not self.is_alive and not any(one.is_crash for one in exits)
 
     @property
     def ended_before_its_tasks(self) -> bool:
@@ -76,8 +85,6 @@ class JobView:
         """Why it waits; None if it does not, or is held by somebody and its state says so."""
         if self.slurm_record is None or self.slurm_record.state.phase is not JobPhase.WAITING:
             return None
-        if self.gave_nodes_back:
-            return HELD_WHILE_IDLE_REASON
         return (
             explain_reason(self.slurm_record.reason)
             if self.slurm_record.state.name == "PENDING"
@@ -102,15 +109,16 @@ class RunJobs:
     @property
     def jobs_ended_before_run(self) -> list[JobView]:
         """Jobs that are over, unlike their work and others of the run; none in doubt."""
-        if self.snapshot.outage or not any(job.is_alive for job in self.jobs):
-            return []
         alive = {job.name for job in self.jobs if job.is_alive}
+        if self.snapshot.outage or not alive - {CARETAKER_JOB}:
+            return []
         is_sft_over = self.paths.sft_export.exists()
         return [
             job
             for job in self.jobs
             if job.name not in alive
             and not (job.name == "sft" and is_sft_over)
+            and not job.ended_idle
             and (job.slurm_record is None or job.has_failed)
         ]
 
@@ -131,15 +139,14 @@ def build_run_jobs(
     ids = tuple(dict.fromkeys(submission.job_id for submission in submissions))
     snapshot = answer.filter_jobs(ids, partial(is_job_of_run, paths))
     original = find_run_of_jobs(paths, [answer.jobs[one] for one in ids if one in answer.jobs])
-    newest, successors = _choose_submissions_and_successors(submissions, snapshot)
-    held = {job.root.name for job in list_jobs_that_gave_nodes_back(paths.jobs_dir)}
+    newest = get_latest_submissions(submissions)
     last_attempt = max((submission.attempt for submission in submissions), default=0)
     names = {
         name
         for name, one in newest.items()
-        # Cells may be fewer, or share other jobs, than in an earlier launch.
-        if one.attempt == last_attempt
-        or not is_cell_job(name)
+        # Cells may be fewer than in an earlier launch; a caretaker that is over tells nothing.
+        if (one.attempt == last_attempt and name != CARETAKER_JOB)
+        or not (is_cell_job(name) or name == CARETAKER_JOB)
         or is_live_state(snapshot.get_state(one.job_id))
     } or {path.name for path in paths.jobs_dir.glob("*") if paths.job(path.name).launch.exists()}
     jobs = tuple(
@@ -148,8 +155,6 @@ def build_run_jobs(
             newest.get(name),
             snapshot.jobs.get(newest[name].job_id) if name in newest else None,
             read_task_exits(paths.job(name)),
-            gave_nodes_back=name in held,
-            successors=successors.get(name, ()),
         )
         for name in sorted(names, key=_rank_job)
     )
@@ -161,26 +166,10 @@ def build_run_jobs(
     return RunJobs(paths, jobs, snapshot, ids, original)
 
 
-def _choose_submissions_and_successors(
-    submissions: list[Submission], snapshot: QueueSnapshot
-) -> tuple[dict[str, Submission], dict[str, tuple[str, ...]]]:
-    """The submission that counts for each job, and the numbers of its successors in the queue.
-
-    Of a job that is over the first of them counts: it is about to start, or has just done so.
-    """
-    newest, successors = get_latest_submissions(submissions), {}
-    for name, submission in newest.items():
-        chain = list_waiting_successors(submissions, name)
-        laid = [one for one in chain if is_live_state(snapshot.get_state(one.job_id))]
-        if laid and not is_live_state(snapshot.get_state(submission.job_id)):
-            newest[name] = laid.pop(0)
-        successors[name] = tuple(one.job_id for one in laid)
-    return newest, successors
-
-
-def _rank_job(job_name: str) -> tuple[bool, bool, str, list[int]]:
+def _rank_job(job_name: str) -> tuple[bool, bool, bool, str, list[int]]:
     numbers = [int(number) for number in re.findall(r"\d+", job_name)]
-    return job_name != "sft", job_name != "trainer", re.sub(r"\d+", "", job_name), numbers
+    is_first, is_last = job_name == "sft", job_name == CARETAKER_JOB
+    return is_last, not is_first, job_name != "trainer", re.sub(r"\d+", "", job_name), numbers
 
 
 def get_run_state(run: RunJobs) -> str:
@@ -198,6 +187,8 @@ def get_run_state(run: RunJobs) -> str:
         return f"running in allocation {note.job_id}"
     if run.is_local:
         return "running here" if is_lock_held(paths.lock) else _describe_end_of_run(run)
+    if {job.name for job in alive} == {CARETAKER_JOB}:
+        return "waiting"  # for room for the job that brings the others back
     if alive:
         phases = {job.slurm_record.state.phase for job in alive if job.slurm_record}
         lost = {job.name for job in run.jobs_ended_before_run}
@@ -228,18 +219,20 @@ def format_jobs(run: RunJobs) -> list[str]:
     for job in run.jobs:
         if job.slurm_record is None or job.slurm_record.state.phase is not JobPhase.WAITING:
             continue
+        if job.waits_behind_others:
+            continue
         if (reason := job.pending_reason) is not None:
             lines.append(f"{job.name} is pending: {reason.meaning}")
             if reason.hint:
                 lines.append(f"  try: {reason.hint.replace('JOBID', job.slurm_record.job_id)}")
         else:
             lines.append(f"{job.name} {job.slurm_record.state.meaning}")
-    for job in run.jobs:
-        if job.successors:
-            numbers = ", ".join(job.successors)
-            lines.append(
-                f"{job.name} has successors, each for the case that those before fail: {numbers}"
-            )
+    lines += [
+        f"{job.name} had nothing to do and released its nodes: a caretaker submits it when the "
+        "jobs that it works with are there"
+        for job in run.jobs
+        if job.ended_idle
+    ]
     lines += describe_unrecorded_jobs(run)
     if run.original is not None:
         lines.append(f"this folder is a copy of {run.original}, whose jobs are not its own")
@@ -256,10 +249,8 @@ def describe_unrecorded_jobs(run: RunJobs) -> list[str]:
     for job in run.jobs:
         if job.is_recorded or job.submission is None:
             continue
-        place = job.submission.successor
-        name = f"successor {place} of {job.name}" if place else job.name
         lines.append(
-            f"job {job.submission.job_id} ({name}) is not on record: its "
+            f"job {job.submission.job_id} ({job.name}) is not on record: its "
             "submission was interrupted, or made by hand\n"
             f"  try: areal-hpc resume {root} takes it over, areal-hpc cancel {root} removes it"
         )

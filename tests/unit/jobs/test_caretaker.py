@@ -12,9 +12,11 @@ from areal_hpc.jobs.caretaker import (
     Caretaker,
     CaretakerConfig,
     JobStatus,
+    StageJobs,
     select_jobs_to_watch,
 )
 from areal_hpc.rundir.jobs import (
+    CARETAKER_JOB,
     STOPPED_EXIT_CODE,
     JobSpec,
     LaunchFile,
@@ -27,12 +29,13 @@ from areal_hpc.rundir.jobs import (
 from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.lock import hold_lock_or_raise
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.slurm.queue import SlurmJobRecord, parse_sacct
+from areal_hpc.slurm.queue import SlurmJobRecord
 from areal_hpc.slurm.states import parse_state
 from tests.support.scripted_slurm import ScriptedSlurm
 from tests.support.slurm_launch import build_slurm_launch_info
 
 NAMES = ("cell-0", "cell-1")
+STAGE = StageJobs(leader="trainer", others=NAMES, done_marker=Path("FINISHED"))
 RUNNING_TRAINER = "1|RUNNING|None|n01|N/A|N/A|0|0|||"
 
 
@@ -96,24 +99,49 @@ def test_a_node_is_to_blame_where_no_task_said_a_word() -> None:
     ],
 )
 def test_one_caretaker_looks_after_each_job(
-    tmp_path: Path, trainer: str, cells: tuple[str, str], charges: dict[str, tuple[str, ...]]
+    trainer: str, cells: tuple[str, str], charges: dict[str, tuple[str, ...]]
 ) -> None:
     states = zip(("trainer", *NAMES), (trainer, *cells), strict=True)
     jobs = {name: job(name, state) for name, state in states}
     found = {}
     for name in jobs:
-        config = CaretakerConfig(run_dir=tmp_path, job=name, leader="trainer", others=NAMES)
         if name == "trainer" or jobs[name].is_running:
-            found[name] = select_jobs_to_watch(config, jobs)
+            found[name] = tuple(select_jobs_to_watch(name, [STAGE], jobs))
     assert {name: names for name, names in found.items() if names} == {
         "trainer": NAMES,
         **charges,
     }
 
 
-def test_accounting_says_who_cancelled() -> None:
-    rows = "7|CANCELLED by 1001|0:15|n04|Unknown|Unknown|None\n8|FAILED|1:0|n04|U|U|None"
-    assert [one.cancelled_by for one in parse_sacct(rows)] == [1001, None]
+GAVE_UP, IDLE = TaskExit(78, gave_up=True), TaskExit(79)
+
+
+@pytest.mark.parametrize(
+    ("sft", "trainer", "cell", "charges"),
+    [
+        (job("sft", "PREEMPTED"), job("trainer", "CANCELLED"), job("cell-0", "CANCELLED"), 3),
+        (job("sft", "FAILED", GAVE_UP), job("trainer", "CANCELLED"), job("cell-0", "CANCELLED"), 0),
+        (None, job("trainer", "PREEMPTED"), job("cell-0", "PREEMPTED"), 2),
+        (None, job("trainer", "CANCELLED", cancelled_by_person=True), job("cell-0", "FAILED"), 0),
+        (None, job("trainer", "FAILED", is_given_up=True), job("cell-0", "PREEMPTED"), 0),
+        (None, job("trainer", "PENDING"), job("cell-0", "FAILED", IDLE), 1),
+        (None, job("trainer", "RUNNING"), job("cell-0", "FAILED", IDLE), 2),
+        (None, job("trainer", "FAILED", IDLE), job("cell-0", "PENDING"), 1),
+        (None, job("trainer", "FAILED", IDLE), job("cell-0", "FAILED", IDLE), 2),
+    ],
+    ids=[
+        *("sft is lost", "sft gave up", "all lost", "a person cancelled the trainer"),
+        *("the trainer is given up", "a cell is idle as the trainer waits", "as it runs"),
+        *("the trainer is idle as the cell waits", "both are idle"),
+    ],
+)
+def test_from_outside_what_is_to_come_back_is_looked_after(
+    sft: JobStatus | None, trainer: JobStatus, cell: JobStatus, charges: int
+) -> None:
+    jobs = {one.name: one for one in (sft, trainer, cell) if one is not None}
+    before = [StageJobs(leader="sft", others=(), done_marker=Path("sft"))] if sft else []
+    train = StageJobs(leader="trainer", others=("cell-0",), done_marker=Path("FINISHED"))
+    assert len(select_jobs_to_watch(CARETAKER_JOB, [*before, train], jobs)) == charges
 
 
 @pytest.fixture
@@ -140,13 +168,12 @@ def caretaker(paths: RunPaths) -> Caretaker:
             *(JobSpec(name, "agents", []), str(files.root), "", str(paths.events), {}), slurm=told
         )
         files.launch.write_bytes(msgspec.json.encode(launch))
-    config = CaretakerConfig(run_dir=paths.root, job="trainer", leader="trainer", others=NAMES)
-    return Caretaker(config)
+    stage = STAGE.model_copy(update={"done_marker": paths.finished_marker})
+    return Caretaker(CaretakerConfig(run_dir=paths.root, job="trainer", stages=(stage,)))
 
 
-def list_events(paths: RunPaths) -> list[tuple[str, str, bool]]:
-    rows = read_readable_records(paths.events)
-    return [(row["event"], row["job"], row.get("is_held", False)) for row in rows]
+def list_events(paths: RunPaths) -> list[tuple[str, str]]:
+    return [(row["event"], row["job"]) for row in read_readable_records(paths.events)]
 
 
 def test_a_job_that_slurm_refuses_keeps_no_other_one_away(
@@ -154,7 +181,7 @@ def test_a_job_that_slurm_refuses_keeps_no_other_one_away(
 ) -> None:
     slurm.answer("sbatch", 'case "$*" in *cell-0*) echo No partition >&2; exit 1;; esac; echo 12')
     for _ in range(2):
-        caretaker.resubmit_missing_and_release_leader()
+        caretaker.look()
     newest = get_latest_submissions(read_submissions(paths.submissions))
     assert {name: one.job_id for name, one in newest.items()} == {
         "trainer": "1",
@@ -162,10 +189,10 @@ def test_a_job_that_slurm_refuses_keeps_no_other_one_away(
         "cell-1": "12",
     }
     slurm.list_running("1", "12")
-    caretaker.resubmit_missing_and_release_leader()
+    caretaker.look()
     assert list_events(paths) == [
-        ("submission_refused", "cell-0", False),
-        ("job_submitted_again", "cell-1", False),
+        ("submission_refused", "cell-0"),
+        ("job_submitted_again", "cell-1"),
     ]
     assert sum("cell-0" in call for call in slurm.list_calls("sbatch")) == 2, "it is tried again"
 
@@ -175,15 +202,15 @@ def test_submissions_that_slurm_did_not_take_are_no_tries_of_the_job(
 ) -> None:
     slurm.answer("sbatch", "echo AssocMaxSubmitJobLimit >&2; exit 1")
     for _ in range(MAX_SUBMISSIONS_WITHOUT_PROGRESS + 2):
-        caretaker.resubmit_missing_and_release_leader()
+        caretaker.look()
     slurm.answer("sbatch", "echo 12")
-    for _ in range(MAX_SUBMISSIONS_WITHOUT_PROGRESS + 1):
-        caretaker.resubmit_missing_and_release_leader()
-    submitted = [event for event in list_events(paths) if event[0] == "job_submitted_again"]
-    assert submitted == [
-        ("job_submitted_again", name, number == MAX_SUBMISSIONS_WITHOUT_PROGRESS)
-        for number in range(MAX_SUBMISSIONS_WITHOUT_PROGRESS + 1)
-        for name in NAMES
+    for _ in range(MAX_SUBMISSIONS_WITHOUT_PROGRESS + 3):
+        caretaker.look()
+    events = [event for event in list_events(paths) if event[0] != "submission_refused"]
+    again = [("job_submitted_again", name) for name in NAMES]
+    assert events == [
+        *again * MAX_SUBMISSIONS_WITHOUT_PROGRESS,
+        *[("job_given_up", name) for name in NAMES],
     ]
 
 
@@ -196,16 +223,16 @@ def test_what_a_person_cancelled_stays_away_when_slurm_has_forgotten_it(
     slurm.answer(
         "squeue", f'case "$*" in *--jobs*) echo "{RUNNING_TRAINER}"; echo "{ended}";; esac'
     )
-    caretaker.resubmit_missing_and_release_leader()
+    caretaker.look()
     slurm.list_running("1", "12")
     for looks in (caretaker, Caretaker(caretaker._config)):
         for _ in range(3):
-            looks.resubmit_missing_and_release_leader()
-    assert list_events(paths) == [("job_submitted_again", "cell-1", False)]
+            looks.look()
+    assert list_events(paths) == [("job_submitted_again", "cell-1")]
     record_submission(paths.submissions, Submission("cell-0", "20", 1, 0.0, "job.sbatch"))
     for _ in range(2):
-        caretaker.resubmit_missing_and_release_leader()
-    assert list_events(paths)[1:] == [("job_submitted_again", "cell-0", False)], "it came back once"
+        caretaker.look()
+    assert list_events(paths)[1:] == [("job_submitted_again", "cell-0")], "it came back once"
 
 
 def test_what_a_launcher_is_submitting_is_left_to_it(
@@ -214,10 +241,10 @@ def test_what_a_launcher_is_submitting_is_left_to_it(
     slurm.answer("sbatch", "echo 12")
     with hold_lock_or_raise(paths.lock):
         for _ in range(3):
-            caretaker.resubmit_missing_and_release_leader()
+            caretaker.look()
     assert slurm.list_calls("sbatch") == []
     for _ in range(2):
-        caretaker.resubmit_missing_and_release_leader()
+        caretaker.look()
     assert len(slurm.list_calls("sbatch")) == len(NAMES)
 
 
@@ -234,7 +261,7 @@ def test_what_somebody_submitted_during_the_look_is_not_submitted_again(
         f' *) echo "{record}" >> {paths.submissions};; esac',
     )
     for _ in range(3):
-        caretaker.resubmit_missing_and_release_leader()
+        caretaker.look()
     assert {event[1] for event in list_events(paths)} == {"cell-1"}
 
 
@@ -247,5 +274,28 @@ def test_a_job_of_which_an_older_submission_runs_is_not_missing(
     slurm.answer("sbatch", "echo 12")
     slurm.answer("squeue", f'echo "{RUNNING_TRAINER}"; echo "{running_cell}"')
     for _ in range(2):
-        caretaker.resubmit_missing_and_release_leader()
-    assert list_events(paths) == [("job_submitted_again", "cell-1", False)]
+        caretaker.look()
+    assert list_events(paths) == [("job_submitted_again", "cell-1")]
+
+
+def test_the_job_behind_the_others_is_submitted_again_and_follows_their_numbers(
+    slurm: ScriptedSlurm, caretaker: Caretaker, paths: RunPaths
+) -> None:
+    files = paths.job(CARETAKER_JOB)
+    files.root.mkdir()
+    for name in ("job.sbatch", "launch.json"):
+        files.root.joinpath(name).write_bytes((paths.job("cell-0").root / name).read_bytes())
+    slurm.answer("sbatch", "echo $((20 + $(grep -c ^sbatch $CALLS)))")
+    slurm.answer("scontrol", "true")
+    for _ in range(2):
+        caretaker.look()
+    newest = get_latest_submissions(read_submissions(paths.submissions))
+    assert [newest[name].job_id for name in (*NAMES, CARETAKER_JOB)] == ["21", "22", "23"]
+    assert "--dependency=afternotok:1,afterany:21:22" in slurm.list_calls("sbatch")[-1]
+    row = "{}|{}|{}||N/A|N/A|0|0|||"
+    waiting = [row.format("1", "RUNNING", ""), row.format("21", "RUNNING", "")]
+    waiting += [row.format("22", "FAILED", ""), row.format("23", "PENDING", "Dependency")]
+    slurm.answer("squeue", "; ".join(f"echo '{line}'" for line in waiting))
+    caretaker.look()
+    updated = "scontrol update JobId=23 Dependency=afternotok:1,afterany:21:24"
+    assert slurm.list_calls("scontrol") == [updated]

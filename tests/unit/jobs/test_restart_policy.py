@@ -35,7 +35,7 @@ BAD_NODE = TaskExit(75, "probe", faulty_node="n07")
         ([MISTAKEN, STOPPED], 0, "fail"),
         ([AGENT_FAILED, STOPPED], 0, "fail"),
         ([BAD_NODE, STOPPED], 9, "restart"),
-        ([IDLE, STOPPED], 0, "hold"),
+        ([IDLE, STOPPED], 0, "idle"),
         ([IDLE, CRASHED], 1, "restart"),
     ],
 )
@@ -52,9 +52,9 @@ def test_an_error_of_the_agent_or_the_recipe_is_told_without_the_process_that_me
     assert str(crash).startswith("trainer of job trainer failed with exit code 139")
 
 
-def test_time_limits_that_are_too_short_hold_the_job_for_its_user() -> None:
+def test_time_limits_that_are_too_short_end_the_job() -> None:
     assert decide_restart([STOPPED], FailuresWithoutProgress(0, 2)) == "restart"
-    assert decide_restart([STOPPED], FailuresWithoutProgress(0, 3)) == "hold_for_user"
+    assert decide_restart([STOPPED], FailuresWithoutProgress(0, 3)) == "fail"
     assert decide_restart([STOPPED, CRASHED], FailuresWithoutProgress(1, 3)) == "restart"
     assert decide_restart([DONE], FailuresWithoutProgress(0, 3)) == "done"
 

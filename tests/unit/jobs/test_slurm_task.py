@@ -47,7 +47,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ScriptedSlurm:
 def begin_task(paths: RunPaths, tasks: int = 1) -> SlurmTask:
     """The first task of a trainer that has begun."""
     task = make_task(paths, tasks)
-    assert task.take_part_in_start_or_get_refusal() is None
+    assert task.begin() is None
     return task
 
 
@@ -71,9 +71,9 @@ def test_a_job_without_a_time_limit_has_time_for_a_save(
 ) -> None:
     task = begin_task(paths)
     paths.job("trainer").checkpoint_duration.write_text(f"{SAVE_S:.3f}")
-    assert task.announce_stop_and_decide_grace_s(STOPPED) == GRACE_S + SAVE_S
+    assert task.announce_stop(STOPPED) == GRACE_S + SAVE_S
     slurm.state = "COMPLETING"
-    assert task.announce_stop_and_decide_grace_s(STOPPED) == GRACE_S, "Slurm is ending it"
+    assert task.announce_stop(STOPPED) == GRACE_S, "Slurm is ending it"
 
 
 def test_a_storage_without_an_answer_keeps_no_task_from_its_stop_and_no_job_from_its_requeue(
@@ -84,8 +84,8 @@ def test_a_storage_without_an_answer_keeps_no_task_from_its_stop_and_no_job_from
     for path in (files.checkpoint_duration, files.failure_count, files.task_exit(1)):
         path.mkdir()
     paths.excluded_nodes.mkdir()
-    assert task.announce_stop_and_decide_grace_s(STOPPED) == GRACE_S
-    outcome = task.report_exit_and_conclude_job(STOPPED)
+    assert task.announce_stop(STOPPED) == GRACE_S
+    outcome = task.conclude(STOPPED)
     assert outcome.reason == "stopped by a signal (requeued)"
     assert slurm.list_calls("scontrol requeue") == ["scontrol requeue 7"]
     files.task_exit(1).rmdir()
@@ -98,10 +98,10 @@ def test_a_storage_that_takes_no_files_as_a_job_starts_keeps_it_from_no_other_st
     """A file in the place of a folder is an error to write, as a full disk is."""
     task, files = make_task(paths, tasks=2), paths.job("trainer")
     files.starts_dir.touch()
-    refusal = task.take_part_in_start_or_get_refusal()
+    refusal = task.begin()
     assert refusal is not None
-    assert task.announce_stop_and_decide_grace_s(refusal) == GRACE_S
-    outcome = task.report_exit_and_conclude_job(refusal)
+    assert task.announce_stop(refusal) == GRACE_S
+    outcome = task.conclude(refusal)
     assert outcome.reason.endswith("(requeued)")
     assert slurm.list_calls("scontrol requeue") == ["scontrol requeue 7"]
     assert read_task_exits(files)[0] == outcome
@@ -120,10 +120,10 @@ def test_tasks_stay_as_long_as_the_first_asks_slurm(
     begin_task(paths, tasks=2)
     files = paths.job("trainer")
     second = make_task(paths, tasks=2, rank=1)
-    assert second.take_part_in_start_or_get_refusal() is None
+    assert second.begin() is None
     if says_how_it_ended:
         write_task_exit(files, 0, msgspec.structs.replace(STOPPED, incarnation="7.0"))
-    ending = Thread(target=second.report_exit_and_conclude_job, args=(STOPPED,))
+    ending = Thread(target=second.conclude, args=(STOPPED,))
     ending.start()
     ending.join(2.0 if says_how_it_ended else scaled(60.0))
     assert ending.is_alive() is says_how_it_ended

@@ -17,7 +17,7 @@ def test_other_tasks_find_the_first_ones_start_and_earlier_ones_are_over(tmp_pat
     assert not starts.is_superseded(tmp_path / "starts", first)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(
-            starts.wait_for_start_written_by_first_task,
+            starts.await_start,
             tmp_path / "starts",
             "7.1",
             "n02",
@@ -34,16 +34,16 @@ def test_other_tasks_find_the_first_ones_start_and_earlier_ones_are_over(tmp_pat
 
 def test_a_node_that_does_not_share_the_storage_is_named(tmp_path: Path) -> None:
     with pytest.raises(ClusterError, match="n02 does not see the file of the first task after 0 s"):
-        starts.wait_for_start_written_by_first_task(tmp_path / "starts", "7.0", "n02", 0.1)
+        starts.await_start(tmp_path / "starts", "7.0", "n02", 0.1)
 
 
 def test_the_first_task_learns_which_nodes_do_not_join(tmp_path: Path) -> None:
     start = starts.claim_next_start(tmp_path, "7.0", "n01", "")
     starts.report_node_joined(tmp_path, start, 2)
-    assert starts.await_nodes_and_list_absent(tmp_path, start, 4, 0.1) == [1, 3]
+    assert starts.await_absent_nodes(tmp_path, start, 4, 0.1) == [1, 3]
     starts.report_node_joined(tmp_path, start, 1)
     starts.report_node_joined(tmp_path, start, 3)
-    assert starts.await_nodes_and_list_absent(tmp_path, start, 4, 0.1) == []
+    assert starts.await_absent_nodes(tmp_path, start, 4, 0.1) == []
     assert [path.name for path in tmp_path.iterdir()] == ["0001"]
 
 
@@ -53,20 +53,20 @@ def test_processes_read_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv(starts.STOP_NOTE_VARIABLE, str(path))
     assert starts.read_own_stop_note() is None
     deadline = starts.StopDeadline(5000.0)
-    assert 4000 < deadline.read_stop_note_and_get_left_s() <= 5000, "until there is a note"
+    assert 4000 < deadline.get_left_s() <= 5000, "until there is a note"
     note = starts.StopNote("close to the time limit", 143, 60_000.0)
     starts.write_stop_note(path, note)
     assert starts.read_own_stop_note() == note
-    assert 50_000 < deadline.read_stop_note_and_get_left_s() <= 60_000
+    assert 50_000 < deadline.get_left_s() <= 60_000
     time.sleep(0.1)
-    assert deadline.read_stop_note_and_get_left_s() <= 60_000 - 0.1, "a note is counted from once"
+    assert deadline.get_left_s() <= 60_000 - 0.1, "a note is counted from once"
 
 
 def test_slurm_tells_the_end_and_a_process_how_long_its_last_save_took(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = JobPaths(tmp_path)
-    assert time_limit.get_or_query_end_time({"SLURM_JOB_END_TIME": "1795318302"}) == 1795318302.0
+    assert time_limit.find_end_time({"SLURM_JOB_END_TIME": "1795318302"}) == 1795318302.0
     assert time_limit.read_checkpoint_duration_s(job) == 0.0
     monkeypatch.setenv(time_limit.CHECKPOINT_DURATION_FILE_VARIABLE, str(job.checkpoint_duration))
     time_limit.record_checkpoint_duration(21.5)

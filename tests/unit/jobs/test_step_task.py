@@ -70,17 +70,17 @@ def test_a_later_start_takes_its_place_and_its_files(step: Step) -> None:
     outcome = step.look_after(HEARTBEAT_POLL_S)
     assert outcome is not None
     assert "superseded" in outcome.reason
-    step.task.report_exit_and_conclude_job(outcome)
+    step.task.conclude(outcome)
     assert read_task_exits(step.launch.paths) == {}
 
 
 def test_who_stops_has_time_for_a_save_and_tells_the_processes(step: Step) -> None:
     step.launch.paths.checkpoint_duration.write_text("30.0")
     outcome = TaskExit(STOPPED_EXIT_CODE, reason="x")
-    assert step.task.announce_stop_and_decide_grace_s(outcome) == 42.0
+    assert step.task.announce_stop(outcome) == 42.0
     [note] = step.launch.paths.starts_dir.glob("*.stop")
     said = starts.read_stop_note(note)
     assert said is not None
     assert said.grace_s == 42.0
-    step.task.report_exit_and_conclude_job(outcome)
+    step.task.conclude(outcome)
     assert read_task_exits(step.launch.paths)[0].incarnation == "12.1"

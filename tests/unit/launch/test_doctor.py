@@ -115,7 +115,7 @@ def test_every_finding_that_is_not_well_says_what_to_try() -> None:
     [
         ({"PreemptMode": "OFF"}, CheckStatus.OK, "not preempted"),
         ({"PreemptMode": "REQUEUE", "GraceTime": "30"}, CheckStatus.OK, "Slurm starts it again"),
-        ({"PreemptMode": "CANCEL", "GraceTime": "30"}, CheckStatus.OK, "submits itself again"),
+        ({"PreemptMode": "CANCEL", "GraceTime": "30"}, CheckStatus.OK, "asks for another start"),
         ({"PreemptMode": "CANCEL", "GraceTime": "0"}, CheckStatus.WARN, "cancelled at once"),
         ({"PreemptMode": "GANG,SUSPEND"}, CheckStatus.WARN, "suspended"),
     ],
@@ -129,21 +129,21 @@ def test_what_a_preemption_does_is_foretold(
 
 
 @pytest.mark.parametrize(
-    ("nodes", "is_requeued", "successors", "status"),
+    ("nodes", "is_requeued", "status", "said"),
     [
-        ("ALL", False, 0, CheckStatus.OK),
-        ("login[1-2]", True, 0, CheckStatus.WARN),
-        ("login[1-2]", False, 0, CheckStatus.FAIL),
-        ("login[1-2]", False, 2, CheckStatus.OK),
+        ("ALL", False, CheckStatus.OK, ""),
+        ("login[1-2]", True, CheckStatus.WARN, "that Slurm cannot requeue"),
+        ("login[1-2]", False, CheckStatus.WARN, "that ends early"),
     ],
 )
 def test_who_may_submit_is_foretold(
-    nodes: str, is_requeued: bool, successors: int, status: CheckStatus
+    nodes: str, is_requeued: bool, status: CheckStatus, said: str
 ) -> None:
-    slurm = SlurmConfig(requeue=is_requeued, successors=successors)
+    slurm = SlurmConfig(requeue=is_requeued)
     found = judge_submission_from_jobs("p", {"AllocNodes": nodes}, slurm)
     assert found.verdict is status
-    assert "cluster.slurm.successors" in found.hint or status is CheckStatus.OK
+    assert said in found.finding
+    assert "areal-hpc caretaker RUN" in found.hint or status is CheckStatus.OK
 
 
 def test_how_a_job_gets_another_start_is_foretold() -> None:
@@ -151,19 +151,16 @@ def test_how_a_job_gets_another_start_is_foretold() -> None:
     assert "under its number" in judge_requeue(requeued, "1").finding
     assert "JobRequeue=0" in judge_requeue(requeued, "0").finding
     assert "under another number" in judge_requeue(alone, "1").finding
-    laid = SlurmConfig(requeue=False, successors=3)
-    assert "its 3 successors start" in judge_requeue(laid, "1").finding
 
 
 @pytest.mark.parametrize(
     ("options", "status"),
     [
         ({}, CheckStatus.WARN),
-        ({"successors": 2}, CheckStatus.OK),
         ({"container": {"mounts": ["/run/munge"]}}, CheckStatus.OK),
     ],
 )
-def test_containers_without_munge_need_successors(
+def test_containers_without_munge_need_a_caretaker_outside(
     options: dict[str, Any], status: CheckStatus
 ) -> None:
     assert judge_commands_in_container(SlurmConfig.model_validate(options)).verdict is status
@@ -178,19 +175,18 @@ def test_gpus_by_task_are_warned_of_in_containers_of_pyxis(kind: str, warnings: 
 
 
 @pytest.mark.parametrize(
-    ("max_jobs", "wanted", "queued", "is_requeued", "status"),
+    ("max_jobs", "wanted", "queued", "status"),
     [
-        (4, 4, 0, True, CheckStatus.OK),
-        (3, 4, 0, True, CheckStatus.FAIL),
-        (4, 4, 1, True, CheckStatus.WARN),
-        (4, 4, 0, False, CheckStatus.WARN),
-        (5, 4, 0, False, CheckStatus.OK),
+        (5, 4, 0, CheckStatus.OK),
+        (3, 4, 0, CheckStatus.FAIL),
+        (4, 4, 1, CheckStatus.WARN),
+        (4, 4, 0, CheckStatus.WARN),
     ],
 )
 def test_a_limit_of_jobs_is_compared_with_those_of_the_recipe(
-    max_jobs: int, wanted: int, queued: int, is_requeued: bool, status: CheckStatus
+    max_jobs: int, wanted: int, queued: int, status: CheckStatus
 ) -> None:
-    found = judge_job_limit("QOS normal", max_jobs, wanted, queued, is_requeued=is_requeued)
+    found = judge_job_limit("QOS normal", max_jobs, wanted, queued)
     assert found.verdict is status
     assert f"QOS normal allows {max_jobs} jobs" in found.finding
 

@@ -22,6 +22,7 @@ from areal_hpc.view.dry_run import format_dry_run
 
 QUICKSTART = Path(__file__).parents[3] / "recipes" / "quickstart_slurm.yaml"
 HERE = Path("/home/ada")
+JOBS_BEHIND_SFT = ("trainer", "cell-0", "cell-1", "caretaker")
 
 
 def recipe(fileroot: Path, *overrides: str) -> Recipe:
@@ -41,28 +42,36 @@ def test_all_jobs_wait_for_sft_and_that_for_what_was_asked(tmp_path: Path) -> No
         "trainer": "afterok:SFT_JOBID",
         "cell-0": "afterok:SFT_JOBID",
         "cell-1": "afterok:SFT_JOBID",
+        "caretaker": "afternotok:TRAINER_JOBID,afterany:SFT_JOBID:CELL-0_JOBID:CELL-1_JOBID",
     }
 
 
-def test_one_of_the_successors_of_sft_is_enough_for_those_that_wait_for_it(tmp_path: Path) -> None:
-    found = recipe(tmp_path, "cluster.slurm.successors=1")
-    assert dependencies(found, ["7"]) == {
-        "sft": "afterok:7",
-        **dict.fromkeys(
-            ("trainer", "cell-0", "cell-1"), "afterok:SFT_JOBID?afterok:SFT_SUCCESSOR_1_JOBID"
-        ),
-    }
-    shown = format_dry_run(RunPaths(tmp_path), build_remaining_job_requests(found, HERE, ["7"]))
-    own = "sbatch --dependency=afterok:7,afternotok:SFT_JOBID --kill-on-invalid-dep=yes"
-    assert f"{own} {tmp_path}/jobs/sft/job.sbatch\n" in shown
-    assert "sbatch --dependency=afternotok:TRAINER_JOBID " in shown
-    assert "  8 jobs, " in shown
+def test_who_waits_for_another_run_stays_if_that_comes_back_and_who_waits_for_sft_goes(
+    tmp_path: Path,
+) -> None:
+    found = build_remaining_job_requests(recipe(tmp_path), HERE, ["7"])
+    options = {one.job: one.parameters["additional_parameters"] for one in found}
+    kills = {job: given["kill-on-invalid-dep"] for job, given in options.items()}
+    assert kills == {"sft": "no", **dict.fromkeys(JOBS_BEHIND_SFT, "yes")}
+
+
+def test_the_caretaker_asks_for_little_whatever_the_other_jobs_ask_for(tmp_path: Path) -> None:
+    asked = "{exclusive: true, mem: 900G, partition: gpu, time_limit_minutes: 600}"
+    own = "cluster.slurm.jobs.caretaker.partition=login"
+    found = recipe(tmp_path, f"cluster.slurm={asked}", own)
+    *_, caretaker = build_remaining_job_requests(found, HERE)
+    shown = format_dry_run(RunPaths(tmp_path), [caretaker])
+    for line in ("partition=login", "mem=1G", "cpus-per-task=1", "time=15", "nodes=1"):
+        assert f"#SBATCH --{line}\n" in shown
+    assert "exclusive" not in shown
+    assert "  0 jobs, " in shown, "it costs nothing worth a count"
 
 
 def test_what_is_done_is_not_submitted_again(tmp_path: Path) -> None:
     found = recipe(tmp_path)
     RunPaths(found.run_dir).sft_export.mkdir(parents=True)
-    assert dependencies(found) == {"trainer": "", "cell-0": "", "cell-1": ""}
+    waits = "afternotok:TRAINER_JOBID,afterany:CELL-0_JOBID:CELL-1_JOBID"
+    assert dependencies(found) == {"trainer": "", "cell-0": "", "cell-1": "", "caretaker": waits}
 
 
 def test_nodes_that_failed_are_excluded_for_a_day(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ SQUEUE_ROWS = """\
 3|FAILED|NonZeroExitCode|n01|2026-11-22T03:05:38|2026-11-22T03:05:38|0|19968
 7|PENDING|Resources||2026-11-22T04:05:38|2026-11-22T05:05:38|0|0
 9|PENDING|Dependency||N/A|N/A|2|0
-12_0|PENDING|Priority||2026-11-22T05:05:00|2026-11-22T06:05:00|0|0
+12|PENDING|Priority||2026-11-22T05:05:00|2026-11-22T06:05:00|0|0
 1|RUNNING|None|n[01-02]|2026-11-22T03:05:38|2026-11-22T04:05:38|1|0
 """.splitlines()
 
@@ -54,7 +54,6 @@ SACCT = """\
 13|CANCELLED by 0|0:0|None assigned|2026-11-22T03:05:41|2026-11-22T03:05:41|None
 17|PREEMPTED|0:0|n02|2026-11-22T03:10:00|2026-11-22T03:11:00|None
 17|COMPLETED|0:0|n03|2026-11-22T03:11:06|2026-11-22T03:12:00|None
-12_[0-2%1]|PENDING|0:0|None assigned|Unknown|Unknown|None
 """
 
 
@@ -77,7 +76,7 @@ def test_squeue_tells_states_times_nodes_and_restarts() -> None:
         "the start that is expected"
     )
     assert jobs["9"].started_or_expected_at is None
-    assert jobs["12_0"].state.name == "PENDING"
+    assert jobs["12"].state.name == "PENDING"
     assert "/runs/exp/one" in running.name_and_comment
     assert (jobs["2"].exit_code, jobs["3"].exit_code) == (3, 78), "from wait statuses"
 

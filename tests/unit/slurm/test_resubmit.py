@@ -11,7 +11,7 @@ from areal_hpc.slurm.resubmit import rewrite_dependency
         ("afterok:12", "afterok:99"),
         ("afterok:120,afterany:12", "afterok:120,afterany:12"),
         ("afterok:7,afterok:12", "afterok:7,afterok:99"),
-        ("afterok:12_*", "afterok:12_*"),
+        ("afternotok:12,afterok:12", "afternotok:12,afterok:99"),
         ("", ""),
     ],
 )

@@ -1,4 +1,4 @@
-"""Jobs of a run as squeue has them: which are its own, and which wait for their user."""
+"""Jobs of a run as squeue has them: which are its own, held by their user, cancelled by whom."""
 
 from pathlib import Path
 
@@ -6,8 +6,14 @@ import pytest
 
 from areal_hpc.rundir.jobs import Submission, record_submission
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.slurm.queue import QueuePoller
-from areal_hpc.slurm.run_jobs import find_original, list_live_jobs
+from areal_hpc.slurm.queue import QueuePoller, SlurmJobRecord
+from areal_hpc.slurm.reasons import INVALID_DEPENDENCY_REASON
+from areal_hpc.slurm.run_jobs import (
+    find_original,
+    list_live_jobs,
+    was_probably_cancelled_by_person,
+)
+from areal_hpc.slurm.states import parse_state
 from areal_hpc.view.state.jobs import (
     build_run_jobs,
     fetch_run_jobs,
@@ -67,3 +73,50 @@ def test_the_jobs_of_a_run_are_not_those_of_a_copy_of_its_folder(
     moved.root.rename(original.root)
     original.root.rename(tmp_path / "quickstart" / "gone")
     assert [job.submission.job_id for job in list_live_jobs(copy)] == ["7"], "moved, not copied"
+
+
+ROOT, SLURM, OWNER, COLLEAGUE = 0, 64030, 1001, 1002
+
+
+@pytest.mark.parametrize(
+    ("by", "owner", "is_by_person"),
+    [
+        (OWNER, OWNER, True),
+        (COLLEAGUE, OWNER, True),
+        (ROOT, ROOT, True),
+        (ROOT, OWNER, False),
+        (SLURM, OWNER, False),
+        (SLURM, SLURM, True),
+    ],
+)
+def test_an_administrator_who_cancels_another_users_job_wants_its_nodes_and_not_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: int, owner: int, is_by_person: bool
+) -> None:
+    slurm = ScriptedSlurm(tmp_path, monkeypatch)
+    slurm.answer("sacct", f"echo '7|CANCELLED by {by}|0:15|n04|Unknown|Unknown|None'")
+    slurm.answer("scontrol", f"echo 'SlurmUser               = slurm({SLURM})'")
+    job = SlurmJobRecord("7", parse_state("CANCELLED"))
+    assert was_probably_cancelled_by_person(job, QueuePoller(), owner) is is_by_person
+
+
+@pytest.mark.parametrize(("state", "is_by_person"), [("CANCELLED", False), ("RUNNING", True)])
+def test_of_what_slurm_cancels_by_itself_accounting_names_no_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, is_by_person: bool
+) -> None:
+    slurm = ScriptedSlurm(tmp_path, monkeypatch)
+    slurm.answer("sacct", f"echo '7|{state}|0:0|None assigned|Unknown|Unknown|None'")
+    job = SlurmJobRecord("7", parse_state("CANCELLED"))
+    assert was_probably_cancelled_by_person(job, QueuePoller(), OWNER) is is_by_person
+
+
+def test_without_accounting_cancellations_are_a_persons_but_for_unmet_dependencies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ScriptedSlurm(tmp_path, monkeypatch).answer("sacct", "exit 1")
+    job = SlurmJobRecord("7", parse_state("CANCELLED"))
+    assert was_probably_cancelled_by_person(job, QueuePoller(), OWNER)
+    assert not was_probably_cancelled_by_person(
+        SlurmJobRecord("7", parse_state("FAILED")), QueuePoller(), OWNER
+    )
+    unmet = SlurmJobRecord("7", parse_state("CANCELLED"), INVALID_DEPENDENCY_REASON)
+    assert not was_probably_cancelled_by_person(unmet, QueuePoller(), OWNER)

@@ -1,14 +1,8 @@
-"""What scontrol shows of a job, and under which number Slurm knows one."""
+"""What scontrol shows of a job."""
 
 import time
 
-from areal_hpc.slurm.scontrol import get_own_job_id, parse_job_facts
-
-
-def test_a_member_of_an_array_never_means_the_whole_array() -> None:
-    member = {"SLURM_JOB_ID": "12", "SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "2"}
-    assert get_own_job_id(member) == "12_2"
-    assert get_own_job_id({"SLURM_JOB_ID": "12"}) == "12"
+from areal_hpc.slurm.scontrol import parse_job_facts
 
 
 def test_what_slurm_shows_of_a_job_is_read() -> None:
@@ -22,5 +16,3 @@ def test_what_slurm_shows_of_a_job_is_read() -> None:
     assert not facts.is_preempted
     assert not parse_job_facts("JobId=7 JobState=RUNNING PreemptTime=None").is_preempted
     assert parse_job_facts("JobId=7 JobState=RUNNING PreemptTime=2026-11-22T07:12:13").is_preempted
-    assert not facts.has_timed_out
-    assert parse_job_facts("JobId=7 JobState=COMPLETING Reason=TimeLimit").has_timed_out

@@ -7,7 +7,7 @@ import pytest
 from areal_hpc.errors import SlurmNotFoundError, SlurmTimeoutError
 from areal_hpc.slurm import submit_exactly_once
 from areal_hpc.slurm.commands import run_slurm_command
-from areal_hpc.slurm.submit_exactly_once import JobIdentity, submit_script
+from areal_hpc.slurm.submit_exactly_once import JobIdentity, is_temporary_refusal, submit_script
 from tests.support.scripted_slurm import ScriptedSlurm
 
 SILENCE = "echo sbatch: error: Batch job submission failed: Socket timed out >&2; exit 1"
@@ -60,3 +60,24 @@ def test_a_command_that_this_node_cannot_start_now_is_silence(
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(SlurmNotFoundError):
         run_slurm_command("squeue")
+
+
+POLICY = (
+    "Batch job submission failed: Job violates accounting/QOS policy "
+    "(job submit limit, user's size and/or time limits)"
+)
+
+
+@pytest.mark.parametrize(
+    ("said", "is_temporary"),
+    [
+        (f"sbatch: error: QOSMaxSubmitJobPerUserLimit\nsbatch: error: {POLICY}", True),
+        (f"sbatch: error: AssocGrpSubmitJobsLimit\nsbatch: error: {POLICY}", True),
+        (f"sbatch: error: QOSMaxWallDurationPerJobLimit\nsbatch: error: {POLICY}", False),
+        (f"sbatch: error: {POLICY}", True),
+        ("sbatch: error: Batch job submission failed: Invalid account or account/partition", False),
+        ("Resource temporarily unavailable", True),
+    ],
+)
+def test_a_limit_of_jobs_passes_by_itself_and_others_do_not(said: str, is_temporary: bool) -> None:
+    assert is_temporary_refusal(said) == is_temporary

@@ -115,14 +115,14 @@ def test_a_held_requeue_needs_somebody() -> None:
 
 
 def test_a_cell_that_gave_its_nodes_back_needs_nobody() -> None:
-    held = job("cell-0", "PENDING", "2", reason="job_requeued_in_held_state")
-    word = TaskExitRecord("cell-0", 0, NOW, TaskExit(79, "driver", "nothing to do", "/x.log"))
-    found = evidence(dataclasses.replace(held, gave_nodes_back=True), task_exits=(word,))
-    diagnosis = diagnose(found)
-    assert "is held until the jobs that it works with are back" in diagnosis.headline
+    idle = dataclasses.replace(
+        job("cell-0", "FAILED", "2", ended_or_latest_end_at=NOW),
+        task_exits={0: TaskExit(79, "driver", "nothing to do", "/x.log")},
+    )
+    diagnosis = diagnose(found := evidence(AT_WORK, idle))
+    assert found.run.jobs_ended_before_run == []
     assert diagnosis.is_well
-    assert diagnosis.chain == ()
-    assert "scontrol release" not in "\n".join(format_jobs(found.run))
+    assert "cell-0 had nothing to do and released its nodes" in "\n".join(format_jobs(found.run))
 
 
 def test_a_run_at_work_tells_of_the_failure_it_outlived() -> None:

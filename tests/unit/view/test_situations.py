@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from areal_hpc.rundir.jobs import Submission, TaskExit, record_submission
+from areal_hpc.rundir.jobs import CARETAKER_JOB, Submission, TaskExit, record_submission
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.slurm.queue import QueueSnapshot, SlurmJobRecord
 from areal_hpc.slurm.states import parse_state
@@ -124,10 +124,10 @@ SITUATIONS: dict[str, tuple[RunInspection, str, str, int]] = {
         "failed", "exit code 78 (the recipe must change)", 1),
     "out of memory": (
         evidence(ended("trainer", "OUT_OF_MEMORY")), "failed", "used more memory", 1),
-    "held at too short a limit": (
-        evidence(job("trainer", "REQUEUE_HOLD", "1"), events=(
-            event("job_held_for_user", "trainer", reason="the limit is too short"),)),
-        "waiting", "is held until released", 1),
+    "ended at too short a limit": (
+        evidence(ended("trainer", "FAILED"), task_exits=(
+            exit_of("trainer", 78, "the limit is too short"),)),
+        "failed", "(the recipe must change)", 1),
     "a bad node was left out": (
         evidence(TRAINER, CELL, excluded=({"node": "n07", "reason": "no storage", "at": NOW},)),
         "running", "node n07 failed its check: no storage", 0),
@@ -187,35 +187,29 @@ def test_cells_that_an_earlier_launch_had_are_none_of_the_present_one(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("own", "successor", "number", "word", "said"),
+    ("caretaker", "reason", "shown", "word"),
     [
-        ("RUNNING", "PENDING", "1", "running", "trainer has successors"),
-        ("FAILED", "PENDING", "2", "waiting", "trainer is pending: waiting for free nodes"),
-        ("FAILED", "RUNNING", "2", "running", "2 "),
-        ("FAILED", "CANCELLED", "1", "leaderless", "1 "),
-        ("CANCELLED", "COMPLETED", "1", "leaderless", "1 "),
+        ("PENDING", "Dependency", True, "running"),
+        ("CANCELLED", "DependencyNeverSatisfied", False, "running"),
+        ("PENDING", "Resources", True, "waiting"),
+        ("RUNNING", "None", True, "waiting"),
     ],
 )
-def test_a_job_that_is_over_is_its_successor_if_that_lives(
-    tmp_path: Path, own: str, successor: str, number: str, word: str, said: str
+def test_a_run_whose_jobs_are_gone_waits_while_its_caretaker_is_there(
+    tmp_path: Path, caretaker: str, reason: str, shown: bool, word: str
 ) -> None:
     paths = RunPaths(tmp_path)
-    chain = (Submission("trainer", "1", 1, NOW, ""), Submission("trainer", "2", 1, NOW, "", "", 1))
-    for one in (*chain, Submission("cell-0", "3", 1, NOW, "")):
-        record_submission(paths.submissions, one)
-    cell = "PENDING" if word == "waiting" else "RUNNING"
-    states = {"1": own, "2": successor, "3": cell}
-    look = {
-        key: SlurmJobRecord(
-            key, parse_state(state), reason="Resources" if state == "PENDING" else ""
-        )
-        for key, state in states.items()
-    }
-    run = build_run_jobs(paths, QueueSnapshot(look))
-    (trainer,) = [one for one in run.jobs if one.name == "trainer"]
-    assert trainer.slurm_record == look[number]
-    assert get_run_state(run) == word
-    assert any(said in line for line in format_jobs(run))
+    for number, name in enumerate(("trainer", "cell-0", CARETAKER_JOB), 1):
+        record_submission(paths.submissions, Submission(name, str(number), 1, NOW, ""))
+    others = parse_state("RUNNING" if word == "running" else "PREEMPTED")
+    queued = {number: SlurmJobRecord(number, others) for number in ("1", "2")}
+    queued["3"] = SlurmJobRecord("3", parse_state(caretaker), reason)
+    run = build_run_jobs(paths, QueueSnapshot(queued))
+    assert [one.name for one in run.jobs] == [
+        "trainer", "cell-0", *([CARETAKER_JOB] if shown else [])
+    ]  # fmt: skip
+    assert (get_run_state(run), run.jobs_ended_before_run) == (word, [])
+    assert ("caretaker is pending" in "\n".join(format_jobs(run))) == (reason == "Resources")
 
 
 def test_the_hint_on_a_suspended_job_names_it() -> None:
