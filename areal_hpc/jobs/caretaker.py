@@ -270,8 +270,8 @@ class Caretaker:
 
         Of a thousand cells each looks once a minute.
         """
-        own_job = self._config.job
-        if own_job != CARETAKER_JOB and own_job != (leader := stages[0].leader):
+        leader = stages[0].leader
+        if self._config.job not in (CARETAKER_JOB, leader):
             jobs = self._read_job_statuses([leader])
             if jobs[leader].is_alive and not jobs[leader].is_held_after_failed_launch:
                 return jobs

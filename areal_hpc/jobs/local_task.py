@@ -4,7 +4,6 @@ The supervisor runs on the launcher's machine, or in a step of the launcher's al
 """
 
 import logging
-import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,12 +11,8 @@ from pathlib import Path
 import msgspec
 
 from areal_hpc.jobs import starts, time_limit
-from areal_hpc.jobs.node.topology import (
-    JOB_START_VARIABLE,
-    TaskPosition,
-    find_interface,
-    find_own_address,
-)
+from areal_hpc.jobs.node.topology import TaskPosition
+from areal_hpc.jobs.task_processes import build_start_environment
 from areal_hpc.rundir.allocation_note import LAUNCHER_HEARTBEAT_TIMEOUT_S
 from areal_hpc.rundir.jobs import (
     STOPPED_EXIT_CODE,
@@ -81,18 +76,10 @@ class AllocationStepTask:
         return None
 
     def build_environment(self) -> Mapping[str, str]:
-        """What the job's processes must know of this start, and of the node: address, interface."""
-        host = find_own_address(self._step.interface, os.environ)
-        interface = find_interface(host)
-        return {
-            **({"GLOO_SOCKET_IFNAME": interface} if interface else {}),
-            "AREAL_HPC_HOST": host,
-            JOB_START_VARIABLE: str(self._start.number),
-            starts.STOP_NOTE_VARIABLE: str(self._stop_note_path),
-            time_limit.CHECKPOINT_DURATION_FILE_VARIABLE: str(
-                self._launch.paths.checkpoint_duration
-            ),
-        }
+        paths, step = self._launch.paths, self._step
+        return build_start_environment(
+            paths, step.interface, step.start_number, self._stop_note_path
+        )
 
     @property
     def _stop_note_path(self) -> Path:

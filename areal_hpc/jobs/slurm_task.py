@@ -22,9 +22,7 @@ from areal_hpc.jobs.node.node_probe import (
     probe_node,
 )
 from areal_hpc.jobs.node.topology import (
-    JOB_START_VARIABLE,
     TaskPosition,
-    find_interface,
     find_own_address,
     get_slurm_restart_count,
 )
@@ -42,6 +40,7 @@ from areal_hpc.jobs.restart_policy import (
     FailuresWithoutProgress,
     decide_restart,
 )
+from areal_hpc.jobs.task_processes import build_start_environment
 from areal_hpc.rundir.cancellation import is_cancelled
 from areal_hpc.rundir.folders import RunDirWatch
 from areal_hpc.rundir.jobs import (
@@ -183,20 +182,10 @@ class SlurmTask:
         )
 
     def build_environment(self) -> Mapping[str, str]:
-        """What the job's processes must know of this start, and of the node: address, interface.
-
-        gloo listens where the host's name leads, which may be nowhere.
-        """
         assert self._start is not None
-        host = find_own_address(self._slurm.interface, os.environ)
-        interface = find_interface(host)
-        return {
-            **({"GLOO_SOCKET_IFNAME": interface} if interface else {}),
-            "AREAL_HPC_HOST": host,
-            JOB_START_VARIABLE: str(self._start.number),
-            starts.STOP_NOTE_VARIABLE: str(self._stop_note_path),
-            time_limit.CHECKPOINT_DURATION_FILE_VARIABLE: str(self._paths.checkpoint_duration),
-        }
+        return build_start_environment(
+            self._paths, self._slurm.interface, self._start.number, self._stop_note_path
+        )
 
     @property
     def _stop_note_path(self) -> Path:

@@ -40,8 +40,6 @@ from areal_hpc.wire.retry import Backoff
 log = logging.getLogger(__name__)
 PROCESS_POLL_S = 0.1
 RESTART_BACKOFF = Backoff(0.5, 10.0)
-CELL_STOP_GRACE_S = 5.0
-"""Time that processes of a cell get to stop when one of them has failed for good."""
 LOCAL_RANK_RESTART_POLL_S = 0.1
 SLURM_RANK_RESTART_POLL_S = 2.0
 """Between two looks for the death of another task's rank, while this one's works."""

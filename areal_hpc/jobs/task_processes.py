@@ -13,13 +13,21 @@ import msgspec
 from areal_hpc.checkout import format_python_hint
 from areal_hpc.errors import RecipeError
 from areal_hpc.jobs.node import gpus
-from areal_hpc.jobs.node.topology import TaskPosition, get_slurm_restart_count
+from areal_hpc.jobs.node.topology import (
+    JOB_START_VARIABLE,
+    TaskPosition,
+    find_interface,
+    find_own_address,
+    get_slurm_restart_count,
+)
 from areal_hpc.jobs.processes.managed_process import ManagedProcess
+from areal_hpc.jobs.starts import STOP_NOTE_VARIABLE
+from areal_hpc.jobs.time_limit import CHECKPOINT_DURATION_FILE_VARIABLE
 from areal_hpc.recipe.private_values import read_role_variables
 from areal_hpc.rundir.atomic import write_atomic_private
 from areal_hpc.rundir.folders import make_folder
 from areal_hpc.rundir.jobs import LaunchFile, ProcessSpec
-from areal_hpc.rundir.paths import ENVIRONMENTS, format_restart_dir
+from areal_hpc.rundir.paths import ENVIRONMENTS, JobPaths, format_restart_dir
 
 log = logging.getLogger(__name__)
 
@@ -105,6 +113,24 @@ class ProcessStarter:
         }
         process.start(python, environ)
         log.info("started %s (start %d)", spec.name, process.starts)
+
+
+def build_start_environment(
+    job: JobPaths, interface: str, start_number: int, stop_note: Path
+) -> dict[str, str]:
+    """What a job's processes must know of its start, and of the node: address, interface.
+
+    gloo listens where the host's name leads, which may be nowhere.
+    """
+    host = find_own_address(interface, os.environ)
+    own_interface = find_interface(host)
+    return {
+        **({"GLOO_SOCKET_IFNAME": own_interface} if own_interface else {}),
+        "AREAL_HPC_HOST": host,
+        JOB_START_VARIABLE: str(start_number),
+        STOP_NOTE_VARIABLE: str(stop_note),
+        CHECKPOINT_DURATION_FILE_VARIABLE: str(job.checkpoint_duration),
+    }
 
 
 def select_role_variables(

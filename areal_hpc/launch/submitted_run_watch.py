@@ -67,7 +67,7 @@ def watch_submitted_run(
         if not _is_job_gone(paths, stage.leader.name):
             poll_s, gone_since = min(poll_s * 1.5, MAX_QUEUE_POLL_S), None
             continue
-        # Asked again soon: a job may be submitting itself anew at this moment.
+        # Asked again soon: a caretaker may be submitting it at this moment.
         poll_s = FIRST_QUEUE_POLL_S
         if gone_since is None:
             gone_since = asked_at

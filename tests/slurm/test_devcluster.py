@@ -7,7 +7,7 @@ import pytest
 
 from areal_hpc.slurm.versions import parse_release
 from tests.support.deadlines import scaled
-from tests.support.devclusters import SLURM_POLL_S, Devcluster, devcluster
+from tests.support.devclusters import Devcluster, devcluster
 from tests.support.thoroughness import choose
 from tests.support.waiting import wait_for
 
@@ -43,39 +43,6 @@ def test_nodes_reach_one_another_by_name_and_not_by_loopback(cluster: Devcluster
     with pytest.raises(AssertionError, match="Connection refused"):
         cluster.slurm(*asked, "127.0.0.1")
     assert cluster.slurm(*asked, "n01") == "from n01"
-
-
-def test_gpus_are_counted_and_numbered(cluster: Devcluster) -> None:
-    show = "echo $CUDA_VISIBLE_DEVICES"
-    assert cluster.slurm("srun", "-N1", "--gres=gpu:3", "bash", "-c", show) == "0,1,2"
-    with pytest.raises(AssertionError, match="node configuration is not available"):
-        cluster.slurm("srun", "-N1", "--gres=gpu:9", "true")
-
-
-def test_a_job_is_held_to_the_memory_it_asked_for(cluster: Devcluster) -> None:
-    job = cluster.submit("python3 -c 'len(b\"x\" * (300 << 20))'", "--mem=100")
-    assert cluster.await_end(job) == "OUT_OF_MEMORY"
-
-
-def test_a_scavenger_job_is_preempted_and_requeued(cluster: Devcluster) -> None:
-    start = "echo start ${SLURM_RESTART_COUNT:-0}; "
-    ignores_the_warning = "[ ${SLURM_RESTART_COUNT:-0} = 1 ] || trap '' TERM; "
-    low = cluster.submit(
-        f"{ignores_the_warning}{start}while :; do sleep 1; done", *EVERYTHING, "-p", "scavenger"
-    )
-    assert cluster.await_output(low, 1) == ["start 0"]
-    high = cluster.submit("sleep 1", *EVERYTHING, "-p", "priority")
-    cluster.await_state(high, "COMPLETED")
-    wait_for(lambda: "start 1" in cluster.output(low), every_s=SLURM_POLL_S)
-    cluster.slurm("scancel", low)
-    cluster.await_state(low, "CANCELLED")
-
-    def history() -> list[str]:
-        listed = cluster.slurm("sacct", "-D", "-X", "-n", "-P", "-j", low, "-o", "State")
-        return [state.split()[0] for state in listed.splitlines()]
-
-    # The database hears of an end after squeue does.
-    wait_for(lambda: history() == ["PREEMPTED", "CANCELLED"], every_s=SLURM_POLL_S)
 
 
 def test_a_job_that_ends_at_the_warning_is_requeued_from_24_05_on(cluster: Devcluster) -> None:

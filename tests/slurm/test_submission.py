@@ -11,7 +11,6 @@ import pytest
 
 from areal_hpc.rundir.jobs import get_latest_submissions, read_submissions
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.slurm.run_jobs import LiveJob, list_unrecorded_live_jobs
 from tests.slurm.supervised_jobs import SupervisedJob
 from tests.support.commands import said_by
 from tests.support.deadlines import scaled
@@ -178,14 +177,6 @@ def test_jobs_that_end_while_slurmctld_is_away_start_again_and_once(
     assert names == Counter([job.newest_id(), crashing.job_id, caretaker.newest_id()])
 
 
-def unrecorded(
-    cluster: Devcluster, paths: RunPaths, monkeypatch: pytest.MonkeyPatch
-) -> list[LiveJob]:
-    with monkeypatch.context() as here:
-        here.setenv("SLURM_CONF", cluster.environ["SLURM_CONF"])
-        return list_unrecorded_live_jobs(paths)
-
-
 @pytest.mark.thorough
 def test_a_refused_submission_is_remembered_and_told(
     cluster: Devcluster, run: Submitting, tmp_path: Path
@@ -215,17 +206,6 @@ def test_a_run_whose_first_job_was_refused_is_resumed(
     assert "sbatch rejected job sft" in why.stdout.splitlines()[0]
     said_by(run.call("resume", root, "cluster.slurm.partition=scavenger"))
     assert queued(cluster) == JOBS
-
-
-@pytest.mark.thorough
-def test_commands_for_a_directory_with_a_blank_can_be_pasted(
-    cluster: Devcluster, tmp_path: Path
-) -> None:
-    run = Submitting(cluster, tmp_path / "my runs")
-    shown = said_by(run.submit(*HELD, *light_overrides(tmp_path)))
-    assert f"status '{run.paths.root}'" in shown
-    why = run.call("why", str(run.paths.root))
-    assert f"areal-hpc cancel '{run.paths.root}'" in why.stdout
 
 
 def test_a_copy_of_a_run_leaves_its_jobs_alone_and_becomes_a_run_of_its_own(

@@ -148,9 +148,9 @@ class SlurmConfig(JobOptions):
     """Slurm: options of all jobs, then what differs by kind of job."""
 
     jobs: dict[JobKind, JobOptions] = Field(default_factory=dict)
-    """Options of one kind of job (trainer, cell, sft, evaluation, caretaker), which win over those of
-    all. SFT takes what it leaves unset from `trainer`, the job of `evaluation.separate_cell` from
-    `cell`. The caretaker, which waits behind the others, asks for one processor, 1 GiB and 15
+    """Options of one kind of job (trainer, cell, sft, evaluation, caretaker), which win over those
+    of all. SFT takes what it leaves unset from `trainer`, the job of `evaluation.separate_cell`
+    from `cell`. The caretaker waits behind the others, and asks for one processor, 1 GiB and 15
     minutes."""
     container: ContainerConfig = ContainerConfig()
     """No container unless one is named."""

@@ -74,28 +74,12 @@ def test_starts_that_reach_the_time_limit_count_until_there_is_progress(tmp_path
 
 def test_only_crashes_in_starts_without_progress_count(tmp_path: Path) -> None:
     progress = tmp_path / "metrics.jsonl"
-    assert (
-        StartProgressTracker(JobPaths(tmp_path), str(progress))
-        .update_failure_counts([CRASHED])
-        .failures
-        == 1
-    )
-    start = StartProgressTracker(JobPaths(tmp_path), str(progress))
-    progress.write_text("a step\n")
-    assert start.update_failure_counts([CRASHED]).failures == 0
-    assert (
-        StartProgressTracker(JobPaths(tmp_path), str(progress))
-        .update_failure_counts([CRASHED])
-        .failures
-        == 1
-    )
-    for ends in ([STOPPED, DONE], [BAD_NODE]):
-        assert (
-            StartProgressTracker(JobPaths(tmp_path), str(progress))
-            .update_failure_counts(ends)
-            .failures
-            == 1
-        )
-    assert (
-        StartProgressTracker(JobPaths(tmp_path), "").update_failure_counts([CRASHED]).failures == 2
-    )
+
+    def end(*outcomes: TaskExit, file: str = str(progress), grows: bool = False) -> int:
+        start = StartProgressTracker(JobPaths(tmp_path), file)
+        if grows:
+            progress.write_text("a step\n")
+        return start.update_failure_counts(outcomes).failures
+
+    assert [end(CRASHED), end(CRASHED, grows=True), end(CRASHED)] == [1, 0, 1]
+    assert [end(STOPPED, DONE), end(BAD_NODE), end(CRASHED, file="")] == [1, 1, 2]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from areal_hpc.errors import RecipeError
-from slurm.devcluster.paths import DevclusterPaths, get_default_root
+from slurm.devcluster.paths import DevclusterPaths
 from slurm.devcluster.plan import (
     DevclusterPlan,
     DevclusterSettings,
@@ -49,16 +49,6 @@ def test_a_setting_out_of_range_is_refused_by_name(key: str, value: int) -> None
         DevclusterSettings(**setting)
 
 
-def test_a_directory_too_deep_for_sockets_is_refused() -> None:
-    with pytest.raises(RecipeError, match="at most 107 bytes"):
-        plan_devcluster(DevclusterSettings(), FACTS, DevclusterPaths(Path("/" + "d" * 100)))
-
-
 def test_a_machine_too_small_for_its_nodes_is_refused() -> None:
     with pytest.raises(RecipeError, match="ask for fewer nodes"):
         plan_devcluster(DevclusterSettings(nodes=200), replace(FACTS, memory_mib=2000), PATHS)
-
-
-def test_the_state_is_kept_where_the_session_keeps_its_files() -> None:
-    assert get_default_root(7, "/run/user/7") == Path("/run/user/7/areal-hpc-devcluster")
-    assert get_default_root(7, None) == Path("/tmp/areal-hpc-devcluster-7")
