@@ -103,9 +103,6 @@ def load_tokenizer(tokenizer: Any) -> tuple[ChatTemplate, TokenEncoder]:
     Args:
         tokenizer: A fast tokenizer of `transformers`, the directory of a model, or `owner/name` of
             one in the hub's cache.
-
-    Raises:
-        RecipeError: It has no chat template, is no fast tokenizer, or is not in the cache.
     """
     if isinstance(tokenizer, str | Path):
         folder = Path(tokenizer)

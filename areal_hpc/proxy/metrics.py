@@ -20,8 +20,6 @@ _INDEX_PATTERN = re.compile(r"\[\d+\]")
 
 
 class ProxyMetrics:
-    """Counters of one proxy, in a registry of their own."""
-
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
         self.prompts = self._make_counter(
@@ -49,9 +47,8 @@ class ProxyMetrics:
             "route",
             "parameter",
         )
-        self._logged: set[tuple[str, str, str]] = set()
+        self._logged: set[tuple[object, ...]] = set()
         self._ignored_names: set[str] = set()
-        self._logged_refusals: set[tuple[str, str, int, str]] = set()
 
     def _make_counter(self, metric_name: str, text: str, *labels: str) -> Counter:
         return Counter(f"areal_hpc_proxy_{metric_name}", text, labels, registry=self._registry)
@@ -79,44 +76,27 @@ class ProxyMetrics:
         )
 
     def count_ignored_parameters(self, route: str, client: str, names: Iterable[str]) -> None:
-        """Count a request's parameters without effect.
-
-        The log hears once of each client, route and parameter, as long as they are few; so many
-        parameters of a route have a counter of their own.
-        """
+        """Count a request's parameters without effect; so many have a counter of their own."""
         for name in (one[:MAX_NAME_CHARS] for one in names):
-            kind = (client, route, name)
-            if kind not in self._logged and len(self._logged) < MAX_LOGGED_KINDS:
-                self._logged.add(kind)
-                log.info(
-                    "%s: %r has no effect here; client %r; it is counted from now on",
-                    route,
-                    name,
-                    client,
-                )
+            text = "%s: %r has no effect here; client %r; it is counted from now on"
+            self._log_once((client, route, name), text, route, name, client)
             if len(self._ignored_names) < MAX_LOGGED_KINDS:
                 self._ignored_names.add(name)
             label = name if name in self._ignored_names else "others"
             self._ignored.labels(route, label).inc()
 
     def count_refusal(self, route: str, client: str, refusal: ProxyRequestError) -> None:
-        """Count a request that was answered with an error.
-
-        The log hears once of each client, route, status and parameter, as long as they are few.
-        """
         self._refusals.labels(route, refusal.status).inc()
         parameter = _INDEX_PATTERN.sub("[]", (refusal.param or "")[:MAX_NAME_CHARS])
-        kind = (route, client, refusal.status, parameter)
-        if kind not in self._logged_refusals and len(self._logged_refusals) < MAX_LOGGED_KINDS:
-            self._logged_refusals.add(kind)
-            log.info(
-                "%s: client %r gets status %d%s: %.300r; it is counted from now on",
-                route,
-                client,
-                refusal.status,
-                f" for {parameter!r}" if parameter else "",
-                refusal.message,
-            )
+        place = f" for {parameter!r}" if parameter else ""
+        text = "%s: client %r gets status %d%s: %.300r; it is counted from now on"
+        told = (route, client, refusal.status, place)
+        self._log_once(told, text, *told, refusal.message)
+
+    def _log_once(self, kind: tuple[object, ...], text: str, *values: object) -> None:
+        if kind not in self._logged and len(self._logged) < MAX_LOGGED_KINDS:
+            self._logged.add(kind)
+            log.info(text, *values)
 
     def list_samples(self) -> Iterator[PrometheusSample]:
         for metric in self._registry.collect():

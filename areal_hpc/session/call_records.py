@@ -47,45 +47,37 @@ def build_call_records(
     followers: Mapping[str, Sequence[str]],
 ) -> tuple[list[CallRecord], dict[str, Any]]:
     """The calls of a row, in the order of its tokens, and the tool schemas they name, by hash."""
-    contexts = [decode_rendering_context(one.context) for one in path]
-    records = [
-        _build_call_record(
-            one,
-            context,
-            one.interaction_id in trained_reply_ids,
-            followers.get(one.interaction_id, ()),
+    records, schemas = [], dict[str, Any]()
+    for call in path:
+        context = decode_rendering_context(call.context)
+        if context.tools_hash:
+            schemas[context.tools_hash] = context.tools
+        reward = None  # what a client's agent gave, and the client passed back elsewhere, is none
+        if call.reward is not None:
+            reward = msgspec.structs.replace(call.given_reward or Reward(0.0), value=call.reward)
+        records.append(
+            CallRecord(
+                id=call.interaction_id,
+                parent_id=call.parent_id,
+                followers=[*followers.get(call.interaction_id, ())],
+                trained=call.interaction_id in trained_reply_ids,
+                reward=reward,
+                reuse=call.reuse,
+                asked_at=call.asked_at,
+                first_token_at=call.first_token_at,
+                answered_at=call.answered_at,
+                replica=call.replica,
+                prompt_tokens=call.prompt_tokens,
+                reply_tokens=call.num_output_tokens,
+                cached_tokens=call.cached_tokens,
+                finish_reason=call.finish_reason,
+                new_messages=len(call.new_messages),
+                tools=context.tools_hash,
+                template_variables=context.variables,
+                sampling=decode_sampling_params_json(call.sampling),
+            )
         )
-        for one, context in zip(path, contexts, strict=True)
-    ]
-    return records, {one.tools_hash: one.tools for one in contexts if one.tools_hash}
-
-
-def _build_call_record(
-    call: Interaction, context: RenderingContext, is_trained: bool, followers: Sequence[str]
-) -> CallRecord:
-    reward = None  # what a client's agent gave, and the client passed back elsewhere, is none
-    if call.reward is not None:
-        reward = msgspec.structs.replace(call.given_reward or Reward(0.0), value=call.reward)
-    return CallRecord(
-        id=call.interaction_id,
-        parent_id=call.parent_id,
-        followers=list(followers),
-        trained=is_trained,
-        reward=reward,
-        reuse=call.reuse,
-        asked_at=call.asked_at,
-        first_token_at=call.first_token_at,
-        answered_at=call.answered_at,
-        replica=call.replica,
-        prompt_tokens=call.prompt_tokens,
-        reply_tokens=call.num_output_tokens,
-        cached_tokens=call.cached_tokens,
-        finish_reason=call.finish_reason,
-        new_messages=len(call.new_messages),
-        tools=context.tools_hash,
-        template_variables=context.variables,
-        sampling=decode_sampling_params_json(call.sampling),
-    )
+    return records, schemas
 
 
 def decode_sampling_params_json(params_json: bytes) -> dict[str, Any]:

@@ -145,9 +145,6 @@ class ChatTemplate:
 
         Messages are in normal form; `variables` are a request's `chat_template_kwargs`. Without
         `opens_reply` the text ends with the last message.
-
-        Raises:
-            ChatTemplateError: The template raised.
         """
         if self._reads_thinking:
             messages = [
@@ -157,9 +154,13 @@ class ChatTemplate:
         if not any("tool_calls" in one for one in messages):
             return self._render(messages, tools, variables, opens_reply)
         if self._numbers_calls:
-            messages = _rename_calls(messages, _number_call)
+            messages = _rename_calls(
+                messages, lambda call, number: f"functions.{call['function']['name']}:{number}"
+            )
         if self._takes_argument_texts:
-            messages = _replace_arguments(messages, _write_arguments)
+            messages = _replace_arguments(
+                messages, lambda given: given if isinstance(given, str) else _to_json(given)
+            )
         refusals = list[ChatTemplateError]()
         for form in self._iterate_forms(messages):
             try:
@@ -193,11 +194,7 @@ class ChatTemplate:
         return bool(texts) and (not objects or "{'probe': True}" in objects)
 
     def require_messages(self, *, with_tools: bool) -> None:
-        """Demand that the model reads what a user says and, `with_tools`, what a tool gives back.
-
-        Raises:
-            RecipeError: The template leaves it out, or refuses it.
-        """
+        """Demand that the model reads what users say and, `with_tools`, what tools give back."""
         said = _TOOL_CONVERSATION if with_tools else _TOOL_CONVERSATION[:1]
         try:
             text = self.render_prompt(said)
@@ -274,10 +271,6 @@ def _shorten_id(call: Mapping[str, Any], number: int = 0) -> str:
     return hashlib.blake2b((call.get("id") or "").encode(), digest_size=5).hexdigest()[:9]
 
 
-def _number_call(call: Mapping[str, Any], number: int) -> str:
-    return f"functions.{call['function']['name']}:{number}"
-
-
 def _replace_arguments(messages: Sequence[Message], replace: Callable[[Any], Any]) -> list[Message]:
     def rewrite(call: dict[str, Any]) -> dict[str, Any]:
         function = call["function"]
@@ -289,10 +282,6 @@ def _replace_arguments(messages: Sequence[Message], replace: Callable[[Any], Any
         else one
         for one in messages
     ]
-
-
-def _write_arguments(arguments: Any) -> str:
-    return arguments if isinstance(arguments, str) else _to_json(arguments)
 
 
 def _make_arguments_object(arguments: Any) -> dict[str, Any]:

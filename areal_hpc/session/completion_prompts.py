@@ -25,7 +25,11 @@ def match_text_prompt(tree: InteractionTree, prompt: str, encoder: TokenEncoder)
     lead = encoder.encode("", add_special_tokens=True)
 
     def decode(interaction: Interaction) -> list[str]:
-        return _list_possible_decodings(interaction, lead, encoder)
+        ids = unpack_ids(interaction.new_ids + interaction.output_ids).tolist()
+        texts = [encoder.decode(ids)]
+        if interaction.parent_id is None and lead and ids[: len(lead)] == lead:
+            texts.append(encoder.decode(ids[len(lead) :]))
+        return texts
 
     parent, known = _find_longest_match(tree, prompt, lambda one: tree.get_own_texts(one, decode))
     return _build_open_turn(parent, prompt[known:])
@@ -46,16 +50,6 @@ def _build_open_turn(parent: Interaction | None, tail: str) -> OpenTurn:
     return OpenTurn(
         parent, reuse, RAW_PROMPT_CONTEXT, [{"role": PROMPT_ROLE, "content": tail}], tail
     )
-
-
-def _list_possible_decodings(
-    interaction: Interaction, leading_ids: Sequence[int], encoder: TokenEncoder
-) -> list[str]:
-    ids = unpack_ids(interaction.new_ids + interaction.output_ids).tolist()
-    texts = [encoder.decode(ids)]
-    if interaction.parent_id is None and leading_ids and ids[: len(leading_ids)] == [*leading_ids]:
-        texts.append(encoder.decode(ids[len(leading_ids) :]))
-    return texts
 
 
 def _find_longest_match(

@@ -171,18 +171,17 @@ def _map_followers_by_tree(interactions: Sequence[Interaction]) -> dict[str, lis
 def _group_overlapping_conversations(
     conversations: list[list[Interaction]],
 ) -> list[list[list[Interaction]]]:
+    def get_begin_time(conversation: list[Interaction]) -> float:
+        return min(one.asked_at for one in conversation)
+
     phases: list[list[list[Interaction]]] = []
     busy_until = -math.inf
-    for conversation in sorted(conversations, key=_get_begin_time):
-        if not phases or _get_begin_time(conversation) >= busy_until:
+    for conversation in sorted(conversations, key=get_begin_time):
+        if not phases or get_begin_time(conversation) >= busy_until:
             phases.append([])
         phases[-1].append(conversation)
         busy_until = max(busy_until, *(one.answered_at for one in conversation))
     return phases
-
-
-def _get_begin_time(conversation: list[Interaction]) -> float:
-    return min(one.asked_at for one in conversation)
 
 
 def find_replies_client_disconnected_from(tree: InteractionTree) -> frozenset[str]:
@@ -267,7 +266,17 @@ def list_conversations(tree: InteractionTree) -> list[RecordedConversationSummar
     replies: dict[str, int] = {}
     for root in root_of.values():
         replies[root] = replies.get(root, 0) + 1
-    return [_describe_conversation(tree[root], count) for root, count in replies.items()]
+    summaries = []
+    for root, count in replies.items():
+        first = tree[root]
+        tools = decode_rendering_context(first.context).tools
+        offered = [one for one in tools if isinstance(one, dict)] if isinstance(tools, list) else []
+        functions = [one.get("function", one) for one in offered]
+        names = [str(one.get("name", "")) for one in functions if isinstance(one, dict)]
+        summaries.append(
+            RecordedConversationSummary(root, first.new_messages, first.reply, names, count)
+        )
+    return summaries
 
 
 def find_auxiliary_reply_reasons(tree: InteractionTree) -> dict[str, str]:
@@ -290,22 +299,3 @@ def _map_replies_to_roots(tree: InteractionTree) -> dict[str, str]:
     for one in tree:  # parents come first
         roots[one.interaction_id] = roots[one.parent_id] if one.parent_id else one.interaction_id
     return roots
-
-
-def _describe_conversation(
-    first_interaction: Interaction, replies: int
-) -> RecordedConversationSummary:
-    return RecordedConversationSummary(
-        first_interaction.interaction_id,
-        first_interaction.new_messages,
-        first_interaction.reply,
-        _list_offered_tool_names(first_interaction),
-        replies,
-    )
-
-
-def _list_offered_tool_names(call: Interaction) -> list[str]:
-    from_context = decode_rendering_context(call.context).tools
-    tools = from_context if isinstance(from_context, list) else []
-    functions = [one.get("function", one) for one in tools if isinstance(one, dict)]
-    return [str(one.get("name", "")) for one in functions if isinstance(one, dict)]

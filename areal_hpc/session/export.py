@@ -256,18 +256,15 @@ def build_auxiliary_rows(
 def build_failed_session_rows(
     tree: InteractionTree, key: EpisodeKey, record: RowRecord
 ) -> list[TrajectoryRow]:
-    plans = list(_plan_failed_rows(tree)) or [RowPlan([], frozenset(), 1.0, 0.0)]
-    return [build_row(plan, key, index, record) for index, plan in enumerate(plans)]
-
-
-def _plan_failed_rows(tree: InteractionTree) -> Iterator[RowPlan]:
-    covered: set[str] = set()
+    plans, covered = list[RowPlan](), set[str]()
     for leaf in tree.list_leaves():
         path = tree.get_path_to(leaf)
         names = {one.interaction_id for one in path}
         reward = sum_rewards(*(one.reward for one in path)) or 0.0
-        yield RowPlan(path, frozenset(names - covered), leaf.temperature, reward)
+        plans.append(RowPlan(path, frozenset(names - covered), leaf.temperature, reward))
         covered |= names
+    plans = plans or [RowPlan([], frozenset(), 1.0, 0.0)]
+    return [build_row(plan, key, index, record) for index, plan in enumerate(plans)]
 
 
 def build_row(

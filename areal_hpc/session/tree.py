@@ -238,7 +238,16 @@ class InteractionTree:
         """
 
         def render(conversation: Sequence[Message]) -> str:
-            return _render_up_to_reply_text(template, conversation, tools, variables, prefill)
+            if prefill is None:
+                return template.render_prompt(conversation, tools=tools, variables=variables)
+            # What the template prints before a reply's text, as an empty reasoning, stands before.
+            begun: Message = {"role": "assistant", "content": PREFILL_PLACEHOLDER}
+            text = template.render_prompt([*conversation, begun], tools=tools, variables=variables)
+            before, placeholder, rest = text.partition(PREFILL_PLACEHOLDER)
+            if not placeholder or PREFILL_PLACEHOLDER in rest:
+                problem = "it does not tell where a reply's text begins, to go on from there"
+                raise ChatTemplateError(problem)
+            return before + prefill
 
         messages = align_tool_turns(messages, self._reply_by_call_id)
         context = msgspec.json.encode([tools, variables]) if tools or variables else b""
@@ -378,27 +387,6 @@ def format_ids_as_json_inside(ids: Sequence[int]) -> bytes:
 
 def join_json_array_insides(*array_insides: bytes) -> bytes:
     return b",".join(part for part in array_insides if part)
-
-
-def _render_up_to_reply_text(
-    template: ChatTemplate,
-    messages: Sequence[Message],
-    tools: Sequence[Mapping[str, Any]] | None,
-    variables: Mapping[str, Any] | None,
-    prefill: str | None,
-) -> str:
-    """A conversation up to where the model speaks: after `prefill`, if that is given.
-
-    What the template prints before a reply's text stands before it, such as an empty reasoning.
-    """
-    if prefill is None:
-        return template.render_prompt(messages, tools=tools, variables=variables)
-    begun: Message = {"role": "assistant", "content": PREFILL_PLACEHOLDER}
-    text = template.render_prompt([*messages, begun], tools=tools, variables=variables)
-    before, placeholder, rest = text.partition(PREFILL_PLACEHOLDER)
-    if not placeholder or PREFILL_PLACEHOLDER in rest:
-        raise ChatTemplateError("it does not tell where a reply's text begins, to go on from there")
-    return before + prefill
 
 
 @lru_cache(maxsize=256)

@@ -15,7 +15,7 @@ from areal_hpc.proxy.engine.call_limits import (
     refuse_call_beyond_limits,
     reserve_reply_tokens_per_choice,
 )
-from areal_hpc.proxy.engine.generation import ReplicaAnswer, SamplingParams
+from areal_hpc.proxy.engine.generation import Generation, SamplingParams
 from areal_hpc.proxy.engine.grammar_limits import GrammarChecks, refuse_costly_sampling
 from areal_hpc.proxy.engine.model_call import ModelCall, ReplyContent, ServedModel
 from areal_hpc.proxy.engine.sglang_client import GenerateRequest
@@ -124,7 +124,6 @@ class PreparedCall(msgspec.Struct, frozen=True):
     prompt_tokens: int
     prompt_ids_json_inside: bytes
     new_ids_json_inside: bytes
-    """`new_ids` as the inside of a JSON array."""
     sampling: SamplingParams
     answer_id: str
     give_up_at: float
@@ -134,9 +133,7 @@ class PreparedCall(msgspec.Struct, frozen=True):
     reasons_before_grammar: bool
     """The reply begins inside its reasoning; a grammar starts after that."""
     records_sampling_mask: bool
-    """Which tokens could be sampled is recorded."""
     reserved_tokens_per_choice: int
-    """Tokens of the session that are reserved for each choice."""
 
     def build_request(self, choice_index: int) -> GenerateRequest:
         return GenerateRequest(
@@ -155,9 +152,14 @@ class PreparedCall(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self.sampling, sampling_seed=seed)
 
     def build_interaction(
-        self, choice_index: int, answer: ReplicaAnswer, reply: ReplyContent, first_token_at: float
+        self,
+        choice_index: int,
+        generation: Generation,
+        replica: int,
+        reply: ReplyContent,
+        first_token_at: float,
     ) -> Interaction:
-        parent, generation = self.turn.parent, answer.generation
+        parent = self.turn.parent
         kept_counts, kept_ids = generation.pack_sampling_mask()
         return Interaction(
             interaction_id=f"{self.answer_id}-{choice_index}" if choice_index else self.answer_id,
@@ -177,7 +179,7 @@ class PreparedCall(msgspec.Struct, frozen=True):
             asked_at=self.asked_at,
             first_token_at=first_token_at,
             answered_at=time.time(),
-            replica=answer.replica,
+            replica=replica,
             cached_tokens=generation.cached_tokens,
             sampling=encode_recorded_sampling(self._get_choice_sampling(choice_index)),
             ignored=self.call.ignored_names,
@@ -199,8 +201,6 @@ def encode_recorded_sampling(sampling: SamplingParams) -> bytes:
 
 
 class PromptBuilder:
-    """Makes prompts for one model."""
-
     def __init__(
         self,
         model: ServedModel,

@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -18,10 +18,15 @@ from areal_hpc.proxy.engine.call_limits import (
     refuse_call_beyond_limits,
     reserve_reply_tokens_per_choice,
 )
-from areal_hpc.proxy.engine.failover import CallTries, ReplyFailover
+from areal_hpc.proxy.engine.failover import (
+    RETRY_PAUSE_AFTER_ENGINE_ERROR_S,
+    RETRY_PAUSE_S,
+    CallTries,
+    ReplyFailover,
+)
 from areal_hpc.proxy.engine.generation import (
+    EngineResponseError,
     Generation,
-    ReplicaAnswer,
     TokenChunk,
     UnfinishedEngineCallError,
     decode_generation,
@@ -30,7 +35,7 @@ from areal_hpc.proxy.engine.grammar_limits import GrammarChecks
 from areal_hpc.proxy.engine.model_call import ModelCall, ReplyContent, ServedModel
 from areal_hpc.proxy.engine.router import Router
 from areal_hpc.proxy.engine.sglang_client import GenerateRequest, SGLangClient
-from areal_hpc.proxy.engine.tool_parsers import ParserProcessClient
+from areal_hpc.proxy.engine.tool_parsers import ParserProcessClient, RemoteReplyParser
 from areal_hpc.proxy.metrics import ProxyMetrics
 from areal_hpc.proxy.sessions.events import InteractionAdded, ReplySampled
 from areal_hpc.proxy.sessions.recorder import JournaledRecorder
@@ -48,6 +53,7 @@ from areal_hpc.wire.replicas import ReplicaView
 
 log = logging.getLogger(__name__)
 
+Result = TypeVar("Result")
 EMPTY_CHUNK = TokenChunk("", [], [], [])
 GenerateOnReplica = Callable[[ReplicaView, GenerateRequest, float], Awaitable[Generation]]
 """(replica, request, seconds left) -> what was generated there."""
@@ -93,9 +99,9 @@ class CompletionService:
             answers = await _gather(
                 [self._generate_choice(prompt, choice) for choice in range(call.n)]
             )
-            said = [await self._parse_reply(prompt, answer.generation) for answer in answers]
+            said = [await self._parse_reply(prompt, generation) for generation, _ in answers]
             return [
-                self._record_reply(prompt, choice, answer, said[choice])
+                self._record_reply(prompt, choice, *answer, said[choice])
                 for choice, answer in enumerate(answers)
             ]
         finally:
@@ -150,7 +156,9 @@ class CompletionService:
     def _advance_newest_version(self, spans: Sequence[VersionSpan]) -> None:
         self._router.advance_newest_version(max((span.version for span in spans), default=0))
 
-    async def _generate_choice(self, prompt: PreparedCall, choice_index: int) -> ReplicaAnswer:
+    async def _generate_choice(
+        self, prompt: PreparedCall, choice_index: int
+    ) -> tuple[Generation, int]:
         """One choice, whole. What a replica said before it broke the call off is gone on from.
 
         Sampling it anew would favor short replies: those are broken off more rarely.
@@ -174,15 +182,18 @@ class CompletionService:
         return await self._generate_with_failover(prompt, choice_index, generate)
 
     async def _parse_reply(self, prompt: PreparedCall, generation: Generation) -> ReplyContent:
-        text, is_cut = generation.text, not generation.ends_with_stop_token
-        if self._parsers is None or prompt.parseable_tools is None:
-            return ReplyContent(text)
-        said = ReplyContent()
-        reader = self._parsers.build_reply_parser(
-            prompt.parseable_tools, prompt.turn.text_after_messages
-        )
-        said.append(await reader.feed(text, is_last=True, is_cut=is_cut))
+        reader = self._make_reply_parser(prompt)
+        if reader is None:
+            return ReplyContent(generation.text)
+        said, is_cut = ReplyContent(), not generation.ends_with_stop_token
+        said.append(await reader.feed(generation.text, is_last=True, is_cut=is_cut))
         return said
+
+    def _make_reply_parser(self, prompt: PreparedCall) -> RemoteReplyParser | None:
+        if self._parsers is None or prompt.parseable_tools is None:
+            return None
+        opening = prompt.turn.text_after_messages
+        return self._parsers.build_reply_parser(prompt.parseable_tools, opening)
 
     async def stream(self, session: Session, call: ModelCall, answer_id: str) -> ReplyStream:
         """Begin to generate `call.n` replies; each is in the journal before it is told."""
@@ -202,12 +213,8 @@ class CompletionService:
     async def _stream_choice(
         self, prompt: PreparedCall, choice_index: int, reply_stream: ReplyStream
     ) -> None:
-        said, reader, failover = ReplyContent(), None, ReplyFailover(self._encoder)
-        first_token_at = 0.0
-        if self._parsers is not None and prompt.parseable_tools is not None:
-            reader = self._parsers.build_reply_parser(
-                prompt.parseable_tools, prompt.turn.text_after_messages
-            )
+        said, reader = ReplyContent(), self._make_reply_parser(prompt)
+        failover, first_token_at = ReplyFailover(self._encoder), 0.0
 
         async def take(piece: TokenChunk) -> None:
             nonlocal first_token_at
@@ -239,27 +246,25 @@ class CompletionService:
             return failover.join_replies(generation)
 
         try:
-            answer = await self._generate_with_failover(
+            generation, replica = await self._generate_with_failover(
                 prompt,
                 choice_index,
                 generate,
                 lambda: failover.is_possible and not reply_stream.abandoned,
             )
             if reader is not None:
-                is_cut = not answer.generation.ends_with_stop_token
+                is_cut = not generation.ends_with_stop_token
                 rest = await reader.feed("", is_last=True, is_cut=is_cut)
                 said.append(rest)
                 reply_stream.put(ReplyChunk(choice_index, rest, EMPTY_CHUNK))
             if reply_stream.abandoned:
                 # Nobody knows how much of it was read: it counts as broken off.
-                broken_off = msgspec.structs.replace(
-                    answer.generation, finish_reason=ABORT_FINISH_REASON
+                generation = msgspec.structs.replace(generation, finish_reason=ABORT_FINISH_REASON)
+            if generation.output_ids or not reply_stream.abandoned:
+                recorded = self._record_reply(
+                    prompt, choice_index, generation, replica, said, first_token_at
                 )
-                answer = msgspec.structs.replace(answer, generation=broken_off)
-            if answer.generation.output_ids or not reply_stream.abandoned:
-                reply_stream.put(
-                    self._record_reply(prompt, choice_index, answer, said, first_token_at)
-                )
+                reply_stream.put(recorded)
         except Exception as error:  # boundary: raised again where the stream is read
             if reply_stream.abandoned:
                 log.info("a stream failed after its client disconnected: %s", error)
@@ -274,7 +279,8 @@ class CompletionService:
         choice_index: int,
         attempt: GenerateOnReplica,
         may_repeat: Callable[[], bool] = lambda: True,
-    ) -> ReplicaAnswer:
+    ) -> tuple[Generation, int]:
+        """What was generated, and the index of the replica that said the end of it."""
         session, tries = prompt.session, CallTries()
         while True:
             replica = await self._router.pick_replica(session, prompt.give_up_at, tries.lost)
@@ -283,12 +289,13 @@ class CompletionService:
             began_at = time.time()
             try:
                 generation = await attempt(replica, prompt.build_request(choice_index), timeout_s)
-                return ReplicaAnswer(generation, replica.index)
+                return generation, replica.index
             except UnfinishedEngineCallError as error:
                 log.warning("replica %d lost a call: %s", replica.index, error)
                 _record_call_span("lost call", session, began_at, time.time(), replica.index)
                 self._router.on_call_lost(replica, error)
-                pause_s = tries.get_pause_s(error)
+                is_answered = isinstance(error, EngineResponseError)
+                pause_s = RETRY_PAUSE_AFTER_ENGINE_ERROR_S if is_answered else RETRY_PAUSE_S
                 if time.monotonic() >= prompt.give_up_at or not may_repeat():
                     raise ProxyRequestError(503, f"the replica was lost: {error}") from error
                 try:
@@ -304,14 +311,17 @@ class CompletionService:
         self,
         prompt: PreparedCall,
         choice_index: int,
-        answer: ReplicaAnswer,
+        generation: Generation,
+        replica: int,
         reply: ReplyContent,
         first_token_at: float = 0.0,
     ) -> RecordedChoice:
         session = prompt.session
         if session.ended or not self.recorder.holds_session(session):
             raise ProxyRequestError(403, "the session ended during generation")
-        interaction = prompt.build_interaction(choice_index, answer, reply, first_token_at)
+        interaction = prompt.build_interaction(
+            choice_index, generation, replica, reply, first_token_at
+        )
         try:
             self.recorder.journal_and_apply(
                 InteractionAdded(
@@ -332,15 +342,13 @@ class CompletionService:
         )
         self._advance_newest_version(interaction.spans)
         own_json = join_json_array_insides(
-            prompt.new_ids_json_inside, format_ids_as_json_inside(answer.generation.output_ids)
+            prompt.new_ids_json_inside, format_ids_as_json_inside(generation.output_ids)
         )
         session.tree.cache_ids_json(interaction.interaction_id, own_json)
-        return RecordedChoice(choice_index, interaction, answer.generation, reply)
+        return RecordedChoice(choice_index, interaction, generation, reply)
 
 
-async def _gather(
-    calls: list[Coroutine[Any, Any, ReplicaAnswer]],
-) -> list[ReplicaAnswer]:
+async def _gather(calls: list[Coroutine[Any, Any, Result]]) -> list[Result]:
     if len(calls) == 1:
         return [await calls[0]]
     try:

@@ -14,8 +14,6 @@ from areal_hpc.session.tree import Interaction
 
 
 class RecordedChoice(msgspec.Struct, frozen=True):
-    """One choice: what was recorded, and what a dialect needs beyond it."""
-
     choice: int
     interaction: Interaction
     generation: Generation

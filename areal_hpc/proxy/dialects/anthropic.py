@@ -35,10 +35,12 @@ from areal_hpc.proxy.dialects.validation import (
     TopK,
     build_function_tool,
     build_reasoning_variables,
+    decode_arguments,
     decode_request_json,
     encode_text_schema,
     fill_default,
     filter_out_hosted_tools,
+    format_call_as_text,
     format_left_out_part,
     parse_tool_choice,
 )
@@ -46,7 +48,6 @@ from areal_hpc.proxy.engine.generation import SamplingParams
 from areal_hpc.proxy.engine.model_call import (
     ModelCall,
     ReplyContent,
-    ReplyToolCall,
     ServedModel,
     ToolChoice,
     format_tool_call,
@@ -431,19 +432,12 @@ class _MessagesExchange(Exchange):
 
 
 def _move_invalid_calls_to_text(reply: ReplyContent) -> ReplyContent:
-    calls: list[ReplyToolCall] = []
-    text = reply.text
-    for call in reply.calls:
-        try:
-            is_object = isinstance(msgspec.json.decode(call.arguments), dict)
-        except (msgspec.DecodeError, RecursionError):
-            is_object = False
-        if is_object:
-            calls.append(call)
-        else:
-            text += f'{{"name": {msgspec.json.encode(call.name).decode()}, '
-            text += f'"arguments": {call.arguments}}}'
-    return reply if len(calls) == len(reply.calls) else ReplyContent(text, reply.reasoning, calls)
+    odd = [one for one in reply.calls if decode_arguments(one.arguments) is None]
+    if not odd:
+        return reply
+    text = "".join(format_call_as_text(one.name, one.arguments) for one in odd)
+    calls = [one for one in reply.calls if one not in odd]
+    return ReplyContent(reply.text + text, reply.reasoning, calls)
 
 
 def _format_block(block: ContentBlock) -> dict[str, Any]:

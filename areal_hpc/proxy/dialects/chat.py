@@ -222,7 +222,6 @@ class ChatRequest(SharedCompletionParams, forbid_unknown_fields=True, kw_only=Tr
 def build_model_call(
     request: ChatRequest, defaults: SamplingDefaults, model: ServedModel
 ) -> ModelCall:
-    """Build the model call; the defaults apply where the request is silent."""
     check_shared_params(request, model)
     limits = {request.max_tokens, request.max_completion_tokens} - {None}
     if len(limits) > 1:
@@ -372,8 +371,11 @@ def build_tool_schemas(
     schemas, hints = list[dict[str, Any]](), set[str]()
     for i, one in filter_out_hosted_tools(raw_tools or (), dropped):
         if decode_request_json(one, TypedObject, f"tools[{i}]").type == "custom":
-            tool: _CustomTool = decode_request_json(one, _CustomTool, f"tools[{i}]")
-            schemas.append(_build_custom_schema(tool.custom, hints))
+            tool: _CustomToolSchema = decode_request_json(one, _CustomTool, f"tools[{i}]").custom
+            form, grammar = CustomFormat(), tool.format.grammar
+            if grammar is not None:
+                form = CustomFormat("grammar", grammar.syntax, grammar.definition)
+            schemas.append(build_custom_tool_schema(tool.name, tool.description, form, hints))
         else:
             decode_request_json(one, _ChatTool, f"tools[{i}]")
             schemas.append(msgspec.json.decode(one))
@@ -381,17 +383,9 @@ def build_tool_schemas(
     return schemas
 
 
-def _build_custom_schema(tool: _CustomToolSchema, ignored: set[str]) -> dict[str, Any]:
-    grammar, form = tool.format.grammar, CustomFormat()
-    if grammar is not None:
-        form = CustomFormat("grammar", grammar.syntax, grammar.definition)
-    return build_custom_tool_schema(tool.name, tool.description, form, ignored)
-
-
 def _build_thinking_variables(
     request: ChatRequest, model: ServedModel, ignored: list[str]
 ) -> dict[str, Any]:
-    """Variables that tell the chat template whether to reason, and how hard."""
     openrouter, deepseek = request.reasoning or _Reasoning(), request.thinking
     efforts = {"reasoning_effort": request.reasoning_effort, "reasoning.effort": openrouter.effort}
     switches = {

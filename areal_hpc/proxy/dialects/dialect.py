@@ -52,8 +52,6 @@ ErrorFormatter = Callable[[ProxyRequestError], bytes]
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """One way of talking to the model."""
-
     request: type[msgspec.Struct]
     read: Callable[[Any, Session, ServedModel], Exchange]
     """Raises `ProxyRequestError`: 400, naming the parameter that is wrong or cannot be honored."""

@@ -87,7 +87,6 @@ _USER_ROLES = (None, "", "user", "function")
 
 
 def read_text_only_content(content: Content, key: str) -> str:
-    """The text of a content that may hold nothing else."""
     texts = []
     for j, part in enumerate(content.listed_parts):
         _refuse_unreadable_part(part, f"{key}.parts[{j}]")
@@ -285,14 +284,18 @@ def _parse_tools(
 
 
 def _build_tool(function: _FunctionDeclaration, tool_key: str) -> dict[str, Any]:
-    schema, key = function.parameters, f"{tool_key}.parameters"
-    if function.parameters_json_schema is not None:
-        if schema is not None:
-            problem = "parameters and parametersJsonSchema cannot be combined"
-            raise ProxyRequestError(400, problem, key=key)
-        schema, key = function.parameters_json_schema, f"{tool_key}.parametersJsonSchema"
-    built = convert_to_json_schema(schema, key)
-    return build_function_tool(function.name, function.description, built, None)
+    given = function.parameters, function.parameters_json_schema
+    schema = _convert_schema(*given, f"{tool_key}.parameters", "parametersJsonSchema")
+    return build_function_tool(function.name, function.description, schema, None)
+
+
+def _convert_schema(schema: Any, json_schema: Any, key: str, other_name: str) -> Any:
+    parent, _, name = key.rpartition(".")
+    if json_schema is None:
+        return convert_to_json_schema(schema, key)
+    if schema is not None:
+        raise ProxyRequestError(400, f"{name} and {other_name} cannot be combined", key=key)
+    return convert_to_json_schema(json_schema, f"{parent}.{other_name}")
 
 
 def _read_tool_choice(
@@ -410,7 +413,6 @@ class CountTokensRequest(Struct, rename="camel", forbid_unknown_fields=True, kw_
 def build_model_call(
     request: GenerateContentRequest, defaults: SamplingDefaults, model: ServedModel
 ) -> ModelCall:
-    """Build the model call; the defaults apply where the request is silent."""
     config, ignored = request.config, [*list_ignored_params(request)]
     dropped: list[str] = []
     _refuse_unsupported_options(config)
@@ -485,20 +487,16 @@ def _build_thinking_variables(
 
 
 def _build_grammar(config: GenerationConfig, tool_choice: ToolChoice) -> dict[str, Any]:
-    schema, key = config.response_schema, f"{_CONFIG_KEY}.responseSchema"
-    if config.response_json_schema is not None:
-        if schema is not None:
-            problem = "responseSchema and responseJsonSchema cannot be combined"
-            raise ProxyRequestError(400, problem, key=key)
-        schema, key = config.response_json_schema, f"{_CONFIG_KEY}.responseJsonSchema"
-    built = convert_to_json_schema(schema, key)
-    kind = config.response_mime_type or ("text/plain" if schema is None else "application/json")
+    given = config.response_schema, config.response_json_schema
+    built = _convert_schema(*given, f"{_CONFIG_KEY}.responseSchema", "responseJsonSchema")
+    has_schema = given != (None, None)
+    kind = config.response_mime_type or ("application/json" if has_schema else "text/plain")
     if kind == "text/x.enum" and isinstance(values := (built or {}).get("enum"), list) and values:
         terms = " | ".join(msgspec.json.encode(str(value)).decode() for value in values)
         return {} if tool_choice.must_call else {"ebnf": f"root ::= {terms}"}
     if kind == "application/json":
         return {"json_schema": encode_text_schema(built or _OBJECT_OR_ARRAY_SCHEMA, tool_choice)}
-    if kind != "text/plain" or schema is not None:
+    if kind != "text/plain" or has_schema:
         problem = f"{kind!r} cannot hold here; a schema needs 'application/json', or 'text/x.enum'"
         raise ProxyRequestError(
             400, f"{problem} and an enum", key=f"{_CONFIG_KEY}.responseMimeType"

@@ -9,6 +9,7 @@ from areal_hpc.errors import PromptTooLongError, ProxyRequestError
 from areal_hpc.proxy.completion.streaming import RecordedChoice, ReplyChunk, ReplyStream
 from areal_hpc.proxy.dialects.dialect import BlockChange, BlockSplitter, ContentBlock, Exchange
 from areal_hpc.proxy.dialects.google import GenerateContentRequest, build_model_call
+from areal_hpc.proxy.dialects.validation import decode_arguments, format_call_as_text
 from areal_hpc.proxy.engine.generation import Generation, TokenChunk
 from areal_hpc.proxy.engine.model_call import ServedModel
 from areal_hpc.proxy.sessions.store import Session
@@ -154,7 +155,11 @@ class GenerateContentExchange(Exchange):
     def _format_usage(self, answers: Sequence[RecordedChoice]) -> dict[str, int]:
         prompt = answers[0].interaction.prompt_tokens
         said = sum(len(answer.generation.output_ids) for answer in answers)
-        thoughts = sum(map(self._count_thought_tokens, answers))
+        thoughts = sum(
+            min(len(self.model.encoder.encode(one.said.reasoning)), len(one.generation.output_ids))
+            for one in answers
+            if one.said.reasoning
+        )
         return {
             "promptTokenCount": prompt,
             "candidatesTokenCount": said - thoughts,
@@ -163,22 +168,13 @@ class GenerateContentExchange(Exchange):
             "totalTokenCount": prompt + said,
         }
 
-    def _count_thought_tokens(self, answer: RecordedChoice) -> int:
-        reasoning = answer.said.reasoning
-        tokens = len(self.model.encoder.encode(reasoning)) if reasoning else 0
-        return min(tokens, len(answer.generation.output_ids))
-
 
 def _build_part(block: ContentBlock) -> dict[str, Any]:
-    try:
-        is_object = isinstance(msgspec.json.decode(block.text or "{}"), dict)
-    except (msgspec.DecodeError, RecursionError):
-        is_object = False
-    if not is_object:
-        name = msgspec.json.encode(block.name).decode()
-        return {"text": f'{{"name": {name}, "arguments": {block.text}}}'}
-    arguments = msgspec.Raw((block.text or "{}").encode())
-    return {"functionCall": {"id": block.call_id, "name": block.name, "args": arguments}}
+    arguments = block.text or "{}"
+    if decode_arguments(arguments) is None:
+        return {"text": format_call_as_text(block.name, block.text)}
+    called = {"id": block.call_id, "name": block.name, "args": msgspec.Raw(arguments.encode())}
+    return {"functionCall": called}
 
 
 def _build_error_status(refusal: ProxyRequestError) -> dict[str, Any]:
@@ -205,7 +201,6 @@ def format_error(refusal: ProxyRequestError) -> bytes:
 
 
 def build_model_card(model_name: str, model: ServedModel) -> dict[str, Any]:
-    """Describe the served model under the requested name."""
     return {
         "name": f"models/{model_name}",
         "baseModelId": model_name,

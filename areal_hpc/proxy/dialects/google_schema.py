@@ -37,7 +37,6 @@ _SUBSCHEMA_MAP_KEYS = frozenset({"properties", "patternProperties", "$defs", "de
 
 
 def convert_to_json_schema(schema: Any, key: str, depth: int = 0) -> Any:
-    """Convert a schema of Google's, or a JSON schema, to a JSON schema."""
     if not isinstance(schema, dict):  # true and false are schemas
         return schema
     if depth > MAX_SCHEMA_DEPTH:

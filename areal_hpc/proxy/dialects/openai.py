@@ -120,7 +120,6 @@ def build_sampling_params(
     tool_choice: ToolChoice,
     max_new_tokens: int,
 ) -> SamplingParams:
-    """The request's parameters; the session's where it is silent."""
     stop = [request.stop] if isinstance(request.stop, str) else request.stop
     return SamplingParams(
         temperature=fill_default(request.temperature, defaults.temperature),
@@ -200,8 +199,6 @@ def format_error(refusal: ProxyRequestError) -> bytes:
 
 
 class ChoiceExchange(Exchange):
-    """A (chat) completion that is asked for: its choices, usage; streamed, then the end mark."""
-
     def __init__(
         self,
         request: SharedCompletionParams,

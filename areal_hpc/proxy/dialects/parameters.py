@@ -136,10 +136,6 @@ def keep_declared_members(
     that is None, only what asks for nothing is left out. A name in snake case becomes the one in
     camel case that is declared, since Google's SDKs mix both. An object that can be read as it is
     stays unchanged, with all within it.
-
-    Raises:
-        ProxyRequestError: 400: one of them means something, or looks like one that is used, or may
-            not be left out.
     """
     walk = _DeclaredMembers(unknown_params)
     rewritten = walk.rewrite_value(body, (get_type_info(request_type),), parent_key)

@@ -163,7 +163,6 @@ class ResponsesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
 def build_model_call(
     request: ResponsesRequest, session: Session, model: ServedModel
 ) -> tuple[ModelCall, OfferedTools]:
-    """Build the model call, and the tools that the request offers."""
     _refuse_conflicting_options(request)
     ignored = [*list_ignored_params(request)]
     dropped: list[str] = []

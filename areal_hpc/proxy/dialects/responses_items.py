@@ -269,7 +269,6 @@ _TEXT_PART_TYPES = ("input_text", "output_text", "text", "reasoning_text", "summ
 
 
 def resolve_references(items: Sequence[InputItem], tree: InteractionTree) -> list[InputItem]:
-    """Replace references by the items that they name."""
     resolved = []
     for i, item in enumerate(items):
         if item.is_reference and item.id is not None:

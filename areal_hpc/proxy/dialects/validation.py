@@ -51,11 +51,7 @@ _FIELD_ERROR_PATTERN = re.compile(r"(unknown|missing required) field `([^`]+)`")
 
 
 async def refuse_too_many_values(body: bytes, max_messages: int) -> None:
-    """Count the values of a body before it is read: its size says little of what they cost.
-
-    Raises:
-        ProxyRequestError: 400, it has too many.
-    """
+    """Count the values of a body before it is read: its size says little of what they cost."""
     max_objects = max(MAX_OBJECTS, MAX_OBJECTS_PER_MESSAGE * max_messages)
     objects, items = sum(map(body.count, (b":", b"{", b"["))), body.count(b",")
     if objects > max_objects or items > MAX_ITEMS:  # perhaps in its texts
@@ -91,9 +87,6 @@ def decode_request_json(
 
     A null stands for absence, under whatever name. What `json_type` does not declare is left out
     if it asks for nothing, or if there is a list `unknown_params` for its name; else it is refused.
-
-    Raises:
-        ProxyRequestError: 400, naming the parameter that is wrong or unknown.
     """
     decoder = _get_decoder(json_type)
     try:
@@ -195,9 +188,6 @@ def filter_out_hosted_tools(
 
     A provider's servers would run the others; coding agents offer them by themselves. The types of
     those left out are added to `dropped`.
-
-    Raises:
-        ProxyRequestError: 400: there are no others, or too many.
     """
     if len(raw_tools) > MAX_TOOLS:
         problem = f"too many tools: {len(raw_tools)} (limit {MAX_TOOLS})"
@@ -240,10 +230,6 @@ def parse_tool_choice(
 
     Its mode is `none`, `auto` or `required`, None is `auto`; the tool of a `tool_name` must be
     called, and if there are `allowed_names` no others may be.
-
-    Raises:
-        ProxyRequestError: 400, naming `tool_choice` or `tools`; also if nobody can tell the calls
-            of this model's replies from their text.
     """
     offered = {tool["function"]["name"] for tool in tools}
     for name in (*allowed_names, *([] if tool_name is None else [tool_name])):
@@ -342,9 +328,19 @@ def encode_custom_input(text: str) -> str:
 
 def read_custom_input(arguments: str) -> str:
     """Read the input of a custom tool's call; malformed arguments are taken as the input."""
+    text = (decode_arguments(arguments) or {}).get("input")
+    return text if isinstance(text, str) else arguments
+
+
+def decode_arguments(arguments: str) -> dict[str, Any] | None:
+    """The object that a call's arguments are; None if they are none."""
     try:
         given = msgspec.json.decode(arguments)
     except (msgspec.DecodeError, RecursionError):
-        return arguments
-    text = given.get("input") if isinstance(given, dict) else None
-    return text if isinstance(text, str) else arguments
+        return None
+    return given if isinstance(given, dict) else None
+
+
+def format_call_as_text(tool_name: str, arguments: str) -> str:
+    """A call whose arguments are no object, for APIs that have objects alone."""
+    return f'{{"name": {msgspec.json.encode(tool_name).decode()}, "arguments": {arguments}}}'

@@ -21,14 +21,13 @@ class ConcurrentReplyLimiter:
     def admit(self, session: Session, replies: int) -> None:
         """Count a call that has begun: a session is not idle while the model answers it."""
         limits = self._limits
-        if self._replies + replies > limits.max_concurrent_calls:
-            most = limits.max_concurrent_calls
-            raise ProxyRequestError(429, f"too many model calls in flight (limit {most})")
-        if session.in_flight + replies > limits.max_calls_per_session:
-            most = limits.max_calls_per_session
-            raise ProxyRequestError(
-                429, f"too many model calls of this session in flight (limit {most})"
-            )
+        for count, most, whose in (
+            (self._replies, limits.max_concurrent_calls, ""),
+            (session.in_flight, limits.max_calls_per_session, " of this session"),
+        ):
+            if count + replies > most:
+                problem = f"too many model calls{whose} in flight (limit {most})"
+                raise ProxyRequestError(429, problem)
         refuse_oversized_session(session, limits)
         self._replies += replies
         session.in_flight += replies
@@ -70,9 +69,6 @@ async def reserve_reply_tokens_per_choice(
     Those are among the session's `reserved_tokens` until the reply has ended; there are none
     without a limit. Where calls under way may sample what this one asks for, it waits for them to
     end: so replies are cut by what was sampled, as if the calls had come one after another.
-
-    Raises:
-        ProxyRequestError: 400, all tokens were sampled; or (503) the calls under way take too long.
     """
     most = session.request.limits.max_tokens
     if not most:

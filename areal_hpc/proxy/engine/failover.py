@@ -12,6 +12,7 @@ import msgspec
 
 from areal_hpc.errors import RepeatedlyFailedCallError
 from areal_hpc.proxy.engine.generation import (
+    NO_PENALTIES,
     EngineHungUpError,
     EngineResponseError,
     Generation,
@@ -61,14 +62,6 @@ class CallTries:
             raise RepeatedlyFailedCallError(
                 f"{self._failed} tries of this call failed: {error}"
             ) from error
-
-    def get_pause_s(self, error: UnfinishedEngineCallError) -> float:
-        """How long to wait before the next try."""
-        return (
-            RETRY_PAUSE_AFTER_ENGINE_ERROR_S
-            if isinstance(error, EngineResponseError)
-            else RETRY_PAUSE_S
-        )
 
 
 class ReplyFailover:
@@ -121,11 +114,6 @@ class ReplyFailover:
         text = self._encoder.decode(
             generation.output_ids, skip_special_tokens=sampling.skip_special_tokens
         )
-        penalties = (
-            sampling.frequency_penalty,
-            sampling.presence_penalty,
-            sampling.repetition_penalty,
-        )
         # A character of which only a part has come, the beginning of a stop string, the state of
         # a grammar or of penalties: all that would be lost between the two replicas.
         self.is_possible = (
@@ -133,7 +121,7 @@ class ReplyFailover:
             and not count_stop_prefix_chars(text, sampling.stop or ())
             and len(generation.output_ids) < sampling.max_new_tokens
             and not sampling.active_grammar_names
-            and penalties == (0.0, 0.0, 1.0)
+            and sampling.penalties == NO_PENALTIES
             and not sampling.min_new_tokens
         )
         self._said = self.join_replies(generation)
@@ -149,14 +137,12 @@ class ReplyFailover:
                 start = spans.pop().start
             spans.append(VersionSpan(span.version, start, end))
         is_kept = bool(said.sampling_mask_ids) and bool(generation.sampling_mask_ids)
+        mask_ids = said.sampling_mask_ids + generation.sampling_mask_ids
+        mask_logprobs = said.sampling_mask_logprobs + generation.sampling_mask_logprobs
         return msgspec.structs.replace(
             generation,
-            sampling_mask_ids=said.sampling_mask_ids + generation.sampling_mask_ids
-            if is_kept
-            else [],
-            sampling_mask_logprobs=said.sampling_mask_logprobs + generation.sampling_mask_logprobs
-            if is_kept
-            else [],
+            sampling_mask_ids=mask_ids if is_kept else [],
+            sampling_mask_logprobs=mask_logprobs if is_kept else [],
             text=said.text + generation.text,
             output_ids=said.output_ids + generation.output_ids,
             logprobs=said.logprobs + generation.logprobs,

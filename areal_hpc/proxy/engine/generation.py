@@ -36,6 +36,9 @@ TopLogprobs = list[tuple[float, int, str | None]] | None
 """(log-probability, token id, None) of the likeliest tokens at one position."""
 
 
+NO_PENALTIES = (0.0, 0.0, 1.0)
+
+
 class UnfinishedEngineCallError(Exception):
     """The server died, refused, or broke the call off: another one may answer it."""
 
@@ -80,11 +83,14 @@ class SamplingParams(Struct, frozen=True, omit_defaults=True):
         return [name for name in names if getattr(self, name) is not None]
 
     @property
+    def penalties(self) -> tuple[float, float, float]:
+        return self.frequency_penalty, self.presence_penalty, self.repetition_penalty
+
+    @property
     def has_recordable_sampling_mask(self) -> bool:
         """True if only some tokens can be sampled, with the odds that the softmax gives them."""
-        penalties = (self.frequency_penalty, self.presence_penalty, self.repetition_penalty)
         is_random = self.temperature > 0 and self.top_k != 1
-        is_softmax = penalties == (0.0, 0.0, 1.0) and not self.logit_bias
+        is_softmax = self.penalties == NO_PENALTIES and not self.logit_bias
         is_partial = self.top_p < 1 or self.top_k > 0 or self.min_p > 0
         return is_random and is_softmax and (is_partial or bool(self.active_grammar_names))
 
@@ -164,11 +170,6 @@ class Generation(Struct, frozen=True):
         return pack_counts_as_uint16(list(map(len, self.sampling_mask_ids))), pack_ids(flat)
 
 
-class ReplicaAnswer(Struct, frozen=True):
-    generation: Generation
-    replica: int
-
-
 class TokenChunk(Struct, frozen=True):
     text: str
     output_ids: list[int]
@@ -183,8 +184,6 @@ def decode_generation(server_url: str, answer: bytes) -> Generation:
 
 
 class ChunkReader:
-    """Puts the pieces of one stream together."""
-
     def __init__(self, server_url: str, stop: Sequence[str]) -> None:
         self._where = server_url
         self._stop = stop
@@ -232,10 +231,6 @@ class ChunkReader:
         """Take in one event's data: what is new, and all of it once the stream has ended.
 
         Text that may turn out to begin a stop string is held back.
-
-        Raises:
-            UnfinishedEngineCallError: The stream is not sound.
-            ProxyRequestError: The server found the request at fault.
         """
         if data.startswith(b'{"error"'):
             raise _build_error_event_exception(self._where, data)

@@ -35,7 +35,6 @@ _REQUEST_KEY_BY_GRAMMAR = {"json_schema": "response_format", "structural_tag": "
 
 
 def refuse_costly_sampling(sampling: SamplingParams) -> None:
-    """Refuse grammars, stops and biases beyond the bounds."""
     names = sampling.active_grammar_names
     if not (names or sampling.stop or sampling.stop_token_ids or sampling.logit_bias):
         return
@@ -78,12 +77,6 @@ class GrammarChecks:
         self._lanes = [(cpu_s, asyncio.Semaphore(tries)) for cpu_s, tries in LANES]
 
     async def refuse_costly_grammar(self, session: Session, sampling: SamplingParams) -> None:
-        """Wait until it is known what the call's grammar costs.
-
-        Raises:
-            ProxyRequestError: 400: too much. 429: the session has too many new ones under way.
-                503: it was not tried in time, or the process that tries them died.
-        """
         if self._parsers is None or not sampling.active_grammar_names:
             return
         name = sampling.active_grammar_names[0]

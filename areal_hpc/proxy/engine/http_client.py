@@ -51,11 +51,6 @@ class Connection(asyncio.Protocol):
         self._transport.write(request)
 
     async def read_body(self) -> bytes:
-        """The answer's body.
-
-        Raises:
-            ConnectionError: The server left, or does not speak HTTP.
-        """
         if self._reads_parts:  # from now on no more
             self._reads_parts = False
             self._transport.resume_reading()
@@ -64,12 +59,11 @@ class Connection(asyncio.Protocol):
         return self._pop_received_bytes()
 
     async def wait_for_status(self) -> None:
-        """Wait until the status is known. Raises as `read_body` does."""
         while not self.status:
             await self._wait_for_data()
 
     async def read_part(self) -> bytes:
-        """More of the body, nothing at its end. Raises as `read_body` does."""
+        """More of the body, nothing at its end."""
         while not self._blocks and not self._is_whole:
             await self._wait_for_data()
         return self._pop_received_bytes()
@@ -95,23 +89,19 @@ class Connection(asyncio.Protocol):
             self._change.set_result(None)
 
     def fail_call(self, error: Exception) -> None:
-        """End the call, and the connection with it."""
         self._is_reusable = False
         self._trouble = error
         self._wake_reader()
 
     def close(self) -> None:
-        """Hang up."""
         self._transport.close()
 
     # What the event loop tells -------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """The server has accepted."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's own is none
 
     def data_received(self, data: bytes) -> None:
-        """Bytes have come."""
         try:
             self._parser.feed_data(data)
         except (HttpParserError, HttpParserUpgrade) as error:
@@ -121,13 +111,11 @@ class Connection(asyncio.Protocol):
             self._wake_reader()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The server has left, or was hung up on."""
         self.fail_call(ConnectionError(f"the server closed the connection: {exc or 'early'}"))
 
     # What the parser tells -----------------------------------------------------------------
 
     def on_message_begin(self) -> None:
-        """An answer begins."""
         if self._is_whole:  # nobody asked
             self._is_reusable = False
 
@@ -138,7 +126,6 @@ class Connection(asyncio.Protocol):
             self.status = status
 
     def on_body(self, block: bytes) -> None:
-        """More of the body has come."""
         if self._is_whole:
             return
         self._blocks.append(block)
@@ -148,7 +135,6 @@ class Connection(asyncio.Protocol):
                 self._transport.pause_reading()
 
     def on_message_complete(self) -> None:
-        """An answer ends."""
         if self.status:
             self._is_whole = True
             self._is_reusable = self._is_reusable and self._parser.should_keep_alive()
@@ -174,7 +160,6 @@ class _ConnectionTimeouts:
         """Kept here: what uvloop gives for a time that is over already cannot be asked for it."""
 
     def add(self, connection: Connection, deadline: float) -> None:
-        """The connection's call fails at that time of the loop's clock."""
         self._limits[connection] = deadline
         if deadline < self._timer_at:
             self._set_timer(deadline)
@@ -229,13 +214,6 @@ class ConnectionPool:
         """When a call began, last."""
 
     async def post(self, path: str, body: bytes, timeout_s: float) -> tuple[int, bytes]:
-        """Send a body; status and body of the answer.
-
-        Raises:
-            TimeoutError: That took too long.
-            UnreachableError: The server cannot be found, or does not accept.
-            ConnectionError: It left, or does not speak HTTP.
-        """
         give_up_at = self._loop.time() + timeout_s
         connection = await self._acquire_connection(timeout_s)
         self._limits.add(connection, give_up_at)
@@ -252,12 +230,7 @@ class ConnectionPool:
 
     @contextlib.asynccontextmanager
     async def post_and_stream_answer(self, path: str, body: bytes) -> AsyncIterator[Connection]:
-        """Send a body; gives the connection, once it knows the answer's status, to read the rest.
-
-        Raises:
-            UnreachableError: The server cannot be found, or does not accept.
-            ConnectionError: It left, or does not speak HTTP.
-        """
+        """Send a body; gives the connection once the answer's status is known, to read the rest."""
         connection = await self._acquire_connection()
         try:
             connection.send(self._build_request(path, body), reads_parts=True)
@@ -271,7 +244,6 @@ class ConnectionPool:
             self._release_connection(connection)
 
     def close(self) -> None:
-        """Close what idles, and later what is under way."""
         self._is_closed = True
         self._limits.stop_timer_if_unused()
         for connection in self._idle:

@@ -23,8 +23,6 @@ from areal_hpc.session.message_matching import MessageRewriter, normalize_chat_m
 
 
 class ToolChoice(msgspec.Struct, frozen=True):
-    """Choice of tools that a request makes."""
-
     mode: Literal["none", "auto", "required"] = "none"
     name: str | None = None
     """The one tool that must be called."""
@@ -80,8 +78,6 @@ class ModelCall(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """Model that the cell serves, with its tokenizer and parsers."""
-
     name: str
     template: ChatTemplate
     encoder: TokenEncoder

@@ -28,15 +28,13 @@ PROBE_TIMEOUT_S = 5.0
 
 class ReplicaSource(Protocol):
     async def fetch_replicas(self) -> list[ReplicaView]:
-        """The replicas as they are now."""
+        pass
 
     async def close(self) -> None:
         pass
 
 
 class CellReplicaSource:
-    """The replicas of a cell, as its control proxy knows them."""
-
     def __init__(self, rendezvous_dir: Path, cell: str, service_key: str) -> None:
         name = format_control_proxy_name(cell)
         self._client = AsyncServiceClient(
@@ -66,7 +64,6 @@ class StaticReplicaSource:
         self._http: aiohttp.ClientSession | None = None
 
     async def fetch_replicas(self) -> list[ReplicaView]:
-        """All of them, asked at the same time."""
         if self._http is None:
             timeout = aiohttp.ClientTimeout(total=PROBE_TIMEOUT_S)
             self._http = aiohttp.ClientSession(timeout=timeout)
@@ -122,13 +119,7 @@ class _SessionHome:
 def choose_home_replica(
     replicas: Sequence[int], load: Mapping[int, int], affinity_by_replica: Mapping[int, int]
 ) -> int:
-    """Choose the replica that has the most in common with a session, unless others are less loaded.
-
-    Args:
-        replicas: Indices, at least one.
-        load: Calls in flight and sessions at home.
-        affinity_by_replica: How much of what the session asks is known there.
-    """
+    """The replica that has the most in common with a session, unless others are less loaded."""
     least = min(replicas, key=lambda index: (load.get(index, 0), index))
     known = max(replicas, key=lambda index: (affinity_by_replica.get(index, 0), -index))
     is_even = load.get(known, 0) <= MAX_LOAD_RATIO * load.get(least, 0)
@@ -188,9 +179,6 @@ class Router:
         A session that was idle for long may go elsewhere: little of it is left in a cache.
 
         Replicas to avoid, by index, have lost the call before: they are asked if no other serves.
-
-        Raises:
-            ProxyRequestError: 503, no replica served by `give_up_at` of the monotonic clock.
         """
         while not self._serving:
             remaining_s = give_up_at - time.monotonic()

@@ -89,15 +89,14 @@ class SGLangClient:
         """Generate, and hand each piece to `take_chunk` as it comes.
 
         After an `abort` this returns what was generated until then.
-
-        Raises:
-            UnfinishedEngineCallError: The server did not finish the call.
-            ProxyRequestError: It says the request is wrong, or took too long.
         """
         reader = ChunkReader(replica.url, request.sampling.stop or ())
 
         async def read() -> Generation:
-            pool, body = self._get_generate_pool(replica), request.encode_body(stream=True)
+            pool, body = (
+                self._get_pool(replica.url, replica.keys.api),
+                request.encode_body(stream=True),
+            )
             async with (
                 asyncio.timeout(timeout_s),
                 pool.post_and_stream_answer("/generate", body) as answer,
@@ -123,7 +122,7 @@ class SGLangClient:
     ) -> bytes:
         """Generate; the server's whole answer, unread."""
         body = request.encode_body(stream=False)
-        call = self._get_generate_pool(replica).post("/generate", body, timeout_s)
+        call = self._get_pool(replica.url, replica.keys.api).post("/generate", body, timeout_s)
         status, answer = await self._await_answer(replica, request.rid, timeout_s, call)
         _raise_for_status(replica.url, status, answer)
         return answer
@@ -151,9 +150,6 @@ class SGLangClient:
                 else EngineHungUpError
             )
             raise kind(f"{replica.url}: {type(error).__name__}: {error}") from error
-
-    def _get_generate_pool(self, replica: ReplicaView) -> ConnectionPool:
-        return self._get_pool(replica.url, replica.keys.api)
 
     def _get_pool(self, url: str, key: str) -> ConnectionPool:
         pool = self._pools.get((url, key))

@@ -72,7 +72,6 @@ class ParserProcessClient:
         self._count = 0
 
     async def start(self) -> None:
-        """Start the process unless it runs."""
         async with self._starting:
             if self._reader is not None and not self._reader.done():
                 return
@@ -100,7 +99,6 @@ class ParserProcessClient:
             self._reader = asyncio.ensure_future(self._deliver_replies(process, process.stdout))
 
     async def run(self) -> None:
-        """Keep the process running until cancelled, then end it."""
         try:
             while True:
                 await self.start()
@@ -163,7 +161,6 @@ class ParserProcessClient:
     async def ask(
         self, request: ParseChunkRequest | ToolGrammarRequest | GrammarCheckRequest
     ) -> ParserReply:
-        """Send a request and wait for its reply."""
         await self.start()
         assert self._process is not None
         assert self._process.stdin is not None
@@ -202,9 +199,6 @@ class ParserProcessClient:
         """Try a grammar; say why it would hold up an engine, or nothing if it would not.
 
         It is tried in a process of its own, for `cpu_s` seconds of a core. Cancelling ends that.
-
-        Raises:
-            ParserLostError: The process is gone, or could not find it out.
         """
         request = GrammarCheckRequest(self.allocate_id(), grammar_kind, text, cpu_s)
         self._checks.add(request.call)
@@ -248,9 +242,6 @@ class RemoteReplyParser:
         """Parse the next text. `is_cut`: the last text was cut, the model did not end there.
 
         Text that the parsers fail on is shown as it is: the reply is worth more than its form.
-
-        Raises:
-            ProxyRequestError: The parsers died, or were stuck, in the middle of a streamed reply.
         """
         request = ParseChunkRequest(
             self._parsers.allocate_id(), self._number, text, is_last, is_cut, self._opening

@@ -79,8 +79,6 @@ def read_query_parameters(asgi_scope: MutableMapping[str, Any]) -> dict[str, str
 
 
 class AgentApi:
-    """Answers agents in all dialects."""
-
     def __init__(self, model: ServedModel, completions: CompletionService) -> None:
         self._model = model
         self._completions = completions

@@ -104,7 +104,6 @@ class ProxyApp:
         self._requests_by_session: WeakKeyDictionary[Session, SessionRequests] = WeakKeyDictionary()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
         if scope["type"] != "http":
             raise RuntimeError(f"only HTTP is served, not {scope['type']}")
         client = _get_header(scope, b"user-agent").decode("latin-1")[:MAX_NAME_CHARS]
@@ -120,7 +119,7 @@ class ProxyApp:
             refused, label = described.error_formatter, described.unversioned_path
             if route is None:
                 method, path, allowed = scope["method"], scope["path"], ", ".join(methods)
-                if _asks_for_websocket(scope):
+                if _get_header(scope, b"upgrade").lower() == b"websocket":
                     raise ProxyRequestError(
                         426, f"{path} takes {allowed} over HTTP/1.1, no WebSocket"
                     )
@@ -316,11 +315,6 @@ def _limit_what_admin_key_opens(argument: object) -> object:
 
 
 async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """The work's result; cancels it when the client disconnects first.
-
-    Raises:
-        ClientDisconnectedError: It disconnected.
-    """
     worker = asyncio.current_task()
     assert worker is not None
     has_disconnected = False
@@ -363,10 +357,6 @@ def _choose_error_format(asgi_scope: Scope) -> ErrorFormatter:
     path = f"{asgi_scope.get('path', '')}/"
     is_anthropic = "/messages/" in path or _get_header(asgi_scope, b"anthropic-version")
     return MESSAGES_DIALECT.error_formatter if is_anthropic else openai_format.format_error
-
-
-def _asks_for_websocket(asgi_scope: Scope) -> bool:
-    return _get_header(asgi_scope, b"upgrade").lower() == b"websocket"
 
 
 def _get_header(asgi_scope: Scope, header_name: bytes) -> bytes:

@@ -112,7 +112,6 @@ class DriverApi:
         yield Route("GET", "/healthz", "anyone", self.get_health)
 
     def start_session(self, request: wire.StartSessionRequest) -> wire.StartSessionReply:
-        """Open a session and hand out its key."""
         if request.ref is not None:
             self._require_sealer()
         key = request.api_key or generate_key()
@@ -153,7 +152,6 @@ class DriverApi:
         return session_id
 
     async def offer_episode(self, request: wire.OfferEpisodeRequest) -> wire.OfferEpisodeReply:
-        """Wait for a program that plays an episode of a ticket."""
         if not self._online:
             raise ProxyRequestError(404, "this proxy has no online mode")
         slot = _OfferedEpisode(request)
@@ -170,7 +168,6 @@ class DriverApi:
     async def await_session_end(
         self, request: wire.AwaitSessionEndRequest
     ) -> wire.AwaitSessionEndReply:
-        """Tell when a session of a ticket has ended."""
         give_up_at = time.monotonic() + min(request.wait_s, MAX_LONG_POLL_S)
         while True:
             session = self._require_session(request.session_id)
@@ -215,7 +212,6 @@ class DriverApi:
         return session
 
     def set_reward(self, session: Session, request: wire.SetRewardRequest) -> wire.SetRewardReply:
-        """Reward the named interaction, or the last one."""
         try:
             interaction = find_interaction_to_reward(session.tree, request.interaction_id)
             reward = parse_reward(request.reward)
@@ -366,7 +362,6 @@ class DriverApi:
         return self._sealer
 
     def get_health(self) -> wire.ProxyHealth:
-        """Liveness and load."""
         return wire.ProxyHealth(
             sessions=len(self._store.sessions),
             requests_in_flight=sum(s.in_flight for s in self._store.sessions.values()),
@@ -378,11 +373,7 @@ class DriverApi:
 def build_export_rows(
     tree: InteractionTree, request: wire.ExportRequest
 ) -> dict[str, wire.ExportedInteraction]:
-    """Rows by the id of the interaction they end with.
-
-    Raises:
-        ProxyRequestError: The discount is no finite number.
-    """
+    """Rows by the id of the interaction they end with."""
     left_out = find_replies_without_credit(tree, request.drop_retry_orphans)
     try:
         earned = compute_credited_rewards(tree, request.discount, request.credit, left_out)

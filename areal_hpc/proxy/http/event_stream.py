@@ -25,8 +25,6 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
 class EventStream:
-    """The body of one streamed answer."""
-
     def __init__(
         self, send: Send, headers: Headers, exchange: Exchange, *, keeps_content: bool
     ) -> None:
@@ -73,11 +71,7 @@ async def send_events(
     *,
     keeps_content: bool,
 ) -> tuple[bytes, bool]:
-    """Send a reply's events until they end. All that was sent if it is kept; False after an error.
-
-    Raises:
-        Exception: What broke the reply, if nothing has been sent by then.
-    """
+    """Send a reply's events. All that was sent if it is kept; whether it ended without an error."""
     stream = EventStream(send, headers, exchange, keeps_content=keeps_content)
     events = exchange.stream_events(reply_stream)
     pinger = asyncio.create_task(stream.ping_when_silent())
@@ -101,7 +95,6 @@ async def send_events(
 
 
 def to_request_error(error: Exception) -> ProxyRequestError:
-    """An error as its client is told of it."""
     if isinstance(error, ProxyRequestError):
         return error
     log.error("a request failed", exc_info=error)

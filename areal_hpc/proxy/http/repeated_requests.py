@@ -22,8 +22,6 @@ MAX_KEPT_REQUESTS_PER_SESSION = 1024
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A successful answer."""
-
     content: bytes
     content_type: str
     headers: Headers
@@ -58,9 +56,6 @@ class SessionRequests:
         `answer` is told whether it is a retry (the request says that it repeats one, and that one
         was not refused), and whether its content may be asked for again. The digest is what a
         request is known again by; few need it, and it is as slow to compute as a body is long.
-
-        Raises:
-            ProxyRequestError: 400: the key was another request's.
         """
         key = headers.get(IDEMPOTENCY_KEY_HEADER, b"")
         is_retry = headers.get(RETRY_COUNT_HEADER, b"0").strip() not in (b"", b"0")

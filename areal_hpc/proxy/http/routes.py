@@ -30,8 +30,6 @@ RouteResult = bytes | msgspec.Struct | ModelAnswer
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One method of one path."""
-
     method: Literal["GET", "POST", "DELETE"]
     path: str
     """One part may be a `{name}`: anything but empty, with slashes where it ends the path."""
@@ -74,8 +72,6 @@ class Route:
 
 
 class Routes:
-    """All routes, found by their paths."""
-
     def __init__(self, routes: Iterable[Route]) -> None:
         self._by_path: dict[str, dict[str, Route]] = {}
         self._named: dict[tuple[str, str], dict[str, Route]] = {}
@@ -94,11 +90,7 @@ class Routes:
             yield from methods.values()
 
     def find_routes(self, path: str) -> tuple[Mapping[str, Route], str]:
-        """The routes of a path by their methods, and the name in it, or nothing.
-
-        Raises:
-            ProxyRequestError: 404, there is none.
-        """
+        """The routes of a path by their methods, and the name in it, or nothing."""
         methods = self._by_path.get(path)
         if methods is not None:
             return methods, ""
@@ -130,7 +122,6 @@ _ERROR_SCHEMA = {
 
 
 def render_openapi(routes: Iterable[Route]) -> bytes:
-    """The routes as an OpenAPI document, JSON."""
     routes = [*routes]
     structs = {one.request for one in routes if one.request}
     ordered = sorted(structs, key=lambda one: one.__name__)

@@ -26,8 +26,6 @@ class SessionOpened(Struct, tag="opened", frozen=True):
 
 
 class InteractionAdded(Struct, tag="interaction", frozen=True):
-    """A model call of the session was answered."""
-
     session_id: str
     interaction: Interaction
     reply_digest: bytes = b""
@@ -67,8 +65,6 @@ class ConversationsMarkedAuxiliary(Struct, tag="auxiliary", frozen=True):
 
 
 class SessionEnded(Struct, tag="ended", frozen=True):
-    """The session takes no more requests."""
-
     session_id: str
     ended_at: float = 0.0
     """Unix time."""

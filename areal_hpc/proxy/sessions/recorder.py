@@ -42,7 +42,6 @@ class JournalCompactionPlan:
     """The ledger knows of every sealed ticket."""
 
     def must_keep(self, record: JournalRecord) -> bool:
-        """True for a record that a restarted proxy must read."""
         match decode_event(record.payload):
             case events.TicketFinished(ref=ref):
                 return ref not in self.sealed_or_dropped_refs
@@ -71,9 +70,6 @@ class JournaledRecorder:
         path: The journal.
         vocab_size: Token ids of recorded calls are below it.
         sync_interval_s: Longest time between a record and its being forced to disk.
-
-    Raises:
-        ClusterError: The journal cannot be opened or written.
     """
 
     def __init__(
@@ -126,13 +122,6 @@ class JournaledRecorder:
         self._count_bytes(event, size_bytes)
 
     def record_client_call(self, session: Session, call: Interaction) -> None:
-        """Record a model call as its session's client tells it.
-
-        Raises:
-            UntrainableCallError: It cannot be trained on, or it is none of the replies that
-                `/generate` gave the session, each of which counts once.
-            ClusterError: The journal refused; the call is not recorded.
-        """
         if defect := find_interaction_defect(call, session.tree, self._vocab_size):
             raise UntrainableCallError(defect)
         digest = compute_reply_digest_of_call(call, session.tree)
@@ -145,20 +134,15 @@ class JournaledRecorder:
         self.journal_and_apply(events.InteractionAdded(session.session_id, call, digest))
 
     def _count_bytes(self, event: Event, size_bytes: int) -> None:
-        if isinstance(event, events.ReplySampled):
-            session = self.store.sessions[event.session_id]
-            session.recorded_bytes += size_bytes or len(event.digest)
-        if isinstance(event, events.InteractionAdded):
-            one = event.interaction
-            session = self.store.sessions[event.session_id]
-            session.recorded_bytes += size_bytes or (
-                len(one.context)
-                + len(one.new_ids)
-                + len(one.output_ids)
-                + len(one.logprobs)
-                + len(one.kept_counts)
-                + len(one.kept_ids)
-            )
+        match event:
+            case events.ReplySampled(digest=digest):
+                size_bytes = size_bytes or len(digest)
+            case events.InteractionAdded(interaction=one):
+                parts = (one.context, one.new_ids, one.output_ids, one.logprobs)
+                size_bytes = size_bytes or sum(map(len, (*parts, one.kept_counts, one.kept_ids)))
+            case _:
+                return
+        self.store.sessions[event.session_id].recorded_bytes += size_bytes
 
     def holds_session(self, session: Session) -> bool:
         return self.store.sessions.get(session.session_id) is session
@@ -196,22 +180,10 @@ class JournaledRecorder:
         log.error("session %s cannot be trained on: %s", session_id, session.defect)
 
     def _must_journal(self, event: Event) -> bool:
-        match event:
-            case events.SessionOpened():
-                return Session(event).must_persist
-            case (
-                events.InteractionAdded()
-                | events.ResponseHidden()
-                | events.ReplySampled()
-                | events.RewardSet()
-                | events.ConversationsMarkedAuxiliary()
-                | events.SessionEnded()
-                | events.SessionFailed()
-                | events.SessionDropped()
-            ):
-                return self.store.sessions[event.session_id].must_persist
-            case _:
-                return True
+        if isinstance(event, events.SessionOpened):
+            return Session(event).must_persist
+        session_id = getattr(event, "session_id", None)  # others are of tickets
+        return session_id is None or self.store.sessions[session_id].must_persist
 
     def _apply_event(self, event: Event) -> None:
         known = set(self.store.sessions) if isinstance(event, _SESSION_REMOVING_EVENTS) else set()
@@ -241,7 +213,6 @@ class JournaledRecorder:
         self._journal.compact(compaction_plan.must_keep)
 
     async def compact_if_due(self) -> None:
-        """Rotate the journal if that is due."""
         async with self._compacting:
             # Has it doubled since it last held only what is needed?
             needed_bytes = 2 * self._rotated_bytes + MIN_COMPACTION_GROWTH_BYTES
@@ -277,7 +248,7 @@ class MemoryRecorder(JournaledRecorder):
         self.store.apply(event)
 
     async def compact_if_due(self) -> None:
-        """There is nothing on disk."""
+        pass
 
     def close(self) -> None:
-        """There is nothing on disk."""
+        pass

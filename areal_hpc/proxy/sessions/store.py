@@ -50,11 +50,9 @@ class Session:
         self.ended = False
         self.ended_at = 0.0
         self.failure: events.SessionFailed | None = None
-        """Set when its episode failed and is kept."""
         self.is_exported = False
         """Its rows were handed over: it stays for a repeat alone, as of a reply that was lost."""
         self.in_flight = 0
-        """Replies that the model is asked for now."""
         self.touched_at = time.monotonic()
         self.responses: dict[str, bytes] = {}
         """Bodies of Responses that may be asked for again, by id: the newest ones told whole."""
@@ -64,7 +62,6 @@ class Session:
         self.calls = 0
         """Model calls begun; numbers the seeds of a session."""
         self.sampled_tokens = 0
-        """Of every reply so far."""
         self.reserved_tokens = 0
         """That replies under way may sample, if the session has a limit of tokens."""
         self.unrecorded_replies: Counter[bytes] = Counter()
@@ -108,7 +105,6 @@ class Session:
         self.touched_at = time.monotonic()
 
     def build_rows(self, ref: TicketRef, cell: str) -> list[TrajectoryRow]:
-        """The session's rows, of an episode of the ticket that ended well."""
         kind = RowKind.TRAIN if ref.eval_step < 0 else RowKind.EVALUATION
         key = EpisodeKey(ref.ticket_id, ref.attempt, self.request.episode, kind, ref.eval_step)
         record = self._build_record(cell)
@@ -119,7 +115,6 @@ class Session:
         return rows + [row for row in auxiliary if find_row_defect(row) is None]
 
     def build_failed_rows(self, cell: str) -> list[TrajectoryRow]:
-        """The rows of a session whose episode failed."""
         ref, failure = self.request.ref, self.failure
         assert ref is not None
         assert failure is not None

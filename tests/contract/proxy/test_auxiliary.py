@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from openai import AsyncOpenAI
 
-from areal_hpc.errors import RecipeError
 from areal_hpc.rollout.episodes.auxiliary import load_auxiliary_rule
 from areal_hpc.rollout.episodes.episode import EpisodeOutcome, run_episode
 from areal_hpc.rollout.episodes.episode_spec import EpisodeSpec
@@ -32,14 +31,6 @@ def stage(small_stage: Stage) -> Stage:
 
 def find_auxiliary(conversation: dict[str, Any]) -> str | None:
     return "a title" if "title" in conversation["messages"][0]["content"] else None
-
-
-def name_all(conversation: dict[str, Any]) -> str:
-    return "all"
-
-
-def name_badly(conversation: dict[str, Any]) -> bool:
-    return True
 
 
 class TitledAgent:
@@ -105,13 +96,6 @@ def test_a_title_call_is_recorded_and_earns_nothing(
     )
 
 
-def test_by_default_a_title_call_is_trained(stage: Stage, ref: TicketRef) -> None:
-    outcome = play(stage, ref, "keep")
-    assert stage.finish_ticket(ref, outcome.session_id) == 2
-    stage.seal()
-    assert [(row.kind, row.reward) for row in stage.sealed_rows(ref)] == [(RowKind.TRAIN, 0.5)] * 2
-
-
 def test_the_reward_of_a_failed_episode_goes_to_its_task(stage: Stage, ref: TicketRef) -> None:
     outcome = play(stage, ref, "drop", reward=-1.0)
     assert (outcome.status, outcome.has_failure_reward) == ("failed", True)
@@ -119,18 +103,6 @@ def test_the_reward_of_a_failed_episode_goes_to_its_task(stage: Stage, ref: Tick
     stage.seal()
     kinds = {row.kind: row.reward for row in stage.sealed_rows(ref)}
     assert kinds == {RowKind.TRAIN: -1.0, RowKind.AUXILIARY: 0.0}
-
-
-@pytest.mark.parametrize(
-    ("rule", "said"),
-    [("name_all", "but the 3 of auxiliary conversations"), ("name_badly", "returned True (bool)")],
-)
-def test_a_rule_that_leaves_nothing_or_answers_badly_fails_the_episode(
-    stage: Stage, ref: TicketRef, rule: str, said: str
-) -> None:
-    outcome = play(stage, ref, f"{HERE}:{rule}")
-    assert outcome.status == "failed"
-    assert said in outcome.reason
 
 
 def test_what_is_marked_survives_kill_9(own_stage: Stage, ref: TicketRef) -> None:
@@ -163,9 +135,3 @@ def test_an_exported_session_names_its_auxiliary_conversations(stage: Stage) -> 
     told = stage.post("/export_trajectories", {"session_id": session_id}).json()
     assert [*told["interactions"]] == [task]
     assert told["auxiliary"] == {title: "a title"}
-
-
-def test_a_rule_that_does_not_exist_is_refused_with_its_key() -> None:
-    with pytest.raises(RecipeError) as caught:
-        load_auxiliary_rule(f"{HERE}:nothing")
-    assert caught.value.problems[0].key == "rollout.agent.auxiliary"

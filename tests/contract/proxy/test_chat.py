@@ -1,16 +1,12 @@
 """What agents see of the chat dialect: the openai SDK and raw HTTP against a real proxy."""
 
-import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from areal_hpc.session.message_matching import UNANSWERED_CALL, UNKNOWN_CALL
-from areal_hpc.wire.ledger import TicketRef
-from tests.contract.proxy.talk import LEAST, QUESTION, counted, ignored, turn
+from tests.contract.proxy.talk import QUESTION, counted, ignored, turn
 from tests.support.proxy_stage import Stage
 from tests.support.scripted_sglang import Script
-from tests.support.waiting import wait_for
 
 
 def test_the_openai_sdk_talks_to_the_proxy(stage: Stage) -> None:
@@ -91,14 +87,6 @@ def test_n_choices_are_n_interactions_that_can_each_be_continued(stage: Stage, k
     assert stage.end_session(key) == 6
 
 
-def test_a_stop_string_or_a_bare_end_of_turn_is_an_ordinary_reply(stage: Stage, key: str) -> None:
-    scripts = iter([Script("3 + 4 STOP", finish="stop:STOP"), Script("")])
-    stage.sglang.script = lambda request: next(scripts)
-    for shown in ("3 + 4 ", ""):
-        choice = stage.chat(key, QUESTION, stop=["STOP"]).json()["choices"][0]
-        assert (choice["message"]["content"], choice["finish_reason"]) == (shown, "stop")
-
-
 def test_an_oversized_body_is_refused_before_it_is_read(stage: Stage, key: str) -> None:
     assert stage.ask(key, "x" * 200_000).status_code == 413
 
@@ -125,12 +113,6 @@ def test_wrong_keys_open_nothing(stage: Stage, key: str) -> None:
         assert stage.post(route, {}, key).status_code == 401
 
 
-def test_unknown_routes_and_methods_have_their_statuses(stage: Stage) -> None:
-    assert stage.http.get(f"{stage.url}/v1/nothing").status_code == 404
-    refused = stage.http.get(f"{stage.url}/v1/chat/completions")
-    assert (refused.status_code, refused.headers["allow"]) == (405, "POST")
-
-
 def test_a_websocket_is_refused_so_that_clients_fall_back_at_once(stage: Stage) -> None:
     asked = {"connection": "Upgrade", "upgrade": "websocket", "sec-websocket-version": "13"}
     refused = stage.http.get(f"{stage.url}/v1/responses", headers=asked)
@@ -149,38 +131,6 @@ def test_the_routes_describe_themselves(stage: Stage) -> None:
             assert answer.status_code == (200 if is_open else 401), path
     for prefix in ("", "/v1"):
         assert f"{prefix}/messages" in described["paths"]
-
-
-def test_concurrent_sessions_never_mix(stage: Stage) -> None:
-    def script(request: dict[str, Any]) -> Script:
-        number = stage.prompt_of(request).split("session ")[1].split(" ")[0]
-        return Script(f"to {number}", delay_s=0.002 * (int(number) % 3))
-
-    def talk(number: int) -> list[str]:
-        _, key = stage.open_session(TicketRef(1000 + number, 0))
-        messages, said = [{"role": "user", "content": f"session {number} "}], []
-        for _ in range(4):
-            said.append(stage.chat(key, messages).json()["choices"][0]["message"]["content"])
-            messages += turn(said[-1])
-        return said
-
-    stage.sglang.script = script
-    with ThreadPoolExecutor(12) as agents:
-        assert [*agents.map(talk, range(12))] == [[f"to {number}"] * 4 for number in range(12)]
-    for request in stage.sglang.requests:
-        assert stage.prompt_of(request).count("session ") == 1
-
-
-def test_a_hung_up_client_frees_the_engine(stage: Stage, key: str) -> None:
-    gate = threading.Event()
-    stage.sglang.script = lambda request: Script(gate=gate)
-    call = stage.begin("/v1/chat/completions", LEAST["/chat/completions"], key)
-    wait_for(lambda: stage.sglang.requests)
-    call.close()
-    wait_for(lambda: stage.sglang.aborted)
-    gate.set()
-    assert stage.sglang.aborted == [stage.sglang.requests[0]["rid"]]
-    assert stage.end_session(key) == 0
 
 
 def test_what_a_client_does_to_its_history_is_counted(stage: Stage, key: str) -> None:

@@ -8,7 +8,6 @@ import pytest
 from areal_hpc.wire.ledger import TicketRef
 from tests.contract.proxy.talk import chunks_of, counted, turn
 from tests.support.proxy_stage import Stage
-from tests.support.scripted_sglang import Script
 
 PROMPT = "What is 3 + 4?"
 REUSED = 'prompts_total{reuse="reused"}'
@@ -114,11 +113,3 @@ def test_a_stream_tells_the_same_completion_as_a_whole_reply(stage: Stage, key: 
     assert choice["logprobs"]["text_offset"][:2] == [0, 4]
     assert "".join(choice["logprobs"]["tokens"]) == choice["text"]
     assert [one.reply["content"] for one in stage.journaled(key)] == ["hello world"] * 2
-
-
-def test_n_choices_are_n_interactions(stage: Stage, key: str) -> None:
-    texts = iter(["one", "two", "three"])
-    stage.sglang.script = lambda request: Script(next(texts))
-    choices = ask(stage, key, n=3, best_of=3).json()["choices"]
-    assert sorted(choice["text"] for choice in choices) == ["one", "three", "two"]
-    assert stage.end_session(key) == 3

@@ -1,6 +1,5 @@
 """An episode uses no more of the model than its limits say; what was said is kept."""
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -12,7 +11,6 @@ from areal_hpc.wire.proxy import SessionLimits
 from tests.contract.proxy.talk import LEAST, QUESTION
 from tests.support.proxy_stage import Stage
 from tests.support.scripted_sglang import Script
-from tests.support.waiting import wait_for
 
 
 @pytest.mark.parametrize("route", LEAST)
@@ -25,14 +23,6 @@ def test_turns_beyond_the_limit_are_refused_in_the_dialect(stage: Stage, route: 
     assert "2 turns, 2 were taken" in error["message"]
     assert stage.post("/rl/set_reward", {"reward": 1.0}, key).status_code == 200
     assert stage.end_session(key) == 2
-
-
-def test_every_choice_of_a_call_is_a_turn(stage: Stage) -> None:
-    _, key = stage.open_session(limits=SessionLimits(max_turns=3))
-    assert stage.chat(key, QUESTION, n=4).status_code == 400
-    assert stage.chat(key, QUESTION, n=3).status_code == 200
-    refused = stage.chat(key, QUESTION)
-    assert refused.json()["error"]["param"] == "limits.max_turns"
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -79,23 +69,6 @@ def test_calls_at_once_are_cut_as_if_one_came_after_the_other(stage: Stage, stre
         assert sorted(agents.map(ask, range(3))) == [200, 200, 400]
     asked = [one["sampling_params"]["max_new_tokens"] for one in stage.sglang.requests]
     assert asked == [20, 8]
-
-
-def test_calls_whose_replies_fit_together_do_not_wait(stage: Stage) -> None:
-    _, key = stage.open_session(limits=SessionLimits(max_tokens=20))
-    gate = threading.Event()
-    stage.sglang.script = lambda request: Script("a", "length", output_ids=[5] * 5, gate=gate)
-
-    def ask(choices: int) -> int:
-        return stage.chat(key, QUESTION, n=choices, max_tokens=6).status_code
-
-    with ThreadPoolExecutor(2) as agents:
-        answers = agents.map(ask, [1, 2])
-        wait_for(lambda: len(stage.sglang.requests) == 3)
-        gate.set()
-        assert [*answers] == [200, 200]
-    assert stage.chat(key, QUESTION).status_code == 200
-    assert stage.sglang.requests[-1]["sampling_params"]["max_new_tokens"] == 5
 
 
 def test_a_call_that_fails_gives_its_tokens_back(stage: Stage) -> None:

@@ -6,10 +6,8 @@ from typing import Any
 
 import httpx
 import numpy as np
-import pytest
 
 from areal_hpc.proxy.http.driver_api import MAX_KEPT_EXPORTED_SESSIONS
-from areal_hpc.wire.ledger import TicketRef
 from areal_hpc.wire.service_key import derive_bearer_key
 from tests.contract.proxy.talk import QUESTION, turn
 from tests.support.deadlines import scaled
@@ -69,15 +67,6 @@ def test_exported_sessions_are_forgotten_when_enough_others_are_exported(stage: 
     (oldest, its_key), (next_one, next_key) = sessions[:2]
     assert [export(stage, one).status_code for one in (oldest, next_one)] == [404, 200]
     assert [stage.ask(key, "hi").status_code for key in (its_key, next_key)] == [401, 403]
-
-
-def test_concat_exports_a_row_per_leaf(stage: Stage) -> None:
-    session_id, key = stage.open_session()
-    _, second = two_turns(stage, key)
-    stage.finish_session(key, True)
-    interactions = export(stage, session_id, style="concat").json()["interactions"]
-    assert list(interactions) == [second]
-    assert np.sum(interactions[second]["tensor_dict"]["loss_mask"]) == 10
 
 
 def test_an_export_waits_until_the_session_has_ended(stage: Stage) -> None:
@@ -149,25 +138,3 @@ def test_a_drivers_key_opens_its_own_proxy_alone(stage: Stage) -> None:
         assert refused.status_code == 401
         assert stage.driver_key not in refused.text
     assert stage.http.post(f"{stage.url}/rl/seal", json={}).status_code == 401
-
-
-def test_only_the_admin_key_opens_exports_and_grants(stage: Stage) -> None:
-    session_id, key = stage.open_session()
-    for route in ("/rl/start_session", "/export_trajectories", "/grant_capacity"):
-        assert stage.post(route, {}, key).status_code == 401
-    session_id, _ = stage.open_session(TicketRef(900, 0))
-    assert export(stage, session_id).status_code == 409
-    assert export(stage, "outside-0").status_code == 404
-
-
-@pytest.mark.parametrize("style", ["tree", 3])
-def test_an_unknown_style_is_a_fault_of_the_request(stage: Stage, style: object) -> None:
-    session_id, _ = stage.open_session()
-    assert export(stage, session_id, style=style).status_code == 400
-
-
-@pytest.mark.parametrize("field", ["seed", "episode"])
-def test_numbers_that_no_journal_could_hold_are_refused(stage: Stage, field: str) -> None:
-    answer = stage.post("/rl/start_session", {"task_id": "try", field: 2**70})
-    assert answer.status_code == 400
-    assert field in answer.json()["error"]["message"]

@@ -140,24 +140,6 @@ def test_what_could_be_sampled_is_joined_over_replicas(stage: Stage, other: Scri
     assert np.frombuffer(recorded.logprobs, "<f4").tolist() == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(
-    ("records", "asked"),
-    [(False, {"top_p": 0.9}), (True, {}), (True, {"top_p": 0.9, "temperature": 0}),
-     (True, {"top_p": 0.9, "presence_penalty": 0.5})],
-)  # fmt: skip
-def test_nothing_is_asked_of_what_could_be_sampled_where_it_would_not_be_trained(
-    stage: Stage, other: ScriptedSGLang, records: bool, asked: dict[str, Any]
-) -> None:
-    key = open_at_home(stage, other, records_sampling_mask=records)
-    stage.sglang.script = lambda request: Script(END)
-    assert stage.chat(key, QUESTION, **asked).status_code == 200
-    (request,) = stage.sglang.requests
-    assert "return_sampling_mask" not in request
-    assert "top_k" not in request["sampling_params"]
-    (recorded,) = stage.journaled(key)
-    assert (recorded.kept_counts, recorded.kept_ids) == (b"", b"")
-
-
 def test_a_call_that_a_server_breaks_off_goes_on_with_the_versions_that_it_named(
     stage: Stage, key: str, other: ScriptedSGLang
 ) -> None:

@@ -73,16 +73,6 @@ def test_a_hang_up_aborts_that_request_alone(stage: Stage, key: str) -> None:
     assert stage.sglang.aborted != ["a"], "that would begin the names of others, too"
 
 
-def test_a_body_that_is_no_text_costs_no_replica(stage: Stage, key: str) -> None:
-    stage.sglang.script = lambda request: Script(fault="500")
-    headers = {"authorization": f"Bearer {key}"}
-    body = b'{"input_ids":[5],"rid":"\xff"}'
-    answer = stage.http.post(f"{stage.url}/generate", content=body, headers=headers)
-    assert answer.status_code == 400
-    stage.sglang.script = lambda request: Script()
-    assert stage.post("/generate", BODY, key).status_code == 200
-
-
 def test_only_a_session_opened_for_it_generates_and_records_by_itself(stage: Stage) -> None:
     _, key = stage.open_session(TicketRef(1, 0), records_calls=False)
     assert stage.ask(key, "hi").status_code == 200

@@ -1,12 +1,8 @@
 """A prompt too long for the model, in the words and codes by which clients know it."""
 
-import re
 from typing import Any
 
-import msgspec
 import pytest
-from anthropic import BadRequestError as AnthropicBadRequest
-from openai import BadRequestError
 
 from tests.support.proxy_stage import Stage
 
@@ -68,24 +64,3 @@ def test_a_prompt_without_room_for_a_reply_is_too_long(stage: Stage, key: str) -
     assert ask(base - 1).status_code == 200
     message = ask(base).json()["error"]["message"]
     assert message == "prompt is too long: 2048 tokens > 2047 maximum"
-
-
-def test_openais_sdk_names_the_overflow(stage: Stage, key: str) -> None:
-    with stage.client(key) as client:
-        for ask in (
-            lambda: client.chat.completions.create(model="m", messages=MESSAGES),
-            lambda: client.responses.create(model="m", input=LONG, stream=True),
-            lambda: client.completions.create(model="m", prompt=LONG),
-        ):
-            with pytest.raises(BadRequestError, match="maximum context length is 2048") as caught:
-                ask()
-            assert caught.value.code == "context_length_exceeded"
-
-
-def test_anthropics_sdk_names_the_overflow(stage: Stage, key: str) -> None:
-    with stage.anthropic(key) as client, pytest.raises(AnthropicBadRequest) as caught:
-        client.messages.create(model="m", max_tokens=9, messages=MESSAGES)
-    assert caught.value.type == "invalid_request_error"
-    body = msgspec.convert(caught.value.body, dict[str, Any])
-    known = r"prompt is too long: \d+ tokens > \d+ maximum"  # as Claude Code looks for it
-    assert re.fullmatch(known, body["error"]["message"])

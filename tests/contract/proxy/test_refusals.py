@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.contract.proxy.talk import LEAST, QUESTION, turn
+from tests.contract.proxy.talk import LEAST, QUESTION
 from tests.support.chatml import write_model_dir
 from tests.support.proxy_stage import Stage
 
@@ -84,18 +84,6 @@ def test_what_cannot_be_honored_is_refused_by_name(stage: Stage, key: str, route
         else:
             assert error["param"] == param
     assert stage.sglang.requests == []
-
-
-def test_a_fault_in_a_later_message_is_named_by_its_place_in_the_whole(stage: Stage) -> None:
-    _, key = stage.open_session()
-    assert stage.chat(key, QUESTION).status_code == 200
-    history = [*QUESTION, *turn("hello world")]
-    answer = stage.chat(key, [*history[:2], *user({"type": "image_url"})])
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == "messages[2].content[0].type"
-    assert stage.chat(key, history).status_code == 200
-    first, second = stage.sglang.requests
-    assert second["input_ids"][: len(first["input_ids"])] == first["input_ids"]
 
 
 def test_a_body_that_is_not_json_is_the_requests_fault(stage: Stage, key: str) -> None:

@@ -30,13 +30,6 @@ def test_a_session_may_hold_its_agent_to_the_recipes_sampling(stage: Stage, rout
         assert (said["temperature"], said["top_p"]) == (0.7, 0.9)
 
 
-def test_what_an_agent_asks_for_as_the_recipe_does_is_not_counted(stage: Stage) -> None:
-    before = ignored(stage)
-    _, key = stage.open_session(sampling_from="recipe", temperature=0.7)
-    ask_least(stage, key, "/chat/completions", temperature=0.7)
-    assert ignored(stage) == before
-
-
 def test_vllms_names_reach_the_engine_under_its_own(stage: Stage, key: str) -> None:
     cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
         ({"min_tokens": 9, "max_tokens": 4}, {"min_new_tokens": 4}),

@@ -94,19 +94,6 @@ def test_it_records_what_an_agent_says_exports_it_and_knows_no_tickets(
     assert "there is no run here" in finished.text
 
 
-def test_streams_change_the_upstream(proxy: LoneProxy, servers: list[ScriptedSGLang]) -> None:
-    scripts = iter([Script("hello world the quick", fault="late_hang_up:3"), Script(" brown fox")])
-    for server in servers:
-        server.script = lambda request: next(scripts)
-    _, key = proxy.open_session()
-    with OpenAI(base_url=f"{proxy.url}/v1", api_key=key) as agent:
-        chunks = [*agent.chat.completions.create(model="any", messages=HELLO, stream=True)]
-    assert chunks[-1].choices[0].finish_reason == "stop"
-    assert [len(server.requests) for server in servers] == [1, 1]
-    first, second = sorted(asked(servers), key=len)
-    assert len(second) == len(first) + 3
-
-
 def status_after_kill_9(proxy: LoneProxy) -> int:
     """Of a second turn, after a first one before it."""
     _, key = proxy.open_session()

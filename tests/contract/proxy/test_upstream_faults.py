@@ -27,22 +27,6 @@ def test_calls_without_reply_are_repeated(stage: Stage, key: str, fault: str, st
     assert stage.end_session(key) == 1
 
 
-@pytest.mark.parametrize(
-    "script",
-    [
-        Script(versions=[("1.0", 0, 2)]),
-        Script(versions=[("1.0", 0, 2), ("1.1", 3, 5)]),
-        Script(versions=[("unset", 0, 5)]),
-    ],
-)
-def test_a_reply_without_sound_versions_is_not_recorded(stage: Stage, script: Script) -> None:
-    scripts = iter([script])
-    stage.sglang.script = lambda request: next(scripts, Script())
-    _, key = stage.open_session()
-    assert stage.ask(key, "hi").status_code == 200
-    assert len(stage.sglang.requests) == 2
-
-
 def test_requests_wait_while_no_replica_serves(stage: Stage, key: str) -> None:
     stage.route_to(stage.sglang.url, state="ready")
     with ThreadPoolExecutor(1) as agent:

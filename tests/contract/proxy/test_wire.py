@@ -6,7 +6,6 @@ from typing import Any
 
 import httpx
 import pytest
-from anthropic import NotFoundError as AnthropicNotFoundError
 from openai import BadRequestError, NotFoundError
 
 from areal_hpc.wire.ledger import TicketRef
@@ -71,11 +70,6 @@ def test_errors_on_anthropics_routes_have_its_shape(
     assert get(stage, "/v1/nothing", key).json()["error"]["param"] is None
     refused = get(stage, "/v1/models", "wrong-key", **ANTHROPIC)
     assert (refused.status_code, refused.json()["error"]["type"]) == (401, "authentication_error")
-
-
-def test_anthropics_sdk_is_told_that_batches_are_not_here(stage: Stage, key: str) -> None:
-    with stage.anthropic(key) as client, pytest.raises(AnthropicNotFoundError, match="no route"):
-        client.messages.batches.list()
 
 
 def test_the_tokens_of_a_response_are_counted_before_it_is_asked_for(

@@ -95,13 +95,6 @@ def test_a_conversation_goes_on_with_the_models_own_tokens(
     assert_spliced(stage, said, calls)
 
 
-@VERBS
-def test_thoughts_are_shown_to_those_who_ask_for_them(stage: Stage, verb: str) -> None:
-    key = says(stage, f"{THOUGHT}Seven.")
-    assert joined(ask(stage, key, verb)) == ("", "Seven.", [])
-    assert joined(ask(stage, key, verb, **THOUGHTS)) == ("add them", "Seven.", [])
-
-
 def test_thoughts_are_counted_apart(stage: Stage) -> None:
     key = says(stage, f"{THOUGHT}Seven.")
     url = f"{stage.url}/v1/models/tiny:generateContent"
@@ -158,13 +151,6 @@ def test_the_choice_of_functions_becomes_a_grammar(
     assert bool(form.get("at_least_one")) is must_call
     assert grammar.count('"required":["x","y"]') == len(named)
     assert request["input_ids"] == sent(stage, "Seven.", **choose("AUTO"))["input_ids"]
-
-
-@pytest.mark.parametrize("mode", ["AUTO", "NONE"])
-def test_functions_that_may_be_called_or_may_not_are_shown(stage: Stage, mode: str) -> None:
-    request = sent(stage, "Seven.", **choose(mode))
-    assert "structural_tag" not in request["sampling_params"]
-    assert "mul" in stage.tokenizer.decode(request["input_ids"])
 
 
 @pytest.mark.parametrize(

@@ -264,15 +264,6 @@ def find_parsers(stage: Stage) -> int:
     return parsers
 
 
-def test_parsers_that_die_are_started_again(stage: Stage) -> None:
-    key = says(stage, CALL)
-    assert stage.chat(key, QUESTION, tools=[CHAT_TOOL]).status_code == 200
-    os.kill(find_parsers(stage), signal.SIGKILL)
-    stage.http.timeout = scaled(120.0)  # they import SGLang again
-    message = stage.chat(key, QUESTION, tools=[CHAT_TOOL]).json()["choices"][0]["message"]
-    assert len(message["tool_calls"]) == 1
-
-
 def test_a_stream_in_whose_middle_the_parsers_died_fails_and_is_no_garbled_text(
     stage: Stage,
 ) -> None:
@@ -379,21 +370,6 @@ def test_a_tool_in_a_namespace_is_called_by_both_names(stage: Stage) -> None:
         history: Any = [*QUESTION, call.to_dict(), result]
         client.responses.create(model="m", input=history, tools=[space])
     assert_spliced(stage, said)
-
-
-def test_a_conversation_with_tools_may_change_its_dialect(stage: Stage) -> None:
-    key = says(stage, CALL)
-    with stage.anthropic(key) as client:
-        asked: Any = {"model": "m", "max_tokens": 200, "tools": [TOOL]}
-        message = client.messages.create(messages=QUESTION, **asked)
-    (call,) = message.content
-    assert call.type == "tool_use"
-    with stage.client(key) as client:
-        named = {"call_id": call.id, "name": "add", "arguments": '{"y": 4, "x": 3}'}
-        result = {"type": "function_call_output", "call_id": call.id, "output": "7"}
-        history: Any = [*QUESTION, {"type": "function_call", **named}, result]
-        client.responses.create(model="m", input=history, tools=[FUNCTION])
-    assert_spliced(stage, CALL)
 
 
 @pytest.mark.parametrize("streams", [False, True])
@@ -596,14 +572,6 @@ def test_a_custom_tool_is_called_with_a_text_and_goes_on(stage: Stage) -> None:
     done: Any = events["response.custom_tool_call_input.done"]
     delta: Any = events["response.custom_tool_call_input.delta"]
     assert done.input == delta.delta == item["input"]
-
-
-def test_a_regular_expression_holds_the_input_of_a_custom_tool(stage: Stage) -> None:
-    form = {"type": "grammar", "syntax": "regex", "definition": "[a-c]+"}
-    chosen = {"type": "custom", "name": "patch"}
-    tools = [{**PATCH, "format": form}]
-    params = ask(stage, "responses", PATCH_CALL, tools=tools, tool_choice=chosen)["sampling_params"]
-    assert '"pattern": "[a-c]+"' in params["structural_tag"].replace('":"', '": "')
 
 
 def build_chat_patch(form: dict[str, str]) -> dict[str, Any]:

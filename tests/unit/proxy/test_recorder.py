@@ -25,8 +25,6 @@ from areal_hpc.proxy.sessions.events import (
     TicketsAcknowledged,
     TicketsSealed,
     UntrainedSealed,
-    decode_event,
-    encode_event,
 )
 from areal_hpc.proxy.sessions.recorder import JournaledRecorder
 from areal_hpc.proxy.sessions.store import SessionStore, compute_key_digest, generate_key
@@ -209,16 +207,6 @@ RecorderMachine.TestCase.settings = settings(stateful_step_count=40)
 test_a_recorder_remembers_across_crashes = RecorderMachine.TestCase
 
 
-def test_an_interaction_journaled_before_it_had_times_is_read() -> None:
-    interaction = say(InteractionTree(), [user("a")], "one")
-    record = msgspec.msgpack.decode(encode_event(InteractionAdded("s", interaction)))
-    for field in ("asked_at", "answered_at"):
-        del record["interaction"][field]
-    event = decode_event(msgspec.msgpack.encode(record))
-    assert isinstance(event, InteractionAdded)
-    assert (event.interaction.asked_at, event.interaction.answered_at) == (0.0, 0.0)
-
-
 def test_a_key_is_found_by_its_digest_alone() -> None:
     store, key = SessionStore(), generate_key()
     store.apply(SessionOpened("s", compute_key_digest(key), StartSessionRequest("t")))
@@ -241,19 +229,6 @@ def test_only_what_nobody_needs_is_idle(ref: TicketRef | None, ended: bool, drop
     session.touched_at -= 3600.0
     assert store.list_droppable_sessions(3600.0) == [session]
     session.in_flight = 1
-    assert store.list_droppable_sessions(3600.0) == []
-
-
-def test_an_exported_session_is_idle_after_a_minute() -> None:
-    store = SessionStore()
-    store.apply(SessionOpened("s", b"k", StartSessionRequest("t")))
-    session = store.sessions["s"]
-    session.ended = True
-    session.touched_at -= 61.0
-    assert store.list_droppable_sessions(3600.0) == []
-    session.is_exported = True
-    assert store.list_droppable_sessions(3600.0) == [session]
-    session.touch()
     assert store.list_droppable_sessions(3600.0) == []
 
 

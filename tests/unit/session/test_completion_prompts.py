@@ -12,8 +12,8 @@ from areal_hpc.session.chat_template import TokenEncoder
 from areal_hpc.session.completion_prompts import match_ids_prompt, match_text_prompt
 from areal_hpc.session.tree import Interaction, InteractionTree
 from tests.support.chatml import byte_level_tokenizer
-from tests.support.prompt_audit import audit_prompt, prompt_ids
-from tests.unit.session.model_stub import TEMPLATE, answer, say, user
+from tests.support.prompt_audit import prompt_ids
+from tests.unit.session.model_stub import answer
 
 texts = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size=12)
 
@@ -103,19 +103,3 @@ def test_a_reply_is_decoded_once_however_many_prompts_come_after_it() -> None:
     for number in range(20):
         complete(tree, encoder, f"question {number}", "hello")
     assert encoder.decoded < 20
-
-
-def test_a_conversation_goes_on_as_its_text() -> None:
-    encoder, tree = encoder_of(leads=False), InteractionTree()
-    first = say(tree, [user("hi")], "hello")
-    text = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nhello<|im_end|>\nSystem:"
-    turn = match_text_prompt(tree, text, encoder)
-    assert (turn.parent, turn.new_text) == (first, "\nSystem:")
-
-
-def test_the_audit_shows_where_a_plain_prompt_was_split_by_the_model() -> None:
-    encoder, tree = encoder_of(leads=False), InteractionTree()
-    complete(tree, encoder, "What is 3 + 4?", "hello")
-    last, _ = complete(tree, encoder, "What is 3 + 4?hello and", "x")
-    (difference,) = audit_prompt(tree, last, TEMPLATE, encoder)
-    assert difference.recorded_text == difference.rendered_text == "hell"

@@ -224,16 +224,6 @@ def test_a_reply_that_its_client_left_is_never_trained() -> None:
             assert first.interaction_id in trained
 
 
-def test_a_reply_that_was_rewarded_is_trained_when_the_client_left_the_next_one() -> None:
-    tree = InteractionTree()
-    said = chain(tree, "one", "two")
-    said[0].reward, said[1].finish_reason = 1.0, "abort"
-    for style in ("concat", "individual"):
-        (plan,) = plan_rows(tree, ExportSettings(style))
-        assert plan.trained == {said[0].interaction_id}
-        assert plan.reward == 1.0
-
-
 def test_what_comes_before_a_reply_that_its_client_left_is_followed_by_what_comes_after() -> None:
     tree = InteractionTree()
     first = say(tree, [user("a")], "one", during=(0, 1))
@@ -255,16 +245,6 @@ def test_a_reward_that_a_client_passed_back_elsewhere_is_no_replys_own() -> None
     first.reward, last.reward = None, 0.0
     (row,) = build_training_rows(tree, KEY, settings=ExportSettings(is_credited=True))
     assert [call.reward for call in row.record.calls] == [None, Reward(0.0)]
-
-
-def test_what_a_client_passed_back_itself_is_no_sum_of_rewards() -> None:
-    tree = InteractionTree()
-    for one, earned in zip(chain(tree, "one", "two"), (0.9, 1.0), strict=True):
-        one.reward = earned
-    rows = build_training_rows(tree, KEY, settings=ExportSettings("individual", is_credited=True))
-    assert [(row.reward, row.record.is_credited) for row in rows] == [(0.9, True), (1.0, True)]
-    (row,) = build_training_rows(tree, KEY, settings=ExportSettings(is_credited=True))
-    assert row.reward == 1.0
 
 
 def test_retry_orphans_are_dropped_unless_they_are_wanted() -> None:

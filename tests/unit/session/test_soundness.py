@@ -30,21 +30,6 @@ def test_messages_that_can_be_compared_are_sound(message: dict[str, Any]) -> Non
     tree.add(other)
 
 
-def test_a_call_that_continues_another_counts_its_tokens_as_prompt() -> None:
-    tree = InteractionTree()
-    first = say(tree, [user("hi")], "hello")
-    assert first.interaction_id in tree
-    more = msgspec.structs.replace(
-        first, interaction_id="more", parent_id=first.interaction_id, prompt_tokens=1
-    )
-    expected = first.num_sequence_tokens + len(first.new_ids) // 4
-    said = f"expected a prompt of {expected} tokens, got 1"
-    assert find_interaction_defect(more, tree) == said
-    assert (
-        find_interaction_defect(msgspec.structs.replace(more, prompt_tokens=expected), tree) is None
-    )
-
-
 @pytest.mark.parametrize(
     ("places", "first", "is_sound"),
     [(0, 0, True), (-1, 0, False), (0, 1, False)],
