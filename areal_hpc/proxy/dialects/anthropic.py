@@ -180,7 +180,7 @@ def build_model_call(
 ) -> ModelCall:
     ignored = [*list_ignored_params(request)]
     dropped: list[str] = []
-    tools = _parse_tools(request.tools or [], model, ignored, dropped)
+    tools = _parse_tools(request.tools or [], ignored, dropped)
     choice = _parse_tool_choice(request.tool_choice, tools, model)
     form = request.output_config.format if request.output_config else None
     form = form or request.output_format
@@ -321,7 +321,7 @@ def _build_misplaced_block_error(message: _InputMessage, i: int, j: int) -> Prox
 
 
 def _parse_tools(
-    raw_tools: Sequence[msgspec.Raw], model: ServedModel, ignored: list[str], dropped: list[str]
+    raw_tools: Sequence[msgspec.Raw], ignored: list[str], dropped: list[str]
 ) -> list[dict[str, Any]]:
     declared: list[_InputTool] = [
         decode_request_json(one, _InputTool, f"tools[{i}]", ignored)

@@ -342,7 +342,7 @@ def _read_tools(
         mode = old if isinstance(old, str) else None
         name = old.name if isinstance(old, _NamedTool) else None
         return tools, parse_tool_choice(model, tools, mode, name, parallel=False)
-    tools = build_tool_schemas(request.tools, model, ignored, dropped)
+    tools = build_tool_schemas(request.tools, ignored, dropped)
     asked, mode, name, allowed = request.tool_choice, None, None, list[str]()
     if not isinstance(asked, _ToolChoiceObject):
         mode = asked
@@ -359,10 +359,7 @@ def _read_tools(
 
 
 def build_tool_schemas(
-    raw_tools: Sequence[msgspec.Raw] | None,
-    model: ServedModel,
-    ignored: list[str],
-    dropped: list[str],
+    raw_tools: Sequence[msgspec.Raw] | None, ignored: list[str], dropped: list[str]
 ) -> list[dict[str, Any]]:
     """The function schemas as the client wrote them, once they have been checked.
 

@@ -166,7 +166,7 @@ def build_model_call(
     _refuse_conflicting_options(request)
     ignored = [*list_ignored_params(request)]
     dropped: list[str] = []
-    offered = parse_tools(request.tools or [], model, ignored, dropped)
+    offered = parse_tools(request.tools or [], ignored, dropped)
     tools = offered.schemas
     choice = _parse_tool_choice(request, tools, model)
     messages = [*_list_previous_messages(request, session)]

@@ -31,7 +31,6 @@ from areal_hpc.proxy.dialects.validation import (
 from areal_hpc.proxy.engine.model_call import (
     ReplyContent,
     ReplyToolCall,
-    ServedModel,
     format_tool_call,
 )
 from areal_hpc.session.chat_template import Message
@@ -76,7 +75,7 @@ def qualify_tool_name(namespace: str | None, tool_name: str) -> str:
 
 
 def parse_tools(
-    raw_tools: Sequence[msgspec.Raw], model: ServedModel, ignored: list[str], dropped: list[str]
+    raw_tools: Sequence[msgspec.Raw], ignored: list[str], dropped: list[str]
 ) -> OfferedTools:
     """The tools of a request. Hints in them are added to `ignored`, types left out to `dropped`.
 

@@ -53,7 +53,7 @@ async def tokenize(
     else:
         call = ModelCall(
             messages=normalize_messages(request.messages or []),
-            tools=build_tool_schemas(request.tools, model, [], []) or None,
+            tools=build_tool_schemas(request.tools, [], []) or None,
             template_variables=request.chat_template_kwargs or None,
             sampling=SamplingParams(1.0, 0),
         )

@@ -121,14 +121,6 @@ async def test_rewards_pass_back_to_earlier_turns_and_agents(client: ArealOpenAI
     assert exported[other].completion.id == other
 
 
-async def test_arrival_credits_by_requests(server: ScriptedSGLang, client: ArealOpenAI) -> None:
-    server.script = lambda request: Script(delay_s=0.05)
-    await asyncio.gather(ask(client, HI), ask(client, AGAIN))
-    client.set_last_reward(1.0)
-    earned = client.apply_reward_discount(0.5, "chronological").values()
-    assert sorted(one or 0.0 for one in earned) == [0.5, 1.0]
-
-
 async def test_wrong_rewards_are_refused(client: ArealOpenAI) -> None:
     with pytest.raises(RuntimeError, match="no completed interaction"):
         client.set_last_reward(1.0)

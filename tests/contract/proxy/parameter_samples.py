@@ -12,44 +12,6 @@ CHAT_ADD = {"type": "function", "function": {"name": "add", "parameters": {"type
 TOOL = {"name": "add", "input_schema": {"type": "object"}}
 """The same as Messages have it."""
 
-USED: dict[str, dict[str, Any]] = {
-    "/chat/completions": {
-        "chat_template_kwargs": {"a": 1},
-        "functions": [{"name": "add", "parameters": {"type": "object"}}],
-        "function_call": "none",
-        "logprobs": True,
-        "top_logprobs": 2,
-        "modalities": ["text"],
-        "parallel_tool_calls": True,
-        "repetition_penalty": 1.1,
-        "stop_token_ids": [5],
-    },
-    "/completions": {
-        "best_of": 1,
-        "logprobs": 2,
-        "min_p": 0.1,
-        "response_format": {"type": "json_object"},
-    },
-    "/messages": {
-        "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}},
-        "stop_sequences": ["a"],
-        "system": [{"type": "text", "text": "Be brief."}],
-        "tools": [TOOL],
-        "tool_choice": {"type": "none"},
-        "top_k": 5,
-    },
-    "/responses": {
-        "include": ["message.output_text.logprobs"],
-        "instructions": "Be brief.",
-        "metadata": {"a": "b"},
-        "store": False,
-        "text": {"format": {"type": "json_object"}},
-        "tools": [ADD],
-        "tool_choice": "none",
-        "top_logprobs": 2,
-    },
-}
-"""Some that go together."""
 HINTS: dict[str, dict[str, Any]] = {
     "/chat/completions": {
         "enable_thinking": False,

@@ -77,78 +77,54 @@ def test_turns_in_the_shape_of_chats_are_read(stage: Stage, key: str) -> None:
     assert [one["role"] for one in interaction.new_messages] == ["user", "assistant", "tool"]
 
 
-RESULTS_WITH_IMAGES: list[tuple[str, dict[str, Any], str]] = [
+USED: list[dict[str, Any]] = [
+    {"type": "redacted_thinking", "data": "x"},
+    {"type": "tool_use", "id": "c", "name": "read", "input": {}},
+]
+RESULT = {
+    "type": "tool_result",
+    "tool_use_id": "c",
+    "content": [{"type": "text", "text": "a file"}, IMAGE],
+}
+CALLED = {"type": "function_call", "call_id": "c", "name": "read", "arguments": "{}"}
+OUTPUT: list[dict[str, Any]] = [
+    {"type": "input_text", "text": "a file"},
+    {"type": "input_image", "image_url": "data:image/png;base64,AA=="},
+]
+PARTS: list[dict[str, Any]] = [
+    {"type": "text", "text": "a file"},
+    {"type": "image_url", "image_url": {"url": "data:,"}},
+]
+RESULTS_WITH_IMAGES: list[tuple[str, str, list[Any], str]] = [
     (
         "/v1/messages",
-        {
-            "messages": [
-                *QUESTION,
-                {
-                    "role": "assistant",
-                    "content": [
-                        {"type": "redacted_thinking", "data": "x"},
-                        {"type": "tool_use", "id": "c", "name": "read", "input": {}},
-                    ],
-                },
-                {
-                    "role": "user",
-                    "content": [
-                        {
-                            "type": "tool_result",
-                            "tool_use_id": "c",
-                            "content": [{"type": "text", "text": "a file"}, IMAGE],
-                        }
-                    ],
-                },
-            ],
-            "max_tokens": 9,
-        },
+        "messages",
+        [{"role": "assistant", "content": USED}, {"role": "user", "content": [RESULT]}],
         "[image left out: this model reads text]",
     ),
     (
         "/v1/responses",
-        {
-            "input": [
-                *QUESTION,
-                {"type": "function_call", "call_id": "c", "name": "read", "arguments": "{}"},
-                {
-                    "type": "function_call_output",
-                    "call_id": "c",
-                    "output": [
-                        {"type": "input_text", "text": "a file"},
-                        {"type": "input_image", "image_url": "data:image/png;base64,AA=="},
-                    ],
-                },
-            ]
-        },
+        "input",
+        [CALLED, {"type": "function_call_output", "call_id": "c", "output": OUTPUT}],
         "[input_image left out: this model reads text]",
     ),
     (
         "/v1/chat/completions",
-        {
-            "messages": [
-                *QUESTION,
-                {"role": "assistant", "tool_calls": [CALL]},
-                {
-                    "role": "tool",
-                    "tool_call_id": "c",
-                    "content": [
-                        {"type": "text", "text": "a file"},
-                        {"type": "image_url", "image_url": {"url": "data:,"}},
-                    ],
-                },
-            ]
-        },
+        "messages",
+        [
+            {"role": "assistant", "tool_calls": [CALL]},
+            {"role": "tool", "tool_call_id": "c", "content": PARTS},
+        ],
         "[image_url left out: this model reads text]",
     ),
 ]
 
 
-@pytest.mark.parametrize(("route", "body", "placeholder"), RESULTS_WITH_IMAGES)
+@pytest.mark.parametrize(("route", "name", "history", "placeholder"), RESULTS_WITH_IMAGES)
 def test_an_image_in_a_tools_result_is_named_beside_the_text(
-    stage: Stage, key: str, route: str, body: dict[str, Any], placeholder: str
+    stage: Stage, key: str, route: str, name: str, history: list[Any], placeholder: str
 ) -> None:
-    answer = stage.post(route, body, key)
+    answer = stage.post(route, {name: [*QUESTION, *history]}, key)
     assert answer.status_code == 200, answer.text
     assert f"<|im_start|>tool\na file\n{placeholder}<|im_end|>" in prompt_of_last(stage)
 

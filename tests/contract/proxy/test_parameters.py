@@ -6,7 +6,7 @@ import pytest
 
 from areal_hpc.proxy.dialects.parameters import REFUSED_SAMPLING_OF_OTHER_ENGINES
 from areal_hpc.proxy.http.agent_api import DIALECT_BY_ROUTE
-from tests.contract.proxy.parameter_samples import HINTS, REFUSED, USED, body_with, body_without
+from tests.contract.proxy.parameter_samples import HINTS, REFUSED, body_with, body_without
 from tests.contract.proxy.talk import QUESTION, ask_least, assert_refused, ignored
 from tests.support.parameter_table import (
     get_refusal_by_param,
@@ -22,13 +22,6 @@ def sent(stage: Stage, route: str, body: dict[str, Any]) -> dict[str, Any]:
     ask_least(stage, stage.open_session()[1], route, **body)
     (request,) = stage.sglang.requests
     return {part: request[part] for part in ("input_ids", "sampling_params")}
-
-
-@pytest.mark.parametrize("route", DIALECT_BY_ROUTE)
-def test_used_parameters_are_accepted_and_not_counted(stage: Stage, route: str) -> None:
-    before = ignored(stage)
-    ask_least(stage, stage.open_session()[1], route, **USED[route])
-    assert ignored(stage) == before
 
 
 @pytest.mark.parametrize("route", DIALECT_BY_ROUTE)

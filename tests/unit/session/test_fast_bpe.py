@@ -85,18 +85,6 @@ def test_every_text_has_the_ids_of_the_tokenizer(text: str) -> None:
     assert encoders("qwen")[0].encode(text) == expected("qwen", text)
 
 
-@pytest.mark.parametrize("name", ["gpt2", *SPLITS])
-def test_words_that_are_tokens_are_known_from_the_start(name: str) -> None:
-    by_words = CachedAsciiBPEEncoder.from_tokenizer(tokenizer(name))
-    assert by_words is not None
-    known = {word: list(ids) for word, ids in by_words.items()}
-    assert known == {word: expected(name, word) for word in known}
-    vocabulary = tokenizer(name).get_vocab(with_added_tokens=False)
-    words_of_letters = {token for token in vocabulary if token.isascii() and token.isalpha()}
-    assert len(words_of_letters) > 50
-    assert words_of_letters <= by_words.keys()
-
-
 def test_words_are_forgotten_before_they_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     by_words = CachedAsciiBPEEncoder.from_tokenizer(tokenizer("qwen"))
     assert by_words is not None
