@@ -18,13 +18,9 @@ from areal_hpc.proxy.engine.call_limits import (
     refuse_call_beyond_limits,
     reserve_reply_tokens_per_choice,
 )
-from areal_hpc.proxy.engine.failover import (
-    RETRY_PAUSE_AFTER_ENGINE_ERROR_S,
-    RETRY_PAUSE_S,
-    CallTries,
-    ReplyFailover,
-)
+from areal_hpc.proxy.engine.failover import ReplyFailover
 from areal_hpc.proxy.engine.generation import (
+    EngineHungUpError,
     EngineResponseError,
     Generation,
     TokenChunk,
@@ -54,6 +50,14 @@ from areal_hpc.wire.replicas import ReplicaView
 log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
+MAX_ENGINE_FAILURES_PER_CALL = 3
+"""Tries that an engine has received and answered with an error, or hung up on. A call that is
+repeated for as long as its time lasts asks an engine that cannot answer it hundreds of times."""
+MAX_REPLICA_HANGUPS_PER_CALL = 2
+"""Replicas that may hang up on a call. Dying under two in turn is hardly a coincidence."""
+RETRY_PAUSE_S = 0.2
+RETRY_PAUSE_AFTER_ENGINE_ERROR_S = 1.0
+"""Time to learn whether the engine still serves."""
 EMPTY_CHUNK = TokenChunk("", [], [], [])
 GenerateOnReplica = Callable[[ReplicaView, GenerateRequest, float], Awaitable[Generation]]
 """(replica, request, seconds left) -> what was generated there."""
@@ -281,9 +285,12 @@ class CompletionService:
         may_repeat: Callable[[], bool] = lambda: True,
     ) -> tuple[Generation, int]:
         """What was generated, and the index of the replica that said the end of it."""
-        session, tries = prompt.session, CallTries()
+        # A replica that cannot be reached, or breaks a call off as it was told to, says nothing of
+        # the call: that is not counted.
+        session, lost = prompt.session, set[int]()
+        failed, hung_up = 0, set[tuple[int, int]]()
         while True:
-            replica = await self._router.pick_replica(session, prompt.give_up_at, tries.lost)
+            replica = await self._router.pick_replica(session, prompt.give_up_at, lost)
             timeout_s = max(prompt.give_up_at - time.monotonic(), 0.001)
             self._router.on_call_started(replica)
             began_at = time.time()
@@ -294,15 +301,22 @@ class CompletionService:
                 log.warning("replica %d lost a call: %s", replica.index, error)
                 _record_call_span("lost call", session, began_at, time.time(), replica.index)
                 self._router.on_call_lost(replica, error)
-                is_answered = isinstance(error, EngineResponseError)
-                pause_s = RETRY_PAUSE_AFTER_ENGINE_ERROR_S if is_answered else RETRY_PAUSE_S
                 if time.monotonic() >= prompt.give_up_at or not may_repeat():
                     raise ProxyRequestError(503, f"the replica was lost: {error}") from error
-                try:
-                    tries.count_lost_try(replica, error)
-                except RepeatedlyFailedCallError:
+                lost.add(replica.index)
+                is_answered = isinstance(error, EngineResponseError)
+                if isinstance(error, EngineHungUpError):
+                    hung_up.add((replica.index, replica.incarnation))
+                failed += is_answered or isinstance(error, EngineHungUpError)
+                problem = f"{failed} tries of this call failed"
+                if len(hung_up) >= MAX_REPLICA_HANGUPS_PER_CALL:
+                    problem = f"{len(hung_up)} replicas hung up on this call, so no other is asked"
+                elif failed < MAX_ENGINE_FAILURES_PER_CALL:
+                    problem = ""
+                if problem:
                     self.metrics.failed_calls.inc()
-                    raise
+                    raise RepeatedlyFailedCallError(f"{problem}: {error}") from error
+                pause_s = RETRY_PAUSE_AFTER_ENGINE_ERROR_S if is_answered else RETRY_PAUSE_S
             finally:
                 self._router.on_call_finished(session, replica)
             await asyncio.sleep(pause_s)

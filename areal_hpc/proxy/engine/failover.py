@@ -1,7 +1,4 @@
-"""Tries of one call on the replicas, and continuation of a reply on another one after one is lost.
-
-A call that is repeated for as long as its time lasts asks an engine that cannot answer it hundreds
-of times, and carries what engines die of to every replica of the cell: so tries are counted.
+"""Continuation of a reply on another replica after one is lost.
 
 A call that nobody has seen anything of is repeated whole. One whose client has read tokens cannot
 be: they would come out otherwise. The other replica is then asked to go on after them. What is
@@ -10,13 +7,9 @@ recorded is exactly what was sampled: every token with its log-probability and i
 
 import msgspec
 
-from areal_hpc.errors import RepeatedlyFailedCallError
 from areal_hpc.proxy.engine.generation import (
     NO_PENALTIES,
-    EngineHungUpError,
-    EngineResponseError,
     Generation,
-    UnfinishedEngineCallError,
     count_stop_prefix_chars,
 )
 from areal_hpc.proxy.engine.router import pack_weight_version
@@ -24,44 +17,6 @@ from areal_hpc.proxy.engine.sglang_client import GenerateRequest
 from areal_hpc.session.chat_template import TokenEncoder
 from areal_hpc.session.tree import VersionSpan, format_ids_as_json_inside, join_json_array_insides
 from areal_hpc.wire.replicas import ReplicaView
-
-MAX_ENGINE_FAILURES_PER_CALL = 3
-"""Tries that an engine has received and answered with an error, or hung up on."""
-MAX_REPLICA_HANGUPS_PER_CALL = 2
-"""Replicas that may hang up on a call. Dying under two in turn is hardly a coincidence."""
-RETRY_PAUSE_S = 0.2
-RETRY_PAUSE_AFTER_ENGINE_ERROR_S = 1.0
-"""After an engine's error: time to learn whether it still serves."""
-
-
-class CallTries:
-    """What one call has met so far.
-
-    A replica that could not be reached, or that broke a call off as its owner told it to, says
-    nothing of the call: that is not counted.
-    """
-
-    def __init__(self) -> None:
-        self.lost: set[int] = set()
-        """Replicas that did not finish the call, by index."""
-        self._failed = 0
-        self._hung_up: set[tuple[int, int]] = set()
-
-    def count_lost_try(self, replica: ReplicaView, error: UnfinishedEngineCallError) -> None:
-        """Count a try that a replica did not finish; raise once there were too many."""
-        self.lost.add(replica.index)
-        if isinstance(error, EngineHungUpError):
-            self._hung_up.add((replica.index, replica.incarnation))
-        if isinstance(error, EngineHungUpError | EngineResponseError):
-            self._failed += 1
-        if len(self._hung_up) >= MAX_REPLICA_HANGUPS_PER_CALL:
-            raise RepeatedlyFailedCallError(
-                f"{len(self._hung_up)} replicas hung up on this call, so no other is asked: {error}"
-            ) from error
-        if self._failed >= MAX_ENGINE_FAILURES_PER_CALL:
-            raise RepeatedlyFailedCallError(
-                f"{self._failed} tries of this call failed: {error}"
-            ) from error
 
 
 class ReplyFailover:

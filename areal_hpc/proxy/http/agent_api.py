@@ -16,12 +16,11 @@ from areal_hpc.proxy.completion.prompts import (
     zero_tiny_temperature,
 )
 from areal_hpc.proxy.completion.service import CompletionService
-from areal_hpc.proxy.dialects import responses_stored, tokenize
+from areal_hpc.proxy.dialects import responses_stored
 from areal_hpc.proxy.dialects.anthropic import MESSAGES_DIALECT
 from areal_hpc.proxy.dialects.chat import CHAT_DIALECT
 from areal_hpc.proxy.dialects.completions import COMPLETIONS_DIALECT
 from areal_hpc.proxy.dialects.dialect import Dialect, Exchange
-from areal_hpc.proxy.dialects.generate import GenerateBody, build_generate_request
 from areal_hpc.proxy.dialects.google import (
     CountTokensRequest,
     GenerateContentRequest,
@@ -34,6 +33,14 @@ from areal_hpc.proxy.dialects.google_reply import (
 from areal_hpc.proxy.dialects.google_reply import format_error as format_google_error
 from areal_hpc.proxy.dialects.openai import format_model, format_models
 from areal_hpc.proxy.dialects.responses import RESPONSES_DIALECT
+from areal_hpc.proxy.dialects.sglang import (
+    DetokenizeRequest,
+    GenerateBody,
+    TokenizeRequest,
+    build_generate_request,
+    detokenize,
+    tokenize,
+)
 from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel
 from areal_hpc.proxy.http.routes import ModelAnswer, Route
 from areal_hpc.proxy.sessions.store import Session
@@ -107,10 +114,10 @@ class AgentApi:
                 below = f"{path}/{TOKEN_COUNT_SUFFIX_BY_PATH[path]}"
                 answer: Callable[..., Any] = partial(self._count_tokens, below, dialect)
                 yield replace(tolerant, path=below, answer=answer)
-        answer = partial(tokenize.tokenize, self._completions.prompts, self._model)
-        yield Route("POST", "/tokenize", "session", answer, tokenize.TokenizeRequest)
-        answer = partial(tokenize.detokenize, self._model)
-        yield Route("POST", "/detokenize", "session", answer, tokenize.DetokenizeRequest)
+        answer = partial(tokenize, self._completions.prompts, self._model)
+        yield Route("POST", "/tokenize", "session", answer, TokenizeRequest)
+        answer = partial(detokenize, self._model)
+        yield Route("POST", "/detokenize", "session", answer, DetokenizeRequest)
         models = Route("GET", "/models", "session", self._list_models)
         models = replace(models, is_open_after_session_end=True)
         yield models
