@@ -132,22 +132,12 @@ class ArealOpenAI(AsyncOpenAI):
     # Rewards ------------------------------------------------------------------------------
 
     def set_reward(self, interaction_id: str, reward: float | Reward) -> None:
-        """Reward one interaction; a second time replaces the first.
-
-        Raises:
-            UnknownInteractionError: (a KeyError) It is not one of this client's.
-            InvalidRewardError: (a ValueError) The reward is no finite number.
-        """
+        """Reward one interaction; a second time replaces the first."""
         interaction = find_interaction_to_reward(self.tree, interaction_id)
         give_reward(interaction, parse_reward(reward), is_named=True)
 
     def set_last_reward(self, reward: float | Reward) -> None:
-        """Reward the last completed interaction.
-
-        Raises:
-            RuntimeError: There is none.
-            InvalidRewardError: The reward is no finite number.
-        """
+        """Reward the last completed interaction."""
         if not len(self.tree):
             raise RuntimeError("there is no completed interaction to reward")
         give_reward(self.tree.last_completed, parse_reward(reward), is_named=False)
@@ -163,9 +153,6 @@ class ArealOpenAI(AsyncOpenAI):
 
         Returns:
             What each interaction earned, by id; None where no reward reaches.
-
-        Raises:
-            RuntimeError: It was applied before.
         """
         return self._overwrite_rewards_with_earned(turn_discount, credit, frozenset())
 
@@ -203,9 +190,6 @@ class ArealOpenAI(AsyncOpenAI):
                 row per leaf of the tree; replies that leaves share are trained in the first.
             reward_discount: Applied before, unless a discount was.
             drop_retry_orphans: Leave out unused replies to a request that was sent again.
-
-        Raises:
-            ValueError: The style is unknown, or `concat` without that `chat_template_type`.
         """
         if style not in ("individual", "concat"):
             raise ValueError(f"Invalid export interactions style {style}")
