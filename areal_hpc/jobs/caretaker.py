@@ -30,7 +30,7 @@ from pydantic import Field
 
 from areal_hpc.errors import ClusterError, SlurmCommandError, SlurmNotFoundError
 from areal_hpc.jobs.config import ProcessConfig
-from areal_hpc.jobs.requeue import MAX_EXCLUDED_NODES, build_exclude_list
+from areal_hpc.jobs.requeue import build_exclude_list, exclude_nodes
 from areal_hpc.recipe.base import BaseConfig
 from areal_hpc.rundir.atomic import write_atomic
 from areal_hpc.rundir.jobs import (
@@ -40,9 +40,7 @@ from areal_hpc.rundir.jobs import (
     SlurmLaunchInfo,
     Submission,
     TaskExit,
-    add_excluded_node,
     get_latest_submissions,
-    list_unexpired_excluded_nodes,
     read_submissions,
     read_task_exits,
 )
@@ -376,8 +374,6 @@ class Caretaker:
         stages: Sequence[StageJobs],
     ) -> bool:
         files = self._paths.job(job.name)
-        launch = _read_launch_file(files)
-        assert launch.slurm is not None
         counts_it = job.name != CARETAKER_JOB
         count = _count_submissions(files) + 1
         if counts_it and count > MAX_SUBMISSIONS_WITHOUT_PROGRESS:
@@ -387,16 +383,17 @@ class Caretaker:
             self._report(f"{reason}; after {count - 1} submissions without progress that is all")
             return False
         if job.faulty_node:
+            assert job.submission is not None
             reason = f"{job.name} ended there before its first task started"
-            self._exclude_node(launch.slurm, job, job.faulty_node, reason)
+            exclude_nodes(self._paths, {job.faulty_node: reason}, job.submission.job_id)
         if counts_it:  # on a full disk nothing would bound the submissions: this raises then
             _write_submission_count(files, count - 1)
         submitted = submit_job_again(
-            launch.slurm,
+            self._paths,
             job.name,
             [
                 f"--dependency={_build_dependency(job.name, newest, stages)}",
-                *_build_exclude_options(files, launch.slurm),
+                *self._build_exclude_options(files),
             ],
             timeout_s=SUBMIT_TIMEOUT_S,
         )
@@ -421,6 +418,12 @@ class Caretaker:
             )
         return True
 
+    def _build_exclude_options(self, job: JobPaths) -> list[str]:
+        own = re.findall(r"^#SBATCH --exclude=(\S+)", job.script.read_text(), re.MULTILINE)
+        by_recipe = _read_slurm_info(job).excluded_by_recipe
+        excluded = build_exclude_list(self._paths, by_recipe, ",".join(own))
+        return [f"--exclude={excluded}"] if excluded else []
+
     def submit_waiting_job(self) -> None:
         """Submit the caretaker's job behind the run's jobs, from the one that runs now."""
         newest = get_latest_submissions(read_submissions(self._paths.submissions))
@@ -431,8 +434,6 @@ class Caretaker:
     def _release_after_failed_launch(self, job: JobStatus) -> None:
         assert job.submission is not None
         files, job_id = self._paths.job(job.name), job.submission.job_id
-        slurm = _read_launch_file(files).slurm
-        assert slurm is not None
         count = _count_submissions(files) + 1
         if count > MAX_SUBMISSIONS_WITHOUT_PROGRESS:
             return
@@ -441,11 +442,11 @@ class Caretaker:
         reasons = scontrol.read_reasons_of_drained_nodes(nodes) if nodes else {}
         culprits = list(reasons) or (nodes if len(nodes) == 1 else [])
         problem = "; ".join(f"{node}: {reasons.get(node, 'the start failed')}" for node in culprits)
-        for node in culprits:
-            self._exclude_node(slurm, job, node, problem)
+        exclude_nodes(self._paths, dict.fromkeys(culprits, problem), job_id)
         _write_submission_count(files, count - 1)  # on a full disk this raises
         if culprits:
-            excluded = build_exclude_list(slurm, scontrol.query_job(job_id).excluded_nodes)
+            by_recipe, now = _read_slurm_info(files), scontrol.query_job(job_id).excluded_nodes
+            excluded = build_exclude_list(self._paths, by_recipe.excluded_by_recipe, now)
             scontrol.update_waiting_job(job_id, "ExcNodeList", excluded)
         scontrol.control_job("release", job_id)
         _write_submission_count(files, count)
@@ -454,14 +455,6 @@ class Caretaker:
             reason=f"{job.name} could not be started ({problem or 'Slurm names no node'})",
         )  # fmt: skip
         self._report(f"{job.name} (job {job_id}) was held and is released: {problem}")
-
-    def _exclude_node(self, slurm: SlurmLaunchInfo, job: JobStatus, node: str, reason: str) -> None:
-        path = Path(slurm.excluded_nodes)
-        known = list_unexpired_excluded_nodes(path)
-        if node in known or len(known) >= MAX_EXCLUDED_NODES:
-            return
-        assert job.submission is not None
-        add_excluded_node(path, node, reason, job.submission.job_id)
 
 
 def _build_dependency(
@@ -483,10 +476,16 @@ def _read_launch_file(job: JobPaths) -> LaunchFile:
     return msgspec.json.decode(job.launch.read_bytes(), type=LaunchFile)
 
 
+def _read_slurm_info(job: JobPaths) -> SlurmLaunchInfo:
+    info = _read_launch_file(job).slurm
+    assert info is not None
+    return info
+
+
 def _read_progress_bytes(job: JobPaths) -> int:
     with contextlib.suppress(OSError):
-        slurm = _read_launch_file(job).slurm
-        return Path(slurm.progress).stat().st_size if slurm and slurm.progress else 0
+        progress = _read_slurm_info(job).progress
+        return Path(progress).stat().st_size if progress else 0
     return 0
 
 
@@ -504,12 +503,6 @@ def _count_submissions(job: JobPaths) -> int:
 def _write_submission_count(job: JobPaths, count: int) -> None:
     content = {"submissions": count, "progress_bytes": _read_progress_bytes(job)}
     write_atomic(job.caretaker_submission_count, msgspec.json.encode(content))
-
-
-def _build_exclude_options(job: JobPaths, slurm: SlurmLaunchInfo) -> list[str]:
-    own = re.findall(r"^#SBATCH --exclude=(\S+)", job.script.read_text(), re.MULTILINE)
-    excluded = build_exclude_list(slurm, ",".join(own))
-    return [f"--exclude={excluded}"] if excluded else []
 
 
 def run(config: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -24,13 +24,12 @@ from areal_hpc.jobs.restart_policy import (
 from areal_hpc.rundir.atomic import write_atomic
 from areal_hpc.rundir.cancellation import is_cancelled
 from areal_hpc.rundir.jobs import (
-    SlurmLaunchInfo,
     TaskExit,
     add_excluded_node,
     list_unexpired_excluded_nodes,
     read_excluded_nodes_with_expired,
 )
-from areal_hpc.rundir.paths import JobPaths
+from areal_hpc.rundir.paths import JobPaths, RunPaths
 from areal_hpc.slurm import scontrol
 from areal_hpc.slurm.allocation import expand_node_list
 
@@ -107,29 +106,26 @@ class StartProgressTracker:
         return FailuresWithoutProgress()
 
 
-def record_new_faulty_nodes(
-    slurm: SlurmLaunchInfo, outcomes: Sequence[TaskExit], job_id: str
-) -> list[str]:
-    """Put the nodes that failed the probe on the run's list; those that are new there."""
-    path = Path(slurm.excluded_nodes)
-    known = list_unexpired_excluded_nodes(path)
-    faulty = {one.faulty_node: one.reason for one in outcomes if one.faulty_node}
-    new = {node: reason for node, reason in faulty.items() if node not in known}
-    for node, reason in new.items():
-        add_excluded_node(path, node, reason, job_id)
-    return list(new)
+def exclude_nodes(paths: RunPaths, reasons: Mapping[str, str], job_id: str) -> list[str]:
+    """Put nodes on the run's list, unless it is too long to be true; those that are new there."""
+    known = list_unexpired_excluded_nodes(paths.excluded_nodes)
+    room = max(0, MAX_EXCLUDED_NODES - len(known))
+    new = [node for node in reasons if node not in known][:room]
+    for node in new:
+        add_excluded_node(paths.excluded_nodes, node, reasons[node], job_id)
+    return new
 
 
-def build_exclude_list(slurm: SlurmLaunchInfo, already_excluded: str) -> str:
+def build_exclude_list(paths: RunPaths, excluded_by_recipe: str, already_excluded: str) -> str:
     """Nodes that a job must not get: those `already_excluded`, and those that failed since.
 
     Both in Slurm's notation. Those of the run's list whose time is up are left out, unless the
     recipe excludes them.
     """
-    path = Path(slurm.excluded_nodes)
+    path = paths.excluded_nodes
     excluded = list_unexpired_excluded_nodes(path)
     expired = {one.node for one in read_excluded_nodes_with_expired(path)}.difference(
-        excluded, expand_node_list(slurm.excluded_by_recipe)
+        excluded, expand_node_list(excluded_by_recipe)
     )
     named = expand_node_list(already_excluded)
     if not expired.isdisjoint(named):
@@ -140,7 +136,10 @@ def build_exclude_list(slurm: SlurmLaunchInfo, already_excluded: str) -> str:
 
 
 def requeue_own_job(
-    slurm: SlurmLaunchInfo, give_up_at: float, report_refusal: Callable[[str], None]
+    paths: RunPaths,
+    excluded_by_recipe: str,
+    give_up_at: float,
+    report_refusal: Callable[[str], None] = log.error,
 ) -> RequeueResult:
     """Have Slurm start this job, which runs, once more.
 
@@ -151,9 +150,9 @@ def requeue_own_job(
         requeues the job, "not requeued" where it refused, or could not be asked.
     """
     job_id = os.environ["SLURM_JOB_ID"]
-    while not is_cancelled(Path(slurm.cancelled)):
+    while not is_cancelled(paths.cancelled_marker):
         try:
-            return _requeue_if_running(slurm, job_id)
+            return _requeue_if_running(paths, excluded_by_recipe, job_id)
         except (SlurmTimeoutError, OSError) as silence:
             log.warning("slurmctld or storage did not answer, asking again: %s", silence)
             if time.monotonic() >= give_up_at:
@@ -165,13 +164,13 @@ def requeue_own_job(
     return "cancelled"
 
 
-def _requeue_if_running(slurm: SlurmLaunchInfo, job_id: str) -> RequeueResult:
+def _requeue_if_running(paths: RunPaths, excluded_by_recipe: str, job_id: str) -> RequeueResult:
     facts = scontrol.query_job(job_id)
     if facts.state != scontrol.RUNNING_STATE:
         log.info("Slurm reports this job as %s; it will not be requeued", facts.state)
         return "ended by Slurm"
     try:
-        excluded = build_exclude_list(slurm, facts.excluded_nodes)
+        excluded = build_exclude_list(paths, excluded_by_recipe, facts.excluded_nodes)
     except OSError as error:
         log.error("no further nodes are excluded, as their list cannot be read: %s", error)
         excluded = facts.excluded_nodes

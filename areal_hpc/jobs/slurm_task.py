@@ -31,7 +31,7 @@ from areal_hpc.jobs.requeue import (
     PAUSES_BEFORE_WRITING_AGAIN_S,
     StartProgressTracker,
     cancel_own_job,
-    record_new_faulty_nodes,
+    exclude_nodes,
     requeue_own_job,
 )
 from areal_hpc.jobs.restart_policy import (
@@ -99,7 +99,7 @@ class SlurmTask:
         self._is_first_reached = position.is_first
         """It answers at the beginning of a start only."""
         self._is_superseded = self._is_preempted = self._ends_cancelled = False
-        self._run_dir_watch = RunDirWatch(launch.run_dir)
+        self._run_dir_watch = RunDirWatch(launch.run.root)
         self._kill_at = time.monotonic() + launch.stop_grace_s
 
     def begin(self) -> TaskExit | None:
@@ -166,7 +166,7 @@ class SlurmTask:
     def _report_node_problems(self, node: str, findings: list[NodeProblem]) -> TaskExit:
         excluded: list[str] = []
         with _log_storage_errors("the nodes that are not to be given again"):
-            excluded = list_unexpired_excluded_nodes(Path(self._slurm.excluded_nodes))
+            excluded = list_unexpired_excluded_nodes(self._launch.run.excluded_nodes)
         is_fault_of_node = (
             all(finding.is_fault_of_node for finding in findings)
             and len(excluded) < MAX_EXCLUDED_NODES
@@ -320,7 +320,7 @@ class SlurmTask:
 
     def _describe_gone_run_dir(self) -> str:
         return (
-            f"the run's folder {self._launch.run_dir} is gone: it was moved or removed; "
+            f"the run's folder {self._launch.run.root} is gone: it was moved or removed; "
             "areal-hpc resume goes on at its new place, or after moving it back"
         )
 
@@ -343,7 +343,8 @@ class SlurmTask:
         outcomes = [*gathered.values(), *self._absent]
         faulty: list[str] = []
         with _log_storage_errors("the nodes that are not to be given again"):
-            faulty = record_new_faulty_nodes(self._slurm, outcomes, self._job_id)
+            reasons = {one.faulty_node: one.reason for one in outcomes if one.faulty_node}
+            faulty = exclude_nodes(self._launch.run, reasons, self._job_id)
         counts = self._progress_tracker.update_failure_counts(
             outcomes, waits_for_room=not self._is_preempted
         )
@@ -369,7 +370,9 @@ class SlurmTask:
             return decisive
         # Slurm itself ends the asking of a job whose time is up.
         give_up_at = time.monotonic() + REQUEUE_TIMEOUT_S
-        requeue_result = requeue_own_job(self._slurm, give_up_at, log.error)
+        requeue_result = requeue_own_job(
+            self._launch.run, self._slurm.excluded_by_recipe, give_up_at
+        )
         self._events.record(
             f"job_{requeue_result.replace(' ', '_')}", job_id=self._job_id, node=self._node,
             reason=decisive.cause, excluded=faulty,
@@ -380,7 +383,7 @@ class SlurmTask:
             # itself with jobs that are still there when the grace is over. Others end at once,
             # for a caretaker to submit them: until then they count against a limit of jobs.
             _wait_until(
-                lambda: is_cancelled(Path(self._slurm.cancelled)),
+                lambda: is_cancelled(self._launch.run.cancelled_marker),
                 time.monotonic() + PREEMPTION_KILL_TIMEOUT_S,
             )
         return msgspec.structs.replace(decisive, reason=f"{decisive.reason} ({requeue_result})")

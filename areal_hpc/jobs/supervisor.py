@@ -65,7 +65,7 @@ def run_task(launch_path: str) -> None:
     outcome is also left in the job's folder, because not every launcher sees exit codes.
     """
     launch = msgspec.json.decode(Path(launch_path).read_bytes(), type=LaunchFile)
-    forbid_making(launch.run_dir)
+    forbid_making(launch.run.root)
     position = detect_task_position(os.environ)
     os.umask(launch.umask)  # Slurm hands on that of whoever submitted
     if launch.slurm is None and launch.step is None and os.getpid() != os.getsid(0):

@@ -97,7 +97,7 @@ def build_run_context(
 ) -> RunContext:
     """Options that all jobs of a run share."""
     return RunContext(
-        name=f"{recipe.experiment_name}-{recipe.trial_name}",
+        name=paths.queue_name,
         run_dir=paths.root,
         jobs_dir=paths.jobs_dir,
         pythons=pythons,
@@ -167,13 +167,7 @@ def _build_launch_file(
         umask=UMASKS[cluster.readable_by],
         stop_grace_s=cluster.stop_grace_s,
         slurm=SlurmLaunchInfo(
-            submissions=str(paths.submissions),
-            script=str(paths.job(spec.name).script),
-            excluded_nodes=str(paths.excluded_nodes),
             excluded_by_recipe=str(sbatch_flags.get("exclude", "")),
-            job_name=request.name,
-            comment=request.comment,
-            cancelled=str(paths.cancelled_marker),
             interface=network.interface,
             progress=str(stage.progress or paths.metrics),
             done_marker=str(stage.done_marker),

@@ -11,7 +11,7 @@ from areal_hpc.errors import IdleError, LostTrainerRankError
 from areal_hpc.rundir.atomic import write_atomic
 from areal_hpc.rundir.folders import make_folder
 from areal_hpc.rundir.jsonl import append_line, read_readable_records
-from areal_hpc.rundir.paths import JobPaths
+from areal_hpc.rundir.paths import JobPaths, RunPaths
 
 STOPPED_EXIT_CODE = 143
 """The task was told to stop: neither success nor failure."""
@@ -71,22 +71,10 @@ class JobSpec(Struct, frozen=True):
 
 
 class SlurmLaunchInfo(Struct, frozen=True):
-    """Facts about its own submission that a job under Slurm needs."""
+    """Facts that a job under Slurm needs."""
 
-    submissions: str
-    """Where submissions of the run's jobs are recorded."""
-    script: str
-    """The sbatch script that this job was submitted with."""
-    excluded_nodes: str
-    """List of the nodes that failed their check, with the reason."""
-    job_name: str
-    """In Slurm, before the token of a submission."""
-    comment: str
-    """In Slurm, before the token of a submission: the run directory comes first."""
-    cancelled: str
-    """While this file exists, a job that is told to stop ends and is not requeued."""
     excluded_by_recipe: str = ""
-    """Nodes that the recipe excludes, in Slurm's notation: for good, unlike `excluded_nodes`."""
+    """Nodes that the recipe excludes, in Slurm's notation: for good, unlike those that failed."""
     interface: str = ""
     """Network interface whose address other nodes use; empty: where the host's name leads."""
     margin_s: float = REQUEUE_MARGIN_S
@@ -149,8 +137,8 @@ class LaunchFile(Struct, frozen=True):
         return JobPaths(Path(self.job_dir))
 
     @property
-    def run_dir(self) -> Path:
-        return Path(self.events).parent
+    def run(self) -> RunPaths:
+        return RunPaths(Path(self.events).parent)
 
 
 class TaskExit(Struct, frozen=True):

@@ -181,6 +181,11 @@ class RunPaths(_Folder):
     def log_dir(self, attempt: int) -> Path:
         return self.logs_dir / f"attempt_{attempt:02d}"
 
+    @property
+    def queue_name(self) -> str:
+        """`<experiment>-<trial>`: so its jobs in the queue are called, before their own names."""
+        return f"{self.root.parent.name}-{self.root.name}"
+
     def list_attempts(self) -> list[int]:
         """Numbers of the launches made so far, oldest first."""
         if not self.logs_dir.is_dir():

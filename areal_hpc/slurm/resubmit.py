@@ -8,46 +8,41 @@ import os
 import re
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from areal_hpc.rundir.jobs import (
-    SlurmLaunchInfo,
     Submission,
     get_latest_submissions,
     read_submissions,
     record_submission,
 )
+from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.slurm import scontrol
 from areal_hpc.slurm.submit_exactly_once import JobIdentity, submit_script
 
 log = logging.getLogger(__name__)
 
 
-def submit_job_again(
-    slurm: SlurmLaunchInfo, job: str, options: Sequence[str], *, timeout_s: float
-) -> str:
+def submit_job_again(paths: RunPaths, job: str, options: Sequence[str], *, timeout_s: float) -> str:
     """Submit a job's script once more, record that, and redirect who waits for it; the new number.
 
     `job` is its name within the run; `options` of sbatch replace those of the script. A slurmctld
     that is silent is waited for `timeout_s`.
     """
-    submissions = Path(slurm.submissions)
-    before = get_latest_submissions(read_submissions(submissions)).get(job)
-    identity = JobIdentity.create(slurm.job_name, slurm.comment)
+    before = get_latest_submissions(read_submissions(paths.submissions)).get(job)
+    script = paths.job(job).script
+    identity = JobIdentity.create(f"{paths.queue_name}-{job}", str(paths.root))
     environ = scontrol.strip_job_variables(os.environ)
-    new_id = submit_script(
-        Path(slurm.script), identity, options, environ=environ, timeout_s=timeout_s
-    )
+    new_id = submit_script(script, identity, options, environ=environ, timeout_s=timeout_s)
     submission = Submission(
         job=job,
         job_id=new_id,
         attempt=before.attempt if before else 1,
         submitted_at=time.time(),
-        script=slurm.script,
+        script=str(script),
         token=identity.token,
     )
     try:
-        record_submission(submissions, submission)
+        record_submission(paths.submissions, submission)
     except OSError as error:  # commands find the job by its comment
         log.error("job %s is submitted and not recorded: %s", new_id, error)
     if before is not None:

@@ -131,7 +131,7 @@ def _build_record_if_of_run(paths: RunPaths, job: SlurmJobRecord) -> Submission 
         return None
     token = _TOKEN_PATTERN.search(job.name)
     full_name = _TOKEN_PATTERN.sub("", job.name)
-    name = full_name.removeprefix(f"{paths.root.parent.name}-{paths.root.name}-")
+    name = full_name.removeprefix(f"{paths.queue_name}-")
     return Submission(
         job=name,
         job_id=job.job_id,

@@ -9,11 +9,10 @@ import msgspec
 import pytest
 
 from areal_hpc.errors import ClusterError
-from areal_hpc.rundir.jobs import JobSpec, LaunchFile, ProcessSpec, read_task_exits
+from areal_hpc.rundir.jobs import JobSpec, LaunchFile, ProcessSpec, SlurmLaunchInfo, read_task_exits
 from areal_hpc.rundir.paths import RunPaths
 from tests.support.deadlines import scaled
 from tests.support.scripted_slurm import ScriptedSlurm
-from tests.support.slurm_launch import build_slurm_launch_info
 
 TASK = "import sys; from areal_hpc.jobs.supervisor import run_task; run_task(sys.argv[1])"
 TOLD = {"JOB_ID": "7", "PROCID": "0", "NTASKS": "1", "LOCALID": "0", "NODEID": "0"}
@@ -36,7 +35,7 @@ def test_a_job_that_cannot_write_the_files_of_its_processes_says_so_and_is_reque
         events=str(paths.events),
         pythons={"train": sys.executable},
         stop_grace_s=0.1,
-        slurm=build_slurm_launch_info(paths, "trainer", least_free_bytes=1, margin_s=0.1),
+        slurm=SlurmLaunchInfo(least_free_bytes=1, margin_s=0.1),
     )
     files.launch.write_bytes(msgspec.json.encode(launch))
     others = {name: text for name, text in os.environ.items() if not name.startswith("SLURM_")}

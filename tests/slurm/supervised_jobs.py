@@ -18,6 +18,7 @@ from areal_hpc.rundir.jobs import (
     JobSpec,
     LaunchFile,
     ProcessSpec,
+    SlurmLaunchInfo,
     Submission,
     TaskExit,
     get_latest_submissions,
@@ -31,7 +32,6 @@ from areal_hpc.slurm.resubmit import build_caretaker_dependency
 from tests.support.deadlines import scaled
 from tests.support.devclusters import SLURM_POLL_S, Devcluster
 from tests.support.environments import CHECKOUT
-from tests.support.slurm_launch import build_slurm_launch_info
 from tests.support.waiting import wait_for
 
 STOP_GRACE_S = scaled(6.0)
@@ -76,9 +76,7 @@ class SupervisedJob:
                 CARETAKER_JOB, tasks="first", restarts=3, ends_job=self.name == CARETAKER_JOB
             )
             processes = [*(processes if self.name != CARETAKER_JOB else ()), caretaker]
-        told = build_slurm_launch_info(
-            self.run, self.name, margin_s=MARGIN_S, progress=progress, least_free_bytes=64 << 20
-        )
+        told = SlurmLaunchInfo(margin_s=MARGIN_S, progress=progress, least_free_bytes=64 << 20)
         return LaunchFile(
             job=JobSpec(self.name, "agents", processes, tasks=tasks),
             job_dir=str(self.files.root),

@@ -83,7 +83,10 @@ def test_what_slurm_cancels_or_cannot_start_is_submitted_again(
     for job in (trainer, lost, preempted):
         assert len(job.resubmissions()) == 1, job.name
     names = cancelling.slurm("squeue", "-h", "-t", "R", "-o", "%j").split()
-    found = sorted(name.partition(".")[0] for name in names if name != "wrap")
+    prefixes = f"{trainer.run.queue_name}-"
+    found = sorted(
+        name.partition(".")[0].removeprefix(prefixes) for name in names if name != "wrap"
+    )
     assert found == [*CELLS, "trainer"]
     cancelling.slurm("scancel", waiting)
     cancelling.slurm("srun", SAFE, "--nodelist=n04", "umount", str(root))

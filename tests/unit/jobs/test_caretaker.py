@@ -20,6 +20,7 @@ from areal_hpc.rundir.jobs import (
     STOPPED_EXIT_CODE,
     JobSpec,
     LaunchFile,
+    SlurmLaunchInfo,
     Submission,
     TaskExit,
     get_latest_submissions,
@@ -32,7 +33,6 @@ from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.slurm.queue import SlurmJobRecord
 from areal_hpc.slurm.states import parse_state
 from tests.support.scripted_slurm import ScriptedSlurm
-from tests.support.slurm_launch import build_slurm_launch_info
 
 NAMES = ("cell-0", "cell-1")
 STAGE = StageJobs(leader="trainer", others=NAMES, done_marker=Path("FINISHED"))
@@ -163,7 +163,7 @@ def caretaker(paths: RunPaths) -> Caretaker:
         record_submission(
             paths.submissions, Submission(name, str(number), 1, 0.0, str(files.script))
         )
-        told = build_slurm_launch_info(paths, name, job_name=f"run-{name}")
+        told = SlurmLaunchInfo()
         launch = LaunchFile(
             *(JobSpec(name, "agents", []), str(files.root), "", str(paths.events), {}), slurm=told
         )

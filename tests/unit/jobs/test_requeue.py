@@ -3,6 +3,7 @@
 import errno
 import os
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,6 @@ from areal_hpc.rundir.jobs import (
     EXCLUDED_NODE_LIFETIME_S,
     STOPPED_EXIT_CODE,
     ExcludedNode,
-    SlurmLaunchInfo,
     TaskExit,
     add_excluded_node,
     list_unexpired_excluded_nodes,
@@ -23,7 +23,6 @@ from areal_hpc.rundir.jsonl import append_line
 from areal_hpc.rundir.paths import RunPaths
 from tests.support.deadlines import scaled
 from tests.support.scripted_slurm import ScriptedSlurm
-from tests.support.slurm_launch import build_slurm_launch_info
 
 
 @pytest.fixture
@@ -51,8 +50,8 @@ def test_a_job_asks_for_another_start_until_slurm_has_answered(
     slurm.answer_about_jobs(action)
     paths.excluded_nodes.mkdir(parents=True)
     told: list[str] = []
-    info = build_slurm_launch_info(paths, "trainer")
-    assert requeue_own_job(info, time.monotonic() + scaled(60.0), told.append) == result
+    give_up_at = time.monotonic() + scaled(60.0)
+    assert requeue_own_job(paths, "", give_up_at, told.append) == result
     assert (len(told), slurm.list_calls("scontrol requeue")) == (refusals, ["scontrol requeue 7"])
 
 
@@ -96,14 +95,16 @@ def test_counts_that_cannot_be_read_count_as_none(paths: RunPaths) -> None:
 
 
 def test_a_failed_node_is_excluded_for_a_day_and_the_recipes_own_for_good(tmp_path: Path) -> None:
-    path = tmp_path / "excluded_nodes.jsonl"
-    slurm = SlurmLaunchInfo("", "", str(path), "trainer", "", "", excluded_by_recipe="n[01-02]")
-    assert build_exclude_list(slurm, "n[01-02]") == "n[01-02]"
+    paths = RunPaths(tmp_path)
+    path = paths.excluded_nodes
+    path.parent.mkdir()
+    exclude = partial(build_exclude_list, paths, "n[01-02]")
+    assert exclude("n[01-02]") == "n[01-02]"
     long_ago = time.time() - EXCLUDED_NODE_LIFETIME_S - 1
     for node in ("n02", "n05"):
         append_line(path, ExcludedNode(node, "no GPU", long_ago))
     add_excluded_node(path, "n07", "no storage", "9")
     assert list_unexpired_excluded_nodes(path) == ["n07"]
-    assert build_exclude_list(slurm, "n[01-02],n05,n09") == "n01,n02,n09,n07"
+    assert exclude("n[01-02],n05,n09") == "n01,n02,n09,n07"
     add_excluded_node(path, "n05", "no GPU", "12")
-    assert build_exclude_list(slurm, "n[01-02],n05") == "n[01-02],n05,n07", "it failed again"
+    assert exclude("n[01-02],n05") == "n[01-02],n05,n07", "it failed again"

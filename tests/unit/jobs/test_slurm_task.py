@@ -15,6 +15,7 @@ from areal_hpc.rundir.jobs import (
     STOPPED_EXIT_CODE,
     JobSpec,
     LaunchFile,
+    SlurmLaunchInfo,
     TaskExit,
     read_task_exits,
     write_task_exit,
@@ -23,7 +24,6 @@ from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.events import EventLog
 from tests.support.deadlines import scaled
 from tests.support.scripted_slurm import ScriptedSlurm
-from tests.support.slurm_launch import build_slurm_launch_info
 
 GRACE_S, SAVE_S = 0.2, 60.0
 STOPPED = TaskExit(STOPPED_EXIT_CODE, reason="stopped by a signal")
@@ -55,7 +55,7 @@ def make_task(paths: RunPaths, tasks: int = 1, rank: int = 0) -> SlurmTask:
     """A task of a trainer that is about to begin on one node."""
     files = paths.job("trainer")
     files.root.mkdir(parents=True, exist_ok=True)
-    told = build_slurm_launch_info(paths, "trainer", margin_s=0.5, least_free_bytes=1)
+    told = SlurmLaunchInfo(margin_s=0.5, least_free_bytes=1)
     job = JobSpec("trainer", "train", [], tasks=tasks)
     launch = LaunchFile(
         *(job, str(files.root), "", str(paths.events), {"train": sys.executable}),

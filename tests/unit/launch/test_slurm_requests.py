@@ -102,7 +102,6 @@ def test_tasks_are_told_the_network_and_how_to_go_on(tmp_path: Path) -> None:
     assert launch.launcher_lock is None
     assert launch.slurm is not None
     assert launch.slurm.interface == "ib0"
-    assert launch.slurm.script == f"{found.run_dir}/jobs/trainer/job.sbatch"
     assert launch.slurm.done_marker == f"{found.run_dir}/FINISHED"
 
 
