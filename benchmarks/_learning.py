@@ -16,7 +16,7 @@ from areal_hpc.trainer.batch.packing import TrainingRow
 from areal_hpc.trainer.batch.training_rows import ADVANTAGE_CHANNEL, BEHAVIOR_LOGPROBS_CHANNEL
 from areal_hpc.trainer.model.families.architecture import parse_architecture
 from areal_hpc.trainer.model.hf_weights import load_hf
-from areal_hpc.trainer.model.policy import Policy, build_policy
+from areal_hpc.trainer.model.policy import TrainedNetwork, build_policy
 from areal_hpc.trainer.objective.loss_stats import LossStats, Number
 from areal_hpc.trainer.objective.policy_loss import compute_policy_loss
 from areal_hpc.trainer.optimizer import build_optimizer
@@ -121,7 +121,7 @@ class Trainee:
 
     def __init__(self, hf_model: Any, device: torch.device, dtype: torch.dtype, max_tokens: int):
         arch = parse_architecture(hf_model.config.to_dict(), "benchmark")
-        self.policy: Policy = build_policy(arch, ParallelConfig(), dtype, device)
+        self.policy: TrainedNetwork = build_policy(arch, ParallelConfig(), dtype, device)
         state = hf_model.state_dict()
         load_hf(self.policy, lambda tensor, part: state[tensor.name][part])
         self.optimizer = build_optimizer(self.policy, AdamConfig(lr=RATE))

@@ -89,10 +89,10 @@ from areal_hpc.trainer.step import (
     MicroBatch,
     apply_gradients,
     compute_logprobs_and_entropy,
-    compute_row_logprobs,
     make_micro_batches_of_this_rank,
     run_forward_backward,
     run_passes,
+    score_rows,
 )
 from areal_hpc.trainer.untrained import (
     build_damaged_batch_record_or_raise,
@@ -494,9 +494,7 @@ class Learner:
         ids = choose_probe_ids(self.policy.arch.vocab)
         row = TrainingRow(np.array(ids, np.int32), np.ones(len(ids), np.uint8), {})
         with self._raise_out_of_memory_as_recipe_error():
-            (logprobs_T,) = compute_row_logprobs(
-                self.policy, [row], minibatch_count=1, max_tokens=len(ids)
-            )
+            (logprobs_T,) = score_rows(self.policy, [row], minibatch_count=1, max_tokens=len(ids))
         note_place_reached(f"sending of the weights {self.version}")
         if not np.isfinite(logprobs_T).all():
             raise ClusterError(

@@ -17,7 +17,7 @@ from areal_hpc.trainer.model.memory_estimate import (
     describe_cheapest_fitting_change,
     estimate_stage_memory,
 )
-from areal_hpc.trainer.model.policy import Policy
+from areal_hpc.trainer.model.policy import TrainedNetwork
 
 OUT_OF_MEMORY_TEXTS = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
 """Of CUDA and NCCL, of the CPU's allocator, of cuBLAS: not all raise `torch.OutOfMemoryError`."""
@@ -56,7 +56,7 @@ def note_work_on_memory_error(describe_work: Callable[[], str]) -> Iterator[None
 
 @contextmanager
 def raise_out_of_memory_as_recipe_error(
-    policy: Policy, config: TrainerConfig, critic: Architecture | None = None
+    policy: TrainedNetwork, config: TrainerConfig, critic: Architecture | None = None
 ) -> Iterator[None]:
     """Turn an error of memory into a RecipeError: what was done, the estimate, a key to turn."""
     try:

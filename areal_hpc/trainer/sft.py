@@ -31,7 +31,7 @@ from areal_hpc.trainer.config import SftJobConfig
 from areal_hpc.trainer.memory import raise_out_of_memory_as_recipe_error
 from areal_hpc.trainer.model.families.architecture import read_architecture
 from areal_hpc.trainer.model.hf_weights import HfModelReader, load_hf, save_hf_model
-from areal_hpc.trainer.model.policy import TORCH_DTYPE_BY_NAME, Policy, build_policy
+from areal_hpc.trainer.model.policy import TORCH_DTYPE_BY_NAME, TrainedNetwork, build_policy
 from areal_hpc.trainer.objective.loss_stats import LossStats
 from areal_hpc.trainer.process_groups import run_rank
 from areal_hpc.trainer.step import MicroBatch, make_micro_batches_of_this_rank, train_step
@@ -72,7 +72,7 @@ def _run_sft(job: SftJobConfig, paths: RunPaths, device: torch.device, stop: Sto
 class SftTrainer:
     """Loop of supervised fine-tuning, resumed from its latest checkpoint when there is one."""
 
-    def __init__(self, job: SftJobConfig, paths: RunPaths, policy: Policy) -> None:
+    def __init__(self, job: SftJobConfig, paths: RunPaths, policy: TrainedNetwork) -> None:
         self._job = job
         self._policy = policy
         self._cancelled_marker = paths.cancelled_marker

@@ -35,10 +35,11 @@ from areal_hpc.trainer.model.logprobs import (
     consume_logits_into_logprobs_and_entropy,
     consume_logits_into_token_logprobs,
 )
-from areal_hpc.trainer.model.policy import Network, Policy, TrainedNetwork
+from areal_hpc.trainer.model.policy import Network, TrainedNetwork
 from areal_hpc.trainer.objective.importance_sampling import TokenRowMap
 from areal_hpc.trainer.objective.loss_stats import LossStats
 from areal_hpc.trainer.optimizer import step_optimizer_if_norm_is_usable
+from areal_hpc.trainer.private_apis.megatron_private import ScoredTokenCritic
 from areal_hpc.trainer.rank_progress import note_detail, note_place_reached
 from areal_hpc.wire.fault_points import fault_point
 from areal_hpc.wire.trajectory import SamplingMask
@@ -69,7 +70,7 @@ class MicroBatch:
 
 
 LossFunction = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, LossStats]]
-"""From a micro-batch and its log-probabilities [N] to the summed loss and what to report."""
+"""From a micro-batch and log-probabilities (or values) [N] to the summed loss and statistics."""
 
 
 def make_micro_batches_of_this_rank(
@@ -150,12 +151,16 @@ def run_forward_backward(
 ) -> LossStats:
     """Forward (and backward) over all micro-batches. A collective over all ranks.
 
-    With `backward`, gradients are summed over ranks and divided by the number of scored tokens
-    of the whole batch. The statistics are complete only on the last pipeline stage.
+    `loss` is given log-probabilities, of a critic values. With `backward`, gradients are summed
+    over ranks and divided by the number of scored tokens of the whole batch. The statistics are
+    complete only on the last pipeline stage.
     """
+    is_critic = isinstance(network.gpt, ScoredTokenCritic)
 
-    def score(batch: MicroBatch, logits_1NV: torch.Tensor) -> tuple[torch.Tensor, LossStats]:
-        scored = _list_scoring_arguments(network, batch, logits_1NV)
+    def score(batch: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, LossStats]:
+        if is_critic:
+            return loss(batch, output[0])
+        scored = _list_scoring_arguments(network, batch, output)
         return loss(batch, consume_logits_into_token_logprobs(*scored))
 
     return run_passes(network, batches, score, backward=backward)
@@ -182,18 +187,6 @@ def _list_scoring_arguments(
         network.arch.vocab,
         parallel_state.get_tensor_model_parallel_group(),
         batch.sampleable_tokens,
-    )
-
-
-def run_value_passes(
-    critic: Network, batches: Sequence[MicroBatch], loss: LossFunction, *, backward: bool
-) -> LossStats:
-    """Forward (and backward) passes of a critic, whose values [N] `loss` is given. A collective."""
-    return run_passes(
-        critic,
-        batches,
-        lambda batch, values_1N: loss(batch, values_1N[0]),
-        backward=backward,
     )
 
 
@@ -241,7 +234,7 @@ def run_passes(
 
 
 def train_step(
-    policy: Policy,
+    policy: TrainedNetwork,
     optimizer: Any,
     batches: Sequence[MicroBatch],
     loss: LossFunction,
@@ -265,39 +258,21 @@ ScoresByRow = list[npt.NDArray[np.float32]]
 """For each row a number for each of its tokens: 0 where the loss does not see it."""
 
 
-def compute_row_logprobs(
+def score_rows(
     network: Network, rows: Sequence[TrainingRow], *, minibatch_count: int, max_tokens: int
 ) -> ScoresByRow:
-    """Log-probabilities of all trained tokens, on every rank. A collective.
+    """Log-probabilities of all trained tokens, of a critic the values of the states before them.
 
-    Rows share passes as they do in training, so that the policy finds the same bits there.
+    On every rank. A collective. Rows share passes as they do in training, so that the policy finds
+    the same bits there.
     """
-    return _score_by_minibatch(network, rows, minibatch_count, max_tokens, run_forward_backward)
-
-
-def compute_row_values(
-    critic: Network, rows: Sequence[TrainingRow], *, minibatch_count: int, max_tokens: int
-) -> ScoresByRow:
-    """A critic's values of the states before all trained tokens, likewise. A collective."""
-    return _score_by_minibatch(critic, rows, minibatch_count, max_tokens, run_value_passes)
-
-
-def _score_by_minibatch(
-    network: Network,
-    rows: Sequence[TrainingRow],
-    minibatch_count: int,
-    max_tokens: int,
-    run: Callable[..., LossStats],
-) -> ScoresByRow:
     scores: ScoresByRow = [np.empty(0, np.float32)] * len(rows)
     for hand, part in enumerate(deal_rows_round_robin_into_minibatches(rows, minibatch_count)):
-        scores[hand::minibatch_count] = _score_minibatch(network, part, max_tokens, run)
+        scores[hand::minibatch_count] = _score_minibatch(network, part, max_tokens)
     return scores
 
 
-def _score_minibatch(
-    network: Network, rows: Sequence[TrainingRow], max_tokens: int, run: Callable[..., LossStats]
-) -> ScoresByRow:
+def _score_minibatch(network: Network, rows: Sequence[TrainingRow], max_tokens: int) -> ScoresByRow:
     channels = [name for name in rows[0].channels if name == TEMPERATURE_CHANNEL]
     found: list[tuple[npt.NDArray[np.int64], torch.Tensor]] = []
 
@@ -306,7 +281,7 @@ def _score_minibatch(
         return scores_N.sum(), LossStats()
 
     batches = make_micro_batches_of_this_rank(network, rows, channels, max_tokens)
-    run(network, batches, note, backward=False)
+    run_forward_backward(network, batches, note, backward=False)
     lengths = [len(row.input_ids_T) for row in rows]
     flat = torch.zeros(sum(lengths))
     # The other tensor-parallel ranks found the same.

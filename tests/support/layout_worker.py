@@ -23,15 +23,15 @@ from areal_hpc.trainer.model.hf_weights import (
     save_hf_model,
     stream_hf_tensors,
 )
-from areal_hpc.trainer.model.policy import Policy, build_policy
+from areal_hpc.trainer.model.policy import TrainedNetwork, build_policy
 from areal_hpc.trainer.objective.loss_stats import LossStats
 from areal_hpc.trainer.optimizer import build_optimizer
 from areal_hpc.trainer.scoring.frozen_models import load_frozen_network
 from areal_hpc.trainer.step import (
     MicroBatch,
-    compute_row_logprobs,
     make_micro_batches_of_this_rank,
     run_forward_backward,
+    score_rows,
     train_step,
 )
 from tests.support.reference_models import SIZES, by_checkpoint_name, hf_model
@@ -86,7 +86,7 @@ def weighted_loss(batch: MicroBatch, logprobs_N: torch.Tensor) -> tuple[torch.Te
     return total, LossStats(sums, {"gap": largest})
 
 
-def exported_gradients(policy: Policy) -> dict[str, torch.Tensor]:
+def exported_gradients(policy: TrainedNetwork) -> dict[str, torch.Tensor]:
     """The reduced gradients, carried out by the same way as weights."""
     for buffer in policy.ddp_module.buffers + policy.ddp_module.expert_parallel_buffers:
         group = buffer.data_parallel_group
@@ -124,16 +124,16 @@ class Case:
         load_hf(self.policy, lambda tensor, part: self.state[tensor.name][part])
         self.optimizer.reload_model_params()
 
-    def build(self) -> tuple[Policy, Any]:
+    def build(self) -> tuple[TrainedNetwork, Any]:
         policy = build_policy(self.arch, self.parallel, torch.float32, torch.device("cpu"))
         load_hf(policy, lambda tensor, part: torch.zeros(tensor.shape)[part])
         config = AdamConfig(lr=LR, weight_decay=0.1, clip_grad=1.0)
         return policy, build_optimizer(policy, config)
 
-    def batches(self, policy: Policy, rows: list[TrainingRow]) -> list[MicroBatch]:
+    def batches(self, policy: TrainedNetwork, rows: list[TrainingRow]) -> list[MicroBatch]:
         return make_micro_batches_of_this_rank(policy, rows, CHANNELS, max_tokens=90)
 
-    def step(self, policy: Policy, optimizer: Any, seed: int) -> tuple[float, float]:
+    def step(self, policy: TrainedNetwork, optimizer: Any, seed: int) -> tuple[float, float]:
         """One update: the loss before it, and the gradient norm."""
         batches = self.batches(policy, make_rows(seed))
         tally, norm = train_step(policy, optimizer, batches, weighted_loss, LR)
@@ -216,7 +216,7 @@ class Case:
         merged = {key: value for part in parts for key, value in part.items()}
         return [merged[key] for key in sorted(merged)]
 
-    def resume(self, store: CheckpointStore) -> tuple[Policy, float]:
+    def resume(self, store: CheckpointStore) -> tuple[TrainedNetwork, float]:
         """Another trainer that takes the third step from the checkpoint; its loss."""
         checkpoint = find_latest_checkpoint(store._directory)
         assert checkpoint is not None
@@ -256,9 +256,9 @@ class Case:
         frozen = load_frozen_network(
             self.folder / "saved", self.parallel, torch.float32, torch.device("cpu"), "reference"
         )
-        expected = compute_row_logprobs(self.policy, rows, minibatch_count=3, max_tokens=90)
+        expected = score_rows(self.policy, rows, minibatch_count=3, max_tokens=90)
         with frozen.hold_weights_on_device() as network:
-            found = compute_row_logprobs(network, rows, minibatch_count=3, max_tokens=90)
+            found = score_rows(network, rows, minibatch_count=3, max_tokens=90)
         return all(np.array_equal(one, other) for one, other in zip(found, expected, strict=True))
 
 

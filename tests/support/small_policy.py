@@ -15,7 +15,7 @@ from areal_hpc.trainer.batch.training_rows import ADVANTAGE_CHANNEL
 from areal_hpc.trainer.model.cpu import megatron_cpu
 from areal_hpc.trainer.model.families.architecture import read_architecture
 from areal_hpc.trainer.model.hf_weights import HfModelReader, load_hf
-from areal_hpc.trainer.model.policy import Policy, build_policy
+from areal_hpc.trainer.model.policy import TrainedNetwork, build_policy
 from areal_hpc.trainer.objective.loss_stats import LossStats
 from areal_hpc.trainer.optimizer import build_optimizer
 from areal_hpc.trainer.process_groups import init_process_groups_and_device
@@ -52,7 +52,7 @@ def load_policy(
     dtype: DTypeName,
     device: torch.device,
     parallel: ParallelConfig | None = None,
-) -> Policy:
+) -> TrainedNetwork:
     """The model of a directory, this rank's part of it; whole unless a layout is named."""
     arch = read_architecture(model_dir)
     policy = build_policy(arch, parallel or ParallelConfig(), getattr(torch, dtype), device)
@@ -73,7 +73,7 @@ def make_training_row(
     return TrainingRow(np.array(input_ids, dtype=np.int32), mask_T, filled)
 
 
-def list_scored_logprobs(policy: Policy, row: TrainingRow) -> list[float]:
+def list_scored_logprobs(policy: TrainedNetwork, row: TrainingRow) -> list[float]:
     """Log-probabilities of the row's scored tokens, in order. For a lone rank."""
     found: list[float] = []
 
@@ -88,7 +88,9 @@ def list_scored_logprobs(policy: Policy, row: TrainingRow) -> list[float]:
     return found
 
 
-def pack_into_micro_batches(policy: Policy, rows: Sequence[TrainingRow]) -> list[MicroBatch]:
+def pack_into_micro_batches(
+    policy: TrainedNetwork, rows: Sequence[TrainingRow]
+) -> list[MicroBatch]:
     """This rank's micro-batches, with every channel that the rows have."""
     longest = max(len(row.input_ids_T) for row in rows)
     return make_micro_batches_of_this_rank(
@@ -101,7 +103,10 @@ def compute_loss(batch: MicroBatch, logprobs_N: torch.Tensor) -> tuple[torch.Ten
 
 
 def take_step_with_fresh_adamw(
-    policy: Policy, rows: Sequence[TrainingRow], rate: float, loss: LossFunction = compute_loss
+    policy: TrainedNetwork,
+    rows: Sequence[TrainingRow],
+    rate: float,
+    loss: LossFunction = compute_loss,
 ) -> tuple[LossStats, float]:
     optimizer = build_optimizer(policy, AdamConfig(lr=rate, weight_decay=0.0))
     optimizer.reload_model_params()

@@ -19,7 +19,7 @@ from areal_hpc.recipe.sections.trainer import ParallelConfig
 from areal_hpc.rundir.atomic import write_atomic
 from areal_hpc.trainer.batch.training_rows import ADVANTAGE_CHANNEL
 from areal_hpc.trainer.memory import read_peak_memory_bytes
-from areal_hpc.trainer.model.policy import Policy
+from areal_hpc.trainer.model.policy import TrainedNetwork
 from areal_hpc.trainer.objective.loss_stats import LossStats, ReducedStats
 from areal_hpc.trainer.process_groups import destroy_process_groups
 from areal_hpc.trainer.step import MicroBatch, run_forward_backward
@@ -156,7 +156,7 @@ def compute_loss_and_gap(
 
 
 def take_and_compare_step(
-    policy: Policy,
+    policy: TrainedNetwork,
     exact_reference: TransformersLogprobsAndGradient,
     rounded_reference: TransformersLogprobsAndGradient,
 ) -> StepComparison:

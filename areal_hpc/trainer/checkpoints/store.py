@@ -63,7 +63,7 @@ from areal_hpc.trainer.collectives import (
     raise_on_all_ranks,
     read_with_retries_on_all_ranks,
 )
-from areal_hpc.trainer.model.policy import Policy
+from areal_hpc.trainer.model.policy import TrainedNetwork
 from areal_hpc.trainer.optimizer import build_optimizer
 from areal_hpc.wire.fault_points import fault_point
 
@@ -100,7 +100,7 @@ class CheckpointStore:
 
     def build_optimizer_and_load_latest(
         self,
-        policy: Policy,
+        policy: TrainedNetwork,
         config: AdamConfig,
         *,
         is_offloaded: bool = False,
@@ -151,7 +151,7 @@ class CheckpointStore:
 
     def finish_earlier_and_begin_save(
         self,
-        policy: Policy,
+        policy: TrainedNetwork,
         optimizer: Any,
         state: TrainerState,
         critic: NetworkWithOptimizer | None = None,

@@ -34,7 +34,7 @@ from areal_hpc.trainer.model.families.weight_map import (
     to_hf,
     to_megatron,
 )
-from areal_hpc.trainer.model.policy import Network, Policy
+from areal_hpc.trainer.model.policy import Network, TrainedNetwork
 
 HfTensorSpecWithDtype = tuple[str, tuple[int, ...], torch.dtype]
 """Name, shape and dtype."""
@@ -287,7 +287,7 @@ def load_hf(network: Network, read_slices: ReadSlices) -> None:
             target.copy_(to_megatron(parameter, parts, network.arch, tp))
 
 
-def list_hf_specs(policy: Policy) -> list[HfTensorSpecWithDtype]:
+def list_hf_specs(policy: TrainedNetwork) -> list[HfTensorSpecWithDtype]:
     """Name, shape and dtype of every tensor that `stream_hf_tensors` yields, in order."""
     return [
         (tensor.name, tensor.shape, policy.dtype)
@@ -297,7 +297,7 @@ def list_hf_specs(policy: Policy) -> list[HfTensorSpecWithDtype]:
 
 
 @torch.no_grad()
-def stream_hf_tensors(policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:
+def stream_hf_tensors(policy: TrainedNetwork) -> Iterator[tuple[str, torch.Tensor]]:
     """Every whole tensor by its Hugging Face name, in the order of `list_hf_specs`.
 
     A collective over the tensor-, pipeline- and expert-parallel groups: every rank must drain it,
@@ -310,7 +310,7 @@ def stream_hf_tensors(policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:
             yield spec.name, tensor
 
 
-def _broadcast_from_owner(policy: Policy, parameter: ParamMap) -> torch.Tensor:
+def _broadcast_from_owner(policy: TrainedNetwork, parameter: ParamMap) -> torch.Tensor:
     stages = parallel_state.get_pipeline_model_parallel_group()
     spread = parallel_state.get_expert_model_parallel_group()
     local = policy.get_local_part(parameter)
@@ -337,7 +337,7 @@ def _find_pipeline_stage(parameter: ParamMap, layers: int, stages: int) -> int:
 
 
 def _gather_shards(
-    policy: Policy, own_shard: torch.Tensor, parameter: ParamMap
+    policy: TrainedNetwork, own_shard: torch.Tensor, parameter: ParamMap
 ) -> list[torch.Tensor]:
     ranks = count_tp_shards(parameter, policy.split.tp)
     if ranks == 1:
@@ -349,7 +349,7 @@ def _gather_shards(
 
 
 def save_hf_model(
-    policy: Policy, source_dir: Path, target_dir: Path, *, file_bytes: int = MAX_FILE_BYTES
+    policy: TrainedNetwork, source_dir: Path, target_dir: Path, *, file_bytes: int = MAX_FILE_BYTES
 ) -> None:
     """Write a model directory (`write_or_replace_hf_model_dir`) from the weights of all ranks.
 

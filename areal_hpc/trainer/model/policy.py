@@ -1,6 +1,6 @@
 """This rank's part of a Megatron GPT, from an architecture. No other file builds one."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
 
@@ -66,19 +66,18 @@ class Network:
     split: PackParallelism
     rope_frequencies: torch.Tensor
     """Rotary angle per position [head_dim / 2]."""
+    weight_map: list[ParamMap] = field(init=False)
+    """What a model directory has of it."""
     _held: dict[str, torch.nn.Parameter] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.weight_map = list_parameter_maps(self.arch)
         self._held = dict(self.gpt.named_parameters())
 
     @property
     def module(self) -> torch.nn.Module:
         module: torch.nn.Module = self.gpt
         return module
-
-    @property
-    def weight_map(self) -> list[ParamMap]:
-        return list_parameter_maps(self.arch)
 
     def get_local_part(self, parameter: ParamMap) -> torch.Tensor | None:
         """This rank's part of a parameter; None when only other ranks hold it."""
@@ -125,11 +124,6 @@ class TrainedNetwork(Network):
         return module
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class Policy(TrainedNetwork):
-    """The network that acts, as it is trained."""
-
-
 def build_policy(
     arch: Architecture,
     parallel: ParallelConfig,
@@ -137,26 +131,17 @@ def build_policy(
     device: torch.device,
     activations: ActivationMemoryConfig = KEEP_ALL_ACTIVATIONS,
     head_dtype: HeadDtype = "mixed",
-) -> Policy:
+) -> TrainedNetwork:
     """An uninitialized network on this rank; load weights into it before use.
 
     Process groups must exist (`process_groups.init_process_groups_and_device`).
     """
     network = build_network(arch, parallel, dtype, device, activations, head_dtype)
-    return Policy(
-        arch=arch,
-        gpt=network.gpt,
-        dtype=dtype,
-        device=device,
-        split=network.split,
-        rope_frequencies=network.rope_frequencies,
-        ddp_module=wrap_for_training(network),
-        offloads_activations=activations.offload,
-    )
+    return prepare_for_training(network, activations)
 
 
-def wrap_for_training(network: Network) -> DistributedDataParallel:
-    """Megatron's wrapper, with the gradient buffers of this rank."""
+def prepare_for_training(network: Network, activations: ActivationMemoryConfig) -> TrainedNetwork:
+    """The network in Megatron's wrapper, with the gradient buffers of this rank."""
     gpt, config = network.gpt, network.gpt.config
     for name, parameter in gpt.named_parameters():
         if ".experts." in name:
@@ -177,7 +162,8 @@ def wrap_for_training(network: Network) -> DistributedDataParallel:
     # Until the last micro-batch gradients are only added up; then each bucket is reduced as soon as
     # the backward pass is done with it.
     config.no_sync_func = replica.no_sync
-    return replica
+    held = {one.name: getattr(network, one.name) for one in fields(Network) if one.init}
+    return TrainedNetwork(**held, ddp_module=replica, offloads_activations=activations.offload)
 
 
 def build_network(

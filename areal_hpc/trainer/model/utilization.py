@@ -17,7 +17,7 @@ from areal_hpc.rundir.jsonl import JsonMetricRow
 from areal_hpc.trainer.batch.packing import TrainingRow
 from areal_hpc.trainer.model.families.architecture import Architecture
 from areal_hpc.trainer.model.families.weight_map import list_parameter_maps
-from areal_hpc.trainer.model.policy import Policy
+from areal_hpc.trainer.model.policy import TrainedNetwork
 
 PEAK_TFLOPS_BY_NAME = (
     ("GB200", 2500.0),
@@ -39,7 +39,7 @@ sparsity."""
 
 
 def measure_training_speed(
-    policy: Policy, rows: Sequence[TrainingRow], tokens: float, train_s: float
+    policy: TrainedNetwork, rows: Sequence[TrainingRow], tokens: float, train_s: float
 ) -> JsonMetricRow:
     """Metrics of optimizer steps on these rows, which hold `tokens` tokens, by their wall time."""
     ranks = dist.get_world_size()

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,6 @@ from areal_hpc.trainer.model.families.weight_map import (
     HfTensorSpec,
     ParamMap,
     TpSplit,
-    list_parameter_maps,
 )
 from areal_hpc.trainer.model.hf_weights import HfModelReader, load_hf
 from areal_hpc.trainer.model.memory_estimate import drop_ep_for_dense_network
@@ -37,7 +36,7 @@ from areal_hpc.trainer.model.policy import (
     TORCH_DTYPE_BY_NAME,
     TrainedNetwork,
     build_network,
-    wrap_for_training,
+    prepare_for_training,
 )
 from areal_hpc.trainer.objective.loss_stats import LossStats
 from areal_hpc.trainer.objective.policy_loss import compute_minibatch_factors
@@ -46,33 +45,18 @@ from areal_hpc.trainer.step import (
     MicroBatch,
     ScoresByRow,
     apply_gradients,
-    compute_row_values,
     make_micro_batches_of_this_rank,
-    run_value_passes,
+    run_forward_backward,
+    score_rows,
 )
 
 HEAD_TENSOR_NAME = "score.weight"
 """The head of transformers' classifiers and reward models of one output."""
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class Critic(TrainedNetwork):
-    """The network that learns values, as it is trained."""
-
-    has_stored_head: bool = False
-    """The model directory has a head; else it begins at 0, and so do all values."""
-
-    @property
-    def weight_map(self) -> list[ParamMap]:
-        """What is read from the model directory."""
-        table = [one for one in list_parameter_maps(self.arch) if one.megatron != OUTPUT_LAYER_NAME]
-        if self.has_stored_head:
-            head = HfTensorSpec(HEAD_TENSOR_NAME, (1, self.arch.hidden))
-            table.append(ParamMap(OUTPUT_LAYER_NAME, (head,), TpSplit.WHOLE))
-        return table
-
-
-def load_critic(model_dir: Path, config: TrainerConfig, device: torch.device, key: str) -> Critic:
+def load_critic(
+    model_dir: Path, config: TrainerConfig, device: torch.device, key: str
+) -> TrainedNetwork:
     """The critic of a model directory, which the recipe names at `key`, with its weights."""
     # Its head is never that of the embedding, however the policy's is.
     arch = replace(read_architecture(model_dir), tied=False)
@@ -81,18 +65,12 @@ def load_critic(model_dir: Path, config: TrainerConfig, device: torch.device, ke
         TORCH_DTYPE_BY_NAME[config.dtype],
     )
     network = build_network(arch, parallel, dtype, device, config.activations, gives_values=True)
+    critic = prepare_for_training(network, config.activations)
     reader = HfModelReader(model_dir, key)
-    critic = Critic(
-        arch=arch,
-        gpt=network.gpt,
-        dtype=dtype,
-        device=device,
-        split=network.split,
-        rope_frequencies=network.rope_frequencies,
-        ddp_module=wrap_for_training(network),
-        offloads_activations=config.offload.activations,
-        has_stored_head=reader.has_tensor(HEAD_TENSOR_NAME),
-    )
+    critic.weight_map = [one for one in critic.weight_map if one.megatron != OUTPUT_LAYER_NAME]
+    if reader.has_tensor(HEAD_TENSOR_NAME):  # else it begins at 0, and so do all values
+        head = HfTensorSpec(HEAD_TENSOR_NAME, (1, arch.hidden))
+        critic.weight_map.append(ParamMap(OUTPUT_LAYER_NAME, (head,), TpSplit.WHOLE))
     load_hf(critic, reader.read_tensor)
     return critic
 
@@ -107,7 +85,7 @@ class CriticTrainer:
         self._config = config
         self._keys = config.objective.critic
         folder = self._keys.model if isinstance(self._keys.model, Path) else model_path
-        self.network: Critic = load_critic(folder, config, device, CRITIC_MODEL_RECIPE_KEY)
+        self.network = load_critic(folder, config, device, CRITIC_MODEL_RECIPE_KEY)
         self._adam = config.optimizer.model_copy(update={"lr": self._keys.lr})
         self._optimizer: Any = build_optimizer(
             self.network, self._adam, is_offloaded=config.offload.optimizer
@@ -122,7 +100,7 @@ class CriticTrainer:
 
     def score(self, rows: Sequence[TrainingRow]) -> ScoresByRow:
         """Its values of the states before all trained tokens of the rows. A collective."""
-        return compute_row_values(
+        return score_rows(
             self.network,
             rows,
             minibatch_count=self._config.minibatches,
@@ -142,7 +120,7 @@ class CriticTrainer:
                 self.network, part, CRITIC_CHANNELS, self._config.max_tokens_per_microbatch
             )
             loss = partial(self._compute_loss, factor=factor)
-            stats.add(run_value_passes(self.network, batches, loss, backward=True))
+            stats.add(run_forward_backward(self.network, batches, loss, backward=True))
             norms.append(apply_gradients(self.network, self._optimizer, rate))
         sums = stats.reduce_over_ranks(VALUE_SUM_NAMES, ()).sums
         tokens = max(1.0, sums["tokens"])

@@ -23,10 +23,15 @@ from areal_hpc.trainer.batch.training_rows import NO_SCORES, BatchScores
 from areal_hpc.trainer.model.families.architecture import read_architecture
 from areal_hpc.trainer.model.hf_weights import HfModelReader, load_hf, save_hf_model
 from areal_hpc.trainer.model.memory_estimate import drop_ep_for_dense_network
-from areal_hpc.trainer.model.policy import TORCH_DTYPE_BY_NAME, Network, Policy, build_network
+from areal_hpc.trainer.model.policy import (
+    TORCH_DTYPE_BY_NAME,
+    Network,
+    TrainedNetwork,
+    build_network,
+)
 from areal_hpc.trainer.private_apis.torch_private import pin_host_memory
 from areal_hpc.trainer.scoring.served_teacher import ServedTeacher
-from areal_hpc.trainer.step import ScoresByRow, compute_row_logprobs
+from areal_hpc.trainer.step import ScoresByRow, score_rows
 
 
 @dataclass(slots=True, eq=False)
@@ -59,7 +64,7 @@ class FrozenNetwork:
             for parameter, waiting in self._host.items():
                 parameter.data = waiting
 
-    def copy_weights_from(self, policy: Policy) -> None:
+    def copy_weights_from(self, policy: TrainedNetwork) -> None:
         held = dict(policy.gpt.named_parameters())
         for name, parameter in self.network.gpt.named_parameters():
             self._host[parameter].copy_(held[name].data)
@@ -118,7 +123,7 @@ class FrozenModels:
     def are_needed(self) -> bool:
         return self._reference is not None or self._config.objective.teacher.coef > 0
 
-    def score(self, policy: Policy, step: int, rows: Sequence[TrainingRow]) -> BatchScores:
+    def score(self, policy: TrainedNetwork, step: int, rows: Sequence[TrainingRow]) -> BatchScores:
         """What the objective has to know of the rows that lead to `step`. A collective.
 
         Raises as `ServedTeacher.score` does.
@@ -146,7 +151,7 @@ class FrozenModels:
             found["kl/teacher"] = -sum(float(gap_T.sum(dtype=float)) for gap_T in gaps) / tokens
         return found
 
-    def update_and_save_reference_if_due(self, policy: Policy, step: int) -> None:
+    def update_and_save_reference_if_due(self, policy: TrainedNetwork, step: int) -> None:
         """Let the policy of this step be the reference, if it is time. A collective."""
         every = self._config.objective.kl.update_every_steps
         if self._reference is None or not every or step % every:
@@ -194,7 +199,7 @@ class FrozenModels:
 
     def _score(self, network: Network, rows: Sequence[TrainingRow]) -> ScoresByRow:
         config = self._config
-        return compute_row_logprobs(
+        return score_rows(
             network,
             rows,
             minibatch_count=config.minibatches,

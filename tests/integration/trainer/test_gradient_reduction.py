@@ -9,18 +9,18 @@ import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything 
 from areal_hpc.recipe.sections.trainer import ActivationMemoryConfig, ParallelConfig
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.trainer.model import policy as policy_module
-from areal_hpc.trainer.model.policy import Policy
+from areal_hpc.trainer.model.policy import TrainedNetwork
 from tests.integration.trainer.test_recompute import DENSE, MIXTURE, build, compute_gradients
 from tests.support.replay_worker import Scenario, begin_training, make_learner, state_of, take_step
 
 SMALL_BUCKET = 2_000
 
 
-def list_bucket_groups(policy: Policy) -> list[Any]:
+def list_bucket_groups(policy: TrainedNetwork) -> list[Any]:
     return [*policy.ddp_module.bucket_groups, *policy.ddp_module.expert_parallel_bucket_groups]
 
 
-def note_begun_reductions(policy: Policy) -> list[int]:
+def note_begun_reductions(policy: TrainedNetwork) -> list[int]:
     """How many buckets are on their way at the end of each backward pass, from now on."""
     begun: list[int] = []
     finish = policy.ddp_module.finish_grad_sync

@@ -19,7 +19,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from areal_hpc.recipe.sections.trainer import ActivationMemoryConfig, ParallelConfig
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.trainer.model.elementwise import swiglu
-from areal_hpc.trainer.model.policy import Policy
+from areal_hpc.trainer.model.policy import TrainedNetwork
 from areal_hpc.trainer.objective.loss_stats import LossStats
 from areal_hpc.trainer.step import MicroBatch, run_forward_backward
 from tests.integration.trainer.test_recompute import MIXTURE, build, make_batches
@@ -56,7 +56,7 @@ def describe_checkpoint(module: Any) -> dict[str, set[tuple[Any, ...]]]:
     return found
 
 
-def score(policy: Policy) -> torch.Tensor:
+def score(policy: TrainedNetwork) -> torch.Tensor:
     """Log-probabilities of all micro-batches; leaves the gradients of their sum."""
     seen = []
 

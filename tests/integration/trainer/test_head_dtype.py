@@ -17,7 +17,7 @@ from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.trainer.batch.packing import TrainingRow
 from areal_hpc.trainer.model.families.architecture import Architecture
 from areal_hpc.trainer.model.hf_weights import load_hf
-from areal_hpc.trainer.model.policy import Policy, build_policy
+from areal_hpc.trainer.model.policy import TrainedNetwork, build_policy
 from areal_hpc.trainer.objective.loss_stats import LossStats
 from areal_hpc.trainer.step import MicroBatch, make_micro_batches_of_this_rank, run_forward_backward
 from tests.support.layout_worker import exported_gradients
@@ -31,7 +31,7 @@ MOST_ERROR = 2e-5
 """Of a log-probability, in nats; with logits in bfloat16 it is .03."""
 
 
-def build(arch: Architecture, parallel: ParallelConfig, head_dtype: HeadDtype) -> Policy:
+def build(arch: Architecture, parallel: ParallelConfig, head_dtype: HeadDtype) -> TrainedNetwork:
     device = torch.device("cpu")
     policy = build_policy(arch, parallel, torch.bfloat16, device, KEEP_ALL_ACTIVATIONS, head_dtype)
 
@@ -44,7 +44,7 @@ def build(arch: Architecture, parallel: ParallelConfig, head_dtype: HeadDtype) -
     return policy
 
 
-def score(policy: Policy) -> tuple[torch.Tensor, torch.Tensor]:
+def score(policy: TrainedNetwork) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities of a row with its backward pass, and the states that they come from."""
     states: list[torch.Tensor] = []
     found: list[torch.Tensor] = []

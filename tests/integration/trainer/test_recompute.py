@@ -14,7 +14,7 @@ from areal_hpc.trainer import memory
 from areal_hpc.trainer.batch.packing import TrainingRow
 from areal_hpc.trainer.model.families.architecture import Architecture, MoeConfig
 from areal_hpc.trainer.model.hf_weights import load_hf
-from areal_hpc.trainer.model.policy import Policy, build_policy
+from areal_hpc.trainer.model.policy import TrainedNetwork, build_policy
 from areal_hpc.trainer.objective.loss_stats import LossStats
 from areal_hpc.trainer.step import MicroBatch, make_micro_batches_of_this_rank, run_forward_backward
 from tests.support.layout_worker import exported_gradients
@@ -41,7 +41,7 @@ LENGTHS = (60, 33, 47, 21)
 
 def build(
     arch: Architecture, parallel: ParallelConfig, activations: ActivationMemoryConfig
-) -> Policy:
+) -> TrainedNetwork:
     policy = build_policy(arch, parallel, torch.float32, torch.device("cpu"), activations)
     parts = {}
 
@@ -56,7 +56,7 @@ def build(
     return policy
 
 
-def make_batches(policy: Policy) -> list[MicroBatch]:
+def make_batches(policy: TrainedNetwork) -> list[MicroBatch]:
     rows = []
     for length in LENGTHS:
         mask = (np.arange(length) >= length // 2).astype(np.uint8)
@@ -66,7 +66,7 @@ def make_batches(policy: Policy) -> list[MicroBatch]:
     return batches
 
 
-def compute_gradients(policy: Policy) -> dict[str, torch.Tensor]:
+def compute_gradients(policy: TrainedNetwork) -> dict[str, torch.Tensor]:
     run_forward_backward(
         policy,
         make_batches(policy),
