@@ -24,9 +24,9 @@ from areal_hpc.trainer.batch.training_rows import (
     ADVANTAGE_CHANNEL,
     build_loss_mask_without_cut_replies,
 )
+from areal_hpc.trainer.batch.untrained import is_optimizer_step_taken
 from areal_hpc.trainer.objective.policy_loss import PolicyLoss
 from areal_hpc.trainer.step import MicroBatch
-from areal_hpc.trainer.untrained import is_optimizer_step_taken
 from areal_hpc.wire.ledger import BatchManifest
 from areal_hpc.wire.trajectory import TrajectoryRow
 

@@ -64,7 +64,7 @@ class TrainerJobConfig(RankJobConfig):
 class ReplayJobConfig(RankJobConfig):
     """Configuration of a replay; its run directory leads to recorded batches."""
 
-    ENTRY = "areal_hpc.trainer.replay_job:run"
+    ENTRY = "areal_hpc.trainer.job:run_replay"
 
     first_step: Annotated[int, Field(ge=1)]
     last_step: Annotated[int, Field(ge=1)]

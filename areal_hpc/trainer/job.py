@@ -1,4 +1,7 @@
-"""The trainer as a process: `areal_hpc.trainer.job:run`, once per rank."""
+"""The trainer as a process, once per rank: `run`, and `run_replay` on batches of another run.
+
+A replay has the learner, loop and checkpoints of a run. Nobody is sent its weights.
+"""
 
 import gc
 import logging
@@ -11,6 +14,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -19,12 +23,14 @@ from areal_hpc.jobs.processes.signals import StopRequest
 from areal_hpc.jobs.starts import StopDeadline
 from areal_hpc.metrics.step_metrics import EpisodeFailureCounter
 from areal_hpc.metrics.writer import MetricsWriter
+from areal_hpc.recipe.sections.trainer import TrainerConfig
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.atomic import fsync_path
 from areal_hpc.rundir.cancellation import is_cancelled_without_checkpoint
 from areal_hpc.rundir.generations import claim_next_number, make_check_raising_if_superseded
 from areal_hpc.rundir.jobs import STOPPED_EXIT_CODE
 from areal_hpc.rundir.jsonl import JsonMetricRow
+from areal_hpc.rundir.manifests import read_manifest
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.quarantine import read_quarantine
 from areal_hpc.rundir.service_client import ServiceClient
@@ -32,10 +38,11 @@ from areal_hpc.rundir.telemetry.events import EventLog
 from areal_hpc.rundir.telemetry.prometheus import build_samples, register_sample_reader
 from areal_hpc.rundir.telemetry.spans import record_state_entry
 from areal_hpc.trainer.collectives import broadcast_object
-from areal_hpc.trainer.config import STOP_MARGIN_S, TrainerJobConfig
+from areal_hpc.trainer.config import STOP_MARGIN_S, ReplayJobConfig, TrainerJobConfig
 from areal_hpc.trainer.learner import Learner
 from areal_hpc.trainer.loop.live_run import AsyncEvaluationTracker, LiveRun
 from areal_hpc.trainer.loop.loop import Coordinator, run_loop
+from areal_hpc.trainer.loop.schedule import Schedule
 from areal_hpc.trainer.loop.step_record import AlertReporter, StepRecord
 from areal_hpc.trainer.loop.weight_senders import WeightSenders, agree_on_senders
 from areal_hpc.trainer.model.hf_weights import list_hf_specs
@@ -43,6 +50,7 @@ from areal_hpc.trainer.process_groups import run_rank
 from areal_hpc.weights.buckets import TensorSpec
 from areal_hpc.weights.publisher import Publisher, make_transport
 from areal_hpc.weights.update import Transport
+from areal_hpc.wire.weight_version import GenerationFork
 
 logger = logging.getLogger(__name__)
 
@@ -205,3 +213,59 @@ def _exit_on_stop_timeout(stop: StopRequest, grace_s: float) -> None:
         time.sleep(STOP_POLL_S)
     logger.warning("the step in flight is given up; the last checkpoint stands")
     os._exit(STOPPED_EXIT_CODE)
+
+
+def run_replay(config: dict[str, Any]) -> None:
+    job = ReplayJobConfig.model_validate(config)
+    sys.path[:0] = [folder for folder in job.sys_path if folder not in sys.path]
+    run_rank(job, StopRequest.install(), _train_on_recorded_batches)
+
+
+def _train_on_recorded_batches(
+    job: ReplayJobConfig, paths: RunPaths, device: torch.device, stop: StopRequest
+) -> bool:
+    forks = [GenerationFork(generation, step) for generation, step in job.forks]
+    learner = Learner(
+        job.trainer, paths, job.model_path, device,
+        generation=forks[-1].generation, seed=job.seed,
+        is_stop_requested=lambda: stop.requested,
+    )  # fmt: skip
+    # Tokens are as old as they were: this is no new start of the recorded run.
+    learner.state = msgspec.structs.replace(learner.state, forks=forks)
+    coordinator = None
+    if dist.get_rank() == 0:
+        learner.checkpoints.delete_leftovers(learner.state.generation)
+        coordinator = make_replay_coordinator(
+            learner, paths, job.trainer, job.first_step, job.last_step, stop
+        )
+    finished = run_loop(learner, coordinator, stop)
+    learner.close()
+    return finished
+
+
+def make_replay_coordinator(
+    learner: Learner,
+    paths: RunPaths,
+    config: TrainerConfig,
+    first_step: int,
+    last_step: int,
+    stop: StopRequest,
+) -> Coordinator:
+    """Rank 0's decisions in a replay; its rows of metrics begin with `first_step`."""
+    version = learner.version
+    metrics = MetricsWriter(paths.metrics, None, version.step)
+    if version.step >= first_step:  # its row was held back until the checkpoint was durable
+        metrics.write(version.step, metrics.reopened or learner.reopened_row)
+    schedule = Schedule(
+        total_steps=last_step,
+        checkpoint_every_steps=config.checkpoint_every_steps,
+        export_every_steps=None,
+    )
+    record = StepRecord(metrics, version, None)
+    return Coordinator(
+        schedule,
+        record,
+        partial(read_manifest, paths),
+        stop,
+        read_quarantine=partial(read_quarantine, paths),
+    )

@@ -56,7 +56,10 @@ from areal_hpc.trainer.batch.training_rows import (
     measure_share_of_idle_groups,
     read_sound_rows_on_all_ranks,
 )
-from areal_hpc.trainer.batch.untrainable import (
+from areal_hpc.trainer.batch.untrained import (
+    build_damaged_batch_record_or_raise,
+    build_nonfinite_records_or_raise,
+    build_norm_metrics,
     count_untrainable_tokens,
     raise_if_mostly_untrainable,
 )
@@ -93,11 +96,6 @@ from areal_hpc.trainer.step import (
     run_forward_backward,
     run_passes,
     score_rows,
-)
-from areal_hpc.trainer.untrained import (
-    build_damaged_batch_record_or_raise,
-    build_nonfinite_records_or_raise,
-    build_norm_metrics,
 )
 from areal_hpc.weights.update import Probe, choose_probe_ids
 from areal_hpc.wire.fault_points import fault_point

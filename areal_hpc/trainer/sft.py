@@ -25,6 +25,11 @@ from areal_hpc.rundir.telemetry.spans import record_state_entry
 from areal_hpc.session.chat_template import ChatTemplate, Message
 from areal_hpc.session.message_matching import normalize_chat_message
 from areal_hpc.trainer.batch.packing import TrainingRow
+from areal_hpc.trainer.batch.untrained import (
+    build_nonfinite_records_or_raise,
+    build_norm_metrics,
+    is_optimizer_step_taken,
+)
 from areal_hpc.trainer.checkpoints.store import CheckpointStore
 from areal_hpc.trainer.collectives import is_true_on_any_rank
 from areal_hpc.trainer.config import SftJobConfig
@@ -35,11 +40,6 @@ from areal_hpc.trainer.model.policy import TORCH_DTYPE_BY_NAME, TrainedNetwork, 
 from areal_hpc.trainer.objective.loss_stats import LossStats
 from areal_hpc.trainer.process_groups import run_rank
 from areal_hpc.trainer.step import MicroBatch, make_micro_batches_of_this_rank, train_step
-from areal_hpc.trainer.untrained import (
-    build_nonfinite_records_or_raise,
-    build_norm_metrics,
-    is_optimizer_step_taken,
-)
 
 logger = logging.getLogger(__name__)
 

@@ -40,12 +40,12 @@ from areal_hpc.rundir.manifests import read_manifest
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.trainer.collectives import broadcast_object, exit_quietly_unless_first_failure
 from areal_hpc.trainer.config import SftJobConfig
+from areal_hpc.trainer.job import make_replay_coordinator
 from areal_hpc.trainer.learner import Learner
 from areal_hpc.trainer.loop.loop import run_loop
 from areal_hpc.trainer.model.families.architecture import read_architecture
 from areal_hpc.trainer.model.policy import TrainedNetwork, build_policy
 from areal_hpc.trainer.process_groups import destroy_process_groups, init_process_groups_and_device
-from areal_hpc.trainer.replay_job import make_replay_coordinator
 from areal_hpc.trainer.sft import SftTrainer
 from areal_hpc.wire.fault_points import FAULTS_VARIABLE
 from tests.support.recorded_run import TRAINER

@@ -7,7 +7,7 @@ from typing import Any
 from areal_hpc.proxy.sessions.store import Session
 from areal_hpc.rollout.episodes.episode import EpisodeOutcome
 from areal_hpc.session.tree import Interaction
-from areal_hpc.trainer.batch.untrainable import count_untrainable_tokens
+from areal_hpc.trainer.batch.untrained import count_untrainable_tokens
 from areal_hpc.wire.ledger import TicketRef
 
 MAX_SHOWN_CHARS = 1200

@@ -12,7 +12,7 @@ from areal_hpc.rundir.checkpoints import UntrainedBatchPart
 from areal_hpc.shards.digest_checked_reader import CheckedShards
 from areal_hpc.trainer.batch.batch_metrics import CUT_FINISH_REASON, count_sampled_tokens_by_version
 from areal_hpc.trainer.batch.packing import TEMPERATURE_CHANNEL, TrainingRow
-from areal_hpc.trainer.batch.untrainable import (
+from areal_hpc.trainer.batch.untrained import (
     drop_distorted_replies_from_loss_mask,
     forbid_end_tokens,
     get_reply_span,

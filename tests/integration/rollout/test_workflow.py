@@ -13,7 +13,7 @@ from areal_hpc.rollout.episodes.episode import EpisodeOutcome, run_episode
 from areal_hpc.rollout.episodes.episode_spec import EpisodeSpec
 from areal_hpc.rollout.execution.subprocess_agent import SubprocessAgent
 from areal_hpc.shards.reader import ShardReader
-from areal_hpc.trainer.batch.untrainable import count_untrainable_tokens
+from areal_hpc.trainer.batch.untrained import count_untrainable_tokens
 from areal_hpc.wire.http import AsyncWireClient
 from areal_hpc.wire.ledger import TicketRef
 from areal_hpc.wire.proxy import (

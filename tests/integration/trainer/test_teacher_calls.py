@@ -25,10 +25,10 @@ from areal_hpc.rundir.checkpoints import list_checkpoints
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.session.chat_template import TokenEncoder
 from areal_hpc.trainer.collectives import gather_objects_on_first_rank
+from areal_hpc.trainer.job import make_replay_coordinator
 from areal_hpc.trainer.loop.loop import run_loop
 from areal_hpc.trainer.private_apis.torch_private import get_default_store
 from areal_hpc.trainer.rank_progress import RankProgress
-from areal_hpc.trainer.replay_job import make_replay_coordinator
 from areal_hpc.trainer.scoring.served_teacher import TeacherClient
 from tests.support.deadlines import scaled
 from tests.support.rank_server import RankServer

@@ -14,17 +14,15 @@ from areal_hpc.proxy.engine.generation import SamplingParams
 from areal_hpc.recipe.sections.trainer import ObjectiveConfig
 from areal_hpc.rundir.checkpoints import QuarantineCause, UntrainedBatchPart
 from areal_hpc.trainer.batch.training_rows import SCALE_CHANNEL, build_rows
-from areal_hpc.trainer.batch.untrainable import (
-    count_untrainable_tokens,
-    forbid_end_tokens,
-    list_sampling_distortions,
-    raise_if_mostly_untrainable,
-)
-from areal_hpc.trainer.untrained import (
+from areal_hpc.trainer.batch.untrained import (
     build_damaged_batch_record_or_raise,
     build_nonfinite_records_or_raise,
     build_norm_metrics,
+    count_untrainable_tokens,
+    forbid_end_tokens,
     is_optimizer_step_taken,
+    list_sampling_distortions,
+    raise_if_mostly_untrainable,
 )
 from areal_hpc.wire.proxy import ExportSettings
 from areal_hpc.wire.trajectory import SamplingMask, TrajectoryRow
