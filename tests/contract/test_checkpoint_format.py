@@ -75,7 +75,7 @@ def test_tensors_are_read_from_the_files_of_all_ranks(
         assert stored.count_optimizer_steps() == 7
         assert stored.weight_dtype == torch.bfloat16
         assert [stored.find_shape(name) for name in ("layers.weight", "norm", "other")] == [
-            (2, 2, 1), (3,), None,
+            (2, 2, 1), (3,), (),
         ]  # fmt: skip
         for layer, expected in enumerate(([1.0, 2.0], [3.0, 4.0])):
             target = torch.zeros(1, 2, 1)

@@ -125,14 +125,14 @@ class CheckpointWeights:
 
     def _read_parameter(self, parameter: ParamMap) -> torch.Tensor:
         name, indices = get_stored_name(parameter), tuple(_get_layer_expert_indices(parameter))
-        shape = (self._stored.find_shape(name) or ())[len(indices) :]
+        shape = self._stored.find_shape(name)[len(indices) :]
         box = Box(indices + (0,) * len(shape), (1,) * len(indices) + shape)
         target = torch.empty(box.sizes, dtype=self._stored.weight_dtype)
         self._stored.read_block("weight", name, box, target)
         return target.reshape(shape)
 
     def _require_fitting_shape(self, parameter: ParamMap) -> None:
-        stored = self._stored.find_shape(get_stored_name(parameter)) or ()
+        stored = self._stored.find_shape(get_stored_name(parameter))
         counts = (self._arch.layers, self._arch.experts.count if self._arch.experts else 0)
         stacked = counts[: len(_get_layer_expert_indices(parameter))]
         rows, rest = sum(one.shape[0] for one in parameter.hf), parameter.hf[0].shape[1:]

@@ -46,12 +46,7 @@ from areal_hpc.trainer.private_apis.megatron_private import OptimizerShard, list
 CRITIC_PREFIX = "critic."
 
 
-class NetworkWithOptimizer(NamedTuple):
-    """A network with its optimizer, and what its tensors are called by."""
-
-    network: TrainedNetwork
-    optimizer: Any
-    prefix: str = ""
+NetworkWithOptimizer = tuple[TrainedNetwork, Any]
 
 
 class PlaceInWholeTensor(NamedTuple):
@@ -96,9 +91,9 @@ class RankState:
         self, policy: TrainedNetwork, optimizer: Any, critic: NetworkWithOptimizer | None = None
     ) -> None:
         self._device = policy.device
-        self._shards_of = {"": _list_state_shards(NetworkWithOptimizer(policy, optimizer))}
+        self._shards_of = {"": _list_state_shards(policy, optimizer, "")}
         if critic is not None:
-            self._shards_of[critic.prefix] = _list_state_shards(critic)
+            self._shards_of[CRITIC_PREFIX] = _list_state_shards(*critic, CRITIC_PREFIX)
         self.types: dict[Column, NumberType] = {"exp_avg": "float32", "exp_avg_sq": "float32"}
         # Float32 before the others: every column begins where its numbers may.
         if policy.dtype == torch.float32:
@@ -153,7 +148,7 @@ class RankState:
         A critic of which it has nothing stays as it is.
         """
         for prefix, shards in self._shards_of.items():
-            if not prefix or stored_tensors.find_shape(prefix + EMBEDDING_NAME) is not None:
+            if not prefix or stored_tensors.find_shape(prefix + EMBEDDING_NAME):
                 self._load_shards(
                     shards, stored_tensors, stored_tensors.count_optimizer_steps(prefix)
                 )
@@ -207,12 +202,11 @@ def load_checkpoint_into(
     raise_on_all_ranks(trouble)
     policy.ddp_module.start_param_sync()
     if critic is not None:
-        critic.network.ddp_module.start_param_sync()
+        critic[0].ddp_module.start_param_sync()
 
 
-def _list_state_shards(network_with_optimizer: NetworkWithOptimizer) -> list[StateShard]:
+def _list_state_shards(network: TrainedNetwork, optimizer: Any, prefix: str) -> list[StateShard]:
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    network = network_with_optimizer.network
     sharded = network.gpt.sharded_state_dict(metadata={"dp_cp_group": group})
     parts: dict[torch.Tensor, list[ShardedTensor]] = {
         one.data: one.build() if isinstance(one, ShardedTensorFactory) else [one]
@@ -220,12 +214,9 @@ def _list_state_shards(network_with_optimizer: NetworkWithOptimizer) -> list[Sta
     }
     return [
         _build_shard(
-            shard,
-            parts[shard.parameter],
-            network_with_optimizer.prefix,
-            has_masters=network.dtype != torch.float32,
+            shard, parts[shard.parameter], prefix, has_masters=network.dtype != torch.float32
         )
-        for shard in list_optimizer_shards(network_with_optimizer.optimizer)
+        for shard in list_optimizer_shards(optimizer)
     ]
 
 
@@ -289,7 +280,6 @@ def _read_place(
     target: torch.Tensor,
 ) -> None:
     shape = stored_tensors.find_shape(tensor_place.name)
-    assert shape is not None
     if (held := intersect_boxes(tensor_place.box, Box((0,) * len(shape), shape))) is not None:
         stored_tensors.read_block(
             column,

@@ -230,9 +230,10 @@ class StoredTensors:
     def has_column(self, column: Column) -> bool:
         return column in self._index.columns
 
-    def find_shape(self, tensor_name: str) -> tuple[int, ...] | None:
+    def find_shape(self, tensor_name: str) -> tuple[int, ...]:
+        """Empty if there is no such tensor."""
         found = self._index.tensors.get(tensor_name)
-        return found.shape if found else None
+        return found.shape if found else ()
 
     def read_block(self, column: Column, tensor_name: str, box: Box, target: torch.Tensor) -> None:
         """Read a block of a tensor from the files of all ranks into `target`, of the same sizes."""

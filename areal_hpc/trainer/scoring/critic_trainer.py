@@ -22,7 +22,7 @@ from areal_hpc.trainer.batch.training_rows import (
     VALUE_CHANNEL,
     BatchScores,
 )
-from areal_hpc.trainer.checkpoints.rank_state import CRITIC_PREFIX, NetworkWithOptimizer
+from areal_hpc.trainer.checkpoints.rank_state import NetworkWithOptimizer
 from areal_hpc.trainer.model.families.architecture import read_architecture
 from areal_hpc.trainer.model.families.weight_map import (
     OUTPUT_LAYER_NAME,
@@ -93,7 +93,7 @@ class CriticTrainer:
 
     @property
     def state(self) -> NetworkWithOptimizer:
-        return NetworkWithOptimizer(self.network, self._optimizer, CRITIC_PREFIX)
+        return self.network, self._optimizer
 
     def is_warming_up(self, batches: int) -> bool:
         return batches < self._keys.warmup_steps

@@ -29,8 +29,8 @@ class Stored:
             self.shapes[get_stored_name(one)] = (*stacked, rows, *one.hf[0].shape[1:])
         self.shapes |= changes
 
-    def find_shape(self, name: str) -> tuple[int, ...] | None:
-        return self.shapes.get(name)
+    def find_shape(self, name: str) -> tuple[int, ...]:
+        return self.shapes.get(name, ())
 
 
 def read(stored: Stored, arch: Architecture) -> None:
