@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,6 +12,27 @@ import transformers
 from areal_hpc.recipe.sections.trainer import AdamConfig, ObjectiveConfig
 from areal_hpc.wire.trajectory import TrajectoryRow
 from tests.support.loss_reference import Array, Tokens, aggregate, loss_and_gradient
+
+
+def load_float64_model(model_dir: Path) -> Any:
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float64)
+    # transformers gives the embedding of a padding token no gradient; here it is like others.
+    model.get_input_embeddings().padding_idx = None
+    return model
+
+
+def score_row(model: Any, row: TrajectoryRow) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities of the trained tokens of a row, and entropies of what they came from."""
+    ids = torch.from_numpy(row.input_ids_T).long()
+    logprobs_TV = torch.log_softmax(model(ids[None]).logits[0, :-1] / row.temperature, -1)
+    is_trained = torch.from_numpy(row.loss_mask_T[1:] != 0)
+    entropies_T = -(logprobs_TV.exp() * logprobs_TV).sum(-1)
+    return logprobs_TV.gather(-1, ids[1:, None])[is_trained, 0], entropies_T[is_trained]
+
+
+def measure_gradient_norm(model: Any) -> float:
+    squares = [(one.grad**2).sum() for one in model.parameters() if one.grad is not None]
+    return torch.stack(squares).sum().sqrt().item()
 
 
 class Float64Trainer:
@@ -25,11 +47,7 @@ class Float64Trainer:
         steps: int,
         minibatches: int,
     ) -> None:
-        self._model = transformers.AutoModelForCausalLM.from_pretrained(
-            model_dir, dtype=torch.float64
-        )
-        # transformers gives the embedding of a padding token no gradient; here it is like others.
-        self._model.get_input_embeddings().padding_idx = None
+        self._model = load_float64_model(model_dir)
         self._objective, self._adam = objective, adam
         self._steps, self._minibatches = steps, minibatches
         self._parameters = [*self._model.parameters()]
@@ -39,7 +57,7 @@ class Float64Trainer:
     def train_batch(self, rows: Sequence[TrajectoryRow]) -> tuple[float, float]:
         """Train on a batch; its loss, and the largest gradient norm of its updates."""
         with torch.no_grad():
-            proximal = torch.cat([self._score(row) for row in rows]).numpy()
+            proximal = torch.cat([score_row(self._model, row)[0] for row in rows]).numpy()
         masks = [row.loss_mask_T[1:] != 0 for row in rows]
         row_of = np.repeat(np.arange(len(rows)), [np.count_nonzero(mask_T) for mask_T in masks])
         behavior = np.concatenate(
@@ -51,7 +69,9 @@ class Float64Trainer:
         loss, norms = 0.0, []
         for hand in range(self._minibatches):
             own = np.flatnonzero(row_of % self._minibatches == hand)
-            scored = torch.cat([self._score(row) for row in rows[hand :: self._minibatches]])
+            scored = torch.cat(
+                [score_row(self._model, row)[0] for row in rows[hand :: self._minibatches]]
+            )
             part = Tokens(
                 scored.detach().numpy(), proximal[own], behavior[own], advantages[own],
                 row_of[own], row_of[own],
@@ -62,13 +82,6 @@ class Float64Trainer:
             norms.append(self._update())
         self._batches += 1
         return loss, max(norms)
-
-    def _score(self, row: TrajectoryRow) -> torch.Tensor:
-        """Log-probabilities of the trained tokens of a row."""
-        ids = torch.from_numpy(row.input_ids_T).long()
-        logprobs_TV = torch.log_softmax(self._model(ids[None]).logits[0, :-1], -1)
-        logprobs_T = logprobs_TV.gather(-1, ids[1:, None])[:, 0]
-        return logprobs_T[torch.from_numpy(row.loss_mask_T[1:] != 0)]
 
     def _update(self) -> float:
         """One step of AdamW with its gradient clipped; the norm before that."""

@@ -108,7 +108,7 @@ def begin_training(scenario: Scenario, paths: RunPaths, keep_best: str = "") -> 
 def state_of(learner: Learner) -> dict[str, str]:
     found = digests(learner.policy, learner._optimizer)
     if learner._critic is not None:
-        held = digests(learner._critic.state.network, learner._critic.state.optimizer)
+        held = digests(*learner._critic.state)
         found |= {f"critic.{name}": digest for name, digest in held.items()}
     return found
 

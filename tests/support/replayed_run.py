@@ -2,9 +2,11 @@
 
 import math
 import shutil
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
@@ -63,6 +65,57 @@ def train_copy(
     outcome = train_run(ranks, paths, objective, **settings)
     assert set(outcome.codes) == {0}, outcome.log
     return read_readable_records(paths.metrics)
+
+
+def check_layouts_agree(
+    ranks: RankServer,
+    source: Path,
+    folder: Path,
+    objective: dict[str, Any],
+    names: Collection[str],
+    *,
+    layouts: Sequence[dict[str, Any]] = LAYOUTS_OF_TWO,
+    rel: float = 2e-5,
+    abs: float = 1e-6,  # noqa: A002  (as pytest.approx calls it)
+    **settings: Any,
+) -> list[tuple[dict[str, float], dict[str, float]]]:
+    """Every layout finds what one rank finds; what both found, for each step.
+
+    A layout is the sizes of its groups, and may name further settings of the trainer in `more`.
+    """
+    expected = train_copy(ranks, source, folder / "1", objective, **settings)
+    pairs = []
+    for number, layout in enumerate(layouts):
+        parallel = {name: size for name, size in layout.items() if name != "more"}
+        own = settings | ({"more": layout["more"]} if "more" in layout else {})
+        found = train_copy(
+            ranks, source, folder / f"2-{number}", objective, parallel=parallel, **own
+        )
+        for line, other in zip(found, expected, strict=True):
+            for name in {*names} & other.keys():
+                same = pytest.approx(other[name], rel=rel, abs=abs)
+                assert line[name] == same, (layout, line["step"], name)
+            pairs.append((line, other))
+    return pairs
+
+
+def check_killed_run_ends_alike(
+    ranks: RankServer, source: Path, folder: Path, fault: str, *settings: Any, **more: Any
+) -> tuple[RunPaths, RunPaths, list[dict[str, Any]]]:
+    """A run that is killed and resumed ends with the bits of one that is left alone.
+
+    Both, and what the ranks of the one that was killed hold.
+    """
+    alone, killed = (RunPaths(shutil.copytree(source, folder / name)) for name in ("a", "k"))
+    expected = train_run(ranks, alone, *settings, **more)
+    assert set(expected.codes) == {0}, expected.log
+    assert -9 in train_run(ranks, killed, *settings, **more, faults=f"{fault}=kill").codes
+    resumed = train_run(ranks, killed, *settings, **more)
+    assert set(resumed.codes) == {0}, resumed.log
+    assert resumed.reports[0]["began_at"] in (2, 4)
+    for one, other in zip(resumed.reports, expected.reports, strict=True):
+        assert one["digests"] == other["digests"]
+    return alone, killed, resumed.reports
 
 
 def copy_for_mixture(source: Path, root: Path) -> Path:

@@ -61,6 +61,12 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return record_run(tmp_path_factory.mktemp("recorded"), STEPS).root
 
 
+@pytest.fixture(scope="session")
+def stale(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same, with rows that the weights of one version or two before have sampled."""
+    return record_run(tmp_path_factory.mktemp("stale"), STEPS, oldest=2).root
+
+
 @pytest.fixture
 def paths(recorded: Path, tmp_path: Path) -> RunPaths:
     """A copy of the recorded run."""

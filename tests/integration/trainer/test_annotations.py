@@ -1,21 +1,18 @@
 """Annotations of tokens: what transformers finds, in every layout; training does not see them."""
 
-import math
 import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-import transformers
 
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.token_annotations import StepAnnotations, read_annotations
-from areal_hpc.wire.trajectory import TrajectoryRow
+from tests.support.float64_trainer import load_float64_model, score_row
 from tests.support.rank_server import RankServer
 from tests.support.recorded_run import SAMPLES, record_run
-from tests.support.replayed_run import LAYOUTS_OF_TWO, read_recorded_rows
+from tests.support.replayed_run import LAYOUTS_OF_TWO, read_recorded_rows, train_run
 
 
 @pytest.fixture(scope="module")
@@ -29,8 +26,7 @@ def replay(
     ranks: RankServer, recorded: Path, folder: Path, annotate: str, **parallel: int
 ) -> tuple[RunPaths, dict[str, Any]]:
     paths = RunPaths(shutil.copytree(recorded, folder))
-    settings = {"total_steps": 2, "parallel": parallel, "minibatches": 2, "annotate": annotate}
-    outcome = ranks.run(paths, "replay", math.prod(parallel.values()), trainer=settings)
+    outcome = train_run(ranks, paths, {}, parallel, steps=2, more={"annotate": annotate})
     assert set(outcome.codes) == {0}, outcome.log
     return paths, outcome.reports[0]
 
@@ -41,29 +37,16 @@ def get_annotations(paths: RunPaths, step: int = 1) -> StepAnnotations:
     return found
 
 
-def score_with_transformers(paths: RunPaths, row: TrajectoryRow) -> tuple[Any, Any]:
-    """Log-probabilities and entropies at the row's sampled tokens, in float64."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        paths.starting_model_dir, dtype=torch.float64
-    )
-    ids = torch.from_numpy(row.input_ids_T).long()
-    with torch.no_grad():
-        logprobs_TV = torch.log_softmax(model(ids[None]).logits[0, :-1] / row.temperature, -1)
-    own_T = logprobs_TV.gather(-1, ids[1:, None])[:, 0]
-    entropy_T = -(logprobs_TV.exp() * logprobs_TV).sum(-1)
-    is_sampled = torch.from_numpy(row.loss_mask_T[1:] == 1)
-    return own_T[is_sampled].numpy(), entropy_T[is_sampled].numpy()
-
-
 def test_they_are_what_transformers_finds_with_the_weights_that_the_step_began_with(
     ranks: RankServer, sampled: Path, tmp_path: Path
 ) -> None:
     paths, report = replay(ranks, sampled, tmp_path / "all", "all", dp=1)
     found = get_annotations(paths)
-    rows = read_recorded_rows(paths)
+    rows, model = read_recorded_rows(paths), load_float64_model(paths.starting_model_dir)
+    model.requires_grad_(False)
     assert len(found.rows) == len(rows) == found.rows_of_batch
     for annotation, row in zip(found.rows, rows, strict=True):
-        logprobs, entropies = score_with_transformers(paths, row)
+        logprobs, entropies = (one.numpy() for one in score_row(model, row))
         assert np.frombuffer(annotation.logprobs, "<f4") == pytest.approx(logprobs, abs=1e-4)
         if annotation.row % 2 == 0:  # the first half is scored by the weights of the begin
             assert np.frombuffer(annotation.entropies, "<f2") == pytest.approx(entropies, rel=2e-3)

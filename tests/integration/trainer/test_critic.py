@@ -1,6 +1,7 @@
 """The critic: what it says and learns, in every layout, over kills, and while it warms up."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,12 @@ from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.token_annotations import read_annotations
 from tests.support.critic_reference import sum_discounted_errors
+from tests.support.float64_trainer import measure_gradient_norm
 from tests.support.rank_server import RankServer
-from tests.support.recorded_run import record_run
 from tests.support.replayed_run import (
     LAYOUTS_OF_TWO,
-    STEPS,
+    check_killed_run_ends_alike,
+    check_layouts_agree,
     read_recorded_rows,
     train_copy,
     train_run,
@@ -33,11 +35,6 @@ MAX_CLIP_FRACTION_GAP = 0.01
 """Of some 150 tokens one or two may be so near the bound that rounding decides."""
 CRITIC: dict[str, Any] = {"model": "initial", "lr": 1e-2}
 VALUE: dict[str, Any] = {"baseline": "value", "scale_rewards": "batch", "critic": CRITIC}
-
-
-@pytest.fixture(scope="module")
-def stale(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return record_run(tmp_path_factory.mktemp("stale"), STEPS, oldest=1).root
 
 
 @pytest.fixture(scope="module")
@@ -74,13 +71,12 @@ def test_it_says_and_learns_what_transformers_does_in_float64(
     said, aims = torch.cat(values), torch.cat(returns)
     loss = ((said - aims) ** 2 / 2).mean()
     loss.backward()
-    parameters = [head, *body.parameters()]
-    squares = [(one.grad**2).sum() for one in parameters if one.grad is not None]
     left = (aims - said.detach()).var(unbiased=False) / aims.var(unbiased=False)
     assert first["critic/mean_value"] == pytest.approx(said.mean().item(), rel=1e-4)
     assert first["critic/loss"] == pytest.approx(loss.item(), rel=1e-5)
     assert first["critic/explained_variance"] == pytest.approx(1 - left.item(), rel=1e-4, abs=1e-6)
-    norm = torch.stack(squares).sum().sqrt().item()
+    assert head.grad is not None
+    norm = math.hypot(measure_gradient_norm(body), head.grad.norm().item())
     assert first["critic/grad_norm"] == pytest.approx(norm, rel=1e-5)
 
 
@@ -99,17 +95,13 @@ def test_layouts_agree(
     ranks: RankServer, stale: Path, scorer: Path, tmp_path: Path, unit: str
 ) -> None:
     objective = {**VALUE, "gae_unit": unit, "critic": {**CRITIC, "model": str(scorer)}}
-    expected = train_copy(ranks, stale, tmp_path / "1", objective, steps=2)
     layouts = LAYOUTS_OF_TWO if unit == "token" else LAYOUTS_OF_TWO[:1]
-    for number, parallel in enumerate(layouts):
-        folder = tmp_path / f"2-{number}"
-        found = train_copy(ranks, stale, folder, objective, parallel=parallel, steps=2)
-        for line, other in zip(found, expected, strict=True):
-            for metric in COMPARED:
-                same = pytest.approx(other[metric], rel=5e-5, abs=2e-6)
-                assert line[metric] == same, (parallel, line["step"], metric)
-            gap = abs(line["critic/clip_fraction"] - other["critic/clip_fraction"])
-            assert gap <= MAX_CLIP_FRACTION_GAP, (parallel, line["step"])
+    bounds = {"layouts": layouts, "rel": 5e-5, "abs": 2e-6}
+    for line, other in check_layouts_agree(
+        ranks, stale, tmp_path, objective, COMPARED, **bounds, steps=2
+    ):
+        gap = abs(line["critic/clip_fraction"] - other["critic/clip_fraction"])
+        assert gap <= MAX_CLIP_FRACTION_GAP, line["step"]
 
 
 THRIFTY: dict[str, Any] = {
@@ -130,17 +122,11 @@ def test_a_killed_run_ends_with_the_same_bits(
     parallel: dict[str, int],
     more: dict[str, Any],
 ) -> None:
-    alone, killed = (RunPaths(shutil.copytree(stale, tmp_path / name)) for name in ("a", "k"))
-    expected = train_run(ranks, alone, VALUE, parallel, more=more)
-    assert set(expected.codes) == {0}, expected.log
-    fault = "train.before_step@5=kill"
-    assert -9 in train_run(ranks, killed, VALUE, parallel, more=more, faults=fault).codes
-    resumed = train_run(ranks, killed, VALUE, parallel, more=more)
-    assert set(resumed.codes) == {0}, resumed.log
-    assert resumed.reports[0]["began_at"] in (2, 4)
-    for one, other in zip(resumed.reports, expected.reports, strict=True):
-        assert any(name.startswith("critic.") for name in one["digests"])
-        assert one["digests"] == other["digests"]
+    fault = "train.before_step@5"
+    *_, reports = check_killed_run_ends_alike(
+        ranks, stale, tmp_path, fault, VALUE, parallel, more=more
+    )
+    assert all(any(name.startswith("critic.") for name in one["digests"]) for one in reports)
 
 
 @pytest.mark.thorough

@@ -1,14 +1,12 @@
 """Objectives of stale batches say the same in every parallel layout."""
 
 import math
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from areal_hpc.recipe.presets import PRESETS
-from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.manifests import write_or_read_manifest
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.writer import write_sealed_shard
@@ -16,7 +14,7 @@ from areal_hpc.wire.ledger import NO_VERSION, BatchManifest, SealedTicket, Ticke
 from areal_hpc.wire.proxy import ExportSettings
 from tests.support.rank_server import RankServer
 from tests.support.recorded_run import record_run
-from tests.support.replayed_run import copy_for_mixture, train_copy
+from tests.support.replayed_run import check_layouts_agree, copy_for_mixture, train_copy
 from tests.support.sample_episodes import MadeUpTurn, build_batch
 from tests.support.thoroughness import choose
 
@@ -28,21 +26,8 @@ COMPARED = (
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def stale(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return record_run(tmp_path_factory.mktemp("stale"), STEPS, oldest=2).root
-
-
-def train(
-    ranks: RankServer,
-    stale: Path,
-    folder: Path,
-    objective: dict[str, Any],
-    max_tokens: int = 64,
-    **parallel: int,
-) -> list[dict[str, float]]:
-    more = {"max_tokens_per_microbatch": max_tokens}
-    return train_copy(ranks, stale, folder, objective, parallel=parallel, steps=STEPS, more=more)
+def pack(max_tokens: int) -> dict[str, Any]:
+    return {"more": {"max_tokens_per_microbatch": max_tokens}}
 
 
 SEQUENCE_OBJECTIVES: tuple[dict[str, Any], ...] = (
@@ -78,22 +63,19 @@ tokens and by their largest token, on whichever rank it lies."""
 def test_sequence_losses_do_not_depend_on_split_or_layout(
     ranks: RankServer, stale: Path, tmp_path: Path, objective: dict[str, Any]
 ) -> None:
-    expected = train(ranks, stale, tmp_path / "1", objective)
-    masks = objective.get("off_policy_correction") == "mask"
-    acting = "importance_weight/out_of_bounds_fraction" if masks else "ratio/clip_fraction"
-    assert 0.01 < max(line[acting] for line in expected) < 0.99
-    every: tuple[tuple[int, dict[str, int]], ...] = (
-        (96, {}), (100_000, {"cp": 2}), (64, {"dp": 2}), (96, {"tp": 2}), (64, {"pp": 2}),
+    every: tuple[dict[str, Any], ...] = (
+        pack(96), {"cp": 2} | pack(100_000), {"dp": 2} | pack(64), {"tp": 2} | pack(96),
+        {"pp": 2} | pack(64),
     )  # fmt: skip
     if "custom" in objective:  # of the last two it learns nothing
         every = every[:3]
-    layouts = choose(every, *(one for one in every if one[1].keys() & {"cp", "pp"}))
-    for number, (max_tokens, parallel) in enumerate(layouts):
-        found = train(ranks, stale, tmp_path / f"2-{number}", objective, max_tokens, **parallel)
-        for line, other in zip(found, expected, strict=True):
-            assert {name: line[name] for name in COMPARED} == pytest.approx(
-                {name: other[name] for name in COMPARED}, rel=2e-5, abs=1e-6
-            ), (parallel, line["step"])
+    layouts = choose(every, *(one for one in every if one.keys() & {"cp", "pp"}))
+    pairs = check_layouts_agree(
+        ranks, stale, tmp_path, objective, COMPARED, layouts=layouts, steps=STEPS, **pack(64)
+    )
+    masks = objective.get("off_policy_correction") == "mask"
+    acting = "importance_weight/out_of_bounds_fraction" if masks else "ratio/clip_fraction"
+    assert 0.01 < max(expected[acting] for _, expected in pairs) < 0.99
 
 
 @pytest.fixture(scope="module")
@@ -116,8 +98,10 @@ def test_experts_on_other_ranks_change_no_loss(
     ranks: RankServer, mixture: Path, tmp_path: Path, objective: dict[str, Any]
 ) -> None:
     """Loss and largest gradient norm of the first step, in other packs on other ranks."""
-    (expected, *_) = train(ranks, mixture, tmp_path / "1", objective, 100_000)
-    (found, *_) = train(ranks, mixture, tmp_path / "2", objective, 96, dp=2, ep=2)
+    (expected,) = train_copy(ranks, mixture, tmp_path / "1", objective, steps=1, **pack(100_000))
+    (found,) = train_copy(
+        ranks, mixture, tmp_path / "2", objective, parallel={"dp": 2, "ep": 2}, steps=1, **pack(96)
+    )
     assert found["tokens/sampled"] == expected["tokens/sampled"]
     for name in ("loss", "grad_norm"):
         assert found[name] == pytest.approx(expected[name], rel=2e-6), name
@@ -134,12 +118,8 @@ def test_turns_are_credited_from_what_shards_record(ranks: RankServer, tmp_path:
     write_or_read_manifest(paths, BatchManifest(1, 1, [ticket]))
     largest = {}
     for credit in ("episode", "turn"):
-        copied = RunPaths(shutil.copytree(paths.root, tmp_path / credit))
         objective = {"credit": credit, "scale_rewards": "none"}
-        settings = {"total_steps": 1, "objective": objective}
-        outcome = ranks.run(copied, "replay", 1, trainer=settings)
-        assert outcome.codes == [0], outcome.log
-        (line,) = read_readable_records(copied.metrics)
+        (line,) = train_copy(ranks, paths.root, tmp_path / credit, objective, steps=1)
         largest[credit] = line["advantage/abs_max"]
     # Episodes earned 1.5 and .25. Their replies earned 1, 0, 1 and .125, 0, .25: .396 on average;
     # the last two of each weigh a half.
@@ -156,6 +136,7 @@ def test_every_preset_trains_a_recorded_run(
         "opd": {"teacher": teacher},
     }
     more = needed.get(name, {})
-    lines = train(ranks, stale, tmp_path / name, {**PRESETS[name].objective, **more})
+    objective = {**PRESETS[name].objective, **more}
+    lines = train_copy(ranks, stale, tmp_path / name, objective, steps=STEPS, **pack(64))
     assert len(lines) == STEPS
     assert all(math.isfinite(line["loss"]) and line["grad_norm"] > 0 for line in lines)

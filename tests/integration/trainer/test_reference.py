@@ -4,19 +4,19 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-import transformers
 
 from areal_hpc.launch.tiny_model import make_tiny_model
 from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.paths import RunPaths
+from tests.support.float64_trainer import load_float64_model, measure_gradient_norm, score_row
 from tests.support.rank_server import RankServer
 from tests.support.recorded_run import SAMPLES, VOCAB, record_run
 from tests.support.replayed_run import (
-    LAYOUTS_OF_TWO,
     STEPS,
+    check_killed_run_ends_alike,
+    check_layouts_agree,
     read_recorded_rows,
     train_copy,
     train_run,
@@ -34,11 +34,6 @@ PLAIN = {"off_policy_correction": "none", "surrogate": "none"}
 
 
 @pytest.fixture(scope="module")
-def stale(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return record_run(tmp_path_factory.mktemp("stale"), STEPS, oldest=1).root
-
-
-@pytest.fixture(scope="module")
 def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A network of another size, of the same tokens."""
     folder = tmp_path_factory.mktemp("other") / "model"
@@ -49,25 +44,14 @@ def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def score_with_transformers(model_dir: Path, ids_T: np.ndarray[Any, Any]) -> torch.Tensor:
-    model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-    ids = torch.from_numpy(ids_T).long()
-    logprobs_TV = torch.log_softmax(model(ids[None]).logits[0].double(), -1)
-    return logprobs_TV[:-1].gather(-1, ids[1:, None])[:, 0].detach()
-
-
 def test_the_divergence_is_that_of_transformers(
     ranks: RankServer, stale: Path, other_model: Path, tmp_path: Path
 ) -> None:
     objective = {"kl": {"coef": 0.2, "reference": str(other_model)}}
     (first, *_) = train_copy(ranks, stale, tmp_path / "run", objective, minibatches=1)
-    paths, gaps = RunPaths(stale), []
-    for row in read_recorded_rows(paths):
-        own, other = (
-            score_with_transformers(folder, row.input_ids_T)
-            for folder in (paths.starting_model_dir, other_model)
-        )
-        gaps.append((own - other)[torch.from_numpy(row.loss_mask_T[1:] != 0)])
+    own, other = map(load_float64_model, (RunPaths(stale).starting_model_dir, other_model))
+    rows = read_recorded_rows(RunPaths(stale))
+    gaps = [(score_row(own, row)[0] - score_row(other, row)[0]).detach() for row in rows]
     assert first["kl/reference"] == pytest.approx(torch.cat(gaps).mean().item(), rel=1e-4)
 
 
@@ -76,30 +60,19 @@ def test_a_teacher_gives_the_gradient_of_transformers_in_float64(
 ) -> None:
     """Rewards are all equal: nothing else is learned from."""
     paths = record_run(tmp_path / "equal", 1, rewards={1: [1.0] * SAMPLES})
-    own, teacher = (
-        transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
-        for folder in (paths.starting_model_dir, other_model)
-    )
-    # transformers gives the embedding of a padding token no gradient; here it is like others.
-    own.get_input_embeddings().padding_idx = None
+    own, teacher = map(load_float64_model, (paths.starting_model_dir, other_model))
     gaps, terms = [], []
     for row in read_recorded_rows(paths):
-        ids, mask = torch.from_numpy(row.input_ids_T).long(), row.loss_mask_T[1:] != 0
-        mine, other = (
-            torch.log_softmax(model(ids[None]).logits[0, :-1], -1).gather(-1, ids[1:, None])[:, 0]
-            for model in (own, teacher)
-        )
-        gap = (other - mine).detach()
-        terms.append((0.5 * gap * mine)[torch.from_numpy(mask)])
-        gaps.append(gap[torch.from_numpy(mask)])
+        (mine, _), (other, _) = (score_row(model, row) for model in (own, teacher))
+        gaps.append((other - mine).detach())
+        terms.append(0.5 * gaps[-1] * mine)
     torch.cat(terms).mean().backward()
-    squares = [(one.grad**2).sum() for one in own.parameters() if one.grad is not None]
     objective = {"teacher": {"coef": 0.5, "path": str(other_model)}, **PLAIN}
     outcome = train_run(ranks, paths, objective, steps=1, minibatches=1)
     assert outcome.codes == [0], outcome.log
     (line,) = read_readable_records(paths.metrics)
     assert line["kl/teacher"] == pytest.approx(-torch.cat(gaps).mean().item(), rel=1e-4)
-    assert line["grad_norm"] == pytest.approx(torch.stack(squares).sum().sqrt().item(), rel=1e-5)
+    assert line["grad_norm"] == pytest.approx(measure_gradient_norm(own), rel=1e-5)
 
 
 def test_at_first_the_policy_is_its_own_reference(
@@ -130,14 +103,7 @@ def test_layouts_agree(
             "teacher": {"coef": 0.5, "path": path},
         },
     }[name]
-    expected = train_copy(ranks, stale, tmp_path / "1", objective, steps=2)
-    for number, parallel in enumerate(LAYOUTS_OF_TWO):
-        folder = tmp_path / f"2-{number}"
-        found = train_copy(ranks, stale, folder, objective, parallel=parallel, steps=2)
-        for line, other in zip(found, expected, strict=True):
-            for metric in {*COMPARED} & line.keys():
-                same = pytest.approx(other[metric], rel=2e-5, abs=1e-6)
-                assert line[metric] == same, (parallel, line["step"], metric)
+    check_layouts_agree(ranks, stale, tmp_path, objective, COMPARED, steps=2)
 
 
 FOLLOWING = {**IN_REWARD, "kl": {"coef": 0.2, "update_every_steps": 2}}
@@ -162,15 +128,9 @@ def test_a_killed_run_ends_with_the_same_bits(
     parallel: dict[str, int],
     fault: str,
 ) -> None:
-    alone, killed = (RunPaths(shutil.copytree(stale, tmp_path / name)) for name in ("a", "k"))
-    expected = train_run(ranks, alone, objective, parallel)
-    assert set(expected.codes) == {0}, expected.log
-    assert -9 in train_run(ranks, killed, objective, parallel, faults=f"{fault}=kill").codes
-    resumed = train_run(ranks, killed, objective, parallel)
-    assert set(resumed.codes) == {0}, resumed.log
-    assert resumed.reports[0]["began_at"] in (2, 4)
-    for one, other in zip(resumed.reports, expected.reports, strict=True):
-        assert one["digests"] == other["digests"]
+    alone, killed, _ = check_killed_run_ends_alike(
+        ranks, stale, tmp_path, fault, objective, parallel
+    )
     lines, others = (read_readable_records(paths.metrics) for paths in (killed, alone))
     assert [line["kl/reference"] for line in lines] == [line["kl/reference"] for line in others]
 

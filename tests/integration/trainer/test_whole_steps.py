@@ -10,7 +10,7 @@ from areal_hpc.recipe.sections.trainer import AdamConfig, ObjectiveConfig
 from areal_hpc.rundir.paths import RunPaths
 from tests.support.float64_trainer import Float64Trainer
 from tests.support.rank_server import RankServer
-from tests.support.recorded_run import TRAINER, record_run
+from tests.support.recorded_run import TRAINER
 from tests.support.replayed_run import read_recorded_rows, train_copy
 from tests.support.thoroughness import choose
 
@@ -23,11 +23,6 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "rloo": {},
 }
 """Presets, and what is said beside them; with less the clip of `cispo` would not act."""
-
-
-@pytest.fixture(scope="module")
-def stale(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return record_run(tmp_path_factory.mktemp("stale"), STEPS, oldest=2).root
 
 
 @pytest.mark.parametrize("name", choose(OBJECTIVES, *[*OBJECTIVES][:2]))
