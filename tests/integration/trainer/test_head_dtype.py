@@ -1,6 +1,5 @@
 """A policy in bfloat16: its log-probabilities are those of its last states, in float64."""
 
-import math
 import zlib
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,6 @@ import torch
 
 import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
 from areal_hpc.recipe.sections.trainer import KEEP_ALL_ACTIVATIONS, HeadDtype, ParallelConfig
-from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.trainer.batch.packing import TrainingRow
 from areal_hpc.trainer.model.families.architecture import Architecture
@@ -24,6 +22,7 @@ from tests.support.layout_worker import exported_gradients
 from tests.support.rank_server import RankServer
 from tests.support.recorded_run import record_run
 from tests.support.replay_worker import Scenario
+from tests.support.replayed_run import check_layouts_agree
 
 TIED = Architecture("qwen2", 2, 64, 8, 4, 8, 128, 500, 1e-6, 1e4, None, tied=True)
 LENGTH = 60
@@ -87,18 +86,9 @@ def test_on_one_rank_for_tied_and_untied_weights(scenario: Scenario, paths: RunP
 @pytest.mark.parametrize("parallel", [{"tp": 2}, {"pp": 2}], ids=str)
 def test_layouts_agree(ranks: RankServer, tmp_path: Path, parallel: dict[str, int]) -> None:
     """As far as states in bfloat16 do."""
-    alone, divided = (
-        train_a_step(ranks, tmp_path / str(number), layout)
-        for number, layout in enumerate(({}, parallel))
-    )
-    assert divided["grad_norm"] == pytest.approx(alone["grad_norm"], rel=0.02)
+    paths = record_run(tmp_path / "recorded", 1)
+    ((divided, alone),) = check_layouts_agree(
+        ranks, paths.root, tmp_path, {}, ["grad_norm"], layouts=[parallel], rel=0.02,
+        steps=1, minibatches=1, more={"dtype": "bfloat16"},
+    )  # fmt: skip
     assert divided["entropy/mean"] == pytest.approx(alone["entropy/mean"], rel=1e-3)
-
-
-def train_a_step(ranks: RankServer, folder: Path, parallel: dict[str, int]) -> dict[str, Any]:
-    paths = record_run(folder, 1)
-    settings = {"total_steps": 1, "dtype": "bfloat16", "parallel": parallel}
-    outcome = ranks.run(paths, "replay", math.prod(parallel.values()), trainer=settings)
-    assert set(outcome.codes) == {0}, outcome.log
-    (line,) = read_readable_records(paths.metrics)
-    return line

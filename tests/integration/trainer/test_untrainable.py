@@ -10,22 +10,27 @@ import pytest
 
 from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.manifests import write_or_read_manifest
+from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.writer import write_sealed_shard
 from areal_hpc.wire.ledger import NO_VERSION, BatchManifest, SealedTicket, TicketRef
 from areal_hpc.wire.proxy import ExportSettings
 from areal_hpc.wire.trajectory import SamplingMask, TrajectoryRow
-from tests.support.rank_server import RankServer, TaskExit
+from tests.support.rank_server import RankServer
 from tests.support.recorded_run import VOCAB, record_run
+from tests.support.replayed_run import check_layouts_agree, train_copy, train_run
 from tests.support.sample_episodes import MadeUpTurn, build_batch
 
 GOOD = [MadeUpTurn(9, 0.5), MadeUpTurn(0, 0.0, tokens=3), MadeUpTurn(1, 1.0)]
 BAD = [MadeUpTurn(9, 0.0), MadeUpTurn(0, 0.0), MadeUpTurn(1, 0.25)]
 
 
-def train_one_batch(
-    ranks: RankServer, folder: Path, spoil: Callable[[list[TrajectoryRow]], Any], **parallel: int
-) -> tuple[TaskExit, list[dict[str, float]]]:
-    """A step on a recorded group of two episodes, of 7 and 6 sampled tokens, after `spoil`."""
+OBJECTIVE = {"scale_rewards": "none"}
+ONE_STEP = {"steps": 1, "minibatches": 1}
+COMPARED = ("loss", "grad_norm", "entropy/mean", "importance_weight/mean")
+
+
+def record_batch(folder: Path, spoil: Callable[[list[TrajectoryRow]], Any]) -> RunPaths:
+    """A recorded group of two episodes, of 7 and 6 sampled tokens, after `spoil`."""
     paths = record_run(folder, 0)
     rows = build_batch([[GOOD, BAD]], ExportSettings())
     rows = spoil(rows) or rows
@@ -33,9 +38,15 @@ def train_one_batch(
     rewards = [row.reward for row in rows]
     ticket = SealedTicket(TicketRef(0, 0), shard.file, [0, 1], rewards, NO_VERSION)
     write_or_read_manifest(paths, BatchManifest(1, 1, [ticket]))
-    settings = {"total_steps": 1, "parallel": parallel, "objective": {"scale_rewards": "none"}}
-    outcome = ranks.run(paths, "replay", max(1, *parallel.values(), 1), trainer=settings)
-    return outcome, read_readable_records(paths.metrics) if paths.metrics.exists() else []
+    return paths
+
+
+def train_batch(
+    ranks: RankServer, folder: Path, spoil: Callable[[list[TrajectoryRow]], Any]
+) -> dict[str, float]:
+    recorded = record_batch(folder / "recorded", spoil)
+    (line,) = train_copy(ranks, recorded.root, folder / "trained", OBJECTIVE, **ONE_STEP)
+    return line
 
 
 def make_second_reply_greedy(rows: list[TrajectoryRow]) -> None:
@@ -56,16 +67,14 @@ def make_most_greedy(rows: list[TrajectoryRow]) -> None:
 def test_a_greedy_reply_is_trained_as_if_nobody_had_sampled_it(
     ranks: RankServer, tmp_path: Path
 ) -> None:
-    plain, found, expected = (
-        train_one_batch(ranks, tmp_path / name, spoil)
+    whole, line, other = (
+        train_batch(ranks, tmp_path / name, spoil)
         for name, spoil in (
             ("plain", lambda rows: None),
             ("greedy", make_second_reply_greedy),
             ("out", take_second_reply_out),
         )
     )
-    assert [one.codes for one, _ in (plain, found, expected)] == [[0]] * 3, found[0].log
-    (line,), (other,), (whole,) = found[1], expected[1], plain[1]
     for name in ("loss", "grad_norm", "entropy/mean"):
         assert line[name] == pytest.approx(other[name], rel=1e-6)
     assert line["grad_norm"] != pytest.approx(whole["grad_norm"], rel=1e-2)
@@ -77,9 +86,10 @@ def test_a_greedy_reply_is_trained_as_if_nobody_had_sampled_it(
 def test_a_batch_of_greedy_replies_ends_the_run_on_all_ranks(
     ranks: RankServer, tmp_path: Path
 ) -> None:
-    outcome, lines = train_one_batch(ranks, tmp_path / "run", make_most_greedy, dp=2)
+    paths = record_batch(tmp_path / "run", make_most_greedy)
+    outcome = train_run(ranks, paths, OBJECTIVE, {"dp": 2}, **ONE_STEP)
     assert set(outcome.codes) in ({78}, {78, 143}), outcome.log  # the other may be stopped first
-    assert lines == []
+    assert not read_readable_records(paths.metrics)
     assert "9 of 13 sampled tokens were not sampled from the plain softmax" in outcome.log
     assert "temperature=0 and top_k (9)" in outcome.log
     assert "at: rollout.agent.sampling" in outcome.log
@@ -125,36 +135,27 @@ def ask_for_long_replies(rows: list[TrajectoryRow]) -> None:
 
 
 def test_a_least_length_is_trained_as_it_was_sampled(ranks: RankServer, tmp_path: Path) -> None:
-    plain, listed, forbidden, split = (
-        train_one_batch(ranks, tmp_path / name, spoil, **parallel)
-        for name, spoil, parallel in (
-            ("plain", lambda rows: None, {}),
-            ("listed", record_all_but_stops, {}),
-            ("forbidden", ask_for_long_replies, {}),
-            ("split", ask_for_long_replies, {"tp": 2}),
-        )
+    whole, expected = (
+        train_batch(ranks, tmp_path / name, spoil)
+        for name, spoil in (("plain", lambda rows: None), ("listed", record_all_but_stops))
     )
-    assert {code for one, _ in (plain, listed, forbidden, split) for code in one.codes} == {0}
-    (whole,), (expected,), (found,), (in_parts,) = (
-        lines for _, lines in (plain, listed, forbidden, split)
+    forbidden = record_batch(tmp_path / "forbidden", ask_for_long_replies).root
+    ((_, found),) = check_layouts_agree(
+        ranks, forbidden, tmp_path, OBJECTIVE, COMPARED, layouts=[{"tp": 2}], abs=1e-7, **ONE_STEP
     )
-    for metric in ("loss", "grad_norm", "entropy/mean", "importance_weight/mean"):
+    for metric in COMPARED:
         assert found[metric] == pytest.approx(expected[metric], rel=2e-5, abs=1e-7), metric
-        assert in_parts[metric] == pytest.approx(expected[metric], rel=2e-5, abs=1e-7), metric
     assert found["entropy/mean"] < whole["entropy/mean"] - 1e-4
 
 
 def test_distributions_are_over_recorded_masks_in_every_layout(
     ranks: RankServer, tmp_path: Path
 ) -> None:
-    lines = {}
-    for name, parallel in (("1", {}), ("tp", {"tp": 2}), ("cp", {"cp": 2}), ("pp", {"pp": 2})):
-        outcome, found = train_one_batch(ranks, tmp_path / name, record_masks, **parallel)
-        assert set(outcome.codes) == {0}, outcome.log
-        (lines[name],) = found
-    expected = lines.pop("1")
-    assert expected["tokens/untrainable"] == 0
-    assert 0 < expected["entropy/mean"] <= np.log(8)
-    for name, line in lines.items():
-        for metric in ("loss", "grad_norm", "entropy/mean", "importance_weight/mean"):
-            assert line[metric] == pytest.approx(expected[metric], rel=2e-5, abs=1e-7), name
+    recorded = record_batch(tmp_path / "recorded", record_masks).root
+    layouts = [{"tp": 2}, {"cp": 2}, {"pp": 2}]
+    pairs = check_layouts_agree(
+        ranks, recorded, tmp_path, OBJECTIVE, COMPARED, layouts=layouts, abs=1e-7, **ONE_STEP
+    )
+    for _, expected in pairs:
+        assert expected["tokens/untrainable"] == 0
+        assert 0 < expected["entropy/mean"] <= np.log(8)
