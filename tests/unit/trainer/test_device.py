@@ -8,42 +8,35 @@ from areal_hpc.errors import ClusterError
 from areal_hpc.trainer.process_groups import _choose_and_set_device
 
 
-@pytest.fixture
-def taken(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The devices that are set, on a machine that shows `request.param` GPUs."""
-    visible: int = request.param
+def show_gpus(monkeypatch: pytest.MonkeyPatch, visible: int) -> list[int]:
+    """A machine that shows so many; the devices that are set there."""
     devices: list[int] = []
-
-    def set_device(index: int) -> None:
-        if index >= visible:
-            raise RuntimeError("CUDA error: invalid device ordinal")
-        devices.append(index)
-
     monkeypatch.setattr(torch.cuda, "is_available", lambda: visible > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
-    monkeypatch.setattr(torch.cuda, "set_device", set_device)
+    monkeypatch.setattr(torch.cuda, "set_device", devices.append)
     return devices
 
 
-@pytest.mark.parametrize("taken", [1], indirect=True)
-@pytest.mark.parametrize("wanted", ["auto", "cuda"])
-def test_the_only_visible_gpu_belongs_to_any_rank(taken: list[int], wanted: str) -> None:
-    assert [_choose_and_set_device(wanted, rank) for rank in range(4)] == [
-        torch.device("cuda", 0)
-    ] * 4
-    assert taken == [0, 0, 0, 0]
+@pytest.mark.parametrize(
+    ("visible", "setting", "expected"),
+    [
+        (1, "auto", [0, 0, 0]),  # the only visible one belongs to any rank
+        (1, "cuda", [0, 0, 0]),
+        (8, "cuda", [0, 1, 2]),
+    ],
+)
+def test_each_rank_takes_its_gpu(
+    monkeypatch: pytest.MonkeyPatch, visible: int, setting: str, expected: list[int]
+) -> None:
+    taken = show_gpus(monkeypatch, visible)
+    found = [_choose_and_set_device(setting, rank) for rank in range(3)]
+    assert found == [torch.device("cuda", index) for index in expected]
+    assert taken == expected
 
 
-@pytest.mark.parametrize("taken", [8], indirect=True)
-def test_with_all_gpus_of_the_node_visible_each_rank_takes_its_own(taken: list[int]) -> None:
-    assert [_choose_and_set_device("cuda", rank).index for rank in range(8)] == list(range(8))
-    assert taken == list(range(8))
-
-
-@pytest.mark.parametrize("taken", [2], indirect=True)
-def test_too_few_gpus_are_counted(taken: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_few_gpus_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = show_gpus(monkeypatch, 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
-    assert _choose_and_set_device("cuda", 1).index == 1
     with pytest.raises(ClusterError, match="--gpus-per-task=1") as refusal:
         _choose_and_set_device("cuda", 3)
     said = str(refusal.value)
@@ -51,11 +44,11 @@ def test_too_few_gpus_are_counted(taken: list[int], monkeypatch: pytest.MonkeyPa
     assert "CUDA_VISIBLE_DEVICES='4,5'" in said
     assert "--gpu-bind" in said
     assert "at: cluster.slurm.srun" in said
-    assert taken == [1]
+    assert taken == []
 
 
-@pytest.mark.parametrize("taken", [0], indirect=True)
-def test_without_a_gpu_auto_is_the_cpu_and_cuda_an_error(taken: list[int]) -> None:
+def test_without_a_gpu_auto_is_the_cpu_and_cuda_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = show_gpus(monkeypatch, 0)
     assert _choose_and_set_device("auto", 0) == torch.device("cpu")
     with pytest.raises(ClusterError, match="shows no GPU"):
         _choose_and_set_device("cuda", 0)

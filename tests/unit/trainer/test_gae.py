@@ -244,24 +244,6 @@ def test_the_value_loss_equals_the_reference(clip_value: float | None) -> None:
     assert (acted > 0) is (clip_value is not None)
 
 
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [
-        ({"baseline": "value"}, "set critic.model=initial"),
-        ({"critic": {"model": "initial"}}, "critic.model=initial: set baseline=value"),
-        ({"critic": {"lr": 1e-3}}, "critic.model=None: set baseline=value"),
-        ({"gae_lambda": 0.9}, "gae_lambda=0.9"),
-        ({"discount": 0.9, "gae_unit": "turn"}, "discount=0.9 and gae_unit=turn"),
-        ({"baseline": "value", "critic": {"model": "initial"}, "credit": "turn",
-          "turn_discount": 0.5}, "set discount, with gae_unit=turn"),
-        ({"baseline": "value", "critic": {"model": "initial"}, "std_ddof": 0}, "leave it out"),
-    ],
-)  # fmt: skip
-def test_keys_of_a_critic_belong_together(values: dict[str, Any], expected: str) -> None:
-    with pytest.raises(ValueError, match=expected.replace("(", r"\(")):
-        ObjectiveConfig.model_validate(values)
-
-
 def test_values_that_moved_within_the_clip_are_not_counted_as_clipped() -> None:
     """One of them moved by .013, where .2 is the clip: its sum with the value before is rounded."""
     before = torch.tensor([0.01703648827970028, 0.5, 0.5])

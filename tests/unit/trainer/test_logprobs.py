@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,6 +16,8 @@ from areal_hpc.trainer.model.logprobs import (
 
 ROWS, VOCAB, COLUMNS = 7, 11, 16
 """Five columns are padding."""
+BFLOAT16_ERROR = 2**-8
+"""Of rounding a number, as a share of it."""
 
 
 @pytest.fixture(scope="module")
@@ -35,57 +36,11 @@ def chunk_values(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     return int(request.param)
 
 
-@pytest.mark.parametrize("tempered", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.usefixtures("chunk_values")
-def test_values_and_gradients_are_those_of_a_log_softmax(
-    group: dist.ProcessGroup, dtype: torch.dtype, tempered: bool
-) -> None:
-    generator = torch.Generator().manual_seed(1)
-    hidden = torch.randn(ROWS, COLUMNS, generator=generator).to(dtype)
-    labels = torch.randint(0, VOCAB, (ROWS,), generator=generator)
-    temperature = torch.rand(ROWS, generator=generator) + 0.5 if tempered else None
-    weights = torch.randn(ROWS, generator=generator)
-
-    ours = hidden.clone().requires_grad_()
-    values, entropy = consume_logits_into_logprobs_and_entropy(
-        ours * 1, labels, temperature, VOCAB, group
-    )
-    alone = consume_logits_into_token_logprobs(hidden.clone(), labels, temperature, VOCAB, group)
-    assert torch.equal(values, alone), "the entropy changes no bit of what is trained"
-    (values * weights).sum().backward()
-
-    plain = hidden.clone().requires_grad_()
-    logits = plain[:, :VOCAB].float()
-    if temperature is not None:
-        logits = logits / temperature[:, None]
-    expected = logits.log_softmax(-1).gather(1, labels[:, None])[:, 0]
-    (expected * weights).sum().backward()
-
-    chances = logits.detach().log_softmax(-1)
-    torch.testing.assert_close(
-        entropy.detach(), -(chances.exp() * chances).sum(-1), rtol=1e-4, atol=1e-5
-    )
-    assert values.dtype == torch.float32
-    torch.testing.assert_close(values, expected)
-    assert ours.grad is not None
-    assert plain.grad is not None
-    assert ours.grad.dtype == dtype
-    torch.testing.assert_close(ours.grad, plain.grad)
-    assert not ours.grad[:, VOCAB:].any()
-
-
-@pytest.mark.parametrize("forbids", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.usefixtures("chunk_values")
-def test_distributions_are_over_the_tokens_that_could_be_sampled(
-    group: dist.ProcessGroup, dtype: torch.dtype, forbids: bool
-) -> None:
-    generator = torch.Generator().manual_seed(2)
-    hidden = torch.randn(ROWS, COLUMNS, generator=generator).to(dtype)
-    labels = torch.randint(0, VOCAB, (ROWS,), generator=generator)
-    temperature = torch.rand(ROWS, generator=generator) + 0.5
-    weights = torch.randn(ROWS, generator=generator)
+def draw_sampleable_tokens(
+    generator: torch.Generator, labels: torch.Tensor, forbids: bool
+) -> tuple[SampleableTokens, torch.Tensor]:
+    """What is listed of each row, and which tokens it keeps; `forbids`: every second row lists
+    the others."""
     is_kept = torch.rand(ROWS, VOCAB, generator=generator) < 0.4
     is_kept[torch.arange(ROWS), labels] = True
     is_kept[3] = True  # all of them: noted as none
@@ -95,65 +50,59 @@ def test_distributions_are_over_the_tokens_that_could_be_sampled(
     counts = torch.tensor([len(one) for one in listed])
     starts = [0, *counts.cumsum(0).tolist()]
     ids = torch.tensor([token for one in listed for token in one])
-    kept = SampleableTokens(ids, torch.arange(ROWS).repeat_interleave(counts), starts, forbids_N)
+    rows = torch.arange(ROWS).repeat_interleave(counts)
+    return SampleableTokens(ids, rows, starts, forbids_N), is_kept
+
+
+@pytest.mark.parametrize("weights", [(1.0, 0.0), (1.0, 0.5), (0.0, 1.0)], ids=str)
+@pytest.mark.parametrize("sampleable", ["all", "kept", "not forbidden"])
+@pytest.mark.parametrize("tempered", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.usefixtures("chunk_values")
+def test_values_and_gradients_are_those_of_a_log_softmax_in_float64(
+    group: dist.ProcessGroup,
+    dtype: torch.dtype,
+    tempered: bool,
+    sampleable: str,
+    weights: tuple[float, float],
+) -> None:
+    """Of log-probabilities and entropies, each with a weight, over the tokens that could be."""
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(ROWS, COLUMNS, generator=generator).to(dtype)
+    labels = torch.randint(0, VOCAB, (ROWS,), generator=generator)
+    temperature = torch.rand(ROWS, generator=generator) + 0.5 if tempered else None
+    slopes = torch.randn(ROWS, generator=generator)
+    kept, is_kept = draw_sampleable_tokens(generator, labels, sampleable == "not forbidden")
+    given = (labels, temperature, VOCAB, group, *([] if sampleable == "all" else [kept]))
 
     ours = hidden.clone().requires_grad_()
-    values, entropy = consume_logits_into_logprobs_and_entropy(
-        ours * 1, labels, temperature, VOCAB, group, kept
-    )
-    alone = consume_logits_into_token_logprobs(
-        hidden.clone(), labels, temperature, VOCAB, group, kept
-    )
-    assert torch.equal(values, alone)
-    ((values + 0.5 * entropy) * weights).sum().backward()
+    values, entropy = consume_logits_into_logprobs_and_entropy(ours * 1, *given)
+    alone = consume_logits_into_token_logprobs(hidden.clone(), *given)
+    assert torch.equal(values, alone), "the entropy changes no bit of what is trained"
+    terms = [weight * one for weight, one in zip(weights, (values, entropy), strict=True) if weight]
+    (torch.stack(terms).sum(0) * slopes).sum().backward()
 
-    plain = hidden.clone().requires_grad_()
-    logits = (plain[:, :VOCAB].float() / temperature[:, None]).masked_fill(~is_kept, -torch.inf)
+    plain = hidden.double().requires_grad_()
+    logits = plain[:, :VOCAB] / (1.0 if temperature is None else temperature.double()[:, None])
+    if sampleable != "all":
+        logits = logits.masked_fill(~is_kept, -torch.inf)
     logprobs = logits.log_softmax(-1)
     expected = logprobs.gather(1, labels[:, None])[:, 0]
-    surprise = -torch.where(is_kept, logprobs, 0.0)
-    expected_entropy = (logprobs.exp() * surprise).sum(-1)
-    ((expected + 0.5 * expected_entropy) * weights).sum().backward()
+    finite = torch.where(logits.isinf(), 0.0, logprobs)
+    expected_entropy = -(logprobs.exp() * finite).sum(-1)
+    ((weights[0] * expected + weights[1] * expected_entropy) * slopes).sum().backward()
 
-    torch.testing.assert_close(entropy, expected_entropy, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(values, expected)
+    assert values.dtype == torch.float32
+    torch.testing.assert_close(values.double(), expected, rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(entropy.double(), expected_entropy, rtol=1e-5, atol=1e-6)
     assert ours.grad is not None
     assert plain.grad is not None
-    torch.testing.assert_close(ours.grad, plain.grad, rtol=1e-4, atol=1e-5)
-    assert not ours.grad[:, :VOCAB][~is_kept].any()
-
-
-@pytest.mark.parametrize("weight", [0.0, 1.0], ids=["alone", "beside log-probabilities"])
-@pytest.mark.parametrize("tempered", [False, True])
-@pytest.mark.usefixtures("chunk_values")
-def test_entropies_have_the_gradient_that_float64_gives_by_hand(
-    group: dist.ProcessGroup, tempered: bool, weight: float
-) -> None:
-    generator = np.random.default_rng(3)
-    hidden = generator.normal(0, 2, (ROWS, COLUMNS))
-    labels = generator.integers(0, VOCAB, ROWS)
-    temperature = generator.uniform(0.5, 1.5, ROWS) if tempered else np.ones(ROWS)
-    slopes = generator.normal(0, 1, ROWS)
-
-    logits = hidden[:, :VOCAB] / temperature[:, None]
-    logprobs = logits - np.log(np.exp(logits).sum(1, keepdims=True))
-    chances = np.exp(logprobs)
-    expected = -(chances * logprobs).sum(1)
-    by_entropy = -chances * (logprobs + expected[:, None]) * slopes[:, None]
-    by_logprob = (np.eye(VOCAB)[labels] - chances) * weight
-    gradient = (by_entropy + by_logprob) / temperature[:, None]
-
-    ours = torch.tensor(hidden, dtype=torch.float32, requires_grad=True)
-    given = torch.tensor(temperature, dtype=torch.float32) if tempered else None
-    values, entropy = consume_logits_into_logprobs_and_entropy(
-        ours * 1, torch.from_numpy(labels), given, VOCAB, group
-    )
-    loss = (entropy * torch.tensor(slopes, dtype=torch.float32)).sum()
-    (loss + weight * values.sum() if weight else loss).backward()
-    assert ours.grad is not None
-    np.testing.assert_allclose(entropy.detach(), expected, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(ours.grad[:, :VOCAB], gradient, rtol=1e-5, atol=1e-6)
+    assert ours.grad.dtype == dtype
+    rtol = 1e-5 if dtype == torch.float32 else BFLOAT16_ERROR
+    torch.testing.assert_close(ours.grad.double(), plain.grad, rtol=rtol, atol=1e-6)
     assert not ours.grad[:, VOCAB:].any()
+    if sampleable != "all":
+        assert not ours.grad[:, :VOCAB][~is_kept].any()
 
 
 def test_the_gradient_takes_the_place_of_the_logits(group: dist.ProcessGroup) -> None:
@@ -171,8 +120,6 @@ STATES, HIDDEN, WORDS = 40, 64, 1000
 LOGIT_STD = 12.0
 MOST_ERROR = 2e-5
 """Of a log-probability, in nats."""
-BFLOAT16_ERROR = 2**-8
-"""Of rounding a number, as a share of it."""
 
 
 @pytest.fixture

@@ -128,6 +128,9 @@ def test_the_dual_clip_bounds_what_a_bad_token_can_do() -> None:
     assert gradient[0] == pytest.approx(162_755, rel=1e-5)
 
 
+VALUE = {"baseline": "value", "critic": {"model": "initial"}}
+
+
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
@@ -153,11 +156,18 @@ def test_the_dual_clip_bounds_what_a_bad_token_can_do() -> None:
             {"kl": {"coef": 0.1, "reference": "/model", "update_every_steps": 2}},
             "needs reference=initial",
         ),
+        ({"baseline": "value"}, "set critic.model=initial"),
+        ({"critic": {"model": "initial"}}, "critic.model=initial: set baseline=value"),
+        ({"critic": {"lr": 1e-3}}, "critic.model=None: set baseline=value"),
+        ({"gae_lambda": 0.9}, "gae_lambda=0.9"),
+        ({"discount": 0.9, "gae_unit": "turn"}, "discount=0.9 and gae_unit=turn"),
+        (VALUE | {"credit": "turn", "turn_discount": 0.5}, "set discount, with gae_unit=turn"),
+        (VALUE | {"std_ddof": 0}, "leave it out"),
     ],
 )
 def test_keys_without_a_meaning_are_refused(values: dict[str, Any], expected: str) -> None:
     with pytest.raises(ValueError, match=expected):
-        ObjectiveConfig(**values)
+        ObjectiveConfig.model_validate(values)
 
 
 CONFIG = ObjectiveConfig(
