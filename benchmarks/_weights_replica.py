@@ -26,7 +26,7 @@ from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.weights.buckets import TensorSpec
-from areal_hpc.weights.publisher import Publisher
+from areal_hpc.weights.publisher import Publisher, make_transport
 from areal_hpc.weights.update import Probe, choose_probe_ids
 from areal_hpc.wire.replicas import ReplicasOfCell, ReplicaView
 from areal_hpc.wire.service_key import derive_bearer_key, make_client_tls
@@ -137,13 +137,16 @@ class Replica:
         device = torch.device(resolve_device(InferenceConfig()))
         self._publishers = {
             name: Publisher(
-                WeightsConfig(bucket_bytes=bucket_bytes, **settings),
+                make_transport(
+                    WeightsConfig(bucket_bytes=bucket_bytes, **settings),
+                    paths.service_key.read_text(),
+                    "nccl" if device.type == "cuda" else "gloo",
+                    device,
+                    paths.published_weights_dir,
+                ),
                 paths.rendezvous_dir,
                 1,
                 paths.service_key.read_text(),
-                "nccl" if device.type == "cuda" else "gloo",
-                device,
-                paths.published_weights_dir,
             )
             for name, settings in TRANSPORTS.items()
         }

@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -84,27 +84,28 @@ def _run_training(
         generation=generation, seed=job.seed, check_generation=check_generation,
         is_stop_requested=lambda: stop.requested, keep_best=job.keep_best,
     )  # fmt: skip
+    transport, ranks, rank = None, agree_on_senders(job.weights), dist.get_rank()
+    if rank in ranks:
+        transport = make_transport(
+            job.weights.model_copy(update={"senders": len(ranks)}),
+            rendezvous.read_service_key(paths.service_key),
+            "nccl" if device.type == "cuda" else "gloo",
+            device,
+            paths.published_weights_dir,
+        )
+    specs = [
+        TensorSpec(name, shape, str(dtype).removeprefix("torch."))
+        for name, shape, dtype in list_hf_specs(learner.policy)
+    ]
+    place = ranks.index(rank) if rank in ranks else None
+    senders = WeightSenders(place, len(ranks), specs, transport)
     coordinator = None
-    ranks = agree_on_senders(job.weights)
-    job = job.model_copy(update={"weights": job.weights.model_copy(update={"senders": len(ranks)})})
-    senders = None
     if is_first:
         events.record("state_loaded", generation=generation, step=learner.version.step)
+        assert transport is not None  # rank 0 always sends
         coordinator = _open_generation_and_make_coordinator(
-            job, paths, learner, device, stop, check_generation, events, ranks
+            job, paths, learner, stop, check_generation, events, transport, senders
         )
-    else:
-        transport = None
-        if dist.get_rank() in ranks:
-            service_key = rendezvous.read_service_key(paths.service_key)
-            transport = make_transport(
-                job.weights,
-                service_key,
-                _choose_backend(device),
-                device,
-                paths.published_weights_dir,
-            )
-        senders = _build_senders(learner, ranks, transport)
     gc.freeze()  # a collection looks at what training makes, not at all that imports left
     record_state_entry("")  # phases say from here what is done
     finished = run_loop(learner, coordinator, stop, senders)
@@ -118,7 +119,7 @@ def _run_training(
         coordinator.live_run.report_run_finished()
     if coordinator:
         coordinator.close()
-    if senders:
+    else:
         senders.close()
     learner.close()
     return finished
@@ -128,11 +129,11 @@ def _open_generation_and_make_coordinator(
     job: TrainerJobConfig,
     paths: RunPaths,
     learner: Learner,
-    device: torch.device,
     stop: StopRequest,
     check_generation: Callable[[], None],
     events: EventLog,
-    ranks: Sequence[int],
+    transport: Transport[Any],
+    senders: WeightSenders,
 ) -> Coordinator:
     version = learner.version
     learner.checkpoints.delete_leftovers(version.generation)
@@ -150,13 +151,10 @@ def _open_generation_and_make_coordinator(
         AsyncEvaluationTracker(job.schedule, metrics.judged_step) if job.evaluation_cell else None
     )
     publisher = Publisher(
-        job.weights,
+        transport,
         paths.rendezvous_dir,
         job.cells,
         service_key,
-        _choose_backend(device),
-        device,
-        paths.published_weights_dir,
         evaluation_cell=job.evaluation_cell,
     )
     live_run = LiveRun(
@@ -164,7 +162,7 @@ def _open_generation_and_make_coordinator(
         record,
         ledger=ServiceClient(paths.rendezvous_dir, rendezvous.LEDGER_SERVICE, service_key),
         publisher=publisher,
-        senders=_build_senders(learner, ranks, publisher.transport),
+        senders=senders,
         events=events,
         stop=stop,
         episode_failures=EpisodeFailureCounter(paths.events),
@@ -183,22 +181,6 @@ def _open_generation_and_make_coordinator(
         read_quarantine=partial(read_quarantine, paths),
         must_end_unsaved=partial(is_cancelled_without_checkpoint, paths.cancelled_marker),
     )
-
-
-def _build_senders(
-    learner: Learner, ranks: Sequence[int], transport: Transport[Any] | None
-) -> WeightSenders:
-    specs = [
-        TensorSpec(name, shape, str(dtype).removeprefix("torch."))
-        for name, shape, dtype in list_hf_specs(learner.policy)
-    ]
-    rank = dist.get_rank()
-    place = ranks.index(rank) if rank in ranks else None
-    return WeightSenders(place, len(ranks), specs, transport)
-
-
-def _choose_backend(device: torch.device) -> str:
-    return "nccl" if device.type == "cuda" else "gloo"
 
 
 def _exit_on_stop_timeout(stop: StopRequest, grace_s: float) -> None:

@@ -126,26 +126,6 @@ def _move_sampling_mask_to_device(mask: SamplingMask, device: torch.device) -> S
     return SampleableTokens(move(mask.ids.astype(np.int64)), move(rows_K), starts, move(forbids_N))
 
 
-class PassErrorContext:
-    """Where the passes over some micro-batches are, for an error that ends them."""
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-        self._begun = 0
-        self._batch: MicroBatch | None = None
-        self._is_forward = True
-
-    def begin_forward(self, batch: MicroBatch) -> None:
-        self._batch, self._begun, self._is_forward = batch, self._begun + 1, True
-
-    def mark_forward_done(self) -> None:
-        self._is_forward = False
-
-    def __str__(self) -> str:
-        one = f"the forward pass of micro-batch {self._begun} of {self._count} ({self._batch})"
-        return one if self._is_forward else f"a backward pass, after {one}"
-
-
 def run_forward_backward(
     network: Network, batches: Sequence[MicroBatch], loss: LossFunction, *, backward: bool
 ) -> LossStats:
@@ -194,32 +174,37 @@ def run_passes(
     network: Network, batches: Sequence[MicroBatch], score: LossFunction, *, backward: bool
 ) -> LossStats:
     """The passes of all micro-batches; `score` is given what the network's last stage gives."""
-    stats, progress, numbers = LossStats(), PassErrorContext(len(batches)), itertools.count(1)
+    stats, numbers, work = LossStats(), itertools.count(1), ""
+
+    def mark_forward_done() -> None:
+        nonlocal work
+        work = f"a backward pass, after {work}"
 
     def measure(
         batch: MicroBatch, output: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
         total, seen = score(batch, output)
         stats.add(seen)
-        progress.mark_forward_done()
+        mark_forward_done()
         tokens = torch.full((), len(batch.labels_N), dtype=torch.int, device=total.device)
         return total, tokens, {}
 
-    def forward(batches: Any, model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+    def forward(data: Any, model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+        nonlocal work
         fault_point("train.before_forward")
-        note_detail(f"forward of micro-batch {next(numbers)}")
-        batch = next(batches)
-        progress.begin_forward(batch)
+        batch, number = next(data), next(numbers)
+        note_detail(f"forward of micro-batch {number}")
+        work = f"the forward pass of micro-batch {number} of {len(batches)} ({batch})"
         output = model(batch.input_ids_1T, None, None, packed_seq_params=batch.attention)
         if not parallel_state.is_pipeline_last_stage():  # which has its logits to score yet
-            progress.mark_forward_done()
+            mark_forward_done()
         return output, partial(measure, batch)
 
     note_place_reached("forward and backward passes" if backward else "forward passes")
     run = get_forward_backward_func()
     offloads = backward and isinstance(network, TrainedNetwork) and network.offloads_activations
     offload = ActivationOffload(network.module.parameters()) if offloads else nullcontext()
-    with note_work_on_memory_error(progress.__str__), torch.set_grad_enabled(backward), offload:
+    with note_work_on_memory_error(lambda: work), torch.set_grad_enabled(backward), offload:
         run(
             forward_step_func=forward,
             data_iterator=iter(batches),

@@ -55,6 +55,7 @@ class Publisher:
     """Finds replicas that lack the current weights, and reaches them from the trainer's first rank.
 
     Args:
+        transport: This rank's end of updates; closed with the publisher.
         rendezvous_dir: Where the cells' control proxies are published.
         cells: How many cells the run has, that of evaluation not counted.
         evaluation_cell: The run has one.
@@ -62,21 +63,17 @@ class Publisher:
 
     def __init__(
         self,
-        config: WeightsConfig,
+        transport: Transport[Any],
         rendezvous_dir: Path,
         cells: int,
         service_key: str,
-        backend: str,
-        device: torch.device,
-        weights_dir: Path,
         *,
         evaluation_cell: bool = False,
     ) -> None:
         self._discovery = ReplicaDiscovery(
             rendezvous_dir, cells, service_key, evaluation_cell=evaluation_cell
         )
-        self.transport = make_transport(config, service_key, backend, device, weights_dir)
-        """This rank's end of updates."""
+        self.transport = transport
         self.pauses: list[UpdatePauseStats] = []
         """Cost of each replica's last update, as of `discover_outdated_training_replicas`."""
         self.replica_count = 0

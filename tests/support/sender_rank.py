@@ -58,9 +58,9 @@ def main() -> None:
     store = dist.FileStore(config["store"], RANKS)  # type: ignore[attr-defined]
     limit = timedelta(seconds=scaled(120))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=limit)
-    end = (settings, config["service_key"], config["backend"], torch.device("cpu"), directory)
-    publisher = Publisher(settings, directory, config["cells"], *end[1:]) if rank == 0 else None
-    transport = publisher.transport if publisher else make_transport(*end)
+    key, cpu = config["service_key"], torch.device("cpu")
+    transport = make_transport(settings, key, config["backend"], cpu, directory)
+    publisher = Publisher(transport, directory, config["cells"], key) if rank == 0 else None
     senders = WeightSenders(rank, RANKS, specs_of(weights), transport)
     if publisher:
         print(json.dumps({"ready": True}), flush=True)

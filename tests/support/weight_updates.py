@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.weights.buckets import TensorSpec
-from areal_hpc.weights.publisher import Publisher
+from areal_hpc.weights.publisher import Publisher, make_transport
 from areal_hpc.weights.replicas import ReplicaKey
 from areal_hpc.weights.update import Probe, UpdateReport, choose_probe_ids
 from areal_hpc.wire.weight_version import WeightVersion
@@ -66,15 +66,14 @@ def publishing(
     **weights: Any,
 ) -> Iterator[Publisher]:
     """A publisher to the cells whose control proxies are published in a folder."""
-    publisher = Publisher(
+    transport = make_transport(
         WeightsConfig(**weights),
-        rendezvous_dir,
-        cells,
         service_key,
         backend,
         torch.device("cpu"),
         weights_dir or rendezvous_dir.parent / "weights",
     )
+    publisher = Publisher(transport, rendezvous_dir, cells, service_key)
     try:
         yield publisher
     finally:

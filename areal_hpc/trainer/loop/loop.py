@@ -96,8 +96,7 @@ def run_loop(
 ) -> bool:
     """Train until rank 0, the one with a coordinator, says stop; true when the run is complete.
 
-    A stop asked of any rank is a stop of all. `senders` is the part of a rank without a
-    coordinator in sending weights.
+    A stop asked of any rank is a stop of all. `senders` is this rank's part in sending weights.
 
     Raises:
         ArealError: Rank 0 cannot go on, or a batch cannot be trained on. A checkpoint that was

@@ -30,7 +30,7 @@ from areal_hpc.trainer.loop.schedule import Schedule
 from areal_hpc.trainer.loop.step_record import StepRecord
 from areal_hpc.trainer.loop.weight_senders import WeightSenders
 from areal_hpc.weights.buckets import TensorSpec
-from areal_hpc.weights.publisher import Publisher
+from areal_hpc.weights.publisher import Publisher, make_transport
 from areal_hpc.wire.ledger import Acknowledged, BatchManifest, BatchReply, BatchRequest
 from areal_hpc.wire.replicas import ReplicasOfCell, ReplicaView
 from areal_hpc.wire.weight_version import WeightVersion
@@ -106,15 +106,11 @@ def make_coordinator(
     idle_timeout_s: float = math.inf,
 ) -> Coordinator:
     weights = WeightsConfig(update_timeout_s=scaled(10))
+    transport = make_transport(
+        weights, SERVICE_KEY, "gloo", torch.device("cpu"), directory / "weights"
+    )
     publisher = Publisher(
-        weights,
-        directory,
-        cells,
-        SERVICE_KEY,
-        "gloo",
-        torch.device("cpu"),
-        directory / "weights",
-        evaluation_cell=evaluation is not None,
+        transport, directory, cells, SERVICE_KEY, evaluation_cell=evaluation is not None
     )
     metrics = MetricsWriter(directory / "metrics.jsonl", None, 0)
     record, stop = StepRecord(metrics, WeightVersion(1, 0), {}), StopRequest()
@@ -123,7 +119,7 @@ def make_coordinator(
         record,
         ledger=ServiceClient(directory, rendezvous.LEDGER_SERVICE, SERVICE_KEY),
         publisher=publisher,
-        senders=WeightSenders(0, 1, SPECS, publisher.transport),
+        senders=WeightSenders(0, 1, SPECS, transport),
         events=EventLog(directory / "events.jsonl", "trainer"),
         stop=stop,
         episode_failures=EpisodeFailureCounter(directory / "events.jsonl"),
