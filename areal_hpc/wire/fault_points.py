@@ -22,7 +22,6 @@ import re
 import signal
 import threading
 import time
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -63,14 +62,8 @@ FAULT_POINTS = {
 """Every point of the package, and what is true there."""
 
 
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """Action of a test at a fault point."""
-
-    action: str
-    """As in the variable."""
-    visit: int | None
-    """At which visit of this process; None: at each."""
+Fault = tuple[str, int | None]
+"""An action as in the variable, and at which visit of this process; None: at each."""
 
 
 def parse_faults(text: str) -> dict[str, list[Fault]]:
@@ -88,7 +81,7 @@ def parse_faults(text: str) -> dict[str, list[Fault]]:
                 f"with a point of {', '.join(FAULT_POINTS)}"
             )
         visit = int(found["visit"]) if found["visit"] else None
-        faults.setdefault(found["point"], []).append(Fault(found["action"], visit))
+        faults.setdefault(found["point"], []).append((found["action"], visit))
     return faults
 
 
@@ -107,9 +100,9 @@ class FaultInjector:
         with self._lock:
             self._visits[point] += 1
             visit = self._visits[point]
-        for fault in self._faults[point]:
-            if fault.visit in (None, visit):
-                _carry_out_action(point, fault.action)
+        for action, due_visit in self._faults[point]:
+            if due_visit in (None, visit):
+                _carry_out_action(point, action)
 
 
 def fault_point(name: str) -> None:

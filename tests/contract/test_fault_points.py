@@ -9,11 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.wire.fault_points import (
-    Fault,
-    FaultInjector,
-    parse_faults,
-)
+from areal_hpc.wire.fault_points import FaultInjector, parse_faults
 from tests.support.commands import run_program
 from tests.support.deadlines import scaled
 from tests.support.waiting import wait_for
@@ -22,8 +18,8 @@ from tests.support.waiting import wait_for
 def test_the_variable_is_read_as_its_docstring_says() -> None:
     assert parse_faults("") == {}
     assert parse_faults("checkpoint.before_rename@2=kill proxy.generate=hold:/a/b") == {
-        "checkpoint.before_rename": [Fault("kill", 2)],
-        "proxy.generate": [Fault("hold:/a/b", None)],
+        "checkpoint.before_rename": [("kill", 2)],
+        "proxy.generate": [("hold:/a/b", None)],
     }
 
 

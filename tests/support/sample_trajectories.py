@@ -2,6 +2,7 @@
 
 import dataclasses
 import string
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,28 @@ def trajectory(
         reward=reward,
         temperature=0.5,
         meta={"task_id": f"task-{ticket_id}", "messages": [{"role": "user", "content": "Grüße"}]},
+    )
+
+
+def plain_row(
+    loss_mask: Sequence[int],
+    ticket_id: int = 0,
+    episode: int = 0,
+    reward: float = 1.0,
+    versions: Sequence[int] | None = None,
+) -> TrajectoryRow:
+    """Tokens 0, 1 and so on, sampled where the mask has a 1; log-probabilities are 0."""
+    size = len(loss_mask)
+    return TrajectoryRow(
+        ticket_id=ticket_id,
+        attempt=1,
+        episode=episode,
+        row=0,
+        input_ids_T=np.arange(size, dtype=np.int32),
+        loss_mask_T=np.array(loss_mask, np.uint8),
+        logprobs_T=np.zeros(size, np.float32),
+        versions_T=np.full(size, -1) if versions is None else np.array(versions, np.int64),
+        reward=reward,
     )
 
 

@@ -24,24 +24,14 @@ from areal_hpc.wire.agent_reward import Reward
 from areal_hpc.wire.row_record import CallRecord, RowRecord
 from areal_hpc.wire.trajectory import TrajectoryRow
 from areal_hpc.wire.weight_version import GenerationFork, WeightVersion
+from tests.support.sample_trajectories import plain_row
 
 DEFAULT_OBJECTIVE = ObjectiveConfig()
 
 
 def row(ticket: int, episode: int, reward: float, mask: str = "011") -> TrajectoryRow:
     """A row whose model sampled where the mask has a 1."""
-    size = len(mask)
-    return TrajectoryRow(
-        ticket_id=ticket,
-        attempt=0,
-        episode=episode,
-        row=0,
-        input_ids_T=np.arange(size, dtype=np.int32),
-        loss_mask_T=np.array([*map(int, mask)], np.uint8),
-        logprobs_T=np.zeros(size, np.float32),
-        versions_T=np.full(size, -1, np.int64),
-        reward=reward,
-    )
+    return plain_row([*map(int, mask)], ticket, episode, reward)
 
 
 def groups(*rewards: list[float]) -> list[TrajectoryRow]:

@@ -34,18 +34,11 @@ def test_every_sequence_is_packed_once_and_ranks_get_equally_many_packs(
     assert len(plan) == ranks
     assert len({len(packs) for packs in plan}) == 1
     assert len(plan[0]) >= 1
-    placed = [index for packs in plan for pack in packs for index in pack]
-    assert sorted(placed) == list(range(len(lengths)))
-
-
-@given(LENGTHS, st.integers(1, 5), st.integers(1, 100), SPLITS)
-def test_a_pack_over_the_limit_holds_one_sequence_that_is(
-    lengths: list[int], ranks: int, max_tokens: int, split: PackParallelism
-) -> None:
-    for packs in plan_packs(lengths, ranks=ranks, max_tokens=max_tokens, parallelism=split):
-        for pack in packs:
-            size = sum(compute_padded_length(lengths[index], split) for index in pack)
-            assert size <= max_tokens or len(pack) == 1
+    everything = [pack for packs in plan for pack in packs]
+    assert sorted(index for pack in everything for index in pack) == list(range(len(lengths)))
+    for pack in everything:
+        size = sum(compute_padded_length(lengths[index], split) for index in pack)
+        assert size <= max_tokens or len(pack) == 1, "over the limit is one sequence alone"
 
 
 @given(LENGTHS, SPLITS)
@@ -65,7 +58,7 @@ def test_context_ranks_hold_every_token_once(lengths: list[int], split: PackPara
 
 
 @given(LENGTHS, SPLITS)
-def test_scored_tokens_are_predicted_from_before(
+def test_scored_tokens_are_predicted_from_before_and_name_their_sequence(
     lengths: list[int], split: PackParallelism
 ) -> None:
     rows = [row(length, seed) for seed, length in enumerate(lengths)]
@@ -75,24 +68,15 @@ def test_scored_tokens_are_predicted_from_before(
         places = pack.channels_N["place"]
         # A channel is that of the predicted token; its position follows the one it is read at.
         assert (pack.positions_T[pack.logit_places_N] + 1 == places).all()
-        found += list(zip(pack.labels_N.tolist(), places.tolist(), strict=True))
+        labels, numbers = pack.labels_N.tolist(), pack.rows_N.tolist()
+        found += list(zip(numbers, labels, places.tolist(), strict=True))
     expected = [
-        (int(token), float(place))
-        for one in rows
+        (number, int(token), float(place))
+        for number, one in enumerate(rows)
         for place, (token, scored) in enumerate(zip(one.input_ids_T, one.loss_mask_T, strict=True))
         if scored and place > 0
     ]
     assert sorted(found) == sorted(expected)
-
-
-@given(LENGTHS, SPLITS)
-def test_each_scored_token_names_its_sequence(lengths: list[int], split: PackParallelism) -> None:
-    rows = [row(length, seed) for seed, length in enumerate(lengths)]
-    for seed, one in enumerate(rows):
-        one.channels["place"][:] = seed
-    for rank in range(split.cp):
-        pack = build_pack(rows, ("place",), PackParallelism(split.tp, split.cp, rank))
-        assert pack.rows_N.tolist() == pack.channels_N["place"].tolist()
 
 
 def test_a_pack_without_rows_is_a_filler_that_is_scored_nowhere() -> None:

@@ -15,6 +15,7 @@ from areal_hpc.wire.agent_reward import MAX_REWARD
 from areal_hpc.wire.ledger import NO_VERSION, BatchManifest, SealedTicket, TicketRef
 from areal_hpc.wire.trajectory import TrajectoryRow
 from areal_hpc.wire.weight_version import GenerationFork, WeightVersion
+from tests.support.sample_trajectories import plain_row
 
 NOW = WeightVersion(1, 9)
 FORKS = [GenerationFork(1, 0)]
@@ -28,19 +29,9 @@ def row(
     episode: int, stretches: list[tuple[int | None, int]], reward: float = 1.0
 ) -> TrajectoryRow:
     steps = [step for step, tokens in stretches for _ in range(tokens)]
-    sampled = np.array([step is not None for step in steps])
+    mask = [step is not None for step in steps]
     packed = [-1 if step is None else WeightVersion(1, step).packed for step in steps]
-    return TrajectoryRow(
-        ticket_id=0,
-        attempt=1,
-        episode=episode,
-        row=0,
-        input_ids_T=np.arange(len(steps), dtype=np.int32),
-        loss_mask_T=sampled.astype(np.uint8),
-        logprobs_T=np.zeros(len(steps), np.float32),
-        versions_T=np.array(packed, np.int64),
-        reward=reward,
-    )
+    return plain_row(mask, episode=episode, reward=reward, versions=packed)
 
 
 @given(st.lists(STRETCHES, min_size=1, max_size=5))
