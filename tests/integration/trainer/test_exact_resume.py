@@ -12,6 +12,7 @@ from areal_hpc.rundir.paths import RunPaths
 from tests.integration.trainer.conftest import STEPS
 from tests.support.rank_server import RankServer, TaskExit
 from tests.support.recorded_run import claim_dropout, sft_config
+from tests.support.replayed_run import train_run
 from tests.support.thoroughness import choose
 
 COMMITS = ["step_00000004", "step_00000006"]
@@ -56,8 +57,7 @@ REPRESENTATIVES = [
 
 
 def train(ranks: RankServer, paths: RunPaths, dp: int = 1, **scenario: Any) -> TaskExit:
-    settings = {"total_steps": STEPS, "minibatches": 2, "parallel": {"dp": dp}}
-    return ranks.run(paths, "replay", dp, trainer=settings, **scenario)
+    return train_run(ranks, paths, {}, {"dp": dp}, steps=STEPS, **scenario)
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,7 @@ from tests.support.replay_worker import (
     state_of,
     take_step,
 )
+from tests.support.replayed_run import train_run
 from tests.support.thoroughness import choose
 
 OFFLOADED = {"offload": {"optimizer": True}}
@@ -33,15 +34,11 @@ SETTINGS: list[dict[str, Any]] = [
 
 
 def train(
-    ranks: RankServer, paths: RunPaths, settings: dict[str, Any], faults: str = ""
+    ranks: RankServer, source: Path, folder: Path, settings: dict[str, Any], **scenario: Any
 ) -> TaskExit:
-    count = 2 if "parallel" in settings else 1
-    everything = {"total_steps": STEPS, "minibatches": 2, **settings}
-    return ranks.run(paths, "replay", count, trainer=everything, faults=faults)
-
-
-def copy(recorded: Path, tmp_path: Path, name: str) -> RunPaths:
-    return RunPaths(shutil.copytree(recorded, tmp_path / name))
+    paths = RunPaths(shutil.copytree(source, folder))
+    parallel = settings.get("parallel", {})
+    return train_run(ranks, paths, {}, parallel, steps=STEPS, more=settings, **scenario)
 
 
 def digests_of(outcome: TaskExit) -> list[dict[str, str]]:
@@ -57,24 +54,24 @@ def digests_of(outcome: TaskExit) -> list[dict[str, str]]:
 def test_a_run_ends_with_the_same_bits(
     ranks: RankServer, recorded: Path, tmp_path: Path, settings: dict[str, Any]
 ) -> None:
-    expected = digests_of(train(ranks, copy(recorded, tmp_path, "plain"), settings))
+    expected = digests_of(train(ranks, recorded, tmp_path / "plain", settings))
     assert any("main" in name for name in expected[0])
-    found = train(ranks, copy(recorded, tmp_path, "offloaded"), settings | OFFLOADED)
+    found = train(ranks, recorded, tmp_path / "offloaded", settings | OFFLOADED)
     assert digests_of(found) == expected
 
 
 def test_checkpoints_are_interchangeable(ranks: RankServer, recorded: Path, tmp_path: Path) -> None:
     plain = {"dtype": "bfloat16"}
-    expected = digests_of(train(ranks, copy(recorded, tmp_path, "whole"), plain))
+    expected = digests_of(train(ranks, recorded, tmp_path / "whole", plain))
     ways: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         ("to", plain, plain | OFFLOADED),
         ("from", plain | OFFLOADED, plain),
         ("again", plain | OFFLOADED, plain | OFFLOADED),
     ]
     for name, first, then in choose(ways, *ways[:2]):
-        paths = copy(recorded, tmp_path, name)
-        assert train(ranks, paths, first, faults="train.before_step@5=kill").codes == [-9]
-        resumed = train(ranks, paths, then)
+        fault = "train.before_step@5=kill"
+        assert train(ranks, recorded, tmp_path / name, first, faults=fault).codes == [-9]
+        resumed = train(ranks, tmp_path / name, tmp_path / f"{name}-resumed", then)
         assert digests_of(resumed) == expected, name
         assert resumed.reports[0]["began_at"] > 0
 
