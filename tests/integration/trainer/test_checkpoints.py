@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
@@ -44,6 +45,7 @@ from tests.support.replay_worker import (
     state_of,
     take_step,
 )
+from tests.support.waiting import wait_for
 
 on_one_rank = pytest.mark.on_ranks(1)
 
@@ -281,3 +283,31 @@ def test_cleaning_spares_what_a_later_generation_is_writing(tmp_path: Path) -> N
         (tmp_path / f".step_0000000{name}").mkdir()
     CheckpointStore(tmp_path, keep=2).delete_leftovers(generation=4)
     assert [path.name for path in tmp_path.iterdir()] == [".step_00000002.generation_5"]
+
+
+SELECT_LIMIT = 1024
+"""Descriptors from this number on are beyond what `select()` takes."""
+
+
+@pytest.fixture
+def many_open_descriptors() -> Iterator[None]:
+    """Those of connections to many ranks: the next ones have high numbers."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2 * SELECT_LIMIT), hard))
+    opened: list[int] = []
+    while not opened or opened[-1] < SELECT_LIMIT:
+        opened.append(os.open(os.devnull, os.O_RDONLY))
+    yield
+    for descriptor in opened:
+        os.close(descriptor)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.usefixtures("many_open_descriptors")
+def test_a_rank_with_many_connections_writes_its_part(tmp_path: Path) -> None:
+    client, path = WriterClient(), tmp_path / "rank_00000.bin"
+    client.memory.reuse_or_grow(8, torch.device("cpu"))[:8] = 7
+    client.begin_write(path, 8, [])
+    wait_for(lambda: client.poll_write(1.0))
+    client.close()
+    assert path.read_bytes()[:8] == b"\7" * 8

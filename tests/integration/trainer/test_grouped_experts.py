@@ -22,7 +22,7 @@ from areal_hpc.trainer.model.elementwise import swiglu
 from areal_hpc.trainer.model.policy import TrainedNetwork
 from areal_hpc.trainer.objective.loss_stats import LossStats
 from areal_hpc.trainer.step import MicroBatch, run_forward_backward
-from tests.integration.trainer.test_recompute import MIXTURE, build, make_batches
+from tests.integration.trainer.test_passes import MIXTURE, build, make_batches
 from tests.support.operations import OperationLog
 from tests.support.replay_worker import Scenario
 

@@ -17,6 +17,7 @@ import torch
 from areal_hpc.errors import WeightSyncError
 from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.rundir import rendezvous
+from areal_hpc.rundir.jobs import STOPPED_EXIT_CODE
 from areal_hpc.weights import replicas
 from areal_hpc.weights.broadcast import BroadcastSession
 from areal_hpc.weights.process_group import UpdateProcessGroup
@@ -26,6 +27,7 @@ from areal_hpc.weights.update import Update
 from areal_hpc.wire.weight_version import WeightVersion
 from tests.support.deadlines import scaled
 from tests.support.environments import CHECKOUT
+from tests.support.process_commands import start_job_process
 from tests.support.scripted_sglang import LoopThread, StandInRelay
 from tests.support.service_keys import SERVICE_KEY
 from tests.support.waiting import await_endpoint, wait_for
@@ -276,3 +278,17 @@ def test_who_was_missing_is_named_with_rank_and_deadline(tmp_path: Path) -> None
     message = str(error)
     assert f"rank 1: {key}" in message
     assert f"within {limit_s:.0f} s" in message
+
+
+PATIENCE_S = 120.0
+
+
+def test_a_stop_beside_a_group_that_was_given_up_is_a_stop(tmp_path: Path) -> None:
+    config, log = tmp_path / "config.json", tmp_path / "log"
+    config.write_text("{}")
+    process = start_job_process("tests.support.ending_sender:run", config, log)
+    try:
+        assert process.wait(scaled(PATIENCE_S)) == STOPPED_EXIT_CODE, log.read_text()
+    finally:
+        process.kill()
+    assert "a member reported failure" in log.read_text()

@@ -1,0 +1,252 @@
+"""Passes of a step: the same gradients however activations wait; buckets, and what is read back."""
+
+import zlib
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
+from areal_hpc.recipe.sections.trainer import ActivationMemoryConfig, ParallelConfig
+from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.trainer import memory
+from areal_hpc.trainer.batch.packing import TEMPERATURE_CHANNEL, TrainingRow
+from areal_hpc.trainer.batch.training_rows import (
+    ADVANTAGE_CHANNEL,
+    BEHAVIOR_LOGPROBS_CHANNEL,
+    CURRENT_WEIGHTS_CHANNEL,
+    STALENESS_CHANNEL,
+)
+from areal_hpc.trainer.model import policy as policy_module
+from areal_hpc.trainer.model.families.architecture import Architecture, MoeConfig
+from areal_hpc.trainer.model.hf_weights import load_hf
+from areal_hpc.trainer.model.policy import TrainedNetwork, build_policy
+from areal_hpc.trainer.objective.loss_stats import (
+    STEP_HISTOGRAM_BINS,
+    STEP_MAXIMUM_NAMES,
+    STEP_SUM_NAMES,
+    LossStats,
+)
+from areal_hpc.trainer.step import (
+    MicroBatch,
+    make_micro_batches_of_this_rank,
+    run_forward_backward,
+    run_passes,
+)
+from tests.support.layout_worker import exported_gradients
+from tests.support.operations import OperationLog
+from tests.support.replay_worker import Scenario, begin_training, make_learner, state_of, take_step
+from tests.support.thoroughness import choose
+
+DENSE = Architecture("qwen2", 3, 64, 8, 4, 8, 128, 256, 1e-6, 1e4, None, tied=True)
+MIXTURE = replace(DENSE, family="qwen3_moe", experts=MoeConfig(4, 2, 48, norm_weights=True))
+SETTINGS = [
+    {"recompute": "full"},
+    {"recompute": "full", "recompute_layers": 1},
+    {"recompute": "selective"},
+    {"recompute": "full", "offload": True},
+    {"offload": True},
+]
+LAYOUTS = [
+    {"parallel": {"tp": 2}},
+    {"parallel": {"pp": 2}},
+    {"parallel": {"cp": 2}},
+    {"parallel": {"dp": 2, "ep": 2}},
+]
+LENGTHS = (60, 33, 47, 21)
+
+
+def build(
+    arch: Architecture, parallel: ParallelConfig, activations: ActivationMemoryConfig
+) -> TrainedNetwork:
+    policy = build_policy(arch, parallel, torch.float32, torch.device("cpu"), activations)
+    parts = {}
+
+    def draw(tensor: object, part: object) -> torch.Tensor:
+        name, shape = tensor.name, tensor.shape  # type: ignore[attr-defined]
+        if name not in parts:
+            chance = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            parts[name] = torch.randn(shape, generator=chance) * 0.1
+        return parts[name][part]  # type: ignore[index]
+
+    load_hf(policy, draw)
+    return policy
+
+
+def make_batches(policy: TrainedNetwork) -> list[MicroBatch]:
+    rows = []
+    for length in LENGTHS:
+        mask = (np.arange(length) >= length // 2).astype(np.uint8)
+        rows.append(TrainingRow(np.arange(length, dtype=np.int32) * 7 % 256, mask, {}))
+    batches = make_micro_batches_of_this_rank(policy, rows, [], max_tokens=64)
+    assert len(batches) > 1
+    return batches
+
+
+def compute_gradients(policy: TrainedNetwork) -> dict[str, torch.Tensor]:
+    run_forward_backward(
+        policy,
+        make_batches(policy),
+        lambda _, logprobs_N: (-logprobs_N.sum(), LossStats({"tokens": len(logprobs_N)})),
+        backward=True,
+    )
+    return exported_gradients(policy)
+
+
+def check_settings(parallel: ParallelConfig) -> None:
+    memory.MIN_OFFLOADED_BYTES = 1
+    for arch in (DENSE, MIXTURE):
+        own = parallel if arch.experts else parallel.model_copy(update={"ep": 1})
+        expected = compute_gradients(build(arch, own, ActivationMemoryConfig()))
+        assert any(tensor.abs().max() > 0 for tensor in expected.values())
+        for setting in SETTINGS:
+            policy = build(arch, own, ActivationMemoryConfig.model_validate(setting))
+            found = compute_gradients(policy)
+            different = [name for name in expected if not torch.equal(found[name], expected[name])]
+            assert different == [], (arch.family, setting)
+
+
+@pytest.mark.on_ranks(1)
+def test_gradients_on_one_rank(scenario: Scenario, paths: RunPaths) -> None:
+    check_settings(ParallelConfig())
+
+
+@pytest.mark.parametrize(
+    "scenario",
+    choose(LAYOUTS, LAYOUTS[1]),
+    indirect=True,
+)
+@pytest.mark.on_ranks(2)
+def test_gradients_on_two_ranks(scenario: Scenario, paths: RunPaths) -> None:
+    check_settings(ParallelConfig.model_validate(scenario["trainer"]["parallel"]))
+
+
+SMALL_BUCKET = 2_000
+
+
+def list_bucket_groups(policy: TrainedNetwork) -> list[Any]:
+    return [*policy.ddp_module.bucket_groups, *policy.ddp_module.expert_parallel_bucket_groups]
+
+
+def note_begun_reductions(policy: TrainedNetwork) -> list[int]:
+    """How many buckets are on their way at the end of each backward pass, from now on."""
+    begun: list[int] = []
+    finish = policy.ddp_module.finish_grad_sync
+
+    def note(**options: Any) -> None:
+        handles = [group.grad_reduce_handle for group in list_bucket_groups(policy)]
+        begun.append(sum(handle is not None for handle in handles))
+        finish(**options)
+
+    policy.ddp_module.finish_grad_sync = note
+    return begun
+
+
+def check_buckets(parallel: ParallelConfig) -> None:
+    for arch in (DENSE, MIXTURE):
+        own = parallel if arch.experts else parallel.model_copy(update={"ep": 1})
+        whole = build(arch, own, ActivationMemoryConfig())
+        expected = compute_gradients(whole)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(policy_module, "GRADIENT_BUCKET_ELEMENTS", SMALL_BUCKET)
+            policy = build(arch, own, ActivationMemoryConfig())
+        count = len(list_bucket_groups(policy))
+        assert count > len(list_bucket_groups(whole)) + 2
+        begun = note_begun_reductions(policy)
+        for _ in range(2):
+            policy.ddp_module.zero_grad_buffer()
+            found = compute_gradients(policy)
+            different = [name for name in expected if not torch.equal(found[name], expected[name])]
+            assert different == [], arch.family
+        # Of the first pass Megatron learns when each bucket is done.
+        assert begun == [0, count]
+
+
+@pytest.mark.parametrize("scenario", [{"parallel": {"dp": 2, "ep": 2}}], indirect=True)
+@pytest.mark.on_ranks(2)
+def test_buckets_are_reduced_during_the_last_backward_pass(
+    scenario: Scenario, paths: RunPaths
+) -> None:
+    check_buckets(ParallelConfig.model_validate(scenario["trainer"]["parallel"]))
+
+
+@pytest.mark.on_ranks(2)
+def test_a_checkpoint_of_many_buckets_is_resumed_to_the_same_bits(
+    scenario: Scenario, paths: RunPaths
+) -> None:
+    policy_module.GRADIENT_BUCKET_ELEMENTS = SMALL_BUCKET
+    learner = begin_training(scenario, paths)
+    assert len(list_bucket_groups(learner.policy)) > 1
+    resumed = make_learner(scenario, paths)
+    assert resumed.state.step == 1
+    take_step(resumed, paths, 2)
+    assert state_of(resumed) == state_of(learner)
+
+
+CHANNELS = (
+    ADVANTAGE_CHANNEL,
+    BEHAVIOR_LOGPROBS_CHANNEL,
+    CURRENT_WEIGHTS_CHANNEL,
+    STALENESS_CHANNEL,
+    TEMPERATURE_CHANNEL,
+)
+
+
+def make_rows() -> list[TrainingRow]:
+    chance, rows = np.random.default_rng(4), []
+    for length in LENGTHS:
+        mask = (np.arange(length) >= length // 2).astype(np.uint8)
+        channels = {name: chance.random(length).astype(np.float32) for name in CHANNELS}
+        channels[CURRENT_WEIGHTS_CHANNEL] = (np.arange(length) % 2).astype(np.float32)
+        ids = chance.integers(0, 256, length).astype(np.int32)
+        rows.append(TrainingRow(ids, mask, channels))
+    return rows
+
+
+def check_reads(scenario: Scenario, paths: RunPaths, arch: Architecture) -> None:
+    learner = make_learner(scenario, paths)
+    policy = build(arch, ParallelConfig(), ActivationMemoryConfig())
+    batches = make_micro_batches_of_this_rank(policy, make_rows(), CHANNELS, max_tokens=64)
+    assert len(batches) > 1
+
+    def loss(batch: MicroBatch, logits_1NV: torch.Tensor) -> tuple[torch.Tensor, LossStats]:
+        return learner._compute_loss(
+            batch, logits_1NV, minibatch_index=0, updates_done_share=0, factor=1.0
+        )
+
+    with OperationLog() as log:
+        stats = run_passes(policy, batches, loss, backward=True)
+    assert len(log.names) > 100
+    assert log.reads == []
+    copies = []
+
+    def copy(tensor: torch.Tensor) -> torch.Tensor:
+        copies.append(tensor.shape)
+        return tensor.clone()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "cpu", copy)
+        reduced = stats.reduce_over_ranks(STEP_SUM_NAMES, STEP_MAXIMUM_NAMES, STEP_HISTOGRAM_BINS)
+    assert len(copies) == 1
+    assert reduced.sums["tokens"] == sum(len(batch.labels_N) for batch in batches)
+    assert 0 < reduced.sums["compared"] < reduced.sums["tokens"]
+
+
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        {},
+        {"objective": {"off_policy_correction": "mask", "off_policy_correction_level": "sequence"}},
+    ],
+    indirect=True,
+)
+@pytest.mark.on_ranks(1)
+def test_a_dense_network(scenario: Scenario, paths: RunPaths) -> None:
+    check_reads(scenario, paths, DENSE)
+
+
+@pytest.mark.on_ranks(1)
+def test_a_mixture_of_experts(scenario: Scenario, paths: RunPaths) -> None:
+    check_reads(scenario, paths, MIXTURE)
