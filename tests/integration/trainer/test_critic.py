@@ -96,10 +96,10 @@ def test_layouts_agree(
 ) -> None:
     objective = {**VALUE, "gae_unit": unit, "critic": {**CRITIC, "model": str(scorer)}}
     layouts = LAYOUTS_OF_TWO if unit == "token" else LAYOUTS_OF_TWO[:1]
-    bounds = {"layouts": layouts, "rel": 5e-5, "abs": 2e-6}
-    for line, other in check_layouts_agree(
-        ranks, stale, tmp_path, objective, COMPARED, **bounds, steps=2
-    ):
+    pairs = check_layouts_agree(
+        ranks, stale, tmp_path, objective, COMPARED, layouts=layouts, rel=5e-5, abs=2e-6, steps=2
+    )
+    for line, other in pairs:
         gap = abs(line["critic/clip_fraction"] - other["critic/clip_fraction"])
         assert gap <= MAX_CLIP_FRACTION_GAP, line["step"]
 

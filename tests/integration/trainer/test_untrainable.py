@@ -25,7 +25,7 @@ BAD = [MadeUpTurn(9, 0.0), MadeUpTurn(0, 0.0), MadeUpTurn(1, 0.25)]
 
 
 OBJECTIVE = {"scale_rewards": "none"}
-ONE_STEP = {"steps": 1, "minibatches": 1}
+ONE_STEP: dict[str, Any] = {"steps": 1, "minibatches": 1}
 COMPARED = ("loss", "grad_norm", "entropy/mean", "importance_weight/mean")
 
 

@@ -73,11 +73,15 @@ def test_values_and_gradients_are_those_of_a_log_softmax_in_float64(
     temperature = torch.rand(ROWS, generator=generator) + 0.5 if tempered else None
     slopes = torch.randn(ROWS, generator=generator)
     kept, is_kept = draw_sampleable_tokens(generator, labels, sampleable == "not forbidden")
-    given = (labels, temperature, VOCAB, group, *([] if sampleable == "all" else [kept]))
+    sampled_from = None if sampleable == "all" else kept
 
     ours = hidden.clone().requires_grad_()
-    values, entropy = consume_logits_into_logprobs_and_entropy(ours * 1, *given)
-    alone = consume_logits_into_token_logprobs(hidden.clone(), *given)
+    values, entropy = consume_logits_into_logprobs_and_entropy(
+        ours * 1, labels, temperature, VOCAB, group, sampled_from
+    )
+    alone = consume_logits_into_token_logprobs(
+        hidden.clone(), labels, temperature, VOCAB, group, sampled_from
+    )
     assert torch.equal(values, alone), "the entropy changes no bit of what is trained"
     terms = [weight * one for weight, one in zip(weights, (values, entropy), strict=True) if weight]
     (torch.stack(terms).sum(0) * slopes).sum().backward()
