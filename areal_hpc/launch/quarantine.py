@@ -15,7 +15,7 @@ from areal_hpc.rundir.quarantine import (
     quarantine_batch_or_read_earlier_record,
     read_quarantine,
 )
-from areal_hpc.view.state.run_state import read_run_snapshot
+from areal_hpc.view.state.run_view import RunView
 
 _QUARANTINE_REQUEST_REASON = "areal-hpc quarantine asked for it"
 
@@ -90,7 +90,7 @@ def _read_newest_trainer_state(paths: RunPaths) -> TrainerState:
 
 
 def _ask_trained_step(paths: RunPaths, checkpoint_step: int) -> int | None:
-    status = read_run_snapshot(paths, ask_ledger=True).ledger
+    status = RunView(paths).ledger
     if status is None:
         return None
     is_replaced = read_newest_number(paths.generations_dir) > status.generation

@@ -26,7 +26,7 @@ from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.slurm.allocation import read_allocation
 from areal_hpc.view.state.live_progress import LiveReporter, PlainReporter
-from areal_hpc.view.state.run_state import read_run_snapshot
+from areal_hpc.view.state.run_view import RunView
 from areal_hpc.view.state.summary import summarize_run
 
 FRESH_HINT = "use --fresh to start over"
@@ -157,7 +157,7 @@ def report_if_finished(recipe: Recipe, paths: RunPaths, new_run_hint: str = FRES
     if not is_run_finished(recipe, paths):
         return False
     refuse_other_recipe_of_finished_run(recipe, paths)
-    print(summarize_run(paths, read_run_snapshot(paths), get_program_command()))
+    print(summarize_run(RunView(paths), get_program_command()))
     print(f"\nthis run is finished; {new_run_hint}")
     return True
 
@@ -189,16 +189,16 @@ def load_with_overrides(recipe: Recipe | Path | str, overrides: Mapping[str, Any
 
 
 def _report_finished_run(paths: RunPaths) -> RunResult:
-    print(summarize_run(paths, read_run_snapshot(paths), get_program_command()))
+    print(summarize_run(RunView(paths), get_program_command()))
     return _read_run_result(paths, "finished")
 
 
 def _read_run_result(
     paths: RunPaths, exit_reason: Literal["finished", "interrupted", "submitted"]
 ) -> RunResult:
-    snapshot = read_run_snapshot(paths)
-    last = snapshot.steps[-1] if snapshot.steps else {}
-    evaluations = snapshot.evaluations
+    view = RunView(paths)
+    last = view.steps[-1] if view.steps else {}
+    evaluations = view.evaluations
     return RunResult(
         paths.root,
         exit_reason,

@@ -1,7 +1,7 @@
 """The line about one trained step, on the screen and in the trainer's log."""
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from areal_hpc.evaluation.set_names import (
@@ -11,7 +11,10 @@ from areal_hpc.evaluation.set_names import (
 )
 from areal_hpc.metrics.step_metrics import (
     VALIDATION_REWARD_METRIC,
+    StepTimes,
     compute_time_shares_by_system_part,
+    measure_step_times,
+    select_paced_rows,
 )
 
 MAX_PACE_STEPS = 20
@@ -103,18 +106,17 @@ def estimate_remaining_s(rows: Sequence[MetricRow], total: int) -> float | None:
     return statistics.median(times_s[-MAX_PACE_STEPS:]) * max(0, total - int(rows[-1]["step"]))
 
 
-def describe_step_efficiency(rows: Sequence[MetricRow]) -> Iterator[str]:
-    trained = [row for row in rows if row["step"] > 0 and row.get("time/step_s")]
-    if not trained:
+def describe_step_times(times: StepTimes) -> str:
+    ranked = sorted(times.shares.items(), key=lambda item: -item[1])
+    parts = ", ".join(f"{share:.0%} {part}" for part, share in ranked if share >= MIN_SHOWN_SHARE)
+    return f"a step takes {times.mean_s:.1f} s" + (f": {parts}" if parts else "")
+
+
+def describe_step_efficiency(rows: Iterable[MetricRow]) -> Iterator[str]:
+    paced = select_paced_rows(rows)
+    if (times := measure_step_times(paced)) is None:
         return
-    names = {name for row in trained for name in row if name.startswith("time/")}
-    sums = {name: sum(row.get(name) or 0.0 for row in trained) for name in names}
-    shares = sorted(compute_time_shares_by_system_part(sums).items(), key=lambda item: -item[1])
-    parts = ", ".join(f"{share:.0%} {limit}" for limit, share in shares if share >= MIN_SHOWN_SHARE)
-    yield f"a step takes {sums['time/step_s'] / len(trained):.1f} s" + (
-        f": {parts}" if parts else ""
-    )
-    wasted = [row["groups/zero_variance"] for row in trained if row.get("groups/zero_variance")]
-    if wasted:
-        share = sum(wasted) / len(trained)
+    yield describe_step_times(times)
+    if wasted := sum(row.get("groups/zero_variance") or 0.0 for row in paced):
+        share = wasted / len(paced)
         yield f"{share:.0%} of the groups had no advantage (zero variance) and taught nothing"

@@ -1,7 +1,7 @@
 """Rows of step metrics: their names, reader, phases, and counters that fill them."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ CELL_IDLE_S_METRIC = "cells/idle_s"
 """Seconds for which cells had no ticket before a step's batch, added up over cells."""
 CELL_WAIT_PHASE, BATCH_WAIT_PHASE = "cell_wait", "batch_wait"
 """Phases of a step in which the trainer waits: for any cell, for a batch."""
+PACE_STEPS = 50
 
 
 def list_evaluated_sets(row: Mapping[str, Any]) -> set[str]:
@@ -129,6 +130,34 @@ def compute_time_shares_by_system_part(row: Mapping[str, Any]) -> dict[SystemPar
     for phase in STEP_PHASES:
         shares[phase.system_part] += (row.get(f"time/{phase.name}_s") or 0.0) / step_s
     return shares
+
+
+class StepTimes(NamedTuple):
+    """Where the time of steps went."""
+
+    steps: int
+    mean_s: float
+    shares: dict[SystemPart, float]
+
+
+def select_trained_rows(rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return [row for row in rows if row.get("step", 0) > 0 and "reward/mean" in row]
+
+
+def select_paced_rows(rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The newest trained steps whose time is known, by which a run's pace is told."""
+    return [row for row in select_trained_rows(rows) if row.get("time/step_s")][-PACE_STEPS:]
+
+
+def measure_step_times(rows: Sequence[Mapping[str, Any]]) -> StepTimes | None:
+    names = ("step", *(phase.name for phase in STEP_PHASES))
+    sums = {
+        f"time/{name}_s": sum(row.get(f"time/{name}_s") or 0.0 for row in rows) for name in names
+    }
+    if not sums["time/step_s"]:
+        return None
+    shares = compute_time_shares_by_system_part(sums)
+    return StepTimes(len(rows), sums["time/step_s"] / len(rows), shares)
 
 
 def find_step_bottleneck(row: Mapping[str, Any]) -> SystemPart | None:

@@ -1,5 +1,6 @@
 """Diagnosis of a failed or waiting run (`areal-hpc why`)."""
 
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -7,6 +8,7 @@ from itertools import groupby
 from typing import Any
 
 from areal_hpc.errors import RecipeError, escape_line
+from areal_hpc.metrics.step_line import describe_step_efficiency
 from areal_hpc.rundir.telemetry.events import (
     LAUNCHER_ENDED_EVENT,
     LAUNCHER_ROLE,
@@ -16,7 +18,7 @@ from areal_hpc.slurm.queue import SlurmJobRecord
 from areal_hpc.slurm.reasons import explain_reason
 from areal_hpc.slurm.states import JobPhase
 from areal_hpc.slurm.versions import find_error_time
-from areal_hpc.view.events.agent_failures import MAX_TRACEBACK_LINES, AgentFailures
+from areal_hpc.view.events.agent_failures import MAX_TRACEBACK_LINES
 from areal_hpc.view.events.failure_events import (
     LOGS_HINT,
     MEMORY_HINT,
@@ -25,9 +27,8 @@ from areal_hpc.view.events.failure_events import (
     collect_failure_events,
     describe_exit_code,
 )
-from areal_hpc.view.inspection import LogTraceback, RunInspection, TaskExitRecord, mentions_oom
-from areal_hpc.view.state.alerts_at_newest_step import select_failure_alerts
-from areal_hpc.view.state.jobs import LEADER_JOB_NAMES, format_slurm_state, get_run_state
+from areal_hpc.view.state.jobs import LEADER_JOB_NAMES, format_slurm_state
+from areal_hpc.view.state.run_view import LogTraceback, RunView, TaskExitRecord
 from areal_hpc.view.tables import format_duration, format_time
 
 MAX_CASCADE_GAP_S = 120.0
@@ -38,6 +39,7 @@ RECOVERED_AFTER_S = 60.0
 MIN_STEPS_WITHOUT_PROGRESS = 5
 MIN_TIME_WITHOUT_PROGRESS_S = 300.0
 MIN_FREE_DISK_BYTES = 256 << 20
+_OOM_PATTERN = re.compile(r"oom[-_ ]kill|out of memory|OutOfMemoryError|MemoryError", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +52,11 @@ class Diagnosis:
     notes: tuple[str, ...] = ()
 
 
-def diagnose(evidence: RunInspection) -> Diagnosis:
-    diagnosis = _diagnose_state(evidence)
-    failures = select_failure_alerts(evidence.alerts)
-    if not diagnosis.is_well or not failures:
+def diagnose(view: RunView) -> Diagnosis:
+    diagnosis = _diagnose_state(view)
+    if not diagnosis.is_well or not view.failure_alerts:
         return diagnosis
-    worst = failures[0]
+    worst = view.failure_alerts[0]
     return replace(
         diagnosis,
         headline=f"{diagnosis.headline}; but {worst.message}",
@@ -64,35 +65,35 @@ def diagnose(evidence: RunInspection) -> Diagnosis:
     )
 
 
-def _diagnose_state(evidence: RunInspection) -> Diagnosis:
-    state = get_run_state(evidence.run)
+def _diagnose_state(view: RunView) -> Diagnosis:
+    state = view.state
     within_s = MAX_RUNNING_CASCADE_GAP_S if state.startswith("running") else MAX_CASCADE_GAP_S
-    findings = sorted(_collect_failure_events(evidence), key=lambda finding: finding.at or 0.0)
+    findings = sorted(_collect_failure_events(view), key=lambda finding: finding.at or 0.0)
     chain = find_last_failure_chain(findings, within_s)
     cause = min(chain, key=lambda finding: finding.distance_from_cause) if chain else None
     if state == "finished":
         headline = "the run is finished: every step was trained"
-        return Diagnosis(headline, is_well=True, notes=evidence.step_time_lines)
+        return Diagnosis(headline, is_well=True, notes=tuple(describe_step_efficiency(view.steps)))
     if state in ("cancelled", "being cancelled"):
         headline = f"the run was {state} with areal-hpc cancel"
         return Diagnosis(headline, hint="areal-hpc resume RUN continues it", is_well=True)
     if state == "unknown":
-        headline = f"Slurm does not answer ({evidence.run.snapshot.outage})"
+        headline = f"Slurm does not answer ({view.jobs.snapshot.outage})"
         if cause is not None:
             headline += f"; the last failure on record: {cause.text}"
         return Diagnosis(headline, chain, "scontrol ping")
-    if evidence.run.jobs_ended_before_run:
-        return _diagnose_lost_jobs(evidence, state, chain, cause)
-    waiting = _diagnose_waiting(evidence, chain)
+    if view.jobs.jobs_ended_before_run:
+        return _diagnose_lost_jobs(view, state, chain, cause)
+    waiting = _diagnose_waiting(view, chain)
     if state == "waiting" and waiting is not None:
         return waiting
     if state.startswith("running"):
         if waiting is not None and not waiting.is_well:
             return replace(waiting, headline=f"the run is running, but {waiting.headline}")
-        if (delay := _diagnose_stall(evidence, chain)) is not None:
+        if (delay := _diagnose_stall(view, chain)) is not None:
             return delay
-        return _diagnose_running(evidence, chain, cause)
-    if state == "stopped" and (stop := _diagnose_local_stop(evidence, chain)) is not None:
+        return _diagnose_running(view, chain, cause)
+    if state == "stopped" and (stop := _diagnose_local_stop(view, chain)) is not None:
         return stop
     if cause is None:
         return Diagnosis(f"the run is {state}; it left no error message", hint=LOGS_HINT)
@@ -100,9 +101,9 @@ def _diagnose_state(evidence: RunInspection) -> Diagnosis:
 
 
 def _diagnose_running(
-    evidence: RunInspection, failure_chain: tuple[FailureEvent, ...], cause: FailureEvent | None
+    view: RunView, failure_chain: tuple[FailureEvent, ...], cause: FailureEvent | None
 ) -> Diagnosis:
-    failures = AgentFailures.collect(evidence.events)
+    failures = view.agent_failures
     if failures.is_agent_always_failing and failures.newest is not None:
         headline = f"the run is running, but its agent fails {failures.share_text}"
         hint = f"{failures.newest.suggested_fix}, then run the same command again"
@@ -110,19 +111,21 @@ def _diagnose_running(
     happened = "and nothing has failed"
     if cause is not None:
         happened, last_at = f"after this: {cause.text}", failure_chain[-1].at
-        if evidence.pace and last_at and evidence.pace.last_at - last_at > RECOVERED_AFTER_S:
+        if view.pace and last_at and view.pace.last_at - last_at > RECOVERED_AFTER_S:
             ago = format_duration(time.time() - last_at)
             happened = f"and has trained steps since this, {ago} ago: {cause.text}"
     headline = f"the run is running, {happened}"
-    return Diagnosis(headline, failure_chain, is_well=True, notes=evidence.step_time_lines)
+    return Diagnosis(
+        headline, failure_chain, is_well=True, notes=tuple(describe_step_efficiency(view.steps))
+    )
 
 
 def _diagnose_local_stop(
-    evidence: RunInspection, failure_chain: tuple[FailureEvent, ...]
+    view: RunView, failure_chain: tuple[FailureEvent, ...]
 ) -> Diagnosis | None:
-    own = [row for row in evidence.events if row["role"] == LAUNCHER_ROLE]
+    own = [row for row in view.events if row["role"] == LAUNCHER_ROLE]
     was_any_refused = any(row["event"] == SUBMISSION_REFUSED_EVENT for row in own)
-    if not evidence.run.is_local or was_any_refused or not own:
+    if not view.jobs.is_local or was_any_refused or not own:
         return None
     ends = [row for row in own if row["event"] == LAUNCHER_ENDED_EVENT]
     hint = "run the same command again to resume from the last checkpoint"
@@ -140,7 +143,7 @@ def _diagnose_local_stop(
 
 
 def _diagnose_lost_jobs(
-    evidence: RunInspection,
+    view: RunView,
     state: str,
     failure_chain: tuple[FailureEvent, ...],
     cause: FailureEvent | None,
@@ -148,7 +151,7 @@ def _diagnose_lost_jobs(
     lost = [
         f"{job.name} (job {job.submission.job_id if job.submission else '?'}) "
         f"{job.slurm_record.state.meaning if job.slurm_record else 'is no longer known to Slurm'}"
-        for job in evidence.run.jobs_ended_before_run
+        for job in view.jobs.jobs_ended_before_run
     ]
     hint = (
         "areal-hpc resume RUN submits what is missing; "
@@ -159,12 +162,10 @@ def _diagnose_lost_jobs(
     return Diagnosis(f"the run is {state}: {'; '.join(lost)}{why}", failure_chain, first + hint)
 
 
-def _diagnose_stall(
-    evidence: RunInspection, failure_chain: tuple[FailureEvent, ...]
-) -> Diagnosis | None:
+def _diagnose_stall(view: RunView, failure_chain: tuple[FailureEvent, ...]) -> Diagnosis | None:
     suspended = [
         (job.name, job.slurm_record)
-        for job in evidence.run.jobs
+        for job in view.jobs.jobs
         if job.slurm_record and job.slurm_record.state.name in ("SUSPENDED", "STOPPED")
     ]
     if suspended:
@@ -174,16 +175,16 @@ def _diagnose_stall(
         ids = ",".join(queued.job_id for _, queued in suspended)
         hint = f"scontrol resume {ids} if a person suspended it; else it waits for other jobs"
         return Diagnosis(f"the run is stalled: {told}", failure_chain, hint)
-    if evidence.free_bytes is not None and evidence.free_bytes < MIN_FREE_DISK_BYTES:
-        free = f"{evidence.free_bytes / 2**20:.0f} MiB are free in {evidence.run.paths.root}"
+    if view.free_bytes is not None and view.free_bytes < MIN_FREE_DISK_BYTES:
+        free = f"{view.free_bytes / 2**20:.0f} MiB are free in {view.jobs.paths.root}"
         return Diagnosis(f"the run is running, but only {free}", failure_chain, "make room there")
     leader = next(
-        (job for job in evidence.run.jobs if job.name in LEADER_JOB_NAMES and job.is_alive), None
+        (job for job in view.jobs.jobs if job.name in LEADER_JOB_NAMES and job.is_alive), None
     )
-    if evidence.pace is None or leader is None or leader.slurm_record is None:
+    if view.pace is None or leader is None or leader.slurm_record is None:
         return None
-    began_at = max(evidence.pace.last_at, leader.slurm_record.started_or_expected_at or 0.0)
-    silent_s, usual_s = time.time() - began_at, evidence.pace.median_s
+    began_at = max(view.pace.last_at, leader.slurm_record.started_or_expected_at or 0.0)
+    silent_s, usual_s = time.time() - began_at, view.pace.median_s
     if silent_s < max(MIN_STEPS_WITHOUT_PROGRESS * usual_s, MIN_TIME_WITHOUT_PROGRESS_S):
         return None
     headline = (
@@ -198,12 +199,10 @@ def _diagnose_stall(
 _HELD_JOB_STATES = ("REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")
 
 
-def _diagnose_waiting(
-    evidence: RunInspection, failure_chain: tuple[FailureEvent, ...]
-) -> Diagnosis | None:
+def _diagnose_waiting(view: RunView, failure_chain: tuple[FailureEvent, ...]) -> Diagnosis | None:
     reasons = [
         (job.name, job.slurm_record, job.pending_reason or explain_reason(job.slurm_record.reason))
-        for job in evidence.run.jobs
+        for job in view.jobs.jobs
         if job.slurm_record and job.slurm_record.state.phase is JobPhase.WAITING
         if not job.waits_behind_others
     ]
@@ -240,25 +239,25 @@ def find_last_failure_chain(
     return tuple(reversed(chain))
 
 
-def _collect_failure_events(evidence: RunInspection) -> Iterator[FailureEvent]:
-    yield from _collect_slurm_events(evidence)
-    for stack in evidence.tracebacks[:1]:
-        yield _build_traceback_event(stack, len(evidence.tracebacks))
-    first_at = (evidence.tracebacks[0].at or 0.0) if evidence.tracebacks else None
-    yield from collect_failure_events(evidence.events, first_at)
-    ends = [word.outcome.reason for word in evidence.task_exits if word.outcome.is_crash]
-    yield from build_agent_failure_events(AgentFailures.collect(evidence.events), ends)
-    for row in evidence.events:
+def _collect_failure_events(view: RunView) -> Iterator[FailureEvent]:
+    yield from _collect_slurm_events(view)
+    for stack in view.tracebacks[:1]:
+        yield _build_traceback_event(stack, len(view.tracebacks))
+    first_at = (view.tracebacks[0].at or 0.0) if view.tracebacks else None
+    yield from collect_failure_events(view.events, first_at)
+    ends = [word.outcome.reason for word in view.task_exits if word.outcome.is_crash]
+    yield from build_agent_failure_events(view.agent_failures, ends)
+    for row in view.events:
         if row["event"] == SUBMISSION_REFUSED_EVENT:
             yield _build_refusal_event(row)
-    told = {stack.lines[-1] for stack in evidence.tracebacks[:1]}
-    for word in evidence.task_exits:
+    told = {stack.lines[-1] for stack in view.tracebacks[:1]}
+    for word in view.task_exits:
         if word.outcome.is_crash:
             reason = word.outcome.reason.strip().splitlines()
             again = [] if told.intersection(reason[-1:]) else reason
-            yield _build_task_exit_event(word, again, is_local=evidence.run.is_local)
+            yield _build_task_exit_event(word, again, is_local=view.jobs.is_local)
             told.update(reason[-1:])  # tasks of a job repeat the one that decided
-    for row in evidence.excluded:
+    for row in view.excluded_nodes:
         yield FailureEvent(
             row.get("at"),
             f"node {row['node']} failed its check: {row['reason']}",
@@ -267,16 +266,16 @@ def _collect_failure_events(evidence: RunInspection) -> Iterator[FailureEvent]:
         )
 
 
-def _collect_slurm_events(evidence: RunInspection) -> Iterator[FailureEvent]:
-    names = {job.submission.job_id: job.name for job in evidence.run.jobs if job.submission}
-    told = {(start.job_id, start.ended_or_latest_end_at) for start in evidence.starts_in_accounting}
-    for start in evidence.starts_in_accounting:
+def _collect_slurm_events(view: RunView) -> Iterator[FailureEvent]:
+    names = {job.submission.job_id: job.name for job in view.jobs.jobs if job.submission}
+    told = {(start.job_id, start.ended_or_latest_end_at) for start in view.starts_in_accounting}
+    for start in view.starts_in_accounting:
         if start.state.is_over_without_success:
             # Accounting keeps what a job waited for, also when it has run since.
             known = replace(start, reason="") if start.nodes else start
             yield _build_state_event(names.get(start.job_id, start.job_id), known)
     ends: dict[str, float | None] = {}
-    for job in evidence.run.jobs:
+    for job in view.jobs.jobs:
         queued = job.slurm_record
         if (
             queued
@@ -293,9 +292,9 @@ def _collect_slurm_events(evidence: RunInspection) -> Iterator[FailureEvent]:
             )
         if queued and not job.is_alive:  # else its end is that of its time limit
             ends[job.name] = queued.ended_or_latest_end_at
-    for name, line in evidence.slurm_lines:
+    for name, line in view.slurm_lines:
         at = find_error_time(line) or ends.get(name)
-        if mentions_oom(line):
+        if _OOM_PATTERN.search(line):
             yield FailureEvent(at, f"{name} ran out of memory", 0, (line,), MEMORY_HINT)
         else:
             # CANCELLED AT is Slurm's word for every end that it brings.
@@ -351,7 +350,7 @@ def _build_traceback_event(stack: LogTraceback, count: int) -> FailureEvent:
     if len(shown) > MAX_TRACEBACK_LINES:
         shown = (shown[0], "  ...", *shown[-(MAX_TRACEBACK_LINES - 2) :])
     more = f" (the first of {count} tracebacks)" if count > 1 else ""
-    is_oom = mentions_oom(stack.lines[-1])
+    is_oom = _OOM_PATTERN.search(stack.lines[-1]) is not None
     return FailureEvent(
         stack.at,
         f"{stack.file.source} raised {stack.lines[-1].strip()[:300]}{more}",

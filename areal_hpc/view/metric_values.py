@@ -33,10 +33,6 @@ def list_numbers(rows: Iterable[Mapping[str, Any]], metric_name: str) -> list[fl
     return [value for value in values if value is not None]
 
 
-def select_trained_rows(rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    return [row for row in rows if row.get("step", 0) > 0 and "reward/mean" in row]
-
-
 def list_restart_steps(rows: Iterable[Mapping[str, Any]]) -> list[int]:
     """First steps of further starts of the trainer."""
     return [

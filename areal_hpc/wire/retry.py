@@ -1,6 +1,5 @@
 """Calls that are made again: pauses, a deadline, and which errors may pass."""
 
-import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -74,6 +73,8 @@ async def retry_until_answered(
     Raises:
         ClusterError: A refusal.
     """
+    import asyncio  # commands that look at runs import this module, and never come here
+
     for pause_s in SERVICE_BACKOFF:
         try:
             return await call()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.view.state.run_state import read_run_snapshot
+from areal_hpc.view.state.run_view import RunView
 from tests.support.commands import run_program, said_by
 from tests.support.environments import CHECKOUT, python_of
 
@@ -35,7 +35,7 @@ def test_a_newcomer_trains_an_agent_of_their_own(tmp_path: Path) -> None:
             continue
         shell = ("bash", "-ec", command)
         said_by(run_program(*shell, folder=tmp_path, environ=environ, timeout_s=None))
-    evaluations = read_run_snapshot(RunPaths(tmp_path / "runs" / "tutorial" / "first")).evaluations
+    evaluations = RunView(RunPaths(tmp_path / "runs" / "tutorial" / "first")).evaluations
     assert evaluations[0][1] <= 0.3
     assert evaluations[-1][1] >= 0.9
 

@@ -8,7 +8,7 @@ from areal_hpc.rundir.jsonl import append_line
 from areal_hpc.rundir.manifests import EvaluatedTicket, append_evaluated_ticket
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.state.live_progress import EvaluationReporter, LiveReporter, PlainReporter
-from areal_hpc.view.state.run_state import read_run_snapshot
+from areal_hpc.view.state.run_view import RunView
 from tests.support.environments import CHECKOUT
 
 QUICKSTART = CHECKOUT / "recipes" / "quickstart.yaml"
@@ -70,9 +70,7 @@ def test_an_evaluation_that_ends_late_is_told_once_under_its_own_step(
     assert steps_in("\n".join(told)) == [1, 2, 1, 3]
     assert told[2].split() == ["step", "1/3", "held-out", "0.250"]
     assert "reward 0.500  held-out 0.750" in told[3]
-    snapshot = read_run_snapshot(paths)
-    assert snapshot.evaluations == [(1, 0.25), (3, 0.75)]
-    assert snapshot.steps[-1]["step"] == 3
+    assert RunView(paths).evaluations == [(1, 0.25), (3, 0.75)]
 
 
 def test_an_evaluation_tells_of_as_many_tasks_as_its_sets_have(

@@ -68,13 +68,12 @@ def _explain_run(arguments: argparse.Namespace) -> int:
 
 
 def _explain_failure(arguments: argparse.Namespace) -> int:
-    from areal_hpc.slurm.queue import QueuePoller
     from areal_hpc.view.diagnosis import diagnose, format_diagnosis
-    from areal_hpc.view.inspection import inspect_run
+    from areal_hpc.view.state.run_view import RunView
     from areal_hpc.view.state.summary import describe_quarantined_batches
 
     paths = parse_run_dir(arguments.run)
-    diagnosis = diagnose(inspect_run(paths, QueuePoller()))
+    diagnosis = diagnose(RunView(paths))
     lines = format_diagnosis(diagnosis, shlex.quote(str(arguments.run)))
     lines += [f"quarantined: {one}" for one in describe_quarantined_batches(paths)]
     print("\n".join(lines))

@@ -148,53 +148,37 @@ def _add_shards_export_command(verbs: CommandGroup) -> None:
 
 def _show_status(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch.terminal import get_program_command
-    from areal_hpc.slurm.queue import QueuePoller
     from areal_hpc.view.diagnosis import diagnose
-    from areal_hpc.view.inspection import inspect_run
-    from areal_hpc.view.state.alerts_at_newest_step import (
-        find_run_alerts,
-        format_alert,
-        select_failure_alerts,
-    )
-    from areal_hpc.view.state.jobs import (
-        describe_allocation_steps,
-        fetch_run_jobs,
-        format_jobs,
-        get_run_state,
-    )
+    from areal_hpc.view.state.jobs import describe_allocation_steps, format_jobs
+    from areal_hpc.view.state.run_view import RunView
     from areal_hpc.view.state.summary import (
         describe_activity,
         describe_evaluations,
+        format_alert,
         format_run_progress,
-        read_run_progress,
         summarize_run,
     )
 
-    paths = parse_run_dir(arguments.run)
-    queue = QueuePoller()
-    run, progress = fetch_run_jobs(paths, queue), read_run_progress(paths)
-    state = get_run_state(run)
-    is_running = state.startswith("running")
-    lines = [f"{paths.run_name}: {state}"]
-    if state in ("failed", "stopped", "leaderless"):
-        found = diagnose(inspect_run(paths, queue))
+    view = RunView(parse_run_dir(arguments.run))
+    lines = [f"{view.paths.run_name}: {view.state}"]
+    if view.state in ("failed", "stopped", "leaderless"):
+        found = diagnose(view)
         if found.chain:
-            reason = found.headline.removeprefix(f"the run {state}: ")
+            reason = found.headline.removeprefix(f"the run {view.state}: ")
             lines.append(f"  reason            {escape_line(reason)}")
-    lines += format_run_progress(progress, paths, is_running=is_running)
-    has_summary = progress.step > 0 and (run.is_local or paths.finished_marker.exists())
-    lines += [] if has_summary else describe_evaluations(progress.snapshot)
-    lines += describe_activity(paths, is_running=is_running)
-    alerts = find_run_alerts(paths)
-    lines += [f"  {format_alert(alert)}" for alert in alerts]
-    if not run.is_local:
-        lines += ["", *format_jobs(run)]
-    if steps := describe_allocation_steps(paths):
+    lines += format_run_progress(view)
+    has_summary = view.step > 0 and (view.jobs.is_local or view.paths.finished_marker.exists())
+    lines += [] if has_summary else describe_evaluations(view)
+    lines += describe_activity(view)
+    lines += [f"  {format_alert(alert)}" for alert in view.alerts]
+    if not view.jobs.is_local:
+        lines += ["", *format_jobs(view.jobs)]
+    if steps := describe_allocation_steps(view.paths):
         lines += ["", *steps]
     if has_summary:
-        lines += ["", summarize_run(paths, progress.snapshot, get_program_command())]
+        lines += ["", summarize_run(view, get_program_command())]
     print("\n".join(lines))
-    return UNHEALTHY_EXIT_CODE if select_failure_alerts(alerts) else 0
+    return UNHEALTHY_EXIT_CODE if view.failure_alerts else 0
 
 
 def _show_logs(arguments: argparse.Namespace) -> int:

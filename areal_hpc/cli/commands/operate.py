@@ -149,18 +149,18 @@ def _cancel_run(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch.terminal import format_next_command, say
     from areal_hpc.rundir.cancellation import mark_cancelled
     from areal_hpc.rundir.jobs import get_latest_submissions, read_submissions
+    from areal_hpc.rundir.run_recipe import read_run_recipe
     from areal_hpc.slurm.cancel import cancel_jobs_and_wait
     from areal_hpc.slurm.run_jobs import (
         is_job_of_run,
         list_recorded_job_ids,
         list_unrecorded_live_jobs,
     )
-    from areal_hpc.view.state.summary import read_run_progress
 
     paths = _require_own_slurm_run(arguments.run)
     grace_s = 0.0
     if not arguments.now:
-        grace_s = read_run_progress(paths).recipe["cluster"]["stop_grace_s"] + STOP_MARGIN_S
+        grace_s = read_run_recipe(paths.recipe)["cluster"]["stop_grace_s"] + STOP_MARGIN_S
         jobs = get_latest_submissions(read_submissions(paths.submissions))
         grace_s += max((read_checkpoint_duration_s(paths.job(name)) for name in jobs), default=0.0)
     # Before any signal: a job that is told to stop looks for it.

@@ -104,13 +104,13 @@ def _run_recipe(arguments: argparse.Namespace) -> int:
 
 def _describe_run_dir(recipe: Recipe) -> str:
     from areal_hpc.rundir.paths import RunPaths
-    from areal_hpc.view.state.summary import read_run_progress
+    from areal_hpc.view.state.run_view import RunView
 
     paths = RunPaths(recipe.run_dir.resolve())
     if not paths.recipe.exists():
         return f"a run would write to {paths.root}"
-    progress = read_run_progress(paths)
-    at = f"step {progress.step} of {progress.total_steps}"
+    view = RunView(paths)
+    at = f"step {view.step} of {view.total_steps}"
     return f"{paths.root} holds a run at {at}, which the command goes on with (--fresh starts over)"
 
 

@@ -15,7 +15,7 @@ from areal_hpc.metrics.alerts import (
     MIN_ENTROPY_NATS,
 )
 from areal_hpc.metrics.step_line import MetricRow
-from areal_hpc.metrics.step_metrics import read_metrics
+from areal_hpc.metrics.step_metrics import read_metrics, select_trained_rows
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.answers.answer import Answer, Finding, build_page_url_fragment
 from areal_hpc.view.batch_episodes import read_batch_episodes, read_distinct_reply_share
@@ -24,7 +24,6 @@ from areal_hpc.view.metric_values import (
     format_value,
     get_number,
     list_numbers,
-    select_trained_rows,
 )
 
 MIN_STEPS_FOR_TREND = 6

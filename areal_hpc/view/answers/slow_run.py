@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from areal_hpc.errors import ShardError
-from areal_hpc.metrics.step_metrics import read_metrics
+from areal_hpc.metrics.step_metrics import read_metrics, select_paced_rows
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.run_recipe import read_run_recipe
 from areal_hpc.rundir.telemetry.events import read_recent_events
@@ -18,9 +18,8 @@ from areal_hpc.view.batch_episodes import (
     read_batch_episodes,
     read_first_row_of_each_episode,
 )
-from areal_hpc.view.inspection import PACE_STEPS
 from areal_hpc.view.logs import list_log_files
-from areal_hpc.view.metric_values import format_step_range, list_numbers, select_trained_rows
+from areal_hpc.view.metric_values import format_step_range, list_numbers
 from areal_hpc.view.tables import format_table
 
 MAX_READ_STEPS = 10
@@ -32,8 +31,7 @@ STORAGE_PARTS = ("sealing", "checkpoints", "reading batches", "small files")
 
 
 def explain_slow_run(paths: RunPaths) -> Answer:
-    trained = select_trained_rows(read_metrics(paths.metrics))
-    rows = [row for row in trained if row.get("time/step_s")][-PACE_STEPS:]
+    rows = select_paced_rows(read_metrics(paths.metrics))
     if not rows:
         return Answer("no step with its times is recorded yet")
     problems: list[str] = []

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from areal_hpc.errors import ArealError, RecipeError
 from areal_hpc.metrics.catalogue import find_metric
-from areal_hpc.metrics.step_metrics import read_metrics
+from areal_hpc.metrics.step_metrics import read_metrics, select_trained_rows
 from areal_hpc.recipe.keys import flatten_keys, flatten_keys_hiding_private_values
 from areal_hpc.rundir.jsonl import JsonRow
 from areal_hpc.rundir.paths import RunPaths
@@ -21,9 +21,8 @@ from areal_hpc.view.metric_values import (
     format_value,
     get_number,
     list_numbers,
-    select_trained_rows,
 )
-from areal_hpc.view.state.run_state import list_launch_times
+from areal_hpc.view.state.run_view import RunView
 
 MAX_STEPS_BEFORE = 10
 MIN_STEPS_BEFORE = 2
@@ -119,7 +118,7 @@ def _describe_recipe_changes(paths: RunPaths, first_row: JsonRow, last_row: Json
     try:
         launches = [
             (attempt, at, read_run_recipe(paths.replaced_recipe(attempt)))
-            for attempt, at in list_launch_times(paths)
+            for attempt, at in RunView(paths).launch_times
             if attempt > 1 and paths.replaced_recipe(attempt).exists()
         ]
         recipes = [*(old for _, _, old in launches), read_run_recipe(paths.recipe)]

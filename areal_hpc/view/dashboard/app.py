@@ -22,7 +22,6 @@ from starlette.types import Receive, Scope, Send
 
 from areal_hpc.errors import ArealError, RecipeError
 from areal_hpc.rundir.paths import RunPaths, list_runs
-from areal_hpc.view.compare import RunStateCache
 from areal_hpc.view.dashboard import run_pages
 from areal_hpc.view.dashboard.evaluation_page import (
     build_evaluation_sets_page,
@@ -32,6 +31,7 @@ from areal_hpc.view.dashboard.evaluation_page import (
 )
 from areal_hpc.view.dashboard.summary_page import describe_summary
 from areal_hpc.view.dashboard.timeline_page import describe_timeline
+from areal_hpc.view.state.run_view import RunView, RunViewer
 from areal_hpc.view.transcripts.row_index import RowIndex
 
 MEDIA_TYPE_BY_STATIC_FILE = {
@@ -79,15 +79,15 @@ class DashboardApp:
 
     def __init__(self, dir_with_runs: Path, secret: str, cache_dir: Path) -> None:
         self._place, self._secret, self._cache_dir = dir_with_runs, secret, cache_dir
-        self._states = RunStateCache()
+        self._viewer = RunViewer()
         self.is_ending: Callable[[], bool] = lambda: False
         """Asked by streams of news, which otherwise have no end."""
         self._indexes: dict[Path, RowIndex] = {}
         self._lock = threading.Lock()
         self._pages: dict[str, Callable[[Query], Any]] = {
             "data/runs": self._list_runs,
-            "data/overview": self._describe_overview,
-            "data/summary": lambda query: describe_summary(self._find_run(query)),
+            "data/overview": lambda query: run_pages.describe_run_overview(self._view_run(query)),
+            "data/summary": lambda query: describe_summary(self._view_run(query)),
             "data/metrics": lambda query: run_pages.describe_metrics(self._find_run(query)),
             "data/evaluations": lambda query: build_evaluation_sets_page(self._find_run(query)),
             "data/timeline": lambda query: describe_timeline(self._find_run(query), query),
@@ -153,13 +153,12 @@ class DashboardApp:
         runs = [run for run in list_runs(self._place) if run.root.is_dir()]
         return {
             "place": str(self._place),
-            "runs": list(map(run_pages.describe_run, runs, self._states.get_states(runs))),
+            "runs": [run_pages.describe_run(view) for view in self._viewer.view(runs)],
         }
 
-    def _describe_overview(self, query: Query) -> JsonObject:
-        run = self._find_run(query)
-        (state,) = self._states.get_states([run])
-        return run_pages.describe_run_overview(run, state)
+    def _view_run(self, query: Query) -> RunView:
+        (view,) = self._viewer.view([self._find_run(query)])
+        return view
 
     def _find_row_page(self, query: Query) -> JsonObject:
         run = self._find_run(query)

@@ -13,7 +13,6 @@ from areal_hpc.errors import RecipeError
 from areal_hpc.rundir.atomic import write_atomic_private
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.slurm.queue import QueuePoller
-from areal_hpc.view.compare import fetch_states_of_runs
 from areal_hpc.view.dashboard import run_pages
 from areal_hpc.view.dashboard.app import encode_browser_json, read_static_file
 from areal_hpc.view.dashboard.evaluation_page import (
@@ -23,6 +22,7 @@ from areal_hpc.view.dashboard.evaluation_page import (
 )
 from areal_hpc.view.dashboard.summary_page import describe_summary
 from areal_hpc.view.dashboard.timeline_page import describe_timeline
+from areal_hpc.view.state.run_view import RunView, view_runs
 from areal_hpc.view.transcripts.row_index import RowIndex
 
 MAX_ROWS = 500
@@ -46,12 +46,12 @@ def write_report(runs: Sequence[RunPaths], out: Path, cache_dir: Path) -> int:
     names = [run.run_name for run in runs]
     pages: dict[str, JsonObject] = {}
     listed = []
-    states = fetch_states_of_runs(runs, QueuePoller())
-    for run, state in zip(runs, states, strict=True):
+    for view in view_runs(runs, QueuePoller()):
+        run = view.paths
         # Several may have one name.
         name = run.run_name if names.count(run.run_name) == 1 else str(run.root)
-        listed.append(run_pages.describe_run(run, state.run_state) | {"name": name})
-        pages[name] = _describe_pages(run, state.run_state) | _describe_rows(
+        listed.append(run_pages.describe_run(view) | {"name": name})
+        pages[name] = _describe_pages(view) | _describe_rows(
             run, cache_dir, MAX_ROWS // len(runs), MAX_CONVERSATION_BYTES // len(runs)
         )
     content = {"list": {"place": "", "runs": listed}, "runs": pages}
@@ -59,10 +59,11 @@ def write_report(runs: Sequence[RunPaths], out: Path, cache_dir: Path) -> int:
     return sum(len(one["trajectories"]) for one in pages.values())
 
 
-def _describe_pages(run: RunPaths, state: str) -> JsonObject:
+def _describe_pages(view: RunView) -> JsonObject:
+    run = view.paths
     pages: dict[str, Callable[[], JsonObject]] = {
-        "overview": lambda: run_pages.describe_run_overview(run, state),
-        "summary": lambda: describe_summary(run),
+        "overview": lambda: run_pages.describe_run_overview(view),
+        "summary": lambda: describe_summary(view),
         "metrics": lambda: run_pages.describe_metrics(run),
         "timeline": lambda: describe_timeline(run, {}),
         "evaluations": lambda: build_evaluation_sets_page(run),

@@ -16,11 +16,10 @@ from tokenizers import Tokenizer
 
 from areal_hpc.errors import ArealError, RecipeError
 from areal_hpc.metrics.catalogue import find_metric
-from areal_hpc.metrics.step_metrics import compute_time_shares_by_system_part, read_metrics
+from areal_hpc.metrics.step_metrics import StepTimes, read_metrics
 from areal_hpc.recipe.keys import flatten_keys_hiding_private_values
 from areal_hpc.rollout.task_set import TaskSet
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.rundir.telemetry.events import read_recent_events
 from areal_hpc.rundir.telemetry.token_annotations import (
     UNTRAINED_TOKEN_REASONS,
     RowAnnotation,
@@ -31,13 +30,11 @@ from areal_hpc.shards.schema import parse_shard_name
 from areal_hpc.view.dashboard.evaluation_page import label_evaluation_rows
 from areal_hpc.view.metric_values import get_number, list_numbers, list_restart_steps
 from areal_hpc.view.shard_report import find_tokenizer_file
-from areal_hpc.view.state.alerts_at_newest_step import find_run_alerts, select_failure_alerts
+from areal_hpc.view.state.run_view import RunView
 from areal_hpc.view.state.summary import (
     describe_evaluations,
     format_run_progress,
-    read_run_progress,
 )
-from areal_hpc.view.timing.idle_time import read_held_resources
 from areal_hpc.view.transcripts.messages import ShownMessage, describe_row, list_shown_messages
 from areal_hpc.view.transcripts.row_index import RowIndex
 from areal_hpc.wire.row_record import CallRecord
@@ -72,58 +69,57 @@ def explain_page_error(page: str, error: Exception) -> str:
     return f"the run's files are damaged, or of another version of areal-hpc ({told})"
 
 
-def describe_run(paths: RunPaths, state: str) -> JsonObject:
-    row: JsonObject = {"name": paths.run_name, "state": state, "path": str(paths.root)}
+def describe_run(view: RunView) -> JsonObject:
+    paths = view.paths
+    row: JsonObject = {"name": paths.run_name, "state": view.state, "path": str(paths.root)}
     try:
-        return row | _describe_run_progress(paths)
+        return row | _describe_run_progress(view)
     except Exception as error:  # boundary: one run's files do not hide the other runs
         return row | {"problem": explain_page_error(f"{paths.root} among runs", error)}
 
 
-def _describe_run_progress(paths: RunPaths) -> JsonObject:
-    progress = read_run_progress(paths)
-    trained = [one for one in progress.snapshot.steps if "reward/mean" in one]
-    size = read_held_resources(paths, progress.cell_count)
+def _describe_run_progress(view: RunView) -> JsonObject:
+    trained, size = view.trained_rows, view.held_resources
     steps_s = sum(one.get("time/step_s") or 0.0 for one in trained)
     return {
         "hours": size and steps_s / 3600 * (size.trainer + size.cells),
         "hours_of": f"{size.unit}-hours" if size else "",
-        "step": progress.step,
-        "total_steps": progress.total_steps,
+        "step": view.step,
+        "total_steps": view.total_steps,
         "reward": [one["reward/mean"] for one in trained],
         "reward_steps": [one["step"] for one in trained],
-        "held_out": progress.snapshot.evaluations[-1][1] if progress.snapshot.evaluations else None,
+        "held_out": view.evaluations[-1][1] if view.evaluations else None,
         "step_s": trained[-1].get("time/step_s") if trained else None,
-        "failures": len(select_failure_alerts(find_run_alerts(paths))),
-        "recipe": _flatten_recipe_without_secrets(progress.recipe),
+        "failures": len(view.failure_alerts),
+        "recipe": _flatten_recipe_without_secrets(view.recipe),
     }
 
 
-def describe_run_overview(paths: RunPaths, state: str) -> JsonObject:
-    progress = read_run_progress(paths)
-    rows = progress.snapshot.steps
+def describe_run_overview(view: RunView) -> JsonObject:
+    rows = view.steps
     return {
-        "name": paths.run_name,
-        "path": str(paths.root),
-        "state": state,
+        "name": view.paths.run_name,
+        "path": str(view.paths.root),
+        "state": view.state,
         "progress": [
-            line.strip()
-            for line in (
-                *format_run_progress(progress, paths),
-                *describe_evaluations(progress.snapshot),
-            )
+            line.strip() for line in (*format_run_progress(view), *describe_evaluations(view))
         ],
         "alerts": [
             {"level": one.level, "rule": one.rule, "message": one.message, "hint": one.hint}
-            for one in find_run_alerts(paths)
+            for one in view.alerts
         ],
         "steps": rows,
-        "sft": progress.snapshot.sft,
+        "sft": view.sft,
         "restarts": list_restart_steps(rows),
-        "limits": [compute_time_shares_by_system_part(row) for row in rows],
-        "events": read_recent_events(paths.events)[-MAX_EVENTS:],
-        "recipe": _flatten_recipe_without_secrets(progress.recipe),
+        "step_times": describe_step_times(view.step_times),
+        "events": view.recent_events[-MAX_EVENTS:],
+        "recipe": _flatten_recipe_without_secrets(view.recipe),
     }
+
+
+def describe_step_times(times: StepTimes | None) -> JsonObject | None:
+    """Where the time of steps went, as the pages draw it."""
+    return times and times._asdict()
 
 
 def _flatten_recipe_without_secrets(recipe: Mapping[str, Any]) -> dict[str, str]:

@@ -3,12 +3,12 @@
 import shlex
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from areal_hpc.errors import ArealError
-from areal_hpc.metrics.step_line import MetricRow, compute_trained_tokens_per_s
-from areal_hpc.metrics.step_metrics import find_step_bottleneck, read_metrics
+from areal_hpc.metrics.step_line import compute_trained_tokens_per_s
+from areal_hpc.metrics.step_metrics import find_step_bottleneck, select_trained_rows
 from areal_hpc.recipe.private_values import hide_private_arguments
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.events import read_all_events
@@ -21,9 +21,8 @@ from areal_hpc.view.metric_values import (
     format_value,
     list_numbers,
     list_restart_steps,
-    select_trained_rows,
 )
-from areal_hpc.view.state.run_state import list_launch_times, read_launches
+from areal_hpc.view.state.run_view import RunView
 from areal_hpc.view.tables import format_duration
 
 MAX_SHOWN_EVENTS = 12
@@ -31,17 +30,17 @@ MAX_SHOWN_EVENTS = 12
 JsonObject = dict[str, Any]
 
 
-def describe_summary(paths: RunPaths) -> JsonObject:
-    rows = select_trained_rows(read_metrics(paths.metrics))
+def describe_summary(view: RunView) -> JsonObject:
+    paths = view.paths
     return {
-        "facts": list(_list_facts(paths, rows)),
+        "facts": list(_list_facts(view)),
         "audit": list(_describe_audit(paths)),
         "answers": [
             describe_answer(answer)
             for answer in (explain_slow_run(paths), diagnose_collapse(paths))
         ],
         "events": count_unusual_events(read_all_events(paths.events), MAX_SHOWN_EVENTS),
-        "launches": [list(_describe_launch(one)) for one in read_launches(paths)],
+        "launches": [list(_describe_launch(one)) for one in view.launches],
     }
 
 
@@ -63,8 +62,9 @@ def _describe_audit(paths: RunPaths) -> Iterator[str]:
         yield f"{count} parts of batches were not trained: areal-hpc audit lists them"
 
 
-def _list_facts(paths: RunPaths, rows: Sequence[MetricRow]) -> Iterator[tuple[str, str]]:
-    launches, ends = list_launch_times(paths), list_numbers(rows, "unix_time_s")
+def _list_facts(view: RunView) -> Iterator[tuple[str, str]]:
+    rows = select_trained_rows(view.steps)
+    launches, ends = view.launch_times, list_numbers(rows, "unix_time_s")
     steps_s = sum(list_numbers(rows, "time/step_s"))
     if launches and ends:
         wall_s = ends[-1] - launches[0][1]

@@ -6,10 +6,11 @@ from functools import lru_cache
 from typing import Any
 
 from areal_hpc.errors import ArealError, RecipeError
-from areal_hpc.metrics.step_metrics import compute_time_shares_by_system_part, read_metrics
+from areal_hpc.metrics.step_metrics import measure_step_times, read_metrics
 from areal_hpc.rundir.jsonl import JsonRow
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.answers.slow_run import explain_slow_run
+from areal_hpc.view.dashboard.run_pages import describe_step_times
 from areal_hpc.view.dashboard.summary_page import describe_answer
 from areal_hpc.view.timing.timeline import (
     TRAINER_PROCESS,
@@ -63,7 +64,7 @@ def describe_timeline(paths: RunPaths, query: Mapping[str, str]) -> JsonObject:
         "shown_steps": [row["step"] for row in inside],
         "processes": describe_processes(timeline),
         "longest": list_longest_slices(timeline),
-        "limits": [compute_time_shares_by_system_part(row) for row in inside],
+        "step_times": describe_step_times(measure_step_times(inside)),
         "answer": _explain_slow_run_once(paths, metrics_bytes),
         "notes": [*timeline.notes, *problems[:5]],
     }

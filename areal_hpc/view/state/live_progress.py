@@ -22,8 +22,8 @@ from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.events import EventFollower
 from areal_hpc.view.events.run_news import NewEventLineFormatter
 from areal_hpc.view.events.run_phase import RunPhaseTracker
-from areal_hpc.view.state.alerts_at_newest_step import format_alert, read_alerts_off
-from areal_hpc.view.state.run_state import RunSnapshot, SnapshotReader
+from areal_hpc.view.state.run_view import RunView, read_alerts_off
+from areal_hpc.view.state.summary import format_alert
 from areal_hpc.view.tables import format_duration
 from areal_hpc.wire.ledger import LedgerStatus
 
@@ -42,11 +42,10 @@ class PlainReporter:
         self._total_steps = total_steps
         self._sft_steps = sft_steps
         self._console = console or Console(highlight=False, soft_wrap=True)
-        self._reader = SnapshotReader(paths)
-        before = self._reader.read()
-        self._last_step = _get_last_step(before.steps)
-        self._last_sft = _get_last_step(before.sft)
-        self._evaluated = _list_evaluated_steps(before)
+        self._view = RunView(paths)
+        self._last_step = _get_last_step(self._view.steps)
+        self._last_sft = _get_last_step(self._view.sft)
+        self._evaluated = _list_evaluated_steps(self._view.steps)
         self._alerts: AlertTracker | None = None
         self._looked_at = 0.0
         self._events = EventFollower(paths.events)
@@ -72,18 +71,18 @@ class PlainReporter:
 
         Later each step has its line.
         """
-        snapshot = self.report_new_steps(ask_ledger=stage == "train")
-        phase = self._describe_phase(stage, snapshot)
+        self.report_new_steps()
+        phase = self._describe_phase(stage)
         kind = phase.partition(":")[0].partition(",")[0]
         has_changed = kind != self._told_phase and not self._has_trained
         if phase and (has_changed or time.monotonic() - self._printed_at >= MAX_SILENCE_S):
             self._told_phase = kind
             self.print_line(f"phase    {phase}")
 
-    def _describe_phase(self, stage: str, snapshot: RunSnapshot) -> str:
+    def _describe_phase(self, stage: str) -> str:
         if stage == "train":
-            return self._phase.describe(snapshot.ledger)
-        step = max(0, _get_last_step(snapshot.sft))
+            return self._phase.describe(self._view.ledger)
+        step = max(0, _get_last_step(self._view.sft))
         return f"supervised fine-tuning: step {step} of {self._sft_steps}"
 
     def report_new_events(self) -> None:
@@ -92,32 +91,32 @@ class PlainReporter:
             for line in self._news.describe_if_new(event):
                 self.print_line(line)
 
-    def report_new_steps(self, *, ask_ledger: bool = False) -> RunSnapshot:
-        """Print a line for every step that finished since the last look; what was looked at."""
-        snapshot = self._reader.read(ask_ledger=ask_ledger)
+    def report_new_steps(self) -> None:
+        """Print a line for every step that finished since the last look."""
+        self._view.look_again()
+        steps, sft = self._view.steps, self._view.sft
         # Both fall back when a run starts anew or resumes from a checkpoint.
-        self._last_step = min(self._last_step, _get_last_step(snapshot.steps))
-        self._last_sft = min(self._last_sft, _get_last_step(snapshot.sft))
-        for row in snapshot.sft:
+        self._last_step = min(self._last_step, _get_last_step(steps))
+        self._last_sft = min(self._last_sft, _get_last_step(sft))
+        for row in sft:
             if row["step"] >= self._last_sft + self._sft_steps / MAX_SFT_LINES:
                 self._last_sft = row["step"]
                 loss = format_metric(row["loss"], ".4f")
                 self.print_line(f"SFT      {row['step']:>5}/{self._sft_steps}  loss {loss}")
-        for number, row in enumerate(snapshot.steps):
+        for number, row in enumerate(steps):
             if row["step"] > self._last_step:
                 self._last_step = row["step"]
                 self._has_trained = self._has_trained or row["step"] > 0
                 self.print_line(self._format_step(snapshot.steps[: number + 1]))
                 if self._alerts is None:  # the recipe is in place once a step is
                     self._alerts = AlertTracker(read_alerts_off(self._paths))
-                    self._alerts.take_new_alerts(snapshot.steps[:number])
-                for alert in self._alerts.take_new_alerts(snapshot.steps[: number + 1]):
+                    self._alerts.take_new_alerts(steps[:number])
+                for alert in self._alerts.take_new_alerts(steps[: number + 1]):
                     self.print_line(format_alert(alert))
             elif list_evaluated_sets(row) and row["step"] not in self._evaluated:
                 evaluation = {"step": row["step"], **select_evaluation_metrics(row)}
                 self.print_line(format_step_line(evaluation, self._total_steps))
-        self._evaluated = _list_evaluated_steps(snapshot)
-        return snapshot
+        self._evaluated = _list_evaluated_steps(steps)
 
     def _format_step(self, rows: Sequence[dict[str, Any]]) -> str:
         line = format_step_line(rows[-1], self._total_steps)
@@ -171,10 +170,10 @@ class LiveReporter(PlainReporter):
         self._began_at = time.monotonic()
 
     def _refresh(self, stage: str) -> None:
-        snapshot = self.report_new_steps(ask_ledger=stage == "train")
-        rows, total = snapshot.steps, self._total_steps
+        self.report_new_steps()
+        rows, total = self._view.steps, self._total_steps
         if stage == "sft":
-            rows, total = snapshot.sft, self._sft_steps
+            rows, total = self._view.sft, self._sft_steps
         done = rows[-1]["step"] if rows else 0
         # Steps of an earlier launch say nothing of how long this one still starts.
         left_s = estimate_remaining_s(rows, total) if stage == "sft" or self._has_trained else None
@@ -186,9 +185,9 @@ class LiveReporter(PlainReporter):
             format_duration(time.monotonic() - self._began_at),
             f"about {format_duration(left_s)} left" if left_s is not None else "",
         )
-        lines = [Text(self._describe_phase(stage, snapshot))]
-        if snapshot.ledger is not None:
-            lines.append(Text(format_ticket_line(snapshot.ledger), style="dim"))
+        lines = [Text(self._describe_phase(stage))]
+        if stage == "train" and self._view.ledger is not None:
+            lines.append(Text(format_ticket_line(self._view.ledger), style="dim"))
         self._live.update(Group(head, *lines))
 
     def close(self) -> None:
@@ -217,5 +216,5 @@ def format_ticket_line(ledger: LedgerStatus) -> str:
     return line
 
 
-def _list_evaluated_steps(snapshot: RunSnapshot) -> set[int]:
-    return {row["step"] for row in snapshot.steps if list_evaluated_sets(row)}
+def _list_evaluated_steps(rows: Sequence[dict[str, Any]]) -> set[int]:
+    return {row["step"] for row in rows if list_evaluated_sets(row)}

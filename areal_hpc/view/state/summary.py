@@ -2,139 +2,112 @@
 
 import shlex
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from areal_hpc.errors import ShardError, escape_line
+from areal_hpc.metrics.alerts import Alert
 from areal_hpc.metrics.step_line import (
     compute_trained_tokens_per_s,
+    describe_step_times,
     estimate_remaining_s,
     format_evaluation_set_metrics,
     format_metric,
 )
-from areal_hpc.rundir.checkpoints import list_checkpoints
+from areal_hpc.metrics.step_metrics import BATCH_WAIT_PHASE, CELL_IDLE_S_METRIC, CELL_WAIT_PHASE
 from areal_hpc.rundir.paths import RunPaths, format_step_dir
 from areal_hpc.rundir.quarantine import read_quarantined_batches
-from areal_hpc.rundir.run_recipe import get_recipe_value, read_run_recipe
-from areal_hpc.rundir.telemetry.events import read_recent_events
-from areal_hpc.view.events.agent_failures import AgentFailures
+from areal_hpc.rundir.run_recipe import get_recipe_value
+from areal_hpc.rundir.telemetry.events import CELL_FOUND_EVENT, NO_CELL_EVENT
 from areal_hpc.view.events.run_phase import RunPhaseTracker
-from areal_hpc.view.state.run_state import (
-    RunSnapshot,
-    read_events_since_launch,
-    read_last_launch_time,
-    read_run_snapshot,
-)
+from areal_hpc.view.state.run_view import HeldResources, RunView
 from areal_hpc.view.tables import format_duration
-from areal_hpc.view.timing.idle_time import (
-    describe_idle_time,
-    measure_wait_without_cells_s,
-    read_held_resources,
-)
+
+TRAINER_WAIT_METRICS = tuple(f"time/{phase}_s" for phase in (CELL_WAIT_PHASE, BATCH_WAIT_PHASE))
 
 
-@dataclass(frozen=True, slots=True)
-class RunProgress:
-    recipe: dict[str, Any]
-    snapshot: RunSnapshot
-    checkpoint_step: int | None
-    checkpoint_s_ago: float
-    metrics_s_ago: float
-    """Since the last step was noted; 0 before the first."""
-
-    @property
-    def total_steps(self) -> int:
-        return int(self.recipe["trainer"].get("total_steps") or 0)
-
-    @property
-    def cell_count(self) -> int:
-        return int(get_recipe_value(self.recipe, "inference.cells") or 1)
-
-    @property
-    def isolates_model_programs(self) -> bool:
-        return str(get_recipe_value(self.recipe, "reward.isolation")) != "none"
-
-    @property
-    def agent_isolation(self) -> str:
-        return str(get_recipe_value(self.recipe, "rollout.agent.isolation") or "")
-
-    @property
-    def step(self) -> int:
-        return int(self.snapshot.steps[-1]["step"]) if self.snapshot.steps else 0
-
-
-def read_run_progress(paths: RunPaths) -> RunProgress:
-    found = list_checkpoints(paths.checkpoints_dir, problems=[])  # audit tells of damaged ones
-    checkpoint = found[-1] if found else None
-    now = time.time()
-    return RunProgress(
-        recipe=read_run_recipe(paths.recipe),
-        snapshot=read_run_snapshot(paths),
-        checkpoint_step=checkpoint.state.step if checkpoint else None,
-        checkpoint_s_ago=now - checkpoint.written_at if checkpoint else 0.0,
-        metrics_s_ago=now - paths.metrics.stat().st_mtime if paths.metrics.exists() else 0.0,
-    )
-
-
-def describe_activity(paths: RunPaths, *, is_running: bool) -> list[str]:
-    events = read_events_since_launch(paths)
+def describe_activity(view: RunView) -> list[str]:
     lines = []
-    if is_running:
-        if launched_at := read_last_launch_time(paths):
+    if view.is_running:
+        if launched_at := view.last_launch_at:
             lines.append(f"  started           {format_duration(time.time() - launched_at)} ago")
-        snapshot = read_run_snapshot(paths, ask_ledger=True)
-        phase = RunPhaseTracker.from_events(events).describe(snapshot.ledger)
+        phase = RunPhaseTracker.from_events(view.events).describe(view.ledger)
         lines.append(f"  now               {phase or 'the ledger does not answer'}")
-    failures = AgentFailures.collect(events)
-    if (cause := failures.newest) is not None:
-        lines.append(f"  agent             failed {failures.share_text}: {cause.text}")
+    if (cause := view.agent_failures.newest) is not None:
+        lines.append(f"  agent             failed {view.agent_failures.share_text}: {cause.text}")
         lines.append(f"                    try: {cause.suggested_fix}")
     return [escape_line(line) for line in lines]
 
 
-def format_run_progress(
-    progress: RunProgress, paths: RunPaths, *, is_running: bool = False
-) -> list[str]:
-    rows = [row for row in progress.snapshot.steps if "reward/mean" in row]
-    asked = f" of {progress.total_steps}" if progress.total_steps else ""
-    lines = [f"  step              {progress.step}{asked}"]
+def format_run_progress(view: RunView) -> list[str]:
+    rows, total, now = view.trained_rows, view.total_steps, time.time()
+    lines = [f"  step              {view.step}{f' of {total}' if total else ''}"]
     if rows:
         last = rows[-1]
-        lines[0] += f", {format_duration(progress.metrics_s_ago)} ago"
-        if is_running and (left_s := estimate_remaining_s(rows, progress.total_steps)):
+        lines[0] += f", {format_duration(now - view.paths.metrics.stat().st_mtime)} ago"
+        if view.is_running and (left_s := estimate_remaining_s(rows, total)):
             lines[0] += f", about {format_duration(left_s)} left"
         lines += [
             f"  reward            {format_metric(last['reward/mean'], '.3f')}",
             f"  speed             {compute_trained_tokens_per_s([last]):.0f} tokens/s, "
             f"{format_metric(last.get('time/step_s'), '.1f')} s for the step",
         ]
+        if (times := view.step_times) is not None:
+            lines.append(f"  time              {describe_step_times(times)}")
         if "staleness/mean" in last:
             mean = format_metric(last["staleness/mean"], ".1f")
             lines.append(f"  staleness         {mean} mean, {last.get('staleness/max')} max")
-    elif progress.snapshot.sft:
-        lines.append(f"  SFT               step {progress.snapshot.sft[-1]['step']}")
-    if progress.checkpoint_step is None:
-        lines.append("  last checkpoint   none yet")
-    else:
-        lines.append(
-            f"  last checkpoint   step {progress.checkpoint_step}, "
-            f"{format_duration(progress.checkpoint_s_ago)} ago"
-        )
-    if not progress.isolates_model_programs:
+    elif view.sft:
+        lines.append(f"  SFT               step {view.sft[-1]['step']}")
+    checkpoint = "none yet"
+    if view.checkpoint is not None:
+        step, written_at = view.checkpoint
+        checkpoint = f"step {step}, {format_duration(now - written_at)} ago"
+    lines.append(f"  last checkpoint   {checkpoint}")
+    if get_recipe_value(view.recipe, "reward.isolation") == "none":
         lines.append("  isolation         none: programs of the model can do all that you can")
-    if progress.agent_isolation == "none":
-        lines.append("  agent's sandbox   none: its commands can do all that you can")
-    elif progress.agent_isolation:
-        lines.append(f"  agent's sandbox   {progress.agent_isolation}")
-    size = read_held_resources(paths, progress.cell_count)
-    if size is not None and progress.snapshot.steps:
-        idle = describe_idle_time(progress.snapshot.steps, size)
-        lines += [f"  idle              {one}" for one in idle]
-    missing_s = measure_wait_without_cells_s(read_recent_events(paths.events), time.time())
-    if missing_s is not None and not paths.finished_marker.exists():
+    match get_recipe_value(view.recipe, "rollout.agent.isolation"):
+        case "none":
+            lines.append("  agent's sandbox   none: its commands can do all that you can")
+        case str(isolation):
+            lines.append(f"  agent's sandbox   {isolation}")
+    if view.held_resources is not None and view.steps:
+        lines += [
+            f"  idle              {one}"
+            for one in describe_idle_time(view.steps, view.held_resources)
+        ]
+    missing_s = measure_wait_without_cells_s(view.recent_events, now)
+    if missing_s is not None and not view.paths.finished_marker.exists():
         lines.append(f"  idle              no cell has been there for {format_duration(missing_s)}")
-    return [*lines, *(f"  quarantined       {one}" for one in describe_quarantined_batches(paths))]
+    batches = describe_quarantined_batches(view.paths)
+    return [*lines, *(f"  quarantined       {one}" for one in batches)]
+
+
+def describe_idle_time(rows: Sequence[Mapping[str, Any]], held: HeldResources) -> list[str]:
+    hours = _sum_hours(rows, "time/step_s")
+    waited = _sum_hours(rows, *TRAINER_WAIT_METRICS) * held.trainer
+    idle = _sum_hours(rows, CELL_IDLE_S_METRIC) * held.cells / max(held.cell_count, 1)
+    of_trainer, of_cells = (
+        f"{hours * number:.2f} {held.unit}-hours" for number in (held.trainer, held.cells)
+    )
+    return [
+        f"trainer waiting for cells {waited:.2f} of {of_trainer}",
+        f"cells waiting for the trainer {idle:.2f} of {of_cells}",
+    ]
+
+
+def _sum_hours(rows: Sequence[Mapping[str, Any]], *names: str) -> float:
+    values = (row.get(name) for row in rows for name in names)
+    return sum(value for value in values if isinstance(value, int | float)) / 3600
+
+
+def measure_wait_without_cells_s(events: Sequence[Mapping[str, Any]], now: float) -> float | None:
+    """Seconds for which the trainer has waited for any cell; None if it does not wait. Pure."""
+    waits = [one for one in events if one.get("event") in (NO_CELL_EVENT, CELL_FOUND_EVENT)]
+    if not waits or waits[-1]["event"] == CELL_FOUND_EVENT:
+        return None
+    return float(now - waits[-1].get("time", now) + waits[-1].get("waited_s", 0.0))
 
 
 def describe_quarantined_batches(paths: RunPaths) -> list[str]:
@@ -151,12 +124,12 @@ def describe_quarantined_batches(paths: RunPaths) -> list[str]:
     return [f"batch{'es' if len(held) > 1 else ''} {steps}; {hint}"]
 
 
-def summarize_run(paths: RunPaths, snapshot: RunSnapshot, program: str) -> str:
+def summarize_run(view: RunView, program: str) -> str:
     """Start and end reward, speed, exactness, and where everything lies.
 
     `program` is how the reader calls this command line, in shell words.
     """
-    trained = [row for row in snapshot.steps if "reward/mean" in row]
+    paths, trained = view.paths, view.trained_rows
     if not trained:
         return f"nothing trained yet in {paths.root}"
     last = trained[-1]
@@ -179,7 +152,7 @@ def summarize_run(paths: RunPaths, snapshot: RunSnapshot, program: str) -> str:
         f"{format_metric(last['reward/mean'], '.3f')}",
     ]
     lines += [
-        *describe_evaluations(snapshot),
+        *describe_evaluations(view),
         f"  speed             {compute_trained_tokens_per_s(trained):.0f} tokens/s, "
         f"{seconds / len(trained):.1f} s per step",
         f"  engine vs trainer {format_metric(worst, '.1e')} maximum log-probability difference "
@@ -206,14 +179,19 @@ def summarize_run(paths: RunPaths, snapshot: RunSnapshot, program: str) -> str:
     return "\n".join(lines)
 
 
-def describe_evaluations(snapshot: RunSnapshot) -> list[str]:
+def describe_evaluations(view: RunView) -> list[str]:
     lines = []
-    if evaluations := snapshot.evaluations:
+    if evaluations := view.evaluations:
         (first, before), (last, after) = evaluations[0], evaluations[-1]
         lines.append(f"  held-out reward   {before:.3f} -> {after:.3f}  (step {first} -> {last})")
     newest: dict[str, tuple[int, str]] = {}
-    for row in snapshot.steps:
+    for row in view.steps:
         for text in format_evaluation_set_metrics(row):
             newest[" ".join(text.split()[:2])] = (row["step"], text)
     lines += [f"  {'evaluation set':<17} {text}  (step {step})" for step, text in newest.values()]
     return lines
+
+
+def format_alert(alert: Alert) -> str:
+    line = f"{alert.level:<8} {alert.message} ({alert.rule}; try: {alert.hint})"
+    return escape_line(line)

@@ -5,7 +5,7 @@ from typing import Any
 
 from areal_hpc.metrics.step_metrics import EpisodeFailureCounter, FailureCounts
 from areal_hpc.rundir.jsonl import append_line
-from areal_hpc.view.state.alerts_at_newest_step import find_alert_before_first_step
+from areal_hpc.view.state.run_view import find_alert_before_first_step
 
 
 def failure(event: str = "episode_failed", **facts: Any) -> dict[str, Any]:

@@ -17,15 +17,15 @@ from areal_hpc.view.diagnosis import (
     format_diagnosis,
 )
 from areal_hpc.view.events.failure_events import FailureEvent
-from areal_hpc.view.inspection import (
+from areal_hpc.view.logs import LogFile
+from areal_hpc.view.state.jobs import JobView, RunJobs, format_jobs
+from areal_hpc.view.state.run_view import (
     LogTraceback,
-    RunInspection,
+    RunView,
     StepPace,
     TaskExitRecord,
     find_last_traceback,
 )
-from areal_hpc.view.logs import LogFile
-from areal_hpc.view.state.jobs import JobView, RunJobs, format_jobs
 
 NOW = 1_000_000.0
 EXITED = {"role": "trainer", "event": "process_exited", "process": "trainer", "exit_code": 1}
@@ -37,14 +37,18 @@ def job(name: str, state: str, job_id: str, **facts: Any) -> JobView:
     return JobView(name, submission, queued, {})
 
 
-def evidence(*jobs: JobView, **more: Any) -> RunInspection:
+def evidence(*jobs: JobView, **more: Any) -> RunView:
+    """A run with these jobs; what is not given was not recorded."""
     look = QueueSnapshot(
         {one.slurm_record.job_id: one.slurm_record for one in jobs if one.slurm_record}
     )
     ids = tuple(one.submission.job_id for one in jobs if one.submission)
-    run = RunJobs(RunPaths(Path("/nowhere")), jobs, look, ids)
-    empty = RunInspection(run, (), (), (), (), (), ())
-    return dataclasses.replace(empty, **more)
+    paths = RunPaths(Path("/nowhere"))
+    view = RunView(paths, jobs=RunJobs(paths, jobs, look, ids))
+    for name, value in {"starts_in_accounting": (), "task_exits": (), **more}.items():
+        assert hasattr(RunView, name)
+        setattr(view, name, value)
+    return view
 
 
 AT_WORK = job("trainer", "RUNNING", "1")
@@ -102,8 +106,8 @@ def test_a_run_that_waits_names_what_needs_somebody_first() -> None:
 def test_a_job_that_is_completed_before_its_tasks_began_has_failed() -> None:
     silent = job("cell-0", "COMPLETED", "2", ended_or_latest_end_at=NOW)
     done = dataclasses.replace(silent, task_exits={0: TaskExit(0)})
-    assert [one.name for one in evidence(AT_WORK, silent).run.jobs_ended_before_run] == ["cell-0"]
-    assert evidence(AT_WORK, done).run.jobs_ended_before_run == []
+    assert [one.name for one in evidence(AT_WORK, silent).jobs.jobs_ended_before_run] == ["cell-0"]
+    assert evidence(AT_WORK, done).jobs.jobs_ended_before_run == []
     ended = dataclasses.replace(AT_WORK, slurm_record=silent.slurm_record)
     assert "but none of its tasks did" in diagnose(evidence(ended, silent)).headline
 
@@ -122,7 +126,8 @@ def test_a_cell_that_gave_its_nodes_back_needs_nobody() -> None:
     diagnosis = diagnose(found := evidence(AT_WORK, idle))
     assert found.run.jobs_ended_before_run == []
     assert diagnosis.is_well
-    assert "cell-0 had nothing to do and released its nodes" in "\n".join(format_jobs(found.run))
+    assert "cell-0 had nothing to do and released its nodes" in "
+".join(format_jobs(found.jobs))
 
 
 def test_a_run_at_work_tells_of_the_failure_it_outlived() -> None:
@@ -193,12 +198,12 @@ def test_a_run_whose_jobs_are_being_cleaned_up_is_ending() -> None:
 
 def test_a_silent_slurm_is_not_a_failed_run() -> None:
     found = evidence(AT_WORK)
-    silent = dataclasses.replace(
-        found.run,
+    found.jobs = dataclasses.replace(
+        found.jobs,
         snapshot=QueueSnapshot(outage="squeue had no answer"),
-        jobs=(dataclasses.replace(found.run.jobs[0], slurm_record=None),),
+        jobs=(dataclasses.replace(AT_WORK, slurm_record=None),),
     )
-    assert "Slurm does not answer" in diagnose(dataclasses.replace(found, run=silent)).headline
+    assert "Slurm does not answer" in diagnose(found).headline
 
 
 def test_a_recipe_error_is_the_cause_whatever_else_broke() -> None:

@@ -24,9 +24,9 @@ from areal_hpc.view.evaluation_report import (
     WrittenEstimate,
     format_report,
 )
-from areal_hpc.view.state.alerts_at_newest_step import format_alert
 from areal_hpc.view.state.live_progress import PlainReporter
-from areal_hpc.view.state.summary import describe_activity
+from areal_hpc.view.state.run_view import RunView
+from areal_hpc.view.state.summary import describe_activity, format_alert
 from areal_hpc.wire.ledger import TicketRef
 from tests.unit.view.run_directory import RunDirectory
 from tests.unit.view.test_diagnosis import AT_WORK, NOW, evidence
@@ -73,7 +73,7 @@ def test_run_tells_of_a_failed_agent_without_obeying_it(
 
 def test_why_and_status_tell_of_a_failed_agent_without_obeying_it(paths: RunPaths) -> None:
     record_failure(paths)
-    assert_is_shown_spelled_out("\n".join(describe_activity(paths, is_running=False)))
+    assert_is_shown_spelled_out("\n".join(describe_activity(RunView(paths))))
     error = make_failure()
     failed = {
         **{"time": NOW, "role": "driver-cell-0", "event": "episode_failed", "failed": 3},

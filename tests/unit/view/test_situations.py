@@ -1,5 +1,6 @@
 """What `status` and `why` say of the situations that a run gets into: word, cause, exit code."""
 
+import copy
 import dataclasses
 import time
 from pathlib import Path
@@ -12,13 +13,13 @@ from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.slurm.queue import QueueSnapshot, SlurmJobRecord
 from areal_hpc.slurm.states import parse_state
 from areal_hpc.view.diagnosis import MIN_TIME_WITHOUT_PROGRESS_S, diagnose
-from areal_hpc.view.inspection import LogTraceback, RunInspection, StepPace, TaskExitRecord
 from areal_hpc.view.state.jobs import (
     JobView,
     build_run_jobs,
     format_jobs,
     get_run_state,
 )
+from areal_hpc.view.state.run_view import LogTraceback, RunView, StepPace, TaskExitRecord
 from tests.unit.view.test_diagnosis import NOW, evidence, job, log_file
 
 TRAINER, CELL = job("trainer", "RUNNING", "1"), job("cell-0", "RUNNING", "2")
@@ -51,7 +52,7 @@ SLOW, QUICK = StepPace(20.0, -MIN_TIME_WITHOUT_PROGRESS_S - 1), StepPace(20.0, -
 """The time of the last step is from now: the table is made long before its tests run."""
 LOST_CELL = "cell-1 (job 9) "
 
-SITUATIONS: dict[str, tuple[RunInspection, str, str, int]] = {
+SITUATIONS: dict[str, tuple[RunView, str, str, int]] = {
     "at work": (evidence(TRAINER, CELL), "running", "and nothing has failed", 0),
     "at work after a lost node": (
         evidence(TRAINER, CELL, starts_in_accounting=(ended("trainer", "NODE_FAIL").slurm_record,)),
@@ -129,7 +130,8 @@ SITUATIONS: dict[str, tuple[RunInspection, str, str, int]] = {
             exit_of("trainer", 78, "the limit is too short"),)),
         "failed", "(the recipe must change)", 1),
     "a bad node was left out": (
-        evidence(TRAINER, CELL, excluded=({"node": "n07", "reason": "no storage", "at": NOW},)),
+        evidence(TRAINER, CELL, excluded_nodes=[
+            {"node": "n07", "reason": "no storage", "at": NOW}]),
         "running", "node n07 failed its check: no storage", 0),
     "all is over, nothing was said": (
         evidence(done("trainer")), "stopped", "it left no error message", 1),
@@ -141,9 +143,10 @@ def test_status_and_why_say_what_is(name: str) -> None:
     found, word, cause, code = SITUATIONS[name]
     if found.pace is not None:
         pace = dataclasses.replace(found.pace, last_at=time.time() + found.pace.last_at)
-        found = dataclasses.replace(found, pace=pace)
+        found = copy.copy(found)
+        found.pace = pace
     diagnosis = diagnose(found)
-    assert get_run_state(found.run) == word
+    assert found.state == word
     assert cause in diagnosis.headline
     assert diagnosis.is_well == (code == 0)
     assert diagnosis.is_well or diagnosis.hint
@@ -163,9 +166,9 @@ def test_what_people_and_the_run_itself_end(
     for name in markers:
         (tmp_path / name).touch()
     found = evidence(TRAINER, CELL)
-    run = dataclasses.replace(found.run, paths=RunPaths(tmp_path))
-    diagnosis = diagnose(dataclasses.replace(found, run=run))
-    assert (get_run_state(run), diagnosis.is_well) == (word, True)
+    found.jobs = dataclasses.replace(found.jobs, paths=RunPaths(tmp_path))
+    diagnosis = diagnose(found)
+    assert (found.state, diagnosis.is_well) == (word, True)
     assert cause in diagnosis.headline
 
 

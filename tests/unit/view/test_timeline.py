@@ -47,7 +47,7 @@ def test_the_last_steps_are_shown_with_what_limits_them(run: MadeRun) -> None:
     assert found["shown_steps"] == [3, 4, 5]
     assert [one["step"] for one in found["steps"]] == [1, 2, 3, 4, 5]
     assert found["answer"]["headline"].startswith("the run is limited by generation")
-    assert found["limits"][0]["generation"] > 0.5
+    assert found["step_times"]["shares"]["generation"] > 0.5
     assert found["notes"] == ["No spans of this time are recorded."]
     assert len(encode_browser_json(found)) < 40_000
 

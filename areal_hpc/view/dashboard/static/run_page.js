@@ -32,7 +32,7 @@ async function showOverview(main, query) {
     element("h1", {}, found.name, " ", element("span", { class: `state ${found.state.split(/[ ,]/)[0]}` }, found.state)),
     ...found.alerts.map((alert) => element("div", { class: `alert ${alert.level}`, role: "status" },
       element("b", {}, alert.level, ": "), alert.message, element("div", { class: "quiet small" }, `try: ${alert.hint}`))),
-    element("div", { class: "panel" }, buildFacts(found.progress.map(splitFact)), describeLimits(found.limits)),
+    element("div", { class: "panel" }, buildFacts(found.progress.map(splitFact)), describeStepTimes(found.step_times)),
     element("h2", {}, "Curves"),
     charts.length ? "" : element("p", { class: "quiet" }, "No step is trained yet."),
     element("div", { class: "grid" }, charts, sft),
@@ -57,14 +57,13 @@ function splitFact(line) {
   return [term, rest.join(" ")];
 }
 
-function describeLimits(limits) {
-  const recent = limits.filter((row) => Object.keys(row).length).slice(-10);
-  if (!recent.length) return "";
-  const shares = LIMITS.map(([name, label, color]) => ({
-    label, color, share: recent.reduce((sum, row) => sum + (row[name] || 0), 0) / recent.length }));
+/** Where the time of steps went, as a bar. */
+function describeStepTimes(times) {
+  if (!times) return "";
+  const shares = LIMITS.map(([name, label, color]) => ({ label, color, share: times.shares[name] || 0 }));
   const text = shares.filter((one) => one.share >= 0.005).map((one) => `${one.label} ${Math.round(one.share * 100)} %`).join(", ");
   return element("div", {}, element("p", { class: "small quiet", style: { margin: "10px 0 4px" } },
-    `Where the time of the last ${recent.length} steps went: ${text}`),
+    `Where the time of ${times.steps} steps went: ${text}`),
   element("div", { class: "stack", role: "img", "aria-label": text }, shares.map((one) =>
     element("div", { title: one.label, style: { background: one.color, width: `${one.share * 100}%` } }))));
 }

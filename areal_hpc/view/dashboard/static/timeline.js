@@ -25,7 +25,7 @@ async function showTimeline(main, query, go) {
     element("h1", {}, "Timeline"),
     element("div", { class: "panel" },
       describeAnswer(found.answer),
-      describeLimits(found.limits)),
+      describeStepTimes(found.step_times)),
     element("div", { class: "chips", style: { marginTop: "12px" } },
       button("+", "Zoom in", "zoom in (key +)", () => scale(1 / ZOOM)), button("-", "Zoom out", "zoom out (key -)", () => scale(ZOOM)),
       button("[", "Earlier", "earlier (key [)", () => move(-0.5)), button("]", "Later", "later (key ])", () => move(0.5)),

@@ -1,0 +1,288 @@
+"""The state of a run is one, whoever shows it; and looking at it imports what reads a run."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from areal_hpc.metrics.step_line import describe_step_times
+from areal_hpc.rundir.jobs import JobSpec, LaunchFile, Submission, TaskExit, write_task_exit
+from areal_hpc.rundir.lock import hold_lock_or_raise
+from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.slurm.queue import QueueSnapshot
+from areal_hpc.view.answers.step_parts import list_mean_step_parts
+from areal_hpc.view.dashboard.run_pages import describe_run, describe_run_overview
+from areal_hpc.view.state.jobs import JobView, RunJobs
+from areal_hpc.view.state.live_progress import PlainReporter
+from areal_hpc.view.state.run_view import (
+    HeldResources,
+    RunView,
+    RunViewer,
+    find_slurm_output_files,
+    read_exit_records,
+    view_runs,
+)
+from areal_hpc.view.state.summary import (
+    describe_idle_time,
+    format_run_progress,
+    measure_wait_without_cells_s,
+)
+from tests.support.commands import exit_code_of
+from tests.support.made_run import MadeEpisode, MadeRun
+
+BATCH = [MadeEpisode(task=place, reward=float(place % 2)) for place in range(8)]
+FAILED_TRY = {"eval_step": -1, "reason": "KeyError: 'x'"}
+
+
+def start(run: MadeRun) -> None:
+    """Nothing is trained yet."""
+
+
+def train(run: MadeRun) -> None:
+    for place in range(4):
+        run.add_step(BATCH, {"train": 1.0 + place, "checkpoint": 0.5}, reward__std=0.5)
+
+
+def fail_agents(run: MadeRun) -> None:
+    for _ in range(9):
+        run.add_event("driver-cell-0", "episode_failed", **FAILED_TRY)
+
+
+def fail_rank(run: MadeRun) -> None:
+    train(run)
+    job = run.paths.job("trainer")
+    job.root.mkdir(parents=True)
+    job.launch.write_bytes(
+        msgspec.json.encode(LaunchFile(JobSpec("trainer", "train", []), "", "", "", {}))
+    )
+    write_task_exit(job, 0, TaskExit(70, "trainer", "ValueError: not a number"))
+
+
+def learn_nothing(run: MadeRun) -> None:
+    for _ in range(4):
+        run.add_step(BATCH, grad_norm=0.0)
+
+
+def limit_by_evaluation(run: MadeRun) -> None:
+    run.add_step(BATCH, {"eval": 30.0}, eval__reward=0.25)
+
+
+def finish(run: MadeRun) -> None:
+    train(run)
+    run.finish()
+
+
+def finish_long_run(run: MadeRun) -> None:
+    for place in range(60):
+        run.add_step(BATCH[:4], {"publish": 2.0 if place < 30 else 0.1})
+    run.finish()
+
+
+def cancel(run: MadeRun) -> None:
+    train(run)
+    run.paths.cancelled_marker.touch()
+
+
+def stop_by_signal(run: MadeRun) -> None:
+    train(run)
+    run.add_event("launcher", "launcher_ended", signal="SIGINT")
+
+
+def fill_disk(run: MadeRun) -> None:
+    run.add_step(BATCH, disk__free_bytes=1 << 20)
+
+
+RECORDED: list[tuple[Callable[[MadeRun], None], str]] = [
+    *((start, "stopped"), (train, "stopped"), (fail_agents, "stopped"), (fail_rank, "failed")),
+    *((learn_nothing, "stopped"), (limit_by_evaluation, "stopped"), (finish, "finished")),
+    *((finish_long_run, "finished"), (cancel, "cancelled"), (stop_by_signal, "stopped")),
+    (fill_disk, "stopped"),
+]
+
+
+@pytest.mark.parametrize(("record", "state"), RECORDED)
+def test_status_why_list_pages_and_terminal_agree(
+    record: Callable[[MadeRun], None],
+    state: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = MadeRun(tmp_path)
+    reporter = PlainReporter(run.paths, 100, 0)
+    record(run)
+    view = RunView(run.paths)
+    assert view.state == state
+    reporter.close()
+    told = capsys.readouterr().out
+    assert told.count("\nstep ") + told.startswith("step ") == len(view.steps)
+    status_code = exit_code_of("status", view.paths.root)
+    status = capsys.readouterr().out
+    assert status.startswith(f"made/run: {state}\n")
+    why_code = exit_code_of("why", view.paths.root)
+    why = capsys.readouterr().out
+    assert exit_code_of("list", view.paths.root) == 0
+    assert f"made/run  {state} " in capsys.readouterr().out
+    (page,) = map(describe_run_overview, RunViewer().view([run.paths]))
+    (row,) = map(describe_run, view_runs([run.paths], view._queue))  # what the report lists
+    assert page["state"] == row["state"] == state
+    assert row["step"] == view.step
+    assert page["alerts"] == [
+        {"level": one.level, "rule": one.rule, "message": one.message, "hint": one.hint}
+        for one in view.alerts
+    ]
+    assert all(one.message in status for one in view.alerts)
+    assert bool(view.failure_alerts) == bool(row["failures"]) == bool(status_code)
+    assert why_code or not status_code
+    times = view.step_times
+    if times is None:
+        assert page["step_times"] is None
+        return
+    sentence = describe_step_times(times)
+    assert sentence in status
+    assert f"time              {sentence}" in page["progress"]
+    assert page["step_times"]["shares"] == times.shares
+    if view.state == "finished":
+        assert f"  {sentence}\n" in why
+    exit_code_of("why", view.paths.root, "--slow")
+    slow = capsys.readouterr().out
+    assert f"s of the {times.mean_s:.1f} s of a step" in slow
+    parts = list_mean_step_parts(view.steps[-times.steps :], None)
+    waiting = {"generation", "tools", "waiting for a replica"}
+    seconds = sum(one.seconds for one in parts if one.name in waiting)
+    assert seconds == pytest.approx(times.shares["generation"] * times.mean_s)
+
+
+def test_a_run_at_work_here_is_running_wherever_it_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = MadeRun(tmp_path)
+    with hold_lock_or_raise(run.paths.lock):
+        exit_code_of("status", run.paths.root)
+        exit_code_of("why", run.paths.root)
+        shown = capsys.readouterr().out
+        (view,) = RunViewer().view([run.paths])
+        assert (view.state, view.is_running) == ("running here", True)
+    assert "made/run: running here\n" in shown
+    assert "the run is running, and nothing has failed" in shown
+
+
+def test_another_look_reads_what_has_changed(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path)
+    view = RunView(run.paths)
+    assert (view.step, view.state) == (0, "stopped")
+    train(run)
+    assert view.step == 0
+    view.look_again()
+    steps = view.steps
+    run.paths.finished_marker.touch()
+    view.look_again()
+    assert view.steps is steps, "they are parsed when their files change"
+    assert (view.step, view.state) == (4, "finished")
+
+
+@pytest.mark.parametrize("words", [("--help",), ("status",), ("why",), ("list",)])
+def test_a_command_that_reads_a_run_imports_no_more(tmp_path: Path, words: tuple[str, ...]) -> None:
+    run = MadeRun(tmp_path)
+    train(run)
+    arguments = [*words, *([] if words == ("--help",) else [str(run.paths.root)])]
+    heavy = ("torch", "numpy", "pydantic", "omegaconf", "httpx", "aiohttp", "asyncio", "rich")
+    program = (
+        "import sys\nfrom areal_hpc.cli.main import main\n"
+        f"try:\n    main({arguments!r})\nexcept SystemExit:\n    pass\n"
+        f"print([one for one in {heavy!r} if one in sys.modules], file=sys.stderr)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stderr == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("sections", "told"),
+    [
+        ({}, []),
+        ({"rollout": {"agent": {"isolation": None}}}, []),
+        ({"rollout": {"agent": {"isolation": "bwrap"}}}, ["  agent's sandbox   bwrap"]),
+        (
+            {"rollout": {"agent": {"isolation": "none"}}, "reward": {"isolation": "none"}},
+            [
+                "  isolation         none: programs of the model can do all that you can",
+                "  agent's sandbox   none: its commands can do all that you can",
+            ],
+        ),
+    ],
+)
+def test_status_says_how_commands_and_programs_are_isolated(
+    sections: dict[str, Any], told: list[str], tmp_path: Path
+) -> None:
+    view = RunView(RunPaths(tmp_path))
+    view.recipe = {"trainer": {"total_steps": 4}, **sections}
+    lines = format_run_progress(view)
+    assert [line for line in lines if "isolation" in line or "sandbox" in line] == told
+
+
+def write_job(paths: RunPaths, name: str, tasks: int, gpus: int, nodes: int | None) -> None:
+    job = paths.job(name)
+    job.root.mkdir(parents=True)
+    spec = JobSpec(name, "agents", [], tasks=tasks, gpus_per_task=gpus)
+    job.launch.write_bytes(msgspec.json.encode(LaunchFile(spec, "", "", "", {})))
+    if nodes is not None:
+        job.script.write_text(f"#!/bin/bash\n#SBATCH --nodes={nodes}\n")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "expected"), [(0, HeldResources("node", 4, 2, 2)), (2, HeldResources("GPU", 16, 4, 2))]
+)
+def test_what_a_run_holds_is_counted_in_gpus_or_else_in_nodes(
+    gpus: int, expected: HeldResources, tmp_path: Path
+) -> None:
+    paths = MadeRun(tmp_path).paths
+    assert RunView(paths).held_resources is None
+    write_job(paths, "sft", 8, gpus, 4)
+    write_job(paths, "trainer", 8, gpus, 4)
+    write_job(paths, "cell-0", 1, gpus, 1)
+    write_job(paths, "cell-1", 1, gpus, None)
+    assert RunView(paths).held_resources == expected
+
+
+def test_hours_are_those_that_each_side_waited_for_the_other() -> None:
+    rows: list[dict[str, Any]] = [
+        {"time/step_s": 1800.0, "time/batch_wait_s": 600.0, "time/cell_wait_s": 300.0},
+        {"time/step_s": 1800.0, "time/batch_wait_s": None, "cells/idle_s": 1800.0},
+        {"step": 3, "eval/reward": 0.5},
+    ]
+    assert describe_idle_time(rows, HeldResources("GPU", 8, 4, 2)) == [
+        "trainer waiting for cells 2.00 of 8.00 GPU-hours",
+        "cells waiting for the trainer 1.00 of 4.00 GPU-hours",
+    ]
+
+
+def test_a_trainer_without_any_cell_waits_until_one_is_found() -> None:
+    wait = {"time": 1000.0, "event": "no_cell", "waited_s": 60.0}
+    found = {"time": 1500.0, "event": "cell_found", "waited_s": 560.0}
+    assert measure_wait_without_cells_s([], 2000.0) is None
+    assert measure_wait_without_cells_s([found, wait], 1100.0) == 160.0
+    assert measure_wait_without_cells_s([wait, found], 2000.0) is None
+
+
+def test_the_output_of_a_job_is_found_below_a_folder_with_a_space(tmp_path: Path) -> None:
+    folder = tmp_path / "my runs"
+    folder.mkdir()
+    found = [folder / "12_0_log.out", folder / "12_1_log.out"]
+    for path in found:
+        path.touch()
+    script = folder / "job.sbatch"
+    script.write_text(
+        f"#SBATCH --output='{folder}/%j_0_log.out'\nsrun --output '{folder}/%j_%t_log.out' python\n"
+    )
+    assert find_slurm_output_files(Submission("trainer", "12", 1, 0.0, str(script))) == found
+
+
+def test_an_exit_that_a_new_start_has_just_removed_is_left_out(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    exits = {rank: TaskExit(70) for rank in (0, 1)}
+    write_task_exit(paths.job("trainer"), 1, exits[1])
+    run = RunJobs(paths, (JobView("trainer", None, None, exits),), QueueSnapshot(), ())
+    assert [one.rank for one in read_exit_records(run)] == [1]
