@@ -1,12 +1,9 @@
 """An answer about a run: a headline, sentences with their numbers, and pages that show them."""
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 from urllib.parse import quote, urlencode
 
 from areal_hpc.errors import escape_line
-from areal_hpc.rundir.run_recipe import get_recipe_value
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +38,3 @@ def format_answer(answer: Answer, run: str) -> list[str]:
     if any(finding.page for finding in answer.findings):
         lines.append(f"pages: areal-hpc view {run} prints an address; #/... goes behind it")
     return [escape_line(line) for line in lines]
-
-
-def format_keys_with_values(recipe: Mapping[str, Any], *keys: str) -> str:
-    """Keys of a recipe with their values, as `a.b=1 and c.d=2`; empty if it has none of them."""
-    found: Sequence[str] = [
-        f"{key}={value}" for key in keys if (value := get_recipe_value(recipe, key)) is not None
-    ]
-    return " and ".join(found)

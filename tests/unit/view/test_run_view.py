@@ -14,7 +14,7 @@ from areal_hpc.rundir.jobs import JobSpec, LaunchFile, Submission, TaskExit, wri
 from areal_hpc.rundir.lock import hold_lock_or_raise
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.slurm.queue import QueueSnapshot
-from areal_hpc.view.answers.step_parts import list_mean_step_parts
+from areal_hpc.view.answers.episode_times import list_mean_step_parts
 from areal_hpc.view.dashboard.run_pages import describe_run, describe_run_overview
 from areal_hpc.view.state.jobs import JobView, RunJobs
 from areal_hpc.view.state.live_progress import PlainReporter
