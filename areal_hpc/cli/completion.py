@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from areal_hpc.cli.arguments import CommandGroup, find_subparsers
 
-SHELLS = ("bash", "zsh", "fish")
+SHELLS = ("bash", "zsh")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +25,7 @@ def add_commands(commands: CommandGroup) -> None:
         help="print a completion script for a shell",
         description="Print a script that completes commands, options and recipe keys.",
         example='eval "$(areal-hpc completion bash)"\n'
-        "areal-hpc completion zsh > ~/.zfunc/_areal-hpc\n"
-        "areal-hpc completion fish > ~/.config/fish/completions/areal-hpc.fish",
+        "areal-hpc completion zsh > ~/.zfunc/_areal-hpc",
     )
     completion.add_argument("shell", choices=SHELLS, help="the shell that will read it")
 
@@ -37,9 +36,7 @@ def _print_completion_script(arguments: argparse.Namespace) -> int:
     commands = dict(_list_command_completions(arguments.all_commands))
     # A key with `<name>` cannot be written as it is, and shells read a redirection from it.
     keys = [f"{key}=" for key in list_keys() if "<" not in key]
-    render = {"bash": _render_bash_script, "zsh": _render_zsh_script, "fish": _render_fish_script}[
-        arguments.shell
-    ]
+    render = _render_bash_script if arguments.shell == "bash" else _render_zsh_script
     print(render(commands, keys), end="")
     return 0
 
@@ -111,26 +108,3 @@ _areal_hpc() {{
 # Loaded from $fpath, this file is the function that the first Tab calls; else it is sourced.
 if [[ $funcstack[1] == _areal-hpc ]]; then _areal_hpc "$@"; else compdef _areal_hpc areal-hpc; fi
 """
-
-
-def _render_fish_script(commands: Mapping[str, CommandCompletions], keys: list[str]) -> str:
-    lines = [
-        "# Completion of areal-hpc for fish: ~/.config/fish/completions/areal-hpc.fish",
-        f"set -l keys {' '.join(map(shlex.quote, keys))}",
-    ]
-    for name, one in commands.items():
-        lines.append(
-            f"complete -c areal-hpc -f -n __fish_use_subcommand -a {name} "
-            f"-d {shlex.quote(one.help)}"
-        )
-        seen = f"'__fish_seen_subcommand_from {name}'"
-        lines.extend(
-            f"complete -c areal-hpc -n {seen} -l {word[2:]}"
-            for word in one.words
-            if word.startswith("--")
-        )
-        if actions := [word for word in one.words if not word.startswith("-")]:
-            lines.append(f"complete -c areal-hpc -f -n {seen} -a {shlex.quote(' '.join(actions))}")
-        if one.takes_keys:
-            lines.append(f'complete -c areal-hpc -n {seen} -a "$keys"')
-    return "\n".join(lines) + "\n"

@@ -62,10 +62,6 @@ UPSTREAM = "--upstream http://127.0.0.1:9"
     ("words", "said"),
     [
         (
-            "make-tiny-model --out README.md --texts LICENSE",
-            "File exists\n  at: README.md\n  try: name another",
-        ),
-        (
             "migrate tests/contract/areal_config.yaml --rows 9 --out nowhere/x.yaml",
             "No such file or directory\n  at: nowhere/x.yaml\n  try: check how it is written",
         ),

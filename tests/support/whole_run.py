@@ -27,7 +27,6 @@ PROGRAMS = {
     "podman": "sandboxes on podman",
     "apptainer": "sandboxes on Apptainer (a stand-in takes its place)",
     "zsh": "completion in zsh",
-    "fish": "completion in fish",
 }
 """Program -> what goes untested on a machine without it."""
 NEVER_TESTED = "CUDA devices (make gpu), acceptance (make nightly)"

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from areal_hpc.checkout import find_checkout, format_install_command, get_shipped_dir
+from areal_hpc.checkout import find_checkout, format_install_command
 from areal_hpc.cli.arguments import UNHEALTHY_EXIT_CODE, CommandGroup, parse_positive_int
 from areal_hpc.errors import Problem, RecipeError, escape_controls
 
@@ -84,18 +84,6 @@ def _print_next_commands(folder: Path, recipe: str, has_hub_model: bool) -> None
 
 
 def _add_prepare_commands(commands: CommandGroup) -> None:
-    tiny = commands.add_command(
-        "make-tiny-model",
-        _write_tiny_model,
-        help="make a tiny random Qwen3 with its own tokenizer",
-        description="Make a tiny, randomly initialized Qwen3 in Hugging Face format. Its "
-        "byte-level BPE tokenizer is trained on the text you give.",
-        example="areal-hpc make-tiny-model --out /tmp/tiny",
-    )
-    tiny.add_argument("--out", type=Path, required=True, help="directory to make")
-    texts = "text file, one sample a line; the quick-start's demonstrations when absent"
-    tiny.add_argument("--texts", type=Path, help=texts)
-    tiny.add_argument("--seed", type=int, default=1, help="seed of the weights (%(default)s)")
     commands.add_command(
         "prefetch",
         _prefetch_files_and_install_harnesses,
@@ -134,39 +122,6 @@ def _add_prepare_commands(commands: CommandGroup) -> None:
     rows = "number of training rows, to convert epochs to steps"
     migrate.add_argument("--rows", type=parse_positive_int, help=rows)
     migrate.add_argument("--out", type=Path, help="write the recipe there instead of printing it")
-
-
-def _write_tiny_model(arguments: argparse.Namespace) -> int:
-    from areal_hpc.launch.tiny_model import make_tiny_model
-
-    make_tiny_model(
-        arguments.out, _read_tokenizer_training_texts(arguments.texts), seed=arguments.seed
-    )
-    print(f"made a tiny Qwen3 in {arguments.out}")
-    return 0
-
-
-def _read_tokenizer_training_texts(path: Path | None) -> list[str]:
-    if path is not None:
-        if not path.is_file():
-            raise RecipeError(f"there is no text file at {path}", key="--texts")
-        try:
-            return path.read_text().splitlines()
-        except UnicodeDecodeError as error:
-            hint = "save it as UTF-8"
-            raise RecipeError(f"{path} is no text: {error}", key="--texts", hint=hint) from error
-    from areal_hpc.dataset.sources import iterate_task_rows
-    from areal_hpc.recipe.sections.dataset import TaskSetConfig
-
-    sys.path.append(str(get_shipped_dir()))
-    source = TaskSetConfig(
-        generator="examples.quickstart.task:demonstrations", kwargs={"size": 2000, "seed": 1}
-    )
-    return [
-        message["content"]
-        for row in iterate_task_rows(source, "--texts")
-        for message in row["messages"]
-    ]
 
 
 def _prefetch_files_and_install_harnesses(arguments: argparse.Namespace) -> int:

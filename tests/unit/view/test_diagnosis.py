@@ -10,13 +10,9 @@ from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.slurm.queue import QueueSnapshot, SlurmJobRecord
 from areal_hpc.slurm.states import parse_state
 from areal_hpc.view.diagnosis import (
-    MAX_CASCADE_GAP_S,
-    MAX_RUNNING_CASCADE_GAP_S,
     diagnose,
-    find_last_failure_chain,
     format_diagnosis,
 )
-from areal_hpc.view.events.failure_events import FailureEvent
 from areal_hpc.view.logs import LogFile
 from areal_hpc.view.state.jobs import JobView, RunJobs, format_jobs
 from areal_hpc.view.state.run_view import (
@@ -112,12 +108,6 @@ def test_a_job_that_is_completed_before_its_tasks_began_has_failed() -> None:
     assert "but none of its tasks did" in diagnose(evidence(ended, silent)).headline
 
 
-def test_a_held_requeue_needs_somebody() -> None:
-    diagnosis = diagnose(evidence(job("trainer", "REQUEUE_HOLD", "1")))
-    assert "is held until released" in diagnosis.headline
-    assert not diagnosis.is_well
-
-
 def test_a_cell_that_gave_its_nodes_back_needs_nobody() -> None:
     idle = dataclasses.replace(
         job("cell-0", "FAILED", "2", ended_or_latest_end_at=NOW),
@@ -128,16 +118,6 @@ def test_a_cell_that_gave_its_nodes_back_needs_nobody() -> None:
     assert diagnosis.is_well
     assert "cell-0 had nothing to do and released its nodes" in "
 ".join(format_jobs(found.jobs))
-
-
-def test_a_run_at_work_tells_of_the_failure_it_outlived() -> None:
-    past = SlurmJobRecord(
-        "1", parse_state("NODE_FAIL"), "Dependency", nodes="n07", ended_or_latest_end_at=NOW
-    )
-    diagnosis = diagnose(evidence(AT_WORK, starts_in_accounting=(past,)))
-    assert diagnosis.headline.endswith("after this: trainer (job 1) on n07 lost a node: NODE_FAIL")
-    assert diagnosis.is_well
-    assert "nothing has failed" in diagnose(evidence(AT_WORK)).headline
 
 
 def test_what_a_run_has_outlived_for_long_is_history() -> None:
@@ -179,23 +159,6 @@ def test_what_slurm_wrote_at_an_earlier_start_is_not_what_happened_last() -> Non
     assert len(found.chain) == 1, "hours lie between them"
 
 
-def test_a_run_at_work_tells_of_a_job_that_somebody_must_release() -> None:
-    held = job("cell-0", "PENDING", "3", reason="launch failed requeued held")
-    diagnosis = diagnose(evidence(AT_WORK, held))
-    assert diagnosis.headline.startswith(
-        "the run is running, but cell-0 (job 3) is pending: its last"
-    )
-    assert "scontrol release 3" in diagnosis.hint
-    assert not diagnosis.is_well
-    patient = job("cell-0", "PENDING", "3", reason="BeginTime")
-    assert diagnose(evidence(AT_WORK, patient)).is_well
-
-
-def test_a_run_whose_jobs_are_being_cleaned_up_is_ending() -> None:
-    ending = diagnose(evidence(job("trainer", "COMPLETING", "1")))
-    assert ending.headline.startswith("the run is ending")
-
-
 def test_a_silent_slurm_is_not_a_failed_run() -> None:
     found = evidence(AT_WORK)
     found.jobs = dataclasses.replace(
@@ -204,21 +167,6 @@ def test_a_silent_slurm_is_not_a_failed_run() -> None:
         jobs=(dataclasses.replace(AT_WORK, slurm_record=None),),
     )
     assert "Slurm does not answer" in diagnose(found).headline
-
-
-def test_a_recipe_error_is_the_cause_whatever_else_broke() -> None:
-    outcome = TaskExit(78, "trainer", "expected tp 2, got 3", "/x.log")
-    word = TaskExitRecord("trainer", 0, NOW - 1, outcome)
-    failed = job("trainer", "FAILED", "1", ended_or_latest_end_at=NOW, exit_code=78)
-    diagnosis = diagnose(evidence(failed, task_exits=(word,)))
-    assert "exit code 78 (the recipe must change)" in diagnosis.headline
-    assert diagnosis.hint.startswith("change the recipe")
-
-
-def test_failures_of_long_ago_are_not_the_last_one() -> None:
-    old, new, newest = (FailureEvent(at, "x", 5) for at in (NOW - 1000, NOW, NOW + 60))
-    assert find_last_failure_chain([old, new, newest], MAX_CASCADE_GAP_S) == (new, newest)
-    assert find_last_failure_chain([old, new, newest], MAX_RUNNING_CASCADE_GAP_S) == (newest,)
 
 
 def test_of_chained_tracebacks_the_cause_is_taken() -> None:

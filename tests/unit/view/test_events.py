@@ -88,13 +88,6 @@ def test_dead_servers_and_processes_are_told_with_their_last_words() -> None:
     )
 
 
-def test_a_resume_names_its_step() -> None:
-    tell = NewEventLineFormatter().describe_if_new
-    loaded = event("state_loaded", "trainer", step=5)
-    assert tell(loaded) == ["resumed  from the checkpoint of step 5"]
-    assert tell({**loaded, "step": 0}) == []
-
-
 def test_a_hang_is_told_once_for_each_line() -> None:
     news = NewEventLineFormatter()
     slow = event("episode_slow", seconds=31.0, at="/a.py:9", task=2, episode=1, limit_s=600.0)

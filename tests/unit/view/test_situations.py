@@ -213,8 +213,3 @@ def test_a_run_whose_jobs_are_gone_waits_while_its_caretaker_is_there(
     ]  # fmt: skip
     assert (get_run_state(run), run.jobs_ended_before_run) == (word, [])
     assert ("caretaker is pending" in "\n".join(format_jobs(run))) == (reason == "Resources")
-
-
-def test_the_hint_on_a_suspended_job_names_it() -> None:
-    found = diagnose(evidence(job("trainer", "SUSPENDED", "1"), CELL))
-    assert found.hint.startswith("scontrol resume 1 if")
