@@ -5,7 +5,7 @@ from collections.abc import Callable
 from areal_hpc.agents.harness.programs import HARNESSES
 from areal_hpc.areal.config.rules import RULE_BY_KEY
 from areal_hpc.metrics.alerts import RULES
-from areal_hpc.metrics.catalogue import CATALOGUE
+from areal_hpc.metrics.catalogue import read_catalogue
 from areal_hpc.proxy.http.agent_api import DIALECT_BY_ROUTE
 from tests.support import (
     agents_table,
@@ -52,7 +52,7 @@ def _render_metrics() -> str:
     lines = ["| metric | unit | good | meaning | from |", "|---|---|---|---|---|"]
     lines += [
         f"| `{one.name}` | {one.unit} | {one.direction} | {one.meaning} | {one.source} |"
-        for one in CATALOGUE
+        for one in read_catalogue()
     ]
     return "\n".join(lines)
 

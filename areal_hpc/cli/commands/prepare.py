@@ -3,7 +3,6 @@
 import argparse
 import os
 import shlex
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
