@@ -1,4 +1,4 @@
-"""The metrics of a step, which `catalogue.yaml` lists: units, meanings, where a healthy run goes."""
+"""The metrics of a step, which `catalogue.yaml` lists with units, meanings and sources."""
 
 import re
 from dataclasses import dataclass

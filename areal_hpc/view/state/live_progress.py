@@ -107,7 +107,7 @@ class PlainReporter:
             if row["step"] > self._last_step:
                 self._last_step = row["step"]
                 self._has_trained = self._has_trained or row["step"] > 0
-                self.print_line(self._format_step(snapshot.steps[: number + 1]))
+                self.print_line(self._format_step(steps[: number + 1]))
                 if self._alerts is None:  # the recipe is in place once a step is
                     self._alerts = AlertTracker(read_alerts_off(self._paths))
                     self._alerts.take_new_alerts(steps[:number])
