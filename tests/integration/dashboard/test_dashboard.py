@@ -37,25 +37,6 @@ from tests.support.sample_trajectories import seal_in, trajectory
 from tests.support.view_server import serving_pages, start_view_server
 from tests.support.waiting import wait_for
 
-FILTERS = (
-    "kind=train",
-    "kind!=train and reward>0",
-    "not (kind=train or kind=failed)",
-    "reward<=0.25",
-    "seconds>2",
-    "calls!=1",
-    "step=3",
-    "step!=3",
-    "part.format>0.2",
-    "part.none!=1",
-    "note~'NOTE 3'",
-    "text~'grüsse'",
-    "text~role and length=3",
-    "task=1 and cell=cell-0",
-    "finish=stop",
-    "cause~onerror",
-)
-
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunPaths:
@@ -258,21 +239,6 @@ def test_the_port_stays_and_pages_are_for_their_user_alone(
     assert (taken.returncode, "in use" in taken.stderr) == (75, True)
     beyond = areal_hpc("view", run.root, "--port", 70000, environ=environ)
     assert (beyond.returncode, "70000 cannot be used" in beyond.stderr) == (75, True)
-
-
-@pytest.mark.parametrize("where", FILTERS)
-def test_a_filter_means_what_it_means_in_shards_show(
-    where: str, run: RunPaths, tmp_path: Path
-) -> None:
-    with closing(RowIndex(run, tmp_path / "cache")) as index:
-        index.index_new_rows()
-        page = index.find_page(where, "reward", offset=0, count=100)
-        expected, count = find_rows(run.root, RowQuery(where))
-        assert page.matching == count
-        names = {(one.reader.path.name, one.row) for one in expected}
-        assert {(row["shard"], row["row"]) for row in page.rows} == names
-        rewards = [row["reward"] for row in page.rows]
-        assert rewards == sorted(rewards, reverse=True)
 
 
 def test_two_indexes_of_one_run_agree_and_a_damaged_or_other_one_is_made_anew(
