@@ -27,9 +27,9 @@ class Metric:
 def read_catalogue() -> tuple[Metric, ...]:
     groups = yaml.safe_load((resources.files("areal_hpc.metrics") / "catalogue.yaml").read_text())
     return tuple(
-        Metric(name, *facts, group["from"])
+        Metric(name, unit, direction, meaning, group["from"])
         for group in groups
-        for name, facts in group["metrics"].items()
+        for name, (unit, direction, meaning) in group["metrics"].items()
     )
 
 

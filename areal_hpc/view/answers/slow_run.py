@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from areal_hpc.errors import ShardError
+from areal_hpc.metrics.step_line import MetricRow
 from areal_hpc.metrics.step_metrics import CELL_IDLE_S_METRIC, read_metrics, select_paced_rows
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.run_recipe import get_recipe_value, read_run_recipe
@@ -64,11 +65,11 @@ class _Verdict:
 
 
 class _SlowRun:
-    def __init__(self, paths: RunPaths, rows: Sequence[dict[str, object]]) -> None:
+    def __init__(self, paths: RunPaths, rows: Sequence[MetricRow]) -> None:
         self._paths, self._run, self._rows = paths, paths.run_name, rows
         self._recipe, events = read_run_recipe(paths.recipe), read_recent_events(paths.events)
         self._problems: list[str] = []
-        steps = [int(str(row["step"])) for row in rows[-MAX_READ_STEPS:]]
+        steps = [row["step"] for row in rows[-MAX_READ_STEPS:]]
         self._episodes = read_batch_episodes(paths, steps, self._problems)
         self._timed = [one for one in self._episodes if one.is_timed]
         self._nodes = self._map_cells_to_nodes()
