@@ -114,10 +114,9 @@ def test_a_cell_that_gave_its_nodes_back_needs_nobody() -> None:
         task_exits={0: TaskExit(79, "driver", "nothing to do", "/x.log")},
     )
     diagnosis = diagnose(found := evidence(AT_WORK, idle))
-    assert found.run.jobs_ended_before_run == []
+    assert found.jobs.jobs_ended_before_run == []
     assert diagnosis.is_well
-    assert "cell-0 had nothing to do and released its nodes" in "
-".join(format_jobs(found.jobs))
+    assert "cell-0 had nothing to do and released its nodes" in "\n".join(format_jobs(found.jobs))
 
 
 def test_what_a_run_has_outlived_for_long_is_history() -> None:
