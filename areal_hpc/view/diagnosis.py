@@ -18,9 +18,9 @@ from areal_hpc.slurm.queue import SlurmJobRecord
 from areal_hpc.slurm.reasons import explain_reason
 from areal_hpc.slurm.states import JobPhase
 from areal_hpc.slurm.versions import find_error_time
-from areal_hpc.view.events.agent_failures import MAX_TRACEBACK_LINES
-from areal_hpc.view.events.failure_events import (
+from areal_hpc.view.events.failures import (
     LOGS_HINT,
+    MAX_TRACEBACK_LINES,
     MEMORY_HINT,
     FailureEvent,
     build_agent_failure_events,

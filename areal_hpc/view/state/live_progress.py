@@ -20,8 +20,7 @@ from areal_hpc.recipe.sections.evaluation import EvaluationSet
 from areal_hpc.rundir.manifests import read_evaluated_tickets
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.events import EventFollower
-from areal_hpc.view.events.run_news import NewEventLineFormatter
-from areal_hpc.view.events.run_phase import RunPhaseTracker
+from areal_hpc.view.events.news import NewEventLineFormatter, RunPhaseTracker
 from areal_hpc.view.state.run_view import RunView, read_alerts_off
 from areal_hpc.view.state.summary import format_alert
 from areal_hpc.view.tables import format_duration

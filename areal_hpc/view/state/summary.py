@@ -20,7 +20,7 @@ from areal_hpc.rundir.paths import RunPaths, format_step_dir
 from areal_hpc.rundir.quarantine import read_quarantined_batches
 from areal_hpc.rundir.run_recipe import get_recipe_value
 from areal_hpc.rundir.telemetry.events import CELL_FOUND_EVENT, NO_CELL_EVENT
-from areal_hpc.view.events.run_phase import RunPhaseTracker
+from areal_hpc.view.events.news import RunPhaseTracker
 from areal_hpc.view.state.run_view import HeldResources, RunView
 from areal_hpc.view.tables import format_duration
 

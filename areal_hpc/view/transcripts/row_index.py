@@ -24,6 +24,7 @@ from areal_hpc.shards.index import read_index
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.view.transcripts.messages import extract_text, get_messages
 from areal_hpc.view.transcripts.row_filter import (
+    TYPE_BY_FIELD,
     SqlCondition,
     SqlValue,
     compile_filter,
@@ -33,16 +34,14 @@ from areal_hpc.wire.row_record import RowRecord
 from areal_hpc.wire.trajectory import TrajectoryRow
 from areal_hpc.wire.weight_version import WeightVersion
 
-TABLES_VERSION = 3
+TABLES_VERSION = 4
 MAX_TEXT_CHARS = 100_000
 MAX_EXCERPT_CHARS = 100
-_ROW_COLUMN_DEFINITIONS = (
-    *("shard TEXT", "row INTEGER", "kind TEXT", "step INTEGER", "eval_step INTEGER"),
-    *("ticket INTEGER", "attempt INTEGER", "episode INTEGER", "reward REAL", "length INTEGER"),
-    *("tokens INTEGER", "calls INTEGER", "seconds REAL", "task INTEGER", "cell TEXT"),
-    *("finish TEXT", "cause TEXT", "note TEXT", "oldest TEXT", "newest TEXT", "named TEXT"),
-    *("question TEXT", "reply TEXT"),
+_LISTED_COLUMNS = (
+    *("shard", "row", "eval_step", "oldest", "newest", "question", "reply"),
+    *(field for field in TYPE_BY_FIELD if field not in ("note", "text")),
 )
+_COLUMNS = (*_LISTED_COLUMNS, "note", "named")
 _RECREATE_TABLES_SQL = f"""
 BEGIN IMMEDIATE;
 DROP TABLE IF EXISTS shards;
@@ -54,7 +53,7 @@ CREATE TABLE shards (file TEXT PRIMARY KEY, digest TEXT);
 CREATE TABLE batches (step INTEGER PRIMARY KEY);
 CREATE TABLE tickets (ticket INTEGER, attempt INTEGER, step INTEGER, PRIMARY KEY (ticket, attempt));
 CREATE TABLE rows (
-  id INTEGER PRIMARY KEY, {", ".join(_ROW_COLUMN_DEFINITIONS)}, UNIQUE (shard, row)
+  id INTEGER PRIMARY KEY, {", ".join(_COLUMNS)}, UNIQUE (shard, row)
 );
 CREATE TABLE texts (id INTEGER PRIMARY KEY, text TEXT);
 CREATE INDEX rows_of_ticket ON rows (ticket, attempt);
@@ -63,12 +62,8 @@ PRAGMA user_version = {TABLES_VERSION};
 COMMIT;
 """
 """Made in one transaction: another process of the same user may open the index as well."""
-_LISTED_COLUMNS = ", ".join(
-    name
-    for column in _ROW_COLUMN_DEFINITIONS
-    if (name := column.split()[0]) not in ("named", "note")
-)
-_INSERT_ROW_SQL = f"INSERT INTO rows VALUES (?{', ?' * len(_ROW_COLUMN_DEFINITIONS)})"
+_LISTED_SQL = ", ".join(_LISTED_COLUMNS)
+_INSERT_ROW_SQL = f"INSERT INTO rows VALUES (:id, {', '.join(f':{name}' for name in _COLUMNS)})"
 
 JsonObject = dict[str, Any]
 
@@ -162,7 +157,7 @@ class RowIndex:
                 found = self._database.execute(f"{query} LIMIT ? OFFSET ?", of_page)
                 matching, ids = total, [id_ for (id_,) in found]
             places = ", ".join("?" * len(ids))
-            listed = f"SELECT id, {_LISTED_COLUMNS} FROM rows WHERE id IN ({places})"
+            listed = f"SELECT id, {_LISTED_SQL} FROM rows WHERE id IN ({places})"
             rows = {row.pop("id"): row for row in self._select_as_dicts(listed, ids)}
             return RowPage([rows[id_] for id_ in ids], matching, total)
 
@@ -190,18 +185,17 @@ class RowIndex:
             places = {place * (len(found) - 1) // 7 for place in range(8)} if found else set()
             chosen = [found[place] for place in sorted(places)]
             rows = self._select_as_dicts(
-                f"SELECT {_LISTED_COLUMNS} FROM rows WHERE kind = 'failed' "
-                "ORDER BY id DESC LIMIT ?",
+                f"SELECT {_LISTED_SQL} FROM rows WHERE kind = 'failed' ORDER BY id DESC LIMIT ?",
                 (count // 10,),
             )
             rows += self._select_as_dicts(
-                f"SELECT {_LISTED_COLUMNS} FROM rows WHERE kind NOT IN ('failed', 'train') "
+                f"SELECT {_LISTED_SQL} FROM rows WHERE kind NOT IN ('failed', 'train') "
                 "ORDER BY step DESC, id LIMIT ?",
                 (count // 5,),
             )
             for step in reversed(chosen):
                 rows += self._select_as_dicts(
-                    f"SELECT {_LISTED_COLUMNS} FROM rows WHERE kind = 'train' AND step IS ? "
+                    f"SELECT {_LISTED_SQL} FROM rows WHERE kind = 'train' AND step IS ? "
                     "ORDER BY ticket, attempt, episode, row LIMIT ?",
                     (step, count * 7 // 10 // len(chosen)),
                 )
@@ -217,7 +211,7 @@ class RowIndex:
                 raise RecipeError(f"{shard} has no indexed row {row}", key="row")
             (one,) = found
             group = self._select_as_dicts(
-                f"SELECT {_LISTED_COLUMNS} FROM rows WHERE ticket = ? AND attempt = ? "
+                f"SELECT {_LISTED_SQL} FROM rows WHERE ticket = ? AND attempt = ? "
                 "AND eval_step = ? ORDER BY episode, row LIMIT 200",
                 (one["ticket"], one["attempt"], one["eval_step"]),
             )
@@ -228,7 +222,7 @@ class RowIndex:
                 else ("task = ? AND eval_step < 0", one["task"])
             )
             task = self._select_as_dicts(
-                f"SELECT {_LISTED_COLUMNS} FROM rows WHERE {same} AND kind = ? "
+                f"SELECT {_LISTED_SQL} FROM rows WHERE {same} AND kind = ? "
                 "AND NOT (ticket = ? AND attempt = ? AND eval_step = ?) ORDER BY step LIMIT 200",
                 (number, one["kind"], one["ticket"], one["attempt"], one["eval_step"]),
             )
@@ -265,7 +259,8 @@ class RowIndex:
             (last,) = self._database.execute("SELECT MAX(id) FROM rows").fetchone()
             ids = range(first := (last or 0) + 1, first + len(values))
             self._database.executemany(
-                _INSERT_ROW_SQL, [(one, *row) for one, (row, _) in zip(ids, values, strict=True)]
+                _INSERT_ROW_SQL,
+                [{"id": one, **row} for one, (row, _) in zip(ids, values, strict=True)],
             )
             self._database.executemany(
                 "INSERT INTO texts VALUES (?, ?)",
@@ -357,13 +352,14 @@ def _connect_database(file: Path | str) -> sqlite3.Connection:
 
 def _iterate_row_values(
     reader: ShardReader, max_text_chars: int | None
-) -> Iterator[tuple[tuple[Any, ...], str]]:
+) -> Iterator[tuple[JsonObject, str]]:
     for place, row in enumerate(reader.read_rows(range(reader.num_rows))):
         text = msgspec.json.encode(row.meta.get("messages")).decode()[:max_text_chars]
-        yield (reader.path.name, place, *_compute_row_values(row)), text.casefold()
+        values = {"shard": reader.path.name, "row": place, **_compute_row_values(row)}
+        yield values, text.casefold()
 
 
-def _compute_row_values(row: TrajectoryRow) -> tuple[Any, ...]:
+def _compute_row_values(row: TrajectoryRow) -> JsonObject:
     record = row.record
     is_said = row.loss_mask_T == 1
     versions = row.versions_T[is_said]
@@ -372,30 +368,29 @@ def _compute_row_values(row: TrajectoryRow) -> tuple[Any, ...]:
         if len(versions)
         else (None, None)
     )
-    named = _collect_reward_numbers(record)
-    return (
-        row.kind.label,
-        row.eval_step if row.eval_step >= 0 else None,
-        row.eval_step,
-        row.ticket_id,
-        row.attempt,
-        row.episode,
-        row.reward,
-        len(versions),
-        row.num_tokens,
-        len(record.calls) or None,
-        record.ended_at - record.started_at if record.ended_at else None,
-        record.task_index if record.task_index >= 0 else None,
-        record.cell,
-        record.calls[-1].finish_reason if record.calls else None,
-        record.cause,
-        "\n".join(call.reward.note for call in record.calls if call.reward),
-        oldest,
-        newest,
-        json.dumps(named) if named else "{}",
-        _excerpt_last_message(row, "user"),
-        _excerpt_last_message(row, "assistant"),
-    )
+    return {
+        "kind": row.kind.label,
+        "step": row.eval_step if row.eval_step >= 0 else None,
+        "eval_step": row.eval_step,
+        "ticket": row.ticket_id,
+        "attempt": row.attempt,
+        "episode": row.episode,
+        "reward": row.reward,
+        "length": len(versions),
+        "tokens": row.num_tokens,
+        "calls": len(record.calls) or None,
+        "seconds": record.ended_at - record.started_at if record.ended_at else None,
+        "task": record.task_index if record.task_index >= 0 else None,
+        "cell": record.cell,
+        "finish": record.calls[-1].finish_reason if record.calls else None,
+        "cause": record.cause,
+        "note": "\n".join(call.reward.note for call in record.calls if call.reward),
+        "oldest": oldest,
+        "newest": newest,
+        "named": json.dumps(_collect_reward_numbers(record)),
+        "question": _excerpt_last_message(row, "user"),
+        "reply": _excerpt_last_message(row, "assistant"),
+    }
 
 
 def _excerpt_last_message(row: TrajectoryRow, role: str) -> str:

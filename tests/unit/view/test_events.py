@@ -7,10 +7,13 @@ import pytest
 
 from areal_hpc.rundir.telemetry.events import EventFollower, EventLog
 from areal_hpc.view.diagnosis import diagnose
-from areal_hpc.view.events.agent_failures import AgentFailures
-from areal_hpc.view.events.failure_events import collect_failure_events
-from areal_hpc.view.events.run_news import MAX_SHOWN_CAUSES, NewEventLineFormatter
-from areal_hpc.view.events.run_phase import RunPhaseTracker, read_server_phase
+from areal_hpc.view.events.failures import AgentFailures, collect_failure_events
+from areal_hpc.view.events.news import (
+    MAX_SHOWN_CAUSES,
+    NewEventLineFormatter,
+    RunPhaseTracker,
+    read_server_phase,
+)
 from areal_hpc.wire.ledger import LedgerStatus
 from tests.unit.view.test_diagnosis import AT_WORK, NOW, evidence
 

@@ -1,16 +1,86 @@
-"""What a run does at the moment, in words: from its events, the ledger and the servers' logs."""
+"""What a run does at the moment, and what a person should hear of at once, told once."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from areal_hpc.jobs.restart_policy import PERMANENT_EXIT_CODES
 from areal_hpc.rundir.jsonl import read_tail_lines
+from areal_hpc.rundir.telemetry import events as telemetry
+from areal_hpc.view.events.failures import (
+    AgentFailures,
+    FailureCause,
+    describe_blocked_loop,
+    describe_slow_episode,
+)
 from areal_hpc.view.tables import format_duration
 from areal_hpc.wire.ledger import LedgerStatus
+
+MAX_SHOWN_CAUSES = 5
+_EVENTS_ANNOUNCED_ONCE_PER_PLACE = ("event_loop_blocked", "episode_slow")
+
+
+@dataclass(slots=True)
+class NewEventLineFormatter:
+    failures: AgentFailures = field(default_factory=AgentFailures)
+    _told: set[tuple[str, str]] = field(default_factory=set)
+
+    def describe_if_new(self, event: dict[str, Any]) -> list[str]:
+        if (cause := self.failures.add_event(event)) is not None:
+            return list(
+                self._format_failure_lines(cause, str(event.get("then", "it is tried again")))
+            )
+        if event["event"] in _EVENTS_ANNOUNCED_ONCE_PER_PLACE:
+            key = (event["event"], str(event.get("at") or event["role"]))
+            if key in self._told:
+                return []
+            self._told.add(key)
+        return list(_format_event_lines(event))
+
+    def _format_failure_lines(self, cause: FailureCause, consequence: str) -> Iterator[str]:
+        number = len(self.failures.causes)
+        if number > MAX_SHOWN_CAUSES:
+            if number == MAX_SHOWN_CAUSES + 1:
+                yield "agent    fails in further ways: areal-hpc why RUN lists them"
+            return
+        said, share = cause.message.removeprefix("the agent "), self.failures.share_text
+        yield f"agent    {said}  ({share} so far; {consequence})"
+        if cause.place:
+            yield f"         at: {cause.place}"
+        yield f"         try: {cause.suggested_fix}"
+
+
+def _format_event_lines(event: dict[str, Any]) -> Iterator[str]:
+    role = event["role"]
+    match event["event"]:
+        case "event_loop_blocked":
+            yield f"agent    {describe_blocked_loop(event)}"
+            yield "         try: wrap blocking code in `await asyncio.to_thread(...)`"
+        case "episode_slow":
+            yield f"agent    {describe_slow_episode(event)}"
+        case "replica_died":
+            server = f"SGLang {event.get('replica', '?')} of {role}"
+            yield f"server   {server} {event.get('reason', 'died')}; it is started again"
+            if event.get("last_line"):
+                yield f"         {event['last_line']}"
+            if event.get("log"):
+                yield f"         read {event['log']}"
+        case telemetry.RANKS_HANG_EVENT:
+            yield f"trainer  stands still: {event.get('ranks', 'no rank is known to move')}"
+            yield "         read the stacks at the end of those ranks' logs in logs/latest"
+        case "process_exited":
+            code = event.get("exit_code", "?")
+            # Of the others the command ends with that error, in better words.
+            if code not in PERMANENT_EXIT_CODES:
+                process = event.get("process", "?")
+                yield f"process  {process} of {role} ended with exit code {code}"
+        case "state_loaded" if step := event.get("step"):
+            yield f"resumed  from the checkpoint of step {step}"
+
 
 SERVER_LOG_TAIL_BYTES = 16384
 _SERVER_PHASES = (
