@@ -62,9 +62,6 @@ def compute_pass_at_k_by_task(passes_T: Sequence[int], n_samples: int, k: int) -
     """Of each task, the share of the choices of k of its samples in which one or more passes.
 
     That is 1 - C(n - c, k) / C(n, k) for c passes of n: unbiased, and not 1 - (1 - c/n)^k.
-
-    Raises:
-        ValueError: k is not one of 1..n_samples, or a task has more passes than samples.
     """
     if not 1 <= k <= n_samples:
         raise ValueError(f"pass@{k} needs k from 1 to n_samples={n_samples}")
@@ -99,9 +96,6 @@ def estimate_mean(values_T: Sequence[float] | TaskValues) -> Estimate:
     of 1 would have, times their size. Rare large values make either too narrow: with 20 for one
     reward of 20 and 0..1 for the others it held the truth 78 times in 100 at 30 tasks and 94 times
     at 300; pass@8 of 16 samples at 30 tasks, 0.89 on average, 91 times.
-
-    Raises:
-        ValueError: There are no tasks.
     """
     values = np.asarray(values_T, dtype=np.float64)
     n_tasks = len(values)
@@ -145,9 +139,6 @@ def compare_paired(first_T: Sequence[float], second_T: Sequence[float]) -> Paire
     The p-value is that of the test that flips the signs of the differences, which asks for no
     distribution of them; the interval holds the differences that this test does not reject, so
     both say the same. It has no bound where so few tasks can reject nothing.
-
-    Raises:
-        ValueError: There are no tasks, or not the same number.
     """
     if len(first_T) != len(second_T):
         raise ValueError(f"a paired test needs the same tasks: {len(first_T)} and {len(second_T)}")
@@ -219,11 +210,7 @@ def compute_central_probability(t: float, degrees: int) -> float:
 
 @lru_cache(maxsize=256)
 def compute_central_quantile(confidence: float, degrees: int) -> float:
-    """The t with P(|T| <= t) = confidence.
-
-    Raises:
-        ValueError: There is no degree of freedom, or the confidence is not between 0 and 1.
-    """
+    """The t with P(|T| <= t) = confidence."""
     if degrees < 1 or not 0 < confidence < 1:
         raise ValueError(f"expected degrees >= 1 and 0 < confidence < 1: {degrees}, {confidence}")
     low, high = 0.0, 1.0

@@ -147,12 +147,7 @@ def format_report(report: EvaluationReport) -> Iterator[str]:
 def compare_reports(
     report_before: EvaluationReport, report_after: EvaluationReport
 ) -> list[ComparedMetric]:
-    """Every metric that both have, on the sets that both have, by a paired test.
-
-    Raises:
-        RecipeError: They have no set in common, other tasks or another pass reward of one, or no
-            metric in common on it: then nothing would be compared, and nothing could be worse.
-    """
+    """Every metric that both have, on the sets that both have, by a paired test."""
     common = [name for name in report_after.sets if name in report_before.sets]
     if not common:
         raise RecipeError(

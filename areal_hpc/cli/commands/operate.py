@@ -248,11 +248,7 @@ def _look_after_run(arguments: argparse.Namespace) -> int:
 
 
 def _cancel_jobs_of_old_place(paths: RunPaths, old_place: Path) -> None:
-    """Cancel the jobs of a run that was moved, which wait for a folder that is not there.
-
-    Raises:
-        ClusterError: Some run: that place is there for them.
-    """
+    """Cancel the jobs of a run that was moved, which wait for a folder that is not there."""
     from areal_hpc.launch.terminal import say
     from areal_hpc.slurm.cancel import cancel_jobs_and_wait
     from areal_hpc.slurm.run_jobs import is_job_of_run, list_live_jobs

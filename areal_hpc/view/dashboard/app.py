@@ -34,18 +34,14 @@ from areal_hpc.view.dashboard.timeline_page import describe_timeline
 from areal_hpc.view.state.run_view import RunView, RunViewer
 from areal_hpc.view.transcripts.row_index import RowIndex
 
+SCRIPTS = (
+    *("elements", "data", "chart", "run_list", "run_page", "timeline", "evaluations"),
+    *("trajectories", "router"),
+)
 MEDIA_TYPE_BY_STATIC_FILE = {
     "index.html": "text/html; charset=utf-8",
     "style.css": "text/css; charset=utf-8",
-    "chart.js": "text/javascript; charset=utf-8",
-    "elements.js": "text/javascript; charset=utf-8",
-    "data.js": "text/javascript; charset=utf-8",
-    "run_list.js": "text/javascript; charset=utf-8",
-    "run_page.js": "text/javascript; charset=utf-8",
-    "timeline.js": "text/javascript; charset=utf-8",
-    "evaluations.js": "text/javascript; charset=utf-8",
-    "trajectories.js": "text/javascript; charset=utf-8",
-    "router.js": "text/javascript; charset=utf-8",
+    **{f"{name}.js": "text/javascript; charset=utf-8" for name in SCRIPTS},
 }
 """The files of the page by name."""
 RESPONSE_HEADERS = {

@@ -37,9 +37,6 @@ def write_report(runs: Sequence[RunPaths], out: Path, cache_dir: Path) -> int:
     """Write the pages of runs into a new file of its owner alone; how many conversations it has.
 
     A page that cannot be made says why.
-
-    Raises:
-        RecipeError: The file exists.
     """
     if out.exists():
         raise RecipeError(f"{out} exists", key="--out", hint="name another file, or remove it")

@@ -37,13 +37,7 @@ def export_rows(
     paths: RunPaths,
     report_row: Callable[[int], None],
 ) -> ExportReport:
-    """Write rows to a file, which is there whole or not at all; `report_row` hears of each row.
-
-    Raises:
-        RecipeError: The file exists.
-        ShardError: A shard is damaged.
-        OSError: The storage refused.
-    """
+    """Write rows to a file, which is there whole or not at all; `report_row` hears of each row."""
     if out.exists():
         raise RecipeError(f"{out} exists", key="--out", hint="name another file, or move that one")
     build = _choose_row_builder(file_format, paths)
@@ -110,11 +104,7 @@ def _build_full_record(found_row: FoundRow) -> JsonObject:
 
 
 def _write_parquet(stream: IO[bytes], objects: Iterator[JsonObject]) -> None:
-    """Columns of numbers and texts; what has no fixed shape is JSON text.
-
-    Raises:
-        RecipeError: pyarrow cannot be imported here.
-    """
+    """Columns of numbers and texts; what has no fixed shape is JSON text."""
     try:
         import pyarrow as pa
         from pyarrow.parquet import ParquetWriter

@@ -301,11 +301,7 @@ def get_cache_dir() -> Path:
 
 
 def make_private_folder(folder: Path) -> None:
-    """Make a folder that nobody else may read or change.
-
-    Raises:
-        ClusterError: It is there and is not such a one.
-    """
+    """Make a folder that nobody else may read or change."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     status = folder.stat()
     if status.st_uid != os.getuid() or status.st_mode & 0o077:

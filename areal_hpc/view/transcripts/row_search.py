@@ -75,10 +75,6 @@ def find_rows(path: Path, query: RowQuery) -> tuple[list[FoundRow], int]:
     """The rows of a shard or of a run's sealed shards that a query wants, and how many match.
 
     Without an order the last ones are taken, which are the newest of their cell.
-
-    Raises:
-        RecipeError: The query is none, or there is no such row or ticket.
-        ShardError: A shard is damaged.
     """
     if query.row_number is not None and (query.where or query.ticket_id is not None):
         raise RecipeError(
