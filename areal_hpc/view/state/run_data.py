@@ -1,7 +1,6 @@
 """`areal_hpc.open_run`: what a run has recorded, as columns of NumPy, for notebooks. Read-only."""
 
 import importlib
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import cached_property
@@ -12,21 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.evaluation.set_metrics import (
-    DEFAULT_PASS_REWARD,
-    METRIC_PATTERN,
-    SetSamples,
-    compute_task_values,
-)
 from areal_hpc.evaluation.set_names import VALIDATION_SET_NAME
-from areal_hpc.evaluation.statistics import PairedComparison, compare_paired
 from areal_hpc.metrics.step_metrics import read_metrics
-from areal_hpc.rundir.manifests import (
-    list_evaluations_of_kept_weights,
-    read_evaluation_of_kept_weights,
-)
+from areal_hpc.rundir.manifests import list_evaluations_of_kept_weights
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.rundir.run_recipe import get_recipe_value, read_run_recipe
+from areal_hpc.rundir.run_recipe import read_run_recipe
 from areal_hpc.rundir.telemetry.span_reader import read_spans
 from areal_hpc.shards.index import read_index
 from areal_hpc.shards.reader import ShardReader
@@ -189,46 +178,6 @@ class RunData:
             for sample, reward in enumerate(rewards)
         ]
         return Columns(rows, ("step", "set", "task", "sample", "reward", "answer"))
-
-    def compare_steps(
-        self, set_name: str, first_step: int, second_step: int, metric: str = "avg@k"
-    ) -> PairedComparison:
-        """Compare the weights of two steps on the tasks of an evaluation set, by a paired test.
-
-        Raises:
-            RecipeError: One was not evaluated on the set, or they were not on the same tasks; or
-                the metric is none, or asks for more samples or answers than there are.
-        """
-        first, second = (
-            self._compute_task_values(set_name, step, metric) for step in (first_step, second_step)
-        )
-        if len(first) != len(second):
-            message = f"step {first_step} was evaluated on {len(first)} tasks of {set_name}, "
-            raise RecipeError(f"{message}step {second_step} on {len(second)}", key=set_name)
-        return compare_paired(first.tolist(), second.tolist())
-
-    def _compute_task_values(self, set_name: str, step: int, metric: str) -> Column:
-        result = read_evaluation_of_kept_weights(self._paths, step, set_name)
-        if result is None:
-            raise RecipeError(
-                f"the weights of step {step} were not evaluated on the set {set_name}",
-                key=str(self._paths.evaluation(step, set_name)),
-                hint="run.evaluations has the sets and steps that were",
-            )
-        if not re.match(METRIC_PATTERN, metric):
-            raise RecipeError(
-                f"expected avg@k, pass@k, pass@NUMBER or cons@k, got {metric!r}", key="metric"
-            )
-        sets = get_recipe_value(self.recipe, "evaluation.sets") or {}
-        pass_reward = sets.get(set_name, {}).get("pass_reward", DEFAULT_PASS_REWARD)
-        samples = SetSamples(result.list_sample_rewards(), result.answers)
-        try:
-            values = compute_task_values(metric, samples, pass_reward)
-        except ValueError as error:
-            raise RecipeError(str(error), key="metric") from error
-        if values is None:
-            raise RecipeError("no sample says what it answered", key="metric", hint="use pass@k")
-        return values
 
     def read_trajectory(self, shard: str, row: int) -> TrajectoryRow:
         """One trajectory with its tokens: ids, mask, log-probabilities and weight versions.

@@ -89,33 +89,6 @@ def test_evaluations_have_a_row_per_sample(made: MadeRun) -> None:
     assert found["answer"].tolist() == ["", "", "4", "5", "", ""]
 
 
-def test_two_steps_are_compared_task_by_task(made: MadeRun) -> None:
-    better = EvaluationResult(4, 2, 0.5, [1.0, 0.0], {}, 1, [[1.0, 1.0], [0.0, 0.0]])
-    write_evaluation(made.paths, "aime", better)
-    run = areal_hpc.open_run(made.paths.root)
-    found = run.compare_steps("aime", 2, 4)
-    assert (found.difference.value, found.better, found.worse) == (0.25, 1, 0)
-    assert found.p_value == 1.0, "one task that differs proves nothing"
-    assert run.compare_steps("aime", 2, 4, "pass@k").difference.value == 0.0
-    assert run.compare_steps("aime", 2, 4, "pass@1").better == 1
-
-
-@pytest.mark.parametrize(
-    ("set_name", "step", "metric", "said"),
-    [
-        ("aime", 3, "avg@k", "step 3 were not evaluated on the set aime"),
-        ("aime", 2, "pass@3", "pass@3 needs k from 1 to n_samples=2"),
-        ("aime", 2, "best", "got 'best'"),
-        ("valid", 2, "cons@k", "no sample says what it answered"),
-    ],
-)
-def test_a_comparison_that_cannot_be_made_is_refused(
-    made: MadeRun, set_name: str, step: int, metric: str, said: str
-) -> None:
-    with pytest.raises(RecipeError, match=said):
-        areal_hpc.open_run(made.paths.root).compare_steps(set_name, 2, step, metric)
-
-
 def test_a_run_without_anything_has_empty_columns_with_their_names(tmp_path: Path) -> None:
     run = areal_hpc.open_run(MadeRun(tmp_path).paths.root)
     assert {one.n_rows for one in (run.trajectories, run.calls, run.groups, run.evaluations)} == {0}

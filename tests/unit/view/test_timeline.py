@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+import areal_hpc
 from areal_hpc.errors import RecipeError
 from areal_hpc.rundir.jsonl import append_lines
 from areal_hpc.rundir.telemetry.spans import ProcessStart, Span
@@ -64,6 +65,16 @@ def test_spans_are_shown_in_one_time_with_links_to_rows(run: MadeRun) -> None:
     (driver,) = [one for one in found["processes"] if one["process"] == "cell-0-driver"]
     assert driver["node"] == "n01"
     assert driver["shares"] == [("episodes", pytest.approx(2 / 3.5, abs=0.01))]
+
+
+def test_a_notebook_has_spans_as_columns(run: MadeRun) -> None:
+    assert areal_hpc.open_run(run.paths.root).spans.n_rows == 0
+    add_spans(run)
+    spans = areal_hpc.open_run(run.paths.root).spans
+    calls = spans["name"] == "call"
+    assert set(spans["process"][calls]) == {"cell-0-proxy"}
+    assert (spans["end"] - spans["begin"])[calls] == pytest.approx([0.7, 0.8], abs=1e-3)
+    assert list(spans["reply_tokens"][calls]) == [7.0, 8.0]
 
 
 def test_a_run_that_begins_is_shown_before_its_first_step(tmp_path: Path) -> None:
