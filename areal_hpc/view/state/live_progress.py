@@ -21,7 +21,7 @@ from areal_hpc.rundir.manifests import read_evaluated_tickets
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.events import EventFollower
 from areal_hpc.view.events.news import NewEventLineFormatter, RunPhaseTracker
-from areal_hpc.view.state.run_view import RunView, read_alerts_off
+from areal_hpc.view.state.run_view import RunView
 from areal_hpc.view.state.summary import format_alert
 from areal_hpc.view.tables import format_duration
 from areal_hpc.wire.ledger import LedgerStatus
@@ -108,7 +108,7 @@ class PlainReporter:
                 self._has_trained = self._has_trained or row["step"] > 0
                 self.print_line(self._format_step(steps[: number + 1]))
                 if self._alerts is None:  # the recipe is in place once a step is
-                    self._alerts = AlertTracker(read_alerts_off(self._paths))
+                    self._alerts = AlertTracker(self._view.alerts_off)
                     self._alerts.take_new_alerts(steps[:number])
                 for alert in self._alerts.take_new_alerts(steps[: number + 1]):
                     self.print_line(format_alert(alert))

@@ -229,11 +229,19 @@ class RunView:
 
         Before its first trained step, which agents that only fail never let it reach, events do.
         """
-        off = read_alerts_off(self.paths)
+        off = self.alerts_off
         if any(row.get("episodes") for row in self.steps) or "failing_agents" in off:
             return find_alerts(self.steps, off)
         failing = find_alert_before_first_step(self.events)
         return [failing] if failing else []
+
+    @property
+    def alerts_off(self) -> list[str]:
+        """The rules that the recipe switches off; none where it cannot be read."""
+        with suppress(RecipeError):
+            off = get_recipe_value(self.recipe, "alerts.off")
+            return off if isinstance(off, list) else []
+        return []
 
     @property
     def failure_alerts(self) -> list[Alert]:
@@ -370,15 +378,6 @@ class RunViewer:
             RunView(one.paths, self._queue, None if one.problem else one.jobs, one.problem)
             for one in known
         ]
-
-
-def read_alerts_off(paths: RunPaths) -> list[str]:
-    """The rules that a run's recipe switches off; none where it cannot be read."""
-    try:
-        off = get_recipe_value(read_run_recipe(paths.recipe), "alerts.off")
-    except RecipeError:
-        return []
-    return off if isinstance(off, list) else []
 
 
 def find_alert_before_first_step(events: Sequence[dict[str, Any]]) -> Alert | None:
