@@ -44,7 +44,7 @@ def _add_trial_commands(commands: CommandGroup) -> None:
     source = trial.add_mutually_exclusive_group()
     replay = "replay the replies that a run recorded"
     source.add_argument("--from", dest="recorded_run", type=Path, metavar="RUN", help=replay)
-    server = "a running SGLang, or a server with OpenAI's /v1/completions, generates the replies"
+    server = "a running SGLang generates the replies"
     source.add_argument("--base-url", metavar="URL", help=server)
 
 

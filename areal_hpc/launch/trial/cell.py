@@ -6,22 +6,14 @@ import asyncio
 import contextlib
 import socket
 import threading
-from collections.abc import AsyncIterator
-from types import TracebackType
+from collections.abc import AsyncIterator, Iterator
 
-import aiohttp
 import uvloop
 
-from areal_hpc.errors import ClusterError, RecipeError
+from areal_hpc.errors import RecipeError
 from areal_hpc.jobs.processes.signals import StopRequest
-from areal_hpc.launch.trial.config import TrialConfig
-from areal_hpc.launch.trial.replies import (
-    CompletionsServerReplies,
-    RandomReplies,
-    RecordedReplies,
-    ReplySource,
-)
-from areal_hpc.launch.trial.stand_in_engine import StandInEngine
+from areal_hpc.launch.trial.engine import RandomReplies, RecordedReplies, StandInEngine
+from areal_hpc.launch.trial.start import TrialConfig
 from areal_hpc.proxy.engine.model_call import ServedModel
 from areal_hpc.proxy.engine.router import StaticReplicaSource
 from areal_hpc.proxy.service import LISTEN_BACKLOG, ProxyService
@@ -33,44 +25,40 @@ from areal_hpc.wire.asgi import ServiceServer
 from areal_hpc.wire.service_key import derive_bearer_key
 
 LOOPBACK_HOST = "127.0.0.1"
-PROBE_TIMEOUT_S = 5.0
 DRAIN_TIMEOUT_S = 1
 
 
-class TrialCell:
+@contextlib.contextmanager
+def open_trial_cell(config: TrialConfig) -> Iterator[TrialCell]:
     """Proxy and engine while the context lasts.
 
     They have a thread of their own: an agent that blocks its event loop must not stop them, as in a
     run, where the proxy is another process.
 
     Raises:
-        ArealError: On entering: the model, the recorded run or the server is not as it has to be.
+        ArealError: The model or the recorded run is not as it has to be.
     """
+    cell = TrialCell(config)
+    thread = threading.Thread(target=cell.run_event_loop, name="trial-cell", daemon=True)
+    thread.start()
+    cell.is_ready.wait()
+    if cell.failure is not None:
+        raise cell.failure
+    try:
+        yield cell
+    finally:
+        cell.stop.request()
+        thread.join()
 
+
+class TrialCell:
     def __init__(self, config: TrialConfig) -> None:
         self._config = config
-        self._stop = StopRequest()
-        self._is_ready = threading.Event()
-        self._failure: BaseException | None = None
+        self.stop = StopRequest()
+        self.is_ready = threading.Event()
+        self.failure: BaseException | None = None
         self._recorder: MemoryRecorder | None = None
         self._engine: StandInEngine | None = None
-        self._thread = threading.Thread(target=self._run_event_loop, name="trial-cell", daemon=True)
-
-    def __enter__(self) -> TrialCell:
-        self._thread.start()
-        self._is_ready.wait()
-        if self._failure is not None:
-            raise self._failure
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._stop.request()
-        self._thread.join()
 
     def get_session(self, session_id: str) -> Session:
         assert self._recorder is not None
@@ -80,13 +68,13 @@ class TrialCell:
     def ignored_grammars(self) -> list[str]:
         return sorted(self._engine.ignored_grammars) if self._engine else []
 
-    def _run_event_loop(self) -> None:
+    def run_event_loop(self) -> None:
         try:
             uvloop.run(self._serve_proxy_and_engine())
-        except BaseException as error:  # boundary: told in the thread that waits
-            self._failure = error
+        except BaseException as error:  # boundary: raised in the thread that waits
+            self.failure = error
         finally:
-            self._is_ready.set()
+            self.is_ready.set()
 
     async def _serve_proxy_and_engine(self) -> None:
         job, paths = self._config.proxy, RunPaths(self._config.proxy.run_dir)
@@ -97,35 +85,33 @@ class TrialCell:
             job.tool_call_parser,
             job.reasoning_parser,
         )
-        self._recorder = recorder = MemoryRecorder(model.encoder.vocab_size)
+        self._recorder = MemoryRecorder(model.encoder.vocab_size)
+        name = rendezvous.format_proxy_name(job.cell)
         async with self._open_engine(model) as url:
             service = ProxyService(
                 job.proxy,
                 model,
                 job.serve_python,
                 rendezvous.ensure_admin_key(paths.admin_key),
-                recorder,
+                self._recorder,
                 StaticReplicaSource([url]),
                 driver_key=derive_bearer_key(
-                    rendezvous.ensure_service_key(paths.service_key),
-                    rendezvous.format_proxy_name(job.cell),
+                    rendezvous.ensure_service_key(paths.service_key), name
                 ),
             )
             try:
                 listener = socket.create_server((LOOPBACK_HOST, 0), backlog=LISTEN_BACKLOG)
-                name = rendezvous.format_proxy_name(job.cell)
                 proxy_url = f"http://{LOOPBACK_HOST}:{listener.getsockname()[1]}"
                 rendezvous.publish_endpoint(paths.rendezvous_dir, name, proxy_url)
-                self._is_ready.set()
-                await service.run(listener, self._stop, DRAIN_TIMEOUT_S)
+                self.is_ready.set()
+                await service.run(listener, self.stop, DRAIN_TIMEOUT_S)
             finally:
                 await service.close()
 
     @contextlib.asynccontextmanager
     async def _open_engine(self, model: ServedModel) -> AsyncIterator[str]:
-        base_url = self._config.base_url
-        if base_url is not None and await _has_sglang_routes(base_url):
-            yield base_url.removesuffix("/v1")
+        if self._config.sglang_url is not None:
+            yield self._config.sglang_url
             return
         if not model.end_token_ids:
             raise RecipeError(
@@ -133,16 +119,14 @@ class TrialCell:
                 key="model",
                 hint="copy generation_config.json of the base model into it",
             )
-        end_id = model.end_token_ids[0]
-        replies: ReplySource
-        if base_url is not None:
-            replies = CompletionsServerReplies(base_url, model.encoder, end_id)
-        elif self._config.recorded_run is not None:
-            run = RunPaths(self._config.recorded_run)
-            replies = RecordedReplies(run, model.encoder.vocab_size)
-        else:
-            replies = RandomReplies(model.encoder, end_id)
-        self._engine = StandInEngine(model.encoder, end_id, replies)
+        end_id, recorded_run = model.end_token_ids[0], self._config.recorded_run
+        self._engine = StandInEngine(
+            model.encoder,
+            end_id,
+            RandomReplies(model.encoder, end_id)
+            if recorded_run is None
+            else RecordedReplies(RunPaths(recorded_run), model.encoder.vocab_size),
+        )
         server = ServiceServer(self._engine)
         listener = socket.create_server((LOOPBACK_HOST, 0))
         serving = asyncio.create_task(server.serve(sockets=[listener]))
@@ -151,23 +135,3 @@ class TrialCell:
         finally:
             server.should_exit = True
             await serving
-            await replies.close()
-
-
-async def _has_sglang_routes(base_url: str) -> bool:
-    """Whether the server at an address has SGLang's routes; false if it has OpenAI's alone.
-
-    Raises:
-        ClusterError: Nobody answers there.
-    """
-    url = f"{base_url.removesuffix('/v1')}/model_info"
-    timeout = aiohttp.ClientTimeout(total=PROBE_TIMEOUT_S)
-    try:
-        async with aiohttp.ClientSession(timeout=timeout) as http, http.get(url) as answer:
-            return answer.status == 200
-    except (aiohttp.ClientError, OSError) as error:
-        raise ClusterError(
-            f"no server answers at {base_url} ({type(error).__name__}: {error})",
-            key="--base-url",
-            hint="start it first, or leave --base-url out for random replies",
-        ) from error

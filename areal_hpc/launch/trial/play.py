@@ -9,9 +9,9 @@ from typing import Any
 
 from areal_hpc.errors import AgentError, ArealError, ClusterError, escape_controls
 from areal_hpc.jobs.processes.process_setup import set_up_logging
-from areal_hpc.launch.trial.cell import TrialCell
-from areal_hpc.launch.trial.config import TrialConfig
+from areal_hpc.launch.trial.cell import TrialCell, open_trial_cell
 from areal_hpc.launch.trial.report import format_trial, format_trial_summary
+from areal_hpc.launch.trial.start import TrialConfig
 from areal_hpc.rollout.agent import Agent
 from areal_hpc.rollout.episodes.episode import EpisodeOutcome
 from areal_hpc.rollout.episodes.http_client import make_http_client
@@ -33,7 +33,7 @@ def main() -> None:
         rollout = config.driver.rollout
         agent = build_agent(rollout.agent, rollout.workflow, rollout.workflow_kwargs)
         assert agent is not None  # mode online is refused before this process starts
-        with TrialCell(config) as cell:
+        with open_trial_cell(config) as cell:
             failures = asyncio.run(_play_tasks(config, agent, cell))
     except ArealError as error:
         print(escape_controls(f"error: {error}"), file=sys.stderr)

@@ -13,6 +13,7 @@ from areal_hpc.wire.ledger import TicketRef
 MAX_SHOWN_CHARS = 1200
 MAX_PRINTED_LINES = 5
 LABEL_WIDTH = 11
+REUSE_TEXTS = {"reused": ", prompt re-used", "retokenized": ", prompt tokenized again"}
 
 
 def format_trial(
@@ -23,23 +24,20 @@ def format_trial(
     lines = printed.splitlines()
     if len(lines) > MAX_PRINTED_LINES:
         lines = [f"{len(lines)} lines, of which the last:", *lines[-MAX_PRINTED_LINES:]]
-    for index, line in enumerate(lines):
-        yield _format_labeled_line("" if index else "printed", line)
-    for call, one in enumerate(session.tree, start=1):
-        yield from _format_interaction(call, one)
+    yield from _format_labeled("printed", lines)
+    for call, interaction in enumerate(session.tree, start=1):
+        yield from _format_interaction(call, interaction)
     for name, count in session.count_uses_of_ignored_params().items():
-        yield _format_labeled_line("no effect", f"{name}, in {count} calls")
+        yield from _format_labeled("no effect", [f"{name}, in {count} calls"])
     if outcome.status == "ok":
-        yield _format_labeled_line("reward", f"{outcome.reward:g}")
-        yield from _format_rows(session)
+        yield from _format_labeled("reward", [f"{outcome.reward:g}"])
+        yield from _format_labeled("rows", list(_describe_rows(session)))
         return
-    shown, *more = str(outcome.error or outcome.reason).splitlines()
-    yield _format_labeled_line("FAILED", shown)
     trace = outcome.error.trace if outcome.error else ""
-    for line in (*more, *trace.splitlines()):
-        yield f"{'':<{LABEL_WIDTH}}{line}"
+    lines = [*str(outcome.error or outcome.reason).splitlines(), *trace.splitlines()]
     if not len(session.tree):
-        yield _format_labeled_line("", "no call to the model had been answered")
+        lines.append("no call to the model had been answered")
+    yield from _format_labeled("FAILED", lines)
 
 
 def format_trial_summary(
@@ -61,76 +59,63 @@ def format_trial_summary(
 def _format_interaction(call_number: int, interaction: Interaction) -> Iterator[str]:
     tools = json.loads(interaction.context or b"null")
     if tools and tools[0]:
-        names = ", ".join(tool["function"]["name"] for tool in tools[0])
-        yield _format_labeled_line("tools", names)
-    for message in interaction.new_messages:
+        yield from _format_labeled(
+            "tools", [", ".join(one["function"]["name"] for one in tools[0])]
+        )
+    for message in (*interaction.new_messages, interaction.reply):
         yield from _format_message(message)
-    yield from _format_message(interaction.reply)
-    reuse = {"reused": "prompt re-used", "retokenized": "prompt tokenized again"}.get(
-        interaction.reuse
+    yield (
+        f"{'':<{LABEL_WIDTH}}[call {call_number}: {interaction.prompt_tokens} prompt tokens, "
+        f"{interaction.num_output_tokens} of the reply, ended by {interaction.finish_reason}"
+        f"{REUSE_TEXTS.get(interaction.reuse, '')}]"
     )
-    facts = [
-        f"call {call_number}: {interaction.prompt_tokens} prompt tokens",
-        f"{interaction.num_output_tokens} of the reply",
-        f"ended by {interaction.finish_reason}",
-        *([reuse] if reuse else []),
-    ]
-    yield f"{'':<{LABEL_WIDTH}}[{', '.join(facts)}]"
 
 
 def _format_message(message: dict[str, Any]) -> Iterator[str]:
-    if reasoning := message.get("reasoning_content"):
-        yield from _format_shortened_text("reasoning", reasoning)
-    content = message.get("content")
-    if content or not message.get("tool_calls"):
-        text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
-        yield from _format_shortened_text(message["role"], text)
-    for tool_call in message.get("tool_calls") or ():
-        function = tool_call["function"]
-        arguments = function["arguments"]
-        if not isinstance(arguments, str):
-            arguments = json.dumps(arguments, ensure_ascii=False)
-        yield from _format_shortened_text("tool call", f"{function['name']}({arguments})")
-
-
-def _format_shortened_text(label: str, text: str) -> Iterator[str]:
-    more = len(text) - MAX_SHOWN_CHARS
-    shown = text[:MAX_SHOWN_CHARS] + (f" ... and {more} more characters" if more > 0 else "")
-    for at, line in enumerate(shown.splitlines() or [""]):
+    parts = [("reasoning", reasoning)] if (reasoning := message.get("reasoning_content")) else []
+    content, tool_calls = message.get("content"), message.get("tool_calls") or ()
+    if content or not tool_calls:
+        parts.append((message["role"], content))
+    for function in (tool_call["function"] for tool_call in tool_calls):
+        arguments = _to_text(function["arguments"])
+        parts.append(("tool call", f"{function['name']}({arguments})"))
+    for label, part in parts:
+        text = _to_text(part)
+        more = len(text) - MAX_SHOWN_CHARS
+        shown = text[:MAX_SHOWN_CHARS] + (f" ... and {more} more characters" if more > 0 else "")
         # Random tokens may be control characters, which a terminal would obey.
-        printable = "".join(
-            one if one.isprintable() else "\N{REPLACEMENT CHARACTER}" for one in line
-        )
-        yield _format_labeled_line(label if at == 0 else "", printable)
+        lines = [
+            "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in line)
+            for line in shown.splitlines() or [""]
+        ]
+        yield from _format_labeled(label, lines)
 
 
-def _format_rows(session: Session) -> Iterator[str]:
+def _to_text(content: object) -> str:
+    return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+
+
+def _describe_rows(session: Session) -> Iterator[str]:
     rows = session.build_rows(TicketRef(0, 0), "trial")
-    yield _format_labeled_line(
-        "rows", str(len(rows)) if rows else "none: no reward reaches a reply"
-    )
+    yield str(len(rows)) if rows else "none: no reward reaches a reply"
     for row in rows:
-        trained = int(row.loss_mask_T.sum())
-        calls = row.record.calls
-        yield _format_labeled_line(
-            "",
+        trained, calls = int(row.loss_mask_T.sum()), len(row.record.calls)
+        yield (
             f"row {row.row}: {row.num_tokens} tokens, {row.num_tokens - trained} of prompts and "
-            f"{trained} of replies, which are trained; {len(calls)} "
-            f"call{'s' if len(calls) > 1 else ''}, reward {row.reward:g}",
+            f"{trained} of replies, which are trained; {calls} call{'s' if calls > 1 else ''}, "
+            f"reward {row.reward:g}"
         )
     if rows and (unrewarded := rows[0].record.unrewarded_replies):
-        yield _format_labeled_line(
-            "", f"{unrewarded} replies are not trained: no reward reaches them"
-        )
+        yield f"{unrewarded} replies are not trained: no reward reaches them"
     # A stand-in leaves no token out: what a run would record is taken as recorded.
-    is_recorded = session.request.records_sampling_mask
-    for reasons, tokens in count_untrainable_tokens(
-        rows, assumes_sampling_mask=is_recorded
-    ).items():
-        yield _format_labeled_line(
-            "", f"{tokens} tokens of replies leave the loss: they were sampled with {reasons}"
-        )
+    untrainable = count_untrainable_tokens(
+        rows, assumes_sampling_mask=session.request.records_sampling_mask
+    )
+    for reasons, tokens in untrainable.items():
+        yield f"{tokens} tokens of replies leave the loss: they were sampled with {reasons}"
 
 
-def _format_labeled_line(label: str, text: str) -> str:
-    return f"{label:<{LABEL_WIDTH}}{text}".rstrip()
+def _format_labeled(label: str, lines: Sequence[str]) -> Iterator[str]:
+    """Lines, the first of them behind a label."""
+    for index, line in enumerate(lines):
+        yield f"{'' if index else label:<{LABEL_WIDTH}}{line}".rstrip()

@@ -177,39 +177,20 @@ def test_a_running_sglang_is_asked(recipe: tuple[str, ...], model: Path, loop: L
     assert len(re.findall(lost, ended.stdout)) == 2
 
 
-def test_a_server_of_completions_is_asked_for_text(
-    recipe: tuple[str, ...], loop: LoopThread
-) -> None:
-    asked: list[dict[str, object]] = []
-
-    async def complete(request: web.Request) -> web.Response:
-        asked.append(await request.json())
-        return web.json_response({"choices": [{"text": "forty-two", "finish_reason": "stop"}]})
-
-    async def list_models(request: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": "some-model"}]})
-
-    app = web.Application()
-    app.add_routes([web.post("/v1/completions", complete), web.get("/v1/models", list_models)])
-    runner, url = loop.run(start_web_app(app))
+def test_a_server_other_than_sglang_is_refused(recipe: tuple[str, ...], loop: LoopThread) -> None:
+    runner, url = loop.run(start_web_app(web.Application()))
     try:
-        ended = areal_hpc(
-            *("try", *recipe, f"rollout.workflow={AGENTS}.ChatAgent", "-n", "1"),
-            *("--base-url", f"{url}/v1"),
-        )
+        ended = areal_hpc("try", *recipe, "--base-url", f"{url}/v1")
     finally:
         loop.run(runner.cleanup())
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "assistant  forty-two\n" in ended.stdout
-    (request,) = asked
-    assert request["model"] == "some-model"
-    assert QUESTION in str(request["prompt"])
+    assert ended.returncode == 78
+    assert f"the server at {url} is no SGLang" in ended.stderr
 
 
 @pytest.mark.parametrize(
     ("more", "code", "said"),
     [
-        (("--base-url", "http://127.0.0.1:1/v1"), 75, "no server answers at http://127.0.0.1:1/v1"),
+        (("--base-url", "http://127.0.0.1:1/v1"), 75, "no server answers at http://127.0.0.1:1 "),
         (("rollout.workflow=tests.support.trial_agents.ChatAgnt",), 78, "did you mean 'ChatAgent'"),
         (("rollout.agent.mode=online", "rollout.workflow=''"), 78, "there is no agent to try"),
         (("train_dataset.path=/no/tasks.jsonl",), 78, "there is no data set at /no/tasks.jsonl"),

@@ -9,8 +9,8 @@ import pytest
 
 from areal_hpc.errors import AgentError
 from areal_hpc.launch.tiny_model import make_tiny_model
-from areal_hpc.launch.trial.cell import TrialCell
-from areal_hpc.launch.trial.config import TrialConfig
+from areal_hpc.launch.trial.cell import open_trial_cell
+from areal_hpc.launch.trial.start import TrialConfig
 from areal_hpc.proxy.config import ProxyJobConfig
 from areal_hpc.recipe.sections.rollout import RolloutConfig
 from areal_hpc.rollout import trial_episodes
@@ -78,7 +78,7 @@ def play(config: TrialConfig, agent: CountingAgent) -> list[dict[str, Any]]:
             await http_client.aclose()
             await proxy.close()
 
-    with TrialCell(config):
+    with open_trial_cell(config):
         asyncio.run(asyncio.wait_for(play_tasks(), scaled(60)))
     return list(read_readable_records(paths.events))
 
