@@ -1,4 +1,4 @@
-"""Foreground launcher: run a plan's jobs here, or where a `JobPlace` says; restart failed ones."""
+"""Foreground launcher: run a plan's jobs here, or in an allocation; restart failed ones."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -11,13 +11,11 @@ from areal_hpc.jobs.environment import get_interpreters
 from areal_hpc.jobs.processes.signals import StopEvent
 from areal_hpc.jobs.restart_policy import RestartPolicy, find_crash_error
 from areal_hpc.jobs.time_limit import read_checkpoint_duration_s
-from areal_hpc.launch import run_dir_setup
-from areal_hpc.launch.places import held_allocation, this_machine
-from areal_hpc.launch.places.held_allocation import AllocationEndError, HeldAllocation
-from areal_hpc.launch.places.place import JobPlace
-from areal_hpc.launch.places.this_machine import ThisMachine
+from areal_hpc.launch import held_allocation, run_dir_setup, this_machine
+from areal_hpc.launch.held_allocation import AllocationEndError, HeldAllocation
 from areal_hpc.launch.plan import JobStage
 from areal_hpc.launch.prepared_run import PreparedRun, prepare_and_lock_run
+from areal_hpc.launch.this_machine import ThisMachine
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.jobs import JobSpec
@@ -94,7 +92,7 @@ def run(
 @contextmanager
 def open_job_place(
     recipe: Recipe, prepared_run: PreparedRun, allocation: Allocation | None
-) -> Iterator[JobPlace]:
+) -> Iterator[ThisMachine]:
     """Where jobs run: this machine, or the allocation."""
     if allocation is None:
         yield ThisMachine(recipe, prepared_run)
@@ -160,7 +158,7 @@ class ForegroundLauncher:
         prepared_run: PreparedRun,
         reporter: ProgressReporter,
         stop: StopEvent,
-        job_place: JobPlace,
+        job_place: ThisMachine,
     ) -> None:
         self._recipe = recipe
         self._paths = prepared_run.paths

@@ -10,10 +10,12 @@ from areal_hpc.checkout import format_python_hint
 from areal_hpc.dataset.sources import list_source_paths
 from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.launch.checks.model_files import find_model_problems
-from areal_hpc.launch.checks.parser_names import find_parser_name_problems
-from areal_hpc.launch.checks.pythons import find_role_python_problems
-from areal_hpc.launch.checks.server_options import find_extra_args_problems
+from areal_hpc.launch.checks.sglang_options import (
+    find_extra_args_problems,
+    find_parser_name_problems,
+)
 from areal_hpc.launch.checks.user_code import find_user_code_problems
+from areal_hpc.launch.role_python import find_role_python_problems
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.paths import ENVIRONMENTS
 

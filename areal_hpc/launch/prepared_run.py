@@ -15,7 +15,7 @@ from areal_hpc.launch import input_checks, run_dir_setup
 from areal_hpc.launch.checks.model_files import find_context_tokens
 from areal_hpc.launch.checks.prompts import find_prompt_problems
 from areal_hpc.launch.plan import JobStage, PlanInputs, get_base_model_path, plan_run
-from areal_hpc.launch.provenance.record import record_provenance
+from areal_hpc.launch.provenance import record_provenance
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.recipe.cross_checks import find_likely_mistakes
 from areal_hpc.recipe.recipe import Recipe

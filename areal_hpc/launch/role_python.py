@@ -1,11 +1,20 @@
-"""Questions to the Python of a role: what it has, and what a program says that runs in it."""
+"""Python of a role: its packages, problems of these, and answers of programs that it runs."""
 
 import json
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
+
+from areal_hpc.checkout import format_python_hint
+from areal_hpc.errors import Problem
+from areal_hpc.recipe.recipe import Recipe
+from areal_hpc.rundir.paths import ENVIRONMENTS
+from areal_hpc.trainer.private_apis.megatron_replacing_packages import (
+    MEGATRON_REPLACEMENTS,
+    build_installed_replacement_problem,
+)
 
 INTERPRETER_TIMEOUT_S = 60.0
 """A cold interpreter on busy shared storage takes that long, no more."""
@@ -14,6 +23,13 @@ PACKAGES = (
     "transformer-engine", "numpy", "openai",
 )  # fmt: skip
 """Distributions that decide what is computed."""
+
+MODULES_BY_ROLE = {
+    "serve": ("sglang",),
+    "train": ("torch", "megatron.core", "areal_hpc"),
+    "agents": ("areal_hpc",),
+}
+"""Modules that a role imports before it does anything."""
 
 # Modules are looked for, not imported: SGLang alone takes 4 to 11 s, and on a login node without
 # GPU drivers its import may fail where it works on the nodes of the run. CUDA's version stands in
@@ -116,3 +132,49 @@ def describe_pythons(
     asked = [*dict.fromkeys(pythons)]
     with ThreadPoolExecutor(max(1, len(asked))) as pool:
         return dict(zip(asked, pool.map(describe, asked), strict=True))
+
+
+def describe_role_pythons(
+    pythons: Mapping[str, str],
+) -> dict[str, PythonDescription | RolePythonError]:
+    modules = (
+        *{name for names in MODULES_BY_ROLE.values() for name in names},
+        *MEGATRON_REPLACEMENTS,
+    )
+    answers = describe_pythons(pythons.values(), modules)
+    return {role: answers[python] for role, python in pythons.items()}
+
+
+def find_role_python_problems(recipe: Recipe, pythons: Mapping[str, str]) -> Iterator[Problem]:
+    """Problems of interpreters that exist: packages that they lack, CUDA that they cannot use."""
+    for role, answer in describe_role_pythons(pythons).items():
+        yield from judge_role_python(recipe, role, pythons[role], answer)
+
+
+def judge_role_python(
+    recipe: Recipe, role: str, python: str, answer: PythonDescription | RolePythonError
+) -> Iterator[Problem]:
+    key = f"cluster.{role}.python"
+    command = format_python_hint(python, ENVIRONMENTS[role])
+    hint = f"{command}, or set {key} to an environment that has it"
+    if isinstance(answer, RolePythonError):
+        if answer.is_late:
+            message = f"{python} did not start within {INTERPRETER_TIMEOUT_S:.0f} s"
+            yield Problem(message, key, "put the environment on faster storage")
+        else:
+            yield Problem(f"{python} does not run: {answer}", key, hint)
+        return
+    for name in MEGATRON_REPLACEMENTS if role == "train" else ():
+        if name in answer.modules:
+            yield build_installed_replacement_problem(name, python)
+    torch = answer.packages.get("torch", "")
+    if missing := [name for name in MODULES_BY_ROLE[role] if name not in answer.modules]:
+        lacks = f"the Python of role {role}, {python}, lacks {', '.join(missing)}"
+        yield Problem(lacks, key, hint)
+    elif role == "train" and recipe.trainer.device == "cuda" and "+cpu" in torch:
+        yield Problem(
+            f"trainer.device=cuda, but {python} has torch {torch}, which computes on CPUs alone",
+            key,
+            f"set {key} to an environment with CUDA's torch, or trainer.device=cpu "
+            "inference.device=cpu",
+        )

@@ -53,7 +53,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
         raise_if_results_of_other_settings,
     )
     from areal_hpc.launch.evaluation.target import find_target
-    from areal_hpc.launch.provenance.record import enter_launch_folder
+    from areal_hpc.launch.provenance import enter_launch_folder
     from areal_hpc.view.evaluation_report import format_report, write_evaluation_report
 
     if arguments.wait and not arguments.submit:

@@ -184,7 +184,7 @@ def _cancel_run(arguments: argparse.Namespace) -> int:
 def _resume_run(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch import slurm_launcher
     from areal_hpc.launch.prepared_run import is_run_finished
-    from areal_hpc.launch.provenance.record import enter_launch_folder
+    from areal_hpc.launch.provenance import enter_launch_folder
     from areal_hpc.launch.terminal import format_next_command, say
     from areal_hpc.recipe.loading import load_recipe
     from areal_hpc.rundir.jobs import CARETAKER_JOB, read_submissions

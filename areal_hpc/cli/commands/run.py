@@ -90,7 +90,7 @@ def _run_recipe(arguments: argparse.Namespace) -> int:
         lines: Iterable[str] = describe_plan(recipe, on_this_machine=not arguments.in_allocation)
         if arguments.in_allocation:
             from areal_hpc.jobs.environment import get_interpreters
-            from areal_hpc.launch.places.held_allocation import describe_planned_steps
+            from areal_hpc.launch.held_allocation import describe_planned_steps
             from areal_hpc.slurm.allocation import read_allocation
 
             allocation, pythons = read_allocation(os.environ), get_interpreters(recipe)

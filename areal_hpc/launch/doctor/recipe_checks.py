@@ -6,10 +6,9 @@ from pathlib import Path
 
 from areal_hpc.checkout import format_python_hint
 from areal_hpc.jobs.environment import get_interpreters
-from areal_hpc.launch.checks.pythons import describe_role_pythons, judge_role_python
 from areal_hpc.launch.doctor.checks import CheckResult, DoctorSubject, fail, ok
 from areal_hpc.launch.input_checks import find_input_problems
-from areal_hpc.launch.role_python import PythonDescription
+from areal_hpc.launch.role_python import PythonDescription, describe_role_pythons, judge_role_python
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.paths import ENVIRONMENTS
 

@@ -29,7 +29,7 @@ from areal_hpc.launch.doctor.slurm_checks import (
     check_slurm_answers,
 )
 from areal_hpc.launch.doctor.storage_checks import check_nodes_see_file_root, check_storage
-from areal_hpc.launch.provenance.repositories import read_repository
+from areal_hpc.launch.provenance import read_repository
 from areal_hpc.rundir.atomic import write_atomic
 
 log = logging.getLogger(__name__)

@@ -16,7 +16,6 @@ from areal_hpc.jobs.processes.signals import StopEvent
 from areal_hpc.launch import slurm_launcher, submitted_run_watch
 from areal_hpc.launch.evaluation.target import EvaluationTarget, find_target
 from areal_hpc.launch.foreground_launcher import ForegroundLauncher
-from areal_hpc.launch.places.this_machine import ThisMachine
 from areal_hpc.launch.plan import (
     MAX_CONSECUTIVE_SERVICE_RESTARTS,
     JobStage,
@@ -26,6 +25,7 @@ from areal_hpc.launch.plan import (
 )
 from areal_hpc.launch.prepared_run import StagePlanner, prepare_and_lock_run
 from areal_hpc.launch.resources.gpu_assignment import find_usable_gpus
+from areal_hpc.launch.this_machine import ThisMachine
 from areal_hpc.ledger.config import LedgerJobConfig
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.recipe import Recipe

@@ -16,7 +16,7 @@ from areal_hpc.dataset.sources import iterate_task_rows
 from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.jobs.environment import build_role_variables, get_interpreters
 from areal_hpc.launch.checks.model_files import build_missing_model_problem
-from areal_hpc.launch.checks.parser_names import find_parser_name_problems
+from areal_hpc.launch.checks.sglang_options import find_parser_name_problems
 from areal_hpc.launch.run_dir_setup import MAX_TOKENIZER_TRAINING_ROWS
 from areal_hpc.launch.tiny_model import make_tiny_model
 from areal_hpc.proxy.config import ProxyJobConfig, ProxyLimits

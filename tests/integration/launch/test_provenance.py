@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from areal_hpc.launch.provenance.record import record_provenance
+from areal_hpc.launch.provenance import record_provenance
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.paths import RunPaths

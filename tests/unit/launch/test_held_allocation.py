@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.launch.places.held_allocation import (
+from areal_hpc.launch.held_allocation import (
     build_allocation_with_fewer_gpus,
     find_allocation_shortages,
     format_placement,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.errors import ClusterError
-from areal_hpc.launch.checks.pythons import find_role_python_problems
+from areal_hpc.launch.role_python import find_role_python_problems
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.trainer.private_apis.megatron_replacing_packages import (
     MEGATRON_REPLACEMENTS,

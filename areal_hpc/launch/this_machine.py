@@ -6,8 +6,8 @@ from collections.abc import Iterable
 import msgspec
 
 from areal_hpc.errors import Problem
+from areal_hpc.jobs.environment import build_role_variables
 from areal_hpc.jobs.supervisor import run_task
-from areal_hpc.launch.places.place import build_foreground_launch_file
 from areal_hpc.launch.plan import JobStage
 from areal_hpc.launch.prepared_run import PreparedRun
 from areal_hpc.launch.resources.gpu_assignment import (
@@ -19,7 +19,8 @@ from areal_hpc.launch.resources.gpu_assignment import (
 )
 from areal_hpc.launch.resources.host_memory import find_allocation_memory_problems
 from areal_hpc.recipe.recipe import Recipe
-from areal_hpc.rundir.jobs import JobSpec
+from areal_hpc.rundir.jobs import JobSpec, LaunchFile
+from areal_hpc.rundir.privacy import UMASKS
 from areal_hpc.slurm.submit import RunningJobHandle, submit_local
 
 
@@ -32,7 +33,7 @@ def find_machine_shortages(recipe: Recipe) -> list[Problem]:
 
 
 class ThisMachine:
-    """The launcher's own machine, whose GPUs are shared out among jobs."""
+    """Runs jobs as processes of this machine, each with GPUs of its own."""
 
     def __init__(self, recipe: Recipe, prepared_run: PreparedRun) -> None:
         self._recipe = recipe
@@ -40,6 +41,7 @@ class ThisMachine:
         self._gpus: GpuAssignment = {}
 
     def assign_stage_jobs_and_describe(self, stage: JobStage) -> Iterable[str]:
+        """Decide what each job gets; lines that say so."""
         usable = find_usable_gpus(self._recipe, os.environ)
         self._gpus = assign_gpus(stage, usable, self._recipe)
         if self._recipe.trainer.device == "auto" and not usable.ids:
@@ -47,15 +49,30 @@ class ThisMachine:
         return [f"GPUs     {line}" for line in format_assignment(self._gpus)]
 
     def submit_job(self, spec: JobSpec) -> RunningJobHandle:
+        """Start a job of the stage."""
         launch = msgspec.structs.replace(
-            build_foreground_launch_file(spec, self._recipe, self._prepared_run),
+            self._build_launch_file(spec),
             launcher_lock=str(self._prepared_run.paths.lock),
             gpus=self._gpus[spec.name],
         )
         return submit_local(launch, run_task)
 
     def raise_if_time_is_up(self) -> None:
-        """There is no time limit."""
+        """Called as often as jobs are polled. This machine has no time limit."""
 
     def raise_if_place_is_lost(self) -> None:
-        """Nothing to raise: this process runs on the same machine."""
+        """Called when a job has failed. This machine is there as long as this process."""
+
+    def _build_launch_file(self, spec: JobSpec) -> LaunchFile:
+        cluster, paths = self._recipe.cluster, self._prepared_run.paths
+        return LaunchFile(
+            job=spec,
+            job_dir=str(paths.job(spec.name).root),
+            log_dir=str(paths.log_dir(self._prepared_run.attempt)),
+            events=str(paths.events),
+            pythons=self._prepared_run.pythons,
+            variables=build_role_variables(self._recipe),
+            recipe=str(paths.recipe),
+            umask=UMASKS[cluster.readable_by],
+            stop_grace_s=cluster.stop_grace_s,
+        )

@@ -1,4 +1,4 @@
-"""Allocation that the launcher runs in, as the place of its jobs: each is a step on nodes of it."""
+"""Slurm allocation that the launcher runs in, as the place of its jobs: each is a step."""
 
 import contextlib
 import shlex
@@ -15,10 +15,10 @@ from areal_hpc.errors import ClusterError, Problem, RecipeError, SlurmTimeoutErr
 from areal_hpc.jobs.environment import build_role_variables
 from areal_hpc.jobs.starts import claim_next_start
 from areal_hpc.jobs.time_limit import SlurmControllerClock, read_checkpoint_duration_s
-from areal_hpc.launch.places.place import build_foreground_launch_file
 from areal_hpc.launch.plan import JobStage, plan_run
 from areal_hpc.launch.prepared_run import PreparedRun
 from areal_hpc.launch.resources.host_memory import MIB, find_host_memory_problems
+from areal_hpc.launch.this_machine import ThisMachine
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.recipe.sections.cluster import WantedGpus
 from areal_hpc.rundir.allocation_note import (
@@ -160,12 +160,11 @@ def _build_step_command(
     return [command[0], *contained.srun_args, *command[1:]]
 
 
-class HeldAllocation:
+class HeldAllocation(ThisMachine):
     """Runs jobs as `srun` steps of an allocation, writes their heartbeats, stops before its end."""
 
     def __init__(self, recipe: Recipe, prepared_run: PreparedRun, allocation: Allocation) -> None:
-        self._recipe = recipe
-        self._prepared_run = prepared_run
+        super().__init__(recipe, prepared_run)
         self._allocation = allocation
         self._clock = SlurmControllerClock()
         self._ends_at = allocation.ends_at
@@ -229,7 +228,7 @@ class HeldAllocation:
             heartbeat_path=str(paths.allocation_note),
             interface=network.interface,
         )
-        launch = build_foreground_launch_file(spec, self._recipe, self._prepared_run)
+        launch = self._build_launch_file(spec)
         launch = msgspec.structs.replace(
             launch,
             step=step,

@@ -1,1 +1,0 @@
-"""Places in which a foreground launcher starts jobs."""

@@ -1,1 +1,0 @@
-"""Provenance of a launch: versions, commits, differences and the user's code."""
