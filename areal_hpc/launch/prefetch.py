@@ -4,10 +4,8 @@ Downloads go to the Hugging Face cache by `huggingface_hub`, so `HF_HOME`, `HF_E
 and `HF_HUB_OFFLINE` mean what they always do. What is there already is not fetched again.
 """
 
-import hashlib
 import json
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,33 +53,33 @@ def list_models_and_datasets(recipe: Recipe) -> list[ModelOrDataset]:
 def prefetch_files_and_build_images(
     recipe: Recipe, paths: RunPaths, print_line: Callable[[str], None]
 ) -> None:
-    """Put everything in place and write `prefetch.json`: revisions, files, sizes, SHA-256.
+    """Put everything in place and write `prefetch.json`: revisions, files, sizes.
 
     Raises:
-        RecipeError: Something cannot be had, or a file of the cache is not what the hub says it
-            is; all problems at once.
+        RecipeError: Something cannot be had; all problems at once.
     """
-    before = _read_earlier_entries(paths.prefetch_record)
     record: list[dict[str, Any]] = []
     problems: list[Problem] = []
-    for want in list_models_and_datasets(recipe):
+    for item in list_models_and_datasets(recipe):
         try:
-            if want.key.endswith(".harbor") and Path(want.name).is_dir():
-                build_task_images(Path(want.name), want.key, print_line)
-            folder = _download_if_missing(want)
-            wanted = _list_wanted_files(folder, want)
-            files = [_record_file(path, folder, before) for path in wanted]
+            if item.key.endswith(".harbor") and Path(item.name).is_dir():
+                build_task_images(Path(item.name), item.key, print_line)
+            folder = _download_if_missing(item)
+            sizes = {
+                file.name if file == folder else str(file.relative_to(folder)): file.stat().st_size
+                for file in _list_wanted_files(folder, item)
+            }
         except RecipeError as error:
             problems += error.problems
             continue
-        entry = {"key": want.key, "name": want.name, "folder": str(folder), "files": files}
-        if want.patterns:
-            revision = want.name.partition("@")[2] or "main"
+        entry = {"key": item.key, "name": item.name, "folder": str(folder), "bytes_by_file": sizes}
+        if item.patterns:
+            revision = item.name.partition("@")[2] or "main"
             entry |= {"revision": revision, "commit": folder.name}
         record.append(entry)
-        mib = sum(file["bytes"] for file in files) / 2**20
-        where = f"at {folder.name[:12]}" if want.patterns else ""
-        print_line(f"{want.key:<24} {want.name} {where} ({len(files)} files, {mib:.1f} MiB)")
+        commit = f"at {folder.name[:12]}" if item.patterns else ""
+        mib = sum(sizes.values()) / 2**20
+        print_line(f"{item.key:<24} {item.name} {commit} ({len(sizes)} files, {mib:.1f} MiB)")
     if problems:
         raise RecipeError.from_problems(problems)
     write_atomic(paths.prefetch_record, json.dumps(record, indent=2).encode())
@@ -137,35 +135,3 @@ def _list_wanted_files(folder: Path, prefetch_item: ModelOrDataset) -> list[Path
         message = f"{prefetch_item.name} has no file that matches {', '.join(patterns)}"
         raise RecipeError(message, key=key, hint=hint)
     return sorted(found)
-
-
-def _record_file(path: Path, folder: Path, before: Mapping[str, Any]) -> dict[str, Any]:
-    """What is noted of a file; its digest is computed again if it has changed since `before`."""
-    state = path.stat()
-    entry = {
-        "name": path.name if path == folder else str(path.relative_to(folder)),
-        "bytes": state.st_size,
-        "modified_ns": state.st_mtime_ns,
-    }
-    known = before.get(str(path), {})
-    if all(known.get(name) == value for name, value in entry.items()):
-        return {**entry, "sha256": known["sha256"]}
-    with path.open("rb") as stream:
-        digest = hashlib.file_digest(stream, "sha256").hexdigest()
-    blob = path.resolve().name
-    if path.is_symlink() and re.fullmatch(r"[0-9a-f]{64}", blob) and blob != digest:
-        raise RecipeError(
-            f"{path} is damaged: its SHA-256 is {digest}, the hub's {blob}",
-            key=str(path),
-            hint=f"rm {path.resolve()} and repeat",
-        )
-    return {**entry, "sha256": digest}
-
-
-def _read_earlier_entries(record: Path) -> dict[str, Any]:
-    known = {}
-    for entry in json.loads(record.read_bytes()) if record.exists() else ():
-        folder = Path(entry["folder"])
-        for file in entry["files"]:
-            known[str(folder if folder.name == file["name"] else folder / file["name"])] = file
-    return known

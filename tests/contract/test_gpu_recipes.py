@@ -13,8 +13,7 @@ import huggingface_hub.constants
 import pytest
 
 from areal_hpc.cli.main import main
-from areal_hpc.jobs.node.gpus import VisibleGpus
-from areal_hpc.launch.resources.gpu_assignment import find_gpu_shortages
+from areal_hpc.launch.resources.gpu_assignment import find_gpu_problems
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.shipped import list_shipped_recipes, parse_header
 from areal_hpc.recipe.user_functions import load_user_function
@@ -105,8 +104,8 @@ def test_it_plans_fits_and_uses_every_gpu_of_its_nodes(
     assert recipe.inference.context_length is not None
     assert recipe.inference.context_length <= recipe.trainer.max_tokens_per_microbatch
     if NODES[name] == 1:
-        assert find_gpu_shortages(recipe, VisibleGpus(tuple("01234567"), "8")) == []
-        (problem,) = find_gpu_shortages(recipe, VisibleGpus(tuple("0123456"), "7"))
+        assert find_gpu_problems(recipe, {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}) == []
+        (problem,) = find_gpu_problems(recipe, {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6"})
         assert "it needs 8 at once" in problem.message
 
 

@@ -6,6 +6,7 @@ It is one job: a cell that serves what it loads, and a ledger that asks itself.
 import os
 import shlex
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 
 from msgspec.structs import replace
 
@@ -24,7 +25,7 @@ from areal_hpc.launch.plan import (
     plan_cell_job,
 )
 from areal_hpc.launch.prepared_run import StagePlanner, prepare_and_lock_run
-from areal_hpc.launch.resources.gpu_assignment import find_usable_gpus
+from areal_hpc.launch.resources.gpu_assignment import find_gpu_problems
 from areal_hpc.launch.this_machine import ThisMachine
 from areal_hpc.ledger.config import LedgerJobConfig
 from areal_hpc.recipe.loading import load_recipe
@@ -41,20 +42,16 @@ LOADED_VERSION = str(WeightVersion(0, STEP_OF_LOADED_WEIGHTS))
 """Version of the weights that replicas load: of no generation, as no trainer made them here."""
 
 
-def build_evaluation_planner(set_names: Collection[str]) -> StagePlanner:
-    def plan(
-        recipe: Recipe, paths: RunPaths, plan_inputs: PlanInputs | None
-    ) -> tuple[JobStage, ...]:
-        known = plan_inputs or PlanInputs(1, {}, "python", ())
-        return (plan_evaluation(recipe, paths, known, set_names),)
-
-    return plan
+def build_evaluation_planner(sets: Sequence[EvaluationSet]) -> StagePlanner:
+    return partial(plan_evaluation, set_names={one.name for one in sets})
 
 
 def plan_evaluation(
-    recipe: Recipe, paths: RunPaths, plan_inputs: PlanInputs, set_names: Collection[str]
-) -> JobStage:
+    recipe: Recipe, paths: RunPaths, plan_inputs: PlanInputs | None, set_names: Collection[str]
+) -> tuple[JobStage, ...]:
     """The job `evaluation`: a cell that serves what it loads, and the ledger on its first task."""
+    if plan_inputs is None:
+        plan_inputs = PlanInputs(1, {}, "python", ())
     sets = [
         one
         for one in recipe.evaluation_sets
@@ -77,13 +74,14 @@ def plan_evaluation(
     job = plan_cell_job(recipe, paths, plan_inputs, EVALUATION_CELL, ("valid",), LOADED_VERSION)
     # The agents' Python: there is no trainer, and its environment need not be there.
     processes = [replace(ledger, role="agents"), *job.processes]
-    return JobStage(
+    stage = JobStage(
         EVALUATION_CELL,
         replace(job, processes=processes),
         (),
         paths.finished_marker,
         paths.evaluated_tickets(STEP_OF_LOADED_WEIGHTS),
     )
+    return (stage,)
 
 
 def choose_sets(recipe: Recipe, names: Sequence[str]) -> list[EvaluationSet]:
@@ -189,14 +187,14 @@ def build_evaluation_report(
 def run_evaluation(
     target: EvaluationTarget, sets: Sequence[EvaluationSet], stop: StopEvent
 ) -> None:
-    recipe = target.recipe
+    recipe, plan = target.recipe, build_evaluation_planner(sets)
     reporter = EvaluationReporter(target.paths, sets)
     target.export_checkpoint_and_link_tasks(reporter.print_line)
     with prepare_and_lock_run(
         recipe,
         print_line=reporter.print_line,
-        known_problems=_find_gpu_problems(recipe),
-        plan=build_evaluation_planner([one.name for one in sets]),
+        known_problems=find_gpu_problems(recipe, os.environ, plan(recipe, target.paths, None)),
+        plan=plan,
     ) as ready:
         if stop.is_set():
             raise RunInterruptedError
@@ -213,7 +211,7 @@ def submit_evaluation(
     print_line: Callable[[str], None],
     wait_until: StopEvent | None = None,
 ) -> None:
-    plan = build_evaluation_planner([one.name for one in sets])
+    plan = build_evaluation_planner(sets)
     target.export_checkpoint_and_link_tasks(print_line)
     slurm_launcher.submit(target.recipe, print_line=print_line, plan=plan)
     if wait_until is not None:
@@ -221,22 +219,3 @@ def submit_evaluation(
         submitted_run_watch.watch_submitted_run(
             target.recipe, target.paths, reporter, wait_until, plan=plan
         )
-
-
-def _find_gpu_problems(recipe: Recipe) -> list[Problem]:
-    if recipe.inference.device == "cpu":
-        return []
-    try:
-        shown = len(find_usable_gpus(recipe, os.environ).ids)
-    except RecipeError as error:
-        return list(error.problems)
-    needed = recipe.inference.replicas_per_cell * recipe.inference.tp
-    if needed <= shown or (not shown and recipe.inference.device == "auto"):
-        return []
-    return [
-        Problem(
-            f"the evaluation needs {needed} GPUs, this machine shows {shown}",
-            "inference.replicas_per_cell, inference.tp",
-            "lower them, or use --submit",
-        )
-    ]

@@ -3,7 +3,7 @@
 Under Slurm this is Slurm's to do.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 
 from areal_hpc.errors import Problem, RecipeError
@@ -27,11 +27,23 @@ def find_usable_gpus(recipe: Recipe, environ: Mapping[str, str]) -> VisibleGpus:
     )
 
 
-def find_gpu_problems(recipe: Recipe, environ: Mapping[str, str]) -> list[Problem]:
+def find_gpu_problems(
+    recipe: Recipe, environ: Mapping[str, str], stages: Sequence[JobStage] | None = None
+) -> list[Problem]:
+    """Why the GPUs that are visible do not do for the stages of a run, or for others."""
+    if stages is None:
+        stages = plan_run(recipe, RunPaths(recipe.run_dir))
+    problems: list[Problem] = []
     try:
-        return find_gpu_shortages(recipe, find_usable_gpus(recipe, environ))
+        visible_gpus = find_usable_gpus(recipe, environ)
     except RecipeError as error:
         return list(error.problems)
+    for stage in stages:
+        try:
+            assign_gpus(stage, visible_gpus, recipe)
+        except RecipeError as error:
+            problems += error.problems
+    return problems
 
 
 def assign_gpus(stage: JobStage, visible_gpus: VisibleGpus, recipe: Recipe) -> GpuAssignment:
@@ -54,16 +66,6 @@ def assign_gpus(stage: JobStage, visible_gpus: VisibleGpus, recipe: Recipe) -> G
     }
 
 
-def find_gpu_shortages(recipe: Recipe, visible_gpus: VisibleGpus) -> list[Problem]:
-    problems: list[Problem] = []
-    for stage in plan_run(recipe, RunPaths(recipe.run_dir)):
-        try:
-            assign_gpus(stage, visible_gpus, recipe)
-        except RecipeError as error:
-            problems += error.problems
-    return problems
-
-
 def format_assignment(assignment: GpuAssignment) -> Iterator[str]:
     for job, tasks in assignment.items():
         if any(tasks):
@@ -73,26 +75,32 @@ def format_assignment(assignment: GpuAssignment) -> Iterator[str]:
 def _describe_shortage(
     stage: JobStage, needed: int, visible_gpus: VisibleGpus, recipe: Recipe
 ) -> Problem:
-    keys, needs, inference = ["trainer.parallel"], [], recipe.inference
+    keys, lower, needs, inference = [], [], [], recipe.inference
+    kinds = {job.is_task_a_node for job in stage.jobs}
     for job in stage.jobs:
         shape = f"{job.tasks} ranks x 1"
         if job.is_task_a_node:
             shape = f"{inference.replicas_per_cell} replicas x tp {inference.tp}"
         needs.append(f"{job.name} {shape} = {job.tasks * job.gpus_per_task}")
-    if stage.others:
+    if False in kinds:
+        keys.append("trainer.parallel")
+        lower.append("trainer.parallel.dp")
+    if True in kinds:
         keys += ["inference.cells", "inference.replicas_per_cell", "inference.tp"]
+        lower.append("these keys of inference")
     if stage.others and recipe.evaluation.separate_cell:
         keys.append("evaluation.separate_cell")
-    shown, least = len(visible_gpus.ids), len({job.is_task_a_node for job in stage.jobs})
-    lower = "lower trainer.parallel.dp" + (" or these keys of inference" if stage.others else "")
-    cannot = (
-        f"at least {least} are needed: trainer ranks and SGLang share none; use trainer.device=cpu "
-        "inference.device=cpu, or nodes with GPUs by areal-hpc submit"
-    )
+    shown = len(visible_gpus.ids)
+    hint = f"lower {' or '.join(lower)}, or use several nodes with areal-hpc submit"
+    if shown < len(kinds):
+        hint = (
+            f"at least {len(kinds)} are needed: trainer ranks and SGLang share none; use "
+            "trainer.device=cpu inference.device=cpu, or nodes with GPUs by areal-hpc submit"
+        )
     return Problem(
         f"too few GPUs for the stage {stage.name}: it needs {needed} at once "
         f"({', '.join(needs)}), "
         f"this machine shows {shown} ({visible_gpus.source})",
         ", ".join(keys),
-        f"{lower}, or use several nodes with areal-hpc submit" if shown >= least else cannot,
+        hint,
     )

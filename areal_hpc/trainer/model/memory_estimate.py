@@ -11,7 +11,6 @@ fragmentation are covered by `RESERVE_BYTES`, which is an assumption. Sources:
   sequence parallelism whenever tp > 1; what is recomputed is kept of one layer at a time.
 """
 
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -22,7 +21,6 @@ from areal_hpc.recipe.sections.trainer import (
 from areal_hpc.trainer.model.families.architecture import (
     Architecture,
     divide_layers_over_stages,
-    find_layout_problems,
 )
 
 GIB = 2**30
@@ -309,58 +307,29 @@ def describe_cheapest_fitting_change(
     """The cheapest change with which a trainer rank fits a GPU, in overrides; empty if none does.
 
     Recomputation costs a third of a forward and backward pass at most, and is tried first; then
-    other layouts of the same ranks, with the least communication first.
+    what waits in host memory.
     """
-    others = (*frozen, *([critic] if critic else []))
-    for overrides, changed in _list_thriftier_configs(arch, config, others):
+    for overrides, changed in _list_thriftier_configs(config):
         total = estimate_trainer_memory(arch, changed, update_groups, frozen, critic).total
         if total <= gpu_bytes:
-            return f"{overrides} takes {total / GIB:.1f} GiB"
+            return f"{' '.join(overrides)} takes {total / GIB:.1f} GiB"
     return ""
 
 
-def _list_thriftier_configs(
-    arch: Architecture, config: TrainerConfig, other_networks: Sequence[Architecture] = ()
-) -> Iterator[tuple[str, TrainerConfig]]:
-    full = config
+def _list_thriftier_configs(config: TrainerConfig) -> Iterator[tuple[list[str], TrainerConfig]]:
+    overrides: list[str] = []
     for mode in ("selective", "full"):
         if RECOMPUTE_MODES.index(mode) > RECOMPUTE_MODES.index(config.recompute):
-            full = config.model_copy(update={"recompute": mode})
-            yield f"trainer.recompute={mode}", full
-    if full.recompute == "full" and full.recompute_layers is not None:
-        full = full.model_copy(update={"recompute_layers": None})
-        yield "trainer.recompute_layers=null", full
-    recompute = "" if full is config else "trainer.recompute=full "
-    now = config.parallel
-    sizes = [1, 2, 4, 8, 16, 32]
-    layouts = [
-        now.model_copy(
-            update={"tp": tp, "cp": cp, "pp": pp, "dp": now.world_size // (tp * cp * pp)}
-        )
-        for pp, cp, tp in itertools.product(sizes, sizes, sizes[:4])
-        if tp >= now.tp and cp >= now.cp and pp >= now.pp
-        # Experts are spread over all ranks of a pipeline stage.
-        if now.world_size % (tp * cp * pp) == 0 and now.world_size // pp % now.ep == 0
-    ]
-    for parallel in sorted(layouts, key=lambda one: one.world_size // one.dp):
-        if parallel != now and _can_divide(parallel, arch, other_networks):
-            named = ", ".join(f"{name}: {getattr(parallel, name)}" for name in PARALLEL_NAMES)
-            changed = full.model_copy(update={"parallel": parallel})
-            yield f"{recompute}trainer.parallel={{{named}}}", changed
-    offload = config.offload
+            config = config.model_copy(update={"recompute": mode})
+            overrides = [f"trainer.recompute={mode}"]
+            yield overrides, config
+    if config.recompute_layers is not None:
+        config = config.model_copy(update={"recompute_layers": None})
+        overrides.append("trainer.recompute_layers=null")
+        yield overrides, config
     for key in ("optimizer", "activations"):
-        if not getattr(offload, key):
-            offload = offload.model_copy(update={key: True})
-            keys = [
-                name for name, chosen in offload if chosen and not getattr(config.offload, name)
-            ]
-            told = " ".join(f"trainer.offload.{name}=true" for name in keys)
-            yield f"{recompute}{told}", full.model_copy(update={"offload": offload})
-
-
-def _can_divide(
-    parallel: ParallelConfig, arch: Architecture, other_networks: Sequence[Architecture]
-) -> bool:
-    layouts = [(arch, parallel)]
-    layouts += [(other, drop_ep_for_dense_network(other, parallel)) for other in other_networks]
-    return not any([*find_layout_problems(*layout)] for layout in layouts)
+        if not getattr(config.offload, key):
+            offload = config.offload.model_copy(update={key: True})
+            config = config.model_copy(update={"offload": offload})
+            overrides.append(f"trainer.offload.{key}=true")
+            yield overrides, config

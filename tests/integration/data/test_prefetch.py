@@ -1,11 +1,11 @@
 """`areal-hpc prefetch` against a hub on this machine: what is fetched, kept, recorded, refused."""
 
-import hashlib
 import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from subprocess import CompletedProcess
+from typing import Any
 
 import pytest
 
@@ -60,24 +60,22 @@ def prefetch(recipe: Path, hub: SmallHub | None, *overrides: str) -> CompletedPr
     return areal_hpc("prefetch", recipe, *overrides, environ={**os.environ, **variables})
 
 
-def record_of(recipe: Path) -> list[dict[str, object]]:
+def record_of(recipe: Path) -> list[dict[str, Any]]:
     found = json.loads((recipe.parent / "runs" / "fetched" / "one" / "prefetch.json").read_bytes())
     assert isinstance(found, list)
     return found
 
 
 @pytest.mark.thorough
-def test_what_the_recipe_names_is_fetched_once_and_checked(recipe: Path, hub: SmallHub) -> None:
+def test_what_the_recipe_names_is_fetched_once(recipe: Path, hub: SmallHub) -> None:
     said_by(prefetch(recipe, hub))
     model, train, valid = record_of(recipe)
     keys = [entry["key"] for entry in (model, train, valid)]
     assert keys == ["model.hub", "train_dataset.hub", "valid_dataset.path"]
     assert (model["commit"], train["commit"]) == (COMMIT, COMMIT)
-    digests = {file["name"]: file["sha256"] for file in model["files"]}  # type: ignore[attr-defined]
-    assert digests.keys() == {"config.json", "model.safetensors", "tokenizer.json"}
-    assert digests["model.safetensors"] == hashlib.sha256(WEIGHTS).hexdigest()
-    names = [file["name"] for file in train["files"]]  # type: ignore[attr-defined]
-    assert names == ["train-00000.jsonl", "train-00001.jsonl"]
+    files = {"config.json": 2, "model.safetensors": len(WEIGHTS), "tokenizer.json": 2}
+    assert model["bytes_by_file"] == files
+    assert [*train["bytes_by_file"]] == ["train-00000.jsonl", "train-00001.jsonl"]
 
     before = record_of(recipe)
     hub.asked.clear()
@@ -87,12 +85,6 @@ def test_what_the_recipe_names_is_fetched_once_and_checked(recipe: Path, hub: Sm
 
     said_by(prefetch(recipe, None))
     assert record_of(recipe) == before
-
-    blob = next((recipe.parent / "hf").rglob(f"blobs/{hashlib.sha256(WEIGHTS).hexdigest()}"))
-    blob.write_bytes(WEIGHTS[:-1] + b"?")
-    answer = prefetch(recipe, hub)
-    assert answer.returncode == 78
-    assert "model.safetensors is damaged" in answer.stderr
 
 
 def test_everything_that_cannot_be_had_is_named_at_once(recipe: Path, hub: SmallHub) -> None:

@@ -68,11 +68,6 @@ def test_another_agent_may_play_held_out_tasks(config: GRPOConfig, tmp_path: Pat
     assert vars(load_agent_pickle(str(folder / "handed_over.py")))["said"] == 1.0
 
 
-def test_an_equal_agent_for_evaluation_is_the_same_one(config: GRPOConfig) -> None:
-    assert evaluation_of(config, Answerer(1.0), Answerer(1.0)) == ("", {})
-    assert evaluation_of(config, "areal.a.B", "areal_hpc.areal.a.B") == ("", {})
-
-
 def test_what_the_configuration_says_beside_its_workflow_reaches_it(config: AgentRLConfig) -> None:
     config.workflow, config.reward_fn_path = "areal.workflow.rlvr.RLVRWorkflow", "areal.my.reward"
     trainer = PPOTrainer(config, train_dataset=ROWS)
@@ -82,15 +77,6 @@ def test_what_the_configuration_says_beside_its_workflow_reaches_it(config: Agen
     told = trainer.prepare(workflow_kwargs={"x": 1})[0].rollout.workflow_kwargs
     assert told == {"x": 1}
     assert trainer.prepare("a.B")[0].rollout.workflow_kwargs == {}
-
-
-def test_a_scripts_agent_for_evaluation_counts_before_the_configurations(
-    config: AgentRLConfig,
-) -> None:
-    config.eval_workflow = "a.b.Other"
-    assert evaluation_of(config, "a.B", "a.B") == ("", {})
-    assert evaluation_of(config, "a.B", "c.D") == ("c.D", {})
-    assert evaluation_of(config, "a.B") == ("a.b.Other", {})
 
 
 def test_the_agent_runs_with_the_python_of_its_script(config: GRPOConfig, tmp_path: Path) -> None:

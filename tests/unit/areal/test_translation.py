@@ -88,15 +88,6 @@ def test_epochs_need_the_number_of_rows() -> None:
     assert recipe_of({**tree, "total_train_steps": 7}, 83)["trainer.total_steps"] == 7
 
 
-def test_losses_that_are_examples_here_are_named_with_their_file() -> None:
-    actor = {"use_sapo_loss": True, "sapo_tau_pos": 1.0, "m2_threshold": 0.04}
-    lost = {one.key: one.reason for one in translate_to_recipe({"actor": actor}).untranslated}
-    assert "examples/objectives/sapo.py" in lost["actor.use_sapo_loss"]
-    assert "examples/objectives/m2po.py" in lost["actor.m2_threshold"]
-    usual = translate_to_recipe({"actor": {"use_sapo_loss": False, "m2_threshold": None}})
-    assert [one for one in usual.untranslated if "sapo" in one.key or "m2" in one.key] == []
-
-
 def test_sampling_that_leaves_tokens_out_is_recorded_to_be_trained() -> None:
     no_parser = {"tool_call_parser": None}
     no_tools: dict[str, Any] = {"rollout": {"openai": no_parser, "agent": no_parser}}
@@ -108,21 +99,6 @@ def test_sampling_that_leaves_tokens_out_is_recorded_to_be_trained() -> None:
     assert recipe_of(plain)["rollout.record_sampling_mask"] is True, "strict tools, by default"
     lost = translate_to_recipe({"gconfig": {"n_samples": 2, "top_k": 5000}}).untranslated
     assert "at most 4096, or no bound" in {one.key: one.reason for one in lost}["gconfig.top_k"]
-
-
-def test_samples_of_a_held_out_task_are_carried_over() -> None:
-    found = recipe_of({"gconfig": {"n_samples": 2}, "eval_gconfig": {"n_samples": 8}})
-    assert (found["rollout.n_samples"], found["evaluation.n_samples"]) == (2, 8)
-    assert "evaluation.n_samples" not in recipe_of({"gconfig": {"n_samples": 2}})
-
-
-def test_the_defaults_of_areal_hold_where_a_file_is_silent() -> None:
-    found = recipe_of({"gconfig": {"n_samples": 2}})
-    assert found["rollout.agent.export_style"] == "individual"
-    assert found["trainer.optimizer.lr"] == 1e-3
-    assert found["trainer.minibatches"] == 4
-    assert found["rollout.sampling.top_k"] == -1
-    assert "inference.context_length" not in found
 
 
 @pytest.mark.parametrize(
@@ -201,22 +177,10 @@ def test_the_norm_of_rewards_is_baseline_and_scale(
     assert "trainer.objective.baseline" not in recipe_of({"gconfig": {"n_samples": 4}})
 
 
-def test_a_norm_by_another_deviation_than_that_of_its_mean_is_lost() -> None:
-    for norm in ({"mean_level": "group"}, {"mean_level": "group", "mean_leave1out": True}):
-        assert reasons({"actor": {"reward_norm": norm}})["actor.reward_norm.mean_level"]
-
-
 def test_a_scale_of_rewards_matters_where_no_deviation_divides_them() -> None:
     raw = {"reward_norm": {"mean_level": "group", "std_level": None}, "reward_scaling": 10}
     assert "scale them in the agent" in reasons({"actor": raw})["actor.reward_scaling"]
     assert "actor.reward_scaling" not in reasons({"actor": {"reward_scaling": 10}})
-
-
-def test_the_second_bound_and_the_level_of_ratios_are_carried_over() -> None:
-    actor = {"c_clip": 3.0, "importance_sampling_level": "sequence", "ppo_n_minibatches": 4}
-    found = recipe_of({"actor": actor})
-    assert found["trainer.objective.clip_dual"] == 3.0
-    assert found["trainer.objective.ratio_level"] == "sequence"
 
 
 def test_the_penalty_is_carried_over_where_a_reference_is_configured() -> None:
@@ -347,17 +311,3 @@ def test_unknown_keys_are_refused_together_with_the_nearest_known_ones(tmp_path:
         "actor.reward_norm.mean_lvl": "did you mean mean_level?",
         "seeed": "did you mean seed?",
     }
-
-
-def test_stop_and_padding_tokens_are_added_once() -> None:
-    class Tokens:
-        pad_token_id, eos_token_id = 7, 9
-
-    config = GenerationHyperparameters(stop_token_ids=[9]).new_with_stop_and_pad_token_ids(Tokens())
-    assert config.stop_token_ids == [9, 7]
-
-
-def test_another_agent_for_held_out_tasks_is_the_evaluation_s() -> None:
-    tree = {"actor": {}, "workflow": "a.B", "eval_workflow": "areal.workflow.c.D"}
-    assert recipe_of(tree)["evaluation.workflow"] == "areal_hpc.areal.workflow.c.D"
-    assert "evaluation.workflow" not in recipe_of({**tree, "eval_workflow": "a.B"})

@@ -7,7 +7,6 @@ import pytest
 from areal_hpc.errors import AgentError, ClusterError, RecipeError
 from areal_hpc.launch.foreground_launcher import (
     LOCAL_RESTART_POLICY,
-    count_cells_that_can_replace_job,
     job_made_progress,
 )
 
@@ -50,9 +49,3 @@ def test_a_job_was_of_use_if_the_run_got_further_or_could_do_without_it(
 ) -> None:
     found = job_made_progress(job, steps_taken=steps_taken, steps_left=steps_left, lived_s=lived_s)
     assert found is expected
-
-
-def test_only_a_cell_of_training_stands_in_for_another() -> None:
-    jobs = ["trainer", "cell-0", "cell-1", "evaluation"]
-    assert [count_cells_that_can_replace_job(job, jobs) for job in jobs] == [0, 1, 1, 0]
-    assert count_cells_that_can_replace_job("cell-0", ["trainer", "cell-0", "evaluation"]) == 0

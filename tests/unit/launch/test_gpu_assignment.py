@@ -13,9 +13,7 @@ from areal_hpc.launch.resources.gpu_assignment import (
     GpuAssignment,
     assign_gpus,
     find_gpu_problems,
-    find_gpu_shortages,
     find_usable_gpus,
-    format_assignment,
 )
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.recipe import Recipe
@@ -91,28 +89,13 @@ def test_every_task_has_gpus_of_its_own_or_the_sum_is_told(
         assert set(used) <= set(visible.ids)
 
 
-def test_ranks_and_replicas_take_the_gpus_in_the_order_in_which_they_are_shown() -> None:
-    recipe = recipe_of("cuda", "trainer.parallel.dp=2", "inference.replicas_per_cell=2")
-    sft, train = stages_of(recipe)
-    visible = shown("3", "5", "7", "9")
-    assert assign_gpus(train, visible, recipe) == {
-        "trainer": [["3"], ["5"]],
-        "cell-0": [["7", "9"]],
-    }
-    assert assign_gpus(sft, visible, recipe) == {"sft": [["3"], ["5"]]}
-    assert list(format_assignment(assign_gpus(train, visible, recipe))) == [
-        "trainer: 3 | 5",
-        "cell-0: 7,9",
-    ]
-
-
 def test_auto_without_any_gpu_is_the_cpu_and_cuda_is_refused() -> None:
     recipe = recipe_of("cpu")
     assert given_out(assign_gpus(stages_of(recipe)[1], shown("0", "1", "2"), recipe)) == []
     nothing = VisibleGpus((), "/dev/nvidia[0-9]*")
     recipe = recipe_of("auto")
     assert given_out(assign_gpus(stages_of(recipe)[1], nothing, recipe)) == []
-    assert find_gpu_shortages(recipe, nothing) == []
+    assert find_gpu_problems(recipe, {"CUDA_VISIBLE_DEVICES": ""}) == []
     said = refusal_of(recipe_of("cuda"), nothing)
     assert "it needs 2 at once" in said
     assert "this machine shows 0 (/dev/nvidia[0-9]*)" in said
@@ -120,26 +103,13 @@ def test_auto_without_any_gpu_is_the_cpu_and_cuda_is_refused() -> None:
     assert "use trainer.device=cpu inference.device=cpu" in said
 
 
-def test_auto_with_too_few_gpus_is_refused_and_never_the_cpu() -> None:
-    said = refusal_of(recipe_of("auto"), shown("0"))
-    assert "it needs 2 at once" in said
-    assert "try: at least 2 are needed: trainer ranks and SGLang share none" in said
-    said = refusal_of(recipe_of("auto", "trainer.parallel.dp=2"), shown("0", "1"))
-    assert "too few GPUs for the stage train: it needs 3 at once" in said
-    assert "this machine shows 2 (CUDA_VISIBLE_DEVICES='0,1')" in said
-    assert (
-        "at: trainer.parallel, inference.cells, inference.replicas_per_cell, inference.tp" in said
-    )
-    assert "try: lower trainer.parallel.dp or these keys of inference, or use several nodes" in said
-
-
 def test_every_stage_that_lacks_gpus_is_reported() -> None:
     recipe = recipe_of("cuda", "trainer.parallel.dp=4")
-    sft, train = find_gpu_shortages(recipe, shown("0", "1"))
+    sft, train = find_gpu_problems(recipe, {"CUDA_VISIBLE_DEVICES": "0,1"})
     assert "the stage sft: it needs 4 at once" in sft.message
     assert sft.key == "trainer.parallel"
     assert "the stage train: it needs 5 at once" in train.message
-    (left,) = find_gpu_shortages(recipe, shown("0", "1", "2", "3"))
+    (left,) = find_gpu_problems(recipe, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"})
     assert left.key == train.key
 
 

@@ -7,13 +7,9 @@ import pytest
 from areal_hpc.launch.held_allocation import (
     build_allocation_with_fewer_gpus,
     find_allocation_shortages,
-    format_placement,
-    place_stage,
 )
-from areal_hpc.launch.plan import plan_run
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.recipe import Recipe
-from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.slurm.allocation import Allocation, NodeShare
 
 CHECKOUT = Path(__file__).parents[3]
@@ -48,13 +44,6 @@ def test_gpus_that_the_recipe_names_are_slurms_to_choose() -> None:
     assert "cluster.gpus=2" in problem.hint
 
 
-def test_without_gpus_for_it_a_run_on_auto_computes_on_processors() -> None:
-    for recipe, of in ((load("cluster.gpus=none"), MIXED), (load(), hold(4000))):
-        for stage in plan_run(recipe, RunPaths(recipe.run_dir)):
-            placed = place_stage(stage, recipe, of)
-            assert {step.gpus_per_node for step in placed.values()} == {0}
-
-
 def load_32b() -> Recipe:
     return load_recipe(
         CHECKOUT / "recipes/variants/code_qwen3_32b_128k.yaml",
@@ -86,15 +75,3 @@ def test_a_step_with_less_memory_than_its_job_is_known_to_hold_is_refused() -> N
 def test_an_allocation_without_room_for_the_cell_is_told_what_would_do() -> None:
     [problem] = find_allocation_shortages(load_32b(), hold_big_nodes(240, count=2))
     assert "trainer 16 ranks x 1 GPU, cell-0 1 node x 8 GPUs, in all 24 GPUs" in problem.message
-
-
-def test_the_table_says_what_each_job_has_of_its_nodes() -> None:
-    recipe = load_32b()
-    *_, stage = plan_run(recipe, RunPaths(recipe.run_dir))
-    lines = [
-        format_placement(one) for one in place_stage(stage, recipe, hold_big_nodes(9)).values()
-    ]
-    assert lines == [
-        "trainer    n1,n2: 8 tasks of 12 CPUs, 8 GPUs, 9216 MiB each",
-        "cell-0     n3: 1 task of 96 CPUs, 8 GPUs, 9216 MiB each",
-    ]

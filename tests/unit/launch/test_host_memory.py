@@ -69,15 +69,6 @@ def test_on_a_cpu_the_host_holds_what_a_gpu_would() -> None:
     assert server.peak_extra_bytes_by_use["KV cache"] == 4096 * 64 * 2 * 8 * 128 * 2
 
 
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [("64G", 64 * GIB), ("4000", 4000 << 20), ("100M", 100 << 20), ("2T", 2048 * GIB), ("0", 0),
-     ("8gb", 8 * GIB), ("all", 0)],
-)  # fmt: skip
-def test_memory_is_read_as_slurm_reads_it(text: str, size: int) -> None:
-    assert host_memory.parse_slurm_memory_bytes(text) == size
-
-
 def find_problems(*overrides: str, **environment: Any) -> list[Problem]:
     recipe = load(*overrides)
     if environment:
@@ -103,15 +94,6 @@ def test_a_run_within_an_allocation_has_the_memory_of_the_allocation() -> None:
     assert find_problems(OTHER="1") == []
     (problem,) = find_problems(SLURM_MEM_PER_NODE="102400")
     assert "a node has 100.0 GiB" in problem.message
-
-
-def test_the_report_names_every_process_and_what_does_not_fit() -> None:
-    lines = list(host_memory.build_host_memory_report(load("cluster.slurm.mem=200G")))
-    for process in host_memory.BASE_BYTES:
-        assert any(process in line for line in lines), process
-    assert any("a node" in line and line.endswith("of 200.0") for line in lines)
-    assert "warning: a node of the trainer job may run out of memory" in lines
-    assert any(line.startswith("warning: the trainer job needs 213.6 GiB") for line in lines)
 
 
 def test_a_run_is_refused_before_anything_is_written(

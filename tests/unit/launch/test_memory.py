@@ -3,7 +3,6 @@
 import functools
 import json
 import math
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from areal_hpc.trainer.model import memory_estimate
 from areal_hpc.trainer.model.families.architecture import (
     Architecture,
     divide_layers_over_stages,
-    find_stage_of_layer,
     parse_architecture,
 )
 from areal_hpc.trainer.model.families.weight_map import (
@@ -201,15 +199,6 @@ def test_misfits_are_told(gpu_gib: int, inference: dict[str, Any], keys: list[st
     assert [problem.key for problem in problems] == keys
 
 
-def test_a_layer_is_on_the_stage_that_was_given_it() -> None:
-    assert find_stage_of_layer(23, 94, 4) == 1
-    for layers, stages in ((94, 4), (6, 4), (7, 4), (62, 4), (61, 8), (36, 4), (5, 2), (3, 1)):
-        found = Counter(find_stage_of_layer(layer, layers, stages) for layer in range(layers))
-        assert tuple(found[stage] for stage in range(stages)) == divide_layers_over_stages(
-            layers, stages
-        )
-
-
 def test_layers_that_do_not_divide_are_spread_over_the_middle_stages() -> None:
     assert divide_layers_over_stages(94, 4) == (23, 24, 24, 23)
     assert divide_layers_over_stages(7, 4) == (2, 2, 2, 1)
@@ -256,33 +245,3 @@ def test_the_change_that_fits_may_be_the_offload_of_the_optimizer() -> None:
     gpu = state.total - state.optimizer + 2 * memory_estimate.GIB
     change = memory_estimate.describe_cheapest_fitting_change(arch, config, gpu)
     assert change.startswith("trainer.recompute=full trainer.offload.optimizer=true takes ")
-
-
-@pytest.mark.parametrize("ranks", [8, 24])
-def test_every_proposed_layout_divides_the_experts_over_its_ranks(ranks: int) -> None:
-    arch = architecture("Qwen3-30B-A3B")
-    config = trainer(dp=ranks, ep=8)
-    proposed = [one.parallel for _, one in memory_estimate._list_thriftier_configs(arch, config)]
-    assert len(set(proposed)) > 1
-    assert {one.world_size // one.pp % one.ep for one in proposed} == {0}
-    memory_estimate.describe_cheapest_fitting_change(
-        arch, config, 70 * memory_estimate.GIB
-    )  # no crash
-
-
-def test_a_proposed_layout_divides_the_critic_and_frozen_networks_too() -> None:
-    arch, small = architecture("Qwen3-8B"), architecture("Qwen2.5-1.5B-Instruct")
-    assert (arch.kv_heads, small.kv_heads) == (8, 2)
-    config, gpu = trainer(dp=16), 24 * memory_estimate.GIB
-    describe = functools.partial(
-        memory_estimate.describe_cheapest_fitting_change, arch, config, gpu
-    )
-    assert "tp: 4," in describe()
-    assert "tp: 2," in describe(frozen=[small])
-    assert "tp: 2," in describe(critic=small)
-
-
-def test_recomputing_all_layers_is_proposed_before_another_layout() -> None:
-    config = trainer(dp=8).model_copy(update={"recompute": "full", "recompute_layers": 4})
-    change, _ = next(memory_estimate._list_thriftier_configs(architecture("Qwen3-0.6B"), config))
-    assert change == "trainer.recompute_layers=null"
