@@ -1,4 +1,4 @@
-"""`areal-hpc quarantine`: a batch of a run is set aside, or that is undone.
+"""`areal-hpc quarantine`: set a batch of a run aside, or undo that.
 
 The file that is written counts whenever the trainer is handed the batch, now or after a restart.
 """
@@ -17,8 +17,6 @@ from areal_hpc.rundir.quarantine import (
 )
 from areal_hpc.view.state.run_view import RunView
 
-_QUARANTINE_REQUEST_REASON = "areal-hpc quarantine asked for it"
-
 
 def quarantine_batch(paths: RunPaths, step: int) -> str:
     state = _read_newest_trainer_state(paths)
@@ -26,57 +24,56 @@ def quarantine_batch(paths: RunPaths, step: int) -> str:
     if held is not None:
         return f"batch {step} is quarantined already, for good: {held.reason}"
     if step in state.consumed:
-        raise RecipeError(
+        raise _build_refusal(
             f"batch {step} was trained already: the checkpoint of step {state.step} holds it",
-            key="BATCH",
-            hint=f"choose a batch after {state.step}",
+            f"choose a batch after {state.step}",
         )
     steps = list_manifest_steps(paths)
     if step not in steps:
         known = f"{steps[0]} to {steps[-1]}" if steps else "none yet"
-        raise RecipeError(
+        raise _build_refusal(
             f"this run has no batch {step}; those handed out: {known}",
-            key="BATCH",
-            hint="read manifests/ for the tickets of each",
+            "read manifests/ for the tickets of each",
         )
     if (standing := read_quarantine(paths, step)) is not None:
         return f"batch {step} is quarantined already: {standing.reason}"
     trained_step = _ask_trained_step(paths, state.step)
     if trained_step is not None and step <= trained_step:
-        raise RecipeError(
+        raise _build_refusal(
             f"batch {step} was trained already: the trainer at work has reached step "
             f"{trained_step}, and its next checkpoint will hold it",
-            key="BATCH",
-            hint=_build_cancel_hint(paths),
+            _build_cancel_hint(paths),
         )
-    quarantine_batch_or_read_earlier_record(
-        paths, UntrainedBatchPart(step, _QUARANTINE_REQUEST_REASON, quarantine="requested")
-    )
-    effect = _describe_quarantine_effect(step, trained_step, "sets it aside")
-    return f"batch {step} is quarantined: {effect}"
+    reason = "areal-hpc quarantine asked for it"
+    record = UntrainedBatchPart(step, reason, quarantine="requested")
+    quarantine_batch_or_read_earlier_record(paths, record)
+    return f"batch {step} is quarantined: {_describe_effect(step, trained_step, 'sets it aside')}"
 
 
 def undo_quarantine(paths: RunPaths, step: int) -> str:
     state = _read_newest_trainer_state(paths)
     trained_step = _ask_trained_step(paths, state.step)
-    if read_quarantine(paths, step) is None and step not in state.consumed:
-        hint = "areal-hpc audit lists the batches that are"
-        raise RecipeError(f"batch {step} is not quarantined", key="BATCH", hint=hint)
     if step in state.consumed:
-        raise RecipeError(
+        raise _build_refusal(
             f"batch {step} is behind the checkpoint of step {state.step}: too late to undo",
-            key="BATCH",
-            hint="areal-hpc audit says what became of its tickets",
+            "areal-hpc audit says what became of its tickets",
+        )
+    if read_quarantine(paths, step) is None:
+        raise _build_refusal(
+            f"batch {step} is not quarantined", "areal-hpc audit lists the batches that are"
         )
     if trained_step is not None and step <= trained_step:
-        raise RecipeError(
+        raise _build_refusal(
             f"the trainer at work has reached step {trained_step} without batch {step}",
-            key="BATCH",
-            hint=_build_cancel_hint(paths),
+            _build_cancel_hint(paths),
         )
     delete_quarantine(paths, step)
-    effect = _describe_quarantine_effect(step, trained_step, "trains it")
+    effect = _describe_effect(step, trained_step, "trains it")
     return f"batch {step} is no longer quarantined: {effect}"
+
+
+def _build_refusal(message: str, hint: str) -> RecipeError:
+    return RecipeError(message, key="BATCH", hint=hint)
 
 
 def _build_cancel_hint(paths: RunPaths) -> str:
@@ -97,7 +94,7 @@ def _ask_trained_step(paths: RunPaths, checkpoint_step: int) -> int | None:
     return checkpoint_step if is_replaced else status.version_step  # a new trainer goes back
 
 
-def _describe_quarantine_effect(step: int, trained_step: int | None, effect: str) -> str:
+def _describe_effect(step: int, trained_step: int | None, effect: str) -> str:
     if trained_step is None:
         return f"the trainer {effect} when the run is resumed (no ledger answers now)"
     if step > trained_step + 1:

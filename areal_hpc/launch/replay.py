@@ -13,7 +13,8 @@ import msgspec
 
 from areal_hpc.errors import Problem, RecipeError, ShardError
 from areal_hpc.jobs.processes.signals import StopEvent
-from areal_hpc.launch import foreground_launcher, run_dir_setup
+from areal_hpc.launch import run_dir_setup
+from areal_hpc.launch.foreground_launcher import ProgressReporter, run_standalone_stage
 from areal_hpc.launch.plan import JobStage, build_job_with_task_per_rank, get_initial_policy_path
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.recipe.loading import load_recipe
@@ -91,17 +92,13 @@ class RecordedStepsReplay:
         self._quarantined = read_quarantined_batches(run)
         raise_if_batches_missing_or_damaged(run, self.start.step + 1, last_step, self._quarantined)
 
-    def replay_and_compare(
-        self, reporter: foreground_launcher.ProgressReporter, stop: StopEvent
-    ) -> None:
+    def replay_and_compare(self, reporter: ProgressReporter, stop: StopEvent) -> None:
         readers = self.recipe.cluster.readable_by
         with restrict_new_files(readers):
             create_or_secure_run_dir(self._out.root, readers)
             self._train_and_compare(reporter, stop)
 
-    def _train_and_compare(
-        self, reporter: foreground_launcher.ProgressReporter, stop: StopEvent
-    ) -> None:
+    def _train_and_compare(self, reporter: ProgressReporter, stop: StopEvent) -> None:
         start, first = self.start, self._first_step
         reporter.print_line(f"start    {start.checkpoint or 'the model that the run started from'}")
         self._prepare_output_dir()
@@ -147,7 +144,7 @@ class RecordedStepsReplay:
         job_name: str,
         recipe: Recipe,
         last_step: int,
-        reporter: foreground_launcher.ProgressReporter,
+        reporter: ProgressReporter,
         stop: StopEvent,
     ) -> None:
         if any(one.state.step >= last_step for one in list_checkpoints(self._out.checkpoints_dir)):
@@ -166,9 +163,7 @@ class RecordedStepsReplay:
         job = build_job_with_task_per_rank(job_name, recipe, [process])
         done_marker = self._out.checkpoints_dir / format_step_dir(last_step) / COMPLETE_MARKER_FILE
         stage = JobStage(job_name, job, (), done_marker)
-        foreground_launcher.run_standalone_stage(
-            stage, recipe, self._out, reporter=reporter, stop=stop
-        )
+        run_standalone_stage(stage, recipe, self._out, reporter=reporter, stop=stop)
 
 
 def split_compute_and_learning_overrides(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -247,20 +242,14 @@ def format_metric_comparison(run: RunPaths, output_run: RunPaths, steps: range) 
         for name in COMPARED_METRICS
         if recorded[step][name] != replayed[step][name]
     ]
-    if known and not different:
+    if different:
+        step, name, before, now = different[0]
+        count = len({step for step, *_ in different})
+        yield f"compare  step {step}: {name} {now!r}, recorded {before!r}"
+        yield f"         {count} of {len(known)} steps differ"
+    elif known:
         equal = "loss and gradient norm equal the recorded ones, bit for bit"
         yield f"compare  steps {known[0]} to {known[-1]}: {equal}"
-    elif different:
-        step, name, before, now = different[0]
-        yield f"compare  step {step}: {name} {now!r}, recorded {before!r}"
-        gaps = [
-            abs(now - before) / (abs(before) or 1.0)
-            for _, _, before, now in different
-            if before is not None and now is not None
-        ]
-        largest = f", relatively by {max(gaps):.0e} at most" if gaps else ""
-        count = len({step for step, *_ in different})
-        yield f"         {count} of {len(known)} steps differ{largest}"
 
 
 def _refuse_unusable_output_dir(

@@ -1,9 +1,8 @@
 """The recipe's model: its network, and checks of its files, its tokenizer, the context length."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.launch.tiny_model import (
@@ -13,7 +12,7 @@ from areal_hpc.launch.tiny_model import (
 )
 from areal_hpc.proxy.engine.model_call import require_max_position_embeddings
 from areal_hpc.recipe.hub_cache import find_snapshot
-from areal_hpc.recipe.recipe import ModelConfig, Recipe, TinyModelConfig
+from areal_hpc.recipe.recipe import ModelConfig, Recipe
 from areal_hpc.rundir.rendezvous import read_user_key
 from areal_hpc.session.chat_template import TokenEncoder
 from areal_hpc.trainer.model.families.architecture import (
@@ -28,20 +27,21 @@ from areal_hpc.trainer.model.memory_estimate import drop_ep_for_dense_network
 def find_model_problems(recipe: Recipe) -> Iterator[Problem]:
     model = recipe.model
     if model.tiny is not None:
-        yield from _find_parallel_size_problems(
-            _build_tiny_config(model.tiny), "model.tiny", recipe
-        )
+        try:
+            yield from _find_parallel_size_problems(read_recipe_architecture(model), recipe)
+        except RecipeError as error:
+            yield from error.problems
         most = recipe.inference.context_length or TINY_MODEL_CONTEXT_TOKENS
         yield from _find_reply_limit_problems(recipe, most)
     if model.path is not None:
-        yield from _find_model_directory_problems(model.path, "model.path", recipe)
+        yield from _find_policy_problems(model.path, "model.path", recipe)
     if model.hub is not None:
         try:
             folder = find_snapshot(model.hub, "model", "model.hub")
         except RecipeError as error:
             yield from error.problems
         else:
-            yield from _find_model_directory_problems(folder, "model.hub", recipe)
+            yield from _find_policy_problems(folder, "model.hub", recipe)
     for key, path in (*list_frozen_models(recipe), *_list_critic_models(recipe)):
         if path is not None:
             yield from _find_frozen_or_critic_problems(path, key, recipe)
@@ -53,33 +53,78 @@ def find_model_problems(recipe: Recipe) -> Iterator[Problem]:
             yield from error.problems
 
 
-def _build_tiny_config(tiny: TinyModelConfig) -> dict[str, Any]:
-    return build_tiny_architecture_config(TinySizes(**tiny.model_dump()))
-
-
-def _find_frozen_or_critic_problems(path: Path, key: str, recipe: Recipe) -> Iterator[Problem]:
+def build_missing_model_problem(path: Path, key: str) -> Problem:
+    """A path that is no directory, and what to do: one of two parts may be a name of the Hub."""
     hint = "give a directory in Hugging Face format; jobs never download"
+    if path.is_file():
+        return Problem(f"{path.resolve()} is a file, expected a model directory", key, hint)
+    if len(path.parts) == 2 and not path.is_absolute():
+        hint = f"did you mean model.hub={path}? (areal-hpc prefetch downloads it)"
+    return Problem(f"there is no model directory at {path.resolve()}", key, hint)
+
+
+def _read_network(
+    path: Path, key: str, recipe: Recipe, found: list[Problem]
+) -> Architecture | None:
+    """The network of a model directory; problems of its weights and its shape go to `found`."""
     if not path.is_dir():
-        yield Problem(f"there is no model directory at {path.resolve()}", key, hint)
-        return
+        found.append(build_missing_model_problem(path, key))
+        return None
     if not list(path.glob("*.safetensors")):
-        yield Problem(f"{path} has no *.safetensors weights", key, hint)
+        hint = "give a directory in Hugging Face format"
+        found.append(Problem(f"{path} has no *.safetensors weights", key, hint))
     try:
         arch = read_architecture(path)
     except RecipeError as error:
-        yield from error.problems
-        return
-    where = path / "config.json"
-    if method := _get_quantization_method(json.loads(where.read_bytes())):
-        yield Problem(
-            f"{where} says that the weights are quantized ({method}); the trainer would read them "
-            "without their scales",
+        found += error.problems
+        return None
+    quantization = json.loads((path / "config.json").read_bytes()).get("quantization_config")
+    if not quantization:
+        return arch
+    method = quantization.get("quant_method", "an unnamed method")
+    found.append(
+        Problem(
+            f"{path / 'config.json'} says that the weights are quantized ({method}); they can be "
+            "neither trained nor updated in SGLang, and the trainer would read them without scales",
             key,
             f"use the model's checkpoint in {recipe.trainer.dtype}",
         )
-    for problem in find_layout_problems(
-        arch, drop_ep_for_dense_network(arch, recipe.trainer.parallel)
+    )
+    return None
+
+
+def _find_policy_problems(path: Path, key: str, recipe: Recipe) -> Iterator[Problem]:
+    found: list[Problem] = []
+    arch = _read_network(path, key, recipe, found)
+    yield from found
+    if not path.is_dir():
+        return
+    for name, what in (
+        ("tokenizer.json", "the tokenizer"),
+        ("tokenizer_config.json", "the tokenizer's settings and chat template"),
     ):
+        if not (path / name).is_file():
+            hint = "copy the tokenizer files of the base model into the directory"
+            yield Problem(f"{path} has no {name} ({what})", key, hint)
+    if arch is None:
+        return
+    yield from _find_parallel_size_problems(arch, recipe)
+    try:
+        yield from _find_vocabulary_problems(path, key)
+        yield from _find_reply_limit_problems(recipe, find_context_tokens(recipe, path))
+    except RecipeError as error:
+        yield from error.problems
+
+
+def _find_frozen_or_critic_problems(path: Path, key: str, recipe: Recipe) -> Iterator[Problem]:
+    """Problems of a network beside the policy, which shares its layout and its tokenizer."""
+    found: list[Problem] = []
+    arch = _read_network(path, key, recipe, found)
+    yield from found
+    if arch is None:
+        return
+    parallel = drop_ep_for_dense_network(arch, recipe.trainer.parallel)
+    for problem in find_layout_problems(arch, parallel):
         yield Problem(f"of {path}: {problem.message}", problem.key, problem.hint)
     policy = _find_model_dir(recipe.model)
     if policy is None:
@@ -98,7 +143,7 @@ def _find_model_dir(model: ModelConfig) -> Path | None:
         return model.path
     try:
         return find_snapshot(model.hub, "model", "model.hub")
-    except RecipeError:  # told already
+    except RecipeError:  # reported already
         return None
 
 
@@ -108,71 +153,13 @@ def _read_tokens(folder: Path) -> dict[str, int]:
     return TokenEncoder.from_model_dir(folder).get_base_vocab_ids_by_token()
 
 
-def build_missing_model_problem(path: Path, key: str) -> Problem:
-    """A path that is no directory, and what to do: one of two parts may be a name of the Hub."""
-    hint = "give a directory in Hugging Face format; jobs never download"
-    if path.is_file():
-        return Problem(f"{path.resolve()} is a file, expected a model directory", key, hint)
-    if len(path.parts) == 2 and not path.is_absolute():
-        hint = f"did you mean model.hub={path}? (areal-hpc prefetch downloads it)"
-    return Problem(f"there is no model directory at {path.resolve()}", key, hint)
-
-
-def _find_model_directory_problems(path: Path, key: str, recipe: Recipe) -> Iterator[Problem]:
-    if not path.is_dir():
-        yield build_missing_model_problem(path, key)
-        return
-    for name, what in (
-        ("config.json", "the model's shape"),
-        ("tokenizer.json", "the tokenizer"),
-        ("tokenizer_config.json", "the tokenizer's settings and chat template"),
-    ):
-        if not (path / name).is_file():
-            yield Problem(
-                f"{path} has no {name} ({what})",
-                key,
-                "copy the tokenizer files of the base model into the directory"
-                if "tokenizer" in name
-                else "give a directory in Hugging Face format",
-            )
-    if not list(path.glob("*.safetensors")):
-        yield Problem(f"{path} has no *.safetensors weights", key)
-    where = path / "config.json"
-    if not where.is_file():
-        return
-    try:
-        config = json.loads(where.read_bytes())
-    except ValueError as error:
-        yield Problem(f"{where} is not JSON: {error}", key, "copy the model again")
-        return
-    if method := _get_quantization_method(config):
-        yield Problem(
-            f"{where} says that the weights are quantized ({method}); they can be neither trained "
-            "nor updated in SGLang",
-            key,
-            f"use the model's checkpoint in {recipe.trainer.dtype}",
-        )
-        return
-    yield from _find_parallel_size_problems(config, str(where), recipe)
-    try:
-        yield from _find_vocabulary_problems(path, key)
-        yield from _find_reply_limit_problems(recipe, find_context_tokens(recipe, path))
-    except RecipeError as error:
-        yield from error.problems
-
-
-def _get_quantization_method(config: Mapping[str, Any]) -> str:
-    quantization = config.get("quantization_config")
-    return str(quantization.get("quant_method", "an unnamed method")) if quantization else ""
-
-
 def _find_vocabulary_problems(path: Path, key: str) -> Iterator[Problem]:
-    """Has the model an embedding for every token of its tokenizer?
+    """Tokens of the tokenizer without an embedding in the model.
 
     Special tokens may lie beyond it: some models have a padding token that nothing sends.
     """
     if not (path / "tokenizer.json").is_file():
-        return  # told already
+        return  # reported already
     encoder = TokenEncoder.from_model_dir(path)
     largest = encoder.list_plain_text_token_ids()[-1]
     if largest >= encoder.vocab_size:
@@ -187,7 +174,9 @@ def _find_vocabulary_problems(path: Path, key: str) -> Iterator[Problem]:
 def read_recipe_architecture(model: ModelConfig) -> Architecture:
     """The recipe's network; RecipeError if its configuration is not on this machine."""
     if model.tiny is not None:
-        return parse_architecture(_build_tiny_config(model.tiny), "model.tiny")
+        return parse_architecture(
+            build_tiny_architecture_config(TinySizes(**model.tiny.model_dump())), "model.tiny"
+        )
     if model.hub is not None:
         return read_architecture(find_snapshot(model.hub, "model", "model.hub"))
     assert model.path is not None
@@ -205,13 +194,7 @@ def list_frozen_models(recipe: Recipe) -> Iterator[tuple[str, Path | None]]:
 
 def find_frozen_architectures(recipe: Recipe, policy: Architecture) -> list[Architecture]:
     """The networks that only score; one that cannot be read is taken to be as the policy."""
-    found = []
-    for _, path in list_frozen_models(recipe):
-        try:
-            found.append(policy if path is None else read_architecture(path))
-        except RecipeError:  # told by check_model
-            found.append(policy)
-    return found
+    return [_read_or_take(path, policy) for _, path in list_frozen_models(recipe)]
 
 
 def _list_critic_models(recipe: Recipe) -> Iterator[tuple[str, Path | None]]:
@@ -223,12 +206,15 @@ def _list_critic_models(recipe: Recipe) -> Iterator[tuple[str, Path | None]]:
 
 def find_critic_architecture(recipe: Recipe, policy: Architecture) -> Architecture | None:
     """The critic's network, taken to be as the policy's if it cannot be read; None without one."""
-    for _, path in _list_critic_models(recipe):
-        try:
-            return policy if path is None else read_architecture(path)
-        except RecipeError:  # told by check_model
-            return policy
-    return None
+    critics = [_read_or_take(path, policy) for _, path in _list_critic_models(recipe)]
+    return critics[0] if critics else None
+
+
+def _read_or_take(path: Path | None, policy: Architecture) -> Architecture:
+    try:
+        return policy if path is None else read_architecture(path)
+    except RecipeError:  # reported by find_model_problems
+        return policy
 
 
 def find_context_tokens(recipe: Recipe, model_dir: Path) -> int:
@@ -250,14 +236,7 @@ def _find_reply_limit_problems(recipe: Recipe, context_tokens: int) -> Iterator[
             )
 
 
-def _find_parallel_size_problems(
-    config: Mapping[str, Any], config_file: str, recipe: Recipe
-) -> Iterator[Problem]:
-    try:
-        arch = parse_architecture(config, config_file)
-    except RecipeError as error:
-        yield from error.problems
-        return
+def _find_parallel_size_problems(arch: Architecture, recipe: Recipe) -> Iterator[Problem]:
     yield from find_layout_problems(arch, recipe.trainer.parallel)
     if arch.heads % recipe.inference.tp:
         yield Problem(
