@@ -72,6 +72,10 @@ class DoctorSubject:
     may_submit_storage_job: bool = False
     print_line: Callable[[str], None] = print
 
+    def resolve_fileroot(self) -> Path:
+        assert self.fileroot is not None
+        return self.fileroot.expanduser().resolve()
+
     @property
     def involves_slurm(self) -> bool:
         return self.has_site or self.slurm != SlurmConfig()

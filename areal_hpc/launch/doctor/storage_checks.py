@@ -42,8 +42,7 @@ cat question > .answer && hostname >> .answer && mv .answer answer
 
 
 def check_storage(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
-    assert doctor_subject.fileroot is not None
-    fileroot = doctor_subject.fileroot.expanduser().resolve()
+    fileroot = doctor_subject.resolve_fileroot()
     try:
         fileroot.mkdir(parents=True, exist_ok=True)
         folder = fileroot / f".doctor.{socket.gethostname()}.{os.getpid()}"
@@ -57,89 +56,83 @@ def check_storage(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
         return
     try:
         yield ok("file root", f"{fileroot} can be written")
-        yield from _check_file_operations(folder)
+        yield _check_rename(folder)
+        probe = folder / "probe"
+        probe.write_bytes(b"")
+        yield _check_file_locks(probe)
+        yield _check_clock(probe)
         yield _check_free_space(fileroot)
-        yield from _check_quota()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def check_nodes_see_file_root(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
-    """Whether other nodes see the file root; nobody else has to where Slurm is not meant."""
-    assert doctor_subject.fileroot is not None
-    fileroot = doctor_subject.fileroot.expanduser().resolve()
+    """Whether other nodes see the file root; none has to where Slurm is not meant."""
+    fileroot = doctor_subject.resolve_fileroot()
     is_answering = not doctor_subject.slurm_answer.outage
     if doctor_subject.may_submit_storage_job and is_answering:
-        yield submit_job_and_check_storage(
-            fileroot, doctor_subject.slurm.get_options_of_job("trainer"), doctor_subject.print_line
-        )
+        options = doctor_subject.slurm.get_options_of_job("trainer")
+        yield submit_job_and_check_storage(fileroot, options, doctor_subject.print_line)
     elif (doctor_subject.involves_slurm or is_answering) and fileroot.exists():
-        asked = subprocess.run(
-            ["stat", "--file-system", "--format=%T", str(fileroot)],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        kind = asked.stdout.strip() or "unknown"
+        words = ["stat", "--file-system", "--format=%T", str(fileroot)]
+        answer = subprocess.run(words, capture_output=True, text=True, check=False)
+        kind = answer.stdout.strip() or "unknown"
         what = "cannot tell from this node whether it is shared"
         if kind in LOCAL_FILE_SYSTEMS:
             what = "looks like a local file system"
         yield warn("shared", f"{kind}: {what}", "--check-node asks a compute node")
 
 
-def _check_file_operations(folder: Path) -> Iterator[CheckResult]:
-    """Rename over a file, fsync, exclusive creation, locks, and the time of files."""
+def _check_rename(folder: Path) -> CheckResult:
+    """Rename over a file, sync a file and its folder, create exclusively."""
     old, new = folder / "old", folder / "new"
     try:
         old.write_bytes(b"old")
-        descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        os.write(descriptor, b"new")
+        with new.open("xb") as stream:
+            stream.write(b"new")
+            stream.flush()
+            os.fsync(stream.fileno())
+        new.rename(old)
+        descriptor = os.open(folder, os.O_RDONLY)
         os.fsync(descriptor)
         os.close(descriptor)
-        new.rename(old)
-        directory = os.open(folder, os.O_RDONLY)
-        os.fsync(directory)
-        os.close(directory)
-        renamed = old.read_bytes() == b"new" and not new.exists()
-        os.close(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+        is_replaced = old.read_bytes() == b"new" and not new.exists()
         try:
-            os.close(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
-            renamed = False  # the second one had to fail
+            old.open("xb").close()
+            is_exclusive = False
         except FileExistsError:
-            pass
+            is_exclusive = True
     except OSError as error:
         hint = "use another file system: checkpoints and shards rely on atomic rename"
-        yield fail("rename, fsync", f"{error.strerror}", hint)
-        return
-    if renamed:
-        yield ok("rename, fsync", "rename is atomic; exclusive creation works")
-    else:
-        yield fail("rename, fsync", "a rename did not replace a file", "use another file system")
-    yield _check_file_locks(old)
-    skew_s = old.stat().st_mtime - time.time()
-    off = f"files are {skew_s:+.1f} s off this node's time"
+        return fail("rename, fsync", f"{error.strerror}", hint)
+    if is_replaced and is_exclusive:
+        return ok("rename, fsync", "rename is atomic; exclusive creation works")
+    finding = "a rename did not replace a file, or a file was created twice"
+    return fail("rename, fsync", finding, "use another file system")
+
+
+def _check_clock(probe: Path) -> CheckResult:
+    skew_s = probe.stat().st_mtime - time.time()
+    finding = f"files are {skew_s:+.1f} s off this node's time"
     if abs(skew_s) <= MAX_CLOCK_SKEW_S:
-        yield ok("clock", off)
-    else:
-        hint = "ask the administrators for time synchronization: ages in status will be wrong"
-        yield warn("clock", off, hint)
+        return ok("clock", finding)
+    hint = "ask the administrators for time synchronization: ages in status will be wrong"
+    return warn("clock", finding, hint)
 
 
 def _check_file_locks(path: Path) -> CheckResult:
-    first, second = os.open(path, os.O_RDWR), os.open(path, os.O_RDWR)
-    try:
-        fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return ok("locks", "flock works")
-    except OSError as error:
-        hint = "mount it with locks (Lustre: -o flock); two launchers in one run are not noticed"
-        return warn("locks", f"flock does not work: {error.strerror}", hint)
-    finally:
-        os.close(first)
-        os.close(second)
-    message = "flock does not exclude a second process"
-    return warn("locks", message, "do not start the same run twice")
+    with path.open("rb") as first, path.open("rb") as second:
+        try:
+            fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return ok("locks", "flock works")
+        except OSError as error:
+            finding = f"flock does not work: {error.strerror}"
+            hint = "mount it with locks (Lustre: -o flock); two launchers in a run are not noticed"
+            return warn("locks", finding, hint)
+    finding = "flock does not exclude a second process"
+    return warn("locks", finding, "do not start the same run twice")
 
 
 def _check_free_space(fileroot: Path) -> CheckResult:
@@ -154,18 +147,6 @@ def _check_free_space(fileroot: Path) -> CheckResult:
         hint = "enough for small models; a checkpoint takes 14 bytes per parameter"
         return warn("room", room, hint)
     return ok("room", room)
-
-
-def _check_quota() -> Iterator[CheckResult]:
-    if shutil.which("quota") is None:
-        return
-    asked = subprocess.run(
-        ["quota", "--quiet", "--hide-device"], capture_output=True, text=True, check=False
-    )
-    if asked.stdout.strip():
-        yield warn("quota", asked.stdout.strip(), "quota -s; remove what is not needed")
-    else:
-        yield ok("quota", "nothing is over its limit")
 
 
 def submit_job_and_check_storage(
