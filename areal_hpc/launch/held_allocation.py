@@ -17,7 +17,7 @@ from areal_hpc.jobs.starts import claim_next_start
 from areal_hpc.jobs.time_limit import SlurmControllerClock, read_checkpoint_duration_s
 from areal_hpc.launch.plan import JobStage, plan_run
 from areal_hpc.launch.prepared_run import PreparedRun
-from areal_hpc.launch.resources.host_memory import MIB, find_host_memory_problems
+from areal_hpc.launch.resources.memory import MIB, find_host_memory_problems
 from areal_hpc.launch.this_machine import ThisMachine
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.recipe.sections.cluster import WantedGpus

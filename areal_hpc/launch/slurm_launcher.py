@@ -13,7 +13,7 @@ from pathlib import Path
 from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.jobs.supervisor import run_task
 from areal_hpc.launch.prepared_run import PreparedRun, StagePlanner, prepare_and_lock_run
-from areal_hpc.launch.resources.host_memory import (
+from areal_hpc.launch.resources.memory import (
     find_host_memory_problems,
     get_node_bytes_by_job,
 )

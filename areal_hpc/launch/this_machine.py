@@ -17,7 +17,7 @@ from areal_hpc.launch.resources.gpu_assignment import (
     find_usable_gpus,
     format_assignment,
 )
-from areal_hpc.launch.resources.host_memory import find_allocation_memory_problems
+from areal_hpc.launch.resources.memory import find_allocation_memory_problems
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.jobs import JobSpec, LaunchFile
 from areal_hpc.rundir.privacy import UMASKS

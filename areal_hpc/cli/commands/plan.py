@@ -25,8 +25,7 @@ def describe_plan(recipe: Recipe, *, on_this_machine: bool = True) -> Iterator[s
     """
     # Imported here: `--help` stays quick without pydantic and submitit.
     from areal_hpc.launch.plan import plan_run
-    from areal_hpc.launch.resources.host_memory import build_host_memory_report
-    from areal_hpc.launch.resources.memory import build_gpu_memory_report
+    from areal_hpc.launch.resources.memory import build_memory_report
     from areal_hpc.recipe.presets import describe_preset
     from areal_hpc.rundir.paths import RunPaths
 
@@ -45,7 +44,7 @@ def describe_plan(recipe: Recipe, *, on_this_machine: bool = True) -> Iterator[s
     if preset := list(describe_preset(recipe.model_dump(mode="json"))):
         yield from ["", *preset]
     yield from ["", *_describe_environment_variables(recipe), ""]
-    yield from [*build_gpu_memory_report(recipe), *build_host_memory_report(recipe)]
+    yield from build_memory_report(recipe)
 
 
 def _format_count(number: int, noun: str) -> str:

@@ -8,8 +8,8 @@ import pytest
 from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.jobs.processes.signals import StopEvent
 from areal_hpc.launch.foreground_launcher import run
-from areal_hpc.launch.resources import host_memory
-from areal_hpc.launch.resources.host_memory import ProcessMemory
+from areal_hpc.launch.resources import memory
+from areal_hpc.launch.resources.memory import ProcessMemory
 from areal_hpc.launch.slurm_launcher import submit
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.recipe import Recipe
@@ -32,7 +32,7 @@ def load(*overrides: str) -> Recipe:
 
 
 def find(recipe: Recipe, process: str) -> ProcessMemory:
-    (found,) = [one for one in host_memory.estimate_host_memory(recipe) if one.process == process]
+    (found,) = [one for one in memory.estimate_host_memory(recipe) if one.process == process]
     return found
 
 
@@ -42,7 +42,7 @@ def test_each_rank_copies_its_part_of_a_checkpoint() -> None:
     assert trainer.processes_per_node == 8
     assert (
         trainer.bytes_per_process
-        == trainer.fixed_bytes_by_use["checkpoint"] + host_memory.BASE_BYTES["trainer"]
+        == trainer.fixed_bytes_by_use["checkpoint"] + memory.BASE_BYTES["trainer"]
     )
 
 
@@ -72,8 +72,8 @@ def test_on_a_cpu_the_host_holds_what_a_gpu_would() -> None:
 def find_problems(*overrides: str, **environment: Any) -> list[Problem]:
     recipe = load(*overrides)
     if environment:
-        return host_memory.find_allocation_memory_problems(recipe, environment)
-    return host_memory.find_host_memory_problems(recipe, host_memory.get_node_bytes_by_job(recipe))
+        return memory.find_allocation_memory_problems(recipe, environment)
+    return memory.find_host_memory_problems(recipe, memory.get_node_bytes_by_job(recipe))
 
 
 def test_a_node_with_too_little_memory_is_refused() -> None:
