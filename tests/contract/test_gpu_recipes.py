@@ -149,7 +149,8 @@ def test_what_does_not_fit_or_is_missing_is_said(plan: Callable[..., str], tmp_p
     said = plan("gpu16_code_qwen3_8b", "trainer.recompute=none")
     assert "try: trainer.recompute=selective takes 75.1 GiB" in said
     said = plan("gpu16_code_qwen3_8b", "trainer.recompute=none", "trainer.parallel={tp: 1, dp: 8}")
-    assert "try: trainer.recompute=full trainer.parallel={tp: 2, pp: 1, cp: 1, dp: 4" in said
+    offload = "trainer.offload.optimizer=true trainer.offload.activations=true"
+    assert f"try: trainer.recompute=full {offload} takes 72.0 GiB" in said
     uneven = "trainer.parallel={tp: 8, pp: 3, cp: 2, dp: 1}"
     said = plan(
         "gpu128_code_qwen3_32b", uneven, "cluster.slurm.mem=64G", "cluster.slurm.gpus_per_node=8"
