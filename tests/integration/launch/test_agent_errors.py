@@ -4,7 +4,6 @@
 """
 
 import re
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,8 +14,7 @@ from tests.support.commands import exit_code_of
 from tests.support.run_files import events_of
 from tests.support.screened_run import MAX_DELAY_S, ScreenedRun, line_of
 from tests.support.small_run import WITHOUT_SETS
-from tests.support.standin_run import REPLY_VARIABLE, SERVER_START_VARIABLE, write_served_model
-from tests.support.waiting import wait_for
+from tests.support.standin_run import SERVER_START_VARIABLE, write_served_model
 
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(240)]
 OVERRIDES = (
@@ -68,22 +66,3 @@ def test_an_agent_that_fails_its_trial_tasks_ends_the_run_before_any_ticket(
     state, reason = capfd.readouterr().out.splitlines()[:2]
     assert state == "quickstart/demo: failed"
     assert re.match(r" +reason +the agent .*raised KeyError: 'anwser'", reason)
-
-
-def test_what_a_run_does_is_told_and_a_killed_launcher_is_known(
-    start: Callable[..., ScreenedRun], capfd: pytest.CaptureFixture[str]
-) -> None:
-    run = start(broken_agents.Works, **{REPLY_VARIABLE: "60", SERVER_START_VARIABLE: "1"})
-    run.await_line("phase    generation for step 1: 0 of 16 episodes")
-    wait_for(lambda: bool(events_of(run.paths, "weights_published")))
-    time.sleep(1.5)
-    assert exit_code_of("status", run.paths.root) == 0
-    said = capfd.readouterr().out
-    assert "quickstart/demo: running here" in said
-    assert re.search(r"started +\d+ s ago", said)
-    assert re.search(r"now +generation for step 1: 0 of 16 episodes, slowest \d+ s", said)
-    run.process.kill()
-    run.end()
-    run.await_no_process()
-    assert exit_code_of("why", run.paths.root) == 1
-    assert "the launcher was killed" in capfd.readouterr().out.splitlines()[0]

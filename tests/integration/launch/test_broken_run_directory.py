@@ -78,12 +78,6 @@ def test_any_file_may_be_cut_or_damaged(run: Path, data: st.DataObject) -> None:
         path.write_bytes(whole)
 
 
-def test_an_empty_directory_is_no_run(tmp_path: Path) -> None:
-    for command in LOOKS:
-        assert exit_code_of(*command, tmp_path) in DOCUMENTED_EXIT_CODES - {0}, command
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_run_of_a_newer_version_is_looked_at(run: Path, tmp_path: Path) -> None:
     newer = shutil.copytree(run, tmp_path / "experiment" / "trial", symlinks=True)
     with (newer / "recipe.yaml").open("a") as recipe:

@@ -5,7 +5,6 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import areal_hpc
 from areal_hpc.jobs.environment import get_interpreter
@@ -15,7 +14,6 @@ from areal_hpc.metrics.step_metrics import (
     compute_time_shares_by_system_part,
     read_metrics,
 )
-from areal_hpc.metrics.writer import format_tensorboard_tag
 from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.paths import format_step_dir
 from tests.support.commands import exit_code_of, run_program, said_by
@@ -62,19 +60,6 @@ def test_every_metric_is_in_the_catalogue_and_phases_cover_the_steps(finished: S
     times = [row["unix_time_s"] for row in rows]
     assert times == sorted(times)
     assert times[-1] <= finished.paths.finished_marker.stat().st_mtime + 1
-
-
-def test_tensorboard_reads_back_what_the_metrics_say(finished: SmallRun) -> None:
-    board = EventAccumulator(str(finished.paths.tensorboard_run_dir), size_guidance={"scalars": 0})
-    board.Reload()
-    for row in read_metrics(finished.paths.metrics)[
-        :3
-    ]:  # a test that asks for more rewrites the last
-        for name, value in row.items():
-            if isinstance(value, int | float) and name != "step":
-                events = board.Scalars(format_tensorboard_tag(name))
-                (found,) = (one.value for one in events if one.step == row["step"])
-                assert found == pytest.approx(value, rel=1e-6), (name, row["step"])  # a float32
 
 
 def test_verify_finds_a_flipped_byte(finished: SmallRun, capfd: pytest.CaptureFixture[str]) -> None:
