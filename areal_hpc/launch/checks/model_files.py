@@ -174,9 +174,8 @@ def _find_vocabulary_problems(path: Path, key: str) -> Iterator[Problem]:
 def read_recipe_architecture(model: ModelConfig) -> Architecture:
     """The recipe's network; RecipeError if its configuration is not on this machine."""
     if model.tiny is not None:
-        return parse_architecture(
-            build_tiny_architecture_config(TinySizes(**model.tiny.model_dump())), "model.tiny"
-        )
+        config = build_tiny_architecture_config(TinySizes(**model.tiny.model_dump()))
+        return parse_architecture(config, "model.tiny")
     if model.hub is not None:
         return read_architecture(find_snapshot(model.hub, "model", "model.hub"))
     assert model.path is not None
