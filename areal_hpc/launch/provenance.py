@@ -54,17 +54,6 @@ class RepositoryState:
     is_patch_cut: bool
 
 
-@dataclass(frozen=True, slots=True)
-class UserCodeArchive:
-    packages: list[str]
-    files: int
-    left_out: int
-    """Files of these packages that are too many, too large, links, or of another kind."""
-    digest: str
-    """`sha256:...` of names and contents of the files."""
-    archive: bytes
-
-
 def record_provenance(
     recipe: Recipe,
     paths: RunPaths,
@@ -206,24 +195,10 @@ def _record_user_code(
     folders: Sequence[str],
     earlier_launches: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any] | None:
-    code = _read_user_code(recipe, folders)
-    if code is None:
-        return None
-    entry = dataclasses.asdict(code)
-    del entry["archive"]
-    known = [launch.get("user_code") or {} for launch in earlier_launches]
-    copy = next((one["copy"] for one in known if one.get("digest") == code.digest), None)
-    if copy is None:
-        file = paths.provenance_copy(attempt, "user_code.zip")
-        write_atomic_private(file, code.archive)
-        copy = str(file.relative_to(paths.root))
-    return {**entry, "copy": copy}
+    """Copy the packages of the user's that a recipe names; None if it names none.
 
-
-def _read_user_code(recipe: Recipe, folders: Sequence[str]) -> UserCodeArchive | None:
-    """The packages of the user's that a recipe names; None if it names none.
-
-    They are looked for in `folders` first, as the run's processes do; nothing is imported.
+    They are looked for in `folders` first, as the run's processes do; nothing is imported. Files
+    that are too many, too large, links, or of another kind are left out.
     """
     names = {re.split("[.:]", name)[0] for name in _list_user_code_names(recipe)} - {OWN_PACKAGE}
     roots = {name: root for name in sorted(names) if (root := _find_package(name, folders))}
@@ -242,14 +217,25 @@ def _read_user_code(recipe: Recipe, folders: Sequence[str]) -> UserCodeArchive |
             else:
                 contents[str(file.relative_to(root.parent))] = content
                 total += len(content)
-    digest, stream = hashlib.sha256(), io.BytesIO()
+    hashed, stream = hashlib.sha256(), io.BytesIO()
     with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, content in sorted(contents.items()):
-            digest.update(f"{name}\0{hashlib.sha256(content).hexdigest()}\n".encode())
+            hashed.update(f"{name}\0{hashlib.sha256(content).hexdigest()}\n".encode())
             archive.writestr(zipfile.ZipInfo(name), content, zipfile.ZIP_DEFLATED)
-    return UserCodeArchive(
-        [*roots], len(contents), left_out, f"sha256:{digest.hexdigest()}", stream.getvalue()
-    )
+    digest = f"sha256:{hashed.hexdigest()}"
+    known = [launch.get("user_code") or {} for launch in earlier_launches]
+    copy = next((one["copy"] for one in known if one.get("digest") == digest), None)
+    if copy is None:
+        zip_file = paths.provenance_copy(attempt, "user_code.zip")
+        write_atomic_private(zip_file, stream.getvalue())
+        copy = str(zip_file.relative_to(paths.root))
+    return {
+        "packages": [*roots],
+        "files": len(contents),
+        "left_out": left_out,
+        "digest": digest,
+        "copy": copy,
+    }
 
 
 def _list_user_code_names(recipe: Recipe) -> Iterator[str]:
