@@ -36,8 +36,8 @@ MODULES_BY_ROLE = {
 # torch's version.py.
 _DESCRIBE_SCRIPT = r"""
 import importlib.metadata, importlib.util, json, pathlib, platform, re, sys
-packages, asked = {}, json.load(sys.stdin)
-for name in asked["packages"]:
+packages, request = {}, json.load(sys.stdin)
+for name in request["packages"]:
     try:
         packages[name] = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -47,7 +47,7 @@ def find(name):
         return importlib.util.find_spec(name)
     except ImportError:
         return None
-found = {name: spec.origin or "" for name in asked["modules"] if (spec := find(name))}
+found = {name: spec.origin or "" for name in request["modules"] if (spec := find(name))}
 cuda, torch = None, find("torch")
 if torch is not None and torch.origin:
     text = pathlib.Path(torch.origin).with_name("version.py").read_text()
@@ -59,7 +59,7 @@ print(json.dumps({"version": platform.python_version(), "packages": packages, "c
 
 
 class RolePythonError(Exception):
-    """A Python gave no answer. The message is the last thing that it said."""
+    """A Python gave no answer. The message is its last line of output."""
 
     def __init__(self, message: str, *, is_late: bool = False) -> None:
         super().__init__(message)
@@ -92,7 +92,7 @@ def ask_role(
         RolePythonError: It does not start, takes too long, fails, or prints no JSON.
     """
     try:
-        asked = subprocess.run(
+        answer = subprocess.run(
             [python, *program],
             input=json.dumps(request),
             capture_output=True,
@@ -105,10 +105,10 @@ def ask_role(
         raise RolePythonError(f"no answer within {timeout_s:.0f} s", is_late=True) from error
     except OSError as error:
         raise RolePythonError(f"it does not start: {error.strerror}") from error
-    if asked.returncode:
-        raise RolePythonError((asked.stderr.strip().splitlines() or ["no output"])[-1])
+    if answer.returncode:
+        raise RolePythonError((answer.stderr.strip().splitlines() or ["no output"])[-1])
     try:
-        return json.loads(asked.stdout.splitlines()[-1])
+        return json.loads(answer.stdout.splitlines()[-1])
     except (IndexError, ValueError) as error:
         raise RolePythonError("it printed no answer") from error
 
@@ -121,7 +121,7 @@ def describe_python(python: str, modules: Sequence[str] = ()) -> PythonDescripti
 def describe_pythons(
     pythons: Iterable[str], modules: Sequence[str] = ()
 ) -> dict[str, PythonDescription | RolePythonError]:
-    """What each Python has, or why it does not say; all are asked at the same time."""
+    """Describe each Python, all at the same time; an error for one that gives no answer."""
 
     def describe(python: str) -> PythonDescription | RolePythonError:
         try:
@@ -129,9 +129,9 @@ def describe_pythons(
         except RolePythonError as error:
             return error
 
-    asked = [*dict.fromkeys(pythons)]
-    with ThreadPoolExecutor(max(1, len(asked))) as pool:
-        return dict(zip(asked, pool.map(describe, asked), strict=True))
+    distinct = [*dict.fromkeys(pythons)]
+    with ThreadPoolExecutor(max(1, len(distinct))) as pool:
+        return dict(zip(distinct, pool.map(describe, distinct), strict=True))
 
 
 def describe_role_pythons(

@@ -85,28 +85,28 @@ def find_user_code_problems(
             yield from _find_other_python_agent_problems(other, workflow, kwargs, sys_path)
         agents = []
     environ = {**os.environ, ISOLATION_VARIABLE: recipe.reward.isolation}
-    asked: dict[str, Any] = {"sys_path": sys_path, "mode": rollout.agent.mode, "objective": None}
-    asked["variables"] = rollout.agent.variables
+    request: dict[str, Any] = {"sys_path": sys_path, "mode": rollout.agent.mode, "objective": None}
+    request["variables"] = rollout.agent.variables
     for python, named, name, key, what in (
         (pythons["agents"], agents, "should_accept", "rollout.workflow", "the agent"),
         (pythons["train"], [], "curriculum", "rollout.curriculum", "the curriculum"),
     ):
         function = getattr(rollout, name)
-        asked["agents"] = [one for one in named if one[0]]
-        is_agent = bool(asked["agents"])
-        asked["sandbox"] = (
+        request["agents"] = [one for one in named if one[0]]
+        is_agent = bool(request["agents"])
+        request["sandbox"] = (
             rollout.agent.model_dump() if is_agent and rollout.agent.isolation else None
         )
-        asked["functions"] = {f"rollout.{name}": function} if function else {}
+        request["functions"] = {f"rollout.{name}": function} if function else {}
         if is_agent and ":" in rollout.agent.auxiliary:
-            asked["functions"]["rollout.agent.auxiliary"] = rollout.agent.auxiliary
-        if (asked["agents"] or asked["functions"]) and shutil.which(python):
-            yield from _find_user_code_load_problems(python, asked, environ, key, what)
+            request["functions"]["rollout.agent.auxiliary"] = rollout.agent.auxiliary
+        if (request["agents"] or request["functions"]) and shutil.which(python):
+            yield from _find_user_code_load_problems(python, request, environ, key, what)
     if objective.custom and shutil.which(pythons["train"]):
-        tried = {**asked, "agents": [], "functions": {}, "sandbox": None}
-        tried["objective"] = objective.model_dump()
+        loss_request = {**request, "agents": [], "functions": {}, "sandbox": None}
+        loss_request["objective"] = objective.model_dump()
         yield from _find_user_code_load_problems(
-            pythons["train"], tried, environ, "trainer.objective.custom", "the custom loss"
+            pythons["train"], loss_request, environ, "trainer.objective.custom", "the custom loss"
         )
 
 

@@ -111,7 +111,7 @@ def write_evidence(
     It has no values of the environment, which may hold keys.
     """
     repository = read_repository(Path(__file__).parent)
-    told: dict[str, Any] = {
+    evidence: dict[str, Any] = {
         "areal_hpc": areal_hpc.__version__,
         "commit": repository.revision if repository else None,
         "at": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -120,6 +120,6 @@ def write_evidence(
         "results": results,
     }
     if examination is not None and "nodes" in vars(examination):
-        told["gpu_nodes"] = examination.nodes
-    encoded = msgspec.json.format(msgspec.json.encode(told, enc_hook=str), indent=2)
+        evidence["gpu_nodes"] = examination.nodes
+    encoded = msgspec.json.format(msgspec.json.encode(evidence, enc_hook=str), indent=2)
     write_atomic(path, encoded + b"\n")

@@ -121,8 +121,8 @@ def raise_if_results_of_other_settings(
             old, new = getattr(before, key), getattr(one, key)
             if old != new:
                 is_private = key == "workflow_kwargs"  # it may hold keys of services
-                told = "other arguments" if is_private else f"{old!r}, got {new!r}"
-                message = f"set {one.name} was played with {told}"
+                difference = "other arguments" if is_private else f"{old!r}, got {new!r}"
+                message = f"set {one.name} was played with {difference}"
                 problems.append(Problem(message, f"evaluation.{key}", hint))
     if problems:
         raise RecipeError.from_problems(problems)
@@ -156,8 +156,8 @@ def find_report_of_step(
     if (run := target.run) is None:
         message = "a step of which run? What is evaluated is a model"
         raise RecipeError(message, key="--compare", hint="give a file of results")
-    asked = {one.name: (one.metrics, one.pass_reward) for one in sets}
-    found = build_report_of_run_step(run, step, asked).sets
+    metrics = {one.name: (one.metrics, one.pass_reward) for one in sets}
+    found = build_report_of_run_step(run, step, metrics).sets
     try:
         own = find_target(run.root, step=step, recipe=None).paths
     except RecipeError:
@@ -165,11 +165,11 @@ def find_report_of_step(
             raise
     else:
         beside = RunPaths(target.paths.root.with_name(own.root.name))
-        found = found | build_report_of_run_step(beside, STEP_OF_LOADED_WEIGHTS, asked).sets
+        found = found | build_report_of_run_step(beside, STEP_OF_LOADED_WEIGHTS, metrics).sets
     if found:
         return EvaluationReport("", str(run.root), step, found)
     raise RecipeError(
-        f"the weights of step {step} were not evaluated on {', '.join(asked)}",
+        f"the weights of step {step} were not evaluated on {', '.join(metrics)}",
         key="--compare",
         hint=f"areal-hpc eval {shlex.quote(str(run.root))} --step {step}",
     )
@@ -178,8 +178,8 @@ def find_report_of_step(
 def build_evaluation_report(
     target: EvaluationTarget, sets: Sequence[EvaluationSet]
 ) -> EvaluationReport:
-    asked = {one.name: (one.metrics, one.pass_reward) for one in sets}
-    found = build_report_of_run_step(target.paths, STEP_OF_LOADED_WEIGHTS, asked).sets
+    metrics = {one.name: (one.metrics, one.pass_reward) for one in sets}
+    found = build_report_of_run_step(target.paths, STEP_OF_LOADED_WEIGHTS, metrics).sets
     run = str(target.run.root) if target.run is not None else ""
     return EvaluationReport(str(target.model), run, target.step, found)
 

@@ -85,13 +85,13 @@ def find_target(
         )
     model = run_or_model_dir.resolve()
     trial = "eval-" + re.sub(r"[^A-Za-z0-9_.-]", "-", model.name)
-    asked = [
+    all_overrides = [
         f"trial_name={trial}",
         *overrides,
         *_ONE_CELL_OVERRIDES,
         f"model.path={json.dumps(str(model))}",
     ]
-    return EvaluationTarget(load_recipe(recipe, asked, site), model)
+    return EvaluationTarget(load_recipe(recipe, all_overrides, site), model)
 
 
 def _find_target_in_run(
@@ -107,13 +107,13 @@ def _find_target_in_run(
     if site is not None:  # the recorded recipe holds every key, so they have to win over it
         keys = flatten_keys(OmegaConf.to_container(read_site_file(site)))
         sited = [f"cluster.{key}={json.dumps(value)}" for key, value in keys.items()]
-    asked = [*sited, *places, *overrides, *_ONE_CELL_OVERRIDES]
+    all_overrides = [*sited, *places, *overrides, *_ONE_CELL_OVERRIDES]
     start = get_initial_policy_path(recorded, run).resolve()
-    recipe = load_recipe(run.recipe, [*asked, f"model.path={json.dumps(str(start))}"])
+    recipe = load_recipe(run.recipe, [*all_overrides, f"model.path={json.dumps(str(start))}"])
     if version.step == 0:
         return EvaluationTarget(recipe, start, run, version.step)
     model = RunPaths(recipe.run_dir.resolve()).export_dir(format_step_dir(version.step))
-    recipe = load_recipe(run.recipe, [*asked, f"model.path={json.dumps(str(model))}"])
+    recipe = load_recipe(run.recipe, [*all_overrides, f"model.path={json.dumps(str(model))}"])
     return EvaluationTarget(recipe, model, run, version.step)
 
 
