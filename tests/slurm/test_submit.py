@@ -111,7 +111,7 @@ SWEEP = ("--sweep", "sft.optimizer.lr=1e-3,3e-3")
 ALL_BUT_SFT_HELD = (
     "cluster.slurm.jobs.trainer.sbatch.hold=true",
     "cluster.slurm.jobs.cell.sbatch.hold=true",
-    "cluster.slurm.jobs.sft.sbatch={}",
+    "cluster.slurm.jobs.sft.sbatch.hold=false",
 )
 
 
