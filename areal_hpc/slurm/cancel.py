@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from areal_hpc.errors import ClusterError, SlurmCommandError, SlurmTimeoutError
 from areal_hpc.slurm.commands import build_comma_lists, run_slurm_command
@@ -49,26 +50,20 @@ def cancel_jobs_and_wait(
     return len(cancellation.seen)
 
 
+@dataclass(slots=True)
 class _Cancellation:
-    def __init__(
-        self,
-        job_ids: Callable[[], Sequence[str]],
-        is_own: Callable[[SlurmJobRecord], bool],
-        grace_s: float,
-        print_line: Callable[[str], None],
-    ) -> None:
-        self._job_ids = job_ids
-        self._is_own = is_own
-        self._grace_s = grace_s
-        self._print_line = print_line
-        self._queue = QueuePoller()
-        self._signaled: set[str] = set()
-        self._began_at = time.monotonic()
-        """When the grace began, moved on by the time in which Slurm did not answer."""
-        self.seen: set[str] = set()
-        """Every job that was there at some look."""
-        self.left: list[str] | None = None
-        """Jobs that were there at the last look; None before the first."""
+    _job_ids: Callable[[], Sequence[str]]
+    _is_own: Callable[[SlurmJobRecord], bool]
+    _grace_s: float
+    _print_line: Callable[[str], None]
+    _queue: QueuePoller = field(default_factory=QueuePoller)
+    _signaled: set[str] = field(default_factory=set)
+    _began_at: float = field(default_factory=lambda: time.monotonic())
+    """When the grace began, moved on by the time in which Slurm did not answer."""
+    seen: set[str] = field(default_factory=set)
+    """Every job that was there at some look."""
+    left: list[str] | None = None
+    """Jobs that were there at the last look; None before the first."""
 
     def cancel_until_none_is_left(self) -> None:
         silent_since: float | None = None

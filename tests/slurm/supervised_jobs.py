@@ -141,24 +141,18 @@ class SupervisedJob:
 
     def stop_first_task(self) -> None:
         """SIGTERM to the supervisor of the first task alone: the others hear of it by its note."""
-        for process in psutil.process_iter(["environ", "cmdline"]):
-            environ, words = process.info["environ"] or {}, process.info["cmdline"] or []
+
+        def is_it(words: list[str], environ: dict[str, str]) -> bool:
             # By its file, because jobs of the tests beside this one have the same numbers.
             is_supervisor = words[-1:] == [str(self.files.launch)] and words[0].endswith("python")
-            if is_supervisor and environ.get("SLURM_PROCID") == "0":
-                os.kill(process.pid, signal.SIGTERM)
-                return
-        raise AssertionError("there is no such supervisor")
+            return is_supervisor and environ.get("SLURM_PROCID") == "0"
+
+        _signal_process(is_it, signal.SIGTERM)
 
     def kill_process(self) -> None:
         """SIGKILL to its one process."""
         config = str(self.files.process_config(self.name.partition("-")[0]))
-        for process in psutil.process_iter(["cmdline"]):
-            words = process.info["cmdline"] or []
-            if any(config in word for word in words):
-                os.kill(process.pid, signal.SIGKILL)
-                return
-        raise AssertionError(f"no process has {config}")
+        _signal_process(lambda words, _: any(config in word for word in words), signal.SIGKILL)
 
     def resubmissions(self) -> list[dict[str, object]]:
         """Events of caretakers that submitted it."""
@@ -252,3 +246,13 @@ class SupervisedJob:
         written = [f"{path}:\n{path.read_text()}" for path in logs]
         events = json.dumps(read_readable_records(self.run.events), indent=1)
         return "\n".join((self.shown(), events, *written, *self.words))
+
+
+def _signal_process(
+    is_it: Callable[[list[str], dict[str, str]], bool], signal_number: signal.Signals
+) -> None:
+    for process in psutil.process_iter(["environ", "cmdline"]):
+        if is_it(process.info["cmdline"] or [], process.info["environ"] or {}):
+            os.kill(process.pid, signal_number)
+            return
+    raise AssertionError("there is no such process")

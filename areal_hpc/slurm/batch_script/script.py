@@ -53,8 +53,6 @@ class JobRequest:
 
     job: str
     """Name within the run."""
-    run_dir: Path
-    """The run's directory: the comment begins with it."""
     shape: JobResources
     submitit_dir: Path
     """Where submitit keeps the job's files. Without the job's number, which is known too late."""
@@ -223,7 +221,7 @@ def _build_job_request(
     given = {name: value for name, value in asked.items() if value is not None}
     # submitit's own wckey would be refused where keys are enforced.
     parameters = given | {"wckey": None}
-    return JobRequest(job.name, run_context.run_dir, shape, folder, contained.python, parameters)
+    return JobRequest(job.name, shape, folder, contained.python, parameters)
 
 
 def _build_setup_lines(options: JobOptions, folder: Path, run_context: RunContext) -> list[str]:
