@@ -1,5 +1,7 @@
 """The state of a run is one, whoever shows it; and looking at it imports what reads a run."""
 
+import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,7 +17,8 @@ from areal_hpc.rundir.lock import hold_lock_or_raise
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.slurm.queue import QueueSnapshot
 from areal_hpc.view.answers.episode_times import list_mean_step_parts
-from areal_hpc.view.dashboard.run_pages import describe_run, describe_run_overview
+from areal_hpc.view.dashboard.report import write_report
+from areal_hpc.view.dashboard.run_pages import describe_run_overview
 from areal_hpc.view.state.jobs import JobView, RunJobs
 from areal_hpc.view.state.live_progress import PlainReporter
 from areal_hpc.view.state.run_view import (
@@ -24,7 +27,6 @@ from areal_hpc.view.state.run_view import (
     RunViewer,
     find_slurm_output_files,
     read_exit_records,
-    view_runs,
 )
 from areal_hpc.view.state.summary import (
     describe_idle_time,
@@ -105,7 +107,7 @@ RECORDED: list[tuple[Callable[[MadeRun], None], str]] = [
 
 
 @pytest.mark.parametrize(("record", "state"), RECORDED)
-def test_status_why_list_pages_and_terminal_agree(
+def test_status_why_list_page_report_and_terminal_agree(
     record: Callable[[MadeRun], None],
     state: str,
     tmp_path: Path,
@@ -127,7 +129,14 @@ def test_status_why_list_pages_and_terminal_agree(
     assert exit_code_of("list", view.paths.root) == 0
     assert f"made/run  {state} " in capsys.readouterr().out
     (page,) = map(describe_run_overview, RunViewer().view([run.paths]))
-    (row,) = map(describe_run, view_runs([run.paths], view._queue))  # what the report lists
+    out = tmp_path / "report.html"
+    write_report([run.paths], out, tmp_path / "cache")
+    (data,) = re.findall(r'id="report">(.*?)</script>', out.read_text())
+    report = json.loads(data)
+    (row,) = report["list"]["runs"]
+    reported = report["runs"]["made/run"]["overview"]
+    for part in ("state", "alerts", "step_times"):
+        assert reported[part] == json.loads(json.dumps(page[part]))
     assert page["state"] == row["state"] == state
     assert row["step"] == view.step
     assert page["alerts"] == [
@@ -135,6 +144,7 @@ def test_status_why_list_pages_and_terminal_agree(
         for one in view.alerts
     ]
     assert all(one.message in status for one in view.alerts)
+    assert all(f"({one.rule}; try: " in told for one in view.alerts if one.step > 0)
     assert bool(view.failure_alerts) == bool(row["failures"]) == bool(status_code)
     assert why_code or not status_code
     times = view.step_times
