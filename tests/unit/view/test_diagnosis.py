@@ -99,15 +99,6 @@ def test_a_run_that_waits_names_what_needs_somebody_first() -> None:
     assert diagnose(evidence(waiting)).is_well, "waiting long in the queue is normal"
 
 
-def test_a_job_that_is_completed_before_its_tasks_began_has_failed() -> None:
-    silent = job("cell-0", "COMPLETED", "2", ended_or_latest_end_at=NOW)
-    done = dataclasses.replace(silent, task_exits={0: TaskExit(0)})
-    assert [one.name for one in evidence(AT_WORK, silent).jobs.jobs_ended_before_run] == ["cell-0"]
-    assert evidence(AT_WORK, done).jobs.jobs_ended_before_run == []
-    ended = dataclasses.replace(AT_WORK, slurm_record=silent.slurm_record)
-    assert "but none of its tasks did" in diagnose(evidence(ended, silent)).headline
-
-
 def test_a_cell_that_gave_its_nodes_back_needs_nobody() -> None:
     idle = dataclasses.replace(
         job("cell-0", "FAILED", "2", ended_or_latest_end_at=NOW),

@@ -87,14 +87,6 @@ def test_two_reports_are_compared_by_task_on_every_metric(tmp_path: Path) -> Non
     assert "no difference is shown" in table
 
 
-def test_a_step_that_was_played_with_fewer_samples_is_compared_by_its_mean(tmp_path: Path) -> None:
-    samples = [[1.0, 1.0, 0.0], [0.0, 0.0, 1.0]]
-    before = found_of(tmp_path, [1.0] * 12, samples)
-    asked = {"valid": (("avg@k", "pass@4"), 1.0)}
-    again = build_report_of_run_step(RunPaths(tmp_path), 0, asked)
-    assert again.sets["valid"].metrics == before.sets["valid"].metrics
-
-
 def evaluate(rewards: float, n_samples: int, metrics: tuple[str, ...]) -> EvaluationReport:
     """What 20 tasks came to, each with samples that all earn the same."""
     samples = [[rewards] * n_samples] * 20

@@ -135,18 +135,6 @@ def test_a_trajectory_is_valid_atif_with_the_tokens_of_the_shard(paths: RunPaths
     assert found.extra["task"] == 7
 
 
-@pytest.mark.parametrize("said", ["[1, 2]", "no JSON", ""])
-def test_arguments_that_are_no_object_are_kept_as_they_were_said(
-    paths: RunPaths, said: str
-) -> None:
-    seal_in(paths, [conversation(said)])
-    (line,) = lines_of(exported(paths, "atif")[0])
-    calls = atif.Trajectory.model_validate(line).steps[4].tool_calls
-    assert calls
-    (call,) = calls
-    assert (call.arguments, call.extra) == ({}, {"arguments": said})
-
-
 @pytest.mark.parametrize("file_format", ["sft", "atif"])
 def test_a_tool_that_several_calls_had_beside_others_stands_once(
     paths: RunPaths, file_format: ExportFormat

@@ -57,16 +57,6 @@ def test_lines_of_every_batch_and_request_are_left_out_unless_asked_for(tmp_path
     assert "Decode batch" in read_last_lines(files, 3)[0][1]
 
 
-def test_a_source_names_job_process_and_node(tmp_path: Path) -> None:
-    sources = {file.source for file in list_log_files(make_run(tmp_path), 1)}
-    assert sources == {
-        "trainer/trainer-0@n01",
-        "trainer/trainer-0@n03",
-        "cell-0/proxy@n02",
-        "cell-0/replica-0.1",
-    }
-
-
 def test_jobs_and_processes_can_be_asked_for(tmp_path: Path) -> None:
     paths = make_run(tmp_path)
 

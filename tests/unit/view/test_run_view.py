@@ -30,7 +30,6 @@ from areal_hpc.view.state.run_view import (
 )
 from areal_hpc.view.state.summary import (
     describe_idle_time,
-    format_run_progress,
     measure_wait_without_cells_s,
 )
 from tests.support.commands import exit_code_of
@@ -207,30 +206,6 @@ def test_a_command_that_reads_a_run_imports_no_more(tmp_path: Path, words: tuple
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stderr == "[]\n"
-
-
-@pytest.mark.parametrize(
-    ("sections", "told"),
-    [
-        ({}, []),
-        ({"rollout": {"agent": {"isolation": None}}}, []),
-        ({"rollout": {"agent": {"isolation": "bwrap"}}}, ["  agent's sandbox   bwrap"]),
-        (
-            {"rollout": {"agent": {"isolation": "none"}}, "reward": {"isolation": "none"}},
-            [
-                "  isolation         none: programs of the model can do all that you can",
-                "  agent's sandbox   none: its commands can do all that you can",
-            ],
-        ),
-    ],
-)
-def test_status_says_how_commands_and_programs_are_isolated(
-    sections: dict[str, Any], told: list[str], tmp_path: Path
-) -> None:
-    view = RunView(RunPaths(tmp_path))
-    view.recipe = {"trainer": {"total_steps": 4}, **sections}
-    lines = format_run_progress(view)
-    assert [line for line in lines if "isolation" in line or "sandbox" in line] == told
 
 
 def write_job(paths: RunPaths, name: str, tasks: int, gpus: int, nodes: int | None) -> None:
