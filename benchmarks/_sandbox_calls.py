@@ -15,8 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from areal_hpc.sandbox.runtime import Runtime
-from areal_hpc.sandbox.runtimes.choice import make_runtime
+from areal_hpc.sandbox.runtimes import Runtime, make_runtime
 from areal_hpc.sandbox.sandbox import Sandbox
 from areal_hpc.sandbox.spec import Network, SandboxSpec
 from benchmarks._http_load import load

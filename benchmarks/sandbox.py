@@ -18,8 +18,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from areal_hpc.sandbox.pool import SandboxPool
-from areal_hpc.sandbox.runtime import Runtime
-from areal_hpc.sandbox.runtimes.choice import find_installed_runtimes, make_runtime
+from areal_hpc.sandbox.runtimes import Runtime, find_installed_runtimes, make_runtime
 from areal_hpc.sandbox.sandbox import Sandbox
 from areal_hpc.sandbox.spec import SandboxSpec
 from benchmarks._pairs import add_out, report
@@ -100,7 +99,7 @@ async def measure(arguments: argparse.Namespace) -> dict[str, float]:
     await measure_cold(runtime, spec, 1)  # pages of programs are read
     within, plain = await measure_commands(runtime, spec, arguments.commands)
     made = {}
-    if "session-only" in runtime.networks:
+    if runtime.name != "none":
         made = await measure_calls(
             runtime, arguments.many, arguments.calls, arguments.pairs, arguments.reply_s
         )

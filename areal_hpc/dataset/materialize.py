@@ -23,9 +23,6 @@ def materialize_task_sets(
 
     Returns:
         The number of rows of each.
-
-    Raises:
-        RecipeError: As `iterate_task_rows` and `check`, or a data set is empty.
     """
     counts = []
     with open_temporary_beside(jsonl_file) as stream:

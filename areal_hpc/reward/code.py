@@ -1,5 +1,6 @@
 """Answers that are programs, judged by running tests."""
 
+import asyncio
 import json
 import socket
 from collections.abc import Mapping
@@ -7,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from areal_hpc.reward.answer_extraction import extract_code
-from areal_hpc.sandbox.process import (
+from areal_hpc.sandbox.program import (
     ProgramLimits,
-    SandboxedProcess,
-    get_configured_isolation,
+    run_in_own_loop,
     run_program,
+    run_python,
+    start_program_sandbox,
 )
 
 _SCRIPTS_FOLDER = Path(__file__).parent / "judging"
@@ -70,32 +72,33 @@ def passes_tests(
         RecipeError: This machine cannot isolate programs, and `reward.isolation` is not none.
         ClusterError: A process could not be started.
     """
-    isolation = get_configured_isolation()
     options = json.dumps({"arguments_change": arguments_change})
-    answers_end, tests_end = socket.socketpair()
-    with answers_end, tests_end:
-        judged = SandboxedProcess(
-            _build_program_files("answer_main.py", {"answer.py": answer}),
-            limits,
-            isolation,
-            channel_fd=answers_end.fileno(),
-            keeps_output=False,
-        )
-        try:
-            judge = SandboxedProcess(
-                _build_program_files("judge_main.py", {"tests.py": tests, "options.json": options}),
-                limits,
-                isolation,
-                channel_fd=tests_end.fileno(),
+    answer_files = _build_program_files("answer_main.py", {"answer.py": answer})
+    judge_files = _build_program_files(
+        "judge_main.py", {"tests.py": tests, "options.json": options}
+    )
+
+    async def judge() -> bool:
+        async with (
+            start_program_sandbox(answer_files, limits) as judged,
+            start_program_sandbox(judge_files, limits) as judging,
+        ):
+            answers_end, tests_end = (one.detach() for one in socket.socketpair())
+            answering = asyncio.create_task(
+                run_python(
+                    judged, [*answer_files], limits, channel_fd=answers_end, keeps_output=False
+                )
             )
-            answers_end.close()  # each process alone holds its end now
-            tests_end.close()
-            outcome = judge.communicate(watched_processes=[judged])
-        finally:
-            judged.kill()
-    judged.require_begun()
-    lines = outcome.stdout.splitlines()
-    return outcome.exit_code == 0 and not outcome.timed_out and lines[-1:] == [_PASSED]
+            try:
+                outcome = await run_python(judging, [*judge_files], limits, channel_fd=tests_end)
+            finally:
+                await judged.stop()
+                await asyncio.wait({answering})
+            answering.result()  # raises if it was never begun
+        lines = outcome.stdout.splitlines()
+        return outcome.exit_code == 0 and not outcome.timed_out and lines[-1:] == [_PASSED]
+
+    return run_in_own_loop(judge())
 
 
 def _build_program_files(main: str, texts: Mapping[str, str]) -> dict[str, bytes]:

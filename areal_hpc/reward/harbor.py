@@ -85,12 +85,7 @@ class HarborTask(msgspec.Struct, frozen=True, kw_only=True):
         return replace(changed, root=Path(self.root), variables={}) if self.root else changed
 
     async def prepare(self, sandbox: Sandbox) -> None:
-        """Put the task's files, and let commands run where and with what they expect.
-
-        Raises:
-            RecipeError: They do not fit into the sandbox.
-            NodeResourceShortageError: They cannot be read on this machine, or be put in time.
-        """
+        """Put the task's files, and let commands run where and with what they expect."""
         made = [self.work_dir] if self.work_dir else []
         pairs = [(self._resolve(source), place) for source, place in self.copies]
         try:
@@ -120,10 +115,6 @@ class HarborTask(msgspec.Struct, frozen=True, kw_only=True):
 
         The reward is 0 where they give none, or fail (exit code not 0): then `no_verdict` among the
         metrics is 1, and the note says why. Of several rewards `reward` counts, else their mean.
-
-        Raises:
-            SandboxLostError: The sandbox is gone before the tests began.
-            NodeResourceShortageError: The tests cannot be read on this machine, or be put in time.
         """
         await sandbox.kill_all_commands()
         try:
@@ -161,11 +152,7 @@ class HarborTask(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def resolve_task_path(folder: Path, name: str) -> Path:
-    """A file or folder of a task, links followed: a stranger's task shows no file of yours.
-
-    Raises:
-        RecipeError: It lies outside of the task's folder.
-    """
+    """A file or folder of a task, links followed: a stranger's task shows no file of yours."""
     path = (folder / name).resolve()
     if not path.is_relative_to(folder.resolve()):
         raise RecipeError(
@@ -177,11 +164,7 @@ def resolve_task_path(folder: Path, name: str) -> Path:
 
 
 def find_harbor_task(data: Mapping[str, Any]) -> HarborTask | None:
-    """The Harbor task of a row, if it is one.
-
-    Raises:
-        RecipeError: The row has something else in its place.
-    """
+    """The Harbor task of a row, if it is one."""
     if HARBOR_TASK_COLUMN not in data:
         return None
     try:
@@ -195,12 +178,7 @@ def find_harbor_task(data: Mapping[str, Any]) -> HarborTask | None:
 
 
 async def judge_harbor_task(data: Mapping[str, Any]) -> Reward:
-    """The reward of a row's task, whose agent has ended: what an agent's `run` returns.
-
-    Raises:
-        RecipeError: The row is no Harbor task, or its agent had no sandbox.
-        SandboxLostError: The sandbox is gone.
-    """
+    """The reward of a row's task, whose agent has ended: what an agent's `run` returns."""
     task, sandbox = find_harbor_task(data), data.get("sandbox")
     if task is None or not isinstance(sandbox, Sandbox):
         raise RecipeError(
@@ -212,11 +190,7 @@ async def judge_harbor_task(data: Mapping[str, Any]) -> Reward:
 
 
 def parse_verdict(file_name: str, content: bytes) -> Reward:
-    """The reward of a file `reward.json` or `reward.txt`.
-
-    Raises:
-        ValueError: It holds none.
-    """
+    """The reward of a file `reward.json` or `reward.txt`."""
     try:
         told = json.loads(content) if file_name.endswith(".json") else float(content)
         values = told if isinstance(told, dict) else {"reward": told}
@@ -256,13 +230,7 @@ def build_archive(
 async def _put_files_into_sandbox(
     sandbox: Sandbox, pairs: Iterable[tuple[Path, str]], folders: Iterable[str] = ()
 ) -> None:
-    """Put files into a sandbox.
-
-    Raises:
-        NodeResourceShortageError: They cannot be read here, or the sandbox takes too long.
-        OSError: They do not fit into the sandbox.
-        SandboxLostError: The sandbox is gone.
-    """
+    """Put files into a sandbox."""
     archive = await _build_archive_with_retries([*pairs], [*folders])
     try:
         await sandbox.unpack(archive)
@@ -279,9 +247,6 @@ async def _build_archive_with_retries(
     """The files as a tar, read in a thread: their storage may be slow.
 
     Reading is repeated for `READ_RETRY_S`: an episode that has been played is lost without them.
-
-    Raises:
-        NodeResourceShortageError: They cannot be read on this machine.
     """
     give_up_at = time.monotonic() + READ_RETRY_S
     while True:

@@ -45,11 +45,7 @@ class Agreement:
 def measure_agreement(
     values_N: Sequence[float], labels_N: Sequence[float], threshold: float = 0.5
 ) -> Agreement:
-    """How far values agree with labels. Pure.
-
-    Raises:
-        ValueError: There are none, or not the same number.
-    """
+    """How far values agree with labels. Pure."""
     values, labels = np.asarray(values_N, dtype=np.float64), np.asarray(labels_N, dtype=np.float64)
     if values.shape != labels.shape or not values.size:
         raise ValueError(f"expected a label for each value, got {values.size} and {labels.size}")
@@ -81,13 +77,7 @@ def _compute_pearson_correlation(
 
 
 async def report_agreement(judge: LlmJudge, path: Path, threshold: float) -> str:
-    """Grade the replies of a file of labels; the agreement and the largest differences as text.
-
-    Raises:
-        RecipeError: The file cannot be read, has no line, or lines that are none of these.
-        ClusterError: The endpoint does not answer.
-        AgentError: The judge gave no grade.
-    """
+    """Grade the replies of a file of labels; the agreement and the largest differences as text."""
     labeled = read_labels(path)
     grades = await asyncio.gather(
         *(judge(one.question, one.reply, one.reference) for one in labeled)
@@ -100,11 +90,7 @@ async def report_agreement(judge: LlmJudge, path: Path, threshold: float) -> str
 
 
 def read_labels(path: Path) -> list[LabeledReply]:
-    """The labeled replies of a JSON-lines file.
-
-    Raises:
-        RecipeError: It cannot be read, has no line, or lines that are none of these.
-    """
+    """The labeled replies of a JSON-lines file."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:

@@ -64,9 +64,6 @@ class LlmJudge:
             out of its form; or `fail`: the episode fails.
         max_concurrent: Calls at once.
         request: Further parameters of the calls, over `temperature: 0` and the JSON schema.
-
-    Raises:
-        RecipeError: The rubric is empty, or its file cannot be read.
     """
 
     def __init__(
@@ -102,12 +99,7 @@ class LlmJudge:
         self._event_loop_client: _EventLoopClient | None = None
 
     async def __call__(self, question: str, reply: str, reference: str = "") -> Grade:
-        """The grade of a reply; `reference` is a good answer, if there is one.
-
-        Raises:
-            ClusterError: The endpoint does not answer, or refuses the call.
-            AgentError: The judge gave no grade, and `on_no_grade` is `fail`.
-        """
+        """The grade of a reply; `reference` is a good answer, if there is one."""
         given = {"question": question, "reference": reference, "reply": reply}
         told = [self._rubric, self._model, self._max_grade, self._request, given]
         key = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Self
 
-from areal_hpc.sandbox.command_server import MAX_MESSAGE_BYTES, READY_MESSAGE
+from areal_hpc.sandbox.command_server import MAX_MESSAGE_BYTES, NOT_BEGUN_CODE, READY_MESSAGE
 
 KILL_COMMAND_TIMEOUT_S = 10.0
 """Longest time in which a server kills a command; if it takes longer its sandbox is lost."""
@@ -35,6 +35,8 @@ class CommandResult:
     timed_out: bool = False
     is_cut_off: bool = False
     """It printed more than `limits.output_bytes`, and was killed."""
+    has_begun: bool = True
+    """False if no process could be started for it."""
 
     @property
     def text(self) -> str:
@@ -87,6 +89,7 @@ class OutputPipe:
 class CommandChannel:
     """Messages to and from a command server, over one socket.
 
+    Whoever waits for a server that is gone gets an EOFError.
     The server's end is handed to a process, for whose first message `wait_for_hello` waits.
     """
 
@@ -127,17 +130,16 @@ class CommandChannel:
     ) -> CommandResult:
         """Run a command to its end, which comes at the latest when it takes too long.
 
-        `descriptors` are what it has from number 3 on.
-
-        Raises:
-            EOFError: The server is gone.
-            TypeError: The request is no JSON.
+        `descriptors` are what it has from number 3 on; they are closed here.
         """
         content, excess = json.dumps(request).encode(), asyncio.Future[None]()
         number, ended = self._await_answer()
         timed_out = False
         with contextlib.ExitStack() as opened:
             opened.callback(self._ends.pop, number)
+            passed_on = opened.enter_context(contextlib.ExitStack())
+            for descriptor in descriptors:
+                passed_on.callback(os.close, descriptor)
             outputs = [opened.enter_context(OutputPipe(max_stream_bytes, excess)) for _ in "12"]
             try:
                 async with asyncio.timeout(timeout_s):
@@ -145,6 +147,7 @@ class CommandChannel:
                         passed = [asked, given, *(one.writing for one in outputs)]
                         numbers = [one.fileno() for one in passed]
                         await self._send(f"begin {number}", [*numbers, *descriptors])
+                    passed_on.close()
                     for one in outputs:
                         one.writing.close()
                     await asyncio.wait((ended, excess), return_when=asyncio.FIRST_COMPLETED)
@@ -161,14 +164,13 @@ class CommandChannel:
                 raise
             exit_code = _require_exit_code(ended)
             stdout, stderr = (one.read_rest() for one in outputs)
-        return CommandResult(exit_code, stdout, stderr, timed_out, excess.done())
+        has_begun = exit_code != NOT_BEGUN_CODE
+        if not has_begun:
+            exit_code = 126
+        return CommandResult(exit_code, stdout, stderr, timed_out, excess.done(), has_begun)
 
     async def kill_all(self, timeout_s: float) -> None:
-        """Kill all that runs in the sandbox.
-
-        Raises:
-            EOFError: The server is gone, or something starts processes faster than that.
-        """
+        """Kill all that runs in the sandbox."""
         number, ended = self._await_answer()
         try:
             async with asyncio.timeout(timeout_s):

@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import importlib
 import json
+import math
 import os
 import resource
 import select
@@ -23,6 +24,8 @@ from typing import Any, NoReturn
 
 READY_MESSAGE = b"ready"
 MAX_MESSAGE_BYTES = 64
+NOT_BEGUN_CODE = -1
+"""Of a command for which there is no process."""
 MAX_DESCRIPTORS = 8
 MAX_PENDING_SIGNALS = 4096
 """And timers, of which the sandbox's user has a limited number elsewhere, too."""
@@ -38,7 +41,7 @@ class CommandServer:
         self._request = request
         self._numbers: dict[int, int] = {}
         """Of commands, by their processes."""
-        channel = request["channel_fd"] or 0
+        channel = request["channel_fd"]
         self._channel = socket.socket(fileno=os.dup(channel))  # not inherited by commands
         self._channel.setblocking(True)  # a kernel may hand the channel over otherwise
         nothing = os.open("/dev/null", os.O_RDWR)
@@ -97,7 +100,7 @@ class CommandServer:
         except OSError as error:
             said = f"sandbox: no process could be started: {error}"
             os.write(descriptors[3], said.encode())
-            self._send_exit_code(command_number, 126)
+            self._send_exit_code(command_number, NOT_BEGUN_CODE)
         else:
             if pid == 0:
                 become_command_process(descriptors, self._request)
@@ -157,6 +160,9 @@ def become_command_process(descriptors: list[int], server: dict[str, Any]) -> No
 
 
 def exec_program(request: dict[str, Any]) -> None:
+    if request["processor_s"] is not None:
+        most = math.ceil(request["processor_s"])
+        resource.setrlimit(resource.RLIMIT_CPU, (most, most + 1))
     os.chdir(request["folder"])
     name = request["command"][0]
     try:

@@ -18,21 +18,24 @@ from pathlib import Path
 from typing import Any
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.sandbox.bubblewrap_command_line import (
-    NOBODY_UID,
-    PROGRAM_VARIABLES,
-    SCRIPTS_DIR,
-    build_bwrap_command,
+from areal_hpc.sandbox.bwrap import (
+    build_bwrap_options,
     hold_content_descriptors,
-    is_executable_by_all,
-    may_become_nobody,
+    list_system_options,
     require_bubblewrap,
 )
-from areal_hpc.sandbox.process import build_isolation_error, get_configured_isolation
-from areal_hpc.sandbox.runtimes.guest import choose_scratch_mount_point
+from areal_hpc.sandbox.guest import (
+    GUEST_DIR,
+    NOBODY_UID,
+    choose_scratch_mount_point,
+    is_executable_by_all,
+    may_become_nobody,
+)
+from areal_hpc.sandbox.program import build_isolation_error, get_configured_isolation
 from areal_hpc.sandbox.seccomp import build_seccomp_filter
 
 WORKER_LOOP_FILE = Path(__file__).parent / "worker" / "worker_loop.py"
+_VARIABLES = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LC_ALL": "C.UTF-8"}
 _CERTIFICATE_VARIABLES = ("SSL_CERT_FILE", "SSL_CERT_DIR")
 PASSED_VARIABLES = ("LANG", "LC_ALL", "TZ", "OMP_NUM_THREADS", "LD_LIBRARY_PATH")
 _LOOPBACK_NAMES = ("127.0.0.1", "localhost")
@@ -97,10 +100,6 @@ def open_worker_command(
         python: The Python that runs it.
         variables: Its environment, beside what says nothing of the user.
         readonly_folders: Folders that it sees besides those that its Python imports from.
-
-    Raises:
-        RecipeError: This machine cannot isolate it.
-        OSError: There is no such Python.
     """
     environ = {name: os.environ[name] for name in PASSED_VARIABLES if name in os.environ}
     environ |= variables or {}
@@ -118,7 +117,7 @@ def open_worker_command(
         yield {"args": [*program, str(scripts[0]), *places], "env": environ}
         return
     as_nobody = may_become_nobody()
-    bwrap = require_bubblewrap(build_isolation_error, by_anybody=as_nobody)
+    bwrap = require_bubblewrap(build_isolation_error)
     named_folders = [*filter(None, environ.get("PYTHONPATH", "").split(":")), *readonly_folders]
     _check_named_folders(named_folders)
     folders = [*_list_python_folders(python), *named_folders]
@@ -143,20 +142,26 @@ def open_worker_command(
             prefix = ["unshare", "--mount", "--propagation", "private", "sh", "-c"]
             prefix += [_BIND_FOLDERS_SCRIPT, "sh"]
             prefix += [scratch, str(len(folders)), str(NOBODY_UID), *folders]
-        command = build_bwrap_command(
-            str(bwrap),
-            [python, f"{SCRIPTS_DIR}/{scripts[0].name}", json.dumps(request)],
+        root, writable = [*list_system_options()], list[str]()
+        for name, value in (_VARIABLES | environ).items():
+            root += ["--setenv", name, value]
+        for folder in ("/dev/shm", "/tmp"):
+            writable += ["--size", str(SCRATCH_BYTES), "--perms", "1777", "--tmpfs", folder]
+        files = (*scripts, WORKER_LOOP_FILE)
+        options = build_bwrap_options(
             contents,
-            scripts={one.name: one.read_bytes() for one in (*scripts, WORKER_LOOP_FILE)},
-            readonly_folders=dict(zip(folders, sources, strict=True)),
-            scratch_bytes=SCRATCH_BYTES,
-            program_filter=build_seccomp_filter(),
-            variables=PROGRAM_VARIABLES | environ,
+            root=root,
+            writable=writable,
+            readonly=zip(sources, folders, strict=True),
+            files={f"{GUEST_DIR}/{one.name}": one.read_bytes() for one in files},
         )
+        if (program_filter := build_seccomp_filter()) is not None:
+            options += ["--seccomp", contents.add(program_filter)]
+        program = [python, f"{GUEST_DIR}/{scripts[0].name}", json.dumps(request)]
         becomes = {"user": NOBODY_UID, "group": NOBODY_UID, "extra_groups": list[int]()}
         yield {
-            "args": [*prefix, *command],
-            "env": PROGRAM_VARIABLES,
+            "args": [*prefix, str(bwrap), *options, "--chdir", "/tmp", "--", *program],
+            "env": _VARIABLES,
             "cwd": "/",
             "pass_fds": contents.descriptors,
             **(becomes if as_nobody and not prefix else {}),

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from areal_hpc.errors import ClusterError, RecipeError
-from areal_hpc.sandbox.runtime import Runtime
+from areal_hpc.sandbox.runtimes import Runtime
 from areal_hpc.sandbox.sandbox import Sandbox
 from areal_hpc.sandbox.spec import SandboxSpec
 

@@ -33,7 +33,6 @@ MAX_FILE_BYTES = 64 << 20
 """A larger file is not read out of a sandbox, unless more is asked for."""
 MAX_ARCHIVE_BYTES = 1 << 30
 """Nor a larger snapshot."""
-WATCH_PERIOD_S = 0.5
 _MAX_COMPLAINT_CHARS = 500
 _UMASK = 0o022
 """Of commands: that of a run, 077, would hide from a task's tests what they look for."""
@@ -57,16 +56,24 @@ class SandboxStartPlan:
     """Of the process itself; None: hardly any."""
     on_stop: Callable[[], None] | None = None
     """Removes what the process leaves."""
+    files_folder: str = "/sandbox"
+    """Where commands find `SandboxSpec.files`."""
 
 
 class Sandbox:
-    """Commands run in it until it is stopped; they see what earlier ones left."""
+    """Commands run in it until it is stopped; they see what earlier ones left.
+
+    Where it is gone, all that needs it raises `SandboxLostError`; what a file operation cannot do
+    is an `OSError` with the sandbox's own words.
+    """
 
     def __init__(
         self, plan: SandboxStartPlan, process: subprocess.Popen[bytes], channel: CommandChannel
     ) -> None:
         self.folder = plan.command_folder
         """Working directory of commands; relative paths are below it."""
+        self.files_folder = plan.files_folder
+        """Where `SandboxSpec.files` are."""
         self.base_url = ""
         """Where commands reach the model's endpoint; empty if they cannot."""
         self._plan, self._process, self._channel = plan, process, channel
@@ -161,15 +168,14 @@ class Sandbox:
         timeout_s: float = 60.0,
         folder: str = "",
         variables: Mapping[str, str] | None = None,
+        processor_s: float | None = None,
         descriptors: Sequence[int] = (),
     ) -> CommandResult:
         """Run a command to its end; text is one for the shell.
 
         It is killed with all of its session when it takes too long or prints too much. What it
-        left in the background goes on. `descriptors` are what it has from number 3 on.
-
-        Raises:
-            SandboxLostError: The sandbox is gone.
+        left in the background goes on. `processor_s` limits the processor time of each of its
+        processes. `descriptors` are what it has from number 3 on; they are closed here.
         """
         words = ["/bin/sh", "-c", command] if isinstance(command, str) else list(command)
         request = {
@@ -177,6 +183,7 @@ class Sandbox:
             "command": words,
             "folder": self._resolve_path(folder),
             "variables": self._variables | dict(variables or {}),
+            "processor_s": processor_s,
         }
         content = stdin.encode() if isinstance(stdin, str) else stdin
         return await self._run(
@@ -184,75 +191,41 @@ class Sandbox:
         )
 
     async def put(self, path: str, content: bytes | str, mode: int = 0o644) -> None:
-        """Write a file, and make its folders.
-
-        Raises:
-            OSError: It cannot be written; the message is that of the sandbox.
-            SandboxLostError: The sandbox is gone.
-        """
+        """Write a file, and make its folders."""
         data = content.encode() if isinstance(content, str) else content
         await self._run_file_operation(
             {"operation": "put", "path": self._resolve_path(path), "mode": mode}, data
         )
 
     async def get(self, path: str, max_bytes: int = MAX_FILE_BYTES) -> bytes:
-        """The content of a regular file.
-
-        Raises:
-            OSError: There is none, or it is longer.
-            SandboxLostError: The sandbox is gone.
-        """
+        """The content of a regular file."""
         request = {"operation": "get", "path": self._resolve_path(path), "max_bytes": max_bytes}
         return await self._run_file_operation(request, b"", max_bytes)
 
     async def remove(self, path: str) -> None:
-        """Remove a file, or a folder with all that is in it; nothing if there is none.
-
-        Raises:
-            OSError: It cannot be removed.
-            SandboxLostError: The sandbox is gone.
-        """
+        """Remove a file, or a folder with all that is in it; nothing if there is none."""
         await self._run_file_operation(
             {"operation": "remove", "path": self._resolve_path(path)}, b""
         )
 
     async def kill_all_commands(self) -> None:
-        """Kill all that runs in it, also what commands left in the background.
-
-        Raises:
-            SandboxLostError: The sandbox is gone: something started processes faster than that.
-        """
+        """Kill all that runs in it, also what commands left in the background."""
         try:
             await self._channel.kill_all(KILL_ALL_TIMEOUT_S)
         except EOFError:
             await self._raise_as_lost("all of it was killed")
 
     async def snapshot(self) -> bytes:
-        """All that was written or removed since the start, as a layer of an OCI image (a tar).
-
-        Raises:
-            OSError: Something cannot be kept.
-            SandboxLostError: The sandbox is gone.
-        """
+        """All that was written or removed since the start, as a layer of an OCI image (a tar)."""
         return await self._run_file_operation({"operation": "pack"}, b"", MAX_ARCHIVE_BYTES)
 
     async def pack(self, folder: str, max_bytes: int = MAX_ARCHIVE_BYTES) -> bytes:
-        """What is in a folder, as a tar: files, folders and links.
-
-        Raises:
-            OSError: There is none, it cannot be read, or it holds more.
-            SandboxLostError: The sandbox is gone.
-        """
+        """What is in a folder, as a tar: files, folders and links."""
         request = {"operation": "pack_folder", "path": self._resolve_path(folder)}
         return await self._run_file_operation(request, b"", max_bytes)
 
     async def restore(self, snapshot: bytes) -> None:
-        """Write and remove what a snapshot says, of another sandbox with the same root.
-
-        Raises:
-            OSError: It does not fit.
-            SandboxLostError: The sandbox is gone.
-        """
+        """Write and remove what a snapshot says, of another sandbox with the same root."""
         request = {"operation": "unpack", "path": "", "keeps_links": False, "is_layer": True}
         await self._run_file_operation(request, snapshot)
 
@@ -260,11 +233,6 @@ class Sandbox:
         """Write the files of a tar; where it has a folder, a link to one will do.
 
         They come into a folder, which is there; without one, to where the names say.
-
-        Raises:
-            TimeoutError: It took too long, as on a node that is loaded.
-            OSError: They do not fit.
-            SandboxLostError: The sandbox is gone.
         """
         path = folder and self._resolve_path(folder)
         request = {"operation": "unpack", "path": path, "keeps_links": True, "is_layer": False}
@@ -352,7 +320,7 @@ class Sandbox:
                 self._end_as_lost(f"it had more than {limits.processes} processes")
             if self._running == 0 and len(processes) <= at_rest:
                 self._active.clear()
-            await asyncio.sleep(WATCH_PERIOD_S)
+            await asyncio.sleep(limits.watch_period_s)
 
     def _end_as_lost(self, reason: str) -> None:
         self._why_lost = self._why_lost or reason

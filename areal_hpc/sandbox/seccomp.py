@@ -1,4 +1,4 @@
-"""Filter of system calls for sandboxed programs, as classic BPF and as a profile.
+"""Filter of system calls for sandboxed programs, as classic BPF.
 
 Refused with EPERM: what makes namespaces and mounts, looks into other processes, loads code into
 the kernel, or reaches sockets that a network namespace does not hold. `clone3`, whose flags a
@@ -9,9 +9,8 @@ arch/x86/entry/syscalls/syscall_64.tbl and include/uapi/asm-generic/unistd.h (se
 import errno
 import platform
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 _LOAD_WORD, _JUMP_EQUAL, _JUMP_AT_LEAST, _JUMP_ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
@@ -32,8 +31,6 @@ _REFUSED_NAMES = (
     # Memory that no limit counts, some of it for as long as the node runs.
     *("shmget", "memfd_create", "memfd_secret", "semget", "msgget", "mq_open"),
 )
-_NAMES_REFUSED_TO_PROGRAMS = ("inotify_init1", "inotify_init")
-"""Of which a user has few: an agent's sandbox limits them, a program has no use for any."""
 _SOL_SOCKET, _BUFFER_OPTIONS = 1, (7, 8)
 """SO_SNDBUF and SO_RCVBUF: answered as if done, so that a socket holds what the kernel's default
 is (`memory.py`)."""
@@ -44,11 +41,8 @@ _AF_VSOCK = 40
 @dataclass(frozen=True)
 class _SystemCallNumbers:
     audit_architecture: int
-    profile_architecture: str
-    """Its name in a profile of the Open Container Initiative."""
     refused: tuple[int, ...]
     """Of `_REFUSED_NAMES`, in their order."""
-    refused_to_programs: tuple[int, ...]
     clone: int
     clone3: int
     socket: int
@@ -58,7 +52,6 @@ class _SystemCallNumbers:
 _SYSTEM_CALLS_BY_MACHINE = {
     "x86_64": _SystemCallNumbers(
         0xC000003E,
-        "SCMP_ARCH_X86_64",
         (
             *(272, 308, 165, 166, 155, 161),
             *(428, 429, 430, 431, 432, 442),
@@ -68,7 +61,6 @@ _SYSTEM_CALLS_BY_MACHINE = {
             *(313, 176, 304, 167, 168, 169),
             *(29, 319, 447, 64, 68, 240),
         ),
-        (294, 253),
         clone=56,
         clone3=435,
         socket=41,
@@ -76,7 +68,6 @@ _SYSTEM_CALLS_BY_MACHINE = {
     ),
     "aarch64": _SystemCallNumbers(
         0xC00000B7,
-        "SCMP_ARCH_AARCH64",
         (
             *(97, 268, 40, 39, 41, 51),
             *(428, 429, 430, 431, 432, 442),
@@ -86,7 +77,6 @@ _SYSTEM_CALLS_BY_MACHINE = {
             *(273, 106, 265, 224, 225, 142),
             *(194, 279, 447, 190, 186, 180),
         ),
-        (26,),
         clone=220,
         clone3=435,
         socket=198,
@@ -95,69 +85,18 @@ _SYSTEM_CALLS_BY_MACHINE = {
 }
 
 
-def build_seccomp_filter(machine: str = "", *, is_of_program: bool = False) -> bytes | None:
-    """The filter as bubblewrap's `--seccomp` reads it; None for a machine that is not known.
+def build_seccomp_filter(machine: str = "") -> bytes | None:
+    """The filter as seccomp(2) takes it; None for a machine that is not known.
 
-    `machine` is as `uname -m` says; this one by default. `is_of_program`: what a single program
-    has no use for is refused, too.
+    `machine` is as `uname -m` says; this one by default.
     """
     calls = _SYSTEM_CALLS_BY_MACHINE.get(machine or platform.machine())
     if calls is None:
         return None
-    refused = calls.refused + (calls.refused_to_programs if is_of_program else ())
-    return b"".join(
-        struct.pack("=HBBI", *instruction) for instruction in _assemble_bpf(calls, refused)
-    )
+    return b"".join(struct.pack("=HBBI", *instruction) for instruction in _assemble_bpf(calls))
 
 
-def build_seccomp_profile(machine: str = "") -> dict[str, Any] | None:
-    """The same filter as container runtimes read it; None for a machine that is not known."""
-    calls = _SYSTEM_CALLS_BY_MACHINE.get(machine or platform.machine())
-    if calls is None:
-        return None
-    flags = [1 << bit for bit in range(32) if _NAMESPACE_FLAGS >> bit & 1]
-    return {
-        "defaultAction": "SCMP_ACT_ALLOW",
-        "architectures": [calls.profile_architecture],
-        "syscalls": [
-            _build_refusal(_REFUSED_NAMES),
-            _build_refusal(["clone3"], code=errno.ENOSYS),
-            _build_refusal(["socket"], _build_argument_condition(0, "SCMP_CMP_EQ", _AF_VSOCK)),
-            *(
-                _build_refusal(
-                    ["setsockopt"],
-                    _build_argument_condition(1, "SCMP_CMP_EQ", _SOL_SOCKET),
-                    _build_argument_condition(2, "SCMP_CMP_EQ", option),
-                    code=0,
-                )
-                for option in _BUFFER_OPTIONS
-            ),
-            *(
-                _build_refusal(
-                    ["clone"], _build_argument_condition(0, "SCMP_CMP_MASKED_EQ", flag, flag)
-                )
-                for flag in flags
-            ),
-        ],
-    }
-
-
-def _build_refusal(
-    names: Sequence[str], *arguments: dict[str, Any], code: int = errno.EPERM
-) -> dict[str, Any]:
-    rule = {"names": list(names), "action": "SCMP_ACT_ERRNO", "errnoRet": code}
-    return {**rule, "args": list(arguments)} if arguments else rule
-
-
-def _build_argument_condition(
-    index: int, comparison: str, value: int, masked: int = 0
-) -> dict[str, Any]:
-    return {"index": index, "op": comparison, "value": value, "valueTwo": masked}
-
-
-def _assemble_bpf(
-    calls: _SystemCallNumbers, refused: Sequence[int]
-) -> Iterator[tuple[int, int, int, int]]:
+def _assemble_bpf(calls: _SystemCallNumbers) -> Iterator[tuple[int, int, int, int]]:
     refuse = (_RETURN, 0, 0, _ERRNO | errno.EPERM)
     yield _LOAD_WORD, 0, 0, _ARCHITECTURE_OFFSET
     yield _JUMP_EQUAL, 1, 0, calls.audit_architecture
@@ -165,7 +104,7 @@ def _assemble_bpf(
     yield _LOAD_WORD, 0, 0, _NUMBER_OFFSET
     yield _JUMP_AT_LEAST, 0, 1, _X32_BIT
     yield refuse
-    for number in refused:
+    for number in calls.refused:
         yield _JUMP_EQUAL, 0, 1, number
         yield refuse
     yield _JUMP_EQUAL, 0, 1, calls.clone3

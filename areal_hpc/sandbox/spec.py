@@ -25,6 +25,10 @@ class SandboxLimits:
     files: int = 100_000
     output_bytes: int = 1 << 20
     """What one command prints, each of its two streams; a command that prints more is killed."""
+    inotify_instances: int = 64
+    """Of which its user has few elsewhere, too."""
+    watch_period_s: float = 0.5
+    """Time between two looks at what no limit of the kernel's counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,3 +45,5 @@ class SandboxSpec:
     """Environment of commands, besides what every sandbox has."""
     readonly_folders: tuple[str, ...] = ()
     """Folders of this machine that it shows at their own places, read-only."""
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    """By name, files that it shows in `Sandbox.files_folder`, read-only."""

@@ -95,13 +95,7 @@ class UnpackedTree:
         self._left_out: set[str] = set()
 
     def write_archive(self, stream: Any, *, is_layer: bool = False) -> None:
-        """Write what a tar has, read from a stream; also remove what it says as an image's layer.
-
-        Raises:
-            ValueError: A name leads nowhere, or there is too much (`ArchiveTooLargeError`).
-            tarfile.TarError: It is no tar.
-            OSError: A file cannot be written.
-        """
+        """Write what a tar has; as an image's layer also remove what it says."""
         self._new = set()
         # Beside content each member takes a few blocks.
         most = 2 * self._bytes_left + 8192 * self._files_left

@@ -11,7 +11,7 @@ from openai import AsyncOpenAI
 from areal_hpc.reward.answer_extraction import extract_code
 from areal_hpc.reward.code import code_reward
 from areal_hpc.rollout.execution.reward_wrapper import AsyncRewardWrapper
-from areal_hpc.sandbox.process import run_program
+from areal_hpc.sandbox.program import run_program
 
 MOST_SHOWN_CHARS = 1000
 

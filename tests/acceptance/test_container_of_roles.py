@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.rundir.jsonl import read_readable_records
-from areal_hpc.sandbox.runtimes.apptainer import find_apptainer
+from areal_hpc.sandbox.runtimes import find_installed_runtimes
 from tests.support.commands import audit_of, said_by
 from tests.support.devclusters import Submitting, devcluster
 from tests.support.environments import CHECKOUT, python_of
@@ -26,7 +26,7 @@ def make_image(place: Path) -> Path:
 
 
 def test_a_run_in_a_container_trains_and_every_process_of_it_is_inside(tmp_path: Path) -> None:
-    assert find_apptainer(), "make slurm-roots unpacks it"
+    assert "apptainer" in find_installed_runtimes(), "make slurm-roots unpacks it"
     image = make_image(tmp_path / "image")
     environments = (CHECKOUT / ".venvs").resolve()
     mounts = ["/usr:/usr:ro", "/etc:/etc:ro", f"{environments}:{environments}:ro"]

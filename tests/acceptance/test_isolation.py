@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.sandbox.runtimes.choice import find_installed_runtimes
+from areal_hpc.sandbox.runtimes import find_installed_runtimes
 from tests.support import attacks_table
 from tests.support.attacks import tool
 from tests.support.attacks.agent import SANDBOX, SECRET_WORDS

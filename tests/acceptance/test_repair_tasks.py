@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 import pytest
 
-from areal_hpc.sandbox.runtimes.apptainer import find_apptainer
+from areal_hpc.sandbox.runtimes import find_installed_runtimes
 from examples.repair_tasks.make import write_repair_tasks
 from tests.support.commands import areal_hpc
 from tests.support.process_commands import submitit_processes
@@ -19,7 +19,7 @@ from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(1500)
 
-ISOLATIONS = ("bwrap", "podman", *(["apptainer"] if find_apptainer() else []))
+ISOLATIONS = ("bwrap", "podman", *({"apptainer"} & {*find_installed_runtimes()}))
 GROUPS, STEPS = 5, 10
 RUN_TIMEOUT_S = 1200.0
 CHECK_TIMEOUT_S = 600.0

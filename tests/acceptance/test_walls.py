@@ -22,15 +22,9 @@ from typing import Any
 
 import pytest
 
-from areal_hpc.sandbox import channel
-from areal_hpc.sandbox.bubblewrap_command_line import (
-    NOBODY_UID,
-    ContentDescriptors,
-    may_become_nobody,
-)
-from areal_hpc.sandbox.runtimes import bwrap, guest
-from areal_hpc.sandbox.runtimes.choice import make_runtime
-from areal_hpc.sandbox.runtimes.guest import WORK_DIR
+from areal_hpc.sandbox import bwrap, channel, guest
+from areal_hpc.sandbox.guest import NOBODY_UID, WORK_DIR, may_become_nobody
+from areal_hpc.sandbox.runtimes import make_runtime
 from areal_hpc.sandbox.sandbox import Sandbox
 from areal_hpc.sandbox.spec import Network, SandboxLimits, SandboxSpec
 from tests.support import attacks_table
@@ -85,16 +79,12 @@ class Scene(agent.Hostile):
         user = NOBODY_UID if may_become_nobody() else os.geteuid()
         for path in (self.place, *self.place.rglob("*")):
             os.chown(path, user, -1)
-        build = bwrap.build_bwrap_arguments
+        build = bwrap.build_guest_options
 
         def build_changed(*arguments: Any) -> list[str]:
-            contents: ContentDescriptors = arguments[3]
-            _, descriptor, *rest = build(*arguments)
-            options = os.pread(int(descriptor), 1 << 20, 0).decode().split("\0")
-            changed = "\0".join(self.edit_options(options))
-            return ["--args", str(contents.add(changed.encode())), *rest]
+            return self.edit_options(build(*arguments))
 
-        self.patch.setattr(bwrap, "build_bwrap_arguments", build_changed)
+        self.patch.setattr(bwrap, "build_guest_options", build_changed)
         self.patch.setattr(agent, "OUTLASTED_TIMEOUT_S", 3.0)
         self.patch.setattr(agent, "DAEMON_GONE_AFTER_S", 1.0)
 
@@ -187,8 +177,8 @@ def share_processes_and_forget_them(scene: Scene) -> None:
 
 def make_server_writable(scene: Scene) -> None:
     def edit(options: list[str]) -> list[str]:
-        place = options.index(f"{guest.GUEST_DIR}/command_server.py") - 2
-        text = "\0".join([*options[:place], "--perms", "0666", "--file", *options[place + 1 :]])
+        place = options.index(f"{guest.GUEST_DIR}/command_server.py") - 4
+        text = "\0".join([*options[:place], "--perms", "0666", "--file", *options[place + 3 :]])
         return text.replace(f"--remount-ro\0{guest.GUEST_DIR}\0", "").split("\0")
 
     scene.edit_options = edit
@@ -199,7 +189,7 @@ def pass_environment(scene: Scene) -> None:
 
 
 def allow_calls(scene: Scene) -> None:
-    scene.patch.setattr(bwrap, "build_seccomp_filter", lambda: None)
+    scene.patch.setattr(guest, "build_seccomp_filter", lambda: None)
     scene.edit_tool("if LIBC.ptrace(0, 0, 0, 0) == 0", "if False")  # its sandbox would end
 
 

@@ -14,7 +14,7 @@ import asyncio, sys
 from areal_hpc.errors import ArealError
 from areal_hpc.jobs.processes.line_process import LineProcess
 from areal_hpc.rollout.execution.process_pool import ProcessPool
-from areal_hpc.sandbox.runtimes.choice import make_runtime
+from areal_hpc.sandbox.runtimes import make_runtime
 from areal_hpc.sandbox.spec import SandboxSpec
 
 HOG = "sys.stdin.readline(); held = [b'x' * (64 << 20) for _ in range(64)]"

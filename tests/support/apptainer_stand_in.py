@@ -6,7 +6,7 @@ little as the real program does where an option is missing.
 
 from pathlib import Path
 
-from areal_hpc.sandbox.bubblewrap_command_line import (
+from areal_hpc.sandbox.bwrap import (
     find_bubblewrap,
     make_bwrap_public,
 )

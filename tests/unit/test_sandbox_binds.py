@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.sandbox.runtimes.choice import make_runtime
+from areal_hpc.sandbox.runtimes import make_runtime
 from areal_hpc.sandbox.spec import SandboxSpec
 from tests.support.commands import write_program
 

@@ -32,9 +32,6 @@ class GymAgent:
         hosts: What the gym reaches, as `HOST:PORT`, through the proxy of HTTP that its environment
             names; else nothing.
         request: What else goes into model calls, such as `temperature`.
-
-    Raises:
-        RecipeError: A host is no `HOST:PORT`.
     """
 
     ends_with_answer: ClassVar[bool] = False

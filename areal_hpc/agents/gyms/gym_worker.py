@@ -14,7 +14,7 @@ from areal_hpc.jobs.processes.line_process import SHORTAGE_HINT, LineProcess
 from areal_hpc.rollout.execution.agent_errors import describe_errno_shortage
 from areal_hpc.rollout.execution.passed_variables import select_passed_variables
 from areal_hpc.sandbox.isolated_worker import WorkerSettings, open_worker_command
-from areal_hpc.sandbox.process import get_configured_isolation
+from areal_hpc.sandbox.program import get_configured_isolation
 from areal_hpc.sandbox.session_forwarder import HostForwarder, format_host
 
 WORKERS_DIR = Path(__file__).with_name("workers")
@@ -37,12 +37,7 @@ class GymWorker(LineProcess):
         readonly_folders: Sequence[str],
         settings: WorkerSettings,
     ) -> "GymWorker":
-        """A worker that has built its gym, isolated as `reward.isolation` says.
-
-        Raises:
-            RecipeError: There is no such Python, or the gym cannot be built.
-            NodeResourceShortageError: The node lacks something for that.
-        """
+        """A worker that has built its gym, isolated as `reward.isolation` says."""
         if get_configured_isolation() == "none":
             variables = select_passed_variables(os.environ, ()) | dict(variables)
         command_opener = open_worker_command(

@@ -24,9 +24,6 @@ class McpAgent(GymAgent):
         reward_fn_path: Reward function of AReaL's signature, `package.module.function`.
         call_timeout_s: Time of one tool call.
         gym_agent_options: See `GymAgent`.
-
-    Raises:
-        RecipeError: A server is neither, or its URL is none.
     """
 
     def __init__(

@@ -17,9 +17,6 @@ class OpenEnvAgent(GymAgent):
         app: `package.module:app` of one, which each worker starts for itself.
         gym_agent_options: See `GymAgent`; `variables: {PYTHONPATH: ...}` tells where the app's
             package is.
-
-    Raises:
-        RecipeError: Neither or both are given, or the URL is none.
     """
 
     def __init__(self, base_url: str = "", app: str = "", **gym_agent_options: Any) -> None:

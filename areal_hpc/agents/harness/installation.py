@@ -70,10 +70,6 @@ def install_harness(harness_name: str, harnesses_dir: Path, version: str = "") -
         harness_name: As in `programs.py`.
         harnesses_dir: What holds the folders of all.
         version: Another one than the lock's, with what the registry gives for it today.
-
-    Raises:
-        RecipeError: There is no such harness, or this is no checkout.
-        ClusterError: npm or Python is missing, or the registry does not give what the lock says.
     """
     program = get_harness_program(harness_name, "NAME")
     folder, stamp = harnesses_dir / harness_name, version or _compute_lock_digest(harness_name)

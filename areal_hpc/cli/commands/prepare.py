@@ -269,7 +269,7 @@ async def _check_tasks_and_count_unsound(
     rows: list[dict[str, Any]], arguments: argparse.Namespace
 ) -> int:
     from areal_hpc.dataset.harbor.task_check import check_tasks_in_order
-    from areal_hpc.sandbox.runtimes.choice import make_runtime
+    from areal_hpc.sandbox.runtimes import make_runtime
     from areal_hpc.sandbox.spec import SandboxSpec
 
     unsound = 0

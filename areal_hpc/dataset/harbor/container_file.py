@@ -31,11 +31,7 @@ class ContainerFile:
 
 
 def read_container_file(path: Path) -> ContainerFile:
-    """The Dockerfile at a path; its paths are those of its own folder.
-
-    Raises:
-        RecipeError: A file that it copies is not there, or lies outside; or it cannot be read.
-    """
+    """The Dockerfile at a path; its paths are those of its own folder."""
     found, stages = ContainerFile(), dict[str, ContainerFile]()
     for line in _split_into_instructions(path.read_text(errors="replace")):
         name, *rest = line.split(maxsplit=1)

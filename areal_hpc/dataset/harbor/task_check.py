@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_hpc.reward.harbor import HarborTask, find_harbor_task
-from areal_hpc.sandbox.runtime import Runtime
+from areal_hpc.sandbox.runtimes import Runtime
 from areal_hpc.sandbox.spec import SandboxSpec
 from areal_hpc.wire.agent_reward import Reward
 

@@ -50,9 +50,9 @@ try:
     if request["sandbox"]:
         from areal_hpc.rollout.execution.agent_sandboxes import check_sandbox_starts
         check_sandbox_starts(request["sandbox"])
-    if "areal_hpc.sandbox.process" in sys.modules:  # such as for `code_reward`, or a gym
-        from areal_hpc.sandbox.process import run_program
-        run_program("")
+    if "areal_hpc.sandbox.program" in sys.modules:  # such as for `code_reward`, or a gym
+        from areal_hpc.sandbox.program import check_programs_run
+        check_programs_run()
     answer = None
 except ArealError as error:
     problem = error.problems[0]

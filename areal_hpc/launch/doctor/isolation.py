@@ -6,8 +6,8 @@ from typing import Any
 from areal_hpc.errors import ArealError
 from areal_hpc.launch.doctor.checks import CheckResult, DoctorSubject, fail, ok, warn
 from areal_hpc.rollout.execution.agent_sandboxes import check_sandbox_starts
-from areal_hpc.sandbox.process import run_program
-from areal_hpc.sandbox.runtimes.choice import find_installed_runtimes
+from areal_hpc.sandbox.program import check_programs_run
+from areal_hpc.sandbox.runtimes import find_installed_runtimes
 
 
 def check_program_isolation(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
@@ -22,7 +22,7 @@ def try_isolation(agent: dict[str, Any] | None) -> Iterator[CheckResult]:
     A recipe that gives agents sandboxes needs them; only `code_reward` needs the other.
     """
     try:
-        run_program("")
+        check_programs_run()
     except ArealError as error:
         problem = error.problems[0]
         finding = f"{problem.message} (only code_reward needs it)"

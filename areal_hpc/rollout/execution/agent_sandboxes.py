@@ -12,10 +12,10 @@ from areal_hpc.recipe.sections.rollout import AgentExecutionConfig
 from areal_hpc.recipe.sections.sandbox import SandboxConfig
 from areal_hpc.reward.harbor import HarborTask, find_harbor_task
 from areal_hpc.rollout.execution.agent_errors import SHORTAGE_ERRNOS
+from areal_hpc.sandbox.guest import ISOLATION_RECIPE_KEY
 from areal_hpc.sandbox.images.oci_image import read_image
 from areal_hpc.sandbox.pool import SandboxPool
-from areal_hpc.sandbox.runtime import ISOLATION_RECIPE_KEY, Runtime
-from areal_hpc.sandbox.runtimes.choice import make_runtime
+from areal_hpc.sandbox.runtimes import Runtime, make_runtime
 from areal_hpc.sandbox.sandbox import Sandbox
 from areal_hpc.sandbox.spec import Network, SandboxLimits, SandboxSpec
 
@@ -33,7 +33,7 @@ class AgentSandboxes:
         self, runtime: Runtime, spec: SandboxSpec, warm: int, *, has_started: bool = False
     ) -> None:
         self._pool = SandboxPool(runtime, spec, warm)
-        self._spec, self._takes_root = spec, runtime.supports_root_file_system
+        self._spec, self._takes_root = spec, runtime.name != "none"
         self._has_started = has_started
 
     async def fill(self) -> None:
@@ -154,18 +154,13 @@ def build_sandbox_spec(config: SandboxConfig, runtime: Runtime) -> SandboxSpec:
     """What a recipe's section asks of a runtime.
 
     Raises:
-        RecipeError: The runtime has no such network, or there is no such root file system.
+        RecipeError: There is no such root file system, or it cannot be shown.
     """
     network: Network = "open" if runtime.name == "none" else config.network
-    if network not in runtime.networks:
+    if config.root and runtime.name == "none":
         raise RecipeError(
-            f"{runtime.name} has no network {network!r}, only {', '.join(runtime.networks)}",
-            key="rollout.agent.sandbox.network",
-            hint=f"use {runtime.networks[0]}",
-        )
-    if config.root and not runtime.supports_root_file_system:
-        raise RecipeError(
-            f"{runtime.name} shows the programs of the node, and no other root file system",
+            "rollout.agent.isolation=none has the programs of the node, and no other root file "
+            "system",
             key="rollout.agent.sandbox.root",
             hint="use rollout.agent.isolation=bwrap",
         )

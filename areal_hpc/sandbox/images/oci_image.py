@@ -61,12 +61,7 @@ def read_image(archive: Path) -> OciImage | None:
 
 
 def unpack_image(image: OciImage, folder: Path) -> None:
-    """Write the files of all layers into an empty folder, all of them the caller's own.
-
-    Raises:
-        RecipeError: A layer is damaged, or of an unknown kind.
-        OSError: A file cannot be written.
-    """
+    """Write the files of all layers into an empty folder, all of them the caller's own."""
     tree = make_root_tree(folder)
     with _open_archive(image.archive) as file:
         blobs = _Blobs(image.archive, file)

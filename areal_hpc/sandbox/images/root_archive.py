@@ -49,10 +49,7 @@ _LOCK_SUFFIX, _PARTIAL_SUFFIX, _SECRET_NAME = ".lock", ".partial", "secret"
 
 
 async def unpack_root(spec: SandboxSpec, owner: int | None = None) -> SandboxSpec:
-    """The same sandbox with a folder as its root, where that is an archive.
-
-    Raises: see `get_cached_root`.
-    """
+    """The same sandbox with a folder as its root, where that is an archive."""
     if spec.root is None or not spec.root.is_file():
         return spec
     return replace(spec, root=await asyncio.to_thread(get_cached_root, spec.root, owner))
@@ -62,10 +59,6 @@ def get_cached_root(archive: Path, owner_uid: int | None = None) -> Path:
     """The folder of an archive's content on this node; the first who asks unpacks it.
 
     `owner_uid` is whom the files are given to; None: who runs this.
-
-    Raises:
-        RecipeError: It is no tar, compressed or not, and no image.
-        ClusterError: There is no room for it, or it cannot be written.
     """
     cache = make_cache_folder()
     image, state = read_image(archive), archive.stat()
@@ -95,9 +88,6 @@ def make_cache_folder() -> Path:
     """The folder of this user's unpacked root file systems, closed to others.
 
     Root's may be entered, for sandboxes run as another user; nobody knows the names in it.
-
-    Raises:
-        ClusterError: Somebody else has made it.
     """
     cache = Path(tempfile.gettempdir()) / f"areal-hpc-roots-{os.geteuid()}"
     mode = 0o711 if os.geteuid() == 0 else 0o700

@@ -142,7 +142,7 @@ def test_an_agent_that_runs_programs_is_refused_where_they_cannot_be_isolated(
         return answer.stdout + answer.stderr
 
     refused = run(f"run {words}CodeAgent")
-    assert "programs that the model wrote cannot be isolated on this machine: bwrap" in refused
+    assert "programs that the model wrote cannot be isolated on this machine" in refused
     assert "at: reward.isolation" in refused
     assert not (tmp_path / "runs").exists()
     refused = run(f"run {words}CodeAgent reward.isolation=none rollout.agent.isolation=bwrap")

@@ -31,8 +31,8 @@ from areal_hpc.rollout.ticket_runner import TicketRunner
 from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.telemetry.events import EventLog
 from areal_hpc.sandbox import pool
-from areal_hpc.sandbox.runtime import build_isolation_error
-from areal_hpc.sandbox.runtimes.host import HostRuntime
+from areal_hpc.sandbox.guest import build_isolation_error
+from areal_hpc.sandbox.runtimes import HostRuntime
 from areal_hpc.sandbox.sandbox import Sandbox
 from areal_hpc.sandbox.spec import SandboxSpec
 from areal_hpc.wire.agent_reward import Reward

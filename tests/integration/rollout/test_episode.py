@@ -17,7 +17,7 @@ from areal_hpc.rollout.episodes.http_client import make_http_client
 from areal_hpc.rollout.execution.agent_sandboxes import AgentSandboxes
 from areal_hpc.rollout.execution.subprocess_agent import SubprocessAgent
 from areal_hpc.rundir import rendezvous
-from areal_hpc.sandbox.runtimes.host import HostRuntime
+from areal_hpc.sandbox.runtimes import HostRuntime
 from areal_hpc.sandbox.sandbox import Sandbox
 from areal_hpc.sandbox.spec import SandboxSpec
 from areal_hpc.wire.agent_reward import Reward

@@ -21,7 +21,7 @@ from areal_hpc.recipe.sections.rollout import AgentExecutionConfig
 from areal_hpc.rollout.episodes.episode import EpisodeOutcome
 from areal_hpc.rollout.episodes.episode_spec import EpisodeSpec
 from areal_hpc.sandbox import pool
-from areal_hpc.sandbox.runtimes.choice import make_runtime
+from areal_hpc.sandbox.runtimes import make_runtime
 from areal_hpc.sandbox.spec import SandboxSpec
 from areal_hpc.wire.agent_reward import Reward
 from tests.integration.rollout.test_agent_sandboxes import play

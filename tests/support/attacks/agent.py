@@ -18,7 +18,7 @@ from typing import Any
 from areal_hpc.errors import SandboxLostError
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.sandbox.channel import CommandResult
-from areal_hpc.sandbox.runtimes.guest import GUEST_VARIABLES
+from areal_hpc.sandbox.guest import GUEST_VARIABLES
 from areal_hpc.sandbox.sandbox import Sandbox
 from slurm.devcluster.paths import DevclusterPaths
 from tests.support.attacks import tool

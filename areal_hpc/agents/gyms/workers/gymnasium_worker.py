@@ -56,14 +56,7 @@ def format_action_instructions(action_space: Any) -> str:
 
 
 def parse_action(text: str, action_space: Any) -> Any:
-    """The action of a reply: what the last tag holds, else its last number where that is one.
-
-    Raises:
-        ValueError: It has none, or it is outside of the space.
-        TypeError: It is JSON of another kind.
-        OverflowError: A number of it is too large for the space.
-        RecursionError: It is nested too deep.
-    """
+    """The action of a reply: what the last tag holds, else its last number where that is one."""
     tags = find_action_tags(text)
     said = tags[-1].strip() if tags else text.strip()
     if isinstance(action_space, spaces.Text):

