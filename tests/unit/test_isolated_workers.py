@@ -5,22 +5,17 @@ import importlib
 import socket
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from areal_hpc.agents.gyms import gym_worker
 from areal_hpc.agents.gyms.gym_agent import GymAgent
-from areal_hpc.agents.gyms.gym_worker import WORKERS_DIR, GymWorker
+from areal_hpc.agents.gyms.gym_worker import WORKERS_DIR
 from areal_hpc.agents.gyms.mcp_agent import McpAgent
 from areal_hpc.agents.gyms.openenv_agent import OpenEnvAgent
 from areal_hpc.agents.gyms.verifiers_agent import VerifiersAgent
-from areal_hpc.errors import AgentError, RecipeError
-from areal_hpc.jobs.processes.line_process import LineProcess
+from areal_hpc.errors import RecipeError
 from areal_hpc.sandbox.isolated_worker import (
     WORKER_LOOP_FILE,
     WorkerSettings,
@@ -125,32 +120,6 @@ def test_a_request_that_is_none_is_answered(request_line: bytes) -> None:
         return answer
 
     assert asyncio.run(asyncio.wait_for(ask(), scaled(20))).startswith(b"HTTP/1.1 400 ")
-
-
-def test_a_worker_that_sends_no_socket_is_given_up() -> None:
-    process = LineProcess({"args": ["/bin/sleep", "600"]}, "the gym", 1000)
-    try:
-        with pytest.raises(AgentError, match="did not start within"):
-            asyncio.run(asyncio.wait_for(process.receive_socket(0.05), scaled(20)))
-    finally:
-        process.close()
-
-
-def test_the_event_loop_goes_on_while_a_worker_s_command_is_prepared(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    threads = []
-
-    @contextmanager
-    def prepare(*_: object, **__: object) -> Iterator[Any]:
-        threads.append(threading.current_thread())
-        yield {"args": ["/no/such/program"]}
-
-    monkeypatch.setattr(gym_worker, "open_worker_command", prepare)
-    with pytest.raises(RecipeError, match="no Python"):
-        asyncio.run(GymWorker.start("python", "x.py", {}, {}, (), WorkerSettings()))
-    assert threads
-    assert threads[0] is not threading.main_thread()
 
 
 def test_a_tool_server_of_a_command_knows_the_proxy(monkeypatch: pytest.MonkeyPatch) -> None:

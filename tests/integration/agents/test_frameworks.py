@@ -1,10 +1,7 @@
 """The frameworks of docs/agents.md: their versions, and that all they do is recorded."""
 
-import importlib.metadata
 import json
 from pathlib import Path
-
-import pytest
 
 from tests.integration.agents.theatre import (
     FORCED,
@@ -13,7 +10,6 @@ from tests.integration.agents.theatre import (
     Theatre,
     assert_a_tool_was_used,
 )
-from tests.support.agents_table import FRAMEWORKS, Framework, locked
 from tests.support.commands import run_program, said_by
 from tests.support.environments import python_of
 
@@ -21,17 +17,6 @@ EXAMPLES = "examples.frameworks"
 CALL_ONE = {"tool_choice": {"type": "any", "disable_parallel_tool_use": True}}
 INSTRUCTIONS = ["hand sums over", "then hand over", "check solutions"]
 TRANSFERS = ["transfer_to_solver", "transfer_to_checker"]
-
-
-@pytest.mark.parametrize("framework", FRAMEWORKS, ids=lambda one: one.name)
-def test_the_environment_holds_the_versions_of_its_lock(framework: Framework) -> None:
-    folders = (python_of(framework.environment).parents[1] / "lib").glob("python3*/site-packages")
-    installed = {
-        found.metadata["Name"].lower(): found.version
-        for found in importlib.metadata.distributions(path=[str(one) for one in folders])
-    }
-    for package in framework.packages:
-        assert installed[package] == locked(framework.environment)[package]
 
 
 def test_the_openai_sdk_is_recorded_alike_awaited_streamed_and_blocking(theatre: Theatre) -> None:

@@ -291,18 +291,6 @@ class Answering(http.server.BaseHTTPRequestHandler):
         pass
 
 
-def test_a_worker_outlives_the_event_loop_of_an_episode() -> None:
-    workers = build_pool({}, variables=VARIABLES)
-
-    async def play() -> tuple[int, int]:
-        async with workers.acquire() as worker:
-            return await reset(worker)
-
-    (_, first), (count, second) = asyncio.run(play()), asyncio.run(play())
-    workers.close_idle_workers()
-    assert (count, second - first) == (1, 1)  # the next process of one that went on
-
-
 def test_an_episode_gives_each_reply_the_reward_of_its_step(tmp_path: Path) -> None:
     stage = GymStage(tmp_path, ["go", "go on"])
     try:

@@ -9,7 +9,6 @@ from typing import Any
 
 from areal_hpc.jobs.processes.descendants import list_descendants
 from areal_hpc.sandbox.sandbox import Sandbox
-from tests.support.deadlines import scaled
 
 FAILED_START = "echo bwrap: no namespace: Resource temporarily unavailable >&2; exit 1"
 CALL = """
@@ -42,24 +41,6 @@ class Commanding:
             os.kill(sandbox.pid, signal.SIGKILL)
             await sandbox.exec("sleep 5")
         return float(told.stdout == b"chat.completion\n")
-
-
-class Judging:
-    """Runs a program around what the model says, and compares what it prints."""
-
-    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
-        reply = await extra_kwargs["http_client"].post(
-            f"{extra_kwargs['base_url']}/chat/completions",
-            json={"model": "default", "messages": data["messages"]},
-            headers={"Authorization": f"Bearer {extra_kwargs['api_key']}"},
-        )
-        program = f"print(input(), {reply.json()['choices'][0]['message']['content']!r})"
-        sandbox = data["sandbox"]
-        await sandbox.put("solution.py", program)
-        result = await sandbox.exec(
-            "python3 solution.py", stdin=data["input"], timeout_s=scaled(10)
-        )
-        return float(result.exit_code == 0 and result.stdout.decode() == data["output"])
 
 
 class CommandingOnLoadedNode(Commanding):

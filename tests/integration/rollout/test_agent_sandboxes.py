@@ -75,15 +75,6 @@ def test_an_episode_that_takes_too_long_leaves_nothing_of_its_sandbox(
     wait_for(lambda: not [pid for pid in used if is_running(pid)])  # killed, and on their way
 
 
-def test_an_agent_judges_a_program_by_what_it_prints(tmp_path: Path) -> None:
-    how = AgentExecutionConfig(isolation="bwrap")
-    path = PATH.replace("Commanding", "Judging")
-    tasks = ({"input": "so", "output": f"so {said}\n"} for said in ("Answer: 4", "Answer: 5"))
-    specs = [dataclasses.replace(make_spec(), data={**TASK, **task}) for task in tasks]
-    outcomes = finish(play(tmp_path, how, specs, {}, path))
-    assert [one.reward for one in outcomes] == [1.0, 0.0], outcomes[0].reason
-
-
 def test_a_sandbox_that_is_lost_costs_its_own_episode(tmp_path: Path) -> None:
     how = AgentExecutionConfig.model_validate(WITH_SESSION)
     kwargs = {"note": str(tmp_path / "note"), "then": "lose"}
