@@ -37,5 +37,6 @@ def test_two_nodes_are_examined_by_a_job_that_leaves_nothing(
     for node in ("n01", "n02"):
         assert f"ok isolation {node}: programs of the model run in namespaces" in said
     assert "ok    2 nodes" in ended.stdout
+    assert "ok    tiny run" in ended.stdout
     assert list((tmp_path / "runs").iterdir()) == []
     assert cluster.slurm("squeue", "--noheader") == ""

@@ -5,12 +5,16 @@ The kills are those of `test_kill_matrix.py`, which this does not repeat.
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from areal_hpc.errors import ClusterError
+from areal_hpc.launch.doctor.gpu.steps import run_tiny_recipe
 from tests.support.node_tier import (
     EXPERT_LAYOUTS,
     LAYOUTS,
-    run_and_compare_engine,
+    plan_for,
+    run_and_judge,
     step_in_layout,
 )
 
@@ -19,19 +23,31 @@ pytestmark = pytest.mark.timeout(900)
 
 @pytest.mark.parametrize("layout", ["tp2", "pp2", "cp2"])
 def test_a_layout_computes_what_transformers_does(layout: str, tmp_path: Path) -> None:
-    step = step_in_layout("cpu", "float32", ("", ""), LAYOUTS[layout], "qwen3", tmp_path)
+    plan = plan_for("cpu", "float32")
+    step = step_in_layout(plan, ("", ""), LAYOUTS[layout], "qwen3", tmp_path)
     assert step.tokens > 500
 
 
 def test_experts_compute_what_transformers_does(tmp_path: Path) -> None:
-    sizes = EXPERT_LAYOUTS["dp2 ep2"]
-    step_in_layout("cpu", "float32", ("", ""), sizes, "qwen3_moe", tmp_path)
+    plan, sizes = plan_for("cpu", "float32"), EXPERT_LAYOUTS["dp2 ep2"]
+    step_in_layout(plan, ("", ""), sizes, "qwen3_moe", tmp_path)
 
 
 def test_a_layout_agrees_in_sixteen_bits_as_far_as_transformers_does(tmp_path: Path) -> None:
-    step = step_in_layout("cpu", "bfloat16", ("", ""), {"tp": 2}, "qwen3", tmp_path)
+    step = step_in_layout(plan_for("cpu", "bfloat16"), ("", ""), {"tp": 2}, "qwen3", tmp_path)
     assert step.reference_logprob_gap > 1e-4
 
 
 def test_a_real_server_agrees_before_and_after_an_update(tmp_path: Path) -> None:
-    assert max(run_and_compare_engine("cpu", "float32", tmp_path)) < 1e-4
+    assert max(run_and_judge(plan_for("cpu", "float32"), ("", ""), tmp_path).mean_gaps) < 1e-4
+
+
+def test_a_flag_that_sglang_does_not_know_is_found_before_it_starts(
+    tmp_path: Path,
+) -> None:
+    plan = plan_for("cuda", "bfloat16")
+    inference = {**plan.inference, "extra_args": ["--atention-backend", "fa3"]}
+    wrong = msgspec.structs.replace(plan, inference=inference)
+    with pytest.raises(ClusterError, match="SGLang has no option --atention-backend") as refused:
+        run_tiny_recipe(wrong, ("0", "1"), tmp_path)
+    assert "did you mean --attention-backend?" in str(refused.value)

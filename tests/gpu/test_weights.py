@@ -11,8 +11,8 @@ import msgspec
 import pytest
 import torch
 
-from areal_hpc.launch.doctor.gpu.collectives import measure_collectives
 from areal_hpc.launch.doctor.gpu.plan import build_check_plan
+from areal_hpc.launch.doctor.gpu.steps import measure_collectives
 from areal_hpc.recipe.sections.cluster import SlurmConfig
 from areal_hpc.trainer.config import CollectiveRates
 from tests.support.weights_bounds import (

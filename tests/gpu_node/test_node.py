@@ -18,7 +18,8 @@ from tests.support.node_tier import (
     KILLS,
     LAYOUTS,
     RECIPE,
-    run_and_compare_engine,
+    plan_for,
+    run_and_judge,
     step_in_layout,
     summarize_run,
 )
@@ -43,7 +44,7 @@ ON_GPUS = (
 def test_a_layout_computes_what_transformers_does(
     layout: str, dtype: DTypeName, gpus: tuple[str, ...], tmp_path: Path
 ) -> None:
-    step = step_in_layout("cuda", dtype, gpus, LAYOUTS[layout], "qwen3", tmp_path)
+    step = step_in_layout(plan_for("cuda", dtype), gpus, LAYOUTS[layout], "qwen3", tmp_path)
     add_results("gpu_node", **{f"logprob_gap, {layout}, {dtype}": step.logprob_gap})
 
 
@@ -52,14 +53,16 @@ def test_experts_compute_what_transformers_does(
     layout: str, gpus: tuple[str, ...], tmp_path: Path
 ) -> None:
     sizes = EXPERT_LAYOUTS[layout]
-    step = step_in_layout("cuda", "float32", gpus, sizes, "qwen3_moe", tmp_path)
+    step = step_in_layout(plan_for("cuda", "float32"), gpus, sizes, "qwen3_moe", tmp_path)
     add_results("gpu_node", **{f"logprob_gap, {layout}": step.logprob_gap})
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_a_real_server_agrees_before_and_after_an_update_over_nccl(tp: int, tmp_path: Path) -> None:
-    gaps = run_and_compare_engine("cuda", "bfloat16", tmp_path, f"inference.tp={tp}")
-    add_results("gpu_node", **{f"engine_gap, tp {tp}": max(gaps)})
+def test_a_real_server_agrees_before_and_after_an_update_over_nccl(
+    tp: int, gpus: tuple[str, ...], tmp_path: Path
+) -> None:
+    found = run_and_judge(plan_for("cuda", "bfloat16", f"inference.tp={tp}"), gpus, tmp_path)
+    add_results("gpu_node", **{f"engine_gap, tp {tp}": max(found.mean_gaps)})
 
 
 def test_a_run_whose_parties_are_killed_completes(tmp_path: Path) -> None:

@@ -7,21 +7,19 @@ from typing import Any
 
 import msgspec
 
-from areal_hpc.launch.doctor.gpu.collectives import run_ranks
-from areal_hpc.launch.doctor.gpu.plan import Device, build_check_plan
+from areal_hpc.launch.doctor.checks import CheckStatus
+from areal_hpc.launch.doctor.gpu.judgments import judge_run
+from areal_hpc.launch.doctor.gpu.plan import Device, GpuCheckPlan, build_check_plan
+from areal_hpc.launch.doctor.gpu.steps import TinyRun, run_ranks, run_tiny_recipe
 from areal_hpc.launch.tiny_model import make_tiny_model
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.sections.cluster import SlurmConfig
 from areal_hpc.recipe.sections.trainer import ParallelConfig
-from areal_hpc.rundir.jsonl import read_readable_records
-from areal_hpc.rundir.paths import RunPaths
-from tests.support.commands import areal_hpc, said_by
 from tests.support.environments import CHECKOUT
 from tests.support.killed_run import Kill
 from tests.support.parity_table import MIXTURE
 from tests.support.reference_models import hf_model
 from tests.support.small_policy import DTypeName
-from tests.support.small_run import CUT_DOWN
 from tests.support.step_beside_transformers import StepComparison, StepRequest
 
 RECIPE = CHECKOUT / "recipes" / "gpu8_gsm8k_qwen3_0.6b.yaml"
@@ -46,12 +44,15 @@ KILLS = [
 ]
 """Each party at the points where it holds something."""
 UPDATE_PHASES = ("pause_call", "transfer", "load", "verify", "flush", "resume")
-DEVICE_KEYS = ("device", "dtype")
-MAX_ENGINE_GAP_BY_DTYPE = {"float32": 1e-3, "bfloat16": 0.03}
-"""Mean difference between engine and trainer that is rounding. No GPU has confirmed them."""
-RUN_TIMEOUT_S = 1200.0
 COMPARED_ROWS = 5
 """Steps at either end of a run, whose mean rewards are compared."""
+
+
+def plan_for(device: Device, dtype: DTypeName, *overrides: str) -> GpuCheckPlan:
+    """The recipe of one node, examined on a device."""
+    recipe = load_recipe(RECIPE, overrides)
+    plan = build_check_plan(recipe, SlurmConfig(), device, 0)
+    return msgspec.structs.replace(plan, trainer_dtype=dtype)
 
 
 def write_model(family: str, folder: Path) -> Path:
@@ -68,19 +69,13 @@ def write_model(family: str, folder: Path) -> Path:
 
 
 def step_in_layout(
-    device: Device,
-    dtype: DTypeName,
-    gpus: Sequence[str],
-    sizes: Mapping[str, int],
-    family: str,
-    folder: Path,
+    plan: GpuCheckPlan, gpus: Sequence[str], sizes: Mapping[str, int], family: str, folder: Path
 ) -> StepComparison:
     """A step of a layout beside transformers, which must agree."""
-    plan = build_check_plan(load_recipe(RECIPE), SlurmConfig(), device, 0)
     parallel = ParallelConfig.model_validate(sizes)
     request = StepRequest(
-        device=device,
-        dtype=dtype,
+        device=plan.device,
+        dtype=plan.trainer_dtype,
         model_dir=str(write_model(family, folder / "model")),
         rendezvous_dir=str(folder / "stores"),
         report=str(folder / "step.json"),
@@ -95,25 +90,12 @@ def step_in_layout(
     return step
 
 
-def run_and_compare_engine(
-    device: Device, dtype: DTypeName, folder: Path, *overrides: str
-) -> list[float]:
-    """The quick start cut down, and by step how far SGLang's log-probabilities are off.
-
-    The second step is sampled from weights that an update brought.
-    """
-    devices = (f"{part}.{key}" for part in ("trainer", "inference") for key in DEVICE_KEYS)
-    values = (device, dtype, device, dtype)
-    words = [f"{name}={value}" for name, value in zip(devices, values, strict=True)]
-    words += [*CUT_DOWN, "trainer.total_steps=2", f"cluster.fileroot={folder}", *overrides]
-    said_by(areal_hpc("run", "recipes/quickstart.yaml", *words, timeout_s=RUN_TIMEOUT_S))
-    rows = read_readable_records(RunPaths(folder / "quickstart" / "demo").metrics)
-    steps = [row for row in rows if "reward/mean" in row]
-    assert all(row["grad_norm"] > 0 for row in steps)
-    gaps = [float(row["logprob/engine_trainer_mean_abs_diff"]) for row in steps]
-    assert len(gaps) == 2
-    assert max(gaps) <= MAX_ENGINE_GAP_BY_DTYPE[dtype]
-    return gaps
+def run_and_judge(plan: GpuCheckPlan, gpus: Sequence[str], folder: Path) -> TinyRun:
+    """A run of two steps, in which SGLang agrees with the trainer before and after an update."""
+    found = run_tiny_recipe(plan, gpus, folder)
+    verdict = judge_run(found)
+    assert verdict.verdict is CheckStatus.OK, verdict
+    return found
 
 
 def summarize_run(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:

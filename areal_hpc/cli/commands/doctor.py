@@ -75,8 +75,8 @@ def _add_doctor_commands(commands: CommandGroup) -> None:
         help="check a cluster, and a recipe, before submitting",
         description="Check from the login node what a run needs: Slurm commands, partitions and "
         "limits, shared storage, the Python of each role, and what the recipe refers to. With "
-        "--gpu, on a GPU node or by a job on several, driver, NCCL and the rates between GPUs. "
-        "Exits with 1 if a check failed.",
+        "--gpu, on a GPU node or by a job on several, also driver, NCCL and network, and in a few "
+        "minutes two steps of a tiny model. Exits with 1 if a check failed.",
         example="areal-hpc doctor\nareal-hpc doctor my_recipe.yaml --site site.yaml --check-node\n"
         "areal-hpc doctor my_recipe.yaml --gpu --json doctor.json",
     )

@@ -15,7 +15,7 @@ import areal_hpc
 from areal_hpc.errors import ArealError
 from areal_hpc.launch.doctor.checks import CheckResult, DoctorSubject, fail
 from areal_hpc.launch.doctor.gpu.examination import GpuExamination
-from areal_hpc.launch.doctor.isolation import check_program_isolation
+from areal_hpc.launch.doctor.isolation import check_program_isolation, list_security_means
 from areal_hpc.launch.doctor.limit_checks import (
     check_accounting_limits,
     check_preemption_of_qos_jobs,
@@ -57,6 +57,7 @@ CHECKS = (
     DoctorCheck("storage", check_storage, ("file root",)),
     DoctorCheck("shared", check_nodes_see_file_root, ("file root",)),
     DoctorCheck("isolation", check_program_isolation),
+    DoctorCheck("means of isolation", list_security_means),
     DoctorCheck("interpreters", check_role_interpreters, ("recipe",)),
     DoctorCheck("recipe", check_recipe_inputs, ("recipe",)),
 )

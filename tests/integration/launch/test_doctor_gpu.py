@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from areal_hpc.errors import ClusterError
-from areal_hpc.launch.doctor.gpu.collectives import list_rank_gpus, measure_collectives
 from areal_hpc.launch.doctor.gpu.plan import build_check_plan
+from areal_hpc.launch.doctor.gpu.steps import list_rank_gpus, measure_collectives
 from areal_hpc.recipe.sections.cluster import SlurmConfig
 from tests.support.commands import write_program
 

@@ -18,6 +18,11 @@ from areal_hpc.launch.doctor.checks import (
     ok,
     warn,
 )
+from areal_hpc.launch.doctor.isolation import (
+    has_memory_limit,
+    has_seccomp,
+    has_user_namespaces,
+)
 from areal_hpc.launch.doctor.limit_checks import judge_job_limit
 from areal_hpc.launch.doctor.partition_checks import (
     judge_preemption,
@@ -218,8 +223,8 @@ def test_who_does_not_mean_slurm_is_not_told_of_its_absence(
     """Slurm's commands are here, and there is no cluster: without a file they look for 15 s."""
     (tmp_path / "slurm.conf").touch()
     monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
-    one, isolation, sandboxes = run_checks(DoctorSubject())
-    assert (isolation.name, sandboxes.name) == ("isolation", "sandboxes")
+    one, isolation, means = run_checks(DoctorSubject())
+    assert (isolation.name, means.name) == ("isolation", "means of isolation")
     assert one.verdict is CheckStatus.OK
     assert "`areal-hpc run` works without it" in one.finding
     assert len(one.finding.splitlines()) == 1
@@ -227,3 +232,36 @@ def test_who_does_not_mean_slurm_is_not_told_of_its_absence(
     verdicts = [check.verdict for check in meant]
     assert verdicts == [CheckStatus.FAIL, isolation.verdict, CheckStatus.OK]
     assert len(meant[0].finding.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("membership", "limits", "is_held"),
+    [
+        ("4:memory:/job/step\n0::/\n", {"memory/job/memory.limit_in_bytes": "1073741824"}, True),
+        ("4:memory:/job\n", {"memory/job/memory.limit_in_bytes": "9223372036854771712"}, False),
+        ("0::/slurm/job_1/step_0\n", {"slurm/job_1/memory.max": "1073741824"}, True),
+        ("0::/slurm/job_1/step_0\n", {"slurm/job_1/memory.max": "max"}, False),
+        ("1:cpu:/job\n", {"cpu/job/memory.max": "1"}, False),
+    ],
+)
+def test_a_control_group_or_one_above_it_limits_memory(
+    membership: str, limits: dict[str, str], is_held: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "membership").write_text(membership)
+    for name, limit in limits.items():
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text(f"{limit}\n")
+    assert has_memory_limit(tmp_path / "membership", tmp_path) is is_held
+
+
+def test_means_of_isolation_are_what_the_kernel_says(tmp_path: Path) -> None:
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self" / "status").write_text("Name:\tx\nSeccomp:\t0\n")
+    assert [has_seccomp(tmp_path, one) for one in ("x86_64", "riscv64")] == [True, False]
+    (tmp_path / "self" / "status").write_text("Name:\tx\n")
+    assert not has_seccomp(tmp_path, "x86_64")
+    assert not has_user_namespaces(tmp_path)
+    (tmp_path / "sys" / "user").mkdir(parents=True)
+    for number, allowed in (("0", False), ("95000", True)):
+        (tmp_path / "sys" / "user" / "max_user_namespaces").write_text(f"{number}\n")
+        assert has_user_namespaces(tmp_path) is allowed

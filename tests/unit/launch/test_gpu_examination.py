@@ -10,7 +10,6 @@ import pytest
 from areal_hpc.errors import RecipeError
 from areal_hpc.launch.doctor.checks import ok
 from areal_hpc.launch.doctor.gpu import facts
-from areal_hpc.launch.doctor.gpu.collectives import RankPlace
 from areal_hpc.launch.doctor.gpu.examination import (
     GpuExamination,
     NodeTaskRequest,
@@ -20,6 +19,11 @@ from areal_hpc.launch.doctor.gpu.examination import (
 )
 from areal_hpc.launch.doctor.gpu.facts import PythonFacts, ask_python_for_gpu_facts, find_nvcc
 from areal_hpc.launch.doctor.gpu.plan import GpuCheckPlan, build_check_plan
+from areal_hpc.launch.doctor.gpu.steps import (
+    RankPlace,
+    build_single_replica_config,
+    build_tiny_recipe,
+)
 from areal_hpc.launch.doctor.registry import write_evidence
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.recipe import Recipe
@@ -48,12 +52,30 @@ def test_the_plan_has_the_variables_and_the_flags_of_a_run() -> None:
     assert serve["NCCL_CUMEM_ENABLE"] == train["NCCL_CUMEM_ENABLE"] == "0"
     assert train["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
     assert (serve["SGLANG_X"], serve["NCCL_IB_HCA"]) == ("1", "mlx5_0")
+    assert plan.inference == recipe.inference.model_dump(mode="json")
+    assert plan.trainer_dtype == "bfloat16"
     assert plan.gpus == "auto"
     assert plan_of(gpu_recipe("cluster.gpus=[2, 3]")).gpus == (2, 3)
     alone = plan_of(recipe)
     assert "NCCL_IB_HCA" not in alone.variables["serve"]
     rehearsed = plan_of(device="cpu")
+    assert rehearsed.trainer_dtype == "float32"
     assert rehearsed.variables["train"] == {"TORCHDYNAMO_DISABLE": "1"}
+
+
+def test_the_replica_is_the_recipes_as_far_as_the_node_has_gpus() -> None:
+    recipe = gpu_recipe(
+        "inference={replicas_per_cell: 1, tp: 8, nodes_per_replica: 2}",
+        "inference.extra_args=[--log-level=info]",
+    )
+    plan = plan_of(recipe)
+    found = build_single_replica_config(plan, gpus=8)
+    assert (found.tp, found.nodes_per_replica, found.cells) == (4, 1, 1)
+    Recipe.model_validate(build_tiny_recipe(plan, found, ("0", "GPU-1"), Path("/x/model")))
+    assert found.extra_args == ("--log-level=info",)
+    assert build_single_replica_config(plan, gpus=3).tp == 2
+    rehearsed = build_single_replica_config(plan_of(recipe, device="cpu"), gpus=2)
+    assert (rehearsed.tp, rehearsed.extra_args, rehearsed.dtype) == (1, (), "float32")
 
 
 @pytest.fixture
@@ -66,7 +88,9 @@ def visible_gpus(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-@pytest.mark.parametrize(("gpus", "skipped"), [("", []), ("2", [("all-reduce", "ok")])])
+@pytest.mark.parametrize(
+    ("gpus", "skipped"), [("", []), ("2", [("all-reduce", "ok"), ("tiny run", "warn")])]
+)
 def test_fewer_than_two_gpus_measure_nothing(
     gpus: str, skipped: list[tuple[str, str]], visible_gpus: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -75,7 +99,7 @@ def test_fewer_than_two_gpus_measure_nothing(
     report = examine_node(plan_of(), tmp_path, RankPlace(), started.append)
     results = [(one.name, one.verdict) for one in report.results]
     assert results[-len(skipped) or len(results) :] == skipped
-    assert (report.node_rates, started) == (None, [])
+    assert (report.node_rates, report.run, started) == (None, None, [])
 
 
 def test_the_job_asks_for_nodes_as_the_trainers_would(tmp_path: Path) -> None:

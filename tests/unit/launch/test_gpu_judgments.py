@@ -19,7 +19,9 @@ from areal_hpc.launch.doctor.gpu.judgments import (
     judge_facts,
     judge_node_rates,
     judge_rdma,
+    judge_run,
 )
+from areal_hpc.launch.doctor.gpu.steps import TinyRun
 from areal_hpc.trainer.config import CollectiveRates
 
 H100 = "NVIDIA H100 80GB HBM3"
@@ -151,3 +153,19 @@ def test_rates_have_a_floor_and_results_must_be_right(
     changes: dict[str, Any], verdict: str
 ) -> None:
     assert judge_node_rates(msgspec.structs.replace(RATES, **changes), SOUND).verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("dtype", "gaps", "norms", "verdict"),
+    [
+        ("bfloat16", (0.005, 0.006), (0.4, 0.3), CheckStatus.OK),
+        ("bfloat16", (0.005, 0.04), (0.4, 0.3), CheckStatus.FAIL),
+        ("bfloat16", (0.005, math.nan), (0.4, 0.3), CheckStatus.FAIL),
+        ("float32", (0.005, 0.006), (0.4, 0.3), CheckStatus.FAIL),
+        ("bfloat16", (0.005, 0.006), (0.4, 0.0), CheckStatus.FAIL),
+    ],
+)
+def test_sglang_must_agree_with_the_trainer_before_and_after_an_update(
+    dtype: str, gaps: tuple[float, ...], norms: tuple[float, ...], verdict: CheckStatus
+) -> None:
+    assert judge_run(TinyRun(dtype, gaps, norms)).verdict is verdict

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -22,19 +23,24 @@ from areal_hpc.errors import ArealError, RecipeError
 from areal_hpc.jobs.node.topology import detect_task_position, find_own_address
 from areal_hpc.jobs.processes.process_setup import set_up_logging
 from areal_hpc.launch.doctor.checks import CheckResult, fail, ok, warn
-from areal_hpc.launch.doctor.gpu.collectives import (
-    RankPlace,
-    list_rank_gpus,
-    measure_collectives,
-)
 from areal_hpc.launch.doctor.gpu.facts import NodeFacts, gather_node_facts
 from areal_hpc.launch.doctor.gpu.judgments import (
+    ISSUE_HINT,
     judge_differences_between_nodes,
     judge_facts,
     judge_network_rates,
     judge_node_rates,
+    judge_run,
 )
 from areal_hpc.launch.doctor.gpu.plan import GpuCheckPlan
+from areal_hpc.launch.doctor.gpu.steps import (
+    STEPS,
+    RankPlace,
+    TinyRun,
+    list_rank_gpus,
+    measure_collectives,
+    run_tiny_recipe,
+)
 from areal_hpc.launch.doctor.isolation import try_isolation
 from areal_hpc.launch.doctor.slurm_job import await_files, submit_short_job
 from areal_hpc.recipe.sections.cluster import JobOptions, format_flags
@@ -44,7 +50,7 @@ from areal_hpc.trainer.config import CollectiveRates
 NODE_TASK_MODULE = "areal_hpc.launch.doctor.gpu.examination"
 TIME_LIMIT_MINUTES = 30
 QUEUE_AND_RUN_TIMEOUT_S = 1800.0
-ISSUE_HINT = "attach --json FILE to an issue"
+MeasuredT = TypeVar("MeasuredT")
 
 
 class NodeReport(Struct, frozen=True):
@@ -56,6 +62,7 @@ class NodeReport(Struct, frozen=True):
     """Between its own GPUs."""
     network_rates: CollectiveRates | None = None
     """Between the GPUs of all nodes."""
+    run: TinyRun | None = None
 
 
 class NodeTaskRequest(Struct, frozen=True):
@@ -120,37 +127,54 @@ class GpuExamination:
 def examine_node(
     plan: GpuCheckPlan, folder: Path, rank_place: RankPlace, print_line: Callable[[str], None]
 ) -> NodeReport:
-    """Gather and judge facts, then measure collectives between all nodes and on the first one."""
+    """Gather and judge facts, then run every step, whatever became of the others."""
     facts = gather_node_facts(plan)
     # Without a job this machine's isolation has a check of its own.
     results = [*try_isolation(plan.agent)] if plan.nodes else []
-    nodes = rank_place.nodes
+    is_one_of_several = rank_place.nodes > 1
     if plan.device == "cuda":
-        results += judge_facts(facts, plan.hca, is_one_of_several=nodes > 1)
+        results += judge_facts(facts, plan.hca, is_one_of_several=is_one_of_several)
     gpus = list_rank_gpus(plan, facts.visible_gpus)
+    report = NodeReport(facts, results)
+    if not gpus:
+        return report
 
-    def measure(name: str, at: Path, place: RankPlace) -> CollectiveRates | None:
+    def measure(name: str, run: Callable[[], MeasuredT]) -> MeasuredT | None:
         print_line(f"{name} ...")
         try:
-            return measure_collectives(plan, gpus, at, place)
+            return run()
         except ArealError as error:
-            results.append(fail(name, error.problems[0].message, ISSUE_HINT))
+            problem = error.problems[0]
+            finding = "; ".join(one.message for one in error.problems)
+            finding += f" (at {problem.key})" if problem.key else ""
+            results.append(fail(name, finding, problem.hint or ISSUE_HINT))
         except OSError as error:
             results.append(fail(name, f"{type(error).__name__}: {error}", ISSUE_HINT))
         return None
 
-    network_rates = node_rates = None
-    if gpus and nodes > 1:
-        network_rates = measure(f"{nodes} nodes", folder / "network", rank_place)
-        if network_rates is not None:
-            results.append(judge_network_rates(network_rates, facts, nodes))
-    if len(gpus) > 1 and not rank_place.node:
-        node_rates = measure("all-reduce", folder / "node", RankPlace())
-        if node_rates is not None:
-            results.append(judge_node_rates(node_rates, facts))
-    elif len(gpus) == 1:
+    network = node = run = None
+    if is_one_of_several:
+        name = f"{rank_place.nodes} nodes"
+        meeting = folder / "network"
+        network = measure(name, lambda: measure_collectives(plan, gpus, meeting, rank_place))
+        if network is not None:
+            results.append(judge_network_rates(network, facts, rank_place.nodes))
+    if rank_place.node:
+        return report
+    if len(gpus) > 1:
+        node = measure("all-reduce", lambda: measure_collectives(plan, gpus, folder / "node"))
+        if node is not None:
+            results.append(judge_node_rates(node, facts))
+        name = "tiny run"
+        print_line(f"{STEPS} steps of a tiny model")
+        run = measure(name, lambda: run_tiny_recipe(plan, gpus, folder / "run"))
+        if run is not None:
+            results.append(judge_run(run))
+    else:
         results.append(ok("all-reduce", "not measured: only one GPU is visible"))
-    return NodeReport(facts, results, node_rates, network_rates)
+        finding = "not measured: one GPU is visible; SGLang and the trainer need one each"
+        results.append(warn("tiny run", finding, "show doctor two GPUs, or add --nodes"))
+    return NodeReport(facts, results, node, network, run)
 
 
 def list_sbatch_flags(plan: GpuCheckPlan, options: JobOptions) -> list[str]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from areal_hpc.launch.doctor.checks import CheckResult, fail, ok, warn
 from areal_hpc.launch.doctor.gpu.facts import NodeFacts, PythonFacts
+from areal_hpc.launch.doctor.gpu.steps import TinyRun
 from areal_hpc.trainer.config import CollectiveRates
 
 MIN_DRIVER_BY_CUDA = {12: 525, 13: 580}
@@ -23,8 +24,11 @@ MIN_RDMA_BYTES_PER_S = 5e9
 """Between nodes with RDMA: half of one adapter of 100 Gbit/s."""
 MIN_TCP_BYTES_PER_S = 0.5e9
 """Between nodes without: half of 10 Gbit/s."""
+MAX_ENGINE_LOGPROB_GAP_BY_DTYPE = {"float32": 1e-3, "bfloat16": 0.03}
+"""Mean difference between engine and trainer."""
 NODE_LINK_HINT = "nvidia-smi topo -m; is P2P disabled (NCCL_P2P_DISABLE, ACS in the BIOS)?"
 NETWORK_HINT = "NCCL_DEBUG=INFO says which adapters it takes; cluster.slurm.network names others"
+ISSUE_HINT = "attach --json FILE to an issue"
 GIB = 2**30
 
 
@@ -217,3 +221,20 @@ def _judge_rates(
         expected = f"{found}; expected at least {floor_bytes_per_s / 1e9:g} GB/s"
         return fail(check_name, expected, hint)
     return ok(check_name, found)
+
+
+def judge_run(run: TinyRun) -> CheckResult:
+    """Check that SGLang agrees with the trainer before and after an update."""
+    name, bound = "tiny run", MAX_ENGINE_LOGPROB_GAP_BY_DTYPE[run.dtype]
+    gaps = ", ".join(f"{gap:.1e}" for gap in run.mean_gaps)
+    found = (
+        f"{len(run.mean_gaps)} steps with updates between them; log-probabilities of SGLang "
+        f"({run.dtype}) and the trainer differ by {gaps} on average"
+    )
+    # Written so that what is not a number fails.
+    if not all(gap <= bound for gap in run.mean_gaps):
+        hint = f"another inference.extra_args --attention-backend; {ISSUE_HINT}"
+        return fail(name, f"{found}; {bound:g} is rounding", hint)
+    if not all(norm > 0 for norm in run.gradient_norms):
+        return fail(name, f"{found}; a step had no gradient", ISSUE_HINT)
+    return ok(name, found)

@@ -11,6 +11,7 @@ from areal_hpc.jobs.environment import (
 )
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.recipe.sections.cluster import SlurmConfig
+from areal_hpc.recipe.sections.inference import InferenceConfig
 from areal_hpc.rundir.paths import ROLES
 
 Device = Literal["cpu", "cuda"]
@@ -27,6 +28,9 @@ class GpuCheckPlan(Struct, frozen=True):
     """By role."""
     variables: dict[str, dict[str, str]]
     """By role."""
+    inference: dict[str, Any]
+    """The recipe's section."""
+    trainer_dtype: Literal["float32", "bfloat16"]
     gpus: str | int | tuple[str | int, ...] = "auto"
     """`cluster.gpus`, for this machine alone."""
     interface: str = ""
@@ -59,6 +63,10 @@ def build_check_plan(
             }
             for role in ROLES
         },
+        inference=(recipe.inference if recipe else InferenceConfig()).model_dump(mode="json"),
+        trainer_dtype=(
+            "float32" if device == "cpu" else recipe.trainer.dtype if recipe else "bfloat16"
+        ),
         # On nodes of a job Slurm says which.
         gpus=recipe.cluster.gpus if recipe and not nodes else "auto",
         interface=slurm.network.interface,
