@@ -1,6 +1,6 @@
 """Alerts: what the metrics of a step, and of the steps before, say of a run's health. Pure.
 
-`docs/metrics.md` lists the rules from here, `areal-hpc why RUN --collapse` judges by their bounds.
+`areal-hpc why RUN --collapse` judges by the same bounds.
 """
 
 import math
@@ -57,15 +57,14 @@ class Finding(NamedTuple):
     """None for that of the rule."""
 
 
-@dataclass(frozen=True, slots=True)
-class AlertRule:
+RuleCheck = Callable[[Sequence[TrainedStepRow]], Finding | None]
+"""Given rows of trained steps, oldest first and at least one."""
+
+
+class AlertRule(NamedTuple):
     name: str
     level: AlertLevel
-    metrics: tuple[str, ...]
-    """What it looks at, by names of the catalogue."""
-    meaning: str
-    check: Callable[[Sequence[TrainedStepRow]], Finding | None]
-    """Given rows of trained steps, oldest first and at least one."""
+    check: RuleCheck
 
 
 def find_alerts(rows: Sequence[TrainedStepRow], off: Collection[str] = ()) -> list[Alert]:
@@ -269,18 +268,16 @@ def check_entropy(rows: Sequence[TrainedStepRow]) -> Finding | None:
     )
 
 
-def _make_bound_rule(
-    rule: str,
+def check_bound(
     metric: str,
-    meaning: str,
     message: str,
     hint: str,
     *,
     most: float = math.inf,
     least: float = -math.inf,
     scale: float = 1.0,
-) -> AlertRule:
-    """A note on a metric whose newest value, times `scale`, is above `most` or below `least`."""
+) -> RuleCheck:
+    """A check whether a metric's newest value, times `scale`, is above `most` or below `least`."""
 
     def check(rows: Sequence[TrainedStepRow]) -> Finding | None:
         value = rows[-1].get(metric)
@@ -289,108 +286,59 @@ def _make_bound_rule(
         bound = least if value * scale < least else most
         return Finding(message.format(value=value * scale, bound=bound), hint)
 
-    return AlertRule(rule, "note", (metric,), meaning, check)
+    return check
 
 
 RULES: tuple[AlertRule, ...] = (
+    AlertRule("no_signal", "failure", check_learning_signal),
+    AlertRule("reward_drop", "failure", check_reward_drop),
+    AlertRule("engine_mismatch", "failure", check_engine_mismatch),
+    AlertRule("failing_agents", "failure", check_failing_agents),
+    AlertRule("low_entropy", "note", check_entropy),
+    AlertRule("reply_length", "note", check_reply_length),
     AlertRule(
-        "no_signal",
-        "failure",
-        (
-            *("grad_norm", "critic/grad_norm", "groups/zero_variance", "groups/all_best"),
-            "groups/all_worst",
-        ),
-        f"{NO_SIGNAL_STEPS} steps in a row have a gradient of zero (a critic's too), or no trained "
-        f"token has an advantage in {MAX_ZERO_VARIANCE:.0%} of their groups; "
-        "only a note where rewards have varied and these groups have the best one: the tasks are "
-        "solved",
-        check_learning_signal,
-    ),
-    AlertRule(
-        "reward_drop",
-        "failure",
-        ("reward/mean", "reward/standard_error", "reward/min", "reward/max"),
-        f"the reward fell by {MAX_REWARD_DROP_STD:g} standard deviations of the "
-        f"{COMPARED_STEPS_BEFORE} steps before, and by a tenth of the range of rewards, and has "
-        "not recovered",
-        check_reward_drop,
-    ),
-    AlertRule(
-        "engine_mismatch",
-        "failure",
-        ("logprob/engine_trainer_mean_abs_diff", "logprob/compared_tokens"),
-        "engine and trainer give tokens other probabilities under the same weights: their "
-        f"logarithms differ by more than {MAX_ENGINE_TRAINER_DIFF_NATS:g} on average",
-        check_engine_mismatch,
-    ),
-    AlertRule(
-        "failing_agents",
-        "failure",
-        (
-            *("episode/failures", "episode/rewarded_failures", "episodes", "groups"),
-            *("tickets/filtered", "tickets/stale_dropped", "tickets/stale_requeued"),
-            "tickets/failed",
-        ),
-        f"more than {MAX_FAILED_SHARE_OF_TRIES:.0%} of the tries of episodes failed, and at least "
-        f"{MIN_FAILED_TRIES_IN_STEP}; those of tickets that were filtered out or too old count as "
-        "well",
-        check_failing_agents,
-    ),
-    AlertRule(
-        "low_entropy",
-        "note",
-        ("entropy/mean", "groups/all_best"),
-        f"the mean entropy of sampled tokens is below {MIN_ENTROPY_NATS:g} nats, so that samples "
-        "of a task hardly differ, and most tasks are not solved",
-        check_entropy,
-    ),
-    AlertRule(
-        "reply_length",
-        "note",
-        ("reply/tokens_mean",),
-        f"replies are {MAX_REPLY_LENGTH_RATIO:g} times as long as in the {COMPARED_STEPS_BEFORE} "
-        "steps before, or as short",
-        check_reply_length,
-    ),
-    _make_bound_rule(
         "repetition",
-        "reply/repeated_fraction",
-        f"replies end in loops: more than {MAX_REPEATED_FRACTION:.0%} of their ends is repetition",
-        "{value:.0%} of the end of replies is repetition, above {bound:.0%}",
-        READ_ROWS_HINT,
-        most=MAX_REPEATED_FRACTION,
-    ),
-    _make_bound_rule(
-        "cut_replies",
-        "reply/cut_fraction",
-        f"more than {MAX_CUT_FRACTION:.0%} of replies reach their limit of tokens",
-        "{value:.0%} of replies reached their limit of tokens, above {bound:.0%}",
-        f"{READ_ROWS_HINT}; if they loop, areal-hpc why RUN --collapse, "
-        "else raise rollout.sampling.max_new_tokens",
-        most=MAX_CUT_FRACTION,
+        "note",
+        check_bound(
+            "reply/repeated_fraction",
+            "{value:.0%} of the end of replies is repetition, above {bound:.0%}",
+            READ_ROWS_HINT,
+            most=MAX_REPEATED_FRACTION,
+        ),
     ),
     AlertRule(
-        "unrewarded_replies",
+        "cut_replies",
         "note",
-        ("reply/unrewarded",),
-        "rewards name replies, and none of them reaches some others, which are not trained",
-        check_unrewarded_replies,
+        check_bound(
+            "reply/cut_fraction",
+            "{value:.0%} of replies reached their limit of tokens, above {bound:.0%}",
+            f"{READ_ROWS_HINT}; if they loop, areal-hpc why RUN --collapse, "
+            "else raise rollout.sampling.max_new_tokens",
+            most=MAX_CUT_FRACTION,
+        ),
     ),
-    _make_bound_rule(
+    AlertRule("unrewarded_replies", "note", check_unrewarded_replies),
+    AlertRule(
         "full_disk",
-        "disk/free_bytes",
-        f"less than {MIN_FREE_DISK_GIB:g} GiB are left on the storage of the run directory",
-        "{value:.2g} GiB are free on the storage of the run, below {bound:g} GiB",
-        "make room there: a checkpoint that does not fit ends the run",
-        least=MIN_FREE_DISK_GIB,
-        scale=2.0**-30,
+        "note",
+        check_bound(
+            "disk/free_bytes",
+            "{value:.2g} GiB are free on the storage of the run, below {bound:g} GiB",
+            "make room there: a checkpoint that does not fit ends the run",
+            least=MIN_FREE_DISK_GIB,
+            scale=2.0**-30,
+        ),
     ),
-    _make_bound_rule(
+    AlertRule(
         "slow_cell",
-        "generation/slowest_cell_ratio",
-        f"one cell generates at less than {MIN_CELL_SPEED_RATIO:.0%} of another one's speed",
-        "the slowest cell generates at {value:.0%} of the fastest one's speed, below {bound:.0%}",
-        "areal-hpc status RUN names its node; exclude it if that lasts",
-        least=MIN_CELL_SPEED_RATIO,
+        "note",
+        check_bound(
+            "generation/slowest_cell_ratio",
+            "the slowest cell generates at {value:.0%} of the fastest one's speed, below "
+            "{bound:.0%}",
+            "areal-hpc status RUN names its node; exclude it if that lasts",
+            least=MIN_CELL_SPEED_RATIO,
+        ),
     ),
 )
+"""docs/metrics.md says what each looks at and means."""

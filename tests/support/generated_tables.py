@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 from areal_hpc.agents.harness.programs import HARNESSES
 from areal_hpc.areal.config.rules import RULE_BY_KEY
-from areal_hpc.metrics.alerts import RULES
 from areal_hpc.metrics.catalogue import read_catalogue
 from areal_hpc.proxy.http.agent_api import DIALECT_BY_ROUTE
 from tests.support import (
@@ -40,14 +39,6 @@ def _render_harnesses() -> str:
     return "\n".join(lines)
 
 
-def _render_alerts() -> str:
-    lines = ["| alert | level | looks at | means |", "|---|---|---|---|"]
-    for rule in RULES:
-        metrics = ", ".join(f"`{one}`" for one in rule.metrics)
-        lines.append(f"| `{rule.name}` | {rule.level} | {metrics} | {rule.meaning} |")
-    return "\n".join(lines)
-
-
 def _render_metrics() -> str:
     lines = ["| metric | unit | good | meaning | from |", "|---|---|---|---|---|"]
     lines += [
@@ -75,7 +66,6 @@ TABLES: dict[tuple[str, str], Callable[[], str]] = {
     ("errors.md", "mistakes"): mistakes.mistakes_table,
     ("harnesses.md", "newest"): newest_harnesses.render_table,
     ("harnesses.md", "programs"): _render_harnesses,
-    ("metrics.md", "alerts"): _render_alerts,
     ("metrics.md", "metrics"): _render_metrics,
     ("migrating-from-areal.md", "keys"): _render_areal_keys,
     ("objectives.md", "biases"): bias_table.table_of_biases,

@@ -12,6 +12,7 @@ from areal_hpc.metrics.alerts import (
     find_alerts,
 )
 from areal_hpc.recipe.sections.alerts import AlertName
+from tests.support.environments import CHECKOUT
 
 HEALTHY = {
     "episodes": 256,
@@ -56,8 +57,10 @@ def told(found: list[Alert]) -> list[tuple[str, str, int]]:
     return [(one.rule, one.level, one.step) for one in found]
 
 
-def test_a_recipe_can_switch_off_each_rule() -> None:
+def test_each_rule_is_in_the_documents_and_a_recipe_can_switch_it_off() -> None:
     assert set(get_args(AlertName)) == {rule.name for rule in RULES}
+    document = (CHECKOUT / "docs" / "metrics.md").read_text()
+    assert all(f"| `{rule.name}` | {rule.level} |" in document for rule in RULES)
 
 
 def test_a_healthy_run_raises_nothing() -> None:
