@@ -63,10 +63,6 @@ def compute_pass_at_k_by_task(passes_T: Sequence[int], n_samples: int, k: int) -
 
     That is 1 - C(n - c, k) / C(n, k) for c passes of n: unbiased, and not 1 - (1 - c/n)^k.
     """
-    if not 1 <= k <= n_samples:
-        raise ValueError(f"pass@{k} needs k from 1 to n_samples={n_samples}")
-    if any(not 0 <= passes <= n_samples for passes in passes_T):
-        raise ValueError(f"a task has fewer than 0 or more than {n_samples} passes")
     choices = math.comb(n_samples, k)
     by_passes = [1 - math.comb(n_samples - c, k) / choices for c in range(n_samples + 1)]
     return np.array([by_passes[passes] for passes in passes_T], dtype=np.float64)
@@ -211,8 +207,6 @@ def compute_central_probability(t: float, degrees: int) -> float:
 @lru_cache(maxsize=256)
 def compute_central_quantile(confidence: float, degrees: int) -> float:
     """The t with P(|T| <= t) = confidence."""
-    if degrees < 1 or not 0 < confidence < 1:
-        raise ValueError(f"expected degrees >= 1 and 0 < confidence < 1: {degrees}, {confidence}")
     low, high = 0.0, 1.0
     while compute_central_probability(high, degrees) < confidence:
         high *= 2

@@ -57,7 +57,7 @@ def format_step_details(row: MetricRow) -> Iterator[str]:
         yield f"{compute_trained_tokens_per_s([row]):.0f} tokens/s"
     if "groups/zero_variance" in row:
         yield f"zero-variance {format_metric(row['groups/zero_variance'], '.0%')}"
-    if (length := get_mean_reply_tokens(row)) is not None:
+    if (length := row.get("reply/tokens_mean")) is not None:
         yield f"length {length:.0f}"
     if "entropy/mean" in row:
         yield f"entropy {format_metric(row['entropy/mean'], '.2f')}"
@@ -81,15 +81,6 @@ def format_evaluation_set_metrics(row: MetricRow) -> Iterator[str]:
         low, high = (row.get(f"{name}{suffix}") for suffix in INTERVAL_BOUND_SUFFIXES)
         interval = "" if low is None or high is None else f" [{low:.2f}, {high:.2f}]"
         yield f"{set_name} {metric} {format_metric(value, '.3f')}{interval}"
-
-
-def get_mean_reply_tokens(row: MetricRow) -> float | None:
-    """Sampled tokens of a reply; of an episode, in a row that knows no better."""
-    if row.get("reply/tokens_mean") is not None:
-        return float(row["reply/tokens_mean"])
-    if row.get("tokens/sampled") is not None and row.get("episodes"):
-        return float(row["tokens/sampled"] / row["episodes"])
-    return None
 
 
 def compute_trained_tokens_per_s(rows: Sequence[MetricRow]) -> float:
