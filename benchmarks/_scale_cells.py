@@ -15,7 +15,6 @@ from pathlib import Path
 import numpy as np
 
 from areal_hpc.recipe.sections.rollout import RolloutConfig
-from areal_hpc.rollout.config import RolloutJobConfig
 from areal_hpc.rollout.driver import Driver, LeasedTickets, ReplicaGate, ServiceClients
 from areal_hpc.rollout.episode_watch import EpisodeWatch
 from areal_hpc.rollout.ticket_runner import TicketRunner
@@ -181,12 +180,14 @@ class SleepingRunner(TicketRunner):
     """The runner of a cell whose episodes are sleeps."""
 
     def __init__(
-        self, job: RolloutJobConfig, services: ServiceClients, tickets: LeasedTickets,
+        self, cell: str, rollout: RolloutConfig, services: ServiceClients, tickets: LeasedTickets,
         gate: ReplicaGate, watch: EpisodeWatch, events: EventLog, stores: Storehouse, tempo: Tempo,
         tally: Tally,
     ) -> None:  # fmt: skip
         super().__init__(
-            job,
+            cell,
+            rollout,
+            (),
             agents={},
             tasks={},
             tickets=tickets,
@@ -199,7 +200,7 @@ class SleepingRunner(TicketRunner):
         self._stores = stores
         self._tempo = tempo
         self._tally = tally
-        self._generator = np.random.default_rng(zlib.crc32(job.cell.encode()))
+        self._generator = np.random.default_rng(zlib.crc32(cell.encode()))
 
     async def _run_and_finish_training_ticket(self, grant: TicketGrant) -> bool:
         self._tally.granted += 1
@@ -224,19 +225,17 @@ class SleepingCell(Driver):
         tempo: Tempo,
         tally: Tally,
     ) -> None:
-        job = RolloutJobConfig(
-            run_dir=paths.root,
-            cell=f"cell-{number}",
-            rollout=RolloutConfig(n_samples=tempo.n_samples),
-            episode_slots=tempo.n_samples * tempo.tickets_at_once,
-        )
+        cell, rollout = f"cell-{number}", RolloutConfig(n_samples=tempo.n_samples)
         services = ServiceClients(ledger=ledger, proxy=ledger)
-        tickets = LeasedTickets(job.episode_slots, tempo.n_samples)
+        tickets = LeasedTickets(tempo.n_samples * tempo.tickets_at_once, tempo.n_samples)
         events = EventLog(paths.events, "cells")
         gate, watch = OpenGate(ledger, tickets.changed.set), IdleWatch(events)
-        runner = SleepingRunner(job, services, tickets, gate, watch, events, stores, tempo, tally)
+        runner = SleepingRunner(
+            cell, rollout, services, tickets, gate, watch, events, stores, tempo, tally
+        )
         super().__init__(
-            job,
+            cell,
+            ("train", "valid"),
             run_ticket=runner.run,
             tickets=tickets,
             services=services,

@@ -22,8 +22,12 @@ from typing import Any
 
 import psutil
 import uvloop
+import yaml
 
 from areal_hpc.jobs.processes.process_setup import raise_open_file_limit
+from areal_hpc.recipe.loading import load_recipe
+from areal_hpc.recipe.sections.rollout import RolloutConfig
+from areal_hpc.recipe.sections.trainer import TrainerConfig
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.generations import claim_next_number
 from areal_hpc.rundir.paths import RunPaths
@@ -50,18 +54,21 @@ class Settings:
 @contextlib.contextmanager
 def running_ledger(paths: RunPaths, settings: Settings) -> Iterator[int]:
     """The real ledger of a run directory, as its job starts it; its process id."""
-    config = {
-        "run_dir": str(paths.root),
-        "batch_size": settings.batch_size,
-        "episodes_per_ticket": settings.tempo.n_samples,
+    tempo = settings.tempo
+    rollout = {
+        "n_samples": tempo.n_samples,
         "max_head_offpolicyness": BOUND,
-        "max_concurrent_rollouts": settings.nodes
-        * settings.tempo.tickets_at_once
-        * settings.tempo.n_samples,
-        "seed": 1,
-        "n_train_tasks": 100_000,
-        "total_steps": ENOUGH_STEPS,
+        "max_concurrent_rollouts": settings.nodes * tempo.tickets_at_once * tempo.n_samples,
     }
+    trainer = {"batch_size": settings.batch_size, "total_steps": ENOUGH_STEPS}
+    recipe = load_recipe("quickstart").model_copy(
+        update={
+            "rollout": RolloutConfig.model_validate(rollout),
+            "trainer": TrainerConfig.model_validate(trainer),
+        }
+    )
+    paths.recipe.write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
+    config = {"run_dir": str(paths.root), "n_train_tasks": 100_000}
     file = paths.root / "ledger.json"
     file.write_text(json.dumps(config))
     process = subprocess.Popen(

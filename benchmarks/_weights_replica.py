@@ -18,9 +18,11 @@ import httpx
 import msgspec
 import torch
 import transformers
+import yaml
 
 from areal_hpc.inference.config import resolve_device
 from areal_hpc.jobs.environment import get_interpreter
+from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.sections.inference import InferenceConfig
 from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.rundir import rendezvous
@@ -209,10 +211,14 @@ def running_replica(
     """A cell that serves the model in `run_dir`, with random weights at first."""
     paths = RunPaths(run_dir)
     rendezvous.ensure_service_key(paths.service_key)
+    inference = {"dtype": "float32", "max_running_requests": STREAMS}
+    recipe = load_recipe("quickstart").model_copy(
+        update={"inference": InferenceConfig.model_validate(inference)}
+    )
+    paths.recipe.write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
     config = {
         "run_dir": str(run_dir),
         "cell": "cell-0",
-        "inference": {"dtype": "float32", "max_running_requests": STREAMS},
         "model_path": str(paths.starting_model_dir),
         "serve_python": get_interpreter("serve", "auto"),
     }

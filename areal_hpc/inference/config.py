@@ -1,12 +1,9 @@
-"""Typed configuration of the inference process."""
+"""Facts that the inference process is told, and the commands of its servers."""
 
 import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
-
-from pydantic import Field
 
 from areal_hpc.inference.server.command import (
     UNSET_WEIGHT_VERSION,
@@ -29,30 +26,19 @@ WORKER_NODE_ENTRY = "areal_hpc.inference.multi_node:run"
 
 
 class InferenceJobConfig(ProcessConfig):
-    """Configuration of the inference process of one cell."""
+    """Facts of the inference process of one cell."""
 
     ENTRY = "areal_hpc.inference.job:run"
     ROLE = "agents"
-    KEYS_BY_PRIVATE_FIELD = MappingProxyType({"serve_variables": "cluster.serve.variables"})
 
     cell: str
     """`cell-0`, `cell-1`, ..."""
-    inference: InferenceConfig
-    """The recipe's section."""
     model_path: Path
     """Weights to start with, in Hugging Face format."""
     serve_python: str
     """The Python that has SGLang."""
-    serve_variables: dict[str, str] = Field(default_factory=dict)
-    """Added to the environment of SGLang."""
     loaded_version: str = ""
     """Version of these weights, which are served as they are; empty: a trainer sends its own."""
-    seed: int = 0
-    """The run's seed."""
-    updates_in_place: bool = False
-    """Weights change while generations keep their keys and values."""
-    serves_metrics: bool = False
-    """Replicas are asked for their metrics whenever Prometheus scrapes this process."""
 
 
 def build_server_command(
@@ -63,25 +49,26 @@ def build_server_command(
     node_options: NodeOptions | None = None,
 ) -> ServerCommand:
     """The command of one start of a replica, or of one node's part of it: else the first node's."""
-    nodes = job.inference.nodes_per_replica
+    recipe = job.recipe
+    nodes = recipe.inference.nodes_per_replica
     if node_options is None and nodes > 1:
         node_options = NodeOptions(0, nodes, ports.meeting_point, get_advertised_host())
     command = build_replica_command(
-        job.inference,
+        recipe.inference,
         python=job.serve_python,
         model_path=str(job.model_path),
-        device=resolve_device(job.inference),
+        device=resolve_device(recipe.inference),
         index=index,
         ports=ports,
-        random_seed=compute_replica_seed(job.seed, job.cell, index, incarnation),
-        updates_in_place=job.updates_in_place,
-        serves_metrics=job.serves_metrics,
+        random_seed=compute_replica_seed(recipe.seed, job.cell, index, incarnation),
+        updates_in_place=recipe.weights.pause_mode == "in_place",
+        serves_metrics=recipe.cluster.prometheus,
         weight_version=job.loaded_version or UNSET_WEIGHT_VERSION,
         node_options=node_options,
     )
     return replace(
         command,
-        environment=command.environment | job.serve_variables,
+        environment=command.environment | recipe.cluster.serve.variables,
         keys=generate_server_keys(),
     )
 

@@ -31,22 +31,22 @@ METRICS_TIMEOUT_S = 2.0
 def run(config: dict[str, Any]) -> None:
     """Serve until told to stop."""
     job = InferenceJobConfig.model_validate(config)
-    paths = RunPaths(job.run_dir)
+    paths, inference = RunPaths(job.run_dir), job.recipe.inference
     stop = StopRequest.install()
     events = BackgroundEventLog(paths.events, job.cell)
     clock = AwakeClock()
     replicas = [
         Replica(
             index,
-            job.inference,
+            inference,
             launch=partial(build_server_command, job, index),
             log_dir=get_server_log_dir(job, paths),
             events=events,
-            policy=RestartPolicy(job.inference.max_restarts),
+            policy=RestartPolicy(inference.max_restarts),
             clock=clock,
             loaded_version=job.loaded_version,
         )
-        for index in range(job.inference.replicas_per_cell)
+        for index in range(inference.replicas_per_cell)
     ]
     service_key = rendezvous.read_service_key(paths.service_key)
     app = ControlProxyApp(job.cell, replicas, service_key, paths.published_weights_dir)
@@ -54,7 +54,7 @@ def run(config: dict[str, Any]) -> None:
     control_proxy.start()
     service = rendezvous.format_control_proxy_name(job.cell)
     rendezvous.publish_endpoint(paths.rendezvous_dir, service, control_proxy.url)
-    if job.serves_metrics:
+    if job.recipe.cluster.prometheus:
         register_sample_reader(lambda: read_replica_samples(replicas))
     record_state_entry("serve")
     try:

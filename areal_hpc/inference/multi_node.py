@@ -89,7 +89,7 @@ def run(config: dict[str, Any]) -> None:
     stop = StopRequest.install()
     worker = WorkerNode(
         get_task_position().rank,
-        job.inference.nodes_per_replica,
+        job.recipe.inference.nodes_per_replica,
         launch=partial(build_server_command, job, 0),
         cell=job.cell,
         rendezvous_dir=paths.rendezvous_dir,

@@ -1,29 +1,30 @@
-"""Base class of the typed configurations of a job's processes."""
+"""Base class of the facts that a job's processes are told beside their run's recipe."""
 
-from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
-from types import MappingProxyType
 from typing import ClassVar, Literal
 
 from areal_hpc.recipe.base import BaseConfig
-from areal_hpc.recipe.private_values import replace_private_values_by_references
+from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.jobs import ProcessSpec
+from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.run_recipe import read_run_recipe
 
 
 class ProcessConfig(BaseConfig):
-    """Configuration of one process, constructed by `launch` and parsed by the process."""
+    """What the launcher alone knows of one process; all else it reads from the run's recipe."""
 
     ENTRY: ClassVar[str]
     """`package.module:function` that parses it."""
     ROLE: ClassVar[Literal["train", "agents"]]
     """Which environment's Python runs the process."""
-    KEYS_BY_PRIVATE_FIELD: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    """Dotted keys of the recipe by fields whose values may be secrets: read when it starts."""
 
     run_dir: Path
 
-    def get_recipe_keys_by_private_field(self) -> dict[str, str]:
-        return dict(self.KEYS_BY_PRIVATE_FIELD)
+    @cached_property
+    def recipe(self) -> Recipe:
+        """The run's resolved recipe, which may hold secrets: no copy of it is written."""
+        return Recipe.model_validate(read_run_recipe(RunPaths(self.run_dir).recipe))
 
     def build_process_spec(
         self,
@@ -42,9 +43,7 @@ class ProcessConfig(BaseConfig):
             process_name,
             self.ROLE,
             self.ENTRY,
-            replace_private_values_by_references(
-                self.model_dump(mode="json"), self.get_recipe_keys_by_private_field()
-            ),
+            self.model_dump(mode="json"),
             tasks=tasks,
             restarts=restarts,
             ends_job=ends_job,

@@ -1,22 +1,20 @@
 """Recipe -> jobs. Pure: the same recipe and facts always give the same plan.
 
-Every process gets a configuration that it declares in its package's `config`, which imports
-neither torch nor SGLang: a plan is made where neither is installed.
+Every process reads the run's recipe; what the launcher alone knows, it declares in its package's
+`config`, which imports neither torch nor SGLang: a plan is made where neither is installed.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from msgspec.structs import replace
 
 from areal_hpc.inference.config import WORKER_NODE_ENTRY, InferenceJobConfig
-from areal_hpc.ledger.config import LedgerEvaluationSet, LedgerJobConfig
-from areal_hpc.ledger.tasks.task_stream import TaskSource
-from areal_hpc.proxy.config import ProxyJobConfig, ProxyLimits
+from areal_hpc.ledger.config import LedgerJobConfig
+from areal_hpc.proxy.config import ProxyJobConfig
 from areal_hpc.recipe.recipe import Recipe
-from areal_hpc.recipe.sections.evaluation import EvaluationSet, resolve_keep_best
-from areal_hpc.rollout.config import DriverEvaluationSet, RolloutJobConfig
+from areal_hpc.rollout.config import RolloutJobConfig
 from areal_hpc.rundir.jobs import JobSpec, ProcessSpec
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.rendezvous import (
@@ -25,7 +23,6 @@ from areal_hpc.rundir.rendezvous import (
     format_cell_name,
 )
 from areal_hpc.trainer.config import SftJobConfig, TrainerJobConfig
-from areal_hpc.trainer.loop.schedule import EvaluationSetSchedule
 from areal_hpc.wire.ledger import TaskSplit
 
 MAX_CONSECUTIVE_SERVICE_RESTARTS = 20
@@ -88,9 +85,6 @@ def plan_run(
         run_dir=paths.root,
         model_path=get_base_model_path(recipe, paths),
         dataset_path=paths.dataset("sft"),
-        seed=recipe.seed,
-        sft=recipe.sft,  # a SftConfig: its data set is written already
-        trainer=recipe.trainer,
     ).build_process_spec("sft", ends_job=True, uses_gpus=True)
     sft = build_job_with_task_per_rank("sft", recipe, [process])
     return (JobStage("sft", sft, (), paths.sft_export, paths.sft_metrics), reinforcement)
@@ -121,44 +115,21 @@ def build_job_with_task_per_rank(
 
 
 def _plan_trainer_job(recipe: Recipe, paths: RunPaths, plan_inputs: PlanInputs) -> JobSpec:
-    rollout, evaluation = recipe.rollout, recipe.evaluation
     sets = [
         one for one in recipe.evaluation_sets if plan_inputs.tasks_by_evaluation_set.get(one.name)
     ]
-    sources = zip(plan_inputs.tasks_of_sources, recipe.train_dataset.sources, strict=True)
+    known = {one.name: plan_inputs.tasks_by_evaluation_set[one.name] for one in sets}
     ledger = LedgerJobConfig(
         run_dir=paths.root,
-        batch_size=recipe.trainer.batch_size,
-        episodes_per_ticket=rollout.episodes_per_ticket,
-        max_head_offpolicyness=rollout.max_head_offpolicyness,
-        stale_groups=rollout.stale_groups,
-        max_concurrent_rollouts=rollout.max_concurrent_rollouts,
-        seed=recipe.seed,
         n_train_tasks=plan_inputs.train_tasks,
-        task_sources=tuple(TaskSource(n_tasks, source.weight) for n_tasks, source in sources),
-        evaluation_sets=build_ledger_evaluation_sets(sets, plan_inputs),
-        total_steps=recipe.trainer.total_steps,
-        curriculum=rollout.curriculum,
-        sys_path=plan_inputs.sys_path if rollout.curriculum else (),
+        tasks_of_sources=plan_inputs.tasks_of_sources,
+        tasks_by_evaluation_set=known,
+        sys_path=plan_inputs.sys_path if recipe.rollout.curriculum else (),
     )
     trainer = TrainerJobConfig(
         run_dir=paths.root,
         model_path=get_initial_policy_path(recipe, paths),
-        seed=recipe.seed,
-        trainer=recipe.trainer.resolve_paths(),
-        weights=recipe.weights,
-        cells=recipe.inference.cells,
-        evaluations={
-            one.name: EvaluationSetSchedule(
-                one.every_steps, min(one.tasks, plan_inputs.tasks_by_evaluation_set[one.name])
-            )
-            for one in sets
-        },
-        keep_best=resolve_keep_best(evaluation, recipe.evaluation_sets),
-        evaluation_cell=evaluation.separate_cell,
-        alerts=recipe.alerts,
-        idle_timeout_s=recipe.cluster.idle_timeout_s,
-        stop_grace_s=recipe.cluster.stop_grace_s,
+        tasks_by_evaluation_set=known,
         sys_path=plan_inputs.sys_path if recipe.trainer.objective.custom else (),
     )
     return build_job_with_task_per_rank(
@@ -179,22 +150,6 @@ def _plan_trainer_job(recipe: Recipe, paths: RunPaths, plan_inputs: PlanInputs) 
             ),
         ],
     )
-
-
-def build_ledger_evaluation_sets(
-    sets: Iterable[EvaluationSet], plan_inputs: PlanInputs
-) -> dict[str, LedgerEvaluationSet]:
-    """Evaluation sets as the ledger is told of them."""
-    return {
-        one.name: LedgerEvaluationSet(
-            number=one.number,
-            n_tasks=plan_inputs.tasks_by_evaluation_set[one.name],
-            n_samples=one.n_samples,
-            metrics=one.metrics,
-            pass_reward=one.pass_reward,
-        )
-        for one in sets
-    }
 
 
 def _plan_cell_jobs(
@@ -226,14 +181,9 @@ def plan_cell_job(
     server = InferenceJobConfig(
         run_dir=paths.root,
         cell=cell_name,
-        inference=inference,
         model_path=model,
         loaded_version=loaded_version,
         serve_python=plan_inputs.serve_python,
-        serve_variables=recipe.cluster.serve.variables,
-        seed=recipe.seed,
-        updates_in_place=recipe.weights.pause_mode == "in_place",
-        serves_metrics=recipe.cluster.prometheus,
     ).build_process_spec(
         "inference", tasks="first", restarts=MAX_CONSECUTIVE_SERVICE_RESTARTS, uses_gpus=True
     )
@@ -241,35 +191,15 @@ def plan_cell_job(
     proxy = ProxyJobConfig(
         run_dir=paths.root,
         cell=cell_name,
-        proxy=ProxyLimits(**recipe.proxy.model_dump()),
-        shards=recipe.shards,
         model_path=model,
-        model_name=recipe.experiment_name,
-        context_tokens=inference.context_length,
-        tool_call_parser=inference.tool_call_parser,
-        reasoning_parser=inference.reasoning_parser,
         serve_python=plan_inputs.serve_python,
-        online=rollout.agent.mode == "online",
     ).build_process_spec("proxy", tasks="first", restarts=MAX_CONSECUTIVE_SERVICE_RESTARTS)
     driver = RolloutJobConfig(
         run_dir=paths.root,
         cell=cell_name,
-        rollout=rollout,
-        evaluation_sets={
-            one.name: DriverEvaluationSet(
-                number=one.number,
-                sampling=one.sampling,
-                workflow=one.workflow,
-                workflow_kwargs=one.workflow_kwargs,
-                workflow_key=one.agent_section_key,
-            )
-            for one in recipe.evaluation_sets
-        },
-        episode_slots=max(1, rollout.max_concurrent_rollouts // inference.cells),
         splits=splits,
         plays_trials=cell_name == format_cell_name(0) and rollout.trial_tasks > 0,
         sys_path=plan_inputs.sys_path,
-        idle_timeout_s=recipe.cluster.idle_timeout_s,
     ).build_process_spec(
         "driver", tasks="first", restarts=MAX_CONSECUTIVE_SERVICE_RESTARTS, ends_job=True
     )

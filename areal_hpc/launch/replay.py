@@ -149,11 +149,10 @@ class RecordedStepsReplay:
     ) -> None:
         if any(one.state.step >= last_step for one in list_checkpoints(self._out.checkpoints_dir)):
             return  # by an earlier try
+        run_dir_setup.write_recipe_and_keep_replaced(recipe, self._out.recipe)
         config = ReplayJobConfig(
             run_dir=self._out.root,
             model_path=get_initial_policy_path(recipe, self._run),
-            seed=recipe.seed,
-            trainer=recipe.trainer.resolve_paths(),
             sys_path=(str(Path.cwd()),) if recipe.trainer.objective.custom else (),
             first_step=self.start.step + 1,
             last_step=last_step,

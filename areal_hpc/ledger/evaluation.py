@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from areal_hpc.evaluation.set_metrics import SetSamples, build_metric_row, estimate_metrics
 from areal_hpc.evaluation.set_names import VALIDATION_SET_NAME, get_ticket_id_in_evaluation
-from areal_hpc.ledger.config import LedgerEvaluationSet
 from areal_hpc.ledger.leases import Lease, LeaseTable
 from areal_hpc.metrics.step_metrics import VALIDATION_REWARD_METRIC
+from areal_hpc.recipe.sections.evaluation import EvaluationSet
 from areal_hpc.rundir import manifests
 from areal_hpc.rundir.manifests import EvaluatedTicket, EvaluationResult, LedgerState
 from areal_hpc.rundir.paths import RunPaths
@@ -194,7 +194,7 @@ def read_current_results(
 
 
 def compute_result_metrics(
-    results: Mapping[str, EvaluationResult], sets: Mapping[str, LedgerEvaluationSet]
+    results: Mapping[str, EvaluationResult], sets: Mapping[str, EvaluationSet]
 ) -> dict[str, float]:
     """What the row of an evaluated step says of its sets."""
     row: dict[str, float] = {}

@@ -19,7 +19,7 @@ from areal_hpc.ledger.http_app import LedgerApp
 from areal_hpc.ledger.long_poll import LongPoll
 from areal_hpc.ledger.service import LedgerService
 from areal_hpc.ledger.tasks.curriculum import RECIPE_KEY, Curriculum
-from areal_hpc.ledger.tasks.task_stream import TaskSource, TaskStream
+from areal_hpc.ledger.tasks.task_stream import TaskStream
 from areal_hpc.recipe.user_functions import load_user_function
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.atomic import fsync_path
@@ -50,20 +50,22 @@ def run(config: dict[str, Any]) -> None:
 
 async def serve_ledger_until_stopped(config: LedgerJobConfig, stop: StopRequest) -> None:
     """Rebuild, listen, publish the address, expire leases, until `stop` is requested."""
-    paths = RunPaths(config.run_dir)
+    paths, recipe, sets = RunPaths(config.run_dir), config.recipe, config.evaluation_sets
+    has_curriculum = bool(recipe.rollout.curriculum) and not config.evaluates
     clock = AwakeClock()  # while storage hangs, or the node is frozen, no cell can be heard
     try:
         service = LedgerService(
             paths,
             config.ticket_policy,
             TaskStream(
-                config.task_sources or (TaskSource(config.n_train_tasks),),
-                config.episodes_per_ticket,
-                config.seed,
-                load_curriculum_and_replay_rewards(config, paths) if config.curriculum else None,
-                {one.number: one.n_samples for one in config.evaluation_sets.values()},
+                config.task_sources,
+                recipe.rollout.episodes_per_ticket,
+                recipe.seed,
+                load_curriculum_and_replay_rewards(config, paths) if has_curriculum else None,
+                {one.number: one.n_samples for one in sets.values()},
             ),
-            evaluation_sets=config.evaluation_sets,
+            evaluation_sets=sets,
+            tasks_by_evaluation_set=config.tasks_by_evaluation_set,
             clock=clock.now,
         )
         key = rendezvous.read_service_key(paths.service_key)
@@ -112,10 +114,10 @@ def load_curriculum_and_replay_rewards(config: LedgerJobConfig, paths: RunPaths)
     sys.path[:0] = [folder for folder in config.sys_path if folder not in sys.path]
     curriculum = Curriculum(
         paths.curriculum_draws,
-        load_user_function(config.curriculum, RECIPE_KEY),
+        load_user_function(config.recipe.rollout.curriculum, RECIPE_KEY),
         n_tasks=config.n_train_tasks,
-        batch_size=config.batch_size,
-        seed=config.seed,
+        batch_size=config.recipe.trainer.batch_size,
+        seed=config.recipe.seed,
     )
     for ticket in read_sealed_tickets(paths):
         curriculum.record_rewards(ticket.ref.ticket_id, ticket.rewards)

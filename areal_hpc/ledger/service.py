@@ -14,7 +14,6 @@ from areal_hpc.errors import LedgerRequestError
 from areal_hpc.evaluation.set_names import split_ticket_id
 from areal_hpc.ledger import batch_formation
 from areal_hpc.ledger.admission import TicketPolicy
-from areal_hpc.ledger.config import LedgerEvaluationSet
 from areal_hpc.ledger.drop_stats import FirstTicketsCheck
 from areal_hpc.ledger.evaluation import (
     EvaluationSetPart,
@@ -26,6 +25,7 @@ from areal_hpc.ledger.leases import CellHeartbeats
 from areal_hpc.ledger.long_poll import LongPoll, Notifier
 from areal_hpc.ledger.tasks.task_stream import TaskStream
 from areal_hpc.ledger.tickets import TicketTable
+from areal_hpc.recipe.sections.evaluation import EvaluationSet
 from areal_hpc.rundir import manifests
 from areal_hpc.rundir.generations import read_newest_number
 from areal_hpc.rundir.manifests import DroppedTicket, LedgerState, append_drop, read_drops
@@ -48,7 +48,8 @@ class LedgerService:
         policy: TicketPolicy,
         stream: TaskStream,
         *,
-        evaluation_sets: Mapping[str, LedgerEvaluationSet],
+        evaluation_sets: Mapping[str, EvaluationSet],
+        tasks_by_evaluation_set: Mapping[str, int],
         clock: Callable[[], float],
     ) -> None:
         """Rebuild the state from the run directory and count this start as an incarnation."""
@@ -56,6 +57,7 @@ class LedgerService:
         self._policy = policy
         self._stream = stream
         self._evaluation_sets = dict(evaluation_sets)
+        self._tasks_by_evaluation_set = dict(tasks_by_evaluation_set)
         self._clock = clock
         before = manifests.read_ledger_state(paths)
         self.incarnation = before.incarnation + 1
@@ -249,11 +251,9 @@ class LedgerService:
     ) -> wire.EvaluateReply:
         """The evaluation of a step: started by the first call, followed by later ones."""
         for name, n_tasks in request.sets.items():
-            known = self._evaluation_sets.get(name)
-            if known is None or not 1 <= n_tasks <= known.n_tasks:
-                there = ", ".join(
-                    f"{one.n_tasks} of {n}" for n, one in self._evaluation_sets.items()
-                )
+            known = self._tasks_by_evaluation_set
+            if not 1 <= n_tasks <= known.get(name, 0):
+                there = ", ".join(f"{count} of {one}" for one, count in known.items())
                 raise LedgerRequestError(
                     400, f"cannot evaluate {n_tasks} tasks of {name!r}: there are {there or 'none'}"
                 )

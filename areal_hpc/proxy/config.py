@@ -1,4 +1,4 @@
-"""Typed configuration of the proxy process."""
+"""Facts that the proxy process is told, and the limits of what it takes."""
 
 from pathlib import Path
 from typing import Annotated
@@ -6,7 +6,7 @@ from typing import Annotated
 from pydantic import Field
 
 from areal_hpc.jobs.config import ProcessConfig
-from areal_hpc.recipe.sections.proxy_and_shards import ProxyConfig, ShardConfig
+from areal_hpc.recipe.sections.proxy_and_shards import ProxyConfig
 
 
 class ProxyLimits(ProxyConfig):
@@ -32,16 +32,13 @@ class ProxyJobConfig(ProcessConfig):
 
     cell: str
     """Also the writer name of its shards."""
-    proxy: ProxyLimits = ProxyLimits()
-    shards: ShardConfig = ShardConfig()
     model_path: Path
     """Model in Hugging Face format: its tokenizer, template and vocabulary size are used."""
-    model_name: str
-    context_tokens: int | None = None
-    """Longest prompt plus reply that the replicas accept; the model's own limit when null."""
-    tool_call_parser: str | None = None
-    reasoning_parser: str | None = None
     serve_python: str = ""
     """Interpreter of SGLang's environment; its parsers run there."""
-    online: bool = False
-    """Programs open sessions themselves, and play the tickets' episodes in them."""
+    limits: dict[str, int] = Field(default_factory=dict)
+    """Those of `ProxyLimits` that are not its defaults."""
+
+    @property
+    def proxy_limits(self) -> ProxyLimits:
+        return ProxyLimits.model_validate(self.recipe.proxy.model_dump() | self.limits)

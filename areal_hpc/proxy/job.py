@@ -41,24 +41,24 @@ def run(config: dict[str, Any]) -> None:
 
 
 async def _serve_cell(job: ProxyJobConfig, stop: StopRequest) -> None:
-    paths = RunPaths(job.run_dir)
+    paths, recipe = RunPaths(job.run_dir), job.recipe
     admin_key = rendezvous.ensure_admin_key(paths.admin_key)
     service_key = rendezvous.read_service_key(paths.service_key)
     name = rendezvous.format_proxy_name(job.cell)
     model = ServedModel.from_model_dir(
-        job.model_name,
+        recipe.experiment_name,
         job.model_path,
-        job.context_tokens,
-        job.tool_call_parser,
-        job.reasoning_parser,
+        recipe.inference.context_length,
+        recipe.inference.tool_call_parser,
+        recipe.inference.reasoning_parser,
     )
     journal = make_journal_folder_and_get_path(job, admin_key)
     recorder = JournaledRecorder(journal, model.encoder.vocab_size)
-    sealer = TicketSealer(recorder, paths, job.cell, job.shards, service_key)
+    sealer = TicketSealer(recorder, paths, job.cell, recipe.shards, service_key)
     sealer.recover_interrupted_seals()
     source = CellReplicaSource(paths.rendezvous_dir, job.cell, service_key)
     service = ProxyService(
-        job.proxy,
+        job.proxy_limits,
         model,
         job.serve_python,
         admin_key,
@@ -67,7 +67,7 @@ async def _serve_cell(job: ProxyJobConfig, stop: StopRequest) -> None:
         sealer,
         driver_key=derive_bearer_key(service_key, name),
         metrics_key=rendezvous.ensure_metrics_key(paths.metrics_key),
-        online=job.online,
+        online=recipe.rollout.agent.mode == "online",
     )
     register_sample_reader(service.metrics.list_samples)
     listener = _reopen_listener(paths.rendezvous_dir, name)
@@ -113,7 +113,8 @@ def make_journal_folder_and_get_path(job: ProxyJobConfig, run_secret: str) -> Pa
     Every run directory has a secret of its own, so a run that starts anew at an earlier run's
     path does not take over that one's journal.
     """
-    base = job.shards.journal_dir or Path(os.environ.get("SLURM_TMPDIR") or tempfile.gettempdir())
+    base = job.recipe.shards.journal_dir
+    base = base or Path(os.environ.get("SLURM_TMPDIR") or tempfile.gettempdir())
     run = f"{job.run_dir.resolve()}\n{job.cell}\n{run_secret}".encode()
     folder = base / f"areal_hpc-{hashlib.blake2b(run, digest_size=8).hexdigest()}"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)

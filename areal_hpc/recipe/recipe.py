@@ -116,6 +116,11 @@ class Recipe(BaseConfig):
         return resolve_evaluation_sets(self.evaluation, self.valid_dataset)
 
     @property
+    def episode_slots_per_cell(self) -> int:
+        """Episodes that a cell runs at once."""
+        return max(1, self.rollout.max_concurrent_rollouts // self.inference.cells)
+
+    @property
     def run_dir(self) -> Path:
         """The run directory."""
         return self.cluster.fileroot.expanduser() / self.experiment_name / self.trial_name

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from areal_hpc.errors import HttpStatusError
-from areal_hpc.rollout.config import RolloutJobConfig
 from areal_hpc.rollout.episode_watch import EpisodeWatch
 from areal_hpc.rundir.service_client import AsyncServiceClient
 from areal_hpc.rundir.telemetry.spans import record_state_entry
-from areal_hpc.wire.ledger import Empty, LeaseReply, LeaseRequest, TicketGrant, TicketRef
+from areal_hpc.wire.ledger import Empty, LeaseReply, LeaseRequest, TaskSplit, TicketGrant, TicketRef
 from areal_hpc.wire.proxy import ProxyHealth, SealTicketsReply
 
 log = logging.getLogger(__name__)
@@ -162,7 +161,8 @@ class Driver:
 
     def __init__(
         self,
-        job: RolloutJobConfig,
+        cell: str,
+        splits: tuple[TaskSplit, ...],
         *,
         run_ticket: Callable[[TicketGrant], Coroutine[Any, Any, None]],
         tickets: LeasedTickets,
@@ -171,7 +171,7 @@ class Driver:
         episode_watch: EpisodeWatch,
         job_start: int = 0,
     ) -> None:
-        self._cell, self._splits, self._job_start = job.cell, job.splits, job_start
+        self._cell, self._splits, self._job_start = cell, splits, job_start
         self._run_ticket, self._tickets = run_ticket, tickets
         self._ledger, self._proxy = services.ledger, services.proxy
         self._gate, self._watch = gate, episode_watch

@@ -38,10 +38,11 @@ def run(config: dict[str, Any]) -> None:
     """Drive one cell until the run is over or a stop is requested."""
     job = RolloutJobConfig.model_validate(config)
     sys.path[:0] = [folder for folder in job.sys_path if folder not in sys.path]
-    how = job.rollout.agent
-    agents = {TRAIN: build_agent(how, job.rollout.workflow, job.rollout.workflow_kwargs)} | {
-        name: build_agent(how, one.workflow, one.workflow_kwargs)
-        for name, one in job.evaluation_sets.items()
+    recipe = job.recipe
+    how, rollout = recipe.rollout.agent, recipe.rollout
+    agents = {TRAIN: build_agent(how, rollout.workflow, rollout.workflow_kwargs)} | {
+        one.name: build_agent(how, one.workflow, one.workflow_kwargs)
+        for one in recipe.evaluation_sets
     }
     uvloop.run(_drive_cell(job, agents))
 
@@ -60,17 +61,17 @@ def build_agent(
 
 
 async def _drive_cell(job: RolloutJobConfig, agents: dict[str, Agent | None]) -> None:
-    paths = RunPaths(job.run_dir)
+    paths, recipe, rollout = RunPaths(job.run_dir), job.recipe, job.recipe.rollout
     # Inside the loop: uvloop takes the signal wake-up descriptor when it starts.
     stop = StopRequest.install()
     for agent in agents.values():
         if isinstance(agent, SubprocessAgent):
             await agent.check_agent_builds()
     sandboxes = None
-    if job.rollout.agent.mode == "inline":
-        sandboxes = make_agent_sandboxes(job.rollout.agent)
+    if rollout.agent.mode == "inline":
+        sandboxes = make_agent_sandboxes(rollout.agent)
     else:  # episodes start theirs in processes of their own
-        await start_and_stop_sandbox(job.rollout.agent)
+        await start_and_stop_sandbox(rollout.agent)
     if sandboxes is not None:
         await sandboxes.fill()
     key = read_service_key(paths.service_key)
@@ -78,18 +79,20 @@ async def _drive_cell(job: RolloutJobConfig, agents: dict[str, Agent | None]) ->
         ledger=AsyncServiceClient(paths.rendezvous_dir, LEDGER_SERVICE, key),
         proxy=AsyncServiceClient(paths.rendezvous_dir, format_proxy_name(job.cell), key),
     )
-    http_client = make_http_client(job.rollout.episode_timeout_s)
-    tickets = LeasedTickets(job.episode_slots, job.rollout.episodes_per_ticket)
+    http_client = make_http_client(rollout.episode_timeout_s)
+    tickets = LeasedTickets(recipe.episode_slots_per_cell, rollout.episodes_per_ticket)
     events = EventLog(paths.events, f"driver-{job.cell}")
     gate = ReplicaGate(services.proxy, on_open=tickets.changed.set)
     watch = EpisodeWatch(events)
     runner = TicketRunner(
-        job,
+        job.cell,
+        rollout,
+        recipe.evaluation_sets,
         agents={name: agent or agents[TRAIN] for name, agent in agents.items()},
         tasks={TRAIN: TaskSet.read_or_empty(paths.dataset(TRAIN))}
         | {
-            name: TaskSet.read_or_empty(paths.evaluation_tasks(name))
-            for name in job.evaluation_sets
+            one.name: TaskSet.read_or_empty(paths.evaluation_tasks(one.name))
+            for one in recipe.evaluation_sets
         },
         tickets=tickets,
         services=services,
@@ -100,7 +103,8 @@ async def _drive_cell(job: RolloutJobConfig, agents: dict[str, Agent | None]) ->
         sandboxes=sandboxes,
     )
     driver = Driver(
-        job,
+        job.cell,
+        job.splits,
         run_ticket=runner.run,
         tickets=tickets,
         services=services,
@@ -116,7 +120,7 @@ async def _drive_cell(job: RolloutJobConfig, agents: dict[str, Agent | None]) ->
             tasks, proxy = TaskSet.read_or_empty(paths.dataset(TRAIN)), services.proxy
             record_state_entry("trial")
             await play_trial_tasks_or_raise(
-                job.rollout, agent, tasks, proxy, http_client, events, sandboxes
+                rollout, agent, tasks, proxy, http_client, events, sandboxes
             )
         await driver.run()
 
@@ -126,7 +130,7 @@ async def _drive_cell(job: RolloutJobConfig, agents: dict[str, Agent | None]) ->
     record_state_entry("idle")
     try:
         # Without Slurm there is nobody to give nodes back to, nor to start the cell again.
-        idle_timeout_s = job.idle_timeout_s if get_job_start_number() else float("inf")
+        idle_timeout_s = recipe.cluster.idle_timeout_s if get_job_start_number() else float("inf")
         await _run_until_stopped_or_exit_if_idle(
             play_trials_and_lease(), driver, stop, idle_timeout_s
         )

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -18,8 +18,9 @@ from areal_hpc.errors import (
     escape_surrogates,
 )
 from areal_hpc.evaluation.set_names import split_ticket_id
+from areal_hpc.recipe.sections.evaluation import EvaluationSet
+from areal_hpc.recipe.sections.rollout import RolloutConfig, SamplingConfig
 from areal_hpc.rollout.agent import Agent
-from areal_hpc.rollout.config import RolloutJobConfig
 from areal_hpc.rollout.driver import LeasedTickets, ReplicaGate, ServiceClients
 from areal_hpc.rollout.episode_watch import EpisodeWatch
 from areal_hpc.rollout.episodes.auxiliary import load_auxiliary_rule
@@ -87,7 +88,9 @@ class TicketRunner:
 
     def __init__(
         self,
-        job: RolloutJobConfig,
+        cell: str,
+        rollout: RolloutConfig,
+        evaluation_sets: Sequence[EvaluationSet],
         *,
         agents: Mapping[str, Agent | None],
         tasks: Mapping[str, TaskSet],
@@ -99,17 +102,16 @@ class TicketRunner:
         episode_watch: EpisodeWatch,
         sandboxes: AgentSandboxes | None = None,
     ) -> None:
-        self._cell, self._rollout = job.cell, job.rollout
-        sampling = {TRAIN: job.rollout.sampling} | {
-            name: one.sampling for name, one in job.evaluation_sets.items()
-        }
+        self._cell, self._rollout = cell, rollout
+        sampling: dict[str, SamplingConfig] = {TRAIN: rollout.sampling}
+        sampling |= {one.name: one.sampling for one in evaluation_sets}
         self._sampling = {
             name: SamplingDefaults(**one.model_dump()) for name, one in sampling.items()
         }
-        self._set_names = {one.number: name for name, one in job.evaluation_sets.items()}
+        self._set_names = {one.number: one.name for one in evaluation_sets}
         self._agents, self._tasks, self._tickets = agents, tasks, tickets
-        self._acceptance = GroupFilter(job.rollout)
-        self._auxiliary = load_auxiliary_rule(job.rollout.agent.auxiliary)
+        self._acceptance = GroupFilter(rollout)
+        self._auxiliary = load_auxiliary_rule(rollout.agent.auxiliary)
         self._ledger, self._proxy = services.ledger, services.proxy
         self._http_client, self._events = http_client, events
         self._gate, self._watch, self._sandboxes = gate, episode_watch, sandboxes

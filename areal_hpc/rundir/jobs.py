@@ -23,8 +23,6 @@ CARETAKER_JOB = "caretaker"
 """The job that waits until all others of its run have ended, to submit those that come back."""
 LOST_RANK_EXIT_CODE = LostTrainerRankError.exit_code
 """A rank ended because another one had vanished. That one's end is the cause."""
-RECIPE_REFERENCES_KEY = "from_recipe"
-"""In a process's configuration: the recipe's key by each place whose value is read from there."""
 EXCLUDED_NODE_LIFETIME_S = 86400.0
 """Time for which a node that failed its check is not given to the run again."""
 

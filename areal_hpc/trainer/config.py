@@ -1,4 +1,4 @@
-"""Typed configurations of the trainer's processes: RL, SFT, replay."""
+"""Facts that the trainer's processes are told: RL, SFT, replay."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -7,9 +7,6 @@ from msgspec import Struct
 from pydantic import Field
 
 from areal_hpc.jobs.config import ProcessConfig
-from areal_hpc.recipe.sections.alerts import AlertsConfig
-from areal_hpc.recipe.sections.trainer import SftConfig, TrainerConfig
-from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.trainer.loop.schedule import EvaluationSetSchedule, Schedule
 
 STOP_MARGIN_S = 4.0
@@ -17,52 +14,39 @@ STOP_MARGIN_S = 4.0
 
 
 class RankJobConfig(ProcessConfig):
-    """Configuration of every rank of a training job."""
+    """Facts of every rank of a training job."""
 
     ROLE = "train"
 
     model_path: Path
     """The model that training starts from."""
-    seed: int
-    """Recorded in checkpoints; decides the order of demonstrations."""
-    trainer: TrainerConfig
-    """Also of the SFT stage, whose layout, device, dtype and memory are the same."""
     sys_path: tuple[str, ...] = ()
     """Folders from which `trainer.objective.custom` is imported."""
 
 
 class TrainerJobConfig(RankJobConfig):
-    """Configuration of the trainer."""
-
     ENTRY = "areal_hpc.trainer.job:run"
 
-    weights: WeightsConfig
-    cells: Annotated[int, Field(ge=1)]
-    """Cells to send them to, that of evaluation not counted."""
-    evaluations: dict[str, EvaluationSetSchedule]
-    """By the names of evaluation sets: when, and on how many tasks."""
-    keep_best: str = ""
-    """`SET/METRIC` by which the best checkpoint is kept; empty: none is."""
-    evaluation_cell: bool = False
-    """A cell of their own plays them, and training does not wait for it."""
-    alerts: AlertsConfig = AlertsConfig()
-    idle_timeout_s: Annotated[float, Field(gt=0)] = 1800.0
-    """Time without any cell after which the job gives its nodes back, under Slurm."""
-    stop_grace_s: Annotated[float, Field(gt=STOP_MARGIN_S)] = 12.0
-    """Time from a stop signal to the kill."""
+    tasks_by_evaluation_set: dict[str, int]
+    """Held-out tasks that there are, of the sets that have some."""
 
     @property
     def schedule(self) -> Schedule:
+        trainer, known = self.recipe.trainer, self.tasks_by_evaluation_set
         return Schedule(
-            total_steps=self.trainer.total_steps,
-            checkpoint_every_steps=self.trainer.checkpoint_every_steps,
-            export_every_steps=self.trainer.export_every_steps,
-            evaluations=self.evaluations,
+            total_steps=trainer.total_steps,
+            checkpoint_every_steps=trainer.checkpoint_every_steps,
+            export_every_steps=trainer.export_every_steps,
+            evaluations={
+                one.name: EvaluationSetSchedule(one.every_steps, min(one.tasks, known[one.name]))
+                for one in self.recipe.evaluation_sets
+                if one.name in known
+            },
         )
 
 
 class ReplayJobConfig(RankJobConfig):
-    """Configuration of a replay; its run directory leads to recorded batches."""
+    """Facts of a replay; its run directory leads to recorded batches."""
 
     ENTRY = "areal_hpc.trainer.job:run_replay"
 
@@ -74,13 +58,12 @@ class ReplayJobConfig(RankJobConfig):
 
 
 class SftJobConfig(RankJobConfig):
-    """Configuration of the SFT stage."""
+    """Facts of the SFT stage."""
 
     ENTRY = "areal_hpc.trainer.sft:run"
 
     dataset_path: Path
     """JSON lines `{"messages": [...]}`; the last message, the assistant's, is learnt."""
-    sft: SftConfig
 
 
 class CollectivesRequest(Struct, frozen=True):

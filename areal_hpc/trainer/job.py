@@ -23,6 +23,7 @@ from areal_hpc.jobs.processes.signals import StopRequest
 from areal_hpc.jobs.starts import StopDeadline
 from areal_hpc.metrics.step_metrics import EpisodeFailureCounter
 from areal_hpc.metrics.writer import MetricsWriter
+from areal_hpc.recipe.sections.evaluation import resolve_keep_best
 from areal_hpc.recipe.sections.trainer import TrainerConfig
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.atomic import fsync_path
@@ -64,7 +65,7 @@ def run(config: dict[str, Any]) -> None:
         return  # a rank died when all was done
     sys.path[:0] = [folder for folder in job.sys_path if folder not in sys.path]
     stop = StopRequest.install()
-    deadline = partial(_exit_on_stop_timeout, stop, job.stop_grace_s)
+    deadline = partial(_exit_on_stop_timeout, stop, job.recipe.cluster.stop_grace_s)
     threading.Thread(target=deadline, name="stop-deadline", daemon=True).start()
     run_rank(job, stop, _run_training)
 
@@ -72,7 +73,7 @@ def run(config: dict[str, Any]) -> None:
 def _run_training(
     job: TrainerJobConfig, paths: RunPaths, device: torch.device, stop: StopRequest
 ) -> bool:
-    is_first = dist.get_rank() == 0
+    recipe, is_first = job.recipe, dist.get_rank() == 0
     claimed = claim_next_number(paths.generations_dir) if is_first else None
     generation = broadcast_object(claimed, int)
     check_generation = make_check_raising_if_superseded(paths.generations_dir, generation)
@@ -80,14 +81,15 @@ def _run_training(
     if is_first:
         events.record("ranks_joined", generation=generation)
     learner = Learner(
-        job.trainer, paths, job.model_path, device,
-        generation=generation, seed=job.seed, check_generation=check_generation,
-        is_stop_requested=lambda: stop.requested, keep_best=job.keep_best,
+        recipe.trainer, paths, job.model_path, device,
+        generation=generation, seed=recipe.seed, check_generation=check_generation,
+        is_stop_requested=lambda: stop.requested,
+        keep_best=resolve_keep_best(recipe.evaluation, recipe.evaluation_sets),
     )  # fmt: skip
-    transport, ranks, rank = None, agree_on_senders(job.weights), dist.get_rank()
+    transport, ranks, rank = None, agree_on_senders(recipe.weights), dist.get_rank()
     if rank in ranks:
         transport = make_transport(
-            job.weights.model_copy(update={"senders": len(ranks)}),
+            recipe.weights.model_copy(update={"senders": len(ranks)}),
             rendezvous.read_service_key(paths.service_key),
             "nccl" if device.type == "cuda" else "gloo",
             device,
@@ -135,30 +137,31 @@ def _open_generation_and_make_coordinator(
     transport: Transport[Any],
     senders: WeightSenders,
 ) -> Coordinator:
-    version = learner.version
+    recipe, schedule, version = job.recipe, job.schedule, learner.version
+    is_evaluated_apart = recipe.evaluation.separate_cell
     learner.checkpoints.delete_leftovers(version.generation)
     metrics = MetricsWriter(
-        paths.metrics, paths.tensorboard_run_dir, version.step, job.schedule.total_steps
+        paths.metrics, paths.tensorboard_run_dir, version.step, schedule.total_steps
     )
     register_sample_reader(lambda: build_samples("areal_hpc_trainer", metrics.newest_line))
     reopened: JsonMetricRow = {"step": version.step, **metrics.reopened} if metrics.reopened else {}
-    alerts = AlertReporter(job.alerts, paths, events, reopened)
+    alerts = AlertReporter(recipe.alerts, paths, events, reopened)
     record = StepRecord(
         metrics, version, metrics.reopened or learner.reopened_row, alerts.report_new_alerts
     )
     service_key = rendezvous.read_service_key(paths.service_key)
     evaluation = (
-        AsyncEvaluationTracker(job.schedule, metrics.judged_step) if job.evaluation_cell else None
+        AsyncEvaluationTracker(schedule, metrics.judged_step) if is_evaluated_apart else None
     )
     publisher = Publisher(
         transport,
         paths.rendezvous_dir,
-        job.cells,
+        recipe.inference.cells,
         service_key,
-        evaluation_cell=job.evaluation_cell,
+        evaluation_cell=is_evaluated_apart,
     )
     live_run = LiveRun(
-        job.schedule,
+        schedule,
         record,
         ledger=ServiceClient(paths.rendezvous_dir, rendezvous.LEDGER_SERVICE, service_key),
         publisher=publisher,
@@ -167,12 +170,12 @@ def _open_generation_and_make_coordinator(
         stop=stop,
         episode_failures=EpisodeFailureCounter(paths.events),
         # Without Slurm there is nobody to give nodes back to.
-        idle_timeout_s=job.idle_timeout_s if get_job_start_number() else math.inf,
+        idle_timeout_s=recipe.cluster.idle_timeout_s if get_job_start_number() else math.inf,
         async_evaluation=evaluation,
     )
     live_run.open_generation()
     return Coordinator(
-        job.schedule,
+        schedule,
         record,
         live_run.poll_next_batch,
         stop,
@@ -208,8 +211,8 @@ def _train_on_recorded_batches(
 ) -> bool:
     forks = [GenerationFork(generation, step) for generation, step in job.forks]
     learner = Learner(
-        job.trainer, paths, job.model_path, device,
-        generation=forks[-1].generation, seed=job.seed,
+        job.recipe.trainer, paths, job.model_path, device,
+        generation=forks[-1].generation, seed=job.recipe.seed,
         is_stop_requested=lambda: stop.requested,
     )  # fmt: skip
     # Tokens are as old as they were: this is no new start of the recorded run.
@@ -218,7 +221,7 @@ def _train_on_recorded_batches(
     if dist.get_rank() == 0:
         learner.checkpoints.delete_leftovers(learner.state.generation)
         coordinator = make_replay_coordinator(
-            learner, paths, job.trainer, job.first_step, job.last_step, stop
+            learner, paths, job.recipe.trainer, job.first_step, job.last_step, stop
         )
     finished = run_loop(learner, coordinator, stop)
     learner.close()

@@ -85,8 +85,8 @@ def run_rank(
     try:
         device = init_process_groups_and_device(
             get_task_position(),
-            job.trainer.parallel,
-            job.trainer.device,
+            job.recipe.trainer.parallel,
+            job.recipe.trainer.device,
             paths.rendezvous_dir,
             is_cancelled=lambda: stop.requested,
         )

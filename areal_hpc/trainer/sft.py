@@ -55,7 +55,7 @@ def run(config: dict[str, Any]) -> None:
 
 def _run_sft(job: SftJobConfig, paths: RunPaths, device: torch.device, stop: StopRequest) -> bool:
     arch = read_architecture(job.model_path)
-    config = job.trainer
+    config = job.recipe.trainer
     dtype = TORCH_DTYPE_BY_NAME[config.dtype]
     policy = build_policy(arch, config.parallel, dtype, device, config.activations)
     trainer = SftTrainer(job, paths, policy)
@@ -73,22 +73,23 @@ class SftTrainer:
     """Loop of supervised fine-tuning, resumed from its latest checkpoint when there is one."""
 
     def __init__(self, job: SftJobConfig, paths: RunPaths, policy: TrainedNetwork) -> None:
-        self._job = job
+        assert job.recipe.sft is not None
+        self._job, self._sft = job, job.recipe.sft
         self._policy = policy
         self._cancelled_marker = paths.cancelled_marker
         self.checkpoints = CheckpointStore(paths.sft_checkpoints_dir, MAX_KEPT_CHECKPOINTS)
         self._tokenizer = ConversationTokenizer(job.model_path)
         self._demonstrations = read_demonstrations(job.dataset_path)
         load_hf(policy, HfModelReader(job.model_path).read_tensor)
-        self.state = TrainerState(step=0, generation=SFT_GENERATION, seed=job.seed)
+        self.state = TrainerState(step=0, generation=SFT_GENERATION, seed=job.recipe.seed)
         self._optimizer, checkpoint = self.checkpoints.build_optimizer_and_load_latest(
             policy,
-            AdamConfig(**job.sft.optimizer.model_dump()),
-            is_offloaded=job.trainer.offload.optimizer,
+            AdamConfig(**self._sft.optimizer.model_dump()),
+            is_offloaded=job.recipe.trainer.offload.optimizer,
         )
         if checkpoint is not None:
             self.state = msgspec.structs.replace(
-                checkpoint.state, seed=job.seed, parent=checkpoint.path.name
+                checkpoint.state, seed=job.recipe.seed, parent=checkpoint.path.name
             )
             logger.info("resuming the SFT stage after step %d", self.state.step)
         self._saved_step = self.state.step
@@ -101,7 +102,7 @@ class SftTrainer:
 
     def train(self, stop: StopRequest) -> bool:
         """Train to the end; false when a stop was asked for on any rank before it."""
-        sft = self._job.sft
+        sft = self._sft
         while self.state.step < sft.total_steps:
             if is_true_on_any_rank(stop.requested):
                 is_given_up = is_cancelled_without_checkpoint(self._cancelled_marker)
@@ -118,15 +119,16 @@ class SftTrainer:
         return True
 
     def _train_step(self) -> None:
-        sft, step, began = self._job.sft, self.state.step + 1, time.perf_counter()
+        sft, step, began = self._sft, self.state.step + 1, time.perf_counter()
         data = self._demonstrations
-        chosen = get_batch_indices(self.state.step, sft.batch_size, len(data), self._job.seed)
+        seed = self._job.recipe.seed
+        chosen = get_batch_indices(self.state.step, sft.batch_size, len(data), seed)
         rows = self._tokenizer.build_rows([data[index] for index in chosen])
         batches = make_micro_batches_of_this_rank(
-            self._policy, rows, (), self._job.trainer.max_tokens_per_microbatch
+            self._policy, rows, (), self._job.recipe.trainer.max_tokens_per_microbatch
         )
         rate = compute_learning_rate(self.state.step, sft.total_steps, sft.optimizer)
-        with raise_out_of_memory_as_recipe_error(self._policy, self._job.trainer):
+        with raise_out_of_memory_as_recipe_error(self._policy, self._job.recipe.trainer):
             stats, norm = train_step(self._policy, self._optimizer, batches, compute_sft_loss, rate)
         untrained = build_nonfinite_records_or_raise(
             [norm],

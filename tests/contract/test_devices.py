@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from areal_hpc.errors import RecipeError
 from areal_hpc.inference.config import InferenceJobConfig, build_server_command
@@ -20,8 +21,11 @@ PORTS = ServerPorts(30000, 31000)
 
 
 @pytest.mark.parametrize("path", list_gpu_recipes(), ids=lambda path: path.stem)
-def test_each_server_and_rank_has_gpus_of_its_own(path: Path) -> None:
-    recipe = load_recipe(path, ["trainer.device=cuda", "inference.device=cuda"])
+def test_each_server_and_rank_has_gpus_of_its_own(path: Path, tmp_path: Path) -> None:
+    fileroot = f"cluster.fileroot={tmp_path}"
+    recipe = load_recipe(path, ["trainer.device=cuda", "inference.device=cuda", fileroot])
+    recipe.run_dir.mkdir(parents=True)
+    RunPaths(recipe.run_dir).recipe.write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
     for count in (1, 2, 4, 8):
         visible = VisibleGpus(tuple(map(str, range(count))), f"{count} made-up GPUs")
         for stage in plan_run(recipe, RunPaths(recipe.run_dir)):
@@ -42,7 +46,8 @@ def list_used(job: JobSpec, gpus_by_task: list[list[str]]) -> Iterator[str]:
         if not configs:
             yield from gpus
         for config in map(InferenceJobConfig.model_validate, configs):
-            for index in range(config.inference.replicas_per_cell):
+            inference = config.recipe.inference
+            for index in range(inference.replicas_per_cell):
                 argv = build_server_command(config, index, 0, PORTS).argv
                 first = int(argv[argv.index("--base-gpu-id") + 1])
-                yield from gpus[first : first + config.inference.tp]
+                yield from gpus[first : first + inference.tp]

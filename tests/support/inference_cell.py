@@ -22,6 +22,7 @@ from areal_hpc.wire.service_key import derive_bearer_key, make_client_tls
 from tests.support.chatml import write_model_dir
 from tests.support.deadlines import Deadline, scaled
 from tests.support.process_commands import command_of, is_scheduler, start_job_process
+from tests.support.role_recipe import write_role_recipe
 from tests.support.waiting import await_endpoint
 
 VOCABULARY = 300
@@ -193,10 +194,10 @@ def running_cell(
     """A cell with fp32 replicas of `model`, one by default, started but not yet ready."""
     paths = RunPaths(run_dir)
     model.save_pretrained(write_model_dir(paths.starting_model_dir))
+    write_role_recipe(paths, inference={"device": "cpu", "dtype": "float32", **inference})
     config = {
         "run_dir": str(run_dir),
         "cell": name,
-        "inference": {"device": "cpu", "dtype": "float32", **inference},
         "model_path": str(paths.starting_model_dir),
         "serve_python": get_interpreter("serve", "auto"),
     }

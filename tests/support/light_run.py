@@ -92,37 +92,39 @@ class LightRun:
         scratch.mkdir(parents=True)
         make_tiny_model(self.paths.starting_model_dir, ["one two three"], vocab=320, **SIZES)
         schedule = {"total_steps": total_steps, "batch_size": BATCH_TICKETS}
-        write_recipe(self.paths, {**TRAINER, **schedule})
+        shards = {"seal_after_s": 3600.0, "journal_dir": str(self._scratch / "journal")}
+        write_recipe(
+            self.paths,
+            {**TRAINER, **schedule},
+            inference={"max_restarts": 1000, "context_length": 2048},
+            proxy=proxy or {},
+            shards=shards,
+            seed=7,
+            rollout={"n_samples": EPISODES, "max_head_offpolicyness": MAX_OFFPOLICYNESS},
+            valid_dataset={"path": "tasks.jsonl"},
+        )
         self.service_key = rendezvous.ensure_service_key(self.paths.service_key)
         tls = make_client_tls(self.service_key)
         self._client = WireClient("", tls=tls, timeout_s=scaled(CALL_TIMEOUT_S))
         self.http = httpx.Client(timeout=scaled(CALL_TIMEOUT_S), trust_env=False, verify=tls)
-        for service, config in self._build_configs(proxy or {}).items():
+        for service, config in self._build_configs().items():
             self._config_path(service).write_text(json.dumps(config))
             self.start(service)
 
-    def _build_configs(self, proxy: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    def _build_configs(self) -> dict[str, dict[str, Any]]:
         # Its words are `-m MODULE` and then SGLang's own.
         server = f'shift 2; exec {sys.executable} -m tests.support.scripted_server "$@"'
         model, run_dir = str(self.paths.starting_model_dir), str(self.paths.root)
-        shards = {"seal_after_s": 3600.0, "journal_dir": str(self._scratch / "journal")}
         return {
             "ledger": {
                 "run_dir": run_dir,
-                "batch_size": BATCH_TICKETS,
-                "episodes_per_ticket": EPISODES,
-                "max_head_offpolicyness": MAX_OFFPOLICYNESS,
-                "max_concurrent_rollouts": 64,
-                "seed": 7,
                 "n_train_tasks": 1000,
-                "evaluation_sets": {"valid": {"number": 0, "n_tasks": 5}},
-                "total_steps": self.total_steps,
+                "tasks_by_evaluation_set": {"valid": 5},
                 "cell_timeout_s": scaled(CELL_TIMEOUT_S),
             },
             "inference": {
                 "run_dir": run_dir,
                 "cell": CELL,
-                "inference": {"device": "cpu", "dtype": "float32", "max_restarts": 1000},
                 "model_path": model,
                 "serve_python": str(write_program(self._scratch / "serve-python", server)),
             },
@@ -130,10 +132,6 @@ class LightRun:
                 "run_dir": run_dir,
                 "cell": CELL,
                 "model_path": model,
-                "model_name": "tiny",
-                "context_tokens": 2048,
-                "proxy": dict(proxy),
-                "shards": shards,
             },
         }
 

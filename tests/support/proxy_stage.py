@@ -16,6 +16,7 @@ from openai import OpenAI
 
 from areal_hpc.proxy.sessions.events import InteractionAdded, SessionOpened, decode_event
 from areal_hpc.proxy.sessions.store import compute_key_digest
+from areal_hpc.recipe.sections.proxy_and_shards import ProxyConfig
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.session.tree import Interaction
@@ -36,6 +37,7 @@ from areal_hpc.wire.trajectory import TrajectoryRow
 from tests.support.chatml import byte_level_tokenizer, write_model_dir
 from tests.support.deadlines import scaled
 from tests.support.forked_processes import ForkedProcess, fork_job_process
+from tests.support.role_recipe import write_role_recipe
 from tests.support.scripted_sglang import (
     CELL,
     LoopThread,
@@ -84,16 +86,27 @@ class Stage:
         self.relay.show(self.sglang.url)
         self._config_path = root / "proxy.json"
         self._log_path = root / "proxy.log"
+        given = config.pop("proxy", {})
+        limits = {name: given[name] for name in given if name not in ProxyConfig.model_fields}
+        parsers = ("tool_call_parser", "reasoning_parser")
         shards = {"seal_after_s": 3600.0, "journal_dir": str(self.journal_dir)}
+        write_role_recipe(
+            self.paths,
+            proxy={name: given[name] for name in given if name not in limits},
+            shards={**shards, **config.pop("shards", {})},
+            inference={
+                "context_length": context_tokens,
+                **{name: config.pop(name) for name in parsers if name in config},
+            },
+            rollout={"agent": {"mode": "online"}} if config.pop("online", False) else {},
+        )
         self.configure(
             {
                 "run_dir": str(self.paths.root),
                 "cell": CELL,
                 "model_path": str(self.model_dir),
-                "model_name": "tiny",
-                "context_tokens": context_tokens,
+                "limits": limits,
                 **config,
-                "shards": {**shards, **config.get("shards", {})},
             }
         )
         self.http = httpx.Client(timeout=scaled(PATIENCE_S), trust_env=False)

@@ -4,6 +4,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import h5py
@@ -99,7 +100,12 @@ def spoil(paths: RunPaths, step: int, rows: Sequence[int], **columns: float) -> 
         )
 
 
-def write_recipe(paths: RunPaths, trainer: dict[str, Any]) -> None:
+def write_recipe(
+    paths: RunPaths,
+    trainer: dict[str, Any],
+    inference: Mapping[str, Any] = MappingProxyType({}),
+    **sections: Any,
+) -> None:
     """The recipe that such a run could have been made from, with the trainer's part as given."""
     engine = {name: trainer[name] for name in ("device", "dtype")}
     recipe = {
@@ -109,14 +115,15 @@ def write_recipe(paths: RunPaths, trainer: dict[str, Any]) -> None:
         "model": {"path": str(paths.starting_model_dir)},
         "train_dataset": {"generator": "examples.quickstart.task:generate"},
         "rollout": {"workflow": "examples.quickstart.agent.ArithmeticAgent", "n_samples": SAMPLES},
-        "inference": engine,
+        "inference": engine | dict(inference),
         "trainer": {"batch_size": TICKETS, **trainer},
+        **sections,
     }
     paths.recipe.write_text(yaml.safe_dump(recipe))
 
 
 def sft_config(root: Path, answers: Mapping[str, str], **sft: Any) -> dict[str, Any]:
-    """The configuration of an SFT stage of a recorded run, with demonstrations of these answers."""
+    """The facts of an SFT stage of a recorded run, with demonstrations of these answers."""
     demonstrations = root / "demonstrations.jsonl"
     with demonstrations.open("w") as stream:
         for question, answer in answers.items():
@@ -125,13 +132,13 @@ def sft_config(root: Path, answers: Mapping[str, str], **sft: Any) -> dict[str, 
                 {"role": "assistant", "content": answer},
             ]
             stream.write(json.dumps({"messages": messages}) + "\n")
+    paths = RunPaths(root)
+    sft_stage = {"dataset": {"path": str(demonstrations)}, **sft}
+    write_recipe(paths, {"device": "cpu", "dtype": "float32"}, seed=3, sft=sft_stage)
     return {
         "run_dir": str(root),
-        "model_path": str(RunPaths(root).starting_model_dir),
+        "model_path": str(paths.starting_model_dir),
         "dataset_path": str(demonstrations),
-        "seed": 3,
-        "sft": sft,
-        "trainer": {"device": "cpu", "dtype": "float32"},
     }
 
 

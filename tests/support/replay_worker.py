@@ -141,7 +141,10 @@ def fine_tune(scenario: Scenario, paths: RunPaths) -> dict[str, Any]:
     """The SFT stage, from its latest checkpoint to its last step."""
     job = SftJobConfig.model_validate(scenario["sft"])
     policy = build_policy(
-        read_architecture(job.model_path), job.trainer.parallel, torch.float32, torch.device("cpu")
+        read_architecture(job.model_path),
+        job.recipe.trainer.parallel,
+        torch.float32,
+        torch.device("cpu"),
     )
     trainer = SftTrainer(job, paths, policy)
     began_at = trainer.state.step

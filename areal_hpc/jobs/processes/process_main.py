@@ -33,7 +33,6 @@ from areal_hpc.jobs.processes.process_setup import (
 )
 from areal_hpc.jobs.restart_policy import PERMANENT_EXIT_CODES
 from areal_hpc.rundir.folders import forbid_making
-from areal_hpc.rundir.jobs import RECIPE_REFERENCES_KEY
 from areal_hpc.rundir.paths import RunPaths, get_process_error_path
 from areal_hpc.rundir.telemetry.spans import log_spans_of_process, record_state_entry
 
@@ -92,10 +91,6 @@ def _call_entry_or_exit_with_its_code(
     entry: str, config_path: Path, config: dict[str, Any], log: logging.Logger
 ) -> None:
     try:
-        if RECIPE_REFERENCES_KEY in config:
-            from areal_hpc.recipe.private_values import fill_in_private_values_from_recipe
-
-            config = fill_in_private_values_from_recipe(config)
         module, _, function = entry.partition(":")
         getattr(importlib.import_module(module), function)(config)
     except Exception as caught:  # boundary: whatever is not ours to explain is raised again

@@ -21,7 +21,6 @@ from areal_hpc.launch.plan import (
     MAX_CONSECUTIVE_SERVICE_RESTARTS,
     JobStage,
     PlanInputs,
-    build_ledger_evaluation_sets,
     plan_cell_job,
 )
 from areal_hpc.launch.prepared_run import StagePlanner, prepare_and_lock_run
@@ -57,19 +56,12 @@ def plan_evaluation(
         for one in recipe.evaluation_sets
         if one.name in set_names and plan_inputs.tasks_by_evaluation_set.get(one.name)
     ]
+    known = {one.name: plan_inputs.tasks_by_evaluation_set[one.name] for one in sets}
     ledger = LedgerJobConfig(
         run_dir=paths.root,
-        batch_size=1,
-        episodes_per_ticket=recipe.rollout.episodes_per_ticket,
-        max_head_offpolicyness=0,
-        max_concurrent_rollouts=recipe.rollout.max_concurrent_rollouts,
-        seed=recipe.seed,
         n_train_tasks=1,
-        evaluation_sets=build_ledger_evaluation_sets(sets, plan_inputs),
-        evaluates={
-            one.name: min(one.tasks, plan_inputs.tasks_by_evaluation_set[one.name]) for one in sets
-        },
-        total_steps=1,
+        tasks_by_evaluation_set=known,
+        evaluates={one.name: min(one.tasks, known[one.name]) for one in sets},
     ).build_process_spec(LEDGER_SERVICE, tasks="first", restarts=MAX_CONSECUTIVE_SERVICE_RESTARTS)
     job = plan_cell_job(recipe, paths, plan_inputs, EVALUATION_CELL, ("valid",), LOADED_VERSION)
     # The agents' Python: there is no trainer, and its environment need not be there.

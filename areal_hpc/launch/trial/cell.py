@@ -78,18 +78,19 @@ class TrialCell:
 
     async def _serve_proxy_and_engine(self) -> None:
         job, paths = self._config.proxy, RunPaths(self._config.proxy.run_dir)
+        inference = job.recipe.inference
         model = ServedModel.from_model_dir(
-            job.model_name,
+            job.recipe.experiment_name,
             job.model_path,
-            job.context_tokens,
-            job.tool_call_parser,
-            job.reasoning_parser,
+            inference.context_length,
+            inference.tool_call_parser,
+            inference.reasoning_parser,
         )
         self._recorder = MemoryRecorder(model.encoder.vocab_size)
         name = rendezvous.format_proxy_name(job.cell)
         async with self._open_engine(model) as url:
             service = ProxyService(
-                job.proxy,
+                job.proxy_limits,
                 model,
                 job.serve_python,
                 rendezvous.ensure_admin_key(paths.admin_key),

@@ -30,7 +30,7 @@ def main() -> None:
     config = TrialConfig.model_validate_json(sys.stdin.read())
     sys.path[:0] = [folder for folder in config.driver.sys_path if folder not in sys.path]
     try:
-        rollout = config.driver.rollout
+        rollout = config.driver.recipe.rollout
         agent = build_agent(rollout.agent, rollout.workflow, rollout.workflow_kwargs)
         assert agent is not None  # mode online is refused before this process starts
         with open_trial_cell(config) as cell:
@@ -46,16 +46,17 @@ def main() -> None:
 async def _play_tasks(config: TrialConfig, agent: Agent, cell: TrialCell) -> int:
     """Play each task once; how many failed."""
     job, paths = config.driver, RunPaths(config.driver.run_dir)
+    rollout = job.recipe.rollout
     if isinstance(agent, SubprocessAgent):
         await agent.check_agent_builds()
-        await start_and_stop_sandbox(job.rollout.agent)  # as a driver does
+        await start_and_stop_sandbox(rollout.agent)  # as a driver does
     key = ensure_service_key(paths.service_key)
     proxy = AsyncServiceClient(paths.rendezvous_dir, format_proxy_name(job.cell), key)
-    http_client: Any = make_http_client(job.rollout.episode_timeout_s)
+    http_client: Any = make_http_client(rollout.episode_timeout_s)
     tasks = TaskSet.read_or_empty(paths.dataset("train"))
     sandboxes = None
     if not isinstance(agent, SubprocessAgent):
-        sandboxes = make_agent_sandboxes(job.rollout.agent, warm=0)
+        sandboxes = make_agent_sandboxes(rollout.agent, warm=0)
     outcomes: list[EpisodeOutcome] = []
     first_failures: dict[str, int] = {}
     try:
@@ -64,7 +65,13 @@ async def _play_tasks(config: TrialConfig, agent: Agent, cell: TrialCell) -> int
             with tempfile.TemporaryFile("w+") as stdout:
                 with contextlib.redirect_stdout(stdout):
                     outcome = await play_trial_episode(
-                        job.rollout, agent, tasks[number], number, proxy, http_client, sandboxes
+                        job.recipe.rollout,
+                        agent,
+                        tasks[number],
+                        number,
+                        proxy,
+                        http_client,
+                        sandboxes,
                     )
                 stdout.seek(0)
                 printed = stdout.read()

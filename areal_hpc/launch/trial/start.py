@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import yaml
 
 from areal_hpc.dataset.materialize import encode_row
 from areal_hpc.dataset.sources import iterate_task_rows
@@ -19,7 +20,7 @@ from areal_hpc.launch.checks.model_files import build_missing_model_problem
 from areal_hpc.launch.checks.sglang_options import find_parser_name_problems
 from areal_hpc.launch.run_dir_setup import MAX_TOKENIZER_TRAINING_ROWS
 from areal_hpc.launch.tiny_model import make_tiny_model
-from areal_hpc.proxy.config import ProxyJobConfig, ProxyLimits
+from areal_hpc.proxy.config import ProxyJobConfig
 from areal_hpc.recipe.base import BaseConfig
 from areal_hpc.recipe.cross_checks import find_likely_mistakes
 from areal_hpc.recipe.hub_cache import find_snapshot
@@ -77,24 +78,18 @@ def run_trial(
         paths = RunPaths(Path(folder))
         _write_first_tasks(recipe, tasks, paths.dataset("train"))
         model_dir = _find_or_make_model_dir(recipe, paths, recorded_run)
-        inference = recipe.inference
+        tree = yaml.safe_dump(recipe.model_dump(mode="json"))
+        write_atomic_private(paths.recipe, tree.encode())
         config = TrialConfig(
             proxy=ProxyJobConfig(
                 run_dir=paths.root,
                 cell="trial",
-                proxy=ProxyLimits(**recipe.proxy.model_dump()),
                 model_path=model_dir,
-                model_name=recipe.experiment_name,
-                context_tokens=inference.context_length,
-                tool_call_parser=inference.tool_call_parser,
-                reasoning_parser=inference.reasoning_parser,
                 serve_python=pythons["serve"],
             ),
             driver=RolloutJobConfig(
                 run_dir=paths.root,
                 cell="trial",
-                rollout=recipe.rollout,
-                episode_slots=1,
                 sys_path=folders,
             ),
             recorded_run=recorded_run,

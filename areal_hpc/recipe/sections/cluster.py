@@ -215,7 +215,7 @@ class ClusterConfig(BaseConfig):
     it."""
     stop_grace_s: Annotated[float, Field(ge=6)] = 12.0
     """Grace period before a stopped job is killed."""
-    idle_timeout_s: Annotated[float, Field(ge=60)] = 1800.0
+    idle_timeout_s: Annotated[float, Field(gt=0)] = 1800.0
     """Under Slurm: time alone after which a cell, or the trainer, gives its nodes back."""
     slurm: SlurmConfig = SlurmConfig()
     """Submission of jobs; `areal-hpc run` ignores it, but for `container` and `network` with

@@ -485,23 +485,6 @@ class TrainerConfig(BaseConfig):
             offload=self.offload.activations,
         )
 
-    def resolve_paths(self) -> TrainerConfig:
-        """The same with absolute paths, for processes that start elsewhere."""
-        kl, teacher, critic = self.objective.kl, self.objective.teacher, self.objective.critic
-        if kl.reference != "initial":
-            kl = kl.model_copy(update={"reference": kl.reference.resolve()})
-        if teacher.path is not None:
-            teacher = teacher.model_copy(update={"path": teacher.path.resolve()})
-        if teacher.api_key_file is not None:
-            key_file = teacher.api_key_file.resolve()
-            teacher = teacher.model_copy(update={"api_key_file": key_file})
-        if isinstance(critic.model, Path):
-            critic = critic.model_copy(update={"model": critic.model.resolve()})
-        objective = self.objective.model_copy(
-            update={"kl": kl, "teacher": teacher, "critic": critic}
-        )
-        return self.model_copy(update={"objective": objective})
-
     @model_validator(mode="after")
     def _check_recompute_keys(self) -> TrainerConfig:
         if self.recompute_layers is not None and self.recompute != "full":

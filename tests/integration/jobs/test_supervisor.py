@@ -11,13 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import psutil
 import pytest
 
 from areal_hpc.jobs.supervisor import run_task
 from areal_hpc.rundir.jobs import (
-    RECIPE_REFERENCES_KEY,
     JobSpec,
     LaunchFile,
     ProcessSpec,
@@ -59,7 +57,7 @@ def refuse(config):
     raise RecipeError("the shoe does not fit", key="shoe.size", hint="use a larger one")
 
 def tell(config):
-    words = [os.environ["SHARED"], os.environ["KEY"], config["kwargs"]["token"]]
+    words = [os.environ["SHARED"], os.environ["KEY"]]
     Path(config["file"]).write_text(" ".join(words))
 
 def stubborn(config):
@@ -143,15 +141,11 @@ def test_a_job_is_started_outside_the_main_thread_too(folder: Path, submit: Subm
 def test_what_may_be_secret_is_read_from_the_recipe(folder: Path, submit: Submit) -> None:
     recipe = RunPaths(folder).recipe
     roles = {role: {"variables": {"KEY": f"key-of-{role}"}} for role in ROLES}
-    agent = {"workflow_kwargs": {"token": "a-token"}}
-    recipe.write_text(json.dumps({"cluster": roles, "rollout": agent}))
+    recipe.write_text(json.dumps({"cluster": roles}))
     spec = actor(folder, "t", "tell", ends_job=True)
-    references = {"kwargs": "rollout.workflow_kwargs"}
-    config = spec.config | {"run_dir": str(folder), RECIPE_REFERENCES_KEY: references}
-    job = submit(msgspec.structs.replace(spec, config=config), recipe=str(recipe))
+    job = submit(spec, recipe=str(recipe))
     assert outcome_of(job).exit_code == 0
-    assert (folder / "t.txt").read_text() == "of-all key-of-agents a-token"
-    assert "a-token" not in (folder / "job" / "t.json").read_text()
+    assert (folder / "t.txt").read_text() == "of-all key-of-agents"
     recipe.unlink()
     refused = outcome_of(submit(spec, name="job-without", recipe=str(recipe)))
     assert refused.exit_code == 75

@@ -3,7 +3,7 @@
 import http.client
 import multiprocessing
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -42,6 +42,7 @@ from areal_hpc.wire.ledger import (
 )
 from areal_hpc.wire.service_key import derive_bearer_key, make_client_tls
 from tests.support.deadlines import Deadline, scaled
+from tests.support.role_recipe import write_role_recipe
 
 Reply = TypeVar("Reply")
 
@@ -52,18 +53,39 @@ PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["areal_hpc.ledger.job"])
 
 
-def config_of(run_dir: Path, **settings: Any) -> dict[str, Any]:
-    """What a ledger is started with: a small synchronous run, but for the settings given."""
+RECIPE_KEYS = {
+    "batch_size": ("trainer", 2),
+    "total_steps": ("trainer", 3),
+    "n_samples": ("rollout", 4),
+    "max_head_offpolicyness": ("rollout", 0),
+    "max_concurrent_rollouts": ("rollout", 64),
+    "stale_groups": ("rollout", "train_with_correction"),
+    "curriculum": ("rollout", ""),
+}
+"""Sections and defaults of the settings that a recipe has."""
+
+
+def config_of(
+    run_dir: Path, *, sets: Mapping[str, Mapping[str, Any]] | None = None, **settings: Any
+) -> dict[str, Any]:
+    """What a ledger is started with, and its recipe: a small synchronous run, but for `settings`.
+
+    `sets` are evaluation sets by name, of 5 tasks unless they say `there_are`.
+    """
+    sets = {"valid": {}} if sets is None else sets
+    recipe: dict[str, dict[str, Any]] = {"trainer": {}, "rollout": {}}
+    for name, (section, default) in RECIPE_KEYS.items():
+        recipe[section][name] = settings.pop(name, default)
+    held_out = {
+        name: {"dataset": {"path": "tasks.jsonl"}}
+        | {key: value for key, value in one.items() if key != "there_are"}
+        for name, one in sets.items()
+    }
+    write_role_recipe(RunPaths(run_dir), seed=7, evaluation={"sets": held_out}, **recipe)
     return {
         "run_dir": str(run_dir),
-        "batch_size": 2,
-        "episodes_per_ticket": 4,
-        "max_head_offpolicyness": 0,
-        "max_concurrent_rollouts": 64,
-        "seed": 7,
         "n_train_tasks": 10,
-        "evaluation_sets": {"valid": {"number": 0, "n_tasks": 5}},
-        "total_steps": 3,
+        "tasks_by_evaluation_set": {name: one.get("there_are", 5) for name, one in sets.items()},
         **settings,
     }
 
@@ -74,6 +96,7 @@ class LedgerProcess:
     def __init__(self, run_dir: Path, **settings: Any) -> None:
         self.paths = RunPaths(run_dir)
         self.config = config_of(run_dir, **settings)
+        self.episodes_per_ticket = settings.get("n_samples", 4)
         self.shards = 0
         self.threads = ThreadPoolExecutor(8)
         self.clients: list[WireClient] = []
@@ -171,7 +194,7 @@ class LedgerProcess:
         splits: tuple[TaskSplit, ...] = ("train", "valid"),
         job_start: int = 0,
     ) -> LeaseReply:
-        capacity = tickets * int(self.config["episodes_per_ticket"])
+        capacity = tickets * self.episodes_per_ticket
         reported = held or [], finished or []
         request = LeaseRequest(cell, capacity, *reported, wait_s, job_start, splits)
         return self.call("/lease", request, LeaseReply)

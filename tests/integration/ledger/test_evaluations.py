@@ -111,9 +111,9 @@ def test_tasks_of_weights_that_are_given_up_are_played_again(ledger: LedgerProce
 def test_only_tasks_without_a_reward_are_played_again_by_a_restarted_ledger(
     start_ledger: StartLedger,
 ) -> None:
-    aime = {"number": 1, "n_tasks": 2, "n_samples": 2, "metrics": ["pass@k"]}
+    aime = {"there_are": 2, "n_samples": 2, "metrics": ["pass@k"]}
     wanted = {"valid": 1, "aime": 2}
-    ledger = start_ledger(evaluation_sets={"valid": {"number": 0, "n_tasks": 1}, "aime": aime})
+    ledger = start_ledger(sets={"valid": {"there_are": 1}, "aime": aime})
     ledger.open_generation()
     assert ledger.evaluate_sets(0, wanted) == EvaluateReply(0, 3)
     grants = ledger.lease(tickets=2, splits=("valid",)).grants
@@ -144,8 +144,7 @@ def test_only_tasks_without_a_reward_are_played_again_by_a_restarted_ledger(
 
 
 def test_a_set_that_is_done_leaves_what_was_kept_of_another(start_ledger: StartLedger) -> None:
-    sets = {name: {"number": n, "n_tasks": 2} for n, name in enumerate(("valid", "aime"))}
-    ledger = start_ledger(evaluation_sets=sets)
+    ledger = start_ledger(sets={name: {"there_are": 2} for name in ("valid", "aime")})
     ledger.open_generation()
     ledger.evaluate_sets(0, {"aime": 2})
     first, _ = ledger.lease(tickets=2, splits=("valid",)).grants

@@ -10,6 +10,7 @@ import pytest
 
 from areal_hpc.errors import ClusterError, HttpStatusError
 from areal_hpc.ledger.job import run
+from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.wire.ledger import (
     BatchReply,
     BatchRequest,
@@ -263,6 +264,7 @@ def test_a_stop_signal_answers_those_who_wait_and_ends_the_process(ledger: Ledge
 
 
 def test_a_run_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
+    config, paths = config_of(tmp_path), RunPaths(tmp_path)
+    paths.ledger_state.mkdir()
     with pytest.raises(ClusterError, match="cannot write to the run directory"):
-        run(config_of(tmp_path / "file" / "run"))
+        run(config)

@@ -13,10 +13,16 @@ import msgspec
 import pytest
 
 from areal_hpc.errors import ClusterError, RecipeError
-from areal_hpc.recipe.sections.rollout import RolloutConfig, SamplingConfig
+from areal_hpc.recipe.sections.dataset import TaskSetConfig
+from areal_hpc.recipe.sections.evaluation import (
+    EvaluationConfig,
+    EvaluationSamplingConfig,
+    EvaluationSetConfig,
+    resolve_evaluation_sets,
+)
+from areal_hpc.recipe.sections.rollout import RolloutConfig
 from areal_hpc.rollout import episode_watch, ticket_runner
 from areal_hpc.rollout.agent import Agent, RolloutWorkflow
-from areal_hpc.rollout.config import DriverEvaluationSet, RolloutJobConfig
 from areal_hpc.rollout.driver import (
     CLOSED_GATE_POLL_S,
     Driver,
@@ -90,15 +96,11 @@ class Cell:
         tasks = TaskSet(
             Path("tasks.jsonl"), [json.dumps({"task": i}).encode() for i in range(N_TASKS)]
         )
-        job = RolloutJobConfig(
-            run_dir=self.run_dir,
-            cell="cell-0",
-            rollout=self.rollout,
-            evaluation_sets={
-                "valid": DriverEvaluationSet(number=0),
-                "aime": DriverEvaluationSet(number=1, sampling=SamplingConfig(temperature=0.6)),
-            },
-            episode_slots=slots,
+        held_out = TaskSetConfig(path=Path("tasks.jsonl"))
+        warm = EvaluationSamplingConfig(temperature=0.6)
+        sets = resolve_evaluation_sets(
+            EvaluationConfig(sets={"aime": EvaluationSetConfig(dataset=held_out, sampling=warm)}),
+            held_out,
         )
         leased = LeasedTickets(slots, self.rollout.episodes_per_ticket)
         events = EventLog(self.run_dir / "events.jsonl", "driver")
@@ -115,7 +117,9 @@ class Cell:
             gate, watch = ReplicaGate(proxy, leased.changed.set), EpisodeWatch(events)
             self.watch = watch
             runner = TicketRunner(
-                job,
+                "cell-0",
+                self.rollout,
+                sets,
                 agents={
                     "train": self.agent,
                     "valid": self.evaluation_agent or self.agent,
@@ -133,7 +137,8 @@ class Cell:
             if meanwhile is not None:
                 group.create_task(meanwhile())
             driver = Driver(
-                job,
+                "cell-0",
+                ("train", "valid"),
                 run_ticket=runner.run,
                 tickets=leased,
                 services=services,

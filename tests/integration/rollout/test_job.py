@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from areal_hpc.errors import RecipeError
 from areal_hpc.rollout.job import run
@@ -25,6 +26,7 @@ from tests.support.deadlines import scaled
 from tests.support.environments import CHECKOUT
 from tests.support.forked_processes import ForkedProcess, fork_job_process
 from tests.support.proxy_stage import Stage
+from tests.support.role_recipe import write_role_recipe
 
 ARITHMETIC = "examples.quickstart.agent.ArithmeticAgent"
 BLOCKING = "tests.integration.rollout.process_agents.Blocking"
@@ -44,14 +46,17 @@ def paths(tmp_path: Path) -> RunPaths:
 
 
 def config(paths: RunPaths, workflow: str, **agent: Any) -> dict[str, Any]:
-    return {
-        "run_dir": str(paths.root),
-        "cell": "cell-0",
-        "rollout": {"workflow": workflow, "n_samples": 4, "agent": agent},
-        "evaluation_sets": {"valid": {"number": 0}},
-        "episode_slots": 8,
-        "sys_path": [str(CHECKOUT)],
-    }
+    write_role_recipe(
+        paths,
+        rollout={
+            "workflow": workflow,
+            "n_samples": 4,
+            "agent": agent,
+            "max_concurrent_rollouts": 8,
+        },
+        valid_dataset={"path": "valid.jsonl"},
+    )
+    return {"run_dir": str(paths.root), "cell": "cell-0", "sys_path": [str(CHECKOUT)]}
 
 
 @contextmanager
@@ -98,7 +103,9 @@ def test_driver_process_runs_agents_until_it_is_told_to_stop(
 
 
 def test_a_driver_ends_without_a_ledger(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = config(paths, ARITHMETIC) | {"idle_timeout_s": 1.0}
+    job, recipe = config(paths, ARITHMETIC), yaml.safe_load(paths.recipe.read_text())
+    recipe["cluster"]["idle_timeout_s"] = 1.0
+    paths.recipe.write_text(yaml.safe_dump(recipe))
     with started_driver(paths, job) as waiting:  # there is nobody to start it again
         monkeypatch.setenv("AREAL_HPC_JOB_START", "1")
         with started_driver(paths, job, "under-slurm") as gone:

@@ -12,7 +12,6 @@ from areal_hpc.launch.tiny_model import make_tiny_model
 from areal_hpc.launch.trial.cell import open_trial_cell
 from areal_hpc.launch.trial.start import TrialConfig
 from areal_hpc.proxy.config import ProxyJobConfig
-from areal_hpc.recipe.sections.rollout import RolloutConfig
 from areal_hpc.rollout import trial_episodes
 from areal_hpc.rollout.config import RolloutJobConfig
 from areal_hpc.rollout.episodes.episode import EpisodeOutcome
@@ -25,6 +24,7 @@ from areal_hpc.rundir.service_client import AsyncServiceClient
 from areal_hpc.rundir.telemetry.events import EventLog
 from tests.integration.rollout.test_episode import ask
 from tests.support.deadlines import scaled
+from tests.support.role_recipe import write_role_recipe
 
 TASKS = [{"messages": [{"role": "user", "content": "hello"}], "number": n} for n in range(8)]
 
@@ -48,15 +48,9 @@ class CountingAgent:
 @pytest.fixture
 def config(tmp_path: Path) -> TrialConfig:
     make_tiny_model(tmp_path / "model", ["hello"], hidden=32, heads=2, kv_heads=2, head_dim=16)
-    proxy = ProxyJobConfig(
-        run_dir=tmp_path, cell="cell-0", model_path=tmp_path / "model", model_name="tiny"
-    )
-    driver = RolloutJobConfig(
-        run_dir=tmp_path,
-        cell="cell-0",
-        rollout=RolloutConfig(workflow="given", max_episode_tries=2),
-        episode_slots=1,
-    )
+    write_role_recipe(RunPaths(tmp_path), rollout={"workflow": "given", "max_episode_tries": 2})
+    proxy = ProxyJobConfig(run_dir=tmp_path, cell="cell-0", model_path=tmp_path / "model")
+    driver = RolloutJobConfig(run_dir=tmp_path, cell="cell-0")
     return TrialConfig(proxy=proxy, driver=driver)
 
 
@@ -72,7 +66,7 @@ def play(config: TrialConfig, agent: CountingAgent) -> list[dict[str, Any]]:
         events = EventLog(paths.events, "driver-cell-0")
         try:
             await trial_episodes.play_trial_tasks_or_raise(
-                config.driver.rollout, agent, tasks, proxy, http_client, events
+                config.driver.recipe.rollout, agent, tasks, proxy, http_client, events
             )
         finally:
             await http_client.aclose()

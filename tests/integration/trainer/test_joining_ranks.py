@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anything of Megatron)
+from tests.support.role_recipe import write_role_recipe
 
 # isort: split
 from megatron.core import parallel_state
@@ -24,7 +26,7 @@ from areal_hpc.jobs.processes.native_call_threads import (
     list_libraries_with_own_threads,
 )
 from areal_hpc.jobs.processes.signals import StopRequest
-from areal_hpc.recipe.sections.trainer import ParallelConfig, TrainerConfig
+from areal_hpc.recipe.sections.trainer import ParallelConfig
 from areal_hpc.rundir import rendezvous
 from areal_hpc.trainer import process_groups
 from areal_hpc.trainer.config import RankJobConfig
@@ -100,8 +102,8 @@ def test_a_stop_ends_the_wait_for_other_ranks(tmp_path: Path) -> None:
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[RankJobConfig]:
     """The job of one rank; its groups are left behind."""
-    trainer = TrainerConfig(device="cpu")
-    yield RankJobConfig(run_dir=tmp_path, model_path=tmp_path, seed=1, trainer=trainer)
+    write_role_recipe(RunPaths(tmp_path))
+    yield RankJobConfig(run_dir=tmp_path, model_path=tmp_path)
     if dist.is_initialized():
         process_groups.destroy_process_groups()
     assert list_libraries_with_own_threads() == []

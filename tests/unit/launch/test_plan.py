@@ -37,10 +37,10 @@ def test_the_trainer_imports_a_custom_loss_from_where_the_run_was_launched() -> 
 
 
 def test_every_cell_is_one_job_with_its_share_of_the_episodes() -> None:
-    train = planned("inference.cells=3", "rollout.max_concurrent_rollouts=60")[1]
+    cells = ("inference.cells=3", "rollout.max_concurrent_rollouts=60")
+    train = planned(*cells)[1]
     assert [job.name for job in train.others] == ["cell-0", "cell-1", "cell-2"]
-    driver = train.others[2].processes[-1]
-    assert driver.config["episode_slots"] == 20
+    assert load_recipe(QUICKSTART, cells).episode_slots_per_cell == 20
 
 
 def test_a_replica_that_spans_nodes_has_a_task_on_each_and_serves_from_the_first() -> None:
@@ -54,30 +54,24 @@ def test_a_replica_that_spans_nodes_has_a_task_on_each_and_serves_from_the_first
         assert {process.config["cell"] for process in job.processes} == {name}
 
 
-def test_the_ledger_knows_the_size_and_weight_of_every_source() -> None:
+def test_the_ledger_knows_the_size_of_every_source() -> None:
     parts = "[{generator: 'a:b', weight: 2.0}, {path: c.jsonl}]"
     facts = replace(FACTS, tasks_of_sources=(30, 70))
     _, train = planned(f"train_dataset={{sources: {parts}, generator: null}}", facts=facts)
-    assert train.leader.processes[0].config["task_sources"] == [
-        {"n_tasks": 30, "weight": 2.0},
-        {"n_tasks": 70, "weight": 1.0},
-    ]
+    assert train.leader.processes[0].config["tasks_of_sources"] == [30, 70]
 
 
 def test_the_trainer_has_a_task_per_rank_and_one_ledger() -> None:
     leader = planned("trainer.parallel.tp=2", "trainer.parallel.dp=2")[1].leader
     assert leader.tasks == 4
-    assert leader.processes[1].config["evaluations"]["valid"]["n_tasks"] == 20, "not 256"
+    assert leader.processes[1].config["tasks_by_evaluation_set"] == {"valid": 20}
     assert [process.name for process in leader.processes if process.tasks == "first"] == ["ledger"]
 
 
 def test_training_cells_evaluate_unless_a_job_of_its_own_does() -> None:
     train = planned()[1]
-    assert train.leader.processes[1].config["evaluation_cell"] is False
     assert [job.processes[-1].config["splits"] for job in train.others] == [["train", "valid"]]
     train = planned("evaluation.separate_cell=true", "inference.cells=2")[1]
-    assert train.leader.processes[1].config["evaluation_cell"] is True
-    assert train.leader.processes[1].config["cells"] == 2
     assert {job.name: job.processes[-1].config["splits"] for job in train.others} == {
         "cell-0": ["train"],
         "cell-1": ["train"],

@@ -11,7 +11,7 @@ import pytest
 from areal_hpc.inference.config import InferenceJobConfig
 from areal_hpc.launch.slurm_launcher import prepare_run_and_write_scripts
 from areal_hpc.recipe.loading import load_recipe
-from areal_hpc.recipe.private_values import fill_in_private_values_from_recipe, read_role_variables
+from areal_hpc.recipe.private_values import read_role_variables
 from areal_hpc.rollout.config import RolloutJobConfig
 from areal_hpc.rundir.jobs import LaunchFile
 from areal_hpc.rundir.paths import ROLES, RunPaths
@@ -81,13 +81,11 @@ def test_a_secret_is_written_once_and_reaches_its_processes(
     assert SECRET not in texts[paths.provenance]
     launch = msgspec.json.decode(paths.job("cell-0").launch.read_bytes(), type=LaunchFile)
     assert read_role_variables(Path(launch.recipe), "train") == {"WANDB_API_KEY": f"{SECRET}-train"}
-    configs = {
-        one.name: fill_in_private_values_from_recipe(one.config) for one in launch.job.processes
-    }
+    configs = {one.name: one.config for one in launch.job.processes}
     driver = RolloutJobConfig.model_validate(configs["driver"])
-    assert driver.rollout.workflow_kwargs == {"token": f"{SECRET}-token"}
+    assert driver.recipe.rollout.workflow_kwargs == {"token": f"{SECRET}-token"}
     server = InferenceJobConfig.model_validate(configs["inference"])
-    assert server.serve_variables == {"WANDB_API_KEY": f"{SECRET}-serve"}
+    assert server.recipe.cluster.serve.variables == {"WANDB_API_KEY": f"{SECRET}-serve"}
 
 
 def test_an_open_directory_of_an_earlier_run_is_closed(tmp_path: Path) -> None:
