@@ -147,14 +147,6 @@ def test_what_a_client_does_to_its_history_is_counted(stage: Stage, key: str) ->
 CALL = {"id": "c", "type": "function", "function": {"name": "add", "arguments": "{}"}}
 
 
-def test_a_name_that_a_framework_gives_our_reply_changes_nothing(stage: Stage, key: str) -> None:
-    letters = stage.speak_in_letters()
-    stage.chat(key, QUESTION)
-    reply, question = turn("hello")
-    stage.chat(key, [*QUESTION, {**reply, "name": "model"}, question])
-    stage.assert_continued(letters)
-
-
 def test_results_without_a_call_and_calls_without_a_result_are_answered_and_counted(
     stage: Stage, key: str
 ) -> None:

@@ -64,7 +64,7 @@ def test_a_refusal_quotes_little_of_the_request(stage: Stage, key: str) -> None:
 def test_halves_of_pairs_are_replaced_and_what_looks_like_them_is_not(
     stage: Stage, key: str
 ) -> None:
-    body = rb'{"messages":[{"role":"user","content":"%s"}]}'
+    body = b"\xef\xbb\xbf" + rb'{"messages":[{"role":"user","content":"%s"}]}'
     text = rb"a\ud83d\ude00b\ud83dc\ude00d\\ud83de\\\ud83df"
     headers = {"authorization": f"Bearer {key}"}
     url = f"{stage.url}/v1/chat/completions"

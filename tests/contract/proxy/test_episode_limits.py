@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from areal_hpc.wire.ledger import TicketRef
 from areal_hpc.wire.proxy import SessionLimits
 from tests.contract.proxy.talk import LEAST, QUESTION
 from tests.support.proxy_stage import Stage
@@ -78,12 +77,3 @@ def test_a_call_that_fails_gives_its_tokens_back(stage: Stage) -> None:
     stage.sglang.script = wordy
     assert stage.chat(key, QUESTION, max_tokens=20).status_code == 200
     assert stage.sglang.requests[-1]["sampling_params"]["max_new_tokens"] == 20
-
-
-def test_limits_outlive_the_proxy(stage: Stage, ref: TicketRef) -> None:
-    session_id, key = stage.open_session(ref, limits=SessionLimits(max_turns=2))
-    assert stage.chat(key, QUESTION).status_code == 200
-    stage.restart_proxy()
-    assert [stage.chat(key, QUESTION).status_code for _ in range(2)] == [200, 400]
-    stage.finish_session(key, 1.0)
-    assert stage.finish_ticket(ref, session_id) == 2

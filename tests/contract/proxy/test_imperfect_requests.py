@@ -30,24 +30,6 @@ def test_an_encoded_body_is_refused_by_its_encoding(stage: Stage, key: str, enco
     assert encoding in answer.json()["error"]["message"]
 
 
-@pytest.mark.parametrize(
-    ("text", "read"),
-    [
-        (b"a \\ud800 b", "a \N{REPLACEMENT CHARACTER} b"),
-        (b"\\udc00", "\N{REPLACEMENT CHARACTER}"),
-        (b"\\ud83d\\ude00", "\N{GRINNING FACE}"),
-        (b"\\\\ud800", "\\ud800"),
-    ],
-)
-def test_half_a_pair_of_surrogates_is_a_sign_of_its_own(
-    stage: Stage, key: str, text: bytes, read: str
-) -> None:
-    body = b'\xef\xbb\xbf{"messages":[{"role":"user","content":"' + text + b'"}]}'
-    answer = send(stage, key, body)
-    assert answer.status_code == 200, answer.text
-    assert f"<|im_start|>user\n{read}<|im_end|>" in prompt_of_last(stage)
-
-
 def test_hosted_items_are_left_out_and_counted(stage: Stage, key: str) -> None:
     kinds = ["web_search_call", "mcp_call", "mcp_list_tools", "local_shell_call", "compaction"]
     kinds += ["local_shell_call_output", "image_generation_call", "code_interpreter_call"]

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from areal_hpc.session.tree import unpack_ids
-from areal_hpc.wire.ledger import TicketRef
 from tests.contract.proxy.talk import QUESTION, turn
 from tests.support.chatml import CHATML, write_model_dir
 from tests.support.proxy_stage import Stage
@@ -55,21 +54,6 @@ def test_a_reply_is_begun_in_the_middle_of_a_recorded_conversation(stage: Stage,
     assert ask(stage, key, "messages", messages=history) == " seven"
     stage.assert_continued(letters)
     assert stage.prompt_of(stage.sglang.requests[-1]).endswith(OPENING)
-
-
-def test_only_what_the_model_said_is_trained(stage: Stage, ref: TicketRef) -> None:
-    letters = stage.speak_in_letters(" seven")
-    session_id, key = stage.open_session(ref)
-    ask(stage, key, "messages")
-    stage.finish_session(key, 1.0)
-    stage.finish_ticket(ref, session_id)
-    stage.seal()
-    (row,) = stage.sealed_rows(ref)
-    trained = [
-        token for token, mask in zip(row.input_ids_T.tolist(), row.loss_mask_T, strict=True) if mask
-    ]
-    assert trained == letters
-    assert row.meta["messages"][-1]["content"] == "It is seven"
 
 
 def test_a_message_of_the_assistant_that_is_not_to_be_continued_is_a_turn(

@@ -10,7 +10,7 @@ import pytest
 
 from areal_hpc.shards.schema import PARTIAL_SUFFIX
 from areal_hpc.wire.ledger import TicketRef
-from areal_hpc.wire.proxy import ExportSettings, FinishTicketRequest
+from areal_hpc.wire.proxy import FinishTicketRequest
 from tests.contract.proxy.talk import QUESTION, turn
 from tests.support.deadlines import scaled
 from tests.support.proxy_stage import Stage
@@ -82,22 +82,6 @@ def test_a_session_survives_kill_9_and_is_sealed_once(stage: Stage, ref: TicketR
     (row,) = stage.sealed_rows(ref)
     assert row.input_ids_T.tolist()[: len(second_ids)] == second_ids
     assert row.loss_mask_T.sum() == 10
-
-
-def test_rows_follow_the_sessions_options_after_a_crash(stage: Stage, ref: TicketRef) -> None:
-    export = ExportSettings("individual", "chronological")
-    session_id, key = stage.open_session(ref, export=export)
-    stage.chat(key, QUESTION)
-    stage.chat(key, [*QUESTION, *turn("hello world")])
-    stage.ask(key, "I am another agent")
-    stage.finish_session(key, 1.0)
-    stage.restart_proxy()
-    assert stage.finish_ticket(ref, session_id) == 3
-    assert stage.seal() == 1
-    assert [one.rewards for one in stage.ledger.settled] == [[1.0] * 3]
-    rows = stage.sealed_rows(ref)
-    assert [row.loss_mask_T.sum() for row in rows] == [5, 5, 5]
-    assert [row.reward for row in rows] == [1.0] * 3
 
 
 @pytest.mark.parametrize("has_index_line", [True, False])

@@ -69,13 +69,3 @@ def test_an_agent_gets_calls_alone_of_the_admin_key_unless_more_is_asked(
         assert call(stage, key, "/rl/set_reward", {"reward": 1.0}).status_code == 403
         assert call(stage, key, "/rl/end_session", {}).status_code == 403
     stage.finish_session(control_key or key, 1.0)
-
-
-def test_a_session_of_the_runs_own_has_one_key_for_everything_unless_it_asks(
-    stage: Stage,
-) -> None:
-    answer = stage.post("/rl/start_session", {"task_id": "task"}).json()
-    assert "control_key" not in answer
-    assert stage.ask(answer["api_key"], "hi").status_code == 200
-    assert call(stage, answer["api_key"], "/rl/set_reward", {"reward": 1.0}).status_code == 200
-    assert call(stage, answer["api_key"], "/rl/end_session", {}).status_code == 200

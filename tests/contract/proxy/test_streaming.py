@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.contract.proxy.talk import QUESTION, chunks_of, turn
+from tests.contract.proxy.talk import QUESTION, chunks_of
 from tests.support.proxy_stage import Stage
 from tests.support.scripted_sglang import TALKATIVE, Script
 
@@ -35,13 +35,6 @@ def test_the_parts_of_a_reply_make_the_whole(stage: Stage, key: str, piece_token
     assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
     assert len({chunk["id"] for chunk in chunks}) == 1
     assert stage.sglang.requests[0]["stream"] is True
-
-
-@pytest.mark.usefixtures("pieces")
-def test_a_streamed_turn_is_continued_with_the_models_own_tokens(stage: Stage, key: str) -> None:
-    letters = stage.speak_in_letters()
-    stage.chat(key, [*QUESTION, *turn(text_of(events(stage, key)))])
-    stage.assert_continued(letters)
 
 
 def test_parts_leave_while_the_model_still_speaks(stage: Stage, key: str) -> None:

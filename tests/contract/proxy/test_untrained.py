@@ -183,11 +183,3 @@ def test_a_call_is_recorded_with_its_times_replica_and_parameters(stage: Stage) 
     assert two.prompt_tokens + two.reply_tokens == row.num_tokens
     asked = {"temperature": 0.5, "sampling_seed": 11, "max_new_tokens": 9}
     assert {name: two.sampling[name] for name in asked} == asked
-
-
-def test_a_reward_that_is_none_is_refused_in_words(stage: Stage) -> None:
-    _, key = play(stage, TicketRef(9, 0))
-    refusal = stage.post("/rl/set_reward", {"reward": {"value": 1.0, "parts": {"a": "b"}}}, key)
-    assert refusal.status_code == 400
-    assert "float" in refusal.text
-    stage.end_session(key)

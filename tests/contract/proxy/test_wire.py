@@ -8,6 +8,7 @@ import httpx
 import pytest
 from openai import BadRequestError, NotFoundError
 
+from areal_hpc.proxy.http.event_stream import PING_AFTER_S
 from areal_hpc.wire.ledger import TicketRef
 from tests.contract.proxy.talk import LEAST, QUESTION, ask_least
 from tests.support.deadlines import scaled
@@ -220,7 +221,10 @@ SIGNS_OF_LIFE = {
 
 def test_a_silent_stream_shows_that_it_lives(stage: Stage) -> None:
     gate = threading.Event()
-    stage.sglang.script = lambda request: Script(gate=gate)
+    fails = Script(fault="400", delay_s=PING_AFTER_S + 1)
+    stage.sglang.script = lambda request: (
+        fails if "fail" in stage.prompt_of(request) else Script(gate=gate)
+    )
     alive = threading.Barrier(len(LEAST) + 1)
     texts: dict[str, str] = {}
 
@@ -244,9 +248,13 @@ def test_a_silent_stream_shows_that_it_lives(stage: Stage) -> None:
     for reader in readers:
         reader.start()
     try:
+        failed = stage.ask(stage.open_session()[1], "fail", stream=True)
         alive.wait(scaled(60))
     finally:
         gate.set()
+    ping, error, end = failed.text.split("\n\n", 2)
+    assert (failed.status_code, ping, end) == (200, ": ping", "data: [DONE]\n\n")
+    assert "too warm" in json.loads(error.removeprefix("data: "))["error"]["message"]
     for reader in readers:
         reader.join(scaled(60))
     for route, text in texts.items():

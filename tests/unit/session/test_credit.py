@@ -57,14 +57,11 @@ def test_all_rules_agree_on_turns_that_follow_one_another(
 
 
 def test_several_children_pass_on_their_mean() -> None:
+    tree, _ = branches(None, 1.0)
+    assert totals(tree) == [0.5, None, 1.0]
     tree, _ = branches(1.0, 0.0)
     assert totals(tree) == [0.25, 1.0, 0.0]
     assert totals(tree, rule="chronological") == [0.5, 1.0, 0.0]
-
-
-def test_a_branch_that_nobody_judged_takes_nothing_from_its_parent() -> None:
-    tree, _ = branches(None, 1.0)
-    assert totals(tree) == [0.5, None, 1.0]
 
 
 def test_conversations_side_by_side_keep_their_rewards_to_themselves() -> None:
@@ -154,13 +151,6 @@ def test_a_retry_takes_the_place_of_one_reply() -> None:
     votes = [say(tree, [user("a")], text, during=(at, at + 1)) for at, text in enumerate("xyz")]
     say(tree, [user("a")], "w", during=(4, 5), is_retry=True)
     assert find_retry_orphans(tree) == {votes[-1].interaction_id}
-
-
-def test_an_equal_request_that_is_no_retry_is_another_sample() -> None:
-    tree = InteractionTree()
-    for start in (0, 2, 4):
-        say(tree, [user("a")], "vote", during=(start, start + 1))
-    assert find_retry_orphans(tree) == frozenset()
 
 
 def test_replies_sampled_side_by_side_are_no_orphans() -> None:

@@ -37,13 +37,6 @@ def test_arguments_are_values_that_a_journal_can_hold(arguments: str, value: obj
     msgspec.msgpack.encode(call(arguments))
 
 
-def test_a_developer_is_the_system() -> None:
-    assert normalize_chat_message({"role": "developer", "content": "a"}) == {
-        "role": "system",
-        "content": "a",
-    }
-
-
 def test_a_billing_line_is_taken_away_and_nothing_else() -> None:
     line = "x-anthropic-billing-header: cc_version=2.1; cch=1a2b3;\n"
     assert strip_volatile_lines(line + "You help.\n  Well.") == "You help.\n  Well."

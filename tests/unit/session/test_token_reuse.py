@@ -53,14 +53,6 @@ def test_marks_within_the_last_message_are_not_what_the_template_says_behind_it(
     assert short.text_after_messages == short.new_text
 
 
-def test_a_reply_cut_by_length_is_closed_by_the_template() -> None:
-    tree = InteractionTree()
-    first = say(tree, [user("a")], "hello", closed=False)
-    second = say(tree, HISTORY_OF_HELLO, "x")
-    added = prompt_ids(tree, second)[first.num_sequence_tokens :]
-    assert ENCODER.decode(added).startswith("<|im_end|>\n<|im_start|>user\nb")
-
-
 def test_a_reply_ended_by_a_stop_string_keeps_the_tokens_of_that_string() -> None:
     tree = InteractionTree()
     first = say(tree, [user("a")], "hello", ids=ENCODER.encode("hello STOP"), closed=False)
@@ -93,19 +85,6 @@ def test_a_template_that_hides_replies_is_tokenized_again_and_counted() -> None:
     say(tree, [user("a")], "hello", template=hiding)
     second = say(tree, HISTORY_OF_HELLO, "two", template=hiding)
     assert (second.reuse, second.parent_id) == ("retokenized", None)
-
-
-def test_a_template_that_drops_earlier_reasoning_still_splices() -> None:
-    forgetful = ChatTemplate(
-        CHATML.replace("message.content +", "message.content.split('</think>')[-1] | trim +")
-    )
-    tree = InteractionTree()
-    reply = "<think>3 + 4</think> 7"
-    first = say(tree, [user("a")], reply, template=forgetful)
-    second = say(tree, [user("a"), *turn(reply)], "x", template=forgetful)
-    assert second.reuse == "reused"
-    sequence = prompt_ids(tree, first) + unpack_ids(first.output_ids).tolist()
-    assert prompt_ids(tree, second)[: len(sequence)] == sequence
 
 
 def test_what_follows_a_reply_is_what_the_template_writes_after_the_whole_history() -> None:
