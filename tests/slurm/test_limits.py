@@ -66,7 +66,6 @@ def test_doctor_compares_limits_with_the_jobs_of_the_recipe(
     light = (*HELD, *light_overrides(tmp_path))
     said = doctor(limited, tmp_path, *light)
     assert "ok    job limits" in said
-    assert "ok    requeue" in said
     few = (*light, "cluster.slurm.sbatch.qos=few")
     said = doctor(limited, tmp_path, *few, code=1)
     assert "fail  job limits" in said

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 from areal_hpc.errors import ClusterError
 from areal_hpc.launch.doctor.checks import CheckResult, DoctorSubject, fail, ok, warn
-from areal_hpc.launch.doctor.partition_checks import (
+from areal_hpc.launch.doctor.slurm_checks import (
     get_options_by_sample_job,
     judge_preemption,
-    parse_slurm_time_as_minutes,
     parse_slurm_time_as_seconds,
     read_partition,
 )
@@ -73,11 +72,8 @@ def check_preemption_of_qos_jobs(doctor_subject: DoctorSubject) -> Iterator[Chec
             mode = row["preemptmode"].upper()
             if mode in ("", "CLUSTER"):
                 mode = settings.get("PreemptMode", "OFF")
-            facts = {
-                "PreemptMode": mode,
-                "GraceTime": str(parse_slurm_time_as_seconds(row["gracetime"]) or 0),
-            }
-            yield judge_preemption(f"QOS {row['name']}", facts)
+            grace_s = parse_slurm_time_as_seconds(row["gracetime"]) or 0
+            yield judge_preemption(f"QOS {row['name']}", mode, grace_s)
 
 
 def judge_job_limit(owner: str, max_jobs: int, wanted_jobs: int, queued_jobs: int) -> CheckResult:
@@ -137,8 +133,9 @@ def _build_limits(
     owner: str, max_jobs_text: str, max_wall_text: str, requests: Sequence[JobRequest]
 ) -> Iterator[AccountingLimit]:
     max_jobs = int(max_jobs_text) if max_jobs_text.isdigit() else None
-    max_minutes = parse_slurm_time_as_minutes(max_wall_text)
-    if requests and (max_jobs is not None or max_minutes is not None):
+    max_s = parse_slurm_time_as_seconds(max_wall_text)
+    if requests and (max_jobs is not None or max_s is not None):
+        max_minutes = None if max_s is None else max_s // 60
         yield AccountingLimit(owner, max_jobs, max_minutes, tuple(requests))
 
 

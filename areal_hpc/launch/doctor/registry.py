@@ -20,11 +20,11 @@ from areal_hpc.launch.doctor.limit_checks import (
     check_accounting_limits,
     check_preemption_of_qos_jobs,
 )
-from areal_hpc.launch.doctor.partition_checks import check_partitions, check_requeue
 from areal_hpc.launch.doctor.recipe_checks import check_recipe_inputs, check_role_interpreters
 from areal_hpc.launch.doctor.slurm_checks import (
     check_accounting,
     check_container,
+    check_partitions,
     check_sbatch_accepts,
     check_slurm_answers,
 )
@@ -50,7 +50,6 @@ CHECKS = (
     DoctorCheck("accounting", check_accounting, ("slurm",)),
     DoctorCheck("partitions", check_partitions, ("slurm",)),
     DoctorCheck("preemption by QOS", check_preemption_of_qos_jobs, ("slurm",)),
-    DoctorCheck("requeue", check_requeue, ("slurm",)),
     DoctorCheck("limits", check_accounting_limits, ("slurm", "recipe")),
     DoctorCheck("jobs", check_sbatch_accepts, ("slurm",)),
     DoctorCheck("container", check_container, ("slurm",)),

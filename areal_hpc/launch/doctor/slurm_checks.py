@@ -1,16 +1,17 @@
-"""Checks of Slurm: commands, controller, accounting, whether it takes the jobs, containers."""
+"""Checks of Slurm: commands, partitions, whether it takes the jobs, containers."""
 
+import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.launch.doctor.checks import CheckResult, DoctorSubject, fail, ok, warn
-from areal_hpc.launch.doctor.partition_checks import get_options_by_sample_job
 from areal_hpc.recipe.sections.cluster import JobOptions, SlurmConfig, format_flags
-from areal_hpc.rundir.rendezvous import EVALUATION_CELL, is_training_cell_job
+from areal_hpc.rundir.rendezvous import EVALUATION_CELL, format_cell_name, is_training_cell_job
 from areal_hpc.slurm.batch_script.container import spell_pyxis_image
+from areal_hpc.slurm.batch_script.script import DEFAULT_TIME_LIMIT_MINUTES
 from areal_hpc.slurm.commands import run_slurm_command
 from areal_hpc.slurm.submit import raise_if_federated, render_script
 from areal_hpc.slurm.versions import describe_proof, is_proven_or_between
@@ -50,35 +51,125 @@ def check_accounting(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
     kind = doctor_subject.slurm_answer.settings.get("AccountingStorageType", "")
     if kind.endswith("slurmdbd") and shutil.which("sacct"):
         yield ok("accounting", "on: sacct tells what happened to jobs of long ago")
-        return
-    yield warn(
-        "accounting",
-        "off: Slurm forgets a job a few minutes after it ends",
-        "nothing: submit, status, why, cancel and requeue work without it",
+    else:
+        yield ok("accounting", "off: Slurm forgets a job a few minutes after it ends")
+
+
+def check_partitions(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
+    """State and time limit of each partition, what a preemption there does, and who may submit."""
+    slurm, minutes_by_partition = doctor_subject.slurm, dict[str, int]()
+    for options in get_options_by_sample_job(slurm).values():
+        minutes = options.time_limit_minutes or DEFAULT_TIME_LIMIT_MINUTES
+        for name in filter(None, (options.partition or "").split(",")):
+            minutes_by_partition[name] = max(minutes_by_partition.get(name, 0), minutes)
+    if not minutes_by_partition:
+        yield ok("partition", "none named: Slurm's default")
+    for name, minutes in minutes_by_partition.items():
+        try:
+            facts = read_partition(name)
+        except ClusterError:
+            yield fail(f"partition {name}", "Slurm does not know it", "sinfo -s lists yours")
+            continue
+        yield _judge_partition(f"partition {name}", facts, minutes)
+        grace = facts.get("GraceTime", "0")
+        grace_s = int(grace) if grace.isdigit() else 0
+        yield judge_preemption(name, facts.get("PreemptMode", "OFF"), grace_s)
+        yield judge_submission_from_jobs(name, facts.get("AllocNodes", "ALL"), slurm)
+
+
+def _judge_partition(
+    name: str, partition_facts: Mapping[str, str], time_limit_minutes: int
+) -> CheckResult:
+    state, max_time = (partition_facts.get(key, "?") for key in ("State", "MaxTime"))
+    if state != "UP":
+        return fail(name, f"is {state}", "sinfo -s; name one that is up")
+    size = f"{partition_facts.get('TotalNodes', '?')} nodes, at most {max_time}"
+    max_s = parse_slurm_time_as_seconds(max_time)
+    if max_s is not None and 60 * time_limit_minutes > max_s:
+        hint = f"cluster.slurm.time_limit_minutes={max_s // 60}; the run continues in the next job"
+        return fail(name, f"{size}; jobs ask for {time_limit_minutes} min", hint)
+    return ok(name, f"up, {size}")
+
+
+def parse_slurm_time_as_seconds(text: str) -> int | None:
+    """Seconds of `days-hours:minutes:seconds`; None for UNLIMITED."""
+    found = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+):(\d+)", text)
+    if not found:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+def get_options_by_sample_job(slurm: SlurmConfig) -> dict[str, JobOptions]:
+    found = {job: slurm.get_options_of_job(job) for job in ("trainer", format_cell_name(0))}
+    evaluation = slurm.get_options_of_job(EVALUATION_CELL)
+    if evaluation != found[format_cell_name(0)]:
+        found[EVALUATION_CELL] = evaluation
+    return found
+
+
+def read_partition(partition_name: str) -> dict[str, str]:
+    shown = run_slurm_command("scontrol", "show", "partition", partition_name, "--oneliner")
+    return dict(re.findall(r"(\w+)=(\S+)", shown))
+
+
+def judge_preemption(partition_or_qos: str, preempt_mode: str, grace_s: int) -> CheckResult:
+    """Say what a job of higher priority does to a job of a partition or QOS."""
+    name, mode = f"preemption {partition_or_qos}", preempt_mode.split(",")[0]
+    if mode in ("OFF", "DISABLED"):
+        return ok(name, "jobs there are not preempted")
+    if mode == "REQUEUE":
+        return ok(name, f"a preempted job has {grace_s} s, and Slurm starts it again")
+    if mode == "CANCEL" and grace_s:
+        return ok(name, f"a preempted job has {grace_s} s, in which it asks for another start")
+    if mode == "CANCEL":
+        return warn(
+            name,
+            "a preempted job is cancelled at once: the run's caretaker submits it again",
+            "ask the site for a GraceTime; a partition with PreemptMode=REQUEUE is better",
+        )
+    return warn(
+        name,
+        f"PreemptMode={mode}: a preempted job is suspended, and the run waits for it",
+        "a partition with PreemptMode=REQUEUE lets the run go on elsewhere",
+    )
+
+
+def judge_submission_from_jobs(
+    partition_name: str, submitting_nodes: str, slurm: SlurmConfig
+) -> CheckResult:
+    name = f"resubmission {partition_name}"
+    if submitting_nodes == "ALL":
+        return ok(name, "jobs may submit jobs")
+    which = "that Slurm cannot requeue" if slurm.requeue else "that ends early (requeue=false)"
+    return warn(
+        name,
+        f"only {submitting_nodes} may submit jobs: no job of the run submits one {which}",
+        "keep `areal-hpc caretaker RUN` running on one of those nodes (tmux, or a service)",
     )
 
 
 def check_sbatch_accepts(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
-    """Would Slurm take the jobs? Asked with sbatch --test-only, which submits nothing."""
-    asked: dict[str, tuple[str, ...]] = {}
+    """Ask by `sbatch --test-only`, which submits nothing, whether Slurm takes the jobs."""
+    arguments_by_job: dict[str, tuple[str, ...]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for job, text in _render_sample_scripts(doctor_subject).items():
             path = Path(folder) / f"{job}.sbatch"
             path.write_text(text)
-            asked[job] = (str(path),)
-        if not asked:
-            asked = {
+            arguments_by_job[job] = (str(path),)
+        if not arguments_by_job:
+            arguments_by_job = {
                 job: (*get_sbatch_placement_flags(options), "--wrap=true")
                 for job, options in get_options_by_sample_job(doctor_subject.slurm).items()
             }
-        for job, arguments in asked.items():
+        for job, arguments in arguments_by_job.items():
             try:
                 run_slurm_command("sbatch", "--test-only", *arguments)
             except ClusterError as error:
-                said = error.problems[0].message.removeprefix("sbatch: ")
+                reason = error.problems[0].message.removeprefix("sbatch: ")
                 yield fail(
                     f"job {job}",
-                    f"sbatch rejects the job: {said}",
+                    f"sbatch rejects the job: {reason}",
                     "sacctmgr show assoc user=$USER format=account,partition,qos; sinfo -s",
                 )
             else:
@@ -102,8 +193,8 @@ def get_sbatch_placement_flags(options: JobOptions) -> tuple[str, ...]:
     """The options of sbatch that decide whether it takes a job and where the job lands."""
     named = ("partition", "account")
     values = {name: getattr(options, name) for name in named}
-    told = (f"--{name}={value}" for name, value in values.items() if value)
-    return (*told, *format_flags(options.sbatch))
+    flags = (f"--{name}={value}" for name, value in values.items() if value)
+    return (*flags, *format_flags(options.sbatch))
 
 
 def check_container(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:

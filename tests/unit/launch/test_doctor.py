@@ -24,16 +24,15 @@ from areal_hpc.launch.doctor.isolation import (
     has_user_namespaces,
 )
 from areal_hpc.launch.doctor.limit_checks import judge_job_limit
-from areal_hpc.launch.doctor.partition_checks import (
-    judge_preemption,
-    judge_requeue,
-    judge_submission_from_jobs,
-    parse_slurm_time_as_minutes,
-    parse_slurm_time_as_seconds,
-)
 from areal_hpc.launch.doctor.recipe_checks import check_interpreters
 from areal_hpc.launch.doctor.registry import CHECKS, DoctorCheck, run_checks
-from areal_hpc.launch.doctor.slurm_checks import judge_commands_in_container, judge_gpus_by_task
+from areal_hpc.launch.doctor.slurm_checks import (
+    judge_commands_in_container,
+    judge_gpus_by_task,
+    judge_preemption,
+    judge_submission_from_jobs,
+    parse_slurm_time_as_seconds,
+)
 from areal_hpc.launch.doctor.storage_checks import check_storage, submit_job_and_check_storage
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.sections.cluster import JobOptions, SlurmConfig
@@ -88,11 +87,11 @@ def test_interpreters_tell_their_versions_or_what_they_lack(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("text", "minutes"), [("1-00:00:00", 1440), ("02:30:00", 150), ("UNLIMITED", None), ("", None)]
+    ("text", "seconds"),
+    [("1-00:00:00", 86400), ("02:30:00", 9000), ("UNLIMITED", None), ("", None)],
 )
-def test_time_limits_are_read_as_slurm_writes_them(text: str, minutes: int | None) -> None:
-    assert parse_slurm_time_as_minutes(text) == minutes
-    assert parse_slurm_time_as_seconds(text) == (None if minutes is None else 60 * minutes)
+def test_time_limits_are_read_as_slurm_writes_them(text: str, seconds: int | None) -> None:
+    assert parse_slurm_time_as_seconds(text) == seconds
 
 
 def test_every_finding_that_is_not_well_says_what_to_try() -> None:
@@ -111,19 +110,19 @@ def test_every_finding_that_is_not_well_says_what_to_try() -> None:
 
 
 @pytest.mark.parametrize(
-    ("facts", "status", "said"),
+    ("mode", "grace_s", "status", "said"),
     [
-        ({"PreemptMode": "OFF"}, CheckStatus.OK, "not preempted"),
-        ({"PreemptMode": "REQUEUE", "GraceTime": "30"}, CheckStatus.OK, "Slurm starts it again"),
-        ({"PreemptMode": "CANCEL", "GraceTime": "30"}, CheckStatus.OK, "asks for another start"),
-        ({"PreemptMode": "CANCEL", "GraceTime": "0"}, CheckStatus.WARN, "cancelled at once"),
-        ({"PreemptMode": "GANG,SUSPEND"}, CheckStatus.WARN, "suspended"),
+        ("OFF", 0, CheckStatus.OK, "not preempted"),
+        ("REQUEUE", 30, CheckStatus.OK, "Slurm starts it again"),
+        ("CANCEL", 30, CheckStatus.OK, "asks for another start"),
+        ("CANCEL", 0, CheckStatus.WARN, "cancelled at once"),
+        ("GANG,SUSPEND", 0, CheckStatus.WARN, "suspended"),
     ],
 )
 def test_what_a_preemption_does_is_foretold(
-    facts: dict[str, str], status: CheckStatus, said: str
+    mode: str, grace_s: int, status: CheckStatus, said: str
 ) -> None:
-    found = judge_preemption("p", facts)
+    found = judge_preemption("p", mode, grace_s)
     assert found.verdict is status
     assert said in found.finding
 
@@ -139,18 +138,10 @@ def test_what_a_preemption_does_is_foretold(
 def test_who_may_submit_is_foretold(
     nodes: str, is_requeued: bool, status: CheckStatus, said: str
 ) -> None:
-    slurm = SlurmConfig(requeue=is_requeued)
-    found = judge_submission_from_jobs("p", {"AllocNodes": nodes}, slurm)
+    found = judge_submission_from_jobs("p", nodes, SlurmConfig(requeue=is_requeued))
     assert found.verdict is status
     assert said in found.finding
     assert "areal-hpc caretaker RUN" in found.hint or status is CheckStatus.OK
-
-
-def test_how_a_job_gets_another_start_is_foretold() -> None:
-    requeued, alone = SlurmConfig(requeue=True), SlurmConfig(requeue=False)
-    assert "under its number" in judge_requeue(requeued, "1").finding
-    assert "JobRequeue=0" in judge_requeue(requeued, "0").finding
-    assert "under another number" in judge_requeue(alone, "1").finding
 
 
 @pytest.mark.parametrize(
