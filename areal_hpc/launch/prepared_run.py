@@ -154,9 +154,9 @@ def _report_or_refuse_long_prompts(
         one.dataset_key: paths.evaluation_tasks(one.name) for one in recipe.evaluation_sets
     }
     for key, file in files.items():
-        found = find_prompt_problems(recipe, model_dir, file, key, context_tokens)
-        problems += found.problems
-        for note in found.notes:
+        found, notes = find_prompt_problems(recipe, model_dir, file, key, context_tokens)
+        problems += found
+        for note in notes:
             print_line(f"note     {note}")
     if problems:
         raise RecipeError.from_problems(problems)

@@ -1,8 +1,7 @@
 """Check of sampled prompts, rendered and tokenized, against the context length."""
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from areal_hpc.errors import ChatTemplateError, Problem
 from areal_hpc.recipe.recipe import Recipe
@@ -17,15 +16,10 @@ MAX_CHARS_PER_TOKEN = 32
 """A text of more characters than this times the context is too long, and is not tokenized."""
 
 
-class PromptFindings(NamedTuple):
-    problems: list[Problem]
-    notes: list[str]
-
-
 def find_prompt_problems(
     recipe: Recipe, model_dir: Path, tasks_file: Path, key: str, context_tokens: int
-) -> PromptFindings:
-    """Do the prompts of a data set, which stands under `key`, leave the model room to reply?
+) -> tuple[list[Problem], list[str]]:
+    """Problems and notes of a data set at `key` whose prompts leave the model little room to reply.
 
     Tasks without `messages` are left out: only their agent knows what it asks. An agent may put
     more before a prompt, so the lengths found are the least.
@@ -54,43 +48,33 @@ def find_prompt_problems(
             f"tasks of {key} have {TOOLS_KEY}, and inference.tool_call_parser is not set: requests "
             "with tools will be refused"
         )
-    held_out = {one.dataset_key: one.sampling for one in recipe.evaluation_sets}
-    sampling = held_out.get(key, recipe.rollout.sampling)
-    found = _compare_prompt_lengths_with_context(
-        lengths, key, context_tokens, sampling.max_new_tokens
-    )
-    return PromptFindings(found.problems, [*notes, *found.notes])
-
-
-def _compare_prompt_lengths_with_context(
-    lengths: Mapping[int, int], key: str, context_tokens: int, max_new_tokens: int
-) -> PromptFindings:
     if not lengths:
-        return PromptFindings([], [])
+        return [], notes
+    sampling_by_key = {one.dataset_key: one.sampling for one in recipe.evaluation_sets}
+    max_new_tokens = sampling_by_key.get(key, recipe.rollout.sampling).max_new_tokens
     longest = max(lengths, key=lambda index: lengths[index])
     too_long = sum(length >= context_tokens for length in lengths.values())
     cut = sum(length + max_new_tokens > context_tokens for length in lengths.values())
-    what = f"of {len(lengths)} prompts of {key}"
+    prompts = f"of {len(lengths)} prompts of {key}"
     more = " or more" if lengths[longest] == context_tokens else ""
     worst = f"that of task {longest} has {lengths[longest]}{more} tokens"
     if 2 * too_long >= len(lengths):
         message = (
-            f"{too_long} {what} leave no room for a reply: {worst}, the context has "
+            f"{too_long} {prompts} leave no room for a reply: {worst}, the context has "
             f"{context_tokens}"
         )
         hint = "raise inference.context_length, or shorten the prompts"
-        return PromptFindings([Problem(message, key, hint)], [])
-    notes = []
+        return [Problem(message, key, hint)], notes
     if too_long:
         notes.append(
-            f"{too_long} {what} leave no room for a reply in {context_tokens} tokens: {worst}"
+            f"{too_long} {prompts} leave no room for a reply in {context_tokens} tokens: {worst}"
         )
     if cut > too_long:
         notes.append(
-            f"{cut} {what} leave less room in {context_tokens} tokens than "
+            f"{cut} {prompts} leave less room in {context_tokens} tokens than "
             f"max_new_tokens={max_new_tokens}: {worst}"
         )
-    return PromptFindings([], notes)
+    return [], notes
 
 
 def _count_prompt_tokens(
