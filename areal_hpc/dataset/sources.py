@@ -39,11 +39,10 @@ def _check_rows_are_dicts(rows: Iterator[Any], key: str) -> Iterator[TaskRow]:
 
 def list_source_paths(config: TaskSetConfig, key: str) -> list[Path]:
     """The files and folders that a source is read from, in order; none for made-up tasks."""
-    if config.harbor is not None:
-        read_task_folders(config.harbor, f"{key}.harbor")
-        return [config.harbor]
     if config.path is not None:
-        if not config.path.exists():
+        if config.is_harbor:
+            read_task_folders(config.path, f"{key}.path")
+        elif not config.path.exists():
             raise RecipeError(
                 f"there is no data set at {config.path.resolve()}",
                 key=f"{key}.path",
@@ -65,8 +64,8 @@ def list_source_paths(config: TaskSetConfig, key: str) -> list[Path]:
 
 
 def _iterate_source_rows(config: TaskSetConfig, key: str) -> Iterator[TaskRow]:
-    if config.harbor is not None:
-        yield from read_task_folders(config.harbor, f"{key}.harbor")
+    if config.path is not None and config.is_harbor:
+        yield from read_task_folders(config.path, f"{key}.path")
     elif config.generator is not None:
         yield from _generate_rows_by_user_function(
             config.generator, config.kwargs, f"{key}.generator"
@@ -152,7 +151,7 @@ def _read_saved_dataset(folder: Path, key: str) -> Iterator[dict[str, Any]]:
     state = folder / "state.json"
     if not state.is_file():
         splits = sorted(found.parent.name for found in folder.glob("*/state.json"))
-        hint = "pass a directory written by datasets' save_to_disk"
+        hint = "pass a directory written by datasets' save_to_disk, or one of Harbor's task folders"
         if splits:
             hint = f"name one of its splits, such as {folder / splits[0]}"
         raise RecipeError(f"the folder {folder} has no state.json", key=key, hint=hint)

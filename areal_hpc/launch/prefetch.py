@@ -30,6 +30,7 @@ class ModelOrDataset:
     kind: RepoKind
     patterns: tuple[str, ...] = ()
     """Files of the repository; empty for a path, which cannot be fetched."""
+    is_harbor: bool = False
 
 
 def list_models_and_datasets(recipe: Recipe) -> list[ModelOrDataset]:
@@ -43,10 +44,9 @@ def list_models_and_datasets(recipe: Recipe) -> list[ModelOrDataset]:
         if part.hub is not None:
             repo, pattern = parse_hub_files(part.hub)
             found.append(ModelOrDataset(f"{key}.hub", repo, "dataset", (pattern,)))
-        if part.harbor is not None:
-            found.append(ModelOrDataset(f"{key}.harbor", str(part.harbor), "dataset"))
         if part.path is not None:
-            found.append(ModelOrDataset(f"{key}.path", str(part.path), "dataset"))
+            name, is_harbor = str(part.path), part.is_harbor
+            found.append(ModelOrDataset(f"{key}.path", name, "dataset", is_harbor=is_harbor))
     return found
 
 
@@ -62,7 +62,7 @@ def prefetch_files_and_build_images(
     problems: list[Problem] = []
     for item in list_models_and_datasets(recipe):
         try:
-            if item.key.endswith(".harbor") and Path(item.name).is_dir():
+            if item.is_harbor:
                 build_task_images(Path(item.name), item.key, print_line)
             folder = _download_if_missing(item)
             sizes = {

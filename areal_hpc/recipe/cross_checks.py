@@ -310,11 +310,11 @@ def _find_agent_python_conflicts(recipe: Recipe) -> Iterator[Problem]:
 def _find_harbor_conflicts(recipe: Recipe) -> Iterator[Problem]:
     isolation = recipe.rollout.agent.isolation
     for part, key in recipe.task_sets_with_keys:
-        if part.harbor is not None and isolation in (None, "none"):
+        if part.is_harbor and isolation in (None, "none"):
             yield Problem(
                 "Harbor's tasks need a sandbox of bwrap, podman, apptainer or enroot, "
                 f"and rollout.agent.isolation is {isolation or 'null'}",
-                f"{key}.harbor",
+                f"{key}.path",
                 "use rollout.agent.isolation=bwrap",
             )
 

@@ -173,7 +173,7 @@ def find_harbor_task(data: Mapping[str, Any]) -> HarborTask | None:
         raise RecipeError(
             f"the task's column {HARBOR_TASK_COLUMN!r} is no Harbor task: {error}",
             key=HARBOR_TASK_COLUMN,
-            hint="rename the column, or let train_dataset.harbor make the rows",
+            hint="rename the column, or let a folder of tasks make the rows",
         ) from error
 
 
@@ -184,7 +184,7 @@ async def judge_harbor_task(data: Mapping[str, Any]) -> Reward:
         raise RecipeError(
             "the task is no Harbor task with a sandbox",
             key="rollout.agent.isolation",
-            hint="use train_dataset.harbor, and rollout.agent.isolation=bwrap",
+            hint="name a folder of tasks in train_dataset.path, and rollout.agent.isolation=bwrap",
         )
     return await task.run_tests(sandbox)
 

@@ -19,7 +19,7 @@ experiment_name: built
 trial_name: one
 cluster: {{fileroot: {root}/runs}}
 model: {{path: {root}}}
-train_dataset: {{harbor: {root}/tasks}}
+train_dataset: {{path: {root}/tasks}}
 rollout: {{workflow: some.Agent, agent: {{isolation: podman}}}}
 """
 CONTAINER_FILE = """FROM scratch
@@ -66,10 +66,10 @@ def test_an_image_is_built_once_and_played(task: Path, tmp_path: Path) -> None:
         assert "solution 1     nothing 0" in said_by(checked)
 
     again = list[str]()
-    build_task_images(tmp_path / "tasks", "train_dataset.harbor", again.append)
+    build_task_images(tmp_path / "tasks", "train_dataset.path", again.append)
     assert again == []
     (task / "environment/app/more.py").write_text("")
-    build_task_images(tmp_path / "tasks", "train_dataset.harbor", again.append)
+    build_task_images(tmp_path / "tasks", "train_dataset.path", again.append)
     assert len(again) == 1
     for tag in {image.labels["areal-hpc.source"], _read_source(task)}:
         name = f"localhost/areal-hpc-task:{tag[:32]}"

@@ -43,8 +43,8 @@ def start_run_on(tasks: Path, isolation: str, fileroot: Path, note: Path) -> Sma
     run = SmallRun(
         fileroot,
         "sft.total_steps=2",
-        f"train_dataset={{harbor: {tasks}}}",
-        f"valid_dataset={{harbor: {tasks}}}",
+        f"train_dataset={{path: {tasks}}}",
+        f"valid_dataset={{path: {tasks}}}",
         f"evaluation.every_steps={STEPS + 1}",
         "rollout.workflow=tests.support.repair_agent.Repairing",
         f"rollout.workflow_kwargs={{note: {note}}}",

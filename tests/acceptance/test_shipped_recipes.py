@@ -44,8 +44,8 @@ def test_commands_in_sandboxes_are_learned_on_harbors_tasks(tmp_path: Path) -> N
     said_by(
         areal_hpc(
             *("run", "recipes/cpu_harbor.yaml", f"cluster.fileroot={tmp_path}"),
-            f"train_dataset.harbor={tmp_path / 'sums'}",
-            f"valid_dataset.harbor={tmp_path / 'sums-held-out'}",
+            f"train_dataset.path={tmp_path / 'sums'}",
+            f"valid_dataset.path={tmp_path / 'sums-held-out'}",
             timeout_s=RUN_TIMEOUT_S,
         )
     )

@@ -133,7 +133,7 @@ def test_the_agents_and_the_functions_that_they_name_exist() -> None:
             if part.generator:
                 made = load_user_function(part.generator, key)(**part.kwargs)
                 assert "messages" in next(iter(made))
-            elif part.harbor is None:
+            elif part.path is None:
                 assert part.hub
                 assert part.to_task
                 load_user_function(part.to_task, key)

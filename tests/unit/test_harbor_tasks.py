@@ -58,7 +58,7 @@ def test_a_task_folder_is_a_row_with_its_instruction_and_its_sandbox(tmp_path: P
         "[environment]\nallow_internet = false\nmemory = '1G'\nstorage_mb = 8\n"
     )
     folder = write_task(tmp_path / "one", task, container)
-    config = TaskSetConfig(harbor=tmp_path)
+    config = TaskSetConfig(path=tmp_path)
     (row,) = iterate_task_rows(config, "train_dataset")
     assert row["messages"] == [{"role": "user", "content": "Do it."}]
     assert row["limits"] == {"timeout_s": 37.0}

@@ -11,10 +11,11 @@ from areal_hpc.recipe.hub_cache import parse_hub_files
 
 
 class TaskSetConfig(BaseConfig):
-    """Source of tasks: exactly one of `path`, `hub`, `generator`, `harbor`."""
+    """Source of tasks: exactly one of `path`, `hub`, `generator`."""
 
     path: Path | None = None
-    """JSON lines, `*.parquet`, or a folder written by `datasets`' `save_to_disk`."""
+    """JSON lines, `*.parquet`, a folder written by `datasets`' `save_to_disk`, or a folder of task
+    folders in Harbor's format, there on every node."""
     hub: str | None = None
     """Files of a data set on the Hugging Face hub, read from the local cache: owner, name, perhaps
     `@` and a revision, and a pattern, such as `openai/gsm8k/main/train-*.parquet`."""
@@ -22,15 +23,14 @@ class TaskSetConfig(BaseConfig):
     """`package.module:function` that returns JSON-able dicts."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the generator."""
-    harbor: Path | None = None
-    """A folder of task folders in Harbor's format, there on every node."""
     to_task: str | None = None
     """`package.module:function`: the row that the agent gets for a source's row; None drops it."""
 
-    source_keys: ClassVar[tuple[str, ...]] = ("path", "hub", "generator", "harbor")
+    source_keys: ClassVar[tuple[str, ...]] = ("path", "hub", "generator")
     """Keys of which a source has exactly one."""
     key_hints: ClassVar[Mapping[str, str]] = {
         "files": "write hub: OWNER/NAME/FILES",
+        "harbor": "write path: FOLDER",
         "revision": "write hub: OWNER/NAME@REVISION/FILES",
         "reasoning_gym": "write generator: areal_hpc.dataset.adapters:make_reasoning_tasks, with "
         "kwargs: {name: ..., size: ..., seed: ...}",
@@ -48,6 +48,14 @@ class TaskSetConfig(BaseConfig):
         if hub is not None:
             parse_hub_files(hub)
         return hub
+
+    @property
+    def is_harbor(self) -> bool:
+        """True if `path` is a task folder in Harbor's format, or holds some."""
+        folder = self.path
+        return folder is not None and (
+            (folder / "task.toml").is_file() or any(folder.glob("*/task.toml"))
+        )
 
     def describe_source(self) -> str:
         """The source that is given, as in `path a.jsonl` or `generator package.module:function`."""

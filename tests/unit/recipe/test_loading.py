@@ -126,11 +126,6 @@ REFUSED = [
     ),
     ("rollout.agent.variables=[SEARCH_*]", "rollout.agent.variables", "mode=inline has none"),
     (
-        "train_dataset={generator: null, kwargs: {}, harbor: tasks}",
-        "train_dataset.harbor",
-        "need a sandbox of bwrap, podman, apptainer or enroot, and rollout.agent.isolation is null",
-    ),
-    (
         "rollout.sampling=[1]; evaluation.sets=[aime]",
         "rollout.sampling evaluation.sets",
         "expected keys and values, got a list",
@@ -221,6 +216,16 @@ def test_a_source_on_the_command_line_replaces_that_of_the_file(
     found = getattr(load_recipe(QUICKSTART, words), section).model_dump(exclude_defaults=True)
     found.pop("sources", None)
     assert found == {name: value for name, value in kept.items() if value is not None}
+
+
+def test_a_folder_of_harbor_tasks_needs_a_sandbox(tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / "task.toml").touch()
+    tasks = f"train_dataset.path={tmp_path}"
+    with pytest.raises(RecipeError, match=r"rollout\.agent\.isolation is null") as refused:
+        load_recipe(QUICKSTART, [tasks])
+    assert refused.value.problems[0].key == "train_dataset.path"
+    assert load_recipe(QUICKSTART, [tasks, "rollout.agent.isolation=bwrap"]).train_dataset.is_harbor
 
 
 def test_sampling_may_leave_tokens_out_where_it_is_recorded_which() -> None:
