@@ -20,9 +20,9 @@ from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.recipe.cross_checks import find_likely_mistakes
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.allocation_note import wait_and_raise_if_launcher_is_alive
+from areal_hpc.rundir.folders import create_or_secure_run_dir, restrict_new_files
 from areal_hpc.rundir.lock import claim_submission_or_raise, hold_lock_or_raise
 from areal_hpc.rundir.paths import ROLES, RunPaths
-from areal_hpc.rundir.privacy import create_or_secure_run_dir, restrict_new_files
 from areal_hpc.slurm.commands import has_slurm
 from areal_hpc.slurm.run_jobs import LiveJob, list_live_jobs
 

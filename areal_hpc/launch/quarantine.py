@@ -8,13 +8,13 @@ import shlex
 from areal_hpc.errors import RecipeError
 from areal_hpc.rundir.checkpoints import TrainerState, UntrainedBatchPart, find_latest_checkpoint
 from areal_hpc.rundir.generations import read_newest_number
-from areal_hpc.rundir.manifests import list_manifest_steps
-from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.rundir.quarantine import (
+from areal_hpc.rundir.manifests import (
     delete_quarantine,
+    list_manifest_steps,
     quarantine_batch_or_read_earlier_record,
     read_quarantine,
 )
+from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.state.run_view import RunView
 
 

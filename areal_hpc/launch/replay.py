@@ -25,13 +25,15 @@ from areal_hpc.rundir.checkpoints import (
     list_checkpoints,
     list_unfinished_checkpoints,
 )
-from areal_hpc.rundir.manifests import list_manifest_steps, read_ledger_state, read_manifest
-from areal_hpc.rundir.paths import RunPaths, format_step_dir
-from areal_hpc.rundir.privacy import create_or_secure_run_dir, restrict_new_files
-from areal_hpc.rundir.quarantine import (
+from areal_hpc.rundir.folders import create_or_secure_run_dir, restrict_new_files
+from areal_hpc.rundir.manifests import (
+    list_manifest_steps,
     quarantine_batch_or_read_earlier_record,
+    read_ledger_state,
+    read_manifest,
     read_quarantined_batches,
 )
+from areal_hpc.rundir.paths import RunPaths, format_step_dir
 from areal_hpc.shards.index import read_index
 from areal_hpc.shards.verify import list_shard_problems
 from areal_hpc.trainer.config import ReplayJobConfig

@@ -13,6 +13,7 @@ from areal_hpc.launch.plan import MAX_CONSECUTIVE_SERVICE_RESTARTS, JobStage, pl
 from areal_hpc.launch.prepared_run import PreparedRun, StagePlanner
 from areal_hpc.launch.resources.node_shares import add_cpu_and_memory_options
 from areal_hpc.recipe.recipe import Recipe
+from areal_hpc.rundir.folders import UMASKS
 from areal_hpc.rundir.jobs import (
     CARETAKER_JOB,
     REQUEUE_MARGIN_S,
@@ -23,7 +24,6 @@ from areal_hpc.rundir.jobs import (
     list_unexpired_excluded_nodes,
 )
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.rundir.privacy import UMASKS
 from areal_hpc.slurm.batch_script.script import JobRequest, RunContext, build_job_requests
 from areal_hpc.slurm.resubmit import build_caretaker_dependency
 

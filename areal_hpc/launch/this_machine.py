@@ -19,8 +19,8 @@ from areal_hpc.launch.resources.gpu_assignment import (
 )
 from areal_hpc.launch.resources.memory import find_allocation_memory_problems
 from areal_hpc.recipe.recipe import Recipe
+from areal_hpc.rundir.folders import UMASKS
 from areal_hpc.rundir.jobs import JobSpec, LaunchFile
-from areal_hpc.rundir.privacy import UMASKS
 from areal_hpc.slurm.submit import RunningJobHandle, submit_local
 
 

@@ -6,7 +6,6 @@ be durable is written before it is answered, by blocking writes: a few per train
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import msgspec
 
@@ -278,8 +277,10 @@ class LedgerService:
 
     async def get_status(self, request: wire.Empty) -> wire.LedgerStatus:
         """Counts of tickets by state, and of cells."""
-        tickets = self._tickets
-        evaluation = self._evaluation
+        tickets, evaluation = self._tickets, self._evaluation
+        per_ticket = self._stream.episodes_per_ticket
+        wanted = self._policy.batch_size * per_ticket
+        over = per_ticket * (tickets.n_awaiting_seal + tickets.n_ready_for_batch)
         return wire.LedgerStatus(
             generation=self._state.generation,
             version_step=tickets.version_step,
@@ -294,18 +295,10 @@ class LedgerService:
             eval_total=evaluation.n_episodes if evaluation else 0,
             cells=len(self._cells),
             formed_step=tickets.n_formed_batches,
-            **self._build_episode_progress(),
+            episodes_done=min(wanted, over + self._cells.ended_episodes_of_open_tickets),
+            episodes_wanted=wanted,
+            slowest_episode_s=self._cells.oldest_running_episode_s,
         )
-
-    def _build_episode_progress(self) -> dict[str, Any]:
-        per_ticket, tickets = self._stream.episodes_per_ticket, self._tickets
-        wanted = self._policy.batch_size * per_ticket
-        over = per_ticket * (tickets.n_awaiting_seal + tickets.n_ready_for_batch)
-        return {
-            "episodes_done": min(wanted, over + self._cells.ended_episodes_of_open_tickets),
-            "episodes_wanted": wanted,
-            "slowest_episode_s": self._cells.oldest_running_episode_s,
-        }
 
     # Inside ----------------------------------------------------------------------------------
 

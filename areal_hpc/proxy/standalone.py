@@ -19,7 +19,7 @@ from areal_hpc.proxy.service import LISTEN_BACKLOG, ProxyService, run_in_uvloop_
 from areal_hpc.proxy.sessions.recorder import JournaledRecorder, MemoryRecorder
 from areal_hpc.recipe.base import BaseConfig
 from areal_hpc.rundir import rendezvous
-from areal_hpc.rundir.privacy import UMASKS
+from areal_hpc.rundir.folders import UMASKS
 
 log = logging.getLogger(__name__)
 

@@ -124,9 +124,16 @@ async def _drive_cell(job: RolloutJobConfig, agents: dict[str, Agent | None]) ->
             )
         await driver.run()
 
-    register_sample_reader(
-        lambda: build_samples("areal_hpc_driver", _collect_driver_metrics(tickets, watch))
-    )
+    def collect_metrics() -> dict[str, float]:
+        return {
+            "tickets_held": len(tickets.held),
+            "free_episode_slots": tickets.free_episode_slots,
+            "slowest_episode_s": watch.oldest_running_age_s,
+            "episodes_ended_total": watch.ended,
+            "episodes_failed_total": watch.failed,
+        }
+
+    register_sample_reader(lambda: build_samples("areal_hpc_driver", collect_metrics()))
     record_state_entry("idle")
     try:
         # Without Slurm there is nobody to give nodes back to, nor to start the cell again.
@@ -139,18 +146,6 @@ async def _drive_cell(job: RolloutJobConfig, agents: dict[str, Agent | None]) ->
             await sandboxes.close()
         await http_client.aclose()
         await services.close()
-
-
-def _collect_driver_metrics(
-    tickets: LeasedTickets, episode_watch: EpisodeWatch
-) -> dict[str, float]:
-    return {
-        "tickets_held": len(tickets.held),
-        "free_episode_slots": tickets.free_episode_slots,
-        "slowest_episode_s": episode_watch.oldest_running_age_s,
-        "episodes_ended_total": episode_watch.ended,
-        "episodes_failed_total": episode_watch.failed,
-    }
 
 
 async def _run_until_stopped_or_exit_if_idle(

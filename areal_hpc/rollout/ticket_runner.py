@@ -149,7 +149,11 @@ class TicketRunner:
                 f"{ticket_grant.ref} is of evaluation set {number}, which is not known here"
             )
         outcomes = await self._run_group(ticket_grant, self._set_names[number])
-        await self._seal_evaluation(ticket_grant.ref, [one.session_id for one in outcomes])
+        try:
+            sessions = [one.session_id for one in outcomes]
+            await self._keep_sessions_and_close_others(ticket_grant.ref, sessions)
+        except HttpStatusError as refusal:  # it restarted and lost them
+            log.warning("the episodes of %s are not kept: %s", ticket_grant.ref, refusal)
         n_failed = ticket_grant.n_episodes - len(outcomes)
         rewards = [one.reward for one in outcomes] + [0.0] * n_failed
         answers = [one.answer for one in outcomes] + [""] * n_failed
@@ -195,12 +199,6 @@ class TicketRunner:
                 )
                 await self._report_to_ledger("/drop", drop)
             return not rejection_reason
-
-    async def _seal_evaluation(self, ref: TicketRef, session_ids: list[str]) -> None:
-        try:
-            await self._keep_sessions_and_close_others(ref, session_ids)
-        except HttpStatusError as refusal:  # it restarted and lost them
-            log.warning("the episodes of %s are not kept: %s", ref, refusal)
 
     async def _drop_ticket(self, ticket_grant: TicketGrant, error: ArealError) -> None:
         trace, cause = "", str(error)

@@ -120,7 +120,7 @@ class LaunchFile(Struct, frozen=True):
     launcher_lock: str | None = None
     """The job stops when this file's lock is released; None for jobs that outlive the launcher."""
     umask: int = 0o077
-    """What files that the job makes do not allow (`rundir.privacy`)."""
+    """What files that the job makes do not allow (`rundir.folders`)."""
     stop_grace_s: float = 12.0
     gpus: list[list[str]] | None = None
     """GPUs of each task, by rank, as CUDA_VISIBLE_DEVICES spells them; None leaves what the

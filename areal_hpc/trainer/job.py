@@ -31,9 +31,8 @@ from areal_hpc.rundir.cancellation import is_cancelled_without_checkpoint
 from areal_hpc.rundir.generations import claim_next_number, make_check_raising_if_superseded
 from areal_hpc.rundir.jobs import STOPPED_EXIT_CODE
 from areal_hpc.rundir.jsonl import JsonMetricRow
-from areal_hpc.rundir.manifests import read_manifest
+from areal_hpc.rundir.manifests import read_manifest, read_quarantine
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.rundir.quarantine import read_quarantine
 from areal_hpc.rundir.service_client import ServiceClient
 from areal_hpc.rundir.telemetry.events import EventLog
 from areal_hpc.rundir.telemetry.prometheus import build_samples, register_sample_reader

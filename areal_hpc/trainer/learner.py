@@ -19,8 +19,8 @@ from areal_hpc.metrics.writer import replace_non_finite_by_none
 from areal_hpc.recipe.sections.trainer import TrainerConfig, compute_learning_rate
 from areal_hpc.rundir.checkpoints import RewardRange, TrainerState, UntrainedBatchPart
 from areal_hpc.rundir.jsonl import JsonMetricRow
+from areal_hpc.rundir.manifests import quarantine_batch_or_read_earlier_record
 from areal_hpc.rundir.paths import RunPaths, format_step_dir
-from areal_hpc.rundir.quarantine import quarantine_batch_or_read_earlier_record
 from areal_hpc.rundir.telemetry.events import EventLog
 from areal_hpc.shards.digest_checked_reader import CheckedShards
 from areal_hpc.trainer.annotations import StepAnnotator

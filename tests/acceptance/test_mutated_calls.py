@@ -22,7 +22,7 @@ import psutil
 import pytest
 
 from areal_hpc.rundir.checkpoints import find_latest_checkpoint
-from areal_hpc.rundir.quarantine import read_quarantine_files
+from areal_hpc.rundir.manifests import read_quarantine_files
 from areal_hpc.shards.index import read_index
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.wire.replicas import FORWARDED_ROUTES

@@ -12,7 +12,7 @@ from typing import Any
 from areal_hpc.errors import AgentError, NodeResourceShortageError, RecipeError
 from areal_hpc.jobs.processes.line_process import SHORTAGE_HINT, LineProcess
 from areal_hpc.rollout.execution.agent_errors import describe_errno_shortage
-from areal_hpc.rollout.execution.passed_variables import select_passed_variables
+from areal_hpc.rollout.execution.process_pool import select_passed_variables
 from areal_hpc.sandbox.isolated_worker import WorkerSettings, open_worker_command
 from areal_hpc.sandbox.program import get_configured_isolation
 from areal_hpc.sandbox.session_forwarder import HostForwarder, format_host

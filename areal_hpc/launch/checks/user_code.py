@@ -32,7 +32,7 @@ sys.path[:0] = request["sys_path"]
 environ = dict(os.environ)
 try:
     if request["mode"] == "subproc":
-        from areal_hpc.rollout.execution.passed_variables import select_driver_python_variables
+        from areal_hpc.rollout.execution.process_pool import select_driver_python_variables
         os.environ.clear()
         os.environ.update(select_driver_python_variables(environ, request["variables"]))
     for dotted, kwargs in request["agents"]:

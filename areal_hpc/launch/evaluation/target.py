@@ -16,8 +16,8 @@ from areal_hpc.recipe.keys import flatten_keys
 from areal_hpc.recipe.loading import load_recipe, read_site_file
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.checkpoints import list_checkpoints
+from areal_hpc.rundir.folders import create_or_secure_run_dir, restrict_new_files
 from areal_hpc.rundir.paths import RunPaths, format_step_dir
-from areal_hpc.rundir.privacy import create_or_secure_run_dir, restrict_new_files
 from areal_hpc.wire.weight_version import WeightVersion
 
 MODEL_CONFIG_FILE = "config.json"

@@ -49,7 +49,7 @@ async def _play_tasks(config: TrialConfig, agent: Agent, cell: TrialCell) -> int
     rollout = job.recipe.rollout
     if isinstance(agent, SubprocessAgent):
         await agent.check_agent_builds()
-        await start_and_stop_sandbox(rollout.agent)  # as a driver does
+    await start_and_stop_sandbox(rollout.agent)  # as a driver does
     key = ensure_service_key(paths.service_key)
     proxy = AsyncServiceClient(paths.rendezvous_dir, format_proxy_name(job.cell), key)
     http_client: Any = make_http_client(rollout.episode_timeout_s)

@@ -26,20 +26,17 @@ SANDBOX_TASK_COLUMN = "sandbox"
 class AgentSandboxes:
     """Pool of sandboxes for the agents of this process.
 
-    `has_started`: one has on this machine, so what keeps others from it is this moment's.
+    One has started on this machine (`start_and_stop_sandbox`) before an episode needs one, so what
+    keeps others from starting is this moment's.
     """
 
-    def __init__(
-        self, runtime: Runtime, spec: SandboxSpec, warm: int, *, has_started: bool = False
-    ) -> None:
+    def __init__(self, runtime: Runtime, spec: SandboxSpec, warm: int) -> None:
         self._pool = SandboxPool(runtime, spec, warm)
         self._spec, self._takes_root = spec, runtime.name != "none"
-        self._has_started = has_started
 
     async def fill(self) -> None:
         """Start one, so that what is wrong is known before any episode."""
         await self._pool.fill()
-        self._has_started = True
 
     @asynccontextmanager
     async def acquire(self, data: Mapping[str, Any]) -> "AsyncIterator[EpisodeSandbox]":
@@ -62,20 +59,16 @@ class AgentSandboxes:
             try:
                 sandbox = await ends.enter_async_context(self._pool.acquire(spec))
             except (ClusterError, RecipeError) as error:
-                if isinstance(error, RecipeError) and not self._is_transient_isolation_error(error):
-                    raise
                 why = error.problems[0]
+                if isinstance(error, RecipeError) and why.key != ISOLATION_RECIPE_KEY:
+                    raise
                 raise SandboxStartError(why.message, key=why.key, hint=why.hint) from error
             except OSError as error:
                 if error.errno not in SHORTAGE_ERRNOS:
                     raise
                 why_not = f"a sandbox could not be started: {error}"
                 raise SandboxStartError(why_not, hint=SHORTAGE_HINT) from error
-            self._has_started = True
             yield EpisodeSandbox(sandbox, spec.network != "none", task)
-
-    def _is_transient_isolation_error(self, error: RecipeError) -> bool:
-        return self._has_started and error.problems[0].key == ISOLATION_RECIPE_KEY
 
     async def close(self) -> None:
         await self._pool.close()
@@ -139,7 +132,7 @@ async def acquire_sandbox(
 
 
 def make_agent_sandboxes(
-    execution_config: AgentExecutionConfig, warm: int | None = None, *, has_started: bool = False
+    execution_config: AgentExecutionConfig, warm: int | None = None
 ) -> AgentSandboxes | None:
     """The sandboxes that a recipe describes; None if agents get none."""
     if execution_config.isolation is None:
@@ -147,7 +140,7 @@ def make_agent_sandboxes(
     runtime = make_runtime(execution_config.isolation)
     ready = execution_config.sandbox.warm if warm is None else warm
     spec = build_sandbox_spec(execution_config.sandbox, runtime)
-    return AgentSandboxes(runtime, spec, ready, has_started=has_started)
+    return AgentSandboxes(runtime, spec, ready)
 
 
 def build_sandbox_spec(config: SandboxConfig, runtime: Runtime) -> SandboxSpec:

@@ -9,12 +9,13 @@ import asyncio
 import base64
 import builtins
 import contextlib
+import fnmatch
 import json
 import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -38,6 +39,7 @@ from areal_hpc.jobs.processes.descendants import (
 from areal_hpc.jobs.processes.die_with_parent import die_with_parent
 from areal_hpc.jobs.processes.line_process import SHORTAGE_HINT, LineProcess
 from areal_hpc.jobs.processes.worker_pool import WorkerPool
+from areal_hpc.recipe.sections.reward import ISOLATION_VARIABLE
 from areal_hpc.rollout.execution.agent_errors import describe_errno_shortage, find_node_shortage
 from areal_hpc.rollout.execution.agent_worker import encode_as_tagged_builtins
 from areal_hpc.wire.agent_reward import Reward
@@ -58,6 +60,17 @@ serve_calls(link, int(sys.argv[2]))
 """
 """The child imports from where its parent does, whatever its environment says. No program that it
 starts has its link."""
+PASSED_VARIABLE_PATTERNS = (
+    *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_*", "TZ", "TMPDIR", "XDG_*"),
+    *("SSL_CERT_FILE", "SSL_CERT_DIR", "LD_LIBRARY_PATH", "OMP_NUM_THREADS"),
+)
+"""Patterns of variables that hold no secret, and without which programs do not run."""
+SAME_PYTHON_PASSED_VARIABLES = (
+    *("PYTHONPATH", "PYTHONHASHSEED", "PYTHONWARNINGS", "VIRTUAL_ENV"),
+    ISOLATION_VARIABLE,
+    *("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"),
+)
+"""Seen besides by agents that run with the driver's Python; none of them holds a secret."""
 MAX_ANSWER_BYTES = 16 * 1024 * 1024
 """More than the rewards of any episode take."""
 _MAX_TEXT_CHARS = 2000
@@ -151,6 +164,24 @@ def _call_and_encode(line: bytes) -> bytes:
         return encode_returned(function(*args, **kwargs))
     except (Exception, SystemExit) as error:  # boundary: the user's code, imported and called
         return encode_raised(error)
+
+
+def select_passed_variables(
+    environ: Mapping[str, str], extra_patterns: Sequence[str]
+) -> dict[str, str]:
+    """The variables of an environment that `PASSED_VARIABLE_PATTERNS` or further patterns name."""
+    allowed = (*PASSED_VARIABLE_PATTERNS, *extra_patterns)
+    return {
+        name: value
+        for name, value in environ.items()
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in allowed)
+    }
+
+
+def select_driver_python_variables(
+    environ: Mapping[str, str], extra_patterns: Sequence[str]
+) -> dict[str, str]:
+    return select_passed_variables(environ, (*SAME_PYTHON_PASSED_VARIABLES, *extra_patterns))
 
 
 # Answers ------------------------------------------------------------------------------------------

@@ -25,11 +25,13 @@ from areal_hpc.rollout.execution.agent_sandboxes import (
     build_endpoint_variables,
     make_agent_sandboxes,
 )
-from areal_hpc.rollout.execution.passed_variables import (
+from areal_hpc.rollout.execution.process_pool import (
+    MAX_ANSWER_BYTES,
+    ProcessPool,
+    WorkerProcess,
     select_driver_python_variables,
     select_passed_variables,
 )
-from areal_hpc.rollout.execution.process_pool import MAX_ANSWER_BYTES, ProcessPool, WorkerProcess
 
 AGENT_WORKER_FILE = Path(__file__).with_name("agent_worker.py")
 
@@ -171,9 +173,7 @@ def _run_episode_in_child(
 
     async def run() -> Any:
         sandboxes = (
-            None
-            if execution_config is None
-            else make_agent_sandboxes(execution_config, warm=0, has_started=True)
+            None if execution_config is None else make_agent_sandboxes(execution_config, warm=0)
         )
         # The driver ends this process, and all below it, when the episode takes too long.
         async with acquire_sandbox(sandboxes, data) as free:

@@ -7,9 +7,13 @@ from pathlib import Path
 
 from areal_hpc.errors import Problem, ShardError
 from areal_hpc.rundir.checkpoints import TrainerState, UntrainedBatchPart, list_checkpoints
-from areal_hpc.rundir.manifests import list_manifest_steps, read_drops, read_manifest
+from areal_hpc.rundir.manifests import (
+    list_manifest_steps,
+    read_drops,
+    read_manifest,
+    read_quarantine_files,
+)
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.rundir.quarantine import read_quarantine_files
 from areal_hpc.rundir.run_recipe import read_run_recipe
 from areal_hpc.shards.index import SealedShard, read_index
 from areal_hpc.wire.ledger import BatchManifest

@@ -45,8 +45,8 @@ from enum import StrEnum
 
 from areal_hpc.errors import Problem
 from areal_hpc.rundir.checkpoints import UntrainedBatchPart
+from areal_hpc.rundir.manifests import merge_quarantines
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.rundir.quarantine import merge_quarantines
 from areal_hpc.view.audit.ticket_history_reader import TicketRecordsOfRun, read_ticket_records
 from areal_hpc.wire.ledger import SealedTicket
 

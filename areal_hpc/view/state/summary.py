@@ -16,8 +16,8 @@ from areal_hpc.metrics.step_line import (
     format_metric,
 )
 from areal_hpc.metrics.step_metrics import BATCH_WAIT_PHASE, CELL_IDLE_S_METRIC, CELL_WAIT_PHASE
+from areal_hpc.rundir.manifests import read_quarantined_batches
 from areal_hpc.rundir.paths import RunPaths, format_step_dir
-from areal_hpc.rundir.quarantine import read_quarantined_batches
 from areal_hpc.rundir.run_recipe import get_recipe_value
 from areal_hpc.rundir.telemetry.events import CELL_FOUND_EVENT, NO_CELL_EVENT
 from areal_hpc.view.events.news import RunPhaseTracker

@@ -14,8 +14,8 @@ from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.rundir.checkpoints import UntrainedBatchPart
 from areal_hpc.rundir.jobs import JobSpec, LaunchFile, TaskExit
 from areal_hpc.rundir.jsonl import append_line
+from areal_hpc.rundir.manifests import quarantine_batch_or_read_earlier_record
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.rundir.quarantine import quarantine_batch_or_read_earlier_record
 from tests.support.commands import exit_code_of
 from tests.support.environments import CHECKOUT
 

@@ -181,19 +181,6 @@ def test_every_route_is_opened_by_the_ledgers_own_key_alone(idle_ledger: LedgerP
             assert idle_ledger.key not in refused.text
 
 
-def test_neither_another_runs_certificate_nor_plain_http_is_spoken(
-    idle_ledger: LedgerProcess,
-) -> None:
-    headers = {"Authorization": f"Bearer {idle_ledger.key}"}
-    url, other = f"{idle_ledger.url}/status", make_client_tls(OTHER_SERVICE_KEY)
-    with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
-        httpx.post(url, content=b"{}", headers=headers, verify=other, trust_env=False)
-    plain = url.replace("https:", "http:")
-    with pytest.raises(httpx.TransportError):
-        httpx.post(plain, content=b"{}", headers=headers, trust_env=False)
-    assert post(idle_ledger, "/status", b"{}").status_code == 200
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

@@ -13,9 +13,8 @@ from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anyt
 
 # isort: split
 from areal_hpc.metrics.step_metrics import read_metrics
-from areal_hpc.rundir.manifests import read_manifest
+from areal_hpc.rundir.manifests import read_manifest, read_quarantine_files
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.rundir.quarantine import read_quarantine_files
 from areal_hpc.trainer import collectives
 from areal_hpc.view.audit.ticket_status import audit_run
 from tests.support.commands import areal_hpc, exit_code_of

@@ -13,9 +13,9 @@ from areal_hpc.launch.slurm_launcher import prepare_run_and_write_scripts
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.private_values import read_role_variables
 from areal_hpc.rollout.config import RolloutJobConfig
+from areal_hpc.rundir.folders import create_or_secure_run_dir
 from areal_hpc.rundir.jobs import LaunchFile
 from areal_hpc.rundir.paths import ROLES, RunPaths
-from areal_hpc.rundir.privacy import create_or_secure_run_dir
 from tests.support.environments import CHECKOUT
 from tests.support.small_run import SIZES
 from tests.support.stand_in_pythons import stand_in_pythons

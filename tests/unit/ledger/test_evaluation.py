@@ -6,16 +6,6 @@ def evaluate(step: int, n_tasks: int) -> EvaluationState:
     return EvaluationState(step, {"valid": EvaluationSetPart(0, n_tasks)})
 
 
-def test_a_result_counts_once_and_only_of_a_task_that_is_evaluated() -> None:
-    evaluation = evaluate(step=0, n_tasks=1)
-    (ref,) = evaluation.lease_tickets("a", 1, 0.0)
-    assert not evaluation.record_rewards(TicketRef(1, 1, 0), [0.0])
-    assert evaluation.record_rewards(ref, [1.0])
-    assert not evaluation.record_rewards(ref, [0.0])
-    ((name, result),) = evaluation.build_unwritten_results()
-    assert (name, result.mean_reward, result.rewards) == ("valid", 1.0, [1.0])
-
-
 def test_a_ledger_that_has_started_very_often_stays_in_its_generation() -> None:
     for first_attempt in (1, 999_001, 1_000_001, 2_345_001):
         part = {"valid": EvaluationSetPart(0, 1)}

@@ -1,8 +1,6 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.index import read_index
@@ -36,21 +34,6 @@ def test_a_whole_run_has_no_problems_and_reports_its_progress(paths: RunPaths) -
     assert len(seen) == 3
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
     assert seen[-1] == (total_bytes, total_bytes)
-
-
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.floats(0, 1, exclude_max=True), st.integers(1, 255))
-def test_a_flipped_byte_anywhere_is_found(paths: RunPaths, fraction: float, flip: int) -> None:
-    path = paths.shards_dir / "cell-0-000001.h5"
-    content = path.read_bytes()
-    position = int(len(content) * fraction)
-    damaged = bytearray(content)
-    damaged[position] ^= flip
-    path.write_bytes(damaged)
-    found = complaints(paths)
-    path.write_bytes(content)
-    assert list(found) == [path.name]
-    assert "bytes have changed" in found[path.name]
 
 
 def test_an_index_line_that_contradicts_its_shard_is_found(paths: RunPaths) -> None:

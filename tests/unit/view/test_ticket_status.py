@@ -11,9 +11,13 @@ import msgspec
 import pytest
 
 from areal_hpc.rundir.checkpoints import UntrainedBatchPart
-from areal_hpc.rundir.manifests import DropKind, DroppedTicket, append_drop
+from areal_hpc.rundir.manifests import (
+    DropKind,
+    DroppedTicket,
+    append_drop,
+    quarantine_batch_or_read_earlier_record,
+)
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.rundir.quarantine import quarantine_batch_or_read_earlier_record
 from areal_hpc.shards.index import SealedShard, UntrainedEpisodeRows, append_to_index
 from areal_hpc.view.audit.ticket_history_reader import read_ticket_records
 from areal_hpc.view.audit.ticket_status import AuditReport, audit_run, classify_tickets
