@@ -235,11 +235,12 @@ class Caretaker:
             missing = [job for job in charges if job.reason_to_submit]
             if missing and self._is_launcher_at_work():
                 return "unsettled"
-            submitted = [
-                job
-                for job in missing
-                if job.name in self._missing and self._submit_again(job, jobs, stages)
-            ]
+            submitted: list[JobStatus] = []
+            for job in missing:
+                before = _find_leader_before(job.name, stages)
+                is_next = not before or jobs[before].is_alive or jobs[before] in submitted
+                if job.name in self._missing and is_next and self._submit_again(job, jobs, stages):
+                    submitted.append(job)
             self._missing = {job.name for job in missing}
             for job in charges:
                 if job.is_held_after_failed_launch:
@@ -462,14 +463,17 @@ def _build_dependency(
 ) -> str:
     """What a job that is submitted again waits for; its script's own conditions have been met."""
     if job_name == CARETAKER_JOB:
-        leader = stages[-1].leader
-        names = [name for stage in stages for name in stage.jobs if name != leader]
-        others = [newest[name].job_id for name in names if name in newest]
-        return build_caretaker_dependency(newest[leader].job_id, others)
-    for before, stage in pairwise(stages):
-        if job_name in stage.jobs:
-            return f"afterok:{newest[before.leader].job_id}"
-    return ""
+        names = [name for stage in stages for name in stage.jobs if name in newest]
+        ids = {name: newest[name].job_id for name in names}
+        return build_caretaker_dependency(ids.pop(stages[-1].leader, ""), list(ids.values()))
+    before = _find_leader_before(job_name, stages)
+    return f"afterok:{newest[before].job_id}" if before else ""
+
+
+def _find_leader_before(job_name: str, stages: Sequence[StageJobs]) -> str:
+    """The leading job of the stage that a job waits for; empty for none."""
+    found = (before.leader for before, stage in pairwise(stages) if job_name in stage.jobs)
+    return next(found, "")
 
 
 def _read_launch_file(job: JobPaths) -> LaunchFile:

@@ -67,7 +67,9 @@ def rewrite_dependency(dependency: str, old_id: str, new_id: str) -> str:
 def build_caretaker_dependency(leader_id: str, other_ids: Sequence[str]) -> str:
     """What the caretaker's job of a run waits for, in sbatch's words. Pure.
 
-    All jobs of the run are over, and the leading one has not ended well: else Slurm removes it.
+    All jobs of the run are over, and the leading one has not ended well: else Slurm removes it. One
+    that was never submitted has no id.
     """
+    leader = [f"afternotok:{leader_id}"] if leader_id else []
     others = [f"afterany:{':'.join(other_ids)}"] if other_ids else []
-    return ",".join([f"afternotok:{leader_id}", *others])
+    return ",".join([*leader, *others])

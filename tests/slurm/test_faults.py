@@ -115,6 +115,7 @@ def test_a_time_limit_that_an_administrator_shortens_is_met_with_another_start(
     job: SupervisedJob,
 ) -> None:
     job.submit("steady", *SAFE, "--time=30")
+    job.lay_caretaker(*SAFE)
     job.awaits_told("began 1")
     job.cluster.slurm("scontrol", "update", f"JobId={job.job_id}", "TimeLimit=1")
     wait_for(lambda: "began 2" in job.told, 180, job.shown, every_s=SLURM_POLL_S)

@@ -278,6 +278,28 @@ def test_a_job_of_which_an_older_submission_runs_is_not_missing(
     assert list_events(paths) == [("job_submitted_again", "cell-1")]
 
 
+def test_from_outside_jobs_follow_the_stage_that_they_wait_for(
+    slurm: ScriptedSlurm, caretaker: Caretaker, paths: RunPaths
+) -> None:
+    """The SFT job was never submitted, and is refused for a while."""
+    sft = StageJobs(leader="sft", others=(), done_marker=paths.sft_export)
+    files = paths.job("sft")
+    files.root.mkdir()
+    for name in ("job.sbatch", "launch.json"):
+        files.root.joinpath(name).write_bytes((paths.job("cell-0").root / name).read_bytes())
+    stages = (sft, *caretaker._config.stages)
+    outside = Caretaker(CaretakerConfig(run_dir=paths.root, job=CARETAKER_JOB, stages=stages))
+    slurm.answer("squeue", "true")
+    slurm.answer("sbatch", "echo AssocMaxSubmitJobLimit >&2; exit 1")
+    for _ in range(2):
+        assert outside.look() == "unsettled"
+    assert all("-sft." in call for call in slurm.list_calls("sbatch"))
+    slurm.answer("sbatch", "echo 12")
+    assert outside.look() == "at work"
+    waits = ["--dependency=afterok:12 " in call for call in slurm.list_calls("sbatch")[-4:]]
+    assert waits == [False, True, True, True]
+
+
 def test_the_job_behind_the_others_is_submitted_again_and_follows_their_numbers(
     slurm: ScriptedSlurm, caretaker: Caretaker, paths: RunPaths
 ) -> None:
