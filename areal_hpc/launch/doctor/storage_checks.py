@@ -1,4 +1,4 @@
-"""Checks of the file root: POSIX semantics, space, quota; shared, by a short job on a node."""
+"""Checks of the file root: POSIX semantics and space; shared, by a short job on a node."""
 
 import fcntl
 import os
