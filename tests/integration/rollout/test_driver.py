@@ -257,6 +257,7 @@ class Loaded(HostRuntime):
     """A node on which no sandbox starts for a while, after the first one."""
 
     def __init__(self, failures: int, error: ClusterError | RecipeError) -> None:
+        super().__init__()
         self.failures_left, self.error = failures, error
         self.has_started = False
 
