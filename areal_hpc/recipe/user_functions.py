@@ -113,6 +113,8 @@ def describe_user_error(error: BaseException) -> str:
         f"  {frame.filename}:{frame.lineno} in {frame.name}: {frame.line}"
         for frame in frames[-MAX_SHOWN_FRAMES:]
     ]
+    if isinstance(error, SyntaxError):
+        lines.append(f"  {error.filename}:{error.lineno}: {(error.text or '').strip()}")
     return "\n".join([describe_exception(error), *lines])
 
 

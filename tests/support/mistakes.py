@@ -192,7 +192,7 @@ MISTAKES = (
         "an agent's file with a syntax error",
         "rollout.workflow=unfinished.Agent",
         (
-            "importing 'unfinished' failed: SyntaxError",
+            "importing 'unfinished' raised SyntaxError",
             *("unfinished.py:1: class Agent(:", "at: rollout.workflow"),
         ),
     ),
