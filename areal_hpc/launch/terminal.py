@@ -13,8 +13,8 @@ from areal_hpc.jobs.processes.signals import StopEvent
 from areal_hpc.rundir.paths import RunPaths
 
 STOPPING_MESSAGE = (
-    "\nstopping: jobs finish their step and save a checkpoint where seconds suffice; what the last "
-    "checkpoint\nholds is kept in any case. Ctrl-C again ends them at once"
+    "\nstopping: jobs save a checkpoint if there is time; the last one is kept in any case.\n"
+    "Ctrl-C again ends them at once"
 )
 
 
