@@ -215,14 +215,11 @@ class _ToolRun:
                 turn.calls[name] = (call, [])
                 self._unanswered.setdefault(call.get("id"), []).append(turn.calls[name][1])
 
-    def add_result(self, message: Message) -> bool:
-        if not self._turns:
-            return False
+    def add_result(self, message: Message) -> None:
         call_id = message.get("tool_call_id")
         places = self._unanswered.get(call_id) if call_id is not None else None
         last_turn = next(reversed(self._turns.values()))
         (places.pop() if places else last_turn.others).append(message)
-        return True
 
     def list_messages(self) -> Iterator[Message]:
         for turn in self._turns.values():
@@ -238,22 +235,27 @@ def align_tool_turns(
     call stays as it is, but for the order of its results.
     """
     aligned: list[Message] = []
-    run = _ToolRun(reply_by_call_id)
+    run: _ToolRun | None = None
     for message in messages:
         if message.get("tool_calls"):
+            run = run or _ToolRun(reply_by_call_id)
             run.add_calls(message)
-        elif message["role"] != "tool" or not run.add_result(message):
-            aligned += run.list_messages()
-            run = _ToolRun(reply_by_call_id)
+        elif run is not None and message["role"] == "tool":
+            run.add_result(message)
+        else:
+            if run is not None:
+                aligned += run.list_messages()
+                run = None
             aligned.append(message)
-    return [*aligned, *run.list_messages()]
+    return aligned if run is None else [*aligned, *run.list_messages()]
 
 
 def list_unpaired(messages: Sequence[Message]) -> list[str]:
     """What of a history has no partner: results without a call, calls without a result."""
     unanswered, found = Counter[str | None](), set[str]()
     for message in messages:
-        unanswered.update(call.get("id") for call in message.get("tool_calls") or ())
+        for call in message.get("tool_calls") or ():
+            unanswered[call.get("id")] += 1
         if message["role"] == "tool":
             call_id = message.get("tool_call_id")
             if unanswered[call_id] > 0:

@@ -7,13 +7,16 @@ call that it answers, or end a turn otherwise after a call. So a reply that call
 with the mark before the arguments of the last, and what the model said after that is taken off.
 """
 
+import secrets
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from areal_hpc.errors import ChatTemplateError
 from areal_hpc.session.chat_template import ChatTemplate, Message
 
-REPLY_MARK = "\u241fthe reply stood here\u241f"
+REPLY_MARK = f"reply-{secrets.token_hex(8)}"
+"""No text that a client has read somewhere. ASCII, because one character beyond it would double the
+bytes of a conversation that has no other."""
 MARKED_ARGUMENT = "!"
 """Comes before the others, also in a template that sorts them."""
 MIN_COMMON_CHARS = 2
@@ -27,13 +30,13 @@ def render_text_after_reply(
     template: ChatTemplate,
     messages: Sequence[Message],
     reply_indices: Sequence[int],
-    said: str,
+    get_said: Callable[[], str],
 ) -> str | None:
     """The text after the last of the replies in `messages` that we know.
 
     None if the template does not tell that. The other replies matter only for where they stand: a
-    template that refuses what one of them holds is given it without. `said` is how the last one
-    ends, its stop token left out.
+    template that refuses what one of them holds is given it without. `get_said` gives how the last
+    one ends, its stop token left out.
     """
     last = reply_indices[-1]
     for keeps_all_calls in (True, False):
@@ -44,7 +47,7 @@ def render_text_after_reply(
             conversation[last] = reply
             try:
                 _, mark, text = render(conversation).partition(REPLY_MARK)
-                call_end = _find_said_call_end(template, reply, said)
+                call_end = _find_said_call_end(template, reply, get_said)
             except ChatTemplateError:
                 continue
             if mark and REPLY_MARK not in text and text.startswith(call_end):
@@ -53,10 +56,11 @@ def render_text_after_reply(
 
 
 def _build_bare_reply(message: Message, keeps_all_calls: bool) -> Message:
-    bare = {key: value for key, value in message.items() if key != "reasoning_content"}
-    if calls := message.get("tool_calls"):
-        bare["tool_calls"] = [*calls] if keeps_all_calls else calls[:1]
-    return bare
+    if "reasoning_content" in message:
+        message = {key: value for key, value in message.items() if key != "reasoning_content"}
+    if not keeps_all_calls and (calls := message.get("tool_calls")):
+        message = {**message, "tool_calls": calls[:1]}
+    return message
 
 
 def _list_marked_replies(reply: Message) -> Iterable[Message]:
@@ -69,14 +73,16 @@ def _list_marked_replies(reply: Message) -> Iterable[Message]:
     yield {"role": "assistant", "content": REPLY_MARK}
 
 
-def _find_said_call_end(template: ChatTemplate, reply: Message, said: str) -> str:
+def _find_said_call_end(template: ChatTemplate, reply: Message, get_said: Callable[[], str]) -> str:
     """What the template writes from the mark to the end of what the model said.
 
     It is nothing after a text. After a call it is as much of what the template writes there, if the
-    conversation ends with it, as ends most like `said`; if nothing does, all but the turn's end.
+    conversation ends with it, as ends most like `get_said`; if nothing does, all but the turn's
+    end.
     """
     if "tool_calls" not in reply:
         return ""
+    said = get_said()
 
     def render_end(reply: Message) -> str:
         text = template.render_prompt([{"role": "user", "content": "x"}, reply], opens_reply=False)

@@ -161,12 +161,12 @@ class _MessageNode:
     interaction: Interaction | None = None
 
     def find_child(self, message: Message) -> _MessageNode | None:
+        if len(self.children) == 1 and self.children[0].message == message:
+            return self.children[0]
         equal = [
-            node
-            for node in self.children
-            if node.message == message or find_differing_field(node.message, message) is None
+            node for node in self.children if find_differing_field(node.message, message) is None
         ]
-        ids = _list_call_ids(message)
+        ids = _list_call_ids(message) if equal else []
         return next(
             (node for node in equal if ids and _list_call_ids(node.message) == ids),
             equal[-1] if equal else None,
@@ -186,6 +186,7 @@ class _MessageNode:
 class _TreeEntry(msgspec.Struct):
     interaction: Interaction
     node: _MessageNode
+    parent: _TreeEntry | None
     own_ids_json_inside: bytes | None = None
     """The interaction's own ids (new prompt, reply); None before anybody asked for them."""
     own_texts: Sequence[str] | None = None
@@ -255,12 +256,18 @@ class InteractionTree:
         if parent is not None:
             counts = (len(one.new_messages) + 1 for one in self.get_path_to(parent))
             indices = [count - 1 for count in itertools.accumulate(counts)]
-            said = unpack_ids(parent.output_ids)[-MAX_CALL_END_TOKENS:].tolist()
-            said_text = encoder.decode(said[:-1] if parent.closed else said)
-            suffix = render_text_after_reply(render, template, messages, indices, said_text)
+            said = parent.output_ids[-4 * MAX_CALL_END_TOKENS :]
+
+            def decode_said(skipped_tokens: int) -> str:
+                ids = unpack_ids(said).tolist()
+                return encoder.decode(ids[: len(ids) - skipped_tokens])
+
+            suffix = render_text_after_reply(
+                render, template, messages, indices, lambda: decode_said(int(parent.closed))
+            )
             if suffix is not None:
                 last, within = template.changing_turn_end
-                if parent.closed and last and encoder.decode(said).endswith(last):
+                if parent.closed and last and decode_said(0).endswith(last):
                     suffix = suffix.removeprefix(within)  # what it said stands for that
                 new = list(messages[known:])
                 return OpenTurn(parent, "reused", context, new, suffix, forked)
@@ -303,9 +310,11 @@ class InteractionTree:
 
     def add(self, interaction: Interaction) -> None:
         if interaction.parent_id is None:
+            parent = None
             node = self._roots.setdefault(_sort_json_keys(interaction.context), _MessageNode({}))
         else:
-            node = self._entries[interaction.parent_id].node
+            parent = self._entries[interaction.parent_id]
+            node = parent.node
         reply = interaction.reply
         for message in interaction.new_messages:
             node = node.find_child(message) or node.add_child(message)
@@ -315,7 +324,7 @@ class InteractionTree:
         node = known
         node.interaction = interaction
         self._reply_by_call_id |= dict.fromkeys(_list_call_ids(reply), reply)
-        self._entries[interaction.interaction_id] = _TreeEntry(interaction, node)
+        self._entries[interaction.interaction_id] = _TreeEntry(interaction, node, parent)
 
     def cache_ids_json(self, interaction_id: str, own_ids_json_inside: bytes) -> None:
         self._entries[interaction_id].own_ids_json_inside = own_ids_json_inside
@@ -334,20 +343,24 @@ class InteractionTree:
 
         Both this and what follows are the inside of a JSON array.
         """
-        parts: list[bytes] = []
-        for one in self.get_path_to(interaction) if interaction else ():
-            entry = self._entries[one.interaction_id]
+        parts = [then]
+        entry = self._entries[interaction.interaction_id] if interaction else None
+        while entry is not None:
             if entry.own_ids_json_inside is None:
+                one = entry.interaction
                 entry.own_ids_json_inside = format_ids_as_json_inside(
                     unpack_ids(one.new_ids + one.output_ids).tolist()
                 )
             parts.append(entry.own_ids_json_inside)
-        return join_json_array_insides(*parts, then)
+            entry = entry.parent
+        return join_json_array_insides(*reversed(parts))
 
     def get_path_to(self, interaction: Interaction) -> list[Interaction]:
-        path = [interaction]
-        while (parent_id := path[-1].parent_id) is not None:
-            path.append(self[parent_id])
+        path: list[Interaction] = []
+        entry: _TreeEntry | None = self._entries[interaction.interaction_id]
+        while entry is not None:
+            path.append(entry.interaction)
+            entry = entry.parent
         path.reverse()
         return path
 

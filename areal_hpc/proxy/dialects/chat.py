@@ -288,10 +288,12 @@ def _normalize_message(message: ChatMessage, i: int) -> Message:
             else _read_text_part(part, i, j)
             for j, part in enumerate(content)
         )
-    calls: list[dict[str, Any]] = [
-        {"id": call.id, "function": read_call(call, f"messages[{i}].tool_calls[{j}]")}
-        for j, call in enumerate(message.tool_calls or ())
-    ]
+    calls: list[dict[str, Any]] = []
+    if message.tool_calls:
+        calls += (
+            {"id": call.id, "function": read_call(call, f"messages[{i}].tool_calls[{j}]")}
+            for j, call in enumerate(message.tool_calls)
+        )
     if message.function_call is not None:
         function = message.function_call
         calls.append({"function": {"name": function.name, "arguments": function.arguments}})

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 from msgspec import Meta, Struct
 
 from areal_hpc.errors import ProxyRequestError
@@ -52,11 +53,15 @@ _FIELD_ERROR_PATTERN = re.compile(r"(unknown|missing required) field `([^`]+)`")
 
 async def refuse_too_many_values(body: bytes, max_messages: int) -> None:
     """Count the values of a body before it is read: its size says little of what they cost."""
+    if len(body) <= MAX_OBJECTS:
+        return
     max_objects = max(MAX_OBJECTS, MAX_OBJECTS_PER_MESSAGE * max_messages)
-    objects, items = sum(map(body.count, (b":", b"{", b"["))), body.count(b",")
+    objects, items = _count_values(np.frombuffer(body, np.uint8))
     if objects > max_objects or items > MAX_ITEMS:  # perhaps in its texts
-        objects, items = await asyncio.to_thread(_count_values, body)
-    surrogates = body.count(rb"\ud") + body.count(rb"\uD")
+        objects, items = await asyncio.to_thread(_count_values_outside_texts, body)
+    surrogates = 0
+    if len(body) > MAX_SURROGATES:
+        surrogates = body.count(rb"\ud") + body.count(rb"\uD")
     for count, most, kind in (
         (objects, max_objects, "members, objects and lists"),
         (items, MAX_ITEMS, "values"),
@@ -67,14 +72,15 @@ async def refuse_too_many_values(body: bytes, max_messages: int) -> None:
             raise ProxyRequestError(400, f"the body has too many {kind}: {count} (limit {most})")
 
 
-def _count_values(body: bytes) -> tuple[int, int]:
-    """Colons and brackets outside of texts, and commas; numpy counts without Python's lock."""
-    chars = np.frombuffer(body.replace(rb"\\", b"").replace(rb"\"", b""), np.uint8)
-    outside = chars[np.cumsum(chars == ord('"'), dtype=np.uint8) & 1 == 0]
-    colons, braces, brackets, commas = (
-        int(np.count_nonzero(outside == ord(one))) for one in ":{[,"
-    )
+def _count_values(chars: npt.NDArray[np.uint8]) -> tuple[int, int]:
+    """Colons and brackets, and commas; `bytes.count` is slow where it finds many."""
+    colons, braces, brackets, commas = (int(np.count_nonzero(chars == ord(one))) for one in ":{[,")
     return colons + braces + brackets, commas
+
+
+def _count_values_outside_texts(body: bytes) -> tuple[int, int]:
+    chars = np.frombuffer(body.replace(rb"\\", b"").replace(rb"\"", b""), np.uint8)
+    return _count_values(chars[np.cumsum(chars == ord('"'), dtype=np.uint8) & 1 == 0])
 
 
 def decode_request_json(
@@ -88,23 +94,31 @@ def decode_request_json(
     A null stands for absence, under whatever name. What `json_type` does not declare is left out
     if it asks for nothing, or if there is a list `unknown_params` for its name; else it is refused.
     """
-    decoder = _get_decoder(json_type)
     try:
         if isinstance(body, bytes):
             body = body.removeprefix(codecs.BOM_UTF8)
             body.decode()  # a decoder passes over texts that its form does not ask for
-            if _LONE_HIGH_PATTERN.search(body) or _LONE_LOW_PATTERN.search(body):
-                body = _replace_lone_surrogates(body)
         try:
-            return decoder.decode(body)
-        except msgspec.ValidationError:  # perhaps of what few requests hold
-            return decoder.decode(
-                keep_declared_members(bytes(body), json_type, key, unknown_params)
-            )
+            return _decode_declared_members(body, json_type, key, unknown_params)
+        except msgspec.ValidationError:
+            raise
+        except msgspec.DecodeError:  # which halves of surrogate pairs are for a decoder
+            body = _replace_lone_surrogates(bytes(body))
+            return _decode_declared_members(body, json_type, key, unknown_params)
     except msgspec.ValidationError as error:
         raise _to_request_error(str(error), key) from error
     except (ValueError, RecursionError) as error:
         raise ProxyRequestError(400, f"the body is not JSON: {error}") from error
+
+
+def _decode_declared_members(
+    body: bytes | msgspec.Raw, json_type: Any, key: str, unknown_params: list[str] | None
+) -> Any:
+    decoder = _get_decoder(json_type)
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError:  # perhaps of what few requests hold
+        return decoder.decode(keep_declared_members(bytes(body), json_type, key, unknown_params))
 
 
 def _replace_lone_surrogates(body: bytes) -> bytes:
