@@ -277,6 +277,7 @@ def test_wrong_weights_are_noticed_never_serve_and_are_sent_again(
         assert incarnations(cell) == before, "no restart was needed"
 
 
+@pytest.mark.thorough
 def test_a_replica_whose_cache_is_full_of_paused_generations_proves_its_weights(
     tmp_path: Path,
 ) -> None:
