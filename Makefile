@@ -16,7 +16,7 @@ SIDE_BY_SIDE := --numprocesses 5 --dist loadscope --no-loadscope-reorder --max-w
 TIERS := tests/unit tests/contract tests/integration $(if $(SLURM),tests/slurm)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-tests framework-programs harnesses harnesses-newest gyms oracles slurm slurm-roots demo test tests durations \
+.PHONY: help setup setup-tests framework-programs harnesses gyms oracles slurm slurm-roots demo test tests durations \
   check lint format unit contract integration slurm-tests acceptance nightly soak parity gpu gpu8 clean
 
 help: ## this list
@@ -33,9 +33,6 @@ framework-programs: setup-tests ## SDKs and agent frameworks (1.5 GB), which onl
 
 harnesses: setup ## coding harnesses from npm and PyPI (4 GB), which only acceptance tests run
 	@scripts/setup_harnesses.sh
-
-harnesses-newest: setup-tests ## the newest release of each coding harness in the acceptance test's scene; writes a table
-	@$(BIN)/python -m tests.support.newest_harnesses
 
 gyms: ## Pythons of gyms (2 GB), which only acceptance tests run
 	@scripts/setup_gyms.sh

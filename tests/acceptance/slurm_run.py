@@ -94,13 +94,6 @@ class SlurmRun:
             *overrides,
         )
 
-    def learn(self, timeout_s: float) -> list[float]:
-        """Run the recipe as it is shipped, to its end; the held-out rewards, evaluation by one."""
-        fileroot = f"cluster.fileroot={self.paths.root.parents[1]}"
-        recipe = "recipes/quickstart_slurm.yaml"
-        self.areal_hpc("submit", recipe, fileroot, "--wait", timeout_s=timeout_s)
-        return [reward for _, reward in self.judged()]
-
     def submit_as_shipped(self) -> None:
         """Submit the recipe as it is, and wait for nothing."""
         fileroot = f"cluster.fileroot={self.paths.root.parents[1]}"

@@ -4,7 +4,6 @@ SGLang is made to say what solves the task by a grammar; nothing of the programs
 """
 
 import asyncio
-import os
 import re
 from collections.abc import Iterator
 from contextlib import closing
@@ -31,7 +30,6 @@ from areal_hpc.wire.trajectory import TrajectoryRow
 from tests.acceptance.harnesses import CONVERSATIONS, TASK, build_replies
 from tests.support.environments import CHECKOUT
 from tests.support.forcing_relay import EngineCall, ForcingRelay
-from tests.support.newest_harnesses import HARNESSES_DIR_VARIABLE
 from tests.support.proxy_stage import Stage
 from tests.support.scripted_sglang import CELL
 from tests.support.sglang_server import serving
@@ -137,7 +135,7 @@ class Scene:
         """The episode, as a driver runs it."""
         agent = HarnessAgent(
             harness=self.name,
-            harnesses_dir=os.environ.get(HARNESSES_DIR_VARIABLE, str(HARNESSES_DIR)),
+            harnesses_dir=str(HARNESSES_DIR),
             reward=f"{__name__}:judge",
             timeout_s=PROGRAM_S,
             context_tokens=self._told_context_tokens,

@@ -16,16 +16,13 @@ import pytest
 
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.sandbox.runtimes import find_installed_runtimes
-from tests.support import attacks_table
 from tests.support.attacks import tool
 from tests.support.attacks.agent import SANDBOX, SECRET_WORDS
 from tests.support.commands import audit_of, said_by
 from tests.support.devclusters import Submitting, devcluster
-from tests.support.environments import CHECKOUT
-from tests.support.results import add_results
+from tests.support.results import add_results, matrix, write_table
 from tests.support.run_files import events_of
 from tests.support.small_run import SmallRun, await_none_left, interrupted_at_end, processes_of
-from tests.support.tables import write_table
 from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(1500)
@@ -33,9 +30,12 @@ pytestmark = pytest.mark.timeout(1500)
 EPISODES, GROUPS = 2, 4
 RUN_TIMEOUT_S = 1200.0
 LEFT_TIMEOUT_S = 20.0
+IN_JOB = " in a job"
+"""Behind a runtime's name, of runs whose cells are jobs of Slurm."""
 RUNTIMES = [name for name in find_installed_runtimes() if name != "none"]
 JOBS = [(name, True) for name in RUNTIMES] + [("bwrap", False)]
 """Runtimes in jobs, and whether control groups limit the jobs' memory."""
+NOT_THERE = "not there, or refused"
 FIRST_PID = 1000
 """Of what jobs start: a node's own numbers are as low as those of a sandbox."""
 
@@ -106,7 +106,7 @@ def test_no_attack_succeeds_inside_a_job(
         wait_for(lambda: processes_of(run.paths.root) == [], LEFT_TIMEOUT_S)
         assert cluster.slurm("squeue", "-h") == ""
     limits = "" if has_control_groups else " without control groups"
-    record_attacks(f"{isolation}{attacks_table.IN_JOB}{limits}", note_of(tmp_path), run.paths)
+    record_attacks(f"{isolation}{IN_JOB}{limits}", note_of(tmp_path), run.paths)
 
 
 def record_attacks(place: str, note: Path, paths: RunPaths) -> None:
@@ -119,9 +119,7 @@ def record_attacks(place: str, note: Path, paths: RunPaths) -> None:
     assert all(times_played[name] >= EPISODES for name in tool.ATTACKS)
     assert sum(name.endswith(": later") for name in times_played) > len(tool.ATTACKS) // 2
     assert events_of(paths, "episode_failed") == []
-    add_results("isolation", **{place: summarize(found)})
-    for name, make in attacks_table.TABLES.items():
-        write_table(CHECKOUT / "docs" / "attacks.md", name, make())
+    write_tables(add_results("isolation", **{place: summarize(found)}))
 
 
 def summarize(found: list[dict[str, Any]]) -> dict[str, str]:
@@ -131,3 +129,15 @@ def summarize(found: list[dict[str, Any]]) -> dict[str, str]:
         if one["attack"] in means and one["held"]:
             means[one["attack"]] = one["held"][-1]
     return means
+
+
+def write_tables(means: dict[str, dict[str, str]]) -> None:
+    """The tables of `docs/attacks.md`: what stopped each attack, in runs here and in jobs."""
+    for name, in_job in (("attacks", False), ("attacks in jobs", True)):
+        rows: dict[str, dict[str, str]] = {}
+        for place in sorted(one for one in means if (IN_JOB in one) == in_job):
+            runtime, _, limits = place.partition(IN_JOB)
+            for attack in sorted(means[place], key=lambda one: (int(one.split()[0]), one)):
+                said = means[place][attack].replace("the sandbox is gone ", "")
+                rows.setdefault(attack, {})[f"`{runtime}`{limits}"] = said or NOT_THERE
+        write_table("attacks.md", name, matrix("attack", rows))

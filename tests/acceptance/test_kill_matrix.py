@@ -12,9 +12,8 @@ import pytest
 
 from tests.support.environments import CHECKOUT
 from tests.support.killed_run import PARTIES, POINTS, Kill, KilledRun, warmed_up_model
-from tests.support.results import write_results
+from tests.support.results import markdown, write_results
 from tests.support.small_run import await_none_left
-from tests.support.tables import markdown
 
 pytestmark = pytest.mark.timeout(3600)
 

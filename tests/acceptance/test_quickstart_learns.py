@@ -19,10 +19,9 @@ from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.paths import RunPaths, format_step_dir
 from tests.support.commands import areal_hpc, said_by
 from tests.support.environments import CHECKOUT
-from tests.support.results import read_results, write_results
+from tests.support.results import markdown, read_results, write_results
 from tests.support.run_files import events_of
 from tests.support.small_run import started_from
-from tests.support.tables import markdown
 
 TABLE = CHECKOUT / "docs" / "learning.md"
 SEEDS = (1, 2, 3)

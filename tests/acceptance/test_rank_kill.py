@@ -3,18 +3,25 @@
 Writes `benchmarks/results/rank_kill.json` and the table of `docs/operating.md`.
 """
 
-from collections.abc import Iterator
+import statistics
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 
+from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.wire.weight_version import WeightVersion
 from tests.acceptance.slurm_run import SlurmRun
 from tests.support.commands import areal_hpc, said_by
 from tests.support.devclusters import Devcluster, devcluster
-from tests.support.killed_run import KilledRun, warmed_up_model
-from tests.support.rank_kill import RankKiller, Seconds, record
-from tests.support.run_files import events_of
+from tests.support.killed_run import PARTIES, KilledRun, warmed_up_model
+from tests.support.process_commands import alive, command_of
+from tests.support.results import add_results, matrix, write_table
+from tests.support.run_files import events_of, logs_of
 from tests.support.small_run import await_none_left
+from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -24,6 +31,115 @@ STEPS_BETWEEN = 5
 """As many as there are between two checkpoints on Slurm: each death follows some progress."""
 MOST_S = 15.0
 KILLED = 128 + 9
+RECOVERY_TIMEOUT_S = 120.0
+PARTS = {
+    "noticed": "death noticed",
+    "ended": "ranks ended",
+    "begun": "ranks begun",
+    "joined": "process groups joined",
+    "loaded": "checkpoint loaded",
+    "published": "weights published",
+    "stepped": "next step",
+}
+"""In this order; each lasts from the end of the one before."""
+
+Seconds = dict[str, float]
+
+
+class RankKiller:
+    """Kills ranks of a run, wherever it runs on this machine."""
+
+    def __init__(self, paths: RunPaths) -> None:
+        self._paths = paths
+
+    def ranks(self) -> dict[int, psutil.Process]:
+        """Its live ranks, by number."""
+        found = {}
+        for process in psutil.process_iter():
+            words = command_of(process)
+            if PARTIES["trainer"] in words:
+                config = Path(words[words.index(PARTIES["trainer"]) + 1])
+                if config.is_relative_to(self._paths.root):
+                    found[int(config.stem.rpartition("-")[2])] = process
+        return found
+
+    def version(self) -> WeightVersion:
+        """The newest that a replica was given."""
+        return self._published(0.0)[-1][1]
+
+    def await_steps(self, count: int) -> None:
+        """Wait until so many more steps were taken."""
+        last = self.version().step + count
+        wait_for(lambda: self.version().step >= last, RECOVERY_TIMEOUT_S)
+
+    def kill(self, rank: int) -> Seconds:
+        """Kill one, and wait for the next step; when what had happened, in seconds from then."""
+        old, before = self.ranks(), self.version()
+        struck_at = time.time()
+        old[rank].kill()
+        at: Seconds = {}
+
+        def has_stepped() -> bool:
+            if "ended" not in at and not alive(old.values()):
+                at["ended"] = time.time() - struck_at
+            if "ended" in at and "begun" not in at and self.ranks().keys() == old.keys():
+                at["begun"] = time.time() - struck_at
+            at.update(self._read_milestones(struck_at, before))
+            return "stepped" in at
+
+        wait_for(has_stepped, RECOVERY_TIMEOUT_S, lambda: (at, logs_of(self._paths)))
+        return at
+
+    def _read_milestones(self, since: float, before: WeightVersion) -> Seconds:
+        events = {"noticed": "process_exited", "joined": "ranks_joined", "loaded": "state_loaded"}
+        first = {name: events_of(self._paths, event, since)[:1] for name, event in events.items()}
+        found = {name: row["time"] - since for name, rows in first.items() for row in rows}
+        published = self._published(since)
+        new = [
+            (at - since, one.step) for at, one in published if one.generation > before.generation
+        ]
+        if new:
+            found["published"] = new[0][0]
+        later = [at for at, step in new if step > new[0][1]]
+        if later:
+            found["stepped"] = later[0]
+        return found
+
+    def _published(self, since: float) -> list[tuple[float, WeightVersion]]:
+        return [
+            (row["time"], WeightVersion.parse(row["version"]))
+            for row in events_of(self._paths, "weights_published", since)
+            if row["replicas"]
+        ]
+
+
+def durations(at: Seconds) -> Seconds:
+    """How long each part lasted."""
+    ends = [at[part] for part in PARTS]
+    begins = [0.0, *ends[:-1]]
+    return {
+        part: round(max(0.0, end - begin), 2)
+        for part, begin, end in zip(PARTS, begins, ends, strict=True)
+    }
+
+
+def record(name: str, kills: Sequence[Seconds]) -> list[float]:
+    """Put figures in the place of older ones of that name; all times until the next step."""
+    lasted = [durations(at) for at in kills]
+    totals = sorted(round(at["stepped"], 1) for at in kills)
+    parts = {part: round(statistics.median(one[part] for one in lasted), 2) for part in PARTS}
+    rows = {
+        place: {
+            **{title: f"{figures['parts'][part]:g}" for part, title in PARTS.items()},
+            "together": f"{statistics.median(figures['totals']):g} "
+            f"({figures['totals'][0]:g} to {figures['totals'][-1]:g})",
+        }
+        for place, figures in add_results(
+            "rank_kill", **{name: {"parts": parts, "totals": totals}}
+        ).items()
+    }
+    write_table("operating.md", "rank kill", matrix("seconds", rows))
+    return totals
 
 
 def kill_in_turn(killer: RankKiller) -> list[Seconds]:
@@ -59,8 +175,8 @@ def test_a_rank_that_is_killed_costs_little_and_nothing_is_lost(tmp_path: Path) 
     assert died == [KILLED] * KILLS, "the neighbor of a dead rank is not counted"
     assert "trainer of trainer ended: killed by SIGKILL" in why.splitlines()[0]
     await_none_left(run, 20.0)
-    figures = record("within the job, on this machine", kills)
-    assert figures["totals"][-1] <= MOST_S, kills
+    totals = record("within the job, on this machine", kills)
+    assert totals[-1] <= MOST_S, kills
 
 
 @pytest.fixture
@@ -79,5 +195,5 @@ def test_on_slurm_it_costs_no_more_over_two_nodes(cluster: Devcluster, tmp_path:
     assert (run.starts("trainer"), run.restarts("trainer")) == (1, 0)
     assert "killed by SIGKILL" in run.sighting("trainer").why
     run.audited()
-    figures = record("within the job, on two nodes of Slurm", kills)
-    assert figures["totals"][-1] <= MOST_S, kills
+    totals = record("within the job, on two nodes of Slurm", kills)
+    assert totals[-1] <= MOST_S, kills

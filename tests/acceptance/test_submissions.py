@@ -4,10 +4,12 @@ Writes `benchmarks/results/submissions.json` and the table of `docs/operating.md
 """
 
 import random
+import statistics
 import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,11 +22,8 @@ from tests.support.devclusters import (
     devcluster,
     light_overrides,
 )
-from tests.support.environments import CHECKOUT
-from tests.support.results import write_results
+from tests.support.results import matrix, write_results, write_table
 from tests.support.submissions import JOBS, numbers, queued, recorded, stopped_slurmctld
-from tests.support.submissions_table import table
-from tests.support.tables import write_table
 from tests.support.waiting import wait_for
 
 SUBMISSIONS = 50
@@ -89,8 +88,33 @@ def test_no_submission_leaves_an_orphan(cluster: Devcluster, tmp_path: Path) -> 
             }
         )
         write_results("submissions", rows)
-        write_table(CHECKOUT / "docs" / "operating.md", "submissions", table())
+        write_table("operating.md", "submissions", table(rows))
         said_by(run.call("cancel", str(run.paths.root), "--now"))
         assert numbers(cluster) == []
     assert sum(row["orphans"] for row in rows) == 0
     assert sum(row["tried_again"] for row in rows) > 0
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """By what `submit` did."""
+    kinds = {
+        "waited, or noticed nothing": [r for r in rows if not (r["repeated"] or r["adopted"])],
+        "found a job that was accepted too late": [
+            r for r in rows if r["adopted"] and not r["repeated"]
+        ],
+        "gave up before the first job, exit code 75": [r for r in rows if r["repeated"]],
+        "all": rows,
+    }
+    return matrix(
+        "what `submit` did",
+        {
+            kind: {
+                "times": len(found),
+                "median seconds": f"{statistics.median(row['seconds'] for row in found):.1f}",
+                "most seconds": f"{max(row['seconds'] for row in found):.1f}",
+                "unknown jobs": sum(row["orphans"] for row in found),
+            }
+            for kind, found in kinds.items()
+            if found
+        },
+    )

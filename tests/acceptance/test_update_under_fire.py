@@ -15,17 +15,15 @@ import pytest
 
 from areal_hpc.wire.replicas import ReplicaView
 from tests.support.deadlines import Deadline, scaled
-from tests.support.environments import CHECKOUT
 from tests.support.inference_cell import Cell, running_cell, tiny_qwen3
-from tests.support.results import read_results, write_results
-from tests.support.tables import markdown, write_table
+from tests.support.results import matrix, read_results, write_results, write_table
 from tests.support.update_faults import Gate, Reader, Sender, Trap, gates
 from tests.support.weight_updates import save_update
 
 pytestmark = pytest.mark.timeout(900)
 log = logging.getLogger(__name__)
 
-NOTE = CHECKOUT / "docs" / "decisions" / "0019-an-update-survives-the-death-of-any-party.md"
+NOTE = "decisions/0019-an-update-survives-the-death-of-any-party.md"
 
 CELLS = 3
 VICTIM = 1
@@ -297,21 +295,18 @@ def outcome(field: Field, before: list[ReplicaView], struck_at: float) -> Row:
 
 def table(rows: list[Row]) -> str:
     """What was seen of each party, for the decision note."""
-    header = "party, sender waits, cells wait, others silent, victim silent, restarted, sends"
-    lines = []
+    cells = {}
     for party in PARTIES:
         mine = [row for row in rows if row["party"] == party]
-        restarted = span(len(row["restarted"]) for row in mine)
-        lines.append(
-            (
-                party,
-                seconds(mine, "sender_waits_s") or "dead",
-                *(seconds(mine, key) for key in ("alone_s", "others_silent_s", "victim_silent_s")),
-                f"{restarted} of {CELLS}",
-                span(row["sends"] for row in mine),
-            )
-        )
-    return markdown(header.split(", "), lines)
+        cells[party] = {
+            "sender waits": seconds(mine, "sender_waits_s") or "dead",
+            "cells wait": seconds(mine, "alone_s"),
+            "others silent": seconds(mine, "others_silent_s"),
+            "victim silent": seconds(mine, "victim_silent_s"),
+            "restarted": f"{span(len(row['restarted']) for row in mine)} of {CELLS}",
+            "sends": span(row["sends"] for row in mine),
+        }
+    return matrix("party", cells)
 
 
 def seconds(rows: list[Row], key: str) -> str:

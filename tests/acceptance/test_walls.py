@@ -27,13 +27,10 @@ from areal_hpc.sandbox.guest import NOBODY_UID, WORK_DIR, may_become_nobody
 from areal_hpc.sandbox.runtimes import make_runtime
 from areal_hpc.sandbox.sandbox import Sandbox
 from areal_hpc.sandbox.spec import Network, SandboxLimits, SandboxSpec
-from tests.support import attacks_table
 from tests.support.attacks import agent, tool
 from tests.support.deadlines import scaled
-from tests.support.environments import CHECKOUT
 from tests.support.gym_stage import GymStage
-from tests.support.results import add_results
-from tests.support.tables import write_table
+from tests.support.results import add_results, markdown, write_table
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -337,8 +334,10 @@ def test_an_attack_breaks_without_its_wall_alone(name: str, place: Path) -> None
     assert broke
     told = broke.replace(str(place / "open"), "").partition(": b'")[0]
     told = re.sub(r"\d{4,}$|^\d{4,}(?= lives)|[0-9a-f]{16}", "N", told)  # ports, processes
-    add_results("walls", **{name: {"wall": wall, "without": told[:100]}})
-    write_table(CHECKOUT / "docs" / "attacks.md", "walls", attacks_table.table_of_walls())
+    found = add_results("walls", **{name: {"wall": wall, "without": told[:100]}})
+    header = ("attack", "wall that was taken away", "what the attack told then")
+    rows = [(one, *found[one].values()) for one in sorted(found, key=[*WALLS].index)]
+    write_table("attacks.md", "walls", markdown(header, rows))
 
 
 def test_each_attack_has_a_wall() -> None:

@@ -9,8 +9,8 @@ from areal_hpc.recipe.sections.trainer import ParallelConfig
 from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.trainer.model.families.architecture import find_layout_problems, read_architecture
 from tests.support.environments import CHECKOUT
+from tests.support.layouts import MIXTURE
 from tests.support.node_tier import EXPERT_LAYOUTS, LAYOUTS, summarize_run, write_model
-from tests.support.parity_table import MIXTURE
 
 
 def test_a_run_is_summed_up_from_its_metrics() -> None:

@@ -3,7 +3,7 @@
 from areal_hpc.recipe.reference import render_key_table
 from tests.support.environments import CHECKOUT
 from tests.support.generated_tables import TABLES
-from tests.support.tables import with_table
+from tests.support.results import with_table
 
 
 def test_generated_tables_are_those_of_today() -> None:

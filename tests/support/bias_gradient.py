@@ -45,16 +45,6 @@ def compute_expected_gradient(task: ToyTask, objective: ObjectiveConfig) -> Arra
     return compute_mean_gradient(task, objective, list(weight_of), weights / weights.sum())
 
 
-def draw_gradients(
-    task: ToyTask, objective: ObjectiveConfig, n: int, draws: int, parts: int = 10
-) -> list[Array]:
-    """Means over groups of `n` that are drawn at random, in so many parts."""
-    generator = np.random.default_rng(7)
-    groups = generator.choice(len(task.episodes), (parts, draws // parts, n), p=task.sampled)
-    share = np.full(draws // parts, parts / draws)
-    return [compute_mean_gradient(task, objective, one.tolist(), share) for one in groups]
-
-
 def compute_mean_gradient(
     task: ToyTask,
     objective: ObjectiveConfig,

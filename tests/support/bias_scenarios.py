@@ -1,6 +1,5 @@
 """Tasks and objectives whose expected gradient is compared with the true one."""
 
-import statistics
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,7 +10,7 @@ import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything 
 from areal_hpc.recipe.presets import PRESETS
 from areal_hpc.recipe.sections.trainer import ObjectiveConfig
 from areal_hpc.wire.proxy import ExportSettings
-from tests.support.bias_gradient import compute_expected_gradient, draw_gradients, measure_cosine
+from tests.support.bias_gradient import compute_expected_gradient, measure_cosine
 from tests.support.bias_toy import (
     AGENTS,
     CONTEXTS,
@@ -39,7 +38,6 @@ from tests.support.bias_toy import (
 )
 
 SEEDS = (1, 2, 3, 4)
-DRAWS = 20_000
 TOP_P = 0.8
 EVERYWHERE = np.ones((CONTEXTS, VOCAB))
 LATER = EVERYWHERE.copy()
@@ -177,18 +175,3 @@ def measure(scenario: str, name: str, seed: int) -> tuple[float, float]:
     found = compute_expected_gradient(task, OBJECTIVES[name])
     ratio = float(np.linalg.norm(found) / np.linalg.norm(task.truth))
     return measure_cosine(found, task.truth), ratio
-
-
-def measure_three(scenario: str, name: str, seed: int) -> float:
-    """Cosine in groups of three."""
-    task = replace(prepare(scenario, name, seed), begun=3)
-    return measure_cosine(compute_expected_gradient(task, OBJECTIVES[name]), task.truth)
-
-
-def measure_eight(scenario: str, name: str, seed: int) -> tuple[float, float]:
-    """Cosine in groups of eight, with its standard error: groups are drawn."""
-    task = prepare(scenario, name, seed)
-    parts = draw_gradients(task, OBJECTIVES[name], 8, DRAWS)
-    cosine = measure_cosine(sum(parts, np.zeros_like(task.truth)), task.truth)
-    spread = statistics.stdev(measure_cosine(one, task.truth) for one in parts)
-    return cosine, spread / len(parts) ** 0.5

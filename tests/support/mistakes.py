@@ -1,14 +1,14 @@
 """Mistakes that users make and what they are told: the tables of docs/errors.md.
 
 `tests/integration/launch/test_bad_input.py` makes those that show before anything starts, and
-`test_agent_errors.py` there and in tests/acceptance those of agents, in runs.
+`tests/acceptance/test_agent_errors.py` those of agents, in runs.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tests.support import broken_agents
-from tests.support.tables import markdown
+from tests.support.results import markdown
 
 NO_DATA = "train_dataset.generator=null train_dataset.path=data/none.jsonl"
 OWN_DATA = "train_dataset.generator=null train_dataset.kwargs={} train_dataset.path=DIR"

@@ -14,52 +14,33 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 from slurm.devcluster.roots import list_unpacked_versions
 from tests.support.environments import CHECKOUT
-from tests.support.slurm_releases import PARTS
 
 FOLDER = CHECKOUT / ".nightly"
 STATE = FOLDER / "state.json"
 THOROUGH = ("tests/unit", "tests/contract", "tests/integration", "tests/slurm")
+ON_RELEASES = ("tests/slurm", "tests/acceptance/test_slurm_events.py")
+"""What runs on each release of Slurm."""
 
 
-def read_commit() -> str:
-    asked = ["git", "-C", str(CHECKOUT), "rev-parse", "HEAD"]
-    return subprocess.run(asked, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
-
-
-def list_steps() -> list[str]:
+def list_steps() -> dict[str, tuple[str, dict[str, str]]]:
+    """By name: what pytest runs, and further variables of its environment."""
+    thorough = {"HYPOTHESIS_PROFILE": "thorough"}
     files = sorted((CHECKOUT / "tests" / "acceptance").glob("test_*.py"))
-    releases = list_unpacked_versions(CHECKOUT)
-    on_releases = [f"{release} {part}" for release in releases for part in PARTS]
-    return [*(str(file.relative_to(CHECKOUT)) for file in files), *THOROUGH, *on_releases]
-
-
-def read_outcomes(commit: str) -> dict[str, str]:
-    """Step -> passed or failed, of this commit."""
-    if not STATE.exists():
-        return {}
-    state = json.loads(STATE.read_text())
-    return state["outcomes"] if state["commit"] == commit else {}
-
-
-def run_step(step: str) -> bool:
-    """Run one step with its output in a log; whether it passed."""
-    log = get_log(step)
-    variables = {"HYPOTHESIS_PROFILE": "thorough"} if step in THOROUGH else {}
-    with log.open("w") as output:
-        module = "pytest" if step.startswith("tests/") else "tests.support.slurm_releases"
-        command = [sys.executable, "-m", module, *step.split()]
-        ended = subprocess.run(
-            command, cwd=CHECKOUT, env={**os.environ, **variables}, stdout=output, stderr=output
-        )
-    return ended.returncode == 0
-
-
-def get_log(step: str) -> Path:
-    return FOLDER / f"{Path(step).name.removesuffix('.py').replace(' ', '-')}.log"
+    return {
+        **{file.stem: (str(file.relative_to(CHECKOUT)), {}) for file in files},
+        **{tier.replace("/", "-"): (tier, thorough) for tier in THOROUGH},
+        **{
+            f"slurm-{release}-{place.rpartition('/')[2]}": (
+                place,
+                {**thorough, "TESTS_SLURM": release},
+            )
+            for release in list_unpacked_versions(CHECKOUT)
+            for place in ON_RELEASES
+        },
+    }
 
 
 def main() -> int:
@@ -68,25 +49,31 @@ def main() -> int:
     options.add_argument("--again", action="store_true", help="run what has passed again")
     arguments = options.parse_args()
     FOLDER.mkdir(exist_ok=True)
-    commit, began_s = read_commit(), time.monotonic()
-    outcomes = {} if arguments.again else read_outcomes(commit)
-    steps = list_steps()
-    remaining = [step for step in steps if outcomes.get(step) != "passed"]
-    for step in remaining:
+    asked = ["git", "-C", str(CHECKOUT), "rev-parse", "HEAD"]
+    commit = subprocess.run(asked, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+    state = json.loads(STATE.read_text()) if STATE.exists() and not arguments.again else {}
+    outcomes: dict[str, str] = state["outcomes"] if state.get("commit") == commit else {}
+    began_s, steps = time.monotonic(), list_steps()
+    for name, (place, variables) in steps.items():
+        if outcomes.get(name) == "passed":
+            continue
         if time.monotonic() - began_s > 60 * arguments.minutes:
+            print("the same command goes on with the rest")
             break
-        step_began_s = time.monotonic()
-        outcomes[step] = "passed" if run_step(step) else "failed"
+        with (FOLDER / f"{name}.log").open("w") as log:
+            command = [sys.executable, "-m", "pytest", "-q", "-rfE", place]
+            environ = {**os.environ, **variables}
+            code = subprocess.run(
+                command, cwd=CHECKOUT, env=environ, stdout=log, stderr=log
+            ).returncode
+        outcomes[name] = "failed" if code else "passed"
         STATE.write_text(json.dumps({"commit": commit, "outcomes": outcomes}, indent=1))
-        took_minutes = (time.monotonic() - step_began_s) / 60
-        print(f"{outcomes[step]:6} {took_minutes:6.1f} min  {step}", flush=True)
-    failed = [step for step in steps if outcomes.get(step) == "failed"]
-    passed = sum(outcomes.get(step) == "passed" for step in steps)
+        print(f"{outcomes[name]}  {name}", flush=True)
+    failed = [name for name in steps if outcomes.get(name) == "failed"]
+    passed = sum(outcomes.get(name) == "passed" for name in steps)
     print(f"{passed} of {len(steps)} steps passed on {commit[:10]}, {len(failed)} failed")
-    for step in failed:
-        print(f"  {step}: {get_log(step)}")
-    if passed + len(failed) < len(steps):
-        print("  the same command goes on with the rest")
+    for name in failed:
+        print(f"  {name}: {FOLDER / name}.log")
     return 1 if failed else 0
 
 

@@ -17,7 +17,7 @@ from areal_hpc.recipe.sections.cluster import SlurmConfig
 from areal_hpc.recipe.sections.trainer import ParallelConfig
 from tests.support.environments import CHECKOUT
 from tests.support.killed_run import Kill
-from tests.support.parity_table import MIXTURE
+from tests.support.layouts import MIXTURE
 from tests.support.reference_models import hf_model
 from tests.support.small_policy import DTypeName
 from tests.support.step_beside_transformers import StepComparison, StepRequest

@@ -1,11 +1,14 @@
-"""What tests measured, below benchmarks/results."""
+"""What tests measured: files below benchmarks/results, and tables of documents."""
 
 import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from tests.support.environments import CHECKOUT
 
 RESULTS_DIR = CHECKOUT / "benchmarks" / "results"
+END = "<!-- end of table -->"
 
 
 def read_results(name: str, nothing: Any) -> Any:
@@ -19,6 +22,37 @@ def write_results(name: str, measured: Any) -> None:
     (RESULTS_DIR / f"{name}.json").write_text(json.dumps(measured, indent=2) + "\n")
 
 
-def add_results(name: str, **figures: object) -> None:
-    """Put figures beside those that other tests have measured."""
-    write_results(name, read_results(name, {}) | figures)
+def add_results(name: str, **figures: object) -> dict[str, Any]:
+    """Put figures beside those that other tests have measured; all of them."""
+    measured: dict[str, Any] = read_results(name, {}) | figures
+    write_results(name, measured)
+    return measured
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A table as Markdown."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines).replace(" --- ", "---")
+
+
+def matrix(corner: str, rows: Mapping[str, Mapping[str, object]]) -> str:
+    """A table whose rows and columns have names; a cell that is missing is empty."""
+    columns = list(dict.fromkeys(column for cells in rows.values() for column in cells))
+    return markdown(
+        (corner, *columns),
+        [(name, *(cells.get(column, "") for column in columns)) for name, cells in rows.items()],
+    )
+
+
+def with_table(document: Path, name: str, table: str) -> str:
+    """The document with another table between `<!-- table: NAME -->` and the end mark."""
+    begin = f"<!-- table: {name} -->"
+    before, found, rest = document.read_text().partition(begin)
+    assert found, f"{document} has no {begin}"
+    return f"{before}{begin}\n{table}\n{END}{rest.partition(END)[2]}"
+
+
+def write_table(document: str, name: str, table: str) -> None:
+    """Put a table in the place of the one that a document below docs/ has."""
+    path = CHECKOUT / "docs" / document
+    path.write_text(with_table(path, name, table))

@@ -34,16 +34,4 @@ class SumAgent:
             json={"model": "default", "messages": data["messages"], "max_completion_tokens": 48},
         )
         message = reply.raise_for_status().json()["choices"][0]["message"]
-        return self.judge(message["content"] or "", data)
-
-    def judge(self, said: str, task: dict[str, Any]) -> float:
-        """1 if the reply's last answer is the sum."""
-        return float(is_right(said, task))
-
-
-class VarietyAgent(SumAgent):
-    """Rewards replies for their different characters: groups vary also where no sum is right."""
-
-    def judge(self, said: str, task: dict[str, Any]) -> float:
-        """More for a reply of more different characters."""
-        return len(set(said)) / 32
+        return float(is_right(message["content"] or "", data))

@@ -18,18 +18,17 @@ from safetensors import safe_open
 
 from areal_hpc.errors import RecipeError
 from areal_hpc.trainer.checkpoints.export import choose_checkpoint, export_checkpoint
+from tests.support import layouts
 from tests.support.deadlines import scaled
-from tests.support.layout_launch import Findings, launch
 from tests.support.layout_worker import make_rows
-from tests.support.parity_table import (
-    FAMILIES as EVERY_FAMILY,
-)
-from tests.support.parity_table import (
+from tests.support.layouts import (
     GRADIENT_BOUND,
     LAYOUTS,
     LOGPROB_BOUND,
     NORM_BOUND,
     RESUME_BOUND,
+    Findings,
+    launch,
 )
 from tests.support.rank_server import RankServer
 from tests.support.reference_models import hf_model
@@ -38,7 +37,7 @@ from tests.support.thoroughness import choose
 
 pytestmark = pytest.mark.timeout(900)
 
-FAMILIES = choose(EVERY_FAMILY, "llama", "qwen3_moe")
+FAMILIES = choose(layouts.FAMILIES, "llama", "qwen3_moe")
 OTHERS = ("TP2", "PP2", "CP2", "DP2, EP2")
 ALL = (*OTHERS, "1")
 RESUMED_FROM = {"PP2": ("TP2",), "CP2": ("PP2",), "DP2, EP2": ("TP2", "PP2"), "1": OTHERS}

@@ -1,4 +1,4 @@
-"""Have the ranks of a parallel layout compared with transformers, and collect what they find."""
+"""Parallel layouts that are compared with transformers, the bounds, and a launch of one of them."""
 
 import math
 from collections.abc import Sequence
@@ -9,6 +9,26 @@ from areal_hpc.rundir.paths import RunPaths
 from tests.support.rank_server import RankServer
 from tests.support.reference_models import SIZES
 
+MIXTURE = "qwen3_moe"
+FAMILIES = ("llama", "qwen2", "qwen3", MIXTURE)
+LAYOUTS: dict[str, dict[str, int]] = {
+    "1": {},
+    "TP2": {"tp": 2},
+    "PP2": {"pp": 2},
+    "CP2": {"cp": 2},
+    "DP2": {"dp": 2},
+    "TP2 x PP2": {"tp": 2, "pp": 2},
+    "TP2 x CP2": {"tp": 2, "cp": 2},
+    "DP2, EP2": {"dp": 2, "ep": 2},
+    "TP2, EP2": {"tp": 2, "ep": 2},
+    "1, 3 layers": {"layers": 3},
+    "PP2, 3 layers": {"pp": 2, "layers": 3},
+}
+"""Parallel sizes by the name the document gives them. EP spreads ranks that are there anyway."""
+LOGPROB_BOUND = 1e-5
+GRADIENT_BOUND = 1e-4
+NORM_BOUND = 1e-5
+RESUME_BOUND = 1e-6
 Findings = dict[str, dict[str, Any]]
 """What was found, by family."""
 
