@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.support.killed_run import KilledRun, warmed_up_model
+from tests.support.killed_run import SLOW, KilledRun, warmed_up_model
 from tests.support.process_commands import command_of
 from tests.support.results import write_results
 from tests.support.run_files import events_of, trained_steps
@@ -38,9 +38,7 @@ class ElasticRun(KilledRun):
             [],
             STEPS,
             f"inference.cells={CELLS}",
-            "evaluation.every_steps=0",
-            "rollout.workflow=tests.support.slow_agent.SlowAgent",
-            "rollout.workflow_kwargs.mean_pause_s=1.0",
+            *SLOW,
             "rollout.max_head_offpolicyness=1",
         )
         self._away: dict[int, psutil.Process] = {}

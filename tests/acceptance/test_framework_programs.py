@@ -17,10 +17,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.chatml import byte_level_tokenizer
 from tests.support.environments import CHECKOUT
-from tests.support.lone_proxy import LoneProxy
-from tests.support.scripted_sglang import LoopThread, Script, ScriptedSGLang
+from tests.support.gym_stage import GymStage
+from tests.support.scripted_sglang import Script
 
 pytestmark = pytest.mark.timeout(400)
 WITH_TOOLS = "<|im_start|>system\n# Tools\n"
@@ -241,30 +240,14 @@ FRAMEWORKS = {
 }
 
 
-class Stage:
-    """A proxy and its scripted model, before which programs play one after the other."""
-
-    def __init__(self, folder: Path, *arguments: str) -> None:
-        self.tokenizer = byte_level_tokenizer()
-        self._loop = LoopThread()
-        self.server = ScriptedSGLang(self.tokenizer, incremental=True)
-        self._loop.run(self.server.start())
-        arguments = ("--tool-call-parser", "qwen25", *arguments)
-        self.proxy = LoneProxy(folder, self.server.url, arguments=arguments)
-
-    def get_ignored_counts(self) -> dict[str, float]:
-        """How often each parameter has had no effect so far."""
-        text = httpx.get(f"{self.proxy.url}/metrics", timeout=60).text
-        found = re.findall(r'_ignored_parameters_total\{parameter="(.+)",route=.*\} (.+)', text)
-        counts: dict[str, float] = {}
-        for name, value in found:
-            counts[name] = counts.get(name, 0.0) + float(value)
-        return counts
-
-    def close(self) -> None:
-        self.proxy.kill()
-        self._loop.run(self.server.stop())
-        self._loop.stop()
+def get_ignored_counts(stage: GymStage) -> dict[str, float]:
+    """How often each parameter has had no effect so far."""
+    text = httpx.get(f"{stage.proxy.url}/metrics", timeout=60).text
+    found = re.findall(r'_ignored_parameters_total\{parameter="(.+)",route=.*\} (.+)', text)
+    counts: dict[str, float] = {}
+    for name, value in found:
+        counts[name] = counts.get(name, 0.0) + float(value)
+    return counts
 
 
 ARGUMENTS = {
@@ -274,18 +257,19 @@ ARGUMENTS = {
 }
 
 
-GetStage = Callable[[str], Stage]
+GetStage = Callable[[str], GymStage]
 """A proxy by the name of its arguments: SGLang's parsers take long to start."""
 
 
 @pytest.fixture(scope="module")
 def get_stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GetStage]:
     """Proxies, each of which starts when it is first asked for."""
-    made: dict[str, Stage] = {}
+    made: dict[str, GymStage] = {}
 
-    def get(name: str) -> Stage:
+    def get(name: str) -> GymStage:
         if name not in made:
-            made[name] = Stage(tmp_path_factory.mktemp("stage"), *ARGUMENTS[name])
+            folder = tmp_path_factory.mktemp("stage")
+            made[name] = GymStage(folder, arguments=ARGUMENTS[name], incremental=True)
         return made[name]
 
     yield get
@@ -296,13 +280,13 @@ def get_stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GetStage]:
 class Scene:
     """A program before a proxy."""
 
-    def __init__(self, program: FrameworkProgram, stage: Stage, replies: list[str]) -> None:
+    def __init__(self, program: FrameworkProgram, stage: GymStage, replies: list[str]) -> None:
         self.turns: list[tuple[list[int], list[int]]] = []
         """Prompt and reply of each turn of the task."""
         self.delays: list[dict[str, Any]] = []
         """How the first turns are said, unless at once."""
         self._program, self._stage, self._replies = program, stage, replies
-        self._ignored_before = stage.get_ignored_counts()
+        self._ignored_before = get_ignored_counts(stage)
         stage.server.script = self._script
         self._session_id, self._key = stage.proxy.open_session()
 
@@ -328,7 +312,7 @@ class Scene:
 
     def ignored(self) -> set[str]:
         """The parameters that had no effect."""
-        counts = self._stage.get_ignored_counts()
+        counts = get_ignored_counts(self._stage)
         return {one for one, count in counts.items() if count > self._ignored_before.get(one, 0)}
 
     def rows(self) -> list[dict[str, list[int]]]:

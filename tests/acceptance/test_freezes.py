@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.freezing import FreezableDisk, freezable_disk, freeze_job
-from tests.support.killed_run import KilledRun, random_model
+from tests.support.killed_run import SLOW, KilledRun, random_model
 from tests.support.results import write_results
 from tests.support.run_files import events_of, trained_steps
 from tests.support.small_run import await_none_left, interrupted_at_end
@@ -31,37 +31,20 @@ def disk(tmp_path: Path) -> Iterator[FreezableDisk]:
         yield found
 
 
-class FrozenRun(KilledRun):
-    """A run that goes on until it is told to stop."""
-
-    def __init__(self, root: Path, model: Path) -> None:
-        super().__init__(
-            root,
-            model,
-            [],
-            10_000,
-            "evaluation.every_steps=0",
-            "rollout.workflow=tests.support.slow_agent.SlowAgent",
-            "rollout.workflow_kwargs.mean_pause_s=1.0",
-        )
-
-    def await_steps(self, count: int, within_s: float) -> float:
-        """Seconds until so many more steps were trained."""
-        began, goal = time.monotonic(), trained_steps(self.paths) + count
-        self.await_true(lambda: trained_steps(self.paths) >= goal, within_s)
-        return round(time.monotonic() - began, 1)
-
-    def count_events(self, name: str) -> int:
-        return len(events_of(self.paths, name))
-
-
 def test_what_stands_still_with_its_storage_or_node_is_not_restarted(
     disk: FreezableDisk, tmp_path: Path
 ) -> None:
-    run = FrozenRun(disk.root, random_model(tmp_path / "model"))
+    run = KilledRun(disk.root, random_model(tmp_path / "model"), [], 10_000, *SLOW)
+
+    def await_steps(count: int, within_s: float) -> float:
+        """Seconds until so many more steps were trained."""
+        began, goal = time.monotonic(), trained_steps(run.paths) + count
+        run.await_true(lambda: trained_steps(run.paths) >= goal, within_s)
+        return round(time.monotonic() - began, 1)
+
     with interrupted_at_end(run):
         run.start()
-        run.await_steps(STEPS_BETWEEN, START_TIMEOUT_S)
+        await_steps(STEPS_BETWEEN, START_TIMEOUT_S)
         freezes: dict[str, tuple[float, Callable[[], object]]] = {
             "storage hung": (STORAGE_HANGS_S, lambda: disk.freeze(STORAGE_HANGS_S)),
             "node frozen": (
@@ -74,12 +57,12 @@ def test_what_stands_still_with_its_storage_or_node_is_not_restarted(
             freeze()
             measured[name] = {
                 "seconds": seconds,
-                "seconds_to_next_step": run.await_steps(1, GOES_ON_WITHIN_S),
-                "servers_restarted": run.count_events("replica_died"),
-                "processes_restarted": run.count_events("process_exited"),
+                "seconds_to_next_step": await_steps(1, GOES_ON_WITHIN_S),
+                "servers_restarted": len(events_of(run.paths, "replica_died")),
+                "processes_restarted": len(events_of(run.paths, "process_exited")),
             }
-            run.await_steps(STEPS_BETWEEN, GOES_ON_WITHIN_S)
-        assert run.count_events("replica_ready") == 1, run.said()
+            await_steps(STEPS_BETWEEN, GOES_ON_WITHIN_S)
+        assert len(events_of(run.paths, "replica_ready")) == 1, run.said()
     run.steps = trained_steps(run.paths) + STEPS_BETWEEN
     run.override(f"trainer.total_steps={run.steps}")
     run.finish()

@@ -8,7 +8,7 @@ gives the command again when a job fails for good. Writes `benchmarks/results/ne
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,9 +17,8 @@ from areal_hpc.metrics.step_metrics import EpisodeFailureCounter
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.events import EventFollower, EventLog
 from tests.support.commands import areal_hpc, said_by
-from tests.support.deadlines import Deadline
 from tests.support.environments import CHECKOUT, python_of
-from tests.support.killed_run import LAUNCH_TIMEOUT_S, KilledRun, random_model
+from tests.support.killed_run import LAUNCH_TIMEOUT_S, SLOW, KilledRun, random_model
 from tests.support.results import write_results
 from tests.support.run_files import trained_steps
 from tests.support.small_run import await_none_left, interrupted_at_end
@@ -46,45 +45,6 @@ from areal_hpc.rundir.telemetry.events import EventLog
 EventLog(pathlib.Path(sys.argv[1]), "driver").record("episode_failed")
 print(time.time())
 """
-
-
-class NetworkedRun(KilledRun):
-    """A run that is started again whenever its launcher gives up."""
-
-    def __init__(self, root: Path, *overrides: str) -> None:
-        model = random_model(root / "model")
-        super().__init__(
-            root,
-            model,
-            [],
-            STEPS,
-            "evaluation.every_steps=0",
-            "rollout.workflow=tests.support.slow_agent.SlowAgent",
-            "rollout.workflow_kwargs.mean_pause_s=1.0",
-            *overrides,
-        )
-        self._seen = RunPaths(root / "server" / self.paths.root.relative_to(self.fileroot))
-        """What the storage holds, without the faults on the way to it."""
-        self._log = root / "launcher.log"  # a person's terminal is not on the storage
-        self.launches = 0
-
-    def keep_going(self, condition: Callable[[], bool]) -> None:
-        """Wait for a condition; give the command as often as that takes."""
-        deadline = Deadline(LAUNCH_TIMEOUT_S)
-        while not condition():
-            assert not deadline.is_over(), self.said()
-            if self.process is None or self.process.poll() is not None:
-                self.launches += 1
-                assert self.launches <= MAX_LAUNCHES, self.said()
-                self.start()
-            time.sleep(0.5)
-
-    def keep_going_to_step(self, step: int) -> None:
-        self.keep_going(lambda: trained_steps(self._seen) >= step)
-
-    def is_complete(self) -> bool:
-        """True once the launcher says so."""
-        return self.process is not None and self.process.poll() == 0
 
 
 @pytest.fixture
@@ -120,32 +80,39 @@ def test_faults_of_the_storage_cost_time_and_nothing_else(
         role: nodes[node].write_python(tmp_path / f"python-{role}", python_of("main"))
         for role, node in NODE_BY_ROLE.items()
     }
-    run = NetworkedRun(
-        tmp_path, *(f"cluster.{role}.python={program}" for role, program in pythons.items())
-    )
+    overrides = (f"cluster.{role}.python={program}" for role, program in pythons.items())
+    run = KilledRun(tmp_path, random_model(tmp_path / "model"), [], STEPS, *SLOW, *overrides)
+    run.log = tmp_path / "launcher.log"  # a person's terminal is not on the storage
+    # What the storage holds, without the faults on the way to it.
+    seen = RunPaths(tmp_path / "server" / run.paths.root.relative_to(run.fileroot))
+
+    def keep_going_to_step(step: int) -> None:
+        run.keep_going(lambda: trained_steps(seen) >= step)
+
     began = time.monotonic()
     with interrupted_at_end(run):
-        run.keep_going_to_step(1)
+        keep_going_to_step(1)
         for node in nodes.values():
             node.order(failure_rate=FAILURE_RATE)
         for number, name in enumerate(("cell", "trainer"), start=1):
             nodes[name].order(hang_s=HANG_S)
-            run.keep_going_to_step(1 + number * STEPS_BETWEEN)
-        run.keep_going(run.is_complete)
+            keep_going_to_step(1 + number * STEPS_BETWEEN)
+        run.keep_going(lambda: run.process is not None and run.process.poll() == 0)
+        assert run.launches <= MAX_LAUNCHES, run.said()
         for node in nodes.values():
             node.order(failure_rate=0.0)
     verdict = run.audited()
     said_by(areal_hpc("shards", "verify", run.paths.root, timeout_s=None))
     await_none_left(run, 20.0)
     faults = {name: dict(sorted(node.counts().items())) for name, node in nodes.items()}
-    seen = {
+    figures = {
         "seconds": round(time.monotonic() - began),
         "steps": STEPS,
         "launches": run.launches,
         "audit": verdict,
         "faults": faults,
     }
-    write_results("network_storage", seen)
+    write_results("network_storage", figures)
     assert verdict == f"trained_once={4 * STEPS} duplicates=0 lost=0 open=0"
     for found in (faults["cell"], faults["trainer"]):
         assert found["hung"] == 1

@@ -1,18 +1,12 @@
 """Scorers of others meet hostile replies: none runs, none changes a later score.
 
-All sets of reasoning-gym, and the two rewards of mathematics. The last test prints how many replies
-a second two cores score.
+All sets of reasoning-gym, and the two rewards of mathematics.
 """
 
-import itertools
 import logging
-import os
-import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import psutil
 import pytest
 import reasoning_gym
 from reasoning_gym.factory import DATASETS
@@ -108,27 +102,3 @@ def test_no_reply_runs_as_mathematics(
             assert reward("", f"\\boxed{{{way}}}", [], [], answer="7777") == 0.0
     assert "ended its process" not in caplog.text
     assert reward("", "\\boxed{7777}", [], [], answer="7777") == 1.0
-
-
-def measure_cpu_s() -> float:
-    """Of this process and all below it, ended ones included."""
-    family = [psutil.Process(), *psutil.Process().children(recursive=True)]
-    return sum(sum(one.cpu_times()[:4]) for one in family)
-
-
-def test_replies_a_second() -> None:
-    """Printed: `pytest -s`. By the clock of a machine that does nothing else, and by its cores."""
-    names = ("chain_sum", "spiral_matrix", "countdown", "polynomial_multiplication")
-    tasks = [reasoning_gym.create_dataset(name, size=1, seed=7)[0] for name in names]
-    for task in tasks * 2:
-        score(task, str(task["answer"]))
-    with ThreadPoolExecutor(2) as threads:
-        replies, began, began_cpu_s = 1000, time.monotonic(), measure_cpu_s()
-        asked = itertools.islice(itertools.cycle(tasks), replies)
-        assert min(threads.map(lambda task: score(task, str(task["answer"])), asked)) == 1.0
-        rate = replies / (time.monotonic() - began)
-        cpu_ms = (measure_cpu_s() - began_cpu_s) / replies * 1000
-    print(
-        f"{rate:.0f} replies a second at load {os.getloadavg()[0]:.1f}; "
-        f"{cpu_ms:.1f} ms of a core each, so {2000 / cpu_ms:.0f} a second on two"
-    )

@@ -4,7 +4,6 @@
 """
 
 import json
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +28,6 @@ from tests.support.run_files import events_of
 
 pytestmark = pytest.mark.timeout(1200)
 QUESTIONS = ["State the final answer to the following arithmetic problem: 1 + 2 = Answer: 3"]
-AGENTS = "rollout.workflow=tests.support.slow_agent"
 BASE = (
     *("sft=null", "model.tiny=null", "valid_dataset=null", "trainer.parallel.dp=1"),
     # Enough calls at once for two replicas.
@@ -177,35 +175,6 @@ def texts_of(answer: Answer) -> str:
     return "\n".join(one.text for one in answer.findings)
 
 
-def test_a_slow_judge_of_answers_is_named(run: FaultyRun) -> None:
-    late = f"{AGENTS}.LateAgent"
-    answer = run.explain("slow_tool", late, "rollout.workflow_kwargs={judged_after_s: 4.0}")
-    assert answer.headline.startswith("the run is limited by tools: ")
-    assert "; after the last reply (rewards) takes 4." in answer.headline
-
-
-def test_one_long_episode_is_named_with_its_node(run: FaultyRun, tmp_path: Path) -> None:
-    kwargs = f"rollout.workflow_kwargs={{count: {tmp_path / 'count'}, every: 64, pause_s: 15.0}}"
-    answer = run.explain("long_episode", f"{AGENTS}.StragglingAgent", kwargs)
-    assert answer.headline.startswith("the run is limited by tools: ")
-    assert "the last episodes of batches were awaited for" in answer.headline
-    found = re.search(r" on (cell-\d) \(node (n\d\d)\) took 1\d\.\d s", answer.headline)
-    assert found, answer.headline
-    assert found[2] == run.get_node(found[1])
-
-
-def test_evaluation_too_often_is_named_with_its_key(run: FaultyRun) -> None:
-    answer = run.explain(
-        "evaluation_too_often",
-        "valid_dataset.generator=examples.quickstart.task:valid_tasks",
-        "valid_dataset.kwargs.size=128",
-        "evaluation.every_steps=1",
-        "evaluation.tasks=128",
-    )
-    assert answer.headline.startswith("the run is limited by evaluation: ")
-    assert answer.headline.endswith("; evaluation.every_steps=1")
-
-
 def test_a_slow_cell_is_named_with_its_node(run: FaultyRun) -> None:
     fault = meanwhile(lambda is_over: hold_servers_up(run, "cell-1", is_over))
     answer = run.explain("slow_cell", "trainer.total_steps=12", fault=fault)
@@ -222,17 +191,6 @@ def test_a_slow_receiver_of_weights_is_named_with_its_node(run: FaultyRun) -> No
     blamed = f"replica 0 of cell-1 (node {run.get_node('cell-1')})"
     assert f"; {blamed} takes " in answer.headline
     assert answer.hints[0] == f"look at the network of {blamed}"
-
-
-def test_a_batch_too_small_for_its_cells_is_named_with_its_keys(run: FaultyRun) -> None:
-    answer = run.explain(
-        "small_batch",
-        *("trainer.batch_size=1", "rollout.n_samples=4", "rollout.max_concurrent_rollouts=4"),
-        *("rollout.workflow_kwargs={max_tokens: 400}", "rollout.sampling.max_new_tokens=400"),
-    )
-    assert answer.headline.startswith("the run is limited by generation: ")
-    assert answer.headline.endswith(" calls at once at each replica are few")
-    assert "trainer.batch_size=1 and rollout.n_samples=4" in answer.hints[0]
 
 
 def test_slow_storage_is_named(places: Places) -> None:

@@ -20,8 +20,7 @@ import psutil
 import pytest
 
 from tests.support.commands import areal_hpc, said_by
-from tests.support.deadlines import Deadline
-from tests.support.killed_run import LAUNCH_TIMEOUT_S, KilledRun, random_model
+from tests.support.killed_run import LAUNCH_TIMEOUT_S, SLOW, KilledRun, random_model
 from tests.support.results import matrix, read_results, write_results, write_table
 from tests.support.run_files import events_of, trained_steps
 from tests.support.small_run import await_none_left, interrupted_at_end
@@ -43,7 +42,6 @@ BATCH_TICKETS = 4
 SETTLED_S = 60.0
 """A process younger than this still grows by itself."""
 ENOUGH_LOOKS = 20
-LOOK_EVERY_S = 1.0
 WEIGH_EVERY_S = 3.0
 """Reading what all processes of the machine are takes a processor for a while."""
 MAX_GROWTH = 1.15
@@ -71,24 +69,17 @@ class Soak(KilledRun):
             random_model(root / "model"),
             [],
             100_000,
-            "rollout.workflow=tests.support.slow_agent.SlowAgent",
-            "rollout.workflow_kwargs.mean_pause_s=1.0",
+            *SLOW,
             "rollout.max_head_offpolicyness=2",
             "inference.cells=2",
-            "evaluation.every_steps=0",
             "inference.max_restarts=1000",
         )
         self._chance = chance
         self._next_weighing_at = 0.0
-        self.launches = 0
         self.killed: list[tuple[str, float]] = []
         """Role and time of each kill."""
         self.resident_mb: dict[tuple[str, int], list[float]] = defaultdict(list)
         """By role and process, as time went by."""
-
-    def start(self) -> None:
-        super().start()
-        self.launches += 1
 
     def members(self) -> dict[psutil.Process, str]:
         """Live processes of the run and their roles."""
@@ -119,25 +110,25 @@ class Soak(KilledRun):
             self.killed.append((role, at))
         return self.killed[-1:] == [(role, at)]
 
-    def keep_going(self, steps: int) -> None:
-        """Wait for so many steps more; give the command again whenever it gives up."""
-        goal, deadline = trained_steps(self.paths) + steps, Deadline(RECOVERY_TIMEOUT_S)
-        while trained_steps(self.paths) < goal:
-            assert not deadline.is_over(), self.said()
-            if self.process is None or self.process.poll() is not None:
-                self.start()
+    def take_steps(self, steps: int) -> None:
+        """Wait for so many steps more."""
+        goal = trained_steps(self.paths) + steps
+
+        def is_there() -> bool:
             self.weigh_now_and_then()
-            time.sleep(LOOK_EVERY_S)
+            return trained_steps(self.paths) >= goal
+
+        self.keep_going(is_there, RECOVERY_TIMEOUT_S)
 
     def soak(self, kills: int) -> None:
         """Kill so often, up to three times before the run has got over the last kill."""
-        self.keep_going(2 * STEPS_MEASURED)
+        self.take_steps(2 * STEPS_MEASURED)
         while (left := kills - len(self.killed)) > 0:
             for _ in range(min(left, self._chance.randint(1, MOST_IN_A_ROW))):
                 time.sleep(self._chance.uniform(0.0, MAX_REST_S))
                 if not self.kill_one():
                     break
-            self.keep_going(STEPS_MEASURED + 1)
+            self.take_steps(STEPS_MEASURED + 1)
 
     def weigh_now_and_then(self) -> None:
         """Note how much memory settled processes hold."""

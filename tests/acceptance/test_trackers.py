@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import tarfile
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -21,11 +20,10 @@ from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.metrics.writer import format_tensorboard_tag
 from areal_hpc.rundir.checkpoints import list_checkpoints
 from areal_hpc.rundir.jsonl import read_readable_records
-from areal_hpc.rundir.paths import RunPaths, list_runs
+from areal_hpc.rundir.paths import RunPaths
 from tests.support.commands import areal_hpc, run_program, said_by, start_areal_hpc
 from tests.support.environments import CHECKOUT
 from tests.support.process_commands import command_of
-from tests.support.sample_runs import ARCHIVE
 from tests.support.small_run import LIGHT, SmallRun, interrupted_at_end, processes_of
 from tests.support.waiting import wait_for
 
@@ -120,26 +118,6 @@ def read_tensorboard_rows(paths: RunPaths) -> dict[int, dict[str, float]]:
 
 def keep_numbers(row: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in row.items() if isinstance(value, int | float)}
-
-
-def test_wandb_holds_each_step_once_and_as_the_metrics_have_it(
-    wandb_python: Path, tmp_path: Path
-) -> None:
-    with tarfile.open(ARCHIVE) as archive:
-        archive.extractall(tmp_path, filter="data")
-    paths = list_runs(tmp_path)[0]
-    lines = paths.metrics.read_text().splitlines(keepends=True)
-    command = ("sync", paths.root, "--python", wandb_python, "--project", "samples")
-    paths.finished_marker.touch()
-    half = len(lines) // 2
-    paths.metrics.write_text("".join(lines[:half]))
-    said_by(areal_hpc(*command))
-    paths.metrics.write_text("".join(lines))
-    said_by(areal_hpc(*command))
-    assert len(paths.tracker("wandb").list_parts()) == 2
-
-    expected = {row["step"]: keep_numbers(row) for row in read_metrics(paths.metrics)}
-    assert read_wandb_rows(paths, wandb_python, "samples") == expected
 
 
 def kill_with_children(process: subprocess.Popen[str]) -> None:

@@ -17,7 +17,8 @@ from areal_hpc.wire.replicas import ReplicaView
 from tests.support.deadlines import Deadline, scaled
 from tests.support.inference_cell import Cell, running_cell, tiny_qwen3
 from tests.support.results import matrix, read_results, write_results, write_table
-from tests.support.update_faults import Gate, Reader, Sender, Trap, gates
+from tests.support.senders import Senders
+from tests.support.update_faults import Gate, Reader, Trap, gates
 from tests.support.weight_updates import save_update
 
 pytestmark = pytest.mark.timeout(900)
@@ -68,12 +69,13 @@ class Field:
         self._spare = self._new_sender()
         self.sender.await_ready()
 
-    def _new_sender(self) -> Sender:
-        return Sender(
+    def _new_sender(self) -> Senders:
+        return Senders(
             self._directory,
-            CELLS,
-            self.cells[0].service_key,
-            next(self._generations),
+            self._directory,
+            cells=CELLS,
+            service_key=self.cells[0].service_key,
+            generation=next(self._generations),
             update_timeout_s=UPDATE_TIMEOUT_S,
         )
 
@@ -132,7 +134,7 @@ class Field:
         concerned = self.cells if of_sender else [self.cells[VICTIM]]
         held = [cell.scheduler() for cell in concerned]
         if of_sender and phase == "join":
-            held = [psutil.Process(self.sender.process.pid)]
+            held = [psutil.Process(self.sender.processes[0].pid)]
 
         def hold() -> None:
             for process in held if is_in_flight else []:
@@ -178,7 +180,7 @@ class Field:
             return victim.scheduler()
         if party == "server":
             return victim.engine()
-        return psutil.Process(victim.job.pid if party == "cell" else self.sender.process.pid)
+        return psutil.Process(victim.job.pid if party == "cell" else self.sender.processes[0].pid)
 
     def clear_traps(self) -> None:
         """Forward everything again."""

@@ -313,7 +313,7 @@ def play(name: str, place: Path, take_away: Callable[[Scene], None] | None) -> s
             (place / "stage").mkdir()
             stage = opened.enter_context(closing(GymStage(place / "stage", ["no"])))
             scene.network, scene.endpoint = "session-only", stage.proxy.url
-            scene.engine, scene.admin_key = stage.engine_url, stage.proxy.key_file.read_text()
+            scene.engine, scene.admin_key = stage.server.url, stage.proxy.key_file.read_text()
             session = {"task_id": "attack", "rights": "calls"}
             scene.key = stage.proxy.post("/rl/start_session", session).json()["api_key"]
         scene.prepare()

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from tests.support import nccl_like
 from tests.support.deadlines import scaled
 from tests.support.nccl_like_cells import Fault, NcclLikeCell
-from tests.support.sender_ranks import SenderRanks, sender_ranks
+from tests.support.senders import Senders, sender_ranks
 
 WEIGHTS = {f"norm.{at}.weight": torch.full((1024,), float(at)) for at in range(3)}
 BUCKET_BYTES = 4096
@@ -57,10 +57,9 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def ranks(
     cells: list[NcclLikeCell], weights: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[SenderRanks]:
+) -> Iterator[Senders]:
     with sender_ranks(
         cells[0].directory,
-        weights,
         tmp_path_factory.mktemp("logs"),
         cells=CELLS,
         backend=nccl_like.BACKEND,
@@ -82,12 +81,12 @@ def assert_served(cells: list[NcclLikeCell], version: str) -> None:
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("victim", [1, 2], ids=["of rank 1", "of rank 0"])
 def test_a_receiver_that_dies_costs_nobody_of_either_sender_the_update(
-    cells: list[NcclLikeCell], ranks: SenderRanks, weights: Path, victim: int, phase: str
+    cells: list[NcclLikeCell], ranks: Senders, weights: Path, victim: int, phase: str
 ) -> None:
     cells[victim].restart()  # joins anew
     cells[victim].fault = (*PHASES[phase], Fault("breaks", "dies"))
     step, began = next(STEPS), time.monotonic()
-    report = ranks.update(step, weights, CELLS)
+    report = ranks.publish(step, weights, CELLS)
     assert time.monotonic() - began < PATIENT_S, "a deadline was waited for"
     assert report["shares"] == SHARES
     assert list(report["failed"]) == [f"cell-{victim}"]
@@ -95,7 +94,7 @@ def test_a_receiver_that_dies_costs_nobody_of_either_sender_the_update(
     assert {name for name, _ in report["ok"]} == {cell.name for cell in others}
     assert_served(others, f"1.{step}")
     cells[victim].restart()
-    report = ranks.update(step, weights, 1)
+    report = ranks.publish(step, weights, 1)
     assert report["ok"] == [[f"cell-{victim}", 0]], "by the sender that had it before"
     assert [len(share) for share in report["shares"]] == ([0, 1] if victim == 1 else [1, 0])
     assert_served(cells, f"1.{step}")

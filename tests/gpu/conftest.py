@@ -1,14 +1,50 @@
-"""This tier needs a CUDA device. Without one it fails; `make test` leaves it out."""
+"""This tier needs a CUDA device. Without one it fails; `make test` leaves it out.
+
+`tests/acceptance/test_gpu_tier.py` runs it on the CPU with small sizes: `GPU_TIER_DEVICE=cpu`.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 import torch
 
+from tests.support.deadlines import scaled
+from tests.support.environments import CHECKOUT
+
+Device = Literal["cpu", "cuda"]
+RunWorker = Callable[..., dict[str, Any]]
+
 
 @pytest.fixture(scope="session", autouse=True)
-def cuda_device() -> torch.device:
+def device() -> Device:
+    if os.environ.get("GPU_TIER_DEVICE") == "cpu":
+        return "cpu"
     if not torch.cuda.is_available():
         pytest.fail(
             f"tests/gpu needs a CUDA device and a PyTorch built for CUDA; PyTorch "
             f"{torch.__version__} sees none. Run `make gpu` on a machine that has one."
         )
-    return torch.device("cuda", 0)
+    return "cuda"
+
+
+@pytest.fixture(scope="session")
+def run_worker(device: Device) -> RunWorker:
+    """Runs a module in a process of its own; what it reported."""
+
+    def run(report: Path, module: str, *arguments: str) -> dict[str, Any]:
+        environ = {"OMP_NUM_THREADS": "1", **os.environ}
+        if device == "cpu":
+            environ |= {"CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
+        command = [sys.executable, "-m", module, *arguments]
+        subprocess.run(command, cwd=CHECKOUT, env=environ, check=True, timeout=scaled(540))
+        found: dict[str, Any] = json.loads(report.read_text())
+        print(json.dumps(found, indent=1))
+        return found
+
+    return run

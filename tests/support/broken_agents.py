@@ -1,4 +1,4 @@
-"""Agents with the mistakes that users make, and one without."""
+"""Agents with the mistakes that users make, and one without; the last no run can use."""
 
 import asyncio
 import time
@@ -72,3 +72,35 @@ class BlocksLoop:
         await ask(data, extra_kwargs)
         time.sleep(5.0)
         return 1.0
+
+
+class Blocking:
+    def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
+        return 1.0
+
+
+class NeedsArguments:
+    def __init__(self, tokenizer: object) -> None:
+        self.tokenizer = tokenizer
+
+    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
+        return 1.0
+
+
+class RaisesWhenBuilt:
+    def __init__(self) -> None:
+        settings: dict[str, str] = {}
+        self.token = settings["TOOLS_TOKEN"]
+
+    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
+        return 1.0
+
+
+class TakesToken:
+    """A token, which nobody else may see."""
+
+    def __init__(self, token: str) -> None:
+        self.token = token
+
+    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
+        return 0.0

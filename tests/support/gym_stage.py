@@ -16,16 +16,22 @@ from tests.support.scripted_sglang import LoopThread, Script, ScriptedSGLang
 class GymStage:
     """The model says `lines`, one a call, and then the last one for ever."""
 
-    def __init__(self, folder: Path, lines: Sequence[str]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        lines: Sequence[str] = (),
+        arguments: Sequence[str] = ("--context-length", "8192"),
+        *,
+        incremental: bool = False,
+    ) -> None:
         self.tokenizer = byte_level_tokenizer()
         self.prompts: list[str] = []
         self._lines = lines
         self._loop = LoopThread()
-        self._server = ScriptedSGLang(self.tokenizer, self._script)
-        self._loop.run(self._server.start())
-        self.engine_url = self._server.url
-        arguments = ("--tool-call-parser", "qwen25", "--context-length", "8192")
-        self.proxy = LoneProxy(folder, self._server.url, arguments=arguments)
+        self.server = ScriptedSGLang(self.tokenizer, self._script, incremental=incremental)
+        self._loop.run(self.server.start())
+        arguments = ("--tool-call-parser", "qwen25", *arguments)
+        self.proxy = LoneProxy(folder, self.server.url, arguments=arguments)
 
     def _script(self, request: dict[str, Any]) -> Script:
         self.prompts.append(self.tokenizer.decode(request["input_ids"], skip_special_tokens=False))
@@ -52,7 +58,7 @@ class GymStage:
 
     def close(self) -> None:
         self.proxy.kill()
-        self._loop.run(self._server.stop())
+        self._loop.run(self.server.stop())
         self._loop.stop()
 
 

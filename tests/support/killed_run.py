@@ -3,7 +3,7 @@
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from areal_hpc.shards.journal import encode_record_header
 from areal_hpc.wire.fault_points import FAULT_POINTS, FAULTS_VARIABLE
 from tests.support.run_files import events_of
 from tests.support.small_run import SmallRun, started_from
+from tests.support.waiting import wait_for
 
 REST_S = 2.0
 """Between a kill and the next one: a process that is just starting has nothing to lose."""
@@ -24,6 +25,13 @@ GENERATING_S = 0.03
 """From the moment before SGLang is asked to one at which it generates."""
 POLL_S = 0.01
 LAUNCH_TIMEOUT_S = 900.0
+
+SLOW = (
+    "evaluation.every_steps=0",
+    "rollout.workflow=tests.support.slow_agent.SlowAgent",
+    "rollout.workflow_kwargs.mean_pause_s=1.0",
+)
+"""Of a run that lasts as long as a test must."""
 
 PARTIES = {
     "trainer": "areal_hpc.trainer.job:run",
@@ -118,6 +126,7 @@ class KilledRun(SmallRun):
         )
         self.steps = steps
         self.kills = kills
+        self.launches = 0
         folder = root / "faults"
         folder.mkdir(parents=True)
         self._gates = {point: Gate(folder, point) for point in {k.where.fault_point for k in kills}}
@@ -127,16 +136,31 @@ class KilledRun(SmallRun):
 
     def start(self) -> None:
         super().start()
+        self.launches += 1
         if self.kills and self._killer.ident is None:
             self._killer.start()
 
     def run_to_the_end(self, most_launches: int) -> int:
         """Give the same command until it exits with 0; how often that took."""
-        for launch in range(1, most_launches + 1):
+        while self.launches < most_launches:
             self.start()
             if self.wait(LAUNCH_TIMEOUT_S) == 0:
-                return launch
+                return self.launches
         raise AssertionError(self.said())
+
+    def keep_going(
+        self, condition: Callable[[], bool], timeout_s: float = LAUNCH_TIMEOUT_S
+    ) -> None:
+        """Wait for a condition; give the command again whenever it has given up."""
+
+        def holds() -> bool:
+            if condition():
+                return True
+            if self.process is None or self.process.poll() is not None:
+                self.start()
+            return False
+
+        wait_for(holds, timeout_s, self.said, every_s=0.5)
 
     def struck(self) -> dict[str, float]:
         """When each kill happened, by name."""

@@ -17,7 +17,7 @@ ON_GPUS = "trainer.device=cuda inference.device=cuda"
 FOUR_RANKS = "trainer.parallel.dp=2 inference.replicas_per_cell=2 inference.tp=2"
 SUMS = "tests.support.sums"
 MADE_UP = "train_dataset.generator=tests.support.made_up_tasks"
-AGENTS_MODULE = "tests.support.misshapen_agents"
+AGENTS_MODULE = "tests.support.broken_agents"
 QUICKSTART = "recipes/quickstart.yaml"
 
 
@@ -214,7 +214,7 @@ MISTAKES = (
         f"rollout.workflow={AGENTS_MODULE}.RaisesWhenBuilt",
         (
             "cannot be built without arguments: KeyError: 'TOOLS_TOKEN'",
-            *("misshapen_agents.py:", "at: rollout.workflow_kwargs"),
+            *("broken_agents.py:", "at: rollout.workflow_kwargs"),
         ),
     ),
     # Environments, model, sizes.

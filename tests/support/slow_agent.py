@@ -51,23 +51,3 @@ class HungryAgent(SlowAgent):
             return await super().run(data, **extra_kwargs)
         eaten = [b"x" * BITE_BYTES for _ in range(MOST_BITES)]
         raise MemoryError(f"nobody stopped an agent that took {len(eaten) * BITE_BYTES} bytes")
-
-
-class StragglingAgent(ArithmeticAgent):
-    """Now and then one of many episodes takes long; `count` is a file that counts them."""
-
-    def __init__(self, count: str, every: int, pause_s: float) -> None:
-        super().__init__(max_tokens=4)
-        self._count = Path(count)
-        self._every = every
-        self._pause_s = pause_s
-
-    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
-        with self._count.open("ab") as stream:  # episodes run in several processes
-            stream.write(b"x")
-            stream.flush()
-            number = stream.tell()
-        reward = await super().run(data, **extra_kwargs)
-        if number % self._every == 0:
-            await asyncio.sleep(self._pause_s)
-        return reward

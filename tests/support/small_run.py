@@ -67,7 +67,7 @@ class SmallRun:
         self.fileroot = fileroot
         self._overrides = (f"cluster.fileroot={fileroot}", *CUT_DOWN, *overrides)
         self.paths = RunPaths(fileroot / "quickstart" / "demo")
-        self._log = fileroot / "launcher.log"
+        self.log = fileroot / "launcher.log"
         fileroot.mkdir(parents=True, exist_ok=True)
         self.environ: dict[str, str] = {}
         """Added to the environment of the command."""
@@ -79,7 +79,7 @@ class SmallRun:
 
     def start(self) -> None:
         """Run the command in a process group of its own, as a shell would."""
-        with self._log.open("ab") as log:
+        with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "areal_hpc", "run", "recipes/quickstart.yaml"),
@@ -137,7 +137,7 @@ class SmallRun:
 
     def said(self) -> str:
         """What the launcher printed, and the end of every log of the newest attempt."""
-        return f"{self._log.read_text(errors='replace')}\n{logs_of(self.paths)}"
+        return f"{self.log.read_text(errors='replace')}\n{logs_of(self.paths)}"
 
     def audited(self) -> str:
         """The last line of `areal-hpc audit`, which must find nothing at fault."""

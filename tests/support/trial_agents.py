@@ -1,4 +1,4 @@
-"""Agents for `areal-hpc try`: what works, and what a first version of an agent gets wrong."""
+"""Agents for `areal-hpc try` that work."""
 
 import time
 from typing import Any
@@ -41,38 +41,6 @@ class GreedyAgent(ChatAgent):
 
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
         await self.ask(data, extra_kwargs, temperature=0, max_tokens=4)
-        return 1.0
-
-
-class MisspellingAgent(ChatAgent):
-    """Asks for a column that tasks do not have, once the model has replied."""
-
-    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
-        said = await self.ask(data, extra_kwargs)
-        return float(said == data["anwser"])
-
-
-class SilentAgent:
-    """Never calls the model."""
-
-    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
-        return 1.0
-
-
-class WordyAgent(ChatAgent):
-    """Returns a reward that is no number."""
-
-    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> Any:
-        await self.ask(data, extra_kwargs)
-        return "good"
-
-
-class ToolAgent(ChatAgent):
-    """Offers the model a tool."""
-
-    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
-        tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
-        await self.ask(data, extra_kwargs, tools=[tool])
         return 1.0
 
 

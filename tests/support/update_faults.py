@@ -7,11 +7,8 @@ call, and at a chosen route of a chosen replica it does something first.
 import http.client
 import http.server
 import itertools
-import json
 import select
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,7 +23,6 @@ from transformers import Qwen3ForCausalLM
 from areal_hpc.rundir import rendezvous
 from areal_hpc.wire.service_key import make_client_tls
 from tests.support.deadlines import scaled
-from tests.support.environments import CHECKOUT
 from tests.support.inference_cell import CALL_TIMEOUT_S, Cell, logprob_error
 
 PROMPT = [10, 20, 30, 40, 50]
@@ -137,66 +133,6 @@ def _has_left(caller: socket.socket, upstream: socket.socket) -> bool:
             return False
         if not caller.recv(1, socket.MSG_PEEK):
             return True
-
-
-class Sender:
-    """A process that publishes through the gates, one generation of a trainer."""
-
-    def __init__(
-        self, directory: Path, cells: int, service_key: str, generation: int, **weights: Any
-    ) -> None:
-        self.generation = generation
-        self._is_ready = False
-        config = {
-            "rendezvous_dir": str(directory),
-            "cells": cells,
-            "service_key": service_key,
-            "generation": generation,
-            "weights": {"bucket_bytes": 100_000, **weights},
-        }
-        with (directory / f"sender.{generation}.log").open("wb") as log_file:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.support.update_sender", json.dumps(config)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log_file,
-                cwd=CHECKOUT,
-            )
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self._orders, self._reports = self.process.stdin, self.process.stdout
-
-    def await_ready(self) -> None:
-        if not self._is_ready:
-            assert self.read() == {"ready": True}
-            self._is_ready = True
-
-    def order(self, step: int, weights: Path, at_least: int) -> None:
-        """Tell it to publish to so many replicas, or more; `read` gives its report."""
-        order = {"step": step, "weights": str(weights), "at_least": at_least}
-        self._orders.write(json.dumps(order).encode() + b"\n")
-        self._orders.flush()
-
-    def read(self) -> dict[str, Any] | None:
-        """Its next report; None when it was killed."""
-        line = self._reports.readline()
-        report: dict[str, Any] | None = json.loads(line) if line else None
-        return report
-
-    def publish(self, step: int, weights: Path, at_least: int) -> dict[str, Any] | None:
-        self.order(step, weights, at_least)
-        return self.read()
-
-    def stop(self) -> None:
-        """End it in order, if it still runs."""
-        with suppress(OSError):
-            self._orders.close()
-        try:
-            self.process.wait(scaled(20))
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-        self._reports.close()
 
 
 @dataclass

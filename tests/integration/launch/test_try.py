@@ -87,10 +87,10 @@ def test_a_conversation_its_reward_and_its_rows_are_shown(
 
 
 FAILING_AGENTS = [
-    ("MisspellingAgent", "tests/support/trial_agents.py:52\n"),
-    ("SilentAgent", "no call to the model had been answered"),
-    ("WordyAgent", "the agent returned 'good' (str), expected a finite float"),
-    ("ToolAgent", "set inference.tool_call_parser to the model's format"),
+    ("RaisesKeyError", "tests/support/broken_agents.py:33\n"),
+    ("MakesNoCall", "no call to the model had been answered"),
+    ("ReturnsString", "the agent returned '1.0' (str), expected a finite float"),
+    ("AsksForTools", "set inference.tool_call_parser to the model's format"),
 ]
 
 
@@ -101,7 +101,9 @@ FAILING_AGENTS = [
 def test_a_failing_agent_is_told_with_its_place_and_ends_with_70(
     agent: str, said: str, recipe: tuple[str, ...]
 ) -> None:
-    ended = areal_hpc("try", *recipe, f"rollout.workflow={AGENTS}.{agent}", "-n", "2")
+    ended = areal_hpc(
+        "try", *recipe, f"rollout.workflow=tests.support.broken_agents.{agent}", "-n", "2"
+    )
     assert ended.returncode == 70, ended.stdout + ended.stderr
     assert said in ended.stdout
     assert "--- task 1 failed as task 0 did" in ended.stdout

@@ -21,7 +21,7 @@ from areal_hpc.weights.update import UpdateReport
 from areal_hpc.wire.weight_version import WeightVersion
 from tests.support.deadlines import scaled
 from tests.support.inference_cell import Cell, logprob_error, running_cell, tiny_qwen3
-from tests.support.sender_ranks import sender_ranks
+from tests.support.senders import sender_ranks
 from tests.support.update_faults import Gate, Trap, gates
 from tests.support.weight_updates import (
     probe_of,
@@ -100,7 +100,6 @@ def test_two_trainer_ranks_send_each_to_its_own_replica(cell: Cell, tmp_path: Pa
         save_update(model, path)
     with sender_ranks(
         cell.paths.rendezvous_dir,
-        files[0],
         tmp_path,
         cells=1,
         backend="gloo",
@@ -110,7 +109,8 @@ def test_two_trainer_ranks_send_each_to_its_own_replica(cell: Cell, tmp_path: Pa
         update_timeout_s=scaled(60),
     ) as ranks:
         for step, (model, path) in enumerate(zip(models, files, strict=True)):
-            report = ranks.update(step, path, 2)
+            report = ranks.publish(step, path, 2)
+            del report["ended_at"]
             assert report == {
                 "ok": [["cell-0", 0], ["cell-0", 1]],
                 "failed": {},

@@ -30,7 +30,7 @@ def write_run(fileroot: Path, readable_by: str, *more: str) -> RunPaths:
         f"cluster.fileroot={fileroot}",
         f"cluster.readable_by={readable_by}",
         *(f"cluster.{role}.variables={{WANDB_API_KEY: {SECRET}-{role}}}" for role in ROLES),
-        "rollout.workflow=tests.support.token_agent.TokenAgent",
+        "rollout.workflow=tests.support.broken_agents.TakesToken",
         f"rollout.workflow_kwargs={{token: {SECRET}-token}}",
         *stand_in_pythons(fileroot),
         *more,
