@@ -32,7 +32,8 @@ def test_two_nodes_are_examined_by_a_job_that_leaves_nothing(
     assert [node["facts"]["host"] for node in (first, second)] == ["n01", "n02"]
     between = first["network_rates"]
     assert (between["ranks"], between["wrong_elements"]) == (2 * NODES, 0), between
-    assert first["node_rates"]["ranks"] == 2
+    rates = first["node_rates"]
+    assert (rates["ranks"], rates["backend"], rates["wrong_elements"]) == (2, "gloo", 0)
     said = " ".join(ended.stdout.split())
     for node in ("n01", "n02"):
         assert f"ok isolation {node}: programs of the model run in namespaces" in said

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.support.killed_run import SLOW, KilledRun, warmed_up_model
+from tests.support.killed_run import SLOW, KilledRun
 from tests.support.process_commands import command_of
 from tests.support.results import write_results
 from tests.support.run_files import events_of, trained_steps
@@ -76,8 +76,8 @@ class ElasticRun(KilledRun):
         self.await_true(are_so_many, timeout_s)
 
 
-def test_replicas_leave_and_join_and_the_trainer_stays(tmp_path: Path) -> None:
-    run = ElasticRun(tmp_path, warmed_up_model(tmp_path / "model"))
+def test_replicas_leave_and_join_and_the_trainer_stays(model: Path, tmp_path: Path) -> None:
+    run = ElasticRun(tmp_path, model)
     seen: list[dict[str, Any]] = []
     run.start()
     run.await_replicas(CELLS, START_TIMEOUT_S)

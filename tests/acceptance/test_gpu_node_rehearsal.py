@@ -5,11 +5,8 @@ The kills are those of `test_kill_matrix.py`, which this does not repeat.
 
 from pathlib import Path
 
-import msgspec
 import pytest
 
-from areal_hpc.errors import ClusterError
-from areal_hpc.launch.doctor.gpu.steps import run_tiny_recipe
 from tests.support.node_tier import (
     EXPERT_LAYOUTS,
     LAYOUTS,
@@ -40,14 +37,3 @@ def test_a_layout_agrees_in_sixteen_bits_as_far_as_transformers_does(tmp_path: P
 
 def test_a_real_server_agrees_before_and_after_an_update(tmp_path: Path) -> None:
     assert max(run_and_judge(plan_for("cpu", "float32"), ("", ""), tmp_path).mean_gaps) < 1e-4
-
-
-def test_a_flag_that_sglang_does_not_know_is_found_before_it_starts(
-    tmp_path: Path,
-) -> None:
-    plan = plan_for("cuda", "bfloat16")
-    inference = {**plan.inference, "extra_args": ["--atention-backend", "fa3"]}
-    wrong = msgspec.structs.replace(plan, inference=inference)
-    with pytest.raises(ClusterError, match="SGLang has no option --atention-backend") as refused:
-        run_tiny_recipe(wrong, ("0", "1"), tmp_path)
-    assert "did you mean --attention-backend?" in str(refused.value)

@@ -37,9 +37,16 @@ def test_steps_that_die_a_time_limit_and_ctrl_c_cost_no_ticket(
     run.await_nothing_left()
     with run.hold(*TWO_NODES, f"trainer.total_steps={NO_END}"):
         run.await_training(len(run.read_steps()) + 1)
+        note = run.read_note()
+        nodes = {step.job: step.nodes for step in note.steps}
+        assert nodes == {"trainer": ("n01",), "cell-0": ("n02",)}
+        status = areal_hpc("status", run.paths.root, environ=cluster.environ)
+        assert f"running in allocation {note.job_id}" in status.stdout
         run.shorten_time_limit()
         assert run.end(100) == 75, run.said()
+    assert f"error: allocation {note.job_id} is close to its time limit" in run.said()
     run.await_nothing_left()
+    assert f"the run was stopped: allocation {note.job_id} is close to its time" in run.why()
     last, saved = run.read_steps()[-1], find_latest_checkpoint(run.paths.checkpoints_dir)
     assert saved is not None
     assert saved.state.step == last  # no step is taken twice
@@ -65,34 +72,3 @@ def test_an_allocation_that_is_cancelled_leaves_nothing_and_why_names_it(
     why = run.why()
     assert "the run was stopped" in why
     assert "was ended (Slurm says" in why or "stopped by SIG" in why
-
-
-@pytest.mark.timeout(900)
-def test_a_run_saves_before_the_time_limit_and_goes_on_in_another_allocation(
-    cluster: Devcluster, tmp_path: Path
-) -> None:
-    run = HeldRun(cluster, tmp_path / "runs")
-    with run.hold(*TWO_NODES, f"trainer.total_steps={NO_END}"):
-        run.await_training(1)
-        note = run.read_note()
-        nodes = {step.job: step.nodes for step in note.steps}
-        assert nodes == {"trainer": ("n01",), "cell-0": ("n02",)}
-        status = areal_hpc("status", run.paths.root, environ=cluster.environ)
-        assert f"running in allocation {note.job_id}" in status.stdout
-        run.shorten_time_limit()
-        assert run.end(100) == 75, run.said()
-    assert f"error: allocation {note.job_id} is close to its time limit" in run.said()
-    run.await_nothing_left()
-    assert f"the run was stopped: allocation {note.job_id} is close to its time" in run.why()
-
-    last, saved = run.read_steps()[-1], find_latest_checkpoint(run.paths.checkpoints_dir)
-    assert saved is not None
-    assert saved.state.step == last  # no step is taken twice
-    with run.hold(*ONE_NODE, f"trainer.total_steps={last + 1}"):
-        run.await_step("cell-0.2")
-        gpus = {job: run.get_gpus(job) for job in ("trainer", "cell-0")}
-        assert sorted(gpus.values()) == ["0", "1"]  # which step has which is up to Slurm
-        assert run.end(200) == 0, run.said()
-    assert run.read_steps() == list(range(last + 2))
-    assert f"trained_once={4 * (last + 1)} duplicates=0 lost=0" in audit_of(run.paths.root)
-    run.await_nothing_left()

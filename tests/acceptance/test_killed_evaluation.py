@@ -3,14 +3,12 @@
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-import psutil
 import pytest
 
 from areal_hpc.evaluation.set_names import STEP_OF_LOADED_WEIGHTS
@@ -20,7 +18,7 @@ from areal_hpc.view.evaluation_report import read_report
 from areal_hpc.view.transcripts.row_search import RowQuery, find_rows
 from tests.support.commands import areal_hpc, said_by
 from tests.support.environments import CHECKOUT
-from tests.support.small_run import CUT_DOWN, LIGHT, processes_of
+from tests.support.small_run import CUT_DOWN, LIGHT, kill_all, processes_of
 from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(900)
@@ -42,16 +40,6 @@ def list_arguments(model: Path, fileroot: Path) -> list[str]:
         *("rollout.n_samples=2", "rollout.max_concurrent_rollouts=2"),
         f"evaluation.sets.few={FEW}{SAMPLED}",
     ]
-
-
-def kill_all(launcher: subprocess.Popen[bytes], run_dir: Path) -> None:
-    """Kill the command, and then whatever still works in its directory."""
-    launcher.send_signal(signal.SIGKILL)
-    launcher.wait()
-    for process in psutil.process_iter(["cmdline"]):
-        if any(str(run_dir) in word for word in process.info["cmdline"] or ()):
-            process.kill()
-    wait_for(lambda: processes_of(run_dir) == [], 30, lambda: processes_of(run_dir))
 
 
 def count_rows(run_dir: Path) -> Counter[object]:

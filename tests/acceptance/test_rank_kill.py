@@ -16,7 +16,7 @@ from areal_hpc.wire.weight_version import WeightVersion
 from tests.acceptance.slurm_run import SlurmRun
 from tests.support.commands import areal_hpc, said_by
 from tests.support.devclusters import Devcluster, devcluster
-from tests.support.killed_run import PARTIES, KilledRun, warmed_up_model
+from tests.support.killed_run import PARTIES, KilledRun
 from tests.support.process_commands import alive, command_of
 from tests.support.results import add_results, matrix, write_table
 from tests.support.run_files import events_of, logs_of
@@ -151,10 +151,12 @@ def kill_in_turn(killer: RankKiller) -> list[Seconds]:
     return kills
 
 
-def test_a_rank_that_is_killed_costs_little_and_nothing_is_lost(tmp_path: Path) -> None:
+def test_a_rank_that_is_killed_costs_little_and_nothing_is_lost(
+    model: Path, tmp_path: Path
+) -> None:
     run = KilledRun(
         tmp_path,
-        warmed_up_model(tmp_path / "model"),
+        model,
         [],
         STEPS,
         *("trainer.parallel.dp=2", "evaluation.every_steps=0", "alerts.off=[no_signal]"),

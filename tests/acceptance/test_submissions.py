@@ -17,13 +17,17 @@ from tests.support.commands import said_by
 from tests.support.deadlines import scaled
 from tests.support.devclusters import (
     HELD,
+    JOBS,
     Devcluster,
     Submitting,
     devcluster,
     light_overrides,
+    numbers,
+    queued,
+    recorded,
+    stopped_slurmctld,
 )
 from tests.support.results import matrix, write_results, write_table
-from tests.support.submissions import JOBS, numbers, queued, recorded, stopped_slurmctld
 from tests.support.waiting import wait_for
 
 SUBMISSIONS = 50

@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.metrics.writer import format_tensorboard_tag
 from areal_hpc.rundir.checkpoints import list_checkpoints
-from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.paths import RunPaths
 from tests.support.commands import areal_hpc, run_program, said_by, start_areal_hpc
 from tests.support.environments import CHECKOUT
-from tests.support.process_commands import command_of
-from tests.support.small_run import LIGHT, SmallRun, interrupted_at_end, processes_of
-from tests.support.waiting import wait_for
+from tests.support.small_run import LIGHT, SmallRun, interrupted_at_end, kill_all
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -56,17 +52,6 @@ for record in read_records(sys.argv[1]):
         items = record.history.item
         row = {one.key or one.nested_key[0]: json.loads(one.value_json) for one in items}
         print(json.dumps({"row": {k: v for k, v in row.items() if k[0] != "_"}}))
-"""
-
-STALLING_TRACKER = """
-import json, pathlib, sys, time
-part = json.load(sys.stdin)
-out = pathlib.Path(sys.argv[1], "logged.jsonl")
-out.write_text("".join(json.dumps(row) + "\\n" for row in part["rows"]))
-stall = pathlib.Path(__file__).with_name("stall")
-if stall.exists():
-    stall.rename(stall.with_name("stalled"))
-    time.sleep(3600)
 """
 
 
@@ -127,37 +112,6 @@ def kill_with_children(process: subprocess.Popen[str]) -> None:
     process.communicate(timeout=60)
 
 
-def test_a_run_goes_on_without_its_tracker_and_a_later_sync_repairs_what_is_missing(
-    tmp_path: Path,
-) -> None:
-    program, stall = tmp_path / "mine.py", tmp_path / "stall"
-    program.write_text(STALLING_TRACKER)
-    stall.touch()
-    run = SmallRun(
-        *(tmp_path / "runs", *LIGHT, "valid_dataset=null"),
-        *("trainer.total_steps=40", "trainer.checkpoint_every_steps=5"),
-    )
-    command = ("sync", run.paths.root, "--tracker", program)
-    with interrupted_at_end(run):
-        run.start()
-        run.await_true(lambda: bool(list_checkpoints(run.paths.checkpoints_dir)))
-        follower = start_areal_hpc(*command, "--follow", environ=os.environ)
-        try:
-            run.await_true(lambda: not stall.exists())
-        finally:
-            kill_with_children(follower)
-        trained = len(read_readable_records(run.paths.metrics))
-        assert run.wait() == 0, run.said()
-    rows = read_metrics(run.paths.metrics)
-    assert trained < len(rows), "it trained on after the kill"
-    assert [row["step"] for row in rows][-40:] == list(range(1, 41))
-    assert run.paths.tracker("mine").list_parts() == [], "what was killed in the writing is no part"
-
-    said_by(areal_hpc(*command))
-    (part,) = run.paths.tracker("mine").list_parts()
-    assert read_readable_records(part / "logged.jsonl") == rows
-
-
 def test_a_run_that_was_killed_is_one_run_in_both_trackers_and_no_step_is_there_twice(
     wandb_python: Path, tmp_path: Path
 ) -> None:
@@ -184,7 +138,7 @@ def test_a_run_that_was_killed_is_one_run_in_both_trackers_and_no_step_is_there_
         try:
             run.await_true(is_between_checkpoints)
             assert run.process is not None
-            kill_run(run.process, run.paths.root)
+            kill_all(run.process, run.paths.root)
         finally:
             kill_with_children(follower)
     known = list_steps()[-1]
@@ -208,15 +162,3 @@ def test_a_run_that_was_killed_is_one_run_in_both_trackers_and_no_step_is_there_
         expected = {format_tensorboard_tag(name): value for name, value in row.items()}
         del expected["step"]
         assert board[step] == pytest.approx(expected, rel=1e-6), "float32"
-
-
-def kill_run(launcher: subprocess.Popen[bytes], run_dir: Path) -> None:
-    """SIGKILL to the launcher and to whatever works in a run directory, none before the other."""
-    launcher.kill()
-    launcher.wait()
-    for one in psutil.process_iter():
-        with suppress(psutil.Error):
-            known = " ".join([*command_of(one), *one.environ().values()])
-            if one.pid != os.getpid() and str(run_dir) in known:
-                one.kill()
-    wait_for(lambda: processes_of(run_dir) == [], 60, lambda: processes_of(run_dir))

@@ -5,14 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.slurm.versions import parse_release
 from tests.support.deadlines import scaled
 from tests.support.devclusters import Devcluster, devcluster
 from tests.support.thoroughness import choose
 from tests.support.waiting import wait_for
 
 NODES = ["n01", "n02", "n03", "n04"]
-EVERYTHING = ("-N4", "--exclusive", "--mem=1000")
 
 
 def test_every_node_is_a_machine_of_its_own(cluster: Devcluster) -> None:
@@ -28,33 +26,6 @@ def test_every_node_is_a_machine_of_its_own(cluster: Devcluster) -> None:
     assert len(set(addresses)) == 4
     assert set(links) == {"2"}, "loopback and one cable"
     assert set(controllers) == {"0"}, "it runs on this machine, not on theirs"
-
-
-def test_nodes_reach_one_another_by_name_and_not_by_loopback(cluster: Devcluster) -> None:
-    listen = "import socket; s=socket.create_server(('', 7777)); s.accept()[0].sendall(b'from n01')"
-    server = cluster.submit(f'exec python3 -c "{listen}"', "-w", "n01")
-    cluster.await_state(server, "RUNNING")
-    fetch = (
-        "import socket, sys, time\n"
-        "time.sleep(1)\n"
-        "print(socket.create_connection((sys.argv[1], 7777), 10).recv(99).decode())"
-    )
-    asked = ("srun", "-N1", "-w", "n02", "python3", "-c", fetch)
-    with pytest.raises(AssertionError, match="Connection refused"):
-        cluster.slurm(*asked, "127.0.0.1")
-    assert cluster.slurm(*asked, "n01") == "from n01"
-
-
-def test_a_job_that_ends_at_the_warning_is_requeued_from_24_05_on(cluster: Devcluster) -> None:
-    tasks = "srun sh -c 'echo here; exec sleep 600'"  # a signal misses a step that starts later
-    low = cluster.submit(tasks, *EVERYTHING, "-p", "scavenger", "--requeue")
-    assert cluster.await_output(low, 4) == ["here"] * 4
-    high = cluster.submit("sleep 1", *EVERYTHING, "-p", "priority")
-    cluster.await_state(high, "COMPLETED")
-    is_requeued = parse_release(cluster.slurm("squeue", "--version")) >= "24.05"
-    assert (cluster.job_state(low) == "FAILED") == (not is_requeued)
-    assert cluster.restarts(low) == int(is_requeued)
-    cluster.slurm("scancel", low)
 
 
 def test_a_job_runs_on_when_only_slurmd_is_killed(cluster: Devcluster, tmp_path: Path) -> None:

@@ -15,8 +15,7 @@ import pytest
 from tests.slurm.operated import OperatedRun
 from tests.slurm.supervised_jobs import TIME_LIMIT_MIN, SupervisedJob
 from tests.support.deadlines import scaled
-from tests.support.devclusters import SLURM_POLL_S, Devcluster
-from tests.support.submissions import stopped_slurmctld
+from tests.support.devclusters import SLURM_POLL_S, Devcluster, stopped_slurmctld
 from tests.support.waiting import wait_for
 
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(600)]

@@ -10,12 +10,13 @@ from tests.support.commands import areal_hpc, run_program, said_by
 from tests.support.deadlines import scaled
 from tests.support.devclusters import (
     HELD,
+    JOBS,
     Devcluster,
     Submitting,
     devcluster,
     light_overrides,
+    queued,
 )
-from tests.support.submissions import JOBS, queued
 from tests.support.waiting import wait_for
 
 LIMITED_RUN = ("trainer", "cell-0", "cell-1")

@@ -15,9 +15,9 @@ from tests.support.devclusters import (
     HELD,
     Devcluster,
     devcluster,
+    stopped_slurmctld,
 )
 from tests.support.small_run import processes_of
-from tests.support.submissions import stopped_slurmctld
 from tests.support.waiting import wait_for
 
 

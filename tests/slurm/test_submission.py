@@ -16,12 +16,16 @@ from tests.support.commands import said_by
 from tests.support.deadlines import scaled
 from tests.support.devclusters import (
     HELD,
+    JOBS,
     SLURM_POLL_S,
     Devcluster,
     Submitting,
     light_overrides,
+    numbers,
+    queued,
+    recorded,
+    stopped_slurmctld,
 )
-from tests.support.submissions import JOBS, numbers, queued, recorded, stopped_slurmctld
 from tests.support.thoroughness import choose
 from tests.support.waiting import wait_for
 

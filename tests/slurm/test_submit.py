@@ -15,13 +15,14 @@ from tests.support.commands import audit_of, said_by
 from tests.support.deadlines import scaled
 from tests.support.devclusters import (
     HELD,
+    JOBS,
     SLURM_POLL_S,
     Devcluster,
     Submitting,
     light_overrides,
+    recorded,
 )
 from tests.support.environments import CHECKOUT
-from tests.support.submissions import JOBS, recorded
 from tests.support.waiting import wait_for
 
 

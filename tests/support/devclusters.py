@@ -4,6 +4,7 @@ import json
 import os
 import pwd
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from areal_hpc.rundir.jobs import Submission, read_submissions
+from areal_hpc.rundir.jobs import Submission, get_latest_submissions, read_submissions
 from areal_hpc.rundir.paths import RunPaths
 from slurm.devcluster.host import lock_host
 from slurm.devcluster.roots import find_slurm_root, get_programs_dir
@@ -222,3 +223,33 @@ def light_overrides(folder: Path) -> tuple[str, ...]:
         "rollout.workflow=tests.slurm.job_actors.IdleAgent",
         *(f"{key}={{path: {tasks}, generator: null, kwargs: {{}}}}" for key in keys),
     )
+
+
+JOBS = ["caretaker", "cell-0", "cell-1", "sft", "trainer"]
+
+
+@contextmanager
+def stopped_slurmctld(cluster: Devcluster) -> Iterator[None]:
+    """slurmctld takes requests and answers none, until the end of the block."""
+    controller = int((cluster.state_dir / "run" / "slurmctld.pid").read_text())
+    os.kill(controller, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(controller, signal.SIGCONT)
+
+
+def queued(cluster: Devcluster) -> list[str]:
+    """Names within the run of the jobs in the queue."""
+    names = cluster.slurm("squeue", "-h", "-o", "%j").split()
+    return sorted(name.removeprefix("quickstart-slurm-").rpartition(".")[0] for name in names)
+
+
+def numbers(cluster: Devcluster) -> list[str]:
+    """Numbers of the jobs in the queue."""
+    return sorted(cluster.slurm("squeue", "-h", "-o", "%i").split())
+
+
+def recorded(run: Submitting) -> dict[str, str]:
+    """Number of the newest submission of each job."""
+    return {job: one.job_id for job, one in get_latest_submissions(run.submissions).items()}

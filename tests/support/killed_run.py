@@ -12,7 +12,6 @@ import psutil
 
 from areal_hpc.launch.tiny_model import make_tiny_model
 from areal_hpc.rundir.jsonl import read_readable_records
-from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.journal import encode_record_header
 from areal_hpc.wire.fault_points import FAULT_POINTS, FAULTS_VARIABLE
 from tests.support.run_files import events_of
@@ -231,16 +230,6 @@ def torn_record(writer: int, survives: bool) -> Iterator[None]:
     yield
     if survives:
         os.truncate(journal, size_bytes)
-
-
-def warmed_up_model(root: Path) -> Path:
-    """The quick start's model after a short SFT stage, for many runs to start from."""
-    run = SmallRun(root / "warm")
-    export = RunPaths(run.paths.root).export_dir("sft")
-    run.interrupt_when(
-        lambda: (export / "config.json").exists() and any(export.glob("*.safetensors"))
-    )
-    return export
 
 
 def random_model(folder: Path) -> Path:

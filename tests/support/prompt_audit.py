@@ -1,11 +1,8 @@
-"""Token-by-token comparison of a recorded prompt with a fresh rendering of its conversation.
+"""The tokens of a recorded prompt, and those of a fresh rendering of its conversation.
 
 A template may render a history otherwise than the model read it, which is no error: it drops
 earlier reasoning, trims text, or splits words unlike the model.
 """
-
-from dataclasses import dataclass
-from difflib import SequenceMatcher
 
 import msgspec
 import numpy as np
@@ -13,18 +10,6 @@ import numpy as np
 from areal_hpc.session.chat_template import ChatTemplate, TokenEncoder
 from areal_hpc.session.completion_prompts import RAW_PROMPT_CONTEXT
 from areal_hpc.session.tree import Interaction, InteractionTree, unpack_ids
-
-
-@dataclass(frozen=True, slots=True)
-class TokenDifference:
-    """A place where the two prompts part."""
-
-    position: int
-    """Index of the first differing token in the recorded prompt."""
-    recorded_ids: list[int]
-    rendered_ids: list[int]
-    recorded_text: str
-    rendered_text: str
 
 
 def prompt_ids(tree: InteractionTree, interaction: Interaction) -> list[int]:
@@ -47,36 +32,3 @@ def rendered_ids(
     tools, variables = msgspec.json.decode(context) if context else (None, None)
     text = template.render_prompt(messages, tools=tools, variables=variables)
     return encoder.encode(text)
-
-
-def audit_prompt(
-    tree: InteractionTree, interaction: Interaction, template: ChatTemplate, encoder: TokenEncoder
-) -> list[TokenDifference]:
-    """Every place where an interaction's prompt is not what rendering would give."""
-    recorded = prompt_ids(tree, interaction)
-    rendered = rendered_ids(tree, interaction, template, encoder)
-    start = _common(recorded, rendered)
-    # What is equal at both ends is most of it; comparing the rest costs its square.
-    end = _common(recorded[start:][::-1], rendered[start:][::-1])
-    ours, theirs = recorded[start : len(recorded) - end], rendered[start : len(rendered) - end]
-    return [
-        TokenDifference(
-            start + a,
-            ours[a:b],
-            theirs[c:d],
-            encoder.decode(ours[a:b]),
-            encoder.decode(theirs[c:d]),
-        )
-        for kind, a, b, c, d in SequenceMatcher(None, ours, theirs, autojunk=False).get_opcodes()
-        if kind != "equal"
-    ]
-
-
-def _common(ours: list[int], theirs: list[int]) -> int:
-    """How many first elements are equal."""
-    count = 0
-    for one, other in zip(ours, theirs, strict=False):
-        if one != other:
-            break
-        count += 1
-    return count

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -162,6 +162,18 @@ def processes_of(run_dir: Path) -> list[str]:
         if str(run_dir) in command or str(run_dir) in variables:
             found.append(command)
     return found
+
+
+def kill_all(launcher: subprocess.Popen[bytes], run_dir: Path) -> None:
+    """SIGKILL to a command, and then to whatever works in its run directory."""
+    launcher.kill()
+    launcher.wait()
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            known = " ".join([*process.cmdline(), *process.environ().values()])
+            if process.pid != os.getpid() and str(run_dir) in known:
+                process.kill()
+    wait_for(lambda: processes_of(run_dir) == [], 60, lambda: processes_of(run_dir))
 
 
 def await_none_left(run: SmallRun, timeout_s: float) -> None:

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.token_annotations import read_annotations
-from tests.support.critic_reference import sum_discounted_errors
 from tests.support.float64_trainer import measure_gradient_norm
+from tests.support.loss_reference import sum_discounted_errors
 from tests.support.rank_server import RankServer
 from tests.support.replayed_run import (
     LAYOUTS_OF_TWO,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from areal_hpc.session.chat_template import Message
 from areal_hpc.session.message_matching import normalize_chat_message
 from areal_hpc.session.tree import Interaction, InteractionTree, unpack_ids
-from tests.support.prompt_audit import audit_prompt, prompt_ids, rendered_ids
+from tests.support.prompt_audit import prompt_ids, rendered_ids
 from tests.unit.session.families import ENCODER, FAMILIES, Family
 from tests.unit.session.model_stub import answer, turn, user
 
@@ -134,7 +134,7 @@ def test_replies_written_as_the_template_writes_them_leave_no_difference(
         plain.append((question, Reply(text, call=None if text else reply.call)))
     tree = converse(family, plain)
     for one in tree:
-        assert audit_prompt(tree, one, family.template, ENCODER) == []
+        assert prompt_ids(tree, one) == rendered_ids(tree, one, family.template, ENCODER)
 
 
 CHANGES: list[tuple[dict[str, Any], str]] = [

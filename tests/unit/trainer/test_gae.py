@@ -30,7 +30,7 @@ from tests.support.bias_toy import (
     make_policy,
     make_task,
 )
-from tests.support.critic_reference import sum_discounted_errors, value_loss_and_gradient
+from tests.support.loss_reference import sum_discounted_errors, value_loss_and_gradient
 from tests.support.sample_episodes import MadeUpTurn, build_batch
 
 BEGINNING = 99

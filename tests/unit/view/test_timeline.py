@@ -19,8 +19,7 @@ from areal_hpc.view.dashboard.timeline_page import (
     describe_timeline,
 )
 from areal_hpc.view.timing.timeline import Slice
-from tests.support.made_run import MadeEpisode, MadeRun
-from tests.support.made_spans import add_spans
+from tests.support.made_run import MadeEpisode, MadeRun, add_spans
 
 EPISODES = [MadeEpisode(cell=f"cell-{place % 2}", call_s=1.0 + place / 7) for place in range(8)]
 

@@ -14,8 +14,7 @@ from areal_hpc.errors import RecipeError
 from areal_hpc.view.timing.timeline import Slice, assign_lanes, iterate_counts_under_way
 from areal_hpc.view.timing.trace import write_trace
 from tests.support.commands import exit_code_of
-from tests.support.made_run import MadeEpisode, MadeRun
-from tests.support.made_spans import add_spans
+from tests.support.made_run import MadeEpisode, MadeRun, add_spans
 
 EPISODES = [
     MadeEpisode(cell=f"cell-{place % 2}", call_s=0.3 + place / 7, tool_s=place / 9)
