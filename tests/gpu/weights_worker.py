@@ -57,17 +57,17 @@ def files(device: torch.device, folder: Path) -> dict[str, Any]:
     """Weights after a step, written as a model directory, as transformers scores it on the CPU."""
     source = folder / "source"
     make_tiny_model(source, ["one two three four"], hidden=128, heads=2, kv_heads=1, head_dim=64)
-    policy = load_policy(source, "float32", device)
+    policy = load_policy(source, device)
     ids = [(7 * place) % policy.arch.vocab for place in range(100)]
     row = make_training_row(ids, 1, {ADVANTAGE_CHANNEL: 1.0})
     before = list_scored_logprobs(policy, row)
-    take_step_with_fresh_adamw(policy, [row], RATE)
+    take_step_with_fresh_adamw(policy, row, RATE)
     after = list_scored_logprobs(policy, row)
     save_hf_model(policy, source, folder / "written")
     config = transformers.AutoConfig.from_pretrained(folder / "written")
-    model = transformers.AutoModelForCausalLM.from_config(
-        config
-    )  # see `TransformersLogprobsAndGradient`
+    # Not `from_pretrained`: transformers 5.19, first used in a process that has process groups,
+    # leaves the rotary frequencies of a model that it loads as they lay in memory.
+    model = transformers.AutoModelForCausalLM.from_config(config)
     model.load_state_dict(load_file(folder / "written" / "model.safetensors"), strict=False)
     ids_T = torch.tensor(ids)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""A small model that is opened on the ranks there are, scored, and trained for a step."""
+"""A small model that is opened on a lone rank, scored, and trained for a step."""
 
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from areal_hpc.jobs.node.topology import TaskPosition, get_task_position
+from areal_hpc.jobs.node.topology import TaskPosition
 from areal_hpc.recipe.sections.trainer import AdamConfig, ParallelConfig
 from areal_hpc.trainer.batch.packing import TrainingRow
 from areal_hpc.trainer.batch.training_rows import ADVANTAGE_CHANNEL
@@ -20,7 +20,6 @@ from areal_hpc.trainer.objective.loss_stats import LossStats
 from areal_hpc.trainer.optimizer import build_optimizer
 from areal_hpc.trainer.process_groups import init_process_groups_and_device
 from areal_hpc.trainer.step import (
-    LossFunction,
     MicroBatch,
     make_micro_batches_of_this_rank,
     run_forward_backward,
@@ -28,14 +27,8 @@ from areal_hpc.trainer.step import (
 )
 
 Device = Literal["cpu", "cuda"]
-DTypeName = Literal["float32", "bfloat16"]
 MAX_TOKENS = 512
 """Of one micro-batch: a few rows."""
-
-
-def join_ranks(device: Device, parallel: ParallelConfig, rendezvous_dir: Path) -> torch.device:
-    megatron_cpu.patch_torch_megatron_without_gpu()
-    return init_process_groups_and_device(get_task_position(), parallel, device, rendezvous_dir)
 
 
 def init_single_rank_groups(device: Device) -> torch.device:
@@ -47,15 +40,10 @@ def init_single_rank_groups(device: Device) -> torch.device:
         )
 
 
-def load_policy(
-    model_dir: Path,
-    dtype: DTypeName,
-    device: torch.device,
-    parallel: ParallelConfig | None = None,
-) -> TrainedNetwork:
-    """The model of a directory, this rank's part of it; whole unless a layout is named."""
+def load_policy(model_dir: Path, device: torch.device) -> TrainedNetwork:
+    """The model of a directory, in float32, on a lone rank."""
     arch = read_architecture(model_dir)
-    policy = build_policy(arch, parallel or ParallelConfig(), getattr(torch, dtype), device)
+    policy = build_policy(arch, ParallelConfig(), torch.float32, device)
     load_hf(policy, HfModelReader(model_dir).read_tensor)
     return policy
 
@@ -88,26 +76,12 @@ def list_scored_logprobs(policy: TrainedNetwork, row: TrainingRow) -> list[float
     return found
 
 
-def pack_into_micro_batches(
-    policy: TrainedNetwork, rows: Sequence[TrainingRow]
-) -> list[MicroBatch]:
-    """This rank's micro-batches, with every channel that the rows have."""
-    longest = max(len(row.input_ids_T) for row in rows)
-    return make_micro_batches_of_this_rank(
-        policy, rows, [*rows[0].channels], max(MAX_TOKENS, longest)
-    )
-
-
 def compute_loss(batch: MicroBatch, logprobs_N: torch.Tensor) -> tuple[torch.Tensor, LossStats]:
     return -(logprobs_N * batch.channels_N[ADVANTAGE_CHANNEL]).sum(), LossStats()
 
 
-def take_step_with_fresh_adamw(
-    policy: TrainedNetwork,
-    rows: Sequence[TrainingRow],
-    rate: float,
-    loss: LossFunction = compute_loss,
-) -> tuple[LossStats, float]:
+def take_step_with_fresh_adamw(policy: TrainedNetwork, row: TrainingRow, rate: float) -> None:
     optimizer = build_optimizer(policy, AdamConfig(lr=rate, weight_decay=0.0))
     optimizer.reload_model_params()
-    return train_step(policy, optimizer, pack_into_micro_batches(policy, rows), loss, rate)
+    batches = make_micro_batches_of_this_rank(policy, [row], [*row.channels], MAX_TOKENS)
+    train_step(policy, optimizer, batches, compute_loss, rate)
