@@ -93,4 +93,3 @@ def test_the_benchmarks_tell_their_figures(
     assert trainer["mfu"] > 0
     codec = run_worker(out, "benchmarks.gpu.codec", *small)
     assert codec["pack_over_copy"] > 0
-    assert codec["check_bytes_per_s"] > 0

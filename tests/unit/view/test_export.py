@@ -16,9 +16,10 @@ from areal_hpc.view.transcripts.row_search import RowQuery, find_rows
 from areal_hpc.wire.agent_reward import Reward
 from areal_hpc.wire.row_record import CallRecord, RowRecord
 from areal_hpc.wire.trajectory import RowKind, TrajectoryRow
-from tests.golden.make_shard_v2 import GOLDEN
+from tests.support.environments import CHECKOUT
 from tests.support.sample_trajectories import seal_in, trajectory
 
+GOLDEN = CHECKOUT / "tests" / "golden" / "shard_v2.h5"
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 
 
