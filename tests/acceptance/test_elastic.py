@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from tests.support.killed_run import SLOW, KilledRun
-from tests.support.process_commands import command_of
+from tests.support.process_commands import find_processes
 from tests.support.results import write_results
 from tests.support.run_files import events_of, trained_steps
 from tests.support.small_run import await_none_left
@@ -45,12 +45,7 @@ class ElasticRun(KilledRun):
 
     def send_away(self, cell: int) -> None:
         """Kill all of a cell, and keep its supervisor from starting it anew."""
-        folder = str(self.paths.jobs_dir / f"cell-{cell}")
-        supervisor = next(
-            process
-            for process in psutil.process_iter()
-            if folder in (command := " ".join(command_of(process))) and "submitit" in command
-        )
+        supervisor = find_processes("submitit", self.paths.jobs_dir / f"cell-{cell}")[0]
         supervisor.suspend()
         for child in supervisor.children(recursive=True):
             with suppress(psutil.NoSuchProcess):

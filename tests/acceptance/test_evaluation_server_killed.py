@@ -11,6 +11,7 @@ import pytest
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.wire.weight_version import WeightVersion
+from tests.support.process_commands import find_processes
 from tests.support.run_files import events_of, trained_steps
 from tests.support.small_run import SmallRun, await_none_left, started_from
 
@@ -46,11 +47,7 @@ def is_judging_earlier_weights(paths: RunPaths) -> bool:
 
 def process_of(paths: RunPaths, config: str) -> psutil.Process:
     """The one that runs by a configuration such as `evaluation/inference`."""
-    path = str(paths.jobs_dir / f"{config}.json")
-    for process in psutil.process_iter(["cmdline"]):
-        if path in (process.info["cmdline"] or ()):
-            return process
-    raise AssertionError(f"nothing runs by {path}")
+    return find_processes(paths.jobs_dir / f"{config}.json")[0]
 
 
 def server_of(keeper: psutil.Process) -> psutil.Process:

@@ -3,10 +3,7 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -16,8 +13,7 @@ from areal_hpc.rundir.manifests import read_evaluated_tickets
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.evaluation_report import read_report
 from areal_hpc.view.transcripts.row_search import RowQuery, find_rows
-from tests.support.commands import areal_hpc, said_by
-from tests.support.environments import CHECKOUT
+from tests.support.commands import areal_hpc, said_by, start_areal_hpc
 from tests.support.small_run import CUT_DOWN, LIGHT, kill_all, processes_of
 from tests.support.waiting import wait_for
 
@@ -47,22 +43,12 @@ def count_rows(run_dir: Path) -> Counter[object]:
     return Counter(one.read().ticket_id for one in find_rows(run_dir, RowQuery())[0])
 
 
-def start(arguments: Sequence[str]) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "areal_hpc", *arguments],
-        cwd=CHECKOUT,
-        stdout=subprocess.DEVNULL,
-        env={**os.environ},
-        start_new_session=True,
-    )
-
-
 def test_an_evaluation_that_was_killed_repeats_no_task_and_compares_with_itself(
     model: Path, tmp_path: Path
 ) -> None:
     arguments = list_arguments(model, tmp_path / "runs")
     paths = RunPaths(tmp_path / "runs" / "quickstart" / f"eval-{model.name}")
-    launcher = start(arguments)
+    launcher = start_areal_hpc(*arguments, environ=os.environ)
     wait_for(
         lambda: (
             launcher.poll() is not None
@@ -71,6 +57,7 @@ def test_an_evaluation_that_was_killed_repeats_no_task_and_compares_with_itself(
         200,
     )
     kill_all(launcher, paths.root)
+    launcher.communicate()
     done = {one.ticket_id for one in read_evaluated_tickets(paths, STEP_OF_LOADED_WEIGHTS)}
     assert 4 <= len(done) < TASKS + 6
 

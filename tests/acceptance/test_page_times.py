@@ -19,7 +19,7 @@ import pytest
 from areal_hpc.launch.tiny_model import make_tiny_model
 from tests.support.browser import Page, in_browser
 from tests.support.made_run import MadeEpisode, MadeRun
-from tests.support.process_commands import command_of
+from tests.support.process_commands import find_processes
 from tests.support.results import add_results
 from tests.support.view_server import serving_pages
 
@@ -90,7 +90,7 @@ class Watch:
 
 def find_browser(folder: Path) -> list[psutil.Process]:
     """The processes of the Chromium whose profile is in a folder."""
-    first = next(one for one in psutil.process_iter() if f"={folder}/" in " ".join(command_of(one)))
+    first = find_processes(f"={folder}/")[0]
     return [first, *first.children(recursive=True)]
 
 

@@ -15,8 +15,10 @@ from areal_hpc.view.answers.collapse import diagnose_collapse
 from areal_hpc.view.answers.slow_run import explain_slow_run
 from areal_hpc.view.answers.step_change import explain_step_difference
 from tests.support.browser import Page, in_browser
-from tests.support.dashboard_run import append_step, make_run
+from tests.support.commands import areal_hpc, said_by
+from tests.support.dashboard_run import INJECTIONS, append_step, make_run
 from tests.support.environments import CHECKOUT
+from tests.support.kept_run import unpack_kept_run
 from tests.support.sample_runs import ARCHIVE, SWITCH_STEP
 from tests.support.sample_trajectories import seal_in, trajectory
 from tests.support.small_run import LIGHT, SmallRun
@@ -107,9 +109,6 @@ def test_the_timeline_by_keyboard_alone(url: str, tmp_path: Path) -> None:
             await page.await_true(f"location.hash !== {before!r}")
             await page.await_true("document.querySelector('.timeline canvas') !== null")
         assert "from=" in await page.ask("location.hash")
-        await page.resize(*NARROW)
-        await show(page, url, "timeline", "run=quickstart/demo")
-        await page.photograph(IMAGES / "view_timeline_narrow.png")
         assert page.errors == []
 
     in_browser(tmp_path, use)
@@ -286,6 +285,62 @@ def test_pages_that_answers_name_show_something(tmp_path: Path) -> None:
     environ = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
     with serving_pages(samples, environ) as address:
         in_browser(tmp_path, look)
+
+
+def report_on(run: RunPaths, tmp_path: Path) -> str:
+    """The address of a report, which has all of its pages in it."""
+    out = tmp_path / "report.html"
+    environ = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    said_by(areal_hpc("report", run.root, "--out", out, environ=environ))
+    return out.as_uri()
+
+
+def test_nothing_that_an_agent_wrote_runs_or_becomes_an_element(tmp_path: Path) -> None:
+    report = report_on(make_run(tmp_path / "runs"), tmp_path)
+    alive = "main :is(script, img, iframe, object, embed, style, base)"
+    attributes = "[...document.querySelectorAll('main *')].flatMap(one => one.getAttributeNames())"
+
+    async def look(page: Page) -> None:
+        for name, query in (("trajectory", "&row=cell-0-000001.h5%2F0"), ("trajectories", "")):
+            await show(page, report, name, f"run=shown/run{query}")
+            assert "pwned" not in await page.ask("document.title")
+            shown = await page.ask("document.querySelector('main').innerHTML")
+            assert "onerror" in shown, "as text"
+            assert await page.ask(f"document.querySelectorAll('{alive}').length") == 0
+            found = f"{attributes}.filter(one => one.startsWith('on') || one === 'src')"
+            assert await page.ask(found) == []
+            if query:
+                told = sum("pwned" in text for text in INJECTIONS)
+                assert shown.count("pwned") >= 2 * told
+        assert page.errors == []
+
+    in_browser(tmp_path, look)
+
+
+def test_a_report_on_a_whole_run_shows_it(tmp_path: Path) -> None:
+    run = RunPaths(unpack_kept_run(tmp_path))
+    report, name = report_on(run, tmp_path), f"{run.root.parent.name}/{run.root.name}"
+    least = {
+        **{"overview": ("path", 8), "metrics": ("figure", 40), "trajectories": ("tr", 100)},
+        "evaluations": ("tr", 5),
+    }
+
+    async def look(page: Page) -> None:
+        await page.resize(1340, 1400)
+        for where, (element, count) in least.items():
+            await show(page, report, where, f"run={name}")
+            shown = f"document.querySelectorAll('main {element}').length"
+            await page.await_true(f"{shown} >= {count}")
+            if where == "overview":
+                await page.photograph(IMAGES / "view_overview.png")
+        lines = "document.querySelectorAll('main {}').length"
+        counts = [await page.ask(lines.format(one)) for one in ("path", "polygon")]
+        assert counts == [1, 1], "mean and interval"
+        await show(page, report, "summary", f"run={name}")
+        assert "trained_once=" in await page.ask("document.querySelector('main').innerText")
+        assert page.errors == []
+
+    in_browser(tmp_path, look)
 
 
 def find_pressed() -> str:

@@ -2,17 +2,15 @@
 
 import contextlib
 import json
-import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from areal_hpc.sandbox.runtimes import find_installed_runtimes
 from examples.repair_tasks.make import write_repair_tasks
 from tests.support.commands import areal_hpc
-from tests.support.process_commands import submitit_processes
+from tests.support.process_commands import find_processes
 from tests.support.run_files import events_of, trained_steps
 from tests.support.small_run import SmallRun, await_none_left, interrupted_at_end
 from tests.support.waiting import wait_for
@@ -64,21 +62,6 @@ def read_sandboxes(note: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in note.read_text().splitlines()] if note.exists() else []
 
 
-def list_left(sandboxes: list[dict[str, Any]], since: float) -> list[str]:
-    """Processes in mount namespaces of these sandboxes, but for what began since a time.
-
-    The kernel gives the number of a namespace that is gone to another.
-    """
-    namespaces = {name for one in sandboxes for name in one["namespaces"]}
-    left = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(OSError, psutil.Error):
-            namespace = str(Path(f"/proc/{process.pid}/ns/mnt").readlink())
-            if namespace in namespaces and process.create_time() < since:
-                left.append(f"{process.pid}: {process.cmdline()}")
-    return left
-
-
 def list_living(sandboxes: list[dict[str, Any]]) -> list[int]:
     """Processes of these sandboxes, as they were noted, that are still where they were."""
     living = []
@@ -100,15 +83,14 @@ def test_a_cell_that_is_killed_leaves_nothing_of_its_sandboxes_and_loses_no_task
     with interrupted_at_end(run):
         run.await_true(lambda: trained_steps(run.paths) >= 3, RUN_TIMEOUT_S)
         first = read_sandboxes(note)[-1]["driver"]
-        supervisors = submitit_processes(run.paths.jobs_dir / "cell-0")
+        supervisors = find_processes("submitit", run.paths.jobs_dir / "cell-0")
         assert supervisors
         for process in supervisors:
             process.kill()
         wait_for(lambda: not Path(f"/proc/{first}").exists(), 20.0)
-        gone_at = time.time()
         killed = [one for one in read_sandboxes(note) if one["driver"] == first]
         assert killed[-1]["namespaces"]
-        wait_for(lambda: not list_left(killed, gone_at), 20.0)
+        wait_for(lambda: not list_living(killed), 20.0)
         assert run.wait(RUN_TIMEOUT_S) == 0, run.said()
     assert len({one["driver"] for one in read_sandboxes(note)}) == 2
     submitted = [event["job"] for event in events_of(run.paths, "job_submitted")]

@@ -22,7 +22,7 @@ from areal_hpc.view.answers.slow_run import explain_slow_run
 from tests.support.commands import run_program, said_by
 from tests.support.devclusters import SLURM_POLL_S, Devcluster, Submitting, devcluster
 from tests.support.freezing import FreezableDisk, freezable_disk
-from tests.support.process_commands import command_of, is_scheduler
+from tests.support.process_commands import find_processes, is_scheduler
 from tests.support.results import add_results
 from tests.support.run_files import events_of
 
@@ -127,11 +127,7 @@ def hold_servers_up(run: FaultyRun, cell: str, is_over: threading.Event) -> None
     while not any(one["role"] == cell for one in events_of(run.paths, "replica_ready")):
         if is_over.wait(0.2):
             return
-    found = [
-        one
-        for one in psutil.process_iter()
-        if str(run.paths.root) in (words := " ".join(command_of(one))) and config in words
-    ]
+    found = find_processes(run.paths.root, config)
     while not is_over.wait(0.03):
         with suppress(psutil.NoSuchProcess):
             servers = {child for one in found for child in one.children(recursive=True)}

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.commands import audit_of
 from tests.support.devclusters import Devcluster, Submitting, devcluster
-from tests.support.process_commands import command_of, is_scheduler
+from tests.support.process_commands import find_processes, is_scheduler
 from tests.support.run_files import events_of
 from tests.support.waiting import wait_for
 
@@ -35,8 +35,7 @@ def cluster(tmp_path: Path) -> Iterator[Devcluster]:
 
 def second_scheduler(run: Submitting) -> psutil.Process:
     """SGLang's scheduler on the cell's second node, a descendant of the follower there."""
-    config = str(run.paths.jobs_dir / "cell-0" / "follower-1.json")
-    (follower,) = [one for one in psutil.process_iter() if config in command_of(one)]
+    (follower,) = find_processes(run.paths.jobs_dir / "cell-0" / "follower-1.json")
     (found,) = filter(is_scheduler, follower.children(recursive=True))
     return found
 

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.slurm.operated import OperatedRun
 from tests.slurm.supervised_jobs import TIME_LIMIT_MIN, SupervisedJob
 from tests.support.deadlines import scaled
 from tests.support.devclusters import SLURM_POLL_S, Devcluster, stopped_slurmctld
+from tests.support.process_commands import find_processes
 from tests.support.waiting import wait_for
 
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(600)]
@@ -153,12 +153,7 @@ def test_a_job_whose_srun_hangs_while_its_process_dies_is_started_again(
 ) -> None:
     job.submit("steady", *SAFE)
     job.awaits_told("began 1")
-    hung = [
-        process
-        for process in psutil.process_iter(["cmdline"])
-        if str(job.files.launch) in (process.info["cmdline"] or [])
-        and Path(process.info["cmdline"][0]).name == "srun"
-    ]
+    hung = [one for one in find_processes(job.files.launch) if one.name() == "srun"]
     assert hung
     for process in hung:
         os.kill(process.pid, signal.SIGSTOP)

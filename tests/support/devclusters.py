@@ -11,14 +11,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import psutil
-
 from areal_hpc.rundir.jobs import Submission, get_latest_submissions, read_submissions
 from areal_hpc.rundir.paths import RunPaths
 from slurm.devcluster.host import lock_host
 from slurm.devcluster.roots import find_slurm_root, get_programs_dir
 from tests.support.commands import areal_hpc, run_program, said_by, start_areal_hpc
 from tests.support.deadlines import scaled
+from tests.support.process_commands import command_of, find_processes
 from tests.support.small_run import SIZES
 from tests.support.waiting import wait_for
 
@@ -147,14 +146,8 @@ class Devcluster:
     def traces(self) -> list[str]:
         """Everything on this machine that belongs to this cluster."""
         found = [str(self.state_dir)] if self.state_dir.exists() else []
-        for process in psutil.process_iter():
-            try:
-                words = [*process.cmdline(), *process.environ().values()]
-            except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
-                continue
-            if any(str(self.state_dir) in word for word in words) and process.pid != os.getpid():
-                found.append(f"{process.pid}: {' '.join(process.cmdline())}")
-        return found
+        left = find_processes(self.state_dir, in_environment=True)
+        return [*found, *(f"{one.pid}: {command_of(one)}" for one in left)]
 
 
 @contextmanager

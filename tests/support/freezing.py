@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 
 from tests.support.commands import run_program, said_by
-from tests.support.process_commands import command_of
+from tests.support.process_commands import find_processes
 
 SIZE_BYTES = 4 << 30
 
@@ -50,11 +50,7 @@ def freezable_disk(root: Path) -> Iterator[FreezableDisk]:
 
 def freeze_job(job_dir: Path, seconds: float) -> int:
     """Stop every process of a job for so long, as if its node had; how many they were."""
-    supervisor = next(
-        process
-        for process in psutil.process_iter()
-        if str(job_dir) in (command := " ".join(command_of(process))) and "submitit" in command
-    )
+    supervisor = find_processes("submitit", job_dir)[0]
     members = [supervisor, *supervisor.children(recursive=True)]
     for process in members:
         with suppress(psutil.NoSuchProcess):

@@ -17,6 +17,7 @@ from tests.support.commands import PROGRAM, areal_hpc, said_by
 from tests.support.deadlines import scaled
 from tests.support.devclusters import SLURM_POLL_S, Devcluster
 from tests.support.environments import CHECKOUT
+from tests.support.process_commands import command_of, find_processes
 from tests.support.small_run import CUT_DOWN, LIGHT, processes_of
 from tests.support.waiting import wait_for
 
@@ -107,15 +108,8 @@ class HeldRun:
     def find_supervisors(self, job: str) -> list[psutil.Process]:
         """Tasks of a job's step: not srun, whose command line ends alike."""
         launch = str(self.paths.job(job).launch)
-        found = []
-        for process in psutil.process_iter():
-            try:
-                words = process.cmdline()
-            except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
-                continue
-            if words[-1:] == [launch] and words[0] != "srun":
-                found.append(process)
-        return found
+        words = {one: command_of(one) for one in find_processes(launch)}
+        return [one for one, its in words.items() if its[-1:] == [launch] and its[0] != "srun"]
 
     def press_ctrl_c(self) -> None:
         """SIGINT to the launcher's process group, which salloc makes the terminal's."""

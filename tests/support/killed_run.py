@@ -14,6 +14,7 @@ from areal_hpc.launch.tiny_model import make_tiny_model
 from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.shards.journal import encode_record_header
 from areal_hpc.wire.fault_points import FAULT_POINTS, FAULTS_VARIABLE
+from tests.support.process_commands import find_processes
 from tests.support.run_files import events_of
 from tests.support.small_run import SmallRun, started_from
 from tests.support.waiting import wait_for
@@ -191,14 +192,12 @@ class KilledRun(SmallRun):
 
     def _victims(self, party: str) -> list[psutil.Process]:
         """Live processes of a party."""
-        run_dir = str(self.paths.root)
-        found: list[psutil.Process] = []
-        for process in psutil.process_iter():
-            with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-                command = process.cmdline()
-                if PARTIES[party] in command and any(run_dir in word for word in command):
-                    found += process.children() if party == "server" else [process]
-        return found
+        found = find_processes(PARTIES[party], self.paths.root)
+        if party != "server":
+            return found
+        with suppress(psutil.NoSuchProcess):
+            return [child for one in found for child in one.children()]
+        return []
 
     def assert_complete(self) -> str:
         """Every step was taken and told once, every ticket trained once; the audit's verdict."""

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -60,11 +61,14 @@ def start_job_process(
         )
 
 
-def submitit_processes(job_dir: Path) -> list[psutil.Process]:
-    """The job's supervisors and submitit's own watcher of them."""
+def find_processes(*parts: object, in_environment: bool = False) -> list[psutil.Process]:
+    """Live processes, but for this one, whose command line (or environment) has all these parts."""
     found = []
-    for process in psutil.process_iter(["cmdline"]):
-        command = " ".join(process.info["cmdline"] or ())
-        if "submitit" in command and str(job_dir) in command:
-            found.append(process)
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if (known := command_of(process)) and process.pid != os.getpid():
+                known += process.environ().values() if in_environment else ()
+                text = " ".join(known)
+                if all(str(part) in text for part in parts):
+                    found.append(process)
     return found

@@ -15,6 +15,7 @@ from areal_hpc.rundir.paths import RunPaths
 from tests.support.commands import audit_of
 from tests.support.deadlines import scaled
 from tests.support.environments import CHECKOUT
+from tests.support.process_commands import command_of, find_processes
 from tests.support.run_files import logs_of
 from tests.support.waiting import wait_for
 
@@ -149,30 +150,17 @@ class SmallRun:
 
 
 def processes_of(run_dir: Path) -> list[str]:
-    """Live processes whose command line or environment mentions the run directory."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.status() == psutil.STATUS_ZOMBIE or process.pid == os.getpid():
-                continue
-            command = " ".join(process.cmdline())
-            variables = " ".join(process.environ().values())
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
-            continue
-        if str(run_dir) in command or str(run_dir) in variables:
-            found.append(command)
-    return found
+    """Command lines of live processes that, or whose environment, mention the run directory."""
+    return [" ".join(command_of(one)) for one in find_processes(run_dir, in_environment=True)]
 
 
-def kill_all(launcher: subprocess.Popen[bytes], run_dir: Path) -> None:
+def kill_all(launcher: subprocess.Popen[bytes] | subprocess.Popen[str], run_dir: Path) -> None:
     """SIGKILL to a command, and then to whatever works in its run directory."""
     launcher.kill()
     launcher.wait()
-    for process in psutil.process_iter():
+    for process in find_processes(run_dir, in_environment=True):
         with suppress(psutil.Error):
-            known = " ".join([*process.cmdline(), *process.environ().values()])
-            if process.pid != os.getpid() and str(run_dir) in known:
-                process.kill()
+            process.kill()
     wait_for(lambda: processes_of(run_dir) == [], 60, lambda: processes_of(run_dir))
 
 

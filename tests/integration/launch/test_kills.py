@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.killed_run import Kill, KilledRun
-from tests.support.process_commands import submitit_processes
+from tests.support.process_commands import find_processes
 from tests.support.run_files import events_of
 from tests.support.small_run import await_none_left
 
@@ -17,7 +17,7 @@ def test_a_run_outlives_proxy_ledger_trainer_and_a_whole_job(model: Path, tmp_pa
     run = KilledRun(tmp_path, model, kills, steps=6)
     run.start()
     run.await_true(lambda: run.struck().keys() == {kill.name for kill in kills})
-    supervisors = submitit_processes(run.paths.jobs_dir / "cell-0")
+    supervisors = find_processes("submitit", run.paths.jobs_dir / "cell-0")
     assert supervisors
     for process in supervisors:
         process.kill()
