@@ -4,7 +4,6 @@ import re
 import time
 from collections.abc import Callable, Container
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,7 +33,7 @@ CUT_DOWN = (
     "sft.total_steps=20",
     "evaluation.every_steps=0",
     "rollout.max_head_offpolicyness=1",
-    "rollout.workflow=tests.support.slow_agent.HungryAgent",
+    "rollout.workflow=tests.support.agents.HungryAgent",
     "rollout.workflow_kwargs.mean_pause_s=2",
     f"trainer.total_steps={STEPS_AT_FIRST}",
     "trainer.checkpoint_every_steps=5",
@@ -44,7 +43,6 @@ CUT_DOWN = (
 """So few steps of SFT leave a policy that earns nothing, which `status` would call a failure."""
 HELD = ("optimizer.before_step", "checkpoint.before_rename")
 """Where a rank of the trainer can be kept."""
-_STARTED = re.compile(r"^(\S+ \S+) INFO \S+: started \w+ \(start 1\)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -260,30 +258,3 @@ class SlurmRun:
     def release(self, point: str) -> None:
         """Let it go on."""
         self._gates[point].open()
-
-    # The beginning ---------------------------------------------------------------------------
-
-    def breakdown(self, called_at: float) -> dict[str, float]:
-        """Seconds of each part of the time from the command to the first trained step."""
-        jobs = ("trainer", *(f"cell-{index}" for index in range(CELLS)))
-        taken = [self._starts_dir(job) / "0001" for job in jobs]
-        moments = {
-            "submission": read_submissions(self.paths.submissions)[-1].submitted_at,
-            "SFT": self.paths.sft_export.stat().st_mtime,
-            "queue": max(path.stat().st_mtime for path in taken),
-            "probe": max(self._processes_started_at(job) for job in jobs),
-            "servers": self.events("replica_ready")[0]["time"],
-            "first weights": self.published()[0][0],
-            "first episodes": self.paths.manifest(1).stat().st_mtime,
-            "first step": next(at for at, one, _ in self.published() if one.step == 1),
-        }
-        parts, before = {}, called_at
-        for name, at in moments.items():
-            parts[name] = round(at - before, 1)
-            before = at
-        return parts | {"total": round(before - called_at, 1)}
-
-    def _processes_started_at(self, job: str) -> float:
-        texts = (path.read_text() for path in (self.paths.jobs_dir / job).rglob("*_log.out"))
-        times = [time for text in texts for time in _STARTED.findall(text)]
-        return max(datetime.fromisoformat(one.replace(",", ".")).timestamp() for one in times)

@@ -7,13 +7,13 @@ from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
-from tests.support.bias_gradient import measure_cosine
-from tests.support.bias_scenarios import (
+from tests.support.bias import (
     OBJECTIVES,
     SCENARIOS,
     SEEDS,
     UNTAUGHT_PPO,
     measure,
+    measure_cosine,
     prepare,
 )
 from tests.support.results import matrix, write_results, write_table

@@ -20,8 +20,7 @@ from areal_hpc.areal.loading import to_config
 from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.paths import RunPaths
 from tests.support.commands import audit_of, run_program
-from tests.support.document_scenes import SCENES, Patch, patched
-from tests.support.documents import Block, blocks
+from tests.support.documents import SCENES, Block, Patch, blocks, patched
 from tests.support.environments import CHECKOUT, python_of
 from tests.support.run_files import logs_of
 from tests.support.small_run import processes_of

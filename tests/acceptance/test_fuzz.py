@@ -26,9 +26,9 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from tests.acceptance.session_machine import Sessions
+from tests.support.mutated_calls import CONTENTS, GOOGLE
 from tests.support.proxy_stage import Stage
 from tests.support.results import add_results
-from tests.support.sound_calls import CONTENTS, GOOGLE
 from tests.support.waiting import wait_for
 
 pytestmark = [

@@ -29,11 +29,17 @@ from areal_hpc.wire.replicas import FORWARDED_ROUTES
 from areal_hpc.wire.trajectory import find_row_defect
 from tests.support.commands import audit_of
 from tests.support.light_run import BATCH_TICKETS, ENTRIES, LightRun, light_run
-from tests.support.mutated_calls import Mutator, RawCall, Sender
+from tests.support.mutated_calls import (
+    MODEL,
+    RESPONSE_ID,
+    Mutator,
+    RawCall,
+    Sender,
+    list_sound_calls,
+)
 from tests.support.rank_server import rank_server
 from tests.support.results import add_results, read_results
 from tests.support.service_keys import is_refused
-from tests.support.sound_calls import MODEL, RESPONSE_ID, list_sound_calls
 
 pytestmark = pytest.mark.timeout(7200)
 

@@ -39,7 +39,7 @@ SMALL_BATCHES = (
 )
 """With all that the bound admits in flight."""
 LATE = (
-    "rollout.workflow=tests.support.slow_agent.LateAgent",
+    "rollout.workflow=tests.support.agents.LateAgent",
     "rollout.workflow_kwargs.judged_after_s=10",
 )
 """Ten seconds from reply to reward; with bound 0 nothing runs ahead, so waiting changes nothing."""

@@ -18,7 +18,7 @@ from tests.support.commands import areal_hpc, said_by
 from tests.support.devclusters import Devcluster, devcluster
 from tests.support.killed_run import PARTIES, KilledRun
 from tests.support.process_commands import alive, command_of
-from tests.support.results import add_results, matrix, write_table
+from tests.support.results import add_results, markdown, write_table
 from tests.support.run_files import events_of, logs_of
 from tests.support.small_run import await_none_left
 from tests.support.waiting import wait_for
@@ -32,18 +32,6 @@ STEPS_BETWEEN = 5
 MOST_S = 15.0
 KILLED = 128 + 9
 RECOVERY_TIMEOUT_S = 120.0
-PARTS = {
-    "noticed": "death noticed",
-    "ended": "ranks ended",
-    "begun": "ranks begun",
-    "joined": "process groups joined",
-    "loaded": "checkpoint loaded",
-    "published": "weights published",
-    "stepped": "next step",
-}
-"""In this order; each lasts from the end of the one before."""
-
-Seconds = dict[str, float]
 
 
 class RankKiller:
@@ -72,38 +60,20 @@ class RankKiller:
         last = self.version().step + count
         wait_for(lambda: self.version().step >= last, RECOVERY_TIMEOUT_S)
 
-    def kill(self, rank: int) -> Seconds:
-        """Kill one, and wait for the next step; when what had happened, in seconds from then."""
+    def kill(self, rank: int) -> float:
+        """Kill one, and wait for the next step of those that begin anew; the seconds until then."""
         old, before = self.ranks(), self.version()
         struck_at = time.time()
         old[rank].kill()
-        at: Seconds = {}
 
-        def has_stepped() -> bool:
-            if "ended" not in at and not alive(old.values()):
-                at["ended"] = time.time() - struck_at
-            if "ended" in at and "begun" not in at and self.ranks().keys() == old.keys():
-                at["begun"] = time.time() - struck_at
-            at.update(self._read_milestones(struck_at, before))
-            return "stepped" in at
+        def list_steps() -> list[float]:
+            published = self._published(struck_at)
+            new = [(at, one.step) for at, one in published if one.generation > before.generation]
+            return [at for at, step in new if step > new[0][1]]
 
-        wait_for(has_stepped, RECOVERY_TIMEOUT_S, lambda: (at, logs_of(self._paths)))
-        return at
-
-    def _read_milestones(self, since: float, before: WeightVersion) -> Seconds:
-        events = {"noticed": "process_exited", "joined": "ranks_joined", "loaded": "state_loaded"}
-        first = {name: events_of(self._paths, event, since)[:1] for name, event in events.items()}
-        found = {name: row["time"] - since for name, rows in first.items() for row in rows}
-        published = self._published(since)
-        new = [
-            (at - since, one.step) for at, one in published if one.generation > before.generation
-        ]
-        if new:
-            found["published"] = new[0][0]
-        later = [at for at, step in new if step > new[0][1]]
-        if later:
-            found["stepped"] = later[0]
-        return found
+        wait_for(list_steps, RECOVERY_TIMEOUT_S, lambda: logs_of(self._paths))
+        assert not alive(old.values())
+        return list_steps()[0] - struck_at
 
     def _published(self, since: float) -> list[tuple[float, WeightVersion]]:
         return [
@@ -113,36 +83,19 @@ class RankKiller:
         ]
 
 
-def durations(at: Seconds) -> Seconds:
-    """How long each part lasted."""
-    ends = [at[part] for part in PARTS]
-    begins = [0.0, *ends[:-1]]
-    return {
-        part: round(max(0.0, end - begin), 2)
-        for part, begin, end in zip(PARTS, begins, ends, strict=True)
-    }
-
-
-def record(name: str, kills: Sequence[Seconds]) -> list[float]:
-    """Put figures in the place of older ones of that name; all times until the next step."""
-    lasted = [durations(at) for at in kills]
-    totals = sorted(round(at["stepped"], 1) for at in kills)
-    parts = {part: round(statistics.median(one[part] for one in lasted), 2) for part in PARTS}
-    rows = {
-        place: {
-            **{title: f"{figures['parts'][part]:g}" for part, title in PARTS.items()},
-            "together": f"{statistics.median(figures['totals']):g} "
-            f"({figures['totals'][0]:g} to {figures['totals'][-1]:g})",
-        }
-        for place, figures in add_results(
-            "rank_kill", **{name: {"parts": parts, "totals": totals}}
-        ).items()
-    }
-    write_table("operating.md", "rank kill", matrix("seconds", rows))
+def record(name: str, kills_s: Sequence[float]) -> list[float]:
+    """Put figures in the place of older ones of that name, in order of size."""
+    totals = sorted(round(one, 1) for one in kills_s)
+    rows = [
+        (place, f"{statistics.median(found):g}", f"{found[0]:g} to {found[-1]:g}")
+        for place, found in add_results("rank_kill", **{name: totals}).items()
+    ]
+    header = ("ranks start again", "median seconds to the next step", "from the least to the most")
+    write_table("operating.md", "rank kill", markdown(header, rows))
     return totals
 
 
-def kill_in_turn(killer: RankKiller) -> list[Seconds]:
+def kill_in_turn(killer: RankKiller) -> list[float]:
     """Kill one rank after the other, each some steps after the last."""
     kills = []
     for number in range(KILLS):

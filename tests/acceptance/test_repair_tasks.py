@@ -44,7 +44,7 @@ def start_run_on(tasks: Path, isolation: str, fileroot: Path, note: Path) -> Sma
         f"train_dataset={{path: {tasks}}}",
         f"valid_dataset={{path: {tasks}}}",
         f"evaluation.every_steps={STEPS + 1}",
-        "rollout.workflow=tests.support.repair_agent.Repairing",
+        "rollout.workflow=tests.support.agents.Repairing",
         f"rollout.workflow_kwargs={{note: {note}}}",
         f"rollout.agent.isolation={isolation}",
         "rollout.n_samples=2",

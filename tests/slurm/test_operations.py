@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.rundir.paths import RunPaths
-from tests.slurm.operated import OperatedRun
+from tests.slurm.supervised_jobs import OperatedRun
 from tests.support.commands import areal_hpc, said_by
 from tests.support.deadlines import scaled
 from tests.support.devclusters import (

@@ -16,7 +16,6 @@ from tests.support.deadlines import scaled
 from tests.support.devclusters import (
     HELD,
     JOBS,
-    SLURM_POLL_S,
     Devcluster,
     Submitting,
     light_overrides,
@@ -95,13 +94,6 @@ def test_who_waits_can_leave_and_nobody_submits_what_is_queued_until_it_is_cance
     status = said_by(run.call("status", root))
     assert "quickstart/slurm: waiting" in status
     assert "step              0 of 7" in status
-
-
-def test_refusals_cancel_all(cluster: Devcluster, run: Submitting, light: tuple[str, ...]) -> None:
-    refused = run.submit("cluster.slurm.jobs.cell.sbatch.constraint=unheard_of", *light)
-    assert refused.returncode == 78
-    assert "sbatch rejected job cell-0" in refused.stderr
-    wait_for(lambda: cluster.slurm("squeue", "-h") == "", every_s=SLURM_POLL_S)
 
 
 SWEEP = ("--sweep", "sft.optimizer.lr=1e-3,3e-3")

@@ -46,8 +46,13 @@ _STARTED: list["ForkedProcess"] = []
 def _get_server() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*PRELOADED])
-    atexit.register(lambda: [process.kill() for process in _STARTED])  # else it waits for them
+    atexit.register(_kill_started)  # else it waits for them
     return context
+
+
+def _kill_started() -> None:
+    for process in _STARTED:
+        process.kill()
 
 
 class ForkedProcess:

@@ -28,7 +28,7 @@ LAUNCH_TIMEOUT_S = 900.0
 
 SLOW = (
     "evaluation.every_steps=0",
-    "rollout.workflow=tests.support.slow_agent.SlowAgent",
+    "rollout.workflow=tests.support.agents.SlowAgent",
     "rollout.workflow_kwargs.mean_pause_s=1.0",
 )
 """Of a run that lasts as long as a test must."""

@@ -1,4 +1,4 @@
-"""kill -9 at a few telling points; `tests/acceptance/test_kill_matrix.py` has them all."""
+"""kill -9 at a few telling points; `tests/acceptance/test_kills.py` has them all."""
 
 from pathlib import Path
 

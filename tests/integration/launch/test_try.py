@@ -20,7 +20,7 @@ from tests.support.scripted_sglang import LoopThread, Script, ScriptedSGLang, st
 from tests.support.small_run import WITHOUT_SETS
 from tests.support.thoroughness import choose
 
-AGENTS = "tests.support.trial_agents"
+AGENTS = "tests.support.agents"
 QUESTION = "How many roads must a man walk down?"
 
 
@@ -193,7 +193,7 @@ def test_a_server_other_than_sglang_is_refused(recipe: tuple[str, ...], loop: Lo
     ("more", "code", "said"),
     [
         (("--base-url", "http://127.0.0.1:1/v1"), 75, "no server answers at http://127.0.0.1:1 "),
-        (("rollout.workflow=tests.support.trial_agents.ChatAgnt",), 78, "did you mean 'ChatAgent'"),
+        (("rollout.workflow=tests.support.agents.ChatAgnt",), 78, "did you mean 'ChatAgent'"),
         (("rollout.agent.mode=online", "rollout.workflow=''"), 78, "there is no agent to try"),
         (("train_dataset.path=/no/tasks.jsonl",), 78, "there is no data set at /no/tasks.jsonl"),
     ],

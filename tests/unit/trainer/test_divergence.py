@@ -14,16 +14,18 @@ from areal_hpc.trainer.batch.training_rows import (
 from areal_hpc.trainer.objective.reply_credit import compute_reply_earnings
 from areal_hpc.wire.proxy import ExportSettings
 from areal_hpc.wire.weight_version import GenerationFork, WeightVersion
-from tests.support.bias_gradient import compute_expected_gradient, measure_cosine
-from tests.support.bias_scenarios import SCENARIOS, measure
-from tests.support.bias_toy import (
+from tests.support.bias import (
     AGENTS,
     CONTEXTS,
+    SCENARIOS,
     VOCAB,
     ToyTask,
+    compute_expected_gradient,
     list_linear_episodes,
     make_policy,
     make_task,
+    measure,
+    measure_cosine,
     softmax,
     stay_near,
 )

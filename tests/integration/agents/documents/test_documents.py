@@ -7,8 +7,7 @@ import msgspec
 import pytest
 
 from tests.integration.agents.theatre import Theatre
-from tests.support.document_scenes import SCENES
-from tests.support.documents import blocks
+from tests.support.documents import SCENES, blocks
 
 FIRST_TICKETS = {"main": 100_000, "camel": 101_000}
 """By environment, away from those of the folder above. They decide what the model samples, so
