@@ -49,7 +49,6 @@ SWOLLEN_CALLS_A_ROUND, MAX_HOLD_S = 6, 0.3
 PROXY_POST = ("proxy", "POST")
 VOCAB = 320
 """Of the light run's model."""
-SETTLED_WITHIN_S = 30.0
 MAX_RESIDENT_MB = 1500
 MAY_FAIL = {"502", "503", "504"}
 """Answers of a service that is well, about one behind it: a server that was told to be away."""

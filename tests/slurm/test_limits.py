@@ -19,8 +19,6 @@ from tests.support.devclusters import (
 )
 from tests.support.waiting import wait_for
 
-LIMITED_RUN = ("trainer", "cell-0", "cell-1")
-"""As many jobs as QOS `few` allows."""
 RESTART_SLURMCTLD = """
 import sys, time
 from pathlib import Path

@@ -40,7 +40,6 @@ class MadeEpisode:
     task: int = 0
     reply: Sequence[int] = (7, 8, 9)
     """Token ids that it sampled, in all."""
-    question: str = ""
     text: str = "an answer"
     finish: str = "stop"
     sampling: Mapping[str, Any] = field(default_factory=dict)
@@ -201,9 +200,7 @@ def _make_calls(made: MadeEpisode, begin: float) -> list[CallRecord]:
 
 
 def _make_messages(made: MadeEpisode) -> list[dict[str, Any]]:
-    messages: list[dict[str, Any]] = [
-        {"role": "user", "content": made.question or f"task {made.task}"}
-    ]
+    messages: list[dict[str, Any]] = [{"role": "user", "content": f"task {made.task}"}]
     for number in range(made.calls - 1):
         called = {"id": f"t{number}", "function": {"name": made.tool, "arguments": "{}"}}
         messages += [

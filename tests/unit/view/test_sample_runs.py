@@ -12,8 +12,8 @@ from areal_hpc.view.answers.slow_run import explain_slow_run
 from areal_hpc.view.answers.step_change import explain_step_difference
 from areal_hpc.view.audit.ticket_status import audit_run
 from tests.support.environments import CHECKOUT
-from tests.support.sample_runs import ARCHIVE, SWITCH_STEP
 
+ARCHIVE, SWITCH_STEP = CHECKOUT / "examples" / "sample_runs.tar.xz", 30
 WALK = (CHECKOUT / "docs" / "diagnosing.md").read_text()
 
 
