@@ -8,6 +8,7 @@ import random
 import statistics
 import subprocess
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ from tests.support.environments import CHECKOUT, python_of
 from tests.support.held_run import NO_END, ONE_NODE, TWO_NODES, HeldRun
 from tests.support.light_run import SIZES
 from tests.support.process_commands import find_processes, is_scheduler
-from tests.support.results import matrix, write_results, write_table
+from tests.support.results import markdown, write_results, write_table
 from tests.support.run_files import events_of
 from tests.support.small_run import LIGHT
 from tests.support.sums import tasks
@@ -322,24 +323,18 @@ def test_no_submission_leaves_an_orphan(cluster: Devcluster, tmp_path: Path) -> 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """By what `submit` did."""
-    kinds = {
-        "waited, or noticed nothing": [r for r in rows if not (r["repeated"] or r["adopted"])],
-        "found a job that was accepted too late": [
-            r for r in rows if r["adopted"] and not r["repeated"]
-        ],
-        "gave up before the first job, exit code 75": [r for r in rows if r["repeated"]],
-        "all": rows,
-    }
-    return matrix(
-        "what `submit` did",
-        {
-            kind: {
-                "times": len(found),
-                "median seconds": f"{statistics.median(row['seconds'] for row in found):.1f}",
-                "most seconds": f"{max(row['seconds'] for row in found):.1f}",
-                "unknown jobs": sum(row["orphans"] for row in found),
-            }
-            for kind, found in kinds.items()
-            if found
-        },
-    )
+    kinds: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for row in rows:
+        did = (
+            "found a job that was accepted too late"
+            if row["adopted"]
+            else "waited, or noticed nothing"
+        )
+        kinds["gave up before the first job, exit code 75" if row["repeated"] else did].append(row)
+    lines = []
+    for kind, found in {**kinds, "all": rows}.items():
+        took_s = [row["seconds"] for row in found]
+        unknown = sum(row["orphans"] for row in found)
+        lines.append((kind, len(found), f"{statistics.median(took_s):.1f}", max(took_s), unknown))
+    header = ("what `submit` did", "times", "median seconds", "most seconds", "unknown jobs")
+    return markdown(header, lines)

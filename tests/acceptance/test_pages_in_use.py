@@ -231,36 +231,6 @@ def test_what_the_reader_is_at_outlasts_news(tmp_path: Path) -> None:
         in_browser(tmp_path, use)
 
 
-def test_pointing_at_compared_curves_tells_the_same_step_of_every_run(tmp_path: Path) -> None:
-    """One of them has fewer steps, and lacks one."""
-    run = make_run(tmp_path / "runs")
-    other = RunPaths(run.root.with_name("two"))
-    other.root.mkdir()
-    other.recipe.write_text(run.recipe.read_text())
-    append_step(run, 3, 0.75)
-    for step in range(1, 6):
-        append_step(other, step, step / 10)
-    point = """(share => {
-      const place = document.querySelector('.chart svg'), box = place.getBoundingClientRect();
-      const clientX = box.left + 52 + share * (box.width - 62);
-      place.dispatchEvent(new PointerEvent('pointermove', { clientX }));
-      return document.querySelector('.chart .value').textContent + ' '
-        + [...document.querySelectorAll('.chart .legend span span')].map(one => one.textContent);
-    })"""
-
-    async def use(page: Page) -> None:
-        await page.resize(*WIDE)
-        await show(page, address, "", "compare=shown/run,shown/two")
-        await page.await_true("document.querySelector('.chart svg') !== null")
-        assert await page.ask(f"{point}(0.5)") == "step 3 0.75,0.3"
-        assert await page.ask(f"{point}(1)") == "step 5 \u2013,0.5"
-        assert page.errors == []
-
-    environ = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    with serving_pages(tmp_path / "runs", environ) as address:
-        in_browser(tmp_path, use)
-
-
 def test_pages_that_answers_name_show_something(tmp_path: Path) -> None:
     with tarfile.open(SAMPLES) as archive:
         archive.extractall(tmp_path, filter="data")

@@ -1,11 +1,10 @@
 """Each party of an update dies, or hangs, in each phase of it; who survives, who waits how long."""
 
 import itertools
-import logging
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -16,15 +15,12 @@ import pytest
 from areal_hpc.wire.replicas import ReplicaView
 from tests.support.deadlines import Deadline, scaled
 from tests.support.inference_cell import Cell, running_cell, tiny_qwen3
-from tests.support.results import matrix, read_results, write_results, write_table
+from tests.support.results import add_results
 from tests.support.senders import Senders
 from tests.support.update_faults import Gate, Reader, Trap, gates
 from tests.support.weight_updates import save_update
 
 pytestmark = pytest.mark.timeout(900)
-log = logging.getLogger(__name__)
-
-NOTE = "decisions/0019-an-update-survives-the-death-of-any-party.md"
 
 CELLS = 3
 VICTIM = 1
@@ -213,17 +209,6 @@ def field(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Field]:
         yield field
 
 
-def keep(row: Row) -> None:
-    """Put a case in the place of what was seen of it before; the table waits for all cases."""
-    cases = [(party, phase) for party in PARTIES for phase in PHASES]
-    seen = read_results("update_under_fire", [])
-    rows = {(one["party"], one["phase"]): one for one in [*seen, row]}
-    ordered = [rows[case] for case in cases if case in rows]
-    write_results("update_under_fire", ordered)
-    if len(ordered) == len(cases):
-        write_table(NOTE, "parties", table(ordered))
-
-
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("party", PARTIES)
 def test_agents_get_only_verified_weights(field: Field, party: str, phase: str) -> None:
@@ -236,7 +221,7 @@ def test_agents_get_only_verified_weights(field: Field, party: str, phase: str) 
     struck_at = wait()
     report = field.sender.read()
     field.clear_traps()
-    row: Row = {"party": party, "phase": phase}
+    row: Row = {}
     if party.startswith("sender"):
         assert report is None
         if party == "sender":
@@ -258,8 +243,7 @@ def test_agents_get_only_verified_weights(field: Field, party: str, phase: str) 
         assert set(row["restarted"]) <= {"cell-1"}, "a failure is its own group's alone"
     elif phase in UNTOUCHED:
         assert row["restarted"] == []
-    log.info("%s", row)
-    keep(row)
+    add_results("update_under_fire", **{f"{party}, {phase}": row})
 
 
 def await_own_end(field: Field, old: str, before: list[ReplicaView], phase: str) -> float:
@@ -293,32 +277,3 @@ def outcome(field: Field, before: list[ReplicaView], struck_at: float) -> Row:
         "restarted": restarted,
         "replies_checked": sum(len(reader.answered) for reader in field.readers),
     }
-
-
-def table(rows: list[Row]) -> str:
-    """What was seen of each party, for the decision note."""
-    cells = {}
-    for party in PARTIES:
-        mine = [row for row in rows if row["party"] == party]
-        cells[party] = {
-            "sender waits": seconds(mine, "sender_waits_s") or "dead",
-            "cells wait": seconds(mine, "alone_s"),
-            "others silent": seconds(mine, "others_silent_s"),
-            "victim silent": seconds(mine, "victim_silent_s"),
-            "restarted": f"{span(len(row['restarted']) for row in mine)} of {CELLS}",
-            "sends": span(row["sends"] for row in mine),
-        }
-    return matrix("party", cells)
-
-
-def seconds(rows: list[Row], key: str) -> str:
-    """The span of a time over the phases in which there was one."""
-    seen = [row[key] for row in rows if key in row]
-    return f"{span(seen)} s" if seen else ""
-
-
-def span(values: Iterable[float]) -> str:
-    """From the least to the most."""
-    seen = sorted(values)
-    ends = f"{seen[0]:.3g}", f"{seen[-1]:.3g}"
-    return ends[0] if ends[0] == ends[1] else "-".join(ends)

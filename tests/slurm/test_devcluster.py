@@ -44,16 +44,6 @@ def test_a_job_runs_on_when_only_slurmd_is_killed(cluster: Devcluster, tmp_path:
         wait_for(sign.exists, 1.5)
 
 
-def test_a_second_up_changes_nothing(cluster: Devcluster) -> None:
-    job = cluster.submit("sleep 600", "-N4")
-    cluster.await_state(job, "RUNNING")
-    cluster.done("up")
-    assert cluster.job_state(job) == "RUNNING"
-    refused = cluster.command("up", "--nodes=5")
-    assert refused.returncode == 78
-    assert "expected nodes=4" in refused.stderr
-
-
 @pytest.mark.parametrize("options", choose([(), ("--loopback",)], ("--loopback",)))
 def test_a_second_cluster_without_accounting_leaves_nothing(
     cluster: Devcluster, tmp_path: Path, options: tuple[str, ...]

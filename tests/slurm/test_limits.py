@@ -103,17 +103,3 @@ def test_a_limit_that_passes_by_itself_is_worth_another_try_and_others_are_not(
     said_by(run.call("resume", root, "cluster.slurm.sbatch.qos=normal"))
     assert queued(limited) == JOBS
     said_by(run.call("cancel", root))
-
-
-@pytest.mark.thorough
-def test_a_cluster_of_a_federation_is_refused_by_name(limited: Devcluster, tmp_path: Path) -> None:
-    limited.slurm("sacctmgr", "--immediate", "add", "federation", "both", "clusters=devcluster")
-    try:
-        wait_for(lambda: "both" in limited.slurm("scontrol", "show", "federation"))
-        run = Submitting(limited, tmp_path / "runs")
-        refused = run.submit(*HELD, *light_overrides(tmp_path))
-        assert refused.returncode == 78, refused.stderr
-        assert "the cluster is in federation both, which is not supported" in refused.stderr
-        assert not run.paths.root.exists()
-    finally:
-        limited.slurm("sacctmgr", "--immediate", "delete", "federation", "both")

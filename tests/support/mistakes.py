@@ -374,17 +374,12 @@ def mistakes_table() -> str:
 
 def agent_mistakes_table() -> str:
     """What the first failed episode shows, as Markdown."""
-    rows = (
-        (one.what, _as_code([f"agent    {one.said}"]), _as_code([f"try: {one.hint.strip()}"]))
-        for one in AGENT_MISTAKES
-        if one.hint != "fix "
-    )
-    plain = (
-        (one.what, _as_code([f"agent    {one.said}"]), "the line of the agent to mend")
-        for one in AGENT_MISTAKES
-        if one.hint == "fix "
-    )
-    return markdown(("mistake", "printed", "and then"), [*rows, *plain])
+    rows = []
+    for one in sorted(AGENT_MISTAKES, key=lambda one: one.hint == "fix "):
+        hint = _as_code([f"try: {one.hint.strip()}"])
+        then = "the line of the agent to mend" if one.hint == "fix " else hint
+        rows.append((one.what, _as_code([f"agent    {one.said}"]), then))
+    return markdown(("mistake", "printed", "and then"), rows)
 
 
 def _as_code(parts: Iterable[str]) -> str:
