@@ -126,7 +126,7 @@ def test_tokens_are_found_and_colored_by_keyboard_alone(url: str, tmp_path: Path
         await page.await_true("location.hash.includes('where=')")
         first = "document.querySelector('tr[data-link]')?.cells"
         await page.await_true(
-            f"{first}?.[1].innerText === 'train' && {first}?.[2].innerText === '2'"
+            f"{first}?.[4].innerText === 'train' && {first}?.[5].innerText === '2'"
         )
         await page.press("Escape")
         await page.press("j")
