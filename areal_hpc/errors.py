@@ -176,13 +176,6 @@ class SandboxLostError(AgentError):
     """The sandbox is gone: it used more than it may, or what ran in it ended it."""
 
 
-class PersistentNodeShortageError(AgentError):
-    """An episode needs what its node has lacked for long, while others are played there.
-
-    Its ticket is dropped, and no failure of the agent is counted.
-    """
-
-
 class JobFailedError(ArealError):
     """A job of the run failed. Carries the exit code of the process that decided it."""
 

@@ -15,9 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from areal_hpc.recipe.sections.rollout import RolloutConfig
-from areal_hpc.rollout.driver import Driver, LeasedTickets, ReplicaGate, ServiceClients
+from areal_hpc.rollout.driver import Driver, ReplicaGate
 from areal_hpc.rollout.episode_watch import EpisodeWatch
-from areal_hpc.rollout.ticket_runner import TicketRunner
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.rendezvous import ensure_service_key
 from areal_hpc.rundir.service_client import AsyncServiceClient
@@ -176,43 +175,6 @@ class IdleWatch(EpisodeWatch):
         await asyncio.Event().wait()
 
 
-class SleepingRunner(TicketRunner):
-    """The runner of a cell whose episodes are sleeps."""
-
-    def __init__(
-        self, cell: str, rollout: RolloutConfig, services: ServiceClients, tickets: LeasedTickets,
-        gate: ReplicaGate, watch: EpisodeWatch, events: EventLog, stores: Storehouse, tempo: Tempo,
-        tally: Tally,
-    ) -> None:  # fmt: skip
-        super().__init__(
-            cell,
-            rollout,
-            (),
-            agents={},
-            tasks={},
-            tickets=tickets,
-            services=services,
-            http_client=None,
-            events=events,
-            gate=gate,
-            episode_watch=watch,
-        )
-        self._stores = stores
-        self._tempo = tempo
-        self._tally = tally
-        self._generator = np.random.default_rng(zlib.crc32(cell.encode()))
-
-    async def _run_and_finish_training_ticket(self, grant: TicketGrant) -> bool:
-        self._tally.granted += 1
-        self._tickets.mark_all_episodes_begun(grant)
-        sigma = np.log(LONGEST_OVER_MEDIAN) / NINETY_NINTH
-        await asyncio.sleep(self._tempo.median_ticket_s * self._generator.lognormal(0.0, sigma))
-        for _ in range(grant.n_episodes):
-            self._tickets.mark_episode_ended(grant.ref)
-        self._stores.finish(grant.ref)
-        return True
-
-
 class SleepingCell(Driver):
     """The driver of a cell whose episodes are sleeps."""
 
@@ -225,28 +187,38 @@ class SleepingCell(Driver):
         tempo: Tempo,
         tally: Tally,
     ) -> None:
-        cell, rollout = f"cell-{number}", RolloutConfig(n_samples=tempo.n_samples)
-        services = ServiceClients(ledger=ledger, proxy=ledger)
-        tickets = LeasedTickets(tempo.n_samples * tempo.tickets_at_once, tempo.n_samples)
-        events = EventLog(paths.events, "cells")
-        gate, watch = OpenGate(ledger, tickets.changed.set), IdleWatch(events)
-        runner = SleepingRunner(
-            cell, rollout, services, tickets, gate, watch, events, stores, tempo, tally
-        )
+        cell, events = f"cell-{number}", EventLog(paths.events, "cells")
         super().__init__(
             cell,
-            ("train", "valid"),
-            run_ticket=runner.run,
-            tickets=tickets,
-            services=services,
-            gate=gate,
-            episode_watch=watch,
+            RolloutConfig(n_samples=tempo.n_samples),
+            (),
+            agents={},
+            tasks={},
+            episode_slots=tempo.n_samples * tempo.tickets_at_once,
+            ledger=ledger,
+            proxy=ledger,
+            http_client=None,
+            events=events,
         )
+        self._gate, self.watch = OpenGate(ledger, self.tickets.changed.set), IdleWatch(events)
         self._stores = stores
+        self._tempo = tempo
+        self._tally = tally
+        self._generator = np.random.default_rng(zlib.crc32(cell.encode()))
+
+    async def _run_training_ticket(self, grant: TicketGrant) -> bool:
+        self._tally.granted += 1
+        self.tickets.begin_episodes(grant)
+        sigma = np.log(LONGEST_OVER_MEDIAN) / NINETY_NINTH
+        await asyncio.sleep(self._tempo.median_ticket_s * self._generator.lognormal(0.0, sigma))
+        for _ in range(grant.n_episodes):
+            self.tickets.end_episode(grant.ref)
+        self._stores.finish(grant.ref)
+        return True
 
     async def _request_seal(self) -> None:
         await self._stores.seal_now()
-        self._tickets.changed.set()
+        self.tickets.changed.set()
 
 
 async def run_cells(

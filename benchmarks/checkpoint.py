@@ -1,8 +1,8 @@
 """How long a checkpoint keeps the trainer from training: beside it, against in its own process.
 
-- beside: `CheckpointStore.begin` copies the state into memory shared with the writer process, the
-  next step is trained while that one writes and syncs, and a poll after the step makes the
-  checkpoint visible. The stall is what `begin` and the poll take.
+- beside: `CheckpointStore.begin` copies the state into host memory, the next step is trained while
+  a thread writes and syncs it, and a poll after the step makes the checkpoint visible. The stall is
+  what `begin` and the poll take.
 - in process: the trainer itself writes and syncs the same files in the same format. The stall is
   the whole of it.
 
@@ -45,8 +45,7 @@ from areal_hpc.rundir.checkpoints import (
 from areal_hpc.trainer.batch.packing import TrainingRow
 from areal_hpc.trainer.checkpoints.rank_state import RankState
 from areal_hpc.trainer.checkpoints.store import CheckpointStore
-from areal_hpc.trainer.checkpoints.writer_client import SharedCopyBuffer
-from areal_hpc.trainer.checkpoints.writer_process import write_rank_file
+from areal_hpc.trainer.checkpoints.writer import CheckpointWriter, write_rank_file
 from benchmarks import _learning as learning
 from benchmarks._pairs import add_out, report
 
@@ -79,10 +78,11 @@ def checkpoint_in_process(trainee: learning.Trainee, folder: Path, number: int) 
     """The same checkpoint, written and synced by this process."""
     partial = folder / f".step_{number}"
     partial.mkdir()
-    held, memory = RankState(trainee.policy, trainee.optimizer), SharedCopyBuffer()
-    held.copy_to(memory.reuse_or_grow(held.size_bytes, trainee.policy.device))
-    write_rank_file(memory.descriptor, get_rank_file_path(partial, 0), held.size_bytes)
-    memory.close()
+    held, writer = RankState(trainee.policy, trainee.optimizer), CheckpointWriter()
+    memory = writer.reserve_memory(held.size_bytes, trainee.policy.device)
+    held.copy_to(memory)
+    write_rank_file(memory[: held.size_bytes].numpy().data, get_rank_file_path(partial, 0))
+    writer.close()
     write_checkpoint_index(
         partial,
         merge_rank_indices(

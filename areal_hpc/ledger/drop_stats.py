@@ -52,8 +52,8 @@ class DropStats:
     def filter_not_too_old(self, refs: Sequence[TicketRef]) -> Sequence[TicketRef]:
         return [ref for ref in refs if ref not in self._too_old] if self._too_old else refs
 
-    def record_drop(self, dropped_ticket: DroppedTicket, *, is_node_short: bool = False) -> None:
-        """A ticket, or an attempt of it, came to nothing; no trouble if a node was short."""
+    def record_drop(self, dropped_ticket: DroppedTicket) -> None:
+        """A ticket, or an attempt of it, came to nothing."""
         if dropped_ticket.kind != "requeued":
             self._kind_of[dropped_ticket.ref.ticket_id] = dropped_ticket.kind
         elif dropped_ticket.ref in self._too_old:
@@ -61,9 +61,8 @@ class DropStats:
         else:
             self._too_old.add(dropped_ticket.ref)
         self._total[dropped_ticket.kind] += 1
-        if not is_node_short:
-            self._in_a_row[dropped_ticket.kind] += 1
-            self._reasons[dropped_ticket.kind] = dropped_ticket.reason
+        self._in_a_row[dropped_ticket.kind] += 1
+        self._reasons[dropped_ticket.kind] = dropped_ticket.reason
         if dropped_ticket.kind == "filtered":  # its agent works
             self._in_a_row["failed"] = 0
 

@@ -151,7 +151,7 @@ class LedgerService:
         else:
             drop = DroppedTicket.from_request(request)
             self._stream.record_rewards(ref.ticket_id, drop.rewards)
-            if self._tickets.drop(drop, is_node_short=request.is_node_short):
+            if self._tickets.drop(drop):
                 log.info("ticket %d %s: %s", ref.ticket_id, drop.kind, drop.reason)
             if self._tickets.get_state(ref.ticket_id) in ("dropped", "filtered"):
                 # A repeat is written again: it may follow a write that failed.

@@ -227,7 +227,7 @@ class TicketTable:
         self.drop_stats.record_settled_ticket()
         return True
 
-    def drop(self, dropped_ticket: DroppedTicket, *, is_node_short: bool = False) -> bool:
+    def drop(self, dropped_ticket: DroppedTicket) -> bool:
         """Give up on a ticket; False if it is no longer this attempt's to give up."""
         ref = dropped_ticket.ref
         self._assume_issued_if_of_earlier_start(ref)
@@ -236,7 +236,7 @@ class TicketTable:
             ref.ticket_id
         ) is None:
             return False
-        self.drop_stats.record_drop(dropped_ticket, is_node_short=is_node_short)
+        self.drop_stats.record_drop(dropped_ticket)
         return True
 
     def drop_or_requeue_settled_ticket(self, dropped_ticket: DroppedTicket) -> None:

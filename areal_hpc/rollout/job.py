@@ -13,14 +13,12 @@ from areal_hpc.jobs.processes.signals import StopRequest
 from areal_hpc.recipe.sections.rollout import AgentExecutionConfig
 from areal_hpc.rollout.agent import Agent, load_agent
 from areal_hpc.rollout.config import RolloutJobConfig
-from areal_hpc.rollout.driver import Driver, LeasedTickets, ReplicaGate, ServiceClients
-from areal_hpc.rollout.episode_watch import EpisodeWatch
+from areal_hpc.rollout.driver import TRAIN, Driver
 from areal_hpc.rollout.episodes.http_client import make_http_client
 from areal_hpc.rollout.execution.agent_sandboxes import make_agent_sandboxes, start_and_stop_sandbox
 from areal_hpc.rollout.execution.subprocess_agent import SubprocessAgent
 from areal_hpc.rollout.task_set import TaskSet
-from areal_hpc.rollout.ticket_runner import TRAIN, TicketRunner
-from areal_hpc.rollout.trial_episodes import play_trial_tasks_or_raise
+from areal_hpc.rollout.trial_episodes import play_trial_tasks
 from areal_hpc.rundir.jobs import IDLE_EXIT_CODE
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.rendezvous import LEDGER_SERVICE, format_proxy_name, read_service_key
@@ -75,62 +73,47 @@ async def _drive_cell(job: RolloutJobConfig, agents: dict[str, Agent | None]) ->
     if sandboxes is not None:
         await sandboxes.fill()
     key = read_service_key(paths.service_key)
-    services = ServiceClients(
-        ledger=AsyncServiceClient(paths.rendezvous_dir, LEDGER_SERVICE, key),
-        proxy=AsyncServiceClient(paths.rendezvous_dir, format_proxy_name(job.cell), key),
-    )
+    ledger = AsyncServiceClient(paths.rendezvous_dir, LEDGER_SERVICE, key)
+    proxy = AsyncServiceClient(paths.rendezvous_dir, format_proxy_name(job.cell), key)
     http_client = make_http_client(rollout.episode_timeout_s)
-    tickets = LeasedTickets(recipe.episode_slots_per_cell, rollout.episodes_per_ticket)
     events = EventLog(paths.events, f"driver-{job.cell}")
-    gate = ReplicaGate(services.proxy, on_open=tickets.changed.set)
-    watch = EpisodeWatch(events)
-    runner = TicketRunner(
+    tasks = {TRAIN: TaskSet.read_or_empty(paths.dataset(TRAIN))} | {
+        one.name: TaskSet.read_or_empty(paths.evaluation_tasks(one.name))
+        for one in recipe.evaluation_sets
+    }
+    driver = Driver(
         job.cell,
         rollout,
         recipe.evaluation_sets,
         agents={name: agent or agents[TRAIN] for name, agent in agents.items()},
-        tasks={TRAIN: TaskSet.read_or_empty(paths.dataset(TRAIN))}
-        | {
-            one.name: TaskSet.read_or_empty(paths.evaluation_tasks(one.name))
-            for one in recipe.evaluation_sets
-        },
-        tickets=tickets,
-        services=services,
+        tasks=tasks,
+        episode_slots=recipe.episode_slots_per_cell,
+        ledger=ledger,
+        proxy=proxy,
         http_client=http_client,
         events=events,
-        gate=gate,
-        episode_watch=watch,
+        splits=job.splits,
+        job_start=get_job_start_number(),
         sandboxes=sandboxes,
     )
-    driver = Driver(
-        job.cell,
-        job.splits,
-        run_ticket=runner.run,
-        tickets=tickets,
-        services=services,
-        gate=gate,
-        episode_watch=watch,
-        job_start=get_job_start_number(),
-    )
 
-    async def play_trials_and_lease() -> None:
+    async def play_trials_then_lease() -> None:
         # A run that has trained a step has an agent that works.
         agent = agents[TRAIN]
         if job.plays_trials and agent is not None and not paths.metrics.exists():
-            tasks, proxy = TaskSet.read_or_empty(paths.dataset(TRAIN)), services.proxy
             record_state_entry("trial")
-            await play_trial_tasks_or_raise(
-                rollout, agent, tasks, proxy, http_client, events, sandboxes
+            await play_trial_tasks(
+                rollout, agent, tasks[TRAIN], proxy, http_client, events, sandboxes
             )
         await driver.run()
 
     def collect_metrics() -> dict[str, float]:
         return {
-            "tickets_held": len(tickets.held),
-            "free_episode_slots": tickets.free_episode_slots,
-            "slowest_episode_s": watch.oldest_running_age_s,
-            "episodes_ended_total": watch.ended,
-            "episodes_failed_total": watch.failed,
+            "tickets_held": len(driver.tickets.held),
+            "free_episode_slots": driver.tickets.free_episode_slots,
+            "slowest_episode_s": driver.watch.oldest_running_age_s,
+            "episodes_ended_total": driver.watch.ended,
+            "episodes_failed_total": driver.watch.failed,
         }
 
     register_sample_reader(lambda: build_samples("areal_hpc_driver", collect_metrics()))
@@ -138,17 +121,16 @@ async def _drive_cell(job: RolloutJobConfig, agents: dict[str, Agent | None]) ->
     try:
         # Without Slurm there is nobody to give nodes back to, nor to start the cell again.
         idle_timeout_s = recipe.cluster.idle_timeout_s if get_job_start_number() else float("inf")
-        await _run_until_stopped_or_exit_if_idle(
-            play_trials_and_lease(), driver, stop, idle_timeout_s
-        )
+        await _run_until_stopped(play_trials_then_lease(), driver, stop, idle_timeout_s)
     finally:
         if sandboxes is not None:
             await sandboxes.close()
         await http_client.aclose()
-        await services.close()
+        await ledger.close()
+        await proxy.close()
 
 
-async def _run_until_stopped_or_exit_if_idle(
+async def _run_until_stopped(
     work: Coroutine[Any, Any, None], driver: Driver, stop: StopRequest, idle_timeout_s: float
 ) -> None:
     running = asyncio.create_task(work)

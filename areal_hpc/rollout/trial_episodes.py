@@ -22,8 +22,6 @@ ALL_TRIALS_TIMEOUT_S = 10.0
 """Longest that trial episodes hold up those of training: GPUs wait meanwhile."""
 REPLICA_POLL_S = 0.25
 RETRY_PAUSE_S = 0.25
-TRIAL_SHORTAGE_PAUSE_S = 3.0
-"""Before a trial for which the node lacked something is tried again."""
 
 
 async def play_trial_episode(
@@ -53,7 +51,7 @@ async def play_trial_episode(
     return await run_episode(spec, agent, proxy, http_client, sandboxes)
 
 
-async def play_trial_tasks_or_raise(
+async def play_trial_tasks(
     rollout: RolloutConfig,
     agent: Agent,
     tasks: TaskSet,
@@ -84,7 +82,7 @@ async def play_trial_tasks_or_raise(
             failures += outcome.status in ("failed", "timed_out")
             if failures == rollout.max_episode_tries:
                 return outcome
-            await asyncio.sleep(TRIAL_SHORTAGE_PAUSE_S if outcome.is_node_short else RETRY_PAUSE_S)
+            await asyncio.sleep(RETRY_PAUSE_S)
 
     while not (await proxy.call_until_answered("/healthz", None, ProxyHealth)).replicas_serving:
         await asyncio.sleep(REPLICA_POLL_S)

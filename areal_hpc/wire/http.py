@@ -121,7 +121,7 @@ class AsyncWireClient:
         """
         method, body = _build_method_and_body(request)
         url = f"{self._base_url}{route}"
-        headers = _build_key_header(key or self._key)
+        headers = {"Content-Type": "application/json"} | _build_key_header(key or self._key)
         limit = aiohttp.ClientTimeout(total=timeout_s or self._timeout_s)
         if self._session is None:
             self._session = aiohttp.ClientSession(

@@ -114,9 +114,8 @@ class DropTicketRequest(Struct, frozen=True):
     rewards: list[float] = []
     """Of the episodes of a `filtered` group."""
     cause: str = ""
-    """The same text for tickets that failed alike: the exception and the line of the agent."""
-    is_node_short: bool = False
-    """`failed` because a node lacked something: that says nothing of the agent."""
+    """The same text for tickets that failed alike: the exception and the line of the agent. Empty
+    if a node lacked something."""
 
 
 class EvaluationResultRequest(Struct, frozen=True):

@@ -24,10 +24,6 @@ def _measure_nothing(*values: object, **named: object) -> dict[str, float]:
     return {}
 
 
-async def _keep_nothing(*values: object) -> None:
-    """Leave held-out episodes out of the shards."""
-
-
 async def _watch_nothing(*values: object) -> None:
     """Wait to be cancelled."""
     import asyncio  # not before a process needs it
@@ -51,7 +47,6 @@ REPLACEMENTS: dict[str, dict[str, Any]] = {
     "areal_hpc.rundir.telemetry.spans": {"SpanLog.add": _do_nothing, "SpanLog._run": _do_nothing},
     "areal_hpc.trainer.annotations": {"choose_rows_to_annotate": _measure_nothing},
     "areal_hpc.rollout.episode_watch": {"EpisodeWatch.run": _watch_nothing},
-    "areal_hpc.rollout.ticket_runner": {"TicketRunner._seal_evaluation": _keep_nothing},
     "areal_hpc.trainer.loop.step_record": {"AlertReporter.report_new_alerts": _do_nothing},
     "areal_hpc.trainer.learner": {
         "summarize_replies": _measure_nothing,

@@ -52,7 +52,6 @@ ROLES = {
     "sglang::scheduler": "scheduler",
     "sglang::detokenizer": "detokenizer",
     "sglang_cpu": "server",
-    "checkpoints.writer_process": "writer",
     "jobs.supervisor": "supervisor",
     "submitit": "supervisor",
     "areal_hpc run": "launcher",

@@ -19,8 +19,7 @@ from areal_hpc.rundir.checkpoint_index import (
     write_checkpoint_index,
 )
 from areal_hpc.trainer.checkpoints.stored_tensors import Box, open_stored_tensors
-from areal_hpc.trainer.checkpoints.writer_client import SharedCopyBuffer
-from areal_hpc.trainer.checkpoints.writer_process import write_rank_file
+from areal_hpc.trainer.checkpoints.writer import write_rank_file
 
 COLUMNS: dict[Column, NumberType] = {
     "master": "float32",
@@ -87,15 +86,10 @@ def test_tensors_are_read_from_the_files_of_all_ranks(
 
 
 def test_files_are_written_so(tmp_path: Path) -> None:
-    memory = SharedCopyBuffer()
     for rank in NUMBERS:
-        columns = content_of(rank)[:-4]
-        held = memory.reuse_or_grow(len(columns), torch.device("cpu"))
-        held[: len(columns)] = torch.frombuffer(bytearray(columns), dtype=torch.uint8)
         file = tmp_path / f"rank_0000{rank}.bin"
-        write_rank_file(memory.descriptor, file, len(columns))
+        write_rank_file(memoryview(content_of(rank)[:-4]), file)
         assert file.read_bytes() == content_of(rank)
-    memory.close()
 
 
 def test_the_index_is_written_so(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Main function of every process of a job (`python -m ... ENTRY CONFIG.json`).
 
-Keep this module light: the writer of checkpoints, which must not import torch, uses it too.
+Keep this module light: processes that need no torch must not import it.
 """
 
 import importlib

@@ -11,11 +11,8 @@ from areal_hpc.recipe.sections.rollout import RolloutConfig
 from areal_hpc.recipe.user_functions import load_user_function
 from areal_hpc.rollout.episodes.episode import EpisodeOutcome
 
-ShouldAccept = Callable[[dict[str, Any]], object]
-"""Given `{"rewards": float32 array, one per episode; "task": the row of the task set}`."""
 
-
-async def run_group_until_enough_succeed(
+async def run_group(
     episodes: Sequence[Coroutine[Any, Any, EpisodeOutcome]],
     wanted_successes: int,
     min_successes: int,
@@ -29,7 +26,7 @@ async def run_group_until_enough_succeed(
 
     Raises:
         AgentError: Fewer than `min_successes` can still end well.
-        RecipeError: There is no such task.
+        Exception: What else an episode raised.
     """
     tasks = [asyncio.create_task(episode) for episode in episodes]
     pending, failed = set(tasks), list[AgentError]()
@@ -51,40 +48,31 @@ async def run_group_until_enough_succeed(
     return [task.result() for task in good[:wanted_successes]], failed
 
 
-class GroupFilter:
-    """Decides whether the group of a ticket is trained, by the filters that the recipe names.
+def load_group_filter(rollout: RolloutConfig) -> Callable[[dict[str, Any], Sequence[float]], str]:
+    """The filters that a recipe names: why a group is not trained, empty if it is.
+
+    They are given the task and the rewards of the episodes. The filter raises AgentError if the
+    user's function raises, or returns neither true nor false.
 
     Raises:
         RecipeError: The user's function cannot be imported.
     """
+    name = rollout.should_accept
+    accept = load_user_function(name, "rollout.should_accept") if name else None
 
-    def __init__(self, rollout: RolloutConfig) -> None:
-        self._name = rollout.should_accept
-        self._should_accept: ShouldAccept | None = (
-            load_user_function(self._name, "rollout.should_accept") if self._name else None
-        )
-        self._filter_same_reward = rollout.filter_same_reward
-
-    def get_rejection_reason(self, task: dict[str, Any], rewards: Sequence[float]) -> str:
-        """Why the group is not trained; empty if it is.
-
-        `rewards` has all of each episode, added up.
-
-        Raises:
-            AgentError: The user's function raised, or returned neither true nor false.
-        """
-        if self._filter_same_reward and len(set(rewards)) == 1:
+    def find_rejection(task: dict[str, Any], rewards: Sequence[float]) -> str:
+        if rollout.filter_same_reward and len(set(rewards)) == 1:
             return f"all {len(rewards)} rewards are {rewards[0]:g}"
-        if self._should_accept is None:
+        if accept is None:
             return ""
         try:
-            answer = self._should_accept(
-                {"rewards": np.asarray(rewards, dtype=np.float32), "task": task}
-            )
+            answer = accept({"rewards": np.asarray(rewards, dtype=np.float32), "task": task})
         except Exception as error:  # boundary: the function is the user's code
-            raise AgentError(f"{self._name} raised {type(error).__name__}: {error}") from error
+            raise AgentError(f"{name} raised {type(error).__name__}: {error}") from error
         if not isinstance(answer, bool | np.bool_):
             raise AgentError(
-                f"{self._name} returned {answer!r:.200} ({type(answer).__name__}), expected a bool"
+                f"{name} returned {answer!r:.200} ({type(answer).__name__}), expected a bool"
             )
-        return "" if answer else f"{self._name} rejected the rewards {list(rewards)}"
+        return "" if answer else f"{name} rejected the rewards {list(rewards)}"
+
+    return find_rejection

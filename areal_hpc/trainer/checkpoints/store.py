@@ -3,8 +3,8 @@
 A checkpoint is everything a restarted trainer needs, in one directory that appears whole.
 `step_00000040/` holds a file of each rank, `index.json` (what is where in it), `trainer.json`, and
 the marker `COMPLETE`. It is built under a hidden name while training goes on: each rank copies its
-part into memory that it shares with a writer process of its own, which puts it on disk. Rank 0
-renames the directory once every writer is done and no newer trainer has taken over.
+part into host memory, from which a thread puts it on disk. Rank 0 renames the directory once every
+rank's part is there and no newer trainer has taken over.
 
 Random state needs no file: nothing draws random numbers but the order of data, which is a
 function of `seed` and `step`.
@@ -55,7 +55,7 @@ from areal_hpc.trainer.checkpoints.rank_state import (
     RankState,
     load_checkpoint_into,
 )
-from areal_hpc.trainer.checkpoints.writer_client import WriterClient
+from areal_hpc.trainer.checkpoints.writer import CheckpointWriter
 from areal_hpc.trainer.collectives import (
     all_reduce_max,
     broadcast_object,
@@ -92,7 +92,7 @@ class CheckpointStore:
         self._keep = keep
         self._check_generation = check_generation
         self._find_best_step = find_best_step
-        self._writer: WriterClient | None = None
+        self._writer: CheckpointWriter | None = None
         self._begun: Checkpoint | None = None
         self._copied_s = 0.0
 
@@ -167,10 +167,10 @@ class CheckpointStore:
                 shutil.rmtree(partial, ignore_errors=True)
                 make_folder(partial)
             dist.barrier()
-            self._writer = self._writer or WriterClient()
+            self._writer = self._writer or CheckpointWriter()
             fault_point("checkpoint.before_copy")
             held = RankState(policy, optimizer, critic)
-            held.copy_to(self._writer.memory.reuse_or_grow(held.size_bytes, policy.device))
+            held.copy_to(self._writer.reserve_memory(held.size_bytes, policy.device))
             fault_point("checkpoint.after_copy")
             small = _write_index_and_trainer_state(partial, held, state)
             self._writer.begin_write(

@@ -3,13 +3,10 @@
 Nothing here ever holds the whole model: tensors are read, gathered and written one by one.
 """
 
-import contextlib
 import json
-import os
-import re
 import shutil
-import socket
 import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,8 +38,7 @@ HfTensorSpecWithDtype = tuple[str, tuple[int, ...], torch.dtype]
 
 MAX_FILE_BYTES = 2 * 1024**3
 """A safetensors file grows to about this, and its tensors are in host memory until then."""
-MAX_SILENCE_OF_WRITER_S = 86_400.0
-"""After that a writer of another host, which cannot be asked, has been killed."""
+ABANDONED_AFTER_S = 86_400.0
 
 COPIED_FILE_NAMES = (
     "config.json",
@@ -78,11 +74,10 @@ def write_or_replace_hf_model_dir(
     say how many files there are before the first is there. Another file is begun at `file_bytes`.
     A hidden directory is filled, forced to disk, and then takes the place of `target_dir`.
     """
-    _clean_up_after_killed_writers(target_dir.parent)
+    make_folder(target_dir.parent)
+    _delete_abandoned_folders(target_dir.parent)
     # Another process may be writing the same model: the trainer, and a person who exports it.
-    writer = f"{socket.gethostname()}_{os.getpid()}"
-    partial = target_dir.with_name(f".{target_dir.name}.partial_{writer}")
-    make_folder(partial.parent)
+    partial = target_dir.with_name(f".{target_dir.name}.partial_{uuid.uuid4().hex}")
     partial.mkdir()
     _write_tensors(iter(tensors), specs, partial, file_bytes, on_file)
     for name in COPIED_FILE_NAMES:
@@ -90,66 +85,20 @@ def write_or_replace_hf_model_dir(
             shutil.copyfile(source_dir / name, partial / name)
     _write_config_dtype(partial / "config.json", specs[0][2])
     fsync_tree(partial)
-    _move_into_place(
-        partial, target_dir, target_dir.with_name(f".{target_dir.name}.replaced_{writer}")
-    )
+    replaced = partial.with_name(f"{partial.name}.replaced")
+    if target_dir.exists():
+        target_dir.rename(replaced)
+    partial.rename(target_dir)
+    shutil.rmtree(replaced, ignore_errors=True)
     fsync_path(target_dir.parent)
 
 
-def _move_into_place(partial: Path, target_dir: Path, replaced: Path) -> None:
-    while True:
-        if target_dir.exists():
-            target_dir.rename(replaced)
-        try:
-            partial.rename(target_dir)
-        except OSError:
-            if target_dir.exists():  # a writer of another host has just restored it
-                continue
-            raise
-        shutil.rmtree(replaced, ignore_errors=True)
-        return
-
-
-def _clean_up_after_killed_writers(directory: Path) -> None:
-    """Tidy up after writers that were killed: a model half put in place is restored.
-
-    A writer of another host counts as killed when it has written nothing for a day. A hidden
-    directory that this process left behind, by an error, is swept as well.
-    """
-    if not directory.is_dir():
-        return
-    name = re.compile(r"\.(.+)\.(partial|replaced)_(.+)_(\d+)")
-    for path in directory.iterdir():
-        found = name.fullmatch(path.name)
-        if found is None:
-            continue
-        target, kind, host, pid = directory / found[1], found[2], found[3], int(found[4])
-        is_own_host = host == socket.gethostname()
-        if is_own_host and _is_another_writer_running(pid):
-            continue
-        if kind == "replaced" and not target.exists():
-            with contextlib.suppress(OSError):  # another writer has done it, or put its own there
-                path.rename(target)
-        elif is_own_host or _compute_unchanged_s(path) > MAX_SILENCE_OF_WRITER_S:
+def _delete_abandoned_folders(directory: Path) -> None:
+    """Delete what writers left that were killed: hidden folders without a change for a day."""
+    for path in directory.glob(".*.partial_*"):
+        newest = max(one.stat().st_mtime for one in (path, *path.iterdir()))
+        if time.time() - newest > ABANDONED_AFTER_S:
             shutil.rmtree(path, ignore_errors=True)
-
-
-def _compute_unchanged_s(directory: Path) -> float:
-    try:
-        newest = max(path.stat().st_mtime for path in (directory, *directory.iterdir()))
-    except FileNotFoundError:
-        return 0.0
-    return time.time() - newest
-
-
-def _is_another_writer_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # somebody else's
-        return True
-    return pid != os.getpid()
 
 
 def _write_tensors(

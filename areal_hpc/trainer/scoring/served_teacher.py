@@ -11,12 +11,12 @@ lets ranks wait in one collective, and a rank in a collective hears no stop.
 import asyncio
 import logging
 import math
+import ssl
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import httpx
 import msgspec
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,7 @@ import torch.distributed as dist
 from areal_hpc.errors import (
     ArealError,
     ClusterError,
+    HttpStatusError,
     RecipeError,
     StopRequestedError,
     TeacherError,
@@ -42,6 +43,7 @@ from areal_hpc.trainer.collectives import (
 )
 from areal_hpc.trainer.rank_progress import note_detail, note_place_reached
 from areal_hpc.trainer.step import ScoresByRow
+from areal_hpc.wire.http import AsyncWireClient
 from areal_hpc.wire.retry import RETRYABLE_STATUSES, Backoff
 
 logger = logging.getLogger(__name__)
@@ -50,22 +52,32 @@ ResultT = TypeVar("ResultT")
 
 URL_KEY = "trainer.objective.teacher.url"
 MEETING_PERIOD_S = 1.0
-CONNECT_TIMEOUT_S, CALL_TIMEOUT_S = 10.0, 120.0
+CALL_TIMEOUT_S = 120.0
 RETRY_S = 300.0
 """A call that failed is repeated for so long, while the server is away or busy."""
 WARNING_PERIOD_S = 60.0
 MAX_CONCURRENT_CALLS = 16
-MAX_REPLY_BYTES, MAX_REPLY_BYTES_PER_TOKEN = 1 << 20, 1 << 10
-"""About 100 bytes a token are usual."""
 PROBED_PLAIN_TOKENS = 512
 """Plain tokens whose texts are compared, besides all special ones."""
 TOKENS_PER_PROBE = 64
 _BACKOFF = Backoff(0.5, 10.0)
-_ROW_REFUSALS = (400, 413, 422)
 _QUARANTINE_HINT = "areal-hpc quarantine sets this batch aside"
 
 TokenEntry = tuple[float | None, int, str | None]
 """Log-probability, id, and text if it was asked for. Of the first token there is no probability."""
+
+
+class _GenerateRequest(msgspec.Struct):
+    """Score these tokens, and sample none."""
+
+    input_ids: Sequence[int]
+    logprob_start_len: int
+    return_text_in_logprobs: bool = False
+    token_ids_logprob: list[int] | None = None
+    return_logprob: bool = True
+    sampling_params: dict[str, float] = msgspec.field(
+        default_factory=lambda: {"max_new_tokens": 0, "temperature": 1.0}
+    )
 
 
 class _MetaInfo(msgspec.Struct):
@@ -87,17 +99,13 @@ class TeacherClient:
         retry_s: float = RETRY_S,
     ) -> None:
         assert config.url is not None
-        self._url = f"{config.url.rstrip('/')}/generate"
-        self._call_timeout_s, self._retry_s = call_timeout_s, retry_s
-        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+        self._url = config.url
+        self._retry_s = retry_s
+        key = ""
         if config.api_key_file is not None:
             key = read_user_key(config.api_key_file, "the teacher's API key")
-            headers["Authorization"] = f"Bearer {key}"
-        self._client = httpx.AsyncClient(
-            headers=headers,
-            timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_S),
-            limits=httpx.Limits(max_connections=MAX_CONCURRENT_CALLS),
-            trust_env=False,
+        self._client = AsyncWireClient(
+            config.url, key, tls=ssl.create_default_context(), timeout_s=call_timeout_s
         )
         self._done, self._trouble, self._warned_at = "", "", -math.inf
 
@@ -106,9 +114,9 @@ class TeacherClient:
         return ": ".join(filter(None, (self._done, self._trouble)))
 
     async def aclose(self) -> None:
-        await self._client.aclose()
+        await self._client.close()
 
-    async def raise_if_tokenizer_differs(self, model_dir: Path) -> None:
+    async def check_tokenizer(self, model_dir: Path) -> None:
         """Compare texts of tokens with those of a model directory.
 
         A server that is given a token beyond its vocabulary ends. It looks first at those whose
@@ -121,9 +129,8 @@ class TeacherClient:
         for first in range(0, len(probed), TOKENS_PER_PROBE):
             self._done = f"{first} of {len(probed)} tokens"
             ids = probed[first : first + TOKENS_PER_PROBE]
-            entries = await self._request_entries(
-                ids, return_text_in_logprobs=True, token_ids_logprob=[encoder.vocab_size - 1]
-            )
+            last = [encoder.vocab_size - 1]
+            entries = await self._fetch_entries(_GenerateRequest(ids, 0, True, last))
             for own_id, (_, token, text) in zip(ids, entries, strict=True):
                 own = encoder.decode([own_id])
                 if token == own_id and (text is None or text.strip() != own.strip()):
@@ -162,7 +169,7 @@ class TeacherClient:
         if not len(places):
             return scores_T
         ids, start = row.input_ids_T.tolist(), int(places[0]) - 1
-        entries = await self._request_entries(ids, start, step)
+        entries = await self._fetch_entries(_GenerateRequest(ids, start), step)
         for place in places.tolist():
             logprob, *_ = entries[place - start]
             # Rounding may exceed 0; below -1e4 one token's advantage would drown all others.
@@ -176,61 +183,44 @@ class TeacherClient:
             scores_T[place] = logprob
         return scores_T
 
-    async def _request_entries(
-        self, ids: Sequence[int], start: int = 0, step: int | None = None, **fields: object
+    async def _fetch_entries(
+        self, request: _GenerateRequest, step: int | None = None
     ) -> list[TokenEntry]:
-        """Entries of the tokens from `start` on, the first of which has no log-probability.
+        """Entries of the tokens from `logprob_start_len` on, the first without a log-probability.
 
         With a `step` they are of a row of its batch.
         """
-        body = {
-            "input_ids": ids,
-            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
-            "return_logprob": True,
-            "logprob_start_len": start,
-            **fields,
-        }
-        max_bytes = MAX_REPLY_BYTES + MAX_REPLY_BYTES_PER_TOKEN * len(ids)
-        status, content = await self._post_with_retries(msgspec.json.encode(body), max_bytes)
-        if status != httpx.codes.OK:
-            raise self._build_refusal(status, content, step)
-        try:
-            entries = msgspec.json.decode(content, type=_Reply).meta_info.input_token_logprobs
-        except msgspec.DecodeError as error:
-            raise self._build_wrong_server_error(f"does not answer as SGLang does: {error}") from (
-                error
-            )
+        entries = (await self._call(request, step)).meta_info.input_token_logprobs
+        asked = request.input_ids[request.logprob_start_len :]
         # SGLang calls the last token of a vocabulary 0, with the log-probability of its own.
-        if len(entries) != len(ids) - start or any(
-            token not in (own, 0) for (_, token, _), own in zip(entries, ids[start:], strict=True)
+        if len(entries) != len(asked) or any(
+            token not in (own, 0) for (_, token, _), own in zip(entries, asked, strict=True)
         ):
-            raise self._build_wrong_server_error("answered for other tokens than it was given")
+            raise TeacherError(
+                f"{self._url} answered for other tokens than it was given", key=URL_KEY
+            )
         return entries
 
-    async def _post_with_retries(self, body: bytes, max_bytes: int) -> tuple[int, bytes]:
-        give_up_at, trouble = None, ""
+    async def _call(self, request: _GenerateRequest, step: int | None) -> _Reply:
+        give_up_at, trouble = math.inf, ""
         for pause_s in _BACKOFF:
             try:
-                async with asyncio.timeout(self._call_timeout_s):
-                    status, content = await self._post(body, max_bytes)
-                if status < httpx.codes.INTERNAL_SERVER_ERROR and status not in RETRYABLE_STATUSES:
-                    self._trouble = ""
-                    return status, content
-                self._trouble = f"answered {status}: {_quote(content)}"
-            except TimeoutError:
-                self._trouble = f"no answer within {self._call_timeout_s:g} s"
-            except httpx.RequestError as error:
-                self._trouble = f"{type(error).__name__}: {error}"
-            trouble, now = self._trouble, time.monotonic()
-            give_up_at = give_up_at or now + self._retry_s
+                reply = await self._client.call("/generate", request, _Reply)
+                self._trouble = ""
+                return reply
+            except HttpStatusError as refusal:
+                if refusal.status < 500 and refusal.status not in RETRYABLE_STATUSES:
+                    raise self._build_refusal(refusal, step) from refusal
+                trouble = f"answered {refusal.status}: {refusal.body[:300]}"
+            except ClusterError as error:
+                trouble = error.problems[0].message
+            self._trouble, now = trouble, time.monotonic()
+            give_up_at = min(give_up_at, now + self._retry_s)
             if now + pause_s > give_up_at:
                 break
             if now - self._warned_at > WARNING_PERIOD_S:  # many calls may fail at once
                 self._warned_at = now
-                logger.warning(
-                    "the teacher at %s: %s; calls are repeated for %g s",
-                    self._url, trouble, self._retry_s,
-                )  # fmt: skip
+                logger.warning("the teacher at %s: %s; calls are repeated", self._url, trouble)
             await asyncio.sleep(pause_s)
         raise ClusterError(
             f"the teacher at {self._url} has not served a call for {self._retry_s:g} s ({trouble})",
@@ -239,31 +229,17 @@ class TeacherClient:
             f"{_QUARANTINE_HINT}",
         )
 
-    async def _post(self, body: bytes, max_bytes: int) -> tuple[int, bytes]:
-        content = bytearray()
-        async with self._client.stream("POST", self._url, content=body) as answer:
-            async for chunk in answer.aiter_bytes():
-                content += chunk
-                if len(content) > max_bytes:
-                    raise self._build_wrong_server_error(f"answered more than {max_bytes} bytes")
-            return answer.status_code, bytes(content)
-
-    def _build_wrong_server_error(self, trouble: str) -> TeacherError:
-        hint = "give the address of an SGLang server, without a path"
-        return TeacherError(f"{self._url} {trouble}", key=URL_KEY, hint=hint)
-
-    def _build_refusal(self, status_code: int, content: bytes, step: int | None) -> RecipeError:
-        said = f"answered {status_code}: {_quote(content)}"
-        if status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
-            return TeacherError(
-                f"the teacher at {self._url} {said}",
-                key="trainer.objective.teacher.api_key_file",
-                hint="name a file with the server's --api-key",
-            )
-        if status_code not in _ROW_REFUSALS:
-            return self._build_wrong_server_error(said)
-        message = f"the teacher at {self._url} {said}"
-        hint = "the server must hold rows of the policy's context length, of its tokens"
+    def _build_refusal(self, refusal: HttpStatusError, step: int | None) -> RecipeError:
+        message = f"the teacher at {self._url} answered {refusal.status}: {refusal.body[:300]}"
+        match refusal.status:
+            case 401 | 403:
+                key = "trainer.objective.teacher.api_key_file"
+                return TeacherError(message, key=key, hint="name a file with its --api-key")
+            case 400 | 413 | 422:
+                hint = "the server must hold rows of the policy's context length, of its tokens"
+            case _:
+                hint = "give the address of an SGLang server, without a path"
+                return TeacherError(message, key=URL_KEY, hint=hint)
         if step is None:
             return TeacherError(message, key=URL_KEY, hint=hint)
         return UntrainableBatchError(
@@ -296,10 +272,6 @@ def _raise_if_distribution_differs(step: int, row: TrainingRow) -> None:
     )
 
 
-def _quote(content: bytes) -> str:
-    return content[:300].decode(errors="replace")
-
-
 class ServedTeacher:
     """A server's log-probabilities on every rank. All methods but `close` are collectives."""
 
@@ -313,7 +285,7 @@ class ServedTeacher:
 
         async def connect() -> None:
             self._client = TeacherClient(config)
-            await self._client.raise_if_tokenizer_differs(model_dir)
+            await self._client.check_tokenizer(model_dir)
 
         self._call_on_first_rank(f"the tokens of the teacher at {config.url}", connect)
 

@@ -75,14 +75,6 @@ def test_an_episode_that_takes_too_long_leaves_nothing_of_its_sandbox(
     wait_for(lambda: not [pid for pid in used if is_running(pid)])  # killed, and on their way
 
 
-def test_a_sandbox_that_is_lost_costs_its_own_episode(tmp_path: Path) -> None:
-    how = AgentExecutionConfig.model_validate(WITH_SESSION)
-    kwargs = {"note": str(tmp_path / "note"), "then": "lose"}
-    (outcome,) = finish(play(tmp_path, how, [make_spec()], kwargs))
-    assert outcome.status == "failed"
-    assert "the sandbox is gone" in outcome.reason
-
-
 def test_a_sandbox_that_an_agents_process_cannot_start_now_is_the_nodes(tmp_path: Path) -> None:
     how = AgentExecutionConfig.model_validate({"mode": "subproc", **WITH_SESSION})
     path = PATH.replace("Commanding", "CommandingOnLoadedNode")
@@ -90,12 +82,6 @@ def test_a_sandbox_that_an_agents_process_cannot_start_now_is_the_nodes(tmp_path
     assert (outcome.status, outcome.is_node_short) == ("interrupted", True), outcome.reason
     assert "bwrap: no namespace: Resource temporarily unavailable" in outcome.reason
     assert "  try: " in outcome.reason
-
-
-def test_without_isolation_commands_run_as_the_user(tmp_path: Path) -> None:
-    how = AgentExecutionConfig(isolation="none")
-    (outcome,) = finish(play(tmp_path, how, [make_spec()], {"note": str(tmp_path / "note")}))
-    assert (outcome.status, outcome.reward) == ("ok", 1.0), outcome.reason
 
 
 def test_a_task_that_has_something_in_the_sandbox_s_place_is_refused(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from areal_hpc.errors import ClusterError, RecipeError
@@ -21,19 +20,12 @@ from areal_hpc.recipe.sections.evaluation import (
     resolve_evaluation_sets,
 )
 from areal_hpc.recipe.sections.rollout import RolloutConfig
-from areal_hpc.rollout import episode_watch, ticket_runner
+from areal_hpc.rollout import driver, episode_watch
 from areal_hpc.rollout.agent import Agent, RolloutWorkflow
-from areal_hpc.rollout.driver import (
-    CLOSED_GATE_POLL_S,
-    Driver,
-    LeasedTickets,
-    ReplicaGate,
-    ServiceClients,
-)
+from areal_hpc.rollout.driver import CLOSED_GATE_POLL_S, Driver
 from areal_hpc.rollout.episode_watch import EVENT_LOOP_BLOCKED_S, EpisodeWatch
 from areal_hpc.rollout.execution.agent_sandboxes import AgentSandboxes
 from areal_hpc.rollout.task_set import TaskSet
-from areal_hpc.rollout.ticket_runner import TicketRunner
 from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.telemetry.events import EventLog
 from areal_hpc.sandbox import pool
@@ -102,8 +94,6 @@ class Cell:
             EvaluationConfig(sets={"aime": EvaluationSetConfig(dataset=held_out, sampling=warm)}),
             held_out,
         )
-        leased = LeasedTickets(slots, self.rollout.episodes_per_ticket)
-        events = EventLog(self.run_dir / "events.jsonl", "driver")
         async with (
             self.proxy,
             self.ledger,
@@ -111,12 +101,9 @@ class Cell:
             driving(self.run_dir, name="ledger") as (ledger, _),
             asyncio.TaskGroup() as group,
         ):
-            services = ServiceClients(ledger, proxy)
             if self.sandboxes is not None:
                 await self.sandboxes.fill()
-            gate, watch = ReplicaGate(proxy, leased.changed.set), EpisodeWatch(events)
-            self.watch = watch
-            runner = TicketRunner(
+            cell_driver = Driver(
                 "cell-0",
                 self.rollout,
                 sets,
@@ -126,26 +113,17 @@ class Cell:
                     "aime": self.agent,
                 },
                 tasks={"train": tasks, "valid": tasks, "aime": tasks},
-                tickets=leased,
-                services=services,
+                episode_slots=slots,
+                ledger=ledger,
+                proxy=proxy,
                 http_client=http_client,
-                events=events,
-                gate=gate,
-                episode_watch=watch,
+                events=EventLog(self.run_dir / "events.jsonl", "driver"),
                 sandboxes=self.sandboxes,
             )
+            self.watch = cell_driver.watch
             if meanwhile is not None:
                 group.create_task(meanwhile())
-            driver = Driver(
-                "cell-0",
-                ("train", "valid"),
-                run_ticket=runner.run,
-                tickets=leased,
-                services=services,
-                gate=gate,
-                episode_watch=watch,
-            )
-            await driver.run()
+            await cell_driver.run()
             if self.sandboxes is not None:
                 await self.sandboxes.close()
 
@@ -272,72 +250,23 @@ class Loaded(HostRuntime):
 NO_PROCESS = "no processes left"
 
 
-@pytest.mark.parametrize("is_patient", [True, False])
 @pytest.mark.parametrize(
     "error", [ClusterError(NO_PROCESS), build_isolation_error("bwrap", "allow it", NO_PROCESS)]
 )
-def test_a_sandbox_that_does_not_start_costs_no_try_unless_none_has_for_long(
-    error: ClusterError | RecipeError,
-    is_patient: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_sandbox_that_does_not_start_costs_no_try(
+    error: ClusterError | RecipeError, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pool, "RETRY_PAUSE_S", 0.01)
-    monkeypatch.setattr(ticket_runner, "SHORTAGE_PAUSE_S", 0.05)
-    # Those that wait while the first sandbox is used are given up alone, and others come.
-    count = 2 if is_patient else 8
-    cell = Cell(tmp_path, Steady(), tickets(count), max_episode_tries=1)
-    failures = 8 * pool.START_TRIES if is_patient else 1_000_000
-    cell.sandboxes = AgentSandboxes(Loaded(failures, error), SandboxSpec(network="open"), 0)
-    if not is_patient:
-        monkeypatch.setattr(ticket_runner, "MAX_SHORTAGE_S", 0.0)
-        with pytest.raises(BaseExceptionGroup) as caught:
-            cell.run()
-        assert caught.value.subgroup(ClusterError)
-        return
+    monkeypatch.setattr(driver, "SHORTAGE_PAUSE_S", 0.05)
+    cell = Cell(tmp_path, Steady(), tickets(2), max_episode_tries=1)
+    loaded = Loaded(8 * pool.START_TRIES, error)
+    cell.sandboxes = AgentSandboxes(loaded, SandboxSpec(network="open"), 0)
     cell.run()
     assert len(cell.proxy.finished) == 2
     assert not cell.ledger.dropped
     interrupted = cell.events("episode_interrupted")
     assert interrupted
     assert all(NO_PROCESS in one["reason"] for one in interrupted)
-
-
-class FullDisk:
-    """Task 0 finds the disk full, first while task 1 waits and then after that was played."""
-
-    def __init__(self, cell: Callable[[], Cell], ends_short: Callable[[], None]) -> None:
-        self.cell, self.ends_short = cell, ends_short
-        self.tries = 0
-
-    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
-        await ask(extra_kwargs)
-        if data["task"] == 1:
-            while not self.cell().events("episode_interrupted"):
-                await asyncio.sleep(0.01)
-            return 1.0
-        self.tries += 1
-        if self.tries > 1:
-            while not self.cell().proxy.finished:
-                await asyncio.sleep(0.01)
-            self.ends_short()
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def test_what_the_node_lacks_for_one_episode_ends_its_ticket(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ticket_runner, "SHORTAGE_PAUSE_S", 0.01)
-    agent = FullDisk(
-        lambda: cell, lambda: monkeypatch.setattr(ticket_runner, "MAX_SHORTAGE_S", 1e-6)
-    )
-    short, played = (TicketGrant(TicketRef(i, 0), i, i, 1) for i in range(2))
-    cell = Cell(tmp_path, agent, [short, played], n_samples=1)
-    cell.run()
-    assert set(cell.proxy.finished) == {played.ref}
-    assert "others, but not this episode" in cell.ledger.dropped[short.ref]
-    assert cell.ledger.causes == {short.ref: ""}, "else the ledger takes it for the agent's fault"
-    assert len(cell.events("episode_interrupted")) == 2, "the last one, too"
 
 
 class Oversized:
@@ -350,23 +279,19 @@ class Oversized:
         return 1.0
 
 
-@pytest.mark.parametrize(
-    ("count", "samples"), [(1, 1), (1, 2), (2, 1)], ids=["alone", "twice", "beside another"]
-)
-def test_a_held_out_task_that_no_node_can_play_scores_0_and_ends_no_driver(
-    count: int, samples: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("grants", [tickets(2, 1), evaluations(2)], ids=["train", "valid"])
+def test_a_ticket_for_which_the_node_lacks_something_for_long_is_dropped(
+    grants: list[TicketGrant], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ticket_runner, "SHORTAGE_PAUSE_S", 0.05)
-    monkeypatch.setattr(ticket_runner, "MAX_SHORTAGE_S", 0.02)
-    lost, *others = [TicketRef(i, 0, 5) for i in range(count)]
-    grants = [msgspec.structs.replace(one, n_episodes=samples) for one in evaluations(count)]
-    cell = Cell(tmp_path, Oversized(), grants, n_samples=1)
+    monkeypatch.setattr(driver, "SHORTAGE_PAUSE_S", 0.05)
+    monkeypatch.setattr(driver, "MAX_SHORTAGE_S", 0.04)
+    cell = Cell(tmp_path, Oversized(), [*grants], n_samples=1)
     cell.run()
-    assert cell.ledger.evaluated == {ref: [1.0] for ref in others}
-    assert "could be played" in cell.ledger.dropped[lost]
+    lost, played = (one.ref for one in grants)
+    assert {*cell.proxy.finished, *cell.ledger.evaluated} == {played}
+    assert "could not be played" in cell.ledger.dropped[lost]
     assert cell.ledger.causes == {lost: ""}, "else the ledger takes it for the agent's fault"
-    tries = len(cell.events("episode_interrupted"))
-    assert tries > 1, "it is tried for longer than an episode of training"
+    assert len(cell.events("episode_interrupted")) > 1
 
 
 UNLUCKY = Fails(lambda task, _: task == 0)

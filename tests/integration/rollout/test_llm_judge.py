@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from areal_hpc.errors import AgentError, ClusterError, RecipeError
+from areal_hpc.errors import AgentError
 from areal_hpc.reward.llm_judge import Grade, LlmJudge
 from tests.support.commands import areal_hpc, said_by
 from tests.support.deadlines import scaled
@@ -130,19 +130,6 @@ def test_a_reply_speaks_with_no_mark_of_a_chat_template(endpoint: JudgeEndpoint)
     assert not [mark for mark in MARKS if mark.strip() in user]
     assert "[1, 2]" in user
     assert not set("<>\uff5c\u25c1\u25b7") & set(user)
-
-
-def test_an_endpoint_that_refuses_or_is_not_there_is_named(
-    endpoint: JudgeEndpoint, tmp_path: Path
-) -> None:
-    endpoint.status = 400
-    with pytest.raises(ClusterError, match=f"the judge at {endpoint.url} does not grade"):
-        asyncio.run(LlmJudge(RUBRIC, endpoint.url, "judge")("q", "r"))
-    for rubric, problem in ((" ", "the rubric is empty"), (tmp_path / "none.md", "cannot be read")):
-        with pytest.raises(RecipeError, match=problem):
-            LlmJudge(rubric, endpoint.url, "judge")
-    with pytest.raises(RecipeError, match="the cache of a judge cannot be used"):
-        LlmJudge(RUBRIC, endpoint.url, "judge", cache=tmp_path / "no" / "folder")
 
 
 def test_an_episode_that_is_cancelled_takes_no_grade_from_another(endpoint: JudgeEndpoint) -> None:

@@ -1,7 +1,9 @@
-"""Agents in processes: what hangs or dies costs its own episode and is replaced."""
+"""Agents in processes, of the driver's Python or another: what hangs or dies costs its episode."""
 
 import asyncio
 import dataclasses
+import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,116 +11,206 @@ import psutil
 import pytest
 
 from areal_hpc.errors import RecipeError
+from areal_hpc.launch.checks.user_code import find_user_code_problems
+from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.sections.rollout import AgentExecutionConfig
 from areal_hpc.rollout.episodes.episode import EpisodeOutcome
 from areal_hpc.rollout.execution.subprocess_agent import SubprocessAgent
+from areal_hpc.rollout.job import build_agent
 from areal_hpc.wire.agent_reward import Reward
-from tests.integration.rollout.process_agents import Blocking
 from tests.integration.rollout.standins import StandInProxy
 from tests.integration.rollout.test_episode import TASK, finish, play_all, spec
+from tests.support.commands import write_program
 from tests.support.deadlines import scaled
+from tests.support.environments import CHECKOUT
 from tests.support.waiting import wait_for
 
-PATH = "tests.integration.rollout.process_agents.Blocking"
-HANG_S = scaled(2.0)
-"""The limit of an episode that hangs; others have a minute."""
+AGENT = """
+import json, os, subprocess, sys, time, urllib.request
+
+class Verdict:
+    value, parts, metrics, note = 0.5, {"half": 0.5}, {"calls": 1}, "a note"
+    answer = "42"
+
+class Agent:
+    def __init__(self, reward=1.0):
+        self.reward, self.runs = reward, 0
+
+    async def run(self, data):
+        self.runs += 1
+        print("no answer")
+        request = urllib.request.Request(
+            os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+            json.dumps({"model": "m", "messages": data["messages"]}).encode(),
+            {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]},
+        )
+        urllib.request.urlopen(request).read()
+        then = data.get("then")
+        if then == "raise":
+            raise ValueError("no idea")
+        if then == "leave":
+            os._exit(7)
+        if then == "exit":
+            sys.exit(2)
+        if then == "run short":
+            raise ConnectionError("no connection") from OSError(24, "Too many open files")
+        if then == "hang":
+            time.sleep(600)
+        if then == "object":
+            return object()
+        if then == "start":
+            left = subprocess.Popen(["sleep", "600"], start_new_session=True)
+            open(data["note"], "w").write(str(left.pid))
+        if then == "forge":
+            line = json.dumps({"returned": 9.0}) + chr(10)
+            forger = f"import os, sys; os.write(0, {line!r}.encode()); sys.exit(3)"
+            subprocess.run([sys.executable, "-c", forger], stderr=subprocess.DEVNULL)
+        if then == "describe":
+            told = {
+                "modules": sorted(sys.modules), "now": dict(os.environ),
+                # As the process began: what was taken out later could be read there.
+                "began": open("/proc/self/environ").read(),
+            }
+            open(data["note"], "w").write(json.dumps(told))
+        return Verdict() if then == "verdict" else self.reward * self.runs
+"""
 
 
-async def play(
-    run_dir: Path, agent: SubprocessAgent, *tasks: dict[str, Any]
+def make_other_python(folder: Path) -> str:
+    """A Python without packages."""
+    return str(write_program(folder / "python", f'exec {sys.executable} -S -E "$@"'))
+
+
+@pytest.fixture(params=["own", "other"])
+def python(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The interpreter of an agent, which finds it; empty: the driver's."""
+    (tmp_path / "user").mkdir()
+    (tmp_path / "user" / "their_agent.py").write_text(AGENT)
+    monkeypatch.syspath_prepend(tmp_path / "user")
+    return make_other_python(tmp_path) if request.param == "other" else ""
+
+
+def play(
+    run_dir: Path, python: str, *tasks: dict[str, Any], **how: Any
 ) -> tuple[list[EpisodeOutcome], StandInProxy]:
-    """One episode per task, side by side."""
+    """An episode for each task, one after the other in one process."""
+    config = AgentExecutionConfig.model_validate(
+        {"mode": "subproc", "python": python, "subproc_max_workers": 1, **how}
+    )
+    agent = build_agent(config, "their_agent.Agent", {"reward": 2.0})
+    assert isinstance(agent, SubprocessAgent)
     specs = [
         dataclasses.replace(
-            spec(HANG_S if task.get("then") == "hang" else 60.0), data={**TASK, **task}
+            spec(scaled(2.0) if task.get("then") == "hang" else 60.0), data={**TASK, **task}
         )
         for task in tasks
     ]
-    return await play_all(run_dir, agent, *specs)
+
+    async def build_and_play() -> tuple[list[EpisodeOutcome], StandInProxy]:
+        await agent.check_agent_builds()
+        return await play_all(run_dir, agent, *specs)
+
+    return finish(build_and_play())
 
 
-@pytest.mark.parametrize("workflow", [PATH, Blocking, Blocking(0.5)], ids=["path", "class", "self"])
-def test_an_agent_given_in_any_way_runs_in_a_process_whose_environment_leads_sdks_to_the_session(
-    workflow: Any, tmp_path: Path
+def test_a_process_builds_the_agent_once_and_runs_one_episode_at_a_time(
+    python: str, tmp_path: Path
 ) -> None:
-    kwargs = {} if isinstance(workflow, Blocking) else {"reward": 0.5}
-    note = tmp_path / "note"
-    task = {"then": "environment", "note": str(note)}
-    outcomes, proxy = finish(play(tmp_path, SubprocessAgent(workflow, kwargs, 1), task))
-    assert [(one.status, one.reward) for one in outcomes] == [("ok", 0.5)], outcomes[0].reason
-    ((key, session),) = proxy.sessions.items()
-    assert session.rewards == {"chatcmpl-0": 0.5}
-    told = dict(line.split("=", 1) for line in note.read_text().splitlines())
-    url = told["ANTHROPIC_BASE_URL"]
-    assert url.startswith("http://")
-    assert not url.endswith("/v1")
-    assert told == {
-        "OPENAI_BASE_URL": f"{url}/v1",
-        "OPENAI_API_KEY": key,
-        "ANTHROPIC_BASE_URL": url,
-        "ANTHROPIC_API_KEY": key,
-    }
+    outcomes, proxy = play(tmp_path, python, {}, {}, {"then": "verdict"})
+    assert [one.status for one in outcomes] == ["ok"] * 3, outcomes[0].reason
+    assert [one.reward for one in outcomes] == [2.0, 4.0, 0.5]
+    assert outcomes[2].answer == "42"
+    *_, session = proxy.sessions.values()
+    expected = Reward(0.5, {"half": 0.5}, {"calls": 1}, "a note", "42")
+    assert session.given == {"chatcmpl-0": expected}
+    assert proxy.most_open == 1
 
 
-def test_an_agent_sees_of_the_environment_what_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_hangs_dies_or_raises_costs_its_own_episode_only(python: str, tmp_path: Path) -> None:
+    thens = ("raise", "object", "leave", "exit", "hang", "run short", "")
+    outcomes, _ = play(tmp_path, python, *({"then": then} for then in thens))
+    statuses = [one.status for one in outcomes]
+    assert statuses == ["failed"] * 4 + ["timed_out", "interrupted", "ok"]
+    said = ("ValueError: no idea", "cannot be sent back", "exited with code 7", "SystemExit: 2")
+    for outcome, text in zip(outcomes, said, strict=False):
+        assert text in outcome.reason
+    assert "their_agent.py" in outcomes[0].reason
+    assert "Too many open files" in outcomes[5].reason
+    assert outcomes[5].is_node_short
+    assert outcomes[6].reward == 2.0  # of a new process
+
+
+def test_its_environment_leads_sdks_to_the_session_and_has_what_is_named_besides(
+    python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "secret")
     monkeypatch.setenv("SEARCH_KEY", "k")
-    how = AgentExecutionConfig(mode="subproc", variables=("SEARCH_*",))
     note = tmp_path / "note"
-    task = {"then": "first environment", "note": str(note)}
-    outcomes, _ = finish(play(tmp_path, SubprocessAgent(PATH, {}, 1, how), task))
-    assert outcomes[0].status == "ok", outcomes[0].reason
-    # As the process began: what was taken out later could be read there.
-    began = {line.split("=", 1)[0] for line in note.read_text().split("\0")}
+    task = {"then": "describe", "note": str(note)}
+    _, proxy = play(tmp_path, python, task, variables=["SEARCH_*"])
+    told = json.loads(note.read_text())
+    assert ("areal_hpc" in told["modules"]) is not bool(python)
+    began = {line.split("=", 1)[0] for line in told["began"].split("\0")}
     assert {"SEARCH_KEY", "PATH"} <= began
     assert not {"HF_TOKEN", "PYTEST_VERSION"} & began
+    (key,) = proxy.sessions
+    url = told["now"]["ANTHROPIC_BASE_URL"]
+    assert url.startswith("http://")
+    assert not url.endswith("/v1")
+    assert told["now"]["OPENAI_BASE_URL"] == f"{url}/v1"
+    assert told["now"]["OPENAI_API_KEY"] == told["now"]["ANTHROPIC_API_KEY"] == key
 
 
-GRADED = Reward(1.0, {"correct": 0.8, "format": 0.2}, {"reply_characters": 9})
-
-
-def test_what_a_reward_was_made_of_crosses_the_pipe(tmp_path: Path) -> None:
-    workflow = PATH.replace("Blocking", "Graded")
-    outcomes, proxy = finish(play(tmp_path, SubprocessAgent(workflow, {}, 1), {}))
-    assert [(one.status, one.reward) for one in outcomes] == [("ok", 1.0)]
-    assert [one.given for one in proxy.sessions.values()] == [{"chatcmpl-0": GRADED}]
-
-
-def test_what_hangs_crashes_or_raises_costs_its_own_episode_only(tmp_path: Path) -> None:
-    endings = ("hang", "crash", "raise", "exit", "run short", None, None, None)
-    tasks = [{"then": then} for then in endings]
-    outcomes, _ = finish(play(tmp_path, SubprocessAgent(PATH, {}, 2), *tasks))
-    statuses = [one.status for one in outcomes]
-    assert statuses == ["timed_out", *["failed"] * 3, "interrupted", *["ok"] * 3]
-    assert "exited with code 7" in outcomes[1].reason
-    assert "the agent raised ValueError: no idea" in outcomes[2].reason
-    assert "process_agents.py" in outcomes[2].reason
-    assert "SystemExit: 2" in outcomes[3].reason
-    assert "Too many open files while the agent ran" in outcomes[4].reason
-    assert outcomes[4].is_node_short
-
-
-def test_a_process_builds_the_agent_once_and_runs_one_episode_at_a_time(tmp_path: Path) -> None:
+def test_what_an_episode_started_ends_with_it(python: str, tmp_path: Path) -> None:
     note = tmp_path / "note"
-    tasks = [{"then": "overlap", "note": str(note)}] * 3
-    outcomes, proxy = finish(play(tmp_path, SubprocessAgent(PATH, {}, 1), *tasks))
-    assert [one.status for one in outcomes] == ["ok"] * 3
-    assert note.read_text().split() == ["begin", "end"] * 3
-    assert proxy.most_open == 1
-    assert sorted(one.reward for one in outcomes) == [1.0, 2.0, 3.0]
+    (outcome,), _ = play(tmp_path, python, {"then": "start", "note": str(note)})
+    assert outcome.status == "ok", outcome.reason
+    wait_for(lambda: not is_running(int(note.read_text())))
 
 
-def test_an_agent_that_cannot_be_built_is_known_before_any_episode() -> None:
-    for name, said in (("Unbuildable", "no license"), ("Blockingx", "did you mean 'Blocking'")):
-        agent = SubprocessAgent(PATH.replace("Blocking", name), {}, 1)
+def is_running(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_a_program_that_an_agent_starts_can_give_no_answer(python: str, tmp_path: Path) -> None:
+    outcomes, _ = play(tmp_path, python, {"then": "forge"}, {})
+    assert [one.reward for one in outcomes] == [2.0, 4.0], outcomes[0].reason
+
+
+def test_what_cannot_be_built_is_known_before_any_episode(python: str) -> None:
+    for path, workflow, said in (
+        (python, "their_agent.Agnt", "Agnt"),
+        (python, "no_such.Agent", "no_such"),
+        (python, "their_agent.Verdict", "run"),
+        ("/no/python", "their_agent.Agent", "no Python for the agent at /no/python"),
+    ):
+        how = AgentExecutionConfig(mode="subproc", python=path)
+        agent = SubprocessAgent(workflow, {}, 1, how)
         with pytest.raises(RecipeError, match=said):
-            finish(agent.check_agent_builds())
+            asyncio.run(agent.check_agent_builds())
         agent.close()
 
 
-HOSTILE = PATH.replace("Blocking", "Hostile")
+@pytest.mark.parametrize("python", ["other"], indirect=True)
+def test_a_recipe_whose_agent_cannot_be_built_there_is_refused(python: str, tmp_path: Path) -> None:
+    recipe = load_recipe(
+        CHECKOUT / "recipes" / "quickstart.yaml",
+        [
+            "evaluation.sets=null",
+            "rollout.agent.mode=subproc",
+            f"rollout.agent.python={python}",
+            "rollout.workflow=their_agent.Agent",
+            "rollout.workflow_kwargs={reward: 1.0}",
+        ],
+    )
+    pythons, folders = dict.fromkeys(("agents", "train"), sys.executable), (f"{tmp_path}/user",)
+    assert list(find_user_code_problems(recipe, pythons, folders)) == []
+    (problem,) = find_user_code_problems(recipe, pythons, ())
+    assert "No module named 'their_agent'" in problem.message
+    assert problem.key == "rollout.workflow"
 
 
 @pytest.mark.parametrize(
@@ -128,13 +220,14 @@ HOSTILE = PATH.replace("Blocking", "Hostile")
         ("answers half a message", "took longer than"),
         ("answers no JSON", "what the worker process answered cannot be read"),
         ("answers too much", "the worker process answered more than 16 MiB"),
+        ("leaves a daemon and hangs", "took longer than"),
     ],
 )
 def test_what_a_worker_sends_is_never_code_and_holds_up_no_other_episode(
     does: str, said: str, tmp_path: Path
 ) -> None:
     note = tmp_path / "note"
-    agent = SubprocessAgent(HOSTILE, {}, 2)
+    agent = SubprocessAgent("tests.integration.rollout.process_agents.Hostile", {}, 2)
 
     async def play_and_tick() -> tuple[EpisodeOutcome, int]:
         data = {**TASK, "does": does, "note": str(note)}
@@ -150,22 +243,8 @@ def test_what_a_worker_sends_is_never_code_and_holds_up_no_other_episode(
     outcome, ticks = finish(play_and_tick())
     assert outcome.status in ("failed", "timed_out")
     assert said in outcome.reason
-    assert not note.exists()
     assert ticks > 10 or outcome.status != "timed_out", "the event loop went on"
-
-
-@pytest.mark.parametrize("does", ["leaves a daemon", "leaves a daemon and hangs"])
-def test_nothing_that_an_episode_started_outlives_it(does: str, tmp_path: Path) -> None:
-    note = tmp_path / "note"
-    data = {**TASK, "does": does, "note": str(note)}
-    one = dataclasses.replace(spec(scaled(5.0)), data=data)
-    finish(play_all(tmp_path, SubprocessAgent(HOSTILE, {}, 1), one))
-    daemon = int(note.read_text())
-    wait_for(lambda: not is_running(daemon))
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
+    if "daemon" in does:
+        wait_for(lambda: not is_running(int(note.read_text())))
+    else:
+        assert not note.exists()

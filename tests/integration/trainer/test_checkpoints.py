@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
 
 import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
@@ -28,14 +27,13 @@ from areal_hpc.rundir.checkpoints import (
 from areal_hpc.rundir.generations import claim_next_number
 from areal_hpc.rundir.jsonl import append_line
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.trainer.checkpoints import writer
 from areal_hpc.trainer.checkpoints.store import CheckpointStore
-from areal_hpc.trainer.checkpoints.writer_client import WriterClient
 from areal_hpc.trainer.job import make_replay_coordinator
 from areal_hpc.trainer.learner import Learner
 from areal_hpc.trainer.loop.loop import Coordinator, run_loop
 from areal_hpc.trainer.loop.schedule import Schedule
 from areal_hpc.trainer.loop.step_record import StepRecord
-from areal_hpc.wire.fault_points import FAULTS_VARIABLE
 from areal_hpc.wire.ledger import BatchManifest
 from tests.support.replay_worker import (
     Scenario,
@@ -45,7 +43,6 @@ from tests.support.replay_worker import (
     state_of,
     take_step,
 )
-from tests.support.waiting import wait_for
 
 on_one_rank = pytest.mark.on_ranks(1)
 
@@ -55,33 +52,33 @@ def visible(paths: RunPaths) -> list[int]:
     return sorted(one.state.step for one in list_checkpoints(paths.checkpoints_dir))
 
 
-def writer_of(learner: Learner) -> WriterClient:
-    assert learner.checkpoints._writer is not None
-    return learner.checkpoints._writer
+def begin_held(learner: Learner) -> threading.Event:
+    """Begin a checkpoint that is not written before the event is set."""
+    released, write = threading.Event(), writer.write_rank_file
 
+    def write_once_released(content: memoryview, path: Path) -> None:
+        assert released.wait(60.0)
+        write(content, path)
 
-def begin_held(learner: Learner) -> int:
-    """Begin a checkpoint that a stopped writer holds up; its process id."""
-    writer = writer_of(learner)._process.pid
-    os.kill(writer, signal.SIGSTOP)
+    pytest.MonkeyPatch().setattr(writer, "write_rank_file", write_once_released)
     learner.begin_checkpoint({})
-    return writer
+    return released
 
 
-def let_go_soon(writer: int) -> None:
-    threading.Timer(0.5, os.kill, (writer, signal.SIGCONT)).start()
+def let_go_soon(released: threading.Event) -> None:
+    threading.Timer(0.5, released.set).start()
 
 
 @on_one_rank
 def test_training_continues_during_a_checkpoint(scenario: Scenario, paths: RunPaths) -> None:
     learner = begin_training(scenario, paths)
     at_step_2 = state_of(learner)
-    writer = begin_held(learner)
+    released = begin_held(learner)
     assert not any(learner.checkpoints.publish_and_prune_if_written() for _ in range(3))
     take_step(learner, paths, 3)
     assert visible(paths) == [1]
     began = time.monotonic()
-    let_go_soon(writer)
+    let_go_soon(released)
     learner.begin_checkpoint({})
     assert time.monotonic() - began >= 0.4
     assert 2 in visible(paths)
@@ -143,19 +140,18 @@ def refusal(paths: RunPaths, kind: type[Exception], *said: str) -> Iterator[None
     assert visible(paths) == [1]
 
 
+def fill_disk(free_bytes: int) -> None:
+    """Let this rank put no file above that size onto the disk."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # the write fails instead
+    resource.setrlimit(resource.RLIMIT_FSIZE, (free_bytes, resource.RLIM_INFINITY))
+
+
 @on_one_rank
 def test_a_full_disk_fails_the_checkpoint(scenario: Scenario, paths: RunPaths) -> None:
     learner = begin_training(scenario, paths)
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # the write fails instead
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+    fill_disk(100)
     with refusal(paths, ClusterError, "could not be written", "quota"):
         learner.begin_checkpoint({})
-
-
-def give_no_space(learner: Learner) -> None:
-    """The rank's writer gets a few blocks onto the disk, and no more."""
-    limits = (100_000, resource.RLIM_INFINITY)
-    resource.prlimit(writer_of(learner)._process.pid, resource.RLIMIT_FSIZE, limits)
 
 
 @pytest.mark.on_ranks(2)
@@ -165,7 +161,7 @@ def test_one_rank_that_cannot_write_fails_the_checkpoint(
     learner = begin_training(scenario, paths)
     is_full = dist.get_rank() == 1
     if is_full:
-        give_no_space(learner)
+        fill_disk(100_000)
     learner.begin_checkpoint({})
     said = ("could not be written", "rank_00001.bin", "quota") if is_full else ()
     with refusal(paths, ClusterError if is_full else OtherRankError, *said):
@@ -175,33 +171,11 @@ def test_one_rank_that_cannot_write_fails_the_checkpoint(
 @on_one_rank
 def test_storage_that_refuses_fails_the_checkpoint(scenario: Scenario, paths: RunPaths) -> None:
     learner = begin_training(scenario, paths)
-    writer = begin_held(learner)
+    released = begin_held(learner)
     for partial in paths.checkpoints_dir.glob(".step_*"):
         shutil.rmtree(partial)
-    os.kill(writer, signal.SIGCONT)
+    released.set()
     with refusal(paths, ClusterError, "No such file or directory", "quota"):
-        learner.checkpoints.finish_save()
-
-
-@on_one_rank
-def test_a_checkpoint_outlives_its_writer(scenario: Scenario, paths: RunPaths) -> None:
-    learner = begin_training(scenario, paths)
-    at_step_2 = state_of(learner)
-    writer = begin_held(learner)
-    os.kill(writer, signal.SIGKILL)
-    learner.checkpoints.finish_save()
-    assert visible(paths) == [1, 2]
-    assert writer_of(learner)._process.pid != writer
-    assert state_of(make_learner(scenario, paths)) == at_step_2
-
-
-@on_one_rank
-def test_writers_that_keep_dying_fail_the_checkpoint(scenario: Scenario, paths: RunPaths) -> None:
-    learner = begin_training(scenario, paths)
-    writer = begin_held(learner)
-    os.environ[FAULTS_VARIABLE] = "checkpoint.before_write=kill"  # for the one that takes its place
-    os.kill(writer, signal.SIGKILL)
-    with refusal(paths, ClusterError, "died 2 times, last with exit code -9"):
         learner.checkpoints.finish_save()
 
 
@@ -283,31 +257,3 @@ def test_cleaning_spares_what_a_later_generation_is_writing(tmp_path: Path) -> N
         (tmp_path / f".step_0000000{name}").mkdir()
     CheckpointStore(tmp_path, keep=2).delete_leftovers(generation=4)
     assert [path.name for path in tmp_path.iterdir()] == [".step_00000002.generation_5"]
-
-
-SELECT_LIMIT = 1024
-"""Descriptors from this number on are beyond what `select()` takes."""
-
-
-@pytest.fixture
-def many_open_descriptors() -> Iterator[None]:
-    """Those of connections to many ranks: the next ones have high numbers."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2 * SELECT_LIMIT), hard))
-    opened: list[int] = []
-    while not opened or opened[-1] < SELECT_LIMIT:
-        opened.append(os.open(os.devnull, os.O_RDONLY))
-    yield
-    for descriptor in opened:
-        os.close(descriptor)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-@pytest.mark.usefixtures("many_open_descriptors")
-def test_a_rank_with_many_connections_writes_its_part(tmp_path: Path) -> None:
-    client, path = WriterClient(), tmp_path / "rank_00000.bin"
-    client.memory.reuse_or_grow(8, torch.device("cpu"))[:8] = 7
-    client.begin_write(path, 8, [])
-    wait_for(lambda: client.poll_write(1.0))
-    client.close()
-    assert path.read_bytes()[:8] == b"\7" * 8

@@ -129,21 +129,6 @@ def test_a_killed_run_ends_with_the_same_bits(
     assert all(any(name.startswith("critic.") for name in one["digests"]) for one in reports)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("parallel", choose([{"tp": 2}, {"pp": 2}, {"dp": 2}], {"pp": 2}), ids=str)
-def test_a_run_goes_on_in_another_layout(
-    ranks: RankServer, stale: Path, tmp_path: Path, parallel: dict[str, int]
-) -> None:
-    expected = train_copy(ranks, stale, tmp_path / "alone", VALUE)
-    paths = RunPaths(shutil.copytree(stale, tmp_path / "moved"))
-    assert train_run(ranks, paths, VALUE, faults="train.before_step@5=kill").codes == [-9]
-    moved = train_run(ranks, paths, VALUE, parallel)
-    assert set(moved.codes) == {0}, moved.log
-    for metric in COMPARED:
-        found, other = read_readable_records(paths.metrics)[-1][metric], expected[-1][metric]
-        assert found == pytest.approx(other, rel=5e-4, abs=1e-5), metric
-
-
 def test_while_it_warms_up_the_policy_stays_as_it_is(
     ranks: RankServer, stale: Path, tmp_path: Path
 ) -> None:

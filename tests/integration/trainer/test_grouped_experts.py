@@ -23,7 +23,6 @@ from areal_hpc.trainer.model.policy import TrainedNetwork
 from areal_hpc.trainer.objective.loss_stats import LossStats
 from areal_hpc.trainer.step import MicroBatch, run_forward_backward
 from tests.integration.trainer.test_passes import MIXTURE, build, make_batches
-from tests.support.operations import OperationLog
 from tests.support.replay_worker import Scenario
 
 
@@ -106,23 +105,3 @@ def test_on_one_rank(scenario: Scenario, paths: RunPaths) -> None:
 @pytest.mark.on_ranks(2)
 def test_on_two_ranks(scenario: Scenario, paths: RunPaths) -> None:
     check_against_loop(ParallelConfig.model_validate(scenario["trainer"]["parallel"]))
-
-
-@pytest.mark.on_ranks(1)
-def test_a_layer_has_six_kernels_for_its_experts_and_not_three_for_each(
-    scenario: Scenario, paths: RunPaths
-) -> None:
-    experts = (
-        build(MIXTURE, ParallelConfig(), ActivationMemoryConfig()).gpt.decoder.layers[0].mlp.experts
-    )
-    rows_RH, weights_R = torch.randn(12, MIXTURE.hidden), torch.rand(12)
-    counts_E = torch.tensor([3, 4, 0, 5])
-
-    def list_kernels(module: Any) -> list[str]:
-        with torch.no_grad(), OperationLog() as log:
-            module(rows_RH, counts_E, weights_R)
-        names: list[str] = log.computing
-        return names
-
-    assert len(list_kernels(experts)) <= 6
-    assert len(list_kernels(build_loop(experts))) >= 3 * 4

@@ -5,31 +5,21 @@ A rank that leaves knows whether the groups are still there.
 
 import threading
 import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anything of Megatron)
-from tests.support.role_recipe import write_role_recipe
 
 # isort: split
-from megatron.core import parallel_state
 
-from areal_hpc.errors import ClusterError, LostTrainerRankError
+from areal_hpc.errors import ClusterError
 from areal_hpc.jobs.node.topology import TaskPosition
-from areal_hpc.jobs.processes.native_call_threads import (
-    NativeCallThread,
-    list_libraries_with_own_threads,
-)
-from areal_hpc.jobs.processes.signals import StopRequest
 from areal_hpc.recipe.sections.trainer import ParallelConfig
 from areal_hpc.rundir import rendezvous
 from areal_hpc.trainer import process_groups
-from areal_hpc.trainer.config import RankJobConfig
 from tests.support.waiting import wait_for
 
 RANKS = 3
@@ -97,46 +87,3 @@ def test_a_stop_ends_the_wait_for_other_ranks(tmp_path: Path) -> None:
     wait_for(first.done, 60.0)
     with pytest.raises(ClusterError, match="rank 0 was stopped while it waited for other ranks"):
         first.result()
-
-
-@pytest.fixture
-def job(tmp_path: Path) -> Iterator[RankJobConfig]:
-    """The job of one rank; its groups are left behind."""
-    write_role_recipe(RunPaths(tmp_path))
-    yield RankJobConfig(run_dir=tmp_path, model_path=tmp_path)
-    if dist.is_initialized():
-        process_groups.destroy_process_groups()
-    assert list_libraries_with_own_threads() == []
-
-
-def run_rank(job: RankJobConfig, work: Callable[[], object] = lambda: None) -> None:
-    process_groups.run_rank(job, StopRequest(), lambda *_: work() is None)
-
-
-def test_groups_that_stay_beside_a_native_call_keep_the_interpreter_from_ending_in_order(
-    job: RankJobConfig,
-) -> None:
-    run_rank(job)
-    assert (dist.is_initialized(), list_libraries_with_own_threads()) == (False, [])
-    release = threading.Event()
-    call = NativeCallThread(release.wait, "update")
-    run_rank(job, call.start)
-    release.set()
-    call.join()
-    assert dist.is_initialized()
-    assert list_libraries_with_own_threads() == ["torch.distributed"], (
-        "though the call has returned"
-    )
-
-
-def test_so_does_a_peer_that_is_lost_while_groups_are_made(
-    job: RankJobConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def lose_peer(**_: object) -> None:
-        raise RuntimeError("Connection closed by peer [127.0.0.1]:1234")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(parallel_state, "initialize_model_parallel", lose_peer)
-        with pytest.raises(LostTrainerRankError):
-            run_rank(job)
-    assert list_libraries_with_own_threads() == ["torch.distributed"]

@@ -2,7 +2,6 @@
 
 import zlib
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -126,59 +125,13 @@ def test_gradients_on_two_ranks(scenario: Scenario, paths: RunPaths) -> None:
 SMALL_BUCKET = 2_000
 
 
-def list_bucket_groups(policy: TrainedNetwork) -> list[Any]:
-    return [*policy.ddp_module.bucket_groups, *policy.ddp_module.expert_parallel_bucket_groups]
-
-
-def note_begun_reductions(policy: TrainedNetwork) -> list[int]:
-    """How many buckets are on their way at the end of each backward pass, from now on."""
-    begun: list[int] = []
-    finish = policy.ddp_module.finish_grad_sync
-
-    def note(**options: Any) -> None:
-        handles = [group.grad_reduce_handle for group in list_bucket_groups(policy)]
-        begun.append(sum(handle is not None for handle in handles))
-        finish(**options)
-
-    policy.ddp_module.finish_grad_sync = note
-    return begun
-
-
-def check_buckets(parallel: ParallelConfig) -> None:
-    for arch in (DENSE, MIXTURE):
-        own = parallel if arch.experts else parallel.model_copy(update={"ep": 1})
-        whole = build(arch, own, ActivationMemoryConfig())
-        expected = compute_gradients(whole)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(policy_module, "GRADIENT_BUCKET_ELEMENTS", SMALL_BUCKET)
-            policy = build(arch, own, ActivationMemoryConfig())
-        count = len(list_bucket_groups(policy))
-        assert count > len(list_bucket_groups(whole)) + 2
-        begun = note_begun_reductions(policy)
-        for _ in range(2):
-            policy.ddp_module.zero_grad_buffer()
-            found = compute_gradients(policy)
-            different = [name for name in expected if not torch.equal(found[name], expected[name])]
-            assert different == [], arch.family
-        # Of the first pass Megatron learns when each bucket is done.
-        assert begun == [0, count]
-
-
-@pytest.mark.parametrize("scenario", [{"parallel": {"dp": 2, "ep": 2}}], indirect=True)
-@pytest.mark.on_ranks(2)
-def test_buckets_are_reduced_during_the_last_backward_pass(
-    scenario: Scenario, paths: RunPaths
-) -> None:
-    check_buckets(ParallelConfig.model_validate(scenario["trainer"]["parallel"]))
-
-
 @pytest.mark.on_ranks(2)
 def test_a_checkpoint_of_many_buckets_is_resumed_to_the_same_bits(
     scenario: Scenario, paths: RunPaths
 ) -> None:
     policy_module.GRADIENT_BUCKET_ELEMENTS = SMALL_BUCKET
     learner = begin_training(scenario, paths)
-    assert len(list_bucket_groups(learner.policy)) > 1
+    assert len(learner.policy.ddp_module.bucket_groups) > 1
     resumed = make_learner(scenario, paths)
     assert resumed.state.step == 1
     take_step(resumed, paths, 2)
@@ -245,8 +198,3 @@ def check_reads(scenario: Scenario, paths: RunPaths, arch: Architecture) -> None
 @pytest.mark.on_ranks(1)
 def test_a_dense_network(scenario: Scenario, paths: RunPaths) -> None:
     check_reads(scenario, paths, DENSE)
-
-
-@pytest.mark.on_ranks(1)
-def test_a_mixture_of_experts(scenario: Scenario, paths: RunPaths) -> None:
-    check_reads(scenario, paths, MIXTURE)

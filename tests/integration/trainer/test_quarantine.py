@@ -19,7 +19,7 @@ from areal_hpc.trainer import collectives
 from areal_hpc.view.audit.ticket_status import audit_run
 from tests.support.commands import areal_hpc, exit_code_of
 from tests.support.rank_server import RankServer, TaskExit
-from tests.support.recorded_run import TICKETS, TRAINER, record_run, write_recipe
+from tests.support.recorded_run import TICKETS, TRAINER, write_recipe
 from tests.support.replay_worker import Scenario, replay
 from tests.support.thoroughness import choose
 from tests.support.waiting import wait_for
@@ -289,17 +289,3 @@ def test_a_command_that_is_killed_has_done_all_or_nothing(
     environ["AREAL_HPC_FAULTS"] = "quarantine.after_delete=kill"
     assert areal_hpc("quarantine", paths.root, 3, "--undo", environ=environ).returncode == KILLED
     assert "quarantined" not in tickets_by_status(paths)
-
-
-@pytest.mark.thorough
-def test_a_replay_sets_aside_what_its_run_did(ranks: RankServer, tmp_path: Path) -> None:
-    run = record_run(tmp_path / "run", STEPS)
-    write_recipe(run, {**TRAINER, "total_steps": STEPS})
-    flip_a_bit(run, 3)
-    assert quarantine(run, 4) == 0
-    assert train(ranks, run).codes == [0]
-    recorded = sorted(one.name for one in run.quarantine_dir.iterdir())
-    again = areal_hpc("replay", run.root, "--steps", "3..5", "--out", tmp_path / "again")
-    assert again.returncode == 0, again.stdout + again.stderr
-    assert "loss and gradient norm equal the recorded ones" in again.stdout
-    assert sorted(one.name for one in run.quarantine_dir.iterdir()) == recorded

@@ -13,21 +13,17 @@ import pytest
 
 import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
 from areal_hpc.metrics.step_metrics import read_metrics
-from areal_hpc.recipe.sections.trainer import ParallelConfig
 from areal_hpc.rundir.manifests import list_manifest_steps, read_manifest
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.trainer.step import train_step
 from areal_hpc.view.audit.ticket_status import TicketStatus, audit_run
-from tests.support.layout_worker import LR, Case, make_rows, weighted_loss
 from tests.support.rank_server import RankServer, TaskExit
 from tests.support.recorded_run import SAMPLES, record_run, sft_config, spoil
-from tests.support.replay_worker import Scenario, digests, make_learner, moments_of, state_of
+from tests.support.replay_worker import Scenario, make_learner, moments_of, state_of
 from tests.support.thoroughness import choose
 
 NAIVE = {"proximal": "none", "off_policy_correction": "none"}
 """The ratio is to the engine's log-probabilities, without a bound below: it can overflow."""
 EQUAL = [0.5] * SAMPLES
-SPLIT = [{"parallel": {"dp": 2, "ep": 2}}, {"parallel": {"tp": 2}}, {"parallel": {"pp": 2}}]
 LAYOUTS: list[dict[str, int]] = [{}, {"dp": 2}, {"tp": 2}]
 FAILED, STOPPED = 70, 143
 
@@ -149,35 +145,6 @@ def test_each_optimizer_step_of_a_batch_is_judged_alone(ranks: RankServer, tmp_p
     assert held[0] != held[1] == held[2] != held[3]
     assert column(found, "step/skipped") == [0, 2, 1, 0]
     assert found["adam_steps"] == [5.0]
-
-
-@pytest.mark.on_ranks(2)
-@pytest.mark.parametrize(
-    "scenario",
-    choose(SPLIT, SPLIT[0]),
-    indirect=True,
-)
-def test_no_layout_learns_from_unusable_gradients(scenario: Scenario, paths: RunPaths) -> None:
-    """Two steps whose gradient is zero or not a number, between others, leave no trace."""
-    parallel = ParallelConfig(**scenario["trainer"]["parallel"])
-    for family in ("qwen3", "qwen3_moe"):
-        case, twin = (Case(family, parallel, paths.root) for _ in range(2))
-        for one in (case, twin):
-            one.step(one.policy, one.optimizer, 2)
-        before, norms = digests(case.policy, case.optimizer), []
-        for advantage in (0.0, float("nan")):
-            rows = make_rows(3)
-            for row in rows if advantage == 0 else rows[:1]:
-                row.channels["advantage"].fill(advantage)
-            batches = case.batches(case.policy, rows)
-            _, norm = train_step(case.policy, case.optimizer, batches, weighted_loss, LR)
-            norms.append(str(norm))
-        assert norms == ["0.0", "nan"]
-        assert digests(case.policy, case.optimizer) == before
-        for one in (case, twin):
-            one.step(one.policy, one.optimizer, 4)
-        after = digests(case.policy, case.optimizer)
-        assert before != after == digests(twin.policy, twin.optimizer)
 
 
 # Gradients that are not finite -------------------------------------------------------------------

@@ -8,10 +8,10 @@ def grant(ticket_id: int, n_samples: int = 4) -> TicketGrant:
 
 def test_repeated_grant_is_run_once_but_a_dropped_ticket_is_forgotten() -> None:
     board = LeasedTickets(8, 4)
-    for ticket, end in ((grant(1), board.mark_finished), (grant(2), board.stop_holding)):
-        assert board.hold_granted(ticket)
-        assert not board.hold_granted(ticket)
-        end(ticket.ref)
-    assert not board.hold_granted(grant(1))
+    for ticket, is_finished in ((grant(1), True), (grant(2), False)):
+        assert board.hold(ticket)
+        assert not board.hold(ticket)
+        board.release(ticket.ref, is_finished=is_finished)
+    assert not board.hold(grant(1))
     assert (board.held, board.finished, board.free_episode_slots) == ([], [grant(1).ref], 8)
-    assert board.hold_granted(grant(2))
+    assert board.hold(grant(2))

@@ -1,4 +1,4 @@
-"""A rank's file: written from shared memory, read in parts, every damage noticed."""
+"""A rank's file: written from memory, read in parts, every damage noticed."""
 
 import itertools
 import os
@@ -19,26 +19,18 @@ from areal_hpc.trainer.checkpoints.stored_tensors import (
     intersect_boxes,
     split_flat_range,
 )
-from areal_hpc.trainer.checkpoints.writer_process import write_rank_file
+from areal_hpc.trainer.checkpoints.writer import write_rank_file
 from tests.support.counted_reads import counted_reads
 
 SIZE = 3 * DIGEST_BLOCK_BYTES + 1234
 CONTENT = random.Random(3).randbytes(SIZE)
 
 
-def write(path: Path, content: bytes = CONTENT) -> Path:
-    memory = os.memfd_create("test")
-    try:
-        os.write(memory, content + b"of an earlier, larger copy")
-        write_rank_file(memory, path, len(content))
-    finally:
-        os.close(memory)
-    return path
-
-
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    return write(tmp_path / "rank_00000.bin")
+    path = tmp_path / "rank_00000.bin"
+    write_rank_file(memoryview(CONTENT), path)
+    return path
 
 
 def test_any_part_can_be_read(file: Path) -> None:
