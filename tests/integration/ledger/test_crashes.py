@@ -16,7 +16,7 @@ from areal_hpc.errors import ClusterError, HttpStatusError
 from areal_hpc.rundir.generations import claim_next_number
 from areal_hpc.rundir.manifests import read_manifest
 from areal_hpc.wire.awake_clock import MAX_GAP_S
-from areal_hpc.wire.ledger import BatchManifest, BatchRequest, FinishRunRequest, TicketRef
+from areal_hpc.wire.ledger import BatchManifest, FinishRunRequest, TicketRef
 from tests.integration.ledger.ledger_process import LedgerProcess, StartLedger
 from tests.support.deadlines import scaled
 
@@ -24,8 +24,6 @@ Reply = TypeVar("Reply")
 
 SHORT_TIMEOUT_S = scaled(1.5)
 """Cells are lost after this and a restarted ledger listens for a third of it."""
-WAIT_S = scaled(50.0)
-"""What waits ends after so long without news."""
 
 
 def test_a_ledger_killed_between_calls_trains_each_ticket_once(ledger: LedgerProcess) -> None:
@@ -142,16 +140,6 @@ def test_an_older_trainer_is_refused_with_409(ledger: LedgerProcess) -> None:
             call()
         assert caught.value.status == 409
         assert "a newer one has taken over" in caught.value.body
-
-
-def test_a_waiting_trainer_is_refused_once_another_takes_over(ledger: LedgerProcess) -> None:
-    ledger.open_generation(1)
-    zombie = ledger.begin("/batch", BatchRequest(1, 1, WAIT_S))
-    ledger.open_generation(2)
-    began = time.monotonic()
-    assert zombie.getresponse().status == 409
-    assert time.monotonic() - began < WAIT_S
-    zombie.close()
 
 
 def test_a_superseded_ledger_cannot_form_a_batch_or_publish(start_ledger: StartLedger) -> None:

@@ -68,19 +68,6 @@ def test_a_cell_gets_tickets_of_the_task_sets_that_it_takes(ledger: LedgerProces
     assert again == LeaseReply()
 
 
-def test_another_evaluation_takes_the_place_of_one_that_is_under_way(ledger: LedgerProcess) -> None:
-    ledger.open_generation()
-    ledger.evaluate(0, 2)
-    given_up = [grant.ref for grant in ledger.lease(splits=("valid",)).grants]
-    ledger.report(given_up[0], 1.0)
-    assert ledger.evaluate(0, 2) == EvaluateReply(1, 2)
-    assert ledger.evaluate(1, 2) == EvaluateReply(0, 2)
-    ledger.report(given_up[1], 1.0)  # its episode may have gone on with other weights
-    assert ledger.evaluate(1, 2) == EvaluateReply(0, 2)
-    assert ledger.evaluate(0, 2) == EvaluateReply(1, 2)  # the first task was done in time
-    assert not ledger.paths.evaluation(0).exists()
-
-
 @pytest.mark.parametrize(("evaluated_step", "done"), [(0, 2), (-1, 1)])
 def test_episodes_of_an_evaluation_outlive_its_trainer_only_where_the_next_one_says_so(
     ledger: LedgerProcess, evaluated_step: int, done: int
@@ -93,19 +80,6 @@ def test_episodes_of_an_evaluation_outlive_its_trainer_only_where_the_next_one_s
     ledger.evaluate(0, 3, generation=2)
     ledger.report(second, 1.0)
     assert ledger.evaluate(0, 3, generation=2) == EvaluateReply(done, 3)
-
-
-def test_tasks_of_weights_that_are_given_up_are_played_again(ledger: LedgerProcess) -> None:
-    ledger.open_generation(1)
-    ledger.form_batch(1)
-    ledger.publish(1)
-    ledger.evaluate(1, 2)
-    ledger.report(next(g.ref for g in ledger.grants(tickets=1) if g.ref.eval_step == 1), 1.0)
-    ledger.restart()
-    assert ledger.evaluate(1, 2) == EvaluateReply(1, 2)
-    ledger.open_generation(2, base_step=0)
-    ledger.publish(1, generation=2)
-    assert ledger.evaluate(1, 2, generation=2) == EvaluateReply(0, 2)
 
 
 def test_only_tasks_without_a_reward_are_played_again_by_a_restarted_ledger(
@@ -141,18 +115,3 @@ def test_only_tasks_without_a_reward_are_played_again_by_a_restarted_ledger(
     kept = json.loads(ledger.paths.evaluation(0, "aime").read_bytes())
     assert kept["samples"] == [[0.0, 1.0], [0.0, 0.0]]
     assert kept["failures"] == {"1": "it kept failing"}
-
-
-def test_a_set_that_is_done_leaves_what_was_kept_of_another(start_ledger: StartLedger) -> None:
-    ledger = start_ledger(sets={name: {"there_are": 2} for name in ("valid", "aime")})
-    ledger.open_generation()
-    ledger.evaluate_sets(0, {"aime": 2})
-    first, _ = ledger.lease(tickets=2, splits=("valid",)).grants
-    ledger.report(first.ref, 1.0)
-    ledger.restart()
-    ledger.evaluate_sets(0, {"valid": 2})
-    for grant in ledger.lease(tickets=2, splits=("valid",)).grants:
-        ledger.report(grant.ref, 1.0)
-    assert ledger.evaluate_sets(0, {"valid": 2}).metrics is not None
-    ledger.restart()
-    assert ledger.evaluate_sets(0, {"aime": 2}) == EvaluateReply(1, 2)

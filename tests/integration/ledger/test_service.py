@@ -2,15 +2,12 @@
 
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import httpx
 import msgspec
 import pytest
 
-from areal_hpc.errors import ClusterError, HttpStatusError
-from areal_hpc.ledger.job import run
-from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.errors import HttpStatusError
 from areal_hpc.wire.ledger import (
     BatchReply,
     BatchRequest,
@@ -20,7 +17,7 @@ from areal_hpc.wire.ledger import (
     TicketRef,
 )
 from areal_hpc.wire.service_key import derive_bearer_key, make_client_tls
-from tests.integration.ledger.ledger_process import LedgerProcess, StartLedger, config_of
+from tests.integration.ledger.ledger_process import LedgerProcess, StartLedger
 from tests.support.deadlines import scaled
 from tests.support.service_keys import OTHER_SERVICE_KEY
 
@@ -83,15 +80,6 @@ def test_a_caller_that_hung_up_is_granted_nothing(ledger: LedgerProcess) -> None
     ledger.publish(1)
     assert ledger.status().leased == 0
     assert len(ledger.grants("cell-1")) == 2
-
-
-def test_a_cell_need_not_report_what_is_settled(ledger: LedgerProcess) -> None:
-    one, other = (grant.ref for grant in ledger.grants(tickets=2))
-    assert ledger.lease(held=[other], finished=[one]).over == []
-    ledger.settle(ledger.seal([one]))
-    assert ledger.lease(held=[other], finished=[one]).over == [one]
-    ledger.restart()
-    assert ledger.lease(held=[other], finished=[one]).over == [one]
 
 
 def test_a_cell_is_asked_to_seal_once_only_a_seal_is_missing(ledger: LedgerProcess) -> None:
@@ -205,17 +193,6 @@ def test_a_ticket_counts_only_as_the_index_has_it(
     assert ledger.status().settled == 1
 
 
-def test_ids_that_were_never_issued_are_not_believed(ledger: LedgerProcess) -> None:
-    wild = TicketRef(2**62, 1)
-    ledger.restart()  # attempts of the first start may have left no trace
-    ledger.settle(ledger.seal([wild]))
-    ledger.lease(held=[wild], finished=[TicketRef(2**61, 1)])
-    ledger.drop(wild, "it failed")
-    ledger.restart(cell_timeout_s=scaled(1.5))  # it listens for a third of that
-    ledger.open_generation()
-    assert [grant.ref.ticket_id for grant in ledger.grants()] == [0, 1]
-
-
 def test_steps_are_handed_out_in_order_and_status_counts_them(ledger: LedgerProcess) -> None:
     ledger.open_generation(4)
     with pytest.raises(HttpStatusError, match="0 of 3 were handed out"):
@@ -248,10 +225,3 @@ def test_a_stop_signal_answers_those_who_wait_and_ends_the_process(ledger: Ledge
     waiting.close()
     ledger.process.join(PROMPT_S)
     assert ledger.process.exitcode == 0
-
-
-def test_a_run_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    config, paths = config_of(tmp_path), RunPaths(tmp_path)
-    paths.ledger_state.mkdir()
-    with pytest.raises(ClusterError, match="cannot write to the run directory"):
-        run(config)

@@ -33,7 +33,6 @@ from areal_hpc.sandbox.guest import build_isolation_error
 from areal_hpc.sandbox.runtimes import HostRuntime
 from areal_hpc.sandbox.sandbox import Sandbox
 from areal_hpc.sandbox.spec import SandboxSpec
-from areal_hpc.wire.agent_reward import Reward
 from areal_hpc.wire.ledger import TicketGrant, TicketRef
 from areal_hpc.wire.proxy import (
     ExportSettings,
@@ -220,17 +219,6 @@ def test_slots_are_kept_busy_and_exceeded_by_nothing_but_a_single_group(
     assert len(cell.proxy.finished) == 6
 
 
-def test_failed_episode_is_repeated_with_another_seed(tmp_path: Path) -> None:
-    cell = Cell(tmp_path, Fails(lambda task, _: task == 1, times=2), tickets(3))
-    cell.run()
-    assert len(cell.proxy.finished) == 3
-    assert not cell.ledger.dropped
-    failures = cell.events("episode_failed")
-    assert len(failures) == 2
-    assert all("no luck with task 1" in event["reason"] for event in failures)
-    assert len({one.seed for one in cell.sessions if one.ref == TicketRef(1, 0)}) == 6
-
-
 class Loaded(HostRuntime):
     """A node on which no sandbox starts for a while, after the first one."""
 
@@ -336,26 +324,6 @@ def test_an_evaluation_has_its_own_agent_and_is_kept_apart_from_tickets(tmp_path
     assert not any(one.disposable for one in cell.sessions)
 
 
-def test_samples_of_an_evaluation_set_that_keep_failing_earn_nothing(tmp_path: Path) -> None:
-    """The other samples of their task count all the same."""
-
-    class Answers(Fails):
-        async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> Any:
-            return Reward(await super().run(data, **extra_kwargs) / 2, answer="42")
-
-    agent = Answers(lambda task, place: task == 1 or place == 0)
-    grants = [TicketGrant(TicketRef(1_000_000 + i, 0, 5), i, i, 3) for i in range(2)]
-    cell = Cell(tmp_path, agent, [*grants], max_episode_tries=1)
-    cell.run()
-    kept, failed = (one.ref for one in grants)
-    assert {ref: sorted(rewards) for ref, rewards in cell.ledger.evaluated.items()} == {
-        kept: [0.0, 0.5, 0.5]
-    }
-    assert sorted(cell.ledger.answers[kept]) == ["", "42", "42"]
-    assert set(cell.ledger.dropped) == {failed}
-    assert {one.sampling.temperature for one in cell.sessions} == {0.6}
-
-
 @pytest.mark.parametrize("grants", [tickets(1), evaluations(2)], ids=["train", "valid"])
 def test_every_failed_try_is_kept_with_its_cause_and_traceback(
     tmp_path: Path, grants: list[TicketGrant]
@@ -369,24 +337,6 @@ def test_every_failed_try_is_kept_with_its_cause_and_traceback(
         assert "Traceback" in kept.error
     names = {name for one in cell.proxy.finished.values() for name in one}
     assert names.isdisjoint(one.session_id for one in cell.proxy.failed)
-
-
-def test_a_seal_is_passed_on_and_what_it_left_behind_is_reported_no_more(tmp_path: Path) -> None:
-    """A proxy that lost its journal can never settle it: the ledger has to issue it again."""
-    cell = Cell(tmp_path, Steady(0.3), tickets(6))
-    cell.proxy.ledger = ledger = cell.ledger
-    before: set[TicketRef] = set()
-
-    async def ask_for_a_seal() -> None:
-        while not any(request.finished for request in ledger.requests):
-            await asyncio.sleep(0.01)
-        before.update(ledger.requests[-1].finished)
-        ledger.seal_now = True
-
-    cell.run(slots=8, meanwhile=ask_for_a_seal)
-    assert before
-    assert before.isdisjoint(ledger.requests[-1].finished)
-    assert len(cell.proxy.finished) == len(ledger.finished) == 6
 
 
 @pytest.mark.parametrize(

@@ -113,14 +113,6 @@ def test_the_first_episodes_to_end_make_the_group_and_the_others_are_cut(tmp_pat
     assert [event["count"] for event in cell.events("episodes_cancelled")] == [2]
 
 
-def test_extra_episodes_make_up_for_failed_ones(tmp_path: Path) -> None:
-    grants = tickets(1, n_samples=6)
-    cell = Cell(tmp_path, fails_at(0, 2), grants, extra_samples=2, max_episode_tries=1)
-    cell.run()
-    (sessions,) = cell.proxy.finished.values()
-    assert [cell.proxy.sessions[one].started.episode for one in sessions] == [1, 3, 4, 5]
-
-
 def fails_at(*places: int) -> Fails:
     return Fails(lambda _, begun: begun in places)
 
@@ -186,13 +178,6 @@ def test_an_episode_that_said_nothing_is_repeated_for_it_has_nothing_to_train(
     cell.run()
     assert sealed(cell) == {episode: [1.0] for episode in range(4)}
     assert len(cell.sessions) == 6
-
-
-def test_a_group_of_which_every_episode_failed_is_dropped(tmp_path: Path) -> None:
-    cell = Cell(tmp_path, fails_at(*range(4)), tickets(2), failed_episodes={"reward": 0})
-    cell.run()
-    assert re.search("all 4 episodes of task 0 failed", cell.ledger.dropped[TicketRef(0, 0)])
-    assert cell.ledger.finished == {TicketRef(1, 0)}
 
 
 @pytest.mark.parametrize(("least", "kept"), [(3, [0, 2, 3]), (None, None)])

@@ -137,22 +137,3 @@ def test_fatal_token_ids_are_refused(stage: Stage, more: dict[str, Any], param: 
     body = {"input_ids": [5], "rid": "r", "sampling_params": {}, **more}
     answer = stage.post("/generate", body, key)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
-
-
-def test_a_reply_may_be_as_long_as_the_context_has_room(stage: Stage) -> None:
-    _, key = stage.open_session()
-    for asked, given in ((4096, 2048 - 3), (7, 7)):
-        body = {"input_ids": [5, 6, 7], "rid": f"{asked}"}
-        sampling = {"max_new_tokens": asked, "top_k": 3}
-        stage.post("/generate", {**body, "sampling_params": sampling}, key)
-        reached = stage.sglang.requests[-1]["sampling_params"]
-        assert (reached["max_new_tokens"], reached["top_k"]) == (given, 3)
-
-
-def test_an_interaction_needs_the_one_it_extends(stage: Stage) -> None:
-    _, key = stage.open_session(TicketRef(4, 0))
-    stage.ask(key, "hi")
-    (one,) = stage.journaled(key)
-    orphan = msgspec.structs.replace(one, interaction_id="orphan", parent_id="nobody")
-    answer = stage.post("/rl/record", {"interactions": [orphan]}, key)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "interactions")

@@ -1,6 +1,5 @@
 """Alerts of runs that learn nothing, told by the trainer and by those who look at the run."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -129,11 +128,3 @@ def test_the_users_program_gets_the_alert_in_its_environment_and_nothing_waits_f
     assert told[f"{prefix}RUN_DIR"] == str(paths.root)
     assert "taught nothing" in told[f"{prefix}MESSAGE"]
     assert argument.strip() == "$(touch injected)", "no shell has read it"
-
-
-def test_a_program_that_is_not_there_costs_a_line_in_the_log(
-    trained: dict[str, RunPaths], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    report(RunPaths(tmp_path), read_metrics(trained["constant"].metrics), "/no/such/program")
-    assert "alerts.command: /no/such/program cannot be started" in caplog.text
-    assert json.loads(RunPaths(tmp_path).events.read_text())["event"] == "alert"

@@ -168,17 +168,6 @@ def test_one_rank_that_cannot_write_fails_the_checkpoint(
         learner.checkpoints.finish_save()
 
 
-@on_one_rank
-def test_storage_that_refuses_fails_the_checkpoint(scenario: Scenario, paths: RunPaths) -> None:
-    learner = begin_training(scenario, paths)
-    released = begin_held(learner)
-    for partial in paths.checkpoints_dir.glob(".step_*"):
-        shutil.rmtree(partial)
-    released.set()
-    with refusal(paths, ClusterError, "No such file or directory", "quota"):
-        learner.checkpoints.finish_save()
-
-
 def truncate(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 

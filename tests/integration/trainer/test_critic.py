@@ -1,6 +1,5 @@
 """The critic: what it says and learns, in every layout, over kills, and while it warms up."""
 
-import json
 import math
 import shutil
 from pathlib import Path
@@ -152,21 +151,3 @@ def test_while_it_warms_up_the_policy_stays_as_it_is(
     assert all(reports[1][name] == reports[2][name] for name in own)
     assert any(reports[2][name] != reports[3][name] for name in own)
     assert any(reports[1][name] != reports[2][name] for name in reports[1].keys() - own)
-
-
-def test_a_checkpoint_without_a_critic_is_gone_on_from(
-    ranks: RankServer, stale: Path, tmp_path: Path
-) -> None:
-    """As a replay with other settings does; the other way round the critic is left behind."""
-    paths = RunPaths(shutil.copytree(stale, tmp_path / "run"))
-    warmed_up = {**VALUE, "critic": {**CRITIC, "warmup_steps": 1}}
-    for steps, objective in ((2, {}), (4, warmed_up), (5, {})):
-        outcome = train_run(ranks, paths, objective, steps=steps)
-        assert outcome.codes == [0], outcome.log
-    lines = read_readable_records(paths.metrics)
-    assert [line["grad_norm"] > 0 for line in lines] == [True, True, False, True, True]
-    assert lines[2]["critic/mean_value"] == 0.0
-    assert ["critic/loss" in line for line in lines] == [False, False, True, True, False]
-    indices = sorted(paths.checkpoints_dir.glob("step_*/index.json"))
-    steps_counted = [json.loads(one.read_bytes())["critic_steps"] for one in indices]
-    assert steps_counted == [4, 0]

@@ -77,13 +77,3 @@ def count_arrived_ranks(directory: Path) -> int:
     host, _, port = endpoint.url.removeprefix("tcp://").rpartition(":")
     store = dist.TCPStore(host, int(port), is_master=False)  # type: ignore[attr-defined]
     return int(store.add(process_groups.ARRIVED_RANK_COUNT_KEY, 0))
-
-
-def test_a_stop_ends_the_wait_for_other_ranks(tmp_path: Path) -> None:
-    stop = threading.Event()
-    first = join(0, tmp_path, stop)
-    wait_for(lambda: any(tmp_path.iterdir()), 60.0)
-    stop.set()
-    wait_for(first.done, 60.0)
-    with pytest.raises(ClusterError, match="rank 0 was stopped while it waited for other ranks"):
-        first.result()

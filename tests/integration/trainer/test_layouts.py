@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from safetensors import safe_open
 
 from areal_hpc.errors import RecipeError
 from areal_hpc.trainer.checkpoints.export import choose_checkpoint, export_checkpoint
@@ -148,16 +147,6 @@ def test_a_saved_model_gives_transformers_the_same_logits(root: Path, family: st
         assert torch.equal(loaded(ids).logits, original(ids).logits), layout
 
 
-def shapes(model_dir: Path) -> dict[str, tuple[str, list[int]]]:
-    found = {}
-    for file in sorted(model_dir.glob("*.safetensors")):
-        with safe_open(file, "pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118
-                part = tensors.get_slice(name)
-                found[name] = (part.get_dtype(), part.get_shape())
-    return found
-
-
 def check_logprobs(expected: list[float], score: Callable[[np.ndarray], list[float]]) -> None:
     """Compare those of all scored tokens; `score` gives one row's, from its second token."""
     found = [
@@ -210,27 +199,9 @@ def test_sglang_scores_an_exported_checkpoint_as_the_trainer_did(
         check_logprobs(findings["TP2"]["qwen3"]["checkpoint_logprobs"], score)
 
 
-def test_an_export_says_what_the_trainer_would_have_saved(root: Path, exported: Export) -> None:
-    saved = root / "TP2" / "qwen3_moe" / "saved"
-    assert shapes(exported("TP2", "qwen3_moe")) == shapes(saved)
-
-
-@every_family
-def test_names_are_those_of_transformers(exported: Export, family: str, tmp_path: Path) -> None:
-    hf_model(family).save_pretrained(tmp_path)
-    assert shapes(exported("1", family)) == shapes(tmp_path)
-
-
 def test_the_weights_of_another_model_are_refused(root: Path, tmp_path: Path) -> None:
     checkpoint = choose_checkpoint(root / "TP2" / "llama" / "checkpoints", None)
     other = root / "TP2" / "qwen3_moe"
     with pytest.raises(RecipeError, match="the checkpoint has"):
         export_checkpoint(checkpoint, other, tmp_path / "model", lambda line: None)
     assert not (tmp_path / "model").exists()
-
-
-def test_a_step_without_a_checkpoint_is_told_apart(root: Path) -> None:
-    checkpoints = root / "1" / "llama" / "checkpoints"
-    assert choose_checkpoint(checkpoints, 2).state.step == 2
-    with pytest.raises(RecipeError, match="no checkpoint of step 7; the run holds 2"):
-        choose_checkpoint(checkpoints, 7)

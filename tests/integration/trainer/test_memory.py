@@ -11,7 +11,6 @@ from areal_hpc.recipe.sections.trainer import (
     KEEP_ALL_ACTIVATIONS,
     ActivationMemoryConfig,
     ParallelConfig,
-    TrainerConfig,
 )
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.trainer.batch.packing import TrainingRow
@@ -65,27 +64,3 @@ def test_a_layer_keeps_as_much_as_is_estimated(scenario: Scenario, paths: RunPat
         measured = (count_kept(replace(arch, layers=3)) - count_kept(arch)) // 2
         estimated = memory.count_layer_activation_values(arch, ParallelConfig(), TOKENS)
         assert measured == pytest.approx(estimated, rel=0.04), arch.family
-
-
-@pytest.mark.thorough
-@pytest.mark.on_ranks(1)
-def test_recomputed_layers_keep_as_much_as_is_estimated(
-    scenario: Scenario, paths: RunPaths
-) -> None:
-    settings = [
-        {"recompute": "full"},
-        {"recompute": "full", "recompute_layers": 4},
-        {"recompute": "selective"},
-    ]
-    for arch in (DENSE, MIXTURE):
-        deep = replace(arch, layers=8)
-        plain = count_kept(deep)
-        alone = count_kept(arch)
-        besides = alone - (plain - alone) // 7
-        for setting in settings:
-            config = TrainerConfig.model_validate(setting)
-            measured = count_kept(deep, config.activations) - besides
-            estimated = memory.count_stage_activation_values(deep, config, 8, TOKENS)
-            assert measured == pytest.approx(estimated, rel=0.04), (arch.family, setting)
-            if setting == {"recompute": "full"}:
-                assert measured < (plain - besides) / 8

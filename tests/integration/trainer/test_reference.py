@@ -16,14 +16,12 @@ from tests.support.recorded_run import SAMPLES, VOCAB, record_run
 from tests.support.replayed_run import (
     STEPS,
     check_killed_run_ends_alike,
-    check_layouts_agree,
     read_recorded_rows,
     train_copy,
     train_run,
 )
 from tests.support.thoroughness import choose, is_thorough
 
-COMPARED = ("loss", "grad_norm", "kl/reference", "kl/teacher", "advantage/abs_max")
 IN_REWARD: dict[str, Any] = {
     "kl": {"coef": 0.2},
     "baseline": "leave_one_out",
@@ -88,22 +86,6 @@ def test_at_first_the_policy_is_its_own_reference(
     assert rewarded[0]["grad_norm"] == plain[0]["grad_norm"], "to the bit: nothing was taken off"
     assert rewarded[2]["grad_norm"] != plain[2]["grad_norm"]
     assert "kl/reference" not in plain[0]
-
-
-@pytest.mark.parametrize("name", choose(["loss", "reward and teacher"], "reward and teacher"))
-def test_layouts_agree(
-    ranks: RankServer, stale: Path, other_model: Path, tmp_path: Path, name: str
-) -> None:
-    path = str(other_model)
-    objective = {
-        "loss": {"kl": {**IN_LOSS["kl"], "reference": path}},
-        "reward and teacher": {
-            **IN_REWARD,
-            "kl": {**IN_REWARD["kl"], "reference": path},
-            "teacher": {"coef": 0.5, "path": path},
-        },
-    }[name]
-    check_layouts_agree(ranks, stale, tmp_path, objective, COMPARED, steps=2)
 
 
 FOLLOWING = {**IN_REWARD, "kl": {"coef": 0.2, "update_every_steps": 2}}

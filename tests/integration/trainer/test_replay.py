@@ -12,7 +12,6 @@ from areal_hpc.errors import RecipeError, ShardError
 from areal_hpc.jobs.processes.signals import StopEvent
 from areal_hpc.launch.replay import (
     RecordedStepsReplay,
-    find_replay_start,
 )
 from areal_hpc.metrics.catalogue import find_metric
 from areal_hpc.rundir.jsonl import read_readable_records
@@ -125,13 +124,6 @@ def test_a_replay_on_gpus_that_are_not_there_is_refused_before_its_job_starts(
     assert not out.jobs_dir.exists()
 
 
-def test_it_starts_from_the_newest_checkpoint_before_the_steps(recorded: RunPaths) -> None:
-    assert find_replay_start(recorded, 7).step == 6
-    assert find_replay_start(recorded, 6).step == find_replay_start(recorded, 5).step == 4
-    early = find_replay_start(recorded, 4)
-    assert (early.step, early.checkpoint) == (0, None)
-
-
 def test_steps_that_were_not_recorded_are_named(recorded: RunPaths) -> None:
     with pytest.raises(RecipeError, match="step 7 is not recorded; the run holds steps 1 to 6"):
         plan(recorded, 5, 9)
@@ -152,12 +144,6 @@ def test_missing_and_damaged_shards_are_all_named_before_anything_starts(tmp_pat
     assert "digest" in caught.value.problems[1].message
     with pytest.raises(ShardError):
         plan(run, 2, 2)  # begins with step 1, for want of a checkpoint
-
-
-def test_nothing_is_written_into_the_recorded_run(recorded: RunPaths) -> None:
-    for out in (recorded.root, recorded.root / "again"):
-        with pytest.raises(RecipeError, match="read-only"):
-            RecordedStepsReplay(recorded, 5, 6, (), RunPaths(out))
 
 
 def test_settings_that_contradict_the_recording_are_refused(recorded: RunPaths) -> None:

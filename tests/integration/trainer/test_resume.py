@@ -14,7 +14,6 @@ from areal_hpc.trainer.checkpoints import store
 from areal_hpc.trainer.checkpoints.store import CheckpointStore
 from areal_hpc.trainer.collectives import is_true_on_any_rank
 from areal_hpc.trainer.learner import Learner
-from areal_hpc.trainer.objective.loss_stats import LossStats
 from tests.support.rank_server import RankServer
 from tests.support.replay_worker import (
     Scenario,
@@ -83,16 +82,6 @@ def test_all_ranks_resume_from_what_rank_0_chose(scenario: Scenario, paths: RunP
     if dist.get_rank() == 1:
         mock.patch.object(store, "find_latest_checkpoint", None).start()
     assert make_learner(scenario, paths).state.step == 1
-
-
-@pytest.mark.on_ranks(2)
-def test_nan_on_one_rank_is_nan_in_the_maximum(scenario: Scenario, paths: RunPaths) -> None:
-    rank = dist.get_rank()
-    own = {"odd": [5.0, float("nan")][rank], "huge": [float("inf"), 1.0][rank], "plain": rank + 1.0}
-    maxima = LossStats({}, own).reduce_over_ranks((), tuple(own)).maxima
-    assert {name: str(value) for name, value in maxima.items()} == {
-        "odd": "nan", "huge": "inf", "plain": "2.0",
-    }  # fmt: skip
 
 
 def look_for_a_checkpoint(scenario: Scenario, paths: RunPaths) -> None:

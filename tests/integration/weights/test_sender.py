@@ -34,7 +34,6 @@ from tests.support.waiting import await_endpoint, wait_for
 from tests.support.weight_updates import (
     WITHOUT_MODEL,
     await_outdated,
-    publish,
     publishing,
     raise_if_failed,
     specs_of,
@@ -62,26 +61,6 @@ group, _ = c10d._new_process_group_helper(
 )
 time.sleep(60)
 """
-
-
-REFUSED = """
-import builtins, time
-from areal_hpc.errors import WeightSyncError
-from areal_hpc.weights.process_group import UpdateProcessGroup
-
-class Slow:
-    def __del__(self):
-        time.sleep(3)  # the interpreter ends meanwhile, and so does torch's own wait
-
-group = UpdateProcessGroup("refused", "127.0.0.1", 2, "gloo", 1.5)
-try:
-    group.join(lambda: True)
-except WeightSyncError:
-    print("refused")
-group.abandon()
-builtins.slow = Slow()
-"""
-"""Torch's constructor, waiting in C++, would end this process when its wait is over."""
 
 
 @pytest.mark.parametrize(
@@ -120,13 +99,6 @@ def test_a_broadcast_that_nobody_takes_is_given_up_in_time() -> None:
         group.abandon()
         assert time.monotonic() - began < SOON_S
         peer.kill()
-
-
-def test_a_process_ends_well_while_a_group_that_was_refused_is_being_given_up() -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", REFUSED], cwd=CHECKOUT, capture_output=True, text=True, check=False
-    )
-    assert (ended.returncode, ended.stdout) == (0, "refused\n"), ended.stderr
 
 
 @pytest.fixture
@@ -268,16 +240,6 @@ def test_the_next_bucket_is_gathered_while_one_is_loaded_and_no_third(tmp_path: 
             )
         )
         assert publisher.discover_outdated_training_replicas(version) == []
-
-
-def test_who_was_missing_is_named_with_rank_and_deadline(tmp_path: Path) -> None:
-    limit_s = scaled(2.0)
-    with scripted_relay(tmp_path, f"{3 * limit_s}"), trainer(tmp_path, limit_s) as publisher:
-        version = WeightVersion(1, 0)
-        ((key, error),) = publish(publisher, version, WEIGHTS).failed.items()
-    message = str(error)
-    assert f"rank 1: {key}" in message
-    assert f"within {limit_s:.0f} s" in message
 
 
 PATIENCE_S = 120.0

@@ -69,24 +69,11 @@ def test_intervals_of_pass_at_k_hold_the_truth_19_times_in_20(n_tasks: int, k: i
     assert 0.93 <= covered / SIMULATIONS <= 0.97
 
 
-def test_samples_of_a_task_do_not_count_as_tasks() -> None:
-    """Eight samples that always agree are no surer than one."""
-    once = estimate_mean([0.0, 1.0] * 15)
-    as_mean_of_eight = estimate_mean(np.repeat([[0.0], [1.0]] * 15, 8, axis=1).mean(axis=1))
-    assert as_mean_of_eight == once
-
-
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=30))
 def test_intervals_of_shares_stay_shares_and_hold_the_mean(values: list[float]) -> None:
     found = estimate_mean(values)
     assert 0 <= found.low <= found.value + 1e-12
     assert found.value - 1e-12 <= found.high <= 1
-
-
-def test_tasks_that_all_pass_leave_room_for_failure() -> None:
-    found = estimate_mean([1.0] * 30)
-    assert (found.value, found.high) == (1.0, 1.0)
-    assert 0.85 < found.low < 0.92
 
 
 @pytest.mark.parametrize("value", [0.1, 0.2, 0.7])
@@ -101,16 +88,6 @@ def test_tasks_that_all_earn_the_same_have_an_interval_with_a_width(
     variance = value * (1 - value)
     half = math.sqrt(t_squared / (n_tasks + t_squared) * variance)  # or more, by Wilson
     assert found.high - found.low > half
-
-
-def test_rewards_beyond_one_get_the_t_interval() -> None:
-    found = estimate_mean([-1.0, 0.0, 3.0, 2.0])
-    half = 3.18245 * math.sqrt(10 / 3) / 2
-    assert (found.low, found.high) == pytest.approx((1 - half, 1 + half), abs=1e-4)
-    assert estimate_mean([2.0]).high == math.inf
-    alike = estimate_mean([2.0] * 3)
-    assert 0 < alike.low < 0.5
-    assert alike.high == pytest.approx(4 - alike.low)
 
 
 @pytest.mark.parametrize(
@@ -141,13 +118,6 @@ def test_paired_test_finds_what_unpaired_intervals_hide() -> None:
     assert estimate_mean(first).high > estimate_mean(second).low
 
 
-def test_few_pairs_are_never_significant_and_no_difference_is_none() -> None:
-    assert compare_paired([0.0] * 3, [1.0] * 3).p_value == 2 / 8
-    assert compare_paired([0.5] * 40, [0.5] * 40).p_value == 1.0
-    with pytest.raises(ValueError, match="the same tasks: 1 and 2"):
-        compare_paired([1.0], [1.0, 0.0])
-
-
 @pytest.mark.parametrize(("n_tasks", "is_shown"), [(2, False), (5, False), (6, True)])
 def test_a_few_tasks_that_differ_alike_show_no_difference(n_tasks: int, is_shown: bool) -> None:
     """They have no spread to make an interval of: two tasks would show anything for certain."""
@@ -163,11 +133,3 @@ def test_the_interval_of_a_difference_says_what_its_p_value_says(values: list[fl
     assert found.difference.low < found.difference.high
     if abs(found.p_value - 0.05) > 1e-9 and max(map(abs, values)) > 1e-6:
         assert (found.p_value <= 0.05) == (not found.difference.low <= 0 <= found.difference.high)
-
-
-def test_equal_differences_that_are_none_of_chance_have_an_interval_without_zero() -> None:
-    alike = compare_paired([0.5] * 10, [0.75] * 10)
-    assert (alike.verdict, alike.difference.low > 0) == ("better", True)
-    assert alike.difference.low < 0.25 < alike.difference.high
-    rounded = compare_paired([0.2, 0.8] * 5, [0.3, 0.9] * 5)
-    assert rounded.difference.high - rounded.difference.low > 0.01

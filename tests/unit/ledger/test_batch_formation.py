@@ -113,12 +113,6 @@ def test_weights_of_an_abandoned_generation_are_as_old_as_the_checkpoint_that_bo
     assert len(too_old(tickets, 2, [GenerationFork(1, 0), GenerationFork(2, 0)])) == 1
 
 
-def test_a_group_of_unknown_age_is_not_stale() -> None:
-    tickets = tickets_of("drop", bound=0)
-    tickets.settle(settled(tickets.lease_tickets("a", 1, 0.0)[0]))
-    assert too_old(tickets) == []
-
-
 @pytest.mark.parametrize(
     ("kind", "said"),
     [("filtered", "filtered out"), ("stale", "as stale"), ("requeued", "as stale")],

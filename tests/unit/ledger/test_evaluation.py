@@ -6,14 +6,6 @@ def evaluate(step: int, n_tasks: int) -> EvaluationState:
     return EvaluationState(step, {"valid": EvaluationSetPart(0, n_tasks)})
 
 
-def test_a_ledger_that_has_started_very_often_stays_in_its_generation() -> None:
-    for first_attempt in (1, 999_001, 1_000_001, 2_345_001):
-        part = {"valid": EvaluationSetPart(0, 1)}
-        evaluation = EvaluationState(3, part, generation=2, first_attempt=first_attempt)
-        (ref,) = evaluation.lease_tickets("a", 1, 0.0)
-        assert evaluation.record_rewards(ref, [1.0]), first_attempt
-
-
 def test_a_task_is_leased_again_when_its_cell_is_silent_or_does_not_report_it() -> None:
     """The reply that granted it was lost, or the driver was restarted."""
     evaluation = evaluate(step=0, n_tasks=3)

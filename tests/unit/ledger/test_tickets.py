@@ -77,20 +77,6 @@ def test_a_restarted_ledger_takes_a_ticket_sealed_twice_from_the_batch_that_used
     assert [tickets.get_state(i) for i in range(3)] == ["batched", "batched", "settled"]
 
 
-def test_a_restarted_ledger_grants_nothing_until_cells_had_time_to_report() -> None:
-    tickets = rebuilt(AHEAD, settled=[settled(TicketRef(2, 1))], grants_from_s=10.0)
-    assert tickets.lease_tickets("a", 9, 9.9) == []
-    tickets.reconcile_cell_report("b", [TicketRef(0, 1), TicketRef(4, 1)], [], 9.9)
-    assert [ref.ticket_id for ref in tickets.lease_tickets("a", 3, 10.0)] == [1, 3, 5]
-    assert tickets.get_state(0) == tickets.get_state(4) == "leased"
-
-
-def test_a_settle_that_the_dead_ledger_missed_is_believed() -> None:
-    tickets = rebuilt(AHEAD)
-    assert tickets.settle(settled(TicketRef(3, 1)))
-    assert [tickets.get_state(i) for i in range(5)] == [*["waiting"] * 3, "settled", "unissued"]
-
-
 @pytest.mark.parametrize(
     ("steps_and_tickets", "said"),
     [

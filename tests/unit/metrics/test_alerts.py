@@ -90,12 +90,6 @@ def test_three_steps_that_teach_nothing_are_a_failure_unless_the_tasks_are_solve
     assert told(find_alerts(rows(*changes))) == expected
 
 
-def test_replies_that_no_reward_reaches_are_a_note() -> None:
-    (note,) = find_alerts(rows({}, {"reply/unrewarded": 3}))
-    assert (note.rule, note.level, note.step) == ("unrewarded_replies", "note", 2)
-    assert note.message.startswith("3 replies")
-
-
 def test_a_reward_that_falls_and_stays_low_is_a_failure_from_the_step_of_the_fall() -> None:
     fallen = rewards(*[0.5] * 10, 0.1, 0.12, 0.1)
     assert told(find_alerts(fallen)) == [("reward_drop", "failure", 11)]
@@ -147,12 +141,6 @@ def test_a_bound_that_is_broken_is_told_unless_its_rule_is_off(
     assert find_alerts(rows(*[{}] * 9, {name: HEALTHY[name]})) == []
     absent = [{key: value for key, value in row.items() if key != name} for row in history]
     assert find_alerts(absent) == [], "an older run's rows know nothing of it"
-
-
-def test_what_was_not_compared_and_a_few_failures_are_no_alerts() -> None:
-    blind = {"logprob/compared_tokens": 0, "logprob/engine_trainer_mean_abs_diff": 0.0}
-    assert find_alerts(rows(blind)) == []
-    assert find_alerts(rows({"episodes": 4, "episode/failures": 7})) == []
 
 
 def test_episodes_that_ended_well_in_tickets_that_were_not_trained_count_as_well() -> None:

@@ -37,19 +37,6 @@ def test_a_line_in_the_writing_is_counted_when_it_is_whole(tmp_path: Path) -> No
     assert counter.count_new_failed_tries().failed_tries == 1
 
 
-def test_agents_that_only_fail_are_told_before_the_first_step() -> None:
-    assert find_alert_before_first_step([failure()] * 7) is None
-    alert = find_alert_before_first_step([failure(reason="in agent.py\nKeyError: 'anwser'")] * 8)
-    assert alert is not None
-    assert (alert.rule, alert.level) == ("failing_agents", "failure")
-    assert alert.message.endswith("no step has been trained; the last: KeyError: 'anwser'")
-
-
-def test_a_few_failures_among_many_good_episodes_before_the_first_step_are_no_alert() -> None:
-    few = [failure(failed=n, ended=60 * n) for n in range(1, 13)]
-    assert find_alert_before_first_step(few) is None
-
-
 def test_good_held_out_episodes_do_not_hide_that_all_training_episodes_fail() -> None:
     all_of_training = [failure(failed=n, ended=256 + n) for n in range(1, 13)]
     alert = find_alert_before_first_step(all_of_training)

@@ -3,24 +3,19 @@
 import errno
 import importlib.util
 import json
-import sys
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-import areal_hpc
 from areal_hpc.errors import AgentError, NodeResourceShortageError
 from areal_hpc.rollout.execution import agent_worker
 from areal_hpc.rollout.execution.agent_errors import (
     build_agent_error,
     describe_errno_shortage,
     find_node_shortage,
-    format_deepest_user_line,
 )
 from areal_hpc.rollout.execution.process_pool import decode_returned_or_raise
-from areal_hpc.rollout.execution.subprocess_agent import list_user_import_folders
 from areal_hpc.sandbox.isolated_worker import WORKER_LOOP_FILE
 
 
@@ -108,17 +103,3 @@ def test_an_exception_is_told_with_all_lines_of_its_message(error: Exception, sa
     assert agent_worker.describe_error(error) == said.partition(" (")[0]
     assert find_node_shortage(error) is None
     assert agent_worker.list_errnos(error) == []
-
-
-def test_a_folder_whose_name_begins_like_ours_is_the_users(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    package = Path(areal_hpc.__file__).parent
-    users, ours = f"{package}_tasks/agent.py", str(package / "rollout" / "agent.py")
-    assert format_deepest_user_line([(users, 3), (ours, 5)]) == f"{users}:3"
-    folders = [tmp_path / name for name in ("venv", "venv-tasks", "venv/lib")]
-    for folder in folders:
-        folder.mkdir()
-    monkeypatch.setattr(sys, "prefix", str(folders[0]))
-    monkeypatch.setattr(sys, "path", list(map(str, folders)))
-    assert list_user_import_folders() == [str(tmp_path / "venv-tasks")]

@@ -90,12 +90,6 @@ def test_a_worker_that_cannot_start_now_is_the_node_s_and_no_mistake_of_the_reci
         monkeypatch.undo()
 
 
-def test_a_worker_that_ends_before_it_takes_a_call_has_not_started() -> None:
-    pool = ProcessPool(1, {"PYTHONHOME": "/nowhere"})  # as without memory for its imports
-    with pytest.raises(WorkerStartError, match="exited with code 1 before it took a call"):
-        asyncio.run(pool.call(len, ""))
-
-
 def test_a_process_that_ran_short_is_not_used_again_and_one_whose_call_raised_is() -> None:
     async def scene() -> None:
         pool = ProcessPool(1)

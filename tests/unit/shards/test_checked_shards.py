@@ -17,7 +17,7 @@ from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.digest_checked_reader import CheckedShards
 from areal_hpc.shards.index import SealedShard
 from areal_hpc.shards.reader import ShardReader
-from areal_hpc.shards.verify import repair_index_and_remove_partial_shards, verify_run
+from areal_hpc.shards.verify import verify_run
 from areal_hpc.wire.row_record import CallRecord, RowRecord
 from areal_hpc.wire.trajectory import RowKind
 from tests.support.sample_trajectories import fields, seal_in, ticket, trajectory
@@ -82,17 +82,6 @@ def test_whole_shards_are_read_though_their_index_grows_and_ends_in_half_a_line(
     assert read(shards, NEXT_SHARD, "cell-0-000002.h5")[2]["ticket_id"] == 3
 
 
-def test_a_shard_of_neighboring_batches_is_checked_once(
-    paths: RunPaths, shard: SealedShard, shards: CheckedShards
-) -> None:
-    read(shards, SHARD)
-    flip(paths.shards_dir / SHARD, -1)  # in metadata: only the digest shows it
-    read(shards, SHARD, NEXT_SHARD)
-    read(shards, NEXT_SHARD)
-    with pytest.raises(ShardError, match="bytes have changed"):
-        read(shards, SHARD, NEXT_SHARD)
-
-
 def test_a_row_that_is_not_for_training_is_refused(paths: RunPaths, shards: CheckedShards) -> None:
     record = RowRecord(session_id="s", calls=[CallRecord(id="a", reply_tokens=3)])
     rows = [trajectory(1), replace(trajectory(2), kind=RowKind.EVALUATION, record=record)]
@@ -140,14 +129,6 @@ def test_what_lies_in_a_shards_place_is_one_kind_of_error(
     assert len(verify_run(paths).problems) == 1
 
 
-def test_a_fifo_without_an_index_line_does_not_hold_up_a_writers_restart(
-    paths: RunPaths, shard: SealedShard, caplog: pytest.LogCaptureFixture
-) -> None:
-    os.mkfifo(paths.shards_dir / "cell-0-000009.h5")
-    repair_index_and_remove_partial_shards(paths, "cell-0")
-    assert "expected a regular file, got a FIFO" in caplog.text
-
-
 @pytest.mark.parametrize("name", ["../../etc/passwd", "cell-0-000000.h5.tmp", "cell-0-000077.h5"])
 def test_a_name_that_is_no_sealed_shard_is_refused(
     shard: SealedShard, shards: CheckedShards, name: str
@@ -191,17 +172,6 @@ def test_data_of_other_files_is_refused(
         change(file)
     with pytest.raises(ShardError, match=said):
         ShardReader(path)
-
-
-@pytest.mark.parametrize("byte", [b"\xff", b"1"])
-def test_metadata_that_is_no_json_object_is_refused(
-    paths: RunPaths, shard: SealedShard, byte: bytes
-) -> None:
-    path = paths.shards_dir / SHARD
-    with h5py.File(path, "r+") as file:
-        file["meta"][:] = ord(byte)
-    with pytest.raises(ShardError, match="meta: expected a JSON object"):
-        ShardReader(path).read_rows([0])
 
 
 @given(st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), min_size=1))

@@ -44,12 +44,6 @@ def read(path: Path) -> list[JournalRecord]:
     return list(read_journal(path))
 
 
-def test_a_record_can_be_read_as_soon_as_append_returns(path: Path, writer: JournalWriter) -> None:
-    writer.append(7, b"tokens")
-    assert read(path) == [JournalRecord(7, b"tokens")]
-    assert writer.journal_size_bytes == path.stat().st_size
-
-
 @given(RECORDS.filter(bool), RECORDS, st.data())
 def test_a_journal_cut_anywhere_yields_its_whole_records_and_goes_on(
     records: list[JournalRecord], more: list[JournalRecord], data: st.DataObject
@@ -134,9 +128,3 @@ def test_threads_never_mix_their_records(path: Path, writer: JournalWriter) -> N
     for kind in range(4):
         own = [record.payload for record in records if record.kind == kind]
         assert own == [b"%d" % number * 100 for number in range(50)]
-
-
-def test_a_journal_that_cannot_be_made_is_a_cluster_error(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(ClusterError, match=r"shards\.journal_dir"):
-        JournalWriter(tmp_path / "file" / "journal", sync_interval_s=0.01)

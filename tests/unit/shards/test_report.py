@@ -1,4 +1,3 @@
-import json
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +37,6 @@ def test_the_list_has_a_line_per_shard_and_a_total(paths: RunPaths) -> None:
     assert total == "2 shards, 6 rows, 36 tokens, 0.0 MiB"
 
 
-def test_the_list_as_json_holds_the_index_and_the_versions(paths: RunPaths) -> None:
-    first, second = map(json.loads, report.format_shards_jsonl(paths).splitlines())
-    assert (first["file"], first["versions"]) == ("cell-0-000000.h5", "1.1..1.2")
-    assert [ticket["ticket_id"] for ticket in second["tickets"]] == [3]
-
-
 def test_the_rows_of_a_ticket_are_found_in_a_run_and_in_a_file(paths: RunPaths) -> None:
     seal_in(paths, ticket(1), "cell-1")  # sealed twice, after a crash
     assert numbers(paths.root, ticket_id=1) == [0, 1, 6, 7]
@@ -51,12 +44,6 @@ def test_the_rows_of_a_ticket_are_found_in_a_run_and_in_a_file(paths: RunPaths) 
     assert numbers(paths.shards_dir / "cell-0-000001.h5", ticket_id=3) == [0, 1]
     with pytest.raises(RecipeError, match="no row of ticket 9"):
         numbers(paths.root, ticket_id=9)
-
-
-def test_the_list_says_which_shard_cannot_be_read_or_that_there_is_none(paths: RunPaths) -> None:
-    (paths.shards_dir / "cell-0-000001.h5").unlink()
-    assert "unreadable" in report.format_shard_table(paths).splitlines()[2]
-    assert report.format_shard_table(RunPaths(paths.root / "new")).startswith("no sealed shards in")
 
 
 def test_a_trajectory_is_shown_token_by_token(paths: RunPaths) -> None:

@@ -95,11 +95,6 @@ def test_any_choice_of_rows_is_read_as_sealed(ten_rows: ShardReader, rows: list[
     ]
 
 
-def test_a_row_outside_is_an_error(ten_rows: ShardReader) -> None:
-    with pytest.raises(IndexError, match=r"rows 0\.\.9, got 10"):
-        ten_rows.read_rows([10])
-
-
 def test_tickets_are_found_by_shard_and_rows_in_their_first_copy(paths: RunPaths) -> None:
     assert read_index(paths.shard_index_dir) == read_index(paths.shard_index_dir, "cell-7") == []
     first = seal_in(paths, ticket(4) + ticket(9, n_samples=3))
@@ -187,16 +182,6 @@ def test_a_shard_cut_short_anywhere_is_an_error(fraction: float) -> None:
         os.truncate(path, int(path.stat().st_size * fraction))
         with pytest.raises(ShardError, match=r"incomplete shard|cut short"):
             ShardReader(path)
-
-
-def test_a_missing_shard_and_a_file_that_is_none_are_errors(tmp_path: Path) -> None:
-    path = tmp_path / "other.h5"
-    with pytest.raises(ShardError, match=r"there is no such shard\n.*other\.h5"):
-        ShardReader(path)
-    with h5py.File(path, "w") as file:
-        file["input_ids"] = np.arange(3)
-    with pytest.raises(ShardError, match="expected format 'areal-hpc-shard', got None"):
-        ShardReader(path)
 
 
 def test_a_later_version_is_refused_and_unknown_names_are_not(paths: RunPaths) -> None:

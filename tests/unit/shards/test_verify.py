@@ -78,10 +78,3 @@ def test_repair_for_one_writer_leaves_the_others_alone(paths: RunPaths) -> None:
     repair_index_and_remove_partial_shards(paths, "cell-0")
     assert read_index(paths.shard_index_dir) == [first, second]
     assert partial.exists()
-
-
-def test_a_run_without_shards_and_files_that_are_none_have_no_problems(paths: RunPaths) -> None:
-    for name in ("README", "notes.h5"):
-        (paths.shards_dir / name).touch()
-    assert verify_run(paths).problems == []
-    assert verify_run(RunPaths(paths.root / "new")).problems == []

@@ -8,7 +8,6 @@ import pytest
 
 import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
 from areal_hpc.recipe.sections.trainer import ObjectiveConfig
-from areal_hpc.rundir.checkpoints import UntrainedBatchPart
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.token_annotations import (
     AnnotationWriter,
@@ -23,12 +22,10 @@ from areal_hpc.trainer.annotations import (
     annotate_row,
     choose_rows_to_annotate,
     describe_skipped_step,
-    split_trained_and_left_out_rows,
 )
 from areal_hpc.trainer.batch.packing import TrainingRow
 from areal_hpc.trainer.batch.training_rows import ADVANTAGE_CHANNEL
 from areal_hpc.view.dashboard.run_pages import build_token_columns
-from areal_hpc.wire.ledger import BatchManifest, SealedTicket, TicketRef
 from tests.support.deadlines import scaled
 from tests.support.full_disk import full_disk
 from tests.support.sample_trajectories import trajectory
@@ -45,20 +42,6 @@ def test_a_sample_is_of_whole_groups_drawn_by_the_seed() -> None:
     assert choose_rows_to_annotate(batch, "off", 1) == []
     large = [trajectory(ticket, episode) for ticket in range(2) for episode in range(100)]
     assert len(choose_rows_to_annotate(large, "sampled", 1)) == 100, "a group is never cut"
-
-
-def test_rows_are_named_by_the_manifest_and_those_left_out_say_why() -> None:
-    tickets = [
-        SealedTicket(TicketRef(number, 1), f"cell-0-00000{number}.h5", [4, 5], [0.0, 1.0], 0)
-        for number in range(3)
-    ]
-    unsound = UntrainedBatchPart(1, "a reward is not finite", [1])
-    trained, left_out = split_trained_and_left_out_rows(BatchManifest(1, 1, tickets), [unsound])
-    assert trained == [(f"cell-0-00000{number}.h5", row) for number in (0, 2) for row in (4, 5)]
-    assert [(one.row, one.outcome) for one in left_out] == [
-        (4, "a reward is not finite"),
-        (5, "a reward is not finite"),
-    ]
 
 
 @pytest.mark.parametrize(
@@ -132,10 +115,3 @@ def test_a_full_disk_leaves_them_out(tmp_path: Path) -> None:
     assert [*paths.annotations_dir.iterdir()] == []
     paths.annotation(3).write_bytes(b"cut")
     assert read_annotations(paths, 3) is None
-
-
-def test_the_oldest_go_when_they_are_too_many(tmp_path: Path) -> None:
-    paths = RunPaths(tmp_path)
-    for step in range(6):
-        write(paths, make_step(step, tokens=1000), max_folder_bytes=30_000)
-    assert [path.stem[-1] for path in sorted(paths.annotations_dir.iterdir())] == ["4", "5"]

@@ -75,13 +75,6 @@ def share_of_idle_groups(batch: list[TrajectoryRow], **keys: Any) -> float:
     return measure_share_of_idle_groups(batch, built)
 
 
-def test_a_group_is_idle_where_no_token_has_an_advantage() -> None:
-    batch = groups([1, 1], [0, 0], [0, 1], [0.5, 0.5])
-    assert share_of_idle_groups(batch) == 0.75
-    assert share_of_idle_groups(groups([1], [0], [0]), baseline="batch_mean") == 0.0
-    assert share_of_idle_groups(groups([1], [1]), baseline="batch_mean") == 1.0
-
-
 def test_equal_episodes_with_other_rewards_by_turn_are_not_idle() -> None:
     def episode(number: int, *rewards: float) -> TrajectoryRow:
         calls = [
@@ -100,12 +93,6 @@ def test_equal_episodes_with_other_rewards_by_turn_are_not_idle() -> None:
     batch = [episode(0, 1.0, 0.0), episode(1, 0.0, 1.0)]
     assert share_of_idle_groups(batch, credit="turn") == 0.0
     assert share_of_idle_groups(batch, credit="episode") == 1.0
-
-
-def test_an_episode_of_several_rows_counts_once_with_their_mean() -> None:
-    found = summarize([row(0, 0, 1.0), row(0, 0, 0.0), row(0, 1, 0.5)])
-    assert (found["episodes"], found["groups"]) == (2, 1)
-    assert summarize([]) == {"episodes": 0, "groups": 0}
 
 
 def test_replies_are_the_stretches_that_the_model_sampled() -> None:
@@ -151,24 +138,6 @@ def test_turns_times_and_tools_are_those_of_the_calls() -> None:
     assert found["generation/tokens_per_s"] == pytest.approx(20 / 9)
     assert found["generation/cached_prompt_fraction"] == pytest.approx(8 / 40)
     assert "generation/slowest_cell_ratio" not in found, "there is one cell"
-
-
-def test_a_clock_that_was_set_back_in_a_call_makes_no_time_of_tools() -> None:
-    found = summarize_episodes([episode(call("a", 100, 104), call("b", 105, 42))])
-    assert found["episode/tool_time_fraction"] == pytest.approx(1 - 4 / 10)
-
-
-def test_what_rows_do_not_know_is_absent_and_not_zero() -> None:
-    assert summarize_episodes([]) == {}
-    assert summarize_episodes([merge_rows_into_episode([RowRecord()])]) == {}
-    bare = merge_rows_into_episode(
-        [RowRecord(calls=[CallRecord(id="a", finish_reason="length", trained=True)])]
-    )
-    assert summarize_episodes([bare]) == {
-        "episode/turns_mean": 1.0,
-        "episode/turns_max": 1,
-        "reply/cut_fraction": 1.0,
-    }
 
 
 def test_a_reply_that_rows_of_an_episode_share_counts_once() -> None:

@@ -1,14 +1,11 @@
 """Environments with Transformer Engine or Apex, which Megatron would take over from."""
 
-import os
 import sys
 from pathlib import Path
 
 import pytest
 
 from areal_hpc.errors import ClusterError
-from areal_hpc.launch.role_python import find_role_python_problems
-from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.trainer.private_apis.megatron_replacing_packages import (
     MEGATRON_REPLACEMENTS,
     raise_if_megatron_replacement_installed,
@@ -37,15 +34,3 @@ def test_a_rank_refuses_them_by_name_and_imports_neither(
         assert problem.hint is not None
         assert "uninstall" in problem.hint
         assert name not in sys.modules
-
-
-def test_a_launch_refuses_the_interpreter_before_any_job(
-    stubs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recipe = load_recipe("recipes/quickstart.yaml")
-    assert list(find_role_python_problems(recipe, {"train": sys.executable})) == []
-    monkeypatch.setenv("PYTHONPATH", f"{stubs}{os.pathsep}{Path.cwd()}")
-    problems = list(find_role_python_problems(recipe, {"train": sys.executable}))
-    assert [problem.key for problem in problems] == ["cluster.train.python"] * 2
-    for name, problem in zip(MEGATRON_REPLACEMENTS, problems, strict=True):
-        assert name in problem.message

@@ -59,18 +59,6 @@ def test_a_late_evaluation_belongs_to_its_own_step_and_survives_a_resume(tmp_pat
     assert MetricsWriter(path, None, 2).judged_step == 1
 
 
-def test_the_reward_of_an_earlier_step_stands_beside_the_newest_steps_numbers(
-    tmp_path: Path,
-) -> None:
-    writer = write_losses(tmp_path / "metrics.jsonl")
-    writer.write(1, {"eval/reward": 0.25})
-    assert writer.newest_line == {"step": 4, "loss": 4.0, "eval/reward": 0.25}
-    writer.write(4, {"eval/reward": 0.75})
-    assert writer.newest_line == {"step": 4, "loss": 4.0, "eval/reward": 0.75}
-    writer.write(5, {"loss": 5.0})
-    assert writer.newest_line == {"step": 5, "loss": 5.0}
-
-
 def test_numbers_that_are_not_finite_are_null_on_disk(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     log = MetricsWriter(path, tmp_path / "board", 0)

@@ -8,7 +8,6 @@ import torch.distributed as dist
 
 import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
 from areal_hpc.errors import LostTrainerRankError
-from areal_hpc.jobs.processes.native_call_threads import list_native_calls
 from areal_hpc.trainer import rank_progress
 from areal_hpc.trainer.collectives import raise_if_rank_lost_or_hung
 from areal_hpc.trainer.rank_progress import RankProgress
@@ -80,21 +79,6 @@ def test_a_collective_that_is_late_says_who_hangs(
         LostTrainerRankError, match=r"hangs: behind all others: ranks 1-2 at forward"
     ):
         raise_if_rank_lost_or_hung(RuntimeError(message))
-
-
-def test_a_rank_that_fails_ends_the_watch_which_is_known_as_a_native_call() -> None:
-    """Else the store's reply, in C++, could come while the interpreter ends, and abort it."""
-    store = dist.HashStore()  # type: ignore[attr-defined]
-
-    def fail_in_the_watch() -> None:
-        with RankProgress(store, 0, 2, check_interval_s=30).watch():
-            assert "rank-progress" in list_native_calls()
-            raise LostTrainerRankError("rank 1 is gone")
-
-    with pytest.raises(LostTrainerRankError):
-        fail_in_the_watch()
-    assert "rank-progress" not in list_native_calls()
-    assert rank_progress.describe_ranks() == ""
 
 
 @pytest.mark.parametrize(

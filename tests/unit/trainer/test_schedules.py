@@ -87,46 +87,6 @@ def at(step: int) -> WeightVersion:
     return WeightVersion(1, step)
 
 
-def indices(keys: list[ReplicaKey]) -> list[int]:
-    return [key.index for key in keys]
-
-
-def judging(step: int, judged_step: int = -1) -> AsyncEvaluationTracker:
-    beside = AsyncEvaluationTracker(SCHEDULE, judged_step)
-    beside.begin_and_list_skipped_steps(at(step))
-    return beside
-
-
-def test_no_episode_is_granted_while_a_replica_serves_other_weights() -> None:
-    beside = AsyncEvaluationTracker(SCHEDULE, judged_step=0)
-    assert not beside.may_grant_episodes(cell("1.0", "1.5"), at(5))
-    assert indices(beside.list_replicas_to_update_now(cell("1.0", "1.5"), at(5))) == [0]
-    assert beside.may_grant_episodes(cell("1.5", "1.5"), at(5))
-    assert beside.may_grant_episodes(cell("1.5", READY), at(5)), (
-        "one that serves nothing plays nothing"
-    )
-
-
-def test_a_cell_whose_replicas_are_not_up_begins_nothing() -> None:
-    beside = AsyncEvaluationTracker(SCHEDULE, judged_step=-1)
-    for replicas in ([], [found(0, "starting")], [found(0, "failed")]):
-        assert not beside.may_grant_episodes(replicas, at(0))
-        assert beside.list_replicas_to_update_now(replicas, at(0)) == []
-    assert beside.has_unjudged_up_to(0)
-
-
-def test_an_evaluation_whose_weights_are_lost_is_given_up_for_the_present_ones() -> None:
-    beside = judging(5, judged_step=0)
-    assert beside.list_replicas_to_update_now([], at(7)) == [], "a silent cell may still have them"
-    assert not beside.may_grant_episodes([], at(7))
-    assert not beside.may_grant_episodes([found(0, "starting")], at(7))
-    assert beside.may_grant_episodes(cell(READY), at(7))
-    assert beside.begin_and_list_skipped_steps(at(7)) == [5]
-    assert beside.under_way == at(7)
-    assert indices(beside.list_replicas_to_update_now(cell(READY), at(7))) == [0]
-    assert not beside.may_grant_episodes(cell(READY), at(7)), "it has begun"
-
-
 def test_a_trainer_that_resumes_owes_what_its_metrics_lack() -> None:
     assert not AsyncEvaluationTracker(SCHEDULE, judged_step=5).has_unjudged_up_to(9)
     assert AsyncEvaluationTracker(SCHEDULE, judged_step=4).has_unjudged_up_to(9)

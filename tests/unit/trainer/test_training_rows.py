@@ -84,28 +84,6 @@ def test_a_ticket_goes_whole_for_a_row_or_a_reward_that_cannot_be_trained_on() -
     assert left_out[1].reason.startswith("cell-0-000000.h5 row 3: expected a finite 32-bit float")
 
 
-def test_a_token_beyond_the_models_vocabulary_is_unsound() -> None:
-    batch, manifest = one_ticket_each([[1.0]])  # its tokens are 0, 1 and 2
-    (left_out,) = set_rewards_and_drop_unsound_tickets(batch, manifest, vocab_size=2)[1]
-    assert "expected token ids from 0 to 1, got 2" in left_out.reason
-
-
-def test_a_row_without_tokens_is_unsound() -> None:
-    batch, manifest = one_ticket_each([[1.0], [0.5]])
-    batch[0] = [row(0, [])]
-    sound, (left_out,) = set_rewards_and_drop_unsound_tickets(batch, manifest, vocab_size=3)
-    assert [one.episode for one in sound] == [1]
-    assert left_out.reason.endswith("row 0: expected at least one token, got none")
-
-
-def test_a_ticket_without_a_reward_for_every_row_is_left_out() -> None:
-    batch, manifest = one_ticket_each([[1.0, 0.0], [0.5]])
-    manifest.tickets[0].rewards.pop()
-    sound, (left_out,) = set_rewards_and_drop_unsound_tickets(batch, manifest, vocab_size=3)
-    assert [(one.episode, one.reward) for one in sound] == [(2, 0.5)]
-    assert left_out.reason == "expected 2 rewards in the manifest, got 1"
-
-
 def test_a_batch_of_which_nothing_is_left_can_be_described() -> None:
     assert build_rows([], NOW, FORKS, ObjectiveConfig()) == []
     assert {*summarize_tokens_and_staleness([], NOW, FORKS).values()} == {0}

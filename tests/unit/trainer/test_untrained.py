@@ -61,11 +61,6 @@ def test_two_odd_batches_in_a_row_are_passed_over_and_a_third_is_not() -> None:
     assert (problem.key, problem.hint) == ("trainer.optimizer.lr", "try something")
 
 
-def test_tickets_left_out_of_earlier_batches_are_no_part_of_a_streak() -> None:
-    earlier = [UntrainedBatchPart(1, "unsound", [4]), UntrainedBatchPart(2, "unsound", [5])]
-    assert [one.step for one in judge([math.nan], 3, earlier)] == [3]
-
-
 RUN = Path("/my runs/a")
 
 
@@ -234,21 +229,3 @@ def test_half_of_a_batch_may_be_left_out_and_no_more() -> None:
     assert "temperature=0 (4), top_p (2)" in problem.message
     assert problem.hint.startswith("set it to recipe")
     assert caught.value.exit_code == 78
-
-
-@pytest.mark.parametrize(
-    ("untrainable", "hint"),
-    [
-        ({"temperature=0 and top_k": 5, "top_p": 1}, "set it to recipe,"),
-        ({"top_p and a grammar": 5, "min_p": 1}, "set rollout.record_sampling_mask=true;"),
-        (
-            {"temperature=0 and a grammar": 6},
-            "have the agent ask without a grammar, temperature=0;",
-        ),
-        ({"logit_bias and top_p": 6}, "have the agent ask without logit_bias;"),
-    ],
-)
-def test_the_hint_is_what_helps(untrainable: dict[str, int], hint: str) -> None:
-    with pytest.raises(UntrainableBatchError) as caught:
-        raise_if_mostly_untrainable(3, 10, untrainable)
-    assert caught.value.problems[0].hint.startswith(hint)

@@ -6,13 +6,10 @@ from hypothesis import strategies as st
 from areal_hpc.errors import WeightSyncError
 from areal_hpc.weights.buckets import (
     BYTES_BY_DTYPE,
-    CPU_BUCKET_BYTES,
-    GPU_BUCKET_BYTES,
     BucketPlan,
     OpenBucket,
     PackingBuffers,
     TensorSpec,
-    get_bucket_bytes,
     plan_buckets,
 )
 from tests.support.weight_updates import specs_of
@@ -54,22 +51,6 @@ def test_buckets_keep_order_and_their_limit(specs: list[TensorSpec], bucket_byte
     assert arrival == sorted(arrival), "a bucket is complete before the next one begins"
     for bucket in buckets:
         assert bucket.size_bytes <= bucket_bytes or len(bucket.slots) == 1
-
-
-def test_small_parameters_share_a_bucket_up_to_its_limit() -> None:
-    specs = [TensorSpec(f"norm.{at}.weight", (256,), "float32") for at in range(5)]
-    assert [len(bucket.slots) for bucket in plan_buckets(specs, 2048)] == [2, 2, 1]
-
-
-def test_a_name_that_comes_twice_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"lm_head\.weight"):
-        plan_buckets([TensorSpec("lm_head.weight", (2,), "float32")] * 2, 64)
-
-
-def test_buckets_suit_the_device_that_sends_them_unless_the_recipe_says() -> None:
-    assert get_bucket_bytes(None, "cpu") == CPU_BUCKET_BYTES == 64 * 2**20
-    assert get_bucket_bytes(None, "cuda") == GPU_BUCKET_BYTES == 512 * 2**20
-    assert get_bucket_bytes(4096, "cuda") == get_bucket_bytes(4096, "cpu") == 4096
 
 
 CPU = torch.device("cpu")

@@ -1,9 +1,7 @@
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +13,6 @@ from areal_hpc.weights.broadcast import choose_group_size, partition_replicas
 from areal_hpc.weights.buckets import TensorSpec
 from areal_hpc.weights.publisher import (
     MAX_URGENT_RETRY_PAUSE_S,
-    MIN_RETRY_PAUSE_S,
     Publisher,
     UpdateBackoff,
 )
@@ -23,7 +20,6 @@ from areal_hpc.weights.replicas import ReplicaKey
 from areal_hpc.weights.update import (
     PROBE_TOKENS,
     Probe,
-    Update,
     check_probe,
     choose_probe_ids,
     get_max_probe_gap,
@@ -108,10 +104,6 @@ def test_senders_are_spread_over_nodes(
     assert choose_sender_ranks(nodes, WeightsConfig(senders=senders)) == expected
 
 
-def test_by_disk_one_rank_writes() -> None:
-    assert choose_sender_ranks([0, 1], WeightsConfig(transport="disk")) == [0]
-
-
 def test_replicas_are_divided_evenly_and_stay_with_their_sender() -> None:
     assigner = WeightSenders(0, 2, SPECS, None)
     first = assigner.assign(replicas(5))
@@ -127,7 +119,6 @@ def test_replicas_are_divided_evenly_and_stay_with_their_sender() -> None:
 
 GOOD = ReplicaKey("cell-0", 0, 1, 1, "http://relay", 0.0)
 BAD = dataclasses.replace(GOOD, index=1)
-RESTARTED = dataclasses.replace(BAD, incarnation=2)
 
 
 def failed(times: int, *, cost_s: float) -> tuple[UpdateBackoff, float]:
@@ -139,22 +130,11 @@ def failed(times: int, *, cost_s: float) -> tuple[UpdateBackoff, float]:
     return backoff, now
 
 
-def test_a_first_failure_is_tried_again_at_once() -> None:
-    backoff, now = failed(1, cost_s=300)
-    assert backoff.filter_retryable([GOOD, BAD], now) == [GOOD]
-    assert backoff.filter_retryable([GOOD, BAD], now + MIN_RETRY_PAUSE_S) == [GOOD, BAD]
-
-
 def test_later_tries_take_a_shrinking_share_of_the_time() -> None:
     for times, pause_s in ((2, 20.0), (3, 40.0), (4, 80.0)):
         backoff, now = failed(times, cost_s=10)
         assert backoff.filter_retryable([BAD], now + pause_s - 0.1) == []
         assert backoff.filter_retryable([BAD], now + pause_s) == [BAD]
-
-
-def test_a_restarted_replica_does_not_wait_for_what_its_predecessor_cost() -> None:
-    backoff, now = failed(3, cost_s=300)
-    assert backoff.filter_retryable([BAD, RESTARTED], now + 4 * MIN_RETRY_PAUSE_S) == [RESTARTED]
 
 
 def test_a_success_forgives_all() -> None:
@@ -168,32 +148,6 @@ def test_nobody_waits_long_while_no_replica_has_the_weights() -> None:
     later = now + MAX_URGENT_RETRY_PAUSE_S
     assert backoff.filter_retryable([BAD], later) == []
     assert backoff.filter_retryable([BAD], later, is_urgent=True) == [BAD]
-
-
-class Session:
-    def __init__(self, cell: str) -> None:
-        self.keys = [ReplicaKey(cell, 0, 1, 1, "", 0.0)]
-        self.is_abandoned = False
-
-    def abandon_and_fence(self) -> None:
-        self.is_abandoned = True
-
-
-def test_an_error_that_nobody_foresaw_costs_its_group_alone() -> None:
-    odd, well = Session("cell-0"), Session("cell-1")
-
-    def step(session: Any) -> None:
-        if session is odd:
-            raise IndexError("list index out of range")
-
-    with ThreadPoolExecutor(2) as pool:
-        update: Update[Any] = Update(pool, 30.0)
-        update.live = [odd, well]
-        update.run_step("verify", step)
-    assert update.live == [well]
-    assert (odd.is_abandoned, well.is_abandoned) == (True, False)
-    (error,) = update.failed.values()
-    assert "verify failed: IndexError" in str(error)
 
 
 PROBE = Probe([5, 6, 7], [-1.0, -2.0])
@@ -217,11 +171,6 @@ def test_a_replica_with_a_short_context_is_judged_by_what_it_scored() -> None:
 def test_what_differs_on_average_or_is_no_number_is_refused(wrong: float) -> None:
     with pytest.raises(WeightSyncError, match="differ from the trainer"):
         check_probe(PROBE, [-1.0, wrong], 0.01, "replica 0")
-
-
-def test_broken_weights_of_the_trainer_are_named() -> None:
-    with pytest.raises(WeightSyncError, match="the trainer's own are no numbers"):
-        check_probe(Probe([5, 6], [math.nan]), [math.nan], 1.0, "replica 0")
 
 
 def test_the_bound_is_that_of_the_type_that_rounds_most() -> None:
