@@ -176,7 +176,7 @@ def plan_cell_job(
 
     With a `loaded_version` they serve these weights, as that version.
     """
-    inference, rollout = recipe.inference, recipe.rollout
+    inference = recipe.inference
     model = get_initial_policy_path(recipe, paths)
     server = InferenceJobConfig(
         run_dir=paths.root,
@@ -198,7 +198,6 @@ def plan_cell_job(
         run_dir=paths.root,
         cell=cell_name,
         splits=splits,
-        plays_trials=cell_name == format_cell_name(0) and rollout.trial_tasks > 0,
         sys_path=plan_inputs.sys_path,
     ).build_process_spec(
         "driver", tasks="first", restarts=MAX_CONSECUTIVE_SERVICE_RESTARTS, ends_job=True

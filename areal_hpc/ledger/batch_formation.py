@@ -8,7 +8,7 @@ can still bring tokens that are older.
 from collections.abc import Iterator, Sequence
 
 from areal_hpc.ledger.tickets import TicketTable
-from areal_hpc.rundir.manifests import DropKind, DroppedTicket
+from areal_hpc.rundir.manifests import DroppedTicket
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.index import IndexFollower, ShardTicket, read_index
 from areal_hpc.wire.ledger import NO_VERSION, BatchManifest, SealedTicket, TicketRef
@@ -101,10 +101,9 @@ class StalenessCheck:
             or known_young == tickets.n_ready_for_batch
         ):
             return []
-        kind: DropKind = "requeued" if policy.stale_groups == "requeue" else "stale"
         limit = policy.max_head_offpolicyness
         found = [
-            DroppedTicket(ticket.ref, f"sampled {age} steps ago; the limit is {limit}", kind)
+            DroppedTicket(ticket.ref, f"sampled {age} steps ago; the limit is {limit}", "stale")
             for ticket in tickets.list_first_settled(tickets.n_ready_for_batch)[known_young:]
             if (age := _compute_ticket_age_steps(ticket, current, generation_forks)) > limit
         ]

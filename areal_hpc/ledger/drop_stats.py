@@ -1,7 +1,6 @@
 """Counts of dropped tickets; detects that no batch can form, or that the agent never works."""
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from areal_hpc.rundir.manifests import DropKind, DroppedTicket
@@ -22,7 +21,6 @@ _DROP_PHRASE_BY_KIND: dict[DropKind, str] = {
     "filtered": "groups in a row were filtered out: the tasks are too hard or "
     "too easy for the model, or rollout.should_accept rejects everything",
     "stale": "tickets were dropped as stale (rollout.stale_groups) without forming a batch",
-    "requeued": "tickets were requeued as stale (rollout.stale_groups) without forming a batch",
 }
 
 
@@ -34,7 +32,6 @@ class DropStats:
         self._most: dict[DropKind, int] = dict.fromkeys(_DROP_PHRASE_BY_KIND, max_rejected)
         self._most["failed"] = MAX_FAILED_STREAK_BATCHES * batch_size
         self._kind_of: dict[int, DropKind] = {}
-        self._too_old: set[TicketRef] = set()
         self._total: Counter[DropKind] = Counter()
         self._reported: Counter[DropKind] = Counter()  # in manifests
         self._in_a_row: Counter[DropKind] = Counter()
@@ -46,20 +43,8 @@ class DropStats:
     def get_drop_kind(self, ticket_id: int) -> DropKind | None:
         return self._kind_of.get(ticket_id)
 
-    def is_too_old(self, ref: TicketRef) -> bool:
-        return ref in self._too_old
-
-    def filter_not_too_old(self, refs: Sequence[TicketRef]) -> Sequence[TicketRef]:
-        return [ref for ref in refs if ref not in self._too_old] if self._too_old else refs
-
     def record_drop(self, dropped_ticket: DroppedTicket) -> None:
-        """A ticket, or an attempt of it, came to nothing."""
-        if dropped_ticket.kind != "requeued":
-            self._kind_of[dropped_ticket.ref.ticket_id] = dropped_ticket.kind
-        elif dropped_ticket.ref in self._too_old:
-            return
-        else:
-            self._too_old.add(dropped_ticket.ref)
+        self._kind_of[dropped_ticket.ref.ticket_id] = dropped_ticket.kind
         self._total[dropped_ticket.kind] += 1
         self._in_a_row[dropped_ticket.kind] += 1
         self._reasons[dropped_ticket.kind] = dropped_ticket.reason
@@ -71,10 +56,9 @@ class DropStats:
 
     def mark_reported_in_manifest(self, counts: IrregularTicketCounts) -> None:
         """A batch was formed, and its manifest says this."""
-        self._in_a_row["stale"] = self._in_a_row["requeued"] = 0
+        self._in_a_row["stale"] = 0
         self._reported.update(
             stale=counts.stale_dropped,
-            requeued=counts.stale_requeued,
             filtered=counts.filtered,
             failed=counts.failed,
         )
@@ -88,7 +72,6 @@ class DropStats:
         return IrregularTicketCounts(
             stale_trained=stale_trained,
             stale_dropped=since["stale"],
-            stale_requeued=since["requeued"],
             filtered=since["filtered"],
             failed=since["failed"],
         )

@@ -290,7 +290,6 @@ class LedgerService:
             trained=tickets.n_trained,
             dropped=tickets.drop_stats.count_drops("failed", "stale"),
             filtered=tickets.drop_stats.count_drops("filtered"),
-            requeued=tickets.drop_stats.count_drops("requeued"),
             eval_done=evaluation.n_episodes_done if evaluation else 0,
             eval_total=evaluation.n_episodes if evaluation else 0,
             cells=len(self._cells),
@@ -353,7 +352,7 @@ class LedgerService:
         for drop in self._ages.find_stale_tickets_to_drop(tickets, generation, forks):
             self._check_newest_generation_on_disk(generation)
             append_drop(self._paths, drop)  # durable first: its rows are never trained
-            tickets.drop_or_requeue_settled_ticket(drop)
+            tickets.drop_settled_ticket(drop)
             self._notify_waiting()
         if manifest := batch_formation.build_next_batch_manifest(tickets, generation, forks):
             # A ledger left over from an earlier trainer must not decide the new one's batch.

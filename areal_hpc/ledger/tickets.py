@@ -4,16 +4,15 @@ A ticket is the permission to run a group of episodes of one task. Its id is its
 the task stream. It is in exactly one of these states:
 
     unissued -> leased -> finished -> settled -> batched -> trained
-                  |  ^        |          |
-          silence v  | lease  v silence  | requeued: too old
-                 waiting <----+<---------+
+                  |  ^        |
+          silence v  | lease  v silence
+                 waiting <----+
 
     leased | finished | waiting | settled (too old) -> dropped | filtered
 
-`waiting` tickets lost their cell, or their rows were too old; they are issued again, with a higher
-attempt, before any new one. A ticket that a late cell settles counts once, whatever its attempt,
-unless that attempt was too old. The version that trains batch `step` is `step`; tickets of batches
-above the published step are unconsumed.
+`waiting` tickets lost their cell; they are issued again, with a higher attempt, before any new one.
+A ticket that a late cell settles counts once, whatever its attempt. The version that trains batch
+`step` is `step`; tickets of batches above the published step are unconsumed.
 
 Admission (`admission.py`) goes by the sizes of the containers below, so that no counter can drift.
 """
@@ -61,7 +60,6 @@ class TicketTable:
         self._leased = LeaseTable()
         self._finished = LeaseTable()
         self._settled: OrderedDict[int, SealedTicket] = OrderedDict()  # in arrival order
-        self._newest_attempts: dict[int, int] = {}  # of settled tickets
         self._batched: dict[int, int] = {}  # id -> step
         self._batch_sizes: list[int] = []  # of steps 1, 2, ...
         self.drop_stats = DropStats(policy.batch_size)
@@ -89,10 +87,7 @@ class TicketTable:
             tickets.record_batch(manifest)
         for drop in dropped:
             tickets._mark_all_unseen_up_to_as_waiting(drop.ref.ticket_id)
-            if drop.kind == "requeued":
-                tickets.drop_stats.record_drop(drop)
-            else:
-                tickets.drop(drop)
+            tickets.drop(drop)
         tickets.drop_stats.reset_streaks()
         sealed = list(settled)
         for ticket_id in sorted(ticket.ref.ticket_id for ticket in sealed):
@@ -144,12 +139,7 @@ class TicketTable:
 
     def select_released_from_cell(self, refs: Sequence[TicketRef]) -> list[TicketRef]:
         """Those of finished tickets that their cell need not report again."""
-        is_too_old = self.drop_stats.is_too_old
-        return [
-            ref
-            for ref in refs
-            if self.get_state(ref.ticket_id) in RELEASED_FROM_CELL_STATES or is_too_old(ref)
-        ]
+        return [ref for ref in refs if self.get_state(ref.ticket_id) in RELEASED_FROM_CELL_STATES]
 
     def count_leasable(self) -> int:
         """Number of tickets that may be leased now (`admission.count_admissible_tickets`)."""
@@ -179,7 +169,6 @@ class TicketTable:
         A waiting ticket goes back to the cell that turns out to hold it; one that it was granted
         and does not report waits again. Reports on tickets that went elsewhere are ignored.
         """
-        running, finished = map(self.drop_stats.filter_not_too_old, (running, finished))
         for ref in running:
             if not self._leased.touch(ref.ticket_id, cell, ref.attempt, now_s):
                 self._restore_lease_if_waiting(cell, ref, self._leased, now_s)
@@ -215,15 +204,10 @@ class TicketTable:
 
     def settle(self, ticket: SealedTicket) -> bool:
         """Take a sealed ticket, whoever sealed it; False if it is already accounted for."""
-        ticket_id = ticket.ref.ticket_id
         self._assume_issued_if_of_earlier_start(ticket.ref)
-        if self.drop_stats.is_too_old(ticket.ref):
+        if not self._pop_unsettled(ticket.ref.ticket_id):
             return False
-        newest_attempt = self._pop_unsettled_and_get_newest_attempt(ticket_id)
-        if newest_attempt is None:
-            return False
-        self._settled[ticket_id] = ticket
-        self._newest_attempts[ticket_id] = newest_attempt
+        self._settled[ticket.ref.ticket_id] = ticket
         self.drop_stats.record_settled_ticket()
         return True
 
@@ -232,20 +216,13 @@ class TicketTable:
         ref = dropped_ticket.ref
         self._assume_issued_if_of_earlier_start(ref)
         lease = self._leased.get(ref.ticket_id) or self._finished.get(ref.ticket_id)
-        if (lease and lease.attempt != ref.attempt) or self._pop_unsettled_and_get_newest_attempt(
-            ref.ticket_id
-        ) is None:
+        if (lease and lease.attempt != ref.attempt) or not self._pop_unsettled(ref.ticket_id):
             return False
         self.drop_stats.record_drop(dropped_ticket)
         return True
 
-    def drop_or_requeue_settled_ticket(self, dropped_ticket: DroppedTicket) -> None:
-        """Leave a settled ticket's rows out of every batch: it is dropped, or issued again."""
-        ticket_id = dropped_ticket.ref.ticket_id
-        del self._settled[ticket_id]
-        newest_attempt = self._newest_attempts.pop(ticket_id)
-        if dropped_ticket.kind == "requeued":
-            self._waiting[ticket_id] = max(newest_attempt, dropped_ticket.ref.attempt)
+    def drop_settled_ticket(self, dropped_ticket: DroppedTicket) -> None:
+        del self._settled[dropped_ticket.ref.ticket_id]
         self.drop_stats.record_drop(dropped_ticket)
 
     def expire_leases(self, now_s: float) -> int:
@@ -279,9 +256,8 @@ class TicketTable:
                     key="manifests/",
                 )
             self._mark_all_unseen_up_to_as_waiting(ticket_id)
-            self._pop_unsettled_and_get_newest_attempt(ticket_id)
+            self._pop_unsettled(ticket_id)
             self._settled.pop(ticket_id, None)
-            self._newest_attempts.pop(ticket_id, None)
             self._batched[ticket_id] = manifest.step
         self._batch_sizes.append(len(manifest.tickets))
         self.drop_stats.mark_reported_in_manifest(manifest.counts)
@@ -291,11 +267,10 @@ class TicketTable:
 
     # Inside ----------------------------------------------------------------------------------
 
-    def _pop_unsettled_and_get_newest_attempt(self, ticket_id: int) -> int | None:
-        if ticket_id in self._waiting:
-            return self._waiting.pop(ticket_id)
-        lease = self._leased.pop(ticket_id) or self._finished.pop(ticket_id)
-        return lease.newest_attempt if lease is not None else None
+    def _pop_unsettled(self, ticket_id: int) -> bool:
+        if self._waiting.pop(ticket_id, None) is not None:
+            return True
+        return (self._leased.pop(ticket_id) or self._finished.pop(ticket_id)) is not None
 
     def _restore_lease_if_waiting(
         self, cell: str, ref: TicketRef, table: LeaseTable, now_s: float

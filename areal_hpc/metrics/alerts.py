@@ -224,7 +224,7 @@ def _estimate_successful_episodes(row: TrainedStepRow) -> float:
     reward are among the episodes of a ticket; one of nothing else is dropped as failed.
     """
     rewarded = row.get("episode/rewarded_failures") or 0
-    kinds = ("filtered", "stale_dropped", "stale_requeued", *(("failed",) if rewarded else ()))
+    kinds = ("filtered", "stale_dropped", *(("failed",) if rewarded else ()))
     others = sum(row.get(f"tickets/{kind}") or 0 for kind in kinds)
     episodes: float = row["episodes"]
     per_ticket = episodes / row["groups"] if row.get("groups") else 0.0

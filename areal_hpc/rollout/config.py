@@ -12,7 +12,5 @@ class RolloutJobConfig(ProcessConfig):
     """The cell it drives: `cell-0`, `cell-1`, ..., or `evaluation`."""
     splits: tuple[TaskSplit, ...] = ("train", "valid")
     """What it takes tickets of."""
-    plays_trials: bool = False
-    """Play `rollout.trial_tasks` before the first ticket is taken."""
     sys_path: tuple[str, ...] = ()
     """Folders from which the agent is imported."""

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import sys
-from collections.abc import Coroutine
 from typing import Any
 
 import uvloop
@@ -18,7 +17,6 @@ from areal_hpc.rollout.episodes.http_client import make_http_client
 from areal_hpc.rollout.execution.agent_sandboxes import make_agent_sandboxes, start_and_stop_sandbox
 from areal_hpc.rollout.execution.subprocess_agent import SubprocessAgent
 from areal_hpc.rollout.task_set import TaskSet
-from areal_hpc.rollout.trial_episodes import play_trial_tasks
 from areal_hpc.rundir.jobs import IDLE_EXIT_CODE
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.rendezvous import LEDGER_SERVICE, format_proxy_name, read_service_key
@@ -97,16 +95,6 @@ async def _drive_cell(job: RolloutJobConfig, agents: dict[str, Agent | None]) ->
         sandboxes=sandboxes,
     )
 
-    async def play_trials_then_lease() -> None:
-        # A run that has trained a step has an agent that works.
-        agent = agents[TRAIN]
-        if job.plays_trials and agent is not None and not paths.metrics.exists():
-            record_state_entry("trial")
-            await play_trial_tasks(
-                rollout, agent, tasks[TRAIN], proxy, http_client, events, sandboxes
-            )
-        await driver.run()
-
     def collect_metrics() -> dict[str, float]:
         return {
             "tickets_held": len(driver.tickets.held),
@@ -121,7 +109,7 @@ async def _drive_cell(job: RolloutJobConfig, agents: dict[str, Agent | None]) ->
     try:
         # Without Slurm there is nobody to give nodes back to, nor to start the cell again.
         idle_timeout_s = recipe.cluster.idle_timeout_s if get_job_start_number() else float("inf")
-        await _run_until_stopped(play_trials_then_lease(), driver, stop, idle_timeout_s)
+        await _run_until_stopped(driver, stop, idle_timeout_s)
     finally:
         if sandboxes is not None:
             await sandboxes.close()
@@ -130,10 +118,8 @@ async def _drive_cell(job: RolloutJobConfig, agents: dict[str, Agent | None]) ->
         await proxy.close()
 
 
-async def _run_until_stopped(
-    work: Coroutine[Any, Any, None], driver: Driver, stop: StopRequest, idle_timeout_s: float
-) -> None:
-    running = asyncio.create_task(work)
+async def _run_until_stopped(driver: Driver, stop: StopRequest, idle_timeout_s: float) -> None:
+    running = asyncio.create_task(driver.run())
     is_idle = False
     while not (running.done() or stop.requested or is_idle):
         await asyncio.wait({running}, timeout=STOP_POLL_S)

@@ -23,7 +23,7 @@ from areal_hpc.wire.ledger import BatchManifest, DropTicketRequest, TicketRef
 from areal_hpc.wire.weight_version import GenerationFork
 
 RecordT = TypeVar("RecordT")
-DropKind = Literal["failed", "filtered", "stale", "requeued"]
+DropKind = Literal["failed", "filtered", "stale"]
 
 
 class LedgerState(msgspec.Struct, frozen=True):
@@ -82,13 +82,11 @@ class EvaluatedTicket(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class DroppedTicket(msgspec.Struct, frozen=True):
-    """A line of `dropped_tickets.jsonl`: a ticket, or rows of it, and why. Nothing revokes it."""
+    """A line of `dropped_tickets.jsonl`: a ticket that is not trained, and why. Final."""
 
     ref: TicketRef
     reason: str
     kind: DropKind = "failed"
-    """`failed`, `filtered`, `stale`: the ticket will not be trained; `requeued`: the rows of this
-    attempt will not, and the ticket is issued again."""
     rewards: list[float] = []
     """Of the episodes of a `filtered` group."""
 

@@ -27,7 +27,7 @@ Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 """A number that a journal can hold. JSON knows wider ones."""
 NO_VERSION = -1
 """In the place of a weight version where no token was sampled."""
-StaleGroupPolicy = Literal["train_with_correction", "drop", "requeue"]
+StaleGroupPolicy = Literal["train_with_correction", "drop"]
 """Handling of a settled ticket that is older than the bound when its batch is formed."""
 
 
@@ -149,9 +149,8 @@ class IrregularTicketCounts(Struct, frozen=True):
     """Tickets, since the batch before, that did not simply become one of this batch."""
 
     stale_trained: int = 0
-    """In this batch, with a token older than the bound; the next two are in none."""
+    """In this batch, with a token older than the bound."""
     stale_dropped: int = 0
-    stale_requeued: int = 0
     filtered: int = 0
     """Finished, and not accepted."""
     failed: int = 0
@@ -237,8 +236,6 @@ class LedgerStatus(Struct, frozen=True):
     trained: int = 0
     dropped: int = 0
     filtered: int = 0
-    requeued: int = 0
-    """Number of times that a ticket was issued again because it was older than the bound."""
     eval_done: int = 0
     eval_total: int = 0
     cells: int = 0

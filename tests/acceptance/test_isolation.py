@@ -57,7 +57,6 @@ def list_overrides(isolation: str, run_dir: Path, fileroot: Path) -> Iterator[st
     yield f"rollout.workflow_kwargs={json.dumps(kwargs)}"
     yield f"rollout.n_samples={EPISODES}"
     yield "rollout.max_concurrent_rollouts=4"
-    yield "rollout.trial_tasks=0"
     yield f"rollout.agent.isolation={isolation}"
     yield from (f"rollout.agent.sandbox.{name}={value}" for name, value in sandbox.items())
 

@@ -12,17 +12,24 @@ from areal_hpc.jobs.processes.process_setup import set_up_logging
 from areal_hpc.launch.trial.cell import TrialCell, open_trial_cell
 from areal_hpc.launch.trial.report import format_trial, format_trial_summary
 from areal_hpc.launch.trial.start import TrialConfig
+from areal_hpc.recipe.sections.rollout import RolloutConfig
 from areal_hpc.rollout.agent import Agent
-from areal_hpc.rollout.episodes.episode import EpisodeOutcome
+from areal_hpc.rollout.episodes.auxiliary import load_auxiliary_rule
+from areal_hpc.rollout.episodes.episode import EpisodeOutcome, run_episode
+from areal_hpc.rollout.episodes.episode_spec import (
+    EpisodeSpec,
+    build_episode_spec,
+    derive_episode_seed,
+)
 from areal_hpc.rollout.episodes.http_client import make_http_client
 from areal_hpc.rollout.execution.agent_sandboxes import make_agent_sandboxes, start_and_stop_sandbox
 from areal_hpc.rollout.execution.subprocess_agent import SubprocessAgent
 from areal_hpc.rollout.job import build_agent
 from areal_hpc.rollout.task_set import TaskSet
-from areal_hpc.rollout.trial_episodes import play_trial_episode
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.rendezvous import ensure_service_key, format_proxy_name
 from areal_hpc.rundir.service_client import AsyncServiceClient
+from areal_hpc.wire.proxy import SamplingDefaults
 
 
 def main() -> None:
@@ -64,11 +71,9 @@ async def _play_tasks(config: TrialConfig, agent: Agent, cell: TrialCell) -> int
             # To a file, as agents hand it to their programs.
             with tempfile.TemporaryFile("w+") as stdout:
                 with contextlib.redirect_stdout(stdout):
-                    outcome = await play_trial_episode(
-                        job.recipe.rollout,
+                    outcome = await run_episode(
+                        _build_trial_spec(rollout, agent, tasks[number], number),
                         agent,
-                        tasks[number],
-                        number,
                         proxy,
                         http_client,
                         sandboxes,
@@ -94,6 +99,26 @@ async def _play_tasks(config: TrialConfig, agent: Agent, cell: TrialCell) -> int
             agent.close()
     print("\n".join(format_trial_summary(outcomes, cell.ignored_grammars)), flush=True)
     return sum(outcome.status != "ok" for outcome in outcomes)
+
+
+def _build_trial_spec(
+    rollout: RolloutConfig, agent: Agent, task: dict[str, Any], number: int
+) -> EpisodeSpec:
+    """An episode as one of training, in a session that belongs to no ticket.
+
+    The proxy keeps what is said in memory alone, and forgets it soon after the end.
+    """
+    return build_episode_spec(
+        rollout,
+        agent,
+        {**task},
+        f"trial-{number}",
+        sampling=SamplingDefaults(**rollout.sampling.model_dump()),
+        seed=derive_episode_seed(number, 0, 0),
+        auxiliary=load_auxiliary_rule(rollout.agent.auxiliary),
+        records_sampling_mask=rollout.record_sampling_mask,
+        disposable=True,
+    )
 
 
 if __name__ == "__main__":

@@ -103,7 +103,7 @@ class RolloutConfig(BaseConfig):
     max_head_offpolicyness: Annotated[int, Field(ge=0)] = 0
     """Maximum age, in versions, of the weights that sampled a token; 0 is synchronous."""
     stale_groups: StaleGroupPolicy = "train_with_correction"
-    """What to do with a group over that limit; `drop`, `requeue` bias against long episodes."""
+    """What to do with a group over that limit; `drop` is biased against long episodes."""
     sampling: SamplingConfig = SamplingConfig()
     """Training generation parameters."""
     limits: EpisodeLimitsConfig = EpisodeLimitsConfig()
@@ -117,8 +117,6 @@ class RolloutConfig(BaseConfig):
     """Record which tokens top_p, top_k, min_p or a grammar left, and train over these alone."""
     failed_episodes: Literal["retry", "drop"] | dict[Literal["reward"], float] = "retry"
     """Repeat them, leave them out of their group, or train them with `{reward: x}`."""
-    trial_tasks: Annotated[int, Field(ge=0)] = 3
-    """Tasks that the agent plays unrecorded before a new run; an agent that fails all ends it."""
 
     @property
     def episodes_per_ticket(self) -> int:

@@ -1,6 +1,6 @@
 """Reader of the files that tell what happened to each ticket."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,8 +31,6 @@ class TicketRecordsOfRun:
     filtered: Mapping[int, str] = field(default_factory=dict)
     """Ticket id -> reason, of tickets whose group was not accepted."""
     quarantine_request_by_step: Mapping[int, UntrainedBatchPart] = field(default_factory=dict)
-    requeued: Collection[tuple[int, int]] = ()
-    """(ticket id, attempt) whose rows were too old and are never trained."""
     shards: Sequence[SealedShard] = ()
     file_bytes: Mapping[str, int] = field(default_factory=dict)
     is_finished: bool = False
@@ -52,13 +50,9 @@ def read_ticket_records(paths: RunPaths) -> TicketRecordsOfRun:
     manifests = dict(_iterate_readable_manifests(paths, problems))
     drops: dict[int, str] = {}
     filtered: dict[int, str] = {}
-    requeued: set[tuple[int, int]] = set()
     for drop in read_drops(paths):
-        if drop.kind == "requeued":
-            requeued.add((drop.ref.ticket_id, drop.ref.attempt))
-        else:
-            reasons = filtered if drop.kind == "filtered" else drops
-            reasons.setdefault(drop.ref.ticket_id, drop.reason)
+        reasons = filtered if drop.kind == "filtered" else drops
+        reasons.setdefault(drop.ref.ticket_id, drop.reason)
     shards = read_index(paths.shard_index_dir)
     batch_size, offpolicyness, total_steps = _read_recipe_limits(paths)
     return TicketRecordsOfRun(
@@ -67,7 +61,6 @@ def read_ticket_records(paths: RunPaths) -> TicketRecordsOfRun:
         drops,
         filtered,
         quarantined,
-        requeued,
         shards,
         dict(_list_file_sizes(paths.shards_dir)),
         is_finished,

@@ -117,14 +117,12 @@ def classify_tickets(evidence: TicketRecordsOfRun) -> AuditReport:
     sealed: dict[int, str] = {}
     for shard in evidence.shards:
         for one in shard.tickets:  # the first line of a ticket counts: the ledger takes that one
-            if (one.ticket_id, one.attempt) not in evidence.requeued:
-                sealed.setdefault(one.ticket_id, shard.file)
-    again = {ticket_id for ticket_id, _ in evidence.requeued}
+            sealed.setdefault(one.ticket_id, shard.file)
     given_up = {**evidence.drops, **evidence.filtered}
-    invented = _pop_never_issued_ids(sealed, 1 + max((*uses, *given_up, *again), default=-1))
-    position = 1 + max((*uses, *sealed, *given_up, *again), default=-1)
+    invented = _pop_never_issued_ids(sealed, 1 + max((*uses, *given_up), default=-1))
+    position = 1 + max((*uses, *sealed, *given_up), default=-1)
     doubtful = _explain_doubtful_steps(evidence)
-    traceless = set(range(position)) - uses.keys() - sealed.keys() - given_up.keys() - again
+    traceless = set(range(position)) - uses.keys() - sealed.keys() - given_up.keys()
     strays = _find_lost_traceless_ids(evidence, sorted(traceless), max(uses, default=-1))
     rows = _ShardIndexChecker(evidence)
     quarantined = merge_quarantines(evidence.checkpoint, evidence.quarantine_request_by_step)
@@ -147,9 +145,7 @@ def classify_tickets(evidence: TicketRecordsOfRun) -> AuditReport:
             status, why = TicketStatus.FILTERED, evidence.filtered[ticket_id]
         elif ticket_id in sealed:
             status, why = _judge_sealed(rows, sealed[ticket_id], doubtful)
-        elif ticket_id in again and not evidence.is_finished:
-            status, why = TicketStatus.OPEN, "its rows exceeded the staleness limit: queued again"
-        elif ticket_id in strays or ticket_id in again:
+        elif ticket_id in strays:
             status, why = TicketStatus.LOST, "no record of it, and no cell can still hold it"
         else:
             why = "no record yet: running in a cell, or to be issued again on resume"

@@ -208,8 +208,6 @@ def format_ticket_line(ledger: LedgerStatus) -> str:
     )
     if ledger.filtered:
         line += f", {ledger.filtered} filtered"
-    if ledger.requeued:
-        line += f", {ledger.requeued} requeued as stale"
     if ledger.eval_total > ledger.eval_done:
         line += f"; evaluating {ledger.eval_done}/{ledger.eval_total}"
     return line

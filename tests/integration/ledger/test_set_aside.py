@@ -10,7 +10,7 @@ from tests.support.deadlines import scaled
 
 @pytest.fixture
 def ledger(start_ledger: StartLedger) -> LedgerProcess:
-    started = start_ledger(max_head_offpolicyness=1, stale_groups="requeue")
+    started = start_ledger(max_head_offpolicyness=1, stale_groups="drop")
     started.open_generation()
     return started
 
@@ -22,7 +22,7 @@ def sealed(ledger: LedgerProcess, refs: list[TicketRef], step: int) -> list[Seal
     return tickets
 
 
-def test_a_requeued_ticket_is_trained_once_though_the_ledger_dies(ledger: LedgerProcess) -> None:
+def test_a_stale_ticket_is_dropped_for_good_though_the_ledger_dies(ledger: LedgerProcess) -> None:
     slow, *quick = [grant.ref for grant in ledger.grants("cell-0", tickets=3)]
     sealed(ledger, quick, 0)
     assert ledger.batch(1).manifest is not None
@@ -32,19 +32,18 @@ def test_a_requeued_ticket_is_trained_once_though_the_ledger_dies(ledger: Ledger
     ledger.publish(2)
     too_old = sealed(ledger, [slow], 0)
     assert ledger.batch(3).manifest is None
-    assert (ledger.status().settled, ledger.status().requeued) == (0, 1)
-    # The index still has the rows that were set aside. It listens for a third of the timeout.
+    assert (ledger.status().settled, ledger.status().dropped) == (0, 1)
+    # The index still has its rows. The ledger listens for a third of the timeout.
     ledger.restart(cell_timeout_s=scaled(1.5))
     ledger.settle(too_old)
     assert ledger.batch(3).settled == 0
-    again = [one.ref for one in ledger.grants("cell-1", tickets=2)]
-    assert again[0].ticket_id == slow.ticket_id
-    assert again[0].attempt > slow.attempt
-    sealed(ledger, again, 2)
+    new = [one.ref for one in ledger.grants("cell-1", tickets=2)]
+    assert slow.ticket_id not in {one.ticket_id for one in new}
+    sealed(ledger, new, 2)
     manifest = ledger.batch(3).manifest
     assert manifest is not None
-    assert [ticket.ref for ticket in manifest.tickets] == again
-    assert manifest.counts == IrregularTicketCounts(stale_requeued=1)
+    assert [ticket.ref for ticket in manifest.tickets] == new
+    assert manifest.counts == IrregularTicketCounts(stale_dropped=1)
 
 
 def test_a_filtered_ticket_is_replaced_and_stays_filtered(ledger: LedgerProcess) -> None:

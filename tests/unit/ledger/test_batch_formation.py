@@ -48,10 +48,9 @@ def overtaken(stale_groups: StaleGroupPolicy, steps: int) -> tuple[TicketTable, 
         ("drop", 1, "settled", 1, IrregularTicketCounts()),
         ("train_with_correction", 2, "settled", 1, IrregularTicketCounts(stale_trained=1)),
         ("drop", 2, "dropped", None, IrregularTicketCounts(stale_dropped=1)),
-        ("requeue", 2, "waiting", 2, IrregularTicketCounts(stale_requeued=1)),
     ],
 )
-def test_a_group_beyond_the_bound_is_trained_dropped_or_the_next_one_issued_as_the_recipe_says(
+def test_a_group_beyond_the_bound_is_trained_or_dropped_as_the_recipe_says(
     policy: StaleGroupPolicy,
     steps: int,
     state: str,
@@ -61,7 +60,7 @@ def test_a_group_beyond_the_bound_is_trained_dropped_or_the_next_one_issued_as_t
     tickets, ref = overtaken(policy, steps)
     for drop in too_old(tickets):
         assert (drop.ref, drop.reason) == (ref, "sampled 2 steps ago; the limit is 1")
-        tickets.drop_or_requeue_settled_ticket(drop)
+        tickets.drop_settled_ticket(drop)
     assert tickets.get_state(ref.ticket_id) == state
     manifest = fill_batch(tickets)
     first, _ = (ticket.ref for ticket in manifest.tickets)
@@ -70,38 +69,14 @@ def test_a_group_beyond_the_bound_is_trained_dropped_or_the_next_one_issued_as_t
     assert manifest.counts == counts
 
 
-def test_what_a_driver_still_says_of_a_requeued_attempt_changes_nothing() -> None:
-    """Its proxy may settle again; its driver reports finished tickets for a long time."""
-    tickets, ref = overtaken("requeue", steps=2)
-    tickets.drop_or_requeue_settled_ticket(too_old(tickets)[0])
-    assert not tickets.settle(settled(ref, WeightVersion(1, 0)))
-    tickets.reconcile_cell_report("a", [], [ref], 1.0)
-    assert tickets.get_state(ref.ticket_id) == "waiting"
-    again = tickets.lease_tickets("a", 1, 1.0)
-    tickets.reconcile_cell_report("a", [], [ref], 2.0)  # the reply with the new attempt was lost
-    assert tickets.get_state(ref.ticket_id) == "waiting"
-    assert tickets.lease_tickets("a", 1, 3.0)[0].attempt == again[0].attempt + 1
-
-
-def test_an_attempt_that_another_cell_still_runs_is_not_issued_under_the_same_number() -> None:
-    tickets = tickets_of("requeue", bound=0)
-    ref = tickets.lease_tickets("a", 1, 0.0)[0]
-    tickets.expire_leases(100.0)
-    second = tickets.lease_tickets("b", 1, 100.0)[0]
-    tickets.settle(settled(ref, WeightVersion(1, 0)))  # late, while b runs the second attempt
-    tickets.drop_or_requeue_settled_ticket(DroppedTicket(ref, "as stale", "requeued"))
-    assert tickets.lease_tickets("c", 1, 100.0)[0].attempt == second.attempt + 1
-
-
-@pytest.mark.parametrize(("kind", "state"), [("requeued", "waiting"), ("stale", "dropped")])
-def test_a_restarted_ledger_knows_what_was_set_aside(kind: DropKind, state: str) -> None:
+def test_a_restarted_ledger_knows_what_was_set_aside() -> None:
     ref = TicketRef(0, 1)
     sealed = settled(ref, WeightVersion(1, 0))
-    drop = DroppedTicket(ref, "", kind)
-    tickets = rebuilt(tickets_of().policy, dropped=[drop], settled=[sealed])
+    tickets = rebuilt(
+        tickets_of().policy, dropped=[DroppedTicket(ref, "", "stale")], settled=[sealed]
+    )
     assert tickets.n_ready_for_batch == 0
-    assert tickets.get_state(0) == state
-    assert tickets.drop_stats.build_batch_counts(0).stale_requeued == (kind == "requeued")
+    assert tickets.get_state(0) == "dropped"
 
 
 def test_weights_of_an_abandoned_generation_are_as_old_as_the_checkpoint_that_both_share() -> None:
@@ -115,7 +90,7 @@ def test_weights_of_an_abandoned_generation_are_as_old_as_the_checkpoint_that_bo
 
 @pytest.mark.parametrize(
     ("kind", "said"),
-    [("filtered", "filtered out"), ("stale", "as stale"), ("requeued", "as stale")],
+    [("filtered", "filtered out"), ("stale", "as stale")],
 )
 def test_setbacks_without_end_are_an_error_that_names_the_key(kind: DropKind, said: str) -> None:
     tickets = tickets_of()

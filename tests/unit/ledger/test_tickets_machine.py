@@ -144,7 +144,7 @@ class TicketHistories(RuleBasedStateMachine):
             self.disk.drops.append(drop)
             if crash == "after write":
                 return self.restart_ledger()
-            self.ledger.drop_or_requeue_settled_ticket(drop)
+            self.ledger.drop_settled_ticket(drop)
         manifest = build_next_batch_manifest(self.ledger, self.generation, self.forks)
         if manifest is None:
             return None
@@ -227,9 +227,9 @@ class TicketHistories(RuleBasedStateMachine):
             assert all(ticket in self.disk.index for ticket in manifest.tickets)
 
     @invariant()
-    def rows_that_were_too_old_are_never_trained(self) -> None:
+    def what_was_dropped_is_never_trained(self) -> None:
         trained = {ticket.ref for m in self.disk.manifests for ticket in m.tickets}
-        assert trained.isdisjoint(self.disk.requeued)
+        assert trained.isdisjoint(drop.ref for drop in self.disk.drops)
 
     @invariant()
     def manifests_count_every_ticket_that_came_to_nothing_once(self) -> None:
@@ -239,7 +239,6 @@ class TicketHistories(RuleBasedStateMachine):
             ("failed", "failed"),
             ("filtered", "filtered"),
             ("stale", "stale_dropped"),
-            ("requeued", "stale_requeued"),
         ):
             written = {drop.ref for drop in self.disk.drops if drop.kind == kind}
             assert sum(getattr(one, name) for one in (*told, open_counts)) == len(written)
@@ -253,7 +252,6 @@ class TicketHistories(RuleBasedStateMachine):
         assert ledger.n_ready_for_batch == self.count("settled")
         assert ledger.drop_stats.count_drops("failed", "stale") == self.count("dropped")
         assert ledger.drop_stats.count_drops("filtered") == self.count("filtered")
-        assert ledger.drop_stats.count_drops("requeued") == len(self.disk.requeued)
         assert ledger.n_trained == self.count("trained")
         assert ledger.n_in_unpublished_batches == self.count("batched")
 

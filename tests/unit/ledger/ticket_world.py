@@ -96,7 +96,6 @@ class Disk:
                 manifests={manifest.step: manifest for manifest in self.manifests},
                 drops=self.given_up("failed", "stale"),
                 filtered=self.given_up("filtered"),
-                requeued={(one.ticket_id, one.attempt) for one in self.requeued},
                 shards=[
                     SealedShard(file, SHARD_BYTES, "", len(held), 0, held)
                     for file, held in sorted(tickets.items())
@@ -111,7 +110,3 @@ class Disk:
 
     def given_up(self, *kinds: str) -> dict[int, str]:
         return {drop.ref.ticket_id: drop.reason for drop in self.drops if drop.kind in kinds}
-
-    @property
-    def requeued(self) -> set[TicketRef]:
-        return {drop.ref for drop in self.drops if drop.kind == "requeued"}

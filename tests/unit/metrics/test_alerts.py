@@ -145,7 +145,7 @@ def test_a_bound_that_is_broken_is_told_unless_its_rule_is_off(
 
 def test_episodes_that_ended_well_in_tickets_that_were_not_trained_count_as_well() -> None:
     many = {"episode/failures": 300}
-    for kind in ("filtered", "stale_dropped", "stale_requeued"):
+    for kind in ("filtered", "stale_dropped"):
         assert find_alerts(rows({**many, f"tickets/{kind}": 16})) == []
     (alert,) = find_alerts(rows({**many, "tickets/filtered": 4, "tickets/failed": 99}))
     assert alert.message.startswith("300 tries of episodes failed, 288 ended well: 51% failed")

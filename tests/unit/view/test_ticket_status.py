@@ -59,11 +59,6 @@ def drop(run: RunDirectory, ticket_id: int, kind: DropKind, reason: str = "why")
     append_drop(run.paths, DroppedTicket(TicketRef(ticket_id, 1), reason, kind))
 
 
-def seal_rows_that_were_too_old(run: RunDirectory) -> None:
-    run.seal(7)
-    drop(run, 7, "requeued", "sampled 5 steps ago")
-
-
 def delete_shard(run: RunDirectory, step: int = 2) -> None:
     run.shard_of(step).unlink()
 
@@ -86,11 +81,6 @@ def order(record: UntrainedBatchPart) -> Change:
 
 UNDER_WAY = all_of(lambda run: run.hand_out(4, run.seal(7, 8)), lambda run: run.seal(10))
 """Batched and not in a checkpoint, sealed and not batched; 9 is in a cell without any trace."""
-ISSUED_AGAIN = all_of(
-    seal_rows_that_were_too_old,
-    lambda run: run.hand_out(4, run.seal(7, 8, attempt=2)),
-    lambda run: run.write_checkpoint(4, generation=1),
-)
 ABANDONED = all_of(
     lambda run: save(run, NOT_TAKEN), lambda run: run.write_checkpoint(2, generation=2)
 )
@@ -99,12 +89,6 @@ FAULTLESS: dict[str, Case] = {
     "it finished": (RunDirectory.finish, {}, "ValueError"),
     "tickets are under way": (UNDER_WAY, {"open": [7, 8, 9, 10]}),
     "a group was filtered": (lambda run: drop(run, 7, "filtered"), {"filtered": [7]}),
-    "rows were too old": (
-        seal_rows_that_were_too_old,
-        {"open": [7]},
-        "exceeded the staleness limit",
-    ),
-    "a ticket with rows too old was issued again": (ISSUED_AGAIN, {}),
     "a ticket was sealed twice": (lambda run: run.seal(0, attempt=1001), {}),
     # A zombie's higher checkpoint does not count; what it trained is handed out again.
     "the newest generation owns the chain": (
@@ -238,10 +222,6 @@ FAULTS: dict[str, Case] = {
         lambda run: run.hand_out(1, run.batches[0][:1]),
         {"lost": [1]},
         "names 1 tickets, expected 2",
-    ),
-    "a ticket to be issued again that never was": (
-        all_of(seal_rows_that_were_too_old, RunDirectory.finish),
-        {"lost": [7]},
     ),
     "a finished run without its last checkpoint": (
         finish_without_the_last_checkpoint,
