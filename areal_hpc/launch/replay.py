@@ -130,10 +130,6 @@ class RecordedStepsReplay:
             if self.start.step < step <= self._last_step:
                 quarantine_batch_or_read_earlier_record(out, record)
         links[out.sft_export] = run.sft_export
-        if run.references_dir.is_dir():  # of steps before the start
-            for folder in run.references_dir.iterdir():
-                if folder.name <= format_step_dir(self.start.step):
-                    links[out.references_dir / folder.name] = folder
         if self.start.checkpoint is not None:
             links[out.checkpoints_dir / self.start.checkpoint.name] = self.start.checkpoint
         for link, target in links.items():

@@ -96,8 +96,6 @@ class RunPaths(_Folder):
     """Checkpoints of the SFT stage."""
     checkpoints_dir = _PathDescriptor("checkpoints")
     """Checkpoints of the reinforcement-learning trainer."""
-    references_dir = _PathDescriptor("references")
-    """Policies of earlier steps that the trained one is kept near, where that reference follows."""
     sft_export = _PathDescriptor("export/sft")
     """The warmed-up model in Hugging Face format."""
     published_weights_dir = _PathDescriptor("weights")
@@ -174,9 +172,6 @@ class RunPaths(_Folder):
 
     def export_dir(self, export_name: str) -> Path:
         return self.root / "export" / export_name
-
-    def reference(self, step: int) -> Path:
-        return self.references_dir / format_step_dir(step)
 
     def log_dir(self, attempt: int) -> Path:
         return self.logs_dir / f"attempt_{attempt:02d}"

@@ -172,15 +172,7 @@ class Learner:
                 row={},
             )
             logger.info("generation %d resumes after step %d", generation, held.step)
-        self._frozen = FrozenModels(
-            config,
-            paths,
-            model_path,
-            device,
-            self.state.step,
-            check_generation,
-            is_stop_requested,
-        )
+        self._frozen = FrozenModels(config, model_path, device, is_stop_requested)
 
     @property
     def version(self) -> WeightVersion:
@@ -241,8 +233,6 @@ class Learner:
             )
         untrained += self._build_nonfinite_records_or_raise(norms, critic_norms, manifest.step)
         self._advance_state(manifest, untrained, reward_range)
-        with timer.time_phase("score"):
-            self._frozen.update_and_save_reference_if_due(self.policy, self.state.step)
         trained_tokens = metrics["tokens/trained"]
         line: JsonMetricRow = {
             "version": str(self.version),

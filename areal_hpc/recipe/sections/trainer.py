@@ -141,8 +141,6 @@ class KlConfig(BaseConfig):
     gradient as a loss is biased."""
     reference: Literal["initial"] | Path = "initial"
     """The model that reinforcement learning starts from, or a model directory."""
-    update_every_steps: Annotated[int, Field(ge=1)] | None = None
-    """With reference=initial: after so many steps the trained weights take its place."""
 
     @model_validator(mode="after")
     def _check_kl_keys(self) -> KlConfig:
@@ -157,11 +155,6 @@ class KlConfig(BaseConfig):
             raise ValueError(
                 "estimator=k1 with placement=loss has an expected gradient of 0: set estimator=k2, "
                 "or placement=reward"
-            )
-        if self.update_every_steps is not None and self.reference != "initial":
-            raise ValueError(
-                "update_every_steps needs reference=initial, got reference="
-                f"{self.reference}: leave one of them out"
             )
         return self
 

@@ -1,27 +1,22 @@
-"""Frozen models of a run: which the objective needs, what they score, how a reference follows.
+"""Frozen models of a run: which the objective needs, and what they score.
 
 They are divided over ranks as the policy is, and scored in like passes: one way serves a reference,
 which may be the policy's own start, and a teacher of any size. On a GPU their weights lie in host
 memory and are on the GPU while they score alone, before the step has any activations to keep.
 """
 
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
-from areal_hpc.errors import RecipeError
 from areal_hpc.recipe.sections.trainer import HeadDtype, ParallelConfig, TrainerConfig
-from areal_hpc.rundir.checkpoints import list_checkpoints
-from areal_hpc.rundir.paths import RunPaths, format_step_dir
 from areal_hpc.trainer.batch.packing import TrainingRow
 from areal_hpc.trainer.batch.training_rows import NO_SCORES, BatchScores
 from areal_hpc.trainer.model.families.architecture import read_architecture
-from areal_hpc.trainer.model.hf_weights import HfModelReader, load_hf, save_hf_model
+from areal_hpc.trainer.model.hf_weights import HfModelReader, load_hf
 from areal_hpc.trainer.model.memory_estimate import drop_ep_for_dense_network
 from areal_hpc.trainer.model.policy import (
     TORCH_DTYPE_BY_NAME,
@@ -64,11 +59,6 @@ class FrozenNetwork:
             for parameter, waiting in self._host.items():
                 parameter.data = waiting
 
-    def copy_weights_from(self, policy: TrainedNetwork) -> None:
-        held = dict(policy.gpt.named_parameters())
-        for name, parameter in self.network.gpt.named_parameters():
-            self._host[parameter].copy_(held[name].data)
-
 
 def load_frozen_network(
     model_dir: Path,
@@ -91,29 +81,23 @@ REFERENCE_KEY, TEACHER_KEY = "trainer.objective.kl.reference", "trainer.objectiv
 
 
 class FrozenModels:
-    """Models that a run scores its batches with.
-
-    With `kl.update_every_steps` the reference is the policy of the last step that they divide: its
-    weights are kept in the run directory too, where a run that resumes finds them.
-    """
+    """Models that a run scores its batches with."""
 
     def __init__(
         self,
         config: TrainerConfig,
-        paths: RunPaths,
         model_path: Path,
         device: torch.device,
-        step: int,
-        check_generation: Callable[[], None],
         is_stop_requested: Callable[[], bool],
     ) -> None:
-        self._config, self._paths, self._model_path = config, paths, model_path
-        self._device, self._check_generation = device, check_generation
+        self._config, self._device = config, device
         objective = config.objective
         self._reference = self._teacher = None
         self._served_teacher: ServedTeacher | None = None
         if objective.kl.coef:
-            self._reference = self._load(self._find_reference(step), REFERENCE_KEY)
+            initial = objective.kl.reference == "initial"
+            reference = model_path if initial else Path(objective.kl.reference)
+            self._reference = self._load(reference, REFERENCE_KEY)
         if objective.teacher.path is not None:
             self._teacher = self._load(objective.teacher.path, TEACHER_KEY)
         if objective.teacher.url is not None:
@@ -151,36 +135,9 @@ class FrozenModels:
             found["kl/teacher"] = -sum(float(gap_T.sum(dtype=float)) for gap_T in gaps) / tokens
         return found
 
-    def update_and_save_reference_if_due(self, policy: TrainedNetwork, step: int) -> None:
-        """Let the policy of this step be the reference, if it is time. A collective."""
-        every = self._config.objective.kl.update_every_steps
-        if self._reference is None or not every or step % every:
-            return
-        self._reference.copy_weights_from(policy)
-        if dist.get_rank() == 0:
-            self._check_generation()
-        save_hf_model(policy, self._model_path, self._paths.reference(step))
-        if dist.get_rank() == 0:
-            self._delete_outdated(every)
-
     def close(self) -> None:
         if self._served_teacher is not None:
             self._served_teacher.close()
-
-    def _find_reference(self, step: int) -> Path:
-        kl = self._config.objective.kl
-        taken = step - step % kl.update_every_steps if kl.update_every_steps else 0
-        if kl.reference != "initial" or not taken:
-            return self._model_path if kl.reference == "initial" else kl.reference
-        found = self._paths.reference(taken)
-        if not found.is_dir():
-            raise RecipeError(
-                f"at step {step} the reference is the policy of step {taken}, but there is no "
-                f"{found}",
-                key="trainer.objective.kl.update_every_steps",
-                hint="leave it as the run had it until then, or start over with --fresh",
-            )
-        return found
 
     def _load(self, model_dir: Path, key: str) -> FrozenNetwork:
         config = self._config
@@ -205,14 +162,3 @@ class FrozenModels:
             minibatch_count=config.minibatches,
             max_tokens=config.max_tokens_per_microbatch,
         )
-
-    def _delete_outdated(self, every: int) -> None:
-        steps = [one.state.step for one in list_checkpoints(self._paths.checkpoints_dir)]
-        oldest = min(steps, default=0)
-        for folder in self._paths.references_dir.iterdir():
-            if folder.name >= format_step_dir(oldest - oldest % every):
-                continue
-            if folder.is_symlink():
-                folder.unlink()
-            else:
-                shutil.rmtree(folder)

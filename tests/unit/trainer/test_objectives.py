@@ -152,10 +152,6 @@ VALUE = {"baseline": "value", "critic": {"model": "initial"}}
         ({"kl": {"coef": 0.1, "estimator": "k2"}}, "set estimator=k1"),
         ({"kl": {"coef": 0.1, "estimator": "k3"}}, "set estimator=k1"),
         ({"kl": {"coef": 0.1, "placement": "loss"}}, "expected gradient of 0: set estimator=k2"),
-        (
-            {"kl": {"coef": 0.1, "reference": "/model", "update_every_steps": 2}},
-            "needs reference=initial",
-        ),
         ({"baseline": "value"}, "set critic.model=initial"),
         ({"critic": {"model": "initial"}}, "critic.model=initial: set baseline=value"),
         ({"critic": {"lr": 1e-3}}, "critic.model=None: set baseline=value"),
