@@ -15,13 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 CONFIDENCE = 0.95
-MAX_EXACT_PAIRS = 14
-"""Differences whose signs are all tried; of more, `N_SIGN_DRAWS` random choices are."""
-N_SIGN_DRAWS = 20_000
+MIN_PAIRS = 6
+"""Of fewer tasks, all better or all worse are within what chance does in 1 of 20 comparisons."""
 ROUNDING = 1e-9
-"""Means that differ less, as a share of the largest difference, are equal."""
-LARGEST_SHARE_OF_SHOWN_DIFFERENCE = 0.99
-"""Half an interval, as a share of equal differences that the test finds to be none of chance."""
+"""Differences that vary less, as a share of the largest, are equal."""
 
 MAX_EXACT_DEGREES = 4000
 """With more, the normal distribution is as good to four digits."""
@@ -46,7 +43,7 @@ class PairedComparison:
 
     difference: Estimate
     p_value: float
-    """How often as large a difference comes about when neither is better: signs flipped by task."""
+    """How often as large a difference comes about when neither is better."""
     better: int
     """Tasks on which the second is better."""
     worse: int
@@ -130,59 +127,30 @@ def _compute_wilson_bounds(
 
 
 def compare_paired(first_T: Sequence[float], second_T: Sequence[float]) -> PairedComparison:
-    """Compare two checkpoints by a value per task each, in the same order of tasks.
+    """Compare two checkpoints by a paired t test of a value per task each, in the same order.
 
-    The p-value is that of the test that flips the signs of the differences, which asks for no
-    distribution of them; the interval holds the differences that this test does not reject, so
-    both say the same. It has no bound where so few tasks can reject nothing.
+    Of fewer than `MIN_PAIRS` tasks neither the test nor the interval shows anything.
     """
     if len(first_T) != len(second_T):
         raise ValueError(f"a paired test needs the same tasks: {len(first_T)} and {len(second_T)}")
     if not len(first_T):
         raise ValueError("a paired test needs at least one task")
     first, second = np.asarray(first_T, np.float64), np.asarray(second_T, np.float64)
-    differences = second - first
-    low_S, high_S = _split_tasks_in_two(differences)
-    n_rejected = int((1 - CONFIDENCE) * len(low_S))
-    low, high = float(np.sort(low_S)[n_rejected]), float(np.sort(high_S)[-1 - n_rejected])
-    mean = float(differences.mean())
-    p_value = float(((low_S <= 0) & (high_S >= 0)).mean())
-    if high - low <= 4 * ROUNDING * np.abs(differences).max():  # they all are equal
-        half = _measure_half_width_of_agreement(np.concatenate([first, second]), len(differences))
-        if p_value <= 1 - CONFIDENCE:  # the interval says what the test says
-            half = min(half, LARGEST_SHARE_OF_SHOWN_DIFFERENCE * abs(mean))
-        low, high = mean - half, mean + half
+    differences, n_tasks = second - first, len(first)
+    mean, half, p_value = float(differences.mean()), math.inf, 1.0
+    if n_tasks >= MIN_PAIRS:
+        t = compute_central_quantile(CONFIDENCE, n_tasks - 1)
+        are_equal = np.ptp(differences) <= ROUNDING * np.abs(differences).max()
+        error = 0.0 if are_equal else float(differences.std(ddof=1)) / math.sqrt(n_tasks)
+        half = t * error or _measure_half_width_of_agreement(
+            np.concatenate([first, second]), n_tasks
+        )
+        p_value = 1 - compute_central_probability(t * mean / half, n_tasks - 1)
     return PairedComparison(
-        Estimate(mean, low, high, len(differences)),
+        Estimate(mean, mean - half, mean + half, n_tasks),
         p_value,
         better=int((differences > 0).sum()),
         worse=int((differences < 0).sum()),
-    )
-
-
-def _split_tasks_in_two(differences_T: TaskValues) -> tuple[TaskValues, TaskValues]:
-    """The smaller and the larger of the mean differences of both parts, for each choice of signs.
-
-    Flipping the signs of the deviations from d in one part makes their sum no smaller just where d
-    lies between both means. So these tell the p-value of every d. A part may be empty: then the
-    sum is as large for every d. All choices for few tasks; else random ones, and that of no flip.
-    """
-    n_tasks = len(differences_T)
-    if n_tasks <= MAX_EXACT_PAIRS:  # either part may be called the first
-        is_in_first_ST = np.arange(2 ** (n_tasks - 1))[:, None] >> np.arange(n_tasks) & 1
-    else:
-        random = np.random.default_rng(0)
-        is_in_first_ST = random.integers(0, 2, (N_SIGN_DRAWS, n_tasks), dtype=np.int8)
-        is_in_first_ST[0] = 0
-    sizes_S = is_in_first_ST.sum(axis=1)
-    sums_S = np.einsum("st,t->s", is_in_first_ST, differences_T)
-    first_S = sums_S / np.maximum(sizes_S, 1)
-    second_S = (differences_T.sum() - sums_S) / np.maximum(n_tasks - sizes_S, 1)
-    tolerance = ROUNDING * np.abs(differences_T).max()
-    has_two_parts_S = (sizes_S > 0) & (sizes_S < n_tasks)
-    return (
-        np.where(has_two_parts_S, np.minimum(first_S, second_S) - tolerance, -np.inf),
-        np.where(has_two_parts_S, np.maximum(first_S, second_S) + tolerance, np.inf),
     )
 
 
