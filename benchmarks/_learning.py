@@ -20,7 +20,7 @@ from areal_hpc.trainer.model.policy import TrainedNetwork, build_policy
 from areal_hpc.trainer.objective.loss_stats import LossStats, Number
 from areal_hpc.trainer.objective.policy_loss import compute_policy_loss
 from areal_hpc.trainer.optimizer import build_optimizer
-from areal_hpc.trainer.process_groups import init_process_groups_and_device
+from areal_hpc.trainer.process_groups import join_process_groups
 from areal_hpc.trainer.step import (
     MicroBatch,
     make_micro_batches_of_this_rank,
@@ -199,7 +199,7 @@ def hf_forward_backward(model: Any, rows: Sequence[TrainingRow], rows_per_pass: 
 def open_lone_world(device: str) -> torch.device:
     """The trainer's process groups for one rank; its device. Patch Megatron first."""
     with tempfile.TemporaryDirectory() as folder:
-        return init_process_groups_and_device(
+        return join_process_groups(
             get_task_position(),
             ParallelConfig(),
             device,  # type: ignore[arg-type]

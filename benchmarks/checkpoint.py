@@ -108,9 +108,7 @@ def measure(
     for number in range(rounds + 1):
         state = TrainerState(step=number, generation=1, seed=SEED)
         step_s = seconds_of(lambda: trainee.step(rows))
-        copy_s = seconds_of(
-            partial(store.finish_earlier_and_begin_save, trainee.policy, trainee.optimizer, state)
-        )
+        copy_s = seconds_of(partial(store.begin_save, trainee.policy, trainee.optimizer, state))
         beside_s = seconds_of(lambda: trainee.step(rows))
         poll_s = seconds_of(store.finish_save)
         in_process_s = seconds_of(partial(checkpoint_in_process, trainee, alone, number))

@@ -30,7 +30,7 @@ import numpy.typing as npt
 
 from areal_hpc.rundir.atomic import fsync_path
 from areal_hpc.shards.reader import ShardReader
-from areal_hpc.shards.verify import compute_file_size_and_digest
+from areal_hpc.shards.verify import measure_file
 from areal_hpc.shards.writer import write_sealed_shard
 from areal_hpc.wire.trajectory import TrajectoryRow
 from benchmarks._pairs import (
@@ -143,7 +143,7 @@ def measure_reads(bench: Bench, pairs: int) -> Samples:
 
 def measure_verify(bench: Bench, pairs: int) -> Samples:
     sides = (
-        Side("digest", lambda: compute_file_size_and_digest(bench.shard)),
+        Side("digest", lambda: measure_file(bench.shard)),
         Side("raw read", lambda: bench.read_raw(bench.shard_bytes)),
     )
     samples = measure_pairs(sides, pairs)

@@ -35,9 +35,9 @@ from areal_hpc.weights.buckets import (
     PackingBuffers,
     TensorSpec,
     WaitSent,
-    fill_and_send_buckets,
     get_bucket_bytes,
     plan_buckets,
+    send_buckets,
 )
 from areal_hpc.weights.process_group import UpdateProcessGroup
 from benchmarks._pairs import (
@@ -145,9 +145,7 @@ class Sender:
             return self._pool.submit(self._group.broadcast, full.tensors_to_send, no_refusal).result
 
         arrivals = iter(self._weights.items())
-        self._order(
-            "codec", lambda: fill_and_send_buckets(self._buckets, arrivals, self._open_bucket, ship)
-        )
+        self._order("codec", lambda: send_buckets(self._buckets, arrivals, self._open_bucket, ship))
 
     def _order(self, what: str, send: Callable[[], object]) -> None:
         assert self._peer.stdin is not None

@@ -11,8 +11,8 @@ from areal_hpc.rundir.generations import read_newest_number
 from areal_hpc.rundir.manifests import (
     delete_quarantine,
     list_manifest_steps,
-    quarantine_batch_or_read_earlier_record,
     read_quarantine,
+    record_quarantine,
 )
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.state.run_view import RunView
@@ -46,7 +46,7 @@ def quarantine_batch(paths: RunPaths, step: int) -> str:
         )
     reason = "areal-hpc quarantine asked for it"
     record = UntrainedBatchPart(step, reason, quarantine="requested")
-    quarantine_batch_or_read_earlier_record(paths, record)
+    record_quarantine(paths, record)
     return f"batch {step} is quarantined: {_describe_effect(step, trained_step, 'sets it aside')}"
 
 

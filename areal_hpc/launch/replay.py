@@ -28,10 +28,10 @@ from areal_hpc.rundir.checkpoints import (
 from areal_hpc.rundir.folders import create_or_secure_run_dir, restrict_new_files
 from areal_hpc.rundir.manifests import (
     list_manifest_steps,
-    quarantine_batch_or_read_earlier_record,
     read_ledger_state,
     read_manifest,
     read_quarantined_batches,
+    record_quarantine,
 )
 from areal_hpc.rundir.paths import RunPaths, format_step_dir
 from areal_hpc.shards.index import read_index
@@ -128,7 +128,7 @@ class RecordedStepsReplay:
         links = {getattr(out, place): getattr(run, place) for place in places}
         for step, record in self._quarantined.items():
             if self.start.step < step <= self._last_step:
-                quarantine_batch_or_read_earlier_record(out, record)
+                record_quarantine(out, record)
         links[out.sft_export] = run.sft_export
         if self.start.checkpoint is not None:
             links[out.checkpoints_dir / self.start.checkpoint.name] = self.start.checkpoint

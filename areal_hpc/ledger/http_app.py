@@ -39,9 +39,9 @@ class LedgerApp(JsonApp):
         self._clock = clock
         self._closing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting_routes: dict[str, tuple[type[msgspec.Struct], RouteHandler]] = {
-            "/lease": (wire.LeaseRequest, service.record_heartbeat_and_lease_tickets),
-            "/batch": (wire.BatchRequest, service.get_or_form_batch),
-            "/evaluate": (wire.EvaluateRequest, service.get_or_start_evaluation),
+            "/lease": (wire.LeaseRequest, service.lease_tickets_to_cell),
+            "/batch": (wire.BatchRequest, service.hand_out_batch),
+            "/evaluate": (wire.EvaluateRequest, service.follow_evaluation),
         }
         self._routes = self._waiting_routes | {
             "/settle": (wire.SettleTicketsRequest, service.settle_tickets),
@@ -49,7 +49,7 @@ class LedgerApp(JsonApp):
             "/report_evaluation": (wire.EvaluationResultRequest, service.record_evaluation_result),
             "/open_generation": (wire.OpenTrainerGenerationRequest, service.open_generation),
             "/publish": (wire.WeightsPublishedRequest, service.record_published_step),
-            "/finish": (wire.FinishRunRequest, service.finish_run_and_release_cells),
+            "/finish": (wire.FinishRunRequest, service.finish_run),
             "/status": (wire.Empty, service.get_status),
         }
 

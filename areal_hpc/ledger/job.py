@@ -45,10 +45,10 @@ def run(config: dict[str, Any]) -> None:
     parsed = LedgerJobConfig.model_validate(config)
     stop = StopRequest.install()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve_ledger_until_stopped(parsed, stop))
+        runner.run(serve_ledger(parsed, stop))
 
 
-async def serve_ledger_until_stopped(config: LedgerJobConfig, stop: StopRequest) -> None:
+async def serve_ledger(config: LedgerJobConfig, stop: StopRequest) -> None:
     """Rebuild, listen, publish the address, expire leases, until `stop` is requested."""
     paths, recipe, sets = RunPaths(config.run_dir), config.recipe, config.evaluation_sets
     has_curriculum = bool(recipe.rollout.curriculum) and not config.evaluates
@@ -61,7 +61,7 @@ async def serve_ledger_until_stopped(config: LedgerJobConfig, stop: StopRequest)
                 config.task_sources,
                 recipe.rollout.episodes_per_ticket,
                 recipe.seed,
-                load_curriculum_and_replay_rewards(config, paths) if has_curriculum else None,
+                load_curriculum(config, paths) if has_curriculum else None,
                 {one.number: one.n_samples for one in sets.values()},
             ),
             evaluation_sets=sets,
@@ -91,7 +91,7 @@ async def serve_ledger_until_stopped(config: LedgerJobConfig, stop: StopRequest)
     expiry_check_every_s = config.cell_timeout_s / EXPIRY_CHECKS_PER_TIMEOUT
     checked_at_s = clock.now()
     evaluating = (
-        asyncio.create_task(evaluate_and_finish(service, paths, config.evaluates, clock.now))
+        asyncio.create_task(evaluate_loaded_weights(service, paths, config.evaluates, clock.now))
         if config.evaluates
         else None
     )
@@ -109,7 +109,7 @@ async def serve_ledger_until_stopped(config: LedgerJobConfig, stop: StopRequest)
     await serving
 
 
-def load_curriculum_and_replay_rewards(config: LedgerJobConfig, paths: RunPaths) -> Curriculum:
+def load_curriculum(config: LedgerJobConfig, paths: RunPaths) -> Curriculum:
     """The user's curriculum, told of every group that is over."""
     sys.path[:0] = [folder for folder in config.sys_path if folder not in sys.path]
     curriculum = Curriculum(
@@ -126,7 +126,7 @@ def load_curriculum_and_replay_rewards(config: LedgerJobConfig, paths: RunPaths)
     return curriculum
 
 
-async def evaluate_and_finish(
+async def evaluate_loaded_weights(
     service: LedgerService,
     paths: RunPaths,
     n_tasks_by_set: Mapping[str, int],
@@ -147,13 +147,13 @@ async def evaluate_and_finish(
         generation, STEP_OF_LOADED_WEIGHTS, dict(n_tasks_by_set), EVALUATION_POLL_S
     )
     long_poll = LongPoll(clock)
-    reply = await service.get_or_start_evaluation(request, long_poll)
+    reply = await service.follow_evaluation(request, long_poll)
     log.info("%d of %d tasks were done before", reply.done, reply.total)
     while reply.metrics is None and not reply.trouble:
-        reply = await service.get_or_start_evaluation(request, long_poll)
+        reply = await service.follow_evaluation(request, long_poll)
     if reply.trouble:
         raise AgentError(reply.trouble, hint="fix it, and run the same command again")
     paths.finished_marker.touch()
     fsync_path(paths.finished_marker)
     fsync_path(paths.root)
-    await service.finish_run_and_release_cells(FinishRunRequest(generation))
+    await service.finish_run(FinishRunRequest(generation))

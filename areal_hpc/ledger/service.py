@@ -102,7 +102,7 @@ class LedgerService:
 
     # Cells -----------------------------------------------------------------------------------
 
-    async def record_heartbeat_and_lease_tickets(
+    async def lease_tickets_to_cell(
         self, request: wire.LeaseRequest, long_poll: LongPoll
     ) -> wire.LeaseReply:
         """Take a heartbeat; grant work, if need be as soon as there is some."""
@@ -198,9 +198,7 @@ class LedgerService:
                 f"no trainer has taken generation {request.generation}: the newest is {newest}",
                 hint="take the next number in generations/ first",
             )
-        self._save_and_apply_state(
-            self._state.with_opened_generation(request.generation, request.base_step)
-        )
+        self._save_state(self._state.with_opened_generation(request.generation, request.base_step))
         self._schedule_first_grant()
         self._first_tickets = FirstTicketsCheck()
         if self._evaluation is not None and self._evaluation.step != request.evaluated_step:
@@ -208,14 +206,14 @@ class LedgerService:
         log.info("generation %d resumes after step %d", request.generation, request.base_step)
         return ACKNOWLEDGED
 
-    async def get_or_form_batch(
+    async def hand_out_batch(
         self, request: wire.BatchRequest, long_poll: LongPoll
     ) -> wire.BatchReply:
         """The batch of a step: as handed out before, or formed now and durable first."""
         until_s = self._clock() + request.wait_s
         while True:
-            self._require_generation_and_schedule_grants(request.generation)
-            manifest = self._get_or_form_manifest(request)
+            self._admit_trainer(request.generation)
+            manifest = self._find_manifest(request)
             trouble = (
                 ""
                 if manifest
@@ -238,14 +236,12 @@ class LedgerService:
         self, request: wire.WeightsPublishedRequest
     ) -> wire.Acknowledged:
         """Every replica serves the weights of `step`: admit tickets accordingly."""
-        self._require_generation_and_schedule_grants(request.generation)
+        self._admit_trainer(request.generation)
         if request.step > self._tickets.version_step:
-            self._save_and_apply_state(
-                msgspec.structs.replace(self._state, version_step=request.step)
-            )
+            self._save_state(msgspec.structs.replace(self._state, version_step=request.step))
         return ACKNOWLEDGED
 
-    async def get_or_start_evaluation(
+    async def follow_evaluation(
         self, request: wire.EvaluateRequest, long_poll: LongPoll
     ) -> wire.EvaluateReply:
         """The evaluation of a step: started by the first call, followed by later ones."""
@@ -258,19 +254,17 @@ class LedgerService:
                 )
         until_s = self._clock() + request.wait_s
         while True:
-            self._require_generation_and_schedule_grants(request.generation)
-            done, metrics = self._start_or_advance_evaluation(request.step, request.sets)
+            self._admit_trainer(request.generation)
+            done, metrics = self._advance_evaluation(request.step, request.sets)
             trouble = self._first_tickets.find_problem()
             is_decided = metrics is not None or trouble
             if is_decided or not await long_poll.wait_for(self._progress, until_s):
                 total = sum(request.sets.values())
                 return wire.EvaluateReply(done, total, metrics, trouble)
 
-    async def finish_run_and_release_cells(
-        self, request: wire.FinishRunRequest
-    ) -> wire.Acknowledged:
+    async def finish_run(self, request: wire.FinishRunRequest) -> wire.Acknowledged:
         """Tell every cell to go. The trainer has made `FINISHED` durable."""
-        self._require_generation_and_schedule_grants(request.generation)
+        self._admit_trainer(request.generation)
         self._stopped = True
         self._notify_waiting()
         return ACKNOWLEDGED
@@ -319,7 +313,7 @@ class LedgerService:
         if "train" in request.splits:
             groups = capacity // self._stream.episodes_per_ticket
             refs += self._tickets.lease_tickets(request.cell, groups, now_s)
-        return self._stream.build_grants_until_curriculum_fails(refs)
+        return self._stream.build_grants(refs)
 
     def _is_sealing_urgent(self) -> bool:
         tickets = self._tickets
@@ -337,7 +331,7 @@ class LedgerService:
         ):
             self._work.notify_all()
 
-    def _get_or_form_manifest(self, request: wire.BatchRequest) -> wire.BatchManifest | None:
+    def _find_manifest(self, request: wire.BatchRequest) -> wire.BatchManifest | None:
         step, tickets = request.step, self._tickets
         if 1 <= step <= tickets.n_formed_batches:
             return manifests.read_manifest(self._paths, step)
@@ -357,12 +351,12 @@ class LedgerService:
         if manifest := batch_formation.build_next_batch_manifest(tickets, generation, forks):
             # A ledger left over from an earlier trainer must not decide the new one's batch.
             self._check_newest_generation_on_disk(generation)
-            manifest = manifests.write_or_read_manifest(self._paths, manifest)
+            manifest = manifests.write_manifest(self._paths, manifest)
             tickets.record_batch(manifest)
             self._batch_wanted_until_s = float("-inf")
         return manifest
 
-    def _start_or_advance_evaluation(
+    def _advance_evaluation(
         self, step: int, n_tasks_by_set: dict[str, int]
     ) -> tuple[int, dict[str, float] | None]:
         """Tasks done, and the metrics once all are. A new one takes the place of the last.
@@ -425,7 +419,7 @@ class LedgerService:
                 evaluation.restore_rewards(one)
         return evaluation
 
-    def _save_and_apply_state(self, state: LedgerState) -> None:
+    def _save_state(self, state: LedgerState) -> None:
         # The newest trainer may have another ledger.
         self._check_newest_generation_on_disk(state.generation)
         step, formed = state.version_step, self._tickets.n_formed_batches
@@ -441,7 +435,7 @@ class LedgerService:
         self._tickets.set_version_step(state.version_step)
         self._notify_waiting()
 
-    def _require_generation_and_schedule_grants(self, generation: int) -> None:
+    def _admit_trainer(self, generation: int) -> None:
         current = self._state.generation
         if generation > current:
             raise LedgerRequestError(

@@ -86,7 +86,7 @@ class TicketTable:
         for manifest in manifests:
             tickets.record_batch(manifest)
         for drop in dropped:
-            tickets._mark_all_unseen_up_to_as_waiting(drop.ref.ticket_id)
+            tickets._mark_unseen_waiting(drop.ref.ticket_id)
             tickets.drop(drop)
         tickets.drop_stats.reset_streaks()
         sealed = list(settled)
@@ -171,7 +171,7 @@ class TicketTable:
         """
         for ref in running:
             if not self._leased.touch(ref.ticket_id, cell, ref.attempt, now_s):
-                self._restore_lease_if_waiting(cell, ref, self._leased, now_s)
+                self._restore_lease(cell, ref, self._leased, now_s)
         for ref in finished:
             if self._finished.touch(ref.ticket_id, cell, ref.attempt, now_s):
                 continue
@@ -180,7 +180,7 @@ class TicketTable:
                 assert lease is not None
                 self._finished.add(ref.ticket_id, lease)
             else:
-                self._restore_lease_if_waiting(cell, ref, self._finished, now_s)
+                self._restore_lease(cell, ref, self._finished, now_s)
         # A driver asks again only after it took in the last reply, unless that was lost; and one
         # that was restarted holds nothing.
         reported = {ref.ticket_id for ref in (*running, *finished)}
@@ -204,7 +204,7 @@ class TicketTable:
 
     def settle(self, ticket: SealedTicket) -> bool:
         """Take a sealed ticket, whoever sealed it; False if it is already accounted for."""
-        self._assume_issued_if_of_earlier_start(ticket.ref)
+        self._recall_earlier_ticket(ticket.ref)
         if not self._pop_unsettled(ticket.ref.ticket_id):
             return False
         self._settled[ticket.ref.ticket_id] = ticket
@@ -214,7 +214,7 @@ class TicketTable:
     def drop(self, dropped_ticket: DroppedTicket) -> bool:
         """Give up on a ticket; False if it is no longer this attempt's to give up."""
         ref = dropped_ticket.ref
-        self._assume_issued_if_of_earlier_start(ref)
+        self._recall_earlier_ticket(ref)
         lease = self._leased.get(ref.ticket_id) or self._finished.get(ref.ticket_id)
         if (lease and lease.attempt != ref.attempt) or not self._pop_unsettled(ref.ticket_id):
             return False
@@ -255,7 +255,7 @@ class TicketTable:
                     f"and {manifest.step}",
                     key="manifests/",
                 )
-            self._mark_all_unseen_up_to_as_waiting(ticket_id)
+            self._mark_unseen_waiting(ticket_id)
             self._pop_unsettled(ticket_id)
             self._settled.pop(ticket_id, None)
             self._batched[ticket_id] = manifest.step
@@ -272,23 +272,21 @@ class TicketTable:
             return True
         return (self._leased.pop(ticket_id) or self._finished.pop(ticket_id)) is not None
 
-    def _restore_lease_if_waiting(
-        self, cell: str, ref: TicketRef, table: LeaseTable, now_s: float
-    ) -> None:
-        self._assume_issued_if_of_earlier_start(ref)
+    def _restore_lease(self, cell: str, ref: TicketRef, table: LeaseTable, now_s: float) -> None:
+        self._recall_earlier_ticket(ref)
         if ref.ticket_id in self._waiting:
             newest = max(self._waiting.pop(ref.ticket_id), ref.attempt)
             table.add(ref.ticket_id, Lease(cell, ref.attempt, newest, now_s))
 
-    def _assume_issued_if_of_earlier_start(self, ref: TicketRef) -> None:
+    def _recall_earlier_ticket(self, ref: TicketRef) -> None:
         if 0 < ref.attempt < self.first_attempt:
             self._assume_issued_up_to(ref.ticket_id)
 
     def _assume_issued_up_to(self, ticket_id: int) -> None:
         if ticket_id < self._next_id + self.policy.max_unrecorded_tickets:
-            self._mark_all_unseen_up_to_as_waiting(ticket_id)
+            self._mark_unseen_waiting(ticket_id)
 
-    def _mark_all_unseen_up_to_as_waiting(self, ticket_id: int) -> None:
+    def _mark_unseen_waiting(self, ticket_id: int) -> None:
         for unseen in range(self._next_id, ticket_id + 1):
             self._waiting[unseen] = self.first_attempt - 1
         self._next_id = max(self._next_id, ticket_id + 1)

@@ -109,7 +109,7 @@ async def _drive_cell(job: RolloutJobConfig, agents: dict[str, Agent | None]) ->
     try:
         # Without Slurm there is nobody to give nodes back to, nor to start the cell again.
         idle_timeout_s = recipe.cluster.idle_timeout_s if get_job_start_number() else float("inf")
-        await _run_until_stopped(driver, stop, idle_timeout_s)
+        await _run_driver(driver, stop, idle_timeout_s)
     finally:
         if sandboxes is not None:
             await sandboxes.close()
@@ -118,7 +118,7 @@ async def _drive_cell(job: RolloutJobConfig, agents: dict[str, Agent | None]) ->
         await proxy.close()
 
 
-async def _run_until_stopped(driver: Driver, stop: StopRequest, idle_timeout_s: float) -> None:
+async def _run_driver(driver: Driver, stop: StopRequest, idle_timeout_s: float) -> None:
     running = asyncio.create_task(driver.run())
     is_idle = False
     while not (running.done() or stop.requested or is_idle):

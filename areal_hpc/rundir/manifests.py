@@ -95,7 +95,7 @@ class DroppedTicket(msgspec.Struct, frozen=True):
         return cls(request.ref, request.reason, request.kind, request.rewards)
 
 
-def write_or_read_manifest(paths: RunPaths, manifest: BatchManifest) -> BatchManifest:
+def write_manifest(paths: RunPaths, manifest: BatchManifest) -> BatchManifest:
     """Make a batch durable, once and for all. It may be handed out only after this returns.
 
     A manifest is never replaced, because checkpoints name batches by their step alone.
@@ -245,9 +245,7 @@ def read_json_file(path: Path, record_type: type[RecordT]) -> RecordT | None:
 # Quarantine --------------------------------------------------------------------------------------
 
 
-def quarantine_batch_or_read_earlier_record(
-    paths: RunPaths, record: UntrainedBatchPart
-) -> UntrainedBatchPart:
+def record_quarantine(paths: RunPaths, record: UntrainedBatchPart) -> UntrainedBatchPart:
     """Set a batch aside, durably; what says so: the first one's record if somebody was first."""
     fault_point("quarantine.before_write")
     is_first = write_once(paths.quarantine(record.step), msgspec.json.encode(record))

@@ -140,7 +140,7 @@ def read_index(index_dir: Path, writer: str | None = None) -> list[SealedShard]:
     """Every sealed shard of the run (or of one writer), ordered by writer, then as sealed.
 
     Half a line is the trace of a crash and is left out: its shard is an orphan, which
-    `verify_run` reports and `repair_index_and_remove_partial_shards` indexes again.
+    `verify_run` reports and `repair_index` indexes again.
     """
     if not index_dir.is_dir():
         return []

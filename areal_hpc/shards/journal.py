@@ -108,8 +108,8 @@ class JournalWriter:
         self._sync_error: OSError | None = None
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._descriptor = _open_and_lock_journal(path)
-            self._size_bytes = _cut_torn_tail_and_get_size(self._descriptor, path)
+            self._descriptor = _open_journal(path)
+            self._size_bytes = _cut_torn_tail(self._descriptor, path)
             fsync_path(path.parent)
         except OSError as error:
             raise _build_disk_error(path, error) from error
@@ -157,8 +157,8 @@ class JournalWriter:
         fresh = -1
         try:
             fresh_path.unlink(missing_ok=True)
-            fresh = _open_and_lock_journal(fresh_path)
-            sifted_bytes = self._copy_needed_and_count_bytes_read(fresh, is_needed)
+            fresh = _open_journal(fresh_path)
+            sifted_bytes = self._copy_needed_records(fresh, is_needed)
             os.fdatasync(fresh)
             with self._syncing, self._appending:
                 _copy_from_offset(self._descriptor, sifted_bytes, fresh)
@@ -187,9 +187,7 @@ class JournalWriter:
         finally:
             os.close(self._descriptor)
 
-    def _copy_needed_and_count_bytes_read(
-        self, target: int, is_needed: Callable[[JournalRecord], bool]
-    ) -> int:
+    def _copy_needed_records(self, target: int, is_needed: Callable[[JournalRecord], bool]) -> int:
         """Copy the needed records to `target`; return how many bytes of this journal were read."""
         read_bytes = 0
         for record in read_journal(self.path):
@@ -215,7 +213,7 @@ class JournalWriter:
                 return
 
 
-def _open_and_lock_journal(path: Path) -> int:
+def _open_journal(path: Path) -> int:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -229,7 +227,7 @@ def _open_and_lock_journal(path: Path) -> int:
     return descriptor
 
 
-def _cut_torn_tail_and_get_size(descriptor: int, path: Path) -> int:
+def _cut_torn_tail(descriptor: int, path: Path) -> int:
     """Truncate the file behind its last whole record; return the size in bytes."""
     whole_bytes = sum(record.size_bytes for record in read_journal(path))
     torn_bytes = os.fstat(descriptor).st_size - whole_bytes

@@ -138,7 +138,7 @@ class ShardReader:
         places = (values(name) for name in ("ticket_id", "attempt", "episode", "row"))
         kinds = map(_ROW_KINDS.__getitem__, values("kind"))
         records = self.read_records(rows)
-        details = self._read_meta_and_tools(chosen, records) if with_messages else ()
+        details = self._read_details(chosen, records) if with_messages else ()
         slices = _compute_row_slices(bounds, chosen)
         found = [
             TrajectoryRow(
@@ -161,7 +161,7 @@ class ShardReader:
         mask_of_row = self._read_masks(chosen)
         return [replace(row, sampling_mask=m) for row, m in zip(found, mask_of_row, strict=True)]
 
-    def _read_meta_and_tools(
+    def _read_details(
         self, rows: NumpyArray, records: Sequence[RowRecord]
     ) -> tuple[Iterable[dict[str, Any]], Iterable[dict[str, Any]]]:
         schemas = self.tool_schemas
@@ -288,7 +288,7 @@ def _read_dataset_places(descriptor: int) -> dict[str, _DatasetPlace]:
             raise ValueError(f"expected version {FORMAT_VERSION}, got {version!r}")
         has_masks = file.links.exists(MASK_DATASETS[1].name.encode())  # the first may be another's
         return {
-            expected.name: _locate_and_check_dataset(file, expected)
+            expected.name: _locate_dataset(file, expected)
             for expected in (*ALWAYS_WRITTEN_DATASETS, *(MASK_DATASETS if has_masks else ()))
         }
     finally:
@@ -305,7 +305,7 @@ def _read_attribute(file: h5f.FileID, attribute_name: bytes) -> Any:
     return value.item()
 
 
-def _locate_and_check_dataset(file: h5f.FileID, expected: DatasetSpec) -> _DatasetPlace:
+def _locate_dataset(file: h5f.FileID, expected: DatasetSpec) -> _DatasetPlace:
     name = expected.name.encode()
     if file.links.get_info(name).type != h5l.TYPE_HARD:
         raise ValueError(f"{expected.name}: expected a dataset of this file, got a link")

@@ -84,7 +84,7 @@ def verify_run(
 def find_file_fault(path: Path, expected_bytes: int, expected_digest: str) -> str:
     """Difference between a file and the size and digest in its index line; empty without any."""
     try:
-        size_bytes, digest = compute_file_size_and_digest(path)
+        size_bytes, digest = measure_file(path)
     except FileNotFoundError:
         return "the file is missing"
     except OSError as error:
@@ -111,7 +111,7 @@ def list_shard_problems(path: Path, shard: SealedShard) -> list[str]:
     ]
 
 
-def compute_file_size_and_digest(path: Path) -> tuple[int, str]:
+def measure_file(path: Path) -> tuple[int, str]:
     """Size in bytes and digest of a whole regular file, read once from start to end."""
     size_bytes = crc = 0
     with open_regular_file(path) as descriptor:
@@ -133,7 +133,7 @@ def build_index_line(path: Path) -> SealedShard:
         ShardError: The file is none, or cannot be read.
     """
     try:
-        size_bytes, digest = compute_file_size_and_digest(path)
+        size_bytes, digest = measure_file(path)
     except OSError as error:
         raise ShardError(f"cannot be read: {error.strerror}", key=str(path)) from error
     return _build_line_with_digest(path, size_bytes, digest)
@@ -163,7 +163,7 @@ def _build_line_with_digest(path: Path, size_bytes: int, digest: str) -> SealedS
     )
 
 
-def repair_index_and_remove_partial_shards(paths: RunPaths, writer: str | None = None) -> None:
+def repair_index(paths: RunPaths, writer: str | None = None) -> None:
     """Index whole shards that a crash left without a line, and remove half-written ones.
 
     Call it only while the writers concerned are not running: for one `writer` by its own next

@@ -60,8 +60,8 @@ def write_sealed_shard(
     try:
         partial = _reserve_next_partial_path(shards_dir, index_dir, writer_name)
         try:
-            offsets = _create_datasets_and_get_offsets(partial, pieces, writer_name)
-            size_bytes, digest = _write_sync_and_compute_digest(partial, pieces, offsets)
+            offsets = _create_datasets(partial, pieces, writer_name)
+            size_bytes, digest = _write_arrays(partial, pieces, offsets)
         except BaseException:  # boundary: whatever it was, half a file is of no use to anyone
             partial.unlink()
             raise
@@ -184,9 +184,7 @@ def _create_file_exclusively(path: Path) -> None:
         path.touch(0o644, exist_ok=False)
 
 
-def _create_datasets_and_get_offsets(
-    path: Path, pieces: ColumnPieces, writer: str
-) -> dict[str, int]:
+def _create_datasets(path: Path, pieces: ColumnPieces, writer: str) -> dict[str, int]:
     """Write the HDF5 headers; return where in the file each non-empty dataset's bytes belong."""
     creation = h5p.create(h5p.DATASET_CREATE)
     creation.set_layout(h5d.CONTIGUOUS)
@@ -217,9 +215,7 @@ def _create_datasets_and_get_offsets(
     return offsets
 
 
-def _write_sync_and_compute_digest(
-    path: Path, pieces: ColumnPieces, offsets: Mapping[str, int]
-) -> tuple[int, str]:
+def _write_arrays(path: Path, pieces: ColumnPieces, offsets: Mapping[str, int]) -> tuple[int, str]:
     """Write the arrays, make the file durable, return its size in bytes and its digest."""
     descriptor = os.open(path, os.O_RDWR)
     try:

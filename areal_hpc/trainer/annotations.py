@@ -116,7 +116,7 @@ class StepAnnotator:
             return
         measures = self._gather_measures()
         if dist.get_rank() == 0:
-            names, left_out = split_trained_and_left_out_rows(manifest, untrained)
+            names, left_out = split_rows_by_outcome(manifest, untrained)
             reasons = [describe_skipped_step(norm, critic_warms_up) for norm in norms]
             rows = [
                 annotate_row(
@@ -184,7 +184,7 @@ def choose_rows_to_annotate(
     return sorted(chosen)
 
 
-def split_trained_and_left_out_rows(
+def split_rows_by_outcome(
     manifest: BatchManifest, untrained: Sequence[UntrainedBatchPart]
 ) -> tuple[list[tuple[str, int]], list[RowAnnotation]]:
     """Shard and number of each row that is trained, in the batch's order, and of the others. Pure.

@@ -21,7 +21,7 @@ from areal_hpc.trainer.config import CollectiveRates, CollectivesRequest
 from areal_hpc.trainer.model.cpu import megatron_cpu
 from areal_hpc.trainer.process_groups import (
     destroy_process_groups,
-    init_process_groups_and_device,
+    join_process_groups,
 )
 
 WARM_UP_ROUNDS = 2
@@ -29,7 +29,7 @@ WARM_UP_ROUNDS = 2
 PATTERN_PERIOD = 251
 
 
-def measure_and_verify_collectives(
+def run_collectives(
     device: torch.device, collectives_request: CollectivesRequest
 ) -> CollectiveRates:
     """Rates on this group of ranks, the same on all of them. A collective."""
@@ -97,10 +97,8 @@ def main() -> None:
     task = get_task_position()
     parallel = ParallelConfig(dp=task.num_tasks)
     megatron_cpu.patch_torch_megatron_without_gpu()
-    device = init_process_groups_and_device(
-        task, parallel, order.device, Path(order.rendezvous_dir)
-    )
-    rates = measure_and_verify_collectives(device, order)
+    device = join_process_groups(task, parallel, order.device, Path(order.rendezvous_dir))
+    rates = run_collectives(device, order)
     if task.is_first:
         write_atomic(Path(order.report), msgspec.json.encode(rates))
     destroy_process_groups()

@@ -128,7 +128,7 @@ def raise_on_all_ranks(error: Exception | None) -> None:
 
 
 @contextmanager
-def exit_quietly_unless_first_failure() -> Iterator[None]:
+def report_first_failure() -> Iterator[None]:
     """Of all ranks that fail in the block, let the one that failed first say why.
 
     The end of a rank breaks the collectives of all others. What they would report is a lost
@@ -149,11 +149,11 @@ def exit_quietly_unless_first_failure() -> Iterator[None]:
         if isinstance(error, OtherRankError) or not _claim_first_failure():
             logger.info("exiting: another rank failed")
             raise SystemExit(STOPPED_EXIT_CODE) from error
-        raise_if_rank_lost_or_hung(error)
+        raise_for_lost_rank(error)
         raise
 
 
-def raise_if_rank_lost_or_hung(error: Exception) -> None:
+def raise_for_lost_rank(error: Exception) -> None:
     """Raise a LostTrainerRankError if another rank ended, or hangs, and so caused `error`."""
     if isinstance(error, RuntimeError) and HUNG_PEER_PATTERN.search(str(error)):
         raise LostTrainerRankError(

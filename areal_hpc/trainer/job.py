@@ -104,7 +104,7 @@ def _run_training(
     if is_first:
         events.record("state_loaded", generation=generation, step=learner.version.step)
         assert transport is not None  # rank 0 always sends
-        coordinator = _open_generation_and_make_coordinator(
+        coordinator = _make_coordinator(
             job, paths, learner, stop, check_generation, events, transport, senders
         )
     gc.freeze()  # a collection looks at what training makes, not at all that imports left
@@ -126,7 +126,7 @@ def _run_training(
     return finished
 
 
-def _open_generation_and_make_coordinator(
+def _make_coordinator(
     job: TrainerJobConfig,
     paths: RunPaths,
     learner: Learner,

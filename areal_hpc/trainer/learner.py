@@ -19,7 +19,7 @@ from areal_hpc.metrics.writer import replace_non_finite_by_none
 from areal_hpc.recipe.sections.trainer import TrainerConfig, compute_learning_rate
 from areal_hpc.rundir.checkpoints import RewardRange, TrainerState, UntrainedBatchPart
 from areal_hpc.rundir.jsonl import JsonMetricRow
-from areal_hpc.rundir.manifests import quarantine_batch_or_read_earlier_record
+from areal_hpc.rundir.manifests import record_quarantine
 from areal_hpc.rundir.paths import RunPaths, format_step_dir
 from areal_hpc.rundir.telemetry.events import EventLog
 from areal_hpc.shards.digest_checked_reader import CheckedShards
@@ -32,12 +32,12 @@ from areal_hpc.trainer.batch.batch_metrics import (
     summarize_episodes,
     summarize_replies,
     summarize_rewards,
-    summarize_tokens_and_staleness,
+    summarize_tokens,
 )
 from areal_hpc.trainer.batch.packing import (
     TrainingRow,
     count_scored_tokens,
-    deal_rows_round_robin_into_minibatches,
+    split_minibatches,
 )
 from areal_hpc.trainer.batch.training_rows import (
     ADVANTAGE_CHANNEL,
@@ -57,11 +57,11 @@ from areal_hpc.trainer.batch.training_rows import (
     read_sound_rows_on_all_ranks,
 )
 from areal_hpc.trainer.batch.untrained import (
-    build_damaged_batch_record_or_raise,
-    build_nonfinite_records_or_raise,
     build_norm_metrics,
+    check_trainable_share,
     count_untrainable_tokens,
-    raise_if_mostly_untrainable,
+    record_damaged_batch,
+    record_skipped_steps,
 )
 from areal_hpc.trainer.checkpoints.store import CheckpointStore
 from areal_hpc.trainer.collectives import all_reduce_max, broadcast_object, raise_on_all_ranks
@@ -149,7 +149,7 @@ class Learner:
         self._critic = (
             CriticTrainer(config, model_path, device) if config.objective.has_critic else None
         )
-        self._optimizer, checkpoint = self.checkpoints.build_optimizer_and_load_latest(
+        self._optimizer, checkpoint = self.checkpoints.restore_latest(
             self.policy,
             config.optimizer,
             is_offloaded=config.offload.optimizer,
@@ -194,20 +194,18 @@ class Learner:
         timer, config = PhaseTimer(records_spans=True), self._config
         note_place_reached(f"reading of batch {manifest.step}")
         with timer.time_phase("read"):
-            batch, untrained = self._read_rows_or_quarantine(manifest, quarantine)
+            batch, untrained = self._read_sound_rows(manifest, quarantine)
         with timer.time_phase("measure"):
             groups = group_episode_rewards(batch)
             reward_range = extend_reward_range(self.state.reward_range, groups)
-            metrics = self._summarize_batch_or_raise_if_untrainable(
-                batch, groups, reward_range, manifest.step
-            )
+            metrics = self._summarize_batch(batch, groups, reward_range, manifest.step)
         scores, warms_up = NO_SCORES, self._critic_warms_up
         if self._frozen.are_needed or self._critic is not None:
             with timer.time_phase("score"), self._raise_out_of_memory_as_recipe_error():
                 scores = self._score_batch(manifest.step, batch)
         with timer.time_phase("pack"):
             rows = build_rows(batch, self.version, self.state.forks, config.objective, scores)
-            minibatches = deal_rows_round_robin_into_minibatches(rows, config.minibatches)
+            minibatches = split_minibatches(rows, config.minibatches)
             factors = compute_minibatch_factors([count_scored_tokens(part) for part in minibatches])
             channels = (
                 [name for name in rows[0].channels if name not in CRITIC_CHANNELS] if rows else []
@@ -231,7 +229,7 @@ class Learner:
             self._annotator.finish_step(
                 manifest, untrained, norms, self.version.generation, warms_up
             )
-        untrained += self._build_nonfinite_records_or_raise(norms, critic_norms, manifest.step)
+        untrained += self._record_skipped_steps(norms, critic_norms, manifest.step)
         self._advance_state(manifest, untrained, reward_range)
         trained_tokens = metrics["tokens/trained"]
         line: JsonMetricRow = {
@@ -266,7 +264,7 @@ class Learner:
             return scores
         return replace(scores, values=self._critic.score(rows))
 
-    def _summarize_batch_or_raise_if_untrainable(
+    def _summarize_batch(
         self,
         batch: Sequence[TrajectoryRow],
         groups: Sequence[FloatArray],
@@ -276,17 +274,17 @@ class Learner:
         """Metrics of the batch before it is trained; those that take long on rank 0 alone."""
         metrics = {
             **summarize_rewards(groups, reward_range, self._config.objective),
-            **summarize_tokens_and_staleness(batch, self.version, self.state.forks),
+            **summarize_tokens(batch, self.version, self.state.forks),
         }
         untrainable = count_untrainable_tokens(batch)
         metrics["tokens/untrainable"] = untrainable.total()
-        raise_if_mostly_untrainable(step, int(metrics["tokens/sampled"]), untrainable)
+        check_trainable_share(step, int(metrics["tokens/sampled"]), untrainable)
         if dist.get_rank() == 0 and batch:
             metrics |= summarize_replies(batch)
             metrics |= summarize_episodes(merge_batch_rows_into_episodes(batch))
         return metrics
 
-    def _read_rows_or_quarantine(
+    def _read_sound_rows(
         self, manifest: BatchManifest, quarantine: UntrainedBatchPart | None
     ) -> tuple[list[TrajectoryRow], list[UntrainedBatchPart]]:
         """The rows to train on, and what is left out. A collective."""
@@ -303,14 +301,12 @@ class Learner:
         A collective.
         """
         reason = broadcast_object(f"{Path(problem.key).name}: {problem.message}", str)
-        record = build_damaged_batch_record_or_raise(
-            step, self.state.untrained, reason, self._paths.root
-        )
+        record = record_damaged_batch(step, self.state.untrained, reason, self._paths.root)
         trouble = None
         if dist.get_rank() == 0:
             self._check_generation()  # a successor may have trained it
             try:
-                record = quarantine_batch_or_read_earlier_record(self._paths, record)
+                record = record_quarantine(self._paths, record)
             except (OSError, ShardError) as error:
                 path = self._paths.quarantine(step)
                 trouble = ClusterError(
@@ -320,7 +316,7 @@ class Learner:
         found: UntrainedBatchPart = broadcast_object(record, UntrainedBatchPart)
         return found
 
-    def _build_nonfinite_records_or_raise(
+    def _record_skipped_steps(
         self, norms: Sequence[float], critic_norms: Sequence[float], step: int
     ) -> list[UntrainedBatchPart]:
         whose = ""
@@ -331,7 +327,7 @@ class Learner:
         if all(map(math.isfinite, norms)):  # then it is the critic that fails
             whose = " of the critic"
             hint = "lower trainer.objective.critic.lr, or set trainer.objective.critic.clip_value"
-        return build_nonfinite_records_or_raise(
+        return record_skipped_steps(
             [*norms, *critic_norms],
             step,
             self.state.untrained,
@@ -498,9 +494,7 @@ class Learner:
         """
         state = msgspec.structs.replace(self.state, row=row)
         critic = self._critic.state if self._critic else None
-        path = self.checkpoints.finish_earlier_and_begin_save(
-            self.policy, self._optimizer, state, critic
-        )
+        path = self.checkpoints.begin_save(self.policy, self._optimizer, state, critic)
         self.state = msgspec.structs.replace(self.state, parent=path.name)
 
     def export_model(self) -> None:

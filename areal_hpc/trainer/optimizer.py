@@ -77,7 +77,7 @@ def switch_adamw_to_fused_kernel(optimizer: Any, device: torch.device) -> None:
 _NORM_ZERO, _NORM_FINITE, _NORM_NOT_FINITE = range(3)
 
 
-def step_optimizer_if_norm_is_usable(policy: TrainedNetwork, optimizer: Any, rate: float) -> float:
+def step_optimizer(policy: TrainedNetwork, optimizer: Any, rate: float) -> float:
     """Apply the accumulated gradients at learning rate `rate`; their norm before clipping.
 
     These are the parts of Megatron's own step, with a look at the norm before anything is
@@ -126,7 +126,7 @@ class HostAdamW(AdamW):
     """By parameter: the places of its master weights, if it has some, and moments."""
 
     @classmethod
-    def convert_and_offload(
+    def take_over(
         cls, adam: AdamW, masters: Sequence[torch.Tensor], device: torch.device, chunk_elements: int
     ) -> None:
         """Make an optimizer one of this class, and move its state to the host."""
@@ -167,7 +167,7 @@ class HostAdamW(AdamW):
             if MASTER_NAME in places:
                 parameter.data = torch.zeros((), device=self.step_device).expand(parameter.shape)
 
-    def restore_masters_and_drop_gradients(self) -> None:
+    def restore_masters(self) -> None:
         """Undo `put_master_stand_ins_on_device`, and forget the gradients."""
         for parameter, places in self._host.items():
             parameter.grad = None
@@ -180,7 +180,7 @@ class HostAdamW(AdamW):
         for group in self.param_groups:
             for parameter in group["params"]:
                 self._step_parameter(parameter, group)
-        self.restore_masters_and_drop_gradients()
+        self.restore_masters()
         if self.step_device.type == "cuda":  # whoever reads the host's tensors waits for no stream
             torch.cuda.current_stream(self.step_device).synchronize()
 
@@ -207,9 +207,7 @@ def offload_optimizer(
 ) -> None:
     """Move the state of Megatron's optimizer to the host, where it is stepped from now on."""
     for part in optimizer.chained_optimizers:
-        HostAdamW.convert_and_offload(
-            part.optimizer, list_master_weights(part), device, chunk_elements
-        )
+        HostAdamW.take_over(part.optimizer, list_master_weights(part), device, chunk_elements)
 
 
 @contextmanager
@@ -223,7 +221,7 @@ def hold_master_stand_ins(optimizer: Any) -> Iterator[None]:
         yield
     finally:
         for adam in offloaded:
-            adam.restore_masters_and_drop_gradients()
+            adam.restore_masters()
 
 
 def _apply_adamw(

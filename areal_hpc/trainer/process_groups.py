@@ -37,13 +37,13 @@ from areal_hpc.rundir.jobs import STOPPED_EXIT_CODE
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.events import RANKS_HANG_EVENT, EventLog
 from areal_hpc.trainer.collectives import (
-    exit_quietly_unless_first_failure,
-    raise_if_rank_lost_or_hung,
+    raise_for_lost_rank,
+    report_first_failure,
 )
 from areal_hpc.trainer.config import RankJobConfig
 from areal_hpc.trainer.model.cpu import megatron_cpu
 from areal_hpc.trainer.private_apis.megatron_replacing_packages import (
-    raise_if_megatron_replacement_installed,
+    refuse_megatron_replacements,
 )
 from areal_hpc.trainer.private_apis.torch_private import get_default_store
 from areal_hpc.trainer.rank_progress import RankProgress
@@ -76,14 +76,14 @@ def run_rank(
         SystemExit: Stopped by a signal before the end, the work so far being saved, or while it
             waited for other ranks; or another rank failed.
     """
-    raise_if_megatron_replacement_installed()
+    refuse_megatron_replacements()
     megatron_cpu.patch_torch_megatron_without_gpu()
     paths = RunPaths(job.run_dir)
     for variable in FLIGHT_RECORD_VARIABLES:  # torch looks at them when it first writes
         log_dir = get_task_log_dir(paths.logs_dir)
         os.environ.setdefault(variable, str(log_dir / "nccl_flight_record_rank_"))
     try:
-        device = init_process_groups_and_device(
+        device = join_process_groups(
             get_task_position(),
             job.recipe.trainer.parallel,
             job.recipe.trainer.device,
@@ -96,9 +96,9 @@ def run_rank(
         logger.info("%s", error)
         raise SystemExit(STOPPED_EXIT_CODE) from error
     except RuntimeError as error:
-        raise_if_rank_lost_or_hung(error)
+        raise_for_lost_rank(error)
         raise
-    with _watch_for_hanging_ranks(paths), exit_quietly_unless_first_failure():
+    with _watch_for_hanging_ranks(paths), report_first_failure():
         try:
             finished = train(job, paths, device, stop)
         except StopRequestedError:  # on all ranks, before any work was begun
@@ -109,7 +109,7 @@ def run_rank(
         raise SystemExit(STOPPED_EXIT_CODE)
 
 
-def init_process_groups_and_device(
+def join_process_groups(
     task: TaskPosition,
     parallel: ParallelConfig,
     device: Literal["auto", "cpu", "cuda"],
@@ -127,9 +127,9 @@ def init_process_groups_and_device(
             f"the job has {task.num_tasks} tasks",
             key="trainer.parallel",
         )
-    own = _choose_and_set_device(device, task.local_rank)
+    own = _set_device(device, task.local_rank)
     give_up_at = time.monotonic() + JOIN_RANKS_TIMEOUT_S
-    store = _create_or_join_store(task, rendezvous_dir, give_up_at, is_cancelled)
+    store = _join_store(task, rendezvous_dir, give_up_at, is_cancelled)
     _await_all_ranks(store, task, give_up_at, is_cancelled)
     note_library_threads_may_outlast_exit(NATIVE_THREADS_OWNER)
     dist.init_process_group(
@@ -171,7 +171,7 @@ def destroy_process_groups() -> None:
     mark_native_threads_ended(NATIVE_THREADS_OWNER)
 
 
-def _choose_and_set_device(device_setting: str, local_rank: int) -> torch.device:
+def _set_device(device_setting: str, local_rank: int) -> torch.device:
     if device_setting == "cpu" or (device_setting == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -189,7 +189,7 @@ def _choose_and_set_device(device_setting: str, local_rank: int) -> torch.device
     return torch.device("cuda", index)
 
 
-def _create_or_join_store(
+def _join_store(
     task: TaskPosition,
     rendezvous_dir: Path,
     give_up_at: float,

@@ -104,11 +104,11 @@ class RankProgress:
     def _run(self) -> None:
         try:
             while not self._is_over.wait(self._check_interval_s):
-                self.publish_place_and_report_hangs(time.monotonic())
+                self.watch_once(time.monotonic())
         except RuntimeError as error:  # the store is gone, and the trainer with it
             logger.info("rank monitoring stopped: %s", error)
 
-    def publish_place_and_report_hangs(self, now: float) -> None:
+    def watch_once(self, now: float) -> None:
         """Publish where this rank is, and see where the others are."""
         self._store.set(f"progress/{self._rank}", msgspec.json.encode(self._own).decode())
         for rank in range(self._ranks) if self._rank == 0 else [self._rank]:

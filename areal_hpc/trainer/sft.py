@@ -26,9 +26,9 @@ from areal_hpc.session.chat_template import ChatTemplate, Message
 from areal_hpc.session.message_matching import normalize_chat_message
 from areal_hpc.trainer.batch.packing import TrainingRow
 from areal_hpc.trainer.batch.untrained import (
-    build_nonfinite_records_or_raise,
     build_norm_metrics,
     is_optimizer_step_taken,
+    record_skipped_steps,
 )
 from areal_hpc.trainer.checkpoints.store import CheckpointStore
 from areal_hpc.trainer.collectives import is_true_on_any_rank
@@ -82,7 +82,7 @@ class SftTrainer:
         self._demonstrations = read_demonstrations(job.dataset_path)
         load_hf(policy, HfModelReader(job.model_path).read_tensor)
         self.state = TrainerState(step=0, generation=SFT_GENERATION, seed=job.recipe.seed)
-        self._optimizer, checkpoint = self.checkpoints.build_optimizer_and_load_latest(
+        self._optimizer, checkpoint = self.checkpoints.restore_latest(
             policy,
             AdamConfig(**self._sft.optimizer.model_dump()),
             is_offloaded=job.recipe.trainer.offload.optimizer,
@@ -107,14 +107,14 @@ class SftTrainer:
             if is_true_on_any_rank(stop.requested):
                 is_given_up = is_cancelled_without_checkpoint(self._cancelled_marker)
                 if self.state.step > self._saved_step and not is_true_on_any_rank(is_given_up):
-                    self._begin_checkpoint_and_update_state()
+                    self._begin_checkpoint()
                 self.checkpoints.finish_save()
                 return False
             self._train_step()
-            self.checkpoints.publish_and_prune_if_written()
+            self.checkpoints.poll_save()
             step = self.state.step
             if step % sft.checkpoint_every_steps == 0 or step == sft.total_steps:
-                self._begin_checkpoint_and_update_state()
+                self._begin_checkpoint()
         self.checkpoints.finish_save()
         return True
 
@@ -130,7 +130,7 @@ class SftTrainer:
         rate = compute_learning_rate(self.state.step, sft.total_steps, sft.optimizer)
         with raise_out_of_memory_as_recipe_error(self._policy, self._job.recipe.trainer):
             stats, norm = train_step(self._policy, self._optimizer, batches, compute_sft_loss, rate)
-        untrained = build_nonfinite_records_or_raise(
+        untrained = record_skipped_steps(
             [norm],
             step,
             self.state.untrained,
@@ -159,10 +159,8 @@ class SftTrainer:
                 },
             )
 
-    def _begin_checkpoint_and_update_state(self) -> None:
-        path = self.checkpoints.finish_earlier_and_begin_save(
-            self._policy, self._optimizer, self.state
-        )
+    def _begin_checkpoint(self) -> None:
+        path = self.checkpoints.begin_save(self._policy, self._optimizer, self.state)
         self.state = msgspec.structs.replace(self.state, parent=path.name)
         self._saved_step = self.state.step
 

@@ -21,8 +21,8 @@ from areal_hpc.trainer.batch.packing import (
     Pack,
     TrainingRow,
     build_pack,
-    deal_rows_round_robin_into_minibatches,
     plan_packs,
+    split_minibatches,
 )
 from areal_hpc.trainer.memory import (
     OPTIMIZER_STEP_DESCRIPTION,
@@ -38,7 +38,7 @@ from areal_hpc.trainer.model.logprobs import (
 from areal_hpc.trainer.model.policy import Network, TrainedNetwork
 from areal_hpc.trainer.objective.importance_sampling import TokenRowMap
 from areal_hpc.trainer.objective.loss_stats import LossStats
-from areal_hpc.trainer.optimizer import step_optimizer_if_norm_is_usable
+from areal_hpc.trainer.optimizer import step_optimizer
 from areal_hpc.trainer.private_apis.megatron_private import ScoredTokenCritic
 from areal_hpc.trainer.rank_progress import note_detail, note_place_reached
 from areal_hpc.wire.fault_points import fault_point
@@ -234,7 +234,7 @@ def apply_gradients(network: TrainedNetwork, optimizer: Any, rate: float) -> flo
     fault_point("optimizer.before_step")
     note_place_reached("the optimizer's step")
     with note_work_on_memory_error(lambda: OPTIMIZER_STEP_DESCRIPTION):
-        norm = step_optimizer_if_norm_is_usable(network, optimizer, rate)
+        norm = step_optimizer(network, optimizer, rate)
     fault_point("optimizer.after_step")
     return norm
 
@@ -252,7 +252,7 @@ def score_rows(
     the same bits there.
     """
     scores: ScoresByRow = [np.empty(0, np.float32)] * len(rows)
-    for hand, part in enumerate(deal_rows_round_robin_into_minibatches(rows, minibatch_count)):
+    for hand, part in enumerate(split_minibatches(rows, minibatch_count)):
         scores[hand::minibatch_count] = _score_minibatch(network, part, max_tokens)
     return scores
 

@@ -16,7 +16,7 @@ from areal_hpc.weights.buckets import (
     OpenBucket,
     PackingBuffers,
     WaitSent,
-    fill_and_send_buckets,
+    send_buckets,
 )
 from areal_hpc.weights.process_group import (
     UpdateProcessGroup,
@@ -49,7 +49,7 @@ class BroadcastSession(UpdateSession):
         """Of the bucket sent last: when each member had loaded it."""
         self._sent_at = 0.0
 
-    def fence_and_form_group(self) -> None:
+    def form_group(self) -> None:
         """Form the process group: this rank first, then the ranks of each replica in order."""
         self._call_all(lambda member: member.post("fence", FenceReplicaRequest()))
         group = self._group
@@ -88,7 +88,7 @@ class BroadcastSession(UpdateSession):
 
         def receive(replica_client: ReplicaClient) -> float:
             is_packed = full_bucket.flat is not None
-            replica_client.load_bucket_and_wait(
+            replica_client.load_bucket(
                 full_bucket.bucket, self._group.name, version, packed=is_packed
             )
             return time.monotonic()
@@ -144,9 +144,9 @@ class BroadcastSession(UpdateSession):
         self._group.abandon()
         self.close_clients()
 
-    def abandon_and_fence(self) -> None:
+    def abandon_fenced(self) -> None:
         self._group.abandon()
-        super().abandon_and_fence()
+        super().abandon_fenced()
 
     def _run_collective(
         self, calls: Sequence[Future[Any]], own_part: Callable[[Callable[[], bool]], None]
@@ -212,11 +212,11 @@ class BroadcastTransport(Transport[BroadcastSession]):
             )
 
         with timer.time_phase("group_join"):
-            self._reuse_or_form_groups(update, request)
+            self._form_groups(update, request)
         with timer.time_phase("pause_call"):
             update.run_step("pause", lambda session: session.pause())
         with timer.time_phase("transfer"):
-            fill_and_send_buckets(
+            send_buckets(
                 request.buckets,
                 request.arrivals,
                 self._open_bucket,
@@ -227,9 +227,7 @@ class BroadcastTransport(Transport[BroadcastSession]):
         transfer_s = max(0.0, timer.seconds["transfer"] - load_s)  # they may overlap
         timer.seconds |= {"transfer": transfer_s, "load": load_s}
 
-    def _reuse_or_form_groups(
-        self, update: Update[BroadcastSession], request: UpdateRequest
-    ) -> None:
+    def _form_groups(self, update: Update[BroadcastSession], request: UpdateRequest) -> None:
         size = self._config.replicas_per_group or choose_group_size(
             self._backend, len(request.replicas)
         )
@@ -245,7 +243,7 @@ class BroadcastTransport(Transport[BroadcastSession]):
                 standing.append(self._sessions.pop(keys))
             else:
                 update.live.append(self._new_session(request.version, keys))
-        update.run_step("join", lambda session: session.fence_and_form_group())
+        update.run_step("join", lambda session: session.form_group())
         update.live += standing
 
     def _new_session(

@@ -134,7 +134,7 @@ class OpenBucket:
     def is_full(self) -> bool:
         return not self._missing
 
-    def copy_or_hold_parameter(self, parameter_name: str, tensor: torch.Tensor) -> None:
+    def place_parameter(self, parameter_name: str, tensor: torch.Tensor) -> None:
         """Put one parameter in its place.
 
         Raises:
@@ -185,7 +185,7 @@ SendBucket = Callable[[OpenBucket], WaitSent]
 """Begins to send a full bucket, which stays as it is until the `WaitSent` has returned."""
 
 
-def fill_and_send_buckets(
+def send_buckets(
     buckets: Sequence[BucketPlan],
     named_tensors: Iterator[tuple[str, torch.Tensor]],
     open_bucket: Callable[[BucketPlan], OpenBucket],
@@ -209,7 +209,7 @@ def fill_and_send_buckets(
             arrival = next(named_tensors, None)
             if arrival is None:
                 raise WeightSyncError("the parameters ended before their specs did")
-            filling.copy_or_hold_parameter(*arrival)
+            filling.place_parameter(*arrival)
         if wait_sent is not None:
             wait_sent()
         wait_sent = send_bucket(filling)

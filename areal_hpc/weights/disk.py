@@ -25,7 +25,7 @@ from areal_hpc.weights.buckets import (
     OpenBucket,
     PackingBuffers,
     WaitSent,
-    fill_and_send_buckets,
+    send_buckets,
 )
 from areal_hpc.weights.replicas import ReplicaClient
 from areal_hpc.weights.update import Transport, Update, UpdateRequest, UpdateSession
@@ -109,7 +109,7 @@ class DiskSession(UpdateSession):
     def __init__(self, replica_client: ReplicaClient, config: WeightsConfig) -> None:
         super().__init__([replica_client], config, str(replica_client.key.cell_and_index))
 
-    def load_folder_and_wait(self, folder: str, version: WeightVersion) -> None:
+    def load_folder(self, folder: str, version: WeightVersion) -> None:
         """Have the replica load a folder in place of its weights."""
         began = time.monotonic()
         request = LoadWeightsRequest(folder, str(version))
@@ -150,7 +150,7 @@ class DiskTransport(Transport[DiskSession]):
         with timer.time_phase("load"):
             update.run_step(
                 "load",
-                lambda session: session.load_folder_and_wait(folder.name, request.version),
+                lambda session: session.load_folder(folder.name, request.version),
             )
 
     def _write_folder(self, request: UpdateRequest) -> WeightsFolder:
@@ -160,7 +160,7 @@ class DiskTransport(Transport[DiskSession]):
             return self._pool.submit(folder.write_bucket, full_bucket).result
 
         try:
-            fill_and_send_buckets(
+            send_buckets(
                 request.buckets,
                 request.arrivals,
                 self._buffers.open_bucket_in_older_buffer,

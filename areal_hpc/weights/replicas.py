@@ -220,7 +220,7 @@ class ReplicaClient:
             self.post("end_weight_update")
             self.post("begin_weight_update")
 
-    def load_bucket_and_wait(
+    def load_bucket(
         self, bucket: BucketPlan, group_name: str, version: WeightVersion | None, *, packed: bool
     ) -> None:
         """Receive and load one bucket. Returns when it is loaded.

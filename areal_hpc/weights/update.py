@@ -147,7 +147,7 @@ class UpdateSession:
 
         self._call_all(resume)
 
-    def abandon_and_fence(self) -> None:
+    def abandon_fenced(self) -> None:
         """Leave at once, and keep the members out of service until another update."""
 
         def give_up(replica_client: ReplicaClient) -> None:
@@ -208,23 +208,23 @@ class Update(Generic[SessionT]):
                 except Exception as error:  # boundary: one group's trouble is not the others'
                     log.exception("%s failed for a group of replicas", step_name)
                     failures[session] = WeightSyncError(f"{step_name} failed: {error!r}")
-            self._drop_and_fence_sessions(failures)
+            self._drop_sessions(failures)
 
         return settle
 
     def fail_all_sessions(self) -> None:
-        self._drop_and_fence_sessions(
+        self._drop_sessions(
             {session: WeightSyncError("the sender failed") for session in self.live}
         )
 
-    def _drop_and_fence_sessions(self, failures: Mapping[SessionT, WeightSyncError]) -> None:
+    def _drop_sessions(self, failures: Mapping[SessionT, WeightSyncError]) -> None:
         for session, error in failures.items():
             log.warning("excluded from this update: %s", error)
             self.live.remove(session)
             for key in session.keys:
                 self.failed[key] = WeightSyncError(f"{key} did not receive the update: {error}")
         # All at once: each may take seconds to be told, and the groups that go on wait.
-        for future in [self._pool.submit(session.abandon_and_fence) for session in failures]:
+        for future in [self._pool.submit(session.abandon_fenced) for session in failures]:
             future.result()
 
 

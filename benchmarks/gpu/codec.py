@@ -50,7 +50,7 @@ class Bench:
         for bucket in self.buckets:
             packed = self.buffers.open_bucket_in_older_buffer(bucket)
             for slot in bucket.slots:
-                packed.copy_or_hold_parameter(slot.spec.name, self.weights[slot.spec.name])
+                packed.place_parameter(slot.spec.name, self.weights[slot.spec.name])
         synchronize(self.device)
 
     def copy(self) -> None:

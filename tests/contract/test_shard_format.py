@@ -11,7 +11,7 @@ import pytest
 
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.shards.schema import ALIGNMENT_BYTES, ALWAYS_WRITTEN_DATASETS
-from areal_hpc.shards.verify import compute_file_size_and_digest
+from areal_hpc.shards.verify import measure_file
 from areal_hpc.shards.writer import write_sealed_shard
 from tests.support.environments import CHECKOUT
 from tests.support.sample_trajectories import fields
@@ -49,7 +49,7 @@ def structure(path: Path) -> dict[str, Any]:
 
 
 def test_the_golden_file_has_not_changed() -> None:
-    assert compute_file_size_and_digest(GOLDEN) == (15044, "crc32:0e60a431")
+    assert measure_file(GOLDEN) == (15044, "crc32:0e60a431")
 
 
 def test_the_golden_file_reads_as_the_rows_it_was_written_from() -> None:

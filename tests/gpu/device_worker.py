@@ -24,7 +24,7 @@ from areal_hpc.trainer.model.experts import GroupedExperts
 from areal_hpc.trainer.model.hf_weights import list_hf_specs, stream_hf_tensors
 from areal_hpc.trainer.model.logprobs import consume_logits_into_token_logprobs
 from areal_hpc.trainer.objective.loss_stats import LossStats
-from areal_hpc.trainer.optimizer import offload_optimizer, step_optimizer_if_norm_is_usable
+from areal_hpc.trainer.optimizer import offload_optimizer, step_optimizer
 from areal_hpc.trainer.process_groups import destroy_process_groups
 from areal_hpc.trainer.step import MicroBatch, run_forward_backward
 from areal_hpc.weights.buckets import PackingBuffers, TensorSpec, plan_buckets
@@ -252,7 +252,7 @@ def offloaded_steps(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
             chance = torch.Generator(device).manual_seed(seed)
             for parameter in trainee.policy.gpt.parameters():
                 parameter.main_grad.normal_(generator=chance)
-            step_optimizer_if_norm_is_usable(trainee.policy, trainee.optimizer, rate=1e-3)
+            step_optimizer(trainee.policy, trainee.optimizer, rate=1e-3)
     expected, found = (
         [
             *trainee.policy.gpt.parameters(),
@@ -286,7 +286,7 @@ def codec(trainee: Trainee) -> dict[str, Any]:
     for bucket in buckets:
         packed = buffers.open_bucket_in_older_buffer(bucket)
         for slot in bucket.slots:
-            packed.copy_or_hold_parameter(slot.spec.name, weights[slot.spec.name])
+            packed.place_parameter(slot.spec.name, weights[slot.spec.name])
         found = packed.tensors
         different += sum(not torch.equal(found[name], weights[name]) for name in found)
     return {

@@ -175,7 +175,7 @@ class Case:
         _, norm = self.step(self.policy, self.optimizer, 2)
         self.step(self.policy, self.optimizer, 3)
         state = TrainerState(step=2, generation=1, seed=0)
-        store.finish_earlier_and_begin_save(self.policy, self.optimizer, state)
+        store.begin_save(self.policy, self.optimizer, state)
         store.finish_save()
         store.close()
         logprobs = self.logprobs(make_rows(1))

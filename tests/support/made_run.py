@@ -10,7 +10,7 @@ import numpy as np
 import yaml
 
 from areal_hpc.rundir.jsonl import append_line, append_lines
-from areal_hpc.rundir.manifests import write_or_read_manifest
+from areal_hpc.rundir.manifests import write_manifest
 from areal_hpc.rundir.paths import RunPaths, format_step_dir
 from areal_hpc.rundir.telemetry.spans import ProcessStart, Span
 from areal_hpc.wire.agent_reward import Reward
@@ -105,7 +105,7 @@ class MadeRun:
             rewards = [row.reward for row in own]
             version = WeightVersion(generation, self.step - 1).packed
             tickets.append(SealedTicket(ref, shard.file, places, rewards, version))
-        write_or_read_manifest(self.paths, BatchManifest(self.step, generation, tickets))
+        write_manifest(self.paths, BatchManifest(self.step, generation, tickets))
         self.tickets += len(tickets)
         times = {"batch_wait": wait_s, "train": 0.5, "publish": 0.1, **(phases or {})}
         self.now = begin - files_s + sum(times.values())

@@ -12,7 +12,7 @@ import numpy as np
 import yaml
 
 from areal_hpc.launch.tiny_model import make_tiny_model
-from areal_hpc.rundir.manifests import read_manifest, write_or_read_manifest
+from areal_hpc.rundir.manifests import read_manifest, write_manifest
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.index import append_to_index, read_index
 from areal_hpc.shards.verify import build_index_line
@@ -75,7 +75,7 @@ def record_run(
             )
             for ticket in range(groups)
         ]
-        write_or_read_manifest(paths, BatchManifest(step, 1, tickets))
+        write_manifest(paths, BatchManifest(step, 1, tickets))
     return paths
 
 

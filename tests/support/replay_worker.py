@@ -38,14 +38,14 @@ from areal_hpc.recipe.sections.trainer import ParallelConfig, TrainerConfig
 from areal_hpc.rundir.generations import claim_next_number, make_check_raising_if_superseded
 from areal_hpc.rundir.manifests import read_manifest
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.trainer.collectives import broadcast_object, exit_quietly_unless_first_failure
+from areal_hpc.trainer.collectives import broadcast_object, report_first_failure
 from areal_hpc.trainer.config import SftJobConfig
 from areal_hpc.trainer.job import make_replay_coordinator
 from areal_hpc.trainer.learner import Learner
 from areal_hpc.trainer.loop.loop import run_loop
 from areal_hpc.trainer.model.families.architecture import read_architecture
 from areal_hpc.trainer.model.policy import TrainedNetwork, build_policy
-from areal_hpc.trainer.process_groups import destroy_process_groups, init_process_groups_and_device
+from areal_hpc.trainer.process_groups import destroy_process_groups, join_process_groups
 from areal_hpc.trainer.sft import SftTrainer
 from areal_hpc.wire.fault_points import FAULTS_VARIABLE
 from tests.support.recorded_run import TRAINER
@@ -187,8 +187,8 @@ def be_rank(scenario: Scenario, rank: int) -> int:
             return 0
         act = {"replay": replay, "fine_tune": fine_tune, "inspect": inspect}[scenario["act"]]
         parallel = ParallelConfig.model_validate(scenario["trainer"].get("parallel", {}))
-        init_process_groups_and_device(get_task_position(), parallel, "cpu", paths.rendezvous_dir)
-        with exit_quietly_unless_first_failure():
+        join_process_groups(get_task_position(), parallel, "cpu", paths.rendezvous_dir)
+        with report_first_failure():
             found = act(scenario, paths)
         report.write_text(json.dumps(found))
         destroy_process_groups()

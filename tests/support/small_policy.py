@@ -18,7 +18,7 @@ from areal_hpc.trainer.model.hf_weights import HfModelReader, load_hf
 from areal_hpc.trainer.model.policy import TrainedNetwork, build_policy
 from areal_hpc.trainer.objective.loss_stats import LossStats
 from areal_hpc.trainer.optimizer import build_optimizer
-from areal_hpc.trainer.process_groups import init_process_groups_and_device
+from areal_hpc.trainer.process_groups import join_process_groups
 from areal_hpc.trainer.step import (
     MicroBatch,
     make_micro_batches_of_this_rank,
@@ -35,7 +35,7 @@ def init_single_rank_groups(device: Device) -> torch.device:
     """The trainer's process groups with this process alone in them; its device."""
     megatron_cpu.patch_torch_megatron_without_gpu()
     with tempfile.TemporaryDirectory() as folder:
-        return init_process_groups_and_device(
+        return join_process_groups(
             TaskPosition(0, 1, 0, 0), ParallelConfig(), device, Path(folder)
         )
 

@@ -170,7 +170,7 @@ class HarnessAgent:
         own: dict[str, Any] = {}
         async with sandboxes.acquire(own) as free:
             lifetime_s = self.timeout_s + CLEAN_UP_S
-            await free.put_into_task_and_open_endpoint(own, url, key, lifetime_s)
+            await free.hand_to_agent(own, url, key, lifetime_s)
             yield own[SANDBOX_TASK_COLUMN]
 
 

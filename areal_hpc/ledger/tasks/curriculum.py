@@ -56,7 +56,7 @@ class Curriculum:
         self._newest = np.full(n_tasks, -1, np.int64)  # the ticket whose reward that is
         self._noted: set[int] = set()
 
-    def get_or_draw_task(self, ticket_id: int) -> int:
+    def choose_task(self, ticket_id: int) -> int:
         """The task of a ticket; an AgentError once the user's function failed: see `trouble`."""
         if ticket_id not in self._tasks:
             if self.trouble:

@@ -102,7 +102,7 @@ class TaskStream:
     samples_by_set: Mapping[int, int] = field(default_factory=dict)
     """Number of an evaluation set -> episodes of its tickets, where that is more than 1."""
 
-    def build_grants_until_curriculum_fails(self, refs: Sequence[TicketRef]) -> list[TicketGrant]:
+    def build_grants(self, refs: Sequence[TicketRef]) -> list[TicketGrant]:
         """What to run for each, as far as the curriculum could draw tasks (`trouble`)."""
         grants: list[TicketGrant] = []
         with contextlib.suppress(AgentError):
@@ -117,7 +117,7 @@ class TaskStream:
             seed = derive_seed("eval", ref.ticket_id, self.seed)
             return TicketGrant(ref, task, seed, self.samples_by_set.get(number, 1))
         if self.curriculum is not None:
-            task = self.curriculum.get_or_draw_task(ref.ticket_id)
+            task = self.curriculum.choose_task(ref.ticket_id)
         elif len(self.sources) == 1:
             task = get_task_index(ref.ticket_id, self.sources[0].n_tasks, self.seed)
         else:

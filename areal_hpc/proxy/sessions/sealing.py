@@ -36,7 +36,7 @@ from areal_hpc.rundir.rendezvous import LEDGER_SERVICE
 from areal_hpc.rundir.service_client import AsyncServiceClient
 from areal_hpc.rundir.telemetry.spans import time_span
 from areal_hpc.shards.index import SealedShard, ShardTicket, locate_tickets, read_index
-from areal_hpc.shards.verify import repair_index_and_remove_partial_shards
+from areal_hpc.shards.verify import repair_index
 from areal_hpc.shards.writer import write_sealed_shard
 from areal_hpc.wire.ledger import (
     Acknowledged,
@@ -94,7 +94,7 @@ class TicketSealer:
 
     def recover_interrupted_seals(self) -> None:
         """Note what an earlier proxy sealed but could not note, nor perhaps index."""
-        repair_index_and_remove_partial_shards(self._paths, self._cell)
+        repair_index(self._paths, self._cell)
         shards = read_index(self._paths.shard_index_dir, self._cell)
         untrained = [one for shard in shards for one in shard.untrained]
         sealed_ids = {one.session_id for one in untrained}

@@ -149,15 +149,13 @@ async def _play_in_new_session(
     try:
         if sandbox is not None:
             lifetime_s = spec.timeout_s + CANCEL_GRACE_S
-            await sandbox.put_into_task_and_open_endpoint(
-                spec.data, f"{proxy.url}/v1", session.api_key, lifetime_s
-            )
+            await sandbox.hand_to_agent(spec.data, f"{proxy.url}/v1", session.api_key, lifetime_s)
         returned = await _run_agent(spec, session, agent, proxy.url, http_client)
         if spec.auxiliary is not None:
             await mark_auxiliary_conversations(spec.auxiliary, session.session_id, proxy)
         rewards = parse_agent_rewards(returned)
         answers = [one.answer for one in rewards.values() if one.answer]
-        reward = await _send_rewards_and_end_session(rewards, session, proxy)
+        reward = await _end_session(rewards, session, proxy)
         return EpisodeOutcome(
             "ok", session.session_id, reward=reward, answer=answers[-1] if answers else ""
         )
@@ -350,7 +348,7 @@ async def _call_agent_returning_errors(
         return build_agent_error(error, error.__traceback__ and error.__traceback__.tb_next)
 
 
-async def _send_rewards_and_end_session(
+async def _end_session(
     rewards: dict[str | None, Reward], session: StartSessionReply, proxy: AsyncServiceClient
 ) -> float:
     try:

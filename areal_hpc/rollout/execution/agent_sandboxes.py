@@ -82,7 +82,7 @@ class EpisodeSandbox:
     ) -> None:
         self._sandbox, self._has_session, self._task = sandbox, holds_session, task
 
-    async def put_into_task_and_open_endpoint(
+    async def hand_to_agent(
         self, data: dict[str, Any], base_url: str, api_key: str, lifetime_s: float
     ) -> None:
         """Put the sandbox into the agent's task, and show its commands the model's endpoint.

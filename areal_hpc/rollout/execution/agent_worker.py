@@ -33,7 +33,7 @@ class InvalidAgentError(Exception):
     """What is wrong with the agent's class, its path or its arguments."""
 
 
-def get_or_build_agent(request: dict[str, Any]) -> Any:
+def load_agent_once(request: dict[str, Any]) -> Any:
     """The agent that a request names."""
     key = json.dumps([request["workflow"], request["kwargs"]])
     if key not in _AGENT_BY_PATH_AND_ARGUMENTS:
@@ -58,9 +58,9 @@ def build_agent(workflow: str, kwargs: dict[str, Any]) -> Any:
     return agent
 
 
-def set_variables_and_run_agent(request: dict[str, Any]) -> Any:
+def run_agent(request: dict[str, Any]) -> Any:
     os.environ.update(request["variables"])
-    return asyncio.run(get_or_build_agent(request).run(request["data"]))
+    return asyncio.run(load_agent_once(request).run(request["data"]))
 
 
 def encode_as_tagged_builtins(value: Any) -> Any:
@@ -148,9 +148,9 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
             sys.path.insert(0, folder)
     try:
         if request["do"] == "build":
-            get_or_build_agent(request)
+            load_agent_once(request)
             return {"returned": None}
-        return {"returned": encode_as_tagged_builtins(set_variables_and_run_agent(request))}
+        return {"returned": encode_as_tagged_builtins(run_agent(request))}
     except (Exception, SystemExit) as error:  # boundary: the user's code; told to the driver
         return {"raised": encode_raised_error(error)}
 

@@ -93,7 +93,7 @@ class WorkerProcess(LineProcess):
             NodeResourceShortageError: The node lacks something; the process is not used again.
         """
         try:
-            return decode_returned_or_raise(await self.ask(line))
+            return decode_answer(await self.ask(line))
         except NodeResourceShortageError:
             self.mark_unusable_after_shortage()
             raise
@@ -153,12 +153,12 @@ def serve_calls(link: socket.socket, parent_pid: int) -> None:
         link.sendall(lines.readline())  # it is ready
         for line in lines:
             kept = frozenset(list_descendants(os.getpid()))
-            answer = _call_and_encode(line)
+            answer = _answer_call(line)
             kill_descendants(os.getpid(), kept)
             link.sendall(answer)
 
 
-def _call_and_encode(line: bytes) -> bytes:
+def _answer_call(line: bytes) -> bytes:
     try:
         function, args, kwargs = cloudpickle.loads(base64.b64decode(line))
         return encode_returned(function(*args, **kwargs))
@@ -207,7 +207,7 @@ def encode_raised(error: BaseException) -> bytes:
     return json.dumps({"raised": raised}).encode() + b"\n"
 
 
-def decode_returned_or_raise(line: bytes) -> Any:
+def decode_answer(line: bytes) -> Any:
     """What the worker's code returned.
 
     Raises:

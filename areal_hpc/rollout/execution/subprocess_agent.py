@@ -148,7 +148,7 @@ _AGENT_CACHE: dict[str, Agent] = {}
 """Agents built from dotted paths: once per process."""
 
 
-def _get_or_load_agent(workflow: Any, kwargs: Mapping[str, Any]) -> Agent:
+def _load_agent_once(workflow: Any, kwargs: Mapping[str, Any]) -> Agent:
     if not isinstance(workflow, str):
         return load_agent(workflow, kwargs, extra_kwargs=())
     key = f"{workflow} {kwargs!r}"
@@ -158,7 +158,7 @@ def _get_or_load_agent(workflow: Any, kwargs: Mapping[str, Any]) -> Agent:
 
 
 def _check_agent_builds(workflow: Any, kwargs: Mapping[str, Any]) -> None:
-    _get_or_load_agent(workflow, kwargs)
+    _load_agent_once(workflow, kwargs)
 
 
 def _run_episode_in_child(
@@ -169,7 +169,7 @@ def _run_episode_in_child(
     variables: Mapping[str, str],
 ) -> Any:
     os.environ.update(variables)
-    agent = _get_or_load_agent(workflow, kwargs)
+    agent = _load_agent_once(workflow, kwargs)
 
     async def run() -> Any:
         sandboxes = (
@@ -179,7 +179,7 @@ def _run_episode_in_child(
         async with acquire_sandbox(sandboxes, data) as free:
             if free is not None:
                 url, key = variables["OPENAI_BASE_URL"], variables["OPENAI_API_KEY"]
-                await free.put_into_task_and_open_endpoint(data, url, key, float("inf"))
+                await free.hand_to_agent(data, url, key, float("inf"))
             return await agent.run(data)
 
     try:

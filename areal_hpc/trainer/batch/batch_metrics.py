@@ -27,7 +27,7 @@ IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 
 
-def summarize_tokens_and_staleness(
+def summarize_tokens(
     batch: Sequence[TrajectoryRow],
     current_version: WeightVersion,
     generation_forks: Sequence[GenerationFork],
@@ -199,17 +199,15 @@ def summarize_episodes(episodes: Sequence[EpisodeRecord]) -> dict[str, float]:
     told = [episode for episode in episodes if episode.calls]
     speeds = [*_measure_cell_tokens_per_s(told)]
     return {
-        **_summarize_turns_and_cut_replies(told),
+        **_summarize_turns(told),
         **_summarize_durations(told),
-        **_summarize_throughput_and_caching(
-            [call for episode in told for call in episode.calls.values()]
-        ),
+        **_summarize_throughput([call for episode in told for call in episode.calls.values()]),
         **({"generation/slowest_cell_ratio": min(speeds) / max(speeds)} if speeds[1:] else {}),
-        **_summarize_reward_parts_and_metrics(told),
+        **_summarize_agent_numbers(told),
     }
 
 
-def _summarize_turns_and_cut_replies(episodes: Sequence[EpisodeRecord]) -> dict[str, float]:
+def _summarize_turns(episodes: Sequence[EpisodeRecord]) -> dict[str, float]:
     if not episodes:
         return {}
     turns = [len(episode.calls) for episode in episodes]
@@ -262,7 +260,7 @@ def measure_covered_s(spans: Iterable[tuple[float, float]]) -> float:
     return sum(end - begin for begin, end in merge_spans(spans))
 
 
-def _summarize_throughput_and_caching(calls: Sequence[CallRecord]) -> dict[str, float]:
+def _summarize_throughput(calls: Sequence[CallRecord]) -> dict[str, float]:
     metrics: dict[str, float] = {}
     timed = [call for call in calls if call.asked_at and call.answered_at]
     if timed:
@@ -291,7 +289,7 @@ def _measure_cell_tokens_per_s(episodes: Sequence[EpisodeRecord]) -> Iterator[fl
             yield tokens / seconds
 
 
-def _summarize_reward_parts_and_metrics(episodes: Sequence[EpisodeRecord]) -> dict[str, float]:
+def _summarize_agent_numbers(episodes: Sequence[EpisodeRecord]) -> dict[str, float]:
     """Means over episodes of the parts and metrics that agents gave with their rewards.
 
     An episode with several rewards counts with their sums; one that does not name a number counts

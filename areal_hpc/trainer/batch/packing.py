@@ -78,9 +78,7 @@ def count_scored_tokens(rows: Sequence[TrainingRow]) -> int:
     return sum(int(np.count_nonzero(row.loss_mask_T[1:])) for row in rows)
 
 
-def deal_rows_round_robin_into_minibatches(
-    rows: Sequence[TrainingRow], count: int
-) -> list[list[TrainingRow]]:
+def split_minibatches(rows: Sequence[TrainingRow], count: int) -> list[list[TrainingRow]]:
     return [list(rows[hand::count]) for hand in range(min(count, len(rows)))]
 
 

@@ -21,7 +21,7 @@ from areal_hpc.trainer.collectives import read_with_retries_on_all_ranks
 from areal_hpc.trainer.objective.advantages import (
     compute_advantages,
     estimate_advantages,
-    scale_and_weigh_advantages,
+    scale_token_advantages,
 )
 from areal_hpc.trainer.objective.policy_loss import compute_loss_aggregation_row_factors
 from areal_hpc.trainer.objective.reply_credit import compute_reply_earnings, list_reply_rewards
@@ -85,9 +85,7 @@ def read_sound_rows_on_all_ranks(
 
     def read() -> tuple[list[TrajectoryRow], list[UntrainedBatchPart]]:
         with shards.check_digests_in_background({ticket.shard for ticket in manifest.tickets}):
-            return set_rewards_and_drop_unsound_tickets(
-                read_rows_by_ticket(manifest, shards), manifest, vocab_size
-            )
+            return select_sound_rows(read_rows_by_ticket(manifest, shards), manifest, vocab_size)
 
     return read_with_retries_on_all_ranks(read, ShardError)
 
@@ -113,7 +111,7 @@ def read_rows_by_ticket(
     return batch
 
 
-def set_rewards_and_drop_unsound_tickets(
+def select_sound_rows(
     tickets: Sequence[Sequence[TrajectoryRow]], manifest: BatchManifest, vocab_size: int
 ) -> tuple[list[TrajectoryRow], list[UntrainedBatchPart]]:
     """The sound tickets' trajectories with the rewards of the manifest, and what was left out.
@@ -178,9 +176,7 @@ def build_rows(
         objective,
     )
     if objective.has_critic:
-        advantages, returns = _compute_critic_advantages_and_returns(
-            batch, masks, objective, scores
-        )
+        advantages, returns = _compute_critic_advantages(batch, masks, objective, scores)
     else:
         advantages, returns = _compute_baseline_advantages(batch, objective, scores), None
     rows = []
@@ -256,7 +252,7 @@ def _compute_baseline_advantages(
     return found
 
 
-def _compute_critic_advantages_and_returns(
+def _compute_critic_advantages(
     batch: Sequence[TrajectoryRow],
     masks: Sequence[npt.NDArray[np.uint8]],
     objective: ObjectiveConfig,
@@ -271,7 +267,7 @@ def _compute_critic_advantages_and_returns(
     replies = list_reply_rewards(batch, masks, objective, divergences)
     values = [scores.values[one.row][one.token_places_t].astype(np.float64) for one in replies]
     estimates = estimate_advantages(replies, values, objective)
-    scaled = scale_and_weigh_advantages(replies, estimates, objective)
+    scaled = scale_token_advantages(replies, estimates, objective)
     for reply, estimate, scaled_t in zip(replies, estimates, scaled, strict=True):
         advantages[reply.row][reply.token_places_t] = scaled_t
         returns[reply.row][reply.token_places_t] = estimate.returns_t

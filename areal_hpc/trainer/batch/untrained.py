@@ -135,7 +135,7 @@ def count_untrainable_tokens(
     return +tokens
 
 
-def raise_if_mostly_untrainable(step: int, sampled: int, untrainable: Mapping[str, int]) -> None:
+def check_trainable_share(step: int, sampled: int, untrainable: Mapping[str, int]) -> None:
     """Raise an UntrainableBatchError if more than half of a batch's tokens are untrainable."""
     total = sum(untrainable.values())
     if total <= MAX_UNTRAINABLE_FRACTION * sampled:
@@ -169,7 +169,7 @@ MAX_CONSECUTIVE_UNTRAINED_BATCHES = 3
 settings or the storage."""
 
 
-def build_nonfinite_records_or_raise(
+def record_skipped_steps(
     norms: Sequence[float],
     step: int,
     earlier_records: Sequence[UntrainedBatchPart],
@@ -205,12 +205,12 @@ def build_nonfinite_records_or_raise(
     return [UntrainedBatchPart(step, reason)]
 
 
-def build_damaged_batch_record_or_raise(
+def record_damaged_batch(
     step: int, earlier_records: Sequence[UntrainedBatchPart], reason: str, run_dir: Path
 ) -> UntrainedBatchPart:
     """The record of a batch that no rank can read. Pure, and the same on all ranks.
 
-    The streak is read as in `build_nonfinite_records_or_raise`; batches set aside by hand do
+    The streak is read as in `record_skipped_steps`; batches set aside by hand do
     not belong to it.
 
     Raises:

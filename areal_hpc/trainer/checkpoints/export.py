@@ -14,7 +14,7 @@ from areal_hpc.trainer.model.families.weight_map import ParamMap, list_parameter
 from areal_hpc.trainer.model.hf_weights import (
     MAX_FILE_BYTES,
     HfTensorSpecWithDtype,
-    write_or_replace_hf_model_dir,
+    write_hf_model_dir,
 )
 
 
@@ -66,7 +66,7 @@ def export_checkpoint(
     try:
         with open_stored_tensors(checkpoint.path) as stored:
             weights = CheckpointWeights(stored, read_architecture(model_path), checkpoint.path)
-            write_or_replace_hf_model_dir(
+            write_hf_model_dir(
                 weights.read_tensors(), weights.list_tensor_specs(), model_path, target_dir,
                 file_bytes=file_bytes, on_file=progress,
             )  # fmt: skip

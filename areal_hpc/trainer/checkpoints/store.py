@@ -98,7 +98,7 @@ class CheckpointStore:
 
     # Reading ---------------------------------------------------------------------------------
 
-    def build_optimizer_and_load_latest(
+    def restore_latest(
         self,
         policy: TrainedNetwork,
         config: AdamConfig,
@@ -149,7 +149,7 @@ class CheckpointStore:
 
     # Writing ---------------------------------------------------------------------------------
 
-    def finish_earlier_and_begin_save(
+    def begin_save(
         self,
         policy: TrainedNetwork,
         optimizer: Any,
@@ -172,7 +172,7 @@ class CheckpointStore:
             held = RankState(policy, optimizer, critic)
             held.copy_to(self._writer.reserve_memory(held.size_bytes, policy.device))
             fault_point("checkpoint.after_copy")
-            small = _write_index_and_trainer_state(partial, held, state)
+            small = _write_small_files(partial, held, state)
             self._writer.begin_write(
                 get_rank_file_path(partial, dist.get_rank()), held.size_bytes, small
             )
@@ -181,7 +181,7 @@ class CheckpointStore:
         self._copied_s = time.monotonic() - began
         return target
 
-    def publish_and_prune_if_written(self, timeout_s: float = 0.0) -> bool:
+    def poll_save(self, timeout_s: float = 0.0) -> bool:
         """Make the checkpoint being written visible if all of it is on disk. A collective.
 
         True on every rank when it became visible and durable in this call.
@@ -200,7 +200,7 @@ class CheckpointStore:
             return False
         if slowest == WriteStatus.DONE and dist.get_rank() == 0:
             try:
-                self._publish_and_delete_superfluous(self._begun)
+                self._publish_checkpoint(self._begun)
                 record_checkpoint_duration(self._copied_s + self._writer.took_s)
             except ArealError as error:
                 trouble = error
@@ -212,7 +212,7 @@ class CheckpointStore:
         """Wait for the checkpoint being written; false when there was none. A collective."""
         if self._begun is None:
             return False
-        while not self.publish_and_prune_if_written(POLL_S):
+        while not self.poll_save(POLL_S):
             pass
         return True
 
@@ -221,7 +221,7 @@ class CheckpointStore:
             self._writer.close()
             self._writer = None
 
-    def _publish_and_delete_superfluous(self, checkpoint: Checkpoint) -> None:
+    def _publish_checkpoint(self, checkpoint: Checkpoint) -> None:
         partial = get_unfinished_checkpoint_path(
             self._directory, checkpoint.state.step, checkpoint.state.generation
         )
@@ -232,7 +232,7 @@ class CheckpointStore:
             fsync_path(partial)
             self._check_generation()
             fault_point("checkpoint.before_rename")
-            self._replace_unless_superseded(partial, checkpoint)
+            self._rename_into_place(partial, checkpoint)
             fault_point("checkpoint.after_rename")
             fsync_path(self._directory)
             found = list_checkpoints(self._directory)
@@ -247,7 +247,7 @@ class CheckpointStore:
                     self._writer.begin_remove_directory(doomed)
         fault_point("checkpoint.after_write")
 
-    def _replace_unless_superseded(self, partial: Path, checkpoint: Checkpoint) -> None:
+    def _rename_into_place(self, partial: Path, checkpoint: Checkpoint) -> None:
         target, own = checkpoint.path, checkpoint.state.generation
         if target.exists():  # of an abandoned generation, or of the one that replaced this
             generation = (
@@ -265,9 +265,7 @@ class CheckpointStore:
             partial.rename(target)
 
 
-def _write_index_and_trainer_state(
-    partial: Path, rank_state: RankState, state: TrainerState
-) -> list[str]:
+def _write_small_files(partial: Path, rank_state: RankState, state: TrainerState) -> list[str]:
     """Gather all ranks' indices; rank 0 writes them and the state, and returns the names of files.
 
     A collective.

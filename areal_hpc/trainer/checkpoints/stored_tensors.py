@@ -125,7 +125,7 @@ def compute_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(list(lengths)))[-len(shape) :] if shape else ()
 
 
-def compute_flat_start_and_extent(shape: tuple[int, ...], box: Box) -> tuple[int, int]:
+def compute_flat_extent(shape: tuple[int, ...], box: Box) -> tuple[int, int]:
     """Where a block begins in a flattened tensor, and how many numbers its last is after that."""
     strides = compute_strides(shape)
     first = sum(offset * stride for offset, stride in zip(box.offsets, strides, strict=True))
@@ -178,12 +178,12 @@ class RankFileReader:
         if known >= len(blocks):
             return memoryview(self._kept)[offset_bytes - first : stop - first]
         blocks[:known] = self._kept[:known]
-        self._read_and_verify_blocks(memoryview(blocks)[known:], first + known)
+        self._read_sound_blocks(memoryview(blocks)[known:], first + known)
         self._kept_at = (stop - 1) // DIGEST_BLOCK_BYTES * DIGEST_BLOCK_BYTES
         self._kept = blocks[self._kept_at - first :]
         return memoryview(blocks)[offset_bytes - first : stop - first]
 
-    def _read_and_verify_blocks(self, target: memoryview, offset_bytes: int) -> None:
+    def _read_sound_blocks(self, target: memoryview, offset_bytes: int) -> None:
         self._read_bytes(target, offset_bytes)
         for start in range(0, len(target), DIGEST_BLOCK_BYTES):
             block = target[start : start + DIGEST_BLOCK_BYTES]
@@ -247,7 +247,7 @@ class StoredTensors:
                 )
 
     def _read_part_of_piece(self, column: Column, piece: TensorPiece, box: Box) -> torch.Tensor:
-        first, count = compute_flat_start_and_extent(piece.sizes, box)
+        first, count = compute_flat_extent(piece.sizes, box)
         type_ = self._index.columns[column]
         offset_bytes = self._index.compute_offset_bytes(piece.rank, column, piece.first + first)
         held = self._open_file(piece.rank).read(offset_bytes, count * BYTES_BY_NUMBER_TYPE[type_])

@@ -102,7 +102,7 @@ class AsyncEvaluationTracker:
         held = _list_served_versions(replicas)
         return bool(held) and all(version in ("", str(current_version)) for version in held)
 
-    def begin_and_list_skipped_steps(self, current_version: WeightVersion) -> list[int]:
+    def begin_evaluation(self, current_version: WeightVersion) -> list[int]:
         """Grant the current version's episodes from now on; the steps that are left out for good.
 
         Those should have been judged, and never will be, as their weights are gone.
@@ -198,7 +198,7 @@ class LiveRun:
         with self._record.timer.time_phase(BATCH_WAIT_PHASE):
             request = BatchRequest(self._generation, step, LONG_POLL_S)
             reply = self._call_ledger("/batch", request, BatchReply, LONG_POLL_S)
-        raise_if_agents_in_trouble(reply.trouble)
+        check_agents(reply.trouble)
         if reply.manifest is not None:
             counts = msgspec.structs.asdict(reply.manifest.counts)
             self._ticket_counts = {f"tickets/{name}": count for name, count in counts.items()}
@@ -216,7 +216,7 @@ class LiveRun:
     ) -> dict[str, float] | None:
         request = EvaluateRequest(self._generation, step, n_tasks_by_set, wait_s)
         reply = self._call_ledger("/evaluate", request, EvaluateReply, wait_s)
-        raise_if_agents_in_trouble(reply.trouble)
+        check_agents(reply.trouble)
         return reply.metrics
 
     @property
@@ -247,7 +247,7 @@ class LiveRun:
         self._targets = []
         self._next_poll_at = 0.0
 
-    def has_found_no_cell_too_long(self) -> bool:
+    def lacks_cells_too_long(self) -> bool:
         """True if no cell has been there for so long that the job's nodes are better given back.
 
         Judged by the last look: nobody looks during a step, however long it takes.
@@ -255,12 +255,12 @@ class LiveRun:
         since = self._missing_since
         return since is not None and self._looked_at - since > self._idle_timeout_s
 
-    def announce_weights_or_wait(self) -> Literal["publish", "wait", "done"]:
+    def announce_weights(self) -> Literal["publish", "wait", "done"]:
         """Serve at least one replica, tell the ledger, then serve the evaluation cell.
 
         That cell gets its weights apart from the others, so that none of these is paused longer.
         """
-        if self._poll_replicas_and_evaluation():
+        if self._poll_replicas():
             return "publish"
         if not self._is_served:
             with self._record.timer.time_phase(CELL_WAIT_PHASE):
@@ -281,7 +281,7 @@ class LiveRun:
             )
         return "publish" if self._async_evaluation and self._targets else "done"
 
-    def _poll_replicas_and_evaluation(self) -> bool:
+    def _poll_replicas(self) -> bool:
         if time.monotonic() < self._next_poll_at:
             return False
         with self._record.timer.time_phase("publish"):
@@ -293,7 +293,7 @@ class LiveRun:
             self._targets = self._backoff.filter_retryable(outdated, now, is_urgent=True)
         self._next_poll_at = now + REPLICA_POLL_S
         if self._async_evaluation:
-            self._take_reward_and_begin_evaluation(self._async_evaluation)
+            self._advance_async_evaluation(self._async_evaluation)
         return bool(self._targets)
 
     def _note_absence_of_all_cells(self, now: float) -> None:
@@ -367,13 +367,13 @@ class LiveRun:
             row |= self._request_evaluation(step, due, LONG_POLL_S) or {}
         return False
 
-    def _take_reward_and_begin_evaluation(self, evaluation: AsyncEvaluationTracker) -> None:
+    def _advance_async_evaluation(self, evaluation: AsyncEvaluationTracker) -> None:
         version = self._record.version
         if evaluation.under_way is not None:
-            self._take_reward_if_there(evaluation, evaluation.under_way)
+            self._take_reward(evaluation, evaluation.under_way)
         if not evaluation.may_grant_episodes(self._publisher.evaluation_replicas, version):
             return
-        given_up, left_out = evaluation.under_way, evaluation.begin_and_list_skipped_steps(version)
+        given_up, left_out = evaluation.under_way, evaluation.begin_evaluation(version)
         self._record_event(
             "evaluation_begun",
             version=str(version),
@@ -388,11 +388,9 @@ class LiveRun:
                 version.step,
                 ", ".join(map(str, left_out)),
             )
-        self._take_reward_if_there(evaluation, version)
+        self._take_reward(evaluation, version)
 
-    def _take_reward_if_there(
-        self, evaluation: AsyncEvaluationTracker, version: WeightVersion
-    ) -> None:
+    def _take_reward(self, evaluation: AsyncEvaluationTracker, version: WeightVersion) -> None:
         metrics = self._request_evaluation(version.step, evaluation.count_due_tasks_by_set())
         if metrics is not None:
             evaluation.mark_judged()
@@ -416,7 +414,7 @@ class LiveRun:
         self._ledger.close()
 
 
-def raise_if_agents_in_trouble(agent_error: str) -> None:
+def check_agents(agent_error: str) -> None:
     if agent_error:
         has_hint = "\n  try: " in agent_error
         raise AgentError(

@@ -109,11 +109,11 @@ def run_loop(
                 is_stop_requested = is_true_on_any_rank(stop.requested)
             if is_stop_requested:
                 stop.request()
-            _publish_checkpoint_if_written(learner, coordinator, wait=False)
+            _poll_checkpoint(learner, coordinator, wait=False)
             note_place_reached("rank 0's decision")
             command, trouble = _broadcast_next_command(coordinator)
         if command.action is Action.STOP:
-            _publish_checkpoint_if_written(learner, coordinator, wait=True)
+            _poll_checkpoint(learner, coordinator, wait=True)
             if trouble is not None:
                 raise trouble
             return command.finished
@@ -150,7 +150,7 @@ def _execute_command(
             except StopRequestedError:  # on all ranks: the next turn ends the loop
                 return
             except _BATCH_ERRORS:
-                _publish_checkpoint_if_written(learner, coordinator, wait=True)
+                _poll_checkpoint(learner, coordinator, wait=True)
                 raise
             if coordinator:
                 coordinator.on_trained(learner.version, row)
@@ -165,7 +165,7 @@ def _execute_command(
                     senders.send(learner.version, command.shares, parameters, learner.score_probe())
         case Action.SAVE:
             note_place_reached(f"checkpoint of step {learner.version.step}")
-            _publish_checkpoint_if_written(learner, coordinator, wait=True)  # an earlier one
+            _poll_checkpoint(learner, coordinator, wait=True)  # an earlier one
             began = time.perf_counter()
             with _time_optional_span(coordinator is None, "checkpoint"):
                 learner.begin_checkpoint(command.row)
@@ -183,15 +183,9 @@ def _time_optional_span(is_wanted: bool, span_name: str) -> AbstractContextManag
     return time_span(span_name) if is_wanted else nullcontext()
 
 
-def _publish_checkpoint_if_written(
-    learner: Learner, coordinator: Coordinator | None, *, wait: bool
-) -> None:
+def _poll_checkpoint(learner: Learner, coordinator: Coordinator | None, *, wait: bool) -> None:
     began = time.perf_counter()
-    is_durable = (
-        learner.checkpoints.finish_save()
-        if wait
-        else learner.checkpoints.publish_and_prune_if_written()
-    )
+    is_durable = learner.checkpoints.finish_save() if wait else learner.checkpoints.poll_save()
     if is_durable and coordinator:
         coordinator.on_checkpoint_saved(time.perf_counter() - began)
 
@@ -245,7 +239,7 @@ class Coordinator:
             ShardError: The manifest or the quarantine file of the next batch is gone or damaged.
             IdleError: No cell has been there for long. What was trained is saved.
         """
-        is_idle = self.live_run is not None and self.live_run.has_found_no_cell_too_long()
+        is_idle = self.live_run is not None and self.live_run.lacks_cells_too_long()
         if not self._stop.requested and not is_idle:
             try:
                 return self._pick_next_command()
@@ -253,7 +247,7 @@ class Coordinator:
                 if not self._stop.wait(timeout_s=0.0):
                     raise
                 # The ledger was told to stop as well.
-        command = self._pick_save_or_stop_command()
+        command = self._pick_save_command()
         if is_idle and command.action is Action.STOP and not self._stop.requested:
             raise IdleError("no cell has been there for long: the trainer gives its nodes back")
         return command
@@ -261,7 +255,7 @@ class Coordinator:
     def _pick_next_command(self) -> Command:
         step, live_run = self._record.version.step, self.live_run
         if live_run is not None:
-            match live_run.announce_weights_or_wait():
+            match live_run.announce_weights():
                 case "publish":
                     self._check_ownership()
                     return Command(Action.PUBLISH, shares=live_run.list_targets_by_sender())
@@ -286,7 +280,7 @@ class Coordinator:
             return Command(Action.WAIT)
         return Command(Action.STOP, finished=True)
 
-    def _pick_save_or_stop_command(self) -> Command:
+    def _pick_save_command(self) -> Command:
         step = self._record.version.step
         if self._saved_step < step:
             if self._stop.requested and self._must_end_unsaved():

@@ -87,7 +87,7 @@ class StepRecord:
         if "time/step_s" not in self.row:
             known["time/step_s"] = round(time.monotonic() - self._began_at, 4)
             known |= self.timer.build_metrics()
-        row = _add_speed_and_limits(known | self.row)
+        row = _add_derived_metrics(known | self.row)
         self._is_open = False
         self._restart_timing()
         with self.time_files():
@@ -98,7 +98,7 @@ class StepRecord:
         return self.timer.time_phase(FILES_PHASE)
 
 
-def _add_speed_and_limits(row: JsonMetricRow) -> JsonMetricRow:
+def _add_derived_metrics(row: JsonMetricRow) -> JsonMetricRow:
     further: JsonMetricRow = {}
     step_s, tokens = row.get("time/step_s"), row.get("tokens/trained")
     if isinstance(step_s, float) and isinstance(tokens, int) and step_s > 0:
@@ -166,10 +166,10 @@ class AlertReporter:
         except OSError as error:
             logger.error("alerts.command: %s cannot be started: %s", self._command[0], error)
             return
-        threading.Thread(target=_await_command_and_log_failure, args=[process], daemon=True).start()
+        threading.Thread(target=_await_command, args=[process], daemon=True).start()
 
 
-def _await_command_and_log_failure(process: subprocess.Popen[bytes]) -> None:
+def _await_command(process: subprocess.Popen[bytes]) -> None:
     try:
         said, _ = process.communicate(timeout=COMMAND_TIMEOUT_S)
     except subprocess.TimeoutExpired:

@@ -59,7 +59,7 @@ ReportBytes = Callable[[int, int], None]
 """Told after each file how many bytes are written, of how many."""
 
 
-def write_or_replace_hf_model_dir(
+def write_hf_model_dir(
     tensors: Iterable[tuple[str, torch.Tensor]],
     specs: Sequence[HfTensorSpecWithDtype],
     source_dir: Path,
@@ -300,13 +300,13 @@ def _gather_shards(
 def save_hf_model(
     policy: TrainedNetwork, source_dir: Path, target_dir: Path, *, file_bytes: int = MAX_FILE_BYTES
 ) -> None:
-    """Write a model directory (`write_or_replace_hf_model_dir`) from the weights of all ranks.
+    """Write a model directory (`write_hf_model_dir`) from the weights of all ranks.
 
     A collective. Parameters are gathered one by one, and rank 0 writes each as it comes.
     """
     tensors = stream_hf_tensors(policy)
     if dist.get_rank() == 0:
-        write_or_replace_hf_model_dir(
+        write_hf_model_dir(
             tensors, list_hf_specs(policy), source_dir, target_dir, file_bytes=file_bytes
         )
     for _ in tensors:  # the other ranks take part in gathering

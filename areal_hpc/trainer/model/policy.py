@@ -134,7 +134,7 @@ def build_policy(
 ) -> TrainedNetwork:
     """An uninitialized network on this rank; load weights into it before use.
 
-    Process groups must exist (`process_groups.init_process_groups_and_device`).
+    Process groups must exist (`process_groups.join_process_groups`).
     """
     network = build_network(arch, parallel, dtype, device, activations, head_dtype)
     return prepare_for_training(network, activations)

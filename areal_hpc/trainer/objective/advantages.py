@@ -170,7 +170,7 @@ def _sum_errors(
     return np.array(backwards[::-1])
 
 
-def scale_and_weigh_advantages(
+def scale_token_advantages(
     replies: Sequence[ReplyReward],
     estimates: Sequence[ReplyEstimate],
     objective: ObjectiveConfig,

@@ -29,7 +29,7 @@ def build_installed_replacement_problem(module: str, python: str) -> Problem:
     )
 
 
-def raise_if_megatron_replacement_installed() -> None:
+def refuse_megatron_replacements() -> None:
     """Refuse to train in an environment that has such a package.
 
     Raises:

@@ -14,7 +14,7 @@ from areal_hpc.recipe.sections.trainer import TrainerConfig, compute_learning_ra
 from areal_hpc.trainer.batch.packing import (
     TrainingRow,
     count_scored_tokens,
-    deal_rows_round_robin_into_minibatches,
+    split_minibatches,
 )
 from areal_hpc.trainer.batch.training_rows import (
     CRITIC_CHANNELS,
@@ -113,7 +113,7 @@ class CriticTrainer:
         """An optimizer step for each mini-batch; metrics and gradient norms. A collective."""
         rate = compute_learning_rate(step, self._config.total_steps, self._adam)
         stats, norms = LossStats(), []
-        parts = deal_rows_round_robin_into_minibatches(rows, self._config.minibatches)
+        parts = split_minibatches(rows, self._config.minibatches)
         factors = compute_minibatch_factors([count_scored_tokens(part) for part in parts])
         for part, factor in zip(parts, factors, strict=True):
             batches = make_micro_batches_of_this_rank(
@@ -130,7 +130,7 @@ class CriticTrainer:
             # One that is not finite is not hidden by the others: max(1.0, nan) is 1.0.
             "critic/grad_norm": max(norms, default=0.0) if np.isfinite(norms).all() else math.nan,
             "critic/lr": rate,
-            **measure_values_and_explained_variance(rows),
+            **measure_values(rows),
         }, norms
 
     def _compute_loss(
@@ -145,7 +145,7 @@ class CriticTrainer:
         return total * factor, LossStats(sums)
 
 
-def measure_values_and_explained_variance(rows: Sequence[TrainingRow]) -> dict[str, float]:
+def measure_values(rows: Sequence[TrainingRow]) -> dict[str, float]:
     """What the critic said before the step, and how much of the returns' variance that explains.
 
     Over the tokens that are trained. The share is 1 of a perfect critic, 0 of one that says the

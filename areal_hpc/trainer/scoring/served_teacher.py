@@ -144,7 +144,7 @@ class TeacherClient:
     async def score(self, step: int, rows: Sequence[TrainingRow]) -> list[npt.NDArray[np.float32]]:
         """For each row of a batch the log-probability of each trained token, 0 at all others."""
         for row in rows:
-            _raise_if_distribution_differs(step, row)
+            _check_distribution(step, row)
         turns, scored = asyncio.Semaphore(MAX_CONCURRENT_CALLS), 0
         self._done = f"0 of {len(rows)} rows"
 
@@ -251,7 +251,7 @@ def _find_trained_places(row: TrainingRow) -> npt.NDArray[np.int64]:
     return np.flatnonzero(row.loss_mask_T[1:]) + 1
 
 
-def _raise_if_distribution_differs(step: int, row: TrainingRow) -> None:
+def _check_distribution(step: int, row: TrainingRow) -> None:
     places, temperatures_T = _find_trained_places(row), row.channels.get(TEMPERATURE_CHANNEL)
     if not len(places):
         return

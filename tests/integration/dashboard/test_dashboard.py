@@ -20,7 +20,7 @@ import pytest
 import yaml
 
 from areal_hpc.errors import ClusterError, RecipeError
-from areal_hpc.rundir.manifests import EvaluationResult, write_evaluation, write_or_read_manifest
+from areal_hpc.rundir.manifests import EvaluationResult, write_evaluation, write_manifest
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.token_annotations import RowAnnotation, StepAnnotations
 from areal_hpc.view.dashboard.app import MEDIA_TYPE_BY_STATIC_FILE, read_static_file
@@ -144,7 +144,7 @@ def test_what_training_did_is_shown_of_the_last_row_of_a_large_group_too(
     rows = [trajectory(50, episode) for episode in range(201)]
     name, places = seal_in(run, rows).file, list(range(201))
     group = SealedTicket(TicketRef(50, 1), name, places, [0.0] * 201, NO_VERSION)
-    write_or_read_manifest(run, BatchManifest(4, 1, [group]))
+    write_manifest(run, BatchManifest(4, 1, [group]))
     run.annotation(4).parent.mkdir()
     told = RowAnnotation(shard=name, row=200, outcome="masked")
     content = StepAnnotations(step=4, generation=1, rows_of_batch=201, rows=[told])

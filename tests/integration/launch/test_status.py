@@ -14,7 +14,7 @@ from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.rundir.checkpoints import UntrainedBatchPart
 from areal_hpc.rundir.jobs import JobSpec, LaunchFile, TaskExit
 from areal_hpc.rundir.jsonl import append_line
-from areal_hpc.rundir.manifests import quarantine_batch_or_read_earlier_record
+from areal_hpc.rundir.manifests import record_quarantine
 from areal_hpc.rundir.paths import RunPaths
 from tests.support.commands import exit_code_of
 from tests.support.environments import CHECKOUT
@@ -114,9 +114,7 @@ def test_idle_time_and_batches_set_aside_are_named(
     append_line(paths.metrics, STEP | waits)
     append_line(paths.events, {"time": time.time(), "event": "no_cell", "waited_s": 240.0})
     for step in (7, 9):
-        quarantine_batch_or_read_earlier_record(
-            paths, UntrainedBatchPart(step, "damaged", quarantine="damaged")
-        )
+        record_quarantine(paths, UntrainedBatchPart(step, "damaged", quarantine="damaged"))
     said = status()
     assert "idle              trainer waiting for cells 0.50 of 1.00 node-hours\n" in said
     assert "idle              cells waiting for the trainer 0.25 of 1.00 node-hours\n" in said

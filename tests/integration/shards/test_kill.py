@@ -21,7 +21,7 @@ from areal_hpc.shards import disk_io, index, writer
 from areal_hpc.shards.index import locate_tickets, read_index
 from areal_hpc.shards.journal import JournalRecord, JournalWriter, read_journal
 from areal_hpc.shards.reader import ShardReader
-from areal_hpc.shards.verify import repair_index_and_remove_partial_shards, verify_run
+from areal_hpc.shards.verify import repair_index, verify_run
 from tests.support.sample_trajectories import fields, seal_in, ticket
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def test_a_seal_killed_at_any_line_leaves_a_whole_shard_or_none(tmp_path: Path) 
         stages[before] = paths
         assert_only_whole_shards_are_visible(paths)
         assert len(verify_run(paths).problems) == (before == "orphan")
-        repair_index_and_remove_partial_shards(paths, "cell-0")
+        repair_index(paths, "cell-0")
         assert stage(paths) == {"partial": "nothing", "orphan": "sealed"}.get(before, before)
         assert verify_run(paths).problems == []
         assert not list(paths.shards_dir.glob("*.tmp"))

@@ -74,7 +74,7 @@ def test_training_continues_during_a_checkpoint(scenario: Scenario, paths: RunPa
     learner = begin_training(scenario, paths)
     at_step_2 = state_of(learner)
     released = begin_held(learner)
-    assert not any(learner.checkpoints.publish_and_prune_if_written() for _ in range(3))
+    assert not any(learner.checkpoints.poll_save() for _ in range(3))
     take_step(learner, paths, 3)
     assert visible(paths) == [1]
     began = time.monotonic()

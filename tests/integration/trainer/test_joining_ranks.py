@@ -44,7 +44,7 @@ def join(rank: int, directory: Path, stop: threading.Event) -> Future[object]:
     def run() -> None:
         position = TaskPosition(rank, RANKS, rank, 0)
         try:
-            process_groups.init_process_groups_and_device(
+            process_groups.join_process_groups(
                 position, ParallelConfig(dp=RANKS), "cpu", directory, is_cancelled=stop.is_set
             )
         except Exception as error:

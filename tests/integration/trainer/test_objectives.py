@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from areal_hpc.recipe.presets import PRESETS
-from areal_hpc.rundir.manifests import write_or_read_manifest
+from areal_hpc.rundir.manifests import write_manifest
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.writer import write_sealed_shard
 from areal_hpc.wire.ledger import NO_VERSION, BatchManifest, SealedTicket, TicketRef
@@ -115,7 +115,7 @@ def test_turns_are_credited_from_what_shards_record(ranks: RankServer, tmp_path:
     shard = write_sealed_shard(rows, paths.shards_dir, paths.shard_index_dir, "cell-0")
     places, rewards = list(range(len(rows))), [row.reward for row in rows]
     ticket = SealedTicket(TicketRef(0, 0), shard.file, places, rewards, NO_VERSION)
-    write_or_read_manifest(paths, BatchManifest(1, 1, [ticket]))
+    write_manifest(paths, BatchManifest(1, 1, [ticket]))
     largest = {}
     for credit in ("episode", "turn"):
         objective = {"credit": credit, "scale_rewards": "none"}

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from areal_hpc.rundir.jsonl import read_readable_records
-from areal_hpc.rundir.manifests import write_or_read_manifest
+from areal_hpc.rundir.manifests import write_manifest
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.writer import write_sealed_shard
 from areal_hpc.wire.ledger import NO_VERSION, BatchManifest, SealedTicket, TicketRef
@@ -37,7 +37,7 @@ def record_batch(folder: Path, spoil: Callable[[list[TrajectoryRow]], Any]) -> R
     shard = write_sealed_shard(rows, paths.shards_dir, paths.shard_index_dir, "cell-0")
     rewards = [row.reward for row in rows]
     ticket = SealedTicket(TicketRef(0, 0), shard.file, [0, 1], rewards, NO_VERSION)
-    write_or_read_manifest(paths, BatchManifest(1, 1, [ticket]))
+    write_manifest(paths, BatchManifest(1, 1, [ticket]))
     return paths
 
 

@@ -21,13 +21,13 @@ def curriculum(path: Path, weigh: WeighTasks = evenly, batch_size: int = 3) -> C
 
 def test_a_ticket_keeps_its_task_and_a_torn_line_is_drawn_again(tmp_path: Path) -> None:
     first = curriculum(tmp_path)
-    tasks = [first.get_or_draw_task(ticket) for ticket in (0, 4, 2, 11)]
+    tasks = [first.choose_task(ticket) for ticket in (0, 4, 2, 11)]
     with (tmp_path / "curriculum.jsonl").open("ab") as stream:
         stream.write(b'{"first_ticket":12,"ta')
     again = curriculum(tmp_path, weigh=lambda known: np.eye(6)[0])
-    assert [again.get_or_draw_task(ticket) for ticket in (11, 2, 4, 0)] == tasks[::-1]
-    assert again.get_or_draw_task(12) == 0
-    assert curriculum(tmp_path).get_or_draw_task(12) == 0
+    assert [again.choose_task(ticket) for ticket in (11, 2, 4, 0)] == tasks[::-1]
+    assert again.choose_task(12) == 0
+    assert curriculum(tmp_path).choose_task(12) == 0
 
 
 def test_what_may_be_on_storage_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,17 +42,17 @@ def test_what_may_be_on_storage_is_kept(tmp_path: Path, monkeypatch: pytest.Monk
     with monkeypatch.context() as storage:
         storage.setattr("os.fsync", Mock(side_effect=OSError("no space left")))
         with pytest.raises(OSError, match="no space"):
-            tasks.get_or_draw_task(0)
-    task = tasks.get_or_draw_task(0)
-    assert curriculum(tmp_path).get_or_draw_task(0) == task
+            tasks.choose_task(0)
+    task = tasks.choose_task(0)
+    assert curriculum(tmp_path).choose_task(0) == task
 
 
 def test_a_batch_has_each_task_once_unless_too_few_have_weight(tmp_path: Path) -> None:
     even = curriculum(tmp_path, batch_size=6)
-    assert sorted(even.get_or_draw_task(ticket) for ticket in range(6)) == list(range(6))
+    assert sorted(even.choose_task(ticket) for ticket in range(6)) == list(range(6))
     few = curriculum(tmp_path / "few", weigh=lambda known: [0, 1, 0, 1, 0, 0], batch_size=6)
     (tmp_path / "few").mkdir()
-    assert {few.get_or_draw_task(ticket) for ticket in range(12)} == {1, 3}
+    assert {few.choose_task(ticket) for ticket in range(12)} == {1, 3}
 
 
 @given(order=st.permutations(range(9)), repeats=st.lists(st.integers(0, 8), max_size=5))
@@ -66,12 +66,12 @@ def test_what_is_known_depends_on_no_order(
         return [1, 1, 1, 0, 0, 0]
 
     tasks = curriculum(tmp_path_factory.mktemp("any"), weigh)
-    drawn = [tasks.get_or_draw_task(ticket) for ticket in range(9)]
+    drawn = [tasks.choose_task(ticket) for ticket in range(9)]
     assert np.isnan(seen[0]["reward"]).all()
     for ticket in (*order, *repeats):
         tasks.record_rewards(ticket, [ticket / 8, 0.0])
     tasks.record_rewards(100, [1.0])  # of another curriculum, or none
-    tasks.get_or_draw_task(9)
+    tasks.choose_task(9)
     newest = [max(t for t in range(9) if drawn[t] == task) for task in range(3)]
     np.testing.assert_allclose(seen[-1]["reward"][:3], [ticket / 16 for ticket in newest])
     assert np.isnan(seen[-1]["reward"][3:]).all()
@@ -100,11 +100,11 @@ def test_weights_that_cannot_be_used_are_said_and_not_asked_for_again(
         return evenly(known) if known["ticket"] == 0 else weights
 
     tasks = curriculum(tmp_path, weigh)
-    kept = tasks.get_or_draw_task(1)
+    kept = tasks.choose_task(1)
     for _ in range(2):
         with pytest.raises(AgentError, match=rf"rollout\.curriculum: .*{says}"):
-            tasks.get_or_draw_task(3)
+            tasks.choose_task(3)
     assert says.strip("\\").split(",")[0].replace("\\", "") in tasks.trouble
     assert asked == [0, 3]
-    assert tasks.get_or_draw_task(1) == kept
+    assert tasks.choose_task(1) == kept
     assert "Traceback" in caplog.text, "the log says where in the user's code"

@@ -15,7 +15,7 @@ from areal_hpc.rollout.execution.agent_errors import (
     describe_errno_shortage,
     find_node_shortage,
 )
-from areal_hpc.rollout.execution.process_pool import decode_returned_or_raise
+from areal_hpc.rollout.execution.process_pool import decode_answer
 from areal_hpc.sandbox.isolated_worker import WORKER_LOOP_FILE
 
 
@@ -67,7 +67,7 @@ def test_what_the_node_lacks_is_found_wherever_an_agent_runs(
     with pytest.raises(
         NodeResourceShortageError if is_short else AgentError, match="the agent raised"
     ):
-        decode_returned_or_raise(told)
+        decode_answer(told)
 
 
 def build_error_with_note() -> Exception:

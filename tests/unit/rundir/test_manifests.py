@@ -24,16 +24,16 @@ def batch(step: int) -> BatchManifest:
 
 def test_a_manifest_is_never_replaced(paths: RunPaths) -> None:
     """Two ledgers may think they are the one; the first word counts for both."""
-    first = manifests.write_or_read_manifest(paths, batch(1))
+    first = manifests.write_manifest(paths, batch(1))
     other = BatchManifest(1, 3, batch(7).tickets)
-    assert manifests.write_or_read_manifest(paths, other) == first == batch(1)
+    assert manifests.write_manifest(paths, other) == first == batch(1)
     assert manifests.read_manifest(paths, 1) == batch(1)
     assert [path.name for path in paths.manifests_dir.iterdir()] == ["batch_00000001.json"]
 
 
 def test_manifests_come_by_step_without_leftovers_of_crashes(paths: RunPaths) -> None:
     for step in (10, 2, 1):
-        manifests.write_or_read_manifest(paths, batch(step))
+        manifests.write_manifest(paths, batch(step))
     (paths.manifests_dir / ".batch_00000011.json.77.tmp").write_bytes(b'{"step": 1')
     assert [manifest.step for manifest in manifests.read_manifests(paths)] == [1, 2, 10]
 

@@ -4,7 +4,7 @@ import pytest
 
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.index import read_index
-from areal_hpc.shards.verify import repair_index_and_remove_partial_shards, verify_run
+from areal_hpc.shards.verify import repair_index, verify_run
 from tests.support.sample_trajectories import seal_in, ticket
 
 
@@ -48,7 +48,7 @@ def test_an_orphan_is_reported_and_repaired_once(paths: RunPaths) -> None:
     drop_last_index_line(paths, "cell-0")
     assert list(complaints(paths)) == ["cell-0-000001.h5"]
     for _ in range(2):
-        repair_index_and_remove_partial_shards(paths)
+        repair_index(paths)
         assert read_index(paths.shard_index_dir) == before
     assert verify_run(paths).problems == []
 
@@ -62,7 +62,7 @@ def test_repair_removes_half_written_shards_and_leaves_alone_but_names_what_cann
     assert verify_run(paths).problems == []
     orphan = paths.shards_dir / "cell-0-000003.h5"
     orphan.write_bytes(b"no shard")
-    repair_index_and_remove_partial_shards(paths)
+    repair_index(paths)
     assert not partial.exists()
     assert read_index(paths.shard_index_dir) == before
     assert str(orphan) in caplog.text
@@ -75,6 +75,6 @@ def test_repair_for_one_writer_leaves_the_others_alone(paths: RunPaths) -> None:
     drop_last_index_line(paths, "cell-1")
     partial = paths.shards_dir / "cell-1-000001.h5.tmp"
     partial.touch()
-    repair_index_and_remove_partial_shards(paths, "cell-0")
+    repair_index(paths, "cell-0")
     assert read_index(paths.shard_index_dir) == [first, second]
     assert partial.exists()

@@ -5,7 +5,7 @@ import torch
 
 import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
 from areal_hpc.errors import ClusterError
-from areal_hpc.trainer.process_groups import _choose_and_set_device
+from areal_hpc.trainer.process_groups import _set_device
 
 
 def show_gpus(monkeypatch: pytest.MonkeyPatch, visible: int) -> list[int]:
@@ -29,7 +29,7 @@ def test_each_rank_takes_its_gpu(
     monkeypatch: pytest.MonkeyPatch, visible: int, setting: str, expected: list[int]
 ) -> None:
     taken = show_gpus(monkeypatch, visible)
-    found = [_choose_and_set_device(setting, rank) for rank in range(3)]
+    found = [_set_device(setting, rank) for rank in range(3)]
     assert found == [torch.device("cuda", index) for index in expected]
     assert taken == expected
 
@@ -38,7 +38,7 @@ def test_too_few_gpus_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = show_gpus(monkeypatch, 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     with pytest.raises(ClusterError, match="--gpus-per-task=1") as refusal:
-        _choose_and_set_device("cuda", 3)
+        _set_device("cuda", 3)
     said = str(refusal.value)
     assert "local rank 3 of the trainer needs a GPU of its own, and 2 are visible" in said
     assert "CUDA_VISIBLE_DEVICES='4,5'" in said
@@ -49,7 +49,7 @@ def test_too_few_gpus_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_a_gpu_auto_is_the_cpu_and_cuda_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = show_gpus(monkeypatch, 0)
-    assert _choose_and_set_device("auto", 0) == torch.device("cpu")
+    assert _set_device("auto", 0) == torch.device("cpu")
     with pytest.raises(ClusterError, match="shows no GPU"):
-        _choose_and_set_device("cuda", 0)
+        _set_device("cuda", 0)
     assert taken == []

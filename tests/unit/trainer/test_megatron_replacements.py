@@ -8,7 +8,7 @@ import pytest
 from areal_hpc.errors import ClusterError
 from areal_hpc.trainer.private_apis.megatron_replacing_packages import (
     MEGATRON_REPLACEMENTS,
-    raise_if_megatron_replacement_installed,
+    refuse_megatron_replacements,
 )
 
 
@@ -24,10 +24,10 @@ def stubs(tmp_path: Path) -> Path:
 def test_a_rank_refuses_them_by_name_and_imports_neither(
     stubs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    raise_if_megatron_replacement_installed()
+    refuse_megatron_replacements()
     monkeypatch.syspath_prepend(str(stubs))
     with pytest.raises(ClusterError) as caught:
-        raise_if_megatron_replacement_installed()
+        refuse_megatron_replacements()
     assert [problem.key for problem in caught.value.problems] == ["cluster.train.python"] * 2
     for name, problem in zip(MEGATRON_REPLACEMENTS, caught.value.problems, strict=True):
         assert name in problem.message

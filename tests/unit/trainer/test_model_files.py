@@ -17,7 +17,7 @@ from areal_hpc.trainer.model.hf_weights import (
     HfModelReader,
     HfTensorSpecWithDtype,
     split_into_files,
-    write_or_replace_hf_model_dir,
+    write_hf_model_dir,
 )
 
 TENSORS = {
@@ -44,7 +44,7 @@ def source(tmp_path: Path) -> Path:
 def test_what_is_written_is_read_back(source: Path, tmp_path: Path, file_bytes: int) -> None:
     told: list[tuple[int, int]] = []
     target = tmp_path / "model"
-    write_or_replace_hf_model_dir(
+    write_hf_model_dir(
         TENSORS.items(), SPECS, source, target,
         file_bytes=file_bytes, on_file=lambda *progress: told.append(progress),
     )  # fmt: skip
@@ -69,12 +69,12 @@ def test_what_killed_writers_left_a_day_ago_is_deleted(source: Path, tmp_path: P
     os.utime(models / silent / "model.safetensors", (a_day_ago, a_day_ago))
     for name in (silent, alive):
         os.utime(models / name, (a_day_ago, a_day_ago))
-    write_or_replace_hf_model_dir(TENSORS.items(), SPECS, source, models / "step_4")
+    write_hf_model_dir(TENSORS.items(), SPECS, source, models / "step_4")
     assert {path.name for path in models.iterdir()} == {alive, "step_3", "step_4"}
 
 
 def test_the_configuration_names_the_dtype_of_the_weights(source: Path, tmp_path: Path) -> None:
-    write_or_replace_hf_model_dir(TENSORS.items(), SPECS, source, tmp_path / "model")
+    write_hf_model_dir(TENSORS.items(), SPECS, source, tmp_path / "model")
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     assert config == {"model_type": "qwen3", "dtype": "float32"}
     assert (tmp_path / "model" / "tokenizer.json").exists()
@@ -83,7 +83,7 @@ def test_the_configuration_names_the_dtype_of_the_weights(source: Path, tmp_path
 
 def test_a_stream_that_breaks_leaves_the_earlier_model(source: Path, tmp_path: Path) -> None:
     target = tmp_path / "model"
-    write_or_replace_hf_model_dir(TENSORS.items(), SPECS, source, target)
+    write_hf_model_dir(TENSORS.items(), SPECS, source, target)
     before = (target / "model.safetensors").read_bytes()
 
     def broken() -> Iterator[tuple[str, torch.Tensor]]:
@@ -91,12 +91,12 @@ def test_a_stream_that_breaks_leaves_the_earlier_model(source: Path, tmp_path: P
         raise OSError("the storage is gone")
 
     with pytest.raises(OSError, match="gone"):
-        write_or_replace_hf_model_dir(broken(), SPECS, source, target)
+        write_hf_model_dir(broken(), SPECS, source, target)
     assert (target / "model.safetensors").read_bytes() == before
 
 
 def test_part_of_a_tensor_is_read_and_its_shape_is_checked(source: Path, tmp_path: Path) -> None:
-    write_or_replace_hf_model_dir(TENSORS.items(), SPECS, source, tmp_path / "model", file_bytes=1)
+    write_hf_model_dir(TENSORS.items(), SPECS, source, tmp_path / "model", file_bytes=1)
     checkpoint = HfModelReader(tmp_path / "model")
     rows = checkpoint.read_tensor(HfTensorSpec("a", (3, 4)), (slice(1, 3),))
     columns = checkpoint.read_tensor(HfTensorSpec("c", (5, 6)), (slice(None), slice(3, 6)))

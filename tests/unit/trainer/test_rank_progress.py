@@ -9,7 +9,7 @@ import torch.distributed as dist
 import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
 from areal_hpc.errors import LostTrainerRankError
 from areal_hpc.trainer import rank_progress
-from areal_hpc.trainer.collectives import raise_if_rank_lost_or_hung
+from areal_hpc.trainer.collectives import raise_for_lost_rank
 from areal_hpc.trainer.rank_progress import RankProgress
 
 
@@ -33,7 +33,7 @@ def ranks(told: list[str]) -> list[RankProgress]:
 
 def look(ranks: list[RankProgress], now: float) -> None:
     for one in reversed(ranks):  # rank 0 sees what the others wrote
-        one.publish_place_and_report_hangs(now)
+        one.watch_once(now)
 
 
 def test_a_rank_that_hangs_is_told_of_once_and_shows_its_stack(
@@ -78,7 +78,7 @@ def test_a_collective_that_is_late_says_who_hangs(
     with pytest.raises(
         LostTrainerRankError, match=r"hangs: behind all others: ranks 1-2 at forward"
     ):
-        raise_if_rank_lost_or_hung(RuntimeError(message))
+        raise_for_lost_rank(RuntimeError(message))
 
 
 @pytest.mark.parametrize(
@@ -92,5 +92,5 @@ def test_a_collective_that_is_late_says_who_hangs(
 )
 def test_words_of_a_lost_peer_are_known(message: str) -> None:
     with pytest.raises(LostTrainerRankError, match="another trainer rank disappeared"):
-        raise_if_rank_lost_or_hung(RuntimeError(message))
-    raise_if_rank_lost_or_hung(RuntimeError("CUDA error: an illegal memory access was encountered"))
+        raise_for_lost_rank(RuntimeError(message))
+    raise_for_lost_rank(RuntimeError("CUDA error: an illegal memory access was encountered"))

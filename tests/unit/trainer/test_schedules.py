@@ -90,7 +90,7 @@ def at(step: int) -> WeightVersion:
 def test_a_trainer_that_resumes_owes_what_its_metrics_lack() -> None:
     assert not AsyncEvaluationTracker(SCHEDULE, judged_step=5).has_unjudged_up_to(9)
     assert AsyncEvaluationTracker(SCHEDULE, judged_step=4).has_unjudged_up_to(9)
-    assert AsyncEvaluationTracker(SCHEDULE, judged_step=-1).begin_and_list_skipped_steps(at(9)) == [
+    assert AsyncEvaluationTracker(SCHEDULE, judged_step=-1).begin_evaluation(at(9)) == [
         0,
         5,
     ]
@@ -109,7 +109,7 @@ def test_episodes_are_only_ever_played_on_the_version_of_their_evaluation(moves:
             assert held != str(beside.under_way), "weights under evaluation were replaced"
             held = str(at(step))
         if beside.may_grant_episodes(cell(held), at(step)):
-            beside.begin_and_list_skipped_steps(at(step))
+            beside.begin_evaluation(at(step))
         if move == "finish" and beside.under_way is not None and held:
             assert held == str(beside.under_way)
             judged.append(beside.under_way.step)

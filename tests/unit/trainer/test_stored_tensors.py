@@ -14,7 +14,7 @@ from areal_hpc.rundir.checkpoint_index import DIGEST_BLOCK_BYTES, DIGEST_BYTES
 from areal_hpc.trainer.checkpoints.stored_tensors import (
     Box,
     RankFileReader,
-    compute_flat_start_and_extent,
+    compute_flat_extent,
     compute_strides,
     intersect_boxes,
     split_flat_range,
@@ -94,7 +94,7 @@ def test_the_blocks_of_every_range_have_its_numbers_in_order(shape: tuple[int, .
         assert sum(box.numel for box in boxes) == stop - start
         assert len(boxes) <= max(1, 2 * len(shape) - 1)
         for box in boxes:
-            assert compute_flat_start_and_extent(shape, box) == (
+            assert compute_flat_extent(shape, box) == (
                 int(tensor[box.slices].min()),
                 box.numel,
             )
@@ -120,7 +120,7 @@ def test_blocks_intersect_where_slices_do() -> None:
         within = common.shift_to_coordinates_within(one)
         assert torch.equal(marks[one.slices][within.slices], marks[common.slices])
         assert within.shift_from_within_to_whole(one) == common
-        first, count = compute_flat_start_and_extent(shape, common)
+        first, count = compute_flat_extent(shape, common)
         flat = torch.arange(20)[first : first + count]
         seen = flat.as_strided(common.sizes, compute_strides(shape))
         assert torch.equal(seen, torch.arange(20).view(shape)[common.slices])

@@ -4,12 +4,12 @@ from hypothesis import strategies as st
 
 import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
 from areal_hpc.recipe.sections.trainer import ObjectiveConfig
-from areal_hpc.trainer.batch.batch_metrics import summarize_tokens_and_staleness
+from areal_hpc.trainer.batch.batch_metrics import summarize_tokens
 from areal_hpc.trainer.batch.training_rows import (
     STALENESS_CHANNEL,
     build_rows,
     list_versions_of_current_weights,
-    set_rewards_and_drop_unsound_tickets,
+    select_sound_rows,
 )
 from areal_hpc.wire.agent_reward import MAX_REWARD
 from areal_hpc.wire.ledger import NO_VERSION, BatchManifest, SealedTicket, TicketRef
@@ -37,7 +37,7 @@ def row(
 @given(st.lists(STRETCHES, min_size=1, max_size=5))
 def test_a_batch_is_described_as_its_tokens_say(rows: list[list[tuple[int | None, int]]]) -> None:
     rows[0].append((3, 1))  # a batch has at least one sampled token
-    found = summarize_tokens_and_staleness([row(i, one) for i, one in enumerate(rows)], NOW, FORKS)
+    found = summarize_tokens([row(i, one) for i, one in enumerate(rows)], NOW, FORKS)
     steps = [[step for step, tokens in one for _ in range(tokens) if step] for one in rows]
     ages = [9 - step for one in steps for step in one]
     assert found["tokens/sampled"] == len(ages)
@@ -77,7 +77,7 @@ def one_ticket_each(rewards: list[list[float]]) -> tuple[list[list[TrajectoryRow
 def test_a_ticket_goes_whole_for_a_row_or_a_reward_that_cannot_be_trained_on() -> None:
     batch, manifest = one_ticket_each([[1.0, 0.0], [0.5, 10 * MAX_REWARD], [0.0, 1.0]])
     batch[0][1].logprobs_T[2] = np.nan
-    sound, left_out = set_rewards_and_drop_unsound_tickets(batch, manifest, vocab_size=3)
+    sound, left_out = select_sound_rows(batch, manifest, vocab_size=3)
     assert [(one.episode, one.reward) for one in sound] == [(4, 0.0), (5, 1.0)]
     assert [(one.step, one.tickets) for one in left_out] == [(5, [10]), (5, [11])]
     assert left_out[0].reason.startswith("cell-0-000000.h5 row 1: expected finite log-prob")
@@ -86,6 +86,6 @@ def test_a_ticket_goes_whole_for_a_row_or_a_reward_that_cannot_be_trained_on() -
 
 def test_a_batch_of_which_nothing_is_left_can_be_described() -> None:
     assert build_rows([], NOW, FORKS, ObjectiveConfig()) == []
-    assert {*summarize_tokens_and_staleness([], NOW, FORKS).values()} == {0}
-    found = summarize_tokens_and_staleness([row(0, [(None, 3)], reward=0.5)], NOW, FORKS)
+    assert {*summarize_tokens([], NOW, FORKS).values()} == {0}
+    found = summarize_tokens([row(0, [(None, 3)], reward=0.5)], NOW, FORKS)
     assert (found["tokens/sampled"], found["staleness/mean"]) == (0, 0.0)

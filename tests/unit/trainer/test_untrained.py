@@ -15,14 +15,14 @@ from areal_hpc.recipe.sections.trainer import ObjectiveConfig
 from areal_hpc.rundir.checkpoints import QuarantineCause, UntrainedBatchPart
 from areal_hpc.trainer.batch.training_rows import SCALE_CHANNEL, build_rows
 from areal_hpc.trainer.batch.untrained import (
-    build_damaged_batch_record_or_raise,
-    build_nonfinite_records_or_raise,
     build_norm_metrics,
+    check_trainable_share,
     count_untrainable_tokens,
     forbid_end_tokens,
     is_optimizer_step_taken,
     list_sampling_distortions,
-    raise_if_mostly_untrainable,
+    record_damaged_batch,
+    record_skipped_steps,
 )
 from areal_hpc.wire.proxy import ExportSettings
 from areal_hpc.wire.trajectory import SamplingMask, TrajectoryRow
@@ -35,7 +35,7 @@ def judge(
     step: int,
     earlier: list[UntrainedBatchPart],
 ) -> list[UntrainedBatchPart]:
-    return build_nonfinite_records_or_raise(
+    return record_skipped_steps(
         norms, step, earlier,
         key="trainer.optimizer.lr", name_step="batch {}".format, hint="try something",
     )  # fmt: skip
@@ -70,12 +70,10 @@ def quarantined(step: int, cause: QuarantineCause = "damaged") -> UntrainedBatch
 
 def test_a_third_batch_in_a_row_that_cannot_be_read_ends_the_run() -> None:
     earlier = [quarantined(2), quarantined(4), quarantined(5)]
-    assert build_damaged_batch_record_or_raise(1, [], "gone", RUN) == UntrainedBatchPart(
-        1, "gone", [], "damaged"
-    )
-    assert build_damaged_batch_record_or_raise(7, earlier, "gone", RUN).step == 7
+    assert record_damaged_batch(1, [], "gone", RUN) == UntrainedBatchPart(1, "gone", [], "damaged")
+    assert record_damaged_batch(7, earlier, "gone", RUN).step == 7
     with pytest.raises(ShardError) as caught:
-        build_damaged_batch_record_or_raise(6, earlier, "gone", RUN)
+        record_damaged_batch(6, earlier, "gone", RUN)
     assert caught.value.exit_code == 65
     problem = caught.value.problems[0]
     assert problem.message.startswith("batch 6 cannot be read: gone; nor could batch 4 and batch 5")
@@ -85,9 +83,7 @@ def test_a_third_batch_in_a_row_that_cannot_be_read_ends_the_run() -> None:
 def test_streaks_of_gradients_of_damage_and_of_requests_are_apart() -> None:
     odd, asked = UntrainedBatchPart(5, "the gradient norm is nan"), quarantined(5, "requested")
     for between in (odd, asked):
-        assert (
-            build_damaged_batch_record_or_raise(6, [quarantined(4), between], "gone", RUN).step == 6
-        )
+        assert record_damaged_batch(6, [quarantined(4), between], "gone", RUN).step == 6
     assert judge([math.nan], 6, [UntrainedBatchPart(4, "nan"), quarantined(5)])[0].step == 6
 
 
@@ -220,10 +216,10 @@ def test_tokens_are_counted_by_reason() -> None:
 
 
 def test_half_of_a_batch_may_be_left_out_and_no_more() -> None:
-    raise_if_mostly_untrainable(3, 10, {"top_p": 5})
-    raise_if_mostly_untrainable(3, 0, {})
+    check_trainable_share(3, 10, {"top_p": 5})
+    check_trainable_share(3, 0, {})
     with pytest.raises(UntrainableBatchError, match="batch 3: 6 of 10 sampled tokens") as caught:
-        raise_if_mostly_untrainable(3, 10, {"top_p": 2, "temperature=0": 4})
+        check_trainable_share(3, 10, {"top_p": 2, "temperature=0": 4})
     (problem,) = caught.value.problems
     assert problem.key == "rollout.agent.sampling"
     assert "temperature=0 (4), top_p (2)" in problem.message

@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 
 from areal_hpc.rundir.checkpoints import UntrainedBatchPart
-from areal_hpc.rundir.manifests import DroppedTicket, append_drop, write_or_read_manifest
+from areal_hpc.rundir.manifests import DroppedTicket, append_drop, write_manifest
 from areal_hpc.rundir.paths import RunPaths, format_step_dir
 from areal_hpc.shards.index import SealedShard, ShardTicket, append_to_index
 from areal_hpc.wire.ledger import NO_VERSION, BatchManifest, SealedTicket, TicketRef
@@ -61,7 +61,7 @@ class RunDirectory:
     def hand_out(self, step: int, tickets: list[SealedTicket]) -> None:
         """The manifest of a step; what was there before is replaced, which no ledger does."""
         self.paths.manifest(step).unlink(missing_ok=True)
-        write_or_read_manifest(self.paths, BatchManifest(step, 1, tickets))
+        write_manifest(self.paths, BatchManifest(step, 1, tickets))
 
     def write_checkpoint(
         self,

@@ -15,7 +15,7 @@ from areal_hpc.rundir.manifests import (
     DropKind,
     DroppedTicket,
     append_drop,
-    quarantine_batch_or_read_earlier_record,
+    record_quarantine,
 )
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.index import SealedShard, UntrainedEpisodeRows, append_to_index
@@ -76,7 +76,7 @@ def all_of(*changes: Change) -> Change:
 
 def order(record: UntrainedBatchPart) -> Change:
     """Somebody, or the trainer, sets a batch aside."""
-    return lambda run: quarantine_batch_or_read_earlier_record(run.paths, record)
+    return lambda run: record_quarantine(run.paths, record)
 
 
 UNDER_WAY = all_of(lambda run: run.hand_out(4, run.seal(7, 8)), lambda run: run.seal(10))

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_hpc.errors import RecipeError, ShardError
-from areal_hpc.rundir.manifests import write_or_read_manifest
+from areal_hpc.rundir.manifests import write_manifest
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.transcripts.conversation import format_groups
 from areal_hpc.view.transcripts.row_filter import compile_filter
@@ -119,7 +119,7 @@ def run(paths: RunPaths) -> RunPaths:
     trained = [conversation(1, 0, "four"), conversation(1, 1, "4"), conversation(2, 0, "five")]
     shard = seal_in(paths, trained)
     ticket = SealedTicket(TicketRef(1, 1), shard.file, [0, 1], [0.0, 1.0], NO_VERSION)
-    write_or_read_manifest(paths, BatchManifest(3, 1, [ticket]))
+    write_manifest(paths, BatchManifest(3, 1, [ticket]))
     failed = RowRecord(session_id="f", cause="KeyError at a.py:31", error="no\n  File 'a.py'")
     seal_in(
         paths,

@@ -72,7 +72,7 @@ def test_the_bytes_are_the_tensors_end_to_end_in_the_order_named() -> None:
     packed = PackingBuffers(CPU).open_bucket_in_older_buffer(bucket)
     for name in reversed(TENSORS):  # in any order of arrival
         assert not packed.is_full
-        packed.copy_or_hold_parameter(name, TENSORS[name])
+        packed.place_parameter(name, TENSORS[name])
     assert packed.is_full
     named = [TENSORS[slot.spec.name].reshape(-1).view(torch.uint8) for slot in bucket.slots]
     assert torch.equal(packed.tensors_to_send[0], torch.cat(named))
@@ -94,7 +94,7 @@ def test_the_last_bucket_stays_whole_while_the_next_is_packed() -> None:
 def test_in_place_every_parameter_is_a_message_in_the_order_named() -> None:
     full = OpenBucket(only_bucket())
     for name, tensor in reversed(TENSORS.items()):
-        full.copy_or_hold_parameter(name, tensor)
+        full.place_parameter(name, tensor)
     assert full.is_full
     for slot, message in zip(full.bucket.slots, full.tensors_to_send, strict=True):
         assert message.data_ptr() == TENSORS[slot.spec.name].data_ptr(), "without a copy"
@@ -112,4 +112,4 @@ def test_in_place_every_parameter_is_a_message_in_the_order_named() -> None:
 def test_a_false_parameter_is_refused(name: str, tensor: torch.Tensor, message: str) -> None:
     packed = PackingBuffers(CPU).open_bucket_in_older_buffer(only_bucket())
     with pytest.raises(WeightSyncError, match=message):
-        packed.copy_or_hold_parameter(name, tensor)
+        packed.place_parameter(name, tensor)

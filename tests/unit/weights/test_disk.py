@@ -30,7 +30,7 @@ def test_what_safetensors_reads_is_what_was_packed(tmp_path: Path) -> None:
     for bucket in buckets:
         packed = buffers.open_bucket_in_older_buffer(bucket)
         for slot in bucket.slots:
-            packed.copy_or_hold_parameter(slot.spec.name, WEIGHTS[slot.spec.name])
+            packed.place_parameter(slot.spec.name, WEIGHTS[slot.spec.name])
         folder.write_bucket(packed)
     assert [path.name for path in tmp_path.iterdir()] == [".1.2.0.partial"], "until it is complete"
     folder.rename_into_place()
