@@ -235,8 +235,8 @@ class UpdateReport:
     version: WeightVersion
     ok: tuple[ReplicaKey, ...]
     """Verified and open to agents."""
-    failed: dict[ReplicaKey, WeightSyncError]
-    """Left out of service; `discover_outdated_training_replicas` names them for a full resend."""
+    failed: dict[ReplicaKey, str]
+    """Why; left out of service, and named by `discover_outdated_training_replicas` again."""
     parameter_bytes: int
     """Bytes of all parameters (sent once to each group)."""
     seconds: dict[str, float] = field(default_factory=dict)
@@ -315,7 +315,7 @@ class Transport(ABC, Generic[SessionT]):
         return UpdateReport(
             version,
             ok=tuple(key for session in update.live for key in session.keys),
-            failed=update.failed,
+            failed={key: str(error) for key, error in update.failed.items()},
             parameter_bytes=sum(bucket.size_bytes for bucket in buckets),
             seconds={name: round(spent, 6) for name, spent in timer.seconds.items()},
         )

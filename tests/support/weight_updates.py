@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
+from areal_hpc.errors import WeightSyncError
 from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.weights.buckets import TensorSpec
 from areal_hpc.weights.publisher import Publisher, make_transport
@@ -109,4 +110,4 @@ def publish(
 def raise_if_failed(report: UpdateReport) -> None:
     """Raise the first of the errors that left replicas out, if any did."""
     for error in report.failed.values():
-        raise error
+        raise WeightSyncError(error)

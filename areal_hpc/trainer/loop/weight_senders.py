@@ -5,9 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from msgspec import Struct
 
-from areal_hpc.errors import WeightSyncError
 from areal_hpc.jobs.node.topology import get_task_position
 from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.trainer.collectives import broadcast_object, gather_objects_on_first_rank
@@ -20,12 +18,8 @@ ReplicasBySender = list[list[ReplicaKey]]
 """The replicas of an update by sender; a sender may have none."""
 
 
-class _SendOutcome(Struct, frozen=True):
-    ok: tuple[ReplicaKey, ...]
-    failed: list[tuple[ReplicaKey, str, str]]
-    """With message and hint of each error."""
-    parameter_bytes: int
-    seconds: dict[str, float]
+_Outcome = tuple[list[ReplicaKey], list[tuple[ReplicaKey, str]], int, dict[str, float]]
+"""An `UpdateReport` in JSON, but for its version."""
 
 
 def agree_on_senders(config: WeightsConfig) -> list[int]:
@@ -113,37 +107,20 @@ class WeightSenders:
             pass
         if not any(replicas_by_sender[1:]):
             return report
-        outcomes = gather_objects_on_first_rank(_describe_outcome(report), _SendOutcome)
-        return _merge_outcomes(version, outcomes) if outcomes else report
+        outcome = report.ok, [*report.failed.items()], report.parameter_bytes, report.seconds
+        outcomes: list[_Outcome] = gather_objects_on_first_rank(outcome, _Outcome)
+        if not outcomes:
+            return report
+        reached, failed, parameter_bytes, seconds = zip(*outcomes, strict=True)
+        names = dict.fromkeys(name for one in seconds for name in one)
+        return UpdateReport(
+            version,
+            ok=tuple(key for one in reached for key in one),
+            failed=dict(pair for one in failed for pair in one),
+            parameter_bytes=max(parameter_bytes),
+            seconds={name: max(one.get(name, 0.0) for one in seconds) for name in names},
+        )
 
     def close(self) -> None:
         if self._transport is not None:
             self._transport.close()
-
-
-def _describe_outcome(report: UpdateReport) -> _SendOutcome:
-    problems = [(key, error.problems[0]) for key, error in report.failed.items()]
-    return _SendOutcome(
-        report.ok,
-        [(key, problem.message, problem.hint) for key, problem in problems],
-        report.parameter_bytes,
-        report.seconds,
-    )
-
-
-def _merge_outcomes(version: WeightVersion, outcomes: Sequence[_SendOutcome]) -> UpdateReport:
-    seconds: dict[str, float] = {}
-    for outcome in outcomes:
-        for name, spent_s in outcome.seconds.items():
-            seconds[name] = max(seconds.get(name, 0.0), spent_s)
-    return UpdateReport(
-        version,
-        ok=tuple(key for outcome in outcomes for key in outcome.ok),
-        failed={
-            key: WeightSyncError(message, hint=hint)
-            for outcome in outcomes
-            for key, message, hint in outcome.failed
-        },
-        parameter_bytes=max(outcome.parameter_bytes for outcome in outcomes),
-        seconds=seconds,
-    )

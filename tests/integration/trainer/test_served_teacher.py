@@ -82,10 +82,7 @@ def measure_gaps(scenario: dict[str, Any], paths: RunPaths) -> dict[str, Any]:
         for where in scenario["teachers"]
     ]
     model, device = paths.starting_model_dir, torch.device("cpu")
-    found = [
-        FrozenModels(config, paths, model, device, 0, lambda: None, lambda: False)
-        for config in configs
-    ]
+    found = [FrozenModels(config, model, device, lambda: False) for config in configs]
     policy = build_policy(read_architecture(model), configs[0].parallel, torch.float32, device)
     gaps = []
     for step in (1, 2):

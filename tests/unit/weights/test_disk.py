@@ -7,7 +7,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from areal_hpc.errors import WeightSyncError
 from areal_hpc.weights.buckets import PackingBuffers, plan_buckets
 from areal_hpc.weights.disk import WeightsFolder
 from areal_hpc.weights.replicas import ReplicaKey
@@ -80,7 +79,6 @@ def test_a_full_disk_leaves_replicas_alone_is_said_of_each_and_gets_back_what_it
     assert next(drained, None) is None
     assert [*report.failed] == keys
     for error in report.failed.values():
-        assert isinstance(error, WeightSyncError)
-        assert os.strerror(number) in str(error)
-        assert "make room" in str(error)
+        assert os.strerror(number) in error
+        assert "make room" in error
     assert [*tmp_path.glob("weights/*")] == []
