@@ -38,11 +38,10 @@ from areal_hpc.rundir.telemetry.events import EventLog
 from areal_hpc.rundir.telemetry.prometheus import build_samples, register_sample_reader
 from areal_hpc.rundir.telemetry.spans import record_state_entry
 from areal_hpc.trainer.collectives import broadcast_object
-from areal_hpc.trainer.config import STOP_MARGIN_S, ReplayJobConfig, TrainerJobConfig
+from areal_hpc.trainer.config import STOP_MARGIN_S, ReplayJobConfig, Schedule, TrainerJobConfig
 from areal_hpc.trainer.learner import Learner
 from areal_hpc.trainer.loop.live_run import AsyncEvaluationTracker, LiveRun
 from areal_hpc.trainer.loop.loop import Coordinator, run_loop
-from areal_hpc.trainer.loop.schedule import Schedule
 from areal_hpc.trainer.loop.step_record import AlertReporter, StepRecord
 from areal_hpc.trainer.loop.weight_senders import WeightSenders, agree_on_senders
 from areal_hpc.trainer.model.hf_weights import list_hf_specs

@@ -23,7 +23,7 @@ from areal_hpc.rundir.jsonl import JsonMetricRow
 from areal_hpc.rundir.rendezvous import EVALUATION_CELL
 from areal_hpc.rundir.service_client import ServiceClient
 from areal_hpc.rundir.telemetry.events import CELL_FOUND_EVENT, NO_CELL_EVENT, EventLog
-from areal_hpc.trainer.loop.schedule import Schedule
+from areal_hpc.trainer.config import Schedule
 from areal_hpc.trainer.loop.step_record import StepRecord
 from areal_hpc.trainer.loop.weight_senders import ReplicasBySender, WeightSenders
 from areal_hpc.weights.publisher import (

@@ -52,9 +52,9 @@ from areal_hpc.rundir.checkpoints import UntrainedBatchPart
 from areal_hpc.rundir.jsonl import JsonMetricRow
 from areal_hpc.rundir.telemetry.spans import time_span
 from areal_hpc.trainer.collectives import broadcast_object, is_true_on_any_rank
+from areal_hpc.trainer.config import Schedule
 from areal_hpc.trainer.learner import Learner
 from areal_hpc.trainer.loop.live_run import LiveRun
-from areal_hpc.trainer.loop.schedule import Schedule
 from areal_hpc.trainer.loop.step_record import StepRecord
 from areal_hpc.trainer.loop.weight_senders import ReplicasBySender, WeightSenders
 from areal_hpc.trainer.model.hf_weights import stream_hf_tensors

@@ -12,9 +12,9 @@ import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything 
 from areal_hpc.metrics.step_metrics import VALIDATION_REWARD_METRIC, read_metrics
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.jsonl import read_readable_records
+from areal_hpc.trainer.config import EvaluationSetSchedule, Schedule
 from areal_hpc.trainer.loop.live_run import AsyncEvaluationTracker
 from areal_hpc.trainer.loop.loop import Action, Coordinator
-from areal_hpc.trainer.loop.schedule import EvaluationSetSchedule, Schedule
 from areal_hpc.wire.http import WireClient
 from areal_hpc.wire.ledger import EvaluateReply, EvaluateRequest
 from areal_hpc.wire.replicas import ReplicasOfCell

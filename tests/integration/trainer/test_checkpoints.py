@@ -29,10 +29,10 @@ from areal_hpc.rundir.jsonl import append_line
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.trainer.checkpoints import writer
 from areal_hpc.trainer.checkpoints.store import CheckpointStore
+from areal_hpc.trainer.config import Schedule
 from areal_hpc.trainer.job import make_replay_coordinator
 from areal_hpc.trainer.learner import Learner
 from areal_hpc.trainer.loop.loop import Coordinator, run_loop
-from areal_hpc.trainer.loop.schedule import Schedule
 from areal_hpc.trainer.loop.step_record import StepRecord
 from areal_hpc.wire.ledger import BatchManifest
 from tests.support.replay_worker import (

@@ -24,9 +24,9 @@ from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.service_client import ServiceClient
 from areal_hpc.rundir.telemetry.events import EventLog
+from areal_hpc.trainer.config import Schedule
 from areal_hpc.trainer.loop.live_run import AsyncEvaluationTracker, LiveRun
 from areal_hpc.trainer.loop.loop import Action, Command, Coordinator
-from areal_hpc.trainer.loop.schedule import Schedule
 from areal_hpc.trainer.loop.step_record import StepRecord
 from areal_hpc.trainer.loop.weight_senders import WeightSenders
 from areal_hpc.weights.buckets import TensorSpec

@@ -4,8 +4,8 @@ from hypothesis import strategies as st
 
 import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
 from areal_hpc.recipe.sections.trainer import AdamConfig, compute_learning_rate
+from areal_hpc.trainer.config import EvaluationSetSchedule, Schedule
 from areal_hpc.trainer.loop.live_run import AsyncEvaluationTracker
-from areal_hpc.trainer.loop.schedule import EvaluationSetSchedule, Schedule
 from areal_hpc.trainer.sft import get_batch_indices
 from areal_hpc.weights.replicas import DiscoveredReplicas, ReplicaKey
 from areal_hpc.wire.replicas import ReplicaState, ReplicaView
