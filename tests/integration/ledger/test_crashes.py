@@ -26,40 +26,6 @@ SHORT_TIMEOUT_S = scaled(1.5)
 """Cells are lost after this and a restarted ledger listens for a third of it."""
 
 
-def test_a_ledger_killed_between_calls_trains_each_ticket_once(ledger: LedgerProcess) -> None:
-    ledger.open_generation()
-    trained: list[int] = []
-    for step, is_settle_delivered in ((1, True), (2, False)):
-        ledger.restart(cell_timeout_s=SHORT_TIMEOUT_S)
-        assert ledger.batch(step).manifest is None
-        refs = [grant.ref for grant in ledger.grants()]
-        ledger.restart(cell_timeout_s=scaled(30.0))  # it listens for a third of that
-        other = ledger.threads.submit(ledger.lease, "cell-1", wait_s=0.15)
-        ledger.lease(held=refs, tickets=0)
-        assert other.result().grants == [], "what runs is not issued twice"
-        assert ledger.status().leased == 2
-        ledger.restart(cell_timeout_s=SHORT_TIMEOUT_S)
-        ledger.lease(finished=refs, tickets=0)
-        sealed = ledger.seal(refs)
-        ledger.restart()
-        if is_settle_delivered:
-            ledger.settle(sealed)
-            ledger.restart()
-        assert ledger.status().settled == 2
-        first = ledger.batch(step).manifest
-        assert read_manifest(ledger.paths, step) == first, "on disk before it is handed out"
-        ledger.restart()
-        again = ledger.batch(step).manifest
-        assert first is not None
-        assert again == first
-        ledger.settle(sealed)
-        ledger.publish(step)
-        trained += [ticket.ref.ticket_id for ticket in first.tickets]
-    assert Counter(trained) == Counter(range(4))
-    assert ledger.lease(wait_s=1.0).grants == [], "it listens no more, and the run is over"
-    assert ledger.status().trained == 4
-
-
 def test_a_restarted_ledger_grants_only_after_the_trainer_resumes(ledger: LedgerProcess) -> None:
     """Its last version may be of weights that were never saved. What ran is then issued again."""
     claim_next_number(ledger.paths.generations_dir)

@@ -1,6 +1,5 @@
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -28,23 +27,6 @@ def test_a_ticket_keeps_its_task_and_a_torn_line_is_drawn_again(tmp_path: Path) 
     assert [again.choose_task(ticket) for ticket in (11, 2, 4, 0)] == tasks[::-1]
     assert again.choose_task(12) == 0
     assert curriculum(tmp_path).choose_task(12) == 0
-
-
-def test_what_may_be_on_storage_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The line may be there although the storage refused: a restarted ledger would believe it."""
-    asked: list[int] = []
-
-    def another_each_time(known: dict[str, Any]) -> Any:
-        asked.append(known["ticket"])
-        return np.eye(6)[len(asked)]
-
-    tasks = curriculum(tmp_path, another_each_time)
-    with monkeypatch.context() as storage:
-        storage.setattr("os.fsync", Mock(side_effect=OSError("no space left")))
-        with pytest.raises(OSError, match="no space"):
-            tasks.choose_task(0)
-    task = tasks.choose_task(0)
-    assert curriculum(tmp_path).choose_task(0) == task
 
 
 def test_a_batch_has_each_task_once_unless_too_few_have_weight(tmp_path: Path) -> None:

@@ -4,11 +4,10 @@ import pytest
 
 from areal_hpc.errors import ClusterError
 from areal_hpc.ledger.admission import TicketPolicy
-from areal_hpc.ledger.batch_formation import build_next_batch_manifest
 from areal_hpc.ledger.tickets import TicketTable
 from areal_hpc.rundir.manifests import DroppedTicket
 from areal_hpc.wire.ledger import BatchManifest, TicketRef
-from tests.unit.ledger.ticket_world import form_batch, rebuilt, settled
+from tests.unit.ledger.ticket_world import rebuilt, settled
 
 
 def policy(
@@ -35,28 +34,6 @@ def test_as_many_run_as_staleness_concurrency_and_need_allow_and_one_that_is_dro
     assert tickets.lease_tickets("a", 100, 0.0) == [TicketRef(granted, 1)]
 
 
-def test_batches_take_tickets_in_the_order_they_settled_and_asking_changes_nothing() -> None:
-    tickets = TicketTable(policy(batch_size=3))
-    a, b, c = tickets.lease_tickets("a", 3, 0.0)
-    for ref in (c, a, b):
-        tickets.settle(settled(ref))
-    asked = build_next_batch_manifest(tickets, generation=1)
-    assert tickets.n_ready_for_batch == 3
-    assert [ticket.ref for ticket in form_batch(tickets).tickets] == [c, a, b]
-    assert asked == BatchManifest(1, 1, [settled(ref) for ref in (c, a, b)])
-
-
-def test_tickets_of_a_silent_cell_finished_or_not_come_first_and_need_no_own_room() -> None:
-    tickets = TicketTable(policy(offpolicyness=1))
-    lost = tickets.lease_tickets("a", 2, 0.0)
-    tickets.reconcile_cell_report("a", lost[:1], lost[1:], 0.0)
-    kept = tickets.lease_tickets("b", 2, 0.0)
-    tickets.reconcile_cell_report("b", kept, [], 30.0)
-    assert tickets.expire_leases(31.0) == 2
-    again = tickets.lease_tickets("b", 9, 31.0)
-    assert again == [TicketRef(ref.ticket_id, 2) for ref in lost]
-
-
 def test_a_grant_whose_reply_was_lost_is_issued_again_at_once() -> None:
     """The cell lives and reports, but does not mention the ticket."""
     tickets = TicketTable(policy())
@@ -67,14 +44,6 @@ def test_a_grant_whose_reply_was_lost_is_issued_again_at_once() -> None:
 
 
 AHEAD = policy(offpolicyness=4)
-
-
-def test_a_restarted_ledger_takes_a_ticket_sealed_twice_from_the_batch_that_used_it() -> None:
-    first, again = settled(TicketRef(0, 1)), settled(TicketRef(0, 2))
-    manifest = BatchManifest(1, 1, [again, settled(TicketRef(1, 1))])
-    index = [first, again, settled(TicketRef(2, 1))]
-    tickets = rebuilt(AHEAD, manifests=[manifest], settled=index)
-    assert [tickets.get_state(i) for i in range(3)] == ["batched", "batched", "settled"]
 
 
 @pytest.mark.parametrize(
