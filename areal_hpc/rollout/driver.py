@@ -329,12 +329,7 @@ class Driver:
         self.tickets.release(grant.ref, is_finished=is_finished)
 
     async def _run_evaluation_ticket(self, grant: TicketGrant) -> None:
-        """Run all samples of a held-out task; those that kept failing earn 0.
-
-        Raises:
-            AgentError: Every sample kept failing.
-            RecipeError: The ledger knows a set that this driver does not.
-        """
+        """Run all samples of a held-out task; those that kept failing earn 0."""
         number, _ = split_ticket_id(grant.ref.ticket_id)
         if number not in self._set_names:
             raise RecipeError(f"{grant.ref} is of evaluation set {number}, which is not known here")
@@ -430,12 +425,7 @@ class Driver:
     # Episodes --------------------------------------------------------------------------------
 
     async def _run_episode(self, grant: TicketGrant, set_name: str, episode: int) -> EpisodeOutcome:
-        """Repeat one episode until it ends well, or as the recipe has failed ones end.
-
-        Raises:
-            AgentError: Its agent failed in all tries.
-            NodeResourceShortageError: The node lacked something for it, for long.
-        """
+        """Repeat one episode until it ends well, or as the recipe has failed ones end."""
         is_training = set_name == TRAIN
         tries = self._rollout.tries_per_episode if is_training else self._rollout.max_episode_tries
         failures, short_since_s = 0, float("inf")

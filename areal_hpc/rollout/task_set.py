@@ -26,11 +26,7 @@ class TaskSet:
         return len(self._lines)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """The task in line `index`.
-
-        Raises:
-            RecipeError: There is no such line, or it is no JSON object.
-        """
+        """The task in line `index`."""
         if not 0 <= index < len(self._lines):
             raise RecipeError(f"task {index} was asked for; {self._path} has {len(self)} tasks")
         try:

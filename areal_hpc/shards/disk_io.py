@@ -30,9 +30,6 @@ def open_regular_file(path: Path) -> Iterator[int]:
     """A descriptor to read a regular file from; whatever else lies in its place is refused.
 
     A FIFO would hold its reader up for ever; a symbolic link or a device leads out of the run.
-
-    Raises:
-        OSError: There is no such file, or it is no regular one.
     """
     # Without O_NONBLOCK, opening a FIFO waits for somebody who writes to it.
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY

@@ -119,12 +119,7 @@ def get_index_path(index_dir: Path, writer: str) -> Path:
 
 
 def append_to_index(index_dir: Path, shard: SealedShard) -> None:
-    """Add the shard's line durably. The shard is sealed when this returns.
-
-    Raises:
-        ValueError: `shard.file` is not a shard's name.
-        OSError: The storage refused; half a line at most is left, which readers leave out.
-    """
+    """Add the shard's line durably. The shard is sealed when this returns."""
     named = parse_shard_name(shard.file)
     if named is None:
         raise ValueError(f"{shard.file!r} is not the name of a shard")

@@ -127,11 +127,7 @@ def measure_file(path: Path) -> tuple[int, str]:
 
 
 def build_index_line(path: Path) -> SealedShard:
-    """The index line that belongs to a whole shard.
-
-    Raises:
-        ShardError: The file is none, or cannot be read.
-    """
+    """The index line that belongs to a whole shard."""
     try:
         size_bytes, digest = measure_file(path)
     except OSError as error:

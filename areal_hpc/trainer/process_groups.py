@@ -71,10 +71,6 @@ def run_rank(
 
     `train` is the work; it says whether that came to its end. A stop ends the waiting for other
     ranks, too.
-
-    Raises:
-        SystemExit: Stopped by a signal before the end, the work so far being saved, or while it
-            waited for other ranks; or another rank failed.
     """
     refuse_megatron_replacements()
     megatron_cpu.patch_torch_megatron_without_gpu()

@@ -187,11 +187,7 @@ class Demonstration:
 
 
 def read_demonstrations(path: Path) -> list[Demonstration]:
-    """The conversations of a JSON-lines file, each ending with an assistant's message.
-
-    Raises:
-        RecipeError: A line is not such a conversation, or there is none.
-    """
+    """The conversations of a JSON-lines file, each ending with an assistant's message."""
     conversations: list[Demonstration] = []
     with path.open() as stream:
         for number, line in enumerate(stream, 1):

@@ -80,9 +80,6 @@ def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[BucketP
         specs: All parameters, in the order in which they will arrive.
         bucket_bytes: Limit of one bucket; only a parameter larger than this gets a bucket above
             the limit, of its own.
-
-    Raises:
-        ValueError: A name comes twice.
     """
     names = [spec.name for spec in specs]
     if len(set(names)) != len(names):
@@ -135,11 +132,7 @@ class OpenBucket:
         return not self._missing
 
     def place_parameter(self, parameter_name: str, tensor: torch.Tensor) -> None:
-        """Put one parameter in its place.
-
-        Raises:
-            WeightSyncError: It does not belong here now, or is not what its spec promised.
-        """
+        """Put one parameter in its place."""
         slot = self._missing.pop(parameter_name, None)
         if slot is None:
             raise WeightSyncError(
@@ -198,9 +191,6 @@ def send_buckets(
         named_tensors: Every parameter of the buckets, in the order in which they were planned.
         open_bucket: Makes a bucket to be filled; the last one may still be on its way.
         send_bucket: Called when the bucket before has arrived.
-
-    Raises:
-        WeightSyncError: The parameters are not those of the buckets.
     """
     wait_sent: WaitSent | None = None
     for bucket in buckets:

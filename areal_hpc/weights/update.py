@@ -73,11 +73,7 @@ def get_max_probe_gap(config: WeightsConfig, specs: Sequence[TensorSpec]) -> flo
 def check_probe(
     probe: Probe, replica_logprobs: Sequence[float], max_gap: float, replica: object
 ) -> None:
-    """Compare a replica's log-probabilities with the trainer's, as far as the replica scored.
-
-    Raises:
-        WeightSyncError: They differ by more than `max_gap` on average, or are no numbers.
-    """
+    """Compare a replica's log-probabilities with the trainer's, as far as the replica scored."""
     scored = len(replica_logprobs)
     if not scored:
         raise WeightSyncError(f"{replica}: expected log-probabilities of a prompt, got none")

@@ -79,11 +79,7 @@ def _join_text(content: Any) -> str:
 async def mark_auxiliary_conversations(
     rule: AuxiliaryRule, session_id: str, proxy: AsyncServiceClient
 ) -> None:
-    """Have the proxy leave a session's auxiliary conversations out of training.
-
-    Raises:
-        AgentError: The user's function failed, or the proxy has lost the session.
-    """
+    """Have the proxy leave a session's auxiliary conversations out of training."""
     try:
         told = await proxy.call_until_answered(
             "/rl/list_conversations", ListConversationsRequest(session_id), ListConversationsReply

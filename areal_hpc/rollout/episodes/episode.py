@@ -263,11 +263,7 @@ async def offer_episode_to_external_program(
 
 
 def parse_agent_rewards(returned: object) -> dict[str | None, Reward]:
-    """What the agent returned, as rewards by interaction id (None: the last interaction).
-
-    Raises:
-        AgentError: It is neither a finite number nor a `Reward`, nor a dict of these.
-    """
+    """What the agent returned, as rewards by interaction id (None: the last interaction)."""
     if not isinstance(returned, dict):
         return {None: _parse_one_agent_reward(returned, "")}
     if not returned:
@@ -298,12 +294,7 @@ def _parse_one_agent_reward(value: object, location_text: str) -> Reward:
 async def _run_agent(
     spec: EpisodeSpec, session: StartSessionReply, agent: Agent, proxy_url: str, http_client: Any
 ) -> object:
-    """What the agent returned.
-
-    Raises:
-        AgentError: It raised, or took too long; or its process died.
-        NodeResourceShortageError: It could not go on, for the node lacked something.
-    """
+    """What the agent returned."""
     # A task of its own: an agent that swallows its cancellation must not hold the episode.
     task = asyncio.create_task(
         _call_agent_returning_errors(

@@ -77,11 +77,7 @@ def derive_episode_seed(ticket_seed: int, episode: int, failures: int) -> int:
 
 
 def resolve_limits(rollout: RolloutConfig, task: dict[str, Any]) -> EpisodeLimits:
-    """The recipe's limits, overridden by those of the task.
-
-    Raises:
-        RecipeError: The task's limits are none.
-    """
+    """The recipe's limits, overridden by those of the task."""
     recipe = {**rollout.limits.model_dump(), "timeout_s": rollout.episode_timeout_s}
     own = task.get(TASK_LIMITS_KEY, {})
     try:

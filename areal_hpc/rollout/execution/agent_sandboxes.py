@@ -144,11 +144,7 @@ def make_agent_sandboxes(
 
 
 def build_sandbox_spec(config: SandboxConfig, runtime: Runtime) -> SandboxSpec:
-    """What a recipe's section asks of a runtime.
-
-    Raises:
-        RecipeError: There is no such root file system, or it cannot be shown.
-    """
+    """What a recipe's section asks of a runtime."""
     network: Network = "open" if runtime.name == "none" else config.network
     if config.root and runtime.name == "none":
         raise RecipeError(

@@ -75,11 +75,7 @@ class CheckpointWriter:
         self._path, self._writing = path, start_native_call(work, "checkpoint-writer")
 
     def poll_write(self, timeout_s: float) -> bool:
-        """True once the file, its neighbors and their directory are on disk.
-
-        Raises:
-            ClusterError: The storage refused.
-        """
+        """True once the file, its neighbors and their directory are on disk."""
         if self._writing is None:
             return True
         wait([self._writing], timeout_s)

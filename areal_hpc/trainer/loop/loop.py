@@ -97,10 +97,6 @@ def run_loop(
     """Train until rank 0, the one with a coordinator, says stop; true when the run is complete.
 
     A stop asked of any rank is a stop of all. `senders` is this rank's part in sending weights.
-
-    Raises:
-        ArealError: Rank 0 cannot go on, or a batch cannot be trained on. A checkpoint that was
-            being written has been finished first: what was trained is worth keeping.
     """
     while True:
         with _time_optional_span(coordinator is None, "command_wait"):
@@ -230,15 +226,7 @@ class Coordinator:
         self._exported_step = -1
 
     def choose_next_command(self) -> Command:
-        """What all ranks do now. Waits at most a few seconds.
-
-        Raises:
-            SupersededTrainerError: A newer trainer owns the run.
-            AgentError: Agents do nothing but fail, so that no batch will form.
-            ClusterError: The ledger stays away.
-            ShardError: The manifest or the quarantine file of the next batch is gone or damaged.
-            IdleError: No cell has been there for long. What was trained is saved.
-        """
+        """What all ranks do now. Waits at most a few seconds."""
         is_idle = self.live_run is not None and self.live_run.lacks_cells_too_long()
         if not self._stop.requested and not is_idle:
             try:

@@ -195,11 +195,7 @@ class HfModelReader:
         return tensor_name in self._file_of
 
     def read_tensor(self, tensor: HfTensorSpec, slices: Slices = ()) -> torch.Tensor:
-        """Some rows or columns of one tensor, or all of it, on the CPU. Reads no more than that.
-
-        Raises:
-            RecipeError: The directory has no such tensor, or one of another shape.
-        """
+        """Some rows or columns of one tensor, or all of it, on the CPU. Reads no more than that."""
         file = self._file_of.get(tensor.name)
         if file is None:
             raise RecipeError(f"{self._dir} has no tensor {tensor.name}", key=self._key)

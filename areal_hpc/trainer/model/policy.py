@@ -176,11 +176,7 @@ def build_network(
     *,
     gives_values: bool = False,
 ) -> Network:
-    """The same without gradients; with `gives_values` a head for values in the vocabulary's place.
-
-    Raises:
-        RecipeError: The sizes do not divide by the parallel sizes.
-    """
+    """The same without gradients; `gives_values`: with a head for values, not for tokens."""
     if problems := list(find_layout_problems(arch, parallel)):
         raise RecipeError.from_problems(problems)
     config = build_transformer_config(arch, parallel, dtype, device, activations)

@@ -30,11 +30,7 @@ def build_installed_replacement_problem(module: str, python: str) -> Problem:
 
 
 def refuse_megatron_replacements() -> None:
-    """Refuse to train in an environment that has such a package.
-
-    Raises:
-        ClusterError: One problem for each that this interpreter finds.
-    """
+    """Refuse to train in an environment that has such a package."""
     found = [name for name in MEGATRON_REPLACEMENTS if importlib.util.find_spec(name) is not None]
     if found:
         raise ClusterError.from_problems(
