@@ -51,7 +51,7 @@ def receive(
         works = [dist.broadcast(one, src=0, group=group, async_op=True) for one in messages]
         for work in works:
             work.wait()
-        assert len(held.tensors) == len(bucket.slots)
+        assert len(held.tensors) == len(bucket.specs)
 
 
 def main() -> None:

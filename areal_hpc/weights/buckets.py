@@ -10,7 +10,6 @@ tensor is a message of its own. Names, dtypes and shapes travel beside both as J
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 
@@ -47,24 +46,17 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class TensorSlot:
-    """Place of one parameter in its bucket."""
-
-    spec: TensorSpec
-    offset_bytes: int
-    """Bytes from the bucket's start; a multiple of the item size."""
-
-
-@dataclass(frozen=True, slots=True)
 class BucketPlan:
-    """Parameters sent by one broadcast, in wire order (which may differ from arrival order)."""
+    """Parameters sent by one broadcast, in wire order: each begins at a multiple of its item size.
 
-    slots: tuple[TensorSlot, ...]
+    The order of arrival may be another.
+    """
+
+    specs: tuple[TensorSpec, ...]
 
     @property
     def size_bytes(self) -> int:
-        last = self.slots[-1]
-        return last.offset_bytes + last.spec.size_bytes
+        return sum(spec.size_bytes for spec in self.specs)
 
 
 def get_bucket_bytes(configured_bytes: int | None, device_type: str) -> int:
@@ -81,10 +73,6 @@ def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[BucketP
         bucket_bytes: Limit of one bucket; only a parameter larger than this gets a bucket above
             the limit, of its own.
     """
-    names = [spec.name for spec in specs]
-    if len(set(names)) != len(names):
-        twice = sorted({name for name in names if names.count(name) > 1})
-        raise ValueError(f"each parameter is sent once, got these twice: {twice}")
     groups: list[list[TensorSpec]] = []
     filled_bytes = 0
     for spec in specs:
@@ -93,15 +81,10 @@ def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[BucketP
             filled_bytes = 0
         groups[-1].append(spec)
         filled_bytes += spec.size_bytes
-    return [_lay_out_bucket(group) for group in groups]
-
-
-def _lay_out_bucket(specs: Sequence[TensorSpec]) -> BucketPlan:
-    ordered = sorted(specs, key=lambda spec: -BYTES_BY_DTYPE[spec.dtype])
-    offsets = accumulate((spec.size_bytes for spec in ordered), initial=0)
-    return BucketPlan(
-        tuple(TensorSlot(spec, offset) for spec, offset in zip(ordered, offsets, strict=False))
-    )
+    return [
+        BucketPlan(tuple(sorted(group, key=lambda spec: -BYTES_BY_DTYPE[spec.dtype])))
+        for group in groups
+    ]
 
 
 class OpenBucket:
@@ -120,12 +103,12 @@ class OpenBucket:
         self.flat = flat_buffer
         self.tensors: dict[str, torch.Tensor] = {}
         """The parameters by name, once it is full; of a packed bucket views of `flat`."""
-        self._missing = {slot.spec.name: slot for slot in bucket.slots}
+        self._missing = {spec.name: spec for spec in bucket.specs}
         if flat_buffer is not None:
-            for name, slot in self._missing.items():
-                content = flat_buffer[slot.offset_bytes : slot.offset_bytes + slot.spec.size_bytes]
-                dtype: torch.dtype = getattr(torch, slot.spec.dtype)
-                self.tensors[name] = content.view(dtype).view(slot.spec.shape)
+            parts = flat_buffer.split([spec.size_bytes for spec in bucket.specs])
+            for spec, part in zip(bucket.specs, parts, strict=True):
+                dtype: torch.dtype = getattr(torch, spec.dtype)
+                self.tensors[spec.name] = part.view(dtype).view(spec.shape)
 
     @property
     def is_full(self) -> bool:
@@ -133,17 +116,16 @@ class OpenBucket:
 
     def place_parameter(self, parameter_name: str, tensor: torch.Tensor) -> None:
         """Put one parameter in its place."""
-        slot = self._missing.pop(parameter_name, None)
-        if slot is None:
+        spec = self._missing.pop(parameter_name, None)
+        if spec is None:
             raise WeightSyncError(
                 f"expected one of {sorted(self._missing)}, got {parameter_name}",
                 hint="export parameters in the order of their specs, each once",
             )
         shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
-        if (shape, dtype) != (slot.spec.shape, slot.spec.dtype):
+        if (shape, dtype) != (spec.shape, spec.dtype):
             raise WeightSyncError(
-                f"expected {slot.spec.dtype} of shape {slot.spec.shape}, "
-                f"got {dtype} of shape {shape}",
+                f"expected {spec.dtype} of shape {spec.shape}, got {dtype} of shape {shape}",
                 key=parameter_name,
             )
         if self.flat is None:
@@ -155,7 +137,7 @@ class OpenBucket:
     def tensors_to_send(self) -> Sequence[torch.Tensor]:
         if self.flat is not None:
             return [self.flat]
-        return [self.tensors[slot.spec.name] for slot in self.bucket.slots]
+        return [self.tensors[spec.name] for spec in self.bucket.specs]
 
 
 class PackingBuffers:

@@ -231,7 +231,7 @@ class ReplicaClient:
             version: Set with the last bucket: tokens sampled from now on carry it.
             packed: It is one message; else each of its parameters is.
         """
-        specs = [slot.spec for slot in bucket.slots]
+        specs = bucket.specs
         self.post_with_update_timeout(
             "update_weights_from_distributed",
             {

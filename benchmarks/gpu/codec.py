@@ -49,8 +49,8 @@ class Bench:
     def pack(self) -> None:
         for bucket in self.buckets:
             packed = self.buffers.open_bucket_in_older_buffer(bucket)
-            for slot in bucket.slots:
-                packed.place_parameter(slot.spec.name, self.weights[slot.spec.name])
+            for spec in bucket.specs:
+                packed.place_parameter(spec.name, self.weights[spec.name])
         synchronize(self.device)
 
     def copy(self) -> None:

@@ -285,8 +285,8 @@ def codec(trainee: Trainee) -> dict[str, Any]:
     different = 0
     for bucket in buckets:
         packed = buffers.open_bucket_in_older_buffer(bucket)
-        for slot in bucket.slots:
-            packed.place_parameter(slot.spec.name, weights[slot.spec.name])
+        for spec in bucket.specs:
+            packed.place_parameter(spec.name, weights[spec.name])
         found = packed.tensors
         different += sum(not torch.equal(found[name], weights[name]) for name in found)
     return {

@@ -235,8 +235,8 @@ def test_weights_by_disk_are_the_ones_that_answer(cell: Cell, tmp_path: Path) ->
 
 
 def zero_a_bucket(weights: Weights, older: Weights, bucket: BucketPlan) -> None:
-    for slot in bucket.slots:
-        weights[slot.spec.name] = torch.zeros_like(weights[slot.spec.name])
+    for spec in bucket.specs:
+        weights[spec.name] = torch.zeros_like(weights[spec.name])
 
 
 def swap_two_tensors(weights: Weights, older: Weights, bucket: BucketPlan) -> None:
@@ -247,7 +247,7 @@ def swap_two_tensors(weights: Weights, older: Weights, bucket: BucketPlan) -> No
 def keep_a_bucket_of_the_version_before(
     weights: Weights, older: Weights, bucket: BucketPlan
 ) -> None:
-    weights |= {slot.spec.name: older[slot.spec.name] for slot in bucket.slots}
+    weights |= {spec.name: older[spec.name] for spec in bucket.specs}
 
 
 @pytest.mark.parametrize(

@@ -25,32 +25,27 @@ def spec_lists(draw: st.DrawFn) -> list[TensorSpec]:
     return [TensorSpec(name, draw(shapes), draw(dtypes)) for name in names]
 
 
-def specs_in(bucket: BucketPlan) -> list[TensorSpec]:
-    return [slot.spec for slot in bucket.slots]
-
-
 @given(specs=spec_lists(), bucket_bytes=st.integers(1, 100_000))
 def test_parameters_are_sent_once_and_aligned(specs: list[TensorSpec], bucket_bytes: int) -> None:
     buckets = plan_buckets(specs, bucket_bytes)
-    sent = [spec for bucket in buckets for spec in specs_in(bucket)]
+    sent = [spec for bucket in buckets for spec in bucket.specs]
     assert sorted(sent, key=str) == sorted(specs, key=str)
     for bucket in buckets:
         end = 0
-        for slot in bucket.slots:
-            assert slot.offset_bytes == end, "the receiver knows no gaps"
-            assert slot.offset_bytes % BYTES_BY_DTYPE[slot.spec.dtype] == 0
-            end += slot.spec.size_bytes
+        for spec in bucket.specs:
+            assert end % BYTES_BY_DTYPE[spec.dtype] == 0, "the receiver knows no gaps"
+            end += spec.size_bytes
         assert bucket.size_bytes == end
 
 
 @given(specs=spec_lists(), bucket_bytes=st.integers(1, 100_000))
 def test_buckets_keep_order_and_their_limit(specs: list[TensorSpec], bucket_bytes: int) -> None:
     buckets = plan_buckets(specs, bucket_bytes)
-    bucket_of = {spec.name: at for at, bucket in enumerate(buckets) for spec in specs_in(bucket)}
+    bucket_of = {spec.name: at for at, bucket in enumerate(buckets) for spec in bucket.specs}
     arrival = [bucket_of[spec.name] for spec in specs]
     assert arrival == sorted(arrival), "a bucket is complete before the next one begins"
     for bucket in buckets:
-        assert bucket.size_bytes <= bucket_bytes or len(bucket.slots) == 1
+        assert bucket.size_bytes <= bucket_bytes or len(bucket.specs) == 1
 
 
 CPU = torch.device("cpu")
@@ -74,7 +69,7 @@ def test_the_bytes_are_the_tensors_end_to_end_in_the_order_named() -> None:
         assert not packed.is_full
         packed.place_parameter(name, TENSORS[name])
     assert packed.is_full
-    named = [TENSORS[slot.spec.name].reshape(-1).view(torch.uint8) for slot in bucket.slots]
+    named = [TENSORS[spec.name].reshape(-1).view(torch.uint8) for spec in bucket.specs]
     assert torch.equal(packed.tensors_to_send[0], torch.cat(named))
     for name, tensor in packed.tensors.items():
         assert tensor.dtype == TENSORS[name].dtype
@@ -96,9 +91,9 @@ def test_in_place_every_parameter_is_a_message_in_the_order_named() -> None:
     for name, tensor in reversed(TENSORS.items()):
         full.place_parameter(name, tensor)
     assert full.is_full
-    for slot, message in zip(full.bucket.slots, full.tensors_to_send, strict=True):
-        assert message.data_ptr() == TENSORS[slot.spec.name].data_ptr(), "without a copy"
-        assert full.tensors[slot.spec.name] is message
+    for spec, message in zip(full.bucket.specs, full.tensors_to_send, strict=True):
+        assert message.data_ptr() == TENSORS[spec.name].data_ptr(), "without a copy"
+        assert full.tensors[spec.name] is message
 
 
 @pytest.mark.parametrize(

@@ -28,8 +28,8 @@ def test_what_safetensors_reads_is_what_was_packed(tmp_path: Path) -> None:
     buffers = PackingBuffers(torch.device("cpu"))
     for bucket in buckets:
         packed = buffers.open_bucket_in_older_buffer(bucket)
-        for slot in bucket.slots:
-            packed.place_parameter(slot.spec.name, WEIGHTS[slot.spec.name])
+        for spec in bucket.specs:
+            packed.place_parameter(spec.name, WEIGHTS[spec.name])
         folder.write_bucket(packed)
     assert [path.name for path in tmp_path.iterdir()] == [".1.2.0.partial"], "until it is complete"
     folder.rename_into_place()
