@@ -233,8 +233,6 @@ class UpdateReport:
     """Verified and open to agents."""
     failed: dict[ReplicaKey, str]
     """Why; left out of service, and named by `discover_outdated_training_replicas` again."""
-    parameter_bytes: int
-    """Bytes of all parameters (sent once to each group)."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Wall time of the phases, see docs/weights.md; sampling stands still from `pause_call` on."""
 
@@ -312,7 +310,6 @@ class Transport(ABC, Generic[SessionT]):
             version,
             ok=tuple(key for session in update.live for key in session.keys),
             failed={key: str(error) for key, error in update.failed.items()},
-            parameter_bytes=sum(bucket.size_bytes for bucket in buckets),
             seconds={name: round(spent, 6) for name, spent in timer.seconds.items()},
         )
 

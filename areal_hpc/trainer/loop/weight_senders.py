@@ -18,7 +18,7 @@ ReplicasBySender = list[list[ReplicaKey]]
 """The replicas of an update by sender; a sender may have none."""
 
 
-_Outcome = tuple[list[ReplicaKey], list[tuple[ReplicaKey, str]], int, dict[str, float]]
+_Outcome = tuple[list[ReplicaKey], list[tuple[ReplicaKey, str]], dict[str, float]]
 """An `UpdateReport` in JSON, but for its version."""
 
 
@@ -98,7 +98,7 @@ class WeightSenders:
         Returns:
             On rank 0 the outcome at all replicas, elsewhere at this rank's own.
         """
-        report, own = UpdateReport(version, (), {}, 0), self._place
+        report, own = UpdateReport(version, (), {}), self._place
         if own is not None and self._transport is not None and replicas_by_sender[own]:
             report = self._transport.update(
                 version, self._specs, parameters, replicas_by_sender[own], probe
@@ -107,17 +107,16 @@ class WeightSenders:
             pass
         if not any(replicas_by_sender[1:]):
             return report
-        outcome = report.ok, [*report.failed.items()], report.parameter_bytes, report.seconds
+        outcome = report.ok, [*report.failed.items()], report.seconds
         outcomes: list[_Outcome] = gather_objects_on_first_rank(outcome, _Outcome)
         if not outcomes:
             return report
-        reached, failed, parameter_bytes, seconds = zip(*outcomes, strict=True)
+        reached, failed, seconds = zip(*outcomes, strict=True)
         names = dict.fromkeys(name for one in seconds for name in one)
         return UpdateReport(
             version,
             ok=tuple(key for one in reached for key in one),
             failed=dict(pair for one in failed for pair in one),
-            parameter_bytes=max(parameter_bytes),
             seconds={name: max(one.get(name, 0.0) for one in seconds) for name in names},
         )
 

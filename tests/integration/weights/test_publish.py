@@ -77,7 +77,6 @@ def update(cell: Cell, publisher: Publisher, step: int, model: Qwen3ForCausalLM)
     """One that succeeds, after which both replicas serve the new weights."""
     report = send(cell, publisher, step, model)
     raise_if_failed(report)
-    assert report.parameter_bytes == sum(spec.size_bytes for spec in specs_of(model.state_dict()))
     assert all(spent >= 0 for spent in report.seconds.values())
     for index in range(2):
         assert_serves(cell, index, model, report.version)
