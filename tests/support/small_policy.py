@@ -35,9 +35,7 @@ def init_single_rank_groups(device: Device) -> torch.device:
     """The trainer's process groups with this process alone in them; its device."""
     megatron_cpu.patch_torch_megatron_without_gpu()
     with tempfile.TemporaryDirectory() as folder:
-        return join_process_groups(
-            TaskPosition(0, 1, 0, 0), ParallelConfig(), device, Path(folder)
-        )
+        return join_process_groups(TaskPosition(0, 1, 0, 0), ParallelConfig(), device, Path(folder))
 
 
 def load_policy(model_dir: Path, device: torch.device) -> TrainedNetwork:
