@@ -46,6 +46,10 @@ from areal_hpc.wire.retry import Backoff
 
 log = logging.getLogger(__name__)
 _SERVER_RESTART_BACKOFF = Backoff(0.5, 30.0)
+_REFUSALS = tuple(
+    f"{name}Error" for name in ("Value", "Type", "Key", "Attribute", "NotImplemented", "Import")
+)
+"""A start that such an error ends would end so again: it is no matter of memory or ports."""
 _MAX_PORT_RACES = 5
 _CONTEXT_RESERVE_TOKENS = 8
 """Of a replica's context, what SGLang does not give to a prompt, at most."""
@@ -107,6 +111,8 @@ class Replica:
         self._paused_at = 0.0
         """When generation was last ordered to pause."""
         self._crashes = 0
+        self._refusal = ""
+        """The error of a Python program that ended the start before."""
         self._port_races = 0
         self._failures_in_a_row = 0
         self._not_before = 0.0
@@ -226,11 +232,9 @@ class Replica:
         self.nodes.withdraw_node_parts()
         server.kill_and_clean_up()
         log.error("replica %d %s; end of its log:\n%s", self.index, reason, server.read_log_tail())
+        last_line = find_error_line(server.read_log_tail())
         self._record_event(
-            "replica_died",
-            reason=reason,
-            last_line=find_error_line(server.read_log_tail()),
-            log=str(server.log_path),
+            "replica_died", reason=reason, last_line=last_line, log=str(server.log_path)
         )
         with self._lock:
             self._server, self._state, self._update_state = None, "starting", WeightUpdateState()
@@ -241,6 +245,14 @@ class Replica:
                 key="inference.extra_args",
                 hint=f"read {server.log_path}",
             )
+        refusal = last_line if starting and last_line.startswith(_REFUSALS) else ""
+        if refusal and refusal == self._refusal:
+            raise RecipeError(
+                f"SGLang ended twice as it started: {refusal}",
+                key="inference",
+                hint=f"choose another model or other options; read {server.log_path}",
+            )
+        self._refusal = refusal
         if starting and server.lost_port_race() and self._port_races < _MAX_PORT_RACES:
             self._port_races += 1  # other ports, at once; nobody's fault
             return

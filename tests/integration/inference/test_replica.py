@@ -105,6 +105,13 @@ def test_a_taken_port_is_no_crash(make: Make, then: str) -> None:
     assert tick_until(replica, is_ready).incarnation == 3
 
 
+def test_a_start_that_ends_twice_by_the_same_mistake_is_not_repeated(make: Make) -> None:
+    replica = make(program("raise ValueError('no implementation of this model')"))
+    with pytest.raises(RecipeError, match="ended twice as it started: ValueError: no impl"):
+        tick_for(replica, scaled(30))
+    assert replica.build_view().incarnation == 2
+
+
 class Stranger(http.server.BaseHTTPRequestHandler):
     """Has taken the port, and says yes to all."""
 
