@@ -7,7 +7,6 @@ it said, even where tokenizing its text again would split it differently.
 
 from __future__ import annotations
 
-import itertools
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -161,10 +160,10 @@ class _MessageNode:
     interaction: Interaction | None = None
 
     def find_child(self, message: Message) -> _MessageNode | None:
-        if len(self.children) == 1 and self.children[0].message == message:
-            return self.children[0]
         equal = [
-            node for node in self.children if find_differing_field(node.message, message) is None
+            node
+            for node in self.children
+            if node.message == message or find_differing_field(node.message, message) is None
         ]
         ids = _list_call_ids(message) if equal else []
         return next(
@@ -254,8 +253,10 @@ class InteractionTree:
         context = msgspec.json.encode([tools, variables]) if tools or variables else b""
         parent, known, forked = self._find_longest_match(context, messages)
         if parent is not None:
-            counts = (len(one.new_messages) + 1 for one in self.get_path_to(parent))
-            indices = [count - 1 for count in itertools.accumulate(counts)]
+            indices, count = list[int](), 0
+            for one in self.get_path_to(parent):
+                count += len(one.new_messages) + 1
+                indices.append(count - 1)
             said = parent.output_ids[-4 * MAX_CALL_END_TOKENS :]
 
             def decode_said(skipped_tokens: int) -> str:
@@ -293,7 +294,11 @@ class InteractionTree:
             )
             return None, 0, "tools" if is_known else None
         for depth, message in enumerate(messages):
-            child = node.find_child(message)
+            children = node.children
+            if len(children) == 1 and children[0].message == message:
+                child: _MessageNode | None = children[0]
+            else:
+                child = node.find_child(message)
             if child is None:
                 rest = messages[depth:]
                 return (

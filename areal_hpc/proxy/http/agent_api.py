@@ -64,16 +64,15 @@ _GENERATE, _STREAM, _COUNT = ("generateContent", "streamGenerateContent", "count
 _GOOGLE_ONLY_PATH_ENDS = tuple(f":{verb}" for verb in (_GENERATE, _STREAM, _COUNT))
 
 
-def find_key_if_google_dialect(asgi_scope: MutableMapping[str, Any]) -> str | None:
+def find_key_if_google_dialect(
+    asgi_scope: MutableMapping[str, Any], request_headers: Mapping[bytes, bytes]
+) -> str | None:
     """The key of a request in Google's dialect; None if it is in another.
 
     Of paths that others have too, `/v1/models`, the place of the key tells.
     """
     path: str = asgi_scope["path"]
-    headers: list[tuple[bytes, bytes]] = asgi_scope["headers"]
-    key = next((value for name, value in headers if name == b"x-goog-api-key"), b"").decode(
-        "latin-1"
-    )
+    key = request_headers.get(b"x-goog-api-key", b"").decode("latin-1")
     if not key and "/models" in path:
         key = read_query_parameters(asgi_scope).get("key", "")
     is_own = path.startswith(_GOOGLE_ONLY_PREFIXES) or path.endswith(_GOOGLE_ONLY_PATH_ENDS)

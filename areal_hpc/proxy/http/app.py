@@ -9,6 +9,7 @@ from collections.abc import (
     Callable,
     Coroutine,
     Iterator,
+    Mapping,
     MutableMapping,
 )
 from functools import partial
@@ -106,36 +107,36 @@ class ProxyApp:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             raise RuntimeError(f"only HTTP is served, not {scope['type']}")
-        client = _get_header(scope, b"user-agent").decode("latin-1")[:MAX_NAME_CHARS]
+        request_headers = dict[bytes, bytes](scope["headers"])
+        client = request_headers.get(b"user-agent", b"").decode("latin-1")[:MAX_NAME_CHARS]
         refused: ErrorFormatter | None = None
         allowed, label, is_final = "", "unknown route", False
         extra_headers: Headers = []
-        key = find_key_if_google_dialect(scope)
-        routes = self._routes if key is None else self._google_routes
+        google_key = find_key_if_google_dialect(scope, request_headers)
+        routes = self._routes if google_key is None else self._google_routes
         try:
             methods, named = routes.find_routes(scope["path"])
-            route, key = methods.get(scope["method"]), key or ""
+            route = methods.get(scope["method"])
             described = route or next(iter(methods.values()))
             refused, label = described.error_formatter, described.unversioned_path
             if route is None:
                 method, path, allowed = scope["method"], scope["path"], ", ".join(methods)
-                if _get_header(scope, b"upgrade").lower() == b"websocket":
+                if request_headers.get(b"upgrade", b"").lower() == b"websocket":
                     raise ProxyRequestError(
                         426, f"{path} takes {allowed} over HTTP/1.1, no WebSocket"
                     )
                 raise ProxyRequestError(405, f"{path} takes {allowed}, not {method}")
-            for name, value in scope["headers"]:
-                if name == b"authorization" and value[:7].lower() == b"bearer ":
-                    key = value[7:].strip().decode("latin-1")
-                elif name == b"x-api-key" and not key:
-                    key = value.decode("latin-1")
-                elif name == b"content-length" and int(value) > self._max_request_bytes:
-                    raise self._build_too_large_error()
-                elif name == b"content-encoding" and value.lower() != b"identity":
-                    problem = (
-                        f"a body of content-encoding {value[:40].decode('latin-1')!r} is not read"
-                    )
-                    raise ProxyRequestError(415, problem, hint="send it as it is")
+            if int(request_headers.get(b"content-length", 0)) > self._max_request_bytes:
+                raise self._build_too_large_error()
+            encoding = request_headers.get(b"content-encoding", b"identity")
+            if encoding.lower() != b"identity":
+                problem = (
+                    f"a body of content-encoding {encoding[:40].decode('latin-1')!r} is not read"
+                )
+                raise ProxyRequestError(415, problem, hint="send it as it is")
+            scheme, _, token = request_headers.get(b"authorization", b"").partition(b" ")
+            key = token.strip().decode("latin-1") if scheme.lower() == b"bearer" else ""
+            key = key or google_key or request_headers.get(b"x-api-key", b"").decode("latin-1")
             # Before there is memory for a body.
             session, is_driver = self._authenticate(route, key, scope)
             if session is not None:
@@ -150,7 +151,7 @@ class ProxyApp:
             if route.asks_model and session is not None:
                 requests = self._requests_by_session.setdefault(session, SessionRequests())
                 answer = await requests.answer_once(
-                    dict(scope["headers"]),
+                    request_headers,
                     partial(hash_request, scope["path"], scope["query_string"], body),
                     lambda is_retry, keeps_content: _answer(
                         route, [*arguments, is_retry], receive, send, keeps_content=keeps_content
@@ -166,7 +167,9 @@ class ProxyApp:
             return
         except Exception as caught:  # boundary: one request's failure must not reach the others
             refusal = to_request_error(caught)
-            format_error = refused or _choose_error_format(scope)
+            format_error = refused or _choose_error_format(
+                scope["path"], google_key, request_headers
+            )
             status, content, form = refusal.status, format_error(refusal), JSON_CONTENT_TYPE
             is_final = not refusal.may_be_repeated
             self._completions.metrics.count_refusal(label, client, refusal)
@@ -351,13 +354,10 @@ def _build_id_headers(request_id: str) -> Headers:
     return [(name, request_id.encode()) for name in (b"x-request-id", b"request-id")]
 
 
-def _choose_error_format(asgi_scope: Scope) -> ErrorFormatter:
-    if find_key_if_google_dialect(asgi_scope) is not None:
+def _choose_error_format(
+    path: str, google_key: str | None, request_headers: Mapping[bytes, bytes]
+) -> ErrorFormatter:
+    if google_key is not None:
         return format_google_error
-    path = f"{asgi_scope.get('path', '')}/"
-    is_anthropic = "/messages/" in path or _get_header(asgi_scope, b"anthropic-version")
+    is_anthropic = "/messages/" in f"{path}/" or b"anthropic-version" in request_headers
     return MESSAGES_DIALECT.error_formatter if is_anthropic else openai_format.format_error
-
-
-def _get_header(asgi_scope: Scope, header_name: bytes) -> bytes:
-    return next((value for one, value in asgi_scope["headers"] if one == header_name), b"")
