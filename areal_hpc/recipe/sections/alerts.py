@@ -26,7 +26,5 @@ class AlertsConfig(BaseConfig):
     A failure makes `areal-hpc status` exit with 1, a note is only told (docs/metrics.md).
     """
 
-    command: tuple[str, ...] = ()
-    """Program and arguments started once for each new alert, which AREAL_HPC_ALERT_* describe."""
     off: tuple[AlertName, ...] = ()
     """Rules that are not asked."""

@@ -1,13 +1,8 @@
 """Row of metrics of the step in progress, kept by rank 0."""
 
-import contextlib
 import dataclasses
 import logging
-import os
 import shutil
-import signal
-import subprocess
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -17,7 +12,6 @@ from typing import Any
 from areal_hpc.metrics.alerts import (
     ALERT_WINDOW_ROWS,
     STEPS_BEFORE_REPEATED_ALERT,
-    Alert,
     AlertTracker,
 )
 from areal_hpc.metrics.step_metrics import PhaseTimer, find_step_bottleneck, read_metrics
@@ -110,11 +104,7 @@ def _add_derived_metrics(row: JsonMetricRow) -> JsonMetricRow:
 
 logger = logging.getLogger(__name__)
 
-COMMAND_TIMEOUT_S = 60.0
-"""A program that has not ended by then is killed."""
 ALERT_EVENT = "alert"
-VARIABLE_PREFIX = "AREAL_HPC_ALERT_"
-"""Of the program's environment variables: RULE, LEVEL, STEP, MESSAGE, HINT and RUN_DIR."""
 
 
 class AlertReporter:
@@ -131,8 +121,6 @@ class AlertReporter:
         events: EventLog,
         reopened: JsonMetricRow | None = None,
     ) -> None:
-        self._command = list(config.command)
-        self._run_dir = str(paths.root)
         self._events = events
         self._rows: deque[dict[str, Any]] = deque(
             read_metrics(paths.metrics), maxlen=ALERT_WINDOW_ROWS
@@ -148,36 +136,3 @@ class AlertReporter:
         for alert in self._tracker.take_new_alerts([*self._rows]):
             logger.warning("alert: %s at step %d: %s", alert.level, alert.step, alert.message)
             self._events.record(ALERT_EVENT, **dataclasses.asdict(alert))
-            if self._command:
-                self._start_command(alert)
-
-    def _start_command(self, alert: Alert) -> None:
-        facts = {**dataclasses.asdict(alert), "run_dir": self._run_dir}
-        variables = {f"{VARIABLE_PREFIX}{name.upper()}": str(fact) for name, fact in facts.items()}
-        try:
-            process = subprocess.Popen(
-                self._command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                env=os.environ | variables,
-                start_new_session=True,
-            )
-        except OSError as error:
-            logger.error("alerts.command: %s cannot be started: %s", self._command[0], error)
-            return
-        threading.Thread(target=_await_command, args=[process], daemon=True).start()
-
-
-def _await_command(process: subprocess.Popen[bytes]) -> None:
-    try:
-        said, _ = process.communicate(timeout=COMMAND_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        logger.error("alerts.command: killed after %.0f s", COMMAND_TIMEOUT_S)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-        return
-    if process.returncode:
-        text = said.decode(errors="replace").strip()[-500:]
-        logger.error("alerts.command: it ended with exit code %d: %s", process.returncode, text)

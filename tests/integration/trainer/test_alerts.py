@@ -2,22 +2,17 @@
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
 from areal_hpc.metrics.step_metrics import read_metrics
-from areal_hpc.recipe.sections.alerts import AlertsConfig
 from areal_hpc.rundir.jsonl import append_line
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.rundir.telemetry.events import EventLog
-from areal_hpc.trainer.loop.step_record import AlertReporter
 from areal_hpc.view.state.live_progress import PlainReporter
-from tests.support.commands import exit_code_of, write_program
+from tests.support.commands import exit_code_of
 from tests.support.rank_server import RankServer
 from tests.support.recorded_run import SAMPLES, TRAINER, record_run, write_recipe
-from tests.support.waiting import wait_for
 
 STEPS = 4
 SETTINGS = {"total_steps": STEPS}
@@ -92,39 +87,3 @@ def test_run_prints_an_alert_once_below_the_step_that_raised_it(
     reporter.close()
     told = capfd.readouterr().out.splitlines()
     assert [line.split()[0] for line in told] == ["step", "step", "step", "failure", "step"]
-
-
-def report(paths: RunPaths, rows: list[dict[str, Any]], *command: object) -> AlertReporter:
-    """The trainer's part, for steps as they are trained."""
-    config = AlertsConfig.model_validate({**RULES, "command": [*map(str, command)]})
-    reporter = AlertReporter(config, paths, EventLog(paths.events, "trainer"))
-    for row in rows:
-        append_line(paths.metrics, row)
-        reporter.report_new_alerts(row)
-    return reporter
-
-
-def test_the_users_program_gets_the_alert_in_its_environment_and_nothing_waits_for_it(
-    trained: dict[str, RunPaths], tmp_path: Path
-) -> None:
-    paths = RunPaths(tmp_path / "run; touch injected")
-    paths.root.mkdir()
-    out, go = tmp_path / "told", tmp_path / "go"
-    program = write_program(
-        tmp_path / "tell", f'until [ -e {go} ]; do sleep 0.05; done\n'
-        f'env -0 | grep -z ^AREAL_HPC_ALERT_ > {out}.part\n'
-        f'echo "$1" >> {out}.part\nmv {out}.part {out}'
-    )  # fmt: skip
-    rows = read_metrics(trained["constant"].metrics)
-    report(paths, rows, program, "$(touch injected)")
-    go.touch()  # who waited for the program would never come here
-    wait_for(out.exists, 30.0)
-    *facts, argument = out.read_text().split("\0")
-    told = dict(fact.split("=", 1) for fact in facts)
-    prefix = "AREAL_HPC_ALERT_"
-    assert told[f"{prefix}RULE"] == "no_signal"
-    assert told[f"{prefix}LEVEL"] == "failure"
-    assert told[f"{prefix}STEP"] == "1"
-    assert told[f"{prefix}RUN_DIR"] == str(paths.root)
-    assert "taught nothing" in told[f"{prefix}MESSAGE"]
-    assert argument.strip() == "$(touch injected)", "no shell has read it"
