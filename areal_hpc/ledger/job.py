@@ -4,18 +4,19 @@ import asyncio
 import logging
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
+import msgspec
 import uvloop
+from starlette.requests import Request
 
-from areal_hpc.errors import AgentError, ClusterError
+from areal_hpc.errors import AgentError, ClusterError, LedgerRequestError
 from areal_hpc.evaluation.set_names import STEP_OF_LOADED_WEIGHTS
 from areal_hpc.jobs.node.topology import get_advertised_host
 from areal_hpc.jobs.processes.signals import StopRequest
 from areal_hpc.ledger.batch_formation import read_sealed_tickets
 from areal_hpc.ledger.config import LedgerJobConfig
-from areal_hpc.ledger.http_app import LedgerApp
 from areal_hpc.ledger.long_poll import LongPoll
 from areal_hpc.ledger.service import LedgerService
 from areal_hpc.ledger.tasks.curriculum import RECIPE_KEY, Curriculum
@@ -28,10 +29,10 @@ from areal_hpc.rundir.manifests import read_drops
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.prometheus import build_samples, register_sample_reader
 from areal_hpc.rundir.telemetry.spans import record_state_entry
-from areal_hpc.wire.asgi import ServiceServer
+from areal_hpc.wire import ledger as wire
+from areal_hpc.wire.asgi import JsonApp, ServiceServer, decode_body, read_body
 from areal_hpc.wire.awake_clock import AwakeClock
-from areal_hpc.wire.ledger import EvaluateRequest, FinishRunRequest, OpenTrainerGenerationRequest
-from areal_hpc.wire.service_key import make_server_tls
+from areal_hpc.wire.service_key import derive_bearer_key, make_server_tls
 
 log = logging.getLogger(__name__)
 
@@ -139,11 +140,11 @@ async def evaluate_loaded_weights(
     """
     generations = paths.generations_dir
     generation = read_newest_number(generations) or claim_next_number(generations)
-    opened = OpenTrainerGenerationRequest(
+    opened = wire.OpenTrainerGenerationRequest(
         generation, STEP_OF_LOADED_WEIGHTS, STEP_OF_LOADED_WEIGHTS
     )
     await service.open_generation(opened)
-    request = EvaluateRequest(
+    request = wire.EvaluateRequest(
         generation, STEP_OF_LOADED_WEIGHTS, dict(n_tasks_by_set), EVALUATION_POLL_S
     )
     long_poll = LongPoll(clock)
@@ -156,4 +157,71 @@ async def evaluate_loaded_weights(
     paths.finished_marker.touch()
     fsync_path(paths.finished_marker)
     fsync_path(paths.root)
-    await service.finish_run(FinishRunRequest(generation))
+    await service.finish_run(wire.FinishRunRequest(generation))
+
+
+MAX_REQUEST_BYTES = 16 * 1024 * 1024
+"""Room for a settle of about 10^5 rows."""
+
+RouteHandler = Callable[..., Awaitable[msgspec.Struct]]
+"""Of the decoded request; those of `_waiting_routes` of its long poll, too."""
+
+
+class LedgerApp(JsonApp):
+    """The ledger's HTTP application.
+
+    Errors are `{"error": "..."}` with status 400 (unreadable or impossible request), 401 (key),
+    404, 405, 409 (a superseded trainer, or one that opened no generation), 413 (size), 500 (damaged
+    run directory, or a defect) or 503 (the file system refused; try again).
+    """
+
+    def __init__(
+        self, service: LedgerService, service_key: str, clock: Callable[[], float]
+    ) -> None:
+        super().__init__(derive_bearer_key(service_key, rendezvous.LEDGER_SERVICE))
+        self._clock = clock
+        self._closing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting_routes: dict[str, tuple[type[msgspec.Struct], RouteHandler]] = {
+            "/lease": (wire.LeaseRequest, service.lease_tickets_to_cell),
+            "/batch": (wire.BatchRequest, service.hand_out_batch),
+            "/evaluate": (wire.EvaluateRequest, service.follow_evaluation),
+        }
+        self._routes = self._waiting_routes | {
+            "/settle": (wire.SettleTicketsRequest, service.settle_tickets),
+            "/drop": (wire.DropTicketRequest, service.drop_ticket),
+            "/report_evaluation": (wire.EvaluationResultRequest, service.record_evaluation_result),
+            "/open_generation": (wire.OpenTrainerGenerationRequest, service.open_generation),
+            "/publish": (wire.WeightsPublishedRequest, service.record_published_step),
+            "/finish": (wire.FinishRunRequest, service.finish_run),
+            "/status": (wire.Empty, service.get_status),
+        }
+
+    def end_long_polls(self) -> None:
+        if not self._closing.done():
+            self._closing.set_result(None)
+
+    async def answer(self, request: Request) -> tuple[int, bytes]:
+        """Decode, let the service answer, encode."""
+        path = request.scope["path"]
+        if path not in self._routes:
+            raise LedgerRequestError(404, f"no route {path}; routes: {' '.join(self._routes)}")
+        if request.method != "POST":
+            raise LedgerRequestError(405, f"{path} takes POST, got {request.method}")
+        form, handler = self._routes[path]
+        decoded = decode_body(await read_body(request, MAX_REQUEST_BYTES), form)
+        if path not in self._waiting_routes:
+            return 200, msgspec.json.encode(await handler(decoded))
+        long_poll = LongPoll(self._clock, request.receive, self._closing)
+        try:
+            return 200, msgspec.json.encode(await handler(decoded, long_poll))
+        finally:
+            long_poll.stop_disconnect_watch()
+
+    def get_error_status_and_text(self, request: Request, error: Exception) -> tuple[int, str]:
+        """Status and text for what `answer` has raised."""
+        if isinstance(error, LedgerRequestError):
+            return error.status, str(error)
+        if isinstance(error, OSError):  # a full or absent file system: the caller tries again
+            log.error("%s failed: %s", request.scope["path"], error)
+            return 503, f"the ledger cannot write: {error}"
+        return super().get_error_status_and_text(request, error)

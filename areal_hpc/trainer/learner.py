@@ -22,7 +22,7 @@ from areal_hpc.rundir.jsonl import JsonMetricRow
 from areal_hpc.rundir.manifests import record_quarantine
 from areal_hpc.rundir.paths import RunPaths, format_step_dir
 from areal_hpc.rundir.telemetry.events import EventLog
-from areal_hpc.shards.digest_checked_reader import CheckedShards
+from areal_hpc.shards.verify import CheckedShards
 from areal_hpc.trainer.annotations import StepAnnotator
 from areal_hpc.trainer.batch.batch_metrics import (
     FloatArray,

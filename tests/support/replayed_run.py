@@ -16,7 +16,7 @@ from areal_hpc.rundir.checkpoints import list_checkpoints
 from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.manifests import read_manifest
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.shards.digest_checked_reader import CheckedShards
+from areal_hpc.shards.verify import CheckedShards
 from areal_hpc.trainer.batch.training_rows import read_rows_by_ticket
 from areal_hpc.trainer.checkpoints.stored_tensors import (
     Box,

@@ -9,7 +9,7 @@ import numpy.typing as npt
 from areal_hpc.errors import ShardError
 from areal_hpc.recipe.sections.trainer import ObjectiveConfig
 from areal_hpc.rundir.checkpoints import UntrainedBatchPart
-from areal_hpc.shards.digest_checked_reader import CheckedShards
+from areal_hpc.shards.verify import CheckedShards
 from areal_hpc.trainer.batch.batch_metrics import CUT_FINISH_REASON, count_sampled_tokens_by_version
 from areal_hpc.trainer.batch.packing import TEMPERATURE_CHANNEL, TrainingRow
 from areal_hpc.trainer.batch.untrained import (

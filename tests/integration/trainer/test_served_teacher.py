@@ -18,7 +18,7 @@ from areal_hpc.launch.tiny_model import make_tiny_model
 from areal_hpc.recipe.sections.trainer import ObjectiveConfig, TeacherConfig, TrainerConfig
 from areal_hpc.rundir.manifests import read_manifest
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.shards.digest_checked_reader import CheckedShards
+from areal_hpc.shards.verify import CheckedShards
 from areal_hpc.trainer.batch.packing import TEMPERATURE_CHANNEL, TrainingRow
 from areal_hpc.trainer.batch.training_rows import build_rows_to_score, read_rows_by_ticket
 from areal_hpc.trainer.model.families.architecture import read_architecture

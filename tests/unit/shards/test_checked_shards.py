@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 
 from areal_hpc.errors import ShardError
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.shards.digest_checked_reader import CheckedShards
 from areal_hpc.shards.index import SealedShard
 from areal_hpc.shards.reader import ShardReader
-from areal_hpc.shards.verify import verify_run
+from areal_hpc.shards.verify import CheckedShards, verify_run
 from areal_hpc.wire.row_record import CallRecord, RowRecord
 from areal_hpc.wire.trajectory import RowKind
 from tests.support.sample_trajectories import fields, seal_in, ticket, trajectory
