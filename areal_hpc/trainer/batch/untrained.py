@@ -24,10 +24,6 @@ MAX_UNTRAINABLE_FRACTION = 0.5
 """Of a batch's sampled tokens. Beyond, what is left is no sample of what the agent does."""
 NO_TOP_K = 1 << 20
 """No vocabulary is larger: such a top_k leaves nothing out."""
-_DISTORTIONS_PREVENTED_BY_RECIPE = ("temperature=0", "top_p", "top_k")
-"""What `rollout.agent.sampling=recipe` keeps agents from asking for."""
-_DISTORTIONS_CURED_BY_RECORDING = ("top_p", "top_k", "min_p", "a grammar")
-"""What `rollout.record_sampling_mask` makes trainable."""
 _GRAMMAR_PARAMETERS = ("json_schema", "regex", "ebnf", "structural_tag")
 _NEUTRAL_PENALTIES = {
     "frequency_penalty": 0.0,
@@ -142,26 +138,14 @@ def check_trainable_share(step: int, sampled: int, untrainable: Mapping[str, int
         return
     ranked = sorted(untrainable.items(), key=lambda one: (-one[1], one[0]))
     reasons = ", ".join(f"{name} ({tokens})" for name, tokens in ranked)
-    names = sorted({name for one in untrainable for name in one.split(" and ")})
     raise UntrainableBatchError(
         f"batch {step}: {total} of {sampled} sampled tokens were not sampled from the plain "
         f"softmax, which is what is trained: {reasons}. At most half of a batch may be left out",
         key="rollout.agent.sampling",
-        hint=f"{_suggest_recipe_changes(names)}; areal-hpc quarantine sets this batch aside",
+        hint="set it to recipe, which replaces the agent's temperature, top_p and top_k, or "
+        "rollout.record_sampling_mask=true, which makes top_p, top_k, min_p and grammars "
+        "trainable; have the agent ask without others; areal-hpc quarantine sets this batch aside",
     )
-
-
-def _suggest_recipe_changes(names: Sequence[str]) -> str:
-    if all(name in _DISTORTIONS_PREVENTED_BY_RECIPE for name in names):
-        return "set it to recipe, which replaces the agent's temperature, top_p and top_k"
-    if all(name in _DISTORTIONS_CURED_BY_RECORDING for name in names):
-        return "set rollout.record_sampling_mask=true"
-    others = ", ".join(
-        name
-        for name in names
-        if name not in (*_DISTORTIONS_PREVENTED_BY_RECIPE, *_DISTORTIONS_CURED_BY_RECORDING)
-    )
-    return f"have the agent ask without {others or ', '.join(names)}"
 
 
 MAX_CONSECUTIVE_UNTRAINED_BATCHES = 3
