@@ -19,25 +19,15 @@ from areal_hpc.errors import ClusterError, RecipeError, SandboxStartError
 from areal_hpc.jobs.processes.line_process import SHORTAGE_HINT
 from areal_hpc.sandbox.guest import (
     GUEST_DIR,
-    GUEST_ETC_FILES,
-    GUEST_VARIABLES,
-    LOWER_DIR,
     NOBODY_UID,
-    SERVER_SCRIPTS,
-    SYSTEM_FILES,
-    SYSTEM_LINKS,
     WORK_DIR,
-    GuestPython,
+    Guest,
     build_isolation_error,
     build_kernel_limits_script,
-    build_server_command,
-    choose_scratch_mount_point,
-    find_guest_python,
     is_executable_by_all,
     may_become_nobody,
 )
-from areal_hpc.sandbox.images.root_archive import unpack_root
-from areal_hpc.sandbox.sandbox import Sandbox, SandboxStartPlan
+from areal_hpc.sandbox.sandbox import Sandbox
 from areal_hpc.sandbox.spec import Network, SandboxSpec
 
 USER_NAMESPACE_HINT = "allow user namespaces (sysctl user.max_user_namespaces)"
@@ -109,33 +99,20 @@ class BwrapRuntime:
 
     async def start(self, spec: SandboxSpec) -> Sandbox:
         bwrap = require_bubblewrap(self._build_error)
-        as_nobody = may_become_nobody()
-        spec = await unpack_root(spec, NOBODY_UID if as_nobody else None)
-        python = find_guest_python()
-        taken = [str(bwrap), str(spec.root or ""), *spec.readonly_folders]
-        taken += [source for source, _ in python.binds]
-        scratch = choose_scratch_mount_point(taken)
+        guest, limits = await Guest.prepare(spec, bwrap), spec.limits
         with hold_content_descriptors() as contents:
-            options = build_guest_options(spec, python, scratch, contents)
+            options = build_guest_options(guest, contents)
             command = [
                 *("unshare", "--user", "--map-root-user", "--mount"),
-                *("sh", "-c", build_kernel_limits_script(spec.limits) + _PREPARE_SCRATCH_SCRIPT),
-                *("sh", scratch),
-                *(str(spec.limits.disk_bytes), str(spec.limits.files), str(bwrap.parent)),
+                *("sh", "-c", build_kernel_limits_script(limits) + _PREPARE_SCRATCH_SCRIPT),
+                *("sh", guest.scratch),
+                *(str(limits.disk_bytes), str(limits.files), str(bwrap.parent)),
                 " ".join(map(str, range(len(spec.writable_folders)))),
                 *("--args", contents.add("\0".join(options).encode()), "--"),
-                *build_server_command(spec, python.command),
+                *guest.build_server_command(),
             ]
-            plan = SandboxStartPlan(
-                command,
-                WORK_DIR,
-                spec.limits,
-                {**GUEST_VARIABLES, **spec.variables},
-                pass_fds=contents.descriptors,
-                user=NOBODY_UID if as_nobody else None,
-            )
             try:
-                return await Sandbox.start(plan)
+                return await guest.start(command, contents.descriptors)
             except ClusterError as error:
                 said = error.problems[0].message
                 if any(sign in said for sign in _SHORTAGE_SIGNS):
@@ -148,9 +125,10 @@ class BwrapRuntime:
 def build_bwrap_options(
     contents: ContentDescriptors,
     *,
-    root: Iterable[str],
+    root: Iterable[str] = (),
     writable: Iterable[str],
     readonly: Iterable[tuple[str, str]],
+    links: Mapping[str, str],
     files: Mapping[str, bytes],
     closed: Iterable[str] = ("/dev", "/"),
     network: Network = "none",
@@ -159,15 +137,18 @@ def build_bwrap_options(
 
     Args:
         contents: Where files are put that it reads.
-        root: Options that make the root file system.
+        root: Options that make the root file system; without any it is empty.
         writable: Options that make what lies in it to be written in.
         readonly: Folders and files of this machine, and their places in the sandbox.
+        links: By place, where a link leads.
         files: By place, the content of a file.
         closed: Mounts that cannot be written in after all is there.
         network: Shared with this machine if it is `open`.
     """
     options = [*_ISOLATION_OPTIONS, *(["--share-net"] if network == "open" else [])]
     options += [*root, "--proc", "/proc", "--dev", "/dev", *writable]
+    for place, target in links.items():
+        options += ["--symlink", target, place]
     for source, place in readonly:  # one may lie in a folder that is written in
         options += ["--ro-bind", source, place]
     for place, content in files.items():
@@ -177,54 +158,31 @@ def build_bwrap_options(
     return [*options, "--chdir", "/"]
 
 
-def build_guest_options(
-    spec: SandboxSpec, python: GuestPython, scratch: str, contents: ContentDescriptors
-) -> list[str]:
-    """Bubblewrap's options for an agent's sandbox. `scratch`: the folder whose size is limited."""
-    shared = ("/etc/resolv.conf", "/etc/ssl", "/etc/pki") if spec.network == "open" else ()
-    writable = ["--bind", f"{scratch}/shm", "/dev/shm", "--dev-bind", f"{scratch}/pts", "/dev/pts"]
-    files = {f"{GUEST_DIR}/{one.name}": one.read_bytes() for one in SERVER_SCRIPTS}
-    files |= {f"{GUEST_DIR}/{name}": content for name, content in spec.files.items()}
-    readonly = [*((one, one) for one in spec.readonly_folders), *python.binds]
-    closed = [GUEST_DIR, "/dev"]
+def build_guest_options(guest: Guest, contents: ContentDescriptors) -> list[str]:
+    """Bubblewrap's options for an agent's sandbox."""
+    spec, scratch, closed = guest.spec, guest.scratch, [GUEST_DIR, "/dev"]
     if spec.root is None:
-        root = ["--perms", "0755", "--dir", "/etc", *list_system_options(shared)]
-        writable += ["--bind", f"{scratch}/workspace", WORK_DIR, "--bind", f"{scratch}/tmp", "/tmp"]
-        for number, folder in enumerate(spec.writable_folders):
-            writable += ["--bind", f"{scratch}/folder{number}", folder]
-        files |= {f"/etc/{name}": content.encode() for name, content in GUEST_ETC_FILES.items()}
+        root = ["--perms", "0755", "--dir", "/etc"]
         closed.append("/")
     else:
         root = ["--overlay-src", str(spec.root)]
-        root += ["--overlay", f"{scratch}/upper", f"{scratch}/work", "/"]
-        root += ["--dir", WORK_DIR]
+        root += ["--overlay", f"{scratch}/upper", f"{scratch}/work", "/", "--dir", WORK_DIR]
         for folder in ("/tmp", *spec.writable_folders):
             root += ["--perms", "1777", "--dir", folder]
-        for name in shared[:1]:
-            root += ["--ro-bind-try", name, name]
-        readonly.append((str(spec.root), LOWER_DIR))
+    writable = ["--dev-bind", f"{scratch}/pts", "/dev/pts"]
+    for name, place in guest.writable:
+        writable += ["--bind", f"{scratch}/{name}", place]
     writable += ["--perms", "0755", "--tmpfs", GUEST_DIR]
     return build_bwrap_options(
         contents,
         root=root,
         writable=writable,
-        readonly=readonly,
-        files=files,
+        readonly=guest.readonly,
+        links=guest.links,
+        files=guest.files,
         closed=closed,
         network=spec.network,
     )
-
-
-def list_system_options(further: Iterable[str] = ()) -> Iterator[str]:
-    """List the options that show this machine's programs, read-only."""
-    yield from ("--ro-bind", "/usr", "/usr")
-    for path in map(Path, SYSTEM_LINKS):
-        if path.is_symlink():
-            yield from ("--symlink", str(path.readlink()), str(path))
-        elif path.is_dir():
-            yield from ("--ro-bind", str(path), str(path))
-    for name in (*SYSTEM_FILES, *further):
-        yield from ("--ro-bind-try", name, name)
 
 
 def find_bubblewrap() -> Path | None:

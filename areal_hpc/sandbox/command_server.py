@@ -103,7 +103,7 @@ class CommandServer:
             self._send_exit_code(command_number, NOT_BEGUN_CODE)
         else:
             if pid == 0:
-                become_command_process(descriptors, self._request)
+                become_command_process(descriptors)
             self._numbers[pid] = command_number
         for descriptor in descriptors:
             os.close(descriptor)
@@ -131,7 +131,7 @@ class CommandServer:
         self._channel.send(b"%d %d" % (number, exit_code))
 
 
-def become_command_process(descriptors: list[int], server: dict[str, Any]) -> NoReturn:
+def become_command_process(descriptors: list[int]) -> NoReturn:
     is_program, code = True, 1
     try:
         signal.set_wakeup_fd(-1)
@@ -149,7 +149,7 @@ def become_command_process(descriptors: list[int], server: dict[str, Any]) -> No
             exec_program(request)
         # Imported here alone: it costs more than the start of the server.
         sys.path.insert(0, __file__.rpartition("/")[0])
-        importlib.import_module("sandbox_files").run_file_operation(request, server)
+        importlib.import_module("sandbox_files").run_file_operation(request)
         code = 0
     except BaseException as error:  # boundary: whatever it is, the child ends here
         if is_program:

@@ -3,9 +3,9 @@
 A first set of namespaces (`unshare`), in which the caller is root, covers the scratch folder with
 a file system in memory whose size and number of files are limited. It holds `rootfs`, what is shown
 in it (`guest`, `dev`), what commands may write (`workspace`, `tmp`, `shm`, one for each further
-folder), or what a root file system is written over with (`upper`, `work`). The program starts one
-container from it; of the machine's own configuration of it no mount, hook or variable is used. Its
-server refuses system calls to itself and to commands (seccomp).
+folder), or what a root file system (`lower`) is written over with (`places`, `upper`, `work`). The
+program starts one container from it; of the machine's own configuration of it no mount, hook or
+variable is used. Its server refuses system calls to itself and to commands (seccomp).
 
 podman runs as root of these namespaces; Apptainer and enroot isolate less, so `unshare` makes
 the network and user 65534 before them.
@@ -16,33 +16,22 @@ import os
 import resource
 import shutil
 import tarfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.sandbox.guest import (
     GUEST_DIR,
-    GUEST_ETC_FILES,
-    GUEST_VARIABLES,
     ISOLATION_RECIPE_KEY,
-    LOWER_DIR,
     NOBODY_UID,
-    SERVER_SCRIPTS,
-    SYSTEM_FILES,
-    SYSTEM_LINKS,
     WORK_DIR,
-    GuestPython,
+    Guest,
     build_isolation_error,
     build_kernel_limits_script,
-    build_server_command,
-    choose_scratch_mount_point,
-    find_guest_python,
-    may_become_nobody,
     require_python,
 )
-from areal_hpc.sandbox.images.root_archive import unpack_root
-from areal_hpc.sandbox.sandbox import Sandbox, SandboxStartPlan
+from areal_hpc.sandbox.sandbox import Sandbox
 from areal_hpc.sandbox.spec import SandboxSpec
 
 _PROGRAM_FOLDERS = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -56,10 +45,9 @@ set -e
 mount -t tmpfs -o size="$2",nr_inodes="$3",mode=755 tmpfs "$1"
 tar --extract --file "/proc/self/fd/$4" --directory "$1" --same-permissions --no-same-owner
 if [ -n "$5" ]; then
-  mount --bind "$5" "$1/guest/root"
+  mount --bind "$5" "$1/lower"
   mount -t overlay overlay "$1/rootfs" -o \
-"lowerdir=$1/places:$1/guest/root,upperdir=$1/upper,workdir=$1/work,userxattr"
-  mount -o remount,bind,ro "$1/guest/root"
+"lowerdir=$1/places:$1/lower,upperdir=$1/upper,workdir=$1/work,userxattr"
 fi
 shift 5
 while [ "$1" != -- ]; do mount -o remount,bind,ro "$1"; shift; done
@@ -119,55 +107,29 @@ _ENROOT_DEVICE_LINKS = {
 
 
 @dataclass(frozen=True, slots=True)
-class ContainerSetup:
-    """What a container is made of."""
-
-    spec: SandboxSpec
-    python: GuestPython
-    readonly_binds: Sequence[tuple[str, str]]
-    """What it shows of this machine, read-only, and where."""
-    scratch: str
-    """The scratch folder."""
-    archive_fd: int
-    """Descriptor of a tar of what that holds at first."""
-
-    @property
-    def binds(self) -> Iterator[tuple[str, str, bool]]:
-        """What it shows, where, and whether it may be written in."""
-        for name, place in list_writable_binds(self.spec):
-            yield f"{self.scratch}/{name}", place, True
-        yield f"{self.scratch}/guest", GUEST_DIR, False
-        for source, place in self.readonly_binds:
-            yield source, place, False
-
-
-@dataclass(frozen=True, slots=True)
 class ContainerProgram:
     """How a container program is called."""
 
     title: str
     programs: tuple[tuple[str, ...], ...]
     """Each of them must be there, by one of its names; the last starts the container."""
-    list_words: Callable[[ContainerSetup], Iterator[str]]
+    list_words: Callable[[Guest, int], Iterator[str]]
+    """The command line, of which the first process reads the scratch archive from a descriptor."""
     variables: Mapping[str, str]
     """Of the program, beside `PATH` and `HOME`: templates of the scratch folder."""
-    list_files: Callable[[ContainerSetup], Iterable[tuple[str, str]]] = lambda setup: ()
+    list_files: Callable[[Guest], Mapping[str, str]] = lambda guest: {}
     """What the scratch folder holds for it, by name."""
     links: Mapping[str, str] = field(default_factory=dict)
     """As `list_files`."""
 
     def find(self) -> str | None:
         """The program's path; None if it, or what it needs, is not here."""
-        found = [self._find_one(names) for names in self.programs]
-        return found[-1] if all(found) else None
-
-    def find_missing(self) -> str:
-        return next(" or ".join(one) for one in self.programs if self._find_one(one) is None)
-
-    @staticmethod
-    def _find_one(names: Sequence[str]) -> str | None:
         path = _build_search_path()
-        return next(filter(None, (shutil.which(name, path=path) for name in names)), None)
+        found = [
+            next(filter(None, (shutil.which(name, path=path) for name in names)), None)
+            for names in self.programs
+        ]
+        return found[-1] if all(found) else None
 
 
 class ContainerRuntime:
@@ -177,33 +139,21 @@ class ContainerRuntime:
 
     async def start(self, spec: SandboxSpec) -> Sandbox:
         if self._program.find() is None:
-            raise self._build_error(f"there is no program {self._program.find_missing()}")
-        user = NOBODY_UID if may_become_nobody() else None
-        spec = await unpack_root(spec, user)
-        python = find_guest_python()
-        binds = [*list_machine_binds(spec, python)]
-        sources = [str(spec.root or ""), *(source for source, _ in binds)]
-        scratch = choose_scratch_mount_point(sources)
+            names = " and ".join(" or ".join(one) for one in self._program.programs)
+            raise self._build_error(f"it needs {names}, and does not find all of them")
+        guest = await Guest.prepare(spec)
         archive = os.memfd_create("sandbox")
-        setup = ContainerSetup(spec, python, binds, scratch, archive)
         try:
             with open(archive, "wb", closefd=False) as file:
-                file.write(build_scratch_archive(setup, self._program))
-            is_writable = "no" if spec.root is None else "yes"
+                file.write(build_scratch_archive(guest, self._program))
             variables = {
-                name: value.format(scratch=scratch, is_writable=is_writable)
+                name: value.format(scratch=guest.scratch, is_writable="yes" if spec.root else "no")
                 for name, value in self._program.variables.items()
             }
-            plan = SandboxStartPlan(
-                [*self._program.list_words(setup)],
-                WORK_DIR,
-                spec.limits,
-                {**GUEST_VARIABLES, **spec.variables},
-                pass_fds=[archive],
-                user=user,
-                process_environ={"PATH": _build_search_path(), "HOME": scratch, **variables},
+            environ = {"PATH": _build_search_path(), "HOME": guest.scratch, **variables}
+            return await guest.start(
+                [*self._program.list_words(guest, archive)], [archive], environ
             )
-            return await Sandbox.start(plan)
         except ClusterError as error:
             if not isinstance(error.__cause__, EOFError):  # too slow, or no process could be made
                 raise
@@ -223,52 +173,76 @@ def _build_search_path() -> str:
     return f"{os.environ.get('PATH', '')}:{_PROGRAM_FOLDERS}"
 
 
+def _list_binds(guest: Guest, title: str, separators: str) -> Iterator[tuple[str, str, bool]]:
+    """What a container shows, where, and whether it may be written in.
+
+    Paths with `separators`, at which the program splits its command line, are refused.
+    """
+    for name, place in guest.writable:
+        yield f"{guest.scratch}/{name}", place, True
+    for source, place in ((f"{guest.scratch}/guest", GUEST_DIR), *guest.readonly):
+        for path in (source, place):
+            if any(one in path for one in separators):
+                raise RecipeError(
+                    f"{title} cannot show {path}: expected a path without any of {separators!r}, "
+                    "at which its command line is split",
+                    key=ISOLATION_RECIPE_KEY,
+                    hint=f"name a path without them, or set {ISOLATION_RECIPE_KEY}=bwrap",
+                )
+        yield source, place, False
+
+
 def _list_prefix_words(
-    setup: ContainerSetup, namespaces: Sequence[str], script: str, program_files: int = 0
+    guest: Guest,
+    archive_fd: int,
+    namespaces: Sequence[str],
+    script: str,
+    program_files: int = 0,
 ) -> Iterator[str]:
     """The words that prepare the scratch folder and go on with a script; its words follow.
 
     Args:
-        setup: What the container is made of.
+        guest: What the container is made of.
+        archive_fd: Descriptor of a tar of what the scratch folder holds at first.
         namespaces: Options of `unshare`, beside those of a user and a mount namespace.
         script: Starts the container; it is root, in these namespaces.
         program_files: Files that the program makes in the scratch folder.
     """
-    limits = setup.spec.limits
+    limits = guest.spec.limits
     yield from ("unshare", "--user", "--map-root-user", "--mount", *namespaces)
     yield from ("sh", "-c", build_kernel_limits_script(limits) + _PREPARE_SCRIPT + script)
-    yield from ("sh", setup.scratch)
+    yield from ("sh", guest.scratch)
     yield str(limits.disk_bytes + _OTHER_SCRATCH_BYTES)
     yield str(limits.files + _OTHER_SCRATCH_FILES + program_files)
-    yield from (str(setup.archive_fd), str(setup.spec.root or ""))
-    yield from _list_mounts_below([source for source, _ in setup.readonly_binds])
+    yield from (str(archive_fd), str(guest.spec.root or ""))
+    sources = [source for source, _ in guest.readonly]
+    for line in Path("/proc/self/mountinfo").read_bytes().splitlines():
+        place = Path(line.split()[4].decode("unicode_escape"))
+        if any(str(place) != one and place.is_relative_to(one) for one in sources):
+            yield str(place)
     yield "--"
 
 
-def _list_nobody_words(setup: ContainerSetup, namespaces: Sequence[str] = ()) -> Iterator[str]:
+def _list_nobody_words(
+    guest: Guest, archive_fd: int, namespaces: Sequence[str] = ()
+) -> Iterator[str]:
     """As `_list_prefix_words`, for user 65534 on the sandbox's network.
 
     `namespaces` are options of `unshare` beside those of a second user and mount namespace.
     """
-    is_open = setup.spec.network == "open"
+    is_open = guest.spec.network == "open"
     outer = ("--cgroup", "--ipc", "--uts", *([] if is_open else ["--net"]))
-    yield from _list_prefix_words(setup, outer, _BECOME_USER_SCRIPT)
+    yield from _list_prefix_words(guest, archive_fd, outer, _BECOME_USER_SCRIPT)
     yield from ("" if is_open else require_python()[0], _LOOPBACK_UP_PROGRAM)
     yield from ("--user", f"--map-user={NOBODY_UID}", f"--map-group={NOBODY_UID}")
     yield from ("--mount", *namespaces)
 
 
-def _list_mounts_below(sources: Sequence[str]) -> Iterator[str]:
-    for line in Path("/proc/self/mountinfo").read_bytes().splitlines():
-        place = Path(line.split()[4].decode("unicode_escape"))
-        if any(str(place) != one and place.is_relative_to(one) for one in sources):
-            yield str(place)
-
-
-def _list_podman_words(setup: ContainerSetup) -> Iterator[str]:
-    spec, scratch = setup.spec, setup.scratch
+def _list_podman_words(guest: Guest, archive_fd: int) -> Iterator[str]:
     namespaces = ("--cgroup", "--pid", "--mount-proc", "--fork", "--kill-child")
-    yield from _list_prefix_words(setup, namespaces, _RUN_PODMAN_SCRIPT, _PODMAN_SCRATCH_FILES)
+    yield from _list_prefix_words(
+        guest, archive_fd, namespaces, _RUN_PODMAN_SCRIPT, _PODMAN_SCRATCH_FILES
+    )
     yield from ("run", "--rm", "--cgroups=disabled", "--cap-drop=all", "--hostname=sandbox")
     for what in ("no-new-privileges", "label=disable", "mask=/sys", "seccomp=unconfined"):
         yield f"--security-opt={what}"
@@ -278,68 +252,56 @@ def _list_podman_words(setup: ContainerSetup) -> Iterator[str]:
     for name, which in (("nofile", resource.RLIMIT_NOFILE), ("nproc", resource.RLIMIT_NPROC)):
         most = resource.getrlimit(which)[1]  # by default podman asks for more than it may
         yield f"--ulimit={name}={most}:{most}"
-    yield f"--network={'host' if spec.network == 'open' else 'none'}"
+    yield f"--network={'host' if guest.spec.network == 'open' else 'none'}"
     yield f"--preserve-fds={_PODMAN_CHANNEL_FD - 2}"
     yield "--tmpfs=/dev:rw,size=64k,nr_inodes=64,mode=755"
-    if spec.root is None:
+    if guest.spec.root is None:
         yield from ("--read-only", "--read-only-tmpfs=false")
-    for source, place, is_writable in setup.binds:
-        _check_paths("podman", (source, place), ":")
+    for source, place, is_writable in _list_binds(guest, "podman", ":"):
         yield f"--volume={source}:{place}:{'rw' if is_writable else 'ro'}"
-    if spec.root is not None:
-        yield f"--volume={scratch}/guest/root:{LOWER_DIR}:ro"
-    yield from ("--rootfs", f"{scratch}/rootfs")
-    yield from build_server_command(spec, setup.python.command, channel_fd=_PODMAN_CHANNEL_FD)
+    yield from ("--rootfs", f"{guest.scratch}/rootfs")
+    yield from guest.build_server_command(_PODMAN_CHANNEL_FD)
 
 
-def _list_apptainer_words(setup: ContainerSetup) -> Iterator[str]:
-    spec, scratch = setup.spec, setup.scratch
-    yield from _list_nobody_words(setup)
+def _list_apptainer_words(guest: Guest, archive_fd: int) -> Iterator[str]:
+    yield from _list_nobody_words(guest, archive_fd)
     yield from (str(CONTAINER_PROGRAMS["apptainer"].find()), "--quiet", "exec", "--userns")
     yield from ("--containall", "--cleanenv", "--no-init", "--no-home", "--no-privs")
     yield from ("--no-umask", "--no-eval", "--pwd=/")
     # Of what the machine's configuration of Apptainer mounts by itself.
     yield "--no-mount=home,tmp,hostfs,cwd,bind-paths"
-    if spec.root is not None:
+    if guest.spec.root is not None:
         yield "--writable"
-    for source, place, is_writable in setup.binds:
-        _check_paths("Apptainer", (source, place), ":,")
+    for source, place, is_writable in _list_binds(guest, "Apptainer", ":,"):
         yield f"--bind={source}:{place}{'' if is_writable else ':ro'}"
-    if spec.root is not None:
-        _check_paths("Apptainer", [str(spec.root)], ":,")
-        yield f"--bind={spec.root}:{LOWER_DIR}:ro"
-    if spec.network == "open" and Path("/etc/resolv.conf").exists():
-        yield "--bind=/etc/resolv.conf:/etc/resolv.conf:ro"
-    yield f"{scratch}/rootfs"
-    yield from build_server_command(spec, setup.python.command)
+    yield f"{guest.scratch}/rootfs"
+    yield from guest.build_server_command()
 
 
-def _list_enroot_words(setup: ContainerSetup) -> Iterator[str]:
+def _list_enroot_words(guest: Guest, archive_fd: int) -> Iterator[str]:
     """A root file system needs a shell, by which enroot starts programs."""
-    yield from _list_nobody_words(setup, ("--pid", "--mount-proc", "--fork", "--kill-child"))
+    namespaces = ("--pid", "--mount-proc", "--fork", "--kill-child")
+    yield from _list_nobody_words(guest, archive_fd, namespaces)
     # With a space in it this is what a shell is given, else a binary is taken for a script.
     yield from ("enroot", "start", "rootfs", 'exec "$@"')
-    yield from build_server_command(setup.spec, setup.python.command)
+    yield from guest.build_server_command()
 
 
-def _list_enroot_mounts(setup: ContainerSetup) -> Iterator[str]:
-    spec, scratch = setup.spec, setup.scratch
+def _list_enroot_mounts(guest: Guest) -> Iterator[str]:
     yield "/proc /proc none x-create=dir,rbind,rw,nosuid,nodev,noexec"
-    yield f"{scratch}/dev /dev none x-create=dir,bind,rw,nosuid,noexec"
+    yield f"{guest.scratch}/dev /dev none x-create=dir,bind,rw,nosuid,noexec"
     for name in _ENROOT_DEVICES:
         yield f"/dev/{name} /dev/{name} none x-create=file,bind,rw,nosuid,noexec"
     yield (
         "devpts /dev/pts devpts x-create=dir,rw,nosuid,noexec,newinstance,ptmxmode=0666,mode=620"
     )
-    for name, place in list_writable_binds(spec):
-        yield f"{scratch}/{name} {_escape(place)} none x-create=dir,bind,rw,nosuid,nodev"
+    for name, place in guest.writable:
+        source = f"{guest.scratch}/{name}"
+        yield f"{source} {_escape(place)} none x-create=dir,bind,rw,nosuid,nodev"
     yield "none /dev none remount,bind,ro,nosuid,noexec"
-    yield f"{scratch}/guest {GUEST_DIR} none x-create=dir,rbind,ro,nosuid,nodev"
-    for source, place in setup.readonly_binds:
+    for source, place in ((f"{guest.scratch}/guest", GUEST_DIR), *guest.readonly):
         how = "bind" if Path(source).is_file() else "rbind"
         yield f"{_escape(source)} {_escape(place)} none {how},ro,nosuid,nodev"
-    if spec.network == "open" and Path("/etc/resolv.conf").exists():
-        yield "/etc/resolv.conf /etc/resolv.conf none x-create=file,bind,ro,nosuid,nodev"
 
 
 def _escape(path: str) -> str:
@@ -358,9 +320,9 @@ CONTAINER_PROGRAMS = {
             # Podman would make a user namespace that outlives it; this says that it has one.
             "_CONTAINERS_USERNS_CONFIGURED": "done",
         },
-        lambda setup: (
-            (name, text.format(scratch=setup.scratch)) for name, text in _PODMAN_FILES.items()
-        ),
+        lambda guest: {
+            name: text.format(scratch=guest.scratch) for name, text in _PODMAN_FILES.items()
+        },
     ),
     "apptainer": ContainerProgram(
         "Apptainer",
@@ -391,76 +353,38 @@ CONTAINER_PROGRAMS = {
             "ENROOT_ALLOW_SUPERUSER": "no",
             "ENROOT_ROOTFS_WRITABLE": "{is_writable}",
         },
-        lambda setup: [("enroot/mounts.d/all.fstab", "\n".join(_list_enroot_mounts(setup)) + "\n")],
+        lambda guest: {"enroot/mounts.d/all.fstab": "\n".join([*_list_enroot_mounts(guest), ""])},
         {f"dev/{name}": target for name, target in _ENROOT_DEVICE_LINKS.items()},
     ),
 }
 """By their names in a recipe."""
 
 _SCRATCH_FOLDERS = (
-    *("rootfs", "upper", "work", "guest", "guest/root", "places", "dev", "storage", "run"),
+    *("rootfs", "upper", "work", "guest", "places", "lower", "dev", "storage", "run"),
 )
 
 
-def list_writable_binds(spec: SandboxSpec) -> Iterator[tuple[str, str]]:
-    """Names below the scratch folder that are shown to be written in, and where."""
-    yield "shm", "/dev/shm"
-    if spec.root is None:
-        yield from (("workspace", WORK_DIR), ("tmp", "/tmp"))
-        for number, folder in enumerate(spec.writable_folders):
-            yield f"folder{number}", folder
-
-
-def list_machine_binds(spec: SandboxSpec, python: GuestPython) -> Iterator[tuple[str, str]]:
-    """What a sandbox shows of this machine, read-only, and where."""
-    yield from python.binds
-    for folder in spec.readonly_folders:
-        yield folder, folder
-    if spec.root is not None:
-        return
-    yield "/usr", "/usr"
-    shared = ("/etc/ssl", "/etc/pki") if spec.network == "open" else ()
-    for name in (*SYSTEM_LINKS, *SYSTEM_FILES, *shared):
-        if Path(name).exists() and not (name in SYSTEM_LINKS and Path(name).is_symlink()):
-            yield os.path.realpath(name), name
-
-
-def _check_paths(program: str, paths: Iterable[str], separators: str) -> None:
-    """Refuse paths that a command line with `SOURCE:PLACE` cannot tell apart."""
-    for path in paths:
-        if any(one in path for one in separators):
-            raise RecipeError(
-                f"{program} cannot show {path}: expected a path without any of {separators!r}, at "
-                "which its command line is split",
-                key=ISOLATION_RECIPE_KEY,
-                hint=f"name a path without them, or set {ISOLATION_RECIPE_KEY}=bwrap",
-            )
-
-
-def build_scratch_archive(setup: ContainerSetup, program: ContainerProgram) -> bytes:
+def build_scratch_archive(guest: Guest, program: ContainerProgram) -> bytes:
     """A tar of what the scratch folder holds at first."""
-    spec, stream = setup.spec, io.BytesIO()
+    spec, stream = guest.spec, io.BytesIO()
     shown_in = "rootfs" if spec.root is None else "places"
-    writable = ["shm", "tmp", "workspace"]
-    writable += [f"folder{number}" for number in range(len(spec.writable_folders))]
-    files = {f"guest/{script.name}": script.read_bytes() for script in SERVER_SCRIPTS}
-    files |= {f"guest/{name}": content for name, content in spec.files.items()}
-    files |= {name: text.encode() for name, text in program.list_files(setup)}
-    links = dict(program.links)
-    if spec.root is None:
-        files |= {f"rootfs/etc/{name}": text.encode() for name, text in GUEST_ETC_FILES.items()}
-        system = [path for path in map(Path, SYSTEM_LINKS) if path.is_symlink()]
-        links |= {f"rootfs{path}": str(path.readlink()) for path in system}
+
+    def locate(place: str) -> str:
+        is_guests = place.startswith(f"{GUEST_DIR}/")
+        return place.replace(GUEST_DIR, "guest", 1) if is_guests else f"{shown_in}{place}"
+
+    files = {locate(place): content for place, content in guest.files.items()}
+    files |= {name: text.encode() for name, text in program.list_files(guest).items()}
+    links = {locate(place): target for place, target in guest.links.items()} | dict(program.links)
+    writable = ["tmp", "workspace", *(name for name, _ in guest.writable)]
+    places = (GUEST_DIR, WORK_DIR, "/tmp", *spec.writable_folders)
     with tarfile.open(fileobj=stream, mode="w") as archive:
         for name in (*_SCRATCH_FOLDERS, *(f"{shown_in}{one}" for one in ("/proc", "/sys", "/dev"))):
             _add_member(archive, name)
-        places = (GUEST_DIR, WORK_DIR, "/tmp", *spec.writable_folders)
-        for name in (*writable, *(f"{shown_in}{one}" for one in places)):
+        for name in (*dict.fromkeys(writable), *(f"{shown_in}{one}" for one in places)):
             _add_member(archive, name, folder_mode=0o1777)
-        for source, place in setup.readonly_binds:
-            is_guests = place.startswith(f"{GUEST_DIR}/")
-            name = place.replace(GUEST_DIR, "guest", 1) if is_guests else f"{shown_in}{place}"
-            _add_member(archive, name, b"" if Path(source).is_file() else None)
+        for source, place in guest.readonly:
+            _add_member(archive, locate(place), b"" if Path(source).is_file() else None)
         for name, content in files.items():
             _add_member(archive, name, content)
         for name, target in links.items():

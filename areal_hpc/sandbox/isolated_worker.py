@@ -21,13 +21,13 @@ from areal_hpc.errors import RecipeError
 from areal_hpc.sandbox.bwrap import (
     build_bwrap_options,
     hold_content_descriptors,
-    list_system_options,
     require_bubblewrap,
 )
 from areal_hpc.sandbox.guest import (
     GUEST_DIR,
     NOBODY_UID,
     choose_scratch_mount_point,
+    find_system_places,
     is_executable_by_all,
     may_become_nobody,
 )
@@ -142,17 +142,17 @@ def open_worker_command(
             prefix = ["unshare", "--mount", "--propagation", "private", "sh", "-c"]
             prefix += [_BIND_FOLDERS_SCRIPT, "sh"]
             prefix += [scratch, str(len(folders)), str(NOBODY_UID), *folders]
-        root, writable = [*list_system_options()], list[str]()
+        (system, links), writable = find_system_places(), list[str]()
         for name, value in (_VARIABLES | environ).items():
-            root += ["--setenv", name, value]
+            writable += ["--setenv", name, value]
         for folder in ("/dev/shm", "/tmp"):
             writable += ["--size", str(SCRATCH_BYTES), "--perms", "1777", "--tmpfs", folder]
         files = (*scripts, WORKER_LOOP_FILE)
         options = build_bwrap_options(
             contents,
-            root=root,
             writable=writable,
-            readonly=zip(sources, folders, strict=True),
+            readonly=[*system, *zip(sources, folders, strict=True)],
+            links=links,
             files={f"{GUEST_DIR}/{one.name}": one.read_bytes() for one in files},
         )
         if (program_filter := build_seccomp_filter()) is not None:

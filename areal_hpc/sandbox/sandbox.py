@@ -31,8 +31,6 @@ KILL_ALL_TIMEOUT_S = 10.0
 """To kill what runs in a sandbox."""
 MAX_FILE_BYTES = 64 << 20
 """A larger file is not read out of a sandbox, unless more is asked for."""
-MAX_ARCHIVE_BYTES = 1 << 30
-"""Nor a larger snapshot."""
 _MAX_COMPLAINT_CHARS = 500
 _UMASK = 0o022
 """Of commands: that of a run, 077, would hide from a task's tests what they look for."""
@@ -215,27 +213,14 @@ class Sandbox:
         except EOFError:
             await self._raise_as_lost("all of it was killed")
 
-    async def snapshot(self) -> bytes:
-        """All that was written or removed since the start, as a layer of an OCI image (a tar)."""
-        return await self._run_file_operation({"operation": "pack"}, b"", MAX_ARCHIVE_BYTES)
-
-    async def pack(self, folder: str, max_bytes: int = MAX_ARCHIVE_BYTES) -> bytes:
+    async def pack(self, folder: str, max_bytes: int) -> bytes:
         """What is in a folder, as a tar: files, folders and links."""
-        request = {"operation": "pack_folder", "path": self._resolve_path(folder)}
+        request = {"operation": "pack", "path": self._resolve_path(folder)}
         return await self._run_file_operation(request, b"", max_bytes)
 
-    async def restore(self, snapshot: bytes) -> None:
-        """Write and remove what a snapshot says, of another sandbox with the same root."""
-        request = {"operation": "unpack", "path": "", "keeps_links": False, "is_layer": True}
-        await self._run_file_operation(request, snapshot)
-
-    async def unpack(self, archive: bytes, folder: str = "") -> None:
-        """Write the files of a tar; where it has a folder, a link to one will do.
-
-        They come into a folder, which is there; without one, to where the names say.
-        """
-        path = folder and self._resolve_path(folder)
-        request = {"operation": "unpack", "path": path, "keeps_links": True, "is_layer": False}
+    async def unpack(self, archive: bytes, folder: str = "/") -> None:
+        """Write the files of a tar into a folder; for a folder of its a link to one will do."""
+        request = {"operation": "unpack", "path": self._resolve_path(folder)}
         await self._run_file_operation(request, archive)
 
     async def stop(self) -> None:

@@ -1,19 +1,20 @@
 """Folder that archives are unpacked into, of which none is trusted to stay in it.
 
-Standard library only: sandboxes run it too. Links on the way to a file are followed as if the
-folder were the root. Files, folders and links are written; devices, pipes and what links to them
-are left out, and so are the set-user-ID and set-group-ID bits. `tarfile` reads, and extracts
-nothing: its own filters were left by CVE-2025-4517.
+Links on the way to a file are followed as if the folder were the root. Files, folders and links are
+written; devices, pipes and what links to them are left out, and so are the set-user-ID and
+set-group-ID bits. `tarfile` reads, and extracts nothing: its own filters were left by
+CVE-2025-4517.
 """
 
 import os
-import stat
+import shutil
 import tarfile
-from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-WHITEOUT_PREFIX, _OPAQUE_NAME = ".wh.", ".wh..wh..opq"
+from areal_hpc.sandbox.sandbox_files import remove_all
+
+_WHITEOUT_PREFIX, _OPAQUE_NAME = ".wh.", ".wh..wh..opq"
 """In a layer of an image: a file of that name removes another, or all that lower layers have."""
 _MAX_LINKS = 40
 _FILE_MODE_BITS = 0o1777
@@ -74,7 +75,6 @@ class UnpackedTree:
             refused before more of it is read.
         max_files: Files, folders and links.
         skipped_folders: Folders at the top in which nothing is kept.
-        follows_links: Where an archive has a folder, a link to one will do.
     """
 
     def __init__(
@@ -84,11 +84,10 @@ class UnpackedTree:
         max_bytes: int,
         max_files: int,
         skipped_folders: tuple[str, ...] = (),
-        follows_links: bool = False,
     ) -> None:
         self._root = str(folder.resolve()).rstrip("/")
         self._bytes_left, self._files_left = max_bytes, max_files
-        self._skipped_folders, self._follows_links = skipped_folders, follows_links
+        self._skipped_folders = skipped_folders
         self._modes: dict[str, int] = {}
         self._links: set[str] = set()
         self._new: set[str] = set()
@@ -108,12 +107,12 @@ class UnpackedTree:
                     raise ArchiveTooLargeError("it has too many files")
                 self._apply_member(archive, member, is_layer)
 
-    def apply_folder_modes(self, owner_bits: int = 0) -> None:
-        """Give folders their modes, now that all is written; `owner_bits` are set in any case."""
+    def apply_folder_modes(self) -> None:
+        """Give folders their modes, now that all is written; their owner may do all with them."""
         for path, mode in sorted(self._modes.items(), reverse=True):  # one may be closed
             # Something later may have put a link in the place of the folder, or of one above it.
-            if Path(path).is_dir() and (self._follows_links or os.path.realpath(path) == path):
-                Path(path).chmod(mode & _FILE_MODE_BITS | owner_bits)
+            if Path(path).is_dir() and os.path.realpath(path) == path:
+                Path(path).chmod(mode & _FILE_MODE_BITS | 0o700)
 
     def remove_links_leading_out(self) -> int:
         """Remove links that do not end in the folder, all the way; how many those were."""
@@ -125,7 +124,7 @@ class UnpackedTree:
             and os.path.realpath(Path(path).parent) == str(Path(path).parent)
         }
         before = len(links)
-        while leading_out := {path for path in links if not self._ends_within(path)}:
+        while leading_out := {path for path in links if self._leads_out(path)}:
             for path in leading_out:  # another may have led through it
                 Path(path).unlink()
             links -= leading_out
@@ -137,7 +136,7 @@ class UnpackedTree:
         parts = [one for one in PurePosixPath("/", tar_member.name).parts[1:] if one != "."]
         if not parts or self._is_below_skipped_folder(parts):
             return
-        name = parts[-1].removeprefix(WHITEOUT_PREFIX) if is_layer else parts[-1]
+        name = parts[-1].removeprefix(_WHITEOUT_PREFIX) if is_layer else parts[-1]
         if name in ("", ".", ".."):
             raise ValueError(f"there is a file {tar_member.name}")
         folder = self._make_folder(parts[:-1])
@@ -154,8 +153,7 @@ class UnpackedTree:
         self._new.add(path)
         self._left_out.discard(path)
         if tar_member.isdir():
-            is_link = Path(path).is_symlink() and not self._follows_links
-            if is_link or not Path(path).is_dir():
+            if Path(path).is_symlink() or not Path(path).is_dir():
                 remove_all(path)
                 Path(path).mkdir()
             self._modes[path] = tar_member.mode
@@ -180,22 +178,13 @@ class UnpackedTree:
     def _write_file(self, archive: tarfile.TarFile, tar_member: tarfile.TarInfo, path: str) -> None:
         content = archive.extractfile(tar_member)
         assert content is not None
-        parts: list[tuple[int, int]] | None = getattr(tar_member, "sparse", None)
-        if parts is None:  # one that is a single hole has an empty list
-            parts = [(0, tar_member.size)]
-        if any(offset < 0 or size < 0 for offset, size in parts):
-            raise ValueError(f"a part of {tar_member.name} has a size or a place below 0")
-        self._bytes_left -= sum(size for _, size in parts)
+        if tar_member.issparse():  # it may be longer than what it takes from the bytes left
+            raise ValueError(f"{tar_member.name} is a sparse file: write it as a whole one")
+        self._bytes_left -= tar_member.size
         if self._bytes_left < 0:
             raise ArchiveTooLargeError("its files are too large")
         with Path(path).open("xb") as file:
-            for offset, size in parts:
-                content.seek(offset)
-                file.seek(offset)
-                while size and (piece := content.read(min(size, _PIECE_BYTES))):
-                    file.write(piece)
-                    size -= len(piece)
-            file.truncate(tar_member.size)
+            shutil.copyfileobj(content, file, _PIECE_BYTES)
         Path(path).chmod(tar_member.mode & _FILE_MODE_BITS)
 
     def _hard_link_member(self, tar_member: tarfile.TarInfo, path: str) -> None:
@@ -218,44 +207,43 @@ class UnpackedTree:
                 self._links.add(path)
 
     def _make_folder(self, path_parts: list[str]) -> str:
-        place, pending, links = list[str](), list(reversed(path_parts)), 0
-        while pending:
-            part = pending.pop()
-            if part in ("..", ".", "/"):
-                place = place[:-1] if part == ".." else [] if part == "/" else place
-                continue
-            path = "/".join([self._root, *place, part])
-            if Path(path).is_symlink():
-                links += 1
-                if links > _MAX_LINKS:
-                    raise ValueError(f"too many links at {'/'.join(path_parts)}")
-                pending += reversed(PurePosixPath(Path(path).readlink()).parts)
-                continue
-            if not Path(path).is_dir():
-                remove_all(path)
-                Path(path).mkdir()
-            self._new.add(path)
-            place.append(part)
-        return "/".join([self._root, *place])
+        folder = self._follow_links(path_parts, makes_folders=True)
+        if folder is None:
+            raise ValueError(f"too many links at {'/'.join(path_parts)}")
+        return folder
 
-    def _ends_within(self, link: str) -> bool:
-        place: list[str] = []
-        pending, links = list(reversed(PurePosixPath(link.removeprefix(self._root)).parts[1:])), 0
+    def _leads_out(self, link: str) -> bool:
+        parts = PurePosixPath(link.removeprefix(self._root)).parts[1:]
+        return self._follow_links([*parts], makes_folders=False) is None
+
+    def _follow_links(self, path_parts: list[str], *, makes_folders: bool) -> str | None:
+        """Where a path ends; None if it has too many links.
+
+        With `makes_folders` as if the folder were the root, else None if the path leads out of it.
+        """
+        place, pending, links = list[str](), list(reversed(path_parts)), 0
         while pending:
             part = pending.pop()
             path = "/".join([self._root, *place, part])
             if part == "/" or (part == ".." and not place):
-                return False
-            if part == "..":
+                if not makes_folders:
+                    return None
+                place.clear()
+            elif part == "..":
                 place.pop()
             elif Path(path).is_symlink():
                 links += 1
                 if links > _MAX_LINKS:
-                    return False
+                    return None
                 pending += reversed(PurePosixPath(Path(path).readlink()).parts)
-            else:
+            elif part != ".":
+                if makes_folders and not Path(path).is_dir():
+                    remove_all(path)
+                    Path(path).mkdir()
+                if makes_folders:
+                    self._new.add(path)
                 place.append(part)
-        return True
+        return "/".join([self._root, *place])
 
     def _remove_entries_of_lower_layers(self, folder: str) -> None:
         for entry in os.scandir(folder):
@@ -266,25 +254,3 @@ class UnpackedTree:
 
     def _is_below_skipped_folder(self, path_parts: list[str]) -> bool:
         return path_parts[0] in self._skipped_folders and len(path_parts) > 1
-
-
-def remove_all(path: str) -> None:
-    """Remove a file or a folder; of a folder that is a mount only what is in it."""
-    try:
-        mode = os.lstat(path).st_mode
-    except FileNotFoundError:
-        return
-    if not stat.S_ISDIR(mode):
-        Path(path).unlink()
-        return
-    if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
-        Path(path).chmod(0o700)  # one may be closed to its owner too
-    for entry in os.scandir(path):
-        remove_all(entry.path)
-    if os.path.realpath(path) not in read_mount_points():  # of the same device, perhaps
-        Path(path).rmdir()
-
-
-def read_mount_points() -> Iterator[str]:
-    for line in Path("/proc/self/mountinfo").read_bytes().splitlines():
-        yield line.split()[4].decode("unicode_escape")

@@ -126,7 +126,7 @@ class Scene(agent.Hostile):
         text = (folder / script).read_text()
         (folder / script).write_text(replace_all(text, before, after))
         scripts = tuple(folder / one.name for one in guest.SERVER_SCRIPTS)
-        self.patch.setattr(bwrap, "SERVER_SCRIPTS", scripts)
+        self.patch.setattr(guest, "SERVER_SCRIPTS", scripts)
 
 
 def replace_all(text: str, before: str, after: str) -> str:

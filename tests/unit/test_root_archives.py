@@ -1,10 +1,8 @@
 """Root file systems in archives: unpacked once, whole, and nothing that was killed stays."""
 
-import errno
 import gzip
 import io
 import os
-import secrets
 import subprocess
 import tarfile
 import tempfile
@@ -15,14 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.errors import ClusterError, RecipeError
+from areal_hpc.errors import RecipeError
 from areal_hpc.sandbox.images import root_archive
 from areal_hpc.sandbox.images.root_archive import (
     ROOT_KEPT_S,
     get_cached_root,
     make_cache_folder,
 )
-from areal_hpc.sandbox.unpacked_tree import UnpackedTree
 from tests.support.oci_images import make_layer, write_image
 
 
@@ -79,19 +76,6 @@ def test_a_root_that_nobody_uses_makes_room_and_one_in_use_stays(tmp_path: Path)
     assert [root.exists() for root in roots] == [False, True]
 
 
-def test_only_a_lack_of_space_is_called_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    archive = write_image(tmp_path / "image.tar", [make_layer([("a", b"1")])])
-    for number, said in ((errno.EDQUOT, "free some space"), (errno.EIO, "Input/output")):
-
-        def fail(*_: object, number: int = number, **__: object) -> None:
-            raise OSError(number, os.strerror(number))
-
-        monkeypatch.setattr(UnpackedTree, "write_archive", fail)  # as a disk does
-        with pytest.raises(ClusterError, match=said):
-            get_cached_root(archive)
-        assert not [*make_cache_folder().glob("*.partial")]
-
-
 def test_hard_links_to_what_is_left_out_are_left_out_too(tmp_path: Path) -> None:
     layer = make_layer([("dev/null", b""), ("a", b"1"), ("=b", "a"), ("=c", "dev/null")])
     root = get_cached_root(write_image(tmp_path / "image.tar", [layer]))
@@ -110,20 +94,6 @@ def test_a_zstd_archive_that_is_cut_is_refused(tmp_path: Path) -> None:
     packed.write_bytes(packed.read_bytes()[:-1000])
     with pytest.raises(RecipeError, match="zstd ended with exit code 1"):
         get_cached_root(packed)
-
-
-def test_no_secret_is_empty_after_its_writer_was_killed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    archive = write_tar(tmp_path / "root.tar", {"etc/os": ""})
-
-    def die(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(secrets, "token_hex", die)
-    with pytest.raises(KeyboardInterrupt):
-        get_cached_root(archive)
-    assert not (make_cache_folder() / "secret").exists()
 
 
 @pytest.mark.parametrize("name", ["root.tar", "image.tar"])

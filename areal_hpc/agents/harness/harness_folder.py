@@ -150,5 +150,5 @@ def _pack(source_dir: Path | None) -> bytes:
 def _unpack(content: bytes, target: Path) -> int:
     tree = UnpackedTree(target, max_bytes=MAX_FOLDER_BYTES, max_files=MAX_FOLDER_FILES)
     tree.write_archive(io.BytesIO(content))
-    tree.apply_folder_modes(owner_bits=0o700)
+    tree.apply_folder_modes()
     return tree.remove_links_leading_out()

@@ -76,7 +76,7 @@ def unpack_image(image: OciImage, folder: Path) -> None:
                 ) from error
             if stream.finish_digest() != layer["digest"]:
                 raise _build_image_error(image.archive, f"{layer['digest']} is another's content")
-    tree.apply_folder_modes(owner_bits=0o700)
+    tree.apply_folder_modes()
 
 
 def make_root_tree(folder: Path) -> UnpackedTree:

@@ -158,7 +158,7 @@ def _unpack_tar(archive: Path, folder: Path) -> None:
             raise
         said = str(error)  # as bz2 and gzip say that it is none
     else:
-        tree.apply_folder_modes(owner_bits=0o700)
+        tree.apply_folder_modes()
         if any(folder.iterdir()):
             return
     raise RecipeError(
