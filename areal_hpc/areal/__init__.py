@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from areal_hpc.areal.reexports import install_reexports
+from areal_hpc.areal.names import install_name_finder
 
 if TYPE_CHECKING:
     from areal_hpc.areal.ppo_trainer import PPOTrainer
@@ -19,4 +19,4 @@ else:
 
 __all__ = ["PPOTrainer"]
 
-install_reexports()
+install_name_finder()

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_hpc.areal.api.cli_args import DatasetConfig
-from areal_hpc.areal.config.conversions import find_public_source
+from areal_hpc.areal.config.conversions import build_gsm8k_source
 from areal_hpc.dataset.sources import iterate_task_rows
 from areal_hpc.errors import RecipeError
 from areal_hpc.recipe.sections.dataset import TaskSetConfig
@@ -43,7 +43,7 @@ def get_custom_dataset(
 def _build_task_set_configs(split: str, path_or_hub_name: str) -> Iterator[TaskSetConfig]:
     path = Path(path_or_hub_name).expanduser()
     lines = path / f"{split}.jsonl"
-    source = find_public_source(path_or_hub_name, split)
+    source = build_gsm8k_source(path_or_hub_name, split)
     if source is None or path.is_file() or lines.exists():
         yield TaskSetConfig(path=lines if path.is_dir() else path)
         return

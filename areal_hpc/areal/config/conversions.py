@@ -16,10 +16,6 @@ from areal_hpc.wire.proxy import MAX_MASK_TOKENS_PER_POSITION
 
 NO_TOP_K = 100_000_000
 """AReaL's `top_k` for no bound."""
-PUBLIC_DATASETS = {
-    "gsm8k": ("main/{split}-*.parquet", f"{convert_gsm8k.__module__}:{convert_gsm8k.__name__}")
-}
-"""Names of repositories: the pattern of their files, and what makes a task of a row."""
 TOOL_PARSER_BY_AREAL_NAME = {"qwen": "qwen25"}
 NEUTRAL_SAMPLING_VALUES = {"top_p": 1.0, "top_k": -1}
 STEPS_KEY_BY_SECTION = {
@@ -76,20 +72,10 @@ def epochs(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
     return {target: int(value) * areal.steps_per_epoch}
 
 
-def workflow(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
-    return {"rollout.workflow": map_areal_module(str(value))} if value else {}
-
-
 def evaluation_workflow(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
     if not value or value == areal.get("workflow"):
         return {}
     return {"evaluation.workflow": map_areal_module(str(value))}
-
-
-def workflow_argument(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
-    if value in ("", {}):
-        return {}
-    return map_areal_path_kwargs({f"rollout.workflow_kwargs.{key}": value})
 
 
 def scheduler(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
@@ -98,13 +84,12 @@ def scheduler(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
     return {}
 
 
-def find_public_source(path_or_hub_name: str, split: str) -> dict[str, str] | None:
-    """The keys of a task set for a known repository, or a clone of it; `split`: train or test."""
-    name = Path(path_or_hub_name).name
-    if name not in PUBLIC_DATASETS:
+def build_gsm8k_source(path_or_hub_name: str, split: str) -> dict[str, str] | None:
+    """The keys of a task set of GSM8K's repository, or a clone of it; `split`: train or test."""
+    if Path(path_or_hub_name).name != "gsm8k":
         return None
-    files, to_task = PUBLIC_DATASETS[name]
-    return {"hub": f"{path_or_hub_name}/{files.format(split=split)}", "to_task": to_task}
+    to_task = f"{convert_gsm8k.__module__}:{convert_gsm8k.__name__}"
+    return {"hub": f"{path_or_hub_name}/main/{split}-*.parquet", "to_task": to_task}
 
 
 def task_set(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
@@ -114,7 +99,7 @@ def task_set(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
         return {key: value}
     section, split = key.split(".")[0], "train" if key.startswith("train") else "test"
     if _is_repository(value):
-        source = find_public_source(str(value), split)
+        source = build_gsm8k_source(str(value), split)
         if source is not None:
             return {f"{section}.{name}": one for name, one in source.items()}
         raise UntranslatableError(

@@ -145,7 +145,9 @@ def _apply_rule(rule: Rule, key: str, value: Any, areal: ArealConfig) -> dict[st
             if value not in list(rule.values):  # a list from YAML cannot be looked up
                 raise UntranslatableError(f"one of {', '.join(map(str, rule.values))}")
             value = rule.values[value]
-        return {} if value is None else {rule.rename: value}
+        elif key.endswith(("workflow", "_path")):
+            value = conversions.map_areal_module(value)
+        return {} if value in (None, "", {}) else {rule.rename: value}
     if rule.convert:
         return dict(getattr(conversions, rule.convert)(key, value, areal))
     if rule.same_as:
