@@ -251,7 +251,7 @@ def _compare_runs(arguments: argparse.Namespace) -> int:
 
 def _audit_tickets(arguments: argparse.Namespace) -> int:
     from areal_hpc.metrics.step_metrics import read_metrics
-    from areal_hpc.view.audit.ticket_status import TicketStatus, audit_run
+    from areal_hpc.view.audit import TicketStatus, audit_run
 
     paths = parse_run_dir(arguments.run)
     audit = audit_run(paths)

@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from areal_hpc.errors import ShardError
 from areal_hpc.metrics.alerts import (
@@ -36,14 +36,9 @@ DISTINCT_REPLIES_NAME = "distinct replies"
 
 @dataclass(frozen=True, slots=True)
 class Trend:
-    name: str
     start_mean: float
     end_mean: float
     by_step: Mapping[int, float]
-
-    @property
-    def ratio(self) -> float:
-        return self.end_mean / self.start_mean if abs(self.start_mean) > 1e-12 else float("inf")
 
     def find_lasting_halfway_step(self) -> int:
         """The first step at which the number had gone half of the way, and never went back."""
@@ -57,32 +52,34 @@ class Trend:
         return found
 
 
-@dataclass(frozen=True, slots=True)
-class CollapseSign:
+class CollapseSign(NamedTuple):
     """A trend that belongs to a collapse."""
 
     trend_name: str
     meaning: str
     kind: Literal["falls", "rises", "changes"]
     bound: float
-    """Value that the end of the trend passes."""
+    """Value that the end of the trend passes; of `changes`, the ratio itself."""
     ratio: float = 1.0
     """Of the end to the start, which the trend passes as well."""
 
     def is_shown_by(self, trend: Trend) -> bool:
+        start, end = trend.start_mean, trend.end_mean
+        ratio = end / start if abs(start) > 1e-12 else float("inf")
         match self.kind:
             case "falls":
-                return trend.ratio <= self.ratio and trend.end_mean <= self.bound
+                return ratio <= self.ratio and end <= self.bound
             case "rises":
-                return trend.ratio >= self.ratio and trend.end_mean >= self.bound
+                return ratio >= self.ratio and end >= self.bound
             case "changes":
-                return not 1 / self.bound < trend.ratio < self.bound
+                return not 1 / self.bound < ratio < self.bound
 
 
+_ENGINE_DIFF = "logprob/engine_trainer_mean_abs_diff"
+_SURE, _AGREE = "the policy is nearly sure of every token", "engine and trainer no longer agree"
+_CUT = "replies reach their limit of tokens"
 COLLAPSE_SIGNS = (
-    CollapseSign(
-        "entropy/mean", "the policy is nearly sure of every token", "falls", MIN_ENTROPY_NATS, 0.35
-    ),
+    CollapseSign("entropy/mean", _SURE, "falls", MIN_ENTROPY_NATS, 0.35),
     CollapseSign("entropy/mean", "the policy says anything", "rises", 1.0, 3.0),
     CollapseSign(DISTINCT_REPLIES_NAME, "samples of a task say the same", "falls", 0.5, 0.6),
     CollapseSign(
@@ -91,24 +88,12 @@ COLLAPSE_SIGNS = (
     CollapseSign(
         "reply/tokens_mean", "replies have another length", "changes", MAX_REPLY_LENGTH_RATIO
     ),
-    CollapseSign(
-        "reply/cut_fraction",
-        "replies reach their limit of tokens",
-        "rises",
-        MAX_CUT_FRACTION,
-        2.0,
-    ),
+    CollapseSign("reply/cut_fraction", _CUT, "rises", MAX_CUT_FRACTION, 2.0),
     CollapseSign("groups/all_worst", "groups have only the worst reward", "rises", 0.5, 2.0),
     CollapseSign(
         "groups/zero_variance", "most groups teach nothing", "rises", MAX_ZERO_VARIANCE, 1.5
     ),
-    CollapseSign(
-        "logprob/engine_trainer_mean_abs_diff",
-        "engine and trainer no longer agree",
-        "rises",
-        MAX_ENGINE_TRAINER_DIFF_NATS,
-        10.0,
-    ),
+    CollapseSign(_ENGINE_DIFF, _AGREE, "rises", MAX_ENGINE_TRAINER_DIFF_NATS, 10.0),
 )
 SHOWN_TREND_NAMES = (*dict.fromkeys(sign.trend_name for sign in COLLAPSE_SIGNS), "groups/all_best")
 SIGNS_OF_HARD_TASKS_ALONE = frozenset({"groups/all_worst", "groups/zero_variance"})
@@ -126,39 +111,49 @@ def diagnose_collapse(paths: RunPaths) -> Answer:
     window = min(MAX_WINDOW_STEPS, len(rows) // 3)
     problems: list[str] = []
     distinct, to_read = _read_distinct_reply_shares(paths, rows, problems)
-    trends = {one.name: one for one in _list_shown_trends(rows, distinct, window)}
-    signs = [
-        sign
+    trends = dict(_list_shown_trends(rows, distinct, window))
+    meaning_by_trend = {
+        sign.trend_name: sign.meaning
         for sign in COLLAPSE_SIGNS
         if sign.trend_name in trends and sign.is_shown_by(trends[sign.trend_name])
-    ]
-    reward = RewardSummary.measure(rows, window)
-    best_groups = statistics.fmean(list_numbers(rows[-window:], "groups/all_best") or [0.0])
-    is_solved = not reward.has_fallen and best_groups >= MIN_ALL_BEST_SHARE
-    serious = {
-        sign.trend_name
-        for sign in signs
-        if not (is_solved and sign.trend_name in SIGNS_HARMLESS_WHEN_SOLVED)
     }
+    has_fallen, half_fall_step, course = _judge_reward(rows, window)
+    best_groups = statistics.fmean(list_numbers(rows[-window:], "groups/all_best") or [0.0])
+    is_solved = not has_fallen and best_groups >= MIN_ALL_BEST_SHARE
+    serious = meaning_by_trend.keys() - (SIGNS_HARMLESS_WHEN_SOLVED if is_solved else set())
     is_degenerate = bool(serious - SIGNS_OF_HARD_TASKS_ALONE)
-    has_collapsed = is_degenerate and (reward.has_fallen or len(serious) >= 3)
-    since = min((trends[name].find_lasting_halfway_step() for name in serious), default=0)
+    has_collapsed = is_degenerate and (has_fallen or len(serious) >= 3)
     findings = [
-        Finding(reward.text, build_page_url_fragment("metrics", run, text="reward/")),
-        *(_describe_trend(run, trend, rows, window, signs) for trend in trends.values()),
+        Finding(course, build_page_url_fragment("metrics", run, text="reward/")),
+        *(
+            _describe_trend(run, name, trend, rows, window, meaning_by_trend.get(name))
+            for name, trend in trends.items()
+        ),
         *to_read,
         *(Finding(f"not read: {one}") for one in problems[:3]),
     ]
-    headline = _build_headline(reward, signs, since if has_collapsed else None, is_solved=is_solved)
-    if not has_collapsed:
-        return Answer(headline, tuple(findings))
-    first = min(since, reward.half_fall_step) if reward.has_fallen else since
-    hints = (
-        f"go back to a checkpoint of step {first - 1} or before",
-        "lower trainer.optimizer.lr, raise rollout.sampling.temperature or "
-        "trainer.objective.clip_high, or subtract reward for loops and cut replies",
-    )
-    return Answer(headline, tuple(findings), hints, is_well=False)
+    meanings = ", ".join(meaning_by_trend.values())
+    if has_collapsed:
+        since = min(trends[name].find_lasting_halfway_step() for name in serious)
+        first = min(since, half_fall_step) if has_fallen else since
+        hints = (
+            f"go back to a checkpoint of step {first - 1} or before",
+            "lower trainer.optimizer.lr, raise rollout.sampling.temperature or "
+            "trainer.objective.clip_high, or subtract reward for loops and cut replies",
+        )
+        headline = f"the policy collapses since about step {since}: {meanings}"
+        return Answer(headline, tuple(findings), hints, is_well=False)
+    headline = "the policy does not collapse"
+    if is_solved:
+        headline += f", it has solved its tasks{f': {meanings}' if meanings else ''}"
+    elif has_fallen:
+        headline = (
+            "the reward fell, but not by a collapse: entropy, length, repetition and distinct "
+            f"replies hold; areal-hpc why RUN --step {half_fall_step} compares"
+        )
+    elif meanings:
+        headline += f" yet, the reward holds; but {meanings}"
+    return Answer(headline, tuple(findings))
 
 
 def _read_distinct_reply_shares(
@@ -187,93 +182,62 @@ def _read_distinct_reply_shares(
 
 def _list_shown_trends(
     rows: Sequence[MetricRow], distinct_shares: Mapping[int, float], window: int
-) -> Iterator[Trend]:
+) -> Iterator[tuple[str, Trend]]:
     for name in SHOWN_TREND_NAMES:
         if name == DISTINCT_REPLIES_NAME:
             if len(distinct_shares) >= 2:
                 first, *_, last = (distinct_shares[step] for step in sorted(distinct_shares))
-                yield Trend(name, first, last, distinct_shares)
+                yield name, Trend(first, last, distinct_shares)
             continue
         start, end = (list_numbers(ones, name) for ones in (rows[:window], rows[-window:]))
         if start and end:
             values = {row["step"]: get_number(row, name) for row in rows}
             by_step = {step: value for step, value in values.items() if value is not None}
-            yield Trend(name, statistics.fmean(start), statistics.fmean(end), by_step)
+            yield name, Trend(statistics.fmean(start), statistics.fmean(end), by_step)
 
 
 def _describe_trend(
-    run: str, trend: Trend, rows: Sequence[MetricRow], window: int, signs: Sequence[CollapseSign]
+    run: str,
+    name: str,
+    trend: Trend,
+    rows: Sequence[MetricRow],
+    window: int,
+    meaning: str | None,
 ) -> Finding:
     ends = trend.start_mean, trend.end_mean
-    if trend.name == DISTINCT_REPLIES_NAME:
-        steps = sorted(trend.by_step)
-        between = f"{ends[0]:.0%} at step {steps[0]}, {ends[1]:.0%} at step {steps[-1]}"
-        text = f"{DISTINCT_REPLIES_NAME} of a group: {between}"
-        where = f"step={steps[-1]}"
-        page = build_page_url_fragment("trajectories", run, where=where, sort="ticket")
+    if name == DISTINCT_REPLIES_NAME:
+        first, last = min(trend.by_step), max(trend.by_step)
+        text = f"{name} of a group: {ends[0]:.0%} at step {first}, {ends[1]:.0%} at step {last}"
+        page = build_page_url_fragment("trajectories", run, where=f"step={last}", sort="ticket")
     else:
-        first, last = (format_value(trend.name, one) for one in ends)
-        text = f"{trend.name}: {first} ({format_step_range(rows[:window])}), {last} "
+        before, after = (format_value(name, one) for one in ends)
+        text = f"{name}: {before} ({format_step_range(rows[:window])}), {after} "
         text += f"({format_step_range(rows[-window:])})"
-        page = build_page_url_fragment("metrics", run, text=trend.name)
-    meaning = next((sign.meaning for sign in signs if sign.trend_name == trend.name), "")
+        page = build_page_url_fragment("metrics", run, text=name)
     if meaning:
         text += f": {meaning}, half of the way at step {trend.find_lasting_halfway_step()}"
     return Finding(text, page)
 
 
-@dataclass(frozen=True, slots=True)
-class RewardSummary:
-    has_fallen: bool
-    half_fall_step: int
-    """The first step at which half of the fall from the best had happened, for good."""
-    text: str
-
-    @classmethod
-    def measure(cls, rows: Sequence[MetricRow], window: int) -> "RewardSummary":
-        """Compare the best mean of `window` steps with the last one."""
-        rewards = {row["step"]: get_number(row, "reward/mean") or 0.0 for row in rows}
-        steps, values = list(rewards), list(rewards.values())
-        means = [
-            statistics.fmean(values[end - window : end]) for end in range(window, len(rows) + 1)
-        ]
-        best = max(range(len(means)), key=lambda place: means[place])
-        spread = statistics.fmean(list_numbers(rows, "reward/standard_error") or [0.0])
-        reward_range = max(values) - min(values)
-        least = max(MIN_REWARD_FALL_SHARE_OF_RANGE * reward_range, 2 * spread, 1e-9)
-        has_fallen = means[best] - means[-1] > least
-        best_step = steps[best + window - 1]
-        if best_step == steps[-1]:
-            text = f"the reward is at its best, {means[best]:.3f}, at step {best_step}"
-        else:
-            text = (
-                f"the reward {'fell' if has_fallen else 'went'} from {means[best]:.3f}, its best, "
-                f"at step {best_step} to {means[-1]:.3f} at step {steps[-1]}"
-            )
-        if held_out := list_numbers(rows, "eval/reward"):
-            last_step = max(
-                row["step"] for row in rows if get_number(row, "eval/reward") is not None
-            )
-            text += f"; held-out reward {max(held_out):.3f} at best, "
-            text += f"{held_out[-1]:.3f} at step {last_step}"
-        course = Trend("reward/mean", means[best], means[-1], rewards)
-        return cls(has_fallen, course.find_lasting_halfway_step(), text)
-
-
-def _build_headline(
-    reward: RewardSummary, signs: Sequence[CollapseSign], since: int | None, *, is_solved: bool
-) -> str:
-    meanings = ", ".join(sign.meaning for sign in signs)
-    if since is not None:
-        return f"the policy collapses since about step {since}: {meanings}"
-    if is_solved:
-        told = f": {meanings}" if meanings else ""
-        return f"the policy does not collapse, it has solved its tasks{told}"
-    if signs and not reward.has_fallen:
-        return f"the policy does not collapse yet, the reward holds; but {meanings}"
-    if reward.has_fallen:
-        return (
-            "the reward fell, but not by a collapse: entropy, length, repetition and distinct "
-            f"replies hold; areal-hpc why RUN --step {reward.half_fall_step} compares"
+def _judge_reward(rows: Sequence[MetricRow], window: int) -> tuple[bool, int, str]:
+    """Whether the last mean of `window` steps is below the best one, since when, and its course."""
+    rewards = {row["step"]: get_number(row, "reward/mean") or 0.0 for row in rows}
+    steps, values = list(rewards), list(rewards.values())
+    means = [statistics.fmean(values[end - window : end]) for end in range(window, len(rows) + 1)]
+    best = max(range(len(means)), key=lambda place: means[place])
+    spread = statistics.fmean(list_numbers(rows, "reward/standard_error") or [0.0])
+    reward_range = max(values) - min(values)
+    least = max(MIN_REWARD_FALL_SHARE_OF_RANGE * reward_range, 2 * spread, 1e-9)
+    has_fallen = means[best] - means[-1] > least
+    best_step = steps[best + window - 1]
+    text = f"the reward is at its best, {means[best]:.3f}, at step {best_step}"
+    if best_step != steps[-1]:
+        text = (
+            f"the reward {'fell' if has_fallen else 'went'} from {means[best]:.3f}, its best, "
+            f"at step {best_step} to {means[-1]:.3f} at step {steps[-1]}"
         )
-    return "the policy does not collapse"
+    if held_out := list_numbers(rows, "eval/reward"):
+        last = max(row["step"] for row in rows if get_number(row, "eval/reward") is not None)
+        text += f"; held-out reward {max(held_out):.3f} at best, {held_out[-1]:.3f} at step {last}"
+    course = Trend(means[best], means[-1], rewards)
+    return has_fallen, course.find_lasting_halfway_step(), text

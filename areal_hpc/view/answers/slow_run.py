@@ -1,36 +1,30 @@
 """What the time of a run's steps goes to, and who is to blame (`areal-hpc why RUN --slow`)."""
 
 import statistics
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from areal_hpc.errors import ShardError
 from areal_hpc.metrics.step_line import MetricRow
-from areal_hpc.metrics.step_metrics import CELL_IDLE_S_METRIC, read_metrics, select_paced_rows
+from areal_hpc.metrics.step_metrics import (
+    read_metrics,
+    select_paced_rows,
+    sum_times_by_activity,
+)
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.run_recipe import get_recipe_value, read_run_recipe
 from areal_hpc.rundir.telemetry.events import read_recent_events
 from areal_hpc.view.answers.answer import Answer, Finding, build_page_url_fragment
-from areal_hpc.view.answers.episode_times import (
-    ReplicaOutlier,
-    StepPart,
-    find_slow_receiver,
-    find_slow_replica,
-    group_times_outside_calls,
-    list_mean_step_parts,
-    measure_call_speeds,
-    measure_update_times,
-    sum_batch_wait_splits,
-)
 from areal_hpc.view.batch_episodes import (
+    WITHOUT_TOOL,
     BatchEpisode,
     list_times_between_calls,
     read_batch_episodes,
     read_first_row_of_each_episode,
 )
 from areal_hpc.view.logs import list_log_files
-from areal_hpc.view.metric_values import format_step_range, get_number, list_numbers
+from areal_hpc.view.metric_values import format_step_range, list_numbers
 from areal_hpc.view.tables import format_table
 
 MAX_READ_STEPS = 10
@@ -38,15 +32,59 @@ MAX_READ_ROWS = 400
 MIN_SHOWN_SHARE = 0.05
 MIN_HINT_SHARE = 0.2
 MAX_HINTS = 2
+MAX_LAST_EPISODES_SHARE = 0.05
+"""The last episodes of a batch are one, or this share of it."""
 MIN_LAST_EPISODES_WAIT_SHARE = 0.3
 MIN_LAST_TO_MEDIAN_DURATION = 2.0
-MIN_IDLE_SHARE = 0.25
 MIN_USUAL_CALLS_AT_ONCE = 4.0
-STORAGE_PARTS = {
-    "sealing": "all episodes of the batch had ended, their rows were sealed",
-    "reading batches": "shards are read from the storage of the run directory",
-    "small files": "metrics are written to the run directory, notes read there",
+MIN_CALLS_OR_UPDATES = 4
+SLOW_REPLICA_SPEED_RATIO = 0.6
+MIN_SLOW_UPDATE_TIME_RATIO = 1.5
+MIN_SLOW_UPDATE_EXCESS_S = 0.05
+_STORAGE_IS_SLOW = "the run directory's storage is slow"
+_FASTER_STORAGE = "put cluster.fileroot on faster storage"
+_WAIT_PARTS = ("generation", "tools", "admission", "sealing")
+
+ReplicaKey = tuple[str, int]
+"""A cell and the number of a replica in it."""
+
+
+class ReplicaOutlier(NamedTuple):
+    cell: str
+    replica: int
+    value: float
+    others: float
+    """The median of the others."""
+
+
+class _Verdict(NamedTuple):
+    text: str
+    cause: str = ""
+    hint: str = ""
+    page: str = ""
+
+
+_VERDICT_BY_PART = {
+    "sealing": _Verdict(
+        "all episodes of the batch had ended, their rows were sealed",
+        _STORAGE_IS_SLOW,
+        _FASTER_STORAGE,
+    ),
+    "reading batches": _Verdict(
+        "shards are read from the storage of the run directory", _STORAGE_IS_SLOW, _FASTER_STORAGE
+    ),
+    "small files": _Verdict(
+        "metrics are written to the run directory, notes read there",
+        _STORAGE_IS_SLOW,
+        _FASTER_STORAGE,
+    ),
+    "waiting for a replica": _Verdict(
+        "no replica served the weights",
+        hint="areal-hpc why RUN and areal-hpc logs RUN say what became of the cells",
+    ),
 }
+"""Of parts that are explained alike in every run."""
+_STORAGE_PARTS = ("sealing", "reading batches", "small files", "checkpoints")
 
 
 def explain_slow_run(paths: RunPaths) -> Answer:
@@ -56,12 +94,129 @@ def explain_slow_run(paths: RunPaths) -> Answer:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Verdict:
-    text: str
-    cause: str = ""
-    hint: str = ""
-    page: str = ""
+def add_wait(
+    waits: dict[str, float], from_time: float, to_time: float, episodes: Sequence[BatchEpisode]
+) -> None:
+    """Add the seconds of a wait for a batch between two Unix times, by what its episodes did. Pure.
+
+    `generation` and `tools`: a moment counts for as much as the share of episodes that were in
+    model calls, or outside of them. `admission`: no episode was under way, and some were still to
+    begin. `sealing`: all had ended. Beside these: `last episodes` were awaited alone; `calls` is
+    the sum over model calls of the time in which they were under way, `any call` the time in which
+    any was.
+    """
+    most_last = max(1, int(MAX_LAST_EPISODES_SHARE * len(episodes)))
+    under_way: Counter[str] = Counter()
+    now = from_time
+    for at, activity, change in sorted(_list_changes(episodes), key=lambda one: one[0]):
+        until = min(max(at, from_time), to_time)
+        if (took_s := until - now) > 0:
+            now, calls = until, under_way["call"]
+            waits["calls"] += took_s * calls
+            waits["any call"] += took_s * (calls > 0)
+            if (count := under_way["episode"]) == 0:
+                waits["admission"] += took_s
+            else:
+                # A call may end a moment after the agent closed its session.
+                calling = min(1.0, under_way["in calls"] / count)
+                waits["generation"] += took_s * calling
+                waits["tools"] += took_s * (1.0 - calling)
+                waits["last episodes"] += took_s * (count <= most_last)
+        under_way[activity] += change
+    waits["sealing"] += max(0.0, to_time - now)
+
+
+def _list_changes(episodes: Sequence[BatchEpisode]) -> Iterator[tuple[float, str, int]]:
+    """When what began (1) or ended (-1)."""
+    for one in episodes:
+        spans_by_activity = {
+            "episode": [(one.record.started_at, one.record.ended_at)],
+            "in calls": one.merged_call_spans,
+            "call": [(call.asked_at, call.answered_at) for call in one.timed_calls],
+        }
+        for activity, spans in spans_by_activity.items():
+            for begin, end in spans:
+                yield begin, activity, 1
+                yield end, activity, -1
+
+
+def sum_batch_waits(
+    rows: Sequence[MetricRow], episodes: Sequence[BatchEpisode]
+) -> dict[str, float]:
+    """What episodes did while the trainer waited for their batches; zeros if it is not known.
+
+    The row's end and length tell when a step began. The wait follows the writing of the row before,
+    which is nearly all of the time for small files.
+    """
+    waits = dict.fromkeys((*_WAIT_PARTS, "last episodes", "calls", "any call"), 0.0)
+    for row in rows:
+        own = [one for one in episodes if one.step == row["step"] and one.is_timed]
+        ended_at, step_s, wait_s = (
+            row.get(name) for name in ("unix_time_s", "time/step_s", "time/batch_wait_s")
+        )
+        if own and ended_at and step_s and wait_s:
+            begin = ended_at - step_s + (row.get("time/files_s") or 0.0)
+            add_wait(waits, begin, begin + wait_s, own)
+    return waits
+
+
+def measure_mean_step_parts(
+    rows: Sequence[MetricRow], waits: Mapping[str, float]
+) -> dict[str, float]:
+    """Seconds of the parts of the mean step, the largest first."""
+    times = [sum_times_by_activity(row) for row in rows]
+    parts = {activity: statistics.fmean(one[activity] for one in times) for activity in times[0]}
+    waiting = parts.pop("waiting for episodes")
+    if (waited := sum(waits[name] for name in _WAIT_PARTS)) > 0:
+        parts |= {name: waits[name] * waiting / waited for name in _WAIT_PARTS}
+    else:
+        tools = statistics.fmean(list_numbers(rows, "episode/tool_time_fraction") or [0.0])
+        parts |= {"generation": waiting * (1 - tools), "tools": waiting * tools}
+    rest = statistics.fmean(list_numbers(rows, "time/step_s")) - sum(parts.values())
+    parts["the trainer's other work"] = rest
+    known = sorted(parts.items(), key=lambda part: -part[1])
+    return {name: seconds for name, seconds in known if seconds > 0} or {"nothing recorded": 0.0}
+
+
+def measure_call_speeds(episodes: Iterable[BatchEpisode]) -> dict[ReplicaKey, float]:
+    """Sampled tokens per second of model calls."""
+    calls = defaultdict(list)
+    for one in episodes:
+        for call in one.timed_calls:
+            took_s = call.answered_at - call.asked_at
+            calls[one.record.cell, call.replica].append((call.reply_tokens, took_s))
+    sums = {key: [sum(column) for column in zip(*calls[key], strict=True)] for key in sorted(calls)}
+    return {
+        key: tokens / seconds
+        for key, (tokens, seconds) in sums.items()
+        if len(calls[key]) >= MIN_CALLS_OR_UPDATES and seconds > 0
+    }
+
+
+def measure_update_times(events: Iterable[Mapping[str, Any]]) -> dict[ReplicaKey, float]:
+    """Median of the seconds that a replica itself took of an update of its weights."""
+    found: dict[ReplicaKey, list[float]] = defaultdict(list)
+    for row in events:
+        if row.get("event") == "replica_resumed" and isinstance(row.get("busy_s"), int | float):
+            found[str(row.get("role")), int(row.get("replica") or 0)].append(row["busy_s"])
+    return {
+        key: statistics.median(times)
+        for key, times in sorted(found.items())
+        if len(times) >= MIN_CALLS_OR_UPDATES
+    }
+
+
+def _find_outlier(
+    values: Mapping[ReplicaKey, float],
+    pick: Callable[..., ReplicaKey],
+    stands_out: Callable[[float, float], bool],
+) -> ReplicaOutlier | None:
+    if len(values) < 2:
+        return None
+    worst = pick(values, key=lambda key: values[key])
+    others = statistics.median(value for key, value in values.items() if key != worst)
+    is_outlier = stands_out(values[worst], others)
+    return ReplicaOutlier(*worst, values[worst], others) if is_outlier else None
 
 
 class _SlowRun:
@@ -73,55 +228,61 @@ class _SlowRun:
         self._episodes = read_batch_episodes(paths, steps, self._problems)
         self._timed = [one for one in self._episodes if one.is_timed]
         self._nodes = self._map_cells_to_nodes()
-        self._starts = Counter(
-            (str(row.get("role")), row.get("replica"))
-            for row in events
-            if row.get("event") == "replica_started"
-        )
         self._step_s = self._compute_mean("time/step_s")
-        self._split = sum_batch_wait_splits(rows, self._episodes)
+        self._waits = sum_batch_waits(rows, self._episodes)
         self._call_speeds = measure_call_speeds(self._episodes)
         self._update_times = measure_update_times(events)
-        self._slow_replica = find_slow_replica(self._call_speeds)
-        self._slow_receiver = find_slow_receiver(self._update_times)
+        self._slow_replica = _find_outlier(
+            self._call_speeds, min, lambda own, others: own < SLOW_REPLICA_SPEED_RATIO * others
+        )
+        self._slow_receiver = _find_outlier(
+            self._update_times,
+            max,
+            lambda own, others: (
+                own > max(MIN_SLOW_UPDATE_TIME_RATIO * others, others + MIN_SLOW_UPDATE_EXCESS_S)
+            ),
+        )
         self._late_episode = self._find_longest_awaited_episode()
 
     def answer(self) -> Answer:
-        step_s, parts = self._step_s, list_mean_step_parts(self._rows, self._split)
-        shown = [part for part in parts if part.seconds >= MIN_SHOWN_SHARE * step_s]
-        verdicts = [self._explain_part(part) for part in shown]
-        cause = verdicts[0].cause if verdicts else ""
+        step_s, parts = self._step_s, measure_mean_step_parts(self._rows, self._waits)
+        verdicts = {
+            name: self._explain_part(name, seconds)
+            for name, seconds in parts.items()
+            if seconds >= MIN_SHOWN_SHARE * step_s
+        }
+        cause = next((verdict.cause for verdict in verdicts.values()), "")
         shares = ", ".join(
-            f"{part.seconds / step_s:.0%} {part.name}"
-            for part in parts
-            if part.seconds >= 0.01 * step_s
+            f"{seconds / step_s:.0%} {name}"
+            for name, seconds in parts.items()
+            if seconds >= 0.01 * step_s
         )
-        findings = [
-            Finding(shares, self._link("metrics", text="time/")),
-            *(Finding(one.text, one.page) for one in verdicts),
-            *self._describe_storage(parts),
-            *self._describe_outliers(cause),
-            *(Finding(f"not read: {one}") for one in self._problems[:3]),
-        ]
-        first = f"{parts[0].seconds:.1f} s of the {step_s:.1f} s of a step"
+        largest = next(iter(parts))
         headline = (
-            f"the run is limited by {parts[0].name}: {first} ({format_step_range(self._rows)})"
+            f"the run is limited by {largest}: {parts[largest]:.1f} s of the {step_s:.1f} s of a "
+            f"step ({format_step_range(self._rows)})"
         )
         hints = [
             verdict.hint
-            for part, verdict in zip(shown, verdicts, strict=True)
-            if verdict.hint and part.seconds >= MIN_HINT_SHARE * step_s
+            for name, verdict in verdicts.items()
+            if verdict.hint and parts[name] >= MIN_HINT_SHARE * step_s
         ]
         return Answer(
             f"{headline}; {cause}" if cause else headline,
-            tuple(findings),
+            (
+                Finding(shares, self._link("metrics", text="time/")),
+                *(Finding(one.text, one.page) for one in verdicts.values()),
+                *self._describe_storage(parts),
+                *self._describe_outliers(cause),
+                *(Finding(f"not read: {one}") for one in self._problems[:3]),
+            ),
             tuple(hints[:MAX_HINTS]),
             tuple(self._format_replica_table()),
         )
 
-    def _explain_part(self, part: StepPart) -> _Verdict:
-        share = f"{part.name}: {part.seconds:.2f} s a step ({part.seconds / self._step_s:.0%})"
-        match part.name:
+    def _explain_part(self, name: str, seconds: float) -> _Verdict:
+        share = f"{name}: {seconds:.2f} s a step ({seconds / self._step_s:.0%})"
+        match name:
             case "generation":
                 return self._explain_generation(f"{share}: model calls of the batch were under way")
             case "tools":
@@ -133,20 +294,15 @@ class _SlowRun:
                     "rollout.max_concurrent_rollouts", "rollout.max_head_offpolicyness"
                 )
                 text = f"{share}: no episode of the awaited batch was under way"
-                if (idle := self._measure_cell_idle_share()) is not None:
-                    text += f"; cells had no ticket for {idle:.0%} of their time"
-                return (
-                    _Verdict(text, f"the bounds are {keys}", f"raise {keys}")
-                    if keys
-                    else _Verdict(text)
-                )
+                told = (f"the bounds are {keys}", f"raise {keys}") if keys else ()
+                return _Verdict(text, *told)
             case "weight updates":
                 return self._explain_weight_updates(share)
             case "evaluation":
                 times, keys = self._list_times("eval"), self._format_keys("evaluation.every_steps")
                 text = f"{share}: {len(times)} of {len(self._rows)} steps were evaluated, "
-                hint = f"evaluation.separate_cell=true, fewer tasks, or a larger {keys}"
                 text += f"{statistics.fmean(times):.1f} s each"
+                hint = f"evaluation.separate_cell=true, fewer tasks, or a larger {keys}"
                 return _Verdict(text, keys, hint, self._link("metrics", text="eval"))
             case "checkpoints":
                 if times := self._list_times("checkpoint"):
@@ -154,26 +310,22 @@ class _SlowRun:
                 keys = self._format_keys("trainer.checkpoint_every_steps")
                 hint = f"a larger {keys}, or faster storage for cluster.fileroot"
                 return _Verdict(share, "writing of checkpoints keeps the ranks waiting", hint)
-            case name if name in STORAGE_PARTS:
-                cause = "the run directory's storage is slow"
-                hint = "put cluster.fileroot on faster storage"
-                return _Verdict(f"{share}: {STORAGE_PARTS[name]}", cause, hint)
             case "training":
                 train_s = self._compute_mean("time/train_s")
                 text = f"{share}, of which {train_s:.2f} s are passes of the model"
                 if (score_s := self._compute_mean("time/score_s")) > 0:
                     text += f" and {score_s:.2f} s those of a reference, a teacher or a critic"
                 return _Verdict(text, hint="give the trainer more ranks")
-            case "waiting for a replica":
-                hint = "areal-hpc why RUN and areal-hpc logs RUN say what became of the cells"
-                return _Verdict(f"{share}: no replica served the weights", hint=hint)
+        if (verdict := _VERDICT_BY_PART.get(name)) is not None:
+            return verdict._replace(text=f"{share}: {verdict.text}")
         return _Verdict(share)
 
     def _explain_generation(self, text: str) -> _Verdict:
         slow, late = self._slow_replica, self._late_episode
         if slow is not None and (late is None or late.record.cell == slow.cell):
-            hint = f"look at {self._name_replica(slow)}; exclude its node if it lasts"
-            return _Verdict(text, f"{self._name_replica(slow)} is slow", hint)
+            name = self._name_replica(slow)
+            hint = f"look at {name}; exclude its node if it lasts"
+            return _Verdict(text, f"{name} is slow", hint)
         if late is not None:
             cause = self._describe_late_episode(late)
             hint = "bound episodes (rollout.episode_timeout_s, rollout.sampling.max_new_tokens), or"
@@ -182,8 +334,8 @@ class _SlowRun:
         replicas = {
             (one.record.cell, call.replica) for one in self._timed for call in one.timed_calls
         }
-        if self._split is not None and replicas and self._split.any_call_s:
-            calls = self._split.summed_call_s / self._split.any_call_s / len(replicas)
+        if replicas and self._waits["any call"]:
+            calls = self._waits["calls"] / self._waits["any call"] / len(replicas)
             text += f"; {calls:.1f} at once at each replica on average"
             if calls < MIN_USUAL_CALLS_AT_ONCE:
                 keys = self._format_keys(
@@ -196,19 +348,42 @@ class _SlowRun:
         return _Verdict(text, hint=hint)
 
     def _explain_tools(self, text: str) -> _Verdict:
-        kinds = group_times_outside_calls(self._episodes, self._read_times_between_calls())
-        if not kinds:
+        times = self._group_times_outside_calls()
+        if not times:
             return _Verdict(text)
         told = ", ".join(
-            f"{kind.name} {kind.mean_s:.2f} s ({kind.count} times, at most {kind.longest_s:.2f} s)"
-            for kind in kinds[:3]
+            f"{name} {statistics.fmean(own):.2f} s ({len(own)} times, at most {max(own):.2f} s)"
+            for name, own in times[:3]
         )
-        cause = f"{kinds[0].name} takes {kinds[0].mean_s:.2f} s on average"
+        name, own = times[0]
+        cause = f"{name} takes {statistics.fmean(own):.2f} s on average"
         page = self._link("trajectories", sort="seconds")
         if (late := self._late_episode) is not None:
             cause += f"; {self._describe_late_episode(late)}"
             page = self._link_episode(late)
-        return _Verdict(f"{text}: {told}", cause, f"make {kinds[0].name} faster", page)
+        return _Verdict(f"{text}: {told}", cause, f"make {name} faster", page)
+
+    def _group_times_outside_calls(self) -> list[tuple[str, list[float]]]:
+        """Seconds that episodes spent with something beside model calls, the most first."""
+        found: dict[str, list[float]] = defaultdict(list)
+        several = [one for one in self._episodes if len(one.record.calls) > 1][-MAX_READ_ROWS:]
+        try:
+            for row in read_first_row_of_each_episode(self._paths, several):
+                for tool, seconds in list_times_between_calls(row):
+                    found[
+                        "the agent between calls" if tool == WITHOUT_TOOL else f"the tool {tool}"
+                    ].append(seconds)
+        except ShardError as error:
+            self._problems.append(str(error))
+        for one in self._timed:
+            if calls := one.timed_calls:
+                found["before the first call"].append(calls[0].asked_at - one.record.started_at)
+                last = max(call.answered_at for call in calls)
+                found["after the last reply (rewards)"].append(one.record.ended_at - last)
+        return sorted(
+            ((name, times) for name, times in found.items() if sum(times) > 0),
+            key=lambda one: -sum(one[1]),
+        )
 
     def _explain_weight_updates(self, text: str) -> _Verdict:
         names = {name for row in self._rows for name in row if name.startswith("weights/")}
@@ -227,53 +402,46 @@ class _SlowRun:
             hint = f"look at the network of {self._name_replica(slow)}"
         return _Verdict(text, cause, hint, self._link("metrics", text="weights/"))
 
-    def _describe_storage(self, parts: Sequence[StepPart]) -> Iterator[Finding]:
-        waiting = [part for part in parts if part.name in (*STORAGE_PARTS, "checkpoints")]
-        seconds = sum(part.seconds for part in waiting)
+    def _describe_storage(self, parts: Mapping[str, float]) -> Iterator[Finding]:
+        waiting = [name for name in parts if name in _STORAGE_PARTS]
+        seconds = sum(parts[name] for name in waiting)
         if len(waiting) > 1 and seconds >= MIN_HINT_SHARE * self._step_s:
-            names = ", ".join(part.name for part in waiting)
             yield Finding(
-                f"{names} wait for the run directory's storage: together {seconds:.2f} s a step "
-                f"({seconds / self._step_s:.0%})"
+                f"{', '.join(waiting)} wait for the run directory's storage: together "
+                f"{seconds:.2f} s a step ({seconds / self._step_s:.0%})"
             )
 
     def _describe_outliers(self, explained_cause: str) -> Iterator[Finding]:
-        """Slow replicas and idle cells, but for what `explained_cause` says already."""
+        """Slow replicas, but for what `explained_cause` says already."""
         if (slow := self._slow_replica) is not None:
             text = (
                 f"{self._name_replica(slow)} generates {slow.value:.0f} tokens a second "
                 f"in a call, the others {slow.others:.0f}"
             )
-            split = self._split
-            if split is not None and (alone_s := split.only_active_cell_s.get(slow.cell, 0.0)) > 0:
-                text += f"; for {alone_s / split.total_s:.0%} of the waits only its cell worked"
             where = f'cell="{slow.cell}"'
             yield Finding(text, self._link("trajectories", where=where, sort="seconds"))
         receiver = self._slow_receiver
         if receiver is not None and self._name_replica(receiver) not in explained_cause:
             page = self._link("metrics", text="weights/")
             yield Finding(self._describe_slow_receiver(receiver), page)
-        idle = self._measure_cell_idle_share()
-        if idle is not None and idle >= MIN_IDLE_SHARE:
-            text = f"cells had no ticket for {idle:.0%} of their time "
-            text += f"({self._format_keys('rollout.max_head_offpolicyness')})"
-            yield Finding(text, self._link("metrics", text=CELL_IDLE_S_METRIC))
 
     def _find_longest_awaited_episode(self) -> BatchEpisode | None:
-        split = self._split
-        if split is None or split.last_episodes_s < MIN_LAST_EPISODES_WAIT_SHARE * split.total_s:
+        if self._late_share < MIN_LAST_EPISODES_WAIT_SHARE:
             return None
         longest = max(self._timed, key=lambda one: one.record.duration_s)
         least_s = MIN_LAST_TO_MEDIAN_DURATION * self._compute_median_duration_s()
         return longest if longest.record.duration_s >= least_s else None
 
+    @property
+    def _late_share(self) -> float:
+        waited = sum(self._waits[name] for name in _WAIT_PARTS)
+        return self._waits["last episodes"] / waited if waited else 0.0
+
     def _describe_late_episode(self, late_episode: BatchEpisode) -> str:
-        split, record = self._split, late_episode.record
-        assert split is not None
+        record = late_episode.record
         place = self._name_cell(record.cell)
         return (
-            f"the last episodes of batches were awaited for "
-            f"{split.last_episodes_s / split.total_s:.0%} of the waits: "
+            f"the last episodes of batches were awaited for {self._late_share:.0%} of the waits: "
             f"{late_episode.title}{f' on {place}' if place else ''} took "
             f"{record.duration_s:.1f} s, where {self._compute_median_duration_s():.1f} s is usual"
         )
@@ -287,34 +455,13 @@ class _SlowRun:
     def _format_replica_table(self) -> list[str]:
         """Every replica, if there are several."""
         keys = sorted(self._call_speeds.keys() | self._update_times.keys())
-        if len(keys) < 2:
-            return []
-        rows = [("cell", "replica", "node", "tokens/s in a call", "s at an update", "starts")]
-        for cell, replica in keys:
-            speed, update_s = (
-                one.get((cell, replica)) for one in (self._call_speeds, self._update_times)
-            )
-            rows.append(
-                (
-                    cell,
-                    str(replica),
-                    self._nodes.get(cell, "-"),
-                    "-" if speed is None else f"{speed:.0f}",
-                    "-" if update_s is None else f"{update_s:.2f}",
-                    str(self._starts[cell, replica] or "-"),
-                )
-            )
-        return format_table(rows, right_aligned_columns=(1, 3, 4, 5))
-
-    def _read_times_between_calls(self) -> list[tuple[str, float]]:
-        """Times between model calls, by the tool that was called."""
-        several = [one for one in self._episodes if len(one.record.calls) > 1][-MAX_READ_ROWS:]
-        try:
-            rows = read_first_row_of_each_episode(self._paths, several)
-        except ShardError as error:
-            self._problems.append(str(error))
-            return []
-        return [pause for row in rows for pause in list_times_between_calls(row)]
+        rows = [("cell", "replica", "node", "tokens/s in a call", "s at an update")]
+        for key in keys:
+            cell, replica = key
+            speed = f"{self._call_speeds[key]:.0f}" if key in self._call_speeds else "-"
+            update_s = f"{self._update_times[key]:.2f}" if key in self._update_times else "-"
+            rows.append((cell, str(replica), self._nodes.get(cell, "-"), speed, update_s))
+        return format_table(rows, right_aligned_columns=(1, 3, 4)) if len(keys) > 1 else []
 
     def _map_cells_to_nodes(self) -> dict[str, str]:
         try:
@@ -323,16 +470,6 @@ class _SlowRun:
         except OSError:
             return {}
         return {file.job_or_cell: file.node for file in files if file.node}
-
-    def _measure_cell_idle_share(self) -> float | None:
-        cells = int(get_recipe_value(self._recipe, "inference.cells") or 1)
-        pairs = [
-            (idle, cells * (get_number(row, "time/step_s") or 0.0))
-            for row in self._rows
-            if (idle := get_number(row, CELL_IDLE_S_METRIC)) is not None
-        ]
-        total = sum(step_s for _, step_s in pairs)
-        return sum(min(idle, step_s) for idle, step_s in pairs) / total if total else None
 
     def _format_keys(self, *keys: str) -> str:
         """Keys that the recipe has with their values, as `a.b=1 and c.d=2`."""

@@ -2,11 +2,11 @@
 
 import math
 import statistics
+from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass
-from itertools import accumulate, chain
+from itertools import accumulate
 
 import msgspec
 
@@ -49,23 +49,6 @@ ROUTINE_METRICS = frozenset(
 ROUTINE_PREFIXES = ("weights/", "throughput/", "time/")
 
 
-@dataclass(frozen=True, slots=True)
-class MetricChange:
-    name: str
-    before: float
-    now: float
-    deviations: float
-
-    @property
-    def text(self) -> str:
-        verb = "rose" if self.now > self.before else "fell"
-        how = f"{self.deviations:.1f}" if self.deviations < 100 else "over 100"
-        return (
-            f"{self.name} {verb} from {format_value(self.name, self.before)} to "
-            f"{format_value(self.name, self.now)} ({how} standard deviations)"
-        )
-
-
 def explain_step_difference(paths: RunPaths, step: int) -> Answer:
     """What differs at a step from the ten before, the likeliest causes first."""
     run, rows = paths.run_name, select_trained_rows(read_metrics(paths.metrics))
@@ -98,8 +81,8 @@ def explain_step_difference(paths: RunPaths, step: int) -> Answer:
         causes.append(Finding(text, overview))
     causes += _describe_new_call_settings(run, step, now, earlier)
     metrics = [
-        Finding(one.text, build_page_url_fragment("metrics", run, text=one.name))
-        for one in _find_metric_changes(row, before)[:MAX_SHOWN_METRICS]
+        Finding(text, build_page_url_fragment("metrics", run, text=name))
+        for name, text in _list_metric_changes(row, before)[:MAX_SHOWN_METRICS]
     ]
     events = [Finding(one, overview) for one in _describe_events_between(paths, before[-1], row)]
     likeliest = [*causes, *metrics]
@@ -171,7 +154,8 @@ def _compute_std_with_floor(values: Sequence[float], mean: float) -> float:
     return max(spread, MIN_RELATIVE_CHANGE / MIN_DEVIATIONS * abs(mean), 1e-9)
 
 
-def _find_metric_changes(row: JsonRow, rows_before: Sequence[JsonRow]) -> list[MetricChange]:
+def _list_metric_changes(row: JsonRow, rows_before: Sequence[JsonRow]) -> list[tuple[str, str]]:
+    """Names of metrics that are far from what they were, and how far; the farthest first."""
     found = []
     for name in row:
         now, values = get_number(row, name), list_numbers(rows_before, name)
@@ -183,8 +167,14 @@ def _find_metric_changes(row: JsonRow, rows_before: Sequence[JsonRow]) -> list[M
         mean = statistics.fmean(values)
         deviations = abs(now - mean) / _compute_std_with_floor(values, mean)
         if deviations >= MIN_DEVIATIONS:
-            found.append(MetricChange(name, mean, now, deviations))
-    return sorted(found, key=lambda one: -one.deviations)
+            verb = "rose" if now > mean else "fell"
+            how = f"{deviations:.1f}" if deviations < 100 else "over 100"
+            text = (
+                f"{name} {verb} from {format_value(name, mean)} to {format_value(name, now)} "
+                f"({how} standard deviations)"
+            )
+            found.append((deviations, name, text))
+    return [(name, text) for _, name, text in sorted(found, reverse=True)]
 
 
 def _describe_new_call_settings(
@@ -223,42 +213,38 @@ def _compare_tasks(
     A run that never comes back to a task has new ones at every step: only what the newest of the
     steps before did not show, compared with the others, is a cause.
     """
-    rewards, before = _group_rewards_by_task(now), _group_rewards_by_task(earlier_episodes)
-    if not rewards or not before:
+    now, earlier_episodes = (
+        [one for one in ones if one.task >= 0] for ones in (now, earlier_episodes)
+    )
+    if not now or not earlier_episodes:
         return [], []
+    rewards, before = _average_reward_by_task(now), _average_reward_by_task(earlier_episodes)
     run, source_sizes = paths.run_name, list[int]()
     with suppress(OSError, msgspec.DecodeError):  # absent where there is one source
         source_sizes = msgspec.json.decode(paths.train_source_sizes.read_bytes(), type=list[int])
     where = f"step={now[0].step} and kind=train"
     page = build_page_url_fragment("trajectories", run, where=where, sort="task")
     last = max(one.step for one in earlier_episodes)
-    usual_now = _group_rewards_by_task(one for one in earlier_episodes if one.step == last)
-    usual_before = _group_rewards_by_task(one for one in earlier_episodes if one.step < last)
+    usual_now = {one.task for one in earlier_episodes if one.step == last}
+    usual_before = {one.task for one in earlier_episodes if one.step < last}
     told = list(_describe_source_share_changes(now, earlier_episodes, source_sizes))
     if not _describe_task_range_shift(usual_now, usual_before):
-        told += filter(None, [_describe_task_range_shift(rewards, before)])
+        told += filter(None, [_describe_task_range_shift(rewards.keys(), before.keys())])
     causes = [Finding(one, page) for one in told]
     news = Finding(_describe_new_tasks(rewards, before), page)
-    usual = _compute_new_task_share(usual_now, usual_before)
-    is_new = _compute_new_task_share(rewards, before) - usual
-    is_cause = is_new >= MIN_SOURCE_SHARE_CHANGE and bool(usual_before)
+    usual_share = len(usual_now - usual_before) / max(1, len(usual_now))
+    share = len(rewards.keys() - before.keys()) / len(rewards)
+    is_cause = share - usual_share >= MIN_SOURCE_SHARE_CHANGE and bool(usual_before)
     causes += [news] if is_cause else []
-    causes += _describe_no_longer_solved_tasks(run, now, rewards, before)
+    causes += _describe_no_longer_solved_tasks(run, now, earlier_episodes)
     return causes, [] if is_cause else [news]
 
 
-def _compute_new_task_share(
-    rewards: Mapping[int, object], tasks_before: Mapping[int, object]
-) -> float:
-    return sum(task not in tasks_before for task in rewards) / max(1, len(rewards))
-
-
-def _group_rewards_by_task(episodes: Iterable[BatchEpisode]) -> dict[int, list[float]]:
+def _average_reward_by_task(episodes: Iterable[BatchEpisode]) -> dict[int, float]:
     found: dict[int, list[float]] = defaultdict(list)
     for one in episodes:
-        if one.task >= 0:
-            found[one.task].append(one.mean_row_reward)
-    return found
+        found[one.task].append(one.mean_row_reward)
+    return {task: statistics.fmean(rewards) for task, rewards in found.items()}
 
 
 def _describe_source_share_changes(
@@ -266,82 +252,62 @@ def _describe_source_share_changes(
     earlier_episodes: Iterable[BatchEpisode],
     source_sizes: Sequence[int],
 ) -> Iterator[str]:
+    """Sources of the training set, whose tasks follow one another in it."""
     if len(source_sizes) < 2:
         return
-    shares = _compute_source_shares(now, source_sizes)
-    before = _compute_source_shares(earlier_episodes, source_sizes)
-    for source in sorted(shares, key=lambda one: before[one] - shares[one]):
-        if abs(shares[source] - before[source]) >= MIN_SOURCE_SHARE_CHANGE:
+    ends = list(accumulate(source_sizes))
+    shares = []
+    for episodes in (now, earlier_episodes):
+        counts = Counter(bisect_right(ends, one.task) for one in episodes)
+        total = max(1, counts.total())
+        shares.append([counts[source] / total for source in range(len(ends))])
+    changes = [
+        (share - before, source) for source, (share, before) in enumerate(zip(*shares, strict=True))
+    ]
+    for change, source in sorted(changes, reverse=True):
+        if abs(change) >= MIN_SOURCE_SHARE_CHANGE:
             yield (
-                f"source {source} of the training set gives {shares[source]:.0%} of the episodes, "
-                f"before {before[source]:.0%}"
+                f"source {source} of the training set gives {shares[0][source]:.0%} of the "
+                f"episodes, before {shares[1][source]:.0%}"
             )
 
 
-def _compute_source_shares(
-    episodes: Iterable[BatchEpisode], source_sizes: Sequence[int]
-) -> dict[int, float]:
-    """The share of episodes by source: tasks of a source follow one another in the set."""
-    ends = list(accumulate(source_sizes))
-    counts = Counter(
-        next((place for place, end in enumerate(ends) if one.task < end), -1)
-        for one in episodes
-        if one.task >= 0
-    )
-    total = max(1, counts.total())
-    return {source: counts[source] / total for source in range(len(source_sizes))}
-
-
-def _describe_task_range_shift(
-    rewards: Mapping[int, object], tasks_before: Mapping[int, object]
-) -> str:
+def _describe_task_range_shift(tasks: Set[int], tasks_before: Set[int]) -> str:
     """Empty where the tasks are of the same part of the set."""
-    if not rewards or not tasks_before:
+    if not tasks or not tasks_before:
         return ""
-    low, high, old_low, old_high = min(rewards), max(rewards), min(tasks_before), max(tasks_before)
+    low, high, old_low, old_high = min(tasks), max(tasks), min(tasks_before), max(tasks_before)
     if low <= old_high and high >= old_low:
         return ""
     lines = f"lines {low} to {high}, before {old_low} to {old_high}"
     return f"its tasks are from another part of the set: {lines}"
 
 
-def _describe_new_tasks(
-    rewards: Mapping[int, list[float]], rewards_before: Mapping[int, list[float]]
-) -> str:
-    new = [task for task in rewards if task not in rewards_before]
+def _describe_new_tasks(rewards: Mapping[int, float], rewards_before: Mapping[int, float]) -> str:
+    new = [rewards[task] for task in rewards if task not in rewards_before]
     known = [task for task in rewards if task in rewards_before]
     text = f"{len(new)} of {len(rewards)} tasks were not in the steps before"
     if new:
-        text += f", their mean reward is {_compute_mean_reward(rewards, new):.3f}"
+        text += f", their mean reward is {statistics.fmean(new):.3f}"
     if known:
-        text += (
-            f"; that of the {len(known)} others is {_compute_mean_reward(rewards, known):.3f}, "
-            f"it was {_compute_mean_reward(rewards_before, known):.3f}"
+        now, before = (
+            statistics.fmean(one[task] for task in known) for one in (rewards, rewards_before)
         )
+        text += f"; that of the {len(known)} others is {now:.3f}, it was {before:.3f}"
     return text
 
 
-def _compute_mean_reward(rewards: Mapping[int, Sequence[float]], tasks: Sequence[int]) -> float:
-    return statistics.fmean(statistics.fmean(rewards[task]) for task in tasks)
-
-
 def _describe_no_longer_solved_tasks(
-    run: str,
-    now: Sequence[BatchEpisode],
-    rewards: Mapping[int, list[float]],
-    rewards_before: Mapping[int, list[float]],
+    run: str, now: Sequence[BatchEpisode], earlier_episodes: Sequence[BatchEpisode]
 ) -> Iterator[Finding]:
-    everything = [*chain.from_iterable((*rewards.values(), *rewards_before.values()))]
+    everything = [one.mean_row_reward for one in (*now, *earlier_episodes)]
     best = max(everything)
     least = MIN_REWARD_CHANGE_SHARE_OF_RANGE * (best - min(everything))
-    now_mean, mean_before = (
-        {task: statistics.fmean(group) for task, group in groups.items()}
-        for groups in (rewards, rewards_before)
-    )
+    rewards, before = _average_reward_by_task(now), _average_reward_by_task(earlier_episodes)
     falls = {
-        task: mean_before[task] - now_mean[task]
+        task: before[task] - rewards[task]
         for task in rewards
-        if mean_before.get(task, -math.inf) >= best - least
+        if before.get(task, -math.inf) >= best - least
     }
     fallen = sorted((task for task in falls if falls[task] > least), key=lambda task: -falls[task])
     if not fallen:
@@ -350,7 +316,7 @@ def _describe_no_longer_solved_tasks(
     for task in fallen[:MAX_SHOWN_TASKS]:
         worst = min((one for one in now if one.task == task), key=lambda one: one.mean_row_reward)
         yield Finding(
-            f"task {task}: {now_mean[task]:.3f}, before {mean_before[task]:.3f}; "
+            f"task {task}: {rewards[task]:.3f}, before {before[task]:.3f}; "
             f"{worst.title} has {worst.mean_row_reward:g}",
             build_page_url_fragment("trajectory", run, row=worst.first_row_name),
         )

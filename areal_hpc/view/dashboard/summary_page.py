@@ -15,7 +15,7 @@ from areal_hpc.rundir.telemetry.events import read_all_events
 from areal_hpc.view.answers.answer import Answer
 from areal_hpc.view.answers.collapse import diagnose_collapse
 from areal_hpc.view.answers.slow_run import explain_slow_run
-from areal_hpc.view.audit.ticket_status import audit_run
+from areal_hpc.view.audit import audit_run
 from areal_hpc.view.events.failures import count_unusual_events
 from areal_hpc.view.metric_values import (
     format_value,

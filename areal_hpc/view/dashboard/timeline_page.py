@@ -9,17 +9,18 @@ from areal_hpc.errors import ArealError, RecipeError
 from areal_hpc.metrics.step_metrics import measure_step_times, read_metrics
 from areal_hpc.rundir.jsonl import JsonRow
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.telemetry.spans import Span
 from areal_hpc.view.answers.slow_run import explain_slow_run
 from areal_hpc.view.dashboard.run_pages import describe_step_times
 from areal_hpc.view.dashboard.summary_page import describe_answer
 from areal_hpc.view.timing.timeline import (
     TRAINER_PROCESS,
-    Slice,
     Timeline,
-    Track,
     assign_lanes,
     find_span_bounds,
+    is_lane_of_calls,
     iterate_counts_under_way,
+    list_lanes,
     read_timeline,
     select_timed_rows,
 )
@@ -63,7 +64,7 @@ def describe_timeline(paths: RunPaths, query: Mapping[str, str]) -> JsonObject:
         ],
         "shown_steps": [row["step"] for row in inside],
         "processes": describe_processes(timeline),
-        "longest": list_longest_slices(timeline),
+        "longest": list_longest_spans(timeline),
         "step_times": describe_step_times(measure_step_times(inside)),
         "answer": _explain_slow_run_once(paths, metrics_bytes),
         "notes": [*timeline.notes, *problems[:5]],
@@ -101,56 +102,56 @@ def _parse_time(query: Mapping[str, str], key: str, default: float) -> float:
 
 def describe_processes(timeline: Timeline) -> list[JsonObject]:
     found: dict[tuple[str, str], JsonObject] = {}
-    for track in timeline.tracks:
+    for one in timeline.processes:  # a start each
         process = found.setdefault(
-            (track.process, track.node),
-            {"process": track.process, "node": track.node, "shares": [], "lanes": []},
+            (one.name, one.node),
+            {"process": one.name, "node": one.node, "shares": [], "lanes": []},
         )
-        if not track.lane:
-            process["shares"] = compute_time_shares_by_name(
-                track.slices, timeline.begin, timeline.end
-            )
-        process["lanes"] += _describe_lanes(track, timeline.begin, timeline.end)
+        for lane, spans in list_lanes(one):
+            if not lane:
+                process["shares"] = compute_time_shares_by_name(spans, timeline.begin, timeline.end)
+            process["lanes"] += _describe_lanes(one.name, lane, spans, timeline.begin, timeline.end)
     return sorted(found.values(), key=lambda one: not one["process"].startswith(TRAINER_PROCESS))
 
 
 def compute_time_shares_by_name(
-    slices: Sequence[Slice], from_time: float, to_time: float
+    spans: Sequence[Span], from_time: float, to_time: float
 ) -> list[tuple[str, float]]:
-    seconds: dict[str, float] = {}
-    for one in slices:
+    shares: dict[str, float] = dict.fromkeys((one.name for one in spans), 0.0)
+    for one in spans:
         inside = min(one.end, to_time) - max(one.begin, from_time)
-        seconds[one.name] = seconds.get(one.name, 0.0) + max(0.0, inside)
-    ranked = sorted(seconds.items(), key=lambda one: -one[1])
-    return [(name, spent / (to_time - from_time)) for name, spent in ranked if spent > 0]
+        shares[one.name] += max(0.0, inside) / (to_time - from_time)
+    return sorted(((name, one) for name, one in shares.items() if one > 0), key=lambda one: -one[1])
 
 
-def _describe_lanes(track: Track, from_time: float, to_time: float) -> Iterator[JsonObject]:
-    slices = [one for one in track.slices if one.end >= from_time and one.begin <= to_time]
-    if track.is_of_calls:
-        counts = average_slices_under_way_by_bin(slices, from_time, to_time)
-        yield {"title": f"calls at {track.lane}", "most": max(counts, default=0), "counts": counts}
+def _describe_lanes(
+    process: str, lane: str, spans: Sequence[Span], from_time: float, to_time: float
+) -> Iterator[JsonObject]:
+    shown = [one for one in spans if one.end >= from_time and one.begin <= to_time]
+    if is_lane_of_calls(process, lane):
+        counts = average_spans_under_way_by_bin(shown, from_time, to_time)
+        yield {"title": f"calls at {lane}", "most": max(counts, default=0), "counts": counts}
         return
-    lanes = assign_lanes(slices)
+    lanes = assign_lanes(shown)
     opened = max(lanes, default=-1) + 1
-    for lane in range(min(opened, MAX_LANES_PER_TRACK)):
-        own = [one for one, its in zip(slices, lanes, strict=True) if its == lane]
-        title = "" if lane else track.lane or "states"
+    for number in range(min(opened, MAX_LANES_PER_TRACK)):
+        own = [one for one, its in zip(shown, lanes, strict=True) if its == number]
+        title = "" if number else lane or "states"
         yield {"title": title, "slices": describe_slices(own, from_time, to_time)}
     if opened > MAX_LANES_PER_TRACK:
         yield {"title": f"and {opened - MAX_LANES_PER_TRACK} more at once", "slices": []}
 
 
 def describe_slices(
-    slices: Sequence[Slice], from_time: float, to_time: float
+    spans: Sequence[Span], from_time: float, to_time: float
 ) -> list[tuple[float, float, str, JsonObject]]:
-    """Begin, end (seconds from `from_time`), name and facts of slices that do not overlap. Pure.
+    """Begin, end (seconds from `from_time`), name and facts of spans that do not overlap. Pure.
 
-    Neighbors too short to be told apart are one slice, whose facts say how many they are.
+    Neighbors too short to be told apart are one, whose facts say how many they are.
     """
     width_s = (to_time - from_time) / MAX_SLICES_ACROSS_WIDTH
     found: list[tuple[float, float, str, JsonObject]] = []
-    for one in sorted(slices, key=lambda one: one.begin):
+    for one in sorted(spans, key=lambda one: one.begin):
         first, last = one.begin - from_time, one.end - from_time
         if found and last - found[-1][0] < width_s:
             earlier = found[-1]
@@ -162,13 +163,13 @@ def describe_slices(
     return found
 
 
-def average_slices_under_way_by_bin(
-    slices: Sequence[Slice], from_time: float, to_time: float
+def average_spans_under_way_by_bin(
+    spans: Sequence[Span], from_time: float, to_time: float
 ) -> list[float]:
     width_s = (to_time - from_time) / BIN_COUNT
     sums = [0.0] * BIN_COUNT
     before, count = from_time, 0
-    for at, later in [*iterate_counts_under_way(slices), (to_time, 0)]:
+    for at, later in [*iterate_counts_under_way(spans), (to_time, 0)]:
         at = min(max(at, from_time), to_time)
         first, last = int((before - from_time) / width_s), int((at - from_time) / width_s)
         for place in range(first, min(last, BIN_COUNT - 1) + 1) if count else ():
@@ -178,22 +179,20 @@ def average_slices_under_way_by_bin(
     return [round(one / width_s, 2) for one in sums]
 
 
-def list_longest_slices(timeline: Timeline) -> list[JsonObject]:
-    found = [
-        (one.seconds, track, one) for track in timeline.tracks if track.lane for one in track.slices
-    ]
-    found.sort(key=lambda one: -one[0])
+def list_longest_spans(timeline: Timeline) -> list[JsonObject]:
+    found = [(process, one) for process in timeline.processes for one in process.spans if one.lane]
+    found.sort(key=lambda one: one[1].begin - one[1].end)
     return [
         {
             "name": one.name,
-            "process": track.process,
-            "lane": track.lane,
-            "seconds": seconds,
+            "process": process.name,
+            "lane": one.lane,
+            "seconds": one.end - one.begin,
             "begin": one.begin,
             "end": one.end,
-            "facts": dict(one.facts),
+            "facts": one.facts,
         }
-        for seconds, track, one in found[:MAX_LONGEST_SLICES]
+        for process, one in found[:MAX_LONGEST_SLICES]
     ]
 
 

@@ -184,9 +184,18 @@ def collect_failure_events(
                 text = f"no replica has taken weights {row['version']}: {row.get('reason') or '?'}"
                 yield FailureEvent(row["time"], text, distance_from_cause=4, hint=LOGS_HINT)
             case "event_loop_blocked":
-                yield FailureEvent(row["time"], f"the agent {describe_blocked_loop(row)}", 7)
+                place = f" at {row['at']}" if row.get("at") else ""
+                text = f"the agent blocks the event loop{place} for {_format_seconds(row)} so far"
+                hint = "wrap blocking code in `await asyncio.to_thread(...)`"
+                yield FailureEvent(row["time"], text + _describe_episode(row), 7, hint=hint)
             case "episode_slow":
-                yield FailureEvent(row["time"], f"the agent {describe_slow_episode(row)}", 7)
+                at, limit_s = row.get("at"), row.get("limit_s")
+                text = f"the agent has run for {_format_seconds(row)} without an end"
+                text += f", waiting at {at}" if at else ""
+                text += _describe_episode(row)
+                if isinstance(limit_s, int | float):
+                    text += f"; the limit is {format_duration(limit_s)}"
+                yield FailureEvent(row["time"], text, 7, hint=LOGS_HINT)
             case event if event in _RECOVERY_PHRASE_BY_EVENT:
                 why = f": {row['reason'].splitlines()[-1]}" if row.get("reason") else ""
                 text = f"{row['role']} {_RECOVERY_PHRASE_BY_EVENT[event]}{why}"
@@ -231,20 +240,6 @@ def describe_exit_code(code: int) -> str:
     name = signal.Signals(code - 128).name
     also = ", which usually means out of memory" if name == "SIGKILL" else ""
     return f"killed by {name}{also}"
-
-
-def describe_blocked_loop(event: dict[str, Any]) -> str:
-    seconds, place = _format_seconds(event), event.get("at")
-    at = f" at {place}" if place else ""
-    return f"blocks the event loop{at} for {seconds} so far{_describe_episode(event)}"
-
-
-def describe_slow_episode(event: dict[str, Any]) -> str:
-    place, limit_s = event.get("at"), event.get("limit_s")
-    at = f", waiting at {place}" if place else ""
-    limit = f"; the limit is {format_duration(limit_s)}" if isinstance(limit_s, int | float) else ""
-    age = _format_seconds(event)
-    return f"has run for {age} without an end{at}{_describe_episode(event)}{limit}"
 
 
 def _describe_episode(event: dict[str, Any]) -> str:

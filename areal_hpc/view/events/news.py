@@ -14,14 +14,19 @@ from areal_hpc.rundir.telemetry import events as telemetry
 from areal_hpc.view.events.failures import (
     AgentFailures,
     FailureCause,
-    describe_blocked_loop,
-    describe_slow_episode,
+    collect_failure_events,
 )
 from areal_hpc.view.tables import format_duration
 from areal_hpc.wire.ledger import LedgerStatus
 
 MAX_SHOWN_CAUSES = 5
 _EVENTS_ANNOUNCED_ONCE_PER_PLACE = ("event_loop_blocked", "episode_slow")
+_SUBJECT_BY_EVENT = {
+    **dict.fromkeys(_EVENTS_ANNOUNCED_ONCE_PER_PLACE, "agent"),
+    "replica_died": "server",
+    "process_exited": "process",
+}
+"""Events that are told at once, in the words of `areal-hpc why`."""
 
 
 @dataclass(slots=True)
@@ -55,31 +60,20 @@ class NewEventLineFormatter:
 
 
 def _format_event_lines(event: dict[str, Any]) -> Iterator[str]:
-    role = event["role"]
     match event["event"]:
-        case "event_loop_blocked":
-            yield f"agent    {describe_blocked_loop(event)}"
-            yield "         try: wrap blocking code in `await asyncio.to_thread(...)`"
-        case "episode_slow":
-            yield f"agent    {describe_slow_episode(event)}"
-        case "replica_died":
-            server = f"SGLang {event.get('replica', '?')} of {role}"
-            yield f"server   {server} {event.get('reason', 'died')}; it is started again"
-            if event.get("last_line"):
-                yield f"         {event['last_line']}"
-            if event.get("log"):
-                yield f"         read {event['log']}"
         case telemetry.RANKS_HANG_EVENT:
             yield f"trainer  stands still: {event.get('ranks', 'no rank is known to move')}"
             yield "         read the stacks at the end of those ranks' logs in logs/latest"
-        case "process_exited":
-            code = event.get("exit_code", "?")
-            # Of the others the command ends with that error, in better words.
-            if code not in PERMANENT_EXIT_CODES:
-                process = event.get("process", "?")
-                yield f"process  {process} of {role} ended with exit code {code}"
         case "state_loaded" if step := event.get("step"):
             yield f"resumed  from the checkpoint of step {step}"
+        case "process_exited" if event.get("exit_code") in PERMANENT_EXIT_CODES:
+            pass  # the command ends with that error, in better words
+        case name if name in _SUBJECT_BY_EVENT:
+            for found in collect_failure_events([event], None):
+                again = "; it is started again" if name == "replica_died" else ""
+                text = found.text.removeprefix("the agent ") + again
+                yield f"{_SUBJECT_BY_EVENT[name]:<8} {text}"
+                yield f"         try: {found.hint}"
 
 
 SERVER_LOG_TAIL_BYTES = 16384

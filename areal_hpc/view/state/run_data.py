@@ -90,10 +90,6 @@ class RunData:
         with closing(RowIndex(self._paths, None)) as index:
             index.index_new_rows()
             found = index.find_values(_TRAJECTORY_FIELDS)
-        order = {
-            one.file: place for place, one in enumerate(read_index(self._paths.shard_index_dir))
-        }
-        found.sort(key=lambda one: (order[one[0]], one[1]))
         names = ("shard", "row", *_TRAJECTORY_FIELDS)
         return Columns([dict(zip(names, one, strict=True)) for one in found], names)
 

@@ -26,7 +26,6 @@ from areal_hpc.view.transcripts.messages import extract_text, get_messages
 from areal_hpc.view.transcripts.row_filter import (
     TYPE_BY_FIELD,
     SqlCondition,
-    SqlValue,
     compile_filter,
     get_column_sql,
 )
@@ -139,42 +138,40 @@ class RowIndex:
     ) -> RowPage:
         """A page of the rows that match an expression of `areal-hpc shards show --where`."""
         condition, values = _compile_filter_or_all(row_filter)
-        direction = "DESC" if descending else "ASC"
-        order = f"id {direction}"
-        order_values: list[str] = []
-        if sort_column:
-            column, order_values = get_column_sql(sort_column)
-            order = f"{column} IS NULL, {column} {direction}, {order}"
+        order, order_values = _compile_order(sort_column, "DESC" if descending else "ASC")
         query = f"SELECT id FROM rows WHERE {condition} ORDER BY {order}"
-        bound: list[SqlValue] = [*values, *order_values, *order_values]
         with self._lock:
             (total,) = self._database.execute("SELECT COUNT(*) FROM rows").fetchone()
-            if row_filter.strip():  # in one scan, which may read the texts of all rows
-                ids = [id_ for (id_,) in self._database.execute(query, bound)]
-                matching, ids = len(ids), ids[offset : offset + count]
-            else:
-                of_page = (*bound, count, offset)
-                found = self._database.execute(f"{query} LIMIT ? OFFSET ?", of_page)
-                matching, ids = total, [id_ for (id_,) in found]
-            places = ", ".join("?" * len(ids))
-            listed = f"SELECT id, {_LISTED_SQL} FROM rows WHERE id IN ({places})"
-            rows = {row.pop("id"): row for row in self._select_as_dicts(listed, ids)}
-            return RowPage([rows[id_] for id_ in ids], matching, total)
+            ids = [id_ for (id_,) in self._database.execute(query, [*values, *order_values])]
+            shown = ids[offset : offset + count]
+            listed = (
+                f"SELECT id, {_LISTED_SQL} FROM rows WHERE id IN ({', '.join('?' * len(shown))})"
+            )
+            rows = {row.pop("id"): row for row in self._select_as_dicts(listed, shown)}
+            return RowPage([rows[id_] for id_ in shown], len(ids), total)
 
     def find_values(
-        self, columns: Sequence[str], row_filter: str = "", ticket_id: int | None = None
+        self,
+        columns: Sequence[str] = (),
+        row_filter: str = "",
+        *,
+        ticket_id: int | None = None,
+        sort_descending_by: str = "",
     ) -> list[tuple[Any, ...]]:
-        """Shard, row and fields of the rows that match, in no order."""
+        """Shard, row and fields of the rows that match, as recorded or by a field."""
         condition, values = _compile_filter_or_all(row_filter)
         if ticket_id is not None:
             condition = f"({condition}) AND ticket = ? AND eval_step < 0"
             values = [*values, ticket_id]
         compiled = [get_column_sql(column) for column in columns]
         selected = ", ".join(["shard", "row", *(sql for sql, _ in compiled)])
-        bound = [*(value for _, used in compiled for value in used), *values]
+        order, order_values = ("id", list[str]())
+        if sort_descending_by:
+            order, order_values = _compile_order(sort_descending_by, "DESC")
+        bound = [*(value for _, used in compiled for value in used), *values, *order_values]
         with self._lock:
             return self._database.execute(
-                f"SELECT {selected} FROM rows WHERE {condition}", bound
+                f"SELECT {selected} FROM rows WHERE {condition} ORDER BY {order}", bound
             ).fetchall()
 
     def select_rows_of_each_kind(self, count: int) -> list[JsonObject]:
@@ -314,6 +311,14 @@ def make_private_folder(folder: Path) -> None:
 
 def _compile_filter_or_all(row_filter: str) -> SqlCondition:
     return compile_filter(row_filter) if row_filter.strip() else SqlCondition("1", [])
+
+
+def _compile_order(sort_column: str, direction: str) -> tuple[str, list[str]]:
+    """The order of rows, those without a value last, and the values in the places of its `?`."""
+    if not sort_column:
+        return f"id {direction}", []
+    column, values = get_column_sql(sort_column)
+    return f"{column} IS NULL, {column} {direction}, id", [*values, *values]
 
 
 def _open_or_recreate_database(file: Path) -> sqlite3.Connection:

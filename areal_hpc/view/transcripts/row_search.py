@@ -101,15 +101,13 @@ def find_rows(path: Path, query: RowQuery) -> tuple[list[FoundRow], int]:
     elif query.where or query.sort_descending_by or query.ticket_id is not None:
         with closing(RowIndex(run, None)) as index:
             index.index_file(path) if path.is_file() else index.index_new_rows()
-            sort = [query.sort_descending_by] if query.sort_descending_by else []
-            matches = index.find_values(sort, query.where, query.ticket_id)
-        matches = [one for one in matches if one[0] in readers]
-        matches.sort(key=lambda one: (first_rows[one[0]], one[1]))
-        if sort:
-            with_value = [one for one in matches if one[2] is not None]
-            with_value.sort(key=lambda one: one[2], reverse=True)
-            matches = with_value + [one for one in matches if one[2] is None]
-        places = [(file, row) for file, row, *_ in matches]
+            matches = index.find_values(
+                (),
+                query.where,
+                ticket_id=query.ticket_id,
+                sort_descending_by=query.sort_descending_by,
+            )
+        places = [(file, row) for file, row in matches if file in readers]
     if not places and query.row_number is not None:
         hint = f"give a row from 0 to {total - 1}" if total else "wait for the first sealed shard"
         message = f"there is no row {query.row_number}: {path} holds {total} rows"

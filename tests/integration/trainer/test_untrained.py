@@ -15,7 +15,7 @@ import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything 
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.rundir.manifests import list_manifest_steps, read_manifest
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.view.audit.ticket_status import TicketStatus, audit_run
+from areal_hpc.view.audit import TicketStatus, audit_run
 from tests.support.rank_server import RankServer, TaskExit
 from tests.support.recorded_run import SAMPLES, record_run, sft_config, spoil
 from tests.support.replay_worker import Scenario, make_learner, moments_of, state_of

@@ -14,7 +14,7 @@ from areal_hpc.ledger.admission import TicketPolicy
 from areal_hpc.ledger.batch_formation import StalenessCheck, build_next_batch_manifest
 from areal_hpc.ledger.tickets import TicketState, TicketTable
 from areal_hpc.rundir.manifests import DroppedTicket
-from areal_hpc.view.audit.ticket_status import TicketStatus
+from areal_hpc.view.audit import TicketStatus
 from areal_hpc.wire.ledger import BatchManifest, SealedTicket, StaleGroupPolicy, TicketRef
 from areal_hpc.wire.weight_version import GenerationFork, WeightVersion, compute_staleness_steps
 from tests.unit.ledger.ticket_world import Cell, Disk

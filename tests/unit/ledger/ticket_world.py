@@ -10,8 +10,7 @@ from areal_hpc.ledger.tickets import TicketTable
 from areal_hpc.rundir.checkpoints import TrainerState
 from areal_hpc.rundir.manifests import DroppedTicket
 from areal_hpc.shards.index import SealedShard, ShardTicket
-from areal_hpc.view.audit.ticket_history_reader import TicketRecordsOfRun
-from areal_hpc.view.audit.ticket_status import AuditReport, classify_tickets
+from areal_hpc.view.audit import AuditReport, TicketRecords, classify_tickets
 from areal_hpc.wire.ledger import NO_VERSION, BatchManifest, SealedTicket, TicketRef
 from areal_hpc.wire.weight_version import WeightVersion
 
@@ -86,7 +85,7 @@ class Disk:
                 ShardTicket(*id_and_attempt, one.rows, one.rewards, one.oldest_version)
             )
         return classify_tickets(
-            TicketRecordsOfRun(
+            TicketRecords(
                 checkpoint=TrainerState(
                     step=self.checkpoint_step,
                     generation=1,

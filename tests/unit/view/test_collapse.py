@@ -8,7 +8,6 @@ import pytest
 
 from areal_hpc.view.answers.collapse import diagnose_collapse
 from tests.support.commands import exit_code_of
-from tests.support.counted_reads import counted_reads
 from tests.support.made_run import MadeEpisode, MadeRun
 
 GROUP = [MadeEpisode(task=place // 4, reply=(place, 1, 2)) for place in range(8)]
@@ -123,13 +122,3 @@ def test_the_command_prints_sentences_and_pages_and_writes_nothing(
     add_steps(run, 8, ALIKE, 0.1, **HEALTHY)
     assert exit_code_of("why", str(run.paths.root), "--collapse") == 1
     assert exit_code_of("why", str(run.paths.root), "--collapse", "--slow") == 2
-
-
-def test_replies_are_read_a_shard_at_once_and_not_one_by_one(tmp_path: Path) -> None:
-    run = MadeRun(tmp_path)
-    for _ in range(8):
-        run.add_step([MadeEpisode(reward=reward) for reward in (0.0, 1.0)] * 20)
-    with counted_reads() as reads:
-        answer = diagnose_collapse(run.paths)
-    assert any("distinct replies" in one.text for one in answer.findings)
-    assert len(reads) < 40 * 8

@@ -77,14 +77,18 @@ def test_dead_servers_and_processes_are_told_with_their_last_words() -> None:
         last_line="RuntimeError: out of blocks", log="/logs/replica-0.1.log",
     )  # fmt: skip
     lines = NewEventLineFormatter().describe_if_new(died)
-    assert lines[0] == "server   SGLang 0 of cell-1 exited with code 1; it is started again"
-    assert [line.strip() for line in lines[1:]] == [died["last_line"], f"read {died['log']}"]
+    assert lines == [
+        "server   SGLang 0 of cell-1 exited with code 1: RuntimeError: out of blocks; "
+        "it is started again",
+        "         try: read /logs/replica-0.1.log",
+    ]
     assert (
         "exited with code 1: RuntimeError" in diagnose(evidence(AT_WORK, events=(died,))).headline
     )
     ended = event("process_exited", "cell-0", process="proxy", exit_code=137)
     assert NewEventLineFormatter().describe_if_new(ended) == [
-        "process  proxy of cell-0 ended with exit code 137"
+        "process  proxy of cell-0 ended: killed by SIGKILL, which usually means out of memory",
+        "         try: request more memory for that job, or reduce its load",
     ]
     assert NewEventLineFormatter().describe_if_new({**ended, "exit_code": 70}) == [], (
         "the command says it better"
@@ -94,7 +98,7 @@ def test_dead_servers_and_processes_are_told_with_their_last_words() -> None:
 def test_a_hang_is_told_once_for_each_line() -> None:
     news = NewEventLineFormatter()
     slow = event("episode_slow", seconds=31.0, at="/a.py:9", task=2, episode=1, limit_s=600.0)
-    (line,) = news.describe_if_new(slow)
+    line, _ = news.describe_if_new(slow)
     assert "has run for 31 s without an end, waiting at /a.py:9 (episode 1 of task 2)" in line
     assert news.describe_if_new({**slow, "seconds": 62.0}) == []
     assert news.describe_if_new({**slow, "at": "/a.py:10"}) != []

@@ -6,7 +6,6 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_hpc.rundir.jsonl import read_tail_lines
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.logs import LogFollower, list_log_files, parse_log_records, read_last_lines
 
@@ -94,13 +93,6 @@ def test_a_run_that_is_removed_and_begun_anew_is_followed_on(tmp_path: Path) -> 
     assert follower.read_new_lines() == []
     make_run(tmp_path)
     assert follower.read_new_lines()
-
-
-def test_the_end_of_a_long_file_begins_with_a_whole_line(tmp_path: Path) -> None:
-    path = tmp_path / "long.log"
-    path.write_text("".join(f"line {number}\n" for number in range(1000)))
-    assert read_tail_lines(path, 25) == b"line 998\nline 999\n"
-    assert read_tail_lines(path, 1 << 20) == path.read_bytes()
 
 
 @given(st.text(max_size=300))

@@ -16,7 +16,7 @@ from areal_hpc.rundir.jobs import JobSpec, LaunchFile, Submission, TaskExit, wri
 from areal_hpc.rundir.lock import hold_lock_or_raise
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.slurm.queue import QueueSnapshot
-from areal_hpc.view.answers.episode_times import list_mean_step_parts
+from areal_hpc.view.answers.slow_run import measure_mean_step_parts, sum_batch_waits
 from areal_hpc.view.dashboard.report import write_report
 from areal_hpc.view.dashboard.run_pages import describe_run_overview
 from areal_hpc.view.state.jobs import JobView, RunJobs
@@ -159,9 +159,10 @@ def test_status_why_list_page_report_and_terminal_agree(
     exit_code_of("why", view.paths.root, "--slow")
     slow = capsys.readouterr().out
     assert f"s of the {times.mean_s:.1f} s of a step" in slow
-    parts = list_mean_step_parts(view.steps[-times.steps :], None)
+    rows = view.steps[-times.steps :]
+    parts = measure_mean_step_parts(rows, sum_batch_waits(rows, []))
     waiting = {"generation", "tools", "waiting for a replica"}
-    seconds = sum(one.seconds for one in parts if one.name in waiting)
+    seconds = sum(took for name, took in parts.items() if name in waiting)
     assert seconds == pytest.approx(times.shares["generation"] * times.mean_s)
 
 

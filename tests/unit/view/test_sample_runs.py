@@ -10,7 +10,7 @@ from areal_hpc.shards.verify import verify_run
 from areal_hpc.view.answers.collapse import diagnose_collapse
 from areal_hpc.view.answers.slow_run import explain_slow_run
 from areal_hpc.view.answers.step_change import explain_step_difference
-from areal_hpc.view.audit.ticket_status import audit_run
+from areal_hpc.view.audit import audit_run
 from tests.support.environments import CHECKOUT
 
 ARCHIVE, SWITCH_STEP = CHECKOUT / "examples" / "sample_runs.tar.xz", 30

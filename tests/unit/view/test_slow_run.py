@@ -11,12 +11,11 @@ import pytest
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.recipe.reference import list_keys
 from areal_hpc.view.answers.answer import format_answer
-from areal_hpc.view.answers.episode_times import (
-    WaitSplit,
-    list_mean_step_parts,
-    sum_batch_wait_splits,
+from areal_hpc.view.answers.slow_run import (
+    explain_slow_run,
+    measure_mean_step_parts,
+    sum_batch_waits,
 )
-from areal_hpc.view.answers.slow_run import explain_slow_run
 from areal_hpc.view.answers.step_change import explain_step_difference
 from areal_hpc.view.batch_episodes import read_batch_episodes
 from areal_hpc.view.transcripts.row_filter import FIELD_NAMES_FOR_HELP, compile_filter
@@ -97,34 +96,37 @@ def test_a_slow_receiver_of_weights_is_named_with_its_node(tmp_path: Path) -> No
     said = "\n".join(format_answer(answer, "RUN"))
     assert "the longest part is weights/load_s, 8.00 s" in said
     assert [line.split() for line in answer.table[1:]] == [
-        ["cell-0", "0", "n01", "40", "0.20", "-"],
-        ["cell-1", "0", "n02", "40", "8.50", "-"],
+        ["cell-0", "0", "n01", "40", "0.20"],
+        ["cell-1", "0", "n02", "40", "8.50"],
     ]
 
 
 def test_a_wait_is_split_by_what_episodes_do_meanwhile(tmp_path: Path) -> None:
     run = MadeRun(tmp_path)
-    run.add_step([MadeEpisode(tool_s=2.0), MadeEpisode(calls=1, cell="cell-1")], late_s=1.0)
-    begin = run.now - 5.0 - 0.6
-    episodes = read_batch_episodes(run.paths, [1], [])
-    split = WaitSplit()
-    split.add_wait(begin, begin + 5.5, episodes)
-    assert split.sealing_s == pytest.approx(0.5), "after the last had ended"
-    assert split.no_episode_s == pytest.approx(1.0), "before they began"
-    assert split.generation_s == pytest.approx(2.0)
-    assert split.outside_calls_s == pytest.approx(2.0)
-    assert split.last_episodes_s == pytest.approx(3.0), "one of two is left"
-    assert split.only_active_cell_s == {"cell-0": pytest.approx(3.0)}
-    assert split.summed_call_s == pytest.approx(3.0)
-    assert split.any_call_s == pytest.approx(2.0), "the first call of each at the same time"
+    pair = [MadeEpisode(tool_s=2.0), MadeEpisode(calls=1, cell="cell-1")]
+    run.add_step(pair, late_s=1.0, sealing_s=0.5)
+    waits = sum_batch_waits(
+        read_metrics(run.paths.metrics), read_batch_episodes(run.paths, [1], [])
+    )
+    assert waits == pytest.approx(
+        {
+            "sealing": 0.5,  # after the last had ended
+            "admission": 1.0,  # before they began
+            "generation": 2.0,
+            "tools": 2.0,
+            "last episodes": 3.0,  # one of two is left
+            "calls": 3.0,
+            "any call": 2.0,  # the first call of each at the same time
+        }
+    )
 
 
 def test_a_wait_begins_when_the_row_before_is_written(tmp_path: Path) -> None:
     run = MadeRun(tmp_path)
     run.add_step(PLAIN, {"files": 9.0}, sealing_s=3.0)
     rows = read_metrics(run.paths.metrics)
-    split = sum_batch_wait_splits(rows, read_batch_episodes(run.paths, [1], []))
-    parts = {one.name: one.seconds for one in list_mean_step_parts(rows, split)}
+    waits = sum_batch_waits(rows, read_batch_episodes(run.paths, [1], []))
+    parts = measure_mean_step_parts(rows, waits)
     assert parts["small files"] == 9.0
     assert parts["sealing"] == pytest.approx(3.0)
     assert "admission" not in parts

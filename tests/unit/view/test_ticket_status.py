@@ -1,11 +1,9 @@
 """Tampering with a run directory is found, and nothing else is called a fault."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import redirect_stdout
-from dataclasses import replace
 from io import StringIO
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -19,8 +17,10 @@ from areal_hpc.rundir.manifests import (
 )
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.index import SealedShard, UntrainedEpisodeRows, append_to_index
-from areal_hpc.view.audit.ticket_history_reader import read_ticket_records
-from areal_hpc.view.audit.ticket_status import AuditReport, audit_run, classify_tickets
+from areal_hpc.view.audit import (
+    AuditReport,
+    audit_run,
+)
 from areal_hpc.wire.ledger import NO_VERSION, SealedTicket, TicketRef
 from tests.support.commands import exit_code_of
 from tests.unit.view.run_directory import SHARD_BYTES, RunDirectory
@@ -367,27 +367,3 @@ def test_the_command_lists_every_ticket_on_request(run: RunDirectory) -> None:
     _, lines = audited(run, "--tickets")
     told = [line.split()[1:3] for line in lines if line.startswith("ticket ")]
     assert told == [[str(i), "dropped" if i == 2 else "trained"] for i in range(7)]
-
-
-class CountedList(list[Any]):
-    """A list that counts how often it is gone through or searched."""
-
-    looks = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        self.looks += 1
-        return super().__iter__()
-
-    def __contains__(self, item: object) -> bool:
-        self.looks += 1
-        return super().__contains__(item)
-
-
-def test_what_a_checkpoint_lists_is_not_gone_through_for_every_ticket(run: RunDirectory) -> None:
-    evidence = read_ticket_records(run.paths)
-    lists = CountedList(evidence.checkpoint.consumed), CountedList([LEFT_OUT])
-    checkpoint = msgspec.structs.replace(evidence.checkpoint, consumed=lists[0], untrained=lists[1])
-    audit = classify_tickets(replace(evidence, checkpoint=checkpoint))
-    assert len(audit.tickets) == 7
-    assert fates(audit) == {"dropped": [2], "unsound": [3]}
-    assert max(one.looks for one in lists) <= 3

@@ -11,14 +11,11 @@ from areal_hpc.rundir.jsonl import append_lines
 from areal_hpc.rundir.telemetry.spans import ProcessStart, Span
 from areal_hpc.view.dashboard.app import encode_browser_json
 from areal_hpc.view.dashboard.timeline_page import (
-    BIN_COUNT,
     MAX_LANES_PER_TRACK,
     MAX_SLICES_ACROSS_WIDTH,
-    average_slices_under_way_by_bin,
     describe_slices,
     describe_timeline,
 )
-from areal_hpc.view.timing.timeline import Slice
 from tests.support.made_run import MadeEpisode, MadeRun, add_spans
 
 EPISODES = [MadeEpisode(cell=f"cell-{place % 2}", call_s=1.0 + place / 7) for place in range(8)]
@@ -93,23 +90,14 @@ def test_times_that_are_none_are_refused(run: MadeRun, query: dict[str, str]) ->
 
 
 def test_slices_too_short_for_the_screen_are_drawn_as_one() -> None:
-    slices = [Slice("call", at / 1000, at / 1000 + 0.0005, {"n": at}) for at in range(100_000)]
-    slices.append(Slice("long", 200.0, 900.0, {"n": 1}))
+    slices = [Span("call", at / 1000, at / 1000 + 0.0005, facts={"n": at}) for at in range(100_000)]
+    slices.append(Span("long", 200.0, 900.0, facts={"n": 1}))
     found = describe_slices(slices, 0.0, 1000.0)
     assert len(found) < MAX_SLICES_ACROSS_WIDTH
     assert sum(one[3].get("slices", 1) for one in found) == 100_001
     assert found[-1] == (200.0, 900.0, "long", {"n": 1})
     closer = describe_slices(slices[:100], 0.0, 0.1)
     assert [one[3] for one in closer] == [{"n": at} for at in range(100)]
-
-
-def test_counts_are_those_of_each_moment() -> None:
-    slices = [Slice("call", 0.0, 10.0), Slice("call", 5.0, 20.0), Slice("call", -5.0, 2.0)]
-    counts = average_slices_under_way_by_bin(slices, 0.0, 30.0)
-    assert len(counts) == BIN_COUNT
-    at = {0: 2, 30: 1, 70: 2, 150: 1, 250: 0}
-    assert {place: counts[place] for place in at} == at
-    assert sum(counts) * 30.0 / BIN_COUNT == pytest.approx(10 + 15 + 2, abs=0.1)
 
 
 def test_more_lanes_than_fit_are_counted(tmp_path: Path) -> None:

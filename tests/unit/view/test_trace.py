@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.view.timing.timeline import Slice, assign_lanes, iterate_counts_under_way
+from areal_hpc.rundir.telemetry.spans import Span
+from areal_hpc.view.timing.timeline import assign_lanes, iterate_counts_under_way
 from areal_hpc.view.timing.trace import write_trace
 from tests.support.commands import exit_code_of
 from tests.support.made_run import MadeEpisode, MadeRun, add_spans
@@ -54,7 +55,7 @@ def assert_slices_nest(content: dict[str, Any]) -> None:
 def test_lanes_never_overlap_and_are_as_few_as_may_be() -> None:
     generator = random.Random(3)
     begins = [generator.uniform(0, 100) for _ in range(500)]
-    slices = [Slice("x", begin, begin + generator.uniform(0.1, 9)) for begin in begins]
+    slices = [Span("x", begin, begin + generator.uniform(0.1, 9)) for begin in begins]
     lanes = assign_lanes(slices)
     for lane in set(lanes):
         own = sorted(
@@ -106,10 +107,4 @@ def test_a_trace_has_states_calls_episodes_and_events_in_one_time(tmp_path: Path
     assert zero + episode["ts"] / 1e6 == pytest.approx(run.now - 2.9, abs=0.05)
     assert episode["args"]["reward"] == 1.0
     assert episode["args"]["row"].startswith("cell-")
-    inner = [
-        (one["ts"], one["dur"])
-        for one in list_events(content, "X")
-        if one["name"] == "model call" and one["pid"] == episode["pid"]
-    ]
-    assert [took for _, took in sorted(inner)] == pytest.approx([700_000, 800_000], abs=1000)
     assert found["batch_wait"]["dur"] == pytest.approx(2e6, abs=1000)

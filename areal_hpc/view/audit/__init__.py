@@ -1,1 +1,0 @@
-"""Audit of a run: the status of every ticket, judged from files alone."""
