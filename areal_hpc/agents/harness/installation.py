@@ -67,7 +67,7 @@ def install_harness(harness_name: str, harnesses_dir: Path, version: str = "") -
     """Install a harness; False if what its lock says, or this version, is there already.
 
     Args:
-        harness_name: As in `programs.py`.
+        harness_name: As in `harnesses.yaml`.
         harnesses_dir: What holds the folders of all.
         version: Another one than the lock's, with what the registry gives for it today.
     """
