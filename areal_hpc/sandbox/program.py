@@ -25,23 +25,20 @@ from areal_hpc.sandbox.spec import SandboxLimits, SandboxSpec
 Isolation = Literal["bwrap", "none"]
 STARTUP_ALLOWANCE_S = 15.0
 """Time on top of the program's own for a loaded machine to start an interpreter."""
-_WATCH_PERIOD_S = 0.05
 _Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True)
-class ProgramLimits:
-    """Resource limits of a program."""
+class ProgramLimits(SandboxLimits):
+    """Limits of a program, which has its sandbox to itself."""
 
     time_s: float = 5.0
     """Of a processor; a program that sleeps is stopped `STARTUP_ALLOWANCE_S` later."""
-    memory_bytes: int = 512 * 1024 * 1024
-    """Private memory of each of its processes, and resident memory of all together."""
-    output_bytes: int = 1024 * 1024
-    """Size of what it prints, on each of its two streams."""
+    memory_bytes: int = 512 << 20
     processes: int = 16
-    scratch_bytes: int = 64 * 1024 * 1024
-    """Size of all that it writes."""
+    disk_bytes: int = 64 << 20
+    inotify_instances: int = 0
+    watch_period_s: float = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,14 +103,7 @@ async def start_program_sandbox(
         runtime = HostRuntime(as_nobody=True)
     _, python_folder = require_python()
     spec = SandboxSpec(
-        limits=SandboxLimits(
-            memory_bytes=limits.memory_bytes,
-            processes=limits.processes,
-            disk_bytes=limits.scratch_bytes,
-            output_bytes=limits.output_bytes,
-            inotify_instances=0,
-            watch_period_s=_WATCH_PERIOD_S,
-        ),
+        limits=limits,
         readonly_folders=() if python_folder is None else (python_folder,),
         files=files,
     )

@@ -10,6 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
@@ -203,7 +204,6 @@ def _describe_message(message: ShownMessage) -> JsonObject:
 
 
 def _describe_call(call: CallRecord) -> JsonObject:
-    reward = call.reward
     return {
         "seconds": call.answered_at - call.asked_at if call.answered_at else None,
         "prompt_tokens": call.prompt_tokens,
@@ -211,13 +211,7 @@ def _describe_call(call: CallRecord) -> JsonObject:
         "cached_tokens": call.cached_tokens,
         "finish": call.finish_reason,
         "trained": call.trained,
-        "reward": reward
-        and {
-            "value": reward.value,
-            "parts": reward.parts,
-            "metrics": reward.metrics,
-            "note": reward.note,
-        },
+        "reward": call.reward and msgspec.structs.asdict(call.reward),
     }
 
 

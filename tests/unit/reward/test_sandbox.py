@@ -65,7 +65,7 @@ def test_there_is_no_network_no_other_process_and_nothing_of_the_user(tmp_path: 
 
 
 def test_what_it_writes_is_of_limited_size_and_gone_afterwards() -> None:
-    limits = ProgramLimits(scratch_bytes=1 << 20)
+    limits = ProgramLimits(disk_bytes=1 << 20)
     for folder in ("/tmp", "/dev/shm"):
         source = f"for name in 'ab': open('{folder}/' + name, 'wb').write(bytes(700 << 10))"
         assert "No space left on device" in run_program(source, limits=limits).stderr
