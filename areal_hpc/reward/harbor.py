@@ -99,14 +99,12 @@ class HarborTask(msgspec.Struct, frozen=True, kw_only=True):
         sandbox.folder = self.work_dir or sandbox.folder
         sandbox.add_variables(self.variables)
 
-    async def run_solution_script(
-        self, sandbox: Sandbox, timeout_s: float | None = None
-    ) -> CommandResult:
+    async def run_solution_script(self, sandbox: Sandbox) -> CommandResult:
         """Run the task's own solution, `solution/solve.sh`, in place of an agent."""
         await _put_files_into_sandbox(sandbox, [(self._resolve("solution"), SOLUTION_DIR)])
         return await sandbox.exec(
             f"{_build_run_command('solution/solve.sh')} 2>&1",
-            timeout_s=timeout_s or self.agent_timeout_s or self.test_timeout_s,
+            timeout_s=self.agent_timeout_s or self.test_timeout_s,
             variables=self.solution_variables,
         )
 
@@ -209,9 +207,7 @@ def build_no_verdict_reward(reason: str) -> Reward:
     return Reward(0.0, metrics={"no_verdict": 1.0}, note=f"no verdict: {reason}"[:_MAX_NOTE_LENGTH])
 
 
-def build_archive(
-    pairs: Iterable[tuple[Path, str]], *, folders: Iterable[str] = (), folder_mode: int = 0o755
-) -> bytes:
+def build_archive(pairs: Iterable[tuple[Path, str]], *, folders: Iterable[str] = ()) -> bytes:
     """A tar of files and folders of this machine under their places in a sandbox.
 
     All belong to whoever unpacks it; `folders` are made empty.
@@ -220,7 +216,7 @@ def build_archive(
     with tarfile.open(fileobj=stream, mode="w", format=tarfile.PAX_FORMAT) as archive:
         for folder in folders:
             member = tarfile.TarInfo(_name_member(folder))
-            member.type, member.mode = tarfile.DIRTYPE, folder_mode
+            member.type, member.mode = tarfile.DIRTYPE, 0o755
             archive.addfile(member)
         for source, place in pairs:
             archive.add(source, _name_member(place), filter=_normalize_member)
