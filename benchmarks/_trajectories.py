@@ -6,8 +6,7 @@ import string
 import numpy as np
 import numpy.typing as npt
 
-from areal_hpc.wire.row_record import CallRecord, RowRecord
-from areal_hpc.wire.trajectory import TrajectoryRow
+from areal_hpc.wire.trajectory import CallRecord, RowRecord, TrajectoryRow
 
 LONGEST_TOKENS = 32_000
 N_SAMPLES = 8

@@ -22,10 +22,10 @@ from areal_hpc.session.tree import (
     unpack_ids,
 )
 from areal_hpc.wire.agent_reward import MAX_REWARD, Reward
-from areal_hpc.wire.row_record import CallRecord
 from areal_hpc.wire.trajectory import (
     MAX_TEMPERATURE,
     MAX_VOCAB_SIZE,
+    CallRecord,
     SamplingMask,
     find_mask_defect,
 )

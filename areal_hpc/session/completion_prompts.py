@@ -12,7 +12,7 @@ import numpy as np
 
 from areal_hpc.session.chat_template import TokenEncoder
 from areal_hpc.session.tree import Interaction, InteractionTree, OpenTurn, unpack_ids
-from areal_hpc.wire.row_record import PromptReuse
+from areal_hpc.wire.trajectory import PromptReuse
 
 RAW_PROMPT_CONTEXT = b'"prompt"'
 """Stands where conversations have the tools and variables they were rendered with."""

@@ -42,8 +42,7 @@ from areal_hpc.session.credit import (
 )
 from areal_hpc.session.tree import Interaction, InteractionTree, unpack_ids
 from areal_hpc.wire.proxy import ExportSettings
-from areal_hpc.wire.row_record import RowRecord
-from areal_hpc.wire.trajectory import RowKind, SamplingMask, TrajectoryRow
+from areal_hpc.wire.trajectory import RowKind, RowRecord, SamplingMask, TrajectoryRow
 
 ExportStyle = Literal["concat", "individual"]
 DEFAULT_EXPORT_SETTINGS = ExportSettings()

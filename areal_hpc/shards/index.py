@@ -22,8 +22,7 @@ from areal_hpc.rundir.jsonl import (
 )
 from areal_hpc.shards.disk_io import open_regular_file
 from areal_hpc.shards.schema import SHARD_SUFFIX, parse_shard_name
-from areal_hpc.wire.row_record import RowRecord
-from areal_hpc.wire.trajectory import RowKind
+from areal_hpc.wire.trajectory import RowKind, RowRecord
 
 _TAIL_BYTES = 1 << 16
 """First look at the end of an index: one line of some hundred tickets."""

@@ -29,8 +29,7 @@ from areal_hpc.shards.schema import (
     DatasetSpec,
 )
 from areal_hpc.wire.fault_points import fault_point
-from areal_hpc.wire.row_record import RowRecord
-from areal_hpc.wire.trajectory import RowKind, SamplingMask, TrajectoryRow
+from areal_hpc.wire.trajectory import RowKind, RowRecord, SamplingMask, TrajectoryRow
 
 NumpyArray = npt.NDArray[Any]
 Spans = Sequence[tuple[int, int]]

@@ -17,8 +17,7 @@ from areal_hpc.trainer.batch.batch_metrics import (
 )
 from areal_hpc.view.transcripts.messages import get_messages, get_raw_tool_calls, locate_calls
 from areal_hpc.wire.ledger import SealedTicket
-from areal_hpc.wire.row_record import CallRecord
-from areal_hpc.wire.trajectory import TrajectoryRow
+from areal_hpc.wire.trajectory import CallRecord, TrajectoryRow
 
 WITHOUT_TOOL = ""
 """In the place of a tool's name: time between two calls of which the first called none."""

@@ -8,8 +8,7 @@ from typing import Any
 from areal_hpc.rundir.jsonl import append_line
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.wire.agent_reward import Reward
-from areal_hpc.wire.row_record import CallRecord, RowRecord
-from areal_hpc.wire.trajectory import RowKind, TrajectoryRow
+from areal_hpc.wire.trajectory import CallRecord, RowKind, RowRecord, TrajectoryRow
 from tests.support.sample_trajectories import seal_in, trajectory
 
 INJECTIONS = (

@@ -15,8 +15,7 @@ from areal_hpc.rundir.paths import RunPaths, format_step_dir
 from areal_hpc.rundir.telemetry.spans import ProcessStart, Span
 from areal_hpc.wire.agent_reward import Reward
 from areal_hpc.wire.ledger import BatchManifest, SealedTicket, TicketRef
-from areal_hpc.wire.row_record import CallRecord, RowRecord
-from areal_hpc.wire.trajectory import TrajectoryRow
+from areal_hpc.wire.trajectory import CallRecord, RowRecord, TrajectoryRow
 from areal_hpc.wire.weight_version import WeightVersion
 from tests.support.sample_trajectories import seal_in
 

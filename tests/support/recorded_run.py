@@ -18,8 +18,7 @@ from areal_hpc.shards.index import append_to_index, read_index
 from areal_hpc.shards.verify import build_index_line
 from areal_hpc.shards.writer import write_sealed_shard
 from areal_hpc.wire.ledger import NO_VERSION, BatchManifest, SealedTicket, TicketRef
-from areal_hpc.wire.row_record import CallRecord, RowRecord
-from areal_hpc.wire.trajectory import TrajectoryRow
+from areal_hpc.wire.trajectory import CallRecord, RowRecord, TrajectoryRow
 from areal_hpc.wire.weight_version import WeightVersion
 
 TICKETS, SAMPLES = 3, 4

@@ -13,8 +13,7 @@ from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.index import SealedShard
 from areal_hpc.shards.writer import write_sealed_shard
 from areal_hpc.wire.agent_reward import Reward
-from areal_hpc.wire.row_record import CallRecord, RowRecord
-from areal_hpc.wire.trajectory import RowKind, SamplingMask, TrajectoryRow
+from areal_hpc.wire.trajectory import CallRecord, RowKind, RowRecord, SamplingMask, TrajectoryRow
 
 
 def trajectory(

@@ -21,10 +21,8 @@ import psutil
 from areal_hpc.inference.server.command import ServerCommand, ServerPorts
 from areal_hpc.inference.server.node_files import (
     build_cache_variables,
-    list_files_of_live_server_session,
     make_cache_dir,
     remove_files_of_dead_servers,
-    remove_unused_files,
 )
 from areal_hpc.inference.server.sglang_main import KEYS_FILE_VARIABLE, write_keys_file
 from areal_hpc.jobs.node.topology import LOOPBACK_ADDRESS
@@ -116,7 +114,6 @@ class SGLangServer:
         self._http_port = ports.http
         if stale := remove_files_of_dead_servers():
             log.info("removed %d files of shared memory that dead servers left", len(stale))
-        self._shared_files: set[Path] = set()
         self._members: list[psutil.Process] | None = None  # once it has been ready
         self._log_due_at = self.started_at + _LOG_READ_INTERVAL_S
         # SGLang leaves its sockets behind, and names them after nothing: they go with this folder.
@@ -153,7 +150,6 @@ class SGLangServer:
             if not _is_listening(self.pid, self._http_port):
                 return False  # it was another process that said yes
             self._members = _find_engine_processes(self.pid)
-            self._shared_files |= list_files_of_live_server_session(self.pid)
         return True
 
     def continue_generation(self) -> bool:
@@ -209,9 +205,6 @@ class SGLangServer:
         """
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(grace_s)
-        self._shared_files |= list_files_of_live_server_session(
-            self.pid
-        )  # a server that ends by force leaves them
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         try:
@@ -224,7 +217,6 @@ class SGLangServer:
                 _KILL_TIMEOUT_S,
             )
         self._log.wait_until_written(_LOG_WRITE_TIMEOUT_S)
-        remove_unused_files(self._shared_files, dead_session=self.pid)
         shutil.rmtree(self._scratch_dir, ignore_errors=True)
 
 

@@ -21,8 +21,7 @@ from areal_hpc.session.export import (
 )
 from areal_hpc.session.tree import InteractionTree
 from areal_hpc.wire.ledger import SealedTicket, TicketRef
-from areal_hpc.wire.row_record import RowRecord
-from areal_hpc.wire.trajectory import RowKind, TrajectoryRow, find_row_defect
+from areal_hpc.wire.trajectory import RowKind, RowRecord, TrajectoryRow, find_row_defect
 
 ROW_BYTES_PER_TOKEN = 17
 """int32 id, uint8 mask, float32 log-probability, int64 version."""

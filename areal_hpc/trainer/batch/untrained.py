@@ -17,8 +17,7 @@ import numpy.typing as npt
 
 from areal_hpc.errors import NonFiniteGradientError, ShardError, UntrainableBatchError
 from areal_hpc.rundir.checkpoints import UntrainedBatchPart
-from areal_hpc.wire.row_record import CallRecord
-from areal_hpc.wire.trajectory import SamplingMask, TrajectoryRow
+from areal_hpc.wire.trajectory import CallRecord, SamplingMask, TrajectoryRow
 
 MAX_UNTRAINABLE_FRACTION = 0.5
 """Of a batch's sampled tokens. Beyond, what is left is no sample of what the agent does."""

@@ -18,8 +18,7 @@ import numpy.typing as npt
 
 from areal_hpc.recipe.sections.trainer import ObjectiveConfig, OverlongConfig
 from areal_hpc.session.credit import compute_branch_weight_by_reply, pass_back_rewards
-from areal_hpc.wire.row_record import CallRecord
-from areal_hpc.wire.trajectory import TrajectoryRow
+from areal_hpc.wire.trajectory import CallRecord, TrajectoryRow
 
 SpanWithCreditIndex = tuple[int, int, int]
 """Tokens of a row, from and to (exclusive), and the place of their number in the batch's."""

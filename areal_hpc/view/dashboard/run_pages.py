@@ -38,8 +38,7 @@ from areal_hpc.view.state.summary import (
 )
 from areal_hpc.view.transcripts.messages import ShownMessage, describe_row, list_shown_messages
 from areal_hpc.view.transcripts.row_index import RowIndex
-from areal_hpc.wire.row_record import CallRecord
-from areal_hpc.wire.trajectory import TrajectoryRow
+from areal_hpc.wire.trajectory import CallRecord, TrajectoryRow
 from areal_hpc.wire.weight_version import WeightVersion
 
 log = logging.getLogger(__name__)

@@ -16,8 +16,7 @@ from areal_hpc.view.transcripts.messages import (
     locate_calls,
 )
 from areal_hpc.view.transcripts.row_search import FoundRow
-from areal_hpc.wire.row_record import CallRecord
-from areal_hpc.wire.trajectory import TrajectoryRow
+from areal_hpc.wire.trajectory import CallRecord, TrajectoryRow
 
 SCHEMA_VERSION = "ATIF-v1.8"
 _SOURCE_BY_ROLE = {"system": "system", "developer": "system", "assistant": "agent"}

@@ -6,8 +6,7 @@ from typing import Any
 
 import msgspec
 
-from areal_hpc.wire.row_record import CallRecord
-from areal_hpc.wire.trajectory import TrajectoryRow
+from areal_hpc.wire.trajectory import CallRecord, TrajectoryRow
 
 Message = dict[str, Any]
 

@@ -29,8 +29,7 @@ from areal_hpc.view.transcripts.row_filter import (
     compile_filter,
     get_column_sql,
 )
-from areal_hpc.wire.row_record import RowRecord
-from areal_hpc.wire.trajectory import TrajectoryRow
+from areal_hpc.wire.trajectory import RowRecord, TrajectoryRow
 from areal_hpc.wire.weight_version import WeightVersion
 
 TABLES_VERSION = 4

@@ -27,8 +27,7 @@ from areal_hpc.view.dashboard.app import MEDIA_TYPE_BY_STATIC_FILE, read_static_
 from areal_hpc.view.transcripts.row_index import RowIndex
 from areal_hpc.view.transcripts.row_search import RowQuery, find_rows
 from areal_hpc.wire.ledger import NO_VERSION, BatchManifest, SealedTicket, TicketRef
-from areal_hpc.wire.row_record import RowRecord
-from areal_hpc.wire.trajectory import RowKind
+from areal_hpc.wire.trajectory import RowKind, RowRecord
 from tests.support.commands import areal_hpc
 from tests.support.dashboard_run import INJECTIONS, SECRET, append_step, make_run
 from tests.support.deadlines import scaled

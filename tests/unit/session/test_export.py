@@ -31,8 +31,7 @@ from areal_hpc.session.tree import (
 )
 from areal_hpc.wire.agent_reward import Reward
 from areal_hpc.wire.proxy import ExportSettings
-from areal_hpc.wire.row_record import RowRecord
-from areal_hpc.wire.trajectory import RowKind
+from areal_hpc.wire.trajectory import RowKind, RowRecord
 from tests.support.prompt_audit import prompt_ids
 from tests.unit.session.model_stub import assistant, branches, say, turn, user
 

@@ -17,8 +17,7 @@ from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.index import SealedShard
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.shards.verify import CheckedShards, verify_run
-from areal_hpc.wire.row_record import CallRecord, RowRecord
-from areal_hpc.wire.trajectory import RowKind
+from areal_hpc.wire.trajectory import CallRecord, RowKind, RowRecord
 from tests.support.sample_trajectories import fields, seal_in, ticket, trajectory
 
 SHARD, NEXT_SHARD = "cell-0-000000.h5", "cell-0-000001.h5"

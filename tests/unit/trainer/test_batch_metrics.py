@@ -21,8 +21,7 @@ from areal_hpc.trainer.batch.batch_metrics import (
 )
 from areal_hpc.trainer.batch.training_rows import build_rows, measure_share_of_idle_groups
 from areal_hpc.wire.agent_reward import Reward
-from areal_hpc.wire.row_record import CallRecord, RowRecord
-from areal_hpc.wire.trajectory import TrajectoryRow
+from areal_hpc.wire.trajectory import CallRecord, RowRecord, TrajectoryRow
 from areal_hpc.wire.weight_version import GenerationFork, WeightVersion
 from tests.support.sample_trajectories import plain_row
 

@@ -14,8 +14,7 @@ from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.transcripts.export import ExportFormat, ExportReport, export_rows
 from areal_hpc.view.transcripts.row_search import RowQuery, find_rows
 from areal_hpc.wire.agent_reward import Reward
-from areal_hpc.wire.row_record import CallRecord, RowRecord
-from areal_hpc.wire.trajectory import RowKind, TrajectoryRow
+from areal_hpc.wire.trajectory import CallRecord, RowKind, RowRecord, TrajectoryRow
 from tests.support.environments import CHECKOUT
 from tests.support.sample_trajectories import seal_in, trajectory
 

@@ -19,8 +19,7 @@ from areal_hpc.view.transcripts.row_index import RowIndex
 from areal_hpc.view.transcripts.row_search import RowQuery, find_rows
 from areal_hpc.wire.agent_reward import Reward
 from areal_hpc.wire.ledger import NO_VERSION, BatchManifest, SealedTicket, TicketRef
-from areal_hpc.wire.row_record import CallRecord, RowRecord
-from areal_hpc.wire.trajectory import RowKind, TrajectoryRow
+from areal_hpc.wire.trajectory import CallRecord, RowKind, RowRecord, TrajectoryRow
 from tests.support.sample_trajectories import seal_in, trajectory
 
 QUESTION = {"role": "user", "content": "What is 2 + 2?"}
