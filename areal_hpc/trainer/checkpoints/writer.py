@@ -19,6 +19,7 @@ from areal_hpc.jobs.processes.native_call_threads import start_native_call
 from areal_hpc.rundir.atomic import fsync_path
 from areal_hpc.rundir.checkpoint_index import DIGEST_BLOCK_BYTES
 from areal_hpc.rundir.checkpoints import build_checkpoint_write_error
+from areal_hpc.shards.disk_io import write_all
 from areal_hpc.trainer.private_apis.torch_private import pin_host_memory, unpin_host_memory
 from areal_hpc.wire.fault_points import fault_point
 
@@ -119,10 +120,7 @@ def write_rank_file(content: memoryview, path: Path) -> None:
         for start in range(0, len(content), DIGEST_BLOCK_BYTES):
             block = content[start : start + DIGEST_BLOCK_BYTES]
             digests.append(zlib.crc32(block))
-            while block:
-                block = block[file.write(block) :]
+            write_all(file.fileno(), [block])
         fault_point("checkpoint.before_digests")
-        rest = memoryview(struct.pack(f"<{len(digests)}I", *digests))
-        while rest:
-            rest = rest[file.write(rest) :]
+        write_all(file.fileno(), [struct.pack(f"<{len(digests)}I", *digests)])
         os.fsync(file.fileno())
