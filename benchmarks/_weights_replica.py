@@ -136,7 +136,7 @@ class Replica:
         ]
         self._probe = score_with_transformers(paths.starting_model_dir)
         self._step = 0
-        device = torch.device(resolve_device(InferenceConfig()))
+        device = torch.device(resolve_device("auto"))
         self._publishers = {
             name: Publisher(
                 make_transport(
@@ -211,9 +211,8 @@ def running_replica(
     """A cell that serves the model in `run_dir`, with random weights at first."""
     paths = RunPaths(run_dir)
     rendezvous.ensure_service_key(paths.service_key)
-    inference = {"dtype": "float32", "max_running_requests": STREAMS}
     recipe = load_recipe("quickstart").model_copy(
-        update={"inference": InferenceConfig.model_validate(inference)}
+        update={"inference": InferenceConfig(max_running_requests=STREAMS)}
     )
     paths.recipe.write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
     config = {

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from areal_hpc import __version__
-from areal_hpc.cli import completion, usage_errors
+from areal_hpc.cli import usage_errors
 from areal_hpc.cli.arguments import Command, CommandGroup
 from areal_hpc.cli.commands import (
     develop,
@@ -34,7 +34,7 @@ COMMAND_MODULES = {
     "prepare": (prepare,),
     "inspect": (inspect, explain),
     "operate": (operate,),
-    "develop": (develop, completion),
+    "develop": (develop,),
 }
 HINT_BY_PATH_ERROR: dict[type[OSError], str] = {
     FileExistsError: "name another, or remove it",
@@ -115,7 +115,6 @@ def build_parser() -> argparse.ArgumentParser:
         description="Reinforcement learning of LLM agents on Slurm clusters.",
         formatter_class=argparse.RawDescriptionHelpFormatter,  # keeps the lines of the epilog
     )
-    parser.set_defaults(all_commands=parser)
     parser.add_argument("--version", action="version", version=__version__)
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND", help="see below")
     groups = {title: CommandGroup(subparsers) for title in COMMAND_MODULES}

@@ -17,7 +17,7 @@ from areal_hpc.inference.server.command import (
 from areal_hpc.jobs.config import ProcessConfig
 from areal_hpc.jobs.node.gpus import DEVICES_DIR, list_device_files, parse_visible_device_ids
 from areal_hpc.jobs.node.topology import get_advertised_host, get_task_log_dir
-from areal_hpc.recipe.sections.inference import InferenceConfig
+from areal_hpc.recipe.sections.trainer import Device as RecipeDevice
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.wire.replicas import generate_server_keys
 
@@ -57,7 +57,8 @@ def build_server_command(
         recipe.inference,
         python=job.serve_python,
         model_path=str(job.model_path),
-        device=resolve_device(recipe.inference),
+        device=resolve_device(recipe.trainer.device),
+        dtype=recipe.trainer.dtype,
         index=index,
         ports=ports,
         random_seed=compute_replica_seed(recipe.seed, job.cell, index, incarnation),
@@ -78,13 +79,13 @@ def get_server_log_dir(job: InferenceJobConfig, paths: RunPaths) -> Path:
 
 
 def resolve_device(
-    config: InferenceConfig,
+    device: RecipeDevice,
     environ: Mapping[str, str] = os.environ,
     devices_dir: Path = DEVICES_DIR,
 ) -> Device:
     """The device named in the recipe, or the GPU if this node has one that is not hidden."""
-    if config.device != "auto":
-        return config.device
+    if device != "auto":
+        return device
     return (
         "cuda"
         if list_device_files(devices_dir) and parse_visible_device_ids(environ) != ()

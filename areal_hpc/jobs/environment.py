@@ -72,9 +72,7 @@ def build_role_variables(
     recipe: Recipe, shared_variables: Mapping[str, str] | None = None
 ) -> dict[str, dict[str, str]]:
     """Variables of each role's processes, apart from those that are read from the recipe."""
-    of_roles = get_train_and_serve_variables(
-        trainer_device=recipe.trainer.device, inference_device=recipe.inference.device
-    )
+    of_roles = get_train_and_serve_variables(recipe.trainer.device)
     of_roles["agents"] = {ISOLATION_VARIABLE: recipe.reward.isolation}
     if recipe.cluster.prometheus:
         for role in ("train", "agents"):
@@ -88,16 +86,12 @@ def build_role_variables(
     }
 
 
-def get_train_and_serve_variables(
-    *, trainer_device: str, inference_device: str
-) -> dict[str, dict[str, str]]:
-    """Variables of the roles that compute, by the devices that their sections name."""
+def get_train_and_serve_variables(device: str) -> dict[str, dict[str, str]]:
+    """Variables of the roles that compute."""
+    if device != "cpu":
+        of_gpus = GPU_VARIABLES | NCCL_VARIABLES
+        of_trainer = of_gpus | TRAINER_GPU_VARIABLES | FLIGHT_RECORDER_VARIABLES
+        return {"train": of_trainer, "serve": of_gpus}
     # As Megatron is imported it decorates functions with torch.compile, and that imports the
     # compiler: a quarter of a rank's processor time until it starts, and no CPU run compiles.
-    of_trainer = (
-        {"TORCHDYNAMO_DISABLE": "1"}
-        if trainer_device == "cpu"
-        else GPU_VARIABLES | NCCL_VARIABLES | TRAINER_GPU_VARIABLES | FLIGHT_RECORDER_VARIABLES
-    )
-    of_servers = {} if inference_device == "cpu" else GPU_VARIABLES | NCCL_VARIABLES
-    return {"train": of_trainer, "serve": of_servers}
+    return {"train": {"TORCHDYNAMO_DISABLE": "1"}, "serve": {}}

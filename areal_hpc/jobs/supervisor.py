@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from areal_hpc.errors import ArealError, ClusterError, RecipeError, ShardError
-from areal_hpc.jobs.local_task import AllocationStepTask, LocalTask
+from areal_hpc.jobs.local_task import LocalTask
 from areal_hpc.jobs.node.topology import TaskPosition, detect_task_position, get_slurm_restart_count
 from areal_hpc.jobs.processes.die_with_parent import die_with_parent
 from areal_hpc.jobs.processes.managed_process import ManagedProcess
@@ -73,14 +73,10 @@ def run_task(launch_path: str) -> None:
     die_with_parent(signal.SIGTERM)
     set_up_logging()
     stop = StopRequest.install()
-    task: SlurmTask | LocalTask | AllocationStepTask
+    task: SlurmTask | LocalTask = LocalTask(launch, position)
     if launch.slurm is not None:
         events = EventLog(Path(launch.events), launch.job.name)
         task = SlurmTask(launch, launch.slurm, position, events)
-    elif launch.step is not None:
-        task = AllocationStepTask(launch, launch.step, position)
-    else:
-        task = LocalTask(launch, position)
     outcome = task.conclude(_Supervisor(launch, position, stop, task).run())
     if outcome.exit_code:
         sys.exit(outcome.exit_code)
@@ -111,7 +107,7 @@ class _Supervisor:
         launch: LaunchFile,
         position: TaskPosition,
         stop: StopRequest,
-        task: SlurmTask | LocalTask | AllocationStepTask,
+        task: SlurmTask | LocalTask,
     ) -> None:
         self._launch = launch
         self._position = position

@@ -1,5 +1,6 @@
 """Foreground launcher: run a plan's jobs here, or in an allocation; restart failed ones."""
 
+import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,10 +12,11 @@ from areal_hpc.jobs.environment import get_interpreters
 from areal_hpc.jobs.processes.signals import StopEvent
 from areal_hpc.jobs.restart_policy import RestartPolicy, find_crash_error
 from areal_hpc.jobs.time_limit import read_checkpoint_duration_s
-from areal_hpc.launch import held_allocation, run_dir_setup, this_machine
+from areal_hpc.launch import held_allocation, run_dir_setup
 from areal_hpc.launch.held_allocation import AllocationEndError, HeldAllocation
 from areal_hpc.launch.plan import JobStage
 from areal_hpc.launch.prepared_run import PreparedRun, prepare_and_lock_run
+from areal_hpc.launch.resources.gpu_assignment import find_gpu_problems
 from areal_hpc.launch.this_machine import ThisMachine
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.recipe.recipe import Recipe
@@ -25,7 +27,7 @@ from areal_hpc.rundir.rendezvous import CELL_PREFIX, EVALUATION_CELL
 from areal_hpc.rundir.storage_errors import StorageErrorTolerance
 from areal_hpc.rundir.telemetry.events import LAUNCHER_ENDED_EVENT, LAUNCHER_ROLE, EventLog
 from areal_hpc.slurm.allocation import Allocation
-from areal_hpc.slurm.submit import RunningJobHandle, stop_jobs
+from areal_hpc.slurm.submit import JobHandle, stop_jobs
 
 POLL_S = 0.2
 STOP_MARGIN_S = 3.0
@@ -69,7 +71,7 @@ def run(
         fresh=fresh,
         sys_path=sys_path,
         known_problems=(
-            this_machine.find_machine_shortages(recipe)
+            find_gpu_problems(recipe, os.environ)
             if allocation is None
             else held_allocation.find_allocation_shortages(recipe, allocation)
         ),
@@ -141,7 +143,7 @@ def count_cells_that_can_replace_job(job: str, jobs: Sequence[str]) -> int:
 @dataclass(slots=True)
 class _JobInProgress:
     spec: JobSpec
-    handle: RunningJobHandle
+    handle: JobHandle
     progress_at_submission: int
     """Progress of its stage when it was submitted."""
     submitted_at: float
@@ -186,7 +188,7 @@ class ForegroundLauncher:
             handles = [job.handle for job in self._jobs]
             stop_jobs(handles, grace_s, is_urgent=lambda: self._stop.is_repeated)
 
-    def _submit_job(self, spec: JobSpec) -> RunningJobHandle:
+    def _submit_job(self, spec: JobSpec) -> JobHandle:
         handle = self._place.submit_job(spec)
         self._events.record("job_submitted", job=spec.name, job_id=handle.start_id)
         return handle

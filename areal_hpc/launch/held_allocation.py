@@ -3,7 +3,7 @@
 import contextlib
 import shlex
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -17,7 +17,6 @@ from areal_hpc.jobs.starts import claim_next_start
 from areal_hpc.jobs.time_limit import SlurmControllerClock, read_checkpoint_duration_s
 from areal_hpc.launch.plan import JobStage, plan_run
 from areal_hpc.launch.prepared_run import PreparedRun
-from areal_hpc.launch.resources.memory import MIB, find_host_memory_problems
 from areal_hpc.launch.this_machine import ThisMachine
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.recipe.sections.cluster import WantedGpus
@@ -29,13 +28,12 @@ from areal_hpc.rundir.allocation_note import (
 )
 from areal_hpc.rundir.jobs import REQUEUE_MARGIN_S, AllocationStepStart, JobSpec
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.rundir.rendezvous import format_cell_name
 from areal_hpc.slurm import scontrol
 from areal_hpc.slurm.allocation import Allocation
 from areal_hpc.slurm.batch_script.container import build_container_command
 from areal_hpc.slurm.step_placement import StepPlacement, place_steps
 from areal_hpc.slurm.steps import SrunStepJob, build_step_command
-from areal_hpc.slurm.submit import RunningJobHandle, reset_job_and_write_launch
+from areal_hpc.slurm.submit import JobHandle, reset_job_and_write_launch
 
 HEARTBEATS_PER_END_CHECK = 3
 """Heartbeats between two questions to Slurm about the allocation's end."""
@@ -81,29 +79,10 @@ def find_allocation_shortages(recipe: Recipe, allocation: Allocation) -> list[Pr
     problems: list[Problem] = []
     for stage in plan_run(recipe, RunPaths(recipe.run_dir)):
         try:
-            placed = place_stage(stage, recipe, allocation)
+            place_stage(stage, recipe, allocation)
         except RecipeError as error:
             problems += error.problems
-        else:
-            problems += _find_memory_shortages(recipe, placed, allocation)
     return list(dict.fromkeys(problems))
-
-
-def _find_memory_shortages(
-    recipe: Recipe, placement_by_job: Mapping[str, StepPlacement], allocation: Allocation
-) -> list[Problem]:
-    kinds = {"trainer": "trainer", "cell": format_cell_name(0)}
-    steps = {kind: placement_by_job[job] for kind, job in kinds.items() if job in placement_by_job}
-    if not steps:  # SFT's ranks need what the trainer's do
-        return []
-    node_bytes = {
-        kind: step.memory_mib_per_node * MIB
-        for kind, step in steps.items()
-        if step.memory_mib_per_node
-    }
-    found = find_host_memory_problems(recipe, node_bytes, steps["trainer"].tasks_per_node)
-    source = f"; that is the step's part of allocation {allocation.job_id}"
-    return [replace(one, message=one.message + source) for one in found]
 
 
 def format_placement(step: StepPlacement) -> str:
@@ -213,7 +192,7 @@ class HeldAllocation(ThisMachine):
         self._running = {}
         return [f"step     {format_placement(step)}" for step in self._placed.values()]
 
-    def submit_job(self, spec: JobSpec) -> RunningJobHandle:
+    def submit_job(self, spec: JobSpec) -> JobHandle:
         """Start a job as a step. Tasks of a step with a lower number stop, on whatever node."""
         paths, placement = self._prepared_run.paths, self._placed[spec.name]
         job, job_id = paths.job(spec.name), self._allocation.job_id

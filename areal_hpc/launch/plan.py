@@ -210,5 +210,5 @@ def plan_cell_job(
         [server, *([follower] if nodes > 1 else []), proxy, driver],
         tasks=nodes,
         is_task_a_node=True,
-        gpus_per_task=0 if inference.device == "cpu" else gpus,
+        gpus_per_task=0 if recipe.trainer.device == "cpu" else gpus,
     )

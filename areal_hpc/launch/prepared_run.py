@@ -133,7 +133,7 @@ def _set_up_prepared_run(
     run_dir_setup.write_recipe_and_keep_replaced(
         recipe, paths.recipe, paths.replaced_recipe(attempt)
     )
-    record_provenance(recipe, paths, attempt, pythons, folders)
+    record_provenance(recipe, paths, attempt, pythons)
     stages = plan(recipe, paths, facts)
     left = tuple(stage for stage in stages if not stage.done_marker.exists())
     return PreparedRun(paths, attempt, pythons, left, tuple(live_jobs))

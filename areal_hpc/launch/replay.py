@@ -48,7 +48,6 @@ COMPUTE_KEYS = (
     "trainer.offload",
     "trainer.parallel",
     "trainer.recompute",
-    "trainer.recompute_layers",
 )
 """Keys that say how a step is computed and kept. They hold for every step of a replay."""
 LEARNING_KEYS = (
@@ -171,7 +170,7 @@ def split_compute_and_learning_overrides(overrides: Sequence[str]) -> tuple[list
     """
     computed, learnt, problems = [], [], []
     for item in overrides:
-        key, _, value = item.partition("=")
+        key = item.partition("=")[0]
         if run_dir_setup.is_key_at_or_below(key, COMPUTE_KEYS):
             computed.append(item)
         elif run_dir_setup.is_key_at_or_below(key, LEARNING_KEYS):
@@ -179,8 +178,6 @@ def split_compute_and_learning_overrides(overrides: Sequence[str]) -> tuple[list
         else:
             hint = f"override only {', '.join((*LEARNING_KEYS, *COMPUTE_KEYS))}"
             problems.append(Problem("this key cannot be changed in a replay", key, hint))
-        if key == "trainer.device":  # no engine takes part, but recipes want both alike
-            computed.append(f"inference.device={value}")
     if problems:
         raise RecipeError.from_problems(problems)
     return computed, learnt

@@ -175,6 +175,5 @@ def judge_role_python(
         yield Problem(
             f"trainer.device=cuda, but {python} has torch {torch}, which computes on CPUs alone",
             key,
-            f"set {key} to an environment with CUDA's torch, or trainer.device=cpu "
-            "inference.device=cpu",
+            f"set {key} to an environment with CUDA's torch, or trainer.device=cpu",
         )

@@ -13,10 +13,6 @@ from pathlib import Path
 from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.jobs.supervisor import run_task
 from areal_hpc.launch.prepared_run import PreparedRun, StagePlanner, prepare_and_lock_run
-from areal_hpc.launch.resources.memory import (
-    find_host_memory_problems,
-    get_node_bytes_by_job,
-)
 from areal_hpc.launch.slurm_requests import (
     build_afterok_dependency,
     build_caretaker_launch_file,
@@ -65,9 +61,6 @@ def submit(
         print_line=print_line,
         fresh=fresh,
         sys_path=sys_path,
-        known_problems=(
-            find_host_memory_problems(recipe, get_node_bytes_by_job(recipe)) if plan is None else ()
-        ),
         joins_live_jobs=joins_live_jobs,
         plan=plan,
         submits=True,

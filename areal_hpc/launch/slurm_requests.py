@@ -7,8 +7,9 @@ from pathlib import Path
 import msgspec
 
 from areal_hpc.errors import Problem, RecipeError
-from areal_hpc.jobs.caretaker import POLL_S, WAITING_JOB_POLL_S, CaretakerConfig, StageJobs
+from areal_hpc.jobs.caretaker import POLL_S, WAITING_JOB_POLL_S, CaretakerConfig
 from areal_hpc.jobs.environment import build_role_variables, get_interpreters
+from areal_hpc.jobs.job_status import StageJobs
 from areal_hpc.launch.plan import MAX_CONSECUTIVE_SERVICE_RESTARTS, JobStage, plan_run
 from areal_hpc.launch.prepared_run import PreparedRun, StagePlanner
 from areal_hpc.launch.resources.node_shares import add_cpu_and_memory_options
@@ -155,7 +156,7 @@ def _build_launch_file(
 ) -> LaunchFile:
     cluster, paths = recipe.cluster, prepared_run.paths
     network = cluster.slurm.network
-    sbatch_flags = cluster.slurm.get_options_of_job(spec.name).sbatch or {}
+    sbatch_flags = cluster.slurm.get_options_of_job(spec.name).sbatch
     return LaunchFile(
         job=spec,
         job_dir=str(paths.job(spec.name).root),

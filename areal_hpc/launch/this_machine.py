@@ -5,7 +5,6 @@ from collections.abc import Iterable
 
 import msgspec
 
-from areal_hpc.errors import Problem
 from areal_hpc.jobs.environment import build_role_variables
 from areal_hpc.jobs.supervisor import run_task
 from areal_hpc.launch.plan import JobStage
@@ -13,23 +12,13 @@ from areal_hpc.launch.prepared_run import PreparedRun
 from areal_hpc.launch.resources.gpu_assignment import (
     GpuAssignment,
     assign_gpus,
-    find_gpu_problems,
     find_usable_gpus,
     format_assignment,
 )
-from areal_hpc.launch.resources.memory import find_allocation_memory_problems
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.folders import UMASKS
 from areal_hpc.rundir.jobs import JobSpec, LaunchFile
-from areal_hpc.slurm.submit import RunningJobHandle, submit_local
-
-
-def find_machine_shortages(recipe: Recipe) -> list[Problem]:
-    """What keeps this machine from carrying a run."""
-    return [
-        *find_gpu_problems(recipe, os.environ),
-        *find_allocation_memory_problems(recipe, os.environ),
-    ]
+from areal_hpc.slurm.submit import JobHandle, submit_local
 
 
 class ThisMachine:
@@ -48,7 +37,7 @@ class ThisMachine:
             return ["GPUs     none on this machine: its CPU computes (trainer.device=auto)"]
         return [f"GPUs     {line}" for line in format_assignment(self._gpus)]
 
-    def submit_job(self, spec: JobSpec) -> RunningJobHandle:
+    def submit_job(self, spec: JobSpec) -> JobHandle:
         """Start a job of the stage."""
         launch = msgspec.structs.replace(
             self._build_launch_file(spec),

@@ -113,13 +113,10 @@ def make_journal_folder_and_get_path(job: ProxyJobConfig, run_secret: str) -> Pa
     Every run directory has a secret of its own, so a run that starts anew at an earlier run's
     path does not take over that one's journal.
     """
-    base = job.recipe.shards.journal_dir
-    base = base or Path(os.environ.get("SLURM_TMPDIR") or tempfile.gettempdir())
+    base = Path(os.environ.get("SLURM_TMPDIR") or tempfile.gettempdir())
     run = f"{job.run_dir.resolve()}\n{job.cell}\n{run_secret}".encode()
     folder = base / f"areal_hpc-{hashlib.blake2b(run, digest_size=8).hexdigest()}"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder.lstat().st_uid != os.getuid():
-        raise ClusterError(
-            f"{folder} belongs to another user", key="shards.journal_dir", hint="name a folder"
-        )
+        raise ClusterError(f"{folder} belongs to another user", hint="set TMPDIR")
     return folder / "journal"

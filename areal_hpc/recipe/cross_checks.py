@@ -66,11 +66,6 @@ def find_likely_mistakes(recipe: Recipe) -> Iterator[str]:
                 f"proximal={trainer.objective.proximal} every ratio is 1; more mini-batches make "
                 "them differ"
             )
-    if trainer.dtype == "float32" and trainer.head_dtype == "float32":
-        yield (
-            "trainer.head_dtype=float32 has no effect: with trainer.dtype=float32 the logits and "
-            "all else are float32 already"
-        )
     objective = trainer.objective
     clip_value = objective.critic.clip_value
     if trainer.minibatches == 1 and clip_value != default.critic.clip_value:
@@ -425,16 +420,6 @@ def _find_served_teacher_conflicts(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _find_serving_conflicts(recipe: Recipe) -> Iterator[Problem]:
-    # Replicas prove new weights by log-probabilities, which must be rounded alike.
-    for name in ("device", "dtype"):
-        engine, trainer = getattr(recipe.inference, name), getattr(recipe.trainer, name)
-        if engine != trainer:
-            yield Problem(
-                f"inference.{name}={engine} and trainer.{name}={trainer} differ, and so would "
-                "log-probabilities of the same weights",
-                f"inference.{name}",
-                f"use {trainer} for both",
-            )
     tries, timeout_s = recipe.rollout.max_episode_tries, recipe.proxy.session_timeout_s
     longest_s = recipe.rollout.episode_timeout_s * tries
     if timeout_s < longest_s:

@@ -37,7 +37,7 @@ class RunPaths(_Folder):
     provenance = _PathDescriptor("provenance.json")
     """Versions, commits and command line of every launch."""
     provenance_dir = _PathDescriptor("provenance")
-    """Patches and copies of the user's code that `provenance.json` names."""
+    """Patches that `provenance.json` names."""
     lock = _PathDescriptor("launcher.lock")
     """Held (flock) by a foreground launcher; local jobs stop when it is released."""
     submission_claim = _PathDescriptor("submission.claim")

@@ -222,7 +222,7 @@ def _open_journal(path: Path) -> int:
         raise ClusterError(
             "another process writes this journal",
             key=str(path),
-            hint="stop the other process, or give this one its own journal_dir",
+            hint="stop the other process, or give this one a TMPDIR of its own",
         ) from error
     return descriptor
 
@@ -247,5 +247,5 @@ def _build_disk_error(path: Path, error: OSError) -> ClusterError:
     return ClusterError(
         f"cannot write the journal: {error}",
         key=str(path),
-        hint="make room on the node-local disk, or set shards.journal_dir",
+        hint="make room on the node-local disk, or set TMPDIR to another folder",
     )

@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from areal_hpc.errors import ClusterError
-from areal_hpc.rundir.jobs import LaunchFile, TaskExit, read_task_exits
+from areal_hpc.rundir.jobs import LaunchFile
 from areal_hpc.slurm.commands import run_slurm_command
 from areal_hpc.slurm.scontrol import strip_job_variables
 from areal_hpc.slurm.step_placement import StepPlacement
+from areal_hpc.slurm.submit import JobHandle
 
 SUPERVISOR_MODULE = "areal_hpc.jobs.supervisor"
 TASKS_END_TIMEOUT_S = 120
@@ -41,11 +42,11 @@ def build_step_command(
     ]
 
 
-class SrunStepJob:
+class SrunStepJob(JobHandle):
     """A job that runs as a step."""
 
     def __init__(self, launch: LaunchFile, job_id: str, step_name: str, command: Sequence[str]):
-        self._launch = launch
+        super().__init__(launch, f"{job_id} {step_name}", launch.paths.steps_dir)
         self._allocation, self._step_name = job_id, step_name
         # In a session of its own: a Ctrl-C in the terminal is the launcher's to handle.
         self._srun = subprocess.Popen(
@@ -55,32 +56,14 @@ class SrunStepJob:
             start_new_session=True,
         )
 
-    @property
-    def name(self) -> str:
-        return self._launch.job.name
-
-    @property
-    def start_id(self) -> str:
-        return f"{self._allocation} {self._step_name}"
-
-    @property
-    def output_dir(self) -> Path:
-        return self._launch.paths.steps_dir
-
     def is_done(self) -> bool:
         return self._srun.poll() is not None
-
-    def read_task_exits(self) -> list[TaskExit]:
-        assert self._launch.step is not None
-        found = read_task_exits(self._launch.paths).values()
-        return [one for one in found if one.incarnation == self._launch.step.incarnation]
 
     def request_stop(self) -> None:
         if not self.is_done():
             self._srun.send_signal(signal.SIGUSR2)
 
     def kill(self) -> None:
-        """Kill every task, on whatever node."""
         if self.is_done():
             return
         with contextlib.suppress(ClusterError):  # it ends with the allocation then

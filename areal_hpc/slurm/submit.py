@@ -6,10 +6,11 @@ import shutil
 import signal
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 import psutil
@@ -45,59 +46,45 @@ NO_TIME_LIMIT_MINUTES = 60 * 24 * 365
 """Local jobs have no time limit; submitit wants a number."""
 
 
-class RunningJobHandle(Protocol):
+class JobHandle(ABC):
     """A job that a foreground launcher started."""
 
-    @property
-    def name(self) -> str:
-        """Name within the run."""
-
-    @property
-    def start_id(self) -> str:
+    def __init__(self, launch: LaunchFile, start_id: str, output_dir: Path) -> None:
+        self._launch = launch
+        self.name = launch.job.name
+        self.start_id = start_id
         """Identifier of this start, for the event log."""
-
-    @property
-    def output_dir(self) -> Path:
+        self.output_dir = output_dir
         """Folder of what its supervisors print."""
 
+    def read_task_exits(self) -> list[TaskExit]:
+        """Exit statuses of the tasks of this start that have ended, lowest rank first."""
+        own = self._launch.step.incarnation if self._launch.step else ""
+        found = read_task_exits(self._launch.paths).values()
+        return [one for one in found if one.incarnation == own]
+
+    @abstractmethod
     def is_done(self) -> bool:
         """True once no task of the job runs any more."""
 
-    def read_task_exits(self) -> list[TaskExit]:
-        """Exit statuses of the tasks that have ended, lowest rank first."""
-
+    @abstractmethod
     def request_stop(self) -> None:
         """Ask every task to stop. Returns at once."""
 
+    @abstractmethod
     def kill(self) -> None:
         """Kill all processes of the job."""
 
 
-class LocalJobHandle:
-    """A submitted job."""
+class LocalJobHandle(JobHandle):
+    """A job on this machine."""
 
     def __init__(self, launch: LaunchFile, job: submitit.Job[None]) -> None:
-        self._name = launch.job.name
-        self._launch = launch
+        super().__init__(launch, str(job.job_id), launch.paths.submitit_dir)
         self._job = job
-
-    @property
-    def name(self) -> str:
-        return self._name
-
-    @property
-    def start_id(self) -> str:
-        return str(self._job.job_id)
-
-    @property
-    def output_dir(self) -> Path:
-        return self._launch.paths.submitit_dir
 
     def is_done(self) -> bool:
         return bool(self._job.done())
-
-    def read_task_exits(self) -> list[TaskExit]:
-        return list(read_task_exits(self._launch.paths).values())
 
     def request_stop(self) -> None:
         process = self._job._process
@@ -105,7 +92,6 @@ class LocalJobHandle:
             process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Kill the job's whole process tree."""
         process = self._job._process
         if process is None or process.poll() is not None:
             return
@@ -256,7 +242,7 @@ def _build_refusal_error(
 
 
 def stop_jobs(
-    handles: Sequence[RunningJobHandle], grace_s: float, is_urgent: Callable[[], bool] | None = None
+    handles: Sequence[JobHandle], grace_s: float, is_urgent: Callable[[], bool] | None = None
 ) -> None:
     """Stop every job: politely first, by force after `grace_s`, or once `is_urgent` says so."""
     for handle in handles:

@@ -129,9 +129,7 @@ class Learner:
         self._custom_loss = load_custom_loss(config.objective)
         arch = read_architecture(model_path)
         dtype = TORCH_DTYPE_BY_NAME[config.dtype]
-        self.policy = build_policy(
-            arch, config.parallel, dtype, device, config.activations, config.head_dtype
-        )
+        self.policy = build_policy(arch, config.parallel, dtype, device, config.activations)
         load_hf(self.policy, HfModelReader(model_path).read_tensor)
         self._config = config
         self._paths = paths

@@ -7,6 +7,7 @@ import json
 import random
 import statistics
 import subprocess
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.sandbox.runtimes import find_installed_runtimes
 from areal_hpc.view.evaluation_report import read_report
-from tests.support.commands import areal_hpc, audit_of, said_by
+from tests.support.commands import areal_hpc, audit_of, run_program, said_by
 from tests.support.deadlines import scaled
 from tests.support.devclusters import (
     CUT_DOWN,
@@ -144,30 +145,29 @@ def test_a_run_in_a_container_trains_and_every_process_of_it_is_inside(tmp_path:
 
 
 TIMEOUT_S = 900.0
-NODES = 2
 
 
 @pytest.mark.timeout(1200)
-def test_two_nodes_are_examined_by_a_job_that_leaves_nothing(
+def test_a_node_is_examined_by_a_step_that_leaves_nothing(
     cluster: Devcluster, tmp_path: Path
 ) -> None:
-    site, evidence = tmp_path / "site.yaml", tmp_path / "doctor.json"
-    site.write_text(f"fileroot: {tmp_path}/runs\nslurm: {{partition: scavenger}}\n")
-    words = ("doctor", "--site", site, "--gpu", "--device", "cpu", "--nodes", NODES)
-    ended = areal_hpc(*words, "--json", evidence, environ=cluster.environ, timeout_s=TIMEOUT_S)
+    scratch, evidence = tmp_path / "scratch", tmp_path / "doctor.json"
+    scratch.mkdir()
+    ended = run_program(
+        *("srun", "--partition=scavenger", "--nodelist=n02", "--exclusive", "--cpu-bind=none"),
+        *(sys.executable, "-m", "areal_hpc", "doctor", "--gpu", "--device", "cpu"),
+        *("--json", evidence),
+        environ={**cluster.environ, "TMPDIR": str(scratch)},
+        timeout_s=TIMEOUT_S,
+    )
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    first, second = json.loads(evidence.read_text())["gpu_nodes"]
-    assert [node["facts"]["host"] for node in (first, second)] == ["n01", "n02"]
-    between = first["network_rates"]
-    assert (between["ranks"], between["wrong_elements"]) == (2 * NODES, 0), between
-    rates = first["node_rates"]
-    assert (rates["ranks"], rates["backend"], rates["wrong_elements"]) == (2, "gloo", 0)
-    said = " ".join(ended.stdout.split())
-    for node in ("n01", "n02"):
-        assert f"ok isolation {node}: programs of the model run in namespaces" in said
-    assert "ok    2 nodes" in ended.stdout
-    assert "ok    tiny run" in ended.stdout
-    assert list((tmp_path / "runs").iterdir()) == []
+    verdicts = {one["name"]: one["verdict"] for one in json.loads(evidence.read_text())["results"]}
+    steps = ("isolation", "all-reduce", "tiny run")
+    assert verdicts["rehearsal"] == "warn"
+    assert [verdicts[name] for name in steps] == ["ok"] * len(steps), ended.stdout
+    assert "2 ranks over gloo" in ended.stdout
+    assert "2 steps with updates between them" in ended.stdout
+    assert not list(scratch.glob("areal-hpc-doctor-*"))
     assert cluster.slurm("squeue", "--noheader") == ""
 
 

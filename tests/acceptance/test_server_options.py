@@ -45,6 +45,7 @@ def build_command_lines(recipe: Recipe) -> list[list[str]]:
                 python="python",
                 model_path="/models/m",
                 device="cuda",
+                dtype=recipe.trainer.dtype,
                 index=0,
                 ports=ServerPorts(31001, 31002),
                 random_seed=7,

@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -104,23 +103,3 @@ def test_a_dry_run_shows_jobs_and_memory_and_starts_nothing(
     assert "trainer    train   every task" in shown
     assert "nothing was started" in shown
     assert exit_code_of("status", f"{tmp_path}/runs") == 78
-
-
-def test_bash_completes_commands_options_and_keys(capfd: pytest.CaptureFixture[str]) -> None:
-    assert exit_code_of("completion", "bash") == 0
-    script = capfd.readouterr().out
-
-    def complete(*words: str) -> list[str]:
-        asked = f"COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}; _areal_hpc"
-        ended = subprocess.run(
-            ["bash", "-c", f'{script}\n{asked} 2>/dev/null; printf "%s\\n" "${{COMPREPLY[@]}}"'],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        return ended.stdout.split()
-
-    assert complete("areal-hpc", "su") == ["submit"]
-    assert complete("areal-hpc", "submit", "x.yaml", "--dr") == ["--dry-run"]
-    assert complete("areal-hpc", "run", "x.yaml", "rollout.n_s") == ["rollout.n_samples="]
-    assert complete("areal-hpc", "status", "rollout.n_s") == []

@@ -3,15 +3,14 @@
 Two ranks share the GPU where NCCL allows it, for what needs a peer.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 
-from areal_hpc.launch.doctor.gpu.plan import build_check_plan
-from areal_hpc.launch.doctor.gpu.steps import measure_collectives
+from areal_hpc.launch.doctor.gpu import build_check_plan, measure_collectives
 from areal_hpc.recipe.sections.cluster import SlurmConfig
 from areal_hpc.trainer.config import CollectiveRates
 from tests.gpu.conftest import Device, RunWorker
@@ -40,7 +39,7 @@ def test_written_weights_are_those_of_the_device(found: dict[str, Any]) -> None:
 
 
 def test_two_ranks_exchange_over_nccl(device: Device, tmp_path: Path) -> None:
-    plan = build_check_plan(None, SlurmConfig(), device, 0)
+    plan = build_check_plan(None, SlurmConfig(), device)
     if device == "cpu":
         assert isinstance(measure_collectives(plan, ("", ""), tmp_path), CollectiveRates)
         return
@@ -51,7 +50,7 @@ def test_two_ranks_exchange_over_nccl(device: Device, tmp_path: Path) -> None:
         return
     shared = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"} if count == 1 else {}
     variables = {**plan.variables, "train": plan.variables["train"] | shared}
-    plan = msgspec.structs.replace(plan, variables=variables)
+    plan = replace(plan, variables=variables)
     rates = measure_collectives(plan, ("0", "0") if count == 1 else ("0", "1"), tmp_path)
     print(rates)
     assert isinstance(rates, CollectiveRates)

@@ -6,16 +6,14 @@ Writes `benchmarks/results/gpu_node.json`. The model of the recipe must be in th
 
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from areal_hpc.launch.doctor.checks import CheckStatus
-from areal_hpc.launch.doctor.gpu.judgments import judge_run
-from areal_hpc.launch.doctor.gpu.plan import build_check_plan
-from areal_hpc.launch.doctor.gpu.steps import TinyRun, run_tiny_recipe
+from areal_hpc.launch.doctor.gpu import TinyRun, build_check_plan, judge_run, run_tiny_recipe
 from areal_hpc.launch.tiny_model import make_tiny_model
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.sections.cluster import SlurmConfig
@@ -54,7 +52,7 @@ COMPARED_ROWS = 5
 
 
 ON_GPUS = (
-    *("inference.device=cuda", "inference.dtype=bfloat16", "inference.mem_fraction_static=0.5"),
+    "inference.mem_fraction_static=0.5",
     *("trainer.device=cuda", "trainer.dtype=bfloat16"),
 )
 """For a run that a CPU's recipe describes."""
@@ -96,8 +94,8 @@ def test_a_real_server_agrees_before_and_after_an_update_over_nccl(
     tp: int, gpus: tuple[str, ...], tmp_path: Path
 ) -> None:
     recipe = load_recipe(RECIPE, (f"inference.tp={tp}",))
-    plan = build_check_plan(recipe, SlurmConfig(), "cuda", 0)
-    plan = msgspec.structs.replace(plan, trainer_dtype="bfloat16")
+    plan = build_check_plan(recipe, SlurmConfig(), "cuda")
+    plan = replace(plan, dtype="bfloat16")
     gap = judge(run_tiny_recipe(plan, gpus, tmp_path))
     add_results("gpu_node", **{f"engine_gap, tp {tp}": gap})
 

@@ -14,7 +14,8 @@ import msgspec
 import psutil
 import yaml
 
-from areal_hpc.jobs.caretaker import CaretakerConfig, StageJobs
+from areal_hpc.jobs.caretaker import CaretakerConfig
+from areal_hpc.jobs.job_status import StageJobs
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.rundir.jobs import (
     CARETAKER_JOB,

@@ -29,7 +29,7 @@ from tests.support.devclusters import (
 from tests.support.thoroughness import choose
 from tests.support.waiting import wait_for
 
-TIGHT = "cluster.slurm.mem=100M"
+TIGHT = "cluster.slurm.sbatch.mem=100M"
 LATE_S = 13.0
 """Longer than sbatch waits for an answer (MessageTimeout, 10 s)."""
 

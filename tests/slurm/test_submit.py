@@ -98,40 +98,14 @@ def test_who_waits_can_leave_and_nobody_submits_what_is_queued_until_it_is_cance
     assert "step              0 of 7" in status
 
 
-SWEEP = ("--sweep", "sft.optimizer.lr=1e-3,3e-3")
-ALL_BUT_SFT_HELD = (
-    "cluster.slurm.jobs.trainer.sbatch.hold=true",
-    "cluster.slurm.jobs.cell.sbatch.hold=true",
-    "cluster.slurm.jobs.sft.sbatch.hold=false",
-)
-
-
-@pytest.mark.thorough
-def test_a_sweep_is_a_run_for_each_value_and_the_same_command_adds_what_is_missing(
-    cluster: Devcluster, run: Submitting, light: tuple[str, ...]
-) -> None:
-    asked = (*SWEEP, *ALL_BUT_SFT_HELD, "trainer.parallel.dp=1", *light)
-    said_by(run.submit(*asked))
-    parent = run.paths.root.parent
-    layouts = [RunPaths(parent / f"slurm-lr-{value}") for value in ("1e-3", "3e-3")]
-    said_by(run.call("cancel", str(layouts[1].root), "--now"))
-    again = said_by(run.submit(*asked))
-    assert again.count("kept     ") == 1
-    numbers = [{one.job_id for one in read_submissions(paths.submissions)} for paths in layouts]
-    assert [len(ids) for ids in numbers] == [len(JOBS), 2 * len(JOBS)]
-    wait_for(lambda: all(paths.sft_export.exists() for paths in layouts), 200)
-    finals = [read_readable_records(paths.sft_metrics)[-1]["loss"] for paths in layouts]
-    assert finals[0] != finals[1]
-
-
 def test_scripts_of_a_site_pass_sbatchs_own_check(cluster: Devcluster, run: Submitting) -> None:
     """The site that fits the emulated cluster but for its names and its processors."""
     shown = said_by(
         run.call(
             *("submit", "tests/golden/slurm/recipe.yaml", "--dry-run", "--site"),
             *("slurm/sites/plain.yaml", "cluster.slurm.partition=priority"),
-            *("trainer.parallel.dp=2", "cluster.slurm.jobs.trainer.cpus_per_task=1"),
-            "cluster.slurm.jobs.cell.cpus_per_task=16",
+            *("trainer.parallel.dp=2", "cluster.slurm.jobs.trainer.sbatch.cpus-per-task=1"),
+            "cluster.slurm.jobs.cell.sbatch.cpus-per-task=16",
         )
     )
     scripts = [part.partition(" <==\n")[2] for part in shown.split("\n==> ")]
@@ -171,7 +145,7 @@ def test_the_plain_scripts_start_a_run_that_is_only_written_down(
 
 FOLDER = CHECKOUT / "tests" / "integration" / "areal"
 SITE = (
-    "slurm: {time_limit_minutes: 10, mem: 4G, cpus_per_task: 1, "
+    "slurm: {time_limit_minutes: 10, sbatch: {mem: 4G, cpus-per-task: 1}, "
     "setup: [export OMP_NUM_THREADS=1]}\n"
 )
 

@@ -202,7 +202,7 @@ class Submitting:
         return read_submissions(self.paths.submissions)
 
 
-HELD = ("cluster.slurm.sbatch.hold=true", "cluster.slurm.mem=100M")
+HELD = ("cluster.slurm.sbatch.hold=true", "cluster.slurm.sbatch.mem=100M")
 """Of jobs that are to be submitted, not to run."""
 
 

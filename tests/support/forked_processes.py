@@ -103,6 +103,7 @@ def fork_job_process(
     *,
     max_open_files: int = 0,
     constants: Mapping[str, int] | None = None,
+    environ: Mapping[str, str] = os.environ,
 ) -> ForkedProcess:
     """A process of a job as `start_job_process` makes it, with smaller limits if some are given.
 
@@ -112,7 +113,7 @@ def fork_job_process(
         fd = log_file.fileno()
         words = [PROCESS_MAIN, entry, str(config_path)]
         more = {"max_open_files": max_open_files, "constants": {**(constants or {})}}
-        return ForkedProcess(words, fd, fd, **more)
+        return ForkedProcess(words, fd, fd, environ={**environ}, **more)
 
 
 def fork_module(words: Sequence[str], errors: IO[bytes]) -> tuple[ForkedProcess, IO[str]]:

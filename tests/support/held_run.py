@@ -34,7 +34,7 @@ SMALL = (
     # It has learned next to nothing, which `why` would name besides the reason for a stop.
     "alerts.off=[no_signal]",
     # Steps ask for GPUs then, as many as there would be with CUDA; what computes has processors.
-    *("trainer.device=auto", "inference.device=auto", f"cluster.stop_grace_s={STOP_GRACE_S}"),
+    *("trainer.device=auto", f"cluster.stop_grace_s={STOP_GRACE_S}"),
 )
 NO_END = 5000
 """Steps that no test waits for."""

@@ -194,7 +194,7 @@ def running_cell(
     """A cell with fp32 replicas of `model`, one by default, started but not yet ready."""
     paths = RunPaths(run_dir)
     model.save_pretrained(write_model_dir(paths.starting_model_dir))
-    write_role_recipe(paths, inference={"device": "cpu", "dtype": "float32", **inference})
+    write_role_recipe(paths, inference=inference)
     config = {
         "run_dir": str(run_dir),
         "cell": name,

@@ -6,6 +6,7 @@ Megatron in a process of its own.
 """
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -92,13 +93,12 @@ class LightRun:
         scratch.mkdir(parents=True)
         make_tiny_model(self.paths.starting_model_dir, ["one two three"], vocab=320, **SIZES)
         schedule = {"total_steps": total_steps, "batch_size": BATCH_TICKETS}
-        shards = {"seal_after_s": 3600.0, "journal_dir": str(self._scratch / "journal")}
         write_recipe(
             self.paths,
             {**TRAINER, **schedule},
             inference={"max_restarts": 1000, "context_length": 2048},
             proxy=proxy or {},
-            shards=shards,
+            shards={"seal_after_s": 3600.0},
             seed=7,
             rollout={"n_samples": EPISODES, "max_head_offpolicyness": MAX_OFFPOLICYNESS},
             valid_dataset={"path": "tasks.jsonl"},
@@ -144,6 +144,7 @@ class LightRun:
             self._config_path(service),
             self._log_path(service),
             python=self._pythons.get(service, Path(sys.executable)),
+            environ={**os.environ, "SLURM_TMPDIR": str(self._scratch)},
         )
         self._processes[service] = process
         self.await_true(lambda: self._is_published(service))

@@ -129,7 +129,7 @@ def check_servers_get_gpus_of_their_own(
     sglang = tmp_path / "sglang"
     sglang.write_text(SGLANG.format(folder=seen))
     sglang.chmod(0o755)
-    devices = ("trainer.device=cuda", "inference.device=cuda")
+    devices = ("trainer.device=cuda",)
     recipe = recipe_of(tmp_path, *devices, name=name)
     servers = count_servers(recipe)
     start_stage(recipe, tmp_path, serve_python=str(sglang), servers=servers)
@@ -142,7 +142,7 @@ def check_servers_get_gpus_of_their_own(
         served = recipe.inference
         wanted = {
             "--context-length": served.context_length,
-            "--dtype": served.dtype,
+            "--dtype": recipe.trainer.dtype,
             "--device": "cuda",
             "--mem-fraction-static": served.mem_fraction_static,
             "--reasoning-parser": served.reasoning_parser,

@@ -13,7 +13,7 @@ from tests.support.results import markdown
 NO_DATA = "train_dataset.generator=null train_dataset.path=data/none.jsonl"
 OWN_DATA = "train_dataset.generator=null train_dataset.kwargs={} train_dataset.path=DIR"
 OWN_MODEL = "model.tiny=null model.path=DIR"
-ON_GPUS = "trainer.device=cuda inference.device=cuda"
+ON_GPUS = "trainer.device=cuda"
 FOUR_RANKS = "trainer.parallel.dp=2 inference.replicas_per_cell=2 inference.tp=2"
 SUMS = "tests.support.sums"
 MADE_UP = "train_dataset.generator=tests.support.made_up_tasks"

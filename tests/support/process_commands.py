@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -43,6 +43,7 @@ def start_job_process(
     *,
     max_open_files: int = 0,
     python: Path = Path(sys.executable),
+    environ: Mapping[str, str] = os.environ,
 ) -> subprocess.Popen[bytes]:
     """A process of a job, which takes this one for its supervisor; what it prints is logged.
 
@@ -55,7 +56,7 @@ def start_job_process(
                 *("sh", "-c", f'{limit}exec "$@"', "sh", str(python)),
                 *("-m", "areal_hpc.jobs.processes.process_main", entry, str(config_path)),
             ],
-            env={**os.environ, "AREAL_HPC_SUPERVISOR_PID": str(os.getpid())},
+            env={**environ, "AREAL_HPC_SUPERVISOR_PID": str(os.getpid())},
             stdout=log_file,
             stderr=subprocess.STDOUT,
         )

@@ -3,6 +3,7 @@
 import http.client
 import itertools
 import json
+import os
 import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -89,7 +90,7 @@ class Stage:
         given = config.pop("proxy", {})
         limits = {name: given[name] for name in given if name not in ProxyConfig.model_fields}
         parsers = ("tool_call_parser", "reasoning_parser")
-        shards = {"seal_after_s": 3600.0, "journal_dir": str(self.journal_dir)}
+        shards = {"seal_after_s": 3600.0}
         write_role_recipe(
             self.paths,
             proxy={name: given[name] for name in given if name not in limits},
@@ -143,6 +144,7 @@ class Stage:
             self._log_path,
             max_open_files=self._max_open_files,
             constants=self._constants,
+            environ={**os.environ, "SLURM_TMPDIR": str(self.journal_dir)},
         )
         self._process = process
 

@@ -26,7 +26,6 @@ def serving(
     ports = choose_server_ports()
     command = build_replica_command(
         InferenceConfig(
-            dtype="float32",
             context_length=context_tokens,
             max_total_tokens=total_tokens,
             extra_args=extra_args,
@@ -34,6 +33,7 @@ def serving(
         python=get_interpreter("serve", "auto"),
         model_path=str(model_dir),
         device="cpu",
+        dtype="float32",
         index=0,
         ports=ports,
         random_seed=3,

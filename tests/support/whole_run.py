@@ -24,7 +24,6 @@ MAX_RETRIED = 5
 PROGRAMS = {
     "podman": "sandboxes on podman",
     "apptainer": "sandboxes on Apptainer (a stand-in takes its place)",
-    "zsh": "completion in zsh",
 }
 """Program -> what goes untested on a machine without it."""
 NEVER_TESTED = "CUDA devices (make gpu), acceptance (make nightly)"

@@ -182,7 +182,7 @@ def model(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
 def dtype(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
     if value not in ("bfloat16", "float32"):
         raise UntranslatableError("bfloat16 or float32")
-    return {"trainer.dtype": value, "inference.dtype": value}
+    return {"trainer.dtype": value}
 
 
 def betas(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:

@@ -10,13 +10,10 @@ from areal_hpc.cli.arguments import (
     SHARED_ARGUMENTS,
     UNHEALTHY_EXIT_CODE,
     CommandGroup,
-    parse_run_dir,
 )
 from areal_hpc.errors import RecipeError, RunInterruptedError
 
 if TYPE_CHECKING:
-    from areal_hpc.launch.doctor.gpu.examination import GpuExamination
-    from areal_hpc.recipe.recipe import Recipe
     from areal_hpc.recipe.sections.cluster import SlurmConfig
 
 
@@ -33,19 +30,14 @@ def _add_trial_commands(commands: CommandGroup) -> None:
         help="let a recipe's agent play some tasks, without a model",
         description="Play the first training tasks with the recipe's agent, through the real "
         "proxy, and print each conversation, its reward and the rows it would become. The model's "
-        "replies are random tokens unless --from or --base-url says otherwise. Nothing is kept. "
+        "replies are random tokens unless --base-url names a server. Nothing is kept. "
         "Exits with 70 if the agent failed.",
         example="areal-hpc try recipes/quickstart.yaml\n"
-        "areal-hpc try my_recipe.yaml -n 5 rollout.workflow=my_package.MyAgent\n"
-        "areal-hpc try my_recipe.yaml --from runs/mine/first",
+        "areal-hpc try my_recipe.yaml -n 5 rollout.workflow=my_package.MyAgent",
     )
     add = trial.add_argument
     add("-n", "--tasks", type=int, default=3, metavar="N", help="tasks to play (%(default)s)")
-    source = trial.add_mutually_exclusive_group()
-    replay = "replay the replies that a run recorded"
-    source.add_argument("--from", dest="recorded_run", type=Path, metavar="RUN", help=replay)
-    server = "a running SGLang generates the replies"
-    source.add_argument("--base-url", metavar="URL", help=server)
+    add("--base-url", metavar="URL", help="a running SGLang generates the replies")
 
 
 def _run_trial_episodes(arguments: argparse.Namespace) -> int:
@@ -55,13 +47,11 @@ def _run_trial_episodes(arguments: argparse.Namespace) -> int:
 
     if arguments.tasks < 1:
         raise RecipeError(f"expected 1 task or more, got {arguments.tasks}", key="--tasks")
-    run = arguments.recorded_run
     try:
         return run_trial(
             load_recipe(arguments.recipe, arguments.overrides),
             tasks=arguments.tasks,
             print_line=say,
-            recorded_run=run and parse_run_dir(run).root,
             base_url=arguments.base_url,
         )
     except KeyboardInterrupt:
@@ -75,8 +65,8 @@ def _add_doctor_commands(commands: CommandGroup) -> None:
         help="check a cluster, and a recipe, before submitting",
         description="Check from the login node what a run needs: Slurm commands, partitions and "
         "limits, shared storage, the Python of each role, and what the recipe refers to. With "
-        "--gpu, on a GPU node or by a job on several, also driver, NCCL and network, and in a few "
-        "minutes two steps of a tiny model. Exits with 1 if a check failed.",
+        "--gpu, on a GPU node, also driver, NCCL and links, and in a few minutes two steps of a "
+        "tiny model. Exits with 1 if a check failed.",
         example="areal-hpc doctor\nareal-hpc doctor my_recipe.yaml --site site.yaml --check-node\n"
         "areal-hpc doctor my_recipe.yaml --gpu --json doctor.json",
     )
@@ -86,17 +76,16 @@ def _add_doctor_commands(commands: CommandGroup) -> None:
         doctor.add_argument(name, **SHARED_ARGUMENTS[name])
     check_node = "submit a one-minute job that checks whether the file root is shared"
     doctor.add_argument("--check-node", action="store_true", help=check_node)
-    gpu = "examine the GPUs of this machine, or with --nodes those of a job"
+    gpu = "examine the GPUs of this machine"
     doctor.add_argument("--gpu", action="store_true", help=gpu)
-    nodes = "with --gpu: submit a job of so many nodes, and measure the network between them"
-    doctor.add_argument("--nodes", type=int, default=0, metavar="N", help=nodes)
     device = "with --gpu: cpu rehearses the same steps on a machine without GPUs"
     doctor.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help=device)
-    evidence = "write results, facts and measurements there as well, to attach to an issue"
+    evidence = "write the results there as well, to attach to an issue"
     doctor.add_argument("--json", type=Path, metavar="FILE", help=evidence)
 
 
 def _run_doctor_checks(arguments: argparse.Namespace) -> int:
+    from areal_hpc.launch.doctor import gpu
     from areal_hpc.launch.doctor.checks import CheckStatus, DoctorSubject, format_checks
     from areal_hpc.launch.doctor.registry import run_checks, write_evidence
     from areal_hpc.launch.terminal import say
@@ -109,7 +98,8 @@ def _run_doctor_checks(arguments: argparse.Namespace) -> int:
         slurm, fileroot = recipe.cluster.slurm, recipe.cluster.fileroot
     elif arguments.site is not None:
         slurm, fileroot = _read_site(arguments.site)
-    examination = _plan_gpu_examination(arguments, recipe, slurm, fileroot)
+    if arguments.device == "cpu" and not arguments.gpu:
+        raise RecipeError("--device belongs to --gpu", hint="add --gpu")
     results = run_checks(
         DoctorSubject(
             recipe,
@@ -119,46 +109,13 @@ def _run_doctor_checks(arguments: argparse.Namespace) -> int:
             may_submit_storage_job=arguments.check_node,
             print_line=say,
         ),
-        examination,
+        gpu.build_check_plan(recipe, slurm, arguments.device) if arguments.gpu else None,
     )
     print("\n".join(format_checks(results)))
     if arguments.json is not None:
-        write_evidence(arguments.json, results, examination)
+        write_evidence(arguments.json, results)
     has_failed = any(result.verdict is CheckStatus.FAIL for result in results)
     return UNHEALTHY_EXIT_CODE if has_failed else 0
-
-
-def _plan_gpu_examination(
-    arguments: argparse.Namespace, recipe: Recipe | None, slurm: SlurmConfig, fileroot: Path | None
-) -> GpuExamination | None:
-    from areal_hpc.launch.doctor.gpu.examination import GpuExamination
-    from areal_hpc.launch.doctor.gpu.plan import build_check_plan
-    from areal_hpc.launch.doctor.slurm_checks import get_sbatch_placement_flags
-    from areal_hpc.launch.terminal import say
-
-    nodes: int = arguments.nodes
-    if not arguments.gpu:
-        if nodes or arguments.device == "cpu":
-            raise RecipeError("--nodes and --device belong to --gpu", hint="add --gpu")
-        return None
-    plan = build_check_plan(recipe, slurm, arguments.device, nodes)
-    if nodes < 0:
-        raise RecipeError(f"--nodes must be positive, got {nodes}")
-    if nodes:
-        if slurm.container.kind != "none":
-            raise RecipeError(
-                "--nodes starts both roles' Pythons in one job, and each image has only one",
-                key="cluster.slurm.container",
-                hint="start each image on a GPU node and call areal-hpc doctor --gpu within",
-            )
-        if fileroot is None:
-            raise RecipeError(
-                "--nodes needs shared storage for the nodes to meet on",
-                key="cluster.fileroot",
-                hint="name it in the site file, or give a recipe",
-            )
-    options = slurm.get_options_of_job("trainer")
-    return GpuExamination(plan, say, fileroot, options, get_sbatch_placement_flags(options))
 
 
 def _read_site(path: Path) -> tuple[SlurmConfig, Path | None]:

@@ -73,10 +73,10 @@ def _describe_cpus_and_memory(recipe: Recipe, job: JobSpec) -> str:
     except RecipeError as error:
         return f"; under Slurm not known without {error.problems[0].key}"
     shares = []
-    if options.cpus_per_task is not None:
-        shares.append(f"{_format_count(options.cpus_per_task, 'CPU')} a task")
-    if options.mem is not None:
-        shares.append(f"{options.mem} of memory a node")
+    if cpus := options.sbatch.get("cpus-per-task"):
+        shares.append(f"{_format_count(int(cpus), 'CPU')} a task")
+    if memory := options.sbatch.get("mem"):
+        shares.append(f"{memory} of memory a node")
     return f"; under Slurm {', '.join(shares)}" if shares else ""
 
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from areal_hpc.cli.arguments import CommandGroup, parse_slurm_job_id
 from areal_hpc.cli.commands.plan import describe_plan
-from areal_hpc.errors import RecipeError
 from areal_hpc.rundir.paths import RunPaths
 
 if TYPE_CHECKING:
@@ -59,7 +57,9 @@ def add_commands(commands: CommandGroup) -> None:
         description="Set up the run directory, submit all jobs, and return. Jobs restart by "
         "themselves. Submit again to resume a run whose jobs have ended.",
         example="areal-hpc submit my_recipe.yaml --site site.yaml --dry-run\n"
-        "areal-hpc submit my_recipe.yaml --sweep trainer.optimizer.lr=1e-6,3e-6",
+        "for lr in 1e-6 3e-6; do\n"
+        "    areal-hpc submit my_recipe.yaml trainer.optimizer.lr=$lr trial_name=lr-$lr\n"
+        "done",
     )
     for option, help_ in (
         ("--dry-run", "print all sbatch scripts and the cost; change nothing"),
@@ -76,8 +76,6 @@ def add_commands(commands: CommandGroup) -> None:
         metavar="JOBID",
         help=help_,
     )
-    help_ = "sweep: one run per value, each with its own trial_name"
-    submit.add_argument("--sweep", metavar="KEY=V1,V2,...", help=help_)
 
 
 def _run_recipe(arguments: argparse.Namespace) -> int:
@@ -136,8 +134,6 @@ def _submit_recipe(arguments: argparse.Namespace) -> int:
     from areal_hpc.recipe.loading import load_recipe
     from areal_hpc.view.dry_run import format_dry_run
 
-    if arguments.sweep:
-        return _submit_sweep(arguments)
     recipe = load_recipe(arguments.recipe, arguments.overrides, arguments.site)
     paths = RunPaths(recipe.run_dir.resolve())
     if arguments.dry_run:
@@ -155,32 +151,3 @@ def _submit_recipe(arguments: argparse.Namespace) -> int:
         return 0
     result = submit(recipe, wait=arguments.wait, after=arguments.after, fresh=arguments.fresh)
     return result.exit_code
-
-
-def _submit_sweep(arguments: argparse.Namespace) -> int:
-    from areal_hpc.launch.slurm_requests import build_remaining_job_requests
-    from areal_hpc.launch.sweep import load_sweep, submit_sweep
-    from areal_hpc.launch.terminal import get_program_command, say
-    from areal_hpc.recipe.loading import load_recipe
-    from areal_hpc.view.dry_run import format_dry_run
-
-    for option in ("wait", "write_only"):
-        if getattr(arguments, option):
-            shown = option.replace("_", "-")
-            raise RecipeError(
-                f"--{shown} works for a single run, not with --sweep", hint="leave one out"
-            )
-
-    def load(further: Sequence[str]) -> Recipe:
-        return load_recipe(arguments.recipe, [*arguments.overrides, *further], arguments.site)
-
-    runs = load_sweep(load, arguments.sweep)
-    if arguments.dry_run:
-        for run in runs:
-            requests = build_remaining_job_requests(run, Path.cwd(), arguments.after)
-            print(format_dry_run(RunPaths(run.run_dir.resolve()), requests), end="")
-        return 0
-    submit_sweep(runs, print_line=say, after=arguments.after, fresh=arguments.fresh)
-    print("next     squeue --me")
-    print(f"         {get_program_command()} list {shlex.quote(str(runs[0].run_dir.parent))}")
-    return 0

@@ -7,6 +7,7 @@ from typing import Literal
 
 from areal_hpc.jobs.node.topology import LOOPBACK_ADDRESS, get_advertised_host
 from areal_hpc.recipe.sections.inference import InferenceConfig
+from areal_hpc.recipe.sections.trainer import Dtype
 from areal_hpc.wire.replicas import NO_KEYS, ServerKeys
 
 Device = Literal["cpu", "cuda"]
@@ -82,6 +83,7 @@ def build_replica_command(
     python: str,
     model_path: str,
     device: Device,
+    dtype: Dtype,
     index: int,
     ports: ServerPorts,
     random_seed: int,
@@ -104,7 +106,7 @@ def build_replica_command(
         "--port": ports.http,
         "--nccl-port": ports.rendezvous,
         "--device": device,
-        "--dtype": config.dtype,
+        "--dtype": dtype,
         "--tp": config.tp,
         "--max-running-requests": config.max_running_requests,
         "--random-seed": random_seed,
@@ -112,7 +114,7 @@ def build_replica_command(
         "--log-level-http": "warning",
         "--incremental-streaming-output": True,  # else each piece of a stream repeats all before
     }
-    if config.dtype != "float32":
+    if dtype != "float32":
         # Logits in float32, as the trainer computes them: rounded ones say other probabilities.
         options["--enable-fp32-lm-head"] = True
     if device == "cpu":

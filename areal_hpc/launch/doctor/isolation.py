@@ -4,10 +4,9 @@ import os
 import platform
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from areal_hpc.errors import ArealError
-from areal_hpc.launch.doctor.checks import CheckResult, DoctorSubject, fail, ok, warn
+from areal_hpc.launch.doctor.checks import CheckResult, DoctorSubject, ok, warn
 from areal_hpc.rollout.execution.agent_sandboxes import check_sandbox_starts
 from areal_hpc.sandbox.program import check_programs_run
 from areal_hpc.sandbox.runtimes import find_installed_runtimes
@@ -20,14 +19,7 @@ _NO_LIMIT_BYTES = 1 << 60
 
 
 def check_program_isolation(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
-    yield from try_isolation(None)
-
-
-def try_isolation(agent: dict[str, Any] | None) -> Iterator[CheckResult]:
-    """Start an empty program and, given a section `rollout.agent`, a sandbox as it asks for.
-
-    A recipe that gives agents sandboxes needs them; only `code_reward` needs the other.
-    """
+    """Start an empty program and, if the recipe gives agents sandboxes, one of these."""
     try:
         check_programs_run()
     except ArealError as error:
@@ -36,12 +28,14 @@ def try_isolation(agent: dict[str, Any] | None) -> Iterator[CheckResult]:
         yield warn("isolation", finding, problem.hint)
     else:
         yield ok("isolation", "programs of the model run in namespaces of their own here")
-    if agent is None:
+    recipe = doctor_subject.recipe
+    if recipe is None or not recipe.rollout.agent.isolation:
         return
     try:
-        check_sandbox_starts(agent)
+        check_sandbox_starts(recipe.rollout.agent.model_dump(mode="json"))
     except ArealError as error:
-        yield fail("isolation", error.problems[0].message, error.problems[0].hint)
+        finding = f"{error.problems[0].message} (on nodes of the run it may)"
+        yield warn("isolation", finding, error.problems[0].hint)
     else:
         yield ok("isolation", "a sandbox of the recipe's agents starts")
 

@@ -64,7 +64,7 @@ def check_accounting_limits(doctor_subject: DoctorSubject) -> Iterator[CheckResu
 def check_preemption_of_qos_jobs(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
     settings = doctor_subject.slurm_answer.settings
     every = get_options_by_sample_job(doctor_subject.slurm).values()
-    names = {(options.sbatch or {}).get("qos") for options in every} - {None}
+    names = {options.sbatch.get("qos") for options in every} - {None}
     if settings.get("PreemptType") != "preempt/qos" or not names:
         return
     for row in _query_sacctmgr_table("qos", ("name", "preemptmode", "gracetime")):
@@ -99,7 +99,8 @@ def _find_limits_of_jobs(requests: Sequence[JobRequest]) -> Iterator[AccountingL
         "defaultaccount"
     ]
     account_by_job = {
-        one.job: str(one.parameters.get("account", default_account)) for one in requests
+        one.job: str(one.parameters["additional_parameters"].get("account", default_account))
+        for one in requests
     }
     accounts = ",".join(sorted(set(account_by_job.values())))
     default_qos: dict[str, str] = {}

@@ -14,7 +14,7 @@ import msgspec
 import areal_hpc
 from areal_hpc.errors import ArealError
 from areal_hpc.launch.doctor.checks import CheckResult, DoctorSubject, fail
-from areal_hpc.launch.doctor.gpu.examination import GpuExamination
+from areal_hpc.launch.doctor.gpu import GpuCheckPlan, examine_gpu_node
 from areal_hpc.launch.doctor.isolation import check_program_isolation, list_security_means
 from areal_hpc.launch.doctor.limit_checks import (
     check_accounting_limits,
@@ -65,13 +65,16 @@ CHECKS = (
 
 def run_checks(
     doctor_subject: DoctorSubject,
-    examination: GpuExamination | None = None,
+    gpu_plan: GpuCheckPlan | None = None,
     checks: Sequence[DoctorCheck] = CHECKS,
 ) -> list[CheckResult]:
     """Results of all checks whose facts there are. One that raises has failed, and no other."""
     results: list[CheckResult] = []
-    if examination is not None:
-        checks = (*checks, DoctorCheck("GPU nodes", lambda _: examination.list_results()))
+    if gpu_plan is not None:
+        checks = (
+            *checks,
+            DoctorCheck("GPUs", lambda subject: examine_gpu_node(gpu_plan, subject.print_line)),
+        )
     for check in checks:
         if all(_is_prerequisite_met(doctor_subject, fact) for fact in check.needs):
             results += _run_check(check, doctor_subject)
@@ -103,13 +106,8 @@ def _run_check(check: DoctorCheck, doctor_subject: DoctorSubject) -> Iterator[Ch
         )
 
 
-def write_evidence(
-    path: Path, results: Sequence[CheckResult], examination: GpuExamination | None
-) -> None:
-    """Write `doctor --json`, for an issue or a script: results, facts and measurements.
-
-    It has no values of the environment, which may hold keys.
-    """
+def write_evidence(path: Path, results: Sequence[CheckResult]) -> None:
+    """Write `doctor --json`, for an issue or a script. It has no values of the environment."""
     repository = read_repository(Path(__file__).parent)
     evidence: dict[str, Any] = {
         "areal_hpc": areal_hpc.__version__,
@@ -119,7 +117,5 @@ def write_evidence(
         "kernel": platform.release(),
         "results": results,
     }
-    if examination is not None and "nodes" in vars(examination):
-        evidence["gpu_nodes"] = examination.nodes
     encoded = msgspec.json.format(msgspec.json.encode(evidence, enc_hook=str), indent=2)
     write_atomic(path, encoded + b"\n")

@@ -11,7 +11,7 @@ from areal_hpc.launch.doctor.checks import CheckResult, DoctorSubject, fail, ok,
 from areal_hpc.recipe.sections.cluster import JobOptions, SlurmConfig, format_flags
 from areal_hpc.rundir.rendezvous import EVALUATION_CELL, format_cell_name, is_training_cell_job
 from areal_hpc.slurm.batch_script.container import spell_pyxis_image
-from areal_hpc.slurm.batch_script.script import DEFAULT_TIME_LIMIT_MINUTES
+from areal_hpc.slurm.batch_script.script import DEFAULT_TIME_LIMIT_MINUTES, SHARE_FLAGS
 from areal_hpc.slurm.commands import run_slurm_command
 from areal_hpc.slurm.submit import raise_if_federated, render_script
 from areal_hpc.slurm.versions import describe_proof, is_proven_or_between
@@ -141,7 +141,8 @@ def judge_submission_from_jobs(
     name = f"resubmission {partition_name}"
     if submitting_nodes == "ALL":
         return ok(name, "jobs may submit jobs")
-    which = "that Slurm cannot requeue" if slurm.requeue else "that ends early (requeue=false)"
+    requeues = "no-requeue" not in slurm.sbatch
+    which = "that Slurm cannot requeue" if requeues else "that ends early (no-requeue)"
     return warn(
         name,
         f"only {submitting_nodes} may submit jobs: no job of the run submits one {which}",
@@ -191,10 +192,9 @@ def _render_sample_scripts(doctor_subject: DoctorSubject) -> dict[str, str]:
 
 def get_sbatch_placement_flags(options: JobOptions) -> tuple[str, ...]:
     """The options of sbatch that decide whether it takes a job and where the job lands."""
-    named = ("partition", "account")
-    values = {name: getattr(options, name) for name in named}
-    flags = (f"--{name}={value}" for name, value in values.items() if value)
-    return (*flags, *format_flags(options.sbatch))
+    partition = (f"--partition={options.partition}",) if options.partition else ()
+    flags = {name: value for name, value in options.sbatch.items() if name not in SHARE_FLAGS}
+    return (*partition, *format_flags(flags))
 
 
 def check_container(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
@@ -225,7 +225,7 @@ def check_container(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
 
 def judge_gpus_by_task(slurm: SlurmConfig) -> Iterator[CheckResult]:
     kinds = (slurm, *slurm.jobs.values())
-    names = [name for kind in kinds for flags in (kind.sbatch, kind.srun) for name in flags or {}]
+    names = [name for kind in kinds for flags in (kind.sbatch, kind.srun) for name in flags]
     if slurm.container.kind == "pyxis" and "gpus-per-task" in names:
         yield warn(
             "GPUs by task",

@@ -9,18 +9,17 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from areal_hpc.errors import ClusterError
 from areal_hpc.launch.doctor.checks import CheckResult, DoctorSubject, fail, ok, warn
 from areal_hpc.launch.doctor.slurm_checks import get_sbatch_placement_flags
-from areal_hpc.launch.doctor.slurm_job import (
-    FILE_VISIBLE_TIMEOUT_S,
-    LateJobError,
-    await_files,
-    submit_short_job,
-)
 from areal_hpc.recipe.sections.cluster import JobOptions
+from areal_hpc.rundir.jsonl import read_tail_lines
+from areal_hpc.slurm.commands import run_slurm_command
+from areal_hpc.slurm.queue import QueuePoller, is_live_state
+from areal_hpc.slurm.reasons import explain_reason
 
 MIN_FREE_BYTES = 1 << 30
 RECOMMENDED_FREE_BYTES = 50 << 30
@@ -30,6 +29,9 @@ MAX_CLOCK_SKEW_S = 2.0
 LOCAL_FILE_SYSTEMS = {"ext2/ext3", "ext4", "xfs", "btrfs", "tmpfs", "overlayfs", "overlay", "zfs"}
 """File systems that other nodes see only if this node exports them."""
 JOB_TIMEOUT_S = 300.0
+JOB_POLL_S = 2.0
+FILE_VISIBLE_TIMEOUT_S = 60
+"""For a file to be seen on another node: NFS caches directories for up to a minute."""
 
 _VISIBILITY_SCRIPT = """#!/bin/bash
 cd {folder} || exit 1
@@ -162,22 +164,62 @@ def submit_job_and_check_storage(
         folder=shlex.quote(str(folder)), within_s=FILE_VISIBLE_TIMEOUT_S
     )
     flags = ("--time=2", "--ntasks=1", *get_sbatch_placement_flags(options))
+    job_id = ""
     try:
         folder.mkdir(parents=True)
         question.write_text(f"{token}\n")
-        with submit_short_job(folder, script, flags, print_line) as job_id:
-            await_files(job_id, [answer], timeout_s)
+        (folder / "job.sbatch").write_text(script)
+        printed = run_slurm_command(
+            *("sbatch", "--parsable", "--job-name=areal-hpc-doctor", *flags),
+            *(f"--output={folder}/output", str(folder / "job.sbatch")),
+        )
+        job_id = printed.split(";")[0].strip()
+        print_line(f"job {job_id} was submitted; waiting for its answer")
+        await_answer(job_id, answer, timeout_s)
         found, node = [*answer.read_text().split(), "?", "?"][:2]
+    except TimeoutError as error:
+        return warn("shared", str(error), "try again when nodes are free")
     except OSError as error:
         return fail("shared", f"{folder}: {error.strerror}", "choose another cluster.fileroot")
-    except LateJobError as error:
-        return warn("shared", error.problems[0].message, error.problems[0].hint)
     except ClusterError as error:
         hint = error.problems[0].hint or "areal-hpc doctor without --check-node"
         return fail("shared", error.problems[0].message, hint)
     finally:
+        if job_id:
+            with suppress(ClusterError):
+                run_slurm_command("scancel", "--quiet", job_id)
         shutil.rmtree(folder, ignore_errors=True)
     if found != token:
         return fail("shared", f"{node} sees different content", "use another file system")
     place = "the same node" if node == socket.gethostname() else node
     return ok("shared", f"{place} saw the file, and its answer is visible here")
+
+
+def await_answer(job_id: str, answer: Path, timeout_s: float) -> None:
+    """Wait until a job has left its answer.
+
+    Raises:
+        TimeoutError: It takes too long.
+        ClusterError: The job ended without it.
+    """
+    queue, waits_for = QueuePoller(), "it did not start"
+    give_up_at, ended_at = time.monotonic() + timeout_s, None
+    while time.monotonic() < give_up_at:
+        if answer.exists():
+            return
+        snapshot = queue.poll([job_id])
+        job = snapshot.jobs.get(job_id)
+        if job and not is_live_state(job.state):
+            ended_at = ended_at or time.monotonic()
+            if time.monotonic() - ended_at > FILE_VISIBLE_TIMEOUT_S:
+                output = read_tail_lines(answer.with_name("output"), 4096)
+                raise ClusterError(
+                    f"job {job_id} on {job.nodes or 'no node'} ended without an answer "
+                    f"({job.state.name}): {output.decode(errors='replace').strip()}",
+                    hint="name a file system that compute nodes mount at the same path: "
+                    f"{answer.parent} may be another one there",
+                )
+        if job and job.reason:
+            waits_for = explain_reason(job.reason).meaning
+        time.sleep(max(JOB_POLL_S, queue.pause_s if snapshot.outage else 0.0))
+    raise TimeoutError(f"job {job_id} gave no answer within {timeout_s / 60:.0f} min: {waits_for}")

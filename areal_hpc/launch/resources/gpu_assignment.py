@@ -95,7 +95,7 @@ def _describe_shortage(
     if shown < len(kinds):
         hint = (
             f"at least {len(kinds)} are needed: trainer ranks and SGLang share none; use "
-            "trainer.device=cpu inference.device=cpu, or nodes with GPUs by areal-hpc submit"
+            "trainer.device=cpu, or nodes with GPUs by areal-hpc submit"
         )
     return Problem(
         f"too few GPUs for the stage {stage.name}: it needs {needed} at once "

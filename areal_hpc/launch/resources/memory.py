@@ -1,16 +1,11 @@
-"""Estimates of GPU and host memory, their report in a plan, and what does not fit. Pure.
+"""Estimates of GPU memory, their report in a plan, and what does not fit. Pure.
 
 What follows from shapes is counted. The trainer's part is in `trainer/model/memory_estimate.py`.
-SGLang's `--mem-fraction-static` is the share of a GPU for weights and KV cache. Host memory holds a
-rank's copy of its part of a checkpoint, which another process writes while training goes on, what
-the recipe offloads, and on a CPU what would lie on the GPU. `BASE_BYTES` is what programs take
-besides.
+SGLang's `--mem-fraction-static` is the share of a GPU for weights and KV cache.
 """
 
-import itertools
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.launch.checks.model_files import (
@@ -18,13 +13,10 @@ from areal_hpc.launch.checks.model_files import (
     find_frozen_architectures,
     read_recipe_architecture,
 )
-from areal_hpc.launch.plan import build_job_with_task_per_rank
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.recipe.sections.inference import InferenceConfig
-from areal_hpc.recipe.sections.trainer import ParallelConfig
+from areal_hpc.recipe.sections.trainer import Dtype, ParallelConfig
 from areal_hpc.recipe.sections.weights import DEFAULT_MAX_NCCL_GROUPS
-from areal_hpc.rundir.rendezvous import format_cell_name
-from areal_hpc.slurm.batch_script.script import compute_resources
 from areal_hpc.trainer.model.families.architecture import Architecture, divide_layers_over_stages
 from areal_hpc.trainer.model.memory_estimate import (
     BYTES_BY_DTYPE,
@@ -38,22 +30,8 @@ from areal_hpc.trainer.model.memory_estimate import (
     count_layer_non_expert_parameters,
     count_model_parameters,
     describe_cheapest_fitting_change,
-    estimate_checkpoint_copy_bytes,
-    estimate_stage_memory,
     estimate_trainer_memory,
 )
-
-MIB = 2**20
-BASE_BYTES = {
-    "trainer": 900 * MIB,
-    "ledger": 100 * MIB,
-    "inference": 100 * MIB,
-    "server": 1400 * MIB,
-    "proxy": 250 * MIB,
-    "driver": 400 * MIB,
-}
-"""Resident memory of each process with a tiny model on a CPU. Larger with CUDA, whose libraries
-come on top; not measured there, so no recipe is refused for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,30 +48,11 @@ class ServingMemory:
         return self.weights + self.kv_per_token * (self.kv_tokens or 0)
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessMemory:
-    """Host memory of a process."""
-
-    job: str
-    """`trainer`, or `cell`."""
-    process: str
-    processes_per_node: int = 1
-    fixed_bytes_by_use: dict[str, int] = field(default_factory=dict)
-    """Bytes that follow from the recipe's sizes, by what they are for."""
-    peak_extra_bytes_by_use: dict[str, int] = field(default_factory=dict)
-    """Bytes that are held when a micro-batch, or the KV cache, is as full as the recipe allows."""
-
-    @property
-    def bytes_per_process(self) -> int:
-        uses = self.fixed_bytes_by_use | self.peak_extra_bytes_by_use
-        return BASE_BYTES[self.process] + sum(uses.values())
-
-
 def estimate_serving_memory(
-    arch: Architecture, config: InferenceConfig, gpu_bytes: int | None
+    arch: Architecture, config: InferenceConfig, dtype: Dtype, gpu_bytes: int | None
 ) -> ServingMemory:
     """Memory of each GPU of a replica: its part of the weights, and the KV cache."""
-    element = BYTES_BY_DTYPE[config.dtype]
+    element = BYTES_BY_DTYPE[dtype]
     dense = arch.layers * count_layer_non_expert_parameters(arch, config.tp) + arch.hidden
     tables = (1 if arch.tied else 2) * count_embedding_parameters(arch, config.tp)
     # SGLang cuts every expert over the tensor-parallel ranks.
@@ -105,133 +64,6 @@ def estimate_serving_memory(
     if tokens is None and gpu_bytes is not None:
         tokens = max(0, int(gpu_bytes * config.mem_fraction_static) - weights) // per_token
     return ServingMemory(weights, per_token, tokens)
-
-
-def estimate_host_memory(
-    recipe: Recipe, ranks_per_node: int | None = None
-) -> tuple[ProcessMemory, ...]:
-    """Host memory of each process of the trainer's job and of a cell, the largest rank's for all.
-
-    The SFT stage has the same ranks, before any of these.
-    """
-    arch = read_recipe_architecture(recipe.model)
-    return (
-        _estimate_rank_memory(recipe, arch, ranks_per_node or _count_ranks_per_node(recipe)),
-        ProcessMemory("trainer", "ledger"),
-        ProcessMemory("cell", "inference"),
-        _estimate_server_memory(recipe, arch),
-        ProcessMemory("cell", "proxy"),
-        ProcessMemory("cell", "driver"),
-    )
-
-
-def _estimate_rank_memory(recipe: Recipe, arch: Architecture, ranks_per_node: int) -> ProcessMemory:
-    config = recipe.trainer
-    frozen = find_frozen_architectures(recipe, arch)
-    critic = find_critic_architecture(recipe, arch)
-    stages = [
-        estimate_stage_memory(arch, config, stage, frozen, critic)
-        for stage in range(config.parallel.pp)
-    ]
-    fixed = {
-        "checkpoint": estimate_checkpoint_copy_bytes(arch, config, critic),
-        "optimizer": max(one.host_optimizer for one in stages),
-        "frozen networks": max(one.host_frozen for one in stages),
-    }
-    peak_extra = {"activations": max(one.host_activations for one in stages)}
-    if config.device == "cpu":
-        fixed["state"] = max(one.parameters + one.gradients + one.optimizer for one in stages)
-        peak_extra["passes"] = max(one.activations + one.logits for one in stages)
-    fixed, peak_extra = (
-        {name: size for name, size in uses.items() if size} for uses in (fixed, peak_extra)
-    )
-    return ProcessMemory("trainer", "trainer", ranks_per_node, fixed, peak_extra)
-
-
-def _estimate_server_memory(recipe: Recipe, arch: Architecture) -> ProcessMemory:
-    config = recipe.inference
-    replicas = config.replicas_per_cell
-    if config.device != "cpu":
-        return ProcessMemory("cell", "server", replicas)
-    # Without a GPU's size the cache is as large as the recipe says, or not known.
-    memory = estimate_serving_memory(arch, config, None)
-    cache = (memory.total - memory.weights) * config.tp
-    weights = {"weights": memory.weights * config.tp}
-    return ProcessMemory("cell", "server", replicas, weights, {"KV cache": cache} if cache else {})
-
-
-def _count_ranks_per_node(recipe: Recipe) -> int:
-    job = build_job_with_task_per_rank("trainer", recipe, [])
-    options = recipe.cluster.slurm.get_options_of_job("trainer")
-    try:
-        return compute_resources(job, options).tasks_per_node
-    except RecipeError:  # `submit` reports it; without Slurm all ranks are on this machine
-        return job.tasks
-
-
-def get_node_bytes_by_job(recipe: Recipe) -> dict[str, int]:
-    """Memory that Slurm gives each node of a job (`trainer`, `cell`), where the recipe says so."""
-    slurm = recipe.cluster.slurm
-    mem_by_job = {
-        "trainer": slurm.get_options_of_job("trainer").mem,
-        "cell": slurm.get_options_of_job(format_cell_name(0)).mem,
-    }
-    sizes = {job: parse_slurm_memory_bytes(mem or "0") for job, mem in mem_by_job.items()}
-    return {job: size for job, size in sizes.items() if size}
-
-
-def parse_slurm_memory_bytes(text: str) -> int:
-    """Bytes of a size as Slurm takes it, in MiB unless a letter follows; 0 if it is none."""
-    found = re.fullmatch(r"(\d+)([KMGT]?)B?", text.strip().upper())
-    if found is None:
-        return 0
-    return int(found[1]) << {"K": 10, "": 20, "M": 20, "G": 30, "T": 40}[found[2]]
-
-
-def find_host_memory_problems(
-    recipe: Recipe, node_bytes_by_job: Mapping[str, int], ranks_per_node: int | None = None
-) -> list[Problem]:
-    """Jobs whose sizes in the recipe alone exceed the memory of a node.
-
-    Trainer ranks lie as `cluster.slurm` says, unless it is known how many a node has.
-    """
-    try:
-        processes = estimate_host_memory(recipe, ranks_per_node)
-    except RecipeError:  # reported by what needs the model
-        return []
-    problems = []
-    for job, own in _group_by_job(processes):
-        needed = sum(sum(one.fixed_bytes_by_use.values()) * one.processes_per_node for one in own)
-        if needed <= node_bytes_by_job.get(job, needed):
-            continue
-        if job == "cell":
-            hint = "lower inference.replicas_per_cell, or take nodes with more memory"
-        elif recipe.trainer.offload.optimizer:
-            hint = "set trainer.offload.optimizer=false, or take nodes with more memory"
-        else:
-            hint = "more ranks in trainer.parallel, fewer of them a node, or nodes with more memory"
-        parts = ", ".join(
-            f"{name} {size / GIB:.1f} in each of {one.processes_per_node} {one.process} processes"
-            for one in own
-            for name, size in one.fixed_bytes_by_use.items()
-        )
-        is_from_recipe = job in get_node_bytes_by_job(recipe)
-        problems.append(
-            Problem(
-                f"the {job} job needs {needed / GIB:.1f} GiB of host memory a node ({parts}), "
-                f"a node has {node_bytes_by_job[job] / GIB:.1f} GiB",
-                f"cluster.slurm.jobs.{job}.mem" if is_from_recipe else "trainer",
-                hint,
-            )
-        )
-    return problems
-
-
-def find_allocation_memory_problems(
-    recipe: Recipe, environment: Mapping[str, str]
-) -> list[Problem]:
-    given = parse_slurm_memory_bytes(environment.get("SLURM_MEM_PER_NODE", "0"))
-    return find_host_memory_problems(recipe, {"trainer": given, "cell": given}) if given else []
 
 
 def find_memory_problems(
@@ -279,8 +111,6 @@ def build_memory_report(recipe: Recipe) -> Iterator[str]:
         yield f"  try: {error.problems[0].hint}"
         return
     yield from _build_gpu_memory_report(recipe, arch)
-    yield ""
-    yield from _build_host_memory_report(recipe)
 
 
 def _build_gpu_memory_report(recipe: Recipe, arch: Architecture) -> Iterator[str]:
@@ -290,7 +120,7 @@ def _build_gpu_memory_report(recipe: Recipe, arch: Architecture) -> Iterator[str
     frozen = find_frozen_architectures(recipe, arch)
     critic = find_critic_architecture(recipe, arch)
     trainer = estimate_trainer_memory(arch, recipe.trainer, groups, frozen, critic)
-    serving = estimate_serving_memory(arch, recipe.inference, gpu_bytes)
+    serving = estimate_serving_memory(arch, recipe.inference, recipe.trainer.dtype, gpu_bytes)
     of = "" if gib is None else f" of {gib:g}"
     yield f"memory of one GPU in GiB, estimated ({count_model_parameters(arch):,} parameters)"
     yield from _format_trainer_lines(trainer, recipe.trainer.parallel, arch, of)
@@ -361,28 +191,3 @@ def _format_serving_lines(
 
 def _format_line(name: str, size_bytes: int) -> str:
     return f"    {name:<13} {size_bytes / GIB:8.2f}"
-
-
-def _build_host_memory_report(recipe: Recipe) -> Iterator[str]:
-    node_bytes = get_node_bytes_by_job(recipe)
-    yield "host memory in GiB, estimated"
-    for job, own in _group_by_job(estimate_host_memory(recipe)):
-        for one in own:
-            uses = one.fixed_bytes_by_use | one.peak_extra_bytes_by_use
-            parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in uses.items())
-            count = f"{one.processes_per_node} x " if one.processes_per_node > 1 else ""
-            line = f"  {job:<8} {one.process:<10} {count:>5}{one.bytes_per_process / GIB:8.2f}"
-            yield f"{line}  ({parts})" if parts else line
-        total = sum(one.bytes_per_process * one.processes_per_node for one in own)
-        of = f" of {node_bytes[job] / GIB:.1f}" if job in node_bytes else ""
-        yield f"  {job:<8} {'a node':<10} {'':>5}{total / GIB:8.2f}{of}"
-        if total > node_bytes.get(job, total):
-            yield f"warning: a node of the {job} job may run out of memory"
-    for problem in find_host_memory_problems(recipe, node_bytes):
-        yield f"warning: {problem}"
-
-
-def _group_by_job(
-    processes: Sequence[ProcessMemory],
-) -> list[tuple[str, list[ProcessMemory]]]:
-    return [(job, list(own)) for job, own in itertools.groupby(processes, lambda one: one.job)]

@@ -17,7 +17,7 @@ from areal_hpc.launch.checks.model_files import (
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.recipe.sections.cluster import JobKind, JobOptions, SlurmConfig, get_job_kind
 from areal_hpc.rundir.jobs import JobSpec
-from areal_hpc.slurm.batch_script.script import compute_resources
+from areal_hpc.slurm.batch_script.script import MEMORY_FLAGS, compute_resources
 from areal_hpc.trainer.model.memory_estimate import (
     GIB,
     estimate_checkpoint_copy_bytes,
@@ -34,12 +34,11 @@ HOST_BYTES_PER_GPU_PROCESS = 8 * GIB
 """A process with CUDA's libraries, pinned buffers and its part of the weights as they load."""
 HOST_BYTES_FOR_CPU_PROCESSES = 8 * GIB
 """Everything on a node that uses no GPU: ledger, or proxy, driver and agents."""
-_FLAGS_THAT_SET_CPUS = {"cpus-per-gpu", "exclusive", "cores-per-socket"}
-_FLAGS_THAT_SET_MEMORY = {"mem", "mem-per-cpu", "mem-per-gpu", "exclusive"}
+_CPU_FLAGS = {"cpus-per-task", "cpus-per-gpu", "cores-per-socket"}
 
 
 def add_cpu_and_memory_options(recipe: Recipe, jobs: Sequence[JobSpec]) -> SlurmConfig:
-    """The recipe's options for Slurm, with `cpus_per_task` and `mem` of every job with GPUs.
+    """The recipe's options for Slurm, with `cpus-per-task` and `mem` of every job with GPUs.
 
     Jobs that get whole nodes get them with all that is in them.
 
@@ -60,7 +59,8 @@ def add_cpu_and_memory_options(recipe: Recipe, jobs: Sequence[JobSpec]) -> Slurm
             problems += [one for one in error.problems if one not in problems]
             continue
         if derived:
-            completed[kind] = slurm.jobs.get(kind, JobOptions()).model_copy(update=derived)
+            own = slurm.jobs.get(kind, JobOptions())
+            completed[kind] = own.model_copy(update={"sbatch": {**own.sbatch, **derived}})
     if problems:
         raise RecipeError.from_problems(problems)
     return slurm.model_copy(update={"jobs": {**slurm.jobs, **completed}})
@@ -69,17 +69,17 @@ def add_cpu_and_memory_options(recipe: Recipe, jobs: Sequence[JobSpec]) -> Slurm
 def _derive_cpu_and_memory_options(
     recipe: Recipe, job: JobSpec, kind: JobKind, options: JobOptions
 ) -> dict[str, int | str]:
-    if options.exclusive:
+    flags = options.sbatch.keys()
+    if "exclusive" in flags:
         return {}
-    flags = options.sbatch or {}
     derived: dict[str, int | str] = {}
-    if options.cpus_per_task is None and not _FLAGS_THAT_SET_CPUS.intersection(flags):
-        derived["cpus_per_task"] = (
+    if not flags & _CPU_FLAGS:
+        derived["cpus-per-task"] = (
             job.gpus_per_task * CPUS_PER_SERVER_GPU + CPUS_PER_CELL_NODE
             if job.is_task_a_node
             else CPUS_PER_RANK
         )
-    if options.mem is None and not _FLAGS_THAT_SET_MEMORY.intersection(flags):
+    if not flags & MEMORY_FLAGS:
         tasks_per_node = compute_resources(job, options).tasks_per_node
         size = (
             tasks_per_node * job.gpus_per_task * HOST_BYTES_PER_GPU_PROCESS
@@ -98,7 +98,7 @@ def _estimate_trainer_host_bytes_per_node(recipe: Recipe, tasks_per_node: int, k
         raise RecipeError(
             f"the memory that the {kind} job needs on a node is not known: "
             f"{error.problems[0].message}",
-            key=f"cluster.slurm.jobs.{kind}.mem",
+            key=f"cluster.slurm.jobs.{kind}.sbatch.mem",
             hint=f"{error.problems[0].hint}; or set it (as in 200G)",
         ) from error
     frozen = find_frozen_architectures(recipe, arch)

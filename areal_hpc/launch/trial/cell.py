@@ -1,18 +1,24 @@
-"""Cell of a trial: the real proxy before an engine, in a thread of their own."""
+"""Cell of a trial: the real proxy before a stand-in engine, in a thread of their own."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
+import random
 import socket
 import threading
 from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
+import msgspec
 import uvloop
+from msgspec import Struct
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
 
 from areal_hpc.errors import RecipeError
 from areal_hpc.jobs.processes.signals import StopRequest
-from areal_hpc.launch.trial.engine import RandomReplies, RecordedReplies, StandInEngine
 from areal_hpc.launch.trial.start import TrialConfig
 from areal_hpc.proxy.engine.model_call import ServedModel
 from areal_hpc.proxy.engine.router import StaticReplicaSource
@@ -21,11 +27,18 @@ from areal_hpc.proxy.sessions.recorder import MemoryRecorder
 from areal_hpc.proxy.sessions.store import Session
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.wire.asgi import ServiceServer
+from areal_hpc.session.chat_template import TokenEncoder
+from areal_hpc.wire.asgi import JsonApp, ServiceServer, read_body
 from areal_hpc.wire.service_key import derive_bearer_key
 
 LOOPBACK_HOST = "127.0.0.1"
 DRAIN_TIMEOUT_S = 1
+MAX_RANDOM_REPLY_TOKENS = 48
+"""Longest random reply; a longer one shows nothing more."""
+MAX_REQUEST_BYTES = 1 << 28
+WEIGHT_VERSION = "default"
+"""SGLang's version of weights that nobody gave one."""
+GRAMMAR_NAMES = ("json_schema", "regex", "ebnf", "structural_tag")
 
 
 @contextlib.contextmanager
@@ -120,14 +133,7 @@ class TrialCell:
                 key="model",
                 hint="copy generation_config.json of the base model into it",
             )
-        end_id, recorded_run = model.end_token_ids[0], self._config.recorded_run
-        self._engine = StandInEngine(
-            model.encoder,
-            end_id,
-            RandomReplies(model.encoder, end_id)
-            if recorded_run is None
-            else RecordedReplies(RunPaths(recorded_run), model.encoder.vocab_size),
-        )
+        self._engine = StandInEngine(model.encoder, model.end_token_ids[0])
         server = ServiceServer(self._engine)
         listener = socket.create_server((LOOPBACK_HOST, 0))
         serving = asyncio.create_task(server.serve(sockets=[listener]))
@@ -136,3 +142,77 @@ class TrialCell:
         finally:
             server.should_exit = True
             await serving
+
+
+class _SamplingParams(Struct):
+    max_new_tokens: int
+    sampling_seed: int | None = None
+    json_schema: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    structural_tag: str | None = None
+
+
+class _GenerateRequest(Struct):
+    input_ids: list[int]
+    sampling_params: _SamplingParams
+    rid: str = ""
+    stream: bool = False
+    top_logprobs_num: int = 0
+
+
+class StandInEngine(JsonApp):
+    """The routes of SGLang that the proxy calls.
+
+    Replies are tokens drawn evenly from those that are text, the same to the same question.
+    """
+
+    def __init__(self, encoder: TokenEncoder, end_id: int) -> None:
+        super().__init__()
+        self._encoder, self._end_id = encoder, end_id
+        self._text_ids = encoder.list_plain_text_token_ids()
+        self.ignored_grammars: set[str] = set()
+        """Names of the grammars that requests asked for; replies do not follow them."""
+
+    async def answer(self, request: Request) -> tuple[int, bytes]:
+        match request.method, request.scope["path"]:
+            case "GET", "/ready":
+                return 200, b"{}"
+            case "GET", "/model_info":
+                return 200, msgspec.json.encode({"weight_version": WEIGHT_VERSION})
+            case "POST", "/abort_request":
+                return 200, b"{}"
+            case "POST", "/generate":
+                body = await read_body(request, MAX_REQUEST_BYTES)
+                return 200, self._generate(msgspec.json.decode(body, type=_GenerateRequest))
+        raise HTTPException(404, "no such route")
+
+    def _generate(self, request: _GenerateRequest) -> bytes:
+        sampling = request.sampling_params
+        self.ignored_grammars.update(
+            name for name in GRAMMAR_NAMES if getattr(sampling, name) is not None
+        )
+        rng = random.Random(f"{sampling.sampling_seed or 0}/{len(request.input_ids)}")
+        length = rng.randint(1, min(sampling.max_new_tokens, MAX_RANDOM_REPLY_TOKENS))
+        ids = rng.choices(self._text_ids, k=length)
+        is_ended = length < sampling.max_new_tokens
+        ids += [self._end_id] if is_ended else []
+        count = len(ids)
+        logprobs = [(-math.log(len(self._text_ids)), id_, None) for id_ in ids]
+        meta: dict[str, Any] = {
+            "id": request.rid,
+            "finish_reason": {"type": "stop", "matched": self._end_id}
+            if is_ended
+            else {"type": "length", "length": count},
+            "prompt_tokens": len(request.input_ids),
+            "completion_tokens": count,
+            "cached_tokens": 0,
+            "output_token_logprobs": logprobs,
+            "weight_version": WEIGHT_VERSION,
+            "weight_versions": [{"version": WEIGHT_VERSION, "start": 0, "end": count}],
+        }
+        if request.top_logprobs_num:
+            meta["output_top_logprobs"] = [[one] for one in logprobs]
+        text = self._encoder.decode(ids[:-1] if is_ended else ids, skip_special_tokens=True)
+        encoded = msgspec.json.encode({"text": text, "output_ids": ids, "meta_info": meta})
+        return b"data: " + encoded + b"\n\ndata: [DONE]\n\n" if request.stream else encoded

@@ -25,7 +25,7 @@ SlurmFlags = dict[FlagName, StrictBool | int | str]
 """Name of an option without its dashes -> its value; true for an option without one, false for one
 that stays out."""
 _REFUSED_SBATCH_FLAGS = {
-    "array": "`areal-hpc submit --sweep KEY=V1,V2` submits several runs",
+    "array": "each run is submitted by itself; give each another trial_name",
     "clusters": "jobs of a run are watched and requeued on one cluster; submit on that one",
     "cluster-constraint": "federations are not supported; submit on one cluster",
     "het-group": "each job of a run is one of its own; `jobs.trainer` and `jobs.cell` tell them "
@@ -37,59 +37,64 @@ _REFUSED_SBATCH_FLAGS = {
 }
 """Options of sbatch that would break what reads its answer or the job's number, and other ways."""
 
+_COUNTING_FLAGS = ("cpus-per-task", "ntasks-per-node")
+
 
 class JobOptions(BaseConfig):
     """Options of a Slurm job. Null leaves it to the common options, then to the cluster."""
 
     partition: str | None = None
     """Partition, or several with commas."""
-    account: str | None = None
-    """Account to charge."""
     time_limit_minutes: PositiveInt | None = None
     """Time limit, minutes; 1440 (a day) when null."""
-    mem: str | None = None
-    """Memory a node, as Slurm writes it (`64G`); when null all of it (`0`) if `exclusive`, and for
-    jobs with GPUs what follows from the model and the processes."""
-    cpus_per_task: PositiveInt | None = None
-    """Processors of each task; when null, and unless `exclusive`, jobs with GPUs ask for 4 a
-    trainer rank, and for a cell 4 a GPU and 4 more."""
     gpus_per_node: PositiveInt | None = None
     """GPUs that a node has to offer: a trainer's tasks are spread over nodes by it."""
-    tasks_per_node: PositiveInt | None = None
-    """Tasks on one node; when null one for each GPU that a node offers, and on CPUs all."""
-    gres: str | None = None
-    """GRES request; `gpu:{count}` when null, for example `gpu:a100:{count}`."""
-    exclusive: bool | None = None
-    """Whole nodes."""
-    sbatch: SlurmFlags | None = None
-    """Further options of sbatch: `{qos: high, constraint: ib, reservation: rl-week}`."""
-    srun: SlurmFlags | None = None
+    sbatch: SlurmFlags = Field(default_factory=dict)
+    """Further options of sbatch: `{account: rl, qos: high, exclusive: true, mem: 64G}`. Those that
+    are not given: `ntasks-per-node` is a node's GPUs (on CPUs all tasks); `gres` is `gpu:{count}`,
+    which may name a type (`gpu:a100:{count}`); jobs with GPUs ask for 4 `cpus-per-task` a trainer
+    rank, for a cell 4 a GPU and 4 more, and for the `mem` that model and processes need, or all of
+    it if `exclusive`; jobs are requeued unless `no-requeue`."""
+    srun: SlurmFlags = Field(default_factory=dict)
     """Further options of srun, which starts the tasks: `{cpu-bind: cores}`."""
     setup: tuple[str, ...] | None = None
     """Shell lines before the tasks start: `module load cuda`."""
 
     key_hints: ClassVar[Mapping[str, str]] = {
         name: f"write sbatch: {{{name.replace('_', '-')}: ...}}"
-        for name in ("qos", "constraint", "exclude", "nodelist", "reservation", "mail_user")
-    }
+        for name in (
+            *(
+                "account",
+                "constraint",
+                "cpus_per_task",
+                "exclude",
+                "exclusive",
+                "gres",
+                "mail_user",
+            ),
+            *("mem", "nodelist", "qos", "reservation"),
+        )
+    } | {"tasks_per_node": "write sbatch: {ntasks-per-node: ...}"}
 
     @field_validator("sbatch")
     @classmethod
-    def _refuse_flags_that_break_runs(cls, flags: SlurmFlags | None) -> SlurmFlags | None:
-        for name in flags or {}:
+    def _check_flags(cls, flags: SlurmFlags) -> SlurmFlags:
+        for name, value in flags.items():
             if name in _REFUSED_SBATCH_FLAGS:
                 raise ValueError(f"--{name} is refused: {_REFUSED_SBATCH_FLAGS[name]}")
+            if name in _COUNTING_FLAGS and value is not False and (value is True or int(value) < 1):
+                raise ValueError(f"--{name} is a number of at least 1, got {value}")
         return flags
 
 
-def format_flags(flags: SlurmFlags | None) -> list[str]:
+def format_flags(flags: SlurmFlags) -> list[str]:
     """The options as words of a command line."""
-    words = (flags or {}).items()
-    return [f"--{name}" if value is True else f"--{name}={value}" for name, value in words]
+    return [f"--{name}" if value is True else f"--{name}={value}" for name, value in flags.items()]
 
 
 _CARETAKER_OPTIONS = JobOptions(
-    time_limit_minutes=15, mem="1G", cpus_per_task=1, tasks_per_node=1, exclusive=False
+    time_limit_minutes=15,
+    sbatch={"mem": "1G", "cpus-per-task": 1, "ntasks-per-node": 1, "exclusive": False},
 )
 """One processor, whatever other jobs ask for of their nodes."""
 
@@ -156,8 +161,6 @@ class SlurmConfig(JobOptions):
     """No container unless one is named."""
     network: NetworkConfig = NetworkConfig()
     """Network interfaces; default: the one of the host name."""
-    requeue: bool = True
-    """Allow Slurm to requeue jobs under the same id; some sites forbid it."""
 
     def get_options_of_job(self, job: str) -> JobOptions:
         """Options of a job by its name: `trainer`, `sft`, `cell-3`, `evaluation`, `caretaker`.

@@ -1,6 +1,6 @@
 """Recipe section `inference`."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -25,10 +25,6 @@ class InferenceConfig(BaseConfig):
     """Tensor-parallel ranks of one replica."""
     nodes_per_replica: Annotated[int, Field(ge=1)] = 1
     """Nodes that share the ranks of one replica; with more than one, a cell has one replica."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """`auto` takes the GPU when the node has one."""
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Weights and activations of the server."""
     max_running_requests: Annotated[int, Field(ge=1)] = 64
     """Requests one replica decodes at once."""
     max_total_tokens: Annotated[int, Field(ge=256)] | None = None
@@ -62,7 +58,7 @@ class InferenceConfig(BaseConfig):
                 raise ValueError(
                     f"{option} cannot be given: a server that quantizes holds other weights than "
                     "the trainer sends, so no update could be verified, and its log-probabilities "
-                    "are not the policy's; leave it out and serve in inference.dtype"
+                    "are not the policy's; leave it out and serve in trainer.dtype"
                 )
         return extra_args
 

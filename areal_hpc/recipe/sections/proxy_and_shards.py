@@ -1,6 +1,5 @@
 """Recipe sections `proxy` and `shards`."""
 
-from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field
@@ -13,8 +12,6 @@ class ShardConfig(BaseConfig):
 
     seal_after_s: Annotated[float, Field(gt=0)] = 30.0
     """Seal at the latest this long after the first finished ticket."""
-    journal_dir: Path | None = None
-    """Node-local folder of journals; `$SLURM_TMPDIR` or the system's temporary folder when null."""
 
 
 class ProxyConfig(BaseConfig):

@@ -32,22 +32,25 @@ class ParallelConfig(BaseConfig):
         return self.tp * self.pp * self.cp * self.dp
 
 
+Recompute = Literal["none", "selective", "full"] | Annotated[int, Field(ge=1)]
+
+
 class ActivationMemoryConfig(BaseConfig):
     """How activations wait for the backward pass; the recipe's keys of `trainer` in one."""
 
-    recompute: Literal["none", "selective", "full"] = "none"
-    recompute_layers: int | None = None
+    recompute: Recompute = "none"
     offload: bool = False
 
     def count_recomputed_layers(self, layers: int) -> int:
         """Layers that keep their input alone, of the `layers` of one pipeline stage."""
-        if self.recompute != "full":
-            return 0
-        return layers if self.recompute_layers is None else min(self.recompute_layers, layers)
+        if isinstance(self.recompute, int):
+            return min(self.recompute, layers)
+        return layers if self.recompute == "full" else 0
 
 
 KEEP_ALL_ACTIVATIONS = ActivationMemoryConfig()
-HeadDtype = Literal["mixed", "float32"]
+Device = Literal["auto", "cpu", "cuda"]
+Dtype = Literal["float32", "bfloat16"]
 
 
 class OffloadConfig(BaseConfig):
@@ -428,12 +431,10 @@ class TrainerConfig(BaseConfig):
 
     parallel: ParallelConfig = ParallelConfig()
     """Division of model and batch over ranks."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """`auto` takes the GPU when the node has one."""
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Parameters and activations; master weights and gradients are float32."""
-    head_dtype: HeadDtype = "mixed"
-    """Logits are float32; they and their gradients come of products in `dtype`, or in float32."""
+    device: Device = "auto"
+    """Of trainer and servers; `auto` takes the GPU when the node has one."""
+    dtype: Dtype = "bfloat16"
+    """Parameters and activations, also of the servers; master weights and gradients are float32."""
     total_steps: Annotated[int, Field(ge=1)] = 100
     """Batches to train on."""
     batch_size: Annotated[int, Field(ge=1)] = 32
@@ -442,11 +443,9 @@ class TrainerConfig(BaseConfig):
     """Optimizer steps per batch."""
     max_tokens_per_microbatch: Annotated[int, Field(ge=16)] = 16384
     """Tokens packed into one forward pass of one data-parallel rank."""
-    recompute: Literal["none", "selective", "full"] = "none"
+    recompute: Recompute = "none"
     """Activations computed again in the backward pass: none, those of norms and feed-forward parts,
-    or whole layers'."""
-    recompute_layers: Annotated[int, Field(ge=1)] | None = None
-    """With `full`, the layers of each pipeline stage that are recomputed; all unless set."""
+    all layers', or those of so many layers of each pipeline stage."""
     offload: OffloadConfig = OffloadConfig()
     """Host memory in the place of GPU memory."""
     optimizer: AdamConfig = AdamConfig()
@@ -472,20 +471,7 @@ class TrainerConfig(BaseConfig):
     @property
     def activations(self) -> ActivationMemoryConfig:
         """How activations wait for the backward pass."""
-        return ActivationMemoryConfig(
-            recompute=self.recompute,
-            recompute_layers=self.recompute_layers,
-            offload=self.offload.activations,
-        )
-
-    @model_validator(mode="after")
-    def _check_recompute_keys(self) -> TrainerConfig:
-        if self.recompute_layers is not None and self.recompute != "full":
-            raise ValueError(
-                "recompute_layers counts whole layers and needs recompute=full, "
-                f"got recompute={self.recompute}"
-            )
-        return self
+        return ActivationMemoryConfig(recompute=self.recompute, offload=self.offload.activations)
 
 
 class SftConfig(BaseConfig):

@@ -23,7 +23,6 @@ MAX_FOLDER_BYTES = 2 << 30
 UNTRAINED_TOKEN_REASONS = ("", "cut reply", "untrainable reply", "weight out of bounds", "clipped")
 """Why a sampled token did not teach, or not fully, by its code: the reply reached its limit, was
 not sampled from the plain softmax; its importance weight was out of bounds; the clip acted."""
-ANNOTATION_BYTES_PER_TOKEN = 11
 
 
 class RowAnnotation(Struct, frozen=True, kw_only=True, omit_defaults=True):

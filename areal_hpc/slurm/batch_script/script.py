@@ -19,8 +19,10 @@ SIGNAL_BEFORE_END_S = 90
 """Warning (SIGUSR2) before the time limit and, where so configured, before a preemption."""
 PAYLOAD_FILE = "payload.pkl"
 """What submitit starts, kept for jobs that are submitted again. It only names `launch.json`."""
-_SAME_NAMED_OPTIONS = ("partition", "account", "cpus_per_task")
-"""Options that recipes and submitit call the same."""
+
+MEMORY_FLAGS = {"mem", "mem-per-cpu", "mem-per-gpu"}
+SHARE_FLAGS = {"cpus-per-task", "exclusive", "gres", "mem", "ntasks-per-node"}
+"""Options of sbatch that say how much of its nodes a job takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +137,8 @@ def compute_resources(job: JobSpec, options: JobOptions) -> JobResources:
     key = f"cluster.slurm.jobs.{kind}"
     if job.is_task_a_node:
         tasks_per_node = 1
-    elif options.tasks_per_node is not None:
-        tasks_per_node = min(options.tasks_per_node, job.tasks)
+    elif "ntasks-per-node" in options.sbatch:
+        tasks_per_node = min(int(options.sbatch["ntasks-per-node"]), job.tasks)
     elif not each or job.tasks == 1:
         tasks_per_node = job.tasks
     elif offered is None:
@@ -155,8 +157,8 @@ def compute_resources(job: JobSpec, options: JobOptions) -> JobResources:
         problems.append(Problem(message, f"{key}.gpus_per_node", hint))
     if tasks_per_node and job.tasks % tasks_per_node:
         message = f"{job.tasks} tasks of the {kind} job do not fill nodes of {tasks_per_node} tasks"
-        hint = f"use tasks_per_node that divides {job.tasks}, or another trainer.parallel"
-        problems.append(Problem(message, f"{key}.tasks_per_node", hint))
+        hint = f"use ntasks-per-node that divides {job.tasks}, or another trainer.parallel"
+        problems.append(Problem(message, f"{key}.sbatch.ntasks-per-node", hint))
     if problems:
         raise RecipeError.from_problems(problems)
     return JobResources(
@@ -183,7 +185,11 @@ def _build_job_request(
         with_gpus=bool(shape.gpus_per_node),
     )
     folder = JobPaths(run_context.jobs_dir / job.name).submitit_dir
-    flags = dict(options.sbatch or {})
+    flags = dict(options.sbatch)
+    flags.pop("ntasks-per-node", None)  # of which `shape` is made
+    gres = str(flags.pop("gres", "gpu:{count}")).replace("{count}", str(shape.gpus_per_node))
+    if "exclusive" in flags and not flags.keys() & MEMORY_FLAGS:
+        flags["mem"] = "0"  # all that there is
     by_recipe = str(flags.pop("exclude", ""))
     excluded = ",".join(filter(None, (by_recipe, *run_context.excluded_nodes)))
     srun_args = [*contained.srun_args, *format_flags(options.srun)]
@@ -194,30 +200,27 @@ def _build_job_request(
     ):
         # Tasks fill one socket after the other, as GPUs are numbered; by default they alternate.
         srun_args.append("--distribution=block:block")
-    if options.cpus_per_task:  # since 22.05 srun does not take it over from sbatch
-        srun_args.insert(0, f"--cpus-per-task={options.cpus_per_task}")
-    gres = (options.gres or "gpu:{count}").replace("{count}", str(shape.gpus_per_node))
+    if cpus := flags.get("cpus-per-task"):  # since 22.05 srun does not take it over from sbatch
+        srun_args.insert(0, f"--cpus-per-task={cpus}")
     asked = {
         "job_name": f"{run_context.name}-{job.name}",
         "comment": str(run_context.run_dir),
         "nodes": shape.nodes,
         "ntasks_per_node": shape.tasks_per_node,
         "time": shape.time_limit_minutes,
+        "partition": options.partition,
         "gres": gres if shape.gpus_per_node else None,
-        "mem": options.mem or ("0" if options.exclusive else None),
         "exclude": excluded or None,
-        "exclusive": options.exclusive or None,
         "signal_delay_s": SIGNAL_BEFORE_END_S,
         "stderr_to_stdout": True,
         "setup": _build_setup_lines(options, folder, run_context) or None,
         "srun_args": srun_args,
         "additional_parameters": {
-            "requeue" if slurm.requeue else "no-requeue": True,
             "chdir": str(run_context.working_folder),
+            **({} if "no-requeue" in flags else {"requeue": True}),
             **flags,
         },
     }
-    asked |= {name: getattr(options, name) for name in _SAME_NAMED_OPTIONS}
     given = {name: value for name, value in asked.items() if value is not None}
     # submitit's own wckey would be refused where keys are enforced.
     parameters = given | {"wckey": None}

@@ -35,7 +35,6 @@ OPTIMIZER_CHUNK_ELEMENTS = 1 << 24
 (`trainer/optimizer.py`): a part of 64 MiB of each master weight and moment."""
 BYTES_BY_DTYPE = {"float32": 4, "bfloat16": 2}
 LOGIT_BYTES = 4
-RECOMPUTE_MODES = ("none", "selective", "full")
 """From the one that keeps most to the one that keeps least."""
 PARALLEL_NAMES = ("tp", "pp", "cp", "dp", "ep")
 
@@ -318,14 +317,10 @@ def describe_cheapest_fitting_change(
 
 def _list_thriftier_configs(config: TrainerConfig) -> Iterator[tuple[list[str], TrainerConfig]]:
     overrides: list[str] = []
-    for mode in ("selective", "full"):
-        if RECOMPUTE_MODES.index(mode) > RECOMPUTE_MODES.index(config.recompute):
-            config = config.model_copy(update={"recompute": mode})
-            overrides = [f"trainer.recompute={mode}"]
-            yield overrides, config
-    if config.recompute_layers is not None:
-        config = config.model_copy(update={"recompute_layers": None})
-        overrides.append("trainer.recompute_layers=null")
+    more = {"none": ("selective", "full"), "full": ()}
+    for mode in more.get(str(config.recompute), ("full",)):
+        config = config.model_copy(update={"recompute": mode})
+        overrides = [f"trainer.recompute={mode}"]
         yield overrides, config
     for key in ("optimizer", "activations"):
         if not getattr(config.offload, key):

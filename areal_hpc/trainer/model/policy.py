@@ -1,7 +1,6 @@
 """This rank's part of a Megatron GPT, from an architecture. No other file builds one."""
 
 from dataclasses import dataclass, field, fields
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +23,6 @@ from areal_hpc.errors import RecipeError
 from areal_hpc.recipe.sections.trainer import (
     KEEP_ALL_ACTIVATIONS,
     ActivationMemoryConfig,
-    HeadDtype,
     ParallelConfig,
 )
 from areal_hpc.trainer.batch.packing import PackParallelism
@@ -130,13 +128,12 @@ def build_policy(
     dtype: torch.dtype,
     device: torch.device,
     activations: ActivationMemoryConfig = KEEP_ALL_ACTIVATIONS,
-    head_dtype: HeadDtype = "mixed",
 ) -> TrainedNetwork:
     """An uninitialized network on this rank; load weights into it before use.
 
     Process groups must exist (`process_groups.join_process_groups`).
     """
-    network = build_network(arch, parallel, dtype, device, activations, head_dtype)
+    network = build_network(arch, parallel, dtype, device, activations)
     return prepare_for_training(network, activations)
 
 
@@ -172,7 +169,6 @@ def build_network(
     dtype: torch.dtype,
     device: torch.device,
     activations: ActivationMemoryConfig = KEEP_ALL_ACTIVATIONS,
-    head_dtype: HeadDtype = "mixed",
     *,
     gives_values: bool = False,
 ) -> Network:
@@ -193,10 +189,7 @@ def build_network(
         gpt = ScoredTokenCritic(config, _build_block_spec(config), **options)
     else:
         options["share_embeddings_and_output_weights"] = arch.tied
-        operands = torch.float32 if head_dtype == "float32" else dtype
-        options["compute_logits"] = (
-            None if dtype == torch.float32 else partial(compute_float32_logits, operands=operands)
-        )
+        options["compute_logits"] = None if dtype == torch.float32 else compute_float32_logits
         gpt = ScoredTokenGPT(config, _build_block_spec(config), **options)
     gpt = gpt.to(device=device, dtype=dtype)
     if arch.experts is not None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from areal_hpc.recipe.sections.trainer import HeadDtype, ParallelConfig, TrainerConfig
+from areal_hpc.recipe.sections.trainer import ParallelConfig, TrainerConfig
 from areal_hpc.trainer.batch.packing import TrainingRow
 from areal_hpc.trainer.batch.training_rows import NO_SCORES, BatchScores
 from areal_hpc.trainer.model.families.architecture import read_architecture
@@ -66,12 +66,11 @@ def load_frozen_network(
     dtype: torch.dtype,
     device: torch.device,
     key: str,
-    head_dtype: HeadDtype = "mixed",
 ) -> FrozenNetwork:
     """The network of a model directory, which the recipe names at `key`."""
     arch = read_architecture(model_dir)
     layout = drop_ep_for_dense_network(arch, parallel)
-    network = build_network(arch, layout, dtype, device, head_dtype=head_dtype)
+    network = build_network(arch, layout, dtype, device)
     frozen = FrozenNetwork(network)
     load_hf(network, HfModelReader(model_dir, key).read_tensor)
     return frozen
@@ -142,9 +141,7 @@ class FrozenModels:
     def _load(self, model_dir: Path, key: str) -> FrozenNetwork:
         config = self._config
         dtype = TORCH_DTYPE_BY_NAME[config.dtype]
-        return load_frozen_network(
-            model_dir, config.parallel, dtype, self._device, key, config.head_dtype
-        )
+        return load_frozen_network(model_dir, config.parallel, dtype, self._device, key)
 
     def _score_frozen(
         self, frozen: FrozenNetwork | None, rows: Sequence[TrainingRow]

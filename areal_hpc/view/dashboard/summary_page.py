@@ -98,7 +98,8 @@ def _describe_launch(launch: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     commit = launch.get("git_commit") or "not known"
     yield "areal_hpc", f"{launch.get('areal_hpc')} (commit {commit})"
     yield "GPU driver", str(launch.get("gpu_driver") or "none")
-    yield "code", str((launch.get("user_code") or {}).get("digest") or "not recorded")
+    user = (launch.get("repositories") or {}).get("user") or {}
+    yield "code", str(user.get("revision") or "not recorded")
     for name, environment in (launch.get("environments") or {}).items():
         if isinstance(environment, dict):
             packages = (environment.get("packages") or {}).items()

@@ -42,7 +42,7 @@ def test_each_process_sees_its_own_gpus_of_those_that_the_launcher_sees(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", OUTER)
     (tmp_path / "seen").mkdir()
     (tmp_path / "recorder.py").write_text(RECORDER)
-    recipe = recipe_of(tmp_path, f"trainer.device={device}", f"inference.device={device}", *shape)
+    recipe = recipe_of(tmp_path, f"trainer.device={device}", *shape)
     start_stage(recipe, tmp_path, serve_python=sys.executable)
     seen = {path.name: path.read_text() for path in (tmp_path / "seen").iterdir()}
     without = {"ledger.0": "", "proxy.0": "", "driver.0": ""}

@@ -4,7 +4,6 @@ import json
 import stat
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +30,10 @@ def git(folder: Path, *words: str) -> str:
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A user's repository with a package and one commit, which is the present folder."""
     project = tmp_path / "project"
-    (project / "myagent" / "__pycache__").mkdir(parents=True)
+    (project / "myagent").mkdir(parents=True)
     (project / "myagent" / "__init__.py").touch()
     (project / "myagent" / "agent.py").write_text(AGENT)
     (project / "myagent" / "prompt.txt").write_text("Think.")
-    (project / "myagent" / "weights.bin").write_bytes(b"\0")
-    (project / "myagent" / "__pycache__" / "agent.pyc").write_bytes(b"\0")
-    (project / "myagent" / "link.py").symlink_to("/etc/passwd")
     git(project, "init", "--quiet")
     git(project, "add", "myagent/agent.py", "myagent/__init__.py")
     git(project, "commit", "--quiet", "-m", "first")
@@ -51,10 +47,9 @@ def recipe(tmp_path: Path) -> Recipe:
     return load_recipe(CHECKOUT / "recipes" / "quickstart.yaml", overrides)
 
 
-def launch(recipe: Recipe, attempt: int, project: Path, **pythons: str) -> dict[str, Any]:
+def launch(recipe: Recipe, attempt: int, **pythons: str) -> dict[str, Any]:
     paths = RunPaths(recipe.run_dir)
-    folders = [str(project), str(CHECKOUT)]
-    record_provenance(recipe, paths, attempt, pythons, folders)
+    record_provenance(recipe, paths, attempt, pythons)
     launches = json.loads(paths.provenance.read_text())["launches"]
     assert len(launches) == attempt
     found: dict[str, Any] = launches[-1]
@@ -65,14 +60,14 @@ def test_it_says_what_programs_and_commands_are_isolated_by(project: Path, tmp_p
     words = [f"cluster.fileroot={tmp_path}/runs", "rollout.workflow=myagent.agent.Agent"]
     words += ["rollout.agent.isolation=none"]
     recipe = load_recipe(CHECKOUT / "recipes" / "quickstart.yaml", words)
-    found = launch(recipe, 1, project)
+    found = launch(recipe, 1)
     assert found["isolation"] == {"agent": "none", "reward": "bwrap"}
 
 
 def test_versions_of_every_role_are_those_of_its_own_interpreter(
     recipe: Recipe, project: Path
 ) -> None:
-    found = launch(recipe, 1, project, train=sys.executable, serve="/no/such/python")
+    found = launch(recipe, 1, train=sys.executable, serve="/no/such/python")
     train = found["environments"]["train"]
     assert train["interpreter"] == sys.executable
     assert {"torch", "megatron-core", "transformers", "areal-hpc"} <= train["packages"].keys()
@@ -85,7 +80,7 @@ def test_what_differs_from_the_commit_is_a_patch_for_the_owner_alone(
 ) -> None:
     agent = project / "myagent" / "agent.py"
     agent.write_text(AGENT.replace("1.0", "2.0"))
-    state = launch(recipe, 1, project)["repositories"]["user"]
+    state = launch(recipe, 1)["repositories"]["user"]
     assert state["revision"] == git(project, "rev-parse", "HEAD")
     assert "myagent/prompt.txt" in state["untracked"]
     patch = recipe.run_dir / state["patch"]
@@ -94,24 +89,4 @@ def test_what_differs_from_the_commit_is_a_patch_for_the_owner_alone(
     git(project, "apply", str(patch))
     assert "2.0" in agent.read_text()
     git(project, "checkout", "--quiet", "--", "myagent/agent.py")
-    assert launch(recipe, 2, project)["repositories"]["user"]["patch"] is None
-
-
-def test_the_package_of_the_agent_is_copied_once_for_each_content(
-    recipe: Recipe, project: Path
-) -> None:
-    first = launch(recipe, 1, project)["user_code"]
-    assert first["packages"] == ["examples", "myagent"]
-    archive = recipe.run_dir / first["copy"]
-    assert stat.S_IMODE(archive.stat().st_mode) == 0o600
-    with zipfile.ZipFile(archive) as copy:
-        names = [name for name in copy.namelist() if name.startswith("myagent/")]
-        assert names == ["myagent/__init__.py", "myagent/agent.py", "myagent/prompt.txt"]
-        assert copy.read("myagent/agent.py").decode() == AGENT
-    assert first["left_out"] >= 2, "weights and a link"
-    again = launch(recipe, 2, project)["user_code"]
-    assert (again["digest"], again["copy"]) == (first["digest"], first["copy"])
-    (project / "myagent" / "prompt.txt").write_text("Think twice.")
-    changed = launch(recipe, 3, project)["user_code"]
-    assert changed["digest"] != first["digest"]
-    assert changed["copy"] == "provenance/attempt_03.user_code.zip"
+    assert launch(recipe, 2)["repositories"]["user"]["patch"] is None

@@ -5,16 +5,11 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 from aiohttp import web
 from tokenizers import Tokenizer
 
 from areal_hpc.launch.tiny_model import make_tiny_model
-from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.session.chat_template import ChatTemplate, TokenEncoder
-from areal_hpc.shards.writer import write_sealed_shard
-from areal_hpc.wire.trajectory import TrajectoryRow
 from tests.support.commands import areal_hpc
 from tests.support.scripted_sglang import LoopThread, Script, ScriptedSGLang, start_web_app
 from tests.support.small_run import WITHOUT_SETS
@@ -115,41 +110,6 @@ def test_an_agent_in_a_process_of_its_own_is_tried_as_well(recipe: tuple[str, ..
     ended = areal_hpc("try", *recipe, f"rollout.workflow={AGENTS}.ProcessAgent", mode, "-n", "1")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "reward     2" in ended.stdout
-
-
-def test_recorded_replies_are_replayed(
-    recipe: tuple[str, ...], model: Path, tmp_path: Path
-) -> None:
-    run = RunPaths(tmp_path / "recorded")
-    write_recorded_reply(run, model, "forty-two it is")
-    run.recipe.write_text("experiment_name: recorded\n")
-    ended = areal_hpc(
-        "try", *recipe, f"rollout.workflow={AGENTS}.ChatAgent", "-n", "1", "--from", run.root
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "assistant  forty-two it is\n" in ended.stdout
-
-
-def write_recorded_reply(run: RunPaths, model: Path, reply: str) -> None:
-    """A run that consists of one shard with one reply to the question."""
-    encoder = TokenEncoder.from_model_dir(model)
-    messages = [{"role": "user", "content": QUESTION}]
-    prompt = encoder.encode(ChatTemplate.from_model_dir(model).render_prompt(messages))
-    end = Tokenizer.from_file(str(model / "tokenizer.json")).token_to_id("<|im_end|>")
-    ids_T = np.array([*prompt, *encoder.encode(reply), end], np.int32)
-    mask_T = np.arange(len(ids_T)) >= len(prompt)
-    row = TrajectoryRow(
-        ticket_id=0,
-        attempt=0,
-        episode=0,
-        row=0,
-        input_ids_T=ids_T,
-        loss_mask_T=mask_T.astype(np.uint8),
-        logprobs_T=np.where(mask_T, -1.5, 0).astype(np.float32),
-        versions_T=np.where(mask_T, 1, -1),
-        reward=1.0,
-    )
-    write_sealed_shard([row], run.shards_dir, run.shard_index_dir, "cell-0")
 
 
 @pytest.fixture

@@ -43,7 +43,7 @@ DENSE = Architecture("qwen2", 3, 64, 8, 4, 8, 128, 256, 1e-6, 1e4, None, tied=Tr
 MIXTURE = replace(DENSE, family="qwen3_moe", experts=MoeConfig(4, 2, 48, norm_weights=True))
 SETTINGS = [
     {"recompute": "full"},
-    {"recompute": "full", "recompute_layers": 1},
+    {"recompute": 1},
     {"recompute": "selective"},
     {"recompute": "full", "offload": True},
     {"offload": True},

@@ -27,6 +27,7 @@ def command(
         python="py",
         model_path="/models/m",
         device=device,
+        dtype="float32" if device == "cpu" else "bfloat16",
         index=index,
         ports=ServerPorts(31001, 31002),
         random_seed=7,
@@ -43,7 +44,7 @@ COMMON = (
 
 
 def test_on_a_cpu_plain_torch_operators_and_little_memory() -> None:
-    found = command(InferenceConfig(dtype="float32"), "cpu")
+    found = command(InferenceConfig(), "cpu")
     expected = (
         "py -m areal_hpc.inference.cpu.sglang_cpu "
         + COMMON.format(device="cpu", dtype="float32", tp=1)

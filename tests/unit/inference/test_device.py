@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.inference.config import resolve_device
-from areal_hpc.recipe.sections.inference import InferenceConfig
+from areal_hpc.recipe.sections.trainer import Device
 
 
 @pytest.mark.parametrize(
@@ -22,9 +22,8 @@ from areal_hpc.recipe.sections.inference import InferenceConfig
     ],
 )
 def test_a_device_that_is_named_is_taken_and_auto_is_the_gpu_where_one_is_there_and_not_hidden(
-    device: str, files: list[str], environ: dict[str, str], expected: str, tmp_path: Path
+    device: Device, files: list[str], environ: dict[str, str], expected: str, tmp_path: Path
 ) -> None:
     for name in files:
         (tmp_path / name).touch()
-    config = InferenceConfig.model_validate({"device": device})
-    assert resolve_device(config, environ, tmp_path) == expected
+    assert resolve_device(device, environ, tmp_path) == expected

@@ -7,10 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from areal_hpc.jobs.caretaker import (
+from areal_hpc.jobs.caretaker import Caretaker, CaretakerConfig
+from areal_hpc.jobs.job_status import (
     MAX_SUBMISSIONS_WITHOUT_PROGRESS,
-    Caretaker,
-    CaretakerConfig,
     JobStatus,
     StageJobs,
     select_jobs_to_watch,

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.errors import ClusterError
 from areal_hpc.jobs import starts, time_limit
 from areal_hpc.rundir.paths import JobPaths
 from tests.support.deadlines import scaled
@@ -30,21 +29,6 @@ def test_other_tasks_find_the_first_ones_start_and_earlier_ones_are_over(tmp_pat
     assert taken.number == 2
     superseded = [starts.is_superseded(tmp_path / "starts", one) for one in (first, taken)]
     assert superseded == [True, False]
-
-
-def test_a_node_that_does_not_share_the_storage_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ClusterError, match="n02 does not see the file of the first task after 0 s"):
-        starts.await_start(tmp_path / "starts", "7.0", "n02", 0.1)
-
-
-def test_the_first_task_learns_which_nodes_do_not_join(tmp_path: Path) -> None:
-    start = starts.claim_next_start(tmp_path, "7.0", "n01", "")
-    starts.report_node_joined(tmp_path, start, 2)
-    assert starts.await_absent_nodes(tmp_path, start, 4, 0.1) == [1, 3]
-    starts.report_node_joined(tmp_path, start, 1)
-    starts.report_node_joined(tmp_path, start, 3)
-    assert starts.await_absent_nodes(tmp_path, start, 4, 0.1) == []
-    assert [path.name for path in tmp_path.iterdir()] == ["0001"]
 
 
 def test_processes_read_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

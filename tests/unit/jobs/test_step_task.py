@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.jobs import starts
-from areal_hpc.jobs.local_task import HEARTBEAT_POLL_S, AllocationStepTask
+from areal_hpc.jobs.local_task import HEARTBEAT_POLL_S, LocalTask
 from areal_hpc.jobs.node.topology import TaskPosition
 from areal_hpc.rundir.allocation_note import LAUNCHER_HEARTBEAT_TIMEOUT_S
 from areal_hpc.rundir.jobs import (
@@ -34,8 +34,7 @@ class Step:
             step=AllocationStepStart("12.1", 1, str(self.heartbeat)),
         )  # fmt: skip
         starts.claim_next_start(self.launch.paths.starts_dir, "12", "n1", "")
-        assert self.launch.step is not None
-        self.task = AllocationStepTask(self.launch, self.launch.step, TaskPosition(0, 1, 0, 0))
+        self.task = LocalTask(self.launch, TaskPosition(0, 1, 0, 0))
 
     def look_after(self, seconds: float) -> TaskExit | None:
         self.now += seconds

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.launch.doctor import slurm_job, storage_checks
+from areal_hpc.launch.doctor import storage_checks
 from areal_hpc.launch.doctor.checks import (
     CheckResult,
     CheckStatus,
@@ -62,8 +62,8 @@ def test_ctrl_c_leaves_neither_the_job_of_the_storage_check_nor_its_folder(
     def interrupt(*arguments: object) -> CheckResult:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(slurm_job, "run_slurm_command", run_slurm)
-    monkeypatch.setattr(storage_checks, "await_files", interrupt)
+    monkeypatch.setattr(storage_checks, "run_slurm_command", run_slurm)
+    monkeypatch.setattr(storage_checks, "await_answer", interrupt)
     with pytest.raises(KeyboardInterrupt):
         submit_job_and_check_storage(tmp_path, JobOptions(), print)
     assert called[-1] == ("scancel", "--quiet", "17")
@@ -138,7 +138,9 @@ def test_what_a_preemption_does_is_foretold(
 def test_who_may_submit_is_foretold(
     nodes: str, is_requeued: bool, status: CheckStatus, said: str
 ) -> None:
-    found = judge_submission_from_jobs("p", nodes, SlurmConfig(requeue=is_requeued))
+    found = judge_submission_from_jobs(
+        "p", nodes, SlurmConfig(sbatch={} if is_requeued else {"no-requeue": True})
+    )
     assert found.verdict is status
     assert said in found.finding
     assert "areal-hpc caretaker RUN" in found.hint or status is CheckStatus.OK

@@ -23,7 +23,7 @@ QUICKSTART = Path(__file__).parents[3] / "recipes" / "quickstart.yaml"
 
 
 def recipe_of(device: str, *overrides: str) -> Recipe:
-    devices = (f"trainer.device={device}", f"inference.device={device}")
+    devices = (f"trainer.device={device}",)
     return load_recipe(QUICKSTART, [*devices, "trainer.batch_size=64", *overrides])
 
 
@@ -100,7 +100,7 @@ def test_auto_without_any_gpu_is_the_cpu_and_cuda_is_refused() -> None:
     assert "it needs 2 at once" in said
     assert "this machine shows 0 (/dev/nvidia[0-9]*)" in said
     assert "try: at least 2 are needed" in said
-    assert "use trainer.device=cpu inference.device=cpu" in said
+    assert "use trainer.device=cpu" in said
 
 
 def test_every_stage_that_lacks_gpus_is_reported() -> None:

@@ -60,18 +60,6 @@ def hold_big_nodes(memory_gib: int, count: int = 3) -> Allocation:
     return Allocation("12", tuple(nodes), None)
 
 
-def test_a_step_with_less_memory_than_its_job_is_known_to_hold_is_refused() -> None:
-    recipe = load_32b()
-    # 26.7 GiB of checkpoint in each of the eight ranks of a node, and nothing of the other eight.
-    assert find_allocation_shortages(recipe, hold_big_nodes(240)) == []
-    assert (
-        find_allocation_shortages(recipe, hold_big_nodes(0)) == []
-    )  # memory is not shared out there
-    [problem] = find_allocation_shortages(recipe, hold_big_nodes(200))
-    assert "26.7 in each of 8 trainer processes" in problem.message
-    assert "a node has 200.0 GiB; that is the step's part of allocation 12" in problem.message
-
-
 def test_an_allocation_without_room_for_the_cell_is_told_what_would_do() -> None:
     [problem] = find_allocation_shortages(load_32b(), hold_big_nodes(240, count=2))
     assert "trainer 16 ranks x 1 GPU, cell-0 1 node x 8 GPUs, in all 24 GPUs" in problem.message

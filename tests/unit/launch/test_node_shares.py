@@ -44,21 +44,21 @@ def test_the_smallest_site_is_asked_for_processors_and_memory() -> None:
 
 
 def test_what_the_site_says_is_kept_and_whole_nodes_are_left_whole() -> None:
-    told = recipe_of("cluster.slurm.mem=100G", "cluster.slurm.jobs.cell.cpus_per_task=9")
+    told = recipe_of(
+        "cluster.slurm.sbatch.mem=100G", "cluster.slurm.jobs.cell.sbatch.cpus-per-task=9"
+    )
     slurm = add_cpu_and_memory_options(told, jobs_of(told))
-    assert (slurm.get_options_of_job("trainer").mem, slurm.get_options_of_job("cell-0").mem) == (
-        "100G",
-    ) * 2
-    assert slurm.get_options_of_job("cell-0").cpus_per_task == 9
-    assert slurm.get_options_of_job("trainer").cpus_per_task == 4
+    for job, cpus in (("trainer", 4), ("cell-0", 9)):
+        flags = slurm.get_options_of_job(job).sbatch
+        assert flags == {"mem": "100G", "cpus-per-task": cpus}
     unset = recipe_of(
         "cluster.slurm.sbatch={exclusive: true}", "cluster.slurm.sbatch.exclusive=false"
     )
     assert add_cpu_and_memory_options(unset, jobs_of(unset)) != unset.cluster.slurm
     for overrides in (
-        ["cluster.slurm.exclusive=true"],
+        ["cluster.slurm.sbatch.exclusive=true"],
         ["cluster.slurm.sbatch={mem-per-gpu: 100G, cpus-per-gpu: 8}"],
-        ["trainer.device=cpu", "inference.device=cpu"],
+        ["trainer.device=cpu"],
     ):
         kept = recipe_of(*overrides)
         assert add_cpu_and_memory_options(kept, jobs_of(kept)) == kept.cluster.slurm
@@ -68,9 +68,9 @@ def test_memory_that_cannot_be_known_is_a_problem_of_the_plan() -> None:
     unknown = ("model={hub: someone/unheard-of, path: null}",)
     with pytest.raises(RecipeError, match="the memory that the trainer job needs") as refusal:
         build_remaining_job_requests(recipe_of(*unknown), Path("/home/ada"))
-    assert "at: cluster.slurm.jobs.trainer.mem" in str(refusal.value)
+    assert "at: cluster.slurm.jobs.trainer.sbatch.mem" in str(refusal.value)
     assert "areal-hpc prefetch" in str(refusal.value)
     assert "or set it (as in 200G)" in str(refusal.value)
     assert build_remaining_job_requests(
-        recipe_of(*unknown, "cluster.slurm.jobs.trainer.mem=900G"), Path("/")
+        recipe_of(*unknown, "cluster.slurm.jobs.trainer.sbatch.mem=900G"), Path("/")
     )

@@ -44,7 +44,7 @@ def test_every_cell_is_one_job_with_its_share_of_the_episodes() -> None:
 
 
 def test_a_replica_that_spans_nodes_has_a_task_on_each_and_serves_from_the_first() -> None:
-    overrides = ("inference.tp=4", "inference.nodes_per_replica=2", "inference.device=cuda")
+    overrides = ("inference.tp=4", "inference.nodes_per_replica=2")
     train = planned(*overrides, "trainer.device=cuda", "evaluation.separate_cell=true")[1]
     for job, name in zip(train.others, ("cell-0", "evaluation"), strict=True):
         assert (job.tasks, job.is_task_a_node, job.gpus_per_task) == (2, True, 2)

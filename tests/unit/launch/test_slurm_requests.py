@@ -1,4 +1,4 @@
-"""What a run or a sweep would ask of Slurm, decided before anything is written."""
+"""What a run would ask of Slurm, decided before anything is written."""
 
 import time
 from collections.abc import Sequence
@@ -11,7 +11,6 @@ from areal_hpc.jobs.environment import get_interpreters
 from areal_hpc.launch.plan import plan_run
 from areal_hpc.launch.prepared_run import PreparedRun
 from areal_hpc.launch.slurm_requests import build_remaining_job_requests, build_slurm_launch_file
-from areal_hpc.launch.sweep import load_sweep
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.jobs import EXCLUDED_NODE_LIFETIME_S, ExcludedNode, add_excluded_node
@@ -56,7 +55,7 @@ def test_who_waits_for_another_run_stays_if_that_comes_back_and_who_waits_for_sf
 
 
 def test_the_caretaker_asks_for_little_whatever_the_other_jobs_ask_for(tmp_path: Path) -> None:
-    asked = "{exclusive: true, mem: 900G, partition: gpu, time_limit_minutes: 600}"
+    asked = "{sbatch: {exclusive: true, mem: 900G}, partition: gpu, time_limit_minutes: 600}"
     own = "cluster.slurm.jobs.caretaker.partition=login"
     found = recipe(tmp_path, f"cluster.slurm={asked}", own)
     *_, caretaker = build_remaining_job_requests(found, HERE)
@@ -131,18 +130,3 @@ def test_a_mount_that_pyxis_would_split_is_refused(tmp_path: Path) -> None:
     images = "cluster.slurm.container={kind: pyxis, train: a.sqsh, serve: b.sqsh, mounts: ['/a,b']}"
     with pytest.raises(RecipeError, match="without commas, got /a,b"):
         build_remaining_job_requests(recipe(tmp_path, images), HERE)
-
-
-def sweep_of(fileroot: Path, asked: str) -> list[str]:
-    return [run.trial_name for run in load_sweep(lambda more: recipe(fileroot, *more), asked)]
-
-
-def test_runs_of_a_sweep_are_named_by_value(tmp_path: Path) -> None:
-    names = sweep_of(tmp_path, "trainer.optimizer.lr=1e-5,2e-5, 4e-5")
-    assert names == ["slurm-lr-1e-5", "slurm-lr-2e-5", "slurm-lr-4e-5"]
-
-
-@pytest.mark.parametrize("asked", ["seed", "seed=", "=1,2", "seed=1,1"])
-def test_what_is_no_sweep_is_refused(tmp_path: Path, asked: str) -> None:
-    with pytest.raises(RecipeError, match="expected a key and different values"):
-        sweep_of(tmp_path, asked)

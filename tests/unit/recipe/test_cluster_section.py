@@ -8,10 +8,10 @@ from areal_hpc.recipe.sections.cluster import SlurmConfig
 
 KINDS = {
     "jobs": {
-        "trainer": {"partition": "a", "mem": "9G"},
-        "sft": {"mem": "1G"},
-        "cell": {"partition": "low", "mem": "8G"},
-        "evaluation": {"mem": "2G"},
+        "trainer": {"partition": "a", "sbatch": {"mem": "9G"}},
+        "sft": {"sbatch": {"mem": "1G"}},
+        "cell": {"partition": "low", "sbatch": {"mem": "8G"}},
+        "evaluation": {"sbatch": {"mem": "2G"}},
     }
 }
 """SFT would have what the trainer has, the evaluation what a cell has."""
@@ -20,7 +20,10 @@ KINDS = {
 @pytest.mark.parametrize(
     ("slurm", "job", "partition", "mem"),
     [
-        ({"mem": "8G", "jobs": {"cell": {"partition": "low"}}}, "cell-12", "low", "8G"),
+        (
+            {"sbatch": {"mem": "8G"}, "jobs": {"cell": {"partition": "low"}}},
+            *("cell-12", "low", "8G"),
+        ),
         ({"partition": "gpu", "jobs": {"cell": {"partition": "low"}}}, "trainer", "gpu", None),
         (KINDS, "sft", "a", "1G"),
         (KINDS, "evaluation", "low", "2G"),
@@ -32,7 +35,7 @@ def test_options_of_a_kind_of_job_win_over_those_that_it_would_have_without(
 ) -> None:
     config = SlurmConfig.model_validate(slurm)
     options = config.get_options_of_job(job)
-    assert (options.partition, options.mem) == (partition, mem)
+    assert (options.partition, options.sbatch.get("mem")) == (partition, mem)
     again = SlurmConfig.model_validate(config.model_dump(mode="json"))
     assert again.get_options_of_job(job) == options, "written and read"
 

@@ -7,7 +7,7 @@ def test_the_reference_shows_values_as_recipes_state_them() -> None:
     lines = render_key_table().splitlines()
     rows = {line.split(" | ")[0].strip("|` "): line for line in lines}
     assert "| int >= 1 or null | `null` |" in rows["cluster.slurm.time_limit_minutes"]
-    assert "| bool | `true` |" in rows["cluster.slurm.requeue"]
+    assert "| bool | `false` |" in rows["cluster.prometheus"]
     assert '| str | `""` |' in rows["rollout.should_accept"]
     assert (
         "| [float >= 0 and < 1, float >= 0 and < 1] | `[0.9, 0.95]` |"

@@ -40,18 +40,18 @@ def script(spec: JobSpec, **slurm: Any) -> list[str]:
     ("tasks", "gpus", "options", "nodes", "tasks_per_node", "gpus_per_node"),
     [
         (4, 0, {}, 1, 4, 0),
-        (4, 0, {"tasks_per_node": 2}, 2, 2, 0),
-        (1, 0, {"tasks_per_node": 8}, 1, 1, 0),
+        (4, 0, {"sbatch": {"ntasks-per-node": 2}}, 2, 2, 0),
+        (1, 0, {"sbatch": {"ntasks-per-node": 8}}, 1, 1, 0),
         (32, 1, {"gpus_per_node": 8}, 4, 8, 8),
         (4, 1, {"gpus_per_node": 8}, 1, 4, 4),
         (1, 4, {}, 1, 1, 4),
-        (8, 1, {"gpus_per_node": 8, "tasks_per_node": 2}, 4, 2, 2),
+        (8, 1, {"gpus_per_node": 8, "sbatch": {"ntasks-per-node": 2}}, 4, 2, 2),
     ],
 )
 def test_tasks_are_spread_over_whole_nodes(
     tasks: int,
     gpus: int,
-    options: dict[str, int],
+    options: dict[str, Any],
     nodes: int,
     tasks_per_node: int,
     gpus_per_node: int,
@@ -81,10 +81,10 @@ def test_tasks_with_gpus_need_to_know_how_many_a_node_has() -> None:
         (job(), {"partition": "a,b"}, {"partition=a,b"}),
         (
             job(tasks=4, gpus=1),
-            {"gpus_per_node": 2, "gres": "gpu:a100:{count}"},
+            {"gpus_per_node": 2, "sbatch": {"gres": "gpu:a100:{count}"}},
             {"gres=gpu:a100:2", "nodes=2", "ntasks-per-node=2"},
         ),
-        (job(), {"exclusive": True, "sbatch": {"exclude": "n7"}}, {"mem=0", "exclude=n7"}),
+        (job(), {"sbatch": {"exclusive": True, "exclude": "n7"}}, {"mem=0", "exclude=n7"}),
         (job(), {"sbatch": {"licenses": "mat:1"}}, {"licenses=mat:1", "comment=/runs/exp/trial"}),
         (
             job(),
@@ -92,19 +92,19 @@ def test_tasks_with_gpus_need_to_know_how_many_a_node_has() -> None:
             {"nice=100", "contiguous"},
         ),
         (job(), {}, {"signal=USR2@90", "requeue", "open-mode=append"}),
-        (job(), {"requeue": False}, {"no-requeue"}),
+        (job(), {"sbatch": {"no-requeue": True}}, {"no-requeue"}),
     ],
 )
 def test_options_become_lines(spec: JobSpec, options: dict[str, Any], lines: set[str]) -> None:
     found = script(spec, **options)
     assert {f"#SBATCH --{line}" for line in lines} <= set(found)
     assert not [line for line in found if "wckey" in line]
-    assert ("#SBATCH --requeue" in found) is options.get("requeue", True)
+    assert ("#SBATCH --requeue" in found) is ("no-requeue" not in options.get("sbatch", {}))
 
 
 def test_srun_is_told_of_the_processors_and_python_is_quoted_after_the_set_up() -> None:
     setup = ["module load cuda"]
-    lines = script(job(), cpus_per_task=3, srun={"cpu-bind": "cores"}, setup=setup)
+    lines = script(job(), sbatch={"cpus-per-task": 3}, srun={"cpu-bind": "cores"}, setup=setup)
     assert " --cpus-per-task=3 --cpu-bind=cores '/env/train python' -u -m submitit" in lines[-1]
     assert "module load cuda" in lines[:-1]
 
@@ -133,7 +133,7 @@ def test_flags_that_are_none_are_refused() -> None:
 @pytest.mark.parametrize(
     ("flag", "said"),
     [
-        ("array", "submits several runs"),
+        ("array", "submitted by itself"),
         ("clusters", "on one cluster"),
         ("cluster-constraint", "federations are not supported"),
         ("comment", "found by their comments"),
@@ -143,6 +143,12 @@ def test_flags_that_are_none_are_refused() -> None:
 def test_flags_that_would_break_a_run_are_refused_by_name(flag: str, said: str) -> None:
     with pytest.raises(ValueError, match=f"--{flag} is refused: .*{said}"):
         SlurmConfig.model_validate({"jobs": {"cell": {"sbatch": {flag: "1"}}}})
+
+
+@pytest.mark.parametrize("value", [True, 0, "many"])
+def test_numbers_of_tasks_and_processors_are_checked(value: object) -> None:
+    with pytest.raises(ValueError, match=r"at least 1|invalid literal"):
+        SlurmConfig.model_validate({"sbatch": {"ntasks-per-node": value}})
 
 
 def test_options_of_sbatch_are_merged_by_name_and_false_takes_one_out() -> None:

@@ -1,1 +1,0 @@
-"""Examination of GPU nodes (`areal-hpc doctor --gpu`): facts, steps that are run, judgments."""
