@@ -4,18 +4,14 @@ Downloads go to the Hugging Face cache by `huggingface_hub`, so `HF_HOME`, `HF_E
 and `HF_HUB_OFFLINE` mean what they always do. What is there already is not fetched again.
 """
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from areal_hpc.dataset.harbor.image_build import build_task_images
 from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.recipe.hub_cache import RepoKind, parse_hub_files
 from areal_hpc.recipe.recipe import Recipe
-from areal_hpc.rundir.atomic import write_atomic
-from areal_hpc.rundir.paths import RunPaths
 
 MODEL_FILE_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")
 """Weights, shapes and tokenizer; not the same weights in other formats, and no code."""
@@ -50,39 +46,27 @@ def list_models_and_datasets(recipe: Recipe) -> list[ModelOrDataset]:
     return found
 
 
-def prefetch_files_and_build_images(
-    recipe: Recipe, paths: RunPaths, print_line: Callable[[str], None]
-) -> None:
-    """Put everything in place and write `prefetch.json`: revisions, files, sizes.
+def prefetch_files_and_build_images(recipe: Recipe, print_line: Callable[[str], None]) -> None:
+    """Put everything in place; a line for each model and data set.
 
     Raises:
         RecipeError: Something cannot be had; all problems at once.
     """
-    record: list[dict[str, Any]] = []
     problems: list[Problem] = []
     for item in list_models_and_datasets(recipe):
         try:
             if item.is_harbor:
                 build_task_images(Path(item.name), item.key, print_line)
             folder = _download_if_missing(item)
-            sizes = {
-                file.name if file == folder else str(file.relative_to(folder)): file.stat().st_size
-                for file in _list_wanted_files(folder, item)
-            }
+            sizes = [file.stat().st_size for file in _list_wanted_files(folder, item)]
         except RecipeError as error:
             problems += error.problems
             continue
-        entry = {"key": item.key, "name": item.name, "folder": str(folder), "bytes_by_file": sizes}
-        if item.patterns:
-            revision = item.name.partition("@")[2] or "main"
-            entry |= {"revision": revision, "commit": folder.name}
-        record.append(entry)
         commit = f"at {folder.name[:12]}" if item.patterns else ""
-        mib = sum(sizes.values()) / 2**20
+        mib = sum(sizes) / 2**20
         print_line(f"{item.key:<24} {item.name} {commit} ({len(sizes)} files, {mib:.1f} MiB)")
     if problems:
         raise RecipeError.from_problems(problems)
-    write_atomic(paths.prefetch_record, json.dumps(record, indent=2).encode())
 
 
 def _download_if_missing(prefetch_item: ModelOrDataset) -> Path:

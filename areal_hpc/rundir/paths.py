@@ -48,8 +48,6 @@ class RunPaths(_Folder):
     """The user's agent, where a script handed it over as an object."""
     train_source_sizes = _PathDescriptor("data/train_sources.json")
     """Rows of each source in the training set, a JSON list; only if there are several."""
-    prefetch_record = _PathDescriptor("prefetch.json")
-    """Revisions and digests of what `areal-hpc prefetch` put in place."""
     starting_model_dir = _PathDescriptor("data/model")
     """The tiny model made for this run, or a link to the hub's model in the cache."""
     jobs_dir = _PathDescriptor("jobs")

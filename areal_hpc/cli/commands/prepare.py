@@ -131,14 +131,12 @@ def _prefetch_files_and_install_harnesses(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch.prefetch import prefetch_files_and_build_images
     from areal_hpc.launch.terminal import say
     from areal_hpc.recipe.loading import load_recipe
-    from areal_hpc.rundir.paths import RunPaths
 
     recipe = load_recipe(arguments.recipe, arguments.overrides)
-    paths = RunPaths(recipe.run_dir)
     for name, folder in list_recipe_harnesses(recipe):
         _print_install_result(name, folder, install_harness(name, folder))
-    prefetch_files_and_build_images(recipe, paths, say)
-    print(f"everything is in the cache; recorded in {paths.prefetch_record}")
+    prefetch_files_and_build_images(recipe, say)
+    print("everything is in the cache")
     return 0
 
 

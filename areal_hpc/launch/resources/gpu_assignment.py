@@ -55,7 +55,6 @@ def assign_gpus(stage: JobStage, visible_gpus: VisibleGpus, recipe: Recipe) -> G
         RecipeError: There are too few.
     """
     needed = sum(job.tasks * job.gpus_per_task for job in stage.jobs)
-    # Trainer and inference name the same device: a recipe is refused otherwise.
     is_cpu = recipe.trainer.device == "auto" and not visible_gpus.ids
     if needed > len(visible_gpus.ids) and not is_cpu:
         raise RecipeError.from_problems([_describe_shortage(stage, needed, visible_gpus, recipe)])
