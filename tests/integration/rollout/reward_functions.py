@@ -38,21 +38,3 @@ def dies(note: str, times: int) -> float:
 
 def asks_in_vain() -> float:
     raise TimeoutError("the judge did not answer")
-
-
-def not_a_number() -> float:
-    return float("nan")
-
-
-class UnpicklableError(Exception):
-    def __init__(self, why: str, where: str) -> None:
-        super().__init__(why)
-        self.held = lambda: where
-
-
-def raises_something_odd() -> float:
-    raise UnpicklableError("odd", "here")
-
-
-def decodes() -> float:
-    return float(b"\xff".decode())

@@ -22,7 +22,6 @@ from areal_hpc.errors import WorkerLostError
 from areal_hpc.reward import math_process
 from areal_hpc.reward.math import MATH_MEMORY_BYTES, build_math_pool, math_reward
 from areal_hpc.reward.verifier_pool import VerifierPool
-from areal_hpc.rollout.execution.reward_wrapper import AsyncRewardWrapper
 from tests.support.deadlines import scaled
 from tests.support.process_commands import alive, command_of
 from tests.support.waiting import wait_for
@@ -91,31 +90,6 @@ def test_an_endless_answer_is_worth_zero_everywhere(monkeypatch: pytest.MonkeyPa
             assert {reward for reward, _ in endless} == {0.0}
             assert max(seconds for _, seconds in endless) > LIMIT_S
             assert easy == 1.0
-
-
-@pytest.mark.thorough
-def test_a_wrapper_needs_one_try_of_its_usual_time(caplog: pytest.LogCaptureFixture) -> None:
-    async def use() -> tuple[float, float, int]:
-        wrapper = AsyncRewardWrapper(math_reward, timeout_seconds=scaled(15.0))
-        asking = asyncio.create_task(wrapper("", f"\\boxed{{{SLOW[1]}}}", [], [], answer=SLOW[0]))
-        ticks = 0
-        while not asking.done():
-            await asyncio.sleep(0.1)
-            ticks += 1
-        easy = await wrapper("", "\\boxed{7}", [], [], answer="7")
-        for one in psutil.Process().children(recursive=True):
-            if "math_process" in " ".join(command_of(one)) and one.pid not in children():
-                grandchildren.append(one)
-        wrapper.close()
-        return await asking, easy, ticks
-
-    grandchildren: list[psutil.Process] = []
-    slow, easy, ticks = asyncio.run(asyncio.wait_for(use(), scaled(60.0)))
-    assert (slow, easy) == (0.0, 1.0)
-    assert ticks > 10
-    assert caplog.records == []  # of tries
-    assert len(grandchildren) in (1, 2)  # as many as the wrapper had processes
-    wait_for(lambda: not alive(grandchildren))
 
 
 def test_what_stops_the_parent_leaves_a_worker_but_a_death_is_noticed() -> None:
