@@ -18,7 +18,6 @@ from areal_hpc.evaluation.statistics import compare_paired, estimate_mean
 from areal_hpc.rundir.manifests import EvaluationResult, read_kept_evaluations_by_set
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.run_recipe import read_run_recipe
-from areal_hpc.view.evaluation_report import WrittenEstimate
 from areal_hpc.wire.trajectory import RowKind
 
 MAX_SHOWN_EVALUATIONS = 100
@@ -86,13 +85,12 @@ def _compare_last_with_first(first: EvaluationResult, last: EvaluationResult) ->
     if first is last or first.n_tasks != last.n_tasks:
         return None
     paired = compare_paired(first.rewards, last.rewards)
-    difference = WrittenEstimate.from_estimate(paired.difference)
     return {
         "from": first.step,
         "to": last.step,
-        "difference": difference.value,
-        "low": difference.low,
-        "high": difference.high,
+        "difference": paired.difference.value,
+        "low": paired.difference.low,
+        "high": paired.difference.high,
         "verdict": paired.verdict,
         "better": paired.better,
         "worse": paired.worse,
