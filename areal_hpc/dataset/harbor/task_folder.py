@@ -24,7 +24,6 @@ ROOT_FILE_SYSTEM_NAMES = (
     "rootfs.tar",
     "rootfs.tar.gz",
     "rootfs.tar.xz",
-    "rootfs.tar.zst",
 )
 """Names in `environment/` of a root file system: a folder, or a tar of it."""
 _SYSTEM_PLACES = ("/usr", "/etc", "/bin", "/sbin", "/lib", "/lib64", "/proc", "/dev", "/sys")

@@ -4,7 +4,6 @@ An archive is a tar of all files, or an image of the Open Container Initiative (
 """
 
 import asyncio
-import bz2
 import contextlib
 import errno
 import fcntl
@@ -14,7 +13,6 @@ import lzma
 import os
 import secrets
 import shutil
-import subprocess
 import tarfile
 import tempfile
 import time
@@ -27,24 +25,19 @@ from typing import Any
 from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.rundir.atomic import write_atomic_private
 from areal_hpc.sandbox.images.oci_image import (
-    MAX_ROOT_BYTES,
     OciImage,
     make_root_tree,
     read_image,
     unpack_image,
 )
 from areal_hpc.sandbox.spec import SandboxSpec
-from areal_hpc.sandbox.unpacked_tree import BoundedStream
 
 ROOT_KEPT_S = 7 * 86400.0
 """A root that no sandbox was started from for so long makes room for others."""
 _OPENERS_BY_MAGIC: dict[bytes, Callable[[Path], Any]] = {
     b"\x1f\x8b": gzip.open,
     b"\xfd7zXZ": lzma.open,
-    b"BZh": bz2.open,
 }
-_ZSTD_MAGIC, _LONGEST_MAGIC_BYTES = b"\x28\xb5\x2f\xfd", 6
-_PIECE_BYTES = 1 << 20
 _LOCK_SUFFIX, _PARTIAL_SUFFIX, _SECRET_NAME = ".lock", ".partial", "secret"
 
 
@@ -156,7 +149,7 @@ def _unpack_tar(archive: Path, folder: Path) -> None:
     except OSError as error:
         if error.errno is not None:
             raise
-        said = str(error)  # as bz2 and gzip say that it is none
+        said = str(error)  # as gzip says that it is none
     else:
         tree.apply_folder_modes()
         if any(folder.iterdir()):
@@ -168,29 +161,11 @@ def _unpack_tar(archive: Path, folder: Path) -> None:
     )
 
 
-@contextlib.contextmanager
-def _open_tar(archive: Path) -> Iterator[Any]:
+def _open_tar(archive: Path) -> Any:
     with archive.open("rb") as file:
-        start = file.read(_LONGEST_MAGIC_BYTES)
-    for magic, opener in _OPENERS_BY_MAGIC.items():
-        if start.startswith(magic):
-            with opener(archive) as stream:
-                yield stream
-            return
-    if not start.startswith(_ZSTD_MAGIC):
-        with archive.open("rb") as stream:
-            yield stream
-        return
-    with subprocess.Popen(["zstd", "-dcq", str(archive)], stdout=subprocess.PIPE) as program:
-        try:
-            yield program.stdout
-            rest = BoundedStream(program.stdout, MAX_ROOT_BYTES)
-            while rest.read(_PIECE_BYTES):
-                pass
-            if program.wait() != 0:
-                raise ValueError(f"zstd ended with exit code {program.returncode}")
-        finally:
-            program.kill()
+        start = file.read(max(map(len, _OPENERS_BY_MAGIC)))
+    openers = (one for magic, one in _OPENERS_BY_MAGIC.items() if start.startswith(magic))
+    return next(openers, lambda path: path.open("rb"))(archive)
 
 
 def _hand_over_tree(folder: Path, owner: int | None) -> None:
