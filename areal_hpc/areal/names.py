@@ -57,10 +57,6 @@ MODULES: dict[str, dict[str, str]] = {
         "build_math_agent": "areal_hpc.agents.openai_agents_sdk.build_math_agent",
         "build_single_agent": "areal_hpc.agents.openai_agents_sdk.build_single_agent",
     },
-    "workflow.openhands.math_agent": {
-        "MathAgent": "areal_hpc.agents.openhands_agent.OpenHandsMathAgent",
-        "MathToolAgent": "areal_hpc.agents.openhands_agent.OpenHandsTerminalAgent",
-    },
 }
 """Module below `areal_hpc.areal` -> its names, and where each is."""
 _PACKAGES = {module.rpartition(".")[0] for module in MODULES} | {"workflow"}
