@@ -82,7 +82,7 @@ def compile_filter(text: str) -> SqlCondition:
         values += compiled.values
     try:  # SQLite knows how they may be joined
         with closing(sqlite3.connect(":memory:")) as database:
-            database.execute("EXPLAIN SELECT" + " (1) ".join(joining))
+            database.execute("EXPLAIN SELECT " + " (1) ".join(joining))
     except sqlite3.Error as error:
         raise _build_filter_error(f"comparisons are joined wrongly ({error})", text) from error
     return SqlCondition(sql, values)

@@ -155,6 +155,7 @@ def found(run: RunPaths, where: str = "", sort_by: str = "", **query: Any) -> li
         ("part.format=0.5 and metric.tool_errors>1 and episode=1", [1]),
         ("part.other=0.5 or part.other<=0", []),
         ("part.other!=0 and not (kind=train or step=4)", [4]),
+        ("not (kind=train or step=4) or ticket=2", [2, 4]),
         ("ticket=1 and reward<=0 or kind = 'failed'", [0, 4]),
         ('(step=1 or step>=4) and kind~"VAL" and reward>-1e3', [3]),
         ("attempt=1 and ticket=1", [0, 1]),
