@@ -7,9 +7,9 @@ a reply take minutes. No rule tells which do, so each is tried (`inference/gramm
 import asyncio
 import hashlib
 import logging
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from weakref import WeakValueDictionary
 
 from areal_hpc.errors import ParserLostError, ProxyRequestError
 from areal_hpc.proxy.engine.generation import SamplingParams
@@ -72,48 +72,37 @@ class GrammarChecks:
         self._is_required = is_required
         self._problems: dict[bytes, str] = {}
         """By digest, oldest first; empty for a grammar that replicas may have."""
-        self._tries: dict[bytes, asyncio.Task[str]] = {}
-        self._waiters: Counter[bytes] = Counter()
+        self._trying: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
+        """By digest, for as long as somebody waits: a grammar is tried once for all."""
         self._lanes = [(cpu_s, asyncio.Semaphore(tries)) for cpu_s, tries in LANES]
 
     async def refuse_costly_grammar(self, session: Session, sampling: SamplingParams) -> None:
-        if self._parsers is None or not sampling.active_grammar_names:
+        parsers = self._parsers
+        if parsers is None or not sampling.active_grammar_names:
             return
         name = sampling.active_grammar_names[0]
         text = getattr(sampling, name)
         digest = hashlib.blake2b(f"{name}={text}".encode(), digest_size=16).digest()
-        problem = self._problems.get(digest)
-        if problem is None:
-            with _hold_slot(session, digest):
-                problem = await self._await_try(self._parsers, digest, name, text)
-        if problem:
+        if digest not in self._problems:
+            try:
+                with _hold_slot(session, digest):
+                    async with (
+                        asyncio.timeout(self._timeout_s),
+                        self._trying.setdefault(digest, asyncio.Lock()),
+                    ):
+                        if digest not in self._problems:
+                            await self._try_in_lanes(parsers, digest, name, text)
+            except TimeoutError:
+                problem = f"the grammar was not tried within {self._timeout_s:g} s: others wait too"
+                raise ProxyRequestError(503, problem) from None
+            except ParserLostError as error:
+                raise ProxyRequestError(503, str(error)) from error
+        if problem := self._problems.get(digest):
             raise _build_refusal(name, problem)
-
-    async def _await_try(
-        self, parsers: ParserProcessClient, digest: bytes, grammar_kind: str, text: str
-    ) -> str:
-        if digest not in self._tries:
-            trying = self._try_in_lanes(parsers, digest, grammar_kind, text)
-            self._tries[digest] = asyncio.ensure_future(trying)
-        task = self._tries[digest]
-        self._waiters[digest] += 1
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                return await asyncio.shield(task)
-        except TimeoutError:
-            problem = f"the grammar was not tried within {self._timeout_s:g} s: others wait too"
-            raise ProxyRequestError(503, problem) from None
-        except ParserLostError as error:
-            raise ProxyRequestError(503, str(error)) from error
-        finally:
-            self._waiters[digest] -= 1
-            if not self._waiters[digest]:
-                del self._waiters[digest], self._tries[digest]
-                task.cancel()
 
     async def _try_in_lanes(
         self, parsers: ParserProcessClient, digest: bytes, grammar_kind: str, text: str
-    ) -> str:
+    ) -> None:
         try:
             await parsers.start()
         except (ParserLostError, OSError) as error:
@@ -121,7 +110,7 @@ class GrammarChecks:
                 raise ParserLostError(f"grammars cannot be tried: {error}") from error
             log.warning("replicas get grammars that were not tried: %s", error)
             self._parsers = None  # as where a lone proxy has no SGLang
-            return ""
+            return
         problem = ""
         for cpu_s, lane in self._lanes:
             async with lane:
@@ -131,7 +120,6 @@ class GrammarChecks:
         self._problems[digest] = problem
         while len(self._problems) > MAX_KNOWN_GRAMMARS:
             del self._problems[next(iter(self._problems))]
-        return problem
 
 
 @contextmanager

@@ -201,33 +201,24 @@ class JournaledRecorder:
 
     # Forgetting ---------------------------------------------------------------------------
 
-    def plan_compaction(self) -> JournalCompactionPlan:
-        """Decide which records can be dropped now; later ones are kept."""
-        sealed, settled = frozenset(self._sealed_refs), frozenset(self._settled_refs)
-        return JournalCompactionPlan(
-            frozenset(self._gone_sessions), sealed, settled, sealed <= settled
-        )
-
-    def compact_journal(self, compaction_plan: JournalCompactionPlan) -> None:
-        """Drop the records that `compaction_plan` does not need. May run in a thread."""
-        self._journal.compact(compaction_plan.must_keep)
-
     async def compact_if_due(self) -> None:
         async with self._compacting:
             # Has it doubled since it last held only what is needed?
             needed_bytes = 2 * self._rotated_bytes + MIN_COMPACTION_GROWTH_BYTES
             if self._journal.journal_size_bytes > needed_bytes and self._gone_sessions:
-                rotation = self.plan_compaction()
-                await asyncio.to_thread(self.compact_journal, rotation)
-                self.forget_compacted(rotation)
+                await self.compact()
 
-    def forget_compacted(self, compaction_plan: JournalCompactionPlan) -> None:
-        """The journal has been rotated: what it dropped need not be remembered either."""
+    async def compact(self) -> None:
+        """Drop the records that are history now, and what is remembered for their sake."""
+        sealed, settled = frozenset(self._sealed_refs), frozenset(self._settled_refs)
+        gone = frozenset(self._gone_sessions)
+        plan = JournalCompactionPlan(gone, sealed, settled, sealed <= settled)
+        await asyncio.to_thread(self._journal.compact, plan.must_keep)
         self._rotated_bytes = self._journal.journal_size_bytes
-        self._gone_sessions -= compaction_plan.removed_session_ids
-        if compaction_plan.all_settled:
-            self._settled_refs -= compaction_plan.settled
-            self._sealed_refs -= compaction_plan.sealed_or_dropped_refs
+        self._gone_sessions -= gone
+        if plan.all_settled:
+            self._settled_refs -= settled
+            self._sealed_refs -= sealed
 
     def close(self) -> None:
         self._journal.close()
