@@ -97,7 +97,8 @@ def decode_request_json(
     try:
         if isinstance(body, bytes):
             body = body.removeprefix(codecs.BOM_UTF8)
-            body.decode()  # a decoder passes over texts that its form does not ask for
+            if not body.isascii():
+                body.decode()  # a decoder passes over texts that its form does not ask for
         try:
             return _decode_declared_members(body, json_type, key, unknown_params)
         except msgspec.ValidationError:

@@ -2,15 +2,13 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from jinja2.exceptions import SecurityError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from areal_hpc.errors import ChatTemplateError, RecipeError
-from areal_hpc.session.chat_template import ChatTemplate, Message, TokenEncoder
-from areal_hpc.session.message_matching import normalize_chat_message
+from areal_hpc.session.chat_template import ChatTemplate, TokenEncoder
 from tests.support.chatml import write_model_dir
 
 MESSAGES = [{"role": "user", "content": "<é>"}]
@@ -99,24 +97,3 @@ def test_the_vocabulary_is_the_models(tmp_path: Path) -> None:
     encoder = TokenEncoder.from_model_dir(write_model_dir(tmp_path, vocab_size=600))
     assert encoder.vocab_size == 600
     assert encoder.decode(encoder.encode("<|im_start|>héllo")) == "<|im_start|>héllo"
-
-
-def call(arguments: str, **more: str) -> dict[str, Any]:
-    return {"id": "1", "function": {"name": "f", "arguments": arguments}, **more}
-
-
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        ({"content": "a", "refusal": None, "tool_calls": None}, {"content": "a"}),
-        ({"content": None}, {"content": ""}),
-        ({"content": [{"type": "text", "text": text} for text in "ab"]}, {"content": "a\nb"}),
-        (
-            {"tool_calls": [call('{"x":1}')]},
-            {"content": "", "tool_calls": [call('{ "x": 1 }', type="function")]},
-        ),
-    ],
-)
-def test_what_sdks_change_makes_no_difference(one: Message, other: Message) -> None:
-    same = [normalize_chat_message({"role": "assistant", **message}) for message in (one, other)]
-    assert same[0] == same[1]

@@ -72,13 +72,6 @@ def test_a_rewritten_reply_branches_from_the_deepest_exact_ancestor() -> None:
     assert prompt_ids(tree, third) == rendered_ids(history)
 
 
-def test_the_same_request_again_shares_the_parent() -> None:
-    tree = InteractionTree()
-    first = say(tree, [user("a")], "one")
-    again = [user("a"), *turn("one")]
-    assert {say(tree, again, reply).parent_id for reply in ("x", "y")} == {first.interaction_id}
-
-
 def test_a_template_that_hides_replies_is_tokenized_again_and_counted() -> None:
     hiding = ChatTemplate(CHATML.replace("message.content", "'?'"))
     tree = InteractionTree()
