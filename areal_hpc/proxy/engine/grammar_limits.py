@@ -97,8 +97,8 @@ class GrammarChecks:
                 raise ProxyRequestError(503, problem) from None
             except ParserLostError as error:
                 raise ProxyRequestError(503, str(error)) from error
-        if problem := self._problems.get(digest):
-            raise _build_refusal(name, problem)
+        if found := self._problems.get(digest):
+            raise _build_refusal(name, found)
 
     async def _try_in_lanes(
         self, parsers: ParserProcessClient, digest: bytes, grammar_kind: str, text: str
