@@ -19,12 +19,12 @@ from areal_hpc.areal.config.translation import translate_to_recipe
 from areal_hpc.areal.loading import to_config
 from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.paths import RunPaths
+from tests.support.chatml import make_talking_model
 from tests.support.commands import audit_of, run_program
 from tests.support.documents import SCENES, Block, Patch, blocks, patched
 from tests.support.environments import CHECKOUT, python_of
 from tests.support.run_files import logs_of
 from tests.support.small_run import processes_of
-from tests.support.talking_model import make_talking_model
 
 BLOCKS = {block.key: block for block in blocks()}
 SETTINGS = [block for block in BLOCKS.values() if block.language == "yaml"]

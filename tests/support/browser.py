@@ -1,15 +1,19 @@
-"""Chromium by its DevTools protocol: pages that are opened, typed at, asked and photographed."""
+"""Chromium by its DevTools protocol, and the server of `areal-hpc view` whose pages it opens."""
 
 import asyncio
 import base64
 import json
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+import re
+import signal
+import subprocess
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
+from tests.support.commands import start_areal_hpc
 from tests.support.deadlines import scaled
 
 COMMAND_TIMEOUT_S = 60.0
@@ -156,3 +160,27 @@ def in_browser(folder: Path, act: Callable[[Page], Any]) -> Any:
             return await act(page)
 
     return asyncio.run(run())
+
+
+def start_view_server(place: Path, environ: Mapping[str, str]) -> tuple[subprocess.Popen[str], str]:
+    """A server of a run or of a file root, and its address."""
+    server = start_areal_hpc("view", place, environ=environ)
+    assert server.stdout
+    line = server.stdout.readline()
+    found = re.search(r"http://\S+", line)
+    if found is None:
+        server.kill()
+        raise AssertionError(f"no address: {line}{server.communicate()[0]}")
+    return server, found[0]
+
+
+@contextmanager
+def serving_pages(place: Path, environ: Mapping[str, str]) -> Iterator[str]:
+    """The address of a server, which Ctrl-C must then end well."""
+    server, url = start_view_server(place, environ)
+    try:
+        yield url
+    finally:
+        server.send_signal(signal.SIGINT)
+        server.communicate(timeout=scaled(30))
+    assert server.returncode == 0

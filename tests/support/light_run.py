@@ -64,10 +64,7 @@ ENDPOINTS = {"ledger": "ledger", "inference": f"control-{CELL}", "proxy": f"prox
 
 
 class LightRun:
-    """The services of one run directory, and a driver's and a trainer's calls to them.
-
-    `pythons` start services elsewhere than with the test's own Python.
-    """
+    """The services of one run directory, and a driver's and a trainer's calls to them."""
 
     def __init__(
         self,
@@ -76,7 +73,6 @@ class LightRun:
         ranks: RankServer,
         *,
         total_steps: int,
-        pythons: Mapping[str, Path] | None = None,
         proxy: Mapping[str, Any] | None = None,
     ) -> None:
         self.paths = RunPaths(root)
@@ -86,7 +82,6 @@ class LightRun:
         self.version = WeightVersion(0, 0)
         self._ranks = ranks
         self._scratch = scratch
-        self._pythons = pythons or {}
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._held: list[TicketRef] = []
         self._finished: list[TicketRef] = []
@@ -143,7 +138,6 @@ class LightRun:
             ENTRIES[service],
             self._config_path(service),
             self._log_path(service),
-            python=self._pythons.get(service, Path(sys.executable)),
             environ={**os.environ, "SLURM_TMPDIR": str(self._scratch)},
         )
         self._processes[service] = process

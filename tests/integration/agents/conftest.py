@@ -8,9 +8,9 @@ import pytest
 
 from areal_hpc.jobs.environment import get_interpreter
 from tests.integration.agents.theatre import Theatre
+from tests.support.chatml import CONTEXT_TOKENS, make_talking_model
 from tests.support.proxy_stage import Stage
 from tests.support.sglang_server import serving
-from tests.support.talking_model import CONTEXT_TOKENS, make_talking_model
 
 
 @pytest.fixture(scope="session")

@@ -28,12 +28,12 @@ from areal_hpc.view.transcripts.row_index import RowIndex
 from areal_hpc.view.transcripts.row_search import RowQuery, find_rows
 from areal_hpc.wire.ledger import NO_VERSION, BatchManifest, SealedTicket, TicketRef
 from areal_hpc.wire.trajectory import RowKind, RowRecord
+from tests.support.browser import serving_pages, start_view_server
 from tests.support.commands import areal_hpc
 from tests.support.dashboard_run import INJECTIONS, SECRET, append_step, make_run
 from tests.support.deadlines import scaled
 from tests.support.made_run import MadeEpisode, MadeRun
 from tests.support.sample_trajectories import seal_in, trajectory
-from tests.support.view_server import serving_pages, start_view_server
 from tests.support.waiting import wait_for
 
 

@@ -35,7 +35,7 @@ from areal_hpc.trainer.step import (
     run_passes,
 )
 from tests.support.layout_worker import exported_gradients
-from tests.support.operations import OperationLog
+from tests.support.plain_torch import OperationLog
 from tests.support.replay_worker import Scenario, begin_training, make_learner, state_of, take_step
 from tests.support.thoroughness import choose
 

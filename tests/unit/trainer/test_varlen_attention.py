@@ -6,8 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_hpc.trainer.model.attention import plan_varlen_attention
-from tests.support.operations import OperationLog
-from tests.support.plain_torch import attend_over_ranks, attend_plainly, check_gradients
+from tests.support.plain_torch import (
+    OperationLog,
+    attend_over_ranks,
+    attend_plainly,
+    check_gradients,
+)
 
 CPU = torch.device("cpu")
 HEADS, KV_HEADS, SCALE = 4, 2, 0.3
