@@ -16,7 +16,7 @@ from areal_hpc.wire.weight_version import WeightVersion
 from tests.support.commands import areal_hpc
 from tests.support.devclusters import Devcluster
 from tests.support.killed_run import Gate
-from tests.support.run_files import events_of
+from tests.support.run_files import events_of, published_weights
 from tests.support.small_run import SIZES, processes_of
 from tests.support.waiting import wait_for
 
@@ -168,12 +168,7 @@ class SlurmRun:
         return [(row["step"], row["eval/reward"]) for row in rows if "eval/reward" in row]
 
     def published(self, since: float = 0.0) -> list[tuple[float, WeightVersion, int]]:
-        """When which weights went to how many replicas."""
-        return [
-            (row["time"], WeightVersion.parse(row["version"]), row["replicas"])
-            for row in self.events("weights_published", since)
-            if row["replicas"]
-        ]
+        return published_weights(self.paths, since)
 
     @property
     def version(self) -> WeightVersion:

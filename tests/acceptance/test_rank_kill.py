@@ -17,9 +17,9 @@ from tests.acceptance.slurm_run import SlurmRun
 from tests.support.commands import areal_hpc, said_by
 from tests.support.devclusters import Devcluster, devcluster
 from tests.support.killed_run import PARTIES, KilledRun
-from tests.support.process_commands import alive, command_of
+from tests.support.process_commands import alive, command_of, find_processes
 from tests.support.results import add_results, markdown, write_table
-from tests.support.run_files import events_of, logs_of
+from tests.support.run_files import events_of, logs_of, published_weights
 from tests.support.small_run import await_none_left
 from tests.support.waiting import wait_for
 
@@ -43,17 +43,16 @@ class RankKiller:
     def ranks(self) -> dict[int, psutil.Process]:
         """Its live ranks, by number."""
         found = {}
-        for process in psutil.process_iter():
+        for process in find_processes(PARTIES["trainer"], self._paths.root):
             words = command_of(process)
-            if PARTIES["trainer"] in words:
+            if PARTIES["trainer"] in words:  # it lives yet
                 config = Path(words[words.index(PARTIES["trainer"]) + 1])
-                if config.is_relative_to(self._paths.root):
-                    found[int(config.stem.rpartition("-")[2])] = process
+                found[int(config.stem.rpartition("-")[2])] = process
         return found
 
     def version(self) -> WeightVersion:
         """The newest that a replica was given."""
-        return self._published(0.0)[-1][1]
+        return published_weights(self._paths)[-1][1]
 
     def await_steps(self, count: int) -> None:
         """Wait until so many more steps were taken."""
@@ -67,20 +66,13 @@ class RankKiller:
         old[rank].kill()
 
         def list_steps() -> list[float]:
-            published = self._published(struck_at)
-            new = [(at, one.step) for at, one in published if one.generation > before.generation]
+            published = published_weights(self._paths, struck_at)
+            new = [(at, one.step) for at, one, _ in published if one.generation > before.generation]
             return [at for at, step in new if step > new[0][1]]
 
         wait_for(list_steps, RECOVERY_TIMEOUT_S, lambda: logs_of(self._paths))
         assert not alive(old.values())
         return list_steps()[0] - struck_at
-
-    def _published(self, since: float) -> list[tuple[float, WeightVersion]]:
-        return [
-            (row["time"], WeightVersion.parse(row["version"]))
-            for row in events_of(self._paths, "weights_published", since)
-            if row["replicas"]
-        ]
 
 
 def record(name: str, kills_s: Sequence[float]) -> list[float]:

@@ -21,6 +21,7 @@ import pytest
 
 from tests.support.commands import areal_hpc, said_by
 from tests.support.killed_run import LAUNCH_TIMEOUT_S, SLOW, KilledRun, random_model
+from tests.support.process_commands import command_of, find_processes
 from tests.support.results import matrix, read_results, write_results, write_table
 from tests.support.run_files import events_of, trained_steps
 from tests.support.small_run import await_none_left, interrupted_at_end
@@ -83,14 +84,10 @@ class Soak(KilledRun):
     def members(self) -> dict[psutil.Process, str]:
         """Live processes of the run and their roles."""
         found = {}
-        for process in psutil.process_iter():
-            with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-                command = process.cmdline()
-                text = " ".join([*command, *process.environ().values()])
-                is_ours = str(self.paths.root) in text or str(self.fileroot) in text
-                if is_ours and process.status() != psutil.STATUS_ZOMBIE:
-                    found[process] = role_of(command)
-        return {process: role for process, role in found.items() if role}
+        for process in find_processes(self.fileroot, in_environment=True):
+            if role := role_of(command_of(process)):
+                found[process] = role
+        return found
 
     def kill_one(self) -> bool:
         """A role first, so that roles of many processes are not killed more often.

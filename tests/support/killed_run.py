@@ -15,7 +15,7 @@ from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.shards.journal import encode_record_header
 from areal_hpc.wire.fault_points import FAULT_POINTS, FAULTS_VARIABLE
 from tests.support.process_commands import find_processes
-from tests.support.run_files import events_of
+from tests.support.run_files import published_weights
 from tests.support.small_run import SmallRun, started_from
 from tests.support.waiting import wait_for
 
@@ -210,8 +210,7 @@ class KilledRun(SmallRun):
 
     def seconds_to_next_version(self, struck_at: float) -> float:
         """From a kill to the next weights that replicas were given."""
-        published = events_of(self.paths, "weights_published", struck_at)
-        later: list[float] = [event["time"] for event in published if event["replicas"]]
+        later = [at for at, _, _ in published_weights(self.paths, struck_at)]
         assert later, f"no weights were given after the kill: {self.said()}"
         return round(min(later) - struck_at, 1)
 

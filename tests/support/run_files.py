@@ -4,12 +4,24 @@ from typing import Any
 
 from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.wire.weight_version import WeightVersion
 
 
 def events_of(paths: RunPaths, name: str, since: float = 0.0) -> list[dict[str, Any]]:
     """Everything of that name that happened after a time, in order."""
     rows = read_readable_records(paths.events)
     return [row for row in rows if row["event"] == name and row["time"] > since]
+
+
+def published_weights(
+    paths: RunPaths, since: float = 0.0
+) -> list[tuple[float, WeightVersion, int]]:
+    """When which weights went to how many replicas."""
+    return [
+        (row["time"], WeightVersion.parse(row["version"]), row["replicas"])
+        for row in events_of(paths, "weights_published", since)
+        if row["replicas"]
+    ]
 
 
 def trained_steps(paths: RunPaths) -> int:
