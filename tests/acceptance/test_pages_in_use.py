@@ -164,17 +164,17 @@ def test_pages_of_a_large_run_are_there_soon(
             "trajectories": "document.querySelectorAll('tr[data-link]').length === 100",
         }
         return {
-            name: await open_often(page, url, tmp_path, f"{name}?{RUN}", shown)
+            name: await open_often(page, address, tmp_path, f"{name}?{RUN}", shown)
             for name, shown in pages.items()
         }
 
-    with serving_pages(made.paths.root, environ) as url:
+    with serving_pages(made.paths.root, environ) as address:
         for _ in range(2):  # the first one waits for the index
-            httpx.get(f"{url}data/rows?{RUN}", timeout=120).raise_for_status()
+            httpx.get(f"{address}data/rows?{RUN}", timeout=120).raise_for_status()
         pages: dict[str, float] = in_browser(tmp_path, look)
-        by_filter = measure_filters(url, FILTERS, made.step)
-        by_text = measure_filters(url, TEXTS, made.step)
-        memory = get_server(url).memory_info().rss
+        by_filter = measure_filters(address, FILTERS, made.step)
+        by_text = measure_filters(address, TEXTS, made.step)
+        memory = get_server(address).memory_info().rss
     note(**pages, filter_p95=by_filter, text_p95=by_text)
     add_results("pages", server_bytes=memory)
     assert max(pages.values()) <= MAX_FIRST_PAGE_S, pages
@@ -199,9 +199,9 @@ def test_a_long_episode_is_shown_soon_with_every_token(
     async def look(page: Page) -> float:
         name = f"trajectory?{RUN}&row={shard.name}/0"
         shown = "document.querySelectorAll('.tokens span').length > 1000"
-        return await open_often(page, url, tmp_path, name, shown)
+        return await open_often(page, address, tmp_path, name, shown)
 
-    with serving_pages(made.paths.root, environ) as url:
+    with serving_pages(made.paths.root, environ) as address:
         took_s = in_browser(tmp_path, look)
     note(episode_of_60000_tokens=took_s)
     assert took_s <= MAX_LONG_EPISODE_S
@@ -215,7 +215,7 @@ def test_an_open_page_follows_a_step(
 
     async def look(page: Page) -> list[float]:
         late = []
-        await page.open(f"{url}#/overview?{RUN}")
+        await page.open(f"{address}#/overview?{RUN}")
         await page.await_true("document.getElementById('live')?.textContent === 'live'")
         for _ in range(TRIES):
             await asyncio.sleep(rng.uniform(0.0, 1.0))
@@ -226,7 +226,7 @@ def test_an_open_page_follows_a_step(
             late.append(time.monotonic() - began)
         return late
 
-    with serving_pages(made.paths.root, environ) as url:
+    with serving_pages(made.paths.root, environ) as address:
         late = in_browser(tmp_path, look)
     note(live_median=statistics.median(late), live_max=max(late))
     assert statistics.median(late) <= MAX_LATE_S, late
