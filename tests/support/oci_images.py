@@ -5,7 +5,7 @@ import hashlib
 import io
 import json
 import tarfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,13 @@ Entry = tuple[str, str | bytes | None]
 """A name and its content: bytes of a file, a link's target, None for a folder."""
 
 
-def make_layer(entries: Iterable[Entry], *, modes: Mapping[str, int] | None = None) -> bytes:
+def make_layer(entries: Iterable[Entry]) -> bytes:
     """A layer: a tar, compressed. A name that begins with `=` is a hard link."""
     stream = io.BytesIO()
     with tarfile.open(fileobj=stream, mode="w") as archive:
         for name, content in entries:
             member = tarfile.TarInfo(name.removeprefix("="))
-            member.mode = (modes or {}).get(name, 0o755)
+            member.mode = 0o755
             member.type = tarfile.DIRTYPE if content is None else tarfile.REGTYPE
             if isinstance(content, str):
                 member.type = tarfile.LNKTYPE if name.startswith("=") else tarfile.SYMTYPE

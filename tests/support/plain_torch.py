@@ -61,8 +61,6 @@ def check_gradients(
         torch.testing.assert_close(one, other)
 
 
-FREE = ("view", "transpose", "split", "unsqueeze", "empty", "detach", "slice", "select", "alias")
-"""How the names of views and allocations begin."""
 READS = ("local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "unique")
 """How the names of operations begin whose result, or its size, must be known to the host."""
 INDEXING = ("index", "index_put", "index_put_impl")
@@ -86,11 +84,6 @@ class OperationLog(TorchDispatchMode):
                 name = "nonzero"
         self.names.append(name)
         return func(*args, **(kwargs or {}))
-
-    @property
-    def computing(self) -> list[str]:
-        """Those that are more than a view or an allocation."""
-        return [name for name in self.names if not name.startswith(FREE)]
 
     @property
     def reads(self) -> list[str]:
