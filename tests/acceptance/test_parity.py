@@ -9,14 +9,13 @@ from pathlib import Path
 import pytest
 
 from tests.support.layouts import (
-    FAMILIES,
     GRADIENT_BOUND,
     LAYOUTS,
     LOGPROB_BOUND,
-    MIXTURE,
     NORM_BOUND,
     RESUME_BOUND,
     Findings,
+    families_of,
     launch,
 )
 from tests.support.rank_server import rank_server
@@ -38,11 +37,6 @@ AGREEMENT_BOUNDS = {"log-probs": LOGPROB_BOUND, "gradients": GRADIENT_BOUND, "no
 RESUME_BOUNDS = {"loss": RESUME_BOUND, "weights": RESUME_BOUND}
 
 
-def families_of(*layouts: str) -> tuple[str, ...]:
-    """Families that all of these know: expert parallelism is for mixtures only."""
-    return (MIXTURE,) if any("ep" in LAYOUTS[layout] for layout in layouts) else FAMILIES
-
-
 def test_every_layout_agrees_with_transformers(tmp_path: Path) -> None:
     assert sorted(ORDER) == sorted(LAYOUTS)
     found: dict[str, Findings] = {}
@@ -58,7 +52,7 @@ def test_every_layout_agrees_with_transformers(tmp_path: Path) -> None:
         AGREEMENT_BOUNDS,
         {
             (family, layout): tuple(found[layout][family][name] for name in gap_names)
-            for family in FAMILIES
+            for family in families_of("1")
             for layout in LAYOUTS
             if family in families_of(layout)
         },

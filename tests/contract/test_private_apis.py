@@ -18,6 +18,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from areal_hpc.inference.server import sglang_server
 from areal_hpc.jobs.environment import FLIGHT_RECORDER_VARIABLES, TRAINER_WEIGHT_UPDATE_VARIABLES
+from areal_hpc.launch.checks.model_files import SGLANG_FAMILIES_WITHOUT_WINDOW
 from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anything of Megatron)
 
 # isort: split
@@ -208,3 +209,8 @@ def test_torch_takes_the_names_of_flight_records_from_us() -> None:
         mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as held,
     ):
         assert all(held.find(name.encode()) > 0 for name in FLIGHT_RECORD_VARIABLES)
+
+
+@pytest.mark.parametrize("family", SGLANG_FAMILIES_WITHOUT_WINDOW)
+def test_sglang_reads_no_window_of_families_that_are_refused_with_one(family: str) -> None:
+    assert "sliding_window" not in (SGLANG / "srt" / "models" / f"{family}.py").read_text()

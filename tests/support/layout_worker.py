@@ -221,6 +221,7 @@ class Case:
         checkpoint = find_latest_checkpoint(store._directory)
         assert checkpoint is not None
         policy, optimizer = self.build()
+        load_hf(policy, lambda tensor, part: self.state[tensor.name][part])
         load_checkpoint_into(policy, optimizer, checkpoint.path)
         loss, _ = self.step(policy, optimizer, 4)
         return policy, loss

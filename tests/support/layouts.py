@@ -7,7 +7,7 @@ from typing import Any
 
 from areal_hpc.rundir.paths import RunPaths
 from tests.support.rank_server import RankServer
-from tests.support.reference_models import SIZES
+from tests.support.reference_models import SIZES, TRANSFORMERS_CONFIGS
 
 MIXTURE = "qwen3_moe"
 FAMILIES = ("llama", "qwen2", "qwen3", MIXTURE)
@@ -25,12 +25,26 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "PP2, 3 layers": {"pp": 2, "layers": 3},
 }
 """Parallel sizes by the name the document gives them. EP spreads ranks that are there anyway."""
+UNDIVIDED_LAYOUTS = ("1", "CP2", "DP2")
+"""Those of networks of transformers' own modules."""
+STATE_FAMILIES = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
+"""A row of these lies on one rank."""
 LOGPROB_BOUND = 1e-5
 GRADIENT_BOUND = 1e-4
 NORM_BOUND = 1e-5
 RESUME_BOUND = 1e-6
 Findings = dict[str, dict[str, Any]]
 """What was found, by family."""
+
+
+def families_of(*layouts: str) -> list[str]:
+    """Families that all of these know: expert parallelism is for mixtures only."""
+    if any("ep" in LAYOUTS[layout] for layout in layouts):
+        return [MIXTURE]
+    if not set(layouts) <= set(UNDIVIDED_LAYOUTS):
+        return [*FAMILIES]
+    divided = STATE_FAMILIES if "CP2" in layouts else ()
+    return [*FAMILIES, *(one for one in TRANSFORMERS_CONFIGS if one not in divided)]
 
 
 def launch(

@@ -264,7 +264,7 @@ MISTAKES = (
     Mistake(
         "a model that is not supported",
         f"{OWN_MODEL}/mamba",
-        ("model_type must be one of llama, qwen2, qwen3, qwen3_moe, got 'mamba'",),
+        ("expected a causal language model with attention, got model_type 'mamba'",),
     ),
     Mistake(
         "quantized weights",

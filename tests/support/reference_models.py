@@ -1,5 +1,6 @@
 """Small random models of every supported family, as transformers builds them."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,10 +32,97 @@ YARN_ROPE = {
 }
 
 
+HEADS_16 = {"head_dim": 16, "tie_word_embeddings": False}
+STATE_LAYERS = {
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "head_dim": 32,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+"""The gated delta rule, and one layer of attention."""
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+SHARED_EXPERTS = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+}
+WINDOWS = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+DEEPSEEK_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+TRANSFORMERS_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mistral": ("MistralConfig", {**HEADS_16, "sliding_window": 8}),
+    "olmo2": ("Olmo2Config", {}),
+    "olmo3": ("Olmo3Config", WINDOWS),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {**WINDOWS, "head_dim": 16, "query_pre_attn_scalar": 16, "tie_word_embeddings": True},
+    ),
+    "qwen2_window": (
+        "Qwen2Config",
+        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+    ),
+    "glm4_moe": (
+        "Glm4MoeConfig",
+        {**HEADS_16, **SHARED_EXPERTS, "n_group": 1, "topk_group": 1, "use_qk_norm": True},
+    ),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        {
+            **SHARED_EXPERTS,
+            "num_key_value_heads": 4,
+            "n_group": 2,
+            "topk_group": 1,
+            "q_lora_rank": 24,
+            "kv_lora_rank": 32,
+            "qk_rope_head_dim": 16,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 16,
+            "routed_scaling_factor": 1.5,
+            "rope_parameters": DEEPSEEK_ROPE,
+        },
+    ),
+    "gpt_oss": (
+        "GptOssConfig",
+        {
+            **HEADS_16,
+            **WINDOWS,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 24,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
+    "qwen3_next": (
+        "Qwen3NextConfig",
+        {**STATE_LAYERS, **EXPERTS, "shared_expert_intermediate_size": 24, "norm_topk_prob": True},
+    ),
+    "qwen3_5": ("Qwen3_5TextConfig", STATE_LAYERS),
+    "qwen3_5_moe": (
+        "Qwen3_5MoeTextConfig",
+        {**STATE_LAYERS, **EXPERTS, "shared_expert_intermediate_size": 24},
+    ),
+}
+"""Networks of transformers' own modules: class of the configuration, and what it is given."""
+
+
 def hf_model(family: str, layers: int = SIZES["num_hidden_layers"]) -> Any:
     """The same random model on every rank and in every launch."""
     sizes = SIZES | {"num_hidden_layers": layers}
-    config = {
+    config: dict[str, Callable[[], Any]] = {
         "qwen3": lambda: transformers.Qwen3Config(
             **sizes, head_dim=16, tie_word_embeddings=True, rope_parameters=YARN_ROPE
         ),
@@ -51,15 +139,23 @@ def hf_model(family: str, layers: int = SIZES["num_hidden_layers"]) -> Any:
             moe_intermediate_size=24,
             norm_topk_prob=True,
         ),
-    }[family]()
+    }
+    if family in config:
+        made = config[family]()
+    else:
+        kind, given = TRANSFORMERS_CONFIGS[family]
+        made = getattr(transformers, kind)(**sizes | given, pad_token_id=0)
     torch.manual_seed(7)
-    model = transformers.AutoModelForCausalLM.from_config(config).float()
+    model = transformers.AutoModelForCausalLM.from_config(made).float()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:  # norms and biases that are not 1 and 0
                 parameter.copy_(torch.rand_like(parameter) + (0.5 if "norm" in name else -0.5))
             if name.endswith("mlp.gate.weight"):  # a router with clear preferences
                 parameter.mul_(20)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.rand_like(buffer) * 0.1)
     return model
 
 
@@ -68,7 +164,7 @@ def by_checkpoint_name(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tens
     named = {}
     for name, tensor in tensors.items():
         prefix, stacked, kind = name.partition(".experts.")
-        if not stacked:
+        if not stacked or f"{prefix}.experts.gate_up_proj_bias" in tensors:
             named[name] = tensor
             continue
         for expert, own in enumerate(tensor):

@@ -23,6 +23,11 @@ from areal_hpc.trainer.model.families.architecture import (
 )
 from areal_hpc.trainer.model.memory_estimate import drop_ep_for_dense_network
 
+SGLANG_FAMILIES_WITHOUT_WINDOW = (
+    *("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"),
+)
+"""SGLang's models of these attend to all tokens, whatever window `config.json` names."""
+
 
 def find_model_problems(recipe: Recipe) -> Iterator[Problem]:
     model = recipe.model
@@ -108,12 +113,34 @@ def _find_policy_problems(path: Path, key: str, recipe: Recipe) -> Iterator[Prob
             yield Problem(f"{path} has no {name} ({what})", key, hint)
     if arch is None:
         return
+    yield from _find_family_problems(path, key, arch, recipe)
     yield from _find_parallel_size_problems(arch, recipe)
     try:
         yield from _find_vocabulary_problems(path, key)
         yield from _find_reply_limit_problems(recipe, find_context_tokens(recipe, path))
     except RecipeError as error:
         yield from error.problems
+
+
+def _find_family_problems(
+    path: Path, key: str, arch: Architecture, recipe: Recipe
+) -> Iterator[Problem]:
+    config = json.loads((path / "config.json").read_bytes())
+    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
+    if window and arch.family in SGLANG_FAMILIES_WITHOUT_WINDOW:
+        yield Problem(
+            f"{path / 'config.json'} has sliding_window {window}, which SGLang does not read for "
+            f"{arch.family}: it would sample from another model than the trainer trains",
+            key,
+            "choose a model without a window; set sliding_window to null if the context never "
+            "exceeds it",
+        )
+    if arch.transformers_config and recipe.trainer.objective.has_critic:
+        yield Problem(
+            f"a critic has layers of Megatron-core, which {arch.family} has not",
+            "trainer.objective.baseline",
+            "use another baseline",
+        )
 
 
 def _find_frozen_or_critic_problems(path: Path, key: str, recipe: Recipe) -> Iterator[Problem]:

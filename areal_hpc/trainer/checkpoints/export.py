@@ -7,12 +7,23 @@ import torch
 
 from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.rundir.checkpoints import Checkpoint, list_checkpoints
-from areal_hpc.trainer.checkpoints.stored_tensors import Box, StoredTensors, open_stored_tensors
+from areal_hpc.trainer.checkpoints.stored_tensors import (
+    Box,
+    StoredTensors,
+    open_stored_tensors,
+    split_into_matrices,
+)
 from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anything of Megatron)
 from areal_hpc.trainer.model.families.architecture import Architecture, read_architecture
-from areal_hpc.trainer.model.families.weight_map import ParamMap, list_parameter_maps, to_hf
+from areal_hpc.trainer.model.families.weight_map import (
+    ParamMap,
+    list_parameter_maps,
+    to_hf,
+    to_megatron,
+)
 from areal_hpc.trainer.model.hf_weights import (
     MAX_FILE_BYTES,
+    HfModelReader,
     HfTensorSpecWithDtype,
     write_hf_model_dir,
 )
@@ -65,7 +76,9 @@ def export_checkpoint(
 
     try:
         with open_stored_tensors(checkpoint.path) as stored:
-            weights = CheckpointWeights(stored, read_architecture(model_path), checkpoint.path)
+            weights = CheckpointWeights(
+                stored, read_architecture(model_path), checkpoint.path, model_path
+            )
             write_hf_model_dir(
                 weights.read_tensors(), weights.list_tensor_specs(), model_path, target_dir,
                 file_bytes=file_bytes, on_file=progress,
@@ -99,14 +112,22 @@ def _get_layer_expert_indices(parameter: ParamMap) -> list[int]:
 
 
 class CheckpointWeights:
-    """The weights in a complete checkpoint."""
+    """The weights in a complete checkpoint, and those that training does not change."""
 
-    def __init__(self, stored_tensors: StoredTensors, arch: Architecture, directory: Path) -> None:
+    def __init__(
+        self,
+        stored_tensors: StoredTensors,
+        arch: Architecture,
+        directory: Path,
+        model_path: Path,
+    ) -> None:
         self._stored = stored_tensors
         self._arch = arch
         self._directory = directory
+        self._model_path = model_path
         for parameter in list_parameter_maps(arch):
-            self._require_fitting_shape(parameter)
+            if parameter.is_trained:
+                self._require_fitting_shape(parameter)
 
     def list_tensor_specs(self) -> list[HfTensorSpecWithDtype]:
         """Name, shape and dtype of every tensor, in the order of `read_tensors`. Reads nothing."""
@@ -124,11 +145,17 @@ class CheckpointWeights:
                 yield spec.name, tensor
 
     def _read_parameter(self, parameter: ParamMap) -> torch.Tensor:
+        if not parameter.is_trained:
+            reader = HfModelReader(self._model_path)
+            parts = [reader.read_tensor(tensor) for tensor in parameter.hf]
+            return to_megatron(parameter, parts, self._arch, 1).to(self._stored.weight_dtype)
         name, indices = get_stored_name(parameter), tuple(_get_layer_expert_indices(parameter))
         shape = self._stored.find_shape(name)[len(indices) :]
         box = Box(indices + (0,) * len(shape), (1,) * len(indices) + shape)
         target = torch.empty(box.sizes, dtype=self._stored.weight_dtype)
-        self._stored.read_block("weight", name, box, target)
+        for block in split_into_matrices(box):
+            part = target[block.shift_to_coordinates_within(box).slices]
+            self._stored.read_block("weight", name, block, part)
         return target.reshape(shape)
 
     def _require_fitting_shape(self, parameter: ParamMap) -> None:
@@ -136,6 +163,8 @@ class CheckpointWeights:
         counts = (self._arch.layers, self._arch.experts.count if self._arch.experts else 0)
         stacked = counts[: len(_get_layer_expert_indices(parameter))]
         rows, rest = sum(one.shape[0] for one in parameter.hf), parameter.hf[0].shape[1:]
+        if parameter.shape:
+            rows, rest = parameter.shape[0], parameter.shape[1:]
         # A vocabulary is padded to a multiple of what divides it over ranks.
         may_be_padded = not stacked and stored[1:] == rest and stored[:1] > (rows,)
         if stored != (*stacked, rows, *rest) and not may_be_padded:

@@ -6,6 +6,7 @@ Megatron's packed path splits every tensor into its sequences.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,8 @@ from areal_hpc.trainer.batch.packing import (
     locate_sequence_after_cp_gather,
 )
 from areal_hpc.trainer.private_apis.torch_private import run_flash_attention
+
+AttendSegment = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass(slots=True, eq=False)
@@ -57,6 +60,25 @@ class VarlenAttention:
             )
         run = self.attend_fused if can_use_flash(query) else self.attend_per_segment
         return run(query, key, value, scale)
+
+    def attend_by(
+        self, attend_segment: AttendSegment, query: torch.Tensor, key: torch.Tensor,
+        value: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        """As `attend`, with another function for a segment [1, heads, tokens, d]."""
+        if self.key_places is not None:
+            key, value = (
+                key.index_select(0, self.key_places),
+                value.index_select(0, self.key_places),
+            )
+        query, key, value = (part.transpose(0, 1)[None] for part in (query, key, value))
+        parts = zip(
+            query.split(self.query_lengths, 2),
+            key.split(self.key_lengths, 2),
+            value.split(self.key_lengths, 2),
+            strict=True,
+        )
+        return torch.cat([attend_segment(*part) for part in parts], 2)[0].transpose(0, 1)
 
     def attend_fused(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
@@ -138,6 +160,8 @@ class AttentionPlan:
     """Stands in for megatron.core's `PackedSeqParams`, of which its layers read `qkv_format`."""
 
     layout: VarlenAttention
+    positions_T: torch.Tensor
+    """Within its row."""
     cos_TD: torch.Tensor
     sin_TD: torch.Tensor
     scored_places_N: torch.Tensor
@@ -156,11 +180,13 @@ def plan_attention(
     Sines and cosines are float32, as the engine's are.
     """
     device = frequencies.device
-    angles = torch.from_numpy(pack.positions_T).to(device)[:, None].float() * frequencies
+    positions_T = torch.from_numpy(pack.positions_T).to(device)
+    angles = positions_T[:, None].float() * frequencies
     return AttentionPlan(
         layout=plan_varlen_attention(
             pack.padded_lengths, cp=parallelism.cp, cp_rank=parallelism.cp_rank, device=device
         ),
+        positions_T=positions_T,
         cos_TD=angles.cos().mul_(rope_scale)[:, None],
         sin_TD=angles.sin().mul_(rope_scale)[:, None],
         scored_places_N=torch.from_numpy(pack.logit_places_N).to(device),

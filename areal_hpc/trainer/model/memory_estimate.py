@@ -93,6 +93,8 @@ def count_stage_dense_and_expert_params(
     arch: Architecture, parallel: ParallelConfig, stage: int
 ) -> tuple[int, int]:
     """Parameters of one rank of a pipeline stage: those of experts apart, as the second."""
+    if arch.parameters is not None:
+        return arch.parameters.dense, arch.parameters.experts
     layers, last = divide_layers_over_stages(arch.layers, parallel.pp)[stage], parallel.pp - 1
     dense = layers * count_layer_non_expert_parameters(arch, parallel.tp)
     if stage == 0:

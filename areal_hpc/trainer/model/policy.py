@@ -1,5 +1,6 @@
 """This rank's part of a Megatron GPT, from an architecture. No other file builds one."""
 
+import json
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -30,6 +31,7 @@ from areal_hpc.trainer.model.attention import RotaryPackedCausalAttention
 from areal_hpc.trainer.model.elementwise import RMSNorm, swiglu
 from areal_hpc.trainer.model.experts import GroupedExperts, use_stable_dispatch
 from areal_hpc.trainer.model.families.architecture import (
+    MEGATRON_MODEL_TYPES,
     Architecture,
     divide_layers_over_stages,
     find_layout_problems,
@@ -57,7 +59,8 @@ class Network:
     """A network as this rank holds it: that which is trained, or one that is only scored."""
 
     arch: Architecture
-    gpt: ScoredTokenGPT | ScoredTokenCritic
+    gpt: Any
+    """`ScoredTokenGPT` or `ScoredTokenCritic`, or `ScoredTokenDecoder` of transformers' modules."""
     dtype: torch.dtype
     device: torch.device
     """Where it computes."""
@@ -70,7 +73,10 @@ class Network:
 
     def __post_init__(self) -> None:
         self.weight_map = list_parameter_maps(self.arch)
-        self._held = dict(self.gpt.named_parameters())
+        if self.arch.transformers_config:
+            self._held = self.gpt.causal_lm.state_dict(keep_vars=True)
+        else:
+            self._held = dict(self.gpt.named_parameters())
 
     @property
     def module(self) -> torch.nn.Module:
@@ -80,6 +86,8 @@ class Network:
     def get_local_part(self, parameter: ParamMap) -> torch.Tensor | None:
         """This rank's part of a parameter; None when only other ranks hold it."""
         name = parameter.megatron
+        if self.arch.transformers_config:
+            return self._held[name]
         if parameter.expert is not None:
             name = f"mlp.experts.{name}"
         if parameter.layer is not None:
@@ -95,7 +103,7 @@ class Network:
     @property
     def experts_per_rank(self) -> int:
         """Experts of each layer that every expert-parallel rank holds; 0 in a dense network."""
-        if self.arch.experts is None:
+        if self.arch.experts is None or self.arch.transformers_config:
             return 0
         ranks: int = parallel_state.get_expert_model_parallel_group().size()
         return self.arch.experts.count // ranks
@@ -176,6 +184,33 @@ def build_network(
     if problems := list(find_layout_problems(arch, parallel)):
         raise RecipeError.from_problems(problems)
     config = build_transformer_config(arch, parallel, dtype, device, activations)
+    compute_logits = None if dtype == torch.float32 else compute_float32_logits
+    split = PackParallelism(parallel.tp, parallel.cp, parallel_state.get_context_parallel_rank())
+    if arch.transformers_config:
+        # Importing transformers takes a second, which networks of Megatron's layers do without.
+        from areal_hpc.trainer.model.families import transformers_modules
+
+        if gives_values:
+            raise RecipeError(
+                f"a critic cannot be a {arch.family}",
+                key="trainer.objective.baseline",
+                hint=f"use another baseline, or a critic of {', '.join(MEGATRON_MODEL_TYPES)}",
+            )
+        transformers_modules.check_packing(arch.transformers_config, device)
+        causal_lm = transformers_modules.build_decoder(
+            json.loads(arch.transformers_config),
+            dtype,
+            device,
+            recompute=activations.recompute != "none",
+        )
+        return Network(
+            arch=arch,
+            gpt=transformers_modules.ScoredTokenDecoder(causal_lm, config, compute_logits),
+            dtype=dtype,
+            device=device,
+            split=split,
+            rope_frequencies=torch.empty(0, device=device),
+        )
     options: dict[str, Any] = {
         "vocab_size": compute_padded_vocab_size(arch, parallel.tp),
         "max_sequence_length": 0,
@@ -189,7 +224,7 @@ def build_network(
         gpt = ScoredTokenCritic(config, _build_block_spec(config), **options)
     else:
         options["share_embeddings_and_output_weights"] = arch.tied
-        options["compute_logits"] = None if dtype == torch.float32 else compute_float32_logits
+        options["compute_logits"] = compute_logits
         gpt = ScoredTokenGPT(config, _build_block_spec(config), **options)
     gpt = gpt.to(device=device, dtype=dtype)
     if arch.experts is not None:
@@ -199,7 +234,7 @@ def build_network(
         gpt=gpt,
         dtype=dtype,
         device=device,
-        split=PackParallelism(parallel.tp, parallel.cp, parallel_state.get_context_parallel_rank()),
+        split=split,
         rope_frequencies=torch.tensor(
             arch.compute_rope_frequencies(), dtype=torch.float32, device=device
         ),
@@ -214,7 +249,7 @@ def build_transformer_config(
     activations: ActivationMemoryConfig = KEEP_ALL_ACTIVATIONS,
 ) -> TransformerConfig:
     """Megatron's description of the network, without fusions of Apex or Transformer Engine."""
-    experts = arch.experts
+    experts = None if arch.transformers_config else arch.experts
     mixture: dict[str, Any] = {}
     if experts is not None:
         mixture = {

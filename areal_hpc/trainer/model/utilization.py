@@ -67,7 +67,13 @@ def find_peak_flops_per_s(device_name: str) -> float | None:
 def count_training_flops(arch: Architecture, lengths: Sequence[int], scored_tokens: int) -> float:
     """Floating-point operations of one update on rows of these lengths."""
     weights = 0.0
-    for parameter in list_parameter_maps(arch):
+    if arch.transformers_config:
+        if arch.parameters is None:
+            return 0.0
+        tables = (1 if arch.tied else 2) * arch.vocab * arch.hidden
+        share = arch.experts.per_token / arch.experts.count if arch.experts else 0.0
+        weights = arch.parameters.dense - tables + share * arch.parameters.experts
+    for parameter in list_parameter_maps(arch) if not arch.transformers_config else ():
         if parameter.layer is None:
             continue
         share = 1.0

@@ -75,6 +75,23 @@ def test_a_model_of_the_cache_is_linked_into_the_run(recipe: Recipe, tmp_path: P
     assert get_base_model_path(recipe, paths).resolve() == folder
 
 
+def test_what_sglang_or_a_critic_cannot_do_is_a_problem(recipe: Recipe, tmp_path: Path) -> None:
+    folder = in_the_cache(tmp_path)
+    config = json.loads((folder / "config.json").read_bytes())
+    del config["use_sliding_window"]
+    changed = config | {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
+    (folder / "config.json").write_text(json.dumps(changed | {"sliding_window": None}))
+    assert model_problems(recipe) == []
+    (folder / "config.json").write_text(json.dumps(changed | {"sliding_window": 64}))
+    (message,) = model_problems(recipe)
+    assert "SGLang does not read for mistral" in message
+    (folder / "config.json").write_text(json.dumps(changed | {"sliding_window": None}))
+    tree = recipe.model_dump(mode="json")
+    tree["trainer"]["objective"] |= {"baseline": "value", "critic": {"model": "initial"}}
+    (problem,) = find_model_problems(Recipe.model_validate(tree))
+    assert "a critic has layers of Megatron-core" in problem.message
+
+
 @pytest.mark.parametrize("network", ["reference", "critic"])
 def test_another_network_has_the_policys_tokens_and_divides_as_it_does(
     recipe: Recipe, tmp_path: Path, network: str

@@ -125,15 +125,36 @@ def test_yarn_is_that_of_transformers(head_dim: int, theta: float) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"model_type": "mamba"},
+        {"model_type": "olmo2"},
         {"attention_bias": True},
         {"use_sliding_window": True},
         {"rope_scaling": {"type": "dynamic"}},
-        {"rope_scaling": {"type": "yarn"}},
         {"rope_scaling": YARN | {"mscale": 1.0}},
         {"model_type": "qwen3_moe", "mlp_only_layers": [0]},
     ],
 )
-def test_an_unsupported_network_is_named(change: dict[str, object]) -> None:
-    with pytest.raises(RecipeError):
-        parse_architecture({**CONFIG, **change}, "config.json")
+def test_what_megatron_s_layers_lack_is_trained_by_transformers(change: dict[str, object]) -> None:
+    assert not parse_architecture(CONFIG, "config.json").transformers_config
+    arch = parse_architecture({**CONFIG, **change}, "config.json")
+    assert arch.transformers_config
+    problems = find_layout_problems(arch, ParallelConfig(tp=2, pp=2, cp=2))
+    assert [one.key for one in problems] == ["trainer.parallel.tp", "trainer.parallel.pp"]
+
+
+def test_a_state_that_passes_from_token_to_token_keeps_a_row_on_one_rank() -> None:
+    layers = {"layer_types": ["linear_attention", "full_attention"]}
+    arch = parse_architecture({**CONFIG, "model_type": "qwen3_next", **layers}, "config.json")
+    (problem,) = find_layout_problems(arch, ParallelConfig(cp=2))
+    assert problem.key == "trainer.parallel.cp"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"model_type": "bert", "architectures": ["BertForMaskedLM"]}, {"model_type": "mamba"}],
+)
+def test_what_is_no_decoder_is_named(change: dict[str, object]) -> None:
+    config = {**CONFIG, **change}
+    if config["model_type"] == "mamba":
+        del config["num_attention_heads"]
+    with pytest.raises(RecipeError, match="expected a causal language model"):
+        parse_architecture(config, "config.json")

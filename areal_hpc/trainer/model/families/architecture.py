@@ -5,14 +5,15 @@ import itertools
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.recipe.sections.trainer import ParallelConfig
 
-SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+MEGATRON_MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+"""Built from Megatron's layers. Any other decoder is built from transformers' own modules."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,15 @@ class MoeConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class StoredParameters:
+    """Numbers in the files of a model."""
+
+    dense: int
+    """All but those of experts: embeddings, too."""
+    experts: int
+
+
+@dataclass(frozen=True, slots=True)
 class Architecture:
     """Sizes and switches of a decoder."""
 
@@ -71,6 +81,12 @@ class Architecture:
     """Input embedding and output head are one matrix."""
     experts: MoeConfig | None = None
     """None for a dense network, whose feed-forward layers are `ffn` wide."""
+    transformers_config: str = ""
+    """`config.json` of a network of transformers' own modules; empty for Megatron's layers."""
+    parameters: StoredParameters | None = None
+    """Of such a network, where its files are at hand."""
+    has_state_layers: bool = False
+    """Some layers carry a state from token to token, as the gated delta rule does."""
 
     @property
     def qkv_bias(self) -> bool:
@@ -117,7 +133,26 @@ def read_architecture(model_dir: Path) -> Architecture:
         raise RecipeError(
             f"the configuration is not JSON: {error}", key=str(path), hint="copy the model again"
         ) from error
-    return parse_architecture(config, str(path))
+    arch = parse_architecture(config, str(path))
+    if not arch.transformers_config:
+        return arch
+    return replace(arch, parameters=count_stored_parameters(model_dir))
+
+
+def count_stored_parameters(model_dir: Path) -> StoredParameters | None:
+    """Count what the headers of a model's safetensors files list; None without files."""
+    dense = experts = 0
+    for file in model_dir.glob("*.safetensors"):
+        with file.open("rb") as stream:
+            size = int.from_bytes(stream.read(8), "little")
+            header = json.loads(stream.read(size))
+        for name, tensor in header.items():
+            count = math.prod(tensor.get("shape", [0]))  # the metadata have none
+            if ".experts." in name:
+                experts += count
+            else:
+                dense += count
+    return StoredParameters(dense, experts) if dense else None
 
 
 def parse_architecture(config: Mapping[str, Any], config_file: str) -> Architecture:
@@ -138,17 +173,8 @@ def parse_architecture(config: Mapping[str, Any], config_file: str) -> Architect
 
 def _validate_and_parse_config(config: Mapping[str, Any], config_file: str) -> Architecture:
     family = config.get("model_type", "")
-    if family not in SUPPORTED_MODEL_TYPES:
-        raise RecipeError(
-            f"model_type must be one of {', '.join(SUPPORTED_MODEL_TYPES)}, got {family!r}",
-            key=config_file,
-        )
-    if config.get("attention_bias") or config.get("mlp_bias"):
-        raise RecipeError(
-            f"attention_bias and mlp_bias are not supported for {family}", key=config_file
-        )
-    if config.get("use_sliding_window"):
-        raise RecipeError("sliding-window attention is not supported", key=config_file)
+    if family not in MEGATRON_MODEL_TYPES or not _fits_megatron_layers(config):
+        return _parse_for_transformers(family, config, config_file)
     heads = int(config["num_attention_heads"])
     rope = config.get("rope_parameters") or {}
     return Architecture(
@@ -163,19 +189,72 @@ def _validate_and_parse_config(config: Mapping[str, Any], config_file: str) -> A
         norm_eps=float(config["rms_norm_eps"]),
         # transformers 5 moved rope_theta and rope_scaling into rope_parameters.
         rope_theta=float(rope.get("rope_theta") or config.get("rope_theta") or 10_000.0),
-        rope_scaling=_parse_rope_scaling(rope or config.get("rope_scaling") or {}, config_file),
+        rope_scaling=_parse_rope_scaling(rope or config.get("rope_scaling") or {}),
         tied=bool(config.get("tie_word_embeddings", False)),
-        experts=_parse_experts(config, config_file) if family == "qwen3_moe" else None,
+        experts=_parse_experts(config) if family == "qwen3_moe" else None,
     )
 
 
-def _parse_experts(config: Mapping[str, Any], config_file: str) -> MoeConfig:
-    if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
+def _fits_megatron_layers(config: Mapping[str, Any]) -> bool:
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = _get_rope_kind(rope)
+    fits_rope = kind in ("default", "llama3") or (
+        kind == "yarn"
+        and not {"mscale", "mscale_all_dim"}.intersection(rope)
+        and rope.get("truncate", True)
+    )
+    has_other_layers = any(
+        config.get(key)
+        for key in ("attention_bias", "mlp_bias", "use_sliding_window", "mlp_only_layers")
+    )
+    return fits_rope and not has_other_layers and config.get("decoder_sparse_step", 1) == 1
+
+
+def _parse_for_transformers(
+    family: str, config: Mapping[str, Any], config_file: str
+) -> Architecture:
+    text = config.get("text_config") or config
+    generates = ("ForCausalLM", "ForConditionalGeneration")
+    named = config.get("architectures") or [generates[0]]
+    if "num_attention_heads" not in text or not named[0].endswith(generates):
         raise RecipeError(
-            "mlp_only_layers and decoder_sparse_step are not supported: every layer must be a "
-            "mixture of experts",
+            f"expected a causal language model with attention, got model_type {family!r}",
             key=config_file,
+            hint="choose a model that transformers and SGLang know as one",
         )
+    heads, hidden = int(text["num_attention_heads"]), int(text["hidden_size"])
+    head_dim = int(text.get("head_dim") or hidden // heads)
+    counts = (text.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
+    experts = next((int(count) for count in counts if count), 0)
+    width = int(text.get("intermediate_size") or text.get("moe_intermediate_size") or 0)
+    return Architecture(
+        family=family,
+        layers=int(text["num_hidden_layers"]),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=int(text.get("num_key_value_heads") or heads),
+        head_dim=head_dim,
+        ffn=width,
+        vocab=int(text["vocab_size"]),
+        norm_eps=0.0,
+        rope_theta=1.0,
+        rope_scaling=None,
+        tied=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
+        experts=MoeConfig(
+            count=experts,
+            per_token=int(text["num_experts_per_tok"]),
+            ffn=int(text.get("moe_intermediate_size") or width),
+            norm_weights=True,
+        )
+        if experts
+        else None,
+        transformers_config=json.dumps(config),
+        has_state_layers="linear_attention" in (text.get("layer_types") or ())
+        or bool(text.get("linear_num_value_heads")),
+    )
+
+
+def _parse_experts(config: Mapping[str, Any]) -> MoeConfig:
     return MoeConfig(
         # transformers 5 may write num_local_experts for num_experts.
         count=int(config.get("num_experts") or config["num_local_experts"]),
@@ -203,7 +282,10 @@ def find_stage_of_layer(layer: int, layers: int, stages: int) -> int:
 
 
 def find_layout_problems(arch: Architecture, parallel: ParallelConfig) -> Iterator[Problem]:
-    """Sizes of the network that do not divide by the parallel sizes."""
+    """Sizes of the network that do not divide by the parallel sizes, and what it cannot do."""
+    if arch.transformers_config:
+        yield from _find_problems_of_whole_layers(arch, parallel)
+        return
     if arch.layers < parallel.pp:
         yield Problem(
             f"each pipeline stage needs a layer: num_hidden_layers is {arch.layers}, "
@@ -229,18 +311,37 @@ def find_layout_problems(arch: Architecture, parallel: ParallelConfig) -> Iterat
             )
 
 
-def _parse_rope_scaling(
-    rope: Mapping[str, Any], config_file: str
-) -> Llama3RopeScaling | YarnRopeScaling | None:
-    kind = rope.get("rope_type") or rope.get("type") or "default"
+def _find_problems_of_whole_layers(
+    arch: Architecture, parallel: ParallelConfig
+) -> Iterator[Problem]:
+    families = ", ".join(MEGATRON_MODEL_TYPES)
+    for key in ("tp", "pp", "ep"):
+        if getattr(parallel, key) > 1:
+            yield Problem(
+                f"{arch.family} is trained with transformers' own layers, which are not divided; "
+                f"{key} is for {families}",
+                f"trainer.parallel.{key}",
+                f"use trainer.parallel.{key}=1, and dp or cp in its place",
+            )
+    if parallel.cp > 1 and arch.has_state_layers:
+        yield Problem(
+            f"{arch.family} has layers whose state passes from token to token; "
+            "a row cannot be divided over ranks",
+            "trainer.parallel.cp",
+            "use trainer.parallel.cp=1 and a dp as large",
+        )
+
+
+def _get_rope_kind(rope: Mapping[str, Any]) -> str:
+    return rope.get("rope_type") or rope.get("type") or "default"
+
+
+def _parse_rope_scaling(rope: Mapping[str, Any]) -> Llama3RopeScaling | YarnRopeScaling | None:
+    kind = _get_rope_kind(rope)
     if kind == "default":
         return None
     if kind == "yarn":
-        return _parse_yarn(rope, config_file)
-    if kind != "llama3":
-        raise RecipeError(
-            f"rope type must be default, llama3 or yarn, got {kind!r}", key=config_file
-        )
+        return _parse_yarn(rope)
     return Llama3RopeScaling(
         factor=float(rope["factor"]),
         low_freq_factor=float(rope["low_freq_factor"]),
@@ -249,11 +350,7 @@ def _parse_rope_scaling(
     )
 
 
-def _parse_yarn(rope: Mapping[str, Any], config_file: str) -> YarnRopeScaling:
-    if refused := sorted({"mscale", "mscale_all_dim"}.intersection(rope)):
-        raise RecipeError(f"{' and '.join(refused)} of YaRN are not supported", key=config_file)
-    if not rope.get("truncate", True):
-        raise RecipeError("truncate=false of YaRN is not supported", key=config_file)
+def _parse_yarn(rope: Mapping[str, Any]) -> YarnRopeScaling:
     factor = float(rope["factor"])
     by_paper = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
     return YarnRopeScaling(

@@ -7,6 +7,7 @@ rows (`_list_layer_parameters`).
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 import torch
 
@@ -23,6 +24,7 @@ class TpSplit(Enum):
     WEIGHT_COLUMNS = "by columns"
     QKV = "query, key, value interleaved by key-value head, then by rows"
     GATE_UP = "each rank holds its rows of the gate, then its rows of the up projection"
+    STACKED = "every rank holds all of it; what a checkpoint has is made from it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,9 @@ class ParamMap:
     """Global index of the decoder layer."""
     expert: int | None = None
     """Global index of the expert; experts are never cut over tensor-parallel ranks."""
+    shape: TensorShape = ()
+    """Of a stacked parameter."""
+    is_trained: bool = True
 
 
 EMBEDDING_NAME = "embedding.word_embeddings.weight"
@@ -54,6 +59,17 @@ OUTPUT_LAYER_NAME = "output_layer.weight"
 
 def list_parameter_maps(arch: Architecture) -> list[ParamMap]:
     """Every parameter of the network, first layer first. A tied head is not listed."""
+    if arch.transformers_config:
+        return [
+            ParamMap(
+                name,
+                tuple(HfTensorSpec(*one) for one in stored),
+                TpSplit.STACKED,
+                shape=shape,
+                is_trained=name in _read_names(arch).trained,
+            )
+            for name, shape, stored in _read_names(arch).list_tensors()
+        ]
     words = (arch.vocab, arch.hidden)
     embed = HfTensorSpec("model.embed_tokens.weight", words)
     norm = HfTensorSpec("model.norm.weight", (arch.hidden,))
@@ -115,12 +131,20 @@ def _list_layer_parameters(arch: Architecture, layer: int) -> Iterator[ParamMap]
         yield from mlp("", f"mlp.experts.{expert}", arch.experts.ffn, expert)
 
 
+def _read_names(arch: Architecture) -> Any:
+    # Who only looks at a network of Megatron's layers imports no transformers.
+    from areal_hpc.trainer.model.families.transformers_modules import read_tensor_names
+
+    return read_tensor_names(arch.transformers_config)
+
+
 def compute_padded_vocab_size(arch: Architecture, tp: int) -> int:
     return -(-arch.vocab // tp) * tp
 
 
 def count_tp_shards(parameter: ParamMap, tp: int) -> int:
-    return 1 if parameter.cut is TpSplit.WHOLE or parameter.expert is not None else tp
+    is_whole = parameter.cut in (TpSplit.WHOLE, TpSplit.STACKED) or parameter.expert is not None
+    return 1 if is_whole else tp
 
 
 def get_shard_shape(parameter: ParamMap, arch: Architecture, tp: int) -> TensorShape:
@@ -130,6 +154,8 @@ def get_shard_shape(parameter: ParamMap, arch: Architecture, tp: int) -> TensorS
     match parameter.cut:
         case TpSplit.WHOLE:
             return parameter.hf[0].shape
+        case TpSplit.STACKED:
+            return parameter.shape
         case TpSplit.VOCAB:
             return (compute_padded_vocab_size(arch, ranks) // ranks, *trailing)
         case TpSplit.WEIGHT_COLUMNS:
@@ -144,8 +170,8 @@ def get_hf_slices(
     """What rank `rank` needs of each Hugging Face tensor of the parameter."""
     ranks = count_tp_shards(parameter, tp)
     match parameter.cut:
-        case TpSplit.WHOLE:
-            return [()]
+        case TpSplit.WHOLE | TpSplit.STACKED:
+            return [()] * len(parameter.hf)
         case TpSplit.VOCAB:
             rows = compute_padded_vocab_size(arch, ranks) // ranks
             first, last = (min(place * rows, arch.vocab) for place in (rank, rank + 1))
@@ -173,6 +199,10 @@ def to_megatron(
         case TpSplit.VOCAB:
             rows = get_shard_shape(parameter, arch, tp)[0]
             return torch.cat([first, first.new_zeros((rows - len(first), *trailing))])
+        case TpSplit.STACKED:
+            stored = zip((one.name for one in parameter.hf), hf_slices, strict=True)
+            whole: torch.Tensor = _read_names(arch).from_stored(dict(stored))
+            return whole
         case TpSplit.GATE_UP:
             return torch.cat(list(hf_slices))
         case TpSplit.QKV:
@@ -188,6 +218,8 @@ def to_hf(
     match parameter.cut:
         case TpSplit.WHOLE:
             return [shards[0]]
+        case TpSplit.STACKED:
+            return list(_read_names(arch).to_stored(parameter.megatron, shards[0]).values())
         case TpSplit.VOCAB:
             return [torch.cat(list(shards))[: arch.vocab]]
         case TpSplit.WEIGHT_COLUMNS:

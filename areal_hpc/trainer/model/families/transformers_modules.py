@@ -1,0 +1,386 @@
+"""Networks of transformers' own modules, on packs, in Megatron's schedule and optimizer.
+
+Any decoder that transformers defines is trained so, without tensor or pipeline parallelism. A pack
+reaches the modules as one sequence: positions begin anew with each row, and three things that look
+across rows are given the rows' bounds: attention, the mask, which is none, and the gated delta rule
+with its convolution.
+"""
+
+import copy
+import itertools
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.enums import ModelType
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.transformer_config import TransformerConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    PrefixChange,
+    WeightConverter,
+    WeightRenaming,
+    WeightTransform,
+    dot_natural_key,
+    rename_source_key,
+)
+from transformers.initialization import no_init_weights
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from areal_hpc.errors import RecipeError
+from areal_hpc.trainer.model.attention import (
+    AttentionPlan,
+    VarlenAttention,
+    can_use_flash,
+    plan_varlen_attention,
+)
+
+ATTENTION_NAME = "areal_hpc"
+"""Of our attention and mask in transformers' registries."""
+DELTA_RULE_NAMES = ("torch_chunk_gated_delta_rule", "causal_conv1d_fn")
+MAX_PACKING_GAP = 1e-4
+_CHECKED_VOCABULARY = 512
+TensorShape = tuple[int, ...]
+ComputeLogits = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class ScoredTokenDecoder(torch.nn.Module):
+    """A decoder that gives the logits [1, N, vocabulary] at the pack's `scored_places_N` alone.
+
+    It has the attributes that Megatron's schedule, wrapper and checkpoints ask of a GPT.
+    """
+
+    model_type = ModelType.encoder_or_decoder
+    pre_process = post_process = True
+    share_embeddings_and_output_weights = False
+    """The modules tie them by themselves."""
+    vp_stage = None
+
+    def __init__(
+        self,
+        causal_lm: PreTrainedModel,
+        config: TransformerConfig,
+        compute_logits: ComputeLogits | None,
+    ) -> None:
+        super().__init__()
+        self.causal_lm, self.config = causal_lm, config
+        self._compute_logits = compute_logits
+
+    def set_input_tensor(self, _: object) -> None:
+        """Other stages give none: there is one."""
+
+    def forward(
+        self, input_ids_1T: torch.Tensor, _ids: None, _mask: None, packed_seq_params: AttentionPlan
+    ) -> torch.Tensor:
+        plan = packed_seq_params
+        states_TH = self.causal_lm.model(
+            input_ids_1T,
+            position_ids=plan.positions_T[None],
+            areal_layout=plan.layout,
+            cu_seq_lens_q=plan.layout.query_starts,
+            use_cache=False,
+        ).last_hidden_state[0]
+        states_NH = states_TH.index_select(0, plan.scored_places_N)
+        head = self.causal_lm.get_output_embeddings()
+        if self._compute_logits is not None and getattr(head, "bias", None) is None:
+            logits = self._compute_logits(states_NH, head.weight)
+        else:
+            logits = head(states_NH)
+        if cap := getattr(self.causal_lm.config, "final_logit_softcapping", None):
+            logits = cap * torch.tanh(logits / cap)
+        return logits[None]
+
+    def sharded_state_dict(
+        self, prefix: str = "", metadata: Mapping[str, Any] | None = None, **_: Any
+    ) -> dict[str, ShardedTensor]:
+        """Every parameter whole, as each data-parallel rank holds it."""
+        rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+        return {
+            name: ShardedTensor.from_rank_offsets(name, parameter, replica_id=(0, 0, rank))
+            for name, parameter in self.causal_lm.named_parameters()
+        }
+
+
+def build_decoder(
+    config: Mapping[str, Any], dtype: torch.dtype, device: torch.device, *, recompute: bool = False
+) -> PreTrainedModel:
+    """A network with uninitialized weights and right buffers."""
+    hf_config = _parse_config(config)
+    with no_init_weights(), device:
+        decoder = AutoModelForCausalLM.from_config(
+            hf_config, dtype=dtype, attn_implementation=ATTENTION_NAME
+        )
+        decoder.tie_weights()  # a part of what is left out
+    for name, buffer in decoder.named_buffers():
+        # Rotary angles stay garbage where a module was only allocated.
+        if buffer.is_floating_point() and "inv_freq" in name and not _are_angles(buffer):
+            raise AssertionError(f"the buffer {name} was not computed")
+    for parameter in decoder.parameters():
+        parameter.data = parameter.data.to(dtype)  # some families ask for float32 here and there
+    _split_delta_rule_by_row(decoder)
+    if recompute:
+        decoder.gradient_checkpointing_enable({"use_reentrant": False})
+    return decoder.train()
+
+
+@lru_cache(maxsize=4)
+def check_packing(config_json: str, device: torch.device) -> None:
+    """Compare a few layers with random weights, on a pack, with transformers row by row.
+
+    Raises:
+        RecipeError: Rows see one another, or attention is not what transformers computes.
+    """
+    hf_config = _cut_to_few_layers(_parse_config(json.loads(config_json)))
+    packed = build_decoder(hf_config.to_dict(), torch.float32, device)
+    with no_init_weights(), device:
+        alone = AutoModelForCausalLM.from_config(
+            hf_config, dtype=torch.float32, attn_implementation="eager"
+        )
+        alone.tie_weights()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter, other in zip(packed.parameters(), alone.parameters(), strict=True):
+            numbers = torch.randn(parameter.shape, generator=generator)
+            fan_in = parameter.shape[-1] if parameter.dim() > 1 else 4
+            parameter.copy_(numbers / fan_in**0.5)
+            other.copy_(parameter)
+        lengths = torch.tensor([9, 1, 30, 17])
+        ids_T = torch.randint(0, _CHECKED_VOCABULARY, (int(lengths.sum()),), generator=generator)
+        rows = [part.to(device)[None] for part in ids_T.split(lengths.tolist())]
+        expected = [alone.model(row, use_cache=False).last_hidden_state[0] for row in rows]
+        plan = plan_varlen_attention(lengths.numpy(), cp=1, cp_rank=0, device=device)
+        found = packed.model(
+            torch.cat(rows, 1),
+            position_ids=torch.cat([torch.arange(int(n), device=device) for n in lengths])[None],
+            areal_layout=plan,
+            cu_seq_lens_q=plan.query_starts,
+            use_cache=False,
+        ).last_hidden_state[0]
+    whole = torch.cat(expected)
+    gap = ((found - whole).abs().max() / whole.abs().max()).item()
+    if not gap <= MAX_PACKING_GAP:
+        raise RecipeError(
+            f"{hf_config.model_type} cannot be trained: packed rows differ from rows alone by "
+            f"{gap:.1g} of their largest value, at most {MAX_PACKING_GAP:g} is rounding",
+            key="model",
+            hint="its layers may look across rows in a way that is not known here",
+        )
+
+
+def _cut_to_few_layers(hf_config: PreTrainedConfig) -> PreTrainedConfig:
+    """Keep the first layers, until there is one of each kind, and a small vocabulary."""
+    kinds = list(getattr(hf_config, "layer_types", None) or ())
+    layers = max([2, *(kinds.index(kind) + 1 for kind in kinds)])
+    layers = max(layers, getattr(hf_config, "first_k_dense_replace", 0) + 1)
+    cut = copy.deepcopy(hf_config)
+    cut.num_hidden_layers = min(layers, hf_config.num_hidden_layers)
+    if kinds:
+        cut.layer_types = kinds[: cut.num_hidden_layers]
+    cut.vocab_size = _CHECKED_VOCABULARY
+    cut.bos_token_id = cut.eos_token_id = cut.pad_token_id = None
+    return cut
+
+
+def _are_angles(frequencies: torch.Tensor) -> bool:
+    return bool(((frequencies >= 0) & (frequencies <= 1)).all())
+
+
+def _parse_config(config: Mapping[str, Any]) -> PreTrainedConfig:
+    return AutoConfig.for_model(**config).get_text_config()
+
+
+def _find_delta_rule(module: torch.nn.Module) -> Any:
+    source = sys.modules[type(module).__module__]
+    is_state_layer = hasattr(module, "in_proj_a") or hasattr(module, "in_proj_ba")
+    return source if is_state_layer and hasattr(source, DELTA_RULE_NAMES[0]) else None
+
+
+def _split_delta_rule_by_row(decoder: PreTrainedModel) -> None:
+    """Have the plain torch versions keep to rows: only the CUDA kernels heed their bounds."""
+    for source in {found for module in decoder.modules() if (found := _find_delta_rule(module))}:
+        rule, convolve = (getattr(source, name) for name in DELTA_RULE_NAMES)
+        if getattr(rule, "keeps_to_rows", False):
+            continue
+
+        def chunk_gated_delta_rule(
+            *states: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
+            cu_seqlens: torch.Tensor | None = None, rule: Any = rule, **options: Any,
+        ) -> Any:  # fmt: skip
+            if states[0].is_cuda or cu_seqlens is None:
+                return rule(*states, g=g, beta=beta, cu_seqlens=cu_seqlens, **options)
+            rows = [
+                rule(*(part[:, row] for part in states), g=g[:, row], beta=beta[:, row], **options)[
+                    0
+                ]
+                for row in _list_row_slices(cu_seqlens)
+            ]
+            return torch.cat(rows, 1), None
+
+        def causal_conv1d_fn(
+            states: torch.Tensor, *weights: Any, cu_seq_lens_q: torch.Tensor | None = None,
+            convolve: Any = convolve, **options: Any,
+        ) -> Any:  # fmt: skip
+            if cu_seq_lens_q is None:
+                return convolve(states, *weights, **options)
+            rows = [
+                convolve(states[:, :, row], *weights, **options)
+                for row in _list_row_slices(cu_seq_lens_q)
+            ]
+            return torch.cat(rows, 2)
+
+        chunk_gated_delta_rule.keeps_to_rows = True  # type: ignore[attr-defined]
+        setattr(source, DELTA_RULE_NAMES[0], chunk_gated_delta_rule)
+        setattr(source, DELTA_RULE_NAMES[1], causal_conv1d_fn)
+
+
+def _list_row_slices(starts: torch.Tensor) -> list[slice]:
+    return [slice(first, last) for first, last in itertools.pairwise(starts.tolist())]
+
+
+def _attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: None,
+    *,
+    scaling: float,
+    areal_layout: VarlenAttention,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of transformers' interface: [1, heads, t, d] to [1, t, heads, d]."""
+    query, key, value = (part[0].transpose(0, 1) for part in (query, key, value))
+    if areal_layout.key_places is not None:  # under context parallelism
+        group = parallel_state.get_context_parallel_group()
+        key, value = (
+            gather_from_sequence_parallel_region(part.contiguous(), group=group)
+            for part in (key, value)
+        )
+    # The fused kernel has one size for queries and values.
+    is_alike = query.shape[-1] == value.shape[-1] or not can_use_flash(query)
+    if is_alike and sliding_window is None and softcap is None and s_aux is None:
+        return areal_layout.attend(query, key, value, scaling)[None], None
+    special = _SpecialAttention(scaling, sliding_window, softcap, s_aux)
+    return areal_layout.attend_by(special, query, key, value)[None], None
+
+
+class _SpecialAttention:
+    """Attention of one segment with what a family adds: window, soft cap, sinks."""
+
+    def __init__(
+        self, scale: float, window: int | None, cap: float | None, sinks_H: torch.Tensor | None
+    ) -> None:
+        self._scale, self._window, self._cap, self._sinks_H = scale, window, cap, sinks_H
+
+    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """[1, heads, q, d] over [1, kv_heads, k, d]; the last query sees all keys."""
+        copies = query.shape[1] // key.shape[1]
+        key, value = (part.repeat_interleave(copies, 1) for part in (key, value))
+        mask = _make_mask(query.shape[2], key.shape[2], self._window, query.device)
+        if self._cap is None and self._sinks_H is None:
+            return F.scaled_dot_product_attention(
+                query, key, value, attn_mask=mask, scale=self._scale
+            )
+        scores = query @ key.transpose(-1, -2) * self._scale
+        if self._cap is not None:
+            scores = self._cap * torch.tanh(scores / self._cap)
+        scores = scores.masked_fill(~mask, -torch.inf)
+        if self._sinks_H is not None:
+            sinks = self._sinks_H.reshape(1, -1, 1, 1).expand(1, -1, query.shape[2], 1)
+            scores = torch.cat([scores, sinks.to(scores.dtype)], -1)
+        weights = scores.softmax(-1, dtype=torch.float32).to(value.dtype)
+        return weights[..., : key.shape[2]] @ value
+
+
+def _make_mask(queries: int, keys: int, window: int | None, device: torch.device) -> torch.Tensor:
+    distance = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(
+        keys, device=device
+    )
+    mask = distance >= 0
+    return mask if window is None else mask & (distance < window)
+
+
+ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _attend)
+ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, lambda *_, **__: None)
+
+
+class TensorNames:
+    """How a network's parameters are called, and cut, in a checkpoint of the hub.
+
+    Transformers 5 stacks the experts of a layer; checkpoints have a tensor for each.
+    """
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        with torch.device("meta"):
+            self._decoder = AutoModelForCausalLM.from_config(_parse_config(config))
+        tied = {"lm_head.weight"} if self._decoder.config.tie_word_embeddings else set()
+        self._tensors = {
+            name: tensor for name, tensor in self._decoder.state_dict().items() if name not in tied
+        }
+        self.trained = dict(self._decoder.named_parameters()).keys()
+        conversions = get_model_conversion_mapping(self._decoder, add_legacy=False)
+        self._loading = [one for one in conversions if not isinstance(one, PrefixChange)]
+        self._saving = [one.reverse_transform() for one in self._loading[::-1]]
+
+    def list_tensors(self) -> Iterator[tuple[str, TensorShape, list[tuple[str, TensorShape]]]]:
+        """Name and shape of each parameter, and names and shapes in a checkpoint."""
+        for name, tensor in self._tensors.items():
+            stored = self.to_stored(name, tensor)
+            yield (
+                name,
+                tuple(tensor.shape),
+                [(key, tuple(one.shape)) for key, one in stored.items()],
+            )
+
+    def to_stored(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        """A parameter as a checkpoint has it."""
+        return self._convert({name: tensor}, self._saving, is_reverse=True)
+
+    def from_stored(self, stored: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The parameter that tensors of a checkpoint make up."""
+        (tensor,) = self._convert(stored, self._loading, is_reverse=False).values()
+        return tensor
+
+    def _convert(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        transforms: Sequence[WeightTransform],
+        *,
+        is_reverse: bool,
+    ) -> dict[str, torch.Tensor]:
+        """As transformers/core_model_loading.py does it for a whole model."""
+        renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
+        converters = [one for one in transforms if isinstance(one, WeightConverter)]
+        converter_of = {pattern: one for one in converters for pattern in one.source_patterns}
+        found: dict[str, WeightTransform] = {}
+        for key, tensor in sorted(tensors.items(), key=lambda item: dot_natural_key(item[0])):
+            name, pattern = rename_source_key(key, renamings, converters, reverse=is_reverse)
+            made = (
+                WeightRenaming(key, name)
+                if pattern is None
+                else copy.deepcopy(converter_of[pattern])
+            )
+            found.setdefault(name, made).add_tensor(name, key, pattern or key, tensor)
+        converted = {}
+        for name, transform in found.items():
+            for key, tensor in transform.convert(
+                name, model=self._decoder, config=self._decoder.config
+            ).items():
+                converted[key] = tensor[0] if isinstance(tensor, list) else tensor
+        return converted
+
+
+@lru_cache(maxsize=4)
+def read_tensor_names(config_json: str) -> TensorNames:
+    return TensorNames(json.loads(config_json))

@@ -1,0 +1,137 @@
+"""Decoders of transformers' own modules: packed and trained as transformers computes them."""
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from areal_hpc.errors import RecipeError
+from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.trainer.checkpoints.export import choose_checkpoint, export_checkpoint
+from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anything of Megatron)
+from areal_hpc.trainer.model.families.architecture import count_stored_parameters
+from tests.support.layouts import (
+    GRADIENT_BOUND,
+    LAYOUTS,
+    LOGPROB_BOUND,
+    NORM_BOUND,
+    RESUME_BOUND,
+    Findings,
+    families_of,
+    launch,
+)
+from tests.support.rank_server import RankServer
+from tests.support.reference_models import TRANSFORMERS_CONFIGS, hf_model
+from tests.support.thoroughness import choose
+
+pytestmark = pytest.mark.timeout(900)
+
+# Latent attention and stacked experts with a bias that is not trained; sinks and windows; a state.
+FAMILIES = choose(TRANSFORMERS_CONFIGS, "deepseek_v3", "gpt_oss", "qwen3_5")
+RESUMED_FROM = {"1": (), "CP2": ("1",), "DP2": ("1",)}
+each_family = pytest.mark.parametrize("family", FAMILIES)
+
+
+def list_families(layout: str) -> list[str]:
+    return [family for family in FAMILIES if family in families_of(layout)]
+
+
+@pytest.fixture(scope="module")
+def root(ranks: RankServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("families")
+    for layout, others in RESUMED_FROM.items():
+        launch(
+            ranks,
+            root / layout,
+            LAYOUTS[layout],
+            list_families(layout),
+            [root / other for other in others],
+        )
+    return root
+
+
+@pytest.fixture(scope="module")
+def find(root: Path) -> Callable[[str], Findings]:
+    @functools.cache
+    def find(layout: str) -> Findings:
+        report: Findings = json.loads((root / layout / "report.0.json").read_text())
+        return report
+
+    return find
+
+
+@pytest.mark.parametrize("layout", RESUMED_FROM)
+def test_layouts_match_transformers(find: Callable[[str], Findings], layout: str) -> None:
+    findings = find(layout)
+    assert [*findings] == list_families(layout)
+    for family, found in findings.items():
+        assert found["tokens"] > 50, family
+        assert found["micro_batches"] > 1, family
+        assert found["logprob_gap"] <= LOGPROB_BOUND, family
+        assert found["gradient_gap"] <= GRADIENT_BOUND, family
+        assert found["norm_gap"] <= NORM_BOUND, family
+        assert (found["export_is_exact"], found["specs_match"], found["missing"]) == (
+            True,
+            True,
+            [],
+        )
+        assert (found["resume_is_bitwise"], found["frozen_is_exact"]) == (True, True), family
+        for gaps in found["resumed_from"].values():
+            assert max(gaps.values()) <= RESUME_BOUND, family
+
+
+@each_family
+def test_a_checkpoint_becomes_a_model_that_transformers_reads(root: Path, family: str) -> None:
+    folder = root / "1" / family
+    checkpoint = choose_checkpoint(folder / "checkpoints", None)
+    export_checkpoint(checkpoint, folder / "saved", folder / "exported", lambda line: None)
+    names = {path.name for path in (folder / "exported").glob("*.safetensors")}
+    assert names == {"model.safetensors"}
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder / "exported")
+    original = hf_model(family)
+    buffers = dict(original.named_buffers())
+    for name, buffer in loaded.named_buffers():
+        assert torch.equal(buffer, buffers[name]), "training changes no buffer"
+    counts = count_stored_parameters(folder / "exported")
+    assert counts is not None
+    trained = sum(parameter.numel() for parameter in original.parameters())
+    biases = sum(one.numel() for name, one in buffers.items() if "score_correction" in name)
+    assert counts.dense + counts.experts == trained + biases
+    parameters = dict(original.named_parameters())
+    moved = [
+        name for name, one in loaded.named_parameters() if not torch.equal(one, parameters[name])
+    ]
+    assert len(moved) > len(parameters) / 2, "two steps were taken"
+
+
+@pytest.mark.parametrize("name", ["torch_chunk_gated_delta_rule", "causal_conv1d_fn"])
+def test_a_layer_that_looks_across_rows_is_refused(
+    ranks: RankServer, tmp_path: Path, name: str
+) -> None:
+    outcome = ranks.call(check_a_leaking_family, RunPaths(tmp_path), 1, leaking=name)
+    assert outcome.codes == [0], outcome.log
+
+
+def check_a_leaking_family(scenario: dict[str, Any], paths: RunPaths) -> None:
+    from transformers.models.qwen3_5 import modeling_qwen3_5
+
+    from areal_hpc.trainer.model.families import transformers_modules
+
+    config = json.dumps(hf_model("qwen3_5").config.to_dict())
+    transformers_modules.check_packing(config, torch.device("cpu"))
+    transformers_modules.check_packing.cache_clear()
+    name = scenario["leaking"]
+    kept = getattr(modeling_qwen3_5, name)
+
+    def leak(*args: Any, cu_seqlens: Any = None, cu_seq_lens_q: Any = None, **options: Any) -> Any:
+        return kept(*args, **options)
+
+    leak.keeps_to_rows = True  # type: ignore[attr-defined]
+    setattr(modeling_qwen3_5, name, leak)
+    with pytest.raises(RecipeError, match="packed rows differ from rows alone"):
+        transformers_modules.check_packing(config, torch.device("cpu"))
