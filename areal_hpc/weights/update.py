@@ -39,6 +39,7 @@ _MAX_CONCURRENT_GROUPS = 1024
 
 
 PROBE_TOKENS = 100
+PROBE_GAP_KEY = "weights.max_probe_gap"
 MAX_GAP_BY_DTYPE = {"float64": 1e-3, "float32": 1e-3, "bfloat16": 0.25, "float16": 0.25}
 """Default of `weights.max_probe_gap`, by what is sent. Under the same weights 2e-6 (float32) and
 0.04 (bfloat16) were measured on CPUs, over up to 28 layers; GPUs may round float32 to TF32."""
@@ -85,7 +86,7 @@ def check_probe(
         raise WeightSyncError(
             f"{replica}: log-probabilities of {scored} tokens differ from the trainer's by "
             f"{gap:.2g} on average, at most {max_gap:g} is rounding",
-            key="weights.max_probe_gap",
+            key=PROBE_GAP_KEY,
             hint=hint,
         )
 

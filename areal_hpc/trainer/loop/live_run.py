@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 import torch
 
-from areal_hpc.errors import AgentError, HttpStatusError, SupersededTrainerError
+from areal_hpc.errors import AgentError, HttpStatusError, RecipeError, SupersededTrainerError
 from areal_hpc.jobs.processes.signals import StopRequest
 from areal_hpc.metrics.step_metrics import (
     BATCH_WAIT_PHASE,
@@ -32,7 +32,7 @@ from areal_hpc.weights.publisher import (
     find_outdated_replicas,
 )
 from areal_hpc.weights.replicas import DiscoveredReplicas, ReplicaKey
-from areal_hpc.weights.update import Probe
+from areal_hpc.weights.update import PROBE_GAP_KEY, Probe
 from areal_hpc.wire.ledger import (
     Acknowledged,
     BatchManifest,
@@ -60,6 +60,8 @@ REPLICA_POLL_S = 1.0
 NO_REPLICA_PAUSE_S = 0.1
 EVALUATION_WAIT_LOG_PERIOD_S = 600.0
 NO_CELL_LOG_PERIOD_S = 60.0
+MAX_REFUSED_PROOFS = 5
+"""In a row, from the first weights on, before the run ends."""
 
 
 class AsyncEvaluationTracker:
@@ -173,6 +175,8 @@ class LiveRun:
         self._missing_since: float | None = None
         """The first look that found none; None if the last one found some."""
         self._is_cell_missing = False
+        self._refused_proofs: int | None = 0
+        """In a row; None once a replica has proven any weights."""
         """The event log says so."""
         self._logged_at = float("-inf")
         self._backoff = UpdateBackoff()
@@ -347,6 +351,23 @@ class LiveRun:
         )
         for key, error in report.failed.items():
             logger.warning("%s did not receive version %s: %s", key, version, error)
+        if report.ok:
+            self._refused_proofs = None
+        elif self._refused_proofs is not None:
+            self._end_if_engine_differs([str(error) for error in report.failed.values()])
+
+    def _end_if_engine_differs(self, errors: list[str]) -> None:
+        """Give up where every replica has scored like another model from the first weights on."""
+        assert self._refused_proofs is not None
+        is_refused = bool(errors) and all(PROBE_GAP_KEY in error for error in errors)
+        self._refused_proofs = self._refused_proofs + 1 if is_refused else 0
+        if self._refused_proofs == MAX_REFUSED_PROOFS:
+            raise RecipeError(
+                f"SGLang computes another model than the trainer: {errors[0].splitlines()[0]}",
+                key="model",
+                hint="SGLang may not read all that config.json says; docs/parity.md names models "
+                "that were compared",
+            )
 
     def _record_event(self, event_name: str, **facts: Any) -> None:
         with self._record.time_files():

@@ -20,11 +20,12 @@ from areal_hpc.view.tables import format_duration
 from areal_hpc.wire.ledger import LedgerStatus
 
 MAX_SHOWN_CAUSES = 5
-_EVENTS_ANNOUNCED_ONCE_PER_PLACE = ("event_loop_blocked", "episode_slow")
+_EVENTS_ANNOUNCED_ONCE_PER_PLACE = ("event_loop_blocked", "episode_slow", "weights_published")
 _SUBJECT_BY_EVENT = {
     **dict.fromkeys(_EVENTS_ANNOUNCED_ONCE_PER_PLACE, "agent"),
     "replica_died": "server",
     "process_exited": "process",
+    "weights_published": "weights",
 }
 """Events that are told at once, in the words of `areal-hpc why`."""
 
@@ -39,6 +40,8 @@ class NewEventLineFormatter:
             return list(
                 self._format_failure_lines(cause, str(event.get("then", "it is tried again")))
             )
+        if event["event"] == "weights_published" and event.get("replicas"):
+            return []
         if event["event"] in _EVENTS_ANNOUNCED_ONCE_PER_PLACE:
             key = (event["event"], str(event.get("at") or event["role"]))
             if key in self._told:

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
-from areal_hpc.errors import IdleError
+from areal_hpc.errors import IdleError, RecipeError
 from areal_hpc.jobs.processes.signals import StopRequest
 from areal_hpc.metrics.step_metrics import EpisodeFailureCounter
 from areal_hpc.metrics.writer import MetricsWriter
@@ -25,12 +26,14 @@ from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.service_client import ServiceClient
 from areal_hpc.rundir.telemetry.events import EventLog
 from areal_hpc.trainer.config import Schedule
-from areal_hpc.trainer.loop.live_run import AsyncEvaluationTracker, LiveRun
+from areal_hpc.trainer.loop.live_run import MAX_REFUSED_PROOFS, AsyncEvaluationTracker, LiveRun
 from areal_hpc.trainer.loop.loop import Action, Command, Coordinator
 from areal_hpc.trainer.loop.step_record import StepRecord
 from areal_hpc.trainer.loop.weight_senders import WeightSenders
+from areal_hpc.view.events.news import NewEventLineFormatter
 from areal_hpc.weights.buckets import TensorSpec
 from areal_hpc.weights.publisher import Publisher, make_transport
+from areal_hpc.weights.update import Probe
 from areal_hpc.wire.ledger import Acknowledged, BatchManifest, BatchReply, BatchRequest
 from areal_hpc.wire.replicas import ReplicasOfCell, ReplicaView
 from areal_hpc.wire.weight_version import WeightVersion
@@ -131,13 +134,13 @@ def make_coordinator(
     return coordinator
 
 
-def publish(coordinator: Coordinator, command: Command) -> None:
+def publish(coordinator: Coordinator, command: Command, probe: Probe = WITHOUT_MODEL) -> None:
     assert coordinator.live_run is not None
     weights = iter([(SPECS[0].name, torch.ones(16))])
-    coordinator.live_run.publish_weights(command.shares, weights, lambda: WITHOUT_MODEL)
+    coordinator.live_run.publish_weights(command.shares, weights, lambda: probe)
 
 
-def train(coordinator: Coordinator, steps: int) -> float:
+def train(coordinator: Coordinator, steps: int, probe: Probe = WITHOUT_MODEL) -> float:
     """Follow the coordinator until so many steps are trained; the seconds it took."""
     began, deadline = time.monotonic(), Deadline(100)
     step = 0
@@ -145,13 +148,35 @@ def train(coordinator: Coordinator, steps: int) -> float:
         assert not deadline.is_over()
         command = coordinator.choose_next_command()
         if command.action is Action.PUBLISH:
-            publish(coordinator, command)
+            publish(coordinator, command, probe)
         elif command.manifest is not None:
             step = command.manifest.step
             coordinator.on_trained(WeightVersion(1, step), {})
         else:
             assert command.action is Action.WAIT
     return time.monotonic() - began
+
+
+def test_an_engine_that_computes_another_model_ends_the_run(
+    stack: ExitStack, tmp_path: Path
+) -> None:
+    start_ledger(stack, tmp_path)
+    start_relay(stack, tmp_path, "cell-0")
+    await_endpoint(tmp_path, rendezvous.format_control_proxy_name("cell-0"))
+    coordinator = make_coordinator(stack, tmp_path, cells=1)
+    wrong = replace(WITHOUT_MODEL, logprobs=[one - 4.0 for one in WITHOUT_MODEL.logprobs])
+    with pytest.raises(RecipeError, match=r"another model than the trainer: .* by 4 on average"):
+        train(coordinator, 1, wrong)
+    refused = [
+        event
+        for event in read_readable_records(tmp_path / "events.jsonl")
+        if event["event"] == "weights_published"
+    ]
+    assert len(refused) == MAX_REFUSED_PROOFS
+    told = NewEventLineFormatter()
+    lines = [told.describe_if_new(event) for event in refused]
+    assert lines[0][0].startswith("weights  no replica has taken weights 1.0")
+    assert lines[1:] == [[]] * (MAX_REFUSED_PROOFS - 1), "it is told once"
 
 
 def test_a_trainer_without_cells_gives_its_nodes_back(stack: ExitStack, tmp_path: Path) -> None:
