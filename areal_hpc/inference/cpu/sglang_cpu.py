@@ -30,6 +30,7 @@ from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from typing import Any
 
+from areal_hpc.inference.cpu import delta_rule
 from areal_hpc.inference.server import sglang_main
 from areal_hpc.jobs.processes.die_with_parent import die_with_parent
 
@@ -158,6 +159,10 @@ def _die_with_parent(parent: int) -> None:
 
 def main() -> None:
     """Serve until told to stop."""
+    # Else the states of convolutions are rounded to bfloat16, whatever the model's type.
+    os.environ.setdefault("SGLANG_MAMBA_CONV_DTYPE", "float32")
+    delta_rule.install_kernels()
+    delta_rule.replace_triton_norms()
     _patch_sglang_to_fork()
     sglang_main.install_paused_scoring()
     sglang_main.main()
