@@ -1,7 +1,7 @@
 """Families of transformers' own modules through the whole stack: SFT, SGLang, updates and a step.
 
-Five runs of a tiny model each, six minutes. SGLang has no path for gpt_oss on a CPU, and the attention of
-deepseek_v3 ends there with an error.
+Five runs of a tiny model each, six minutes. SGLang has no path for gpt_oss on a CPU, and the
+attention of deepseek_v3 ends there with an error.
 """
 
 import json

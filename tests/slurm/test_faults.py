@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.slurm.supervised_jobs import TIME_LIMIT_MIN, OperatedRun, SupervisedJob
+from tests.support.deadlines import scaled
 from tests.support.devclusters import SLURM_POLL_S, Devcluster, stopped_slurmctld
 from tests.support.process_commands import find_processes
 from tests.support.waiting import wait_for
@@ -117,3 +118,75 @@ def test_a_job_whose_srun_hangs_while_its_process_dies_is_started_again(
     job.awaits(lambda: "began 2" in job.told)
     assert job.restarts() == 1
     job.cluster.slurm("scancel", job.job_id)
+
+
+@pytest.mark.thorough
+def test_a_job_runs_on_through_maintenance_and_is_requeued_to_another_node(
+    job: SupervisedJob,
+) -> None:
+    cluster = job.cluster
+    job.submit("steady", *SAFE)
+    job.awaits_told("began 1")
+    node = node_of(job)
+    reservation = ("ReservationName=works", f"Nodes={node}", "Users=root", "StartTime=now")
+    flags = ("Duration=60", "Flags=maint,ignore_jobs")
+    partition = ("scontrol", "update", "PartitionName=priority")
+    try:
+        cluster.slurm("scontrol", "reconfigure")
+        cluster.slurm(*partition, "State=DOWN")
+        cluster.slurm("scontrol", "create", *reservation, *flags)
+        drained = (f"NodeName={node}", "State=DRAIN", "Reason=test")
+        cluster.slurm("scontrol", "update", *drained)
+        cluster.slurm("scontrol", "reconfigure")
+        wait_for(lambda: cluster.node_state(node).startswith(("drain", "maint")))
+        assert job.state() == "RUNNING"
+        cluster.slurm(*partition, "State=UP")
+        cluster.slurm("scontrol", "requeue", job.job_id)
+        job.awaits_told("began 1", "saved 0", "began 2")
+        assert node_of(job) != node
+    finally:
+        cluster.slurm(*partition, "State=UP")
+        cluster.slurm("scontrol", "delete", "ReservationName=works")
+        cluster.slurm("scontrol", "update", f"NodeName={node}", "State=RESUME")
+    cluster.slurm("scancel", job.job_id)
+
+
+@pytest.mark.thorough
+def test_a_node_whose_epilog_fails_is_left_for_another(job: SupervisedJob) -> None:
+    cluster = job.cluster
+    script = cluster.state_dir / "epilog"
+    script.write_text(f"#!/bin/sh\n[ ! -e {script}.fails ]\n")
+    script.chmod(0o755)
+    conf = cluster.state_dir / "etc" / "slurm.conf"
+    before = conf.read_text()
+    try:
+        conf.write_text(f"{before}Epilog={script}\n")
+        cluster.slurm("scontrol", "reconfigure")
+        job.submit("steady", *SAFE)
+        job.awaits_told("began 1")
+        node = node_of(job)
+        Path(f"{script}.fails").touch()
+        cluster.slurm("scancel", "--signal=TERM", job.job_id)
+        wait_for(lambda: cluster.node_state(node) == "drained", scaled(60), every_s=SLURM_POLL_S)
+        job.awaits_told("began 1", "saved 0", "began 2")
+        assert node_of(job) != node
+    finally:
+        Path(f"{script}.fails").unlink(missing_ok=True)
+        # before the reconfiguration, in which Slurm 24.11 may forget that the node was drained
+        cluster.slurm("scontrol", "update", f"NodeName={node}", "State=RESUME")
+        conf.write_text(before)
+        cluster.slurm("scontrol", "reconfigure")
+    cluster.slurm("scancel", job.job_id)
+
+
+@pytest.mark.thorough
+def test_a_time_limit_that_an_administrator_shortens_is_met_with_another_start(
+    job: SupervisedJob,
+) -> None:
+    job.submit("steady", *SAFE, "--time=30")
+    job.lay_caretaker(*SAFE)
+    job.awaits_told("began 1")
+    job.cluster.slurm("scontrol", "update", f"JobId={job.job_id}", "TimeLimit=1")
+    wait_for(lambda: "began 2" in job.told, 180, job.shown, every_s=SLURM_POLL_S)
+    assert job.told == ["began 1", "saved 0", "began 2"]
+    job.cluster.slurm("scancel", job.newest_id())

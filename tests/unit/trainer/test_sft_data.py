@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
 from areal_hpc.errors import RecipeError
 from areal_hpc.launch.tiny_model import make_tiny_model
 from areal_hpc.session.chat_template import TokenEncoder
