@@ -106,7 +106,6 @@ def write_recipe(
     **sections: Any,
 ) -> None:
     """The recipe that such a run could have been made from, with the trainer's part as given."""
-    engine = {name: trainer[name] for name in ("device", "dtype")}
     recipe = {
         "experiment_name": "recorded",
         "trial_name": "run",
@@ -114,7 +113,7 @@ def write_recipe(
         "model": {"path": str(paths.starting_model_dir)},
         "train_dataset": {"generator": "examples.quickstart.task:generate"},
         "rollout": {"workflow": "examples.quickstart.agent.ArithmeticAgent", "n_samples": SAMPLES},
-        "inference": engine | dict(inference),
+        "inference": dict(inference),
         "trainer": {"batch_size": TICKETS, **trainer},
         **sections,
     }

@@ -1,4 +1,4 @@
-"""A whole run of the tests: one more try for a few, and what is not tested.
+"""A whole run of the tests: its progress in time, one more try for a few, and what is not tested.
 
     python -m tests.support.whole_run [options of pytest] tests/unit tests/contract
 
@@ -11,16 +11,18 @@ import os
 import shutil
 import subprocess
 import sys
-from collections import defaultdict
+import time
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 import pytest
 
 from slurm.devcluster.roots import list_unpacked_versions
 from tests.support.environments import CHECKOUT
-from tests.support.file_durations import write_table
+from tests.support.file_durations import estimate_s, write_table
 
 MAX_RETRIED = 5
+PROGRESS_EVERY_S = 30.0
 PROGRAMS = {
     "podman": "sandboxes on podman",
     "apptainer": "sandboxes on Apptainer (a stand-in takes its place)",
@@ -37,12 +39,45 @@ class WholeRun:
         self.is_cut_off = False
         """A worker died: some tests did not run at all."""
         self.durations_s: dict[str, float] = defaultdict(float)
+        self._outcomes: Counter[str] = Counter()
+        self._remaining_by_file: Counter[str] = Counter()
+        self._began_s = self._shown_s = time.monotonic()
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_report_teststatus(self, report: pytest.TestReport) -> tuple[str, str, str] | None:
+        """Print nothing for a test that passed: the progress is in lines of its own."""
+        return ("passed", "", "PASSED") if report.passed and report.when == "call" else None
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, node: object, ids: list[str]) -> None:
+        self._remaining_by_file = Counter(name.partition("::")[0] for name in ids)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self.durations_s[report.nodeid.partition("::")[0]] += report.duration
+        file = report.nodeid.partition("::")[0]
+        self.durations_s[file] += report.duration
         if report.failed:
             self.failed.add(report.nodeid)
             print(f"\nFAILED {report.nodeid}", flush=True)
+        if report.when == "call":
+            self._outcomes[report.outcome] += 1
+        if report.when == "teardown":
+            self._remaining_by_file[file] -= 1
+        if time.monotonic() - self._shown_s > PROGRESS_EVERY_S:
+            self._show_progress()
+
+    def _show_progress(self) -> None:
+        self._shown_s = time.monotonic()
+        all_s = sum(map(estimate_s, self._remaining_by_file))
+        remaining_s = sum(
+            estimate_s(file) for file, count in self._remaining_by_file.items() if count > 0
+        )
+        minutes, seconds = divmod(round(self._shown_s - self._began_s), 60)
+        share = 1 - remaining_s / all_s if all_s else 0.0
+        print(
+            f"{minutes:3d} min {seconds:02d} s: {share:4.0%} of the time, "
+            f"{self._outcomes['passed']} passed, {len(self.failed)} failed",
+            flush=True,
+        )
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: object, error: object) -> None:
