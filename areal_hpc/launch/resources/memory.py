@@ -123,6 +123,8 @@ def _build_gpu_memory_report(recipe: Recipe, arch: Architecture) -> Iterator[str
     serving = estimate_serving_memory(arch, recipe.inference, recipe.trainer.dtype, gpu_bytes)
     of = "" if gib is None else f" of {gib:g}"
     yield f"memory of one GPU in GiB, estimated ({count_model_parameters(arch):,} parameters)"
+    if arch.transformers_config:
+        yield f"  {arch.family} has layers of transformers, which tp, pp and ep do not divide"
     yield from _format_trainer_lines(trainer, recipe.trainer.parallel, arch, of)
     if critic is not None:
         parameters = f"{count_critic_parameters(critic):,} parameters"

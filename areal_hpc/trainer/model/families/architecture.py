@@ -222,6 +222,12 @@ def _parse_for_transformers(
             key=config_file,
             hint="choose a model that transformers and SGLang know as one",
         )
+    if "vision_config" in config:
+        raise RecipeError(
+            f"{family} reads images, too; such a model cannot be trained yet",
+            key=config_file,
+            hint="choose a checkpoint of its text model alone",
+        )
     heads, hidden = int(text["num_attention_heads"]), int(text["hidden_size"])
     head_dim = int(text.get("head_dim") or hidden // heads)
     counts = (text.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts"))

@@ -194,7 +194,14 @@ def _are_angles(frequencies: torch.Tensor) -> bool:
 
 
 def _parse_config(config: Mapping[str, Any]) -> PreTrainedConfig:
-    return AutoConfig.for_model(**config).get_text_config()
+    try:
+        return AutoConfig.for_model(**config).get_text_config()
+    except ValueError as error:
+        raise RecipeError(
+            f"transformers knows no model_type {config.get('model_type')!r}",
+            key="model",
+            hint="choose a model of a type that it knows",
+        ) from error
 
 
 def _find_delta_rule(module: torch.nn.Module) -> Any:
