@@ -1,5 +1,6 @@
 """The penalty for leaving a reference: which estimator, where, follows the true gradient."""
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -45,9 +46,14 @@ def make_penalized_task(kind: str, sigma: float, seed: int = 1) -> ToyTask:
     return stay_near(task, softmax(np.log(policy) + noise), COEF)
 
 
-@pytest.mark.parametrize("kind", ["graded", "turn"])
-@pytest.mark.parametrize("credit", ["episode", "turn"])
-@pytest.mark.parametrize("baseline", ["leave_one_out", "none"])
+@pytest.mark.parametrize(
+    ("kind", "credit", "baseline"),
+    choose(
+        itertools.product(("graded", "turn"), ("episode", "turn"), ("leave_one_out", "none")),
+        ("graded", "episode", "leave_one_out"),
+        ("turn", "turn", "none"),
+    ),
+)
 def test_k1_in_the_reward_is_exact(kind: str, credit: str, baseline: str) -> None:
     objective = ObjectiveConfig.model_validate(
         {"kl": {"coef": COEF}, "credit": credit, "baseline": baseline, **EXACT}
