@@ -92,6 +92,7 @@ def assert_serves(cell: Cell, index: int, model: Qwen3ForCausalLM, version: Weig
     assert logprob_error(model, prompt, reply) <= 1e-4
 
 
+@pytest.mark.thorough  # tests/contract/test_several_senders.py has scripted replicas
 def test_two_trainer_ranks_send_each_to_its_own_replica(cell: Cell, tmp_path: Path) -> None:
     models, cell.generation = [tiny_qwen3(seed) for seed in (31, 32)], cell.generation + 1
     files = [tmp_path / f"{at}.safetensors" for at in range(2)]
