@@ -211,6 +211,6 @@ def test_torch_takes_the_names_of_flight_records_from_us() -> None:
         assert all(held.find(name.encode()) > 0 for name in FLIGHT_RECORD_VARIABLES)
 
 
-@pytest.mark.parametrize("family", SGLANG_FAMILIES_WITHOUT_WINDOW)
+@pytest.mark.parametrize("family", sorted(SGLANG_FAMILIES_WITHOUT_WINDOW))
 def test_sglang_reads_no_window_of_families_that_are_refused_with_one(family: str) -> None:
     assert "sliding_window" not in (SGLANG / "srt" / "models" / f"{family}.py").read_text()

@@ -23,8 +23,8 @@ from areal_hpc.trainer.model.families.architecture import (
 )
 from areal_hpc.trainer.model.memory_estimate import drop_ep_for_dense_network
 
-SGLANG_FAMILIES_WITHOUT_WINDOW = (
-    *("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"),
+SGLANG_FAMILIES_WITHOUT_WINDOW = frozenset(
+    {"llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"}
 )
 """SGLang's models of these attend to all tokens, whatever window `config.json` names."""
 

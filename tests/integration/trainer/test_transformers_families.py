@@ -26,7 +26,7 @@ from tests.support.layouts import (
     launch,
 )
 from tests.support.rank_server import RankServer
-from tests.support.reference_models import TRANSFORMERS_CONFIGS, hf_model
+from tests.support.reference_models import SIZES, TRANSFORMERS_CONFIGS, hf_model
 from tests.support.thoroughness import choose
 
 pytestmark = pytest.mark.timeout(900)
@@ -133,5 +133,19 @@ def check_a_leaking_family(scenario: dict[str, Any], paths: RunPaths) -> None:
 
     leak.keeps_to_rows = True  # type: ignore[attr-defined]
     setattr(modeling_qwen3_5, name, leak)
+    with pytest.raises(RecipeError, match="packed rows differ from rows alone"):
+        transformers_modules.check_packing(config, torch.device("cpu"))
+
+
+def test_a_family_that_scales_its_logits_is_refused(ranks: RankServer, tmp_path: Path) -> None:
+    outcome = ranks.call(check_scaled_logits, RunPaths(tmp_path))
+    assert outcome.codes == [0], outcome.log
+
+
+def check_scaled_logits(scenario: dict[str, Any], paths: RunPaths) -> None:
+    from areal_hpc.trainer.model.families import transformers_modules
+
+    sizes = {**SIZES, "logits_scaling": 8.0}
+    config = json.dumps(transformers.GraniteConfig(**sizes).to_dict())
     with pytest.raises(RecipeError, match="packed rows differ from rows alone"):
         transformers_modules.check_packing(config, torch.device("cpu"))

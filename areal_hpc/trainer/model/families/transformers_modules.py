@@ -11,7 +11,7 @@ import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -80,23 +80,9 @@ class ScoredTokenDecoder(torch.nn.Module):
     def forward(
         self, input_ids_1T: torch.Tensor, _ids: None, _mask: None, packed_seq_params: AttentionPlan
     ) -> torch.Tensor:
-        plan = packed_seq_params
-        states_TH = self.causal_lm.model(
-            input_ids_1T,
-            position_ids=plan.positions_T[None],
-            areal_layout=plan.layout,
-            cu_seq_lens_q=plan.layout.query_starts,
-            use_cache=False,
-        ).last_hidden_state[0]
-        states_NH = states_TH.index_select(0, plan.scored_places_N)
-        head = self.causal_lm.get_output_embeddings()
-        if self._compute_logits is not None and getattr(head, "bias", None) is None:
-            logits = self._compute_logits(states_NH, head.weight)
-        else:
-            logits = head(states_NH)
-        if cap := getattr(self.causal_lm.config, "final_logit_softcapping", None):
-            logits = cap * torch.tanh(logits / cap)
-        return logits[None]
+        return compute_scored_logits(
+            self.causal_lm, input_ids_1T, packed_seq_params, self._compute_logits
+        )
 
     def sharded_state_dict(
         self, prefix: str = "", metadata: Mapping[str, Any] | None = None, **_: Any
@@ -107,6 +93,31 @@ class ScoredTokenDecoder(torch.nn.Module):
             name: ShardedTensor.from_rank_offsets(name, parameter, replica_id=(0, 0, rank))
             for name, parameter in self.causal_lm.named_parameters()
         }
+
+
+def compute_scored_logits(
+    causal_lm: PreTrainedModel,
+    input_ids_1T: torch.Tensor,
+    plan: AttentionPlan,
+    compute_logits: ComputeLogits | None = None,
+) -> torch.Tensor:
+    """Logits [1, N, vocabulary] at the pack's scored places."""
+    states_TH = causal_lm.model(
+        input_ids_1T,
+        position_ids=plan.positions_T[None],
+        areal_layout=plan.layout,
+        cu_seq_lens_q=plan.layout.query_starts,
+        use_cache=False,
+    ).last_hidden_state[0]
+    states_NH = states_TH.index_select(0, plan.scored_places_N)
+    head = causal_lm.get_output_embeddings()
+    if compute_logits is not None and getattr(head, "bias", None) is None:
+        logits = compute_logits(states_NH, head.weight)
+    else:
+        logits = head(states_NH)
+    if cap := getattr(causal_lm.config, "final_logit_softcapping", None):
+        logits = cap * torch.tanh(logits / cap)
+    return logits[None]
 
 
 def build_decoder(
@@ -155,15 +166,16 @@ def check_packing(config_json: str, device: torch.device) -> None:
         lengths = torch.tensor([9, 1, 30, 17])
         ids_T = torch.randint(0, _CHECKED_VOCABULARY, (int(lengths.sum()),), generator=generator)
         rows = [part.to(device)[None] for part in ids_T.split(lengths.tolist())]
-        expected = [alone.model(row, use_cache=False).last_hidden_state[0] for row in rows]
-        plan = plan_varlen_attention(lengths.numpy(), cp=1, cp_rank=0, device=device)
-        found = packed.model(
-            torch.cat(rows, 1),
-            position_ids=torch.cat([torch.arange(int(n), device=device) for n in lengths])[None],
-            areal_layout=plan,
-            cu_seq_lens_q=plan.query_starts,
-            use_cache=False,
-        ).last_hidden_state[0]
+        expected = [alone(row, use_cache=False).logits[0] for row in rows]
+        nothing = torch.empty(0, device=device)
+        plan = AttentionPlan(
+            layout=plan_varlen_attention(lengths.numpy(), cp=1, cp_rank=0, device=device),
+            positions_T=torch.cat([torch.arange(int(n), device=device) for n in lengths]),
+            cos_TD=nothing,
+            sin_TD=nothing,
+            scored_places_N=torch.arange(len(ids_T), device=device),
+        )
+        (found,) = compute_scored_logits(packed, torch.cat(rows, 1), plan)
     whole = torch.cat(expected)
     gap = ((found - whole).abs().max() / whole.abs().max()).item()
     if not gap <= MAX_PACKING_GAP:
@@ -224,12 +236,10 @@ def _split_delta_rule_by_row(decoder: PreTrainedModel) -> None:
             if states[0].is_cuda or cu_seqlens is None:
                 return rule(*states, g=g, beta=beta, cu_seqlens=cu_seqlens, **options)
             rows = [
-                rule(*(part[:, row] for part in states), g=g[:, row], beta=beta[:, row], **options)[
-                    0
-                ]
+                rule(*(part[:, row] for part in states), g=g[:, row], beta=beta[:, row], **options)
                 for row in _list_row_slices(cu_seqlens)
             ]
-            return torch.cat(rows, 1), None
+            return torch.cat([states for states, _ in rows], 1), None
 
         def causal_conv1d_fn(
             states: torch.Tensor, *weights: Any, cu_seq_lens_q: torch.Tensor | None = None,
@@ -278,36 +288,37 @@ def _attend(
     is_alike = query.shape[-1] == value.shape[-1] or not can_use_flash(query)
     if is_alike and sliding_window is None and softcap is None and s_aux is None:
         return areal_layout.attend(query, key, value, scaling)[None], None
-    special = _SpecialAttention(scaling, sliding_window, softcap, s_aux)
-    return areal_layout.attend_by(special, query, key, value)[None], None
+    segment = partial(
+        _attend_segment, scale=scaling, window=sliding_window, cap=softcap, sinks_H=s_aux
+    )
+    return areal_layout.attend_by(segment, query, key, value)[None], None
 
 
-class _SpecialAttention:
-    """Attention of one segment with what a family adds: window, soft cap, sinks."""
-
-    def __init__(
-        self, scale: float, window: int | None, cap: float | None, sinks_H: torch.Tensor | None
-    ) -> None:
-        self._scale, self._window, self._cap, self._sinks_H = scale, window, cap, sinks_H
-
-    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """[1, heads, q, d] over [1, kv_heads, k, d]; the last query sees all keys."""
-        copies = query.shape[1] // key.shape[1]
-        key, value = (part.repeat_interleave(copies, 1) for part in (key, value))
-        mask = _make_mask(query.shape[2], key.shape[2], self._window, query.device)
-        if self._cap is None and self._sinks_H is None:
-            return F.scaled_dot_product_attention(
-                query, key, value, attn_mask=mask, scale=self._scale
-            )
-        scores = query @ key.transpose(-1, -2) * self._scale
-        if self._cap is not None:
-            scores = self._cap * torch.tanh(scores / self._cap)
-        scores = scores.masked_fill(~mask, -torch.inf)
-        if self._sinks_H is not None:
-            sinks = self._sinks_H.reshape(1, -1, 1, 1).expand(1, -1, query.shape[2], 1)
-            scores = torch.cat([scores, sinks.to(scores.dtype)], -1)
-        weights = scores.softmax(-1, dtype=torch.float32).to(value.dtype)
-        return weights[..., : key.shape[2]] @ value
+def _attend_segment(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    cap: float | None,
+    sinks_H: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attend [1, heads, q, d] over [1, kv_heads, k, d]; the last query sees all keys."""
+    copies = query.shape[1] // key.shape[1]
+    key, value = (part.repeat_interleave(copies, 1) for part in (key, value))
+    mask = _make_mask(query.shape[2], key.shape[2], window, query.device)
+    if cap is None and sinks_H is None:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+    scores = query @ key.transpose(-1, -2) * scale
+    if cap is not None:
+        scores = cap * torch.tanh(scores / cap)
+    scores = scores.masked_fill(~mask, -torch.inf)
+    if sinks_H is not None:
+        sinks = sinks_H.reshape(1, -1, 1, 1).expand(1, -1, query.shape[2], 1)
+        scores = torch.cat([scores, sinks.to(scores.dtype)], -1)
+    weights = scores.softmax(-1, dtype=torch.float32).to(value.dtype)
+    return weights[..., : key.shape[2]] @ value
 
 
 def _make_mask(queries: int, keys: int, window: int | None, device: torch.device) -> torch.Tensor:
