@@ -76,12 +76,11 @@ def export_checkpoint(
 
     try:
         with open_stored_tensors(checkpoint.path) as stored:
-            weights = CheckpointWeights(
-                stored, read_architecture(model_path), checkpoint.path, model_path
-            )
+            arch = read_architecture(model_path)
+            weights = CheckpointWeights(stored, arch, checkpoint.path, model_path)
             write_hf_model_dir(
                 weights.read_tensors(), weights.list_tensor_specs(), model_path, target_dir,
-                file_bytes=file_bytes, on_file=progress,
+                files=arch.parameters, file_bytes=file_bytes, on_file=progress,
             )  # fmt: skip
     except FileNotFoundError as error:
         raise ClusterError(

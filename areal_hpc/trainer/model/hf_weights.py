@@ -3,6 +3,7 @@
 Nothing here ever holds the whole model: tensors are read, gathered and written one by one.
 """
 
+import itertools
 import json
 import shutil
 import time
@@ -20,7 +21,7 @@ from safetensors.torch import save_file
 from areal_hpc.errors import RecipeError
 from areal_hpc.rundir.atomic import fsync_path, fsync_tree
 from areal_hpc.rundir.folders import make_folder
-from areal_hpc.trainer.model.families.architecture import find_stage_of_layer
+from areal_hpc.trainer.model.families.architecture import StoredParameters, find_stage_of_layer
 from areal_hpc.trainer.model.families.weight_map import (
     EMBEDDING_NAME,
     HfTensorSpec,
@@ -65,10 +66,11 @@ def write_hf_model_dir(
     source_dir: Path,
     target_dir: Path,
     *,
+    files: StoredParameters | None = None,
     file_bytes: int = MAX_FILE_BYTES,
     on_file: ReportBytes = lambda done, total: None,
 ) -> None:
-    """Write safetensors files, their index, and `source_dir`'s other files.
+    """Write safetensors files, their index, and `source_dir`'s other files and tensors.
 
     One file's tensors are held at a time; they are exactly those of `specs`, in that order, which
     say how many files there are before the first is there. Another file is begun at `file_bytes`.
@@ -79,11 +81,19 @@ def write_hf_model_dir(
     # Another process may be writing the same model: the trainer, and a person who exports it.
     partial = target_dir.with_name(f".{target_dir.name}.partial_{uuid.uuid4().hex}")
     partial.mkdir()
-    _write_tensors(iter(tensors), specs, partial, file_bytes, on_file)
+    dtype = specs[0][2]
+    others = _open_other_tensors(source_dir, files) if files else {}
+    _write_tensors(
+        itertools.chain(tensors, ((name, part[:].to(dtype)) for name, part in others.items())),
+        [*specs, *((name, tuple(part.get_shape()), dtype) for name, part in others.items())],
+        partial,
+        file_bytes,
+        on_file,
+    )
     for name in COPIED_FILE_NAMES:
         if (source_dir / name).is_file():
             shutil.copyfile(source_dir / name, partial / name)
-    _write_config_dtype(partial / "config.json", specs[0][2])
+    _write_config_dtype(partial / "config.json", dtype)
     fsync_tree(partial)
     replaced = partial.with_name(f"{partial.name}.replaced")
     if target_dir.exists():
@@ -91,6 +101,14 @@ def write_hf_model_dir(
     partial.rename(target_dir)
     shutil.rmtree(replaced, ignore_errors=True)
     fsync_path(target_dir.parent)
+
+
+def _open_other_tensors(source_dir: Path, files: StoredParameters) -> dict[str, Any]:
+    """What belongs to no decoder, as towers for images: safetensors' unread tensors by name."""
+    reader = HfModelReader(source_dir)
+    own = (files.prefix, files.head)
+    names = reader.list_tensor_names() if files.prefix != "model." else ()
+    return {name: reader.open_tensor(name) for name in names if not name.startswith(own)}
 
 
 def _delete_abandoned_folders(directory: Path) -> None:
@@ -191,17 +209,15 @@ class HfModelReader:
         self._dir, self._key = model_dir, key
         self._open: dict[str, Any] = {}
 
+    def list_tensor_names(self) -> list[str]:
+        return list(self._file_of)
+
     def has_tensor(self, tensor_name: str) -> bool:
         return tensor_name in self._file_of
 
     def read_tensor(self, tensor: HfTensorSpec, slices: Slices = ()) -> torch.Tensor:
         """Some rows or columns of one tensor, or all of it, on the CPU. Reads no more than that."""
-        file = self._file_of.get(tensor.name)
-        if file is None:
-            raise RecipeError(f"{self._dir} has no tensor {tensor.name}", key=self._key)
-        if file not in self._open:
-            self._open[file] = safe_open(self._dir / file, "pt")
-        stored = self._open[file].get_slice(tensor.name)
+        stored = self.open_tensor(tensor.name)
         shape = tuple(stored.get_shape())
         if shape != tensor.shape:
             raise RecipeError(
@@ -210,6 +226,15 @@ class HfModelReader:
             )
         read: torch.Tensor = stored[slices or slice(None)]
         return read
+
+    def open_tensor(self, name: str) -> Any:
+        """Safetensors' view of a tensor, of which nothing is read yet."""
+        file = self._file_of.get(name)
+        if file is None:
+            raise RecipeError(f"{self._dir} has no tensor {name}", key=self._key)
+        if file not in self._open:
+            self._open[file] = safe_open(self._dir / file, "pt")
+        return self._open[file].get_slice(name)
 
 
 @torch.no_grad()
@@ -303,7 +328,12 @@ def save_hf_model(
     tensors = stream_hf_tensors(policy)
     if dist.get_rank() == 0:
         write_hf_model_dir(
-            tensors, list_hf_specs(policy), source_dir, target_dir, file_bytes=file_bytes
+            tensors,
+            list_hf_specs(policy),
+            source_dir,
+            target_dir,
+            files=policy.arch.parameters,
+            file_bytes=file_bytes,
         )
     for _ in tensors:  # the other ranks take part in gathering
         pass

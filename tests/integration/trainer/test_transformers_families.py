@@ -6,15 +6,25 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 
 from areal_hpc.errors import RecipeError
+from areal_hpc.recipe.sections.trainer import ParallelConfig
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.trainer.checkpoints.export import choose_checkpoint, export_checkpoint
 from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anything of Megatron)
-from areal_hpc.trainer.model.families.architecture import count_stored_parameters
+from areal_hpc.trainer.model.families.architecture import (
+    read_architecture,
+    read_stored_parameters,
+)
+from areal_hpc.trainer.model.hf_weights import HfModelReader, load_hf, save_hf_model
+from areal_hpc.trainer.model.policy import build_policy
+from areal_hpc.trainer.step import score_rows
+from tests.support.layout_worker import make_rows
 from tests.support.layouts import (
     GRADIENT_BOUND,
     LAYOUTS,
@@ -97,7 +107,7 @@ def test_a_checkpoint_becomes_a_model_that_transformers_reads(root: Path, family
     buffers = dict(original.named_buffers())
     for name, buffer in loaded.named_buffers():
         assert torch.equal(buffer, buffers[name]), "training changes no buffer"
-    counts = count_stored_parameters(folder / "exported")
+    counts = read_stored_parameters(folder / "exported")
     assert counts is not None
     trained = sum(parameter.numel() for parameter in original.parameters())
     biases = sum(one.numel() for name, one in buffers.items() if "score_correction" in name)
@@ -149,3 +159,70 @@ def check_scaled_logits(scenario: dict[str, Any], paths: RunPaths) -> None:
     config = json.dumps(transformers.GraniteConfig(**sizes).to_dict())
     with pytest.raises(RecipeError, match="packed rows differ from rows alone"):
         transformers_modules.check_packing(config, torch.device("cpu"))
+
+
+IMAGE_MODELS = {
+    "qwen3_5": (
+        "Qwen3_5ForConditionalGeneration",
+        {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2},
+    ),
+    "qwen3_5_moe": (
+        "Qwen3_5MoeForConditionalGeneration",
+        {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2},
+    ),
+    "gemma3": (
+        "Gemma3ForConditionalGeneration",
+        {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+         "num_attention_heads": 2, "image_size": 8, "patch_size": 4},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", choose(IMAGE_MODELS, "qwen3_5_moe"))
+def test_the_decoder_of_a_model_that_reads_images_is_trained(
+    ranks: RankServer, tmp_path: Path, family: str
+) -> None:
+    outcome = ranks.call(train_beside_a_tower, RunPaths(tmp_path), family=family)
+    assert outcome.codes == [0], outcome.log
+
+
+def train_beside_a_tower(scenario: dict[str, Any], paths: RunPaths) -> None:
+    kind, tower = IMAGE_MODELS[scenario["family"]]
+    text = hf_model(scenario["family"])
+    whole_class = getattr(transformers, kind)
+    config = whole_class.config_class(
+        text_config=text.config.to_dict(), vision_config=tower, tie_word_embeddings=False
+    )
+    whole = whole_class(config).float()
+    source = paths.root / "source"
+    whole.save_pretrained(source)
+
+    policy = build_policy(
+        read_architecture(source), ParallelConfig(), torch.float32, torch.device("cpu")
+    )
+    load_hf(policy, HfModelReader(source).read_tensor)
+    rows = make_rows(1)
+    for row in rows:
+        row.channels["temperature"].fill(1.0)
+    found = score_rows(policy, rows, minibatch_count=1, max_tokens=90)
+    for row, logprobs_T in zip(rows, found, strict=True):
+        ids = torch.from_numpy(row.input_ids_T).long()
+        with torch.no_grad():
+            logits = whole(ids[None]).logits[0, :-1]
+        expected = torch.log_softmax(logits, -1).gather(-1, ids[1:, None])[:, 0].numpy()
+        scored = row.loss_mask_T[1:].astype(bool)
+        assert np.abs(logprobs_T[1:] - expected)[scored].max() <= LOGPROB_BOUND
+
+    with torch.no_grad():
+        for parameter in policy.gpt.parameters():
+            parameter.add_(0.125)
+    save_hf_model(policy, source, paths.root / "exported")
+    (before, after) = (
+        load_file(paths.root / name / "model.safetensors") for name in ("source", "exported")
+    )
+    assert before.keys() == after.keys()
+    files = policy.arch.parameters
+    assert files is not None
+    for name, tensor in before.items():
+        is_decoder = name.startswith((files.prefix, files.head))
+        assert torch.equal(after[name], tensor + 0.125 if is_decoder else tensor), name

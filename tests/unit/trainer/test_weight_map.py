@@ -158,9 +158,3 @@ def test_what_is_no_decoder_is_named(change: dict[str, object]) -> None:
         del config["num_attention_heads"]
     with pytest.raises(RecipeError, match="expected a causal language model"):
         parse_architecture(config, "config.json")
-
-
-def test_a_model_that_reads_images_is_named() -> None:
-    config = {"model_type": "qwen3_5", "vision_config": {}, "text_config": CONFIG}
-    with pytest.raises(RecipeError, match="qwen3_5 reads images, too"):
-        parse_architecture(config, "config.json")

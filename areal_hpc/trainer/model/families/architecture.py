@@ -14,6 +14,7 @@ from areal_hpc.recipe.sections.trainer import ParallelConfig
 
 MEGATRON_MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 """Built from Megatron's layers. Any other decoder is built from transformers' own modules."""
+_EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +56,16 @@ class MoeConfig:
 
 @dataclass(frozen=True, slots=True)
 class StoredParameters:
-    """Numbers in the files of a model."""
+    """Numbers in the files of a model, and the names that its tensors have there."""
 
     dense: int
     """All but those of experts: embeddings, too."""
     experts: int
+    prefix: str = "model."
+    """Beginning of the decoder's names; what does not begin so, as towers for images, stays."""
+    head: str = _HEAD
+    has_stacked_experts: bool = False
+    """The experts of a layer are one tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,23 +142,32 @@ def read_architecture(model_dir: Path) -> Architecture:
     arch = parse_architecture(config, str(path))
     if not arch.transformers_config:
         return arch
-    return replace(arch, parameters=count_stored_parameters(model_dir))
+    return replace(arch, parameters=read_stored_parameters(model_dir))
 
 
-def count_stored_parameters(model_dir: Path) -> StoredParameters | None:
-    """Count what the headers of a model's safetensors files list; None without files."""
-    dense = experts = 0
+def read_stored_parameters(model_dir: Path) -> StoredParameters | None:
+    """What the headers of a model's safetensors files list; None without files."""
+    shapes: dict[str, list[int]] = {}
     for file in model_dir.glob("*.safetensors"):
         with file.open("rb") as stream:
             size = int.from_bytes(stream.read(8), "little")
             header = json.loads(stream.read(size))
-        for name, tensor in header.items():
-            count = math.prod(tensor.get("shape", [0]))  # the metadata have none
-            if ".experts." in name:
-                experts += count
-            else:
-                dense += count
-    return StoredParameters(dense, experts) if dense else None
+        shapes |= {name: tensor["shape"] for name, tensor in header.items() if "shape" in tensor}
+    # A layer that predicts further tokens may have an embedding of its own, deeper down.
+    embedding = min((name for name in shapes if name.endswith(_EMBEDDING)), key=len, default="")
+    if not embedding:
+        return None
+    prefix = embedding.removesuffix(_EMBEDDING)
+    head = min((name for name in shapes if name.endswith(_HEAD)), key=len, default=_HEAD)
+    trained = {name: shape for name, shape in shapes.items() if name.startswith((prefix, head))}
+    experts = sum(math.prod(shape) for name, shape in trained.items() if ".experts." in name)
+    return StoredParameters(
+        dense=sum(map(math.prod, trained.values())) - experts,
+        experts=experts,
+        prefix=prefix,
+        head=head,
+        has_stacked_experts=any(name.endswith("experts.gate_up_proj") for name in trained),
+    )
 
 
 def parse_architecture(config: Mapping[str, Any], config_file: str) -> Architecture:
@@ -221,12 +236,6 @@ def _parse_for_transformers(
             f"expected a causal language model with attention, got model_type {family!r}",
             key=config_file,
             hint="choose a model that transformers and SGLang know as one",
-        )
-    if "vision_config" in config:
-        raise RecipeError(
-            f"{family} reads images, too; such a model cannot be trained yet",
-            key=config_file,
-            hint="choose a checkpoint of its text model alone",
         )
     heads, hidden = int(text["num_attention_heads"]), int(text["hidden_size"])
     head_dim = int(text.get("head_dim") or hidden // heads)

@@ -34,6 +34,7 @@ from transformers.core_model_loading import (
 from transformers.initialization import no_init_weights
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from areal_hpc.errors import RecipeError
 from areal_hpc.trainer.model.attention import (
@@ -42,6 +43,7 @@ from areal_hpc.trainer.model.attention import (
     can_use_flash,
     plan_varlen_attention,
 )
+from areal_hpc.trainer.model.families.architecture import StoredParameters
 
 ATTENTION_NAME = "areal_hpc"
 """Of our attention and mask in transformers' registries."""
@@ -207,13 +209,18 @@ def _are_angles(frequencies: torch.Tensor) -> bool:
 
 def _parse_config(config: Mapping[str, Any]) -> PreTrainedConfig:
     try:
-        return AutoConfig.for_model(**config).get_text_config()
-    except ValueError as error:
+        hf_config = AutoConfig.for_model(**config).get_text_config()
+    except ValueError:
+        hf_config = None
+    if type(hf_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise RecipeError(
-            f"transformers knows no model_type {config.get('model_type')!r}",
+            f"transformers knows no decoder of model_type {config.get('model_type')!r}",
             key="model",
             hint="choose a model of a type that it knows",
-        ) from error
+        )
+    if "tie_word_embeddings" in config:  # stands above the part for texts
+        hf_config.tie_word_embeddings = config["tie_word_embeddings"]
+    return hf_config
 
 
 def _find_delta_rule(module: torch.nn.Module) -> Any:
@@ -336,10 +343,12 @@ ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, lambda *_, **__: None)
 class TensorNames:
     """How a network's parameters are called, and cut, in a checkpoint of the hub.
 
-    Transformers 5 stacks the experts of a layer; checkpoints have a tensor for each.
+    Transformers 5 stacks the experts of a layer; most checkpoints have a tensor for each. Where a
+    checkpoint holds towers for images, too, the decoder's names begin in another way.
     """
 
-    def __init__(self, config: Mapping[str, Any]) -> None:
+    def __init__(self, config: Mapping[str, Any], files: StoredParameters) -> None:
+        self._starts = [("model.", files.prefix), ("lm_head.weight", files.head)]
         with torch.device("meta"):
             self._decoder = AutoModelForCausalLM.from_config(_parse_config(config))
         tied = {"lm_head.weight"} if self._decoder.config.tie_word_embeddings else set()
@@ -347,8 +356,12 @@ class TensorNames:
             name: tensor for name, tensor in self._decoder.state_dict().items() if name not in tied
         }
         self.trained = dict(self._decoder.named_parameters()).keys()
-        conversions = get_model_conversion_mapping(self._decoder, add_legacy=False)
-        self._loading = [one for one in conversions if not isinstance(one, PrefixChange)]
+        self._loading = [
+            conversion
+            for conversion in get_model_conversion_mapping(self._decoder, add_legacy=False)
+            if not isinstance(conversion, PrefixChange)
+            and not (files.has_stacked_experts and "experts" in str(conversion.source_patterns))
+        ]
         self._saving = [one.reverse_transform() for one in self._loading[::-1]]
 
     def list_tensors(self) -> Iterator[tuple[str, TensorShape, list[tuple[str, TensorShape]]]]:
@@ -363,11 +376,14 @@ class TensorNames:
 
     def to_stored(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
         """A parameter as a checkpoint has it."""
-        return self._convert({name: tensor}, self._saving, is_reverse=True)
+        stored = self._convert({name: tensor}, self._saving, is_reverse=True)
+        return {_replace_start(key, self._starts): part for key, part in stored.items()}
 
     def from_stored(self, stored: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The parameter that tensors of a checkpoint make up."""
-        (tensor,) = self._convert(stored, self._loading, is_reverse=False).values()
+        own_starts = [(stored, own) for own, stored in self._starts]
+        own = {_replace_start(key, own_starts): part for key, part in stored.items()}
+        (tensor,) = self._convert(own, self._loading, is_reverse=False).values()
         return tensor
 
     def _convert(
@@ -399,6 +415,13 @@ class TensorNames:
         return converted
 
 
+def _replace_start(name: str, starts: Sequence[tuple[str, str]]) -> str:
+    for old, new in starts:
+        if name.startswith(old):
+            return new + name.removeprefix(old)
+    return name
+
+
 @lru_cache(maxsize=4)
-def read_tensor_names(config_json: str) -> TensorNames:
-    return TensorNames(json.loads(config_json))
+def read_tensor_names(config_json: str, files: StoredParameters | None) -> TensorNames:
+    return TensorNames(json.loads(config_json), files or StoredParameters(0, 0))

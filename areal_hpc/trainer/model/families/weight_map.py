@@ -135,7 +135,7 @@ def _read_names(arch: Architecture) -> Any:
     # Who only looks at a network of Megatron's layers imports no transformers.
     from areal_hpc.trainer.model.families.transformers_modules import read_tensor_names
 
-    return read_tensor_names(arch.transformers_config)
+    return read_tensor_names(arch.transformers_config, arch.parameters)
 
 
 def compute_padded_vocab_size(arch: Architecture, tp: int) -> int:
