@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from areal_hpc.recipe.sections.trainer import AdamConfig
 from areal_hpc.trainer.collectives import all_reduce_max
 from areal_hpc.trainer.model.memory_estimate import OPTIMIZER_CHUNK_ELEMENTS
 from areal_hpc.trainer.model.policy import TrainedNetwork
+from areal_hpc.trainer.model.sharding import ShardedAdamW
 from areal_hpc.trainer.private_apis.megatron_private import list_master_weights
 from areal_hpc.trainer.private_apis.torch_private import pin_host_memory
 
@@ -24,9 +25,11 @@ def build_optimizer(
 ) -> Any:
     """Megatron's optimizer over the policy's parameters, its moments already zeroed.
 
-    Moments exist from the start: a checkpoint is loaded into them. With `is_offloaded` the state
-    is on the host between steps (`HostAdamW`).
+    `ShardedAdamW` where FSDP2 divides the parameters. Moments exist from the start: a checkpoint
+    is loaded into them. With `is_offloaded` the state is on the host between steps (`HostAdamW`).
     """
+    if policy.ddp_module is None:
+        return ShardedAdamW(policy.gpt, config)
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer="adam",
@@ -86,21 +89,34 @@ def step_optimizer(policy: TrainedNetwork, optimizer: Any, rate: float) -> float
     when all advantages are, or every token is clipped or masked: momentum and decay would move the
     weights all the same, by what earlier batches taught. A collective.
     """
-    with hold_master_stand_ins(optimizer):
-        optimizer.prepare_grads()
-        norm = float(optimizer.get_grad_norm())
+    is_sharded = isinstance(optimizer, ShardedAdamW)
+    with nullcontext() if is_sharded else hold_master_stand_ins(optimizer):
+        norm = optimizer.measure_norm() if is_sharded else _measure_norm(optimizer)
         kind = _NORM_NOT_FINITE if not math.isfinite(norm) else _NORM_FINITE if norm else _NORM_ZERO
         agreed = all_reduce_max(kind)
         if agreed == _NORM_FINITE:
             for group in optimizer.param_groups:
                 group["lr"] = rate
-            for part in optimizer.chained_optimizers:
-                if part.config.clip_grad > 0.0 and (parameters := part.get_parameters()):
-                    clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, norm)
-            optimizer.step_with_ready_grads()
-    policy.ddp_module.zero_grad_buffer()
+            if is_sharded:
+                optimizer.apply_gradients(norm)
+            else:
+                _apply_gradients(optimizer, norm)
+    if policy.ddp_module is not None:
+        policy.ddp_module.zero_grad_buffer()
     optimizer.zero_grad()
     return math.nan if agreed == _NORM_NOT_FINITE and kind != agreed else norm
+
+
+def _measure_norm(optimizer: Any) -> float:
+    optimizer.prepare_grads()
+    return float(optimizer.get_grad_norm())
+
+
+def _apply_gradients(optimizer: Any, norm: float) -> None:
+    for part in optimizer.chained_optimizers:
+        if part.config.clip_grad > 0.0 and (parameters := part.get_parameters()):
+            clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, norm)
+    optimizer.step_with_ready_grads()
 
 
 MASTER_NAME = "master"

@@ -25,12 +25,12 @@ pytestmark = pytest.mark.timeout(1800)
 
 ORDER = [
     *("DP2", "TP2", "DP2, EP2", "1", "PP2", "CP2", "TP2 x PP2", "TP2 x CP2", "TP2, EP2"),
-    *("PP2, 3 layers", "1, 3 layers"),
+    *("DP2 sharded", "PP2, 3 layers", "1, 3 layers"),
 ]
 """A checkpoint is written before it is read."""
 RESUMES = (
     *(("TP2", "1"), ("1", "PP2"), ("DP2", "TP2"), ("DP2, EP2", "1"), ("1", "TP2, EP2")),
-    ("PP2, 3 layers", "1, 3 layers"),
+    *(("DP2", "DP2 sharded"), ("PP2, 3 layers", "1, 3 layers")),
 )
 """Layouts that a checkpoint is written and read under."""
 AGREEMENT_BOUNDS = {"log-probs": LOGPROB_BOUND, "gradients": GRADIENT_BOUND, "norm": NORM_BOUND}

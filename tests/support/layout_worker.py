@@ -88,6 +88,9 @@ def weighted_loss(batch: MicroBatch, logprobs_N: torch.Tensor) -> tuple[torch.Te
 
 def exported_gradients(policy: TrainedNetwork) -> dict[str, torch.Tensor]:
     """The reduced gradients, carried out by the same way as weights."""
+    if policy.ddp_module is None:
+        named: Any = policy.gpt.causal_lm.named_parameters()
+        return by_checkpoint_name({name: one.grad.full_tensor() for name, one in named})
     for buffer in policy.ddp_module.buffers + policy.ddp_module.expert_parallel_buffers:
         group = buffer.data_parallel_group
         for bucket in buffer.buckets:
@@ -122,7 +125,8 @@ class Case:
         self.policy, self.optimizer = self.build()
         self.state = by_checkpoint_name(self.model.state_dict())
         load_hf(self.policy, lambda tensor, part: self.state[tensor.name][part])
-        self.optimizer.reload_model_params()
+        if self.policy.ddp_module is not None:
+            self.optimizer.reload_model_params()
 
     def build(self) -> tuple[TrainedNetwork, Any]:
         policy = build_policy(self.arch, self.parallel, torch.float32, torch.device("cpu"))
@@ -150,7 +154,10 @@ class Case:
         tally = run_forward_backward(self.policy, batches, weighted_loss, backward=True)
         total = tally.reduce_over_ranks(("tokens",), ("gap",))
         gradients = exported_gradients(self.policy)
-        self.policy.ddp_module.zero_grad_buffer()
+        if self.policy.ddp_module is None:
+            self.optimizer.zero_grad()
+        else:
+            self.policy.ddp_module.zero_grad_buffer()
         return {
             "export_is_exact": all(
                 torch.equal(exported[name], self.state[name]) for name in exported

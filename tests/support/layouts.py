@@ -21,11 +21,12 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "TP2 x CP2": {"tp": 2, "cp": 2},
     "DP2, EP2": {"dp": 2, "ep": 2},
     "TP2, EP2": {"tp": 2, "ep": 2},
+    "DP2 sharded": {"dp": 2, "shard_parameters": True},
     "1, 3 layers": {"layers": 3},
     "PP2, 3 layers": {"pp": 2, "layers": 3},
 }
 """Parallel sizes by the name the document gives them. EP spreads ranks that are there anyway."""
-UNDIVIDED_LAYOUTS = ("1", "CP2", "DP2")
+UNDIVIDED_LAYOUTS = ("1", "CP2", "DP2", "DP2 sharded")
 """Those of networks of transformers' own modules."""
 STATE_FAMILIES = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 """A row of these lies on one rank."""
@@ -44,7 +45,8 @@ def families_of(*layouts: str) -> list[str]:
     if not set(layouts) <= set(UNDIVIDED_LAYOUTS):
         return [*FAMILIES]
     divided = STATE_FAMILIES if "CP2" in layouts else ()
-    return [*FAMILIES, *(one for one in TRANSFORMERS_CONFIGS if one not in divided)]
+    megatron = () if "DP2 sharded" in layouts else FAMILIES
+    return [*megatron, *(one for one in TRANSFORMERS_CONFIGS if one not in divided)]
 
 
 def launch(

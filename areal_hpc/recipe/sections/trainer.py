@@ -25,6 +25,9 @@ class ParallelConfig(BaseConfig):
     """Data parallel: copies of the model."""
     ep: Annotated[int, Field(ge=1)] = 1
     """Expert parallel: a mixture's experts over this many of the tp x cp x dp ranks of a stage."""
+    shard_parameters: bool = False
+    """Divide weights, gradients and moments over all dp x cp ranks, layer by layer (FSDP2); for
+    models of transformers' own layers."""
 
     @property
     def world_size(self) -> int:
@@ -462,6 +465,15 @@ class TrainerConfig(BaseConfig):
         Literal["off", "sampled", "all"], BeforeValidator(_convert_false_to_off)
     ] = "sampled"
     """Rows of a step whose tokens are annotated for viewing: none, 64 in whole groups, or all."""
+
+    @model_validator(mode="after")
+    def _check_sharding(self) -> TrainerConfig:
+        if self.parallel.shard_parameters and self.offload != OffloadConfig():
+            raise ValueError(
+                "parallel.shard_parameters and offload exclude each other: what is divided over "
+                "all ranks stays on their GPUs; leave offload out"
+            )
+        return self
 
     @property
     def ratios_are_one(self) -> bool:

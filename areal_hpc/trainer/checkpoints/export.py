@@ -129,12 +129,14 @@ class CheckpointWeights:
                 self._require_fitting_shape(parameter)
 
     def list_tensor_specs(self) -> list[HfTensorSpecWithDtype]:
-        """Name, shape and dtype of every tensor, in the order of `read_tensors`. Reads nothing."""
-        return [
-            (tensor.name, tensor.shape, self._stored.weight_dtype)
-            for parameter in list_parameter_maps(self._arch)
-            for tensor in parameter.hf
-        ]
+        """Name, shape and dtype of every tensor, in the order of `read_tensors`."""
+        specs = []
+        for parameter in list_parameter_maps(self._arch):
+            dtype = self._stored.weight_dtype
+            if not parameter.is_trained:  # a buffer, some of which stay float32
+                dtype = self._read_parameter(parameter).dtype
+            specs += [(tensor.name, tensor.shape, dtype) for tensor in parameter.hf]
+        return specs
 
     def read_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every whole tensor by its Hugging Face name; one Megatron parameter is held at a time."""

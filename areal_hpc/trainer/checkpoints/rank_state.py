@@ -41,6 +41,7 @@ from areal_hpc.trainer.checkpoints.stored_tensors import (
 from areal_hpc.trainer.collectives import all_reduce_max, raise_on_all_ranks
 from areal_hpc.trainer.model.families.weight_map import EMBEDDING_NAME
 from areal_hpc.trainer.model.policy import TrainedNetwork
+from areal_hpc.trainer.model.sharding import ShardedAdamW
 from areal_hpc.trainer.private_apis.megatron_private import OptimizerShard, list_optimizer_shards
 
 CRITIC_PREFIX = "critic."
@@ -200,9 +201,9 @@ def load_checkpoint_into(
     except ArealError as error:
         trouble = error
     raise_on_all_ranks(trouble)
-    policy.ddp_module.start_param_sync()
-    if critic is not None:
-        critic[0].ddp_module.start_param_sync()
+    for network in (policy, *(() if critic is None else critic[:1])):
+        if network.ddp_module is not None:
+            network.ddp_module.start_param_sync()
 
 
 def _list_state_shards(network: TrainedNetwork, optimizer: Any, prefix: str) -> list[StateShard]:
@@ -216,7 +217,11 @@ def _list_state_shards(network: TrainedNetwork, optimizer: Any, prefix: str) -> 
         _build_shard(
             shard, parts[shard.parameter], prefix, has_masters=network.dtype != torch.float32
         )
-        for shard in list_optimizer_shards(optimizer)
+        for shard in (
+            optimizer.list_shards(network.dtype)
+            if isinstance(optimizer, ShardedAdamW)
+            else list_optimizer_shards(optimizer)
+        )
     ]
 
 
@@ -226,7 +231,7 @@ def _build_shard(
     columns: dict[Column, torch.Tensor] = {
         "exp_avg": shard.moments["exp_avg"],
         "exp_avg_sq": shard.moments["exp_avg_sq"],
-        "weight": shard.parameter.detach().view(-1)[shard.start : shard.stop],
+        "weight": shard.weights,
     }
     if has_masters:
         columns["master"] = shard.master

@@ -33,6 +33,7 @@ from areal_hpc.trainer.model.families.weight_map import (
     to_megatron,
 )
 from areal_hpc.trainer.model.policy import Network, TrainedNetwork
+from areal_hpc.trainer.model.sharding import copy_own_rows, gather_rows
 
 HfTensorSpecWithDtype = tuple[str, tuple[int, ...], torch.dtype]
 """Name, shape and dtype."""
@@ -254,16 +255,19 @@ def load_hf(network: Network, read_slices: ReadSlices) -> None:
             read_slices(tensor, part) for tensor, part in zip(parameter.hf, slices, strict=True)
         ]
         for target in held:
-            target.copy_(to_megatron(parameter, parts, network.arch, tp))
+            copy_own_rows(target, to_megatron(parameter, parts, network.arch, tp))
 
 
 def list_hf_specs(policy: TrainedNetwork) -> list[HfTensorSpecWithDtype]:
     """Name, shape and dtype of every tensor that `stream_hf_tensors` yields, in order."""
-    return [
-        (tensor.name, tensor.shape, policy.dtype)
-        for parameter in policy.weight_map
-        for tensor in parameter.hf
-    ]
+    specs = []
+    for parameter in policy.weight_map:
+        dtype = policy.dtype
+        if not parameter.is_trained:  # a buffer, some of which stay float32
+            held = policy.get_local_part(parameter)
+            dtype = dtype if held is None else held.dtype
+        specs += [(tensor.name, tensor.shape, dtype) for tensor in parameter.hf]
+    return specs
 
 
 @torch.no_grad()
@@ -286,7 +290,7 @@ def _broadcast_from_owner(policy: TrainedNetwork, parameter: ParamMap) -> torch.
     local = policy.get_local_part(parameter)
     if stages.size() == 1 and (parameter.expert is None or spread.size() == 1):
         assert local is not None
-        return local.detach()
+        return gather_rows(local.detach(), policy.dtype)
     if local is None:
         shape = get_shard_shape(parameter, policy.arch, policy.split.tp)
         local = torch.empty(shape, dtype=policy.dtype, device=policy.device)

@@ -199,11 +199,18 @@ def estimate_stage_memory(
         held + count_layer_activation_values(one, parallel, tokens) * element
         for one, held in zip(frozen, weights, strict=True)
     ]
+    # FSDP2 divides weights and gradients, too, and gathers the tables and a layer at a time.
+    rows = sharers if parallel.shard_parameters else 1
+    gathered = 0
+    if parallel.shard_parameters:
+        tables = arch.vocab * arch.hidden * (1 if arch.tied else 2)
+        layer = (dense + experts - tables) // arch.layers
+        gathered = element * (tables + 2 * layer)
     logits = tokens // parallel.cp * (-(-arch.vocab // parallel.tp)) * LOGIT_BYTES
     return TrainerMemory(
         stage=stage,
-        parameters=(dense + experts) * element,
-        gradients=(dense + experts) * 4,
+        parameters=(dense + experts) * (element if rows == 1 else 4) // rows + gathered,
+        gradients=(dense + experts) * 4 // rows + gathered,
         optimizer=min(optimizer, state * OPTIMIZER_CHUNK_ELEMENTS) if host_optimizer else optimizer,
         activations=kept - host + whole * is_thrifty,
         logits=logits if stage == parallel.pp - 1 else 0,

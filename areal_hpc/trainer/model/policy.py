@@ -43,6 +43,7 @@ from areal_hpc.trainer.model.families.weight_map import (
     list_parameter_maps,
 )
 from areal_hpc.trainer.model.logprobs import compute_float32_logits
+from areal_hpc.trainer.model.sharding import shard_decoder
 from areal_hpc.trainer.private_apis.megatron_private import (
     ScoredTokenCritic,
     ScoredTokenGPT,
@@ -119,14 +120,14 @@ class Network:
 class TrainedNetwork(Network):
     """A network being trained."""
 
-    ddp_module: DistributedDataParallel
-    """Wraps `gpt`; owns the gradient buffers."""
+    ddp_module: DistributedDataParallel | None
+    """Wraps `gpt`; owns the gradient buffers. None where FSDP2 divides the parameters."""
     offloads_activations: bool = False
     """Copy what the backward pass needs to host memory meanwhile."""
 
     @property
     def module(self) -> torch.nn.Module:
-        module: torch.nn.Module = self.ddp_module
+        module: torch.nn.Module = self.gpt if self.ddp_module is None else self.ddp_module
         return module
 
 
@@ -142,7 +143,10 @@ def build_policy(
     Process groups must exist (`process_groups.join_process_groups`).
     """
     network = build_network(arch, parallel, dtype, device, activations)
-    return prepare_for_training(network, activations)
+    if not parallel.shard_parameters:
+        return prepare_for_training(network, activations)
+    shard_decoder(network.gpt, dtype, device)
+    return TrainedNetwork(**_list_fields(network), ddp_module=None)
 
 
 def prepare_for_training(network: Network, activations: ActivationMemoryConfig) -> TrainedNetwork:
@@ -167,8 +171,13 @@ def prepare_for_training(network: Network, activations: ActivationMemoryConfig) 
     # Until the last micro-batch gradients are only added up; then each bucket is reduced as soon as
     # the backward pass is done with it.
     config.no_sync_func = replica.no_sync
-    held = {one.name: getattr(network, one.name) for one in fields(Network) if one.init}
-    return TrainedNetwork(**held, ddp_module=replica, offloads_activations=activations.offload)
+    return TrainedNetwork(
+        **_list_fields(network), ddp_module=replica, offloads_activations=activations.offload
+    )
+
+
+def _list_fields(network: Network) -> dict[str, Any]:
+    return {one.name: getattr(network, one.name) for one in fields(Network) if one.init}
 
 
 def build_network(

@@ -113,6 +113,8 @@ class OptimizerShard(NamedTuple):
     start: int
     """Among the parameter's numbers, one row after another."""
     stop: int
+    weights: torch.Tensor
+    """These numbers, flat, as the passes multiply with them."""
     master: torch.Tensor
     """Float32, flat; of a float32 parameter these numbers themselves."""
     moments: dict[str, torch.Tensor]
@@ -127,5 +129,6 @@ def list_optimizer_shards(optimizer: Any) -> list[OptimizerShard]:
             owned = part._get_model_param_range_map(parameter)["param"]
             state = part._get_main_param_and_optimizer_states(parameter)
             master = state.pop("param").detach()
-            shards.append(OptimizerShard(parameter, owned.start, owned.end, master, state))
+            weights = parameter.detach().view(-1)[owned.start : owned.end]
+            shards.append(OptimizerShard(parameter, owned.start, owned.end, weights, master, state))
     return shards

@@ -131,6 +131,7 @@ def test_a_checkpoint_of_many_buckets_is_resumed_to_the_same_bits(
 ) -> None:
     policy_module.GRADIENT_BUCKET_ELEMENTS = SMALL_BUCKET
     learner = begin_training(scenario, paths)
+    assert learner.policy.ddp_module is not None
     assert len(learner.policy.ddp_module.bucket_groups) > 1
     resumed = make_learner(scenario, paths)
     assert resumed.state.step == 1

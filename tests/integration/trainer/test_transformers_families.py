@@ -43,7 +43,7 @@ pytestmark = pytest.mark.timeout(900)
 
 # Latent attention and stacked experts with a bias that is not trained; sinks and windows; a state.
 FAMILIES = choose(TRANSFORMERS_CONFIGS, "deepseek_v3", "gpt_oss", "qwen3_5")
-RESUMED_FROM = {"1": (), "CP2": ("1",), "DP2": ("1",)}
+RESUMED_FROM = {"1": (), "CP2": ("1",), "DP2": ("1",), "DP2 sharded": ("DP2",)}
 each_family = pytest.mark.parametrize("family", FAMILIES)
 
 
@@ -226,3 +226,25 @@ def train_beside_a_tower(scenario: dict[str, Any], paths: RunPaths) -> None:
     for name, tensor in before.items():
         is_decoder = name.startswith((files.prefix, files.head))
         assert torch.equal(after[name], tensor + 0.125 if is_decoder else tensor), name
+
+
+def test_buffers_of_a_bfloat16_model_keep_their_precision(
+    ranks: RankServer, tmp_path: Path
+) -> None:
+    outcome = ranks.call(export_in_bfloat16, RunPaths(tmp_path))
+    assert outcome.codes == [0], outcome.log
+
+
+def export_in_bfloat16(scenario: dict[str, Any], paths: RunPaths) -> None:
+    source = paths.root / "source"
+    hf_model("glm4_moe").save_pretrained(source)
+    arch = read_architecture(source)
+    policy = build_policy(arch, ParallelConfig(), torch.bfloat16, torch.device("cpu"))
+    load_hf(policy, HfModelReader(source).read_tensor)
+    save_hf_model(policy, source, paths.root / "exported")
+    before, after = (
+        load_file(folder / "model.safetensors") for folder in (source, paths.root / "exported")
+    )
+    for name, tensor in before.items():
+        is_bias = name.endswith("e_score_correction_bias")
+        assert torch.equal(after[name], tensor if is_bias else tensor.bfloat16()), name

@@ -77,7 +77,7 @@ def held_by(arch: Architecture, split: ParallelConfig, stage: int) -> tuple[int,
 def test_a_ranks_parameters_are_those_of_the_name_table(name: str, split: dict[str, int]) -> None:
     arch = architecture(name)
     ep = split.get("ep", 1) if arch.experts else 1
-    parallel = ParallelConfig(**{**split, "ep": ep})
+    parallel = ParallelConfig.model_validate({**split, "ep": ep})
     for stage in range(parallel.pp):
         assert memory_estimate.count_stage_dense_and_expert_params(
             arch, parallel, stage

@@ -74,7 +74,7 @@ def test_ranks_together_read_each_cut_tensor_once(arch: Architecture) -> None:
     ],
 )
 def test_misfit_sizes_named(arch: Architecture, parallel: dict[str, int], keys: list[str]) -> None:
-    problems = find_layout_problems(arch, ParallelConfig(**parallel))
+    problems = find_layout_problems(arch, ParallelConfig.model_validate(parallel))
     assert [problem.key for problem in problems] == [f"trainer.parallel.{key}" for key in keys]
 
 

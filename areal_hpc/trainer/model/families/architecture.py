@@ -301,6 +301,12 @@ def find_layout_problems(arch: Architecture, parallel: ParallelConfig) -> Iterat
     if arch.transformers_config:
         yield from _find_problems_of_whole_layers(arch, parallel)
         return
+    if parallel.shard_parameters:
+        yield Problem(
+            f"{arch.family} has layers of Megatron-core, whose weights tp and pp divide",
+            "trainer.parallel.shard_parameters",
+            "leave it out, and raise tp or pp if a GPU cannot hold the model",
+        )
     if arch.layers < parallel.pp:
         yield Problem(
             f"each pipeline stage needs a layer: num_hidden_layers is {arch.layers}, "
