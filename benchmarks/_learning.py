@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import transformers
 
-from areal_hpc.jobs.node.topology import get_task_position
+from areal_hpc.jobs.node import get_task_position
 from areal_hpc.recipe.sections.trainer import AdamConfig, ObjectiveConfig, ParallelConfig
 from areal_hpc.trainer.batch.packing import TrainingRow
 from areal_hpc.trainer.batch.training_rows import ADVANTAGE_CHANNEL, BEHAVIOR_LOGPROBS_CHANNEL

@@ -119,7 +119,7 @@ class Storehouse:
             if not refs:
                 return
             tickets = await self._write(refs)
-            await self._ledger.call_until_answered(
+            await self._ledger.call_repeatedly(
                 "/settle", SettleTicketsRequest(self._cell, tickets), Acknowledged
             )
             self._tally.sealed += 1
@@ -258,7 +258,7 @@ async def run_trainer(paths: RunPaths, batch_size: int, tempo: Tempo, tally: Tal
 async def _train(
     paths: RunPaths, ledger: AsyncServiceClient, batch_size: int, tempo: Tempo, tally: Tally
 ) -> None:
-    await ledger.call_until_answered(
+    await ledger.call_repeatedly(
         "/open_generation", OpenTrainerGenerationRequest(1, 0), Acknowledged
     )
     while True:
@@ -270,7 +270,7 @@ async def _train(
             began = time.monotonic()
             await asyncio.to_thread(read_rows, manifest, paths.shards_dir)
             tally.read_s.append(time.monotonic() - began)
-        await ledger.call_until_answered("/publish", WeightsPublishedRequest(1, step), Acknowledged)
+        await ledger.call_repeatedly("/publish", WeightsPublishedRequest(1, step), Acknowledged)
         tally.steps = step
 
 
@@ -279,9 +279,9 @@ async def _batch(
 ) -> tuple[BatchManifest, float | None]:
     """A batch; the time that took, if its tickets were all there when it was asked for."""
     while True:
-        status = await ledger.call_until_answered("/status", Empty(), LedgerStatus)
+        status = await ledger.call_repeatedly("/status", Empty(), LedgerStatus)
         began = time.monotonic()
-        reply = await ledger.call_until_answered("/batch", BatchRequest(1, step, 2.0), BatchReply)
+        reply = await ledger.call_repeatedly("/batch", BatchRequest(1, step, 2.0), BatchReply)
         if reply.manifest is not None:
             was_there = status.settled >= batch_size
             return reply.manifest, time.monotonic() - began if was_there else None

@@ -29,7 +29,7 @@ from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.sections.rollout import RolloutConfig
 from areal_hpc.recipe.sections.trainer import TrainerConfig
 from areal_hpc.rundir import rendezvous
-from areal_hpc.rundir.generations import claim_next_number
+from areal_hpc.rundir.files import claim_next_number
 from areal_hpc.rundir.paths import RunPaths
 from benchmarks._scale_cells import Tally, Tempo, run_cells, run_trainer
 

@@ -21,7 +21,7 @@ import transformers
 import yaml
 
 from areal_hpc.inference.config import resolve_device
-from areal_hpc.jobs.environment import get_interpreter
+from areal_hpc.jobs.config import get_interpreter
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.sections.inference import InferenceConfig
 from areal_hpc.recipe.sections.weights import WeightsConfig

@@ -30,18 +30,16 @@ import torch
 from areal_hpc.trainer.model.cpu import megatron_cpu  # before anything of Megatron
 
 # isort: split
-from areal_hpc.rundir.atomic import fsync_path, fsync_tree
-from areal_hpc.rundir.checkpoint_index import (
-    get_rank_file_path,
-    merge_rank_indices,
-    write_checkpoint_index,
-)
 from areal_hpc.rundir.checkpoints import (
     COMPLETE_MARKER_FILE,
     TRAINER_STATE_FILE,
     TrainerState,
     find_latest_checkpoint,
+    get_rank_file_path,
+    merge_rank_indices,
+    write_checkpoint_index,
 )
+from areal_hpc.rundir.files import fsync_path, fsync_tree
 from areal_hpc.trainer.batch.packing import TrainingRow
 from areal_hpc.trainer.checkpoints.rank_state import RankState
 from areal_hpc.trainer.checkpoints.store import CheckpointStore

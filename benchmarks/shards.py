@@ -28,7 +28,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from areal_hpc.rundir.atomic import fsync_path
+from areal_hpc.rundir.files import fsync_path
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.shards.verify import measure_file
 from areal_hpc.shards.writer import write_sealed_shard

@@ -25,7 +25,7 @@ from areal_hpc.rollout.execution.agent_pickle import (
     pickle_agent,
     save_agent_as_module,
 )
-from areal_hpc.rundir.atomic import write_atomic
+from areal_hpc.rundir.files import write_atomic
 from areal_hpc.rundir.paths import RunPaths
 
 NEW_RUN_HINT = "use another trial_name to start a new run"

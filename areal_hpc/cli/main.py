@@ -8,18 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from areal_hpc import __version__
-from areal_hpc.cli import usage_errors
-from areal_hpc.cli.arguments import Command, CommandGroup
-from areal_hpc.cli.commands import (
-    develop,
-    doctor,
-    evaluate,
-    explain,
-    inspect,
-    operate,
-    prepare,
-    proxy,
-    run,
+from areal_hpc.cli import develop, evaluate, explain, inspect, operate, prepare, run
+from areal_hpc.cli.arguments import (
+    Command,
+    CommandGroup,
+    describe_unknown_arguments,
+    exit_on_unknown_command,
 )
 from areal_hpc.errors import (
     ArealError,
@@ -30,7 +24,7 @@ from areal_hpc.errors import (
 )
 
 COMMAND_MODULES = {
-    "run": (run, evaluate, doctor, proxy),
+    "run": (run, evaluate),
     "prepare": (prepare,),
     "inspect": (inspect, explain),
     "operate": (operate,),
@@ -60,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(escape_controls(f"{head}{error}"), file=sys.stderr)
         sys.exit(getattr(error, "code", error.exit_code))
     except tuple(HINT_BY_PATH_ERROR) as error:
-        if not _is_at_or_below_argument(arguments, error.filename):
+        if not _is_named_path(arguments, error.filename):
             raise  # a path of our own making
         hint = next(text for kind, text in HINT_BY_PATH_ERROR.items() if isinstance(error, kind))
         problem = Problem(str(error.strerror), error.filename, hint)
@@ -82,7 +76,7 @@ def _escape_what_stdout_cannot_encode() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
-def _is_at_or_below_argument(arguments: argparse.Namespace, filename: object) -> bool:
+def _is_named_path(arguments: argparse.Namespace, filename: object) -> bool:
     if not isinstance(filename, str):
         return False
     path = Path(filename).resolve()
@@ -96,13 +90,13 @@ def _is_at_or_below_argument(arguments: argparse.Namespace, filename: object) ->
 
 def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = build_parser()
-    usage_errors.exit_on_unknown_command(parser, argv)
+    exit_on_unknown_command(parser, argv)
     arguments, rest = parser.parse_known_args(argv)
     taking = next((name for name in VARIADIC_ARGUMENTS if hasattr(arguments, name)), None)
     if rest and (taking is None or any(item.startswith("-") for item in rest)):
         # That of the command: its usage is what helps.
         arguments.parser.error(
-            usage_errors.describe_unknown_arguments(rest, argv, takes_keys=taking == "overrides")
+            describe_unknown_arguments(rest, argv, takes_keys=taking == "overrides")
         )
     if taking is not None:
         setattr(arguments, taking, [*getattr(arguments, taking), *rest])

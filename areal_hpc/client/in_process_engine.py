@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 from tokenizers import Tokenizer
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.jobs.environment import get_interpreter
+from areal_hpc.jobs.config import get_interpreter
 from areal_hpc.proxy.engine.generation import UnfinishedEngineCallError
 from areal_hpc.proxy.engine.router import Router, StaticReplicaSource
 from areal_hpc.proxy.engine.sglang_client import SGLangClient

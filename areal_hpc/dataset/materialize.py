@@ -9,7 +9,7 @@ import orjson
 from areal_hpc.dataset.sources import iterate_task_rows
 from areal_hpc.errors import RecipeError
 from areal_hpc.recipe.sections.dataset import TaskSetConfig
-from areal_hpc.rundir.atomic import open_temporary_beside
+from areal_hpc.rundir.files import open_temporary_beside
 
 
 def materialize_task_sets(

@@ -15,8 +15,13 @@ from areal_hpc.inference.server.command import (
     compute_replica_seed,
 )
 from areal_hpc.jobs.config import ProcessConfig
-from areal_hpc.jobs.node.gpus import DEVICES_DIR, list_device_files, parse_visible_device_ids
-from areal_hpc.jobs.node.topology import get_advertised_host, get_task_log_dir
+from areal_hpc.jobs.node import (
+    DEVICES_DIR,
+    get_advertised_host,
+    get_task_log_dir,
+    list_device_files,
+    parse_visible_device_ids,
+)
 from areal_hpc.recipe.sections.trainer import Device as RecipeDevice
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.wire.replicas import generate_server_keys

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from areal_hpc.jobs.processes.die_with_parent import die_with_parent
+from areal_hpc.jobs.processes.process_ties import die_with_parent
 from areal_hpc.wire.parsers import GrammarCheckRequest, ParserReply
 
 log = logging.getLogger(__name__)

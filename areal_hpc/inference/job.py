@@ -11,9 +11,9 @@ from areal_hpc.inference.config import InferenceJobConfig, build_server_command,
 from areal_hpc.inference.control_proxy import ControlProxyApp, ControlProxyServer
 from areal_hpc.inference.replica import Replica
 from areal_hpc.inference.server.sglang_server import STOP_GRACE_S
-from areal_hpc.jobs.node.topology import get_advertised_host
-from areal_hpc.jobs.processes.signals import StopRequest
-from areal_hpc.jobs.restart_policy import RestartPolicy
+from areal_hpc.jobs.node import get_advertised_host
+from areal_hpc.jobs.processes.process_setup import StopRequest
+from areal_hpc.jobs.restarts import RestartPolicy
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.events import BackgroundEventLog

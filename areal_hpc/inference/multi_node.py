@@ -17,8 +17,8 @@ from areal_hpc.errors import ClusterError
 from areal_hpc.inference.config import InferenceJobConfig, build_server_command, get_server_log_dir
 from areal_hpc.inference.server.command import NodeOptions, ServerCommand, ServerPorts
 from areal_hpc.inference.server.sglang_server import STOP_GRACE_S, SGLangServer, choose_server_ports
-from areal_hpc.jobs.node.topology import get_advertised_host, get_task_position
-from areal_hpc.jobs.processes.signals import StopRequest
+from areal_hpc.jobs.node import get_advertised_host, get_task_position
+from areal_hpc.jobs.processes.process_setup import StopRequest
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.service_client import ServiceClient

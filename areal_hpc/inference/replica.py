@@ -28,7 +28,7 @@ from areal_hpc.inference.server.sglang_server import (
     find_error_line,
 )
 from areal_hpc.inference.update_state import WeightUpdateState
-from areal_hpc.jobs.restart_policy import RestartPolicy
+from areal_hpc.jobs.restarts import RestartPolicy
 from areal_hpc.recipe.sections.inference import InferenceConfig
 from areal_hpc.rundir.paths import list_restart_dirs
 from areal_hpc.rundir.telemetry.events import EventLog

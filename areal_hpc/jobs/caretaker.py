@@ -48,10 +48,13 @@ from areal_hpc.rundir.lock import claim, is_lock_held
 from areal_hpc.rundir.paths import JobPaths, RunPaths
 from areal_hpc.rundir.telemetry.events import SUBMISSION_REFUSED_EVENT, EventLog
 from areal_hpc.slurm import scontrol
-from areal_hpc.slurm.allocation import expand_node_list
-from areal_hpc.slurm.resubmit import build_caretaker_dependency, submit_job_again
+from areal_hpc.slurm.scontrol import expand_node_list
 from areal_hpc.slurm.states import JobPhase
-from areal_hpc.slurm.submit_exactly_once import is_temporary_refusal
+from areal_hpc.slurm.submit_exactly_once import (
+    build_caretaker_dependency,
+    is_temporary_refusal,
+    submit_job_again,
+)
 
 log = logging.getLogger(__name__)
 
@@ -227,7 +230,7 @@ class Caretaker:
             waiting_id = waiting.submission.job_id
             newest = get_latest_submissions(read_submissions(self._paths.submissions))
             dependency = _build_dependency(CARETAKER_JOB, newest, stages)
-            scontrol.retry_and_log(
+            scontrol.retry_command(
                 lambda: scontrol.update_waiting_job(waiting_id, "Dependency", dependency)
             )
         return True

@@ -11,7 +11,7 @@ import msgspec
 
 from areal_hpc.errors import ClusterError
 from areal_hpc.recipe.base import BaseConfig
-from areal_hpc.rundir.atomic import write_atomic
+from areal_hpc.rundir.files import write_atomic
 from areal_hpc.rundir.jobs import (
     CARETAKER_JOB,
     IDLE_EXIT_CODE,
@@ -24,15 +24,14 @@ from areal_hpc.rundir.jobs import (
     read_task_exits,
 )
 from areal_hpc.rundir.paths import JobPaths, RunPaths
-from areal_hpc.slurm.allocation import expand_node_list
 from areal_hpc.slurm.queue import QueuePoller, SlurmJobRecord, is_live_state, query_squeue_of_user
-from areal_hpc.slurm.reasons import is_held_after_failed_launch
 from areal_hpc.slurm.run_jobs import (
     is_job_of_run,
     list_unrecorded_live_jobs,
     was_probably_cancelled_by_person,
 )
-from areal_hpc.slurm.states import UNKNOWN_STATE, JobPhase, JobState
+from areal_hpc.slurm.scontrol import expand_node_list
+from areal_hpc.slurm.states import UNKNOWN_STATE, JobPhase, JobState, is_held_after_failed_launch
 
 MAX_SUBMISSIONS_WITHOUT_PROGRESS = 3
 """Of one job without progress of the run; then a person has to resume it."""

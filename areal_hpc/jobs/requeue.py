@@ -15,23 +15,23 @@ from typing import Literal
 import msgspec
 
 from areal_hpc.errors import ClusterError, SlurmCommandError, SlurmNotFoundError, SlurmTimeoutError
-from areal_hpc.jobs.restart_policy import (
+from areal_hpc.jobs.restarts import (
     PERMANENT_EXIT_CODES,
     SLURM_JOB_RESTART_POLICY,
     TIME_LIMIT_REASON,
     FailuresWithoutProgress,
 )
-from areal_hpc.rundir.atomic import write_atomic
-from areal_hpc.rundir.cancellation import is_cancelled
+from areal_hpc.rundir.files import write_atomic
 from areal_hpc.rundir.jobs import (
     TaskExit,
     add_excluded_node,
+    is_cancelled,
     list_unexpired_excluded_nodes,
     read_excluded_nodes_with_expired,
 )
 from areal_hpc.rundir.paths import JobPaths, RunPaths
 from areal_hpc.slurm import scontrol
-from areal_hpc.slurm.allocation import expand_node_list
+from areal_hpc.slurm.scontrol import expand_node_list
 
 log = logging.getLogger(__name__)
 
@@ -152,7 +152,7 @@ def requeue_own_job(
     job_id = os.environ["SLURM_JOB_ID"]
     while not is_cancelled(paths.cancelled_marker):
         try:
-            return _requeue_if_running(paths, excluded_by_recipe, job_id)
+            return _requeue_job(paths, excluded_by_recipe, job_id)
         except (SlurmTimeoutError, OSError) as silence:
             log.warning("slurmctld or storage did not answer, asking again: %s", silence)
             if time.monotonic() >= give_up_at:
@@ -164,7 +164,7 @@ def requeue_own_job(
     return "cancelled"
 
 
-def _requeue_if_running(paths: RunPaths, excluded_by_recipe: str, job_id: str) -> RequeueResult:
+def _requeue_job(paths: RunPaths, excluded_by_recipe: str, job_id: str) -> RequeueResult:
     facts = scontrol.query_job(job_id)
     if facts.state != scontrol.RUNNING_STATE:
         log.info("Slurm reports this job as %s; it will not be requeued", facts.state)
@@ -178,7 +178,7 @@ def _requeue_if_running(paths: RunPaths, excluded_by_recipe: str, job_id: str) -
     if excluded != facts.excluded_nodes:
         # Not before: Slurm changes this of waiting jobs alone. Not too late: a requeued job waits
         # until its old credential has expired.
-        scontrol.retry_and_log(lambda: scontrol.update_waiting_job(job_id, "ExcNodeList", excluded))
+        scontrol.retry_command(lambda: scontrol.update_waiting_job(job_id, "ExcNodeList", excluded))
     return "requeued"
 
 

@@ -14,17 +14,17 @@ from pathlib import Path
 import msgspec
 
 from areal_hpc.errors import ClusterError, RecipeError
-from areal_hpc.jobs import starts, time_limit
-from areal_hpc.jobs.node.node_probe import (
+from areal_hpc.jobs import starts
+from areal_hpc.jobs.node import (
+    TaskPosition,
+    find_own_address,
+    get_slurm_restart_count,
+)
+from areal_hpc.jobs.node_probe import (
     NodeProblem,
     ReachabilityServer,
     is_fault_of_storage,
     probe_node,
-)
-from areal_hpc.jobs.node.topology import (
-    TaskPosition,
-    find_own_address,
-    get_slurm_restart_count,
 )
 from areal_hpc.jobs.requeue import (
     MAX_EXCLUDED_NODES,
@@ -34,27 +34,27 @@ from areal_hpc.jobs.requeue import (
     exclude_nodes,
     requeue_own_job,
 )
-from areal_hpc.jobs.restart_policy import (
+from areal_hpc.jobs.restarts import (
     MAX_TIME_LIMIT_STOPS,
     TIME_LIMIT_REASON,
     FailuresWithoutProgress,
     decide_restart,
 )
 from areal_hpc.jobs.task_processes import build_start_environment
-from areal_hpc.rundir.cancellation import is_cancelled
-from areal_hpc.rundir.folders import RunDirWatch
+from areal_hpc.rundir.files import RunDirWatch
 from areal_hpc.rundir.jobs import (
     STOPPED_EXIT_CODE,
     LaunchFile,
     SlurmLaunchInfo,
     TaskExit,
+    is_cancelled,
     list_unexpired_excluded_nodes,
     read_task_exit,
     write_task_exit,
 )
 from areal_hpc.rundir.telemetry.events import EventLog
 from areal_hpc.slurm import scontrol
-from areal_hpc.slurm.allocation import expand_node_list
+from areal_hpc.slurm.scontrol import expand_node_list
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ class SlurmTask:
         self._start: starts.JobStart | None = None
         self._absent: list[TaskExit] = []
         self._progress_tracker = StartProgressTracker(self._paths, slurm.progress)
-        self._clock: time_limit.SlurmControllerClock | None = None
+        self._clock: starts.SlurmControllerClock | None = None
         """Of the first task, which watches the time limit."""
         self._ends_at: float | None = None
         self._next_look_at = self._next_rare_look_at = 0.0
@@ -147,8 +147,8 @@ class SlurmTask:
             greeter.start_answering(self._slurm.join_timeout_s)
             address = greeter.address
         start = starts.claim_next_start(self._starts_dir, self._incarnation, self._node, address)
-        self._clock = time_limit.SlurmControllerClock()
-        self._ends_at = time_limit.find_end_time(environ)
+        self._clock = starts.SlurmControllerClock()
+        self._ends_at = starts.find_end_time(environ)
         return start
 
     def _await_nodes(self, start: starts.JobStart, nodes: list[str]) -> TaskExit | None:
@@ -234,7 +234,7 @@ class SlurmTask:
             left_s = self._ends_at - self._clock.now()
             left_s -= self._launch.stop_grace_s + self._slurm.margin_s
             if left_s <= MAX_CHECKPOINT_DURATION_S and (
-                left_s <= time_limit.read_checkpoint_duration_s(self._paths)
+                left_s <= starts.read_checkpoint_duration_s(self._paths)
             ):
                 return TaskExit(STOPPED_EXIT_CODE, reason=TIME_LIMIT_REASON)
         return None
@@ -266,7 +266,7 @@ class SlurmTask:
         began, grace_s = time.monotonic(), self._launch.stop_grace_s
         if outcome.exit_code != STOPPED_EXIT_CODE:
             return grace_s
-        wanted_s = grace_s + time_limit.read_checkpoint_duration_s(self._paths)
+        wanted_s = grace_s + starts.read_checkpoint_duration_s(self._paths)
         try:
             facts = scontrol.query_job(self._job_id)
         except ClusterError:
@@ -298,7 +298,7 @@ class SlurmTask:
             write_task_exit(self._paths, rank, outcome)
             is_written = True
         if self._position.is_first:
-            outcome = self._end_or_requeue_job(outcome)
+            outcome = self._end_job(outcome)
             with _log_storage_errors("the job's exit status"):
                 write_task_exit(self._paths, rank, outcome)
                 if self._start is not None:
@@ -334,9 +334,9 @@ class SlurmTask:
             limit_s = REQUEUE_TIMEOUT_S if is_first_at_it else exit_timeout_s
             return time.monotonic() - began > limit_s
 
-        _wait_until(need_not_wait, began + REQUEUE_TIMEOUT_S)
+        _await_condition(need_not_wait, began + REQUEUE_TIMEOUT_S)
 
-    def _end_or_requeue_job(self, own_exit: TaskExit) -> TaskExit:
+    def _end_job(self, own_exit: TaskExit) -> TaskExit:
         # The way out depends on Slurm alone: on a silent disk it goes on all the same. On a full
         # one a crash waits, as nothing would bound the starts.
         gathered = self._wait_for_task_exits(own_exit)
@@ -378,17 +378,17 @@ class SlurmTask:
             reason=decisive.cause, excluded=faulty,
         )  # fmt: skip
         self._ends_cancelled = requeue_result == "cancelled"
-        if requeue_result == "not requeued" and not crashes and self._is_requeueable_or_unknown():
+        if requeue_result == "not requeued" and not crashes and self._may_be_requeueable():
             # Preempted, and unable to say that it wants to be started again: Slurm does so by
             # itself with jobs that are still there when the grace is over. Others end at once,
             # for a caretaker to submit them: until then they count against a limit of jobs.
-            _wait_until(
+            _await_condition(
                 lambda: is_cancelled(self._launch.run.cancelled_marker),
                 time.monotonic() + PREEMPTION_KILL_TIMEOUT_S,
             )
         return msgspec.structs.replace(decisive, reason=f"{decisive.reason} ({requeue_result})")
 
-    def _is_requeueable_or_unknown(self) -> bool:
+    def _may_be_requeueable(self) -> bool:
         try:
             return scontrol.query_job(self._job_id).is_requeueable
         except ClusterError:
@@ -408,7 +408,7 @@ class SlurmTask:
                     found[rank] = outcome
             return len(found) == self._launch.job.tasks
 
-        _wait_until(all_are_there, give_up_at)
+        _await_condition(all_are_there, give_up_at)
         return dict(sorted(found.items()))
 
 
@@ -435,12 +435,12 @@ def _log_storage_errors(files_description: str) -> Iterator[None]:
         log.error("%s could not be read or written: %s", files_description, error)
 
 
-def _wait_until(condition: Callable[[], bool], give_up_at: float) -> None:
-    while not _is_readable_and_true(condition) and time.monotonic() < give_up_at:
+def _await_condition(condition: Callable[[], bool], give_up_at: float) -> None:
+    while not _check_condition(condition) and time.monotonic() < give_up_at:
         time.sleep(0.5)
 
 
-def _is_readable_and_true(condition: Callable[[], bool]) -> bool:
+def _check_condition(condition: Callable[[], bool]) -> bool:
     try:
         return condition()
     except OSError as error:  # a stale handle, a server that fails over: the next look may do

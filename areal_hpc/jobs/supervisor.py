@@ -2,6 +2,8 @@
 
 Nothing it starts outlives it: children die with it (kernel death signal), and each runs in a
 session of its own, so that stopping a child stops whatever that child started.
+
+`LocalTask` is its foreground launcher's side: what `SlurmTask` is under `areal-hpc submit`.
 """
 
 import logging
@@ -9,22 +11,30 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 
 from areal_hpc.errors import ArealError, ClusterError, RecipeError, ShardError
-from areal_hpc.jobs.local_task import LocalTask
-from areal_hpc.jobs.node.topology import TaskPosition, detect_task_position, get_slurm_restart_count
-from areal_hpc.jobs.processes.die_with_parent import die_with_parent
-from areal_hpc.jobs.processes.managed_process import ManagedProcess
-from areal_hpc.jobs.processes.process_setup import set_up_logging
-from areal_hpc.jobs.processes.rank_restarts import RankRestart, RankRestartNotes
-from areal_hpc.jobs.processes.signals import StopRequest
-from areal_hpc.jobs.restart_policy import PERMANENT_EXIT_CODES, RestartPolicy
+from areal_hpc.jobs import starts
+from areal_hpc.jobs.node import TaskPosition, detect_task_position, get_slurm_restart_count
+from areal_hpc.jobs.processes.process_setup import StopRequest, set_up_logging
+from areal_hpc.jobs.processes.process_ties import die_with_parent
+from areal_hpc.jobs.restarts import (
+    PERMANENT_EXIT_CODES,
+    RankRestart,
+    RankRestartNotes,
+    RestartPolicy,
+)
 from areal_hpc.jobs.slurm_task import SlurmTask
-from areal_hpc.jobs.task_processes import ProcessStarter, stop_processes
-from areal_hpc.rundir.folders import forbid_making
+from areal_hpc.jobs.task_processes import (
+    ManagedProcess,
+    ProcessStarter,
+    build_start_environment,
+    stop_processes,
+)
+from areal_hpc.rundir.files import StorageErrorTolerance, forbid_making
 from areal_hpc.rundir.jobs import (
     IDLE_EXIT_CODE,
     LOST_RANK_EXIT_CODE,
@@ -32,12 +42,98 @@ from areal_hpc.rundir.jobs import (
     LaunchFile,
     TaskExit,
     read_task_exits,
+    write_task_exit,
 )
-from areal_hpc.rundir.storage_errors import StorageErrorTolerance
+from areal_hpc.rundir.lock import LAUNCHER_HEARTBEAT_TIMEOUT_S, is_lock_held
 from areal_hpc.rundir.telemetry.events import EventLog
 from areal_hpc.wire.retry import Backoff
 
 log = logging.getLogger(__name__)
+
+HEARTBEAT_POLL_S = 2.0
+LAUNCHER_GONE = TaskExit(STOPPED_EXIT_CODE, reason="the launcher is gone")
+
+
+class LocalTask:
+    """A supervisor on the launcher's machine, or in a step of its allocation, perhaps elsewhere."""
+
+    def __init__(self, launch: LaunchFile, position: TaskPosition) -> None:
+        self._launch = launch
+        self._position = position
+        self._step = step = launch.step
+        self._starts_dir = launch.paths.starts_dir
+        self._start = starts.JobStart(step.start_number, step.incarnation, "") if step else None
+        self._is_superseded = False
+        self._last_beat = b""
+        self._last_beat_at = self._next_look_at = time.monotonic()
+
+    def begin(self) -> TaskExit | None:
+        return None
+
+    def build_environment(self) -> Mapping[str, str]:
+        if self._step is None or self._start is None:
+            return {}
+        note = starts.get_stop_note_path(self._starts_dir, self._start)
+        return build_start_environment(
+            self._launch.paths, self._step.interface, self._step.start_number, note
+        )
+
+    def find_stop_reason(self, *, can_end_job: bool) -> TaskExit | None:
+        """A stop when the launcher is gone, or a later start of the job has begun.
+
+        On this machine the kernel drops the launcher's lock however it died. Locks do not reach
+        other nodes on every file system, so a step follows a heartbeat.
+        """
+        if self._step is None or self._start is None:
+            lock = self._launch.launcher_lock
+            return None if lock is None or is_lock_held(lock) else LAUNCHER_GONE
+        now = time.monotonic()
+        if now < self._next_look_at:
+            return None
+        self._next_look_at = now + HEARTBEAT_POLL_S
+        try:
+            if starts.is_superseded(self._starts_dir, self._start):
+                self._is_superseded = True
+                return TaskExit(STOPPED_EXIT_CODE, reason="superseded by a later start of this job")
+            beat = Path(self._step.heartbeat_path).read_bytes()
+        except FileNotFoundError:  # a launcher that ended took its note away: no beat
+            beat = self._last_beat
+        except OSError as error:  # the launcher cannot write either, where storage is away
+            log.warning("shared storage does not respond: %s", error)
+            self._last_beat_at = now
+            return None
+        if beat != self._last_beat:
+            self._last_beat, self._last_beat_at = beat, now
+        return LAUNCHER_GONE if now - self._last_beat_at >= LAUNCHER_HEARTBEAT_TIMEOUT_S else None
+
+    def announce_stop(self, outcome: TaskExit) -> float:
+        """Seconds that processes get to stop by themselves; where they save, those of a save too.
+
+        Processes of a step read it from a note, which all tasks of the job write alike.
+        """
+        grace_s = self._launch.stop_grace_s
+        if self._start is None:
+            return grace_s
+        try:
+            if outcome.exit_code == STOPPED_EXIT_CODE:
+                grace_s += starts.read_checkpoint_duration_s(self._launch.paths)
+            if not self._is_superseded:
+                note = starts.StopNote(outcome.reason, outcome.exit_code, grace_s)
+                path = starts.get_stop_note_path(self._starts_dir, self._start)
+                starts.write_stop_note(path, note)
+        except OSError as error:
+            log.warning("could not tell the processes how long they have: %s", error)
+        return grace_s
+
+    def conclude(self, outcome: TaskExit) -> TaskExit:
+        """Tell the launcher, unless the files belong to a later start."""
+        if self._step is not None:
+            outcome = msgspec.structs.replace(outcome, incarnation=self._step.incarnation)
+        if not self._is_superseded:
+            write_task_exit(self._launch.paths, self._position.rank, outcome)
+        return outcome
+
+
 PROCESS_POLL_S = 0.1
 RESTART_BACKOFF = Backoff(0.5, 10.0)
 LOCAL_RANK_RESTART_POLL_S = 0.1
@@ -159,13 +255,13 @@ class _Supervisor:
         if (outcome := self._task.find_stop_reason(can_end_job=can_end_job)) is not None:
             return outcome
         for child in list(self._children):  # one that has done its work is removed
-            if (outcome := self._poll_or_start_process(child)) is not None:
+            if (outcome := self._poll_process(child)) is not None:
                 return outcome
         return None
 
-    def _poll_or_start_process(self, child: ManagedProcess) -> TaskExit | None:
+    def _poll_process(self, child: ManagedProcess) -> TaskExit | None:
         if child.spec.is_rank:
-            self._kill_rank_if_all_restart(child)
+            self._follow_rank_restart(child)
         if child.process is None:
             if time.monotonic() >= child.not_before:
                 self._starter.start(child)
@@ -173,7 +269,7 @@ class _Supervisor:
         code = child.process.poll()
         return None if code is None else self._on_process_exit(child, code)
 
-    def _kill_rank_if_all_restart(self, child: ManagedProcess) -> None:
+    def _follow_rank_restart(self, child: ManagedProcess) -> None:
         try:
             note = self._notes.read_next_restart(is_urgent=not child.is_running)
         except OSError as error:  # a stale handle, a server that fails over: the next look may do
@@ -231,7 +327,7 @@ class _Supervisor:
         if spec.is_rank and decision == "restart":
             try:
                 note = RankRestart(self._position.rank, code, failures)
-                if not self._notes.announce_restart_if_first(note):
+                if not self._notes.announce_restart(note):
                     return None  # another task was first: the next look follows its note
             except OSError as error:
                 log.error("could not notify the other tasks: %s", error)
@@ -242,7 +338,7 @@ class _Supervisor:
             return TaskExit(
                 code,
                 spec.name,
-                child.read_error_or_log_tail(),
+                child.read_last_words(),
                 str(child.log_path),
                 says_why=code in PERMANENT_EXIT_CODES and child.has_written_error_file,
             )

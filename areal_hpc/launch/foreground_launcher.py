@@ -8,25 +8,32 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from areal_hpc.errors import ClusterError, JobFailedError, RunInterruptedError
-from areal_hpc.jobs.environment import get_interpreters
-from areal_hpc.jobs.processes.signals import StopEvent
-from areal_hpc.jobs.restart_policy import RestartPolicy, find_crash_error
-from areal_hpc.jobs.time_limit import read_checkpoint_duration_s
-from areal_hpc.launch import held_allocation, run_dir_setup
-from areal_hpc.launch.held_allocation import AllocationEndError, HeldAllocation
+from areal_hpc.jobs.config import get_interpreters
+from areal_hpc.jobs.processes.process_setup import StopEvent
+from areal_hpc.jobs.restarts import RestartPolicy, find_crash_error
+from areal_hpc.jobs.starts import read_checkpoint_duration_s
+from areal_hpc.launch.job_places import (
+    AllocationEndError,
+    HeldAllocation,
+    ThisMachine,
+    find_allocation_shortages,
+    find_gpu_problems,
+)
 from areal_hpc.launch.plan import JobStage
-from areal_hpc.launch.prepared_run import PreparedRun, prepare_and_lock_run
-from areal_hpc.launch.resources.gpu_assignment import find_gpu_problems
-from areal_hpc.launch.this_machine import ThisMachine
+from areal_hpc.launch.prepare import (
+    PreparedRun,
+    create_attempt_log_dir,
+    prepare_run,
+)
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.recipe.recipe import Recipe
+from areal_hpc.rundir.files import StorageErrorTolerance
 from areal_hpc.rundir.jobs import JobSpec
-from areal_hpc.rundir.lock import hold_lock_or_raise
+from areal_hpc.rundir.lock import hold_lock
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.rendezvous import CELL_PREFIX, EVALUATION_CELL
-from areal_hpc.rundir.storage_errors import StorageErrorTolerance
 from areal_hpc.rundir.telemetry.events import LAUNCHER_ENDED_EVENT, LAUNCHER_ROLE, EventLog
-from areal_hpc.slurm.allocation import Allocation
+from areal_hpc.slurm.scontrol import Allocation
 from areal_hpc.slurm.submit import JobHandle, stop_jobs
 
 POLL_S = 0.2
@@ -65,7 +72,7 @@ def run(
         JobFailedError: A job failed for good.
         RunInterruptedError: `stop` was set.
     """
-    with prepare_and_lock_run(
+    with prepare_run(
         recipe,
         print_line=reporter.print_line,
         fresh=fresh,
@@ -73,7 +80,7 @@ def run(
         known_problems=(
             find_gpu_problems(recipe, os.environ)
             if allocation is None
-            else held_allocation.find_allocation_shortages(recipe, allocation)
+            else find_allocation_shortages(recipe, allocation)
         ),
     ) as ready:
         events = EventLog(ready.paths.events, LAUNCHER_ROLE)
@@ -112,11 +119,9 @@ def run_standalone_stage(
     stop: StopEvent,
 ) -> None:
     """Run a stage that is no part of a run's plan, in a directory that is in place already."""
-    with hold_lock_or_raise(paths.lock):
+    with hold_lock(paths.lock):
         pythons = get_interpreters(recipe)
-        ready = PreparedRun(
-            paths, run_dir_setup.create_attempt_log_dir_and_link_latest(paths), pythons, (stage,)
-        )
+        ready = PreparedRun(paths, create_attempt_log_dir(paths), pythons, (stage,))
         ForegroundLauncher(
             recipe, ready, reporter, stop, ThisMachine(recipe, ready)
         ).run_stage_jobs(stage)
@@ -174,13 +179,13 @@ class ForegroundLauncher:
     def run_stage_jobs(self, stage: JobStage) -> None:
         """Run the jobs of a stage until its work is done."""
         self._jobs = []
-        for line in self._place.assign_stage_jobs_and_describe(stage):
+        for line in self._place.assign_stage(stage):
             self._reporter.print_line(line)
         try:
             for spec in stage.jobs:
-                handle, reached = self._submit_job(spec), self._read_progress_step_or_bytes(stage)
+                handle, reached = self._submit_job(spec), self._read_progress(stage)
                 self._jobs.append(_JobInProgress(spec, handle, reached, time.monotonic()))
-            self._wait_for_jobs_and_resubmit_failed(stage)
+            self._await_stage_end(stage)
         finally:
             jobs = (self._paths.job(one.name) for one in stage.jobs)
             grace_s = self._recipe.cluster.stop_grace_s + STOP_MARGIN_S
@@ -193,38 +198,38 @@ class ForegroundLauncher:
         self._events.record("job_submitted", job=spec.name, job_id=handle.start_id)
         return handle
 
-    def _read_progress_step_or_bytes(self, stage: JobStage) -> int:
+    def _read_progress(self, stage: JobStage) -> int:
         if stage.leader.name == EVALUATION_CELL and stage.progress is not None:
             return stage.progress.stat().st_size if stage.progress.exists() else 0
         rows = read_metrics(self._paths.metrics)
         return int(rows[-1]["step"]) if rows else -1
 
-    def _wait_for_jobs_and_resubmit_failed(self, stage: JobStage) -> None:
+    def _await_stage_end(self, stage: JobStage) -> None:
         storage = StorageErrorTolerance()
         is_over = False
         while not is_over:
             if self._stop.is_set():
                 raise RunInterruptedError
             with storage.tolerate():
-                self._place.raise_if_time_is_up()
-                is_over = self._poll_and_resubmit_jobs(stage)
+                self._place.check_time_left()
+                is_over = self._poll_jobs(stage)
             time.sleep(POLL_S)
 
-    def _poll_and_resubmit_jobs(self, stage: JobStage) -> bool:
+    def _poll_jobs(self, stage: JobStage) -> bool:
         self._reporter.show_progress(stage.name)
         if self._jobs[0].handle.is_done() and stage.done_marker.exists():
             return True
         for job in list(self._jobs):
             failure = self._find_job_failure(job)
             if failure is not None and not stage.done_marker.exists():
-                self._place.raise_if_place_is_lost()
-                self._kill_and_restart_or_drop_job(stage, job, failure)
+                self._place.check_place()
+                self._answer_job_failure(stage, job, failure)
         return False
 
-    def _kill_and_restart_or_drop_job(
+    def _answer_job_failure(
         self, stage: JobStage, job: _JobInProgress, failure: JobFailedError
     ) -> None:
-        reached, now = self._read_progress_step_or_bytes(stage), time.monotonic()
+        reached, now = self._read_progress(stage), time.monotonic()
         progress = job_made_progress(
             job.spec.name,
             steps_taken=reached - job.progress_at_submission,

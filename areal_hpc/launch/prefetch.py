@@ -29,7 +29,7 @@ class ModelOrDataset:
     is_harbor: bool = False
 
 
-def list_models_and_datasets(recipe: Recipe) -> list[ModelOrDataset]:
+def list_downloads(recipe: Recipe) -> list[ModelOrDataset]:
     model = recipe.model
     found = []
     if model.hub is not None:
@@ -46,18 +46,18 @@ def list_models_and_datasets(recipe: Recipe) -> list[ModelOrDataset]:
     return found
 
 
-def prefetch_files_and_build_images(recipe: Recipe, print_line: Callable[[str], None]) -> None:
+def prefetch_files(recipe: Recipe, print_line: Callable[[str], None]) -> None:
     """Put everything in place; a line for each model and data set.
 
     Raises:
         RecipeError: Something cannot be had; all problems at once.
     """
     problems: list[Problem] = []
-    for item in list_models_and_datasets(recipe):
+    for item in list_downloads(recipe):
         try:
             if item.is_harbor:
                 build_task_images(Path(item.name), item.key, print_line)
-            folder = _download_if_missing(item)
+            folder = _download_item(item)
             sizes = [file.stat().st_size for file in _list_wanted_files(folder, item)]
         except RecipeError as error:
             problems += error.problems
@@ -69,7 +69,7 @@ def prefetch_files_and_build_images(recipe: Recipe, print_line: Callable[[str], 
         raise RecipeError.from_problems(problems)
 
 
-def _download_if_missing(prefetch_item: ModelOrDataset) -> Path:
+def _download_item(prefetch_item: ModelOrDataset) -> Path:
     if not prefetch_item.patterns:
         path = Path(prefetch_item.name).resolve()
         if not path.exists():

@@ -7,7 +7,7 @@ import shlex
 
 from areal_hpc.errors import RecipeError
 from areal_hpc.rundir.checkpoints import TrainerState, UntrainedBatchPart, find_latest_checkpoint
-from areal_hpc.rundir.generations import read_newest_number
+from areal_hpc.rundir.files import read_newest_number
 from areal_hpc.rundir.manifests import (
     delete_quarantine,
     list_manifest_steps,

@@ -12,20 +12,19 @@ from typing import Any
 import msgspec
 
 from areal_hpc.errors import Problem, RecipeError, ShardError
-from areal_hpc.jobs.processes.signals import StopEvent
-from areal_hpc.launch import run_dir_setup
+from areal_hpc.jobs.processes.process_setup import StopEvent
 from areal_hpc.launch.foreground_launcher import ProgressReporter, run_standalone_stage
 from areal_hpc.launch.plan import JobStage, build_job_with_task_per_rank, get_initial_policy_path
+from areal_hpc.launch.prepare import is_key_below, write_run_recipe
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.recipe import Recipe
-from areal_hpc.rundir.atomic import write_atomic
 from areal_hpc.rundir.checkpoints import (
     COMPLETE_MARKER_FILE,
     list_checkpoints,
     list_unfinished_checkpoints,
 )
-from areal_hpc.rundir.folders import create_or_secure_run_dir, restrict_new_files
+from areal_hpc.rundir.files import restrict_new_files, secure_run_dir, write_atomic
 from areal_hpc.rundir.manifests import (
     list_manifest_steps,
     read_ledger_state,
@@ -80,7 +79,7 @@ class RecordedStepsReplay:
         overrides: Sequence[str],
         output_run: RunPaths,
     ) -> None:
-        computed, learnt = split_compute_and_learning_overrides(overrides)
+        computed, learnt = split_overrides(overrides)
         self._as_recorded = load_recipe(run.recipe, computed)
         self.recipe = load_recipe(run.recipe, [*computed, *learnt])
         self._is_changed = bool(learnt)
@@ -91,15 +90,15 @@ class RecordedStepsReplay:
         _refuse_unusable_output_dir(output_run, run, self._request)
         self.start = find_replay_start(run, first_step)
         self._quarantined = read_quarantined_batches(run)
-        raise_if_batches_missing_or_damaged(run, self.start.step + 1, last_step, self._quarantined)
+        check_batches(run, self.start.step + 1, last_step, self._quarantined)
 
-    def replay_and_compare(self, reporter: ProgressReporter, stop: StopEvent) -> None:
+    def replay(self, reporter: ProgressReporter, stop: StopEvent) -> None:
         readers = self.recipe.cluster.readable_by
         with restrict_new_files(readers):
-            create_or_secure_run_dir(self._out.root, readers)
-            self._train_and_compare(reporter, stop)
+            secure_run_dir(self._out.root, readers)
+            self._replay_steps_in_output(reporter, stop)
 
-    def _train_and_compare(self, reporter: ProgressReporter, stop: StopEvent) -> None:
+    def _replay_steps_in_output(self, reporter: ProgressReporter, stop: StopEvent) -> None:
         start, first = self.start, self._first_step
         reporter.print_line(f"start    {start.checkpoint or 'the model that the run started from'}")
         self._prepare_output_dir()
@@ -122,7 +121,7 @@ class RecordedStepsReplay:
         # First and whole: a directory that holds anything else is refused by the next try.
         write_atomic(out.replay_arguments, msgspec.json.encode(self._request))
         out.checkpoints_dir.mkdir(exist_ok=True)
-        run_dir_setup.write_recipe_and_keep_replaced(self.recipe, out.recipe)
+        write_run_recipe(self.recipe, out.recipe)
         places = ["data_dir", "shards_dir", "shard_index_dir", "manifests_dir"]
         links = {getattr(out, place): getattr(run, place) for place in places}
         for step, record in self._quarantined.items():
@@ -146,7 +145,7 @@ class RecordedStepsReplay:
     ) -> None:
         if any(one.state.step >= last_step for one in list_checkpoints(self._out.checkpoints_dir)):
             return  # by an earlier try
-        run_dir_setup.write_recipe_and_keep_replaced(recipe, self._out.recipe)
+        write_run_recipe(recipe, self._out.recipe)
         config = ReplayJobConfig(
             run_dir=self._out.root,
             model_path=get_initial_policy_path(recipe, self._run),
@@ -162,7 +161,7 @@ class RecordedStepsReplay:
         run_standalone_stage(stage, recipe, self._out, reporter=reporter, stop=stop)
 
 
-def split_compute_and_learning_overrides(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
+def split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
     """Overrides that say how steps are computed, and those that say what they learn.
 
     Raises:
@@ -171,9 +170,9 @@ def split_compute_and_learning_overrides(overrides: Sequence[str]) -> tuple[list
     computed, learnt, problems = [], [], []
     for item in overrides:
         key = item.partition("=")[0]
-        if run_dir_setup.is_key_at_or_below(key, COMPUTE_KEYS):
+        if is_key_below(key, COMPUTE_KEYS):
             computed.append(item)
-        elif run_dir_setup.is_key_at_or_below(key, LEARNING_KEYS):
+        elif is_key_below(key, LEARNING_KEYS):
             learnt.append(item)
         else:
             hint = f"override only {', '.join((*LEARNING_KEYS, *COMPUTE_KEYS))}"
@@ -194,7 +193,7 @@ def find_replay_start(run: RunPaths, first_step: int) -> ReplayStart:
     return ReplayStart(0, None, forks)
 
 
-def raise_if_batches_missing_or_damaged(
+def check_batches(
     run: RunPaths, first_step: int, last_step: int, quarantined: Collection[int]
 ) -> None:
     held = list_manifest_steps(run)

@@ -12,8 +12,7 @@ from typing import Any, Literal
 
 from areal_hpc import errors
 from areal_hpc.launch import foreground_launcher, slurm_launcher, submitted_run_watch
-from areal_hpc.launch.prepared_run import is_run_finished
-from areal_hpc.launch.run_dir_setup import refuse_other_recipe_of_finished_run
+from areal_hpc.launch.prepare import is_run_finished, refuse_other_recipe_of_finished_run
 from areal_hpc.launch.terminal import (
     STOPPING_MESSAGE,
     catch_stop_signals,
@@ -24,7 +23,7 @@ from areal_hpc.launch.terminal import (
 from areal_hpc.recipe.loading import load_recipe, merge_overrides
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.slurm.allocation import read_allocation
+from areal_hpc.slurm.scontrol import read_allocation
 from areal_hpc.view.state.live_progress import LiveReporter, PlainReporter
 from areal_hpc.view.state.run_view import RunView
 from areal_hpc.view.state.summary import summarize_run
@@ -84,7 +83,7 @@ def run(
     """
     recipe = load_with_overrides(recipe, overrides)
     paths = RunPaths(recipe.run_dir.resolve())
-    if not fresh and report_if_finished(recipe, paths, new_run_hint):
+    if not fresh and report_finished_run(recipe, paths, new_run_hint):
         return _read_run_result(paths, "finished")
     allocation = read_allocation(os.environ) if in_allocation else None
     try:
@@ -131,7 +130,7 @@ def submit(
     """
     recipe = load_with_overrides(recipe, overrides)
     paths = RunPaths(recipe.run_dir.resolve())
-    if not fresh and report_if_finished(recipe, paths, new_run_hint):
+    if not fresh and report_finished_run(recipe, paths, new_run_hint):
         return _read_run_result(paths, "finished")
     for note in (*notes, f"run      {paths.root}"):
         say(note)
@@ -148,7 +147,7 @@ def submit(
     return _report_finished_run(paths)
 
 
-def report_if_finished(recipe: Recipe, paths: RunPaths, new_run_hint: str = FRESH_HINT) -> bool:
+def report_finished_run(recipe: Recipe, paths: RunPaths, new_run_hint: str = FRESH_HINT) -> bool:
     """True if a run has nothing left to do; its summary is then printed.
 
     Raises:

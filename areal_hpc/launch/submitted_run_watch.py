@@ -12,15 +12,15 @@ from areal_hpc.errors import (
     SlurmTimeoutError,
 )
 from areal_hpc.jobs import caretaker
-from areal_hpc.jobs.restart_policy import find_crash_error
+from areal_hpc.jobs.restarts import find_crash_error
 from areal_hpc.launch.foreground_launcher import ProgressReporter
 from areal_hpc.launch.plan import JobStage, plan_run
-from areal_hpc.launch.prepared_run import StagePlanner
+from areal_hpc.launch.prepare import StagePlanner
 from areal_hpc.recipe.recipe import Recipe
-from areal_hpc.rundir.cancellation import is_cancelled
 from areal_hpc.rundir.jobs import (
     CARETAKER_JOB,
     get_latest_submissions,
+    is_cancelled,
     read_submissions,
     read_task_exits,
 )

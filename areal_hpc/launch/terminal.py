@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from areal_hpc.jobs.processes.signals import StopEvent
+from areal_hpc.jobs.processes.process_setup import StopEvent
 from areal_hpc.rundir.paths import RunPaths
 
 STOPPING_MESSAGE = (

@@ -13,8 +13,8 @@ from starlette.requests import Request
 
 from areal_hpc.errors import AgentError, ClusterError, LedgerRequestError
 from areal_hpc.evaluation.set_names import STEP_OF_LOADED_WEIGHTS
-from areal_hpc.jobs.node.topology import get_advertised_host
-from areal_hpc.jobs.processes.signals import StopRequest
+from areal_hpc.jobs.node import get_advertised_host
+from areal_hpc.jobs.processes.process_setup import StopRequest
 from areal_hpc.ledger.batch_formation import read_sealed_tickets
 from areal_hpc.ledger.config import LedgerJobConfig
 from areal_hpc.ledger.long_poll import LongPoll
@@ -23,8 +23,7 @@ from areal_hpc.ledger.tasks.curriculum import RECIPE_KEY, Curriculum
 from areal_hpc.ledger.tasks.task_stream import TaskStream
 from areal_hpc.recipe.user_functions import load_user_function
 from areal_hpc.rundir import rendezvous
-from areal_hpc.rundir.atomic import fsync_path
-from areal_hpc.rundir.generations import claim_next_number, read_newest_number
+from areal_hpc.rundir.files import claim_next_number, fsync_path, read_newest_number
 from areal_hpc.rundir.manifests import read_drops
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.prometheus import build_samples, register_sample_reader

@@ -26,7 +26,7 @@ from areal_hpc.ledger.tasks.task_stream import TaskStream
 from areal_hpc.ledger.tickets import TicketTable
 from areal_hpc.recipe.sections.evaluation import EvaluationSet
 from areal_hpc.rundir import manifests
-from areal_hpc.rundir.generations import read_newest_number
+from areal_hpc.rundir.files import read_newest_number
 from areal_hpc.rundir.manifests import DroppedTicket, LedgerState, append_drop, read_drops
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.wire import ledger as wire

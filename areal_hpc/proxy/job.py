@@ -13,8 +13,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from areal_hpc.errors import ClusterError
-from areal_hpc.jobs.node.topology import get_advertised_host
-from areal_hpc.jobs.processes.signals import StopRequest
+from areal_hpc.jobs.node import get_advertised_host
+from areal_hpc.jobs.processes.process_setup import StopRequest
 from areal_hpc.proxy.config import ProxyJobConfig
 from areal_hpc.proxy.engine.model_call import ServedModel
 from areal_hpc.proxy.engine.router import CellReplicaSource

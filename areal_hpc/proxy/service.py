@@ -13,7 +13,7 @@ import uvicorn
 import uvloop
 from prometheus_client import disable_created_metrics
 
-from areal_hpc.jobs.processes.signals import StopRequest
+from areal_hpc.jobs.processes.process_setup import StopRequest
 from areal_hpc.proxy.completion.service import CompletionService
 from areal_hpc.proxy.config import ProxyLimits
 from areal_hpc.proxy.engine.grammar_limits import GrammarChecks

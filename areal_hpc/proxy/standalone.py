@@ -10,8 +10,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, field_validator
 
 from areal_hpc.errors import ClusterError
-from areal_hpc.jobs.processes.process_setup import raise_open_file_limit
-from areal_hpc.jobs.processes.signals import StopRequest
+from areal_hpc.jobs.processes.process_setup import StopRequest, raise_open_file_limit
 from areal_hpc.proxy.config import ProxyLimits
 from areal_hpc.proxy.engine.model_call import ServedModel
 from areal_hpc.proxy.engine.router import StaticReplicaSource
@@ -19,7 +18,7 @@ from areal_hpc.proxy.service import LISTEN_BACKLOG, ProxyService, run_in_uvloop_
 from areal_hpc.proxy.sessions.recorder import JournaledRecorder, MemoryRecorder
 from areal_hpc.recipe.base import BaseConfig
 from areal_hpc.rundir import rendezvous
-from areal_hpc.rundir.folders import UMASKS
+from areal_hpc.rundir.files import UMASKS
 
 log = logging.getLogger(__name__)
 

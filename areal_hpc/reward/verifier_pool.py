@@ -14,8 +14,8 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from areal_hpc.errors import ClusterError, WorkerLostError
-from areal_hpc.jobs.processes.descendants import spare_from_kill, stop_sparing_from_kill
-from areal_hpc.jobs.processes.line_process import LineProcess
+from areal_hpc.jobs.processes.line_workers import LineProcess
+from areal_hpc.jobs.processes.process_ties import spare_from_kill, stop_sparing_from_kill
 
 MAX_ANSWER_BYTES = 1 << 20
 START_TIMEOUT_S = 60.0

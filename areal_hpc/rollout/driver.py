@@ -184,7 +184,7 @@ class ReplicaGate:
         """Ask the proxy whenever the gate is closed, until cancelled."""
         while True:
             await self._closed.wait()
-            health = await self._proxy.call_until_answered("/healthz", None, ProxyHealth)
+            health = await self._proxy.call_repeatedly("/healthz", None, ProxyHealth)
             if health.replicas_serving:
                 self._closed.clear()
                 self._opened.set()
@@ -297,14 +297,14 @@ class Driver:
             ended_episodes=self.tickets.ended_episodes_of_open_tickets,
             slowest_episode_s=self.watch.oldest_running_age_s,
         )
-        return await self._ledger.call_until_answered(
+        return await self._ledger.call_repeatedly(
             "/lease", request, LeaseReply, timeout_s=LEASE_REQUEST_TIMEOUT_S + request.wait_s
         )
 
     async def _request_seal(self) -> None:
         finished = self.tickets.finished
         try:
-            await self._proxy.call_until_answered(
+            await self._proxy.call_repeatedly(
                 "/rl/seal", Empty(), SealTicketsReply, timeout_s=SEAL_TIMEOUT_S
             )
             # Settled, or lost with the proxy's journal: then the ledger must issue them again.
@@ -409,13 +409,13 @@ class Driver:
     async def _finish_sessions(self, ref: TicketRef, kept: list[str]) -> None:
         """Have the proxy keep these sessions of a ticket for its shards, and close the others."""
         request = FinishTicketRequest(ref, kept, discard=not kept)
-        await self._proxy.call_until_answered("/rl/finish_ticket", request, FinishTicketReply)
+        await self._proxy.call_repeatedly("/rl/finish_ticket", request, FinishTicketReply)
 
     async def _report_to_ledger(
         self, route: str, request: DropTicketRequest | EvaluationResultRequest
     ) -> None:
         try:
-            await self._ledger.call_until_answered(route, request, Acknowledged)
+            await self._ledger.call_repeatedly(route, request, Acknowledged)
         except HttpStatusError as refusal:  # it was re-issued elsewhere meanwhile
             log.warning("the ledger no longer accepts a report on %s: %s", request.ref, refusal)
 
@@ -526,9 +526,7 @@ class Driver:
             outcome.session_id, cause[:MAX_CAUSE_CHARS], outcome.reason[:MAX_ERROR_CHARS]
         )
         try:
-            await self._proxy.call_until_answered(
-                "/rl/keep_failed", request, KeepFailedSessionReply
-            )
+            await self._proxy.call_repeatedly("/rl/keep_failed", request, KeepFailedSessionReply)
         except HttpStatusError as refusal:  # it restarted and lost the session
             log.warning("the failed episode %s is not kept: %s", outcome.session_id, refusal)
 

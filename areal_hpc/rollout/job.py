@@ -7,8 +7,8 @@ from typing import Any
 
 import uvloop
 
-from areal_hpc.jobs.node.topology import get_job_start_number
-from areal_hpc.jobs.processes.signals import StopRequest
+from areal_hpc.jobs.node import get_job_start_number
+from areal_hpc.jobs.processes.process_setup import StopRequest
 from areal_hpc.recipe.sections.rollout import AgentExecutionConfig
 from areal_hpc.rollout.agent import Agent, load_agent
 from areal_hpc.rollout.config import RolloutJobConfig

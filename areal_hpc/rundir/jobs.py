@@ -1,5 +1,6 @@
-"""Files under `jobs/`: job specifications, launches, exit statuses, submissions."""
+"""Files under `jobs/`: specifications, launches, exits, submissions; a run's CANCELLED."""
 
+import logging
 import time
 from pathlib import Path
 from typing import Any, Literal
@@ -8,10 +9,11 @@ import msgspec
 from msgspec import Struct, field
 
 from areal_hpc.errors import IdleError, LostTrainerRankError
-from areal_hpc.rundir.atomic import write_atomic
-from areal_hpc.rundir.folders import make_folder
+from areal_hpc.rundir.files import make_folder, write_atomic
 from areal_hpc.rundir.jsonl import append_line, read_readable_records
 from areal_hpc.rundir.paths import JobPaths, RunPaths
+
+log = logging.getLogger(__name__)
 
 STOPPED_EXIT_CODE = 143
 """The task was told to stop: neither success nor failure."""
@@ -249,3 +251,31 @@ def list_unexpired_excluded_nodes(path: Path) -> list[str]:
 
 def add_excluded_node(path: Path, node: str, reason: str, job_id: str) -> None:
     append_line(path, ExcludedNode(node, reason, round(time.time(), 3), job_id))
+
+
+_WITHOUT_CHECKPOINT = "without a last checkpoint"
+
+
+def mark_cancelled(marker_file: Path, *, without_checkpoint: bool = False) -> None:
+    """Mark a run as cancelled, before its jobs are told to stop."""
+    marker_file.write_text(_WITHOUT_CHECKPOINT if without_checkpoint else "")
+
+
+def is_cancelled(marker_file: Path) -> bool:
+    """True if a run is marked so. A storage that does not respond keeps no job from going on."""
+    try:
+        return marker_file.exists()
+    except OSError as error:
+        log.warning("shared storage does not respond: %s", error)
+        return False
+
+
+def is_cancelled_without_checkpoint(marker_file: Path) -> bool:
+    """True if a run is marked so, and its jobs are to end without another checkpoint."""
+    try:
+        return marker_file.read_text() == _WITHOUT_CHECKPOINT
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        log.warning("shared storage does not respond: %s", error)
+        return False

@@ -16,7 +16,7 @@ from typing import Any, TypeVar, overload
 
 import msgspec
 
-from areal_hpc.rundir.atomic import fsync_path, write_atomic
+from areal_hpc.rundir.files import fsync_path, write_atomic
 
 RecordT = TypeVar("RecordT")
 

@@ -1,7 +1,8 @@
-"""Lock of a run: held by its launcher, looked at by its local jobs and by read-only tools.
+"""Lock of a run, claim of its submission, and note of a launcher in an allocation.
 
-Locks of NFS and Lustre may end at the node. A claim reaches every node: a file that only one
-process can create.
+The lock is held by a launcher, and looked at by its local jobs and by read-only tools. Locks of NFS
+and Lustre may end at the node. A claim reaches every node: a file that only one process can create.
+The note of a launcher in an allocation says where its steps run, and is its heartbeat.
 """
 
 import fcntl
@@ -9,11 +10,16 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
+from msgspec import Struct, field
+
 from areal_hpc.errors import ClusterError
+from areal_hpc.rundir.files import write_atomic
+from areal_hpc.rundir.paths import RunPaths
 
 LOCK_ACQUIRE_TIMEOUT_S = 1.0
 """Longest that a lock is waited for: `is_lock_held` holds it for a moment."""
@@ -22,7 +28,7 @@ CLAIM_LIFETIME_S = 900.0
 
 
 @contextmanager
-def hold_lock_or_raise(lock_file: Path) -> Iterator[None]:
+def hold_lock(lock_file: Path) -> Iterator[None]:
     """Hold the launcher's lock. The kernel drops it however the launcher ends."""
     lock_file.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(lock_file, os.O_RDWR | os.O_CREAT, 0o644)
@@ -116,7 +122,7 @@ def _is_too_old(path: Path) -> bool:
 
 
 @contextmanager
-def claim_submission_or_raise(path: Path) -> Iterator[None]:
+def claim_submission(path: Path) -> Iterator[None]:
     """Keep launchers on other hosts from submitting a run; the caller has the lock of this one.
 
     Raises:
@@ -134,3 +140,68 @@ def claim_submission_or_raise(path: Path) -> Iterator[None]:
                 hint=f"try again in a minute; if it was killed there: rm {path}*",
             )
         yield
+
+
+HEARTBEAT_PERIOD_S = 5.0
+LAUNCHER_HEARTBEAT_TIMEOUT_S = 60.0
+"""A launcher that was silent for so long is gone: its steps stop."""
+
+
+class StepNote(Struct, frozen=True):
+    """Step of one job."""
+
+    job: str
+    step: str
+    """Its name in Slurm."""
+    nodes: tuple[str, ...]
+
+
+class AllocationNote(Struct, frozen=True):
+    """State of a launcher and its steps."""
+
+    job_id: str
+    """The allocation's."""
+    beat: int
+    """How often the launcher has written it."""
+    steps: list[StepNote] = field(default_factory=list)
+    """Those that run."""
+
+
+def write_allocation_note(paths: RunPaths, note: AllocationNote) -> None:
+    write_atomic(paths.allocation_note, msgspec.json.encode(note))
+
+
+def find_live_launcher_note(paths: RunPaths) -> AllocationNote | None:
+    """The note of a launcher that is alive, or was a moment ago; None if there is none."""
+    try:
+        if time.time() - paths.allocation_note.stat().st_mtime > LAUNCHER_HEARTBEAT_TIMEOUT_S:
+            return None
+        return msgspec.json.decode(paths.allocation_note.read_bytes(), type=AllocationNote)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        return None
+
+
+def check_no_live_launcher(
+    paths: RunPaths, print_line: Callable[[str], None], watch_s: float = 2.5 * HEARTBEAT_PERIOD_S
+) -> None:
+    """Make sure that no launcher in an allocation works in a run directory.
+
+    The lock says so as well, where the file system has locks that reach other nodes. A note that
+    is fresh, as one whose launcher was killed leaves it, is watched for a while.
+
+    Raises:
+        ClusterError: One does.
+    """
+    if (first := find_live_launcher_note(paths)) is None:
+        return
+    print_line(f"waiting  a launcher in allocation {first.job_id} was here within the last minute")
+    give_up_at = time.monotonic() + watch_s
+    while time.monotonic() < give_up_at:
+        time.sleep(min(watch_s / 10, 1.0))
+        note = find_live_launcher_note(paths)
+        if note is not None and note != first:
+            raise ClusterError(
+                f"a launcher in allocation {note.job_id} is running this recipe",
+                key=str(paths.root),
+                hint=f"wait for its end, or end the allocation: scancel {note.job_id}",
+            )

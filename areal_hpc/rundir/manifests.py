@@ -14,8 +14,8 @@ from typing import Literal, TypeVar
 import msgspec
 
 from areal_hpc.errors import Problem, ShardError
-from areal_hpc.rundir.atomic import fsync_path, write_atomic, write_once
 from areal_hpc.rundir.checkpoints import TrainerState, UntrainedBatchPart, find_latest_checkpoint
+from areal_hpc.rundir.files import fsync_path, write_atomic, write_once
 from areal_hpc.rundir.jsonl import append_line, read_readable_records, replace_lines
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.wire.fault_points import fault_point

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.rundir.atomic import fsync_path, write_atomic_private, write_temporary
+from areal_hpc.rundir.files import fsync_path, write_atomic_private, write_temporary
 from areal_hpc.wire.service_key import generate_service_key
 
 LEDGER_SERVICE = "ledger"

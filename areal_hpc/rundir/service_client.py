@@ -133,7 +133,7 @@ class AsyncServiceClient:
         self._is_reached, self._answered_at = True, time.monotonic()
         return answer
 
-    async def call_until_answered(
+    async def call_repeatedly(
         self,
         route: str,
         request: msgspec.Struct | None,

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from areal_hpc.errors import ClusterError, RecipeError, SandboxStartError
-from areal_hpc.jobs.processes.line_process import SHORTAGE_HINT
+from areal_hpc.jobs.processes.line_workers import SHORTAGE_HINT
 from areal_hpc.sandbox.guest import (
     GUEST_DIR,
     NOBODY_UID,

@@ -8,7 +8,7 @@ import contextlib
 from collections.abc import Iterable
 from pathlib import Path
 
-from areal_hpc.jobs.processes.descendants import read_resident_bytes
+from areal_hpc.jobs.processes.process_ties import read_resident_bytes
 
 SOCKET_BYTES = 208 << 10
 """What waits unread in one at most, by the kernel's default (net.core.wmem_default)."""

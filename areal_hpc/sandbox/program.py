@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from areal_hpc.errors import ClusterError, RecipeError, SandboxLostError, SandboxStartError
-from areal_hpc.jobs.processes.line_process import SHORTAGE_HINT
+from areal_hpc.jobs.processes.line_workers import SHORTAGE_HINT
 from areal_hpc.recipe.sections.reward import ISOLATION_VARIABLE
 from areal_hpc.sandbox.bwrap import USER_NAMESPACE_HINT, BwrapRuntime
 from areal_hpc.sandbox.guest import require_python

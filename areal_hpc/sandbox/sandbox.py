@@ -14,8 +14,8 @@ from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
 from areal_hpc.errors import ClusterError, SandboxLostError
-from areal_hpc.jobs.processes.descendants import (
-    kill_and_reap_process,
+from areal_hpc.jobs.processes.process_ties import (
+    end_process,
     list_descendants,
 )
 from areal_hpc.sandbox.channel import CommandChannel, CommandResult
@@ -318,7 +318,7 @@ class Sandbox:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         for one in below:
-            kill_and_reap_process(one)
+            end_process(one)
 
     async def _read_error_output(self) -> str:
         stream = self._process.stderr

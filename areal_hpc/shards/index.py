@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from areal_hpc.rundir.folders import make_folder
+from areal_hpc.rundir.files import make_folder
 from areal_hpc.rundir.jsonl import (
     LineFollower,
     append_line,

@@ -20,8 +20,7 @@ import numpy.typing as npt
 from h5py import h5d, h5p, h5s
 
 from areal_hpc.errors import ClusterError
-from areal_hpc.rundir.atomic import fsync_path
-from areal_hpc.rundir.folders import make_folder
+from areal_hpc.rundir.files import fsync_path, make_folder
 from areal_hpc.shards import schema
 from areal_hpc.shards.disk_io import write_all
 from areal_hpc.shards.index import (

@@ -21,7 +21,7 @@ KILL_TIMEOUT_S = 120.0
 MAX_SLURM_OUTAGE_S = 600.0
 
 
-def cancel_jobs_and_wait(
+def cancel_jobs(
     list_job_ids: Callable[[], Sequence[str]],
     *,
     is_own: Callable[[SlurmJobRecord], bool],
@@ -39,7 +39,7 @@ def cancel_jobs_and_wait(
     """
     cancellation = _Cancellation(list_job_ids, is_own, grace_s, print_line)
     try:
-        cancellation.cancel_until_none_is_left()
+        cancellation.run()
     except BaseException:  # boundary: whoever gives up has to know what is left
         if cancellation.left is None:
             print_line("Slurm has not said which jobs are there")
@@ -65,7 +65,7 @@ class _Cancellation:
     left: list[str] | None = None
     """Jobs that were there at the last look; None before the first."""
 
-    def cancel_until_none_is_left(self) -> None:
+    def run(self) -> None:
         silent_since: float | None = None
         silent_looks = 0
         while True:
@@ -77,7 +77,7 @@ class _Cancellation:
                 time.sleep(POLL_S)
             except SlurmTimeoutError as silence:
                 silent_since = silent_since or look_began_at
-                self._sleep_or_raise_after_outage(
+                self._wait_out_outage(
                     silence, silent_since, SLURM_OUTAGE_BACKOFF.get_pause_s(silent_looks)
                 )
                 silent_looks += 1
@@ -124,7 +124,7 @@ class _Cancellation:
         waiting = f"waiting {self._grace_s:.0f} s for their checkpoints"
         self._print_line(f"sent SIGTERM to {len(fresh)} jobs; {waiting}")
 
-    def _sleep_or_raise_after_outage(
+    def _wait_out_outage(
         self, silence: SlurmTimeoutError, silent_since: float, pause_s: float
     ) -> None:
         outage_s = time.monotonic() - silent_since

@@ -13,8 +13,14 @@ from dataclasses import dataclass, field, replace
 
 from areal_hpc.errors import ClusterError, SlurmCommandError, SlurmTimeoutError
 from areal_hpc.slurm.commands import build_comma_lists, parse_slurm_timestamp, run_slurm_command
-from areal_hpc.slurm.states import UNKNOWN_STATE, JobPhase, JobState, parse_canceller, parse_state
-from areal_hpc.slurm.versions import parse_exit_status
+from areal_hpc.slurm.states import (
+    UNKNOWN_STATE,
+    JobPhase,
+    JobState,
+    parse_canceller,
+    parse_exit_status,
+    parse_state,
+)
 from areal_hpc.wire.retry import Backoff
 
 SQUEUE_COLUMNS = (
@@ -67,7 +73,7 @@ class SlurmJobRecord:
     """Failures of its steps, such as `OUT_OF_MEMORY`, which the job's own state may hide."""
 
     @property
-    def name_and_comment(self) -> str:
+    def names(self) -> str:
         return f"{self.name} {self.comment}".strip()
 
 

@@ -22,8 +22,7 @@ from areal_hpc.slurm.queue import (
     query_squeue,
     query_squeue_of_user,
 )
-from areal_hpc.slurm.reasons import INVALID_DEPENDENCY_REASON, is_held_by_user
-from areal_hpc.slurm.states import JobPhase
+from areal_hpc.slurm.states import INVALID_DEPENDENCY_REASON, JobPhase, is_held_by_user
 
 log = logging.getLogger(__name__)
 
@@ -50,9 +49,9 @@ def is_job_of_run(paths: RunPaths, job: SlurmJobRecord) -> bool:
     Slurm counts ids anew when it runs out of them, or is set up again; and a copy of a run's folder
     records the jobs of that run.
     """
-    if not job.name_and_comment:
+    if not job.names:
         return True
-    return paths.root.parent.name in job.name_and_comment and _find_run_of_job(paths, job) is None
+    return paths.root.parent.name in job.names and _find_run_of_job(paths, job) is None
 
 
 def find_original(paths: RunPaths) -> Path | None:
@@ -110,7 +109,7 @@ def list_unrecorded_live_jobs(
         for job in jobs
         if job.job_id not in recorded
         and is_live_state(job.state)
-        and (submission := _build_record_if_of_run(paths, job)) is not None
+        and (submission := _build_submission_record(paths, job)) is not None
     ]
 
 
@@ -126,7 +125,7 @@ def list_live_jobs(paths: RunPaths) -> list[LiveJob]:
     return [*live, *list_unrecorded_live_jobs(paths)]
 
 
-def _build_record_if_of_run(paths: RunPaths, job: SlurmJobRecord) -> Submission | None:
+def _build_submission_record(paths: RunPaths, job: SlurmJobRecord) -> Submission | None:
     if not f"{job.comment} ".startswith(f"{paths.root} "):
         return None
     token = _TOKEN_PATTERN.search(job.name)

@@ -23,14 +23,14 @@ from areal_hpc.errors import (
     SlurmNotFoundError,
     SlurmTimeoutError,
 )
-from areal_hpc.rundir.atomic import write_atomic_private
+from areal_hpc.rundir.files import write_atomic_private
 from areal_hpc.rundir.jobs import (
     LaunchFile,
     TaskExit,
     read_task_exits,
 )
 from areal_hpc.rundir.paths import JobPaths
-from areal_hpc.slurm.batch_script.script import PAYLOAD_FILE, JobRequest
+from areal_hpc.slurm.batch_script import PAYLOAD_FILE, JobRequest
 from areal_hpc.slurm.commands import run_slurm_command
 from areal_hpc.slurm.submit_exactly_once import (
     JobIdentity,
@@ -104,7 +104,7 @@ class LocalJobHandle(JobHandle):
 
 def submit_local(launch: LaunchFile, entry: SupervisorEntry) -> LocalJobHandle:
     """Start a job on this machine through submitit's local executor."""
-    launch_path = reset_job_and_write_launch(launch)
+    launch_path = write_launch_file(launch)
     executor = submitit.LocalExecutor(
         folder=launch.paths.submitit_dir / "%j", python=launch.pythons[launch.job.role]
     )
@@ -130,7 +130,7 @@ def _ignored_sigint() -> Iterator[None]:
         signal.signal(signal.SIGINT, previous)
 
 
-def reset_job_and_write_launch(launch: LaunchFile) -> Path:
+def write_launch_file(launch: LaunchFile) -> Path:
     """Put `launch.json` in place, and away what tells of an earlier submission's end."""
     paths = launch.paths
     paths.root.mkdir(parents=True, exist_ok=True)
@@ -160,14 +160,12 @@ def render_script(request: JobRequest) -> str:
     return text
 
 
-def reset_job_and_write_files(
-    request: JobRequest, launch: LaunchFile, entry: SupervisorEntry
-) -> JobPaths:
+def write_job_files(request: JobRequest, launch: LaunchFile, entry: SupervisorEntry) -> JobPaths:
     """Put everything in place that a job under Slurm needs; the names of its files.
 
     `sbatch job.sbatch` is then enough to start it.
     """
-    launch_path = reset_job_and_write_launch(launch)
+    launch_path = write_launch_file(launch)
     request.submitit_dir.mkdir(parents=True, exist_ok=True)
     submitit.core.utils.DelayedSubmission(entry, str(launch_path)).dump(
         request.submitit_dir / PAYLOAD_FILE
@@ -176,7 +174,7 @@ def reset_job_and_write_files(
     return launch.paths
 
 
-def raise_if_federated(environ: Mapping[str, str] = os.environ) -> None:
+def refuse_federation(environ: Mapping[str, str] = os.environ) -> None:
     """Refuse clusters among which Slurm chooses: a job could come back on another one.
 
     Raises:
@@ -205,7 +203,7 @@ def submit_held_job(
     report_outage: Callable[[str], None],
 ) -> tuple[str, str]:
     """Hand a job to Slurm, held; its number and its token. The script stays in its folder."""
-    job = reset_job_and_write_files(request, launch, entry)
+    job = write_job_files(request, launch, entry)
     identity = JobIdentity.create(request.name, request.comment)
     try:
         job_id = submit_script(job.script, identity, ["--hold"], report_outage=report_outage)

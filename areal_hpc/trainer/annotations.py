@@ -129,7 +129,7 @@ class StepAnnotator:
                 )
                 for place, start in self._starts.items()
             ]
-            self._writer.start_write_or_skip(
+            self._writer.start_write(
                 StepAnnotations(
                     step=manifest.step,
                     generation=generation,

@@ -13,9 +13,9 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from areal_hpc.jobs.node.topology import get_task_position
+from areal_hpc.jobs.node import get_task_position
 from areal_hpc.recipe.sections.trainer import ParallelConfig
-from areal_hpc.rundir.atomic import write_atomic
+from areal_hpc.rundir.files import write_atomic
 from areal_hpc.trainer.collectives import all_reduce_max
 from areal_hpc.trainer.config import CollectiveRates, CollectivesRequest
 from areal_hpc.trainer.model.cpu import megatron_cpu

@@ -18,18 +18,16 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from areal_hpc.jobs.node.topology import get_job_start_number
-from areal_hpc.jobs.processes.signals import StopRequest
+from areal_hpc.jobs.node import get_job_start_number
+from areal_hpc.jobs.processes.process_setup import StopRequest
 from areal_hpc.jobs.starts import StopDeadline
 from areal_hpc.metrics.step_metrics import EpisodeFailureCounter
 from areal_hpc.metrics.writer import MetricsWriter
 from areal_hpc.recipe.sections.evaluation import resolve_keep_best
 from areal_hpc.recipe.sections.trainer import TrainerConfig
 from areal_hpc.rundir import rendezvous
-from areal_hpc.rundir.atomic import fsync_path
-from areal_hpc.rundir.cancellation import is_cancelled_without_checkpoint
-from areal_hpc.rundir.generations import claim_next_number, make_check_raising_if_superseded
-from areal_hpc.rundir.jobs import STOPPED_EXIT_CODE
+from areal_hpc.rundir.files import build_generation_check, claim_next_number, fsync_path
+from areal_hpc.rundir.jobs import STOPPED_EXIT_CODE, is_cancelled_without_checkpoint
 from areal_hpc.rundir.jsonl import JsonMetricRow
 from areal_hpc.rundir.manifests import read_manifest, read_quarantine
 from areal_hpc.rundir.paths import RunPaths
@@ -74,7 +72,7 @@ def _run_training(
     recipe, is_first = job.recipe, dist.get_rank() == 0
     claimed = claim_next_number(paths.generations_dir) if is_first else None
     generation = broadcast_object(claimed, int)
-    check_generation = make_check_raising_if_superseded(paths.generations_dir, generation)
+    check_generation = build_generation_check(paths.generations_dir, generation)
     events = EventLog(paths.events, "trainer")
     if is_first:
         events.record("ranks_joined", generation=generation)

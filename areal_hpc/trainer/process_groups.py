@@ -16,10 +16,10 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from areal_hpc.errors import ClusterError, LostTrainerRankError, RecipeError, StopRequestedError
-from areal_hpc.jobs.node.gpus import find_visible_gpus
-from areal_hpc.jobs.node.topology import (
+from areal_hpc.jobs.node import (
     LOOPBACK_ADDRESS,
     TaskPosition,
+    find_visible_gpus,
     get_advertised_host,
     get_task_log_dir,
     get_task_position,
@@ -30,7 +30,7 @@ from areal_hpc.jobs.processes.native_call_threads import (
     mark_native_threads_ended,
     note_library_threads_may_outlast_exit,
 )
-from areal_hpc.jobs.processes.signals import StopRequest
+from areal_hpc.jobs.processes.process_setup import StopRequest
 from areal_hpc.recipe.sections.trainer import ParallelConfig
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.jobs import STOPPED_EXIT_CODE

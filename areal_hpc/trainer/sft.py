@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.jobs.processes.signals import StopRequest
+from areal_hpc.jobs.processes.process_setup import StopRequest
 from areal_hpc.metrics.writer import MetricsWriter
 from areal_hpc.recipe.sections.trainer import AdamConfig, compute_learning_rate
-from areal_hpc.rundir.cancellation import is_cancelled_without_checkpoint
 from areal_hpc.rundir.checkpoints import TrainerState
+from areal_hpc.rundir.jobs import is_cancelled_without_checkpoint
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.spans import record_state_entry
 from areal_hpc.session.chat_template import ChatTemplate, Message

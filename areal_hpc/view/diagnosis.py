@@ -15,10 +15,8 @@ from areal_hpc.rundir.telemetry.events import (
     SUBMISSION_REFUSED_EVENT,
 )
 from areal_hpc.slurm.queue import SlurmJobRecord
-from areal_hpc.slurm.reasons import explain_reason
-from areal_hpc.slurm.states import JobPhase
-from areal_hpc.slurm.versions import find_error_time
-from areal_hpc.view.events.failures import (
+from areal_hpc.slurm.states import JobPhase, explain_reason, find_error_time
+from areal_hpc.view.events import (
     LOGS_HINT,
     MAX_TRACEBACK_LINES,
     MEMORY_HINT,
@@ -27,9 +25,9 @@ from areal_hpc.view.events.failures import (
     collect_failure_events,
     describe_exit_code,
 )
+from areal_hpc.view.formatting import format_duration, format_time
 from areal_hpc.view.state.jobs import LEADER_JOB_NAMES, format_slurm_state
 from areal_hpc.view.state.run_view import LogTraceback, RunView, TaskExitRecord
-from areal_hpc.view.tables import format_duration, format_time
 
 MAX_CASCADE_GAP_S = 120.0
 """What follows so soon after another failure belongs to the same one: broken collectives, jobs

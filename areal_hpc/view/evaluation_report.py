@@ -19,14 +19,14 @@ from areal_hpc.evaluation.set_metrics import (
     format_metric_name,
 )
 from areal_hpc.evaluation.statistics import Estimate, PairedComparison, compare_paired
-from areal_hpc.rundir.atomic import write_atomic
+from areal_hpc.rundir.files import write_atomic
 from areal_hpc.rundir.manifests import (
     EvaluationResult,
     read_evaluation_of_kept_weights,
     read_json_file,
 )
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.view.tables import format_table
+from areal_hpc.view.formatting import format_table
 
 MEAN_METRIC_PREFIX = "avg@"
 

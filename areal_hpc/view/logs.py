@@ -161,7 +161,7 @@ class LogFollower:
             [(file, self._read_new_text(path)) for path, file in self._files.items()]
         )
 
-    def sleep_until_next_poll(self) -> None:
+    def await_next_poll(self) -> None:
         time.sleep(POLL_S)
 
     def _read_new_text(self, path: Path) -> str:

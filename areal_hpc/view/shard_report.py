@@ -14,7 +14,7 @@ from areal_hpc.rundir.run_recipe import get_recipe_value, read_run_recipe
 from areal_hpc.shards.index import SealedShard, read_index
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.shards.verify import VerifyReport
-from areal_hpc.view.tables import format_table
+from areal_hpc.view.formatting import format_table
 from areal_hpc.view.transcripts.row_search import FoundRow
 from areal_hpc.wire.trajectory import RowKind, TrajectoryRow
 from areal_hpc.wire.weight_version import WeightVersion

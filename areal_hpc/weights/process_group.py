@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from areal_hpc.errors import WeightSyncError
-from areal_hpc.jobs.environment import TRAINER_WEIGHT_UPDATE_VARIABLES
+from areal_hpc.jobs.config import TRAINER_WEIGHT_UPDATE_VARIABLES
 from areal_hpc.jobs.processes.native_call_threads import start_native_call
 
 ResultT = TypeVar("ResultT")

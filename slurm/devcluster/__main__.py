@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from areal_hpc.errors import ArealError
-from areal_hpc.slurm.versions import PROVEN_RELEASES
+from areal_hpc.slurm.states import PROVEN_RELEASES
 from slurm.devcluster.cluster import (
     kill_node,
     list_component_health,

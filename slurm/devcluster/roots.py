@@ -8,7 +8,7 @@ from pathlib import Path
 
 from areal_hpc.checkout import find_checkout
 from areal_hpc.errors import RecipeError
-from areal_hpc.slurm.versions import PROVEN_RELEASES, parse_release
+from areal_hpc.slurm.states import PROVEN_RELEASES, parse_release
 from slurm.devcluster import processes
 
 _PLUGIN_DIR = "usr/lib/x86_64-linux-gnu/slurm-wlm"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from areal_hpc.rundir.generations import read_newest_number
+from areal_hpc.rundir.files import read_newest_number
 from areal_hpc.rundir.jobs import get_latest_submissions, read_submissions
 from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.paths import RunPaths

@@ -25,7 +25,7 @@ from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.span_reader import ProcessSpans, read_spans
 from areal_hpc.shards.index import read_index
 from areal_hpc.shards.reader import ShardReader
-from areal_hpc.view.timing.timeline import EPISODES_LANE
+from areal_hpc.view.timeline import EPISODES_LANE
 from tests.support.commands import areal_hpc, run_program, said_by, start_areal_hpc
 from tests.support.environments import CHECKOUT
 from tests.support.killed_run import random_model

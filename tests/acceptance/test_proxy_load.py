@@ -22,7 +22,7 @@ import httpx
 import msgspec
 import pytest
 
-from areal_hpc.jobs.environment import get_interpreter
+from areal_hpc.jobs.config import get_interpreter
 from areal_hpc.launch.tiny_model import make_tiny_model
 from areal_hpc.proxy.http.driver_api import MAX_KEPT_EXPORTED_SESSIONS, build_export_rows
 from areal_hpc.proxy.sessions.events import decode_event

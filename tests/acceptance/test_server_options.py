@@ -6,7 +6,7 @@ SGLang takes seconds to import.
 import pytest
 
 from areal_hpc.inference.server.command import NodeOptions, ServerPorts, build_replica_command
-from areal_hpc.launch.checks.sglang_options import (
+from areal_hpc.launch.checks.inputs import (
     OptionReport,
     ask_sglang_to_parse_options,
     find_option_problems,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
-from areal_hpc.rundir.checkpoint_index import (
+from areal_hpc.rundir.checkpoints import (
     Column,
     NumberType,
     RankIndex,

@@ -13,7 +13,7 @@ import huggingface_hub.constants
 import pytest
 
 from areal_hpc.cli.main import main
-from areal_hpc.launch.resources.gpu_assignment import find_gpu_problems
+from areal_hpc.launch.job_places import find_gpu_problems
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.shipped import list_shipped_recipes, parse_header
 from areal_hpc.recipe.user_functions import load_user_function

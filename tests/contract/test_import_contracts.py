@@ -13,7 +13,7 @@ OFFENSES = {
     "rundir/paths.py": "import areal_hpc.recipe.base",  # a medium knows who writes it
     "odds.py": '"""A module without a layer."""',
     "weights/replicas.py": "import areal_hpc.weights.publisher",  # which imports it
-    "slurm/batch_script/script.py": "import submitit",
+    "slurm/batch_script.py": "import submitit",
     "launch/plan.py": "def _late() -> None:\n    import torch",
     "recipe/sections/inference.py": "from sglang import Engine",
     "wire/replicas.py": "import torch",

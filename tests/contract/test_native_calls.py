@@ -9,13 +9,13 @@ from tests.support.commands import run_program
 PROGRAM = """
 import atexit, sys
 from areal_hpc.jobs.processes.native_call_threads import (
-    exit_at_block_end_if_native_calls_run,
+    exit_beside_native_calls,
     mark_native_threads_ended,
     note_library_threads_may_outlast_exit,
 )
 
 atexit.register(print, "the interpreter's end")
-with exit_at_block_end_if_native_calls_run():
+with exit_beside_native_calls():
     note_library_threads_may_outlast_exit("torch.distributed")
     if sys.argv[1] == "stops":
         sys.exit(80)

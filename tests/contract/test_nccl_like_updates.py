@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from areal_hpc.errors import WeightSyncError
-from areal_hpc.jobs.environment import TRAINER_WEIGHT_UPDATE_VARIABLES
+from areal_hpc.jobs.config import TRAINER_WEIGHT_UPDATE_VARIABLES
 from areal_hpc.weights import process_group
 from areal_hpc.weights.process_group import UpdateProcessGroup, get_torch_group_timeout_s
 from areal_hpc.weights.publisher import Publisher

@@ -17,8 +17,8 @@ from submitit.local.local import LocalJob
 from torch.distributed import distributed_c10d as c10d
 
 from areal_hpc.inference.server import sglang_server
-from areal_hpc.jobs.environment import FLIGHT_RECORDER_VARIABLES, TRAINER_WEIGHT_UPDATE_VARIABLES
-from areal_hpc.launch.checks.model_files import SGLANG_FAMILIES_WITHOUT_WINDOW
+from areal_hpc.jobs.config import FLIGHT_RECORDER_VARIABLES, TRAINER_WEIGHT_UPDATE_VARIABLES
+from areal_hpc.launch.checks.model import SGLANG_FAMILIES_WITHOUT_WINDOW
 from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anything of Megatron)
 
 # isort: split

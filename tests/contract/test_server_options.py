@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from areal_hpc.launch.checks.sglang_options import find_extra_args_problems
+from areal_hpc.launch.checks.inputs import find_extra_args_problems
 from areal_hpc.recipe.loading import load_recipe
 from tests.support.environments import CHECKOUT
 

@@ -215,7 +215,7 @@ def test_every_package_of_a_lock_has_hashes() -> None:
         assert [one for one in packages if not re.fullmatch(pin, one)] == [], lock
 
 
-TRACKER = "view/trackers/wandb_program.py"
+TRACKER = "view/wandb_program.py"
 
 
 def test_everything_imported_is_declared() -> None:

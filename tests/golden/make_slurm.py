@@ -2,10 +2,9 @@
 
 from pathlib import Path
 
-from areal_hpc.launch.slurm_requests import build_remaining_job_requests
+from areal_hpc.launch.slurm_launcher import build_remaining_job_requests, format_dry_run
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.view.dry_run import format_dry_run
 
 CHECKOUT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).with_name("slurm")

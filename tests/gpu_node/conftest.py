@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from areal_hpc.jobs.node.gpus import find_visible_gpus
+from areal_hpc.jobs.node import find_visible_gpus
 
 GPUS = 8
 

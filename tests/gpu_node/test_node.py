@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from areal_hpc.launch.doctor.checks import CheckStatus
 from areal_hpc.launch.doctor.gpu import TinyRun, build_check_plan, judge_run, run_tiny_recipe
+from areal_hpc.launch.doctor.results import CheckStatus
 from areal_hpc.launch.tiny_model import make_tiny_model
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.sections.cluster import SlurmConfig

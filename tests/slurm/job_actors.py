@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.jobs.starts import read_own_stop_note
-from areal_hpc.jobs.time_limit import record_checkpoint_duration
+from areal_hpc.jobs.starts import read_own_stop_note, record_checkpoint_duration
 
 
 class IdleAgent:

@@ -11,7 +11,7 @@ import pytest
 
 from areal_hpc.rundir.jobs import LaunchFile
 from areal_hpc.rundir.jsonl import read_readable_records
-from areal_hpc.slurm.versions import is_slurm_error_line
+from areal_hpc.slurm.states import is_slurm_error_line
 from tests.slurm.supervised_jobs import TIME_LIMIT_MIN, SupervisedJob
 from tests.support.devclusters import Devcluster
 from tests.support.environments import CHECKOUT
@@ -117,7 +117,7 @@ def test_ranks_start_again_on_their_nodes_and_then_slurm_is_asked(
 PROGRAM = """
 import asyncio, sys
 from areal_hpc.errors import ArealError
-from areal_hpc.jobs.processes.line_process import LineProcess
+from areal_hpc.jobs.processes.line_workers import LineProcess
 from areal_hpc.rollout.execution.process_pool import ProcessPool
 from areal_hpc.sandbox.runtimes import make_runtime
 from areal_hpc.sandbox.spec import SandboxSpec

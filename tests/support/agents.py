@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from areal_hpc.jobs.processes.descendants import list_descendants
+from areal_hpc.jobs.processes.process_ties import list_descendants
 from areal_hpc.reward.harbor import judge_harbor_task
 from areal_hpc.sandbox.sandbox import Sandbox
 from areal_hpc.wire.agent_reward import Reward

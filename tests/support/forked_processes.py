@@ -23,8 +23,8 @@ from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import IO, Any
 
-from areal_hpc.jobs.processes.die_with_parent import die_with_parent
 from areal_hpc.jobs.processes.process_main import PARENT_VARIABLE, PROCESS_MAIN, run_entry
+from areal_hpc.jobs.processes.process_ties import die_with_parent
 from tests.support.deadlines import Deadline
 
 PRELOADED = (
@@ -33,7 +33,7 @@ PRELOADED = (
     "areal_hpc.proxy.job",
     "areal_hpc.proxy.standalone",
     "areal_hpc.rollout.job",
-    "areal_hpc.view.compare",
+    "areal_hpc.view.state.summary",
     "areal_hpc.view.diagnosis",
     "tests.support.forked_processes",
 )

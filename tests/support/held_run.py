@@ -10,8 +10,8 @@ from pathlib import Path
 
 import psutil
 
-from areal_hpc.rundir.allocation_note import AllocationNote, find_live_launcher_note
 from areal_hpc.rundir.jsonl import read_readable_records
+from areal_hpc.rundir.lock import AllocationNote, find_live_launcher_note
 from areal_hpc.rundir.paths import RunPaths
 from tests.support.commands import PROGRAM, areal_hpc, said_by
 from tests.support.deadlines import scaled

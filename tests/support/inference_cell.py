@@ -14,7 +14,7 @@ import psutil
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from areal_hpc.jobs.environment import get_interpreter
+from areal_hpc.jobs.config import get_interpreter
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.rendezvous import ensure_service_key
 from areal_hpc.wire.replicas import ReplicasOfCell, ReplicaView

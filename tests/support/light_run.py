@@ -21,7 +21,7 @@ import msgspec
 from areal_hpc.errors import ClusterError
 from areal_hpc.launch.tiny_model import make_tiny_model
 from areal_hpc.rundir import rendezvous
-from areal_hpc.rundir.generations import claim_next_number
+from areal_hpc.rundir.files import claim_next_number
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.wire import ledger as ledger_wire
 from areal_hpc.wire import proxy as proxy_wire

@@ -14,10 +14,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from areal_hpc.jobs.processes.signals import StopEvent
+from areal_hpc.jobs.processes.process_setup import StopEvent
 from areal_hpc.launch import foreground_launcher
 from areal_hpc.launch.plan import JobStage, PlanInputs, plan_run
-from areal_hpc.launch.run_dir_setup import write_recipe_and_keep_replaced
+from areal_hpc.launch.prepare import write_run_recipe
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.jobs import JobSpec, ProcessSpec
@@ -78,7 +78,7 @@ def start_stage(recipe: Recipe, folder: Path, *, serve_python: str, servers: int
     """Run its last stage with recorders in `folder`."""
     paths = RunPaths(folder / "run")
     paths.root.mkdir()
-    write_recipe_and_keep_replaced(recipe, paths.recipe)
+    write_run_recipe(recipe, paths.recipe)
     facts = PlanInputs(
         train_tasks=8, tasks_by_evaluation_set={"valid": 8}, serve_python=serve_python, sys_path=()
     )

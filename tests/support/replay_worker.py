@@ -31,11 +31,10 @@ from tests.support.deadlines import scaled
 
 # isort: split
 from areal_hpc.errors import ArealError
-from areal_hpc.jobs.node.topology import get_task_position
-from areal_hpc.jobs.processes.process_setup import set_up_logging
-from areal_hpc.jobs.processes.signals import StopRequest
+from areal_hpc.jobs.node import get_task_position
+from areal_hpc.jobs.processes.process_setup import StopRequest, set_up_logging
 from areal_hpc.recipe.sections.trainer import ParallelConfig, TrainerConfig
-from areal_hpc.rundir.generations import claim_next_number, make_check_raising_if_superseded
+from areal_hpc.rundir.files import build_generation_check, claim_next_number
 from areal_hpc.rundir.manifests import read_manifest
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.trainer.collectives import broadcast_object, report_first_failure
@@ -85,7 +84,7 @@ def make_learner(
     return Learner(
         config_of(scenario), paths, paths.starting_model_dir, torch.device("cpu"),
         generation=generation, seed=1,
-        check_generation=make_check_raising_if_superseded(paths.generations_dir, generation),
+        check_generation=build_generation_check(paths.generations_dir, generation),
         is_stop_requested=lambda: stop is not None and stop.requested,
         keep_best=keep_best,
     )  # fmt: skip

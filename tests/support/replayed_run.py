@@ -11,8 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
-from areal_hpc.rundir.checkpoint_index import read_index_of_one_checkpoint
-from areal_hpc.rundir.checkpoints import list_checkpoints
+from areal_hpc.rundir.checkpoints import list_checkpoints, read_index_of_one_checkpoint
 from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.manifests import read_manifest
 from areal_hpc.rundir.paths import RunPaths

@@ -20,7 +20,7 @@ from msgspec import Struct
 from safetensors.torch import load_file
 
 from areal_hpc.jobs.processes.native_call_threads import (
-    exit_at_block_end_if_native_calls_run,
+    exit_beside_native_calls,
     list_native_calls,
 )
 from areal_hpc.recipe.sections.weights import WeightsConfig
@@ -190,5 +190,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with exit_at_block_end_if_native_calls_run():
+    with exit_beside_native_calls():
         main()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from areal_hpc.inference.server.command import build_replica_command
 from areal_hpc.inference.server.sglang_server import SGLangServer, choose_server_ports
-from areal_hpc.jobs.environment import get_interpreter
+from areal_hpc.jobs.config import get_interpreter
 from areal_hpc.recipe.sections.inference import InferenceConfig
 from tests.support.waiting import wait_for
 

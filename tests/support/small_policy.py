@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from areal_hpc.jobs.node.topology import TaskPosition
+from areal_hpc.jobs.node import TaskPosition
 from areal_hpc.recipe.sections.trainer import AdamConfig, ParallelConfig
 from areal_hpc.trainer.batch.packing import TrainingRow
 from areal_hpc.trainer.batch.training_rows import ADVANTAGE_CHANNEL

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from areal_hpc.agents.gyms.gym_worker import GymWorker, parse_hosts
 from areal_hpc.agents.openai_agent import make_client
 from areal_hpc.errors import RecipeError
-from areal_hpc.jobs.processes.worker_pool import WorkerPool
+from areal_hpc.jobs.processes.line_workers import WorkerPool
 from areal_hpc.sandbox.isolated_worker import WorkerSettings
 from areal_hpc.wire.agent_reward import Reward
 

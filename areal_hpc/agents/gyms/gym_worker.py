@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_hpc.errors import AgentError, NodeResourceShortageError, RecipeError
-from areal_hpc.jobs.processes.line_process import SHORTAGE_HINT, LineProcess
+from areal_hpc.jobs.processes.line_workers import SHORTAGE_HINT, LineProcess
 from areal_hpc.rollout.execution.agent_errors import describe_errno_shortage
 from areal_hpc.rollout.execution.process_pool import select_passed_variables
 from areal_hpc.sandbox.isolated_worker import WorkerSettings, open_worker_command

@@ -32,7 +32,7 @@ from typing import Any
 
 from areal_hpc.inference.cpu import delta_rule
 from areal_hpc.inference.server import sglang_main
-from areal_hpc.jobs.processes.die_with_parent import die_with_parent
+from areal_hpc.jobs.processes.process_ties import die_with_parent
 
 
 class _StubObject:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Literal
 
-from areal_hpc.jobs.node.topology import LOOPBACK_ADDRESS, get_advertised_host
+from areal_hpc.jobs.node import LOOPBACK_ADDRESS, get_advertised_host
 from areal_hpc.recipe.sections.inference import InferenceConfig
 from areal_hpc.recipe.sections.trainer import Dtype
 from areal_hpc.wire.replicas import NO_KEYS, ServerKeys

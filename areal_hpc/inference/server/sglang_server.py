@@ -25,8 +25,8 @@ from areal_hpc.inference.server.node_files import (
     remove_files_of_dead_servers,
 )
 from areal_hpc.inference.server.sglang_main import KEYS_FILE_VARIABLE, write_keys_file
-from areal_hpc.jobs.node.topology import LOOPBACK_ADDRESS
-from areal_hpc.rundir.folders import make_folder
+from areal_hpc.jobs.node import LOOPBACK_ADDRESS
+from areal_hpc.rundir.files import make_folder
 from areal_hpc.rundir.jsonl import read_tail_lines
 from areal_hpc.shards.disk_io import write_all
 from areal_hpc.wire.awake_clock import AwakeClock
@@ -124,7 +124,7 @@ class SGLangServer:
         if self.keys.admin:
             keys_file = write_keys_file(Path(self._scratch_dir), self.keys.api, self.keys.admin)
             environment |= {KEYS_FILE_VARIABLE: str(keys_file)}
-        wrapper = "areal_hpc.jobs.processes.die_with_parent"
+        wrapper = "areal_hpc.jobs.processes.process_ties"
         self._log = ServerLogPipe(log_path)
         try:
             self._process = subprocess.Popen(

@@ -32,11 +32,10 @@ from pathlib import Path
 
 import msgspec
 
-from areal_hpc.jobs.node.gpus import DEVICES_DIR
-from areal_hpc.jobs.processes.die_with_parent import die_with_parent
+from areal_hpc.jobs.node import DEVICES_DIR
 from areal_hpc.jobs.processes.process_main import PARENT_VARIABLE, PROCESS_MAIN, run_entry
-from areal_hpc.jobs.processes.process_setup import set_up_logging
-from areal_hpc.jobs.processes.signals import STOP_SIGNALS
+from areal_hpc.jobs.processes.process_setup import STOP_SIGNALS, set_up_logging
+from areal_hpc.jobs.processes.process_ties import die_with_parent
 
 log = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ _libraries_with_native_threads: set[str] = set()
 class NativeCallThread(threading.Thread):
     """Daemon thread whose work is in native code that asks for the interpreter's lock in C++.
 
-    A process that ends while it runs ends at once (`exit_at_block_end_if_native_calls_run`).
+    A process that ends while it runs ends at once (`exit_beside_native_calls`).
     """
 
     def __init__(self, work: Callable[[], object], name: str) -> None:
@@ -67,7 +67,7 @@ def mark_native_threads_ended(library: str) -> None:
 
 
 @contextmanager
-def exit_at_block_end_if_native_calls_run() -> Iterator[None]:
+def exit_beside_native_calls() -> Iterator[None]:
     """End the process where the block ends, if native calls may be under way; else do nothing.
 
     What the interpreter's end would run is left out then, but for the flushing of logs.

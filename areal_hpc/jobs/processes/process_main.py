@@ -24,15 +24,15 @@ from areal_hpc.errors import (
     RecipeError,
     SupersededTrainerError,
 )
-from areal_hpc.jobs.processes.die_with_parent import die_with_parent, wait_until_orphaned_and_exit
-from areal_hpc.jobs.processes.native_call_threads import exit_at_block_end_if_native_calls_run
+from areal_hpc.jobs.processes.native_call_threads import exit_beside_native_calls
 from areal_hpc.jobs.processes.process_setup import (
     PROMETHEUS_VARIABLE,
     raise_open_file_limit,
     set_up_logging,
 )
-from areal_hpc.jobs.restart_policy import PERMANENT_EXIT_CODES
-from areal_hpc.rundir.folders import forbid_making
+from areal_hpc.jobs.processes.process_ties import die_with_parent, exit_when_orphaned
+from areal_hpc.jobs.restarts import PERMANENT_EXIT_CODES
+from areal_hpc.rundir.files import forbid_making
 from areal_hpc.rundir.paths import RunPaths, get_process_error_path
 from areal_hpc.rundir.telemetry.spans import log_spans_of_process, record_state_entry
 
@@ -52,7 +52,7 @@ def run_entry(entry: str, config_path: Path, parent: int) -> None:
     die_with_parent(signal.SIGTERM)
     if os.getppid() != parent:  # it died before the kernel was asked
         sys.exit(75)
-    threading.Thread(target=wait_until_orphaned_and_exit, args=(parent,), daemon=True).start()
+    threading.Thread(target=exit_when_orphaned, args=(parent,), daemon=True).start()
     os.umask(os.umask(0o077) | 0o027)  # what the supervisor set, or more
     raise_open_file_limit()
     set_up_logging()
@@ -61,12 +61,12 @@ def run_entry(entry: str, config_path: Path, parent: int) -> None:
     if "run_dir" in config:
         forbid_making(Path(config["run_dir"]))
     with (
-        exit_at_block_end_if_native_calls_run(),
+        exit_beside_native_calls(),
         _log_spans(config, config_path),
         _serve_metrics(config, config_path),
     ):
         record_state_entry("start")
-        _call_entry_or_exit_with_its_code(entry, config_path, config, log)
+        _call_entry(entry, config_path, config, log)
 
 
 def _log_spans(config: dict[str, Any], config_path: Path) -> AbstractContextManager[None]:
@@ -79,7 +79,7 @@ def _log_spans(config: dict[str, Any], config_path: Path) -> AbstractContextMana
 def _serve_metrics(config: dict[str, Any], config_path: Path) -> AbstractContextManager[None]:
     if "run_dir" not in config or os.environ.get(PROMETHEUS_VARIABLE) != "1":
         return nullcontext()
-    from areal_hpc.jobs.node.topology import get_advertised_host
+    from areal_hpc.jobs.node import get_advertised_host
     from areal_hpc.rundir.telemetry.prometheus import serve_process_metrics
 
     paths = RunPaths(Path(config["run_dir"]))
@@ -87,9 +87,7 @@ def _serve_metrics(config: dict[str, Any], config_path: Path) -> AbstractContext
     return serve_process_metrics(paths, job, process, get_advertised_host())
 
 
-def _call_entry_or_exit_with_its_code(
-    entry: str, config_path: Path, config: dict[str, Any], log: logging.Logger
-) -> None:
+def _call_entry(entry: str, config_path: Path, config: dict[str, Any], log: logging.Logger) -> None:
     try:
         module, _, function = entry.partition(":")
         getattr(importlib.import_module(module), function)(config)

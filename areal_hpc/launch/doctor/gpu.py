@@ -20,14 +20,14 @@ import msgspec
 
 from areal_hpc.errors import ArealError, ClusterError
 from areal_hpc.inference.server.sglang_server import find_error_line
-from areal_hpc.jobs.environment import (
+from areal_hpc.jobs.config import (
+    get_computing_variables,
     get_interpreter,
     get_interpreters,
-    get_train_and_serve_variables,
 )
-from areal_hpc.jobs.node.gpus import VISIBLE_DEVICES_VARIABLE
-from areal_hpc.launch.doctor.checks import CheckResult, fail, ok, warn
+from areal_hpc.jobs.node import VISIBLE_DEVICES_VARIABLE
 from areal_hpc.launch.doctor.gpu_facts import gather_node_facts, judge_facts
+from areal_hpc.launch.doctor.results import CheckResult, fail, ok, warn
 from areal_hpc.launch.tiny_model import TINY_MODEL_CONTEXT_TOKENS, make_tiny_model
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.recipe.sections.cluster import SlurmConfig, WantedGpus
@@ -46,7 +46,7 @@ MAX_ENGINE_LOGPROB_GAP_BY_DTYPE = {"float32": 1e-3, "bfloat16": 0.03}
 """Mean difference between engine and trainer."""
 ISSUE_HINT = "attach --json FILE to an issue"
 COLLECTIVES_MODULE = "areal_hpc.trainer.collective_rates"
-DIE_WITH_PARENT_MODULE = "areal_hpc.jobs.processes.die_with_parent"
+DIE_WITH_PARENT_MODULE = "areal_hpc.jobs.processes.process_ties"
 AGENT_MODULE = "areal_hpc.launch.doctor.tiny_agent"
 SIZE_BYTES_BY_DEVICE = {"cuda": 256 << 20, "cpu": 4 << 20}
 ROUNDS = 5
@@ -87,7 +87,7 @@ def build_check_plan(
 ) -> GpuCheckPlan:
     """What to examine with: interpreters, variables and flags are those that a run would have."""
     defaults = {role: get_interpreter(role, "auto") for role in ROLES} if recipe is None else {}
-    variables = get_train_and_serve_variables(device)
+    variables = get_computing_variables(device)
     own = {role: getattr(recipe.cluster, role).variables for role in ROLES} if recipe else {}
     return GpuCheckPlan(
         device=device,

@@ -11,12 +11,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from areal_hpc.jobs.node.gpus import (
+from areal_hpc.jobs.node import (
     find_visible_gpus,
     read_numa_node_by_gpu,
-    select_wanted_gpus_or_raise,
+    select_wanted_gpus,
 )
-from areal_hpc.launch.doctor.checks import CheckResult, fail, ok, warn
+from areal_hpc.launch.doctor.results import CheckResult, fail, ok, warn
 from areal_hpc.launch.role_python import RolePythonError, ask_role
 from areal_hpc.recipe.sections.cluster import WantedGpus
 
@@ -79,9 +79,7 @@ def gather_node_facts(
     wanted: WantedGpus, pythons: Mapping[str, str], variables: Mapping[str, Mapping[str, str]]
 ) -> NodeFacts:
     """Facts of this node, with the interpreter and the variables of each role."""
-    visible = select_wanted_gpus_or_raise(
-        find_visible_gpus(os.environ), wanted, read_numa_node_by_gpu()
-    )
+    visible = select_wanted_gpus(find_visible_gpus(os.environ), wanted, read_numa_node_by_gpu())
     listed = driver_error = topology = ""
     if shutil.which("nvidia-smi") is not None:
         listed, driver_error = _run_nvidia_smi(

@@ -2,8 +2,9 @@
 
 import logging
 import platform
+import shutil
 import socket
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -12,27 +13,75 @@ from typing import Any, Literal
 import msgspec
 
 import areal_hpc
+from areal_hpc.checkout import format_python_hint
 from areal_hpc.errors import ArealError
-from areal_hpc.launch.doctor.checks import CheckResult, DoctorSubject, fail
+from areal_hpc.jobs.config import get_interpreters
+from areal_hpc.launch.checks.inputs import find_input_problems
 from areal_hpc.launch.doctor.gpu import GpuCheckPlan, examine_gpu_node
-from areal_hpc.launch.doctor.isolation import check_program_isolation, list_security_means
-from areal_hpc.launch.doctor.limit_checks import (
-    check_accounting_limits,
-    check_preemption_of_qos_jobs,
+from areal_hpc.launch.doctor.machine_checks import (
+    check_nodes_see_file_root,
+    check_program_isolation,
+    check_storage,
+    list_security_means,
 )
-from areal_hpc.launch.doctor.recipe_checks import check_recipe_inputs, check_role_interpreters
+from areal_hpc.launch.doctor.results import CheckResult, DoctorSubject, fail, ok
 from areal_hpc.launch.doctor.slurm_checks import (
     check_accounting,
+    check_accounting_limits,
     check_container,
     check_partitions,
+    check_preemption_of_qos_jobs,
     check_sbatch_accepts,
     check_slurm_answers,
 )
-from areal_hpc.launch.doctor.storage_checks import check_nodes_see_file_root, check_storage
 from areal_hpc.launch.provenance import read_repository
-from areal_hpc.rundir.atomic import write_atomic
+from areal_hpc.launch.role_python import PythonDescription, describe_role_pythons, judge_role_python
+from areal_hpc.recipe.recipe import Recipe
+from areal_hpc.rundir.files import write_atomic
+from areal_hpc.rundir.paths import ENVIRONMENTS
 
 log = logging.getLogger(__name__)
+
+
+def check_role_interpreters(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
+    assert doctor_subject.recipe is not None
+    if doctor_subject.slurm.container.kind == "none":
+        yield from check_interpreters(
+            doctor_subject.recipe, get_interpreters(doctor_subject.recipe)
+        )
+
+
+def check_interpreters(recipe: Recipe, pythons: Mapping[str, str]) -> Iterator[CheckResult]:
+    there = {role: python for role, python in pythons.items() if shutil.which(python)}
+    answers = describe_role_pythons(there)
+    for role, python in pythons.items():
+        name, key = f"python {role}", f"cluster.{role}.python"
+        if role not in there:
+            hint = f"{format_python_hint(python, ENVIRONMENTS[role])}, or {key}=/path/to/python"
+            yield fail(name, f"there is no interpreter at {python}", hint)
+            continue
+        answer = answers[role]
+        problems = list(judge_role_python(recipe, role, python, answer))
+        for problem in problems:
+            yield fail(name, problem.message, problem.hint)
+        if not problems and isinstance(answer, PythonDescription):
+            versions = {"python": answer.version, **answer.packages}
+            yield ok(name, ", ".join(f"{package} {one}" for package, one in versions.items()))
+
+
+def check_recipe_inputs(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
+    assert doctor_subject.recipe is not None
+    pythons = get_interpreters(doctor_subject.recipe)
+    problems = [
+        problem
+        for problem in find_input_problems(doctor_subject.recipe, pythons, (str(Path.cwd()),))
+        if not problem.key.endswith(".python")
+    ]
+    for problem in problems:
+        yield fail(problem.key or "recipe", problem.message, problem.hint)
+    if not problems:
+        yield ok("recipe", "model, data and agent found")
+
 
 CheckPrerequisite = Literal["slurm", "recipe", "file root"]
 

@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.jobs.processes.signals import StopRequest
+from areal_hpc.jobs.processes.process_setup import StopRequest
 from areal_hpc.launch.trial.start import TrialConfig
 from areal_hpc.proxy.engine.model_call import ServedModel
 from areal_hpc.proxy.engine.router import StaticReplicaSource
@@ -83,13 +83,13 @@ class TrialCell:
 
     def run_event_loop(self) -> None:
         try:
-            uvloop.run(self._serve_proxy_and_engine())
+            uvloop.run(self._serve_cell())
         except BaseException as error:  # boundary: raised in the thread that waits
             self.failure = error
         finally:
             self.is_ready.set()
 
-    async def _serve_proxy_and_engine(self) -> None:
+    async def _serve_cell(self) -> None:
         job, paths = self._config.proxy, RunPaths(self._config.proxy.run_dir)
         inference = job.recipe.inference
         model = ServedModel.from_model_dir(

@@ -15,10 +15,10 @@ import yaml
 from areal_hpc.dataset.materialize import encode_row
 from areal_hpc.dataset.sources import iterate_task_rows
 from areal_hpc.errors import ClusterError, RecipeError
-from areal_hpc.jobs.environment import build_role_variables, get_interpreters
-from areal_hpc.launch.checks.model_files import build_missing_model_problem
-from areal_hpc.launch.checks.sglang_options import find_parser_name_problems
-from areal_hpc.launch.run_dir_setup import MAX_TOKENIZER_TRAINING_ROWS
+from areal_hpc.jobs.config import build_role_variables, get_interpreters
+from areal_hpc.launch.checks.inputs import find_parser_name_problems
+from areal_hpc.launch.checks.model import build_missing_model_problem
+from areal_hpc.launch.prepare import MAX_TOKENIZER_TRAINING_ROWS
 from areal_hpc.launch.tiny_model import make_tiny_model
 from areal_hpc.proxy.config import ProxyJobConfig
 from areal_hpc.recipe.base import BaseConfig
@@ -27,7 +27,7 @@ from areal_hpc.recipe.hub_cache import find_snapshot
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rollout.config import RolloutJobConfig
 from areal_hpc.rollout.episodes.episode_spec import check_task_limits
-from areal_hpc.rundir.atomic import write_atomic_private
+from areal_hpc.rundir.files import write_atomic_private
 from areal_hpc.rundir.paths import RunPaths
 
 PLAY_MODULE = "areal_hpc.launch.trial.play"
@@ -74,7 +74,7 @@ def run_trial(
     with tempfile.TemporaryDirectory(prefix="areal_hpc_try.") as folder:
         paths = RunPaths(Path(folder))
         _write_first_tasks(recipe, tasks, paths.dataset("train"))
-        model_dir = _find_or_make_model_dir(recipe, paths)
+        model_dir = _get_model_dir(recipe, paths)
         tree = yaml.safe_dump(recipe.model_dump(mode="json"))
         write_atomic_private(paths.recipe, tree.encode())
         config = TrialConfig(
@@ -145,7 +145,7 @@ def _iterate_rows_of_sources_in_turn(recipe: Recipe) -> Iterator[dict[str, Any]]
         yield row
 
 
-def _find_or_make_model_dir(recipe: Recipe, paths: RunPaths) -> Path:
+def _get_model_dir(recipe: Recipe, paths: RunPaths) -> Path:
     model = recipe.model
     if model.path is not None:
         if not model.path.is_dir():

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, StrictBool, field_validator, model_validator
 
 from areal_hpc.recipe.base import BaseConfig
-from areal_hpc.rundir.folders import Readers
+from areal_hpc.rundir.files import Readers
 from areal_hpc.rundir.jobs import CARETAKER_JOB
 from areal_hpc.rundir.rendezvous import EVALUATION_CELL, is_cell_job, is_training_cell_job
 

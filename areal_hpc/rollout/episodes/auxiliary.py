@@ -81,13 +81,13 @@ async def mark_auxiliary_conversations(
 ) -> None:
     """Have the proxy leave a session's auxiliary conversations out of training."""
     try:
-        told = await proxy.call_until_answered(
+        told = await proxy.call_repeatedly(
             "/rl/list_conversations", ListConversationsRequest(session_id), ListConversationsReply
         )
         reasons = {one.interaction_id: why for one in told.conversations if (why := rule(one))}
         if reasons:
             request = MarkAuxiliaryRequest(session_id, reasons)
-            await proxy.call_until_answered("/rl/mark_auxiliary", request, MarkAuxiliaryReply)
+            await proxy.call_repeatedly("/rl/mark_auxiliary", request, MarkAuxiliaryReply)
     except HttpStatusError as refusal:
         raise AgentError(
             f"the proxy refused to mark auxiliary conversations: {refusal.peer_message}"

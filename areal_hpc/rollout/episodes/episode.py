@@ -144,7 +144,7 @@ async def _play_in_new_session(
     http_client: Any,
     sandbox: EpisodeSandbox | None,
 ) -> EpisodeOutcome:
-    session = await proxy.call_until_answered("/rl/start_session", spec.session, StartSessionReply)
+    session = await proxy.call_repeatedly("/rl/start_session", spec.session, StartSessionReply)
     incarnation = proxy.peer_started_at
     try:
         if sandbox is not None:
@@ -240,7 +240,7 @@ async def offer_episode_to_external_program(
     offer = OfferEpisodeRequest(spec.session, spec.data, PROXY_LONG_POLL_S)
     session_id = None
     while session_id is None:
-        offered = await proxy.call_until_answered("/rl/offer_episode", offer, OfferEpisodeReply)
+        offered = await proxy.call_repeatedly("/rl/offer_episode", offer, OfferEpisodeReply)
         session_id = offered.session_id
     question = AwaitSessionEndRequest(session_id, PROXY_LONG_POLL_S)
     clock = asyncio.get_running_loop().time
@@ -248,9 +248,7 @@ async def offer_episode_to_external_program(
     reason = f"the program took longer than {spec.timeout_s:g} s"
     while clock() < give_up_at:
         try:
-            state = await proxy.call_until_answered(
-                "/rl/await_session", question, AwaitSessionEndReply
-            )
+            state = await proxy.call_repeatedly("/rl/await_session", question, AwaitSessionEndReply)
         except HttpStatusError as refusal:
             reason = f"the proxy forgot the session: {refusal}"
             break
@@ -374,4 +372,4 @@ async def _control_session(
     reply: type[ReplyT],
 ) -> ReplyT:
     key = session.control_key or session.api_key
-    return await proxy.call_until_answered(route, request, reply, key=key)
+    return await proxy.call_repeatedly(route, request, reply, key=key)

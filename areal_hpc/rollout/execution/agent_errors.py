@@ -18,7 +18,7 @@ from areal_hpc.errors import (
     describe_exception,
     escape_surrogates,
 )
-from areal_hpc.jobs.processes.line_process import SHORTAGE_HINT
+from areal_hpc.jobs.processes.line_workers import SHORTAGE_HINT
 from areal_hpc.rollout.execution.agent_worker import list_causes, list_errnos
 
 MAX_TRACEBACK_CHARS = 1500

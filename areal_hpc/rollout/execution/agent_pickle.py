@@ -15,7 +15,7 @@ import cloudpickle
 
 from areal_hpc.errors import RecipeError
 from areal_hpc.rollout.agent import Agent, load_agent
-from areal_hpc.rundir.atomic import write_atomic_private
+from areal_hpc.rundir.files import write_atomic_private
 
 PICKLED_AGENT_MODULE = "handed_over"
 """Holds an agent that was handed over; `rollout.workflow` is then `handed_over.agent`."""

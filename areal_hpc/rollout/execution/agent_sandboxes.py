@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_hpc.errors import ClusterError, RecipeError, SandboxStartError
-from areal_hpc.jobs.processes.line_process import SHORTAGE_HINT
+from areal_hpc.jobs.processes.line_workers import SHORTAGE_HINT
 from areal_hpc.recipe.sections.rollout import AgentExecutionConfig
 from areal_hpc.recipe.sections.sandbox import SandboxConfig
 from areal_hpc.reward.harbor import HarborTask, find_harbor_task

@@ -31,14 +31,13 @@ from areal_hpc.errors import (
     SandboxStartError,
     WorkerStartError,
 )
-from areal_hpc.jobs.processes.descendants import (
+from areal_hpc.jobs.processes.line_workers import SHORTAGE_HINT, LineProcess, WorkerPool
+from areal_hpc.jobs.processes.process_ties import (
     become_child_subreaper,
+    die_with_parent,
     kill_descendants,
     list_descendants,
 )
-from areal_hpc.jobs.processes.die_with_parent import die_with_parent
-from areal_hpc.jobs.processes.line_process import SHORTAGE_HINT, LineProcess
-from areal_hpc.jobs.processes.worker_pool import WorkerPool
 from areal_hpc.recipe.sections.reward import ISOLATION_VARIABLE
 from areal_hpc.rollout.execution.agent_errors import describe_errno_shortage, find_node_shortage
 from areal_hpc.rollout.execution.agent_worker import encode_as_tagged_builtins

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.jobs.processes.descendants import kill_and_reap_process, list_descendants
-from areal_hpc.jobs.processes.worker_pool import WorkerPool
+from areal_hpc.jobs.processes.line_workers import WorkerPool
+from areal_hpc.jobs.processes.process_ties import end_process, list_descendants
 from areal_hpc.recipe.sections.rollout import AgentExecutionConfig
 from areal_hpc.rollout.agent import Agent, load_agent
 from areal_hpc.rollout.execution.agent_errors import build_agent_error, find_node_shortage
@@ -96,7 +96,7 @@ class SubprocessAgent:
             return await process.request(line)
         finally:
             for one in list_descendants(process.pid):
-                kill_and_reap_process(one)
+                end_process(one)
 
 
 async def _start_other_python(python: str, variables: Sequence[str]) -> WorkerProcess:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.rundir.atomic import write_atomic
+from areal_hpc.rundir.files import write_atomic
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.rendezvous import ensure_metrics_key
 
@@ -106,7 +106,7 @@ class _SamplesCollector:
 
         yield from REGISTRY.collect()
         found: dict[str, Metric] = {}
-        for sample in (one for read in _readers for one in _read_or_log(read)):
+        for sample in (one for read in _readers for one in _read_samples_of(read)):
             name = sample.name.removesuffix("_total")
             kind = "gauge" if name == sample.name else "counter"
             metric = found.setdefault(sample.name, Metric(name, sample.name, kind))
@@ -117,7 +117,7 @@ class _SamplesCollector:
         return ()
 
 
-def _read_or_log(read_samples: SampleReader) -> list[PrometheusSample]:
+def _read_samples_of(read_samples: SampleReader) -> list[PrometheusSample]:
     try:
         return [*read_samples()]
     except Exception as error:  # boundary: what one role cannot tell must not cost the others

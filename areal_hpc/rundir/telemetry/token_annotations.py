@@ -68,7 +68,7 @@ class AnnotationWriter:
         self._max_folder_bytes = max_folder_bytes
         self._thread: threading.Thread | None = None
 
-    def start_write_or_skip(self, annotations: StepAnnotations) -> None:
+    def start_write(self, annotations: StepAnnotations) -> None:
         """Have a file written; left out while the one before is still in the writing."""
         if self._thread is not None and self._thread.is_alive():
             log.warning("annotations of step %d are left out: storage is slow", annotations.step)

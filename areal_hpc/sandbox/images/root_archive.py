@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_hpc.errors import ClusterError, RecipeError
-from areal_hpc.rundir.atomic import write_atomic_private
+from areal_hpc.rundir.files import write_atomic_private
 from areal_hpc.sandbox.images.oci_image import (
     OciImage,
     make_root_tree,

@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 
 from areal_hpc.errors import ArealError, ClusterError, RecipeError
-from areal_hpc.rundir.checkpoint_index import (
+from areal_hpc.rundir.checkpoints import (
     Column,
     NumberType,
     RankIndex,

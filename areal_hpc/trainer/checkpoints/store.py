@@ -23,31 +23,28 @@ from typing import Any
 import torch.distributed as dist
 
 from areal_hpc.errors import ArealError, ClusterError, SupersededTrainerError
-from areal_hpc.jobs.time_limit import record_checkpoint_duration
+from areal_hpc.jobs.starts import record_checkpoint_duration
 from areal_hpc.recipe.sections.trainer import AdamConfig
-from areal_hpc.rundir.atomic import fsync_path
-from areal_hpc.rundir.checkpoint_index import (
-    CHECKPOINT_INDEX_FILE,
-    RankIndex,
-    get_rank_file_path,
-    merge_rank_indices,
-    write_checkpoint_index,
-)
 from areal_hpc.rundir.checkpoints import (
+    CHECKPOINT_INDEX_FILE,
     COMPLETE_MARKER_FILE,
     TRAINER_STATE_FILE,
     Checkpoint,
+    RankIndex,
     TrainerState,
     build_checkpoint_write_error,
     find_latest_checkpoint,
+    get_rank_file_path,
     get_unfinished_checkpoint_path,
     is_complete_checkpoint,
     list_checkpoints,
     list_unfinished_checkpoints,
+    merge_rank_indices,
     read_trainer_state,
+    write_checkpoint_index,
     write_trainer_state,
 )
-from areal_hpc.rundir.folders import make_folder
+from areal_hpc.rundir.files import fsync_path, make_folder
 from areal_hpc.rundir.paths import format_step_dir
 from areal_hpc.trainer.checkpoints.rank_state import (
     CRITIC_PREFIX,

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from areal_hpc.errors import ShardError
-from areal_hpc.rundir.checkpoint_index import (
+from areal_hpc.rundir.checkpoints import (
     BYTES_BY_NUMBER_TYPE,
     DIGEST_BLOCK_BYTES,
     DIGEST_BYTES,

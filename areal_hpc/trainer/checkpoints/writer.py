@@ -16,9 +16,8 @@ from pathlib import Path
 import torch
 
 from areal_hpc.jobs.processes.native_call_threads import start_native_call
-from areal_hpc.rundir.atomic import fsync_path
-from areal_hpc.rundir.checkpoint_index import DIGEST_BLOCK_BYTES
-from areal_hpc.rundir.checkpoints import build_checkpoint_write_error
+from areal_hpc.rundir.checkpoints import DIGEST_BLOCK_BYTES, build_checkpoint_write_error
+from areal_hpc.rundir.files import fsync_path
 from areal_hpc.shards.disk_io import write_all
 from areal_hpc.trainer.private_apis.torch_private import pin_host_memory, unpin_host_memory
 from areal_hpc.wire.fault_points import fault_point

@@ -10,7 +10,7 @@ import msgspec
 import torch
 
 from areal_hpc.errors import AgentError, HttpStatusError, RecipeError, SupersededTrainerError
-from areal_hpc.jobs.processes.signals import StopRequest
+from areal_hpc.jobs.processes.process_setup import StopRequest
 from areal_hpc.metrics.step_metrics import (
     BATCH_WAIT_PHASE,
     CELL_IDLE_S_METRIC,

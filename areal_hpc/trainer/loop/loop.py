@@ -47,7 +47,7 @@ from areal_hpc.errors import (
     TeacherError,
     UntrainableBatchError,
 )
-from areal_hpc.jobs.processes.signals import StopRequest
+from areal_hpc.jobs.processes.process_setup import StopRequest
 from areal_hpc.rundir.checkpoints import UntrainedBatchPart
 from areal_hpc.rundir.jsonl import JsonMetricRow
 from areal_hpc.rundir.telemetry.spans import time_span

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from areal_hpc.jobs.node.topology import get_task_position
+from areal_hpc.jobs.node import get_task_position
 from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.trainer.collectives import broadcast_object, gather_objects_on_first_rank
 from areal_hpc.weights.buckets import TensorSpec

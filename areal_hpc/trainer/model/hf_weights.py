@@ -19,8 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.rundir.atomic import fsync_path, fsync_tree
-from areal_hpc.rundir.folders import make_folder
+from areal_hpc.rundir.files import fsync_path, fsync_tree, make_folder
 from areal_hpc.trainer.model.families.architecture import StoredParameters, find_stage_of_layer
 from areal_hpc.trainer.model.families.weight_map import (
     EMBEDDING_NAME,

@@ -23,9 +23,8 @@ from areal_hpc.view.batch_episodes import (
     read_batch_episodes,
     read_first_row_of_each_episode,
 )
+from areal_hpc.view.formatting import format_step_range, format_table, list_numbers
 from areal_hpc.view.logs import list_log_files
-from areal_hpc.view.metric_values import format_step_range, list_numbers
-from areal_hpc.view.tables import format_table
 
 MAX_READ_STEPS = 10
 MAX_READ_ROWS = 400

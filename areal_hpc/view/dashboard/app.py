@@ -1,15 +1,19 @@
-"""ASGI application of the dashboard: the page, its data as JSON, and news as server-sent events.
+"""ASGI application of the dashboard and its server: the page, its data as JSON, news as they come.
 
 Everything lies below a secret path. Runs are chosen by their names among those that were found, so
 no request names a file; what agents wrote goes out as JSON alone and is put into the page as text.
 """
 
 import asyncio
+import getpass
 import hmac
 import json
 import math
+import secrets
+import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import closing, suppress
 from functools import partial
 from importlib import resources
 from pathlib import Path
@@ -20,7 +24,9 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from areal_hpc.errors import ArealError, RecipeError
+from areal_hpc.errors import ArealError, ClusterError, RecipeError
+from areal_hpc.jobs.node import LOOPBACK_ADDRESS
+from areal_hpc.rundir.files import write_atomic_private
 from areal_hpc.rundir.paths import RunPaths, list_runs
 from areal_hpc.view.dashboard import run_pages
 from areal_hpc.view.dashboard.evaluation_page import (
@@ -29,10 +35,11 @@ from areal_hpc.view.dashboard.evaluation_page import (
     label_evaluation_rows,
     list_set_names,
 )
-from areal_hpc.view.dashboard.summary_page import describe_summary
+from areal_hpc.view.dashboard.run_pages import describe_summary
 from areal_hpc.view.dashboard.timeline_page import describe_timeline
 from areal_hpc.view.state.run_view import RunView, RunViewer
-from areal_hpc.view.transcripts.row_index import RowIndex
+from areal_hpc.view.transcripts.row_index import RowIndex, get_cache_dir, make_private_folder
+from areal_hpc.wire.http_server import GuardedServer
 
 SCRIPTS = (
     *("elements", "data", "chart", "run_list", "run_page", "timeline", "evaluations"),
@@ -97,7 +104,7 @@ class DashboardApp:
         if scope["type"] != "http":
             return
         request = Request(scope, receive)
-        response = await self._authorize_and_answer(request)
+        response = await self._answer_request(request)
         response.headers.update(RESPONSE_HEADERS)
         await response(scope, receive, send)
 
@@ -105,7 +112,7 @@ class DashboardApp:
         for index in self._indexes.values():
             index.close()
 
-    async def _authorize_and_answer(self, request: Request) -> Response:
+    async def _answer_request(self, request: Request) -> Response:
         secret, _, name = request.url.path.removeprefix("/").partition("/")
         if not hmac.compare_digest(secret.encode(), self._secret.encode()):
             return Response("open the address that areal-hpc view printed", 401)
@@ -230,12 +237,12 @@ def _fingerprint_run_files(run: RunPaths) -> list[Any]:
         *(run.manifests_dir, run.evaluations_dir),
     )
     return [
-        *map(_stat_size_and_mtime, followed),
-        *map(_stat_size_and_mtime, sorted(run.shard_index_dir.glob("*"))),
+        *map(_stat_file, followed),
+        *map(_stat_file, sorted(run.shard_index_dir.glob("*"))),
     ]
 
 
-def _stat_size_and_mtime(path: Path) -> tuple[int, int] | None:
+def _stat_file(path: Path) -> tuple[int, int] | None:
     try:
         status = path.stat()
     except OSError:
@@ -272,3 +279,54 @@ def _replace_nonfinite_by_null(content: Any) -> Any:
     if isinstance(content, list | tuple):
         return [_replace_nonfinite_by_null(value) for value in content]
     return content
+
+
+MAX_CONNECTIONS = 200
+_PORT_FILE = "port"
+
+
+def serve_dashboard(
+    dir_with_runs: Path, port: int | None, print_line: Callable[[str], None]
+) -> None:
+    cache_dir = get_cache_dir()
+    listener = _listen(cache_dir, port)
+    # New at each start: whoever listened here in between may have heard the last one.
+    secret = secrets.token_urlsafe(24)
+    host, own_port = socket.gethostname(), listener.getsockname()[1]
+    app = DashboardApp(dir_with_runs, secret, cache_dir)
+    print_line(f"{dir_with_runs}: open http://{LOOPBACK_ADDRESS}:{own_port}/{secret}/")
+    print_line("from another machine, first:")
+    user = "USER"
+    with suppress(KeyError, OSError):
+        user = getpass.getuser()
+    print_line(f"  ssh -L {own_port}:{LOOPBACK_ADDRESS}:{own_port} {user}@{host}")
+    print_line("Ctrl-C stops this server, not the runs")
+    with closing(listener), closing(app), suppress(KeyboardInterrupt):
+        server = GuardedServer(app, MAX_CONNECTIONS, timeout_graceful_shutdown=2)
+        app.is_ending = lambda: server.should_exit
+        server.run(sockets=[listener])
+
+
+def _listen(cache_dir: Path, port: int | None) -> socket.socket:
+    make_private_folder(cache_dir)
+    port_file, kept_port = cache_dir / _PORT_FILE, 0
+    with suppress(OSError, ValueError):
+        kept_port = int(port_file.read_bytes())
+    problem: Exception | None = None
+    for candidate in [port] if port is not None else [kept_port, 0]:
+        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((LOOPBACK_ADDRESS, candidate))
+        except (OSError, OverflowError) as error:
+            listener.close()
+            problem = error
+            continue
+        listener.listen(128)
+        write_atomic_private(port_file, str(listener.getsockname()[1]).encode())
+        return listener
+    raise ClusterError(
+        f"port {port} cannot be used: {problem}",
+        key="--port",
+        hint="leave --port out to get one that is free",
+    )

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.rundir.atomic import write_atomic_private
+from areal_hpc.rundir.files import write_atomic_private
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.slurm.queue import QueuePoller
 from areal_hpc.view.dashboard import run_pages
@@ -20,7 +20,7 @@ from areal_hpc.view.dashboard.evaluation_page import (
     label_evaluation_rows,
     list_set_names,
 )
-from areal_hpc.view.dashboard.summary_page import describe_summary
+from areal_hpc.view.dashboard.run_pages import describe_summary
 from areal_hpc.view.dashboard.timeline_page import describe_timeline
 from areal_hpc.view.state.run_view import RunView, view_runs
 from areal_hpc.view.transcripts.row_index import RowIndex
@@ -66,7 +66,7 @@ def _describe_pages(view: RunView) -> JsonObject:
         "evaluations": lambda: build_evaluation_sets_page(run),
     }
     return {
-        name: _describe_or_explain(f"{name} of {run.root}", "error", describe)
+        name: _describe_page(f"{name} of {run.root}", "error", describe)
         for name, describe in pages.items()
     }
 
@@ -83,7 +83,7 @@ def _describe_rows(run: RunPaths, cache_dir: Path, max_rows: int, max_bytes: int
                 run_pages.describe_trajectory, run, index, row["shard"], row["row"], sets
             )
             # `error` is that of the episode.
-            content = _describe_or_explain(f"{name} of {run.root}", "problem", describe)
+            content = _describe_page(f"{name} of {run.root}", "problem", describe)
             max_bytes -= len(encode_browser_json(content))
             if max_bytes < 0:
                 break
@@ -97,7 +97,7 @@ def _describe_rows(run: RunPaths, cache_dir: Path, max_rows: int, max_bytes: int
     }
 
 
-def _describe_or_explain(page: str, key: str, describe: Callable[[], JsonObject]) -> JsonObject:
+def _describe_page(page: str, key: str, describe: Callable[[], JsonObject]) -> JsonObject:
     try:
         return describe()
     except Exception as error:  # boundary: the page says it, and the others are written

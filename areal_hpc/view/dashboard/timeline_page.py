@@ -11,9 +11,8 @@ from areal_hpc.rundir.jsonl import JsonRow
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.spans import Span
 from areal_hpc.view.answers.slow_run import explain_slow_run
-from areal_hpc.view.dashboard.run_pages import describe_step_times
-from areal_hpc.view.dashboard.summary_page import describe_answer
-from areal_hpc.view.timing.timeline import (
+from areal_hpc.view.dashboard.run_pages import describe_answer, describe_step_times
+from areal_hpc.view.timeline import (
     TRAINER_PROCESS,
     Timeline,
     assign_lanes,

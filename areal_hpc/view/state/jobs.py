@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 
 from areal_hpc.errors import ClusterError
-from areal_hpc.rundir.allocation_note import find_live_launcher_note
 from areal_hpc.rundir.jobs import (
     CARETAKER_JOB,
     IDLE_EXIT_CODE,
@@ -20,12 +19,11 @@ from areal_hpc.rundir.jobs import (
     read_submissions,
     read_task_exits,
 )
-from areal_hpc.rundir.lock import is_lock_held
+from areal_hpc.rundir.lock import find_live_launcher_note, is_lock_held
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.rendezvous import is_cell_job
 from areal_hpc.slurm.commands import has_slurm
 from areal_hpc.slurm.queue import QueuePoller, QueueSnapshot, SlurmJobRecord, is_live_state
-from areal_hpc.slurm.reasons import PendingReasonExplanation, explain_reason
 from areal_hpc.slurm.run_jobs import (
     LiveJob,
     find_run_of_jobs,
@@ -33,8 +31,8 @@ from areal_hpc.slurm.run_jobs import (
     list_recorded_job_ids,
     list_unrecorded_live_jobs,
 )
-from areal_hpc.slurm.states import JobPhase
-from areal_hpc.view.tables import format_duration, format_table, format_time
+from areal_hpc.slurm.states import JobPhase, PendingReasonExplanation, explain_reason
+from areal_hpc.view.formatting import format_duration, format_table, format_time
 
 LEADER_JOB_NAMES = {"sft", "trainer"}
 """Jobs that the others of their stage wait for."""

@@ -20,10 +20,10 @@ from areal_hpc.recipe.sections.evaluation import EvaluationSet
 from areal_hpc.rundir.manifests import read_evaluated_tickets
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.events import EventFollower
-from areal_hpc.view.events.news import NewEventLineFormatter, RunPhaseTracker
+from areal_hpc.view.events import NewEventLineFormatter, RunPhaseTracker
+from areal_hpc.view.formatting import format_duration
 from areal_hpc.view.state.run_view import RunView
 from areal_hpc.view.state.summary import format_alert
-from areal_hpc.view.tables import format_duration
 from areal_hpc.wire.ledger import LedgerStatus
 
 MAX_SFT_LINES = 10
@@ -87,7 +87,7 @@ class PlainReporter:
     def report_new_events(self) -> None:
         for event in self._events.read_new_events():
             self._phase.add_event(event)
-            for line in self._news.describe_if_new(event):
+            for line in self._news.describe_news(event):
                 self.print_line(line)
 
     def report_new_steps(self) -> None:

@@ -41,8 +41,8 @@ from areal_hpc.rundir.run_recipe import get_recipe_value, read_run_recipe
 from areal_hpc.rundir.telemetry.events import read_recent_events
 from areal_hpc.slurm.queue import QueuePoller, SlurmJobRecord, query_squeue_of_user
 from areal_hpc.slurm.run_jobs import list_recorded_job_ids, list_unrecorded_live_jobs
-from areal_hpc.slurm.versions import is_slurm_error_line
-from areal_hpc.view.events.failures import TRACEBACK_HEADER, AgentFailures
+from areal_hpc.slurm.states import is_slurm_error_line
+from areal_hpc.view.events import TRACEBACK_HEADER, AgentFailures
 from areal_hpc.view.logs import LogFile, list_log_files, parse_log_records
 from areal_hpc.view.state.jobs import RunJobs, build_run_jobs, fetch_run_jobs, get_run_state
 from areal_hpc.wire.ledger import Empty, LedgerStatus

@@ -91,7 +91,7 @@ class RowIndex:
             return
         name = hashlib.sha256(os.fsencode(paths.root)).hexdigest()[:24]
         make_private_folder(folder)
-        self._database = _open_or_recreate_database(folder / f"{name}.sqlite")
+        self._database = _open_database(folder / f"{name}.sqlite")
 
     def close(self) -> None:
         with self._lock:
@@ -136,7 +136,7 @@ class RowIndex:
         count: int,
     ) -> RowPage:
         """A page of the rows that match an expression of `areal-hpc shards show --where`."""
-        condition, values = _compile_filter_or_all(row_filter)
+        condition, values = _compile_row_filter(row_filter)
         order, order_values = _compile_order(sort_column, "DESC" if descending else "ASC")
         query = f"SELECT id FROM rows WHERE {condition} ORDER BY {order}"
         with self._lock:
@@ -158,7 +158,7 @@ class RowIndex:
         sort_descending_by: str = "",
     ) -> list[tuple[Any, ...]]:
         """Shard, row and fields of the rows that match, as recorded or by a field."""
-        condition, values = _compile_filter_or_all(row_filter)
+        condition, values = _compile_row_filter(row_filter)
         if ticket_id is not None:
             condition = f"({condition}) AND ticket = ? AND eval_step < 0"
             values = [*values, ticket_id]
@@ -308,7 +308,7 @@ def make_private_folder(folder: Path) -> None:
         )
 
 
-def _compile_filter_or_all(row_filter: str) -> SqlCondition:
+def _compile_row_filter(row_filter: str) -> SqlCondition:
     return compile_filter(row_filter) if row_filter.strip() else SqlCondition("1", [])
 
 
@@ -320,7 +320,7 @@ def _compile_order(sort_column: str, direction: str) -> tuple[str, list[str]]:
     return f"{column} IS NULL, {column} {direction}, id", [*values, *values]
 
 
-def _open_or_recreate_database(file: Path) -> sqlite3.Connection:
+def _open_database(file: Path) -> sqlite3.Connection:
     file.touch(mode=0o600)
     database = _connect_database(file)
     try:

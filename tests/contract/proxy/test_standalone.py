@@ -14,7 +14,7 @@ from openai import OpenAI
 from openai.types.chat import ChatCompletionMessageParam
 
 from areal_hpc.cli.main import main
-from areal_hpc.jobs.node.topology import find_own_address
+from areal_hpc.jobs.node import find_own_address
 from tests.support.chatml import byte_level_tokenizer, write_model_dir
 from tests.support.deadlines import scaled
 from tests.support.lone_proxy import LoneProxy

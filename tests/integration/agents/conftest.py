@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from areal_hpc.jobs.environment import get_interpreter
+from areal_hpc.jobs.config import get_interpreter
 from tests.integration.agents.theatre import Theatre
 from tests.support.chatml import CONTEXT_TOKENS, make_talking_model
 from tests.support.proxy_stage import Stage

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from areal_hpc.jobs.environment import get_interpreter
+from areal_hpc.jobs.config import get_interpreter
 from areal_hpc.launch.tiny_model import make_tiny_model
 from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.paths import RunPaths

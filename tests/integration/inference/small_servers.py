@@ -11,7 +11,7 @@ import httpx
 from areal_hpc.inference.control_proxy import ControlProxyApp, ControlProxyServer
 from areal_hpc.inference.replica import BuildCommand, Replica
 from areal_hpc.inference.server.command import ServerCommand, ServerPorts
-from areal_hpc.jobs.restart_policy import RestartPolicy
+from areal_hpc.jobs.restarts import RestartPolicy
 from areal_hpc.recipe.sections.inference import InferenceConfig
 from areal_hpc.rundir.telemetry.events import EventLog
 from areal_hpc.wire.awake_clock import AwakeClock

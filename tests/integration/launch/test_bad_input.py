@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.jobs.environment import get_interpreter
+from areal_hpc.jobs.config import get_interpreter
 from areal_hpc.launch.tiny_model import TinySizes, build_tiny_architecture_config
 from tests.support.chatml import write_model_dir
 from tests.support.commands import exit_code_of, run_program

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from areal_hpc.rundir.lock import hold_lock_or_raise
+from areal_hpc.rundir.lock import hold_lock
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.rendezvous import LEDGER_SERVICE, ensure_service_key, publish_endpoint
 from tests.support.commands import exit_code_of, run_program
@@ -126,7 +126,7 @@ def test_a_colleagues_run_at_work_tells_its_state(run: Path, tmp_path: Path) -> 
     publish_endpoint(paths.rendezvous_dir, LEDGER_SERVICE, "http://127.0.0.1:9")
     ensure_service_key(paths.service_key)
     before = give_away(paths.root)
-    with hold_lock_or_raise(paths.lock):
+    with hold_lock(paths.lock):
         answer = run_program(*before, sys.executable, "-m", "areal_hpc", "status", str(paths.root))
     assert (answer.returncode, answer.stderr) == (0, "")
     assert "running here" in answer.stdout

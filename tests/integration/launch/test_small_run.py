@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import areal_hpc
-from areal_hpc.jobs.environment import get_interpreter
+from areal_hpc.jobs.config import get_interpreter
 from areal_hpc.metrics.catalogue import find_metric
 from areal_hpc.metrics.step_metrics import (
     STEP_PHASES,

@@ -14,7 +14,7 @@ import msgspec
 from areal_hpc.ledger.job import run
 from areal_hpc.metrics.step_metrics import VALIDATION_REWARD_METRIC
 from areal_hpc.rundir import rendezvous
-from areal_hpc.rundir.generations import get_number_path
+from areal_hpc.rundir.files import get_number_path
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.index import SealedShard, ShardTicket, append_to_index
 from areal_hpc.wire.http import WireClient

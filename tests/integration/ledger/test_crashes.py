@@ -13,7 +13,7 @@ from typing import TypeVar
 import pytest
 
 from areal_hpc.errors import ClusterError, HttpStatusError
-from areal_hpc.rundir.generations import claim_next_number
+from areal_hpc.rundir.files import claim_next_number
 from areal_hpc.rundir.manifests import read_manifest
 from areal_hpc.wire.awake_clock import MAX_GAP_S
 from areal_hpc.wire.ledger import BatchManifest, FinishRunRequest, TicketRef

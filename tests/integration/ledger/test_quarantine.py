@@ -2,7 +2,7 @@
 
 import pytest
 
-from areal_hpc.rundir.generations import claim_next_number
+from areal_hpc.rundir.files import claim_next_number
 from areal_hpc.rundir.manifests import read_quarantine_files
 from tests.integration.ledger.ledger_process import LedgerProcess, StartLedger
 from tests.support.commands import exit_code_of

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.jobs.environment import get_interpreter
+from areal_hpc.jobs.config import get_interpreter
 from areal_hpc.launch.tiny_model import make_tiny_model
 from tests.support.chatml import REASONING_CHATML, TRAINING_TEXT, write_model_dir
 from tests.support.deadlines import scaled

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from areal_hpc.jobs.environment import get_interpreter
+from areal_hpc.jobs.config import get_interpreter
 from areal_hpc.wire.ledger import TicketRef
 from tests.integration.proxy.test_tool_calls import CALL, THOUGHT, assert_spliced, says
 from tests.support.deadlines import scaled

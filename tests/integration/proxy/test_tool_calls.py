@@ -12,7 +12,7 @@ import pytest
 from anthropic import Anthropic
 from anthropic.types import Message
 
-from areal_hpc.jobs.environment import get_interpreter
+from areal_hpc.jobs.config import get_interpreter
 from areal_hpc.wire.ledger import TicketRef
 from tests.support.chatml import REASONING_CHATML, write_model_dir
 from tests.support.deadlines import scaled

@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from areal_hpc.jobs.processes.descendants import list_descendants
+from areal_hpc.jobs.processes.process_ties import list_descendants
 from areal_hpc.sandbox.sandbox import Sandbox
 
 FAILED_START = "echo bwrap: no namespace: Resource temporarily unavailable >&2; exit 1"

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.launch.checks.user_code import find_user_code_problems
+from areal_hpc.launch.checks.inputs import find_user_code_problems
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.sections.rollout import AgentExecutionConfig
 from areal_hpc.rollout.episodes.episode import EpisodeOutcome

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.errors import SandboxLostError
-from areal_hpc.jobs.processes.descendants import list_descendants
+from areal_hpc.jobs.processes.process_ties import list_descendants
 from areal_hpc.reward.harbor import build_archive
 from areal_hpc.sandbox.runtimes import Runtime, find_installed_runtimes, make_runtime
 from areal_hpc.sandbox.sandbox import Sandbox
@@ -471,7 +471,7 @@ def test_a_stopped_sandbox_leaves_no_process(runtime: Runtime, escape: str) -> N
 
 OWNER = """
 import asyncio, sys, time
-from areal_hpc.jobs.processes.descendants import list_descendants
+from areal_hpc.jobs.processes.process_ties import list_descendants
 from areal_hpc.sandbox.spec import SandboxSpec
 from areal_hpc.sandbox.runtimes import make_runtime
 async def main():

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from areal_hpc.rundir import atomic
+from areal_hpc.rundir import files
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards import disk_io, index, writer
 from areal_hpc.shards.index import locate_tickets, read_index
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from _typeshed import TraceFunction
 
 PROCESSES = multiprocessing.get_context("forkserver")
-WATCHED = {module.__file__ for module in (writer, index, atomic, disk_io)}
+WATCHED = {module.__file__ for module in (writer, index, files, disk_io)}
 """Everything that touches the disk when a shard is sealed."""
 
 

@@ -13,7 +13,7 @@ from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.rundir.checkpoints import COMPLETE_MARKER_FILE, TrainerState, write_trainer_state
 from areal_hpc.rundir.jsonl import append_line, read_readable_records
 from areal_hpc.rundir.paths import RunPaths, format_step_dir
-from areal_hpc.view.trackers.sync import TrackerChoice, choose_tracker, write_new_rows_for_tracker
+from areal_hpc.view.sync import TrackerChoice, choose_tracker, write_new_rows_for_tracker
 from tests.support.commands import areal_hpc
 from tests.support.recorded_run import write_recipe
 

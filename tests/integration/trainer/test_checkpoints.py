@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
 from areal_hpc.errors import ClusterError, OtherRankError, ShardError, SupersededTrainerError
-from areal_hpc.jobs.processes.signals import StopRequest
+from areal_hpc.jobs.processes.process_setup import StopRequest
 from areal_hpc.metrics.writer import MetricsWriter
 from areal_hpc.rundir.checkpoints import (
     COMPLETE_MARKER_FILE,
@@ -24,7 +24,7 @@ from areal_hpc.rundir.checkpoints import (
     list_checkpoints,
     write_trainer_state,
 )
-from areal_hpc.rundir.generations import claim_next_number
+from areal_hpc.rundir.files import claim_next_number
 from areal_hpc.rundir.jsonl import append_line
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.trainer.checkpoints import writer

@@ -17,7 +17,7 @@ import torch
 
 import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
 from areal_hpc.errors import IdleError, RecipeError
-from areal_hpc.jobs.processes.signals import StopRequest
+from areal_hpc.jobs.processes.process_setup import StopRequest
 from areal_hpc.metrics.step_metrics import EpisodeFailureCounter
 from areal_hpc.metrics.writer import MetricsWriter
 from areal_hpc.recipe.sections.weights import WeightsConfig
@@ -30,7 +30,7 @@ from areal_hpc.trainer.loop.live_run import MAX_REFUSED_PROOFS, AsyncEvaluationT
 from areal_hpc.trainer.loop.loop import Action, Command, Coordinator
 from areal_hpc.trainer.loop.step_record import StepRecord
 from areal_hpc.trainer.loop.weight_senders import WeightSenders
-from areal_hpc.view.events.news import NewEventLineFormatter
+from areal_hpc.view.events import NewEventLineFormatter
 from areal_hpc.weights.buckets import TensorSpec
 from areal_hpc.weights.publisher import Publisher, make_transport
 from areal_hpc.weights.update import Probe
@@ -174,7 +174,7 @@ def test_an_engine_that_computes_another_model_ends_the_run(
     ]
     assert len(refused) == MAX_REFUSED_PROOFS
     told = NewEventLineFormatter()
-    lines = [told.describe_if_new(event) for event in refused]
+    lines = [told.describe_news(event) for event in refused]
     assert lines[0][0].startswith("weights  no replica has taken weights 1.0")
     assert lines[1:] == [[]] * (MAX_REFUSED_PROOFS - 1), "it is told once"
 

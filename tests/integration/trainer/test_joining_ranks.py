@@ -16,7 +16,7 @@ from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anyt
 # isort: split
 
 from areal_hpc.errors import ClusterError
-from areal_hpc.jobs.node.topology import TaskPosition
+from areal_hpc.jobs.node import TaskPosition
 from areal_hpc.recipe.sections.trainer import ParallelConfig
 from areal_hpc.rundir import rendezvous
 from areal_hpc.trainer import process_groups

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
-from areal_hpc.rundir.checkpoint_index import get_rank_file_path, read_index_of_one_checkpoint
+from areal_hpc.rundir.checkpoints import get_rank_file_path, read_index_of_one_checkpoint
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.trainer.learner import Learner
 from areal_hpc.trainer.private_apis.megatron_private import list_optimizer_shards

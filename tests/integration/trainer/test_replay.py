@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.errors import RecipeError, ShardError
-from areal_hpc.jobs.processes.signals import StopEvent
+from areal_hpc.jobs.processes.process_setup import StopEvent
 from areal_hpc.launch.replay import (
     RecordedStepsReplay,
 )
@@ -105,7 +105,7 @@ def test_other_settings_hold_for_the_asked_steps_alone(recorded: RunPaths, tmp_p
     out = RunPaths(tmp_path / "out")
     again = RecordedStepsReplay(recorded, 2, 3, words[4:], out)
     reporter = PlainReporter(out, 3, 0)
-    again.replay_and_compare(reporter, StopEvent())
+    again.replay(reporter, StopEvent())
     assert lines(tmp_path / "out") == found
     assert not out.log_dir(3).exists()
     with pytest.raises(RecipeError, match="something else is already at"):
@@ -119,7 +119,7 @@ def test_a_replay_on_gpus_that_are_not_there_is_refused_before_its_job_starts(
     out = RunPaths(tmp_path / "out")
     on_gpu = RecordedStepsReplay(recorded, 2, 3, ("trainer.device=cuda",), out)
     with pytest.raises(RecipeError, match="stage replay: it needs 1 at once") as refusal:
-        on_gpu.replay_and_compare(PlainReporter(out, 3, 0), StopEvent())
+        on_gpu.replay(PlainReporter(out, 3, 0), StopEvent())
     assert "at: trainer.parallel\n" in str(refusal.value)
     assert not out.jobs_dir.exists()
 

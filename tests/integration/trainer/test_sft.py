@@ -11,8 +11,7 @@ import torch
 import transformers
 
 from areal_hpc.launch.tiny_model import make_tiny_model
-from areal_hpc.rundir.cancellation import mark_cancelled
-from areal_hpc.rundir.jobs import STOPPED_EXIT_CODE
+from areal_hpc.rundir.jobs import STOPPED_EXIT_CODE, mark_cancelled
 from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.paths import RunPaths
 from tests.support.rank_server import RankServer, TaskExit

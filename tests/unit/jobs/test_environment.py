@@ -2,7 +2,7 @@
 
 import pytest
 
-from areal_hpc.jobs.environment import build_role_variables
+from areal_hpc.jobs.config import build_role_variables
 from areal_hpc.jobs.task_processes import select_role_variables
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.rundir.jobs import ProcessSpec

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.jobs.node.gpus import (
+from areal_hpc.jobs.node import (
     VISIBLE_DEVICES_VARIABLE,
     VisibleGpus,
     find_visible_gpus,
     read_numa_node_by_gpu,
-    select_wanted_gpus_or_raise,
+    select_wanted_gpus,
 )
 from areal_hpc.jobs.task_processes import build_visible_gpus_variable
 from areal_hpc.recipe.sections.cluster import WantedGpus
@@ -58,11 +58,11 @@ def test_a_process_sees_its_tasks_gpus_if_it_uses_them_and_under_slurm_what_slur
 def test_gpus_of_a_numa_node_stand_together_and_a_list_keeps_its_order() -> None:
     visible = VisibleGpus(("0", "1", "2", "3"), "here")
     nodes = {"0": 1, "1": 0, "2": 1, "3": 0}
-    assert select_wanted_gpus_or_raise(visible, "auto", nodes).ids == ("1", "3", "0", "2")
-    assert select_wanted_gpus_or_raise(visible, 3, nodes).ids == ("1", "3", "0")
-    assert select_wanted_gpus_or_raise(visible, (2, "1"), nodes).ids == ("2", "1")
-    assert select_wanted_gpus_or_raise(visible, "none", nodes).ids == ()
-    assert select_wanted_gpus_or_raise(visible, "auto", {}).ids == visible.ids
+    assert select_wanted_gpus(visible, "auto", nodes).ids == ("1", "3", "0", "2")
+    assert select_wanted_gpus(visible, 3, nodes).ids == ("1", "3", "0")
+    assert select_wanted_gpus(visible, (2, "1"), nodes).ids == ("2", "1")
+    assert select_wanted_gpus(visible, "none", nodes).ids == ()
+    assert select_wanted_gpus(visible, "auto", {}).ids == visible.ids
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_gpus_of_a_numa_node_stand_together_and_a_list_keeps_its_order() -> None
 )
 def test_gpus_that_are_not_visible_are_refused(wanted: WantedGpus, said: str) -> None:
     with pytest.raises(RecipeError, match=r"at: cluster\.gpus") as refusal:
-        select_wanted_gpus_or_raise(VisibleGpus(("0", "1", "2", "3"), "here"), wanted, {})
+        select_wanted_gpus(VisibleGpus(("0", "1", "2", "3"), "here"), wanted, {})
     assert said in str(refusal.value)
 
 

@@ -12,7 +12,7 @@ from typing import IO
 
 import pytest
 
-from areal_hpc.jobs.node.node_probe import (
+from areal_hpc.jobs.node_probe import (
     ReachabilityServer,
     compare_gpus_with_driver,
     compute_clock_skew_s,
@@ -87,7 +87,7 @@ def test_a_file_that_takes_long_to_go_is_no_fault_of_the_nodes_clock(
 ) -> None:
     """The storage stands still for 65 s as the file is removed."""
     clock = [1000.0]
-    monkeypatch.setattr("areal_hpc.jobs.node.node_probe.time.time", lambda: clock[0])
+    monkeypatch.setattr("areal_hpc.jobs.node_probe.time.time", lambda: clock[0])
 
     @contextlib.contextmanager
     def make_file(**options: object) -> Iterator[IO[bytes]]:

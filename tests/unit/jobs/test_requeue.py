@@ -10,7 +10,7 @@ import pytest
 
 from areal_hpc.jobs import requeue
 from areal_hpc.jobs.requeue import StartProgressTracker, build_exclude_list, requeue_own_job
-from areal_hpc.jobs.restart_policy import FailuresWithoutProgress, decide_restart
+from areal_hpc.jobs.restarts import FailuresWithoutProgress, decide_restart
 from areal_hpc.rundir.jobs import (
     EXCLUDED_NODE_LIFETIME_S,
     STOPPED_EXIT_CODE,

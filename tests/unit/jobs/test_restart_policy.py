@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.jobs.requeue import StartProgressTracker
-from areal_hpc.jobs.restart_policy import TIME_LIMIT_REASON as LIMIT
-from areal_hpc.jobs.restart_policy import (
+from areal_hpc.jobs.restarts import TIME_LIMIT_REASON as LIMIT
+from areal_hpc.jobs.restarts import (
     FailuresWithoutProgress,
     decide_restart,
     find_crash_error,

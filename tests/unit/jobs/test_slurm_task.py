@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from areal_hpc.jobs import slurm_task, starts
-from areal_hpc.jobs.node.topology import TaskPosition
+from areal_hpc.jobs.node import TaskPosition
 from areal_hpc.jobs.slurm_task import SlurmTask
 from areal_hpc.rundir.jobs import (
     STOPPED_EXIT_CODE,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.jobs import starts, time_limit
+from areal_hpc.jobs import starts
 from areal_hpc.rundir.paths import JobPaths
 from tests.support.deadlines import scaled
 
@@ -50,13 +50,13 @@ def test_slurm_tells_the_end_and_a_process_how_long_its_last_save_took(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = JobPaths(tmp_path)
-    assert time_limit.find_end_time({"SLURM_JOB_END_TIME": "1795318302"}) == 1795318302.0
-    assert time_limit.read_checkpoint_duration_s(job) == 0.0
-    monkeypatch.setenv(time_limit.CHECKPOINT_DURATION_FILE_VARIABLE, str(job.checkpoint_duration))
-    time_limit.record_checkpoint_duration(21.5)
-    assert time_limit.read_checkpoint_duration_s(job) == 21.5
+    assert starts.find_end_time({"SLURM_JOB_END_TIME": "1795318302"}) == 1795318302.0
+    assert starts.read_checkpoint_duration_s(job) == 0.0
+    monkeypatch.setenv(starts.CHECKPOINT_DURATION_FILE_VARIABLE, str(job.checkpoint_duration))
+    starts.record_checkpoint_duration(21.5)
+    assert starts.read_checkpoint_duration_s(job) == 21.5
     (tmp_path / "no_folder").touch()
     monkeypatch.setenv(
-        time_limit.CHECKPOINT_DURATION_FILE_VARIABLE, str(tmp_path / "no_folder" / "time")
+        starts.CHECKPOINT_DURATION_FILE_VARIABLE, str(tmp_path / "no_folder" / "time")
     )
-    time_limit.record_checkpoint_duration(30.0)  # the storage refuses, which is told in the log
+    starts.record_checkpoint_duration(30.0)  # the storage refuses, which is told in the log

@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.jobs import starts
-from areal_hpc.jobs.local_task import HEARTBEAT_POLL_S, LocalTask
-from areal_hpc.jobs.node.topology import TaskPosition
-from areal_hpc.rundir.allocation_note import LAUNCHER_HEARTBEAT_TIMEOUT_S
+from areal_hpc.jobs.node import TaskPosition
+from areal_hpc.jobs.supervisor import HEARTBEAT_POLL_S, LocalTask
 from areal_hpc.rundir.jobs import (
     STOPPED_EXIT_CODE,
     AllocationStepStart,
@@ -16,6 +15,7 @@ from areal_hpc.rundir.jobs import (
     TaskExit,
     read_task_exits,
 )
+from areal_hpc.rundir.lock import LAUNCHER_HEARTBEAT_TIMEOUT_S
 
 
 class Step:
@@ -23,7 +23,7 @@ class Step:
 
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
-        monkeypatch.setattr("areal_hpc.jobs.local_task.time.monotonic", lambda: self.now)
+        monkeypatch.setattr("areal_hpc.jobs.supervisor.time.monotonic", lambda: self.now)
         self.heartbeat = root / "allocation.json"
         self.heartbeat.write_text("1")
         folder = root / "cell-0"

@@ -6,8 +6,8 @@ import psutil
 import pytest
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.jobs.node.topology import find_interface, find_own_address
-from areal_hpc.slurm.allocation import expand_node_list
+from areal_hpc.jobs.node import find_interface, find_own_address
+from areal_hpc.slurm.scontrol import expand_node_list
 
 
 def test_an_address_that_was_given_counts_then_the_sites_interface_then_the_hosts_name() -> None:

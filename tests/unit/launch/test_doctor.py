@@ -8,8 +8,16 @@ from typing import Any
 import pytest
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.launch.doctor import storage_checks
-from areal_hpc.launch.doctor.checks import (
+from areal_hpc.launch.doctor import machine_checks
+from areal_hpc.launch.doctor.machine_checks import (
+    check_storage,
+    check_storage_by_job,
+    has_memory_limit,
+    has_seccomp,
+    has_user_namespaces,
+)
+from areal_hpc.launch.doctor.registry import CHECKS, DoctorCheck, check_interpreters, run_checks
+from areal_hpc.launch.doctor.results import (
     CheckResult,
     CheckStatus,
     DoctorSubject,
@@ -18,22 +26,14 @@ from areal_hpc.launch.doctor.checks import (
     ok,
     warn,
 )
-from areal_hpc.launch.doctor.isolation import (
-    has_memory_limit,
-    has_seccomp,
-    has_user_namespaces,
-)
-from areal_hpc.launch.doctor.limit_checks import judge_job_limit
-from areal_hpc.launch.doctor.recipe_checks import check_interpreters
-from areal_hpc.launch.doctor.registry import CHECKS, DoctorCheck, run_checks
 from areal_hpc.launch.doctor.slurm_checks import (
     judge_commands_in_container,
     judge_gpus_by_task,
+    judge_job_limit,
     judge_preemption,
     judge_submission_from_jobs,
     parse_slurm_time_as_seconds,
 )
-from areal_hpc.launch.doctor.storage_checks import check_storage, submit_job_and_check_storage
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.sections.cluster import JobOptions, SlurmConfig
 from tests.support.environments import CHECKOUT
@@ -62,10 +62,10 @@ def test_ctrl_c_leaves_neither_the_job_of_the_storage_check_nor_its_folder(
     def interrupt(*arguments: object) -> CheckResult:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(storage_checks, "run_slurm_command", run_slurm)
-    monkeypatch.setattr(storage_checks, "await_answer", interrupt)
+    monkeypatch.setattr(machine_checks, "run_slurm_command", run_slurm)
+    monkeypatch.setattr(machine_checks, "await_answer", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        submit_job_and_check_storage(tmp_path, JobOptions(), print)
+        check_storage_by_job(tmp_path, JobOptions(), print)
     assert called[-1] == ("scancel", "--quiet", "17")
     assert list(tmp_path.iterdir()) == []
 

@@ -9,7 +9,6 @@ import pytest
 
 from areal_hpc.errors import RecipeError
 from areal_hpc.launch.doctor import gpu_facts
-from areal_hpc.launch.doctor.checks import CheckStatus
 from areal_hpc.launch.doctor.gpu import (
     GpuCheckPlan,
     TinyRun,
@@ -28,6 +27,7 @@ from areal_hpc.launch.doctor.gpu_facts import (
     judge_facts,
     parse_nvidia_smi_gpus,
 )
+from areal_hpc.launch.doctor.results import CheckStatus
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.recipe.sections.cluster import SlurmConfig

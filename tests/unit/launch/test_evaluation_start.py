@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.launch.evaluation.start import find_report_of_step
-from areal_hpc.launch.evaluation.target import EvaluationTarget, find_target
-from areal_hpc.launch.run_dir_setup import write_recipe_and_keep_replaced
+from areal_hpc.launch.evaluation import EvaluationTarget, find_report_of_step, find_target
+from areal_hpc.launch.prepare import write_run_recipe
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.rundir.manifests import EvaluationResult, write_evaluation
 from areal_hpc.rundir.paths import RunPaths
@@ -22,7 +21,7 @@ def run(tmp_path: Path) -> RunPaths:
     )
     paths = RunPaths(recipe.run_dir)
     paths.root.mkdir(parents=True)
-    write_recipe_and_keep_replaced(recipe, paths.recipe)
+    write_run_recipe(recipe, paths.recipe)
     return paths
 
 

@@ -7,14 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.jobs.node.gpus import VisibleGpus
-from areal_hpc.launch.plan import JobStage, plan_run
-from areal_hpc.launch.resources.gpu_assignment import (
+from areal_hpc.jobs.node import VisibleGpus
+from areal_hpc.launch.job_places import (
     GpuAssignment,
     assign_gpus,
     find_gpu_problems,
     find_usable_gpus,
 )
+from areal_hpc.launch.plan import JobStage, plan_run
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.paths import RunPaths

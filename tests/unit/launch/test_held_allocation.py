@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.launch.held_allocation import (
+from areal_hpc.launch.job_places import (
     build_allocation_with_fewer_gpus,
     find_allocation_shortages,
 )
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.recipe import Recipe
-from areal_hpc.slurm.allocation import Allocation, NodeShare
+from areal_hpc.slurm.scontrol import Allocation, NodeShare
 
 CHECKOUT = Path(__file__).parents[3]
 MIXED = Allocation("12", (NodeShare("n1", 8, 4000, 4), NodeShare("n2", 8, 4000, 1)), None)

@@ -6,8 +6,9 @@ from pathlib import Path
 import huggingface_hub.constants
 import pytest
 
-from areal_hpc.launch import input_checks, run_dir_setup
-from areal_hpc.launch.checks.model_files import find_model_problems
+from areal_hpc.launch import prepare
+from areal_hpc.launch.checks import inputs
+from areal_hpc.launch.checks.model import find_model_problems
 from areal_hpc.launch.plan import get_base_model_path
 from areal_hpc.launch.tiny_model import make_tiny_model
 from areal_hpc.recipe.loading import build_recipe, load_recipe
@@ -47,9 +48,7 @@ def in_the_cache(tmp_path: Path) -> Path:
 def model_problems(recipe: Recipe) -> list[str]:
     return [
         problem.message
-        for problem in input_checks.find_input_problems(
-            recipe, {"agents": "/no", "train": "/no"}, ()
-        )
+        for problem in inputs.find_input_problems(recipe, {"agents": "/no", "train": "/no"}, ())
         if problem.key.startswith("model")
     ]
 
@@ -71,7 +70,7 @@ def test_a_model_of_the_cache_is_linked_into_the_run(recipe: Recipe, tmp_path: P
     assert model_problems(recipe) == []
     paths = RunPaths(recipe.run_dir)
     for _ in range(2):  # the second time, as a run that continues
-        run_dir_setup.write_run_inputs_and_keys(recipe, paths, lambda line: None, "/no", ())
+        prepare.write_run_inputs(recipe, paths, lambda line: None, "/no", ())
     assert get_base_model_path(recipe, paths).resolve() == folder
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from areal_hpc.launch.resources import memory
+from areal_hpc.launch import resources
 from areal_hpc.recipe.sections.inference import InferenceConfig
 from areal_hpc.recipe.sections.trainer import ParallelConfig, TrainerConfig
 from areal_hpc.trainer.model import memory_estimate
@@ -140,18 +140,19 @@ def test_a_critic_takes_what_a_policy_without_a_vocabulary_head_would(pp: int, t
 def test_serving_by_hand() -> None:
     arch = architecture("Qwen2.5-Math-7B-Instruct")
     config = InferenceConfig(max_total_tokens=1000)
-    held = memory.estimate_serving_memory(arch, config, "bfloat16", None)
+    held = resources.estimate_serving_memory(arch, config, "bfloat16", None)
     assert held.weights == 2 * COUNTS["Qwen2.5-Math-7B-Instruct"]
     assert held.kv_per_token == 2 * 28 * 4 * 128 * 2
     assert held.total == held.weights + 1000 * 57_344
-    on_eight = memory.estimate_serving_memory(arch, InferenceConfig(tp=8), "bfloat16", None)
+    on_eight = resources.estimate_serving_memory(arch, InferenceConfig(tp=8), "bfloat16", None)
     assert on_eight.kv_per_token == 57_344 // 4
     # without a number the cache takes what mem_fraction_static leaves
     gpu = 80 * memory_estimate.GIB
-    held = memory.estimate_serving_memory(arch, InferenceConfig(), "bfloat16", gpu)
+    held = resources.estimate_serving_memory(arch, InferenceConfig(), "bfloat16", gpu)
     assert held.kv_tokens == (int(gpu * 0.85) - held.weights) // 57_344
     assert (
-        memory.estimate_serving_memory(arch, InferenceConfig(), "bfloat16", None).kv_tokens is None
+        resources.estimate_serving_memory(arch, InferenceConfig(), "bfloat16", None).kv_tokens
+        is None
     )
 
 
@@ -169,8 +170,8 @@ def test_misfits_are_told(gpu_gib: int, inference: dict[str, Any], keys: list[st
     arch, gpu = architecture("Qwen2.5-Math-7B-Instruct"), gpu_gib * memory_estimate.GIB
     config = InferenceConfig.model_validate(inference)
     held = memory_estimate.estimate_trainer_memory(arch, trainer(tp=2, dp=4))
-    serving = memory.estimate_serving_memory(arch, config, "bfloat16", gpu)
-    problems = memory.find_memory_problems(held, serving, config, gpu)
+    serving = resources.estimate_serving_memory(arch, config, "bfloat16", gpu)
+    problems = resources.find_memory_problems(held, serving, config, gpu)
     assert [problem.key for problem in problems] == keys
 
 

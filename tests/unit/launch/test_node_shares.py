@@ -6,8 +6,8 @@ import pytest
 
 from areal_hpc.errors import RecipeError
 from areal_hpc.launch.plan import plan_run
-from areal_hpc.launch.resources.node_shares import add_cpu_and_memory_options
-from areal_hpc.launch.slurm_requests import build_remaining_job_requests
+from areal_hpc.launch.resources import add_node_share_options
+from areal_hpc.launch.slurm_launcher import build_remaining_job_requests
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.jobs import JobSpec
@@ -47,21 +47,21 @@ def test_what_the_site_says_is_kept_and_whole_nodes_are_left_whole() -> None:
     told = recipe_of(
         "cluster.slurm.sbatch.mem=100G", "cluster.slurm.jobs.cell.sbatch.cpus-per-task=9"
     )
-    slurm = add_cpu_and_memory_options(told, jobs_of(told))
+    slurm = add_node_share_options(told, jobs_of(told))
     for job, cpus in (("trainer", 4), ("cell-0", 9)):
         flags = slurm.get_options_of_job(job).sbatch
         assert flags == {"mem": "100G", "cpus-per-task": cpus}
     unset = recipe_of(
         "cluster.slurm.sbatch={exclusive: true}", "cluster.slurm.sbatch.exclusive=false"
     )
-    assert add_cpu_and_memory_options(unset, jobs_of(unset)) != unset.cluster.slurm
+    assert add_node_share_options(unset, jobs_of(unset)) != unset.cluster.slurm
     for overrides in (
         ["cluster.slurm.sbatch.exclusive=true"],
         ["cluster.slurm.sbatch={mem-per-gpu: 100G, cpus-per-gpu: 8}"],
         ["trainer.device=cpu"],
     ):
         kept = recipe_of(*overrides)
-        assert add_cpu_and_memory_options(kept, jobs_of(kept)) == kept.cluster.slurm
+        assert add_node_share_options(kept, jobs_of(kept)) == kept.cluster.slurm
 
 
 def test_memory_that_cannot_be_known_is_a_problem_of_the_plan() -> None:

@@ -7,20 +7,19 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.errors import ClusterError, RecipeError
-from areal_hpc.launch.evaluation.start import raise_if_results_of_other_settings
-from areal_hpc.launch.evaluation.target import EvaluationTarget
+from areal_hpc.launch.evaluation import EvaluationTarget, check_recorded_settings
 from areal_hpc.launch.plan import get_base_model_path
-from areal_hpc.launch.prepared_run import archive_run
-from areal_hpc.launch.run import report_if_finished
-from areal_hpc.launch.run_dir_setup import (
+from areal_hpc.launch.prepare import (
+    archive_run,
+    check_recipe_changes,
     refuse_other_recipe_of_finished_run,
-    report_or_refuse_recipe_changes,
-    write_recipe_and_keep_replaced,
+    write_run_recipe,
 )
+from areal_hpc.launch.run import report_finished_run
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.recipe import Recipe
-from areal_hpc.rundir.allocation_note import AllocationNote, write_allocation_note
 from areal_hpc.rundir.checkpoints import COMPLETE_MARKER_FILE, TrainerState, write_trainer_state
+from areal_hpc.rundir.lock import AllocationNote, write_allocation_note
 from areal_hpc.rundir.paths import RunPaths
 from tests.support.environments import CHECKOUT
 from tests.support.waiting import wait_for
@@ -76,7 +75,7 @@ def test_a_resume_with_more_steps_tells_what_they_do_to_the_learning_rate(tmp_pa
     recipe = load_recipe(QUICKSTART, [*given, "trainer.total_steps=100"])
     paths = RunPaths(recipe.run_dir)
     paths.root.mkdir(parents=True)
-    write_recipe_and_keep_replaced(recipe, paths.recipe)
+    write_run_recipe(recipe, paths.recipe)
     checkpoint = paths.checkpoints_dir / "step_00000080"
     checkpoint.mkdir(parents=True)
     write_trainer_state(checkpoint, TrainerState(step=80, seed=1))
@@ -84,9 +83,7 @@ def test_a_resume_with_more_steps_tells_what_they_do_to_the_learning_rate(tmp_pa
 
     def resume(*more: str) -> str:
         said: list[str] = []
-        report_or_refuse_recipe_changes(
-            load_recipe(QUICKSTART, [*given, *more]), paths, said.append
-        )
+        check_recipe_changes(load_recipe(QUICKSTART, [*given, *more]), paths, said.append)
         return "\n".join(said)
 
     grown = "trainer.total_steps=200"
@@ -101,7 +98,7 @@ def test_a_finished_directory_is_not_taken_for_a_run_of_another_recipe(tmp_path:
     recipe = load_recipe(QUICKSTART, [fileroot, "trainer.total_steps=5"])
     paths = RunPaths(recipe.run_dir)
     paths.root.mkdir(parents=True)
-    write_recipe_and_keep_replaced(recipe, paths.recipe)
+    write_run_recipe(recipe, paths.recipe)
     paths.metrics.write_text('{"step": 5, "reward/mean": 0.5}\n')
     paths.finished_marker.touch()
     refuse_other_recipe_of_finished_run(recipe, paths)
@@ -112,7 +109,7 @@ def test_a_finished_directory_is_not_taken_for_a_run_of_another_recipe(tmp_path:
         [fileroot, "trainer.total_steps=5", "trainer.optimizer.lr=10", "trainer.batch_size=64"],
     )
     with pytest.raises(RecipeError) as refused:
-        report_if_finished(other, paths)
+        report_finished_run(other, paths)
     keys = [problem.key for problem in refused.value.problems]
     assert keys == ["trainer.batch_size", "trainer.optimizer.lr"]
     assert "is finished, and it was trained with trainer.optimizer.lr=0.0002, got 10.0" in str(
@@ -133,7 +130,7 @@ def test_a_run_knows_its_models_from_every_folder(
     recipe = load_recipe(QUICKSTART, given)
     paths = RunPaths(recipe.run_dir)
     paths.root.mkdir(parents=True)
-    write_recipe_and_keep_replaced(recipe, paths.recipe)
+    write_run_recipe(recipe, paths.recipe)
     written = load_recipe(paths.recipe)
     assert recipe.model.path == Path("base"), "as it was given"
     assert written.trainer.objective.kl.reference == here / "frozen"
@@ -143,9 +140,9 @@ def test_a_run_knows_its_models_from_every_folder(
     monkeypatch.chdir(here)
     refuse_other_recipe_of_finished_run(recipe, paths)
     monkeypatch.chdir(tmp_path)
-    write_recipe_and_keep_replaced(written, paths.recipe)
+    write_run_recipe(written, paths.recipe)
     with pytest.raises(RecipeError, match=r"model\.path cannot change"):
-        report_or_refuse_recipe_changes(recipe, paths, pytest.fail)
+        check_recipe_changes(recipe, paths, pytest.fail)
 
 
 def test_values_that_may_be_secrets_are_not_told_when_they_change(tmp_path: Path) -> None:
@@ -157,9 +154,9 @@ def test_values_that_may_be_secrets_are_not_told_when_they_change(tmp_path: Path
     first, second = load("sk-1"), load("sk-2")
     paths = RunPaths(first.run_dir)
     paths.root.mkdir(parents=True)
-    write_recipe_and_keep_replaced(first, paths.recipe)
+    write_run_recipe(first, paths.recipe)
     said: list[str] = []
-    report_or_refuse_recipe_changes(second, paths, said.append)
+    check_recipe_changes(second, paths, said.append)
     assert len(said) == 2
     with pytest.raises(RecipeError, match=r"workflow_kwargs\.token") as refused:
         refuse_other_recipe_of_finished_run(second, paths)
@@ -174,8 +171,8 @@ def test_arguments_of_another_evaluation_are_not_told(tmp_path: Path) -> None:
 
     first, second = load("sk-1"), load("sk-2")
     first.paths.root.mkdir(parents=True)
-    write_recipe_and_keep_replaced(first.recipe, first.paths.recipe)
-    raise_if_results_of_other_settings(first, first.recipe.evaluation_sets)
+    write_run_recipe(first.recipe, first.paths.recipe)
+    check_recorded_settings(first, first.recipe.evaluation_sets)
     with pytest.raises(RecipeError, match="was played with other arguments") as refused:
-        raise_if_results_of_other_settings(second, second.recipe.evaluation_sets)
+        check_recorded_settings(second, second.recipe.evaluation_sets)
     assert "sk-" not in str(refused.value)

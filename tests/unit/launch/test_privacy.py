@@ -9,11 +9,11 @@ import msgspec
 import pytest
 
 from areal_hpc.inference.config import InferenceJobConfig
-from areal_hpc.launch.slurm_launcher import prepare_run_and_write_scripts
+from areal_hpc.launch.slurm_launcher import write_scripts
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.private_values import read_role_variables
 from areal_hpc.rollout.config import RolloutJobConfig
-from areal_hpc.rundir.folders import create_or_secure_run_dir
+from areal_hpc.rundir.files import secure_run_dir
 from areal_hpc.rundir.jobs import LaunchFile
 from areal_hpc.rundir.paths import ROLES, RunPaths
 from tests.support.environments import CHECKOUT
@@ -38,7 +38,7 @@ def write_run(fileroot: Path, readable_by: str, *more: str) -> RunPaths:
     recipe = load_recipe(CHECKOUT / "recipes/quickstart_slurm.yaml", [*SIZES, *overrides])
     before = os.umask(0)
     try:
-        prepare_run_and_write_scripts(recipe, print_line=lambda line: None)
+        write_scripts(recipe, print_line=lambda line: None)
         assert os.umask(0) == 0, "the caller's own is what it was"
     finally:
         os.umask(before)
@@ -92,7 +92,7 @@ def test_an_open_directory_of_an_earlier_run_is_closed(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
     run.chmod(0o2777)
-    create_or_secure_run_dir(run, "group")
+    secure_run_dir(run, "group")
     assert stat.S_IMODE(run.stat().st_mode) == 0o2750
-    create_or_secure_run_dir(run, "owner")
+    secure_run_dir(run, "owner")
     assert stat.S_IMODE(run.stat().st_mode) & 0o777 == 0o700

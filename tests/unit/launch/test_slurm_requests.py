@@ -7,17 +7,20 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.jobs.environment import get_interpreters
+from areal_hpc.jobs.config import get_interpreters
 from areal_hpc.launch.plan import plan_run
-from areal_hpc.launch.prepared_run import PreparedRun
-from areal_hpc.launch.slurm_requests import build_remaining_job_requests, build_slurm_launch_file
+from areal_hpc.launch.prepare import PreparedRun
+from areal_hpc.launch.slurm_launcher import (
+    build_remaining_job_requests,
+    build_slurm_launch_file,
+    format_dry_run,
+)
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.jobs import EXCLUDED_NODE_LIFETIME_S, ExcludedNode, add_excluded_node
 from areal_hpc.rundir.jsonl import append_line
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.slurm.submit import render_script
-from areal_hpc.view.dry_run import format_dry_run
 
 QUICKSTART = Path(__file__).parents[3] / "recipes" / "quickstart_slurm.yaml"
 HERE = Path("/home/ada")

@@ -16,7 +16,7 @@ import pytest
 
 from areal_hpc.agents.gyms.gym_worker import GymWorker
 from areal_hpc.errors import NodeResourceShortageError, WorkerStartError
-from areal_hpc.jobs.processes.worker_pool import WorkerPool
+from areal_hpc.jobs.processes.line_workers import WorkerPool
 from areal_hpc.recipe.sections.rollout import AgentExecutionConfig
 from areal_hpc.rollout.execution.process_pool import ProcessPool
 from areal_hpc.rollout.execution.subprocess_agent import SubprocessAgent

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.errors import ClusterError
-from areal_hpc.rundir.allocation_note import (
+from areal_hpc.rundir.lock import (
     LAUNCHER_HEARTBEAT_TIMEOUT_S,
     AllocationNote,
+    check_no_live_launcher,
     find_live_launcher_note,
-    wait_and_raise_if_launcher_is_alive,
     write_allocation_note,
 )
 from areal_hpc.rundir.paths import RunPaths
@@ -39,7 +39,7 @@ def test_a_launcher_that_beats_is_not_joined_by_another(paths: RunPaths) -> None
     heart.start()
     try:
         with pytest.raises(ClusterError, match="allocation 12 is running this recipe"):
-            wait_and_raise_if_launcher_is_alive(paths, print, watch_s=30.0)
+            check_no_live_launcher(paths, print, watch_s=30.0)
     finally:
         is_over.set()
         heart.join()
@@ -48,7 +48,7 @@ def test_a_launcher_that_beats_is_not_joined_by_another(paths: RunPaths) -> None
 def test_one_that_was_killed_is_succeeded_once_it_was_watched(paths: RunPaths) -> None:
     write_allocation_note(paths, AllocationNote("12", 7))
     said = list[str]()
-    wait_and_raise_if_launcher_is_alive(paths, said.append, watch_s=0.1)
+    check_no_live_launcher(paths, said.append, watch_s=0.1)
     assert said == ["waiting  a launcher in allocation 12 was here within the last minute"]
 
 

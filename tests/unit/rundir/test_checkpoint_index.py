@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.errors import ShardError
-from areal_hpc.rundir.checkpoint_index import CHECKPOINT_INDEX_FILE, read_index_of_one_checkpoint
+from areal_hpc.rundir.checkpoints import CHECKPOINT_INDEX_FILE, read_index_of_one_checkpoint
 
 
 @pytest.mark.parametrize(

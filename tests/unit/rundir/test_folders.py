@@ -4,14 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.rundir import folders
-from areal_hpc.rundir.atomic import write_atomic
-from areal_hpc.rundir.folders import RunDirWatch, forbid_making, make_folder
+from areal_hpc.rundir import files
+from areal_hpc.rundir.files import RunDirWatch, forbid_making, make_folder, write_atomic
 
 
 @pytest.fixture
 def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(folders, "_mark_by_run_dir", {})
+    monkeypatch.setattr(files, "_mark_by_run_dir", {})
     made = tmp_path / "experiment" / "trial"
     make_folder(made)
     (made / "recipe.yaml").touch()

@@ -11,8 +11,8 @@ import pytest
 from areal_hpc.errors import ClusterError
 from areal_hpc.rundir.lock import (
     claim,
-    claim_submission_or_raise,
-    hold_lock_or_raise,
+    claim_submission,
+    hold_lock,
     is_lock_held,
 )
 
@@ -23,20 +23,20 @@ def test_a_look_at_the_lock_keeps_no_launcher_from_it(tmp_path: Path) -> None:
     looking = lock.open()
     fcntl.flock(looking, fcntl.LOCK_SH)  # as `is_lock_held` does for a moment
     threading.Timer(0.1, looking.close).start()
-    with hold_lock_or_raise(lock):
+    with hold_lock(lock):
         assert is_lock_held(lock)
     assert not is_lock_held(lock)
 
 
 def test_a_claim_keeps_launchers_on_other_hosts_and_caretakers_out(tmp_path: Path) -> None:
     path = tmp_path / "submission.claim"
-    with claim_submission_or_raise(path):
+    with claim_submission(path):
         with claim(path, "a caretaker") as claimant:
             assert socket.gethostname() in claimant
         assert path.exists()
     assert not path.exists()
     path.write_text("a launcher on login2 (0123)\nabc")
-    with pytest.raises(ClusterError, match="launcher on login2"), claim_submission_or_raise(path):
+    with pytest.raises(ClusterError, match="launcher on login2"), claim_submission(path):
         pass
     assert path.exists()
 
@@ -82,11 +82,11 @@ def test_a_claim_that_took_too_long_is_not_removed_for_its_successor(tmp_path: P
 @pytest.mark.parametrize("left_by", ["this host", "another, long ago"])
 def test_a_claim_of_a_launcher_that_was_killed_is_taken(tmp_path: Path, left_by: str) -> None:
     path = tmp_path / "submission.claim"
-    with claim_submission_or_raise(path):
+    with claim_submission(path):
         content = path.read_text()
     path.write_text(content if left_by == "this host" else "a launcher on login2 (01)\nab")
     if left_by != "this host":
         os.utime(path, (1.0, 1.0))
-    with claim_submission_or_raise(path):
+    with claim_submission(path):
         assert socket.gethostname() in path.read_text()
     assert not path.exists()

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.errors import ClusterError, RecipeError
-from areal_hpc.jobs.node.topology import detect_task_position
+from areal_hpc.jobs.node import detect_task_position
 from areal_hpc.rundir import rendezvous
-from areal_hpc.rundir.generations import claim_next_number, read_newest_number
+from areal_hpc.rundir.files import claim_next_number, read_newest_number
 from areal_hpc.rundir.service_client import ServiceClient
 from tests.support.deadlines import scaled
 from tests.support.service_keys import SERVICE_KEY

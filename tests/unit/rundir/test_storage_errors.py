@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from areal_hpc.errors import ClusterError
-from areal_hpc.rundir.storage_errors import StorageErrorTolerance
+from areal_hpc.rundir.files import StorageErrorTolerance
 
 LIMIT_S = 60.0
 

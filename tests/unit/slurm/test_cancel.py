@@ -6,13 +6,17 @@ from pathlib import Path
 import pytest
 import yaml
 
-from areal_hpc.cli.commands.operate import STOP_MARGIN_S
+from areal_hpc.cli.operate import STOP_MARGIN_S
 from areal_hpc.errors import ClusterError, SlurmTimeoutError
 from areal_hpc.recipe.loading import load_recipe
-from areal_hpc.rundir.cancellation import is_cancelled, is_cancelled_without_checkpoint
-from areal_hpc.rundir.jobs import Submission, record_submission
+from areal_hpc.rundir.jobs import (
+    Submission,
+    is_cancelled,
+    is_cancelled_without_checkpoint,
+    record_submission,
+)
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.slurm.cancel import KILL_TIMEOUT_S, cancel_jobs_and_wait
+from areal_hpc.slurm.cancel import KILL_TIMEOUT_S, cancel_jobs
 from tests.support.commands import exit_code_of
 from tests.support.environments import CHECKOUT
 from tests.support.scripted_slurm import ScriptedSlurm
@@ -74,7 +78,7 @@ class Questions:
 
 
 def cancel_job(questions: Questions, said: list[str]) -> int:
-    return cancel_jobs_and_wait(
+    return cancel_jobs(
         questions.ask, is_own=lambda _: True, grace_s=GRACE_S, print_line=said.append
     )
 

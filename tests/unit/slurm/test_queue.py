@@ -77,7 +77,7 @@ def test_squeue_tells_states_times_nodes_and_restarts() -> None:
     )
     assert jobs["9"].started_or_expected_at is None
     assert jobs["12"].state.name == "PENDING"
-    assert "/runs/exp/one" in running.name_and_comment
+    assert "/runs/exp/one" in running.names
     assert (jobs["2"].exit_code, jobs["3"].exit_code) == (3, 78), "from wait statuses"
 
 

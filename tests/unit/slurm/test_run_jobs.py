@@ -7,13 +7,12 @@ import pytest
 from areal_hpc.rundir.jobs import Submission, record_submission
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.slurm.queue import QueuePoller, SlurmJobRecord
-from areal_hpc.slurm.reasons import INVALID_DEPENDENCY_REASON
 from areal_hpc.slurm.run_jobs import (
     find_original,
     list_live_jobs,
     was_probably_cancelled_by_person,
 )
-from areal_hpc.slurm.states import parse_state
+from areal_hpc.slurm.states import INVALID_DEPENDENCY_REASON, parse_state
 from areal_hpc.view.state.jobs import (
     build_run_jobs,
     fetch_run_jobs,

@@ -8,7 +8,7 @@ import pytest
 from areal_hpc.errors import RecipeError
 from areal_hpc.recipe.sections.cluster import JobOptions, SlurmConfig
 from areal_hpc.rundir.jobs import JobSpec
-from areal_hpc.slurm.batch_script.script import (
+from areal_hpc.slurm.batch_script import (
     DEFAULT_TIME_LIMIT_MINUTES,
     JobResources,
     RunContext,

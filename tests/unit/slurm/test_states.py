@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_hpc.slurm.reasons import explain_reason
-from areal_hpc.slurm.states import STATE_BY_NAME, JobPhase, parse_state
+from areal_hpc.slurm.states import STATE_BY_NAME, JobPhase, explain_reason, parse_state
 from tests.support.environments import CHECKOUT
 
 WORDS = (CHECKOUT / "tests" / "golden" / "slurm" / "words.txt").read_text().splitlines()

@@ -8,10 +8,14 @@ from hypothesis import strategies as st
 
 from areal_hpc.errors import RecipeError
 from areal_hpc.rundir.jobs import JobSpec
-from areal_hpc.slurm.allocation import Allocation, NodeShare, parse_node_shares, read_allocation
-from areal_hpc.slurm.scontrol import strip_job_variables
-from areal_hpc.slurm.step_placement import StepPlacement, place_steps
-from areal_hpc.slurm.steps import build_step_command
+from areal_hpc.slurm.scontrol import (
+    Allocation,
+    NodeShare,
+    parse_node_shares,
+    read_allocation,
+    strip_job_variables,
+)
+from areal_hpc.slurm.steps import StepPlacement, build_step_command, place_steps
 
 SHOWN = (
     "JobId=12 JobState=RUNNING NodeList=n[1-3] NumNodes=3 ReqNodeList=(null) JOB_GRES=gpu:h100:10 "

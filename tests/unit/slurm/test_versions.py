@@ -4,10 +4,10 @@ from datetime import datetime
 
 import pytest
 
-from areal_hpc.slurm.versions import (
+from areal_hpc.slurm.states import (
     describe_proof,
     find_error_time,
-    is_proven_or_between,
+    is_release_covered,
     is_slurm_error_line,
     parse_exit_status,
     parse_release,
@@ -69,5 +69,5 @@ def test_a_version_says_what_is_proven_on_it(
     version: str, release: str, is_near: bool, said: str
 ) -> None:
     assert parse_release(version) == release
-    assert is_proven_or_between(version) == is_near
+    assert is_release_covered(version) == is_near
     assert said in describe_proof(version)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from areal_hpc.errors import ShardError
-from areal_hpc.rundir.checkpoint_index import DIGEST_BLOCK_BYTES, DIGEST_BYTES
+from areal_hpc.rundir.checkpoints import DIGEST_BLOCK_BYTES, DIGEST_BYTES
 from areal_hpc.trainer.checkpoints.stored_tensors import (
     Box,
     RankFileReader,

@@ -8,8 +8,8 @@ from areal_hpc.rundir.jsonl import append_line
 from areal_hpc.rundir.paths import RunPaths, list_runs
 from areal_hpc.rundir.run_recipe import PRIVATE_RECIPE_PLACEHOLDER
 from areal_hpc.slurm.queue import QueuePoller
-from areal_hpc.view.compare import compare_runs, label_differing_keys
-from areal_hpc.view.tables import format_duration
+from areal_hpc.view.formatting import format_duration
+from areal_hpc.view.state.summary import compare_runs, label_differing_keys
 
 
 def test_only_keys_that_differ_are_columns_by_their_shortest_name() -> None:

@@ -7,11 +7,12 @@ import pytest
 
 from areal_hpc.rundir.telemetry.events import EventFollower, EventLog
 from areal_hpc.view.diagnosis import diagnose
-from areal_hpc.view.events.failures import AgentFailures, collect_failure_events
-from areal_hpc.view.events.news import (
+from areal_hpc.view.events import (
     MAX_SHOWN_CAUSES,
+    AgentFailures,
     NewEventLineFormatter,
     RunPhaseTracker,
+    collect_failure_events,
     read_server_phase,
 )
 from areal_hpc.wire.ledger import LedgerStatus
@@ -35,23 +36,19 @@ def failed(place: str, number: int, of: int, role: str = "driver-cell-0") -> dic
 
 def test_failures_are_counted_over_cells_and_told_once_for_each_cause() -> None:
     news = NewEventLineFormatter()
-    first = news.describe_if_new(failed("/a.py:3", 1, 1))
+    first = news.describe_news(failed("/a.py:3", 1, 1))
     assert (
         first[0] == "agent    raised KeyError: 'x'  (in 1 of 1 episode so far; it is tried again)"
     )
     assert first[1:] == ["         at: /a.py:3", "         try: fix /a.py:3"]
-    earning = NewEventLineFormatter().describe_if_new(
+    earning = NewEventLineFormatter().describe_news(
         {**failed("/a.py:3", 1, 1), "then": "it earns -0.5"}
     )
     assert earning[0].endswith("(in 1 of 1 episode so far; it earns -0.5)")
-    assert news.describe_if_new(failed("/a.py:3", 2, 5)) == []
-    assert (
-        "(in 3 of 7 episodes" in news.describe_if_new(failed("/b.py:1", 1, 2, "driver-cell-1"))[0]
-    )
+    assert news.describe_news(failed("/a.py:3", 2, 5)) == []
+    assert "(in 3 of 7 episodes" in news.describe_news(failed("/b.py:1", 1, 2, "driver-cell-1"))[0]
     assert [cause.count for cause in news.failures.causes.values()] == [2, 1]
-    others = [
-        news.describe_if_new(failed(f"/c.py:{line}", 3, 9)) for line in range(MAX_SHOWN_CAUSES)
-    ]
+    others = [news.describe_news(failed(f"/c.py:{line}", 3, 9)) for line in range(MAX_SHOWN_CAUSES)]
     assert [len(lines) for lines in others] == [3, 3, 3, 1, 0]
     assert "areal-hpc why" in others[-2][0]
 
@@ -76,7 +73,7 @@ def test_dead_servers_and_processes_are_told_with_their_last_words() -> None:
         "replica_died", "cell-1", replica=0, reason="exited with code 1",
         last_line="RuntimeError: out of blocks", log="/logs/replica-0.1.log",
     )  # fmt: skip
-    lines = NewEventLineFormatter().describe_if_new(died)
+    lines = NewEventLineFormatter().describe_news(died)
     assert lines == [
         "server   SGLang 0 of cell-1 exited with code 1: RuntimeError: out of blocks; "
         "it is started again",
@@ -86,11 +83,11 @@ def test_dead_servers_and_processes_are_told_with_their_last_words() -> None:
         "exited with code 1: RuntimeError" in diagnose(evidence(AT_WORK, events=(died,))).headline
     )
     ended = event("process_exited", "cell-0", process="proxy", exit_code=137)
-    assert NewEventLineFormatter().describe_if_new(ended) == [
+    assert NewEventLineFormatter().describe_news(ended) == [
         "process  proxy of cell-0 ended: killed by SIGKILL, which usually means out of memory",
         "         try: request more memory for that job, or reduce its load",
     ]
-    assert NewEventLineFormatter().describe_if_new({**ended, "exit_code": 70}) == [], (
+    assert NewEventLineFormatter().describe_news({**ended, "exit_code": 70}) == [], (
         "the command says it better"
     )
 
@@ -98,10 +95,10 @@ def test_dead_servers_and_processes_are_told_with_their_last_words() -> None:
 def test_a_hang_is_told_once_for_each_line() -> None:
     news = NewEventLineFormatter()
     slow = event("episode_slow", seconds=31.0, at="/a.py:9", task=2, episode=1, limit_s=600.0)
-    line, _ = news.describe_if_new(slow)
+    line, _ = news.describe_news(slow)
     assert "has run for 31 s without an end, waiting at /a.py:9 (episode 1 of task 2)" in line
-    assert news.describe_if_new({**slow, "seconds": 62.0}) == []
-    assert news.describe_if_new({**slow, "at": "/a.py:10"}) != []
+    assert news.describe_news({**slow, "seconds": 62.0}) == []
+    assert news.describe_news({**slow, "at": "/a.py:10"}) != []
 
 
 def test_the_phase_goes_from_servers_over_weights_to_episodes(tmp_path: Path) -> None:

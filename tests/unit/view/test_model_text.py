@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.cli.commands.inspect import _audit_tickets, _format_log_line
+from areal_hpc.cli.inspect import _audit_tickets, _format_log_line
 from areal_hpc.cli.main import main
 from areal_hpc.errors import AgentError, escape_controls
 from areal_hpc.jobs.processes.process_setup import EscapingFormatter

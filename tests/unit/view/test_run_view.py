@@ -13,7 +13,7 @@ import pytest
 
 from areal_hpc.metrics.step_line import describe_step_times
 from areal_hpc.rundir.jobs import JobSpec, LaunchFile, Submission, TaskExit, write_task_exit
-from areal_hpc.rundir.lock import hold_lock_or_raise
+from areal_hpc.rundir.lock import hold_lock
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.slurm.queue import QueueSnapshot
 from areal_hpc.view.answers.slow_run import measure_mean_step_parts, sum_batch_waits
@@ -170,7 +170,7 @@ def test_a_run_at_work_here_is_running_wherever_it_is_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = MadeRun(tmp_path)
-    with hold_lock_or_raise(run.paths.lock):
+    with hold_lock(run.paths.lock):
         exit_code_of("status", run.paths.root)
         exit_code_of("why", run.paths.root)
         shown = capsys.readouterr().out

@@ -12,8 +12,7 @@ import pytest
 
 from areal_hpc.errors import RecipeError
 from areal_hpc.rundir.telemetry.spans import Span
-from areal_hpc.view.timing.timeline import assign_lanes, iterate_counts_under_way
-from areal_hpc.view.timing.trace import write_trace
+from areal_hpc.view.timeline import assign_lanes, iterate_counts_under_way, write_trace
 from tests.support.commands import exit_code_of
 from tests.support.made_run import MadeEpisode, MadeRun, add_spans
 

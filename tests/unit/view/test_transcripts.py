@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from areal_hpc.errors import RecipeError, ShardError
 from areal_hpc.rundir.manifests import write_manifest
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.view.transcripts.conversation import format_groups
 from areal_hpc.view.transcripts.row_filter import compile_filter
 from areal_hpc.view.transcripts.row_index import RowIndex
-from areal_hpc.view.transcripts.row_search import RowQuery, find_rows
+from areal_hpc.view.transcripts.row_search import RowQuery, find_rows, format_groups
 from areal_hpc.wire.agent_reward import Reward
 from areal_hpc.wire.ledger import NO_VERSION, BatchManifest, SealedTicket, TicketRef
 from areal_hpc.wire.trajectory import CallRecord, RowKind, RowRecord, TrajectoryRow

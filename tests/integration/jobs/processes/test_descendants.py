@@ -7,7 +7,7 @@ from tests.support.environments import CHECKOUT
 
 DEEP = """
 import os, signal, sys, time
-from areal_hpc.jobs.processes.descendants import list_descendants
+from areal_hpc.jobs.processes.process_ties import list_descendants
 ready, said = os.pipe()
 first = os.fork()
 if first == 0:

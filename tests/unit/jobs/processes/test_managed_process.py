@@ -3,7 +3,7 @@
 import tracemalloc
 from pathlib import Path
 
-from areal_hpc.jobs.processes.managed_process import ManagedProcess
+from areal_hpc.jobs.task_processes import ManagedProcess
 from areal_hpc.rundir.jobs import ProcessSpec
 
 LOG_BYTES = 64 << 20
@@ -17,10 +17,10 @@ def test_the_end_of_a_long_log_is_told_without_reading_all_of_it(tmp_path: Path)
         stream.write(b"\n" + b"".join(b"line %d\n" % number for number in range(20)))
     process = ManagedProcess(ProcessSpec("driver", "agents", "a:b", {}), log, tmp_path / "d.json")
     tracemalloc.start()
-    told = process.read_error_or_log_tail()
+    told = process.read_last_words()
     _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert told.splitlines() == [f"line {number}" for number in range(8, 20)]
     assert peak_bytes < LOG_BYTES / 16
     log.write_text("Killed\n")
-    assert process.read_error_or_log_tail() == "Killed"
+    assert process.read_last_words() == "Killed"

@@ -1,1 +1,0 @@
-"""The commands, a module for each group of them."""

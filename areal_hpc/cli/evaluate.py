@@ -1,0 +1,246 @@
+"""`areal-hpc try`, `doctor` and `eval`: an agent, a cluster, a recipe or a model is tried."""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from areal_hpc.cli.arguments import (
+    SHARED_ARGUMENTS,
+    UNHEALTHY_EXIT_CODE,
+    CommandGroup,
+)
+from areal_hpc.errors import RecipeError, RunInterruptedError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from areal_hpc.launch.evaluation import EvaluationTarget
+    from areal_hpc.recipe.sections.cluster import SlurmConfig
+    from areal_hpc.recipe.sections.evaluation import EvaluationSet
+    from areal_hpc.view.evaluation_report import EvaluationReport
+
+
+def add_commands(commands: CommandGroup) -> None:
+    _add_trial_commands(commands)
+    _add_doctor_commands(commands)
+    _add_eval_command(commands)
+
+
+def _add_trial_commands(commands: CommandGroup) -> None:
+    trial = commands.add_command(
+        "try",
+        _run_trial_episodes,
+        ["recipe", "overrides"],
+        help="let a recipe's agent play some tasks, without a model",
+        description="Play the first training tasks with the recipe's agent, through the real "
+        "proxy, and print each conversation, its reward and the rows it would become. The model's "
+        "replies are random tokens unless --base-url names a server. Nothing is kept. "
+        "Exits with 70 if the agent failed.",
+        example="areal-hpc try recipes/quickstart.yaml\n"
+        "areal-hpc try my_recipe.yaml -n 5 rollout.workflow=my_package.MyAgent",
+    )
+    add = trial.add_argument
+    add("-n", "--tasks", type=int, default=3, metavar="N", help="tasks to play (%(default)s)")
+    add("--base-url", metavar="URL", help="a running SGLang generates the replies")
+
+
+def _run_trial_episodes(arguments: argparse.Namespace) -> int:
+    from areal_hpc.launch.terminal import say
+    from areal_hpc.launch.trial.start import run_trial
+    from areal_hpc.recipe.loading import load_recipe
+
+    if arguments.tasks < 1:
+        raise RecipeError(f"expected 1 task or more, got {arguments.tasks}", key="--tasks")
+    try:
+        return run_trial(
+            load_recipe(arguments.recipe, arguments.overrides),
+            tasks=arguments.tasks,
+            print_line=say,
+            base_url=arguments.base_url,
+        )
+    except KeyboardInterrupt:
+        return RunInterruptedError.exit_code
+
+
+def _add_doctor_commands(commands: CommandGroup) -> None:
+    doctor = commands.add_command(
+        "doctor",
+        _run_doctor_checks,
+        help="check a cluster, and a recipe, before submitting",
+        description="Check from the login node what a run needs: Slurm commands, partitions and "
+        "limits, shared storage, the Python of each role, and what the recipe refers to. With "
+        "--gpu, on a GPU node, also driver, NCCL and links, and in a few minutes two steps of a "
+        "tiny model. Exits with 1 if a check failed.",
+        example="areal-hpc doctor\nareal-hpc doctor my_recipe.yaml --site site.yaml --check-node\n"
+        "areal-hpc doctor my_recipe.yaml --gpu --json doctor.json",
+    )
+    recipe = "recipe whose files and settings are checked as well"
+    doctor.add_argument("recipe", type=Path, nargs="?", help=recipe)
+    for name in ("overrides", "--site"):
+        doctor.add_argument(name, **SHARED_ARGUMENTS[name])
+    check_node = "submit a one-minute job that checks whether the file root is shared"
+    doctor.add_argument("--check-node", action="store_true", help=check_node)
+    gpu = "examine the GPUs of this machine"
+    doctor.add_argument("--gpu", action="store_true", help=gpu)
+    device = "with --gpu: cpu rehearses the same steps on a machine without GPUs"
+    doctor.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help=device)
+    evidence = "write the results there as well, to attach to an issue"
+    doctor.add_argument("--json", type=Path, metavar="FILE", help=evidence)
+
+
+def _run_doctor_checks(arguments: argparse.Namespace) -> int:
+    from areal_hpc.launch.doctor import gpu
+    from areal_hpc.launch.doctor.registry import run_checks, write_evidence
+    from areal_hpc.launch.doctor.results import CheckStatus, DoctorSubject, format_checks
+    from areal_hpc.launch.terminal import say
+    from areal_hpc.recipe.loading import load_recipe
+    from areal_hpc.recipe.sections.cluster import SlurmConfig
+
+    recipe, slurm, fileroot = None, SlurmConfig(), None
+    if arguments.recipe is not None:
+        recipe = load_recipe(arguments.recipe, arguments.overrides, arguments.site)
+        slurm, fileroot = recipe.cluster.slurm, recipe.cluster.fileroot
+    elif arguments.site is not None:
+        slurm, fileroot = _read_site(arguments.site)
+    if arguments.device == "cpu" and not arguments.gpu:
+        raise RecipeError("--device belongs to --gpu", hint="add --gpu")
+    results = run_checks(
+        DoctorSubject(
+            recipe,
+            slurm,
+            fileroot,
+            has_site=arguments.site is not None,
+            may_submit_storage_job=arguments.check_node,
+            print_line=say,
+        ),
+        gpu.build_check_plan(recipe, slurm, arguments.device) if arguments.gpu else None,
+    )
+    print("\n".join(format_checks(results)))
+    if arguments.json is not None:
+        write_evidence(arguments.json, results)
+    has_failed = any(result.verdict is CheckStatus.FAIL for result in results)
+    return UNHEALTHY_EXIT_CODE if has_failed else 0
+
+
+def _read_site(path: Path) -> tuple[SlurmConfig, Path | None]:
+    from areal_hpc.recipe.loading import read_site_values
+    from areal_hpc.recipe.sections.cluster import ClusterConfig
+
+    values = read_site_values(path)
+    cluster = ClusterConfig.model_validate({"fileroot": Path(), **values})
+    return cluster.slurm, cluster.fileroot if "fileroot" in values else None
+
+
+def _add_eval_command(commands: CommandGroup) -> None:
+    evaluate = commands.add_command(
+        "eval",
+        _evaluate,
+        help="evaluate a model, or a checkpoint of a run, on evaluation sets",
+        description="Play the tasks of evaluation sets on a model or a checkpoint, without a "
+        "trainer, and print the numbers with their 95 % intervals. The same command again plays "
+        "only tasks that have no result yet. Exits with 1 if --compare shows that a number got "
+        "worse.",
+        example="areal-hpc eval runs/quickstart/demo --step 20 --set valid\n"
+        "areal-hpc eval runs/quickstart/demo --compare 0\n"
+        "areal-hpc eval my_model --recipe my_recipe.yaml --set aime --submit --site site.yaml",
+    )
+    add = evaluate.add_argument
+    add("place", type=Path, help="a run directory, or a model's (Hugging Face format)")
+    add("overrides", **SHARED_ARGUMENTS["overrides"])
+    add("--step", type=int, metavar="N", help="step of the checkpoint (the newest); 0: the start")
+    help_ = "evaluation set (repeatable; default: all of the recipe)"
+    add("--set", dest="sets", action="append", default=[], metavar="NAME", help=help_)
+    add("--recipe", type=Path, metavar="FILE", help="the recipe by which a model is evaluated")
+    help_ = "compare with a step of the run, or with a file of results, by a paired test"
+    add("--compare", metavar="STEP|RESULTS", help=help_)
+    add("--submit", action="store_true", help="submit it to Slurm, as one job")
+    add("--wait", action="store_true", help="with --submit: until it ends; Ctrl-C detaches")
+    add("--site", **SHARED_ARGUMENTS["--site"])
+
+
+def _evaluate(arguments: argparse.Namespace) -> int:
+    from areal_hpc.launch.evaluation import (
+        build_evaluation_report,
+        check_recorded_settings,
+        choose_sets,
+        find_target,
+        list_sets_without_full_result,
+    )
+    from areal_hpc.launch.provenance import enter_launch_folder
+    from areal_hpc.view.evaluation_report import format_report, write_evaluation_report
+
+    if arguments.wait and not arguments.submit:
+        raise RecipeError("--wait is for a job under Slurm", key="--wait", hint="add --submit")
+    target = find_target(
+        arguments.place,
+        step=arguments.step,
+        recipe=arguments.recipe,
+        overrides=arguments.overrides,
+        site=arguments.site,
+    )
+    sets = choose_sets(target.recipe, arguments.sets)
+    check_recorded_settings(target, sets)
+    before = arguments.compare and _find_compared_report(arguments.compare, target, sets)
+    if target.run is not None:
+        enter_launch_folder(target.run)
+    if list_sets_without_full_result(target, sets):
+        print(f"evaluate {target.model}\n         in {target.paths.root}", flush=True)
+        try:
+            _start_evaluation(arguments, target, sets)
+        except RunInterruptedError:
+            print("detached; the job goes on" if arguments.submit else "stopped")
+            print("run the same command again for the rest, and for the results")
+            return RunInterruptedError.exit_code
+    if list_sets_without_full_result(target, sets):  # submitted, and nobody waits
+        print("next     run the same command again for the results")
+        return 0
+    report = build_evaluation_report(target, sets)
+    print("\n".join(format_report(report)))
+    write_evaluation_report(target.paths, report)
+    print(f"results  {target.paths.evaluation_report}")
+    return _print_comparison(before, report) if before else 0
+
+
+def _start_evaluation(
+    arguments: argparse.Namespace, target: EvaluationTarget, sets: Sequence[EvaluationSet]
+) -> None:
+    from areal_hpc.launch.evaluation import run_evaluation, submit_evaluation
+    from areal_hpc.launch.terminal import catch_stop_signals
+
+    with catch_stop_signals() as stop:
+        if arguments.submit:
+            say = partial(print, flush=True)
+            submit_evaluation(
+                target, sets, print_line=say, wait_until=stop if arguments.wait else None
+            )
+        else:
+            run_evaluation(target, sets, stop)
+
+
+def _find_compared_report(
+    compared_path: str, target: EvaluationTarget, sets: Sequence[EvaluationSet]
+) -> EvaluationReport:
+    from areal_hpc.launch.evaluation import find_report_of_step
+    from areal_hpc.view.evaluation_report import read_report
+
+    if compared_path.isdigit():
+        return find_report_of_step(target, int(compared_path), sets)
+    return read_report(Path(compared_path))
+
+
+def _print_comparison(before: EvaluationReport, report: EvaluationReport) -> int:
+    from areal_hpc.view.evaluation_report import (
+        compare_reports,
+        format_comparison,
+        list_uncompared_metrics,
+    )
+
+    compared = compare_reports(before, report)
+    print("\n" + "\n".join(format_comparison(before.name, report.name, compared)))
+    for line in list_uncompared_metrics(before, report, compared):
+        print(line)
+    is_worse = any(one.comparison.verdict == "worse" for one in compared)
+    return UNHEALTHY_EXIT_CODE if is_worse else 0

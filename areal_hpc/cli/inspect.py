@@ -1,0 +1,364 @@
+"""`areal-hpc status`, `logs`, `list`, `audit` and `shards`: look at runs."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from areal_hpc.cli.arguments import (
+    UNHEALTHY_EXIT_CODE,
+    CommandGroup,
+    parse_positive_int,
+    parse_run_dir,
+)
+from areal_hpc.errors import RecipeError, ShardError, escape_line
+from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.view.transcripts.row_filter import FIELD_NAMES_FOR_HELP
+
+MAX_LISTED_FAULTS = 20
+DEFAULT_SHOWN_ROWS = 5
+ANSI_COLORS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
+"""ANSI foreground colors that are readable on dark and on light."""
+
+
+def add_commands(commands: CommandGroup) -> None:
+    commands.add_command(
+        "status",
+        _show_status,
+        ["run"],
+        help="show progress and the jobs of a run",
+        description="Show the progress of a run, its alerts and the Slurm state of its jobs. Calls "
+        "Slurm once; `watch -n 30 areal-hpc status RUN` is safe to leave running. Exits with 1 "
+        "if an alert is a failure.",
+        example="areal-hpc status runs/quickstart/demo",
+    )
+    logs = commands.add_command(
+        "logs",
+        _show_logs,
+        ["run"],
+        help="show the latest log lines of all processes, merged by time",
+        description="Show the latest log lines of all processes of the newest launch, or of those "
+        "that are named, merged by time.",
+        example="areal-hpc logs runs/quickstart/demo trainer -n 100\n"
+        "areal-hpc logs runs/quickstart/demo cell-0/proxy --follow",
+    )
+    names = "jobs (cell-0), processes (proxy), or both (cell-0/proxy)"
+    logs.add_argument("names", nargs="*", default=[], help=names)
+    logs.add_argument("-f", "--follow", action="store_true", help="keep printing new lines")
+    logs.add_argument("-n", "--lines", type=int, default=40, help="lines to show (%(default)s)")
+    help_ = "also the lines that SGLang writes for every batch and request"
+    logs.add_argument("--all", action="store_true", help=help_)
+    logs.add_argument("--attempt", type=int, help="number of an earlier launch")
+    listing = commands.add_command(
+        "list",
+        _compare_runs,
+        help="compare runs: states, results, and recipe differences",
+        description="Compare the runs of a file root or an experiment.",
+        example="areal-hpc list runs/quickstart",
+    )
+    place = "a file root, an experiment's directory or a run's; default %(default)s"
+    listing.add_argument("place", type=Path, nargs="?", default=Path("runs"), help=place)
+    every_key = "a column for each recipe key that differs, not only the first six"
+    listing.add_argument("--all", action="store_true", help=every_key)
+    audit = commands.add_command(
+        "audit",
+        _audit_tickets,
+        ["run"],
+        help="check that every ticket was trained exactly once, or why not",
+        description="Check every ticket of a run from its files alone (finished, stopped or "
+        "running). Exits with 65 if a ticket was lost or trained twice.",
+        example="areal-hpc audit runs/quickstart/demo --tickets",
+    )
+    audit.add_argument("--tickets", action="store_true", help="list the status of every ticket")
+    verbs = commands.add_subcommand_group(
+        "shards",
+        help="inspect recorded trajectories",
+        description="Look at what a run recorded: its shards, and the conversations in them.",
+    )
+    listing = verbs.add_command(
+        "ls",
+        _list_shards,
+        ["run"],
+        help="one line per sealed shard",
+        description="List the sealed shards of a run: kinds of rows, tokens, tickets, weight "
+        "versions, mean reward.",
+        example="areal-hpc shards ls runs/quickstart/demo",
+    )
+    listing.add_argument("--json", action="store_true", help="one JSON object per shard")
+    _add_shards_show_command(verbs)
+    _add_shards_export_command(verbs)
+    verbs.add_command(
+        "verify",
+        _verify_shards,
+        ["run"],
+        help="verify all digests; list damaged files",
+        description="Compare every shard of a run with the digests in it and in the index, and "
+        "list those that are damaged. Exits with 65 if one is.",
+        example="areal-hpc shards verify runs/quickstart/demo",
+    )
+
+
+def _add_shards_show_command(verbs: CommandGroup) -> None:
+    show = verbs.add_command(
+        "show",
+        _show_rows,
+        help="conversations as text, episodes of one ticket side by side",
+        description="Print recorded conversations: messages, tool calls, rewards, times. Held-out "
+        "and failed episodes are there as well: --where kind=failed.",
+        example="areal-hpc shards show runs/quickstart/demo 0\n"
+        'areal-hpc shards show runs/quickstart/demo --where "step=20 and reward<0.5" --sort length',
+    )
+    show.add_argument("run", type=Path, help="a run directory, or one shard file")
+    which = show.add_mutually_exclusive_group()
+    row = "row, counted over the run's shards (or in the file)"
+    which.add_argument("row", type=int, nargs="?", help=row)
+    which.add_argument("--ticket", type=int, help="every row of this ticket")
+    fields = ", ".join(FIELD_NAMES_FOR_HELP)
+    where = f"rows that match an expression of these fields: {fields}; ~ asks for a part of a text"
+    show.add_argument("--where", default="", metavar="EXPRESSION", help=where)
+    show.add_argument("--sort", default="", metavar="FIELD", help="largest first; else as recorded")
+    most = "print at most so many rows, the last ones unless sorted; default 5, all of a ticket"
+    show.add_argument("-n", "--rows", type=parse_positive_int, metavar="COUNT", help=most)
+    show.add_argument("--tokens", action="store_true", help="one line per token")
+
+
+def _add_shards_export_command(verbs: CommandGroup) -> None:
+    export = verbs.add_command(
+        "export",
+        _export_rows,
+        help="write recorded rows to a file for other programs",
+        description="Write recorded rows to one file: all that is recorded, as JSON lines or "
+        "Parquet (versions are packed as docs/shard-format-v2.md says); conversations for "
+        "supervised fine-tuning; or trajectories in ATIF 1.8, one a line.",
+        example="areal-hpc shards export runs/quickstart/demo --format parquet --out rows.parquet\n"
+        "areal-hpc shards export runs/quickstart/demo --format sft --out good.jsonl "
+        '--where "kind=train and reward>=1"',
+    )
+    export.add_argument("run", type=Path, help="a run directory, or one shard file")
+    formats = ("jsonl", "parquet", "sft", "atif")
+    export.add_argument("--format", choices=formats, required=True, help="format of the file")
+    export.add_argument("--out", type=Path, required=True, help="the file; it must not exist")
+    where = "only rows that match an expression, as for areal-hpc shards show"
+    export.add_argument("--where", default="", metavar="EXPRESSION", help=where)
+
+
+def _show_status(arguments: argparse.Namespace) -> int:
+    from areal_hpc.launch.terminal import get_program_command
+    from areal_hpc.view.diagnosis import diagnose
+    from areal_hpc.view.state.jobs import describe_allocation_steps, format_jobs
+    from areal_hpc.view.state.run_view import RunView
+    from areal_hpc.view.state.summary import (
+        describe_activity,
+        describe_evaluations,
+        format_alert,
+        format_run_progress,
+        summarize_run,
+    )
+
+    view = RunView(parse_run_dir(arguments.run))
+    lines = [f"{view.paths.run_name}: {view.state}"]
+    if view.state in ("failed", "stopped", "leaderless"):
+        found = diagnose(view)
+        if found.chain:
+            reason = found.headline.removeprefix(f"the run {view.state}: ")
+            lines.append(f"  reason            {escape_line(reason)}")
+    lines += format_run_progress(view)
+    has_summary = view.step > 0 and (view.jobs.is_local or view.paths.finished_marker.exists())
+    lines += [] if has_summary else describe_evaluations(view)
+    lines += describe_activity(view)
+    lines += [f"  {format_alert(alert)}" for alert in view.alerts]
+    if not view.jobs.is_local:
+        lines += ["", *format_jobs(view.jobs)]
+    if steps := describe_allocation_steps(view.paths):
+        lines += ["", *steps]
+    if has_summary:
+        lines += ["", summarize_run(view, get_program_command())]
+    print("\n".join(lines))
+    return UNHEALTHY_EXIT_CODE if view.failure_alerts else 0
+
+
+def _show_logs(arguments: argparse.Namespace) -> int:
+    from areal_hpc.view.logs import (
+        LogFile,
+        LogFollower,
+        choose_attempt,
+        drop_sglang_routine_lines,
+        list_log_files,
+        read_last_lines,
+    )
+
+    paths = parse_run_dir(arguments.run)
+    if arguments.lines < 0:
+        raise RecipeError(f"expected 0 lines or more, got {arguments.lines}", key="--lines")
+    if arguments.follow and arguments.attempt:
+        raise RecipeError(
+            f"--follow needs the newest attempt; attempt {arguments.attempt} has ended",
+            key="--follow",
+            hint="leave out -f",
+        )
+
+    def show(lines: list[tuple[LogFile, str]]) -> None:
+        for file, line in lines:
+            print(_format_log_line(file.source, line), flush=arguments.follow)
+
+    follower = LogFollower(paths, arguments.names) if arguments.follow else None
+    if follower is None or follower.files:
+        attempt = choose_attempt(paths, arguments.attempt)
+        files = list_log_files(paths, attempt, arguments.names)
+        if not files and follower is None:
+            known = sorted({file.job_or_cell for file in list_log_files(paths, attempt)})
+            raise RecipeError(
+                f"attempt {attempt} has no log of {' '.join(arguments.names) or 'any process'}",
+                hint=f"choose from {', '.join(known)}" if known else "the jobs have not started",
+            )
+        show(read_last_lines(files, arguments.lines, keep_routine=arguments.all))
+    try:
+        while follower is not None:
+            lines = follower.read_new_lines()
+            show(lines if arguments.all else drop_sglang_routine_lines(lines))
+            follower.await_next_poll()
+    except KeyboardInterrupt:
+        return 0  # the way out of --follow
+    return 0
+
+
+def _format_log_line(process_name: str, line: str) -> str:
+    line = escape_line(line)
+    if not sys.stdout.isatty():
+        return f"{process_name} | {line}"
+    color = ANSI_COLORS[sum(process_name.encode()) % len(ANSI_COLORS)]
+    return f"\x1b[{color}m{process_name}\x1b[0m | {line}"
+
+
+def _compare_runs(arguments: argparse.Namespace) -> int:
+    from areal_hpc.rundir.paths import list_runs
+    from areal_hpc.slurm.queue import QueuePoller
+    from areal_hpc.view.state.summary import compare_runs
+
+    runs = list_runs(arguments.place)
+    if not runs:
+        raise RecipeError(
+            f"there is no run in {arguments.place}",
+            hint="give a file root, an experiment's directory or a run's",
+        )
+    print("\n".join(compare_runs(runs, QueuePoller(), shows_all_keys=arguments.all)))
+    return 0
+
+
+def _audit_tickets(arguments: argparse.Namespace) -> int:
+    from areal_hpc.metrics.step_metrics import read_metrics
+    from areal_hpc.view.audit import TicketStatus, audit_run
+
+    paths = parse_run_dir(arguments.run)
+    audit = audit_run(paths)
+    faulty = [
+        one for one in audit.tickets if one.status in (TicketStatus.DUPLICATE, TicketStatus.LOST)
+    ]
+    listed, most = (audit.tickets, None) if arguments.tickets else (faulty, MAX_LISTED_FAULTS)
+    lines = [f"ticket {one.ticket_id:>6}  {one.status:<11}  {one.why}" for one in listed]
+    _print_first_lines(lines, most)
+    for problem in audit.problems:
+        print(f"problem: {problem}")
+    untrained = []
+    for part in audit.untrained:
+        tickets = "".join(f", ticket {ticket_id}" for ticket_id in part.tickets)
+        how = f" is quarantined ({part.quarantine})" if part.quarantine else ""
+        untrained.append(f"untrained: batch {part.step}{tickets}{how}: {part.reason}")
+    _print_first_lines(untrained, most)
+    state = "finished" if audit.has_run_finished else "not finished"
+    count = Counter(ticket.status for ticket in audit.tickets)
+    print(
+        f"{state}, last checkpoint at step {audit.checkpoint_step}, "
+        f"{count[TicketStatus.DROPPED]} tickets dropped, "
+        f"{count[TicketStatus.FILTERED]} filtered, {count[TicketStatus.UNSOUND]} unsound, "
+        f"{count[TicketStatus.SKIPPED]} skipped, {count[TicketStatus.QUARANTINED]} quarantined"
+    )
+    if audit.non_training_episodes_by_kind:
+        kinds = sorted(audit.non_training_episodes_by_kind.items())
+        counts = " and ".join(f"{count} {kind}" for kind, count in kinds)
+        print(f"kept beside the tickets, never trained on: {counts} episodes")
+    if unrewarded := sum(row.get("reply/unrewarded") or 0 for row in read_metrics(paths.metrics)):
+        print(f"{unrewarded} replies of trained episodes are not trained: no reward reaches them")
+    print(audit.summary_line)
+    return 0 if audit.is_consistent else ShardError.exit_code
+
+
+def _print_first_lines(lines: Sequence[str], max_lines: int | None) -> None:
+    for line in lines[:max_lines]:
+        print(escape_line(line))
+    if max_lines is not None and len(lines) > max_lines:
+        print(f"... and {len(lines) - max_lines} more: --tickets lists all")
+
+
+def _list_shards(arguments: argparse.Namespace) -> int:
+    from areal_hpc.view.shard_report import format_shard_table, format_shards_jsonl
+
+    write = format_shards_jsonl if arguments.json else format_shard_table
+    print(write(parse_run_dir(arguments.run)))
+    return 0
+
+
+def _show_rows(arguments: argparse.Namespace) -> int:
+    from areal_hpc.view.shard_report import find_tokenizer_file, format_tokens
+    from areal_hpc.view.transcripts.row_search import RowQuery, find_rows, format_groups
+
+    path = arguments.run.resolve()
+    paths = RunPaths(path.parent.parent) if path.is_file() else parse_run_dir(path)
+    most = arguments.rows or (DEFAULT_SHOWN_ROWS if arguments.ticket is None else None)
+    query = RowQuery(arguments.where, arguments.ticket, arguments.row, arguments.sort, most)
+    rows, matching = find_rows(path, query)
+    if arguments.tokens:
+        tokenizer = find_tokenizer_file(paths)
+        print("\n\n".join(format_tokens(row, tokenizer) for row in rows))
+    elif rows:
+        print(format_groups(rows, shutil.get_terminal_size((100, 24)).columns))
+    if len(rows) < matching or not rows:
+        print(f"\n{len(rows)} of {matching} rows that match" if rows else "no row matches")
+    return 0
+
+
+def _export_rows(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from areal_hpc.view.transcripts.export import export_rows
+    from areal_hpc.view.transcripts.row_search import RowQuery, find_rows
+
+    path = arguments.run.resolve()
+    paths = RunPaths(path.parent.parent) if path.is_file() else parse_run_dir(path)
+    rows, _ = find_rows(path, RowQuery(arguments.where))
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("writing", total=len(rows))
+        report = export_rows(
+            rows,
+            arguments.format,
+            arguments.out,
+            paths,
+            lambda done: progress.update(task, completed=done),
+        )
+    left_out = f"; {report.left_out} without messages left out" if report.left_out else ""
+    print(f"{arguments.out}: {report.written} rows{left_out}")
+    return 0
+
+
+def _verify_shards(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from areal_hpc.shards.verify import verify_run
+    from areal_hpc.view.shard_report import format_verification
+
+    paths = parse_run_dir(arguments.run)
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("verifying", total=None)
+        report = verify_run(
+            paths, lambda done, total: progress.update(task, completed=done, total=total)
+        )
+    print(format_verification(report))
+    return ShardError.exit_code if report.problems else 0

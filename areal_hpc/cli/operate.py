@@ -1,0 +1,349 @@
+"""`areal-hpc cancel`, `resume`, `quarantine`, `export`, `replay`: what is done with a run."""
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+from contextlib import suppress
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+
+from areal_hpc.checkout import format_install_command
+from areal_hpc.cli.arguments import CommandGroup, parse_run_dir, parse_step_range
+from areal_hpc.errors import (
+    ClusterError,
+    RecipeError,
+    RunInterruptedError,
+    SlurmTimeoutError,
+)
+from areal_hpc.rundir.paths import RunPaths, format_step_dir
+
+STOP_MARGIN_S = 10.0
+"""On top of a job's own grace: it hears of the stop, and Slurm of its end, some seconds later."""
+
+
+def add_commands(commands: CommandGroup) -> None:
+    cancel = commands.add_command(
+        "cancel",
+        _cancel_run,
+        ["run"],
+        help="cancel all jobs of a run",
+        description="Signal all jobs to save a checkpoint and exit, wait for "
+        "cluster.stop_grace_s and as long as the last save took, then scancel what is left. "
+        "Pending and held jobs are cancelled at once; nothing is requeued.",
+        example="areal-hpc cancel runs/math/first",
+    )
+    now = "cancel without a grace period; no final checkpoint"
+    cancel.add_argument("--now", action="store_true", help=now)
+    resume = commands.add_command(
+        "resume",
+        _resume_run,
+        ["run", "overrides"],
+        help="resubmit a run from its last checkpoint",
+        description="Submit a cancelled, failed or stopped run again from its own recipe plus "
+        "the overrides given here, in the directory it was first submitted from.",
+        example="areal-hpc resume runs/math/first trainer.total_steps=200\n"
+        "cp -a runs/math/first copy; areal-hpc resume copy --as second",
+    )
+    name = "make a copy of a run's folder a run of its own, under this name beside the copy"
+    resume.add_argument("--as", dest="trial_name", metavar="NAME", help=name)
+    commands.add_command(
+        "caretaker",
+        _look_after_run,
+        ["run"],
+        help="submit jobs of a run again that are gone",
+        description="Look after the jobs of a submitted run, once a minute, until it is finished, "
+        "cancelled or given up: what no job of the run brings back, as where only login nodes "
+        "may submit jobs. What a person cancelled stays cancelled.",
+        example="areal-hpc caretaker runs/math/first",
+    )
+    export = commands.add_command(
+        "export",
+        _export_model,
+        ["run"],
+        help="export a checkpoint as a Hugging Face model",
+        description="Export the weights of a checkpoint, trained in any parallel layout, as a "
+        "Hugging Face model directory with its tokenizer.",
+        example="areal-hpc export runs/quickstart/demo --step 20 --out my_model",
+    )
+    export.add_argument("--step", type=int, help="step of the checkpoint (default: the newest)")
+    out = "output directory (default: export/step_... in the run directory)"
+    export.add_argument("--out", type=Path, help=out)
+    replay = commands.add_command(
+        "replay",
+        _replay_steps,
+        ["run"],
+        help="train recorded steps again, without inference",
+        description="Train steps of a run again from its manifests and shards, in a new directory "
+        "(not a replay buffer); the run is only read. Without learning overrides, loss and "
+        "gradient norm are compared with the recorded ones.",
+        example="areal-hpc replay runs/quickstart/demo --steps 3..5 trainer.optimizer.lr=1e-4",
+    )
+    help_ = "10..20, or one step"
+    replay.add_argument(
+        "--steps", type=parse_step_range, required=True, metavar="FIRST..LAST", help=help_
+    )
+    out = "directory to make; RUN.replay_FIRST_LAST when absent"
+    replay.add_argument("--out", type=Path, help=out)
+    overrides = "such as trainer.optimizer.lr=2e-6"
+    replay.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=overrides)
+    quarantine = commands.add_command(
+        "quarantine",
+        _quarantine_batch,
+        ["run"],
+        help="set a batch aside that cannot be trained",
+        description="Have the trainer consume a batch without training on it, at once or when the "
+        "run is resumed. The audit counts its tickets as quarantined. A batch that was trained "
+        "already is refused.",
+        example="areal-hpc quarantine runs/math/first 17",
+    )
+    quarantine.add_argument("batch", type=int, metavar="BATCH", help="the step it leads to")
+    undo = "train the batch after all, if nothing was trained since"
+    quarantine.add_argument("--undo", action="store_true", help=undo)
+
+
+def _require_own_slurm_run(path: Path) -> RunPaths:
+    from areal_hpc.launch.prepare import find_live_jobs
+    from areal_hpc.launch.terminal import get_program_command
+    from areal_hpc.slurm.run_jobs import (
+        find_original,
+        list_recorded_job_ids,
+        was_submission_refused_recently,
+    )
+
+    paths = parse_run_dir(path)
+    if not os.access(paths.root, os.W_OK):
+        raise ClusterError(
+            f"this run belongs to user {paths.root.stat().st_uid}, who alone may change it",
+            key=str(paths.root),
+            hint="log in as that user; status, why, logs and audit need no more than reading",
+        )
+    if not (
+        list_recorded_job_ids(paths)
+        or was_submission_refused_recently(paths)
+        or find_live_jobs(paths)
+    ):
+        raise ClusterError(
+            "this run has no Slurm jobs",
+            hint="it runs in the foreground: stop it with Ctrl-C, continue it with "
+            f"{get_program_command()} run",
+        )
+    original = None
+    with suppress(SlurmTimeoutError):  # no job of another run is touched, whatever is known
+        original = find_original(paths)
+    if original is not None:
+        raise ClusterError(
+            f"this folder is a copy of {original}, whose jobs wait or run",
+            key=str(paths.root),
+            hint=f"name that run: {shlex.quote(str(original))}; or make this a run of its own: "
+            f"areal-hpc resume {shlex.quote(str(paths.root))} --as NAME",
+        )
+    return paths
+
+
+def _cancel_run(arguments: argparse.Namespace) -> int:
+    from areal_hpc.jobs.starts import read_checkpoint_duration_s
+    from areal_hpc.launch.terminal import format_next_command, say
+    from areal_hpc.rundir.jobs import get_latest_submissions, mark_cancelled, read_submissions
+    from areal_hpc.rundir.run_recipe import read_run_recipe
+    from areal_hpc.slurm.cancel import cancel_jobs
+    from areal_hpc.slurm.run_jobs import (
+        is_job_of_run,
+        list_recorded_job_ids,
+        list_unrecorded_live_jobs,
+    )
+
+    paths = _require_own_slurm_run(arguments.run)
+    grace_s = 0.0
+    if not arguments.now:
+        grace_s = read_run_recipe(paths.recipe)["cluster"]["stop_grace_s"] + STOP_MARGIN_S
+        jobs = get_latest_submissions(read_submissions(paths.submissions))
+        grace_s += max((read_checkpoint_duration_s(paths.job(name)) for name in jobs), default=0.0)
+    # Before any signal: a job that is told to stop looks for it.
+    mark_cancelled(paths.cancelled_marker, without_checkpoint=arguments.now)
+
+    def find_jobs() -> tuple[str, ...]:
+        unrecorded = [job.slurm_record.job_id for job in list_unrecorded_live_jobs(paths)]
+        return (*list_recorded_job_ids(paths), *unrecorded)
+
+    try:
+        ended = cancel_jobs(
+            find_jobs, is_own=partial(is_job_of_run, paths), grace_s=grace_s, print_line=say
+        )
+    except KeyboardInterrupt:
+        say(f"interrupted; the run is marked as cancelled: {format_next_command('cancel', paths)}")
+        return RunInterruptedError.exit_code
+    print(f"cancelled {ended} jobs; none are left" if ended else "there were no jobs to cancel")
+    return 0
+
+
+def _resume_run(arguments: argparse.Namespace) -> int:
+    from areal_hpc.launch import slurm_launcher
+    from areal_hpc.launch.prepare import is_run_finished
+    from areal_hpc.launch.provenance import enter_launch_folder
+    from areal_hpc.launch.terminal import format_next_command, say
+    from areal_hpc.recipe.loading import load_recipe
+    from areal_hpc.rundir.jobs import CARETAKER_JOB, read_submissions
+    from areal_hpc.rundir.rendezvous import EVALUATION_CELL
+    from areal_hpc.slurm.run_jobs import list_live_jobs
+
+    if arguments.trial_name is not None:
+        from areal_hpc.launch.prepare import make_run_of_copy
+
+        paths = make_run_of_copy(RunPaths(arguments.run.resolve()), arguments.trial_name)
+        say(f"copy     is the run {paths.root} now")
+    else:
+        paths = _require_own_slurm_run(arguments.run)
+    jobs = {one.job for one in read_submissions(paths.submissions)}
+    if jobs - {CARETAKER_JOB} == {EVALUATION_CELL}:
+        raise RecipeError(
+            "this is the evaluation of a model, and no run that could be trained on",
+            key=str(paths.root),
+            hint="repeat the areal-hpc eval command: it plays what has no result yet",
+        )
+    enter_launch_folder(paths)
+    if arguments.overrides and (live := list_live_jobs(paths)):
+        names = ", ".join(f"{job.submission.job} ({job.submission.job_id})" for job in live)
+        raise RecipeError(
+            f"the recipe cannot change while jobs of the run wait or run: {names}",
+            key=" ".join(arguments.overrides),
+            hint=f"areal-hpc cancel {shlex.quote(str(paths.root))}, then repeat this command",
+        )
+    recipe = load_recipe(paths.recipe, arguments.overrides)
+    own_name = (recipe.experiment_name, recipe.trial_name)
+    names_place = any(one.startswith("cluster.fileroot=") for one in arguments.overrides)
+    if not names_place and not recipe.run_dir.exists() and paths.root.parts[-2:] == own_name:
+        _cancel_jobs_of_old_place(paths, recipe.run_dir.resolve())
+        here = f"cluster.fileroot={json.dumps(str(paths.root.parents[1]))}"
+        recipe = load_recipe(paths.recipe, [*arguments.overrides, here])
+    if recipe.run_dir.resolve() != paths.root:
+        raise RecipeError(
+            f"with these overrides the run directory would be {recipe.run_dir.resolve()}",
+            key="cluster.fileroot, experiment_name, trial_name",
+            hint="use `areal-hpc submit` to start a run under another name",
+        )
+    if is_run_finished(recipe, paths):
+        print("this run is finished; for more steps set trainer.total_steps=...")
+        return 0
+    slurm_launcher.submit(recipe, print_line=say, joins_live_jobs=True)
+    print(f"next     {format_next_command('status', paths)}")
+    return 0
+
+
+def _look_after_run(arguments: argparse.Namespace) -> int:
+    from areal_hpc.jobs.caretaker import look_after_run
+    from areal_hpc.launch.terminal import say
+
+    paths = _require_own_slurm_run(arguments.run)
+    try:
+        look_after_run(paths, say)
+    except KeyboardInterrupt:
+        return RunInterruptedError.exit_code
+    print("no job of this run is there, and none will be submitted again")
+    return 0
+
+
+def _cancel_jobs_of_old_place(paths: RunPaths, old_place: Path) -> None:
+    """Cancel the jobs of a run that was moved, which wait for a folder that is not there."""
+    from areal_hpc.launch.terminal import say
+    from areal_hpc.slurm.cancel import cancel_jobs
+    from areal_hpc.slurm.run_jobs import is_job_of_run, list_live_jobs
+    from areal_hpc.slurm.states import JobPhase
+
+    live = [job.slurm_record for job in list_live_jobs(paths)]
+    if running := [job.job_id for job in live if job.state.phase is not JobPhase.WAITING]:
+        raise ClusterError(
+            f"jobs of this run work in {old_place}, which is not there on this host: "
+            f"{', '.join(running)}",
+            key=str(paths.root),
+            hint="use a host that has that folder; jobs of a moved run end within a minute",
+        )
+    say(f"moved    from {old_place}; jobs that know that place are cancelled")
+    ids = tuple(job.job_id for job in live)
+    is_own = partial(is_job_of_run, paths)
+    cancel_jobs(lambda: ids, is_own=is_own, grace_s=0.0, print_line=say)
+
+
+def _quarantine_batch(arguments: argparse.Namespace) -> int:
+    from areal_hpc.launch.quarantine import quarantine_batch, undo_quarantine
+
+    paths = parse_run_dir(arguments.run)
+    act = undo_quarantine if arguments.undo else quarantine_batch
+    try:
+        print(act(paths, arguments.batch))
+    except OSError as error:
+        raise ClusterError(
+            f"the run directory cannot be read or written: {error}",
+            key=str(paths.root),
+            hint="check free space, quota and permissions",
+        ) from error
+    return 0
+
+
+def _export_model(arguments: argparse.Namespace) -> int:
+    from areal_hpc.launch.plan import get_initial_policy_path
+    from areal_hpc.recipe.loading import load_recipe
+
+    paths = parse_run_dir(arguments.run)
+    recipe = load_recipe(paths.recipe)
+    out: Path | None = arguments.out
+    if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise RecipeError(
+            f"something is already at {out}",
+            key="--out",
+            hint="choose a directory that does not exist",
+        )
+    if find_spec("torch") is None:
+        return _export_in_train_environment(recipe.cluster.train.python, arguments)
+    from areal_hpc.trainer.checkpoints.export import choose_checkpoint, export_checkpoint
+
+    checkpoint = choose_checkpoint(paths.checkpoints_dir, arguments.step)
+    target = (out or paths.export_dir(format_step_dir(checkpoint.state.step))).resolve()
+    print(f"exporting step {checkpoint.state.step} of {paths.root}", flush=True)
+    base = get_initial_policy_path(recipe, paths)
+    export_checkpoint(checkpoint, base, target, partial(print, flush=True))
+    print(target)
+    return 0
+
+
+def _export_in_train_environment(configured_python: str, arguments: argparse.Namespace) -> int:
+    from areal_hpc.jobs.config import get_interpreter
+
+    python = get_interpreter("train", configured_python)
+    if Path(python).absolute() == Path(sys.executable).absolute():
+        raise RecipeError(
+            f"{python} has no torch, which is needed to read checkpoints",
+            key="cluster.train.python",
+            hint=f"{format_install_command('main')}, or name the trainer's Python in the recipe",
+        )
+    command = [python, "-m", "areal_hpc", "export", str(arguments.run)]
+    if arguments.step is not None:
+        command += ["--step", str(arguments.step)]
+    if arguments.out is not None:
+        command += ["--out", str(arguments.out)]
+    return subprocess.run(command, check=False).returncode
+
+
+def _replay_steps(arguments: argparse.Namespace) -> int:
+    from areal_hpc.launch.replay import RecordedStepsReplay
+    from areal_hpc.launch.terminal import STOPPING_MESSAGE, catch_stop_signals
+    from areal_hpc.view.state.live_progress import PlainReporter
+
+    run = parse_run_dir(arguments.run)
+    first, last = arguments.steps
+    out = arguments.out or run.root.with_name(f"{run.root.name}.replay_{first}_{last}")
+    paths = RunPaths(out.resolve())
+    replay = RecordedStepsReplay(run, first, last, arguments.overrides, paths)
+    reporter = PlainReporter(paths, last, 0)
+    reporter.print_line(f"replay   steps {first} to {last} of {run.root}")
+    try:
+        with catch_stop_signals(STOPPING_MESSAGE) as stop:
+            replay.replay(reporter, stop)
+    except RunInterruptedError as interrupted:
+        print("stopped; the same command continues the replay")
+        return interrupted.exit_code
+    print(paths.root)
+    return 0

@@ -1,0 +1,330 @@
+"""`areal-hpc run`, `plan`, `recipe-keys`, `submit` and `proxy`; the work is in launch/run.py."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import logging
+import os
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from areal_hpc.cli.arguments import CommandGroup, parse_slurm_job_id
+from areal_hpc.errors import RecipeError
+from areal_hpc.rundir.paths import RunPaths
+
+if TYPE_CHECKING:
+    from areal_hpc.launch.plan import JobStage
+    from areal_hpc.recipe.recipe import Recipe
+    from areal_hpc.rundir.jobs import JobSpec
+
+_LINE_CHARS = 100
+
+
+def describe_plan(recipe: Recipe, *, on_this_machine: bool = True) -> Iterator[str]:
+    """Lines: each stage's jobs, processes and devices, then their environment and memory.
+
+    And, unless the jobs run elsewhere, who gets which of this machine's GPUs.
+    """
+    # Imported here: `--help` stays quick without pydantic and submitit.
+    from areal_hpc.launch.plan import plan_run
+    from areal_hpc.launch.resources import build_memory_report
+    from areal_hpc.recipe.presets import describe_preset
+    from areal_hpc.rundir.paths import RunPaths
+
+    for stage in plan_run(recipe, RunPaths(recipe.run_dir)):
+        total = sum(job.tasks * job.gpus_per_task for job in stage.jobs)
+        needs = f"{_format_count(total, 'GPU')} at once" if total else "no GPU"
+        yield f"stage {stage.name}: {needs}; done when {stage.done_marker} exists"
+        for described, alike in itertools.groupby(stage.jobs, _describe_job_without_name):
+            jobs = list(alike)
+            names = [job.name for job in jobs]
+            title = f"job {names[0]}" if len(names) == 1 else f"jobs {names[0]} to {names[-1]}"
+            yield f"  {title}: {described[0]}{_describe_node_share(recipe, jobs[0])}"
+            yield from (f"    {line}" for line in described[1:])
+        if on_this_machine:
+            yield from (f"  {line}" for line in _describe_local_gpu_assignment(stage, recipe))
+    if preset := list(describe_preset(recipe.model_dump(mode="json"))):
+        yield from ["", *preset]
+    yield from ["", *_describe_environment_variables(recipe), ""]
+    yield from build_memory_report(recipe)
+
+
+def _format_count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _describe_job_without_name(job: JobSpec) -> list[str]:
+    count = _format_count(job.tasks, "node" if job.is_task_a_node else "task")
+    gpus = f"{_format_count(job.gpus_per_task, 'GPU')} each" if job.gpus_per_task else "on the CPU"
+    lines = [f"{count}, {gpus}"]
+    for process in job.processes:
+        where = {"all": "every task", "first": "first task"}.get(process.tasks, "others")
+        gpus = "uses the GPUs" if process.uses_gpus and job.gpus_per_task else ""
+        line = f"{process.name:<10} {process.role:<7} {where:<11} {process.entry:<32} {gpus}"
+        lines.append(line.rstrip())
+    return lines
+
+
+def _describe_node_share(recipe: Recipe, job: JobSpec) -> str:
+    from areal_hpc.launch.resources import add_node_share_options
+
+    if not job.gpus_per_task:
+        return ""
+    try:
+        options = add_node_share_options(recipe, [job]).get_options_of_job(job.name)
+    except RecipeError as error:
+        return f"; under Slurm not known without {error.problems[0].key}"
+    shares = []
+    if cpus := options.sbatch.get("cpus-per-task"):
+        shares.append(f"{_format_count(int(cpus), 'CPU')} a task")
+    if memory := options.sbatch.get("mem"):
+        shares.append(f"{memory} of memory a node")
+    return f"; under Slurm {', '.join(shares)}" if shares else ""
+
+
+def _describe_local_gpu_assignment(stage: JobStage, recipe: Recipe) -> Iterator[str]:
+    from areal_hpc.launch.job_places import (
+        assign_gpus,
+        find_usable_gpus,
+        format_assignment,
+    )
+
+    try:
+        visible = find_usable_gpus(recipe, os.environ)
+        if not visible.ids:
+            return
+        for line in format_assignment(assign_gpus(stage, visible, recipe)):
+            yield f"GPUs with areal-hpc run on this machine: {line}"
+    except RecipeError as error:
+        yield f"areal-hpc run refuses on this machine: {error.problems[0].message}"
+
+
+def _describe_environment_variables(recipe: Recipe) -> Iterator[str]:
+    """Lines: variables that processes of each role get beside those of their job.
+
+    Of the recipe's own only the names, as values may be secrets.
+    """
+    from areal_hpc.jobs.config import build_role_variables
+
+    yield "environment by role (SGLang has that of agents, whose process starts it, and of serve)"
+    for role, variables in build_role_variables(recipe).items():
+        shown = [f"{name}={value}" for name, value in variables.items()]
+        own = getattr(recipe.cluster, role).variables
+        shown += [f"{name}=(cluster.{role}.variables)" for name in own]
+        yield from _wrap_under_title(f"  {role:<7} ", shown or ["nothing"])
+    if network := recipe.cluster.slurm.network.build_environment_variables():
+        shown = [f"{name}={value}" for name, value in network.items()]
+        yield from _wrap_under_title("  all, under Slurm: ", shown)
+
+
+def _wrap_under_title(title: str, words: Sequence[str]) -> list[str]:
+    return textwrap.wrap(
+        " ".join(words),
+        _LINE_CHARS,
+        initial_indent=title,
+        subsequent_indent=" " * len(title),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def add_commands(commands: CommandGroup) -> None:
+    run = commands.add_command(
+        "run",
+        _run_recipe,
+        ["recipe", "overrides", "--fresh"],
+        help="train a recipe on this machine",
+        description="Train a recipe on this machine. Run the same command again to resume.",
+        example="areal-hpc run recipes/quickstart.yaml\n"
+        "areal-hpc run my_recipe.yaml trainer.total_steps=50 rollout.n_samples=16\n"
+        "salloc --nodes=2 areal-hpc run my_recipe.yaml --in-allocation",
+    )
+    dry_run = "print the jobs, processes, GPUs and memory; start nothing"
+    run.add_argument("--dry-run", action="store_true", help=dry_run)
+    in_allocation = "run the jobs as steps (srun) of the Slurm allocation that this shell holds"
+    run.add_argument("--in-allocation", action="store_true", help=in_allocation)
+    help_ = "show the jobs and GPU memory of a recipe; start nothing"
+    commands.add_command(
+        "plan",
+        _print_plan,
+        ["recipe", "overrides"],
+        help=help_,
+        description="Show the jobs of a recipe, their processes, nodes and GPUs, and what the GPUs "
+        "hold. Start nothing and write nothing.",
+        example="areal-hpc plan recipes/gpu64_math_qwen2.5_7b.yaml cluster.gpu_memory_gib=80",
+    )
+    commands.add_command(
+        "recipe-keys",
+        _print_recipe_keys,
+        help="print the reference table of all recipe keys",
+        description="Print every key of a recipe, its type, default and meaning, as Markdown.",
+        example="areal-hpc recipe-keys | grep rollout",
+    )
+    submit = commands.add_command(
+        "submit",
+        _submit_recipe,
+        ["recipe", "overrides", "--site", "--fresh"],
+        help="submit a recipe to Slurm",
+        description="Set up the run directory, submit all jobs, and return. Jobs restart by "
+        "themselves. Submit again to resume a run whose jobs have ended.",
+        example="areal-hpc submit my_recipe.yaml --site site.yaml --dry-run\n"
+        "for lr in 1e-6 3e-6; do\n"
+        "    areal-hpc submit my_recipe.yaml trainer.optimizer.lr=$lr trial_name=lr-$lr\n"
+        "done",
+    )
+    for option, help_ in (
+        ("--dry-run", "print all sbatch scripts and the cost; change nothing"),
+        ("--write-only", "set up everything but do not call sbatch"),
+        ("--wait", "show progress until the run ends; Ctrl-C detaches"),
+    ):
+        submit.add_argument(option, action="store_true", help=help_)
+    help_ = "start after this job has succeeded (repeatable)"
+    submit.add_argument(
+        "--after",
+        action="append",
+        type=parse_slurm_job_id,
+        default=[],
+        metavar="JOBID",
+        help=help_,
+    )
+
+    _add_proxy_command(commands)
+
+
+def _run_recipe(arguments: argparse.Namespace) -> int:
+    # Imported here: `--help` and the shard commands stay quick without pydantic and submitit.
+    from areal_hpc.launch.run import run
+    from areal_hpc.recipe.loading import load_recipe
+
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    if arguments.dry_run:
+        lines: Iterable[str] = describe_plan(recipe, on_this_machine=not arguments.in_allocation)
+        if arguments.in_allocation:
+            from areal_hpc.jobs.config import get_interpreters
+            from areal_hpc.launch.job_places import describe_planned_steps
+            from areal_hpc.slurm.scontrol import read_allocation
+
+            allocation, pythons = read_allocation(os.environ), get_interpreters(recipe)
+            lines = chain(lines, [""], describe_planned_steps(recipe, allocation, pythons))
+        print("\n".join(lines))
+        print(f"\nnothing was started; {_describe_run_dir(recipe)}")
+        return 0
+    result = run(recipe, fresh=arguments.fresh, in_allocation=arguments.in_allocation)
+    return result.exit_code
+
+
+def _describe_run_dir(recipe: Recipe) -> str:
+    from areal_hpc.rundir.paths import RunPaths
+    from areal_hpc.view.state.run_view import RunView
+
+    paths = RunPaths(recipe.run_dir.resolve())
+    if not paths.recipe.exists():
+        return f"a run would write to {paths.root}"
+    view = RunView(paths)
+    at = f"step {view.step} of {view.total_steps}"
+    return f"{paths.root} holds a run at {at}, which the command goes on with (--fresh starts over)"
+
+
+def _print_plan(arguments: argparse.Namespace) -> int:
+    from areal_hpc.recipe.loading import load_recipe
+
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    print("\n".join(describe_plan(recipe)))
+    return 0
+
+
+def _print_recipe_keys(arguments: argparse.Namespace) -> int:
+    from areal_hpc.recipe.reference import render_key_table
+
+    print(render_key_table(), end="")
+    return 0
+
+
+def _submit_recipe(arguments: argparse.Namespace) -> int:
+    from areal_hpc.launch import slurm_launcher
+    from areal_hpc.launch.run import report_finished_run, submit
+    from areal_hpc.launch.slurm_launcher import format_dry_run
+    from areal_hpc.launch.terminal import say
+    from areal_hpc.recipe.loading import load_recipe
+
+    recipe = load_recipe(arguments.recipe, arguments.overrides, arguments.site)
+    paths = RunPaths(recipe.run_dir.resolve())
+    if arguments.dry_run:
+        requests = slurm_launcher.build_remaining_job_requests(recipe, Path.cwd(), arguments.after)
+        print(format_dry_run(paths, requests), end="")
+        return 0
+    if arguments.write_only:
+        if not arguments.fresh and report_finished_run(recipe, paths):
+            return 0
+        say(f"run      {paths.root}")
+        for script in slurm_launcher.write_scripts(recipe, print_line=say, fresh=arguments.fresh):
+            print(f"sbatch   {script}")
+        return 0
+    result = submit(recipe, wait=arguments.wait, after=arguments.after, fresh=arguments.fresh)
+    return result.exit_code
+
+
+def _add_proxy_command(commands: CommandGroup) -> None:
+    proxy = commands.add_command(
+        "proxy",
+        _run_standalone_proxy,
+        help="run the recording proxy without training",
+        description="Serve the recording OpenAI-compatible endpoint in front of running SGLang "
+        "servers. SIGTERM or Ctrl-C finishes open calls, then exits.",
+        example="areal-hpc proxy --upstream http://127.0.0.1:30000 --tokenizer MODEL_DIR "
+        "--port 8080 --admin-key-file my.key",
+    )
+    add = proxy.add_argument
+    upstream = "address of an SGLang server; may be repeated"
+    add("--upstream", action="append", required=True, metavar="URL", help=upstream)
+    tokenizer = "directory of the model, or of its tokenizer alone"
+    add("--tokenizer", type=Path, required=True, metavar="DIR", help=tokenizer)
+    add("--host", default="127.0.0.1", help="address to listen on (default: loopback only)")
+    add("--port", type=int, required=True, help="port to listen on; 0 takes a free one")
+    admin_key = "file with the admin key that opens sessions (created with mode 0600 if missing)"
+    add("--admin-key-file", type=Path, required=True, metavar="FILE", help=admin_key)
+    add("--tool-call-parser", metavar="NAME", help="SGLang tool-call parser, for example qwen25")
+    add("--reasoning-parser", metavar="NAME", help="SGLang reasoning parser, for example qwen3")
+    journal = "directory of the journal, so that sessions survive a restart"
+    add("--journal", type=Path, metavar="DIR", help=journal)
+    add("--context-length", type=int, metavar="N", help="maximum prompt plus reply, in tokens")
+    serve_python = "Python environment with SGLang, for its parsers"
+    add("--serve-python", default="auto", metavar="PATH", help=serve_python)
+    drain = "seconds to wait for open calls at shutdown (%(default)s)"
+    add("--drain-timeout-s", type=int, default=30, metavar="S", help=drain)
+    key = "a limit, such as request_timeout_s=60 or max_sessions=100; may be repeated"
+    add("--set", action="append", default=[], metavar="KEY=VALUE", help=key)
+
+
+def _run_standalone_proxy(arguments: argparse.Namespace) -> int:
+    from pydantic import ValidationError
+
+    from areal_hpc.jobs.config import get_interpreter
+    from areal_hpc.jobs.processes.process_setup import EscapingFormatter
+    from areal_hpc.proxy.standalone import StandaloneProxyConfig, run
+    from areal_hpc.recipe.base import explain_validation_errors
+
+    handler = logging.StreamHandler()
+    handler.setFormatter(EscapingFormatter("%(asctime)s %(levelname)s %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    given = vars(arguments)
+    values = {name: given[name] for name in StandaloneProxyConfig.model_fields.keys() & given}
+    values["upstreams"] = arguments.upstream
+    values["serve_python"] = get_interpreter("serve", arguments.serve_python)
+    values["proxy"] = dict(pair.partition("=")[::2] for pair in arguments.set)
+    try:
+        config = StandaloneProxyConfig.model_validate(values)
+    except ValidationError as error:
+        found = explain_validation_errors(error.errors(), StandaloneProxyConfig)
+        raise RecipeError.from_problems(
+            one if one.key.startswith("proxy.") else replace(one, hint="areal-hpc proxy --help")
+            for one in found
+        ) from error
+    run(config, partial(print, flush=True))
+    return 0

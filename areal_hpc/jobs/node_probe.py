@@ -1,0 +1,198 @@
+"""Health check of a node before a job starts its processes: GPUs, disk, clock, network.
+
+What it finds is either the node's fault, and then the job goes elsewhere, or concerns all nodes
+alike, and then going elsewhere would not help.
+"""
+
+import contextlib
+import errno
+import os
+import shutil
+import socket
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from areal_hpc.errors import ClusterError
+from areal_hpc.jobs.node import parse_visible_device_ids
+
+MAX_CLOCK_SKEW_S = 30.0
+"""Clocks may differ by this: leases and time limits are compared across nodes."""
+STORAGE_ERRNOS = (errno.EROFS, errno.ENOSPC, errno.EDQUOT)
+"""Refusals to write that another node would meet as well."""
+GPU_TIMEOUT_S = 30.0
+CONNECT_TIMEOUT_S = 10.0
+_GREETING = b"areal-hpc\n"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeProblem:
+    """One thing that is wrong."""
+
+    reason: str
+    is_fault_of_node: bool = True
+
+
+def probe_node(
+    environ: Mapping[str, str], job_dir: Path, least_free_bytes: int, first_address: str
+) -> list[NodeProblem]:
+    """All problems of this node.
+
+    The shared storage, on which `job_dir` is, and the node's own are to have so much free space.
+    `first_address` is where the job's first task listens; empty on that task's node.
+    """
+    local_dir = Path(environ.get("SLURM_TMPDIR") or tempfile.gettempdir())
+    findings = [
+        *_find_free_space_problems(job_dir, least_free_bytes, is_shared=True),
+        *_find_free_space_problems(local_dir, least_free_bytes, is_shared=False),
+        *_find_clock_problems(job_dir),
+        *(_find_first_node_reachability_problems(first_address) if first_address else ()),
+    ]
+    asked = list(parse_visible_device_ids(environ) or ())
+    if asked and shutil.which("nvidia-smi"):  # other makes of GPU have other tools
+        findings += compare_gpus_with_driver(asked, *query_gpu_errors())
+    return findings
+
+
+def query_gpu_errors() -> tuple[dict[str, int], str]:
+    """What `parse_gpu_errors` makes of the driver's GPUs, and the driver's complaint if any."""
+    try:
+        fields = "index,ecc.errors.uncorrected.volatile.total"
+        answer = subprocess.run(
+            ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=GPU_TIMEOUT_S,
+        )
+    except subprocess.TimeoutExpired:
+        return {}, f"nvidia-smi gave no answer within {GPU_TIMEOUT_S:.0f} s"
+    complaint = "" if answer.returncode == 0 else (answer.stdout + answer.stderr).strip()
+    return parse_gpu_errors(answer.stdout) if not complaint else {}, complaint
+
+
+def parse_gpu_errors(nvidia_smi_output: str) -> dict[str, int]:
+    """Uncorrected errors of each GPU that nvidia-smi lists; 0 of one without error correction."""
+    rows = [
+        [word.strip() for word in line.split(",")]
+        for line in nvidia_smi_output.splitlines()
+        if line
+    ]
+    return {index: int(errors) if errors.isdigit() else 0 for index, errors in rows}
+
+
+def compare_gpus_with_driver(
+    slurm_gpus: list[str], driver_gpus: dict[str, int], complaint: str
+) -> list[NodeProblem]:
+    """Compare the GPUs that Slurm gave with those that the driver sees. Pure."""
+    if complaint:
+        return [NodeProblem(f"the GPU driver reports an error: {complaint.splitlines()[0]}")]
+    # Of MIG slices the driver lists the GPU that they are cut from, once for all of them.
+    whole = [name for name in slurm_gpus if not name.startswith("MIG-")]
+    if len(driver_gpus) < len(whole):
+        return [
+            NodeProblem(f"the driver shows {len(driver_gpus)} GPUs, Slurm allocated {len(whole)}")
+        ]
+    # With device control groups the driver lists those of the job alone, counted from 0.
+    own = driver_gpus if len(driver_gpus) == len(whole) else driver_gpus.keys() & set(whole)
+    return [
+        NodeProblem(f"its GPU {index} has {errors} uncorrected memory errors")
+        for index, errors in driver_gpus.items()
+        if index in own and errors
+    ]
+
+
+def _find_free_space_problems(
+    folder: Path, least_bytes: int, *, is_shared: bool
+) -> list[NodeProblem]:
+    try:
+        free_bytes = shutil.disk_usage(folder).free
+    except OSError as error:
+        return [NodeProblem(f"{folder} cannot be read: {error.strerror}")]
+    if free_bytes >= least_bytes:
+        return []
+    found, wanted = free_bytes / 2**20, least_bytes / 2**20
+    reason = f"{folder} has {found:,.0f} MiB free, expected at least {wanted:,.0f} MiB"
+    return [NodeProblem(reason, is_fault_of_node=not is_shared)]
+
+
+def _find_clock_problems(folder: Path) -> list[NodeProblem]:
+    """Compare this node's clock with the shared storage's, which may take long to answer."""
+    try:
+        before = time.time()
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".probe-") as file:
+            written_at = os.fstat(file.fileno()).st_mtime
+            after = time.time()
+    except OSError as error:
+        reason = f"{folder} cannot be written: {error.strerror}"
+        return [NodeProblem(reason, is_fault_of_node=not is_fault_of_storage(error))]
+    return find_clock_skew_problems(compute_clock_skew_s(before, written_at, after), folder)
+
+
+def compute_clock_skew_s(before: float, written_at: float, after: float) -> float:
+    """Least difference that explains the time of a file made between two looks at a clock. Pure."""
+    return max(0.0, before - written_at) + min(0.0, after - written_at)
+
+
+def is_fault_of_storage(error: Exception) -> bool:
+    return isinstance(error, OSError) and error.errno in STORAGE_ERRNOS
+
+
+def find_clock_skew_problems(skew_s: float, folder: Path) -> list[NodeProblem]:
+    """Problems that a difference of clocks makes; positive where the node is ahead. Pure."""
+    if abs(skew_s) <= MAX_CLOCK_SKEW_S:
+        return []
+    return [NodeProblem(f"its clock differs by {skew_s:+.0f} s from that of {folder}")]
+
+
+def _find_first_node_reachability_problems(address: str) -> list[NodeProblem]:
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S) as connection:
+            connection.settimeout(CONNECT_TIMEOUT_S)
+            if connection.recv(len(_GREETING), socket.MSG_WAITALL) == _GREETING:
+                return []
+            return [NodeProblem(f"something else answered at {address}")]
+    except OSError as error:
+        return [NodeProblem(f"cannot reach the job's first node at {address}: {error}")]
+
+
+class ReachabilityServer:
+    """Answers the other nodes of a job while they probe whether they reach its first one."""
+
+    def __init__(self, host: str) -> None:
+        """Listen.
+
+        Raises:
+            ClusterError: The address is not this node's.
+        """
+        try:
+            self._listener = socket.create_server((host, 0), backlog=1024)
+        except OSError as error:
+            raise ClusterError(
+                f"cannot listen on {host}: {error}",
+                key="cluster.slurm.network.interface",
+                hint="set AREAL_HPC_HOST to an address of this host",
+            ) from error
+        self.address = f"{host}:{self._listener.getsockname()[1]}"
+
+    def start_answering(self, for_s: float) -> None:
+        threading.Thread(
+            target=self._answer_probes, args=(for_s,), name="greeter", daemon=True
+        ).start()
+
+    def _answer_probes(self, for_s: float) -> None:
+        give_up_at = time.monotonic() + for_s
+        with self._listener:
+            while (left_s := give_up_at - time.monotonic()) > 0:
+                self._listener.settimeout(left_s)
+                try:
+                    connection, _ = self._listener.accept()
+                except TimeoutError:
+                    return
+                with connection, contextlib.suppress(OSError):  # it hung up: others still come
+                    connection.sendall(_GREETING)

@@ -1,0 +1,371 @@
+"""Evaluation without a trainer (`areal-hpc eval`): of a model directory, or a checkpoint of a run.
+
+It is one job, here or under Slurm: a cell that serves what it loads, and a ledger that asks itself.
+"""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from msgspec.structs import replace
+from omegaconf import OmegaConf
+
+from areal_hpc.dataset.materialize import count_materialized_rows
+from areal_hpc.errors import ClusterError, Problem, RecipeError, RunInterruptedError
+from areal_hpc.evaluation.set_names import STEP_OF_LOADED_WEIGHTS
+from areal_hpc.jobs.config import get_interpreter
+from areal_hpc.jobs.processes.process_setup import StopEvent
+from areal_hpc.launch import slurm_launcher, submitted_run_watch
+from areal_hpc.launch.foreground_launcher import ForegroundLauncher
+from areal_hpc.launch.job_places import ThisMachine, find_gpu_problems
+from areal_hpc.launch.plan import (
+    MAX_CONSECUTIVE_SERVICE_RESTARTS,
+    JobStage,
+    PlanInputs,
+    get_initial_policy_path,
+    plan_cell_job,
+)
+from areal_hpc.launch.prepare import StagePlanner, prepare_run
+from areal_hpc.ledger.config import LedgerJobConfig
+from areal_hpc.recipe.keys import flatten_keys
+from areal_hpc.recipe.loading import load_recipe, read_site_file
+from areal_hpc.recipe.recipe import Recipe
+from areal_hpc.recipe.sections.evaluation import EvaluationSet
+from areal_hpc.rundir.checkpoints import list_checkpoints
+from areal_hpc.rundir.files import restrict_new_files, secure_run_dir
+from areal_hpc.rundir.manifests import read_evaluation
+from areal_hpc.rundir.paths import RunPaths, format_step_dir
+from areal_hpc.rundir.rendezvous import EVALUATION_CELL, LEDGER_SERVICE
+from areal_hpc.view.evaluation_report import EvaluationReport, build_report_of_run_step
+from areal_hpc.view.state.live_progress import EvaluationReporter
+from areal_hpc.wire.weight_version import WeightVersion
+
+MODEL_CONFIG_FILE = "config.json"
+_ONE_CELL_OVERRIDES = (
+    "sft=null",
+    "inference.cells=1",
+    "evaluation.separate_cell=false",
+    "evaluation.keep_best=''",
+)
+"""What an evaluation has of a run: one cell, and no training."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationTarget:
+    recipe: Recipe
+    """Its run directory is that of the evaluation."""
+    model: Path
+    """In Hugging Face format; `prepare_inputs` writes that of a checkpoint."""
+    run: RunPaths | None = None
+    step: int | None = None
+
+    @property
+    def paths(self) -> RunPaths:
+        return RunPaths(self.recipe.run_dir.resolve())
+
+    def prepare_inputs(self, print_line: Callable[[str], None]) -> None:
+        if self.run is None:
+            return
+        readers = self.recipe.cluster.readable_by
+        with restrict_new_files(readers):
+            secure_run_dir(self.paths.root, readers)
+            _link_tasks(self.run, self.recipe, self.paths)
+            if not self.model.exists():
+                _export_checkpoint(self.run, self.step, self.model, self.recipe, print_line)
+
+
+def find_target(
+    run_or_model_dir: Path,
+    *,
+    step: int | None,
+    recipe: Path | None,
+    overrides: Sequence[str] = (),
+    site: Path | None = None,
+) -> EvaluationTarget:
+    """What a directory holds: a run, or a model that a `recipe` says how to evaluate.
+
+    Raises:
+        RecipeError: There is neither, the run has no such checkpoint, or a recipe is missing.
+    """
+    run = RunPaths(run_or_model_dir.resolve())
+    if run.recipe.exists():
+        if recipe is not None:
+            raise RecipeError("a run has its own recipe", key="--recipe", hint="give key=value")
+        return _find_target_in_run(run, step, overrides, site)
+    if not (run_or_model_dir / MODEL_CONFIG_FILE).is_file():
+        raise RecipeError(
+            f"there is no run and no model at {run_or_model_dir}",
+            hint=f"give a run directory, or a model's, which has a {MODEL_CONFIG_FILE}",
+        )
+    if recipe is None or step is not None:
+        key = "--step" if recipe is not None else "--recipe"
+        message = "a model has no steps" if recipe is not None else "no recipe says how to play it"
+        raise RecipeError(
+            message, key=key, hint=f"areal-hpc eval {run_or_model_dir} --recipe RECIPE.yaml"
+        )
+    model = run_or_model_dir.resolve()
+    trial = "eval-" + re.sub(r"[^A-Za-z0-9_.-]", "-", model.name)
+    all_overrides = [
+        f"trial_name={trial}",
+        *overrides,
+        *_ONE_CELL_OVERRIDES,
+        f"model.path={json.dumps(str(model))}",
+    ]
+    return EvaluationTarget(load_recipe(recipe, all_overrides, site), model)
+
+
+def _find_target_in_run(
+    run: RunPaths, step: int | None, overrides: Sequence[str], site: Path | None
+) -> EvaluationTarget:
+    recorded = load_recipe(run.recipe)
+    version = choose_version(run, step)
+    places = [
+        f"cluster.fileroot={json.dumps(str(run.eval_command_runs_dir))}",
+        f"trial_name={recorded.trial_name}-{version}",
+    ]
+    sited = []
+    if site is not None:  # the recorded recipe holds every key, so they have to win over it
+        keys = flatten_keys(OmegaConf.to_container(read_site_file(site)))
+        sited = [f"cluster.{key}={json.dumps(value)}" for key, value in keys.items()]
+    all_overrides = [*sited, *places, *overrides, *_ONE_CELL_OVERRIDES]
+    start = get_initial_policy_path(recorded, run).resolve()
+    recipe = load_recipe(run.recipe, [*all_overrides, f"model.path={json.dumps(str(start))}"])
+    if version.step == 0:
+        return EvaluationTarget(recipe, start, run, version.step)
+    model = RunPaths(recipe.run_dir.resolve()).export_dir(format_step_dir(version.step))
+    recipe = load_recipe(run.recipe, [*all_overrides, f"model.path={json.dumps(str(model))}"])
+    return EvaluationTarget(recipe, model, run, version.step)
+
+
+def choose_version(run: RunPaths, step: int | None) -> WeightVersion:
+    """The weights to evaluate: of the newest checkpoint unless one is asked for; 0 is the start.
+
+    Raises:
+        RecipeError: The run has no checkpoint of that step.
+    """
+    if step == 0:
+        return WeightVersion(0, 0)
+    states = [one.state for one in list_checkpoints(run.checkpoints_dir)]
+    chosen = [one for one in states if step in (None, one.step)]
+    if chosen:
+        return WeightVersion(chosen[-1].generation, chosen[-1].step)
+    held = ", ".join(map(str, (0, *(one.step for one in states))))
+    raise RecipeError(
+        f"there is no checkpoint of step {step}" if states else "the run has no checkpoint yet",
+        key=str(run.checkpoints_dir),
+        hint=f"--step takes one of {held}; 0 is the model that the run started from",
+    )
+
+
+def _link_tasks(run: RunPaths, recipe: Recipe, paths: RunPaths) -> None:
+    recorded = {one.name: one.dataset for one in load_recipe(run.recipe).evaluation_sets}
+    files = [run.dataset("train"), run.train_source_sizes]
+    for one in recipe.evaluation_sets:
+        if recorded.get(one.name) == one.dataset:
+            files.append(run.evaluation_tasks(one.name))
+    paths.data_dir.mkdir(exist_ok=True)
+    for file in files:
+        link = paths.data_dir / file.name
+        if file.exists() and not link.exists():
+            link.unlink(missing_ok=True)
+            link.symlink_to(file)
+
+
+def _export_checkpoint(
+    run: RunPaths, step: int | None, target: Path, recipe: Recipe, print_line: Callable[[str], None]
+) -> None:
+    print_line(f"export   step {step} to {target}")
+    python = get_interpreter("train", recipe.cluster.train.python)
+    command = [python, "-m", "areal_hpc", "export", str(run.root)]
+    ended = subprocess.run(
+        [*command, "--step", str(step), "--out", str(target)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if ended.returncode:
+        raise ClusterError(
+            f"the checkpoint of step {step} could not be exported: {ended.stderr.strip()[-800:]}",
+            key=str(run.checkpoints_dir),
+            hint="areal-hpc export tells more",
+        )
+
+
+LOADED_VERSION = str(WeightVersion(0, STEP_OF_LOADED_WEIGHTS))
+"""Version of the weights that replicas load: of no generation, as no trainer made them here."""
+
+
+def build_evaluation_planner(sets: Sequence[EvaluationSet]) -> StagePlanner:
+    return partial(plan_evaluation, set_names={one.name for one in sets})
+
+
+def plan_evaluation(
+    recipe: Recipe, paths: RunPaths, plan_inputs: PlanInputs | None, set_names: Collection[str]
+) -> tuple[JobStage, ...]:
+    """The job `evaluation`: a cell that serves what it loads, and the ledger on its first task."""
+    if plan_inputs is None:
+        plan_inputs = PlanInputs(1, {}, "python", ())
+    sets = [
+        one
+        for one in recipe.evaluation_sets
+        if one.name in set_names and plan_inputs.tasks_by_evaluation_set.get(one.name)
+    ]
+    known = {one.name: plan_inputs.tasks_by_evaluation_set[one.name] for one in sets}
+    ledger = LedgerJobConfig(
+        run_dir=paths.root,
+        n_train_tasks=1,
+        tasks_by_evaluation_set=known,
+        evaluates={one.name: min(one.tasks, known[one.name]) for one in sets},
+    ).build_process_spec(LEDGER_SERVICE, tasks="first", restarts=MAX_CONSECUTIVE_SERVICE_RESTARTS)
+    job = plan_cell_job(recipe, paths, plan_inputs, EVALUATION_CELL, ("valid",), LOADED_VERSION)
+    # The agents' Python: there is no trainer, and its environment need not be there.
+    processes = [replace(ledger, role="agents"), *job.processes]
+    stage = JobStage(
+        EVALUATION_CELL,
+        replace(job, processes=processes),
+        (),
+        paths.finished_marker,
+        paths.evaluated_tickets(STEP_OF_LOADED_WEIGHTS),
+    )
+    return (stage,)
+
+
+def choose_sets(recipe: Recipe, names: Sequence[str]) -> list[EvaluationSet]:
+    known = {one.name: one for one in recipe.evaluation_sets}
+    if unknown := [name for name in names if name not in known]:
+        raise RecipeError(
+            f"the recipe has no evaluation set {unknown[0]}",
+            key="--set",
+            hint=f"choose from {', '.join(known)}" if known else "add one to evaluation.sets",
+        )
+    if not known:
+        hint = "set valid_dataset, or add a set to evaluation.sets"
+        raise RecipeError("the recipe has no evaluation set", key="evaluation.sets", hint=hint)
+    return [one for name, one in known.items() if not names or name in names]
+
+
+def check_recorded_settings(target: EvaluationTarget, sets: Sequence[EvaluationSet]) -> None:
+    """Demand that what the evaluation's directory holds is of this model, played in this way.
+
+    Raises:
+        RecipeError: It is of another model, or a set was played by other settings.
+    """
+    if not target.paths.recipe.exists():
+        return
+    recorded = load_recipe(target.paths.recipe)
+    played = {one.name: one for one in recorded.evaluation_sets}
+    hint = f"set another trial_name, or remove {target.paths.root}"
+    problems = []
+    if recorded.model.path != target.recipe.model.path:
+        message = f"the results there are of {recorded.model.path}, not of {target.model}"
+        problems.append(Problem(message, "model.path", hint))
+    for one in sets:
+        before = played.get(one.name, one)
+        for key in ("n_samples", "sampling", "workflow", "workflow_kwargs"):
+            old, new = getattr(before, key), getattr(one, key)
+            if old != new:
+                is_private = key == "workflow_kwargs"  # it may hold keys of services
+                difference = "other arguments" if is_private else f"{old!r}, got {new!r}"
+                message = f"set {one.name} was played with {difference}"
+                problems.append(Problem(message, f"evaluation.{key}", hint))
+    if problems:
+        raise RecipeError.from_problems(problems)
+
+
+def list_sets_without_full_result(
+    target: EvaluationTarget, sets: Sequence[EvaluationSet]
+) -> list[str]:
+    """Names of the sets without a result, or with one of fewer tasks than are asked for."""
+    missing = []
+    for one in sets:
+        tasks = target.paths.evaluation_tasks(one.name)
+        result = read_evaluation(target.paths, STEP_OF_LOADED_WEIGHTS, one.name)
+        there = count_materialized_rows(tasks) if result else 0
+        if result is None or result.n_tasks != min(one.tasks, there):
+            missing.append(one.name)
+    return missing
+
+
+def find_report_of_step(
+    target: EvaluationTarget, step: int, sets: Sequence[EvaluationSet]
+) -> EvaluationReport:
+    """What is known of another step of the run: by an evaluation of its own, or from training.
+
+    Its own lies beside that of the target. Training may have evaluated a step whose checkpoint is
+    gone.
+
+    Raises:
+        RecipeError: Nothing is, or what is evaluated is no checkpoint of a run.
+    """
+    if (run := target.run) is None:
+        message = "a step of which run? What is evaluated is a model"
+        raise RecipeError(message, key="--compare", hint="give a file of results")
+    metrics = {one.name: (one.metrics, one.pass_reward) for one in sets}
+    found = build_report_of_run_step(run, step, metrics).sets
+    try:
+        own = find_target(run.root, step=step, recipe=None).paths
+    except RecipeError:
+        if not found:
+            raise
+    else:
+        beside = RunPaths(target.paths.root.with_name(own.root.name))
+        found = found | build_report_of_run_step(beside, STEP_OF_LOADED_WEIGHTS, metrics).sets
+    if found:
+        return EvaluationReport("", str(run.root), step, found)
+    raise RecipeError(
+        f"the weights of step {step} were not evaluated on {', '.join(metrics)}",
+        key="--compare",
+        hint=f"areal-hpc eval {shlex.quote(str(run.root))} --step {step}",
+    )
+
+
+def build_evaluation_report(
+    target: EvaluationTarget, sets: Sequence[EvaluationSet]
+) -> EvaluationReport:
+    metrics = {one.name: (one.metrics, one.pass_reward) for one in sets}
+    found = build_report_of_run_step(target.paths, STEP_OF_LOADED_WEIGHTS, metrics).sets
+    run = str(target.run.root) if target.run is not None else ""
+    return EvaluationReport(str(target.model), run, target.step, found)
+
+
+def run_evaluation(
+    target: EvaluationTarget, sets: Sequence[EvaluationSet], stop: StopEvent
+) -> None:
+    recipe, plan = target.recipe, build_evaluation_planner(sets)
+    reporter = EvaluationReporter(target.paths, sets)
+    target.prepare_inputs(reporter.print_line)
+    with prepare_run(
+        recipe,
+        print_line=reporter.print_line,
+        known_problems=find_gpu_problems(recipe, os.environ, plan(recipe, target.paths, None)),
+        plan=plan,
+    ) as ready:
+        if stop.is_set():
+            raise RunInterruptedError
+        place = ThisMachine(recipe, ready)
+        ForegroundLauncher(recipe, ready, reporter, stop, place).run_stage_jobs(
+            ready.remaining_stages[0]
+        )
+
+
+def submit_evaluation(
+    target: EvaluationTarget,
+    sets: Sequence[EvaluationSet],
+    *,
+    print_line: Callable[[str], None],
+    wait_until: StopEvent | None = None,
+) -> None:
+    plan = build_evaluation_planner(sets)
+    target.prepare_inputs(print_line)
+    slurm_launcher.submit(target.recipe, print_line=print_line, plan=plan)
+    if wait_until is not None:
+        reporter = EvaluationReporter(target.paths, sets)
+        submitted_run_watch.watch_submitted_run(
+            target.recipe, target.paths, reporter, wait_until, plan=plan
+        )

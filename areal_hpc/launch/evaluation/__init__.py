@@ -1,1 +1,0 @@
-"""`areal-hpc eval`: evaluation sets played on a model or a checkpoint, without a trainer."""

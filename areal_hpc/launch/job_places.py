@@ -1,0 +1,395 @@
+"""Places of a foreground launcher's jobs: its machine, or the Slurm allocation that it runs in.
+
+On this machine each task of a job gets GPUs of its own. In an allocation each job is a step.
+"""
+
+import contextlib
+import os
+import shlex
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+from areal_hpc.errors import ClusterError, Problem, RecipeError, SlurmTimeoutError
+from areal_hpc.jobs.config import build_role_variables
+from areal_hpc.jobs.node import (
+    VisibleGpus,
+    find_visible_gpus,
+    read_numa_node_by_gpu,
+    select_wanted_gpus,
+)
+from areal_hpc.jobs.starts import SlurmControllerClock, claim_next_start, read_checkpoint_duration_s
+from areal_hpc.jobs.supervisor import run_task
+from areal_hpc.launch.plan import JobStage, plan_run
+from areal_hpc.launch.prepare import PreparedRun
+from areal_hpc.recipe.recipe import Recipe
+from areal_hpc.recipe.sections.cluster import WantedGpus
+from areal_hpc.rundir.files import UMASKS
+from areal_hpc.rundir.jobs import REQUEUE_MARGIN_S, AllocationStepStart, JobSpec, LaunchFile
+from areal_hpc.rundir.lock import (
+    HEARTBEAT_PERIOD_S,
+    AllocationNote,
+    StepNote,
+    write_allocation_note,
+)
+from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.slurm import scontrol
+from areal_hpc.slurm.batch_script import build_container_command
+from areal_hpc.slurm.scontrol import Allocation
+from areal_hpc.slurm.steps import SrunStepJob, StepPlacement, build_step_command, place_steps
+from areal_hpc.slurm.submit import JobHandle, submit_local, write_launch_file
+
+GpuAssignment = Mapping[str, list[list[str]]]
+"""By the name of a job: the GPUs of each of its tasks, in the order of their ranks."""
+
+
+def find_usable_gpus(recipe: Recipe, environ: Mapping[str, str]) -> VisibleGpus:
+    return select_wanted_gpus(
+        find_visible_gpus(environ), recipe.cluster.gpus, read_numa_node_by_gpu()
+    )
+
+
+def find_gpu_problems(
+    recipe: Recipe, environ: Mapping[str, str], stages: Sequence[JobStage] | None = None
+) -> list[Problem]:
+    """Why the GPUs that are visible do not do for the stages of a run, or for others."""
+    if stages is None:
+        stages = plan_run(recipe, RunPaths(recipe.run_dir))
+    problems: list[Problem] = []
+    try:
+        visible_gpus = find_usable_gpus(recipe, environ)
+    except RecipeError as error:
+        return list(error.problems)
+    for stage in stages:
+        try:
+            assign_gpus(stage, visible_gpus, recipe)
+        except RecipeError as error:
+            problems += error.problems
+    return problems
+
+
+def assign_gpus(stage: JobStage, visible_gpus: VisibleGpus, recipe: Recipe) -> GpuAssignment:
+    """GPUs for every task of a stage, none of them twice: its jobs run at the same time.
+
+    A task that computes on the CPU gets none; `auto` means the CPU only where no GPU is visible.
+
+    Raises:
+        RecipeError: There are too few.
+    """
+    needed = sum(job.tasks * job.gpus_per_task for job in stage.jobs)
+    is_cpu = recipe.trainer.device == "auto" and not visible_gpus.ids
+    if needed > len(visible_gpus.ids) and not is_cpu:
+        raise RecipeError.from_problems([_describe_shortage(stage, needed, visible_gpus, recipe)])
+    left = iter(visible_gpus.ids)
+    return {
+        job.name: [list(islice(left, job.gpus_per_task)) for _ in range(job.tasks)]
+        for job in stage.jobs
+    }
+
+
+def format_assignment(assignment: GpuAssignment) -> Iterator[str]:
+    for job, tasks in assignment.items():
+        if any(tasks):
+            yield f"{job}: {' | '.join(','.join(ids) for ids in tasks)}"
+
+
+def _describe_shortage(
+    stage: JobStage, needed: int, visible_gpus: VisibleGpus, recipe: Recipe
+) -> Problem:
+    keys, lower, needs, inference = [], [], [], recipe.inference
+    kinds = {job.is_task_a_node for job in stage.jobs}
+    for job in stage.jobs:
+        shape = f"{job.tasks} ranks x 1"
+        if job.is_task_a_node:
+            shape = f"{inference.replicas_per_cell} replicas x tp {inference.tp}"
+        needs.append(f"{job.name} {shape} = {job.tasks * job.gpus_per_task}")
+    if False in kinds:
+        keys.append("trainer.parallel")
+        lower.append("trainer.parallel.dp")
+    if True in kinds:
+        keys += ["inference.cells", "inference.replicas_per_cell", "inference.tp"]
+        lower.append("these keys of inference")
+    if stage.others and recipe.evaluation.separate_cell:
+        keys.append("evaluation.separate_cell")
+    shown = len(visible_gpus.ids)
+    hint = f"lower {' or '.join(lower)}, or use several nodes with areal-hpc submit"
+    if shown < len(kinds):
+        hint = (
+            f"at least {len(kinds)} are needed: trainer ranks and SGLang share none; use "
+            "trainer.device=cpu, or nodes with GPUs by areal-hpc submit"
+        )
+    return Problem(
+        f"too few GPUs for the stage {stage.name}: it needs {needed} at once "
+        f"({', '.join(needs)}), "
+        f"this machine shows {shown} ({visible_gpus.source})",
+        ", ".join(keys),
+        hint,
+    )
+
+
+class ThisMachine:
+    """Runs jobs as processes of this machine, each with GPUs of its own."""
+
+    def __init__(self, recipe: Recipe, prepared_run: PreparedRun) -> None:
+        self._recipe = recipe
+        self._prepared_run = prepared_run
+        self._gpus: GpuAssignment = {}
+
+    def assign_stage(self, stage: JobStage) -> Iterable[str]:
+        """Decide what each job gets; lines that say so."""
+        usable = find_usable_gpus(self._recipe, os.environ)
+        self._gpus = assign_gpus(stage, usable, self._recipe)
+        if self._recipe.trainer.device == "auto" and not usable.ids:
+            return ["GPUs     none on this machine: its CPU computes (trainer.device=auto)"]
+        return [f"GPUs     {line}" for line in format_assignment(self._gpus)]
+
+    def submit_job(self, spec: JobSpec) -> JobHandle:
+        """Start a job of the stage."""
+        launch = msgspec.structs.replace(
+            self._build_launch_file(spec),
+            launcher_lock=str(self._prepared_run.paths.lock),
+            gpus=self._gpus[spec.name],
+        )
+        return submit_local(launch, run_task)
+
+    def check_time_left(self) -> None:
+        """Called as often as jobs are polled. This machine has no time limit."""
+
+    def check_place(self) -> None:
+        """Called when a job has failed. This machine is there as long as this process."""
+
+    def _build_launch_file(self, spec: JobSpec) -> LaunchFile:
+        cluster, paths = self._recipe.cluster, self._prepared_run.paths
+        return LaunchFile(
+            job=spec,
+            job_dir=str(paths.job(spec.name).root),
+            log_dir=str(paths.log_dir(self._prepared_run.attempt)),
+            events=str(paths.events),
+            pythons=self._prepared_run.pythons,
+            variables=build_role_variables(self._recipe),
+            recipe=str(paths.recipe),
+            umask=UMASKS[cluster.readable_by],
+            stop_grace_s=cluster.stop_grace_s,
+        )
+
+
+HEARTBEATS_PER_END_CHECK = 3
+"""Heartbeats between two questions to Slurm about the allocation's end."""
+NEW_ALLOCATION_HINT = "run the same command in a new allocation to resume from the last checkpoint"
+
+
+class AllocationEndError(ClusterError):
+    """The allocation is over, or about to be; the run can go on in another."""
+
+
+def build_allocation_with_fewer_gpus(allocation: Allocation, wanted_gpus: WantedGpus) -> Allocation:
+    """What a run may use of an allocation: of each node as many GPUs as `cluster.gpus` says. Pure.
+
+    Raises:
+        RecipeError: It names some.
+    """
+    if wanted_gpus == "auto":
+        return allocation
+    if isinstance(wanted_gpus, tuple):
+        raise RecipeError(
+            f"cluster.gpus=[{', '.join(map(str, wanted_gpus))}] names GPUs; in an allocation Slurm "
+            "chooses those of each step",
+            key="cluster.gpus",
+            hint=f"use cluster.gpus={len(wanted_gpus)}, that many of each node, "
+            "or cluster.gpus=auto",
+        )
+    most = 0 if wanted_gpus == "none" else wanted_gpus
+    nodes = tuple(replace(node, gpus=min(node.gpus, most)) for node in allocation.nodes)
+    return replace(allocation, nodes=nodes)
+
+
+def place_stage(
+    stage: JobStage, recipe: Recipe, allocation: Allocation
+) -> dict[str, StepPlacement]:
+    """Nodes of every job of a stage; `auto` means the CPU where the allocation has no GPU."""
+    usable = build_allocation_with_fewer_gpus(allocation, recipe.cluster.gpus)
+    is_cpu = recipe.trainer.device == "auto" and not usable.gpus
+    return place_steps(stage.jobs, usable, is_cpu=is_cpu)
+
+
+def find_allocation_shortages(recipe: Recipe, allocation: Allocation) -> list[Problem]:
+    """What keeps an allocation from carrying the stages of a run, each thing once."""
+    problems: list[Problem] = []
+    for stage in plan_run(recipe, RunPaths(recipe.run_dir)):
+        try:
+            place_stage(stage, recipe, allocation)
+        except RecipeError as error:
+            problems += error.problems
+    return list(dict.fromkeys(problems))
+
+
+def format_placement(step: StepPlacement) -> str:
+    """Nodes of a job, and what it has of each."""
+
+    def format_count(number: int, noun: str) -> str:
+        return f"{number} {noun}{'' if number == 1 else 's'}"
+
+    parts = [
+        f"{format_count(step.tasks_per_node, 'task')} of {format_count(step.cpus_per_task, 'CPU')}"
+    ]
+    parts += [format_count(step.gpus_per_node, "GPU")] if step.gpus_per_node else []
+    parts += [f"{step.memory_mib_per_node} MiB"] if step.memory_mib_per_node else []
+    return f"{step.job:<10} {','.join(step.nodes)}: {', '.join(parts)} each"
+
+
+def describe_planned_steps(
+    recipe: Recipe, allocation: Allocation, pythons: dict[str, str]
+) -> Iterator[str]:
+    """Lines: where every job of a run would run, and the command line of its step."""
+    paths = RunPaths(recipe.run_dir.resolve())
+    for stage in plan_run(recipe, paths):
+        yield f"stage {stage.name} in allocation {allocation.job_id}"
+        placed = place_stage(stage, recipe, allocation)
+        yield from (f"  {format_placement(step)}" for step in placed.values())
+        for spec in stage.jobs:
+            command = _build_step_command(
+                spec, placed[spec.name], f"{spec.name}.1", allocation.job_id, recipe, paths, pythons
+            )
+            yield f"  {shlex.join(command)}"
+
+
+def _build_step_command(
+    spec: JobSpec,
+    step: StepPlacement,
+    step_name: str,
+    job_id: str,
+    recipe: Recipe,
+    paths: RunPaths,
+    pythons: dict[str, str],
+) -> list[str]:
+    contained = build_container_command(
+        recipe.cluster.slurm.container,
+        spec.role,
+        pythons[spec.role],
+        mounted_paths=(paths.root, *((recipe.model.path.resolve(),) if recipe.model.path else ())),
+        working_folder=Path.cwd(),
+        with_gpus=bool(step.gpus_per_node),
+    )
+    job = paths.job(spec.name)
+    command = build_step_command(
+        step, job_id, step_name, contained.python, job.launch, job.steps_dir / f"{step_name}-%t.log"
+    )
+    return [command[0], *contained.srun_args, *command[1:]]
+
+
+class HeldAllocation(ThisMachine):
+    """Runs jobs as `srun` steps of an allocation, writes their heartbeats, stops before its end."""
+
+    def __init__(self, recipe: Recipe, prepared_run: PreparedRun, allocation: Allocation) -> None:
+        super().__init__(recipe, prepared_run)
+        self._allocation = allocation
+        self._clock = SlurmControllerClock()
+        self._ends_at = allocation.ends_at
+        self._is_preempted = False
+        self._placed: dict[str, StepPlacement] = {}
+        self._running: dict[str, StepNote] = {}
+        self._beat = 0
+        self._is_over = threading.Event()
+        self._heart = threading.Thread(target=self._beat_until_over, name="heartbeat", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._write_heartbeat_note()
+        self._heart.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._is_over.set()
+        self._heart.join()
+        self._prepared_run.paths.allocation_note.unlink(missing_ok=True)
+
+    def _beat_until_over(self) -> None:
+        while not self._is_over.wait(HEARTBEAT_PERIOD_S):
+            with contextlib.suppress(OSError):  # the storage is away, for the steps as well
+                self._write_heartbeat_note()
+            if self._beat % HEARTBEATS_PER_END_CHECK == 0:
+                with contextlib.suppress(ClusterError):  # what was known before holds
+                    facts = scontrol.query_job(self._allocation.job_id)
+                    self._ends_at, self._is_preempted = facts.ends_at, facts.is_preempted
+
+    def _write_heartbeat_note(self) -> None:
+        self._beat += 1
+        steps = list(self._running.values())
+        note = AllocationNote(self._allocation.job_id, self._beat, steps)
+        self._prepared_run.paths.jobs_dir.mkdir(exist_ok=True)
+        write_allocation_note(self._prepared_run.paths, note)
+
+    def assign_stage(self, stage: JobStage) -> Iterable[str]:
+        self._placed = place_stage(stage, self._recipe, self._allocation)
+        self._running = {}
+        return [f"step     {format_placement(step)}" for step in self._placed.values()]
+
+    def submit_job(self, spec: JobSpec) -> JobHandle:
+        """Start a job as a step. Tasks of a step with a lower number stop, on whatever node."""
+        paths, placement = self._prepared_run.paths, self._placed[spec.name]
+        job, job_id = paths.job(spec.name), self._allocation.job_id
+        network = self._recipe.cluster.slurm.network
+        for folder in (job.starts_dir, job.steps_dir):
+            folder.mkdir(parents=True, exist_ok=True)
+        start = claim_next_start(job.starts_dir, job_id, placement.nodes[0], "")
+        step_name = f"{spec.name}.{start.number}"
+        step = AllocationStepStart(
+            incarnation=f"{job_id}.{start.number}",
+            start_number=start.number,
+            heartbeat_path=str(paths.allocation_note),
+            interface=network.interface,
+        )
+        launch = self._build_launch_file(spec)
+        launch = msgspec.structs.replace(
+            launch,
+            step=step,
+            # Of a step without any Slurm says nothing: its processes would see the node's.
+            gpus=None if placement.gpus_per_node else [[]] * placement.tasks,
+            variables=build_role_variables(self._recipe, network.build_environment_variables()),
+        )
+        write_launch_file(launch)
+        command = _build_step_command(
+            spec, placement, step_name, job_id, self._recipe, paths, self._prepared_run.pythons
+        )
+        self._running[spec.name] = StepNote(spec.name, step_name, placement.nodes)
+        return SrunStepJob(launch, job_id, step_name, command)
+
+    def check_time_left(self) -> None:
+        """Raise an AllocationEndError while there is just time for a save before the end."""
+        if self._is_preempted:
+            raise AllocationEndError(
+                f"allocation {self._allocation.job_id} is preempted", hint=NEW_ALLOCATION_HINT
+            )
+        if self._ends_at is None:
+            return
+        jobs = map(self._prepared_run.paths.job, self._placed)
+        lead_s = self._recipe.cluster.stop_grace_s + REQUEUE_MARGIN_S
+        lead_s += max(map(read_checkpoint_duration_s, jobs), default=0.0)
+        if self._clock.now() >= self._ends_at - lead_s:
+            raise AllocationEndError(
+                f"allocation {self._allocation.job_id} is close to its time limit",
+                hint=NEW_ALLOCATION_HINT,
+            )
+
+    def check_place(self) -> None:
+        """Raise an AllocationEndError if the allocation is over: its steps end before it does."""
+        try:
+            facts = scontrol.query_job(self._allocation.job_id)
+        except SlurmTimeoutError:
+            return  # steps go on without slurmctld
+        if facts.state != scontrol.RUNNING_STATE or facts.is_preempted:
+            state = "it is preempted" if facts.is_preempted else facts.state
+            raise AllocationEndError(
+                f"allocation {self._allocation.job_id} was ended (Slurm says {state})",
+                hint=NEW_ALLOCATION_HINT,
+            )

@@ -1,0 +1,485 @@
+"""Preparation of a run: its directory is checked, set up and locked for this launcher."""
+
+import json
+import logging
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial, reduce
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from areal_hpc.dataset.materialize import count_materialized_rows, materialize_task_sets
+from areal_hpc.errors import ClusterError, Problem, RecipeError
+from areal_hpc.jobs.config import get_interpreters
+from areal_hpc.launch.checks.inputs import (
+    find_input_problems,
+    find_missing_folders,
+    remove_folders_up_to_first_nonempty,
+)
+from areal_hpc.launch.checks.model import find_context_tokens, find_prompt_problems
+from areal_hpc.launch.plan import JobStage, PlanInputs, get_base_model_path, plan_run
+from areal_hpc.launch.provenance import record_provenance
+from areal_hpc.launch.tiny_model import make_tiny_model
+from areal_hpc.metrics.step_metrics import read_metrics
+from areal_hpc.recipe.cross_checks import find_likely_mistakes
+from areal_hpc.recipe.hub_cache import find_snapshot
+from areal_hpc.recipe.keys import flatten_keys, flatten_keys_hiding_private_values
+from areal_hpc.recipe.loading import load_recipe
+from areal_hpc.recipe.private_values import hide_private_values_equal_in
+from areal_hpc.recipe.recipe import Recipe
+from areal_hpc.recipe.sections.trainer import compute_learning_rate
+from areal_hpc.rollout.episodes.episode_spec import check_task_limits
+from areal_hpc.rundir.checkpoints import find_latest_checkpoint
+from areal_hpc.rundir.files import (
+    restrict_new_files,
+    secure_run_dir,
+    write_atomic,
+    write_atomic_private,
+)
+from areal_hpc.rundir.lock import (
+    check_no_live_launcher,
+    claim_submission,
+    hold_lock,
+)
+from areal_hpc.rundir.paths import ROLES, RunPaths
+from areal_hpc.rundir.rendezvous import ensure_admin_key, ensure_service_key
+from areal_hpc.slurm.commands import has_slurm
+from areal_hpc.slurm.run_jobs import LiveJob, list_live_jobs
+
+log = logging.getLogger(__name__)
+
+MAX_TOKENIZER_TRAINING_ROWS = 2000
+"""Demonstrations the tiny model's tokenizer is trained on."""
+IMMUTABLE_RECIPE_KEYS = (
+    "seed",
+    "model",
+    "train_dataset",
+    "valid_dataset",
+    "evaluation.sets",
+    "sft",
+    "rollout.n_samples",
+    "trainer.batch_size",
+)
+"""Keys that what is already recorded depends on: a run keeps them for life."""
+KEYS_WITHOUT_EFFECT_ON_TRAINED_MODEL = ("cluster", "trainer.total_steps")
+"""Keys that may differ from those of a finished run: they change nothing of what was trained."""
+
+ABSOLUTE_PATH_KEYS = (
+    "model.path",
+    "trainer.objective.kl.reference",
+    "trainer.objective.teacher.path",
+    "trainer.objective.teacher.api_key_file",
+    "trainer.objective.critic.model",
+)
+"""Keys of models, and of a file with a key: a path in them is absolute in a run's recipe."""
+
+
+def write_run_inputs(
+    recipe: Recipe,
+    paths: RunPaths,
+    print_line: Callable[[str], None],
+    serve_python: str,
+    sys_path: tuple[str, ...],
+) -> PlanInputs:
+    """Put task sets, the starting model and the secret in place; what exists is kept."""
+    for folder in sys_path:
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
+    train, sft = (paths.dataset(name) for name in ("train", "sft"))
+    check = partial(check_task_limits, recipe.rollout, recipe.proxy.session_timeout_s)
+    sources, train_source_sizes = recipe.train_dataset.sources, paths.train_source_sizes
+    if not train.exists() or (sources and not train_source_sizes.exists()):
+        print_line("data     writing the train set")
+        counts = materialize_task_sets(
+            recipe.train_dataset.list_sources("train_dataset"), train, check
+        )
+        if sources:
+            write_atomic(train_source_sizes, json.dumps(counts).encode())
+    for one in recipe.evaluation_sets:
+        held_out = paths.evaluation_tasks(one.name)
+        if not held_out.exists():
+            print_line(f"data     writing the {one.name} set")
+            materialize_task_sets([(one.dataset, one.dataset_key)], held_out, check)
+    if recipe.sft is not None and not sft.exists():
+        print_line("data     writing the SFT set")
+        materialize_task_sets([(recipe.sft.dataset, "sft.dataset")], sft)
+    if recipe.model.tiny is not None and not (paths.starting_model_dir / "config.json").exists():
+        print_line("model    making a tiny Qwen3 and its tokenizer")
+        sizes = recipe.model.tiny.model_dump()
+        make_tiny_model(
+            paths.starting_model_dir, _read_tokenizer_texts(sft), seed=recipe.seed, **sizes
+        )
+    if recipe.model.hub is not None and not paths.starting_model_dir.exists():
+        paths.starting_model_dir.unlink(missing_ok=True)  # a link to a cache that has gone
+        cached = find_snapshot(recipe.model.hub, "model", "model.hub")
+        paths.starting_model_dir.symlink_to(cached)
+    ensure_admin_key(paths.admin_key)
+    ensure_service_key(paths.service_key)
+    return PlanInputs(
+        train_tasks=count_materialized_rows(train),
+        tasks_by_evaluation_set={
+            one.name: count_materialized_rows(paths.evaluation_tasks(one.name))
+            for one in recipe.evaluation_sets
+        },
+        serve_python=serve_python,
+        sys_path=sys_path,
+        tasks_of_sources=json.loads(train_source_sizes.read_text()) if sources else (),
+    )
+
+
+def _read_tokenizer_texts(demonstrations: Path) -> Iterator[str]:
+    with demonstrations.open() as stream:
+        for _, line in zip(range(MAX_TOKENIZER_TRAINING_ROWS), stream, strict=False):
+            for message in json.loads(line)["messages"]:
+                yield message["content"]
+
+
+def create_attempt_log_dir(paths: RunPaths) -> int:
+    """Make the next log folder and point `latest` to it."""
+    attempt = max(paths.list_attempts(), default=0) + 1
+    paths.log_dir(attempt).mkdir(parents=True)
+    paths.latest_log.unlink(missing_ok=True)
+    paths.latest_log.symlink_to(paths.log_dir(attempt).name)
+    return attempt
+
+
+def check_recipe_changes(
+    recipe: Recipe, paths: RunPaths, print_line: Callable[[str], None]
+) -> None:
+    """Tell what differs from the recipe this run was started with.
+
+    Raises:
+        RecipeError: A key differs that recorded data depends on.
+    """
+    if not paths.recipe.exists():
+        return
+    before, now, changed = _compare_with_launched_recipe(recipe, paths)
+    problems = [
+        Problem(
+            f"{key} cannot change: this run was started with {before.get(key)!r}, "
+            f"got {now.get(key)!r}",
+            key,
+            "use another trial_name, or --fresh to start over",
+        )
+        for key in changed
+        if is_key_below(key, IMMUTABLE_RECIPE_KEYS)
+    ]
+    if problems:
+        raise RecipeError.from_problems(problems)
+    for key in changed:
+        print_line(f"changed  {key}: {before.get(key)!r} -> {now.get(key)!r}")
+    optimizer, steps_key = recipe.trainer.optimizer, "trainer.total_steps"
+    if steps_key in changed and optimizer.decay != "constant":
+        checkpoint = find_latest_checkpoint(paths.checkpoints_dir)
+        step = checkpoint.state.step if checkpoint else 0
+        old, new = (
+            compute_learning_rate(step, total_steps, optimizer)
+            for total_steps in (before[steps_key], recipe.trainer.total_steps)
+        )
+        print_line(
+            f"note     the learning rate decays over {steps_key}: at step {step + 1} it is "
+            f"{new:.3g} in place of {old:.3g}"
+        )
+
+
+def refuse_other_recipe_of_finished_run(recipe: Recipe, paths: RunPaths) -> None:
+    """Demand that a finished run was trained by this recipe: it will not be trained again.
+
+    Raises:
+        RecipeError: Keys differ that its training depended on; all of them at once.
+    """
+    before, now, changed = _compare_with_launched_recipe(recipe, paths)
+    problems = [
+        Problem(
+            f"the run in {paths.root} is finished, and it was trained with {key}="
+            f"{before[key]!r}, got {now[key]!r}",
+            key,
+            "use another trial_name, ask for more trainer.total_steps, or --fresh to start over",
+        )
+        for key in changed
+        if key in before
+        and key in now  # keys of other versions are not the user's
+        and not is_key_below(key, KEYS_WITHOUT_EFFECT_ON_TRAINED_MODEL)
+    ]
+    if problems:
+        raise RecipeError.from_problems(problems)
+
+
+def _compare_with_launched_recipe(
+    recipe: Recipe, paths: RunPaths
+) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+    """Keys of the recipe that a run was last launched with, those of another, the unlike ones.
+
+    Values that may be secrets are compared, and hidden in what is returned.
+    """
+    trees = yaml.safe_load(paths.recipe.read_text()), _dump_with_absolute_paths(recipe)
+    before, now = map(flatten_keys, trees)
+    changed = [key for key in sorted(before | now) if before.get(key) != now.get(key)]
+    return (
+        flatten_keys_hiding_private_values(trees[0]),
+        flatten_keys_hiding_private_values(trees[1]),
+        changed,
+    )
+
+
+def _dump_with_absolute_paths(recipe: Recipe) -> dict[str, Any]:
+    tree = recipe.model_dump(mode="json")
+    values = flatten_keys(recipe.model_dump())
+    for key in ABSOLUTE_PATH_KEYS:
+        if isinstance(path := values.get(key), Path):
+            *sections, last = key.split(".")
+            reduce(dict.__getitem__, sections, tree)[last] = str(path.absolute())
+    return tree
+
+
+def is_key_below(key: str, known_keys: Sequence[str]) -> bool:
+    return any(key == one or key.startswith(f"{one}.") for one in known_keys)
+
+
+def write_run_recipe(recipe: Recipe, path: Path, replaced: Path | None = None) -> None:
+    """Write a resolved recipe, for its owner alone; another one there is kept as `replaced`.
+
+    Values that may be secrets are in one file alone: where both have the same, in the new one.
+    Relative paths of models begin in the folder of the launch, which later commands do not know.
+    """
+    tree = _dump_with_absolute_paths(recipe)
+    text = yaml.safe_dump(tree, sort_keys=False)
+    if replaced is not None and path.exists() and path.read_text() != text:
+        before = hide_private_values_equal_in(yaml.safe_load(path.read_text()), tree)
+        write_atomic_private(replaced, yaml.safe_dump(before, sort_keys=False).encode())
+    # Variables and agent arguments may hold keys of other services.
+    write_atomic_private(path, text.encode())
+
+
+StagePlanner = Callable[[Recipe, RunPaths, PlanInputs | None], tuple[JobStage, ...]]
+"""Plan of the jobs of a recipe; without facts, only their shape."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRun:
+    """A run directory in which jobs can start."""
+
+    paths: RunPaths
+    attempt: int
+    pythons: dict[str, str]
+    """Interpreter of each role."""
+    remaining_stages: tuple[JobStage, ...]
+    """What is left to do."""
+    live_jobs: tuple[LiveJob, ...] = ()
+    """Jobs of the run that wait or run already."""
+
+
+@contextmanager
+def prepare_run(
+    recipe: Recipe,
+    *,
+    print_line: Callable[[str], None],
+    fresh: bool = False,
+    sys_path: Sequence[str] = (),
+    known_problems: Sequence[Problem] = (),
+    joins_live_jobs: bool = False,
+    plan: StagePlanner | None = None,
+    submits: bool = False,
+) -> Iterator[PreparedRun]:
+    """Put a run directory in place and keep other launchers out of it.
+
+    `plan` makes the stages: `plan_run` unless another is given.
+
+    `fresh` moves an earlier run aside first. The user's code is imported from `sys_path`, beside
+    the present folder. `known_problems` are told with those found here. Jobs of the run that wait
+    or run are an error, unless `joins_live_jobs`. A launcher that `submits` keeps those on other
+    hosts out, too. A directory that did not exist is removed again
+    if it cannot be put in place.
+
+    Raises:
+        RecipeError: Something the recipe names is missing or wrong; all problems at once.
+        ClusterError: Another launcher, or a job of the run, works in this run directory.
+    """
+    pythons, paths = get_interpreters(recipe), RunPaths(recipe.run_dir.resolve())
+    folders = (str(Path.cwd()), *sys_path, str(paths.agent_dir))
+    problems = [
+        *known_problems,
+        *find_input_problems(recipe, pythons, folders),
+    ]
+    if recipe.cluster.slurm.container.kind != "none":  # its interpreters are not to be seen here
+        unseen = {f"cluster.{role}.python" for role in ROLES}
+        problems = [problem for problem in problems if problem.key not in unseen]
+    if problems:
+        raise RecipeError.from_problems(problems)
+    if not joins_live_jobs:
+        check_no_live_jobs(paths)
+    if fresh and (kept := archive_run(paths, print_line)) is not None:
+        print_line(f"moved    the earlier run to {kept}")
+    made = find_missing_folders(paths.root)
+    with restrict_new_files(recipe.cluster.readable_by):
+        secure_run_dir(paths.root, recipe.cluster.readable_by)
+        with ExitStack() as held:
+            held.enter_context(hold_lock(paths.lock))
+            if submits:
+                held.enter_context(claim_submission(paths.submission_claim))
+            check_no_live_launcher(paths, print_line)
+            # Asked again: another launcher may have submitted some since.
+            live_jobs = find_live_jobs(paths) if joins_live_jobs else check_no_live_jobs(paths)
+            try:
+                ready = _set_up_prepared_run(
+                    recipe, paths, pythons, folders, print_line, live_jobs, plan or plan_run
+                )
+            except BaseException:  # boundary: what this launcher has just made goes again
+                if made:
+                    shutil.rmtree(paths.root)
+                    remove_folders_up_to_first_nonempty(made[1:])
+                raise
+            yield ready
+
+
+def _set_up_prepared_run(
+    recipe: Recipe,
+    paths: RunPaths,
+    pythons: dict[str, str],
+    folders: tuple[str, ...],
+    print_line: Callable[[str], None],
+    live_jobs: Sequence[LiveJob],
+    plan: StagePlanner,
+) -> PreparedRun:
+    check_recipe_changes(recipe, paths, print_line)
+    if not is_run_finished(recipe, paths):
+        paths.finished_marker.unlink(missing_ok=True)  # it was, with fewer steps
+    paths.cancelled_marker.unlink(missing_ok=True)
+    facts = write_run_inputs(recipe, paths, print_line, pythons["serve"], folders)
+    for doubt in find_likely_mistakes(recipe):
+        print_line(f"note     {doubt}")
+    _check_prompt_lengths(recipe, paths, print_line)
+    # Jobs that run write to the folder of the present attempt.
+    newest = max(paths.list_attempts(), default=0)
+    attempt = newest if live_jobs else create_attempt_log_dir(paths)
+    write_run_recipe(recipe, paths.recipe, paths.replaced_recipe(attempt))
+    record_provenance(recipe, paths, attempt, pythons)
+    stages = plan(recipe, paths, facts)
+    left = tuple(stage for stage in stages if not stage.done_marker.exists())
+    return PreparedRun(paths, attempt, pythons, left, tuple(live_jobs))
+
+
+def _check_prompt_lengths(
+    recipe: Recipe, paths: RunPaths, print_line: Callable[[str], None]
+) -> None:
+    """Compare prompts of the task sets that were written with the context length.
+
+    Raises:
+        RecipeError: Most of a task set's prompts leave no room for a reply.
+    """
+    model_dir = get_base_model_path(recipe, paths)
+    context_tokens = find_context_tokens(recipe, model_dir)
+    problems: list[Problem] = []
+    files = {"train_dataset": paths.dataset("train")} | {
+        one.dataset_key: paths.evaluation_tasks(one.name) for one in recipe.evaluation_sets
+    }
+    for key, file in files.items():
+        found, notes = find_prompt_problems(recipe, model_dir, file, key, context_tokens)
+        problems += found
+        for note in notes:
+            print_line(f"note     {note}")
+    if problems:
+        raise RecipeError.from_problems(problems)
+
+
+def find_live_jobs(paths: RunPaths) -> list[LiveJob]:
+    """The run's jobs that wait or run; none where there is no Slurm and never was."""
+    if paths.submissions.exists():
+        return list_live_jobs(paths)
+    try:
+        return list_live_jobs(paths) if has_slurm() else []
+    except ClusterError as error:  # its commands are here, and no cluster that answers
+        log.debug("Slurm is not asked about the run: %s", error)
+        return []
+
+
+def check_no_live_jobs(paths: RunPaths) -> list[LiveJob]:
+    """Make sure that none of the run's Slurm jobs waits or runs; the empty list.
+
+    Raises:
+        ClusterError: Some do, or slurmctld does not answer.
+    """
+    if live := find_live_jobs(paths):
+        root = shlex.quote(str(paths.root))
+        hint = f"wait for them, or cancel them: areal-hpc cancel {root}"
+        if any(job.is_held or not job.is_recorded for job in live):
+            hint = f"areal-hpc resume {root} takes them over; areal-hpc cancel {root} removes them"
+        raise ClusterError(
+            "jobs of this run are still pending or running: "
+            + ", ".join(f"{job.submission.job} ({job.submission.job_id})" for job in live),
+            key=str(paths.root),
+            hint=hint,
+        )
+    return []
+
+
+def is_run_finished(recipe: Recipe, paths: RunPaths) -> bool:
+    """True if the run has taken all the steps that the recipe now asks for."""
+    if not paths.finished_marker.exists():
+        return False
+    rows = read_metrics(paths.metrics)
+    return bool(rows) and int(rows[-1]["step"]) >= recipe.trainer.total_steps
+
+
+def archive_run(paths: RunPaths, print_line: Callable[[str], None]) -> Path | None:
+    """Move an existing run directory aside; its new place, or None when there was none."""
+    if not paths.recipe.exists():
+        return None  # nothing has been run there
+    stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+    kept = paths.root.with_name(f"{paths.root.name}.{stamp}")
+    with hold_lock(paths.lock), claim_submission(paths.submission_claim):
+        # The directory would take its note along.
+        check_no_live_launcher(paths, print_line)
+        paths.root.rename(kept)
+    (kept / paths.submission_claim.name).unlink()
+    return kept
+
+
+def make_run_of_copy(paths: RunPaths, trial_name: str) -> RunPaths:
+    """Give a copy a name beside it, without jobs, addresses and keys of the run that it is of.
+
+    Shards, manifests and checkpoints stay: the run goes on from its last checkpoint.
+
+    Raises:
+        RecipeError: The folder is no copy, or the name is taken or none.
+    """
+    if not re.fullmatch(r"[\w.-]+", trial_name):
+        raise RecipeError(
+            f"expected a name of letters, digits, '_', '.' and '-', got {trial_name!r}", key="--as"
+        )
+    original = load_recipe(paths.recipe).run_dir
+    if not original.exists() or original.samefile(paths.root):
+        raise RecipeError(
+            "--as makes a run of a copy of a run's folder, and this is the run itself",
+            key=str(paths.root),
+            hint="copy the folder first (cp -a), or leave --as out",
+        )
+    target = RunPaths(paths.root.parent / trial_name)
+    if target.root != paths.root:
+        if target.root.exists():
+            raise RecipeError(f"there is a run {trial_name!r} already", key=str(target.root))
+        paths.root.rename(target.root)
+    # The recipe is written last: until then the folder is a copy, and the command can be repeated.
+    for folder in (target.jobs_dir, target.rendezvous_dir, target.trackers_dir):
+        if folder.exists():
+            shutil.rmtree(folder)
+    for file in (target.cancelled_marker, target.submission_claim):
+        file.unlink(missing_ok=True)
+    place = {
+        "cluster.fileroot": str(target.root.parents[1]),
+        "experiment_name": target.root.parent.name,
+        "trial_name": trial_name,
+    }
+    recipe = load_recipe(
+        target.recipe, [f"{key}={json.dumps(text)}" for key, text in place.items()]
+    )
+    write_run_recipe(recipe, target.recipe)
+    return target

@@ -1,1 +1,0 @@
-"""Resources of a run: GPUs of each process, shares of a node, memory of GPUs and hosts."""

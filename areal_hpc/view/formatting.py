@@ -1,0 +1,83 @@
+"""Tables, durations, clock times and values of metrics as text for people."""
+
+import time
+from collections.abc import Container, Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from areal_hpc.metrics.catalogue import find_metric
+
+
+def format_table(
+    rows: Sequence[Sequence[str]], right_aligned_columns: Container[int] = ()
+) -> list[str]:
+    """Rows of one length as lines, every column as wide as its longest cell.
+
+    Columns with an index in `right_aligned_columns` are right-aligned.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if index in right_aligned_columns else cell.ljust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def format_duration(seconds: float) -> str:
+    """A length of time in its two largest units: `45 s`, `12 min`, `3 h 05 min`, `2 d 4 h`."""
+    whole = max(0, round(seconds))
+    if whole < 120:
+        return f"{whole} s"
+    if whole < 7200:
+        return f"{whole // 60} min"
+    if whole < 2 * 86400:
+        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    return f"{whole // 86400} d {whole % 86400 // 3600} h"
+
+
+def format_time(unix_s: float) -> str:
+    then, today = time.localtime(unix_s), time.localtime()
+    form = "%H:%M:%S" if then[:3] == today[:3] else "%Y-%m-%d %H:%M:%S"
+    return time.strftime(form, then)
+
+
+def format_value(metric_name: str, value: float) -> str:
+    """A metric's value with its unit: `41%`, `3.2 s`, `1.5 GiB`, `0.62`."""
+    metric = find_metric(metric_name)
+    match metric.unit if metric else "":
+        case "share":
+            return f"{value:.1%}" if 0 < abs(value) < 0.1 else f"{value:.0%}"
+        case "bytes":
+            return f"{value / 2**30:.3g} GiB"
+        case "":
+            return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
+        case unit:
+            return f"{value:.3g} {unit}" if abs(value) < 1000 else f"{value:.0f} {unit}"
+
+
+def get_number(row: Mapping[str, Any], metric_name: str) -> float | None:
+    value = row.get(metric_name)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value)
+
+
+def list_numbers(rows: Iterable[Mapping[str, Any]], metric_name: str) -> list[float]:
+    values = (get_number(row, metric_name) for row in rows)
+    return [value for value in values if value is not None]
+
+
+def list_restart_steps(rows: Iterable[Mapping[str, Any]]) -> list[int]:
+    """First steps of further starts of the trainer."""
+    return [
+        row["step"]
+        for before, row in pairwise(rows)
+        if row.get("generation") != before.get("generation")
+    ]
+
+
+def format_step_range(rows: Sequence[Mapping[str, Any]]) -> str:
+    first, last = rows[0]["step"], rows[-1]["step"]
+    return f"step {first}" if first == last else f"steps {first} to {last}"
