@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import inspect
 import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -21,77 +23,117 @@ Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 """What `add_subparsers` returns. argparse has no public name for it."""
 Command: TypeAlias = Callable[[argparse.Namespace], int]
 
-SHARED_ARGUMENTS: dict[str, dict[str, Any]] = {
-    "run": {"type": Path, "help": "a run directory"},
-    "recipe": {"type": Path, "help": "a recipe: a YAML file, or the name of a shipped one"},
-    "overrides": {
-        "nargs": "*",
-        "default": [],  # else argparse calls it required
-        "metavar": "key=value",
-        "help": "such as trainer.total_steps=10",
-    },
-    "--site": {
-        "type": Path,
-        "metavar": "FILE",
-        "help": "site file: defaults for `cluster.*`; the recipe takes precedence",
-    },
-    "--fresh": {
-        "action": "store_true",
-        "help": "move an existing run directory away and start over",
-    },
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """An argument of a command, with argparse's options."""
+
+    names: tuple[str, ...]
+    options: dict[str, Any]
+
+
+def argument(*names_and_help: str, **options: Any) -> Argument:
+    """An argument by its names and, last, its help; further options are argparse's."""
+    *names, help_ = names_and_help
+    return Argument(tuple(names), {**options, "help": help_})
+
+
+def flag(*names_and_help: str) -> Argument:
+    return argument(*names_and_help, action="store_true")
+
+
+SHARED_ARGUMENTS = {
+    "run": argument("run", "a run directory", type=Path),
+    "recipe": argument("recipe", "a recipe: a YAML file, or the name of a shipped one", type=Path),
+    "overrides": argument(
+        "overrides",
+        "such as trainer.total_steps=10",
+        nargs="*",
+        default=[],  # else argparse calls it required
+        metavar="key=value",
+    ),
+    "--site": argument(
+        "--site",
+        "site file: defaults for `cluster.*`; the recipe takes precedence",
+        type=Path,
+        metavar="FILE",
+    ),
+    "--fresh": flag("--fresh", "move an existing run directory away and start over"),
 }
+"""Arguments that commands name."""
 
 
-class CommandGroup:
-    """Group of commands that help lists together.
+class CommandTable:
+    """Commands of a module, which help lists in the order of their definition."""
 
-    `tells_help` leaves the list to argparse, which knows no groups.
-    """
+    def __init__(self) -> None:
+        self._commands: list[tuple[str, Command, Sequence[str | Argument | list[Argument]]]] = []
+        self._groups: dict[str, str] = {}
 
-    def __init__(self, subparsers: Subparsers, *, tells_help: bool = False) -> None:
-        self._subparsers = subparsers
-        self._tells_help = tells_help
-        self.help_by_command: dict[str, str] = {}
+    def add(
+        self, command_name: str, *arguments: str | Argument | list[Argument]
+    ) -> Callable[[Command], Command]:
+        """Make a function a command. Its docstring is the help: summary, description, `$ examples`.
 
-    def add_command(
-        self,
-        command_name: str,
-        command: Command,
-        shared_arguments: Sequence[str] = (),
-        *,
-        example: str = "",
-        **options: Any,
-    ) -> argparse.ArgumentParser:
-        """The parser of a new command; options are argparse's, with `help`.
-
-        `shared_arguments` names those of `SHARED_ARGUMENTS` that it takes, in their order;
-        `example` has command lines that its help shows.
+        Arguments are new ones, names of `SHARED_ARGUMENTS`, or lists of those of which one may be
+        given. A name of two words is a command of a group.
         """
-        lines = example.splitlines()
-        if lines:
-            head = "examples" if len(lines) > 1 else "example"
-            options["epilog"] = "\n  ".join([f"{head}:", *lines])
-        # It keeps the lines of the examples.
-        options["formatter_class"] = argparse.RawDescriptionHelpFormatter
-        parser = self._add_parser(command_name, options)
-        for argument in shared_arguments:
-            parser.add_argument(argument, **SHARED_ARGUMENTS[argument])
-        parser.set_defaults(command=command, parser=parser)
-        return parser
 
-    def add_subcommand_group(self, command_name: str, **options: Any) -> CommandGroup:
-        """The commands of `areal-hpc NAME ACTION`; options as for `add_command`."""
-        actions = self._add_parser(command_name, options).add_subparsers(required=True)
-        return CommandGroup(actions, tells_help=True)
+        def register(command: Command) -> Command:
+            self._commands.append((command_name, command, arguments))
+            return command
 
-    def _add_parser(self, command_name: str, options: dict[str, Any]) -> argparse.ArgumentParser:
-        help_: str = options["help"]
-        self.help_by_command[command_name] = help_
-        description = options.get("description") or f"{help_[0].upper()}{help_[1:]}."
-        options["description"] = textwrap.fill(description, HELP_WIDTH)
-        if not self._tells_help:
-            del options["help"]
-        return self._subparsers.add_parser(command_name, **options)
+        return register
+
+    def add_group(self, group_name: str, help_line: str) -> None:
+        self._groups[group_name] = help_line
+
+    def build_parsers(self, subparsers: Subparsers) -> dict[str, str]:
+        """Make the parsers; the line of help by name, of groups and of commands in none."""
+        lines: dict[str, str] = {}
+        groups: dict[str, Subparsers] = {}
+        for name, command, arguments in self._commands:
+            summary, description, examples = _split_docstring(command)
+            line = f"{summary[0].lower()}{summary[1:]}".removesuffix(".")
+            group, _, action = name.rpartition(" ")
+            if group and group not in groups:
+                lines[group] = self._groups[group]
+                about = f"{lines[group][0].upper()}{lines[group][1:]}."
+                made = subparsers.add_parser(group, description=about)
+                groups[group] = made.add_subparsers(required=True)
+            options: dict[str, Any] = {"help": line} if group else {}
+            if not group:
+                lines[name] = line
+            if examples:
+                is_one = sum(not one.startswith(" ") for one in examples) == 1
+                head = "example" if is_one else "examples"
+                options["epilog"] = "\n  ".join([f"{head}:", *examples])
+            parser = groups.get(group, subparsers).add_parser(
+                action,
+                description=textwrap.fill(description or summary, HELP_WIDTH),
+                formatter_class=argparse.RawDescriptionHelpFormatter,  # keeps lines of examples
+                **options,
+            )
+            _add_arguments(parser, arguments)
+            parser.set_defaults(command=command, parser=parser)
+        return lines
+
+
+def _split_docstring(command: Command) -> tuple[str, str, list[str]]:
+    summary, _, rest = inspect.cleandoc(command.__doc__ or "").partition("\n")
+    examples = re.findall(r"^\$ (.*)", rest, re.MULTILINE)
+    description = " ".join(re.sub(r"^\$ .*", "", rest, flags=re.MULTILINE).split())
+    return summary, description, examples
+
+
+def _add_arguments(
+    parser: argparse.ArgumentParser, arguments: Sequence[str | Argument | list[Argument]]
+) -> None:
+    for one in arguments:
+        exclusive = parser.add_mutually_exclusive_group() if isinstance(one, list) else parser
+        for own in one if isinstance(one, list) else [one]:
+            added = SHARED_ARGUMENTS[own] if isinstance(own, str) else own
+            exclusive.add_argument(*added.names, **added.options)
 
 
 def find_subparsers(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:

@@ -7,38 +7,25 @@ import sys
 from pathlib import Path
 
 from areal_hpc.checkout import find_checkout
-from areal_hpc.cli.arguments import CommandGroup
+from areal_hpc.cli.arguments import CommandTable, argument
 from areal_hpc.errors import RecipeError
 
 BENCHMARKS_DIR = Path(__file__).resolve().parents[2] / "benchmarks"
 
-
-def add_commands(commands: CommandGroup) -> None:
-    devcluster = commands.add_command(
-        "devcluster",
-        _run_devcluster,
-        help="run a local multi-node Slurm for development and tests",
-        description="A real Slurm of several nodes on this machine, from the distribution's "
-        "packages (`make slurm`). Actions: up, down, env, kill-node, restore-node, status; each "
-        "has --help.",
-        example="areal-hpc devcluster up --nodes 4 --gpus-per-node 8",
-    )
-    devcluster.add_argument("action", nargs=argparse.REMAINDER, help="an action with its options")
-    bench = commands.add_command(
-        "bench",
-        _run_benchmark,
-        help="compare a component with its peer or its physical limit",
-        description="Run a benchmark of this checkout; the last line of stdout is one JSON "
-        "object. Without a name, list the benchmarks.",
-        example="areal-hpc bench shards",
-    )
-    bench.add_argument("name", nargs="?", help="shards, trainer, ...")
-    bench.add_argument(
-        "arguments", nargs=argparse.REMAINDER, help="for the benchmark itself; try --help"
-    )
+commands = CommandTable()
 
 
+@commands.add(
+    "devcluster", argument("action", "an action with its options", nargs=argparse.REMAINDER)
+)
 def _run_devcluster(arguments: argparse.Namespace) -> int:
+    """Run a local multi-node Slurm for development and tests.
+
+    A real Slurm of several nodes on this machine, from the distribution's packages (`make
+    slurm`). Actions: up, down, env, kill-node, restore-node, status; each has --help.
+
+    $ areal-hpc devcluster up --nodes 4 --gpus-per-node 8
+    """
     checkout = find_checkout()
     if checkout is None:
         raise RecipeError(
@@ -52,7 +39,19 @@ def _run_devcluster(arguments: argparse.Namespace) -> int:
     ).returncode
 
 
+@commands.add(
+    "bench",
+    argument("name", "shards, trainer, ...", nargs="?"),
+    argument("arguments", "for the benchmark itself; try --help", nargs=argparse.REMAINDER),
+)
 def _run_benchmark(arguments: argparse.Namespace) -> int:
+    """Compare a component with its peer or its physical limit.
+
+    Run a benchmark of this checkout; the last line of stdout is one JSON object. Without a
+    name, list the benchmarks.
+
+    $ areal-hpc bench shards
+    """
     from areal_hpc.jobs.config import get_interpreter
 
     names = sorted(path.stem for path in BENCHMARKS_DIR.glob("[a-z]*.py"))

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from areal_hpc.cli.arguments import (
-    SHARED_ARGUMENTS,
     UNHEALTHY_EXIT_CODE,
-    CommandGroup,
+    CommandTable,
+    argument,
+    flag,
 )
 from areal_hpc.errors import RecipeError, RunInterruptedError
 
@@ -22,32 +23,26 @@ if TYPE_CHECKING:
     from areal_hpc.recipe.sections.evaluation import EvaluationSet
     from areal_hpc.view.evaluation_report import EvaluationReport
 
-
-def add_commands(commands: CommandGroup) -> None:
-    _add_trial_commands(commands)
-    _add_doctor_commands(commands)
-    _add_eval_command(commands)
+commands = CommandTable()
 
 
-def _add_trial_commands(commands: CommandGroup) -> None:
-    trial = commands.add_command(
-        "try",
-        _run_trial_episodes,
-        ["recipe", "overrides"],
-        help="let a recipe's agent play some tasks, without a model",
-        description="Play the first training tasks with the recipe's agent, through the real "
-        "proxy, and print each conversation, its reward and the rows it would become. The model's "
-        "replies are random tokens unless --base-url names a server. Nothing is kept. "
-        "Exits with 70 if the agent failed.",
-        example="areal-hpc try recipes/quickstart.yaml\n"
-        "areal-hpc try my_recipe.yaml -n 5 rollout.workflow=my_package.MyAgent",
-    )
-    add = trial.add_argument
-    add("-n", "--tasks", type=int, default=3, metavar="N", help="tasks to play (%(default)s)")
-    add("--base-url", metavar="URL", help="a running SGLang generates the replies")
-
-
+@commands.add(
+    "try",
+    "recipe",
+    "overrides",
+    argument("-n", "--tasks", "tasks to play (%(default)s)", type=int, default=3, metavar="N"),
+    argument("--base-url", "a running SGLang generates the replies", metavar="URL"),
+)
 def _run_trial_episodes(arguments: argparse.Namespace) -> int:
+    """Let a recipe's agent play some tasks, without a model.
+
+    Play the first training tasks with the recipe's agent, through the real proxy, and print
+    each conversation, its reward and the rows it would become. The model's replies are random
+    tokens unless --base-url names a server. Nothing is kept. Exits with 70 if the agent failed.
+
+    $ areal-hpc try recipes/quickstart.yaml
+    $ areal-hpc try my_recipe.yaml -n 5 rollout.workflow=my_package.MyAgent
+    """
     from areal_hpc.launch.terminal import say
     from areal_hpc.launch.trial.start import run_trial
     from areal_hpc.recipe.loading import load_recipe
@@ -65,33 +60,38 @@ def _run_trial_episodes(arguments: argparse.Namespace) -> int:
         return RunInterruptedError.exit_code
 
 
-def _add_doctor_commands(commands: CommandGroup) -> None:
-    doctor = commands.add_command(
-        "doctor",
-        _run_doctor_checks,
-        help="check a cluster, and a recipe, before submitting",
-        description="Check from the login node what a run needs: Slurm commands, partitions and "
-        "limits, shared storage, the Python of each role, and what the recipe refers to. With "
-        "--gpu, on a GPU node, also driver, NCCL and links, and in a few minutes two steps of a "
-        "tiny model. Exits with 1 if a check failed.",
-        example="areal-hpc doctor\nareal-hpc doctor my_recipe.yaml --site site.yaml --check-node\n"
-        "areal-hpc doctor my_recipe.yaml --gpu --json doctor.json",
-    )
-    recipe = "recipe whose files and settings are checked as well"
-    doctor.add_argument("recipe", type=Path, nargs="?", help=recipe)
-    for name in ("overrides", "--site"):
-        doctor.add_argument(name, **SHARED_ARGUMENTS[name])
-    check_node = "submit a one-minute job that checks whether the file root is shared"
-    doctor.add_argument("--check-node", action="store_true", help=check_node)
-    gpu = "examine the GPUs of this machine"
-    doctor.add_argument("--gpu", action="store_true", help=gpu)
-    device = "with --gpu: cpu rehearses the same steps on a machine without GPUs"
-    doctor.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help=device)
-    evidence = "write the results there as well, to attach to an issue"
-    doctor.add_argument("--json", type=Path, metavar="FILE", help=evidence)
-
-
+@commands.add(
+    "doctor",
+    argument("recipe", "recipe whose files and settings are checked as well", type=Path, nargs="?"),
+    "overrides",
+    "--site",
+    flag("--check-node", "submit a one-minute job that checks whether the file root is shared"),
+    flag("--gpu", "examine the GPUs of this machine"),
+    argument(
+        "--device",
+        "with --gpu: cpu rehearses the same steps on a machine without GPUs",
+        choices=("cuda", "cpu"),
+        default="cuda",
+    ),
+    argument(
+        "--json",
+        "write the results there as well, to attach to an issue",
+        type=Path,
+        metavar="FILE",
+    ),
+)
 def _run_doctor_checks(arguments: argparse.Namespace) -> int:
+    """Check a cluster, and a recipe, before submitting.
+
+    Check from the login node what a run needs: Slurm commands, partitions and limits, shared
+    storage, the Python of each role, and what the recipe refers to. With --gpu, on a GPU node,
+    also driver, NCCL and links, and in a few minutes two steps of a tiny model. Exits with 1 if
+    a check failed.
+
+    $ areal-hpc doctor
+    $ areal-hpc doctor my_recipe.yaml --site site.yaml --check-node
+    $ areal-hpc doctor my_recipe.yaml --gpu --json doctor.json
+    """
     from areal_hpc.launch.doctor import gpu
     from areal_hpc.launch.doctor.registry import run_checks, write_evidence
     from areal_hpc.launch.doctor.results import CheckStatus, DoctorSubject, format_checks
@@ -134,34 +134,40 @@ def _read_site(path: Path) -> tuple[SlurmConfig, Path | None]:
     return cluster.slurm, cluster.fileroot if "fileroot" in values else None
 
 
-def _add_eval_command(commands: CommandGroup) -> None:
-    evaluate = commands.add_command(
-        "eval",
-        _evaluate,
-        help="evaluate a model, or a checkpoint of a run, on evaluation sets",
-        description="Play the tasks of evaluation sets on a model or a checkpoint, without a "
-        "trainer, and print the numbers with their 95 % intervals. The same command again plays "
-        "only tasks that have no result yet. Exits with 1 if --compare shows that a number got "
-        "worse.",
-        example="areal-hpc eval runs/quickstart/demo --step 20 --set valid\n"
-        "areal-hpc eval runs/quickstart/demo --compare 0\n"
-        "areal-hpc eval my_model --recipe my_recipe.yaml --set aime --submit --site site.yaml",
-    )
-    add = evaluate.add_argument
-    add("place", type=Path, help="a run directory, or a model's (Hugging Face format)")
-    add("overrides", **SHARED_ARGUMENTS["overrides"])
-    add("--step", type=int, metavar="N", help="step of the checkpoint (the newest); 0: the start")
-    help_ = "evaluation set (repeatable; default: all of the recipe)"
-    add("--set", dest="sets", action="append", default=[], metavar="NAME", help=help_)
-    add("--recipe", type=Path, metavar="FILE", help="the recipe by which a model is evaluated")
-    help_ = "compare with a step of the run, or with a file of results, by a paired test"
-    add("--compare", metavar="STEP|RESULTS", help=help_)
-    add("--submit", action="store_true", help="submit it to Slurm, as one job")
-    add("--wait", action="store_true", help="with --submit: until it ends; Ctrl-C detaches")
-    add("--site", **SHARED_ARGUMENTS["--site"])
-
-
+@commands.add(
+    "eval",
+    argument("place", "a run directory, or a model's (Hugging Face format)", type=Path),
+    "overrides",
+    argument("--step", "step of the checkpoint (the newest); 0: the start", type=int, metavar="N"),
+    argument(
+        "--set",
+        "evaluation set (repeatable; default: all of the recipe)",
+        dest="sets",
+        action="append",
+        default=[],
+        metavar="NAME",
+    ),
+    argument("--recipe", "the recipe by which a model is evaluated", type=Path, metavar="FILE"),
+    argument(
+        "--compare",
+        "compare with a step of the run, or with a file of results, by a paired test",
+        metavar="STEP|RESULTS",
+    ),
+    flag("--submit", "submit it to Slurm, as one job"),
+    flag("--wait", "with --submit: until it ends; Ctrl-C detaches"),
+    "--site",
+)
 def _evaluate(arguments: argparse.Namespace) -> int:
+    """Evaluate a model, or a checkpoint of a run, on evaluation sets.
+
+    Play the tasks of evaluation sets on a model or a checkpoint, without a trainer, and print
+    the numbers with their 95 % intervals. The same command again plays only tasks that have no
+    result yet. Exits with 1 if --compare shows that a number got worse.
+
+    $ areal-hpc eval runs/quickstart/demo --step 20 --set valid
+    $ areal-hpc eval runs/quickstart/demo --compare 0
+    $ areal-hpc eval my_model --recipe my_recipe.yaml --set aime --submit --site site.yaml
+    """
     from areal_hpc.launch.evaluation import (
         build_evaluation_report,
         check_recorded_settings,

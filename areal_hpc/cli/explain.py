@@ -9,7 +9,9 @@ from pathlib import Path
 
 from areal_hpc.cli.arguments import (
     UNHEALTHY_EXIT_CODE,
-    CommandGroup,
+    CommandTable,
+    argument,
+    flag,
     parse_run_dir,
     parse_step_range,
 )
@@ -17,38 +19,31 @@ from areal_hpc.errors import RecipeError, RunInterruptedError
 
 FOLLOW_PERIOD_S = 30.0
 
-
-def add_commands(commands: CommandGroup) -> None:
-    _add_why_commands(commands)
-    _add_view_commands(commands)
-    _add_report_commands(commands)
-    _add_sync_commands(commands)
+commands = CommandTable()
 
 
-def _add_why_commands(commands: CommandGroup) -> None:
-    why = commands.add_command(
-        "why",
-        _explain_run,
-        ["run"],
-        help="explain why a run failed or waits, is slow, or learns badly",
-        description="Explain the last failure: Slurm states, exit codes, signals, memory, nodes, "
-        "and the first traceback of all ranks. Or answer a question from the run's files alone: "
-        "why it is slow, what differs at a step, does it collapse. Exits with 1 if you have to "
-        "act.",
-        example="areal-hpc why runs/quickstart/demo\n"
-        "areal-hpc why runs/quickstart/demo --slow\n"
-        "areal-hpc why runs/quickstart/demo --step 30",
-    )
-    question = why.add_mutually_exclusive_group()
-    help_ = "what the steps' time goes to, and which cell, tool or episode is to blame"
-    question.add_argument("--slow", action="store_true", help=help_)
-    help_ = "what differs at this step from the ten before it"
-    question.add_argument("--step", type=int, metavar="N", help=help_)
-    help_ = "trends of entropy, lengths, repetition and distinct replies"
-    question.add_argument("--collapse", action="store_true", help=help_)
-
-
+@commands.add(
+    "why",
+    "run",
+    [
+        flag("--slow", "what the steps' time goes to, and which cell, tool or episode is to blame"),
+        argument(
+            "--step", "what differs at this step from the ten before it", type=int, metavar="N"
+        ),
+        flag("--collapse", "trends of entropy, lengths, repetition and distinct replies"),
+    ],
+)
 def _explain_run(arguments: argparse.Namespace) -> int:
+    """Explain why a run failed or waits, is slow, or learns badly.
+
+    Explain the last failure: Slurm states, exit codes, signals, memory, nodes, and the first
+    traceback of all ranks. Or answer a question from the run's files alone: why it is slow,
+    what differs at a step, does it collapse. Exits with 1 if you have to act.
+
+    $ areal-hpc why runs/quickstart/demo
+    $ areal-hpc why runs/quickstart/demo --slow
+    $ areal-hpc why runs/quickstart/demo --step 30
+    """
     if not (arguments.slow or arguments.collapse or arguments.step is not None):
         return _explain_failure(arguments)
     from areal_hpc.view.answers.answer import format_answer
@@ -80,22 +75,26 @@ def _explain_failure(arguments: argparse.Namespace) -> int:
     return 0 if diagnosis.is_well else UNHEALTHY_EXIT_CODE
 
 
-def _add_view_commands(commands: CommandGroup) -> None:
-    view = commands.add_command(
-        "view",
-        _show_dashboard,
-        help="show runs in a browser: curves, conversations, tokens",
-        description="Serve pages about the runs of a file root, from their files alone, to a "
-        "browser on this machine or through the ssh tunnel that is printed. The address holds a "
-        "secret. areal-hpc report writes the same pages into a file.",
-        example="areal-hpc view runs",
-    )
-    place = "a file root, an experiment's directory or a run's; default %(default)s"
-    view.add_argument("place", type=Path, nargs="?", default=Path("runs"), help=place)
-    view.add_argument("--port", type=int, help="default: a free one, the same the next time")
-
-
+@commands.add(
+    "view",
+    argument(
+        "place",
+        "a file root, an experiment's directory or a run's; default %(default)s",
+        type=Path,
+        nargs="?",
+        default=Path("runs"),
+    ),
+    argument("--port", "default: a free one, the same the next time", type=int),
+)
 def _show_dashboard(arguments: argparse.Namespace) -> int:
+    """Show runs in a browser: curves, conversations, tokens.
+
+    Serve pages about the runs of a file root, from their files alone, to a browser on this
+    machine or through the ssh tunnel that is printed. The address holds a secret. areal-hpc
+    report writes the same pages into a file.
+
+    $ areal-hpc view runs
+    """
     from areal_hpc.view.dashboard.app import serve_dashboard
 
     if not arguments.place.is_dir():
@@ -106,37 +105,26 @@ def _show_dashboard(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _add_report_commands(commands: CommandGroup) -> None:
-    report = commands.add_command(
-        "report",
-        _write_report,
-        help="write one HTML file on a run, or on several beside one another",
-        description="Write the pages of areal-hpc view into one file that needs neither a server "
-        "nor a network: curves, audit, answers, launches, held-out rewards task by task, up to 500 "
-        "conversations. Values of the recipe that may be secrets are left out.",
-        example="areal-hpc report runs/quickstart/demo\n"
-        "areal-hpc report runs/sweep/a runs/sweep/b --out sweep.html",
-    )
-    report.add_argument("runs", type=Path, nargs="+", metavar="run", help="run directories")
-    help_ = "a new file; default: the first run's name with -report.html, here"
-    report.add_argument("--out", type=Path, metavar="FILE", help=help_)
-    trace = commands.add_command(
-        "trace",
-        _write_trace,
-        ["run"],
-        help="write the timeline of some steps for Perfetto",
-        description="Write a trace in Chrome's JSON format, which ui.perfetto.dev and "
-        "chrome://tracing open: phases of the trainer, model calls of each replica, episodes, "
-        "events; from recorded times.",
-        example="areal-hpc trace runs/quickstart/demo --steps 10..12",
-    )
-    help_ = "such as 10..12, or 10"
-    trace.add_argument("--steps", type=parse_step_range, required=True, metavar="A..B", help=help_)
-    help_ = "a new file; default: the run's name with -trace.json, here"
-    trace.add_argument("--out", type=Path, metavar="FILE", help=help_)
-
-
+@commands.add(
+    "report",
+    argument("runs", "run directories", type=Path, nargs="+", metavar="run"),
+    argument(
+        "--out",
+        "a new file; default: the first run's name with -report.html, here",
+        type=Path,
+        metavar="FILE",
+    ),
+)
 def _write_report(arguments: argparse.Namespace) -> int:
+    """Write one HTML file on a run, or on several beside one another.
+
+    Write the pages of areal-hpc view into one file that needs neither a server nor a network:
+    curves, audit, answers, launches, held-out rewards task by task, up to 500 conversations.
+    Values of the recipe that may be secrets are left out.
+
+    $ areal-hpc report runs/quickstart/demo
+    $ areal-hpc report runs/sweep/a runs/sweep/b --out sweep.html
+    """
     from areal_hpc.view.dashboard.report import write_report
     from areal_hpc.view.transcripts.row_index import get_cache_dir
 
@@ -147,7 +135,27 @@ def _write_report(arguments: argparse.Namespace) -> int:
     return 0
 
 
+@commands.add(
+    "trace",
+    "run",
+    argument(
+        "--steps", "such as 10..12, or 10", type=parse_step_range, required=True, metavar="A..B"
+    ),
+    argument(
+        "--out",
+        "a new file; default: the run's name with -trace.json, here",
+        type=Path,
+        metavar="FILE",
+    ),
+)
 def _write_trace(arguments: argparse.Namespace) -> int:
+    """Write the timeline of some steps for Perfetto.
+
+    Write a trace in Chrome's JSON format, which ui.perfetto.dev and chrome://tracing open:
+    phases of the trainer, model calls of each replica, episodes, events; from recorded times.
+
+    $ areal-hpc trace runs/quickstart/demo --steps 10..12
+    """
     from areal_hpc.view.timeline import write_trace
 
     run = parse_run_dir(arguments.run)
@@ -163,33 +171,35 @@ def _write_trace(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _add_sync_commands(commands: CommandGroup) -> None:
-    sync = commands.add_command(
-        "sync",
-        _write_metrics_for_tracker,
-        ["run"],
-        help="write a run's metrics for a tracker (wandb), offline",
-        description="Write the metrics of a run that are settled and new for a tracker, without a "
-        "network: for wandb an offline run, all with one id. Whatever is killed, no step is "
-        "written twice. The run itself knows nothing of it.",
-        example="areal-hpc sync runs/quickstart/demo --python ~/wandb/bin/python\n"
-        "areal-hpc sync runs/quickstart/demo --follow --project quickstart\n"
-        "areal-hpc sync runs/quickstart/demo --tracker my_tracker.py",
-    )
-    add = sync.add_argument
-    add(
+@commands.add(
+    "sync",
+    "run",
+    argument(
         "--tracker",
+        "wandb, or a program: docs/metrics.md",
         default="wandb",
         metavar="wandb|FILE.py",
-        help="wandb, or a program: docs/metrics.md",
-    )
-    help_ = "the Python that has the tracker's package (default: that of this command)"
-    add("--python", default=sys.executable, metavar="PATH", help=help_)
-    add("--project", default="", metavar="NAME", help="project of the tracker")
-    add("--follow", action="store_true", help="go on until the run is finished or cancelled")
-
-
+    ),
+    argument(
+        "--python",
+        "the Python that has the tracker's package (default: that of this command)",
+        default=sys.executable,
+        metavar="PATH",
+    ),
+    argument("--project", "project of the tracker", default="", metavar="NAME"),
+    flag("--follow", "go on until the run is finished or cancelled"),
+)
 def _write_metrics_for_tracker(arguments: argparse.Namespace) -> int:
+    """Write a run's metrics for a tracker (wandb), offline.
+
+    Write the metrics of a run that are settled and new for a tracker, without a network: for
+    wandb an offline run, all with one id. Whatever is killed, no step is written twice. The run
+    itself knows nothing of it.
+
+    $ areal-hpc sync runs/quickstart/demo --python ~/wandb/bin/python
+    $ areal-hpc sync runs/quickstart/demo --follow --project quickstart
+    $ areal-hpc sync runs/quickstart/demo --tracker my_tracker.py
+    """
     from areal_hpc.launch.terminal import catch_stop_signals
     from areal_hpc.view.sync import choose_tracker, write_new_rows_for_tracker
 

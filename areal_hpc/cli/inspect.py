@@ -11,7 +11,9 @@ from pathlib import Path
 
 from areal_hpc.cli.arguments import (
     UNHEALTHY_EXIT_CODE,
-    CommandGroup,
+    CommandTable,
+    argument,
+    flag,
     parse_positive_int,
     parse_run_dir,
 )
@@ -24,129 +26,20 @@ DEFAULT_SHOWN_ROWS = 5
 ANSI_COLORS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 """ANSI foreground colors that are readable on dark and on light."""
 
-
-def add_commands(commands: CommandGroup) -> None:
-    commands.add_command(
-        "status",
-        _show_status,
-        ["run"],
-        help="show progress and the jobs of a run",
-        description="Show the progress of a run, its alerts and the Slurm state of its jobs. Calls "
-        "Slurm once; `watch -n 30 areal-hpc status RUN` is safe to leave running. Exits with 1 "
-        "if an alert is a failure.",
-        example="areal-hpc status runs/quickstart/demo",
-    )
-    logs = commands.add_command(
-        "logs",
-        _show_logs,
-        ["run"],
-        help="show the latest log lines of all processes, merged by time",
-        description="Show the latest log lines of all processes of the newest launch, or of those "
-        "that are named, merged by time.",
-        example="areal-hpc logs runs/quickstart/demo trainer -n 100\n"
-        "areal-hpc logs runs/quickstart/demo cell-0/proxy --follow",
-    )
-    names = "jobs (cell-0), processes (proxy), or both (cell-0/proxy)"
-    logs.add_argument("names", nargs="*", default=[], help=names)
-    logs.add_argument("-f", "--follow", action="store_true", help="keep printing new lines")
-    logs.add_argument("-n", "--lines", type=int, default=40, help="lines to show (%(default)s)")
-    help_ = "also the lines that SGLang writes for every batch and request"
-    logs.add_argument("--all", action="store_true", help=help_)
-    logs.add_argument("--attempt", type=int, help="number of an earlier launch")
-    listing = commands.add_command(
-        "list",
-        _compare_runs,
-        help="compare runs: states, results, and recipe differences",
-        description="Compare the runs of a file root or an experiment.",
-        example="areal-hpc list runs/quickstart",
-    )
-    place = "a file root, an experiment's directory or a run's; default %(default)s"
-    listing.add_argument("place", type=Path, nargs="?", default=Path("runs"), help=place)
-    every_key = "a column for each recipe key that differs, not only the first six"
-    listing.add_argument("--all", action="store_true", help=every_key)
-    audit = commands.add_command(
-        "audit",
-        _audit_tickets,
-        ["run"],
-        help="check that every ticket was trained exactly once, or why not",
-        description="Check every ticket of a run from its files alone (finished, stopped or "
-        "running). Exits with 65 if a ticket was lost or trained twice.",
-        example="areal-hpc audit runs/quickstart/demo --tickets",
-    )
-    audit.add_argument("--tickets", action="store_true", help="list the status of every ticket")
-    verbs = commands.add_subcommand_group(
-        "shards",
-        help="inspect recorded trajectories",
-        description="Look at what a run recorded: its shards, and the conversations in them.",
-    )
-    listing = verbs.add_command(
-        "ls",
-        _list_shards,
-        ["run"],
-        help="one line per sealed shard",
-        description="List the sealed shards of a run: kinds of rows, tokens, tickets, weight "
-        "versions, mean reward.",
-        example="areal-hpc shards ls runs/quickstart/demo",
-    )
-    listing.add_argument("--json", action="store_true", help="one JSON object per shard")
-    _add_shards_show_command(verbs)
-    _add_shards_export_command(verbs)
-    verbs.add_command(
-        "verify",
-        _verify_shards,
-        ["run"],
-        help="verify all digests; list damaged files",
-        description="Compare every shard of a run with the digests in it and in the index, and "
-        "list those that are damaged. Exits with 65 if one is.",
-        example="areal-hpc shards verify runs/quickstart/demo",
-    )
+commands = CommandTable()
+commands.add_group("shards", "inspect recorded trajectories")
 
 
-def _add_shards_show_command(verbs: CommandGroup) -> None:
-    show = verbs.add_command(
-        "show",
-        _show_rows,
-        help="conversations as text, episodes of one ticket side by side",
-        description="Print recorded conversations: messages, tool calls, rewards, times. Held-out "
-        "and failed episodes are there as well: --where kind=failed.",
-        example="areal-hpc shards show runs/quickstart/demo 0\n"
-        'areal-hpc shards show runs/quickstart/demo --where "step=20 and reward<0.5" --sort length',
-    )
-    show.add_argument("run", type=Path, help="a run directory, or one shard file")
-    which = show.add_mutually_exclusive_group()
-    row = "row, counted over the run's shards (or in the file)"
-    which.add_argument("row", type=int, nargs="?", help=row)
-    which.add_argument("--ticket", type=int, help="every row of this ticket")
-    fields = ", ".join(FIELD_NAMES_FOR_HELP)
-    where = f"rows that match an expression of these fields: {fields}; ~ asks for a part of a text"
-    show.add_argument("--where", default="", metavar="EXPRESSION", help=where)
-    show.add_argument("--sort", default="", metavar="FIELD", help="largest first; else as recorded")
-    most = "print at most so many rows, the last ones unless sorted; default 5, all of a ticket"
-    show.add_argument("-n", "--rows", type=parse_positive_int, metavar="COUNT", help=most)
-    show.add_argument("--tokens", action="store_true", help="one line per token")
-
-
-def _add_shards_export_command(verbs: CommandGroup) -> None:
-    export = verbs.add_command(
-        "export",
-        _export_rows,
-        help="write recorded rows to a file for other programs",
-        description="Write recorded rows to one file: all that is recorded, as JSON lines or "
-        "Parquet (versions are packed as docs/shard-format-v2.md says); conversations for "
-        "supervised fine-tuning; or trajectories in ATIF 1.8, one a line.",
-        example="areal-hpc shards export runs/quickstart/demo --format parquet --out rows.parquet\n"
-        "areal-hpc shards export runs/quickstart/demo --format sft --out good.jsonl "
-        '--where "kind=train and reward>=1"',
-    )
-    export.add_argument("run", type=Path, help="a run directory, or one shard file")
-    formats = ("jsonl", "parquet", "sft", "atif")
-    export.add_argument("--format", choices=formats, required=True, help="format of the file")
-    export.add_argument("--out", type=Path, required=True, help="the file; it must not exist")
-    where = "only rows that match an expression, as for areal-hpc shards show"
-    export.add_argument("--where", default="", metavar="EXPRESSION", help=where)
-
-
+@commands.add("status", "run")
 def _show_status(arguments: argparse.Namespace) -> int:
+    """Show progress and the jobs of a run.
+
+    Show the progress of a run, its alerts and the Slurm state of its jobs. Calls Slurm once;
+    `watch -n 30 areal-hpc status RUN` is safe to leave running. Exits with 1 if an alert is a
+    failure.
+
+    $ areal-hpc status runs/quickstart/demo
+    """
     from areal_hpc.launch.terminal import get_program_command
     from areal_hpc.view.diagnosis import diagnose
     from areal_hpc.view.state.jobs import describe_allocation_steps, format_jobs
@@ -181,7 +74,26 @@ def _show_status(arguments: argparse.Namespace) -> int:
     return UNHEALTHY_EXIT_CODE if view.failure_alerts else 0
 
 
+@commands.add(
+    "logs",
+    "run",
+    argument(
+        "names", "jobs (cell-0), processes (proxy), or both (cell-0/proxy)", nargs="*", default=[]
+    ),
+    flag("-f", "--follow", "keep printing new lines"),
+    argument("-n", "--lines", "lines to show (%(default)s)", type=int, default=40),
+    flag("--all", "also the lines that SGLang writes for every batch and request"),
+    argument("--attempt", "number of an earlier launch", type=int),
+)
 def _show_logs(arguments: argparse.Namespace) -> int:
+    """Show the latest log lines of all processes, merged by time.
+
+    Show the latest log lines of all processes of the newest launch, or of those that are named,
+    merged by time.
+
+    $ areal-hpc logs runs/quickstart/demo trainer -n 100
+    $ areal-hpc logs runs/quickstart/demo cell-0/proxy --follow
+    """
     from areal_hpc.view.logs import (
         LogFile,
         LogFollower,
@@ -234,7 +146,24 @@ def _format_log_line(process_name: str, line: str) -> str:
     return f"\x1b[{color}m{process_name}\x1b[0m | {line}"
 
 
+@commands.add(
+    "list",
+    argument(
+        "place",
+        "a file root, an experiment's directory or a run's; default %(default)s",
+        type=Path,
+        nargs="?",
+        default=Path("runs"),
+    ),
+    flag("--all", "a column for each recipe key that differs, not only the first six"),
+)
 def _compare_runs(arguments: argparse.Namespace) -> int:
+    """Compare runs: states, results, and recipe differences.
+
+    Compare the runs of a file root or an experiment.
+
+    $ areal-hpc list runs/quickstart
+    """
     from areal_hpc.rundir.paths import list_runs
     from areal_hpc.slurm.queue import QueuePoller
     from areal_hpc.view.state.summary import compare_runs
@@ -249,7 +178,15 @@ def _compare_runs(arguments: argparse.Namespace) -> int:
     return 0
 
 
+@commands.add("audit", "run", flag("--tickets", "list the status of every ticket"))
 def _audit_tickets(arguments: argparse.Namespace) -> int:
+    """Check that every ticket was trained exactly once, or why not.
+
+    Check every ticket of a run from its files alone (finished, stopped or running). Exits with
+    65 if a ticket was lost or trained twice.
+
+    $ areal-hpc audit runs/quickstart/demo --tickets
+    """
     from areal_hpc.metrics.step_metrics import read_metrics
     from areal_hpc.view.audit import TicketStatus, audit_run
 
@@ -294,7 +231,15 @@ def _print_first_lines(lines: Sequence[str], max_lines: int | None) -> None:
         print(f"... and {len(lines) - max_lines} more: --tickets lists all")
 
 
+@commands.add("shards ls", "run", flag("--json", "one JSON object per shard"))
 def _list_shards(arguments: argparse.Namespace) -> int:
+    """One line per sealed shard.
+
+    List the sealed shards of a run: kinds of rows, tokens, tickets, weight versions, mean
+    reward.
+
+    $ areal-hpc shards ls runs/quickstart/demo
+    """
     from areal_hpc.view.shard_report import format_shard_table, format_shards_jsonl
 
     write = format_shards_jsonl if arguments.json else format_shard_table
@@ -302,7 +247,39 @@ def _list_shards(arguments: argparse.Namespace) -> int:
     return 0
 
 
+@commands.add(
+    "shards show",
+    argument("run", "a run directory, or one shard file", type=Path),
+    [
+        argument("row", "row, counted over the run's shards (or in the file)", type=int, nargs="?"),
+        argument("--ticket", "every row of this ticket", type=int),
+    ],
+    argument(
+        "--where",
+        "rows that match an expression of these fields: "
+        f"{', '.join(FIELD_NAMES_FOR_HELP)}; ~ asks for a part of a text",
+        default="",
+        metavar="EXPRESSION",
+    ),
+    argument("--sort", "largest first; else as recorded", default="", metavar="FIELD"),
+    argument(
+        "-n",
+        "--rows",
+        "print at most so many rows, the last ones unless sorted; default 5, all of a ticket",
+        type=parse_positive_int,
+        metavar="COUNT",
+    ),
+    flag("--tokens", "one line per token"),
+)
 def _show_rows(arguments: argparse.Namespace) -> int:
+    """Conversations as text, episodes of one ticket side by side.
+
+    Print recorded conversations: messages, tool calls, rewards, times. Held-out and failed
+    episodes are there as well: --where kind=failed.
+
+    $ areal-hpc shards show runs/quickstart/demo 0
+    $ areal-hpc shards show runs/quickstart/demo --where "step=20 and reward<0.5" --sort length
+    """
     from areal_hpc.view.shard_report import find_tokenizer_file, format_tokens
     from areal_hpc.view.transcripts.row_search import RowQuery, find_rows, format_groups
 
@@ -321,7 +298,31 @@ def _show_rows(arguments: argparse.Namespace) -> int:
     return 0
 
 
+@commands.add(
+    "shards export",
+    argument("run", "a run directory, or one shard file", type=Path),
+    argument(
+        "--format", "format of the file", choices=("jsonl", "parquet", "sft", "atif"), required=True
+    ),
+    argument("--out", "the file; it must not exist", type=Path, required=True),
+    argument(
+        "--where",
+        "only rows that match an expression, as for areal-hpc shards show",
+        default="",
+        metavar="EXPRESSION",
+    ),
+)
 def _export_rows(arguments: argparse.Namespace) -> int:
+    r"""Write recorded rows to a file for other programs.
+
+    Write recorded rows to one file: all that is recorded, as JSON lines or Parquet (versions
+    are packed as docs/shard-format-v2.md says); conversations for supervised fine-tuning; or
+    trajectories in ATIF 1.8, one a line.
+
+    $ areal-hpc shards export runs/quickstart/demo --format parquet --out rows.parquet
+    $ areal-hpc shards export runs/quickstart/demo --format sft --out good.jsonl \
+    $     --where "kind=train and reward>=1"
+    """
     from rich.console import Console
     from rich.progress import Progress
 
@@ -346,7 +347,15 @@ def _export_rows(arguments: argparse.Namespace) -> int:
     return 0
 
 
+@commands.add("shards verify", "run")
 def _verify_shards(arguments: argparse.Namespace) -> int:
+    """Verify all digests; list damaged files.
+
+    Compare every shard of a run with the digests in it and in the index, and list those that
+    are damaged. Exits with 65 if one is.
+
+    $ areal-hpc shards verify runs/quickstart/demo
+    """
     from rich.console import Console
     from rich.progress import Progress
 

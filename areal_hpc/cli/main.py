@@ -11,7 +11,6 @@ from areal_hpc import __version__
 from areal_hpc.cli import develop, evaluate, explain, inspect, operate, prepare, run
 from areal_hpc.cli.arguments import (
     Command,
-    CommandGroup,
     describe_unknown_arguments,
     exit_on_unknown_command,
 )
@@ -23,12 +22,12 @@ from areal_hpc.errors import (
     escape_controls,
 )
 
-COMMAND_MODULES = {
-    "run": (run, evaluate),
-    "prepare": (prepare,),
-    "inspect": (inspect, explain),
-    "operate": (operate,),
-    "develop": (develop,),
+COMMAND_TABLES = {
+    "run": (run.commands, evaluate.commands),
+    "prepare": (prepare.commands,),
+    "inspect": (inspect.commands, explain.commands),
+    "operate": (operate.commands,),
+    "develop": (develop.commands,),
 }
 HINT_BY_PATH_ERROR: dict[type[OSError], str] = {
     FileExistsError: "name another, or remove it",
@@ -111,14 +110,15 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=__version__)
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND", help="see below")
-    groups = {title: CommandGroup(subparsers) for title in COMMAND_MODULES}
-    for title, group in groups.items():
-        for module in COMMAND_MODULES[title]:
-            module.add_commands(group)
-    width = max(len(name) for group in groups.values() for name in group.help_by_command)
+    help_by_group = {
+        title: {
+            name: line for table in tables for name, line in table.build_parsers(subparsers).items()
+        }
+        for title, tables in COMMAND_TABLES.items()
+    }
+    width = max(len(name) for helps in help_by_group.values() for name in helps)
     lines = []
-    for title, group in groups.items():
-        lines += ["", f"{title}:"]
-        lines += [f"  {name:<{width}}  {text}" for name, text in group.help_by_command.items()]
+    for title, helps in help_by_group.items():
+        lines += ["", f"{title}:", *(f"  {name:<{width}}  {line}" for name, line in helps.items())]
     parser.epilog = "\n".join(lines[1:])
     return parser

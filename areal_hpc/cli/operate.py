@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from areal_hpc.checkout import format_install_command
-from areal_hpc.cli.arguments import CommandGroup, parse_run_dir, parse_step_range
+from areal_hpc.cli.arguments import CommandTable, argument, flag, parse_run_dir, parse_step_range
 from areal_hpc.errors import (
     ClusterError,
     RecipeError,
@@ -24,85 +24,7 @@ from areal_hpc.rundir.paths import RunPaths, format_step_dir
 STOP_MARGIN_S = 10.0
 """On top of a job's own grace: it hears of the stop, and Slurm of its end, some seconds later."""
 
-
-def add_commands(commands: CommandGroup) -> None:
-    cancel = commands.add_command(
-        "cancel",
-        _cancel_run,
-        ["run"],
-        help="cancel all jobs of a run",
-        description="Signal all jobs to save a checkpoint and exit, wait for "
-        "cluster.stop_grace_s and as long as the last save took, then scancel what is left. "
-        "Pending and held jobs are cancelled at once; nothing is requeued.",
-        example="areal-hpc cancel runs/math/first",
-    )
-    now = "cancel without a grace period; no final checkpoint"
-    cancel.add_argument("--now", action="store_true", help=now)
-    resume = commands.add_command(
-        "resume",
-        _resume_run,
-        ["run", "overrides"],
-        help="resubmit a run from its last checkpoint",
-        description="Submit a cancelled, failed or stopped run again from its own recipe plus "
-        "the overrides given here, in the directory it was first submitted from.",
-        example="areal-hpc resume runs/math/first trainer.total_steps=200\n"
-        "cp -a runs/math/first copy; areal-hpc resume copy --as second",
-    )
-    name = "make a copy of a run's folder a run of its own, under this name beside the copy"
-    resume.add_argument("--as", dest="trial_name", metavar="NAME", help=name)
-    commands.add_command(
-        "caretaker",
-        _look_after_run,
-        ["run"],
-        help="submit jobs of a run again that are gone",
-        description="Look after the jobs of a submitted run, once a minute, until it is finished, "
-        "cancelled or given up: what no job of the run brings back, as where only login nodes "
-        "may submit jobs. What a person cancelled stays cancelled.",
-        example="areal-hpc caretaker runs/math/first",
-    )
-    export = commands.add_command(
-        "export",
-        _export_model,
-        ["run"],
-        help="export a checkpoint as a Hugging Face model",
-        description="Export the weights of a checkpoint, trained in any parallel layout, as a "
-        "Hugging Face model directory with its tokenizer.",
-        example="areal-hpc export runs/quickstart/demo --step 20 --out my_model",
-    )
-    export.add_argument("--step", type=int, help="step of the checkpoint (default: the newest)")
-    out = "output directory (default: export/step_... in the run directory)"
-    export.add_argument("--out", type=Path, help=out)
-    replay = commands.add_command(
-        "replay",
-        _replay_steps,
-        ["run"],
-        help="train recorded steps again, without inference",
-        description="Train steps of a run again from its manifests and shards, in a new directory "
-        "(not a replay buffer); the run is only read. Without learning overrides, loss and "
-        "gradient norm are compared with the recorded ones.",
-        example="areal-hpc replay runs/quickstart/demo --steps 3..5 trainer.optimizer.lr=1e-4",
-    )
-    help_ = "10..20, or one step"
-    replay.add_argument(
-        "--steps", type=parse_step_range, required=True, metavar="FIRST..LAST", help=help_
-    )
-    out = "directory to make; RUN.replay_FIRST_LAST when absent"
-    replay.add_argument("--out", type=Path, help=out)
-    overrides = "such as trainer.optimizer.lr=2e-6"
-    replay.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=overrides)
-    quarantine = commands.add_command(
-        "quarantine",
-        _quarantine_batch,
-        ["run"],
-        help="set a batch aside that cannot be trained",
-        description="Have the trainer consume a batch without training on it, at once or when the "
-        "run is resumed. The audit counts its tickets as quarantined. A batch that was trained "
-        "already is refused.",
-        example="areal-hpc quarantine runs/math/first 17",
-    )
-    quarantine.add_argument("batch", type=int, metavar="BATCH", help="the step it leads to")
-    undo = "train the batch after all, if nothing was trained since"
-    quarantine.add_argument("--undo", action="store_true", help=undo)
+commands = CommandTable()
 
 
 def _require_own_slurm_run(path: Path) -> RunPaths:
@@ -144,7 +66,16 @@ def _require_own_slurm_run(path: Path) -> RunPaths:
     return paths
 
 
+@commands.add("cancel", "run", flag("--now", "cancel without a grace period; no final checkpoint"))
 def _cancel_run(arguments: argparse.Namespace) -> int:
+    """Cancel all jobs of a run.
+
+    Signal all jobs to save a checkpoint and exit, wait for cluster.stop_grace_s and as long as
+    the last save took, then scancel what is left. Pending and held jobs are cancelled at once;
+    nothing is requeued.
+
+    $ areal-hpc cancel runs/math/first
+    """
     from areal_hpc.jobs.starts import read_checkpoint_duration_s
     from areal_hpc.launch.terminal import format_next_command, say
     from areal_hpc.rundir.jobs import get_latest_submissions, mark_cancelled, read_submissions
@@ -180,7 +111,26 @@ def _cancel_run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+@commands.add(
+    "resume",
+    "run",
+    "overrides",
+    argument(
+        "--as",
+        "make a copy of a run's folder a run of its own, under this name beside the copy",
+        dest="trial_name",
+        metavar="NAME",
+    ),
+)
 def _resume_run(arguments: argparse.Namespace) -> int:
+    """Resubmit a run from its last checkpoint.
+
+    Submit a cancelled, failed or stopped run again from its own recipe plus the overrides given
+    here, in the directory it was first submitted from.
+
+    $ areal-hpc resume runs/math/first trainer.total_steps=200
+    $ cp -a runs/math/first copy; areal-hpc resume copy --as second
+    """
     from areal_hpc.launch import slurm_launcher
     from areal_hpc.launch.prepare import is_run_finished
     from areal_hpc.launch.provenance import enter_launch_folder
@@ -233,7 +183,16 @@ def _resume_run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+@commands.add("caretaker", "run")
 def _look_after_run(arguments: argparse.Namespace) -> int:
+    """Submit jobs of a run again that are gone.
+
+    Look after the jobs of a submitted run, once a minute, until it is finished, cancelled or
+    given up: what no job of the run brings back, as where only login nodes may submit jobs.
+    What a person cancelled stays cancelled.
+
+    $ areal-hpc caretaker runs/math/first
+    """
     from areal_hpc.jobs.caretaker import look_after_run
     from areal_hpc.launch.terminal import say
 
@@ -267,7 +226,20 @@ def _cancel_jobs_of_old_place(paths: RunPaths, old_place: Path) -> None:
     cancel_jobs(lambda: ids, is_own=is_own, grace_s=0.0, print_line=say)
 
 
+@commands.add(
+    "quarantine",
+    "run",
+    argument("batch", "the step it leads to", type=int, metavar="BATCH"),
+    flag("--undo", "train the batch after all, if nothing was trained since"),
+)
 def _quarantine_batch(arguments: argparse.Namespace) -> int:
+    """Set a batch aside that cannot be trained.
+
+    Have the trainer consume a batch without training on it, at once or when the run is resumed.
+    The audit counts its tickets as quarantined. A batch that was trained already is refused.
+
+    $ areal-hpc quarantine runs/math/first 17
+    """
     from areal_hpc.launch.quarantine import quarantine_batch, undo_quarantine
 
     paths = parse_run_dir(arguments.run)
@@ -283,7 +255,22 @@ def _quarantine_batch(arguments: argparse.Namespace) -> int:
     return 0
 
 
+@commands.add(
+    "export",
+    "run",
+    argument("--step", "step of the checkpoint (default: the newest)", type=int),
+    argument(
+        "--out", "output directory (default: export/step_... in the run directory)", type=Path
+    ),
+)
 def _export_model(arguments: argparse.Namespace) -> int:
+    """Export a checkpoint as a Hugging Face model.
+
+    Export the weights of a checkpoint, trained in any parallel layout, as a Hugging Face model
+    directory with its tokenizer.
+
+    $ areal-hpc export runs/quickstart/demo --step 20 --out my_model
+    """
     from areal_hpc.launch.plan import get_initial_policy_path
     from areal_hpc.recipe.loading import load_recipe
 
@@ -327,7 +314,30 @@ def _export_in_train_environment(configured_python: str, arguments: argparse.Nam
     return subprocess.run(command, check=False).returncode
 
 
+@commands.add(
+    "replay",
+    "run",
+    argument(
+        "--steps",
+        "10..20, or one step",
+        type=parse_step_range,
+        required=True,
+        metavar="FIRST..LAST",
+    ),
+    argument("--out", "directory to make; RUN.replay_FIRST_LAST when absent", type=Path),
+    argument(
+        "overrides", "such as trainer.optimizer.lr=2e-6", nargs="*", default=[], metavar="key=value"
+    ),
+)
 def _replay_steps(arguments: argparse.Namespace) -> int:
+    """Train recorded steps again, without inference.
+
+    Train steps of a run again from its manifests and shards, in a new directory (not a replay
+    buffer); the run is only read. Without learning overrides, loss and gradient norm are
+    compared with the recorded ones.
+
+    $ areal-hpc replay runs/quickstart/demo --steps 3..5 trainer.optimizer.lr=1e-4
+    """
     from areal_hpc.launch.replay import RecordedStepsReplay
     from areal_hpc.launch.terminal import STOPPING_MESSAGE, catch_stop_signals
     from areal_hpc.view.state.live_progress import PlainReporter

@@ -8,39 +8,26 @@ from pathlib import Path
 from typing import Any
 
 from areal_hpc.checkout import find_checkout, format_install_command
-from areal_hpc.cli.arguments import UNHEALTHY_EXIT_CODE, CommandGroup, parse_positive_int
+from areal_hpc.cli.arguments import (
+    UNHEALTHY_EXIT_CODE,
+    CommandTable,
+    argument,
+    parse_positive_int,
+)
 from areal_hpc.errors import Problem, RecipeError, escape_controls
 
-
-def add_commands(commands: CommandGroup) -> None:
-    _add_start_commands(commands)
-    _add_prepare_commands(commands)
-    _add_tasks_commands(commands)
+commands = CommandTable()
 
 
-def _add_start_commands(commands: CommandGroup) -> None:
-    commands.add_command(
-        "recipes",
-        _print_recipes,
-        help="list the recipes that ship with the package",
-        description="List the shipped recipes: name, hardware, wall time and purpose. A command "
-        "that takes a recipe also takes such a name, as does `extends` at the top of a recipe.",
-        example="areal-hpc recipes",
-    )
-    init = commands.add_command(
-        "init",
-        _write_project,
-        help="begin a project: a recipe and its agent",
-        description="Write a recipe and the code that it names into a folder: those of the "
-        "tutorial, or of a shipped recipe. Both run as they are. No file is overwritten.",
-        example="areal-hpc init my_project\nareal-hpc init my_project --like quickstart",
-    )
-    init.add_argument("folder", type=Path, metavar="DIR", help="folder to write into")
-    like = "a shipped recipe (areal-hpc recipes); the tutorial's without this"
-    init.add_argument("--like", metavar="NAME", help=like)
-
-
+@commands.add("recipes")
 def _print_recipes(arguments: argparse.Namespace) -> int:
+    """List the recipes that ship with the package.
+
+    List the shipped recipes: name, hardware, wall time and purpose. A command that takes a
+    recipe also takes such a name, as does `extends` at the top of a recipe.
+
+    $ areal-hpc recipes
+    """
     from areal_hpc.recipe.shipped import list_shipped_recipes, parse_header
     from areal_hpc.view.formatting import format_table
 
@@ -52,7 +39,24 @@ def _print_recipes(arguments: argparse.Namespace) -> int:
     return 0
 
 
+@commands.add(
+    "init",
+    argument("folder", "folder to write into", type=Path, metavar="DIR"),
+    argument(
+        "--like",
+        "a shipped recipe (areal-hpc recipes); the tutorial's without this",
+        metavar="NAME",
+    ),
+)
 def _write_project(arguments: argparse.Namespace) -> int:
+    """Begin a project: a recipe and its agent.
+
+    Write a recipe and the code that it names into a folder: those of the tutorial, or of a
+    shipped recipe. Both run as they are. No file is overwritten.
+
+    $ areal-hpc init my_project
+    $ areal-hpc init my_project --like quickstart
+    """
     from areal_hpc.recipe.loading import load_recipe
     from areal_hpc.recipe.project_files import read_project_files
 
@@ -82,48 +86,17 @@ def _print_next_commands(folder: Path, recipe: str, has_hub_model: bool) -> None
         print(f"         areal-hpc {command} {recipe}")
 
 
-def _add_prepare_commands(commands: CommandGroup) -> None:
-    commands.add_command(
-        "prefetch",
-        _prefetch_recipe,
-        ["recipe", "overrides"],
-        help="download the models, data sets and harnesses of a recipe",
-        description="Put the models and data sets of a recipe into the Hugging Face cache, write "
-        "their revisions and digests into the run directory, and install the coding harnesses "
-        "that its agents run. For a login node: runs never "
-        "download. HF_HOME, HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE are honored.",
-        example="areal-hpc prefetch recipes/gpu64_math_qwen2.5_7b.yaml",
-    )
-    harness = commands.add_command(
-        "install-harness",
-        _install_harnesses,
-        help="install coding harnesses for HarnessAgent",
-        description="Install coding harnesses (claude-code, codex, opencode and others; "
-        "docs/harnesses.md) from npm or PyPI, each in a folder of its own, with the exact "
-        "packages of its lock. One that is there already is left as it is.",
-        example="areal-hpc install-harness opencode",
-    )
-    harness.add_argument("names", nargs="+", metavar="NAME", help="a harness, or all")
-    harness.add_argument("--dir", type=Path, help="their folder (.venvs/harnesses of the checkout)")
-    version = "another version than the lock's, or `newest`; untested, and its packages unpinned"
-    harness.add_argument("--version", default="", help=version)
-    migrate = commands.add_command(
-        "migrate",
-        _translate_areal_config,
-        help="translate an AReaL configuration into a recipe",
-        description="Print the recipe for an AReaL configuration, every key without a "
-        "counterpart and why, and what the recipe still needs.",
-        example="areal-hpc migrate gsm8k_grpo.yaml --rows 7473 --out my_recipe.yaml",
-    )
-    migrate.add_argument("config", type=Path, help="the file that AReaL's --config names")
-    help_ = "as AReaL takes them"
-    migrate.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=help_)
-    rows = "number of training rows, to convert epochs to steps"
-    migrate.add_argument("--rows", type=parse_positive_int, help=rows)
-    migrate.add_argument("--out", type=Path, help="write the recipe there instead of printing it")
-
-
+@commands.add("prefetch", "recipe", "overrides")
 def _prefetch_recipe(arguments: argparse.Namespace) -> int:
+    """Download the models, data sets and harnesses of a recipe.
+
+    Put the models and data sets of a recipe into the Hugging Face cache, write their revisions
+    and digests into the run directory, and install the coding harnesses that its agents run.
+    For a login node: runs never download. HF_HOME, HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE are
+    honored.
+
+    $ areal-hpc prefetch recipes/gpu64_math_qwen2.5_7b.yaml
+    """
     from areal_hpc.agents.harness.installation import (
         install_harness,
         list_recipe_harnesses,
@@ -140,7 +113,25 @@ def _prefetch_recipe(arguments: argparse.Namespace) -> int:
     return 0
 
 
+@commands.add(
+    "install-harness",
+    argument("names", "a harness, or all", nargs="+", metavar="NAME"),
+    argument("--dir", "their folder (.venvs/harnesses of the checkout)", type=Path),
+    argument(
+        "--version",
+        "another version than the lock's, or `newest`; untested, and its packages unpinned",
+        default="",
+    ),
+)
 def _install_harnesses(arguments: argparse.Namespace) -> int:
+    """Install coding harnesses for HarnessAgent.
+
+    Install coding harnesses (claude-code, codex, opencode and others; docs/harnesses.md) from
+    npm or PyPI, each in a folder of its own, with the exact packages of its lock. One that is
+    there already is left as it is.
+
+    $ areal-hpc install-harness opencode
+    """
     from areal_hpc.agents.harness.installation import (
         HARNESSES_DIR,
         install_harness,
@@ -162,7 +153,23 @@ def _print_install_result(harness_name: str, folder: Path, is_new: bool) -> None
     print(f"{harness_name} {verb} {folder / harness_name}")
 
 
+@commands.add(
+    "migrate",
+    argument("config", "the file that AReaL's --config names", type=Path),
+    argument("overrides", "as AReaL takes them", nargs="*", default=[], metavar="key=value"),
+    argument(
+        "--rows", "number of training rows, to convert epochs to steps", type=parse_positive_int
+    ),
+    argument("--out", "write the recipe there instead of printing it", type=Path),
+)
 def _translate_areal_config(arguments: argparse.Namespace) -> int:
+    """Translate an AReaL configuration into a recipe.
+
+    Print the recipe for an AReaL configuration, every key without a counterpart and why, and
+    what the recipe still needs.
+
+    $ areal-hpc migrate gsm8k_grpo.yaml --rows 7473 --out my_recipe.yaml
+    """
     import yaml
 
     from areal_hpc.areal.config.translation import translate_to_recipe
@@ -203,56 +210,30 @@ def _find_missing_agent(recipe: Mapping[str, Any]) -> Iterator[Problem]:
         yield Problem("this key is required", "rollout.workflow", hint)
 
 
-def _add_tasks_commands(commands: CommandGroup) -> None:
-    check = commands.add_command(
-        "check-tasks",
-        _check_tasks,
-        help="play Harbor's tasks with their own solutions, and with none",
-        description="Judge each task twice in a sandbox: after its own "
-        "solution/solve.sh, and after nothing. Exits with 1 if the tests of one do not tell them "
-        "apart.",
-        example="areal-hpc check-tasks tasks",
-    )
-    check.add_argument("path", type=Path, help="a task folder, or a folder of task folders")
-    root = "folder or tar of a root file system for tasks that have none; this machine's if absent"
-    check.add_argument("--root", type=Path, help=root)
-    names = ("bwrap", "podman", "apptainer", "enroot")
-    check.add_argument(
+@commands.add(
+    "check-tasks",
+    argument("path", "a task folder, or a folder of task folders", type=Path),
+    argument(
+        "--root",
+        "folder or tar of a root file system for tasks that have none; this machine's if absent",
+        type=Path,
+    ),
+    argument(
         "--isolation",
-        choices=names,
-        default=names[0],
-        help="kind of sandbox (%(default)s)",
-    )
-    check.add_argument(
-        "--at-once", type=int, default=os.cpu_count(), help="tasks played at once (%(default)s)"
-    )
-
-    _add_judge_command(commands)
-
-
-def _add_judge_command(commands: CommandGroup) -> None:
-    judge = commands.add_command(
-        "check-judge",
-        _check_judge,
-        help="compare a judging model's grades with labels of people",
-        description="Grade replies whose worth is known: each line of LABELS is a JSON object with "
-        "`question`, `reply` and `label` from 0 to 1, and perhaps `reference`.",
-        example="areal-hpc check-judge labels.jsonl --rubric rubric.md --model judge "
-        "--base-url http://127.0.0.1:30000/v1",
-    )
-    judge.add_argument("labels", type=Path, help="file of JSON lines")
-    judge.add_argument("--rubric", type=Path, required=True, help="file with the rubric")
-    judge.add_argument(
-        "--base-url", required=True, metavar="URL", help="OpenAI-compatible endpoint"
-    )
-    judge.add_argument("--model", required=True, help="name of the judging model there")
-    help_ = "values from here on are good (%(default)s)"
-    judge.add_argument("--threshold", type=float, default=0.5, metavar="X", help=help_)
-    help_ = "SQLite file in which grades are kept, as LlmJudge's `cache`"
-    judge.add_argument("--cache", type=Path, metavar="FILE", help=help_)
-
-
+        "kind of sandbox (%(default)s)",
+        choices=("bwrap", "podman", "apptainer", "enroot"),
+        default="bwrap",
+    ),
+    argument("--at-once", "tasks played at once (%(default)s)", type=int, default=os.cpu_count()),
+)
 def _check_tasks(arguments: argparse.Namespace) -> int:
+    """Play Harbor's tasks with their own solutions, and with none.
+
+    Judge each task twice in a sandbox: after its own solution/solve.sh, and after nothing.
+    Exits with 1 if the tests of one do not tell them apart.
+
+    $ areal-hpc check-tasks tasks
+    """
     import asyncio
 
     from areal_hpc.dataset.harbor.task_folder import read_task_folders
@@ -286,7 +267,34 @@ async def _count_unsound_tasks(rows: list[dict[str, Any]], arguments: argparse.N
     return unsound
 
 
+@commands.add(
+    "check-judge",
+    argument("labels", "file of JSON lines", type=Path),
+    argument("--rubric", "file with the rubric", type=Path, required=True),
+    argument("--base-url", "OpenAI-compatible endpoint", required=True, metavar="URL"),
+    argument("--model", "name of the judging model there", required=True),
+    argument(
+        "--threshold",
+        "values from here on are good (%(default)s)",
+        type=float,
+        default=0.5,
+        metavar="X",
+    ),
+    argument(
+        "--cache",
+        "SQLite file in which grades are kept, as LlmJudge's `cache`",
+        type=Path,
+        metavar="FILE",
+    ),
+)
 def _check_judge(arguments: argparse.Namespace) -> int:
+    """Compare a judging model's grades with labels of people.
+
+    Grade replies whose worth is known: each line of LABELS is a JSON object with `question`,
+    `reply` and `label` from 0 to 1, and perhaps `reference`.
+
+    $ areal-hpc check-judge labels.jsonl --rubric rubric.md --model judge --base-url http://127.0.0.1:30000/v1
+    """
     import asyncio
 
     from areal_hpc.reward.judge_check import report_agreement

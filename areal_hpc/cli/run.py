@@ -14,7 +14,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from areal_hpc.cli.arguments import CommandGroup, parse_slurm_job_id
+from areal_hpc.cli.arguments import CommandTable, argument, flag, parse_slurm_job_id
 from areal_hpc.errors import RecipeError
 from areal_hpc.rundir.paths import RunPaths
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from areal_hpc.rundir.jobs import JobSpec
 
 _LINE_CHARS = 100
+
+commands = CommandTable()
 
 
 def describe_plan(recipe: Recipe, *, on_this_machine: bool = True) -> Iterator[str]:
@@ -134,70 +136,26 @@ def _wrap_under_title(title: str, words: Sequence[str]) -> list[str]:
     )
 
 
-def add_commands(commands: CommandGroup) -> None:
-    run = commands.add_command(
-        "run",
-        _run_recipe,
-        ["recipe", "overrides", "--fresh"],
-        help="train a recipe on this machine",
-        description="Train a recipe on this machine. Run the same command again to resume.",
-        example="areal-hpc run recipes/quickstart.yaml\n"
-        "areal-hpc run my_recipe.yaml trainer.total_steps=50 rollout.n_samples=16\n"
-        "salloc --nodes=2 areal-hpc run my_recipe.yaml --in-allocation",
-    )
-    dry_run = "print the jobs, processes, GPUs and memory; start nothing"
-    run.add_argument("--dry-run", action="store_true", help=dry_run)
-    in_allocation = "run the jobs as steps (srun) of the Slurm allocation that this shell holds"
-    run.add_argument("--in-allocation", action="store_true", help=in_allocation)
-    help_ = "show the jobs and GPU memory of a recipe; start nothing"
-    commands.add_command(
-        "plan",
-        _print_plan,
-        ["recipe", "overrides"],
-        help=help_,
-        description="Show the jobs of a recipe, their processes, nodes and GPUs, and what the GPUs "
-        "hold. Start nothing and write nothing.",
-        example="areal-hpc plan recipes/gpu64_math_qwen2.5_7b.yaml cluster.gpu_memory_gib=80",
-    )
-    commands.add_command(
-        "recipe-keys",
-        _print_recipe_keys,
-        help="print the reference table of all recipe keys",
-        description="Print every key of a recipe, its type, default and meaning, as Markdown.",
-        example="areal-hpc recipe-keys | grep rollout",
-    )
-    submit = commands.add_command(
-        "submit",
-        _submit_recipe,
-        ["recipe", "overrides", "--site", "--fresh"],
-        help="submit a recipe to Slurm",
-        description="Set up the run directory, submit all jobs, and return. Jobs restart by "
-        "themselves. Submit again to resume a run whose jobs have ended.",
-        example="areal-hpc submit my_recipe.yaml --site site.yaml --dry-run\n"
-        "for lr in 1e-6 3e-6; do\n"
-        "    areal-hpc submit my_recipe.yaml trainer.optimizer.lr=$lr trial_name=lr-$lr\n"
-        "done",
-    )
-    for option, help_ in (
-        ("--dry-run", "print all sbatch scripts and the cost; change nothing"),
-        ("--write-only", "set up everything but do not call sbatch"),
-        ("--wait", "show progress until the run ends; Ctrl-C detaches"),
-    ):
-        submit.add_argument(option, action="store_true", help=help_)
-    help_ = "start after this job has succeeded (repeatable)"
-    submit.add_argument(
-        "--after",
-        action="append",
-        type=parse_slurm_job_id,
-        default=[],
-        metavar="JOBID",
-        help=help_,
-    )
-
-    _add_proxy_command(commands)
-
-
+@commands.add(
+    "run",
+    "recipe",
+    "overrides",
+    "--fresh",
+    flag("--dry-run", "print the jobs, processes, GPUs and memory; start nothing"),
+    flag(
+        "--in-allocation",
+        "run the jobs as steps (srun) of the Slurm allocation that this shell holds",
+    ),
+)
 def _run_recipe(arguments: argparse.Namespace) -> int:
+    """Train a recipe on this machine.
+
+    Train a recipe on this machine. Run the same command again to resume.
+
+    $ areal-hpc run recipes/quickstart.yaml
+    $ areal-hpc run my_recipe.yaml trainer.total_steps=50 rollout.n_samples=16
+    $ salloc --nodes=2 areal-hpc run my_recipe.yaml --in-allocation
+    """
     # Imported here: `--help` and the shard commands stay quick without pydantic and submitit.
     from areal_hpc.launch.run import run
     from areal_hpc.recipe.loading import load_recipe
@@ -231,7 +189,15 @@ def _describe_run_dir(recipe: Recipe) -> str:
     return f"{paths.root} holds a run at {at}, which the command goes on with (--fresh starts over)"
 
 
+@commands.add("plan", "recipe", "overrides")
 def _print_plan(arguments: argparse.Namespace) -> int:
+    """Show the jobs and GPU memory of a recipe; start nothing.
+
+    Show the jobs of a recipe, their processes, nodes and GPUs, and what the GPUs hold. Start
+    nothing and write nothing.
+
+    $ areal-hpc plan recipes/gpu64_math_qwen2.5_7b.yaml cluster.gpu_memory_gib=80
+    """
     from areal_hpc.recipe.loading import load_recipe
 
     recipe = load_recipe(arguments.recipe, arguments.overrides)
@@ -239,14 +205,49 @@ def _print_plan(arguments: argparse.Namespace) -> int:
     return 0
 
 
+@commands.add("recipe-keys")
 def _print_recipe_keys(arguments: argparse.Namespace) -> int:
+    """Print the reference table of all recipe keys.
+
+    Print every key of a recipe, its type, default and meaning, as Markdown.
+
+    $ areal-hpc recipe-keys | grep rollout
+    """
     from areal_hpc.recipe.reference import render_key_table
 
     print(render_key_table(), end="")
     return 0
 
 
+@commands.add(
+    "submit",
+    "recipe",
+    "overrides",
+    "--site",
+    "--fresh",
+    flag("--dry-run", "print all sbatch scripts and the cost; change nothing"),
+    flag("--write-only", "set up everything but do not call sbatch"),
+    flag("--wait", "show progress until the run ends; Ctrl-C detaches"),
+    argument(
+        "--after",
+        "start after this job has succeeded (repeatable)",
+        action="append",
+        type=parse_slurm_job_id,
+        default=[],
+        metavar="JOBID",
+    ),
+)
 def _submit_recipe(arguments: argparse.Namespace) -> int:
+    """Submit a recipe to Slurm.
+
+    Set up the run directory, submit all jobs, and return. Jobs restart by themselves. Submit
+    again to resume a run whose jobs have ended.
+
+    $ areal-hpc submit my_recipe.yaml --site site.yaml --dry-run
+    $ for lr in 1e-6 3e-6; do
+    $     areal-hpc submit my_recipe.yaml trainer.optimizer.lr=$lr trial_name=lr-$lr
+    $ done
+    """
     from areal_hpc.launch import slurm_launcher
     from areal_hpc.launch.run import report_finished_run, submit
     from areal_hpc.launch.slurm_launcher import format_dry_run
@@ -270,39 +271,70 @@ def _submit_recipe(arguments: argparse.Namespace) -> int:
     return result.exit_code
 
 
-def _add_proxy_command(commands: CommandGroup) -> None:
-    proxy = commands.add_command(
-        "proxy",
-        _run_standalone_proxy,
-        help="run the recording proxy without training",
-        description="Serve the recording OpenAI-compatible endpoint in front of running SGLang "
-        "servers. SIGTERM or Ctrl-C finishes open calls, then exits.",
-        example="areal-hpc proxy --upstream http://127.0.0.1:30000 --tokenizer MODEL_DIR "
-        "--port 8080 --admin-key-file my.key",
-    )
-    add = proxy.add_argument
-    upstream = "address of an SGLang server; may be repeated"
-    add("--upstream", action="append", required=True, metavar="URL", help=upstream)
-    tokenizer = "directory of the model, or of its tokenizer alone"
-    add("--tokenizer", type=Path, required=True, metavar="DIR", help=tokenizer)
-    add("--host", default="127.0.0.1", help="address to listen on (default: loopback only)")
-    add("--port", type=int, required=True, help="port to listen on; 0 takes a free one")
-    admin_key = "file with the admin key that opens sessions (created with mode 0600 if missing)"
-    add("--admin-key-file", type=Path, required=True, metavar="FILE", help=admin_key)
-    add("--tool-call-parser", metavar="NAME", help="SGLang tool-call parser, for example qwen25")
-    add("--reasoning-parser", metavar="NAME", help="SGLang reasoning parser, for example qwen3")
-    journal = "directory of the journal, so that sessions survive a restart"
-    add("--journal", type=Path, metavar="DIR", help=journal)
-    add("--context-length", type=int, metavar="N", help="maximum prompt plus reply, in tokens")
-    serve_python = "Python environment with SGLang, for its parsers"
-    add("--serve-python", default="auto", metavar="PATH", help=serve_python)
-    drain = "seconds to wait for open calls at shutdown (%(default)s)"
-    add("--drain-timeout-s", type=int, default=30, metavar="S", help=drain)
-    key = "a limit, such as request_timeout_s=60 or max_sessions=100; may be repeated"
-    add("--set", action="append", default=[], metavar="KEY=VALUE", help=key)
-
-
+@commands.add(
+    "proxy",
+    argument(
+        "--upstream",
+        "address of an SGLang server; may be repeated",
+        action="append",
+        required=True,
+        metavar="URL",
+    ),
+    argument(
+        "--tokenizer",
+        "directory of the model, or of its tokenizer alone",
+        type=Path,
+        required=True,
+        metavar="DIR",
+    ),
+    argument("--host", "address to listen on (default: loopback only)", default="127.0.0.1"),
+    argument("--port", "port to listen on; 0 takes a free one", type=int, required=True),
+    argument(
+        "--admin-key-file",
+        "file with the admin key that opens sessions (created with mode 0600 if missing)",
+        type=Path,
+        required=True,
+        metavar="FILE",
+    ),
+    argument("--tool-call-parser", "SGLang tool-call parser, for example qwen25", metavar="NAME"),
+    argument("--reasoning-parser", "SGLang reasoning parser, for example qwen3", metavar="NAME"),
+    argument(
+        "--journal",
+        "directory of the journal, so that sessions survive a restart",
+        type=Path,
+        metavar="DIR",
+    ),
+    argument("--context-length", "maximum prompt plus reply, in tokens", type=int, metavar="N"),
+    argument(
+        "--serve-python",
+        "Python environment with SGLang, for its parsers",
+        default="auto",
+        metavar="PATH",
+    ),
+    argument(
+        "--drain-timeout-s",
+        "seconds to wait for open calls at shutdown (%(default)s)",
+        type=int,
+        default=30,
+        metavar="S",
+    ),
+    argument(
+        "--set",
+        "a limit, such as request_timeout_s=60 or max_sessions=100; may be repeated",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+    ),
+)
 def _run_standalone_proxy(arguments: argparse.Namespace) -> int:
+    r"""Run the recording proxy without training.
+
+    Serve the recording OpenAI-compatible endpoint in front of running SGLang servers. SIGTERM
+    or Ctrl-C finishes open calls, then exits.
+
+    $ areal-hpc proxy --upstream http://127.0.0.1:30000 --tokenizer MODEL_DIR \
+    $     --port 8080 --admin-key-file my.key
+    """
     from pydantic import ValidationError
 
     from areal_hpc.jobs.config import get_interpreter
