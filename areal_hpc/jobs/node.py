@@ -169,9 +169,6 @@ def find_own_address(interface: str, environ: Mapping[str, str]) -> str:
     Asked in turn: `AREAL_HPC_HOST`; the named interface; what this host's name resolves to, unless
     that is loopback, as Debian's installer leaves it; what Slurm calls this node's address; the
     way to the node that srun runs on.
-
-    Raises:
-        RecipeError: There is no such interface, or it has no IPv4 address.
     """
     if host := environ.get("AREAL_HPC_HOST"):
         return host

@@ -66,11 +66,7 @@ def claim_next_start(folder: Path, incarnation: str, node: str, address: str) ->
 
 
 def await_start(folder: Path, incarnation: str, node: str, timeout_s: float) -> JobStart:
-    """Wait for what the first task of this start wrote. For the other tasks.
-
-    Raises:
-        ClusterError: It cannot be seen from this node.
-    """
+    """Wait for what the first task of this start wrote. For the other tasks."""
     give_up_at = time.monotonic() + timeout_s
     while time.monotonic() < give_up_at:
         number = read_newest_number(folder)

@@ -144,11 +144,7 @@ def _find_target_in_run(
 
 
 def choose_version(run: RunPaths, step: int | None) -> WeightVersion:
-    """The weights to evaluate: of the newest checkpoint unless one is asked for; 0 is the start.
-
-    Raises:
-        RecipeError: The run has no checkpoint of that step.
-    """
+    """The weights to evaluate: of the newest checkpoint unless one is asked for; 0 is the start."""
     if step == 0:
         return WeightVersion(0, 0)
     states = [one.state for one in list_checkpoints(run.checkpoints_dir)]

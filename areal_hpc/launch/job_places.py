@@ -189,11 +189,7 @@ class AllocationEndError(ClusterError):
 
 
 def build_allocation_with_fewer_gpus(allocation: Allocation, wanted_gpus: WantedGpus) -> Allocation:
-    """What a run may use of an allocation: of each node as many GPUs as `cluster.gpus` says. Pure.
-
-    Raises:
-        RecipeError: It names some.
-    """
+    """As many GPUs of each node as `cluster.gpus` says. Pure."""
     if wanted_gpus == "auto":
         return allocation
     if isinstance(wanted_gpus, tuple):

@@ -154,11 +154,7 @@ def create_attempt_log_dir(paths: RunPaths) -> int:
 def check_recipe_changes(
     recipe: Recipe, paths: RunPaths, print_line: Callable[[str], None]
 ) -> None:
-    """Tell what differs from the recipe this run was started with.
-
-    Raises:
-        RecipeError: A key differs that recorded data depends on.
-    """
+    """Tell what differs from the recipe this run was started with."""
     if not paths.recipe.exists():
         return
     before, now, changed = _compare_with_launched_recipe(recipe, paths)
@@ -191,11 +187,7 @@ def check_recipe_changes(
 
 
 def refuse_other_recipe_of_finished_run(recipe: Recipe, paths: RunPaths) -> None:
-    """Demand that a finished run was trained by this recipe: it will not be trained again.
-
-    Raises:
-        RecipeError: Keys differ that its training depended on; all of them at once.
-    """
+    """Demand that a finished run was trained by this recipe: it will not be trained again."""
     before, now, changed = _compare_with_launched_recipe(recipe, paths)
     problems = [
         Problem(
@@ -298,10 +290,6 @@ def prepare_run(
     or run are an error, unless `joins_live_jobs`. A launcher that `submits` keeps those on other
     hosts out, too. A directory that did not exist is removed again
     if it cannot be put in place.
-
-    Raises:
-        RecipeError: Something the recipe names is missing or wrong; all problems at once.
-        ClusterError: Another launcher, or a job of the run, works in this run directory.
     """
     pythons, paths = get_interpreters(recipe), RunPaths(recipe.run_dir.resolve())
     folders = (str(Path.cwd()), *sys_path, str(paths.agent_dir))
@@ -370,11 +358,7 @@ def _set_up_prepared_run(
 def _check_prompt_lengths(
     recipe: Recipe, paths: RunPaths, print_line: Callable[[str], None]
 ) -> None:
-    """Compare prompts of the task sets that were written with the context length.
-
-    Raises:
-        RecipeError: Most of a task set's prompts leave no room for a reply.
-    """
+    """Compare prompts of the task sets that were written with the context length."""
     model_dir = get_base_model_path(recipe, paths)
     context_tokens = find_context_tokens(recipe, model_dir)
     problems: list[Problem] = []
@@ -402,11 +386,7 @@ def find_live_jobs(paths: RunPaths) -> list[LiveJob]:
 
 
 def check_no_live_jobs(paths: RunPaths) -> list[LiveJob]:
-    """Make sure that none of the run's Slurm jobs waits or runs; the empty list.
-
-    Raises:
-        ClusterError: Some do, or slurmctld does not answer.
-    """
+    """Make sure that none of the run's Slurm jobs waits or runs; the empty list."""
     if live := find_live_jobs(paths):
         root = shlex.quote(str(paths.root))
         hint = f"wait for them, or cancel them: areal-hpc cancel {root}"

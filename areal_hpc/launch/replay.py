@@ -162,11 +162,7 @@ class RecordedStepsReplay:
 
 
 def split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Overrides that say how steps are computed, and those that say what they learn.
-
-    Raises:
-        RecipeError: Some contradict what is recorded, or have no meaning in a replay.
-    """
+    """Overrides that say how steps are computed, and those that say what they learn."""
     computed, learnt, problems = [], [], []
     for item in overrides:
         key = item.partition("=")[0]

@@ -87,9 +87,6 @@ def ask_role(
     """Run a program (`-c SCRIPT`, `-m MODULE`) in a role's Python; the JSON that it prints last.
 
     `request` goes to its standard input as JSON.
-
-    Raises:
-        RolePythonError: It does not start, takes too long, fails, or prints no JSON.
     """
     try:
         answer = subprocess.run(

@@ -389,11 +389,7 @@ def record_refusal(job: str, *runs: RunPaths) -> Iterator[None]:
 
 
 def release_submitted_jobs(job_ids: Sequence[str], *runs: RunPaths) -> None:
-    """Let jobs start that were submitted held and are all recorded.
-
-    Raises:
-        ClusterError: Slurm did not do it; the jobs stay held.
-    """
+    """Let jobs start that were submitted held and are all recorded."""
     try:
         release_jobs(job_ids)
     except ClusterError as error:

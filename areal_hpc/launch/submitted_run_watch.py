@@ -45,12 +45,7 @@ def watch_submitted_run(
     stop: threading.Event,
     plan: StagePlanner | None = None,
 ) -> None:
-    """Show a submitted run's progress until it has ended and its jobs are gone.
-
-    Raises:
-        JobFailedError: The leading job is gone for good, and the run is not finished.
-        RunInterruptedError: `stop` was set. The jobs go on.
-    """
+    """Show a submitted run's progress until it has ended and its jobs are gone."""
     poll_s, asked_at = FIRST_QUEUE_POLL_S, time.monotonic()
     gone_since: float | None = None
     while not paths.finished_marker.exists():

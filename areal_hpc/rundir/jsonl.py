@@ -38,11 +38,7 @@ def append_line(path: Path, record: object, *, sync: bool = False) -> None:
 
 
 def append_lines(path: Path, records: Iterable[object], *, sync: bool = False) -> None:
-    """Append records in a single write, as `append_line` does one.
-
-    Raises:
-        OSError: As there. Of the records the first ones may be there.
-    """
+    """Append records in a single write, as `append_line` does one."""
     lines = b"".join(_encode_record(record) + b"\n" for record in records)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
     try:

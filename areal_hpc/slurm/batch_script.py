@@ -79,9 +79,6 @@ def _check_pyxis_mounts(mounts: Sequence[str]) -> None:
     """Refuse paths that pyxis takes for several: it splits mounts at commas and at `:`.
 
     Flags come after a second `:` with `+` between them (`parse_mount_option` of its args.c).
-
-    Raises:
-        RecipeError: A mount has a comma, or more than a source, a place and flags.
     """
     for mount in mounts:
         if "," in mount or mount.count(":") > 2:

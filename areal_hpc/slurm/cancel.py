@@ -84,12 +84,7 @@ class _Cancellation:
                 self._began_at += time.monotonic() - look_began_at
 
     def _cancel_what_is_left(self) -> bool:
-        """Cancel what has to be cancelled now; True once no job is left.
-
-        Raises:
-            SlurmTimeoutError: Slurm did not answer all questions.
-            ClusterError: Jobs are left that should be gone.
-        """
+        """Cancel what has to be cancelled now; True once no job is left."""
         ids = self._job_ids()
         snapshot = self._queue.poll(ids).filter_jobs(ids, self._is_own)
         if snapshot.outage:

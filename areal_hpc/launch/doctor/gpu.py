@@ -174,11 +174,7 @@ def measure_collectives(plan: GpuCheckPlan, gpus: Sequence[str], folder: Path) -
 
 
 def run_ranks(plan: GpuCheckPlan, module: str, request_file: Path, gpus: Sequence[str]) -> None:
-    """Run `python -m module REQUEST_FILE` as ranks, a GPU each, to their ends.
-
-    Raises:
-        ClusterError: A rank failed, or they did not end in time.
-    """
+    """Run `python -m module REQUEST_FILE` as ranks, a GPU each, to their ends."""
     ranks: list[subprocess.Popen[bytes]] = []
     try:
         for rank, gpu in enumerate(gpus):
@@ -264,11 +260,7 @@ class TinyRun:
 
 
 def run_tiny_recipe(plan: GpuCheckPlan, gpus: Sequence[str], folder: Path) -> TinyRun:
-    """Train a tiny model on this node with the recipe's interpreters, variables and SGLang flags.
-
-    Raises:
-        ClusterError: The run failed, or took too long.
-    """
+    """Train a tiny model here with the recipe's interpreters, variables and SGLang flags."""
     inference = build_single_replica_config(plan, len(gpus))
     heads = max(2, inference.tp)
     model_dir = folder / "model"

@@ -296,12 +296,7 @@ def check_storage_by_job(
 
 
 def await_answer(job_id: str, answer: Path, timeout_s: float) -> None:
-    """Wait until a job has left its answer.
-
-    Raises:
-        TimeoutError: It takes too long.
-        ClusterError: The job ended without it.
-    """
+    """Wait until a job has left its answer."""
     queue, waits_for = QueuePoller(), "it did not start"
     give_up_at, ended_at = time.monotonic() + timeout_s, None
     while time.monotonic() < give_up_at:

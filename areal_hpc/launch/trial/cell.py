@@ -47,9 +47,6 @@ def open_trial_cell(config: TrialConfig) -> Iterator[TrialCell]:
 
     They have a thread of their own: an agent that blocks its event loop must not stop them, as in a
     run, where the proxy is another process.
-
-    Raises:
-        ArealError: The model or the recorded run is not as it has to be.
     """
     cell = TrialCell(config)
     thread = threading.Thread(target=cell.run_event_loop, name="trial-cell", daemon=True)

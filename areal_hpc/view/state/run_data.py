@@ -176,11 +176,7 @@ class RunData:
         return Columns(rows, ("step", "set", "task", "sample", "reward", "answer"))
 
     def read_trajectory(self, shard: str, row: int) -> TrajectoryRow:
-        """One trajectory with its tokens: ids, mask, log-probabilities and weight versions.
-
-        Raises:
-            ShardError: There is no such shard, or it is damaged.
-        """
+        """One trajectory with its tokens: ids, mask, log-probabilities and weight versions."""
         (found,) = ShardReader(self._paths.shards_dir / shard).read_rows([int(row)])
         return found
 
