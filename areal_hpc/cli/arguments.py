@@ -42,41 +42,37 @@ def flag(*names_and_help: str) -> Argument:
     return argument(*names_and_help, action="store_true")
 
 
-SHARED_ARGUMENTS = {
-    "run": argument("run", "a run directory", type=Path),
-    "recipe": argument("recipe", "a recipe: a YAML file, or the name of a shipped one", type=Path),
-    "overrides": argument(
-        "overrides",
-        "such as trainer.total_steps=10",
-        nargs="*",
-        default=[],  # else argparse calls it required
-        metavar="key=value",
-    ),
-    "--site": argument(
-        "--site",
-        "site file: defaults for `cluster.*`; the recipe takes precedence",
-        type=Path,
-        metavar="FILE",
-    ),
-    "--fresh": flag("--fresh", "move an existing run directory away and start over"),
-}
-"""Arguments that commands name."""
+RUN = argument("run", "a run directory", type=Path)
+RECIPE = argument("recipe", "a recipe: a YAML file, or the name of a shipped one", type=Path)
+OVERRIDES = argument(
+    "overrides",
+    "such as trainer.total_steps=10",
+    nargs="*",
+    default=[],  # else argparse calls it required
+    metavar="key=value",
+)
+SITE = argument(
+    "--site",
+    "site file: defaults for `cluster.*`; the recipe takes precedence",
+    type=Path,
+    metavar="FILE",
+)
+FRESH = flag("--fresh", "move an existing run directory away and start over")
 
 
 class CommandTable:
     """Commands of a module, which help lists in the order of their definition."""
 
     def __init__(self) -> None:
-        self._commands: list[tuple[str, Command, Sequence[str | Argument | list[Argument]]]] = []
+        self._commands: list[tuple[str, Command, Sequence[Argument | list[Argument]]]] = []
         self._groups: dict[str, str] = {}
 
     def add(
-        self, command_name: str, *arguments: str | Argument | list[Argument]
+        self, command_name: str, *arguments: Argument | list[Argument]
     ) -> Callable[[Command], Command]:
         """Make a function a command. Its docstring is the help: summary, description, `$ examples`.
 
-        Arguments are new ones, names of `SHARED_ARGUMENTS`, or lists of those of which one may be
-        given. A name of two words is a command of a group.
+        Of the arguments in a list one may be given. A name of two words is a command of a group.
         """
 
         def register(command: Command) -> Command:
@@ -114,7 +110,10 @@ class CommandTable:
                 formatter_class=argparse.RawDescriptionHelpFormatter,  # keeps lines of examples
                 **options,
             )
-            _add_arguments(parser, arguments)
+            for one in arguments:
+                taker = parser.add_mutually_exclusive_group() if isinstance(one, list) else parser
+                for added in one if isinstance(one, list) else [one]:
+                    taker.add_argument(*added.names, **added.options)
             parser.set_defaults(command=command, parser=parser)
         return lines
 
@@ -124,16 +123,6 @@ def _split_docstring(command: Command) -> tuple[str, str, list[str]]:
     examples = re.findall(r"^\$ (.*)", rest, re.MULTILINE)
     description = " ".join(re.sub(r"^\$ .*", "", rest, flags=re.MULTILINE).split())
     return summary, description, examples
-
-
-def _add_arguments(
-    parser: argparse.ArgumentParser, arguments: Sequence[str | Argument | list[Argument]]
-) -> None:
-    for one in arguments:
-        exclusive = parser.add_mutually_exclusive_group() if isinstance(one, list) else parser
-        for own in one if isinstance(one, list) else [one]:
-            added = SHARED_ARGUMENTS[own] if isinstance(own, str) else own
-            exclusive.add_argument(*added.names, **added.options)
 
 
 def find_subparsers(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:

@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from areal_hpc.cli.arguments import (
+    OVERRIDES,
+    RECIPE,
+    SITE,
     UNHEALTHY_EXIT_CODE,
     CommandTable,
     argument,
@@ -28,8 +31,8 @@ commands = CommandTable()
 
 @commands.add(
     "try",
-    "recipe",
-    "overrides",
+    RECIPE,
+    OVERRIDES,
     argument("-n", "--tasks", "tasks to play (%(default)s)", type=int, default=3, metavar="N"),
     argument("--base-url", "a running SGLang generates the replies", metavar="URL"),
 )
@@ -63,8 +66,8 @@ def _run_trial_episodes(arguments: argparse.Namespace) -> int:
 @commands.add(
     "doctor",
     argument("recipe", "recipe whose files and settings are checked as well", type=Path, nargs="?"),
-    "overrides",
-    "--site",
+    OVERRIDES,
+    SITE,
     flag("--check-node", "submit a one-minute job that checks whether the file root is shared"),
     flag("--gpu", "examine the GPUs of this machine"),
     argument(
@@ -137,7 +140,7 @@ def _read_site(path: Path) -> tuple[SlurmConfig, Path | None]:
 @commands.add(
     "eval",
     argument("place", "a run directory, or a model's (Hugging Face format)", type=Path),
-    "overrides",
+    OVERRIDES,
     argument("--step", "step of the checkpoint (the newest); 0: the start", type=int, metavar="N"),
     argument(
         "--set",
@@ -155,7 +158,7 @@ def _read_site(path: Path) -> tuple[SlurmConfig, Path | None]:
     ),
     flag("--submit", "submit it to Slurm, as one job"),
     flag("--wait", "with --submit: until it ends; Ctrl-C detaches"),
-    "--site",
+    SITE,
 )
 def _evaluate(arguments: argparse.Namespace) -> int:
     """Evaluate a model, or a checkpoint of a run, on evaluation sets.

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from areal_hpc.cli.arguments import (
+    RUN,
     UNHEALTHY_EXIT_CODE,
     CommandTable,
     argument,
@@ -24,7 +25,7 @@ commands = CommandTable()
 
 @commands.add(
     "why",
-    "run",
+    RUN,
     [
         flag("--slow", "what the steps' time goes to, and which cell, tool or episode is to blame"),
         argument(
@@ -137,7 +138,7 @@ def _write_report(arguments: argparse.Namespace) -> int:
 
 @commands.add(
     "trace",
-    "run",
+    RUN,
     argument(
         "--steps", "such as 10..12, or 10", type=parse_step_range, required=True, metavar="A..B"
     ),
@@ -173,7 +174,7 @@ def _write_trace(arguments: argparse.Namespace) -> int:
 
 @commands.add(
     "sync",
-    "run",
+    RUN,
     argument(
         "--tracker",
         "wandb, or a program: docs/metrics.md",

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from areal_hpc.cli.arguments import (
+    RUN,
     UNHEALTHY_EXIT_CODE,
     CommandTable,
     argument,
@@ -30,7 +31,7 @@ commands = CommandTable()
 commands.add_group("shards", "inspect recorded trajectories")
 
 
-@commands.add("status", "run")
+@commands.add("status", RUN)
 def _show_status(arguments: argparse.Namespace) -> int:
     """Show progress and the jobs of a run.
 
@@ -76,7 +77,7 @@ def _show_status(arguments: argparse.Namespace) -> int:
 
 @commands.add(
     "logs",
-    "run",
+    RUN,
     argument(
         "names", "jobs (cell-0), processes (proxy), or both (cell-0/proxy)", nargs="*", default=[]
     ),
@@ -178,7 +179,7 @@ def _compare_runs(arguments: argparse.Namespace) -> int:
     return 0
 
 
-@commands.add("audit", "run", flag("--tickets", "list the status of every ticket"))
+@commands.add("audit", RUN, flag("--tickets", "list the status of every ticket"))
 def _audit_tickets(arguments: argparse.Namespace) -> int:
     """Check that every ticket was trained exactly once, or why not.
 
@@ -231,7 +232,7 @@ def _print_first_lines(lines: Sequence[str], max_lines: int | None) -> None:
         print(f"... and {len(lines) - max_lines} more: --tickets lists all")
 
 
-@commands.add("shards ls", "run", flag("--json", "one JSON object per shard"))
+@commands.add("shards ls", RUN, flag("--json", "one JSON object per shard"))
 def _list_shards(arguments: argparse.Namespace) -> int:
     """One line per sealed shard.
 
@@ -347,7 +348,7 @@ def _export_rows(arguments: argparse.Namespace) -> int:
     return 0
 
 
-@commands.add("shards verify", "run")
+@commands.add("shards verify", RUN)
 def _verify_shards(arguments: argparse.Namespace) -> int:
     """Verify all digests; list damaged files.
 

@@ -12,7 +12,15 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from areal_hpc.checkout import format_install_command
-from areal_hpc.cli.arguments import CommandTable, argument, flag, parse_run_dir, parse_step_range
+from areal_hpc.cli.arguments import (
+    OVERRIDES,
+    RUN,
+    CommandTable,
+    argument,
+    flag,
+    parse_run_dir,
+    parse_step_range,
+)
 from areal_hpc.errors import (
     ClusterError,
     RecipeError,
@@ -66,7 +74,7 @@ def _require_own_slurm_run(path: Path) -> RunPaths:
     return paths
 
 
-@commands.add("cancel", "run", flag("--now", "cancel without a grace period; no final checkpoint"))
+@commands.add("cancel", RUN, flag("--now", "cancel without a grace period; no final checkpoint"))
 def _cancel_run(arguments: argparse.Namespace) -> int:
     """Cancel all jobs of a run.
 
@@ -113,8 +121,8 @@ def _cancel_run(arguments: argparse.Namespace) -> int:
 
 @commands.add(
     "resume",
-    "run",
-    "overrides",
+    RUN,
+    OVERRIDES,
     argument(
         "--as",
         "make a copy of a run's folder a run of its own, under this name beside the copy",
@@ -183,7 +191,7 @@ def _resume_run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-@commands.add("caretaker", "run")
+@commands.add("caretaker", RUN)
 def _look_after_run(arguments: argparse.Namespace) -> int:
     """Submit jobs of a run again that are gone.
 
@@ -228,7 +236,7 @@ def _cancel_jobs_of_old_place(paths: RunPaths, old_place: Path) -> None:
 
 @commands.add(
     "quarantine",
-    "run",
+    RUN,
     argument("batch", "the step it leads to", type=int, metavar="BATCH"),
     flag("--undo", "train the batch after all, if nothing was trained since"),
 )
@@ -257,7 +265,7 @@ def _quarantine_batch(arguments: argparse.Namespace) -> int:
 
 @commands.add(
     "export",
-    "run",
+    RUN,
     argument("--step", "step of the checkpoint (default: the newest)", type=int),
     argument(
         "--out", "output directory (default: export/step_... in the run directory)", type=Path
@@ -316,7 +324,7 @@ def _export_in_train_environment(configured_python: str, arguments: argparse.Nam
 
 @commands.add(
     "replay",
-    "run",
+    RUN,
     argument(
         "--steps",
         "10..20, or one step",
@@ -325,9 +333,7 @@ def _export_in_train_environment(configured_python: str, arguments: argparse.Nam
         metavar="FIRST..LAST",
     ),
     argument("--out", "directory to make; RUN.replay_FIRST_LAST when absent", type=Path),
-    argument(
-        "overrides", "such as trainer.optimizer.lr=2e-6", nargs="*", default=[], metavar="key=value"
-    ),
+    OVERRIDES,
 )
 def _replay_steps(arguments: argparse.Namespace) -> int:
     """Train recorded steps again, without inference.

@@ -9,6 +9,8 @@ from typing import Any
 
 from areal_hpc.checkout import find_checkout, format_install_command
 from areal_hpc.cli.arguments import (
+    OVERRIDES,
+    RECIPE,
     UNHEALTHY_EXIT_CODE,
     CommandTable,
     argument,
@@ -86,7 +88,7 @@ def _print_next_commands(folder: Path, recipe: str, has_hub_model: bool) -> None
         print(f"         areal-hpc {command} {recipe}")
 
 
-@commands.add("prefetch", "recipe", "overrides")
+@commands.add("prefetch", RECIPE, OVERRIDES)
 def _prefetch_recipe(arguments: argparse.Namespace) -> int:
     """Download the models, data sets and harnesses of a recipe.
 
@@ -156,7 +158,7 @@ def _print_install_result(harness_name: str, folder: Path, is_new: bool) -> None
 @commands.add(
     "migrate",
     argument("config", "the file that AReaL's --config names", type=Path),
-    argument("overrides", "as AReaL takes them", nargs="*", default=[], metavar="key=value"),
+    OVERRIDES,
     argument(
         "--rows", "number of training rows, to convert epochs to steps", type=parse_positive_int
     ),

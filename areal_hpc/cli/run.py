@@ -14,7 +14,16 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from areal_hpc.cli.arguments import CommandTable, argument, flag, parse_slurm_job_id
+from areal_hpc.cli.arguments import (
+    FRESH,
+    OVERRIDES,
+    RECIPE,
+    SITE,
+    CommandTable,
+    argument,
+    flag,
+    parse_slurm_job_id,
+)
 from areal_hpc.errors import RecipeError
 from areal_hpc.rundir.paths import RunPaths
 
@@ -138,9 +147,9 @@ def _wrap_under_title(title: str, words: Sequence[str]) -> list[str]:
 
 @commands.add(
     "run",
-    "recipe",
-    "overrides",
-    "--fresh",
+    RECIPE,
+    OVERRIDES,
+    FRESH,
     flag("--dry-run", "print the jobs, processes, GPUs and memory; start nothing"),
     flag(
         "--in-allocation",
@@ -189,7 +198,7 @@ def _describe_run_dir(recipe: Recipe) -> str:
     return f"{paths.root} holds a run at {at}, which the command goes on with (--fresh starts over)"
 
 
-@commands.add("plan", "recipe", "overrides")
+@commands.add("plan", RECIPE, OVERRIDES)
 def _print_plan(arguments: argparse.Namespace) -> int:
     """Show the jobs and GPU memory of a recipe; start nothing.
 
@@ -221,10 +230,10 @@ def _print_recipe_keys(arguments: argparse.Namespace) -> int:
 
 @commands.add(
     "submit",
-    "recipe",
-    "overrides",
-    "--site",
-    "--fresh",
+    RECIPE,
+    OVERRIDES,
+    SITE,
+    FRESH,
     flag("--dry-run", "print all sbatch scripts and the cost; change nothing"),
     flag("--write-only", "set up everything but do not call sbatch"),
     flag("--wait", "show progress until the run ends; Ctrl-C detaches"),
