@@ -176,7 +176,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
         check_recorded_settings,
         choose_sets,
         find_target,
-        list_sets_without_full_result,
+        list_unfinished_sets,
     )
     from areal_hpc.launch.provenance import enter_launch_folder
     from areal_hpc.view.evaluation_report import format_report, write_evaluation_report
@@ -195,7 +195,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     before = arguments.compare and _find_compared_report(arguments.compare, target, sets)
     if target.run is not None:
         enter_launch_folder(target.run)
-    if list_sets_without_full_result(target, sets):
+    if list_unfinished_sets(target, sets):
         print(f"evaluate {target.model}\n         in {target.paths.root}", flush=True)
         try:
             _start_evaluation(arguments, target, sets)
@@ -203,7 +203,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
             print("detached; the job goes on" if arguments.submit else "stopped")
             print("run the same command again for the rest, and for the results")
             return RunInterruptedError.exit_code
-    if list_sets_without_full_result(target, sets):  # submitted, and nobody waits
+    if list_unfinished_sets(target, sets):  # submitted, and nobody waits
         print("next     run the same command again for the results")
         return 0
     report = build_evaluation_report(target, sets)

@@ -202,14 +202,14 @@ def _write_metrics_for_tracker(arguments: argparse.Namespace) -> int:
     $ areal-hpc sync runs/quickstart/demo --tracker my_tracker.py
     """
     from areal_hpc.launch.terminal import catch_stop_signals
-    from areal_hpc.view.sync import choose_tracker, write_new_rows_for_tracker
+    from areal_hpc.view.sync import choose_tracker, write_tracker_part
 
     paths = parse_run_dir(arguments.run)
     tracker = choose_tracker(arguments.tracker, arguments.python, arguments.project)
 
     def sync() -> bool:
         is_last = paths.finished_marker.exists() or paths.cancelled_marker.exists()
-        rows = write_new_rows_for_tracker(paths, tracker)
+        rows = write_tracker_part(paths, tracker)
         if rows or not arguments.follow:
             print(f"{paths.tracker(tracker.name).root}: {rows} new rows", flush=True)
         return is_last

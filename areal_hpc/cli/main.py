@@ -42,7 +42,7 @@ VARIADIC_ARGUMENTS = ("overrides", "names")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    _escape_what_stdout_cannot_encode()
+    _escape_unencodable()
     arguments = _parse_arguments(sys.argv[1:] if argv is None else argv)
     command: Command = arguments.command
     try:
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(ClusterError.exit_code)
 
 
-def _escape_what_stdout_cannot_encode() -> None:
+def _escape_unencodable() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")
 

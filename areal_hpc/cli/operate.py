@@ -88,8 +88,8 @@ def _cancel_run(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch.terminal import format_next_command, say
     from areal_hpc.rundir.jobs import get_latest_submissions, mark_cancelled, read_submissions
     from areal_hpc.rundir.run_recipe import read_run_recipe
-    from areal_hpc.slurm.cancel import cancel_jobs
     from areal_hpc.slurm.run_jobs import (
+        cancel_jobs,
         is_job_of_run,
         list_recorded_job_ids,
         list_unrecorded_live_jobs,
@@ -174,7 +174,7 @@ def _resume_run(arguments: argparse.Namespace) -> int:
     own_name = (recipe.experiment_name, recipe.trial_name)
     names_place = any(one.startswith("cluster.fileroot=") for one in arguments.overrides)
     if not names_place and not recipe.run_dir.exists() and paths.root.parts[-2:] == own_name:
-        _cancel_jobs_of_old_place(paths, recipe.run_dir.resolve())
+        _cancel_old_jobs(paths, recipe.run_dir.resolve())
         here = f"cluster.fileroot={json.dumps(str(paths.root.parents[1]))}"
         recipe = load_recipe(paths.recipe, [*arguments.overrides, here])
     if recipe.run_dir.resolve() != paths.root:
@@ -213,11 +213,10 @@ def _look_after_run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _cancel_jobs_of_old_place(paths: RunPaths, old_place: Path) -> None:
+def _cancel_old_jobs(paths: RunPaths, old_place: Path) -> None:
     """Cancel the jobs of a run that was moved, which wait for a folder that is not there."""
     from areal_hpc.launch.terminal import say
-    from areal_hpc.slurm.cancel import cancel_jobs
-    from areal_hpc.slurm.run_jobs import is_job_of_run, list_live_jobs
+    from areal_hpc.slurm.run_jobs import cancel_jobs, is_job_of_run, list_live_jobs
     from areal_hpc.slurm.states import JobPhase
 
     live = [job.slurm_record for job in list_live_jobs(paths)]

@@ -28,10 +28,10 @@ from areal_hpc.slurm.queue import QueuePoller, SlurmJobRecord, is_live_state, qu
 from areal_hpc.slurm.run_jobs import (
     is_job_of_run,
     list_unrecorded_live_jobs,
-    was_probably_cancelled_by_person,
+    was_cancelled_by_person,
 )
 from areal_hpc.slurm.scontrol import expand_node_list
-from areal_hpc.slurm.states import UNKNOWN_STATE, JobPhase, JobState, is_held_after_failed_launch
+from areal_hpc.slurm.states import UNKNOWN_STATE, JobPhase, JobState, has_failed_launch
 
 MAX_SUBMISSIONS_WITHOUT_PROGRESS = 3
 """Of one job without progress of the run; then a person has to resume it."""
@@ -79,9 +79,9 @@ class JobStatus:
         return self.state.phase is JobPhase.RUNNING
 
     @property
-    def is_held_after_failed_launch(self) -> bool:
+    def has_failed_launch(self) -> bool:
         held = self.slurm_record
-        return held is not None and is_held_after_failed_launch(held.reason)
+        return held is not None and has_failed_launch(held.reason)
 
     @property
     def ended_idle(self) -> bool:
@@ -145,7 +145,7 @@ def select_jobs_to_watch(
     if own_job == stage.leader:
         return [*stage.others, *waiting_job]
     leader = jobs[stage.leader]
-    if leader.is_alive and not leader.is_held_after_failed_launch:
+    if leader.is_alive and not leader.has_failed_launch:
         return []
     first = next((name for name in stage.others if jobs[name].is_running), "")
     return [stage.leader] if first == own_job else []
@@ -170,13 +170,13 @@ class JobStatusReader:
             name for name, one in newest.items() if is_live_state(snapshot.get_state(one.job_id))
         }
         if not alive.issuperset(names):  # Slurm is asked once where nothing is missing
-            alive |= self._find_jobs_alive_under_other_ids(submissions)
+            alive |= self._find_renumbered_jobs(submissions)
         return {
             name: self._read_status(name, newest.get(name), snapshot.jobs, name in alive)
             for name in names
         }
 
-    def _find_jobs_alive_under_other_ids(self, submissions: list[Submission]) -> set[str]:
+    def _find_renumbered_jobs(self, submissions: list[Submission]) -> set[str]:
         queued = query_squeue_of_user(self._paths.root.stat().st_uid)
         at_work = {
             job.job_id
@@ -214,7 +214,7 @@ class JobStatusReader:
         if queued is None:
             return is_noted
         owner_id = self._paths.root.stat().st_uid
-        by_person = was_probably_cancelled_by_person(queued, self.queue, owner_id)
+        by_person = was_cancelled_by_person(queued, self.queue, owner_id)
         with contextlib.suppress(OSError):  # on a full disk the next look tries again
             if by_person and not is_noted:
                 write_atomic(note, submission.job_id.encode())

@@ -98,7 +98,7 @@ def select_wanted_gpus(
     )
 
 
-def read_numa_node_by_gpu(
+def read_numa_nodes(
     devices_dir: Path = DEVICES_DIR, driver: Path = DRIVER_GPUS_DIR, pci: Path = PCI_DEVICES_DIR
 ) -> dict[str, int]:
     """The NUMA node of each GPU, by its number in the order of PCI addresses; empty if unknown.

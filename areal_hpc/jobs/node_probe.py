@@ -50,7 +50,7 @@ def probe_node(
         *_find_free_space_problems(job_dir, least_free_bytes, is_shared=True),
         *_find_free_space_problems(local_dir, least_free_bytes, is_shared=False),
         *_find_clock_problems(job_dir),
-        *(_find_first_node_reachability_problems(first_address) if first_address else ()),
+        *(_find_reachability_problems(first_address) if first_address else ()),
     ]
     asked = list(parse_visible_device_ids(environ) or ())
     if asked and shutil.which("nvidia-smi"):  # other makes of GPU have other tools
@@ -149,7 +149,7 @@ def find_clock_skew_problems(skew_s: float, folder: Path) -> list[NodeProblem]:
     return [NodeProblem(f"its clock differs by {skew_s:+.0f} s from that of {folder}")]
 
 
-def _find_first_node_reachability_problems(address: str) -> list[NodeProblem]:
+def _find_reachability_problems(address: str) -> list[NodeProblem]:
     host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S) as connection:

@@ -27,7 +27,7 @@ from areal_hpc.rundir.jobs import (
     add_excluded_node,
     is_cancelled,
     list_unexpired_excluded_nodes,
-    read_excluded_nodes_with_expired,
+    read_excluded_nodes,
 )
 from areal_hpc.rundir.paths import JobPaths, RunPaths
 from areal_hpc.slurm import scontrol
@@ -124,7 +124,7 @@ def build_exclude_list(paths: RunPaths, excluded_by_recipe: str, already_exclude
     """
     path = paths.excluded_nodes
     excluded = list_unexpired_excluded_nodes(path)
-    expired = {one.node for one in read_excluded_nodes_with_expired(path)}.difference(
+    expired = {one.node for one in read_excluded_nodes(path)}.difference(
         excluded, expand_node_list(excluded_by_recipe)
     )
     named = expand_node_list(already_excluded)

@@ -307,7 +307,7 @@ class SlurmTask:
                 cancel_own_job(self._job_id)  # last: it kills this process, too
         elif outcome.exit_code and self._start is not None:  # else it knows nothing of the first
             # On a full disk the first one waits for room to count this start.
-            self._wait_for_first_task_to_leave(
+            self._await_first_task(
                 TASK_EXIT_TIMEOUT_S + (0.0 if is_written else sum(PAUSES_BEFORE_WRITING_AGAIN_S))
             )
         return outcome
@@ -324,7 +324,7 @@ class SlurmTask:
             "areal-hpc resume goes on at its new place, or after moving it back"
         )
 
-    def _wait_for_first_task_to_leave(self, exit_timeout_s: float) -> None:
+    def _await_first_task(self, exit_timeout_s: float) -> None:
         began = time.monotonic()
 
         def need_not_wait() -> bool:

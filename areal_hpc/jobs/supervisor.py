@@ -187,7 +187,7 @@ def format_incarnation(launch: LaunchFile) -> str:
     return f"{os.environ['SLURM_JOB_ID']}.{get_slurm_restart_count(os.environ)}"
 
 
-def get_restart_note_timeout_s(exit_code: int) -> float:
+def get_note_timeout_s(exit_code: int) -> float:
     """Time that a rank's supervisor waits for the note of a rank that died before it. Pure.
 
     Nothing but a signal needs no other rank's death to come about; some codes say that it did.
@@ -308,7 +308,7 @@ class _Supervisor:
         if spec.is_rank and self._launch.job.tasks > 1:
             if code in EXIT_CODES_CAUSED_BY_OTHER_RANKS and self._any_other_task_ended():
                 return TaskExit(STOPPED_EXIT_CODE, spec.name, "the rank of another task failed")
-            if time.monotonic() - child.ended_at < get_restart_note_timeout_s(code):
+            if time.monotonic() - child.ended_at < get_note_timeout_s(code):
                 return None  # another task may be about to say that its rank died before this one
         if code == LOST_RANK_EXIT_CODE:
             code = ClusterError.exit_code

@@ -70,7 +70,7 @@ class ForkServerClient:
             *(python, "-m", FORK_SERVER_MAIN, f"{PRELOAD_OPTION}{entry}"),
             *(str(config_path), str(theirs.fileno())),
         ]
-        self._server = _start_process_in_own_session(command, log_path, environ, theirs.fileno())
+        self._server = _start_session(command, log_path, environ, theirs.fileno())
         theirs.close()
         self.pid: int | None = None
         """The forked process; None until it has begun."""
@@ -150,7 +150,7 @@ class ExecutedProcess:
         environ: Mapping[str, str],
     ) -> None:
         command = [python, "-m", PROCESS_MAIN, entry, str(config_path)]
-        self._process = _start_process_in_own_session(command, log_path, environ)
+        self._process = _start_session(command, log_path, environ)
         self.poll = self._process.poll
         self.terminate = self._process.terminate
         self.wait = self._process.wait
@@ -159,7 +159,7 @@ class ExecutedProcess:
         _signal_process_group(self._process.pid, signal_number)
 
 
-def _start_process_in_own_session(
+def _start_session(
     command: list[str], log_path: Path, environ: Mapping[str, str], *descriptors: int
 ) -> subprocess.Popen[bytes]:
     with log_path.open("ab") as log_file:

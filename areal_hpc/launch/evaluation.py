@@ -42,7 +42,7 @@ from areal_hpc.rundir.files import restrict_new_files, secure_run_dir
 from areal_hpc.rundir.manifests import read_evaluation
 from areal_hpc.rundir.paths import RunPaths, format_step_dir
 from areal_hpc.rundir.rendezvous import EVALUATION_CELL, LEDGER_SERVICE
-from areal_hpc.view.evaluation_report import EvaluationReport, build_report_of_run_step
+from areal_hpc.view.evaluation_report import EvaluationReport, build_step_report
 from areal_hpc.view.state.live_progress import EvaluationReporter
 from areal_hpc.wire.weight_version import WeightVersion
 
@@ -274,9 +274,7 @@ def check_recorded_settings(target: EvaluationTarget, sets: Sequence[EvaluationS
         raise RecipeError.from_problems(problems)
 
 
-def list_sets_without_full_result(
-    target: EvaluationTarget, sets: Sequence[EvaluationSet]
-) -> list[str]:
+def list_unfinished_sets(target: EvaluationTarget, sets: Sequence[EvaluationSet]) -> list[str]:
     """Names of the sets without a result, or with one of fewer tasks than are asked for."""
     missing = []
     for one in sets:
@@ -303,7 +301,7 @@ def find_report_of_step(
         message = "a step of which run? What is evaluated is a model"
         raise RecipeError(message, key="--compare", hint="give a file of results")
     metrics = {one.name: (one.metrics, one.pass_reward) for one in sets}
-    found = build_report_of_run_step(run, step, metrics).sets
+    found = build_step_report(run, step, metrics).sets
     try:
         own = find_target(run.root, step=step, recipe=None).paths
     except RecipeError:
@@ -311,7 +309,7 @@ def find_report_of_step(
             raise
     else:
         beside = RunPaths(target.paths.root.with_name(own.root.name))
-        found = found | build_report_of_run_step(beside, STEP_OF_LOADED_WEIGHTS, metrics).sets
+        found = found | build_step_report(beside, STEP_OF_LOADED_WEIGHTS, metrics).sets
     if found:
         return EvaluationReport("", str(run.root), step, found)
     raise RecipeError(
@@ -325,7 +323,7 @@ def build_evaluation_report(
     target: EvaluationTarget, sets: Sequence[EvaluationSet]
 ) -> EvaluationReport:
     metrics = {one.name: (one.metrics, one.pass_reward) for one in sets}
-    found = build_report_of_run_step(target.paths, STEP_OF_LOADED_WEIGHTS, metrics).sets
+    found = build_step_report(target.paths, STEP_OF_LOADED_WEIGHTS, metrics).sets
     run = str(target.run.root) if target.run is not None else ""
     return EvaluationReport(str(target.model), run, target.step, found)
 

@@ -140,7 +140,7 @@ def job_made_progress(
     return steps_taken > 0 or (is_cell and lived_s >= LOCAL_RESTART_POLICY.healthy_s)
 
 
-def count_cells_that_can_replace_job(job: str, jobs: Sequence[str]) -> int:
+def count_replacement_cells(job: str, jobs: Sequence[str]) -> int:
     cells = {name for name in jobs if name.startswith(CELL_PREFIX)}
     return len(cells - {job}) if job in cells else 0
 
@@ -238,9 +238,7 @@ class ForegroundLauncher:
             is_leader=job.spec is stage.leader,
         )
         job.failures = LOCAL_RESTART_POLICY.count_failures(job.failures, made_progress=progress)
-        others = count_cells_that_can_replace_job(
-            job.spec.name, [other.spec.name for other in self._jobs]
-        )
+        others = count_replacement_cells(job.spec.name, [other.spec.name for other in self._jobs])
         decision = LOCAL_RESTART_POLICY.decide(
             [failure.code], job.failures, is_dispensable=others > 0
         )

@@ -21,7 +21,7 @@ from areal_hpc.jobs.config import build_role_variables
 from areal_hpc.jobs.node import (
     VisibleGpus,
     find_visible_gpus,
-    read_numa_node_by_gpu,
+    read_numa_nodes,
     select_wanted_gpus,
 )
 from areal_hpc.jobs.starts import SlurmControllerClock, claim_next_start, read_checkpoint_duration_s
@@ -50,9 +50,7 @@ GpuAssignment = Mapping[str, list[list[str]]]
 
 
 def find_usable_gpus(recipe: Recipe, environ: Mapping[str, str]) -> VisibleGpus:
-    return select_wanted_gpus(
-        find_visible_gpus(environ), recipe.cluster.gpus, read_numa_node_by_gpu()
-    )
+    return select_wanted_gpus(find_visible_gpus(environ), recipe.cluster.gpus, read_numa_nodes())
 
 
 def find_gpu_problems(
@@ -188,7 +186,7 @@ class AllocationEndError(ClusterError):
     """The allocation is over, or about to be; the run can go on in another."""
 
 
-def build_allocation_with_fewer_gpus(allocation: Allocation, wanted_gpus: WantedGpus) -> Allocation:
+def limit_gpus(allocation: Allocation, wanted_gpus: WantedGpus) -> Allocation:
     """As many GPUs of each node as `cluster.gpus` says. Pure."""
     if wanted_gpus == "auto":
         return allocation
@@ -209,7 +207,7 @@ def place_stage(
     stage: JobStage, recipe: Recipe, allocation: Allocation
 ) -> dict[str, StepPlacement]:
     """Nodes of every job of a stage; `auto` means the CPU where the allocation has no GPU."""
-    usable = build_allocation_with_fewer_gpus(allocation, recipe.cluster.gpus)
+    usable = limit_gpus(allocation, recipe.cluster.gpus)
     is_cpu = recipe.trainer.device == "auto" and not usable.gpus
     return place_steps(stage.jobs, usable, is_cpu=is_cpu)
 

@@ -86,7 +86,7 @@ def plan_run(
         model_path=get_base_model_path(recipe, paths),
         dataset_path=paths.dataset("sft"),
     ).build_process_spec("sft", ends_job=True, uses_gpus=True)
-    sft = build_job_with_task_per_rank("sft", recipe, [process])
+    sft = build_rank_job("sft", recipe, [process])
     return (JobStage("sft", sft, (), paths.sft_export, paths.sft_metrics), reinforcement)
 
 
@@ -98,9 +98,7 @@ def get_initial_policy_path(recipe: Recipe, paths: RunPaths) -> Path:
     return paths.sft_export if recipe.sft else get_base_model_path(recipe, paths)
 
 
-def build_job_with_task_per_rank(
-    job_name: str, recipe: Recipe, processes: list[ProcessSpec]
-) -> JobSpec:
+def build_rank_job(job_name: str, recipe: Recipe, processes: list[ProcessSpec]) -> JobSpec:
     """A job with a task per rank of the trainer, and a GPU per task unless it computes on the CPU.
 
     `trainer.device=auto` means a GPU: who plans does not see the nodes.
@@ -132,7 +130,7 @@ def _plan_trainer_job(recipe: Recipe, paths: RunPaths, plan_inputs: PlanInputs) 
         tasks_by_evaluation_set=known,
         sys_path=plan_inputs.sys_path if recipe.trainer.objective.custom else (),
     )
-    return build_job_with_task_per_rank(
+    return build_rank_job(
         "trainer",
         recipe,
         [

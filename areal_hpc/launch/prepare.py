@@ -22,7 +22,7 @@ from areal_hpc.jobs.config import get_interpreters
 from areal_hpc.launch.checks.inputs import (
     find_input_problems,
     find_missing_folders,
-    remove_folders_up_to_first_nonempty,
+    remove_empty_folders,
 )
 from areal_hpc.launch.checks.model import find_context_tokens, find_prompt_problems
 from areal_hpc.launch.plan import JobStage, PlanInputs, get_base_model_path, plan_run
@@ -186,7 +186,7 @@ def check_recipe_changes(
         )
 
 
-def refuse_other_recipe_of_finished_run(recipe: Recipe, paths: RunPaths) -> None:
+def check_finished_recipe(recipe: Recipe, paths: RunPaths) -> None:
     """Demand that a finished run was trained by this recipe: it will not be trained again."""
     before, now, changed = _compare_with_launched_recipe(recipe, paths)
     problems = [
@@ -323,7 +323,7 @@ def prepare_run(
             except BaseException:  # boundary: what this launcher has just made goes again
                 if made:
                     shutil.rmtree(paths.root)
-                    remove_folders_up_to_first_nonempty(made[1:])
+                    remove_empty_folders(made[1:])
                 raise
             yield ready
 

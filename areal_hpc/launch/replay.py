@@ -14,7 +14,7 @@ import msgspec
 from areal_hpc.errors import Problem, RecipeError, ShardError
 from areal_hpc.jobs.processes.process_setup import StopEvent
 from areal_hpc.launch.foreground_launcher import ProgressReporter, run_standalone_stage
-from areal_hpc.launch.plan import JobStage, build_job_with_task_per_rank, get_initial_policy_path
+from areal_hpc.launch.plan import JobStage, build_rank_job, get_initial_policy_path
 from areal_hpc.launch.prepare import is_key_below, write_run_recipe
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.recipe.loading import load_recipe
@@ -155,7 +155,7 @@ class RecordedStepsReplay:
             forks=[(fork.generation, fork.base_step) for fork in self.start.forks],
         )
         process = config.build_process_spec(job_name, ends_job=True, uses_gpus=True)
-        job = build_job_with_task_per_rank(job_name, recipe, [process])
+        job = build_rank_job(job_name, recipe, [process])
         done_marker = self._out.checkpoints_dir / format_step_dir(last_step) / COMPLETE_MARKER_FILE
         stage = JobStage(job_name, job, (), done_marker)
         run_standalone_stage(stage, recipe, self._out, reporter=reporter, stop=stop)

@@ -266,12 +266,12 @@ def _derive_node_share(
             + HOST_BYTES_FOR_CPU_PROCESSES
         )
         if not job.is_task_a_node:
-            size += _estimate_trainer_host_bytes_per_node(recipe, tasks_per_node, kind)
+            size += _estimate_trainer_bytes(recipe, tasks_per_node, kind)
         derived["mem"] = f"{-(-size // GIB)}G"
     return derived
 
 
-def _estimate_trainer_host_bytes_per_node(recipe: Recipe, tasks_per_node: int, kind: str) -> int:
+def _estimate_trainer_bytes(recipe: Recipe, tasks_per_node: int, kind: str) -> int:
     try:
         arch = read_recipe_architecture(recipe.model)
     except RecipeError as error:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from areal_hpc import errors
 from areal_hpc.launch import foreground_launcher, slurm_launcher, submitted_run_watch
-from areal_hpc.launch.prepare import is_run_finished, refuse_other_recipe_of_finished_run
+from areal_hpc.launch.prepare import check_finished_recipe, is_run_finished
 from areal_hpc.launch.terminal import (
     STOPPING_MESSAGE,
     catch_stop_signals,
@@ -155,7 +155,7 @@ def report_finished_run(recipe: Recipe, paths: RunPaths, new_run_hint: str = FRE
     """
     if not is_run_finished(recipe, paths):
         return False
-    refuse_other_recipe_of_finished_run(recipe, paths)
+    check_finished_recipe(recipe, paths)
     print(summarize_run(RunView(paths), get_program_command()))
     print(f"\nthis run is finished; {new_run_hint}")
     return True

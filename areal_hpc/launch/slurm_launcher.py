@@ -76,7 +76,7 @@ def build_remaining_job_requests(
     jobs = [job for stage in stages for job in stage.jobs]
     slurm = add_node_share_options(recipe, jobs)
     requests = {request.job: request for request in build_job_requests(jobs, slurm, context)}
-    if problems := _find_short_time_limit_problems(recipe, requests.values()):
+    if problems := _find_time_limit_problems(recipe, requests.values()):
         raise RecipeError.from_problems(problems)
     if not stages:
         return []
@@ -204,9 +204,7 @@ def build_afterok_dependency(job_ids: Sequence[str]) -> str:
     return f"afterok:{':'.join(job_ids)}" if job_ids else ""
 
 
-def _find_short_time_limit_problems(
-    recipe: Recipe, requests: Iterable[JobRequest]
-) -> list[Problem]:
+def _find_time_limit_problems(recipe: Recipe, requests: Iterable[JobRequest]) -> list[Problem]:
     least_s = MIN_JOB_START_UP_S + recipe.cluster.stop_grace_s + REQUEUE_MARGIN_S
     return [
         Problem(

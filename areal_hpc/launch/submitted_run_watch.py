@@ -67,7 +67,7 @@ def watch_submitted_run(
         if gone_since is None:
             gone_since = asked_at
         elif (
-            asked_at - gone_since >= _choose_leader_absence_timeout_s(paths, stage)
+            asked_at - gone_since >= _choose_absence_timeout_s(paths, stage)
             and not paths.finished_marker.exists()
         ):
             raise _build_gone_job_error(paths, stage.leader.name)
@@ -83,7 +83,7 @@ def _is_job_gone(paths: RunPaths, job: str) -> bool:
         return False  # slurmctld may be away for a while
 
 
-def _choose_leader_absence_timeout_s(paths: RunPaths, stage: JobStage) -> float:
+def _choose_absence_timeout_s(paths: RunPaths, stage: JobStage) -> float:
     exits = read_task_exits(paths.job(stage.leader.name)).values()
     if is_cancelled(paths.cancelled_marker) or any(one.gave_up for one in exits):
         return 0.0

@@ -188,7 +188,7 @@ def read_current_results(
         result = manifests.read_evaluation(paths, step, name)
         if result is None or result.n_tasks != n_tasks:
             continue
-        if state.has_run_kept_evaluated_weights(step, result.generation):
+        if state.has_kept_weights(step, result.generation):
             found[name] = result
     return found
 

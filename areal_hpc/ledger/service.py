@@ -415,7 +415,7 @@ class LedgerService:
             first_attempt=self._tickets.first_attempt,
         )
         for one in manifests.read_evaluated_tickets(self._paths, step):
-            if self._state.has_run_kept_evaluated_weights(step, one.generation):
+            if self._state.has_kept_weights(step, one.generation):
                 evaluation.restore_rewards(one)
         return evaluation
 

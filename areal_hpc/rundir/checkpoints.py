@@ -277,7 +277,7 @@ def write_checkpoint_index(directory: Path, index: CheckpointIndex) -> None:
     (directory / CHECKPOINT_INDEX_FILE).write_bytes(msgspec.json.encode(index))
 
 
-def read_index_of_one_checkpoint(directory: Path) -> CheckpointIndex:
+def read_checkpoint_index(directory: Path) -> CheckpointIndex:
     """What the files of a checkpoint hold.
 
     Raises:

@@ -236,17 +236,13 @@ class ExcludedNode(Struct, frozen=True):
         return time.time() - self.at > EXCLUDED_NODE_LIFETIME_S
 
 
-def read_excluded_nodes_with_expired(path: Path) -> list[ExcludedNode]:
+def read_excluded_nodes(path: Path) -> list[ExcludedNode]:
     return read_readable_records(path, ExcludedNode)
 
 
 def list_unexpired_excluded_nodes(path: Path) -> list[str]:
     """Names of the nodes that the run must not get now."""
-    return list(
-        dict.fromkeys(
-            one.node for one in read_excluded_nodes_with_expired(path) if not one.is_expired
-        )
-    )
+    return list(dict.fromkeys(one.node for one in read_excluded_nodes(path) if not one.is_expired))
 
 
 def add_excluded_node(path: Path, node: str, reason: str, job_id: str) -> None:

@@ -43,7 +43,7 @@ class LedgerState(msgspec.Struct, frozen=True):
         forks = (*earlier, GenerationFork(generation, base_step))
         return LedgerState(self.incarnation, generation, base_step, forks)
 
-    def has_run_kept_evaluated_weights(self, step: int, generation: int) -> bool:
+    def has_kept_weights(self, step: int, generation: int) -> bool:
         later = (fork for fork in self.forks if fork.generation > generation)
         return all(step <= fork.base_step for fork in later)
 
@@ -154,14 +154,10 @@ def read_evaluation(paths: RunPaths, step: int, set_name: str) -> EvaluationResu
     return read_json_file(paths.evaluation(step, set_name), EvaluationResult)
 
 
-def read_evaluation_of_kept_weights(
-    paths: RunPaths, step: int, set_name: str
-) -> EvaluationResult | None:
+def read_kept_evaluation(paths: RunPaths, step: int, set_name: str) -> EvaluationResult | None:
     """The result of a set for weights of `step` that the run still has; None without one."""
     result = read_evaluation(paths, step, set_name)
-    if result is None or read_ledger_state(paths).has_run_kept_evaluated_weights(
-        step, result.generation
-    ):
+    if result is None or read_ledger_state(paths).has_kept_weights(step, result.generation):
         return result
     return None
 
@@ -186,9 +182,7 @@ def replace_evaluated_tickets(
         paths.evaluated_tickets(step).unlink(missing_ok=True)
 
 
-def list_evaluations_of_kept_weights(
-    paths: RunPaths, main_set: str
-) -> Iterator[tuple[str, EvaluationResult]]:
+def list_kept_evaluations(paths: RunPaths, main_set: str) -> Iterator[tuple[str, EvaluationResult]]:
     """Every result with the name of its set, by set and step; those of `main_set` come first.
 
     Those of weights that a trainer which resumed from an earlier step gave up are left out.
@@ -198,17 +192,17 @@ def list_evaluations_of_kept_weights(
     for name in (main_set, *names):
         for file in sorted(paths.evaluation(0, name).parent.glob("*.json")):
             result = read_json_file(file, EvaluationResult)
-            if result and state.has_run_kept_evaluated_weights(result.step, result.generation):
+            if result and state.has_kept_weights(result.step, result.generation):
                 yield name, result
 
 
-def read_kept_evaluations_by_set(
+def group_kept_evaluations(
     paths: RunPaths, main_set: str, problems: list[str]
 ) -> dict[str, list[EvaluationResult]]:
     """Every result by set and step, up to one that is damaged, which is named in `problems`."""
     found: dict[str, list[EvaluationResult]] = {}
     try:
-        for name, result in list_evaluations_of_kept_weights(paths, main_set):
+        for name, result in list_kept_evaluations(paths, main_set):
             found.setdefault(name, []).append(result)
     except ShardError as error:
         problems.append(str(error))

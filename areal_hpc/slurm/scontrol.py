@@ -98,7 +98,7 @@ def read_pending_dependencies() -> dict[str, str]:
     return dict(line.partition(" ")[::2] for line in plain.splitlines())
 
 
-def read_reasons_of_drained_nodes(nodes: Sequence[str]) -> dict[str, str]:
+def read_drain_reasons(nodes: Sequence[str]) -> dict[str, str]:
     """Why Slurm, or an administrator, took nodes out of service; those of `nodes` that are."""
     shown = _run(
         *("sinfo", "--noheader", "--Node", f"--nodes={','.join(nodes)}"),

@@ -28,7 +28,7 @@ from areal_hpc.jobs.node import (
 from areal_hpc.jobs.processes.native_call_threads import (
     list_native_calls,
     mark_native_threads_ended,
-    note_library_threads_may_outlast_exit,
+    note_library_threads,
 )
 from areal_hpc.jobs.processes.process_setup import StopRequest
 from areal_hpc.recipe.sections.trainer import ParallelConfig
@@ -127,7 +127,7 @@ def join_process_groups(
     give_up_at = time.monotonic() + JOIN_RANKS_TIMEOUT_S
     store = _join_store(task, rendezvous_dir, give_up_at, is_cancelled)
     _await_all_ranks(store, task, give_up_at, is_cancelled)
-    note_library_threads_may_outlast_exit(NATIVE_THREADS_OWNER)
+    note_library_threads(NATIVE_THREADS_OWNER)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if own.type == "cuda" else "gloo",
         store=store,

@@ -104,9 +104,7 @@ def _read_episodes(
             )
 
 
-def read_first_row_of_each_episode(
-    paths: RunPaths, episodes: Iterable[BatchEpisode]
-) -> list[TrajectoryRow]:
+def read_first_rows(paths: RunPaths, episodes: Iterable[BatchEpisode]) -> list[TrajectoryRow]:
     chosen = list(episodes)
     places: dict[str, list[int]] = {}
     for place, one in enumerate(chosen):
@@ -141,7 +139,7 @@ def read_distinct_reply_share(paths: RunPaths, episodes: Sequence[BatchEpisode])
     1 is where no two episodes of a group said the same, 1 / episodes where all did.
     """
     replies: dict[tuple[int, int], list[bytes]] = {}
-    rows = read_first_row_of_each_episode(paths, episodes)
+    rows = read_first_rows(paths, episodes)
     for one, row in zip(episodes, rows, strict=True):
         sampled = row.input_ids_T[row.loss_mask_T == 1]
         replies.setdefault((one.ticket_id, one.attempt), []).append(sampled.tobytes())

@@ -22,8 +22,8 @@ from areal_hpc.evaluation.statistics import Estimate, PairedComparison, compare_
 from areal_hpc.rundir.files import write_atomic
 from areal_hpc.rundir.manifests import (
     EvaluationResult,
-    read_evaluation_of_kept_weights,
     read_json_file,
+    read_kept_evaluation,
 )
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.formatting import format_table
@@ -254,7 +254,7 @@ def format_comparison(
     yield from format_table(rows, right_aligned_columns={2, 3, 4, 6, 7, 8})
 
 
-def build_report_of_run_step(
+def build_step_report(
     paths: RunPaths, step: int, sets: Mapping[str, tuple[Sequence[str], float]]
 ) -> EvaluationReport:
     """What a run itself found of the weights of a step, on sets with their metrics and pass reward.
@@ -263,7 +263,7 @@ def build_report_of_run_step(
     """
     found = {}
     for name, (metrics, pass_reward) in sets.items():
-        result = read_evaluation_of_kept_weights(paths, step, name)
+        result = read_kept_evaluation(paths, step, name)
         if result is not None:
             tasks = paths.evaluation_tasks(name)
             found[name] = build_evaluated_set(result, tasks, metrics, pass_reward)

@@ -385,7 +385,7 @@ class RunPhaseTracker:
             return "the cells start"
         if not self._replicas_have_weights:
             return f"replicas get the trainer's weights, {_format_age(self._trainer_since)}"
-        return describe_phase_by_ledger_counts(ledger) if ledger is not None else ""
+        return describe_ledger_phase(ledger) if ledger is not None else ""
 
     def _describe_starting_server(self) -> str:
         (cell, number), server = min(self._starting.items(), key=lambda item: item[1].since)
@@ -404,7 +404,7 @@ def read_server_phase(log: Path) -> str:
     return words if at >= 0 else "starts"
 
 
-def describe_phase_by_ledger_counts(ledger: LedgerStatus) -> str:
+def describe_ledger_phase(ledger: LedgerStatus) -> str:
     slowest_s = ledger.slowest_episode_s
     slowest = f", slowest {format_duration(slowest_s)}" if slowest_s >= 1.0 else ""
     if ledger.eval_total > ledger.eval_done:

@@ -68,7 +68,7 @@ def choose_tracker(tracker_name_or_path: str, python: str, project: str) -> Trac
     )
 
 
-def write_new_rows_for_tracker(paths: RunPaths, tracker: TrackerChoice) -> int:
+def write_tracker_part(paths: RunPaths, tracker: TrackerChoice) -> int:
     """Write what is settled and new as one more part; the number of its rows."""
     place = paths.tracker(tracker.name)
     with hold_lock(place.lock):

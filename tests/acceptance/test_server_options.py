@@ -8,8 +8,8 @@ import pytest
 from areal_hpc.inference.server.command import NodeOptions, ServerPorts, build_replica_command
 from areal_hpc.launch.checks.inputs import (
     OptionReport,
-    ask_sglang_to_parse_options,
     find_option_problems,
+    read_sglang_options,
 )
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.recipe import Recipe
@@ -71,7 +71,7 @@ def report() -> OptionReport:
         ),
         *[["--model-path", "m", *words.split()] for words in WRONG],
     ]
-    found = ask_sglang_to_parse_options(SERVE_PYTHON, lines)
+    found = read_sglang_options(SERVE_PYTHON, lines)
     assert found is not None
     assert len(found.readings) == len(lines)
     return found

@@ -11,12 +11,12 @@ import atexit, sys
 from areal_hpc.jobs.processes.native_call_threads import (
     exit_beside_native_calls,
     mark_native_threads_ended,
-    note_library_threads_may_outlast_exit,
+    note_library_threads,
 )
 
 atexit.register(print, "the interpreter's end")
 with exit_beside_native_calls():
-    note_library_threads_may_outlast_exit("torch.distributed")
+    note_library_threads("torch.distributed")
     if sys.argv[1] == "stops":
         sys.exit(80)
     if sys.argv[1] == "fails":

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
-from areal_hpc.rundir.checkpoints import list_checkpoints, read_index_of_one_checkpoint
+from areal_hpc.rundir.checkpoints import list_checkpoints, read_checkpoint_index
 from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.manifests import read_manifest
 from areal_hpc.rundir.paths import RunPaths
@@ -140,7 +140,7 @@ def read_first_moments(paths: RunPaths) -> dict[str, torch.Tensor]:
     (checkpoint,) = list_checkpoints(paths.checkpoints_dir)
     found = {}
     with open_stored_tensors(checkpoint.path) as stored:
-        for name, tensor in read_index_of_one_checkpoint(checkpoint.path).tensors.items():
+        for name, tensor in read_checkpoint_index(checkpoint.path).tensors.items():
             found[name] = torch.zeros(tensor.shape)
             for box in split_into_matrices(Box((0,) * len(tensor.shape), tensor.shape)):
                 stored.read_block("exp_avg", name, box, found[name][box.slices])

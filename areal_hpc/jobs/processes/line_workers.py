@@ -36,17 +36,17 @@ class OomKillWatch:
     """Watch for out-of-memory kills on this machine, from its construction on."""
 
     def __init__(self) -> None:
-        self._before = count_oom_kills_since_boot()
+        self._before = count_oom_kills()
 
     def may_have_killed(self, exit_code: int | None) -> bool:
         """True if a child with this `Popen.returncode` died by SIGKILL and there was such a kill.
 
         It may have been another process's: the kernel counts them all together.
         """
-        return exit_code == -signal.SIGKILL and count_oom_kills_since_boot() > self._before
+        return exit_code == -signal.SIGKILL and count_oom_kills() > self._before
 
 
-def count_oom_kills_since_boot() -> int:
+def count_oom_kills() -> int:
     """Out-of-memory kills since this machine started; 0 where the kernel does not count them."""
     with contextlib.suppress(OSError, ValueError):
         for line in _VMSTAT_PATH.read_bytes().splitlines():
@@ -295,7 +295,7 @@ class WorkerPool(Generic[Worker]):
     @asynccontextmanager
     async def acquire(self) -> AsyncIterator[Worker]:
         """A worker to oneself; waits while all are in use. One left unusable is ended."""
-        async with self._get_places_of_running_loop():
+        async with self._get_places():
             worker = await self._take_worker()
             try:
                 yield worker
@@ -309,7 +309,7 @@ class WorkerPool(Generic[Worker]):
         while self._idle:
             self._idle.pop().close()
 
-    def _get_places_of_running_loop(self) -> asyncio.Semaphore:
+    def _get_places(self) -> asyncio.Semaphore:
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             self._places, self._loop = asyncio.Semaphore(self._size), loop

@@ -52,7 +52,7 @@ def start_native_call(work: Callable[[], ResultT], thread_name: str) -> Future[R
     return future
 
 
-def note_library_threads_may_outlast_exit(library: str) -> None:
+def note_library_threads(library: str) -> None:
     """A library has threads of its own, until they are known to have ended: what fails leaves them.
 
     Gloo's drop the tensors of an operation some time after it failed, and those ask for the
@@ -76,16 +76,16 @@ def exit_beside_native_calls() -> Iterator[None]:
     try:
         yield
     except SystemExit as end:
-        if not (names := [*list_native_calls(), *list_libraries_with_own_threads()]):
+        if not (names := [*list_native_calls(), *list_threaded_libraries()]):
             raise
         code = end.code
     except BaseException:  # boundary: told as the interpreter would, which does not come to it
-        if not (names := [*list_native_calls(), *list_libraries_with_own_threads()]):
+        if not (names := [*list_native_calls(), *list_threaded_libraries()]):
             raise
         sys.excepthook(*sys.exc_info())
         code = 1
     else:
-        if not (names := [*list_native_calls(), *list_libraries_with_own_threads()]):
+        if not (names := [*list_native_calls(), *list_threaded_libraries()]):
             return
     # They may have returned by now: the exception is taken, so the process ends here all the same.
     log.info("the process ends at once, beside native calls: %s", ", ".join(names))
@@ -100,6 +100,6 @@ def list_native_calls() -> list[str]:
     return [one.name for one in threading.enumerate() if isinstance(one, NativeCallThread)]
 
 
-def list_libraries_with_own_threads() -> list[str]:
+def list_threaded_libraries() -> list[str]:
     """Libraries that have threads of their own."""
     return sorted(_libraries_with_native_threads)

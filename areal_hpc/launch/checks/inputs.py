@@ -56,7 +56,7 @@ class OptionReport(msgspec.Struct):
     readings: list[CommandReading]
 
 
-def ask_sglang_to_parse_options(python: str, lines: Sequence[Sequence[str]]) -> OptionReport | None:
+def read_sglang_options(python: str, lines: Sequence[Sequence[str]]) -> OptionReport | None:
     """Its reading of command lines; None if SGLang cannot be imported on this machine."""
     checkout = str(Path(__file__).resolve().parents[3])
     environ = {**os.environ, "PYTHONPATH": checkout, "SGLANG_USE_CPU_ENGINE": "1"}
@@ -76,7 +76,7 @@ def find_extra_args_problems(recipe: Recipe, python: str) -> Iterator[Problem]:
     arguments = recipe.inference.extra_args
     if not arguments:
         return
-    report = ask_sglang_to_parse_options(python, [["--model-path", "model", *arguments]])
+    report = read_sglang_options(python, [["--model-path", "model", *arguments]])
     if report is not None:
         yield from find_option_problems(arguments, report.readings[0], report.known)
 
@@ -201,7 +201,7 @@ def find_user_code_problems(
     ]
     if other := rollout.agent.python:
         for workflow, kwargs in filter(lambda one: one[0], agents):
-            yield from _find_other_python_agent_problems(other, workflow, kwargs, sys_path)
+            yield from _find_foreign_agent_problems(other, workflow, kwargs, sys_path)
         agents = []
     environ = {**os.environ, ISOLATION_VARIABLE: recipe.reward.isolation}
     request: dict[str, Any] = {"sys_path": sys_path, "mode": rollout.agent.mode, "objective": None}
@@ -220,16 +220,16 @@ def find_user_code_problems(
         if is_agent and ":" in rollout.agent.auxiliary:
             request["functions"]["rollout.agent.auxiliary"] = rollout.agent.auxiliary
         if (request["agents"] or request["functions"]) and shutil.which(python):
-            yield from _find_user_code_load_problems(python, request, environ, key, what)
+            yield from _find_loading_problems(python, request, environ, key, what)
     if objective.custom and shutil.which(pythons["train"]):
         loss_request = {**request, "agents": [], "functions": {}, "sandbox": None}
         loss_request["objective"] = objective.model_dump()
-        yield from _find_user_code_load_problems(
+        yield from _find_loading_problems(
             pythons["train"], loss_request, environ, "trainer.objective.custom", "the custom loss"
         )
 
 
-def _find_other_python_agent_problems(
+def _find_foreign_agent_problems(
     python: str, workflow: str, kwargs: Mapping[str, Any], sys_path: tuple[str, ...]
 ) -> Iterator[Problem]:
     names = {"workflow": workflow, "kwargs": dict(kwargs), "sys_path": [*sys_path]}
@@ -249,7 +249,7 @@ def _find_other_python_agent_problems(
         yield Problem(*answer["raised"]["problems"][0])
 
 
-def _find_user_code_load_problems(
+def _find_loading_problems(
     python: str,
     request: Mapping[str, Any],
     environ: Mapping[str, str],
@@ -322,7 +322,7 @@ def _find_run_directory_problems(run_dir: Path) -> Iterator[Problem]:
         )
         return
     finally:
-        remove_folders_up_to_first_nonempty(made)
+        remove_empty_folders(made)
     if free_bytes < MIN_RUN_DIR_FREE_BYTES:
         yield Problem(
             f"the run directory's file system is full: {free_bytes // 2**20} MiB free, "
@@ -336,7 +336,7 @@ def find_missing_folders(path: Path) -> list[Path]:
     return [folder for folder in (path, *path.parents) if not folder.exists()]
 
 
-def remove_folders_up_to_first_nonempty(folders: Iterable[Path]) -> None:
+def remove_empty_folders(folders: Iterable[Path]) -> None:
     with contextlib.suppress(OSError):
         for folder in folders:
             folder.rmdir()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from areal_hpc.jobs.node import (
     find_visible_gpus,
-    read_numa_node_by_gpu,
+    read_numa_nodes,
     select_wanted_gpus,
 )
 from areal_hpc.launch.doctor.results import CheckResult, fail, ok, warn
@@ -79,7 +79,7 @@ def gather_node_facts(
     wanted: WantedGpus, pythons: Mapping[str, str], variables: Mapping[str, Mapping[str, str]]
 ) -> NodeFacts:
     """Facts of this node, with the interpreter and the variables of each role."""
-    visible = select_wanted_gpus(find_visible_gpus(os.environ), wanted, read_numa_node_by_gpu())
+    visible = select_wanted_gpus(find_visible_gpus(os.environ), wanted, read_numa_nodes())
     listed = driver_error = topology = ""
     if shutil.which("nvidia-smi") is not None:
         listed, driver_error = _run_nvidia_smi(
@@ -101,8 +101,7 @@ def gather_node_facts(
         memlock_bytes=None if soft == resource.RLIM_INFINITY else soft,
         nvcc=str(cuda) if os.access(cuda, os.X_OK) else shutil.which("nvcc") or "",
         pythons=tuple(
-            ask_python_for_gpu_facts(role, pythons[role], variables[role])
-            for role in ("train", "serve")
+            read_gpu_facts(role, pythons[role], variables[role]) for role in ("train", "serve")
         ),
     )
 
@@ -120,7 +119,7 @@ def has_nvlink(topology: str) -> bool:
     return bool(re.search(r"^GPU\d+\s.*\bNV\d+\b", topology, re.MULTILINE))
 
 
-def ask_python_for_gpu_facts(role: str, python: str, variables: Mapping[str, str]) -> PythonFacts:
+def read_gpu_facts(role: str, python: str, variables: Mapping[str, str]) -> PythonFacts:
     """Facts from a role's Python, run with the variables of the role's processes."""
     program = ("-W", "ignore", "-c", _GPU_FACTS_SCRIPT)
     environ = {**os.environ, **variables}

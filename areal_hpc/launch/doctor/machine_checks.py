@@ -168,7 +168,7 @@ def check_storage(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def check_nodes_see_file_root(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
+def check_shared_root(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
     """Whether other nodes see the file root; none has to where Slurm is not meant."""
     fileroot = doctor_subject.resolve_fileroot()
     is_answering = not doctor_subject.slurm_answer.outage

@@ -19,8 +19,8 @@ from areal_hpc.jobs.config import get_interpreters
 from areal_hpc.launch.checks.inputs import find_input_problems
 from areal_hpc.launch.doctor.gpu import GpuCheckPlan, examine_gpu_node
 from areal_hpc.launch.doctor.machine_checks import (
-    check_nodes_see_file_root,
     check_program_isolation,
+    check_shared_root,
     check_storage,
     list_security_means,
 )
@@ -30,7 +30,7 @@ from areal_hpc.launch.doctor.slurm_checks import (
     check_accounting_limits,
     check_container,
     check_partitions,
-    check_preemption_of_qos_jobs,
+    check_qos_preemption,
     check_sbatch_accepts,
     check_slurm_answers,
 )
@@ -98,12 +98,12 @@ CHECKS = (
     DoctorCheck("slurm", check_slurm_answers),
     DoctorCheck("accounting", check_accounting, ("slurm",)),
     DoctorCheck("partitions", check_partitions, ("slurm",)),
-    DoctorCheck("preemption by QOS", check_preemption_of_qos_jobs, ("slurm",)),
+    DoctorCheck("preemption by QOS", check_qos_preemption, ("slurm",)),
     DoctorCheck("limits", check_accounting_limits, ("slurm", "recipe")),
     DoctorCheck("jobs", check_sbatch_accepts, ("slurm",)),
     DoctorCheck("container", check_container, ("slurm",)),
     DoctorCheck("storage", check_storage, ("file root",)),
-    DoctorCheck("shared", check_nodes_see_file_root, ("file root",)),
+    DoctorCheck("shared", check_shared_root, ("file root",)),
     DoctorCheck("isolation", check_program_isolation),
     DoctorCheck("means of isolation", list_security_means),
     DoctorCheck("interpreters", check_role_interpreters, ("recipe",)),

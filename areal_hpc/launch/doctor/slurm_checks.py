@@ -65,7 +65,7 @@ def check_accounting(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
 def check_partitions(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
     """State and time limit of each partition, what a preemption there does, and who may submit."""
     slurm, minutes_by_partition = doctor_subject.slurm, dict[str, int]()
-    for options in get_options_by_sample_job(slurm).values():
+    for options in get_sample_options(slurm).values():
         minutes = options.time_limit_minutes or DEFAULT_TIME_LIMIT_MINUTES
         for name in filter(None, (options.partition or "").split(",")):
             minutes_by_partition[name] = max(minutes_by_partition.get(name, 0), minutes)
@@ -91,14 +91,14 @@ def _judge_partition(
     if state != "UP":
         return fail(name, f"is {state}", "sinfo -s; name one that is up")
     size = f"{partition_facts.get('TotalNodes', '?')} nodes, at most {max_time}"
-    max_s = parse_slurm_time_as_seconds(max_time)
+    max_s = parse_slurm_time(max_time)
     if max_s is not None and 60 * time_limit_minutes > max_s:
         hint = f"cluster.slurm.time_limit_minutes={max_s // 60}; the run continues in the next job"
         return fail(name, f"{size}; jobs ask for {time_limit_minutes} min", hint)
     return ok(name, f"up, {size}")
 
 
-def parse_slurm_time_as_seconds(text: str) -> int | None:
+def parse_slurm_time(text: str) -> int | None:
     """Seconds of `days-hours:minutes:seconds`; None for UNLIMITED."""
     found = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+):(\d+)", text)
     if not found:
@@ -107,7 +107,7 @@ def parse_slurm_time_as_seconds(text: str) -> int | None:
     return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
-def get_options_by_sample_job(slurm: SlurmConfig) -> dict[str, JobOptions]:
+def get_sample_options(slurm: SlurmConfig) -> dict[str, JobOptions]:
     found = {job: slurm.get_options_of_job(job) for job in ("trainer", format_cell_name(0))}
     evaluation = slurm.get_options_of_job(EVALUATION_CELL)
     if evaluation != found[format_cell_name(0)]:
@@ -168,7 +168,7 @@ def check_sbatch_accepts(doctor_subject: DoctorSubject) -> Iterator[CheckResult]
         if not arguments_by_job:
             arguments_by_job = {
                 job: (*get_sbatch_placement_flags(options), "--wrap=true")
-                for job, options in get_options_by_sample_job(doctor_subject.slurm).items()
+                for job, options in get_sample_options(doctor_subject.slurm).items()
             }
         for job, arguments in arguments_by_job.items():
             try:
@@ -300,9 +300,9 @@ def check_accounting_limits(doctor_subject: DoctorSubject) -> Iterator[CheckResu
         yield ok("job limits", "none for your account and QOS")
 
 
-def check_preemption_of_qos_jobs(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
+def check_qos_preemption(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
     settings = doctor_subject.slurm_answer.settings
-    every = get_options_by_sample_job(doctor_subject.slurm).values()
+    every = get_sample_options(doctor_subject.slurm).values()
     names = {options.sbatch.get("qos") for options in every} - {None}
     if settings.get("PreemptType") != "preempt/qos" or not names:
         return
@@ -311,7 +311,7 @@ def check_preemption_of_qos_jobs(doctor_subject: DoctorSubject) -> Iterator[Chec
             mode = row["preemptmode"].upper()
             if mode in ("", "CLUSTER"):
                 mode = settings.get("PreemptMode", "OFF")
-            grace_s = parse_slurm_time_as_seconds(row["gracetime"]) or 0
+            grace_s = parse_slurm_time(row["gracetime"]) or 0
             yield judge_preemption(f"QOS {row['name']}", mode, grace_s)
 
 
@@ -373,7 +373,7 @@ def _build_limits(
     owner: str, max_jobs_text: str, max_wall_text: str, requests: Sequence[JobRequest]
 ) -> Iterator[AccountingLimit]:
     max_jobs = int(max_jobs_text) if max_jobs_text.isdigit() else None
-    max_s = parse_slurm_time_as_seconds(max_wall_text)
+    max_s = parse_slurm_time(max_wall_text)
     if requests and (max_jobs is not None or max_s is not None):
         max_minutes = None if max_s is None else max_s // 60
         yield AccountingLimit(owner, max_jobs, max_minutes, tuple(requests))

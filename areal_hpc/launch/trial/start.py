@@ -122,7 +122,7 @@ def _require_sglang(url: str) -> None:
 
 
 def _write_first_tasks(recipe: Recipe, count: int, out: Path) -> None:
-    rows = list(islice(_iterate_rows_of_sources_in_turn(recipe), count))
+    rows = list(islice(_interleave_sources(recipe), count))
     if not rows:
         sources = recipe.train_dataset.list_sources("train_dataset")
         named = ", ".join(source.describe_source() for source, _ in sources)
@@ -134,7 +134,7 @@ def _write_first_tasks(recipe: Recipe, count: int, out: Path) -> None:
     write_atomic_private(out, b"\n".join(lines) + b"\n")
 
 
-def _iterate_rows_of_sources_in_turn(recipe: Recipe) -> Iterator[dict[str, Any]]:
+def _interleave_sources(recipe: Recipe) -> Iterator[dict[str, Any]]:
     sources = [
         iterate_task_rows(*one) for one in recipe.train_dataset.list_sources("train_dataset")
     ]

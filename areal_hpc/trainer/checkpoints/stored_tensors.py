@@ -28,7 +28,7 @@ from areal_hpc.rundir.checkpoints import (
     build_checkpoint_damage_error,
     count_digest_blocks,
     get_rank_file_path,
-    read_index_of_one_checkpoint,
+    read_checkpoint_index,
 )
 
 TORCH_DTYPE_BY_NUMBER_TYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -212,7 +212,7 @@ class StoredTensors:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._index = read_index_of_one_checkpoint(directory)
+        self._index = read_checkpoint_index(directory)
         self._readers: dict[int, RankFileReader] = {}
         self._pieces: dict[tuple[str, tuple[int, ...]], list[TensorPiece]] = defaultdict(list)
         """Of each layer and expert of each tensor: there can be thousands in one tensor."""

@@ -21,7 +21,7 @@ from areal_hpc.view.batch_episodes import (
     BatchEpisode,
     list_times_between_calls,
     read_batch_episodes,
-    read_first_row_of_each_episode,
+    read_first_rows,
 )
 from areal_hpc.view.formatting import format_step_range, format_table, list_numbers
 from areal_hpc.view.logs import list_log_files
@@ -367,7 +367,7 @@ class _SlowRun:
         found: dict[str, list[float]] = defaultdict(list)
         several = [one for one in self._episodes if len(one.record.calls) > 1][-MAX_READ_ROWS:]
         try:
-            for row in read_first_row_of_each_episode(self._paths, several):
+            for row in read_first_rows(self._paths, several):
                 for tool, seconds in list_times_between_calls(row):
                     found[
                         "the agent between calls" if tool == WITHOUT_TOOL else f"the tool {tool}"

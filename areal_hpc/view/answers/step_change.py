@@ -236,7 +236,7 @@ def _compare_tasks(
     share = len(rewards.keys() - before.keys()) / len(rewards)
     is_cause = share - usual_share >= MIN_SOURCE_SHARE_CHANGE and bool(usual_before)
     causes += [news] if is_cause else []
-    causes += _describe_no_longer_solved_tasks(run, now, earlier_episodes)
+    causes += _describe_unlearned_tasks(run, now, earlier_episodes)
     return causes, [] if is_cause else [news]
 
 
@@ -297,7 +297,7 @@ def _describe_new_tasks(rewards: Mapping[int, float], rewards_before: Mapping[in
     return text
 
 
-def _describe_no_longer_solved_tasks(
+def _describe_unlearned_tasks(
     run: str, now: Sequence[BatchEpisode], earlier_episodes: Sequence[BatchEpisode]
 ) -> Iterator[Finding]:
     everything = [one.mean_row_reward for one in (*now, *earlier_episodes)]

@@ -15,7 +15,7 @@ from areal_hpc.evaluation.set_names import (
     split_ticket_id,
 )
 from areal_hpc.evaluation.statistics import compare_paired, estimate_mean
-from areal_hpc.rundir.manifests import EvaluationResult, read_kept_evaluations_by_set
+from areal_hpc.rundir.manifests import EvaluationResult, group_kept_evaluations
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.run_recipe import read_run_recipe
 from areal_hpc.wire.trajectory import RowKind
@@ -27,7 +27,7 @@ JsonObject = dict[str, Any]
 
 def build_evaluation_sets_page(paths: RunPaths) -> JsonObject:
     problems: list[str] = []
-    results = read_kept_evaluations_by_set(paths, VALIDATION_SET_NAME, problems)
+    results = group_kept_evaluations(paths, VALIDATION_SET_NAME, problems)
     configs = _read_set_configs(paths, problems)
     first_tickets = {
         name: get_ticket_id_in_evaluation(number, 0)

@@ -77,7 +77,7 @@ def _describe_rows(run: RunPaths, cache_dir: Path, max_rows: int, max_bytes: int
     with closing(RowIndex(run, cache_dir)) as index:
         index.index_new_rows()
         total, failures = index.find_page(offset=0, count=0).total, index.count_failure_causes()
-        for row in index.select_rows_of_each_kind(max_rows):
+        for row in index.select_sample_rows(max_rows):
             name = f"{row['shard']}/{row['row']}"
             describe = partial(
                 run_pages.describe_trajectory, run, index, row["shard"], row["row"], sets

@@ -108,12 +108,12 @@ def describe_processes(timeline: Timeline) -> list[JsonObject]:
         )
         for lane, spans in list_lanes(one):
             if not lane:
-                process["shares"] = compute_time_shares_by_name(spans, timeline.begin, timeline.end)
+                process["shares"] = compute_time_shares(spans, timeline.begin, timeline.end)
             process["lanes"] += _describe_lanes(one.name, lane, spans, timeline.begin, timeline.end)
     return sorted(found.values(), key=lambda one: not one["process"].startswith(TRAINER_PROCESS))
 
 
-def compute_time_shares_by_name(
+def compute_time_shares(
     spans: Sequence[Span], from_time: float, to_time: float
 ) -> list[tuple[str, float]]:
     shares: dict[str, float] = dict.fromkeys((one.name for one in spans), 0.0)
@@ -128,7 +128,7 @@ def _describe_lanes(
 ) -> Iterator[JsonObject]:
     shown = [one for one in spans if one.end >= from_time and one.begin <= to_time]
     if is_lane_of_calls(process, lane):
-        counts = average_spans_under_way_by_bin(shown, from_time, to_time)
+        counts = average_spans_by_bin(shown, from_time, to_time)
         yield {"title": f"calls at {lane}", "most": max(counts, default=0), "counts": counts}
         return
     lanes = assign_lanes(shown)
@@ -162,9 +162,7 @@ def describe_slices(
     return found
 
 
-def average_spans_under_way_by_bin(
-    spans: Sequence[Span], from_time: float, to_time: float
-) -> list[float]:
+def average_spans_by_bin(spans: Sequence[Span], from_time: float, to_time: float) -> list[float]:
     width_s = (to_time - from_time) / BIN_COUNT
     sums = [0.0] * BIN_COUNT
     before, count = from_time, 0

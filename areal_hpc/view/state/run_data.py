@@ -13,7 +13,7 @@ import numpy.typing as npt
 from areal_hpc.errors import RecipeError
 from areal_hpc.evaluation.set_names import VALIDATION_SET_NAME
 from areal_hpc.metrics.step_metrics import read_metrics
-from areal_hpc.rundir.manifests import list_evaluations_of_kept_weights
+from areal_hpc.rundir.manifests import list_kept_evaluations
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.run_recipe import read_run_recipe
 from areal_hpc.rundir.telemetry.span_reader import read_spans
@@ -169,7 +169,7 @@ class RunData:
                 "reward": reward,
                 "answer": result.answers[task][sample] if result.answers else "",
             }
-            for name, result in list_evaluations_of_kept_weights(self._paths, VALIDATION_SET_NAME)
+            for name, result in list_kept_evaluations(self._paths, VALIDATION_SET_NAME)
             for task, rewards in enumerate(result.list_sample_rewards())
             for sample, reward in enumerate(rewards)
         ]

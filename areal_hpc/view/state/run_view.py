@@ -232,7 +232,7 @@ class RunView:
         off = self.alerts_off
         if any(row.get("episodes") for row in self.steps) or "failing_agents" in off:
             return find_alerts(self.steps, off)
-        failing = find_alert_before_first_step(self.events)
+        failing = find_early_alert(self.events)
         return [failing] if failing else []
 
     @property
@@ -380,11 +380,11 @@ class RunViewer:
         ]
 
 
-def find_alert_before_first_step(events: Sequence[dict[str, Any]]) -> Alert | None:
+def find_early_alert(events: Sequence[dict[str, Any]]) -> Alert | None:
     failures = [event for event in events if is_failed_training_try(event)]
     if len(failures) < MIN_FAILED_TRIES_IN_STEP:
         return None
-    ended_well = _count_good_ends_since_first_failure(events)
+    ended_well = _count_good_ends(events)
     if len(failures) / (len(failures) + ended_well) <= MAX_FAILED_SHARE_OF_TRIES:
         return None
     newest = failures[-1]
@@ -399,7 +399,7 @@ def find_alert_before_first_step(events: Sequence[dict[str, Any]]) -> Alert | No
     )
 
 
-def _count_good_ends_since_first_failure(events: Sequence[dict[str, Any]]) -> int:
+def _count_good_ends(events: Sequence[dict[str, Any]]) -> int:
     """Episodes that ended well since a driver's first failed try, by the counts that it tells.
 
     Held-out episodes before it say nothing of the tasks that are trained on.

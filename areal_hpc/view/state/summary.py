@@ -80,7 +80,7 @@ def format_run_progress(view: RunView) -> list[str]:
             f"  idle              {one}"
             for one in describe_idle_time(view.steps, view.held_resources)
         ]
-    missing_s = measure_wait_without_cells_s(view.recent_events, now)
+    missing_s = measure_cell_wait_s(view.recent_events, now)
     if missing_s is not None and not view.paths.finished_marker.exists():
         lines.append(f"  idle              no cell has been there for {format_duration(missing_s)}")
     batches = describe_quarantined_batches(view.paths)
@@ -105,7 +105,7 @@ def _sum_hours(rows: Sequence[Mapping[str, Any]], *names: str) -> float:
     return sum(value for value in values if isinstance(value, int | float)) / 3600
 
 
-def measure_wait_without_cells_s(events: Sequence[Mapping[str, Any]], now: float) -> float | None:
+def measure_cell_wait_s(events: Sequence[Mapping[str, Any]], now: float) -> float | None:
     """Seconds for which the trainer has waited for any cell; None if it does not wait. Pure."""
     waits = [one for one in events if one.get("event") in (NO_CELL_EVENT, CELL_FOUND_EVENT)]
     if not waits or waits[-1]["event"] == CELL_FOUND_EVENT:

@@ -173,7 +173,7 @@ class RowIndex:
                 f"SELECT {selected} FROM rows WHERE {condition} ORDER BY {order}", bound
             ).fetchall()
 
-    def select_rows_of_each_kind(self, count: int) -> list[JsonObject]:
+    def select_sample_rows(self, count: int) -> list[JsonObject]:
         """Rows of a whole run: failed ones, held-out ones, and groups of up to eight steps."""
         steps = "SELECT DISTINCT step FROM rows WHERE kind = 'train' ORDER BY step"
         with self._lock:

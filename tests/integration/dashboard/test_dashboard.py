@@ -290,9 +290,7 @@ def test_steps_of_rows_come_from_the_batches_of_a_whole_run(tmp_path: Path) -> N
         for where in ("step=3", "step>10 and reward>0"):
             matching = index.find_page(where, offset=0, count=1).matching
             assert matching == find_rows(run.paths.root, RowQuery(where))[1] > 0
-        steps = {
-            row["step"] for row in index.select_rows_of_each_kind(80) if row["kind"] == "train"
-        }
+        steps = {row["step"] for row in index.select_sample_rows(80) if row["kind"] == "train"}
         assert {1, 12} <= steps
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from areal_hpc.errors import LostTrainerRankError
 from areal_hpc.jobs.processes.native_call_threads import (
-    exit_beside_native_calls, note_library_threads_may_outlast_exit
+    exit_beside_native_calls, note_library_threads
 )
 from areal_hpc.trainer.collectives import is_true_on_any_rank, raise_for_lost_rank
 from areal_hpc.trainer.rank_progress import RankProgress, note_detail, note_place_reached
@@ -51,7 +51,7 @@ def work():
 progress = RankProgress(store, rank, 2, hang_s=scaled(1.0), check_interval_s=0.1)
 with exit_beside_native_calls():
     try:
-        note_library_threads_may_outlast_exit("torch.distributed")
+        note_library_threads("torch.distributed")
         with progress.watch():
             work()
     except LostTrainerRankError as lost:

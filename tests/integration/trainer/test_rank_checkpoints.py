@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
-from areal_hpc.rundir.checkpoints import get_rank_file_path, read_index_of_one_checkpoint
+from areal_hpc.rundir.checkpoints import get_rank_file_path, read_checkpoint_index
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.trainer.learner import Learner
 from areal_hpc.trainer.private_apis.megatron_private import list_optimizer_shards
@@ -33,7 +33,7 @@ def test_each_of_four_ranks_holds_writes_and_reads_a_quarter(
     for size in (held, written, sum(reads)):
         assert size == pytest.approx(whole / 4, rel=0.1)
     assert sum(reads) == written
-    index = read_index_of_one_checkpoint(checkpoint)
+    index = read_checkpoint_index(checkpoint)
     assert sum(index.compute_data_bytes(rank) for rank in range(4)) == whole
     files = [path.name for path in checkpoint.iterdir() if path.suffix == ".bin"]
     assert sorted(files) == [f"rank_0000{rank}.bin" for rank in range(4)]

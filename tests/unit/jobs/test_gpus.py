@@ -9,7 +9,7 @@ from areal_hpc.jobs.node import (
     VISIBLE_DEVICES_VARIABLE,
     VisibleGpus,
     find_visible_gpus,
-    read_numa_node_by_gpu,
+    read_numa_nodes,
     select_wanted_gpus,
 )
 from areal_hpc.jobs.task_processes import build_visible_gpus_variable
@@ -86,7 +86,7 @@ def test_numa_nodes_are_those_of_the_pci_addresses(tmp_path: Path) -> None:
         (driver / address).mkdir(parents=True)
         (pci / address.lower()).mkdir(parents=True)
         (pci / address.lower() / "numa_node").write_text(node + "\n")
-    assert read_numa_node_by_gpu(dev, driver, pci) == {"0": 0, "1": 1}
+    assert read_numa_nodes(dev, driver, pci) == {"0": 0, "1": 1}
     (dev / "nvidia1").unlink()  # a container that shows one of them
-    assert read_numa_node_by_gpu(dev, driver, pci) == {}
-    assert read_numa_node_by_gpu(tmp_path, tmp_path / "none", pci) == {}
+    assert read_numa_nodes(dev, driver, pci) == {}
+    assert read_numa_nodes(tmp_path, tmp_path / "none", pci) == {}

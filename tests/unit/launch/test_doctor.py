@@ -32,7 +32,7 @@ from areal_hpc.launch.doctor.slurm_checks import (
     judge_job_limit,
     judge_preemption,
     judge_submission_from_jobs,
-    parse_slurm_time_as_seconds,
+    parse_slurm_time,
 )
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.sections.cluster import JobOptions, SlurmConfig
@@ -91,7 +91,7 @@ def test_interpreters_tell_their_versions_or_what_they_lack(tmp_path: Path) -> N
     [("1-00:00:00", 86400), ("02:30:00", 9000), ("UNLIMITED", None), ("", None)],
 )
 def test_time_limits_are_read_as_slurm_writes_them(text: str, seconds: int | None) -> None:
-    assert parse_slurm_time_as_seconds(text) == seconds
+    assert parse_slurm_time(text) == seconds
 
 
 def test_every_finding_that_is_not_well_says_what_to_try() -> None:

@@ -22,10 +22,10 @@ from areal_hpc.launch.doctor.gpu import (
 from areal_hpc.launch.doctor.gpu_facts import (
     NodeFacts,
     PythonFacts,
-    ask_python_for_gpu_facts,
     has_nvlink,
     judge_facts,
     parse_nvidia_smi_gpus,
+    read_gpu_facts,
 )
 from areal_hpc.launch.doctor.results import CheckStatus
 from areal_hpc.recipe.loading import load_recipe
@@ -86,7 +86,7 @@ def test_with_less_than_two_gpus_no_step_runs(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
     monkeypatch.setattr(
-        gpu_facts, "ask_python_for_gpu_facts", lambda role, *rest: PythonFacts(role, "python")
+        gpu_facts, "read_gpu_facts", lambda role, *rest: PythonFacts(role, "python")
     )
     started: list[str] = []
     results = [*examine_gpu_node(plan_of(), started.append)]
@@ -107,12 +107,12 @@ def test_a_device_belongs_to_the_examination(capsys: pytest.CaptureFixture[str])
 
 def test_a_python_that_fails_says_its_last_line(tmp_path: Path) -> None:
     broken = write_program(tmp_path / "python", "echo Traceback >&2\necho oh no >&2\nexit 1\n")
-    assert ask_python_for_gpu_facts("train", str(broken), {}).error == "oh no"
-    nowhere = ask_python_for_gpu_facts("train", str(tmp_path / "nowhere"), {})
+    assert read_gpu_facts("train", str(broken), {}).error == "oh no"
+    nowhere = read_gpu_facts("train", str(tmp_path / "nowhere"), {})
     assert "does not start" in nowhere.error
     answer = '{"torch": "2.14.1", "cuda": "13.0", "nccl": "2.30.7", "gpus": 2}'
     sound = write_program(tmp_path / "sound", f"echo noise\necho '{answer}'\n")
-    found = ask_python_for_gpu_facts("serve", str(sound), {})
+    found = read_gpu_facts("serve", str(sound), {})
     assert (found.role, found.nccl, found.gpus) == ("serve", "2.30.7", 2)
 
 

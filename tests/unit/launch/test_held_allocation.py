@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.launch.job_places import (
-    build_allocation_with_fewer_gpus,
     find_allocation_shortages,
+    limit_gpus,
 )
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.recipe import Recipe
@@ -31,7 +31,7 @@ def test_a_run_takes_as_many_gpus_of_each_node_as_the_recipe_says(
     wanted: "int | str", expected: list[int]
 ) -> None:
     recipe = load(f"cluster.gpus={wanted}")
-    usable = build_allocation_with_fewer_gpus(MIXED, recipe.cluster.gpus)
+    usable = limit_gpus(MIXED, recipe.cluster.gpus)
     assert [node.gpus for node in usable.nodes] == expected
     assert [node.cpus for node in usable.nodes] == [8, 8]
 

@@ -11,8 +11,8 @@ from areal_hpc.launch.evaluation import EvaluationTarget, check_recorded_setting
 from areal_hpc.launch.plan import get_base_model_path
 from areal_hpc.launch.prepare import (
     archive_run,
+    check_finished_recipe,
     check_recipe_changes,
-    refuse_other_recipe_of_finished_run,
     write_run_recipe,
 )
 from areal_hpc.launch.run import report_finished_run
@@ -101,9 +101,9 @@ def test_a_finished_directory_is_not_taken_for_a_run_of_another_recipe(tmp_path:
     write_run_recipe(recipe, paths.recipe)
     paths.metrics.write_text('{"step": 5, "reward/mean": 0.5}\n')
     paths.finished_marker.touch()
-    refuse_other_recipe_of_finished_run(recipe, paths)
+    check_finished_recipe(recipe, paths)
     fewer = load_recipe(QUICKSTART, [fileroot, "trainer.total_steps=4", "cluster.stop_grace_s=20"])
-    refuse_other_recipe_of_finished_run(fewer, paths)
+    check_finished_recipe(fewer, paths)
     other = load_recipe(
         QUICKSTART,
         [fileroot, "trainer.total_steps=5", "trainer.optimizer.lr=10", "trainer.batch_size=64"],
@@ -138,7 +138,7 @@ def test_a_run_knows_its_models_from_every_folder(
     monkeypatch.chdir(tmp_path)
     assert get_base_model_path(written, paths) == here / "base"
     monkeypatch.chdir(here)
-    refuse_other_recipe_of_finished_run(recipe, paths)
+    check_finished_recipe(recipe, paths)
     monkeypatch.chdir(tmp_path)
     write_run_recipe(written, paths.recipe)
     with pytest.raises(RecipeError, match=r"model\.path cannot change"):
@@ -159,7 +159,7 @@ def test_values_that_may_be_secrets_are_not_told_when_they_change(tmp_path: Path
     check_recipe_changes(second, paths, said.append)
     assert len(said) == 2
     with pytest.raises(RecipeError, match=r"workflow_kwargs\.token") as refused:
-        refuse_other_recipe_of_finished_run(second, paths)
+        check_finished_recipe(second, paths)
     assert "sk-" not in "\n".join([*said, str(refused.value)])
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from areal_hpc.metrics.step_metrics import EpisodeFailureCounter, FailureCounts
 from areal_hpc.rundir.jsonl import append_line
-from areal_hpc.view.state.run_view import find_alert_before_first_step
+from areal_hpc.view.state.run_view import find_early_alert
 
 
 def failure(event: str = "episode_failed", **facts: Any) -> dict[str, Any]:
@@ -39,8 +39,8 @@ def test_a_line_in_the_writing_is_counted_when_it_is_whole(tmp_path: Path) -> No
 
 def test_good_held_out_episodes_do_not_hide_that_all_training_episodes_fail() -> None:
     all_of_training = [failure(failed=n, ended=256 + n) for n in range(1, 13)]
-    alert = find_alert_before_first_step(all_of_training)
+    alert = find_early_alert(all_of_training)
     assert alert is not None
     assert alert.message.startswith("12 tries of episodes failed")
     counted = {"event": "episodes_counted", "role": "driver-cell-0", "failed": 12, "ended": 900}
-    assert find_alert_before_first_step([*all_of_training, counted]) is None
+    assert find_early_alert([*all_of_training, counted]) is None

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.errors import ShardError
-from areal_hpc.rundir.checkpoints import CHECKPOINT_INDEX_FILE, read_index_of_one_checkpoint
+from areal_hpc.rundir.checkpoints import CHECKPOINT_INDEX_FILE, read_checkpoint_index
 
 
 @pytest.mark.parametrize(
@@ -19,4 +19,4 @@ from areal_hpc.rundir.checkpoints import CHECKPOINT_INDEX_FILE, read_index_of_on
 def test_what_cannot_be_read_is_told(tmp_path: Path, content: bytes, said: str) -> None:
     (tmp_path / CHECKPOINT_INDEX_FILE).write_bytes(content)
     with pytest.raises(ShardError, match=said):
-        read_index_of_one_checkpoint(tmp_path)
+        read_checkpoint_index(tmp_path)

@@ -84,16 +84,14 @@ def test_results_of_weights_that_a_resumed_trainer_gave_up_are_left_out(paths: R
             manifests.write_evaluation(paths, name, given)
     state = LedgerState().with_opened_generation(1, 0).with_opened_generation(2, 15)
     manifests.write_ledger_state(paths, state)
-    listed = [
-        (name, one.step) for name, one in manifests.list_evaluations_of_kept_weights(paths, "valid")
-    ]
+    listed = [(name, one.step) for name, one in manifests.list_kept_evaluations(paths, "valid")]
     assert listed == [("valid", 10), ("aime", 10)]
-    assert manifests.read_evaluation_of_kept_weights(paths, 10, "aime") is not None
-    assert manifests.read_evaluation_of_kept_weights(paths, 20, "aime") is None
+    assert manifests.read_kept_evaluation(paths, 10, "aime") is not None
+    assert manifests.read_kept_evaluation(paths, 20, "aime") is None
     again = EvaluationResult(20, 1, 0.75, [0.75], {}, 2)
     manifests.write_evaluation(paths, "aime", again)
-    assert manifests.read_evaluation_of_kept_weights(paths, 20, "aime") == again
-    assert [one.step for _, one in manifests.list_evaluations_of_kept_weights(paths, "valid")] == [
+    assert manifests.read_kept_evaluation(paths, 20, "aime") == again
+    assert [one.step for _, one in manifests.list_kept_evaluations(paths, "valid")] == [
         10,
         10,
         20,

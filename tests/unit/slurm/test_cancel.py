@@ -16,7 +16,7 @@ from areal_hpc.rundir.jobs import (
     record_submission,
 )
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.slurm.cancel import KILL_TIMEOUT_S, cancel_jobs
+from areal_hpc.slurm.run_jobs import KILL_TIMEOUT_S, cancel_jobs
 from tests.support.commands import exit_code_of
 from tests.support.environments import CHECKOUT
 from tests.support.scripted_slurm import ScriptedSlurm
@@ -43,7 +43,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr("areal_hpc.slurm.cancel.time", clock)
+    monkeypatch.setattr("areal_hpc.slurm.run_jobs.time", clock)
     return clock
 
 

@@ -10,7 +10,7 @@ from areal_hpc.slurm.queue import QueuePoller, SlurmJobRecord
 from areal_hpc.slurm.run_jobs import (
     find_original,
     list_live_jobs,
-    was_probably_cancelled_by_person,
+    was_cancelled_by_person,
 )
 from areal_hpc.slurm.states import INVALID_DEPENDENCY_REASON, parse_state
 from areal_hpc.view.state.jobs import (
@@ -95,7 +95,7 @@ def test_an_administrator_who_cancels_another_users_job_wants_its_nodes_and_not_
     slurm.answer("sacct", f"echo '7|CANCELLED by {by}|0:15|n04|Unknown|Unknown|None'")
     slurm.answer("scontrol", f"echo 'SlurmUser               = slurm({SLURM})'")
     job = SlurmJobRecord("7", parse_state("CANCELLED"))
-    assert was_probably_cancelled_by_person(job, QueuePoller(), owner) is is_by_person
+    assert was_cancelled_by_person(job, QueuePoller(), owner) is is_by_person
 
 
 @pytest.mark.parametrize(("state", "is_by_person"), [("CANCELLED", False), ("RUNNING", True)])
@@ -105,7 +105,7 @@ def test_of_what_slurm_cancels_by_itself_accounting_names_no_user(
     slurm = ScriptedSlurm(tmp_path, monkeypatch)
     slurm.answer("sacct", f"echo '7|{state}|0:0|None assigned|Unknown|Unknown|None'")
     job = SlurmJobRecord("7", parse_state("CANCELLED"))
-    assert was_probably_cancelled_by_person(job, QueuePoller(), OWNER) is is_by_person
+    assert was_cancelled_by_person(job, QueuePoller(), OWNER) is is_by_person
 
 
 def test_without_accounting_cancellations_are_a_persons_but_for_unmet_dependencies(
@@ -113,9 +113,9 @@ def test_without_accounting_cancellations_are_a_persons_but_for_unmet_dependenci
 ) -> None:
     ScriptedSlurm(tmp_path, monkeypatch).answer("sacct", "exit 1")
     job = SlurmJobRecord("7", parse_state("CANCELLED"))
-    assert was_probably_cancelled_by_person(job, QueuePoller(), OWNER)
-    assert not was_probably_cancelled_by_person(
+    assert was_cancelled_by_person(job, QueuePoller(), OWNER)
+    assert not was_cancelled_by_person(
         SlurmJobRecord("7", parse_state("FAILED")), QueuePoller(), OWNER
     )
     unmet = SlurmJobRecord("7", parse_state("CANCELLED"), INVALID_DEPENDENCY_REASON)
-    assert not was_probably_cancelled_by_person(unmet, QueuePoller(), OWNER)
+    assert not was_cancelled_by_person(unmet, QueuePoller(), OWNER)

@@ -12,7 +12,7 @@ from areal_hpc.view.evaluation_report import (
     EvaluatedSet,
     EvaluationReport,
     WrittenEstimate,
-    build_report_of_run_step,
+    build_step_report,
     compare_reports,
     format_comparison,
     format_report,
@@ -37,7 +37,7 @@ def found_of(root: Path, rewards: list[float], samples: list[list[float]]) -> Ev
     answers = [["4", "4", "5"], ["7", "", ""]]
     aime = EvaluationResult(0, 2, sum(means) / 2, means, {}, 1, samples, answers)
     write_evaluation(paths, "aime", aime)
-    return build_report_of_run_step(paths, 0, ASKED)
+    return build_step_report(paths, 0, ASKED)
 
 
 def test_a_report_has_every_number_and_survives_its_file(tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_one_task_alone_has_no_bounds_and_its_report_can_be_read_again(tmp_path:
     paths.evaluation_tasks("valid").write_text('{"n": 0}\n')
     paths.evaluation(0, "valid").parent.mkdir(exist_ok=True, parents=True)
     write_evaluation(paths, "valid", EvaluationResult(0, 1, 7.0, [7.0], {}, 1))
-    report = build_report_of_run_step(paths, 0, {"valid": (("avg@k",), 1.0)})
+    report = build_step_report(paths, 0, {"valid": (("avg@k",), 1.0)})
     write_evaluation_report(paths, report)
     assert read_report(tmp_path) == report
     assert list(format_report(report))[1].split() == [

@@ -30,7 +30,7 @@ from areal_hpc.view.state.run_view import (
 )
 from areal_hpc.view.state.summary import (
     describe_idle_time,
-    measure_wait_without_cells_s,
+    measure_cell_wait_s,
 )
 from tests.support.commands import exit_code_of
 from tests.support.made_run import MadeEpisode, MadeRun
@@ -248,9 +248,9 @@ def test_hours_are_those_that_each_side_waited_for_the_other() -> None:
 def test_a_trainer_without_any_cell_waits_until_one_is_found() -> None:
     wait = {"time": 1000.0, "event": "no_cell", "waited_s": 60.0}
     found = {"time": 1500.0, "event": "cell_found", "waited_s": 560.0}
-    assert measure_wait_without_cells_s([], 2000.0) is None
-    assert measure_wait_without_cells_s([found, wait], 1100.0) == 160.0
-    assert measure_wait_without_cells_s([wait, found], 2000.0) is None
+    assert measure_cell_wait_s([], 2000.0) is None
+    assert measure_cell_wait_s([found, wait], 1100.0) == 160.0
+    assert measure_cell_wait_s([wait, found], 2000.0) is None
 
 
 def test_the_output_of_a_job_is_found_below_a_folder_with_a_space(tmp_path: Path) -> None:
