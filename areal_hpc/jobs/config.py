@@ -4,7 +4,7 @@ import sys
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from areal_hpc.jobs.processes.process_setup import PROMETHEUS_VARIABLE
 from areal_hpc.recipe.base import BaseConfig
@@ -31,32 +31,10 @@ class ProcessConfig(BaseConfig):
         """The run's resolved recipe, which may hold secrets: no copy of it is written."""
         return Recipe.model_validate(read_run_recipe(RunPaths(self.run_dir).recipe))
 
-    def build_process_spec(
-        self,
-        process_name: str,
-        *,
-        tasks: Literal["all", "first", "others"] = "all",
-        restarts: int = 0,
-        ends_job: bool = False,
-        uses_gpus: bool = False,
-        is_forked: bool = False,
-        is_rank: bool = False,
-        progress: str = "",
-    ) -> ProcessSpec:
-        """The process with this configuration; `ProcessSpec` explains the arguments."""
-        return ProcessSpec(
-            process_name,
-            self.ROLE,
-            self.ENTRY,
-            self.model_dump(mode="json"),
-            tasks=tasks,
-            restarts=restarts,
-            ends_job=ends_job,
-            uses_gpus=uses_gpus,
-            is_forked=is_forked,
-            is_rank=is_rank,
-            progress=progress,
-        )
+    def build_process_spec(self, process_name: str, **options: Any) -> ProcessSpec:
+        """The process with this configuration; `options` are further fields of `ProcessSpec`."""
+        config = self.model_dump(mode="json")
+        return ProcessSpec(process_name, self.ROLE, self.ENTRY, config, **options)
 
 
 GPU_VARIABLES = {

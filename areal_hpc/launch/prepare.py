@@ -82,6 +82,127 @@ ABSOLUTE_PATH_KEYS = (
 """Keys of models, and of a file with a key: a path in them is absolute in a run's recipe."""
 
 
+StagePlanner = Callable[[Recipe, RunPaths, PlanInputs | None], tuple[JobStage, ...]]
+"""Plan of the jobs of a recipe; without facts, only their shape."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRun:
+    """A run directory in which jobs can start."""
+
+    paths: RunPaths
+    attempt: int
+    pythons: dict[str, str]
+    """Interpreter of each role."""
+    remaining_stages: tuple[JobStage, ...]
+    """What is left to do."""
+    live_jobs: tuple[LiveJob, ...] = ()
+    """Jobs of the run that wait or run already."""
+
+
+@contextmanager
+def prepare_run(
+    recipe: Recipe,
+    *,
+    print_line: Callable[[str], None],
+    fresh: bool = False,
+    sys_path: Sequence[str] = (),
+    known_problems: Sequence[Problem] = (),
+    joins_live_jobs: bool = False,
+    plan: StagePlanner = plan_run,
+    submits: bool = False,
+) -> Iterator[PreparedRun]:
+    """Put a run directory in place and keep other launchers out of it.
+
+    `fresh` moves an earlier run aside first. The user's code is imported from `sys_path`, beside
+    the present folder. `known_problems` are told with those found here. Jobs of the run that wait
+    or run are an error, unless `joins_live_jobs`. A launcher that `submits` keeps those on other
+    hosts out, too. A directory that did not exist is removed again
+    if it cannot be put in place.
+    """
+    pythons, paths = get_interpreters(recipe), RunPaths(recipe.run_dir.resolve())
+    folders = (str(Path.cwd()), *sys_path, str(paths.agent_dir))
+    problems = [
+        *known_problems,
+        *find_input_problems(recipe, pythons, folders),
+    ]
+    if recipe.cluster.slurm.container.kind != "none":  # its interpreters are not to be seen here
+        unseen = {f"cluster.{role}.python" for role in ROLES}
+        problems = [problem for problem in problems if problem.key not in unseen]
+    if problems:
+        raise RecipeError.from_problems(problems)
+    if not joins_live_jobs:
+        check_no_live_jobs(paths)
+    if fresh and (kept := archive_run(paths, print_line)) is not None:
+        print_line(f"moved    the earlier run to {kept}")
+    made = find_missing_folders(paths.root)
+    with restrict_new_files(recipe.cluster.readable_by):
+        secure_run_dir(paths.root, recipe.cluster.readable_by)
+        with ExitStack() as held:
+            held.enter_context(hold_lock(paths.lock))
+            if submits:
+                held.enter_context(claim_submission(paths.submission_claim))
+            check_no_live_launcher(paths, print_line)
+            # Asked again: another launcher may have submitted some since.
+            live_jobs = find_live_jobs(paths) if joins_live_jobs else check_no_live_jobs(paths)
+            try:
+                ready = _set_up_prepared_run(
+                    recipe, paths, pythons, folders, print_line, live_jobs, plan
+                )
+            except BaseException:  # boundary: what this launcher has just made goes again
+                if made:
+                    shutil.rmtree(paths.root)
+                    remove_empty_folders(made[1:])
+                raise
+            yield ready
+
+
+def _set_up_prepared_run(
+    recipe: Recipe,
+    paths: RunPaths,
+    pythons: dict[str, str],
+    folders: tuple[str, ...],
+    print_line: Callable[[str], None],
+    live_jobs: Sequence[LiveJob],
+    plan: StagePlanner,
+) -> PreparedRun:
+    check_recipe_changes(recipe, paths, print_line)
+    if not is_run_finished(recipe, paths):
+        paths.finished_marker.unlink(missing_ok=True)  # it was, with fewer steps
+    paths.cancelled_marker.unlink(missing_ok=True)
+    facts = write_run_inputs(recipe, paths, print_line, pythons["serve"], folders)
+    for doubt in find_likely_mistakes(recipe):
+        print_line(f"note     {doubt}")
+    _check_prompt_lengths(recipe, paths, print_line)
+    # Jobs that run write to the folder of the present attempt.
+    newest = max(paths.list_attempts(), default=0)
+    attempt = newest if live_jobs else create_attempt_log_dir(paths)
+    write_run_recipe(recipe, paths.recipe, paths.replaced_recipe(attempt))
+    record_provenance(recipe, paths, attempt, pythons)
+    stages = plan(recipe, paths, facts)
+    left = tuple(stage for stage in stages if not stage.done_marker.exists())
+    return PreparedRun(paths, attempt, pythons, left, tuple(live_jobs))
+
+
+def _check_prompt_lengths(
+    recipe: Recipe, paths: RunPaths, print_line: Callable[[str], None]
+) -> None:
+    """Compare prompts of the task sets that were written with the context length."""
+    model_dir = get_base_model_path(recipe, paths)
+    context_tokens = find_context_tokens(recipe, model_dir)
+    problems: list[Problem] = []
+    files = {"train_dataset": paths.dataset("train")} | {
+        one.dataset_key: paths.evaluation_tasks(one.name) for one in recipe.evaluation_sets
+    }
+    for key, file in files.items():
+        found, notes = find_prompt_problems(recipe, model_dir, file, key, context_tokens)
+        problems += found
+        for note in notes:
+            print_line(f"note     {note}")
+    if problems:
+        raise RecipeError.from_problems(problems)
+
+
 def write_run_inputs(
     recipe: Recipe,
     paths: RunPaths,
@@ -249,129 +370,6 @@ def write_run_recipe(recipe: Recipe, path: Path, replaced: Path | None = None) -
         write_atomic_private(replaced, yaml.safe_dump(before, sort_keys=False).encode())
     # Variables and agent arguments may hold keys of other services.
     write_atomic_private(path, text.encode())
-
-
-StagePlanner = Callable[[Recipe, RunPaths, PlanInputs | None], tuple[JobStage, ...]]
-"""Plan of the jobs of a recipe; without facts, only their shape."""
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedRun:
-    """A run directory in which jobs can start."""
-
-    paths: RunPaths
-    attempt: int
-    pythons: dict[str, str]
-    """Interpreter of each role."""
-    remaining_stages: tuple[JobStage, ...]
-    """What is left to do."""
-    live_jobs: tuple[LiveJob, ...] = ()
-    """Jobs of the run that wait or run already."""
-
-
-@contextmanager
-def prepare_run(
-    recipe: Recipe,
-    *,
-    print_line: Callable[[str], None],
-    fresh: bool = False,
-    sys_path: Sequence[str] = (),
-    known_problems: Sequence[Problem] = (),
-    joins_live_jobs: bool = False,
-    plan: StagePlanner | None = None,
-    submits: bool = False,
-) -> Iterator[PreparedRun]:
-    """Put a run directory in place and keep other launchers out of it.
-
-    `plan` makes the stages: `plan_run` unless another is given.
-
-    `fresh` moves an earlier run aside first. The user's code is imported from `sys_path`, beside
-    the present folder. `known_problems` are told with those found here. Jobs of the run that wait
-    or run are an error, unless `joins_live_jobs`. A launcher that `submits` keeps those on other
-    hosts out, too. A directory that did not exist is removed again
-    if it cannot be put in place.
-    """
-    pythons, paths = get_interpreters(recipe), RunPaths(recipe.run_dir.resolve())
-    folders = (str(Path.cwd()), *sys_path, str(paths.agent_dir))
-    problems = [
-        *known_problems,
-        *find_input_problems(recipe, pythons, folders),
-    ]
-    if recipe.cluster.slurm.container.kind != "none":  # its interpreters are not to be seen here
-        unseen = {f"cluster.{role}.python" for role in ROLES}
-        problems = [problem for problem in problems if problem.key not in unseen]
-    if problems:
-        raise RecipeError.from_problems(problems)
-    if not joins_live_jobs:
-        check_no_live_jobs(paths)
-    if fresh and (kept := archive_run(paths, print_line)) is not None:
-        print_line(f"moved    the earlier run to {kept}")
-    made = find_missing_folders(paths.root)
-    with restrict_new_files(recipe.cluster.readable_by):
-        secure_run_dir(paths.root, recipe.cluster.readable_by)
-        with ExitStack() as held:
-            held.enter_context(hold_lock(paths.lock))
-            if submits:
-                held.enter_context(claim_submission(paths.submission_claim))
-            check_no_live_launcher(paths, print_line)
-            # Asked again: another launcher may have submitted some since.
-            live_jobs = find_live_jobs(paths) if joins_live_jobs else check_no_live_jobs(paths)
-            try:
-                ready = _set_up_prepared_run(
-                    recipe, paths, pythons, folders, print_line, live_jobs, plan or plan_run
-                )
-            except BaseException:  # boundary: what this launcher has just made goes again
-                if made:
-                    shutil.rmtree(paths.root)
-                    remove_empty_folders(made[1:])
-                raise
-            yield ready
-
-
-def _set_up_prepared_run(
-    recipe: Recipe,
-    paths: RunPaths,
-    pythons: dict[str, str],
-    folders: tuple[str, ...],
-    print_line: Callable[[str], None],
-    live_jobs: Sequence[LiveJob],
-    plan: StagePlanner,
-) -> PreparedRun:
-    check_recipe_changes(recipe, paths, print_line)
-    if not is_run_finished(recipe, paths):
-        paths.finished_marker.unlink(missing_ok=True)  # it was, with fewer steps
-    paths.cancelled_marker.unlink(missing_ok=True)
-    facts = write_run_inputs(recipe, paths, print_line, pythons["serve"], folders)
-    for doubt in find_likely_mistakes(recipe):
-        print_line(f"note     {doubt}")
-    _check_prompt_lengths(recipe, paths, print_line)
-    # Jobs that run write to the folder of the present attempt.
-    newest = max(paths.list_attempts(), default=0)
-    attempt = newest if live_jobs else create_attempt_log_dir(paths)
-    write_run_recipe(recipe, paths.recipe, paths.replaced_recipe(attempt))
-    record_provenance(recipe, paths, attempt, pythons)
-    stages = plan(recipe, paths, facts)
-    left = tuple(stage for stage in stages if not stage.done_marker.exists())
-    return PreparedRun(paths, attempt, pythons, left, tuple(live_jobs))
-
-
-def _check_prompt_lengths(
-    recipe: Recipe, paths: RunPaths, print_line: Callable[[str], None]
-) -> None:
-    """Compare prompts of the task sets that were written with the context length."""
-    model_dir = get_base_model_path(recipe, paths)
-    context_tokens = find_context_tokens(recipe, model_dir)
-    problems: list[Problem] = []
-    files = {"train_dataset": paths.dataset("train")} | {
-        one.dataset_key: paths.evaluation_tasks(one.name) for one in recipe.evaluation_sets
-    }
-    for key, file in files.items():
-        found, notes = find_prompt_problems(recipe, model_dir, file, key, context_tokens)
-        problems += found
-        for note in notes:
-            print_line(f"note     {note}")
-    if problems:
-        raise RecipeError.from_problems(problems)
 
 
 def find_live_jobs(paths: RunPaths) -> list[LiveJob]:

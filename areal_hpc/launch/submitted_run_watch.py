@@ -43,13 +43,13 @@ def watch_submitted_run(
     paths: RunPaths,
     reporter: ProgressReporter,
     stop: threading.Event,
-    plan: StagePlanner | None = None,
+    plan: StagePlanner = plan_run,
 ) -> None:
     """Show a submitted run's progress until it has ended and its jobs are gone."""
     poll_s, asked_at = FIRST_QUEUE_POLL_S, time.monotonic()
     gone_since: float | None = None
     while not paths.finished_marker.exists():
-        planned = (plan or plan_run)(recipe, paths, None)
+        planned = plan(recipe, paths, None)
         left = (one for one in planned if not one.done_marker.exists())
         if (stage := next(left, None)) is None:
             break  # it has just finished

@@ -47,7 +47,7 @@ MAX_ENGINE_LOGPROB_GAP_BY_DTYPE = {"float32": 1e-3, "bfloat16": 0.03}
 ISSUE_HINT = "attach --json FILE to an issue"
 COLLECTIVES_MODULE = "areal_hpc.trainer.collective_rates"
 DIE_WITH_PARENT_MODULE = "areal_hpc.jobs.processes.process_ties"
-AGENT_MODULE = "areal_hpc.launch.doctor.tiny_agent"
+AGENT_MODULE = "areal_hpc.launch.doctor.gpu"
 SIZE_BYTES_BY_DEVICE = {"cuda": 256 << 20, "cpu": 4 << 20}
 ROUNDS = 5
 RANKS_TIMEOUT_S = 300.0
@@ -366,3 +366,28 @@ def judge_run(run: TinyRun) -> CheckResult:
     if not all(norm > 0 for norm in run.gradient_norms):
         return fail(name, f"{found}; a step had no gradient", ISSUE_HINT)
     return ok(name, found)
+
+
+# Tasks and agent of the tiny run: a model with random weights can answer, and replies differ. ----
+
+
+class DistinctLettersAgent:
+    """One call; the reward is the number of distinct characters of the reply."""
+
+    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
+        from openai import AsyncOpenAI
+
+        client = AsyncOpenAI(
+            base_url=extra_kwargs["base_url"],
+            api_key=extra_kwargs["api_key"],
+            http_client=extra_kwargs["http_client"],
+        )
+        completion = await client.chat.completions.create(
+            model="default", messages=data["messages"]
+        )
+        return float(len(set(completion.choices[0].message.content or "")))
+
+
+def list_tasks(size: int) -> Iterator[dict[str, Any]]:
+    for number in range(size):
+        yield {"messages": [{"role": "user", "content": f"one two three {number}"}]}
