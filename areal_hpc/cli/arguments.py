@@ -8,7 +8,6 @@ import inspect
 import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -22,20 +21,14 @@ UNHEALTHY_EXIT_CODE = 1
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 """What `add_subparsers` returns. argparse has no public name for it."""
 Command: TypeAlias = Callable[[argparse.Namespace], int]
-
-
-@dataclass(frozen=True, slots=True)
-class Argument:
-    """An argument of a command, with argparse's options."""
-
-    names: tuple[str, ...]
-    options: dict[str, Any]
+Argument: TypeAlias = tuple[list[str], dict[str, Any]]
+"""Names of an argument, and argparse's options."""
 
 
 def argument(*names_and_help: str, **options: Any) -> Argument:
     """An argument by its names and, last, its help; further options are argparse's."""
     *names, help_ = names_and_help
-    return Argument(tuple(names), {**options, "help": help_})
+    return names, {**options, "help": help_}
 
 
 def flag(*names_and_help: str) -> Argument:
@@ -106,14 +99,14 @@ class CommandTable:
                 options["epilog"] = "\n  ".join([f"{head}:", *examples])
             parser = groups.get(group, subparsers).add_parser(
                 action,
-                description=textwrap.fill(description or summary, HELP_WIDTH),
+                description=textwrap.fill(description, HELP_WIDTH),
                 formatter_class=argparse.RawDescriptionHelpFormatter,  # keeps lines of examples
                 **options,
             )
             for one in arguments:
                 taker = parser.add_mutually_exclusive_group() if isinstance(one, list) else parser
-                for added in one if isinstance(one, list) else [one]:
-                    taker.add_argument(*added.names, **added.options)
+                for names, how in one if isinstance(one, list) else [one]:
+                    taker.add_argument(*names, **how)
             parser.set_defaults(command=command, parser=parser)
         return lines
 
@@ -121,8 +114,8 @@ class CommandTable:
 def _split_docstring(command: Command) -> tuple[str, str, list[str]]:
     summary, _, rest = inspect.cleandoc(command.__doc__ or "").partition("\n")
     examples = re.findall(r"^\$ (.*)", rest, re.MULTILINE)
-    description = " ".join(re.sub(r"^\$ .*", "", rest, flags=re.MULTILINE).split())
-    return summary, description, examples
+    rest = re.sub(r"^\$ .*", "", rest, flags=re.MULTILINE)
+    return summary, " ".join([summary, *rest.split()]), examples
 
 
 def find_subparsers(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:

@@ -47,8 +47,7 @@ def _run_devcluster(arguments: argparse.Namespace) -> int:
 def _run_benchmark(arguments: argparse.Namespace) -> int:
     """Compare a component with its peer or its physical limit.
 
-    Run a benchmark of this checkout; the last line of stdout is one JSON object. Without a
-    name, list the benchmarks.
+    The last line of stdout is one JSON object. Without a name, list the benchmarks.
 
     $ areal-hpc bench shards
     """

@@ -39,9 +39,9 @@ commands = CommandTable()
 def _run_trial_episodes(arguments: argparse.Namespace) -> int:
     """Let a recipe's agent play some tasks, without a model.
 
-    Play the first training tasks with the recipe's agent, through the real proxy, and print
-    each conversation, its reward and the rows it would become. The model's replies are random
-    tokens unless --base-url names a server. Nothing is kept. Exits with 70 if the agent failed.
+    It plays the first training tasks through the real proxy, and each conversation is printed
+    with its reward and the rows it would become. Replies are random tokens unless --base-url
+    names a server. Nothing is kept. Exits with 70 if the agent failed.
 
     $ areal-hpc try recipes/quickstart.yaml
     $ areal-hpc try my_recipe.yaml -n 5 rollout.workflow=my_package.MyAgent
@@ -86,10 +86,9 @@ def _run_trial_episodes(arguments: argparse.Namespace) -> int:
 def _run_doctor_checks(arguments: argparse.Namespace) -> int:
     """Check a cluster, and a recipe, before submitting.
 
-    Check from the login node what a run needs: Slurm commands, partitions and limits, shared
-    storage, the Python of each role, and what the recipe refers to. With --gpu, on a GPU node,
-    also driver, NCCL and links, and in a few minutes two steps of a tiny model. Exits with 1 if
-    a check failed.
+    From the login node: Slurm commands, partitions and limits, shared storage, the Python of
+    each role, and what the recipe refers to. With --gpu, on a GPU node, also driver, NCCL and
+    links, and in a few minutes two steps of a tiny model. Exits with 1 if a check failed.
 
     $ areal-hpc doctor
     $ areal-hpc doctor my_recipe.yaml --site site.yaml --check-node
@@ -163,9 +162,8 @@ def _read_site(path: Path) -> tuple[SlurmConfig, Path | None]:
 def _evaluate(arguments: argparse.Namespace) -> int:
     """Evaluate a model, or a checkpoint of a run, on evaluation sets.
 
-    Play the tasks of evaluation sets on a model or a checkpoint, without a trainer, and print
-    the numbers with their 95 % intervals. The same command again plays only tasks that have no
-    result yet. Exits with 1 if --compare shows that a number got worse.
+    Numbers are printed with their 95 % intervals. The same command again plays only tasks that
+    have no result yet. Exits with 1 if --compare shows that a number got worse.
 
     $ areal-hpc eval runs/quickstart/demo --step 20 --set valid
     $ areal-hpc eval runs/quickstart/demo --compare 0

@@ -37,9 +37,9 @@ commands = CommandTable()
 def _explain_run(arguments: argparse.Namespace) -> int:
     """Explain why a run failed or waits, is slow, or learns badly.
 
-    Explain the last failure: Slurm states, exit codes, signals, memory, nodes, and the first
-    traceback of all ranks. Or answer a question from the run's files alone: why it is slow,
-    what differs at a step, does it collapse. Exits with 1 if you have to act.
+    The last failure is told by Slurm states, exit codes, signals, memory, nodes, and the first
+    traceback of all ranks. Other questions are answered from the run's files alone. Exits with
+    1 if you have to act.
 
     $ areal-hpc why runs/quickstart/demo
     $ areal-hpc why runs/quickstart/demo --slow
@@ -90,9 +90,9 @@ def _explain_failure(arguments: argparse.Namespace) -> int:
 def _show_dashboard(arguments: argparse.Namespace) -> int:
     """Show runs in a browser: curves, conversations, tokens.
 
-    Serve pages about the runs of a file root, from their files alone, to a browser on this
-    machine or through the ssh tunnel that is printed. The address holds a secret. areal-hpc
-    report writes the same pages into a file.
+    Pages come from the files of a file root alone, for a browser on this machine or through the
+    ssh tunnel that is printed. The address holds a secret. areal-hpc report writes the same
+    pages into a file.
 
     $ areal-hpc view runs
     """
@@ -119,9 +119,9 @@ def _show_dashboard(arguments: argparse.Namespace) -> int:
 def _write_report(arguments: argparse.Namespace) -> int:
     """Write one HTML file on a run, or on several beside one another.
 
-    Write the pages of areal-hpc view into one file that needs neither a server nor a network:
-    curves, audit, answers, launches, held-out rewards task by task, up to 500 conversations.
-    Values of the recipe that may be secrets are left out.
+    The pages of areal-hpc view, without a server or a network: curves, audit, answers,
+    launches, held-out rewards task by task, up to 500 conversations. Values of the recipe that
+    may be secrets are left out.
 
     $ areal-hpc report runs/quickstart/demo
     $ areal-hpc report runs/sweep/a runs/sweep/b --out sweep.html
@@ -152,8 +152,8 @@ def _write_report(arguments: argparse.Namespace) -> int:
 def _write_trace(arguments: argparse.Namespace) -> int:
     """Write the timeline of some steps for Perfetto.
 
-    Write a trace in Chrome's JSON format, which ui.perfetto.dev and chrome://tracing open:
-    phases of the trainer, model calls of each replica, episodes, events; from recorded times.
+    The trace is in Chrome's JSON format, which ui.perfetto.dev and chrome://tracing open:
+    phases of the trainer, model calls of each replica, episodes, events.
 
     $ areal-hpc trace runs/quickstart/demo --steps 10..12
     """
@@ -193,9 +193,8 @@ def _write_trace(arguments: argparse.Namespace) -> int:
 def _write_metrics_for_tracker(arguments: argparse.Namespace) -> int:
     """Write a run's metrics for a tracker (wandb), offline.
 
-    Write the metrics of a run that are settled and new for a tracker, without a network: for
-    wandb an offline run, all with one id. Whatever is killed, no step is written twice. The run
-    itself knows nothing of it.
+    Only what is settled and new is written: for wandb an offline run, all with one id. Whatever
+    is killed, no step is written twice. The run itself knows nothing of it.
 
     $ areal-hpc sync runs/quickstart/demo --python ~/wandb/bin/python
     $ areal-hpc sync runs/quickstart/demo --follow --project quickstart

@@ -35,9 +35,8 @@ commands.add_group("shards", "inspect recorded trajectories")
 def _show_status(arguments: argparse.Namespace) -> int:
     """Show progress and the jobs of a run.
 
-    Show the progress of a run, its alerts and the Slurm state of its jobs. Calls Slurm once;
-    `watch -n 30 areal-hpc status RUN` is safe to leave running. Exits with 1 if an alert is a
-    failure.
+    Slurm is asked once; `watch -n 30 areal-hpc status RUN` is safe to leave running. Exits with
+    1 if an alert is a failure.
 
     $ areal-hpc status runs/quickstart/demo
     """
@@ -89,8 +88,7 @@ def _show_status(arguments: argparse.Namespace) -> int:
 def _show_logs(arguments: argparse.Namespace) -> int:
     """Show the latest log lines of all processes, merged by time.
 
-    Show the latest log lines of all processes of the newest launch, or of those that are named,
-    merged by time.
+    Of the newest launch, unless --attempt names another.
 
     $ areal-hpc logs runs/quickstart/demo trainer -n 100
     $ areal-hpc logs runs/quickstart/demo cell-0/proxy --follow
@@ -161,8 +159,6 @@ def _format_log_line(process_name: str, line: str) -> str:
 def _compare_runs(arguments: argparse.Namespace) -> int:
     """Compare runs: states, results, and recipe differences.
 
-    Compare the runs of a file root or an experiment.
-
     $ areal-hpc list runs/quickstart
     """
     from areal_hpc.rundir.paths import list_runs
@@ -183,8 +179,8 @@ def _compare_runs(arguments: argparse.Namespace) -> int:
 def _audit_tickets(arguments: argparse.Namespace) -> int:
     """Check that every ticket was trained exactly once, or why not.
 
-    Check every ticket of a run from its files alone (finished, stopped or running). Exits with
-    65 if a ticket was lost or trained twice.
+    The files of a run suffice, be it finished, stopped or running. Exits with 65 if a ticket
+    was lost or trained twice.
 
     $ areal-hpc audit runs/quickstart/demo --tickets
     """
@@ -236,8 +232,7 @@ def _print_first_lines(lines: Sequence[str], max_lines: int | None) -> None:
 def _list_shards(arguments: argparse.Namespace) -> int:
     """One line per sealed shard.
 
-    List the sealed shards of a run: kinds of rows, tokens, tickets, weight versions, mean
-    reward.
+    Kinds of rows, tokens, tickets, weight versions, mean reward.
 
     $ areal-hpc shards ls runs/quickstart/demo
     """
@@ -275,8 +270,7 @@ def _list_shards(arguments: argparse.Namespace) -> int:
 def _show_rows(arguments: argparse.Namespace) -> int:
     """Conversations as text, episodes of one ticket side by side.
 
-    Print recorded conversations: messages, tool calls, rewards, times. Held-out and failed
-    episodes are there as well: --where kind=failed.
+    Held-out and failed episodes are there as well: --where kind=failed.
 
     $ areal-hpc shards show runs/quickstart/demo 0
     $ areal-hpc shards show runs/quickstart/demo --where "step=20 and reward<0.5" --sort length
@@ -316,9 +310,9 @@ def _show_rows(arguments: argparse.Namespace) -> int:
 def _export_rows(arguments: argparse.Namespace) -> int:
     r"""Write recorded rows to a file for other programs.
 
-    Write recorded rows to one file: all that is recorded, as JSON lines or Parquet (versions
-    are packed as docs/shard-format-v2.md says); conversations for supervised fine-tuning; or
-    trajectories in ATIF 1.8, one a line.
+    All that is recorded, as JSON lines or Parquet (versions are packed as
+    docs/shard-format-v2.md says); conversations for supervised fine-tuning; or trajectories in
+    ATIF 1.8, one a line.
 
     $ areal-hpc shards export runs/quickstart/demo --format parquet --out rows.parquet
     $ areal-hpc shards export runs/quickstart/demo --format sft --out good.jsonl \
@@ -352,8 +346,7 @@ def _export_rows(arguments: argparse.Namespace) -> int:
 def _verify_shards(arguments: argparse.Namespace) -> int:
     """Verify all digests; list damaged files.
 
-    Compare every shard of a run with the digests in it and in the index, and list those that
-    are damaged. Exits with 65 if one is.
+    Exits with 65 if one is damaged.
 
     $ areal-hpc shards verify runs/quickstart/demo
     """

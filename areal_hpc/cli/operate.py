@@ -78,9 +78,9 @@ def _require_own_slurm_run(path: Path) -> RunPaths:
 def _cancel_run(arguments: argparse.Namespace) -> int:
     """Cancel all jobs of a run.
 
-    Signal all jobs to save a checkpoint and exit, wait for cluster.stop_grace_s and as long as
-    the last save took, then scancel what is left. Pending and held jobs are cancelled at once;
-    nothing is requeued.
+    They are told to save a checkpoint and exit; after cluster.stop_grace_s and the time of the
+    last save, what is left is cancelled. Pending and held jobs are cancelled at once; nothing
+    is requeued.
 
     $ areal-hpc cancel runs/math/first
     """
@@ -133,8 +133,8 @@ def _cancel_run(arguments: argparse.Namespace) -> int:
 def _resume_run(arguments: argparse.Namespace) -> int:
     """Resubmit a run from its last checkpoint.
 
-    Submit a cancelled, failed or stopped run again from its own recipe plus the overrides given
-    here, in the directory it was first submitted from.
+    Its own recipe holds, with the overrides given here, in the directory it was first submitted
+    from.
 
     $ areal-hpc resume runs/math/first trainer.total_steps=200
     $ cp -a runs/math/first copy; areal-hpc resume copy --as second
@@ -195,9 +195,9 @@ def _resume_run(arguments: argparse.Namespace) -> int:
 def _look_after_run(arguments: argparse.Namespace) -> int:
     """Submit jobs of a run again that are gone.
 
-    Look after the jobs of a submitted run, once a minute, until it is finished, cancelled or
-    given up: what no job of the run brings back, as where only login nodes may submit jobs.
-    What a person cancelled stays cancelled.
+    Once a minute, until the run is finished, cancelled or given up: what no job of the run
+    brings back, as where only login nodes may submit jobs. What a person cancelled stays
+    cancelled.
 
     $ areal-hpc caretaker runs/math/first
     """
@@ -242,8 +242,8 @@ def _cancel_old_jobs(paths: RunPaths, old_place: Path) -> None:
 def _quarantine_batch(arguments: argparse.Namespace) -> int:
     """Set a batch aside that cannot be trained.
 
-    Have the trainer consume a batch without training on it, at once or when the run is resumed.
-    The audit counts its tickets as quarantined. A batch that was trained already is refused.
+    The trainer consumes it without training on it, at once or when the run is resumed. The
+    audit counts its tickets as quarantined. A batch that was trained already is refused.
 
     $ areal-hpc quarantine runs/math/first 17
     """
@@ -273,8 +273,7 @@ def _quarantine_batch(arguments: argparse.Namespace) -> int:
 def _export_model(arguments: argparse.Namespace) -> int:
     """Export a checkpoint as a Hugging Face model.
 
-    Export the weights of a checkpoint, trained in any parallel layout, as a Hugging Face model
-    directory with its tokenizer.
+    It may have been trained in any parallel layout. The tokenizer is included.
 
     $ areal-hpc export runs/quickstart/demo --step 20 --out my_model
     """
@@ -337,9 +336,8 @@ def _export_in_train_environment(configured_python: str, arguments: argparse.Nam
 def _replay_steps(arguments: argparse.Namespace) -> int:
     """Train recorded steps again, without inference.
 
-    Train steps of a run again from its manifests and shards, in a new directory (not a replay
-    buffer); the run is only read. Without learning overrides, loss and gradient norm are
-    compared with the recorded ones.
+    From manifests and shards, in a new directory; the run is only read. Without learning
+    overrides, loss and gradient norm are compared with the recorded ones.
 
     $ areal-hpc replay runs/quickstart/demo --steps 3..5 trainer.optimizer.lr=1e-4
     """

@@ -3,7 +3,6 @@
 import argparse
 import os
 import shlex
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,8 @@ commands = CommandTable()
 def _print_recipes(arguments: argparse.Namespace) -> int:
     """List the recipes that ship with the package.
 
-    List the shipped recipes: name, hardware, wall time and purpose. A command that takes a
-    recipe also takes such a name, as does `extends` at the top of a recipe.
+    A command that takes a recipe also takes such a name, as does `extends` at the top of a
+    recipe.
 
     $ areal-hpc recipes
     """
@@ -53,8 +52,8 @@ def _print_recipes(arguments: argparse.Namespace) -> int:
 def _write_project(arguments: argparse.Namespace) -> int:
     """Begin a project: a recipe and its agent.
 
-    Write a recipe and the code that it names into a folder: those of the tutorial, or of a
-    shipped recipe. Both run as they are. No file is overwritten.
+    They are those of the tutorial, or of a shipped recipe, and run as they are. No file is
+    overwritten.
 
     $ areal-hpc init my_project
     $ areal-hpc init my_project --like quickstart
@@ -92,10 +91,8 @@ def _print_next_commands(folder: Path, recipe: str, has_hub_model: bool) -> None
 def _prefetch_recipe(arguments: argparse.Namespace) -> int:
     """Download the models, data sets and harnesses of a recipe.
 
-    Put the models and data sets of a recipe into the Hugging Face cache, write their revisions
-    and digests into the run directory, and install the coding harnesses that its agents run.
-    For a login node: runs never download. HF_HOME, HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE are
-    honored.
+    For a login node: runs never download. Revisions and digests are written into the run
+    directory. HF_HOME, HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE are honored.
 
     $ areal-hpc prefetch recipes/gpu64_math_qwen2.5_7b.yaml
     """
@@ -128,9 +125,9 @@ def _prefetch_recipe(arguments: argparse.Namespace) -> int:
 def _install_harnesses(arguments: argparse.Namespace) -> int:
     """Install coding harnesses for HarnessAgent.
 
-    Install coding harnesses (claude-code, codex, opencode and others; docs/harnesses.md) from
-    npm or PyPI, each in a folder of its own, with the exact packages of its lock. One that is
-    there already is left as it is.
+    From npm or PyPI (claude-code, codex, opencode and others; docs/harnesses.md), each in a
+    folder of its own, with the exact packages of its lock. One that is there already is left as
+    it is.
 
     $ areal-hpc install-harness opencode
     """
@@ -167,8 +164,7 @@ def _print_install_result(harness_name: str, folder: Path, is_new: bool) -> None
 def _translate_areal_config(arguments: argparse.Namespace) -> int:
     """Translate an AReaL configuration into a recipe.
 
-    Print the recipe for an AReaL configuration, every key without a counterpart and why, and
-    what the recipe still needs.
+    Keys without a counterpart are listed with the reason, and what the recipe still needs.
 
     $ areal-hpc migrate gsm8k_grpo.yaml --rows 7473 --out my_recipe.yaml
     """
@@ -191,7 +187,12 @@ def _translate_areal_config(arguments: argparse.Namespace) -> int:
         print("# No counterpart:")
         for one in translation.untranslated:
             print(f"#   {one.key}: {one.value}\n#     {one.reason}")
-    problems = list(_find_missing_agent(translation.recipe))
+    problems = []
+    rollout = translation.recipe.get("rollout", {})
+    # AReaL's scripts name their agent in Python.
+    if not rollout.get("workflow") and rollout.get("agent", {}).get("mode") != "online":
+        hint = "add rollout.workflow=package.module.Agent to the recipe"
+        problems.append(Problem("this key is required", "rollout.workflow", hint))
     try:
         build_recipe(translation.recipe)
     except RecipeError as error:
@@ -202,14 +203,6 @@ def _translate_areal_config(arguments: argparse.Namespace) -> int:
     for problem in problems:
         print(f"#   {problem.key}: {problem.message}\n#     try: {problem.hint}")
     return 0
-
-
-def _find_missing_agent(recipe: Mapping[str, Any]) -> Iterator[Problem]:
-    """AReaL's scripts name their agent in Python."""
-    rollout = recipe.get("rollout", {})
-    if not rollout.get("workflow") and rollout.get("agent", {}).get("mode") != "online":
-        hint = "add rollout.workflow=package.module.Agent to the recipe"
-        yield Problem("this key is required", "rollout.workflow", hint)
 
 
 @commands.add(
@@ -231,8 +224,8 @@ def _find_missing_agent(recipe: Mapping[str, Any]) -> Iterator[Problem]:
 def _check_tasks(arguments: argparse.Namespace) -> int:
     """Play Harbor's tasks with their own solutions, and with none.
 
-    Judge each task twice in a sandbox: after its own solution/solve.sh, and after nothing.
-    Exits with 1 if the tests of one do not tell them apart.
+    Each task is judged in a sandbox after its own solution/solve.sh, and after nothing. Exits
+    with 1 if the tests of one do not tell them apart.
 
     $ areal-hpc check-tasks tasks
     """
@@ -292,8 +285,8 @@ async def _count_unsound_tasks(rows: list[dict[str, Any]], arguments: argparse.N
 def _check_judge(arguments: argparse.Namespace) -> int:
     """Compare a judging model's grades with labels of people.
 
-    Grade replies whose worth is known: each line of LABELS is a JSON object with `question`,
-    `reply` and `label` from 0 to 1, and perhaps `reference`.
+    Each line of LABELS is a JSON object with `question`, `reply` and `label` from 0 to 1, and
+    perhaps `reference`.
 
     $ areal-hpc check-judge labels.jsonl --rubric rubric.md --model judge --base-url http://127.0.0.1:30000/v1
     """

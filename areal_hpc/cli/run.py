@@ -159,7 +159,7 @@ def _wrap_under_title(title: str, words: Sequence[str]) -> list[str]:
 def _run_recipe(arguments: argparse.Namespace) -> int:
     """Train a recipe on this machine.
 
-    Train a recipe on this machine. Run the same command again to resume.
+    Run the same command again to resume.
 
     $ areal-hpc run recipes/quickstart.yaml
     $ areal-hpc run my_recipe.yaml trainer.total_steps=50 rollout.n_samples=16
@@ -202,9 +202,6 @@ def _describe_run_dir(recipe: Recipe) -> str:
 def _print_plan(arguments: argparse.Namespace) -> int:
     """Show the jobs and GPU memory of a recipe; start nothing.
 
-    Show the jobs of a recipe, their processes, nodes and GPUs, and what the GPUs hold. Start
-    nothing and write nothing.
-
     $ areal-hpc plan recipes/gpu64_math_qwen2.5_7b.yaml cluster.gpu_memory_gib=80
     """
     from areal_hpc.recipe.loading import load_recipe
@@ -217,8 +214,6 @@ def _print_plan(arguments: argparse.Namespace) -> int:
 @commands.add("recipe-keys")
 def _print_recipe_keys(arguments: argparse.Namespace) -> int:
     """Print the reference table of all recipe keys.
-
-    Print every key of a recipe, its type, default and meaning, as Markdown.
 
     $ areal-hpc recipe-keys | grep rollout
     """
@@ -249,8 +244,8 @@ def _print_recipe_keys(arguments: argparse.Namespace) -> int:
 def _submit_recipe(arguments: argparse.Namespace) -> int:
     """Submit a recipe to Slurm.
 
-    Set up the run directory, submit all jobs, and return. Jobs restart by themselves. Submit
-    again to resume a run whose jobs have ended.
+    The command sets up the run directory, submits all jobs, and returns. Jobs restart by
+    themselves. Submit again to resume a run whose jobs have ended.
 
     $ areal-hpc submit my_recipe.yaml --site site.yaml --dry-run
     $ for lr in 1e-6 3e-6; do
@@ -338,8 +333,8 @@ def _submit_recipe(arguments: argparse.Namespace) -> int:
 def _run_standalone_proxy(arguments: argparse.Namespace) -> int:
     r"""Run the recording proxy without training.
 
-    Serve the recording OpenAI-compatible endpoint in front of running SGLang servers. SIGTERM
-    or Ctrl-C finishes open calls, then exits.
+    It stands in front of running SGLang servers. SIGTERM or Ctrl-C finishes open calls, then
+    exits.
 
     $ areal-hpc proxy --upstream http://127.0.0.1:30000 --tokenizer MODEL_DIR \
     $     --port 8080 --admin-key-file my.key
