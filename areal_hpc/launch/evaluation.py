@@ -4,7 +4,6 @@ It is one job, here or under Slurm: a cell that serves what it loads, and a ledg
 """
 
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -17,21 +16,19 @@ from msgspec.structs import replace
 from omegaconf import OmegaConf
 
 from areal_hpc.dataset.materialize import count_materialized_rows
-from areal_hpc.errors import ClusterError, Problem, RecipeError, RunInterruptedError
+from areal_hpc.errors import ClusterError, Problem, RecipeError
 from areal_hpc.evaluation.set_names import STEP_OF_LOADED_WEIGHTS
 from areal_hpc.jobs.config import get_interpreter
 from areal_hpc.jobs.processes.process_setup import StopEvent
-from areal_hpc.launch import slurm_launcher, submitted_run_watch
-from areal_hpc.launch.foreground_launcher import ForegroundLauncher
-from areal_hpc.launch.job_places import ThisMachine, find_gpu_problems
+from areal_hpc.launch import foreground_launcher, slurm_launcher, submitted_run_watch
 from areal_hpc.launch.plan import (
     MAX_CONSECUTIVE_SERVICE_RESTARTS,
     JobStage,
     PlanInputs,
+    StagePlanner,
     get_initial_policy_path,
     plan_cell_job,
 )
-from areal_hpc.launch.prepare import StagePlanner, prepare_run
 from areal_hpc.ledger.config import LedgerJobConfig
 from areal_hpc.recipe.keys import flatten_keys
 from areal_hpc.recipe.loading import load_recipe, read_site_file
@@ -331,21 +328,10 @@ def build_evaluation_report(
 def run_evaluation(
     target: EvaluationTarget, sets: Sequence[EvaluationSet], stop: StopEvent
 ) -> None:
-    recipe, plan = target.recipe, build_evaluation_planner(sets)
     reporter = EvaluationReporter(target.paths, sets)
     target.prepare_inputs(reporter.print_line)
-    with prepare_run(
-        recipe,
-        print_line=reporter.print_line,
-        known_problems=find_gpu_problems(recipe, os.environ, plan(recipe, target.paths, None)),
-        plan=plan,
-    ) as ready:
-        if stop.is_set():
-            raise RunInterruptedError
-        place = ThisMachine(recipe, ready)
-        ForegroundLauncher(recipe, ready, reporter, stop, place).run_stage_jobs(
-            ready.remaining_stages[0]
-        )
+    plan = build_evaluation_planner(sets)
+    foreground_launcher.run(target.recipe, reporter=reporter, stop=stop, plan=plan)
 
 
 def submit_evaluation(

@@ -2,8 +2,7 @@
 
 import os
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,7 +18,7 @@ from areal_hpc.launch.job_places import (
     find_allocation_shortages,
     find_gpu_problems,
 )
-from areal_hpc.launch.plan import JobStage
+from areal_hpc.launch.plan import JobStage, StagePlanner, plan_run
 from areal_hpc.launch.prepare import (
     PreparedRun,
     create_attempt_log_dir,
@@ -61,6 +60,7 @@ def run(
     fresh: bool = False,
     sys_path: Sequence[str] = (),
     allocation: Allocation | None = None,
+    plan: StagePlanner = plan_run,
 ) -> None:
     """Run a recipe from where it stands to its end; `stop` stops all jobs.
 
@@ -72,21 +72,26 @@ def run(
         JobFailedError: A job failed for good.
         RunInterruptedError: `stop` was set.
     """
+    if allocation is None:
+        stages = plan(recipe, RunPaths(recipe.run_dir), None)
+        problems = find_gpu_problems(recipe, os.environ, stages)
+    else:
+        problems = find_allocation_shortages(recipe, allocation)
     with prepare_run(
         recipe,
         print_line=reporter.print_line,
         fresh=fresh,
         sys_path=sys_path,
-        known_problems=(
-            find_gpu_problems(recipe, os.environ)
-            if allocation is None
-            else find_allocation_shortages(recipe, allocation)
-        ),
+        known_problems=problems,
+        plan=plan,
     ) as ready:
         events = EventLog(ready.paths.events, LAUNCHER_ROLE)
         end_reason = ""
+        place = ThisMachine(recipe, ready)
+        if allocation is not None:
+            place = HeldAllocation(recipe, ready, allocation)
         try:
-            with open_job_place(recipe, ready, allocation) as place:
+            with place:
                 for stage in ready.remaining_stages:
                     if stop.is_set():
                         raise RunInterruptedError
@@ -96,18 +101,6 @@ def run(
             raise
         finally:  # of a launcher that was killed there is no such event
             events.record(LAUNCHER_ENDED_EVENT, signal=stop.signal_name, reason=end_reason)
-
-
-@contextmanager
-def open_job_place(
-    recipe: Recipe, prepared_run: PreparedRun, allocation: Allocation | None
-) -> Iterator[ThisMachine]:
-    """Where jobs run: this machine, or the allocation."""
-    if allocation is None:
-        yield ThisMachine(recipe, prepared_run)
-    else:
-        with HeldAllocation(recipe, prepared_run, allocation) as place:
-            yield place
 
 
 def run_standalone_stage(

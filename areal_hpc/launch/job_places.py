@@ -7,7 +7,8 @@ import contextlib
 import os
 import shlex
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -57,19 +58,23 @@ def find_gpu_problems(
     recipe: Recipe, environ: Mapping[str, str], stages: Sequence[JobStage] | None = None
 ) -> list[Problem]:
     """Why the GPUs that are visible do not do for the stages of a run, or for others."""
-    if stages is None:
-        stages = plan_run(recipe, RunPaths(recipe.run_dir))
-    problems: list[Problem] = []
     try:
-        visible_gpus = find_usable_gpus(recipe, environ)
+        usable = find_usable_gpus(recipe, environ)
     except RecipeError as error:
         return list(error.problems)
+    if stages is None:
+        stages = plan_run(recipe, RunPaths(recipe.run_dir))
+    return _find_misfits(stages, lambda stage: assign_gpus(stage, usable, recipe))
+
+
+def _find_misfits(stages: Sequence[JobStage], place: Callable[[JobStage], object]) -> list[Problem]:
+    problems: list[Problem] = []
     for stage in stages:
         try:
-            assign_gpus(stage, visible_gpus, recipe)
+            place(stage)
         except RecipeError as error:
             problems += error.problems
-    return problems
+    return list(dict.fromkeys(problems))
 
 
 def assign_gpus(stage: JobStage, visible_gpus: VisibleGpus, recipe: Recipe) -> GpuAssignment:
@@ -131,13 +136,21 @@ def _describe_shortage(
     )
 
 
-class ThisMachine:
+class ThisMachine(AbstractContextManager["ThisMachine"]):
     """Runs jobs as processes of this machine, each with GPUs of its own."""
 
     def __init__(self, recipe: Recipe, prepared_run: PreparedRun) -> None:
         self._recipe = recipe
         self._prepared_run = prepared_run
         self._gpus: GpuAssignment = {}
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Leave the place. Nothing is to be done for this machine."""
 
     def assign_stage(self, stage: JobStage) -> Iterable[str]:
         """Decide what each job gets; lines that say so."""
@@ -214,13 +227,8 @@ def place_stage(
 
 def find_allocation_shortages(recipe: Recipe, allocation: Allocation) -> list[Problem]:
     """What keeps an allocation from carrying the stages of a run, each thing once."""
-    problems: list[Problem] = []
-    for stage in plan_run(recipe, RunPaths(recipe.run_dir)):
-        try:
-            place_stage(stage, recipe, allocation)
-        except RecipeError as error:
-            problems += error.problems
-    return list(dict.fromkeys(problems))
+    stages = plan_run(recipe, RunPaths(recipe.run_dir))
+    return _find_misfits(stages, lambda stage: place_stage(stage, recipe, allocation))
 
 
 def format_placement(step: StepPlacement) -> str:

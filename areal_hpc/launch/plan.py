@@ -4,7 +4,7 @@ Every process reads the run's recipe; what the launcher alone knows, it declares
 `config`, which imports neither torch nor SGLang: a plan is made where neither is installed.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,6 +61,10 @@ class JobStage:
     @property
     def jobs(self) -> tuple[JobSpec, ...]:
         return (self.leader, *self.others)
+
+
+StagePlanner = Callable[[Recipe, RunPaths, PlanInputs | None], tuple[JobStage, ...]]
+"""Plan of the jobs of a recipe; without facts, only their shape."""
 
 
 def plan_run(

@@ -25,7 +25,7 @@ from areal_hpc.launch.checks.inputs import (
     remove_empty_folders,
 )
 from areal_hpc.launch.checks.model import find_context_tokens, find_prompt_problems
-from areal_hpc.launch.plan import JobStage, PlanInputs, get_base_model_path, plan_run
+from areal_hpc.launch.plan import JobStage, PlanInputs, StagePlanner, get_base_model_path, plan_run
 from areal_hpc.launch.provenance import record_provenance
 from areal_hpc.launch.tiny_model import make_tiny_model
 from areal_hpc.metrics.step_metrics import read_metrics
@@ -80,10 +80,6 @@ ABSOLUTE_PATH_KEYS = (
     "trainer.objective.critic.model",
 )
 """Keys of models, and of a file with a key: a path in them is absolute in a run's recipe."""
-
-
-StagePlanner = Callable[[Recipe, RunPaths, PlanInputs | None], tuple[JobStage, ...]]
-"""Plan of the jobs of a recipe; without facts, only their shape."""
 
 
 @dataclass(frozen=True, slots=True)

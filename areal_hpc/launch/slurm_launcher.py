@@ -18,8 +18,8 @@ from areal_hpc.jobs.caretaker import POLL_S, WAITING_JOB_POLL_S, CaretakerConfig
 from areal_hpc.jobs.config import build_role_variables, get_interpreters
 from areal_hpc.jobs.job_status import StageJobs
 from areal_hpc.jobs.supervisor import run_task
-from areal_hpc.launch.plan import MAX_CONSECUTIVE_SERVICE_RESTARTS, JobStage, plan_run
-from areal_hpc.launch.prepare import PreparedRun, StagePlanner, prepare_run
+from areal_hpc.launch.plan import MAX_CONSECUTIVE_SERVICE_RESTARTS, JobStage, StagePlanner, plan_run
+from areal_hpc.launch.prepare import PreparedRun, prepare_run
 from areal_hpc.launch.resources import add_node_share_options
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.files import UMASKS

@@ -14,8 +14,7 @@ from areal_hpc.errors import (
 from areal_hpc.jobs import caretaker
 from areal_hpc.jobs.restarts import find_crash_error
 from areal_hpc.launch.foreground_launcher import ProgressReporter
-from areal_hpc.launch.plan import JobStage, plan_run
-from areal_hpc.launch.prepare import StagePlanner
+from areal_hpc.launch.plan import JobStage, StagePlanner, plan_run
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.jobs import (
     CARETAKER_JOB,
