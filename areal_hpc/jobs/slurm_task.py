@@ -85,7 +85,7 @@ class SlurmTask:
         self._events = events
         self._job_id = os.environ["SLURM_JOB_ID"]
         self._node = os.environ["SLURMD_NODENAME"]
-        self._incarnation = f"{self._job_id}.{get_slurm_restart_count(os.environ)}"
+        self.incarnation = f"{self._job_id}.{get_slurm_restart_count(os.environ)}"
         self._paths = launch.paths
         self._starts_dir = self._paths.starts_dir
         self._start: starts.JobStart | None = None
@@ -111,7 +111,7 @@ class SlurmTask:
                 self._start = self._publish_start(environ, nodes)
             else:
                 self._start = starts.await_start(
-                    self._starts_dir, self._incarnation, self._node, self._slurm.join_timeout_s
+                    self._starts_dir, self.incarnation, self._node, self._slurm.join_timeout_s
                 )
                 if not position.local_rank:
                     starts.report_node_joined(self._starts_dir, self._start, position.node_rank)
@@ -146,7 +146,7 @@ class SlurmTask:
             greeter = ReachabilityServer(find_own_address(self._slurm.interface, environ))
             greeter.start_answering(self._slurm.join_timeout_s)
             address = greeter.address
-        start = starts.claim_next_start(self._starts_dir, self._incarnation, self._node, address)
+        start = starts.claim_next_start(self._starts_dir, self.incarnation, self._node, address)
         self._clock = starts.SlurmControllerClock()
         self._ends_at = starts.find_end_time(environ)
         return start
@@ -284,7 +284,7 @@ class SlurmTask:
         The others stay until the first has asked Slurm: where the end of one task ends the job,
         it would be over before.
         """
-        outcome = msgspec.structs.replace(outcome, incarnation=self._incarnation)
+        outcome = msgspec.structs.replace(outcome, incarnation=self.incarnation)
         if self._is_superseded:
             return outcome  # the files belong to the later start
         if outcome.exit_code and self._is_run_dir_gone():
@@ -330,7 +330,7 @@ class SlurmTask:
         def need_not_wait() -> bool:
             if self._first_task_done_path.exists():
                 return True
-            is_first_at_it = read_task_exit(self._paths, 0, self._incarnation) is not None
+            is_first_at_it = read_task_exit(self._paths, 0, self.incarnation) is not None
             limit_s = REQUEUE_TIMEOUT_S if is_first_at_it else exit_timeout_s
             return time.monotonic() - began > limit_s
 
@@ -403,7 +403,7 @@ class SlurmTask:
 
         def all_are_there() -> bool:
             for rank in set(range(self._launch.job.tasks)) - found.keys():
-                outcome = read_task_exit(self._paths, rank, self._incarnation)
+                outcome = read_task_exit(self._paths, rank, self.incarnation)
                 if outcome is not None:
                     found[rank] = outcome
             return len(found) == self._launch.job.tasks

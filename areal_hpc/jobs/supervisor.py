@@ -20,7 +20,7 @@ import msgspec
 
 from areal_hpc.errors import ArealError, ClusterError, RecipeError, ShardError
 from areal_hpc.jobs import starts
-from areal_hpc.jobs.node import TaskPosition, detect_task_position, get_slurm_restart_count
+from areal_hpc.jobs.node import TaskPosition, detect_task_position
 from areal_hpc.jobs.processes.process_setup import StopRequest, set_up_logging
 from areal_hpc.jobs.processes.process_ties import die_with_parent
 from areal_hpc.jobs.restarts import (
@@ -98,15 +98,6 @@ def run_task(launch_path: str) -> None:
         sys.exit(outcome.exit_code)
 
 
-def format_incarnation(launch: LaunchFile) -> str:
-    """Which start of the job this is, as `TaskExit` says it."""
-    if launch.step is not None:
-        return launch.step.incarnation
-    if launch.slurm is None:
-        return ""
-    return f"{os.environ['SLURM_JOB_ID']}.{get_slurm_restart_count(os.environ)}"
-
-
 def get_note_timeout_s(exit_code: int) -> float:
     """Time that a rank's supervisor waits for the note of a rank that died before it. Pure.
 
@@ -131,10 +122,9 @@ class _Supervisor:
         self._task = task
         self._events = EventLog(Path(launch.events), launch.job.name)
         self._starter = ProcessStarter(launch, position, task.build_environment)
-        self._incarnation = format_incarnation(launch)
         self._notes = RankRestartNotes(
-            launch.paths.rank_restarts_dir / (self._incarnation or "local"),
-            SLURM_RANK_RESTART_POLL_S if self._incarnation else LOCAL_RANK_RESTART_POLL_S,
+            launch.paths.rank_restarts_dir / (task.incarnation or "local"),
+            SLURM_RANK_RESTART_POLL_S if task.incarnation else LOCAL_RANK_RESTART_POLL_S,
         )
         self._children: list[ManagedProcess] = []
 
@@ -272,7 +262,7 @@ class _Supervisor:
     def _any_other_task_ended(self) -> bool:
         exits = read_task_exits(self._launch.paths)
         return any(
-            rank != self._position.rank and one.incarnation == self._incarnation
+            rank != self._position.rank and one.incarnation == self._task.incarnation
             for rank, one in exits.items()
         )
 
@@ -284,6 +274,8 @@ class LocalTask:
         self._launch = launch
         self._position = position
         self._step = step = launch.step
+        self.incarnation = step.incarnation if step else ""
+        """Start of the job, as `TaskExit` spells it."""
         self._starts_dir = launch.paths.starts_dir
         self._start = starts.JobStart(step.start_number, step.incarnation, "") if step else None
         self._is_superseded = False
@@ -350,8 +342,7 @@ class LocalTask:
 
     def conclude(self, outcome: TaskExit) -> TaskExit:
         """Tell the launcher, unless the files belong to a later start."""
-        if self._step is not None:
-            outcome = msgspec.structs.replace(outcome, incarnation=self._step.incarnation)
+        outcome = msgspec.structs.replace(outcome, incarnation=self.incarnation)
         if not self._is_superseded:
             write_task_exit(self._launch.paths, self._position.rank, outcome)
         return outcome
