@@ -49,12 +49,12 @@ from areal_hpc.rundir.paths import JobPaths, RunPaths
 from areal_hpc.rundir.telemetry.events import SUBMISSION_REFUSED_EVENT, EventLog
 from areal_hpc.slurm import scontrol
 from areal_hpc.slurm.scontrol import expand_node_list
-from areal_hpc.slurm.states import JobPhase
-from areal_hpc.slurm.submit_exactly_once import (
+from areal_hpc.slurm.script_submission import (
     build_caretaker_dependency,
     is_temporary_refusal,
     submit_job_again,
 )
+from areal_hpc.slurm.states import JobPhase
 
 log = logging.getLogger(__name__)
 

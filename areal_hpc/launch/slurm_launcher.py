@@ -38,17 +38,17 @@ from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.events import SUBMISSION_REFUSED_EVENT, EventLog
 from areal_hpc.slurm import scontrol
 from areal_hpc.slurm.batch_script import JobRequest, RunContext, build_job_requests
+from areal_hpc.slurm.script_submission import (
+    build_caretaker_dependency,
+    release_jobs,
+    try_to_cancel_jobs,
+)
 from areal_hpc.slurm.states import JobPhase
 from areal_hpc.slurm.submit import (
     refuse_federation,
     render_script,
     submit_held_job,
     write_job_files,
-)
-from areal_hpc.slurm.submit_exactly_once import (
-    build_caretaker_dependency,
-    release_jobs,
-    try_to_cancel_jobs,
 )
 from areal_hpc.wire.fault_points import fault_point
 

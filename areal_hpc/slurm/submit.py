@@ -32,7 +32,7 @@ from areal_hpc.rundir.jobs import (
 from areal_hpc.rundir.paths import JobPaths
 from areal_hpc.slurm.batch_script import PAYLOAD_FILE, JobRequest
 from areal_hpc.slurm.commands import run_slurm_command
-from areal_hpc.slurm.submit_exactly_once import (
+from areal_hpc.slurm.script_submission import (
     JobIdentity,
     is_temporary_refusal,
     submit_script,

@@ -32,7 +32,7 @@ from areal_hpc.rundir.jobs import (
 )
 from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.paths import ROLES, JobPaths, RunPaths
-from areal_hpc.slurm.submit_exactly_once import build_caretaker_dependency
+from areal_hpc.slurm.script_submission import build_caretaker_dependency
 from tests.support.commands import areal_hpc, start_areal_hpc
 from tests.support.deadlines import scaled
 from tests.support.devclusters import SLURM_POLL_S, Devcluster, light_overrides

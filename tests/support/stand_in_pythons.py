@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from areal_hpc.launch.role_python import MODULES_BY_ROLE
+from areal_hpc.launch.checks.role_python import MODULES_BY_ROLE
 from areal_hpc.rundir.paths import ROLES
 from tests.support.commands import write_program
 

@@ -20,7 +20,7 @@ from areal_hpc.dataset.sources import list_source_paths
 from areal_hpc.errors import ArealError, Problem, RecipeError
 from areal_hpc.jobs.processes.line_workers import LineProcess
 from areal_hpc.launch.checks.model import find_model_problems
-from areal_hpc.launch.role_python import (
+from areal_hpc.launch.checks.role_python import (
     RolePythonError,
     ask_role,
     describe_python,

@@ -16,8 +16,8 @@ from areal_hpc.jobs.node import (
     read_numa_nodes,
     select_wanted_gpus,
 )
+from areal_hpc.launch.checks.role_python import RolePythonError, ask_role
 from areal_hpc.launch.doctor.results import CheckResult, fail, ok, warn
-from areal_hpc.launch.role_python import RolePythonError, ask_role
 from areal_hpc.recipe.sections.cluster import WantedGpus
 
 MIN_DRIVER_BY_CUDA = {12: 525, 13: 580}

@@ -17,6 +17,11 @@ from areal_hpc.checkout import format_python_hint
 from areal_hpc.errors import ArealError
 from areal_hpc.jobs.config import get_interpreters
 from areal_hpc.launch.checks.inputs import find_input_problems
+from areal_hpc.launch.checks.role_python import (
+    PythonDescription,
+    describe_role_pythons,
+    judge_role_python,
+)
 from areal_hpc.launch.doctor.gpu import GpuCheckPlan, examine_gpu_node
 from areal_hpc.launch.doctor.machine_checks import (
     check_program_isolation,
@@ -35,7 +40,6 @@ from areal_hpc.launch.doctor.slurm_checks import (
     check_slurm_answers,
 )
 from areal_hpc.launch.provenance import read_repository
-from areal_hpc.launch.role_python import PythonDescription, describe_role_pythons, judge_role_python
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.files import write_atomic
 from areal_hpc.rundir.paths import ENVIRONMENTS

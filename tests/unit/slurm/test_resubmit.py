@@ -2,7 +2,7 @@
 
 import pytest
 
-from areal_hpc.slurm.submit_exactly_once import rewrite_dependency
+from areal_hpc.slurm.script_submission import rewrite_dependency
 
 
 @pytest.mark.parametrize(

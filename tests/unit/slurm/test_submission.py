@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.errors import SlurmNotFoundError, SlurmTimeoutError
-from areal_hpc.slurm import submit_exactly_once
 from areal_hpc.slurm.commands import run_slurm_command
-from areal_hpc.slurm.submit_exactly_once import JobIdentity, is_temporary_refusal, submit_script
+from areal_hpc.slurm.script_submission import JobIdentity, is_temporary_refusal, submit_script
 from tests.support.scripted_slurm import ScriptedSlurm
 
 SILENCE = "echo sbatch: error: Batch job submission failed: Socket timed out >&2; exit 1"
