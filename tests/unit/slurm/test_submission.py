@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.errors import SlurmNotFoundError, SlurmTimeoutError
+from areal_hpc.slurm import script_submission
 from areal_hpc.slurm.commands import run_slurm_command
 from areal_hpc.slurm.script_submission import JobIdentity, is_temporary_refusal, submit_script
 from tests.support.scripted_slurm import ScriptedSlurm
@@ -16,7 +17,7 @@ IDENTITY = JobIdentity("run-trainer", "/runs/one", "0a1b2c3d")
 @pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ScriptedSlurm:
     for name in ("JOB_LOOKUP_DURATION_S", "RETRY_PAUSE_S"):
-        monkeypatch.setattr(submit_exactly_once, name, 0.0)
+        monkeypatch.setattr(script_submission, name, 0.0)
     return ScriptedSlurm(tmp_path, monkeypatch)
 
 
