@@ -73,6 +73,16 @@ JsonObject = dict[str, Any]
 Query = Mapping[str, str]
 
 
+RUN_PAGES: dict[str, Callable[[RunView, Query], JsonObject]] = {
+    "overview": lambda view, query: run_pages.describe_run_overview(view),
+    "summary": lambda view, query: describe_summary(view),
+    "metrics": lambda view, query: run_pages.describe_metrics(view.paths),
+    "evaluations": lambda view, query: build_evaluation_sets_page(view.paths),
+    "timeline": lambda view, query: describe_timeline(view.paths, query),
+}
+"""Pages of one run."""
+
+
 def read_static_file(file_name: str) -> bytes:
     return (resources.files("areal_hpc.view.dashboard") / "static" / file_name).read_bytes()
 
@@ -89,14 +99,10 @@ class DashboardApp:
         self._lock = threading.Lock()
         self._pages: dict[str, Callable[[Query], Any]] = {
             "data/runs": self._list_runs,
-            "data/overview": lambda query: run_pages.describe_run_overview(self._view_run(query)),
-            "data/summary": lambda query: describe_summary(self._view_run(query)),
-            "data/metrics": lambda query: run_pages.describe_metrics(self._find_run(query)),
-            "data/evaluations": lambda query: build_evaluation_sets_page(self._find_run(query)),
-            "data/timeline": lambda query: describe_timeline(self._find_run(query), query),
             "data/rows": self._find_row_page,
             "data/failures": self._count_failure_causes,
             "data/trajectory": self._describe_trajectory,
+            **{f"data/{page}": partial(self._describe_run_page, page) for page in RUN_PAGES},
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -159,9 +165,11 @@ class DashboardApp:
             "runs": [run_pages.describe_run(view) for view in self._viewer.view(runs)],
         }
 
-    def _view_run(self, query: Query) -> RunView:
-        (view,) = self._viewer.view([self._find_run(query)])
-        return view
+    def _describe_run_page(self, page: str, query: Query) -> JsonObject:
+        view = RunView(self._find_run(query))
+        if page == "overview":  # the one that asks Slurm
+            (view,) = self._viewer.view([view.paths])
+        return RUN_PAGES[page](view, query)
 
     def _find_row_page(self, query: Query) -> JsonObject:
         run = self._find_run(query)

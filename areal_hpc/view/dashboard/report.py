@@ -14,14 +14,11 @@ from areal_hpc.rundir.files import write_atomic_private
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.slurm.queue import QueuePoller
 from areal_hpc.view.dashboard import run_pages
-from areal_hpc.view.dashboard.app import encode_browser_json, read_static_file
+from areal_hpc.view.dashboard.app import RUN_PAGES, encode_browser_json, read_static_file
 from areal_hpc.view.dashboard.evaluation_page import (
-    build_evaluation_sets_page,
     label_evaluation_rows,
     list_set_names,
 )
-from areal_hpc.view.dashboard.run_pages import describe_summary
-from areal_hpc.view.dashboard.timeline_page import describe_timeline
 from areal_hpc.view.state.run_view import RunView, view_runs
 from areal_hpc.view.transcripts.row_index import RowIndex
 
@@ -57,17 +54,9 @@ def write_report(runs: Sequence[RunPaths], out: Path, cache_dir: Path) -> int:
 
 
 def _describe_pages(view: RunView) -> JsonObject:
-    run = view.paths
-    pages: dict[str, Callable[[], JsonObject]] = {
-        "overview": lambda: run_pages.describe_run_overview(view),
-        "summary": lambda: describe_summary(view),
-        "metrics": lambda: run_pages.describe_metrics(run),
-        "timeline": lambda: describe_timeline(run, {}),
-        "evaluations": lambda: build_evaluation_sets_page(run),
-    }
     return {
-        name: _describe_page(f"{name} of {run.root}", "error", describe)
-        for name, describe in pages.items()
+        name: _describe_page(f"{name} of {view.paths.root}", "error", partial(describe, view, {}))
+        for name, describe in RUN_PAGES.items()
     }
 
 
