@@ -44,6 +44,13 @@ OVERRIDES = argument(
     default=[],  # else argparse calls it required
     metavar="key=value",
 )
+PLACE = argument(
+    "place",
+    "a file root, an experiment's directory or a run's; default %(default)s",
+    type=Path,
+    nargs="?",
+    default=Path("runs"),
+)
 SITE = argument(
     "--site",
     "site file: defaults for `cluster.*`; the recipe takes precedence",

@@ -76,12 +76,7 @@ def _run_trial_episodes(arguments: argparse.Namespace) -> int:
         choices=("cuda", "cpu"),
         default="cuda",
     ),
-    argument(
-        "--json",
-        "write the results there as well, to attach to an issue",
-        type=Path,
-        metavar="FILE",
-    ),
+    argument("--json", "write the results there as well, for an issue", type=Path, metavar="FILE"),
 )
 def _run_doctor_checks(arguments: argparse.Namespace) -> int:
     """Check a cluster, and a recipe, before submitting.

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from areal_hpc.cli.arguments import (
+    PLACE,
     RUN,
     UNHEALTHY_EXIT_CODE,
     CommandTable,
@@ -78,13 +79,7 @@ def _explain_failure(arguments: argparse.Namespace) -> int:
 
 @commands.add(
     "view",
-    argument(
-        "place",
-        "a file root, an experiment's directory or a run's; default %(default)s",
-        type=Path,
-        nargs="?",
-        default=Path("runs"),
-    ),
+    PLACE,
     argument("--port", "default: a free one, the same the next time", type=int),
 )
 def _show_dashboard(arguments: argparse.Namespace) -> int:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from areal_hpc.cli.arguments import (
+    PLACE,
     RUN,
     UNHEALTHY_EXIT_CODE,
     CommandTable,
@@ -147,13 +148,7 @@ def _format_log_line(process_name: str, line: str) -> str:
 
 @commands.add(
     "list",
-    argument(
-        "place",
-        "a file root, an experiment's directory or a run's; default %(default)s",
-        type=Path,
-        nargs="?",
-        default=Path("runs"),
-    ),
+    PLACE,
     flag("--all", "a column for each recipe key that differs, not only the first six"),
 )
 def _compare_runs(arguments: argparse.Namespace) -> int:
