@@ -32,20 +32,6 @@ _COUNTER = b"oom_kill "
 """Of all control groups; the kernel counts before it kills."""
 
 
-class OomKillWatch:
-    """Watch for out-of-memory kills on this machine, from its construction on."""
-
-    def __init__(self) -> None:
-        self._before = count_oom_kills()
-
-    def may_have_killed(self, exit_code: int | None) -> bool:
-        """True if a child with this `Popen.returncode` died by SIGKILL and there was such a kill.
-
-        It may have been another process's: the kernel counts them all together.
-        """
-        return exit_code == -signal.SIGKILL and count_oom_kills() > self._before
-
-
 def count_oom_kills() -> int:
     """Out-of-memory kills since this machine started; 0 where the kernel does not count them."""
     with contextlib.suppress(OSError, ValueError):
@@ -195,9 +181,9 @@ class LineProcess:
         self._end.detach()
         self._link.close()
 
-    def _begin_question(self) -> OomKillWatch:
+    def _begin_question(self) -> int:
         self._is_asked = True
-        return OomKillWatch()
+        return count_oom_kills()
 
     def _take_line(self) -> bytes | None:
         if b"\n" not in self._received[-_PIECE_BYTES:]:
@@ -218,12 +204,13 @@ class LineProcess:
             )
 
     def _explain_loss(
-        self, error: EOFError | OSError, oom_kills: OomKillWatch
+        self, error: EOFError | OSError, oom_kills: int
     ) -> WorkerLostError | NodeResourceShortageError:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_EXIT_TIMEOUT_S)
         code = self._process.returncode
-        if oom_kills.may_have_killed(code):
+        # A kill may have been another process's: the kernel counts them all together.
+        if code == -signal.SIGKILL and count_oom_kills() > oom_kills:
             return NodeResourceShortageError(
                 f"{self._name} was killed: the memory of the job, or of the node, ran out",
                 hint=SHORTAGE_HINT,
