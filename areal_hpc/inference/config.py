@@ -1,5 +1,6 @@
 """Facts that the inference process is told, and the commands of its servers."""
 
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -58,6 +59,7 @@ def build_server_command(
     nodes = recipe.inference.nodes_per_replica
     if node_options is None and nodes > 1:
         node_options = NodeOptions(0, nodes, ports.meeting_point, get_advertised_host())
+    model_config = json.loads((job.model_path / "config.json").read_bytes())
     command = build_replica_command(
         recipe.inference,
         python=job.serve_python,
@@ -69,6 +71,7 @@ def build_server_command(
         random_seed=compute_replica_seed(recipe.seed, job.cell, index, incarnation),
         updates_in_place=recipe.weights.pause_mode == "in_place",
         serves_metrics=recipe.cluster.prometheus,
+        reads_images="vision_config" in model_config,
         weight_version=job.loaded_version or UNSET_WEIGHT_VERSION,
         node_options=node_options,
     )

@@ -46,8 +46,9 @@ from areal_hpc.wire.retry import Backoff
 
 log = logging.getLogger(__name__)
 _SERVER_RESTART_BACKOFF = Backoff(0.5, 30.0)
-_REFUSALS = tuple(
-    f"{name}Error" for name in ("Value", "Type", "Key", "Attribute", "NotImplemented", "Import")
+_REFUSALS = (
+    *("ValueError", "TypeError", "KeyError", "AttributeError", "NotImplementedError"),
+    *("ImportError", "OSError: Can't load"),  # the latter of transformers, for a missing file
 )
 """A start that such an error ends would end so again: it is no matter of memory or ports."""
 _MAX_PORT_RACES = 5

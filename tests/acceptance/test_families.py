@@ -66,6 +66,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+TOWER = {"depth": 1, "hidden_size": 64, "intermediate_size": 64, "num_heads": 2}
+DIVIDED = ("trainer.parallel.dp=2", "trainer.parallel.shard_parameters=true")
 
 
 def make_model(family: str, folder: Path) -> None:
@@ -78,10 +80,17 @@ def make_model(family: str, folder: Path) -> None:
     given = {"tie_word_embeddings": True, "initializer_range": 0.05, **SIZES, **own, **ids}
     torch.manual_seed(1)
     config = getattr(transformers, kind)(**given)
-    transformers.AutoModelForCausalLM.from_config(config).float().save_pretrained(folder)
-    if "layer_types" in own:  # SGLang reads what transformers 5 does not write
-        saved = json.loads((folder / "config.json").read_bytes())
-        (folder / "config.json").write_text(json.dumps(saved | {"full_attention_interval": 2}))
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    if family == "qwen3_5":  # as it is published: beside a tower for images
+        whole = transformers.Qwen3_5Config(
+            text_config=config.to_dict(), vision_config=TOWER, tie_word_embeddings=True
+        )
+        model = transformers.Qwen3_5ForConditionalGeneration(whole)
+    model.float().save_pretrained(folder)
+    saved = json.loads((folder / "config.json").read_bytes())
+    # SGLang reads what transformers 5 does not write.
+    saved.get("text_config", saved)["full_attention_interval"] = 2
+    (folder / "config.json").write_text(json.dumps(saved))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -92,6 +101,7 @@ def test_engine_and_trainer_compute_the_same(family: str, tmp_path: Path) -> Non
             *("run", "recipes/quickstart.yaml", f"cluster.fileroot={tmp_path}", "model.tiny=null"),
             *(f"model.path={tmp_path / 'model'}", "sft.total_steps=40", "trainer.total_steps=2"),
             "evaluation.sets=null",
+            *(DIVIDED if family == "qwen3_5" else ()),
         )
     )
     paths = RunPaths(tmp_path / "quickstart" / "demo")

@@ -14,7 +14,6 @@ from areal_hpc.launch.checks.inputs import (
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.recipe.sections.inference import (
-    QUANTIZING_SGLANG_OPTIONS,
     REFUSED_SGLANG_OPTIONS,
     InferenceConfig,
 )
@@ -83,7 +82,7 @@ def test_sglang_knows_all_that_recipes_have_it_start_with(report: OptionReport) 
 
 
 def test_options_that_are_refused_exist(report: OptionReport) -> None:
-    assert {*REFUSED_SGLANG_OPTIONS, *QUANTIZING_SGLANG_OPTIONS} <= {*report.known}
+    assert {*REFUSED_SGLANG_OPTIONS} <= {*report.known}
 
 
 @pytest.mark.parametrize("words", WRONG)

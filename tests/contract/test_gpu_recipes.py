@@ -34,6 +34,7 @@ NODES = {
     "gpu8_online_qwen2.5_1.5b": 1,
     "gpu8_own_task_qwen2.5_1.5b": 1,
     "gpu8_search_qwen2.5_1.5b": 1,
+    "gpu8_swe_qwen3.5_9b": 1,
     "variants/code_qwen3_32b_128k": 8,
     "variants/terminal_qwen3_32b": 16,
 }

@@ -89,13 +89,15 @@ def build_replica_command(
     random_seed: int,
     updates_in_place: bool = False,
     serves_metrics: bool = False,
+    reads_images: bool = False,
     weight_version: str = UNSET_WEIGHT_VERSION,
     node_options: NodeOptions | None = None,
 ) -> ServerCommand:
     """The command that serves `model_path` as replica `index` of its cell, or a part of it.
 
-    With `updates_in_place` weights change between two steps of generations under way. Tokens are
-    stamped with `weight_version` until the first update.
+    A model that `reads_images` is served without its towers. With `updates_in_place` weights change
+    between two steps of generations under way. Tokens are stamped with `weight_version` until the
+    first update.
     """
     module = "cpu.sglang_cpu" if device == "cpu" else "server.sglang_main"
     launcher = f"areal_hpc.inference.{module}"
@@ -140,6 +142,8 @@ def build_replica_command(
         environment["SGLANG_HOST_IP"] = node_options.host
     if serves_metrics:
         options["--enable-metrics"] = True
+    if reads_images:  # as a checkpoint without towers says of itself
+        options["--json-model-override-args"] = '{"language_model_only": true}'
     options["--context-length"] = config.context_length
     options["--tool-call-parser"] = config.tool_call_parser
     options["--reasoning-parser"] = config.reasoning_parser

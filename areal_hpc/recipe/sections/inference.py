@@ -6,12 +6,43 @@ from pydantic import Field, field_validator, model_validator
 
 from areal_hpc.recipe.base import BaseConfig
 
-REFUSED_SGLANG_OPTIONS = ("--api-key", "--admin-api-key", "--tokenizer-worker-num")
-"""SGLang's options for keys, and for several tokenizers, which ask for none (sglang 0.5.23)."""
-QUANTIZING_SGLANG_OPTIONS = (
-    *("--quantization", "--quantize-and-serve", "--modelopt-quant", "--rl-quant-profile"),
+_KEYS = "every server has keys of its own; leave it out"
+_QUANTIZING = (
+    "a server that quantizes holds other weights than the trainer sends, so no update could be "
+    "verified, and its log-probabilities are not the policy's; leave it out and serve in "
+    "trainer.dtype"
 )
-"""SGLang's options that have it hold other weights than it is sent (sglang 0.5.23)."""
+_DRAFTS = (
+    "no update reaches the model that drafts tokens, whose guesses would get worse with every "
+    "step; leave it out"
+)
+_RANKS = (
+    "an update is sent to the tensor-parallel ranks of one model, and others would keep their "
+    "weights or never join; use inference.tp and inference.replicas_per_cell"
+)
+_OWN = "the recipe's own keys decide it; leave it out"
+REFUSED_SGLANG_OPTIONS = {
+    **dict.fromkeys(("--api-key", "--admin-api-key", "--tokenizer-worker-num"), _KEYS),
+    **dict.fromkeys(("--quantization", "--quantize-and-serve", "--modelopt-quant"), _QUANTIZING),
+    "--rl-quant-profile": _QUANTIZING,
+    **dict.fromkeys(("--speculative-algorithm", "--speculative-draft-model-path"), _DRAFTS),
+    **dict.fromkeys(("--dp-size", "--enable-dp-attention", "--pp-size", "--nnodes"), _RANKS),
+    **dict.fromkeys(("--disaggregation-mode", "--weight-cache-mode"), _RANKS),
+    **dict.fromkeys(("--tp-size", "--dtype", "--model-path", "--device", "--base-gpu-id"), _OWN),
+    **dict.fromkeys(("--host", "--port", "--nccl-port", "--random-seed"), _OWN),
+    "--weight-version": _OWN,
+    "--enable-memory-saver": "no replica ever gives its memory back; leave it out",
+}
+"""SGLang's options (0.5.23) that a recipe cannot give, and why."""
+_SHORT_OPTIONS = {
+    "--tp": "--tp-size",
+    "--tensor-parallel-size": "--tp-size",
+    "--dp": "--dp-size",
+    "--data-parallel-size": "--dp-size",
+    "--pp": "--pp-size",
+    "--pipeline-parallel-size": "--pp-size",
+    "--model": "--model-path",
+}
 
 
 class InferenceConfig(BaseConfig):
@@ -25,8 +56,8 @@ class InferenceConfig(BaseConfig):
     """Tensor-parallel ranks of one replica."""
     nodes_per_replica: Annotated[int, Field(ge=1)] = 1
     """Nodes that share the ranks of one replica; with more than one, a cell has one replica."""
-    max_running_requests: Annotated[int, Field(ge=1)] = 64
-    """Requests one replica decodes at once."""
+    max_running_requests: Annotated[int, Field(ge=1)] | None = None
+    """Requests one replica decodes at once; SGLang decides from the free memory when null."""
     max_total_tokens: Annotated[int, Field(ge=256)] | None = None
     """Tokens the KV cache holds; SGLang decides from the free memory when null."""
     context_length: Annotated[int, Field(ge=64)] | None = None
@@ -50,16 +81,8 @@ class InferenceConfig(BaseConfig):
     @classmethod
     def _refuse_options(cls, extra_args: tuple[str, ...]) -> tuple[str, ...]:
         for option in (one.partition("=")[0] for one in extra_args):
-            if option in REFUSED_SGLANG_OPTIONS:
-                raise ValueError(
-                    f"{option} cannot be given: every server has keys of its own; leave it out"
-                )
-            if option in QUANTIZING_SGLANG_OPTIONS:
-                raise ValueError(
-                    f"{option} cannot be given: a server that quantizes holds other weights than "
-                    "the trainer sends, so no update could be verified, and its log-probabilities "
-                    "are not the policy's; leave it out and serve in trainer.dtype"
-                )
+            if reason := REFUSED_SGLANG_OPTIONS.get(_SHORT_OPTIONS.get(option, option)):
+                raise ValueError(f"{option} cannot be given: {reason}")
         return extra_args
 
     @model_validator(mode="after")

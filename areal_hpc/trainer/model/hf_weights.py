@@ -53,6 +53,9 @@ COPIED_FILE_NAMES = (
     "tokenizer.model",
     "chat_template.jinja",
     "chat_template.json",
+    "processor_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
 )
 """Files of a model directory that training does not change, but for the dtype that it names."""
 

@@ -21,6 +21,7 @@ def command(
     part: NodeOptions | None = None,
     *,
     updates_in_place: bool = False,
+    reads_images: bool = False,
 ) -> ServerCommand:
     return build_replica_command(
         config,
@@ -32,13 +33,14 @@ def command(
         ports=ServerPorts(31001, 31002),
         random_seed=7,
         updates_in_place=updates_in_place,
+        reads_images=reads_images,
         node_options=part,
     )
 
 
 COMMON = (
     "--model-path /models/m --host 127.0.0.1 --port 31001 --nccl-port 31002 --device {device}"
-    " --dtype {dtype} --tp {tp} --max-running-requests 64 --random-seed 7"
+    " --dtype {dtype} --tp {tp} --random-seed 7"
     " --weight-version unset --log-level-http warning --incremental-streaming-output "
 )
 
@@ -87,10 +89,24 @@ def test_a_gpu_finishes_each_step_before_weights_change_in_place() -> None:
     assert on_cpu.count("--disable-overlap-schedule") == 1
 
 
-@pytest.mark.parametrize("option", ["--quantization", "--modelopt-quant=fp8"])
-def test_a_server_that_quantizes_is_refused_with_the_reason(option: str) -> None:
-    with pytest.raises(ValidationError, match="no update could be verified"):
-        InferenceConfig(extra_args=(option, "fp8"))
+@pytest.mark.parametrize(
+    ("option", "reason"),
+    [
+        *(("--quantization", "no update could be verified"), ("--modelopt-quant=fp8", "no update")),
+        *(("--api-key", "keys of its own"), ("--admin-api-key=x", "keys of its own")),
+        *(("--speculative-algorithm", "drafts"), ("--dp", "ranks"), ("--pp-size=2", "ranks")),
+        *(("--tensor-parallel-size", "own keys"), ("--model", "own keys"), ("--dtype", "own keys")),
+    ],
+)
+def test_options_that_break_a_replica_are_refused(option: str, reason: str) -> None:
+    with pytest.raises(ValidationError, match=f"cannot be given: .*{reason}"):
+        InferenceConfig(extra_args=(option, "2"))
+
+
+def test_a_model_beside_a_tower_is_served_without_it() -> None:
+    plain, alone = (command(InferenceConfig(), "cuda", reads_images=one) for one in (False, True))
+    more = ("--json-model-override-args", '{"language_model_only": true}')
+    assert alone.argv == (*plain.argv, *more)
 
 
 def test_tensor_parallel_ranks_on_a_cpu_are_bound_to_cores() -> None:
@@ -111,12 +127,6 @@ def test_parts_of_a_server_meet_on_the_first_node_and_share_the_seed() -> None:
 def test_ranks_that_do_not_fill_their_nodes_are_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(ValidationError, match=r"inference\.nodes_per_replica=2"):
         InferenceConfig.model_validate({"nodes_per_replica": 2, **wrong})
-
-
-@pytest.mark.parametrize("option", ["--api-key", "--admin-api-key=x", "--tokenizer-worker-num"])
-def test_keys_on_a_command_line_are_refused(option: str) -> None:
-    with pytest.raises(ValidationError, match="every server has keys of its own"):
-        InferenceConfig(extra_args=(option, "2"))
 
 
 def test_sampling_seeds_repeat_with_the_run_and_differ_between_replicas() -> None:
