@@ -9,10 +9,6 @@ BIN := .venvs/main/bin
 PYTEST := $(BIN)/python -m pytest
 KILLS := 300
 MINUTES := 60
-# Five at a time: many tests wait for Slurm, for a start or for a time to pass.
-# A worker that dies is not replaced, and what is left of its file does not run: pytest-xdist would
-# give the same test out again, and the suite may never end.
-SIDE_BY_SIDE := --numprocesses 5 --dist loadscope --no-loadscope-reorder --max-worker-restart 0
 TIERS := tests/unit tests/contract tests/integration $(if $(SLURM),tests/slurm)
 
 .DEFAULT_GOAL := help
@@ -54,7 +50,7 @@ test: setup-tests $(if $(SLURM),slurm) ## all that needs no GPU: checks and test
 	@$(MAKE) --no-print-directory --jobs 2 check tests
 
 tests: setup-tests
-	@$(BIN)/python -m tests.support.whole_run $(SIDE_BY_SIDE) $(TIERS)
+	@$(BIN)/python -m tests.support.whole_run $(TIERS)
 
 durations: ## test, and write how long each file takes
 	@WRITE_DURATIONS=1 $(MAKE) --no-print-directory test

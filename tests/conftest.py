@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import pytest_timeout  # type: ignore[import-untyped]
 from hypothesis import settings
-from xdist.scheduler import LoadScopeScheduling
 
 from tests.support.deadlines import Deadline, get_slowness
 from tests.support.environments import CHECKOUT
@@ -33,30 +32,24 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fast"))
 get_slowness()  # measured before the workers start, and handed down to them
 
 
-class GroupScheduling(LoadScopeScheduling):  # type: ignore[misc]  # it has no types
-    """Hands out groups of tests (`get_group`) where pytest-xdist would hand out files."""
-
-    def _split_scope(self, nodeid: str) -> str:
-        return get_group(nodeid)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> GroupScheduling:
-    return GroupScheduling(config, log)
-
-
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest groups come first, so that no worker is left alone with one at the end.
 
-    Tests that are marked `thorough` are left to the thorough profile.
+    Tests that are marked `thorough` are left to the thorough profile; those that end what others of
+    their module share come `last`.
     """
     if not is_thorough():
         items[:] = [item for item in items if not item.get_closest_marker("thorough")]
     durations_s: dict[str, float] = defaultdict(float)
     for file in {item.nodeid.partition("::")[0] for item in items}:
         durations_s[get_group(file)] += estimate_s(file)
-    items.sort(key=lambda item: (-durations_s[get_group(item.nodeid)], get_group(item.nodeid)))
+
+    def get_place(item: pytest.Item) -> tuple[float, str, bool]:
+        group = get_group(item.nodeid)
+        return -durations_s[group], group, item.get_closest_marker("last") is not None
+
+    items.sort(key=get_place)
 
 
 @pytest.hookimpl(tryfirst=True)

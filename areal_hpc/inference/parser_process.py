@@ -15,6 +15,7 @@ import re
 import sys
 import threading
 from collections.abc import Sequence
+from importlib.util import find_spec, module_from_spec
 from typing import Any
 
 import msgspec
@@ -31,6 +32,10 @@ from areal_hpc.wire.parsers import (
     ReplyParseContext,
     ToolGrammarRequest,
 )
+
+if "sglang" not in sys.modules and (_spec := find_spec("sglang")):
+    # Not run: what the package itself imports, its engine needs, and it takes two seconds.
+    sys.modules["sglang"] = module_from_spec(_spec)
 
 # isort: split
 from sglang.srt.entrypoints.openai.protocol import Tool

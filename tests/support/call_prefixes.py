@@ -1,14 +1,18 @@
 """Program for SGLang's Python: what each of its parsers makes of a call that was cut, as JSON.
 
-It reads replies by the name of their format, and answers for each with what the whole of it is, and
-which beginnings of it are calls, and which lose text.
+It reads replies by the name of their format, and answers with all formats that there are, and for
+each reply with what the whole of it is, and which beginnings of it are calls, and which lose text.
 """
 
 import json
 import sys
 from typing import Any
 
-from areal_hpc.inference.parser_process import ReplyParser, ReplyParserFactory
+from areal_hpc.inference.parser_process import (
+    FunctionCallParser,
+    ReplyParser,
+    ReplyParserFactory,
+)
 from areal_hpc.wire.parsers import ParserReply, ReplyParseContext
 
 PROPERTIES = {"cmd": {"type": "string"}, "n": {"type": "integer"}}
@@ -41,7 +45,8 @@ def judge(name: str, text: str) -> dict[str, Any]:
 
 def main() -> None:
     replies = json.load(sys.stdin)
-    print(json.dumps({name: judge(name, text) for name, text in replies.items()}))
+    judged = {name: judge(name, text) for name, text in replies.items()}
+    print(json.dumps([[*FunctionCallParser.ToolCallParserEnum], judged]))
 
 
 if __name__ == "__main__":

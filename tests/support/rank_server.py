@@ -18,6 +18,7 @@ import pytest
 from areal_hpc.rundir.paths import RunPaths
 from tests.support.deadlines import scaled
 from tests.support.environments import CHECKOUT
+from tests.support.forked_workers import WORKER_VARIABLE
 
 START_TIMEOUT_S = 120.0
 
@@ -108,4 +109,4 @@ def _start(address: Path) -> RankServer:
 
 def get_folder_of_all_workers(factory: pytest.TempPathFactory) -> Path:
     base = factory.getbasetemp()
-    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    return base.parent if WORKER_VARIABLE in os.environ else base

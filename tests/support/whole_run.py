@@ -20,7 +20,10 @@ import pytest
 from slurm.devcluster.roots import list_unpacked_versions
 from tests.support.environments import CHECKOUT
 from tests.support.file_durations import estimate_s, write_table
+from tests.support.forked_workers import ForkedWorkers
 
+WORKERS = 5
+"""More than cores: many tests wait for Slurm, for a start or for a time to pass."""
 MAX_RETRIED = 5
 PROGRESS_EVERY_S = 30.0
 PROGRAMS = {
@@ -36,8 +39,6 @@ class WholeRun:
 
     def __init__(self) -> None:
         self.failed: set[str] = set()
-        self.is_cut_off = False
-        """A worker died: some tests did not run at all."""
         self.durations_s: dict[str, float] = defaultdict(float)
         self._outcomes: Counter[str] = Counter()
         self._remaining_by_file: Counter[str] = Counter()
@@ -48,9 +49,9 @@ class WholeRun:
         """Print nothing for a test that passed: the progress is in lines of its own."""
         return ("passed", "", "PASSED") if report.passed and report.when == "call" else None
 
-    @pytest.hookimpl(optionalhook=True)
-    def pytest_xdist_node_collection_finished(self, node: object, ids: list[str]) -> None:
-        self._remaining_by_file = Counter(name.partition("::")[0] for name in ids)
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        names = (item.nodeid for item in session.items)
+        self._remaining_by_file = Counter(name.partition("::")[0] for name in names)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         file = report.nodeid.partition("::")[0]
@@ -79,20 +80,17 @@ class WholeRun:
             flush=True,
         )
 
-    @pytest.hookimpl(optionalhook=True)
-    def pytest_testnodedown(self, node: object, error: object) -> None:
-        self.is_cut_off |= error is not None
-
 
 def run_tests(arguments: Sequence[str]) -> int:
     """Run them with pytest; its exit code."""
     # Importing Megatron imports torch's compiler as well, which nothing on a CPU uses.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     run = WholeRun()
-    code = int(pytest.main(list(arguments), plugins=[run]))
+    workers = ForkedWorkers(WORKERS, run)
+    code = int(pytest.main(list(arguments), plugins=[run, workers]))
     if os.environ.get("WRITE_DURATIONS"):
         write_table(run.durations_s)
-    if code == pytest.ExitCode.TESTS_FAILED and not run.is_cut_off:
+    if code == pytest.ExitCode.TESTS_FAILED and not workers.is_cut_off:
         code = retry(sorted(run.failed))
     print(f"NOT TESTED here: {'; '.join(list_untested(arguments))}", flush=True)
     return code

@@ -17,18 +17,10 @@ HEALTH_TIMEOUT_S = scaled(8)
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cell]:
+def cell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cell]:
     run_dir = tmp_path_factory.mktemp("run")
     with running_cell(run_dir, tiny_qwen3(0), health_timeout_s=HEALTH_TIMEOUT_S) as cell:
         yield cell
-
-
-@pytest.fixture
-def cell(running: Cell) -> Cell:
-    """Running, also after a test that ended its job."""
-    if running.job.poll() is not None:
-        running.start()
-    return running
 
 
 @pytest.fixture
@@ -97,6 +89,7 @@ def test_a_lost_senders_pause_ends_with_old_weights(cell: Cell, before: ReplicaV
     assert cell.generate([5, 6, 7], max_new_tokens=4, temperature=0)["output_ids"]
 
 
+@pytest.mark.last
 def test_a_hung_scheduler_is_replaced_and_a_job_that_ends_leaves_no_process(
     cell: Cell, before: ReplicaView
 ) -> None:

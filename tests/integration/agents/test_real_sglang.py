@@ -3,7 +3,6 @@
 import asyncio
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from areal_hpc.client.areal_openai import ArealOpenAI
 from areal_hpc.session.chat_template import TokenEncoder
 from areal_hpc.wire.ledger import TicketRef
+from tests.integration.agents.theatre import Theatre
 from tests.integration.proxy.test_tool_calls import CHAT_TOOL, QUESTION
 from tests.support.deadlines import scaled
 from tests.support.proxy_stage import Stage
@@ -23,7 +23,7 @@ from tests.support.scripted_sglang import Script
 
 EPISODES = 6
 TURNS = 3
-REF = TicketRef(1, 0)
+REF = TicketRef(1001, 0)
 SCHEMA = {
     "type": "json_schema",
     "json_schema": {
@@ -36,6 +36,16 @@ SCHEMA = {
         },
     },
 }
+
+
+@pytest.fixture
+def stage(theatre: Theatre) -> Stage:
+    return theatre.stage
+
+
+@pytest.fixture
+def sglang_url(theatre: Theatre) -> str:
+    return theatre.url
 
 
 def generate(url: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -169,6 +179,7 @@ def test_scripted_streams_are_those_of_the_real_server(stage: Stage, sglang_url:
 def test_a_streamed_reply_is_the_whole_reply(stage: Stage) -> None:
     _, key = stage.open_session(REF)
     asked: dict[str, Any] = {"temperature": 0.0, "max_tokens": 40, "stop": ["zz"], "logprobs": True}
+    asked["logit_bias"] = {"2": -100}
     whole = stage.chat(key, QUESTION, **asked).json()["choices"][0]
     with stage.client(key) as client:
         chunks = list(
@@ -192,7 +203,7 @@ MASKED: list[dict[str, Any]] = [
 
 def test_what_could_be_sampled_is_recorded_with_the_odds_of_the_model(stage: Stage) -> None:
     """Log-probabilities are those of transformers, over the tokens that the engine left."""
-    ref = TicketRef(2, 0)
+    ref = TicketRef(1002, 0)
     sessions = [
         stage.open_session(ref, episode=i, records_sampling_mask=True)
         for i in range(len(MASKED) + 1)
@@ -228,7 +239,7 @@ def test_what_could_be_sampled_is_recorded_with_the_odds_of_the_model(stage: Sta
 
 
 def test_a_least_length_forbids_the_tokens_that_are_recorded(stage: Stage) -> None:
-    ref, least = TicketRef(3, 0), 12
+    ref, least = TicketRef(1003, 0), 12
     session_id, key = stage.open_session(ref)
     assert stage.chat(key, QUESTION, min_tokens=least, max_tokens=16).status_code == 200
     stage.finish_session(key, 1.0)
@@ -301,10 +312,10 @@ def test_the_real_engine_calls_the_tool_it_must(stage: Stage, asked: dict[str, A
     assert message["tool_calls"][0]["function"]["name"] == "add"
 
 
-def test_a_client_records_what_the_engine_read_and_said(sglang_url: str, model_dir: Path) -> None:
+def test_a_client_records_what_the_engine_read_and_said(theatre: Theatre) -> None:
     async def two_turns() -> ArealOpenAI:
-        tokenizer = AutoTokenizer.from_pretrained(model_dir)
-        client = ArealOpenAI(sglang_url, tokenizer, chat_template_type="concat")
+        tokenizer = AutoTokenizer.from_pretrained(theatre.stage.model_dir)
+        client = ArealOpenAI(theatre.url, tokenizer, chat_template_type="concat")
         create = client.chat.completions.create
         first = await create(model="m", messages=QUESTION, max_tokens=12)
         reply = first.choices[0].message
@@ -318,6 +329,6 @@ def test_a_client_records_what_the_engine_read_and_said(sglang_url: str, model_d
     tensors = {name: tensor[0].numpy() for name, tensor in row.to_tensor_dict().items()}
     assert row.interaction.reuse == "reused"
     said = tensors["loss_mask"] == 1
-    scored = np.asarray(scores(sglang_url, tensors["input_ids"].tolist(), 1.0))
+    scored = np.asarray(scores(theatre.url, tensors["input_ids"].tolist(), 1.0))
     assert np.abs(tensors["logprobs"] - scored)[said].max() < 1e-3
     assert (tensors["versions"] == np.where(said, 1 << 32, -1)).all()
