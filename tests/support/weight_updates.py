@@ -1,15 +1,16 @@
 """A trainer's end of updates of weights, and checks of what came of one."""
 
+from __future__ import annotations
+
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
 from safetensors.torch import save_file
-from transformers import PreTrainedModel
 
 from areal_hpc.errors import WeightSyncError
 from areal_hpc.recipe.sections.weights import WeightsConfig
@@ -20,6 +21,9 @@ from areal_hpc.weights.update import Probe, UpdateReport, choose_probe_ids
 from areal_hpc.wire.weight_version import WeightVersion
 from tests.support.deadlines import Deadline
 from tests.support.service_keys import SERVICE_KEY
+
+if TYPE_CHECKING:  # its import takes senders and relays two of three seconds
+    from transformers import PreTrainedModel
 
 AWAIT_S = 20.0
 WITHOUT_MODEL = Probe([3, 4, 5], [0.0, 0.0])
