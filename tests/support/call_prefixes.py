@@ -8,12 +8,11 @@ import json
 import sys
 from typing import Any
 
-from areal_hpc.inference.parser_process import (
-    FunctionCallParser,
-    ReplyParser,
-    ReplyParserFactory,
-)
+from areal_hpc.inference.parser_process import ReplyParser, ReplyParserFactory
 from areal_hpc.wire.parsers import ParserReply, ReplyParseContext
+
+# isort: split
+from sglang.srt.function_call.function_call_parser import FunctionCallParser
 
 PROPERTIES = {"cmd": {"type": "string"}, "n": {"type": "integer"}}
 PARAMETERS = {"type": "object", "properties": PROPERTIES}
