@@ -50,6 +50,8 @@ TRAINER_GPU_VARIABLES = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     # Packs differ in size. Not for SGLang, whose all-reduce hands memory to other processes.
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+    # Megatron's router would compile a function a layer, at every new shape, for .1 ms a pass.
+    "TORCHDYNAMO_DISABLE": "1",
 }
 
 TRAINER_WEIGHT_UPDATE_VARIABLES = {

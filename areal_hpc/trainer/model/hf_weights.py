@@ -279,8 +279,15 @@ def stream_hf_tensors(policy: TrainedNetwork) -> Iterator[tuple[str, torch.Tenso
     A collective over the tensor-, pipeline- and expert-parallel groups: every rank must drain it,
     and sees the same tensors. One may be a view of a live parameter: do not write to it.
     """
+    experts: dict[str, torch.Tensor] = {}  # of one layer
     for parameter in policy.weight_map:
-        shards = _gather_shards(policy, _broadcast_from_owner(policy, parameter), parameter)
+        if parameter.expert is None:
+            own = _broadcast_from_owner(policy, parameter)
+        else:
+            if parameter.expert == 0:
+                experts[parameter.megatron] = _gather_experts(policy, parameter)
+            own = experts[parameter.megatron][parameter.expert]
+        shards = _gather_shards(policy, own, parameter)
         tensors = to_hf(parameter, shards, policy.arch)
         for tensor, spec in zip(tensors, parameter.hf, strict=True):
             yield spec.name, tensor
@@ -288,9 +295,8 @@ def stream_hf_tensors(policy: TrainedNetwork) -> Iterator[tuple[str, torch.Tenso
 
 def _broadcast_from_owner(policy: TrainedNetwork, parameter: ParamMap) -> torch.Tensor:
     stages = parallel_state.get_pipeline_model_parallel_group()
-    spread = parallel_state.get_expert_model_parallel_group()
     local = policy.get_local_part(parameter)
-    if stages.size() == 1 and (parameter.expert is None or spread.size() == 1):
+    if stages.size() == 1:
         assert local is not None
         return gather_rows(local.detach(), policy.dtype)
     if local is None:
@@ -298,12 +304,26 @@ def _broadcast_from_owner(policy: TrainedNetwork, parameter: ParamMap) -> torch.
         local = torch.empty(shape, dtype=policy.dtype, device=policy.device)
     part = local.detach().contiguous()
     stage = _find_pipeline_stage(parameter, policy.arch.layers, stages.size())
-    if parameter.expert is not None and spread.size() > 1 and stages.rank() == stage:
-        holder = parameter.expert // policy.experts_per_rank
-        dist.broadcast(part, dist.get_global_rank(spread, holder), group=spread)
-    if stages.size() > 1:
-        dist.broadcast(part, dist.get_global_rank(stages, stage), group=stages)
+    dist.broadcast(part, dist.get_global_rank(stages, stage), group=stages)
     return part
+
+
+def _gather_experts(policy: TrainedNetwork, parameter: ParamMap) -> torch.Tensor:
+    """A parameter of all experts of a layer, in one collective."""
+    stages = parallel_state.get_pipeline_model_parallel_group()
+    spread = parallel_state.get_expert_model_parallel_group()
+    stage = _find_pipeline_stage(parameter, policy.arch.layers, stages.size())
+    own = policy.get_stack(parameter)
+    if own is not None and spread.size() == stages.size() == 1:
+        return own.detach()
+    shape = get_shard_shape(parameter, policy.arch, policy.split.tp)
+    count = policy.experts_per_rank * spread.size()
+    stack = torch.empty((count, *shape), dtype=policy.dtype, device=policy.device)
+    if own is not None:
+        dist.all_gather_into_tensor(stack, own.detach().contiguous(), group=spread)
+    if stages.size() > 1:
+        dist.broadcast(stack, dist.get_global_rank(stages, stage), group=stages)
+    return stack
 
 
 def _find_pipeline_stage(parameter: ParamMap, layers: int, stages: int) -> int:

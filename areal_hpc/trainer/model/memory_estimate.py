@@ -30,6 +30,8 @@ COMMUNICATOR_BYTES = 24 * ((4 << 20) + 120 * 640 * 8 * 8 + 8 * 512 * 8 * 16)
 """What NCCL keeps on a GPU for one communicator: 24 channels of a ring, each with the buffers of
 three protocols (src/init.cc of NCCL). The number of channels is an
 assumption: NCCL takes fewer over slow links, and trees come on top."""
+SENT_BUCKET_BYTES = 512 * 2**20
+"""Weights that the sender packs at a time, into one of two buffers (`weights/buckets.py`)."""
 OPTIMIZER_CHUNK_ELEMENTS = 1 << 24
 """Elements of the optimizer's state that are on the GPU at a time while the rest is in host memory
 (`trainer/optimizer.py`): a part of 64 MiB of each master weight and moment."""
@@ -50,7 +52,7 @@ class TrainerMemory:
     activations: int
     logits: int
     communicators: int = 0
-    """Buffers of NCCL's communicators within the trainer; those to replicas come on top."""
+    """Buffers of NCCL's communicators; those to replicas, and packed weights, come on top."""
     host_activations: int = 0
     """Bytes of host memory that offloaded activations of this GPU take."""
     host_optimizer: int = 0
@@ -132,6 +134,9 @@ def estimate_trainer_memory(
     ]
     first = stages[0]
     sending = first.communicators + update_groups * COMMUNICATOR_BYTES
+    if update_groups:
+        table = BYTES_BY_DTYPE[config.dtype] * arch.vocab * arch.hidden
+        sending += 2 * max(SENT_BUCKET_BYTES, table)
     stages[0] = replace(first, communicators=sending)
     return max(stages, key=lambda one: one.total)
 

@@ -86,6 +86,15 @@ class Network:
 
     def get_local_part(self, parameter: ParamMap) -> torch.Tensor | None:
         """This rank's part of a parameter; None when only other ranks hold it."""
+        held = self.get_stack(parameter)
+        if held is None or parameter.expert is None:
+            return held
+        group = parallel_state.get_expert_model_parallel_group()
+        place = parameter.expert - group.rank() * self.experts_per_rank
+        return held[place] if 0 <= place < self.experts_per_rank else None
+
+    def get_stack(self, parameter: ParamMap) -> torch.Tensor | None:
+        """The same; of one expert's, those of all experts of the layer that this rank holds."""
         name = parameter.megatron
         if self.arch.transformers_config:
             return self._held[name]
@@ -94,12 +103,7 @@ class Network:
         if parameter.layer is not None:
             first = self.gpt.decoder.layers[0].layer_number - 1
             name = f"decoder.layers.{parameter.layer - first}.{name}"
-        held = self._held.get(name)
-        if held is None or parameter.expert is None:
-            return held
-        group = parallel_state.get_expert_model_parallel_group()
-        place = parameter.expert - group.rank() * self.experts_per_rank
-        return held[place] if 0 <= place < self.experts_per_rank else None
+        return self._held.get(name)
 
     @property
     def experts_per_rank(self) -> int:

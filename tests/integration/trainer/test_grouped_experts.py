@@ -2,6 +2,7 @@
 
 import copy
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from areal_hpc.recipe.sections.trainer import ActivationMemoryConfig, ParallelConfig
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.trainer.model.elementwise import swiglu
+from areal_hpc.trainer.model.hf_weights import stream_hf_tensors
 from areal_hpc.trainer.model.policy import TrainedNetwork
 from areal_hpc.trainer.objective.loss_stats import LossStats
 from areal_hpc.trainer.step import MicroBatch, run_forward_backward
@@ -105,3 +107,22 @@ def test_on_one_rank(scenario: Scenario, paths: RunPaths) -> None:
 @pytest.mark.on_ranks(2)
 def test_on_two_ranks(scenario: Scenario, paths: RunPaths) -> None:
     check_against_loop(ParallelConfig.model_validate(scenario["trainer"]["parallel"]))
+
+
+@pytest.mark.parametrize("scenario", [{"parallel": {"dp": 2, "ep": 2}}], indirect=True)
+@pytest.mark.on_ranks(2)
+def test_spread_experts_leave_in_two_collectives_a_layer(
+    scenario: Scenario, paths: RunPaths
+) -> None:
+    parallel = ParallelConfig.model_validate(scenario["trainer"]["parallel"])
+    policy = build(MIXTURE, parallel, ActivationMemoryConfig())
+    gather = mock.patch.object(
+        torch.distributed,
+        "all_gather_into_tensor",
+        wraps=torch.distributed.all_gather_into_tensor,
+    )
+    with gather as gathered:
+        names = [name for name, _ in stream_hf_tensors(policy) if ".experts." in name]
+    assert MIXTURE.experts is not None
+    assert len(names) == 3 * MIXTURE.layers * MIXTURE.experts.count
+    assert gathered.call_count == 2 * MIXTURE.layers

@@ -25,6 +25,7 @@ def test_both_ends_of_a_broadcast_have_the_same_settings_of_nccl() -> None:
             "NCCL_NVLS_ENABLE": "0",
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",
             "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+            "TORCHDYNAMO_DISABLE": "1",
             "TORCH_FR_BUFFER_SIZE": "2000",
             "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
             "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
