@@ -26,6 +26,7 @@ from areal_hpc.jobs.node import (
 from areal_hpc.recipe.sections.trainer import Device as RecipeDevice
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.wire.replicas import generate_server_keys
+from areal_hpc.wire.routes import read_mixture_shape
 
 WORKER_NODE_ENTRY = "areal_hpc.inference.multi_node:run"
 """Parses the same configuration on the further nodes of a cell."""
@@ -70,6 +71,8 @@ def build_server_command(
         ports=ports,
         random_seed=compute_replica_seed(recipe.seed, job.cell, index, incarnation),
         updates_in_place=recipe.weights.pause_mode == "in_place",
+        returns_routes=recipe.trainer.router_replay
+        and read_mixture_shape(job.model_path) is not None,
         serves_metrics=recipe.cluster.prometheus,
         reads_images="vision_config" in model_config,
         weight_version=job.loaded_version or UNSET_WEIGHT_VERSION,

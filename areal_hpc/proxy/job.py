@@ -8,6 +8,7 @@ import os
 import shutil
 import socket
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -25,6 +26,7 @@ from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.prometheus import register_sample_reader
 from areal_hpc.rundir.telemetry.spans import record_state_entry
+from areal_hpc.wire.routes import read_mixture_shape
 from areal_hpc.wire.service_key import derive_bearer_key
 
 log = logging.getLogger(__name__)
@@ -52,6 +54,8 @@ async def _serve_cell(job: ProxyJobConfig, stop: StopRequest) -> None:
         recipe.inference.tool_call_parser,
         recipe.inference.reasoning_parser,
     )
+    if recipe.trainer.router_replay:
+        model = replace(model, mixture=read_mixture_shape(job.model_path))
     journal = make_journal_folder_and_get_path(job, admin_key)
     recorder = JournaledRecorder(journal, model.encoder.vocab_size)
     sealer = TicketSealer(recorder, paths, job.cell, recipe.shards, service_key)

@@ -42,6 +42,7 @@ from areal_hpc.session.credit import (
 )
 from areal_hpc.session.tree import Interaction, InteractionTree, unpack_ids
 from areal_hpc.wire.proxy import ExportSettings
+from areal_hpc.wire.routes import RouteArray, lay_out_routes
 from areal_hpc.wire.trajectory import RowKind, RowRecord, SamplingMask, TrajectoryRow
 
 ExportStyle = Literal["concat", "individual"]
@@ -309,7 +310,14 @@ def build_row(
         meta={"messages": [m for one in plan.path for m in (*one.new_messages, one.reply)]},
         tool_schemas=tool_schemas,
         sampling_mask=mask,
+        routes_TLK=_join_routes(plan, length),
     )
+
+
+def _join_routes(plan: RowPlan, length: int) -> RouteArray | None:
+    """Each token's experts in the pass that sampled what follows it, or first read it."""
+    ends = [(one.num_sequence_tokens - 1, one.routes.unpack()) for one in plan.path if one.routes]
+    return lay_out_routes([(end - len(part), part) for end, part in ends], length)
 
 
 def _build_sampling_mask(plan: RowPlan, length: int) -> SamplingMask | None:

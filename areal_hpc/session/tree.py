@@ -22,6 +22,7 @@ from areal_hpc.session.chat_template import ChatTemplate, Message, TokenEncoder
 from areal_hpc.session.message_matching import align_tool_turns, find_differing_field
 from areal_hpc.session.text_after_reply import render_text_after_reply
 from areal_hpc.wire.agent_reward import Reward
+from areal_hpc.wire.routes import RecordedRoutes
 from areal_hpc.wire.trajectory import PromptReuse
 
 PREFILL_PLACEHOLDER = "\u241fthe reply begins here\u241f"
@@ -84,6 +85,8 @@ class Interaction(msgspec.Struct, kw_only=True):
     Then `logprobs` are of the distribution over these."""
     kept_ids: bytes = b""
     """Those tokens, of one place after those of another."""
+    routes: RecordedRoutes | None = None
+    """Experts that its tokens visited, and its parent's last one: no pass had read that before."""
     reward: float | None = None
     given_reward: Reward | None = None
     """What the agent gave, with its parts, metrics and note."""

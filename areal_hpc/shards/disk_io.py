@@ -84,7 +84,7 @@ def write_all(descriptor: int, buffers: Iterable[Buffer], offset: int | None = N
 
 def read_exact(descriptor: int, array: npt.NDArray[Any], offset: int) -> None:
     """Fill a contiguous array with the bytes at `offset`; OSError if the file ends before."""
-    waiting = array.view(np.uint8).data
+    waiting = array.reshape(-1).view(np.uint8).data
     while waiting:
         taken_bytes = os.preadv(descriptor, [waiting], offset)
         if taken_bytes == 0:

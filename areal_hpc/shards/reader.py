@@ -20,11 +20,13 @@ from h5py import h5a, h5d, h5f, h5l, h5p
 from areal_hpc.errors import ShardError
 from areal_hpc.shards.disk_io import open_regular_file, read_exact
 from areal_hpc.shards.schema import (
+    ALL_DATASETS,
     ALWAYS_WRITTEN_DATASETS,
     FORMAT_NAME,
     FORMAT_VERSION,
     MASK_DATASETS,
     OFFSETS_BY_JSON_DATASET,
+    ROUTES_DATASET,
     Axis,
     DatasetSpec,
 )
@@ -155,10 +157,14 @@ class ShardReader:
                 strict=True,
             )
         ]
-        if not self._has_masks:
-            return found
-        mask_of_row = self._read_masks(chosen)
-        return [replace(row, sampling_mask=m) for row, m in zip(found, mask_of_row, strict=True)]
+        if self._has_masks:
+            masked = zip(found, self._read_masks(chosen), strict=True)
+            found = [replace(row, sampling_mask=mask) for row, mask in masked]
+        if ROUTES_DATASET.name in self._places:
+            (routes,) = self._read_columns([ROUTES_DATASET.name], _locate_spans(bounds, chosen))
+            routed = zip(found, slices, strict=True)
+            found = [replace(row, routes_TLK=routes[T]) for row, T in routed]
+        return found
 
     def _read_details(
         self, rows: NumpyArray, records: Sequence[RowRecord]
@@ -225,7 +231,7 @@ class ShardReader:
         lengths = {name: place.element_count for name, place in self._places.items()}
         wrong = [
             f"{dataset.name} has {lengths[dataset.name]} elements, expected {sizes[dataset.axis]}"
-            for dataset in (*ALWAYS_WRITTEN_DATASETS, *MASK_DATASETS)
+            for dataset in ALL_DATASETS
             if dataset.name in lengths and dataset.axis in sizes
             if lengths[dataset.name] != sizes[dataset.axis]
         ]
@@ -286,10 +292,10 @@ def _read_dataset_places(descriptor: int) -> dict[str, _DatasetPlace]:
         if version != FORMAT_VERSION:
             raise ValueError(f"expected version {FORMAT_VERSION}, got {version!r}")
         has_masks = file.links.exists(MASK_DATASETS[1].name.encode())  # the first may be another's
-        return {
-            expected.name: _locate_dataset(file, expected)
-            for expected in (*ALWAYS_WRITTEN_DATASETS, *(MASK_DATASETS if has_masks else ()))
-        }
+        has_routes = file.links.exists(ROUTES_DATASET.name.encode())
+        expected = [*ALWAYS_WRITTEN_DATASETS, *(MASK_DATASETS if has_masks else ())]
+        expected += [ROUTES_DATASET] if has_routes else []
+        return {dataset.name: _locate_dataset(file, dataset) for dataset in expected}
     finally:
         file.close()
 
@@ -314,10 +320,14 @@ def _locate_dataset(file: h5f.FileID, expected: DatasetSpec) -> _DatasetPlace:
         raise ValueError(f"{expected.name}: expected a dataset of this file, got other files")
     shape = dataset.shape
     contiguous = creation.get_layout() == h5d.CONTIGUOUS
-    if dataset.get_type() != expected.hdf5_type or len(shape) != 1 or not contiguous:
+    fits, axes = dataset.get_type() == expected.hdf5_type, 1
+    if expected is ROUTES_DATASET:
+        fits, axes = dataset.dtype.str in ("|u1", "<u2"), 3
+    if not (fits and len(shape) == axes and contiguous):
         raise ValueError(
-            f"{expected.name}: expected 1-D contiguous {expected.dtype.str}, got "
+            f"{expected.name}: expected {axes}-D contiguous {expected.dtype.str}, got "
             f"{len(shape)}-D {dataset.dtype.str}, contiguous: {contiguous}"
         )
     # HDF5 knows no place for an empty dataset.
-    return _DatasetPlace(expected.dtype, dataset.get_offset() or 0, shape[0])
+    element = np.dtype((dataset.dtype, shape[1:])) if axes > 1 else expected.dtype
+    return _DatasetPlace(element, dataset.get_offset() or 0, shape[0])

@@ -35,7 +35,7 @@ class Axis(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class DatasetSpec:
-    """One 1-D contiguous dataset, without chunks or filters."""
+    """One contiguous dataset, 1-D but for routes, without chunks or filters."""
 
     name: str
     dtype: np.dtype[Any]
@@ -73,6 +73,9 @@ MASK_DATASETS = (
     DatasetSpec("sampling_mask_offsets", np.dtype("<i8"), Axis.ROW_BOUND),
 )
 """A shard has all of them, if one of its rows has a `SamplingMask`, or none."""
+ROUTES_DATASET = DatasetSpec("routed_experts", np.dtype("u1"), Axis.TOKEN)
+"""[token, layer, k], or uint16 in the place of uint8; in a shard of which a row has routes."""
+ALL_DATASETS = (*ALWAYS_WRITTEN_DATASETS, *MASK_DATASETS, ROUTES_DATASET)
 OFFSETS_BY_JSON_DATASET = {"meta": "meta_offsets", "record": "record_offsets"}
 """Datasets of one JSON object a row, and those that say where each object begins."""
 

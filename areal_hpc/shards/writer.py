@@ -17,7 +17,7 @@ import h5py
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from h5py import h5d, h5p, h5s
+from h5py import h5d, h5p, h5s, h5t
 
 from areal_hpc.errors import ClusterError
 from areal_hpc.rundir.files import fsync_path, make_folder
@@ -31,6 +31,7 @@ from areal_hpc.shards.index import (
     read_last_shard_number,
 )
 from areal_hpc.wire.fault_points import fault_point
+from areal_hpc.wire.routes import lay_out_routes
 from areal_hpc.wire.trajectory import SamplingMask, TrajectoryRow, find_row_defect
 
 NumpyArray = npt.NDArray[Any]
@@ -122,6 +123,12 @@ def _collect_column_pieces(trajectories: Sequence[TrajectoryRow]) -> dict[str, l
             pieces[name] = [np.array(values, dtype)]
         elif dataset.axis is schema.Axis.ROW_BOUND:
             pieces[name] = [np.cumsum([0, *lengths[name]], dtype=dtype)]
+    places = zip(
+        pieces["offsets"][0].tolist(), (one.routes_TLK for one in trajectories), strict=False
+    )
+    routes_TLK = lay_out_routes(places, sum(lengths["offsets"]))
+    if routes_TLK is not None:
+        pieces[schema.ROUTES_DATASET.name] = [routes_TLK]
     return pieces | _collect_mask_pieces(trajectories)
 
 
@@ -198,15 +205,15 @@ def _create_datasets(path: Path, pieces: ColumnPieces, writer: str) -> dict[str,
         file.attrs["version"] = schema.FORMAT_VERSION
         file.attrs["writer"] = writer
         file.attrs["created"] = datetime.now(UTC).isoformat(timespec="seconds")
-        for dataset in (*schema.ALWAYS_WRITTEN_DATASETS, *schema.MASK_DATASETS):
+        for dataset in schema.ALL_DATASETS:
             if dataset.name not in pieces:
                 continue
-            length = sum(len(piece) for piece in pieces[dataset.name])
+            first, length = pieces[dataset.name][0], sum(map(len, pieces[dataset.name]))
             created = h5d.create(
                 file.id,
                 dataset.name.encode(),
-                dataset.hdf5_type,
-                h5s.create_simple((length,)),
+                h5t.py_create(first.dtype),
+                h5s.create_simple((length, *first.shape[1:])),
                 creation,
             )
             if length:

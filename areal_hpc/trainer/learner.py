@@ -30,6 +30,7 @@ from areal_hpc.trainer.batch.batch_metrics import (
     group_episode_rewards,
     merge_batch_rows_into_episodes,
     summarize_episodes,
+    summarize_expert_loads,
     summarize_replies,
     summarize_rewards,
     summarize_tokens,
@@ -279,6 +280,7 @@ class Learner:
         check_trainable_share(step, int(metrics["tokens/sampled"]), untrainable)
         if dist.get_rank() == 0 and batch:
             metrics |= summarize_replies(batch)
+            metrics |= summarize_expert_loads(batch, self.policy.arch.mixture)
             metrics |= summarize_episodes(merge_batch_rows_into_episodes(batch))
         return metrics
 
@@ -289,9 +291,14 @@ class Learner:
         if quarantine is not None:
             return [], [quarantine]
         try:
-            return read_sound_rows_on_all_ranks(manifest, self._shards, self.policy.arch.vocab)
+            batch, left_out = read_sound_rows_on_all_ranks(
+                manifest, self._shards, self.policy.arch.vocab
+            )
         except ShardError as error:  # on all ranks alike
             return [], [self._quarantine_damaged_batch(manifest.step, error.problems[0])]
+        if not self._config.router_replay:
+            batch = [replace(row, routes_TLK=None) for row in batch]
+        return batch, left_out
 
     def _quarantine_damaged_batch(self, step: int, problem: Problem) -> UntrainedBatchPart:
         """Set a batch aside before it counts as consumed, so that a restart does so again.

@@ -62,6 +62,8 @@ class MicroBatch:
     """Tokens of each row over all context-parallel ranks, padding included."""
     flat_token_indices_N: npt.NDArray[np.int64]
     """Number of each scored token among all tokens of the rows that were packed."""
+    routes_TLK: torch.Tensor | None = None
+    """Experts that the tokens visit; None: those that the routers choose."""
 
     def __str__(self) -> str:
         rows = f"{len(self.row_lengths)} rows" if len(self.row_lengths) != 1 else "1 row"
@@ -112,6 +114,9 @@ def _build_micro_batch(network: Network, pack: Pack, first_of: npt.NDArray[np.in
         else _move_sampling_mask_to_device(pack.sampling_mask_N, network.device),
         row_lengths=pack.padded_lengths.tolist(),
         flat_token_indices_N=first_of[pack.rows_N] + pack.label_positions_N,
+        routes_TLK=None
+        if pack.routes_TLK is None or network.router_replay is None
+        else move(pack.routes_TLK),
     )
 
 
@@ -175,6 +180,9 @@ def run_passes(
 ) -> LossStats:
     """The passes of all micro-batches; `score` is given what the network's last stage gives."""
     stats, numbers, work = LossStats(), itertools.count(1), ""
+    replay = network.router_replay
+    if replay is not None:
+        replay.begin_passes()
 
     def mark_forward_done() -> None:
         nonlocal work
@@ -195,7 +203,8 @@ def run_passes(
         batch, number = next(data), next(numbers)
         note_detail(f"forward of micro-batch {number}")
         work = f"the forward pass of micro-batch {number} of {len(batches)} ({batch})"
-        output = model(batch.input_ids_1T, None, None, packed_seq_params=batch.attention)
+        with replay.follow(batch.routes_TLK) if replay is not None else nullcontext():
+            output = model(batch.input_ids_1T, None, None, packed_seq_params=batch.attention)
         if not parallel_state.is_pipeline_last_stage():  # which has its logits to score yet
             mark_forward_done()
         return output, partial(measure, batch)
@@ -215,6 +224,8 @@ def run_passes(
             micro_batch_size=1,
             forward_only=not backward,
         )
+    if replay is not None:
+        stats.add(LossStats(replay.sums))
     return stats
 
 

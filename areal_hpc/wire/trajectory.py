@@ -20,6 +20,7 @@ import numpy.typing as npt
 from msgspec import Struct
 
 from areal_hpc.wire.agent_reward import MAX_REWARD, Reward
+from areal_hpc.wire.routes import RouteArray
 
 MAX_TEMPERATURE: float = 100
 """Above this every distribution is uniform to rounding, and dividing logits by it loses them."""
@@ -164,6 +165,8 @@ class TrajectoryRow:
     """Schemas of the tools that its calls name, by their hash."""
     sampling_mask: SamplingMask | None = None
     """None if the whole vocabulary could be sampled everywhere, or nobody noted what could."""
+    routes_TLK: RouteArray | None = None
+    """Experts that each token visited in each layer (`wire/routes.py`); None if none were noted."""
 
     def __post_init__(self) -> None:
         arrays = (self.input_ids_T, self.loss_mask_T, self.logprobs_T, self.versions_T)
@@ -198,6 +201,8 @@ def find_row_defect(row: TrajectoryRow, vocab_size: int = MAX_VOCAB_SIZE) -> str
     mask = row.sampling_mask
     if mask is not None and (defect := find_mask_defect(mask, ids_T, vocab_size)):
         return defect
+    if row.routes_TLK is not None and len(row.routes_TLK) != len(ids_T):
+        return f"expected routes of {len(ids_T)} tokens, got {len(row.routes_TLK)}"
     if not abs(row.reward) <= MAX_REWARD:
         return f"expected a finite 32-bit float as reward, got {row.reward}"
     if not 0 <= row.temperature <= MAX_TEMPERATURE:

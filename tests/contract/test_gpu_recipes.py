@@ -29,6 +29,7 @@ NODES = {
     "gpu128_code_qwen3_32b": 16,
     "gpu128_harbor_qwen3_32b": 16,
     "gpu16_code_qwen3_8b": 2,
+    "gpu16_gsm8k_qwen3_30b_a3b": 2,
     "gpu64_math_qwen2.5_7b": 8,
     GSM8K: 1,
     "gpu8_online_qwen2.5_1.5b": 1,

@@ -26,6 +26,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import random as parallel_random
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
+from megatron.core.transformer.moe.router import TopKRouter
 
 from areal_hpc.trainer.process_groups import FLIGHT_RECORD_VARIABLES
 from tests.support.environments import CHECKOUT
@@ -35,13 +36,15 @@ SGLANG = next((CHECKOUT / ".venvs/serve/lib").glob("python3*/site-packages/sglan
 
 OWNERS = {
     "areal/loading.py": ["_get_node"],
-    "inference/cpu/sglang_cpu.py": ["_set_envs_and_config"],
+    "inference/cpu/sglang_cpu.py": ["_set_envs_and_config", "ALLOC_MEMORY_FUNCS"],
+    "inference/server/sglang_main.py": ["_maybe_collect_routed_experts", "release_req"],
     "session/chat_template.py": ["root_render_func"],
     "slurm/submit.py": [*("_job._process", "_make_submission_file_text", "_submitit_command_str")],
     "trainer/private_apis/megatron_private.py": [
         *("_get_main_param_and_optimizer_states", "_get_model_param_range_map"),
         "model_param_group_index_map",
         *("_postprocess", "_maybe_dtoh_and_synchronize", "shard_fp32_from_float16_groups"),
+        "get_replay_topk",
     ],
     "trainer/model/cpu/megatron_cpu.py": [
         *("_get_cuda_rng_state", "_set_cuda_rng_state"),
@@ -87,6 +90,15 @@ SOURCES: list[tuple[object, list[str]]] = [
     ),
     # A name that is looked up and may not have been bound.
     (moe_utils, ["te_general_gemm is not None"]),
+    # What chooses the experts of a token.
+    (
+        moe_utils.topk_routing_with_score_function,
+        [
+            "return router_replay.get_replay_topk(\n"
+            "                scores, topk, num_groups, group_topk, _compute_topk\n",
+        ],
+    ),
+    (TopKRouter, ["self.router_replay = None", "router_replay=self.router_replay,"]),
     # A default that asks for Transformer Engine.
     (parallel_random.CheckpointWithoutOutput, ["fp8=False", "self.fp8 = fp8 is not None"]),
     (LocalJob, ["self._process = "]),
@@ -180,6 +192,18 @@ TITLE = sglang_server._PROCESS_TITLE_PREFIX
         # Longer than `KEEP_ALIVE_S` of the clients of its routes.
         ("environ.py", "SGLANG_TIMEOUT_KEEP_ALIVE = EnvInt(5)"),
         ("sampling/sampling_params.py", "if 0 <= self.temperature < _SAMPLING_EPS:"),
+        # Both ways out of a batch lead through the function that is replaced.
+        ("managers/schedule_batch.py", "        release_req(\n            req=reqs[idx],\n"),
+        (
+            "managers/schedule_batch.py",
+            "        return release_req(\n            req=self.reqs[idx],",
+        ),
+        (
+            "managers/scheduler_components/batch_result_processor.py",
+            "def _maybe_collect_routed_experts(self, req: Req):",
+        ),
+        ("state_capturer/base.py", "alloc = ALLOC_MEMORY_FUNCS[device]"),
+        ("managers/io_struct.py", "# `[routed_experts_start_len, seqlen - 1)`."),
     ],
 )
 def test_sglangs_sources_have_what_is_replaced_and_read(path: str, text: str) -> None:

@@ -8,7 +8,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from areal_hpc.recipe.sections.trainer import AdamConfig, ParallelConfig
+from areal_hpc.recipe.sections.trainer import (
+    ActivationMemoryConfig,
+    AdamConfig,
+    ParallelConfig,
+    Recompute,
+)
 from areal_hpc.rundir.checkpoints import TrainerState, find_latest_checkpoint
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.trainer.batch.packing import TrainingRow
@@ -35,6 +40,7 @@ from areal_hpc.trainer.step import (
     train_step,
 )
 from tests.support.reference_models import SIZES, by_checkpoint_name, hf_model
+from tests.support.routed_reference import following, give_random_routes
 
 LR = 1e-3
 
@@ -68,7 +74,8 @@ def reference(model: Any, rows: list[TrainingRow]) -> dict[str, torch.Tensor]:
     tokens = sum(int(row.loss_mask_T[1:].sum()) for row in rows)
     for row in rows:
         ids = torch.from_numpy(row.input_ids_T).long()
-        logits = model(ids[None]).logits[0] / row.channels["temperature"][0]
+        with following(model, row):
+            logits = model(ids[None]).logits[0] / row.channels["temperature"][0]
         logprobs = torch.log_softmax(logits, -1)[:-1].gather(-1, ids[1:, None])[:, 0]
         np.copyto(row.channels["expected"][1:], logprobs.detach().numpy())
         weight = torch.from_numpy(row.channels["advantage"][1:] * row.loss_mask_T[1:])
@@ -148,22 +155,44 @@ class Case:
         """Log-probabilities and gradients against transformers."""
         exported = {name: tensor.clone() for name, tensor in stream_hf_tensors(self.policy)}
         specs = [(name, shape) for name, shape, _ in list_hf_specs(self.policy)]
-        rows = make_rows(seed=1)
-        expected = reference(self.model, rows)
-        batches = self.batches(self.policy, rows)
-        tally = run_forward_backward(self.policy, batches, weighted_loss, backward=True)
-        total = tally.reduce_over_ranks(("tokens",), ("gap",))
-        gradients = exported_gradients(self.policy)
-        if self.policy.ddp_module is None:
-            self.optimizer.zero_grad()
-        else:
-            self.policy.ddp_module.zero_grad_buffer()
+        expected, found = self.measure_gaps(self.policy, make_rows(seed=1))
         return {
             "export_is_exact": all(
                 torch.equal(exported[name], self.state[name]) for name in exported
             ),
             "specs_match": specs == [(name, tuple(t.shape)) for name, t in exported.items()],
-            "missing": sorted(set(expected) - set(exported)),
+            "missing": sorted(expected - set(exported)),
+            **found,
+        }
+
+    def compare_routed(self, recompute: Recompute) -> dict[str, Any]:
+        """Against transformers with the same routes, which are computed again for the gradients."""
+        assert self.arch.mixture is not None
+        activations = ActivationMemoryConfig(recompute=recompute)
+        policy = build_policy(
+            self.arch, self.parallel, torch.float32, torch.device("cpu"), activations
+        )
+        load_hf(policy, lambda tensor, part: self.state[tensor.name][part])
+        rows = make_rows(seed=6)
+        give_random_routes(rows, self.arch.mixture, seed=6)
+        _, found = self.measure_gaps(policy, rows)
+        return found
+
+    def measure_gaps(
+        self, policy: TrainedNetwork, rows: list[TrainingRow]
+    ) -> tuple[set[str], dict[str, Any]]:
+        """The names of gradients of transformers, and how far it is away."""
+        expected = reference(self.model, rows)
+        batches = self.batches(policy, rows)
+        tally = run_forward_backward(policy, batches, weighted_loss, backward=True)
+        total = tally.reduce_over_ranks(("tokens", "followed", "rerouted"), ("gap",))
+        gradients = exported_gradients(policy)
+        if policy.ddp_module is None:
+            self.optimizer.zero_grad()
+        else:
+            policy.ddp_module.zero_grad_buffer()
+        return set(expected), {
+            "rerouted": total.sums["rerouted"] / max(1, total.sums["followed"]),
             "micro_batches": len(batches),
             "tokens": total.sums["tokens"],
             "logprob_gap": total.maxima["gap"],
@@ -277,6 +306,8 @@ def go_through(scenario: dict[str, Any], paths: RunPaths) -> dict[str, Any]:
     for family in scenario["families"]:
         one = Case(family, parallel, paths.root, scenario["layers"])
         found = one.compare()
+        if one.arch.mixture:
+            found["routed"] = [one.compare_routed(recompute) for recompute in ("full", "selective")]
         one.save()
         found["frozen_is_exact"] = one.is_scored_alike_when_frozen()
         found |= one.save_and_resume()

@@ -73,3 +73,11 @@ def launch(
     )
     assert outcome.codes == [0] * ranks, outcome.log
     return outcome.reports[0]
+
+
+def check_routed(found: dict[str, Any]) -> None:
+    """Mixtures that were given routes compute what transformers does with the same ones."""
+    for routed in found.get("routed", ()):
+        assert routed["rerouted"] > 0.5
+        assert routed["logprob_gap"] <= LOGPROB_BOUND
+        assert routed["gradient_gap"] <= GRADIENT_BOUND

@@ -73,6 +73,8 @@ def fields(row: TrajectoryRow) -> dict[str, object]:
     values = {f.name: getattr(row, f.name) for f in dataclasses.fields(row)}
     if (mask := values.pop("sampling_mask")) is not None:
         values |= {"mask_counts": mask.counts_T, "mask_ids": mask.ids}
+    if values["routes_TLK"] is None:  # files of before have none
+        del values["routes_TLK"]
     return {
         name: (value.dtype.str, value.tolist()) if isinstance(value, np.ndarray) else value
         for name, value in values.items()

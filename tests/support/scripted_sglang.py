@@ -5,6 +5,7 @@ real one.
 """
 
 import asyncio
+import base64
 import ssl
 import tempfile
 import threading
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 from aiohttp import web
 from tokenizers import Tokenizer
 
@@ -25,6 +28,7 @@ from areal_hpc.wire.ledger import (
     SettleTicketsRequest,
 )
 from areal_hpc.wire.replicas import ReplicasOfCell, ReplicaState, ReplicaView
+from areal_hpc.wire.routes import MixtureShape
 from areal_hpc.wire.service_key import derive_bearer_key, make_server_tls
 from tests.support.deadlines import scaled
 
@@ -69,6 +73,8 @@ class ScriptedSGLang:
     """Pieces of a stream hold only what is new (`--incremental-streaming-output`)."""
     requests: list[dict[str, Any]] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
+    mixture: MixtureShape | None = None
+    """Whose experts it returns where a request asks for them."""
     keys: list[str] = field(default_factory=list)
     """The authorization of each request, if it had one."""
     url: str = ""
@@ -166,6 +172,7 @@ class ScriptedSGLang:
                 if name in meta:
                     piece_meta[name] = meta[name][start:end]
             if not last:
+                piece_meta.pop("routed_experts", None)
                 piece_meta["finish_reason"] = None
                 del piece_meta["weight_versions"]
             shown = text[len(text_before) :] if self.incremental else text
@@ -221,7 +228,20 @@ class ScriptedSGLang:
             meta["output_token_sampling_mask"] = [[t, (t + 1) % 300] for t in ids]
             meta["output_token_sampling_logprobs"] = [-0.25 - 0.001 * i for i in range(len(ids))]
             meta["output_token_sampling_mask_length"] = len(ids)
+        if self.mixture is not None and body.get("return_routed_experts"):
+            tokens = [*body["input_ids"], *ids]
+            first = body["routed_experts_start_len"]
+            routes = make_routes(tokens[:-1], self.mixture)[first:]
+            meta["routed_experts"] = base64.b64encode(routes.tobytes()).decode()
         return {"text": text, "output_ids": ids, "meta_info": meta}
+
+
+def make_routes(token_ids: list[int], mixture: MixtureShape) -> npt.NDArray[np.uint8]:
+    """Experts of tokens [t, layer, k], by their ids and places."""
+    places = np.arange(len(token_ids)) + np.array(token_ids)
+    layers, numbers = np.arange(mixture.layers)[:, None], np.arange(mixture.per_token)
+    found: npt.NDArray[np.int64] = (places[:, None, None] + 3 * layers + numbers) % mixture.experts
+    return found.astype(np.uint8)
 
 
 class StandIn:

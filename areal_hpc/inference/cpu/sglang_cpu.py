@@ -151,6 +151,17 @@ def _patch_sglang_to_fork() -> None:
     )
 
 
+def _keep_routes_in_plain_memory() -> None:
+    """Give the buffer of chosen experts (`--enable-return-routed-experts`) memory of the host.
+
+    SGLang has it pinned by CUDA.
+    """
+    import torch
+    from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
+
+    ALLOC_MEMORY_FUNCS["cpu"] = lambda shape, *, dtype, **_: torch.empty(shape, dtype=dtype)
+
+
 def _die_with_parent(parent: int) -> None:
     die_with_parent(signal.SIGKILL)
     if os.getppid() != parent:
@@ -164,7 +175,9 @@ def main() -> None:
     delta_rule.install_kernels()
     delta_rule.replace_triton_norms()
     _patch_sglang_to_fork()
+    _keep_routes_in_plain_memory()
     sglang_main.install_paused_scoring()
+    sglang_main.keep_routes_of_sampling_passes()
     sglang_main.main()
 
 

@@ -88,6 +88,7 @@ def build_replica_command(
     ports: ServerPorts,
     random_seed: int,
     updates_in_place: bool = False,
+    returns_routes: bool = False,
     serves_metrics: bool = False,
     reads_images: bool = False,
     weight_version: str = UNSET_WEIGHT_VERSION,
@@ -95,7 +96,8 @@ def build_replica_command(
 ) -> ServerCommand:
     """The command that serves `model_path` as replica `index` of its cell, or a part of it.
 
-    A model that `reads_images` is served without its towers. With `updates_in_place` weights change
+    A model that `reads_images` is served without its towers. With `returns_routes` the server says
+    which experts tokens visited, to requests that ask. With `updates_in_place` weights change
     between two steps of generations under way. Tokens are stamped with `weight_version` until the
     first update.
     """
@@ -119,6 +121,8 @@ def build_replica_command(
     if dtype != "float32":
         # Logits in float32, as the trainer computes them: rounded ones say other probabilities.
         options["--enable-fp32-lm-head"] = True
+    if returns_routes:
+        options["--enable-return-routed-experts"] = True
     if device == "cpu":
         options |= _CPU_OPTIONS
         options["--max-total-tokens"] = config.max_total_tokens or CPU_DEFAULT_MAX_TOTAL_TOKENS

@@ -1,4 +1,4 @@
-"""SGLang's own server, with keys that no command line shows, and scoring while it is paused.
+"""SGLang's own server: keys that no command line shows, scoring while paused, lasting routes.
 
 SGLang spawns its schedulers, which import this module as `__mp_main__`.
 This module runs in SGLang's environment and imports nothing that is missing there.
@@ -156,7 +156,53 @@ def _has_room(scheduler: Any, tokens: int) -> bool:
     )
 
 
+# Experts that tokens visited (sglang 0.5.23, private APIs) -------------------------------------
+
+
+def keep_routes_of_sampling_passes() -> None:
+    """Patch SGLang to return the experts of the passes that sampled, of retracted requests too.
+
+    It keeps them by the places of keys, which a retracted request computes anew, maybe by other
+    weights. Ids leave in one byte where that is enough, else in two.
+    """
+    import torch
+    from sglang.srt.managers import schedule_batch
+    from sglang.srt.managers.scheduler_components.batch_result_processor import (
+        SchedulerBatchResultProcessor,
+    )
+    from sglang.srt.state_capturer.routed_experts import get_global_experts_capturer
+
+    release = schedule_batch.release_req
+    collect = SchedulerBatchResultProcessor._maybe_collect_routed_experts
+
+    def join_kept(req: Any, routes: torch.Tensor) -> torch.Tensor:
+        kept = getattr(req, "areal_routes", routes[:0])[: len(routes)]
+        return torch.cat([kept, routes[len(kept) :]])
+
+    def keep_and_release(*, req: Any, req_to_token_pool: Any, **others: Any) -> bool:
+        capturer = get_global_experts_capturer()
+        if capturer is not None and req.return_routed_experts and req.output_ids:
+            tokens = len(req.origin_input_ids) + len(req.output_ids)
+            start = req.routed_experts_start_len
+            held = capturer.get_topk(req.kv.req_pool_idx, tokens, req_to_token_pool, start)
+            req.areal_routes = join_kept(req, held)
+        released: bool = release(req=req, req_to_token_pool=req_to_token_pool, **others)
+        return released
+
+    def collect_and_join(processor: Any, req: Any) -> None:
+        collect(processor, req)
+        if req.routed_experts is not None:
+            routes = join_kept(req, req.routed_experts)
+            low, high = routes.aminmax() if routes.numel() else (0, 0)
+            if low >= 0:
+                req.routed_experts = routes.to(torch.uint8 if high < 256 else torch.uint16)
+
+    schedule_batch.release_req = keep_and_release
+    SchedulerBatchResultProcessor._maybe_collect_routed_experts = collect_and_join
+
+
 if __name__ in ("__main__", "__mp_main__"):
     install_paused_scoring()
+    keep_routes_of_sampling_passes()
 if __name__ == "__main__":
     main()

@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import logging
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -33,7 +34,10 @@ from areal_hpc.session.tree import (
     pack_ids,
 )
 from areal_hpc.wire.proxy import MAX_MASK_TOKENS_PER_POSITION, StartSessionRequest
+from areal_hpc.wire.routes import MixtureShape, RecordedRoutes, record_engine_routes
 from areal_hpc.wire.trajectory import GREEDY_TEMPERATURE_BOUND
+
+log = logging.getLogger(__name__)
 
 _SGLANG_TRUNCATION_DEFAULTS = {"top_p": 1.0, "top_k": -1}
 
@@ -133,6 +137,10 @@ class PreparedCall(msgspec.Struct, frozen=True):
     reasons_before_grammar: bool
     """The reply begins inside its reasoning; a grammar starts after that."""
     records_sampling_mask: bool
+    mixture: MixtureShape | None
+    """None if the experts that tokens visit are not recorded."""
+    routes_from: int
+    """The first token whose experts are: the parent's last one, which no pass has read."""
     reserved_tokens_per_choice: int
 
     def build_request(self, choice_index: int) -> GenerateRequest:
@@ -143,7 +151,17 @@ class PreparedCall(msgspec.Struct, frozen=True):
             self.call.top_logprobs,
             self.reasons_before_grammar,
             self.records_sampling_mask,
+            self.routes_from if self.mixture else -1,
         )
+
+    def _record_routes(self, generation: Generation) -> RecordedRoutes | None:
+        if self.mixture is None:
+            return None
+        tokens = self.prompt_tokens + len(generation.output_ids) - 1 - self.routes_from
+        routes = record_engine_routes(self.mixture, generation.routes, tokens)
+        if routes is None:
+            log.warning("a reply came without sound routes of its %d tokens", tokens)
+        return routes
 
     def _get_choice_sampling(self, choice_index: int) -> SamplingParams:
         if not choice_index:
@@ -186,6 +204,7 @@ class PreparedCall(msgspec.Struct, frozen=True):
             is_retry=self.call.is_retry,
             kept_counts=kept_counts,
             kept_ids=kept_ids,
+            routes=self._record_routes(generation),
         )
 
 
@@ -266,6 +285,8 @@ class PromptBuilder:
             else None,
             reasons_before_grammar=reasons_first,
             records_sampling_mask=records_sampling_mask,
+            mixture=self._model.mixture if session.is_trained else None,
+            routes_from=max(0, prompt_tokens - len(new_ids) - 1),
             reserved_tokens_per_choice=reserved_tokens,
         )
 

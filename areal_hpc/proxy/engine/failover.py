@@ -104,4 +104,6 @@ class ReplyFailover:
             spans=spans,
             top_logprobs=said.top_logprobs + generation.top_logprobs,
             cached_tokens=said.cached_tokens,
+            # This replica has read again what the other one said.
+            routes=said.routes + generation.routes[len(said.routes) :],
         )

@@ -116,6 +116,7 @@ class _MetaInfo(Struct):
     output_top_logprobs: list[TopLogprobs] | None = None
     output_token_sampling_mask: list[list[int]] | None = None
     output_token_sampling_logprobs: list[float] | None = None
+    routed_experts: bytes | None = None
     cached_tokens: int = 0
     weight_version: str = ""
     """Of the server's weights as it answers."""
@@ -161,6 +162,8 @@ class Generation(Struct, frozen=True):
     """Per output token, those that could be sampled; empty unless asked for."""
     sampling_mask_logprobs: list[float] = []
     """Of the output tokens, by the distribution over these."""
+    routes: bytes = b""
+    """Experts that tokens visited, as the server gave them; empty unless asked for."""
 
     def pack_behavior_logprobs(self) -> bytes:
         return pack_logprobs(self.sampling_mask_logprobs or self.logprobs)
@@ -330,6 +333,7 @@ def _build_generation(server_url: str, text: str, ids_json: bytes, meta: _MetaIn
         stop_text=reason.matched if isinstance(reason.matched, str) else None,
         cached_tokens=meta.cached_tokens,
         top_logprobs=meta.output_top_logprobs or [],
+        routes=meta.routed_experts or b"",
         **_keep_mask_fields(
             output_ids,
             meta.output_token_sampling_mask or [],

@@ -20,6 +20,7 @@ from areal_hpc.session.chat_template import (
     read_json,
 )
 from areal_hpc.session.message_matching import MessageRewriter, normalize_chat_message
+from areal_hpc.wire.routes import MixtureShape
 
 
 class ToolChoice(msgspec.Struct, frozen=True):
@@ -89,6 +90,8 @@ class ServedModel:
     end_token_ids: Sequence[int] = ()
     """Tokens that end a reply, the turn's own first; `min_new_tokens` forbids them."""
     model_dir: Path | None = None
+    mixture: MixtureShape | None = None
+    """Of a model that records the experts which tokens visit."""
 
     @classmethod
     def from_model_dir(

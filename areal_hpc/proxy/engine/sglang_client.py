@@ -44,6 +44,8 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     """The reply begins inside its reasoning; a grammar starts after that."""
     records_sampling_mask: bool = False
     """Report which tokens could be sampled: needs a finite top_k."""
+    routes_from: int = -1
+    """Report the experts that tokens from this one on visited; -1: do not."""
 
     def encode_body(self, *, stream: bool) -> bytes:
         """Body of `/generate`; joined, because the ids are long and already JSON."""
@@ -59,6 +61,9 @@ class GenerateRequest(msgspec.Struct, frozen=True):
                 b',"top_logprobs_num":%d' % self.top_logprobs if self.top_logprobs else b"",
                 b',"require_reasoning":true' if self.reasons_first else b"",
                 b',"return_sampling_mask":true' if self.records_sampling_mask else b"",
+                b',"return_routed_experts":true,"routed_experts_start_len":%d' % self.routes_from
+                if self.routes_from >= 0
+                else b"",
                 b',"stream":true' if stream else b"",
                 b"}",
             )
@@ -198,9 +203,13 @@ def _raise_for_status(base_url: str, status_code: int, answer: bytes) -> None:
 
 
 async def _read_events(answer: Connection) -> AsyncIterator[bytes]:
-    rest = b""
+    begun: list[bytes] = []  # of a line; the last one may be of megabytes
     while block := await answer.read_part():
-        *lines, rest = (rest + block).split(b"\n")
+        begun.append(block)
+        if b"\n" not in block:
+            continue
+        *lines, rest = b"".join(begun).split(b"\n")
+        begun = [rest]
         for line in lines:
             if line.startswith(b"data: ") and line != b"data: [DONE]":
                 yield line[6:]

@@ -140,6 +140,7 @@ class JournaledRecorder:
             case events.InteractionAdded(interaction=one):
                 parts = (one.context, one.new_ids, one.output_ids, one.logprobs)
                 size_bytes = size_bytes or sum(map(len, (*parts, one.kept_counts, one.kept_ids)))
+                size_bytes -= len(one.routes.packed) if one.routes else 0  # its client has no say
             case _:
                 return
         self.store.sessions[event.session_id].recorded_bytes += size_bytes

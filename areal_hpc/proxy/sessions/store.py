@@ -77,6 +77,11 @@ class Session:
         """Why it cannot become rows; empty unless the journal holds unsound events of it."""
 
     @property
+    def is_trained(self) -> bool:
+        ref = self.request.ref
+        return ref is not None and ref.eval_step < 0
+
+    @property
     def must_persist(self) -> bool:
         return not self.request.disposable
 
@@ -156,6 +161,8 @@ class FinishedTicket:
             self.defect = self.defect or f"its rows cannot be planned: {error!r}"
         self.row_count = len(plans)
         self.row_bytes = ROW_BYTES_PER_TOKEN * sum(p.path[-1].num_sequence_tokens for p in plans)
+        routes = (one.routes for plan in plans for one in plan.path)
+        self.row_bytes += sum(len(one.packed) for one in routes if one)
 
     @property
     def is_evaluation(self) -> bool:

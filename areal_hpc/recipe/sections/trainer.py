@@ -455,6 +455,8 @@ class TrainerConfig(BaseConfig):
     """AdamW."""
     objective: ObjectiveConfig = ObjectiveConfig()
     """Training objective (clipped policy gradient)."""
+    router_replay: bool = True
+    """A mixture's tokens visit, in training, the experts that they visited as they were sampled."""
     checkpoint_every_steps: Annotated[int, Field(ge=1)] = 5
     """Steps between checkpoints: the most that a kill can cost."""
     keep_checkpoints: Annotated[int, Field(ge=2)] = 2

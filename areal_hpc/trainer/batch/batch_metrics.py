@@ -11,6 +11,7 @@ import numpy.typing as npt
 from areal_hpc.recipe.sections.trainer import ObjectiveConfig
 from areal_hpc.rundir.checkpoints import RewardRange
 from areal_hpc.trainer.objective.advantages import compute_mean_episode_rewards
+from areal_hpc.wire.routes import MixtureShape
 from areal_hpc.wire.trajectory import CallRecord, RowRecord, TrajectoryRow
 from areal_hpc.wire.weight_version import GenerationFork, WeightVersion, compute_staleness_steps
 
@@ -55,6 +56,29 @@ def count_sampled_tokens_by_version(versions_T: IntArray) -> Counter[int]:
         if (version := int(versions_T[begin])) >= 0:
             tokens[version] += end - begin
     return tokens
+
+
+def summarize_expert_loads(
+    batch: Sequence[TrajectoryRow], mixture: MixtureShape | None
+) -> dict[str, float]:
+    """How unevenly the batch's tokens visited the experts of a layer, as they were sampled."""
+    if mixture is None:
+        return {}
+    first_of_layer_L1 = np.arange(mixture.layers)[:, None] * mixture.experts
+    counts, tokens = np.zeros(mixture.layers * mixture.experts, np.int64), 0
+    for routes_TLK in (row.routes_TLK for row in batch if row.routes_TLK is not None):
+        known_tLK = routes_TLK[routes_TLK[:, 0, 0] < mixture.experts]
+        counts += np.bincount((known_tLK + first_of_layer_L1).ravel(), minlength=len(counts))
+        tokens += len(known_tLK)
+    counts_LE = counts.reshape(mixture.layers, mixture.experts)
+    # In a layer without experts, expert 0 stands several times for each token.
+    counts_LE = counts_LE[counts_LE.max(1) <= tokens]
+    if not counts_LE.any():
+        return {}
+    return {
+        "experts/load_max_over_mean": float((counts_LE.max(1) / counts_LE.mean(1)).max()),
+        "experts/unvisited": int((counts_LE == 0).sum()),
+    }
 
 
 # Rewards -----------------------------------------------------------------------------------------

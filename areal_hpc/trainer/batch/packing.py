@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from areal_hpc.wire.routes import RouteArray, lay_out_routes
 from areal_hpc.wire.trajectory import SamplingMask
 
 FloatArray = npt.NDArray[np.float32]
@@ -32,6 +33,8 @@ class TrainingRow:
     """Per-token numbers the loss needs; read where `loss_mask_T` is 1."""
     sampling_mask: SamplingMask | None = None
     """Tokens that could be sampled at each place; None: all of them, everywhere."""
+    routes_TLK: RouteArray | None = None
+    """Experts that its tokens visit; None: those that the router chooses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,8 @@ class Pack:
     """The rows' channels at the predicted tokens."""
     sampling_mask_N: SamplingMask | None = None
     """What could be sampled in the place of the predicted tokens; None: all, everywhere."""
+    routes_TLK: RouteArray | None = None
+    """Experts that the local tokens visit."""
 
 
 def count_scored_tokens(rows: Sequence[TrainingRow]) -> int:
@@ -153,6 +158,8 @@ def build_pack(
     own = slice(None) if parallelism.cp == 1 else places_T  # a slice copies nothing
     logit_places_N = np.flatnonzero(scored_T[own])
     predicted_N = places_T[logit_places_N] + 1
+    placed = [*zip(starts.tolist(), (row.routes_TLK for row in rows), strict=False)]
+    routes_TLK = lay_out_routes(placed, total)
     rows_N = np.searchsorted(starts, predicted_N, side="right") - 1
     return Pack(
         padded_lengths=lengths,
@@ -164,6 +171,7 @@ def build_pack(
         label_positions_N=predicted_N - starts[rows_N],
         channels_N={name: value[predicted_N] for name, value in values.items()},
         sampling_mask_N=_gather_sampling_mask_of_predicted(rows, starts, predicted_N),
+        routes_TLK=None if routes_TLK is None else routes_TLK[own],
     )
 
 

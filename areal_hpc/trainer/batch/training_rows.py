@@ -150,7 +150,7 @@ def build_rows_to_score(
     """Rows as the networks that score them need them, without what scores decide."""
     masks, temperatures = _build_masks(batch, objective), _build_temperatures(batch)
     return [
-        TrainingRow(one.input_ids_T, mask_T, channels, forbid_end_tokens(one))
+        TrainingRow(one.input_ids_T, mask_T, channels, forbid_end_tokens(one), one.routes_TLK)
         for one, mask_T, channels in zip(batch, masks, temperatures, strict=True)
     ]
 
@@ -206,7 +206,11 @@ def build_rows(
         channels |= temperatures[place]
         rows.append(
             TrainingRow(
-                trajectory.input_ids_T, masks[place], channels, forbid_end_tokens(trajectory)
+                trajectory.input_ids_T,
+                masks[place],
+                channels,
+                forbid_end_tokens(trajectory),
+                trajectory.routes_TLK,
             )
         )
     return rows

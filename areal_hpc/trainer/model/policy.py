@@ -43,6 +43,7 @@ from areal_hpc.trainer.model.families.weight_map import (
     list_parameter_maps,
 )
 from areal_hpc.trainer.model.logprobs import compute_float32_logits
+from areal_hpc.trainer.model.router_replay import RouterReplay
 from areal_hpc.trainer.model.sharding import shard_decoder
 from areal_hpc.trainer.private_apis.megatron_private import (
     ScoredTokenCritic,
@@ -68,6 +69,8 @@ class Network:
     split: PackParallelism
     rope_frequencies: torch.Tensor
     """Rotary angle per position [head_dim / 2]."""
+    router_replay: RouterReplay | None = None
+    """Of the trained mixture; any other network routes by itself."""
     weight_map: list[ParamMap] = field(init=False)
     """What a model directory has of it."""
     _held: dict[str, torch.nn.Parameter] = field(init=False)
@@ -147,6 +150,8 @@ def build_policy(
     Process groups must exist (`process_groups.join_process_groups`).
     """
     network = build_network(arch, parallel, dtype, device, activations)
+    if arch.experts is not None:
+        network.router_replay = RouterReplay(arch, network.gpt)
     if not parallel.shard_parameters:
         return prepare_for_training(network, activations)
     shard_decoder(network.gpt, dtype, device)

@@ -164,7 +164,10 @@ def estimate_abs_diff_percentile(
     return min(middle, max_diff)
 
 
-STEP_SUM_NAMES = (*LOSS_SUM_NAMES, *MISMATCH_SUM_NAMES, "entropy", "tokens", "places")
+STEP_SUM_NAMES = (
+    *(*LOSS_SUM_NAMES, *MISMATCH_SUM_NAMES),
+    *("entropy", "tokens", "places", "followed", "rerouted"),
+)
 STEP_MAXIMUM_NAMES = ("weight", "mismatch")
 STEP_HISTOGRAM_BINS = {"mismatch": BIN_COUNT}
 
@@ -176,7 +179,9 @@ def build_loss_metrics(
     tokens, compared = max(1.0, sums["tokens"]), max(1.0, sums["compared"])
     largest = maxima["mismatch"]
     squares = sums["applied_squared"] * sums["tokens"]
+    followed = sums["followed"]
     return {
+        **({"experts/rerouted_fraction": sums["rerouted"] / followed} if followed else {}),
         "loss": sums["loss"] / tokens,
         "entropy/mean": sums["entropy"] / tokens,
         "ratio/clip_fraction": sums["clipped"] / tokens,

@@ -5,6 +5,7 @@ tests/contract/test_private_apis.py checks that each is there with the signature
 """
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,11 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 
 ComputeLogits = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Logits [N, V] of states [N, H] and the weights [V, H] of a head."""
+ChooseExperts = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]
+]
+"""Scores and ids [T, K] of the experts that tokens visit, from all scores [T, E], and those of the
+router's own choice."""
 
 
 class ScoredTokenGPT(GPTModel):  # type: ignore[misc]
@@ -81,6 +87,16 @@ class ScoredTokenCritic(GPTModel):  # type: ignore[misc]
         hidden_N1H = hidden_states.index_select(0, packed_seq_params.scored_places_N)
         values_N1 = (hidden_N1H.float() @ self.output_layer.weight.float().T)[..., 0]
         return values_N1.transpose(0, 1)
+
+
+def replace_expert_choice(router: Any, choose: ChooseExperts) -> None:
+    """Have a router of a mixture of experts follow `choose`."""
+
+    def get_replay_topk(scores_TE: torch.Tensor, *limits: Any) -> Any:
+        *sizes, compute_topk = limits
+        return choose(scores_TE, *compute_topk(scores_TE, *sizes))
+
+    router.router_replay = SimpleNamespace(get_replay_topk=get_replay_topk)
 
 
 def begin_copy_of_split_sizes(dispatcher: Any) -> None:

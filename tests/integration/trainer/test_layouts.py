@@ -28,6 +28,7 @@ from tests.support.layouts import (
     NORM_BOUND,
     RESUME_BOUND,
     Findings,
+    check_routed,
     launch,
 )
 from tests.support.rank_server import RankServer
@@ -97,6 +98,7 @@ def test_layouts_match_reference(findings: dict[str, Findings], layout: str, fam
     assert found["missing"] == []
     assert found["resume_is_bitwise"]
     assert found["frozen_is_exact"]
+    check_routed(found)
 
 
 @every_case

@@ -32,6 +32,7 @@ from tests.support.layouts import (
     NORM_BOUND,
     RESUME_BOUND,
     Findings,
+    check_routed,
     families_of,
     launch,
 )
@@ -91,6 +92,7 @@ def test_layouts_match_transformers(find: Callable[[str], Findings], layout: str
             [],
         )
         assert (found["resume_is_bitwise"], found["frozen_is_exact"]) == (True, True), family
+        check_routed(found)
         for gaps in found["resumed_from"].values():
             assert max(gaps.values()) <= RESUME_BOUND, family
 

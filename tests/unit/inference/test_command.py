@@ -22,6 +22,7 @@ def command(
     *,
     updates_in_place: bool = False,
     reads_images: bool = False,
+    returns_routes: bool = False,
 ) -> ServerCommand:
     return build_replica_command(
         config,
@@ -34,6 +35,7 @@ def command(
         random_seed=7,
         updates_in_place=updates_in_place,
         reads_images=reads_images,
+        returns_routes=returns_routes,
         node_options=part,
     )
 
@@ -107,6 +109,13 @@ def test_a_model_beside_a_tower_is_served_without_it() -> None:
     plain, alone = (command(InferenceConfig(), "cuda", reads_images=one) for one in (False, True))
     more = ("--json-model-override-args", '{"language_model_only": true}')
     assert alone.argv == (*plain.argv, *more)
+
+
+def test_a_server_returns_routes_where_the_trainer_replays_them() -> None:
+    plain, routed = (
+        command(InferenceConfig(), "cuda", returns_routes=wanted).argv for wanted in (False, True)
+    )
+    assert {*routed} - {*plain} == {"--enable-return-routed-experts"}
 
 
 def test_tensor_parallel_ranks_on_a_cpu_are_bound_to_cores() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.recipe.sections.trainer import ParallelConfig
+from areal_hpc.wire.routes import MixtureShape, parse_mixture_shape
 
 MEGATRON_MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 """Built from Megatron's layers. Any other decoder is built from transformers' own modules."""
@@ -97,6 +98,12 @@ class Architecture:
     @property
     def qkv_bias(self) -> bool:
         return self.family == "qwen2"
+
+    @property
+    def mixture(self) -> MixtureShape | None:
+        """What routes of its tokens are like; None for a dense network."""
+        experts = self.experts
+        return MixtureShape(self.layers, experts.per_token, experts.count) if experts else None
 
     @property
     def qk_norm(self) -> bool:
@@ -239,8 +246,7 @@ def _parse_for_transformers(
         )
     heads, hidden = int(text["num_attention_heads"]), int(text["hidden_size"])
     head_dim = int(text.get("head_dim") or hidden // heads)
-    counts = (text.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
-    experts = next((int(count) for count in counts if count), 0)
+    mixture = parse_mixture_shape(config)
     width = int(text.get("intermediate_size") or text.get("moe_intermediate_size") or 0)
     return Architecture(
         family=family,
@@ -256,12 +262,12 @@ def _parse_for_transformers(
         rope_scaling=None,
         tied=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
         experts=MoeConfig(
-            count=experts,
-            per_token=int(text["num_experts_per_tok"]),
+            count=mixture.experts,
+            per_token=mixture.per_token,
             ffn=int(text.get("moe_intermediate_size") or width),
             norm_weights=True,
         )
-        if experts
+        if mixture
         else None,
         transformers_config=json.dumps(config),
         has_state_layers="linear_attention" in (text.get("layer_types") or ())

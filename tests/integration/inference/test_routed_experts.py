@@ -1,0 +1,136 @@
+"""The experts that a real SGLang says its tokens visited, against those of transformers."""
+
+import base64
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any
+
+import httpx
+import numpy as np
+import numpy.typing as npt
+import pytest
+import safetensors.torch
+import torch
+import transformers
+
+from tests.support.deadlines import scaled
+from tests.support.sglang_server import serving
+from tests.support.tiny_mixture import MIXTURE, make_tiny_mixture
+
+PROMPT = [int(one) for one in np.random.default_rng(2).integers(3, 250, 40)]
+Routes = npt.NDArray[np.int64]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A random mixture, and the same with other routers."""
+    first, second = (tmp_path_factory.mktemp("models") / name for name in ("first", "second"))
+    make_tiny_mixture(first)
+    shutil.copytree(first, second)
+    file = second / "model.safetensors"
+    tensors = safetensors.torch.load_file(file)
+    for name in tensors:
+        if "mlp.gate.weight" in name:
+            tensors[name] += 0.1 * torch.randn_like(tensors[name])
+    safetensors.torch.save_file(tensors, file, {"format": "pt"})
+    return first, second
+
+
+@pytest.fixture(scope="module")
+def url(models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    log_path = tmp_path_factory.mktemp("sglang") / "log"
+    with serving(models[0], log_path, "--enable-return-routed-experts") as found:
+        yield found
+
+
+def post(url: str, route: str, body: dict[str, Any]) -> Any:
+    answer = httpx.post(f"{url}/{route}", json=body, timeout=scaled(60), trust_env=False)
+    assert answer.status_code == 200, answer.text
+    return answer.json() if answer.content else None
+
+
+def make_call(prompt: list[int], tokens: int, start: int) -> dict[str, Any]:
+    return {
+        "input_ids": prompt,
+        "sampling_params": {"temperature": 1.0, "max_new_tokens": tokens, "ignore_eos": True},
+        "return_routed_experts": True,
+        "routed_experts_start_len": start,
+    }
+
+
+def generate(url: str, prompt: list[int], tokens: int, start: int = 0) -> dict[str, Any]:
+    reply: dict[str, Any] = post(url, "generate", make_call(prompt, tokens, start))
+    return reply
+
+
+def stream(
+    url: str, prompt: list[int], tokens: int, on_event: Callable[[], None]
+) -> Iterator[dict[str, Any]]:
+    body = make_call(prompt, tokens, 0) | {"stream": True}
+    timeout = scaled(60)
+    with httpx.stream(
+        "POST", f"{url}/generate", json=body, timeout=timeout, trust_env=False
+    ) as answer:
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                on_event()
+                yield json.loads(line[6:])
+
+
+def routes_in(reply: dict[str, Any]) -> Routes:
+    packed = base64.b64decode(reply["meta_info"]["routed_experts"])
+    return (
+        np.frombuffer(packed, "u1").reshape(-1, MIXTURE.layers, MIXTURE.per_token).astype(np.int64)
+    )
+
+
+def routes_of(model_dir: Path, ids: list[int]) -> Routes:
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    with torch.no_grad():
+        logits = model(torch.tensor([ids]), output_router_logits=True).router_logits
+    chosen = [torch.topk(one.view(len(ids), -1), MIXTURE.per_token).indices for one in logits]
+    return torch.stack(chosen, 1).numpy()
+
+
+def test_prompt_and_reply_come_with_their_experts_from_the_cache_too(
+    url: str, models: tuple[Path, Path]
+) -> None:
+    for start in (0, 0, 25):
+        reply = generate(url, PROMPT, 12, start)
+        expected = routes_of(models[0], PROMPT + reply["output_ids"])[start:-1]
+        assert np.array_equal(routes_in(reply), expected)
+        assert start == 0 or reply["meta_info"]["cached_tokens"] == len(PROMPT) - 1
+    reply = generate(url, PROMPT, 5)
+    longer = PROMPT + reply["output_ids"] + [5, 6, 7]
+    start = len(longer) - 4  # the last token that was sampled has been in no pass before
+    reply = generate(url, longer, 3, start)
+    assert reply["meta_info"]["cached_tokens"] >= start
+    assert np.array_equal(
+        routes_in(reply), routes_of(models[0], longer + reply["output_ids"])[start:-1]
+    )
+
+
+def test_a_retracted_request_keeps_the_experts_that_sampled_its_tokens(
+    url: str, models: tuple[Path, Path]
+) -> None:
+    events: list[dict[str, Any]] = []
+    call = Thread(target=lambda: events.extend(stream(url, PROMPT[:20], 300, has_begun.set)))
+    has_begun = Event()
+    call.start()
+    assert has_begun.wait(scaled(60))
+    post(url, "pause_generation", {"mode": "retract"})
+    post(url, "update_weights_from_disk", {"model_path": str(models[1]), "weight_version": "new"})
+    post(url, "continue_generation", {})
+    call.join()
+    spans = events[-1]["meta_info"]["weight_versions"]
+    assert len(spans) == 2, spans
+    cut = 20 + spans[0]["end"] - 1
+    ids = PROMPT[:20] + [one for event in events for one in event["output_ids"]]
+    found = routes_in(events[-1])
+    old, new = (routes_of(model, ids)[:-1] for model in models)
+    assert np.array_equal(found[:cut], old[:cut])
+    assert np.array_equal(found[cut:], new[cut:])
+    assert not np.array_equal(old[:cut], new[:cut])
