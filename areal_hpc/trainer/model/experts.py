@@ -25,6 +25,9 @@ from torch.autograd.function import once_differentiable
 from areal_hpc.trainer.model.elementwise import weighted_swiglu
 from areal_hpc.trainer.private_apis.megatron_private import begin_copy_of_split_sizes
 
+BLACKWELL = 10
+"""Compute capability."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertOrder:
@@ -209,4 +212,26 @@ class _StackedLinear(torch.nn.Module):
 
     def forward(self, rows_RI: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
         """Rows [R, inputs], those of expert e before `ends_E[e]`, to [R, outputs]."""
-        return F.grouped_mm(rows_RI, self.weight.transpose(1, 2), offs=ends_E)
+        weight = self.weight
+        if weight.is_cuda and torch.cuda.get_device_capability(weight.device)[0] >= BLACKWELL:
+            weight = ClearedGradients.apply(weight, ends_E)  # type: ignore[no-untyped-call]
+        return F.grouped_mm(rows_RI, weight.transpose(1, 2), offs=ends_E)
+
+
+class ClearedGradients(torch.autograd.Function):
+    """Stacked weights as they are; the gradient of an expert without rows is 0.
+
+    On Blackwell `grouped_mm` leaves it uninitialized (pytorch/pytorch#172439).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight_EOI: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(ends_E)
+        return weight_EOI.view_as(weight_EOI)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_EOI: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (ends_E,) = ctx.saved_tensors
+        is_empty_E = ends_E.diff(prepend=ends_E.new_zeros(1)) == 0
+        return gradient_EOI.masked_fill(is_empty_E[:, None, None], 0.0), None

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
-from areal_hpc.trainer.model.experts import GroupedExperts
+from areal_hpc.trainer.model.experts import ClearedGradients, GroupedExperts
 
 HIDDEN, FFN = 32, 16
 
@@ -53,3 +53,13 @@ def test_outputs_and_gradients_are_those_of_the_loop(counts: list[int]) -> None:
         strict=True,
     ):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+
+
+def test_an_expert_without_rows_gets_no_gradient_whatever_a_kernel_leaves_there() -> None:
+    weight = torch.ones(3, 2, 2, requires_grad=True)
+    held = ClearedGradients.apply(weight, torch.tensor([2, 2, 5], dtype=torch.int32))
+    left = torch.full((3, 2, 2), 7.0)
+    left[1] = torch.nan
+    held.backward(left)
+    assert weight.grad is not None
+    assert weight.grad.flatten(1).tolist() == [[7.0] * 4, [0.0] * 4, [7.0] * 4]
