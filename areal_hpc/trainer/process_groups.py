@@ -45,7 +45,10 @@ from areal_hpc.trainer.model.cpu import megatron_cpu
 from areal_hpc.trainer.private_apis.megatron_replacing_packages import (
     refuse_megatron_replacements,
 )
-from areal_hpc.trainer.private_apis.torch_private import get_default_store
+from areal_hpc.trainer.private_apis.torch_private import (
+    activate_flash_attention_4,
+    get_default_store,
+)
 from areal_hpc.trainer.rank_progress import RankProgress
 
 JobT = TypeVar("JobT", bound=RankJobConfig)
@@ -182,7 +185,10 @@ def _set_device(device_setting: str, local_rank: int) -> torch.device:
             hint="show each task one GPU (--gpus-per-task=1), or all of its node's (no --gpu-bind)",
         )
     torch.cuda.set_device(index)
-    return torch.device("cuda", index)
+    found = torch.device("cuda", index)
+    has_4 = activate_flash_attention_4(found)
+    logger.info("attention runs FlashAttention-%d", 4 if has_4 else 2)
+    return found
 
 
 def _join_store(

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch.distributed.fsdp import FSDPModule
 
 from areal_hpc.trainer.batch.packing import (
     TEMPERATURE_CHANNEL,
@@ -226,6 +227,8 @@ def run_passes(
         )
     if replay is not None:
         stats.add(LossStats(replay.sums))
+    if isinstance(network.gpt, FSDPModule):
+        network.gpt.reshard()  # passes without gradients leave its tables gathered
     return stats
 
 

@@ -137,7 +137,9 @@ def test_torchs_flash_attention_takes_what_it_is_given() -> None:
     leading = "query key value cum_seq_q cum_seq_k max_q max_k dropout_p is_causal"
     assert names[:10] == [*leading.split(), "return_debug_mask"]
     assert "scale" in names
+    assert {"window_size_left", "window_size_right"} <= {*names}
     assert schema.returns[0].name == "output"
+    assert "FA4" in torch.nn.attention.list_flash_attention_impls()
 
 
 def test_torch_translates_ranks_through_one_table() -> None:

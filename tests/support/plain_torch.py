@@ -11,14 +11,19 @@ from areal_hpc.trainer.batch.packing import get_zigzag_positions
 
 
 def attend_plainly(
-    parts: Sequence[torch.Tensor], lengths: np.ndarray, scale: float
+    parts: Sequence[torch.Tensor], lengths: np.ndarray, scale: float, window: int | None = None
 ) -> torch.Tensor:
-    """Softmax over every earlier token of the same sequence; of queries, keys and values."""
+    """Softmax over every earlier token of the same sequence; of queries, keys and values.
+
+    Over the last `window` of them, if that is given.
+    """
     query, *shared = parts
     key, value = (part.repeat_interleave(query.shape[1] // part.shape[1], 1) for part in shared)
     sequence = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths)).to(query.device)
     place = torch.arange(len(sequence), device=query.device)
     sees = (sequence[:, None] == sequence) & (place[:, None] >= place)
+    if window is not None:
+        sees &= place[:, None] - place < window
     scores = torch.einsum("qhd,khd->hqk", query, key) * scale
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(~sees, -torch.inf).softmax(-1), value)
 
@@ -29,6 +34,7 @@ def attend_over_ranks(
     lengths: np.ndarray,
     scale: float,
     cp: int,
+    window: int | None = None,
 ) -> torch.Tensor:
     """What all context-parallel ranks give, back in the order of the pack."""
     query, key, value = parts
@@ -42,7 +48,7 @@ def attend_over_ranks(
     gathered = torch.cat(held)
     attended = [
         plan(lengths, cp=cp, cp_rank=rank, device=query.device).attend(
-            query[held[rank]], key[gathered], value[gathered], scale
+            query[held[rank]], key[gathered], value[gathered], scale, window
         )
         for rank in range(cp)
     ]

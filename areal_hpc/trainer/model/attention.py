@@ -50,27 +50,36 @@ class VarlenAttention:
     """Where each segment's keys lie among the gathered ones; None takes them as they are."""
 
     def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        window: int | None = None,
     ) -> torch.Tensor:
-        """Queries [t, heads, d] over gathered keys and values [k, kv_heads, d]: [t, heads, d]."""
-        if self.key_places is not None:
-            key, value = (
-                key.index_select(0, self.key_places),
-                value.index_select(0, self.key_places),
-            )
-        run = self.attend_fused if can_use_flash(query) else self.attend_per_segment
-        return run(query, key, value, scale)
+        """Queries [t, heads, d] over gathered keys and values [k, kv_heads, d]: [t, heads, d].
+
+        A `window` of that many last keys, the query's own among them, is for the fused kernel.
+        """
+        key, value = self._pick_keys(key, value)
+        if can_use_flash(query):
+            return self.attend_fused(query, key, value, scale, window)
+        assert window is None
+        return self.attend_per_segment(query, key, value, scale)
+
+    def _pick_keys(
+        self, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.key_places is None:
+            return key, value
+        return key.index_select(0, self.key_places), value.index_select(0, self.key_places)
 
     def attend_by(
         self, attend_segment: AttendSegment, query: torch.Tensor, key: torch.Tensor,
         value: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
         """As `attend`, with another function for a segment [1, heads, tokens, d]."""
-        if self.key_places is not None:
-            key, value = (
-                key.index_select(0, self.key_places),
-                value.index_select(0, self.key_places),
-            )
+        key, value = self._pick_keys(key, value)
         query, key, value = (part.transpose(0, 1)[None] for part in (query, key, value))
         parts = zip(
             query.split(self.query_lengths, 2),
@@ -81,15 +90,20 @@ class VarlenAttention:
         return torch.cat([attend_segment(*part) for part in parts], 2)[0].transpose(0, 1)
 
     def attend_fused(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        window: int | None = None,
     ) -> torch.Tensor:
-        """All segments in one call of PyTorch's own build of FlashAttention-2.
+        """All segments in one call of FlashAttention.
 
-        Its causal mask is aligned at the end, as segments need it.
+        Its causal mask and its window are aligned at the end, as segments need it.
         """
         return run_flash_attention(
             query, key, value, self.query_starts, self.key_starts,
-            max(self.query_lengths), max(self.key_lengths), scale,
+            max(self.query_lengths), max(self.key_lengths), scale, window,
         )  # fmt: skip
 
     def attend_per_segment(

@@ -3,6 +3,8 @@
 tests/contract/test_private_apis.py checks that each is there with the signature relied on.
 """
 
+import importlib.util
+
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
@@ -28,6 +30,19 @@ def unpin_host_memory(host: torch.Tensor) -> None:
     torch.cuda.check_error(int(cuda.cudaHostUnregister(host.data_ptr())))
 
 
+def activate_flash_attention_4(device: torch.device) -> bool:
+    """Put FlashAttention-4's kernels behind PyTorch's operator, where GPU and environment have it.
+
+    They are for compute capability 9.0 and 10.0. PyTorch 2.13 unpacks less than the package's
+    releases of today return; 2.14, which GPUs have, takes what it knows.
+    """
+    has_package = importlib.util.find_spec("flash_attn") is not None
+    if torch.cuda.get_device_capability(device) not in ((9, 0), (10, 0)) or not has_package:
+        return False
+    torch.nn.attention.activate_flash_attention_impl("FA4")
+    return True
+
+
 def run_flash_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -37,8 +52,9 @@ def run_flash_attention(
     max_query_length: int,
     max_key_length: int,
     scale: float,
+    window: int | None = None,
 ) -> torch.Tensor:
-    """Causal attention by PyTorch's own build of FlashAttention-2: [t, heads, d].
+    """Causal attention by PyTorch's FlashAttention-2, or by 4 if that is active: [t, heads, d].
 
     Starts are where each segment begins and where the last one ends [S + 1], int32; the lengths are
     those of the longest segment. Queries, keys and values have 16 bits and are on a GPU.
@@ -46,5 +62,7 @@ def run_flash_attention(
     attended: torch.Tensor = torch.ops.aten._flash_attention_forward(
         query, key, value, query_starts, key_starts,
         max_query_length, max_key_length, 0.0, True, False, scale=scale,
+        window_size_left=None if window is None else window - 1,
+        window_size_right=None if window is None else 0,
     )[0]  # fmt: skip
     return attended

@@ -57,7 +57,8 @@ def test_outputs_and_gradients_are_those_of_the_loop(counts: list[int]) -> None:
 
 def test_an_expert_without_rows_gets_no_gradient_whatever_a_kernel_leaves_there() -> None:
     weight = torch.ones(3, 2, 2, requires_grad=True)
-    held = ClearedGradients.apply(weight, torch.tensor([2, 2, 5], dtype=torch.int32))
+    ends = torch.tensor([2, 2, 5], dtype=torch.int32)
+    held = ClearedGradients.apply(weight, ends)  # type: ignore[no-untyped-call]
     left = torch.full((3, 2, 2), 7.0)
     left[1] = torch.nan
     held.backward(left)

@@ -1,11 +1,15 @@
 """Attention segment by segment against plain attention."""
 
+from typing import Any
+
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
+from areal_hpc.trainer.model import attention
 from areal_hpc.trainer.model.attention import plan_varlen_attention
 from tests.support.plain_torch import (
     OperationLog,
@@ -48,6 +52,45 @@ def test_memory_and_work_of_segments_are_those_of_causal_attention() -> None:
         # Each rank copies its sequences once, and one chunk of each a second time.
         assert len(plan.key_places) == lengths.sum() + lengths.sum() // (2 * cp)
         assert plan.query_starts.dtype == plan.key_starts.dtype == torch.int32
+
+
+def attend_as_flash(
+    query: Any, key: Any, value: Any, query_starts: Any, key_starts: Any, *sizes: Any,
+    scale: float, window_size_left: int | None, window_size_right: int | None,
+) -> tuple[torch.Tensor]:  # fmt: skip
+    """PyTorch's operator written out: causal, and its window, aligned at each segment's end."""
+    assert sizes[2:] == (0.0, True, False), "no dropout, causal"
+    assert window_size_right == (None if window_size_left is None else 0)
+    copies = query.shape[1] // key.shape[1]
+    key, value = (part.repeat_interleave(copies, 1) for part in (key, value))
+    attended = []
+    for segment in range(len(query_starts) - 1):
+        queries = slice(*query_starts[segment : segment + 2].tolist())
+        keys = slice(*key_starts[segment : segment + 2].tolist())
+        scores = torch.einsum("qhd,khd->hqk", query[queries], key[keys]) * scale
+        last = torch.arange(scores.shape[1])[:, None] + scores.shape[2] - scores.shape[1]
+        place = torch.arange(scores.shape[2])
+        left = scores.shape[2] if window_size_left is None else window_size_left
+        sees = (place <= last) & (place >= last - left)
+        weights = scores.masked_fill(~sees, -torch.inf).softmax(-1)
+        attended.append(torch.einsum("hqk,khd->qhd", weights, value[keys]))
+    return (torch.cat(attended),)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("cp", [1, 2, 4])
+def test_the_flash_kernel_is_asked_for_plain_attention(
+    monkeypatch: pytest.MonkeyPatch, cp: int, window: int | None
+) -> None:
+    monkeypatch.setattr(attention, "can_use_flash", lambda query: True)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", attend_as_flash)
+    lengths = np.array([16, 8, 24])
+    parts = [
+        torch.randn(48, heads, 8, dtype=torch.float64).requires_grad_()
+        for heads in (HEADS, KV_HEADS, KV_HEADS)
+    ]
+    found = attend_over_ranks(plan_varlen_attention, parts, lengths, SCALE, cp, window)
+    check_gradients(found, attend_plainly(parts, lengths, SCALE, window), parts)
 
 
 def test_the_call_of_the_flash_kernel_is_one_that_pytorch_accepts() -> None:

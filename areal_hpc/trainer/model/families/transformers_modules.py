@@ -291,10 +291,13 @@ def _attend(
             gather_from_sequence_parallel_region(part.contiguous(), group=group)
             for part in (key, value)
         )
-    # The fused kernel has one size for queries and values.
-    is_alike = query.shape[-1] == value.shape[-1] or not can_use_flash(query)
-    if is_alike and sliding_window is None and softcap is None and s_aux is None:
-        return areal_layout.attend(query, key, value, scaling)[None], None
+    is_plain = softcap is None and s_aux is None
+    if can_use_flash(query):  # which has windows, and one size for queries and values
+        is_plain &= query.shape[-1] == value.shape[-1]
+    else:
+        is_plain &= sliding_window is None
+    if is_plain:
+        return areal_layout.attend(query, key, value, scaling, sliding_window)[None], None
     segment = partial(
         _attend_segment, scale=scaling, window=sliding_window, cap=softcap, sinks_H=s_aux
     )
