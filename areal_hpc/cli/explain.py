@@ -48,10 +48,10 @@ def _explain_run(arguments: argparse.Namespace) -> int:
     """
     if not (arguments.slow or arguments.collapse or arguments.step is not None):
         return _explain_failure(arguments)
-    from areal_hpc.view.answers.answer import format_answer
     from areal_hpc.view.answers.collapse import diagnose_collapse
     from areal_hpc.view.answers.slow_run import explain_slow_run
     from areal_hpc.view.answers.step_change import explain_step_difference
+    from areal_hpc.view.formatting import format_answer
 
     paths = parse_run_dir(arguments.run)
     if arguments.slow:

@@ -20,7 +20,7 @@ from areal_hpc.errors import ClusterError, Problem, RecipeError
 from areal_hpc.evaluation.set_names import STEP_OF_LOADED_WEIGHTS
 from areal_hpc.jobs.config import get_interpreter
 from areal_hpc.jobs.processes.process_setup import StopEvent
-from areal_hpc.launch import foreground_launcher, slurm_launcher, submitted_run_watch
+from areal_hpc.launch import foreground_launcher, slurm_launcher
 from areal_hpc.launch.plan import (
     MAX_CONSECUTIVE_SERVICE_RESTARTS,
     JobStage,
@@ -29,6 +29,7 @@ from areal_hpc.launch.plan import (
     get_initial_policy_path,
     plan_cell_job,
 )
+from areal_hpc.launch.run import watch_submitted_run
 from areal_hpc.ledger.config import LedgerJobConfig
 from areal_hpc.recipe.keys import flatten_keys
 from areal_hpc.recipe.loading import load_recipe, read_site_file
@@ -346,6 +347,4 @@ def submit_evaluation(
     slurm_launcher.submit(target.recipe, print_line=print_line, plan=plan)
     if wait_until is not None:
         reporter = EvaluationReporter(target.paths, sets)
-        submitted_run_watch.watch_submitted_run(
-            target.recipe, target.paths, reporter, wait_until, plan=plan
-        )
+        watch_submitted_run(target.recipe, target.paths, reporter, wait_until, plan=plan)

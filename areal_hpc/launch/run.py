@@ -1,17 +1,30 @@
 """The work of `areal_hpc.run` and `areal_hpc.submit`, and of the commands of these names."""
 
+import contextlib
 import json
+import math
 import os
 import re
 import sys
+import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from areal_hpc import errors
-from areal_hpc.launch import foreground_launcher, slurm_launcher, submitted_run_watch
+from areal_hpc.errors import (
+    ClusterError,
+    JobFailedError,
+    RunInterruptedError,
+    SlurmTimeoutError,
+)
+from areal_hpc.jobs import caretaker
+from areal_hpc.jobs.restarts import find_crash_error
+from areal_hpc.launch import foreground_launcher, slurm_launcher
+from areal_hpc.launch.foreground_launcher import ProgressReporter
+from areal_hpc.launch.plan import JobStage, StagePlanner, plan_run
 from areal_hpc.launch.prepare import check_finished_recipe, is_run_finished
 from areal_hpc.launch.terminal import (
     STOPPING_MESSAGE,
@@ -22,7 +35,15 @@ from areal_hpc.launch.terminal import (
 )
 from areal_hpc.recipe.loading import load_recipe, merge_overrides
 from areal_hpc.recipe.recipe import Recipe
+from areal_hpc.rundir.jobs import (
+    CARETAKER_JOB,
+    get_latest_submissions,
+    is_cancelled,
+    read_submissions,
+    read_task_exits,
+)
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.slurm.queue import query_live_job_ids
 from areal_hpc.slurm.scontrol import read_allocation
 from areal_hpc.view.state.live_progress import LiveReporter, PlainReporter
 from areal_hpc.view.state.run_view import RunView
@@ -52,7 +73,7 @@ class RunResult:
     @property
     def exit_code(self) -> int:
         """The exit code of the command."""
-        return errors.RunInterruptedError.exit_code if self.exit_reason == "interrupted" else 0
+        return RunInterruptedError.exit_code if self.exit_reason == "interrupted" else 0
 
 
 def run(
@@ -101,7 +122,7 @@ def run(
                 sys_path=sys_path,
                 allocation=allocation,
             )
-    except errors.RunInterruptedError:
+    except RunInterruptedError:
         print("stopped; run the same command again to resume")
         return _read_run_result(paths, "interrupted")
     return _report_finished_run(paths)
@@ -140,8 +161,8 @@ def submit(
         return _read_run_result(paths, "submitted")
     try:
         with catch_stop_signals() as stop, open_progress_reporter(recipe, paths) as reporter:
-            submitted_run_watch.watch_submitted_run(recipe, paths, reporter, stop)
-    except errors.RunInterruptedError:
+            watch_submitted_run(recipe, paths, reporter, stop)
+    except RunInterruptedError:
         print(f"detached; jobs keep running: {format_next_command('status', paths)}")
         return _read_run_result(paths, "interrupted")
     return _report_finished_run(paths)
@@ -206,3 +227,101 @@ def _read_run_result(
         heldout_reward=evaluations[-1][1] if evaluations else None,
         metrics=last,
     )
+
+
+RUN_FILES_POLL_S = 0.5
+"""Between two looks at the run's files."""
+FIRST_QUEUE_POLL_S = 15.0
+"""Between two questions to slurmctld, at first."""
+MAX_QUEUE_POLL_S = 60.0
+CARETAKER_TIMEOUT_S = 3 * caretaker.POLL_S
+"""Time in which a caretaker has submitted the leading job again: it must miss it at two looks."""
+JOBS_END_TIMEOUT_S = 120.0
+"""Time that jobs get to end after the run's last step."""
+
+
+def watch_submitted_run(
+    recipe: Recipe,
+    paths: RunPaths,
+    reporter: ProgressReporter,
+    stop: threading.Event,
+    plan: StagePlanner = plan_run,
+) -> None:
+    """Show a submitted run's progress until it has ended and its jobs are gone."""
+    poll_s, asked_at = FIRST_QUEUE_POLL_S, time.monotonic()
+    gone_since: float | None = None
+    while not paths.finished_marker.exists():
+        planned = plan(recipe, paths, None)
+        left = (one for one in planned if not one.done_marker.exists())
+        if (stage := next(left, None)) is None:
+            break  # it has just finished
+        reporter.show_progress(stage.name)
+        if stop.wait(RUN_FILES_POLL_S):
+            raise RunInterruptedError
+        if time.monotonic() - asked_at < poll_s:
+            continue
+        asked_at = time.monotonic()
+        if not _is_job_gone(paths, stage.leader.name):
+            poll_s, gone_since = min(poll_s * 1.5, MAX_QUEUE_POLL_S), None
+            continue
+        # Asked again soon: a caretaker may be submitting it at this moment.
+        poll_s = FIRST_QUEUE_POLL_S
+        if gone_since is None:
+            gone_since = asked_at
+        elif (
+            asked_at - gone_since >= _choose_absence_timeout_s(paths, stage)
+            and not paths.finished_marker.exists()
+        ):
+            raise _build_gone_job_error(paths, stage.leader.name)
+    reporter.show_progress("train")
+    _await_end_of_jobs(paths, reporter, stop)
+
+
+def _is_job_gone(paths: RunPaths, job: str) -> bool:
+    newest = get_latest_submissions(read_submissions(paths.submissions))[job]
+    try:
+        return not query_live_job_ids([newest.job_id])
+    except ClusterError:
+        return False  # slurmctld may be away for a while
+
+
+def _choose_absence_timeout_s(paths: RunPaths, stage: JobStage) -> float:
+    exits = read_task_exits(paths.job(stage.leader.name)).values()
+    if is_cancelled(paths.cancelled_marker) or any(one.gave_up for one in exits):
+        return 0.0
+    newest = get_latest_submissions(read_submissions(paths.submissions))
+    others = [newest[one.name].job_id for one in stage.others if one.name in newest]
+    waiting = [newest[CARETAKER_JOB].job_id] if CARETAKER_JOB in newest else []
+    try:
+        if query_live_job_ids(others):
+            return CARETAKER_TIMEOUT_S
+        return math.inf if query_live_job_ids(waiting) else 0.0  # it is about to bring them back
+    except ClusterError:
+        return CARETAKER_TIMEOUT_S  # slurmctld may be away for a while
+
+
+def _build_gone_job_error(paths: RunPaths, leader: str) -> JobFailedError:
+    for job in (leader, *get_latest_submissions(read_submissions(paths.submissions))):
+        if (
+            crash := find_crash_error(job, list(read_task_exits(paths.job(job)).values()))
+        ) is not None:
+            return crash
+    return JobFailedError(
+        f"job {leader} disappeared before its work was done",
+        key=str(paths.job(leader).submitit_dir),
+        hint="read the files in that directory; submit again to resume",
+        code=ClusterError.exit_code,
+    )
+
+
+def _await_end_of_jobs(paths: RunPaths, reporter: ProgressReporter, stop: threading.Event) -> None:
+    live = [
+        one.job_id for one in get_latest_submissions(read_submissions(paths.submissions)).values()
+    ]
+    give_up_at = time.monotonic() + JOBS_END_TIMEOUT_S
+    while live:
+        with contextlib.suppress(SlurmTimeoutError):  # the run itself is finished by now
+            live = query_live_job_ids(live)
+        if live and (time.monotonic() > give_up_at or stop.wait(2.0)):
+            reporter.print_line(f"the run is finished; jobs are still ending: {', '.join(live)}")
+            return

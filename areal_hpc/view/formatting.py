@@ -1,10 +1,13 @@
-"""Tables, durations, clock times and values of metrics as text for people."""
+"""Tables, durations, clock times, values of metrics and answers as text for people."""
 
 import time
 from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
+from urllib.parse import quote, urlencode
 
+from areal_hpc.errors import escape_line
 from areal_hpc.metrics.catalogue import find_metric
 
 
@@ -81,3 +84,37 @@ def list_restart_steps(rows: Iterable[Mapping[str, Any]]) -> list[int]:
 def format_step_range(rows: Sequence[Mapping[str, Any]]) -> str:
     first, last = rows[0]["step"], rows[-1]["step"]
     return f"step {first}" if first == last else f"steps {first} to {last}"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    text: str
+    page: str = ""
+    """What stands behind the address of the dashboard; empty without a page."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    headline: str
+    findings: tuple[Finding, ...] = ()
+    hints: tuple[str, ...] = ()
+    """What to try, the most promising first."""
+    table: tuple[str, ...] = ()
+    is_well: bool = True
+
+
+def build_page_url_fragment(page: str, run: str, **query: str) -> str:
+    return f"#/{page}?{urlencode({'run': run, **query}, quote_via=quote)}"
+
+
+def format_answer(answer: Answer, run: str) -> list[str]:
+    lines = [answer.headline]
+    for finding in answer.findings:
+        lines.append(f"  {finding.text}")
+        if finding.page:
+            lines.append(f"    {finding.page}")
+    lines += [f"  {line}" for line in answer.table]
+    lines += [f"try: {hint.replace('RUN', run)}" for hint in answer.hints]
+    if any(finding.page for finding in answer.findings):
+        lines.append(f"pages: areal-hpc view {run} prints an address; #/... goes behind it")
+    return [escape_line(line) for line in lines]

@@ -17,8 +17,8 @@ import pytest
 from areal_hpc.launch.tiny_model import make_tiny_model
 from areal_hpc.rundir.jobs import get_latest_submissions
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.view.answers.answer import Answer
 from areal_hpc.view.answers.slow_run import explain_slow_run
+from areal_hpc.view.formatting import Answer
 from tests.support.commands import run_program, said_by
 from tests.support.devclusters import SLURM_POLL_S, Devcluster, Submitting, devcluster
 from tests.support.freezing import FreezableDisk, freezable_disk

@@ -17,9 +17,11 @@ from areal_hpc.metrics.alerts import (
 from areal_hpc.metrics.step_line import MetricRow
 from areal_hpc.metrics.step_metrics import read_metrics, select_trained_rows
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.view.answers.answer import Answer, Finding, build_page_url_fragment
 from areal_hpc.view.batch_episodes import read_batch_episodes, read_distinct_reply_share
 from areal_hpc.view.formatting import (
+    Answer,
+    Finding,
+    build_page_url_fragment,
     format_step_range,
     format_value,
     get_number,

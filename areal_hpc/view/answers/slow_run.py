@@ -15,7 +15,6 @@ from areal_hpc.metrics.step_metrics import (
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.run_recipe import get_recipe_value, read_run_recipe
 from areal_hpc.rundir.telemetry.events import read_recent_events
-from areal_hpc.view.answers.answer import Answer, Finding, build_page_url_fragment
 from areal_hpc.view.batch_episodes import (
     WITHOUT_TOOL,
     BatchEpisode,
@@ -23,7 +22,14 @@ from areal_hpc.view.batch_episodes import (
     read_batch_episodes,
     read_first_rows,
 )
-from areal_hpc.view.formatting import format_step_range, format_table, list_numbers
+from areal_hpc.view.formatting import (
+    Answer,
+    Finding,
+    build_page_url_fragment,
+    format_step_range,
+    format_table,
+    list_numbers,
+)
 from areal_hpc.view.logs import list_log_files
 
 MAX_READ_STEPS = 10

@@ -18,10 +18,12 @@ from areal_hpc.rundir.jsonl import JsonRow
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.run_recipe import read_run_recipe
 from areal_hpc.rundir.telemetry.events import read_all_events
-from areal_hpc.view.answers.answer import Answer, Finding, build_page_url_fragment
 from areal_hpc.view.batch_episodes import BatchEpisode, read_batch_episodes
 from areal_hpc.view.events import count_unusual_events
 from areal_hpc.view.formatting import (
+    Answer,
+    Finding,
+    build_page_url_fragment,
     format_step_range,
     format_value,
     get_number,

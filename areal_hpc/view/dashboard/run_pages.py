@@ -39,13 +39,13 @@ from areal_hpc.rundir.telemetry.token_annotations import (
 )
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.shards.schema import parse_shard_name
-from areal_hpc.view.answers.answer import Answer
 from areal_hpc.view.answers.collapse import diagnose_collapse
 from areal_hpc.view.answers.slow_run import explain_slow_run
 from areal_hpc.view.audit import audit_run
 from areal_hpc.view.dashboard.evaluation_page import label_evaluation_rows
 from areal_hpc.view.events import count_unusual_events
 from areal_hpc.view.formatting import (
+    Answer,
     format_duration,
     format_value,
     get_number,

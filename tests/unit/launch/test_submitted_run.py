@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.errors import JobFailedError
-from areal_hpc.launch import submitted_run_watch
+from areal_hpc.launch import run
 from areal_hpc.launch.plan import JobStage
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.rundir.jobs import (
@@ -44,8 +44,8 @@ class Reporter:
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ScriptedSlurm:
     """Job 2, a cell, runs."""
     for name in ("FIRST_QUEUE_POLL_S", "MAX_QUEUE_POLL_S"):
-        monkeypatch.setattr(submitted_run_watch, name, 0.0)
-    monkeypatch.setattr(submitted_run_watch, "RUN_FILES_POLL_S", 0.001)
+        monkeypatch.setattr(run, name, 0.0)
+    monkeypatch.setattr(run, "RUN_FILES_POLL_S", 0.001)
     slurm = ScriptedSlurm(tmp_path, monkeypatch)
     slurm.list_running("2")
     return slurm
@@ -57,7 +57,7 @@ def watch(paths: RunPaths, at_look: Callable[[int], None]) -> None:
         record_submission(paths.submissions, Submission(name, str(number), 1, 0.0, ""))
     jobs = (JobSpec("trainer", "train", []), JobSpec("cell-0", "agents", []))
     stage = JobStage("train", jobs[0], jobs[1:], paths.finished_marker)
-    submitted_run_watch.watch_submitted_run(
+    run.watch_submitted_run(
         load_recipe(QUICKSTART),
         paths,
         Reporter(at_look),

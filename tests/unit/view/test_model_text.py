@@ -16,7 +16,6 @@ from areal_hpc.rollout.execution.agent_errors import build_agent_error
 from areal_hpc.rundir.manifests import DroppedTicket, append_drop
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.events import EventLog
-from areal_hpc.view.answers.answer import Answer, Finding, format_answer
 from areal_hpc.view.diagnosis import diagnose, format_diagnosis
 from areal_hpc.view.evaluation_report import (
     EvaluatedSet,
@@ -24,6 +23,7 @@ from areal_hpc.view.evaluation_report import (
     WrittenEstimate,
     format_report,
 )
+from areal_hpc.view.formatting import Answer, Finding, format_answer
 from areal_hpc.view.state.live_progress import PlainReporter
 from areal_hpc.view.state.run_view import RunView
 from areal_hpc.view.state.summary import describe_activity, format_alert

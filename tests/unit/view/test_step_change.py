@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.view.answers.answer import Answer
 from areal_hpc.view.answers.step_change import explain_step_difference
+from areal_hpc.view.formatting import Answer
 from tests.support.made_run import MadeEpisode, MadeRun
 
 
