@@ -4,7 +4,6 @@ Unlike the foreground launcher nobody stays behind: jobs start each other again 
 themselves.
 """
 
-import contextlib
 import shlex
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -83,25 +82,7 @@ def submit(
         plan=plan,
         submits=True,
     ) as ready:
-        submission = _RunSubmission(recipe, ready, print_line)
-        with cancel_jobs_on_failure(print_line, submission.new_ids):
-            dependency = build_afterok_dependency(after)
-            for number, stage in enumerate(ready.remaining_stages):
-                for request, launch in build_requests_of_stage(stage, recipe, ready):
-                    if dependency:
-                        request = request.with_dependency(
-                            dependency, stays_if_never_met=number == 0
-                        )
-                    submission.submit_missing_job(request, launch)
-                dependency = build_afterok_dependency([submission.ids[stage.leader.name]])
-            submission.lay_caretaker()
-        held = [
-            job.submission.job_id
-            for job in ready.live_jobs
-            if job.is_held and job.submission.job_id in submission.ids.values()
-        ]
-        fault_point("submit.before_release")
-        release_submitted_jobs([*held, *submission.to_release], ready.paths)
+        _RunSubmission(recipe, ready, print_line).submit(after)
 
 
 class _RunSubmission:
@@ -110,42 +91,109 @@ class _RunSubmission:
     ) -> None:
         self._recipe = recipe
         self._prepared_run = prepared_run
+        self._paths = prepared_run.paths
         self._print_line = print_line
-        self.ids = _adopt_live_jobs(prepared_run, print_line)
+        self._events = EventLog(prepared_run.paths.events, "launcher")
+        self._ids: dict[str, str] = {}
         """Number of each job that is there."""
-        self.new_ids: list[str] = []
-        """Numbers of the jobs that were submitted."""
-        self.to_release: list[str] = []
+        self._new_ids: list[str] = []
+        self._to_release: list[str] = []
 
-    def submit_missing_job(self, request: JobRequest, launch: LaunchFile) -> None:
-        if request.job in self.ids:
-            return
-        with record_refusal(request.job, self._prepared_run.paths):
+    def submit(self, after: Sequence[str]) -> None:
+        self._adopt_live_jobs()
+        try:
+            self._submit_stages(after)
+            self._lay_caretaker()
+        except BaseException:  # boundary: half a run would wait for its other half
+            if (error := try_to_cancel_jobs(self._new_ids)) is not None:
+                ids, why = ", ".join(self._new_ids), error.problems[0].message
+                self._print_line(f"jobs {ids} stay in the queue, held: {why}")
+            raise
+        fault_point("submit.before_release")
+        try:
+            release_jobs(self._to_release)
+        except ClusterError as error:
+            command = f"areal-hpc resume {shlex.quote(str(self._paths.root))}"
+            raise ClusterError(
+                f"all jobs are submitted, and held: {error.problems[0].message}",
+                hint=f"when `scontrol ping` succeeds, release them: {command}",
+            ) from error
+
+    def _adopt_live_jobs(self) -> None:
+        """Put on record what waits or runs already. A second one is cancelled."""
+        # Those on record come first, and the newest of them counts.
+        for job in self._prepared_run.live_jobs:
+            name, job_id = job.submission.job, job.submission.job_id
+            if not job.is_recorded and name in self._ids:
+                second = f"cancel   {name:<10} {job_id:<9} a second one, which was not on record"
+                self._print_line(second)
+                if (error := try_to_cancel_jobs([job_id])) is not None:
+                    raise error
+                continue
+            if not job.is_recorded:
+                self._record(name, job_id, job.submission.token)
+            state = "held, will be released" if job.is_held else job.slurm_record.state.meaning
+            self._print_line(f"kept     {name:<10} {job_id:<9} {state}")
+            self._ids[name] = job_id
+        self._to_release += [
+            job.submission.job_id
+            for job in self._prepared_run.live_jobs
+            if job.is_held and job.submission.job_id in self._ids.values()
+        ]
+
+    def _submit_stages(self, after: Sequence[str]) -> None:
+        dependency = build_afterok_dependency(after)
+        for number, stage in enumerate(self._prepared_run.remaining_stages):
+            for request, launch in build_requests_of_stage(stage, self._recipe, self._prepared_run):
+                if dependency:
+                    request = request.with_dependency(dependency, stays_if_never_met=number == 0)
+                if request.job not in self._ids:
+                    self._submit_job(request, launch)
+            dependency = build_afterok_dependency([self._ids[stage.leader.name]])
+
+    def _submit_job(self, request: JobRequest, launch: LaunchFile) -> None:
+        try:
             self._submit(request, launch)
+        except (RecipeError, ClusterError) as error:  # noted for `areal-hpc why`
+            problem = error.problems[0]
+            self._events.record(
+                SUBMISSION_REFUSED_EVENT,
+                job=request.job,
+                reason=problem.message,
+                hint=problem.hint,
+            )
+            raise
 
     def _submit(self, request: JobRequest, launch: LaunchFile) -> None:
         job_id, token = submit_held_job(request, launch, run_task, self._print_line)
-        self.new_ids.append(job_id)
-        record_job_submission(self._prepared_run, request.job, job_id, token)
-        self.ids[request.job] = job_id
-        self.to_release += [] if request.stays_held else [job_id]
+        self._new_ids.append(job_id)
+        self._record(request.job, job_id, token)
+        self._ids[request.job] = job_id
+        self._to_release += [] if request.stays_held else [job_id]
         self._print_line(f"job      {request.job:<10} {job_id:<9} {request.shape}")
 
-    def lay_caretaker(self) -> None:
+    def _record(self, job: str, job_id: str, token: str) -> None:
+        submission = Submission(
+            job=job,
+            job_id=job_id,
+            attempt=self._prepared_run.attempt,
+            submitted_at=time.time(),
+            script=str(self._paths.job(job).script),
+            token=token,
+        )
+        record_submission(self._paths.submissions, submission)
+        self._events.record("job_submitted", job=job, job_id=job_id)
+
+    def _lay_caretaker(self) -> None:
         """Have a caretaker wait behind the jobs. One that is refused keeps no run from starting."""
         ready = self._prepared_run
         stages = ready.remaining_stages
-        names = [job.name for stage in stages for job in stage.jobs]
+        ids = {job.name: self._ids[job.name] for stage in stages for job in stage.jobs}
         context = build_run_context(self._recipe, ready.paths, ready.pythons, Path.cwd())
-        request = build_caretaker_request(
-            self._recipe,
-            context,
-            {name: self.ids[name] for name in names},
-            stages[-1].leader.name,
-        )
+        request = build_caretaker_request(self._recipe, context, ids, stages[-1].leader.name)
         launch = build_caretaker_launch_file(request, self._recipe, ready)
         try:
-            if (own_id := self.ids.get(CARETAKER_JOB)) is None:
+            if (own_id := self._ids.get(CARETAKER_JOB)) is None:
                 self._submit(request, launch)
                 return
             write_job_files(request, launch, run_task)
@@ -161,26 +209,6 @@ class _RunSubmission:
             )
 
 
-def _adopt_live_jobs(
-    prepared_run: PreparedRun, print_line: Callable[[str], None]
-) -> dict[str, str]:
-    """Put on record what waits or runs already: number of each job. A second one is cancelled."""
-    kept: dict[str, str] = {}
-    for job in prepared_run.live_jobs:  # those on record come first, and the newest of them counts
-        name, job_id = job.submission.job, job.submission.job_id
-        if not job.is_recorded and name in kept:
-            print_line(f"cancel   {name:<10} {job_id:<9} a second one, which was not on record")
-            if (error := try_to_cancel_jobs([job_id])) is not None:
-                raise error
-            continue
-        if not job.is_recorded:
-            record_job_submission(prepared_run, name, job_id, job.submission.token)
-        state = "held, will be released" if job.is_held else job.slurm_record.state.meaning
-        print_line(f"kept     {name:<10} {job_id:<9} {state}")
-        kept[name] = job_id
-    return kept
-
-
 def write_scripts(
     recipe: Recipe, *, print_line: Callable[[str], None], fresh: bool = False
 ) -> list[Path]:
@@ -192,62 +220,6 @@ def write_scripts(
             for stage in ready.remaining_stages
             for request, launch in build_requests_of_stage(stage, recipe, ready)
         ]
-
-
-@contextlib.contextmanager
-def cancel_jobs_on_failure(
-    print_line: Callable[[str], None], job_ids: Sequence[str]
-) -> Iterator[None]:
-    """Cancel the jobs if the context fails. It adds to their numbers as it submits them."""
-    try:
-        yield
-    except BaseException:  # boundary: half a run would wait for its other half
-        if (error := try_to_cancel_jobs(job_ids)) is not None:
-            print_line(
-                f"jobs {', '.join(job_ids)} stay in the queue, held: {error.problems[0].message}"
-            )
-        raise
-
-
-@contextlib.contextmanager
-def record_refusal(job: str, *runs: RunPaths) -> Iterator[None]:
-    """Note in the runs' event logs that Slurm did not take a job, for `areal-hpc why`."""
-    try:
-        yield
-    except (RecipeError, ClusterError) as error:
-        problem = error.problems[0]
-        for paths in runs:
-            EventLog(paths.events, "launcher").record(
-                SUBMISSION_REFUSED_EVENT, job=job, reason=problem.message, hint=problem.hint
-            )
-        raise
-
-
-def release_submitted_jobs(job_ids: Sequence[str], *runs: RunPaths) -> None:
-    """Let jobs start that were submitted held and are all recorded."""
-    try:
-        release_jobs(job_ids)
-    except ClusterError as error:
-        commands = "; ".join(f"areal-hpc resume {shlex.quote(str(paths.root))}" for paths in runs)
-        raise ClusterError(
-            f"all jobs are submitted, and held: {error.problems[0].message}",
-            hint=f"when `scontrol ping` succeeds, release them: {commands}",
-        ) from error
-
-
-def record_job_submission(prepared_run: PreparedRun, job: str, job_id: str, token: str) -> None:
-    """Write down that a job was submitted."""
-    paths = prepared_run.paths
-    submission = Submission(
-        job=job,
-        job_id=job_id,
-        attempt=prepared_run.attempt,
-        submitted_at=time.time(),
-        script=str(paths.job(job).script),
-        token=token,
-    )
-    record_submission(paths.submissions, submission)
-    EventLog(paths.events, "launcher").record("job_submitted", job=job, job_id=job_id)
 
 
 def build_remaining_job_requests(
