@@ -15,10 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import msgspec
-
 from areal_hpc.errors import ClusterError, Problem, RecipeError, SlurmTimeoutError
-from areal_hpc.jobs.config import build_role_variables
 from areal_hpc.jobs.node import (
     VisibleGpus,
     find_visible_gpus,
@@ -31,8 +28,7 @@ from areal_hpc.launch.plan import JobStage, plan_run
 from areal_hpc.launch.prepare import PreparedRun
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.recipe.sections.cluster import WantedGpus
-from areal_hpc.rundir.files import UMASKS
-from areal_hpc.rundir.jobs import REQUEUE_MARGIN_S, AllocationStepStart, JobSpec, LaunchFile
+from areal_hpc.rundir.jobs import REQUEUE_MARGIN_S, AllocationStepStart, JobSpec
 from areal_hpc.rundir.lock import (
     HEARTBEAT_PERIOD_S,
     AllocationNote,
@@ -162,11 +158,9 @@ class ThisMachine(AbstractContextManager["ThisMachine"]):
 
     def submit_job(self, spec: JobSpec) -> JobHandle:
         """Start a job of the stage."""
-        launch = msgspec.structs.replace(
-            self._build_launch_file(spec),
-            launcher_lock=str(self._prepared_run.paths.lock),
-            gpus=self._gpus[spec.name],
-        )
+        ready, gpus = self._prepared_run, self._gpus[spec.name]
+        lock = str(ready.paths.lock)
+        launch = ready.build_launch_file(spec, self._recipe, launcher_lock=lock, gpus=gpus)
         return submit_local(launch, run_task)
 
     def check_time_left(self) -> None:
@@ -174,20 +168,6 @@ class ThisMachine(AbstractContextManager["ThisMachine"]):
 
     def check_place(self) -> None:
         """Called when a job has failed. This machine is there as long as this process."""
-
-    def _build_launch_file(self, spec: JobSpec) -> LaunchFile:
-        cluster, paths = self._recipe.cluster, self._prepared_run.paths
-        return LaunchFile(
-            job=spec,
-            job_dir=str(paths.job(spec.name).root),
-            log_dir=str(paths.log_dir(self._prepared_run.attempt)),
-            events=str(paths.events),
-            pythons=self._prepared_run.pythons,
-            variables=build_role_variables(self._recipe),
-            recipe=str(paths.recipe),
-            umask=UMASKS[cluster.readable_by],
-            stop_grace_s=cluster.stop_grace_s,
-        )
 
 
 HEARTBEATS_PER_END_CHECK = 3
@@ -351,13 +331,13 @@ class HeldAllocation(ThisMachine):
             heartbeat_path=str(paths.allocation_note),
             interface=network.interface,
         )
-        launch = self._build_launch_file(spec)
-        launch = msgspec.structs.replace(
-            launch,
+        launch = self._prepared_run.build_launch_file(
+            spec,
+            self._recipe,
+            network.build_environment_variables(),
             step=step,
             # Of a step without any Slurm says nothing: its processes would see the node's.
             gpus=None if placement.gpus_per_node else [[]] * placement.tasks,
-            variables=build_role_variables(self._recipe, network.build_environment_variables()),
         )
         write_launch_file(launch)
         command = _build_step_command(

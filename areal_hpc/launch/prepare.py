@@ -6,7 +6,7 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -18,7 +18,7 @@ import yaml
 
 from areal_hpc.dataset.materialize import count_materialized_rows, materialize_task_sets
 from areal_hpc.errors import ClusterError, Problem, RecipeError
-from areal_hpc.jobs.config import get_interpreters
+from areal_hpc.jobs.config import build_role_variables, get_interpreters
 from areal_hpc.launch.checks.inputs import (
     find_input_problems,
     find_missing_folders,
@@ -39,11 +39,13 @@ from areal_hpc.recipe.sections.trainer import compute_learning_rate
 from areal_hpc.rollout.episodes.episode_spec import check_task_limits
 from areal_hpc.rundir.checkpoints import find_latest_checkpoint
 from areal_hpc.rundir.files import (
+    UMASKS,
     restrict_new_files,
     secure_run_dir,
     write_atomic,
     write_atomic_private,
 )
+from areal_hpc.rundir.jobs import JobSpec, LaunchFile
 from areal_hpc.rundir.lock import (
     check_no_live_launcher,
     claim_submission,
@@ -94,6 +96,28 @@ class PreparedRun:
     """What is left to do."""
     live_jobs: tuple[LiveJob, ...] = ()
     """Jobs of the run that wait or run already."""
+
+    def build_launch_file(
+        self,
+        spec: JobSpec,
+        recipe: Recipe,
+        shared_variables: Mapping[str, str] | None = None,
+        **added: Any,
+    ) -> LaunchFile:
+        """A job as its supervisors are told; `added` are the fields of where it runs."""
+        cluster, paths = recipe.cluster, self.paths
+        return LaunchFile(
+            job=spec,
+            job_dir=str(paths.job(spec.name).root),
+            log_dir=str(paths.log_dir(self.attempt)),
+            events=str(paths.events),
+            pythons=self.pythons,
+            variables=build_role_variables(recipe, shared_variables),
+            recipe=str(paths.recipe),
+            umask=UMASKS[cluster.readable_by],
+            stop_grace_s=cluster.stop_grace_s,
+            **added,
+        )
 
 
 @contextmanager

@@ -14,14 +14,13 @@ import msgspec
 
 from areal_hpc.errors import ClusterError, Problem, RecipeError
 from areal_hpc.jobs.caretaker import POLL_S, WAITING_JOB_POLL_S, CaretakerConfig
-from areal_hpc.jobs.config import build_role_variables, get_interpreters
+from areal_hpc.jobs.config import get_interpreters
 from areal_hpc.jobs.job_status import StageJobs
 from areal_hpc.jobs.supervisor import run_task
 from areal_hpc.launch.plan import MAX_CONSECUTIVE_SERVICE_RESTARTS, JobStage, StagePlanner, plan_run
 from areal_hpc.launch.prepare import PreparedRun, prepare_run
 from areal_hpc.launch.resources import add_node_share_options
 from areal_hpc.recipe.recipe import Recipe
-from areal_hpc.rundir.files import UMASKS
 from areal_hpc.rundir.jobs import (
     CARETAKER_JOB,
     REQUEUE_MARGIN_S,
@@ -191,7 +190,7 @@ class _RunSubmission:
         ids = {job.name: self._ids[job.name] for stage in stages for job in stage.jobs}
         context = build_run_context(self._recipe, ready.paths, ready.pythons, Path.cwd())
         request = build_caretaker_request(self._recipe, context, ids, stages[-1].leader.name)
-        launch = build_caretaker_launch_file(request, self._recipe, ready)
+        launch = build_caretaker_launch_file(self._recipe, ready)
         try:
             if (own_id := self._ids.get(CARETAKER_JOB)) is None:
                 self._submit(request, launch)
@@ -280,7 +279,7 @@ def build_requests_of_stage(
     slurm = add_node_share_options(recipe, stage.jobs)
     requests = build_job_requests(stage.jobs, slurm, place)
     for spec, request in zip(stage.jobs, requests, strict=True):
-        yield request, build_slurm_launch_file(spec, stage, request, recipe, prepared_run)
+        yield request, build_slurm_launch_file(spec, stage, recipe, prepared_run)
 
 
 def build_run_context(
@@ -299,23 +298,21 @@ def build_run_context(
 
 
 def build_slurm_launch_file(
-    spec: JobSpec, stage: JobStage, request: JobRequest, recipe: Recipe, prepared_run: PreparedRun
+    spec: JobSpec, stage: JobStage, recipe: Recipe, prepared_run: PreparedRun
 ) -> LaunchFile:
     """Launch facts for the supervisors of a job under Slurm."""
     if stage.others:
         caretaker = _build_caretaker_process(prepared_run.paths, spec.name, [stage])
         spec = msgspec.structs.replace(spec, processes=[*spec.processes, caretaker])
-    return _build_launch_file(spec, stage, request, recipe, prepared_run)
+    return _build_launch_file(spec, stage, recipe, prepared_run)
 
 
-def build_caretaker_launch_file(
-    request: JobRequest, recipe: Recipe, prepared_run: PreparedRun
-) -> LaunchFile:
+def build_caretaker_launch_file(recipe: Recipe, prepared_run: PreparedRun) -> LaunchFile:
     """Launch facts of the job that waits behind all others of a run."""
     stages = prepared_run.remaining_stages
     process = _build_caretaker_process(prepared_run.paths, CARETAKER_JOB, stages)
     spec = JobSpec(CARETAKER_JOB, CaretakerConfig.ROLE, [process])
-    return _build_launch_file(spec, stages[-1], request, recipe, prepared_run)
+    return _build_launch_file(spec, stages[-1], recipe, prepared_run)
 
 
 def _build_caretaker_process(paths: RunPaths, job: str, stages: Sequence[JobStage]) -> ProcessSpec:
@@ -342,28 +339,18 @@ def _build_caretaker_process(paths: RunPaths, job: str, stages: Sequence[JobStag
 
 
 def _build_launch_file(
-    spec: JobSpec, stage: JobStage, request: JobRequest, recipe: Recipe, prepared_run: PreparedRun
+    spec: JobSpec, stage: JobStage, recipe: Recipe, prepared_run: PreparedRun
 ) -> LaunchFile:
-    cluster, paths = recipe.cluster, prepared_run.paths
-    network = cluster.slurm.network
-    sbatch_flags = cluster.slurm.get_options_of_job(spec.name).sbatch
-    return LaunchFile(
-        job=spec,
-        job_dir=str(paths.job(spec.name).root),
-        log_dir=str(paths.log_dir(prepared_run.attempt)),
-        events=str(paths.events),
-        pythons=prepared_run.pythons,
-        variables=build_role_variables(recipe, network.build_environment_variables()),
-        recipe=str(paths.recipe),
-        umask=UMASKS[cluster.readable_by],
-        stop_grace_s=cluster.stop_grace_s,
-        slurm=SlurmLaunchInfo(
-            excluded_by_recipe=str(sbatch_flags.get("exclude", "")),
-            interface=network.interface,
-            progress=str(stage.progress or paths.metrics),
-            done_marker=str(stage.done_marker),
-        ),
+    network = recipe.cluster.slurm.network
+    sbatch_flags = recipe.cluster.slurm.get_options_of_job(spec.name).sbatch
+    info = SlurmLaunchInfo(
+        excluded_by_recipe=str(sbatch_flags.get("exclude", "")),
+        interface=network.interface,
+        progress=str(stage.progress or prepared_run.paths.metrics),
+        done_marker=str(stage.done_marker),
     )
+    variables = network.build_environment_variables()
+    return prepared_run.build_launch_file(spec, recipe, variables, slurm=info)
 
 
 def build_afterok_dependency(job_ids: Sequence[str]) -> str:

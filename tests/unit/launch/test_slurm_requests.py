@@ -95,8 +95,7 @@ def test_tasks_are_told_the_network_and_how_to_go_on(tmp_path: Path) -> None:
     paths = RunPaths(found.run_dir)
     stages = plan_run(found, paths)
     ready = PreparedRun(paths, 3, get_interpreters(found), stages)
-    request = next(one for one in build_remaining_job_requests(found, HERE) if one.job == "trainer")
-    launch = build_slurm_launch_file(stages[-1].leader, stages[-1], request, found, ready)
+    launch = build_slurm_launch_file(stages[-1].leader, stages[-1], found, ready)
     assert launch.variables["agents"]["GLOO_SOCKET_IFNAME"] == "ib0"
     assert launch.variables["agents"]["NCCL_IB_HCA"] == "mlx5_0"
     assert launch.recipe == str(paths.recipe), "a role's own are read from there, and win"
