@@ -7,8 +7,7 @@ another start. The others follow notes in the job's folder.
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -41,7 +40,7 @@ from areal_hpc.jobs.restarts import (
     decide_restart,
 )
 from areal_hpc.jobs.task_processes import build_start_environment
-from areal_hpc.rundir.files import RunDirWatch
+from areal_hpc.rundir.files import RunDirWatch, log_storage_errors
 from areal_hpc.rundir.jobs import (
     STOPPED_EXIT_CODE,
     LaunchFile,
@@ -165,7 +164,7 @@ class SlurmTask:
 
     def _report_node_problems(self, node: str, findings: list[NodeProblem]) -> TaskExit:
         excluded: list[str] = []
-        with _log_storage_errors("the nodes that are not to be given again"):
+        with log_storage_errors("the nodes that are not to be given again"):
             excluded = list_unexpired_excluded_nodes(self._launch.run.excluded_nodes)
         is_fault_of_node = (
             all(finding.is_fault_of_node for finding in findings)
@@ -206,11 +205,10 @@ class SlurmTask:
         if now < self._next_look_at or self._start is None:
             return None
         self._next_look_at = now + STOP_POLL_S
-        try:
-            return self._find_stop_condition(self._start, now, can_end_job=can_end_job)
-        except OSError as error:  # a stale handle, a server that fails over: the next look may do
-            log.warning("shared storage does not respond: %s", error)
-            return None
+        reason: TaskExit | None = None
+        with log_storage_errors():
+            reason = self._find_stop_condition(self._start, now, can_end_job=can_end_job)
+        return reason
 
     def _find_stop_condition(
         self, start: starts.JobStart, now: float, *, can_end_job: bool
@@ -294,12 +292,12 @@ class SlurmTask:
                 time.sleep(TASK_EXIT_TIMEOUT_S)  # the end of one task may end the job
             return msgspec.structs.replace(outcome, reason=reason)
         rank, is_written = self._position.rank, False
-        with _log_storage_errors("the task's exit status"):
+        with log_storage_errors("the task's exit status"):
             write_task_exit(self._paths, rank, outcome)
             is_written = True
         if self._position.is_first:
             outcome = self._end_job(outcome)
-            with _log_storage_errors("the job's exit status"):
+            with log_storage_errors("the job's exit status"):
                 write_task_exit(self._paths, rank, outcome)
                 if self._start is not None:
                     self._first_task_done_path.touch()
@@ -342,7 +340,7 @@ class SlurmTask:
         gathered = self._wait_for_task_exits(own_exit)
         outcomes = [*gathered.values(), *self._absent]
         faulty: list[str] = []
-        with _log_storage_errors("the nodes that are not to be given again"):
+        with log_storage_errors("the nodes that are not to be given again"):
             reasons = {one.faulty_node: one.reason for one in outcomes if one.faulty_node}
             faulty = exclude_nodes(self._launch.run, reasons, self._job_id)
         counts = self._progress_tracker.update_failure_counts(
@@ -427,22 +425,13 @@ def _explain_end(decisive: TaskExit, counts: FailuresWithoutProgress) -> TaskExi
     return msgspec.structs.replace(decisive, exit_code=code, reason=told, says_why=True)
 
 
-@contextmanager
-def _log_storage_errors(files_description: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        log.error("%s could not be read or written: %s", files_description, error)
-
-
 def _await_condition(condition: Callable[[], bool], give_up_at: float) -> None:
     while not _check_condition(condition) and time.monotonic() < give_up_at:
         time.sleep(0.5)
 
 
 def _check_condition(condition: Callable[[], bool]) -> bool:
-    try:
-        return condition()
-    except OSError as error:  # a stale handle, a server that fails over: the next look may do
-        log.warning("shared storage does not respond: %s", error)
-        return False
+    is_true = False
+    with log_storage_errors():
+        is_true = condition()
+    return is_true

@@ -36,7 +36,7 @@ from areal_hpc.jobs.task_processes import (
     build_start_environment,
     stop_processes,
 )
-from areal_hpc.rundir.files import StorageErrorTolerance, forbid_making
+from areal_hpc.rundir.files import StorageErrorTolerance, forbid_making, log_storage_errors
 from areal_hpc.rundir.jobs import (
     IDLE_EXIT_CODE,
     LOST_RANK_EXIT_CODE,
@@ -180,11 +180,9 @@ class _Supervisor:
         return None if code is None else self._on_process_exit(child, code)
 
     def _follow_rank_restart(self, child: ManagedProcess) -> None:
-        try:
+        note: RankRestart | None = None
+        with log_storage_errors():
             note = self._notes.read_next_restart(is_urgent=not child.is_running)
-        except OSError as error:  # a stale handle, a server that fails over: the next look may do
-            log.warning("shared storage does not respond: %s", error)
-            return
         if note is None:
             return
         log.warning(

@@ -221,6 +221,15 @@ STORAGE_ERROR_LIMIT_S = 60.0
 """Errors may come for so long, and nothing else, until the storage counts as lost."""
 
 
+@contextmanager
+def log_storage_errors(files: str = "shared storage") -> Iterator[None]:
+    """Leave the block at an OSError, which is logged: the next look may do."""
+    try:
+        yield
+    except OSError as error:
+        log.warning("%s could not be read or written: %s", files, error)
+
+
 class StorageErrorTolerance:
     """Passes over errors of the storage unless they go on for too long."""
 

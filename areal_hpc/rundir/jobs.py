@@ -1,6 +1,6 @@
 """Files under `jobs/`: specifications, launches, exits, submissions; a run's CANCELLED."""
 
-import logging
+import contextlib
 import time
 from pathlib import Path
 from typing import Any, Literal
@@ -9,11 +9,9 @@ import msgspec
 from msgspec import Struct, field
 
 from areal_hpc.errors import IdleError, LostTrainerRankError
-from areal_hpc.rundir.files import make_folder, write_atomic
+from areal_hpc.rundir.files import log_storage_errors, make_folder, write_atomic
 from areal_hpc.rundir.jsonl import append_line, read_readable_records
 from areal_hpc.rundir.paths import JobPaths, RunPaths
-
-log = logging.getLogger(__name__)
 
 STOPPED_EXIT_CODE = 143
 """The task was told to stop: neither success nor failure."""
@@ -259,19 +257,15 @@ def mark_cancelled(marker_file: Path, *, without_checkpoint: bool = False) -> No
 
 def is_cancelled(marker_file: Path) -> bool:
     """True if a run is marked so. A storage that does not respond keeps no job from going on."""
-    try:
-        return marker_file.exists()
-    except OSError as error:
-        log.warning("shared storage does not respond: %s", error)
-        return False
+    is_marked = False
+    with log_storage_errors():
+        is_marked = marker_file.exists()
+    return is_marked
 
 
 def is_cancelled_without_checkpoint(marker_file: Path) -> bool:
     """True if a run is marked so, and its jobs are to end without another checkpoint."""
-    try:
-        return marker_file.read_text() == _WITHOUT_CHECKPOINT
-    except FileNotFoundError:
-        return False
-    except OSError as error:
-        log.warning("shared storage does not respond: %s", error)
-        return False
+    content = ""
+    with log_storage_errors(), contextlib.suppress(FileNotFoundError):
+        content = marker_file.read_text()
+    return content == _WITHOUT_CHECKPOINT
