@@ -60,28 +60,36 @@ def probe_node(
 
 def query_gpu_errors() -> tuple[dict[str, int], str]:
     """What `parse_gpu_errors` makes of the driver's GPUs, and the driver's complaint if any."""
+    fields = "index,ecc.errors.uncorrected.volatile.total"
+    shown, complaint = run_nvidia_smi(f"--query-gpu={fields}", "--format=csv,noheader,nounits")
+    return {} if complaint else parse_gpu_errors(shown), complaint
+
+
+def run_nvidia_smi(*words: str) -> tuple[str, str]:
+    """Output, and the error if there is one."""
     try:
-        fields = "index,ecc.errors.uncorrected.volatile.total"
         answer = subprocess.run(
-            ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"],
+            ["nvidia-smi", *words],
             capture_output=True,
             text=True,
             check=False,
             timeout=GPU_TIMEOUT_S,
         )
     except subprocess.TimeoutExpired:
-        return {}, f"nvidia-smi gave no answer within {GPU_TIMEOUT_S:.0f} s"
-    complaint = "" if answer.returncode == 0 else (answer.stdout + answer.stderr).strip()
-    return parse_gpu_errors(answer.stdout) if not complaint else {}, complaint
+        return "", f"nvidia-smi gave no answer within {GPU_TIMEOUT_S:.0f} s"
+    if answer.returncode == 0:
+        return answer.stdout, ""
+    return answer.stdout, (answer.stdout + answer.stderr).strip() or "nvidia-smi failed"
+
+
+def split_csv(nvidia_smi_output: str) -> list[list[str]]:
+    lines = (line.split(",") for line in nvidia_smi_output.splitlines() if line)
+    return [[word.strip() for word in line] for line in lines]
 
 
 def parse_gpu_errors(nvidia_smi_output: str) -> dict[str, int]:
     """Uncorrected errors of each GPU that nvidia-smi lists; 0 of one without error correction."""
-    rows = [
-        [word.strip() for word in line.split(",")]
-        for line in nvidia_smi_output.splitlines()
-        if line
-    ]
+    rows = split_csv(nvidia_smi_output)
     return {index: int(errors) if errors.isdigit() else 0 for index, errors in rows}
 
 

@@ -39,7 +39,13 @@ from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.slurm import scontrol
 from areal_hpc.slurm.batch_script import build_container_command
 from areal_hpc.slurm.scontrol import Allocation
-from areal_hpc.slurm.steps import SrunStepJob, StepPlacement, build_step_command, place_steps
+from areal_hpc.slurm.steps import (
+    SrunStepJob,
+    StepPlacement,
+    build_step_command,
+    format_count,
+    place_steps,
+)
 from areal_hpc.slurm.submit import JobHandle, submit_local, write_launch_file
 
 GpuAssignment = Mapping[str, list[list[str]]]
@@ -213,10 +219,6 @@ def find_allocation_shortages(recipe: Recipe, allocation: Allocation) -> list[Pr
 
 def format_placement(step: StepPlacement) -> str:
     """Nodes of a job, and what it has of each."""
-
-    def format_count(number: int, noun: str) -> str:
-        return f"{number} {noun}{'' if number == 1 else 's'}"
-
     parts = [
         f"{format_count(step.tasks_per_node, 'task')} of {format_count(step.cpus_per_task, 'CPU')}"
     ]

@@ -100,17 +100,20 @@ def _add_shares(step: StepPlacement, loads: Sequence[_NodeLoad]) -> StepPlacemen
     )
 
 
+def format_count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def _describe_shortage(jobs: Sequence[JobSpec], allocation: Allocation, is_cpu: bool) -> Problem:
     needs = []
     for job in jobs:
         unit = "node" if job.is_task_a_node else "rank"
-        shape = f"{job.name} {job.tasks} {unit}{'' if job.tasks == 1 else 's'}"
-        gpus = 0 if is_cpu else job.gpus_per_task
-        needs.append(f"{shape} x {gpus} GPU" + ("" if gpus == 1 else "s"))
+        gpus = format_count(0 if is_cpu else job.gpus_per_task, "GPU")
+        needs.append(f"{job.name} {format_count(job.tasks, unit)} x {gpus}")
     tasks = sum(job.tasks for job in jobs)
-    gpus = 0 if is_cpu else sum(job.tasks * job.gpus_per_task for job in jobs)
+    total = 0 if is_cpu else sum(job.tasks * job.gpus_per_task for job in jobs)
     return Problem(
-        f"allocation {allocation.job_id} is too small: {', '.join(needs)}, in all {gpus} GPUs and "
+        f"allocation {allocation.job_id} is too small: {', '.join(needs)}, in all {total} GPUs and "
         f"at least {tasks} CPUs; it has {'; '.join(map(str, allocation.nodes))}",
         "trainer.parallel, inference.cells, inference.replicas_per_cell, inference.tp",
         "lower these, or ask salloc for more nodes, or more of each",

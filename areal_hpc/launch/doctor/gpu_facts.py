@@ -5,7 +5,6 @@ import os
 import re
 import resource
 import shutil
-import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from areal_hpc.jobs.node import (
     read_numa_nodes,
     select_wanted_gpus,
 )
+from areal_hpc.jobs.node_probe import run_nvidia_smi, split_csv
 from areal_hpc.launch.checks.role_python import RolePythonError, ask_role
 from areal_hpc.launch.doctor.results import CheckResult, fail, ok, warn
 from areal_hpc.recipe.sections.cluster import WantedGpus
@@ -27,7 +27,6 @@ MIN_MEMLOCK_BYTES = 1 << 30
 """NCCL locks the buffers of every connection over RDMA: megabytes each, some per peer."""
 PYTHON_TIMEOUT_S = 180.0
 """To import torch from cold storage, and to wake every GPU."""
-DRIVER_TIMEOUT_S = 30.0
 
 _GPU_FACTS_SCRIPT = """
 import json, torch
@@ -82,10 +81,10 @@ def gather_node_facts(
     visible = select_wanted_gpus(find_visible_gpus(os.environ), wanted, read_numa_nodes())
     listed = driver_error = topology = ""
     if shutil.which("nvidia-smi") is not None:
-        listed, driver_error = _run_nvidia_smi(
+        listed, driver_error = run_nvidia_smi(
             "--query-gpu=driver_version,name,memory.total", "--format=csv,noheader,nounits"
         )
-        topology, _ = _run_nvidia_smi("topo", "-m")
+        topology, _ = run_nvidia_smi("topo", "-m")
     driver, gpus = parse_nvidia_smi_gpus("" if driver_error else listed)
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     cuda = Path(os.environ.get("CUDA_HOME") or "/usr/local/cuda") / "bin" / "nvcc"
@@ -108,8 +107,7 @@ def gather_node_facts(
 
 def parse_nvidia_smi_gpus(nvidia_smi_output: str) -> tuple[str, tuple[tuple[str, int], ...]]:
     """Version of the driver and the GPUs in the lines of nvidia-smi. Pure."""
-    lines = (line.split(",") for line in nvidia_smi_output.splitlines() if line)
-    rows = [[word.strip() for word in line] for line in lines]
+    rows = split_csv(nvidia_smi_output)
     gpus = tuple((name, int(memory) if memory.isdigit() else 0) for _, name, memory in rows)
     return rows[0][0] if rows else "", gpus
 
@@ -129,20 +127,6 @@ def read_gpu_facts(role: str, python: str, variables: Mapping[str, str]) -> Pyth
         late = f"importing torch and asking for GPUs took more than {PYTHON_TIMEOUT_S:.0f} s"
         return PythonFacts(role, python, error=late if error.is_late else str(error))
     return PythonFacts(role, python, **found)
-
-
-def _run_nvidia_smi(*words: str) -> tuple[str, str]:
-    """Output, and the error if there is one."""
-    command, late = ["nvidia-smi", *words], f"no answer within {DRIVER_TIMEOUT_S:.0f} s"
-    try:
-        answer = subprocess.run(
-            command, capture_output=True, text=True, timeout=DRIVER_TIMEOUT_S, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return "", f"nvidia-smi gave {late}"
-    if answer.returncode == 0:
-        return answer.stdout, ""
-    return answer.stdout, (answer.stdout + answer.stderr).strip() or "nvidia-smi failed"
 
 
 def _can_load_library(library: str) -> bool:
