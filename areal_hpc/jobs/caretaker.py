@@ -32,7 +32,6 @@ from areal_hpc.jobs.job_status import (
     JobStatusReader,
     StageJobs,
     count_submissions,
-    read_launch_file,
     read_slurm_info,
     select_jobs_to_watch,
     write_submission_count,
@@ -42,6 +41,7 @@ from areal_hpc.rundir.jobs import (
     CARETAKER_JOB,
     Submission,
     get_latest_submissions,
+    read_launch_file,
     read_submissions,
 )
 from areal_hpc.rundir.lock import claim, is_lock_held
@@ -317,7 +317,7 @@ def look_after_run(paths: RunPaths, report: Callable[[str], None], poll_s: float
         ClusterError: The run was not submitted, or there is no Slurm here.
     """
     try:
-        (process,) = read_launch_file(paths.job(CARETAKER_JOB)).job.processes
+        (process,) = read_launch_file(paths.job(CARETAKER_JOB).launch).job.processes
     except FileNotFoundError as error:
         raise ClusterError(
             "this run has no Slurm jobs",

@@ -15,11 +15,11 @@ from areal_hpc.rundir.files import write_atomic
 from areal_hpc.rundir.jobs import (
     CARETAKER_JOB,
     IDLE_EXIT_CODE,
-    LaunchFile,
     SlurmLaunchInfo,
     Submission,
     TaskExit,
     get_latest_submissions,
+    read_launch_file,
     read_submissions,
     read_task_exits,
 )
@@ -223,12 +223,8 @@ class JobStatusReader:
         return by_person
 
 
-def read_launch_file(job: JobPaths) -> LaunchFile:
-    return msgspec.json.decode(job.launch.read_bytes(), type=LaunchFile)
-
-
 def read_slurm_info(job: JobPaths) -> SlurmLaunchInfo:
-    info = read_launch_file(job).slurm
+    info = read_launch_file(job.launch).slurm
     assert info is not None
     return info
 

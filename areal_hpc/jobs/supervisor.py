@@ -43,6 +43,7 @@ from areal_hpc.rundir.jobs import (
     STOPPED_EXIT_CODE,
     LaunchFile,
     TaskExit,
+    read_launch_file,
     read_task_exits,
     write_task_exit,
 )
@@ -80,7 +81,7 @@ def run_task(launch_path: str) -> None:
     Exits with 0 when the job is complete, with the failed process's code otherwise. The
     outcome is also left in the job's folder, because not every launcher sees exit codes.
     """
-    launch = msgspec.json.decode(Path(launch_path).read_bytes(), type=LaunchFile)
+    launch = read_launch_file(Path(launch_path))
     forbid_making(launch.run.root)
     position = detect_task_position(os.environ)
     os.umask(launch.umask)  # Slurm hands on that of whoever submitted

@@ -139,6 +139,10 @@ class LaunchFile(Struct, frozen=True):
         return RunPaths(Path(self.events).parent)
 
 
+def read_launch_file(path: Path) -> LaunchFile:
+    return msgspec.json.decode(path.read_bytes(), type=LaunchFile)
+
+
 class TaskExit(Struct, frozen=True):
     """Exit status of one task of a job, left by its supervisor as a file in the job's folder."""
 

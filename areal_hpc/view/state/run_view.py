@@ -34,7 +34,7 @@ from areal_hpc.metrics.step_metrics import (
 )
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.checkpoints import list_checkpoints
-from areal_hpc.rundir.jobs import LaunchFile, Submission, TaskExit
+from areal_hpc.rundir.jobs import Submission, TaskExit, read_launch_file
 from areal_hpc.rundir.jsonl import read_readable_records, read_tail_lines
 from areal_hpc.rundir.paths import JobPaths, RunPaths
 from areal_hpc.rundir.run_recipe import get_recipe_value, read_run_recipe
@@ -423,7 +423,7 @@ def _read_held_resources(paths: RunPaths, cell_count: int) -> HeldResources | No
         folders = (paths.job(folder.name) for folder in paths.jobs_dir.glob("*"))
         jobs = [job for job in folders if job.launch.exists()]
         for job in sorted(jobs, key=lambda job: job.launch.stat().st_mtime):
-            spec = msgspec.json.decode(job.launch.read_bytes(), type=LaunchFile).job
+            spec = read_launch_file(job.launch).job
             if spec.name == "trainer":
                 trainer_gpus, trainer_nodes = spec.tasks * spec.gpus_per_task, _count_nodes(job)
             elif rendezvous.is_training_cell_job(spec.name):
