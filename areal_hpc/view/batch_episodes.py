@@ -1,5 +1,6 @@
-"""Episodes of trained batches with the times of their model calls, from manifests and shards."""
+"""Episodes of trained batches, and what they did meanwhile, from manifests and shards."""
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -7,6 +8,7 @@ from itertools import pairwise
 import numpy as np
 
 from areal_hpc.errors import ShardError
+from areal_hpc.metrics.step_line import MetricRow
 from areal_hpc.rundir.manifests import read_manifest
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.reader import ShardReader
@@ -19,6 +21,10 @@ from areal_hpc.view.transcripts.messages import get_messages, get_raw_tool_calls
 from areal_hpc.wire.ledger import SealedTicket
 from areal_hpc.wire.trajectory import CallRecord, TrajectoryRow
 
+MAX_LAST_EPISODES_SHARE = 0.05
+"""The last episodes of a batch are one, or this share of it."""
+WAIT_PARTS = ("generation", "tools", "admission", "sealing")
+"""What a wait for a batch is split into."""
 WITHOUT_TOOL = ""
 """In the place of a tool's name: time between two calls of which the first called none."""
 
@@ -102,6 +108,72 @@ def _read_episodes(
                 row=own[0],
                 record=merge_rows_into_episode([records[row] for row in own]),
             )
+
+
+def sum_batch_waits(
+    rows: Sequence[MetricRow], episodes: Sequence[BatchEpisode]
+) -> dict[str, float]:
+    """What episodes did while the trainer waited for their batches; zeros if it is not known.
+
+    The row's end and length tell when a step began. The wait follows the writing of the row before,
+    which is nearly all of the time for small files.
+    """
+    waits = dict.fromkeys((*WAIT_PARTS, "last episodes", "calls", "any call"), 0.0)
+    for row in rows:
+        own = [one for one in episodes if one.step == row["step"] and one.is_timed]
+        ended_at, step_s, wait_s = (
+            row.get(name) for name in ("unix_time_s", "time/step_s", "time/batch_wait_s")
+        )
+        if own and ended_at and step_s and wait_s:
+            begin = ended_at - step_s + (row.get("time/files_s") or 0.0)
+            _add_wait(waits, begin, begin + wait_s, own)
+    return waits
+
+
+def _add_wait(
+    waits: dict[str, float], from_time: float, to_time: float, episodes: Sequence[BatchEpisode]
+) -> None:
+    """Add the seconds of a wait for a batch between two Unix times, by what its episodes did.
+
+    `generation` and `tools`: a moment counts for as much as the share of episodes that were in
+    model calls, or outside of them. `admission`: no episode was under way, and some were still to
+    begin. `sealing`: all had ended. Beside these: `last episodes` were awaited alone; `calls` is
+    the sum over model calls of the time in which they were under way, `any call` the time in which
+    any was.
+    """
+    most_last = max(1, int(MAX_LAST_EPISODES_SHARE * len(episodes)))
+    under_way: Counter[str] = Counter()
+    now = from_time
+    for at, activity, change in sorted(_list_changes(episodes), key=lambda one: one[0]):
+        until = min(max(at, from_time), to_time)
+        if (took_s := until - now) > 0:
+            now, calls = until, under_way["call"]
+            waits["calls"] += took_s * calls
+            waits["any call"] += took_s * (calls > 0)
+            if (count := under_way["episode"]) == 0:
+                waits["admission"] += took_s
+            else:
+                # A call may end a moment after the agent closed its session.
+                calling = min(1.0, under_way["in calls"] / count)
+                waits["generation"] += took_s * calling
+                waits["tools"] += took_s * (1.0 - calling)
+                waits["last episodes"] += took_s * (count <= most_last)
+        under_way[activity] += change
+    waits["sealing"] += max(0.0, to_time - now)
+
+
+def _list_changes(episodes: Sequence[BatchEpisode]) -> Iterator[tuple[float, str, int]]:
+    """When what began (1) or ended (-1)."""
+    for one in episodes:
+        spans_by_activity = {
+            "episode": [(one.record.started_at, one.record.ended_at)],
+            "in calls": one.merged_call_spans,
+            "call": [(call.asked_at, call.answered_at) for call in one.timed_calls],
+        }
+        for activity, spans in spans_by_activity.items():
+            for begin, end in spans:
+                yield begin, activity, 1
+                yield end, activity, -1
 
 
 def read_first_rows(paths: RunPaths, episodes: Iterable[BatchEpisode]) -> list[TrajectoryRow]:

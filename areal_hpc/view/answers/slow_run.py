@@ -1,7 +1,7 @@
 """What the time of a run's steps goes to, and who is to blame (`areal-hpc why RUN --slow`)."""
 
 import statistics
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,11 +16,13 @@ from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.run_recipe import get_recipe_value, read_run_recipe
 from areal_hpc.rundir.telemetry.events import read_recent_events
 from areal_hpc.view.batch_episodes import (
+    WAIT_PARTS,
     WITHOUT_TOOL,
     BatchEpisode,
     list_times_between_calls,
     read_batch_episodes,
     read_first_rows,
+    sum_batch_waits,
 )
 from areal_hpc.view.formatting import (
     Answer,
@@ -37,8 +39,6 @@ MAX_READ_ROWS = 400
 MIN_SHOWN_SHARE = 0.05
 MIN_HINT_SHARE = 0.2
 MAX_HINTS = 2
-MAX_LAST_EPISODES_SHARE = 0.05
-"""The last episodes of a batch are one, or this share of it."""
 MIN_LAST_EPISODES_WAIT_SHARE = 0.3
 MIN_LAST_TO_MEDIAN_DURATION = 2.0
 MIN_USUAL_CALLS_AT_ONCE = 4.0
@@ -48,7 +48,6 @@ MIN_SLOW_UPDATE_TIME_RATIO = 1.5
 MIN_SLOW_UPDATE_EXCESS_S = 0.05
 _STORAGE_IS_SLOW = "the run directory's storage is slow"
 _FASTER_STORAGE = "put cluster.fileroot on faster storage"
-_WAIT_PARTS = ("generation", "tools", "admission", "sealing")
 
 ReplicaKey = tuple[str, int]
 """A cell and the number of a replica in it."""
@@ -99,72 +98,6 @@ def explain_slow_run(paths: RunPaths) -> Answer:
     )
 
 
-def add_wait(
-    waits: dict[str, float], from_time: float, to_time: float, episodes: Sequence[BatchEpisode]
-) -> None:
-    """Add the seconds of a wait for a batch between two Unix times, by what its episodes did. Pure.
-
-    `generation` and `tools`: a moment counts for as much as the share of episodes that were in
-    model calls, or outside of them. `admission`: no episode was under way, and some were still to
-    begin. `sealing`: all had ended. Beside these: `last episodes` were awaited alone; `calls` is
-    the sum over model calls of the time in which they were under way, `any call` the time in which
-    any was.
-    """
-    most_last = max(1, int(MAX_LAST_EPISODES_SHARE * len(episodes)))
-    under_way: Counter[str] = Counter()
-    now = from_time
-    for at, activity, change in sorted(_list_changes(episodes), key=lambda one: one[0]):
-        until = min(max(at, from_time), to_time)
-        if (took_s := until - now) > 0:
-            now, calls = until, under_way["call"]
-            waits["calls"] += took_s * calls
-            waits["any call"] += took_s * (calls > 0)
-            if (count := under_way["episode"]) == 0:
-                waits["admission"] += took_s
-            else:
-                # A call may end a moment after the agent closed its session.
-                calling = min(1.0, under_way["in calls"] / count)
-                waits["generation"] += took_s * calling
-                waits["tools"] += took_s * (1.0 - calling)
-                waits["last episodes"] += took_s * (count <= most_last)
-        under_way[activity] += change
-    waits["sealing"] += max(0.0, to_time - now)
-
-
-def _list_changes(episodes: Sequence[BatchEpisode]) -> Iterator[tuple[float, str, int]]:
-    """When what began (1) or ended (-1)."""
-    for one in episodes:
-        spans_by_activity = {
-            "episode": [(one.record.started_at, one.record.ended_at)],
-            "in calls": one.merged_call_spans,
-            "call": [(call.asked_at, call.answered_at) for call in one.timed_calls],
-        }
-        for activity, spans in spans_by_activity.items():
-            for begin, end in spans:
-                yield begin, activity, 1
-                yield end, activity, -1
-
-
-def sum_batch_waits(
-    rows: Sequence[MetricRow], episodes: Sequence[BatchEpisode]
-) -> dict[str, float]:
-    """What episodes did while the trainer waited for their batches; zeros if it is not known.
-
-    The row's end and length tell when a step began. The wait follows the writing of the row before,
-    which is nearly all of the time for small files.
-    """
-    waits = dict.fromkeys((*_WAIT_PARTS, "last episodes", "calls", "any call"), 0.0)
-    for row in rows:
-        own = [one for one in episodes if one.step == row["step"] and one.is_timed]
-        ended_at, step_s, wait_s = (
-            row.get(name) for name in ("unix_time_s", "time/step_s", "time/batch_wait_s")
-        )
-        if own and ended_at and step_s and wait_s:
-            begin = ended_at - step_s + (row.get("time/files_s") or 0.0)
-            add_wait(waits, begin, begin + wait_s, own)
-    return waits
-
-
 def measure_mean_step_parts(
     rows: Sequence[MetricRow], waits: Mapping[str, float]
 ) -> dict[str, float]:
@@ -172,8 +105,8 @@ def measure_mean_step_parts(
     times = [sum_times_by_activity(row) for row in rows]
     parts = {activity: statistics.fmean(one[activity] for one in times) for activity in times[0]}
     waiting = parts.pop("waiting for episodes")
-    if (waited := sum(waits[name] for name in _WAIT_PARTS)) > 0:
-        parts |= {name: waits[name] * waiting / waited for name in _WAIT_PARTS}
+    if (waited := sum(waits[name] for name in WAIT_PARTS)) > 0:
+        parts |= {name: waits[name] * waiting / waited for name in WAIT_PARTS}
     else:
         tools = statistics.fmean(list_numbers(rows, "episode/tool_time_fraction") or [0.0])
         parts |= {"generation": waiting * (1 - tools), "tools": waiting * tools}
@@ -439,7 +372,7 @@ class _SlowRun:
 
     @property
     def _late_share(self) -> float:
-        waited = sum(self._waits[name] for name in _WAIT_PARTS)
+        waited = sum(self._waits[name] for name in WAIT_PARTS)
         return self._waits["last episodes"] / waited if waited else 0.0
 
     def _describe_late_episode(self, late_episode: BatchEpisode) -> str:

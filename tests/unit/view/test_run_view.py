@@ -16,7 +16,8 @@ from areal_hpc.rundir.jobs import JobSpec, LaunchFile, Submission, TaskExit, wri
 from areal_hpc.rundir.lock import hold_lock
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.slurm.queue import QueueSnapshot
-from areal_hpc.view.answers.slow_run import measure_mean_step_parts, sum_batch_waits
+from areal_hpc.view.answers.slow_run import measure_mean_step_parts
+from areal_hpc.view.batch_episodes import sum_batch_waits
 from areal_hpc.view.dashboard.report import write_report
 from areal_hpc.view.dashboard.run_pages import describe_run_overview
 from areal_hpc.view.state.jobs import JobView, RunJobs

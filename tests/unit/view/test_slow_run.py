@@ -10,13 +10,9 @@ import pytest
 
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.recipe.reference import list_keys
-from areal_hpc.view.answers.slow_run import (
-    explain_slow_run,
-    measure_mean_step_parts,
-    sum_batch_waits,
-)
+from areal_hpc.view.answers.slow_run import explain_slow_run, measure_mean_step_parts
 from areal_hpc.view.answers.step_change import explain_step_difference
-from areal_hpc.view.batch_episodes import read_batch_episodes
+from areal_hpc.view.batch_episodes import read_batch_episodes, sum_batch_waits
 from areal_hpc.view.formatting import format_answer
 from areal_hpc.view.transcripts.row_filter import FIELD_NAMES_FOR_HELP, compile_filter
 from tests.support.made_run import MadeEpisode, MadeRun
