@@ -69,13 +69,11 @@ def prefetch_files(recipe: Recipe, print_line: Callable[[str], None]) -> None:
         raise RecipeError.from_problems(problems)
 
 
-def _download_item(prefetch_item: ModelOrDataset) -> Path:
-    if not prefetch_item.patterns:
-        path = Path(prefetch_item.name).resolve()
+def _download_item(item: ModelOrDataset) -> Path:
+    if not item.patterns:
+        path = Path(item.name).resolve()
         if not path.exists():
-            raise RecipeError(
-                f"there is nothing at {path}", key=prefetch_item.key, hint="copy it there"
-            )
+            raise RecipeError(f"there is nothing at {path}", key=item.key, hint="copy it there")
         return path
     import httpx
     from huggingface_hub import constants, snapshot_download
@@ -85,37 +83,37 @@ def _download_item(prefetch_item: ModelOrDataset) -> Path:
         LocalEntryNotFoundError,
     )
 
-    name, _, revision = prefetch_item.name.partition("@")
+    name, _, revision = item.name.partition("@")
     try:
         return Path(
             snapshot_download(
                 name,
-                repo_type=prefetch_item.kind,
+                repo_type=item.kind,
                 revision=revision or None,
-                allow_patterns=list(prefetch_item.patterns),
+                allow_patterns=list(item.patterns),
             )
         )
     except HFValidationError as error:
         hint = "look the name up on the hub"
-        raise RecipeError(str(error), key=prefetch_item.key, hint=hint) from error
+        raise RecipeError(str(error), key=item.key, hint=hint) from error
     except (HfHubHTTPError, LocalEntryNotFoundError, httpx.HTTPError, OSError) as error:
         first = str(error).strip().split("\n")[0]
         raise RecipeError(
-            f"{prefetch_item.name} cannot be fetched from {constants.ENDPOINT}: {first}",
-            key=prefetch_item.key,
+            f"{item.name} cannot be fetched from {constants.ENDPOINT}: {first}",
+            key=item.key,
             hint="run this with network access; HF_ENDPOINT selects a mirror, HF_TOKEN gives "
             "access to gated repositories",
         ) from error
 
 
-def _list_wanted_files(folder: Path, prefetch_item: ModelOrDataset) -> list[Path]:
+def _list_wanted_files(folder: Path, item: ModelOrDataset) -> list[Path]:
     if folder.is_file():
         return [folder]
-    is_dataset = prefetch_item.kind == "dataset"
-    patterns = (is_dataset and prefetch_item.patterns) or ("**/*",)
+    is_dataset = item.kind == "dataset"
+    patterns = (is_dataset and item.patterns) or ("**/*",)
     found = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
     if not found:
-        key, hint = prefetch_item.key, "look at the files of the repository"
-        message = f"{prefetch_item.name} has no file that matches {', '.join(patterns)}"
+        key, hint = item.key, "look at the files of the repository"
+        message = f"{item.name} has no file that matches {', '.join(patterns)}"
         raise RecipeError(message, key=key, hint=hint)
     return sorted(found)

@@ -155,9 +155,8 @@ class SrunStepJob(JobHandle):
         self._allocation, self._step_name = job_id, step_name
         # In a session of its own: a Ctrl-C in the terminal is the launcher's to handle.
         self._srun = subprocess.Popen(
-            # without what srun would take for wishes about the step
             command,
-            env=strip_job_variables(os.environ),
+            env=strip_job_variables(os.environ),  # srun takes a job's for wishes about the step
             start_new_session=True,
         )
 

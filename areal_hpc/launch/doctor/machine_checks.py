@@ -35,7 +35,7 @@ _NO_LIMIT_BYTES = 1 << 60
 """Control groups of version 1 write a number near 2**63 for none."""
 
 
-def check_program_isolation(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
+def check_program_isolation(subject: DoctorSubject) -> Iterator[CheckResult]:
     """Start an empty program and, if the recipe gives agents sandboxes, one of these."""
     try:
         check_programs_run()
@@ -45,7 +45,7 @@ def check_program_isolation(doctor_subject: DoctorSubject) -> Iterator[CheckResu
         yield warn("isolation", finding, problem.hint)
     else:
         yield ok("isolation", "programs of the model run in namespaces of their own here")
-    recipe = doctor_subject.recipe
+    recipe = subject.recipe
     if recipe is None or not recipe.rollout.agent.isolation:
         return
     try:
@@ -57,7 +57,7 @@ def check_program_isolation(doctor_subject: DoctorSubject) -> Iterator[CheckResu
         yield ok("isolation", "a sandbox of the recipe's agents starts")
 
 
-def list_security_means(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
+def list_security_means(subject: DoctorSubject) -> Iterator[CheckResult]:
     runtimes = [name for name in find_installed_runtimes() if name != "none"]
     kernel = tuple(int(part) for part in os.uname().release.split("-")[0].split(".")[:2])
     given, missing = [f"sandboxes of {', '.join(runtimes) or 'nothing'}"], []
@@ -143,8 +143,8 @@ cat question > .answer && hostname >> .answer && mv .answer answer
 """
 
 
-def check_storage(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
-    fileroot = doctor_subject.resolve_fileroot()
+def check_storage(subject: DoctorSubject) -> Iterator[CheckResult]:
+    fileroot = subject.resolve_fileroot()
     try:
         fileroot.mkdir(parents=True, exist_ok=True)
         folder = fileroot / f".doctor.{socket.gethostname()}.{os.getpid()}"
@@ -168,14 +168,14 @@ def check_storage(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def check_shared_root(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
+def check_shared_root(subject: DoctorSubject) -> Iterator[CheckResult]:
     """Whether other nodes see the file root; none has to where Slurm is not meant."""
-    fileroot = doctor_subject.resolve_fileroot()
-    is_answering = not doctor_subject.slurm_answer.outage
-    if doctor_subject.may_submit_storage_job and is_answering:
-        options = doctor_subject.slurm.get_options_of_job("trainer")
-        yield check_storage_by_job(fileroot, options, doctor_subject.print_line)
-    elif (doctor_subject.involves_slurm or is_answering) and fileroot.exists():
+    fileroot = subject.resolve_fileroot()
+    is_answering = not subject.slurm_answer.outage
+    if subject.may_submit_storage_job and is_answering:
+        options = subject.slurm.get_options_of_job("trainer")
+        yield check_storage_by_job(fileroot, options, subject.print_line)
+    elif (subject.involves_slurm or is_answering) and fileroot.exists():
         words = ["stat", "--file-system", "--format=%T", str(fileroot)]
         answer = subprocess.run(words, capture_output=True, text=True, check=False)
         kind = answer.stdout.strip() or "unknown"

@@ -47,12 +47,10 @@ from areal_hpc.rundir.paths import ENVIRONMENTS
 log = logging.getLogger(__name__)
 
 
-def check_role_interpreters(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
-    assert doctor_subject.recipe is not None
-    if doctor_subject.slurm.container.kind == "none":
-        yield from check_interpreters(
-            doctor_subject.recipe, get_interpreters(doctor_subject.recipe)
-        )
+def check_role_interpreters(subject: DoctorSubject) -> Iterator[CheckResult]:
+    assert subject.recipe is not None
+    if subject.slurm.container.kind == "none":
+        yield from check_interpreters(subject.recipe, get_interpreters(subject.recipe))
 
 
 def check_interpreters(recipe: Recipe, pythons: Mapping[str, str]) -> Iterator[CheckResult]:
@@ -73,12 +71,12 @@ def check_interpreters(recipe: Recipe, pythons: Mapping[str, str]) -> Iterator[C
             yield ok(name, ", ".join(f"{package} {one}" for package, one in versions.items()))
 
 
-def check_recipe_inputs(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
-    assert doctor_subject.recipe is not None
-    pythons = get_interpreters(doctor_subject.recipe)
+def check_recipe_inputs(subject: DoctorSubject) -> Iterator[CheckResult]:
+    assert subject.recipe is not None
+    pythons = get_interpreters(subject.recipe)
     problems = [
         problem
-        for problem in find_input_problems(doctor_subject.recipe, pythons, (str(Path.cwd()),))
+        for problem in find_input_problems(subject.recipe, pythons, (str(Path.cwd()),))
         if not problem.key.endswith(".python")
     ]
     for problem in problems:
@@ -117,7 +115,7 @@ CHECKS = (
 
 
 def run_checks(
-    doctor_subject: DoctorSubject,
+    subject: DoctorSubject,
     gpu_plan: GpuCheckPlan | None = None,
     checks: Sequence[DoctorCheck] = CHECKS,
 ) -> list[CheckResult]:
@@ -129,24 +127,24 @@ def run_checks(
             DoctorCheck("GPUs", lambda subject: examine_gpu_node(gpu_plan, subject.print_line)),
         )
     for check in checks:
-        if all(_is_prerequisite_met(doctor_subject, fact) for fact in check.needs):
-            results += _run_check(check, doctor_subject)
+        if all(_is_prerequisite_met(subject, fact) for fact in check.needs):
+            results += _run_check(check, subject)
     return results
 
 
-def _is_prerequisite_met(doctor_subject: DoctorSubject, fact: CheckPrerequisite) -> bool:
+def _is_prerequisite_met(subject: DoctorSubject, fact: CheckPrerequisite) -> bool:
     match fact:
         case "slurm":
-            return not doctor_subject.slurm_answer.outage
+            return not subject.slurm_answer.outage
         case "recipe":
-            return doctor_subject.recipe is not None
+            return subject.recipe is not None
         case "file root":
-            return doctor_subject.fileroot is not None
+            return subject.fileroot is not None
 
 
-def _run_check(check: DoctorCheck, doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
+def _run_check(check: DoctorCheck, subject: DoctorSubject) -> Iterator[CheckResult]:
     try:
-        yield from check.run(doctor_subject)
+        yield from check.run(subject)
     except ArealError as error:
         for problem in error.problems:
             yield fail(check.name, problem.message, problem.hint)

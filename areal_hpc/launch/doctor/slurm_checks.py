@@ -26,18 +26,18 @@ from areal_hpc.slurm.submit import refuse_federation, render_script
 REQUIRED_COMMANDS = ("sbatch", "srun", "squeue", "scontrol", "scancel")
 
 
-def check_slurm_answers(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
+def check_slurm_answers(subject: DoctorSubject) -> Iterator[CheckResult]:
     missing = [name for name in REQUIRED_COMMANDS if shutil.which(name) is None]
-    outage = doctor_subject.slurm_answer.outage
+    outage = subject.slurm_answer.outage
     if not missing and not outage:
-        version = doctor_subject.slurm_answer.settings.get("SLURM_VERSION", "?")
+        version = subject.slurm_answer.settings.get("SLURM_VERSION", "?")
         yield ok("slurm", f"{version} answers: {', '.join(REQUIRED_COMMANDS)}")
         yield judge_release(version)
         try:
             refuse_federation()
         except RecipeError as refusal:
             yield fail("federation", refusal.problems[0].message, refusal.problems[0].hint)
-    elif not doctor_subject.involves_slurm:
+    elif not subject.involves_slurm:
         yield ok("slurm", f"none here ({outage}); `areal-hpc run` works without it")
     elif missing:
         hint = "run this on a login node of the cluster; module load slurm on some"
@@ -54,17 +54,17 @@ def judge_release(version: str) -> CheckResult:
     return warn("Slurm release", proof, "try a short run; docs/devcluster.md has what was seen")
 
 
-def check_accounting(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
-    kind = doctor_subject.slurm_answer.settings.get("AccountingStorageType", "")
+def check_accounting(subject: DoctorSubject) -> Iterator[CheckResult]:
+    kind = subject.slurm_answer.settings.get("AccountingStorageType", "")
     if kind.endswith("slurmdbd") and shutil.which("sacct"):
         yield ok("accounting", "on: sacct tells what happened to jobs of long ago")
     else:
         yield ok("accounting", "off: Slurm forgets a job a few minutes after it ends")
 
 
-def check_partitions(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
+def check_partitions(subject: DoctorSubject) -> Iterator[CheckResult]:
     """State and time limit of each partition, what a preemption there does, and who may submit."""
-    slurm, minutes_by_partition = doctor_subject.slurm, dict[str, int]()
+    slurm, minutes_by_partition = subject.slurm, dict[str, int]()
     for options in get_sample_options(slurm).values():
         minutes = options.time_limit_minutes or DEFAULT_TIME_LIMIT_MINUTES
         for name in filter(None, (options.partition or "").split(",")):
@@ -157,18 +157,18 @@ def judge_submission_from_jobs(
     )
 
 
-def check_sbatch_accepts(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
+def check_sbatch_accepts(subject: DoctorSubject) -> Iterator[CheckResult]:
     """Ask by `sbatch --test-only`, which submits nothing, whether Slurm takes the jobs."""
     arguments_by_job: dict[str, tuple[str, ...]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for job, text in _render_sample_scripts(doctor_subject).items():
+        for job, text in _render_sample_scripts(subject).items():
             path = Path(folder) / f"{job}.sbatch"
             path.write_text(text)
             arguments_by_job[job] = (str(path),)
         if not arguments_by_job:
             arguments_by_job = {
                 job: (*get_sbatch_placement_flags(options), "--wrap=true")
-                for job, options in get_sample_options(doctor_subject.slurm).items()
+                for job, options in get_sample_options(subject.slurm).items()
             }
         for job, arguments in arguments_by_job.items():
             try:
@@ -184,9 +184,9 @@ def check_sbatch_accepts(doctor_subject: DoctorSubject) -> Iterator[CheckResult]
                 yield ok(f"job {job}", "sbatch accepts the job (--test-only)")
 
 
-def _render_sample_scripts(doctor_subject: DoctorSubject) -> dict[str, str]:
+def _render_sample_scripts(subject: DoctorSubject) -> dict[str, str]:
     scripts: dict[str, str] = {}
-    for request in doctor_subject.job_requests:
+    for request in subject.job_requests:
         # Of jobs that wait for others Slurm has no numbers yet; cells are alike.
         is_first_cell = is_training_cell_job(request.job) and not any(
             map(is_training_cell_job, scripts)
@@ -204,8 +204,8 @@ def get_sbatch_placement_flags(options: JobOptions) -> tuple[str, ...]:
     return (*partition, *format_flags(flags))
 
 
-def check_container(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
-    container = doctor_subject.slurm.container
+def check_container(subject: DoctorSubject) -> Iterator[CheckResult]:
+    container = subject.slurm.container
     if container.kind == "none":
         return
     if container.kind == "apptainer":
@@ -218,8 +218,8 @@ def check_container(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
     else:
         hint = "ask the administrators for pyxis, or container.kind=apptainer"
         yield fail("pyxis", "srun has no --container-image", hint)
-    yield judge_commands_in_container(doctor_subject.slurm)
-    yield from judge_gpus_by_task(doctor_subject.slurm)
+    yield judge_commands_in_container(subject.slurm)
+    yield from judge_gpus_by_task(subject.slurm)
     for image in sorted({container.train, container.serve}):
         image = spell_pyxis_image(image) if container.kind == "pyxis" else image
         is_file = image.startswith((".", "/")) or image.endswith(".sif")
@@ -276,13 +276,13 @@ class AccountingLimit:
         return sum(one.job != CARETAKER_JOB for one in self.requests)
 
 
-def check_accounting_limits(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
-    enforced = doctor_subject.slurm_answer.settings.get("AccountingStorageEnforce", "").split(",")
+def check_accounting_limits(subject: DoctorSubject) -> Iterator[CheckResult]:
+    enforced = subject.slurm_answer.settings.get("AccountingStorageEnforce", "").split(",")
     if not {"limits", "safe"}.intersection(enforced):
         yield ok("job limits", "this cluster enforces none")
         return
     queued = len(run_slurm_command("squeue", "--me", "--noheader", "--array").splitlines())
-    limits = list(_find_limits_of_jobs(doctor_subject.job_requests))
+    limits = list(_find_limits_of_jobs(subject.job_requests))
     for limit in limits:
         if limit.max_jobs is not None:
             yield judge_job_limit(limit.owner, limit.max_jobs, limit.wanted_jobs, queued)
@@ -300,9 +300,9 @@ def check_accounting_limits(doctor_subject: DoctorSubject) -> Iterator[CheckResu
         yield ok("job limits", "none for your account and QOS")
 
 
-def check_qos_preemption(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
-    settings = doctor_subject.slurm_answer.settings
-    every = get_sample_options(doctor_subject.slurm).values()
+def check_qos_preemption(subject: DoctorSubject) -> Iterator[CheckResult]:
+    settings = subject.slurm_answer.settings
+    every = get_sample_options(subject.slurm).values()
     names = {options.sbatch.get("qos") for options in every} - {None}
     if settings.get("PreemptType") != "preempt/qos" or not names:
         return
