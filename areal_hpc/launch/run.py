@@ -125,7 +125,7 @@ def run(
     except RunInterruptedError:
         print("stopped; run the same command again to resume")
         return _read_run_result(paths, "interrupted")
-    return _report_finished_run(paths)
+    return _report_end(paths)
 
 
 def submit(
@@ -165,7 +165,7 @@ def submit(
     except RunInterruptedError:
         print(f"detached; jobs keep running: {format_next_command('status', paths)}")
         return _read_run_result(paths, "interrupted")
-    return _report_finished_run(paths)
+    return _report_end(paths)
 
 
 def report_finished_run(recipe: Recipe, paths: RunPaths, new_run_hint: str = FRESH_HINT) -> bool:
@@ -208,7 +208,7 @@ def load_with_overrides(recipe: Recipe | Path | str, overrides: Mapping[str, Any
     return load_recipe(recipe, [f"{key}={text}" for key, text in escaped.items()])
 
 
-def _report_finished_run(paths: RunPaths) -> RunResult:
+def _report_end(paths: RunPaths) -> RunResult:
     print(summarize_run(RunView(paths), get_program_command()))
     return _read_run_result(paths, "finished")
 
