@@ -27,9 +27,8 @@ from areal_hpc.proxy.engine.model_call import ServedModel
 from areal_hpc.proxy.http.app import ProxyApp, Receive, Scope
 from areal_hpc.proxy.http.driver_api import DriverApi
 from areal_hpc.proxy.http.event_stream import Send
-from areal_hpc.proxy.sessions.events import SessionOpened
 from areal_hpc.proxy.sessions.recorder import MemoryRecorder
-from areal_hpc.proxy.sessions.store import compute_key_digest, generate_key
+from areal_hpc.proxy.sessions.store import SessionOpened, compute_key_digest, generate_key
 from areal_hpc.session.credit import (
     CreditRule,
     compute_credited_rewards,
@@ -94,7 +93,7 @@ class ArealOpenAI(AsyncOpenAI):
         # Ids are not bounded: a model may sample one of its embedding that its tokenizer lacks.
         recorder = MemoryRecorder()
         session_id = f"client-{secrets.token_hex(6)}"
-        recorder.journal_and_apply(
+        recorder.record(
             SessionOpened(
                 session_id, compute_key_digest(key), StartSessionRequest("client", disposable=True)
             )

@@ -19,7 +19,7 @@ from areal_hpc.jobs.processes.process_setup import StopRequest
 from areal_hpc.proxy.config import ProxyJobConfig
 from areal_hpc.proxy.engine.model_call import ServedModel
 from areal_hpc.proxy.engine.router import CellReplicaSource
-from areal_hpc.proxy.service import LISTEN_BACKLOG, ProxyService, run_in_uvloop_thread_until_done
+from areal_hpc.proxy.service import LISTEN_BACKLOG, ProxyService, run_in_uvloop_thread
 from areal_hpc.proxy.sessions.recorder import JournaledRecorder
 from areal_hpc.proxy.sessions.sealing import TicketSealer
 from areal_hpc.rundir import rendezvous
@@ -39,7 +39,7 @@ DRAIN_TIMEOUT_S = 1
 def run(config: dict[str, Any]) -> None:
     job = ProxyJobConfig.model_validate(config)
     stop = StopRequest.install()
-    run_in_uvloop_thread_until_done(_serve_cell(job, stop))
+    run_in_uvloop_thread(_serve_cell(job, stop))
 
 
 async def _serve_cell(job: ProxyJobConfig, stop: StopRequest) -> None:
@@ -56,7 +56,7 @@ async def _serve_cell(job: ProxyJobConfig, stop: StopRequest) -> None:
     )
     if recipe.trainer.router_replay:
         model = replace(model, mixture=read_mixture_shape(job.model_path))
-    journal = make_journal_folder_and_get_path(job, admin_key)
+    journal = make_journal_path(job, admin_key)
     recorder = JournaledRecorder(journal, model.encoder.vocab_size)
     sealer = TicketSealer(recorder, paths, job.cell, recipe.shards, service_key)
     sealer.recover_interrupted_seals()
@@ -82,7 +82,7 @@ async def _serve_cell(job: ProxyJobConfig, stop: StopRequest) -> None:
         log.info("%s listens on %s:%d", name, host, port)
         await service.run(listener, stop, DRAIN_TIMEOUT_S)
         with contextlib.suppress(TimeoutError, ClusterError):
-            await asyncio.wait_for(sealer.seal_all_and_settle(), LAST_SEAL_TIMEOUT_S)
+            await asyncio.wait_for(sealer.seal_all(), LAST_SEAL_TIMEOUT_S)
     finally:
         await service.close()
     rendezvous.remove_own_endpoint(paths.rendezvous_dir, name)
@@ -111,7 +111,7 @@ def _reopen_listener(directory: Path, service_name: str) -> socket.socket:
     )
 
 
-def make_journal_folder_and_get_path(job: ProxyJobConfig, run_secret: str) -> Path:
+def make_journal_path(job: ProxyJobConfig, run_secret: str) -> Path:
     """The cell's journal: node-local, apart from those of other runs, readable by its owner.
 
     Every run directory has a secret of its own, so a run that starts anew at an earlier run's

@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from areal_hpc.errors import ProxyRequestError
 from areal_hpc.proxy.sessions.store import SessionStore
 from areal_hpc.rundir.telemetry.prometheus import PrometheusSample
+from areal_hpc.wire.trajectory import PromptReuse
 
 log = logging.getLogger(__name__)
 
@@ -22,11 +23,11 @@ _INDEX_PATTERN = re.compile(r"\[\d+\]")
 class ProxyMetrics:
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        self.prompts = self._make_counter(
+        prompts = self._make_counter(
             "prompts", "Model calls by token reuse of their prompt.", "reuse"
         )
-        for reuse in ("none", "reused", "retokenized"):
-            self.prompts.labels(reuse)
+        reuses: tuple[PromptReuse, ...] = ("none", "reused", "retokenized")
+        self.prompts_by_reuse = {reuse: prompts.labels(reuse) for reuse in reuses}
         self.rewritten_histories = self._make_counter(
             "rewritten_histories",
             "Model calls whose history differs from the recorded one, by the first difference.",

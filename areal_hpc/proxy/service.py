@@ -23,9 +23,9 @@ from areal_hpc.proxy.engine.sglang_client import SGLangClient
 from areal_hpc.proxy.engine.tool_parsers import ParserProcessClient
 from areal_hpc.proxy.http.app import ProxyApp
 from areal_hpc.proxy.http.driver_api import DriverApi
-from areal_hpc.proxy.sessions.events import SessionDropped
 from areal_hpc.proxy.sessions.recorder import JournaledRecorder
 from areal_hpc.proxy.sessions.sealing import TicketSealer
+from areal_hpc.proxy.sessions.store import SessionDropped
 from areal_hpc.recipe.user_functions import load_user_function
 from areal_hpc.wire.http_server import GuardedServer, get_connection_descriptor_limit
 
@@ -114,7 +114,7 @@ class ProxyService:
         services = [
             server.serve(sockets=[listener]),
             self._watch_for_end(server, stop),
-            self._router.poll_replicas_until_cancelled(),
+            self._router.poll_replicas(),
             self._drop_idle_sessions(),
             *([self._sealer.run()] if self._sealer is not None else ()),
             *([self._parsers.run()] if self._must_parse else ()),
@@ -144,9 +144,9 @@ class ProxyService:
                 # An ended one that is exported or not kept, as of an evaluation, has done its work.
                 if not session.ended or (session.must_persist and not session.is_exported):
                     log.info("dropped idle session %s", session.session_id)
-                self._recorder.journal_and_apply(SessionDropped(session.session_id))
+                self._recorder.record(SessionDropped(session.session_id))
             if self._sealer is None:  # a sealer does it whenever tickets have been settled
-                await self._recorder.compact_if_due()
+                await self._recorder.limit_journal_size()
 
     async def close(self) -> None:
         await self._parsers.close()
@@ -157,7 +157,7 @@ class ProxyService:
         self._recorder.close()
 
 
-def run_in_uvloop_thread_until_done(serve: Coroutine[Any, Any, None]) -> None:
+def run_in_uvloop_thread(serve: Coroutine[Any, Any, None]) -> None:
     """Run to the end in a thread of its own.
 
     uvloop claims the wake-up descriptor of the main thread, by which StopRequest hears signals.

@@ -14,7 +14,7 @@ from areal_hpc.jobs.processes.process_setup import StopRequest, raise_open_file_
 from areal_hpc.proxy.config import ProxyLimits
 from areal_hpc.proxy.engine.model_call import ServedModel
 from areal_hpc.proxy.engine.router import StaticReplicaSource
-from areal_hpc.proxy.service import LISTEN_BACKLOG, ProxyService, run_in_uvloop_thread_until_done
+from areal_hpc.proxy.service import LISTEN_BACKLOG, ProxyService, run_in_uvloop_thread
 from areal_hpc.proxy.sessions.recorder import JournaledRecorder, MemoryRecorder
 from areal_hpc.recipe.base import BaseConfig
 from areal_hpc.rundir import rendezvous
@@ -61,7 +61,7 @@ def run(config: StandaloneProxyConfig, print_line: Callable[[str], None]) -> Non
     os.umask(UMASKS["owner"])
     raise_open_file_limit()
     stop = StopRequest.install()
-    run_in_uvloop_thread_until_done(_serve_standalone(config, stop, print_line))
+    run_in_uvloop_thread(_serve_standalone(config, stop, print_line))
 
 
 async def _serve_standalone(

@@ -177,7 +177,7 @@ class ReplicaGate:
         self._opened.clear()
         self._closed.set()
 
-    async def wait_until_open(self) -> None:
+    async def wait_for_replica(self) -> None:
         await self._opened.wait()
 
     async def run(self) -> None:
@@ -431,7 +431,7 @@ class Driver:
         failures, short_since_s = 0, float("inf")
         try:
             while True:
-                await self._gate.wait_until_open()
+                await self._gate.wait_for_replica()
                 spec = self._build_episode_spec(grant, set_name, episode, failures)
                 outcome = await self._play_once(grant, set_name, spec)
                 if outcome.is_node_short:

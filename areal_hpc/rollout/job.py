@@ -14,7 +14,7 @@ from areal_hpc.rollout.agent import Agent, load_agent
 from areal_hpc.rollout.config import RolloutJobConfig
 from areal_hpc.rollout.driver import TRAIN, Driver
 from areal_hpc.rollout.episodes.http_client import make_http_client
-from areal_hpc.rollout.execution.agent_sandboxes import make_agent_sandboxes, start_and_stop_sandbox
+from areal_hpc.rollout.execution.agent_sandboxes import make_agent_sandboxes, try_sandbox
 from areal_hpc.rollout.execution.subprocess_agent import SubprocessAgent
 from areal_hpc.rollout.task_set import TaskSet
 from areal_hpc.rundir.jobs import IDLE_EXIT_CODE
@@ -67,7 +67,7 @@ async def _drive_cell(job: RolloutJobConfig, agents: dict[str, Agent | None]) ->
     if rollout.agent.mode == "inline":
         sandboxes = make_agent_sandboxes(rollout.agent)
     else:  # episodes start theirs in processes of their own
-        await start_and_stop_sandbox(rollout.agent)
+        await try_sandbox(rollout.agent)
     if sandboxes is not None:
         await sandboxes.fill()
     key = read_service_key(paths.service_key)
@@ -75,9 +75,8 @@ async def _drive_cell(job: RolloutJobConfig, agents: dict[str, Agent | None]) ->
     proxy = AsyncServiceClient(paths.rendezvous_dir, format_proxy_name(job.cell), key)
     http_client = make_http_client(rollout.episode_timeout_s)
     events = EventLog(paths.events, f"driver-{job.cell}")
-    tasks = {TRAIN: TaskSet.read_or_empty(paths.dataset(TRAIN))} | {
-        one.name: TaskSet.read_or_empty(paths.evaluation_tasks(one.name))
-        for one in recipe.evaluation_sets
+    tasks = {TRAIN: TaskSet.read(paths.dataset(TRAIN))} | {
+        one.name: TaskSet.read(paths.evaluation_tasks(one.name)) for one in recipe.evaluation_sets
     }
     driver = Driver(
         job.cell,

@@ -18,7 +18,7 @@ class TaskSet:
         self._lines = lines
 
     @classmethod
-    def read_or_empty(cls, path: Path) -> TaskSet:
+    def read(cls, path: Path) -> TaskSet:
         content = path.read_bytes() if path.exists() else b""
         return cls(path, [line for line in content.split(b"\n") if line])
 

@@ -19,6 +19,7 @@ from areal_hpc.session.tree import (
     InteractionTree,
     VersionSpan,
     format_ids_as_json_inside,
+    sort_json_keys,
     unpack_ids,
 )
 from areal_hpc.wire.agent_reward import MAX_REWARD, Reward
@@ -169,34 +170,36 @@ def find_client_reported_field_defect(call: Interaction) -> str | None:
 
 
 def _find_token_defect(call: Interaction, tree: InteractionTree, vocab_size: int) -> str | None:
-    sizes_bytes = (len(call.new_ids), len(call.output_ids), len(call.logprobs))
-    if any(size_bytes % 4 for size_bytes in sizes_bytes):
+    new_bytes, said_bytes, logprob_bytes = map(len, (call.new_ids, call.output_ids, call.logprobs))
+    if new_bytes % 4 or said_bytes % 4 or logprob_bytes % 4:
+        sizes_bytes = (new_bytes, said_bytes, logprob_bytes)
         return f"expected token arrays of 4 bytes a token, got {sizes_bytes} bytes"
-    if len(call.logprobs) != len(call.output_ids):
+    if logprob_bytes != said_bytes:
         return (
             f"expected a log-probability for each of {call.num_output_tokens} sampled tokens, "
-            f"got {len(call.logprobs) // 4}"
+            f"got {logprob_bytes // 4}"
         )
     if call.parent_id is not None and call.parent_id not in tree:
         return f"the call that it continues, {call.parent_id!r:.300}, is not in the session"
     prior_tokens = 0 if call.parent_id is None else tree[call.parent_id].num_sequence_tokens
-    prompt_tokens = prior_tokens + len(call.new_ids) // 4
+    prompt_tokens = prior_tokens + new_bytes // 4
     if call.prompt_tokens != prompt_tokens or prompt_tokens < 1:
         return f"expected a prompt of {max(prompt_tokens, 1)} tokens, got {call.prompt_tokens}"
-    for packed in (call.new_ids, call.output_ids):
-        # As unsigned numbers, those below 0 are the largest: one look for both.
-        if packed and int(np.frombuffer(packed, "<u4").max()) >= vocab_size:
-            ids = unpack_ids(packed)
-            odd = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
-            return f"expected token ids from 0 to {vocab_size - 1}, got {odd}"
+    ids = call.new_ids + call.output_ids
+    # As unsigned numbers, those below 0 are the largest: one look for both.
+    if ids and np.maximum.reduce(np.frombuffer(ids, "<u4")) >= vocab_size:
+        ids_T = unpack_ids(ids)
+        odd = int(ids_T.min()) if int(ids_T.min()) < 0 else int(ids_T.max())
+        return f"expected token ids from 0 to {vocab_size - 1}, got {odd}"
     if call.kept_counts or call.kept_ids:
         if len(call.kept_counts) % 2 or len(call.kept_ids) % 4:
             return "expected a sampling mask of 2 bytes a place and 4 bytes a token"
-        counts, ids = np.frombuffer(call.kept_counts, "<u2"), unpack_ids(call.kept_ids)
-        mask = SamplingMask(counts, ids)
+        counts_T = np.frombuffer(call.kept_counts, "<u2")
+        mask = SamplingMask(counts_T, unpack_ids(call.kept_ids))
         if defect := find_mask_defect(mask, unpack_ids(call.output_ids), vocab_size):
             return defect
-    if not np.isfinite(np.frombuffer(call.logprobs, "<f4")).all():
+    # A sum has no finite value where one of them has none; as 64-bit numbers they cannot overflow.
+    if not math.isfinite(sum(memoryview(call.logprobs).cast("f"))):
         return "expected finite log-probabilities, got inf or nan"
     return None
 
@@ -234,7 +237,7 @@ def _find_message_defect(call: Interaction) -> str | None:
         except (msgspec.ValidationError, RecursionError) as error:
             return f"expected messages in normal form, got {message!r:.200} ({error})"
     try:
-        msgspec.json.decode(call.context or b"null")
+        sort_json_keys(call.context)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return "expected JSON as the context of the messages"
     return None

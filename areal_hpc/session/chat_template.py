@@ -151,7 +151,10 @@ class ChatTemplate:
                 {**one, "thinking": thought} if (thought := one.get("reasoning_content")) else one
                 for one in messages
             ]
-        if not any("tool_calls" in one for one in messages):
+        for one in messages:  # `any` takes twice as long
+            if "tool_calls" in one:
+                break
+        else:
             return self._render(messages, tools, variables, opens_reply)
         if self._numbers_calls:
             messages = _rename_calls(

@@ -65,12 +65,15 @@ def build_normal_message(
     return normal
 
 
+def write_json_text(value: Any) -> str:
+    """A value as JSON; a text stays what it is, as the arguments of a call that no client read."""
+    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
+
+
 def _normalize_tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
     function = call["function"]
     arguments = function.get("arguments")
-    arguments = "" if arguments is None else arguments
-    if not isinstance(arguments, str):  # a client has read them
-        arguments = msgspec.json.encode(arguments).decode()
+    arguments = "" if arguments is None else write_json_text(arguments)
     # A malformed call stays the text it is, and so does one that no journal could hold.
     with contextlib.suppress(msgspec.DecodeError, RecursionError, OverflowError):
         value = msgspec.json.decode(arguments)
@@ -227,15 +230,15 @@ class _ToolRun:
 
 
 def align_tool_turns(
-    messages: Sequence[Message], reply_by_call_id: Mapping[str, Message]
+    messages: list[Message], reply_by_call_id: Mapping[str, Message]
 ) -> list[Message]:
-    """The messages with each reply's calls in one message, then their results in that order.
+    """The messages; where there are calls, each reply's in one message, then results in order.
 
     `reply_by_call_id` has the replies that are known. A message of the assistant that made no known
     call stays as it is, but for the order of its results.
     """
     if not _have_tool_calls(messages):
-        return [*messages]
+        return messages
     aligned: list[Message] = []
     run: _ToolRun | None = None
     for message in messages:

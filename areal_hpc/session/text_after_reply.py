@@ -42,15 +42,18 @@ def render_text_after_reply(
     for keeps_all_calls in (True, False):
         conversation = [*messages]
         for i in reply_indices:
-            conversation[i] = _build_bare_reply(messages[i], keeps_all_calls)
+            if len(messages[i]) > len(("role", "content")):
+                conversation[i] = _build_bare_reply(messages[i], keeps_all_calls)
         for reply in _list_marked_replies(conversation[last]):
             conversation[last] = reply
             try:
-                _, mark, text = render(conversation).partition(REPLY_MARK)
+                rendered = render(conversation)
                 call_end = _find_said_call_end(template, reply, get_said)
             except ChatTemplateError:
                 continue
-            if mark and REPLY_MARK not in text and text.startswith(call_end):
+            at = rendered.find(REPLY_MARK)
+            text = rendered[at + len(REPLY_MARK) :]  # a history before it is not copied
+            if at >= 0 and REPLY_MARK not in text and text.startswith(call_end):
                 return text[len(call_end) :]
     return None
 

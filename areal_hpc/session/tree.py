@@ -149,7 +149,7 @@ class OpenTurn(msgspec.Struct, frozen=True):
         parent = self.parent
         if parent is None or not parent.closed:
             return encoded
-        said = unpack_ids(parent.output_ids)[-MAX_TURN_END_TOKENS:].tolist()
+        said = memoryview(parent.output_ids[-4 * MAX_TURN_END_TOKENS :]).cast("i").tolist()
         for count in range(min(len(said), len(encoded)), 0, -1):
             if said[-count:] == encoded[:count]:
                 return encoded[count:]
@@ -163,6 +163,8 @@ class _MessageNode:
     interaction: Interaction | None = None
 
     def find_child(self, message: Message) -> _MessageNode | None:
+        if not self.children:
+            return None
         equal = [
             node
             for node in self.children
@@ -202,6 +204,8 @@ class InteractionTree:
         self._roots: dict[bytes, _MessageNode] = {}
         self._entries: dict[str, _TreeEntry] = {}
         self._reply_by_call_id: dict[str, Message] = {}
+        self._latest_sequence = "", b""
+        """Id of the interaction that was recorded last, and its sequence as JSON ids."""
         self.auxiliary: dict[str, str] = {}
         """Why a conversation is not to be learned from, by the id of its first reply."""
 
@@ -227,7 +231,7 @@ class InteractionTree:
 
     def build_open_turn(
         self,
-        messages: Sequence[Message],
+        messages: list[Message],
         template: ChatTemplate,
         encoder: TokenEncoder,
         *,
@@ -237,7 +241,9 @@ class InteractionTree:
     ) -> OpenTurn:
         """Find what a conversation in normal form continues, and render what is new.
 
-        The text ends with `prefill` where the reply is to go on from that.
+        Messages that equal the tree's are replaced by them: who sends the same list once more has
+        them found by their identity. The text ends with `prefill` where the reply is to go on
+        from that.
         """
 
         def render(conversation: Sequence[Message]) -> str:
@@ -254,12 +260,8 @@ class InteractionTree:
 
         messages = align_tool_turns(messages, self._reply_by_call_id)
         context = msgspec.json.encode([tools, variables]) if tools or variables else b""
-        parent, known, forked = self._find_longest_match(context, messages)
+        parent, replies, forked = self._find_longest_match(context, messages)
         if parent is not None:
-            indices, count = list[int](), 0
-            for one in self.get_path_to(parent):
-                count += len(one.new_messages) + 1
-                indices.append(count - 1)
             said = parent.output_ids[-4 * MAX_CALL_END_TOKENS :]
 
             def decode_said(skipped_tokens: int) -> str:
@@ -267,59 +269,58 @@ class InteractionTree:
                 return encoder.decode(ids[: len(ids) - skipped_tokens])
 
             suffix = render_text_after_reply(
-                render, template, messages, indices, lambda: decode_said(int(parent.closed))
+                render, template, messages, replies, lambda: decode_said(int(parent.closed))
             )
             if suffix is not None:
                 last, within = template.changing_turn_end
                 if parent.closed and last and decode_said(0).endswith(last):
                     suffix = suffix.removeprefix(within)  # what it said stands for that
-                new = list(messages[known:])
+                new = list(messages[replies[-1] + 1 :])
                 return OpenTurn(parent, "reused", context, new, suffix, forked)
         text = render(messages)
         reuse: PromptReuse = "none" if parent is None else "retokenized"
         return OpenTurn(None, reuse, context, list(messages), text, forked)
 
     def _find_longest_match(
-        self, context: bytes, messages: Sequence[Message]
-    ) -> tuple[Interaction | None, int, str | None]:
-        """The interaction with the longest history that `messages` begin with, its length.
+        self, context: bytes, messages: list[Message]
+    ) -> tuple[Interaction | None, list[int], str | None]:
+        """The interaction with the longest history that `messages` begin with, if there is one.
 
-        Also in what the messages after that depart from what we know, if they claim replies:
-        a different question is a branch, a different reply is a history that was rewritten.
+        Also where replies that we know stand in `messages`, its own last, and in what the messages
+        after that depart from what we know, if they claim replies: a different question is a
+        branch, a different reply is a history that was rewritten.
         """
         found: Interaction | None = None
-        known = 0
-        node = self._roots.get(_sort_json_keys(context))
+        replies: list[int] = []
+        node = self._roots.get(sort_json_keys(context))
         if node is None:
             others = self._roots.values()  # conversations under other tools or template variables
             is_known = _has_assistant_message(messages) and any(
                 root.find_child(messages[0]) for root in others
             )
-            return None, 0, "tools" if is_known else None
+            return None, replies, "tools" if is_known else None
         for depth, message in enumerate(messages):
-            children = node.children
-            if len(children) == 1 and children[0].message == message:
-                child: _MessageNode | None = children[0]
-            else:
-                child = node.find_child(message)
+            child = node.children[0] if len(node.children) == 1 else None
+            if child is None or child.message is not message:
+                if child is not None and child.message == message:
+                    messages[depth] = child.message
+                else:
+                    child = node.find_child(message)
             if child is None:
                 rest = messages[depth:]
-                return (
-                    found,
-                    known,
-                    node.find_field_differing_from_child(message)
-                    if _has_assistant_message(rest)
-                    else None,
-                )
+                is_claimed = _has_assistant_message(rest)
+                field = node.find_field_differing_from_child(message) if is_claimed else None
+                return found, replies, field
             node = child
             if node.interaction is not None:
-                found, known = node.interaction, depth + 1
-        return found, known, None
+                found = node.interaction
+                replies.append(depth)
+        return found, replies, None
 
     def add(self, interaction: Interaction) -> None:
         if interaction.parent_id is None:
             parent = None
-            node = self._roots.setdefault(_sort_json_keys(interaction.context), _MessageNode({}))
+            node = self._roots.setdefault(sort_json_keys(interaction.context), _MessageNode({}))
         else:
             parent = self._entries[interaction.parent_id]
             node = parent.node
@@ -334,8 +335,9 @@ class InteractionTree:
         self._reply_by_call_id |= dict.fromkeys(_list_call_ids(reply), reply)
         self._entries[interaction.interaction_id] = _TreeEntry(interaction, node, parent)
 
-    def cache_ids_json(self, interaction_id: str, own_ids_json_inside: bytes) -> None:
-        self._entries[interaction_id].own_ids_json_inside = own_ids_json_inside
+    def keep_latest_sequence(self, interaction_id: str, ids_json_inside: bytes) -> None:
+        """Keep the sequence that an interaction ends, the inside of a JSON array: most go on."""
+        self._latest_sequence = interaction_id, ids_json_inside
 
     def get_own_texts(
         self, interaction: Interaction, decode: Callable[[Interaction], Sequence[str]]
@@ -353,7 +355,11 @@ class InteractionTree:
         """
         parts = [then]
         entry = self._entries[interaction.interaction_id] if interaction else None
+        latest_id, latest_json_inside = self._latest_sequence
         while entry is not None:
+            if entry.interaction.interaction_id == latest_id:
+                parts.append(latest_json_inside)
+                break
             if entry.own_ids_json_inside is None:
                 one = entry.interaction
                 entry.own_ids_json_inside = format_ids_as_json_inside(
@@ -411,5 +417,6 @@ def join_json_array_insides(*array_insides: bytes) -> bytes:
 
 
 @lru_cache(maxsize=256)
-def _sort_json_keys(context_json: bytes) -> bytes:
+def sort_json_keys(context_json: bytes) -> bytes:
+    """The same JSON whatever the order of its members; DecodeError if it is none."""
     return context_json and msgspec.json.encode(msgspec.json.decode(context_json), order="sorted")

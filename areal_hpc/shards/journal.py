@@ -1,6 +1,6 @@
 """The node-local journal: what a process must not lose if it dies before the next seal.
 
-A file of records, each one `writev()`:
+A file of records, each one `write()`:
 
 | field   | bytes  | meaning                                   |
 |---------|--------|-------------------------------------------|
@@ -125,17 +125,19 @@ class JournalWriter:
 
         If the disk refuses, now or at an earlier sync, the journal stays whole.
         """
-        header = encode_record_header(record_kind, payload)
+        record = encode_record_header(record_kind, payload) + payload
         with self._appending:
             if self._sync_error is not None:
                 raise _build_disk_error(self.path, self._sync_error) from self._sync_error
             fault_point("journal.before_append")
             try:
-                record_bytes = write_all(self._descriptor, (header, payload))
+                written_bytes = os.write(self._descriptor, record)
+                if written_bytes < len(record):
+                    write_all(self._descriptor, (memoryview(record)[written_bytes:],))
             except OSError as error:
                 os.ftruncate(self._descriptor, self._size_bytes)
                 raise _build_disk_error(self.path, error) from error
-            self._size_bytes += record_bytes
+            self._size_bytes += len(record)
         if not self._dirty.is_set():  # setting takes a lock that the syncing thread waits for
             self._dirty.set()
 

@@ -9,6 +9,7 @@ import logging
 import resource
 import socket
 import ssl
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -32,6 +33,8 @@ TICKS_PER_DEADLINE_CHECK = 10
 RESERVED_DESCRIPTORS = 128
 """For everything but connections: files, pipes, the event loop."""
 MIN_CONNECTIONS = 16
+CONNECTION_KEY = "areal_hpc.connection"
+"""Where an ASGI application finds the `GuardedProtocol` of a request in its scope."""
 
 
 def get_connection_descriptor_limit() -> int:
@@ -51,6 +54,9 @@ class GuardedProtocol(HttpToolsProtocol):
     _head_bytes = 0
     _has_asked = False
     _is_overdue = False
+    has_disconnected = False
+    on_disconnect: Callable[[], object] | None = None
+    """Called when the client hangs up. A task that waits for that would cost each call 30 us."""
 
     def __init__(self, *, max_connections: int, **uvicorn_arguments: Any) -> None:
         super().__init__(**uvicorn_arguments)
@@ -61,6 +67,12 @@ class GuardedProtocol(HttpToolsProtocol):
         self._start_part_deadline("head")
         if len(self.connections) > self._max_connections and not self._drop_silent_connection():
             self.refuse_and_hang_up(503, "too many connections")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self.has_disconnected = True
+        if self.on_disconnect is not None:
+            self.on_disconnect()
 
     def _drop_silent_connection(self) -> bool:
         """Close the oldest connection that has never asked for anything, if there is one."""
@@ -89,6 +101,8 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._awaits != "head":  # several may come at once
             self._start_part_deadline("head")
         super().on_message_begin()
+        scope: Any = self.scope
+        scope[CONNECTION_KEY] = self
 
     def on_headers_complete(self) -> None:
         self._awaits = "body"

@@ -25,8 +25,7 @@ import pytest
 from areal_hpc.jobs.config import get_interpreter
 from areal_hpc.launch.tiny_model import make_tiny_model
 from areal_hpc.proxy.http.driver_api import MAX_KEPT_EXPORTED_SESSIONS, build_export_rows
-from areal_hpc.proxy.sessions.events import decode_event
-from areal_hpc.proxy.sessions.store import SessionStore
+from areal_hpc.proxy.sessions.store import SessionStore, decode_event
 from areal_hpc.session.chat_template import ChatTemplate, TokenEncoder
 from areal_hpc.session.tree import unpack_ids
 from areal_hpc.shards.journal import read_journal

@@ -15,8 +15,12 @@ import msgspec
 from anthropic import Anthropic
 from openai import OpenAI
 
-from areal_hpc.proxy.sessions.events import InteractionAdded, SessionOpened, decode_event
-from areal_hpc.proxy.sessions.store import compute_key_digest
+from areal_hpc.proxy.sessions.store import (
+    InteractionAdded,
+    SessionOpened,
+    compute_key_digest,
+    decode_event,
+)
 from areal_hpc.recipe.sections.proxy_and_shards import ProxyConfig
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.paths import RunPaths

@@ -101,7 +101,7 @@ def play_scene(template_source: str, scene: Sequence[Message]) -> Iterator[Playe
     read = said = ""
     replies = [i for i, message in enumerate(scene) if message["role"] == "assistant"]
     for end in [*replies, len(scene)]:
-        messages = scene[:end]
+        messages = [*scene[:end]]
         turn = tree.build_open_turn(messages, template, encoder, tools=tools)
         new_ids = turn.drop_repeated_turn_end(encoder.encode(turn.new_text))
         new = encoder.decode(new_ids)

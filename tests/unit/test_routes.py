@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
-from areal_hpc.proxy.engine.failover import ReplyFailover
-from areal_hpc.proxy.engine.generation import Generation, SamplingParams
-from areal_hpc.proxy.engine.sglang_client import GenerateRequest
+from areal_hpc.proxy.completion.reply import join_replies
+from areal_hpc.proxy.engine.generation import Generation
 from areal_hpc.session.call_records import find_client_reported_field_defect
 from areal_hpc.session.export import EpisodeKey, build_training_rows
 from areal_hpc.session.tree import InteractionTree, VersionSpan
@@ -85,12 +84,8 @@ def test_a_reply_of_two_replicas_keeps_what_the_first_one_said() -> None:
         )  # fmt: skip
 
     ids = ENCODER.encode("hello world")
-    request = GenerateRequest("rid", b"1,2", SamplingParams(1.0, 64), routes_from=0)
     for before, expected in ((b"aaaa", b"aaaabbbbcccc"), (b"", b"xxxxbbbbcccc")):
-        failover = ReplyFailover(ENCODER)
-        failover.keep_aborted_part(reply(ids, before), request)
-        assert failover.build_next_request(request).routes_from == 0
-        assert failover.join_replies(reply(ids, b"xxxxbbbbcccc")).routes == expected
+        assert join_replies(reply(ids, before), reply(ids, b"xxxxbbbbcccc")).routes == expected
 
 
 @pytest.mark.parametrize("mixture", [SMALL, LARGE])

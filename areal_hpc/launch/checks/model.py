@@ -290,7 +290,7 @@ def find_prompt_problems(
     Tasks without `messages` are left out: only their agent knows what it asks. An agent may put
     more before a prompt, so the lengths found are the least.
     """
-    tasks = TaskSet.read_or_empty(tasks_file)
+    tasks = TaskSet.read(tasks_file)
     template = ChatTemplate.from_model_dir(model_dir)
     template.require_messages(with_tools=recipe.inference.tool_call_parser is not None)
     encoder = TokenEncoder.from_model_dir(model_dir)

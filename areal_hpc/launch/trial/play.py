@@ -24,7 +24,7 @@ from areal_hpc.rollout.episodes.episode_spec import (
     derive_episode_seed,
 )
 from areal_hpc.rollout.episodes.http_client import make_http_client
-from areal_hpc.rollout.execution.agent_sandboxes import make_agent_sandboxes, start_and_stop_sandbox
+from areal_hpc.rollout.execution.agent_sandboxes import make_agent_sandboxes, try_sandbox
 from areal_hpc.rollout.execution.subprocess_agent import SubprocessAgent
 from areal_hpc.rollout.job import build_agent
 from areal_hpc.rollout.task_set import TaskSet
@@ -171,11 +171,11 @@ async def _play_tasks(config: TrialConfig, agent: Agent, cell: TrialCell) -> int
     rollout = job.recipe.rollout
     if isinstance(agent, SubprocessAgent):
         await agent.check_agent_builds()
-    await start_and_stop_sandbox(rollout.agent)  # as a driver does
+    await try_sandbox(rollout.agent)  # as a driver does
     key = ensure_service_key(paths.service_key)
     proxy = AsyncServiceClient(paths.rendezvous_dir, format_proxy_name(job.cell), key)
     http_client: Any = make_http_client(rollout.episode_timeout_s)
-    tasks = TaskSet.read_or_empty(paths.dataset("train"))
+    tasks = TaskSet.read(paths.dataset("train"))
     sandboxes = None
     if not isinstance(agent, SubprocessAgent):
         sandboxes = make_agent_sandboxes(rollout.agent, warm=0)

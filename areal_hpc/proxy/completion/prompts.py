@@ -18,7 +18,7 @@ from areal_hpc.proxy.engine.call_limits import (
 )
 from areal_hpc.proxy.engine.generation import Generation, SamplingParams
 from areal_hpc.proxy.engine.grammar_limits import GrammarChecks, refuse_costly_sampling
-from areal_hpc.proxy.engine.model_call import ModelCall, ReplyContent, ServedModel
+from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel
 from areal_hpc.proxy.engine.sglang_client import GenerateRequest
 from areal_hpc.proxy.engine.tool_parsers import ParserProcessClient
 from areal_hpc.proxy.metrics import ProxyMetrics
@@ -43,7 +43,10 @@ _SGLANG_TRUNCATION_DEFAULTS = {"top_p": 1.0, "top_k": -1}
 
 
 def enforce_sampling(
-    call: ModelCall, session: StartSessionRequest, unknown_params: Sequence[str]
+    call: ModelCall,
+    session: StartSessionRequest,
+    unknown_params: Sequence[str],
+    is_retry: bool = False,
 ) -> ModelCall:
     """Replace a call's sampling parameters by the run's, if its session is bound to them.
 
@@ -52,7 +55,7 @@ def enforce_sampling(
     """
     sampling, replaced = apply_enforced_sampling(call.sampling, session)
     ignored = [*call.ignored, *unknown_params, *replaced, *list_unpaired(call.messages)]
-    return msgspec.structs.replace(call, sampling=sampling, ignored=ignored)
+    return msgspec.structs.replace(call, sampling=sampling, ignored=ignored, is_retry=is_retry)
 
 
 def apply_enforced_sampling(
@@ -108,9 +111,9 @@ def bound_top_k(
 
 
 def _get_enforced_sampling(session: StartSessionRequest) -> dict[str, Any]:
-    ours = session.sampling
     if session.sampling_from == "agent":
         return {}
+    ours = session.sampling
     return {"temperature": ours.temperature, "top_p": ours.top_p, "top_k": ours.top_k or -1}
 
 
@@ -127,7 +130,6 @@ class PreparedCall(msgspec.Struct, frozen=True):
     new_ids: bytes
     prompt_tokens: int
     prompt_ids_json_inside: bytes
-    new_ids_json_inside: bytes
     sampling: SamplingParams
     answer_id: str
     give_up_at: float
@@ -147,14 +149,14 @@ class PreparedCall(msgspec.Struct, frozen=True):
         return GenerateRequest(
             make_random_id(16),
             self.prompt_ids_json_inside,
-            self._get_choice_sampling(choice_index),
+            self.get_choice_sampling(choice_index),
             self.call.top_logprobs,
             self.reasons_before_grammar,
             self.records_sampling_mask,
             self.routes_from if self.mixture else -1,
         )
 
-    def _record_routes(self, generation: Generation) -> RecordedRoutes | None:
+    def record_routes(self, generation: Generation) -> RecordedRoutes | None:
         if self.mixture is None:
             return None
         tokens = self.prompt_tokens + len(generation.output_ids) - 1 - self.routes_from
@@ -163,49 +165,11 @@ class PreparedCall(msgspec.Struct, frozen=True):
             log.warning("a reply came without sound routes of its %d tokens", tokens)
         return routes
 
-    def _get_choice_sampling(self, choice_index: int) -> SamplingParams:
+    def get_choice_sampling(self, choice_index: int) -> SamplingParams:
         if not choice_index:
             return self.sampling
         seed = (self.sampling.sampling_seed or 0) + choice_index
         return msgspec.structs.replace(self.sampling, sampling_seed=seed)
-
-    def build_interaction(
-        self,
-        choice_index: int,
-        generation: Generation,
-        replica: int,
-        reply: ReplyContent,
-        first_token_at: float,
-    ) -> Interaction:
-        parent = self.turn.parent
-        kept_counts, kept_ids = generation.pack_sampling_mask()
-        return Interaction(
-            interaction_id=f"{self.answer_id}-{choice_index}" if choice_index else self.answer_id,
-            parent_id=parent.interaction_id if parent is not None else None,
-            reuse=self.turn.reuse,
-            context=self.turn.context,
-            new_messages=self.turn.new_messages,
-            reply=reply.build_assistant_message(self.call.prefill or ""),
-            prompt_tokens=self.prompt_tokens,
-            new_ids=self.new_ids,
-            output_ids=pack_ids(generation.output_ids),
-            logprobs=generation.pack_behavior_logprobs(),
-            spans=generation.spans,
-            finish_reason=generation.finish_reason,
-            closed=generation.ends_with_stop_token,
-            temperature=self.sampling.temperature,
-            asked_at=self.asked_at,
-            first_token_at=first_token_at,
-            answered_at=time.time(),
-            replica=replica,
-            cached_tokens=generation.cached_tokens,
-            sampling=encode_recorded_sampling(self._get_choice_sampling(choice_index)),
-            ignored=self.call.ignored_names,
-            is_retry=self.call.is_retry,
-            kept_counts=kept_counts,
-            kept_ids=kept_ids,
-            routes=self._record_routes(generation),
-        )
 
 
 def encode_recorded_sampling(sampling: SamplingParams) -> bytes:
@@ -244,19 +208,15 @@ class PromptBuilder:
         refuse_call_beyond_limits(session, call.n)
         _refuse_prefill_with_grammar(call)
         turn, new_ids, prompt_tokens = await self._tokenize_call(session, call)
-        self._metrics.prompts.labels(turn.reuse).inc()
+        self._metrics.prompts_by_reuse[turn.reuse].inc()
         if turn.differing_field is not None:
             self._metrics.rewritten_histories.labels(turn.differing_field).inc()
-        sampling = self._fit_reply_limit(session, call, prompt_tokens)
-        sampling = zero_tiny_temperature(sampling)
-        number, session.calls = session.calls, session.calls + 1
-        if sampling.sampling_seed is None:
-            # One that differs between calls, episodes and tickets, and repeats with the run's seed.
-            asked = session.request
-            text = f"{asked.seed}/{asked.task_id}/{asked.episode}/{number}"
-            seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest())
-            sampling = msgspec.structs.replace(sampling, sampling_seed=seed & 0x3FFFFFFF)
-        sampling, reasons_first = await self._prepare_sampling_for_parsers(call, turn, sampling)
+        sampling = zero_tiny_temperature(self._complete_sampling(session, call, prompt_tokens))
+        tools, reasons_first = self._model.list_parseable_tools(call), False
+        if self._parsers is not None and tools is not None:
+            sampling, reasons_first = await self._prepare_sampling_for_parsers(
+                self._parsers, call, tools, turn, sampling
+            )
         refuse_costly_sampling(sampling)
         await self._grammars.refuse_costly_grammar(session, sampling)
         sampling, records_sampling_mask = bound_top_k(
@@ -265,7 +225,6 @@ class PromptBuilder:
         sampling, reserved_tokens = await reserve_reply_tokens_per_choice(
             session, sampling, call.n, give_up_at
         )
-        new_ids_json_inside = format_ids_as_json_inside(new_ids)
         return PreparedCall(
             call=call,
             session=session,
@@ -273,16 +232,13 @@ class PromptBuilder:
             new_ids=pack_ids(new_ids),
             prompt_tokens=prompt_tokens,
             prompt_ids_json_inside=session.tree.build_sequence_ids_json_inside(
-                turn.parent, new_ids_json_inside
+                turn.parent, format_ids_as_json_inside(new_ids)
             ),
-            new_ids_json_inside=new_ids_json_inside,
             sampling=sampling,
             answer_id=answer_id,
             asked_at=asked_at,
             give_up_at=give_up_at,
-            parseable_tools=call.tool_choice.select_allowed_tools(call.tools)
-            if self._model.must_parse_reply(call)
-            else None,
+            parseable_tools=tools,
             reasons_before_grammar=reasons_first,
             records_sampling_mask=records_sampling_mask,
             mixture=self._model.mixture if session.is_trained else None,
@@ -291,19 +247,22 @@ class PromptBuilder:
         )
 
     async def _prepare_sampling_for_parsers(
-        self, call: ModelCall, turn: OpenTurn, sampling: SamplingParams
+        self,
+        parsers: ParserProcessClient,
+        call: ModelCall,
+        tools: list[dict[str, Any]],
+        turn: OpenTurn,
+        sampling: SamplingParams,
     ) -> tuple[SamplingParams, bool]:
-        if self._parsers is None or not self._model.must_parse_reply(call):
-            return sampling, False
         # The parsers need the marks that a reader of plain text would not want to see.
         sampling = msgspec.structs.replace(sampling, skip_special_tokens=False)
-        choice, tools = call.tool_choice, call.tool_choice.select_allowed_tools(call.tools)
+        choice = call.tool_choice
         strict = any(tool["function"].get("strict") for tool in tools)
         if sampling.active_grammar_names:
             tools = []  # a reply held to another grammar calls nothing
         elif not (tools and (choice.must_call or not choice.parallel or strict)):
             return sampling, False
-        found = await self._parsers.fetch_grammar(tools, turn.text_after_messages, choice)
+        found = await parsers.fetch_grammar(tools, turn.text_after_messages, choice)
         if found.grammar:
             grammar = {found.grammar: found.grammar_value}
             sampling = msgspec.structs.replace(sampling, **grammar)
@@ -366,10 +325,10 @@ class PromptBuilder:
             turn.parent, format_ids_as_json_inside(new_ids)
         ), prompt_tokens
 
-    def _fit_reply_limit(
+    def _complete_sampling(
         self, session: Session, call: ModelCall, prompt_tokens: int
     ) -> SamplingParams:
-        """The sampling parameters with a reply limit that the context has room for.
+        """The sampling parameters with a seed, and a reply limit that the context has room for.
 
         A limit beyond that room is an upper bound like any other, as in AReaL: agents ask for as
         much as a whole context may hold, whatever their prompt has taken of it.
@@ -378,14 +337,24 @@ class PromptBuilder:
         room = context_tokens - prompt_tokens
         if room < 1:
             raise PromptTooLongError(prompt_tokens, context_tokens, call.prompt_param_name)
-        limit = call.sampling.max_new_tokens or session.request.sampling.max_new_tokens
-        limit = min(limit, room)
-        least = min(call.sampling.min_new_tokens, limit)
-        stops = call.sampling.stop_token_ids
+        asked, opened = call.sampling, session.request
+        limit = min(asked.max_new_tokens or opened.sampling.max_new_tokens, room)
+        least = min(asked.min_new_tokens, limit)
+        stops, seed = asked.stop_token_ids, asked.sampling_seed
         if least:  # those that SGLang forbids meanwhile: the trainer reads here which they were
             stops = sorted({*(stops or ()), *self._model.end_token_ids})
+        number, session.calls = session.calls, session.calls + 1
+        if seed is None:
+            # One that differs between calls, episodes and tickets, and repeats with the run's seed.
+            text = f"{opened.seed}/{opened.task_id}/{opened.episode}/{number}"
+            digest = hashlib.blake2b(text.encode(), digest_size=4).digest()
+            seed = int.from_bytes(digest) & 0x3FFFFFFF
         return msgspec.structs.replace(
-            call.sampling, max_new_tokens=limit, min_new_tokens=least, stop_token_ids=stops
+            asked,
+            max_new_tokens=limit,
+            min_new_tokens=least,
+            stop_token_ids=stops,
+            sampling_seed=seed,
         )
 
 

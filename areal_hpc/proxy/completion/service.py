@@ -3,25 +3,32 @@
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Coroutine
 from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
 
-from areal_hpc.errors import ProxyRequestError, RepeatedlyFailedCallError, UntrainableCallError
-from areal_hpc.proxy.completion.prompts import PreparedCall, PromptBuilder
-from areal_hpc.proxy.completion.streaming import RecordedChoice, ReplyChunk, ReplyStream
+from areal_hpc.errors import ProxyRequestError, UntrainableCallError
+from areal_hpc.proxy.completion.prompts import (
+    PreparedCall,
+    PromptBuilder,
+    encode_recorded_sampling,
+)
+from areal_hpc.proxy.completion.reply import (
+    RecordedChoice,
+    ReplyChunk,
+    ReplyGenerator,
+    ReplyStream,
+    record_call_span,
+)
 from areal_hpc.proxy.config import ProxyLimits
 from areal_hpc.proxy.engine.call_limits import (
     ConcurrentReplyLimiter,
     refuse_call_beyond_limits,
     reserve_reply_tokens_per_choice,
 )
-from areal_hpc.proxy.engine.failover import ReplyFailover
 from areal_hpc.proxy.engine.generation import (
-    EngineHungUpError,
-    EngineResponseError,
     Generation,
     TokenChunk,
     UnfinishedEngineCallError,
@@ -33,34 +40,21 @@ from areal_hpc.proxy.engine.router import Router
 from areal_hpc.proxy.engine.sglang_client import GenerateRequest, SGLangClient
 from areal_hpc.proxy.engine.tool_parsers import ParserProcessClient, RemoteReplyParser
 from areal_hpc.proxy.metrics import ProxyMetrics
-from areal_hpc.proxy.sessions.events import InteractionAdded, ReplySampled
 from areal_hpc.proxy.sessions.recorder import JournaledRecorder
-from areal_hpc.proxy.sessions.store import Session
-from areal_hpc.rundir.telemetry.spans import record_span
+from areal_hpc.proxy.sessions.store import InteractionAdded, ReplySampled, Session
 from areal_hpc.session.call_records import compute_reply_digest
 from areal_hpc.session.tree import (
     ABORT_FINISH_REASON,
-    VersionSpan,
+    Interaction,
     format_ids_as_json_inside,
     join_json_array_insides,
     pack_ids,
 )
-from areal_hpc.wire.replicas import ReplicaView
 
 log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
-MAX_ENGINE_FAILURES_PER_CALL = 3
-"""Tries that an engine has received and answered with an error, or hung up on. A call that is
-repeated for as long as its time lasts asks an engine that cannot answer it hundreds of times."""
-MAX_REPLICA_HANGUPS_PER_CALL = 2
-"""Replicas that may hang up on a call. Dying under two in turn is hardly a coincidence."""
-RETRY_PAUSE_S = 0.2
-RETRY_PAUSE_AFTER_ENGINE_ERROR_S = 1.0
-"""Time to learn whether the engine still serves."""
 EMPTY_CHUNK = TokenChunk("", [], [], [])
-GenerateOnReplica = Callable[[ReplicaView, GenerateRequest, float], Awaitable[Generation]]
-"""(replica, request, seconds left) -> what was generated there."""
 
 
 class CompletionService:
@@ -79,7 +73,9 @@ class CompletionService:
         self.metrics = ProxyMetrics()
         self._grammars = grammars or GrammarChecks(None)
         self.prompts = PromptBuilder(model, parsers, self._grammars, limits, self.metrics)
-        self._encoder = model.encoder
+        self._make_generator = partial(
+            ReplyGenerator, router, upstream, self.metrics, model.encoder
+        )
         self._limiter = ConcurrentReplyLimiter(limits)
         self._timeout_s = limits.request_timeout_s
         self._parsers = parsers
@@ -100,9 +96,8 @@ class CompletionService:
         try:
             prompt = await self.prompts.prepare_call(session, call, answer_id)
             reserved_tokens = call.n * prompt.reserved_tokens_per_choice
-            answers = await _gather(
-                [self._generate_choice(prompt, choice) for choice in range(call.n)]
-            )
+            generators = [self._make_generator(prompt, choice) for choice in range(call.n)]
+            answers = await _gather([one.run() for one in generators])
             said = [await self._parse_reply(prompt, generation) for generation, _ in answers]
             return [
                 self._record_reply(prompt, choice, *answer, said[choice])
@@ -130,7 +125,7 @@ class CompletionService:
             reply = decode_generation("a replica", answer)
         except (UnfinishedEngineCallError, ProxyRequestError):
             return answer  # the client reads the same in it, and has nothing to record
-        self._advance_newest_version(reply.spans)
+        self._router.note_sampled_versions(reply.spans)
         digest = compute_reply_digest(
             request.prompt_ids_json_inside,
             pack_ids(reply.output_ids),
@@ -140,7 +135,7 @@ class CompletionService:
         )
         if self.recorder.holds_session(session):
             sampled = ReplySampled(session.session_id, digest, len(reply.output_ids))
-            self.recorder.journal_and_apply(sampled)
+            self.recorder.record(sampled)
         return answer
 
     async def _send_once(
@@ -156,34 +151,6 @@ class CompletionService:
             raise ProxyRequestError(502, f"the replica was lost: {lost}") from lost
         finally:
             self._router.on_call_finished(session, replica)
-
-    def _advance_newest_version(self, spans: Sequence[VersionSpan]) -> None:
-        self._router.advance_newest_version(max((span.version for span in spans), default=0))
-
-    async def _generate_choice(
-        self, prompt: PreparedCall, choice_index: int
-    ) -> tuple[Generation, int]:
-        """One choice, whole. What a replica said before it broke the call off is gone on from.
-
-        Sampling it anew would favor short replies: those are broken off more rarely.
-        """
-        failover = ReplyFailover(self._encoder)
-
-        async def generate(
-            replica: ReplicaView, whole: GenerateRequest, timeout_s: float
-        ) -> Generation:
-            nonlocal failover
-            request = failover.build_next_request(whole)
-            self.metrics.failovers.inc(request is not whole)
-            generation = await self._upstream.generate(replica, request, timeout_s)
-            if generation.finish_reason == ABORT_FINISH_REASON:
-                failover.keep_aborted_part(generation, request)
-                if not failover.is_possible:  # nobody has seen any of it
-                    failover = ReplyFailover(self._encoder)
-                raise UnfinishedEngineCallError(f"{replica.url} aborted the generation")
-            return failover.join_replies(generation)
-
-        return await self._generate_with_failover(prompt, choice_index, generate)
 
     async def _parse_reply(self, prompt: PreparedCall, generation: Generation) -> ReplyContent:
         reader = self._make_reply_parser(prompt)
@@ -218,7 +185,7 @@ class CompletionService:
         self, prompt: PreparedCall, choice_index: int, reply_stream: ReplyStream
     ) -> None:
         said, reader = ReplyContent(), self._make_reply_parser(prompt)
-        failover, first_token_at = ReplyFailover(self._encoder), 0.0
+        first_token_at = 0.0
 
         async def take(piece: TokenChunk) -> None:
             nonlocal first_token_at
@@ -227,35 +194,9 @@ class CompletionService:
             said.append(part)
             reply_stream.put(ReplyChunk(choice_index, part, piece))
 
-        async def generate(
-            replica: ReplicaView, whole: GenerateRequest, timeout_s: float
-        ) -> Generation:
-            if reply_stream.abandoned:  # while no replica served, say
-                raise ProxyRequestError(503, "the client disconnected before the call began")
-            request = failover.build_next_request(whole)
-            self.metrics.failovers.inc(request is not whole)
-            reply_stream.register_stop_callback(
-                choice_index, partial(self._upstream.abort, replica, request.rid)
-            )
-            try:
-                generation = await self._upstream.generate_streaming(
-                    replica, request, timeout_s, take
-                )
-            except UnfinishedEngineCallError as lost:
-                failover.on_replica_lost(lost.partial, replica, request)
-                raise
-            if generation.finish_reason == ABORT_FINISH_REASON and not reply_stream.abandoned:
-                failover.keep_aborted_part(generation, request)
-                raise UnfinishedEngineCallError(f"{replica.url} aborted the generation")
-            return failover.join_replies(generation)
-
         try:
-            generation, replica = await self._generate_with_failover(
-                prompt,
-                choice_index,
-                generate,
-                lambda: failover.is_possible and not reply_stream.abandoned,
-            )
+            generator = self._make_generator(prompt, choice_index, reply_stream, take)
+            generation, replica = await generator.run()
             if reader is not None:
                 is_cut = not generation.ends_with_stop_token
                 rest = await reader.feed("", is_last=True, is_cut=is_cut)
@@ -277,50 +218,6 @@ class CompletionService:
             reply_stream.unregister_stop_callback(choice_index)
             self._limiter.release(prompt.session, 1, prompt.reserved_tokens_per_choice)
 
-    async def _generate_with_failover(
-        self,
-        prompt: PreparedCall,
-        choice_index: int,
-        attempt: GenerateOnReplica,
-        may_repeat: Callable[[], bool] = lambda: True,
-    ) -> tuple[Generation, int]:
-        """What was generated, and the index of the replica that said the end of it."""
-        # A replica that cannot be reached, or breaks a call off as it was told to, says nothing of
-        # the call: that is not counted.
-        session, lost = prompt.session, set[int]()
-        failed, hung_up = 0, set[tuple[int, int]]()
-        while True:
-            replica = await self._router.pick_replica(session, prompt.give_up_at, lost)
-            timeout_s = max(prompt.give_up_at - time.monotonic(), 0.001)
-            self._router.on_call_started(replica)
-            began_at = time.time()
-            try:
-                generation = await attempt(replica, prompt.build_request(choice_index), timeout_s)
-                return generation, replica.index
-            except UnfinishedEngineCallError as error:
-                log.warning("replica %d lost a call: %s", replica.index, error)
-                _record_call_span("lost call", session, began_at, time.time(), replica.index)
-                self._router.on_call_lost(replica, error)
-                if time.monotonic() >= prompt.give_up_at or not may_repeat():
-                    raise ProxyRequestError(503, f"the replica was lost: {error}") from error
-                lost.add(replica.index)
-                is_answered = isinstance(error, EngineResponseError)
-                if isinstance(error, EngineHungUpError):
-                    hung_up.add((replica.index, replica.incarnation))
-                failed += is_answered or isinstance(error, EngineHungUpError)
-                problem = f"{failed} tries of this call failed"
-                if len(hung_up) >= MAX_REPLICA_HANGUPS_PER_CALL:
-                    problem = f"{len(hung_up)} replicas hung up on this call, so no other is asked"
-                elif failed < MAX_ENGINE_FAILURES_PER_CALL:
-                    problem = ""
-                if problem:
-                    self.metrics.failed_calls.inc()
-                    raise RepeatedlyFailedCallError(f"{problem}: {error}") from error
-                pause_s = RETRY_PAUSE_AFTER_ENGINE_ERROR_S if is_answered else RETRY_PAUSE_S
-            finally:
-                self._router.on_call_finished(session, replica)
-            await asyncio.sleep(pause_s)
-
     def _record_reply(
         self,
         prompt: PreparedCall,
@@ -330,35 +227,57 @@ class CompletionService:
         reply: ReplyContent,
         first_token_at: float = 0.0,
     ) -> RecordedChoice:
-        session = prompt.session
+        session, call, turn = prompt.session, prompt.call, prompt.turn
         if session.ended or not self.recorder.holds_session(session):
             raise ProxyRequestError(403, "the session ended during generation")
-        interaction = prompt.build_interaction(
-            choice_index, generation, replica, reply, first_token_at
+        answer_id, sampling = prompt.answer_id, prompt.get_choice_sampling(choice_index)
+        kept_counts, kept_ids = generation.pack_sampling_mask()
+        interaction = Interaction(
+            interaction_id=f"{answer_id}-{choice_index}" if choice_index else answer_id,
+            parent_id=turn.parent.interaction_id if turn.parent is not None else None,
+            reuse=turn.reuse,
+            context=turn.context,
+            new_messages=turn.new_messages,
+            reply=reply.build_assistant_message(call.prefill or ""),
+            prompt_tokens=prompt.prompt_tokens,
+            new_ids=prompt.new_ids,
+            output_ids=pack_ids(generation.output_ids),
+            logprobs=generation.pack_behavior_logprobs(),
+            spans=generation.spans,
+            finish_reason=generation.finish_reason,
+            closed=generation.ends_with_stop_token,
+            temperature=sampling.temperature,
+            asked_at=prompt.asked_at,
+            first_token_at=first_token_at,
+            answered_at=time.time(),
+            replica=replica,
+            cached_tokens=generation.cached_tokens,
+            sampling=encode_recorded_sampling(sampling),
+            ignored=call.ignored_names,
+            is_retry=call.is_retry,
+            kept_counts=kept_counts,
+            kept_ids=kept_ids,
+            routes=prompt.record_routes(generation),
         )
         try:
-            self.recorder.journal_and_apply(
-                InteractionAdded(
-                    session.session_id, interaction, hidden=not prompt.call.is_retrievable
-                )
-            )
+            self.recorder.record(InteractionAdded(session.session_id, interaction))
         except UntrainableCallError as error:
             raise ProxyRequestError(502, f"the model server's reply is unsound: {error}") from error
-        _record_call_span(
+        record_call_span(
             "call",
             session,
             interaction.asked_at,
             interaction.answered_at,
-            interaction.replica,
+            replica,
             prompt_tokens=interaction.prompt_tokens,
             reply_tokens=interaction.num_output_tokens,
             cached_tokens=interaction.cached_tokens,
         )
-        self._advance_newest_version(interaction.spans)
-        own_json = join_json_array_insides(
-            prompt.new_ids_json_inside, format_ids_as_json_inside(generation.output_ids)
+        self._router.note_sampled_versions(interaction.spans)
+        sequence_json_inside = join_json_array_insides(
+            prompt.prompt_ids_json_inside, format_ids_as_json_inside(generation.output_ids)
         )
-        session.tree.cache_ids_json(interaction.interaction_id, own_json)
+        session.tree.keep_latest_sequence(interaction.interaction_id, sequence_json_inside)
         return RecordedChoice(choice_index, interaction, generation, reply)
 
 
@@ -371,14 +290,3 @@ async def _gather(calls: list[Coroutine[Any, Any, Result]]) -> list[Result]:
     except ExceptionGroup as failures:
         raise failures.exceptions[0] from failures
     return [task.result() for task in tasks]
-
-
-def _record_call_span(
-    name: str, session: Session, begin: float, end: float, replica: int, **tokens: int
-) -> None:
-    facts = {}
-    if (ref := session.request.ref) is not None:
-        facts = {"ticket_id": ref.ticket_id, "attempt": ref.attempt}
-        facts |= {"eval_step": ref.eval_step} if ref.eval_step >= 0 else {}
-        facts["episode"] = session.request.episode
-    record_span(name, begin, end, f"replica {replica}", **facts, **tokens)

@@ -2,15 +2,13 @@
 
 import hashlib
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
-from operator import itemgetter
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta, Struct
 
 from areal_hpc.errors import PromptTooLongError, ProxyRequestError
-from areal_hpc.proxy.completion.streaming import RecordedChoice, ReplyChunk, ReplyStream
+from areal_hpc.proxy.completion.reply import RecordedChoice, ReplyChunk, ReplyStream
 from areal_hpc.proxy.dialects.dialect import (
     BlockChange,
     BlockSplitter,
@@ -42,6 +40,7 @@ from areal_hpc.proxy.dialects.validation import (
     filter_out_hosted_tools,
     format_call_as_text,
     format_left_out_part,
+    join_user_texts,
     parse_tool_choice,
 )
 from areal_hpc.proxy.engine.generation import SamplingParams
@@ -186,7 +185,10 @@ def build_model_call(
     form = form or request.output_format
     prefill, messages = _split_prefill(request.messages)
     return ModelCall(
-        messages=[*_build_system_message(request.system), *_build_conversation(messages)],
+        messages=[
+            *_build_system_message(request.system),
+            *join_user_texts(_read_conversation(messages)),
+        ],
         tools=tools or None,
         tool_choice=choice,
         template_variables=_build_thinking_variables(request, model, ignored) or None,
@@ -229,20 +231,13 @@ def _split_prefill(
     return text, others
 
 
-def _build_conversation(messages: Sequence[_InputMessage]) -> Iterator[Message]:
-    for role, group in groupby(_build_messages(messages), itemgetter("role")):
-        if role == "user":
-            yield {"role": role, "content": "\n".join(one["content"] for one in group)}
-        else:
-            yield from group
-
-
-def _build_messages(messages: Sequence[_InputMessage]) -> Iterator[Message]:
+def _read_conversation(messages: Sequence[_InputMessage]) -> Iterator[str | Message]:
+    """Texts of the user, and messages of all others."""
     for i, message in enumerate(messages):
         if message.role == "system":
             yield from _build_system_message(_read_system_texts(message, i))
         elif message.role == "user":
-            yield from map(normalize_chat_message, _build_user_messages(message, i))
+            yield from _read_user_blocks(message, i)
         else:
             yield normalize_chat_message(_build_assistant_message(message, i))
 
@@ -256,24 +251,20 @@ def _read_system_texts(message: _InputMessage, i: int) -> str | list[_Text]:
     return [block for block in message.content if isinstance(block, _Text)]
 
 
-def _build_user_messages(message: _InputMessage, i: int) -> Iterator[Message]:
+def _read_user_blocks(message: _InputMessage, i: int) -> Iterator[str | Message]:
     if isinstance(message.content, str):
-        yield {"role": "user", "content": message.content}
+        yield message.content
         return
-    texts: list[str] = []
+    if not message.content:
+        yield ""
     for j, block in enumerate(message.content):
         if isinstance(block, _Text):
-            texts.append(block.text)
+            yield block.text
         elif isinstance(block, _ToolResult):
-            if texts:
-                yield {"role": "user", "content": "\n".join(texts)}
-                texts = []
             result = {"tool_call_id": block.tool_use_id, "content": _read_tool_result_text(block)}
             yield {"role": "tool", **result}
         else:
             raise _build_misplaced_block_error(message, i, j)
-    if texts or not message.content:
-        yield {"role": "user", "content": "\n".join(texts)}
 
 
 def _read_tool_result_text(block: _ToolResult) -> str:

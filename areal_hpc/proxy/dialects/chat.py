@@ -7,7 +7,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from areal_hpc.errors import ProxyRequestError
-from areal_hpc.proxy.completion.streaming import RecordedChoice, ReplyChunk
+from areal_hpc.proxy.completion.reply import RecordedChoice, ReplyChunk
 from areal_hpc.proxy.dialects.dialect import Dialect
 from areal_hpc.proxy.dialects.openai import (
     ChoiceExchange,
@@ -46,7 +46,6 @@ from areal_hpc.proxy.engine.model_call import (
 from areal_hpc.proxy.sessions.store import Session
 from areal_hpc.session.chat_template import Message
 from areal_hpc.session.message_matching import build_normal_message
-from areal_hpc.wire.proxy import SamplingDefaults
 
 
 class _ContentPart(Struct):
@@ -219,12 +218,10 @@ class ChatRequest(SharedCompletionParams, forbid_unknown_fields=True, kw_only=Tr
         return frozenset(one.custom.name for one in offered if one.custom is not None)
 
 
-def build_model_call(
-    request: ChatRequest, defaults: SamplingDefaults, model: ServedModel
-) -> ModelCall:
+def _build_model_call(request: ChatRequest, session: Session, model: ServedModel) -> ModelCall:
     check_shared_params(request, model)
-    limits = {request.max_tokens, request.max_completion_tokens} - {None}
-    if len(limits) > 1:
+    given = request.max_tokens, request.max_completion_tokens
+    if None not in given and given[0] != given[1]:
         raise ProxyRequestError(
             400,
             f"max_tokens {request.max_tokens} and max_completion_tokens "
@@ -238,7 +235,7 @@ def build_model_call(
     tools, choice = _read_tools(request, model, ignored, dropped)
     limit = request.max_completion_tokens or request.max_tokens or 0
     return ModelCall(
-        messages=normalize_messages(messages),
+        messages=session.latest_messages.normalize(messages, _normalize_message),
         tools=tools or None,
         tool_choice=choice,
         template_variables={
@@ -246,7 +243,7 @@ def build_model_call(
             **(request.chat_template_kwargs or {}),
         }
         or None,
-        sampling=build_sampling_params(request, defaults, choice, limit),
+        sampling=build_sampling_params(request, session.request.sampling, choice, limit),
         n=request.n or 1,
         top_logprobs=request.top_logprobs or 0,
         ignored=ignored,
@@ -255,15 +252,16 @@ def build_model_call(
     )
 
 
-def _split_prefill(request: ChatRequest) -> tuple[str | None, Sequence[ChatMessage]]:
+def _split_prefill(request: ChatRequest) -> tuple[str | None, list[ChatMessage]]:
     """Split off a last message that the reply shall go on from."""
-    *others, last = request.messages
+    last = request.messages[-1]
     if not (request.continue_final_message or last.prefix):
         if request.add_generation_prompt is False:
             problem = "a reply begins with its opening, or goes on from a message"
             hint = "set continue_final_message"
             raise ProxyRequestError(400, problem, key="add_generation_prompt", hint=hint)
         return None, request.messages
+    others = request.messages[:-1]
     key = f"messages[{len(others)}]"
     if last.role != "assistant" or last.tool_calls or last.function_call or last.reasoning_content:
         raise ProxyRequestError(400, "a reply can go on from text of the assistant alone", key=key)
@@ -344,7 +342,10 @@ def _read_tools(
         mode = old if isinstance(old, str) else None
         name = old.name if isinstance(old, _NamedTool) else None
         return tools, parse_tool_choice(model, tools, mode, name, parallel=False)
-    tools = build_tool_schemas(request.tools, ignored, dropped)
+    tools = build_tool_schemas(request.tools, ignored, dropped) if request.tools else []
+    parallel = request.parallel_tool_calls is not False
+    if not tools and request.tool_choice is None:
+        return tools, ToolChoice("none", None, parallel)
     asked, mode, name, allowed = request.tool_choice, None, None, list[str]()
     if not isinstance(asked, _ToolChoiceObject):
         mode = asked
@@ -354,7 +355,6 @@ def _read_tools(
         mode = asked.allowed_tools.mode if allowed else "none"
     elif named := asked.function or asked.custom:
         name = named.name
-    parallel = request.parallel_tool_calls is not False
     return tools, parse_tool_choice(
         model, tools, mode, name, parallel=parallel, allowed_names=allowed
     )
@@ -385,26 +385,28 @@ def build_tool_schemas(
 def _build_thinking_variables(
     request: ChatRequest, model: ServedModel, ignored: list[str]
 ) -> dict[str, Any]:
-    openrouter, deepseek = request.reasoning or _Reasoning(), request.thinking
-    efforts = {"reasoning_effort": request.reasoning_effort, "reasoning.effort": openrouter.effort}
-    switches = {
-        "enable_thinking": request.enable_thinking,
-        "reasoning.enabled": openrouter.enabled,
-        "thinking": deepseek.type != "disabled" if deepseek is not None else None,
-    }
     found: dict[str, Any] = {}
-    for name, effort in efforts.items():
-        if effort is not None:
-            found |= build_reasoning_variables(model, name, ignored, effort=effort)
-    for name, thinks in switches.items():
-        if thinks is not None:
-            found |= build_reasoning_variables(model, name, ignored, thinks=thinks)
+
+    def add(key: str, *, effort: Any = None, thinks: bool | None = None) -> None:
+        if effort is not None or thinks is not None:
+            found.update(
+                build_reasoning_variables(model, key, ignored, effort=effort, thinks=thinks)
+            )
+
+    add("reasoning_effort", effort=request.reasoning_effort)
+    if request.reasoning is not None:
+        add("reasoning.effort", effort=request.reasoning.effort)
+    add("enable_thinking", thinks=request.enable_thinking)
+    if request.reasoning is not None:
+        add("reasoning.enabled", thinks=request.reasoning.enabled)
+    if request.thinking is not None:
+        add("thinking", thinks=request.thinking.type != "disabled")
     return found
 
 
 class _ChatExchange(ChoiceExchange):
     def __init__(self, request: ChatRequest, session: Session, model: ServedModel) -> None:
-        call = build_model_call(request, session.request.sampling, model)
+        call = _build_model_call(request, session, model)
         kind = "chat.completion.chunk" if request.stream else "chat.completion"
         super().__init__(request, call, session, model, "chatcmpl-", kind)
         if request.wants_stream_usage:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar
 from msgspec import Meta
 
 from areal_hpc.errors import PromptTooLongError, ProxyRequestError
-from areal_hpc.proxy.completion.streaming import RecordedChoice, ReplyChunk
+from areal_hpc.proxy.completion.reply import RecordedChoice, ReplyChunk
 from areal_hpc.proxy.dialects.dialect import Dialect
 from areal_hpc.proxy.dialects.openai import (
     ChoiceExchange,
@@ -55,7 +55,7 @@ def _build_model_call(
         hint = "rank the replies yourself"
         raise ProxyRequestError(400, "best_of must equal n", key="best_of", hint=hint)
     return ModelCall(
-        messages=(),
+        messages=[],
         tools=None,
         template_variables=None,
         sampling=build_sampling_params(request, defaults, ToolChoice(), request.max_tokens or 0),

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from areal_hpc.errors import ProxyRequestError
-from areal_hpc.proxy.completion.streaming import RecordedChoice, ReplyStream
+from areal_hpc.proxy.completion.reply import RecordedChoice, ReplyStream
 from areal_hpc.proxy.engine.model_call import ModelCall, ReplyContent, ServedModel
 from areal_hpc.proxy.random_ids import make_random_id
 from areal_hpc.proxy.sessions.store import Session

@@ -29,12 +29,14 @@ from areal_hpc.proxy.dialects.validation import (
     encode_text_schema,
     fill_default,
     fold_seed_into_engine_range,
+    join_user_texts,
     parse_tool_choice,
+    write_choice_grammar,
 )
 from areal_hpc.proxy.engine.generation import SamplingParams
 from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel, ToolChoice, format_tool_call
 from areal_hpc.session.chat_template import Message
-from areal_hpc.session.message_matching import normalize_chat_message
+from areal_hpc.session.message_matching import normalize_chat_message, write_json_text
 from areal_hpc.wire.proxy import SamplingDefaults
 
 
@@ -86,16 +88,6 @@ class Content(Struct, rename="camel"):
 _USER_ROLES = (None, "", "user", "function")
 
 
-def read_text_only_content(content: Content, key: str) -> str:
-    texts = []
-    for j, part in enumerate(content.listed_parts):
-        _refuse_unreadable_part(part, f"{key}.parts[{j}]")
-        if part.function_call is not None or part.function_response is not None:
-            raise ProxyRequestError(400, "only text is supported here", key=f"{key}.parts[{j}]")
-        texts.append(part.text or "")
-    return "\n".join(text for text in texts if text)
-
-
 def build_messages(contents: Sequence[Content]) -> Iterator[Message]:
     for i, content in enumerate(contents):
         if content.role not in (*_USER_ROLES, "model"):
@@ -114,7 +106,7 @@ def build_messages(contents: Sequence[Content]) -> Iterator[Message]:
             yield normalize_chat_message(_build_assistant_message(turns, calls))
         else:
             for key, parts in turns:
-                yield from map(normalize_chat_message, _build_user_messages(key, parts, calls))
+                yield from join_user_texts(_read_user_parts(key, parts, calls))
 
 
 class _UnansweredCalls:
@@ -161,26 +153,22 @@ def _build_assistant_message(
     return {"role": "assistant", "content": text, **fields}
 
 
-def _build_user_messages(
+def _read_user_parts(
     key: str, parts: Sequence[Part], calls: _UnansweredCalls
-) -> Iterator[Message]:
-    texts: list[str] = []
+) -> Iterator[str | Message]:
     for j, part in enumerate(parts):
         _refuse_unreadable_part(part, f"{key}.parts[{j}]")
         if part.function_call is not None:
             problem = "a user's content cannot contain a functionCall"
             raise ProxyRequestError(400, problem, key=f"{key}.parts[{j}]")
         if part.text is not None:
-            texts.append(part.text)
-        if part.function_response is not None:
-            if texts:
-                yield {"role": "user", "content": "\n".join(texts)}
-                texts = []
-            call_id = calls.pop_answered_call_id(part.function_response)
-            result = _read_response_text(part.function_response.response)
+            yield part.text
+        if (response := part.function_response) is not None:
+            call_id = calls.pop_answered_call_id(response)
+            result = _read_response_text(response.response)
             yield {"role": "tool", "tool_call_id": call_id, "content": result}
-    if texts or not parts:
-        yield {"role": "user", "content": "\n".join(texts)}
+    if not parts:
+        yield ""
 
 
 def _refuse_unreadable_part(part: Part, key: str) -> None:
@@ -199,15 +187,11 @@ def _refuse_unreadable_part(part: Part, key: str) -> None:
 
 def _read_response_text(response: dict[str, Any]) -> str:
     if [*response] == ["output"]:
-        return _encode_result(response["output"])
+        return write_json_text(response["output"])
     if [*response] == ["error"]:  # templates have no mark for a failure, so the text says it
-        text = _encode_result(response["error"])
+        text = write_json_text(response["error"])
         return text if "error" in text.lower() else f"Error: {text}"
-    return _encode_result(response)
-
-
-def _encode_result(value: Any) -> str:
-    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
+    return write_json_text(response)
 
 
 _CHOICE_KEY = "toolConfig.functionCallingConfig"
@@ -273,7 +257,9 @@ def _parse_tools(
                 declared, _FunctionDeclaration, place, ignored
             )
             hints.update(list_ignored_params(function, "tools[].functionDeclarations[]."))
-            functions.append(_build_tool(function, place))
+            given_schemas = function.parameters, function.parameters_json_schema
+            schema = _convert_schema(*given_schemas, f"{place}.parameters", "parametersJsonSchema")
+            functions.append(build_function_tool(function.name, function.description, schema, None))
     if hosted and not functions:
         name, place = next(iter(hosted.items()))
         hint = "declare a function that the agent runs"
@@ -281,12 +267,6 @@ def _parse_tools(
     ignored += sorted(hints)
     dropped += sorted(hosted)
     return functions
-
-
-def _build_tool(function: _FunctionDeclaration, tool_key: str) -> dict[str, Any]:
-    given = function.parameters, function.parameters_json_schema
-    schema = _convert_schema(*given, f"{tool_key}.parameters", "parametersJsonSchema")
-    return build_function_tool(function.name, function.description, schema, None)
 
 
 def _convert_schema(schema: Any, json_schema: Any, key: str, other_name: str) -> Any:
@@ -461,11 +441,15 @@ def _refuse_unsupported_options(config: GenerationConfig) -> None:
 
 
 def _build_system_message(instruction: Content | None) -> Iterator[Message]:
-    text = (
-        read_text_only_content(instruction, "systemInstruction") if instruction is not None else ""
-    )
-    if text:
-        yield normalize_chat_message({"role": "system", "content": text})
+    texts = []
+    for j, part in enumerate(instruction.listed_parts if instruction is not None else ()):
+        key = f"systemInstruction.parts[{j}]"
+        _refuse_unreadable_part(part, key)
+        if part.function_call is not None or part.function_response is not None:
+            raise ProxyRequestError(400, "only text is supported here", key=key)
+        texts += [part.text] if part.text else []
+    if texts:
+        yield normalize_chat_message({"role": "system", "content": "\n".join(texts)})
 
 
 def _build_thinking_variables(
@@ -492,8 +476,8 @@ def _build_grammar(config: GenerationConfig, tool_choice: ToolChoice) -> dict[st
     has_schema = given != (None, None)
     kind = config.response_mime_type or ("application/json" if has_schema else "text/plain")
     if kind == "text/x.enum" and isinstance(values := (built or {}).get("enum"), list) and values:
-        terms = " | ".join(msgspec.json.encode(str(value)).decode() for value in values)
-        return {} if tool_choice.must_call else {"ebnf": f"root ::= {terms}"}
+        grammar = write_choice_grammar(map(str, values))
+        return {} if tool_choice.must_call else {"ebnf": grammar}
     if kind == "application/json":
         return {"json_schema": encode_text_schema(built or _OBJECT_OR_ARRAY_SCHEMA, tool_choice)}
     if kind != "text/plain" or has_schema:

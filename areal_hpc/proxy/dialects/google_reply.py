@@ -6,7 +6,7 @@ from typing import Any, Literal
 import msgspec
 
 from areal_hpc.errors import PromptTooLongError, ProxyRequestError
-from areal_hpc.proxy.completion.streaming import RecordedChoice, ReplyChunk, ReplyStream
+from areal_hpc.proxy.completion.reply import RecordedChoice, ReplyChunk, ReplyStream
 from areal_hpc.proxy.dialects.dialect import BlockChange, BlockSplitter, ContentBlock, Exchange
 from areal_hpc.proxy.dialects.google import GenerateContentRequest, build_model_call
 from areal_hpc.proxy.dialects.validation import decode_arguments, format_call_as_text

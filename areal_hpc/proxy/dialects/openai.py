@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from areal_hpc.errors import ProxyRequestError
-from areal_hpc.proxy.completion.streaming import RecordedChoice, ReplyChunk, ReplyStream
+from areal_hpc.proxy.completion.reply import RecordedChoice, ReplyChunk, ReplyStream
 from areal_hpc.proxy.dialects.dialect import Exchange
 from areal_hpc.proxy.dialects.parameters import IgnoredParam, Refusal, list_ignored_params
 from areal_hpc.proxy.dialects.validation import (
@@ -26,11 +26,13 @@ from areal_hpc.proxy.dialects.validation import (
     encode_text_schema,
     fill_default,
     fold_seed_into_engine_range,
+    write_choice_grammar,
 )
 from areal_hpc.proxy.engine.generation import Generation, SamplingParams, TokenChunk, TopLogprobs
 from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel, ToolChoice
 from areal_hpc.proxy.sessions.store import Session
 from areal_hpc.session.chat_template import TokenEncoder
+from areal_hpc.session.message_matching import write_json_text
 from areal_hpc.session.tree import format_ids_as_json_inside, unpack_ids
 from areal_hpc.wire.proxy import SamplingDefaults
 
@@ -140,40 +142,34 @@ def build_sampling_params(
     )
 
 
+_VLLM_GRAMMARS = {"json": "json_schema", "regex": "regex", "choice": "ebnf", "grammar": "ebnf"}
+"""vLLM's names, alone and after `guided_`, with SGLang's."""
+
+
 def _read_grammar(request: SharedCompletionParams, tool_choice: ToolChoice) -> dict[str, Any]:
-    form, vllm = request.response_format, request.structured_outputs or _StructuredOutputs()
+    form, vllm = request.response_format, request.structured_outputs
     schema = None
     if form is not None and form.type != "text":
         asked = form.json_schema.schema if form.json_schema else {"type": "object"}
         schema = encode_text_schema(asked, tool_choice)
-    found = {
-        "response_format": ("json_schema", schema),
-        "regex": ("regex", request.regex),
-        "ebnf": ("ebnf", request.ebnf),
-        "guided_json": ("json_schema", _encode_schema(request.guided_json)),
-        "guided_regex": ("regex", request.guided_regex),
-        "guided_choice": ("ebnf", _build_choice_grammar(request.guided_choice)),
-        "guided_grammar": ("ebnf", request.guided_grammar),
-        "structured_outputs.json": ("json_schema", _encode_schema(vllm.json)),
-        "structured_outputs.regex": ("regex", vllm.regex),
-        "structured_outputs.choice": ("ebnf", _build_choice_grammar(vllm.choice)),
-        "structured_outputs.grammar": ("ebnf", vllm.grammar),
-    }
-    names = [name for name, (_, value) in found.items() if value is not None]
+    found: list[tuple[str, str, Any]] = [
+        ("response_format", "json_schema", schema),
+        ("regex", "regex", request.regex),
+        ("ebnf", "ebnf", request.ebnf),
+    ]
+    for name, kind in _VLLM_GRAMMARS.items():
+        found.append((f"guided_{name}", kind, getattr(request, f"guided_{name}")))
+        if vllm is not None:
+            found.append((f"structured_outputs.{name}", kind, getattr(vllm, name)))
+    given = [one for one in found if one[2] is not None and one[2] != []]
+    names = [name for name, _, _ in given]
     if len(names) > 1 or (names and tool_choice.must_call):
         other = " and ".join(names[1:]) or "tool_choice"
         raise ProxyRequestError(400, f"{names[0]} and {other} cannot be combined", key=names[0])
-    return {kind: value for kind, value in found.values() if value is not None}
-
-
-def _encode_schema(schema: dict[str, Any] | str | None) -> str | None:
-    return msgspec.json.encode(schema).decode() if isinstance(schema, dict) else schema
-
-
-def _build_choice_grammar(choices: list[str] | None) -> str | None:
-    if not choices:
-        return None
-    return "root ::= " + " | ".join(msgspec.json.encode(one).decode() for one in choices)
+    return {
+        kind: write_choice_grammar(value) if isinstance(value, list) else write_json_text(value)
+        for _, kind, value in given
+    }
 
 
 DONE_EVENT = b"data: [DONE]\n\n"

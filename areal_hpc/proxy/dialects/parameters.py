@@ -153,7 +153,9 @@ class _DeclaredMembers:
     def rewrite_value(
         self, raw_json: bytes, declared_types: Sequence[inspect.Type], key: str
     ) -> bytes:
-        structs, items = list_struct_types(*declared_types), list_item_types(*declared_types)
+        structs = list_struct_types(*declared_types)
+        lists = [one for one in _unwrap_types(declared_types) if isinstance(one, inspect.ListType)]
+        items = [one.item_type for one in lists]
         raw_json = raw_json.lstrip()
         if structs and raw_json[:1] == b"{":
             self._count(1, key)
@@ -263,10 +265,6 @@ def _can_be_read(raw_json: msgspec.Raw, struct: type[msgspec.Struct]) -> bool:
 
 def list_struct_types(*types: inspect.Type) -> list[inspect.StructType]:
     return [one for one in _unwrap_types(types) if isinstance(one, inspect.StructType)]
-
-
-def list_item_types(*types: inspect.Type) -> list[inspect.Type]:
-    return [one.item_type for one in _unwrap_types(types) if isinstance(one, inspect.ListType)]
 
 
 def _unwrap_types(types: Sequence[inspect.Type]) -> Iterator[inspect.Type]:

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from areal_hpc.errors import ProxyRequestError
-from areal_hpc.proxy.completion.streaming import RecordedChoice, ReplyChunk, ReplyStream
+from areal_hpc.proxy.completion.reply import RecordedChoice, ReplyChunk, ReplyStream
 from areal_hpc.proxy.dialects.dialect import (
     BlockChange,
     BlockSplitter,
@@ -43,7 +43,6 @@ from areal_hpc.proxy.dialects.responses_items import (
     build_messages,
     format_content_part,
     format_item,
-    format_response,
     format_usage,
     is_custom_call,
     parse_tools,
@@ -313,31 +312,37 @@ class _ResponsesExchange(Exchange):
         self, status: str, output: Sequence[dict[str, Any]] = (), usage: Any = None
     ) -> dict[str, Any]:
         request, sampling = self._request, self.call.sampling
-        return format_response(
-            self.answer_id,
-            self.created_at,
-            status,
-            self.model.name,
-            instructions=request.instructions,
-            max_output_tokens=request.max_output_tokens,
-            max_tool_calls=None,
-            output=output,
-            parallel_tool_calls=request.parallel_tool_calls is not False,
-            previous_response_id=request.previous_response_id,
-            reasoning=request.reasoning or {"effort": None, "summary": None},
-            service_tier="default",
-            store=self.call.is_retrievable,
-            temperature=sampling.temperature,
-            text=request.text or {"format": {"type": "text"}},
-            tool_choice=request.tool_choice or "auto",
-            tools=request.tools or [],
-            top_logprobs=request.top_logprobs or 0,
-            top_p=sampling.top_p,
-            truncation="disabled",
-            usage=usage,
-            user=request.user,
-            metadata={k: v for k, v in (request.metadata or {}).items() if v is not None},
-        )
+        return {
+            "id": self.answer_id,
+            "object": "response",
+            "created_at": self.created_at,
+            "status": status,
+            "background": False,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"}
+            if status == "incomplete"
+            else None,
+            "model": self.model.name,
+            "instructions": request.instructions,
+            "max_output_tokens": request.max_output_tokens,
+            "max_tool_calls": None,
+            "output": output,
+            "parallel_tool_calls": request.parallel_tool_calls is not False,
+            "previous_response_id": request.previous_response_id,
+            "reasoning": request.reasoning or {"effort": None, "summary": None},
+            "service_tier": "default",
+            "store": self.call.is_retrievable,
+            "temperature": sampling.temperature,
+            "text": request.text or {"format": {"type": "text"}},
+            "tool_choice": request.tool_choice or "auto",
+            "tools": request.tools or [],
+            "top_logprobs": request.top_logprobs or 0,
+            "top_p": sampling.top_p,
+            "truncation": "disabled",
+            "usage": usage,
+            "user": request.user,
+            "metadata": {k: v for k, v in (request.metadata or {}).items() if v is not None},
+        }
 
     def _finish_response(self, answer: RecordedChoice, blocks: Sequence[ContentBlock]) -> bytes:
         status, logprobs = _get_status(answer), self._format_logprobs(answer.generation)

@@ -34,7 +34,7 @@ from areal_hpc.proxy.engine.model_call import (
     format_tool_call,
 )
 from areal_hpc.session.chat_template import Message
-from areal_hpc.session.message_matching import normalize_chat_message
+from areal_hpc.session.message_matching import normalize_chat_message, write_json_text
 from areal_hpc.session.tree import Interaction, InteractionTree
 
 
@@ -65,7 +65,7 @@ AnyTool = _ToolFunction | _ToolNamespace | _CustomTool
 @dataclass(slots=True)
 class OfferedTools:
     schemas: list[dict[str, Any]] = field(default_factory=list)
-    namespace_and_name_by_tool: dict[str, tuple[str, str]] = field(default_factory=dict)
+    namespaced_tools: dict[str, tuple[str, str]] = field(default_factory=dict)
     """Namespace and name of the tools that have a namespace, by the name the model knows."""
     custom: set[str] = field(default_factory=set)
 
@@ -99,7 +99,7 @@ def parse_tools(
             name, description = declared.name, declared.description
             if isinstance(tool, _ToolNamespace):
                 name = qualify_tool_name(tool.name, name)
-                offered.namespace_and_name_by_tool[name] = (tool.name, declared.name)
+                offered.namespaced_tools[name] = (tool.name, declared.name)
                 description = "\n".join(filter(None, (tool.description, description))) or None
             offered.schemas.append(
                 build_function_tool(name, description, declared.parameters, declared.strict)
@@ -145,7 +145,7 @@ def format_item(
         called = {"call_id": block.call_id, "name": block.name, "input": text}
         return {"type": "custom_tool_call", **fields, **called}
     if block.kind == "call":
-        namespace, name = tools.namespace_and_name_by_tool.get(block.name, (None, block.name))
+        namespace, name = tools.namespaced_tools.get(block.name, (None, block.name))
         fields |= {"call_id": block.call_id, "name": name, "arguments": block.text}
         placed = {"namespace": namespace} if namespace is not None else {}
         return {"type": "function_call", **fields, **placed}
@@ -163,15 +163,6 @@ def format_content_part(
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
-def format_response(
-    answer_id: str, created_at: int, status: str, model_name: str, **fields: Any
-) -> dict[str, Any]:
-    cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
-    frame = {"id": answer_id, "object": "response", "created_at": created_at, "status": status}
-    known = {"background": False, "error": None, "incomplete_details": cut, "model": model_name}
-    return {**frame, **known, **fields}
-
-
 def format_usage(answer: Interaction, reasoning_tokens: int = 0) -> dict[str, Any]:
     said = answer.num_output_tokens
     return {
@@ -186,16 +177,10 @@ def format_usage(answer: Interaction, reasoning_tokens: int = 0) -> dict[str, An
 def split_reply_into_blocks(message: Message) -> list[ContentBlock]:
     calls = []
     for index, one in enumerate(message.get("tool_calls", ())):
-        name, arguments = one["function"]["name"], one["function"]["arguments"]
-        if not isinstance(arguments, str):
-            arguments = msgspec.json.encode(arguments).decode()
+        name, arguments = one["function"]["name"], write_json_text(one["function"]["arguments"])
         calls.append(ReplyToolCall(index, name, arguments, one.get("id") or f"call_{index}"))
     reasoning = message.get("reasoning_content") or ""
     return split_into_blocks(ReplyContent(message["content"], reasoning, calls))
-
-
-def is_response_id(reply_id: str) -> bool:
-    return reply_id.startswith((ID_PREFIX_WITH_INSTRUCTIONS, ID_PREFIX_WITHOUT_INSTRUCTIONS))
 
 
 def find_item_in_replies(tree: InteractionTree, item_id: str) -> dict[str, Any] | None:

@@ -1,7 +1,6 @@
 """OpenAI Responses that were answered before: retrieved, deleted, and what they were asked.
 
-A Response is given as it was while the proxy lives and the session keeps it. Later it is made
-anew from what was recorded, without those of the request's parameters that were not.
+A Response is given as it was, while the proxy lives and the session keeps it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,17 +13,10 @@ from areal_hpc.proxy.dialects.responses_items import (
     ID_PREFIX_WITH_INSTRUCTIONS,
     ID_PREFIX_WITHOUT_INSTRUCTIONS,
     format_item,
-    format_response,
-    format_usage,
-    is_response_id,
     split_reply_into_blocks,
 )
 from areal_hpc.proxy.dialects.validation import MAX_ID_DIGITS
-from areal_hpc.proxy.engine.model_call import ServedModel
-from areal_hpc.proxy.sessions.events import ResponseHidden
-from areal_hpc.proxy.sessions.recorder import JournaledRecorder
 from areal_hpc.proxy.sessions.store import Session
-from areal_hpc.session.call_records import decode_rendering_context, decode_sampling_params_json
 from areal_hpc.session.chat_template import Message
 from areal_hpc.session.tree import Interaction
 
@@ -33,23 +25,18 @@ MAX_LISTED_ITEMS, DEFAULT_LISTED_ITEMS = 100, 20
 """Items of one page: at most, and unless `limit` says otherwise."""
 
 
-def retrieve_response(
-    model: ServedModel, session: Session, response_id: str, query: Query
-) -> bytes:
+def retrieve_response(session: Session, response_id: str, query: Query) -> bytes:
     if query.get("stream") == "true":
         problem = "a Response that has been answered is not streamed again"
         raise ProxyRequestError(400, problem, key="stream")
-    interaction = _find_response(session, response_id)
-    body = session.responses.get(response_id)
-    return body if body is not None else _rebuild_recorded_response(model, session, interaction)
+    _find_response(session, response_id)
+    return session.responses[response_id]
 
 
-def hide_deleted_response(
-    recorder: JournaledRecorder, session: Session, response_id: str, query: Query
-) -> bytes:
+def delete_response(session: Session, response_id: str, query: Query) -> bytes:
     """Give a Response no more. What was said stays recorded, and may be gone on from."""
     _find_response(session, response_id)
-    recorder.journal_and_apply(ResponseHidden(session.session_id, response_id))
+    session.drop_response(response_id)
     return msgspec.json.encode({"id": response_id, "object": "response", "deleted": True})
 
 
@@ -90,45 +77,9 @@ def encode_input_items(session: Session, response_id: str, query: Query) -> byte
 
 
 def _find_response(session: Session, response_id: str) -> Interaction:
-    is_hidden = response_id in session.hidden_responses
-    if is_hidden or not is_response_id(response_id) or response_id not in session.tree:
-        raise ProxyRequestError(404, f"this session has no response {response_id!r:.300}")
+    if response_id not in session.responses:
+        raise ProxyRequestError(404, f"this session keeps no response {response_id!r:.300}")
     return session.tree[response_id]
-
-
-def _rebuild_recorded_response(
-    model: ServedModel, session: Session, interaction: Interaction
-) -> bytes:
-    answer_id, sampling = (
-        interaction.interaction_id,
-        decode_sampling_params_json(interaction.sampling),
-    )
-    status = "incomplete" if interaction.finish_reason == "length" else "completed"
-    first = session.tree.get_path_to(interaction)[0].new_messages[0]
-    has_instructions = answer_id.startswith(ID_PREFIX_WITH_INSTRUCTIONS)
-    tools = decode_rendering_context(interaction.context).tools or []
-    *ended, last = split_reply_into_blocks(interaction.reply)
-    return msgspec.json.encode(
-        format_response(
-            answer_id,
-            int(interaction.asked_at),
-            status,
-            model.name,
-            instructions=first["content"] if has_instructions else None,
-            output=[
-                *(format_item(answer_id, block, "completed") for block in ended),
-                format_item(answer_id, last, status),
-            ],
-            parallel_tool_calls=True,
-            store=True,
-            temperature=interaction.temperature,
-            tool_choice="auto",
-            tools=[{"type": "function", **tool["function"]} for tool in tools],
-            top_p=sampling.get("top_p", 1.0),
-            usage=format_usage(interaction),
-            metadata={},
-        )
-    )
 
 
 def _build_input_items(session: Session, interaction: Interaction) -> Iterator[dict[str, Any]]:

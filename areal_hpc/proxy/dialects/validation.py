@@ -3,9 +3,10 @@
 import asyncio
 import codecs
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cache
+from itertools import groupby
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -17,6 +18,8 @@ from areal_hpc.errors import ProxyRequestError
 from areal_hpc.proxy.dialects.parameters import keep_declared_members
 from areal_hpc.proxy.engine.model_call import ServedModel, ToolChoice
 from areal_hpc.proxy.metrics import MAX_NAME_CHARS
+from areal_hpc.session.chat_template import Message
+from areal_hpc.session.message_matching import write_json_text
 from areal_hpc.wire.trajectory import MAX_TEMPERATURE
 
 Given = TypeVar("Given")
@@ -39,6 +42,9 @@ ToolName = Annotated[str, Meta(min_length=1)]
 
 MAX_OBJECTS, MAX_OBJECTS_PER_MESSAGE = 65_536, 16
 """Members, objects and lists of a body, at least; more if it may have more messages."""
+MAX_UNCOUNTED_BODY_BYTES = 3 * MAX_OBJECTS
+"""A shorter body cannot hold so many: each takes three bytes at least, as in `[],[]`, unless they
+nest deeper than any decoder reads."""
 MAX_ITEMS = 1 << 21
 """Values of lists in a body: ids of tokens, if they are so many."""
 MAX_SURROGATES = 1 << 20
@@ -53,8 +59,6 @@ _FIELD_ERROR_PATTERN = re.compile(r"(unknown|missing required) field `([^`]+)`")
 
 async def refuse_too_many_values(body: bytes, max_messages: int) -> None:
     """Count the values of a body before it is read: its size says little of what they cost."""
-    if len(body) <= MAX_OBJECTS:
-        return
     max_objects = max(MAX_OBJECTS, MAX_OBJECTS_PER_MESSAGE * max_messages)
     objects, items = _count_values(np.frombuffer(body, np.uint8))
     if objects > max_objects or items > MAX_ITEMS:  # perhaps in its texts
@@ -172,6 +176,15 @@ def format_left_out_part(part_type: str) -> str:
     return f"[{part_type} left out: this model reads text]"
 
 
+def join_user_texts(parts: Iterable[str | Message]) -> Iterator[Message]:
+    """Messages of a user's texts, one for those that follow one another, and those between them."""
+    for is_text, run in groupby(parts, lambda one: isinstance(one, str)):
+        if is_text:
+            yield {"role": "user", "content": "\n".join(map(str, run))}
+        else:
+            yield from (one for one in run if not isinstance(one, str))
+
+
 HOSTED_TOOL_TYPES = (
     "apply_patch*",
     "bash_*",
@@ -271,7 +284,12 @@ def encode_text_schema(schema: Mapping[str, Any] | None, tool_choice: ToolChoice
     """Encode the schema of a reply's text; a forced tool call has its own grammar instead."""
     if schema is None or tool_choice.must_call:
         return None
-    return msgspec.json.encode(schema).decode()
+    return write_json_text(schema)
+
+
+def write_choice_grammar(choices: Iterable[str]) -> str:
+    """The grammar (EBNF) of one of several texts."""
+    return "root ::= " + " | ".join(msgspec.json.encode(one).decode() for one in choices)
 
 
 _REASONING_SWITCH_VARIABLES = ("enable_thinking", "thinking")
@@ -338,7 +356,7 @@ def build_custom_tool_schema(
 
 
 def encode_custom_input(text: str) -> str:
-    return msgspec.json.encode({"input": text}).decode()
+    return write_json_text({"input": text})
 
 
 def read_custom_input(arguments: str) -> str:

@@ -1,1 +1,1 @@
-"""SGLang as the proxy sees it: client, router, failover, parsers."""
+"""SGLang as the proxy sees it: client, router, parsers."""

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from functools import lru_cache
+from typing import Any
 
 import msgspec
 from msgspec import Struct, field
@@ -28,8 +29,6 @@ from areal_hpc.session.tree import (
 from areal_hpc.wire.proxy import MAX_MASK_TOKENS_PER_POSITION
 from areal_hpc.wire.weight_version import WeightVersion
 
-JSON_WHITESPACE_BYTES = b" \t\r\n"
-Decoded = TypeVar("Decoded")
 SGLANG_DEFAULT_WEIGHT_VERSION = "default"
 """SGLang's version of weights that nobody gave one."""
 TopLogprobs = list[tuple[float, int, str | None]] | None
@@ -122,14 +121,7 @@ class _MetaInfo(Struct):
     """Of the server's weights as it answers."""
 
 
-class _GenerateReply(Struct):
-    text: str
-    output_ids: msgspec.Raw
-    """Not read, since they come a second time with their log-probabilities; compared as text."""
-    meta_info: _MetaInfo
-
-
-class _StreamEventReply(Struct):
+class _Reply(Struct):
     text: str
     output_ids: list[int]
     meta_info: _MetaInfo
@@ -139,8 +131,7 @@ class _StreamError(Struct):
     error: dict[str, object]
 
 
-_reply_decoder = msgspec.json.Decoder(_GenerateReply)
-_stream_event_decoder = msgspec.json.Decoder(_StreamEventReply)
+_reply_decoder = msgspec.json.Decoder(_Reply)
 _error_decoder = msgspec.json.Decoder(_StreamError)
 
 
@@ -169,6 +160,8 @@ class Generation(Struct, frozen=True):
         return pack_logprobs(self.sampling_mask_logprobs or self.logprobs)
 
     def pack_sampling_mask(self) -> tuple[bytes, bytes]:
+        if not self.sampling_mask_ids:
+            return b"", b""
         flat = list(itertools.chain.from_iterable(self.sampling_mask_ids))
         return pack_counts_as_uint16(list(map(len, self.sampling_mask_ids))), pack_ids(flat)
 
@@ -182,8 +175,8 @@ class TokenChunk(Struct, frozen=True):
 
 
 def decode_generation(server_url: str, answer: bytes) -> Generation:
-    reply = _decode_reply(_reply_decoder, server_url, answer)
-    return _build_generation(server_url, reply.text, bytes(reply.output_ids), reply.meta_info)
+    reply = _decode_reply(server_url, answer)
+    return _build_generation(server_url, reply.text, reply.output_ids, reply.meta_info)
 
 
 class ChunkReader:
@@ -238,7 +231,7 @@ class ChunkReader:
         if data.startswith(b'{"error"'):
             raise _build_error_event_exception(self._where, data)
         self._is_sound = False  # unless this comes to its end
-        reply = _decode_reply(_stream_event_decoder, self._where, data)
+        reply = _decode_reply(self._where, data)
         meta = reply.meta_info
         self._versions.add(meta.weight_version)
         self._cached_tokens = meta.cached_tokens
@@ -266,8 +259,7 @@ class ChunkReader:
             meta.output_top_logprobs = self._top_logprobs
             meta.output_token_sampling_mask = self._kept_ids
             meta.output_token_sampling_logprobs = self._kept_logprobs
-            ids_json = msgspec.json.encode(self._output_ids)
-            whole = _build_generation(self._where, self._text, ids_json, meta)
+            whole = _build_generation(self._where, self._text, self._output_ids, meta)
         safe = len(self._text)
         if whole is None:
             safe -= count_stop_prefix_chars(self._text, self._stop)
@@ -290,16 +282,16 @@ def count_stop_prefix_chars(text: str, stop: Sequence[str]) -> int:
     return longest
 
 
-def _decode_reply(
-    decoder: msgspec.json.Decoder[Decoded], server_url: str, answer: bytes
-) -> Decoded:
+def _decode_reply(server_url: str, answer: bytes) -> _Reply:
     try:
-        return decoder.decode(answer)
+        return _reply_decoder.decode(answer)
     except msgspec.DecodeError as error:
         raise EngineResponseError(f"{server_url} sent an unexpected reply: {error}") from error
 
 
-def _build_generation(server_url: str, text: str, ids_json: bytes, meta: _MetaInfo) -> Generation:
+def _build_generation(
+    server_url: str, text: str, output_ids: list[int], meta: _MetaInfo
+) -> Generation:
     reason = meta.finish_reason
     if reason is None:
         raise EngineResponseError(f"{server_url} ended the reply without a finish reason")
@@ -307,8 +299,7 @@ def _build_generation(server_url: str, text: str, ids_json: bytes, meta: _MetaIn
         if 400 <= reason.status_code < 500:
             raise ProxyRequestError(400, f"SGLang rejected the request: {reason.message}")
         raise _build_abort_exception(server_url, reason.status_code, reason.message)
-    output_ids = [entry[1] for entry in meta.output_token_logprobs]
-    if msgspec.json.encode(output_ids) != ids_json.translate(None, JSON_WHITESPACE_BYTES):
+    if output_ids != [entry[1] for entry in meta.output_token_logprobs]:
         raise EngineResponseError(f"{server_url}: token ids and log-probabilities differ in length")
     spans = [
         VersionSpan(_pack_version(server_url, s.version), s.start, s.end)
@@ -354,6 +345,7 @@ def _keep_mask_fields(
     return {"sampling_mask_ids": kept_ids, "sampling_mask_logprobs": kept_logprobs}
 
 
+@lru_cache(maxsize=64)
 def _pack_version(server_url: str, version: str) -> int:
     try:
         return (

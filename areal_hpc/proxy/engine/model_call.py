@@ -39,18 +39,20 @@ class ToolChoice(msgspec.Struct, frozen=True):
 
     def select_allowed_tools(self, tools: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]]:
         """The tools that may be called; the model is shown all. A call of another stays text."""
+        if not tools or self.mode == "none":
+            return []
         allowed = self.allowed
         return [
             {**tool, "function": {**tool["function"], "strict": True}}
             if self.follows_schemas or self.must_call
             else tool
-            for tool in tools or ()
-            if self.mode != "none" and (not allowed or tool["function"]["name"] in allowed)
+            for tool in tools
+            if not allowed or tool["function"]["name"] in allowed
         ]
 
 
 class ModelCall(msgspec.Struct, frozen=True):
-    messages: Sequence[Message]
+    messages: list[Message]
     tools: Sequence[dict[str, Any]] | None
     template_variables: Mapping[str, Any] | None
     sampling: SamplingParams
@@ -74,7 +76,7 @@ class ModelCall(msgspec.Struct, frozen=True):
 
     @property
     def ignored_names(self) -> list[str]:
-        return [*self.ignored, *(f"tools[{kind}]" for kind in self.dropped_tools)]
+        return [*self.ignored, *[f"tools[{kind}]" for kind in self.dropped_tools]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +118,11 @@ class ServedModel:
             model_dir=model_dir,
         )
 
-    def must_parse_reply(self, call: ModelCall) -> bool:
-        may_call = bool(call.tool_choice.select_allowed_tools(call.tools))
-        return call.raw_prompt is None and (self.reasoning_parser is not None or may_call)
+    def list_parseable_tools(self, call: ModelCall) -> list[dict[str, Any]] | None:
+        """Tools whose calls the reply may hold; None if it is text and nothing else."""
+        tools = call.tool_choice.select_allowed_tools(call.tools)
+        holds_more = call.raw_prompt is None and (self.reasoning_parser is not None or tools)
+        return tools if holds_more else None
 
 
 ADDITIONAL_END_TOKENS = ("<|eom_id|>", "<|content_model_end_sampling|>", "<|ifm|im_end|>")

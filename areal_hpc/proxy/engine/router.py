@@ -5,7 +5,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -19,6 +19,7 @@ from areal_hpc.proxy.engine.generation import EngineResponseError, UnfinishedEng
 from areal_hpc.proxy.sessions.store import Session
 from areal_hpc.rundir.rendezvous import format_control_proxy_name
 from areal_hpc.rundir.service_client import AsyncServiceClient
+from areal_hpc.session.tree import VersionSpan
 from areal_hpc.wire.replicas import ReplicasOfCell, ReplicaView
 from areal_hpc.wire.weight_version import WeightVersion
 
@@ -142,7 +143,7 @@ class Router:
     def serving_count(self) -> int:
         return len(self._serving)
 
-    async def poll_replicas_until_cancelled(self) -> None:
+    async def poll_replicas(self) -> None:
         while True:
             self._refresh_now.clear()
             await self._refresh_replicas()
@@ -166,10 +167,12 @@ class Router:
             log.info("replicas serving: %s", sorted(serving) or "none")
         self._serving = serving
         for replica in serving.values():
-            self.advance_newest_version(pack_weight_version(replica.version))
+            version = pack_weight_version(replica.version)
+            self.newest_version = max(self.newest_version, version)
 
-    def advance_newest_version(self, packed_version: int) -> None:
-        self.newest_version = max(self.newest_version, packed_version)
+    def note_sampled_versions(self, spans: Iterable[VersionSpan]) -> None:
+        for span in spans:
+            self.newest_version = max(self.newest_version, span.version)
 
     async def pick_replica(
         self, session: Session, give_up_at: float, avoided_replicas: Container[int] = ()

@@ -104,7 +104,7 @@ class SGLangClient:
             )
             async with (
                 asyncio.timeout(timeout_s),
-                pool.post_and_stream_answer("/generate", body) as answer,
+                pool.stream_answer("/generate", body) as answer,
             ):
                 if answer.status != 200:
                     _raise_for_status(replica.url, answer.status, await answer.read_body())

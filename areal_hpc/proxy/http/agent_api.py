@@ -18,7 +18,7 @@ from areal_hpc.proxy.completion.prompts import (
 from areal_hpc.proxy.completion.service import CompletionService
 from areal_hpc.proxy.dialects import responses_stored
 from areal_hpc.proxy.dialects.anthropic import MESSAGES_DIALECT
-from areal_hpc.proxy.dialects.chat import CHAT_DIALECT
+from areal_hpc.proxy.dialects.chat import CHAT_DIALECT, ChatRequest
 from areal_hpc.proxy.dialects.completions import COMPLETIONS_DIALECT
 from areal_hpc.proxy.dialects.dialect import Dialect, Exchange
 from areal_hpc.proxy.dialects.google import (
@@ -64,7 +64,7 @@ _GENERATE, _STREAM, _COUNT = ("generateContent", "streamGenerateContent", "count
 _GOOGLE_ONLY_PATH_ENDS = tuple(f":{verb}" for verb in (_GENERATE, _STREAM, _COUNT))
 
 
-def find_key_if_google_dialect(
+def find_google_key(
     asgi_scope: MutableMapping[str, Any], request_headers: Mapping[bytes, bytes]
 ) -> str | None:
     """The key of a request in Google's dialect; None if it is in another.
@@ -108,7 +108,12 @@ class AgentApi:
                 error_formatter=dialect.error_formatter,
                 passes_unknown_params=True,
             )
-            yield replace(tolerant, streams=True, asks_model=True)
+            yield replace(
+                tolerant,
+                streams=True,
+                asks_model=True,
+                repeats_messages=dialect.request is ChatRequest,
+            )
             if path in TOKEN_COUNT_SUFFIX_BY_PATH:
                 below = f"{path}/{TOKEN_COUNT_SUFFIX_BY_PATH[path]}"
                 answer: Callable[..., Any] = partial(self._count_tokens, below, dialect)
@@ -117,19 +122,27 @@ class AgentApi:
         yield Route("POST", "/tokenize", "session", answer, TokenizeRequest)
         answer = partial(detokenize, self._model)
         yield Route("POST", "/detokenize", "session", answer, DetokenizeRequest)
-        models = Route("GET", "/models", "session", self._list_models)
-        models = replace(models, is_open_after_session_end=True)
+        name, most = self._model.name, self._model.context_tokens
+        models = Route(
+            "GET",
+            "/models",
+            "session",
+            lambda session: format_models(name, most),
+            is_open_after_session_end=True,
+        )
         yield models
-        yield replace(models, path="/models/{model}", answer=self._show_model)
+        yield replace(
+            models,
+            path="/models/{model}",
+            answer=lambda session, asked, query: format_model(asked, most),
+        )
         response = "/responses/{response_id}"
-        answer = partial(responses_stored.retrieve_response, self._model)
-        yield Route("GET", response, "session", answer)
-        answer = partial(responses_stored.hide_deleted_response, self._completions.recorder)
-        yield Route("DELETE", response, "session", answer)
-        answer = responses_stored.encode_input_items
-        yield Route("GET", f"{response}/input_items", "session", answer)
-        answer = responses_stored.refuse_cancellation
-        yield Route("POST", f"{response}/cancel", "session", answer)
+        yield Route("GET", response, "session", responses_stored.retrieve_response)
+        yield Route("DELETE", response, "session", responses_stored.delete_response)
+        listed = f"{response}/input_items"
+        yield Route("GET", listed, "session", responses_stored.encode_input_items)
+        cancelled = f"{response}/cancel"
+        yield Route("POST", cancelled, "session", responses_stored.refuse_cancellation)
         yield Route("POST", "/responses/compact", "session", responses_stored.refuse_compaction)
 
     def list_google_routes(self) -> Iterator[Route]:
@@ -137,6 +150,14 @@ class AgentApi:
         common: dict[str, Any] = {"opened_by": "session", "error_formatter": format_google_error}
         asking = {**common, "method": "POST", "takes_query": True, "passes_unknown_params": True}
         listing = {**common, "method": "GET", "is_open_after_session_end": True}
+        model = self._model
+
+        def list_models(session: Session) -> bytes:
+            return msgspec.json.encode({"models": [build_model_card(model.name, model)]})
+
+        def show_model(session: Session, asked: str, query: Mapping[str, str]) -> bytes:
+            return msgspec.json.encode(build_model_card(asked, model))
+
         for prefix in GOOGLE_PREFIXES:
             for verb in (_GENERATE, _STREAM):
                 more: dict[str, Any] = (
@@ -154,9 +175,8 @@ class AgentApi:
             yield Route(
                 path=prefix + _MODEL + _COUNT, answer=count, request=CountTokensRequest, **asking
             )
-            yield Route(path=prefix + "/models", answer=self._list_google_models, **listing)
-            one = self._show_google_model
-            yield Route(path=prefix + "/models/{model}", answer=one, **listing)
+            yield Route(path=prefix + "/models", answer=list_models, **listing)
+            yield Route(path=prefix + "/models/{model}", answer=show_model, **listing)
 
     # What all dialects do with a request that has been read ---------------------------------
 
@@ -168,8 +188,8 @@ class AgentApi:
         unknown_params: Sequence[str],
         is_retry: bool,
     ) -> ModelAnswer:
-        call = self._enforce_sampling(route, session, exchange, unknown_params)
-        call = exchange.call = msgspec.structs.replace(call, is_retry=is_retry)
+        call = self._enforce_sampling(route, session, exchange, unknown_params, is_retry)
+        exchange.call = call
         if exchange.streams:
             live = await self._completions.stream(session, call, exchange.answer_id)
             return ModelAnswer(exchange, live)
@@ -183,11 +203,16 @@ class AgentApi:
         return (await self._completions.prompts.build_prompt(session, call))[1]
 
     def _enforce_sampling(
-        self, route: str, session: Session, exchange: Exchange, unknown_params: Sequence[str]
+        self,
+        route: str,
+        session: Session,
+        exchange: Exchange,
+        unknown_params: Sequence[str],
+        is_retry: bool = False,
     ) -> ModelCall:
-        call = enforce_sampling(exchange.call, session.request, unknown_params)
-        names = call.ignored_names
-        self._completions.metrics.count_ignored_parameters(route, session.client, names)
+        call = enforce_sampling(exchange.call, session.request, unknown_params, is_retry)
+        if names := call.ignored_names:
+            self._completions.metrics.count_ignored_parameters(route, session.client, names)
         return call
 
     # Routes ---------------------------------------------------------------------------------
@@ -218,12 +243,6 @@ class AgentApi:
         )
         return await self._completions.generate_unrecorded(session, request)
 
-    def _list_models(self, session: Session) -> bytes:
-        return format_models(self._model.name, self._model.context_tokens)
-
-    def _show_model(self, session: Session, model_name: str, query: Mapping[str, str]) -> bytes:
-        return format_model(model_name, self._model.context_tokens)
-
     async def _answer_google(
         self,
         verb: str,
@@ -245,14 +264,6 @@ class AgentApi:
         exchange = GenerateContentExchange(whole, session, self._model, "whole")
         count = await self._count_prompt_tokens(_MODEL + _COUNT, session, exchange, *more)
         return msgspec.json.encode({"totalTokens": count})
-
-    def _list_google_models(self, session: Session) -> bytes:
-        return msgspec.json.encode({"models": [build_model_card(self._model.name, self._model)]})
-
-    def _show_google_model(
-        self, session: Session, model_name: str, query: Mapping[str, str]
-    ) -> bytes:
-        return msgspec.json.encode(build_model_card(model_name, self._model))
 
 
 def _read_delivery(query: Mapping[str, str]) -> Delivery:

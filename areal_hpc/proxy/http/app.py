@@ -2,16 +2,9 @@
 
 import asyncio
 import hmac
-import inspect
 import re
-from collections.abc import (
-    Awaitable,
-    Callable,
-    Coroutine,
-    Iterator,
-    Mapping,
-    MutableMapping,
-)
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, MutableMapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -19,18 +12,22 @@ from weakref import WeakKeyDictionary
 import msgspec
 
 from areal_hpc.errors import ClientDisconnectedError, ProxyRequestError
+from areal_hpc.proxy.completion.reply import ReplyStream
 from areal_hpc.proxy.completion.service import CompletionService
-from areal_hpc.proxy.completion.streaming import ReplyStream
 from areal_hpc.proxy.config import ProxyLimits
 from areal_hpc.proxy.dialects import openai as openai_format
 from areal_hpc.proxy.dialects.anthropic import MESSAGES_DIALECT
 from areal_hpc.proxy.dialects.dialect import ErrorFormatter, Exchange
 from areal_hpc.proxy.dialects.google_reply import format_error as format_google_error
-from areal_hpc.proxy.dialects.validation import decode_request_json, refuse_too_many_values
+from areal_hpc.proxy.dialects.validation import (
+    MAX_UNCOUNTED_BODY_BYTES,
+    decode_request_json,
+    refuse_too_many_values,
+)
 from areal_hpc.proxy.engine.model_call import ServedModel
 from areal_hpc.proxy.http.agent_api import (
     AgentApi,
-    find_key_if_google_dialect,
+    find_google_key,
     read_query_parameters,
 )
 from areal_hpc.proxy.http.driver_api import DriverApi
@@ -46,7 +43,7 @@ from areal_hpc.proxy.metrics import MAX_NAME_CHARS
 from areal_hpc.proxy.random_ids import make_random_id
 from areal_hpc.proxy.sessions.store import Session, SessionStore
 from areal_hpc.wire import proxy as wire
-from areal_hpc.wire.http_server import ByteBudget
+from areal_hpc.wire.http_server import CONNECTION_KEY, ByteBudget, GuardedProtocol
 
 RETRY_AFTER_S = 1
 """When a request that came at a busy moment (429, 503) may be repeated."""
@@ -64,6 +61,20 @@ JSON_CONTENT_TYPE, METRICS_CONTENT_TYPE = "application/json", "text/plain; versi
 DROPPED_TOOLS_HEADER = b"x-areal-dropped-tools"
 """Types of the tools of a request that the model was not told of."""
 MAX_DROPPED_TOOLS_HEADER_BYTES = 1000
+
+
+@dataclass(slots=True)
+class _Request:
+    scope: Scope
+    receive: Receive
+    send: Send
+    headers: dict[bytes, bytes]
+    user_agent: str
+    google_key: str | None
+    """None in the other dialects."""
+    route: Route | None = None
+    """That of the path; perhaps of another method."""
+    allowed_methods: Iterable[str] = ()
 
 
 class ProxyApp:
@@ -88,17 +99,16 @@ class ProxyApp:
         self._max_messages = limits.max_messages
         self._body_budget = ByteBudget(BODY_BUDGET_IN_LARGEST_BODIES * limits.max_request_bytes)
         self._store = store
-        self._completions = completions
-        completions.metrics.register_gauges(store)
-        agent_api, render = AgentApi(model, completions), completions.metrics.render
+        self._metrics = completions.metrics
+        self._metrics.register_gauges(store)
+        agent_api = AgentApi(model, completions)
+        form = METRICS_CONTENT_TYPE
         self._google_routes = Routes(agent_api.list_google_routes())
         self._routes = Routes(
             (
                 *driver_api.list_routes(),
                 *agent_api.list_routes(),
-                Route(
-                    "GET", "/metrics", "reader", render, answer_content_type=METRICS_CONTENT_TYPE
-                ),
+                Route("GET", "/metrics", "reader", self._metrics.render, answer_content_type=form),
                 Route("GET", "/openapi.json", "anyone", self._describe_routes),
             )
         )
@@ -107,89 +117,83 @@ class ProxyApp:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             raise RuntimeError(f"only HTTP is served, not {scope['type']}")
-        request_headers = dict[bytes, bytes](scope["headers"])
-        client = request_headers.get(b"user-agent", b"").decode("latin-1")[:MAX_NAME_CHARS]
-        refused: ErrorFormatter | None = None
-        allowed, label, is_final = "", "unknown route", False
-        extra_headers: Headers = []
-        google_key = find_key_if_google_dialect(scope, request_headers)
-        routes = self._routes if google_key is None else self._google_routes
+        headers = dict[bytes, bytes](scope["headers"])
+        client = headers.get(b"user-agent", b"").decode("latin-1")[:MAX_NAME_CHARS]
+        google_key = find_google_key(scope, headers)
+        request = _Request(scope, receive, send, headers, client, google_key)
+        status, more_headers = 200, list[tuple[bytes, bytes]]()
         try:
-            methods, named = routes.find_routes(scope["path"])
-            route = methods.get(scope["method"])
-            described = route or next(iter(methods.values()))
-            refused, label = described.error_formatter, described.unversioned_path
-            if route is None:
-                method, path, allowed = scope["method"], scope["path"], ", ".join(methods)
-                if request_headers.get(b"upgrade", b"").lower() == b"websocket":
-                    raise ProxyRequestError(
-                        426, f"{path} takes {allowed} over HTTP/1.1, no WebSocket"
-                    )
-                raise ProxyRequestError(405, f"{path} takes {allowed}, not {method}")
-            if int(request_headers.get(b"content-length", 0)) > self._max_request_bytes:
-                raise self._build_too_large_error()
-            encoding = request_headers.get(b"content-encoding", b"identity")
-            if encoding.lower() != b"identity":
-                problem = (
-                    f"a body of content-encoding {encoding[:40].decode('latin-1')!r} is not read"
-                )
-                raise ProxyRequestError(415, problem, hint="send it as it is")
-            scheme, _, token = request_headers.get(b"authorization", b"").partition(b" ")
-            key = token.strip().decode("latin-1") if scheme.lower() == b"bearer" else ""
-            key = key or google_key or request_headers.get(b"x-api-key", b"").decode("latin-1")
-            # Before there is memory for a body.
-            session, is_driver = self._authenticate(route, key, scope)
-            if session is not None:
-                session.client = client
-            body = await self._read_body(receive, session) if route.opened_by != "anyone" else b""
-            await refuse_too_many_values(body, self._max_messages)
-            arguments = [
-                *self._check_session_and_list_arguments(route, session, named, body, scope)
-            ]
-            if route.opened_by == "admin" and not is_driver:
-                arguments = [_limit_what_admin_key_opens(one) for one in arguments]
-            if route.asks_model and session is not None:
-                requests = self._requests_by_session.setdefault(session, SessionRequests())
-                answer = await requests.answer_once(
-                    request_headers,
-                    partial(hash_request, scope["path"], scope["query_string"], body),
-                    lambda is_retry, keeps_content: _answer(
-                        route, [*arguments, is_retry], receive, send, keeps_content=keeps_content
-                    ),
-                )
-            else:
-                answer = await _answer(route, arguments, receive, send, keeps_content=False)
-            if answer.is_sent:
-                return
-            status, content, form = 200, answer.content, answer.content_type
-            extra_headers = answer.headers
+            answer = await self._answer(request)
         except ClientDisconnectedError:
             return
         except Exception as caught:  # boundary: one request's failure must not reach the others
             refusal = to_request_error(caught)
-            format_error = refused or _choose_error_format(
-                scope["path"], google_key, request_headers
-            )
-            status, content, form = refusal.status, format_error(refusal), JSON_CONTENT_TYPE
-            is_final = not refusal.may_be_repeated
-            self._completions.metrics.count_refusal(label, client, refusal)
+            route = request.route
+            label = route.unversioned_path if route else "unknown route"
+            self._metrics.count_refusal(label, client, refusal)
+            status = refusal.status
+            format_error = _choose_error_format(request)
+            answer = Answer(format_error(refusal), JSON_CONTENT_TYPE, [])
+            more_headers = _build_refusal_headers(refusal, request)
             # Else it and this frame hold one another, and the request, until a collection.
             caught.__traceback__ = refusal.__traceback__ = None
-        headers = [
-            (b"content-type", form.encode()),
+        if answer.is_sent:
+            return
+        content = answer.content
+        answer_headers = [
+            (b"content-type", answer.content_type.encode()),
             (b"content-length", str(len(content)).encode()),
-            *(extra_headers or _build_id_headers(f"req_{make_random_id(14)}")),
+            *(answer.headers or _build_id_headers(f"req_{make_random_id(14)}")),
+            *more_headers,
         ]
-        if status == 405:
-            headers.append((b"allow", allowed.encode()))
-        if status == 426:  # clients that try a WebSocket first ask over HTTP at once
-            headers += [(b"upgrade", b"HTTP/1.1"), (b"connection", b"upgrade")]
-        if is_final:  # SDKs of OpenAI and Anthropic repeat what has any status from 500 on
-            headers.append((b"x-should-retry", b"false"))
-        if status in (429, 503):
-            headers.append((b"retry-after", b"%d" % RETRY_AFTER_S))
-        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.start", "status": status, "headers": answer_headers})
         await send({"type": "http.response.body", "body": content})
+
+    async def _answer(self, request: _Request) -> Answer:
+        scope, headers, receive = request.scope, request.headers, request.receive
+        route, named = self._find_route(request)
+        if int(headers.get(b"content-length", 0)) > self._max_request_bytes:
+            raise self._build_too_large_error()
+        encoding = headers.get(b"content-encoding", b"identity")
+        if encoding.lower() != b"identity":
+            problem = f"a body of content-encoding {encoding[:40].decode('latin-1')!r} is not read"
+            raise ProxyRequestError(415, problem, hint="send it as it is")
+        # Before there is memory for a body.
+        session, is_driver = self._authenticate(route, _find_key(request), scope)
+        if session is not None:
+            session.client = request.user_agent
+        body = await self._read_body(receive, session) if route.opened_by != "anyone" else b""
+        if len(body) > MAX_UNCOUNTED_BODY_BYTES:
+            await refuse_too_many_values(body, self._max_messages)
+        arguments = self._list_arguments(route, session, named, body, scope)
+        if route.opened_by == "admin" and not is_driver:
+            arguments = [_limit_what_admin_key_opens(one) for one in arguments]
+        if not route.asks_model or session is None:
+            return await _answer(route, arguments, request, keeps_content=False)
+
+        async def answer(is_retry: bool, keeps_content: bool) -> Answer:
+            arguments.append(is_retry)
+            return await _answer(route, arguments, request, keeps_content=keeps_content)
+
+        requests = self._requests_by_session.get(session)
+        if requests is None:
+            requests = self._requests_by_session[session] = SessionRequests()
+        digest = partial(hash_request, scope["path"], scope["query_string"], body)
+        return await requests.answer_once(headers, digest, answer)
+
+    def _find_route(self, request: _Request) -> tuple[Route, str]:
+        """The route of a request, and the name in its path, or nothing."""
+        method, path = request.scope["method"], request.scope["path"]
+        routes = self._routes if request.google_key is None else self._google_routes
+        by_method, named = routes.find_routes(path)
+        route = by_method.get(method)
+        request.route, request.allowed_methods = route or next(iter(by_method.values())), by_method
+        if route is not None:
+            return route, named
+        allowed = ", ".join(by_method)
+        if request.headers.get(b"upgrade", b"").lower() == b"websocket":
+            raise ProxyRequestError(426, f"{path} takes {allowed} over HTTP/1.1, no WebSocket")
+        raise ProxyRequestError(405, f"{path} takes {allowed}, not {method}")
 
     def _describe_routes(self) -> bytes:
         return render_openapi((*self._google_routes, *self._routes))
@@ -231,7 +235,7 @@ class ProxyApp:
     ) -> tuple[Session | None, bool]:
         """The session whose key was shown, and whether the run's driver asks."""
         if route.opened_by in ("session", "control"):
-            return self._require_session_and_touch(route, key), False
+            return self._require_session(route, key), False
         given = key.encode("latin-1")
         is_driver = bool(self._driver_key) and hmac.compare_digest(given, self._driver_key)
         if is_driver and route.opened_by in ("admin", "driver"):
@@ -250,7 +254,7 @@ class ProxyApp:
             raise ProxyRequestError(401, "this route requires the key in rendezvous/metrics.key")
         return None, False
 
-    def _require_session_and_touch(self, route: Route, key: str) -> Session:
+    def _require_session(self, route: Route, key: str) -> Session:
         if route.opened_by == "session":
             session = self._store.find_session_by_key(key)
         else:
@@ -268,40 +272,47 @@ class ProxyApp:
         session.touch()
         return session
 
-    def _check_session_and_list_arguments(
+    def _list_arguments(
         self, route: Route, session: Session | None, named: str, body: bytes, asgi_scope: Scope
-    ) -> Iterator[object]:
+    ) -> list[object]:
+        arguments: list[object] = []
         if session is not None:
             if self._store.sessions.get(session.session_id) is not session:  # gone meanwhile
                 raise ProxyRequestError(401, "invalid session key")
             if session.ended and not route.is_open_after_session_end:
                 raise ProxyRequestError(403, "the session has ended")
-            yield session
+            arguments.append(session)
         if route.takes_query:
-            yield read_query_parameters(asgi_scope)
+            arguments.append(read_query_parameters(asgi_scope))
         if named and route.request is None:
-            yield named
-            yield read_query_parameters(asgi_scope)
+            arguments += named, read_query_parameters(asgi_scope)
         elif route.request is not None and route.passes_unknown_params:
             unknown: list[str] = []
-            yield decode_request_json(body, route.request, unknown_params=unknown)
-            yield unknown
+            decode = partial(decode_request_json, json_type=route.request, unknown_params=unknown)
+            if route.repeats_messages and session is not None:
+                decoded = session.latest_messages.decode_body(body, decode)
+            else:
+                decoded = decode(body)
+            arguments += decoded, unknown
         elif route.request is not None:
-            yield decode_request_json(body, route.request)
+            arguments.append(decode_request_json(body, route.request))
+        return arguments
 
 
 async def _answer(
-    route: Route, arguments: list[object], receive: Receive, send: Send, *, keeps_content: bool
+    route: Route, arguments: list[object], request: _Request, *, keeps_content: bool
 ) -> Answer:
     result = route.answer(*arguments)
-    if inspect.iscoroutine(result):
-        result = await cancel_on_disconnect(receive, result)
+    if isinstance(result, Coroutine):
+        result = await cancel_on_disconnect(request.scope, result)
     headers: Headers = []
     if isinstance(result, ModelAnswer):
         exchange, headers = result.exchange, _build_answer_headers(result.exchange)
         if isinstance(result.reply, ReplyStream):
-            told = send_events(send, headers, exchange, result.reply, keeps_content=keeps_content)
-            content, is_whole = await cancel_on_disconnect(receive, told)
+            sending = send_events(
+                request.send, headers, exchange, result.reply, keeps_content=keeps_content
+            )
+            content, is_whole = await cancel_on_disconnect(request.scope, sending)
             return Answer(content, exchange.stream_media_type, headers, True, is_whole)
         result = result.reply
     content = result if isinstance(result, bytes) else msgspec.json.encode(result)
@@ -317,28 +328,28 @@ def _limit_what_admin_key_opens(argument: object) -> object:
     return msgspec.structs.replace(argument, rights=argument.rights or "calls")
 
 
-async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+async def cancel_on_disconnect(scope: Scope, work: Coroutine[Any, Any, Result]) -> Result:
+    """Await work that is cancelled when the client hangs up.
+
+    Within the client's own process there is no connection: the client's task runs this.
+    """
+    connection: GuardedProtocol | None = scope.get(CONNECTION_KEY)
     worker = asyncio.current_task()
-    assert worker is not None
-    has_disconnected = False
-
-    async def watch() -> None:
-        nonlocal has_disconnected
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        has_disconnected = True
-        worker.cancel()
-
-    watcher = asyncio.create_task(watch())
+    if connection is None or worker is None:
+        return await work
+    if connection.transport.is_closing():
+        work.close()
+        raise ClientDisconnectedError
+    connection.on_disconnect = worker.cancel
     try:
         return await work
     except asyncio.CancelledError:
-        if not has_disconnected:
+        if not connection.has_disconnected:
             raise
         worker.uncancel()
         raise ClientDisconnectedError from None
     finally:
-        watcher.cancel()
+        connection.on_disconnect = None
 
 
 def _build_answer_headers(exchange: Exchange) -> Headers:
@@ -354,10 +365,32 @@ def _build_id_headers(request_id: str) -> Headers:
     return [(name, request_id.encode()) for name in (b"x-request-id", b"request-id")]
 
 
-def _choose_error_format(
-    path: str, google_key: str | None, request_headers: Mapping[bytes, bytes]
-) -> ErrorFormatter:
-    if google_key is not None:
+def _find_key(request: _Request) -> str:
+    headers = request.headers
+    scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
+    key = token.strip().decode("latin-1") if scheme.lower() == b"bearer" else ""
+    return key or request.google_key or headers.get(b"x-api-key", b"").decode("latin-1")
+
+
+def _choose_error_format(request: _Request) -> ErrorFormatter:
+    if request.route is not None and request.route.error_formatter is not None:
+        return request.route.error_formatter
+    if request.google_key is not None:
         return format_google_error
-    is_anthropic = "/messages/" in f"{path}/" or b"anthropic-version" in request_headers
+    path, headers = request.scope["path"], request.headers
+    is_anthropic = "/messages/" in f"{path}/" or b"anthropic-version" in headers
     return MESSAGES_DIALECT.error_formatter if is_anthropic else openai_format.format_error
+
+
+def _build_refusal_headers(refusal: ProxyRequestError, request: _Request) -> Headers:
+    headers: Headers = []
+    if refusal.status == 405:
+        headers.append((b"allow", ", ".join(request.allowed_methods).encode()))
+    if refusal.status == 426:  # clients that try a WebSocket first ask over HTTP at once
+        headers += [(b"upgrade", b"HTTP/1.1"), (b"connection", b"upgrade")]
+    if not refusal.may_be_repeated:
+        # SDKs of OpenAI and Anthropic repeat what has any status from 500 on.
+        headers.append((b"x-should-retry", b"false"))
+    if refusal.status in (429, 503):
+        headers.append((b"retry-after", b"%d" % RETRY_AFTER_S))
+    return headers

@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,10 +15,19 @@ from areal_hpc.proxy.config import ProxyLimits
 from areal_hpc.proxy.engine.call_limits import refuse_oversized_session
 from areal_hpc.proxy.engine.router import Router
 from areal_hpc.proxy.http.routes import Route
-from areal_hpc.proxy.sessions import events
 from areal_hpc.proxy.sessions.recorder import JournaledRecorder
 from areal_hpc.proxy.sessions.sealing import TicketSealer
-from areal_hpc.proxy.sessions.store import Session, compute_key_digest, generate_key
+from areal_hpc.proxy.sessions.store import (
+    ConversationsMarkedAuxiliary,
+    RewardSet,
+    Session,
+    SessionDropped,
+    SessionEnded,
+    SessionOpened,
+    TicketFinished,
+    compute_key_digest,
+    generate_key,
+)
 from areal_hpc.session.call_records import find_client_reported_field_defect
 from areal_hpc.session.credit import (
     compute_credited_rewards,
@@ -83,32 +92,25 @@ class DriverApi:
         """Ids of sessions that were exported of late, the latest last."""
 
     def list_routes(self) -> Iterator[Route]:
-        def post(path: str, opened_by: Any, answer: Any, form: Any = None, **more: Any) -> Route:
-            return Route("POST", path, opened_by, answer, form, **more)
-
-        yield post("/rl/start_session", "admin", self.start_session, wire.StartSessionRequest)
-        yield post("/rl/offer_episode", "driver", self.offer_episode, wire.OfferEpisodeRequest)
-        form: type[msgspec.Struct] = wire.AwaitSessionEndRequest
-        yield post("/rl/await_session", "driver", self.await_session_end, form)
-        form = wire.FinishTicketRequest
-        yield post("/rl/finish_ticket", "driver", self.finish_or_discard_ticket, form)
-        yield post("/rl/keep_failed", "driver", self.keep_failed, wire.KeepFailedSessionRequest)
-        form = wire.ListConversationsRequest
-        yield post("/rl/list_conversations", "driver", self.list_conversations, form)
-        yield post("/rl/mark_auxiliary", "driver", self.mark_auxiliary, wire.MarkAuxiliaryRequest)
-        yield post("/rl/seal", "driver", self.seal_training_tickets)
-        yield post("/export_trajectories", "admin", self.export_trajectories, wire.ExportRequest)
-        yield post("/grant_capacity", "admin", self.grant_capacity)
-        yield post("/rl/set_reward", "control", self.set_reward, wire.SetRewardRequest)
-        yield post(
-            "/rl/record",
-            "control",
-            self.record_interactions,
-            wire.RecordCallsRequest,
-            needs_client_that_records=True,
-        )
+        listing = wire.ListConversationsRequest
+        posts: list[tuple[str, Any, Callable[..., Any], type[msgspec.Struct] | None]] = [
+            ("/rl/start_session", "admin", self.start_session, wire.StartSessionRequest),
+            ("/rl/offer_episode", "driver", self.offer_episode, wire.OfferEpisodeRequest),
+            ("/rl/await_session", "driver", self.await_session_end, wire.AwaitSessionEndRequest),
+            ("/rl/finish_ticket", "driver", self.finish_ticket, wire.FinishTicketRequest),
+            ("/rl/keep_failed", "driver", self.keep_failed, wire.KeepFailedSessionRequest),
+            ("/rl/list_conversations", "driver", self.list_conversations, listing),
+            ("/rl/mark_auxiliary", "driver", self.mark_auxiliary, wire.MarkAuxiliaryRequest),
+            ("/rl/seal", "driver", self.seal_training_tickets, None),
+            ("/export_trajectories", "admin", self.export_trajectories, wire.ExportRequest),
+            ("/grant_capacity", "admin", self.grant_capacity, None),
+            ("/rl/set_reward", "control", self.set_reward, wire.SetRewardRequest),
+        ]
+        yield from (Route("POST", *row) for row in posts)
+        form, record = wire.RecordCallsRequest, self.record_interactions
+        yield Route("POST", "/rl/record", "control", record, form, needs_client_that_records=True)
         end = self.end_session
-        yield post("/rl/end_session", "control", end, is_open_after_session_end=True)
+        yield Route("POST", "/rl/end_session", "control", end, is_open_after_session_end=True)
         yield Route("GET", "/healthz", "anyone", self.get_health)
 
     def start_session(self, request: wire.StartSessionRequest) -> wire.StartSessionReply:
@@ -144,10 +146,8 @@ class DriverApi:
         session_id = f"{request.task_id}-{secrets.token_hex(6)}"
         request = msgspec.structs.replace(request, api_key="")
         control_digest = compute_key_digest(control_key) if control_key else b""
-        self._recorder.journal_and_apply(
-            events.SessionOpened(
-                session_id, compute_key_digest(key), request, time.time(), control_digest
-            )
+        self._recorder.record(
+            SessionOpened(session_id, compute_key_digest(key), request, time.time(), control_digest)
         )
         return session_id
 
@@ -200,7 +200,7 @@ class DriverApi:
         while len(self._exported) > MAX_KEPT_EXPORTED_SESSIONS:
             del self._exported[(oldest := next(iter(self._exported)))]
             if oldest in self._store.sessions:
-                self._recorder.journal_and_apply(events.SessionDropped(oldest))
+                self._recorder.record(SessionDropped(oldest))
         return wire.ExportReply(
             rows, session.count_uses_of_ignored_params(), dict(session.tree.auxiliary)
         )
@@ -217,8 +217,8 @@ class DriverApi:
             reward = parse_reward(request.reward)
         except InvalidRewardError as error:
             raise ProxyRequestError(400, str(error), key="reward") from error
-        self._recorder.journal_and_apply(
-            events.RewardSet(
+        self._recorder.record(
+            RewardSet(
                 session.session_id,
                 interaction.interaction_id,
                 reward,
@@ -269,12 +269,12 @@ class DriverApi:
     def end_session(self, session: Session) -> wire.EndSessionReply:
         """Close the session to requests. Repeating it is harmless."""
         if not session.ended:
-            self._recorder.journal_and_apply(events.SessionEnded(session.session_id, time.time()))
+            self._recorder.record(SessionEnded(session.session_id, time.time()))
         return wire.EndSessionReply(
             "ended", len(session.tree), session.reward, self._router.serving_count
         )
 
-    def finish_or_discard_ticket(self, request: wire.FinishTicketRequest) -> wire.FinishTicketReply:
+    def finish_ticket(self, request: wire.FinishTicketRequest) -> wire.FinishTicketReply:
         """Hand the ticket's sessions to the sealer. Repeating it is harmless."""
         sealer = self._require_sealer()
         ref, rows = request.ref, self._store.count_rows_of_ticket(request.ref)
@@ -284,7 +284,7 @@ class DriverApi:
                 raise ProxyRequestError(409, problem, key="discard")
             for session in [*self._store.sessions.values()]:
                 if session.request.ref == ref and not session.failure:
-                    self._recorder.journal_and_apply(events.SessionDropped(session.session_id))
+                    self._recorder.record(SessionDropped(session.session_id))
             return wire.FinishTicketReply(0)
         if rows is None:
             rows = self._record_finished_ticket(request)
@@ -306,7 +306,7 @@ class DriverApi:
                 hint = "set a reward before the session ends"
                 raise ProxyRequestError(409, f"{name} has no reward", key="session_ids", hint=hint)
         kept = list(dict.fromkeys(request.session_ids))
-        self._recorder.journal_and_apply(events.TicketFinished(request.ref, kept, time.time()))
+        self._recorder.record(TicketFinished(request.ref, kept, time.time()))
         return self._store.finished[request.ref].row_count
 
     def keep_failed(self, request: wire.KeepFailedSessionRequest) -> wire.KeepFailedSessionReply:
@@ -346,15 +346,11 @@ class DriverApi:
         if any(one.reward is not None for one in find_conversation_replies(session.tree, roots)):
             problem = "a conversation with a reward cannot be auxiliary"
             raise ProxyRequestError(409, problem, key="reasons")
-        self._recorder.journal_and_apply(
-            events.ConversationsMarkedAuxiliary(session.session_id, request.reasons)
-        )
+        self._recorder.record(ConversationsMarkedAuxiliary(session.session_id, request.reasons))
         return wire.MarkAuxiliaryReply(len(session.tree.auxiliary))
 
     async def seal_training_tickets(self) -> wire.SealTicketsReply:
-        return wire.SealTicketsReply(
-            await self._require_sealer().seal_training_tickets_and_settle()
-        )
+        return wire.SealTicketsReply(await self._require_sealer().seal_training_tickets())
 
     def _require_sealer(self) -> TicketSealer:
         if self._sealer is None:

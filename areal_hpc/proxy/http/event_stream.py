@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from areal_hpc.errors import ProxyRequestError
-from areal_hpc.proxy.completion.streaming import ReplyStream
+from areal_hpc.proxy.completion.reply import ReplyStream
 from areal_hpc.proxy.dialects.dialect import Exchange
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ import msgspec
 
 from areal_hpc import __version__
 from areal_hpc.errors import ProxyRequestError
-from areal_hpc.proxy.completion.streaming import ReplyStream
+from areal_hpc.proxy.completion.reply import ReplyStream
 from areal_hpc.proxy.dialects.dialect import ErrorFormatter, Exchange
 
 _NAMED_PART_PATTERN = re.compile(r"\{(\w+)\}")
@@ -58,6 +58,8 @@ class Route:
     passes_unknown_params: bool = False
     """Parameters that the request does not declare may be left out of it; the answer takes their
     names as well."""
+    repeats_messages: bool = False
+    """A request mostly has the messages of the session's latest one, and further ones."""
     needs_client_that_records: bool = False
     """Only for a session whose client records its own calls."""
 

@@ -7,9 +7,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from areal_hpc.errors import ClusterError, UntrainableCallError
-from areal_hpc.proxy.sessions import events
-from areal_hpc.proxy.sessions.events import Event, decode_event, encode_event
-from areal_hpc.proxy.sessions.store import Session, SessionStore
+from areal_hpc.proxy.sessions.store import (
+    Event,
+    InteractionAdded,
+    ReplySampled,
+    RewardSet,
+    Session,
+    SessionDropped,
+    SessionOpened,
+    SessionStore,
+    TicketDropped,
+    TicketFinished,
+    TicketsAcknowledged,
+    TicketsSealed,
+    UntrainedSealed,
+    decode_event,
+    encode_event,
+)
 from areal_hpc.session.call_records import compute_reply_digest_of_call, find_interaction_defect
 from areal_hpc.session.tree import Interaction
 from areal_hpc.shards.journal import JournalRecord, JournalWriter, read_journal
@@ -22,11 +36,11 @@ EVENT_RECORD_KIND = 1
 SYNC_INTERVAL_S = 0.05
 MIN_COMPACTION_GROWTH_BYTES = 1 << 20
 _SESSION_REMOVING_EVENTS = (
-    events.SessionDropped,
-    events.TicketDropped,
-    events.TicketFinished,
-    events.TicketsSealed,
-    events.UntrainedSealed,
+    SessionDropped,
+    TicketDropped,
+    TicketFinished,
+    TicketsSealed,
+    UntrainedSealed,
 )
 
 
@@ -35,7 +49,7 @@ class JournalCompactionPlan:
     """Part of the journal that is history at one moment: decided on the loop, used in a thread."""
 
     removed_session_ids: frozenset[str]
-    sealed_or_dropped_refs: frozenset[TicketRef]
+    closed_refs: frozenset[TicketRef]
     """Sealed, or dropped because they cannot be."""
     settled: frozenset[TicketRef]
     all_settled: bool
@@ -43,18 +57,18 @@ class JournalCompactionPlan:
 
     def must_keep(self, record: JournalRecord) -> bool:
         match decode_event(record.payload):
-            case events.TicketFinished(ref=ref):
-                return ref not in self.sealed_or_dropped_refs
-            case events.TicketDropped(ref=ref):
+            case TicketFinished(ref=ref):
+                return ref not in self.closed_refs
+            case TicketDropped(ref=ref):
                 return ref not in self.settled
-            case events.TicketsSealed(tickets=tickets):
+            case TicketsSealed(tickets=tickets):
                 return any(ticket.ref not in self.settled for ticket in tickets)
-            case events.UntrainedSealed(refs=refs, session_ids=session_ids):
+            case UntrainedSealed(refs=refs, session_ids=session_ids):
                 return not (
-                    self.sealed_or_dropped_refs.issuperset(refs)
+                    self.closed_refs.issuperset(refs)
                     and self.removed_session_ids.issuperset(session_ids)
                 )
-            case events.TicketsAcknowledged(refs=refs):
+            case TicketsAcknowledged(refs=refs):
                 return not self.all_settled or any(ref not in self.settled for ref in refs)
             case event:
                 return event.session_id not in self.removed_session_ids
@@ -106,9 +120,12 @@ class JournaledRecorder:
             )
         self._rotated_bytes = self._journal.journal_size_bytes
 
-    def journal_and_apply(self, event: Event) -> None:
-        if isinstance(event, events.InteractionAdded) and (defect := self._find_defect(event)):
+    def record(self, event: Event) -> None:
+        if isinstance(event, InteractionAdded) and (defect := self._find_defect(event)):
             raise UntrainableCallError(defect)
+        self._record_sound(event)
+
+    def _record_sound(self, event: Event) -> None:
         size_bytes = 0
         if self._must_journal(event):
             payload = encode_event(event)
@@ -131,13 +148,13 @@ class JournaledRecorder:
                 "the reply had one) of a reply that /generate gave this session and that is not "
                 "recorded yet, got others"
             )
-        self.journal_and_apply(events.InteractionAdded(session.session_id, call, digest))
+        self._record_sound(InteractionAdded(session.session_id, call, digest))
 
     def _count_bytes(self, event: Event, size_bytes: int) -> None:
         match event:
-            case events.ReplySampled(digest=digest):
+            case ReplySampled(digest=digest):
                 size_bytes = size_bytes or len(digest)
-            case events.InteractionAdded(interaction=one):
+            case InteractionAdded(interaction=one):
                 parts = (one.context, one.new_ids, one.output_ids, one.logprobs)
                 size_bytes = size_bytes or sum(map(len, (*parts, one.kept_counts, one.kept_ids)))
                 size_bytes -= len(one.routes.packed) if one.routes else 0  # its client has no say
@@ -148,7 +165,7 @@ class JournaledRecorder:
     def holds_session(self, session: Session) -> bool:
         return self.store.sessions.get(session.session_id) is session
 
-    def _find_defect(self, event: events.InteractionAdded) -> str | None:
+    def _find_defect(self, event: InteractionAdded) -> str | None:
         tree = self.store.sessions[event.session_id].tree
         return find_interaction_defect(event.interaction, tree, self._vocab_size)
 
@@ -158,15 +175,15 @@ class JournaledRecorder:
         A call that is unsound all the same is left out, and its session marked: the session's
         ticket is then dropped where it would be sealed.
         """
-        if isinstance(event, events.InteractionAdded) and (defect := self._find_defect(event)):
+        if isinstance(event, InteractionAdded) and (defect := self._find_defect(event)):
             self._mark_unsound(event.session_id, defect)
-        elif isinstance(event, events.InteractionAdded):
+        elif isinstance(event, InteractionAdded):
             try:
                 self._apply_event(event)
             except Exception as error:  # boundary: one call must not keep the cell from starting
                 log.exception("session %s: a recorded call cannot be replayed", event.session_id)
                 self._mark_unsound(event.session_id, repr(error))
-        elif isinstance(event, events.RewardSet) and (
+        elif isinstance(event, RewardSet) and (
             event.interaction_id not in self.store.sessions[event.session_id].tree
         ):
             log.warning(
@@ -181,28 +198,31 @@ class JournaledRecorder:
         log.error("session %s cannot be trained on: %s", session_id, session.defect)
 
     def _must_journal(self, event: Event) -> bool:
-        if isinstance(event, events.SessionOpened):
-            return Session(event).must_persist
+        if isinstance(event, SessionOpened):
+            return not event.request.disposable
         session_id = getattr(event, "session_id", None)  # others are of tickets
         return session_id is None or self.store.sessions[session_id].must_persist
 
     def _apply_event(self, event: Event) -> None:
-        known = set(self.store.sessions) if isinstance(event, _SESSION_REMOVING_EVENTS) else set()
+        if not isinstance(event, _SESSION_REMOVING_EVENTS):
+            self.store.apply(event)
+            if isinstance(event, TicketsAcknowledged):
+                self._settled_refs.update(event.refs)
+            return
+        known = set(self.store.sessions)
         self.store.apply(event)
         self._gone_sessions |= known - self.store.sessions.keys()
-        if isinstance(event, events.TicketDropped):
+        if isinstance(event, TicketDropped):
             self._sealed_refs.add(event.ref)
-        elif isinstance(event, events.TicketsSealed):
+        elif isinstance(event, TicketsSealed):
             self._sealed_refs.update(ticket.ref for ticket in event.tickets)
-        elif isinstance(event, events.UntrainedSealed):  # nobody acknowledges these
+        elif isinstance(event, UntrainedSealed):  # nobody acknowledges these
             self._sealed_refs.update(event.refs)
-            self._settled_refs.update(event.refs)
-        elif isinstance(event, events.TicketsAcknowledged):
             self._settled_refs.update(event.refs)
 
     # Forgetting ---------------------------------------------------------------------------
 
-    async def compact_if_due(self) -> None:
+    async def limit_journal_size(self) -> None:
         async with self._compacting:
             # Has it doubled since it last held only what is needed?
             needed_bytes = 2 * self._rotated_bytes + MIN_COMPACTION_GROWTH_BYTES
@@ -239,7 +259,7 @@ class MemoryRecorder(JournaledRecorder):
     def _apply_event(self, event: Event) -> None:
         self.store.apply(event)
 
-    async def compact_if_due(self) -> None:
+    async def limit_journal_size(self) -> None:
         pass
 
     def close(self) -> None:

@@ -20,7 +20,10 @@ from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
 from areal_hpc.errors import ClusterError
-from areal_hpc.proxy.sessions.events import (
+from areal_hpc.proxy.sessions.recorder import JournaledRecorder
+from areal_hpc.proxy.sessions.store import (
+    FinishedTicket,
+    Session,
     SessionDropped,
     SessionFailed,
     TicketDropped,
@@ -28,8 +31,6 @@ from areal_hpc.proxy.sessions.events import (
     TicketsSealed,
     UntrainedSealed,
 )
-from areal_hpc.proxy.sessions.recorder import JournaledRecorder
-from areal_hpc.proxy.sessions.store import FinishedTicket, Session
 from areal_hpc.recipe.sections.proxy_and_shards import ShardConfig
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.rendezvous import LEDGER_SERVICE
@@ -105,7 +106,7 @@ class TicketSealer:
             if any(session.session_id in sealed_ids for session in ticket.sessions)
         ]
         if failed or refs:
-            self._recorder.journal_and_apply(UntrainedSealed(refs, failed))
+            self._recorder.record(UntrainedSealed(refs, failed))
         self._kept_by_cause.update(
             one.cause for one in untrained if one.kind == RowKind.FAILED.label
         )
@@ -119,7 +120,7 @@ class TicketSealer:
         ]
         if found:
             log.info("%d tickets had been sealed before the restart", len(found))
-            self._recorder.journal_and_apply(TicketsSealed(found))
+            self._recorder.record(TicketsSealed(found))
 
     def wake(self) -> None:
         self._wake_up.set()
@@ -138,24 +139,24 @@ class TicketSealer:
                     await self._seal(self._seal_training_tickets())
                 if self._is_seal_due(held_out, self._store.failed.values()):
                     await self._seal(self._seal_untrained())
-                await self._settle_with_ledger_and_journal()
+                await self._settle()
                 pauses = iter(BACKOFF)
             except (ClusterError, OSError) as error:  # too many open files is a reason to wait
                 pause_s = next(pauses)
                 log.warning("sealing or settling failed, next try in %.1f s: %s", pause_s, error)
                 self._not_before = time.monotonic() + pause_s
 
-    async def seal_training_tickets_and_settle(self) -> int:
+    async def seal_training_tickets(self) -> int:
         """Seal what is finished, settle it if the ledger answers; how many tickets were sealed."""
         count = await self._seal(self._seal_training_tickets())
-        await self._report_to_ledger_or_log()
+        await self._try_settling()
         return count
 
-    async def seal_all_and_settle(self) -> None:
+    async def seal_all(self) -> None:
         """Seal what is finished, what the trainer waits for first."""
         await self._seal(self._seal_training_tickets())
         await self._seal(self._seal_untrained())
-        await self._report_to_ledger_or_log()
+        await self._try_settling()
 
     def keep_failed(self, request: KeepFailedSessionRequest) -> bool:
         """Keep an ended session, unless enough failures of its cause are kept: then forget it."""
@@ -163,12 +164,12 @@ class TicketSealer:
             return True
         must_keep = self._kept_by_cause[request.cause] < MAX_KEPT_PER_CAUSE
         if must_keep:
-            self._recorder.journal_and_apply(
+            self._recorder.record(
                 SessionFailed(request.session_id, request.cause, request.error, time.time())
             )
             self._kept_by_cause[request.cause] += 1
         else:
-            self._recorder.journal_and_apply(SessionDropped(request.session_id))
+            self._recorder.record(SessionDropped(request.session_id))
         self._answered[request.session_id] = must_keep
         while len(self._answered) > MAX_REMEMBERED_ANSWERS:
             del self._answered[next(iter(self._answered))]
@@ -177,9 +178,9 @@ class TicketSealer:
     def find_past_keep_decision(self, session_id: str) -> bool | None:
         return self._answered.get(session_id)
 
-    async def _report_to_ledger_or_log(self) -> None:
+    async def _try_settling(self) -> None:
         try:
-            await self._settle_with_ledger_and_journal()
+            await self._settle()
         except ClusterError as error:
             log.warning("sealed; settling with the ledger failed and will be retried: %s", error)
 
@@ -210,7 +211,7 @@ class TicketSealer:
             rows_of, defects = await asyncio.to_thread(_build_rows, tickets, self._cell)
             for ref, defect in defects.items():
                 log.error("%s is dropped, for it cannot be sealed: %s", ref, defect)
-                self._recorder.journal_and_apply(TicketDropped(ref, f"cannot be sealed: {defect}"))
+                self._recorder.record(TicketDropped(ref, f"cannot be sealed: {defect}"))
             if not rows_of:
                 return 0
             rows = [row for found in rows_of.values() for row in found]
@@ -220,7 +221,7 @@ class TicketSealer:
                 _build_sealed_ticket(ref, shard.file, places[ref.ticket_id, ref.attempt])
                 for ref in rows_of
             ]
-            self._recorder.journal_and_apply(TicketsSealed(settled))
+            self._recorder.record(TicketsSealed(settled))
             return len(settled)
 
     async def _seal_untrained(self) -> None:
@@ -232,8 +233,8 @@ class TicketSealer:
             if rows:
                 await asyncio.to_thread(self._write_shard, rows)
             refs, failed_ids = [one.ref for one in tickets], [one.session_id for one in failed]
-            self._recorder.journal_and_apply(UntrainedSealed(refs, failed_ids))
-            await self._recorder.compact_if_due()
+            self._recorder.record(UntrainedSealed(refs, failed_ids))
+            await self._recorder.limit_journal_size()
 
     def _write_shard(self, rows: Sequence[TrajectoryRow]) -> SealedShard:
         """Runs in a thread: nothing changes in what is finished or has failed."""
@@ -251,7 +252,7 @@ class TicketSealer:
         )
         return shard
 
-    async def _settle_with_ledger_and_journal(self) -> None:
+    async def _settle(self) -> None:
         async with self._settling:
             tickets, dropped = list(self._store.sealed.values()), dict(self._store.dropped)
             if not (tickets or dropped):
@@ -263,10 +264,8 @@ class TicketSealer:
             for ref, reason in dropped.items():
                 drop = DropTicketRequest(self._cell, ref, reason)
                 await self._ledger.call("/drop", drop, Acknowledged)
-            self._recorder.journal_and_apply(
-                TicketsAcknowledged([*(one.ref for one in tickets), *dropped])
-            )
-            await self._recorder.compact_if_due()
+            self._recorder.record(TicketsAcknowledged([*(one.ref for one in tickets), *dropped]))
+            await self._recorder.limit_journal_size()
 
     async def close(self) -> None:
         await self._ledger.close()

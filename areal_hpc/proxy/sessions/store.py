@@ -1,4 +1,8 @@
-"""Session store: sessions, keys, tickets; changed by events only."""
+"""Session store: sessions, keys, tickets, and the events that change them, as they are journaled.
+
+A live proxy applies an event after writing it; a restarted one applies what it reads. Nothing
+else changes a `SessionStore`, so both arrive at the same state.
+"""
 
 import hashlib
 import secrets
@@ -7,9 +11,9 @@ from collections import Counter
 from dataclasses import replace
 
 import msgspec
+from msgspec import Struct
 
-from areal_hpc.proxy.sessions import events
-from areal_hpc.proxy.sessions.events import Event
+from areal_hpc.proxy.sessions.repeated_messages import RepeatedMessages
 from areal_hpc.session.credit import compute_episode_reward, give_reward
 from areal_hpc.session.export import (
     EpisodeKey,
@@ -19,14 +23,16 @@ from areal_hpc.session.export import (
     build_training_rows,
     plan_rows,
 )
-from areal_hpc.session.tree import InteractionTree
+from areal_hpc.session.tree import Interaction, InteractionTree
+from areal_hpc.wire.agent_reward import Reward
 from areal_hpc.wire.ledger import SealedTicket, TicketRef
+from areal_hpc.wire.proxy import StartSessionRequest
 from areal_hpc.wire.trajectory import RowKind, RowRecord, TrajectoryRow, find_row_defect
 
 ROW_BYTES_PER_TOKEN = 17
 """int32 id, uint8 mask, float32 log-probability, int64 version."""
 SPENT_SESSION_RETENTION_S = 60.0
-MAX_KEPT_RESPONSE_BYTES_PER_SESSION = 1 << 18
+MAX_KEPT_RESPONSE_BYTES_PER_SESSION = 1 << 20
 """Of a session's kept Responses: each has its request's tools and instructions once more."""
 MAX_REMEMBERED_TICKETS = 4096
 """Settled tickets whose repeated `/rl/finish_ticket` is still answered."""
@@ -40,23 +46,147 @@ def compute_key_digest(key: str) -> bytes:
     return hashlib.blake2b(key.encode(), digest_size=16).digest()
 
 
+class SessionOpened(Struct, tag="opened", frozen=True):
+    """A driver opened a session. Of its keys only digests are kept."""
+
+    session_id: str
+    key_digest: bytes
+    request: StartSessionRequest
+    opened_at: float = 0.0
+    """Unix time."""
+    control_digest: bytes = b""
+    """Of the key that opens rewards and the end; empty: the same key does."""
+
+
+class InteractionAdded(Struct, tag="interaction", frozen=True):
+    session_id: str
+    interaction: Interaction
+    reply_digest: bytes = b""
+    """Of the `ReplySampled` that a client recorded by this; empty: the proxy recorded it."""
+
+
+class ReplySampled(Struct, tag="sampled", frozen=True):
+    """The session's client got a reply from `/generate`, and may record it once."""
+
+    session_id: str
+    digest: bytes
+    tokens: int = 0
+
+
+class RewardSet(Struct, tag="reward", frozen=True):
+    """An interaction got a reward; a second one replaces the first."""
+
+    session_id: str
+    interaction_id: str
+    reward: Reward
+    is_named: bool = False
+    """The agent named the interaction; else the last one has the reward of the episode."""
+
+
+class ConversationsMarkedAuxiliary(Struct, tag="auxiliary", frozen=True):
+    session_id: str
+    reasons: dict[str, str]
+
+
+class SessionEnded(Struct, tag="ended", frozen=True):
+    session_id: str
+    ended_at: float = 0.0
+    """Unix time."""
+
+
+class SessionFailed(Struct, tag="failed", frozen=True):
+    """The ended session's episode failed: it is kept, but counts for no ticket."""
+
+    session_id: str
+    cause: str
+    error: str
+    failed_at: float
+
+
+class SessionDropped(Struct, tag="dropped", frozen=True):
+    """The session idled too long: nobody will finish it."""
+
+    session_id: str
+
+
+class TicketFinished(Struct, tag="finished", frozen=True):
+    """The named sessions are the ticket's episodes; its other sessions are discarded."""
+
+    ref: TicketRef
+    session_ids: list[str]
+    finished_at: float
+
+
+class TicketDropped(Struct, tag="ticket_dropped", frozen=True):
+    """The finished ticket cannot become rows. The ledger may not know yet."""
+
+    ref: TicketRef
+    reason: str
+
+
+class TicketsSealed(Struct, tag="sealed", frozen=True):
+    """The tickets' rows lie in a sealed, indexed shard. The ledger may not know yet."""
+
+    tickets: list[SealedTicket]
+
+
+class UntrainedSealed(Struct, tag="untrained_sealed", frozen=True):
+    """Rows that are not for training lie in a sealed, indexed shard, or could not be built."""
+
+    refs: list[TicketRef]
+    session_ids: list[str]
+
+
+class TicketsAcknowledged(Struct, tag="settled", frozen=True):
+    """The ledger acknowledged the tickets, sealed or dropped."""
+
+    refs: list[TicketRef]
+
+
+Event = (
+    SessionOpened
+    | InteractionAdded
+    | ReplySampled
+    | RewardSet
+    | ConversationsMarkedAuxiliary
+    | SessionEnded
+    | SessionFailed
+    | SessionDropped
+    | TicketFinished
+    | TicketDropped
+    | TicketsSealed
+    | UntrainedSealed
+    | TicketsAcknowledged
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
+
+
+def encode_event(event: Event) -> bytes:
+    return _encoder.encode(event)
+
+
+def decode_event(payload: bytes) -> Event:
+    return _decoder.decode(payload)
+
+
 class Session:
-    def __init__(self, opened_event: events.SessionOpened) -> None:
+    def __init__(self, opened_event: SessionOpened) -> None:
         self.opened = opened_event
         self.session_id = opened_event.session_id
         self.request = opened_event.request
         self.tree = InteractionTree()
         self.ended = False
         self.ended_at = 0.0
-        self.failure: events.SessionFailed | None = None
+        self.failure: SessionFailed | None = None
         self.is_exported = False
         """Its rows were handed over: it stays for a repeat alone, as of a reply that was lost."""
         self.in_flight = 0
         self.touched_at = time.monotonic()
+        self.latest_messages = RepeatedMessages()
         self.responses: dict[str, bytes] = {}
-        """Bodies of Responses that may be asked for again, by id: the newest ones told whole."""
-        self.hidden_responses: set[str] = set()
-        """Ids of Responses that are not given again: deleted, or asked for with `store: false`."""
+        """Bodies of the newest Responses, by id, which may be asked for again."""
         self._response_bytes = 0
         self.calls = 0
         """Model calls begun; numbers the seeds of a session."""
@@ -96,13 +226,9 @@ class Session:
         while (
             self._response_bytes > MAX_KEPT_RESPONSE_BYTES_PER_SESSION and len(self.responses) > 1
         ):
-            self._drop_response(next(iter(self.responses)))
+            self.drop_response(next(iter(self.responses)))
 
-    def hide_response(self, response_id: str) -> None:
-        self._drop_response(response_id)
-        self.hidden_responses.add(response_id)
-
-    def _drop_response(self, response_id: str) -> None:
+    def drop_response(self, response_id: str) -> None:
         self._response_bytes -= len(self.responses.pop(response_id, b""))
 
     def touch(self) -> None:
@@ -207,57 +333,54 @@ class SessionStore:
     def apply(self, event: Event) -> None:
         """Let `event` have happened. It must make sense now: callers check before they record."""
         match event:
-            case events.SessionOpened():
+            case SessionOpened():
                 session = Session(event)
                 self.sessions[event.session_id] = session
                 self._by_key[event.key_digest] = session
                 self._by_control_key[event.control_digest or event.key_digest] = session
-            case events.InteractionAdded():
+            case InteractionAdded():
                 session = self.sessions[event.session_id]
                 session.tree.add(event.interaction)
-                if event.hidden:
-                    session.hidden_responses.add(event.interaction.interaction_id)
                 if event.reply_digest:  # its tokens have been counted as it was sampled
                     session.unrecorded_replies -= Counter([event.reply_digest])
                 else:
                     session.sampled_tokens += event.interaction.num_output_tokens
-            case events.ResponseHidden():
-                self.sessions[event.session_id].hide_response(event.response_id)
-            case events.ReplySampled():
+            case ReplySampled():
                 session = self.sessions[event.session_id]
                 session.unrecorded_replies[event.digest] += 1
                 session.sampled_tokens += event.tokens
-            case events.RewardSet():
+            case RewardSet():
                 tree = self.sessions[event.session_id].tree
                 give_reward(tree[event.interaction_id], event.reward, event.is_named)
-            case events.ConversationsMarkedAuxiliary():
+            case ConversationsMarkedAuxiliary():
                 self.sessions[event.session_id].tree.auxiliary |= event.reasons
-            case events.SessionEnded():
+            case SessionEnded():
                 session = self.sessions[event.session_id]
                 session.ended, session.responses = True, {}
+                session.latest_messages.forget()
                 session.ended_at = event.ended_at
-            case events.SessionFailed():
+            case SessionFailed():
                 session = self.sessions[event.session_id]
                 session.failure = event
                 self.failed[event.session_id] = session
-            case events.SessionDropped():
+            case SessionDropped():
                 self._remove_session(self.sessions[event.session_id])
-            case events.TicketFinished():
+            case TicketFinished():
                 self._finish_ticket(event)
-            case events.TicketDropped():
+            case TicketDropped():
                 self._remove_finished_ticket(event.ref)
                 self.dropped[event.ref] = event.reason
-            case events.TicketsSealed():
+            case TicketsSealed():
                 for ticket in event.tickets:
                     self._remove_finished_ticket(ticket.ref)
                     self.sealed[ticket.ref] = ticket
-            case events.UntrainedSealed():
+            case UntrainedSealed():
                 self._forget_untrained(event)
-            case events.TicketsAcknowledged():
+            case TicketsAcknowledged():
                 for ref in event.refs:
                     self._forget_settled_ticket(ref)
 
-    def _finish_ticket(self, event: events.TicketFinished) -> None:
+    def _finish_ticket(self, event: TicketFinished) -> None:
         kept = [self.sessions[session_id] for session_id in event.session_ids]
         for session in [*self.sessions.values()]:
             if session.request.ref == event.ref and session not in kept and not session.failure:
@@ -269,7 +392,7 @@ class SessionStore:
         for session in finished.sessions if finished else []:
             self._remove_session(session)
 
-    def _forget_untrained(self, event: events.UntrainedSealed) -> None:
+    def _forget_untrained(self, event: UntrainedSealed) -> None:
         for ref in event.refs:
             finished = self.finished.get(ref)
             self._remove_finished_ticket(ref)

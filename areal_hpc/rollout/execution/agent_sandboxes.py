@@ -26,7 +26,7 @@ SANDBOX_TASK_COLUMN = "sandbox"
 class AgentSandboxes:
     """Pool of sandboxes for the agents of this process.
 
-    One has started on this machine (`start_and_stop_sandbox`) before an episode needs one, so what
+    One has started on this machine (`try_sandbox`) before an episode needs one, so what
     keeps others from starting is this moment's.
     """
 
@@ -178,7 +178,7 @@ def build_sandbox_spec(config: SandboxConfig, runtime: Runtime) -> SandboxSpec:
     )
 
 
-async def start_and_stop_sandbox(execution_config: AgentExecutionConfig) -> None:
+async def try_sandbox(execution_config: AgentExecutionConfig) -> None:
     """Start and stop a sandbox on this machine, if agents get any."""
     sandboxes = make_agent_sandboxes(execution_config, warm=0)
     if sandboxes is not None:
@@ -189,6 +189,6 @@ async def start_and_stop_sandbox(execution_config: AgentExecutionConfig) -> None
 def check_sandbox_starts(agent: dict[str, Any]) -> None:
     """Start and stop the sandbox of a section `rollout.agent` on this machine.
 
-    Raises: see `start_and_stop_sandbox`.
+    Raises: see `try_sandbox`.
     """
-    asyncio.run(start_and_stop_sandbox(AgentExecutionConfig.model_validate(agent)))
+    asyncio.run(try_sandbox(AgentExecutionConfig.model_validate(agent)))

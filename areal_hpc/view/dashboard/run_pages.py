@@ -203,7 +203,7 @@ def _read_task_fields(paths: RunPaths, row: JsonObject) -> dict[str, str]:
     if "set" in row:
         file, index = paths.evaluation_tasks(row["set"]), row["set_task"]
     try:
-        task = TaskSet.read_or_empty(file)[index]
+        task = TaskSet.read(file)[index]
     except (OSError, RecipeError):  # it was moved, or is of a program of the user's
         return {}
     return {

@@ -1,28 +1,41 @@
 """What a body would cost is counted before it is read; its names are cut before they are kept."""
 
+import asyncio
 from typing import Any
 
 import pytest
 
+from areal_hpc.errors import ProxyRequestError
 from areal_hpc.proxy.dialects.parameters import MAX_REWRITTEN_OBJECTS, MAX_UNKNOWN_PARAMS
-from areal_hpc.proxy.dialects.validation import MAX_OBJECTS, MAX_TOOLS
+from areal_hpc.proxy.dialects.validation import (
+    MAX_OBJECTS,
+    MAX_TOOLS,
+    MAX_UNCOUNTED_BODY_BYTES,
+    refuse_too_many_values,
+)
 from areal_hpc.proxy.metrics import MAX_NAME_CHARS
 from tests.contract.proxy.talk import QUESTION
 from tests.support.proxy_stage import Stage
 
-TEXT_OF_BRACKETS = '\\"' + "{[:" * 30_000
 FUNCTION = {"type": "function", "function": {"name": "f"}}
 
 
-def test_values_are_counted_before_they_are_read(stage: Stage, key: str) -> None:
+def test_values_are_counted_before_they_are_read() -> None:
+    body = b'{"messages":[' + b"[]," * MAX_OBJECTS + b"[]]}"
+    assert len(body) > MAX_UNCOUNTED_BODY_BYTES
+    with pytest.raises(ProxyRequestError, match="too many members, objects and lists"):
+        asyncio.run(refuse_too_many_values(body, 1))
+    text = rb'{"messages":"\"' + b"{[:" * MAX_OBJECTS + b'"}'  # it holds none
+    asyncio.run(refuse_too_many_values(text, 1))
+
+
+def test_what_nests_too_deep_is_refused(stage: Stage, key: str) -> None:
     headers = {"authorization": f"Bearer {key}"}
-    body = b'{"messages":' + b"[" * (MAX_OBJECTS + 1)
+    body = b'{"messages":' + b"[" * 90_000
     url = f"{stage.url}/v1/chat/completions"
     answer = stage.http.post(url, content=body, headers=headers)
     assert answer.status_code == 400
-    assert "too many members, objects and lists" in answer.json()["error"]["message"]
-    said = stage.ask(key, TEXT_OF_BRACKETS)  # which holds none
-    assert said.json()["error"]["code"] == "context_length_exceeded"
+    assert "recursion" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

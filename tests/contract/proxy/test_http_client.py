@@ -128,7 +128,7 @@ async def test_an_unsound_connection_is_not_used_again(script: bytes, hangs_up: 
 
 async def test_an_answer_that_is_left_half_read_closes_its_connection() -> None:
     async with ScriptedServer(HALF, TWO) as server:
-        async with server.connections.post_and_stream_answer("/generate", b"{}") as half:
+        async with server.connections.stream_answer("/generate", b"{}") as half:
             assert await half.read_part() == b"x" * 50
         await server.ask_by_another()
 
@@ -198,7 +198,7 @@ async def test_an_answer_that_might_be_read_in_parts_can_be_read_whole() -> None
     body = b"x" * 3_000_000  # more than is held unread
     async with (
         ScriptedServer(answer(body, status=b"500 Broken")) as server,
-        server.connections.post_and_stream_answer("/generate", b"{}") as failed,
+        server.connections.stream_answer("/generate", b"{}") as failed,
     ):
         await asyncio.sleep(0.1)
         assert failed.status == 500
@@ -212,7 +212,7 @@ async def test_a_long_answer_read_in_parts_comes_whole() -> None:
     head = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
     async with ScriptedServer(head + coded, TWO) as server:
         read = b""
-        async with server.connections.post_and_stream_answer("/generate", b"{}") as long:
+        async with server.connections.stream_answer("/generate", b"{}") as long:
             assert long.status == 200
             while part := await long.read_part():
                 read += part

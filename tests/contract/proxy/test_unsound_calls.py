@@ -6,14 +6,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from areal_hpc.proxy.sessions.events import (
+from areal_hpc.proxy.sessions.recorder import EVENT_RECORD_KIND
+from areal_hpc.proxy.sessions.store import (
     InteractionAdded,
     RewardSet,
     SessionEnded,
     TicketFinished,
     encode_event,
 )
-from areal_hpc.proxy.sessions.recorder import EVENT_RECORD_KIND
 from areal_hpc.session.tree import Interaction, VersionSpan, pack_ids, pack_logprobs
 from areal_hpc.shards.journal import JournalWriter
 from areal_hpc.wire.agent_reward import Reward

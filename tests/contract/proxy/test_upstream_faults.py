@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from areal_hpc.proxy.config import ProxyJobConfig
-from areal_hpc.proxy.job import make_journal_folder_and_get_path
+from areal_hpc.proxy.job import make_journal_path
 from tests.support.proxy_stage import Stage
 from tests.support.scripted_sglang import Script, ScriptedSGLang
 
@@ -76,7 +76,7 @@ def test_the_journal_is_private_and_a_fresh_run_at_its_path_has_another(
 ) -> None:
     monkeypatch.setenv("SLURM_TMPDIR", str(stage.journal_dir))
     job = ProxyJobConfig.model_validate(stage.config)
-    path = make_journal_folder_and_get_path(job, stage.admin_key)
+    path = make_journal_path(job, stage.admin_key)
     assert path.stat().st_mode & 0o777 == 0o600
     assert path.parent.stat().st_mode & 0o777 == 0o700
-    assert make_journal_folder_and_get_path(job, "the next run's secret") != path
+    assert make_journal_path(job, "the next run's secret") != path

@@ -10,8 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from areal_hpc.proxy.sessions.events import decode_event
-from areal_hpc.proxy.sessions.store import Session, SessionStore
+from areal_hpc.proxy.sessions.store import Session, SessionStore, decode_event
 from areal_hpc.session.chat_template import TokenEncoder
 from areal_hpc.session.tree import Interaction, unpack_ids
 from areal_hpc.shards.journal import read_journal

@@ -13,22 +13,23 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from areal_hpc.proxy.sessions.events import (
+from areal_hpc.proxy.sessions.recorder import JournaledRecorder
+from areal_hpc.proxy.sessions.store import (
     InteractionAdded,
-    ResponseHidden,
     RewardSet,
     SessionDropped,
     SessionEnded,
     SessionFailed,
     SessionOpened,
+    SessionStore,
     TicketDropped,
     TicketFinished,
     TicketsAcknowledged,
     TicketsSealed,
     UntrainedSealed,
+    compute_key_digest,
+    generate_key,
 )
-from areal_hpc.proxy.sessions.recorder import JournaledRecorder
-from areal_hpc.proxy.sessions.store import SessionStore, compute_key_digest, generate_key
 from areal_hpc.session.tree import InteractionTree
 from areal_hpc.wire.agent_reward import Reward
 from areal_hpc.wire.ledger import NO_VERSION, SealedTicket, TicketRef
@@ -45,7 +46,7 @@ def picture(store: SessionStore) -> dict[str, Any]:
         "sessions": {
             session_id: (
                 *(session.opened, session.ended, session.failure, list(session.tree)),
-                *(session.hidden_responses, session.recorded_bytes),
+                session.recorded_bytes,
             )
             for session_id, session in store.sessions.items()
             if session.must_persist
@@ -101,7 +102,7 @@ class RecorderMachine(RuleBasedStateMachine):
             return
         request = StartSessionRequest("task", ref, draw % 3)
         opened = SessionOpened(f"s{self.count}", compute_key_digest(generate_key()), request)
-        self.recorder.journal_and_apply(opened)
+        self.recorder.record(opened)
 
     @rule(draw=draws, text=st.sampled_from(["a", "b", "é"]))
     def answer(self, draw: int, text: str) -> None:
@@ -110,15 +111,8 @@ class RecorderMachine(RuleBasedStateMachine):
             for one in session.tree:
                 trial.add(one)
             said = say(trial, [user(text)], text)
-            added = InteractionAdded(session.session_id, said, hidden=bool(draw % 2))
-            self.recorder.journal_and_apply(added)
-
-    @rule(draw=draws)
-    def delete_response(self, draw: int) -> None:
-        session = self.pick(draw, ended=False)
-        if session and len(session.tree):
-            last = session.tree.last_completed.interaction_id
-            self.recorder.journal_and_apply(ResponseHidden(session.session_id, last))
+            added = InteractionAdded(session.session_id, said)
+            self.recorder.record(added)
 
     @rule(draw=draws)
     def reward(self, draw: int) -> None:
@@ -126,19 +120,17 @@ class RecorderMachine(RuleBasedStateMachine):
         if session and len(session.tree):
             last = session.tree.last_completed.interaction_id
             plain, whole = Reward(draw), Reward(draw, parts={"half": draw / 2}, note="é")
-            self.recorder.journal_and_apply(
-                RewardSet(session.session_id, last, (plain, whole)[draw % 2])
-            )
+            self.recorder.record(RewardSet(session.session_id, last, (plain, whole)[draw % 2]))
 
     @rule(draw=draws)
     def end(self, draw: int) -> None:
         if session := self.pick(draw, ended=False):
-            self.recorder.journal_and_apply(SessionEnded(session.session_id))
+            self.recorder.record(SessionEnded(session.session_id))
 
     @rule(draw=draws)
     def drop(self, draw: int) -> None:
         if session := self.pick(draw, ended=bool(draw % 2)):
-            self.recorder.journal_and_apply(SessionDropped(session.session_id))
+            self.recorder.record(SessionDropped(session.session_id))
 
     @rule(draw=draws)
     def finish(self, draw: int) -> None:
@@ -146,21 +138,21 @@ class RecorderMachine(RuleBasedStateMachine):
         if not session or not any(one.reward for one in session.tree):
             return
         if session.must_persist and (ref := session.request.ref):
-            self.recorder.journal_and_apply(TicketFinished(ref, [session.session_id], time.time()))
+            self.recorder.record(TicketFinished(ref, [session.session_id], time.time()))
 
     @rule(draw=draws)
     def fail(self, draw: int) -> None:
         session = self.pick(draw, ended=True)
         if session and session.request.ref:
             failed = SessionFailed(session.session_id, "KeyError at a.py:1", "why", time.time())
-            self.recorder.journal_and_apply(failed)
+            self.recorder.record(failed)
 
     @rule(draw=draws)
     def seal_untrained(self, draw: int) -> None:
         refs = [one.ref for one in self.store.finished.values() if one.is_evaluation]
         failed = list(self.store.failed)[: 1 + draw % 2]
         if refs or failed:
-            self.recorder.journal_and_apply(UntrainedSealed(refs, failed))
+            self.recorder.record(UntrainedSealed(refs, failed))
 
     @rule(draw=draws)
     def seal(self, draw: int) -> None:
@@ -169,20 +161,18 @@ class RecorderMachine(RuleBasedStateMachine):
         if not refs:
             return
         sealed = [SealedTicket(ref, "cell-0-000000.h5", [0], [1.0], NO_VERSION) for ref in refs]
-        self.recorder.journal_and_apply(TicketsSealed(sealed))
+        self.recorder.record(TicketsSealed(sealed))
 
     @precondition(lambda self: self.store.finished)
     @rule()
     def give_up(self) -> None:
-        self.recorder.journal_and_apply(
-            TicketDropped(next(iter(self.store.finished)), "cannot be sealed")
-        )
+        self.recorder.record(TicketDropped(next(iter(self.store.finished)), "cannot be sealed"))
 
     @precondition(lambda self: self.store.sealed or self.store.dropped)
     @rule(draw=draws)
     def settle(self, draw: int) -> None:
         refs = [*self.store.sealed, *self.store.dropped]
-        self.recorder.journal_and_apply(TicketsAcknowledged(refs[: 1 + draw % 2]))
+        self.recorder.record(TicketsAcknowledged(refs[: 1 + draw % 2]))
 
     @rule()
     def compact(self) -> None:

@@ -82,7 +82,7 @@ def say(
     **how: Any,
 ) -> Interaction:
     """Answer `messages` with `text`; `ids` are the model's own tokens without the end of turn."""
-    turn = tree.build_open_turn(messages, template, ENCODER, tools=tools, variables=variables)
+    turn = tree.build_open_turn([*messages], template, ENCODER, tools=tools, variables=variables)
     output_ids = [*(ENCODER.encode(text) if ids is None else ids), *([END_OF_TURN] * closed)]
     new_ids = turn.drop_repeated_turn_end(ENCODER.encode(turn.new_text))
     return answer(tree, turn, new_ids, assistant(text), output_ids, closed=closed, **how)

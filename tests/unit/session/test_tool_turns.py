@@ -48,7 +48,7 @@ def play(*exchanges: tuple[list[Message], Message]) -> InteractionTree:
 
 
 def go_on(tree: InteractionTree, *history: Message) -> OpenTurn:
-    return tree.build_open_turn(history, TEMPLATE, ENCODER)
+    return tree.build_open_turn([*history], TEMPLATE, ENCODER)
 
 
 ASKED = user("q")
