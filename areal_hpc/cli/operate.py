@@ -297,7 +297,8 @@ def _export_model(arguments: argparse.Namespace) -> int:
     target = (out or paths.export_dir(format_step_dir(checkpoint.state.step))).resolve()
     print(f"exporting step {checkpoint.state.step} of {paths.root}", flush=True)
     base = get_initial_policy_path(recipe, paths)
-    export_checkpoint(checkpoint, base, target, partial(print, flush=True))
+    lora = recipe.trainer.lora
+    export_checkpoint(checkpoint, base, target, partial(print, flush=True), lora=lora)
     print(target)
     return 0
 

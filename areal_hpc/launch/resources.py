@@ -10,7 +10,7 @@ take.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.launch.checks.model import (
@@ -32,6 +32,7 @@ from areal_hpc.trainer.model.memory_estimate import (
     PARALLEL_NAMES,
     RESERVE_BYTES,
     TrainerMemory,
+    count_adapter_parameters,
     count_critic_parameters,
     count_embedding_parameters,
     count_layer_expert_parameters,
@@ -114,7 +115,7 @@ def find_memory_problems(
 def build_memory_report(recipe: Recipe) -> Iterator[str]:
     """Lines: memory of each GPU and of each process of a node; warnings of what will not fit."""
     try:
-        arch = read_recipe_architecture(recipe.model)
+        arch = read_recipe_architecture(recipe)
     except RecipeError as error:
         yield f"memory: unknown, because the model cannot be read: {error.problems[0].message}"
         yield f"  try: {error.problems[0].hint}"
@@ -128,12 +129,19 @@ def _build_gpu_memory_report(recipe: Recipe, arch: Architecture) -> Iterator[str
     groups = count_weight_update_groups(recipe)
     frozen = find_frozen_architectures(recipe, arch)
     critic = find_critic_architecture(recipe, arch)
+    lora = arch.lora
+    if recipe.sft is not None:
+        arch = replace(arch, lora=None)  # SFT trains all weights, and takes more
     trainer = estimate_trainer_memory(arch, recipe.trainer, groups, frozen, critic)
     serving = estimate_serving_memory(arch, recipe.inference, recipe.trainer.dtype, gpu_bytes)
     of = "" if gib is None else f" of {gib:g}"
     yield f"memory of one GPU in GiB, estimated ({count_model_parameters(arch):,} parameters)"
+    network = arch.family
+    if lora is not None:
+        network += " with an adapter"
+        yield f"  an adapter of {count_adapter_parameters(arch, lora):,} parameters is trained"
     if arch.transformers_config:
-        yield f"  {arch.family} has layers of transformers, which tp, pp and ep do not divide"
+        yield f"  {network} has layers of transformers, which tp, pp and ep do not divide"
     yield from _format_trainer_lines(trainer, recipe.trainer.parallel, arch, of)
     if critic is not None:
         parameters = f"{count_critic_parameters(critic):,} parameters"
@@ -273,7 +281,7 @@ def _derive_node_share(
 
 def _estimate_trainer_bytes(recipe: Recipe, tasks_per_node: int, kind: str) -> int:
     try:
-        arch = read_recipe_architecture(recipe.model)
+        arch = read_recipe_architecture(recipe)
     except RecipeError as error:
         raise RecipeError(
             f"the memory that the {kind} job needs on a node is not known: "
@@ -283,6 +291,8 @@ def _estimate_trainer_bytes(recipe: Recipe, tasks_per_node: int, kind: str) -> i
         ) from error
     frozen = find_frozen_architectures(recipe, arch)
     critic = find_critic_architecture(recipe, arch)
+    if recipe.sft is not None:
+        arch = replace(arch, lora=None)  # SFT trains all weights
     memory = estimate_trainer_memory(arch, recipe.trainer, frozen=frozen, critic=critic)
     offloaded = memory.host_activations + memory.host_optimizer + memory.host_frozen
     return tasks_per_node * (

@@ -57,6 +57,8 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
     """The start of the trainer that wrote the checkpoint."""
     seed: int
     """Of everything random; with `step` it fixes what comes next."""
+    base: str = ""
+    """Digest of the model that an adapter changes; empty where all weights are trained."""
     parent: str | None = None
     """The checkpoint this one was trained from."""
     consumed: list[int] = []

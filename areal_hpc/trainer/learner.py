@@ -64,10 +64,12 @@ from areal_hpc.trainer.batch.untrained import (
     record_damaged_batch,
     record_skipped_steps,
 )
+from areal_hpc.trainer.checkpoints.frozen_base import digest_base
 from areal_hpc.trainer.checkpoints.store import CheckpointStore
 from areal_hpc.trainer.collectives import all_reduce_max, broadcast_object, raise_on_all_ranks
 from areal_hpc.trainer.memory import raise_out_of_memory_as_recipe_error, read_peak_memory_bytes
 from areal_hpc.trainer.model.families.architecture import read_architecture
+from areal_hpc.trainer.model.families.lora import initialize_adapter
 from areal_hpc.trainer.model.hf_weights import HfModelReader, load_hf, save_hf_model
 from areal_hpc.trainer.model.policy import TORCH_DTYPE_BY_NAME, build_policy
 from areal_hpc.trainer.model.utilization import measure_training_speed
@@ -128,10 +130,13 @@ class Learner:
         keep_best: str = "",
     ) -> None:
         self._custom_loss = load_custom_loss(config.objective)
-        arch = read_architecture(model_path)
+        arch, base = read_architecture(model_path, config.lora), ""
         dtype = TORCH_DTYPE_BY_NAME[config.dtype]
         self.policy = build_policy(arch, config.parallel, dtype, device, config.activations)
         load_hf(self.policy, HfModelReader(model_path).read_tensor)
+        if config.lora is not None:
+            initialize_adapter(self.policy.gpt, seed)
+            base = broadcast_object(digest_base(model_path) if dist.get_rank() == 0 else None, str)
         self._config = config
         self._paths = paths
         self._shards = CheckedShards(paths.shards_dir, paths.shard_index_dir)
@@ -153,10 +158,10 @@ class Learner:
             config.optimizer,
             is_offloaded=config.offload.optimizer,
             critic=self._critic.state if self._critic else None,
+            base=base,
         )
-        self.state = TrainerState(
-            step=0, generation=generation, seed=seed, forks=[GenerationFork(generation, 0)]
-        )
+        forks = [GenerationFork(generation, 0)]
+        self.state = TrainerState(generation=generation, seed=seed, base=base, forks=forks)
         self.reopened_row: JsonMetricRow = {}
         """What the checkpoint knows of the metrics of its step."""
         if checkpoint is not None:
@@ -216,6 +221,9 @@ class Learner:
                 for part in minibatches
             ]
         self._annotator.begin_step(batch, rows, len(parts), self.state)
+        if config.lora is not None:  # dropout of a step is the same whenever it is taken
+            drawn = np.random.SeedSequence((self.state.seed, self.state.step, dist.get_rank()))
+            torch.manual_seed(int(drawn.generate_state(1)[0]))
         with timer.time_phase("train"):
             rate = compute_learning_rate(self.state.step, config.total_steps, config.optimizer)
             with self._raise_out_of_memory_as_recipe_error():

@@ -211,6 +211,8 @@ def run_passes(
         return output, partial(measure, batch)
 
     note_place_reached("forward and backward passes" if backward else "forward passes")
+    if network.arch.lora is not None:
+        network.module.train(backward)  # an adapter's dropout
     run = get_forward_backward_func()
     offloads = backward and isinstance(network, TrainedNetwork) and network.offloads_activations
     offload = ActivationOffload(network.module.parameters()) if offloads else nullcontext()

@@ -25,7 +25,10 @@ from tests.support.environments import CHECKOUT
 MODELS = CHECKOUT / "tests" / "samples" / "models"
 COMMIT = "89abcdef" * 5
 GSM8K = "gpu8_gsm8k_qwen3_0.6b"
+GPUS_OF_ONE_NODE = {"gpu2_gsm8k_qwen3_4b_lora": 2}
+"""Where a node need not have eight."""
 NODES = {
+    **dict.fromkeys(GPUS_OF_ONE_NODE, 1),
     "gpu128_code_qwen3_32b": 16,
     "gpu128_harbor_qwen3_32b": 16,
     "gpu16_code_qwen3_8b": 2,
@@ -98,17 +101,20 @@ def test_it_plans_fits_and_uses_every_gpu_of_its_nodes(
     assert all(10 < total < 72 for total in totals), said
     recipe = load_recipe(RECIPES[name], overrides)
     serving = recipe.inference.cells * recipe.inference.replicas_per_cell * recipe.inference.tp
-    assert serving + recipe.trainer.parallel.world_size == 8 * NODES[name]
+    gpus = GPUS_OF_ONE_NODE.get(name, 8 * NODES[name])
+    assert serving + recipe.trainer.parallel.world_size == gpus
     assert recipe.model.hub is not None
-    arch = read_architecture(MODELS / recipe.model.hub.removeprefix("Qwen/"))
+    model = MODELS / recipe.model.hub.removeprefix("Qwen/")
+    arch = read_architecture(model, recipe.trainer.lora)
     assert list(find_layout_problems(arch, recipe.trainer.parallel)) == []
     assert arch.heads % recipe.inference.tp == 0
     assert recipe.inference.context_length is not None
     assert recipe.inference.context_length <= recipe.trainer.max_tokens_per_microbatch
     if NODES[name] == 1:
-        assert find_gpu_problems(recipe, {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}) == []
-        (problem,) = find_gpu_problems(recipe, {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6"})
-        assert "it needs 8 at once" in problem.message
+        seen = ",".join(map(str, range(gpus)))
+        assert find_gpu_problems(recipe, {"CUDA_VISIBLE_DEVICES": seen}) == []
+        (problem,) = find_gpu_problems(recipe, {"CUDA_VISIBLE_DEVICES": seen[:-2]})
+        assert f"it needs {gpus} at once" in problem.message
 
 
 def test_the_plan_shares_the_gpus_of_this_machine_out(plan: Callable[..., str]) -> None:

@@ -1,6 +1,8 @@
 """One rank of one parallel layout: compare with transformers, save, checkpoint, resume."""
 
+import copy
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +13,18 @@ import torch.distributed as dist
 from areal_hpc.recipe.sections.trainer import (
     ActivationMemoryConfig,
     AdamConfig,
+    LoraConfig,
     ParallelConfig,
     Recompute,
 )
 from areal_hpc.rundir.checkpoints import TrainerState, find_latest_checkpoint
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.trainer.batch.packing import TrainingRow
+from areal_hpc.trainer.checkpoints.frozen_base import digest_base
 from areal_hpc.trainer.checkpoints.rank_state import load_checkpoint_into
 from areal_hpc.trainer.checkpoints.store import CheckpointStore
 from areal_hpc.trainer.model.families.architecture import parse_architecture
+from areal_hpc.trainer.model.families.lora import switch_adapter_off
 from areal_hpc.trainer.model.families.weight_map import HfTensorSpec
 from areal_hpc.trainer.model.hf_weights import (
     HfModelReader,
@@ -39,7 +44,8 @@ from areal_hpc.trainer.step import (
     score_rows,
     train_step,
 )
-from tests.support.reference_models import SIZES, by_checkpoint_name, hf_model
+from tests.support.layouts import LOGPROB_BOUND
+from tests.support.reference_models import ADAPTERS, SIZES, by_checkpoint_name, hf_model
 from tests.support.routed_reference import following, give_random_routes
 
 LR = 1e-3
@@ -65,6 +71,7 @@ def make_rows(seed: int) -> list[TrainingRow]:
     return rows
 
 
+PEFT_PREFIX = "base_model.model."
 CHANNELS = ("advantage", "temperature", "expected")
 
 
@@ -81,7 +88,11 @@ def reference(model: Any, rows: list[TrainingRow]) -> dict[str, torch.Tensor]:
         weight = torch.from_numpy(row.channels["advantage"][1:] * row.loss_mask_T[1:])
         (-(logprobs * weight).sum() / tokens).backward()
     return by_checkpoint_name(
-        {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+        {
+            name.removeprefix(PEFT_PREFIX): parameter.grad.clone()
+            for name, parameter in model.named_parameters()
+            if parameter.grad is not None
+        }
     )
 
 
@@ -93,16 +104,21 @@ def weighted_loss(batch: MicroBatch, logprobs_N: torch.Tensor) -> tuple[torch.Te
     return total, LossStats(sums, {"gap": largest})
 
 
-def exported_gradients(policy: TrainedNetwork) -> dict[str, torch.Tensor]:
-    """The reduced gradients, carried out by the same way as weights."""
-    if policy.ddp_module is None:
-        named: Any = policy.gpt.causal_lm.named_parameters()
-        return by_checkpoint_name({name: one.grad.full_tensor() for name, one in named})
+def gather_gradients(policy: TrainedNetwork) -> None:
+    assert policy.ddp_module is not None
     for buffer in policy.ddp_module.buffers + policy.ddp_module.expert_parallel_buffers:
         group = buffer.data_parallel_group
         for bucket in buffer.buckets:
             shard = bucket.grad_data.chunk(group.size())[group.rank()].clone()
             dist.all_gather_into_tensor(bucket.grad_data, shard, group=group)
+
+
+def exported_gradients(policy: TrainedNetwork) -> dict[str, torch.Tensor]:
+    """The reduced gradients, carried out by the same way as weights."""
+    if policy.ddp_module is None:
+        named: Any = policy.gpt.causal_lm.named_parameters()
+        return by_checkpoint_name({name: one.grad.full_tensor() for name, one in named})
+    gather_gradients(policy)
     weights = {parameter: parameter.data for parameter in policy.gpt.parameters()}
     for parameter in weights:
         parameter.data = parameter.main_grad
@@ -114,6 +130,9 @@ def exported_gradients(policy: TrainedNetwork) -> dict[str, torch.Tensor]:
 
 class Case:
     """One family in one layout."""
+
+    lora: LoraConfig | None = None
+    digest = ""
 
     def __init__(
         self,
@@ -127,13 +146,26 @@ class Case:
         spread = {} if family.endswith("moe") else {"ep": 1}
         self.parallel = parallel.model_copy(update=spread)
         self.folder = folder / family
-        self.model = hf_model(family, layers)
-        self.arch = parse_architecture(self.model.config.to_dict(), family)
+        self.model = self.make_model(layers)
+        self.arch = parse_architecture(self.model.config.to_dict(), family, self.lora)
         self.policy, self.optimizer = self.build()
-        self.state = by_checkpoint_name(self.model.state_dict())
-        load_hf(self.policy, lambda tensor, part: self.state[tensor.name][part])
+        self.load_numbers(self.policy)
         if self.policy.ddp_module is not None:
             self.optimizer.reload_model_params()
+
+    def make_model(self, layers: int) -> Any:
+        self.plain = hf_model(self.family, layers)
+        return self.plain
+
+    def load_numbers(self, policy: TrainedNetwork) -> None:
+        self.state = by_checkpoint_name(self.model.state_dict())
+        load_hf(policy, lambda tensor, part: self.state[tensor.name][part])
+
+    def expected_export(self) -> dict[str, torch.Tensor]:
+        return self.state
+
+    def gradients(self, policy: TrainedNetwork) -> dict[str, torch.Tensor]:
+        return exported_gradients(policy)
 
     def build(self) -> tuple[TrainedNetwork, Any]:
         policy = build_policy(self.arch, self.parallel, torch.float32, torch.device("cpu"))
@@ -155,13 +187,11 @@ class Case:
         """Log-probabilities and gradients against transformers."""
         exported = {name: tensor.clone() for name, tensor in stream_hf_tensors(self.policy)}
         specs = [(name, shape) for name, shape, _ in list_hf_specs(self.policy)]
-        expected, found = self.measure_gaps(self.policy, make_rows(seed=1))
+        state = self.expected_export()
+        found = self.measure_gaps(self.policy, make_rows(seed=1))
         return {
-            "export_is_exact": all(
-                torch.equal(exported[name], self.state[name]) for name in exported
-            ),
+            "export_is_exact": all(torch.equal(exported[name], state[name]) for name in exported),
             "specs_match": specs == [(name, tuple(t.shape)) for name, t in exported.items()],
-            "missing": sorted(expected - set(exported)),
             **found,
         }
 
@@ -172,26 +202,24 @@ class Case:
         policy = build_policy(
             self.arch, self.parallel, torch.float32, torch.device("cpu"), activations
         )
-        load_hf(policy, lambda tensor, part: self.state[tensor.name][part])
+        self.load_numbers(policy)
         rows = make_rows(seed=6)
         give_random_routes(rows, self.arch.mixture, seed=6)
-        _, found = self.measure_gaps(policy, rows)
-        return found
+        return self.measure_gaps(policy, rows)
 
-    def measure_gaps(
-        self, policy: TrainedNetwork, rows: list[TrainingRow]
-    ) -> tuple[set[str], dict[str, Any]]:
-        """The names of gradients of transformers, and how far it is away."""
+    def measure_gaps(self, policy: TrainedNetwork, rows: list[TrainingRow]) -> dict[str, Any]:
+        """How far log-probabilities and gradients of transformers are away."""
         expected = reference(self.model, rows)
         batches = self.batches(policy, rows)
         tally = run_forward_backward(policy, batches, weighted_loss, backward=True)
         total = tally.reduce_over_ranks(("tokens", "followed", "rerouted"), ("gap",))
-        gradients = exported_gradients(policy)
+        gradients = self.gradients(policy)
         if policy.ddp_module is None:
             self.optimizer.zero_grad()
         else:
             policy.ddp_module.zero_grad_buffer()
-        return set(expected), {
+        return {
+            "missing": sorted(set(expected) - set(gradients)),
             "rerouted": total.sums["rerouted"] / max(1, total.sums["followed"]),
             "micro_batches": len(batches),
             "tokens": total.sums["tokens"],
@@ -210,7 +238,7 @@ class Case:
         expected_norm = whole.norm().item()
         _, norm = self.step(self.policy, self.optimizer, 2)
         self.step(self.policy, self.optimizer, 3)
-        state = TrainerState(step=2, generation=1, seed=0)
+        state = TrainerState(step=2, generation=1, seed=0, base=self.digest)
         logprobs = self.logprobs(make_rows(1))
         store.begin_save(self.policy, self.optimizer, state)
         store.finish_save()
@@ -282,8 +310,8 @@ class Case:
         """Leave a model directory in several files."""
         if dist.get_rank() == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self.model.config.architectures = [type(self.model).__name__]  # SGLang reads it
-            self.model.config.save_pretrained(self.folder)
+            self.plain.config.architectures = [type(self.plain).__name__]  # SGLang reads it
+            self.plain.config.save_pretrained(self.folder)
         dist.barrier()  # another rank may have to read it
         save_hf_model(self.policy, self.folder, self.folder / "saved", file_bytes=64 * 1024)
 
@@ -299,12 +327,80 @@ class Case:
         return all(np.array_equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
+class AdaptedCase(Case):
+    """The same of an adapter, which PEFT's own network beside it has, too."""
+
+    def __init__(self, name: str, parallel: ParallelConfig, folder: Path, layers: int) -> None:
+        family, settings = ADAPTERS[name]
+        self.lora = LoraConfig(rank=4, alpha=6, **settings)
+        self.base = folder / name / "base"
+        super().__init__(family, parallel, folder, layers)
+        self.folder = folder / name
+        self.family = name
+
+    def make_model(self, layers: int) -> Any:
+        import peft  # takes seconds, which other cases do without
+
+        assert self.lora is not None
+        base = super().make_model(layers)
+        if dist.get_rank() == 0:
+            base.save_pretrained(self.base)
+        dist.barrier()
+        self.digest = digest_base(self.base)
+        self.state = by_checkpoint_name(base.state_dict())
+        targets = self.lora.target_modules
+        config = peft.LoraConfig(
+            task_type="CAUSAL_LM",
+            r=self.lora.rank,
+            lora_alpha=self.lora.alpha,
+            target_modules=targets if isinstance(targets, str) else list(targets),
+            use_rslora=self.lora.rslora,
+            use_dora=self.lora.dora,
+        )
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys")
+            adapted = peft.get_peft_model(copy.deepcopy(base), config)
+        generator = torch.Generator().manual_seed(3)
+        for name, parameter in adapted.named_parameters():
+            if ".lora_" in name:
+                drawn = torch.randn(parameter.shape, generator=generator) * 0.05
+                parameter.data.copy_(drawn + ("magnitude" in name) * parameter.data)
+        return adapted
+
+    def load_numbers(self, policy: TrainedNetwork) -> None:
+        load_hf(policy, lambda tensor, part: self.state[tensor.name][part])
+        held = self.model.state_dict()
+        with torch.no_grad():
+            for name, parameter in policy.gpt.causal_lm.named_parameters():
+                assert parameter.requires_grad == (".lora_" in name)
+                if parameter.requires_grad:
+                    parameter.copy_(held[PEFT_PREFIX + name])
+
+    def expected_export(self) -> dict[str, torch.Tensor]:
+        return by_checkpoint_name(copy.deepcopy(self.model).merge_and_unload().state_dict())
+
+    def gradients(self, policy: TrainedNetwork) -> dict[str, torch.Tensor]:
+        gather_gradients(policy)
+        named = policy.gpt.causal_lm.named_parameters()
+        return {name: one.main_grad.clone() for name, one in named if one.requires_grad}
+
+    def is_scored_alike_when_frozen(self) -> bool:
+        """Does the adapter that is switched off give what its base does?"""
+        rows = make_rows(5)
+        reference(self.plain, rows)
+        batches = self.batches(self.policy, rows)
+        with switch_adapter_off(self.policy.gpt):
+            tally = run_forward_backward(self.policy, batches, weighted_loss, backward=False)
+        return tally.reduce_over_ranks((), ("gap",)).maxima["gap"] <= LOGPROB_BOUND
+
+
 def go_through(scenario: dict[str, Any], paths: RunPaths) -> dict[str, Any]:
     """What is found out about every family of the scenario; an act of `replay_worker`."""
     parallel = ParallelConfig(**scenario["trainer"]["parallel"])
     findings: dict[str, Any] = {}
     for family in scenario["families"]:
-        one = Case(family, parallel, paths.root, scenario["layers"])
+        kind = AdaptedCase if family in ADAPTERS else Case
+        one = kind(family, parallel, paths.root, scenario["layers"])
         found = one.compare()
         if one.arch.mixture:
             found["routed"] = [one.compare_routed(recompute) for recompute in ("full", "selective")]

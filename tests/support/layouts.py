@@ -7,7 +7,7 @@ from typing import Any
 
 from areal_hpc.rundir.paths import RunPaths
 from tests.support.rank_server import RankServer
-from tests.support.reference_models import SIZES, TRANSFORMERS_CONFIGS
+from tests.support.reference_models import ADAPTERS, SIZES, TRANSFORMERS_CONFIGS
 
 MIXTURE = "qwen3_moe"
 FAMILIES = ("llama", "qwen2", "qwen3", MIXTURE)
@@ -45,8 +45,10 @@ def families_of(*layouts: str) -> list[str]:
     if not set(layouts) <= set(UNDIVIDED_LAYOUTS):
         return [*FAMILIES]
     divided = STATE_FAMILIES if "CP2" in layouts else ()
-    megatron = () if "DP2 sharded" in layouts else FAMILIES
-    return [*megatron, *(one for one in TRANSFORMERS_CONFIGS if one not in divided)]
+    undivided: list[str] = [*TRANSFORMERS_CONFIGS]
+    if "DP2 sharded" not in layouts:
+        undivided = [*FAMILIES, *undivided, *ADAPTERS]
+    return [one for one in undivided if one.split()[0] not in divided]
 
 
 def launch(

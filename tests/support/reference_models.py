@@ -119,6 +119,20 @@ TRANSFORMERS_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 """Networks of transformers' own modules: class of the configuration, and what it is given."""
 
 
+ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3 LoRA": ("qwen3", {}),
+    "qwen3_5 DoRA": ("qwen3_5", {"dora": True}),
+    "qwen3_moe rsLoRA": (
+        "qwen3_moe",
+        {
+            "rslora": True,
+            "target_modules": ["q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+        },
+    ),
+}
+"""Networks with a frozen base: its family, and what `trainer.lora` says beside sizes."""
+
+
 def hf_model(family: str, layers: int = SIZES["num_hidden_layers"]) -> Any:
     """The same random model on every rank and in every launch."""
     sizes = SIZES | {"num_hidden_layers": layers}
@@ -164,7 +178,7 @@ def by_checkpoint_name(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tens
     named = {}
     for name, tensor in tensors.items():
         prefix, stacked, kind = name.partition(".experts.")
-        if not stacked or f"{prefix}.experts.gate_up_proj_bias" in tensors:
+        if not stacked or ".lora_" in name or f"{prefix}.experts.gate_up_proj_bias" in tensors:
             named[name] = tensor
             continue
         for expert, own in enumerate(tensor):

@@ -14,6 +14,7 @@ from areal_hpc.launch.tiny_model import (
 from areal_hpc.proxy.engine.model_call import require_max_position_embeddings
 from areal_hpc.recipe.hub_cache import find_snapshot
 from areal_hpc.recipe.recipe import ModelConfig, Recipe
+from areal_hpc.recipe.sections.trainer import LoraConfig
 from areal_hpc.rollout.task_set import TaskSet
 from areal_hpc.rundir.rendezvous import read_user_key
 from areal_hpc.session.chat_template import ChatTemplate, TokenEncoder
@@ -36,7 +37,7 @@ def find_model_problems(recipe: Recipe) -> Iterator[Problem]:
     model = recipe.model
     if model.tiny is not None:
         try:
-            yield from _find_parallel_size_problems(read_recipe_architecture(model), recipe)
+            yield from _find_parallel_size_problems(read_recipe_architecture(recipe), recipe)
         except RecipeError as error:
             yield from error.problems
         most = recipe.inference.context_length or TINY_MODEL_CONTEXT_TOKENS
@@ -72,7 +73,7 @@ def build_missing_model_problem(path: Path, key: str) -> Problem:
 
 
 def _read_network(
-    path: Path, key: str, recipe: Recipe, found: list[Problem]
+    path: Path, key: str, recipe: Recipe, found: list[Problem], lora: LoraConfig | None = None
 ) -> Architecture | None:
     """The network of a model directory; problems of its weights and its shape go to `found`."""
     if not path.is_dir():
@@ -82,7 +83,7 @@ def _read_network(
         hint = "give a directory in Hugging Face format"
         found.append(Problem(f"{path} has no *.safetensors weights", key, hint))
     try:
-        arch = read_architecture(path)
+        arch = read_architecture(path, lora)
     except RecipeError as error:
         found += error.problems
         return None
@@ -103,7 +104,7 @@ def _read_network(
 
 def _find_policy_problems(path: Path, key: str, recipe: Recipe) -> Iterator[Problem]:
     found: list[Problem] = []
-    arch = _read_network(path, key, recipe, found)
+    arch = _read_network(path, key, recipe, found, recipe.trainer.lora)
     yield from found
     if not path.is_dir():
         return
@@ -140,7 +141,8 @@ def _find_family_problems(
         )
     if arch.transformers_config and recipe.trainer.objective.has_critic:
         yield Problem(
-            f"a critic has layers of Megatron-core, which {arch.family} has not",
+            f"a critic has layers of Megatron-core, which {arch.family}"
+            f"{' with an adapter' * (arch.lora is not None)} has not",
             "trainer.objective.baseline",
             "use another baseline",
         )
@@ -201,15 +203,16 @@ def _find_vocabulary_problems(path: Path, key: str) -> Iterator[Problem]:
         )
 
 
-def read_recipe_architecture(model: ModelConfig) -> Architecture:
+def read_recipe_architecture(recipe: Recipe) -> Architecture:
     """The recipe's network; RecipeError if its configuration is not on this machine."""
+    model, lora = recipe.model, recipe.trainer.lora
     if model.tiny is not None:
         config = build_tiny_architecture_config(TinySizes(**model.tiny.model_dump()))
-        return parse_architecture(config, "model.tiny")
+        return parse_architecture(config, "model.tiny", lora)
     if model.hub is not None:
-        return read_architecture(find_snapshot(model.hub, "model", "model.hub"))
+        return read_architecture(find_snapshot(model.hub, "model", "model.hub"), lora)
     assert model.path is not None
-    return read_architecture(model.path)
+    return read_architecture(model.path, lora)
 
 
 def list_frozen_models(recipe: Recipe) -> Iterator[tuple[str, Path | None]]:
@@ -217,7 +220,7 @@ def list_frozen_models(recipe: Recipe) -> Iterator[tuple[str, Path | None]]:
     kl, teacher = recipe.trainer.objective.kl, recipe.trainer.objective.teacher
     if teacher.path is not None:
         yield "trainer.objective.teacher.path", teacher.path
-    if kl.coef:
+    if kl.coef and not recipe.trainer.reference_is_base:
         yield "trainer.objective.kl.reference", None if kl.reference == "initial" else kl.reference
 
 

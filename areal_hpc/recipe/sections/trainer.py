@@ -65,6 +65,26 @@ class OffloadConfig(BaseConfig):
     """Master weights and moments stay on the host and pass through the GPU at each step."""
 
 
+class LoraConfig(BaseConfig):
+    """A low-rank adapter in PEFT's terms; the weights that it changes are frozen.
+
+    The trainer builds the network of transformers' own modules, and servers get merged weights.
+    """
+
+    rank: Annotated[int, Field(ge=1)] = 16
+    """Rows of each layer's matrix A, and columns of its B."""
+    alpha: Annotated[int, Field(ge=1)] = 32
+    """A layer's weight changes by alpha / rank times B A."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of the inputs of A that training passes leave out."""
+    target_modules: str | tuple[str, ...] = "all-linear"
+    """Layers that are adapted: the ends of their names, a pattern, or all linear ones."""
+    rslora: bool = False
+    """The change is alpha / sqrt(rank) times B A."""
+    dora: bool = False
+    """The length of each row of a weight is learned apart from its direction."""
+
+
 class SftAdamConfig(BaseConfig):
     """AdamW of supervised fine-tuning, with linear warm-up."""
 
@@ -434,6 +454,8 @@ class TrainerConfig(BaseConfig):
 
     parallel: ParallelConfig = ParallelConfig()
     """Division of model and batch over ranks."""
+    lora: LoraConfig | None = None
+    """An adapter is trained in place of all weights (SFT trains all); null: there is none."""
     device: Device = "auto"
     """Of trainer and servers; `auto` takes the GPU when the node has one."""
     dtype: Dtype = "bfloat16"
@@ -475,7 +497,17 @@ class TrainerConfig(BaseConfig):
                 "parallel.shard_parameters and offload exclude each other: what is divided over "
                 "all ranks stays on their GPUs; leave offload out"
             )
+        if self.parallel.shard_parameters and self.lora is not None:
+            raise ValueError(
+                "parallel.shard_parameters and lora exclude each other: each rank has the whole "
+                "frozen base; leave one of them out"
+            )
         return self
+
+    @property
+    def reference_is_base(self) -> bool:
+        """True if the reference is the policy without its adapter."""
+        return self.lora is not None and self.objective.kl.reference == "initial"
 
     @property
     def ratios_are_one(self) -> bool:

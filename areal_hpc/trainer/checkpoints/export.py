@@ -6,7 +6,9 @@ from pathlib import Path
 import torch
 
 from areal_hpc.errors import ClusterError, RecipeError
+from areal_hpc.recipe.sections.trainer import LoraConfig
 from areal_hpc.rundir.checkpoints import Checkpoint, list_checkpoints
+from areal_hpc.trainer.checkpoints.frozen_base import digest_base, require_same_base
 from areal_hpc.trainer.checkpoints.stored_tensors import (
     Box,
     StoredTensors,
@@ -15,6 +17,7 @@ from areal_hpc.trainer.checkpoints.stored_tensors import (
 )
 from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anything of Megatron)
 from areal_hpc.trainer.model.families.architecture import Architecture, read_architecture
+from areal_hpc.trainer.model.families.lora import AdapterExport
 from areal_hpc.trainer.model.families.weight_map import (
     ParamMap,
     list_parameter_maps,
@@ -61,9 +64,12 @@ def export_checkpoint(
     target_dir: Path,
     print_line: Callable[[str], None],
     *,
+    lora: LoraConfig | None = None,
     file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
     """Write the weights of a checkpoint, with `model_path`'s configuration and tokenizer.
+
+    With `lora` those of the model at `model_path`, merged with the adapter, and the adapter.
 
     Raises:
         RecipeError: The checkpoint is of another model.
@@ -74,13 +80,15 @@ def export_checkpoint(
     def progress(done_bytes: int, total_bytes: int) -> None:
         print_line(f"wrote {done_bytes / 2**20:,.1f} of {total_bytes / 2**20:,.1f} MiB")
 
+    require_same_base(checkpoint, digest_base(model_path) if lora else "")
     try:
         with open_stored_tensors(checkpoint.path) as stored:
-            arch = read_architecture(model_path)
+            arch = read_architecture(model_path, lora)
             weights = CheckpointWeights(stored, arch, checkpoint.path, model_path)
             write_hf_model_dir(
                 weights.read_tensors(), weights.list_tensor_specs(), model_path, target_dir,
                 files=arch.parameters, file_bytes=file_bytes, on_file=progress,
+                adapter=weights.adapter,
             )  # fmt: skip
     except FileNotFoundError as error:
         raise ClusterError(
@@ -124,6 +132,7 @@ class CheckpointWeights:
         self._arch = arch
         self._directory = directory
         self._model_path = model_path
+        self.adapter = AdapterExport(arch, self._read_stored)
         for parameter in list_parameter_maps(arch):
             if parameter.is_trained:
                 self._require_fitting_shape(parameter)
@@ -133,7 +142,7 @@ class CheckpointWeights:
         specs = []
         for parameter in list_parameter_maps(self._arch):
             dtype = self._stored.weight_dtype
-            if not parameter.is_trained:  # a buffer, some of which stay float32
+            if not parameter.is_trained and self._arch.lora is None:  # a buffer, maybe of float32
                 dtype = self._read_parameter(parameter).dtype
             specs += [(tensor.name, tensor.shape, dtype) for tensor in parameter.hf]
         return specs
@@ -149,8 +158,12 @@ class CheckpointWeights:
         if not parameter.is_trained:
             reader = HfModelReader(self._model_path)
             parts = [reader.read_tensor(tensor) for tensor in parameter.hf]
-            return to_megatron(parameter, parts, self._arch, 1).to(self._stored.weight_dtype)
-        name, indices = get_stored_name(parameter), tuple(_get_layer_expert_indices(parameter))
+            weight = to_megatron(parameter, parts, self._arch, 1).to(self._stored.weight_dtype)
+            return self.adapter.merge(parameter.megatron, weight)
+        indices = tuple(_get_layer_expert_indices(parameter))
+        return self._read_stored(get_stored_name(parameter), indices)
+
+    def _read_stored(self, name: str, indices: tuple[int, ...] = ()) -> torch.Tensor:
         shape = self._stored.find_shape(name)[len(indices) :]
         box = Box(indices + (0,) * len(shape), (1,) * len(indices) + shape)
         target = torch.empty(box.sizes, dtype=self._stored.weight_dtype)

@@ -268,13 +268,14 @@ def _check_stored_shape(stored_tensors: StoredTensors, tensor_place: PlaceInWhol
     if found != tensor_place.shape and not (
         tensor_place.allows_shape_mismatch and found and found[1:] == tensor_place.shape[1:]
     ):
+        is_adapter = ".lora_" in tensor_place.name
         raise RecipeError(
             f"the checkpoint has {found or 'nothing'} under {tensor_place.name}, "
             f"expected {tensor_place.shape}",
             key="trainer.objective.critic.model"
             if tensor_place.name.startswith(CRITIC_PREFIX)
-            else "model",
-            hint="resume with the model that the run began with",
+            else "trainer.lora" * is_adapter or "model",
+            hint="resume with the one that the run began with",
         )
 
 

@@ -46,6 +46,7 @@ from areal_hpc.rundir.checkpoints import (
 )
 from areal_hpc.rundir.files import fsync_path, make_folder
 from areal_hpc.rundir.paths import format_step_dir
+from areal_hpc.trainer.checkpoints.frozen_base import require_same_base
 from areal_hpc.trainer.checkpoints.rank_state import (
     CRITIC_PREFIX,
     NetworkWithOptimizer,
@@ -102,14 +103,17 @@ class CheckpointStore:
         *,
         is_offloaded: bool = False,
         critic: NetworkWithOptimizer | None = None,
+        base: str = "",
     ) -> tuple[Any, Checkpoint | None]:
         """An optimizer for the policy, and the latest checkpoint, loaded into both. A collective.
 
+        `base` is the digest of the model that an adapter changes.
         A critic is loaded too, if the checkpoint has one.
         The checkpoint may be of another layout, and of a run with other settings than those given.
         """
         optimizer = build_optimizer(policy, config, is_offloaded=is_offloaded)
         if (checkpoint := self.broadcast_latest_checkpoint()) is not None:
+            require_same_base(checkpoint, base)
             load_checkpoint_into(policy, optimizer, checkpoint.path, critic)
         return optimizer, checkpoint
 

@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from areal_hpc.errors import RecipeError
 from areal_hpc.rundir.files import fsync_path, fsync_tree, make_folder
 from areal_hpc.trainer.model.families.architecture import StoredParameters, find_stage_of_layer
+from areal_hpc.trainer.model.families.lora import AdapterExport
 from areal_hpc.trainer.model.families.weight_map import (
     EMBEDDING_NAME,
     HfTensorSpec,
@@ -72,6 +73,7 @@ def write_hf_model_dir(
     files: StoredParameters | None = None,
     file_bytes: int = MAX_FILE_BYTES,
     on_file: ReportBytes = lambda done, total: None,
+    adapter: AdapterExport | None = None,
 ) -> None:
     """Write safetensors files, their index, and `source_dir`'s other files and tensors.
 
@@ -97,6 +99,8 @@ def write_hf_model_dir(
         if (source_dir / name).is_file():
             shutil.copyfile(source_dir / name, partial / name)
     _write_config_dtype(partial / "config.json", dtype)
+    if adapter is not None:
+        adapter.write(partial, source_dir)
     fsync_tree(partial)
     replaced = partial.with_name(f"{partial.name}.replaced")
     if target_dir.exists():
@@ -298,7 +302,8 @@ def _broadcast_from_owner(policy: TrainedNetwork, parameter: ParamMap) -> torch.
     local = policy.get_local_part(parameter)
     if stages.size() == 1:
         assert local is not None
-        return gather_rows(local.detach(), policy.dtype)
+        whole = gather_rows(local.detach(), policy.dtype)
+        return policy.adapter.merge(parameter.megatron, whole)
     if local is None:
         shape = get_shard_shape(parameter, policy.arch, policy.split.tp)
         local = torch.empty(shape, dtype=policy.dtype, device=policy.device)
@@ -360,6 +365,7 @@ def save_hf_model(
             target_dir,
             files=policy.arch.parameters,
             file_bytes=file_bytes,
+            adapter=policy.adapter,
         )
     for _ in tensors:  # the other ranks take part in gathering
         pass

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from areal_hpc.recipe.sections.trainer import (
+    LoraConfig,
     ParallelConfig,
     TrainerConfig,
 )
@@ -108,6 +109,34 @@ def count_stage_dense_and_expert_params(
     return dense, layers * count_layer_expert_parameters(arch, parallel.ep)
 
 
+def count_trained_parameters(
+    arch: Architecture, parallel: ParallelConfig, stage: int
+) -> tuple[int, int]:
+    """The same of those that have gradients and optimizer state."""
+    if arch.lora is None:
+        return count_stage_dense_and_expert_params(arch, parallel, stage)
+    return count_adapter_parameters(arch, arch.lora), 0
+
+
+def count_adapter_parameters(arch: Architecture, lora: LoraConfig) -> int:
+    """Parameters of an adapter on the layers of a plain decoder, under their usual names.
+
+    Of a pattern, or of other names, all of them are counted.
+    """
+    queries, keys = arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim
+    experts, width = (
+        (1, arch.ffn) if arch.experts is None else (arch.experts.count, arch.experts.ffn)
+    )
+    rank = lora.rank
+    counts = {"q_proj": rank * (arch.hidden + queries), "o_proj": rank * (arch.hidden + queries)}
+    counts |= dict.fromkeys(("k_proj", "v_proj"), rank * (arch.hidden + keys))
+    layers = ("gate_proj", "up_proj", "down_proj")
+    counts |= dict.fromkeys(layers, rank * (arch.hidden + width) * experts)
+    targets = lora.target_modules
+    named = set() if isinstance(targets, str) else {one.rpartition(".")[2] for one in targets}
+    return arch.layers * sum(counts[name] for name in named & counts.keys() or counts)
+
+
 def count_model_parameters(arch: Architecture) -> int:
     return sum(count_stage_dense_and_expert_params(arch, ParallelConfig(), 0))
 
@@ -151,7 +180,7 @@ def estimate_checkpoint_copy_bytes(
     each, parallel = 12 if config.dtype == "float32" else 14, config.parallel
     undivided = parallel.model_copy(update={"tp": 1, "ep": 1})
     fullest = max(
-        sum(count_stage_dense_and_expert_params(arch, undivided, stage))
+        sum(count_trained_parameters(arch, undivided, stage))
         + sum(_count_critic_stage_parameters(critic, undivided, stage))
         for stage in range(parallel.pp)
     )
@@ -168,10 +197,13 @@ def estimate_stage_memory(
     """Memory of a GPU of one pipeline stage during a step."""
     parallel, element = config.parallel, BYTES_BY_DTYPE[config.dtype]
     counts = (
-        count_stage_dense_and_expert_params(arch, parallel, stage),
+        count_trained_parameters(arch, parallel, stage),
         _count_critic_stage_parameters(critic, parallel, stage),
     )
     dense, experts = (sum(one) for one in zip(*counts, strict=True))
+    frozen_parameters = 0
+    if arch.lora is not None:
+        frozen_parameters = sum(count_stage_dense_and_expert_params(arch, parallel, stage))
     # Moments in float32; in bfloat16 also a float32 copy of the parameters.
     state = 8 if config.dtype == "float32" else 12
     sharers = parallel.dp * parallel.cp
@@ -214,7 +246,9 @@ def estimate_stage_memory(
     logits = tokens // parallel.cp * (-(-arch.vocab // parallel.tp)) * LOGIT_BYTES
     return TrainerMemory(
         stage=stage,
-        parameters=(dense + experts) * (element if rows == 1 else 4) // rows + gathered,
+        parameters=(dense + experts) * (element if rows == 1 else 4) // rows
+        + gathered
+        + frozen_parameters * element,
         gradients=(dense + experts) * 4 // rows + gathered,
         optimizer=min(optimizer, state * OPTIMIZER_CHUNK_ELEMENTS) if host_optimizer else optimizer,
         activations=kept - host + whole * is_thrifty,

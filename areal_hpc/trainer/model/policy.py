@@ -36,6 +36,7 @@ from areal_hpc.trainer.model.families.architecture import (
     divide_layers_over_stages,
     find_layout_problems,
 )
+from areal_hpc.trainer.model.families.lora import AdapterExport, add_adapter, get_base_name
 from areal_hpc.trainer.model.families.weight_map import (
     OUTPUT_LAYER_NAME,
     ParamMap,
@@ -73,14 +74,17 @@ class Network:
     """Of the trained mixture; any other network routes by itself."""
     weight_map: list[ParamMap] = field(init=False)
     """What a model directory has of it."""
+    adapter: AdapterExport = field(init=False)
     _held: dict[str, torch.nn.Parameter] = field(init=False)
 
     def __post_init__(self) -> None:
         self.weight_map = list_parameter_maps(self.arch)
         if self.arch.transformers_config:
-            self._held = self.gpt.causal_lm.state_dict(keep_vars=True)
+            held = self.gpt.causal_lm.state_dict(keep_vars=True)
+            self._held = {get_base_name(name): tensor for name, tensor in held.items()}
         else:
             self._held = dict(self.gpt.named_parameters())
+        self.adapter = AdapterExport(self.arch, self._held.__getitem__)
 
     @property
     def module(self) -> torch.nn.Module:
@@ -221,6 +225,8 @@ def build_network(
             device,
             recompute=activations.recompute != "none",
         )
+        if arch.lora is not None:
+            add_adapter(causal_lm, arch.lora)
         return Network(
             arch=arch,
             gpt=transformers_modules.ScoredTokenDecoder(causal_lm, config, compute_logits),

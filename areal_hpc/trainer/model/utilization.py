@@ -84,4 +84,6 @@ def count_training_flops(arch: Architecture, lengths: Sequence[int], scored_toke
     logits = 2 * arch.vocab * arch.hidden * scored_tokens
     # Scores, and sums of values by them: two operations each, on half of the square.
     attention = 2 * arch.layers * arch.heads * arch.head_dim * sum(n * n for n in lengths)
-    return float(3 * (matrices + logits + attention))  # forward, and backward twice that
+    # Forward, and backward twice that; but frozen weights have no gradients.
+    passes = 3 if arch.lora is None else 2
+    return float(passes * (matrices + logits) + 3 * attention)

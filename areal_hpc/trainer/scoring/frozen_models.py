@@ -16,6 +16,7 @@ from areal_hpc.recipe.sections.trainer import ParallelConfig, TrainerConfig
 from areal_hpc.trainer.batch.packing import TrainingRow
 from areal_hpc.trainer.batch.training_rows import NO_SCORES, BatchScores
 from areal_hpc.trainer.model.families.architecture import read_architecture
+from areal_hpc.trainer.model.families.lora import switch_adapter_off
 from areal_hpc.trainer.model.hf_weights import HfModelReader, load_hf
 from areal_hpc.trainer.model.memory_estimate import drop_ep_for_dense_network
 from areal_hpc.trainer.model.policy import (
@@ -93,7 +94,7 @@ class FrozenModels:
         objective = config.objective
         self._reference = self._teacher = None
         self._served_teacher: ServedTeacher | None = None
-        if objective.kl.coef:
+        if objective.kl.coef and not config.reference_is_base:
             initial = objective.kl.reference == "initial"
             reference = model_path if initial else Path(objective.kl.reference)
             self._reference = self._load(reference, REFERENCE_KEY)
@@ -104,7 +105,8 @@ class FrozenModels:
 
     @property
     def are_needed(self) -> bool:
-        return self._reference is not None or self._config.objective.teacher.coef > 0
+        objective = self._config.objective
+        return objective.kl.coef > 0 or objective.teacher.coef > 0
 
     def score(self, policy: TrainedNetwork, step: int, rows: Sequence[TrainingRow]) -> BatchScores:
         """What the objective has to know of the rows that lead to `step`. A collective.
@@ -118,7 +120,7 @@ class FrozenModels:
         )
         return BatchScores(
             start,
-            self._score_frozen(self._reference, rows),
+            self._score_reference(policy, rows),
             self._score_frozen(self._teacher, rows)
             if self._served_teacher is None
             else self._served_teacher.score(step, rows),
@@ -127,7 +129,7 @@ class FrozenModels:
     def build_metrics(self, sums: Mapping[str, float], scores: BatchScores) -> dict[str, float]:
         """How far the policy is from them: what the passes of a step added up, and its scores."""
         tokens, found = max(1.0, sums["tokens"]), {}
-        if self._reference is not None:
+        if self._config.objective.kl.coef:
             found["kl/reference"] = sums["reference"] / tokens
         if self._config.objective.teacher.coef:
             gaps = scores.teacher_minus_policy_logprobs or []
@@ -142,6 +144,14 @@ class FrozenModels:
         config = self._config
         dtype = TORCH_DTYPE_BY_NAME[config.dtype]
         return load_frozen_network(model_dir, config.parallel, dtype, self._device, key)
+
+    def _score_reference(
+        self, policy: TrainedNetwork, rows: Sequence[TrainingRow]
+    ) -> ScoresByRow | None:
+        if self._config.objective.kl.coef and self._config.reference_is_base:
+            with switch_adapter_off(policy.gpt):
+                return self._score(policy, rows)
+        return self._score_frozen(self._reference, rows)
 
     def _score_frozen(
         self, frozen: FrozenNetwork | None, rows: Sequence[TrainingRow]

@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 
+from areal_hpc.launch.tiny_model import make_tiny_model
 from areal_hpc.rundir.jobs import LOST_RANK_EXIT_CODE, STOPPED_EXIT_CODE
 from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.paths import RunPaths
 from tests.integration.trainer.conftest import STEPS
 from tests.support.rank_server import RankServer, TaskExit
-from tests.support.recorded_run import claim_dropout, sft_config
-from tests.support.replayed_run import train_run
+from tests.support.recorded_run import VOCAB, claim_dropout, sft_config
+from tests.support.replayed_run import check_killed_run_ends_alike, train_run
 from tests.support.thoroughness import choose
 
 COMMITS = ["step_00000004", "step_00000006"]
@@ -127,6 +128,23 @@ def test_a_model_that_asks_for_dropout_trains_to_the_same_bits(
     outcome = train(ranks, paths)
     check_complete(paths, outcome, {0})
     assert outcome.reports[0]["digests"] == expected[1][0]
+
+
+def test_an_adapter_with_dropout_is_resumed_with_the_same_bits_on_its_own_base(
+    ranks: RankServer, recorded: Path, tmp_path: Path
+) -> None:
+    more = {"lora": {"rank": 2, "dropout": 0.3}}
+    _, killed, _ = check_killed_run_ends_alike(
+        ranks, recorded, tmp_path, "optimizer.before_step@9", {}, {}, more=more
+    )
+    for other, said in (({}, "trains all weights"), (more, "trains an adapter of")):
+        model = killed.starting_model_dir
+        if other:
+            make_tiny_model(model, ["one two three"], hidden=32, heads=2, kv_heads=2, head_dim=16,
+                            ffn=64, vocab=VOCAB, seed=9)  # fmt: skip
+        refused = train_run(ranks, killed, {}, steps=6, more=other)
+        assert refused.codes == [78]
+        assert said in refused.reports[0]["error"]
 
 
 @pytest.mark.thorough

@@ -85,6 +85,19 @@ def test_at_first_the_policy_is_its_own_reference(
     assert "kl/reference" not in plain[0]
 
 
+def test_an_adapter_that_is_off_is_the_reference_that_it_began_as(
+    ranks: RankServer, stale: Path, tmp_path: Path
+) -> None:
+    more = {"lora": {"rank": 2, "dropout": 0.2}}
+    lines = train_copy(ranks, stale, tmp_path / "off", IN_LOSS, minibatches=1, more=more)
+    loaded = {"kl": {**IN_LOSS["kl"], "reference": str(RunPaths(stale).starting_model_dir)}}
+    others = train_copy(ranks, stale, tmp_path / "loaded", loaded, minibatches=1, more=more)
+    assert lines[-1]["kl/reference"] != 0.0
+    for line, other in zip(lines, others, strict=True):
+        assert line["kl/reference"] == pytest.approx(other["kl/reference"], rel=1e-3, abs=1e-6)
+        assert line["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
+
+
 @pytest.mark.thorough
 def test_a_killed_run_ends_with_the_same_bits(
     ranks: RankServer, stale: Path, tmp_path: Path

@@ -2,6 +2,8 @@
 
 import functools
 import json
+import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,8 @@ import transformers
 from safetensors.torch import load_file
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.recipe.sections.trainer import ParallelConfig
+from areal_hpc.recipe.sections.trainer import LoraConfig, ParallelConfig
+from areal_hpc.rundir.checkpoints import read_checkpoint_index
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.trainer.checkpoints.export import choose_checkpoint, export_checkpoint
 from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anything of Megatron)
@@ -21,10 +24,11 @@ from areal_hpc.trainer.model.families.architecture import (
     read_architecture,
     read_stored_parameters,
 )
+from areal_hpc.trainer.model.families.lora import ADAPTER_DIR
 from areal_hpc.trainer.model.hf_weights import HfModelReader, load_hf, save_hf_model
 from areal_hpc.trainer.model.policy import build_policy
 from areal_hpc.trainer.step import score_rows
-from tests.support.layout_worker import make_rows
+from tests.support.layout_worker import make_rows, reference
 from tests.support.layouts import (
     GRADIENT_BOUND,
     LAYOUTS,
@@ -37,19 +41,20 @@ from tests.support.layouts import (
     launch,
 )
 from tests.support.rank_server import RankServer
-from tests.support.reference_models import SIZES, TRANSFORMERS_CONFIGS, hf_model
+from tests.support.reference_models import ADAPTERS, SIZES, TRANSFORMERS_CONFIGS, hf_model
 from tests.support.thoroughness import choose
 
 pytestmark = pytest.mark.timeout(900)
 
 # Latent attention and stacked experts with a bias that is not trained; sinks and windows; a state.
 FAMILIES = choose(TRANSFORMERS_CONFIGS, "deepseek_v3", "gpt_oss", "qwen3_5")
+ADAPTED = choose(ADAPTERS, "qwen3 LoRA")
 RESUMED_FROM = {"1": (), "CP2": ("1",), "DP2": ("1",), "DP2 sharded": ("DP2",)}
 each_family = pytest.mark.parametrize("family", FAMILIES)
 
 
 def list_families(layout: str) -> list[str]:
-    return [family for family in FAMILIES if family in families_of(layout)]
+    return [family for family in (*FAMILIES, *ADAPTED) if family in families_of(layout)]
 
 
 @pytest.fixture(scope="module")
@@ -119,6 +124,48 @@ def test_a_checkpoint_becomes_a_model_that_transformers_reads(root: Path, family
         name for name, one in loaded.named_parameters() if not torch.equal(one, parameters[name])
     ]
     assert len(moved) > len(parameters) / 2, "two steps were taken"
+
+
+@pytest.mark.parametrize("name", ADAPTED)
+def test_an_exported_adapter_is_what_peft_loads(
+    root: Path, find: Callable[[str], Findings], name: str
+) -> None:
+    folder = root / "1" / name
+    base, (_, settings) = folder / "base", ADAPTERS[name]
+    lora = LoraConfig(rank=4, alpha=6, **settings)
+    checkpoint = choose_checkpoint(folder / "checkpoints", None)
+    written = read_checkpoint_index(checkpoint.path).tensors
+    assert written
+    assert all(".lora_" in tensor for tensor in written), "the base is not in it"
+    export_checkpoint(checkpoint, base, folder / "exported", lambda line: None, lora=lora)
+    rows = make_rows(1)
+    logprobs = []
+    for model in (
+        transformers.AutoModelForCausalLM.from_pretrained(folder / "exported"),
+        load_with_peft(base, folder / "exported" / ADAPTER_DIR),
+    ):
+        for row in rows:
+            row.channels["temperature"].fill(1.0)
+        reference(model, rows)
+        scored = [row.channels["expected"][1:][row.loss_mask_T[1:] != 0] for row in rows]
+        logprobs.append(np.concatenate(scored))
+        assert logprobs[-1] == pytest.approx(
+            np.array(find("1")[name]["checkpoint_logprobs"]), abs=LOGPROB_BOUND
+        )
+    moved = root / "1" / name / "saved" / ADAPTER_DIR / "adapter_model.safetensors"
+    assert moved.exists(), "the trainer exports it, too"
+    shutil.copy(folder / "after_step_3" / "model.safetensors", base)
+    with pytest.raises(RecipeError, match="the recipe trains an adapter of the model sha256"):
+        export_checkpoint(checkpoint, base, folder / "other", lambda line: None, lora=lora)
+
+
+def load_with_peft(base: Path, folder: Path) -> Any:
+    import peft
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(base)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys")
+        return peft.PeftModel.from_pretrained(model, folder, is_trainable=True)
 
 
 @pytest.mark.parametrize("name", ["torch_chunk_gated_delta_rule", "causal_conv1d_fn"])

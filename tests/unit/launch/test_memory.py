@@ -11,7 +11,7 @@ import pytest
 
 from areal_hpc.launch import resources
 from areal_hpc.recipe.sections.inference import InferenceConfig
-from areal_hpc.recipe.sections.trainer import ParallelConfig, TrainerConfig
+from areal_hpc.recipe.sections.trainer import LoraConfig, ParallelConfig, TrainerConfig
 from areal_hpc.trainer.model import memory_estimate
 from areal_hpc.trainer.model.families.architecture import (
     Architecture,
@@ -30,6 +30,7 @@ MODELS = Path(__file__).parents[2] / "samples" / "models"
 COUNTS = {
     "Qwen2.5-1.5B-Instruct": 1_543_714_304,
     "Qwen3-0.6B": 596_049_920,
+    "Qwen3-4B": 4_022_468_096,
     "Qwen2.5-Math-7B-Instruct": 7_615_616_512,
     "Qwen3-32B": 32_762_123_264,
     "Qwen3-30B-A3B": 30_532_122_624,
@@ -95,6 +96,21 @@ def test_state_is_eighteen_bytes_a_parameter_in_bfloat16_and_sixteen_in_float32(
             arch, TrainerConfig.model_validate({"dtype": dtype})
         )
         assert held.parameters + held.gradients + held.optimizer == size * count
+
+
+def test_what_an_adapter_freezes_has_no_gradients_and_no_optimizer() -> None:
+    arch, count = architecture("Qwen3-4B"), COUNTS["Qwen3-4B"]
+    lora = LoraConfig(rank=8)
+    queries, keys = 2560 + 32 * 128, 2560 + 8 * 128
+    own = 36 * 8 * (2 * queries + 2 * keys + 3 * (2560 + 9728))
+    assert memory_estimate.count_adapter_parameters(arch, lora) == own
+    held = memory_estimate.estimate_trainer_memory(replace(arch, lora=lora), trainer(dp=2))
+    assert held.parameters == 2 * (count + own)
+    assert (held.gradients, held.optimizer) == (4 * own, 6 * own)
+    copy = memory_estimate.estimate_checkpoint_copy_bytes(replace(arch, lora=lora), trainer(dp=2))
+    assert copy == 7 * own
+    some = lora.model_copy(update={"target_modules": ("q_proj", "v_proj")})
+    assert memory_estimate.count_adapter_parameters(arch, some) == 36 * 8 * (queries + keys)
 
 
 def test_the_optimizer_is_shared_by_data_and_context_parallel_ranks() -> None:

@@ -6,7 +6,7 @@ import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.recipe.sections.trainer import ParallelConfig
+from areal_hpc.recipe.sections.trainer import LoraConfig, ParallelConfig
 from areal_hpc.trainer.model.families.architecture import (
     Architecture,
     MoeConfig,
@@ -139,6 +139,14 @@ def test_what_megatron_s_layers_lack_is_trained_by_transformers(change: dict[str
     assert arch.transformers_config
     problems = find_layout_problems(arch, ParallelConfig(tp=2, pp=2, cp=2))
     assert [one.key for one in problems] == ["trainer.parallel.tp", "trainer.parallel.pp"]
+
+
+def test_an_adapter_is_trained_by_transformers_whatever_its_family() -> None:
+    arch = parse_architecture(CONFIG, "config.json", LoraConfig())
+    assert arch.transformers_config
+    (problem,) = find_layout_problems(arch, ParallelConfig(tp=2, dp=2, cp=2))
+    assert problem.key == "trainer.parallel.tp"
+    assert problem.message.startswith("an adapter (trainer.lora) is trained with transformers'")
 
 
 def test_a_state_that_passes_from_token_to_token_keeps_a_row_on_one_rank() -> None:

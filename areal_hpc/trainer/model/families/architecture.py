@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_hpc.errors import Problem, RecipeError
-from areal_hpc.recipe.sections.trainer import ParallelConfig
+from areal_hpc.recipe.sections.trainer import LoraConfig, ParallelConfig
 from areal_hpc.wire.routes import MixtureShape, parse_mixture_shape
 
 MEGATRON_MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
@@ -94,6 +94,8 @@ class Architecture:
     """Of such a network, where its files are at hand."""
     has_state_layers: bool = False
     """Some layers carry a state from token to token, as the gated delta rule does."""
+    lora: LoraConfig | None = None
+    """The adapter that is trained in place of the weights, on transformers' own modules."""
 
     @property
     def qkv_bias(self) -> bool:
@@ -126,8 +128,8 @@ class Architecture:
         return scaling.attention_factor if isinstance(scaling, YarnRopeScaling) else 1.0
 
 
-def read_architecture(model_dir: Path) -> Architecture:
-    """The architecture of a Hugging Face model directory.
+def read_architecture(model_dir: Path, lora: LoraConfig | None = None) -> Architecture:
+    """The architecture of a Hugging Face model directory, with an adapter if one is trained.
 
     Raises:
         RecipeError: The directory holds no `config.json`, one that is not JSON, or a network that
@@ -146,7 +148,7 @@ def read_architecture(model_dir: Path) -> Architecture:
         raise RecipeError(
             f"the configuration is not JSON: {error}", key=str(path), hint="copy the model again"
         ) from error
-    arch = parse_architecture(config, str(path))
+    arch = parse_architecture(config, str(path), lora)
     if not arch.transformers_config:
         return arch
     return replace(arch, parameters=read_stored_parameters(model_dir))
@@ -177,14 +179,19 @@ def read_stored_parameters(model_dir: Path) -> StoredParameters | None:
     )
 
 
-def parse_architecture(config: Mapping[str, Any], config_file: str) -> Architecture:
+def parse_architecture(
+    config: Mapping[str, Any], config_file: str, lora: LoraConfig | None = None
+) -> Architecture:
     """The network that a parsed `config.json` describes; `config_file` names the file in errors.
 
     Raises:
         RecipeError: The network is not supported, or not described.
     """
     try:
-        return _validate_and_parse_config(config, config_file)
+        if lora is None:
+            return _validate_and_parse_config(config, config_file)
+        family = config.get("model_type", "")
+        return replace(_parse_for_transformers(family, config, config_file), lora=lora)
     except KeyError as error:
         raise RecipeError(
             f"the configuration has no {error.args[0]}",
@@ -342,11 +349,14 @@ def _find_problems_of_whole_layers(
     arch: Architecture, parallel: ParallelConfig
 ) -> Iterator[Problem]:
     families = ", ".join(MEGATRON_MODEL_TYPES)
+    what, others = arch.family, families
+    if arch.lora is not None:
+        what, others = "an adapter (trainer.lora)", f"all weights of {families}"
     for key in ("tp", "pp", "ep"):
         if getattr(parallel, key) > 1:
             yield Problem(
-                f"{arch.family} is trained with transformers' own layers, which are not divided; "
-                f"{key} is for {families}",
+                f"{what} is trained with transformers' own layers, which are not divided; "
+                f"{key} is for {others}",
                 f"trainer.parallel.{key}",
                 f"use trainer.parallel.{key}=1, and dp or cp in its place",
             )

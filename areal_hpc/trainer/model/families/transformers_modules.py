@@ -144,6 +144,12 @@ def build_decoder(
     return decoder.train()
 
 
+def build_shapes(config: Mapping[str, Any]) -> PreTrainedModel:
+    """A network without numbers."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(_parse_config(config))
+
+
 @lru_cache(maxsize=4)
 def check_packing(config_json: str, device: torch.device) -> None:
     """Compare a few layers with random weights, on a pack, with transformers row by row.
@@ -352,8 +358,7 @@ class TensorNames:
 
     def __init__(self, config: Mapping[str, Any], files: StoredParameters) -> None:
         self._starts = [("model.", files.prefix), ("lm_head.weight", files.head)]
-        with torch.device("meta"):
-            self._decoder = AutoModelForCausalLM.from_config(_parse_config(config))
+        self._decoder = build_shapes(config)
         tied = {"lm_head.weight"} if self._decoder.config.tie_word_embeddings else set()
         self._tensors = {
             name: tensor for name, tensor in self._decoder.state_dict().items() if name not in tied

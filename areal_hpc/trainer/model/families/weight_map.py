@@ -66,7 +66,7 @@ def list_parameter_maps(arch: Architecture) -> list[ParamMap]:
                 tuple(HfTensorSpec(*one) for one in stored),
                 TpSplit.STACKED,
                 shape=shape,
-                is_trained=name in _read_names(arch).trained,
+                is_trained=arch.lora is None and name in _read_names(arch).trained,
             )
             for name, shape, stored in _read_names(arch).list_tensors()
         ]
