@@ -22,6 +22,7 @@ class GymStage:
         lines: Sequence[str] = (),
         arguments: Sequence[str] = ("--context-length", "8192"),
         *,
+        parser: str = "qwen25",
         incremental: bool = False,
     ) -> None:
         self.tokenizer = byte_level_tokenizer()
@@ -30,7 +31,8 @@ class GymStage:
         self._loop = LoopThread()
         self.server = ScriptedSGLang(self.tokenizer, self._script, incremental=incremental)
         self._loop.run(self.server.start())
-        arguments = ("--tool-call-parser", "qwen25", *arguments)
+        if parser:  # which imports SGLang
+            arguments = ("--tool-call-parser", parser, *arguments)
         self.proxy = LoneProxy(folder, self.server.url, arguments=arguments)
 
     def _script(self, request: dict[str, Any]) -> Script:

@@ -13,10 +13,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import msgspec
-
 from areal_hpc.rundir import rendezvous
 from areal_hpc.wire.replicas import ReplicasOfCell, ReplicaState, ReplicaView
+from tests.support.json_server import JsonHandler
 from tests.support.nccl_like import NcclLikeGroup, join_as_member
 from tests.support.weight_updates import SCORE_WITHOUT_MODEL
 
@@ -54,15 +53,12 @@ class NcclLikeCell:
         self._at_work = threading.Lock()
         cell = self
 
-        class Handler(http.server.BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-            disable_nagle_algorithm = True
-
-            def do_GET(self) -> None:
+        class Handler(JsonHandler):
+            def get(self) -> None:
                 self.answer(200, ReplicasOfCell(cell.name, [cell.view()]))
 
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            def post(self, content: bytes) -> None:
+                body = json.loads(content)
                 route = self.path.rpartition("/")[2]
                 lost = cell.meet_fault(route)
                 if lost is None:
@@ -74,20 +70,6 @@ class NcclLikeCell:
                     if lost.answer == "none":
                         cell.wait_in_silence()
                     self.close_connection = True
-
-            def answer(self, status: int, body: object) -> None:
-                content = msgspec.json.encode(body)
-                self.send_response(status)
-                self.send_header("content-length", str(len(content)))
-                self.end_headers()
-                self.wfile.write(content)
-
-            def handle(self) -> None:
-                with suppress(ConnectionError):  # of a caller that has given up
-                    super().handle()
-
-            def log_message(self, *args: object) -> None:
-                """Nothing on standard error."""
 
         self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True

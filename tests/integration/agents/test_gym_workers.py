@@ -1,13 +1,12 @@
 """Processes of gyms: an episode each, used again, and none is left."""
 
 import asyncio
-import http.server
 import re
 import shutil
 import signal
 import sys
-import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from areal_hpc.sandbox.isolated_worker import WorkerSettings
 from tests.support.deadlines import scaled
 from tests.support.environments import CHECKOUT
 from tests.support.gym_stage import GymStage
+from tests.support.json_server import JsonHandler, serving_http
 from tests.support.process_commands import alive
 from tests.support.waiting import wait_for
 
@@ -248,6 +248,11 @@ def test_a_gym_that_cannot_be_built_or_has_no_python_says_so() -> None:
         asyncio.run(agent.run({}, base_url="http://127.0.0.1:1/v1", api_key="k"))
 
 
+class Answering(JsonHandler):
+    def get(self) -> None:
+        self.answer(200, self.path.encode())
+
+
 def test_a_gym_reaches_the_hosts_that_are_named_and_no_other() -> None:
     asks = (
         "import urllib.request, urllib.error\n"
@@ -256,12 +261,8 @@ def test_a_gym_reaches_the_hosts_that_are_named_and_no_other() -> None:
         "    try: found.append(urllib.request.urlopen(url, timeout=20).read().decode())\n"
         "    except urllib.error.HTTPError as error: found.append(error.code)\n"
     )
-    servers = [http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answering) for _ in range(2)]
-    for one in servers:
-        threading.Thread(target=one.serve_forever, daemon=True).start()
-    hosts = [f"127.0.0.1:{one.server_port}" for one in servers]
 
-    async def play() -> list[Any]:
+    async def play(hosts: list[str]) -> list[Any]:
         settings = WorkerSettings(hosts=(hosts[0],))
         workers = build_pool({}, settings=settings)
         try:
@@ -273,26 +274,14 @@ def test_a_gym_reaches_the_hosts_that_are_named_and_no_other() -> None:
         finally:
             workers.close_idle_workers()
 
-    try:
-        assert asyncio.run(play()) == ["/a", 403]
-    finally:
-        for one in servers:
-            one.shutdown()
-            one.server_close()
-
-
-class Answering(http.server.BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(self.path.encode())
-
-    def log_message(self, *_: object) -> None:
-        pass
+    with ExitStack() as stack:
+        urls = [stack.enter_context(serving_http(Answering)) for _ in range(2)]
+        hosts = [url.removeprefix("http://") for url in urls]
+        assert asyncio.run(play(hosts)) == ["/a", 403]
 
 
 def test_an_episode_gives_each_reply_the_reward_of_its_step(tmp_path: Path) -> None:
-    stage = GymStage(tmp_path, ["go", "go on"])
+    stage = GymStage(tmp_path, ["go", "go on"], parser="")
     try:
         agent = GymAgent(WORKER, {}, variables=VARIABLES, prompt="Count.", max_turns=2)
         data = {"seed": 3, "messages": [{"role": "user", "content": "Now."}]}

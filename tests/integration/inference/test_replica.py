@@ -1,13 +1,12 @@
 """The life of a replica, with small HTTP servers in the place of SGLang."""
 
-import http.server
 import json
 import os
 import shutil
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ from tests.integration.inference.small_servers import (
     tick_until,
 )
 from tests.support.deadlines import scaled
+from tests.support.json_server import JsonHandler, serving_http
 from tests.support.process_commands import is_scheduler
 from tests.support.waiting import wait_for
 
@@ -112,18 +112,14 @@ def test_a_start_that_ends_twice_by_the_same_mistake_is_not_repeated(make: Make)
     assert replica.build_view().incarnation == 2
 
 
-class Stranger(http.server.BaseHTTPRequestHandler):
+class Stranger(JsonHandler):
     """Has taken the port, and says yes to all."""
 
     asked = 0
 
-    def do_GET(self) -> None:
+    def get(self) -> None:
         Stranger.asked += 1
-        self.send_response(200)
-        self.end_headers()
-
-    def log_message(self, *_: object) -> None:
-        pass
+        self.answer(200, b"")
 
 
 def test_another_process_on_its_port_is_not_the_server(make: Make, tmp_path: Path) -> None:
@@ -134,22 +130,19 @@ while not pathlib.Path({str(binds)!r}).exists(): time.sleep(0.01)
 print("[Errno 98] ... address already in use", flush=True)
 time.sleep(600)
 """
-    strangers: list[http.server.ThreadingHTTPServer] = []
+    with ExitStack() as strangers:
 
-    def launch(incarnation: int, ports: ServerPorts) -> ServerCommand:
-        if incarnation > 1:
-            return server()(incarnation, ports)
-        strangers.append(http.server.ThreadingHTTPServer(("127.0.0.1", ports.http), Stranger))
-        threading.Thread(target=strangers[0].serve_forever, daemon=True).start()
-        return program(late)(incarnation, ports)
+        def launch(incarnation: int, ports: ServerPorts) -> ServerCommand:
+            if incarnation > 1:
+                return server()(incarnation, ports)
+            strangers.enter_context(serving_http(Stranger, ports.http))
+            return program(late)(incarnation, ports)
 
-    replica = make(launch, max_restarts=0)
-    tick_until(replica, lambda _: Stranger.asked >= 3)
-    assert replica.build_view().state == "starting"
-    binds.touch()
-    assert tick_until(replica, is_ready).incarnation == 2
-    strangers[0].shutdown()
-    strangers[0].server_close()
+        replica = make(launch, max_restarts=0)
+        tick_until(replica, lambda _: Stranger.asked >= 3)
+        assert replica.build_view().state == "starting"
+        binds.touch()
+        assert tick_until(replica, is_ready).incarnation == 2
 
 
 def test_arguments_that_are_refused_are_the_users_to_mend(make: Make) -> None:

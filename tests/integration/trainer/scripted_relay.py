@@ -15,7 +15,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
@@ -23,6 +22,7 @@ from torch.distributed import distributed_c10d as c10d
 from areal_hpc.rundir import rendezvous
 from areal_hpc.wire.replicas import ReplicasOfCell, ReplicaState, ReplicaView
 from tests.support.deadlines import Deadline, scaled
+from tests.support.json_server import JsonHandler
 from tests.support.weight_updates import SCORE_WITHOUT_MODEL
 
 CELL, DIRECTORY, HANG_S = sys.argv[1], Path(sys.argv[2]), float((*sys.argv, "0")[3])
@@ -111,28 +111,14 @@ def await_file(path: Path) -> None:
 REPLICA = Replica()
 
 
-class Handler(http.server.BaseHTTPRequestHandler):
+class Handler(JsonHandler):
     """HTTP around it."""
 
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True
-
-    def do_GET(self) -> None:
+    def get(self) -> None:
         self.answer(200, ReplicasOfCell(CELL, [REPLICA.view()]))
 
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        self.answer(*REPLICA.call(self.path.rpartition("/")[2], body))
-
-    def answer(self, status: int, body: object) -> None:
-        content = msgspec.json.encode(body)
-        self.send_response(status)
-        self.send_header("content-length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, *args: object) -> None:
-        """Nothing on standard error."""
+    def post(self, content: bytes) -> None:
+        self.answer(*REPLICA.call(self.path.rpartition("/")[2], json.loads(content)))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,9 @@
 """The first rank's loop beside cells that are well, that fail and that vanish."""
 
-import http.server
 import math
 import socket
 import subprocess
 import sys
-import threading
 import time
 from contextlib import ExitStack
 from dataclasses import replace
@@ -39,6 +37,7 @@ from areal_hpc.wire.replicas import ReplicasOfCell, ReplicaView
 from areal_hpc.wire.weight_version import WeightVersion
 from tests.support.deadlines import Deadline, scaled
 from tests.support.environments import CHECKOUT
+from tests.support.json_server import JsonHandler, serving_http
 from tests.support.service_keys import SERVICE_KEY
 from tests.support.waiting import await_endpoint
 from tests.support.weight_updates import WITHOUT_MODEL
@@ -48,18 +47,11 @@ HANG_S = 1.0
 """What each try of the failing replica costs."""
 
 
-class Ledger(http.server.BaseHTTPRequestHandler):
+class Ledger(JsonHandler):
     """Has every batch at once."""
 
-    def do_POST(self) -> None:
-        self.answer(self.reply(self.rfile.read(int(self.headers["content-length"]))))
-
-    def answer(self, message: object) -> None:
-        content = msgspec.json.encode(message)
-        self.send_response(200)
-        self.send_header("content-length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
+    def post(self, content: bytes) -> None:
+        self.answer(200, self.reply(content))
 
     def reply(self, body: bytes) -> object:
         if self.path == "/batch":
@@ -67,26 +59,19 @@ class Ledger(http.server.BaseHTTPRequestHandler):
             return BatchReply(BatchManifest(request.step, request.generation, []))
         return Acknowledged()
 
-    def log_message(self, *args: object) -> None:
-        """Nothing on standard error."""
-
 
 class CellThatStarts(Ledger):
     """A cell's control proxy, whose replica is not ready yet."""
 
-    def do_GET(self) -> None:
-        self.answer(ReplicasOfCell("cell-0", [ReplicaView(0, 1, "starting", "")]))
+    def get(self) -> None:
+        self.answer(200, ReplicasOfCell("cell-0", [ReplicaView(0, 1, "starting", "")]))
 
 
 def start_ledger(
     stack: ExitStack, directory: Path, handler: type[Ledger] = Ledger, service: str = "ledger"
 ) -> None:
-    server = stack.enter_context(http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler))
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    stack.callback(thread.join)
-    stack.callback(server.shutdown)
-    rendezvous.publish_endpoint(directory, service, f"http://127.0.0.1:{server.server_address[1]}")
+    url = stack.enter_context(serving_http(handler))
+    rendezvous.publish_endpoint(directory, service, url)
 
 
 def start_relay(

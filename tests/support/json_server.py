@@ -1,0 +1,58 @@
+"""HTTP servers of a few lines, in threads of a test's process."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import msgspec
+
+POLL_S = 0.02
+
+
+class JsonHandler(BaseHTTPRequestHandler):
+    """What handlers share: they answer in JSON, and print nothing."""
+
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+
+    def handle(self) -> None:
+        with suppress(ConnectionError):  # of a caller that has given up
+            super().handle()
+
+    def do_GET(self) -> None:
+        self.get()
+
+    def do_POST(self) -> None:
+        self.post(self.rfile.read(int(self.headers["content-length"])))
+
+    def get(self) -> None:
+        self.answer(404, {})
+
+    def post(self, content: bytes) -> None:
+        self.answer(404, {})
+
+    def answer(self, status: int, body: object) -> None:
+        """Bytes as they are, anything else in JSON."""
+        content = body if isinstance(body, bytes) else msgspec.json.encode(body)
+        self.send_response(status)
+        self.send_header("content-length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: object) -> None:
+        """Nothing on standard error."""
+
+
+@contextmanager
+def serving_http(handler: type[BaseHTTPRequestHandler], port: int = 0) -> Iterator[str]:
+    """The address of a server on loopback."""
+    with ThreadingHTTPServer(("127.0.0.1", port), handler) as server:
+        server.daemon_threads = True
+        thread = threading.Thread(target=server.serve_forever, args=[POLL_S])
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
