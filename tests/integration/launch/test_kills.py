@@ -17,12 +17,12 @@ def test_a_run_outlives_proxy_ledger_trainer_and_a_whole_job(model: Path, tmp_pa
     run = KilledRun(tmp_path, model, kills, steps=6)
     run.start()
     run.await_true(lambda: run.struck().keys() == {kill.name for kill in kills})
-    supervisors = find_processes("submitit", run.paths.jobs_dir / "cell-0")
+    supervisors = find_processes("submitit", run.paths.jobs_dir / "trainer")
     assert supervisors
     for process in supervisors:
         process.kill()
     assert run.wait() == 0, run.said()
     run.assert_complete()
     submitted = [event["job"] for event in events_of(run.paths, "job_submitted")]
-    assert sorted(submitted) == ["cell-0", "cell-0", "trainer"], "its ranks start again within it"
+    assert sorted(submitted) == ["cell-0", "trainer", "trainer"], "ranks start again within a job"
     await_none_left(run, 20.0)
