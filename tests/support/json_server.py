@@ -13,7 +13,6 @@ POLL_S = 0.02
 class JsonHandler(BaseHTTPRequestHandler):
     """What handlers share: they answer in JSON, and print nothing."""
 
-    protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
 
     def handle(self) -> None:
@@ -34,8 +33,11 @@ class JsonHandler(BaseHTTPRequestHandler):
 
     def answer(self, status: int, body: object) -> None:
         """Bytes as they are, anything else in JSON."""
-        content = body if isinstance(body, bytes) else msgspec.json.encode(body)
+        kind, content = "text/plain", body
+        if not isinstance(content, bytes):
+            kind, content = "application/json", msgspec.json.encode(body)
         self.send_response(status)
+        self.send_header("content-type", kind)
         self.send_header("content-length", str(len(content)))
         self.end_headers()
         self.wfile.write(content)

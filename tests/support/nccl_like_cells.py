@@ -54,6 +54,8 @@ class NcclLikeCell:
         cell = self
 
         class Handler(JsonHandler):
+            protocol_version = "HTTP/1.1"
+
             def get(self) -> None:
                 self.answer(200, ReplicasOfCell(cell.name, [cell.view()]))
 

@@ -114,6 +114,8 @@ REPLICA = Replica()
 class Handler(JsonHandler):
     """HTTP around it."""
 
+    protocol_version = "HTTP/1.1"
+
     def get(self) -> None:
         self.answer(200, ReplicasOfCell(CELL, [REPLICA.view()]))
 
