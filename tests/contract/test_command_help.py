@@ -1,28 +1,14 @@
 """Every command tells its usage, an example, and what each of its arguments means."""
 
-import argparse
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from areal_hpc.cli.arguments import find_subparsers
 from tests.support.commands import exit_code_of, run_program, write_program
 from tests.support.environments import CHECKOUT
 
 QUICKSTART = "recipes/quickstart.yaml"
-
-
-def commands(
-    parser: argparse.ArgumentParser, name: str = ""
-) -> Iterator[tuple[str, argparse.ArgumentParser]]:
-    """Every command that does something, by its words."""
-    below = find_subparsers(parser)
-    if not below:
-        yield name, parser
-    for word, inner in below.items():
-        yield from commands(inner, f"{name} {word}".strip())
 
 
 @pytest.mark.parametrize(

@@ -15,14 +15,6 @@ from tests.support.deadlines import scaled
 from tests.support.waiting import wait_for
 
 
-def test_the_variable_is_read_as_its_docstring_says() -> None:
-    assert parse_faults("") == {}
-    assert parse_faults("checkpoint.before_rename@2=kill proxy.generate=hold:/a/b") == {
-        "checkpoint.before_rename": [("kill", 2)],
-        "proxy.generate": [("hold:/a/b", None)],
-    }
-
-
 @pytest.mark.parametrize(
     "text", ["proxy.generate", "proxy.generate@0=kill", "proxy.generate=die", "nowhere=kill"]
 )

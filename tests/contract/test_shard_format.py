@@ -6,7 +6,6 @@ from typing import Any
 
 import h5py
 import msgspec
-import numpy as np
 import pytest
 
 from areal_hpc.shards.reader import ShardReader
@@ -60,13 +59,6 @@ def test_the_golden_file_reads_as_the_rows_it_was_written_from() -> None:
     assert records == [row["record"] for row in EXPECTED]
     with h5py.File(GOLDEN, "r") as file:
         assert (file.attrs["writer"], file.attrs["created"][:4]) == ("golden", "2026")
-
-
-def test_names_reserved_for_later_are_ignored(fresh: Path) -> None:
-    with h5py.File(fresh, "r+") as file:
-        file["sampling_logprobs"] = np.zeros(10, np.float32)
-        file["sampling_mask"] = np.zeros(10, np.uint8)
-    assert ShardReader(fresh).num_rows == len(EXPECTED)
 
 
 def test_the_writer_still_writes_the_like_of_the_golden_file(fresh: Path) -> None:

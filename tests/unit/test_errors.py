@@ -18,11 +18,6 @@ from areal_hpc.errors import (
 )
 
 
-def test_message_has_the_place_and_the_next_step() -> None:
-    error = RecipeError("expected 4, got 5", key="trainer.parallel.tp", hint="use 4")
-    assert str(error) == "expected 4, got 5\n  at: trainer.parallel.tp\n  try: use 4"
-
-
 @pytest.mark.parametrize(
     "error",
     [

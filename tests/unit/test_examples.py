@@ -7,9 +7,8 @@ import pytest
 
 from areal_hpc.launch.tiny_model import make_tiny_model
 from areal_hpc.rundir.paths import RunPaths
-from examples.coding.agent import tried
 from examples.custom import sorting
-from examples.search.agent import CORPUS, Index, hotpot
+from examples.search.agent import Index, hotpot
 from examples.tools.calculator import calculate
 from tests.support.commands import run_program, said_by
 from tests.support.environments import CHECKOUT
@@ -32,16 +31,6 @@ def test_the_calculator_is_exact_and_survives_the_model(arguments: str, told: st
     assert calculate(arguments).startswith(told)
 
 
-def test_the_index_finds_the_passage_that_names_the_words() -> None:
-    index = Index.of_file(CORPUS)
-    assert index.search("Which workload manager queues jobs?")[0]["title"] == "Slurm"
-    assert index.search("collectives without a GPU")[0]["title"] == "gloo"
-    assert index.search("xylophone") == []
-    assert "radix cache" in index.looked_up('{"query": "radix cache of prefixes"}')
-    for wrong in ("7", "{", "{}"):
-        assert index.looked_up(wrong) == "error: give a query"
-
-
 def test_a_question_of_hotpotqa_brings_its_passages() -> None:
     context = {"title": ["Kiel", "Ulm"], "sentences": [["A port.", " In the north."], ["Inland."]]}
     row = {"question": "Which is a port?", "answer": "Kiel", "context": context}
@@ -51,12 +40,6 @@ def test_a_question_of_hotpotqa_brings_its_passages() -> None:
     index = Index(task["passages"])
     assert index.search("port in the north") == [{"title": "Kiel", "text": "A port. In the north."}]
     assert hotpot({**row, "answer": "yes"}) is None
-
-
-def test_the_model_sees_its_program_run() -> None:
-    assert tried("```python\nprint(6 * 7)\n```").startswith("It ended with code 0:\n42\n")
-    assert "ZeroDivisionError" in tried("```python\n1 / 0\n```")
-    assert "no ```python block" in tried("print(1)")
 
 
 def test_the_own_tasks_have_the_own_reward_and_filter() -> None:

@@ -4,7 +4,6 @@ import asyncio
 import errno
 import io
 import json
-import random
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -25,8 +24,6 @@ from areal_hpc.reward.harbor import (
     resolve_task_path,
 )
 from areal_hpc.sandbox.spec import SandboxLimits, SandboxSpec
-from examples.repair_tasks.make import draw_cases, write_repair_tasks
-from examples.repair_tasks.modules import REPAIR_MODULES
 
 
 def write_task(folder: Path, task: str = "", container: str = "FROM debian:12\n") -> Path:
@@ -225,21 +222,6 @@ def test_rewards_of_files_are_read_as_harbor_reads_them() -> None:
     ):
         with pytest.raises(ValueError, match="holds no reward"):
             parse_verdict(name, content)
-
-
-def test_repair_tasks_are_repeatable_and_each_fault_shows(tmp_path: Path) -> None:
-    made = [write_repair_tasks(tmp_path / name, 5, seed=3) for name in ("a", "b")]
-    assert len(made[0]) == 5
-    for one, other in zip(*made, strict=True):
-        for file in one.rglob("*.*"):
-            assert file.read_bytes() == (other / file.relative_to(one)).read_bytes()
-    assert len(read_task_folders(tmp_path / "a", "x")) == 5
-    with pytest.raises(SystemExit, match="not empty"):
-        write_repair_tasks(tmp_path / "a", 1, seed=1)
-    for module in REPAIR_MODULES:
-        right, wrong = module.faults[0]
-        faulty = module.source.replace(right, wrong, 1)
-        assert len(list(draw_cases(module, faulty, random.Random(1)))) >= 7
 
 
 @pytest.mark.parametrize(

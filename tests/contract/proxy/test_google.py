@@ -202,9 +202,6 @@ def test_the_place_of_the_key_tells_whose_list_of_models_is_asked_for(
     assert openai.json()["object"] == "list"
 
 
-# Broken streams -----------------------------------------------------------------------------
-
-
 @STREAMS
 def test_a_stream_lost_while_it_speaks_ends_with_an_error(stage: Stage, verb: str) -> None:
     odd = [("1.1", 0, 5)]  # not what the relay says: nobody can go on from such tokens
@@ -216,9 +213,6 @@ def test_a_stream_lost_while_it_speaks_ends_with_an_error(stage: Stage, verb: st
     assert last["error"]["status"] == "UNAVAILABLE"
     assert "lost" in last["error"]["message"]
     assert stage.end_session(key) == 0
-
-
-# Conversations ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("verb", VERBS)

@@ -154,16 +154,6 @@ def test_what_cannot_be_done_is_refused_by_its_name(stage: Stage, key: str) -> N
     assert stage.sglang.requests == []
 
 
-def test_a_refusal_to_the_byte(stage: Stage, key: str) -> None:
-    assert ask(stage, key, **config(temprature=1.0)).text == (
-        '{"error":{"code":400,"message":"generationConfig.temprature: the parameter \'temprature\' '
-        'is not supported; did you mean \'temperature\'?","status":"INVALID_ARGUMENT",'
-        '"details":[{"@type":"type.googleapis.com/google.rpc.BadRequest","fieldViolations":'
-        '[{"field":"generationConfig.temprature","description":"the parameter \'temprature\' is '
-        "not supported; did you mean 'temperature'?\"}]}]}}"
-    )
-
-
 @pytest.mark.parametrize("verb", [*VERBS, COUNT])
 def test_every_error_has_googles_shape(stage: Stage, key: str, verb: str) -> None:
     def refused(code: int, path: str = f"/v1/models/tiny:{verb}", **request: Any) -> str:

@@ -1,7 +1,6 @@
-"""With the keys that a migration writes, advantages, weights and losses are AReaL's numbers.
+"""With the keys that a migration writes, losses are AReaL's numbers.
 
-AReaL's formulas are written out here row by row, as its actor computes them; configurations go
-through the translation.
+AReaL's formulas are written out here row by row, as its actor computes them.
 """
 
 from typing import Any
@@ -13,14 +12,10 @@ import torch
 import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
 from areal_hpc.areal.config.translation import translate_to_recipe
 from areal_hpc.recipe.sections.trainer import ObjectiveConfig
-from areal_hpc.trainer.objective.advantages import compute_advantages, estimate_advantages
 from areal_hpc.trainer.objective.importance_sampling import TokenRowMap
 from areal_hpc.trainer.objective.policy_loss import compute_policy_loss
-from areal_hpc.trainer.objective.reply_credit import BatchCredit, ReplyReward
 from tests.support.loss_reference import Tokens, make_tokens
 
-AREAL_EPS = 1e-5
-"""AReaL adds it to a deviation; here none is added."""
 N_SAMPLES = 4
 SEEDS = range(8)
 
@@ -30,43 +25,6 @@ def translate_objective(actor: dict[str, Any], **sections: Any) -> ObjectiveConf
     translation = translate_to_recipe(tree)
     assert not [one.key for one in translation.untranslated if one.key.startswith("actor")]
     return ObjectiveConfig.model_validate(translation.recipe["trainer"]["objective"])
-
-
-# Norms of rewards --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("level", ["group", "batch"])
-@pytest.mark.parametrize("is_unbiased", [False, True])
-def test_a_norm_divides_by_the_deviation_that_it_names(level: str, is_unbiased: bool) -> None:
-    norm = {"mean_level": level, "std_level": level, "std_unbiased": is_unbiased}
-    objective = translate_objective({"reward_norm": {**norm, "group_size": N_SAMPLES}})
-    assert objective.std_ddof == int(is_unbiased)
-    groups_K = np.repeat([0, 1, 2], N_SAMPLES)
-    for seed in SEEDS:
-        rewards_K = np.random.default_rng(seed).normal(size=len(groups_K))
-        expected = np.empty_like(rewards_K)
-        for group in (0, 1, 2):
-            own = groups_K == group
-            x = rewards_K[own] if level == "group" else rewards_K
-            spread = x.std(ddof=1 if is_unbiased else 0)
-            expected[own] = (rewards_K[own] - x.mean()) / (spread + AREAL_EPS)
-        credit = BatchCredit(
-            rewards_K, groups_K, np.tile(np.arange(N_SAMPLES), 3), np.ones(len(groups_K)), []
-        )
-        found = compute_advantages(credit, objective)
-        np.testing.assert_allclose(found, expected, rtol=1e-4)
-
-
-def test_leaving_its_own_out_is_the_mean_of_the_others() -> None:
-    norm = {"mean_level": "group", "std_level": None, "mean_leave1out": True}
-    objective = translate_objective({"reward_norm": {**norm, "group_size": N_SAMPLES}})
-    rewards_K = np.array([1.0, 0.0, 0.5, 3.0])
-    credit = BatchCredit(rewards_K, np.zeros(4, int), np.arange(4), np.ones(4), [])
-    expected = [x - (rewards_K.sum() - x) / 3 for x in rewards_K]
-    np.testing.assert_allclose(compute_advantages(credit, objective), expected, rtol=1e-12)
-
-
-# Losses ------------------------------------------------------------------------------------------
 
 
 def judge_row(log_ratio: torch.Tensor, rejection: dict[str, Any]) -> tuple[torch.Tensor, Any]:
@@ -182,26 +140,3 @@ def test_the_loss_and_its_gradient_are_areals(
         assert int(loss.sums["outside"]) == changed
         acted += changed
     assert 0 < acted < len(SEEDS) * 40
-
-
-# Turns -------------------------------------------------------------------------------------------
-
-
-def test_a_turn_is_a_step_of_gae() -> None:
-    """Each turn has the value before its first token; later turns count gae_lambda less."""
-    actor = {"path": "/m", "discount": 0.95, "gae_lambda": 0.8, "gae_timestep_unit": "turn"}
-    objective = translate_objective(actor, critic={"path": "/m"})
-    generator = np.random.default_rng(3)
-    lengths, rewards = (2, 3, 1), (0.5, 0.0, 2.0)
-    values = [generator.normal(size=length) for length in lengths]
-    replies = [
-        ReplyReward(0, 0, np.arange(length), reward, np.zeros(length), after, 1.0, True)
-        for length, reward, after in zip(lengths, rewards, ([1], [2], []), strict=True)
-    ]
-    found = estimate_advantages(replies, values, objective)
-    firsts = [*(own[0] for own in values), 0.0]
-    errors = [r + 0.95 * firsts[t + 1] - firsts[t] for t, r in enumerate(rewards)]
-    for turn, one in enumerate(found):
-        advantage = sum((0.95 * 0.8) ** (k - turn) * errors[k] for k in range(turn, 3))
-        np.testing.assert_allclose(one.advantages_t, np.full(lengths[turn], advantage), rtol=1e-12)
-        np.testing.assert_allclose(one.returns_t, one.advantages_t + firsts[turn], rtol=1e-12)

@@ -40,42 +40,17 @@ def command(
     )
 
 
-COMMON = (
-    "--model-path /models/m --host 127.0.0.1 --port 31001 --nccl-port 31002 --device {device}"
-    " --dtype {dtype} --tp {tp} --random-seed 7"
-    " --weight-version unset --log-level-http warning --incremental-streaming-output "
-)
-
-
-def test_on_a_cpu_plain_torch_operators_and_little_memory() -> None:
-    found = command(InferenceConfig(), "cpu")
-    expected = (
-        "py -m areal_hpc.inference.cpu.sglang_cpu "
-        + COMMON.format(device="cpu", dtype="float32", tp=1)
-        + "--attention-backend torch_native --sampling-backend pytorch --disable-overlap-schedule"
-        " --sleep-on-idle --cuda-graph-backend-decode disabled"
-        " --cuda-graph-backend-prefill disabled --max-total-tokens 16384 --mem-fraction-static 0.1"
-    )
-    assert " ".join(found.argv) == expected
-    assert found.environment == {
-        "HF_HUB_OFFLINE": "1",
-        "SGLANG_USE_CPU_ENGINE": "1",
-        "OMP_NUM_THREADS": "1",
-        "TORCHDYNAMO_DISABLE": "1",
-        "MALLOC_MMAP_THRESHOLD_": "134217728",
-        "MALLOC_TRIM_THRESHOLD_": "536870912",
-    }
-
-
 def test_on_a_gpu_each_replica_takes_its_own_devices() -> None:
     config = InferenceConfig(
         tp=2, context_length=4096, tool_call_parser="qwen25", extra_args=("--enable-metrics",)
     )
     found = command(config, "cuda", index=3)
     expected = (
-        "py -m areal_hpc.inference.server.sglang_main "
-        + COMMON.format(device="cuda", dtype="bfloat16", tp=2)
-        + "--enable-fp32-lm-head --base-gpu-id 6 --mem-fraction-static 0.85 --context-length 4096"
+        "py -m areal_hpc.inference.server.sglang_main"
+        " --model-path /models/m --host 127.0.0.1 --port 31001 --nccl-port 31002 --device cuda"
+        " --dtype bfloat16 --tp 2 --random-seed 7"
+        " --weight-version unset --log-level-http warning --incremental-streaming-output"
+        " --enable-fp32-lm-head --base-gpu-id 6 --mem-fraction-static 0.85 --context-length 4096"
         " --tool-call-parser qwen25 --enable-metrics"
     )
     assert " ".join(found.argv) == expected
@@ -120,6 +95,7 @@ def test_a_server_returns_routes_where_the_trainer_replays_them() -> None:
 
 def test_tensor_parallel_ranks_on_a_cpu_are_bound_to_cores() -> None:
     environment = command(InferenceConfig(tp=2), "cpu").environment
+    assert environment["OMP_NUM_THREADS"] == "1"
     assert environment["SGLANG_CPU_OMP_THREADS_BIND"] == "0|1"
 
 

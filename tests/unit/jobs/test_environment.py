@@ -13,25 +13,12 @@ GPU_RECIPE = CHECKOUT / "recipes" / "gpu8_gsm8k_qwen3_0.6b.yaml"
 
 def test_both_ends_of_a_broadcast_have_the_same_settings_of_nccl() -> None:
     variables = build_role_variables(load_recipe(GPU_RECIPE))
-    assert variables == {
-        "serve": {
-            "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-            "NCCL_CUMEM_ENABLE": "0",
-            "NCCL_NVLS_ENABLE": "0",
-        },
-        "train": {
-            "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-            "NCCL_CUMEM_ENABLE": "0",
-            "NCCL_NVLS_ENABLE": "0",
-            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-            "PYTORCH_ALLOC_CONF": "expandable_segments:True",
-            "TORCHDYNAMO_DISABLE": "1",
-            "TORCH_FR_BUFFER_SIZE": "2000",
-            "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
-            "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-        },
-        "agents": {"AREAL_HPC_REWARD_ISOLATION": "bwrap"},
-    }
+    both = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+    assert variables["serve"] == both
+    assert both.items() <= variables["train"].items()
+    assert variables["train"]["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    assert variables["train"]["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
+    assert variables["agents"] == {"AREAL_HPC_REWARD_ISOLATION": "bwrap"}
 
 
 def test_a_site_adds_its_own_and_a_cpu_needs_none() -> None:

@@ -1,7 +1,5 @@
 """What becomes of jobs that end too early."""
 
-from pathlib import Path
-
 import pytest
 
 from areal_hpc.errors import AgentError, ClusterError, RecipeError
@@ -10,7 +8,6 @@ from areal_hpc.launch.foreground_launcher import (
     job_made_progress,
 )
 
-QUICKSTART = Path(__file__).parents[3] / "recipes" / "quickstart.yaml"
 KILLED, HEALTHY_S = 137, LOCAL_RESTART_POLICY.healthy_s
 
 

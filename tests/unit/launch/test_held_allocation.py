@@ -20,10 +20,6 @@ def load(*overrides: str) -> Recipe:
     return load_recipe(CHECKOUT / "recipes/quickstart.yaml", list(overrides))
 
 
-def hold(memory_mib: int, gpus: int = 0) -> Allocation:
-    return Allocation("12", (NodeShare("n1", 8, memory_mib, gpus),), None)
-
-
 @pytest.mark.parametrize(
     ("wanted", "expected"), [("auto", [4, 1]), ("none", [0, 0]), (2, [2, 1]), (8, [4, 1])]
 )

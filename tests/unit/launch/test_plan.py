@@ -1,7 +1,5 @@
 """A plan is a pure function of the recipe and a few facts."""
 
-import ast
-import importlib.util
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,13 +18,6 @@ FACTS = PlanInputs(
 
 def planned(*overrides: str, facts: PlanInputs = FACTS) -> tuple[JobStage, ...]:
     return plan_run(load_recipe(QUICKSTART, overrides), RunPaths(Path("/run")), facts)
-
-
-def test_the_sft_stage_is_a_stage_of_its_own_before_training() -> None:
-    sft, train = planned()
-    assert [job.name for job in sft.jobs] == ["sft"]
-    assert [job.name for job in train.jobs] == ["trainer", "cell-0"]
-    assert str(sft.done_marker) == "/run/export/sft"
 
 
 def test_the_trainer_imports_a_custom_loss_from_where_the_run_was_launched() -> None:
@@ -77,18 +68,3 @@ def test_training_cells_evaluate_unless_a_job_of_its_own_does() -> None:
         "cell-1": ["train"],
         "evaluation": ["valid"],
     }
-
-
-def test_every_entry_point_names_a_function_of_one_argument() -> None:
-    assert planned() == planned(), "the same recipe gives the same plan"
-    processes = (one for stage in planned() for job in stage.jobs for one in job.processes)
-    for entry in sorted({process.entry for process in processes}):
-        module, function = entry.split(":")
-        spec = importlib.util.find_spec(module)  # not imported: some need torch
-        assert spec is not None
-        assert spec.origin is not None
-        defined = ast.parse(Path(spec.origin).read_text()).body
-        (found,) = (
-            one for one in defined if isinstance(one, ast.FunctionDef) and one.name == function
-        )
-        assert len(found.args.args) == 1, entry

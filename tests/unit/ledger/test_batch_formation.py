@@ -1,5 +1,3 @@
-from collections.abc import Sequence
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,7 +7,7 @@ from areal_hpc.ledger.batch_formation import StalenessCheck, build_next_batch_ma
 from areal_hpc.ledger.tickets import TicketTable
 from areal_hpc.rundir.manifests import DropKind, DroppedTicket
 from areal_hpc.wire.ledger import IrregularTicketCounts, StaleGroupPolicy, TicketRef
-from areal_hpc.wire.weight_version import GenerationFork, WeightVersion
+from areal_hpc.wire.weight_version import WeightVersion
 from tests.unit.ledger.ticket_world import fill_batch, rebuilt, settled
 
 
@@ -17,12 +15,6 @@ def tickets_of(
     stale_groups: StaleGroupPolicy = "train_with_correction", bound: int = 1
 ) -> TicketTable:
     return TicketTable(TicketPolicy(2, bound, 100, 50, 30.0, stale_groups))
-
-
-def too_old(
-    tickets: TicketTable, generation: int = 1, forks: Sequence[GenerationFork] = ()
-) -> list[DroppedTicket]:
-    return StalenessCheck().find_stale_tickets_to_drop(tickets, generation, forks)
 
 
 def train(tickets: TicketTable, steps: int) -> None:
@@ -58,7 +50,7 @@ def test_a_group_beyond_the_bound_is_trained_or_dropped_as_the_recipe_says(
     counts: IrregularTicketCounts,
 ) -> None:
     tickets, ref = overtaken(policy, steps)
-    for drop in too_old(tickets):
+    for drop in StalenessCheck().find_stale_tickets_to_drop(tickets, 1, ()):
         assert (drop.ref, drop.reason) == (ref, "sampled 2 steps ago; the limit is 1")
         tickets.drop_settled_ticket(drop)
     assert tickets.get_state(ref.ticket_id) == state
@@ -67,25 +59,6 @@ def test_a_group_beyond_the_bound_is_trained_or_dropped_as_the_recipe_says(
     assert (first.ticket_id == ref.ticket_id) == (trained_attempt is not None)
     assert trained_attempt in (first.attempt, None)
     assert manifest.counts == counts
-
-
-def test_a_restarted_ledger_knows_what_was_set_aside() -> None:
-    ref = TicketRef(0, 1)
-    sealed = settled(ref, WeightVersion(1, 0))
-    tickets = rebuilt(
-        tickets_of().policy, dropped=[DroppedTicket(ref, "", "stale")], settled=[sealed]
-    )
-    assert tickets.n_ready_for_batch == 0
-    assert tickets.get_state(0) == "dropped"
-
-
-def test_weights_of_an_abandoned_generation_are_as_old_as_the_checkpoint_that_both_share() -> None:
-    tickets = tickets_of("drop")
-    ref = tickets.lease_tickets("a", 1, 0.0)[0]
-    train(tickets, 2)
-    tickets.settle(settled(ref, WeightVersion(1, 2)))
-    assert too_old(tickets, 1, [GenerationFork(1, 0)]) == []
-    assert len(too_old(tickets, 2, [GenerationFork(1, 0), GenerationFork(2, 0)])) == 1
 
 
 @pytest.mark.parametrize(

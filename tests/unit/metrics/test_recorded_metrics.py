@@ -17,11 +17,3 @@ def test_the_quick_start_raises_no_failure_at_any_step() -> None:
 
 def test_its_phases_cover_its_steps() -> None:
     assert min(sum(compute_time_shares_by_system_part(row).values()) for row in ROWS) >= 0.97
-
-
-def test_a_learning_run_whose_last_groups_are_solved_ends_with_a_note() -> None:
-    solved = {"groups/zero_variance": 0.95, "groups/all_best": 0.95, "groups/all_worst": 0.0}
-    more = [{**ROWS[-1], **solved, "step": 25 + further} for further in (1, 2, 3)]
-    found = {(alert.rule, alert.level) for alert in find_alerts([*ROWS, *more])}
-    assert ("no_signal", "note") in found
-    assert all(level == "note" for _, level in found)

@@ -46,6 +46,8 @@ def test_dict_gives_every_interaction_its_reward(rewards: dict[str, float]) -> N
         ({1: 1.0}, "the key 1, expected ids"),
         (1e39, "expected a finite float"),  # too large to be stored
         (-1e39, "expected a finite float"),
+        (10**400, "expected a finite float"),
+        (np.ones(2), "(ndarray), expected a finite float"),
         ("x" * 10_000, "(str), expected a finite float"),
     ],
 )

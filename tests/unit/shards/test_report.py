@@ -1,5 +1,4 @@
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,11 +12,6 @@ from tests.support.sample_trajectories import seal_in, ticket
 def find(path: Path, number: int) -> FoundRow:
     (row,), _ = find_rows(path, RowQuery(row_number=number))
     return row
-
-
-def numbers(path: Path, **query: Any) -> list[int]:
-    rows, _ = find_rows(path, RowQuery(**query))
-    return [row.number for row in rows]
 
 
 @pytest.fixture
@@ -35,15 +29,6 @@ def test_the_list_has_a_line_per_shard_and_a_total(paths: RunPaths) -> None:
     assert first.split() == ["cell-0-000000.h5", *sizes[0], "1.1..1.2", "0.500"]
     assert second.split() == ["cell-0-000001.h5", *sizes[1], "1.3", "0.500"]
     assert total == "2 shards, 6 rows, 36 tokens, 0.0 MiB"
-
-
-def test_the_rows_of_a_ticket_are_found_in_a_run_and_in_a_file(paths: RunPaths) -> None:
-    seal_in(paths, ticket(1), "cell-1")  # sealed twice, after a crash
-    assert numbers(paths.root, ticket_id=1) == [0, 1, 6, 7]
-    assert numbers(paths.root, ticket_id=3) == [4, 5]
-    assert numbers(paths.shards_dir / "cell-0-000001.h5", ticket_id=3) == [0, 1]
-    with pytest.raises(RecipeError, match="no row of ticket 9"):
-        numbers(paths.root, ticket_id=9)
 
 
 def test_a_trajectory_is_shown_token_by_token(paths: RunPaths) -> None:

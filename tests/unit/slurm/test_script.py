@@ -118,13 +118,6 @@ def test_tasks_lie_beside_their_gpus_unless_the_site_places_them() -> None:
     assert "--distribution" not in script(job(tasks=4))[-1]
 
 
-def test_a_job_that_depends_on_another_is_gone_when_that_fails() -> None:
-    request = build_job_requests([job()], SlurmConfig(), PLACE)[0].with_dependency("afterok:17")
-    lines = render_script(request).splitlines()
-    assert "#SBATCH --dependency=afterok:17" in lines
-    assert "#SBATCH --kill-on-invalid-dep=yes" in lines
-
-
 def test_flags_that_are_none_are_refused() -> None:
     with pytest.raises(ValueError, match="pattern"):
         SlurmConfig.model_validate({"sbatch": {"-N": 4}})

@@ -8,7 +8,6 @@ from areal_hpc.rundir.jsonl import append_line
 from areal_hpc.rundir.paths import RunPaths, list_runs
 from areal_hpc.rundir.run_recipe import PRIVATE_RECIPE_PLACEHOLDER
 from areal_hpc.slurm.queue import QueuePoller
-from areal_hpc.view.formatting import format_duration
 from areal_hpc.view.state.summary import compare_runs, label_differing_keys
 
 
@@ -82,12 +81,6 @@ def test_values_that_may_be_secrets_are_compared_and_not_shown(tmp_path: Path) -
     assert "token" in table
     assert table.count("(in recipe.yaml)") == 4
     assert "sk-" not in table
-
-
-def test_spans_are_said_in_their_largest_units() -> None:
-    assert [format_duration(seconds) for seconds in (-1, 119, 120, 7200, 90061, 200000)] == [
-        *("0 s", "119 s", "2 min", "2 h 00 min", "25 h 01 min", "2 d 7 h")
-    ]
 
 
 def test_of_unlike_runs_the_usual_keys_are_shown_and_the_others_counted(tmp_path: Path) -> None:

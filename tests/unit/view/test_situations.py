@@ -23,7 +23,6 @@ from areal_hpc.view.state.run_view import LogTraceback, RunView, StepPace, TaskE
 from tests.unit.view.test_diagnosis import NOW, evidence, job, log_file
 
 TRAINER, CELL = job("trainer", "RUNNING", "1"), job("cell-0", "RUNNING", "2")
-OTHER = job("cell-1", "RUNNING", "3")
 
 
 def ended(name: str, state: str, **facts: Any) -> JobView:

@@ -171,6 +171,8 @@ def test_rows_are_sorted_by_a_field_and_those_without_it_come_last(run: RunPaths
     assert found(run, sort_by="length", max_rows=1) == [1]
     assert found(run, max_rows=2) == [3, 4]
     assert found(run, ticket_id=2) == [2, 4]
+    with pytest.raises(RecipeError, match="no row of ticket 9"):
+        found(run, ticket_id=9)
     with pytest.raises(RecipeError, match="no field 'size'"):
         found(run, sort_by="size")
 
