@@ -142,7 +142,7 @@ class CheckpointWeights:
         specs = []
         for parameter in list_parameter_maps(self._arch):
             dtype = self._stored.weight_dtype
-            if not parameter.is_trained and self._arch.lora is None:  # a buffer, maybe of float32
+            if parameter.is_buffer:
                 dtype = self._read_parameter(parameter).dtype
             specs += [(tensor.name, tensor.shape, dtype) for tensor in parameter.hf]
         return specs
@@ -158,8 +158,10 @@ class CheckpointWeights:
         if not parameter.is_trained:
             reader = HfModelReader(self._model_path)
             parts = [reader.read_tensor(tensor) for tensor in parameter.hf]
-            weight = to_megatron(parameter, parts, self._arch, 1).to(self._stored.weight_dtype)
-            return self.adapter.merge(parameter.megatron, weight)
+            weight = to_megatron(parameter, parts, self._arch, 1)
+            if parameter.is_buffer:
+                return weight
+            return self.adapter.merge(parameter.megatron, weight.to(self._stored.weight_dtype))
         indices = tuple(_get_layer_expert_indices(parameter))
         return self._read_stored(get_stored_name(parameter), indices)
 

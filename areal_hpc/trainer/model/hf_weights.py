@@ -269,7 +269,7 @@ def list_hf_specs(policy: TrainedNetwork) -> list[HfTensorSpecWithDtype]:
     specs = []
     for parameter in policy.weight_map:
         dtype = policy.dtype
-        if not parameter.is_trained:  # a buffer, some of which stay float32
+        if parameter.is_buffer:
             held = policy.get_local_part(parameter)
             dtype = dtype if held is None else held.dtype
         specs += [(tensor.name, tensor.shape, dtype) for tensor in parameter.hf]

@@ -15,10 +15,11 @@ import transformers
 from safetensors.torch import load_file
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.recipe.sections.trainer import LoraConfig, ParallelConfig
-from areal_hpc.rundir.checkpoints import read_checkpoint_index
+from areal_hpc.recipe.sections.trainer import AdamConfig, LoraConfig, ParallelConfig
+from areal_hpc.rundir.checkpoints import TrainerState, read_checkpoint_index
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.trainer.checkpoints.export import choose_checkpoint, export_checkpoint
+from areal_hpc.trainer.checkpoints.store import CheckpointStore
 from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anything of Megatron)
 from areal_hpc.trainer.model.families.architecture import (
     read_architecture,
@@ -27,6 +28,7 @@ from areal_hpc.trainer.model.families.architecture import (
 from areal_hpc.trainer.model.families.lora import ADAPTER_DIR
 from areal_hpc.trainer.model.hf_weights import HfModelReader, load_hf, save_hf_model
 from areal_hpc.trainer.model.policy import build_policy
+from areal_hpc.trainer.optimizer import build_optimizer
 from areal_hpc.trainer.step import score_rows
 from tests.support.layout_worker import make_rows, reference
 from tests.support.layouts import (
@@ -290,10 +292,17 @@ def export_in_bfloat16(scenario: dict[str, Any], paths: RunPaths) -> None:
     arch = read_architecture(source)
     policy = build_policy(arch, ParallelConfig(), torch.bfloat16, torch.device("cpu"))
     load_hf(policy, HfModelReader(source).read_tensor)
-    save_hf_model(policy, source, paths.root / "exported")
-    before, after = (
-        load_file(folder / "model.safetensors") for folder in (source, paths.root / "exported")
-    )
-    for name, tensor in before.items():
-        is_bias = name.endswith("e_score_correction_bias")
-        assert torch.equal(after[name], tensor if is_bias else tensor.bfloat16()), name
+    save_hf_model(policy, source, paths.root / "saved")
+    store = CheckpointStore(paths.checkpoints_dir, keep=2)
+    state = TrainerState(step=1, generation=1, seed=0)
+    store.begin_save(policy, build_optimizer(policy, AdamConfig()), state)
+    store.finish_save()
+    store.close()
+    checkpoint = choose_checkpoint(paths.checkpoints_dir, None)
+    export_checkpoint(checkpoint, source, paths.root / "exported", lambda line: None)
+    before = load_file(source / "model.safetensors")
+    for folder in ("saved", "exported"):
+        after = load_file(paths.root / folder / "model.safetensors")
+        for name, tensor in before.items():
+            is_bias = name.endswith("e_score_correction_bias")
+            assert torch.equal(after[name], tensor if is_bias else tensor.bfloat16()), name

@@ -49,6 +49,8 @@ class ParamMap:
     """Global index of the expert; experts are never cut over tensor-parallel ranks."""
     shape: TensorShape = ()
     """Of a stacked parameter."""
+    is_buffer: bool = False
+    """No weight: it keeps its dtype, and comes from the model's files alone."""
     is_trained: bool = True
 
 
@@ -66,6 +68,7 @@ def list_parameter_maps(arch: Architecture) -> list[ParamMap]:
                 tuple(HfTensorSpec(*one) for one in stored),
                 TpSplit.STACKED,
                 shape=shape,
+                is_buffer=name not in _read_names(arch).trained,
                 is_trained=arch.lora is None and name in _read_names(arch).trained,
             )
             for name, shape, stored in _read_names(arch).list_tensors()
