@@ -144,9 +144,10 @@ def _suggest_key(unknown_key: str, root: type[BaseConfig], location: tuple[int |
         return section.key_hints[unknown_key]
     if unknown_key in REWARD_NAMES:
         return REWARD_HINT
-    if near := difflib.get_close_matches(unknown_key, known, n=1):
-        return f"did you mean {near[0]}?"
     inner = [*_find_keys_named(section, unknown_key, prefix)] if section and location else []
+    near = difflib.get_close_matches(unknown_key, known, n=1)
+    if near and not inner:
+        return f"did you mean {near[0]}?"
     if elsewhere := inner or sorted(_find_keys_named(root, unknown_key), key=rank_section):
         others = f" (or {', '.join(elsewhere[1:])})" if elsewhere[1:] else ""
         return f"did you mean {elsewhere[0]}?{others}"

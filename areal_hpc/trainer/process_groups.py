@@ -127,6 +127,9 @@ def join_process_groups(
             key="trainer.parallel",
         )
     own = _set_device(device, task.local_rank)
+    if own.type == "cuda":
+        has_4 = activate_flash_attention_4(own)
+        logger.info("attention runs FlashAttention-%d", 4 if has_4 else 2)
     give_up_at = time.monotonic() + JOIN_RANKS_TIMEOUT_S
     store = _join_store(task, rendezvous_dir, give_up_at, is_cancelled)
     _await_all_ranks(store, task, give_up_at, is_cancelled)
@@ -185,10 +188,7 @@ def _set_device(device_setting: str, local_rank: int) -> torch.device:
             hint="show each task one GPU (--gpus-per-task=1), or all of its node's (no --gpu-bind)",
         )
     torch.cuda.set_device(index)
-    found = torch.device("cuda", index)
-    has_4 = activate_flash_attention_4(found)
-    logger.info("attention runs FlashAttention-%d", 4 if has_4 else 2)
-    return found
+    return torch.device("cuda", index)
 
 
 def _join_store(

@@ -30,7 +30,6 @@ REFUSED_SGLANG_OPTIONS = {
     **dict.fromkeys(("--disaggregation-mode", "--weight-cache-mode"), _RANKS),
     **dict.fromkeys(("--tp-size", "--dtype", "--model-path", "--device", "--base-gpu-id"), _OWN),
     **dict.fromkeys(("--host", "--port", "--nccl-port", "--random-seed"), _OWN),
-    "--weight-version": _OWN,
     "--enable-memory-saver": "no replica ever gives its memory back; leave it out",
 }
 """SGLang's options (0.5.23) that a recipe cannot give, and why."""

@@ -95,9 +95,15 @@ def routes_of(model_dir: Path, ids: list[int]) -> Routes:
     return torch.stack(chosen, 1).numpy()
 
 
+def load(url: str, model: Path, version: str) -> None:
+    given = {"model_path": str(model), "weight_version": version}
+    post(url, "update_weights_from_disk", given)
+
+
 def test_prompt_and_reply_come_with_their_experts_from_the_cache_too(
     url: str, models: tuple[Path, Path]
 ) -> None:
+    load(url, models[0], "first")
     for start in (0, 0, 25):
         reply = generate(url, PROMPT, 12, start)
         expected = routes_of(models[0], PROMPT + reply["output_ids"])[start:-1]
@@ -116,13 +122,14 @@ def test_prompt_and_reply_come_with_their_experts_from_the_cache_too(
 def test_a_retracted_request_keeps_the_experts_that_sampled_its_tokens(
     url: str, models: tuple[Path, Path]
 ) -> None:
+    load(url, models[0], "first")
     events: list[dict[str, Any]] = []
     call = Thread(target=lambda: events.extend(stream(url, PROMPT[:20], 300, has_begun.set)))
     has_begun = Event()
     call.start()
     assert has_begun.wait(scaled(60))
     post(url, "pause_generation", {"mode": "retract"})
-    post(url, "update_weights_from_disk", {"model_path": str(models[1]), "weight_version": "new"})
+    load(url, models[1], "new")
     post(url, "continue_generation", {})
     call.join()
     spans = events[-1]["meta_info"]["weight_versions"]
