@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import peft  # noqa: F401  (takes seconds: ranks are forked with it)
 import torch
 import torch.distributed as dist
 
