@@ -1,10 +1,13 @@
-"""Every command tells its usage, an example, and what each of its arguments means."""
+"""Commands tell usage and an example; a dry run and options for SGLang do not move unseen."""
 
 import os
 from pathlib import Path
 
 import pytest
 
+from areal_hpc.launch.checks.inputs import find_extra_args_problems
+from areal_hpc.recipe.loading import load_recipe
+from tests.golden.make_slurm import GOLDEN, SITES, describe
 from tests.support.commands import exit_code_of, run_program, write_program
 from tests.support.environments import CHECKOUT
 
@@ -79,9 +82,7 @@ def test_a_script_that_is_asked_for_help_installs_nothing(name: str, tmp_path: P
     assert "\n  try: " in ended.stderr
 
 
-def test_a_dry_run_shows_jobs_and_memory_and_starts_nothing(
-    tmp_path: object, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_starts_nothing(tmp_path: object, capfd: pytest.CaptureFixture[str]) -> None:
     fileroot = f"cluster.fileroot={tmp_path}/runs"
     assert exit_code_of("run", "--dry-run", "recipes/gpu64_math_qwen2.5_7b.yaml", fileroot) == 0
     shown = capfd.readouterr().out
@@ -89,3 +90,19 @@ def test_a_dry_run_shows_jobs_and_memory_and_starts_nothing(
     assert "trainer    train   every task" in shown
     assert "nothing was started" in shown
     assert exit_code_of("status", f"{tmp_path}/runs") == 78
+
+
+def test_without_sglang_nothing_is_said(tmp_path: Path) -> None:
+    (tmp_path / "python").write_text("#!/bin/sh\necho no module named sglang >&2; exit 1\n")
+    (tmp_path / "python").chmod(0o755)
+    recipe = load_recipe(CHECKOUT / "recipes" / "quickstart.yaml")
+    inference = recipe.inference.model_copy(update={"extra_args": ("--enable-metriks",)})
+    odd = recipe.model_copy(update={"inference": inference})
+    assert list(find_extra_args_problems(odd, str(tmp_path / "python"))) == []
+    assert list(find_extra_args_problems(recipe, "/nowhere/python")) == []
+
+
+@pytest.mark.parametrize("site", SITES)
+def test_the_dry_run_of_a_site_is_the_golden_one(site: str) -> None:
+    golden = (GOLDEN / f"{site}.txt").read_text()
+    assert describe(site) == golden, "look at it, then: python -m tests.golden.make_slurm"

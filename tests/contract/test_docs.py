@@ -3,7 +3,10 @@
 import re
 from pathlib import Path
 
+from areal_hpc.recipe.reference import render_key_table
 from tests.support.environments import CHECKOUT
+from tests.support.generated_tables import TABLES
+from tests.support.results import with_table
 
 SKIPPED = {".venvs", ".git", ".pytest_cache", "runs", "CHANGELOG.md"}
 """The last tells of files that are gone."""
@@ -47,3 +50,16 @@ def test_links_paths_and_make_targets_exist() -> None:
         wrong += [(document.name, path) for path in gone]
         wrong += [(document.name, f"make {name}") for name in made if name not in targets]
     assert wrong == []
+
+
+def test_generated_tables_are_those_of_today() -> None:
+    """If not: `python -m tests.support.generated_tables`, `areal-hpc recipe-keys`."""
+    stale = []
+    for (document, name), render in TABLES.items():
+        path = CHECKOUT / "docs" / document
+        if path.read_text() != with_table(path, name, render()):
+            stale.append((document, name))
+    assert stale == []
+    reference = (CHECKOUT / "docs" / "recipe.md").read_text()
+    assert reference == render_key_table()
+    assert "| None |" not in reference

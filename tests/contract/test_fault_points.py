@@ -1,17 +1,23 @@
-"""Faults that the variable names strike at their points, and at no others."""
+"""Faults strike at their points alone, threads end a process, a full run directory is told."""
 
 import errno
 import os
 import signal
+import subprocess
 import sys
 import threading
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from areal_hpc.errors import ClusterError
+from areal_hpc.rundir.jobs import JobSpec, LaunchFile, ProcessSpec, SlurmLaunchInfo, read_task_exits
+from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.wire.fault_points import FaultInjector, parse_faults
 from tests.support.commands import run_program
 from tests.support.deadlines import scaled
+from tests.support.scripted_slurm import ScriptedSlurm
 from tests.support.waiting import wait_for
 
 
@@ -56,3 +62,76 @@ def test_the_first_that_comes_is_held_while_the_file_is_there(tmp_path: Path) ->
     gate.unlink()
     first.join(scaled(10))
     assert not first.is_alive()
+
+
+PROGRAM = """
+import atexit, sys
+from areal_hpc.jobs.processes.native_call_threads import (
+    exit_beside_native_calls,
+    mark_native_threads_ended,
+    note_library_threads,
+)
+
+atexit.register(print, "the interpreter's end")
+with exit_beside_native_calls():
+    note_library_threads("torch.distributed")
+    if sys.argv[1] == "stops":
+        sys.exit(80)
+    if sys.argv[1] == "fails":
+        raise ValueError("no traceback is lost")
+    if sys.argv[1] == "ends":
+        mark_native_threads_ended("torch.distributed")
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "said", "told"),
+    [
+        ("ends", 0, "the interpreter's end\n", ""),
+        ("leaves them", 0, "", ""),
+        ("stops", 80, "", ""),
+        ("fails", 1, "", "ValueError: no traceback is lost"),
+    ],
+)
+def test_an_interpreter_ends_as_its_threads_did(how: str, code: int, said: str, told: str) -> None:
+    ended = run_program(sys.executable, "-c", PROGRAM, how)
+    assert (ended.returncode, ended.stdout) == (code, said), ended.stderr
+    assert told in ended.stderr
+
+
+TASK = "import sys; from areal_hpc.jobs.supervisor import run_task; run_task(sys.argv[1])"
+TOLD = {"JOB_ID": "7", "PROCID": "0", "NTASKS": "1", "LOCALID": "0", "NODEID": "0"}
+
+
+def test_a_job_that_cannot_write_requeues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder in the place of a file takes no content, as a full disk does."""
+    slurm = ScriptedSlurm(tmp_path, monkeypatch)
+    slurm.state = "RUNNING"
+    slurm.answer_about_jobs("requeue) echo PENDING > $STATE")
+    paths = RunPaths(tmp_path / "run")
+    files = paths.job("trainer")
+    (files.process_config("trainer") / "in the way").mkdir(parents=True)
+    launch = LaunchFile(
+        JobSpec("trainer", "train", [ProcessSpec("trainer", "train", "none:none", {})]),
+        job_dir=str(files.root),
+        log_dir=str(paths.log_dir(1)),
+        events=str(paths.events),
+        pythons={"train": sys.executable},
+        stop_grace_s=0.1,
+        slurm=SlurmLaunchInfo(least_free_bytes=1, margin_s=0.1),
+    )
+    files.launch.write_bytes(msgspec.json.encode(launch))
+    others = {name: text for name, text in os.environ.items() if not name.startswith("SLURM_")}
+    environ = {f"SLURM_{name}": value for name, value in TOLD.items()}
+    command = [sys.executable, "-c", TASK, str(files.launch)]
+    ended = subprocess.run(
+        command,
+        env={**others, **environ, "SLURMD_NODENAME": "n01"},
+        check=False,
+        timeout=scaled(60),
+    )
+    assert ended.returncode == ClusterError.exit_code
+    reason = read_task_exits(files)[0].reason
+    assert reason.startswith("the task could not start: ")
+    assert reason.endswith("quota and permissions of the run directory (requeued)")
+    assert slurm.list_calls("scontrol requeue") == ["scontrol requeue 7"]

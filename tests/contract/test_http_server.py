@@ -12,23 +12,18 @@ import pytest
 import uvloop
 from starlette.requests import Request
 
+from areal_hpc.errors import ClusterError
 from areal_hpc.wire import http_server
 from areal_hpc.wire.asgi import JsonApp, ServiceServer, read_body
+from areal_hpc.wire.http import AsyncWireClient, WireClient
+from areal_hpc.wire.replicas import ReplicasOfCell
 from areal_hpc.wire.service_key import make_client_tls, make_server_tls
 from tests.support.deadlines import scaled
+from tests.support.json_server import JsonHandler, serving_http
 from tests.support.service_keys import OTHER_SERVICE_KEY, SERVICE_KEY
+from tests.support.waiting import read_until
 
 HEAD = b"POST / HTTP/1.1\r\nhost: s\r\ncontent-length: 5\r\n\r\n"
-
-
-def read_until(client: socket.socket, end: bytes) -> bytes:
-    """What has come, up to `end`."""
-    received = b""
-    while not received.endswith(end):
-        block = client.recv(1 << 16)
-        assert block, received
-        received += block
-    return received
 
 
 class Echo(JsonApp):
@@ -139,9 +134,7 @@ def test_an_answer_that_takes_long_is_waited_for(served: Served) -> None:
         assert read_until(client, b"abcde").startswith(b"HTTP/1.1 200 ")
 
 
-def test_a_full_server_drops_who_never_asked_and_refuses_only_when_all_have(
-    served: Served,
-) -> None:
+def test_a_full_server_drops_who_never_asked_and_refuses_only_when_all_have(served: Served) -> None:
     served.app.gate.clear()
     with ExitStack() as held, served.connect() as silent:
         asking = [held.enter_context(served.connect(HEAD + b"abcde")) for _ in range(4)]
@@ -163,9 +156,7 @@ def test_requests_over_tls_are_answered_in_turn(encrypted: Served) -> None:
 
 
 @pytest.mark.parametrize("sent", [b"", b"\x16\x03", HEAD + b"abcde"])
-def test_who_does_not_finish_a_handshake_is_hung_up_on_unanswered(
-    encrypted: Served, sent: bytes
-) -> None:
+def test_an_unfinished_handshake_is_hung_up_on_unanswered(encrypted: Served, sent: bytes) -> None:
     with encrypted.connect(sent) as client:
         received = b""
         with suppress(ConnectionResetError):
@@ -199,3 +190,38 @@ def test_connections_in_a_handshake_count_and_make_room(encrypted: Served) -> No
         encrypted.app.gate.set()
         for client in asking:
             assert b" 200 " in read_until(client, b"abcde")
+
+
+EXPECTED = "answered what is no ReplicasOfCell .*process_cpu_seconds"
+
+
+class _Exporter(JsonHandler):
+    """Metrics under whatever path, as those of Prometheus' Python library are."""
+
+    def get(self) -> None:
+        self.answer(200, b"process_cpu_seconds_total 0.1\n")
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    with serving_http(_Exporter) as url:
+        yield url
+
+
+def test_an_answer_that_is_no_reply_says_that_the_service_is_away(url: str) -> None:
+    client = WireClient(url)
+    with pytest.raises(ClusterError, match=EXPECTED):
+        client.call("/replicas", None, ReplicasOfCell)
+    client.close()
+
+
+def test_it_does_so_in_an_event_loop(url: str) -> None:
+    async def ask() -> None:
+        client = AsyncWireClient(url)
+        try:
+            await client.call("/replicas", None, ReplicasOfCell)
+        finally:
+            await client.close()
+
+    with pytest.raises(ClusterError, match=EXPECTED):
+        asyncio.run(ask())

@@ -1,12 +1,14 @@
-"""Each of the contracts of .importlinter can fail; `make check` says whether one does."""
+"""Each of the contracts of .importlinter can fail, and habits that ruff cannot see."""
 
 import re
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from tests.support.commands import run_program
 from tests.support.environments import CHECKOUT
+from tests.support.package_sources import sources
 
 OFFENSES = {
     "rollout/config.py": "import areal_hpc.proxy.config",  # an actor imports an actor
@@ -34,3 +36,44 @@ def test_every_contract_breaks_when_it_is_violated(tmp_path: Path) -> None:
     assert re.findall(r"^(.+) BROKEN", said.stdout, re.M) == declared
     for name in OFFENSES:
         assert f".{Path(name).stem}" in said.stdout, name
+
+
+BROAD_EXCEPT = re.compile(r"^\s*except\b(?:.*\b(?:Base)?Exception\b|\*?\s*:)")
+
+
+def broad_excepts_without_a_reason(text: str) -> Iterator[int]:
+    for number, line in enumerate(text.splitlines(), 1):
+        if BROAD_EXCEPT.match(line) and not re.search(r"# boundary: \w+", line):
+            yield number
+
+
+UNPICKLES = re.compile(
+    r"^\s*(?:import|from) (?:pickle|cloudpickle|dill|marshal|shelve)\b"
+    r"|\btorch\.load\((?!.*weights_only=True)",
+    re.MULTILINE,
+)
+
+
+def test_a_broad_except_says_why() -> None:
+    found = [
+        (module, line)
+        for module, text in sources().items()
+        for line in broad_excepts_without_a_reason(text)
+    ]
+    assert found == []
+
+
+def test_nothing_is_unpickled() -> None:
+    """But agents that a script handed over, from the run's own directory, and calls.
+
+    A worker process takes these from the process that started it, and answers with JSON.
+    """
+    found = [module for module, text in sources().items() if UNPICKLES.search(text)]
+    assert found == ["rollout/execution/agent_pickle.py", "rollout/execution/process_pool.py"]
+
+
+def test_no_archive_is_extracted_by_tarfile() -> None:
+    """Nor by another module of the library: one writer unpacks, and none of its files leave."""
+    extracts = re.compile(r"\.extract(?:all)?\(|\bunpack_archive\(|[\"'](?:tar|unzip)[\"'],")
+    found = [module for module, text in sources().items() if extracts.search(text)]
+    assert found == []

@@ -95,7 +95,7 @@ SOURCES: list[tuple[object, list[str]]] = [
         moe_utils.topk_routing_with_score_function,
         [
             "return router_replay.get_replay_topk(\n"
-            "                scores, topk, num_groups, group_topk, _compute_topk\n",
+            "                scores, topk, num_groups, group_topk, _compute_topk\n"
         ],
     ),
     (TopKRouter, ["self.router_replay = None", "router_replay=self.router_replay,"]),

@@ -13,14 +13,33 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import torch
+
 from areal_hpc.rundir import rendezvous
 from areal_hpc.wire.replicas import ReplicasOfCell, ReplicaState, ReplicaView
+from tests.support.deadlines import scaled
 from tests.support.json_server import JsonHandler
 from tests.support.nccl_like import NcclLikeGroup, join_as_member
 from tests.support.weight_updates import SCORE_WITHOUT_MODEL
 
 ITEM_BYTES = {"float32": 4}
 SILENT_AT_MOST_S = 3600.0
+WEIGHTS = {f"norm.{at}.weight": torch.full((1024,), float(at)) for at in range(3)}
+BUCKET_BYTES = 4096
+"""Of one of them."""
+PATIENT_S = scaled(100.0)
+PHASES = {
+    "join": ("init_weights_update_group", 1),
+    "paused": ("pause_generation", 1),
+    "begin": ("begin_weight_update", 1),
+    "communicator": ("update_weights_from_distributed", 1),
+    "broadcast": ("update_weights_from_distributed", 2),
+    "end": ("end_weight_update", 1),
+    "version": ("model_info", 1),
+    "verify": ("score", 1),
+    "resume": ("continue_generation", 1),
+}
+"""The call that is under way as a party is lost."""
 
 
 class Fault(NamedTuple):
@@ -138,3 +157,8 @@ class NcclLikeCell:
         self._over.set()
         self._server.shutdown()
         self._server.server_close()
+
+
+def assert_served(cells: list[NcclLikeCell], version: str) -> None:
+    content = [tensor.numpy().tobytes() for tensor in WEIGHTS.values()]
+    assert [(cell.served, cell.received) for cell in cells] == [(version, content)] * len(cells)

@@ -1,5 +1,6 @@
 """Waiting for what other processes and threads do."""
 
+import socket
 import subprocess
 import time
 from collections.abc import Callable
@@ -63,3 +64,13 @@ def communicate(process: subprocess.Popen[str], within_s: float | None = 60.0) -
     except BaseException:
         process.kill()
         raise
+
+
+def read_until(client: socket.socket, end: bytes) -> bytes:
+    """What has come, up to `end`."""
+    received = b""
+    while not received.endswith(end):
+        block = client.recv(1 << 16)
+        assert block, received
+        received += block
+    return received

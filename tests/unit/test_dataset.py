@@ -141,9 +141,7 @@ def test_the_files_of_a_hub_data_set_are_read_in_order(cache: None, revision: st
         "someone/sums/other/*",
     ],
 )
-def test_what_is_not_in_the_cache_is_named_with_the_command_that_fetches_it(
-    cache: None, hub: str
-) -> None:
+def test_what_is_not_cached_is_named_with_what_fetches_it(cache: None, hub: str) -> None:
     with pytest.raises(RecipeError) as refusal:
         read(hub=hub)
     assert refusal.value.problems[0].key == "train_dataset.hub"

@@ -69,9 +69,7 @@ def test_a_task_folder_is_a_row_with_its_instruction_and_its_sandbox(tmp_path: P
     assert found.test_variables == {"C": "x"}
 
 
-def test_files_that_cannot_be_read_for_a_moment_are_read_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unreadable_files_are_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(harbor, "READ_PAUSE_S", 0.0)
     errors = iter([OSError(errno.ESTALE, "Stale file handle")])
 
@@ -103,10 +101,7 @@ def test_a_root_file_system_beside_the_dockerfile_stands_for_its_image(tmp_path:
     with pytest.raises(RecipeError) as caught:
         read_task_folder(folder)
     said = [problem.message for problem in caught.value.problems]
-    assert said == [
-        "its image has to be built: RUN make",
-        "its image a/b:1 has to be fetched",
-    ]
+    assert said == ["its image has to be built: RUN make", "its image a/b:1 has to be fetched"]
     (folder / "environment/rootfs").mkdir()
     found = read(folder)
     assert (found.root, found.work_dir) == (str(folder / "environment/rootfs"), "/src")

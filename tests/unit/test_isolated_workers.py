@@ -16,12 +16,11 @@ from areal_hpc.agents.gyms.mcp_agent import McpAgent
 from areal_hpc.agents.gyms.openenv_agent import OpenEnvAgent
 from areal_hpc.agents.gyms.verifiers_agent import VerifiersAgent
 from areal_hpc.errors import RecipeError
-from areal_hpc.sandbox.isolated_worker import (
-    WORKER_LOOP_FILE,
-    WorkerSettings,
-    open_worker_command,
-)
+from areal_hpc.sandbox.isolated_worker import WORKER_LOOP_FILE, WorkerSettings, open_worker_command
+from areal_hpc.sandbox.runtimes import make_runtime
 from areal_hpc.sandbox.session_forwarder import HostForwarder
+from areal_hpc.sandbox.spec import SandboxSpec
+from tests.support.commands import write_program
 from tests.support.deadlines import scaled
 
 REWARD = "areal_hpc.reward.gsm8k.gsm8k_reward_fn"
@@ -54,9 +53,7 @@ def test_a_gym_reaches_servers_of_its_own_without_the_proxy(
     assert found["HTTPS_PROXY"].startswith("http://127.0.0.1:")
 
 
-def test_a_worker_has_the_variables_that_programs_need_to_run(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_worker_has_the_variables_that_programs_need(monkeypatch: pytest.MonkeyPatch) -> None:
     passed = {"LD_LIBRARY_PATH": "/usr/lib/x", "LC_ALL": "C", "SSL_CERT_DIR": "/usr/share/x"}
     for name, value in (passed | {"SSL_CERT_FILE": "/not/shown.pem", "SECRET": "s"}).items():
         monkeypatch.setenv(name, value)
@@ -145,3 +142,22 @@ def test_sockets_of_a_machine_with_loopback_alone_are_not_a_process_s() -> None:
     command = ["unshare", "--map-root-user", "--net", sys.executable, "-c", program]
     grown = int(subprocess.run(command, capture_output=True, check=True).stdout)
     assert grown < 50 << 20
+
+
+@pytest.mark.parametrize(
+    ("isolation", "name"), [("podman", "a:ro"), ("apptainer", "a:ro"), ("apptainer", "a,b")]
+)
+def test_a_folder_whose_path_would_be_split_is_refused_by_name(
+    isolation: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for program in ("podman", "crun", "apptainer"):
+        write_program(tmp_path / program, "exit 1")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    folder = tmp_path / name
+    folder.mkdir()
+    spec = SandboxSpec(readonly_folders=(str(folder),))
+    with pytest.raises(RecipeError) as refused:
+        asyncio.run(make_runtime(isolation).start(spec))
+    (problem,) = refused.value.problems
+    assert f"cannot show {folder}: expected a path without" in problem.message
+    assert problem.key == "rollout.agent.isolation"

@@ -14,11 +14,7 @@ import pytest
 
 from areal_hpc.errors import RecipeError
 from areal_hpc.sandbox.images import root_archive
-from areal_hpc.sandbox.images.root_archive import (
-    ROOT_KEPT_S,
-    get_cached_root,
-    make_cache_folder,
-)
+from areal_hpc.sandbox.images.root_archive import ROOT_KEPT_S, get_cached_root, make_cache_folder
 from tests.support.oci_images import make_layer, write_image
 
 
@@ -36,9 +32,7 @@ def write_tar(path: Path, files: Mapping[str, str], top: str = "./") -> Path:
 
 
 @pytest.mark.parametrize("top", ["", "./", "/"])
-def test_a_tar_loses_its_own_devices_and_no_folder_below_that_is_called_so(
-    top: str, tmp_path: Path
-) -> None:
+def test_a_tar_loses_its_devices_and_no_folder_of_such_a_name(top: str, tmp_path: Path) -> None:
     names = ("usr/include/sys/types.h", "home/app/dev/x.py", "var/proc/a", "dev/null", "sys/b/c")
     root = get_cached_root(write_tar(tmp_path / "root.tar", dict.fromkeys(names, ""), top))
     found = sorted(str(one.relative_to(root)) for one in root.rglob("*") if one.is_file())

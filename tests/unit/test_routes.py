@@ -89,9 +89,7 @@ def test_a_reply_of_two_replicas_keeps_what_the_first_one_said() -> None:
 
 
 @pytest.mark.parametrize("mixture", [SMALL, LARGE])
-def test_a_shard_keeps_them_beside_rows_that_have_none(
-    mixture: MixtureShape, tmp_path: Path
-) -> None:
+def test_a_shard_keeps_them_beside_rows_without_any(mixture: MixtureShape, tmp_path: Path) -> None:
     rows = [trajectory(number, tokens=4 + number) for number in range(3)]
     routed = [
         dataclasses.replace(row, routes_TLK=number_routes(mixture, row.num_tokens))

@@ -1,19 +1,28 @@
-"""What the run's services and their clients share: retries, requests, answers."""
+"""What the run's services share: retries, requests, answers, sound rows, weight versions."""
 
 import asyncio
+import dataclasses
 import socket
 from itertools import islice
+from typing import Any
 
+import numpy as np
 import pytest
 from cryptography.x509 import BasicConstraints, load_pem_x509_certificate
+from hypothesis import given
+from hypothesis import strategies as st
 from starlette.requests import Request
 from starlette.types import Message
 
 from areal_hpc.errors import ClusterError, HttpStatusError
+from areal_hpc.wire.agent_reward import MAX_REWARD
 from areal_hpc.wire.asgi import JsonApp, read_body
 from areal_hpc.wire.http import responds_with_200
 from areal_hpc.wire.retry import Backoff, retry
 from areal_hpc.wire.service_key import derive_bearer_key
+from areal_hpc.wire.trajectory import find_row_defect
+from areal_hpc.wire.weight_version import GenerationFork, WeightVersion, compute_staleness_steps
+from tests.support.sample_trajectories import trajectory
 from tests.support.service_keys import OTHER_SERVICE_KEY, SERVICE_KEY
 
 
@@ -121,3 +130,74 @@ def test_a_runs_certificate_holds_at_any_time_and_signs_no_other() -> None:
     assert certificate.not_valid_before_utc.year == 1950
     assert certificate.not_valid_after_utc.year == 9999
     assert not certificate.extensions.get_extension_for_class(BasicConstraints).value.ca
+
+
+SOUND = trajectory(tokens=6)
+IDS, LOGPROBS = SOUND.input_ids_T, SOUND.logprobs_T
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"input_ids_T": IDS - 1}, "expected token ids from 0 to 5, got -1"),
+        ({"input_ids_T": IDS + 1}, "expected token ids from 0 to 5, got 6"),
+        ({"loss_mask_T": np.full(6, 2, np.uint8)}, "expected a loss mask of 0 and 1, got 2"),
+        ({"logprobs_T": LOGPROBS * np.float32("nan")}, "expected finite log-probabilities"),
+        ({"logprobs_T": LOGPROBS - np.float32("inf")}, "expected finite log-probabilities"),
+        ({"versions_T": np.full(6, -1, np.int64)}, "expected a weight version for every sampled"),
+        ({"reward": float("nan")}, "expected a finite 32-bit float as reward, got nan"),
+        ({"reward": 2 * MAX_REWARD}, "expected a finite 32-bit float as reward"),
+        ({"temperature": -0.1}, "expected a temperature from 0 to 100, got -0.1"),
+        ({"temperature": 1e300}, "expected a temperature from 0 to 100, got 1e+300"),
+        ({"temperature": float("nan")}, "expected a temperature from 0 to 100, got nan"),
+        ({"episode": 2**31}, "expected attempt, episode and row from 0 to 2**31 - 1"),
+        ({"attempt": 2**40}, "expected attempt, episode and row from 0 to 2**31 - 1"),
+    ],
+)
+def test_a_defect_is_named_with_what_was_expected(change: dict[str, Any], said: str) -> None:
+    assert find_row_defect(SOUND, vocab_size=6) is None
+    assert said in str(find_row_defect(dataclasses.replace(SOUND, **change), vocab_size=6))
+
+
+def test_versions_of_tokens_that_nobody_sampled_do_not_matter() -> None:
+    assert (SOUND.versions_T == -1).any()
+    assert find_row_defect(trajectory(tokens=0)) is None
+
+
+versions = st.builds(WeightVersion, st.integers(0, 2**20), st.integers(0, 2**31))
+
+
+@given(versions)
+def test_both_forms_round_trip(version: WeightVersion) -> None:
+    assert WeightVersion.parse(str(version)) == version
+    assert WeightVersion.unpack(version.packed) == version
+
+
+@given(versions, versions)
+def test_packed_versions_keep_their_order(one: WeightVersion, other: WeightVersion) -> None:
+    assert (one < other) == (one.packed < other.packed)
+
+
+@pytest.mark.parametrize("text", ["", "3", "3.", ".3", "a.b", "default", "1.-2"])
+def test_other_texts_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"generation\.step"):
+        WeightVersion.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("current", "sampled_by", "shared_steps", "steps"),
+    [
+        ((1, 7), (1, 5), [0], 2),
+        # Generation 1 reached step 8 but only 5 was saved; generation 2 is now at 6.
+        ((2, 6), (1, 8), [0, 5], 1),
+        ((2, 6), (1, 4), [0, 5], 2),
+        ((3, 6), (1, 8), [0, 5, 3], 3),
+    ],
+)
+def test_staleness_counts_steps_from_the_oldest_one_that_both_generations_share(
+    current: tuple[int, int], sampled_by: tuple[int, int], shared_steps: list[int], steps: int
+) -> None:
+    forks = [GenerationFork(generation, step) for generation, step in enumerate(shared_steps, 1)]
+    assert (
+        compute_staleness_steps(WeightVersion(*current), WeightVersion(*sampled_by), forks) == steps
+    )

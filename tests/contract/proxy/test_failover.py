@@ -140,9 +140,7 @@ def test_what_could_be_sampled_is_joined_over_replicas(stage: Stage, other: Scri
     assert np.frombuffer(recorded.logprobs, "<f4").tolist() == pytest.approx(expected)
 
 
-def test_a_call_that_a_server_breaks_off_goes_on_with_the_versions_that_it_named(
-    stage: Stage, key: str, other: ScriptedSGLang
-) -> None:
+def test_a_broken_call_goes_on_with_versions(stage: Stage, key: str, other: ScriptedSGLang) -> None:
     versions = [("0.9", 0, 2), ("1.0", 2, 4)]
     stage.sglang.script = lambda request: Script(
         "hello world", fault="abort", finish="length", versions=versions
@@ -160,9 +158,7 @@ def breaks_off(request: dict[str, Any]) -> Script:
     return Script("hello world", fault="abort", finish="length")
 
 
-def test_a_whole_call_that_a_server_breaks_off_goes_on_from_what_it_said(
-    stage: Stage, key: str, other: ScriptedSGLang
-) -> None:
+def test_a_broken_whole_call_goes_on(stage: Stage, key: str, other: ScriptedSGLang) -> None:
     stage.sglang.script = breaks_off
     other.script = lambda request: Script(END)
     before = counted(stage, FAILOVERS)

@@ -1,4 +1,4 @@
-"""Clients that hold on to connections, headers and bodies cost themselves, and nobody else."""
+"""What clients rely on in HTTP itself; who holds on to connections costs nobody else."""
 
 import contextlib
 import socket
@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.deadlines import scaled
 from tests.support.proxy_stage import Stage
+from tests.support.waiting import read_until
 
 FEW_DESCRIPTORS = 200
 
@@ -32,9 +33,7 @@ def connect(stage: Stage, sent: bytes = b"") -> socket.socket:
     return connection
 
 
-def test_idle_connections_beyond_the_descriptors_are_dropped_and_calls_answered(
-    tight_stage: Stage,
-) -> None:
+def test_idle_connections_are_dropped_where_descriptors_run_out(tight_stage: Stage) -> None:
     stage = tight_stage
     with contextlib.ExitStack() as held:
         for _ in range(FEW_DESCRIPTORS * 3 // 2):
@@ -57,9 +56,7 @@ def test_endless_headers_are_refused(stage: Stage) -> None:
         assert b" 431 " in client.recv(1 << 16)
 
 
-def test_one_session_cannot_fill_the_memory_with_bodies_that_do_not_end(
-    stage: Stage, key: str
-) -> None:
+def test_one_session_cannot_fill_the_memory_with_endless_bodies(stage: Stage, key: str) -> None:
     """The largest body has 100,000 bytes here."""
     head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: p\r\nauthorization: Bearer {key}\r\n"
     sent = f"{head}content-length: 99000\r\n\r\n".encode() + b" " * 90_000
@@ -85,3 +82,49 @@ def test_a_text_that_no_context_holds_is_not_tokenized(stage: Stage, key: str) -
         assert "3093 tokens" in error["message"]
     answer = stage.post("/detokenize", {"tokens": [5] * 2049}, key)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tokens")
+
+
+@pytest.fixture
+def client(stage: Stage) -> Iterator[socket.socket]:
+    """A connection that reads what has come, packet by packet."""
+    parts = urlsplit(stage.url)
+    assert parts.port is not None
+    with socket.create_connection((parts.hostname, parts.port), timeout=scaled(60)) as connection:
+        yield connection
+
+
+def request(line: str, *headers: str, body: bytes = b"") -> bytes:
+    return "\r\n".join([f"{line} HTTP/1.1", "host: proxy", *headers, "", ""]).encode() + body
+
+
+def test_a_connection_is_kept_after_an_answer_without_a_body(client: socket.socket) -> None:
+    for _ in range(2):
+        client.sendall(request("HEAD /healthz"))
+        assert read_until(client, b"\r\n\r\n").startswith(b"HTTP/1.1 405 ")
+    client.sendall(request("GET /healthz"))
+    assert read_until(client, b"}").startswith(b"HTTP/1.1 200 ")
+
+
+def test_expect_100_continue_is_answered(stage: Stage, key: str, client: socket.socket) -> None:
+    body = b'{"messages": [{"role": "user", "content": "hi"}]}'
+    headers = (
+        f"authorization: Bearer {key}",
+        "expect: 100-continue",
+        f"content-length: {len(body)}",
+    )
+    client.sendall(request("POST /v1/chat/completions", *headers))
+    assert client.recv(1 << 16) == b"HTTP/1.1 100 Continue\r\n\r\n"
+    client.sendall(body)
+    assert b"hello world" in read_until(client, b"}}}")
+
+
+def test_what_is_no_request_is_refused_and_hung_up_on(client: socket.socket) -> None:
+    client.sendall(b"SSH-2.0-OpenSSH_9.6\r\n\r\n")
+    assert client.recv(1 << 16).startswith(b"HTTP/1.1 400 ")
+    assert client.recv(1) == b""
+
+
+def test_a_wrong_key_is_refused_before_the_body_is_sent(client: socket.socket) -> None:
+    headers = ("authorization: Bearer sk-guess", "content-length: 90000")
+    client.sendall(request("POST /v1/chat/completions", *headers))
+    assert client.recv(64).startswith(b"HTTP/1.1 401")

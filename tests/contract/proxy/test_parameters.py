@@ -1,13 +1,25 @@
-"""What becomes of parameters in each dialect: used, without effect, or refused with a way out."""
+"""What becomes of parameters in each dialect: used, counted without effect, or refused."""
 
+import json
 from typing import Any
 
+import httpx
 import pytest
 
 from areal_hpc.proxy.dialects.parameters import REFUSED_SAMPLING_OF_OTHER_ENGINES
 from areal_hpc.proxy.http.agent_api import DIALECT_BY_ROUTE
-from tests.contract.proxy.parameter_samples import HINTS, REFUSED, body_with, body_without
-from tests.contract.proxy.talk import QUESTION, ask_least, assert_refused, ignored
+from areal_hpc.wire.ledger import TicketRef
+from tests.contract.proxy.parameter_samples import (
+    ADD,
+    CHAT_ADD,
+    HINTS,
+    REFUSED,
+    TOOL,
+    body_with,
+    body_without,
+    with_tool,
+)
+from tests.contract.proxy.talk import LEAST, QUESTION, ask_least, assert_refused, chunks_of, ignored
 from tests.support.parameter_table import (
     get_refusal_by_param,
     list_effective_params,
@@ -38,9 +50,7 @@ def test_a_hint_changes_nothing_and_is_counted(stage: Stage, route: str) -> None
 
 
 @pytest.mark.parametrize("route", DIALECT_BY_ROUTE)
-def test_what_would_change_a_reply_and_cannot_be_done_is_refused_with_the_way_out(
-    stage: Stage, route: str
-) -> None:
+def test_what_would_change_a_reply_is_refused_with_the_way_out(stage: Stage, route: str) -> None:
     _, key = stage.open_session()
     known = get_refusal_by_param(DIALECT_BY_ROUTE[route].request)
     refusals = {**REFUSED_SAMPLING_OF_OTHER_ENGINES, **known}
@@ -84,3 +94,135 @@ def test_fields_of_a_reply_that_come_back_with_it_change_nothing(stage: Stage) -
         prompts.append(stage.sglang.requests[-1]["input_ids"])
     assert prompts[0] == prompts[1]
     assert ignored(stage) == before
+
+
+def test_what_looks_like_a_parameter_is_asked_about(stage: Stage, key: str) -> None:
+    misspelled: list[tuple[str, str, Any]] = [
+        ("/chat/completions", "temprature", 1.0),
+        ("/messages", "tools[].input_schemas", {}),
+        ("/responses", "max_output_token", 3),
+    ]
+    for route, name, value in misspelled:
+        answer = stage.post(route, body_with(route, name, value), key)
+        assert "did you mean " in assert_refused(answer, route, name)
+    assert stage.sglang.requests == []
+
+
+def test_routes_that_are_no_dialect_refuse_what_they_do_not_know(stage: Stage, key: str) -> None:
+    for route, body in (("/tokenize", {"prompt": "hi"}), ("/detokenize", {"tokens": [5]})):
+        assert_refused(stage.post(route, {**body, "sparkle": 1}, key), route, "sparkle")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("route", "hosted"),
+    [
+        ("/chat/completions", {"type": "web_search_2030"}),
+        ("/messages", {"type": "web_search_20300101", "name": "web_search", "max_uses": 3}),
+        ("/responses", {"type": "image_generation"}),
+    ],
+)
+def test_dropped_tools_are_named_to_the_client_and_in_the_export(
+    stage: Stage, route: str, hosted: dict[str, Any], stream: bool
+) -> None:
+    session_id, key = stage.open_session()
+    tool = {"/messages": TOOL, "/responses": ADD}.get(route, CHAT_ADD)
+    body = {**with_tool(route, tool, hosted, hosted), "stream": stream, "sparkle": 1}
+    for _ in range(2):
+        answer = ask_least(stage, key, route, **body)
+        assert answer.headers["x-areal-dropped-tools"] == hosted["type"]
+    assert "x-areal-dropped-tools" not in ask_least(stage, key, route).headers
+    stage.finish_session(key, 1.0)
+    exported = stage.post("/export_trajectories", {"session_id": session_id}).json()
+    assert exported["ignored"] == {f"tools[{hosted['type']}]": 2, "sparkle": 2}
+
+
+def test_what_had_no_effect_is_in_the_record_of_the_rows(stage: Stage, ref: TicketRef) -> None:
+    session_id, key = stage.open_session(ref)
+    ask_least(stage, key, "/responses", truncation="auto", sparkle=1)
+    ask_least(stage, key, "/messages", metadata={"user_id": "u"}, sparkle=1)
+    stage.finish_session(key, 1.0)
+    stage.finish_ticket(ref, session_id)
+    stage.seal()
+    for row in stage.sealed_rows(ref):
+        assert row.record.ignored == {"truncation": 1, "sparkle": 2, "metadata": 1}
+
+
+SCHEMA = {"type": "object"}
+
+
+@pytest.mark.parametrize("route", LEAST)
+def test_a_session_may_hold_its_agent_to_the_recipes_sampling(stage: Stage, route: str) -> None:
+    own: dict[str, Any] = {"temperature": 0.7, "top_p": 0.9, "top_k": 5}
+    asked = {"temperature": 0, "top_p": 0.1} | ({} if route == "/responses" else {"top_k": 1})
+    before, said = ignored(stage), {}
+    for rule in ("agent", "recipe"):
+        _, key = stage.open_session(sampling_from=rule, **own)
+        said = ask_least(stage, key, route, **asked).json()
+    by_agent, by_recipe = (request["sampling_params"] for request in stage.sglang.requests)
+    assert {name: by_recipe[name] for name in own} == own
+    assert {name: by_agent.get(name) for name in asked} == asked
+    new = {name for where, name in ignored(stage) if where == route}
+    assert {*asked} <= new
+    assert sum(ignored(stage).values()) == sum(before.values()) + len(asked)
+    if route == "/responses":
+        assert (said["temperature"], said["top_p"]) == (0.7, 0.9)
+
+
+def test_vllms_names_reach_the_engine_under_its_own(stage: Stage, key: str) -> None:
+    cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"min_tokens": 9, "max_tokens": 4}, {"min_new_tokens": 4}),
+        ({"ignore_eos": True}, {"ignore_eos": True}),
+        ({"guided_json": SCHEMA}, {"json_schema": '{"type":"object"}'}),
+        ({"guided_json": '{"type": "object"}'}, {"json_schema": '{"type": "object"}'}),
+        ({"guided_regex": "[0-9]"}, {"regex": "[0-9]"}),
+        ({"guided_choice": ["yes", 'a "no"']}, {"ebnf": 'root ::= "yes" | "a \\"no\\""'}),
+        ({"structured_outputs": {"choice": ["a"]}}, {"ebnf": 'root ::= "a"'}),
+        ({"guided_json": None, "guided_choice": []}, {}),
+    ]
+    for number, (asked, sent) in enumerate(cases):
+        ask_least(stage, key, ("/chat/completions", "/completions")[number % 2], **asked)
+        params = stage.sglang.requests[-1]["sampling_params"]
+        names = {"json_schema", "regex", "ebnf", "min_new_tokens", "ignore_eos"}
+        assert {name: params[name] for name in names & params.keys()} == sent, asked
+
+
+def test_a_seed_of_64_bits_is_folded(stage: Stage, key: str) -> None:
+    for seed, sent in ((7, 7), (-5, -5), (2**63 - 1, 2**30 - 1), (2**63 - 1, 2**30 - 1)):
+        ask_least(stage, key, "/chat/completions", seed=seed)
+        assert stage.sglang.requests.pop()["sampling_params"]["sampling_seed"] == sent
+
+
+def test_a_temperature_greedy_to_the_engine_is_recorded_as_0(stage: Stage, key: str) -> None:
+    for asked, taken in ((1e-300, 0.0), (9e-7, 0.0), (1e-6, 1e-6)):
+        ask_least(stage, key, "/chat/completions", temperature=asked)
+        assert stage.sglang.requests[-1]["sampling_params"]["temperature"] == taken
+        interaction = stage.journaled(key)[-1]
+        assert interaction.temperature == taken
+        assert json.loads(interaction.sampling)["temperature"] == taken
+
+
+@pytest.mark.parametrize("route", ["/chat/completions", "/completions"])
+def test_token_ids_are_returned_when_they_are_asked_for(stage: Stage, route: str) -> None:
+    letters = stage.speak_in_letters()
+    _, key = stage.open_session()
+    body = dict(LEAST[route])
+
+    def ids_of(answer: httpx.Response) -> dict[str, Any]:
+        ends = [answer.json()] if not body.get("stream") else chunks_of(answer)
+        choice = ends[-1]["choices"][0]
+        return {name: choice.get(name) for name in ("prompt_token_ids", "token_ids")}
+
+    for streams in (False, True):
+        body |= {"return_token_ids": True, "stream": streams}
+        found = ids_of(ask_least(stage, key, route, **body))
+        prompt = stage.sglang.requests[-1]["input_ids"]
+        assert found == {"prompt_token_ids": prompt, "token_ids": letters}
+        if route == "/chat/completions":  # also of a prompt that goes on from recorded tokens
+            said = [{"role": "assistant", "content": "hello"}, *QUESTION]
+            body["messages"] = [*body["messages"], *said]
+    del body["stream"]
+    assert ids_of(ask_least(stage, key, route, stream=False)) == {
+        "prompt_token_ids": None,
+        "token_ids": None,
+    }

@@ -1,11 +1,13 @@
-"""What a route cannot honor is refused by the name of the parameter, and never reaches a model."""
+"""What is not as documents say: read as what it says, or refused by its name."""
 
+import gzip
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.contract.proxy.talk import LEAST, QUESTION
+from tests.contract.proxy.talk import LEAST, QUESTION, ignored
 from tests.support.chatml import write_model_dir
 from tests.support.proxy_stage import Stage
 
@@ -104,3 +106,140 @@ def test_a_token_outside_the_vocabulary_never_reaches_the_engine(tmp_path: Path)
     assert answer.status_code == 400
     assert "vocabulary of 300" in answer.json()["error"]["message"]
     assert stage.sglang.requests == []
+
+
+CALL = {"id": "c", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}
+
+
+def send(stage: Stage, key: str, body: bytes, **headers: str) -> Any:
+    named = {"authorization": f"Bearer {key}"} | headers
+    return stage.http.post(f"{stage.url}/v1/chat/completions", content=body, headers=named)
+
+
+def prompt_of_last(stage: Stage) -> str:
+    return stage.prompt_of(stage.sglang.requests[-1])
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "zstd", "br"])
+def test_an_encoded_body_is_refused_by_its_encoding(stage: Stage, key: str, encoding: str) -> None:
+    body = gzip.compress(json.dumps(LEAST["/chat/completions"]).encode())
+    answer = send(stage, key, body, **{"content-encoding": encoding})
+    assert answer.status_code == 415
+    assert encoding in answer.json()["error"]["message"]
+
+
+def test_hosted_items_are_left_out_and_counted(stage: Stage, key: str) -> None:
+    kinds = ["web_search_call", "mcp_call", "mcp_list_tools", "local_shell_call", "compaction"]
+    kinds += ["local_shell_call_output", "image_generation_call", "code_interpreter_call"]
+    items = [{"type": kind, "id": kind, "status": "completed"} for kind in kinds]
+    body = {"input": [*items, {"role": "user", "content": "Hi"}]}
+    assert stage.post("/v1/responses", body, key).status_code == 200
+    assert prompt_of_last(stage).startswith("<|im_start|>user\nHi<|im_end|>")
+    assert {("/responses", f"input[{kind}]") for kind in kinds} <= ignored(stage).keys()
+    unknown = stage.post("/v1/responses", {"input": [{"type": "mesage"}]}, key)
+    assert unknown.json()["error"]["param"] == "input[0].type"
+
+
+def test_turns_in_the_shape_of_chats_are_read(stage: Stage, key: str) -> None:
+    items: list[Any] = [
+        *QUESTION,
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": "c", "content": "RESULT"},
+    ]
+    body = {"input": items, "metadata": {"a": None, "b": "x"}}
+    answer = stage.post("/v1/responses", body, key)
+    assert (answer.status_code, answer.json().get("metadata")) == (200, {"b": "x"})
+    (interaction,) = stage.journaled(key)
+    chat = stage.chat(stage.open_session()[1], items)
+    assert chat.status_code == 200
+    first, second = stage.sglang.requests
+    assert first["input_ids"] == second["input_ids"]
+    assert [one["role"] for one in interaction.new_messages] == ["user", "assistant", "tool"]
+
+
+USED: list[dict[str, Any]] = [
+    {"type": "redacted_thinking", "data": "x"},
+    {"type": "tool_use", "id": "c", "name": "read", "input": {}},
+]
+RESULT = {
+    "type": "tool_result",
+    "tool_use_id": "c",
+    "content": [{"type": "text", "text": "a file"}, IMAGE],
+}
+CALLED = {"type": "function_call", "call_id": "c", "name": "read", "arguments": "{}"}
+OUTPUT: list[dict[str, Any]] = [
+    {"type": "input_text", "text": "a file"},
+    {"type": "input_image", "image_url": "data:image/png;base64,AA=="},
+]
+PARTS: list[dict[str, Any]] = [
+    {"type": "text", "text": "a file"},
+    {"type": "image_url", "image_url": {"url": "data:,"}},
+]
+RESULTS_WITH_IMAGES: list[tuple[str, str, list[Any], str]] = [
+    (
+        "/v1/messages",
+        "messages",
+        [{"role": "assistant", "content": USED}, {"role": "user", "content": [RESULT]}],
+        "[image left out: this model reads text]",
+    ),
+    (
+        "/v1/responses",
+        "input",
+        [CALLED, {"type": "function_call_output", "call_id": "c", "output": OUTPUT}],
+        "[input_image left out: this model reads text]",
+    ),
+    (
+        "/v1/chat/completions",
+        "messages",
+        [
+            {"role": "assistant", "tool_calls": [CALL]},
+            {"role": "tool", "tool_call_id": "c", "content": PARTS},
+        ],
+        "[image_url left out: this model reads text]",
+    ),
+]
+
+
+@pytest.mark.parametrize(("route", "name", "history", "placeholder"), RESULTS_WITH_IMAGES)
+def test_an_image_in_a_tools_result_is_named_beside_the_text(
+    stage: Stage, key: str, route: str, name: str, history: list[Any], placeholder: str
+) -> None:
+    answer = stage.post(route, {name: [*QUESTION, *history]}, key)
+    assert answer.status_code == 200, answer.text
+    assert f"<|im_start|>tool\na file\n{placeholder}<|im_end|>" in prompt_of_last(stage)
+
+
+HOSTED_TOOLS = {
+    "/responses": [
+        *["mcp", "code_interpreter", "file_search", "computer_use_preview", "local_shell"],
+        *["shell", "apply_patch"],
+    ],
+    "/messages": ["bash_20250124", "text_editor_20250728", "memory_20250818", "computer_20250124"],
+}
+
+
+@pytest.mark.parametrize("route", HOSTED_TOOLS)
+def test_tools_of_a_providers_own_models_are_left_out(stage: Stage, key: str, route: str) -> None:
+    function = {"name": "add", "parameters": {}, "type": "function"}
+    none: Any = "none"
+    if route == "/messages":
+        function, none = {"name": "add", "input_schema": {}}, {"type": "none"}
+    tools = [function, *({"type": kind, "name": "x"} for kind in HOSTED_TOOLS[route])]
+    answer = stage.post(f"/v1{route}", {**LEAST[route], "tools": tools, "tool_choice": none}, key)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-areal-dropped-tools"] == ", ".join(sorted(HOSTED_TOOLS[route]))
+
+
+def test_claude_codes_placeholder_is_no_tool(stage: Stage, key: str) -> None:
+    names = ("add", "DeferredToolPlaceholder")
+    tools = [{"name": name, "input_schema": {}, "defer_loading": True} for name in names]
+    body = {**LEAST["/messages"], "tools": tools, "tool_choice": {"type": "none"}}
+    assert stage.post("/v1/messages", body, key).status_code == 200
+    assert "DeferredToolPlaceholder" not in prompt_of_last(stage)
+
+
+def test_users_that_follow_one_another_are_one_turn_of_messages(stage: Stage, key: str) -> None:
+    body = {"messages": [{"role": "user", "content": text} for text in ("a", "b")]}
+    assert stage.post("/v1/messages", body, key).status_code == 200
+    assert prompt_of_last(stage).startswith("<|im_start|>user\na\nb<|im_end|>")

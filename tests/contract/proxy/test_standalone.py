@@ -70,9 +70,7 @@ def asked(servers: Sequence[ScriptedSGLang]) -> list[list[int]]:
     return [request["input_ids"] for server in servers for request in server.requests]
 
 
-def test_it_records_what_an_agent_says_exports_it_and_knows_no_tickets(
-    proxy: LoneProxy, servers: list[ScriptedSGLang]
-) -> None:
+def test_it_records_and_exports_an_agent(proxy: LoneProxy, servers: list[ScriptedSGLang]) -> None:
     assert proxy.key_file.stat().st_mode & 0o777 == 0o600
     assert f"{proxy.url}/rl/start_session" in proxy.welcome
     session_id, key = proxy.open_session()
@@ -118,9 +116,7 @@ def test_journals_keep_sessions(tmp_path: Path, servers: list[ScriptedSGLang]) -
     assert again[: len(first)] == first
 
 
-def test_it_waits_for_an_upstream_that_is_not_there_yet_and_stops_when_open_calls_have_ended(
-    tmp_path: Path, loop: LoopThread
-) -> None:
+def test_it_waits_for_its_upstream_and_ends_after_calls(tmp_path: Path, loop: LoopThread) -> None:
     late = ScriptedSGLang(byte_level_tokenizer())
     loop.run(late.start())
     port = int(late.url.rpartition(":")[2])

@@ -1,8 +1,9 @@
-"""Calls that cannot be trained on: refused before the journal, dropped if a journal holds them."""
+"""Calls that clients record: each once and as it was sampled, and only if they are sound."""
 
 import time
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 
@@ -14,7 +15,8 @@ from areal_hpc.proxy.sessions.store import (
     TicketFinished,
     encode_event,
 )
-from areal_hpc.session.tree import Interaction, VersionSpan, pack_ids, pack_logprobs
+from areal_hpc.session.call_records import decode_sampling_params_json
+from areal_hpc.session.tree import Interaction, VersionSpan, pack_ids, pack_logprobs, unpack_ids
 from areal_hpc.shards.journal import JournalWriter
 from areal_hpc.wire.agent_reward import Reward
 from areal_hpc.wire.ledger import TicketRef
@@ -82,9 +84,7 @@ def changed(sound: Interaction, change: dict[str, Any]) -> dict[str, Any]:
     return change_call(sound, **change)
 
 
-def test_unsound_calls_get_400_and_the_same_call_is_recorded_when_it_is_sound(
-    stage: Stage, sound: Interaction
-) -> None:
+def test_unsound_calls_get_400_and_sound_ones_an_entry(stage: Stage, sound: Interaction) -> None:
     _, key = stage.open_session(TicketRef(2, 0))
     generate_reply(stage, key, sound)
     for what, change in UNSOUND.items():
@@ -187,3 +187,69 @@ def test_tickets_are_reported_once_the_ledger_answers_again(stage: Stage, ref: T
     assert [one.ref for one in stage.ledger.settled] == [ref]
     assert [one.ref for one in stage.ledger.dropped] == [*unsound]
     assert len(stage.sealed_rows(ref)) == 1
+
+
+REFUSAL = (
+    "expected prompt, tokens, log-probabilities, weight versions and sampling mask "
+    "(if the reply had one) of a reply"
+)
+
+
+def record(stage: Stage, key: str, call: dict[str, Any]) -> httpx.Response:
+    return stage.post("/rl/record", {"interactions": [call]}, key)
+
+
+def test_a_reply_that_nobody_generated_is_refused(stage: Stage, sound: Interaction) -> None:
+    _, key = stage.open_session(TicketRef(2, 0))
+    refused = record(stage, key, change_call(sound))
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "interactions")
+    assert REFUSAL in refused.text
+    assert stage.journaled(key) == []
+
+
+@pytest.mark.parametrize("field", ["new_ids", "output_ids", "logprobs", "spans"])
+def test_a_reply_is_recorded_only_as_sampled(stage: Stage, sound: Interaction, field: str) -> None:
+    _, key = stage.open_session(TicketRef(2, 0))
+    generate_reply(stage, key, sound)
+    prompt, output = unpack_ids(sound.new_ids).tolist(), unpack_ids(sound.output_ids).tolist()
+    altered: dict[str, Any] = {
+        "new_ids": pack_ids([*prompt[:-1], prompt[-1] ^ 1]),
+        "output_ids": pack_ids([output[0] ^ 1, *output[1:]]),
+        "logprobs": pack_logprobs([-1e-5] * len(output)),
+        "spans": [VersionSpan(0, 0, len(output))],
+    }
+    refused = record(stage, key, change_call(sound, **{field: altered[field]}))
+    assert refused.status_code == 400
+    assert REFUSAL in refused.text
+    assert record(stage, key, change_call(sound)).status_code == 200
+    assert len(stage.await_journaled(key)) == 1
+
+
+def test_next_to_no_temperature_makes_a_greedy_reply(stage: Stage, sound: Interaction) -> None:
+    _, key = stage.open_session(TicketRef(2, 0))
+    generate_reply(stage, key, sound)
+    assert record(stage, key, change_call(sound, temperature=1e-8)).status_code == 200
+    (one,) = stage.await_journaled(key)
+    assert one.temperature == 0.0
+    assert decode_sampling_params_json(one.sampling)["temperature"] == 0.0
+
+
+def test_a_reply_of_another_session_is_refused(stage: Stage, sound: Interaction) -> None:
+    _, other = stage.open_session(TicketRef(2, 0))
+    _, key = stage.open_session(TicketRef(2, 0), episode=1)
+    generate_reply(stage, other, sound)
+    assert REFUSAL in record(stage, key, change_call(sound)).text
+    assert record(stage, other, change_call(sound)).status_code == 200
+
+
+def test_a_reply_counts_once_even_after_a_restart(stage: Stage, sound: Interaction) -> None:
+    _, key = stage.open_session(TicketRef(2, 0))
+    for _ in range(2):
+        generate_reply(stage, key, sound)
+    for name in ("one", "two", "one"):
+        assert record(stage, key, change_call(sound, interaction_id=name)).status_code == 200
+    assert REFUSAL in record(stage, key, change_call(sound, interaction_id="three")).text
+    stage.restart_proxy()
+    stage.route_to(stage.sglang.url)
+    assert REFUSAL in record(stage, key, change_call(sound, interaction_id="three")).text
+    assert [one.interaction_id for one in stage.journaled(key)] == ["one", "two"]

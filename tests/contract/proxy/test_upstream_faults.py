@@ -71,9 +71,7 @@ def test_a_session_stays_with_its_replica_and_leaves_it_when_it_dies(stage: Stag
     stage.loop.run(second.stop())
 
 
-def test_the_journal_is_private_and_a_fresh_run_at_its_path_has_another(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_journal_is_private_and_per_run(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_TMPDIR", str(stage.journal_dir))
     job = ProxyJobConfig.model_validate(stage.config)
     path = make_journal_path(job, stage.admin_key)

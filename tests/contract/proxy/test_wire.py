@@ -34,9 +34,7 @@ def get(stage: Stage, path: str, key: str, **headers: str) -> httpx.Response:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("route", LEAST)
-def test_the_id_of_a_request_is_that_of_its_reply(
-    stage: Stage, key: str, route: str, stream: bool
-) -> None:
+def test_request_and_reply_share_their_id(stage: Stage, key: str, route: str, stream: bool) -> None:
     answer = ask_least(stage, key, route, stream=stream)
     assert answer.headers["x-request-id"] == answer.headers["request-id"]
     (interaction,) = stage.journaled(key)
@@ -73,9 +71,7 @@ def test_errors_on_anthropics_routes_have_its_shape(
     assert (refused.status_code, refused.json()["error"]["type"]) == (401, "authentication_error")
 
 
-def test_the_tokens_of_a_response_are_counted_before_it_is_asked_for(
-    stage: Stage, key: str
-) -> None:
+def test_tokens_of_a_response_are_counted_before_it_is_asked_for(stage: Stage, key: str) -> None:
     with stage.client(key) as client:
         counted = client.responses.input_tokens.count(model="m", input="hi", instructions="Add.")
         assert (counted.object, stage.sglang.requests) == ("response.input_tokens", [])

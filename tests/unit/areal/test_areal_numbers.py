@@ -117,9 +117,7 @@ LOSSES = [
 
 
 @pytest.mark.parametrize(("ratios", "rejection"), LOSSES)
-def test_the_loss_and_its_gradient_are_areals(
-    ratios: dict[str, Any], rejection: dict[str, Any]
-) -> None:
+def test_loss_and_gradient_are_areals(ratios: dict[str, Any], rejection: dict[str, Any]) -> None:
     actor = {**ratios, "use_decoupled_loss": True, "rejection_sampling": rejection}
     objective = translate_objective({**actor, "ppo_n_minibatches": 4})
     acted = 0

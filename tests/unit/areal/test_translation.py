@@ -131,9 +131,7 @@ def test_the_proximal_policy_follows_three_switches(
         ({"level": "sequence", "agg": "max"}, ("sequence", "ratio", 0.0, "max")),
     ],
 )
-def test_rejection_sampling_keeps_its_metric_and_how_rows_are_judged(
-    given: dict[str, Any], expected: tuple[Any, ...]
-) -> None:
+def test_rejection_keeps_how_it_judges(given: dict[str, Any], expected: tuple[Any, ...]) -> None:
     found = recipe_of({"actor": {**DECOUPLED, "rejection_sampling": given}})
     names = ("level", "metric", "low", "agg")
     kept = tuple(found.get(f"trainer.objective.off_policy_correction_{name}") for name in names)
@@ -144,9 +142,7 @@ def test_rejection_sampling_keeps_its_metric_and_how_rows_are_judged(
     ("metric", "lower", "is_lost"),
     [("kl_k1", 0.0, True), ("kl_k1", -0.1, False), ("kl_k2", 0.1, True), ("kl_k3", 0.0, False)],
 )
-def test_a_lower_bound_that_equal_policies_are_below_is_named_as_lost(
-    metric: str, lower: float, is_lost: bool
-) -> None:
+def test_a_bound_above_equal_policies_is_lost(metric: str, lower: float, is_lost: bool) -> None:
     rejection = {"metric": metric, "lower": lower}
     found = translate_to_recipe({"actor": {**DECOUPLED, "rejection_sampling": rejection}})
     lost = [one.key for one in found.untranslated]

@@ -1,13 +1,20 @@
-"""Estimates of evaluation sets: against enumeration, and by simulation against the truth."""
+"""Estimates and metrics of evaluation sets: against enumeration, and by simulation."""
 
 import itertools
 import math
+import re
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from areal_hpc.evaluation.set_metrics import (
+    METRIC_PATTERN,
+    SetSamples,
+    build_metric_row,
+    estimate_metrics,
+)
 from areal_hpc.evaluation.statistics import (
     compare_paired,
     compute_central_probability,
@@ -21,9 +28,7 @@ SIMULATIONS = 2000
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=8), st.data())
-def test_pass_at_k_is_the_share_of_all_choices_with_a_pass(
-    passes: list[bool], data: st.DataObject
-) -> None:
+def test_pass_at_k_is_the_share_of_passing_choices(passes: list[bool], data: st.DataObject) -> None:
     k = data.draw(st.integers(1, len(passes)))
     chosen = [any(choice) for choice in itertools.combinations(passes, k)]
     [found] = compute_pass_at_k_by_task([sum(passes)], len(passes), k)
@@ -78,9 +83,7 @@ def test_intervals_of_shares_stay_shares_and_hold_the_mean(values: list[float]) 
 
 @pytest.mark.parametrize("value", [0.1, 0.2, 0.7])
 @pytest.mark.parametrize("n_tasks", [2, 3, 6, 7, 10, 30, 64, 100, 256])
-def test_tasks_that_all_earn_the_same_have_an_interval_with_a_width(
-    value: float, n_tasks: int
-) -> None:
+def test_tasks_that_earn_the_same_have_an_interval_with_a_width(value: float, n_tasks: int) -> None:
     """Their sum may be rounded, and they then seem to differ by 1e-17."""
     found = estimate_mean([value] * n_tasks)
     assert found.value == pytest.approx(value)
@@ -100,9 +103,7 @@ def test_tasks_that_all_earn_the_same_have_an_interval_with_a_width(
         (["", ""], [False, True], 0.0),
     ],
 )
-def test_consensus_is_the_answer_of_most(
-    answers: list[str], passes: list[bool], consensus: float
-) -> None:
+def test_consensus_is_a_majority(answers: list[str], passes: list[bool], consensus: float) -> None:
     assert score_majority_answer(answers, passes) == consensus
 
 
@@ -133,3 +134,44 @@ def test_the_interval_of_a_difference_says_what_its_p_value_says(values: list[fl
     assert found.difference.low < found.difference.high
     if abs(found.p_value - 0.05) > 1e-9 and max(map(abs, values)) > 1e-6:
         assert (found.p_value <= 0.05) == (not found.difference.low <= 0 <= found.difference.high)
+
+
+def test_a_recipe_may_ask_for_metrics_of_these_names_alone() -> None:
+    for name in ("avg@k", "cons@k", "pass@k", "pass@1", "pass@16"):
+        assert re.match(METRIC_PATTERN, name)
+    for name in ("avg", "avg@4", "pass@0", "pass", "maj@k", "pass@k2"):
+        assert not re.match(METRIC_PATTERN, name)
+
+
+SAMPLES = SetSamples(
+    [[1.0, 0.0, 0.0, 0.2], [0.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]],
+    [["4", "5", "5", ""], ["1", "2", "3", "4"], ["7", "7", "7", "7"]],
+)
+
+
+def test_metrics_are_those_asked_for_and_always_avg() -> None:
+    found = estimate_metrics(SAMPLES, ("pass@1", "pass@k", "cons@k"), 1.0)
+    values = {name: one.value for name, one in found.items()}
+    assert values == pytest.approx(
+        {"avg@4": (0.3 + 0 + 1) / 3, "pass@1": (0.25 + 0 + 1) / 3, "pass@4": 2 / 3, "cons@4": 1 / 3}
+    )
+
+
+def test_a_metric_of_more_samples_than_were_played_is_left_out() -> None:
+    """`eval --compare STEP` with more samples than the run played: other numbers are compared."""
+    found = estimate_metrics(SetSamples([[1.0, 0.0], [0.0, 0.0]]), ("pass@8", "pass@2"), 1.0)
+    assert set(found) == {"avg@2", "pass@2"}
+
+
+def test_tasks_with_the_same_rewards_in_another_order_score_the_same() -> None:
+    """Or they would seem to differ by 1e-16, and the interval would have no width."""
+    samples = SetSamples([[0.1, 0.2, 0.3], [0.3, 0.2, 0.1]] * 15)
+    found = estimate_metrics(samples, (), 1.0)["avg@3"]
+    assert found.high - found.low > 0.2
+
+
+def test_a_row_has_each_metric_with_its_interval() -> None:
+    row = build_metric_row("aime", estimate_metrics(SAMPLES, (), 1.0))
+    assert list(row) == [f"evaluation/aime/avg@4{end}" for end in ("", "_low", "_high")]
+    one_task = estimate_metrics(SetSamples([[2.0]]), (), 1.0)
+    assert build_metric_row("one", one_task) == {"evaluation/one/avg@1": 2.0}, "no bound is finite"

@@ -1,15 +1,22 @@
-"""What a server of SGLang is given, what it leaves, and its log on storage that takes it late."""
+"""What a server of SGLang is given, what it leaves and tells of itself, and its late log."""
 
+import contextlib
 import logging
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from urllib.request import build_opener, install_opener
 
 import pytest
 
+from areal_hpc.inference.config import resolve_device
+from areal_hpc.inference.job import read_server_samples
 from areal_hpc.inference.server import sglang_server
 from areal_hpc.inference.server.node_files import build_cache_variables, make_cache_dir
 from areal_hpc.inference.server.sglang_main import (
@@ -18,6 +25,8 @@ from areal_hpc.inference.server.sglang_main import (
     write_keys_file,
 )
 from areal_hpc.inference.server.sglang_server import ServerLogPipe, make_scratch_dir
+from areal_hpc.recipe.sections.trainer import Device
+from areal_hpc.wire.replicas import ReplicaView
 from tests.support.deadlines import scaled
 from tests.support.environments import CHECKOUT, python_of
 
@@ -89,15 +98,11 @@ def test_keys_are_hidden_also_in_a_call_whose_arguments_do_not_fit(
         ({"TORCHINDUCTOR_CACHE_DIR": "/mine"}, ("/node/x", "/node/x/jit", "/mine")),
     ],
 )
-def test_what_the_site_has_set_of_compiler_caches_stays(
-    environ: dict[str, str], expected: tuple[str, ...]
-) -> None:
+def test_a_site_may_set_compiler_caches(environ: dict[str, str], expected: tuple[str, ...]) -> None:
     assert tuple(build_cache_variables(environ, Path("/node/x")).values()) == expected
 
 
-def test_the_folder_of_compiler_caches_is_kept_and_must_be_private(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiler_caches_must_be_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     fallback = tmp_path / "fallback"
     folder = make_cache_dir(fallback)
@@ -111,9 +116,7 @@ def test_the_folder_of_compiler_caches_is_kept_and_must_be_private(
 
 
 @pytest.mark.parametrize("chars", [79, 80, 150])
-def test_sockets_fit_however_long_the_folder_of_temporary_files_is(
-    chars: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sockets_fit_however_long_a_path_is(chars: int, monkeypatch: pytest.MonkeyPatch) -> None:
     base = Path(tempfile.mkdtemp(dir="/tmp"))
     place = base / ("x" * (chars - len(str(base)) - 1))
     place.mkdir()
@@ -127,9 +130,7 @@ def test_sockets_fit_however_long_the_folder_of_temporary_files_is(
         shutil.rmtree(base)
 
 
-def test_ports_differ_and_are_given_to_no_outgoing_connection(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ports_differ_and_stay_reserved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     outgoing = tmp_path / "ip_local_port_range"
     monkeypatch.setattr(sglang_server, "_LOCAL_PORT_RANGE_FILE", outgoing)
     outgoing.write_text("20000\t60999\n")
@@ -156,3 +157,67 @@ def test_a_server_is_seen_to_listen_from_every_environment(environment: str) -> 
     looked = (python_of(environment), "-W", "error", "-c", LOOKS)
     found = subprocess.run(looked, cwd=CHECKOUT, capture_output=True, text=True, timeout=120)
     assert found.stdout.split() == ["True", "False"], found.stderr
+
+
+@pytest.mark.parametrize(
+    ("device", "files", "environ", "expected"),
+    [
+        ("auto", ["nvidia0"], {}, "cuda"),
+        ("auto", ["nvidia0"], {"CUDA_VISIBLE_DEVICES": "0"}, "cuda"),
+        ("auto", ["nvidia0"], {"CUDA_VISIBLE_DEVICES": ""}, "cpu"),
+        ("auto", ["nvidia0"], {"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, "cpu"),
+        ("auto", ["nvidiactl"], {}, "cpu"),
+        ("auto", [], {"CUDA_VISIBLE_DEVICES": "0"}, "cpu"),
+        ("cpu", ["nvidia0"], {}, "cpu"),
+        ("cuda", [], {"CUDA_VISIBLE_DEVICES": ""}, "cuda"),
+    ],
+)
+def test_a_device_that_is_named_is_taken_and_auto_is_the_gpu_where_one_is_there_and_not_hidden(
+    device: Device, files: list[str], environ: dict[str, str], expected: str, tmp_path: Path
+) -> None:
+    for name in files:
+        (tmp_path / name).touch()
+    assert resolve_device(device, environ, tmp_path) == expected
+
+
+@contextlib.contextmanager
+def serving(body: bytes) -> Iterator[str]:
+    """A server on this machine that answers so, to whatever it is asked; its URL."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.wfile.write(b"HTTP/1.1 200 OK\r\nA: b\r\n\r\n" + body)
+
+        def log_request(self, *_: object) -> None:
+            """Quietly."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def read(url: str) -> list[tuple[str, float, dict[str, str]]]:
+    samples = read_server_samples(ReplicaView(1, 1, "serving", url))
+    return [(one.name, one.value, dict(one.labels)) for one in samples]
+
+
+def test_a_sites_proxy_does_not_stand_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    with serving(b"of_the_proxy 2\n") as proxy, serving(b"running 3\n") as url:
+        monkeypatch.setenv("http_proxy", proxy)
+        install_opener(build_opener())  # it knows the proxy; that of earlier calls would not
+        try:
+            assert read(url) == [("running", 3.0, {"replica": "1"})]
+        finally:
+            monkeypatch.undo()
+            install_opener(build_opener())
+
+
+@pytest.mark.parametrize("body", [b"running 3\nwaiting many\n", b"running \xff\n"])
+def test_an_answer_that_cannot_be_read_is_left_out(body: bytes) -> None:
+    with serving(body) as url:
+        assert read(url) == []

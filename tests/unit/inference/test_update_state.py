@@ -1,8 +1,12 @@
-"""When a sender has vanished, and what becomes of the replica that it updated."""
+"""When a sender has vanished, what becomes of the replica that it updated, and of its parts."""
 
 import pytest
 
+from areal_hpc.inference.multi_node import NODE_TIMEOUT_S, NodePartTracker
+from areal_hpc.inference.server.sglang_server import HealthProbe
 from areal_hpc.inference.update_state import WeightUpdateState
+from areal_hpc.wire.awake_clock import MAX_GAP_S, AwakeClock
+from areal_hpc.wire.replicas import FollowerPollRequest
 
 
 @pytest.fixture
@@ -66,12 +70,62 @@ def test_time_of_an_update_is_that_of_its_calls(state: WeightUpdateState) -> Non
 
 
 @pytest.mark.parametrize(("stays", "version"), [(False, "1.4"), (True, "")])
-def test_a_sender_that_changed_nothing_leaves_the_replica_as_it_said(
-    state: WeightUpdateState, stays: bool, version: str
-) -> None:
+def test_a_sender_may_change_nothing(state: WeightUpdateState, stays: bool, version: str) -> None:
     """One that gave the replica up keeps it out of service."""
     state.mark_fenced(0, 10, stays_if_sender_lost=False)
     call(state, "pause_generation", 1)
     state.mark_fenced(2, 10, stays_if_sender_lost=stays)
     state.drop_lost_sender()
     assert (state.served_version, state.is_paused, state.has_sender) == (version, False, False)
+
+
+def test_a_silent_node_is_lost_in_bounded_time() -> None:
+    span = NodePartTracker(3)
+    span.request_node_parts(4, "10.0.0.1:4000")
+    for node, now_s in ((1, 0.0), (2, 0.0), (2, 10.0)):
+        span.answer_node_poll(FollowerPollRequest(node, 4), now_s)
+    assert span.find_loss_reason(NODE_TIMEOUT_S) == ""
+    assert span.find_loss_reason(NODE_TIMEOUT_S + 0.1) == "node 1 has been silent for 15 s"
+
+
+def test_a_node_that_has_not_begun_yet_is_waited_for() -> None:
+    span = NodePartTracker(2)
+    span.request_node_parts(1, "10.0.0.1:4000")
+    span.answer_node_poll(FollowerPollRequest(1, 0), 0.0)
+    assert span.find_loss_reason(10 * NODE_TIMEOUT_S) == ""
+
+
+class Wall:
+    """Time that a test moves."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_short_gaps_count_and_a_pause_does_not() -> None:
+    wall = Wall()
+    clock = AwakeClock(wall)
+    began = clock.now()
+    for gap_s, awake_s in ((1.0, 1.0), (MAX_GAP_S, 1.0 + MAX_GAP_S), (70.0, 1.0 + MAX_GAP_S)):
+        wall.now_s += gap_s
+        assert clock.now() - began == awake_s
+    assert clock.woke_at_s == clock.now()
+
+
+def test_a_server_is_silent_only_while_its_cell_is_awake_and_asks_again() -> None:
+    wall = Wall()
+    clock = AwakeClock(wall)
+    probe = HealthProbe("http://127.0.0.1:9", 30.0, clock)
+    for _ in range(28):
+        wall.now_s += 1.0
+        assert not probe.probe_and_check_timed_out(may_ask=True)
+    wall.now_s += 70.0
+    assert not probe.probe_and_check_timed_out(may_ask=True)
+    silent_s = 0
+    while not probe.probe_and_check_timed_out(may_ask=True):
+        wall.now_s += 1.0
+        silent_s += 1
+    assert silent_s > 30

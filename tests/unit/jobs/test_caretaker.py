@@ -1,6 +1,7 @@
 """Which jobs a caretaker submits again, and which caretaker does it."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -106,10 +107,7 @@ def test_one_caretaker_looks_after_each_job(
     for name in jobs:
         if name == "trainer" or jobs[name].is_running:
             found[name] = tuple(select_jobs_to_watch(name, [STAGE], jobs))
-    assert {name: names for name, names in found.items() if names} == {
-        "trainer": NAMES,
-        **charges,
-    }
+    assert {name: names for name, names in found.items() if names} == {"trainer": NAMES, **charges}
 
 
 GAVE_UP, IDLE = TaskExit(78, gave_up=True), TaskExit(79)
@@ -282,10 +280,7 @@ def test_from_outside_jobs_follow_the_stage_that_they_wait_for(
 ) -> None:
     """The SFT job was never submitted, and is refused for a while."""
     sft = StageJobs(leader="sft", others=(), done_marker=paths.sft_export)
-    files = paths.job("sft")
-    files.root.mkdir()
-    for name in ("job.sbatch", "launch.json"):
-        files.root.joinpath(name).write_bytes((paths.job("cell-0").root / name).read_bytes())
+    shutil.copytree(paths.job("cell-0").root, paths.job("sft").root)
     stages = (sft, *caretaker._config.stages)
     outside = Caretaker(CaretakerConfig(run_dir=paths.root, job=CARETAKER_JOB, stages=stages))
     slurm.answer("squeue", "true")
@@ -302,10 +297,7 @@ def test_from_outside_jobs_follow_the_stage_that_they_wait_for(
 def test_the_job_behind_the_others_is_submitted_again_and_follows_their_numbers(
     slurm: ScriptedSlurm, caretaker: Caretaker, paths: RunPaths
 ) -> None:
-    files = paths.job(CARETAKER_JOB)
-    files.root.mkdir()
-    for name in ("job.sbatch", "launch.json"):
-        files.root.joinpath(name).write_bytes((paths.job("cell-0").root / name).read_bytes())
+    shutil.copytree(paths.job("cell-0").root, paths.job(CARETAKER_JOB).root)
     slurm.answer("sbatch", "echo $((20 + $(grep -c ^sbatch $CALLS)))")
     slurm.answer("scontrol", "true")
     for _ in range(2):

@@ -1,16 +1,18 @@
-"""A job that asks for another start: refused, unheard; and which nodes it must not get."""
+"""What the end of tasks means for a job, how it asks for another start, and how starts count."""
 
 import errno
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-from areal_hpc.jobs import requeue
+from areal_hpc.jobs import requeue, starts
 from areal_hpc.jobs.requeue import StartProgressTracker, build_exclude_list, requeue_own_job
-from areal_hpc.jobs.restarts import FailuresWithoutProgress, decide_restart
+from areal_hpc.jobs.restarts import TIME_LIMIT_REASON as LIMIT
+from areal_hpc.jobs.restarts import FailuresWithoutProgress, decide_restart, find_crash_error
 from areal_hpc.rundir.jobs import (
     EXCLUDED_NODE_LIFETIME_S,
     STOPPED_EXIT_CODE,
@@ -20,7 +22,7 @@ from areal_hpc.rundir.jobs import (
     list_unexpired_excluded_nodes,
 )
 from areal_hpc.rundir.jsonl import append_line
-from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.paths import JobPaths, RunPaths
 from tests.support.deadlines import scaled
 from tests.support.scripted_slurm import ScriptedSlurm
 
@@ -55,9 +57,7 @@ def test_a_job_asks_for_another_start_until_slurm_has_answered(
     assert (len(told), slurm.list_calls("scontrol requeue")) == (refusals, ["scontrol requeue 7"])
 
 
-def test_crashes_that_cannot_be_counted_wait_and_then_end_the_job(
-    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_uncounted_crashes_end_the_job(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a full disk nothing would bound the starts of a job."""
     job, crash = paths.job("trainer"), [TaskExit(1, "trainer")]
     waited_s: list[float] = []
@@ -108,3 +108,117 @@ def test_a_failed_node_is_excluded_for_a_day_and_the_recipes_own_for_good(tmp_pa
     assert exclude("n[01-02],n05,n09") == "n01,n02,n09,n07"
     add_excluded_node(path, "n05", "no GPU", "12")
     assert exclude("n[01-02],n05") == "n[01-02],n05,n07", "it failed again"
+
+
+DONE, STOPPED, CRASHED = TaskExit(0), TaskExit(STOPPED_EXIT_CODE), TaskExit(139, "trainer")
+LET_DOWN, MISTAKEN = TaskExit(75, "ledger"), TaskExit(78, "trainer")
+AGENT_FAILED = TaskExit(70, "trainer", "the agent failed", "/x.log", says_why=True)
+IDLE = TaskExit(79, "driver")
+BAD_NODE = TaskExit(75, "probe", faulty_node="n07")
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "failures", "decision"),
+    [
+        ([DONE, DONE], 0, "done"),
+        ([STOPPED, DONE], 0, "restart"),
+        ([STOPPED], 9, "restart"),
+        ([CRASHED, STOPPED], 1, "restart"),
+        ([CRASHED, STOPPED], 2, "fail"),
+        ([LET_DOWN], 2, "restart"),
+        ([LET_DOWN], 3, "fail"),
+        ([LET_DOWN, CRASHED], 2, "fail"),
+        ([MISTAKEN, STOPPED], 0, "fail"),
+        ([AGENT_FAILED, STOPPED], 0, "fail"),
+        ([BAD_NODE, STOPPED], 9, "restart"),
+        ([IDLE, STOPPED], 0, "idle"),
+        ([IDLE, CRASHED], 1, "restart"),
+    ],
+)
+def test_jobs_restart_if_useful(outcomes: list[TaskExit], failures: int, decision: str) -> None:
+    assert decide_restart(outcomes, FailuresWithoutProgress(failures)) == decision
+
+
+def test_an_error_of_the_agent_or_the_recipe_is_told_without_the_process_that_met_it() -> None:
+    crash = find_crash_error("trainer", [AGENT_FAILED])
+    assert crash is not None
+    assert (str(crash), crash.code) == ("the agent failed", 70)
+    crash = find_crash_error("trainer", [CRASHED])
+    assert crash is not None
+    assert str(crash).startswith("trainer of job trainer failed with exit code 139")
+
+
+def test_time_limits_that_are_too_short_end_the_job() -> None:
+    assert decide_restart([STOPPED], FailuresWithoutProgress(0, 2)) == "restart"
+    assert decide_restart([STOPPED], FailuresWithoutProgress(0, 3)) == "fail"
+    assert decide_restart([STOPPED, CRASHED], FailuresWithoutProgress(1, 3)) == "restart"
+    assert decide_restart([DONE], FailuresWithoutProgress(0, 3)) == "done"
+
+
+def test_starts_that_reach_the_time_limit_count_until_there_is_progress(tmp_path: Path) -> None:
+    progress, late = tmp_path / "metrics.jsonl", TaskExit(STOPPED_EXIT_CODE, reason=LIMIT)
+
+    def end(*outcomes: TaskExit, grows: bool = False) -> int:
+        start = StartProgressTracker(JobPaths(tmp_path), str(progress))
+        if grows:
+            progress.write_text("a step\n")
+        return start.update_failure_counts(outcomes).time_limit_stops
+
+    assert [end(late), end(late, STOPPED), end(STOPPED), end(late)] == [1, 2, 2, 3]
+    assert [end(late, grows=True), end(late)] == [1, 2]
+
+
+def test_only_crashes_in_starts_without_progress_count(tmp_path: Path) -> None:
+    progress = tmp_path / "metrics.jsonl"
+
+    def end(*outcomes: TaskExit, file: str = str(progress), grows: bool = False) -> int:
+        start = StartProgressTracker(JobPaths(tmp_path), file)
+        if grows:
+            progress.write_text("a step\n")
+        return start.update_failure_counts(outcomes).failures
+
+    assert [end(CRASHED), end(CRASHED, grows=True), end(CRASHED)] == [1, 0, 1]
+    assert [end(STOPPED, DONE), end(BAD_NODE), end(CRASHED, file="")] == [1, 1, 2]
+
+
+def test_other_tasks_find_the_first_ones_start_and_earlier_ones_are_over(tmp_path: Path) -> None:
+    first = starts.claim_next_start(tmp_path / "starts", "7.0", "n01", "")
+    assert not starts.is_superseded(tmp_path / "starts", first)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(starts.await_start, tmp_path / "starts", "7.1", "n02", scaled(60.0))
+        time.sleep(0.1)
+        assert not waiting.done(), "an earlier start is not this one"
+        taken = starts.claim_next_start(tmp_path / "starts", "7.1", "n01", "10.0.0.1:5")
+        assert waiting.result(scaled(60.0)) == taken
+    assert taken.number == 2
+    superseded = [starts.is_superseded(tmp_path / "starts", one) for one in (first, taken)]
+    assert superseded == [True, False]
+
+
+def test_processes_read_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert starts.read_own_stop_note() is None, "without a supervisor under Slurm"
+    path = starts.get_stop_note_path(tmp_path, starts.claim_next_start(tmp_path, "7.0", "n01", ""))
+    monkeypatch.setenv(starts.STOP_NOTE_VARIABLE, str(path))
+    assert starts.read_own_stop_note() is None
+    deadline = starts.StopDeadline(5000.0)
+    assert 4000 < deadline.get_left_s() <= 5000, "until there is a note"
+    note = starts.StopNote("close to the time limit", 143, 60_000.0)
+    starts.write_stop_note(path, note)
+    assert starts.read_own_stop_note() == note
+    assert 50_000 < deadline.get_left_s() <= 60_000
+    time.sleep(0.1)
+    assert deadline.get_left_s() <= 60_000 - 0.1, "a note is counted from once"
+
+
+def test_end_and_last_save_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = JobPaths(tmp_path)
+    assert starts.find_end_time({"SLURM_JOB_END_TIME": "1795318302"}) == 1795318302.0
+    assert starts.read_checkpoint_duration_s(job) == 0.0
+    monkeypatch.setenv(starts.CHECKPOINT_DURATION_FILE_VARIABLE, str(job.checkpoint_duration))
+    starts.record_checkpoint_duration(21.5)
+    assert starts.read_checkpoint_duration_s(job) == 21.5
+    (tmp_path / "no_folder").touch()
+    monkeypatch.setenv(
+        starts.CHECKPOINT_DURATION_FILE_VARIABLE, str(tmp_path / "no_folder" / "time")
+    )
+    starts.record_checkpoint_duration(30.0)  # the storage refuses, which is told in the log

@@ -1,4 +1,4 @@
-"""A task under Slurm that stops: how much time its processes get, and what it needs for that."""
+"""How a task under Slurm stops: how much time its processes get, and what it needs for that."""
 
 import os
 import sys
@@ -11,8 +11,10 @@ import pytest
 from areal_hpc.jobs import slurm_task, starts
 from areal_hpc.jobs.node import TaskPosition
 from areal_hpc.jobs.slurm_task import SlurmTask
+from areal_hpc.jobs.supervisor import HEARTBEAT_POLL_S, LocalTask
 from areal_hpc.rundir.jobs import (
     STOPPED_EXIT_CODE,
+    AllocationStepStart,
     JobSpec,
     LaunchFile,
     SlurmLaunchInfo,
@@ -20,6 +22,7 @@ from areal_hpc.rundir.jobs import (
     read_task_exits,
     write_task_exit,
 )
+from areal_hpc.rundir.lock import LAUNCHER_HEARTBEAT_TIMEOUT_S
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.events import EventLog
 from tests.support.deadlines import scaled
@@ -66,9 +69,7 @@ def make_task(paths: RunPaths, tasks: int = 1, rank: int = 0) -> SlurmTask:
     return SlurmTask(launch, told, position, EventLog(paths.events, "trainer"))
 
 
-def test_a_job_without_a_time_limit_has_time_for_a_save(
-    slurm: ScriptedSlurm, paths: RunPaths
-) -> None:
+def test_without_a_time_limit_there_is_time_to_save(slurm: ScriptedSlurm, paths: RunPaths) -> None:
     task = begin_task(paths)
     paths.job("trainer").checkpoint_duration.write_text(f"{SAVE_S:.3f}")
     assert task.announce_stop(STOPPED) == GRACE_S + SAVE_S
@@ -76,9 +77,7 @@ def test_a_job_without_a_time_limit_has_time_for_a_save(
     assert task.announce_stop(STOPPED) == GRACE_S, "Slurm is ending it"
 
 
-def test_a_storage_without_an_answer_keeps_no_task_from_its_stop_and_no_job_from_its_requeue(
-    slurm: ScriptedSlurm, paths: RunPaths
-) -> None:
+def test_silent_storage_keeps_no_task_from_its_stop(slurm: ScriptedSlurm, paths: RunPaths) -> None:
     """A folder in the place of a file is an error to read, as a stale handle is."""
     task, files = begin_task(paths, tasks=2), paths.job("trainer")
     for path in (files.checkpoint_duration, files.failure_count, files.task_exit(1)):
@@ -92,9 +91,7 @@ def test_a_storage_without_an_answer_keeps_no_task_from_its_stop_and_no_job_from
     assert read_task_exits(files)[0] == msgspec.structs.replace(outcome, incarnation="7.0")
 
 
-def test_a_storage_that_takes_no_files_as_a_job_starts_keeps_it_from_no_other_start(
-    slurm: ScriptedSlurm, paths: RunPaths
-) -> None:
+def test_full_storage_keeps_a_job_from_no_start(slurm: ScriptedSlurm, paths: RunPaths) -> None:
     """A file in the place of a folder is an error to write, as a full disk is."""
     task, files = make_task(paths, tasks=2), paths.job("trainer")
     files.starts_dir.touch()
@@ -109,10 +106,7 @@ def test_a_storage_that_takes_no_files_as_a_job_starts_keeps_it_from_no_other_st
 
 @pytest.mark.parametrize("says_how_it_ended", [False, True], ids=["is silent", "asks Slurm"])
 def test_tasks_stay_as_long_as_the_first_asks_slurm(
-    slurm: ScriptedSlurm,
-    paths: RunPaths,
-    monkeypatch: pytest.MonkeyPatch,
-    says_how_it_ended: bool,
+    slurm: ScriptedSlurm, paths: RunPaths, monkeypatch: pytest.MonkeyPatch, says_how_it_ended: bool
 ) -> None:
     """Where the end of one task ends the job, the first could not ask to the end."""
     monkeypatch.setattr(slurm_task, "TASK_EXIT_TIMEOUT_S", 0.1)
@@ -130,3 +124,70 @@ def test_tasks_stay_as_long_as_the_first_asks_slurm(
     Path(second.build_environment()[starts.STOP_NOTE_VARIABLE]).with_suffix(".left").touch()
     ending.join(scaled(60.0))
     assert not ending.is_alive()
+
+
+class Step:
+    """A task of a step, and the clock it looks at."""
+
+    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        monkeypatch.setattr("areal_hpc.jobs.supervisor.time.monotonic", lambda: self.now)
+        self.heartbeat = root / "allocation.json"
+        self.heartbeat.write_text("1")
+        folder = root / "cell-0"
+        folder.mkdir()
+        self.launch = LaunchFile(
+            JobSpec("cell-0", "agents", []), str(folder), "", "", {},
+            stop_grace_s=12.0,
+            step=AllocationStepStart("12.1", 1, str(self.heartbeat)),
+        )  # fmt: skip
+        starts.claim_next_start(self.launch.paths.starts_dir, "12", "n1", "")
+        self.task = LocalTask(self.launch, TaskPosition(0, 1, 0, 0))
+
+    def look_after(self, seconds: float) -> TaskExit | None:
+        self.now += seconds
+        return self.task.find_stop_reason(can_end_job=False)
+
+
+@pytest.fixture
+def step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Step:
+    return Step(tmp_path, monkeypatch)
+
+
+def test_it_goes_on_while_the_launcher_beats_and_stops_once_it_is_silent(step: Step) -> None:
+    for beat in range(5):
+        step.heartbeat.write_text(f"beat {beat}")
+        assert step.look_after(LAUNCHER_HEARTBEAT_TIMEOUT_S - HEARTBEAT_POLL_S) is None
+    outcome = step.look_after(LAUNCHER_HEARTBEAT_TIMEOUT_S)
+    assert outcome is not None
+    assert (outcome.exit_code, outcome.reason) == (STOPPED_EXIT_CODE, "the launcher is gone")
+
+
+def test_it_stops_when_the_launcher_took_its_note_away(step: Step) -> None:
+    assert step.look_after(HEARTBEAT_POLL_S) is None
+    step.heartbeat.unlink()
+    assert step.look_after(HEARTBEAT_POLL_S) is None
+    outcome = step.look_after(LAUNCHER_HEARTBEAT_TIMEOUT_S)
+    assert outcome is not None
+    assert outcome.reason == "the launcher is gone"
+
+
+def test_a_later_start_takes_its_place_and_its_files(step: Step) -> None:
+    starts.claim_next_start(step.launch.paths.starts_dir, "12", "n2", "")
+    outcome = step.look_after(HEARTBEAT_POLL_S)
+    assert outcome is not None
+    assert "superseded" in outcome.reason
+    step.task.conclude(outcome)
+    assert read_task_exits(step.launch.paths) == {}
+
+
+def test_who_stops_has_time_for_a_save_and_tells_the_processes(step: Step) -> None:
+    step.launch.paths.checkpoint_duration.write_text("30.0")
+    outcome = TaskExit(STOPPED_EXIT_CODE, reason="x")
+    assert step.task.announce_stop(outcome) == 42.0
+    [note] = step.launch.paths.starts_dir.glob("*.stop")
+    said = starts.read_stop_note(note)
+    assert said is not None
+    assert said.grace_s == 42.0
+    step.task.conclude(outcome)
+    assert read_task_exits(step.launch.paths)[0].incarnation == "12.1"

@@ -1,12 +1,20 @@
-"""What becomes of jobs that end too early."""
+"""What becomes of jobs that end too early, and of a run whose leading job is gone."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from areal_hpc.errors import AgentError, ClusterError, RecipeError
-from areal_hpc.launch.foreground_launcher import (
-    LOCAL_RESTART_POLICY,
-    job_made_progress,
-)
+from areal_hpc.errors import AgentError, ClusterError, JobFailedError, RecipeError
+from areal_hpc.launch import run
+from areal_hpc.launch.foreground_launcher import LOCAL_RESTART_POLICY, job_made_progress
+from areal_hpc.launch.plan import JobStage
+from areal_hpc.recipe.loading import load_recipe
+from areal_hpc.rundir.jobs import JobSpec, Submission, TaskExit, record_submission, write_task_exit
+from areal_hpc.rundir.paths import RunPaths
+from tests.support.environments import CHECKOUT
+from tests.support.scripted_slurm import ScriptedSlurm
 
 KILLED, HEALTHY_S = 137, LOCAL_RESTART_POLICY.healthy_s
 
@@ -46,3 +54,74 @@ def test_a_job_was_of_use_if_the_run_got_further_or_could_do_without_it(
 ) -> None:
     found = job_made_progress(job, steps_taken=steps_taken, steps_left=steps_left, lived_s=lived_s)
     assert found is expected
+
+
+QUICKSTART = CHECKOUT / "recipes" / "quickstart.yaml"
+LOOKS_OF_A_CARETAKER = 12
+
+
+class Reporter:
+    """Shows nothing, and has something done at each look at the run's files."""
+
+    def __init__(self, at_look: Callable[[int], None]) -> None:
+        self._at_look = at_look
+        self.looks = 0
+
+    def show_progress(self, stage: str) -> None:
+        self.looks += 1
+        self._at_look(self.looks)
+
+    def print_line(self, line: str) -> None:
+        pass
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ScriptedSlurm:
+    """Job 2, a cell, runs."""
+    for name in ("FIRST_QUEUE_POLL_S", "MAX_QUEUE_POLL_S"):
+        monkeypatch.setattr(run, name, 0.0)
+    monkeypatch.setattr(run, "RUN_FILES_POLL_S", 0.001)
+    slurm = ScriptedSlurm(tmp_path, monkeypatch)
+    slurm.list_running("2")
+    return slurm
+
+
+def watch(paths: RunPaths, at_look: Callable[[int], None]) -> None:
+    """Watch a run whose trainer was job 1, and whose cell is job 2."""
+    for number, name in enumerate(("trainer", "cell-0"), 1):
+        record_submission(paths.submissions, Submission(name, str(number), 1, 0.0, ""))
+    jobs = (JobSpec("trainer", "train", []), JobSpec("cell-0", "agents", []))
+    stage = JobStage("train", jobs[0], jobs[1:], paths.finished_marker)
+    run.watch_submitted_run(
+        load_recipe(QUICKSTART),
+        paths,
+        Reporter(at_look),
+        threading.Event(),
+        lambda recipe, paths, facts: (stage,),
+    )
+
+
+def test_a_leader_that_comes_back_is_waited_for(slurm: ScriptedSlurm, paths: RunPaths) -> None:
+    def bring_back_and_finish(look: int) -> None:
+        if look == LOOKS_OF_A_CARETAKER:
+            record_submission(paths.submissions, Submission("trainer", "8", 1, 0.0, ""))
+            slurm.list_running("2", "8")
+        elif look == 2 * LOOKS_OF_A_CARETAKER:
+            slurm.list_running()
+            paths.finished_marker.touch()
+
+    watch(paths, bring_back_and_finish)
+    assert paths.finished_marker.exists()
+
+
+@pytest.mark.parametrize("way", ["alone", "gave up", "cancelled"])
+def test_a_lost_leader_is_not_waited_for(slurm: ScriptedSlurm, paths: RunPaths, way: str) -> None:
+    if way == "alone":
+        slurm.list_running()
+    elif way == "cancelled":
+        paths.cancelled_marker.touch()
+    else:
+        paths.job("trainer").root.mkdir(parents=True)
+        write_task_exit(paths.job("trainer"), 0, TaskExit(1, "trainer", gave_up=True))
+    with pytest.raises(JobFailedError, match="trainer"):
+        watch(paths, lambda look: None)

@@ -1,13 +1,23 @@
-"""An earlier run is moved aside by `--fresh`, never deleted; a finished one is not another's."""
+"""An earlier run is moved aside by `--fresh`, a finished one has results; keys are the owner's."""
 
 import fcntl
+import os
+import stat
+import sys
 import threading
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from areal_hpc.errors import ClusterError, RecipeError
-from areal_hpc.launch.evaluation import EvaluationTarget, check_recorded_settings
+from areal_hpc.inference.config import InferenceJobConfig
+from areal_hpc.launch.evaluation import (
+    EvaluationTarget,
+    check_recorded_settings,
+    find_report_of_step,
+    find_target,
+)
 from areal_hpc.launch.plan import get_base_model_path
 from areal_hpc.launch.prepare import (
     archive_run,
@@ -16,12 +26,20 @@ from areal_hpc.launch.prepare import (
     write_run_recipe,
 )
 from areal_hpc.launch.run import report_finished_run
+from areal_hpc.launch.slurm_launcher import write_scripts
 from areal_hpc.recipe.loading import load_recipe
+from areal_hpc.recipe.private_values import read_role_variables
 from areal_hpc.recipe.recipe import Recipe
+from areal_hpc.rollout.config import RolloutJobConfig
 from areal_hpc.rundir.checkpoints import COMPLETE_MARKER_FILE, TrainerState, write_trainer_state
+from areal_hpc.rundir.files import secure_run_dir
+from areal_hpc.rundir.jobs import LaunchFile
 from areal_hpc.rundir.lock import AllocationNote, write_allocation_note
-from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.manifests import EvaluationResult, write_evaluation
+from areal_hpc.rundir.paths import ROLES, RunPaths
 from tests.support.environments import CHECKOUT
+from tests.support.small_run import SIZES
+from tests.support.stand_in_pythons import stand_in_pythons
 from tests.support.waiting import wait_for
 
 QUICKSTART = CHECKOUT / "recipes" / "quickstart.yaml"
@@ -117,9 +135,7 @@ def test_a_finished_directory_is_not_taken_for_a_run_of_another_recipe(tmp_path:
     )
 
 
-def test_a_run_knows_its_models_from_every_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_models_are_known_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = tmp_path / "here"
     here.mkdir()
     monkeypatch.chdir(here)
@@ -176,3 +192,120 @@ def test_arguments_of_another_evaluation_are_not_told(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="was played with other arguments") as refused:
         check_recorded_settings(second, second.recipe.evaluation_sets)
     assert "sk-" not in str(refused.value)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunPaths:
+    recipe = load_recipe(
+        CHECKOUT / "recipes" / "quickstart.yaml",
+        [f"cluster.fileroot={tmp_path}/runs", "evaluation.sets=null"],
+    )
+    paths = RunPaths(recipe.run_dir)
+    paths.root.mkdir(parents=True)
+    write_run_recipe(recipe, paths.recipe)
+    return paths
+
+
+def evaluate(paths: RunPaths, step: int, reward: float) -> None:
+    paths.data_dir.mkdir(parents=True, exist_ok=True)
+    paths.evaluation_tasks("valid").write_text('{"n": 0}\n')
+    paths.evaluation(step, "valid").parent.mkdir(exist_ok=True)
+    write_evaluation(paths, "valid", EvaluationResult(step, 1, reward, [reward], {}, 1))
+
+
+def find_reward(target: EvaluationTarget, step: int) -> float:
+    found = find_report_of_step(target, step, target.recipe.evaluation_sets)
+    return found.sets["valid"].metrics["avg@1"].value
+
+
+def test_a_step_whose_checkpoint_is_gone_is_compared_by_what_training_found(run: RunPaths) -> None:
+    evaluate(run, 10, 0.25)
+    target = find_target(run.root, step=0, recipe=None)
+    assert find_reward(target, 10) == 0.25
+    with pytest.raises(RecipeError, match="no checkpoint"):
+        find_reward(target, 11)
+
+
+def test_results_of_another_step_lie_where_those_of_this_do(run: RunPaths, tmp_path: Path) -> None:
+    """A run that its reader may not write to is evaluated elsewhere."""
+    elsewhere = [f"cluster.fileroot={tmp_path}/elsewhere"]
+    start = find_target(run.root, step=0, recipe=None, overrides=elsewhere)
+    with pytest.raises(RecipeError, match="step 0 were not evaluated"):
+        find_reward(start, 0)
+    evaluate(start.paths, 0, 0.5)
+    again = find_target(run.root, step=0, recipe=None, overrides=[*elsewhere, "trial_name=again"])
+    assert find_reward(again, 0) == 0.5
+
+
+SECRET = "SECRET456"
+OTHERS_MAY_NOTHING, GROUP_MAY_READ = 0o077, 0o027
+
+
+def write_run(fileroot: Path, readable_by: str, *more: str) -> RunPaths:
+    """A run that is put in place and not submitted, by somebody whose umask forbids nothing."""
+    overrides = (
+        f"cluster.fileroot={fileroot}",
+        f"cluster.readable_by={readable_by}",
+        *(f"cluster.{role}.variables={{WANDB_API_KEY: {SECRET}-{role}}}" for role in ROLES),
+        "rollout.workflow=tests.support.broken_agents.TakesToken",
+        f"rollout.workflow_kwargs={{token: {SECRET}-token}}",
+        *stand_in_pythons(fileroot),
+        *more,
+    )
+    recipe = load_recipe(CHECKOUT / "recipes/quickstart_slurm.yaml", [*SIZES, *overrides])
+    before = os.umask(0)
+    try:
+        write_scripts(recipe, print_line=lambda line: None)
+        assert os.umask(0) == 0, "the caller's own is what it was"
+    finally:
+        os.umask(before)
+    return RunPaths(recipe.run_dir)
+
+
+@pytest.mark.parametrize(
+    ("readable_by", "forbidden"), [("owner", OTHERS_MAY_NOTHING), ("group", GROUP_MAY_READ)]
+)
+def test_no_file_allows_more_than_asked(tmp_path: Path, readable_by: str, forbidden: int) -> None:
+    paths = write_run(tmp_path, readable_by)
+    files = [path for path in (paths.root, *paths.root.rglob("*")) if not path.is_symlink()]
+    modes = {path: stat.S_IMODE(path.stat().st_mode) for path in files}
+    assert paths.job("trainer").script in modes
+    assert not {str(path): oct(mode) for path, mode in modes.items() if mode & forbidden}
+    assert modes[paths.root] == 0o777 & ~forbidden
+    secret = [path for path in files if path.is_file() and SECRET in path.read_text("latin-1")]
+    assert secret
+    assert {modes[path] for path in (*secret, paths.admin_key, paths.service_key)} == {0o600}
+
+
+def test_a_secret_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = (f"cluster.agents.variables.KEY={SECRET}", f"rollout.workflow_kwargs.token={SECRET}")
+    monkeypatch.setattr(sys, "argv", ["areal-hpc", "submit", *given, "seed=1"])
+    paths = write_run(tmp_path, "group")
+    write_run(tmp_path, "group", "trainer.total_steps=7")
+    files = [path for path in paths.root.rglob("*") if path.is_file() and not path.is_symlink()]
+    texts = {path: path.read_text("latin-1") for path in files}
+    for what in (*ROLES, "token"):
+        secret = f"{SECRET}-{what}"
+        assert {path: text.count(secret) for path, text in texts.items() if secret in text} == {
+            paths.recipe: 1
+        }
+    assert [path.name for path in files if path.name.startswith("recipe.before")]
+    assert "seed=1" in texts[paths.provenance]
+    assert SECRET not in texts[paths.provenance]
+    launch = msgspec.json.decode(paths.job("cell-0").launch.read_bytes(), type=LaunchFile)
+    assert read_role_variables(Path(launch.recipe), "train") == {"WANDB_API_KEY": f"{SECRET}-train"}
+    configs = {one.name: one.config for one in launch.job.processes}
+    driver = RolloutJobConfig.model_validate(configs["driver"])
+    assert driver.recipe.rollout.workflow_kwargs == {"token": f"{SECRET}-token"}
+    server = InferenceJobConfig.model_validate(configs["inference"])
+    assert server.recipe.cluster.serve.variables == {"WANDB_API_KEY": f"{SECRET}-serve"}
+
+
+def test_an_open_directory_of_an_earlier_run_is_closed(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    run.chmod(0o2777)
+    secure_run_dir(run, "group")
+    assert stat.S_IMODE(run.stat().st_mode) == 0o2750
+    secure_run_dir(run, "owner")
+    assert stat.S_IMODE(run.stat().st_mode) & 0o777 == 0o700

@@ -61,10 +61,7 @@ def test_a_group_beyond_the_bound_is_trained_or_dropped_as_the_recipe_says(
     assert manifest.counts == counts
 
 
-@pytest.mark.parametrize(
-    ("kind", "said"),
-    [("filtered", "filtered out"), ("stale", "as stale")],
-)
+@pytest.mark.parametrize(("kind", "said"), [("filtered", "filtered out"), ("stale", "as stale")])
 def test_setbacks_without_end_are_an_error_that_names_the_key(kind: DropKind, said: str) -> None:
     tickets = tickets_of()
     for number in range(100):

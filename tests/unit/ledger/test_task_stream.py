@@ -1,10 +1,15 @@
 import itertools
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from areal_hpc.errors import AgentError
+from areal_hpc.ledger.tasks.curriculum import Curriculum, WeighTasks
 from areal_hpc.ledger.tasks.task_stream import (
     TaskSource,
     TaskStream,
@@ -79,3 +84,85 @@ def test_every_block_holds_each_sources_share(sources: tuple[TaskSource, ...], s
         for start in range(0, len(mine) - source.n_tasks + 1, source.n_tasks):
             assert sorted(mine[start : start + source.n_tasks]) == list(whole_pass)
         first_task += source.n_tasks
+
+
+def evenly(known: dict[str, Any]) -> Any:
+    return np.ones(len(known["reward"]))
+
+
+def curriculum(path: Path, weigh: WeighTasks = evenly, batch_size: int = 3) -> Curriculum:
+    return Curriculum(path / "curriculum.jsonl", weigh, n_tasks=6, batch_size=batch_size, seed=5)
+
+
+def test_a_ticket_keeps_its_task_and_a_torn_line_is_drawn_again(tmp_path: Path) -> None:
+    first = curriculum(tmp_path)
+    tasks = [first.choose_task(ticket) for ticket in (0, 4, 2, 11)]
+    with (tmp_path / "curriculum.jsonl").open("ab") as stream:
+        stream.write(b'{"first_ticket":12,"ta')
+    again = curriculum(tmp_path, weigh=lambda known: np.eye(6)[0])
+    assert [again.choose_task(ticket) for ticket in (11, 2, 4, 0)] == tasks[::-1]
+    assert again.choose_task(12) == 0
+    assert curriculum(tmp_path).choose_task(12) == 0
+
+
+def test_a_batch_has_each_task_once_unless_too_few_have_weight(tmp_path: Path) -> None:
+    even = curriculum(tmp_path, batch_size=6)
+    assert sorted(even.choose_task(ticket) for ticket in range(6)) == list(range(6))
+    few = curriculum(tmp_path / "few", weigh=lambda known: [0, 1, 0, 1, 0, 0], batch_size=6)
+    (tmp_path / "few").mkdir()
+    assert {few.choose_task(ticket) for ticket in range(12)} == {1, 3}
+
+
+@given(order=st.permutations(range(9)), repeats=st.lists(st.integers(0, 8), max_size=5))
+def test_what_is_known_depends_on_no_order(
+    tmp_path_factory: pytest.TempPathFactory, order: list[int], repeats: list[int]
+) -> None:
+    seen: list[dict[str, Any]] = []
+
+    def weigh(known: dict[str, Any]) -> Any:
+        seen.append(known)
+        return [1, 1, 1, 0, 0, 0]
+
+    tasks = curriculum(tmp_path_factory.mktemp("any"), weigh)
+    drawn = [tasks.choose_task(ticket) for ticket in range(9)]
+    assert np.isnan(seen[0]["reward"]).all()
+    for ticket in (*order, *repeats):
+        tasks.record_rewards(ticket, [ticket / 8, 0.0])
+    tasks.record_rewards(100, [1.0])  # of another curriculum, or none
+    tasks.choose_task(9)
+    newest = [max(t for t in range(9) if drawn[t] == task) for task in range(3)]
+    np.testing.assert_allclose(seen[-1]["reward"][:3], [ticket / 16 for ticket in newest])
+    assert np.isnan(seen[-1]["reward"][3:]).all()
+    assert seen[-1]["groups"].tolist() == [3, 3, 3, 0, 0, 0]
+    assert seen[-1]["ticket"] == 9
+
+
+@pytest.mark.parametrize(
+    ("weights", "says"),
+    [
+        ([1.0] * 5, r"shape \(5,\), expected 6"),
+        ([0.0] * 6, "0.0 to 0.0"),
+        ([1.0] * 5 + [float("nan")], "nan"),
+        ([1.0] * 5 + [-1.0], "-1.0 to 1.0"),
+        ("heavy", "could not convert"),
+        (None, "shape"),
+    ],
+)
+def test_weights_that_cannot_be_used_are_said_and_not_asked_for_again(
+    tmp_path: Path, weights: Any, says: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked: list[int] = []
+
+    def weigh(known: dict[str, Any]) -> Any:
+        asked.append(known["ticket"])
+        return evenly(known) if known["ticket"] == 0 else weights
+
+    tasks = curriculum(tmp_path, weigh)
+    kept = tasks.choose_task(1)
+    for _ in range(2):
+        with pytest.raises(AgentError, match=rf"rollout\.curriculum: .*{says}"):
+            tasks.choose_task(3)
+    assert says.strip("\\").split(",")[0].replace("\\", "") in tasks.trouble
+    assert asked == [0, 3]
+    assert tasks.choose_task(1) == kept
+    assert "Traceback" in caplog.text, "the log says where in the user's code"

@@ -1,5 +1,6 @@
-"""Rules of alerts, each on rows that break it and on rows that do not."""
+"""Rules of alerts on rows that break them and on rows that do not; failed tries are counted."""
 
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -11,7 +12,15 @@ from areal_hpc.metrics.alerts import (
     AlertTracker,
     find_alerts,
 )
+from areal_hpc.metrics.step_metrics import (
+    EpisodeFailureCounter,
+    FailureCounts,
+    compute_time_shares_by_system_part,
+    read_metrics,
+)
 from areal_hpc.recipe.sections.alerts import AlertName
+from areal_hpc.rundir.jsonl import append_line
+from areal_hpc.view.state.run_view import find_early_alert
 from tests.support.environments import CHECKOUT
 
 HEALTHY = {
@@ -131,9 +140,7 @@ def test_a_noisy_reward_and_one_that_hardly_moves_are_none() -> None:
         ({"generation/slowest_cell_ratio": 0.3}, "slow_cell", "note"),
     ],
 )
-def test_a_bound_that_is_broken_is_told_unless_its_rule_is_off(
-    change: dict[str, Any], rule: str, level: str
-) -> None:
+def test_a_broken_bound_is_told_unless_off(change: dict[str, Any], rule: str, level: str) -> None:
     history = rows(*[{}] * 9, change)
     assert told(find_alerts(history)) == [(rule, level, 10)]
     assert find_alerts(history, [rule]) == []
@@ -176,3 +183,56 @@ def test_an_alert_is_told_when_it_begins_and_again_after_a_long_silence() -> Non
         history.append(row)
         found += [(row["step"], one.rule) for one in tracker.take_new_alerts(history)]
     assert found == [(2, "cut_replies"), (len(pattern), "cut_replies")]
+
+
+def failure(event: str = "episode_failed", **facts: Any) -> dict[str, Any]:
+    return {"time": 1.0, "role": "driver-cell-0", "event": event, "eval_step": -1, **facts}
+
+
+def test_new_failures_of_training_episodes_are_counted_once(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    append_line(path, failure())
+    counter = EpisodeFailureCounter(path)
+    assert counter.count_new_failed_tries() == FailureCounts(), "what was there before is no news"
+    earning = failure("episode_timed_out", reward=-0.5)
+    for event in (failure(), earning, failure("episode_unserved"), failure(eval_step=5),
+                  {"event": "alert"}):  # fmt: skip
+        append_line(path, event)
+    assert counter.count_new_failed_tries() == FailureCounts(failed_tries=2, rewarded=1)
+    assert counter.count_new_failed_tries() == FailureCounts()
+
+
+def test_a_line_in_the_writing_is_counted_when_it_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    counter = EpisodeFailureCounter(path)
+    assert counter.count_new_failed_tries().failed_tries == 0, "there is no log yet"
+    append_line(path, failure())
+    whole = path.read_bytes()
+    path.write_bytes(whole + whole[:30])
+    assert counter.count_new_failed_tries().failed_tries == 1
+    path.write_bytes(whole + whole)
+    assert counter.count_new_failed_tries().failed_tries == 1
+
+
+def test_good_held_out_episodes_do_not_hide_that_all_training_episodes_fail() -> None:
+    all_of_training = [failure(failed=n, ended=256 + n) for n in range(1, 13)]
+    alert = find_early_alert(all_of_training)
+    assert alert is not None
+    assert alert.message.startswith("12 tries of episodes failed")
+    counted = {"event": "episodes_counted", "role": "driver-cell-0", "failed": 12, "ended": 900}
+    assert find_early_alert([*all_of_training, counted]) is None
+
+
+ROWS = read_metrics(CHECKOUT / "tests" / "samples" / "quickstart_metrics.jsonl")
+
+
+def test_the_quick_start_raises_no_failure_at_any_step() -> None:
+    assert len(ROWS) == 26
+    assert ROWS[-1]["reward/mean"] > 0.9, "it learned"
+    found = [find_alerts(ROWS[:count]) for count in range(1, len(ROWS) + 1)]
+    assert {alert.rule for alerts in found for alert in alerts} == {"low_entropy"}
+    assert {alert.level for alerts in found for alert in alerts} == {"note"}
+
+
+def test_its_phases_cover_its_steps() -> None:
+    assert min(sum(compute_time_shares_by_system_part(row).values()) for row in ROWS) >= 0.97

@@ -1,4 +1,4 @@
-"""What an engine says of a call that it did not answer: wrong, to be tried elsewhere, failed."""
+"""What an engine says of a call that it did not answer, and where sessions are at home."""
 
 from typing import Any
 
@@ -12,6 +12,7 @@ from areal_hpc.proxy.engine.generation import (
     UnfinishedEngineCallError,
     decode_generation,
 )
+from areal_hpc.proxy.engine.router import choose_home_replica
 
 SERVER = "http://engine"
 OUTCOMES = pytest.mark.parametrize(
@@ -27,9 +28,7 @@ def build_aborted_reply(code: int) -> bytes:
 
 
 @OUTCOMES
-def test_an_abort_means_what_its_status_says_streamed_or_not(
-    code: int, expected: type[Exception]
-) -> None:
+def test_an_abort_means_what_its_status_says(code: int, expected: type[Exception]) -> None:
     reply = build_aborted_reply(code)
     with pytest.raises(expected, match="no memory") as whole:
         decode_generation(SERVER, reply)
@@ -44,3 +43,24 @@ def test_an_error_event_means_what_its_code_says(code: int, expected: type[Excep
     with pytest.raises(expected, match="no memory") as raised:
         ChunkReader(SERVER, ()).read_event(event)
     assert raised.type is expected
+
+
+@pytest.mark.parametrize(
+    ("load", "together", "home"),
+    [
+        ({}, {}, 0),
+        ({0: 1}, {}, 1),
+        ({0: 12, 1: 10}, {0: 3}, 0),
+        ({0: 13, 1: 10}, {0: 3}, 1),
+        ({0: 10, 1: 10}, {0: 3, 1: 4}, 1),
+        ({0: 10, 1: 10}, {0: 3, 1: 3}, 0),
+    ],
+)
+def test_what_a_session_knows_is_preferred_where_the_load_is_even(
+    load: dict[int, int], together: dict[int, int], home: int
+) -> None:
+    assert choose_home_replica([0, 1], load, together) == home
+
+
+def test_only_replicas_that_may_be_asked_are_chosen() -> None:
+    assert choose_home_replica([2, 3], {2: 5, 3: 4}, {0: 9}) == 3

@@ -21,12 +21,10 @@ QUICKSTART = RECIPES / "quickstart.yaml"
 SOURCES = "train_dataset={generator: null, kwargs: {}, sources: [{path: a.jsonl, weight: 3}]}"
 ONLINE = "rollout.agent.mode=online; rollout.workflow=''"
 NO_TASKS = "valid_dataset=null; evaluation.sets=null"
-NO_TASKS_APART = f"{NO_TASKS}; evaluation.separate_cell=true"
 
 REFUSED = [
     # overrides with `; ` between them, the keys at fault, what is said
     ("trainer.totl_steps=3", "trainer.totl_steps", "unknown key 'totl_steps'|mean total_steps?"),
-    ("sft.batch_sise=3", "sft.batch_sise", "did you mean batch_size?"),
     ("total_steps=5", "total_steps", "mean trainer.total_steps? (or sft.total_steps)"),
     ("n_samples=5", "n_samples", "did you mean rollout.n_samples? (or evaluation.n_samples"),
     ("reward.isolaton=none", "reward.isolaton", "did you mean isolation?"),
@@ -34,10 +32,10 @@ REFUSED = [
     ("rollout.reward_fn=a.b", "rollout.reward_fn", "it is what the agent's `run` returns"),
     ("trainer.total_steps=many", "trainer.total_steps", "it must be a valid integer, got 'many'"),
     ("cluster.gpus=abc", "cluster.gpus", "'auto' or 'none'|valid integer|grep -F cluster.gpus"),
+    ("train_dataset.path=a; train_dataset.hub=b/c/*", "train_dataset", "exactly one of `path`"),
     ("cluster.gpus=[0, -1]", "cluster.gpus", "greater than or equal to 0|got -1"),
     ("trainer.optimizer.betas=[0.9, 1.0]", "trainer.optimizer.betas.1", "less than 1|got 1.0"),
     ("trainer.optimizer.lr=.inf", "trainer.optimizer.lr", "must be a finite number, got inf"),
-    ("trainer.optimizer.betas=[.nan, 0.9]", "trainer.optimizer.betas.0", "finite number, got nan"),
     ("evaluation.sampling.top_k=-5", "evaluation.sampling.top_k", "or equal to -1|got -5"),
     (
         "rollout.failed_episodes={rewrad: 0.5}",
@@ -61,8 +59,7 @@ REFUSED = [
         "rollout.workflow valid_dataset evaluation.sets",
         "external programs",
     ),
-    (NO_TASKS_APART, "evaluation.separate_cell", "needs a valid_dataset"),
-    (f"{NO_TASKS_APART}; {ONLINE}", "evaluation.separate_cell", "needs a valid_dataset"),
+    (f"{NO_TASKS}; evaluation.separate_cell=true", "evaluation.separate_cell", "a valid_dataset"),
     (
         "evaluation.sets={aime: {dataset: {path: a}, metrics: [pass@8], n_samples: 4}, "
         "valid: {dataset: {path: b}, workflow_kwargs: {a: 1}}}",
@@ -134,7 +131,6 @@ REFUSED = [
         "weights",
         "from disk every replica loads by itself",
     ),
-    ("weights.transport=disk; weights.senders=2", "weights", "from disk every replica loads by"),
     ("weights.senders=3", "weights.senders", "weights.senders=3 of 1 trainer ranks"),
     # names that would leave the file root
     *(
@@ -152,14 +148,6 @@ def test_every_mistake_is_told_with_its_key(overrides: str, keys: str, said: str
     message = str(caught.value)
     assert [part for part in said.split("|") if part not in message] == [], message
     assert caught.value.exit_code == 78
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [f"{ONLINE}; {NO_TASKS}", SOURCES, "rollout.n_samples=2; rollout.min_samples=2"],
-)
-def test_what_fits_together_is_taken(overrides: str) -> None:
-    load_recipe(QUICKSTART, overrides.split("; "))
 
 
 @pytest.mark.parametrize("path", sorted(RECIPES.rglob("*.yaml")), ids=lambda path: path.name)
@@ -187,11 +175,7 @@ def test_overrides_reach_any_depth_and_keep_their_types() -> None:
     ("section", "override", "kept"),
     [
         ("train_dataset", "train_dataset={path: own.jsonl}", {"path": Path("own.jsonl")}),
-        (
-            "train_dataset",
-            "train_dataset.hub=me/tasks/train.parquet",
-            {"hub": "me/tasks/train.parquet"},
-        ),
+        ("train_dataset", "train_dataset.hub=me/a/b.parquet", {"hub": "me/a/b.parquet"}),
         (
             "train_dataset",
             "train_dataset.generator=my.tasks:make",
@@ -203,12 +187,10 @@ def test_overrides_reach_any_depth_and_keep_their_types() -> None:
         ("model", "model.path=${cluster.fileroot}/own", {"path": Path("runs/own"), "tiny": None}),
     ],
 )
-def test_a_source_on_the_command_line_replaces_that_of_the_file(
-    section: str, override: str, kept: dict[str, Any]
-) -> None:
+def test_an_override_replaces_the_source(section: str, override: str, kept: dict[str, Any]) -> None:
     """With all that belongs to it; what an override says of the same kind of source is added."""
-    words = [override] if "[" in override or "{" in override else override.split()
-    found = getattr(load_recipe(QUICKSTART, words), section).model_dump(exclude_defaults=True)
+    recipe = load_recipe(QUICKSTART, [override])
+    found = getattr(recipe, section).model_dump(exclude_defaults=True)
     found.pop("sources", None)
     assert found == {name: value for name, value in kept.items() if value is not None}
 
@@ -223,42 +205,39 @@ def test_a_folder_of_harbor_tasks_needs_a_sandbox(tmp_path: Path) -> None:
     assert load_recipe(QUICKSTART, [tasks, "rollout.agent.isolation=bwrap"]).train_dataset.is_harbor
 
 
-def test_sampling_may_leave_tokens_out_where_it_is_recorded_which() -> None:
-    words = ["rollout.sampling.top_p=0.7", "rollout.sampling.top_k=20"]
-    recipe = load_recipe(QUICKSTART, [*words, "rollout.record_sampling_mask=true"])
-    assert list(find_likely_mistakes(recipe)) == []
-
-
-def test_a_weight_decay_that_rounds_to_nothing_is_told() -> None:
-    (doubt,) = find_likely_mistakes(
-        load_recipe(QUICKSTART, ["trainer.optimizer={lr: 1e-6, weight_decay: 0.01}"])
-    )
-    assert doubt.startswith("trainer.optimizer.weight_decay=0.01 has no effect")
-
-
-def test_a_task_whose_own_scorer_pays_for_junk_is_told() -> None:
-    generator = "train_dataset.generator=areal_hpc.dataset.adapters:make_reasoning_tasks"
-    (doubt,) = find_likely_mistakes(
-        load_recipe(QUICKSTART, [generator, "train_dataset.kwargs={name: coin_flip}"])
-    )
-    assert doubt.startswith("train_dataset.kwargs.name=coin_flip: its own scorer pays 0.96")
-
-
-def test_a_recipe_that_means_what_it_says_raises_no_doubt() -> None:
-    assert list(find_likely_mistakes(load_recipe(QUICKSTART))) == []
+DOUBTFUL = [
+    ("trainer.objective.clip_high=0.4", "every ratio is 1"),
+    ("trainer.optimizer.warmup_steps=500", "never reaches its peak in 25 steps"),
+    ("rollout.failed_episodes=drop", "set min_samples=2 to train the others"),
+    ("trainer.optimizer={lr: 1e-6, weight_decay: 0.01}", "weight_decay=0.01 has no effect"),
+    (
+        "train_dataset.generator=areal_hpc.dataset.adapters:make_reasoning_tasks; "
+        "train_dataset.kwargs={name: coin_flip}",
+        "train_dataset.kwargs.name=coin_flip: its own scorer pays 0.96",
+    ),
+    ("rollout.agent.isolation=none", "rollout.agent.isolation=none"),
+    (
+        "rollout.agent.isolation=bwrap; rollout.agent.sandbox.network=open",
+        "rollout.agent.sandbox.network=open",
+    ),
+]
+FREE_OF_DOUBT = [
+    "trainer.total_steps=25",
+    f"{ONLINE}; {NO_TASKS}",
+    SOURCES,
+    "rollout.n_samples=2; rollout.min_samples=2",
+    # tokens may be left out where it is recorded which
+    "rollout.sampling={top_p: 0.7, top_k: 20}; rollout.record_sampling_mask=true",
+]
 
 
 @pytest.mark.parametrize(
-    ("override", "told"),
-    [
-        ("trainer.objective.clip_high=0.4", "every ratio is 1"),
-        ("trainer.optimizer.warmup_steps=500", "never reaches its peak in 25 steps"),
-        ("rollout.failed_episodes=drop", "set min_samples=2 to train the others"),
-    ],
+    ("overrides", "told"), [*DOUBTFUL, *((overrides, None) for overrides in FREE_OF_DOUBT)]
 )
-def test_settings_without_an_effect_are_told(override: str, told: str) -> None:
-    (doubt,) = find_likely_mistakes(load_recipe(QUICKSTART, [override]))
-    assert told in doubt
+def test_what_a_recipe_can_hardly_mean_is_told(overrides: str, told: str | None) -> None:
+    doubts = [*find_likely_mistakes(load_recipe(QUICKSTART, overrides.split("; ")))]
+    assert len(doubts) == (told is not None)
+    assert all(told in doubt for doubt in doubts if told)
 
 
 @pytest.mark.parametrize("key", ["surrogate=cispo", "ratio_level=sequence"])
@@ -304,18 +283,6 @@ def test_a_sandbox_that_no_agent_can_have_is_refused(words: str, told: str) -> N
         load_recipe(QUICKSTART, words.split())
 
 
-def test_an_agent_s_commands_that_reach_the_user_or_the_network_are_told() -> None:
-    for words, key in (
-        ("rollout.agent.isolation=none", "rollout.agent.isolation=none"),
-        (
-            "rollout.agent.isolation=bwrap rollout.agent.sandbox.network=open",
-            "rollout.agent.sandbox.network=open",
-        ),
-    ):
-        (told,) = find_likely_mistakes(load_recipe(QUICKSTART, words.split()))
-        assert told.startswith(key)
-
-
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
@@ -333,24 +300,6 @@ def test_files_without_recipes_fail(tmp_path: Path, content: str | None, expecte
         path.write_text(content)
     with pytest.raises(RecipeError, match=expected):
         load_recipe(path)
-
-
-@pytest.mark.parametrize(
-    ("name", "hint"),
-    [("quikstart.yaml", "did you mean DIR/quickstart.yaml?"), ("x", "ls DIR/*.yaml")],
-)
-def test_a_recipe_that_is_not_there_is_answered_with_one_that_is(name: str, hint: str) -> None:
-    with pytest.raises(RecipeError) as refused:
-        load_recipe(RECIPES / name)
-    assert refused.value.problems[0].hint == hint.replace("DIR", str(RECIPES))
-
-
-def test_a_wrong_value_is_told_without_the_words_of_a_library() -> None:
-    with pytest.raises(RecipeError) as refused:
-        load_recipe(QUICKSTART, ["train_dataset.path=a", "train_dataset.hub=b/c/*"])
-    (problem,) = refused.value.problems
-    assert problem.message.startswith("give exactly one of `path`")
-    assert problem.hint == "areal-hpc recipe-keys | grep -F train_dataset"
 
 
 def site_file(folder: Path, **cluster: object) -> Path:
@@ -382,9 +331,7 @@ def test_every_unknown_key_of_a_site_is_refused_with_its_file(tmp_path: Path) ->
     assert "did you mean partition?" in str(caught.value)
 
 
-def test_a_site_may_take_values_from_the_environment_and_from_the_recipe(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_site_may_read_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slurm = {
         "partition": "${oc.env:PARTITION}",
         "sbatch": {"mem": "${experiment_name}", "account": "???"},
@@ -410,9 +357,7 @@ def test_a_site_may_take_values_from_the_environment_and_from_the_recipe(
         read_site_values(site)
 
 
-def test_a_recipe_that_may_not_be_read_is_told_as_that(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_recipe_may_be_forbidden_to_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text(QUICKSTART.read_text())
 

@@ -24,9 +24,7 @@ def test_every_recipe_is_planned_by_its_name(
     assert "job trainer: " in capsys.readouterr().out
 
 
-def test_the_list_has_every_recipe_and_the_quick_start_first(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_list_has_every_recipe_quick_start_first(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code_of("recipes") == 0
     head, *lines = capsys.readouterr().out.splitlines()
     assert re.split("  +", head) == ["name", "hardware", "wall time", "purpose"]
@@ -36,9 +34,7 @@ def test_the_list_has_every_recipe_and_the_quick_start_first(
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_project_like_it_is_the_same_recipe_with_code_of_its_own(
-    name: str, tmp_path: Path
-) -> None:
+def test_a_project_like_it_is_the_same_recipe_with_its_own_code(name: str, tmp_path: Path) -> None:
     project = read_project_files(name)
     for path, content in project.contents.items():
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)

@@ -1,13 +1,20 @@
-"""Answers are compared as mathematics, however large and however written."""
+"""Answers are found in time, and compared as mathematics, however they are written."""
 
 import math
+import re
+import sys
 from typing import Any
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from areal_hpc.errors import RecipeError
+from areal_hpc.reward.answer_extraction import extract_boxed, extract_code, extract_tagged
+from areal_hpc.reward.gsm8k import gsm8k_reward_fn
 from areal_hpc.reward.math import build_math_pool, math_reward
 from areal_hpc.reward.math_process import MAX_LOG2, compute_log2_upper_bound
+from tests.support.commands import run_program, said_by
 from tests.support.deadlines import scaled
 
 CONTINUED = "1+\\frac{1}{" * 12 + "1" + "}" * 12
@@ -64,9 +71,7 @@ def test_large_and_long_answers_are_judged_by_their_value(given: str, answer: st
         ("\u221242", "42", 0.0),
     ],
 )
-def test_small_numbers_and_ordered_pairs_are_what_they_are(
-    given: str, answer: str, expected: float
-) -> None:
+def test_small_numbers_and_pairs_stay_as_they_are(given: str, answer: str, expected: float) -> None:
     assert reward(f"so \\boxed{{{given}}}", answer) == expected
 
 
@@ -103,3 +108,129 @@ def test_nothing_is_said_of_the_size_of_anything_else(text: str) -> None:
     value = value_of(text)
     assert not compute_log2_upper_bound(value) > 0
     assert MAX_LOG2 < compute_log2_upper_bound(value_of("9^{9^{9^{9}}}")) < math.inf
+
+
+@pytest.mark.parametrize(
+    ("said", "answer", "reward"),
+    [
+        ("3 apples and 4 are \\boxed{7}.", "7", 1.0),
+        ("so #### 1,234", "1 + 1233 = 1234\n#### 1,234", 1.0),
+        ("it costs $12.50", "12.5", 1.0),
+        ("a half: 1/2", "0.5", 1.0),
+        ("7, no: \\boxed{8} of 7", "7", 0.0),
+        ("-7", "7", 0.0),
+        ("no idea", "7", 0.0),
+        ("\\boxed{}, or 7", "7", 0.0),
+        ("1/0", "7", 0.0),
+        ("#### 1.5/2", "7", 0.0),
+        ("\\boxed{1{,}234}", "1234", 1.0),
+        ("\\boxed{12\\,345,\\!678}", "12345678", 1.0),
+        ("\\boxed{(1\\,23)}", "23", 1.0),
+        ("\\boxed{7}", 7, 1.0),
+        ("\\boxed{0.5}", 0.5, 1.0),
+        ("The answer is \u221242", "42", 0.0),
+        ("The answer is \u221242", "-42", 1.0),
+        ("The answer is \uff0d42", "-42", 1.0),
+        ("1,2,3,4", "1234", 0.0),
+        ("12,34", "1234", 0.0),
+        ("he pays 1,234, in all", "1234", 1.0),
+        ("1,234,567.5", "1234567.5", 1.0),
+        ("1,2345", "12345", 0.0),
+        ("7, and no end of it: " + "9" * 5000, "7", 0.0),
+    ],
+)
+def test_the_last_number_counts(said: str, answer: str | float, reward: float) -> None:
+    assert gsm8k_reward_fn(None, said, None, None, answer) == reward
+
+
+def test_a_task_without_a_number_is_refused() -> None:
+    with pytest.raises(ValueError, match="contains no number"):
+        gsm8k_reward_fn(None, "7", None, None, "seven")
+
+
+TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
+FENCED = re.compile(
+    r"(?:^[^\S\n]*```(?P<label>[^`\n]*)|```(?:python3?|py)?[^\S\n]*)\n(?P<code>.*?)```",
+    re.DOTALL | re.IGNORECASE | re.MULTILINE,
+)
+"""What is meant, as one expression each. Their time grows with the square of the text."""
+
+TAGS = ["<answer>", "</answer>", "<ANSWER>", "</Answer>", "<an\u017fwer>"]
+TAGS += ["<", "/", "answer>", "a\n "]
+FENCES = [
+    "```",
+    "``",
+    "`",
+    "python",
+    "\n```",
+    "3",
+    "Py",
+    "text",
+    " ",
+    "\t",
+    "\u00a0",
+    "\r",
+    "\n",
+    "x = 1\n",
+]
+
+
+def texts(pieces: list[str]) -> st.SearchStrategy[str]:
+    return st.lists(st.sampled_from(pieces), max_size=14).map("".join)
+
+
+@given(texts(TAGS))
+@example("<answer>a<answer>b</answer></answer>c</answer>")
+@example("<answer>a</answer>b</answer><answer>c")
+def test_the_last_tags_are_those_of_the_expression(text: str) -> None:
+    found = TAGGED.findall(text)
+    assert extract_tagged(text) == (found[-1].strip() if found else None)
+
+
+@given(texts(FENCES))
+@example("```text\na\n```\nb\n```")
+@example("````python\na```\n```")
+def test_the_last_fence_is_that_of_the_expression(text: str) -> None:
+    found = [
+        one["code"]
+        for one in FENCED.finditer(text)
+        if (one["label"] or "").lower().split()[:1] in ([], ["python"], ["python3"], ["py"])
+    ]
+    assert extract_code(text) == (found[-1] if found else None)
+
+
+@pytest.mark.parametrize(
+    ("reply", "code"),
+    [
+        ("Run\n```bash\npip install x\n```\nand\n```python\nx = 1\n```\n", "x = 1\n"),
+        ("```python\nx = 1\n```\nIt prints\n```text\n1\n```\nas asked.\n", "x = 1\n"),
+        ("```python3\nx = 1\n```", "x = 1\n"),
+        ('  ```Python title="a.py"\nx = 1\n  ```', "x = 1\n  "),
+        ("Between ``` and ```:\n```\nx = 1\n```", "x = 1\n"),
+        ("So: ```py\nx = 1\n```", "x = 1\n"),
+        ("```bash\nls\n```\n", None),
+    ],
+)
+def test_blocks_of_other_languages_are_no_code(reply: str, code: str | None) -> None:
+    assert extract_code(reply) == code
+
+
+def test_a_box_may_hold_braces() -> None:
+    assert extract_boxed("\\boxed{1} or \\boxed{\\frac{1}{2}}}") == "\\frac{1}{2}"
+    assert extract_boxed("\\boxed{1} or \\boxed{\\frac{1}{2}") is None
+    assert extract_boxed("1") is None
+
+
+OPENINGS = {
+    "extract_tagged": ("<answer>", "<answer></answer>", "</answer>"),
+    "extract_code": ("```python\n", "```\n```", "``` \t"),
+    "extract_boxed": ("\\boxed{", "\\boxed{}"),
+}
+
+
+def test_two_megabytes_of_openings_take_no_minutes() -> None:
+    calls = [
+        f"{name}({piece!r} * 250_000)" for name, pieces in OPENINGS.items() for piece in pieces
+    ]
+    program = "\n".join(("from areal_hpc.reward.answer_extraction import *", *calls))
+    said_by(run_program(sys.executable, "-c", program, timeout_s=60.0))

@@ -124,9 +124,7 @@ def test_where_the_kernel_allows_no_namespaces_a_program_is_refused_and_the_way_
     assert "stdout='0\\n'" in run_apart("none", *command)
 
 
-def test_what_else_fails_is_not_called_a_refusal_of_namespaces(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_failures_are_no_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     missing = str(tmp_path / "python3")
     monkeypatch.setattr(program, "require_python", lambda: (missing, None))
     with pytest.raises(ClusterError, match=f"did not run: .*{missing}"):
@@ -152,9 +150,7 @@ JUDGED = ("def double(x): return 2 * x", "assert double(2) == 4")
 
 
 @pytest.mark.parametrize("isolation", ["bwrap", "none"])
-def test_a_judged_answer_leaves_no_descriptor_open(
-    isolation: Isolation, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_judge_leaves_nothing_open(isolation: Isolation, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ISOLATION_VARIABLE, isolation)
     assert passes_tests(*JUDGED, SMALL)
     before = count_open_descriptors()

@@ -1,13 +1,28 @@
+"""Agents are loaded by what their class takes; what an agent's error says of the node."""
+
+import errno
 import importlib
+import importlib.util
 import itertools
+import json
 import pickle
 import re
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from areal_hpc.errors import Problem, RecipeError
+from areal_hpc.errors import AgentError, NodeResourceShortageError, Problem, RecipeError
 from areal_hpc.rollout.agent import AgentWorkflow, load_agent
+from areal_hpc.rollout.execution import agent_worker
+from areal_hpc.rollout.execution.agent_errors import (
+    build_agent_error,
+    describe_errno_shortage,
+    find_node_shortage,
+)
+from areal_hpc.rollout.execution.process_pool import decode_answer
+from areal_hpc.sandbox.isolated_worker import WORKER_LOOP_FILE
 
 GOOD = """
 class Solver:
@@ -114,9 +129,7 @@ def test_a_path_without_an_agent_is_refused_in_detail(package: str, path: str, s
         ({"depth": -1}, "ValueError: depth must not be negative.*solver.py:5"),
     ],
 )
-def test_arguments_that_the_class_does_not_take_are_named_with_its_constructor_or_line(
-    package: str, kwargs: dict[str, int], said: str
-) -> None:
+def test_arguments_of_no_class_are_named(package: str, kwargs: dict[str, int], said: str) -> None:
     problem = problem_of(f"{package}.solver.Solver", **kwargs)
     assert problem.key == "rollout.workflow_kwargs"
     assert_said(problem, said)
@@ -147,3 +160,87 @@ def test_an_agent_may_be_derived_from_the_base() -> None:
     assert isinstance(load_agent(Derived, {}), Derived)
     with pytest.raises(RecipeError, match="cannot be built"):
         load_agent(Unfinished, {})
+
+
+def load_gyms_worker_loop() -> Any:
+    spec = importlib.util.spec_from_file_location("worker_loop", WORKER_LOOP_FILE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def chain(*errors: BaseException) -> BaseException:
+    """The first, caused by the second, and so on."""
+    for error, cause in pairwise(errors):
+        error.__cause__ = cause
+    return errors[0]
+
+
+def make_own_cause(error: BaseException) -> BaseException:
+    """As `raise error from error` leaves it."""
+    return chain(error, error)
+
+
+REFUSED_ERRORS = ConnectionRefusedError(errno.ECONNREFUSED, "refused")
+
+
+@pytest.mark.parametrize(
+    ("error", "is_short"),
+    [
+        (chain(ValueError("no tool"), OSError(errno.EMFILE, "no descriptor")), True),
+        (chain(REFUSED_ERRORS, OSError(errno.EMFILE, "no descriptor")), True),
+        (chain(ValueError("no tool"), RuntimeError(agent_worker.NO_THREAD_TEXT)), True),
+        (RuntimeError("another"), False),
+        (ExceptionGroup("two", [OSError(errno.EMFILE, "no descriptor"), KeyError("x")]), True),
+        (make_own_cause(ValueError("no tool")), False),
+        (chain(KeyError("x"), make_own_cause(OSError(errno.EMFILE, "no descriptor"))), True),
+        (ConnectionRefusedError(errno.ECONNREFUSED, "refused"), False),
+        (OSError("without a number"), False),
+    ],
+)
+def test_what_a_node_lacks_is_found_in_every_agent(error: BaseException, is_short: bool) -> None:
+    assert (find_node_shortage(error) is not None) is is_short
+    for worker in (agent_worker, load_gyms_worker_loop()):
+        assert bool(describe_errno_shortage(worker.list_errnos(error))) is is_short
+    told = json.dumps({"raised": agent_worker.encode_raised_error(error)}).encode()
+    with pytest.raises(
+        NodeResourceShortageError if is_short else AgentError, match="the agent raised"
+    ):
+        decode_answer(told)
+
+
+def build_error_with_note() -> Exception:
+    error = ValueError("no tool")
+    error.add_note("see the manual")
+    return error
+
+
+NO_MESSAGE = "<exception str() failed>"
+
+
+class WithoutMessageError(RuntimeError):
+    def __str__(self) -> str:
+        message: Any = None
+        return str.__str__(message)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (
+            ValueError("1 error\nplace\n  Field required"),
+            "ValueError: 1 error place Field required",
+        ),
+        (build_error_with_note(), "ValueError: no tool"),
+        (SyntaxError("bad", ("a.py", 3, 1, "a b\n")), "SyntaxError: bad"),
+        (chain(ValueError("no\ntool"), KeyError("x")), "ValueError: no tool ('x')"),
+        (chain(ValueError("no"), WithoutMessageError()), f"ValueError: no ({NO_MESSAGE})"),
+    ],
+)
+def test_an_exception_is_told_with_all_lines_of_its_message(error: Exception, said: str) -> None:
+    assert build_agent_error(error, None).problems[0].message == f"the agent raised {said}"
+    assert agent_worker.describe_error(error) == said.partition(" (")[0]
+    assert find_node_shortage(error) is None
+    assert agent_worker.list_errnos(error) == []

@@ -1,3 +1,4 @@
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -5,6 +6,7 @@ import pytest
 from areal_hpc.errors import ShardError
 from areal_hpc.ledger.batch_formation import read_sealed_tickets
 from areal_hpc.rundir import manifests
+from areal_hpc.rundir.checkpoints import CHECKPOINT_INDEX_FILE, read_checkpoint_index
 from areal_hpc.rundir.manifests import (
     DroppedTicket,
     EvaluationResult,
@@ -91,8 +93,18 @@ def test_results_of_weights_that_a_resumed_trainer_gave_up_are_left_out(paths: R
     again = EvaluationResult(20, 1, 0.75, [0.75], {}, 2)
     manifests.write_evaluation(paths, "aime", again)
     assert manifests.read_kept_evaluation(paths, 20, "aime") == again
-    assert [one.step for _, one in manifests.list_kept_evaluations(paths, "valid")] == [
-        10,
-        10,
-        20,
-    ]
+    assert [one.step for _, one in manifests.list_kept_evaluations(paths, "valid")] == [10, 10, 20]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b'{"format": 3, "everything": "else"}', "format 3; this version reads format 2"),
+        (b'{"format": 2}', "cannot be read"),
+        (b"\xff", "cannot be read"),
+    ],
+)
+def test_what_cannot_be_read_is_told(tmp_path: Path, content: bytes, said: str) -> None:
+    (tmp_path / CHECKPOINT_INDEX_FILE).write_bytes(content)
+    with pytest.raises(ShardError, match=said):
+        read_checkpoint_index(tmp_path)

@@ -68,9 +68,7 @@ def test_a_port_that_others_reach_asks_for_the_key_of_the_run(tmp_path: Path) ->
     assert paths.metrics_key.stat().st_mode & 0o777 == 0o600
 
 
-def test_what_cannot_be_served_does_not_stop_the_process(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_process_goes_on_unserved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     paths = RunPaths(tmp_path)
     with serve_process_metrics(paths, "cell-0", "driver", "192.0.2.1"):  # of no machine
         pass

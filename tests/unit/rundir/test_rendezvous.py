@@ -69,9 +69,7 @@ def test_roles_that_start_at_once_share_one_key(tmp_path: Path) -> None:
         ("k" * 40, 0o660, "expected mode 0600, got 0660"),
     ],
 )
-def test_an_admin_key_that_protects_nothing_is_refused(
-    tmp_path: Path, key: str, mode: int, complaint: str
-) -> None:
+def test_an_open_admin_key_is_refused(tmp_path: Path, key: str, mode: int, complaint: str) -> None:
     path = tmp_path / "admin.key"
     path.write_text(key)
     path.chmod(mode)

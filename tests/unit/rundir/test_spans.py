@@ -84,9 +84,7 @@ def test_what_lasts_is_seen_before_it_ends(tmp_path: Path, monkeypatch: pytest.M
     assert get_statuses()[2] == "ok"
 
 
-def test_files_of_a_process_stay_within_their_bound_and_keep_the_newest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_keep_the_newest_in_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("areal_hpc.rundir.telemetry.spans.STORAGE_LOOK_INTERVAL_S", 0.0)
     paths = make_paths(tmp_path)
     path, bound = paths.spans("cell-0-proxy"), 20_000

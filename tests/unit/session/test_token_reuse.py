@@ -1,12 +1,21 @@
-"""A request that extends another re-uses its tokens; what the model read is never guessed."""
+"""A request that extends another re-uses its tokens; what makes no difference to messages."""
+
+from typing import Any
 
 import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from areal_hpc.session.call_records import find_interaction_defect
 from areal_hpc.session.chat_template import ChatTemplate, Message
+from areal_hpc.session.message_matching import (
+    find_differing_field,
+    normalize_chat_message,
+    strip_volatile_lines,
+)
 from areal_hpc.session.text_after_reply import REPLY_MARK
-from areal_hpc.session.tree import InteractionTree, unpack_ids
+from areal_hpc.session.tree import InteractionTree, pack_counts_as_uint16, pack_ids, unpack_ids
 from tests.support.chatml import CHATML
 from tests.support.prompt_audit import prompt_ids
 from tests.unit.session.model_stub import ENCODER, TEMPLATE, assistant, say, turn, user
@@ -102,3 +111,94 @@ def test_user_text_that_looks_like_the_placeholder_costs_only_the_splice() -> No
     second = say(tree, history, "two")
     assert second.reuse == "retokenized"
     assert prompt_ids(tree, second) == rendered_ids(history)
+
+
+def call(arguments: str) -> object:
+    return normalize_chat_message(
+        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+    )["tool_calls"][0]["function"]["arguments"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "value"),
+    [
+        ('{"x": 1}', {"x": 1}),
+        ('{ "x":1 }', {"x": 1}),
+        ('{"x": "12345678901234567890"}', {"x": "12345678901234567890"}),
+        ('{"x": 12345678901234567890123}', '{"x": 12345678901234567890123}'),
+        ('{"x": NaN}', '{"x": NaN}'),
+        ('{"x": "\\ud800"}', '{"x": "\\ud800"}'),
+        ("[" * 100_000, "[" * 100_000),
+        ("[" * 5000 + "]" * 5000, "[" * 5000 + "]" * 5000),
+        ('{"x": 1', '{"x": 1'),
+    ],
+)
+def test_arguments_are_values_that_a_journal_can_hold(arguments: str, value: object) -> None:
+    assert call(arguments) == value
+    msgspec.msgpack.encode(call(arguments))
+
+
+def test_a_billing_line_is_taken_away_and_nothing_else() -> None:
+    line = "x-anthropic-billing-header: cc_version=2.1; cch=1a2b3;\n"
+    assert strip_volatile_lines(line + "You help.\n  Well.") == "You help.\n  Well."
+    assert strip_volatile_lines(line.strip()) == ""
+    kept = "Say x-anthropic-billing-header: when asked."
+    assert strip_volatile_lines(kept) == kept
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "is_same"),
+    [
+        ("call-1", {"x": 1, "all": False}, True),
+        ("call-1", {"x": 1}, True),
+        ("call-1", {"x": 2, "all": False}, False),
+        ("call-1", {"all": False}, False),
+        ("call-2", {"x": 1, "all": False}, False),  # another call
+    ],
+)
+def test_a_call_may_gain_arguments(name: str, arguments: dict[str, object], is_same: bool) -> None:
+    def reply(name: str, arguments: dict[str, object]) -> dict[str, Any]:
+        function = {"name": "edit", "arguments": arguments}
+        call = {"type": "function", "id": name, "function": function}
+        return normalize_chat_message({"role": "assistant", "tool_calls": [call]})
+
+    differing = find_differing_field(reply("call-1", {"x": 1}), reply(name, arguments))
+    assert differing == (None if is_same else "tool_calls")
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "user", "content": [{"type": "text", "text": "parts, as a normalizer may make"}]},
+        {"role": "user", "content": None},
+        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]},
+        {"role": "tool", "content": "7", "tool_call_id": "c", "more": {"of": "the user's own"}},
+    ],
+)
+def test_messages_that_can_be_compared_are_sound(message: dict[str, Any]) -> None:
+    call = say(InteractionTree(), [user("hi")], "hello")
+    odd = msgspec.structs.replace(call, new_messages=[message])
+    tree = InteractionTree()
+    assert find_interaction_defect(odd, tree) is None
+    tree.add(odd)
+    other = msgspec.structs.replace(odd, interaction_id="other", reply=message)
+    assert find_interaction_defect(other, tree) is None
+    tree.add(other)
+
+
+@pytest.mark.parametrize(
+    ("places", "first", "is_sound"),
+    [(0, 0, True), (-1, 0, False), (0, 1, False)],
+    ids=["sound", "a place too few", "without the first token itself"],
+)
+def test_masks_are_noted_of_every_token(places: int, first: int, is_sound: bool) -> None:
+    call = say(InteractionTree(), [user("hi")], "hello")
+    ids = unpack_ids(call.output_ids).tolist()
+    odd = msgspec.structs.replace(
+        call,
+        kept_counts=pack_counts_as_uint16([1] * (len(ids) + places)),
+        kept_ids=pack_ids([ids[0] + first, *ids[1:]]),
+    )
+    defect = find_interaction_defect(odd, InteractionTree())
+    assert (defect is None) is is_sound
+    assert is_sound or "sampling mask" in str(defect)

@@ -91,9 +91,7 @@ def test_a_text_that_a_client_writes_beside_our_calls_is_read() -> None:
         pytest.param([calls("b"), result("b"), calls("a"), result("a")], id="last first"),
     ],
 )
-def test_results_of_parallel_calls_are_read_in_the_order_of_the_calls(
-    history: list[Message],
-) -> None:
+def test_results_of_parallel_calls_are_read_in_order_of_the_calls(history: list[Message]) -> None:
     tree = play(([ASKED], calls("a", "b")))
     turn = go_on(tree, ASKED, *history)
     assert (turn.reuse, turn.new_messages) == ("reused", [result("a"), result("b")])
@@ -155,7 +153,5 @@ def test_what_a_client_rewrites_is_read_as_it_says(history: list[Message], chang
         ([result("c"), calls("a"), result(None, "x")], [UNANSWERED_CALL, UNKNOWN_CALL, MISSING_ID]),
     ],
 )
-def test_results_and_calls_without_a_partner_are_named(
-    history: list[Message], found: list[str]
-) -> None:
+def test_lone_results_and_calls_are_named(history: list[Message], found: list[str]) -> None:
     assert sorted(list_unpaired(history)) == sorted(found)

@@ -51,9 +51,7 @@ def flip(path: Path, position: int) -> None:
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.floats(0, 1, exclude_max=True))
-def test_a_flipped_bit_anywhere_is_refused(
-    paths: RunPaths, shard: SealedShard, fraction: float
-) -> None:
+def test_any_flipped_bit_is_refused(paths: RunPaths, shard: SealedShard, fraction: float) -> None:
     """In metadata too, which no trainer reads: nobody knows what else the storage changed."""
     position = int(shard.bytes * fraction)
     path = paths.shards_dir / shard.file
@@ -128,9 +126,7 @@ def test_what_lies_in_a_shards_place_is_one_kind_of_error(
 
 
 @pytest.mark.parametrize("name", ["../../etc/passwd", "cell-0-000000.h5.tmp", "cell-0-000077.h5"])
-def test_a_name_that_is_no_sealed_shard_is_refused(
-    shard: SealedShard, shards: CheckedShards, name: str
-) -> None:
+def test_a_wrong_name_is_refused(shard: SealedShard, shards: CheckedShards, name: str) -> None:
     with pytest.raises(ShardError, match=r"the name of a shard|the index has no line"):
         read(shards, name)
 
@@ -173,9 +169,7 @@ def test_data_of_other_files_is_refused(
 
 
 @given(st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), min_size=1))
-def test_a_reader_of_a_damaged_file_raises_one_type_of_error(
-    damage: list[tuple[float, int]],
-) -> None:
+def test_a_reader_of_damaged_files_has_one_type_of_error(damage: list[tuple[float, int]]) -> None:
     """Without the index, as `areal-hpc shards show FILE`: only a digest would see the rest."""
     with tempfile.TemporaryDirectory() as folder:
         paths = RunPaths(Path(folder))

@@ -1,6 +1,8 @@
 import dataclasses
 import os
+import stat
 import tempfile
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,10 +14,13 @@ from hypothesis import strategies as st
 
 from areal_hpc.errors import ClusterError, ShardError
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.shards.disk_io import Buffer, write_all
 from areal_hpc.shards.index import locate_tickets, read_index
+from areal_hpc.shards.journal import JournalRecord, JournalWriter, read_journal
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.shards.verify import verify_run
 from areal_hpc.wire.trajectory import SamplingMask, TrajectoryRow
+from tests.support.full_disk import full_disk
 from tests.support.sample_trajectories import fields, seal_in, ticket, trajectories, trajectory
 
 
@@ -153,7 +158,7 @@ def test_two_live_writers_of_one_name_never_overwrite_each_other(paths: RunPaths
 
 
 def test_what_is_unsound_empty_or_badly_named_is_refused_unwritten(paths: RunPaths) -> None:
-    """`tests/unit/test_trajectory.py` has all that makes a row unsound."""
+    """`tests/unit/test_wire.py` has all that makes a row unsound."""
     unsound = dataclasses.replace(trajectory(3), reward=float("nan"))
     with pytest.raises(ValueError, match=r"row 1, of ticket 3: expected .*, got nan"):
         seal_in(paths, [trajectory(), unsound])
@@ -216,3 +221,150 @@ def test_columns_that_contradict_one_another_are_an_error(
         file[name] = content
     with pytest.raises(ShardError, match=complaint):
         ShardReader(path)
+
+
+def test_buffers_of_any_type_lie_one_after_another(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT)
+    buffers: list[Buffer] = [b"ab", np.array([], "<i4"), np.array([1, 2], "<i4"), memoryview(b"c")]
+    assert write_all(descriptor, buffers) == 11
+    assert write_all(descriptor, [b"X"] * 3000, offset=20) == 3000
+    os.close(descriptor)
+    start = b"ab\x01\0\0\0\x02\0\0\0c"
+    assert path.read_bytes() == start.ljust(20, b"\0") + b"X" * 3000
+
+
+def test_a_write_that_the_kernel_shortens_goes_on_where_it_stopped() -> None:
+    # Linux takes less than 2 GiB at a time. Zeros that nobody touches need no memory.
+    most_bytes = 0x7FFFF000
+    content = np.zeros(most_bytes + 12345, np.uint8)
+    descriptor = os.open("/dev/null", os.O_WRONLY)
+    assert os.writev(descriptor, [content.data]) == most_bytes
+    assert write_all(descriptor, [b"head", content, b"tail"]) == len(content) + 8
+    os.close(descriptor)
+
+
+def test_what_does_not_fit_is_an_error_even_when_some_of_it_did(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT)
+    with full_disk(100), pytest.raises(OSError, match="File too large"):
+        write_all(descriptor, [b"x" * 60, b"y" * 60])
+    os.close(descriptor)
+    assert path.stat().st_size == 100
+
+
+RECORDS = st.lists(
+    st.builds(JournalRecord, st.integers(0, 2**32 - 1), st.binary(max_size=200)), max_size=8
+)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "node" / "cell-0.journal"
+
+
+@pytest.fixture
+def writer(path: Path) -> Iterator[JournalWriter]:
+    path.parent.mkdir()
+    path.with_name(path.name + ".new").write_bytes(b"half a rotation that crashed")
+    opened = JournalWriter(path, sync_interval_s=0.001)
+    yield opened
+    opened.close()
+
+
+def write(path: Path, records: list[JournalRecord]) -> None:
+    writer = JournalWriter(path, sync_interval_s=10)
+    for record in records:
+        writer.append(record.kind, record.payload)
+    for _ in range(2):  # the second time is harmless
+        writer.close()
+
+
+def read(path: Path) -> list[JournalRecord]:
+    return list(read_journal(path))
+
+
+@given(RECORDS.filter(bool), RECORDS, st.data())
+def test_a_journal_cut_anywhere_yields_its_whole_records_and_goes_on(
+    records: list[JournalRecord], more: list[JournalRecord], data: st.DataObject
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "journal"
+        write(path, records)
+        assert read(path) == records
+        cut = data.draw(st.integers(0, path.stat().st_size))
+        os.truncate(path, cut)
+        kept = read(path)
+        whole_bytes = sum(record.size_bytes for record in kept)
+        assert kept == records[: len(kept)]
+        assert whole_bytes <= cut
+        assert len(kept) == len(records) or cut < whole_bytes + records[len(kept)].size_bytes
+        write(path, more)
+        assert read(path) == kept + more
+        assert path.stat().st_size == sum(record.size_bytes for record in kept + more)
+
+
+@given(RECORDS.filter(bool), st.data())
+def test_flipped_bits_lose_the_record(records: list[JournalRecord], data: st.DataObject) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "journal"
+        write(path, records)
+        content = bytearray(path.read_bytes())
+        content[data.draw(st.integers(0, len(content) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+        path.write_bytes(content)
+        kept = read(path)
+        assert kept == records[: len(kept)]
+        assert len(kept) < len(records)
+
+
+def test_a_journal_has_one_owner_and_one_writer(path: Path, writer: JournalWriter) -> None:
+    for _ in range(2):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        with pytest.raises(ClusterError, match="another process writes this journal"):
+            JournalWriter(path, sync_interval_s=0.01)
+        writer.compact(lambda record: True)
+
+
+def test_rotation_keeps_what_is_needed_in_order(path: Path, writer: JournalWriter) -> None:
+    for number in range(6):
+        writer.append(number, b"%d" % number)
+    writer.compact(lambda record: record.kind % 2 == 1)
+    writer.append(9, b"later")
+    assert [record.kind for record in read(path)] == [1, 3, 5, 9]
+    assert writer.journal_size_bytes == path.stat().st_size
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+
+
+def test_records_appended_during_a_rotation_are_kept(path: Path, writer: JournalWriter) -> None:
+    writer.append(0, b"settled")
+
+    def drop_and_append(record: JournalRecord) -> bool:
+        writer.append(1, b"while rotating")
+        return False
+
+    writer.compact(drop_and_append)
+    assert read(path) == [JournalRecord(1, b"while rotating")]
+
+
+def test_a_full_disk_leaves_the_journal_whole(path: Path, writer: JournalWriter) -> None:
+    writer.append(1, b"whole")
+    with full_disk(1000), pytest.raises(ClusterError, match="cannot write the journal"):
+        writer.append(2, b"x" * 5000)
+    writer.append(3, b"room again")
+    assert [record.kind for record in read(path)] == [1, 3]
+    assert writer.journal_size_bytes == path.stat().st_size
+
+
+def test_threads_never_mix_their_records(path: Path, writer: JournalWriter) -> None:
+    def append_many(kind: int) -> None:
+        for number in range(50):
+            writer.append(kind, b"%d" % number * 100)
+
+    with ThreadPoolExecutor(4) as pool:
+        appended = pool.map(append_many, range(4))
+        writer.compact(lambda record: True)
+    assert [*appended] == [None] * 4
+    records = read(path)
+    for kind in range(4):
+        own = [record.payload for record in records if record.kind == kind]
+        assert own == [b"%d" % number * 100 for number in range(50)]

@@ -53,9 +53,7 @@ def test_an_orphan_is_reported_and_repaired_once(paths: RunPaths) -> None:
     assert verify_run(paths).problems == []
 
 
-def test_repair_removes_half_written_shards_and_leaves_alone_but_names_what_cannot_be_read(
-    paths: RunPaths, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_repair_removes_halves_alone(paths: RunPaths, caplog: pytest.LogCaptureFixture) -> None:
     before = read_index(paths.shard_index_dir)
     partial = paths.shards_dir / "cell-0-000002.h5.tmp"
     partial.write_bytes(b"half")

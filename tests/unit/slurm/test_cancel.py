@@ -100,9 +100,7 @@ def test_an_outage_is_no_part_of_the_grace(slurm: ScriptedSlurm, clock: Clock) -
     assert "scancel 7" in calls, "what does not end by itself is cancelled before it is reported"
 
 
-def test_a_signal_that_slurm_did_not_take_is_sent_again_before_any_scancel(
-    slurm: ScriptedSlurm, clock: Clock
-) -> None:
+def test_a_lost_signal_is_sent_again_before_any_scancel(slurm: ScriptedSlurm, clock: Clock) -> None:
     """Each time Slurm takes a third of the grace to say which jobs there are."""
     slurm.answer("scancel", f"{SILENT_AT_FIRST}\n{END_IF_TERMINATED}")
     said: list[str] = []
@@ -153,9 +151,7 @@ def test_the_command_waits_as_long_as_jobs_give_themselves(
 
 
 @pytest.mark.usefixtures("clock")
-def test_with_now_jobs_are_cancelled_at_once_and_told_to_save_nothing(
-    slurm: ScriptedSlurm, tmp_path: Path
-) -> None:
+def test_with_now_jobs_are_cancelled_and_save_nothing(slurm: ScriptedSlurm, tmp_path: Path) -> None:
     paths = make_run(tmp_path)
     slurm.answer("scancel", ": > $STATE")
     assert exit_code_of("cancel", paths.root, "--now") == 0

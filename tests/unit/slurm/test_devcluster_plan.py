@@ -9,12 +9,7 @@ import pytest
 
 from areal_hpc.errors import RecipeError
 from slurm.devcluster.paths import DevclusterPaths
-from slurm.devcluster.plan import (
-    DevclusterPlan,
-    DevclusterSettings,
-    HostFacts,
-    plan_devcluster,
-)
+from slurm.devcluster.plan import DevclusterPlan, DevclusterSettings, HostFacts, plan_devcluster
 
 PATHS = DevclusterPaths(Path("/run/dev"))
 FACTS = HostFacts(

@@ -1,4 +1,4 @@
-"""A submission whose answers are lost, and what a user's own variables change."""
+"""A submission whose answers are lost, and who waits for a job that has a new number."""
 
 from pathlib import Path
 
@@ -7,7 +7,12 @@ import pytest
 from areal_hpc.errors import SlurmNotFoundError, SlurmTimeoutError
 from areal_hpc.slurm import script_submission
 from areal_hpc.slurm.commands import run_slurm_command
-from areal_hpc.slurm.script_submission import JobIdentity, is_temporary_refusal, submit_script
+from areal_hpc.slurm.script_submission import (
+    JobIdentity,
+    is_temporary_refusal,
+    rewrite_dependency,
+    submit_script,
+)
 from tests.support.scripted_slurm import ScriptedSlurm
 
 SILENCE = "echo sbatch: error: Batch job submission failed: Socket timed out >&2; exit 1"
@@ -30,9 +35,7 @@ def test_a_submission_that_only_squeue_answers_is_given_up_in_time(slurm: Script
     assert submit_script(Path("job.sbatch"), IDENTITY, timeout_s=0.0) == "8", "it was accepted"
 
 
-def test_filters_of_a_user_hide_no_job(
-    slurm: ScriptedSlurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_users_filters_hide_no_job(slurm: ScriptedSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
     told = {
         "SQUEUE_PARTITION": "debug",
         "SCANCEL_STATE": "PENDING",
@@ -81,3 +84,17 @@ POLICY = (
 )
 def test_a_limit_of_jobs_passes_by_itself_and_others_do_not(said: str, is_temporary: bool) -> None:
     assert is_temporary_refusal(said) == is_temporary
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("afterok:12", "afterok:99"),
+        ("afterok:120,afterany:12", "afterok:120,afterany:12"),
+        ("afterok:7,afterok:12", "afterok:7,afterok:99"),
+        ("afternotok:12,afterok:12", "afternotok:12,afterok:99"),
+        ("", ""),
+    ],
+)
+def test_only_the_old_number_of_a_dependency_changes(before: str, after: str) -> None:
+    assert rewrite_dependency(before, "12", "99") == after

@@ -13,14 +13,8 @@ from hypothesis import strategies as st
 
 import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
 from areal_hpc.recipe.sections.trainer import ObjectiveConfig, OverlongConfig
-from areal_hpc.trainer.batch.training_rows import (
-    ADVANTAGE_CHANNEL,
-    SCALE_CHANNEL,
-    build_rows,
-)
-from areal_hpc.trainer.objective.reply_credit import (
-    compute_overlong_penalty,
-)
+from areal_hpc.trainer.batch.training_rows import ADVANTAGE_CHANNEL, SCALE_CHANNEL, build_rows
+from areal_hpc.trainer.objective.reply_credit import compute_overlong_penalty
 from areal_hpc.wire.proxy import ExportSettings
 from areal_hpc.wire.trajectory import TrajectoryRow
 from areal_hpc.wire.weight_version import GenerationFork, WeightVersion
@@ -211,10 +205,7 @@ def test_advantages_equal_the_reference_however_rows_are_packed(
 def test_a_nearly_equal_group_does_not_explode() -> None:
     """Rows (1, 0) and (.5, .5003) of two episodes had advantages of 4,713."""
     batch = [
-        [
-            [MadeUpTurn(9, 1.0), MadeUpTurn(9, 0.0)],
-            [MadeUpTurn(9, 0.5), MadeUpTurn(9, 0.5003)],
-        ]
+        [[MadeUpTurn(9, 1.0), MadeUpTurn(9, 0.0)], [MadeUpTurn(9, 0.5), MadeUpTurn(9, 0.5003)]]
     ]
     for credit in ("episode", "turn"):
         rows = build_batch(batch, ExportSettings("individual"))

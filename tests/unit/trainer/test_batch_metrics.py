@@ -1,13 +1,27 @@
-"""What a batch's rows say of its rewards, groups and replies."""
+"""What is told of a batch's rows, of an update and of its GPUs; alerts over restarts."""
 
+import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
+import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
+from areal_hpc.metrics.step_metrics import find_best_step, read_metrics
+from areal_hpc.metrics.writer import (
+    MetricsWriter,
+    replace_non_finite_by_none,
+    summarize_newest_weight_update_pause,
+)
+from areal_hpc.recipe.sections.alerts import AlertsConfig
 from areal_hpc.recipe.sections.trainer import ObjectiveConfig
 from areal_hpc.rundir.checkpoints import RewardRange
+from areal_hpc.rundir.jsonl import JsonMetricRow, append_line, read_readable_records
+from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.telemetry.events import EventLog
 from areal_hpc.trainer.batch.batch_metrics import (
     REPETITION_TAIL_TOKENS,
     EpisodeRecord,
@@ -20,7 +34,12 @@ from areal_hpc.trainer.batch.batch_metrics import (
     summarize_rewards,
 )
 from areal_hpc.trainer.batch.training_rows import build_rows, measure_share_of_idle_groups
+from areal_hpc.trainer.loop.step_record import AlertReporter, StepRecord
+from areal_hpc.trainer.model.families.architecture import Architecture, MoeConfig
+from areal_hpc.trainer.model.memory_estimate import count_model_parameters
+from areal_hpc.trainer.model.utilization import count_training_flops, find_peak_flops_per_s
 from areal_hpc.wire.agent_reward import Reward
+from areal_hpc.wire.replicas import UpdatePauseStats
 from areal_hpc.wire.trajectory import CallRecord, RowRecord, TrajectoryRow
 from areal_hpc.wire.weight_version import GenerationFork, WeightVersion
 from tests.support.sample_trajectories import plain_row
@@ -169,3 +188,191 @@ def test_parts_and_metrics_of_rewards_are_means_over_the_episodes_that_have_them
     )
     assert found["reward/part/format"] == pytest.approx((0.5 + 0.3) / 2)
     assert found["reward/metric/tool_errors"] == 2.0
+
+
+DENSE = Architecture("qwen2", 3, 8, 4, 2, 2, 16, 100, 1e-6, 1e4, None, tied=True)
+MIXTURE = Architecture(
+    "qwen3_moe", 3, 8, 4, 2, 2, 16, 100, 1e-6, 1e4, None, tied=True,
+    experts=MoeConfig(8, 2, 6, norm_weights=True),
+)  # fmt: skip
+QKV_AND_OUT = 8 * 8 + 2 * 4 * 8 + 8 * 8
+
+
+def test_a_dense_network() -> None:
+    weights = 3 * (QKV_AND_OUT + 3 * 8 * 16)
+    attention = 3 * (4 * 2) * (5 * 5 + 7 * 7)
+    expected = 3 * (2 * weights * 12 + 2 * 100 * 8 * 4 + 2 * attention)
+    assert count_training_flops(DENSE, [5, 7], 4) == expected
+
+
+def test_of_a_mixture_the_experts_that_a_token_visits_count() -> None:
+    weights = 3 * (QKV_AND_OUT + 8 * 8 + 2 * 3 * 8 * 6)
+    assert count_training_flops(MIXTURE, [1], 0) == 3 * (2 * weights + 2 * 3 * 8)
+
+
+def test_short_rows_of_a_known_model_take_six_operations_a_weight() -> None:
+    arch = Architecture("qwen3", 36, 4096, 32, 8, 128, 12288, 151936, 1e-6, 1e6, None, tied=False)
+    assert count_model_parameters(arch) == 8_190_735_360  # as its authors publish
+    # 8.19e9 weights, of which the embedding, 0.62e9, is looked up.
+    assert count_training_flops(arch, [100], 100) == pytest.approx(6 * 7.57e9 * 100, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "name", ["AMD Instinct MI300X", "NVIDIA RTX A1000", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"]
+)
+def test_no_peak_is_made_up(name: str) -> None:
+    assert find_peak_flops_per_s(name) is None
+
+
+def write_losses(path: Path) -> MetricsWriter:
+    """Those of five steps, which are their numbers."""
+    writer = MetricsWriter(path, None, 0)
+    for step in range(5):
+        writer.write(step, {"loss": float(step)})
+    return writer
+
+
+def test_steps_after_the_checkpoint_are_removed(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write_losses(path)
+    resumed = MetricsWriter(path, None, 3)
+    assert resumed.reopened == {"loss": 3.0}
+    resumed.write(3, {**resumed.reopened, "eval/reward": 0.5})
+    resumed.write(4, {"loss": 40.0})
+    assert read_readable_records(path) == [
+        {"step": 0, "loss": 0.0},
+        {"step": 1, "loss": 1.0},
+        {"step": 2, "loss": 2.0},
+        {"step": 3, "loss": 3.0, "eval/reward": 0.5},
+        {"step": 4, "loss": 40.0},
+    ]
+
+
+def test_a_late_evaluation_belongs_to_its_own_step_and_survives_a_resume(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    first = write_losses(path)
+    assert first.judged_step == -1
+    first.write(1, {"eval/reward": 0.25})
+    first.write(3, {"eval/reward": 0.5})
+    first.write(4, {"eval/reward": 0.75})
+    assert [line["step"] for line in read_readable_records(path)] == [0, 1, 2, 3, 4, 1, 3, 4]
+    expected = [
+        {"step": 0, "loss": 0.0},
+        {"step": 1, "loss": 1.0, "eval/reward": 0.25},
+        {"step": 2, "loss": 2.0},
+        {"step": 3, "loss": 3.0, "eval/reward": 0.5},
+    ]
+    assert read_metrics(path) == [*expected, {"step": 4, "loss": 4.0, "eval/reward": 0.75}]
+    resumed = MetricsWriter(path, None, 3)
+    assert resumed.judged_step == 3
+    assert resumed.reopened == {"loss": 3.0, "eval/reward": 0.5}
+    assert read_readable_records(path) == expected[:3]
+    assert MetricsWriter(path, None, 2).judged_step == 1
+
+
+def test_numbers_that_are_not_finite_are_null_on_disk(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsWriter(path, tmp_path / "board", 0)
+    line: JsonMetricRow = {
+        "nan": math.nan,
+        "inf": -math.inf,
+        "loss": 1.5,
+        "version": "1.2",
+        "tokens": 3,
+    }
+    log.write(1, line)
+    log.close()
+    known = {"loss": 1.5, "version": "1.2", "tokens": 3}
+    assert read_readable_records(path) == [{"step": 1, "nan": None, "inf": None, **known}]
+    # A checkpoint carries a line in its own codec, and must be able to read it again.
+    assert msgspec.json.decode(
+        msgspec.json.encode(line), type=JsonMetricRow
+    ) == replace_non_finite_by_none(line)
+
+
+def test_lines_that_follow_a_checkpoint_wait_until_it_is_durable(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsWriter(path, None, 0)
+    log.write(1, {"loss": 1.0})
+    log.hold_back_lines()
+    log.write(2, {"loss": 2.0})
+    log.write(3, {"loss": 3.0})
+    assert [line["step"] for line in read_readable_records(path)] == [1]
+    log.write_held_lines()
+    log.write(4, {"loss": 4.0})
+    assert [line["step"] for line in read_readable_records(path)] == [1, 2, 3, 4]
+
+
+def test_stalls_are_those_of_the_newest_version_over_all_replicas() -> None:
+    pauses = [
+        UpdatePauseStats("1.9", 9.0, 8.0),
+        UpdatePauseStats("1.10", 0.5, 0.1),
+        UpdatePauseStats("1.10", 0.7, 0.3),
+        UpdatePauseStats("", 5.0, 5.0),
+    ]
+    assert summarize_newest_weight_update_pause(pauses) == {
+        "weights/generation_pause_version": "1.10",
+        "weights/generation_pause_s": 0.7,
+    }
+    assert summarize_newest_weight_update_pause([]) == {}
+
+
+def test_the_best_step_is_the_latest_of_the_highest_among_those_asked(tmp_path: Path) -> None:
+    path, name = tmp_path / "metrics.jsonl", "evaluation/aime/pass@8"
+    for step, value in ((1, 0.9), (2, 0.5), (3, 0.5), (4, None), (5, 0.2)):
+        append_line(path, {"step": step, name: value})
+    append_line(path, {"step": 6, "loss": 1.0})
+    assert find_best_step(path, "aime/pass@8", [2, 3, 4, 5, 6]) == 3
+    assert find_best_step(path, "aime/pass@8", [1, 2]) == 1
+    assert find_best_step(path, "aime/pass@8", [4, 6, 7]) is None
+    assert find_best_step(path, "", [1, 2]) is None
+
+
+CUT = {"reply/cut_fraction": 0.5}
+
+
+def start(paths: RunPaths, resume_step: int) -> tuple[MetricsWriter, AlertReporter]:
+    """What a start of the trainer that goes on after `resume_step` makes."""
+    metrics = MetricsWriter(paths.metrics, None, resume_step)
+    reopened: JsonMetricRow = {"step": resume_step, **metrics.reopened} if metrics.reopened else {}
+    events = EventLog(paths.events, "trainer")
+    return metrics, AlertReporter(AlertsConfig(), paths, events, reopened)
+
+
+def train(trainer: tuple[MetricsWriter, AlertReporter], first: int, *rows: dict[str, Any]) -> None:
+    metrics, reporter = trainer
+    for step, row in enumerate(rows, start=first):
+        metrics.write(step, {"episodes": 4, **row})
+        reporter.report_new_alerts({"step": step, "episodes": 4, **row})
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [([{}, {}, CUT], [CUT, {}]), ([{}, CUT, {}], [{}, CUT]), ([CUT, {}, {}], [{}, {}, CUT])],
+)
+def test_a_restart_tells_no_alert_again(
+    tmp_path: Path, before: list[dict[str, Any]], after: list[dict[str, Any]]
+) -> None:
+    paths = RunPaths(tmp_path)
+    train(start(paths, 0), 1, *before)
+    assert len(read_readable_records(paths.events)) == 1
+    train(start(paths, len(before)), len(before), *after)  # the step of the checkpoint comes again
+    assert len(read_readable_records(paths.events)) == 1
+
+
+def test_an_alert_that_begins_after_a_restart_is_told(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    train(start(paths, 0), 1, {}, {})
+    train(start(paths, 2), 2, {}, CUT, CUT)
+    assert [event["step"] for event in read_readable_records(paths.events)] == [3]
+
+
+def test_a_step_that_a_resume_opens_again_keeps_its_own_times(tmp_path: Path) -> None:
+    metrics = MetricsWriter(tmp_path / "metrics.jsonl", None, 0)
+    old = {"time/step_s": 2.0, "time/batch_wait_s": 1.0}
+    record = StepRecord(metrics, WeightVersion(2, 5), dict(old))
+    record.timer.add_seconds("cell_wait", 52.0)  # SGLang's start in the new launch
+    record.write_row_once({})
+    (row,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert {name: value for name, value in row.items() if name.startswith("time/")} == old
+    assert row["limit"] == "generation"

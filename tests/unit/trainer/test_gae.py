@@ -138,9 +138,7 @@ def test_rows_decide_nothing(groups: list[list[list[MadeUpTurn]]], unit: str, cr
 
 
 @given(groups=BATCHES, credit=st.sampled_from(["episode", "turn"]))
-def test_without_discount_a_value_is_a_baseline(
-    groups: list[list[list[MadeUpTurn]]], credit: str
-) -> None:
+def test_a_value_may_be_a_baseline(groups: list[list[list[MadeUpTurn]]], credit: str) -> None:
     """With a critic that says nothing, what a reply earned; else as much less, also in a tree."""
     rows = build_batch(groups, ExportSettings())
     earned = estimate(
@@ -209,9 +207,7 @@ def measure_bias(task: ToyTask, critic: Any, gae_lambda: float, credit: str = "t
 
 @pytest.mark.parametrize("kind", ["graded", "turn"])
 @pytest.mark.parametrize("credit", ["episode", "turn"])
-def test_a_critic_that_is_wrong_does_no_harm_where_all_that_came_after_counts(
-    kind: str, credit: str
-) -> None:
+def test_a_wrong_critic_does_no_harm_where_all_that_came_counts(kind: str, credit: str) -> None:
     task = make_task(list_linear_episodes(1, kind), make_policy(1))
     wrong = np.random.default_rng(4).normal(size=CONTEXTS)
     assert measure_bias(task, wrong, 1.0, credit) <= 1e-9

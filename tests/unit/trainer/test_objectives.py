@@ -105,9 +105,7 @@ def test_loss_and_gradient_equal_the_reference(
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS, ids=lambda one: one["loss_agg"])
 @pytest.mark.parametrize("parts", [2, 3, 5])
-def test_the_mean_of_the_minibatch_gradients_is_the_full_one(
-    aggregation: dict[str, Any], parts: int
-) -> None:
+def test_minibatch_gradients_have_the_full_mean(aggregation: dict[str, Any], parts: int) -> None:
     """Each part divided by its own tokens before: a token weighed up to twice another."""
     for surrogate in SURROGATES:
         objective = ObjectiveConfig(**surrogate, **aggregation)

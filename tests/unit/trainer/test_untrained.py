@@ -31,9 +31,7 @@ from tests.support.sample_episodes import MadeUpTurn, build_batch
 
 
 def judge(
-    norms: list[float],
-    step: int,
-    earlier: list[UntrainedBatchPart],
+    norms: list[float], step: int, earlier: list[UntrainedBatchPart]
 ) -> list[UntrainedBatchPart]:
     return record_skipped_steps(
         norms, step, earlier,

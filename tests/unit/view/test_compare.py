@@ -1,13 +1,31 @@
-"""Runs side by side."""
+"""Runs side by side, and evaluations of their steps."""
 
+import json
 from pathlib import Path
 
+import msgspec
+import pytest
 import yaml
 
+from areal_hpc.errors import RecipeError
+from areal_hpc.evaluation.set_metrics import SetSamples, estimate_metrics
 from areal_hpc.rundir.jsonl import append_line
+from areal_hpc.rundir.manifests import EvaluationResult, write_evaluation
 from areal_hpc.rundir.paths import RunPaths, list_runs
 from areal_hpc.rundir.run_recipe import PRIVATE_RECIPE_PLACEHOLDER
 from areal_hpc.slurm.queue import QueuePoller
+from areal_hpc.view.evaluation_report import (
+    EvaluatedSet,
+    EvaluationReport,
+    WrittenEstimate,
+    build_step_report,
+    compare_reports,
+    format_comparison,
+    format_report,
+    list_uncompared_metrics,
+    read_report,
+    write_evaluation_report,
+)
 from areal_hpc.view.state.summary import compare_runs, label_differing_keys
 
 
@@ -98,3 +116,115 @@ def test_of_unlike_runs_the_usual_keys_are_shown_and_the_others_counted(tmp_path
     assert note == "6 more recipe keys differ: --all"
     head, *_ = compare_runs(runs, QueuePoller(), shows_all_keys=True)
     assert len(head.split()) == 5 + 12
+
+
+ASKED = {"valid": (("avg@k",), 1.0), "aime": (("pass@k", "pass@1", "cons@k"), 1.0)}
+
+
+def found_of(root: Path, rewards: list[float], samples: list[list[float]]) -> EvaluationReport:
+    """What a run found of its step 0 on 12 tasks of one sample and two of three."""
+    paths = RunPaths(root)
+    paths.data_dir.mkdir(parents=True)
+    for name, count in (("valid", 12), ("aime", 2)):
+        paths.evaluation_tasks(name).write_text("".join(f'{{"n": {n}}}\n' for n in range(count)))
+        paths.evaluation(0, name).parent.mkdir(exist_ok=True, parents=True)
+    mean = sum(rewards) / len(rewards)
+    write_evaluation(paths, "valid", EvaluationResult(0, 12, mean, rewards, {3: "it fell"}, 1))
+    means = [sum(one) / 3 for one in samples]
+    answers = [["4", "4", "5"], ["7", "", ""]]
+    aime = EvaluationResult(0, 2, sum(means) / 2, means, {}, 1, samples, answers)
+    write_evaluation(paths, "aime", aime)
+    return build_step_report(paths, 0, ASKED)
+
+
+def test_a_report_has_every_number_and_survives_its_file(tmp_path: Path) -> None:
+    report = found_of(tmp_path, [1.0] * 6 + [0.0] * 6, [[1.0, 1.0, 0.0], [0.0, 0.0, 1.0]])
+    write_evaluation_report(RunPaths(tmp_path), report)
+    assert read_report(tmp_path) == report == read_report(RunPaths(tmp_path).evaluation_report)
+    values = {name: one.value for name, one in report.sets["aime"].metrics.items()}
+    assert values == pytest.approx({"avg@3": 0.5, "pass@3": 1.0, "pass@1": 0.5, "cons@3": 0.5})
+    lines = list(format_report(report))
+    assert lines[1].split() == ["valid", "avg@1", "0.500", "[0.224,", "0.776]", "12", "1"]
+    assert "valid: the agent failed on 1 tasks, which count as 0" in lines
+    kept = json.loads(RunPaths(tmp_path).evaluation_report.read_text())
+    assert kept["sets"]["aime"]["samples"] == [[1.0, 1.0, 0.0], [0.0, 0.0, 1.0]]
+
+
+def test_one_task_alone_has_no_bounds_and_its_report_can_be_read_again(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    paths.data_dir.mkdir(parents=True)
+    paths.evaluation_tasks("valid").write_text('{"n": 0}\n')
+    paths.evaluation(0, "valid").parent.mkdir(exist_ok=True, parents=True)
+    write_evaluation(paths, "valid", EvaluationResult(0, 1, 7.0, [7.0], {}, 1))
+    report = build_step_report(paths, 0, {"valid": (("avg@k",), 1.0)})
+    write_evaluation_report(paths, report)
+    assert read_report(tmp_path) == report
+    assert list(format_report(report))[1].split() == [
+        *("valid", "avg@1", "7.000", "[-inf,", "inf]", "1", "1")
+    ]
+    (same,) = compare_reports(report, report)
+    assert same.comparison.verdict == "no difference is shown"
+
+
+def test_two_reports_are_compared_by_task_on_every_metric(tmp_path: Path) -> None:
+    samples = [[1.0, 1.0, 0.0], [0.0, 0.0, 1.0]]
+    before = found_of(tmp_path / "a", [1.0] * 7 + [0.0] * 5, samples)
+    after = found_of(tmp_path / "b", [0.0] * 6 + [1.0] + [0.0] * 5, samples)
+    found = {(one.set_name, one.metric): one for one in compare_reports(before, after)}
+    assert found.keys() == {("valid", "avg@1")} | {
+        ("aime", one) for one in ("avg@3", "pass@3", "pass@1", "cons@3")
+    }
+    worse = found["valid", "avg@1"]
+    assert (worse.comparison.better, worse.comparison.worse) == (0, 6)
+    assert worse.comparison.difference.value == pytest.approx(-0.5)
+    assert worse.comparison.verdict == "worse"
+    assert found["aime", "pass@3"].comparison.verdict == "no difference is shown"
+    table = "\n".join(format_comparison("step 0", "step 20", list(found.values())))
+    assert "-0.500" in table
+    assert "no difference is shown" in table
+
+
+def evaluate(rewards: float, n_samples: int, metrics: tuple[str, ...]) -> EvaluationReport:
+    """What 20 tasks came to, each with samples that all earn the same."""
+    samples = [[rewards] * n_samples] * 20
+    estimates = estimate_metrics(SetSamples(samples), metrics, 1.0)
+    found = {name: WrittenEstimate.from_estimate(one) for name, one in estimates.items()}
+    played = EvaluatedSet("digest", found, samples)
+    return EvaluationReport(f"of {n_samples}", sets={"aime": played})
+
+
+def test_means_of_other_numbers_of_samples_are_compared_and_what_is_not_is_told() -> None:
+    before, after = evaluate(1.0, 8, ("pass@k",)), evaluate(0.0, 4, ("pass@k",))
+    (mean,) = compared = compare_reports(before, after)
+    assert (mean.metric, mean.before, mean.after) == ("avg@4 (avg@8 before)", 1.0, 0.0)
+    assert mean.comparison.verdict == "worse"
+    assert list(list_uncompared_metrics(before, after, compared)) == [
+        "not compared: pass@4 of aime; of 8 has avg@8, pass@8"
+    ]
+    alike = compare_reports(after, after)
+    assert list(list_uncompared_metrics(after, after, alike)) == []
+    assert list(list_uncompared_metrics(msgspec.structs.replace(after, sets={}), after, [])) == [
+        "not compared: avg@4, pass@4 of aime; of 4 was not evaluated on it"
+    ]
+
+
+def test_a_comparison_of_nothing_is_refused() -> None:
+    after = evaluate(0.0, 4, ())
+    nothing = msgspec.structs.replace(after.sets["aime"], metrics={})
+    with pytest.raises(RecipeError, match="of 4 has no number of aime, this avg@4"):
+        compare_reports(msgspec.structs.replace(after, sets={"aime": nothing}), after)
+
+
+def test_other_tasks_and_other_sets_are_not_compared(tmp_path: Path) -> None:
+    samples = [[1.0, 1.0, 0.0], [0.0, 0.0, 1.0]]
+    report = found_of(tmp_path, [1.0] * 12, samples)
+    other = msgspec.structs.replace(report.sets["valid"], tasks_digest="another")
+    with pytest.raises(RecipeError, match="other tasks of valid"):
+        compare_reports(msgspec.structs.replace(report, sets={"valid": other}), report)
+    lenient = msgspec.structs.replace(report.sets["aime"], pass_reward=0.5)
+    with pytest.raises(RecipeError, match=r"passes from a reward of 1\.0 here, and of 0\.5"):
+        compare_reports(msgspec.structs.replace(report, sets={"aime": lenient}), report)
+    with pytest.raises(RecipeError, match="was evaluated on no set"):
+        compare_reports(msgspec.structs.replace(report, sets={}), report)
+    with pytest.raises(RecipeError, match="no results of an evaluation"):
+        read_report(tmp_path / "nothing.json")

@@ -136,9 +136,7 @@ def test_a_trajectory_is_valid_atif_with_the_tokens_of_the_shard(paths: RunPaths
 
 
 @pytest.mark.parametrize("file_format", ["sft", "atif"])
-def test_a_tool_that_several_calls_had_beside_others_stands_once(
-    paths: RunPaths, file_format: ExportFormat
-) -> None:
+def test_a_tool_of_several_calls_stands_once(paths: RunPaths, file_format: ExportFormat) -> None:
     other = {"type": "function", "function": {"name": "stop"}}
     row = conversation()
     first, second = row.record.calls
@@ -174,9 +172,7 @@ def test_messages_of_any_shape_are_exported_and_do_not_move_tokens(paths: RunPat
 
 
 @pytest.mark.parametrize("file_format", ["jsonl", "parquet", "sft", "atif"])
-def test_the_golden_shard_is_exported_and_no_file_is_overwritten(
-    paths: RunPaths, file_format: ExportFormat
-) -> None:
+def test_the_golden_shard_overwrites_no_file(paths: RunPaths, file_format: ExportFormat) -> None:
     path, report = exported(paths, file_format, run=GOLDEN)
     assert report.written > 0
     before = path.read_bytes()

@@ -29,7 +29,7 @@ from areal_hpc.view.state.run_view import RunView
 from areal_hpc.view.state.summary import describe_activity, format_alert
 from areal_hpc.wire.ledger import TicketRef
 from tests.unit.view.run_directory import RunDirectory
-from tests.unit.view.test_diagnosis import AT_WORK, NOW, evidence
+from tests.unit.view.test_situations import AT_WORK, NOW, evidence
 
 ATTACK = "\x1b]52;c;aGk=\x07\x1b[1A\x1b[2K\x9b2J\u202e"
 """Writes the clipboard, deletes the line above, clears the screen, turns the text round."""
@@ -62,9 +62,7 @@ def assert_is_shown_spelled_out(text: str) -> None:
     assert all(one.isprintable() or one == "\n" for one in text)
 
 
-def test_run_tells_of_a_failed_agent_without_obeying_it(
-    paths: RunPaths, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_run_obeys_no_failed_agent(paths: RunPaths, capsys: pytest.CaptureFixture[str]) -> None:
     reporter = PlainReporter(paths, total_steps=3, sft_steps=0)
     record_failure(paths)
     reporter.close()
@@ -114,9 +112,7 @@ def test_an_error_of_a_command_is_spelled_out(capsys: pytest.CaptureFixture[str]
     assert_is_shown_spelled_out(capsys.readouterr().err)
 
 
-def test_audit_spells_out_why_a_ticket_was_dropped(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_audit_spells_out_why_it_drops(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = RunDirectory(tmp_path / "run")
     append_drop(run.paths, DroppedTicket(TicketRef(7, 1), str(make_failure())))
     _audit_tickets(argparse.Namespace(run=run.paths.root, tickets=True))

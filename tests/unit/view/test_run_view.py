@@ -29,10 +29,7 @@ from areal_hpc.view.state.run_view import (
     find_slurm_output_files,
     read_exit_records,
 )
-from areal_hpc.view.state.summary import (
-    describe_idle_time,
-    measure_cell_wait_s,
-)
+from areal_hpc.view.state.summary import describe_idle_time, measure_cell_wait_s
 from tests.support.commands import exit_code_of
 from tests.support.made_run import MadeEpisode, MadeRun
 
@@ -167,9 +164,7 @@ def test_status_why_list_page_report_and_terminal_agree(
     assert seconds == pytest.approx(times.shares["generation"] * times.mean_s)
 
 
-def test_a_run_at_work_here_is_running_wherever_it_is_shown(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_at_work_here_is_running(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = MadeRun(tmp_path)
     with hold_lock(run.paths.lock):
         exit_code_of("status", run.paths.root)
@@ -222,9 +217,7 @@ def write_job(paths: RunPaths, name: str, tasks: int, gpus: int, nodes: int | No
 @pytest.mark.parametrize(
     ("gpus", "expected"), [(0, HeldResources("node", 4, 2, 2)), (2, HeldResources("GPU", 16, 4, 2))]
 )
-def test_what_a_run_holds_is_counted_in_gpus_or_else_in_nodes(
-    gpus: int, expected: HeldResources, tmp_path: Path
-) -> None:
+def test_a_run_holds_gpus_or_else_nodes(gpus: int, expected: HeldResources, tmp_path: Path) -> None:
     paths = MadeRun(tmp_path).paths
     assert RunView(paths).held_resources is None
     write_job(paths, "sft", 8, gpus, 4)

@@ -1,6 +1,7 @@
-"""Why a run is slow: who is to blame in runs with one fault each, and in one without."""
+"""Why a run is slow, in runs with one fault each; the sample runs of docs/diagnosing.md."""
 
 import re
+import tarfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,16 @@ import pytest
 
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.recipe.reference import list_keys
+from areal_hpc.rundir.paths import RunPaths, list_runs
+from areal_hpc.shards.verify import verify_run
+from areal_hpc.view.answers.collapse import diagnose_collapse
 from areal_hpc.view.answers.slow_run import explain_slow_run, measure_mean_step_parts
 from areal_hpc.view.answers.step_change import explain_step_difference
+from areal_hpc.view.audit import audit_run
 from areal_hpc.view.batch_episodes import read_batch_episodes, sum_batch_waits
 from areal_hpc.view.formatting import format_answer
 from areal_hpc.view.transcripts.row_filter import FIELD_NAMES_FOR_HELP, compile_filter
+from tests.support.environments import CHECKOUT
 from tests.support.made_run import MadeEpisode, MadeRun
 from tests.support.package_sources import PACKAGE
 
@@ -45,21 +51,11 @@ LONG_EPISODE = [*PLAIN[:-1], replace(PLAIN[-1], calls=12)]
         (SLOW_TOOL, {}, "tools", "the tool search takes 9.00 s on average"),
         (LONG_EPISODE, {}, "generation", "episode 3 of ticket 3, step 1 on cell-1 (node n02)"),
         (PLAIN, {"phases": {"checkpoint": 9.0}}, "checkpoints", "writing of checkpoints"),
-        (
-            PLAIN,
-            {"phases": {"read": 9.0}},
-            "reading batches",
-            SLOW_STORAGE,
-        ),
+        (PLAIN, {"phases": {"read": 9.0}}, "reading batches", SLOW_STORAGE),
         (PLAIN, {"phases": {"files": 9.0}}, "small files", SLOW_STORAGE),
         (PLAIN, {"phases": {"eval": 9.0}}, "evaluation", "evaluation.every_steps=1"),
         (PLAIN, {"phases": {"score": 9.0}}, "training", ""),
-        (
-            PLAIN,
-            {"sealing_s": 9.0},
-            "sealing",
-            SLOW_STORAGE,
-        ),
+        (PLAIN, {"sealing_s": 9.0}, "sealing", SLOW_STORAGE),
         (PLAIN[:2], {}, "generation", "1.0 calls at once at each replica are few"),
         (
             PLAIN,
@@ -170,3 +166,43 @@ def test_parts_that_wait_for_storage_are_told_together(tmp_path: Path) -> None:
     said = [one.text for one in explain_slow_run(run.paths).findings]
     (together,) = [one for one in said if "wait for the run directory's storage" in one]
     assert "together 1.20 s a step (31%)" in together
+
+
+ARCHIVE, SWITCH_STEP = CHECKOUT / "examples" / "sample_runs.tar.xz", 30
+WALK = (CHECKOUT / "docs" / "diagnosing.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("samples")
+    with tarfile.open(ARCHIVE) as archive:
+        archive.extractall(folder, filter="data")
+    return folder / "sample_runs"
+
+
+def test_the_headlines_are_those_of_the_walk(samples: Path) -> None:
+    answers = (
+        explain_slow_run(RunPaths(samples / "slow")),
+        explain_step_difference(RunPaths(samples / "drop"), SWITCH_STEP),
+        diagnose_collapse(RunPaths(samples / "collapse")),
+    )
+    words = " ".join(WALK.split())
+    assert [one.headline for one in answers if one.headline not in words] == []
+
+
+def test_no_run_shows_the_fault_of_another(samples: Path) -> None:
+    for name in ("slow", "drop"):
+        assert diagnose_collapse(RunPaths(samples / name)).is_well
+    for name in ("drop", "collapse"):
+        assert "is slow" not in explain_slow_run(RunPaths(samples / name)).headline
+
+
+def test_samples_are_small_whole_runs(samples: Path) -> None:
+    assert ARCHIVE.stat().st_size < 3 << 20
+    runs = list_runs(samples)
+    assert [paths.run_name for paths in runs] == [
+        *("sample_runs/collapse", "sample_runs/drop", "sample_runs/slow")
+    ]
+    for paths in runs:
+        assert audit_run(paths).summary_line == "trained_once=160 duplicates=0 lost=0 open=0"
+        assert not verify_run(paths).problems

@@ -56,9 +56,7 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RowIndex]:
         ("__import__('os')", "\"__import__'os'\" is no comparison"),
     ],
 )
-def test_what_is_no_expression_is_refused_with_the_place_and_the_fields(
-    text: str, said: str
-) -> None:
+def test_a_wrong_expression_is_refused_with_the_place_and_the_fields(text: str, said: str) -> None:
     with pytest.raises(RecipeError) as caught:
         compile_filter(text)
     assert said in str(caught.value)
@@ -212,9 +210,7 @@ def test_held_out_and_failed_episodes_are_shown_alike(run: RunPaths) -> None:
     assert failed[-3:] == ["failed", "  no", "    File 'a.py'"]
 
 
-def test_what_a_model_says_does_not_reach_the_terminal_as_control_characters(
-    paths: RunPaths,
-) -> None:
+def test_what_a_model_says_reaches_no_terminal_as_control_characters(paths: RunPaths) -> None:
     seal_in(paths, [conversation(1, 0, "\x1b[2Jgone\u202eabc \u65e5\u672c" + "\u65e5" * 60)])
     lines = shown(paths, "", width=40)
     text = "\n".join(lines)

@@ -1,21 +1,33 @@
+"""An update of all replicas, its buckets, and weights that travel by the disk."""
+
 import dataclasses
+import errno
 import math
+import os
+import resource
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
 
 from areal_hpc.errors import WeightSyncError
 from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.trainer.loop.weight_senders import WeightSenders, choose_sender_ranks
 from areal_hpc.weights.broadcast import choose_group_size, partition_replicas
-from areal_hpc.weights.buckets import TensorSpec
-from areal_hpc.weights.publisher import (
-    MAX_URGENT_RETRY_PAUSE_S,
-    Publisher,
-    UpdateBackoff,
+from areal_hpc.weights.buckets import (
+    BYTES_BY_DTYPE,
+    BucketPlan,
+    OpenBucket,
+    PackingBuffers,
+    TensorSpec,
+    plan_buckets,
 )
+from areal_hpc.weights.disk import WeightsFolder
+from areal_hpc.weights.publisher import MAX_URGENT_RETRY_PAUSE_S, Publisher, UpdateBackoff
 from areal_hpc.weights.replicas import ReplicaKey
 from areal_hpc.weights.update import (
     PROBE_TOKENS,
@@ -25,7 +37,7 @@ from areal_hpc.weights.update import (
     get_max_probe_gap,
 )
 from areal_hpc.wire.weight_version import WeightVersion
-from tests.support.weight_updates import WITHOUT_MODEL, publishing
+from tests.support.weight_updates import WITHOUT_MODEL, publishing, specs_of
 
 SPECS = [TensorSpec(f"norm.{at}.weight", (4,), "float32") for at in range(5)]
 
@@ -57,9 +69,7 @@ def test_the_export_is_drained_even_when_nobody_listens(publisher: Publisher) ->
         (["extra.weight", "more.weight"], "got extra"),
     ],
 )
-def test_an_export_that_is_not_as_promised_is_drained_and_refused(
-    publisher: Publisher, names: list[str], message: str
-) -> None:
+def test_a_broken_export_is_refused(publisher: Publisher, names: list[str], message: str) -> None:
     arrivals = ((name, torch.zeros(4)) for name in names)
     with pytest.raises(WeightSyncError, match=message):
         publisher.transport.update(WeightVersion(1, 0), SPECS, arrivals, [], WITHOUT_MODEL)
@@ -76,9 +86,7 @@ def test_a_replica_that_failed_is_updated_alone_so_that_it_fails_nobody_else() -
     ("backend", "replicas", "size"),
     [("gloo", 32, 1), ("nccl", 1, 1), ("nccl", 4, 1), ("nccl", 5, 2), ("nccl", 32, 8)],
 )
-def test_gpus_form_few_groups_and_cpus_one_for_each_replica(
-    backend: str, replicas: int, size: int
-) -> None:
+def test_gpus_form_few_groups_and_cpus_many(backend: str, replicas: int, size: int) -> None:
     assert choose_group_size(backend, replicas) == size
 
 
@@ -98,9 +106,7 @@ def replicas(count: int, incarnation: int = 0) -> list[ReplicaKey]:
         ([0, 0], 2, [0, 1]),
     ],
 )
-def test_senders_are_spread_over_nodes(
-    nodes: Sequence[int], senders: int | None, expected: list[int]
-) -> None:
+def test_senders_are_spread(nodes: Sequence[int], senders: int | None, expected: list[int]) -> None:
     assert choose_sender_ranks(nodes, WeightsConfig(senders=senders)) == expected
 
 
@@ -178,3 +184,168 @@ def test_the_bound_is_that_of_the_type_that_rounds_most() -> None:
     assert get_max_probe_gap(WeightsConfig(), specs[:1]) == 1e-3
     assert get_max_probe_gap(WeightsConfig(), specs) == 0.25
     assert get_max_probe_gap(WeightsConfig(max_probe_gap=0.5), specs) == 0.5
+
+
+WEIGHTS = {
+    "norm.0.weight": torch.arange(6, dtype=torch.bfloat16).reshape(2, 3),
+    "norm.1.weight": torch.arange(100, dtype=torch.float32),
+    "norm.2.weight": torch.arange(3, dtype=torch.uint8),
+    "norm.3.weight": torch.tensor(2.5, dtype=torch.float64),
+    "norm.4.weight": torch.arange(64, dtype=torch.float16),
+}
+
+
+def test_what_safetensors_reads_is_what_was_packed(tmp_path: Path) -> None:
+    folder = WeightsFolder(tmp_path, WeightVersion(1, 2), 0)
+    buckets = plan_buckets(specs_of(WEIGHTS), 256)
+    buffers = PackingBuffers(torch.device("cpu"))
+    for bucket in buckets:
+        packed = buffers.open_bucket_in_older_buffer(bucket)
+        for spec in bucket.specs:
+            packed.place_parameter(spec.name, WEIGHTS[spec.name])
+        folder.write_bucket(packed)
+    assert [path.name for path in tmp_path.iterdir()] == [".1.2.0.partial"], "until it is complete"
+    folder.rename_into_place()
+    files = [load_file(path) for path in (tmp_path / folder.name).glob("*.safetensors")]
+    assert len(files) == len(buckets) > 1
+    read = {name: tensor for file in files for name, tensor in file.items()}
+    assert read.keys() == WEIGHTS.keys()
+    for name, tensor in WEIGHTS.items():
+        assert read[name].dtype == tensor.dtype
+        assert torch.equal(read[name], tensor)
+
+
+def test_older_folders_are_deleted_and_those_of_a_successor_are_not(tmp_path: Path) -> None:
+    for serial in range(2):
+        WeightsFolder(tmp_path, WeightVersion(1, 7), serial).rename_into_place()
+    folder = WeightsFolder(tmp_path, WeightVersion(1, 7), 2)
+    folder.rename_into_place()
+    (tmp_path / ".1.6.0.partial").mkdir()  # of a trainer that was killed
+    for name in ("2.7.0", ".2.8.0.partial", "notes"):
+        (tmp_path / name).mkdir()
+    folder.delete_older()
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"1.7.2", "2.7.0", ".2.8.0.partial", "notes"}
+
+
+@pytest.mark.parametrize(
+    ("folder", "number"), [("/dev/full/weights", errno.ENOTDIR), ("weights", errno.EFBIG)]
+)
+def test_a_full_disk_leaves_replicas_alone(tmp_path: Path, folder: str, number: int) -> None:
+    """Else every try would leave a part of the model behind, and the disk would stay full."""
+    weights = {f"norm.{at}.weight": torch.zeros(size) for at, size in enumerate((1024, 1024, 4096))}
+    keys = [ReplicaKey(f"cell-{at}", 0, 1, 1, "http://127.0.0.1:9", 0.0) for at in range(2)]
+    drained = iter(weights.items())
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with publishing(
+        tmp_path, cells=2, weights_dir=tmp_path / folder, transport="disk", bucket_bytes=4096
+    ) as publisher:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8192, limits[1]))
+        try:
+            report = publisher.transport.update(
+                WeightVersion(1, 0), specs_of(weights), drained, keys, WITHOUT_MODEL
+            )
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert next(drained, None) is None
+    assert [*report.failed] == keys
+    for error in report.failed.values():
+        assert os.strerror(number) in error
+        assert "make room" in error
+    assert [*tmp_path.glob("weights/*")] == []
+
+
+NAMES = [f"model.layers.{layer}.weight" for layer in range(30)]
+shapes = st.lists(st.integers(1, 40), min_size=1, max_size=3).map(tuple)
+dtypes = st.sampled_from(sorted(BYTES_BY_DTYPE))
+
+
+@st.composite
+def spec_lists(draw: st.DrawFn) -> list[TensorSpec]:
+    names = draw(st.lists(st.sampled_from(NAMES), unique=True, min_size=1))
+    return [TensorSpec(name, draw(shapes), draw(dtypes)) for name in names]
+
+
+@given(specs=spec_lists(), bucket_bytes=st.integers(1, 100_000))
+def test_parameters_are_sent_once_and_aligned(specs: list[TensorSpec], bucket_bytes: int) -> None:
+    buckets = plan_buckets(specs, bucket_bytes)
+    sent = [spec for bucket in buckets for spec in bucket.specs]
+    assert sorted(sent, key=str) == sorted(specs, key=str)
+    for bucket in buckets:
+        end = 0
+        for spec in bucket.specs:
+            assert end % BYTES_BY_DTYPE[spec.dtype] == 0, "the receiver knows no gaps"
+            end += spec.size_bytes
+        assert bucket.size_bytes == end
+
+
+@given(specs=spec_lists(), bucket_bytes=st.integers(1, 100_000))
+def test_buckets_keep_order_and_their_limit(specs: list[TensorSpec], bucket_bytes: int) -> None:
+    buckets = plan_buckets(specs, bucket_bytes)
+    bucket_of = {spec.name: at for at, bucket in enumerate(buckets) for spec in bucket.specs}
+    arrival = [bucket_of[spec.name] for spec in specs]
+    assert arrival == sorted(arrival), "a bucket is complete before the next one begins"
+    for bucket in buckets:
+        assert bucket.size_bytes <= bucket_bytes or len(bucket.specs) == 1
+
+
+CPU = torch.device("cpu")
+TENSORS = {
+    "a.weight": torch.arange(6, dtype=torch.bfloat16).reshape(2, 3),
+    "b.weight": torch.arange(4, dtype=torch.float32),
+    "c.weight": torch.arange(3, dtype=torch.uint8),
+    "d.weight": torch.tensor(2.5),
+}
+
+
+def only_bucket() -> BucketPlan:
+    (bucket,) = plan_buckets(specs_of(TENSORS), 1 << 20)
+    return bucket
+
+
+def test_the_bytes_are_the_tensors_end_to_end_in_the_order_named() -> None:
+    bucket = only_bucket()
+    packed = PackingBuffers(CPU).open_bucket_in_older_buffer(bucket)
+    for name in reversed(TENSORS):  # in any order of arrival
+        assert not packed.is_full
+        packed.place_parameter(name, TENSORS[name])
+    assert packed.is_full
+    named = [TENSORS[spec.name].reshape(-1).view(torch.uint8) for spec in bucket.specs]
+    assert torch.equal(packed.tensors_to_send[0], torch.cat(named))
+    for name, tensor in packed.tensors.items():
+        assert tensor.dtype == TENSORS[name].dtype
+        assert torch.equal(tensor, TENSORS[name])
+
+
+def test_the_last_bucket_stays_whole_while_the_next_is_packed() -> None:
+    bucket, buffers = only_bucket(), PackingBuffers(CPU)
+    held = [
+        buffers.open_bucket_in_older_buffer(bucket).tensors_to_send[0].fill_(number)
+        for number in (1, 2, 3)
+    ]
+    assert held[0].data_ptr() == held[2].data_ptr(), "two buffers, used in turn"
+    assert held[1].unique().tolist() == [2]
+
+
+def test_in_place_every_parameter_is_a_message_in_the_order_named() -> None:
+    full = OpenBucket(only_bucket())
+    for name, tensor in reversed(TENSORS.items()):
+        full.place_parameter(name, tensor)
+    assert full.is_full
+    for spec, message in zip(full.bucket.specs, full.tensors_to_send, strict=True):
+        assert message.data_ptr() == TENSORS[spec.name].data_ptr(), "without a copy"
+        assert full.tensors[spec.name] is message
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "message"),
+    [
+        ("b.weight", torch.zeros(5), r"float32 of shape \(4,\), got float32 of shape \(5,\)"),
+        ("b.weight", torch.zeros(4, dtype=torch.float64), "got float64"),
+        ("z.weight", torch.zeros(4), "got z.weight"),
+    ],
+)
+def test_a_false_parameter_is_refused(name: str, tensor: torch.Tensor, message: str) -> None:
+    packed = PackingBuffers(CPU).open_bucket_in_older_buffer(only_bucket())
+    with pytest.raises(WeightSyncError, match=message):
+        packed.place_parameter(name, tensor)
