@@ -1,5 +1,6 @@
-"""Root file systems in archives: unpacked once, whole, and nothing that was killed stays."""
+"""Images and root file systems in archives: unpacked once, whole, and nowhere but there."""
 
+import contextlib
 import gzip
 import io
 import os
@@ -7,15 +8,19 @@ import tarfile
 import tempfile
 import time
 import tracemalloc
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from areal_hpc.agents.harness.harness_folder import _unpack
 from areal_hpc.errors import RecipeError
 from areal_hpc.sandbox.images import root_archive
+from areal_hpc.sandbox.images.oci_image import read_image, unpack_image
 from areal_hpc.sandbox.images.root_archive import ROOT_KEPT_S, get_cached_root, make_cache_folder
-from tests.support.oci_images import make_layer, write_image
+from areal_hpc.sandbox.unpacked_tree import ArchiveTooLargeError, UnpackedTree
+from tests.support.oci_images import Entry, make_layer, read_tree, write_image
 
 
 @pytest.fixture(autouse=True)
@@ -116,3 +121,254 @@ def test_a_root_has_no_devices_and_no_name_that_another_user_knows(tmp_path: Pat
     assert secret.stat().st_mode & 0o777 == 0o600
     secret.unlink()
     assert get_cached_root(archive) != root
+
+
+def unpack(tmp_path: Path, *layers: list[Entry]) -> Path:
+    archive = write_image(tmp_path / "image.tar", [make_layer(one) for one in layers])
+    image, folder = read_image(archive), tmp_path / "rootfs"
+    assert image is not None
+    folder.mkdir()
+    unpack_image(image, folder)
+    return folder
+
+
+def test_a_later_layer_writes_over_and_removes_what_an_earlier_one_has(tmp_path: Path) -> None:
+    removed: list[Entry] = [("a/.wh.gone", b""), ("b/.wh..wh..opq", b""), (".wh.d", b"")]
+    links: list[Entry] = [("link", "a/kept"), ("=hard", "a/kept")]
+    folder = unpack(
+        tmp_path,
+        [("a/kept", b"1"), ("a/gone", b"1"), ("b/old/deep", b"1"), ("b/c", b"1"), ("d", b"file")],
+        [("b/new", b"2"), *removed, *links, ("dev/null", b"x"), ("d/within", b"3")],
+    )
+    assert read_tree(folder) == [
+        *[("a", None), ("a/kept", b"1"), ("b", None), ("b/new", b"2"), ("d", None)],
+        *[("d/within", b"3"), ("hard", b"1"), ("link", "a/kept")],
+    ]
+
+
+def test_links_are_followed_within_the_image_and_never_out_of_it(tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    folder = unpack(
+        tmp_path,
+        [("lib", "usr/lib"), ("out", str(outside)), ("up", "../../.."), ("usr/lib/a", b"1")],
+        [("lib/b", b"2"), ("out/planted", b"x"), ("up/planted", b"x"), ("../../above", b"x")],
+    )
+    assert not [*outside.iterdir()]
+    assert {one.name for one in tmp_path.iterdir()} == {"outside", "image.tar", "rootfs"}
+    assert (folder / "usr/lib/b").read_bytes() == b"2"
+    assert (folder / "planted").read_bytes() == b"x"
+    assert Path(f"{folder}{outside}/planted").read_bytes() == b"x"
+
+
+def test_a_link_in_the_place_of_a_folder_changes_no_mode_outside(tmp_path: Path) -> None:
+    below = tmp_path / "outside" / "below"
+    below.mkdir(parents=True)
+    below.chmod(0o750)
+    layers: list[list[Entry]] = [
+        [("a", None), ("a/below", None)],
+        [(".wh.a", b""), ("a", str(tmp_path / "outside"))],
+    ]
+    unpack(tmp_path, *layers)
+    assert below.stat().st_mode & 0o777 == 0o750
+
+
+@pytest.mark.parametrize("name", ["a/..", "a/.wh...", ".wh.."])
+def test_names_of_the_folder_above_are_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="there is a file"):
+        unpack(tmp_path, [("a/b", b""), (name, b"")])
+
+
+def test_a_blob_that_is_not_what_its_digest_says_is_refused(tmp_path: Path) -> None:
+    archive = write_image(tmp_path / "image.tar", [make_layer([("a", b"of the image")])])
+    with tarfile.open(archive) as file:
+        place = next(one.offset_data for one in file if one.name.startswith("blobs/"))
+    content = bytearray(archive.read_bytes())
+    content[place + 4] ^= 1  # the time in gzip's header, which nothing else looks at
+    archive.write_bytes(content)
+    image = read_image(archive)
+    assert image is not None
+    (tmp_path / "rootfs").mkdir()
+    with pytest.raises(RecipeError, match="is another's content"):
+        unpack_image(image, tmp_path / "rootfs")
+
+
+def test_an_image_without_one_of_its_layers_is_refused_before_a_run(tmp_path: Path) -> None:
+    layer = make_layer([("a", b"of the image")])
+    whole = write_image(tmp_path / "image.tar", [layer])
+    with tarfile.open(whole) as file, tarfile.open(tmp_path / "cut.tar", "w") as cut:
+        for member in file:
+            content = file.extractfile(member)
+            assert content is not None
+            if (data := content.read()) != layer:
+                cut.addfile(member, io.BytesIO(data))
+    with pytest.raises(RecipeError, match="it is damaged"):
+        read_image(tmp_path / "cut.tar")
+
+
+def test_other_tars_are_no_images(tmp_path: Path) -> None:
+    plain = tmp_path / "root.tar"
+    with tarfile.open(plain, "w") as file:
+        file.add(Path(__file__), "etc/file")
+    assert read_image(plain) is None
+    (tmp_path / "none").write_bytes(b"no tar")
+    assert read_image(tmp_path / "none") is None
+
+
+ArchiveEntry = tuple[str, bytes, str | bytes]
+"""A name, a type of tar, its link or its content."""
+FILE, LINK, HARD = tarfile.REGTYPE, tarfile.SYMTYPE, tarfile.LNKTYPE
+LONG = "d" * 247
+
+
+def make_archive(entries: Iterable[ArchiveEntry]) -> bytes:
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w") as archive:
+        for name, kind, content in entries:
+            member = tarfile.TarInfo(name)
+            member.type, member.mode = kind, 0o644
+            if isinstance(content, str):
+                member.linkname = content
+            else:
+                member.size = len(content)
+            archive.addfile(member, io.BytesIO(content) if isinstance(content, bytes) else None)
+    return stream.getvalue()
+
+
+def build_realpath_overflow(home: str) -> list[ArchiveEntry]:
+    """As of CVE-2025-4517: a link through which realpath(3) sees no more, as it gets too long."""
+    entries: list[ArchiveEntry] = []
+    path = ""
+    for letter in "abcdefghijklmnop":
+        entries += [(f"{path}{LONG}", tarfile.DIRTYPE, b""), (f"{path}{letter}", LINK, LONG)]
+        path += f"{LONG}/"
+    links = "/".join("abcdefghijklmnop")
+    entries.append((f"{links}/{'l' * 254}", LINK, "../" * 16))
+    entries.append(("escape", LINK, f"{links}/{'l' * 254}/../{'../' * 30}{home}"))
+    return entries
+
+
+ESCAPES: dict[str, Any] = {
+    "a path longer than realpath reads": lambda home: [
+        *build_realpath_overflow(home),
+        ("flag", HARD, "escape/marker"),
+        ("flag", FILE, b"forged"),
+        ("escape/new", FILE, b"forged"),
+    ],
+    "a link through a link that goes up": lambda home: [
+        ("d/e/l", LINK, "../.."),
+        ("answer.txt", LINK, "d/e/l/../home/marker"),
+    ],
+    "a link before the link that it goes through": lambda home: [
+        ("answer.txt", LINK, "d/e/l/../home/marker"),
+        ("d/e/l", LINK, "../.."),
+    ],
+    "names": lambda home: [(f"{'../' * 30}{home}/new", FILE, b"x"), (f"{home}/new", FILE, b"x")],
+    "an absolute link": lambda home: [("a", LINK, f"/{home}"), ("a/new", FILE, b"x")],
+    "a file through a link": lambda home: [
+        ("a", LINK, f"{'../' * 30}{home}"),
+        ("a/new", FILE, b""),
+    ],
+    "a hard link": lambda home: [("a", HARD, f"{'../' * 30}{home}/marker"), ("a", FILE, b"x")],
+    "a hard link to a link": lambda home: [
+        ("a", LINK, f"{'../' * 30}{home}/marker"),
+        ("answer.txt", HARD, "a"),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", ESCAPES)
+def test_no_archive_of_a_program_leaves_its_folder(name: str, tmp_path: Path) -> None:
+    """Neither while it is unpacked nor when somebody follows what was unpacked."""
+    home, target = tmp_path / "home", tmp_path / "target"
+    home.mkdir()
+    target.mkdir()
+    (home / "marker").write_text("the user's")
+    archive = make_archive(ESCAPES[name](str(home).lstrip("/")))
+    with contextlib.suppress(ValueError, OSError):  # refused: a link to nothing, a path too long
+        _unpack(archive, target)
+    assert [one.name for one in home.iterdir()] == ["marker"]
+    assert (home / "marker").read_text() == "the user's"
+    for folder, folders, files in os.walk(target):
+        for one in (*folders, *files):
+            assert Path(os.path.realpath(f"{folder}/{one}")).is_relative_to(target), one
+
+
+def test_what_git_and_npm_link_stays_and_nothing_but_files_comes_along(tmp_path: Path) -> None:
+    entries: list[ArchiveEntry] = [
+        ("node_modules/tool/cli.js", FILE, b"run"),
+        ("node_modules/.bin/tool", LINK, "../tool/cli.js"),
+        ("current", LINK, "node_modules"),
+        ("venv/python", LINK, "/usr/bin/python3"),
+        ("pipe", tarfile.FIFOTYPE, b""),
+        ("disk", tarfile.BLKTYPE, b""),
+        (".wh.file", FILE, b"kept"),
+    ]
+    assert _unpack(make_archive(entries), tmp_path) == 1
+    assert (tmp_path / "current/.bin/tool").read_bytes() == b"run"
+    found = sorted(str(one.relative_to(tmp_path)) for one in tmp_path.glob("**/*"))
+    assert found == [
+        *[".wh.file", "current", "node_modules", "node_modules/.bin", "node_modules/.bin/tool"],
+        *["node_modules/tool", "node_modules/tool/cli.js", "venv"],
+    ]
+
+
+def test_a_link_in_the_place_of_a_folder_takes_no_file_of_the_user(tmp_path: Path) -> None:
+    """Nor does a file in the place of a folder, or of a link, end the unpacking."""
+    home, target = tmp_path / "home", tmp_path / "target"
+    home.mkdir()
+    (home / "f0").write_text("the user's")
+    target.mkdir()
+    entries: list[ArchiveEntry] = [(f"{one}/f0", LINK, "/nowhere") for one in "abc"]
+    entries += [("a", LINK, str(home)), ("b", FILE, b""), ("c/f0", FILE, b"kept")]
+    assert _unpack(make_archive(entries), target) == 1
+    assert (home / "f0").read_text() == "the user's"
+    assert sorted(one.name for one in target.glob("**/*")) == ["b", "c", "f0"]
+
+
+def test_members_that_cannot_be_written_are_named(tmp_path: Path) -> None:
+    late = io.BytesIO()
+    with tarfile.open(fileobj=late, mode="w", format=tarfile.GNU_FORMAT) as archive:
+        member = tarfile.TarInfo("late")
+        member.mtime = 9.3e18
+        archive.addfile(member)
+    for content, said in (
+        (late.getvalue(), "late has no time"),
+        (make_archive([("bare", HARD, "")]), "bare is a hard link to ''"),
+        (make_archive([("up", HARD, "a/..")]), "up is a hard link to 'a/..'"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            _unpack(content, tmp_path)
+
+
+def test_a_layer_hides_what_lower_ones_have_and_nothing_of_its_own(tmp_path: Path) -> None:
+    tree = UnpackedTree(tmp_path, max_bytes=1000, max_files=20)
+    lower = make_archive([("a/b/old", FILE, b""), ("a/old", FILE, b"")])
+    upper = [("a/b/new", FILE, b""), ("a/c/new", FILE, b""), ("a/.wh..wh..opq", FILE, b"")]
+    for layer in (lower, make_archive(upper)):
+        tree.write_archive(io.BytesIO(layer), is_layer=True)
+    found = sorted(str(one.relative_to(tmp_path)) for one in tmp_path.glob("**/*"))
+    assert found == ["a", "a/b", "a/b/new", "a/c", "a/c/new"]
+
+
+def test_there_is_an_end_to_what_an_archive_may_hold(tmp_path: Path) -> None:
+    many = make_archive((f"{number}", FILE, b"") for number in range(11))
+    large = make_archive([("a", FILE, bytes(600)), ("b", FILE, bytes(600))])
+    for archive, said in ((many, "too many files"), (large, "too large")):
+        tree = UnpackedTree(tmp_path, max_bytes=1000, max_files=10)
+        with pytest.raises(ArchiveTooLargeError, match=said):
+            tree.write_archive(io.BytesIO(archive))
+    assert sum(one.stat().st_size for one in tmp_path.iterdir()) <= 1000
+
+
+@pytest.mark.parametrize("sparse", [{"numblocks": "0"}, {"map": "0,-5000"}])
+def test_a_sparse_file_is_refused(sparse: dict[str, str], tmp_path: Path) -> None:
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        member = tarfile.TarInfo("holed")
+        fields = {"size": str(1 << 40), **sparse}
+        member.pax_headers = {f"GNU.sparse.{name}": value for name, value in fields.items()}
+        archive.addfile(member)
+    tree = UnpackedTree(tmp_path, max_bytes=1000, max_files=10)
+    with pytest.raises(ValueError, match="holed is a sparse file"):
+        tree.write_archive(io.BytesIO(stream.getvalue()))

@@ -1,14 +1,21 @@
-"""Shipped recipes: each header says what a reader chooses by, and each begins a project."""
+"""Shipped recipes, recipes that extend them, and presets: whose keys win, and what is told."""
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from areal_hpc.cli.main import main
-from areal_hpc.recipe.loading import load_recipe
+from areal_hpc.errors import RecipeError
+from areal_hpc.recipe.cross_checks import find_likely_mistakes
+from areal_hpc.recipe.loading import build_recipe, load_recipe, merge_overrides
+from areal_hpc.recipe.presets import PRESETS, apply_preset, describe_preset
 from areal_hpc.recipe.project_files import read_project_files
-from areal_hpc.recipe.shipped import list_shipped_recipes
+from areal_hpc.recipe.recipe import Recipe
+from areal_hpc.recipe.sections.trainer import ObjectiveConfig
+from areal_hpc.recipe.shipped import find_shipped_recipe, list_shipped_recipes
 from tests.support.commands import exit_code_of
 from tests.support.environments import CHECKOUT
 
@@ -77,3 +84,220 @@ def test_the_tutorial_shows_the_files_that_init_writes() -> None:
     (recipe,) = re.findall(r"^```yaml\n(.*?)^```", document, re.M | re.S)
     written = read_project_files(None).contents
     assert written == {"my_agent.py": agent.encode(), "my_recipe.yaml": recipe.encode()}
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """A copy of the quick start, in a folder beside the one of those that extend it."""
+    path = tmp_path / "bases" / "base.yaml"
+    path.parent.mkdir()
+    path.write_text(find_shipped_recipe("quickstart").read_text())
+    (tmp_path / "own").mkdir()
+    return path
+
+
+def write(folder: Path, text: str, name: str = "own.yaml") -> Path:
+    path = folder / "own" / name
+    path.write_text(text)
+    return path
+
+
+def test_own_keys_win_over_those_of_the_base(base: Path, tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        "extends: ../bases/base.yaml\n"
+        "trial_name: own\n"
+        "model: {path: /models/mine}\n"
+        "sft: null\n"
+        "evaluation: {sets: {longer: null, sampled: {metrics: [cons@k]}}}\n"
+        "trainer: {optimizer: {lr: 1.0}}\n",
+    )
+    before, recipe = load_recipe(base), load_recipe(path)
+    assert recipe.trial_name == "own"
+    assert recipe.experiment_name == before.experiment_name
+    assert recipe.model.path == Path("/models/mine")
+    assert recipe.model.tiny is None, "of the model's sources one counts"
+    assert recipe.sft is None
+    assert list(recipe.evaluation.sets) == ["sampled"]
+    assert recipe.evaluation.sets["sampled"].metrics == ("cons@k",), "a list is replaced"
+    assert recipe.trainer.optimizer.lr == 1.0
+    assert recipe.trainer.optimizer.weight_decay == before.trainer.optimizer.weight_decay
+
+
+def test_overrides_win_over_all_files_and_a_site_file_over_none(base: Path, tmp_path: Path) -> None:
+    path = write(tmp_path, "extends: ../bases/base.yaml\nseed: 2\ncluster: {fileroot: own}\n")
+    site = tmp_path / "site.yaml"
+    site.write_text("fileroot: site\nreadable_by: group\n")
+    recipe = load_recipe(path, ["seed=3"], site)
+    assert (recipe.seed, str(recipe.cluster.fileroot)) == (3, "own")
+    assert recipe.cluster.readable_by == "group"
+
+
+def test_a_chain_of_files_ends_in_one_recipe_without_the_key(base: Path, tmp_path: Path) -> None:
+    write(tmp_path, "extends: ../bases/base.yaml\nseed: 2\ntrial_name: middle\n", "middle.yaml")
+    recipe = load_recipe(write(tmp_path, "extends: middle.yaml\ntrial_name: own\n"))
+    assert (recipe.seed, recipe.trial_name) == (2, "own")
+    assert "extends" not in recipe.model_dump()
+
+
+def test_a_shipped_recipe_goes_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "own.yaml"
+    path.write_text("extends: variants/ppo\ntrial_name: own\n")
+    assert load_recipe(path).trainer.objective.preset == "ppo"
+    monkeypatch.chdir(tmp_path)
+    assert load_recipe("quickstart").trial_name == "demo"
+    with pytest.raises(RecipeError, match=r"there is no recipe at quickstrt\n  try: did you mean"):
+        load_recipe("quickstrt")
+
+
+@pytest.mark.parametrize(
+    ("named", "said", "hint"),
+    [
+        ("missing.yaml", "there is no recipe at", "ls "),
+        ("../bases/bose.yaml", "there is no recipe at", "did you mean"),
+        ("quickstart_slum", "no shipped recipe 'quickstart_slum'", "did you mean quickstart_slurm"),
+        ("nothing_like_it", "no shipped recipe 'nothing_like_it'", "areal-hpc recipes"),
+        ("[a.yaml, b.yaml]", "expected a path or a name, got ['a.yaml', 'b.yaml']", "leave it out"),
+        ("own.yaml", "a recipe extends itself", "leave `extends` out"),
+        ("other.yaml", "a recipe extends itself", "leave `extends` out"),
+    ],
+)
+@pytest.mark.usefixtures("base")
+def test_what_cannot_be_extended_is_told(named: str, said: str, hint: str, tmp_path: Path) -> None:
+    write(tmp_path, "extends: own.yaml\n", "other.yaml")
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(write(tmp_path, f"extends: {named}\n"))
+    (problem,) = caught.value.problems
+    assert said in problem.message
+    assert problem.key.endswith(".yaml: extends")
+    assert hint in problem.hint
+
+
+BASE: dict[str, Any] = {
+    "experiment_name": "e",
+    "trial_name": "t",
+    "cluster": {"fileroot": "/tmp"},
+    "model": {"path": "/tmp"},
+    "train_dataset": {"generator": "examples.quickstart.task:generate"},
+    "rollout": {"workflow": "examples.quickstart.agent.ArithmeticAgent"},
+}
+
+
+NEEDED: dict[str, dict[str, Any]] = {"opd": {"teacher": {"path": "/tmp"}}}
+"""What a preset cannot set itself."""
+
+
+def build(preset: str, **objective: Any) -> Recipe:
+    objective = NEEDED.get(preset, {}) | objective
+    return build_recipe({**BASE, "trainer": {"objective": {"preset": preset, **objective}}})
+
+
+def find(recipe: Recipe, key: str) -> Any:
+    value: Any = recipe
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_sets_keys_and_nothing_else(name: str) -> None:
+    recipe, plain = build(name), build("default")
+    values = PRESETS[name].values
+    for key, value in values.items():
+        assert find(recipe, key) == value
+    touched = {*values, "trainer.objective.preset"}
+    if name == "dr_grpo":
+        touched.add("trainer.objective.loss_scale_tokens")
+        assert recipe.trainer.objective.loss_scale_tokens == 512
+    for field in ObjectiveConfig.model_fields:
+        key = f"trainer.objective.{field}"
+        if not any(one == key or one.startswith(f"{key}.") for one in touched):
+            assert find(recipe, key) == find(plain, key)
+
+
+@pytest.mark.parametrize(
+    ("name", "low", "high"),
+    [
+        ("dr_grpo", 0.2, 0.2),  # table 6
+        ("dapo", 0.2, 0.28),  # section 4.1
+        ("gspo", 3e-4, 4e-4),  # section 5.1
+        ("reinforce_pp", 0.2, 0.2),  # section 4.2.3 of its second version
+        ("reinforce_pp_baseline", 0.2, 0.2),
+        ("ppo", 0.2, 0.2),  # section 3
+    ],
+)
+def test_a_preset_clips_where_its_paper_does(name: str, low: float, high: float) -> None:
+    objective = build(name).trainer.objective
+    assert (objective.clip_low, objective.clip_high) == (low, high)
+
+
+def test_the_default_preset_is_no_preset() -> None:
+    assert build_recipe(BASE) == build("default")
+    tree: dict[str, Any] = {"trainer": {"optimizer": {}}}
+    assert apply_preset(tree) == tree
+
+
+def test_a_key_that_the_recipe_says_wins_and_the_plan_tells_both() -> None:
+    recipe = build("gspo", clip_low=0.1)
+    assert (recipe.trainer.objective.clip_low, recipe.trainer.minibatches) == (0.1, 4)
+    lines = list(describe_preset(recipe.model_dump(mode="json")))
+    assert lines[0].startswith("trainer.objective.preset=gspo (arXiv:2507.18071")
+    assert "  trainer.objective.clip_low=0.1  (recipe; the preset has 0.0003)" in lines
+    assert "  trainer.minibatches=4  (preset)" in lines
+    assert list(describe_preset(build("default").model_dump())) == []
+
+
+def test_a_critic_needs_steps_in_which_the_policy_follows() -> None:
+    recipe = build("ppo", critic={"warmup_steps": 99})
+    assert recipe.trainer.objective.critic.model == "initial"
+    with pytest.raises(RecipeError, match="would never be trained"):
+        build("ppo", critic={"warmup_steps": 100})
+    assert not any("clip_value" in line for line in find_likely_mistakes(recipe))
+    (line,) = (
+        line
+        for line in find_likely_mistakes(build("ppo", critic={"clip_value": 0.5}))
+        if "clip_value" in line
+    )
+    assert "trainer.minibatches=1" in line
+
+
+def test_sums_are_divided_by_the_longest_reply_unless_the_recipe_says_otherwise() -> None:
+    recipe = build_recipe(
+        {
+            **BASE,
+            "rollout": {**BASE["rollout"], "sampling": {"max_new_tokens": 99}},
+            "trainer": {"objective": {"preset": "dr_grpo"}},
+        }
+    )
+    assert recipe.trainer.objective.loss_scale_tokens == 99
+    assert build("dr_grpo", loss_scale_tokens=7).trainer.objective.loss_scale_tokens == 7
+    assert build("dr_grpo", loss_agg="token_mean").trainer.objective.loss_scale_tokens is None
+
+
+def test_another_preset_replaces_what_a_resolved_recipe_has_of_the_first(tmp_path: Path) -> None:
+    resolved = build("dr_grpo", clip_high=0.9)
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(resolved.model_dump(mode="json")))
+    assert load_recipe(path) == resolved
+    change = "trainer.objective.preset=gspo"
+    for recipe in (load_recipe(path, [change]), merge_overrides(resolved, [change])):
+        objective = recipe.trainer.objective
+        assert (objective.scale_rewards, objective.loss_scale_tokens) == ("group", None)
+        assert (objective.clip_low, objective.ratio_level) == (3e-4, "sequence")
+        assert objective.clip_high == 0.9  # neither the default nor of the first preset
+        assert recipe.trainer.minibatches == 4
+
+
+def test_a_text_with_a_literal_interpolation_stays_as_it_is() -> None:
+    values = build("grpo").model_dump(mode="json")
+    values["train_dataset"]["kwargs"] = {"home": "${HOME}"}
+    recipe = build_recipe(values)
+    merged = merge_overrides(recipe, ["trainer.total_steps=7"])
+    assert merged.train_dataset.kwargs == {"home": "${HOME}"}
+
+
+def test_a_preset_of_a_recipe_that_a_person_wrote_leaves_all_that_it_says(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump({**BASE, "trainer": {"objective": {"clip_low": 0.2}}}))
+    recipe = load_recipe(path, ["trainer.objective.preset=gspo"])
+    assert (recipe.trainer.objective.clip_low, recipe.trainer.objective.clip_high) == (0.2, 4e-4)
