@@ -15,7 +15,6 @@ collect_ignore = [] if list_unpacked_versions(CHECKOUT) else ["test_releases.py"
 
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Devcluster]:
-    """Four nodes; who uses them leaves them without jobs and with power."""
     place = tmp_path_factory.mktemp("cluster") / "state"
     with devcluster(place, "--nodes=4", f"--grace-s={scaled(5):.0f}") as found:
         yield found

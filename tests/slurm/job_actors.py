@@ -44,20 +44,17 @@ def steady(config: dict[str, str]) -> None:
 
 
 def deaf(config: dict[str, str]) -> None:
-    """Work on when told to stop."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _begin(config)
     time.sleep(600)
 
 
 def hungry(config: dict[str, str]) -> None:
-    """Take two gigabytes of memory."""
     _begin(config)
     print(len([b"x" * (64 << 20) for _ in range(32)]))
 
 
 def failing(config: dict[str, str]) -> None:
-    """Raise an error on the second of the ranks."""
     _begin(config)
     if os.environ["AREAL_HPC_RANK"] == "1":
         raise ValueError("the loss is not a number")
@@ -65,7 +62,6 @@ def failing(config: dict[str, str]) -> None:
 
 
 def show_gpus(config: dict[str, str]) -> None:
-    """Note which GPUs this process may use."""
     rank = os.environ["AREAL_HPC_RANK"]
     _note(config, f"task {rank} has GPUs {os.environ.get('CUDA_VISIBLE_DEVICES')}")
 
@@ -87,7 +83,6 @@ def slow_saver(config: dict[str, str]) -> None:
 
 
 def crash(config: dict[str, str]) -> None:
-    """Get further in the first start only, and crash in each."""
     if os.environ["AREAL_HPC_JOB_START"] == "1":
         Path(config["progress"]).write_text("a step\n")
     _note(config, f"crashed {os.environ['AREAL_HPC_JOB_START']}")
@@ -101,14 +96,12 @@ def refuse(config: dict[str, str]) -> None:
 
 
 def idle_once(config: dict[str, str]) -> None:
-    """Find nothing to do in the first start."""
     _begin(config)
     if os.environ["AREAL_HPC_JOB_START"] == "1":
         raise SystemExit(79)
 
 
 def finish(config: dict[str, str]) -> None:
-    """Do the work."""
     _note(config, f"done on {os.environ['SLURMD_NODENAME']}")
 
 

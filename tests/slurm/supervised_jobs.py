@@ -155,21 +155,17 @@ class SupervisedJob:
         _signal_process(is_it, signal.SIGTERM)
 
     def kill_process(self) -> None:
-        """SIGKILL to its one process."""
         config = str(self.files.process_config(self.name.partition("-")[0]))
         _signal_process(lambda words, _: any(config in word for word in words), signal.SIGKILL)
 
     def resubmissions(self) -> list[dict[str, object]]:
-        """Events of caretakers that submitted it."""
         return self.events_named("job_submitted_again")
 
     def events_named(self, name: str) -> list[dict[str, object]]:
-        """Those about it."""
         rows = read_readable_records(self.run.events)
         return [e for e in rows if e["event"] == name and e["job"] == self.name]
 
     def await_successor(self) -> None:
-        """Return once a later submission of the job runs; this is then that one."""
         before = self.job_id
         self.awaits(lambda: self.newest_id() != before)
         self.job_id = self.newest_id()
@@ -189,7 +185,6 @@ class SupervisedJob:
 
     @property
     def words(self) -> list[str]:
-        """What its processes wrote."""
         return self._words_path.read_text().splitlines() if self._words_path.exists() else []
 
     @property
@@ -200,28 +195,26 @@ class SupervisedJob:
     def state(self) -> str:
         return self.cluster.job_state(self.job_id)
 
+    def nodes(self) -> str:
+        return self.cluster.slurm("squeue", "-h", "-j", self.job_id, "-o", "%N")
+
     def starts(self) -> int:
-        """How often its supervisors have started."""
         folder = self.files.starts_dir
         return sum(path.name.isdigit() for path in folder.iterdir()) if folder.exists() else 0
 
     def shown(self) -> str:
-        """All that Slurm says of it."""
         return self.cluster.slurm("scontrol", "show", "job", self.job_id, "--oneliner")
 
     def restarts(self) -> int:
-        """How often Slurm has requeued it."""
         return self.cluster.restarts(self.job_id)
 
     def outcome(self) -> TaskExit:
-        """The first task's last word."""
         return read_task_exits(self.files)[0]
 
     def newest_id(self) -> str:
         return get_latest_submissions(read_submissions(self.run.submissions))[self.name].job_id
 
     def events(self) -> list[dict[str, object]]:
-        """What the run's event log holds."""
         return read_readable_records(self.run.events)
 
     def excluded(self) -> dict[str, str]:
@@ -231,22 +224,18 @@ class SupervisedJob:
         }
 
     def awaits(self, condition: Callable[[], bool]) -> None:
-        """Return once the condition holds."""
         wait_for(condition, 90.0, self._explain, every_s=SLURM_POLL_S)
 
     def awaits_told(self, *words: str) -> None:
-        """Return once its processes have written this, places apart."""
         self.awaits(lambda: self.told == list(words))
 
     def awaits_state(self, *states: str) -> None:
         self.awaits(lambda: self.state() in states)
 
     def awaits_words(self, count: int) -> None:
-        """Return once its processes have written so many lines."""
         self.awaits(lambda: len(self.words) >= count)
 
     def _explain(self) -> str:
-        """All that the job left, for a test that failed."""
         logs = (*self.files.root.glob("*_log.out"), *self.run.log_dir(1).rglob("*.log"))
         written = [f"{path}:\n{path.read_text()}" for path in logs]
         events = json.dumps(read_readable_records(self.run.events), indent=1)

@@ -58,7 +58,6 @@ def build_opening_script(folders: Sequence[Path]) -> str:
 
 
 def find_closed_folder(folder: Path) -> Path | None:
-    """The outermost folder on the way to one that not every user may enter."""
     way = (*reversed(folder.parents), folder)
     return next((one for one in way if not one.stat().st_mode & stat.S_IXOTH), None)
 
@@ -100,5 +99,4 @@ def test_what_root_or_slurm_ended_comes_back_and_what_its_owner_ended_does_not(
 
 
 def read_canceller(cluster: Devcluster, job_id: str) -> str:
-    """What accounting says of the end of a job."""
     return cluster.slurm("sacct", "-n", "-X", "-P", f"--jobs={job_id}", "--format=State")

@@ -40,15 +40,12 @@ def failing_prolog(cluster: Devcluster, tmp_path: Path) -> Iterator[None]:
 
 
 def make_jobs(cluster: Devcluster, root: Path) -> list[SupervisedJob]:
-    """Trainer and cells of a run."""
     names = ("trainer", *CELLS)
     return [SupervisedJob(cluster, root, name, others=CELLS) for name in names]
 
 
 def preempt(cluster: Devcluster, job: SupervisedJob) -> None:
-    """Have a job of higher priority take a job's node for some seconds, and see it gone."""
-    node = cluster.slurm("squeue", "-h", "-j", job.job_id, "-o", "%N")
-    cluster.submit("sleep 5", SAFE, "--exclusive", f"--nodelist={node}")
+    cluster.submit("sleep 5", SAFE, "--exclusive", f"--nodelist={job.nodes()}")
     job.awaits_state("PREEMPTED")
 
 
@@ -73,7 +70,7 @@ def test_what_slurm_cancels_or_cannot_start_is_submitted_again(
     lost.await_successor()
     lost.awaits_words(1)
     assert lost.excluded() == {"n04": "cell-0 ended there before its first task started"}
-    assert "n04" not in cancelling.slurm("squeue", "-h", "-j", lost.job_id, "-o", "%N")
+    assert "n04" not in lost.nodes()
     before = trainer.job_id
     waiting = cancelling.submit("true", f"--dependency=afterok:{before}")
     preempt(cancelling, trainer)
@@ -164,7 +161,7 @@ def test_a_job_that_a_prolog_kept_from_starting_starts_elsewhere(
     late.awaits_words(1)
     (drained,) = drained_nodes(cluster)
     assert late.excluded() == {drained: f"{drained}: Prolog error"}
-    assert drained not in cluster.slurm("squeue", "-h", "-j", late.job_id, "-o", "%N")
+    assert drained not in late.nodes()
     (released,) = late.events_named("job_released")
     assert (released["job_id"], released["excluded"]) == (late.job_id, [drained])
 

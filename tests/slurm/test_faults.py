@@ -30,10 +30,6 @@ def job(cluster: Devcluster, tmp_path: Path) -> SupervisedJob:
     return SupervisedJob(cluster, tmp_path / "run", "trainer")
 
 
-def node_of(job: SupervisedJob) -> str:
-    return job.cluster.slurm("squeue", "-h", "-j", job.job_id, "-o", "%N")
-
-
 @contextmanager
 def cut_off(cluster: Devcluster, node: str) -> Iterator[None]:
     """Take a node's network away while its processes go on."""
@@ -51,10 +47,10 @@ def test_a_job_on_a_node_that_is_cut_off_goes_on_elsewhere_and_the_old_start_giv
 ) -> None:
     job.submit("steady", *SAFE)
     job.awaits_told("began 1")
-    lost = node_of(job)
+    lost = job.nodes()
     with cut_off(job.cluster, lost):
         job.awaits(lambda: "began 2" in job.told)
-        assert node_of(job) != lost
+        assert job.nodes() != lost
         job.awaits(lambda: "saved 0" in job.told)
     assert (job.starts(), job.restarts()) == (2, 1)
     job.let_go()
@@ -120,14 +116,13 @@ def test_a_job_whose_srun_hangs_while_its_process_dies_is_started_again(
     job.cluster.slurm("scancel", job.job_id)
 
 
-@pytest.mark.thorough
 def test_a_job_runs_on_through_maintenance_and_is_requeued_to_another_node(
     job: SupervisedJob,
 ) -> None:
     cluster = job.cluster
     job.submit("steady", *SAFE)
     job.awaits_told("began 1")
-    node = node_of(job)
+    node = job.nodes()
     reservation = ("ReservationName=works", f"Nodes={node}", "Users=root", "StartTime=now")
     flags = ("Duration=60", "Flags=maint,ignore_jobs")
     partition = ("scontrol", "update", "PartitionName=priority")
@@ -143,7 +138,7 @@ def test_a_job_runs_on_through_maintenance_and_is_requeued_to_another_node(
         cluster.slurm(*partition, "State=UP")
         cluster.slurm("scontrol", "requeue", job.job_id)
         job.awaits_told("began 1", "saved 0", "began 2")
-        assert node_of(job) != node
+        assert job.nodes() != node
     finally:
         cluster.slurm(*partition, "State=UP")
         cluster.slurm("scontrol", "delete", "ReservationName=works")
@@ -151,7 +146,6 @@ def test_a_job_runs_on_through_maintenance_and_is_requeued_to_another_node(
     cluster.slurm("scancel", job.job_id)
 
 
-@pytest.mark.thorough
 def test_a_node_whose_epilog_fails_is_left_for_another(job: SupervisedJob) -> None:
     cluster = job.cluster
     script = cluster.state_dir / "epilog"
@@ -164,12 +158,12 @@ def test_a_node_whose_epilog_fails_is_left_for_another(job: SupervisedJob) -> No
         cluster.slurm("scontrol", "reconfigure")
         job.submit("steady", *SAFE)
         job.awaits_told("began 1")
-        node = node_of(job)
+        node = job.nodes()
         Path(f"{script}.fails").touch()
         cluster.slurm("scancel", "--signal=TERM", job.job_id)
         wait_for(lambda: cluster.node_state(node) == "drained", scaled(60), every_s=SLURM_POLL_S)
         job.awaits_told("began 1", "saved 0", "began 2")
-        assert node_of(job) != node
+        assert job.nodes() != node
     finally:
         Path(f"{script}.fails").unlink(missing_ok=True)
         # before the reconfiguration, in which Slurm 24.11 may forget that the node was drained
@@ -179,7 +173,6 @@ def test_a_node_whose_epilog_fails_is_left_for_another(job: SupervisedJob) -> No
     cluster.slurm("scancel", job.job_id)
 
 
-@pytest.mark.thorough
 def test_a_time_limit_that_an_administrator_shortens_is_met_with_another_start(
     job: SupervisedJob,
 ) -> None:

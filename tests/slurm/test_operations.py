@@ -23,7 +23,6 @@ from tests.support.waiting import wait_for
 
 @pytest.fixture
 def run(cluster: Devcluster, tmp_path: Path) -> OperatedRun:
-    """A run without jobs."""
     return OperatedRun.make(cluster, tmp_path, "one")
 
 
@@ -155,7 +154,6 @@ def test_doctor_asks_a_node_about_the_file_root(cluster: Devcluster, tmp_path: P
 
 @pytest.fixture
 def bare(tmp_path: Path) -> Iterator[Devcluster]:
-    """A cluster without accounting."""
     with devcluster(tmp_path / "state", "--nodes=1", "--no-accounting") as found:
         yield found
 

@@ -40,7 +40,6 @@ def run(cluster: Devcluster, tmp_path: Path) -> Submitting:
 
 
 def ended(submitting: subprocess.Popen[str]) -> str:
-    """What a submission that ends well has printed."""
     shown, _ = submitting.communicate(timeout=scaled(100))
     assert submitting.returncode == 0, shown
     return shown

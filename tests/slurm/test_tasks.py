@@ -86,8 +86,6 @@ RESTARTS = 2
 
 @dataclass
 class RankJob(SupervisedJob):
-    """A job with a forked rank a task."""
-
     def launch(self, function: str, tasks: int = 1, **slurm: object) -> LaunchFile:
         launch = super().launch(function, tasks, **slurm)
         (process,) = launch.job.processes

@@ -97,14 +97,11 @@ class Repairing:
 
 
 class ChatAgent:
-    """One model call; the reward is 1."""
-
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
         await self.ask(data, extra_kwargs)
         return 1.0
 
     async def ask(self, data: dict[str, Any], session: dict[str, Any], **asked: Any) -> str:
-        """The model's reply."""
         reply = await session["http_client"].post(
             f"{session['base_url']}/chat/completions",
             headers={"authorization": f"Bearer {session['api_key']}"},
@@ -129,8 +126,6 @@ class TwoTurnAgent(ChatAgent):
 
 
 class GreedyAgent(ChatAgent):
-    """One call at temperature 0."""
-
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
         await self.ask(data, extra_kwargs, temperature=0, max_tokens=4)
         return 1.0

@@ -61,7 +61,6 @@ exec BWRAP "${words[@]}" "${binds[@]}" --chdir "$folder" -- "$@"
 
 
 def write_apptainer_stand_in(folder: Path) -> None:
-    """Write the program into a folder, for every user."""
     bwrap = find_bubblewrap()
     assert bwrap is not None
     program = folder / "apptainer"

@@ -44,15 +44,12 @@ NOBODY = 99
 
 @dataclass(frozen=True)
 class ToyEpisode:
-    """An episode that can happen: what was sampled where, and what it earned."""
-
     choices: tuple[tuple[int, int], ...]
     """Context and token of each reply."""
     turns: tuple[MadeUpTurn, ...]
 
     @property
     def reward(self) -> float:
-        """All that was given."""
         return math.fsum(turn.reward or 0.0 for turn in self.turns)
 
 
@@ -106,12 +103,10 @@ class ToyTask:
 
 
 def make_policy(seed: int) -> Array:
-    """Probabilities of a random policy."""
     return softmax(np.random.default_rng(seed).normal(0, 1, (CONTEXTS, VOCAB)))
 
 
 def softmax(logits: Array) -> Array:
-    """Probabilities of each context."""
     exponents = np.exp(logits - logits.max(axis=1, keepdims=True))
     return np.asarray(exponents / exponents.sum(axis=1, keepdims=True))
 
@@ -150,7 +145,6 @@ def list_linear_episodes(seed: int, kind: str) -> list[ToyEpisode]:
 def make_episode(
     choices: tuple[tuple[int, int], ...], rewards: Sequence[float | None]
 ) -> ToyEpisode:
-    """One conversation."""
     turns = [MadeUpTurn(i - 1 if i else NOBODY, r, 1) for i, r in enumerate(rewards)]
     return ToyEpisode(choices, tuple(turns))
 
@@ -227,7 +221,6 @@ def make_task(
 
 
 def count_chances(episodes: Sequence[ToyEpisode], policy: Array) -> Array:
-    """How likely a policy makes each episode."""
     return np.array([math.prod(policy[choice] for choice in one.choices) for one in episodes])
 
 
@@ -240,16 +233,6 @@ def disturb(policy: Array, sigma: float, seed: int) -> Array:
     """A policy with noise on all logits. What cannot be sampled stays so."""
     noisy = policy * np.exp(np.random.default_rng(seed).normal(0, sigma, policy.shape))
     return np.asarray(noisy / noisy.sum(axis=1, keepdims=True))
-
-
-def stay_near(task: ToyTask, reference: Array, coef: float) -> ToyTask:
-    """The task of the mean reward less `coef` times the divergence from a reference."""
-    return replace(task, reference=reference, penalty=coef)
-
-
-def follow_teacher(task: ToyTask, teacher: Array, coef: float) -> ToyTask:
-    """The task of the mean reward less `coef` times the divergence from a teacher."""
-    return replace(task, teacher=teacher, penalty=coef)
 
 
 def compute_values(task: ToyTask, credit: str = "turn") -> Array:
@@ -284,7 +267,6 @@ def act_otherwise(task: ToyTask, acting: Array, acts_at: Array, *, is_target: bo
 
 
 def take_best(policy: Array, contexts: slice) -> Array:
-    """A policy that is greedy in some contexts."""
     acting = policy.copy()
     acting[contexts] = np.eye(VOCAB)[policy[contexts].argmax(axis=1)]
     return acting
@@ -403,7 +385,6 @@ def compute_mean_gradient(
     batches: Sequence[Sequence[int]],
     weights: Array,
 ) -> Array:
-    """The weighted mean of the negative loss's derivatives by the logits, over batches."""
     rows_of = [build_batch([[one.turns]], task.settings) for one in task.episodes]
     kinds = list(dict.fromkeys(one.turns for one in task.episodes))
     kind_of = [kinds.index(one.turns) for one in task.episodes]
@@ -484,7 +465,6 @@ def _score_rows(task: ToyTask, batch: Sequence[int], rows: Sequence[TrajectoryRo
 
 
 def measure_cosine(found: Array, truth: Array) -> float:
-    """1 for the same direction."""
     lengths = np.linalg.norm(found) * np.linalg.norm(truth)
     return float((found * truth).sum() / lengths) if lengths else 0.0
 
@@ -612,9 +592,11 @@ def prepare(scenario: str, name: str, seed: int) -> ToyTask:
     ):
         task = keep_unequal(task)
     if objective.kl.coef:
-        return stay_near(task, disturb(task.policy, 0.3, seed + 5000), objective.kl.coef)
+        near = disturb(task.policy, 0.3, seed + 5000)
+        return replace(task, reference=near, penalty=objective.kl.coef)
     if objective.teacher.coef:
-        return follow_teacher(task, disturb(task.policy, 1.0, seed + 6000), objective.teacher.coef)
+        teacher = disturb(task.policy, 1.0, seed + 6000)
+        return replace(task, teacher=teacher, penalty=objective.teacher.coef)
     if objective.has_critic:
         knows = 0.0 if name == UNTAUGHT_PPO else 1.0
         return replace(task, critic=knows * compute_values(task, objective.credit))
@@ -622,7 +604,6 @@ def prepare(scenario: str, name: str, seed: int) -> ToyTask:
 
 
 def measure(scenario: str, name: str, seed: int) -> tuple[float, float]:
-    """Cosine with the true gradient, and the ratio of norms, in groups of two."""
     task = prepare(scenario, name, seed)
     found = compute_expected_gradient(task, OBJECTIVES[name])
     ratio = float(np.linalg.norm(found) / np.linalg.norm(task.truth))

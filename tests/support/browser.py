@@ -51,7 +51,6 @@ class Page:
                 self.requests.append(content["params"]["request"]["url"])
 
     async def command(self, method: str, **values: Any) -> dict[str, Any]:
-        """A command of the protocol, and what it answers."""
         self._number += 1
         reply = asyncio.get_running_loop().create_future()
         self._replies[self._number] = reply
@@ -62,28 +61,23 @@ class Page:
         return result
 
     async def start(self) -> None:
-        """Begin to keep errors and requests."""
         for domain in ("Runtime", "Log", "Network", "Page"):
             await self.command(f"{domain}.enable")
 
     async def resize(self, width: int, height: int) -> None:
-        """Another size of the window."""
         await self.command(
             "Emulation.setDeviceMetricsOverride",
             width=width, height=height, deviceScaleFactor=1, mobile=width < 600,
         )  # fmt: skip
 
     async def prefer_colors(self, scheme: str) -> None:
-        """`light` or `dark`."""
         feature = {"name": "prefers-color-scheme", "value": scheme}
         await self.command("Emulation.setEmulatedMedia", features=[feature])
 
     async def open(self, address: str) -> None:
-        """Go to an address."""
         await self.command("Page.navigate", url=address)
 
     async def ask(self, expression: str) -> Any:
-        """The value of a JavaScript expression."""
         found = await self.command(
             "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
         )
@@ -93,13 +87,11 @@ class Page:
     async def await_true(
         self, expression: str, timeout_s: float = 60.0, *, poll_s: float = POLL_S
     ) -> None:
-        """Wait until an expression is true."""
         async with asyncio.timeout(scaled(timeout_s)):
             while not await self.ask(expression):
                 await asyncio.sleep(poll_s)
 
     async def press(self, key: str) -> None:
-        """A key is pressed and let go."""
         text = {} if key in KEY_CODES else {"text": key}
         text |= {"text": "\r"} if key == "Enter" else {}
         code = {"windowsVirtualKeyCode": KEY_CODES.get(key, 0)}
@@ -107,12 +99,10 @@ class Page:
         await self.command("Input.dispatchKeyEvent", type="keyUp", key=key, **code)
 
     async def photograph(self, path: Path) -> None:
-        """A picture of the window."""
         found = await self.command("Page.captureScreenshot", format="png")
         path.write_bytes(base64.b64decode(found["data"]))
 
     async def close(self) -> None:
-        """Hear no more of it."""
         self._listener.cancel()
         with suppress(asyncio.CancelledError):
             await self._listener
@@ -163,7 +153,6 @@ def in_browser(folder: Path, act: Callable[[Page], Any]) -> Any:
 
 
 def start_view_server(place: Path, environ: Mapping[str, str]) -> tuple[subprocess.Popen[str], str]:
-    """A server of a run or of a file root, and its address."""
     server = start_areal_hpc("view", place, environ=environ)
     assert server.stdout
     line = server.stdout.readline()

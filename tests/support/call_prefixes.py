@@ -24,7 +24,6 @@ def list_calls(reply: ParserReply) -> list[Any]:
 
 
 def judge(name: str, text: str) -> dict[str, Any]:
-    """What a parser makes of a reply and of its beginnings."""
     formats, context = ReplyParserFactory(name, ""), ReplyParseContext(TOOLS, "")
 
     def parse(part: str, is_cut: bool) -> ParserReply:

@@ -52,7 +52,6 @@ REASONING_CHATML = CHATML.replace(
 
 
 def write_model_dir(folder: Path, *, vocab_size: int = 512, template: str = CHATML) -> Path:
-    """What the proxy reads of a model in Hugging Face format."""
     folder.mkdir(parents=True, exist_ok=True)
     byte_level_tokenizer().save(str(folder / "tokenizer.json"))
     config = {"chat_template": template, "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}

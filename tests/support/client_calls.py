@@ -7,7 +7,6 @@ from tests.support.proxy_stage import Stage
 
 
 def generate_reply(stage: Stage, key: str, like: Interaction, **sampling: Any) -> None:
-    """Have the scripted model answer the prompt of a first call."""
     assert like.parent_id is None
     body = {"input_ids": unpack_ids(like.new_ids).tolist(), "sampling_params": sampling}
     assert stage.post("/generate", body, key).status_code == 200

@@ -24,7 +24,6 @@ def run_program(
     environ: Mapping[str, str] | None = None,
     timeout_s: float | None = COMMAND_TIMEOUT_S,
 ) -> subprocess.CompletedProcess[str]:
-    """How a program ended, and what it said; its environment is ours unless given."""
     with subprocess.Popen(
         [*map(str, words)],
         cwd=folder,
@@ -42,7 +41,6 @@ def areal_hpc(
     environ: Mapping[str, str] | None = None,
     timeout_s: float | None = COMMAND_TIMEOUT_S,
 ) -> subprocess.CompletedProcess[str]:
-    """`areal-hpc`, with the Python of the tests, which has imported it."""
     environ = os.environ if environ is None else environ
     return run_module(["areal_hpc", *map(str, arguments)], CHECKOUT, environ, timeout_s)
 
@@ -70,7 +68,6 @@ def exit_code_of(*arguments: object) -> int:
 
 
 def said_by(ended: subprocess.CompletedProcess[str]) -> str:
-    """What a program printed, which must have succeeded."""
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended.stdout
 
@@ -81,7 +78,6 @@ def audit_of(run_dir: Path, environ: Mapping[str, str] | None = None) -> str:
 
 
 def write_program(path: Path, script: str) -> Path:
-    """A program for bash."""
     path.write_text(f"#!/bin/bash\n{script}\n")
     path.chmod(0o755)
     return path

@@ -9,7 +9,6 @@ from unittest import mock
 
 @contextmanager
 def counted_reads() -> Iterator[list[int]]:
-    """Bytes that are read meanwhile."""
     sizes: list[int] = []
     preadv = os.preadv
 

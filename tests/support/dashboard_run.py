@@ -44,7 +44,6 @@ inference: {{cells: 1}}
 
 
 def make_run(root: Path) -> RunPaths:
-    """The run `shown/run` below a file root."""
     paths = RunPaths(root / "shown" / "run")
     paths.root.mkdir(parents=True)
     paths.recipe.write_text(_RECIPE)
@@ -55,7 +54,6 @@ def make_run(root: Path) -> RunPaths:
 
 
 def append_step(paths: RunPaths, step: int, reward: float, **further: Any) -> None:
-    """One more trained step."""
     row = {"step": step, "generation": 1, "unix_time_s": 1000.0 + step, "time/step_s": 2.0}
     append_line(paths.metrics, row | {"reward/mean": reward, "episodes": 4} | further)
 

@@ -36,7 +36,6 @@ class Devcluster:
     """Who calls Slurm's commands; empty: who runs the tests. See `as_user`."""
 
     def as_user(self, name: str) -> "Devcluster":
-        """The same cluster for another user of this machine."""
         return replace(self, user=name)
 
     def give_to_user(self, *paths: Path) -> None:
@@ -64,32 +63,26 @@ class Devcluster:
         return [one for one in (*links, *CONTROL_GROUPS.glob(f"*/{bridge}")) if one.exists()]
 
     def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """Run `areal-hpc devcluster`."""
         return areal_hpc("devcluster", *arguments, "--state-dir", self.state_dir)
 
     def done(self, *arguments: str) -> str:
-        """Run `areal-hpc devcluster`, which must succeed."""
         return said_by(self.command(*arguments))
 
     def slurm(self, *command: str) -> str:
-        """What one of Slurm's commands prints; it must succeed."""
         return said_by(run_program(*self._become_user, *command, environ=self.environ)).strip()
 
     @property
     def _become_user(self) -> tuple[str, ...]:
-        """The start of a command line that runs as the user."""
         if not self.user:
             return ()
         group = pwd.getpwnam(self.user).pw_gid
         return ("setpriv", f"--reuid={self.user}", f"--regid={group}", "--clear-groups", "--")
 
     def submit(self, script: str, *options: str) -> str:
-        """The number of a new job."""
         output = (f"--output={self.state_dir}/%j.out", "--open-mode=append")
         return self.slurm("sbatch", "--parsable", *output, *options, f"--wrap={script}")
 
     def output(self, job: str) -> list[str]:
-        """The lines that a job has written so far."""
         path = self.state_dir / f"{job}.out"
         return path.read_text().splitlines() if path.exists() else []
 
@@ -97,33 +90,27 @@ class Devcluster:
         return self.slurm("squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T")
 
     def restarts(self, job: str) -> int:
-        """How often Slurm has requeued a job."""
         shown = self.slurm("scontrol", "show", "job", job, "--oneliner")
         return int(shown.split(" Restarts=")[1].split()[0])
 
     def await_state(self, job: str, *states: str) -> None:
-        """Return once a job is in one of these states."""
         wait_for(lambda: self.job_state(job) in states, every_s=SLURM_POLL_S)
 
     def await_end(self, job: str) -> str:
-        """The state in which a job ended."""
         under_way = {"PENDING", "RUNNING", "COMPLETING"}
         wait_for(lambda: self.job_state(job) not in under_way, 120, every_s=SLURM_POLL_S)
         return self.job_state(job)
 
     def await_output(self, job: str, count: int) -> list[str]:
-        """So many lines that a job has written."""
         wait_for(lambda: len(self.output(job)) >= count, every_s=SLURM_POLL_S)
         return self.output(job)
 
     def cancel_all(self) -> None:
-        """Cancel every job, and return when none is left."""
         self.slurm("scancel", "--partition=scavenger")
         self.slurm("scancel", "--partition=priority")
         wait_for(lambda: self.slurm("squeue", "-h") == "", every_s=SLURM_POLL_S)
 
     def restore(self) -> None:
-        """Cancel every job, and start what was taken down."""
         self.cancel_all()
         if self.slurm("sinfo", "-h", "-p", "priority", "-o", "%T") != "idle":
             self.done("up")
@@ -144,7 +131,6 @@ class Devcluster:
         wait_for(lambda: self.traces() == [], 60)  # an srun of ours ends with its job, not with it
 
     def traces(self) -> list[str]:
-        """Everything on this machine that belongs to this cluster."""
         found = [str(self.state_dir)] if self.state_dir.exists() else []
         left = find_processes(self.state_dir, in_environment=True)
         return [*found, *(f"{one.pid}: {command_of(one)}" for one in left)]
@@ -189,7 +175,6 @@ class Submitting:
         return self.call("submit", *self._recipe, *options, timeout_s=timeout_s)
 
     def start(self, *options: str, before: Sequence[str] = ()) -> subprocess.Popen[str]:
-        """`areal-hpc submit`, without waiting for its end; `before` stands before the command."""
         environ = self._cluster.environ
         return start_areal_hpc("submit", *self._recipe, *options, environ=environ, before=before)
 
@@ -233,16 +218,13 @@ def stopped_slurmctld(cluster: Devcluster) -> Iterator[None]:
 
 
 def queued(cluster: Devcluster) -> list[str]:
-    """Names within the run of the jobs in the queue."""
     names = cluster.slurm("squeue", "-h", "-o", "%j").split()
     return sorted(name.removeprefix("quickstart-slurm-").rpartition(".")[0] for name in names)
 
 
 def numbers(cluster: Devcluster) -> list[str]:
-    """Numbers of the jobs in the queue."""
     return sorted(cluster.slurm("squeue", "-h", "-o", "%i").split())
 
 
 def recorded(run: Submitting) -> dict[str, str]:
-    """Number of the newest submission of each job."""
     return {job: one.job_id for job, one in get_latest_submissions(run.submissions).items()}

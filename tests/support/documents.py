@@ -18,8 +18,6 @@ _SETTING = re.compile(r"^(# .*\n)*\w+:( |$)", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Block:
-    """One code block."""
-
     document: str
     number: int
     """Counted from 1 within its document."""
@@ -39,7 +37,6 @@ class Block:
 
 
 def blocks() -> list[Block]:
-    """All blocks of all documents, in order."""
     found = []
     for path in sorted(FOLDER.glob("*.txt")):
         text = path.read_text()
@@ -72,7 +69,6 @@ def unfenced(text: str) -> list[str]:
 
 
 def language_of(text: str) -> str:
-    """What a block is written in."""
     if "┌" in text:
         return "drawing"
     if _COMMAND.search(text):
@@ -82,8 +78,6 @@ def language_of(text: str) -> str:
 
 @dataclass(frozen=True)
 class Patch:
-    """Text that is replaced, and why it must be."""
-
     old: str
     new: str
     why: str
@@ -107,7 +101,6 @@ class Scene:
     environment: str = "main"
 
     def text_of(self, block: Block) -> str:
-        """The block as it is run."""
         return patched(block, block.text, self.patches)
 
 

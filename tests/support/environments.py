@@ -10,7 +10,6 @@ CHECKOUT = Path(__file__).parents[2]
 
 
 def python_of(environment: str) -> Path:
-    """The interpreter of an environment that scripts/setup.sh makes."""
     return CHECKOUT / ".venvs" / environment / "bin" / "python"
 
 
@@ -23,7 +22,6 @@ def find_uv() -> str:
 
 
 def export_lock(*options: str) -> dict[str, str]:
-    """Package -> version of what uv.lock has for extras and groups."""
     command = [find_uv(), "export", "--frozen", "--quiet", "--no-emit-project", *options]
     exported = subprocess.run(command, cwd=CHECKOUT, check=True, stdout=subprocess.PIPE, text=True)
     return read_pins(exported.stdout)

@@ -23,7 +23,6 @@ def get_group(test: str) -> str:
 
 @cache
 def read_table() -> dict[str, float]:
-    """File, relative to the checkout -> seconds."""
     return json.loads(TABLE.read_text()) if TABLE.exists() else {}
 
 

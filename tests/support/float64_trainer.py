@@ -115,7 +115,6 @@ class Float64Trainer:
 
 
 def compute_advantages(rows: Sequence[TrajectoryRow], objective: ObjectiveConfig) -> Array:
-    """The advantage of each row, which is an episode."""
     rewards = np.array([row.reward for row in rows])
     groups = np.array([row.ticket_id for row in rows])
     found = np.empty(len(rows))

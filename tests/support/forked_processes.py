@@ -117,7 +117,6 @@ def fork_job_process(
 
 
 def fork_module(words: Sequence[str], errors: IO[bytes]) -> tuple[ForkedProcess, IO[str]]:
-    """`python -m` with these words, and what it prints."""
     reading, writing = os.pipe()
     process = ForkedProcess(words, writing, errors.fileno())
     os.close(writing)

@@ -29,16 +29,12 @@ Group = list[int]
 
 @dataclass
 class Worker:
-    """As its parent sees it."""
-
     process: BaseProcess
     test: str = ""
     """Where it is."""
 
 
 class ForkedWorkers:
-    """A pytest plugin that hands groups of tests, in their order, to workers."""
-
     def __init__(self, count: int, *of_parent: object) -> None:
         """With further plugins that are the parent's alone."""
         self.is_cut_off = False

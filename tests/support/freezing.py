@@ -40,7 +40,6 @@ class FreezableDisk:
 
 @contextmanager
 def freezable_disk(root: Path) -> Iterator[FreezableDisk]:
-    """A disk that is gone afterwards."""
     disk = FreezableDisk(root)
     try:
         yield disk

@@ -65,5 +65,4 @@ class GymStage:
 
 
 def call_tool(name: str, arguments: str) -> str:
-    """A tool call as Qwen2.5 says it."""
     return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'

@@ -41,8 +41,6 @@ NO_END = 5000
 
 
 class HeldRun:
-    """`areal-hpc run --in-allocation` in allocations, one after the other."""
-
     def __init__(self, cluster: Devcluster, fileroot: Path, *overrides: str) -> None:
         self.cluster = cluster
         self.paths = RunPaths(fileroot / "quickstart" / "demo")
@@ -82,7 +80,6 @@ class HeldRun:
         return self._log.read_text()
 
     def end(self, timeout_s: float) -> int:
-        """The exit code of the command, which salloc hands on."""
         assert self.salloc is not None
         return self.salloc.wait(scaled(timeout_s))
 
@@ -112,13 +109,11 @@ class HeldRun:
         return [one for one, its in words.items() if its[-1:] == [launch] and its[0] != "srun"]
 
     def press_ctrl_c(self) -> None:
-        """SIGINT to the launcher's process group, which salloc makes the terminal's."""
         assert self.salloc is not None
         [launcher] = psutil.Process(self.salloc.pid).children()
         os.killpg(os.getpgid(launcher.pid), signal.SIGINT)
 
     def get_gpus(self, job: str) -> str:
-        """GPUs that Slurm shows the step of a job."""
         [supervisor] = self.find_supervisors(job)
         return str(supervisor.environ()["CUDA_VISIBLE_DEVICES"])
 
@@ -129,13 +124,10 @@ class HeldRun:
         self.cluster.slurm(*update, f"EndTime={ends_at:%Y-%m-%dT%H:%M:%S}")
 
     def cancel_step(self, step: str) -> None:
-        """`scancel JOB.STEP`: Slurm kills its tasks at once."""
         shown = self.cluster.slurm("squeue", "--steps", "-h", "-o", "%j %i")
         self.cluster.slurm("scancel", dict(line.split() for line in shown.splitlines())[step])
 
     def await_step(self, step: str) -> None:
-        """Return once a step of this name is at work."""
-
         def is_noted() -> bool:
             note = find_live_launcher_note(self.paths)
             return note is not None and step in {one.step for one in note.steps}

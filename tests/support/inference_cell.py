@@ -58,8 +58,6 @@ def tiny_qwen3(seed: int, *, tied: bool = False) -> Qwen3ForCausalLM:
 
 
 class Cell:
-    """A running inference job."""
-
     def __init__(self, paths: RunPaths, name: str) -> None:
         self.paths = paths
         self.name = name
@@ -123,7 +121,6 @@ class Cell:
         return self.relay.post(f"/replicas/0/{route}", json=body or {}, headers=headers)
 
     def generate(self, input_ids: list[int], index: int = 0, **sampling: Any) -> dict[str, Any]:
-        """SGLang's own answer, with log-probabilities."""
         answer = httpx.post(**self._generation(input_ids, index, sampling))
         answer.raise_for_status()
         reply: dict[str, Any] = answer.json()
@@ -161,7 +158,6 @@ class Cell:
         }
 
     def engines(self) -> list[psutil.Process]:
-        """The first process of each server."""
         children = psutil.Process(self.job.pid).children()
         return [one for one in children if "areal_hpc.inference.cpu.sglang_cpu" in command_of(one)]
 
@@ -171,12 +167,10 @@ class Cell:
         return engine
 
     def scheduler(self, index: int = 0) -> psutil.Process:
-        """The process of one server that runs the model."""
         (scheduler,) = filter(is_scheduler, self.engine(index).children())
         return scheduler
 
     def engine_processes(self) -> list[psutil.Process]:
-        """All processes of all servers."""
         return [one for engine in self.engines() for one in (engine, *engine.children(True))]
 
     def logs(self) -> str:

@@ -48,7 +48,6 @@ class JsonHandler(BaseHTTPRequestHandler):
 
 @contextmanager
 def serving_http(handler: type[BaseHTTPRequestHandler], port: int = 0) -> Iterator[str]:
-    """The address of a server on loopback."""
     with ThreadingHTTPServer(("127.0.0.1", port), handler) as server:
         server.daemon_threads = True
         thread = threading.Thread(target=server.serve_forever, args=[POLL_S])

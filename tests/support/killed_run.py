@@ -68,15 +68,12 @@ UPDATE = _at("weights.before_end")
 
 @dataclass(frozen=True)
 class Kill:
-    """One case: `party` dies at `point`."""
-
     party: str
     point: str
     """One of `POINTS`, or `update`."""
 
     @property
     def where(self) -> Point:
-        """The moment itself."""
         return UPDATE if self.point == "update" else POINTS[self.point]
 
     @property
@@ -94,16 +91,13 @@ class Gate:
         """For the variable of faults."""
 
     def shut(self) -> None:
-        """From now on, one process is held."""
         self._path.touch()
 
     def open(self) -> None:
-        """Let go whom it holds, and everybody later."""
         self._path.unlink(missing_ok=True)
         self._held.unlink(missing_ok=True)
 
     def held(self) -> int | None:
-        """The process that waits here now."""
         try:
             return int(self._held.read_text() or 0) or None
         except FileNotFoundError:
@@ -163,7 +157,6 @@ class KilledRun(SmallRun):
         wait_for(holds, timeout_s, self.said, every_s=0.5)
 
     def struck(self) -> dict[str, float]:
-        """When each kill happened, by name."""
         return dict(self._struck)
 
     def _kill_all(self) -> None:

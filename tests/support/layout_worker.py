@@ -129,8 +129,6 @@ def exported_gradients(policy: TrainedNetwork) -> dict[str, torch.Tensor]:
 
 
 class Case:
-    """One family in one layout."""
-
     lora: LoraConfig | None = None
     digest = ""
 
@@ -184,7 +182,6 @@ class Case:
         return total["loss"] / total["tokens"], norm
 
     def compare(self) -> dict[str, Any]:
-        """Log-probabilities and gradients against transformers."""
         exported = {name: tensor.clone() for name, tensor in stream_hf_tensors(self.policy)}
         specs = [(name, shape) for name, shape, _ in list_hf_specs(self.policy)]
         state = self.expected_export()
@@ -307,7 +304,6 @@ class Case:
         }
 
     def save(self) -> None:
-        """Leave a model directory in several files."""
         if dist.get_rank() == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.plain.config.architectures = [type(self.plain).__name__]  # SGLang reads it
@@ -328,8 +324,6 @@ class Case:
 
 
 class AdaptedCase(Case):
-    """The same of an adapter, which PEFT's own network beside it has, too."""
-
     def __init__(self, name: str, parallel: ParallelConfig, folder: Path, layers: int) -> None:
         family, settings = ADAPTERS[name]
         self.lora = LoraConfig(rank=4, alpha=6, **settings)

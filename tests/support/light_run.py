@@ -133,7 +133,6 @@ class LightRun:
     # Services --------------------------------------------------------------------------------
 
     def start(self, service: str) -> None:
-        """Start it and wait until it has published its address."""
         process = start_job_process(
             ENTRIES[service],
             self._config_path(service),
@@ -177,7 +176,6 @@ class LightRun:
         self._client.close()
 
     def key(self, service: str) -> str:
-        """The bearer key that opens a service."""
         return derive_bearer_key(self.service_key, ENDPOINTS[service])
 
     def build_headers(self, service: str) -> dict[str, str]:
@@ -196,7 +194,6 @@ class LightRun:
         return self._scratch / f"{service}.log"
 
     def said(self) -> str:
-        """The ends of all logs."""
         logs = [self._log_path(service) for service in ENTRIES]
         return "\n".join(f"== {one}\n{one.read_text(errors='replace')[-3000:]}" for one in logs)
 
@@ -206,7 +203,6 @@ class LightRun:
     def call(
         self, service: str, route: str, request: msgspec.Struct | None, reply: type[ReplyT]
     ) -> ReplyT:
-        """A call of the run's own, repeated while the service is away."""
         deadline = Deadline(PATIENCE_S)
         while True:
             try:
@@ -221,7 +217,6 @@ class LightRun:
     # The driver ------------------------------------------------------------------------------
 
     def play(self, tickets: int) -> None:
-        """Play so many tickets to their end."""
         done, deadline = 0, Deadline(PATIENCE_S)
         while done < tickets:
             assert not deadline.is_over(), f"nothing is granted: {self.said()}"
@@ -268,12 +263,10 @@ class LightRun:
         return self.call("proxy", "/rl/start_session", request, proxy_wire.StartSessionReply)
 
     def ask(self, key: str, route: str, body: Any) -> httpx.Response:
-        """A call with a session's key."""
         headers = {"authorization": f"Bearer {key}"}
         return self.http.post(f"{self.url('proxy')}{route}", json=body, headers=headers)
 
     def seal(self) -> int:
-        """How many tickets the proxy sealed now."""
         return self.call(
             "proxy", "/rl/seal", ledger_wire.Empty(), proxy_wire.SealTicketsReply
         ).tickets
@@ -289,7 +282,6 @@ class LightRun:
         self.serve()
 
     def serve(self) -> None:
-        """Give the replica the weights of the version."""
         replica = self.await_replica()
         self._control(replica, "fence", {})
         for route in ("pause_generation", "begin_weight_update"):
@@ -299,12 +291,10 @@ class LightRun:
         self._control(replica, "serve", {"version": str(self.version)})
 
     def await_replica(self) -> ReplicaView:
-        """The replica, once its server is up."""
         self.await_true(lambda: self.replica().state in ("ready", "serving"))
         return self.replica()
 
     def replica(self) -> ReplicaView:
-        """As its cell reports it now."""
         return self.call("inference", "/replicas", None, ReplicasOfCell).replicas[0]
 
     def _control(self, replica: ReplicaView, route: str, body: Any) -> None:
@@ -320,7 +310,6 @@ class LightRun:
         assert answer.status_code == 200, (route, answer.text, self.said())
 
     def train(self) -> BatchManifest:
-        """Train the next batch, of tickets that are settled, and be the trainer after it."""
         step = self.step + 1
         request = ledger_wire.BatchRequest(self.version.generation, step, 1.0)
         found: list[BatchManifest] = []

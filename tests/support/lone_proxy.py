@@ -11,8 +11,6 @@ from tests.support.forked_processes import fork_module
 
 
 class LoneProxy:
-    """The command, running."""
-
     def __init__(self, folder: Path, *urls: str, arguments: Sequence[str] = ()) -> None:
         self.key_file = folder / "admin.key"
         self.log = folder / "proxy.log"
@@ -45,7 +43,6 @@ class LoneProxy:
         return httpx.post(f"{self.url}{route}", json=body, headers=headers, timeout=scaled(60))
 
     def open_session(self) -> tuple[str, str]:
-        """(session id, key)."""
         opened = self.post("/rl/start_session", {"task_id": "try", "rights": "all"})
         assert opened.status_code == 200, opened.text
         return opened.json()["session_id"], opened.json()["api_key"]

@@ -26,8 +26,6 @@ PROMPT_TOKENS = 3
 
 @dataclass(frozen=True)
 class MadeEpisode:
-    """One episode: its calls follow one another, a tool between two of them."""
-
     cell: str = "cell-0"
     replica: int = 0
     calls: int = 2
@@ -125,7 +123,6 @@ class MadeRun:
         append_line(self.paths.metrics, row | named)
 
     def finish(self) -> None:
-        """The last checkpoint, and the trainer's last word."""
         folder = self.paths.checkpoints_dir / format_step_dir(self.step)
         folder.mkdir(parents=True)
         state = {
@@ -141,7 +138,6 @@ class MadeRun:
         self.paths.finished_marker.touch()
 
     def add_event(self, role: str, event: str, **facts: Any) -> None:
-        """Something that happens now."""
         line = {"time": self.now, "role": role, "event": event, **facts}
         append_line(self.paths.events, line)
 

@@ -23,8 +23,6 @@ QUICKSTART = "recipes/quickstart.yaml"
 
 @dataclass(frozen=True)
 class Mistake:
-    """One that is refused before anything starts."""
-
     what: str
     overrides: str
     """Of the recipe; DIR, SERVE_PYTHON and TEST_PYTHON stand for paths of the test."""
@@ -35,8 +33,6 @@ class Mistake:
 
 @dataclass(frozen=True)
 class AgentMistake:
-    """One of an agent, which its first episode shows."""
-
     what: str
     agent: type
     said: str
@@ -367,13 +363,11 @@ AGENT_MISTAKES = (
 
 
 def mistakes_table() -> str:
-    """What is refused before anything starts, as Markdown."""
     rows = ((one.what, _as_code(one.said)) for one in MISTAKES)
     return markdown(("mistake", "among what is printed"), rows)
 
 
 def agent_mistakes_table() -> str:
-    """What the first failed episode shows, as Markdown."""
     rows = []
     for one in sorted(AGENT_MISTAKES, key=lambda one: one.hint == "fix "):
         hint = _as_code([f"try: {one.hint.strip()}"])

@@ -78,8 +78,6 @@ ODD_NUMBERS = ("", "-1", "0", "1", "2", "nan", "inf", "1e308", "9" * 30, "0x1", 
 
 @dataclass(frozen=True)
 class Call:
-    """A right call."""
-
     service: str
     method: str
     path: str
@@ -97,8 +95,6 @@ class Call:
 
 @dataclass(frozen=True)
 class RawCall:
-    """What is sent."""
-
     call: Call
     """What it was made from."""
     method: str
@@ -123,7 +119,6 @@ class Mutator:
     """Values of this run (ticket references, session ids, names) that odd places may get."""
 
     def mutate(self, call: Call) -> RawCall:
-        """One call, wrong in one way or in several."""
         if self.chance.random() < self.sound_share:
             return self._encode(call, call.body)
         if call.is_internal and self._is_seldom():

@@ -59,8 +59,6 @@ class _Work(Work):
 
 
 class NcclLikeGroup(dist.ProcessGroup):
-    """One rank."""
-
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]  # as torch lets Python groups
         self._store, self._rank, self._ranks = store, rank, size
@@ -113,7 +111,6 @@ class NcclLikeGroup(dist.ProcessGroup):
             _pause_or_end()
 
     def die(self) -> None:
-        """This rank's process ends."""
         self._store.set(f"dead/{self._rank}", "")
 
     def find_broken_rank(self) -> int | None:
@@ -124,7 +121,6 @@ class NcclLikeGroup(dist.ProcessGroup):
         return None
 
     def is_taken(self, number: int) -> bool:
-        """Whether every receiver has these bytes."""
         return bool(self._store.check([f"taken/{number}/{rank}" for rank in range(1, self._ranks)]))
 
     def abort(self) -> None:
@@ -159,7 +155,6 @@ def register() -> None:
 
 
 def end_all() -> None:
-    """End the calls that nothing else ends."""
     _ALL_OVER.set()
 
 

@@ -4,12 +4,11 @@ Each speaks the wire of `areal_hpc.wire.replicas`. A fault has two halves: what 
 over HTTP, and what becomes of the receiver's end of the group.
 """
 
-import http.server
 import json
 import math
 import threading
 from collections import Counter
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -18,7 +17,7 @@ import torch
 from areal_hpc.rundir import rendezvous
 from areal_hpc.wire.replicas import ReplicasOfCell, ReplicaState, ReplicaView
 from tests.support.deadlines import scaled
-from tests.support.json_server import JsonHandler
+from tests.support.json_server import JsonHandler, serving_http
 from tests.support.nccl_like import NcclLikeGroup, join_as_member
 from tests.support.weight_updates import SCORE_WITHOUT_MODEL
 
@@ -43,16 +42,12 @@ PHASES = {
 
 
 class Fault(NamedTuple):
-    """How a party is lost."""
-
     answer: Literal["breaks", "refuses", "none"]
     """The connection breaks, SGLang is reported gone, or nobody says anything."""
     receiver: Literal["dies", "hangs"]
 
 
 class NcclLikeCell:
-    """A cell with one replica."""
-
     def __init__(self, name: str, directory: Path) -> None:
         self.name = name
         self.incarnation = 0
@@ -92,10 +87,8 @@ class NcclLikeCell:
                         cell.wait_in_silence()
                     self.close_connection = True
 
-        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        self._ends = ExitStack()
+        url = self._ends.enter_context(serving_http(Handler))
         rendezvous.publish_endpoint(self.directory, f"control-{self.name}", url)
 
     def view(self) -> ReplicaView:
@@ -148,15 +141,13 @@ class NcclLikeCell:
             self.version = body["weight_version"] or self.version
 
     def restart(self) -> None:
-        """As its job would restart it."""
         self.close()
         self._over = threading.Event()
         self.start()
 
     def close(self) -> None:
         self._over.set()
-        self._server.shutdown()
-        self._server.server_close()
+        self._ends.close()
 
 
 def assert_served(cells: list[NcclLikeCell], version: str) -> None:

@@ -38,8 +38,6 @@ _MS_NOSUID, _MS_NODEV, _MNT_DETACH = 2, 4, 2
 
 
 class Opcode(IntEnum):
-    """What the kernel asks for."""
-
     LOOKUP = 1
     FORGET = 2
     GETATTR = 3
@@ -94,8 +92,6 @@ _DIRENT = struct.Struct("<QQII")
 
 
 class Request(NamedTuple):
-    """One request of the kernel."""
-
     opcode: int
     unique: int
     node: int
@@ -136,7 +132,6 @@ class FuseChannel:
             yield Request(opcode, unique, node, data[_IN_HEADER.size :])
 
     def reply(self, unique: int, body: bytes = b"", error: int = 0) -> None:
-        """Answer a request; nobody may wait for the answer any more."""
         with suppress(FileNotFoundError):
             os.writev(
                 self.fd, [_OUT_HEADER.pack(_OUT_HEADER.size + len(body), -error, unique), body]
@@ -150,12 +145,10 @@ class FuseChannel:
             os.writev(self.fd, [_OUT_HEADER.pack(size, _INVAL_INODE, 0), body])
 
     def unmount(self) -> None:
-        """Take it away from those who use it, too."""
         _libc.umount2(bytes(self._mountpoint), _MNT_DETACH)
 
 
 def pack_attributes(stat: os.stat_result) -> bytes:
-    """`struct fuse_attr`."""
     times = (stat.st_atime_ns, stat.st_mtime_ns, stat.st_ctime_ns)
     return _ATTR.pack(
         *(stat.st_ino, stat.st_size, stat.st_blocks),
@@ -167,25 +160,21 @@ def pack_attributes(stat: os.stat_result) -> bytes:
 
 
 def pack_entry(node: int, stat: os.stat_result, cached_s: float) -> bytes:
-    """A name that is there, and the attributes of what it names."""
     whole_s, rest_ns = _split_seconds(cached_s)
     return _ENTRY.pack(node, 0, whole_s, whole_s, rest_ns, rest_ns) + pack_attributes(stat)
 
 
 def pack_no_entry(cached_s: float) -> bytes:
-    """A name that is not there."""
     whole_s, rest_ns = _split_seconds(cached_s)
     return _ENTRY.pack(0, 0, whole_s, 0, rest_ns, 0) + bytes(_ATTR.size)
 
 
 def pack_attributes_reply(stat: os.stat_result, cached_s: float) -> bytes:
-    """The answer to GETATTR and SETATTR."""
     whole_s, rest_ns = _split_seconds(cached_s)
     return _ATTR_OUT.pack(whole_s, rest_ns, 0) + pack_attributes(stat)
 
 
 def pack_directory_entry(inode: int, offset: int, kind: int, name: bytes) -> bytes:
-    """One entry of READDIR's answer."""
     padding = -len(name) % 8
     return _DIRENT.pack(inode, offset, len(name), kind) + name + bytes(padding)
 
@@ -272,8 +261,6 @@ class Node:
 
 @dataclass
 class Handle:
-    """Something open."""
-
     fd: int
     node: Node
     listing: list[tuple[int, int, bytes]] = field(default_factory=list)
@@ -281,8 +268,6 @@ class Handle:
 
 
 class StorageServer:
-    """Answers the kernel's requests from a folder."""
-
     def __init__(self, folder: Path, channel: FuseChannel, weather: Weather) -> None:
         self._channel = channel
         self._weather = weather
@@ -323,7 +308,6 @@ class StorageServer:
         }
 
     def answer(self, request: Request) -> None:
-        """Carry out one request, if it is not to fail, and answer it."""
         if request.opcode in WITHOUT_REPLY:
             self._forget(request)
             return
@@ -588,7 +572,6 @@ def obey(line: str, weather: Weather) -> None:
 
 
 def take_orders(weather: Weather, channel: FuseChannel) -> None:
-    """Obey until standard input ends; then leave nothing mounted, whoever uses it."""
     for line in sys.stdin:
         obey(line, weather)
     channel.unmount()

@@ -63,8 +63,6 @@ def make_oracle_batch(seed: int) -> OracleBatch:
 
 @dataclass(frozen=True)
 class LossCase:
-    """A loss and its gradient by the log-probabilities, in both codes."""
-
     name: str
     library: Literal["TRL", "verl"]
     theirs: Mapping[str, Any]
@@ -201,8 +199,6 @@ LOSS_CASES = (
 
 @dataclass(frozen=True)
 class AdvantageCase:
-    """Advantages of episodes, in both codes."""
-
     name: str
     theirs: Mapping[str, Any]
     """verl's estimator by name, and arguments of it."""

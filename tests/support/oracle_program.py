@@ -171,7 +171,6 @@ def ask_values(batch: OracleBatch) -> dict[str, Array]:
 
 
 def ask_divergence(kind: str, batch: OracleBatch) -> Array:
-    """The estimates and their derivatives [2, B, T]."""
     logprobs = torch.tensor(batch.logprobs, requires_grad=True)
     estimates: torch.Tensor = VERL.kl_penalty(logprobs, torch.tensor(batch.reference), kind)
     (KL_COEF * estimates).sum().backward()
@@ -180,7 +179,6 @@ def ask_divergence(kind: str, batch: OracleBatch) -> Array:
 
 
 def main() -> None:
-    """Answer everything, for every seed."""
     answers: dict[str, list[Any]] = defaultdict(list)
     for seed in SEEDS:
         batch = make_oracle_batch(seed)

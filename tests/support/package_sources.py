@@ -9,6 +9,5 @@ PACKAGE = CHECKOUT / "areal_hpc"
 
 @cache
 def sources() -> dict[str, str]:
-    """Their text, by path below the package."""
     files = sorted(PACKAGE.rglob("*.py"))
     return {str(path.relative_to(PACKAGE)): path.read_text() for path in files}

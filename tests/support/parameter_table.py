@@ -16,7 +16,6 @@ from areal_hpc.proxy.dialects.parameters import (
 
 
 def list_effective_params(request_type: type[msgspec.Struct]) -> list[str]:
-    """Names of a request's parameters that have an effect."""
     return [
         field.encode_name
         for field in _list_request_fields(request_type)
@@ -25,13 +24,11 @@ def list_effective_params(request_type: type[msgspec.Struct]) -> list[str]:
 
 
 def list_ignored_params_of(request_type: type[msgspec.Struct]) -> list[str]:
-    """Names of the parameters without effect, down to those of messages and tools."""
     found = _list_ignored_params_within(inspect.type_info(request_type), "")
     return [*dict.fromkeys(name.removeprefix(".") for name in found)]
 
 
 def get_refusal_by_param(request_type: type[msgspec.Struct]) -> dict[str, Refusal]:
-    """The request's own parameters that are refused."""
     own: Mapping[str, Refusal] = getattr(request_type, "refused", {})
     return dict(own)
 

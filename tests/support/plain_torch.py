@@ -74,8 +74,6 @@ INDEXING = ("index", "index_put", "index_put_impl")
 
 
 class OperationLog(TorchDispatchMode):
-    """The names of all operations, in their order."""
-
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.names: list[str] = []

@@ -32,7 +32,6 @@ def _has_ended(process: psutil.Process) -> bool:
 
 
 def is_scheduler(process: psutil.Process) -> bool:
-    """True of the process of an SGLang server that runs the model."""
     return " ".join(command_of(process)).startswith("sglang::scheduler")
 
 

@@ -124,7 +124,6 @@ class Stage:
 
     @property
     def pid(self) -> int:
-        """Of the proxy."""
         assert self._process is not None
         return self._process.pid
 
@@ -160,12 +159,10 @@ class Stage:
         wait_for(is_up, PATIENCE_S, lambda: self.log)
 
     def route_to(self, *urls: str, state: ReplicaState = "serving") -> None:
-        """Let the relay show these replicas; returns when the proxy has seen it."""
         self.relay.show(*urls, state=state)
         self.await_polls()
 
     def await_polls(self) -> None:
-        """Return when the proxy has seen what the relay shows."""
         polls = self.relay.polls
         wait_for(lambda: self.relay.polls >= polls + 2, PATIENCE_S, every_s=0.01)
 
@@ -175,12 +172,10 @@ class Stage:
         self._process.wait()
 
     def restart_proxy(self) -> None:
-        """kill -9, and another proxy."""
         self.kill_proxy()
         self.start_proxy()
 
     def stop_proxy(self) -> None:
-        """SIGTERM."""
         assert self._process is not None
         self._process.send_signal(signal.SIGTERM)
         assert self._process.wait(scaled(PATIENCE_S)) == 0, self.log
@@ -199,7 +194,6 @@ class Stage:
         return journal
 
     def journaled(self, key: str) -> list[Interaction]:
-        """The interactions of a session that are in the journal by now."""
         events = [decode_event(record.payload) for record in read_journal(self.journal)]
         digest = compute_key_digest(key)
         (session_id,) = (
@@ -251,7 +245,6 @@ class Stage:
             assert after[: len(before) + len(said)] == before + said
 
     def prompt_of(self, request: dict[str, Any]) -> str:
-        """What a request of SGLang's asks, as text."""
         return self.tokenizer.decode(request["input_ids"], skip_special_tokens=False)
 
     def catch_up(self) -> None:
@@ -288,7 +281,6 @@ class Stage:
         records_sampling_mask: bool = False,
         **sampling: Any,
     ) -> tuple[str, str]:
-        """(session id, key)."""
         request = StartSessionRequest(
             "task",
             ref,
@@ -335,7 +327,6 @@ class Stage:
         return int(reply.json()["rows"])
 
     def seal(self) -> int:
-        """How many tickets were sealed."""
         reply = self.post("/rl/seal", {})
         assert reply.status_code == 200, reply.text
         return int(reply.json()["tickets"])

@@ -33,8 +33,6 @@ class TaskExit:
 
 
 class RankServer:
-    """Starts ranks on request."""
-
     def __init__(self, connection: socket.socket) -> None:
         self._lines = connection.makefile("rw")
 
@@ -53,9 +51,6 @@ class RankServer:
         """Have every rank call a function of a module with the scenario and the paths."""
         name = f"{act.__module__}:{act.__name__}"
         return self.run(paths, "inspect", ranks, inspect=name, **scenario)
-
-    def is_connected(self) -> bool:
-        return self._lines.readline() == "ready\n"
 
     def close(self) -> None:
         self._lines.close()
@@ -84,7 +79,7 @@ def _connect(address: Path) -> RankServer | None:
         except OSError:
             return None
         server = RankServer(connection)
-    if server.is_connected():
+    if server._lines.readline() == "ready\n":
         return server
     server.close()  # it was about to end
     return None

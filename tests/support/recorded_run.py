@@ -87,10 +87,7 @@ def spoil(paths: RunPaths, step: int, rows: Sequence[int], **columns: float) -> 
         for column, value in columns.items():
             for row in rows:
                 file[column][bounds[row] : bounds[row + 1]] = value
-    lines = [
-        build_index_line(path) if one.file == name else one
-        for one in read_index(paths.shard_index_dir)
-    ]
+    lines = read_index(paths.shard_index_dir)
     (index,) = paths.shard_index_dir.iterdir()
     index.unlink()
     for line in lines:

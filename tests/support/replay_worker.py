@@ -59,7 +59,6 @@ POLL_S = 0.5
 
 
 def digests(policy: TrainedNetwork, optimizer: Any) -> dict[str, str]:
-    """The content of every parameter and moment that this rank holds."""
     found = {name: tensor.detach() for name, tensor in policy.gpt.named_parameters()}
     for part_number, part in enumerate(optimizer.chained_optimizers):
         mains = [main for group in part.optimizer.param_groups for main in group["params"]]
@@ -114,7 +113,6 @@ def state_of(learner: Learner) -> dict[str, str]:
 
 
 def moments_of(learner: Learner) -> list[dict[str, Any]]:
-    """AdamW's state of every parameter."""
     parts = learner._optimizer.chained_optimizers
     return [moments for part in parts for moments in part.optimizer.state.values()]
 
@@ -138,7 +136,6 @@ def replay(scenario: Scenario, paths: RunPaths) -> dict[str, Any]:
 
 
 def fine_tune(scenario: Scenario, paths: RunPaths) -> dict[str, Any]:
-    """The SFT stage, from its latest checkpoint to its last step."""
     job = SftJobConfig.model_validate(scenario["sft"])
     policy = build_policy(
         read_architecture(job.model_path),
@@ -209,7 +206,6 @@ def be_rank(scenario: Scenario, rank: int) -> int:
 
 
 def launch(scenario: Scenario) -> list[int]:
-    """All ranks of a scenario; their exit codes, -9 for a killed one."""
     if "inspect" in scenario:
         load_function(scenario["inspect"])
     gc.freeze()  # the ranks share the memory of what was imported
@@ -236,7 +232,6 @@ def launch(scenario: Scenario) -> list[int]:
 
 
 def answer(connection: socket.socket) -> None:
-    """Launch the scenarios of a connection, one after another."""
     with connection, connection.makefile("rw") as lines:
         print("ready", file=lines, flush=True)
         for line in lines:

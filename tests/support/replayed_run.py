@@ -46,7 +46,6 @@ def train_run(
     more: dict[str, Any] | None = None,
     **scenario: Any,
 ) -> TaskExit:
-    """Train a run on its recorded batches, up to step `steps`."""
     parallel = parallel or {}
     settings = {
         "total_steps": steps, "minibatches": minibatches, "parallel": parallel,
@@ -130,7 +129,6 @@ def copy_for_mixture(source: Path, root: Path) -> Path:
 
 
 def read_recorded_rows(paths: RunPaths, step: int = 1) -> list[TrajectoryRow]:
-    """The rows of a recorded batch."""
     shards = CheckedShards(paths.shards_dir, paths.shard_index_dir)
     return [row for rows in read_rows_by_ticket(read_manifest(paths, step), shards) for row in rows]
 

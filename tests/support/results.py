@@ -18,7 +18,6 @@ def read_results(name: str, nothing: Any) -> Any:
 
 
 def write_results(name: str, measured: Any) -> None:
-    """Put it in the place of what was measured before."""
     (RESULTS_DIR / f"{name}.json").write_text(json.dumps(measured, indent=2) + "\n")
 
 
@@ -30,7 +29,6 @@ def add_results(name: str, **figures: object) -> dict[str, Any]:
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A table as Markdown."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines).replace(" --- ", "---")
 
@@ -53,6 +51,5 @@ def with_table(document: Path, name: str, table: str) -> str:
 
 
 def write_table(document: str, name: str, table: str) -> None:
-    """Put a table in the place of the one that a document below docs/ has."""
     path = CHECKOUT / "docs" / document
     path.write_text(with_table(path, name, table))

@@ -31,6 +31,5 @@ def trained_steps(paths: RunPaths) -> int:
 
 
 def logs_of(paths: RunPaths) -> str:
-    """The end of every log of the newest attempt."""
     found = sorted(paths.logs_dir.glob("latest/*/*.log"))
     return "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')[-1500:]}" for log in found)

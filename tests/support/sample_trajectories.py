@@ -64,7 +64,6 @@ def ticket(ticket_id: int, n_samples: int = 2) -> list[TrajectoryRow]:
 
 
 def seal_in(paths: RunPaths, rows: list[TrajectoryRow], writer: str = "cell-0") -> SealedShard:
-    """The next shard of a writer of a run."""
     return write_sealed_shard(rows, paths.shards_dir, paths.shard_index_dir, writer)
 
 

@@ -17,8 +17,6 @@ LOADS = {"num_running_reqs": 0, "num_waiting_reqs": 0, "num_used_tokens": 0}
 
 
 class ScriptedServer(ScriptedSGLang):
-    """Answers what cells and trainers ask of a server, and takes any weights for new ones."""
-
     def build_app(self) -> web.Application:
         app = super().build_app()
         for path in ("/ready", "/health_generate"):
@@ -45,7 +43,6 @@ class ScriptedServer(ScriptedSGLang):
 
 
 async def serve(port: int, model_path: str) -> None:
-    """Until killed."""
     server = ScriptedServer(Tokenizer.from_file(f"{model_path}/tokenizer.json"))
     await server.start(port)
     await asyncio.Event().wait()

@@ -38,8 +38,6 @@ Result = TypeVar("Result")
 
 @dataclass
 class Script:
-    """What the model says next."""
-
     text: str = "hello world"
     finish: str = "eos"
     """`eos`, `length` or `stop:<string>`."""
@@ -82,7 +80,6 @@ class ScriptedSGLang:
     _has_stopped: bool = False
 
     def build_app(self) -> web.Application:
-        """What it answers."""
         app = web.Application(client_max_size=1 << 28)
         app.router.add_post("/generate", self._generate)
         app.router.add_post("/abort_request", self._abort)
@@ -256,7 +253,6 @@ class StandIn:
         self._service_key = service_key
 
     def routes(self) -> list[web.RouteDef]:
-        """What it answers."""
         raise NotImplementedError
 
     async def start(self) -> None:

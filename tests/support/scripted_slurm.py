@@ -43,7 +43,6 @@ class ScriptedSlurm:
 
     @property
     def state(self) -> str:
-        """State of the job."""
         return self._state.read_text().strip()
 
     @state.setter

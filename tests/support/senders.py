@@ -90,7 +90,6 @@ class Senders:
         self._orders.flush()
 
     def read(self) -> dict[str, Any] | None:
-        """The next report; None when rank 0 was killed."""
         line = self._reports.readline()
         report: dict[str, Any] | None = json.loads(line) if line else None
         return report
@@ -102,7 +101,6 @@ class Senders:
         return report
 
     def stop(self) -> list[int]:
-        """End them in order, if they still run; their exit codes."""
         with suppress(OSError):
             self._orders.close()
         for process in self.processes:
@@ -126,8 +124,6 @@ def sender_ranks(*place: Path, **settings: Any) -> Iterator[Senders]:
 
 
 class _Update(Struct):
-    """What rank 0 tells the others."""
-
     version: WeightVersion
     weights: str
     shares: ReplicasBySender

@@ -62,8 +62,6 @@ def started_from(model: Path) -> tuple[str, ...]:
 
 
 class SmallRun:
-    """One run directory and the command that works in it."""
-
     def __init__(self, fileroot: Path, *overrides: str) -> None:
         self.fileroot = fileroot
         self._overrides = (f"cluster.fileroot={fileroot}", *CUT_DOWN, *overrides)
@@ -75,11 +73,9 @@ class SmallRun:
         self.process: subprocess.Popen[bytes] | None = None
 
     def override(self, *overrides: str) -> None:
-        """From the next start on, these hold too."""
         self._overrides = (*self._overrides, *overrides)
 
     def start(self) -> None:
-        """Run the command in a process group of its own, as a shell would."""
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 [
@@ -106,7 +102,6 @@ class SmallRun:
             ) from None
 
     def finish(self) -> None:
-        """Start, and expect the run to complete."""
         self.start()
         assert self.wait() == 0, self.said()
 
@@ -125,8 +120,6 @@ class SmallRun:
         return time.monotonic() - began
 
     def await_true(self, condition: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> None:
-        """Wait for the run to reach a state."""
-
         def is_reached() -> bool:
             assert self.process is not None
             if condition():
@@ -141,11 +134,9 @@ class SmallRun:
         return f"{self.log.read_text(errors='replace')}\n{logs_of(self.paths)}"
 
     def audited(self) -> str:
-        """The last line of `areal-hpc audit`, which must find nothing at fault."""
         return audit_of(self.paths.root)
 
     def processes(self) -> list[str]:
-        """Command lines of live processes that belong to this run."""
         return processes_of(self.paths.root)
 
 
@@ -155,7 +146,6 @@ def processes_of(run_dir: Path) -> list[str]:
 
 
 def kill_all(launcher: subprocess.Popen[bytes] | subprocess.Popen[str], run_dir: Path) -> None:
-    """SIGKILL to a command, and then to whatever works in its run directory."""
     launcher.kill()
     launcher.wait()
     for process in find_processes(run_dir, in_environment=True):
@@ -165,7 +155,6 @@ def kill_all(launcher: subprocess.Popen[bytes] | subprocess.Popen[str], run_dir:
 
 
 def await_none_left(run: SmallRun, timeout_s: float) -> None:
-    """Assert that every process of the run is gone in time."""
     wait_for(lambda: run.processes() == [], timeout_s, run.processes)
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 
 def tasks(size: int, seed: int, terms: int) -> Iterator[dict[str, Any]]:
-    """Sums of one-digit numbers."""
     rng = random.Random(seed)
     for _ in range(size):
         numbers = [rng.randrange(10) for _ in range(terms)]
@@ -25,8 +24,6 @@ def is_right(said: str, task: dict[str, Any]) -> bool:
 
 
 class SumAgent:
-    """One model call, one verified answer."""
-
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
         reply = await extra_kwargs["http_client"].post(
             f"{extra_kwargs['base_url']}/chat/completions",

@@ -5,14 +5,13 @@ call, and at a chosen route of a chosen replica it does something first.
 """
 
 import http.client
-import http.server
 import itertools
 import select
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from areal_hpc.rundir import rendezvous
 from areal_hpc.wire.service_key import make_client_tls
 from tests.support.deadlines import scaled
 from tests.support.inference_cell import CALL_TIMEOUT_S, Cell, logprob_error
+from tests.support.json_server import JsonHandler, serving_http
 
 PROMPT = [10, 20, 30, 40, 50]
 SAMPLING: dict[str, Any] = {"max_new_tokens": 12, "temperature": 1.0, "ignore_eos": True}
@@ -53,31 +53,20 @@ class Gate:
         """Replicas for which calls go unanswered, as if their node had vanished."""
         gate = self
 
-        class Handler(http.server.BaseHTTPRequestHandler):
+        class Handler(JsonHandler):
             protocol_version = "HTTP/1.1"
-            disable_nagle_algorithm = True
 
-            def handle(self) -> None:
-                with suppress(ConnectionError):  # of a caller that was killed
-                    super().handle()
-
-            def do_GET(self) -> None:
+            def get(self) -> None:
                 gate.forward(self, b"")
 
-            def do_POST(self) -> None:
-                gate.pass_on(self, self.rfile.read(int(self.headers["content-length"])))
+            def post(self, content: bytes) -> None:
+                gate.pass_on(self, content)
 
-            def log_message(self, *args: object) -> None:
-                """Nothing on standard error."""
-
-        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
-        self._thread.start()
-        url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        self._ends = ExitStack()
+        url = self._ends.enter_context(serving_http(Handler))
         rendezvous.publish_endpoint(directory, f"control-{cell.name}", url)
 
-    def pass_on(self, call: http.server.BaseHTTPRequestHandler, body: bytes) -> None:
+    def pass_on(self, call: JsonHandler, body: bytes) -> None:
         """Forward a call, unless the trap is for it or the replica is lost."""
         _, _, index, route = call.path.split("/")
         if int(index) in self.lost:
@@ -93,8 +82,7 @@ class Gate:
         else:
             self.forward(call, body)
 
-    def forward(self, call: http.server.BaseHTTPRequestHandler, body: bytes) -> None:
-        """One call to the relay and back."""
+    def forward(self, call: JsonHandler, body: bytes) -> None:
         relay, tls = self._cell.relay.base_url, make_client_tls(self._cell.service_key)
         upstream = http.client.HTTPSConnection(
             str(relay.host), relay.port, timeout=scaled(CALL_TIMEOUT_S), context=tls
@@ -120,9 +108,7 @@ class Gate:
             call.wfile.write(content)
 
     def close(self) -> None:
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
+        self._ends.close()
 
 
 def _has_left(caller: socket.socket, upstream: socket.socket) -> bool:
@@ -160,7 +146,6 @@ class Reader:
         self._thread.join(scaled(30))
 
     def longest_silence_s(self, since: float, until: float) -> float:
-        """The longest time without a reply in an interval."""
         inside = [at for at, _ in self.answered if since < at < until]
         marks = [since, *inside, until]
         return max(late - early for early, late in itertools.pairwise(marks))

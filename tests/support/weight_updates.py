@@ -53,7 +53,6 @@ def read_probe(path: Path) -> Probe:
 
 
 def specs_of(weights: Mapping[str, torch.Tensor]) -> list[TensorSpec]:
-    """The parameters as they are."""
     return [
         TensorSpec(name, tuple(value.shape), str(value.dtype).removeprefix("torch."))
         for name, value in weights.items()

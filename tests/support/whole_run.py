@@ -82,7 +82,6 @@ class WholeRun:
 
 
 def run_tests(arguments: Sequence[str]) -> int:
-    """Run them with pytest; its exit code."""
     # Importing Megatron imports torch's compiler as well, which nothing on a CPU uses.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     run = WholeRun()
@@ -110,7 +109,6 @@ def retry(names: Sequence[str]) -> int:
 
 
 def list_untested(arguments: Sequence[str]) -> list[str]:
-    """What this machine, and this call, left out."""
     absent = [
         f"{what}: there is no {name}" for name, what in PROGRAMS.items() if not shutil.which(name)
     ]

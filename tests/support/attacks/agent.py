@@ -56,8 +56,6 @@ def tasks(size: int, seed: int, terms: int) -> Iterator[dict[str, Any]]:
 
 
 class Hostile:
-    """Plays attacks; what came of each is a line of `note`."""
-
     def __init__(self, note: str, run_dir: str, home: str) -> None:
         self._note, self._paths, self._home = Path(note), RunPaths(Path(run_dir)), Path(home)
         self._listeners: list[socket.socket] = []
@@ -144,7 +142,6 @@ class Hostile:
         return [self._paths.root, self._home, self._paths.shards_dir, self._paths.rendezvous_dir]
 
     def _find_planted(self) -> list[str]:
-        """What an attack has left on this machine, or taken away."""
         folders = [*self._host_folders(), CHECKOUT, *_package_folders(), Path("/usr/lib")]
         folders += [Path("/etc"), Path("/tmp"), Path("/dev/shm")]
         found = [str(one) for folder in folders for one in folder.glob(f"*{tool.PLANTED}*")]
@@ -153,7 +150,6 @@ class Hostile:
         return found + [f"{one} is gone" for one in kept if not one.exists()]
 
     def _collect_facts(self, daemon: str) -> Mapping[str, Any]:
-        """Where everything is."""
         paths = self._paths
         slurm = _find_slurm()
         slurm_files = [str(slurm.slurm_conf), str(slurm.munge_key)] if slurm else []

@@ -1,6 +1,7 @@
 """An earlier run is moved aside by `--fresh`, a finished one has results; keys are the owner's."""
 
 import fcntl
+import json
 import os
 import stat
 import sys
@@ -12,6 +13,7 @@ import pytest
 
 from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.inference.config import InferenceJobConfig
+from areal_hpc.launch.checks.role_python import MODULES_BY_ROLE
 from areal_hpc.launch.evaluation import (
     EvaluationTarget,
     check_recorded_settings,
@@ -37,10 +39,21 @@ from areal_hpc.rundir.jobs import LaunchFile
 from areal_hpc.rundir.lock import AllocationNote, write_allocation_note
 from areal_hpc.rundir.manifests import EvaluationResult, write_evaluation
 from areal_hpc.rundir.paths import ROLES, RunPaths
+from tests.support.commands import write_program
 from tests.support.environments import CHECKOUT
 from tests.support.small_run import SIZES
-from tests.support.stand_in_pythons import stand_in_pythons
 from tests.support.waiting import wait_for
+
+
+def stand_in_pythons(folder: Path) -> tuple[str, ...]:
+    """Overrides of a recipe whose runs are checked and not started."""
+    modules = {name: "" for names in MODULES_BY_ROLE.values() for name in names}
+    said = json.dumps({"version": "3.11.0", "packages": {}, "cuda": None, "modules": modules})
+    # Other questions are about the user's code, with which nothing is wrong.
+    script = f"case \"$*\" in *find_spec*) echo '{said}';; *) echo null;; esac"
+    write_program(folder / "stand_in_python", script)
+    return tuple(f"cluster.{role}.python={folder / 'stand_in_python'}" for role in ROLES)
+
 
 QUICKSTART = CHECKOUT / "recipes" / "quickstart.yaml"
 

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,6 @@ from tests.support.bias import (
     measure,
     measure_cosine,
     softmax,
-    stay_near,
 )
 from tests.support.sample_episodes import MadeUpTurn, build_batch
 from tests.support.thoroughness import choose
@@ -46,7 +46,7 @@ def make_penalized_task(kind: str, sigma: float, seed: int = 1) -> ToyTask:
     policy = make_policy(seed)
     noise = np.random.default_rng(seed + 5000).normal(0, sigma, (CONTEXTS, VOCAB))
     task = make_task(list_linear_episodes(seed, kind), policy)
-    return stay_near(task, softmax(np.log(policy) + noise), COEF)
+    return replace(task, reference=softmax(np.log(policy) + noise), penalty=COEF)
 
 
 @pytest.mark.parametrize(
