@@ -90,7 +90,7 @@ class CommandTable:
         groups: dict[str, Subparsers] = {}
         for name, command, arguments in self._commands:
             summary, description, examples = _split_docstring(command)
-            line = f"{summary[0].lower()}{summary[1:]}".removesuffix(".")
+            line = f"{summary[:1].lower()}{summary[1:]}".removesuffix(".")
             group, _, action = name.rpartition(" ")
             if group and group not in groups:
                 lines[group] = self._groups[group]

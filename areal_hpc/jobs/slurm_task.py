@@ -164,7 +164,7 @@ class SlurmTask:
 
     def _report_node_problems(self, node: str, findings: list[NodeProblem]) -> TaskExit:
         excluded: list[str] = []
-        with log_storage_errors("the nodes that are not to be given again"):
+        with log_storage_errors("the nodes that are not to be given again", logging.ERROR):
             excluded = list_unexpired_excluded_nodes(self._launch.run.excluded_nodes)
         is_fault_of_node = (
             all(finding.is_fault_of_node for finding in findings)
@@ -292,12 +292,12 @@ class SlurmTask:
                 time.sleep(TASK_EXIT_TIMEOUT_S)  # the end of one task may end the job
             return msgspec.structs.replace(outcome, reason=reason)
         rank, is_written = self._position.rank, False
-        with log_storage_errors("the task's exit status"):
+        with log_storage_errors("the task's exit status", logging.ERROR):
             write_task_exit(self._paths, rank, outcome)
             is_written = True
         if self._position.is_first:
             outcome = self._end_job(outcome)
-            with log_storage_errors("the job's exit status"):
+            with log_storage_errors("the job's exit status", logging.ERROR):
                 write_task_exit(self._paths, rank, outcome)
                 if self._start is not None:
                     self._first_task_done_path.touch()
@@ -340,7 +340,7 @@ class SlurmTask:
         gathered = self._wait_for_task_exits(own_exit)
         outcomes = [*gathered.values(), *self._absent]
         faulty: list[str] = []
-        with log_storage_errors("the nodes that are not to be given again"):
+        with log_storage_errors("the nodes that are not to be given again", logging.ERROR):
             reasons = {one.faulty_node: one.reason for one in outcomes if one.faulty_node}
             faulty = exclude_nodes(self._launch.run, reasons, self._job_id)
         counts = self._progress_tracker.update_failure_counts(

@@ -222,12 +222,14 @@ STORAGE_ERROR_LIMIT_S = 60.0
 
 
 @contextmanager
-def log_storage_errors(files: str = "shared storage") -> Iterator[None]:
-    """Leave the block at an OSError, which is logged: the next look may do."""
+def log_storage_errors(
+    files: str = "shared storage", level: int = logging.WARNING
+) -> Iterator[None]:
+    """Leave the block at an OSError, which is logged: an error where nobody tries again."""
     try:
         yield
     except OSError as error:
-        log.warning("%s could not be read or written: %s", files, error)
+        log.log(level, "%s could not be read or written: %s", files, error)
 
 
 class StorageErrorTolerance:

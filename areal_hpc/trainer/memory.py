@@ -96,6 +96,10 @@ def _suggest_memory_saving_change(
 ) -> str:
     fewer = "lower trainer.max_tokens_per_microbatch"
     if failed_work == OPTIMIZER_STEP_DESCRIPTION:
+        if arch.transformers_config:
+            is_divided = config.parallel.shard_parameters or arch.lora is not None
+            more = "" if is_divided else "trainer.parallel.shard_parameters=true, or "
+            return f"{more}raise trainer.parallel.dp"
         if not config.offload.optimizer:
             return "trainer.offload.optimizer=true, or raise trainer.parallel.dp"
         return "raise trainer.parallel.tp, pp or dp"

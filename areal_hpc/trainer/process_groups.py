@@ -149,7 +149,7 @@ def join_process_groups(
         # An expert is small and held whole: only attention is cut over tensor-parallel ranks.
         expert_tensor_parallel_size=1,
     )
-    # No layer draws random numbers (dropout is 0), yet Megatron wants its trackers seeded.
+    # Its layers draw no random numbers (dropout is 0), yet Megatron wants its trackers seeded.
     model_parallel_cuda_manual_seed(1)
     return own
 

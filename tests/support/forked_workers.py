@@ -32,6 +32,8 @@ class Worker:
     process: BaseProcess
     test: str = ""
     """Where it is."""
+    is_done: bool = False
+    """It was told that no group is left."""
 
 
 class ForkedWorkers:
@@ -86,7 +88,7 @@ class ForkedWorkers:
             del self._workers[connection]
             connection.close()
             worker.process.join()
-            if worker.process.exitcode:
+            if worker.process.exitcode or not worker.is_done:
                 self.is_cut_off = True
                 session.testsfailed += 1
                 print(f"\nFAILED {worker.test}: its worker died", flush=True)
@@ -98,7 +100,9 @@ class ForkedWorkers:
             report = hook.pytest_report_from_serializable(config=session.config, data=data)
             hook.pytest_runtest_logreport(report=report)
         else:
-            connection.send(next(groups, []))
+            group = next(groups, [])
+            worker.is_done = not group
+            connection.send(group)
 
 
 def _list_groups(session: pytest.Session) -> list[Group]:

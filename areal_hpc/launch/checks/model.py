@@ -25,7 +25,7 @@ from areal_hpc.trainer.model.families.architecture import (
     parse_architecture,
     read_architecture,
 )
-from areal_hpc.trainer.model.memory_estimate import drop_ep_for_dense_network
+from areal_hpc.trainer.model.memory_estimate import get_side_layout
 
 SGLANG_FAMILIES_WITHOUT_WINDOW = frozenset(
     {"llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"}
@@ -155,7 +155,7 @@ def _find_side_network_problems(path: Path, key: str, recipe: Recipe) -> Iterato
     yield from found
     if arch is None:
         return
-    parallel = drop_ep_for_dense_network(arch, recipe.trainer.parallel)
+    parallel = get_side_layout(arch, recipe.trainer.parallel)
     for problem in find_layout_problems(arch, parallel):
         yield Problem(f"of {path}: {problem.message}", problem.key, problem.hint)
     policy = _find_model_dir(recipe.model)

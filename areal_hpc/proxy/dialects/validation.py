@@ -42,9 +42,8 @@ ToolName = Annotated[str, Meta(min_length=1)]
 
 MAX_OBJECTS, MAX_OBJECTS_PER_MESSAGE = 65_536, 16
 """Members, objects and lists of a body, at least; more if it may have more messages."""
-MAX_UNCOUNTED_BODY_BYTES = 3 * MAX_OBJECTS
-"""A shorter body cannot hold so many: each takes three bytes at least, as in `[],[]`, unless they
-nest deeper than any decoder reads."""
+MAX_UNCOUNTED_BODY_BYTES = 2 * MAX_OBJECTS
+"""A shorter body cannot hold so many: each takes two bytes at least."""
 MAX_ITEMS = 1 << 21
 """Values of lists in a body: ids of tokens, if they are so many."""
 MAX_SURROGATES = 1 << 20

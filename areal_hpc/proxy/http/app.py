@@ -312,7 +312,11 @@ async def _answer(
             sending = send_events(
                 request.send, headers, exchange, result.reply, keeps_content=keeps_content
             )
-            content, is_whole = await cancel_on_disconnect(request.scope, sending)
+            try:
+                content, is_whole = await cancel_on_disconnect(request.scope, sending)
+            except ClientDisconnectedError:
+                result.reply.stop_generation()  # its sending may not have begun
+                raise
             return Answer(content, exchange.stream_media_type, headers, True, is_whole)
         result = result.reply
     content = result if isinstance(result, bytes) else msgspec.json.encode(result)

@@ -13,10 +13,10 @@ import msgspec
 from areal_hpc.errors import ProxyRequestError
 from areal_hpc.session.chat_template import Message
 
-MAX_REMEMBERED_BYTES = 4 << 20
+MAX_REMEMBERED_BYTES = 1 << 20
+"""Of a session. A longer conversation is decoded anew at each turn."""
 _HEAD_PATTERN = re.compile(rb'\{(?:"\w+": ?(?:"[^"\\]*"|[\w.-]+), ?)*"messages": ?\[')
 """How SDKs begin the body of a chat request, up to its first message."""
-_MESSAGES_KEY = b'"messages"'
 
 
 class _RawMessages(msgspec.Struct):
@@ -40,19 +40,19 @@ class RepeatedMessages:
         """The request that `decode` makes of a body; of messages known already it is not asked."""
         if self._beginning and body.startswith(self._beginning):
             rest = body[len(self._beginning) :].lstrip()
-            if rest[:1] == b"," and _MESSAGES_KEY not in rest:  # of two the last would count
-                shortened = self._head + rest[1:]
+            shortened = self._head + rest[1:]
+            if rest[:1] == b"," and (end := self._find_list_end(shortened)):
                 # What is wrong with it is told by its place in the whole.
                 with contextlib.suppress(ProxyRequestError):
                     request = decode(shortened)
                     request.messages[:0] = self._decoded
-                    self._remember(request, body, shortened)
+                    self._remember(request, body[: end + len(body) - len(shortened)])
                     return request
         self.forget()
         request = decode(body)
-        if (head := _HEAD_PATTERN.match(body)) and len(body) <= MAX_REMEMBERED_BYTES:
+        if head := _HEAD_PATTERN.match(body):
             self._head = head[0]
-            self._remember(request, body, body)
+            self._remember(request, body[: self._find_list_end(body)])
         return request
 
     def normalize(
@@ -70,13 +70,17 @@ class RepeatedMessages:
         self._head = self._beginning = b""
         self._decoded, self._normal = [], []
 
-    def _remember(self, request: Any, body: bytes, decoded_body: bytes) -> None:
+    def _find_list_end(self, body: bytes) -> int:
+        """Where the last message ends; 0 if another list than that behind the head counts."""
         start = len(self._head) - 1
         listed = b""
         with contextlib.suppress(msgspec.DecodeError):
-            listed = bytes(_raw_decoder.decode(decoded_body).messages)
-        if not listed or not decoded_body.startswith(listed, start):  # the key is given twice
+            listed = bytes(_raw_decoder.decode(body).messages)
+        is_first = listed and body.startswith(listed, start)  # the key may be given twice
+        return start + len(listed[:-1].rstrip()) if is_first else 0
+
+    def _remember(self, request: Any, beginning: bytes) -> None:
+        if not 0 < len(beginning) <= MAX_REMEMBERED_BYTES:
             self.forget()
             return
-        end = start + len(listed[:-1].rstrip()) + len(body) - len(decoded_body)
-        self._beginning, self._decoded = body[:end], request.messages
+        self._beginning, self._decoded = beginning, request.messages

@@ -6,8 +6,8 @@ the marker `COMPLETE`. It is built under a hidden name while training goes on: e
 part into host memory, from which a thread puts it on disk. Rank 0 renames the directory once every
 rank's part is there and no newer trainer has taken over.
 
-Random state needs no file: nothing draws random numbers but the order of data, which is a
-function of `seed` and `step`.
+Random state needs no file: the order of data, and an adapter's dropout, are functions of `seed` and
+`step`.
 """
 
 import contextlib

@@ -87,10 +87,10 @@ def write_hf_model_dir(
     partial = target_dir.with_name(f".{target_dir.name}.partial_{uuid.uuid4().hex}")
     partial.mkdir()
     dtype = specs[0][2]
-    others = _open_other_tensors(source_dir, files) if files else {}
+    others = _read_other_tensors(source_dir, files) if files else {}
     _write_tensors(
-        itertools.chain(tensors, ((name, part[:].to(dtype)) for name, part in others.items())),
-        [*specs, *((name, tuple(part.get_shape()), dtype) for name, part in others.items())],
+        itertools.chain(tensors, others.items()),
+        [*specs, *((name, tuple(other.shape), other.dtype) for name, other in others.items())],
         partial,
         file_bytes,
         on_file,
@@ -110,12 +110,12 @@ def write_hf_model_dir(
     fsync_path(target_dir.parent)
 
 
-def _open_other_tensors(source_dir: Path, files: StoredParameters) -> dict[str, Any]:
-    """What belongs to no decoder, as towers for images: safetensors' unread tensors by name."""
+def _read_other_tensors(source_dir: Path, files: StoredParameters) -> dict[str, torch.Tensor]:
+    """What belongs to no decoder, as towers for images."""
     reader = HfModelReader(source_dir)
     own = (files.prefix, files.head)
     names = reader.list_tensor_names() if files.prefix != "model." else ()
-    return {name: reader.open_tensor(name) for name in names if not name.startswith(own)}
+    return {name: reader.read_whole_tensor(name) for name in names if not name.startswith(own)}
 
 
 def _delete_abandoned_folders(directory: Path) -> None:
@@ -224,7 +224,7 @@ class HfModelReader:
 
     def read_tensor(self, tensor: HfTensorSpec, slices: Slices = ()) -> torch.Tensor:
         """Some rows or columns of one tensor, or all of it, on the CPU. Reads no more than that."""
-        stored = self.open_tensor(tensor.name)
+        stored = self._open_file(tensor.name).get_slice(tensor.name)
         shape = tuple(stored.get_shape())
         if shape != tensor.shape:
             raise RecipeError(
@@ -234,14 +234,18 @@ class HfModelReader:
         read: torch.Tensor = stored[slices or slice(None)]
         return read
 
-    def open_tensor(self, name: str) -> Any:
-        """Safetensors' view of a tensor, of which nothing is read yet."""
+    def read_whole_tensor(self, name: str) -> torch.Tensor:
+        """A tensor of whatever shape and dtype."""
+        read: torch.Tensor = self._open_file(name).get_tensor(name)
+        return read
+
+    def _open_file(self, name: str) -> Any:
         file = self._file_of.get(name)
         if file is None:
             raise RecipeError(f"{self._dir} has no tensor {name}", key=self._key)
         if file not in self._open:
             self._open[file] = safe_open(self._dir / file, "pt")
-        return self._open[file].get_slice(name)
+        return self._open[file]
 
 
 @torch.no_grad()
@@ -280,8 +284,9 @@ def list_hf_specs(policy: TrainedNetwork) -> list[HfTensorSpecWithDtype]:
 def stream_hf_tensors(policy: TrainedNetwork) -> Iterator[tuple[str, torch.Tensor]]:
     """Every whole tensor by its Hugging Face name, in the order of `list_hf_specs`.
 
-    A collective over the tensor-, pipeline- and expert-parallel groups: every rank must drain it,
-    and sees the same tensors. One may be a view of a live parameter: do not write to it.
+    A collective over the tensor-, pipeline- and expert-parallel groups, or over all ranks where
+    FSDP2 divides the parameters: every rank must drain it, and sees the same tensors. One may be a
+    view of a live parameter: do not write to it.
     """
     experts: dict[str, torch.Tensor] = {}  # of one layer
     for parameter in policy.weight_map:

@@ -164,8 +164,10 @@ def estimate_trainer_memory(
     first = stages[0]
     sending = first.communicators + update_groups * COMMUNICATOR_BYTES
     if update_groups:
-        table = BYTES_BY_DTYPE[config.dtype] * arch.vocab * arch.hidden
-        sending += 2 * max(SENT_BUCKET_BYTES, table)
+        largest = arch.vocab * arch.hidden
+        if arch.parameters is not None and arch.parameters.has_stacked_experts:
+            largest = max(largest, arch.parameters.experts * 2 // 3 // arch.layers)
+        sending += 2 * max(SENT_BUCKET_BYTES, BYTES_BY_DTYPE[config.dtype] * largest)
     stages[0] = replace(first, communicators=sending)
     return max(stages, key=lambda one: one.total)
 
@@ -230,7 +232,7 @@ def estimate_stage_memory(
     host = kept if config.offload.activations else 0
     weights = []
     for network in frozen:
-        layout = drop_ep_for_dense_network(network, parallel)
+        layout = get_side_layout(network, parallel)
         weights.append(element * sum(count_stage_dense_and_expert_params(network, layout, stage)))
     scoring = [
         held + count_layer_activation_values(one, parallel, tokens) * element
@@ -261,8 +263,10 @@ def estimate_stage_memory(
     )
 
 
-def drop_ep_for_dense_network(arch: Architecture, parallel: ParallelConfig) -> ParallelConfig:
-    return parallel if arch.experts is not None else parallel.model_copy(update={"ep": 1})
+def get_side_layout(arch: Architecture, parallel: ParallelConfig) -> ParallelConfig:
+    """The layout of a network beside the policy, which FSDP2 never divides."""
+    ep = 1 if arch.experts is None else parallel.ep
+    return parallel.model_copy(update={"ep": ep, "shard_parameters": False})
 
 
 def _count_critic_stage_parameters(
@@ -272,7 +276,7 @@ def _count_critic_stage_parameters(
         return 0, 0
     untied = replace(critic, tied=False)
     dense, experts = count_stage_dense_and_expert_params(
-        untied, drop_ep_for_dense_network(critic, parallel), stage
+        untied, get_side_layout(critic, parallel), stage
     )
     if stage == parallel.pp - 1:
         dense += critic.hidden - count_embedding_parameters(critic, parallel.tp)
@@ -356,20 +360,29 @@ def describe_cheapest_fitting_change(
     Recomputation costs a third of a forward and backward pass at most, and is tried first; then
     what waits in host memory.
     """
-    for overrides, changed in _list_thriftier_configs(config):
+    for overrides, changed in _list_thriftier_configs(arch, config):
         total = estimate_trainer_memory(arch, changed, update_groups, frozen, critic).total
         if total <= gpu_bytes:
             return f"{' '.join(overrides)} takes {total / GIB:.1f} GiB"
     return ""
 
 
-def _list_thriftier_configs(config: TrainerConfig) -> Iterator[tuple[list[str], TrainerConfig]]:
+def _list_thriftier_configs(
+    arch: Architecture, config: TrainerConfig
+) -> Iterator[tuple[list[str], TrainerConfig]]:
     overrides: list[str] = []
     more = {"none": ("selective", "full"), "full": ()}
     for mode in more.get(str(config.recompute), ("full",)):
         config = config.model_copy(update={"recompute": mode})
         overrides = [f"trainer.recompute={mode}"]
         yield overrides, config
+    parallel = config.parallel
+    if arch.transformers_config and arch.lora is None and parallel.world_size > 1:
+        if not parallel.shard_parameters:
+            parallel = parallel.model_copy(update={"shard_parameters": True})
+            overrides.append("trainer.parallel.shard_parameters=true")
+            yield overrides, config.model_copy(update={"parallel": parallel})
+        return  # what is divided stays on its GPUs
     for key in ("optimizer", "activations"):
         if not getattr(config.offload, key):
             offload = config.offload.model_copy(update={key: True})

@@ -86,6 +86,8 @@ class RouterReplay:
             return own_TK, own_ids_TK
         ids_TK = routes_TLK[:, layer].long()
         is_known_T1 = (ids_TK < scores_TE.shape[1]).all(1, keepdim=True)
+        # A slot that an engine never filled names expert 0 again and again.
+        is_known_T1 &= (ids_TK.sort(1).values.diff(dim=1) != 0).all(1, keepdim=True)
         ids_TK = torch.where(is_known_T1, ids_TK, own_ids_TK)
         if self._is_forward:
             differs_T = (ids_TK.sort(1).values != own_ids_TK.sort(1).values).any(1)

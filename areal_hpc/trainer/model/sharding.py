@@ -25,7 +25,10 @@ def shard_decoder(decoder: Any, dtype: torch.dtype, device: torch.device) -> Non
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     options: dict[str, Any] = {
         "mesh": DeviceMesh.from_group(group, device.type),
-        "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
+        # Inputs are not cast: some families keep rotary angles in float32.
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+        ),
     }
     for module in (*decoder.causal_lm.model.layers, decoder):
         for parameter in module.parameters():

@@ -31,7 +31,7 @@ from areal_hpc.trainer.model.families.weight_map import (
     TpSplit,
 )
 from areal_hpc.trainer.model.hf_weights import HfModelReader, load_hf
-from areal_hpc.trainer.model.memory_estimate import drop_ep_for_dense_network
+from areal_hpc.trainer.model.memory_estimate import get_side_layout
 from areal_hpc.trainer.model.policy import (
     TORCH_DTYPE_BY_NAME,
     TrainedNetwork,
@@ -61,7 +61,7 @@ def load_critic(
     # Its head is never that of the embedding, however the policy's is.
     arch = replace(read_architecture(model_dir), tied=False)
     parallel, dtype = (
-        drop_ep_for_dense_network(arch, config.parallel),
+        get_side_layout(arch, config.parallel),
         TORCH_DTYPE_BY_NAME[config.dtype],
     )
     network = build_network(arch, parallel, dtype, device, config.activations, gives_values=True)

@@ -18,7 +18,7 @@ from areal_hpc.trainer.batch.training_rows import NO_SCORES, BatchScores
 from areal_hpc.trainer.model.families.architecture import read_architecture
 from areal_hpc.trainer.model.families.lora import switch_adapter_off
 from areal_hpc.trainer.model.hf_weights import HfModelReader, load_hf
-from areal_hpc.trainer.model.memory_estimate import drop_ep_for_dense_network
+from areal_hpc.trainer.model.memory_estimate import get_side_layout
 from areal_hpc.trainer.model.policy import (
     TORCH_DTYPE_BY_NAME,
     Network,
@@ -70,7 +70,7 @@ def load_frozen_network(
 ) -> FrozenNetwork:
     """The network of a model directory, which the recipe names at `key`."""
     arch = read_architecture(model_dir)
-    layout = drop_ep_for_dense_network(arch, parallel)
+    layout = get_side_layout(arch, parallel)
     network = build_network(arch, layout, dtype, device)
     frozen = FrozenNetwork(network)
     load_hf(network, HfModelReader(model_dir, key).read_tensor)

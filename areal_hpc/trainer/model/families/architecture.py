@@ -63,7 +63,8 @@ class StoredParameters:
     """All but those of experts: embeddings, too."""
     experts: int
     prefix: str = "model."
-    """Beginning of the decoder's names; what does not begin so, as towers for images, stays."""
+    """Beginning of the decoder's names. If it is longer, what does not begin so, as towers for
+    images, stays; beside a plain one it leaves no trace in an export."""
     head: str = _HEAD
     has_stacked_experts: bool = False
     """The experts of a layer are one tensor."""
