@@ -15,7 +15,7 @@ from areal_hpc.proxy.http.repeated_requests import (
     Answer,
     SessionRequests,
 )
-from areal_hpc.proxy.sessions.repeated_messages import RepeatedMessages
+from areal_hpc.proxy.sessions.repeated_messages import MAX_REMEMBERED_BYTES, RepeatedMessages
 
 MESSAGES = [{"role": "user", "content": f'{i} "messages": [ }} é'} for i in range(6)]
 ENCODERS = pytest.mark.parametrize(
@@ -130,3 +130,20 @@ def test_the_oldest_keys_are_forgotten(size_bytes: int) -> None:
         assert client.samples == before + 1
 
     asyncio.run(play())
+
+
+def test_a_list_behind_the_repeated_one_counts_as_it_does_for_json() -> None:
+    session = Session()
+    body = json.dumps({"messages": MESSAGES[:2]}).encode()
+    session.ask(body)
+    twice = body[:-1] + b', "mess\\u0061ges": ' + json.dumps(MESSAGES[2:3]).encode() + b"}"
+    assert session.ask(twice) == number(json.loads(twice)["messages"]) == number(MESSAGES[2:3])
+
+
+def test_a_conversation_that_outgrows_the_bound_is_decoded_whole() -> None:
+    session, long = Session(), {"role": "user", "content": "x" * (MAX_REMEMBERED_BYTES * 2 // 3)}
+    for count in (1, 2, 3):
+        body = json.dumps({"messages": [long] * count}).encode()
+        assert session.ask(body) == number([long] * count)
+        assert len(session.latest._beginning) <= MAX_REMEMBERED_BYTES
+    assert session.read[-1] == body
