@@ -104,7 +104,6 @@ class SlurmRun:
         return time.time()
 
     def sighting(self, job: str) -> Sighting:
-        """What `status`, `why` and `logs` say now; all of them must work."""
         status = self.areal_hpc("status", str(self.paths.root))
         row = next(line for line in status.splitlines() if line.startswith(f"{job} "))
         # A job that has just been submitted may have no log yet, which is told.
@@ -119,32 +118,26 @@ class SlurmRun:
         return verdict
 
     def feed(self) -> None:
-        """Let one episode take all memory that it gets."""
         self._food.touch()
 
     # Slurm -----------------------------------------------------------------------------------
 
     def job_id(self, job: str) -> str:
-        """Of the newest submission."""
         return get_latest_submissions(read_submissions(self.paths.submissions))[job].job_id
 
     def state(self, job: str) -> str:
-        """Slurm's word."""
         return self.cluster.job_state(self.job_id(job))
 
     def nodes(self, job: str) -> list[str]:
-        """Where it runs."""
         listed = self.cluster.slurm("squeue", "-h", f"--jobs={self.job_id(job)}", "-o", "%N")
         return self.cluster.slurm("scontrol", "show", "hostnames", listed).split()
 
     def restarts(self, job: str) -> int:
-        """How often Slurm has requeued it."""
         return self.cluster.restarts(self.job_id(job))
 
     # Files -----------------------------------------------------------------------------------
 
     def starts(self, job: str) -> int:
-        """How often the supervisors of a job have started."""
         return read_newest_number(self._starts_dir(job))
 
     def started_at(self, job: str) -> float:
@@ -159,7 +152,6 @@ class SlurmRun:
         return self.paths.jobs_dir / job / "starts"
 
     def events(self, name: str, since: float = 0.0) -> list[dict[str, Any]]:
-        """What happened."""
         return events_of(self.paths, name, since)
 
     def judged(self) -> list[tuple[int, float]]:
@@ -172,11 +164,9 @@ class SlurmRun:
 
     @property
     def version(self) -> WeightVersion:
-        """The newest that a replica was given."""
         return max((version for _, version, _ in self.published()), default=WeightVersion(0, -1))
 
     def shards_of(self, cell: str) -> int:
-        """How many it has sealed."""
         return len(read_readable_records(self.paths.shard_index_dir / f"{cell}.jsonl"))
 
     def proxies_of(self, cell: str) -> list[str]:
@@ -187,16 +177,13 @@ class SlurmRun:
     # Waiting ---------------------------------------------------------------------------------
 
     def await_true(self, condition: Callable[[], bool], within_s: float = PATIENCE_S) -> None:
-        """Wait for the run to reach a state."""
         wait_for(condition, within_s, self.explained, every_s=0.2)
 
     def await_steps(self, count: int) -> None:
-        """Wait until so many more steps have been taken."""
         goal = self.version.step + count
         self.await_true(lambda: self.version.step >= goal)
 
     def await_first(self, found: Callable[[], list[T]]) -> T:
-        """Wait until there is something, and return the first of it."""
         seen: list[T] = []
 
         def is_there() -> bool:
@@ -237,7 +224,6 @@ class SlurmRun:
         self.await_true(lambda: processes_of(self.paths.root) == [], 30.0)
 
     def explained(self) -> str:
-        """All that helps to understand what did not happen."""
         asked = [("status",), ("why",), ("logs", "-n", "60")]
         root = str(self.paths.root)
         said = [self.areal_hpc(name, root, *more, codes=range(256)) for name, *more in asked]
@@ -251,5 +237,4 @@ class SlurmRun:
         self.await_true(lambda: self._gates[point].held() is not None)
 
     def release(self, point: str) -> None:
-        """Let it go on."""
         self._gates[point].open()

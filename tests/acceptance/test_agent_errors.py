@@ -37,8 +37,6 @@ def running(folder: Path, model: Path, agent: type, *overrides: str) -> Iterator
 
 
 def await_line(run: SmallRun, start: str) -> tuple[float, str]:
-    """When a line that begins so is on the screen, and the line."""
-
     def find() -> str:
         lines = screen_of(run).rpartition("\n")[0].splitlines()
         return next((line for line in lines if line.startswith(start)), "")

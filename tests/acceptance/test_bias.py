@@ -67,7 +67,6 @@ def test_every_preset_is_as_biased_as_the_document_says() -> None:
 
 
 def describe(cosines: list[float]) -> str:
-    """The median over seeds, with the least."""
     return f"{statistics.median(cosines):.3f} ({min(cosines):.3f})"
 
 

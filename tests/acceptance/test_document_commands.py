@@ -1,7 +1,7 @@
 """AReaL's guides: every block runs somewhere, and the commands and scripts that train do so here.
 
 Blocks of Python that stand alone are run by `tests/integration/agents/documents`, the agents of the
-rest by `tests/integration/agents/test_workflows.py`.
+rest by `tests/integration/agents/test_agents.py`.
 """
 
 import json
@@ -100,7 +100,7 @@ TRAINS = {
 }
 """As a reader would type it, to the end of a training of one step."""
 PLAYS = ("proxy_mode:3", "proxy_mode:4", "proxy_mode:5", "proxy_mode:6")
-"""Commands whose agents play an episode, or are refused, in `test_workflows.py`."""
+"""Commands whose agents play an episode, or are refused, in `test_agents.py`."""
 INSTALLS = ("agentic_rl:1", "openai_agents:2", "openai_agents:17")
 
 

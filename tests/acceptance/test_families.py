@@ -71,7 +71,6 @@ DIVIDED = ("trainer.parallel.dp=2", "trainer.parallel.shard_parameters=true")
 
 
 def make_model(family: str, folder: Path) -> None:
-    """A random model of the family, with the quick start's tokenizer."""
     texts = [json.dumps(row) for row in task.demonstrations(size=500, seed=1, terms=5, p_work=0.4)]
     make_tiny_model(folder, texts, vocab=384)
     tiny = json.loads((folder / "config.json").read_bytes())

@@ -37,7 +37,6 @@ DIALECTS = ("chat", "responses", "messages")
 
 
 def call(tool: str, **arguments: object) -> str:
-    """A tool call as Qwen2.5 says it."""
     said = {"name": tool, "arguments": arguments}
     return f"<tool_call>\n{json.dumps(said)}\n</tool_call>"
 
@@ -48,8 +47,6 @@ THOUGHT = "<think>\nIt has to be run.\n</think>\n\nLet me see.\n"
 
 @dataclass(frozen=True)
 class FrameworkProgram:
-    """A program that solves `TASK` in a few turns."""
-
     command: tuple[str, ...]
     """The script and its arguments before the task."""
     rows: int = 1
@@ -68,7 +65,6 @@ class FrameworkProgram:
     """What a prompt of the task has beside the task itself."""
 
     def run(self, url: str, key: str, home: Path) -> subprocess.CompletedProcess[str]:
-        """Let it solve the task, against a proxy and nothing else."""
         workplace = home / "work"
         workplace.mkdir(parents=True)
         script = Path(shutil.copy(PROGRAMS / self.command[0], workplace))
@@ -96,7 +92,6 @@ class FrameworkProgram:
         )
 
     def get_replies(self, with_two_calls: bool) -> list[str]:
-        """What the model says, turn by turn."""
         if not with_two_calls:
             return [*self.says]
         *turns, end = self.says
@@ -311,12 +306,10 @@ class Scene:
         return done.returncode, done.stdout + done.stderr, "\n".join(told)
 
     def ignored(self) -> set[str]:
-        """The parameters that had no effect."""
         counts = get_ignored_counts(self._stage)
         return {one for one, count in counts.items() if count > self._ignored_before.get(one, 0)}
 
     def rows(self) -> list[dict[str, list[int]]]:
-        """The session's export, once it has been rewarded."""
         proxy = self._stage.proxy
         for route in ("/rl/set_reward", "/rl/end_session"):
             assert proxy.post(route, {"reward": 1.0}, self._key).status_code == 200

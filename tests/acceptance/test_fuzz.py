@@ -100,7 +100,6 @@ class Played:
         """A stream was left: when its record comes is not known to the client."""
 
     def body(self, dialect: str, question: str) -> dict[str, Any]:
-        """A request that goes on with the conversation."""
         turns = [
             {"role": role, "content": text}
             for asked, said in self.said
@@ -115,7 +114,6 @@ class Played:
 
 
 def reply_of(dialect: str, answer: dict[str, Any]) -> tuple[str, str]:
-    """(id, text) of a whole reply."""
     match dialect:
         case "chat":
             return answer["id"], answer["choices"][0]["message"]["content"] or ""
@@ -185,7 +183,6 @@ class Sessions(RuleBasedStateMachine):
 
     @rule(session=sessions, dialect=st.sampled_from([*ROUTES]), reads=st.integers(0, 3))
     def stream(self, session: Played, dialect: str, reads: int) -> None:
-        """Read a part of a streamed reply and leave."""
         self.counts["hang_ups"] += 1
         body = {**session.body(dialect, "go on"), "stream": True}
         headers = {"authorization": f"Bearer {session.key}"}

@@ -237,7 +237,6 @@ def let_anybody_read(folder: Path) -> None:
 
 
 def read_nemo_row(server: str) -> dict[str, Any]:
-    """The first example that ships with a resources server."""
     (file,) = GYMS.glob(
         f"nemo-gym/lib/*/site-packages/resources_servers/{server}/data/example.jsonl"
     )

@@ -47,7 +47,6 @@ Conversation = Callable[[str], list[str]]
 
 
 def call(tool: str, **arguments: Any) -> str:
-    """A tool call as the tiny model's template writes it."""
     said = {"name": tool, "arguments": arguments}
     return f"<tool_call>\n{json.dumps(said)}\n</tool_call>"
 
@@ -128,7 +127,6 @@ CONVERSATIONS: dict[str, Conversation] = {
 
 
 def build_replies(name: str, work: str) -> list[str]:
-    """What the model says, turn by turn."""
     return CONVERSATIONS[name](work)
 
 
@@ -154,8 +152,6 @@ IN_A_SANDBOX = ("continue", "opencode", "gemini-cli")
 
 @dataclass(frozen=True)
 class EngineCall:
-    """What the engine read and said."""
-
     prompt: list[int]
     reply: list[int]
     said: str
@@ -297,7 +293,6 @@ class Scene:
         return replies[min(self.turns, len(replies)) - 1]
 
     def play(self, how: AgentExecutionConfig) -> EpisodeOutcome:
-        """The episode, as a driver runs it."""
         agent = HarnessAgent(
             harness=self.name,
             harnesses_dir=str(HARNESSES_DIR),
@@ -366,7 +361,6 @@ def test_a_harness_does_the_same_in_a_sandbox_that_reaches_the_model_alone(
 
 
 def check_episode(scene: Scene, how: AgentExecutionConfig) -> None:
-    """The task is solved, and what was said is recorded."""
     outcome = scene.play(how)
     told = scene.describe(outcome)
     assert outcome.status == "ok", told

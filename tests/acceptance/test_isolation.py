@@ -62,7 +62,6 @@ def list_overrides(isolation: str, run_dir: Path, fileroot: Path) -> Iterator[st
 
 
 def note_of(fileroot: Path) -> Path:
-    """The file in which agents tell what came of their attacks."""
     return fileroot / "note.jsonl"
 
 
@@ -122,7 +121,6 @@ def record_attacks(place: str, note: Path, paths: RunPaths) -> None:
 
 
 def summarize(found: list[dict[str, Any]]) -> dict[str, str]:
-    """What stopped each attack, as it said itself."""
     means: dict[str, str] = dict.fromkeys(tool.ATTACKS, "")
     for one in found:
         if one["attack"] in means and one["held"]:
@@ -131,7 +129,6 @@ def summarize(found: list[dict[str, Any]]) -> dict[str, str]:
 
 
 def write_tables(means: dict[str, dict[str, str]]) -> None:
-    """The tables of `docs/attacks.md`: what stopped each attack, in runs here and in jobs."""
     for name, in_job in (("attacks", False), ("attacks in jobs", True)):
         rows: dict[str, dict[str, str]] = {}
         for place in sorted(one for one in means if (IN_JOB in one) == in_job):

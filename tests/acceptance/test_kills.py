@@ -130,7 +130,6 @@ TASKS_JUDGED = 96
 
 
 def begun(paths: RunPaths) -> list[dict[str, Any]]:
-    """The evaluations that began, in order."""
     return events_of(paths, "evaluation_begun")
 
 
@@ -139,7 +138,6 @@ def step_of(event: dict[str, Any]) -> int:
 
 
 def rewards(paths: RunPaths) -> dict[int, float]:
-    """Those in the metrics, by step."""
     lines = read_metrics(paths.metrics)
     return {line["step"]: line["eval/reward"] for line in lines if "eval/reward" in line}
 
@@ -158,7 +156,6 @@ def process_of(paths: RunPaths, config: str) -> psutil.Process:
 
 
 def server_of(keeper: psutil.Process) -> psutil.Process:
-    """Its SGLang."""
     engine = "areal_hpc.inference.cpu.sglang_cpu"
     return next(one for one in keeper.children() if engine in one.cmdline())
 
@@ -300,7 +297,6 @@ class ElasticRun(KilledRun):
         self._away: dict[int, psutil.Process] = {}
 
     def send_away(self, cell: int) -> None:
-        """Kill all of a cell, and keep its supervisor from starting it anew."""
         supervisor = find_processes("submitit", self.paths.jobs_dir / f"cell-{cell}")[0]
         supervisor.suspend()
         for child in supervisor.children(recursive=True):
@@ -309,7 +305,6 @@ class ElasticRun(KilledRun):
         self._away[cell] = supervisor
 
     def call_back(self) -> None:
-        """Let every cell that was sent away start again."""
         for supervisor in self._away.values():
             supervisor.send_signal(signal.SIGCONT)
         self._away.clear()
@@ -384,7 +379,6 @@ def test_what_stands_still_with_its_storage_or_node_is_not_restarted(
     run = KilledRun(disk.root, random_model(tmp_path / "model"), [], 10_000, *SLOW)
 
     def await_steps(count: int, within_s: float) -> float:
-        """Seconds until so many more steps were trained."""
         began, goal = time.monotonic(), trained_steps(run.paths) + count
         run.await_true(lambda: trained_steps(run.paths) >= goal, within_s)
         return round(time.monotonic() - began, 1)

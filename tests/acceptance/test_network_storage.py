@@ -68,19 +68,16 @@ class StorageNode:
         self.process.stdin.flush()
 
     def counts(self) -> Counter[str]:
-        """What went wrong here so far."""
         self.order(report=True)
         assert self.process.stdout is not None
         return Counter(json.loads(self.process.stdout.readline()))
 
     def write_python(self, path: Path, interpreter: Path) -> Path:
-        """A program that is an interpreter on this node."""
         enter = f"nsenter --mount=/proc/{self.process.pid}/ns/mnt"
         there = 'sh -c \'cd "$1" && shift && exec "$@"\' sh "$PWD"'
         return write_program(path, f'exec {enter} {there} {interpreter} "$@"')
 
     def close(self) -> None:
-        """Unmount; what still uses the storage finds it gone."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         self.process.wait(scaled(STOP_TIMEOUT_S))

@@ -1,12 +1,12 @@
-"""Losses, advantages and estimators against TRL's and verl's own code, on 100 random batches each.
+"""Losses, advantages, estimators and chat templates against TRL's and verl's own.
 
-`scripts/setup_oracles.sh` installs both into `.venvs/oracles` (or `ORACLES_DIR`). Writes the table
-of docs/objectives.md.
+`scripts/setup_oracles.sh` installs both into `.venvs/oracles` (or `ORACLES_DIR`). Writes tables of
+docs/objectives.md and docs/chat-templates.md.
 """
 
 import os
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
+from areal_hpc.errors import RecipeError
 from areal_hpc.recipe.sections.trainer import CriticConfig, ObjectiveConfig
 from areal_hpc.trainer.objective.advantages import compute_advantages, estimate_advantages
 from areal_hpc.trainer.objective.custom_loss import load_custom_loss
@@ -40,9 +41,11 @@ from tests.support.oracle_cases import (
     OracleBatch,
     make_oracle_batch,
 )
-from tests.support.results import add_results, markdown, write_table
+from tests.support.results import add_results, markdown, matrix, write_table
+from tests.support.template_scenes import SCENES, build_template_and_encoder, play_scene
 
 pytestmark = pytest.mark.timeout(900)
+
 ORACLES = Path(os.environ.get("ORACLES_DIR", CHECKOUT / ".venvs" / "oracles"))
 BOUND = 1e-6
 GAE = "compute_gae_advantage_return"
@@ -56,7 +59,6 @@ Row = tuple[str, str, float, str]
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Array]:
-    """What TRL and verl say of every batch."""
     python, out = ORACLES / "bin" / "python", tmp_path_factory.mktemp("oracles") / "answers.npz"
     assert python.exists(), f"{python} is missing: scripts/setup_oracles.sh makes it"
     command = [str(python), "-m", "tests.support.oracle_program", str(out)]
@@ -227,7 +229,6 @@ def estimate_values(batch: OracleBatch) -> tuple[Array, Array]:
 
 
 def critic_loss(batch: OracleBatch) -> Array:
-    """The mean loss of a critic over tokens, then its gradient [1 + B T]."""
     is_trained = torch.tensor(batch.mask == 1)
     values = torch.tensor(batch.logprobs, requires_grad=True)
     before, returns = torch.tensor(batch.proximal), torch.tensor(batch.returns)
@@ -238,3 +239,37 @@ def critic_loss(batch: OracleBatch) -> Array:
     loss.backward()
     assert values.grad is not None
     return np.concatenate([[loss.item()], values.grad.numpy().ravel()])
+
+
+MIN_TEMPLATES = 60
+
+
+@pytest.mark.timeout(900)
+def test_templates_in_use_show_what_came_back_once() -> None:
+    (folder,) = ORACLES.glob("lib/python3*/site-packages/trl/chat_templates")
+    paths = sorted(folder.glob("*.jinja"))
+    assert len(paths) >= MIN_TEMPLATES
+    names_by_outcomes: dict[tuple[str, ...], list[str]] = {}
+    for path in paths:
+        source = path.read_text()
+        outcomes = tuple(", ".join(dict.fromkeys(play(source, scene))) for scene in SCENES)
+        names_by_outcomes.setdefault(outcomes, []).append(f"`{path.stem}`")
+    rows = {
+        ", ".join(names): dict(zip(SCENES, outcomes, strict=True))
+        for outcomes, names in names_by_outcomes.items()
+    }
+    write_table("chat-templates.md", "templates", matrix("template", rows))
+
+
+def play(source: str, scene: str) -> Iterator[str]:
+    template, _ = build_template_and_encoder(source)
+    uses_tools = any(message["role"] == "tool" for message in SCENES[scene])
+    try:
+        template.require_messages(with_tools=uses_tools)
+    except RecipeError:
+        yield "refused at start"
+        return
+    for turn in play_scene(source, SCENES[scene]):
+        assert (turn.is_spliced, turn.lost, turn.is_closed_twice) == (True, [], False)
+        assert turn.outcome != "other"
+        yield turn.outcome

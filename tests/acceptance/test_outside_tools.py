@@ -305,7 +305,6 @@ def keep_numbers(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def kill_with_children(process: subprocess.Popen[str]) -> None:
-    """SIGKILL to a command and to the programs that it started."""
     for one in (*psutil.Process(process.pid).children(recursive=True), process):
         one.kill()
     process.communicate(timeout=60)

@@ -94,7 +94,6 @@ class Watch:
         self._began = time.monotonic()
 
     def stop(self) -> float:
-        """Seconds of the wall; of processors where these were busy with other work."""
         wall_s = time.monotonic() - self._began
         return min(wall_s, self._measure_processors() - self._used_s)
 
@@ -122,7 +121,6 @@ async def open_often(page: Page, url: str, folder: Path, name: str, shown: str) 
 
 
 def get_server(url: str) -> psutil.Process:
-    """The process that listens there."""
     port = int(url.split(":")[2].split("/")[0])
     (found,) = (
         one.pid
@@ -252,14 +250,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunPaths:
 
 @pytest.fixture
 def url(run: RunPaths, tmp_path: Path) -> Iterator[str]:
-    """The address of a server of its pages."""
     environ = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
     with serving_pages(run.root, environ) as address:
         yield address
 
 
 async def show(page: Page, url: str, name: str, query: str) -> None:
-    """Open a page and wait until it is there."""
     await page.open(f"{url}#/{name}?{query}")
     await page.await_true("document.querySelector('main h1, main .problem') !== null")
     await asyncio.sleep(0.3)  # charts are drawn when their size is known
@@ -519,5 +515,4 @@ def test_a_report_on_a_whole_run_shows_it(tmp_path: Path) -> None:
 
 
 def find_pressed() -> str:
-    """The chosen color of tokens, as an expression."""
     return "document.querySelector('button[aria-pressed=\"true\"]')?.innerText"

@@ -48,7 +48,6 @@ WORDS = TEXT.split()
 
 
 def reply_to(request: dict[str, Any]) -> Script:
-    """Another one for each prompt."""
     rng = random.Random(sum(request["input_ids"]) * 1009 + len(request["input_ids"]))
     text = " ".join(rng.choices(WORDS, k=rng.randrange(1, 40)))
     return Script(text, finish=rng.choice(["eos", "eos", "length"]), delay_s=rng.random() * 0.05)
@@ -95,7 +94,6 @@ def unlimited() -> aiohttp.ClientSession:
 
 
 async def play(agents: list[Agent], url: str, turns: int) -> None:
-    """All at once."""
     async with unlimited() as http:
         await asyncio.gather(*(agent.speak(http, url, turns) for agent in agents))
 
@@ -106,7 +104,6 @@ async def end_all(agents: list[Agent], url: str) -> None:
 
 
 def remembered(stage: Stage) -> SessionStore:
-    """What the journal holds."""
     (journal,) = stage.journal_dir.glob("*/journal")
     store = SessionStore()
     for record in read_journal(journal):

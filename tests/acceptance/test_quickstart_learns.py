@@ -108,7 +108,6 @@ def train(name: str, recipe: str, seed: int, fileroot: Path, *overrides: str) ->
 
 
 def write_tables(measured: dict[str, Any]) -> None:
-    """The tables of `docs/learning.md`."""
     for table, are_of_ages in (("runs", False), ("ages", True)):
         rows = {
             name: {

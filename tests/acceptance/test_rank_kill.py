@@ -41,7 +41,6 @@ class RankKiller:
         self._paths = paths
 
     def ranks(self) -> dict[int, psutil.Process]:
-        """Its live ranks, by number."""
         found = {}
         for process in find_processes(PARTIES["trainer"], self._paths.root):
             words = command_of(process)
@@ -51,11 +50,9 @@ class RankKiller:
         return found
 
     def version(self) -> WeightVersion:
-        """The newest that a replica was given."""
         return published_weights(self._paths)[-1][1]
 
     def await_steps(self, count: int) -> None:
-        """Wait until so many more steps were taken."""
         last = self.version().step + count
         wait_for(lambda: self.version().step >= last, RECOVERY_TIMEOUT_S)
 
@@ -76,7 +73,6 @@ class RankKiller:
 
 
 def record(name: str, kills_s: Sequence[float]) -> list[float]:
-    """Put figures in the place of older ones of that name, in order of size."""
     totals = sorted(round(one, 1) for one in kills_s)
     rows = [
         (place, f"{statistics.median(found):g}", f"{found[0]:g} to {found[-1]:g}")

@@ -39,7 +39,6 @@ LOGPROB_GAP = "logprob/engine_trainer_max_abs_diff"
 
 
 def learn(recipe: str, folder: Path, *overrides: str) -> list[dict[str, float]]:
-    """Run a recipe, which must learn; its metrics."""
     command = ("run", f"recipes/{recipe}.yaml", f"cluster.fileroot={folder / 'runs'}", *overrides)
     said_by(areal_hpc(*command, timeout_s=RUN_TIMEOUT_S))
     (recipe_file,) = (folder / "runs").glob("*/*/recipe.yaml")

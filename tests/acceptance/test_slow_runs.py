@@ -87,7 +87,6 @@ class FaultyRun:
         return answer
 
     def get_node(self, job: str) -> str:
-        """Where a job ran."""
         number = get_latest_submissions(self._submitting.submissions)[job].job_id
         shown = ("sacct", "-X", "-n", "-P", "-j", number, "-o", "NodeList")
         return self.cluster.slurm(*shown)
@@ -135,7 +134,6 @@ def hold_servers_up(run: FaultyRun, cell: str, is_over: threading.Event) -> None
 
 
 def stop_for(seconds: float, processes: Sequence[psutil.Process]) -> None:
-    """Stop processes for so long."""
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             process.suspend()
@@ -167,7 +165,6 @@ def slow_down(disk: FreezableDisk, paths: RunPaths, is_over: threading.Event) ->
 
 
 def texts_of(answer: Answer) -> str:
-    """All sentences."""
     return "\n".join(one.text for one in answer.findings)
 
 

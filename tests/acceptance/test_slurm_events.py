@@ -91,7 +91,6 @@ def test_the_quick_start_learns_though_it_is_preempted_twice(run: SlurmRun) -> N
 
 
 def record(part: str, figures: dict[str, Any]) -> None:
-    """Put figures in the place of what was measured before, and renew the document."""
     measured = {"learning": {}, "start": {}, "events": {}} | read_results(RESULTS, {})
     measured[part] |= figures
     write_results(RESULTS, measured)

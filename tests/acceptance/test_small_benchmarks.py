@@ -1,6 +1,8 @@
-"""Small benchmarks: they run, and print their figures."""
+"""Small benchmarks and the GPU tier's own code with small sizes: only the device differs."""
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -97,3 +99,24 @@ def test_the_benchmark_ends_with_its_figures(
     # Latencies that are added are differences of measured ones.
     assert all(value >= 0 for key, value in figures.items() if not key.startswith("added_"))
     assert json.loads(out.read_text()).items() >= figures.items()
+
+
+@pytest.mark.timeout(1500)
+def test_the_gpu_tier_passes_on_the_cpu() -> None:
+    environ = {**os.environ, "GPU_TIER_DEVICE": "cpu"}
+    command = (sys.executable, "-m", "pytest", "-q", "tests/gpu")
+    assert " passed" in said_by(run_program(*command, environ=environ, timeout_s=1400))
+
+
+def test_the_gpu_tier_says_what_it_misses(tmp_path: Path) -> None:
+    python = f"{CHECKOUT}/.venvs/main/bin/python"
+    ended = subprocess.run(
+        [CHECKOUT / "benchmarks/gpu/run.sh"],
+        env={**os.environ, "PYTHON": python, "OUT": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+    assert ended.returncode != 0
+    assert "sees no CUDA device" in ended.stderr

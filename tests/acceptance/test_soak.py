@@ -82,7 +82,6 @@ class Soak(KilledRun):
         """By role and process, as time went by."""
 
     def members(self) -> dict[psutil.Process, str]:
-        """Live processes of the run and their roles."""
         found = {}
         for process in find_processes(self.fileroot, in_environment=True):
             if role := role_of(command_of(process)):
@@ -107,7 +106,6 @@ class Soak(KilledRun):
         return self.killed[-1:] == [(role, at)]
 
     def take_steps(self, steps: int) -> None:
-        """Wait for so many steps more."""
         goal = trained_steps(self.paths) + steps
 
         def is_there() -> bool:
@@ -215,7 +213,6 @@ def test_a_run_survives_whatever_is_killed(tmp_path: Path) -> None:
 
 
 def table(parts: list[dict[str, Any]]) -> str:
-    """What kills of each role cost, over all parts."""
     lost_s: dict[str, list[float]] = defaultdict(list)
     for part in parts:
         for role, seconds in part["seconds_lost"].items():

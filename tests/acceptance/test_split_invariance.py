@@ -50,8 +50,6 @@ def mixture(stale: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass(frozen=True)
 class Update:
-    """A step that is one update."""
-
     line: dict[str, float]
     """Its metrics."""
     moments: dict[str, torch.Tensor]

@@ -86,14 +86,12 @@ class Field:
         self._spare.await_ready()
 
     def stop(self) -> None:
-        """End senders and readers."""
         for reader in self.readers:
             reader.stop()
         self.sender.stop()
         self._spare.stop()
 
     def new_weights(self) -> tuple[int, Path]:
-        """Weights nobody has yet."""
         step = next(self._steps)
         path = self._directory / f"{step}.safetensors"
         model = tiny_qwen3(step)
@@ -104,7 +102,6 @@ class Field:
         return step, path
 
     def views(self) -> list[ReplicaView]:
-        """All replicas."""
         return [cell.replica() for cell in self.cells]
 
     def heal(self, step: int, path: Path) -> int:
@@ -179,13 +176,11 @@ class Field:
         return psutil.Process(victim.job.pid if party == "cell" else self.sender.processes[0].pid)
 
     def clear_traps(self) -> None:
-        """Forward everything again."""
         for gate in self._gates:
             gate.trap = None
 
 
 def is_up(view: ReplicaView) -> bool:
-    """It can be sent weights."""
     return view.state in ("ready", "serving")
 
 

@@ -118,7 +118,6 @@ class Scene(agent.Hostile):
         self.patch.setattr(agent, "TOOL", edited)
 
     def edit_server(self, script: str, before: str, after: str) -> None:
-        """Change a script of the server within the sandbox."""
         folder = self.place / "server"
         folder.mkdir()
         for one in guest.SERVER_SCRIPTS:

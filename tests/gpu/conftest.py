@@ -1,6 +1,6 @@
 """This tier needs a CUDA device. Without one it fails; `make test` leaves it out.
 
-`tests/acceptance/test_gpu_tier.py` runs it on the CPU with small sizes: `GPU_TIER_DEVICE=cpu`.
+`tests/acceptance/test_small_benchmarks.py` runs it on the CPU, small: `GPU_TIER_DEVICE=cpu`.
 """
 
 import json

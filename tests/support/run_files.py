@@ -1,5 +1,6 @@
 """What the files of a run directory say of it while it works."""
 
+from pathlib import Path
 from typing import Any
 
 from areal_hpc.rundir.jsonl import read_readable_records
@@ -33,3 +34,9 @@ def trained_steps(paths: RunPaths) -> int:
 def logs_of(paths: RunPaths) -> str:
     found = sorted(paths.logs_dir.glob("latest/*/*.log"))
     return "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')[-1500:]}" for log in found)
+
+
+def list_files(folder: Path) -> dict[Path, tuple[int, int]]:
+    """Size and time of change of a folder and of everything below it, links not followed."""
+    found = ((path, path.lstat()) for path in (folder, *folder.rglob("*")))
+    return {path: (status.st_size, status.st_mtime_ns) for path, status in found}

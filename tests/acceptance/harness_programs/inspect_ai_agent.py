@@ -23,7 +23,6 @@ def run_command() -> Tool:
 
 
 def choose_model(dialect: str) -> Model:
-    """The model by the API that it is asked through."""
     config = GenerateConfig(max_retries=0)
     if dialect == "messages":
         return get_model("anthropic/tiny", config=config)
@@ -31,7 +30,6 @@ def choose_model(dialect: str) -> Model:
 
 
 async def main(dialect: str, task: str) -> None:
-    """Let the model call the tool until it says what it has found."""
     asked = [ChatMessageUser(content=task)]
     _, output = await choose_model(dialect).generate_loop(asked, tools=[run_command()])
     print(output.completion, output.stop_reason)

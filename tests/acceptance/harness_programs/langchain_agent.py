@@ -18,7 +18,6 @@ def run_command(command: str) -> str:
 
 
 def choose_model(dialect: str) -> Any:
-    """The model by the API that it is asked through."""
     if dialect == "messages":
         return ChatAnthropic(model="tiny", max_tokens=500, max_retries=0)
     return ChatOpenAI(model="tiny", max_retries=0, use_responses_api=dialect == "responses")

@@ -14,7 +14,6 @@ def run_command(command: str) -> str:
 
 
 async def main(task: str) -> None:
-    """Let the agent call the tool until it says what it has found."""
     model = OpenAILike(
         model="tiny",
         api_base=os.environ["OPENAI_BASE_URL"],

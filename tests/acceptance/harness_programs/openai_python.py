@@ -11,7 +11,6 @@ run_command = {"name": "run_command", "description": "Run a command.", "paramete
 
 
 def chat(messages: list[Any]) -> str:
-    """Let the model call the tool until it only speaks."""
     tools: Any = [{"type": "function", "function": run_command}]
     while True:
         asked: Any = {"model": "tiny", "messages": messages, "tools": tools}
@@ -27,7 +26,6 @@ def chat(messages: list[Any]) -> str:
 
 
 def respond(items: list[Any]) -> str:
-    """The same with items, each of which is handed back."""
     tools: Any = [{"type": "function", "strict": False, **run_command}]
     while True:
         with client.responses.stream(model="tiny", input=items, tools=tools) as stream:

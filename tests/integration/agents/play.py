@@ -41,16 +41,12 @@ class Episode(msgspec.Struct):
 
 
 class Place(msgspec.Struct):
-    """Where the proxy is found."""
-
     run_dir: str
     cell: str
     service_key: str
 
 
 class Order(Place):
-    """Episodes to run side by side."""
-
     episodes: list[Episode]
 
 

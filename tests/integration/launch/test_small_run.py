@@ -1,4 +1,4 @@
-"""The whole product, end to end: real SGLang, real Megatron-core, real submitit, real shards."""
+"""The whole product, end to end, and kill -9 at a few telling points: all of it is real."""
 
 import signal
 from functools import partial
@@ -19,10 +19,14 @@ from areal_hpc.rundir.paths import format_step_dir
 from tests.support.commands import exit_code_of, run_program, said_by
 from tests.support.deadlines import scaled
 from tests.support.environments import CHECKOUT
-from tests.support.small_run import SmallRun
+from tests.support.killed_run import Kill, KilledRun
+from tests.support.process_commands import find_processes
+from tests.support.run_files import events_of
+from tests.support.small_run import SmallRun, await_none_left
+
+pytestmark = pytest.mark.timeout(900)
 
 PHASES = {f"time/{phase.name}_s" for phase in STEP_PHASES}
-pytestmark = pytest.mark.timeout(400)
 
 BETWEEN_PHASES_S = scaled(0.1)
 
@@ -140,3 +144,19 @@ def test_a_checkpoint_is_exported_without_torch(finished: SmallRun, tmp_path: Pa
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def test_a_run_outlives_proxy_ledger_trainer_and_a_whole_job(model: Path, tmp_path: Path) -> None:
+    kills = [Kill("proxy", "seal"), Kill("ledger", "step"), Kill("trainer", "checkpoint")]
+    run = KilledRun(tmp_path, model, kills, steps=6)
+    run.start()
+    run.await_true(lambda: run.struck().keys() == {kill.name for kill in kills})
+    supervisors = find_processes("submitit", run.paths.jobs_dir / "trainer")
+    assert supervisors
+    for process in supervisors:
+        process.kill()
+    assert run.wait() == 0, run.said()
+    run.assert_complete()
+    submitted = [event["job"] for event in events_of(run.paths, "job_submitted")]
+    assert sorted(submitted) == ["cell-0", "trainer", "trainer"], "ranks start again within a job"
+    await_none_left(run, 20.0)

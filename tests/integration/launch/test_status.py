@@ -1,16 +1,23 @@
-"""`areal-hpc status` of a run on this machine, at every moment of its life."""
+"""What `areal-hpc status` says of a run at every moment, and what a launch writes down."""
 
 import fcntl
+import json
 import os
+import stat
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 import yaml
 
+from areal_hpc.launch.provenance import record_provenance
 from areal_hpc.recipe.loading import load_recipe
+from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.checkpoints import UntrainedBatchPart
 from areal_hpc.rundir.jobs import JobSpec, LaunchFile, TaskExit
 from areal_hpc.rundir.jsonl import append_line
@@ -18,6 +25,7 @@ from areal_hpc.rundir.manifests import record_quarantine
 from areal_hpc.rundir.paths import RunPaths
 from tests.support.commands import exit_code_of
 from tests.support.environments import CHECKOUT
+from tests.support.run_files import list_files
 
 STEP = {
     "step": 1,
@@ -48,22 +56,16 @@ def paths(tmp_path: Path) -> RunPaths:
     return paths
 
 
-def entries(folder: Path) -> dict[Path, tuple[int, int]]:
-    """Every file and folder below, with its size and the time of its last change."""
-    paths = (folder, *folder.rglob("*"))
-    return {path: (path.stat().st_size, path.stat().st_mtime_ns) for path in paths}
-
-
 @pytest.fixture
 def status(paths: RunPaths, capfd: pytest.CaptureFixture[str]) -> Callable[[], str]:
     """What `areal-hpc status` prints. It must succeed, and leave the run as it was."""
 
     def ask() -> str:
-        before = entries(paths.root)
+        before = list_files(paths.root)
         assert exit_code_of("status", paths.root) == 0
         said = capfd.readouterr()
         assert said.err == ""
-        assert entries(paths.root) == before
+        assert list_files(paths.root) == before
         return said.out
 
     return ask
@@ -123,3 +125,80 @@ def test_idle_time_and_batches_set_aside_are_named(
     assert f"quarantined       {named}" in said
     assert exit_code_of("why", paths.root) == 1
     assert f"quarantined: {named}" in capfd.readouterr().out
+
+
+AGENT = "class Agent:\n    async def run(self, data, **extra_kwargs):\n        return 1.0\n"
+
+
+def git(folder: Path, *words: str) -> str:
+    identity = ("-c", "user.name=a", "-c", "user.email=a@b")
+    told = subprocess.run(
+        ["git", *identity, *words], cwd=folder, check=True, capture_output=True, text=True
+    )
+    return told.stdout.strip()
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user's repository with a package and one commit, which is the present folder."""
+    project = tmp_path / "project"
+    (project / "myagent").mkdir(parents=True)
+    (project / "myagent" / "__init__.py").touch()
+    (project / "myagent" / "agent.py").write_text(AGENT)
+    (project / "myagent" / "prompt.txt").write_text("Think.")
+    git(project, "init", "--quiet")
+    git(project, "add", "myagent/agent.py", "myagent/__init__.py")
+    git(project, "commit", "--quiet", "-m", "first")
+    monkeypatch.chdir(project)
+    return project
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Recipe:
+    overrides = [f"cluster.fileroot={tmp_path}/runs", "rollout.workflow=myagent.agent.Agent"]
+    return load_recipe(CHECKOUT / "recipes" / "quickstart.yaml", overrides)
+
+
+def launch(recipe: Recipe, attempt: int, **pythons: str) -> dict[str, Any]:
+    paths = RunPaths(recipe.run_dir)
+    record_provenance(recipe, paths, attempt, pythons)
+    launches = json.loads(paths.provenance.read_text())["launches"]
+    assert len(launches) == attempt
+    found: dict[str, Any] = launches[-1]
+    return found
+
+
+def test_it_says_what_programs_and_commands_are_isolated_by(project: Path, tmp_path: Path) -> None:
+    words = [f"cluster.fileroot={tmp_path}/runs", "rollout.workflow=myagent.agent.Agent"]
+    words += ["rollout.agent.isolation=none"]
+    recipe = load_recipe(CHECKOUT / "recipes" / "quickstart.yaml", words)
+    found = launch(recipe, 1)
+    assert found["isolation"] == {"agent": "none", "reward": "bwrap"}
+
+
+def test_versions_of_every_role_are_those_of_its_own_interpreter(
+    recipe: Recipe, project: Path
+) -> None:
+    found = launch(recipe, 1, train=sys.executable, serve="/no/such/python")
+    train = found["environments"]["train"]
+    assert train["interpreter"] == sys.executable
+    assert {"torch", "megatron-core", "transformers", "areal-hpc"} <= train["packages"].keys()
+    assert "cuda" in train
+    assert "no such program" in found["environments"]["serve"]["error"]
+
+
+def test_what_differs_from_the_commit_is_a_patch_for_the_owner_alone(
+    recipe: Recipe, project: Path
+) -> None:
+    agent = project / "myagent" / "agent.py"
+    agent.write_text(AGENT.replace("1.0", "2.0"))
+    state = launch(recipe, 1)["repositories"]["user"]
+    assert state["revision"] == git(project, "rev-parse", "HEAD")
+    assert "myagent/prompt.txt" in state["untracked"]
+    patch = recipe.run_dir / state["patch"]
+    assert stat.S_IMODE(patch.stat().st_mode) == 0o600
+    git(project, "checkout", "--quiet", "--", "myagent/agent.py")
+    git(project, "apply", str(patch))
+    assert "2.0" in agent.read_text()
+    git(project, "checkout", "--quiet", "--", "myagent/agent.py")
+    assert launch(recipe, 2)["repositories"]["user"]["patch"] is None

@@ -123,7 +123,6 @@ class LedgerProcess:
 
     @property
     def key(self) -> str:
-        """The bearer key that opens it."""
         return derive_bearer_key(self.service_key, "ledger")
 
     def _await_url(self) -> str:
@@ -158,11 +157,9 @@ class LedgerProcess:
         return self.client.call(route, request, reply)
 
     def order(self, route: str, request: msgspec.Struct) -> None:
-        """A call that is acknowledged."""
         self.call(route, request, Acknowledged)
 
     def call_later(self, route: str, request: msgspec.Struct, reply: type[Reply]) -> Future[Reply]:
-        """The call, in a thread."""
         return self.threads.submit(self.call, route, request, reply)
 
     def begin(self, route: str, request: msgspec.Struct) -> http.client.HTTPConnection:

@@ -1,4 +1,4 @@
-"""The ledger's HTTP face: waiting, refusing, stopping."""
+"""The ledger's HTTP face: waiting, refusing, stopping, what is dropped or set aside for good."""
 
 import time
 from collections.abc import Iterator
@@ -8,16 +8,23 @@ import msgspec
 import pytest
 
 from areal_hpc.errors import HttpStatusError
+from areal_hpc.rundir.files import claim_next_number
+from areal_hpc.rundir.manifests import read_quarantine_files
 from areal_hpc.wire.ledger import (
     BatchReply,
     BatchRequest,
+    DropTicketRequest,
+    IrregularTicketCounts,
     LeaseReply,
     LeaseRequest,
     LedgerStatus,
+    SealedTicket,
     TicketRef,
 )
 from areal_hpc.wire.service_key import derive_bearer_key, make_client_tls
+from areal_hpc.wire.weight_version import WeightVersion
 from tests.integration.ledger.ledger_process import LedgerProcess, StartLedger
+from tests.support.commands import exit_code_of
 from tests.support.deadlines import scaled
 from tests.support.service_keys import OTHER_SERVICE_KEY
 
@@ -225,3 +232,116 @@ def test_a_stop_signal_answers_those_who_wait_and_ends_the_process(ledger: Ledge
     waiting.close()
     ledger.process.join(PROMPT_S)
     assert ledger.process.exitcode == 0
+
+
+@pytest.fixture
+def dropping_ledger(start_ledger: StartLedger) -> LedgerProcess:
+    started = start_ledger(max_head_offpolicyness=1, stale_groups="drop")
+    started.open_generation()
+    return started
+
+
+def sealed(dropping_ledger: LedgerProcess, refs: list[TicketRef], step: int) -> list[SealedTicket]:
+    """Sealed and settled, sampled by the weights of `step`."""
+    tickets = dropping_ledger.seal(refs, oldest_version=WeightVersion(1, step).packed)
+    dropping_ledger.settle(tickets)
+    return tickets
+
+
+def test_a_stale_ticket_is_dropped_for_good_though_the_ledger_dies(
+    dropping_ledger: LedgerProcess,
+) -> None:
+    slow, *quick = [grant.ref for grant in dropping_ledger.grants("cell-0", tickets=3)]
+    sealed(dropping_ledger, quick, 0)
+    assert dropping_ledger.batch(1).manifest is not None
+    dropping_ledger.publish(1)
+    sealed(dropping_ledger, [one.ref for one in dropping_ledger.grants("cell-1", tickets=2)], 1)
+    assert dropping_ledger.batch(2).manifest is not None
+    dropping_ledger.publish(2)
+    too_old = sealed(dropping_ledger, [slow], 0)
+    assert dropping_ledger.batch(3).manifest is None
+    assert (dropping_ledger.status().settled, dropping_ledger.status().dropped) == (0, 1)
+    # The index still has its rows. The ledger listens for a third of the timeout.
+    dropping_ledger.restart(cell_timeout_s=scaled(1.5))
+    dropping_ledger.settle(too_old)
+    assert dropping_ledger.batch(3).settled == 0
+    new = [one.ref for one in dropping_ledger.grants("cell-1", tickets=2)]
+    assert slow.ticket_id not in {one.ticket_id for one in new}
+    sealed(dropping_ledger, new, 2)
+    manifest = dropping_ledger.batch(3).manifest
+    assert manifest is not None
+    assert [ticket.ref for ticket in manifest.tickets] == new
+    assert manifest.counts == IrregularTicketCounts(stale_dropped=1)
+
+
+def test_a_filtered_ticket_is_replaced_and_stays_filtered(dropping_ledger: LedgerProcess) -> None:
+    refs = [grant.ref for grant in dropping_ledger.grants()]
+    assert len(refs) == 4
+    drop = DropTicketRequest("cell-0", refs[0], "all 4 rewards are 1", "filtered")
+    for _ in range(2):  # repeating it is harmless
+        dropping_ledger.order("/drop", drop)
+    assert len(dropping_ledger.lease(held=refs[1:]).grants) == 1
+    dropping_ledger.restart()
+    status = dropping_ledger.status()
+    assert (status.filtered, status.dropped) == (1, 0)
+    sealed(dropping_ledger, refs[1:3], 0)
+    manifest = dropping_ledger.batch(1).manifest
+    assert manifest is not None
+    assert manifest.counts == IrregularTicketCounts(filtered=1)
+
+
+REFUSED = 78
+
+
+@pytest.fixture
+def handing_ledger(start_ledger: StartLedger) -> LedgerProcess:
+    """Batches 1 and 2 are handed out; the weights of step 1 are published."""
+    started = start_ledger()
+    started.paths.recipe.touch()
+    claim_next_number(started.paths.generations_dir)
+    started.open_generation(1)
+    started.form_batch(1)
+    started.publish(1)
+    started.form_batch(2)
+    return started
+
+
+def quarantine(handing_ledger: LedgerProcess, step: int, *options: str) -> int:
+    return exit_code_of("quarantine", handing_ledger.paths.root, step, *options)
+
+
+def test_a_batch_that_the_trainer_at_work_has_trained_is_refused(
+    handing_ledger: LedgerProcess, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No checkpoint holds it yet: nothing on disk but the ledger's state says so."""
+    assert quarantine(handing_ledger, 1) == REFUSED
+    refusal = capsys.readouterr().err
+    assert "batch 1 was trained already: the trainer at work has reached step 1" in refusal
+    assert f"try: areal-hpc cancel {handing_ledger.paths.root} --now" in refusal
+    assert read_quarantine_files(handing_ledger.paths) == {}
+
+
+def test_a_batch_in_the_trainers_hands_is_set_aside_until_it_has_passed_it(
+    handing_ledger: LedgerProcess, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert quarantine(handing_ledger, 2) == 0
+    assert "If it is at work on it right now, it goes on as before" in capsys.readouterr().out
+    assert quarantine(handing_ledger, 2, "--undo") == 0
+    assert "no longer quarantined: the trainer trains it" in capsys.readouterr().out
+    assert quarantine(handing_ledger, 2) == 0
+    handing_ledger.publish(2)
+    assert quarantine(handing_ledger, 2, "--undo") == REFUSED
+    assert "the trainer at work has reached step 2 without batch 2" in capsys.readouterr().err
+    assert [*read_quarantine_files(handing_ledger.paths)] == [2]
+
+
+def test_what_a_trainer_trained_that_is_gone_can_be_set_aside(
+    handing_ledger: LedgerProcess, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its successor goes back to the checkpoint, of which there is none."""
+    claim_next_number(handing_ledger.paths.generations_dir)
+    assert quarantine(handing_ledger, 2) == 0
+    assert "the trainer sets it aside when it gets there from step 0" in capsys.readouterr().out
+    handing_ledger.kill()
+    assert quarantine(handing_ledger, 1) == 0
+    assert "when the run is resumed (no ledger answers now)" in capsys.readouterr().out

@@ -35,7 +35,6 @@ def stage(parsing_stage: Stage) -> Stage:
 def ask(
     stage: Stage, key: str, verb: str, contents: Any = CONTENTS, **more: Any
 ) -> list[dict[str, Any]]:
-    """The parts of the reply."""
     answer = stage.http.post(
         f"{stage.url}/v1beta/models/tiny:{verb}",
         json={"contents": contents, **TOOLS, **more},
@@ -53,7 +52,6 @@ def ask(
 
 
 def joined(parts: list[dict[str, Any]]) -> tuple[str, str, list[dict[str, Any]]]:
-    """What was thought, said and called."""
     texts = {True: "", False: ""}
     for part in parts:
         texts[part.get("thought", False)] += part.get("text", "")
@@ -125,7 +123,6 @@ def choose(mode: str, *names: str) -> dict[str, Any]:
 
 
 def sent(stage: Stage, said: str, **asked: Any) -> dict[str, Any]:
-    """What reaches the engine."""
     ask(stage, says(stage, said), "generateContent", **asked)
     (request,) = stage.sglang.requests
     return request

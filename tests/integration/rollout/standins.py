@@ -60,7 +60,6 @@ class Service:
         raise NotImplementedError
 
     def looks(self) -> dict[str, Look]:
-        """What it answers to GET."""
         return {}
 
     async def start(self) -> None:
@@ -180,8 +179,6 @@ class StandInLedger(Service):
 
 @dataclass
 class Session:
-    """One session of the stand-in proxy."""
-
     started: StartSessionRequest
     interactions: list[str] = field(default_factory=list)
     rewards: dict[str, float] = field(default_factory=dict)

@@ -77,7 +77,6 @@ class Cell:
 
     @property
     def sessions(self) -> list[StartSessionRequest]:
-        """As they were opened."""
         return [session.started for session in self.proxy.sessions.values()]
 
     def run(self, slots: int = 16, meanwhile: Meanwhile | None = None) -> None:

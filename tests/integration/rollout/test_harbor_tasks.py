@@ -24,8 +24,8 @@ from areal_hpc.sandbox.runtimes import find_installed_runtimes, make_runtime
 from areal_hpc.sandbox.spec import SandboxSpec
 from areal_hpc.wire.agent_reward import Reward
 from examples.repair_tasks.make import write_repair_tasks
-from tests.integration.rollout.test_agent_sandboxes import make_spec, play
 from tests.integration.rollout.test_episode import finish
+from tests.integration.rollout.test_subprocess_agent import make_spec, play_in_sandboxes
 from tests.support.deadlines import scaled
 from tests.support.gym_stage import GymStage, call_tool
 from tests.support.root_file_system import make_root_file_system
@@ -44,7 +44,6 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def find_row(tasks: Path) -> dict[str, Any]:
-    """A task whose module is `MODULE`."""
     folder = min(tasks.glob(f"*-{MODULE.replace('_', '-')}"))
     return read_task_folder(folder)
 
@@ -92,7 +91,7 @@ def test_an_episode_has_the_task_s_files_and_is_judged_by_its_tests(
     one = dataclasses.replace(make_spec(), data=find_row(tasks))
 
     async def run(kwargs: dict[str, Any]) -> EpisodeOutcome:
-        (outcome,) = await play(tmp_path, how, [one], kwargs, PATH)
+        (outcome,) = await play_in_sandboxes(tmp_path, how, [one], kwargs, PATH)
         return outcome
 
     solved = finish(run({}))
@@ -142,7 +141,7 @@ def test_a_runtime_without_roots_does_not_play_them(tasks: Path, tmp_path: Path)
     how = AgentExecutionConfig.model_validate({"isolation": "none"})
     one = dataclasses.replace(make_spec(), data=find_row(tasks))
     with pytest.raises(RecipeError, match="need a sandbox of bwrap, podman, apptainer or enroot"):
-        finish(play(tmp_path, how, [one], {}, PATH))
+        finish(play_in_sandboxes(tmp_path, how, [one], {}, PATH))
 
 
 KEEP_WRITING = "while :; do echo 1.0 > /logs/verifier/reward.txt; done"

@@ -20,8 +20,8 @@ from areal_hpc.rollout.episodes.episode_spec import EpisodeSpec
 from areal_hpc.sandbox.runtimes import make_runtime
 from areal_hpc.sandbox.spec import SandboxSpec
 from areal_hpc.wire.agent_reward import Reward
-from tests.integration.rollout.test_agent_sandboxes import play
 from tests.integration.rollout.test_episode import finish, spec
+from tests.integration.rollout.test_subprocess_agent import play_in_sandboxes
 from tests.support.deadlines import scaled
 from tests.support.waiting import wait_for
 
@@ -78,7 +78,7 @@ def test_a_program_is_judged_by_what_it_left_and_ends_with_its_episode(
     }
     specs = [make_spec(task)]
     config = AgentExecutionConfig.model_validate(section)
-    (outcome,) = finish(play(tmp_path / "run", config, specs, kwargs, PATH))
+    (outcome,) = finish(play_in_sandboxes(tmp_path / "run", config, specs, kwargs, PATH))
     assert (outcome.status, outcome.reward) == ("ok", 1.0), outcome.reason
     assert (tmp_path / "task" / "answer.txt").read_text() == "?\n"  # it worked in a copy
     wait_for(lambda: not is_left_behind(seconds))
@@ -102,7 +102,7 @@ def test_a_task_that_is_none_fails_in_words(
     kwargs = {"command": ["true"], "reward": REWARD}
     outcome: EpisodeOutcome
     (outcome,) = finish(
-        play(tmp_path / "run", AgentExecutionConfig(), [make_spec(task)], kwargs, PATH)
+        play_in_sandboxes(tmp_path / "run", AgentExecutionConfig(), [make_spec(task)], kwargs, PATH)
     )
     assert outcome.status == "failed"
     assert said in outcome.reason
@@ -257,5 +257,5 @@ def test_a_harness_is_pointed_at_its_session_by_files_in_a_home_of_its_own(
         }
         specs = [make_spec(make_task(tmp_path / "task", "exit"))]
         config = AgentExecutionConfig.model_validate(section)
-        (outcome,) = finish(play(tmp_path / "run", config, specs, kwargs, PATH))
+        (outcome,) = finish(play_in_sandboxes(tmp_path / "run", config, specs, kwargs, PATH))
     assert (outcome.status, outcome.reward) == ("ok", 1.0), outcome.reason

@@ -1,12 +1,15 @@
-"""A pool of warm sandboxes: each is used once, and one that died is not handed out."""
+"""Warm sandboxes are used once, dead ones not handed out, and no start leaves a process."""
 
 import asyncio
 import os
 import signal
+from contextlib import suppress
+from pathlib import Path
 
 from areal_hpc.sandbox.pool import SandboxPool
 from areal_hpc.sandbox.runtimes import make_runtime
-from areal_hpc.sandbox.spec import SandboxSpec
+from areal_hpc.sandbox.sandbox import Sandbox, SandboxStartPlan
+from areal_hpc.sandbox.spec import SandboxLimits, SandboxSpec
 from tests.support.deadlines import scaled
 
 
@@ -49,5 +52,29 @@ def test_a_sandbox_is_ended_when_its_time_is_over() -> None:
             await asyncio.wait_for(taken._channel.closed.wait(), scaled(30))
             assert not taken.is_alive
         await pool.close()
+
+    asyncio.run(scene())
+
+
+def find_sleepers(seconds: str) -> list[str]:
+    found = []
+    for one in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # it has ended
+            found += [one.parent.name] * (one.read_bytes() == f"sleep\0{seconds}\0".encode())
+    return found
+
+
+def test_a_start_that_is_cancelled_while_its_complaint_is_read_leaves_no_process() -> None:
+    silent = ["/bin/sh", "-c", "exec <&- >&- sleep 273.5"]
+
+    async def scene() -> None:
+        plan = SandboxStartPlan(silent, "/", SandboxLimits(), {})
+        starting = asyncio.create_task(Sandbox.start(plan))
+        while not find_sleepers("273.5"):
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        assert starting.cancel()
+        await asyncio.wait({starting})
+        assert not find_sleepers("273.5")
 
     asyncio.run(scene())

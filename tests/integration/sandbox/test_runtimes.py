@@ -80,7 +80,6 @@ def play(
     root: Path | None = None,
     network: Network = "none",
 ) -> None:
-    """Have a scene played in a sandbox."""
     if runtime.name == "none":
         network = "open"
 

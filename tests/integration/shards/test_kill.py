@@ -73,7 +73,6 @@ def append_forever(path: Path, acknowledged: Connection) -> None:
 
 
 def stage(paths: RunPaths) -> str:
-    """How far the second seal came."""
     names = [path.name for path in paths.shards_dir.iterdir()]
     if (2, 1) in locate_tickets(read_index(paths.shard_index_dir)):
         return "sealed"

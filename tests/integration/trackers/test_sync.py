@@ -56,7 +56,6 @@ def train_to(paths: RunPaths, step: int, *, saved: int) -> None:
 
 
 def logged(paths: RunPaths) -> list[dict[str, Any]]:
-    """What the tracker has, part by part."""
     return [
         row
         for part in paths.tracker("mine").list_parts()

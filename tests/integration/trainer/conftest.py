@@ -36,7 +36,6 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 @pytest.fixture(scope="session")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankServer]:
-    """Starts ranks on request, without importing anything anew."""
     with rank_server(get_folder_of_all_workers(tmp_path_factory)) as server:
         yield server
 
@@ -69,5 +68,4 @@ def stale(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def paths(recorded: Path, tmp_path: Path) -> RunPaths:
-    """A copy of the recorded run."""
     return RunPaths(shutil.copytree(recorded, tmp_path / "run"))

@@ -112,8 +112,6 @@ REPLICA = Replica()
 
 
 class Handler(JsonHandler):
-    """HTTP around it."""
-
     protocol_version = "HTTP/1.1"
 
     def get(self) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints are written beside the training, appear whole, and fail loudly."""
+"""Checkpoints appear whole and fail loudly; a rank resumes all but settings from its part."""
 
 import os
 import resource
@@ -9,37 +9,54 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
-from areal_hpc.errors import ClusterError, OtherRankError, ShardError, SupersededTrainerError
+from areal_hpc.errors import (
+    AgentError,
+    ClusterError,
+    OtherRankError,
+    ShardError,
+    SupersededTrainerError,
+)
 from areal_hpc.jobs.processes.process_setup import StopRequest
 from areal_hpc.metrics.writer import MetricsWriter
 from areal_hpc.rundir.checkpoints import (
     COMPLETE_MARKER_FILE,
     TrainerState,
     find_latest_checkpoint,
+    get_rank_file_path,
     list_checkpoints,
+    read_checkpoint_index,
     write_trainer_state,
 )
 from areal_hpc.rundir.files import claim_next_number
 from areal_hpc.rundir.jsonl import append_line
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.trainer.checkpoints import writer
+from areal_hpc.trainer import collectives
+from areal_hpc.trainer.checkpoints import store, writer
 from areal_hpc.trainer.checkpoints.store import CheckpointStore
+from areal_hpc.trainer.collectives import is_true_on_any_rank
 from areal_hpc.trainer.config import Schedule
 from areal_hpc.trainer.job import make_replay_coordinator
 from areal_hpc.trainer.learner import Learner
 from areal_hpc.trainer.loop.loop import Coordinator, run_loop
 from areal_hpc.trainer.loop.step_record import StepRecord
+from areal_hpc.trainer.private_apis.megatron_private import list_optimizer_shards
 from areal_hpc.wire.ledger import BatchManifest
+from tests.support.counted_reads import counted_reads
+from tests.support.rank_server import RankServer
 from tests.support.replay_worker import (
     Scenario,
     begin_training,
     config_of,
     make_learner,
+    moments_of,
     state_of,
     take_step,
 )
@@ -48,12 +65,10 @@ on_one_rank = pytest.mark.on_ranks(1)
 
 
 def visible(paths: RunPaths) -> list[int]:
-    """Steps of the checkpoints that a restart would see."""
     return sorted(one.state.step for one in list_checkpoints(paths.checkpoints_dir))
 
 
 def begin_held(learner: Learner) -> threading.Event:
-    """Begin a checkpoint that is not written before the event is set."""
     released, write = threading.Event(), writer.write_rank_file
 
     def write_once_released(content: memoryview, path: Path) -> None:
@@ -141,7 +156,6 @@ def refusal(paths: RunPaths, kind: type[Exception], *said: str) -> Iterator[None
 
 
 def fill_disk(free_bytes: int) -> None:
-    """Let this rank put no file above that size onto the disk."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # the write fails instead
     resource.setrlimit(resource.RLIMIT_FSIZE, (free_bytes, resource.RLIM_INFINITY))
 
@@ -246,3 +260,166 @@ def test_cleaning_spares_what_a_later_generation_is_writing(tmp_path: Path) -> N
         (tmp_path / f".step_0000000{name}").mkdir()
     CheckpointStore(tmp_path, keep=2).delete_leftovers(generation=4)
     assert [path.name for path in tmp_path.iterdir()] == [".step_00000002.generation_5"]
+
+
+FLOAT32, BFLOAT16 = {"dtype": "float32"}, {"dtype": "bfloat16"}
+BYTES_PER_PARAMETER = 14
+
+
+@pytest.mark.on_ranks(4)
+@pytest.mark.parametrize("scenario", [BFLOAT16], indirect=True)
+def test_each_of_four_ranks_holds_writes_and_reads_a_quarter(
+    scenario: Scenario, paths: RunPaths
+) -> None:
+    learner = begin_training(scenario, paths)
+    checkpoint = paths.checkpoints_dir / "step_00000001"
+    writer = learner.checkpoints._writer
+    assert writer is not None
+    whole = BYTES_PER_PARAMETER * sum(one.numel() for one in learner.policy.gpt.parameters())
+    held = len(writer.reserve_memory(0, torch.device("cpu")))
+    written = get_rank_file_path(checkpoint, dist.get_rank()).stat().st_size
+    with counted_reads() as reads:
+        make_learner(scenario, paths)
+    for size in (held, written, sum(reads)):
+        assert size == pytest.approx(whole / 4, rel=0.1)
+    assert sum(reads) == written
+    index = read_checkpoint_index(checkpoint)
+    assert sum(index.compute_data_bytes(rank) for rank in range(4)) == whole
+    files = [path.name for path in checkpoint.iterdir() if path.suffix == ".bin"]
+    assert sorted(files) == [f"rank_0000{rank}.bin" for rank in range(4)]
+
+
+def masters_of(learner: Learner) -> list[torch.Tensor]:
+    return [shard.master.clone() for shard in list_optimizer_shards(learner._optimizer)]
+
+
+@pytest.mark.on_ranks(2)
+@pytest.mark.parametrize("scenario", [FLOAT32, BFLOAT16], indirect=True, ids=str)
+def test_a_run_goes_on_with_weights_of_another_type(scenario: Scenario, paths: RunPaths) -> None:
+    """Master weights and moments stay; float32 weights are their own master weights."""
+    learner = begin_training(scenario, paths)
+    learner.begin_checkpoint({})
+    learner.checkpoints.finish_save()
+    learner.checkpoints.close()
+    scenario["trainer"] |= FLOAT32 if scenario["trainer"]["dtype"] == "bfloat16" else BFLOAT16
+    resumed = make_learner(scenario, paths)
+    for expected, found in zip(masters_of(learner), masters_of(resumed), strict=True):
+        assert torch.equal(expected, found)
+    for one, other in zip(
+        list_optimizer_shards(learner._optimizer),
+        list_optimizer_shards(resumed._optimizer),
+        strict=True,
+    ):
+        assert all(torch.equal(one.moments[name], other.moments[name]) for name in one.moments)
+    exact = dict(learner.policy.gpt.named_parameters())
+    for name, parameter in resumed.policy.gpt.named_parameters():
+        assert parameter.dtype == resumed.policy.dtype
+        assert torch.allclose(parameter.float(), exact[name].float(), rtol=1e-2, atol=1e-6)
+
+
+@pytest.mark.on_ranks(2)
+def test_a_checkpoint_is_the_same_whoever_resumed_it(scenario: Scenario, paths: RunPaths) -> None:
+    """Saved, resumed and saved again, every rank's file has the same bytes."""
+    learner = begin_training(scenario, paths)
+    learner.begin_checkpoint({})
+    learner.checkpoints.finish_save()
+    file = get_rank_file_path(paths.checkpoints_dir / "step_00000002", dist.get_rank())
+    before = file.read_bytes()
+    learner.checkpoints.close()
+    dist.barrier()
+    resumed = make_learner(scenario, paths)
+    assert state_of(resumed) == state_of(learner)
+    resumed.begin_checkpoint({})
+    resumed.checkpoints.finish_save()
+    assert file.read_bytes() == before
+
+
+STOPPED, STORAGE_FAILED, DATA_DAMAGED, AGENTS_FAILED = 143, 75, 65, 70
+TWO_RANKS = {"total_steps": 1, "parallel": {"dp": 2}}
+
+
+@pytest.mark.on_ranks(1)
+def test_the_step_after_a_resume_needs_all_that_was_kept(
+    scenario: Scenario, paths: RunPaths
+) -> None:
+    learner = begin_training(scenario, paths)
+    learner.begin_checkpoint({})
+    learner.checkpoints.finish_save()
+    take_step(learner, paths, 3)
+    expected = state_of(learner)
+
+    def is_exact_without(name: str | None) -> bool:
+        """Whether the third step is, after a resume that loses one thing of every parameter."""
+        resumed = make_learner(scenario, paths)
+        # Every parameter needs a counter of its own: AdamW counts it up in place.
+        assert len({id(moments["step"]) for moments in moments_of(resumed)}) > 10
+        for moments in moments_of(resumed):
+            if name is not None:
+                moments[name].zero_()
+        take_step(resumed, paths, 3)
+        return state_of(resumed) == expected
+
+    assert is_exact_without(None)
+    for name in ("step", "exp_avg", "exp_avg_sq"):
+        assert not is_exact_without(name)
+
+
+def settings_of(learner: Learner) -> list[dict[str, Any]]:
+    """AdamW's settings of every group of parameters."""
+    return [
+        {name: group[name] for name in ("betas", "eps", "weight_decay", "wd_mult")}
+        for part in learner._optimizer.chained_optimizers
+        for group in part.optimizer.param_groups
+    ]
+
+
+@pytest.mark.on_ranks(1)
+def test_a_resume_takes_the_recipes_optimizer_settings(scenario: Scenario, paths: RunPaths) -> None:
+    begin_training(scenario, paths)
+    new = {"betas": [0.8, 0.9], "eps": 1e-6, "weight_decay": 0.3}
+    scenario["trainer"]["optimizer"] = new
+    resumed = make_learner(scenario, paths)
+    assert {float(moments["step"]) for moments in moments_of(resumed)} == {1.0}
+    for group in settings_of(resumed):
+        assert (list(group["betas"]), group["eps"]) == ([0.8, 0.9], 1e-6)
+        assert group["weight_decay"] == pytest.approx(0.3 * group["wd_mult"])
+
+
+@pytest.mark.on_ranks(2)
+def test_all_ranks_resume_from_what_rank_0_chose(scenario: Scenario, paths: RunPaths) -> None:
+    begin_training(scenario, paths).checkpoints.close()
+    dist.barrier()
+    if dist.get_rank() == 1:
+        mock.patch.object(store, "find_latest_checkpoint", None).start()
+    assert make_learner(scenario, paths).state.step == 1
+
+
+def look_for_a_checkpoint(scenario: Scenario, paths: RunPaths) -> None:
+    """Rank 1 looks elsewhere."""
+    begin_training(scenario, paths).checkpoints.close()
+    collectives.FILE_VISIBLE_TIMEOUT_S = 0.5
+    is_blind = dist.get_rank() == 1
+    directory = paths.root / "elsewhere" if is_blind else paths.checkpoints_dir
+    CheckpointStore(directory, keep=2).broadcast_latest_checkpoint()
+
+
+def test_a_rank_without_the_checkpoint_says_so(ranks: RankServer, paths: RunPaths) -> None:
+    outcome = ranks.call(look_for_a_checkpoint, paths, 2, trainer=TWO_RANKS)
+    assert outcome.codes == [STOPPED, STORAGE_FAILED]
+    assert "this rank cannot see" in outcome.reports[1]["error"]
+
+
+def fail_alone(scenario: Scenario, paths: RunPaths) -> None:
+    """The other ranks wait in a collective, and none is still joining the groups."""
+    is_true_on_any_rank(False)
+    if dist.get_rank() == scenario["failing"]:
+        raise AgentError("agents do nothing but fail")
+    is_true_on_any_rank(False)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_only_the_failed_rank_reports(ranks: RankServer, paths: RunPaths, failing: int) -> None:
+    outcome = ranks.call(fail_alone, paths, 2, trainer=TWO_RANKS, failing=failing)
+    assert outcome.codes[failing] == AGENTS_FAILED
+    assert outcome.codes[1 - failing] == STOPPED, outcome.log
+    assert outcome.reports[1 - failing] == {}

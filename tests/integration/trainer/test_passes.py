@@ -1,14 +1,20 @@
-"""Passes of a step: the same gradients however activations wait; buckets, and what is read back."""
+"""Passes of a step: gradients, log-probabilities in bfloat16, what is read back and kept."""
 
 import zlib
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
-from areal_hpc.recipe.sections.trainer import ActivationMemoryConfig, ParallelConfig
+from areal_hpc.recipe.sections.trainer import (
+    KEEP_ALL_ACTIVATIONS,
+    ActivationMemoryConfig,
+    ParallelConfig,
+)
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.trainer import memory
 from areal_hpc.trainer.batch.packing import TEMPERATURE_CHANNEL, TrainingRow
@@ -18,7 +24,9 @@ from areal_hpc.trainer.batch.training_rows import (
     CURRENT_WEIGHTS_CHANNEL,
     STALENESS_CHANNEL,
 )
+from areal_hpc.trainer.model import memory_estimate
 from areal_hpc.trainer.model import policy as policy_module
+from areal_hpc.trainer.model.cpu.megatron_cpu import patch_torch_megatron_without_gpu
 from areal_hpc.trainer.model.families.architecture import Architecture, MoeConfig
 from areal_hpc.trainer.model.hf_weights import load_hf
 from areal_hpc.trainer.model.policy import TrainedNetwork, build_policy
@@ -36,7 +44,10 @@ from areal_hpc.trainer.step import (
 )
 from tests.support.layout_worker import exported_gradients
 from tests.support.plain_torch import OperationLog
+from tests.support.rank_server import RankServer
+from tests.support.recorded_run import record_run
 from tests.support.replay_worker import Scenario, begin_training, make_learner, state_of, take_step
+from tests.support.replayed_run import check_layouts_agree
 from tests.support.thoroughness import choose
 
 DENSE = Architecture("qwen2", 3, 64, 8, 4, 8, 128, 256, 1e-6, 1e4, None, tied=True)
@@ -199,3 +210,124 @@ def check_reads(scenario: Scenario, paths: RunPaths, arch: Architecture) -> None
 @pytest.mark.on_ranks(1)
 def test_a_dense_network(scenario: Scenario, paths: RunPaths) -> None:
     check_reads(scenario, paths, DENSE)
+
+
+@pytest.mark.on_ranks(1)
+def test_tensors_are_made_on_the_default_device_after_it_as_before(
+    scenario: Scenario, paths: RunPaths
+) -> None:
+    patch_torch_megatron_without_gpu()
+    with torch.device("meta"):
+        made = torch.empty(2), torch.zeros(2), torch.tensor([1.0]), torch.ones(2)
+    assert {str(one.device) for one in made} == {"meta"}
+    assert str(torch.zeros(2, device="cuda").device) == "cpu"
+
+
+TIED = Architecture("qwen2", 2, 64, 8, 4, 8, 128, 500, 1e-6, 1e4, None, tied=True)
+LENGTH = 60
+MOST_ERROR = 2e-5
+"""Of a log-probability, in nats; with logits in bfloat16 it is .03."""
+
+
+def build_in_bfloat16(arch: Architecture, parallel: ParallelConfig) -> TrainedNetwork:
+    device = torch.device("cpu")
+    policy = build_policy(arch, parallel, torch.bfloat16, device, KEEP_ALL_ACTIVATIONS)
+
+    def draw(tensor: Any, part: Any) -> torch.Tensor:
+        chance = torch.Generator().manual_seed(zlib.crc32(tensor.name.encode()))
+        drawn = torch.randn(tensor.shape, generator=chance) * 0.3
+        return drawn.bfloat16()[part]
+
+    load_hf(policy, draw)
+    return policy
+
+
+def score_with_states(policy: TrainedNetwork) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities of a row with its backward pass, and the states that they come from."""
+    states: list[torch.Tensor] = []
+    found: list[torch.Tensor] = []
+    norm = policy.gpt.decoder.final_layernorm
+    hook = norm.register_forward_hook(lambda _module, _given, given: states.append(given.detach()))
+
+    def note(batch: MicroBatch, logprobs_N: torch.Tensor) -> tuple[torch.Tensor, LossStats]:
+        found.append(logprobs_N.detach())
+        return logprobs_N.sum(), LossStats({"tokens": len(logprobs_N)})
+
+    ids = np.arange(LENGTH, dtype=np.int32) * 7 % TIED.vocab
+    row = TrainingRow(ids, np.ones(LENGTH, dtype=np.uint8), {})
+    batches = make_micro_batches_of_this_rank(policy, [row], [], max_tokens=64)
+    run_forward_backward(policy, batches, note, backward=True)
+    hook.remove()
+    return torch.cat(found), torch.cat(states)[:, 0]
+
+
+@pytest.mark.on_ranks(1)
+def test_logprobs_in_bfloat16_are_those_of_the_last_states(
+    scenario: Scenario, paths: RunPaths
+) -> None:
+    for arch in (TIED, replace(TIED, tied=False)):
+        policy = build_in_bfloat16(arch, ParallelConfig())
+        logprobs_N, states_TH = score_with_states(policy)
+        name = "embedding.word_embeddings" if arch.tied else "output_layer"
+        weight = dict(policy.gpt.named_parameters())[f"{name}.weight"].detach()
+        exact = states_TH.double() @ weight[: arch.vocab].double().T
+        labels = torch.arange(1, LENGTH) * 7 % arch.vocab
+        places = exact[: LENGTH - 1].log_softmax(-1).gather(1, labels[:, None])[:, 0]
+        assert (logprobs_N.double() - places).abs().max() <= MOST_ERROR
+
+
+@pytest.mark.parametrize("parallel", [{"tp": 2}, {"pp": 2}], ids=str)
+def test_layouts_agree_in_bfloat16(
+    ranks: RankServer, tmp_path: Path, parallel: dict[str, int]
+) -> None:
+    paths = record_run(tmp_path / "recorded", 1)
+    ((divided, alone),) = check_layouts_agree(
+        ranks, paths.root, tmp_path, {}, ["grad_norm"], layouts=[parallel], rel=0.02,
+        steps=1, minibatches=1, more={"dtype": "bfloat16"},
+    )  # fmt: skip
+    assert divided["entropy/mean"] == pytest.approx(alone["entropy/mean"], rel=1e-3)
+
+
+TOKENS = 512
+# As many key-value heads as heads: without FlashAttention grouped heads are copied.
+WIDE = Architecture("qwen2", 1, 256, 8, 8, 32, 768, 512, 1e-6, 1e4, None, tied=True)
+WIDE_MIXTURE = replace(WIDE, family="qwen3_moe", experts=MoeConfig(4, 2, 192, norm_weights=True))
+
+
+def count_kept(
+    arch: Architecture, activations: ActivationMemoryConfig = KEEP_ALL_ACTIVATIONS
+) -> int:
+    """Float32 numbers that autograd holds between forward and backward, weights apart."""
+    policy = build_policy(arch, ParallelConfig(), torch.float32, torch.device("cpu"), activations)
+    for parameter in policy.gpt.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    own = {parameter.untyped_storage().data_ptr() for parameter in policy.gpt.parameters()}
+    mask = np.zeros(TOKENS, np.uint8)
+    mask[-1] = 1
+    row = TrainingRow(np.arange(TOKENS, dtype=np.int32) % arch.vocab, mask, {})
+    held: dict[int, torch.Tensor] = {}
+    kept_bytes = 0
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in own:
+            held[tensor.untyped_storage().data_ptr()] = tensor  # kept, so addresses stay taken
+        return tensor
+
+    def end_forward(_: object, logprobs_N: torch.Tensor) -> tuple[torch.Tensor, LossStats]:
+        nonlocal kept_bytes
+        # What is recomputed is saved anew in the backward pass; what is discarded has size 0 now.
+        kept_bytes = sum(tensor.untyped_storage().nbytes() for tensor in held.values())
+        return logprobs_N.sum(), LossStats()
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        batches = make_micro_batches_of_this_rank(policy, [row], [], TOKENS)
+        run_forward_backward(policy, batches, end_forward, backward=True)
+    return kept_bytes // 4
+
+
+@pytest.mark.on_ranks(1)
+def test_a_layer_keeps_as_much_as_is_estimated(scenario: Scenario, paths: RunPaths) -> None:
+    for arch in (WIDE, replace(WIDE, family="qwen3"), WIDE_MIXTURE):
+        measured = (count_kept(replace(arch, layers=3)) - count_kept(arch)) // 2
+        estimated = memory_estimate.count_layer_activation_values(arch, ParallelConfig(), TOKENS)
+        assert measured == pytest.approx(estimated, rel=0.04), arch.family

@@ -1,12 +1,14 @@
-"""`areal-hpc replay` trains recorded steps again: to the same bits, or with other settings."""
+"""`areal-hpc replay` trains recorded steps again; alerts tell of those that taught nothing."""
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from areal_hpc.errors import RecipeError, ShardError
 from areal_hpc.jobs.processes.process_setup import StopEvent
@@ -14,12 +16,15 @@ from areal_hpc.launch.replay import (
     RecordedStepsReplay,
 )
 from areal_hpc.metrics.catalogue import find_metric
-from areal_hpc.rundir.jsonl import read_readable_records
+from areal_hpc.metrics.step_metrics import read_metrics
+from areal_hpc.rundir.jsonl import append_line, read_readable_records
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.state.live_progress import PlainReporter
+from tests.support.commands import exit_code_of
 from tests.support.environments import CHECKOUT
 from tests.support.rank_server import RankServer
-from tests.support.recorded_run import TRAINER, record_run, write_recipe
+from tests.support.recorded_run import SAMPLES, TRAINER, record_run, write_recipe
+from tests.support.run_files import list_files
 
 STEPS = 6
 SETTINGS = {"total_steps": STEPS, "minibatches": 3}
@@ -51,23 +56,17 @@ def plan(run: RunPaths, first: int, last: int, *overrides: str) -> RecordedSteps
     )
 
 
-def content(root: Path) -> dict[str, tuple[int, int]]:
-    """Size and time of change of every file."""
-    files = (path for path in root.rglob("*") if path.is_file())
-    return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in files}
-
-
 def lines(root: Path) -> dict[int, dict[str, float]]:
     return {line["step"]: line for line in read_readable_records(RunPaths(root).metrics)}
 
 
 def test_recorded_steps_are_replayed_bit_by_bit(recorded: RunPaths, tmp_path: Path) -> None:
-    before = content(recorded.root)
+    before = list_files(recorded.root)
     ended = replay(recorded.root, "--steps", "6", "--out", str(tmp_path / "out"))
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "start    " + str(recorded.checkpoints_dir / "step_00000004") in ended.stdout
     assert "steps 5 to 6: loss and gradient norm equal the recorded ones" in ended.stdout
-    assert content(recorded.root) == before
+    assert list_files(recorded.root) == before
     found, expected = lines(tmp_path / "out"), lines(recorded.root)
     assert list(found) == [5, 6]
     same = [
@@ -153,3 +152,76 @@ def test_settings_that_contradict_the_recording_are_refused(recorded: RunPaths) 
     assert keys == ["trainer.batch_size", "seed"]
     with pytest.raises(RecipeError, match="unknown key 'lrr'"):
         plan(recorded, 5, 6, "trainer.optimizer.lrr=1")
+
+
+ALERTED_STEPS = 4
+ALERTED_SETTINGS = {"total_steps": ALERTED_STEPS}
+CONSTANT = [0.5] * SAMPLES
+RULES = {"off": ["engine_mismatch"]}
+"""The recorded engine's log-probabilities are random numbers."""
+
+
+def write_alerts(paths: RunPaths, **rules: object) -> None:
+    write_recipe(paths, {**TRAINER, **ALERTED_SETTINGS})
+    with paths.recipe.open("a") as recipe:
+        yaml.safe_dump({"alerts": rules}, recipe)
+
+
+def train_alerted(ranks: RankServer, paths: RunPaths) -> RunPaths:
+    write_alerts(paths, **RULES)
+    outcome = ranks.run(paths, "replay", trainer=ALERTED_SETTINGS)
+    assert outcome.codes == [0], outcome.log
+    return paths
+
+
+@pytest.fixture(scope="module")
+def trained(ranks: RankServer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunPaths]:
+    """A run whose agents always return the same reward, and one whose rewards vary."""
+    root = tmp_path_factory.mktemp("runs")
+    constant = record_run(root / "constant" / "run", ALERTED_STEPS, rewards=dict.fromkeys(
+        range(1, ALERTED_STEPS + 1), CONSTANT))  # fmt: skip
+    return {
+        "constant": train_alerted(ranks, constant),
+        "varied": train_alerted(ranks, record_run(root / "varied" / "run", ALERTED_STEPS)),
+    }
+
+
+def test_a_constant_reward_is_a_failure_after_three_steps(
+    trained: dict[str, RunPaths], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    paths = RunPaths(Path(shutil.copytree(trained["constant"].root, tmp_path / "run")))
+    rows = read_metrics(paths.metrics)
+    assert [row["groups/zero_variance"] for row in rows] == [1.0] * ALERTED_STEPS
+    paths.metrics.unlink()
+    for row in rows[:3]:
+        assert exit_code_of("status", paths.root) == 0
+        append_line(paths.metrics, row)
+    capfd.readouterr()
+    assert exit_code_of("status", paths.root) == 1
+    said = "failure  steps 1 to 3 taught nothing: no reply has an advantage in 100% of groups"
+    assert said in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["status", "why"])
+def test_status_and_why_exit_with_1_for_a_failure_and_say_it(
+    trained: dict[str, RunPaths], command: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name, expected in (("constant", 1), ("varied", 0)):
+        paths = trained[name]
+        paths.finished_marker.touch()
+        assert exit_code_of(command, paths.root) == expected, name
+        assert ("taught nothing" in capfd.readouterr().out) == bool(expected)
+
+
+def test_run_prints_an_alert_once_below_the_step_that_raised_it(
+    trained: dict[str, RunPaths], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    paths = RunPaths(tmp_path)
+    reporter = PlainReporter(paths, ALERTED_STEPS, 0)
+    shutil.copy(trained["constant"].recipe, paths.recipe)
+    for row in read_metrics(trained["constant"].metrics):
+        append_line(paths.metrics, row)
+        reporter.report_new_steps()
+    reporter.close()
+    told = capfd.readouterr().out.splitlines()
+    assert [line.split()[0] for line in told] == ["step", "step", "step", "failure", "step"]

@@ -1,32 +1,48 @@
-"""A teacher that a real SGLang holds: it says what a network of the trainer does, or is refused."""
+"""A teacher behind a server: a real SGLang says what a network does; whatever fails is told."""
 
 import asyncio
+import http.server
 import json
+import os
 import shutil
+import signal
+import threading
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import aclosing
+from contextlib import aclosing, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
+import torch.distributed as dist
 
 import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
-from areal_hpc.errors import RecipeError, UntrainableBatchError
+from areal_hpc.errors import ClusterError, RecipeError, TeacherError, UntrainableBatchError
+from areal_hpc.jobs.processes.process_setup import StopRequest
 from areal_hpc.launch.tiny_model import make_tiny_model
 from areal_hpc.recipe.sections.trainer import ObjectiveConfig, TeacherConfig, TrainerConfig
+from areal_hpc.rundir.checkpoints import list_checkpoints
 from areal_hpc.rundir.manifests import read_manifest
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.session.chat_template import TokenEncoder
 from areal_hpc.shards.verify import CheckedShards
 from areal_hpc.trainer.batch.packing import TEMPERATURE_CHANNEL, TrainingRow
 from areal_hpc.trainer.batch.training_rows import build_rows_to_score, read_rows_by_ticket
+from areal_hpc.trainer.collectives import gather_objects_on_first_rank
+from areal_hpc.trainer.job import make_replay_coordinator
+from areal_hpc.trainer.loop.loop import run_loop
 from areal_hpc.trainer.model.families.architecture import read_architecture
 from areal_hpc.trainer.model.policy import build_policy
+from areal_hpc.trainer.private_apis.torch_private import get_default_store
+from areal_hpc.trainer.rank_progress import RankProgress
 from areal_hpc.trainer.scoring.frozen_models import FrozenModels
 from areal_hpc.trainer.scoring.served_teacher import TeacherClient
+from tests.support.deadlines import scaled
 from tests.support.rank_server import RankServer
-from tests.support.recorded_run import TRAINER, VOCAB, record_run
+from tests.support.recorded_run import SAMPLES, TICKETS, TRAINER, VOCAB, record_run
+from tests.support.replay_worker import Scenario, make_learner
 from tests.support.sglang_server import serving
 from tests.support.small_policy import make_training_row
 
@@ -42,7 +58,6 @@ def make_model(folder: Path, text: str, seed: int) -> Path:
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Another network of the same tokens."""
     return make_model(tmp_path_factory.mktemp("teacher") / "model", "one two three", seed=7)
 
 
@@ -64,8 +79,6 @@ def list_rows(paths: RunPaths, step: int = 1) -> list[TrainingRow]:
 
 
 def ask(config: TeacherConfig, call: Callable[[TeacherClient], Awaitable[object]]) -> None:
-    """Call a teacher's client, in an event loop of its own."""
-
     async def run() -> None:
         async with aclosing(TeacherClient(config)) as client:
             await call(client)
@@ -150,3 +163,241 @@ def test_rows_that_it_cannot_score_are_refused(
     with pytest.raises(UntrainableBatchError, match=f"batch 7: .*{said}") as caught:
         ask(config, lambda client: client.score(7, [row]))
     assert "areal-hpc quarantine sets this batch aside" in caught.value.problems[0].hint
+
+
+LOGPROB = -1.5
+ROWS_PER_BATCH = TICKETS * SAMPLES
+Answer = int | str | list[Any]
+"""A status, what else is done in the place of an answer, or a token's log-probability in a list."""
+
+
+class ScriptedTeacher(http.server.ThreadingHTTPServer):
+    """Answers rows as SGLang does, or as `choose` says of the number of the call, from 0.
+
+    With a model it knows the texts of its tokens, too: such calls are not counted.
+    """
+
+    def __init__(
+        self, choose: Callable[[int], Answer], model: Path | None = None, key: str = ""
+    ) -> None:
+        super().__init__(("127.0.0.1", 0), _TeacherHandler)
+        self.key = key
+        self._choose, self._lock, self.calls = choose, threading.Lock(), 0
+        self.encoder = TokenEncoder.from_model_dir(model) if model else None
+        self.is_over = threading.Event()
+        threading.Thread(target=self.serve_forever, args=[0.02], daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def choose_next(self) -> Answer:
+        with self._lock:
+            self.calls += 1
+            return self._choose(self.calls - 1)
+
+    def close(self) -> None:
+        self.is_over.set()
+        self.shutdown()
+        self.server_close()
+
+
+class _TeacherHandler(http.server.BaseHTTPRequestHandler):
+    server: ScriptedTeacher
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        ids, start = body["input_ids"], body["logprob_start_len"]
+        encoder = self.server.encoder
+        if body.get("return_text_in_logprobs") and encoder:
+            self._answer(200, _build_reply([[LOGPROB, one, encoder.decode([one])] for one in ids]))
+            return
+        if self.server.key and self.headers["Authorization"] != f"Bearer {self.server.key}":
+            self._answer(401, b"no such key")
+            return
+        match self.server.choose_next():
+            case int(200):
+                self._answer(200, _build_reply([[LOGPROB, one, None] for one in ids[start:]]))
+            case [logprob]:
+                self._answer(200, _build_reply([[logprob, one, None] for one in ids[start:]]))
+            case int(status):
+                self._answer(status, b"the server says so")
+            case "hang up":
+                pass
+            case "hang up late":
+                self.server.is_over.wait(1.2)
+            case "drip":
+                self._begin(200, 1000)
+                while not self.server.is_over.wait(0.05):
+                    self.wfile.write(b" ")
+            case "garble":
+                self._begin(200, 4, {"Content-Encoding": "gzip"})
+                self.wfile.write(b"none")
+            case other:
+                raise AssertionError(other)
+
+    def _answer(self, status: int, content: bytes) -> None:
+        self._begin(status, len(content))
+        self.wfile.write(content)
+
+    def _begin(self, status: int, size: int, headers: dict[str, str] | None = None) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Length": str(size), **(headers or {})}.items():
+            self.send_header(name, value)
+        self.end_headers()
+
+    def handle(self) -> None:
+        try:
+            super().handle()
+        except ConnectionError:  # the client has given up
+            return
+
+    def log_message(self, *_: Any) -> None:
+        """Say nothing."""
+
+
+def _build_reply(entries: list[list[Any]]) -> bytes:
+    entries[0][0] = None
+    return json.dumps({"text": "", "meta_info": {"input_token_logprobs": entries}}).encode()
+
+
+@contextmanager
+def scripted(
+    choose: Callable[[int], Answer], model: Path | None = None, key: str = ""
+) -> Iterator[str]:
+    with closing(ScriptedTeacher(choose, model, key)) as teacher:
+        yield teacher.url
+
+
+def score(
+    url: str, rows: int = 1, api_key_file: Path | None = None, **settings: Any
+) -> list[npt.NDArray[np.float32]]:
+    config = TeacherConfig(url=url, coef=1.0, api_key_file=api_key_file)
+
+    async def run() -> list[npt.NDArray[np.float32]]:
+        async with aclosing(TeacherClient(config, **settings)) as client:
+            return await client.score(3, [make_training_row([5, 6, 7, 8], 2, {})] * rows)
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("faults", "retry_s"),
+    [
+        ([500, 429, 599, "hang up", "garble"], 300.0),
+        (["hang up late"], 1.0),  # the time to repeat counts from there
+    ],
+)
+def test_whatever_a_server_fails_with_is_repeated(faults: list[Answer], retry_s: float) -> None:
+    with scripted(lambda call: faults[call] if call < len(faults) else 200) as url:
+        found = score(url, rows=len(faults), retry_s=retry_s)
+    assert [one.tolist() for one in found] == [[0.0, 0.0, LOGPROB, LOGPROB]] * len(faults)
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"), [(500, "answered 500: the server says so"), ("drip", "TimeoutError")]
+)
+def test_what_never_ends_is_given_up(answer: Answer, said: str) -> None:
+    timeout_s = 0.3 if isinstance(answer, str) else 60.0  # else no test of how fast it answers
+    with scripted(lambda call: answer) as url, pytest.raises(ClusterError, match=said):
+        score(url, call_timeout_s=timeout_s, retry_s=0.0)
+
+
+@pytest.mark.parametrize("logprob", [None, 2.0, -1e39])
+def test_what_is_no_log_probability_is_refused(logprob: float | None) -> None:
+    with scripted(lambda call: [logprob]) as url, pytest.raises(ClusterError) as caught:
+        score(url)
+    assert f"gave {logprob} for the log-probability of token 2 of 4" in str(caught.value)
+
+
+@pytest.mark.parametrize("answer", [401, 404])
+def test_what_concerns_all_batches_sets_none_aside(answer: int) -> None:
+    with scripted(lambda call: answer) as url, pytest.raises(TeacherError) as caught:
+        score(url)
+    assert "quarantine" not in str(caught.value)
+
+
+def test_its_key_is_shown_and_a_wrong_one_is_told_apart(tmp_path: Path) -> None:
+    key_file = tmp_path / "key"
+    key_file.touch(0o600)
+    with scripted(lambda call: 200, key="a key of the server's") as url:
+        key_file.write_text("a key of the server's\n")
+        score(url, api_key_file=key_file)
+        key_file.write_text("another")
+        with pytest.raises(TeacherError, match="401: no such key") as caught:
+            score(url, api_key_file=key_file)
+        assert caught.value.problems[0].key == "trainer.objective.teacher.api_key_file"
+        key_file.chmod(0o644)
+        with pytest.raises(RecipeError, match="others may read it"):
+            score(url, api_key_file=key_file)
+
+
+def build_settings(url: str) -> dict[str, Any]:
+    objective = {"teacher": {"coef": 1.0, "url": url}}
+    return {"total_steps": 3, "objective": objective, "parallel": {"dp": 2}}
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"), [(400, "UntrainableBatchError"), (403, "TeacherError")]
+)
+def test_a_refusal_waits_for_the_checkpoint_that_is_being_written(
+    ranks: RankServer, paths: RunPaths, tmp_path: Path, status: int, kind: str
+) -> None:
+    gate = tmp_path / "gate"
+    gate.touch()
+
+    def choose(call: int) -> Answer:
+        if call < ROWS_PER_BATCH:
+            return 200
+        if call == ROWS_PER_BATCH:
+            threading.Timer(1.0, gate.unlink).start()  # after the refusal
+        return status
+
+    with scripted(choose, paths.starting_model_dir) as url:
+        outcome = ranks.run(
+            paths, "replay", 2, trainer={**build_settings(url), "checkpoint_every_steps": 1},
+            faults=f"checkpoint.before_rename=hold:{gate}",
+        )  # fmt: skip
+    assert outcome.codes[0] == 78, outcome.log
+    assert outcome.reports[0]["kind"] == kind
+    assert [one.state.step for one in list_checkpoints(paths.checkpoints_dir)] == [1]
+
+
+def train_until_stopped(scenario: Scenario, paths: RunPaths) -> dict[str, Any]:
+    stop = StopRequest.install()
+    pids = gather_objects_on_first_rank(os.getpid(), int)
+    lines = []
+
+    def on_hang(line: str) -> None:
+        # A look may come before the first call was answered: then the line does not say why.
+        if "scores of batch 2" in line and "answered 503" in line:
+            lines.append(line)
+            if len(lines) == 1:
+                os.kill(pids[1], signal.SIGTERM)
+
+    world = (get_default_store(), dist.get_rank(), dist.get_world_size())
+    with RankProgress(*world, on_hang, hang_s=scaled(1.0), check_interval_s=0.1).watch():
+        learner = make_learner(scenario, paths, stop=stop)
+        coordinator = None
+        if dist.get_rank() == 0:
+            coordinator = make_replay_coordinator(
+                learner, paths, learner._config, 1, learner._config.total_steps, stop
+            )
+        finished = run_loop(learner, coordinator, stop)
+        learner.close()
+    return {"finished": finished, "lines": lines}
+
+
+def test_a_stop_is_heard_while_the_server_is_busy_and_what_was_trained_is_saved(
+    ranks: RankServer, paths: RunPaths
+) -> None:
+    with scripted(
+        lambda call: 200 if call < ROWS_PER_BATCH else 503, paths.starting_model_dir
+    ) as url:
+        outcome = ranks.call(train_until_stopped, paths, 2, trainer=build_settings(url))
+    assert outcome.codes == [0, 0], outcome.log
+    assert [one["finished"] for one in outcome.reports] == [False, False]
+    place = f"at scores of batch 2 by the teacher at {url}, 0 of 12 rows: answered 503"
+    assert any(place in line for line in outcome.reports[0]["lines"])
+    (checkpoint,) = list_checkpoints(paths.checkpoints_dir)
+    assert (checkpoint.state.step, checkpoint.state.consumed) == (1, [1])

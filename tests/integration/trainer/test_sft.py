@@ -34,7 +34,6 @@ def paths(tmp_path: Path) -> RunPaths:
 
 
 def train(ranks: RankServer, paths: RunPaths, **scenario: Any) -> TaskExit:
-    """Run the entry of the stage's process."""
     optimizer = {"lr": 1e-2, "warmup_steps": 5, "decay": "linear"}
     config = sft_config(
         paths.root, ANSWERS, total_steps=160, batch_size=4, optimizer=optimizer,
@@ -44,7 +43,6 @@ def train(ranks: RankServer, paths: RunPaths, **scenario: Any) -> TaskExit:
 
 
 def stop_in_step(ranks: RankServer, paths: RunPaths, step: int) -> None:
-    """Send SIGTERM to the process while it trains a step."""
     gate, held = paths.root / "gate", paths.root / "gate.held"
     gate.touch()
     faults = f"optimizer.before_step@{step}=hold:{gate}"

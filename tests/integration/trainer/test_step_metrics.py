@@ -1,15 +1,25 @@
-"""Metrics of a step are those of the batch, however the trainer's ranks divide it."""
+"""Metrics, the entropy term and annotations are those of transformers, in every layout."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from areal_hpc.rundir.checkpoints import RewardRange, find_latest_checkpoint
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.telemetry.token_annotations import StepAnnotations, read_annotations
+from tests.support.float64_trainer import load_float64_model, measure_gradient_norm, score_row
 from tests.support.rank_server import RankServer
-from tests.support.recorded_run import record_run
-from tests.support.replayed_run import check_layouts_agree, train_copy
+from tests.support.recorded_run import SAMPLES, record_run
+from tests.support.replayed_run import (
+    check_layouts_agree,
+    read_recorded_rows,
+    train_copy,
+    train_run,
+)
 
 NAMES = (
     "loss",
@@ -57,3 +67,79 @@ def test_the_last_groups_are_the_best_of_the_run_and_updates_count_each_token_on
         assert first[name] == pytest.approx(alone[0][name], rel=1e-3)
     assert first["entropy/mean"] == pytest.approx(alone[0]["entropy/mean"], rel=0.02)
     assert 0 < first["entropy/mean"] < 5.78, "at most that of 320 equal tokens"
+
+
+COEF = 0.3
+OBJECTIVE = {"entropy_coef": COEF}
+
+
+@pytest.fixture(scope="module")
+def equal(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A batch whose rewards teach nothing, and one like others."""
+    rewards = {1: [1.0] * SAMPLES}
+    return record_run(tmp_path_factory.mktemp("equal"), 2, rewards=rewards).root
+
+
+def test_the_entropy_term_alone_has_the_gradient_of_transformers_in_float64(
+    ranks: RankServer, equal: Path, tmp_path: Path
+) -> None:
+    model = load_float64_model(RunPaths(equal).starting_model_dir)
+    entropies = [score_row(model, row)[1] for row in read_recorded_rows(RunPaths(equal))]
+    mean = torch.cat(entropies).mean()
+    mean.backward()
+    norm = measure_gradient_norm(model)
+    settings = {"steps": 2, "minibatches": 1}
+    first, second = train_copy(ranks, equal, tmp_path / "with", OBJECTIVE, **settings)
+    assert first["entropy/mean"] == pytest.approx(mean.item(), rel=1e-5)
+    assert first["grad_norm"] == pytest.approx(COEF * norm, rel=1e-5)
+    assert first["loss"] == pytest.approx(-COEF * mean.item(), rel=1e-5)
+    assert first["step/skipped"] == 0, "it is a signal, though all rewards are equal"
+    plain, after = train_copy(ranks, equal, tmp_path / "without", {}, **settings)
+    assert (plain["grad_norm"], plain["step/skipped"]) == (0, 1)
+    assert second["entropy/mean"] > after["entropy/mean"]
+
+
+@pytest.fixture(scope="module")
+def sampled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two batches, of which the second teaches nothing."""
+    rewards = {1: [0.0, 1.0] * (SAMPLES // 2), 2: [1.0] * SAMPLES}
+    return record_run(tmp_path_factory.mktemp("annotated"), 2, rewards=rewards).root
+
+
+def annotate(
+    ranks: RankServer, recorded: Path, folder: Path, annotate: str, **parallel: int
+) -> tuple[RunPaths, dict[str, Any]]:
+    paths = RunPaths(shutil.copytree(recorded, folder))
+    outcome = train_run(ranks, paths, {}, parallel, steps=2, more={"annotate": annotate})
+    assert set(outcome.codes) == {0}, outcome.log
+    return paths, outcome.reports[0]
+
+
+def get_annotations(paths: RunPaths, step: int = 1) -> StepAnnotations:
+    found = read_annotations(paths, step)
+    assert found is not None
+    return found
+
+
+def test_annotations_are_what_transformers_finds_with_the_weights_that_the_step_began_with(
+    ranks: RankServer, sampled: Path, tmp_path: Path
+) -> None:
+    paths, report = annotate(ranks, sampled, tmp_path / "all", "all", dp=1)
+    found = get_annotations(paths)
+    rows, model = read_recorded_rows(paths), load_float64_model(paths.starting_model_dir)
+    model.requires_grad_(False)
+    assert len(found.rows) == len(rows) == found.rows_of_batch
+    for annotation, row in zip(found.rows, rows, strict=True):
+        logprobs, entropies = (one.numpy() for one in score_row(model, row))
+        assert np.frombuffer(annotation.logprobs, "<f4") == pytest.approx(logprobs, abs=1e-4)
+        if annotation.row % 2 == 0:  # the first half is scored by the weights of the begin
+            assert np.frombuffer(annotation.entropies, "<f2") == pytest.approx(entropies, rel=2e-3)
+    assert {one.outcome for one in found.rows} == {"trained"}
+    assert [np.sign(one.advantage) for one in found.rows[:2]] == [-1, 1]
+    assert {one.outcome for one in get_annotations(paths, 2).rows} == {"no advantage"}
+    ratios = [np.frombuffer(one.ratios, "<f2") for one in found.rows]
+    assert ratios[0] == pytest.approx(1.0, abs=1e-3)
+    assert max(np.abs(one - 1).max() for one in ratios[1::2]) > 1e-3, "of the second minibatch"
+    plain, other = annotate(ranks, sampled, tmp_path / "off", "off", dp=1)
+    assert not plain.annotations_dir.exists()
+    assert other["digests"] == report["digests"], "training has not seen them, to the bit"

@@ -1,4 +1,4 @@
-"""Updates of two replicas at once: in groups, in place, by disk, and with a party lost on the way.
+"""Updates of replicas: in groups, in place, by disk, of experts, and with a party lost on the way.
 
 `tests/acceptance/test_update_under_fire.py` loses every party in every phase.
 """
@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import Qwen3ForCausalLM
 
 from areal_hpc.weights.buckets import BucketPlan, plan_buckets
@@ -20,7 +21,8 @@ from areal_hpc.weights.publisher import Publisher
 from areal_hpc.weights.update import UpdateReport
 from areal_hpc.wire.weight_version import WeightVersion
 from tests.support.deadlines import scaled
-from tests.support.inference_cell import Cell, logprob_error, running_cell, tiny_qwen3
+from tests.support.inference_cell import VOCABULARY, Cell, logprob_error, running_cell, tiny_qwen3
+from tests.support.reference_models import by_checkpoint_name
 from tests.support.senders import sender_ranks
 from tests.support.update_faults import Gate, Trap, gates
 from tests.support.weight_updates import (
@@ -296,3 +298,58 @@ def test_a_replica_whose_cache_is_full_of_paused_generations_proves_its_weights(
             _, reply = begun.result(0)
             assert len(versions_in(reply)) == 2
             assert len(reply.result()["output_ids"]) == TOKENS
+
+
+SWAPPED = [f"mixture.layers.1.mlp.experts.{at}.down_proj.weight" for at in (5, 6)]
+
+
+@pytest.fixture(scope="module")
+def mixture() -> transformers.Qwen3MoeForCausalLM:
+    torch.manual_seed(3)
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=1024,
+        tie_word_embeddings=False,
+        eos_token_id=1,
+        pad_token_id=0,
+        bos_token_id=None,
+        num_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=32,
+        norm_topk_prob=True,
+    )
+    return transformers.Qwen3MoeForCausalLM(config).float().eval()
+
+
+@pytest.fixture(scope="module")
+def mixture_cell(
+    tmp_path_factory: pytest.TempPathFactory, mixture: transformers.Qwen3MoeForCausalLM
+) -> Iterator[Cell]:
+    with running_cell(tmp_path_factory.mktemp("run"), mixture) as mixture_cell:
+        mixture_cell.await_replica(lambda view: view.state == "ready")
+        yield mixture_cell
+
+
+@pytest.mark.thorough
+def test_experts_reach_a_replica_and_two_that_are_swapped_are_found(
+    mixture_cell: Cell, mixture: transformers.Qwen3MoeForCausalLM
+) -> None:
+    weights = by_checkpoint_name(dict(mixture.state_dict()))
+    with publishing(
+        mixture_cell.paths.rendezvous_dir,
+        mixture_cell.service_key,
+        bucket_bytes=50_000,
+        update_timeout_s=scaled(20),
+    ) as publisher:
+        swapped = weights | {SWAPPED[0]: weights[SWAPPED[1]], SWAPPED[1]: weights[SWAPPED[0]]}
+        report = publish(publisher, WeightVersion(1, 0), swapped, probe=probe_of(mixture))
+        assert "differ from the trainer's by" in str(*report.failed.values())
+        assert mixture_cell.replica().version == ""
+        raise_if_failed(publish(publisher, WeightVersion(1, 1), weights, probe=probe_of(mixture)))
+        assert mixture_cell.replica().version == "1.1"

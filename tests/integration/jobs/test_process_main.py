@@ -1,8 +1,9 @@
-"""The main of every process of a job, in a process."""
+"""The main of every process of a job, in a process, and the processes below one."""
 
 import json
 import os
 import resource
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from areal_hpc.errors import (
 from areal_hpc.jobs.processes.process_main import select_error_to_report
 from areal_hpc.rundir.jobs import LOST_RANK_EXIT_CODE
 from tests.support.commands import run_program, said_by
+from tests.support.environments import CHECKOUT
 
 LOW = 200
 
@@ -81,3 +83,31 @@ def test_tasks_that_failed_at_once_are_told_as_one_error(
 ) -> None:
     found = select_error_to_report(caught)
     assert (str(found) if isinstance(found, ArealError) else None) == told
+
+
+DEEP = """
+import os, signal, sys, time
+from areal_hpc.jobs.processes.process_ties import list_descendants
+ready, said = os.pipe()
+first = os.fork()
+if first == 0:
+    for _ in range(119):
+        if os.fork():
+            time.sleep(60)
+            os._exit(0)
+    os.write(said, b"1")
+    time.sleep(60)
+    os._exit(0)
+os.read(ready, 1)
+sys.setrecursionlimit(90)
+found = list_descendants(os.getpid())
+for pid in found:
+    os.kill(pid, signal.SIGKILL)
+print(len(found), found[0] == first)
+"""
+
+
+def test_a_deep_chain_of_processes_is_found() -> None:
+    command = [sys.executable, "-c", DEEP]
+    told = subprocess.run(command, capture_output=True, text=True, check=False, cwd=CHECKOUT)
+    assert told.stdout == "120 True\n", told.stderr
