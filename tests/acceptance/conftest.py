@@ -10,7 +10,6 @@ from tests.support.small_run import SmallRun, await_none_left
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the SFT stage of the quick start makes; elsewhere than its run."""
     run = SmallRun(tmp_path_factory.mktemp("sft") / "runs", "trainer.total_steps=1")
     run.finish()
     await_none_left(run, 20.0)

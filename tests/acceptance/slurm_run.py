@@ -93,7 +93,6 @@ class SlurmRun:
         )
 
     def submit_as_shipped(self) -> None:
-        """Submit the recipe as it is, and wait for nothing."""
         fileroot = f"cluster.fileroot={self.paths.root.parents[1]}"
         self.areal_hpc("submit", "recipes/quickstart_slurm.yaml", fileroot)
 
@@ -141,11 +140,9 @@ class SlurmRun:
         return read_newest_number(self._starts_dir(job))
 
     def started_at(self, job: str) -> float:
-        """Unix time of the newest start's first process."""
         return (self._starts_dir(job) / f"{self.starts(job):04d}").stat().st_mtime
 
     def is_told_to_stop(self, job: str) -> bool:
-        """True once the newest start's tasks have to stop."""
         return (self._starts_dir(job) / f"{self.starts(job):04d}.stop").exists()
 
     def _starts_dir(self, job: str) -> Path:
@@ -155,7 +152,6 @@ class SlurmRun:
         return events_of(self.paths, name, since)
 
     def judged(self) -> list[tuple[int, float]]:
-        """Steps whose weights were evaluated, and the held-out rewards."""
         rows = read_readable_records(self.paths.metrics)
         return [(row["step"], row["eval/reward"]) for row in rows if "eval/reward" in row]
 
@@ -170,7 +166,6 @@ class SlurmRun:
         return len(read_readable_records(self.paths.shard_index_dir / f"{cell}.jsonl"))
 
     def proxies_of(self, cell: str) -> list[str]:
-        """The live proxies of a cell, wherever they run."""
         config = str(self.paths.jobs_dir / cell / "proxy.json")
         return [one for one in processes_of(self.paths.root) if config in one]
 
@@ -219,7 +214,6 @@ class SlurmRun:
         return self.await_first(found)
 
     def await_none_left(self) -> None:
-        """Wait until no job and no process of the run is there."""
         assert self.cluster.slurm("squeue", "-h") == ""
         self.await_true(lambda: processes_of(self.paths.root) == [], 30.0)
 
@@ -232,7 +226,6 @@ class SlurmRun:
     # Holding ---------------------------------------------------------------------------------
 
     def hold(self, point: str) -> None:
-        """Return when a rank has come to a fault point and waits there."""
         self._gates[point].shut()
         self.await_true(lambda: self._gates[point].held() is not None)
 

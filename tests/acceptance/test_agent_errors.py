@@ -26,7 +26,6 @@ END_TIMEOUT_S = 150.0
 
 @contextmanager
 def running(folder: Path, model: Path, agent: type, *overrides: str) -> Iterator[SmallRun]:
-    """The run of an agent; no process of it is left."""
     of_agent = f"rollout.workflow=tests.support.broken_agents.{agent.__name__}"
     run = SmallRun(folder / agent.__name__, *started_from(model), of_agent, *overrides)
     run.environ = {"PYTHONUNBUFFERED": "1"}

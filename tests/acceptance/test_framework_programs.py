@@ -258,7 +258,6 @@ GetStage = Callable[[str], GymStage]
 
 @pytest.fixture(scope="module")
 def get_stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GetStage]:
-    """Proxies, each of which starts when it is first asked for."""
     made: dict[str, GymStage] = {}
 
     def get(name: str) -> GymStage:
@@ -273,8 +272,6 @@ def get_stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GetStage]:
 
 
 class Scene:
-    """A program before a proxy."""
-
     def __init__(self, program: FrameworkProgram, stage: GymStage, replies: list[str]) -> None:
         self.turns: list[tuple[list[int], list[int]]] = []
         """Prompt and reply of each turn of the task."""

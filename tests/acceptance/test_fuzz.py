@@ -85,8 +85,6 @@ REWARDS = st.one_of(st.floats(-10, 10), st.booleans(), st.integers(-3, 3))
 
 
 class Played:
-    """A session as its client knows it."""
-
     def __init__(self, session_id: str, key: str) -> None:
         self.session_id = session_id
         self.key = key
@@ -364,7 +362,6 @@ def fuzz(stage: Stage, operation: Any) -> dict[str, int]:
 
 
 def key_for(stage: Stage, path: str) -> str:
-    """The key of a new session, so that each request finds one open."""
     _, key = stage.open_session()
     if path == "/rl/set_reward":
         assert stage.ask(key, "hello").status_code == 200
@@ -547,7 +544,6 @@ def health(run: LightRun) -> dict[str, Any]:
 
 
 def work_honestly(run: LightRun) -> None:
-    """Kill and start every service; then play a batch, seal it, and take a step."""
     for service in ENTRIES:
         run.restart(service)
     run.open_generation()

@@ -220,7 +220,6 @@ def _read_output_ids(line: bytes) -> list[int]:
 def judge(
     *, folder: Path, diff: str, exit_code: int, timed_out: bool, log: str, data: Any
 ) -> Reward:
-    """What the program left; the rest is told in the note."""
     is_right = (folder / "greeting.py").read_text().endswith('print("good evening")\n')
     note = f"exit {exit_code}, timed out: {timed_out}\n{log[-3000:]}"
     return Reward(float(is_right and exit_code == 0), note=note)
@@ -243,8 +242,6 @@ def sglang_url(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 
 class Scene:
-    """A harness in its episode, the proxy and the engine."""
-
     def __init__(
         self,
         name: str,
@@ -374,7 +371,6 @@ def check_episode(scene: Scene, how: AgentExecutionConfig) -> None:
 
 
 def list_processes_of(folder: Path) -> list[str]:
-    """Processes of a scene's program, by a variable of its environment."""
     found = []
     for one in Path("/proc").glob("[0-9]*"):
         try:

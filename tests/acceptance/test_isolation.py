@@ -41,7 +41,6 @@ FIRST_PID = 1000
 
 
 def list_overrides(isolation: str, run_dir: Path, fileroot: Path) -> Iterator[str]:
-    """Of a run each of whose tasks is one attack; what came of them is in `note_of`."""
     home = fileroot / "home"
     home.mkdir(parents=True)
     steps = math.ceil(len(tool.ATTACKS) / GROUPS)

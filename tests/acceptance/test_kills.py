@@ -102,7 +102,6 @@ def test_ctrl_c_in_every_phase_and_a_killed_launcher_then_the_run_completes(
 
 
 def interrupt_in(run: SmallRun, phase: str) -> None:
-    """Press Ctrl-C in a phase: the run ends in time, and nothing is left."""
     seconds = run.interrupt_when(partial(PHASES[phase], run.paths))
     assert seconds <= scaled(STOP_LIMIT_S), f"{phase}: {seconds:.1f} s"
     assert run.processes() == [], phase
@@ -151,7 +150,6 @@ def is_judging_earlier_weights(paths: RunPaths) -> bool:
 
 
 def process_of(paths: RunPaths, config: str) -> psutil.Process:
-    """The one that runs by a configuration such as `evaluation/inference`."""
     return find_processes(paths.jobs_dir / f"{config}.json")[0]
 
 

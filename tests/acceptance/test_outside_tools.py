@@ -41,7 +41,6 @@ MIN_COVERED = 0.95
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> RunPaths:
-    """Three steps with two trainer ranks and two cells."""
     folder = tmp_path_factory.mktemp("timeline")
     further = ("inference.cells=2", "trainer.parallel.dp=2", "trainer.total_steps=6")
     small = SmallRun(folder / "runs", *LIGHT, *further)
@@ -118,7 +117,6 @@ EXPECTED_BY_PROCESS = {
 
 
 def scrape(run: SmallRun) -> dict[str, dict[str, float]]:
-    """By process, what its target tells now."""
     found: dict[str, dict[str, float]] = {}
     for path in run.paths.prometheus_dir.glob("*.json"):
         (target,) = json.loads(path.read_text())

@@ -102,7 +102,6 @@ class Watch:
 
 
 def find_browser(folder: Path) -> list[psutil.Process]:
-    """The processes of the Chromium whose profile is in a folder."""
     first = find_processes(f"={folder}/")[0]
     return [first, *first.children(recursive=True)]
 
@@ -242,7 +241,6 @@ IS_NEW = "document.querySelector('main h1')?.dataset.old === undefined"
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> RunPaths:
-    """A small run that is over."""
     small = SmallRun(tmp_path_factory.mktemp("shown"), *LIGHT)
     small.finish()
     return small.paths
@@ -262,7 +260,6 @@ async def show(page: Page, url: str, name: str, query: str) -> None:
 
 
 async def tab_to(page: Page, text: str) -> None:
-    """Press Tab until what has the focus says so."""
     said = "(document.activeElement.getAttribute('aria-label') || document.activeElement.innerText)"
     for _ in range(MAX_TABS):
         await page.press("Tab")

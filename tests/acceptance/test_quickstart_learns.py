@@ -56,7 +56,6 @@ AGES: dict[str, tuple[int, tuple[str, ...]]] = {
 
 @pytest.fixture(scope="module")
 def half_way(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], RunPaths]:
-    """A seed's quick start of ten steps, made on first use."""
     fileroot = tmp_path_factory.mktemp("half_way")
 
     def run(seed: int) -> RunPaths:
@@ -68,7 +67,6 @@ def half_way(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], RunPat
 
 
 def run_recipe(recipe: str, seed: int, fileroot: Path, *overrides: str) -> None:
-    """Run a recipe to its end, its tasks and its demonstrations drawn with `seed`."""
     model = [f"sft.dataset.kwargs.seed={seed}"] if "sft=null" not in overrides else []
     seeded = (f"seed={seed}", f"train_dataset.kwargs.seed={seed}", *model)
     command = ("run", f"recipes/{recipe}.yaml", f"cluster.fileroot={fileroot}")

@@ -84,7 +84,6 @@ def record(name: str, kills_s: Sequence[float]) -> list[float]:
 
 
 def kill_in_turn(killer: RankKiller) -> list[float]:
-    """Kill one rank after the other, each some steps after the last."""
     kills = []
     for number in range(KILLS):
         killer.await_steps(STEPS_BETWEEN)

@@ -30,7 +30,6 @@ WRONG = {
 
 
 def build_command_lines(recipe: Recipe) -> list[list[str]]:
-    """Those of a GPU, of each node if a replica has several."""
     inference = recipe.inference
     nodes = inference.nodes_per_replica
     parts = [

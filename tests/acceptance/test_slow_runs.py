@@ -92,7 +92,6 @@ class FaultyRun:
         return self.cluster.slurm(*shown)
 
     def await_node(self, job: str, is_over: threading.Event) -> str:
-        """Where a job runs, as soon as it does; empty if the run is over before."""
         while not is_over.wait(SLURM_POLL_S):
             known = get_latest_submissions(self._submitting.submissions)
             if job in known:

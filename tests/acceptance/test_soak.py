@@ -136,7 +136,6 @@ class Soak(KilledRun):
                     self.resident_mb[role, process.pid].append(held_mb)
 
     def wind_up(self) -> None:
-        """Let the run complete a few steps later."""
         assert self.process is not None
         if self.process.poll() is None:
             self.press_ctrl_c()
@@ -172,7 +171,6 @@ class Soak(KilledRun):
 
 
 def role_of(command: list[str]) -> str:
-    """What a process is; empty if it is none of the run's own kinds."""
     text = " ".join(command)
     return next((role for part, role in ROLES.items() if part in text), "")
 

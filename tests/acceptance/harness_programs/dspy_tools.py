@@ -12,8 +12,6 @@ def run_command(command: str) -> str:
 
 
 class CallingLM(dspy.LM):
-    """A model that no list of LiteLLM's knows, but that can call tools."""
-
     @property
     def supports_function_calling(self) -> bool:
         """Always."""

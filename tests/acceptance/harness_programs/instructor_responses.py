@@ -8,8 +8,6 @@ from pydantic import BaseModel, field_validator
 
 
 class Count(BaseModel):
-    """How often it was asked for."""
-
     times: int
 
     @field_validator("times")

@@ -51,8 +51,6 @@ class Order(Place):
 
 
 class Played(msgspec.Struct):
-    """How one of them ended."""
-
     status: str
     reason: str
     session_id: str
@@ -112,7 +110,6 @@ def _listen(agent: Any, heard: list[str]) -> None:
 
 
 def obey(kind: type[OrderT], act: Callable[[OrderT], Coroutine[Any, Any, Any]]) -> None:
-    """Carry out one order after another, in one event loop."""
     draft = Path(f"{sys.argv[1]}.draft")
     with asyncio.Runner() as runner:
         for number, line in enumerate(sys.stdin.buffer):

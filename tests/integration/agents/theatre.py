@@ -54,11 +54,9 @@ class Scene:
         return [round(row.reward, 6) for row in self.rows]
 
     def trained(self, row: TrajectoryRow) -> int:
-        """How many tokens of a row are trained."""
         return int(np.sum(row.loss_mask_T))
 
     def said(self, turn: Interaction, *, skip_special_tokens: bool = False) -> str:
-        """The model's tokens of one turn, as text."""
         text = self.encoder.decode(
             unpack_ids(turn.output_ids).tolist(), skip_special_tokens=skip_special_tokens
         )
@@ -87,7 +85,6 @@ class Player:
             )
 
     def report(self, order: dict[str, Any], timeout_s: float) -> Any:
-        """What it reports of an order."""
         report = self._reports.with_suffix(f".{self._orders}")
         self._orders += 1
         assert self._process.stdin is not None

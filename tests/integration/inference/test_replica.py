@@ -62,7 +62,6 @@ def schedulers() -> list[psutil.Process]:
 
 
 def relay(replica: Replica, route: str, deadline_s: float) -> None:
-    """What the control proxy says of a call that SGLang accepted."""
     caller = ControlCallerIdentity(replica.build_view().incarnation, 1, deadline_s)
     replica.begin_control_call(caller, route)
     replica.finish_control_call(caller, route, True)
@@ -296,8 +295,6 @@ PART = "import sys, time; time.sleep(600)"
 
 
 class Pair:
-    """The first node's replica and control proxy, and the second node, in one process."""
-
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.parts: list[tuple[int, NodeOptions]] = []
@@ -333,7 +330,6 @@ class Pair:
         return (view.incarnation, view.state) == (incarnation, "ready")
 
     def running(self) -> list[psutil.Process]:
-        """Parts that run on the second node."""
         children = psutil.Process().children(recursive=True)
         return [one for one in children if command_of(one)[2:] and PART in command_of(one)[2]]
 

@@ -134,12 +134,10 @@ class LedgerProcess:
         return endpoint.url
 
     def kill(self) -> None:
-        """kill -9: no chance to write anything."""
         self.process.kill()
         self.process.join()
 
     def restart(self, **settings: Any) -> None:
-        """The next incarnation; from it on these settings hold."""
         self.config |= settings
         self.kill()
         self.start()
@@ -225,7 +223,6 @@ class LedgerProcess:
         self.order("/settle", SettleTicketsRequest(cell, tickets))
 
     def report(self, ref: TicketRef, *rewards: float) -> None:
-        """The result of an evaluation ticket."""
         request = EvaluationResultRequest("cell-0", ref, list(rewards))
         self.order("/report_evaluation", request)
 

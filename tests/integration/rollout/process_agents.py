@@ -11,8 +11,6 @@ from typing import Any
 
 
 class Blocking:
-    """Calls without `await`."""
-
     def __init__(self, reward: float = 1.0) -> None:
         self.reward = reward
 

@@ -290,7 +290,6 @@ class Lingers:
 
 
 async def play_ticket(stage: Stage, ref: TicketRef, agents: list[Agent]) -> list[EpisodeOutcome]:
-    """The episodes of a ticket, whose failures earn -0.5."""
     paths, outcomes = stage.paths, []
     async with driving(paths.rendezvous_dir, stage.service_key, f"proxy-{CELL}") as (peer, client):
         for number, agent in enumerate(agents):

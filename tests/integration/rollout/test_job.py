@@ -78,7 +78,6 @@ def config(paths: RunPaths, workflow: str, **agent: Any) -> dict[str, Any]:
 def started_driver(
     paths: RunPaths, job: dict[str, Any], name: str = "driver"
 ) -> Iterator[ForkedProcess]:
-    """The process, which does not outlive the block."""
     config_path = paths.root / f"{name}.json"
     config_path.write_text(json.dumps(job))
     log = paths.root / f"{name}.log"
@@ -91,7 +90,6 @@ def started_driver(
 
 
 async def serve(ledger: StandInLedger, driver: ForkedProcess) -> None:
-    """Stand in for ledger and proxy until the driver's process ends."""
     is_signalled = False
     async with StandInProxy(ledger.directory), ledger:
         while driver.poll() is None:

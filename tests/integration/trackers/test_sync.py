@@ -45,7 +45,6 @@ def tracker(tmp_path: Path) -> TrackerChoice:
 
 
 def train_to(paths: RunPaths, step: int, *, saved: int) -> None:
-    """Metrics of all steps up to one, and a checkpoint of another."""
     before = max((row["step"] for row in read_readable_records(paths.metrics)), default=-1)
     for number in range(before + 1, step + 1):
         append_line(paths.metrics, {"step": number, "loss": float(number)})

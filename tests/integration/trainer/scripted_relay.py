@@ -31,8 +31,6 @@ HELD_AT_MOST_S = 60.0
 
 
 class Replica:
-    """The only one of the cell."""
-
     version = served = ""
     group: Any = None
     buckets = 0
@@ -46,7 +44,6 @@ class Replica:
         return ReplicaView(0, 1, state, "http://127.0.0.1:1", self.served)
 
     def call(self, route: str, body: Any) -> tuple[int, object]:
-        """Status and answer of one control call."""
         match route:
             case "fence":
                 self.served = ""

@@ -139,7 +139,6 @@ def publish(coordinator: Coordinator, command: Command, probe: Probe = WITHOUT_M
 
 
 def train(coordinator: Coordinator, steps: int, probe: Probe = WITHOUT_MODEL) -> float:
-    """Follow the coordinator until so many steps are trained; the seconds it took."""
     began, deadline = time.monotonic(), Deadline(100)
     step = 0
     while step < steps:

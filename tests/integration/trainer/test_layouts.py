@@ -61,7 +61,6 @@ def root(ranks: RankServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def findings(root: Path) -> dict[str, Findings]:
-    """What the first rank of each launch found."""
     return {name: json.loads((root / name / "report.0.json").read_text()) for name in ALL}
 
 

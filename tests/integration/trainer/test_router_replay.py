@@ -197,7 +197,6 @@ def check_unknown_router(scenario: dict[str, Any], paths: RunPaths) -> None:
 
 
 def build_loop(experts: Any) -> Any:
-    """Megatron's experts with the weights of grouped ones."""
     spec = get_gpt_layer_local_spec(num_experts=4, normalization="RMSNorm", moe_grouped_gemm=False)
     submodules = spec.submodules.mlp.submodules.experts.submodules
     submodules.activation_func = swiglu

@@ -29,7 +29,6 @@ FAILED, STOPPED = 70, 143
 
 
 def train_each_step(scenario: Scenario, paths: RunPaths) -> dict[str, Any]:
-    """Train on every batch; what is held before the first and after each one."""
     learner = make_learner(scenario, paths)
     held, lines = [state_of(learner)], []
     for step in list_manifest_steps(paths):
@@ -47,7 +46,6 @@ def train_each_step(scenario: Scenario, paths: RunPaths) -> dict[str, Any]:
 def each_step(
     ranks: RankServer, paths: RunPaths, parallel: dict[str, int] | None = None, **trainer: Any
 ) -> list[dict[str, Any]]:
-    """What every rank finds when it trains on all batches."""
     parallel = parallel or {}
     count = math.prod(parallel.values())
     settings = {"parallel": parallel, **trainer}

@@ -60,7 +60,6 @@ def cell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cell]:
 def trainer(
     cell: Cell, directory: Path | None = None, **weights: Any
 ) -> AbstractContextManager[Publisher]:
-    """The next start of a trainer, which finds control proxies in `directory`."""
     cell.generation += 1
     return publishing(
         directory or cell.paths.rendezvous_dir,

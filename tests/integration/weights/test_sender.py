@@ -161,7 +161,6 @@ class SecondRelay(StandInRelay):
 
 @contextmanager
 def running(relay: StandInRelay) -> Iterator[None]:
-    """A control proxy that has one replica."""
     loop = LoopThread()
     relay.show("http://127.0.0.1:1", state="ready")
     loop.run(relay.start())

@@ -34,8 +34,6 @@ FAR_TOKENS = 1000
 
 
 class Part(msgspec.Struct):
-    """One block and what stands around it."""
-
     key: str
     before: str
     text: str
@@ -65,7 +63,6 @@ class Reader:
         self._tickets = iter(range(order.first_ticket, order.first_ticket + 1000))
 
     def names(self) -> dict[str, Any]:
-        """The names of a fresh document."""
         task = {"messages": [{"role": "user", "content": "What is 1 + 2?"}], "answer": "3"}
         return {
             "__name__": "__main__",  # a reader's script, so that its classes travel by value
