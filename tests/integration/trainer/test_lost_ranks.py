@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
 from areal_hpc.errors import ClusterError, LostTrainerRankError
 from areal_hpc.jobs.node import TaskPosition
 from areal_hpc.recipe.sections.trainer import ParallelConfig
 from areal_hpc.rundir import rendezvous
 from areal_hpc.trainer import process_groups
-from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anything of Megatron)
 from tests.support.deadlines import scaled
 from tests.support.environments import CHECKOUT
 from tests.support.waiting import wait_for

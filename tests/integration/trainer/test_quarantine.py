@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
+from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anything of Megatron)
+
+# isort: split
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.rundir.manifests import read_manifest, read_quarantine_files
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.trainer import collectives
-from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anything of Megatron)
 from areal_hpc.view.audit import audit_run
 from tests.support.commands import areal_hpc, exit_code_of
 from tests.support.rank_server import RankServer, TaskExit

@@ -142,6 +142,7 @@ def test_a_list_behind_the_repeated_one_counts_as_it_does_for_json() -> None:
 
 def test_a_conversation_that_outgrows_the_bound_is_decoded_whole() -> None:
     session, long = Session(), {"role": "user", "content": "x" * (MAX_REMEMBERED_BYTES * 2 // 3)}
+    body = b""
     for count in (1, 2, 3):
         body = json.dumps({"messages": [long] * count}).encode()
         assert session.ask(body) == number([long] * count)
