@@ -10,7 +10,6 @@ import os
 import random
 import re
 import statistics
-import tarfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,7 +29,7 @@ from tests.support.browser import Page, in_browser, serving_pages
 from tests.support.commands import areal_hpc, said_by
 from tests.support.dashboard_run import INJECTIONS, append_step, make_run
 from tests.support.environments import CHECKOUT
-from tests.support.kept_run import unpack_kept_run
+from tests.support.kept_run import unpack_archive, unpack_kept_run
 from tests.support.made_run import MadeEpisode, MadeRun
 from tests.support.process_commands import find_processes
 from tests.support.results import add_results
@@ -432,8 +431,7 @@ def test_what_the_reader_is_at_outlasts_news(tmp_path: Path) -> None:
 
 
 def test_pages_that_answers_name_show_something(tmp_path: Path) -> None:
-    with tarfile.open(SAMPLES) as archive:
-        archive.extractall(tmp_path, filter="data")
+    unpack_archive(SAMPLES, tmp_path)
     samples = tmp_path / "sample_runs"
     answers = (
         explain_slow_run(RunPaths(samples / "slow")),

@@ -315,7 +315,8 @@ async def _answer(
             try:
                 content, is_whole = await cancel_on_disconnect(request.scope, sending)
             except ClientDisconnectedError:
-                result.reply.stop_generation()  # its sending may not have begun
+                if not result.reply.abandoned:  # its sending had not begun
+                    result.reply.stop_generation()
                 raise
             return Answer(content, exchange.stream_media_type, headers, True, is_whole)
         result = result.reply

@@ -224,7 +224,7 @@ def test_checkpoints_of_host_memory_are_interchangeable(
         ("again", plain | OFFLOADED, plain | OFFLOADED),
     ]
     for name, first, then in choose(ways, *ways[:2]):
-        fault = "train_copy_with.before_step@5=kill"
+        fault = "train.before_step@5=kill"
         assert train_copy_with(ranks, recorded, tmp_path / name, first, faults=fault).codes == [-9]
         resumed = train_copy_with(ranks, tmp_path / name, tmp_path / f"{name}-resumed", then)
         assert digests_of(resumed) == expected, name

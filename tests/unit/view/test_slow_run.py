@@ -1,7 +1,6 @@
 """Why a run is slow, in runs with one fault each; the sample runs of docs/diagnosing.md."""
 
 import re
-import tarfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from areal_hpc.view.batch_episodes import read_batch_episodes, sum_batch_waits
 from areal_hpc.view.formatting import format_answer
 from areal_hpc.view.transcripts.row_filter import FIELD_NAMES_FOR_HELP, compile_filter
 from tests.support.environments import CHECKOUT
+from tests.support.kept_run import unpack_archive
 from tests.support.made_run import MadeEpisode, MadeRun
 from tests.support.package_sources import PACKAGE
 
@@ -175,8 +175,7 @@ WALK = (CHECKOUT / "docs" / "diagnosing.md").read_text()
 @pytest.fixture(scope="module")
 def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("samples")
-    with tarfile.open(ARCHIVE) as archive:
-        archive.extractall(folder, filter="data")
+    unpack_archive(ARCHIVE, folder)
     return folder / "sample_runs"
 
 
