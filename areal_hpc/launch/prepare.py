@@ -307,7 +307,7 @@ def check_recipe_changes(
             "use another trial_name, or --fresh to start over",
         )
         for key in changed
-        if is_key_below(key, IMMUTABLE_RECIPE_KEYS)
+        if is_key_within(key, IMMUTABLE_RECIPE_KEYS)
     ]
     if problems:
         raise RecipeError.from_problems(problems)
@@ -340,7 +340,7 @@ def check_finished_recipe(recipe: Recipe, paths: RunPaths) -> None:
         for key in changed
         if key in before
         and key in now  # keys of other versions are not the user's
-        and not is_key_below(key, KEYS_WITHOUT_EFFECT_ON_TRAINED_MODEL)
+        and not is_key_within(key, KEYS_WITHOUT_EFFECT_ON_TRAINED_MODEL)
     ]
     if problems:
         raise RecipeError.from_problems(problems)
@@ -373,7 +373,7 @@ def _dump_with_absolute_paths(recipe: Recipe) -> dict[str, Any]:
     return tree
 
 
-def is_key_below(key: str, known_keys: Sequence[str]) -> bool:
+def is_key_within(key: str, known_keys: Sequence[str]) -> bool:
     return any(key == one or key.startswith(f"{one}.") for one in known_keys)
 
 

@@ -15,7 +15,7 @@ from areal_hpc.errors import Problem, RecipeError, ShardError
 from areal_hpc.jobs.processes.process_setup import StopEvent
 from areal_hpc.launch.foreground_launcher import ProgressReporter, run_standalone_stage
 from areal_hpc.launch.plan import JobStage, build_rank_job, get_initial_policy_path
-from areal_hpc.launch.prepare import is_key_below, write_run_recipe
+from areal_hpc.launch.prepare import is_key_within, write_run_recipe
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.recipe import Recipe
@@ -166,9 +166,9 @@ def split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
     computed, learnt, problems = [], [], []
     for item in overrides:
         key = item.partition("=")[0]
-        if is_key_below(key, COMPUTE_KEYS):
+        if is_key_within(key, COMPUTE_KEYS):
             computed.append(item)
-        elif is_key_below(key, LEARNING_KEYS):
+        elif is_key_within(key, LEARNING_KEYS):
             learnt.append(item)
         else:
             hint = f"override only {', '.join((*LEARNING_KEYS, *COMPUTE_KEYS))}"

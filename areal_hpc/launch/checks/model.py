@@ -140,9 +140,9 @@ def _find_family_problems(
             "exceeds it",
         )
     if arch.transformers_config and recipe.trainer.objective.has_critic:
+        network = arch.family if arch.lora is None else f"{arch.family} with an adapter"
         yield Problem(
-            f"a critic has layers of Megatron-core, which {arch.family}"
-            f"{' with an adapter' * (arch.lora is not None)} has not",
+            f"a critic has layers of Megatron-core, which {network} has not",
             "trainer.objective.baseline",
             "use another baseline",
         )

@@ -268,13 +268,15 @@ def _check_stored_shape(stored_tensors: StoredTensors, tensor_place: PlaceInWhol
     if found != tensor_place.shape and not (
         tensor_place.allows_shape_mismatch and found and found[1:] == tensor_place.shape[1:]
     ):
-        is_adapter = ".lora_" in tensor_place.name
+        key = "model"
+        if tensor_place.name.startswith(CRITIC_PREFIX):
+            key = "trainer.objective.critic.model"
+        elif ".lora_" in tensor_place.name:
+            key = "trainer.lora"
         raise RecipeError(
             f"the checkpoint has {found or 'nothing'} under {tensor_place.name}, "
             f"expected {tensor_place.shape}",
-            key="trainer.objective.critic.model"
-            if tensor_place.name.startswith(CRITIC_PREFIX)
-            else "trainer.lora" * is_adapter or "model",
+            key=key,
             hint="resume with the one that the run began with",
         )
 
