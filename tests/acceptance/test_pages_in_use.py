@@ -29,10 +29,10 @@ from tests.support.browser import Page, in_browser, serving_pages
 from tests.support.commands import areal_hpc, said_by
 from tests.support.dashboard_run import INJECTIONS, append_step, make_run
 from tests.support.environments import CHECKOUT
-from tests.support.kept_run import unpack_archive, unpack_kept_run
 from tests.support.made_run import MadeEpisode, MadeRun
 from tests.support.process_commands import find_processes
 from tests.support.results import add_results
+from tests.support.run_files import unpack_archive, unpack_kept_run
 from tests.support.sample_trajectories import seal_in, trajectory
 from tests.support.small_run import LIGHT, SmallRun
 

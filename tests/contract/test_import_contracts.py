@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.support.commands import run_program
-from tests.support.environments import CHECKOUT
-from tests.support.package_sources import sources
+from tests.support.environments import CHECKOUT, sources
 
 OFFENSES = {
     "rollout/config.py": "import areal_hpc.proxy.config",  # an actor imports an actor

@@ -18,8 +18,7 @@ from areal_hpc.launch.run import load_with_overrides
 from areal_hpc.metrics.catalogue import find_metric, read_catalogue
 from areal_hpc.metrics.step_metrics import STEP_PHASES
 from tests.support.deadlines import scaled
-from tests.support.environments import CHECKOUT
-from tests.support.package_sources import sources
+from tests.support.environments import CHECKOUT, sources
 
 NAMES = {metric.name for metric in read_catalogue()}
 GROUPS = {name.split("/")[0] for name in NAMES if "/" in name}

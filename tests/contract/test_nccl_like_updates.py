@@ -52,13 +52,9 @@ CASES = [
     for (party, fault), phase in itertools.product(PARTIES.items(), PHASES)
     if fault != ("none", "dies") or phase in UNNOTICED_IN
 ]
-QUICK_PHASES = {"join", "communicator", "broadcast", "verify", "resume"}
+QUICK_PHASES = {"communicator", "broadcast", "verify"}
 """The others are for the thorough profile."""
-REPRESENTATIVES = [
-    case
-    for case in CASES
-    if case[2] in QUICK_PHASES and (case[1], case[2]) != ("scheduler, which hangs", "join")
-]
+REPRESENTATIVES = [case for case in CASES if case[2] in QUICK_PHASES]
 
 
 @pytest.fixture(autouse=True)

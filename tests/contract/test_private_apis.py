@@ -29,8 +29,7 @@ from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from megatron.core.transformer.moe.router import TopKRouter
 
 from areal_hpc.trainer.process_groups import FLIGHT_RECORD_VARIABLES
-from tests.support.environments import CHECKOUT
-from tests.support.package_sources import sources
+from tests.support.environments import CHECKOUT, sources
 
 SGLANG = next((CHECKOUT / ".venvs/serve/lib").glob("python3*/site-packages/sglang"))
 

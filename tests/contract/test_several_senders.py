@@ -22,6 +22,7 @@ from tests.support.nccl_like_cells import (
     assert_served,
 )
 from tests.support.senders import Senders, sender_ranks
+from tests.support.thoroughness import choose
 
 CELLS = 4
 SHARES = [[["cell-0", 0], ["cell-2", 0]], [["cell-1", 0], ["cell-3", 0]]]
@@ -62,10 +63,11 @@ def ranks(
 
 
 STEPS = itertools.count()
+CASES = [*itertools.product((1, 2), (phase for phase in PHASES if phase != "begin"))]
+"""The cell that is lost, of rank 1 or of rank 0, and when."""
 
 
-@pytest.mark.parametrize("phase", [one for one in PHASES if one != "begin"])
-@pytest.mark.parametrize("victim", [1, 2], ids=["of rank 1", "of rank 0"])
+@pytest.mark.parametrize(("victim", "phase"), choose(CASES, (1, "broadcast"), (2, "verify")))
 def test_a_receiver_that_dies_costs_nobody_of_either_sender_the_update(
     cells: list[NcclLikeCell], ranks: Senders, weights: Path, victim: int, phase: str
 ) -> None:

@@ -18,7 +18,6 @@ from tests.support.deadlines import scaled
 from tests.support.devclusters import (
     HELD,
     JOBS,
-    SLURM_POLL_S,
     Devcluster,
     Submitting,
     light_overrides,
@@ -175,10 +174,3 @@ def test_a_script_submits_its_run_and_shows_progress(cluster: Devcluster, tmp_pa
     assert [one.job for one in (*submitted, caretaker)] == ["trainer", "cell-0", "caretaker"]
     assert {cluster.job_state(one.job_id) for one in submitted} == {"COMPLETED"}
     assert [row["step"] for row in read_readable_records(paths.metrics)] == [0, 1, 2]
-
-
-def test_refusals_cancel_all(cluster: Devcluster, run: Submitting, light: tuple[str, ...]) -> None:
-    refused = run.submit("cluster.slurm.jobs.cell.sbatch.constraint=unheard_of", *light)
-    assert refused.returncode == 78
-    assert "sbatch rejected job cell-0" in refused.stderr
-    wait_for(lambda: cluster.slurm("squeue", "-h") == "", every_s=SLURM_POLL_S)

@@ -1,12 +1,21 @@
-"""The checkout, its environments and the packages in its locks."""
+"""The checkout: its package's sources, its environments and the packages in its locks."""
 
 import os
 import re
 import shutil
 import subprocess
+from functools import cache
 from pathlib import Path
 
 CHECKOUT = Path(__file__).parents[2]
+PACKAGE = CHECKOUT / "areal_hpc"
+
+
+@cache
+def sources() -> dict[str, str]:
+    """The package's files, each read once."""
+    files = sorted(PACKAGE.rglob("*.py"))
+    return {str(path.relative_to(PACKAGE)): path.read_text() for path in files}
 
 
 def python_of(environment: str) -> Path:

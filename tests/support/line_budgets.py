@@ -2,8 +2,7 @@
 
 import tomllib
 
-from tests.support.environments import CHECKOUT
-from tests.support.package_sources import sources
+from tests.support.environments import CHECKOUT, sources
 
 
 def main() -> int:

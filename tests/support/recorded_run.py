@@ -4,12 +4,10 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import h5py
 import numpy as np
-import yaml
 
 from areal_hpc.launch.tiny_model import make_tiny_model
 from areal_hpc.rundir.manifests import read_manifest, write_manifest
@@ -20,6 +18,7 @@ from areal_hpc.shards.writer import write_sealed_shard
 from areal_hpc.wire.ledger import NO_VERSION, BatchManifest, SealedTicket, TicketRef
 from areal_hpc.wire.trajectory import CallRecord, RowRecord, TrajectoryRow
 from areal_hpc.wire.weight_version import WeightVersion
+from tests.support.role_recipe import write_role_recipe
 
 TICKETS, SAMPLES = 3, 4
 VOCAB = 320
@@ -96,25 +95,14 @@ def spoil(paths: RunPaths, step: int, rows: Sequence[int], **columns: float) -> 
         )
 
 
-def write_recipe(
-    paths: RunPaths,
-    trainer: dict[str, Any],
-    inference: Mapping[str, Any] = MappingProxyType({}),
-    **sections: Any,
-) -> None:
+def write_recipe(paths: RunPaths, trainer: dict[str, Any], **sections: Any) -> None:
     """The recipe that such a run could have been made from, with the trainer's part as given."""
-    recipe = {
-        "experiment_name": "recorded",
-        "trial_name": "run",
-        "cluster": {"fileroot": str(paths.root.parent)},
-        "model": {"path": str(paths.starting_model_dir)},
+    usual: dict[str, Any] = {
         "train_dataset": {"generator": "examples.quickstart.task:generate"},
         "rollout": {"workflow": "examples.quickstart.agent.ArithmeticAgent", "n_samples": SAMPLES},
-        "inference": dict(inference),
         "trainer": {"batch_size": TICKETS, **trainer},
-        **sections,
     }
-    paths.recipe.write_text(yaml.safe_dump(recipe))
+    write_role_recipe(paths, **(usual | sections))
 
 
 def sft_config(root: Path, answers: Mapping[str, str], **sft: Any) -> dict[str, Any]:

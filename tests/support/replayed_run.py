@@ -7,21 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import save_file
 
 import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
-from areal_hpc.rundir.checkpoints import list_checkpoints, read_checkpoint_index
 from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.manifests import read_manifest
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.verify import CheckedShards
 from areal_hpc.trainer.batch.training_rows import read_rows_by_ticket
-from areal_hpc.trainer.checkpoints.stored_tensors import (
-    Box,
-    open_stored_tensors,
-    split_into_matrices,
-)
 from areal_hpc.wire.trajectory import TrajectoryRow
 from tests.support.rank_server import RankServer, TaskExit
 from tests.support.reference_models import by_checkpoint_name, hf_model
@@ -131,15 +124,3 @@ def copy_for_mixture(source: Path, root: Path) -> Path:
 def read_recorded_rows(paths: RunPaths, step: int = 1) -> list[TrajectoryRow]:
     shards = CheckedShards(paths.shards_dir, paths.shard_index_dir)
     return [row for rows in read_rows_by_ticket(read_manifest(paths, step), shards) for row in rows]
-
-
-def read_first_moments(paths: RunPaths) -> dict[str, torch.Tensor]:
-    """AdamW's first moments in the only checkpoint, whole: of one step, its gradient in part."""
-    (checkpoint,) = list_checkpoints(paths.checkpoints_dir)
-    found = {}
-    with open_stored_tensors(checkpoint.path) as stored:
-        for name, tensor in read_checkpoint_index(checkpoint.path).tensors.items():
-            found[name] = torch.zeros(tensor.shape)
-            for box in split_into_matrices(Box((0,) * len(tensor.shape), tensor.shape)):
-                stored.read_block("exp_avg", name, box, found[name][box.slices])
-    return found

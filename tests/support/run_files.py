@@ -1,11 +1,15 @@
-"""What the files of a run directory say of it while it works."""
+"""What the files of a run directory say of it while it works, and run directories in archives."""
 
+import tarfile
 from pathlib import Path
 from typing import Any
 
 from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.wire.weight_version import WeightVersion
+from tests.support.environments import CHECKOUT
+
+KEPT_RUN_FILE = CHECKOUT / "tests" / "golden" / "kept_run.tar.xz"
 
 
 def events_of(paths: RunPaths, name: str, since: float = 0.0) -> list[dict[str, Any]]:
@@ -40,3 +44,17 @@ def list_files(folder: Path) -> dict[Path, tuple[int, int]]:
     """Size and time of change of a folder and of everything below it, links not followed."""
     found = ((path, path.lstat()) for path in (folder, *folder.rglob("*")))
     return {path: (status.st_size, status.st_mtime_ns) for path, status in found}
+
+
+def unpack_archive(file: Path, folder: Path) -> None:
+    """Unpack one of our own archives. Python 3.11 before .4 knows no filter."""
+    options: Any = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
+    with tarfile.open(file) as archive:
+        archive.extractall(folder, **options)
+
+
+def unpack_kept_run(folder: Path) -> Path:
+    """The run directory of experiment `kept`, trial `run`, below a folder."""
+    unpack_archive(KEPT_RUN_FILE, folder)
+    (run,) = folder.glob("*/*/recipe.yaml")
+    return run.parent

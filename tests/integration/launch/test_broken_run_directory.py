@@ -13,8 +13,7 @@ from areal_hpc.rundir.lock import hold_lock
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.rendezvous import LEDGER_SERVICE, ensure_service_key, publish_endpoint
 from tests.support.commands import exit_code_of, run_program
-from tests.support.kept_run import unpack_kept_run
-from tests.support.run_files import list_files
+from tests.support.run_files import list_files, unpack_kept_run
 from tests.support.thoroughness import choose
 
 LOOKS = (

@@ -19,22 +19,19 @@ from areal_hpc.trainer.objective.importance_sampling import TokenRowMap, compute
 from areal_hpc.trainer.objective.reply_credit import compute_reply_earnings
 from areal_hpc.wire.proxy import ExportSettings
 from areal_hpc.wire.weight_version import GenerationFork, WeightVersion
-from tests.support.bias import (
+from tests.support.bias import SCENARIOS, compute_expected_gradient, measure, measure_cosine
+from tests.support.sample_episodes import MadeUpTurn, build_batch
+from tests.support.thoroughness import choose
+from tests.support.toy_tasks import (
     AGENTS,
     CONTEXTS,
-    SCENARIOS,
     VOCAB,
     ToyTask,
-    compute_expected_gradient,
     list_linear_episodes,
     make_policy,
     make_task,
-    measure,
-    measure_cosine,
     softmax,
 )
-from tests.support.sample_episodes import MadeUpTurn, build_batch
-from tests.support.thoroughness import choose
 
 COEF = 0.5
 EXACT: dict[str, Any] = {

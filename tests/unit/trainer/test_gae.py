@@ -21,18 +21,17 @@ from areal_hpc.trainer.scoring.critic_trainer import compute_value_loss
 from areal_hpc.wire.proxy import ExportSettings
 from areal_hpc.wire.trajectory import TrajectoryRow
 from areal_hpc.wire.weight_version import GenerationFork, WeightVersion
-from tests.support.bias import (
+from tests.support.bias import compute_expected_gradient, measure_cosine
+from tests.support.loss_reference import sum_discounted_errors, value_loss_and_gradient
+from tests.support.sample_episodes import MadeUpTurn, build_batch
+from tests.support.toy_tasks import (
     CONTEXTS,
     ToyTask,
-    compute_expected_gradient,
     compute_values,
     list_linear_episodes,
     make_policy,
     make_task,
-    measure_cosine,
 )
-from tests.support.loss_reference import sum_discounted_errors, value_loss_and_gradient
-from tests.support.sample_episodes import MadeUpTurn, build_batch
 
 BEGINNING = 99
 """The parent of a reply that begins a conversation."""

@@ -19,10 +19,9 @@ from areal_hpc.view.audit import audit_run
 from areal_hpc.view.batch_episodes import read_batch_episodes, sum_batch_waits
 from areal_hpc.view.formatting import format_answer
 from areal_hpc.view.transcripts.row_filter import FIELD_NAMES_FOR_HELP, compile_filter
-from tests.support.environments import CHECKOUT
-from tests.support.kept_run import unpack_archive
+from tests.support.environments import CHECKOUT, PACKAGE
 from tests.support.made_run import MadeEpisode, MadeRun
-from tests.support.package_sources import PACKAGE
+from tests.support.run_files import unpack_archive
 
 STEPS = 4
 PLAIN = [MadeEpisode(cell=f"cell-{number % 2}") for number in range(16)]
