@@ -12,8 +12,7 @@ import transformers
 
 from areal_hpc.jobs.node import get_task_position
 from areal_hpc.recipe.sections.trainer import AdamConfig, ObjectiveConfig, ParallelConfig
-from areal_hpc.trainer.batch.packing import TrainingRow
-from areal_hpc.trainer.batch.training_rows import ADVANTAGE_CHANNEL, BEHAVIOR_LOGPROBS_CHANNEL
+from areal_hpc.trainer.batch.packing import Channel, TrainingRow
 from areal_hpc.trainer.model.families.architecture import parse_architecture
 from areal_hpc.trainer.model.hf_weights import load_hf
 from areal_hpc.trainer.model.policy import TrainedNetwork, build_policy
@@ -109,9 +108,9 @@ def make_row(
         generator.integers(0, vocab, length).astype(np.int32),
         mask_T,
         {
-            ADVANTAGE_CHANNEL: np.full(length, generator.normal(), dtype=np.float32),
+            Channel.ADVANTAGE: np.full(length, generator.normal(), dtype=np.float32),
             # About what a random model says, so that no weight is capped.
-            BEHAVIOR_LOGPROBS_CHANNEL: np.full(length, -np.log(vocab), dtype=np.float32),
+            Channel.BEHAVIOR: np.full(length, -np.log(vocab), dtype=np.float32),
         },
     )
 
@@ -131,7 +130,7 @@ class Trainee:
     def pack(
         self,
         rows: Sequence[TrainingRow],
-        channels: Sequence[str] = (ADVANTAGE_CHANNEL, BEHAVIOR_LOGPROBS_CHANNEL),
+        channels: Sequence[str] = (Channel.ADVANTAGE, Channel.BEHAVIOR),
     ) -> list[MicroBatch]:
         """Micro-batches of the rows."""
         return make_micro_batches_of_this_rank(self.policy, rows, channels, self.max_tokens)
@@ -155,8 +154,8 @@ def grpo_loss(batch: MicroBatch, logprobs_N: torch.Tensor) -> tuple[torch.Tensor
     loss = compute_policy_loss(
         logprobs_N,
         held_N,
-        batch.channels_N[BEHAVIOR_LOGPROBS_CHANNEL],
-        batch.channels_N[ADVANTAGE_CHANNEL],
+        batch.channels_N[Channel.BEHAVIOR],
+        batch.channels_N[Channel.ADVANTAGE],
         batch.rows,
         ObjectiveConfig(),
     )

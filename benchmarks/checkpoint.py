@@ -42,8 +42,11 @@ from areal_hpc.rundir.checkpoints import (
 from areal_hpc.rundir.files import fsync_path, fsync_tree
 from areal_hpc.trainer.batch.packing import TrainingRow
 from areal_hpc.trainer.checkpoints.rank_state import RankState
-from areal_hpc.trainer.checkpoints.store import CheckpointStore
-from areal_hpc.trainer.checkpoints.writer import CheckpointWriter, write_rank_file
+from areal_hpc.trainer.checkpoints.store import (
+    CheckpointStore,
+    CheckpointWriter,
+    write_rank_file,
+)
 from benchmarks import _learning as learning
 from benchmarks._pairs import add_out, report
 

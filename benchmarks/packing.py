@@ -33,6 +33,7 @@ from areal_hpc.recipe.sections.trainer import ObjectiveConfig
 from areal_hpc.shards.verify import CheckedShards
 from areal_hpc.shards.writer import write_sealed_shard
 from areal_hpc.trainer.batch.packing import (
+    Channel,
     Pack,
     PackParallelism,
     TrainingRow,
@@ -40,7 +41,7 @@ from areal_hpc.trainer.batch.packing import (
     compute_padded_length,
     plan_packs,
 )
-from areal_hpc.trainer.batch.training_rows import ADVANTAGE_CHANNEL, build_rows, read_rows_by_ticket
+from areal_hpc.trainer.batch.training_rows import build_rows, read_rows_by_ticket
 from areal_hpc.wire.ledger import BatchManifest, SealedTicket, TicketRef
 from areal_hpc.wire.trajectory import TrajectoryRow
 from areal_hpc.wire.weight_version import GenerationFork, WeightVersion
@@ -251,7 +252,7 @@ def check_same_advantages(ours: Sequence[TrainingRow], theirs: torch.Tensor) -> 
     """
     for row, padded_L in zip(ours, theirs, strict=True):
         sampled_T = np.flatnonzero(row.loss_mask_T[1:])
-        own = row.channels[ADVANTAGE_CHANNEL][1:][sampled_T]
+        own = row.channels[Channel.ADVANTAGE][1:][sampled_T]
         np.testing.assert_allclose(padded_L.numpy()[sampled_T], own, atol=1e-5)
 
 

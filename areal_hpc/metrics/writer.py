@@ -1,22 +1,43 @@
-"""Writer of step metrics to JSON lines and TensorBoard."""
+"""Metrics of a step: the row in progress, its lines in files and TensorBoard, its alerts."""
 
+import dataclasses
 import logging
 import math
-from collections.abc import Sequence
+import shutil
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard import FileWriter
 
+from areal_hpc.metrics.alerts import (
+    ALERT_WINDOW_ROWS,
+    STEPS_BEFORE_REPEATED_ALERT,
+    AlertTracker,
+)
 from areal_hpc.metrics.step_line import format_step_details, format_step_line
-from areal_hpc.metrics.step_metrics import list_evaluated_sets, read_metrics
+from areal_hpc.metrics.step_metrics import (
+    PhaseTimer,
+    find_step_bottleneck,
+    list_evaluated_sets,
+    read_metrics,
+)
+from areal_hpc.recipe.sections.alerts import AlertsConfig
 from areal_hpc.rundir.jsonl import JsonMetricRow, append_line, replace_lines
+from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.telemetry.events import EventLog
 from areal_hpc.wire.replicas import UpdatePauseStats
 from areal_hpc.wire.weight_version import WeightVersion
 
 log = logging.getLogger(__name__)
 
+FILES_PHASE = "files"
+ALERT_EVENT = "alert"
 TENSORBOARD_GROUPS_IN_FRONT = ("reward", "eval", "evaluation")
 
 
@@ -125,3 +146,111 @@ class MetricsWriter:
     def close(self) -> None:
         if self._board is not None:
             self._board.close()
+
+
+class StepRecord:
+    """The present weights, and the metrics of the step that made them until they are written.
+
+    At the start `row` is what is known already of that step; None when its row is complete.
+    `on_written` is told of every row that is written whole, its step included.
+    """
+
+    def __init__(
+        self,
+        metrics: MetricsWriter,
+        version: WeightVersion,
+        row: JsonMetricRow | None,
+        on_written: Callable[[JsonMetricRow], None] = lambda row: None,
+    ) -> None:
+        self.metrics = metrics
+        self._on_written = on_written
+        self._restart_timing()
+        self.open_row_of_trained_step(version, row or {})
+        self._is_open = row is not None
+
+    def _restart_timing(self) -> None:
+        self.timer = PhaseTimer(records_spans=True)
+        """Phases since the last row was written."""
+        self._began_at = time.monotonic()
+
+    def open_row_of_trained_step(self, version: WeightVersion, row: JsonMetricRow) -> None:
+        self.version = version
+        self.row = row
+        self._is_open = True
+
+    def add_metrics(self, step: int, values: JsonMetricRow) -> None:
+        """Add metrics of a step; one whose row has been written gets another row."""
+        if self._is_open and step == self.version.step:
+            self.row |= values
+        else:
+            with self.time_files():
+                self.metrics.write(step, values)
+
+    def write_row_once(self, further: JsonMetricRow) -> None:
+        """Write the row once, with the times of its phases and `further` metrics."""
+        if not self._is_open:
+            return
+        with self.time_files():
+            free_bytes = shutil.disk_usage(self.metrics.path.parent).free
+        known: JsonMetricRow = {
+            "version": str(self.version),
+            "generation": self.version.generation,
+            "unix_time_s": round(time.time(), 3),
+            "disk/free_bytes": free_bytes,
+            **further,
+        }
+        # A row that a resume opens again keeps the times of its first writing, and only these:
+        # a wait of the new start would be set against the old step's time.
+        if "time/step_s" not in self.row:
+            known["time/step_s"] = round(time.monotonic() - self._began_at, 4)
+            known |= self.timer.build_metrics()
+        row = _add_derived_metrics(known | self.row)
+        self._is_open = False
+        self._restart_timing()
+        with self.time_files():
+            self.metrics.write(self.version.step, row)
+            self._on_written({"step": self.version.step, **row})
+
+    def time_files(self) -> AbstractContextManager[None]:
+        return self.timer.time_phase(FILES_PHASE)
+
+
+def _add_derived_metrics(row: JsonMetricRow) -> JsonMetricRow:
+    further: JsonMetricRow = {}
+    step_s, tokens = row.get("time/step_s"), row.get("tokens/trained")
+    if isinstance(step_s, float) and isinstance(tokens, int) and step_s > 0:
+        further["throughput/wall_tokens_per_s"] = tokens / step_s
+    if (limit := find_step_bottleneck(row)) is not None:
+        further["limit"] = limit
+    return row | further
+
+
+class AlertReporter:
+    """Judges the run after each step, and tells every alert once.
+
+    Alerts that the run had before this start of the trainer are not told again. `reopened` is a
+    row that was told of then and will be reported once more.
+    """
+
+    def __init__(
+        self,
+        config: AlertsConfig,
+        paths: RunPaths,
+        events: EventLog,
+        reopened: JsonMetricRow | None = None,
+    ) -> None:
+        self._events = events
+        self._rows: deque[dict[str, Any]] = deque(
+            read_metrics(paths.metrics), maxlen=ALERT_WINDOW_ROWS
+        )
+        self._tracker = AlertTracker(config.off)
+        known: list[JsonMetricRow] = [*self._rows, *([reopened] if reopened else [])]
+        for judged in range(max(0, len(known) - STEPS_BEFORE_REPEATED_ALERT), len(known)):
+            self._tracker.take_new_alerts(known[: judged + 1])
+
+    def report_new_alerts(self, row: JsonMetricRow) -> None:
+        """Judge the run by another row of metrics, that of its newest step."""
+        self._rows.append(row)
+        for alert in self._tracker.take_new_alerts([*self._rows]):
+            log.warning("alert: %s at step %d: %s", alert.level, alert.step, alert.message)
+            self._events.record(ALERT_EVENT, **dataclasses.asdict(alert))

@@ -6,6 +6,7 @@ columns stand the CRC-32s of their bytes, block by block. The index names which 
 is where in which rank's file.
 """
 
+import hashlib
 import math
 import re
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from typing import Literal
 
 import msgspec
 
-from areal_hpc.errors import ClusterError, Problem, ShardError
+from areal_hpc.errors import ClusterError, Problem, RecipeError, ShardError
 from areal_hpc.rundir.jsonl import JsonMetricRow
 from areal_hpc.rundir.paths import format_step_dir
 from areal_hpc.wire.weight_version import GenerationFork
@@ -160,6 +161,44 @@ def find_latest_checkpoint(directory: Path) -> Checkpoint | None:
     """The checkpoint that a restarted trainer resumes from; None before the first."""
     found = list_checkpoints(directory)
     return found[-1] if found else None
+
+
+BASE_SAMPLES, BASE_SAMPLE_BYTES = 64, 64 * 1024
+"""Of each file: a digest of all bytes would take minutes."""
+
+
+def digest_base(model_dir: Path) -> str:
+    """A digest of a model's tensors: of their names, their places, and samples of their numbers."""
+    digest = hashlib.sha256()
+    for path in sorted(model_dir.glob("*.safetensors")):
+        with path.open("rb") as file:
+            size = path.stat().st_size
+            digest.update(f"{path.name} {size} ".encode())
+            header_bytes = int.from_bytes(file.read(8), "little")
+            digest.update(file.read(header_bytes))
+            first = file.tell()
+            for sample in range(BASE_SAMPLES):
+                file.seek(first + (size - first) * sample // BASE_SAMPLES)
+                digest.update(file.read(BASE_SAMPLE_BYTES))
+    return f"sha256:{digest.hexdigest()}"
+
+
+def require_same_base(checkpoint: Checkpoint, base: str) -> None:
+    """Refuse an adapter of another model, and one in the place of all weights or the reverse.
+
+    Raises:
+        RecipeError: The checkpoint is not of what the recipe trains.
+    """
+    found, expected = (
+        f"an adapter of the model {digest[:19]}" if digest else "all weights"
+        for digest in (checkpoint.state.base, base)
+    )
+    if checkpoint.state.base != base:
+        raise RecipeError(
+            f"{checkpoint.path} has {found}, the recipe trains {expected}",
+            key="trainer.lora",
+            hint="go on with the model and the trainer.lora that the run began with",
+        )
 
 
 def build_checkpoint_write_error(path: Path, reason: object) -> ClusterError:

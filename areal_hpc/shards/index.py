@@ -13,14 +13,13 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from areal_hpc.rundir.files import make_folder
+from areal_hpc.rundir.files import make_folder, open_regular_file
 from areal_hpc.rundir.jsonl import (
     LineFollower,
     append_line,
     decode_readable_records,
     read_readable_records,
 )
-from areal_hpc.shards.disk_io import open_regular_file
 from areal_hpc.shards.schema import SHARD_SUFFIX, parse_shard_name
 from areal_hpc.wire.trajectory import RowKind, RowRecord
 
@@ -54,8 +53,6 @@ class UntrainedEpisodeRows(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class SealedShard(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One line of the index."""
-
     file: str
     """Name in the run's shards directory."""
     bytes: int

@@ -27,8 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from areal_hpc.errors import ClusterError
-from areal_hpc.rundir.files import fsync_path
-from areal_hpc.shards.disk_io import write_all
+from areal_hpc.rundir.files import fsync_path, write_all
 from areal_hpc.wire.fault_points import fault_point
 
 _MAGIC = b"AHJ1"

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from h5py import h5a, h5d, h5f, h5l, h5p
 
 from areal_hpc.errors import ShardError
-from areal_hpc.shards.disk_io import open_regular_file, read_exact
+from areal_hpc.rundir.files import open_regular_file, read_exact
 from areal_hpc.shards.schema import (
     ALL_DATASETS,
     ALWAYS_WRITTEN_DATASETS,

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from areal_hpc.errors import Problem, ShardError
+from areal_hpc.rundir.files import open_regular_file
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.shards.disk_io import open_regular_file
 from areal_hpc.shards.index import (
     IndexFollower,
     SealedShard,

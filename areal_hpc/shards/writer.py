@@ -20,9 +20,8 @@ import numpy.typing as npt
 from h5py import h5d, h5p, h5s, h5t
 
 from areal_hpc.errors import ClusterError
-from areal_hpc.rundir.files import fsync_path, make_folder
+from areal_hpc.rundir.files import fsync_path, make_folder, write_all
 from areal_hpc.shards import schema
-from areal_hpc.shards.disk_io import write_all
 from areal_hpc.shards.index import (
     SealedShard,
     append_to_index,

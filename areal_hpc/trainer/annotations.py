@@ -19,11 +19,8 @@ from areal_hpc.rundir.telemetry.token_annotations import (
     RowAnnotation,
     StepAnnotations,
 )
-from areal_hpc.trainer.batch.packing import TrainingRow
-from areal_hpc.trainer.batch.training_rows import (
-    ADVANTAGE_CHANNEL,
-    build_loss_mask_without_cut_replies,
-)
+from areal_hpc.trainer.batch.packing import Channel, TrainingRow
+from areal_hpc.trainer.batch.training_rows import build_loss_mask_without_cut_replies
 from areal_hpc.trainer.batch.untrained import is_optimizer_step_taken
 from areal_hpc.trainer.objective.policy_loss import PolicyLoss
 from areal_hpc.trainer.step import MicroBatch
@@ -229,7 +226,7 @@ def annotate_row(
     logprobs, entropies, ratios, outside, clipped, seen = measures
     is_sampled_T = trajectory.loss_mask_T == 1
     is_seen_T = seen > 0
-    advantages_T = row.channels[ADVANTAGE_CHANNEL]
+    advantages_T = row.channels[Channel.ADVANTAGE]
     reasons_T = np.zeros(len(seen), np.uint8)
     reasons_T[row.loss_mask_T == 0] = UNTRAINABLE
     if objective.overlong.mask:

@@ -25,8 +25,6 @@ class EvaluationSetSchedule:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Which steps get what."""
-
     total_steps: int
     checkpoint_every_steps: int
     export_every_steps: int | None
@@ -72,8 +70,6 @@ def _is_multiple(step: int, every: int) -> bool:
 
 
 class RankJobConfig(ProcessConfig):
-    """Facts of every rank of a training job."""
-
     ROLE = "train"
 
     model_path: Path
@@ -116,8 +112,6 @@ class ReplayJobConfig(RankJobConfig):
 
 
 class SftJobConfig(RankJobConfig):
-    """Facts of the SFT stage."""
-
     ENTRY = "areal_hpc.trainer.sft:run"
 
     dataset_path: Path

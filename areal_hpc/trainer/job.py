@@ -18,11 +18,11 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from areal_hpc.jobs.node import get_job_start_number
+from areal_hpc.jobs.node import get_job_start_number, get_task_position
 from areal_hpc.jobs.processes.process_setup import StopRequest
 from areal_hpc.jobs.starts import StopDeadline
 from areal_hpc.metrics.step_metrics import EpisodeFailureCounter
-from areal_hpc.metrics.writer import MetricsWriter
+from areal_hpc.metrics.writer import AlertReporter, MetricsWriter, StepRecord
 from areal_hpc.recipe.sections.evaluation import resolve_keep_best
 from areal_hpc.recipe.sections.trainer import TrainerConfig
 from areal_hpc.rundir import rendezvous
@@ -35,17 +35,20 @@ from areal_hpc.rundir.service_client import ServiceClient
 from areal_hpc.rundir.telemetry.events import EventLog
 from areal_hpc.rundir.telemetry.prometheus import build_samples, register_sample_reader
 from areal_hpc.rundir.telemetry.spans import record_state_entry
-from areal_hpc.trainer.collectives import broadcast_object
+from areal_hpc.trainer.collectives import broadcast_object, gather_objects_on_first_rank
 from areal_hpc.trainer.config import STOP_MARGIN_S, ReplayJobConfig, Schedule, TrainerJobConfig
 from areal_hpc.trainer.learner import Learner
 from areal_hpc.trainer.loop.live_run import AsyncEvaluationTracker, LiveRun
 from areal_hpc.trainer.loop.loop import Coordinator, run_loop
-from areal_hpc.trainer.loop.step_record import AlertReporter, StepRecord
-from areal_hpc.trainer.loop.weight_senders import WeightSenders, agree_on_senders
 from areal_hpc.trainer.model.hf_weights import list_hf_specs
 from areal_hpc.trainer.process_groups import run_rank
 from areal_hpc.weights.buckets import TensorSpec
-from areal_hpc.weights.publisher import Publisher, make_transport
+from areal_hpc.weights.publisher import (
+    Publisher,
+    WeightSenders,
+    choose_sender_ranks,
+    make_transport,
+)
 from areal_hpc.weights.update import Transport
 from areal_hpc.wire.weight_version import GenerationFork
 
@@ -82,7 +85,11 @@ def _run_training(
         is_stop_requested=lambda: stop.requested,
         keep_best=resolve_keep_best(recipe.evaluation, recipe.evaluation_sets),
     )  # fmt: skip
-    transport, ranks, rank = None, agree_on_senders(recipe.weights), dist.get_rank()
+    nodes = gather_objects_on_first_rank(get_task_position().node_rank, int)
+    ranks: list[int] = broadcast_object(
+        choose_sender_ranks(nodes, recipe.weights) if nodes else [], list[int]
+    )
+    transport, rank = None, dist.get_rank()
     if rank in ranks:
         transport = make_transport(
             recipe.weights.model_copy(update={"senders": len(ranks)}),
@@ -96,7 +103,7 @@ def _run_training(
         for name, shape, dtype in list_hf_specs(learner.policy)
     ]
     place = ranks.index(rank) if rank in ranks else None
-    senders = WeightSenders(place, len(ranks), specs, transport)
+    senders = WeightSenders(place, len(ranks), specs, transport, gather_objects_on_first_rank)
     coordinator = None
     if is_first:
         events.record("state_loaded", generation=generation, step=learner.version.step)

@@ -5,7 +5,6 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -17,7 +16,12 @@ from areal_hpc.errors import ClusterError, Problem, ShardError
 from areal_hpc.metrics.step_metrics import PhaseTimer, find_best_step
 from areal_hpc.metrics.writer import replace_non_finite_by_none
 from areal_hpc.recipe.sections.trainer import TrainerConfig, compute_learning_rate
-from areal_hpc.rundir.checkpoints import RewardRange, TrainerState, UntrainedBatchPart
+from areal_hpc.rundir.checkpoints import (
+    RewardRange,
+    TrainerState,
+    UntrainedBatchPart,
+    digest_base,
+)
 from areal_hpc.rundir.jsonl import JsonMetricRow
 from areal_hpc.rundir.manifests import record_quarantine
 from areal_hpc.rundir.paths import RunPaths, format_step_dir
@@ -25,31 +29,20 @@ from areal_hpc.rundir.telemetry.events import EventLog
 from areal_hpc.shards.verify import CheckedShards
 from areal_hpc.trainer.annotations import StepAnnotator
 from areal_hpc.trainer.batch.batch_metrics import (
-    FloatArray,
     extend_reward_range,
     group_episode_rewards,
-    merge_batch_rows_into_episodes,
-    summarize_episodes,
-    summarize_expert_loads,
-    summarize_replies,
+    summarize_batch,
     summarize_rewards,
     summarize_tokens,
 )
 from areal_hpc.trainer.batch.packing import (
+    CRITIC_CHANNELS,
     TrainingRow,
     count_scored_tokens,
     split_minibatches,
 )
 from areal_hpc.trainer.batch.training_rows import (
-    ADVANTAGE_CHANNEL,
-    BEHAVIOR_LOGPROBS_CHANNEL,
-    CRITIC_CHANNELS,
-    CURRENT_WEIGHTS_CHANNEL,
     NO_SCORES,
-    PROXIMAL_CHANNEL,
-    REFERENCE_CHANNEL,
-    SCALE_CHANNEL,
-    STALENESS_CHANNEL,
     BatchScores,
     build_rows,
     build_rows_to_score,
@@ -64,9 +57,13 @@ from areal_hpc.trainer.batch.untrained import (
     record_damaged_batch,
     record_skipped_steps,
 )
-from areal_hpc.trainer.checkpoints.frozen_base import digest_base
 from areal_hpc.trainer.checkpoints.store import CheckpointStore
-from areal_hpc.trainer.collectives import all_reduce_max, broadcast_object, raise_on_all_ranks
+from areal_hpc.trainer.collectives import (
+    all_reduce_max,
+    broadcast_object,
+    note_place_reached,
+    raise_on_all_ranks,
+)
 from areal_hpc.trainer.memory import raise_out_of_memory_as_recipe_error, read_peak_memory_bytes
 from areal_hpc.trainer.model.families.architecture import read_architecture
 from areal_hpc.trainer.model.families.lora import initialize_adapter
@@ -74,32 +71,10 @@ from areal_hpc.trainer.model.hf_weights import HfModelReader, load_hf, save_hf_m
 from areal_hpc.trainer.model.policy import TORCH_DTYPE_BY_NAME, build_policy
 from areal_hpc.trainer.model.utilization import measure_training_speed
 from areal_hpc.trainer.objective.custom_loss import load_custom_loss
-from areal_hpc.trainer.objective.loss_stats import (
-    STEP_HISTOGRAM_BINS,
-    STEP_MAXIMUM_NAMES,
-    STEP_SUM_NAMES,
-    LossStats,
-    ReducedStats,
-    build_loss_metrics,
-    measure_engine_mismatch,
-)
-from areal_hpc.trainer.objective.policy_loss import (
-    compute_minibatch_factors,
-    compute_policy_loss,
-    interpolate_logprobs,
-)
-from areal_hpc.trainer.rank_progress import note_place_reached
-from areal_hpc.trainer.scoring.critic_trainer import CriticTrainer
-from areal_hpc.trainer.scoring.frozen_models import FrozenModels
-from areal_hpc.trainer.step import (
-    MicroBatch,
-    apply_gradients,
-    compute_logprobs_and_entropy,
-    make_micro_batches_of_this_rank,
-    run_forward_backward,
-    run_passes,
-    score_rows,
-)
+from areal_hpc.trainer.objective.loss_stats import build_loss_metrics
+from areal_hpc.trainer.objective.policy_loss import compute_minibatch_factors
+from areal_hpc.trainer.scoring.side_networks import CriticTrainer, FrozenModels
+from areal_hpc.trainer.step import PolicyTrainer, make_micro_batches_of_this_rank, score_rows
 from areal_hpc.weights.update import Probe, choose_probe_ids
 from areal_hpc.wire.fault_points import fault_point
 from areal_hpc.wire.ledger import BatchManifest
@@ -129,7 +104,7 @@ class Learner:
         is_stop_requested: Callable[[], bool] = lambda: False,
         keep_best: str = "",
     ) -> None:
-        self._custom_loss = load_custom_loss(config.objective)
+        custom_loss = load_custom_loss(config.objective)  # which may fail: before what takes long
         arch, base = read_architecture(model_path, config.lora), ""
         dtype = TORCH_DTYPE_BY_NAME[config.dtype]
         self.policy = build_policy(arch, config.parallel, dtype, device, config.activations)
@@ -159,6 +134,9 @@ class Learner:
             is_offloaded=config.offload.optimizer,
             critic=self._critic.state if self._critic else None,
             base=base,
+        )
+        self._trainer = PolicyTrainer(
+            config, self.policy, self._optimizer, custom_loss, self._annotator.note_tokens
         )
         forks = [GenerationFork(generation, 0)]
         self.state = TrainerState(generation=generation, seed=seed, base=base, forks=forks)
@@ -202,7 +180,15 @@ class Learner:
         with timer.time_phase("measure"):
             groups = group_episode_rewards(batch)
             reward_range = extend_reward_range(self.state.reward_range, groups)
-            metrics = self._summarize_batch(batch, groups, reward_range, manifest.step)
+            metrics = {
+                **summarize_rewards(groups, reward_range, config.objective),
+                **summarize_tokens(batch, self.version, self.state.forks),
+            }
+            untrainable = count_untrainable_tokens(batch)
+            metrics["tokens/untrainable"] = untrainable.total()
+            check_trainable_share(manifest.step, int(metrics["tokens/sampled"]), untrainable)
+            if dist.get_rank() == 0:  # these take long
+                metrics |= summarize_batch(batch, self.policy.arch.mixture)
         scores, warms_up = NO_SCORES, self._critic_warms_up
         if self._frozen.are_needed or self._critic is not None:
             with timer.time_phase("score"), self._raise_out_of_memory_as_recipe_error():
@@ -227,7 +213,7 @@ class Learner:
         with timer.time_phase("train"):
             rate = compute_learning_rate(self.state.step, config.total_steps, config.optimizer)
             with self._raise_out_of_memory_as_recipe_error():
-                stats, norms = self._take_optimizer_steps(parts, factors, rate)
+                stats, norms = self._trainer.train(parts, factors, rate, only_measures=warms_up)
                 of_critic: dict[str, float] = {}
                 critic_norms: list[float] = []
                 if self._critic is not None:
@@ -270,27 +256,6 @@ class Learner:
         if self._critic is None or not rows:
             return scores
         return replace(scores, values=self._critic.score(rows))
-
-    def _summarize_batch(
-        self,
-        batch: Sequence[TrajectoryRow],
-        groups: Sequence[FloatArray],
-        reward_range: RewardRange | None,
-        step: int,
-    ) -> dict[str, float]:
-        """Metrics of the batch before it is trained; those that take long on rank 0 alone."""
-        metrics = {
-            **summarize_rewards(groups, reward_range, self._config.objective),
-            **summarize_tokens(batch, self.version, self.state.forks),
-        }
-        untrainable = count_untrainable_tokens(batch)
-        metrics["tokens/untrainable"] = untrainable.total()
-        check_trainable_share(step, int(metrics["tokens/sampled"]), untrainable)
-        if dist.get_rank() == 0 and batch:
-            metrics |= summarize_replies(batch)
-            metrics |= summarize_expert_loads(batch, self.policy.arch.mixture)
-            metrics |= summarize_episodes(merge_batch_rows_into_episodes(batch))
-        return metrics
 
     def _read_sound_rows(
         self, manifest: BatchManifest, quarantine: UntrainedBatchPart | None
@@ -351,114 +316,6 @@ class Learner:
             hint=hint,
         )
 
-    def _take_optimizer_steps(
-        self, minibatches: Sequence[Sequence[MicroBatch]], factors: Sequence[float], rate: float
-    ) -> tuple[ReducedStats, list[float]]:
-        """One optimizer step per part: the stats over all ranks and the gradient norms.
-
-        A part's loss is multiplied by its factor (`compute_minibatch_factors`).
-        With a single part the weights at the start of the batch are those of its only forward
-        pass, which then gives the proximal log-probabilities and the engine's deviation as well.
-        """
-        stats = LossStats()
-        objective = self._config.objective
-        if (
-            len(minibatches) > 1
-            and objective.proximal == "recompute"
-            and not objective.advantages_need_logprobs
-        ):
-            everything = [batch for part in minibatches for batch in part]
-            stats.add(
-                run_forward_backward(
-                    self.policy, everything, self._store_proximal_logprobs, backward=False
-                )
-            )
-        norms = []
-        for number, (part, factor) in enumerate(zip(minibatches, factors, strict=True)):
-            loss = partial(
-                self._compute_loss,
-                minibatch_index=number,
-                updates_done_share=number / len(minibatches),
-                factor=factor,
-            )
-            warms_up = self._critic_warms_up
-            stats.add(run_passes(self.policy, part, loss, backward=not warms_up))
-            norms.append(0.0 if warms_up else apply_gradients(self.policy, self._optimizer, rate))
-        reduced = stats.reduce_over_ranks(STEP_SUM_NAMES, STEP_MAXIMUM_NAMES, STEP_HISTOGRAM_BINS)
-        return reduced, norms
-
-    def _store_proximal_logprobs(
-        self, batch: MicroBatch, logprobs_N: torch.Tensor
-    ) -> tuple[torch.Tensor, LossStats]:
-        batch.channels_N[PROXIMAL_CHANNEL] = logprobs_N
-        return logprobs_N.sum(), _build_engine_mismatch_stats(batch, logprobs_N)
-
-    def _compute_loss(
-        self,
-        batch: MicroBatch,
-        logits_1NV: torch.Tensor,
-        minibatch_index: int,
-        updates_done_share: float,
-        factor: float,
-    ) -> tuple[torch.Tensor, LossStats]:
-        objective, channels_N = self._config.objective, batch.channels_N
-        logprobs_N, entropy_N = compute_logprobs_and_entropy(self.policy, batch, logits_1NV)
-        held_N = logprobs_N.detach()
-        loss = compute_policy_loss(
-            logprobs_N,
-            self._select_proximal_logprobs(batch, held_N, updates_done_share),
-            channels_N[BEHAVIOR_LOGPROBS_CHANNEL],
-            channels_N[ADVANTAGE_CHANNEL],
-            batch.rows,
-            objective,
-            channels_N.get(SCALE_CHANNEL),
-            self._custom_loss,
-            channels_N.get(REFERENCE_CHANNEL),
-        )
-        start_N = channels_N.get(PROXIMAL_CHANNEL)
-        self._annotator.note_tokens(
-            minibatch_index, batch, held_N if start_N is None else start_N, entropy_N, loss
-        )
-        total = loss.total * factor
-        stats = LossStats(
-            {
-                **loss.sums,
-                "tokens": len(logprobs_N),
-                "places": batch.padded_token_count,
-                "entropy": entropy_N.detach().sum(dtype=torch.float64),
-            },
-            {"weight": loss.largest_weight},
-        )
-        if start_N is None and updates_done_share == 0:
-            stats.add(_build_engine_mismatch_stats(batch, held_N))
-        elif start_N is not None and objective.advantages_need_logprobs:  # else it is done
-            stats.add(_build_engine_mismatch_stats(batch, start_N))
-        if objective.entropy_coef:
-            scale_N = channels_N.get(SCALE_CHANNEL)
-            scaled_N = entropy_N if scale_N is None else entropy_N * scale_N
-            entropy_loss = -objective.entropy_coef * scaled_N.sum()
-            total = total + entropy_loss * factor
-            stats.add(LossStats({"loss": entropy_loss.detach().double()}))
-        return total, stats
-
-    def _select_proximal_logprobs(
-        self, batch: MicroBatch, current_logprobs_N: torch.Tensor, updates_done_share: float
-    ) -> torch.Tensor:
-        """Log-probabilities under the policy that ratios are taken to [N]."""
-        match self._config.objective.proximal:
-            case "none":
-                return batch.channels_N[BEHAVIOR_LOGPROBS_CHANNEL]
-            case "log_linear":
-                behavior_N, age_N = (
-                    batch.channels_N[BEHAVIOR_LOGPROBS_CHANNEL],
-                    batch.channels_N[STALENESS_CHANNEL],
-                )
-                return interpolate_logprobs(
-                    current_logprobs_N, behavior_N, age_N, updates_done_share
-                )
-            case "recompute":
-                return batch.channels_N.get(PROXIMAL_CHANNEL, current_logprobs_N)
-
     def _advance_state(
         self,
         manifest: BatchManifest,
@@ -514,11 +371,3 @@ class Learner:
         """Write the weights as a Hugging Face model. A collective."""
         target = self._paths.export_dir(format_step_dir(self.state.step))
         save_hf_model(self.policy, self._model_path, target)
-
-
-def _build_engine_mismatch_stats(batch: MicroBatch, logprobs_N: torch.Tensor) -> LossStats:
-    return measure_engine_mismatch(
-        logprobs_N,
-        batch.channels_N[BEHAVIOR_LOGPROBS_CHANNEL],
-        batch.channels_N[CURRENT_WEIGHTS_CHANNEL] != 0,
-    )

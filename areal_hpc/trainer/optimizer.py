@@ -1,36 +1,139 @@
-"""AdamW, sharded over data-parallel ranks by Megatron's DistributedOptimizer."""
+"""AdamW, its state divided over data-parallel ranks by Megatron or, with the weights, by FSDP2."""
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
 
 import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import ChainedOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim.adamw import AdamW, adamw
 
 from areal_hpc.recipe.sections.trainer import AdamConfig
 from areal_hpc.trainer.collectives import all_reduce_max
 from areal_hpc.trainer.model.memory_estimate import OPTIMIZER_CHUNK_ELEMENTS
 from areal_hpc.trainer.model.policy import TrainedNetwork
-from areal_hpc.trainer.model.sharding import ShardedAdamW
-from areal_hpc.trainer.private_apis.megatron_private import list_master_weights
+from areal_hpc.trainer.model.sharding import find_first_row, list_gradients
+from areal_hpc.trainer.private_apis.megatron_private import (
+    OptimizerShard,
+    list_master_weights,
+    list_optimizer_shards,
+)
 from areal_hpc.trainer.private_apis.torch_private import pin_host_memory
+
+
+class Optimizer(Protocol):
+    """What trains a network: `MegatronAdamW` or `ShardedAdamW`."""
+
+    param_groups: list[dict[str, Any]]
+
+    def hold_gradients(self) -> AbstractContextManager[float]:
+        """The time in which gradients are applied, if they are; their norm. A collective."""
+
+    def apply_gradients(self, norm: float) -> None:
+        """Clip the gradients of this norm, and step."""
+
+    def zero_grad(self) -> None: ...
+
+    def list_shards(self, dtype: torch.dtype) -> list[OptimizerShard]:
+        """What this rank steps; the weights that the passes multiply with are in `dtype`."""
+
+
+class MegatronAdamW(ChainedOptimizer):  # type: ignore[misc]
+    """Megatron's optimizers, of the experts' parameters and of all others."""
+
+    def __init__(self, optimizers: list[Any], replica: DistributedDataParallel) -> None:
+        super().__init__(optimizers)
+        self._replica = replica
+
+    @contextmanager
+    def hold_gradients(self) -> Iterator[float]:
+        with hold_master_stand_ins(self):
+            self.prepare_grads()
+            yield float(self.get_grad_norm())
+
+    def apply_gradients(self, norm: float) -> None:
+        for part in self.chained_optimizers:
+            if part.config.clip_grad > 0.0 and (parameters := part.get_parameters()):
+                clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, norm)
+        self.step_with_ready_grads()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._replica.zero_grad_buffer()
+        super().zero_grad(set_to_none)
+
+    def list_shards(self, dtype: torch.dtype) -> list[OptimizerShard]:
+        return list_optimizer_shards(self)
+
+
+class ShardedAdamW(AdamW):
+    """AdamW over the rows that this rank keeps of what FSDP2 divides."""
+
+    def __init__(self, decoder: torch.nn.Module, config: AdamConfig) -> None:
+        trained = [item for item in decoder.named_parameters() if item[1].requires_grad]
+        decayed = {name for name, one in trained if one.dim() > 1 and not name.endswith(".bias")}
+        groups = [
+            {
+                "params": [one for name, one in trained if (name in decayed) == is_decayed],
+                "weight_decay": config.weight_decay if is_decayed else 0.0,
+            }
+            for is_decayed in (True, False)
+        ]
+        is_on_gpu = trained[0][1].is_cuda
+        super().__init__(groups, config.lr, config.betas, config.eps, fused=is_on_gpu or None)
+        self.clip_grad = config.clip_grad
+        for _, parameter in trained:
+            self.state[parameter] = {
+                "step": torch.tensor(0.0, device=parameter.device if is_on_gpu else "cpu"),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+
+    @property
+    def parameters(self) -> list[Any]:
+        return [one for group in self.param_groups for one in group["params"]]
+
+    @contextmanager
+    def hold_gradients(self) -> Iterator[float]:
+        norm: Any = get_total_norm(list_gradients(self.parameters))
+        yield float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+    def apply_gradients(self, norm: float) -> None:
+        if self.clip_grad > 0.0:
+            clip_grads_with_norm_(self.parameters, self.clip_grad, torch.tensor(norm))
+        self.step()
+
+    def list_shards(self, dtype: torch.dtype) -> list[OptimizerShard]:
+        """The rows that this rank keeps, as numbers of the whole parameters."""
+        shards = []
+        for parameter in self.parameters:
+            master = parameter.detach().to_local().view(-1)
+            start = find_first_row(parameter) * (parameter.numel() // len(parameter))
+            moments = {
+                name: tensor.to_local().view(-1) if isinstance(tensor, DTensor) else tensor
+                for name, tensor in self.state[parameter].items()
+            }
+            stop = start + len(master)
+            shards.append(OptimizerShard(parameter, start, stop, master.to(dtype), master, moments))
+        return shards
 
 
 def build_optimizer(
     policy: TrainedNetwork, config: AdamConfig, *, is_offloaded: bool = False
-) -> Any:
-    """Megatron's optimizer over the policy's parameters, its moments already zeroed.
+) -> Optimizer:
+    """AdamW over the policy's parameters, its moments already zeroed.
 
-    `ShardedAdamW` where FSDP2 divides the parameters. Moments exist from the start: a checkpoint
-    is loaded into them. With `is_offloaded` the state is on the host between steps (`HostAdamW`).
+    Moments exist from the start: a checkpoint is loaded into them. With `is_offloaded` the state is
+    on the host between steps (`HostAdamW`).
     """
     if policy.ddp_module is None:
         return ShardedAdamW(policy.gpt, config)
-    optimizer = get_megatron_optimizer(
+    megatron = get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer="adam",
             lr=config.lr,
@@ -45,6 +148,7 @@ def build_optimizer(
         ),
         [policy.ddp_module],
     )
+    optimizer = MegatronAdamW(megatron.chained_optimizers, policy.ddp_module)
     place = torch.device("cpu") if is_offloaded else policy.device
     for part in optimizer.chained_optimizers:
         for group in part.optimizer.param_groups:
@@ -80,7 +184,7 @@ def switch_adamw_to_fused_kernel(optimizer: Any, device: torch.device) -> None:
 _NORM_ZERO, _NORM_FINITE, _NORM_NOT_FINITE = range(3)
 
 
-def step_optimizer(policy: TrainedNetwork, optimizer: Any, rate: float) -> float:
+def step_optimizer(optimizer: Optimizer, rate: float) -> float:
     """Apply the accumulated gradients at learning rate `rate`; their norm before clipping.
 
     These are the parts of Megatron's own step, with a look at the norm before anything is
@@ -89,34 +193,15 @@ def step_optimizer(policy: TrainedNetwork, optimizer: Any, rate: float) -> float
     when all advantages are, or every token is clipped or masked: momentum and decay would move the
     weights all the same, by what earlier batches taught. A collective.
     """
-    is_sharded = isinstance(optimizer, ShardedAdamW)
-    with nullcontext() if is_sharded else hold_master_stand_ins(optimizer):
-        norm = optimizer.measure_norm() if is_sharded else _measure_norm(optimizer)
+    with optimizer.hold_gradients() as norm:
         kind = _NORM_NOT_FINITE if not math.isfinite(norm) else _NORM_FINITE if norm else _NORM_ZERO
         agreed = all_reduce_max(kind)
         if agreed == _NORM_FINITE:
             for group in optimizer.param_groups:
                 group["lr"] = rate
-            if is_sharded:
-                optimizer.apply_gradients(norm)
-            else:
-                _apply_gradients(optimizer, norm)
-    if policy.ddp_module is not None:
-        policy.ddp_module.zero_grad_buffer()
+            optimizer.apply_gradients(norm)
     optimizer.zero_grad()
     return math.nan if agreed == _NORM_NOT_FINITE and kind != agreed else norm
-
-
-def _measure_norm(optimizer: Any) -> float:
-    optimizer.prepare_grads()
-    return float(optimizer.get_grad_norm())
-
-
-def _apply_gradients(optimizer: Any, norm: float) -> None:
-    for part in optimizer.chained_optimizers:
-        if part.config.clip_grad > 0.0 and (parameters := part.get_parameters()):
-            clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, norm)
-    optimizer.step_with_ready_grads()
 
 
 MASTER_NAME = "master"

@@ -37,6 +37,7 @@ from areal_hpc.rundir.jobs import STOPPED_EXIT_CODE
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.events import RANKS_HANG_EVENT, EventLog
 from areal_hpc.trainer.collectives import (
+    RankProgress,
     raise_for_lost_rank,
     report_first_failure,
 )
@@ -49,7 +50,6 @@ from areal_hpc.trainer.private_apis.torch_private import (
     activate_flash_attention_4,
     get_default_store,
 )
-from areal_hpc.trainer.rank_progress import RankProgress
 
 JobT = TypeVar("JobT", bound=RankJobConfig)
 

@@ -17,14 +17,16 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch.distributed.fsdp import FSDPModule
 
+from areal_hpc.recipe.sections.trainer import TrainerConfig
 from areal_hpc.trainer.batch.packing import (
-    TEMPERATURE_CHANNEL,
+    Channel,
     Pack,
     TrainingRow,
     build_pack,
     plan_packs,
     split_minibatches,
 )
+from areal_hpc.trainer.collectives import note_detail, note_place_reached
 from areal_hpc.trainer.memory import (
     OPTIMIZER_STEP_DESCRIPTION,
     ActivationOffload,
@@ -37,11 +39,22 @@ from areal_hpc.trainer.model.logprobs import (
     consume_logits_into_token_logprobs,
 )
 from areal_hpc.trainer.model.policy import Network, TrainedNetwork
-from areal_hpc.trainer.objective.importance_sampling import TokenRowMap
-from areal_hpc.trainer.objective.loss_stats import LossStats
-from areal_hpc.trainer.optimizer import step_optimizer
+from areal_hpc.trainer.objective.custom_loss import CustomLoss, TokenRowMap
+from areal_hpc.trainer.objective.loss_stats import (
+    STEP_HISTOGRAM_BINS,
+    STEP_MAXIMUM_NAMES,
+    STEP_SUM_NAMES,
+    LossStats,
+    ReducedStats,
+    measure_engine_mismatch,
+)
+from areal_hpc.trainer.objective.policy_loss import (
+    PolicyLoss,
+    compute_policy_loss,
+    interpolate_logprobs,
+)
+from areal_hpc.trainer.optimizer import Optimizer, step_optimizer
 from areal_hpc.trainer.private_apis.megatron_private import ScoredTokenCritic
-from areal_hpc.trainer.rank_progress import note_detail, note_place_reached
 from areal_hpc.wire.fault_points import fault_point
 from areal_hpc.wire.trajectory import SamplingMask
 
@@ -169,7 +182,7 @@ def _list_scoring_arguments(
     return (
         logits_1NV.flatten(0, 1),
         batch.labels_N,
-        batch.channels_N.get(TEMPERATURE_CHANNEL),
+        batch.channels_N.get(Channel.TEMPERATURE),
         network.arch.vocab,
         parallel_state.get_tensor_model_parallel_group(),
         batch.sampleable_tokens,
@@ -236,23 +249,165 @@ def run_passes(
 
 def train_step(
     policy: TrainedNetwork,
-    optimizer: Any,
+    optimizer: Optimizer,
     batches: Sequence[MicroBatch],
     loss: LossFunction,
     rate: float,
 ) -> tuple[LossStats, float]:
     stats = run_forward_backward(policy, batches, loss, backward=True)
-    return stats, apply_gradients(policy, optimizer, rate)
+    return stats, apply_gradients(optimizer, rate)
 
 
-def apply_gradients(network: TrainedNetwork, optimizer: Any, rate: float) -> float:
+def apply_gradients(optimizer: Optimizer, rate: float) -> float:
     """The optimizer's step after the passes; the norm before clipping. A collective."""
     fault_point("optimizer.before_step")
     note_place_reached("the optimizer's step")
     with note_work_on_memory_error(lambda: OPTIMIZER_STEP_DESCRIPTION):
-        norm = step_optimizer(network, optimizer, rate)
+        norm = step_optimizer(optimizer, rate)
     fault_point("optimizer.after_step")
     return norm
+
+
+NoteTokens = Callable[[int, MicroBatch, torch.Tensor, torch.Tensor, PolicyLoss], None]
+"""Told the number of a mini-batch, one of its micro-batches, and what the loss made of its tokens:
+their log-probabilities when the step began, their entropies, their loss."""
+
+
+class PolicyTrainer:
+    """The optimizer steps of the policy on a batch."""
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        policy: TrainedNetwork,
+        optimizer: Optimizer,
+        custom_loss: CustomLoss | None,
+        note_tokens: NoteTokens,
+    ) -> None:
+        self._objective = config.objective
+        self._policy = policy
+        self._optimizer = optimizer
+        self._custom_loss = custom_loss
+        self._note_tokens = note_tokens
+
+    def train(
+        self,
+        minibatches: Sequence[Sequence[MicroBatch]],
+        factors: Sequence[float],
+        rate: float,
+        *,
+        only_measures: bool,
+    ) -> tuple[ReducedStats, list[float]]:
+        """One optimizer step per part: the stats over all ranks and the gradient norms.
+
+        A part's loss is multiplied by its factor (`compute_minibatch_factors`).
+        With a single part the weights at the start of the batch are those of its only forward
+        pass, which then gives the proximal log-probabilities and the engine's deviation as well.
+        """
+        stats, objective = LossStats(), self._objective
+        if (
+            len(minibatches) > 1
+            and objective.proximal == "recompute"
+            and not objective.advantages_need_logprobs
+        ):
+            everything = [batch for part in minibatches for batch in part]
+            stats.add(
+                run_forward_backward(
+                    self._policy, everything, self._store_proximal_logprobs, backward=False
+                )
+            )
+        norms = []
+        for number, (part, factor) in enumerate(zip(minibatches, factors, strict=True)):
+            loss = partial(
+                self._compute_loss,
+                minibatch_index=number,
+                updates_done_share=number / len(minibatches),
+                factor=factor,
+            )
+            stats.add(run_passes(self._policy, part, loss, backward=not only_measures))
+            norms.append(0.0 if only_measures else apply_gradients(self._optimizer, rate))
+        reduced = stats.reduce_over_ranks(STEP_SUM_NAMES, STEP_MAXIMUM_NAMES, STEP_HISTOGRAM_BINS)
+        return reduced, norms
+
+    def _store_proximal_logprobs(
+        self, batch: MicroBatch, logprobs_N: torch.Tensor
+    ) -> tuple[torch.Tensor, LossStats]:
+        batch.channels_N[Channel.PROXIMAL] = logprobs_N
+        return logprobs_N.sum(), _build_engine_mismatch_stats(batch, logprobs_N)
+
+    def _compute_loss(
+        self,
+        batch: MicroBatch,
+        logits_1NV: torch.Tensor,
+        minibatch_index: int,
+        updates_done_share: float,
+        factor: float,
+    ) -> tuple[torch.Tensor, LossStats]:
+        objective, channels_N = self._objective, batch.channels_N
+        logprobs_N, entropy_N = compute_logprobs_and_entropy(self._policy, batch, logits_1NV)
+        held_N = logprobs_N.detach()
+        loss = compute_policy_loss(
+            logprobs_N,
+            self._select_proximal_logprobs(batch, held_N, updates_done_share),
+            channels_N[Channel.BEHAVIOR],
+            channels_N[Channel.ADVANTAGE],
+            batch.rows,
+            objective,
+            channels_N.get(Channel.SCALE),
+            self._custom_loss,
+            channels_N.get(Channel.REFERENCE),
+        )
+        start_N = channels_N.get(Channel.PROXIMAL)
+        self._note_tokens(
+            minibatch_index, batch, held_N if start_N is None else start_N, entropy_N, loss
+        )
+        total = loss.total * factor
+        stats = LossStats(
+            {
+                **loss.sums,
+                "tokens": len(logprobs_N),
+                "places": batch.padded_token_count,
+                "entropy": entropy_N.detach().sum(dtype=torch.float64),
+            },
+            {"weight": loss.largest_weight},
+        )
+        if start_N is None and updates_done_share == 0:
+            stats.add(_build_engine_mismatch_stats(batch, held_N))
+        elif start_N is not None and objective.advantages_need_logprobs:  # else it is done
+            stats.add(_build_engine_mismatch_stats(batch, start_N))
+        if objective.entropy_coef:
+            scale_N = channels_N.get(Channel.SCALE)
+            scaled_N = entropy_N if scale_N is None else entropy_N * scale_N
+            entropy_loss = -objective.entropy_coef * scaled_N.sum()
+            total = total + entropy_loss * factor
+            stats.add(LossStats({"loss": entropy_loss.detach().double()}))
+        return total, stats
+
+    def _select_proximal_logprobs(
+        self, batch: MicroBatch, current_logprobs_N: torch.Tensor, updates_done_share: float
+    ) -> torch.Tensor:
+        """Log-probabilities under the policy that ratios are taken to [N]."""
+        match self._objective.proximal:
+            case "none":
+                return batch.channels_N[Channel.BEHAVIOR]
+            case "log_linear":
+                behavior_N, age_N = (
+                    batch.channels_N[Channel.BEHAVIOR],
+                    batch.channels_N[Channel.STALENESS],
+                )
+                return interpolate_logprobs(
+                    current_logprobs_N, behavior_N, age_N, updates_done_share
+                )
+            case "recompute":
+                return batch.channels_N.get(Channel.PROXIMAL, current_logprobs_N)
+
+
+def _build_engine_mismatch_stats(batch: MicroBatch, logprobs_N: torch.Tensor) -> LossStats:
+    return measure_engine_mismatch(
+        logprobs_N,
+        batch.channels_N[Channel.BEHAVIOR],
+        batch.channels_N[Channel.CURRENT_WEIGHTS] != 0,
+    )
 
 
 ScoresByRow = list[npt.NDArray[np.float32]]
@@ -274,7 +429,7 @@ def score_rows(
 
 
 def _score_minibatch(network: Network, rows: Sequence[TrainingRow], max_tokens: int) -> ScoresByRow:
-    channels = [name for name in rows[0].channels if name == TEMPERATURE_CHANNEL]
+    channels = [name for name in rows[0].channels if name == Channel.TEMPERATURE]
     found: list[tuple[npt.NDArray[np.int64], torch.Tensor]] = []
 
     def note(batch: MicroBatch, scores_N: torch.Tensor) -> tuple[torch.Tensor, LossStats]:

@@ -115,7 +115,6 @@ class OpenBucket:
         return not self._missing
 
     def place_parameter(self, parameter_name: str, tensor: torch.Tensor) -> None:
-        """Put one parameter in its place."""
         spec = self._missing.pop(parameter_name, None)
         if spec is None:
             raise WeightSyncError(

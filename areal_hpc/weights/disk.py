@@ -109,7 +109,6 @@ class DiskSession(UpdateSession):
         super().__init__([replica_client], config, str(replica_client.key.cell_and_index))
 
     def load_folder(self, folder: str, version: WeightVersion) -> None:
-        """Have the replica load a folder in place of its weights."""
         began = time.monotonic()
         request = LoadWeightsRequest(folder, str(version))
         self._call_all(lambda member: member.post_with_update_timeout("load", request))

@@ -240,8 +240,6 @@ class UpdateReport:
 
 @dataclass(frozen=True, slots=True)
 class UpdateRequest:
-    """What a transport brings to replicas."""
-
     version: WeightVersion
     buckets: Sequence[BucketPlan]
     arrivals: Iterator[tuple[str, torch.Tensor]]

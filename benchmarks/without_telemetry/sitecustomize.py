@@ -47,13 +47,13 @@ REPLACEMENTS: dict[str, dict[str, Any]] = {
     "areal_hpc.rundir.telemetry.spans": {"SpanLog.add": _do_nothing, "SpanLog._run": _do_nothing},
     "areal_hpc.trainer.annotations": {"choose_rows_to_annotate": _measure_nothing},
     "areal_hpc.rollout.episode_watch": {"EpisodeWatch.run": _watch_nothing},
-    "areal_hpc.trainer.loop.step_record": {"AlertReporter.report_new_alerts": _do_nothing},
-    "areal_hpc.trainer.learner": {
+    "areal_hpc.metrics.writer": {"AlertReporter.report_new_alerts": _do_nothing},
+    "areal_hpc.trainer.batch.batch_metrics": {
         "summarize_replies": _measure_nothing,
         "summarize_episodes": _measure_nothing,
-        "measure_training_speed": _measure_nothing,
-        "compute_logprobs_and_entropy": _leave_out_entropy,
     },
+    "areal_hpc.trainer.learner": {"measure_training_speed": _measure_nothing},
+    "areal_hpc.trainer.step": {"compute_logprobs_and_entropy": _leave_out_entropy},
 }
 """By module: what is replaced, and by what."""
 

@@ -17,16 +17,19 @@ import torch
 import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
 from areal_hpc.errors import RecipeError
 from areal_hpc.recipe.sections.trainer import CriticConfig, ObjectiveConfig
-from areal_hpc.trainer.objective.advantages import compute_advantages, estimate_advantages
-from areal_hpc.trainer.objective.custom_loss import load_custom_loss
-from areal_hpc.trainer.objective.importance_sampling import TokenRowMap
+from areal_hpc.trainer.objective.advantages import (
+    BatchCredit,
+    ReplyReward,
+    compute_advantages,
+    estimate_advantages,
+)
+from areal_hpc.trainer.objective.custom_loss import TokenRowMap, load_custom_loss
 from areal_hpc.trainer.objective.policy_loss import (
     compute_loss_aggregation_row_factors,
     compute_policy_loss,
+    compute_value_loss,
     estimate_divergence,
 )
-from areal_hpc.trainer.objective.reply_credit import BatchCredit, ReplyReward
-from areal_hpc.trainer.scoring.critic_trainer import compute_value_loss
 from tests.support.environments import CHECKOUT
 from tests.support.oracle_cases import (
     ADVANTAGE_CASES,

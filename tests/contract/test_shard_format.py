@@ -25,8 +25,8 @@ from areal_hpc.shards.reader import ShardReader
 from areal_hpc.shards.schema import ALIGNMENT_BYTES, ALWAYS_WRITTEN_DATASETS
 from areal_hpc.shards.verify import measure_file
 from areal_hpc.shards.writer import write_sealed_shard
+from areal_hpc.trainer.checkpoints.store import write_rank_file
 from areal_hpc.trainer.checkpoints.stored_tensors import Box, open_stored_tensors
-from areal_hpc.trainer.checkpoints.writer import write_rank_file
 from tests.support.environments import CHECKOUT
 from tests.support.sample_trajectories import fields
 

@@ -16,8 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from areal_hpc.trainer.batch.packing import TrainingRow
-from areal_hpc.trainer.batch.training_rows import ADVANTAGE_CHANNEL
+from areal_hpc.trainer.batch.packing import Channel, TrainingRow
 from areal_hpc.trainer.model.attention import plan_varlen_attention
 from areal_hpc.trainer.model.cpu import megatron_cpu
 from areal_hpc.trainer.model.experts import GroupedExperts
@@ -150,7 +149,7 @@ def logprob_gaps(device: torch.device, dtype: torch.dtype, rows: int, vocab: int
 
 def weighted_loss(batch: MicroBatch, logprobs_N: torch.Tensor) -> tuple[torch.Tensor, LossStats]:
     gap = (logprobs_N.detach() - batch.channels_N[EXPECTED]).abs().max().item()
-    total = -(logprobs_N * batch.channels_N[ADVANTAGE_CHANNEL]).sum()
+    total = -(logprobs_N * batch.channels_N[Channel.ADVANTAGE]).sum()
     return total, LossStats({"tokens": len(logprobs_N)}, {"gap": gap})
 
 
@@ -165,7 +164,7 @@ def hf_gradients(model: Any, rows: list[TrainingRow]) -> dict[str, torch.Tensor]
     """Of the token mean of -advantage x log-probability."""
     tokens = sum(len(row.input_ids_T) - 1 for row in rows)
     for row in rows:
-        advantages = torch.from_numpy(row.channels[ADVANTAGE_CHANNEL][1:]).to(model.device)
+        advantages = torch.from_numpy(row.channels[Channel.ADVANTAGE][1:]).to(model.device)
         (-(hf_logprobs(model, row) * advantages).sum() / tokens).backward()
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
@@ -200,7 +199,7 @@ def parity(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
         expected_T[1:] = logprobs.cpu().numpy()
         rows.append(dataclasses.replace(row, channels={**row.channels, EXPECTED: expected_T}))
     trainee = Trainee(same, device, dtype, max_tokens=512 if device.type == "cuda" else 160)
-    batches = trainee.pack(rows, (ADVANTAGE_CHANNEL, EXPECTED))
+    batches = trainee.pack(rows, (Channel.ADVANTAGE, EXPECTED))
     stats = run_forward_backward(trainee.policy, batches, weighted_loss, backward=True)
     ours, theirs = trainee_gradients(trainee), hf_gradients(same, rows)
     names = sorted(ours)
@@ -224,7 +223,7 @@ def learning(
     for number, length in enumerate(generator.integers(max_tokens // 8, max_tokens, size=16)):
         row = make_row(generator, int(length), sizes.vocab, 0.5)
         sign = np.full(length, 1.0 if number % 2 else -1.0, dtype=np.float32)
-        rows.append(dataclasses.replace(row, channels={**row.channels, ADVANTAGE_CHANNEL: sign}))
+        rows.append(dataclasses.replace(row, channels={**row.channels, Channel.ADVANTAGE: sign}))
     good, bad = rows[1::2], rows[::2]
     before = trainee.mean_logprob(good) - trainee.mean_logprob(bad)
     losses = []
@@ -252,7 +251,7 @@ def offloaded_steps(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
             chance = torch.Generator(device).manual_seed(seed)
             for parameter in trainee.policy.gpt.parameters():
                 parameter.main_grad.normal_(generator=chance)
-            step_optimizer(trainee.policy, trainee.optimizer, rate=1e-3)
+            step_optimizer(trainee.optimizer, rate=1e-3)
     expected, found = (
         [
             *trainee.policy.gpt.parameters(),

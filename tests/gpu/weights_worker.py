@@ -14,7 +14,7 @@ import transformers
 from safetensors.torch import load_file
 
 from areal_hpc.launch.tiny_model import make_tiny_model
-from areal_hpc.trainer.batch.training_rows import ADVANTAGE_CHANNEL
+from areal_hpc.trainer.batch.packing import Channel
 from areal_hpc.trainer.model.hf_weights import save_hf_model
 from areal_hpc.trainer.process_groups import destroy_process_groups
 from areal_hpc.weights.process_group import (
@@ -59,7 +59,7 @@ def files(device: torch.device, folder: Path) -> dict[str, Any]:
     make_tiny_model(source, ["one two three four"], hidden=128, heads=2, kv_heads=1, head_dim=64)
     policy = load_policy(source, device)
     ids = [(7 * place) % policy.arch.vocab for place in range(100)]
-    row = make_training_row(ids, 1, {ADVANTAGE_CHANNEL: 1.0})
+    row = make_training_row(ids, 1, {Channel.ADVANTAGE: 1.0})
     before = list_scored_logprobs(policy, row)
     take_step_with_fresh_adamw(policy, row, RATE)
     after = list_scored_logprobs(policy, row)

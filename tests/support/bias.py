@@ -17,15 +17,9 @@ import torch
 import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
 from areal_hpc.recipe.presets import PRESETS
 from areal_hpc.recipe.sections.trainer import ObjectiveConfig
-from areal_hpc.trainer.batch.packing import TrainingRow
-from areal_hpc.trainer.batch.training_rows import (
-    ADVANTAGE_CHANNEL,
-    NO_SCORES,
-    SCALE_CHANNEL,
-    BatchScores,
-    build_rows,
-)
-from areal_hpc.trainer.objective.importance_sampling import TokenRowMap
+from areal_hpc.trainer.batch.packing import Channel, TrainingRow
+from areal_hpc.trainer.batch.training_rows import NO_SCORES, BatchScores, build_rows
+from areal_hpc.trainer.objective.custom_loss import TokenRowMap
 from areal_hpc.trainer.objective.policy_loss import compute_policy_loss
 from areal_hpc.wire.proxy import ExportSettings
 from areal_hpc.wire.trajectory import TrajectoryRow
@@ -98,13 +92,13 @@ def compute_mean_gradient(
                 known[key] = built
         tokens = sum(int(one.loss_mask_T.sum()) for one in built)
         for row, one in zip(rows, built, strict=True):
-            scale_T = one.channels.get(SCALE_CHANNEL)
+            scale_T = one.channels.get(Channel.SCALE)
             for place in np.flatnonzero(one.loss_mask_T):
                 choices.append(
                     task.episodes[batch[row.episode]].choices[one.input_ids_T[place] // 10]
                 )
                 scale = 1.0 if scale_T is None else float(scale_T[place])
-                advantage = float(one.channels[ADVANTAGE_CHANNEL][place])
+                advantage = float(one.channels[Channel.ADVANTAGE][place])
                 columns.append((advantage, scale, row_number, weight / tokens))
             row_number += 1
     if not columns:

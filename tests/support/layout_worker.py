@@ -17,10 +17,9 @@ from areal_hpc.recipe.sections.trainer import (
     ParallelConfig,
     Recompute,
 )
-from areal_hpc.rundir.checkpoints import TrainerState, find_latest_checkpoint
+from areal_hpc.rundir.checkpoints import TrainerState, digest_base, find_latest_checkpoint
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.trainer.batch.packing import TrainingRow
-from areal_hpc.trainer.checkpoints.frozen_base import digest_base
 from areal_hpc.trainer.checkpoints.rank_state import load_checkpoint_into
 from areal_hpc.trainer.checkpoints.store import CheckpointStore
 from areal_hpc.trainer.model.families.architecture import parse_architecture
@@ -36,7 +35,7 @@ from areal_hpc.trainer.model.hf_weights import (
 from areal_hpc.trainer.model.policy import TrainedNetwork, build_policy
 from areal_hpc.trainer.objective.loss_stats import LossStats
 from areal_hpc.trainer.optimizer import build_optimizer
-from areal_hpc.trainer.scoring.frozen_models import load_frozen_network
+from areal_hpc.trainer.scoring.side_networks import load_frozen_network
 from areal_hpc.trainer.step import (
     MicroBatch,
     make_micro_batches_of_this_rank,

@@ -24,9 +24,13 @@ from areal_hpc.jobs.processes.native_call_threads import (
     list_native_calls,
 )
 from areal_hpc.recipe.sections.weights import WeightsConfig
-from areal_hpc.trainer.collectives import broadcast_object
-from areal_hpc.trainer.loop.weight_senders import ReplicasBySender, WeightSenders
-from areal_hpc.weights.publisher import Publisher, make_transport
+from areal_hpc.trainer.collectives import broadcast_object, gather_objects_on_first_rank
+from areal_hpc.weights.publisher import (
+    Publisher,
+    ReplicasBySender,
+    WeightSenders,
+    make_transport,
+)
 from areal_hpc.wire.weight_version import WeightVersion
 from tests.support import nccl_like
 from tests.support.deadlines import scaled
@@ -153,7 +157,8 @@ def main() -> None:
     def get_senders(file: str) -> WeightSenders:
         """This rank's part, made with the first weights, whose parameters are those of all."""
         if not made:
-            made.append(WeightSenders(rank, ranks, specs_of(load_file(file)), transport))
+            specs = specs_of(load_file(file))
+            made.append(WeightSenders(rank, ranks, specs, transport, gather_objects_on_first_rank))
         return made[0]
 
     def read_order() -> _Update | None:

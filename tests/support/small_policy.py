@@ -10,8 +10,7 @@ import torch
 
 from areal_hpc.jobs.node import TaskPosition
 from areal_hpc.recipe.sections.trainer import AdamConfig, ParallelConfig
-from areal_hpc.trainer.batch.packing import TrainingRow
-from areal_hpc.trainer.batch.training_rows import ADVANTAGE_CHANNEL
+from areal_hpc.trainer.batch.packing import Channel, TrainingRow
 from areal_hpc.trainer.model.cpu import megatron_cpu
 from areal_hpc.trainer.model.families.architecture import read_architecture
 from areal_hpc.trainer.model.hf_weights import HfModelReader, load_hf
@@ -75,7 +74,7 @@ def list_scored_logprobs(policy: TrainedNetwork, row: TrainingRow) -> list[float
 
 
 def compute_loss(batch: MicroBatch, logprobs_N: torch.Tensor) -> tuple[torch.Tensor, LossStats]:
-    return -(logprobs_N * batch.channels_N[ADVANTAGE_CHANNEL]).sum(), LossStats()
+    return -(logprobs_N * batch.channels_N[Channel.ADVANTAGE]).sum(), LossStats()
 
 
 def take_step_with_fresh_adamw(policy: TrainedNetwork, row: TrainingRow, rate: float) -> None:

@@ -26,9 +26,8 @@ from areal_hpc.inference.server.node_files import (
 )
 from areal_hpc.inference.server.sglang_main import KEYS_FILE_VARIABLE, write_keys_file
 from areal_hpc.jobs.node import LOOPBACK_ADDRESS
-from areal_hpc.rundir.files import make_folder
+from areal_hpc.rundir.files import make_folder, write_all
 from areal_hpc.rundir.jsonl import read_tail_lines
-from areal_hpc.shards.disk_io import write_all
 from areal_hpc.wire.awake_clock import AwakeClock
 from areal_hpc.wire.http import responds_with_200
 

@@ -198,16 +198,23 @@ class EpisodeRecord:
         return max(0.0, self.ended_at - self.started_at) if self.started_at else 0.0
 
 
-def merge_batch_rows_into_episodes(batch: Sequence[TrajectoryRow]) -> list[EpisodeRecord]:
-    """The episodes of a batch."""
-    found: dict[str, list[RowRecord]] = {}
+def summarize_batch(
+    batch: Sequence[TrajectoryRow], mixture: MixtureShape | None
+) -> dict[str, float]:
+    """Metrics of replies, expert loads and episodes; none of an empty batch."""
+    if not batch:
+        return {}
+    records_of: dict[str, list[RowRecord]] = {}
     for row in batch:
-        found.setdefault(row.record.session_id, []).append(row.record)
-    return [merge_rows_into_episode(records) for records in found.values()]
+        records_of.setdefault(row.record.session_id, []).append(row.record)
+    return {
+        **summarize_replies(batch),
+        **summarize_expert_loads(batch, mixture),
+        **summarize_episodes([merge_rows_into_episode(one) for one in records_of.values()]),
+    }
 
 
 def merge_rows_into_episode(records: Sequence[RowRecord]) -> EpisodeRecord:
-    """The episode that these rows are of."""
     first, calls = records[0], dict[str, CallRecord]()
     for call in (call for record in records for call in record.calls):
         if call.trained or call.id not in calls:
@@ -254,10 +261,13 @@ def _summarize_durations(episodes: Sequence[EpisodeRecord]) -> dict[str, float]:
     durations = [episode.duration_s for episode in timed]
     # A clock that was set back in a call has that end before it began.
     in_calls_s = sum(
-        measure_covered_s(
-            (call.asked_at, call.answered_at)
-            for call in one.calls.values()
-            if call.asked_at <= call.answered_at
+        sum(
+            end - begin
+            for begin, end in merge_spans(
+                (call.asked_at, call.answered_at)
+                for call in one.calls.values()
+                if call.asked_at <= call.answered_at
+            )
         )
         for one in timed
     )
@@ -277,10 +287,6 @@ def merge_spans(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float
         else:
             merged.append((begin, end))
     return merged
-
-
-def measure_covered_s(spans: Iterable[tuple[float, float]]) -> float:
-    return sum(end - begin for begin, end in merge_spans(spans))
 
 
 def _summarize_throughput(calls: Sequence[CallRecord]) -> dict[str, float]:

@@ -9,6 +9,7 @@ rank's tokens are a multiple of tp.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
 import numpy as np
 import numpy.typing as npt
@@ -19,8 +20,32 @@ from areal_hpc.wire.trajectory import SamplingMask
 FloatArray = npt.NDArray[np.float32]
 IntArray = npt.NDArray[np.int64]
 
-TEMPERATURE_CHANNEL = "temperature"
-"""The channel that, where a batch has it, divides the logits."""
+
+class Channel(StrEnum):
+    """Numbers that a row has for each token; but for the first three only where needed."""
+
+    ADVANTAGE = "advantage"
+    BEHAVIOR = "behavior"
+    """The engine's log-probabilities."""
+    CURRENT_WEIGHTS = "current"
+    """1 where the trainer's current weights did the sampling."""
+    STALENESS = "age"
+    """How many versions old the weights are that did."""
+    SCALE = "scale"
+    """What terms of the loss are multiplied by."""
+    TEMPERATURE = "temperature"
+    """What divides the logits."""
+    PROXIMAL = "proximal"
+    """Log-probabilities of the weights that the step began with."""
+    REFERENCE = "reference"
+    """Log-probabilities of the reference."""
+    VALUE = "value"
+    """The critic's, when the step began."""
+    RETURN = "return"
+    """What the critic is to learn."""
+
+
+CRITIC_CHANNELS = (Channel.VALUE, Channel.RETURN)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,8 +64,6 @@ class TrainingRow:
 
 @dataclass(frozen=True, slots=True)
 class PackParallelism:
-    """The parallel sizes that shape a pack."""
-
     tp: int = 1
     cp: int = 1
     cp_rank: int = 0

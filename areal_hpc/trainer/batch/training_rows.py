@@ -11,7 +11,7 @@ from areal_hpc.recipe.sections.trainer import ObjectiveConfig
 from areal_hpc.rundir.checkpoints import UntrainedBatchPart
 from areal_hpc.shards.verify import CheckedShards
 from areal_hpc.trainer.batch.batch_metrics import CUT_FINISH_REASON, count_sampled_tokens_by_version
-from areal_hpc.trainer.batch.packing import TEMPERATURE_CHANNEL, TrainingRow
+from areal_hpc.trainer.batch.packing import Channel, TrainingRow
 from areal_hpc.trainer.batch.untrained import (
     drop_distorted_replies_from_loss_mask,
     forbid_end_tokens,
@@ -20,28 +20,15 @@ from areal_hpc.trainer.batch.untrained import (
 from areal_hpc.trainer.collectives import read_with_retries_on_all_ranks
 from areal_hpc.trainer.objective.advantages import (
     compute_advantages,
+    compute_reply_earnings,
     estimate_advantages,
+    list_reply_rewards,
     scale_token_advantages,
 )
 from areal_hpc.trainer.objective.policy_loss import compute_loss_aggregation_row_factors
-from areal_hpc.trainer.objective.reply_credit import compute_reply_earnings, list_reply_rewards
 from areal_hpc.wire.ledger import BatchManifest, SealedTicket
 from areal_hpc.wire.trajectory import TrajectoryRow, find_row_defect
 from areal_hpc.wire.weight_version import GenerationFork, WeightVersion, compute_staleness_steps
-
-ADVANTAGE_CHANNEL, BEHAVIOR_LOGPROBS_CHANNEL, CURRENT_WEIGHTS_CHANNEL = (
-    "advantage",
-    "behavior",
-    "current",
-)
-STALENESS_CHANNEL, SCALE_CHANNEL = "age", "scale"
-PROXIMAL_CHANNEL, REFERENCE_CHANNEL = "proximal", "reference"
-VALUE_CHANNEL, RETURN_CHANNEL = "value", "return"
-"""Channels of a row: advantages, the engine's log-probabilities, 1 where the trainer's current
-weights did the sampling; if the objective needs them, how many versions old those that did it are,
-what terms are multiplied by, and log-probabilities of the weights that the step began with and of
-the reference; the critic's values when the step began, and what it is to learn."""
-CRITIC_CHANNELS = (VALUE_CHANNEL, RETURN_CHANNEL)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,7 +80,6 @@ def read_sound_rows_on_all_ranks(
 def read_rows_by_ticket(
     manifest: BatchManifest, shards: CheckedShards
 ) -> list[list[TrajectoryRow]]:
-    """The trajectories of each ticket of a batch."""
     rows_of: dict[str, list[int]] = {}
     for ticket in manifest.tickets:
         rows_of.setdefault(ticket.shard, []).extend(ticket.rows)
@@ -187,20 +173,20 @@ def build_rows(
         if teacher_minus_policy_logprobs is not None:
             advantages_T += objective.teacher.coef * teacher_minus_policy_logprobs[place]
         channels = {
-            ADVANTAGE_CHANNEL: advantages_T,
-            BEHAVIOR_LOGPROBS_CHANNEL: trajectory.logprobs_T,
-            CURRENT_WEIGHTS_CHANNEL: np.isin(trajectory.versions_T, held).astype(np.float32),
+            Channel.ADVANTAGE: advantages_T,
+            Channel.BEHAVIOR: trajectory.logprobs_T,
+            Channel.CURRENT_WEIGHTS: np.isin(trajectory.versions_T, held).astype(np.float32),
         }
         if scales is not None:
-            channels[SCALE_CHANNEL] = np.full(size, scales[place], dtype=np.float32)
+            channels[Channel.SCALE] = np.full(size, scales[place], dtype=np.float32)
         if returns is not None and scores.values is not None:
-            channels |= {VALUE_CHANNEL: scores.values[place], RETURN_CHANNEL: returns[place]}
+            channels |= {Channel.VALUE: scores.values[place], Channel.RETURN: returns[place]}
         if scores.reference is not None:
-            channels[REFERENCE_CHANNEL] = scores.reference[place]
+            channels[Channel.REFERENCE] = scores.reference[place]
         if scores.start_policy_logprobs is not None and objective.proximal == "recompute":
-            channels[PROXIMAL_CHANNEL] = scores.start_policy_logprobs[place]
+            channels[Channel.PROXIMAL] = scores.start_policy_logprobs[place]
         if objective.proximal == "log_linear":
-            channels[STALENESS_CHANNEL] = _compute_token_staleness(
+            channels[Channel.STALENESS] = _compute_token_staleness(
                 trajectory.versions_T, current_version, generation_forks
             )
         channels |= temperatures[place]
@@ -233,7 +219,7 @@ def _build_temperatures(
     if all(temperature == 1.0 for temperature in found):
         return [{} for _ in batch]
     return [
-        {TEMPERATURE_CHANNEL: np.full(one.num_tokens, temperature, dtype=np.float32)}
+        {Channel.TEMPERATURE: np.full(one.num_tokens, temperature, dtype=np.float32)}
         for one, temperature in zip(batch, found, strict=True)
     ]
 
@@ -279,14 +265,14 @@ def _compute_critic_advantages(
 
 
 def measure_largest_abs_advantage(rows: Sequence[TrainingRow]) -> float:
-    seen = [np.abs(row.channels[ADVANTAGE_CHANNEL][row.loss_mask_T != 0]) for row in rows]
+    seen = [np.abs(row.channels[Channel.ADVANTAGE][row.loss_mask_T != 0]) for row in rows]
     return float(max((values_N.max(initial=0.0) for values_N in seen), default=0.0))
 
 
 def measure_share_of_idle_groups(
     batch: Sequence[TrajectoryRow], rows: Sequence[TrainingRow]
 ) -> float:
-    seen = (np.any(row.channels[ADVANTAGE_CHANNEL][row.loss_mask_T != 0]) for row in rows)
+    seen = (np.any(row.channels[Channel.ADVANTAGE][row.loss_mask_T != 0]) for row in rows)
     teaching = {one.ticket_id for one, teaches in zip(batch, seen, strict=True) if teaches}
     return 1.0 - len(teaching) / max(1, len({one.ticket_id for one in batch}))
 

@@ -7,8 +7,12 @@ import torch
 
 from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.recipe.sections.trainer import LoraConfig
-from areal_hpc.rundir.checkpoints import Checkpoint, list_checkpoints
-from areal_hpc.trainer.checkpoints.frozen_base import digest_base, require_same_base
+from areal_hpc.rundir.checkpoints import (
+    Checkpoint,
+    digest_base,
+    list_checkpoints,
+    require_same_base,
+)
 from areal_hpc.trainer.checkpoints.stored_tensors import (
     Box,
     StoredTensors,

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from megatron.core import parallel_state
@@ -41,18 +41,16 @@ from areal_hpc.trainer.checkpoints.stored_tensors import (
 from areal_hpc.trainer.collectives import all_reduce_max, raise_on_all_ranks
 from areal_hpc.trainer.model.families.weight_map import EMBEDDING_NAME
 from areal_hpc.trainer.model.policy import TrainedNetwork
-from areal_hpc.trainer.model.sharding import ShardedAdamW
-from areal_hpc.trainer.private_apis.megatron_private import OptimizerShard, list_optimizer_shards
+from areal_hpc.trainer.optimizer import Optimizer
+from areal_hpc.trainer.private_apis.megatron_private import OptimizerShard
 
 CRITIC_PREFIX = "critic."
 
 
-NetworkWithOptimizer = tuple[TrainedNetwork, Any]
+NetworkWithOptimizer = tuple[TrainedNetwork, Optimizer]
 
 
 class PlaceInWholeTensor(NamedTuple):
-    """Where some consecutive numbers of a shard belong."""
-
     name: str
     shape: tuple[int, ...]
     """Of the whole tensor."""
@@ -89,7 +87,10 @@ class RankState:
     """
 
     def __init__(
-        self, policy: TrainedNetwork, optimizer: Any, critic: NetworkWithOptimizer | None = None
+        self,
+        policy: TrainedNetwork,
+        optimizer: Optimizer,
+        critic: NetworkWithOptimizer | None = None,
     ) -> None:
         self._device = policy.device
         self._shards_of = {"": _list_state_shards(policy, optimizer, "")}
@@ -119,7 +120,6 @@ class RankState:
         return steps
 
     def build_index(self, rank: int) -> RankIndex:
-        """Where in the copy everything is."""
         tensors: dict[str, StoredTensor] = {}
         done = 0
         for shard in self._kept:
@@ -183,7 +183,7 @@ class RankState:
 
 def load_checkpoint_into(
     policy: TrainedNetwork,
-    optimizer: Any,
+    optimizer: Optimizer,
     directory: Path,
     critic: NetworkWithOptimizer | None = None,
 ) -> None:
@@ -206,7 +206,9 @@ def load_checkpoint_into(
             network.ddp_module.start_param_sync()
 
 
-def _list_state_shards(network: TrainedNetwork, optimizer: Any, prefix: str) -> list[StateShard]:
+def _list_state_shards(
+    network: TrainedNetwork, optimizer: Optimizer, prefix: str
+) -> list[StateShard]:
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     sharded = network.gpt.sharded_state_dict(metadata={"dp_cp_group": group})
     parts: dict[torch.Tensor, list[ShardedTensor]] = {
@@ -217,11 +219,7 @@ def _list_state_shards(network: TrainedNetwork, optimizer: Any, prefix: str) -> 
         _build_shard(
             shard, parts[shard.parameter], prefix, has_masters=network.dtype != torch.float32
         )
-        for shard in (
-            optimizer.list_shards(network.dtype)
-            if isinstance(optimizer, ShardedAdamW)
-            else list_optimizer_shards(optimizer)
-        )
+        for shard in optimizer.list_shards(network.dtype)
     ]
 
 

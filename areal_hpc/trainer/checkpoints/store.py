@@ -11,23 +11,32 @@ Random state needs no file: the order of data, and an adapter's dropout, are fun
 """
 
 import contextlib
+import logging
+import mmap
+import os
 import shutil
+import struct
+import threading
 import time
 import uuid
+import zlib
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
-from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from areal_hpc.errors import ArealError, ClusterError, SupersededTrainerError
+from areal_hpc.jobs.processes.native_call_threads import start_native_call
 from areal_hpc.jobs.starts import record_checkpoint_duration
 from areal_hpc.recipe.sections.trainer import AdamConfig
 from areal_hpc.rundir.checkpoints import (
     CHECKPOINT_INDEX_FILE,
     COMPLETE_MARKER_FILE,
+    DIGEST_BLOCK_BYTES,
     TRAINER_STATE_FILE,
     Checkpoint,
     RankIndex,
@@ -41,19 +50,18 @@ from areal_hpc.rundir.checkpoints import (
     list_unfinished_checkpoints,
     merge_rank_indices,
     read_trainer_state,
+    require_same_base,
     write_checkpoint_index,
     write_trainer_state,
 )
-from areal_hpc.rundir.files import fsync_path, make_folder
+from areal_hpc.rundir.files import fsync_path, make_folder, write_all
 from areal_hpc.rundir.paths import format_step_dir
-from areal_hpc.trainer.checkpoints.frozen_base import require_same_base
 from areal_hpc.trainer.checkpoints.rank_state import (
     CRITIC_PREFIX,
     NetworkWithOptimizer,
     RankState,
     load_checkpoint_into,
 )
-from areal_hpc.trainer.checkpoints.writer import CheckpointWriter
 from areal_hpc.trainer.collectives import (
     all_reduce_max,
     broadcast_object,
@@ -62,10 +70,16 @@ from areal_hpc.trainer.collectives import (
     read_with_retries_on_all_ranks,
 )
 from areal_hpc.trainer.model.policy import TrainedNetwork
-from areal_hpc.trainer.optimizer import build_optimizer
+from areal_hpc.trainer.optimizer import Optimizer, build_optimizer
+from areal_hpc.trainer.private_apis.torch_private import pin_host_memory, unpin_host_memory
 from areal_hpc.wire.fault_points import fault_point
 
+logger = logging.getLogger(__name__)
+
 POLL_S = 0.2
+NICENESS = 5
+REMOVAL_TIMEOUT_S = 60.0
+"""Time that old checkpoints may still take to delete at the end of a run."""
 
 WriteStatus = IntEnum("WriteStatus", "DONE PENDING FAILED")
 """How far a rank's part of a checkpoint is; the largest of all ranks decides."""
@@ -104,7 +118,7 @@ class CheckpointStore:
         is_offloaded: bool = False,
         critic: NetworkWithOptimizer | None = None,
         base: str = "",
-    ) -> tuple[Any, Checkpoint | None]:
+    ) -> tuple[Optimizer, Checkpoint | None]:
         """An optimizer for the policy, and the latest checkpoint, loaded into both. A collective.
 
         `base` is the digest of the model that an adapter changes.
@@ -153,7 +167,7 @@ class CheckpointStore:
     def begin_save(
         self,
         policy: TrainedNetwork,
-        optimizer: Any,
+        optimizer: Optimizer,
         state: TrainerState,
         critic: NetworkWithOptimizer | None = None,
     ) -> Path:
@@ -296,3 +310,103 @@ def _convert_storage_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise build_checkpoint_write_error(path, error) from error
+
+
+class CheckpointWriter:
+    """Writes one copy of a rank's state at a time, and deletes old checkpoints, beside training.
+
+    The copies of all ranks take 14 bytes a parameter in bfloat16, 12 in float32. The memory for
+    them is as large as the largest copy so far, from the first checkpoint to the end of the run.
+    Copying, checksums and calls of the system release the interpreter's lock.
+    """
+
+    def __init__(self) -> None:
+        self.took_s = 0.0
+        """Seconds that the last file took to write."""
+        self._memory: torch.Tensor | None = None
+        self._is_pinned = False
+        self._path = Path()
+        self._writing: Future[float] | None = None
+        self._removals: list[Future[None]] = []
+
+    def reserve_memory(self, size_bytes: int, device: torch.device) -> torch.Tensor:
+        """Bytes for the next copy, pinned if it comes from a GPU; unchanged while it is written."""
+        if self._memory is None or len(self._memory) < size_bytes:
+            self._release_memory()
+            # All pages at once: else each costs a trap, in the first checkpoint's copy.
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
+            mapped = mmap.mmap(-1, max(size_bytes, mmap.PAGESIZE), flags=flags)
+            self._memory = torch.frombuffer(mapped, dtype=torch.uint8)
+            if device.type == "cuda":
+                pin_host_memory(self._memory)
+                self._is_pinned = True
+        return self._memory
+
+    def _release_memory(self) -> None:
+        if self._memory is not None and self._is_pinned:
+            unpin_host_memory(self._memory)
+        self._memory, self._is_pinned = None, False
+
+    def begin_write(self, path: Path, size_bytes: int, files_to_sync: Sequence[str]) -> None:
+        """Begin to write the first bytes of the memory into a new file.
+
+        Files beside it with the names `files_to_sync` become durable with it.
+        """
+        assert self._memory is not None
+        content = self._memory[:size_bytes].numpy().data
+        self._path = path
+        self._writing = start_native_call(
+            lambda: _write_and_sync(content, path, files_to_sync), "checkpoint-writer"
+        )
+
+    def poll_write(self, timeout_s: float) -> bool:
+        """True once the file, its neighbors and their directory are on disk."""
+        if self._writing is None:
+            return True
+        wait([self._writing], timeout_s)
+        if not self._writing.done():
+            return False
+        try:
+            self.took_s = self._writing.result()
+        except OSError as error:
+            raise build_checkpoint_write_error(self._path, error) from error
+        logger.debug("%s took %.1f s", self._path, self.took_s)
+        self._writing = None
+        return True
+
+    def begin_remove_directory(self, directory: Path) -> None:
+        def remove() -> None:
+            shutil.rmtree(directory, ignore_errors=True)
+
+        running = [one for one in self._removals if not one.done()]
+        self._removals = [*running, start_native_call(remove, "checkpoint-removal")]
+
+    def close(self) -> None:
+        """Wait for deletions, and give the memory back."""
+        if wait(self._removals, REMOVAL_TIMEOUT_S).not_done:
+            logger.warning("left an old checkpoint: deleting took over %.0f s", REMOVAL_TIMEOUT_S)
+        self._release_memory()
+
+
+def _write_and_sync(content: memoryview, path: Path, files_to_sync: Sequence[str]) -> float:
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)  # of this thread
+    began = time.perf_counter()
+    fault_point("checkpoint.before_write")
+    write_rank_file(content, path)
+    for name in files_to_sync:
+        fsync_path(path.parent / name)
+    fsync_path(path.parent)
+    return time.perf_counter() - began
+
+
+def write_rank_file(content: memoryview, path: Path) -> None:
+    """Write bytes, and behind them the digests of their blocks. Forced to disk."""
+    with path.open("wb", buffering=0) as file:
+        digests = []
+        for start in range(0, len(content), DIGEST_BLOCK_BYTES):
+            block = content[start : start + DIGEST_BLOCK_BYTES]
+            digests.append(zlib.crc32(block))
+            write_all(file.fileno(), [block])
+        fault_point("checkpoint.before_digests")
+        write_all(file.fileno(), [struct.pack(f"<{len(digests)}I", *digests)])
+        os.fsync(file.fileno())

@@ -46,7 +46,6 @@ class Box(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Numbers in the block."""
         return math.prod(self.sizes)
 
     @property
@@ -110,7 +109,6 @@ def split_into_matrices(box: Box) -> Iterator[Box]:
 
 
 def intersect_boxes(first: Box, second: Box) -> Box | None:
-    """The block that two blocks of a tensor have in common."""
     starts = tuple(map(max, first.offsets, second.offsets))
     stops = tuple(
         min(a + a_size, b + b_size) for a, a_size, b, b_size in zip(*first, *second, strict=True)
@@ -269,7 +267,6 @@ class StoredTensors:
 
 @contextmanager
 def open_stored_tensors(directory: Path) -> Iterator[StoredTensors]:
-    """The tensors in the directory of a complete checkpoint."""
     stored = StoredTensors(directory)
     try:
         yield stored

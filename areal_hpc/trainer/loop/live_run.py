@@ -18,17 +18,17 @@ from areal_hpc.metrics.step_metrics import (
     EpisodeFailureCounter,
     list_evaluated_sets,
 )
-from areal_hpc.metrics.writer import summarize_newest_weight_update_pause
+from areal_hpc.metrics.writer import StepRecord, summarize_newest_weight_update_pause
 from areal_hpc.rundir.jsonl import JsonMetricRow
 from areal_hpc.rundir.rendezvous import EVALUATION_CELL
 from areal_hpc.rundir.service_client import ServiceClient
 from areal_hpc.rundir.telemetry.events import CELL_FOUND_EVENT, NO_CELL_EVENT, EventLog
 from areal_hpc.trainer.config import Schedule
-from areal_hpc.trainer.loop.step_record import StepRecord
-from areal_hpc.trainer.loop.weight_senders import ReplicasBySender, WeightSenders
 from areal_hpc.weights.publisher import (
     Publisher,
+    ReplicasBySender,
     UpdateBackoff,
+    WeightSenders,
     find_outdated_replicas,
 )
 from areal_hpc.weights.replicas import DiscoveredReplicas, ReplicaKey
@@ -85,7 +85,6 @@ class AsyncEvaluationTracker:
     def list_replicas_to_update_now(
         self, replicas: DiscoveredReplicas, current_version: WeightVersion
     ) -> list[ReplicaKey]:
-        """Those of the cell's replicas that are to be given the current weights now."""
         return (
             find_outdated_replicas(replicas, current_version)
             if self._choose_version_to_hold(replicas, current_version) == current_version
@@ -177,7 +176,6 @@ class LiveRun:
         self._is_cell_missing = False
         self._refused_proofs: int | None = 0
         """In a row; None once a replica has proven any weights."""
-        """The event log says so."""
         self._logged_at = float("-inf")
         self._backoff = UpdateBackoff()
         self._ticket_counts: JsonMetricRow = {}

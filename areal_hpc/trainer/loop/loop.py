@@ -48,17 +48,16 @@ from areal_hpc.errors import (
     UntrainableBatchError,
 )
 from areal_hpc.jobs.processes.process_setup import StopRequest
+from areal_hpc.metrics.writer import StepRecord
 from areal_hpc.rundir.checkpoints import UntrainedBatchPart
 from areal_hpc.rundir.jsonl import JsonMetricRow
 from areal_hpc.rundir.telemetry.spans import time_span
-from areal_hpc.trainer.collectives import broadcast_object, is_true_on_any_rank
+from areal_hpc.trainer.collectives import broadcast_object, is_true_on_any_rank, note_place_reached
 from areal_hpc.trainer.config import Schedule
 from areal_hpc.trainer.learner import Learner
 from areal_hpc.trainer.loop.live_run import LiveRun
-from areal_hpc.trainer.loop.step_record import StepRecord
-from areal_hpc.trainer.loop.weight_senders import ReplicasBySender, WeightSenders
 from areal_hpc.trainer.model.hf_weights import stream_hf_tensors
-from areal_hpc.trainer.rank_progress import note_place_reached
+from areal_hpc.weights.publisher import ReplicasBySender, WeightSenders
 from areal_hpc.wire.ledger import BatchManifest
 from areal_hpc.wire.weight_version import WeightVersion
 

@@ -61,9 +61,8 @@ class VarlenAttention:
 
         A `window` of that many last keys, the query's own among them, is for the fused kernel.
         """
-        key, value = self._pick_keys(key, value)
         if can_use_flash(query):
-            return self.attend_fused(query, key, value, scale, window)
+            return self.attend_fused(query, *self._pick_keys(key, value), scale, window)
         assert window is None
         return self.attend_per_segment(query, key, value, scale)
 
@@ -87,7 +86,9 @@ class VarlenAttention:
             value.split(self.key_lengths, 2),
             strict=True,
         )
-        return torch.cat([attend_segment(*part) for part in parts], 2)[0].transpose(0, 1)
+        attended = [attend_segment(*part) for part in parts]
+        whole = attended[0] if len(attended) == 1 else torch.cat(attended, 2)
+        return whole[0].transpose(0, 1)
 
     def attend_fused(
         self,
@@ -97,7 +98,7 @@ class VarlenAttention:
         scale: float,
         window: int | None = None,
     ) -> torch.Tensor:
-        """All segments in one call of FlashAttention.
+        """All segments in one call of FlashAttention, over keys as `key_places` picks them.
 
         Its causal mask and its window are aligned at the end, as segments need it.
         """
@@ -115,24 +116,15 @@ class VarlenAttention:
             copies = query.shape[1] // key.shape[1]
             key, value = (part.repeat_interleave(copies, 1) for part in (key, value))
             is_grouped = False
-        query, key, value = (part.transpose(0, 1)[None] for part in (query, key, value))
-        attended = []
-        for q, k, v in zip(
-            query.split(self.query_lengths, 2),
-            key.split(self.key_lengths, 2),
-            value.split(self.key_lengths, 2),
-            strict=True,
-        ):
+
+        def attend_segment(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             is_square = q.shape[2] == k.shape[2]
             mask = None if is_square else causal_lower_right(q.shape[2], k.shape[2])
-            attended.append(
-                F.scaled_dot_product_attention(
-                    q, k, v, attn_mask=mask, is_causal=is_square, scale=scale,
-                    enable_gqa=is_grouped,
-                )
-            )  # fmt: skip
-        whole = attended[0] if len(attended) == 1 else torch.cat(attended, 2)
-        return whole[0].transpose(0, 1)
+            return F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=is_square, scale=scale, enable_gqa=is_grouped
+            )
+
+        return self.attend_by(attend_segment, query, key, value)
 
 
 def can_use_flash(query: torch.Tensor) -> bool:

@@ -13,11 +13,6 @@ from megatron.core import parallel_state
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
-from torch.optim import AdamW
-
-from areal_hpc.recipe.sections.trainer import AdamConfig
-from areal_hpc.trainer.private_apis.megatron_private import OptimizerShard
 
 
 def shard_decoder(decoder: Any, dtype: torch.dtype, device: torch.device) -> None:
@@ -52,11 +47,11 @@ def _divide_by_scored_tokens(
     )
     scale = 1.0 / num_tokens.clamp(min=1)
     for chunk in chunks:
-        for gradient in _list_gradients(chunk.parameters()):
+        for gradient in list_gradients(chunk.parameters()):
             gradient.to_local().mul_(scale)
 
 
-def _list_gradients(parameters: Any) -> list[DTensor]:
+def list_gradients(parameters: Any) -> list[DTensor]:
     return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
@@ -65,7 +60,7 @@ def copy_own_rows(target: torch.Tensor, whole: torch.Tensor) -> None:
     if not isinstance(target, DTensor):
         target.copy_(whole)
         return
-    first = _find_first_row(target)
+    first = find_first_row(target)
     own = target.to_local()
     own.copy_(whole[first : first + len(own)])
 
@@ -79,60 +74,8 @@ def gather_rows(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return whole
 
 
-def _find_first_row(parameter: DTensor) -> int:
-    """As `torch.chunk` cuts rows."""
+def find_first_row(parameter: DTensor) -> int:
+    """Of those that this rank keeps, as `torch.chunk` cuts rows."""
     mesh = parameter.device_mesh
     rows = -(-len(parameter) // mesh.size())
     return min(rows * mesh.get_local_rank(), len(parameter))
-
-
-class ShardedAdamW(AdamW):
-    """AdamW over the rows that this rank keeps, its moments already zeroed."""
-
-    def __init__(self, decoder: torch.nn.Module, config: AdamConfig) -> None:
-        trained = [item for item in decoder.named_parameters() if item[1].requires_grad]
-        decayed = {name for name, one in trained if one.dim() > 1 and not name.endswith(".bias")}
-        groups = [
-            {
-                "params": [one for name, one in trained if (name in decayed) == is_decayed],
-                "weight_decay": config.weight_decay if is_decayed else 0.0,
-            }
-            for is_decayed in (True, False)
-        ]
-        is_on_gpu = trained[0][1].is_cuda
-        super().__init__(groups, config.lr, config.betas, config.eps, fused=is_on_gpu or None)
-        self.clip_grad = config.clip_grad
-        for _, parameter in trained:
-            self.state[parameter] = {
-                "step": torch.tensor(0.0, device=parameter.device if is_on_gpu else "cpu"),
-                "exp_avg": torch.zeros_like(parameter),
-                "exp_avg_sq": torch.zeros_like(parameter),
-            }
-
-    @property
-    def parameters(self) -> list[Any]:
-        return [one for group in self.param_groups for one in group["params"]]
-
-    def measure_norm(self) -> float:
-        """Norm of the gradients of all ranks. A collective."""
-        norm: Any = get_total_norm(_list_gradients(self.parameters))
-        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-
-    def apply_gradients(self, norm: float) -> None:
-        if self.clip_grad > 0.0:
-            clip_grads_with_norm_(self.parameters, self.clip_grad, torch.tensor(norm))
-        self.step()
-
-    def list_shards(self, dtype: torch.dtype) -> list[OptimizerShard]:
-        """The rows that this rank keeps, as numbers of the whole parameters."""
-        shards = []
-        for parameter in self.parameters:
-            master = parameter.detach().to_local().view(-1)
-            start = _find_first_row(parameter) * (parameter.numel() // len(parameter))
-            moments = {
-                name: tensor.to_local().view(-1) if isinstance(tensor, DTensor) else tensor
-                for name, tensor in self.state[parameter].items()
-            }
-            stop = start + len(master)
-            shards.append(OptimizerShard(parameter, start, stop, master.to(dtype), master, moments))
-        return shards

@@ -87,8 +87,6 @@ class LossStats:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReducedStats:
-    """Statistics over all ranks, on the host."""
-
     sums: dict[str, float]
     maxima: dict[str, float]
     histograms: dict[str, torch.Tensor]
@@ -107,15 +105,13 @@ def copy_numbers_to_host(
     numbers: Sequence[Number], vectors: Sequence[torch.Tensor]
 ) -> torch.Tensor:
     """All numbers, then all vectors, as one float64 tensor on the host: one copy from a device."""
-    found = torch.tensor([0.0 if isinstance(n, torch.Tensor) else n for n in numbers]).double()
-    held = {place: n for place, n in enumerate(numbers) if isinstance(n, torch.Tensor)}
-    parts = [n.double().reshape(1) for n in held.values()] + [one.double() for one in vectors]
-    if not parts:
-        return found
-    device = next((part.device for part in parts if part.device.type != "cpu"), parts[0].device)
-    read = torch.cat([part.to(device, non_blocking=True) for part in parts]).cpu()
-    found[list(held)] = read[: len(held)]
-    return torch.cat([found, read[len(held) :]])
+    held = [one.device for one in (*numbers, *vectors) if isinstance(one, torch.Tensor)]
+    device = next((one for one in held if one.type != "cpu"), torch.device("cpu"))
+    parts = [
+        torch.as_tensor(one, dtype=torch.float64, device=device).reshape(-1)
+        for one in (*numbers, *vectors)
+    ]
+    return torch.cat([torch.empty(0, dtype=torch.float64, device=device), *parts]).cpu()
 
 
 BINS_PER_DECADE = 32

@@ -10,6 +10,15 @@ The divergence from a reference policy is estimated at sampled tokens, d = log p
 
 Names and definitions: joschu.net/blog/kl-approx. k3 in the loss is GRPO's (arXiv:2402.03300,
 section 4.1.1).
+
+Tokens may have been sampled by other weights than those an update starts from.
+The importance weight of a token is w = pi_proximal / pi_behavior. It corrects for the token alone:
+not for what other weights would have said before and after it, so even unbounded it is biased, and
+then it varies without bounds too. `trainer.objective.off_policy_correction` says what is done about
+large and small ones.
+When weights are clamped it is called truncated importance sampling (TIS,
+fengyao.notion.site/off-policy-rl), when tokens outside two bounds are masked IcePop
+(arXiv:2510.18855, section 2.3.2), when whole rows are, rejection.
 """
 
 from collections import Counter
@@ -20,8 +29,7 @@ from typing import Literal
 import torch
 
 from areal_hpc.recipe.sections.trainer import ObjectiveConfig
-from areal_hpc.trainer.objective.custom_loss import CustomLoss, LossInputs
-from areal_hpc.trainer.objective.importance_sampling import TokenRowMap, compute_importance_weights
+from areal_hpc.trainer.objective.custom_loss import CustomLoss, LossInputs, TokenRowMap
 
 LOSS_SUM_NAMES = (
     "loss", "clipped", "outside", "weight", "applied", "applied_squared", "kl", "reference",
@@ -112,6 +120,49 @@ def compute_policy_loss(
         clipped_N=clipped_N,
         outside_N=correction.outside_N,
     )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ImportanceWeights:
+    """Behavior weights of some tokens after the correction. No gradient flows through any of it."""
+
+    weight_N: torch.Tensor
+    """Factor of each token's term of the objective; 0 where it is masked."""
+    raw_N: torch.Tensor
+    """The importance weight before the bounds: the token's, or the geometric mean of its row."""
+    outside_N: torch.Tensor
+    """Tokens whose weight or divergence was out of bounds: clamped or masked."""
+    kl_N: torch.Tensor
+    """An estimate of KL(behavior || proximal), never negative: k3 of joschu.net/blog/kl-approx."""
+
+
+def compute_importance_weights(
+    proximal_N: torch.Tensor, behavior_N: torch.Tensor, rows: TokenRowMap, config: ObjectiveConfig
+) -> ImportanceWeights:
+    """Weigh tokens as the objective asks. A collective of `rows.group` at level `sequence`.
+
+    What is not a number is never out of bounds: it reaches the loss, where it is noticed.
+    """
+    log_ratio_N = (proximal_N - behavior_N).detach()
+    raw_N = log_ratio_N.exp()
+    kl_N = (torch.expm1(log_ratio_N) - log_ratio_N).clamp(min=0)
+    if config.off_policy_correction == "none":
+        return ImportanceWeights(torch.ones_like(raw_N), raw_N, torch.zeros_like(raw_N) != 0, kl_N)
+    by_row, metric = (
+        config.off_policy_correction_level == "sequence",
+        config.off_policy_correction_metric,
+    )
+    judged_N = {"kl": kl_N, "k2": log_ratio_N.square() / 2}.get(metric, log_ratio_N)
+    if by_row:
+        judged_N = rows.aggregate_rows_at_tokens(judged_N, config.off_policy_correction_agg)
+    if metric == "ratio":
+        judged_N = judged_N.exp()
+        raw_N = rows.compute_row_means(log_ratio_N).exp() if by_row else raw_N
+    low, high = config.off_policy_correction_low, config.off_policy_correction_high
+    # 0 is no lower bound: of k1 alone there is something below it.
+    outside_N = (judged_N < (low or -torch.inf)) | (judged_N > high)
+    held_N = raw_N.clamp(low, high) if config.off_policy_correction == "clamp" else 0.0
+    return ImportanceWeights(torch.where(outside_N, held_N, raw_N), raw_N, outside_N, kl_N)
 
 
 def _compute_surrogate(
@@ -214,3 +265,34 @@ def compute_minibatch_factors(tokens: Sequence[int]) -> list[float]:
     """
     mean = sum(tokens) / len(tokens) if tokens else 0.0
     return [count / mean if mean else 1.0 for count in tokens]
+
+
+VALUE_SUM_NAMES = ("value_loss", "value_clipped", "tokens")
+"""Sums over tokens: the loss, those at which the clip took the gradient away, their number."""
+
+
+def compute_value_loss(
+    values_N: torch.Tensor,
+    before_N: torch.Tensor,
+    returns_N: torch.Tensor,
+    clip_value: float | None,
+) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+    """The sum of max((V - R)^2, (clip(V) - R)^2) / 2, clip(V) within `clip_value` of `before_N`.
+
+    The pessimistic one of both, as a clipped surrogate is; None clips nothing. The gradient flows
+    through `values_N`.
+
+    Returns:
+        The sum, to be divided by the number of tokens; `VALUE_SUM_NAMES` by name.
+    """
+    terms_N = (values_N - returns_N).square() / 2
+    clipped_N = torch.zeros_like(values_N) != 0
+    if clip_value is not None:
+        bounded_N = before_N + (values_N - before_N).clamp(-clip_value, clip_value)
+        bounded_terms_N = (bounded_N - returns_N).square() / 2
+        clipped_N = (bounded_terms_N > terms_N) & ((values_N - before_N).abs() > clip_value)
+        terms_N = torch.maximum(terms_N, bounded_terms_N)
+    total = terms_N.sum()
+    count = torch.full_like(total, len(values_N))
+    measured = (total.detach(), clipped_N.sum(), count)
+    return total, dict(zip(VALUE_SUM_NAMES, (one.double() for one in measured), strict=True))

@@ -35,13 +35,14 @@ from areal_hpc.errors import (
 from areal_hpc.recipe.sections.trainer import TeacherConfig
 from areal_hpc.rundir.rendezvous import read_user_key
 from areal_hpc.session.chat_template import TokenEncoder
-from areal_hpc.trainer.batch.packing import TEMPERATURE_CHANNEL, TrainingRow
+from areal_hpc.trainer.batch.packing import Channel, TrainingRow
 from areal_hpc.trainer.collectives import (
     broadcast_object,
     is_true_on_any_rank,
+    note_detail,
+    note_place_reached,
     raise_on_all_ranks,
 )
-from areal_hpc.trainer.rank_progress import note_detail, note_place_reached
 from areal_hpc.trainer.step import ScoresByRow
 from areal_hpc.wire.http import AsyncWireClient
 from areal_hpc.wire.retry import RETRYABLE_STATUSES, Backoff
@@ -68,8 +69,6 @@ TokenEntry = tuple[float | None, int, str | None]
 
 
 class _GenerateRequest(msgspec.Struct):
-    """Score these tokens, and sample none."""
-
     input_ids: Sequence[int]
     logprob_start_len: int
     return_text_in_logprobs: bool = False
@@ -252,7 +251,7 @@ def _find_trained_places(row: TrainingRow) -> npt.NDArray[np.int64]:
 
 
 def _check_distribution(step: int, row: TrainingRow) -> None:
-    places, temperatures_T = _find_trained_places(row), row.channels.get(TEMPERATURE_CHANNEL)
+    places, temperatures_T = _find_trained_places(row), row.channels.get(Channel.TEMPERATURE)
     if not len(places):
         return
     if temperatures_T is not None and (temperatures_T[places] != 1.0).any():

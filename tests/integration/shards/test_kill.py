@@ -17,7 +17,7 @@ import pytest
 
 from areal_hpc.rundir import files
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.shards import disk_io, index, writer
+from areal_hpc.shards import index, writer
 from areal_hpc.shards.index import locate_tickets, read_index
 from areal_hpc.shards.journal import JournalRecord, JournalWriter, read_journal
 from areal_hpc.shards.reader import ShardReader
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from _typeshed import TraceFunction
 
 PROCESSES = multiprocessing.get_context("forkserver")
-WATCHED = {module.__file__ for module in (writer, index, files, disk_io)}
+WATCHED = {module.__file__ for module in (writer, index, files)}
 """Everything that touches the disk when a shard is sealed."""
 
 

@@ -25,7 +25,7 @@ from areal_hpc.errors import (
     SupersededTrainerError,
 )
 from areal_hpc.jobs.processes.process_setup import StopRequest
-from areal_hpc.metrics.writer import MetricsWriter
+from areal_hpc.metrics.writer import MetricsWriter, StepRecord
 from areal_hpc.rundir.checkpoints import (
     COMPLETE_MARKER_FILE,
     TrainerState,
@@ -39,14 +39,13 @@ from areal_hpc.rundir.files import claim_next_number
 from areal_hpc.rundir.jsonl import append_line
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.trainer import collectives
-from areal_hpc.trainer.checkpoints import store, writer
+from areal_hpc.trainer.checkpoints import store
 from areal_hpc.trainer.checkpoints.store import CheckpointStore
 from areal_hpc.trainer.collectives import is_true_on_any_rank
 from areal_hpc.trainer.config import Schedule
 from areal_hpc.trainer.job import make_replay_coordinator
 from areal_hpc.trainer.learner import Learner
 from areal_hpc.trainer.loop.loop import Coordinator, run_loop
-from areal_hpc.trainer.loop.step_record import StepRecord
 from areal_hpc.trainer.private_apis.megatron_private import list_optimizer_shards
 from areal_hpc.wire.ledger import BatchManifest
 from tests.support.counted_reads import counted_reads
@@ -69,13 +68,13 @@ def visible(paths: RunPaths) -> list[int]:
 
 
 def begin_held(learner: Learner) -> threading.Event:
-    released, write = threading.Event(), writer.write_rank_file
+    released, write = threading.Event(), store.write_rank_file
 
     def write_once_released(content: memoryview, path: Path) -> None:
         assert released.wait(60.0)
         write(content, path)
 
-    pytest.MonkeyPatch().setattr(writer, "write_rank_file", write_once_released)
+    pytest.MonkeyPatch().setattr(store, "write_rank_file", write_once_released)
     learner.begin_checkpoint({})
     return released
 

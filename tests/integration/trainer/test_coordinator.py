@@ -22,7 +22,7 @@ from areal_hpc.metrics.step_metrics import (
     EpisodeFailureCounter,
     read_metrics,
 )
-from areal_hpc.metrics.writer import MetricsWriter
+from areal_hpc.metrics.writer import MetricsWriter, StepRecord
 from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.jsonl import read_readable_records
@@ -31,11 +31,9 @@ from areal_hpc.rundir.telemetry.events import EventLog
 from areal_hpc.trainer.config import EvaluationSetSchedule, Schedule
 from areal_hpc.trainer.loop.live_run import MAX_REFUSED_PROOFS, AsyncEvaluationTracker, LiveRun
 from areal_hpc.trainer.loop.loop import Action, Command, Coordinator
-from areal_hpc.trainer.loop.step_record import StepRecord
-from areal_hpc.trainer.loop.weight_senders import WeightSenders
 from areal_hpc.view.events import NewEventLineFormatter
 from areal_hpc.weights.buckets import TensorSpec
-from areal_hpc.weights.publisher import Publisher, make_transport
+from areal_hpc.weights.publisher import Publisher, WeightSenders, make_transport
 from areal_hpc.weights.update import Probe
 from areal_hpc.wire.http import WireClient
 from areal_hpc.wire.ledger import (
@@ -120,7 +118,7 @@ def make_coordinator(
         record,
         ledger=ServiceClient(directory, rendezvous.LEDGER_SERVICE, SERVICE_KEY),
         publisher=publisher,
-        senders=WeightSenders(0, 1, SPECS, transport),
+        senders=WeightSenders(0, 1, SPECS, transport, lambda *told: []),
         events=EventLog(directory / "events.jsonl", "trainer"),
         stop=stop,
         episode_failures=EpisodeFailureCounter(directory / "events.jsonl"),

@@ -88,7 +88,7 @@ from areal_hpc.jobs.processes.native_call_threads import (
     exit_beside_native_calls, note_library_threads
 )
 from areal_hpc.trainer.collectives import is_true_on_any_rank, raise_for_lost_rank
-from areal_hpc.trainer.rank_progress import RankProgress, note_detail, note_place_reached
+from areal_hpc.trainer.collectives import RankProgress, note_detail, note_place_reached
 from tests.support.deadlines import Deadline, scaled
 
 logging.basicConfig(stream=sys.stderr)

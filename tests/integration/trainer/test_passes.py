@@ -17,13 +17,7 @@ from areal_hpc.recipe.sections.trainer import (
 )
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.trainer import memory
-from areal_hpc.trainer.batch.packing import TEMPERATURE_CHANNEL, TrainingRow
-from areal_hpc.trainer.batch.training_rows import (
-    ADVANTAGE_CHANNEL,
-    BEHAVIOR_LOGPROBS_CHANNEL,
-    CURRENT_WEIGHTS_CHANNEL,
-    STALENESS_CHANNEL,
-)
+from areal_hpc.trainer.batch.packing import Channel, TrainingRow
 from areal_hpc.trainer.model import memory_estimate
 from areal_hpc.trainer.model import policy as policy_module
 from areal_hpc.trainer.model.cpu.megatron_cpu import patch_torch_megatron_without_gpu
@@ -151,11 +145,11 @@ def test_a_checkpoint_of_many_buckets_is_resumed_to_the_same_bits(
 
 
 CHANNELS = (
-    ADVANTAGE_CHANNEL,
-    BEHAVIOR_LOGPROBS_CHANNEL,
-    CURRENT_WEIGHTS_CHANNEL,
-    STALENESS_CHANNEL,
-    TEMPERATURE_CHANNEL,
+    Channel.ADVANTAGE,
+    Channel.BEHAVIOR,
+    Channel.CURRENT_WEIGHTS,
+    Channel.STALENESS,
+    Channel.TEMPERATURE,
 )
 
 
@@ -164,7 +158,7 @@ def make_rows() -> list[TrainingRow]:
     for length in LENGTHS:
         mask = (np.arange(length) >= length // 2).astype(np.uint8)
         channels = {name: chance.random(length).astype(np.float32) for name in CHANNELS}
-        channels[CURRENT_WEIGHTS_CHANNEL] = (np.arange(length) % 2).astype(np.float32)
+        channels[Channel.CURRENT_WEIGHTS] = (np.arange(length) % 2).astype(np.float32)
         ids = chance.integers(0, 256, length).astype(np.int32)
         rows.append(TrainingRow(ids, mask, channels))
     return rows
@@ -177,7 +171,7 @@ def check_reads(scenario: Scenario, paths: RunPaths, arch: Architecture) -> None
     assert len(batches) > 1
 
     def loss(batch: MicroBatch, logits_1NV: torch.Tensor) -> tuple[torch.Tensor, LossStats]:
-        return learner._compute_loss(
+        return learner._trainer._compute_loss(
             batch, logits_1NV, minibatch_index=0, updates_done_share=0, factor=1.0
         )
 

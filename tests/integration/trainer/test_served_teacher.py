@@ -28,17 +28,16 @@ from areal_hpc.rundir.manifests import read_manifest
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.session.chat_template import TokenEncoder
 from areal_hpc.shards.verify import CheckedShards
-from areal_hpc.trainer.batch.packing import TEMPERATURE_CHANNEL, TrainingRow
+from areal_hpc.trainer.batch.packing import Channel, TrainingRow
 from areal_hpc.trainer.batch.training_rows import build_rows_to_score, read_rows_by_ticket
-from areal_hpc.trainer.collectives import gather_objects_on_first_rank
+from areal_hpc.trainer.collectives import RankProgress, gather_objects_on_first_rank
 from areal_hpc.trainer.job import make_replay_coordinator
 from areal_hpc.trainer.loop.loop import run_loop
 from areal_hpc.trainer.model.families.architecture import read_architecture
 from areal_hpc.trainer.model.policy import build_policy
 from areal_hpc.trainer.private_apis.torch_private import get_default_store
-from areal_hpc.trainer.rank_progress import RankProgress
-from areal_hpc.trainer.scoring.frozen_models import FrozenModels
 from areal_hpc.trainer.scoring.served_teacher import TeacherClient
+from areal_hpc.trainer.scoring.side_networks import FrozenModels
 from tests.support.deadlines import scaled
 from tests.support.rank_server import RankServer
 from tests.support.recorded_run import SAMPLES, TICKETS, TRAINER, VOCAB, record_run
@@ -150,7 +149,7 @@ def test_a_smaller_vocabulary_is_refused(stale: Path, sglang_url: str, tmp_path:
 @pytest.mark.parametrize(
     ("ids", "channels", "said"),
     [
-        ([5, 6, 7], {TEMPERATURE_CHANNEL: 0.7}, "a row sampled with temperature 0.7"),
+        ([5, 6, 7], {Channel.TEMPERATURE: 0.7}, "a row sampled with temperature 0.7"),
         ([5] * 400, {}, "answered 400"),
     ],
     ids=["temperature", "too long"],

@@ -18,11 +18,10 @@ from areal_hpc.errors import WeightSyncError
 from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.jobs import STOPPED_EXIT_CODE
-from areal_hpc.weights import replicas
 from areal_hpc.weights.broadcast import BroadcastSession
 from areal_hpc.weights.process_group import UpdateProcessGroup
 from areal_hpc.weights.publisher import Publisher
-from areal_hpc.weights.replicas import ReplicaClient, ReplicaDiscovery, ReplicaKey
+from areal_hpc.weights.replicas import ReplicaClient, ReplicaKey
 from areal_hpc.weights.update import Update
 from areal_hpc.wire.weight_version import WeightVersion
 from tests.support.deadlines import scaled
@@ -175,21 +174,24 @@ def test_a_vanished_cell_is_waited_for_once_and_heard_when_it_returns(
     tmp_path: Path, silent_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wait_s = scaled(1.0)
-    monkeypatch.setattr(replicas, "_DISCOVERY_WAIT_S", wait_s)
-    monkeypatch.setattr(replicas, "_CELL_TIMEOUT_S", 3 * wait_s)
+    monkeypatch.setattr("areal_hpc.weights.publisher._DISCOVERY_WAIT_S", wait_s)
+    monkeypatch.setattr("areal_hpc.weights.publisher._CELL_TIMEOUT_S", 3 * wait_s)
     rendezvous.publish_endpoint(tmp_path, "control-cell-1", silent_url)
-    found = ReplicaDiscovery(tmp_path, 3, SERVICE_KEY)  # one has not appeared yet
     waits_s = []
-    with running(StandInRelay(tmp_path, SERVICE_KEY)):
+    with (
+        publishing(tmp_path, cells=3) as found,  # one has not appeared yet
+        running(StandInRelay(tmp_path, SERVICE_KEY)),
+    ):
         for _ in range(6):
             began = time.monotonic()
-            assert [key.cell for key, _ in found.discover()] == ["cell-0"]
+            assert [key.cell for key, _ in found.discover_replicas()] == ["cell-0"]
             waits_s.append(time.monotonic() - began)
         assert waits_s[0] >= wait_s
         assert statistics.median(waits_s) < wait_s, "time goes by whenever it is waited for"
         with running(SecondRelay(tmp_path, SERVICE_KEY)):
-            wait_for(lambda: {key.cell for key, _ in found.discover()} == {"cell-0", "cell-1"})
-    found.close()
+            wait_for(
+                lambda: {key.cell for key, _ in found.discover_replicas()} == {"cell-0", "cell-1"}
+            )
 
 
 @contextmanager

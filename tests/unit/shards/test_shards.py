@@ -5,6 +5,7 @@ import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -13,8 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from areal_hpc.errors import ClusterError, ShardError
+from areal_hpc.rundir.files import write_all
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.shards.disk_io import Buffer, write_all
 from areal_hpc.shards.index import locate_tickets, read_index
 from areal_hpc.shards.journal import JournalRecord, JournalWriter, read_journal
 from areal_hpc.shards.reader import ShardReader
@@ -226,7 +227,7 @@ def test_columns_that_contradict_one_another_are_an_error(
 def test_buffers_of_any_type_lie_one_after_another(tmp_path: Path) -> None:
     path = tmp_path / "file"
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT)
-    buffers: list[Buffer] = [b"ab", np.array([], "<i4"), np.array([1, 2], "<i4"), memoryview(b"c")]
+    buffers: list[Any] = [b"ab", np.array([], "<i4"), np.array([1, 2], "<i4"), memoryview(b"c")]
     assert write_all(descriptor, buffers) == 11
     assert write_all(descriptor, [b"X"] * 3000, offset=20) == 3000
     os.close(descriptor)

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
 from areal_hpc.recipe.sections.trainer import ObjectiveConfig, OverlongConfig
-from areal_hpc.trainer.batch.training_rows import ADVANTAGE_CHANNEL, SCALE_CHANNEL, build_rows
-from areal_hpc.trainer.objective.reply_credit import compute_overlong_penalty
+from areal_hpc.trainer.batch.packing import Channel
+from areal_hpc.trainer.batch.training_rows import build_rows
+from areal_hpc.trainer.objective.advantages import compute_overlong_penalty
 from areal_hpc.wire.proxy import ExportSettings
 from areal_hpc.wire.trajectory import TrajectoryRow
 from areal_hpc.wire.weight_version import GenerationFork, WeightVersion
@@ -55,7 +56,7 @@ def token_advantages(rows: list[TrajectoryRow], objective: ObjectiveConfig) -> d
         for place in np.flatnonzero(row.loss_mask_T):
             key = (row.ticket_id, row.episode, int(row.input_ids_T[place]))
             assert key not in found
-            found[key] = float(one.channels[ADVANTAGE_CHANNEL][place])
+            found[key] = float(one.channels[Channel.ADVANTAGE][place])
     return found
 
 
@@ -248,8 +249,8 @@ def test_a_reply_that_was_cut_leaves_the_loss_and_counts_in_its_group() -> None:
         built = build_rows(rows, WeightVersion(1, 0), [GenerationFork(1, 0)], objective)
         found = {
             (row.episode, int(one.input_ids_T[place]) // 10): (
-                float(one.channels[ADVANTAGE_CHANNEL][place]),
-                float(one.channels[SCALE_CHANNEL][place]),
+                float(one.channels[Channel.ADVANTAGE][place]),
+                float(one.channels[Channel.SCALE][place]),
             )
             for row, one in zip(rows, built, strict=True)
             for place in np.flatnonzero(one.loss_mask_T)

@@ -23,8 +23,7 @@ from areal_hpc.trainer.annotations import (
     choose_rows_to_annotate,
     describe_skipped_step,
 )
-from areal_hpc.trainer.batch.packing import TrainingRow
-from areal_hpc.trainer.batch.training_rows import ADVANTAGE_CHANNEL
+from areal_hpc.trainer.batch.packing import Channel, TrainingRow
 from areal_hpc.view.dashboard.run_pages import build_token_columns
 from tests.support.deadlines import scaled
 from tests.support.full_disk import full_disk
@@ -59,7 +58,7 @@ def test_a_row_whose_step_was_not_taken_is_not_called_trained(norm: float, outco
         TrainingRow(
             one.input_ids_T,
             one.loss_mask_T,
-            {ADVANTAGE_CHANNEL: np.full(one.num_tokens, advantage, np.float32)},
+            {Channel.ADVANTAGE: np.full(one.num_tokens, advantage, np.float32)},
         )
         for one, advantage in zip(batch, advantages, strict=True)
     ]

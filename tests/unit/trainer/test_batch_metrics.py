@@ -12,7 +12,9 @@ import pytest
 import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
 from areal_hpc.metrics.step_metrics import find_best_step, read_metrics
 from areal_hpc.metrics.writer import (
+    AlertReporter,
     MetricsWriter,
+    StepRecord,
     replace_non_finite_by_none,
     summarize_newest_weight_update_pause,
 )
@@ -34,7 +36,6 @@ from areal_hpc.trainer.batch.batch_metrics import (
     summarize_rewards,
 )
 from areal_hpc.trainer.batch.training_rows import build_rows, measure_share_of_idle_groups
-from areal_hpc.trainer.loop.step_record import AlertReporter, StepRecord
 from areal_hpc.trainer.model.families.architecture import Architecture, MoeConfig
 from areal_hpc.trainer.model.memory_estimate import count_model_parameters
 from areal_hpc.trainer.model.utilization import count_training_flops, find_peak_flops_per_s

@@ -11,14 +11,13 @@ import torch.distributed as dist
 
 import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
 from areal_hpc.errors import ClusterError, LostTrainerRankError
-from areal_hpc.trainer import rank_progress
-from areal_hpc.trainer.collectives import raise_for_lost_rank
+from areal_hpc.trainer import collectives
+from areal_hpc.trainer.collectives import RankProgress, raise_for_lost_rank
 from areal_hpc.trainer.private_apis.megatron_replacing_packages import (
     MEGATRON_REPLACEMENTS,
     refuse_megatron_replacements,
 )
 from areal_hpc.trainer.process_groups import _set_device
-from areal_hpc.trainer.rank_progress import RankProgress
 
 
 def show_gpus(monkeypatch: pytest.MonkeyPatch, visible: int) -> list[int]:
@@ -148,7 +147,7 @@ def test_a_collective_that_is_late_says_who_hangs(
         one.record_place("forward passes")
     ranks[0].record_place("the optimizer's step")
     look(ranks, 0.0)
-    monkeypatch.setattr(rank_progress, "_active_progress", ranks[0])
+    monkeypatch.setattr(collectives, "_active_progress", ranks[0])
     with pytest.raises(
         LostTrainerRankError, match=r"hangs: behind all others: ranks 1-2 at forward"
     ):

@@ -15,8 +15,9 @@ from pydantic import ValidationError
 import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
 from areal_hpc.recipe.sections.trainer import ObjectiveConfig
 from areal_hpc.trainer.batch.training_rows import BatchScores, build_rows
-from areal_hpc.trainer.objective.importance_sampling import TokenRowMap, compute_importance_weights
-from areal_hpc.trainer.objective.reply_credit import compute_reply_earnings
+from areal_hpc.trainer.objective.advantages import compute_reply_earnings
+from areal_hpc.trainer.objective.custom_loss import TokenRowMap
+from areal_hpc.trainer.objective.policy_loss import compute_importance_weights
 from areal_hpc.wire.proxy import ExportSettings
 from areal_hpc.wire.weight_version import GenerationFork, WeightVersion
 from tests.support.bias import SCENARIOS, compute_expected_gradient, measure, measure_cosine

@@ -11,13 +11,9 @@ from hypothesis import strategies as st
 
 import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
 from areal_hpc.recipe.sections.trainer import ObjectiveConfig
-from areal_hpc.trainer.batch.training_rows import (
-    ADVANTAGE_CHANNEL,
-    RETURN_CHANNEL,
-    BatchScores,
-    build_rows,
-)
-from areal_hpc.trainer.scoring.critic_trainer import compute_value_loss
+from areal_hpc.trainer.batch.packing import Channel
+from areal_hpc.trainer.batch.training_rows import BatchScores, build_rows
+from areal_hpc.trainer.objective.policy_loss import compute_value_loss
 from areal_hpc.wire.proxy import ExportSettings
 from areal_hpc.wire.trajectory import TrajectoryRow
 from areal_hpc.wire.weight_version import GenerationFork, WeightVersion
@@ -66,8 +62,8 @@ def estimate(
             assert key not in found
             channels = one.channels
             found[key] = (
-                float(channels[ADVANTAGE_CHANNEL][place]),
-                float(channels.get(RETURN_CHANNEL, channels[ADVANTAGE_CHANNEL])[place]),
+                float(channels[Channel.ADVANTAGE][place]),
+                float(channels.get(Channel.RETURN, channels[Channel.ADVANTAGE])[place]),
             )
     return found
 

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
 from areal_hpc.errors import RecipeError, ShardError
 from areal_hpc.rundir.checkpoints import DIGEST_BLOCK_BYTES, DIGEST_BYTES
+from areal_hpc.trainer.checkpoints.store import write_rank_file
 from areal_hpc.trainer.checkpoints.stored_tensors import (
     Box,
     RankFileReader,
@@ -24,7 +25,6 @@ from areal_hpc.trainer.checkpoints.stored_tensors import (
     intersect_boxes,
     split_flat_range,
 )
-from areal_hpc.trainer.checkpoints.writer import write_rank_file
 from areal_hpc.trainer.model.families.weight_map import HfTensorSpec
 from areal_hpc.trainer.model.hf_weights import (
     HfModelReader,

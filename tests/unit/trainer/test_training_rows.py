@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
 from areal_hpc.recipe.sections.trainer import ObjectiveConfig
 from areal_hpc.trainer.batch.batch_metrics import summarize_tokens
+from areal_hpc.trainer.batch.packing import Channel
 from areal_hpc.trainer.batch.training_rows import (
-    STALENESS_CHANNEL,
     build_rows,
     list_versions_of_current_weights,
     select_sound_rows,
@@ -49,7 +49,7 @@ def test_a_batch_is_described_as_its_tokens_say(rows: list[list[tuple[int | None
 def test_a_log_linear_proximal_policy_needs_the_age_of_every_token() -> None:
     rows = [row(0, [(None, 1), (3, 2), (9, 1), (3, 1)])]
     (found,) = build_rows(rows, NOW, FORKS, ObjectiveConfig(proximal="log_linear"))
-    assert found.channels[STALENESS_CHANNEL].tolist() == [0, 6, 6, 0, 6]
+    assert found.channels[Channel.STALENESS].tolist() == [0, 6, 6, 0, 6]
 
 
 def test_a_restart_renames_the_weights_of_the_checkpoint_alone() -> None:

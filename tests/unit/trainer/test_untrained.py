@@ -13,7 +13,8 @@ from areal_hpc.errors import NonFiniteGradientError, ShardError, UntrainableBatc
 from areal_hpc.proxy.engine.generation import SamplingParams
 from areal_hpc.recipe.sections.trainer import ObjectiveConfig
 from areal_hpc.rundir.checkpoints import QuarantineCause, UntrainedBatchPart
-from areal_hpc.trainer.batch.training_rows import SCALE_CHANNEL, build_rows
+from areal_hpc.trainer.batch.packing import Channel
+from areal_hpc.trainer.batch.training_rows import build_rows
 from areal_hpc.trainer.batch.untrained import (
     build_norm_metrics,
     check_trainable_share,
@@ -204,7 +205,7 @@ def test_such_replies_leave_the_loss_and_its_denominator_while_their_rewards_cou
     assert [row.loss_mask_T.tolist() for row in found] == [[0, 1, 1, 0, 0, 0], [0, 0, 0, 0, 1, 1]]
     for one, other in zip(found, plain, strict=True):
         np.testing.assert_array_equal(one.channels["advantage"], other.channels["advantage"])
-        assert one.channels[SCALE_CHANNEL][0] == 1.0  # 4 tokens / 2 episodes / 2 tokens of each
+        assert one.channels[Channel.SCALE][0] == 1.0  # 4 tokens / 2 episodes / 2 tokens of each
 
 
 def test_tokens_are_counted_by_reason() -> None:

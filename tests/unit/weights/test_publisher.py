@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 
 from areal_hpc.errors import WeightSyncError
 from areal_hpc.recipe.sections.weights import WeightsConfig
-from areal_hpc.trainer.loop.weight_senders import WeightSenders, choose_sender_ranks
 from areal_hpc.weights.broadcast import choose_group_size, partition_replicas
 from areal_hpc.weights.buckets import (
     BYTES_BY_DTYPE,
@@ -27,7 +26,13 @@ from areal_hpc.weights.buckets import (
     plan_buckets,
 )
 from areal_hpc.weights.disk import WeightsFolder
-from areal_hpc.weights.publisher import MAX_URGENT_RETRY_PAUSE_S, Publisher, UpdateBackoff
+from areal_hpc.weights.publisher import (
+    MAX_URGENT_RETRY_PAUSE_S,
+    Publisher,
+    UpdateBackoff,
+    WeightSenders,
+    choose_sender_ranks,
+)
 from areal_hpc.weights.replicas import ReplicaKey
 from areal_hpc.weights.update import (
     PROBE_TOKENS,
@@ -111,7 +116,7 @@ def test_senders_are_spread(nodes: Sequence[int], senders: int | None, expected:
 
 
 def test_replicas_are_divided_evenly_and_stay_with_their_sender() -> None:
-    assigner = WeightSenders(0, 2, SPECS, None)
+    assigner = WeightSenders(0, 2, SPECS, None, lambda *told: [])
     first = assigner.assign(replicas(5))
     assert [len(share) for share in first] == [3, 2]
     restarted = replicas(5, incarnation=1)
