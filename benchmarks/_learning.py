@@ -123,7 +123,7 @@ class Trainee:
         self.policy: TrainedNetwork = build_policy(arch, ParallelConfig(), dtype, device)
         state = hf_model.state_dict()
         load_hf(self.policy, lambda tensor, part: state[tensor.name][part])
-        self.optimizer = build_optimizer(self.policy, AdamConfig(lr=RATE))
+        self.optimizer: Any = build_optimizer(self.policy, AdamConfig(lr=RATE))
         self.optimizer.reload_model_params()
         self.max_tokens = max_tokens
 

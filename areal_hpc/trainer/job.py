@@ -38,8 +38,8 @@ from areal_hpc.rundir.telemetry.spans import record_state_entry
 from areal_hpc.trainer.collectives import broadcast_object, gather_objects_on_first_rank
 from areal_hpc.trainer.config import STOP_MARGIN_S, ReplayJobConfig, Schedule, TrainerJobConfig
 from areal_hpc.trainer.learner import Learner
-from areal_hpc.trainer.loop.live_run import AsyncEvaluationTracker, LiveRun
-from areal_hpc.trainer.loop.loop import Coordinator, run_loop
+from areal_hpc.trainer.live_run import AsyncEvaluationTracker, LiveRun
+from areal_hpc.trainer.loop import Coordinator, run_loop
 from areal_hpc.trainer.model.hf_weights import list_hf_specs
 from areal_hpc.trainer.process_groups import run_rank
 from areal_hpc.weights.buckets import TensorSpec

@@ -73,7 +73,7 @@ from areal_hpc.trainer.model.utilization import measure_training_speed
 from areal_hpc.trainer.objective.custom_loss import load_custom_loss
 from areal_hpc.trainer.objective.loss_stats import build_loss_metrics
 from areal_hpc.trainer.objective.policy_loss import compute_minibatch_factors
-from areal_hpc.trainer.scoring.side_networks import CriticTrainer, FrozenModels
+from areal_hpc.trainer.side_networks import CriticTrainer, FrozenModels
 from areal_hpc.trainer.step import PolicyTrainer, make_micro_batches_of_this_rank, score_rows
 from areal_hpc.weights.update import Probe, choose_probe_ids
 from areal_hpc.wire.fault_points import fault_point

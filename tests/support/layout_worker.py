@@ -35,7 +35,7 @@ from areal_hpc.trainer.model.hf_weights import (
 from areal_hpc.trainer.model.policy import TrainedNetwork, build_policy
 from areal_hpc.trainer.objective.loss_stats import LossStats
 from areal_hpc.trainer.optimizer import build_optimizer
-from areal_hpc.trainer.scoring.side_networks import load_frozen_network
+from areal_hpc.trainer.side_networks import load_frozen_network
 from areal_hpc.trainer.step import (
     MicroBatch,
     make_micro_batches_of_this_rank,

@@ -42,7 +42,7 @@ from areal_hpc.trainer.collectives import broadcast_object, report_first_failure
 from areal_hpc.trainer.config import SftJobConfig
 from areal_hpc.trainer.job import make_replay_coordinator
 from areal_hpc.trainer.learner import Learner
-from areal_hpc.trainer.loop.loop import run_loop
+from areal_hpc.trainer.loop import run_loop
 from areal_hpc.trainer.model.families.architecture import read_architecture
 from areal_hpc.trainer.model.policy import TrainedNetwork, build_policy
 from areal_hpc.trainer.process_groups import destroy_process_groups, join_process_groups
@@ -113,7 +113,8 @@ def state_of(learner: Learner) -> dict[str, str]:
 
 
 def moments_of(learner: Learner) -> list[dict[str, Any]]:
-    parts = learner._optimizer.chained_optimizers
+    optimizer: Any = learner._optimizer
+    parts = optimizer.chained_optimizers
     return [moments for part in parts for moments in part.optimizer.state.values()]
 
 

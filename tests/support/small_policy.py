@@ -3,7 +3,7 @@
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -78,7 +78,7 @@ def compute_loss(batch: MicroBatch, logprobs_N: torch.Tensor) -> tuple[torch.Ten
 
 
 def take_step_with_fresh_adamw(policy: TrainedNetwork, row: TrainingRow, rate: float) -> None:
-    optimizer = build_optimizer(policy, AdamConfig(lr=rate, weight_decay=0.0))
+    optimizer: Any = build_optimizer(policy, AdamConfig(lr=rate, weight_decay=0.0))
     optimizer.reload_model_params()
     batches = make_micro_batches_of_this_rank(policy, [row], [*row.channels], MAX_TOKENS)
     train_step(policy, optimizer, batches, compute_loss, rate)

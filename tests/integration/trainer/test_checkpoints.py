@@ -45,7 +45,7 @@ from areal_hpc.trainer.collectives import is_true_on_any_rank
 from areal_hpc.trainer.config import Schedule
 from areal_hpc.trainer.job import make_replay_coordinator
 from areal_hpc.trainer.learner import Learner
-from areal_hpc.trainer.loop.loop import Coordinator, run_loop
+from areal_hpc.trainer.loop import Coordinator, run_loop
 from areal_hpc.trainer.private_apis.megatron_private import list_optimizer_shards
 from areal_hpc.wire.ledger import BatchManifest
 from tests.support.counted_reads import counted_reads
@@ -365,9 +365,10 @@ def test_the_step_after_a_resume_needs_all_that_was_kept(
 
 def settings_of(learner: Learner) -> list[dict[str, Any]]:
     """AdamW's settings of every group of parameters."""
+    optimizer: Any = learner._optimizer
     return [
         {name: group[name] for name in ("betas", "eps", "weight_decay", "wd_mult")}
-        for part in learner._optimizer.chained_optimizers
+        for part in optimizer.chained_optimizers
         for group in part.optimizer.param_groups
     ]
 

@@ -29,8 +29,8 @@ from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.service_client import ServiceClient
 from areal_hpc.rundir.telemetry.events import EventLog
 from areal_hpc.trainer.config import EvaluationSetSchedule, Schedule
-from areal_hpc.trainer.loop.live_run import MAX_REFUSED_PROOFS, AsyncEvaluationTracker, LiveRun
-from areal_hpc.trainer.loop.loop import Action, Command, Coordinator
+from areal_hpc.trainer.live_run import MAX_REFUSED_PROOFS, AsyncEvaluationTracker, LiveRun
+from areal_hpc.trainer.loop import Action, Command, Coordinator
 from areal_hpc.view.events import NewEventLineFormatter
 from areal_hpc.weights.buckets import TensorSpec
 from areal_hpc.weights.publisher import Publisher, WeightSenders, make_transport

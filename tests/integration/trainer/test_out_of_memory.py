@@ -77,7 +77,8 @@ def test_a_backward_pass_is_named(scenario: Scenario, paths: RunPaths) -> None:
 @pytest.mark.on_ranks(1)
 def test_the_step_of_the_optimizer_is_named(scenario: Scenario, paths: RunPaths) -> None:
     def prepare(learner: Learner) -> None:
-        (part,) = learner._optimizer.chained_optimizers
+        optimizer: Any = learner._optimizer
+        (part,) = optimizer.chained_optimizers
         part.optimizer.register_step_pre_hook(allocate_too_much)
 
     message, _, hint = fail_step(scenario, paths, prepare)

@@ -32,12 +32,12 @@ from areal_hpc.trainer.batch.packing import Channel, TrainingRow
 from areal_hpc.trainer.batch.training_rows import build_rows_to_score, read_rows_by_ticket
 from areal_hpc.trainer.collectives import RankProgress, gather_objects_on_first_rank
 from areal_hpc.trainer.job import make_replay_coordinator
-from areal_hpc.trainer.loop.loop import run_loop
+from areal_hpc.trainer.loop import run_loop
 from areal_hpc.trainer.model.families.architecture import read_architecture
 from areal_hpc.trainer.model.policy import build_policy
 from areal_hpc.trainer.private_apis.torch_private import get_default_store
-from areal_hpc.trainer.scoring.served_teacher import TeacherClient
-from areal_hpc.trainer.scoring.side_networks import FrozenModels
+from areal_hpc.trainer.served_teacher import TeacherClient
+from areal_hpc.trainer.side_networks import FrozenModels
 from tests.support.deadlines import scaled
 from tests.support.rank_server import RankServer
 from tests.support.recorded_run import SAMPLES, TICKETS, TRAINER, VOCAB, record_run

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
 from areal_hpc.recipe.sections.trainer import AdamConfig, compute_learning_rate
 from areal_hpc.trainer.config import EvaluationSetSchedule, Schedule
-from areal_hpc.trainer.loop.live_run import AsyncEvaluationTracker
+from areal_hpc.trainer.live_run import AsyncEvaluationTracker
 from areal_hpc.trainer.memory import MIN_OFFLOADED_BYTES, ActivationOffload
 from areal_hpc.trainer.optimizer import (
     MOMENT_NAMES,

@@ -55,7 +55,7 @@ from areal_hpc.rundir.telemetry.spans import time_span
 from areal_hpc.trainer.collectives import broadcast_object, is_true_on_any_rank, note_place_reached
 from areal_hpc.trainer.config import Schedule
 from areal_hpc.trainer.learner import Learner
-from areal_hpc.trainer.loop.live_run import LiveRun
+from areal_hpc.trainer.live_run import LiveRun
 from areal_hpc.trainer.model.hf_weights import stream_hf_tensors
 from areal_hpc.weights.publisher import ReplicasBySender, WeightSenders
 from areal_hpc.wire.ledger import BatchManifest

@@ -55,7 +55,7 @@ from areal_hpc.trainer.objective.policy_loss import (
 )
 from areal_hpc.trainer.optimizer import build_optimizer
 from areal_hpc.trainer.private_apis.torch_private import pin_host_memory
-from areal_hpc.trainer.scoring.served_teacher import ServedTeacher
+from areal_hpc.trainer.served_teacher import ServedTeacher
 from areal_hpc.trainer.step import (
     MicroBatch,
     ScoresByRow,

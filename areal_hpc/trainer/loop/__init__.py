@@ -1,1 +1,0 @@
-"""The training loop: rank 0 decides what is done next, and all ranks do it."""
