@@ -172,7 +172,7 @@ def build_rows(
         # The policy gradient of KL(pi || teacher), token by token.
         if teacher_minus_policy_logprobs is not None:
             advantages_T += objective.teacher.coef * teacher_minus_policy_logprobs[place]
-        channels = {
+        channels: dict[str, npt.NDArray[np.float32]] = {
             Channel.ADVANTAGE: advantages_T,
             Channel.BEHAVIOR: trajectory.logprobs_T,
             Channel.CURRENT_WEIGHTS: np.isin(trajectory.versions_T, held).astype(np.float32),

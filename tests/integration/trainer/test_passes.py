@@ -157,7 +157,9 @@ def make_rows() -> list[TrainingRow]:
     chance, rows = np.random.default_rng(4), []
     for length in LENGTHS:
         mask = (np.arange(length) >= length // 2).astype(np.uint8)
-        channels = {name: chance.random(length).astype(np.float32) for name in CHANNELS}
+        channels: dict[str, Any] = {
+            name: chance.random(length).astype(np.float32) for name in CHANNELS
+        }
         channels[Channel.CURRENT_WEIGHTS] = (np.arange(length) % 2).astype(np.float32)
         ids = chance.integers(0, 256, length).astype(np.int32)
         rows.append(TrainingRow(ids, mask, channels))
