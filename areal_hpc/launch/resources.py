@@ -25,22 +25,24 @@ from areal_hpc.recipe.sections.trainer import Dtype, ParallelConfig
 from areal_hpc.recipe.sections.weights import DEFAULT_MAX_NCCL_GROUPS
 from areal_hpc.rundir.jobs import JobSpec
 from areal_hpc.slurm.batch_script import MEMORY_FLAGS, compute_resources
+from areal_hpc.trainer.model.activation_memory import BYTES_BY_DTYPE
 from areal_hpc.trainer.model.families.architecture import Architecture, divide_layers_over_stages
 from areal_hpc.trainer.model.memory_estimate import (
-    BYTES_BY_DTYPE,
     GIB,
     PARALLEL_NAMES,
     RESERVE_BYTES,
     TrainerMemory,
+    describe_cheapest_fitting_change,
+    estimate_checkpoint_copy_bytes,
+    estimate_trainer_memory,
+)
+from areal_hpc.trainer.model.parameter_counts import (
     count_adapter_parameters,
     count_critic_parameters,
     count_embedding_parameters,
     count_layer_expert_parameters,
     count_layer_non_expert_parameters,
     count_model_parameters,
-    describe_cheapest_fitting_change,
-    estimate_checkpoint_copy_bytes,
-    estimate_trainer_memory,
 )
 
 

@@ -39,7 +39,7 @@ from areal_hpc.trainer.model.families.weight_map import (
     TpSplit,
 )
 from areal_hpc.trainer.model.hf_weights import HfModelReader, load_hf
-from areal_hpc.trainer.model.memory_estimate import get_side_layout
+from areal_hpc.trainer.model.parameter_counts import get_side_layout
 from areal_hpc.trainer.model.policy import (
     TORCH_DTYPE_BY_NAME,
     Network,

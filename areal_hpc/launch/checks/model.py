@@ -25,7 +25,7 @@ from areal_hpc.trainer.model.families.architecture import (
     parse_architecture,
     read_architecture,
 )
-from areal_hpc.trainer.model.memory_estimate import get_side_layout
+from areal_hpc.trainer.model.parameter_counts import get_side_layout
 
 SGLANG_FAMILIES_WITHOUT_WINDOW = frozenset(
     {"llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"}

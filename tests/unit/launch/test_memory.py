@@ -12,7 +12,7 @@ import pytest
 from areal_hpc.launch import resources
 from areal_hpc.recipe.sections.inference import InferenceConfig
 from areal_hpc.recipe.sections.trainer import LoraConfig, ParallelConfig, TrainerConfig
-from areal_hpc.trainer.model import memory_estimate
+from areal_hpc.trainer.model import activation_memory, memory_estimate, parameter_counts
 from areal_hpc.trainer.model.families.architecture import (
     Architecture,
     divide_layers_over_stages,
@@ -45,7 +45,7 @@ def architecture(name: str) -> Architecture:
 
 @pytest.mark.parametrize("name", COUNTS)
 def test_parameters_are_counted_as_in_the_published_models(name: str) -> None:
-    assert memory_estimate.count_model_parameters(architecture(name)) == COUNTS[name]
+    assert parameter_counts.count_model_parameters(architecture(name)) == COUNTS[name]
 
 
 weight_map_of = functools.cache(list_parameter_maps)
@@ -80,9 +80,8 @@ def test_a_ranks_parameters_are_those_of_the_name_table(name: str, split: dict[s
     ep = split.get("ep", 1) if arch.experts else 1
     parallel = ParallelConfig.model_validate({**split, "ep": ep})
     for stage in range(parallel.pp):
-        assert memory_estimate.count_stage_dense_and_expert_params(
-            arch, parallel, stage
-        ) == held_by(arch, parallel, stage)
+        counted = parameter_counts.count_stage_parameters(arch, parallel, stage)
+        assert counted == held_by(arch, parallel, stage)
 
 
 def trainer(**split: Any) -> TrainerConfig:
@@ -103,14 +102,14 @@ def test_what_an_adapter_freezes_has_no_gradients_and_no_optimizer() -> None:
     lora = LoraConfig(rank=8)
     queries, keys = 2560 + 32 * 128, 2560 + 8 * 128
     own = 36 * 8 * (2 * queries + 2 * keys + 3 * (2560 + 9728))
-    assert memory_estimate.count_adapter_parameters(arch, lora) == own
+    assert parameter_counts.count_adapter_parameters(arch, lora) == own
     held = memory_estimate.estimate_trainer_memory(replace(arch, lora=lora), trainer(dp=2))
     assert held.parameters == 2 * (count + own)
     assert (held.gradients, held.optimizer) == (4 * own, 6 * own)
     copy = memory_estimate.estimate_checkpoint_copy_bytes(replace(arch, lora=lora), trainer(dp=2))
     assert copy == 7 * own
     some = lora.model_copy(update={"target_modules": ("q_proj", "v_proj")})
-    assert memory_estimate.count_adapter_parameters(arch, some) == 36 * 8 * (queries + keys)
+    assert parameter_counts.count_adapter_parameters(arch, some) == 36 * 8 * (queries + keys)
 
 
 def test_the_optimizer_is_shared_by_data_and_context_parallel_ranks() -> None:
@@ -127,8 +126,9 @@ def test_a_frozen_network_waits_on_the_host_and_takes_the_place_of_activations()
     held = memory_estimate.estimate_trainer_memory(small, config, frozen=[small, large])
     sizes = [sum(held_by(one, ParallelConfig(tp=2), 0)) * 2 for one in (small, large)]
     assert held.host_frozen == sum(sizes)
-    layer = memory_estimate.count_layer_activation_values(large, ParallelConfig(tp=2), 8192)
-    assert held.scoring == sizes[1] + 2 * layer
+    layout = ParallelConfig(tp=2)
+    layer = activation_memory.count_layer_activation_bytes(large, layout, "bfloat16", 8192)
+    assert held.scoring == sizes[1] + layer
     assert held.total == alone.total - alone.activations + max(alone.activations, held.scoring)
 
 
@@ -150,7 +150,7 @@ def test_a_critic_takes_what_a_policy_without_a_vocabulary_head_would(pp: int, t
     copies = [memory_estimate.estimate_checkpoint_copy_bytes(policy, config, one)
               for one in (None, critic)]  # fmt: skip
     assert copies[1] > copies[0]
-    assert memory_estimate.count_critic_parameters(critic) == 596_049_920 + critic.hidden
+    assert parameter_counts.count_critic_parameters(critic) == 596_049_920 + critic.hidden
 
 
 def test_serving_by_hand() -> None:

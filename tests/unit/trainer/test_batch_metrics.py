@@ -37,7 +37,7 @@ from areal_hpc.trainer.batch.batch_metrics import (
 )
 from areal_hpc.trainer.batch.training_rows import build_rows, measure_share_of_idle_groups
 from areal_hpc.trainer.model.families.architecture import Architecture, MoeConfig
-from areal_hpc.trainer.model.memory_estimate import count_model_parameters
+from areal_hpc.trainer.model.parameter_counts import count_model_parameters
 from areal_hpc.trainer.model.utilization import count_training_flops, find_peak_flops_per_s
 from areal_hpc.wire.agent_reward import Reward
 from areal_hpc.wire.replicas import UpdatePauseStats

@@ -1,0 +1,105 @@
+"""Parameters of networks and of their parts, counted from sizes. Pure, no torch.
+
+Where a function gives two numbers the second one is of the experts.
+"""
+
+from dataclasses import replace
+
+from areal_hpc.recipe.sections.trainer import LoraConfig, ParallelConfig
+from areal_hpc.trainer.model.families.architecture import (
+    Architecture,
+    divide_layers_over_stages,
+)
+
+
+def count_layer_non_expert_parameters(arch: Architecture, tp: int) -> int:
+    """Parameters of one layer on one tensor-parallel rank, but for those of experts."""
+    queries, keys = arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim
+    qkv = (queries + 2 * keys) // tp
+    count = 2 * arch.hidden + qkv * arch.hidden + queries // tp * arch.hidden
+    count += qkv if arch.qkv_bias else 0
+    count += 2 * arch.head_dim if arch.qk_norm else 0
+    if arch.experts is not None:
+        return count + arch.experts.count * arch.hidden  # the router, whole on every rank
+    return count + 3 * arch.ffn // tp * arch.hidden
+
+
+def count_layer_expert_parameters(arch: Architecture, ep: int) -> int:
+    if arch.experts is None:
+        return 0
+    return arch.experts.count // ep * 3 * arch.experts.ffn * arch.hidden
+
+
+def count_embedding_parameters(arch: Architecture, tp: int) -> int:
+    return -(-arch.vocab // tp) * arch.hidden
+
+
+def count_stage_parameters(
+    arch: Architecture, parallel: ParallelConfig, stage: int
+) -> tuple[int, int]:
+    """Parameters of one rank of a pipeline stage: those of experts apart, as the second."""
+    if arch.parameters is not None:
+        return arch.parameters.dense, arch.parameters.experts
+    layers, last = divide_layers_over_stages(arch.layers, parallel.pp)[stage], parallel.pp - 1
+    dense = layers * count_layer_non_expert_parameters(arch, parallel.tp)
+    if stage == 0:
+        dense += count_embedding_parameters(arch, parallel.tp)
+    if stage == last:
+        dense += arch.hidden
+        if not arch.tied or last > 0:  # a tied head of another stage is a copy of the embedding
+            dense += count_embedding_parameters(arch, parallel.tp)
+    return dense, layers * count_layer_expert_parameters(arch, parallel.ep)
+
+
+def count_trained_parameters(
+    arch: Architecture, parallel: ParallelConfig, stage: int
+) -> tuple[int, int]:
+    """The same of those that have gradients and optimizer state."""
+    if arch.lora is None:
+        return count_stage_parameters(arch, parallel, stage)
+    return count_adapter_parameters(arch, arch.lora), 0
+
+
+def count_adapter_parameters(arch: Architecture, lora: LoraConfig) -> int:
+    """Parameters of an adapter on the layers of a plain decoder, under their usual names.
+
+    Of a pattern, or of other names, all of them are counted.
+    """
+    queries, keys = arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim
+    experts, width = (
+        (1, arch.ffn) if arch.experts is None else (arch.experts.count, arch.experts.ffn)
+    )
+    rank = lora.rank
+    counts = {"q_proj": rank * (arch.hidden + queries), "o_proj": rank * (arch.hidden + queries)}
+    counts |= dict.fromkeys(("k_proj", "v_proj"), rank * (arch.hidden + keys))
+    layers = ("gate_proj", "up_proj", "down_proj")
+    counts |= dict.fromkeys(layers, rank * (arch.hidden + width) * experts)
+    targets = lora.target_modules
+    named = set() if isinstance(targets, str) else {one.rpartition(".")[2] for one in targets}
+    return arch.layers * sum(counts[name] for name in named & counts.keys() or counts)
+
+
+def count_model_parameters(arch: Architecture) -> int:
+    return sum(count_stage_parameters(arch, ParallelConfig(), 0))
+
+
+def count_critic_parameters(critic: Architecture) -> int:
+    return sum(count_critic_stage_parameters(critic, ParallelConfig(), 0))
+
+
+def get_side_layout(arch: Architecture, parallel: ParallelConfig) -> ParallelConfig:
+    """The layout of a network beside the policy, which FSDP2 never divides."""
+    ep = 1 if arch.experts is None else parallel.ep
+    return parallel.model_copy(update={"ep": ep, "shard_parameters": False})
+
+
+def count_critic_stage_parameters(
+    critic: Architecture | None, parallel: ParallelConfig, stage: int
+) -> tuple[int, int]:
+    if critic is None:
+        return 0, 0
+    untied = replace(critic, tied=False)
+    dense, experts = count_stage_parameters(untied, get_side_layout(critic, parallel), stage)
+    if stage == parallel.pp - 1:
+        dense += critic.hidden - count_embedding_parameters(critic, parallel.tp)
+    return dense, experts
