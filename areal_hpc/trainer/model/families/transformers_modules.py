@@ -236,7 +236,7 @@ def _find_delta_rule(module: torch.nn.Module) -> Any:
 
 
 def _split_delta_rule_by_row(decoder: PreTrainedModel) -> None:
-    """Have the plain torch versions keep to rows: only the CUDA kernels heed their bounds."""
+    """Have the plain torch versions, which no lock replaces, keep to rows: they heed no bounds."""
     for source in {found for module in decoder.modules() if (found := _find_delta_rule(module))}:
         rule, convolve = (getattr(source, name) for name in DELTA_RULE_NAMES)
         if getattr(rule, "keeps_to_rows", False):
@@ -246,8 +246,8 @@ def _split_delta_rule_by_row(decoder: PreTrainedModel) -> None:
             *states: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
             cu_seqlens: torch.Tensor | None = None, rule: Any = rule, **options: Any,
         ) -> Any:  # fmt: skip
-            if states[0].is_cuda or cu_seqlens is None:
-                return rule(*states, g=g, beta=beta, cu_seqlens=cu_seqlens, **options)
+            if cu_seqlens is None:
+                return rule(*states, g=g, beta=beta, **options)
             rows = [
                 rule(*(part[:, row] for part in states), g=g[:, row], beta=beta[:, row], **options)
                 for row in _list_row_slices(cu_seqlens)
