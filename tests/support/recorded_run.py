@@ -16,6 +16,7 @@ from areal_hpc.shards.index import append_to_index, read_index
 from areal_hpc.shards.verify import build_index_line
 from areal_hpc.shards.writer import write_sealed_shard
 from areal_hpc.wire.ledger import NO_VERSION, BatchManifest, SealedTicket, TicketRef
+from areal_hpc.wire.routes import MixtureShape, RouteArray
 from areal_hpc.wire.trajectory import CallRecord, RowRecord, TrajectoryRow
 from areal_hpc.wire.weight_version import WeightVersion
 from tests.support.role_recipe import write_role_recipe
@@ -40,8 +41,9 @@ def record_run(
     groups: int = TICKETS,
     far_steps: Collection[int] = (),
     rewards: Mapping[int, Sequence[float]] | None = None,
+    mixture: MixtureShape | None = None,
 ) -> RunPaths:
-    """Write a run of so many batches, of rows up to `oldest` versions old.
+    """Write a run of so many batches, of rows up to `oldest` versions old, with any routes.
 
     In `far_steps` the ratio of the trainer's and the engine's probabilities is no 32-bit number.
     """
@@ -62,6 +64,8 @@ def record_run(
                 row.logprobs_T[row.loss_mask_T != 0] = -200.0
         if rewards and step in rewards:
             rows = [replace(row, reward=rewards[step][row.episode]) for row in rows]
+        if mixture is not None:
+            rows = [replace(row, routes_TLK=_draw_routes(mixture, row, step)) for row in rows]
         shard = write_sealed_shard(rows, paths.shards_dir, paths.shard_index_dir, "cell-0")
         tickets = [
             SealedTicket(
@@ -151,6 +155,14 @@ def _trajectory(
         reward=float(generator.integers(0, 2)) + episode / 8,
         record=RowRecord(session_id=f"session-{name}", calls=[reply]),
     )
+
+
+def _draw_routes(mixture: MixtureShape, row: TrajectoryRow, step: int) -> RouteArray:
+    routes_TLK = mixture.make_routes(row.num_tokens)
+    generator = np.random.default_rng((step, row.ticket_id, row.episode))
+    sizes = (row.num_tokens - 1, mixture.layers, mixture.experts)  # the last token has no route
+    routes_TLK[:-1] = generator.random(sizes).argsort(-1)[..., : mixture.per_token]
+    return routes_TLK
 
 
 def claim_dropout(paths: RunPaths) -> None:

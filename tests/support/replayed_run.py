@@ -15,8 +15,10 @@ from areal_hpc.rundir.manifests import read_manifest
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.verify import CheckedShards
 from areal_hpc.trainer.batch.training_rows import read_rows_by_ticket
+from areal_hpc.wire.routes import parse_mixture_shape
 from areal_hpc.wire.trajectory import TrajectoryRow
 from tests.support.rank_server import RankServer, TaskExit
+from tests.support.recorded_run import record_run
 from tests.support.reference_models import by_checkpoint_name, hf_model
 from tests.support.thoroughness import choose
 
@@ -119,6 +121,13 @@ def copy_for_mixture(source: Path, root: Path) -> Path:
         {name: one.contiguous() for name, one in weights.items()}, folder / "model.safetensors"
     )
     return root
+
+
+def record_routed_run(root: Path, steps: int) -> RunPaths:
+    """A recorded run of a mixture of experts whose tokens have routes."""
+    mixture = parse_mixture_shape(hf_model("qwen3_moe").config.to_dict())
+    dense = record_run(root / "dense", steps, mixture=mixture)
+    return RunPaths(copy_for_mixture(dense.root, root / "run"))
 
 
 def read_recorded_rows(paths: RunPaths, step: int = 1) -> list[TrajectoryRow]:

@@ -23,7 +23,11 @@ from tests.support.replay_worker import (
     state_of,
     take_step,
 )
-from tests.support.replayed_run import check_killed_run_ends_alike, train_run
+from tests.support.replayed_run import (
+    check_killed_run_ends_alike,
+    record_routed_run,
+    train_run,
+)
 from tests.support.thoroughness import choose
 
 COMMITS = ["step_00000004", "step_00000006"]
@@ -155,6 +159,19 @@ def test_an_adapter_with_dropout_is_resumed_with_the_same_bits_on_its_own_base(
         refused = train_run(ranks, killed, {}, steps=6, more=other)
         assert refused.codes == [78]
         assert said in refused.reports[0]["error"]
+
+
+def test_a_mixture_whose_routes_are_replayed_is_resumed_with_the_same_bits(
+    ranks: RankServer, tmp_path: Path
+) -> None:
+    source = record_routed_run(tmp_path / "recorded", STEPS).root
+    alone, killed, _ = check_killed_run_ends_alike(
+        ranks, source, tmp_path, "optimizer.before_step@9", {}, {"dp": 2, "ep": 2},
+        steps=STEPS, faulty_rank=1,
+    )  # fmt: skip
+    for paths in (alone, killed):
+        for line in read_readable_records(paths.metrics):
+            assert 0.5 < line["experts/rerouted_fraction"] < 1, "routes were drawn at random"
 
 
 @pytest.mark.thorough

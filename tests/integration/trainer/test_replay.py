@@ -24,6 +24,7 @@ from tests.support.commands import exit_code_of
 from tests.support.environments import CHECKOUT
 from tests.support.rank_server import RankServer
 from tests.support.recorded_run import SAMPLES, TRAINER, record_run, write_recipe
+from tests.support.replayed_run import record_routed_run
 from tests.support.run_files import list_files
 
 STEPS = 6
@@ -33,7 +34,16 @@ SETTINGS = {"total_steps": STEPS, "minibatches": 3}
 @pytest.fixture(scope="module")
 def recorded(ranks: RankServer, tmp_path_factory: pytest.TempPathFactory) -> RunPaths:
     """A run of six steps with checkpoints of the last two even ones."""
-    paths = record_run(tmp_path_factory.mktemp("recorded") / "run", STEPS)
+    return train(ranks, record_run(tmp_path_factory.mktemp("recorded") / "run", STEPS))
+
+
+@pytest.fixture(scope="module")
+def routed(ranks: RankServer, tmp_path_factory: pytest.TempPathFactory) -> RunPaths:
+    """The same of a mixture of experts whose routes are replayed."""
+    return train(ranks, record_routed_run(tmp_path_factory.mktemp("routed"), STEPS))
+
+
+def train(ranks: RankServer, paths: RunPaths) -> RunPaths:
     write_recipe(paths, {**TRAINER, **SETTINGS})
     outcome = ranks.run(paths, "replay", trainer=SETTINGS)
     assert outcome.codes == [0], outcome.log
@@ -60,7 +70,11 @@ def lines(root: Path) -> dict[int, dict[str, float]]:
     return {line["step"]: line for line in read_readable_records(RunPaths(root).metrics)}
 
 
-def test_recorded_steps_are_replayed_bit_by_bit(recorded: RunPaths, tmp_path: Path) -> None:
+@pytest.mark.parametrize("run", ["recorded", "routed"])
+def test_recorded_steps_are_replayed_bit_by_bit(
+    request: pytest.FixtureRequest, tmp_path: Path, run: str
+) -> None:
+    recorded: RunPaths = request.getfixturevalue(run)
     before = list_files(recorded.root)
     ended = replay(recorded.root, "--steps", "6", "--out", str(tmp_path / "out"))
     assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -75,6 +89,7 @@ def test_recorded_steps_are_replayed_bit_by_bit(recorded: RunPaths, tmp_path: Pa
         if (metric := find_metric(name)) and metric.source in ("batch", "records", "loss")
     ]
     assert {"loss", "grad_norm", "entropy/mean", "reward/mean", "reply/tokens_p95"} <= {*same}
+    assert ("experts/rerouted_fraction" in same) == (run == "routed")
     for step, line in found.items():
         assert {name: line[name] for name in same} == {name: expected[step][name] for name in same}
     # The start is a link; what was trained is a checkpoint like any other, with its history.
