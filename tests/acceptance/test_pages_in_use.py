@@ -246,8 +246,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunPaths:
 
 
 @pytest.fixture
-def url(run: RunPaths, tmp_path: Path) -> Iterator[str]:
-    environ = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+def url(run: RunPaths, environ: dict[str, str]) -> Iterator[str]:
     with serving_pages(run.root, environ) as address:
         yield address
 
@@ -355,12 +354,11 @@ def test_tokens_are_found_and_colored_by_keyboard_alone(url: str, tmp_path: Path
     in_browser(tmp_path, use)
 
 
-def test_what_the_reader_is_at_outlasts_news(tmp_path: Path) -> None:
+def test_what_the_reader_is_at_outlasts_news(environ: dict[str, str], tmp_path: Path) -> None:
     run = make_run(tmp_path / "runs")
     names = {f"made/{number}": 0.5 for number in range(40)}
     for step in (2, 3, 4):
         append_step(run, step, 0.5, **names)
-    environ = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
 
     async def use(page: Page) -> None:
         await page.resize(*WIDE)
@@ -430,7 +428,7 @@ def test_what_the_reader_is_at_outlasts_news(tmp_path: Path) -> None:
         in_browser(tmp_path, use)
 
 
-def test_pages_that_answers_name_show_something(tmp_path: Path) -> None:
+def test_pages_that_answers_name_show_something(environ: dict[str, str], tmp_path: Path) -> None:
     unpack_archive(SAMPLES, tmp_path)
     samples = tmp_path / "sample_runs"
     answers = (
@@ -451,21 +449,20 @@ def test_pages_that_answers_name_show_something(tmp_path: Path) -> None:
             await page.await_true(f"{shown} > 0")
         assert page.errors == []
 
-    environ = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
     with serving_pages(samples, environ) as address:
         in_browser(tmp_path, look)
 
 
-def report_on(run: RunPaths, tmp_path: Path) -> str:
+def report_on(run: RunPaths, out: Path, environ: dict[str, str]) -> str:
     """The address of a report, which has all of its pages in it."""
-    out = tmp_path / "report.html"
-    environ = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
     said_by(areal_hpc("report", run.root, "--out", out, environ=environ))
     return out.as_uri()
 
 
-def test_nothing_that_an_agent_wrote_runs_or_becomes_an_element(tmp_path: Path) -> None:
-    report = report_on(make_run(tmp_path / "runs"), tmp_path)
+def test_nothing_that_an_agent_wrote_runs_or_becomes_an_element(
+    environ: dict[str, str], tmp_path: Path
+) -> None:
+    report = report_on(make_run(tmp_path / "runs"), tmp_path / "report.html", environ)
     alive = "main :is(script, img, iframe, object, embed, style, base)"
     attributes = "[...document.querySelectorAll('main *')].flatMap(one => one.getAttributeNames())"
 
@@ -486,9 +483,10 @@ def test_nothing_that_an_agent_wrote_runs_or_becomes_an_element(tmp_path: Path) 
     in_browser(tmp_path, look)
 
 
-def test_a_report_on_a_whole_run_shows_it(tmp_path: Path) -> None:
+def test_a_report_on_a_whole_run_shows_it(environ: dict[str, str], tmp_path: Path) -> None:
     run = RunPaths(unpack_kept_run(tmp_path))
-    report, name = report_on(run, tmp_path), f"{run.root.parent.name}/{run.root.name}"
+    report = report_on(run, tmp_path / "report.html", environ)
+    name = f"{run.root.parent.name}/{run.root.name}"
     least = {"overview": ("path", 8), "metrics": ("figure", 40), "evaluations": ("tr", 5)}
 
     async def look(page: Page) -> None:

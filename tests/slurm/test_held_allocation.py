@@ -17,6 +17,5 @@ def test_a_step_that_is_cancelled_starts_again_and_ctrl_c_leaves_nothing(
         run.await_step("sft.2")
         assert run.get_gpus("sft") == "0"
         run.press_ctrl_c()
-        assert run.end(60) == 130, run.said()
     assert "sft ended without an exit status; this job is started again" in run.said()
     run.await_nothing_left()

@@ -2,8 +2,8 @@
 
 import os
 import signal
-import subprocess
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -12,25 +12,23 @@ import psutil
 
 from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.lock import AllocationNote, find_live_launcher_note
-from areal_hpc.rundir.paths import RunPaths
-from tests.support.commands import PROGRAM, areal_hpc, said_by
+from tests.support.commands import areal_hpc, said_by
 from tests.support.deadlines import scaled
 from tests.support.devclusters import SLURM_POLL_S, Devcluster
-from tests.support.environments import CHECKOUT
 from tests.support.process_commands import command_of, find_processes
-from tests.support.small_run import CUT_DOWN, LIGHT, processes_of
+from tests.support.small_run import LIGHT, SmallRun, await_none_left
 from tests.support.waiting import wait_for
 
 SALLOC = ("salloc", "--partition=priority", "--ntasks-per-node=1", "--cpus-per-task=4")
 TWO_NODES = ("--nodes=2", "--mem=6000M", "--gpus-per-node=2")
 ONE_NODE = ("--nodes=1", "--mem=6000M", "--gpus-per-node=2")
-RECIPE = ("recipes/quickstart.yaml", "--in-allocation", "trainer.parallel.dp=1")
 LOOK_PERIOD_S = 15
 STOP_GRACE_S = scaled(6)
 LEAD_S = scaled(24)
 """What the launcher needs before an allocation's end: the grace below, 10 s, a save, and some."""
 SMALL = (
-    *(*CUT_DOWN, *LIGHT, "sft.total_steps=5", "evaluation.every_steps=0"),
+    *("--in-allocation", "trainer.parallel.dp=1"),
+    *(*LIGHT, "sft.total_steps=5", "evaluation.every_steps=0"),
     # It has learned next to nothing, which `why` would name besides the reason for a stop.
     "alerts.off=[no_signal]",
     # Steps ask for GPUs then, as many as there would be with CUDA; what computes has processors.
@@ -40,48 +38,26 @@ NO_END = 5000
 """Steps that no test waits for."""
 
 
-class HeldRun:
+class HeldRun(SmallRun):
     def __init__(self, cluster: Devcluster, fileroot: Path, *overrides: str) -> None:
+        super().__init__(fileroot, *SMALL, *overrides)
         self.cluster = cluster
-        self.paths = RunPaths(fileroot / "quickstart" / "demo")
-        self._fileroot = fileroot
-        self._log = fileroot / "said.log"
-        self._overrides = (*SMALL, *overrides)
-        fileroot.mkdir()
-        self.salloc: subprocess.Popen[str] | None = None
+        self.environ = cluster.environ
 
     @contextmanager
     def hold(self, *options: str) -> Iterator[None]:
         """An allocation in which the run goes on; `options` of salloc first, then overrides."""
         shape = [one for one in options if one.startswith("--")]
-        overrides = (*self._overrides, *options[len(shape) :])
-        with self._log.open("a") as log:
-            self.salloc = subprocess.Popen(
-                [
-                    *(*SALLOC, *shape, *PROGRAM, "run", *RECIPE),
-                    *(f"cluster.fileroot={self._fileroot}", *overrides),
-                ],
-                cwd=CHECKOUT,
-                env=self.cluster.environ,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                text=True,
-                start_new_session=True,
-            )
+        self.before = (*SALLOC, *shape)
+        self.override(*options[len(shape) :])
+        self.start()
+        assert self.process is not None
         try:
             yield
         finally:
-            if self.salloc.poll() is None:
-                self.salloc.terminate()
-            self.salloc.wait(scaled(60))
-
-    def said(self) -> str:
-        return self._log.read_text()
-
-    def end(self, timeout_s: float) -> int:
-        assert self.salloc is not None
-        return self.salloc.wait(scaled(timeout_s))
+            if self.process.poll() is None:
+                self.process.terminate()
+            self.process.wait(scaled(60))
 
     def read_note(self) -> AllocationNote:
         note = find_live_launcher_note(self.paths)
@@ -90,14 +66,6 @@ class HeldRun:
 
     def read_steps(self) -> list[int]:
         return [row["step"] for row in read_readable_records(self.paths.metrics)]
-
-    def await_true(self, condition: Callable[[], object], timeout_s: float = 200) -> None:
-        def is_reached() -> object:
-            assert self.salloc is not None
-            assert self.salloc.poll() is None, self.said()
-            return condition()
-
-        wait_for(is_reached, timeout_s, self.said)
 
     def await_training(self, steps: int) -> None:
         self.await_true(lambda: len(self.read_steps()) >= steps)
@@ -108,10 +76,13 @@ class HeldRun:
         words = {one: command_of(one) for one in find_processes(launch)}
         return [one for one, its in words.items() if its[-1:] == [launch] and its[0] != "srun"]
 
-    def press_ctrl_c(self) -> None:
-        assert self.salloc is not None
-        [launcher] = psutil.Process(self.salloc.pid).children()
+    def press_ctrl_c(self) -> float:
+        assert self.process is not None
+        began = time.monotonic()
+        [launcher] = psutil.Process(self.process.pid).children()
         os.killpg(os.getpgid(launcher.pid), signal.SIGINT)
+        assert self.wait() == 130, self.said()
+        return time.monotonic() - began
 
     def get_gpus(self, job: str) -> str:
         [supervisor] = self.find_supervisors(job)
@@ -133,10 +104,10 @@ class HeldRun:
             return note is not None and step in {one.step for one in note.steps}
 
         self.await_true(is_noted)
-        self.await_true(lambda: self.find_supervisors(step.partition(".")[0]))
+        self.await_true(lambda: bool(self.find_supervisors(step.partition(".")[0])))
 
     def await_nothing_left(self) -> None:
-        wait_for(lambda: processes_of(self.paths.root) == [], 60, self.said)
+        await_none_left(self, 60)
         wait_for(lambda: self.cluster.slurm("squeue", "-h") == "", every_s=SLURM_POLL_S)
         assert not self.paths.allocation_note.exists()
 

@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -12,7 +11,7 @@ from pathlib import Path
 import psutil
 
 from areal_hpc.rundir.paths import RunPaths
-from tests.support.commands import audit_of
+from tests.support.commands import PROGRAM, audit_of
 from tests.support.deadlines import scaled
 from tests.support.environments import CHECKOUT
 from tests.support.process_commands import command_of, find_processes
@@ -70,6 +69,8 @@ class SmallRun:
         fileroot.mkdir(parents=True, exist_ok=True)
         self.environ: dict[str, str] = {}
         """Added to the environment of the command."""
+        self.before: tuple[str, ...] = ()
+        """What the command stands below."""
         self.process: subprocess.Popen[bytes] | None = None
 
     def override(self, *overrides: str) -> None:
@@ -78,11 +79,9 @@ class SmallRun:
     def start(self) -> None:
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "areal_hpc", "run", "recipes/quickstart.yaml"),
-                    *self._overrides,
-                ],
+                [*self.before, *PROGRAM, "run", "recipes/quickstart.yaml", *self._overrides],
                 cwd=CHECKOUT,
+                stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 env={**os.environ, **self.environ},
