@@ -209,8 +209,8 @@ def test_no_call_kills_or_hangs_a_service_or_spoils_a_row(run: LightRun) -> None
         counts["calls"] += statuses.total()
         counts["steps"] += 1
         counts["restarts"] += len(ENTRIES)
-        counts["by_status"] = dict(sorted(total(counts["by_status"], statuses).items()))
-        counts["refused_keys"] = dict(sorted(total(counts["refused_keys"], refused_keys).items()))
+        for name, found in (("by_status", statuses), ("refused_keys", refused_keys)):
+            counts[name] = dict(sorted((Counter(counts[name]) + found).items()))
         counts["swollen"] += SWOLLEN_CALLS_A_ROUND
         if hold_s > counts["longest_hold_s"]:
             counts |= {"longest_hold_s": hold_s, "longest_held_by": held_by}
@@ -247,10 +247,6 @@ def read_counts() -> dict[str, Any]:
     nothing |= {"by_status": {}, "refused_keys": {}, "swollen": 0, "longest_hold_s": 0.0}
     found: dict[str, Any] = read_results("fuzz", {}).get("mutated_calls", nothing)
     return nothing if found["calls"] >= CALLS else found
-
-
-def total(before: dict[str, int], more: Counter[str]) -> Counter[str]:
-    return Counter(before) + more
 
 
 def call_wrongly(run: LightRun, chance: random.Random) -> tuple[Counter[str], Counter[str]]:

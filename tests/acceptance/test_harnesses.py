@@ -126,10 +126,6 @@ CONVERSATIONS: dict[str, Conversation] = {
 }
 
 
-def build_replies(name: str, work: str) -> list[str]:
-    return CONVERSATIONS[name](work)
-
-
 REF = TicketRef(1, 0)
 CONTEXT_TOKENS = 131072
 PROGRAM_S = 400.0
@@ -272,10 +268,6 @@ class Scene:
     def text_of(self, ids: list[int]) -> str:
         return self._encoder.decode(ids, skip_special_tokens=False)
 
-    def is_of_the_task(self, call: EngineCall) -> bool:
-        prompt = self.text_of(call.prompt)
-        return WITH_TOOLS in prompt and TASK in prompt
-
     def is_played(self, prompt: str) -> bool:
         """Whether the next turn of the conversation answers it."""
         return WITH_TOOLS in prompt and TASK in prompt
@@ -285,7 +277,7 @@ class Scene:
         if not self.is_played(prompt):
             return SUMMARY if IN_THE_NOTES in prompt else "A greeting"
         found = re.findall(r"(/[\w./-]+/harness/work)\b", prompt)
-        replies = build_replies(self.name, found[0] if found else ".")
+        replies = CONVERSATIONS[self.name](found[0] if found else ".")
         self.turns += 1
         return replies[min(self.turns, len(replies)) - 1]
 
@@ -384,15 +376,14 @@ def list_processes_of(folder: Path) -> list[str]:
 def check_rows(scene: Scene, rows: list[TrajectoryRow], beside: list[TrajectoryRow]) -> None:
     """One row of the task, each turn of it as the engine read and said it; the rest is named."""
     (row,) = rows
-    turns = [call for call in scene.relay.calls if scene.is_of_the_task(call)]
+    turns = [one for one in scene.relay.calls if scene.is_played(scene.text_of(one.prompt))]
     assert [call.reuse for call in row.record.calls] == ["none"] + ["reused"] * (len(turns) - 1)
     ids = row.input_ids_T.tolist()
     for turn in turns:
         end = len(turn.prompt) + len(turn.reply)
         assert ids[:end] == turn.prompt + turn.reply
         assert row.loss_mask_T[len(turn.prompt) : end].tolist() == [1] * len(turn.reply)
-    others = [call for call in scene.relay.calls if not scene.is_of_the_task(call)]
-    assert len(beside) == len(others)
+    assert len(beside) == len(scene.relay.calls) - len(turns)
     assert all(one.record.auxiliary_reason for one in beside)
 
 

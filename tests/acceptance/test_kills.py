@@ -153,11 +153,6 @@ def process_of(paths: RunPaths, config: str) -> psutil.Process:
     return find_processes(paths.jobs_dir / f"{config}.json")[0]
 
 
-def server_of(keeper: psutil.Process) -> psutil.Process:
-    engine = "areal_hpc.inference.cpu.sglang_cpu"
-    return next(one for one in keeper.children() if engine in one.cmdline())
-
-
 @pytest.fixture
 def run(model: Path, tmp_path: Path) -> Iterator[SmallRun]:
     run = SmallRun(
@@ -182,7 +177,8 @@ def test_a_run_and_its_evaluations_outlive_trainer_and_evaluation_server(run: Sm
     run.await_true(lambda: begun(paths)[-1]["version"].startswith("2."))
     run.await_true(lambda: is_judging_earlier_weights(paths))
     judged = begun(paths)[-1]
-    server_of(process_of(paths, "evaluation/inference")).kill()
+    servers = process_of(paths, "evaluation/inference").children()
+    next(one for one in servers if "areal_hpc.inference.cpu.sglang_cpu" in one.cmdline()).kill()
     assert run.wait(400) == 0, run.said()
 
     lines = read_metrics(paths.metrics)
@@ -221,11 +217,6 @@ def list_arguments(model: Path, fileroot: Path) -> list[str]:
     ]
 
 
-def count_rows(run_dir: Path) -> Counter[object]:
-    """Recorded rows of each evaluation ticket."""
-    return Counter(one.read().ticket_id for one in find_rows(run_dir, RowQuery())[0])
-
-
 def test_an_evaluation_that_was_killed_repeats_no_task_and_compares_with_itself(
     model: Path, tmp_path: Path
 ) -> None:
@@ -250,7 +241,7 @@ def test_an_evaluation_that_was_killed_repeats_no_task_and_compares_with_itself(
     report = read_report(paths.root)
     assert [len(report.sets[name].samples) for name in ("valid", "few")] == [TASKS, 6]
     assert {len(samples) for samples in report.sets["few"].samples} == {2}
-    rows = count_rows(paths.root)
+    rows = Counter(one.read().ticket_id for one in find_rows(paths.root, RowQuery())[0])
     assert {ticket: rows[ticket] for ticket in done} == {
         ticket: 2 if ticket >= TASKS else 1 for ticket in done
     }

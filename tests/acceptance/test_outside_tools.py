@@ -298,10 +298,6 @@ def read_tensorboard_rows(paths: RunPaths) -> dict[int, dict[str, float]]:
     return found
 
 
-def keep_numbers(row: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in row.items() if isinstance(value, int | float)}
-
-
 def kill_with_children(process: subprocess.Popen[str]) -> None:
     for one in (*psutil.Process(process.pid).children(recursive=True), process):
         one.kill()
@@ -347,7 +343,10 @@ def test_a_run_that_was_killed_is_one_run_in_both_trackers_and_no_step_is_there_
     rows = read_metrics(run.paths.metrics)
     assert [row["step"] for row in rows] == [*range(steps + 1)]
     assert len(run.paths.tracker("wandb").list_parts()) >= 2
-    numbers = {row["step"]: keep_numbers(row) for row in rows}
+    numbers = {
+        row["step"]: {name: value for name, value in row.items() if isinstance(value, int | float)}
+        for row in rows
+    }
     assert read_wandb_rows(run.paths, wandb_python, "killed") == numbers
     board = read_tensorboard_rows(run.paths)
     assert len([*run.paths.tensorboard_run_dir.glob("events.out.tfevents.*")]) >= 2, (

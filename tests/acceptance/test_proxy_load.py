@@ -71,32 +71,16 @@ class Agent:
             self.errors += answer.status != 200
 
 
-def open_agents(stage: Stage, count: int) -> list[Agent]:
-    return [Agent(number, *stage.open_session()) for number in range(count)]
-
-
-def unlimited() -> aiohttp.ClientSession:
-    """For calls of all agents at once, however long they take."""
-    timeout, connector = aiohttp.ClientTimeout(total=None), aiohttp.TCPConnector(limit=0)
-    return aiohttp.ClientSession(timeout=timeout, connector=connector)
-
-
 async def play(agents: list[Agent], url: str, turns: int) -> None:
-    async with unlimited() as http:
+    """Calls of all agents at once, however long they take."""
+    timeout, connector = aiohttp.ClientTimeout(total=None), aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as http:
         await asyncio.gather(*(agent.speak(http, url, turns) for agent in agents))
 
 
 async def end_all(agents: list[Agent], url: str) -> None:
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=64)) as http:
         await asyncio.gather(*(agent.end(http, url) for agent in agents))
-
-
-def remembered(stage: Stage) -> SessionStore:
-    (journal,) = stage.journal_dir.glob("*/journal")
-    store = SessionStore()
-    for record in read_journal(journal):
-        store.apply(decode_event(record.payload))
-    return store
 
 
 def memory_mb(stage: Stage, name: str) -> float:
@@ -120,11 +104,13 @@ def test_a_thousand_sessions_at_once_lose_nothing_and_mistake_no_token(tmp_path:
         idle_mb = memory_mb(stage, "VmRSS")
         for _ in range(2):
             stage.sglang.requests.clear()
-            agents = open_agents(stage, SESSIONS)
+            agents = [Agent(number, *stage.open_session()) for number in range(SESSIONS)]
             began = time.monotonic()
             asyncio.run(play(agents, stage.url, TURNS))
             seconds = time.monotonic() - began
-            store = remembered(stage)
+            store = SessionStore()
+            for record in read_journal(stage.journal):
+                store.apply(decode_event(record.payload))
             sent = {tuple(request["input_ids"]) for request in stage.sglang.requests}
             for agent in agents:
                 tree = store.sessions[agent.session_id].tree

@@ -28,22 +28,6 @@ def test_every_node_is_a_machine_of_its_own(cluster: Devcluster) -> None:
     assert set(controllers) == {"0"}, "it runs on this machine, not on theirs"
 
 
-def test_a_job_runs_on_when_only_slurmd_is_killed(cluster: Devcluster, tmp_path: Path) -> None:
-    sign = tmp_path / "sign"
-    there = ("--nodelist=n03", "--exclusive", "--no-requeue")  # else it may be back on that node
-    cluster.submit(f"while :; do date > {sign}; sleep 0.2; done", *there)
-    wait_for(sign.exists)
-    cluster.done("kill-node", "n03", "--only-slurmd")
-    assert "without slurmd" in cluster.command("status").stdout
-    sign.unlink()
-    wait_for(sign.exists)
-    cluster.done("up")
-    assert cluster.node_state("n03") == "idle"
-    sign.unlink()
-    with pytest.raises(AssertionError):
-        wait_for(sign.exists, 1.5)
-
-
 @pytest.mark.parametrize("options", choose([(), ("--loopback",)], ("--loopback",)))
 def test_a_second_cluster_without_accounting_leaves_nothing(
     cluster: Devcluster, tmp_path: Path, options: tuple[str, ...]
