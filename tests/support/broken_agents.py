@@ -1,4 +1,4 @@
-"""Agents with the mistakes that users make, and one without; the last no run can use."""
+"""Agents with the mistakes that users make; the last no run can use."""
 
 import asyncio
 import time
@@ -20,11 +20,6 @@ async def ask(data: dict[str, Any], extra_kwargs: dict[str, Any], **request: Any
         model="default", messages=data["messages"], max_completion_tokens=8, **request
     )
     return reply.choices[0].message.content or ""
-
-
-class Works:
-    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
-        return float(len(await ask(data, extra_kwargs)) % 2)
 
 
 class RaisesKeyError:

@@ -8,6 +8,7 @@ import sys
 import tomllib
 import zipfile
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -129,14 +130,16 @@ PACKAGES: dict[tuple[str, str], dict[str, Any]] = {
 }
 
 
+@cache
+def export_pins(extra: str) -> list[str]:
+    """Lines of an extra in uv.lock, each with a marker that says for whom."""
+    options = ("--frozen", "--offline", "--quiet", "--no-hashes", "--no-annotate", "--no-header")
+    exported = run_program(find_uv(), "export", *options, "--no-emit-project", "--extra", extra)
+    return said_by(exported).splitlines()
+
+
 def resolve(extra: str, python: str) -> dict[str, str]:
     """Package -> version of an extra for a Python on Linux, from uv.lock alone."""
-    exported = said_by(
-        run_program(
-            *(find_uv(), "export", "--frozen", "--offline", "--quiet", "--no-hashes"),
-            *("--no-annotate", "--no-header", "--no-emit-project", "--extra", extra),
-        )
-    )
     environment = {
         "python_version": python,
         "python_full_version": f"{python}.0",
@@ -147,7 +150,7 @@ def resolve(extra: str, python: str) -> dict[str, str]:
         "platform_python_implementation": "CPython",
     }
     found: dict[str, str] = {}
-    for line in exported.splitlines():
+    for line in export_pins(extra):
         pin, _, marker = line.partition(" ; ")
         if not marker or Marker(marker).evaluate({**environment, "extra": ""}):
             name, version = pin.split("==")

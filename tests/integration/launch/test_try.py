@@ -82,7 +82,7 @@ def test_a_conversation_its_reward_and_its_rows_are_shown(
 
 
 FAILING_AGENTS = [
-    ("RaisesKeyError", "tests/support/broken_agents.py:33\n"),
+    ("RaisesKeyError", "tests/support/broken_agents.py:28\n"),
     ("MakesNoCall", "no call to the model had been answered"),
     ("ReturnsString", "the agent returned '1.0' (str), expected a finite float"),
     ("AsksForTools", "set inference.tool_call_parser to the model's format"),

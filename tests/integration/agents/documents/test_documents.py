@@ -7,7 +7,8 @@ import msgspec
 import pytest
 
 from tests.integration.agents.theatre import Theatre
-from tests.support.documents import SCENES, blocks
+from tests.support.documents import AGENTS, FRAMEWORKS, SCENES, blocks
+from tests.support.thoroughness import choose
 
 FIRST_TICKETS = {"main": 100_000, "camel": 101_000}
 """By environment, away from those of the folder above. They decide what the model samples, so
@@ -34,6 +35,6 @@ def performed(environment: str, theatre: Theatre) -> dict[str, str]:
 
 
 @pytest.mark.timeout(500)  # one of them waits for SGLang and for every block of an environment
-@pytest.mark.parametrize("key", sorted(SCENES))
+@pytest.mark.parametrize("key", choose(sorted(SCENES), *sorted(AGENTS | FRAMEWORKS)))
 def test_the_block_runs(key: str, theatre: Theatre) -> None:
     assert performed(SCENES[key].environment, theatre)[key] == ""
