@@ -15,12 +15,14 @@ from pathlib import Path
 import numpy as np
 
 from areal_hpc.recipe.sections.rollout import RolloutConfig
-from areal_hpc.rollout.driver import Driver, ReplicaGate
+from areal_hpc.rollout.driver import Driver
 from areal_hpc.rollout.episode_watch import EpisodeWatch
+from areal_hpc.rollout.episodes.group import GroupPlayer, ReplicaGate
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.rendezvous import ensure_service_key
 from areal_hpc.rundir.service_client import AsyncServiceClient
 from areal_hpc.rundir.telemetry.events import EventLog
+from areal_hpc.shards.index import SealedShard, ShardTicket, append_to_index
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.shards.schema import format_shard_name
 from areal_hpc.shards.writer import write_sealed_shard
@@ -33,8 +35,7 @@ from areal_hpc.wire.ledger import (
     Empty,
     LedgerStatus,
     OpenTrainerGenerationRequest,
-    SealedTicket,
-    SettleTicketsRequest,
+    SettleShardsRequest,
     TicketGrant,
     TicketRef,
     WeightsPublishedRequest,
@@ -57,7 +58,7 @@ class Tempo:
     n_samples: int
     seal_after_s: float
     with_shards: bool
-    """Seal real shards, and read them for each batch; else tickets settle without files."""
+    """Seal real shards, and read them for each batch; else the index alone has them."""
 
 
 @dataclass
@@ -118,14 +119,13 @@ class Storehouse:
             refs, self._finished = self._finished, []
             if not refs:
                 return
-            tickets = await self._write(refs)
-            await self._ledger.call_repeatedly(
-                "/settle", SettleTicketsRequest(self._cell, tickets), Acknowledged
-            )
+            settle = SettleShardsRequest(self._cell, [await self._write(refs)])
+            await self._ledger.call_repeatedly("/settle", settle, Acknowledged)
             self._tally.sealed += 1
-            self._tally.settled += len(tickets)
+            self._tally.settled += len(refs)
 
-    async def _write(self, refs: Sequence[TicketRef]) -> list[SealedTicket]:
+    async def _write(self, refs: Sequence[TicketRef]) -> str:
+        """The name of a shard that is in the index, and in a file if shards are real."""
         n_samples = self._tempo.n_samples
         rewards = [float(episode % 2) for episode in range(n_samples)]
         file = format_shard_name(self._cell, self._sequence)
@@ -137,11 +137,21 @@ class Storehouse:
             shard = await loop.run_in_executor(
                 self._pool, write_sealed_shard, rows, shards_dir, index_dir, self._cell
             )
-            file = shard.file
-        return [
-            SealedTicket(ref, file, [*range(first, first + n_samples)], rewards, NO_VERSION)
-            for first, ref in zip(range(0, len(refs) * n_samples, n_samples), refs, strict=True)
+            return shard.file
+        tickets = [
+            ShardTicket(
+                ref.ticket_id,
+                ref.attempt,
+                [*range(place * n_samples, (place + 1) * n_samples)],
+                rewards,
+                NO_VERSION,
+            )
+            for place, ref in enumerate(refs)
         ]
+        rows = len(refs) * n_samples
+        shard = SealedShard(file, 0, "crc32:00000000", rows, rows * ROW_TOKENS, tickets)
+        append_to_index(self._paths.shard_index_dir, shard)
+        return file
 
 
 def trajectories(ref: TicketRef, rewards: Sequence[float]) -> Iterator[TrajectoryRow]:
@@ -188,19 +198,25 @@ class SleepingCell(Driver):
         tally: Tally,
     ) -> None:
         cell, events = f"cell-{number}", EventLog(paths.events, "cells")
-        super().__init__(
-            cell,
+        player = GroupPlayer(
             RolloutConfig(n_samples=tempo.n_samples),
             (),
             agents={},
             tasks={},
-            episode_slots=tempo.n_samples * tempo.tickets_at_once,
-            ledger=ledger,
             proxy=ledger,
             http_client=None,
             events=events,
         )
-        self._gate, self.watch = OpenGate(ledger, self.tickets.changed.set), IdleWatch(events)
+        player.gate, player.watch = OpenGate(ledger), IdleWatch(events)
+        super().__init__(
+            cell,
+            player,
+            episode_slots=tempo.n_samples * tempo.tickets_at_once,
+            episodes_per_ticket=tempo.n_samples,
+            ledger=ledger,
+            proxy=ledger,
+            events=events,
+        )
         self._stores = stores
         self._tempo = tempo
         self._tally = tally

@@ -27,11 +27,11 @@ from areal_hpc.recipe.sections.inference import InferenceConfig
 from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.rendezvous import derive_bearer_key, make_client_tls
 from areal_hpc.weights.buckets import TensorSpec
 from areal_hpc.weights.publisher import Publisher, make_transport
 from areal_hpc.weights.update import Probe, choose_probe_ids
 from areal_hpc.wire.replicas import ReplicasOfCell, ReplicaView
-from areal_hpc.wire.service_key import derive_bearer_key, make_client_tls
 from areal_hpc.wire.weight_version import WeightVersion
 
 START_TIMEOUT_S = 300.0

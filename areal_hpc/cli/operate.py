@@ -87,7 +87,7 @@ def _cancel_run(arguments: argparse.Namespace) -> int:
     from areal_hpc.jobs.starts import read_checkpoint_duration_s
     from areal_hpc.launch.terminal import format_next_command, say
     from areal_hpc.rundir.jobs import get_latest_submissions, mark_cancelled, read_submissions
-    from areal_hpc.rundir.run_recipe import read_run_recipe
+    from areal_hpc.rundir.run_inputs import read_run_recipe
     from areal_hpc.slurm.run_jobs import (
         cancel_jobs,
         is_job_of_run,

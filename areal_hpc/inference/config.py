@@ -26,7 +26,7 @@ from areal_hpc.jobs.node import (
 from areal_hpc.recipe.sections.trainer import Device as RecipeDevice
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.wire.replicas import generate_server_keys
-from areal_hpc.wire.routes import read_mixture_shape
+from areal_hpc.wire.trajectory import read_mixture_shape
 
 WORKER_NODE_ENTRY = "areal_hpc.inference.multi_node:run"
 """Parses the same configuration on the further nodes of a cell."""

@@ -22,8 +22,12 @@ from starlette.requests import Request
 from areal_hpc.errors import ControlCallRefusedError
 from areal_hpc.inference.replica import ControlCallerIdentity, Replica
 from areal_hpc.inference.server.sglang_server import SGLangServer
-from areal_hpc.rundir.rendezvous import format_control_proxy_name
-from areal_hpc.wire.asgi import (
+from areal_hpc.rundir.rendezvous import (
+    derive_bearer_key,
+    format_control_proxy_name,
+    make_server_tls,
+)
+from areal_hpc.wire.http_server import (
     JsonApp,
     ServiceServer,
     decode_body,
@@ -43,7 +47,6 @@ from areal_hpc.wire.replicas import (
     ReplicaView,
     ScorePromptRequest,
 )
-from areal_hpc.wire.service_key import derive_bearer_key, make_server_tls
 
 RequestT = TypeVar("RequestT")
 

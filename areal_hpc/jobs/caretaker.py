@@ -123,7 +123,7 @@ class Caretaker:
                     submitted.append(job)
             self._missing = {job.name for job in missing}
             for job in charges:
-                if job.has_failed_launch:
+                if job.is_held_after_failed_launch:
                     self._release_after_failed_launch(job)
         except SlurmNotFoundError:
             raise
@@ -152,7 +152,7 @@ class Caretaker:
         leader = stages[0].leader
         if self._config.job not in (CARETAKER_JOB, leader):
             jobs = self._statuses.read([leader])
-            if jobs[leader].is_alive and not jobs[leader].has_failed_launch:
+            if jobs[leader].is_alive and not jobs[leader].is_held_after_failed_launch:
                 return jobs
         names = [name for stage in stages for name in stage.jobs]
         was_laid = self._paths.job(CARETAKER_JOB).launch.exists()

@@ -6,14 +6,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from areal_hpc.checkout import PACKAGE_DIR
 from areal_hpc.jobs.processes.process_setup import PROMETHEUS_VARIABLE
 from areal_hpc.recipe.base import BaseConfig
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.recipe.sections.reward import ISOLATION_VARIABLE
 from areal_hpc.rundir.jobs import ProcessSpec
 from areal_hpc.rundir.paths import ENVIRONMENTS, ROLES, RunPaths
-from areal_hpc.rundir.run_recipe import read_run_recipe
-from areal_hpc.slurm.batch_script import get_image_python
+from areal_hpc.rundir.run_inputs import read_run_recipe
+
+IMAGE_CHECKOUT_DIR = Path("/opt/areal_hpc")
+"""Where the images of `slurm/containers` hold the checkout and its environments."""
 
 
 class ProcessConfig(BaseConfig):
@@ -80,8 +83,7 @@ def get_interpreter(role: str, configured_python: str) -> str:
     """
     if configured_python != "auto":
         return configured_python
-    checkout = Path(__file__).resolve().parents[2]
-    candidate = checkout / ".venvs" / ENVIRONMENTS[role] / "bin" / "python"
+    candidate = _get_environment_python(PACKAGE_DIR.parent, role)
     return str(candidate) if candidate.exists() else sys.executable
 
 
@@ -90,11 +92,15 @@ def get_interpreters(recipe: Recipe) -> dict[str, str]:
     in_image = recipe.cluster.slurm.container.kind != "none"
     named = {role: str(getattr(recipe.cluster, role).python) for role in ROLES}
     return {
-        role: get_image_python(role)
+        role: str(_get_environment_python(IMAGE_CHECKOUT_DIR, role))
         if in_image and python == "auto"
         else get_interpreter(role, python)
         for role, python in named.items()
     }
+
+
+def _get_environment_python(checkout: Path, role: str) -> Path:
+    return checkout / ".venvs" / ENVIRONMENTS[role] / "bin" / "python"
 
 
 def build_role_variables(

@@ -31,7 +31,7 @@ from areal_hpc.slurm.run_jobs import (
     was_cancelled_by_person,
 )
 from areal_hpc.slurm.scontrol import expand_node_list
-from areal_hpc.slurm.states import UNKNOWN_STATE, JobPhase, JobState, has_failed_launch
+from areal_hpc.slurm.states import UNKNOWN_STATE, JobPhase, JobState, is_held_after_failed_launch
 
 MAX_SUBMISSIONS_WITHOUT_PROGRESS = 3
 """Of one job without progress of the run; then a person has to resume it."""
@@ -79,9 +79,9 @@ class JobStatus:
         return self.state.phase is JobPhase.RUNNING
 
     @property
-    def has_failed_launch(self) -> bool:
+    def is_held_after_failed_launch(self) -> bool:
         held = self.slurm_record
-        return held is not None and has_failed_launch(held.reason)
+        return held is not None and is_held_after_failed_launch(held.reason)
 
     @property
     def ended_idle(self) -> bool:
@@ -145,7 +145,7 @@ def select_jobs_to_watch(
     if own_job == stage.leader:
         return [*stage.others, *waiting_job]
     leader = jobs[stage.leader]
-    if leader.is_alive and not leader.has_failed_launch:
+    if leader.is_alive and not leader.is_held_after_failed_launch:
         return []
     first = next((name for name in stage.others if jobs[name].is_running), "")
     return [stage.leader] if first == own_job else []

@@ -5,8 +5,8 @@ from typing import Annotated
 from pydantic import Field
 
 from areal_hpc.jobs.config import ProcessConfig
-from areal_hpc.ledger.admission import TicketPolicy
-from areal_hpc.ledger.tasks.task_stream import TaskSource
+from areal_hpc.ledger.task_stream import TaskSource
+from areal_hpc.ledger.tickets import TicketPolicy
 from areal_hpc.recipe.sections.evaluation import EvaluationSet
 
 

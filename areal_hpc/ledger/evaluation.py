@@ -1,19 +1,26 @@
-"""One evaluation: the tickets of its sets, their rewards, and the results of whole sets."""
+"""Evaluation of a step: the tickets of its sets, their rewards, and the results of whole sets."""
 
+import logging
 import statistics
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from areal_hpc.evaluation.set_metrics import SetSamples, build_metric_row, estimate_metrics
-from areal_hpc.evaluation.set_names import VALIDATION_SET_NAME, get_ticket_id_in_evaluation
+from areal_hpc.evaluation.set_names import (
+    VALIDATION_SET_NAME,
+    get_ticket_id_in_evaluation,
+    split_ticket_id,
+)
 from areal_hpc.ledger.leases import Lease, LeaseTable
 from areal_hpc.metrics.step_metrics import VALIDATION_REWARD_METRIC
 from areal_hpc.recipe.sections.evaluation import EvaluationSet
 from areal_hpc.rundir import manifests
 from areal_hpc.rundir.manifests import EvaluatedTicket, EvaluationResult, LedgerState
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.wire.ledger import TicketRef
+from areal_hpc.wire.ledger import EvaluationResultRequest, TicketRef
+
+log = logging.getLogger(__name__)
 
 ATTEMPT_NUMBERS_PER_GENERATION = 1_000_000
 """Attempts of generation k begin above k times this: a result tells whose weights it is of."""
@@ -175,22 +182,87 @@ class EvaluationState:
             self._pending[ticket_id] = lease.newest_attempt + 1
 
 
-EvaluationResults = dict[str, EvaluationResult]
-"""By the names of sets."""
+class SetEvaluator:
+    """Evaluates sets on the weights of one step after the other.
 
+    A set is durable as soon as it is done: only the others are played again after a crash.
+    """
 
-def read_current_results(
-    paths: RunPaths, state: LedgerState, step: int, n_tasks_by_set: Mapping[str, int]
-) -> EvaluationResults:
-    """The results of these sets for weights that the run still has; sets without one are absent."""
-    found = {}
-    for name, n_tasks in n_tasks_by_set.items():
-        result = manifests.read_evaluation(paths, step, name)
-        if result is None or result.n_tasks != n_tasks:
-            continue
-        if state.has_kept_weights(step, result.generation):
-            found[name] = result
-    return found
+    def __init__(self, paths: RunPaths, sets: Mapping[str, EvaluationSet]) -> None:
+        self._paths = paths
+        self._sets = dict(sets)
+        self.give_up()
+
+    def give_up(self) -> None:
+        """Evaluate nothing more of what was asked for."""
+        self.tickets = EvaluationState(-1, {})
+        self._asked: tuple[int, dict[str, int]] = (-1, {})
+
+    def begin(
+        self, step: int, n_tasks_by_set: dict[str, int], state: LedgerState, first_attempt: int
+    ) -> bool:
+        """Evaluate these sets in place of what was under way; False if they are that."""
+        if self._asked == (step, n_tasks_by_set):
+            return False
+        self._asked = (step, n_tasks_by_set)
+        results = self._read_results(state)
+        parts = {
+            name: EvaluationSetPart(self._sets[name].number, n_tasks, self._sets[name].n_samples)
+            for name, n_tasks in n_tasks_by_set.items()
+            if name not in results
+        }
+        self.tickets = EvaluationState(
+            step, parts, generation=state.generation, first_attempt=first_attempt
+        )
+        for one in manifests.read_evaluated_tickets(self._paths, step):
+            if state.has_kept_weights(step, one.generation):
+                self.tickets.restore_rewards(one)
+        return True
+
+    def record_result(self, request: EvaluationResultRequest) -> None:
+        """Take the rewards of a task, and have a restarted ledger play it no more.
+
+        What failed is not kept: it may be mended. A storage that refuses costs a repetition, and
+        not the evaluation.
+        """
+        if not self.tickets.record_rewards(request.ref, request.rewards, request.answers):
+            return
+        ticket = EvaluatedTicket(
+            request.ref.ticket_id, self.tickets.generation, request.rewards, request.answers
+        )
+        try:
+            manifests.append_evaluated_ticket(self._paths, self.tickets.step, ticket)
+        except OSError as error:
+            log.warning("the rewards of %s are in memory only: %s", request.ref, error)
+
+    def advance(self, state: LedgerState) -> tuple[int, dict[str, float] | None]:
+        """Tasks done, and the metrics once all are; that ends the evaluation."""
+        for name, result in self.tickets.build_unwritten_results():
+            manifests.write_evaluation(self._paths, name, result)
+            self.tickets.written.add(name)
+        step, n_tasks_by_set = self._asked
+        total = sum(n_tasks_by_set.values())
+        if self.tickets.n_tasks_left:
+            return total - self.tickets.n_tasks_left, None
+        done = {self._sets[name].number for name in n_tasks_by_set}
+        tickets = manifests.read_evaluated_tickets(self._paths, step)
+        left = [one for one in tickets if split_ticket_id(one.ticket_id)[0] not in done]
+        manifests.replace_evaluated_tickets(self._paths, step, left)
+        results = self._read_results(state)
+        self.give_up()
+        return total, compute_result_metrics(results, self._sets)
+
+    def _read_results(self, state: LedgerState) -> dict[str, EvaluationResult]:
+        """The results asked for, by set, for weights that the run still has, as far as known."""
+        step, n_tasks_by_set = self._asked
+        found = {}
+        for name, n_tasks in n_tasks_by_set.items():
+            result = manifests.read_evaluation(self._paths, step, name)
+            if result is None or result.n_tasks != n_tasks:
+                continue
+            if state.has_kept_weights(step, result.generation):
+                found[name] = result
+        return found
 
 
 def compute_result_metrics(

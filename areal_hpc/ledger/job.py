@@ -15,23 +15,21 @@ from areal_hpc.errors import AgentError, ClusterError, LedgerRequestError
 from areal_hpc.evaluation.set_names import STEP_OF_LOADED_WEIGHTS
 from areal_hpc.jobs.node import get_advertised_host
 from areal_hpc.jobs.processes.process_setup import StopRequest
-from areal_hpc.ledger.batch_formation import read_sealed_tickets
 from areal_hpc.ledger.config import LedgerJobConfig
-from areal_hpc.ledger.long_poll import LongPoll
 from areal_hpc.ledger.service import LedgerService
-from areal_hpc.ledger.tasks.curriculum import RECIPE_KEY, Curriculum
-from areal_hpc.ledger.tasks.task_stream import TaskStream
+from areal_hpc.ledger.task_stream import CURRICULUM_KEY, Curriculum, TaskStream
 from areal_hpc.recipe.user_functions import load_user_function
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.files import claim_next_number, fsync_path, read_newest_number
 from areal_hpc.rundir.manifests import read_drops
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.rendezvous import derive_bearer_key, make_server_tls
 from areal_hpc.rundir.telemetry.prometheus import build_samples, register_sample_reader
 from areal_hpc.rundir.telemetry.spans import record_state_entry
+from areal_hpc.shards.index import read_sealed_tickets
 from areal_hpc.wire import ledger as wire
-from areal_hpc.wire.asgi import JsonApp, ServiceServer, decode_body, read_body
 from areal_hpc.wire.awake_clock import AwakeClock
-from areal_hpc.wire.service_key import derive_bearer_key, make_server_tls
+from areal_hpc.wire.http_server import JsonApp, LongPoll, ServiceServer, decode_body, read_body
 
 log = logging.getLogger(__name__)
 
@@ -114,12 +112,12 @@ def load_curriculum(config: LedgerJobConfig, paths: RunPaths) -> Curriculum:
     sys.path[:0] = [folder for folder in config.sys_path if folder not in sys.path]
     curriculum = Curriculum(
         paths.curriculum_draws,
-        load_user_function(config.recipe.rollout.curriculum, RECIPE_KEY),
+        load_user_function(config.recipe.rollout.curriculum, CURRICULUM_KEY),
         n_tasks=config.n_train_tasks,
         batch_size=config.recipe.trainer.batch_size,
         seed=config.recipe.seed,
     )
-    for ticket in read_sealed_tickets(paths):
+    for ticket in read_sealed_tickets(paths.shard_index_dir):
         curriculum.record_rewards(ticket.ref.ticket_id, ticket.rewards)
     for drop in read_drops(paths):
         curriculum.record_rewards(drop.ref.ticket_id, drop.rewards)
@@ -160,7 +158,7 @@ async def evaluate_loaded_weights(
 
 
 MAX_REQUEST_BYTES = 16 * 1024 * 1024
-"""Room for a settle of about 10^5 rows."""
+"""More than any request takes."""
 
 RouteHandler = Callable[..., Awaitable[msgspec.Struct]]
 """Of the decoded request; those of `_waiting_routes` of its long poll, too."""
@@ -186,7 +184,7 @@ class LedgerApp(JsonApp):
             "/evaluate": (wire.EvaluateRequest, service.follow_evaluation),
         }
         self._routes = self._waiting_routes | {
-            "/settle": (wire.SettleTicketsRequest, service.settle_tickets),
+            "/settle": (wire.SettleShardsRequest, service.settle_shards),
             "/drop": (wire.DropTicketRequest, service.drop_ticket),
             "/report_evaluation": (wire.EvaluationResultRequest, service.record_evaluation_result),
             "/open_generation": (wire.OpenTrainerGenerationRequest, service.open_generation),

@@ -10,26 +10,19 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from areal_hpc.errors import LedgerRequestError
-from areal_hpc.evaluation.set_names import split_ticket_id
-from areal_hpc.ledger import batch_formation
-from areal_hpc.ledger.admission import TicketPolicy
 from areal_hpc.ledger.drop_stats import FirstTicketsCheck
-from areal_hpc.ledger.evaluation import (
-    EvaluationSetPart,
-    EvaluationState,
-    compute_result_metrics,
-    read_current_results,
-)
+from areal_hpc.ledger.evaluation import SetEvaluator
 from areal_hpc.ledger.leases import CellHeartbeats
-from areal_hpc.ledger.long_poll import LongPoll, Notifier
-from areal_hpc.ledger.tasks.task_stream import TaskStream
-from areal_hpc.ledger.tickets import TicketTable
+from areal_hpc.ledger.task_stream import TaskStream
+from areal_hpc.ledger.tickets import TicketPolicy, TicketTable
 from areal_hpc.recipe.sections.evaluation import EvaluationSet
 from areal_hpc.rundir import manifests
 from areal_hpc.rundir.files import read_newest_number
 from areal_hpc.rundir.manifests import DroppedTicket, LedgerState, append_drop, read_drops
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.shards.index import IndexFollower, read_sealed_tickets
 from areal_hpc.wire import ledger as wire
+from areal_hpc.wire.http_server import LongPoll, Notifier
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +48,7 @@ class LedgerService:
         self._paths = paths
         self._policy = policy
         self._stream = stream
-        self._evaluation_sets = dict(evaluation_sets)
+        self._evaluator = SetEvaluator(paths, evaluation_sets)
         self._tasks_by_evaluation_set = dict(tasks_by_evaluation_set)
         self._clock = clock
         before = manifests.read_ledger_state(paths)
@@ -69,21 +62,17 @@ class LedgerService:
             version_step=before.version_step,
             manifests=manifests.read_manifests(paths),
             dropped=read_drops(paths),
-            settled=batch_formation.read_sealed_tickets(paths),
+            settled=read_sealed_tickets(paths.shard_index_dir),
             # A new trainer may resume from before the version of the last ledger.
             grants_from_s=float("inf") if before.incarnation else clock(),
         )
         manifests.write_ledger_state(paths, self._state)
         self._first_tickets = FirstTicketsCheck()
-        self._evaluation: EvaluationState | None = None
-        """Of the sets of a step that have no result yet."""
-        self._evaluated: tuple[int, dict[str, int]] = (-1, {})
-        """The step that it is of, and the tasks of all sets that were asked for."""
         self._batch_wanted_until_s = float("-inf")
         self._stopped = paths.finished_marker.exists()
         self._work, self._progress = Notifier(), Notifier()
-        self._index = batch_formation.SealedTicketChecker(paths)
-        self._cells, self._ages = CellHeartbeats(), batch_formation.StalenessCheck()
+        self._index = IndexFollower(paths.shard_index_dir)
+        self._cells = CellHeartbeats()
 
     def collect_progress_gauges(self) -> dict[str, int]:
         """Numbers of tickets by where they are, of batches, and of starts of trainer and ledger."""
@@ -120,16 +109,22 @@ class LedgerService:
                 )
         return wire.LeaseReply(stop=True)
 
-    async def settle_tickets(self, request: wire.SettleTicketsRequest) -> wire.Acknowledged:
-        """Take sealed tickets. Repeats, and tickets another cell settled first, change nothing."""
-        for ticket in request.tickets:
-            if fault := self._index.find_contradiction_with_index(ticket):
+    async def settle_shards(self, request: wire.SettleShardsRequest) -> wire.Acknowledged:
+        """Take the tickets of sealed shards, as the index has them.
+
+        A proxy writes a shard's line before it settles. Repeats, and tickets that another cell
+        settled first, change nothing.
+        """
+        tickets: list[wire.SealedTicket] = []
+        for name in request.shards:
+            if (shard := self._index.find(name)) is None:
                 raise LedgerRequestError(
                     409,
-                    f"ticket {ticket.ref.ticket_id} of {ticket.shard} cannot be settled: {fault}",
+                    f"{name} cannot be settled: the index has no line of that shard",
                     hint="areal-hpc shards verify compares index/ and shards/",
                 )
-        for ticket in request.tickets:
+            tickets += shard.list_sealed_tickets()
+        for ticket in tickets:
             self._stream.record_rewards(ticket.ref.ticket_id, ticket.rewards)
             self._first_tickets.record_success(ticket.ref)
             if not self._tickets.settle(ticket):
@@ -146,8 +141,7 @@ class LedgerService:
         else:
             self._first_tickets.record_success(ref)
         if ref.eval_step >= 0:
-            if self._evaluation is not None:
-                self._evaluation.score_failed_task_zero(ref, request.reason)
+            self._evaluator.tickets.score_failed_task_zero(ref, request.reason)
         else:
             drop = DroppedTicket.from_request(request)
             self._stream.record_rewards(ref.ticket_id, drop.rewards)
@@ -165,10 +159,8 @@ class LedgerService:
         """Take the rewards of one held-out task; results nobody waits for are forgotten."""
         if not request.rewards:
             raise LedgerRequestError(400, "an evaluated ticket needs at least one reward, got none")
-        if self._evaluation is not None:
-            self._first_tickets.record_success(request.ref)
-            if self._evaluation.record_rewards(request.ref, request.rewards, request.answers):
-                self._append_evaluated_ticket_to_disk(self._evaluation, request)
+        self._first_tickets.record_success(request.ref)
+        self._evaluator.record_result(request)
         self._notify_waiting()
         return ACKNOWLEDGED
 
@@ -176,8 +168,7 @@ class LedgerService:
         """Re-issue what silent cells held. Call about every second."""
         now_s = self._clock()
         before_s = now_s - self._policy.cell_timeout_s
-        lost = self._tickets.expire_leases(now_s)
-        lost += self._evaluation.expire_leases(before_s) if self._evaluation else 0
+        lost = self._tickets.expire_leases(now_s) + self._evaluator.tickets.expire_leases(before_s)
         if lost:
             log.warning(
                 "%d tickets expired: no heartbeat for %s s", lost, self._policy.cell_timeout_s
@@ -201,8 +192,8 @@ class LedgerService:
         self._save_state(self._state.with_opened_generation(request.generation, request.base_step))
         self._schedule_first_grant()
         self._first_tickets = FirstTicketsCheck()
-        if self._evaluation is not None and self._evaluation.step != request.evaluated_step:
-            self._evaluation = None
+        if self._evaluator.tickets.step != request.evaluated_step:
+            self._evaluator.give_up()
         log.info("generation %d resumes after step %d", request.generation, request.base_step)
         return ACKNOWLEDGED
 
@@ -255,7 +246,10 @@ class LedgerService:
         until_s = self._clock() + request.wait_s
         while True:
             self._admit_trainer(request.generation)
-            done, metrics = self._advance_evaluation(request.step, request.sets)
+            first_attempt = self._tickets.first_attempt
+            if self._evaluator.begin(request.step, request.sets, self._state, first_attempt):
+                self._notify_waiting()
+            done, metrics = self._evaluator.advance(self._state)
             trouble = self._first_tickets.find_problem()
             is_decided = metrics is not None or trouble
             if is_decided or not await long_poll.wait_for(self._progress, until_s):
@@ -271,7 +265,7 @@ class LedgerService:
 
     async def get_status(self, request: wire.Empty) -> wire.LedgerStatus:
         """Counts of tickets by state, and of cells."""
-        tickets, evaluation = self._tickets, self._evaluation
+        tickets, evaluation = self._tickets, self._evaluator.tickets
         per_ticket = self._stream.episodes_per_ticket
         wanted = self._policy.batch_size * per_ticket
         over = per_ticket * (tickets.n_awaiting_seal + tickets.n_ready_for_batch)
@@ -284,8 +278,8 @@ class LedgerService:
             trained=tickets.n_trained,
             dropped=tickets.drop_stats.count_drops("failed", "stale"),
             filtered=tickets.drop_stats.count_drops("filtered"),
-            eval_done=evaluation.n_episodes_done if evaluation else 0,
-            eval_total=evaluation.n_episodes if evaluation else 0,
+            eval_done=evaluation.n_episodes_done,
+            eval_total=evaluation.n_episodes,
             cells=len(self._cells),
             formed_step=tickets.n_formed_batches,
             episodes_done=min(wanted, over + self._cells.ended_episodes_of_open_tickets),
@@ -300,16 +294,16 @@ class LedgerService:
         self._cells.record(request, now_s)
         held = [ref for ref in request.held if ref.eval_step < 0]
         self._tickets.reconcile_cell_report(request.cell, held, request.finished, now_s)
-        if self._evaluation is not None:
-            self._evaluation.reconcile_cell_report(request.cell, request.held, now_s)
+        self._evaluator.tickets.reconcile_cell_report(request.cell, request.held, now_s)
         if request.finished:
             self._notify_waiting()
 
     def _grant_tickets(self, request: wire.LeaseRequest) -> list[wire.TicketGrant]:
         now_s, refs, capacity = self._clock(), list[wire.TicketRef](), request.capacity
-        if self._evaluation is not None and "valid" in request.splits:
-            refs = self._evaluation.lease_tickets(request.cell, capacity, now_s)
-            capacity = max(0, capacity - self._evaluation.count_episodes_of_tickets(refs))
+        if "valid" in request.splits:
+            refs = self._evaluator.tickets.lease_tickets(request.cell, capacity, now_s)
+            episodes = self._evaluator.tickets.count_episodes_of_tickets(refs)
+            capacity = max(0, capacity - episodes)
         if "train" in request.splits:
             groups = capacity // self._stream.episodes_per_ticket
             refs += self._tickets.lease_tickets(request.cell, groups, now_s)
@@ -325,7 +319,7 @@ class LedgerService:
         self._progress.notify_all()
         if (
             self._stopped
-            or (self._evaluation is not None and self._evaluation.n_pending)
+            or self._evaluator.tickets.n_pending
             or self._tickets.count_leasable() > 0
             or self._is_sealing_urgent()
         ):
@@ -343,81 +337,18 @@ class LedgerService:
                 hint="ask for the steps in order",
             )
         generation, forks = request.generation, self._state.forks
-        for drop in self._ages.find_stale_tickets_to_drop(tickets, generation, forks):
+        for drop in tickets.find_stale_tickets(generation, forks):
             self._check_newest_generation_on_disk(generation)
             append_drop(self._paths, drop)  # durable first: its rows are never trained
             tickets.drop_settled_ticket(drop)
             self._notify_waiting()
-        if manifest := batch_formation.build_next_batch_manifest(tickets, generation, forks):
+        if manifest := tickets.build_next_batch(generation, forks):
             # A ledger left over from an earlier trainer must not decide the new one's batch.
             self._check_newest_generation_on_disk(generation)
             manifest = manifests.write_manifest(self._paths, manifest)
             tickets.record_batch(manifest)
             self._batch_wanted_until_s = float("-inf")
         return manifest
-
-    def _advance_evaluation(
-        self, step: int, n_tasks_by_set: dict[str, int]
-    ) -> tuple[int, dict[str, float] | None]:
-        """Tasks done, and the metrics once all are. A new one takes the place of the last.
-
-        A set is durable as soon as it is done: only the others are played again after a crash.
-        """
-        evaluation, asked = self._evaluation, (step, n_tasks_by_set)
-        if evaluation is None or self._evaluated != asked:
-            results = read_current_results(self._paths, self._state, step, n_tasks_by_set)
-            self._evaluated = asked
-            self._evaluation = evaluation = self._build_evaluation_state(
-                step, {name: n for name, n in n_tasks_by_set.items() if name not in results}
-            )
-            self._notify_waiting()
-        for name, result in evaluation.build_unwritten_results():
-            manifests.write_evaluation(self._paths, name, result)
-            evaluation.written.add(name)
-        total = sum(n_tasks_by_set.values())
-        if evaluation.n_tasks_left:
-            return total - evaluation.n_tasks_left, None
-        self._evaluation = None
-        done = {self._evaluation_sets[name].number for name in n_tasks_by_set}
-        tickets = manifests.read_evaluated_tickets(self._paths, step)
-        left = [one for one in tickets if split_ticket_id(one.ticket_id)[0] not in done]
-        manifests.replace_evaluated_tickets(self._paths, step, left)
-        results = read_current_results(self._paths, self._state, step, n_tasks_by_set)
-        return total, compute_result_metrics(results, self._evaluation_sets)
-
-    def _append_evaluated_ticket_to_disk(
-        self, evaluation: EvaluationState, request: wire.EvaluationResultRequest
-    ) -> None:
-        """Have a restarted ledger play the task no more. What failed is not kept: it may be mended.
-
-        A storage that refuses costs a repetition, and not the evaluation.
-        """
-        ticket = manifests.EvaluatedTicket(
-            request.ref.ticket_id, evaluation.generation, request.rewards, request.answers
-        )
-        try:
-            manifests.append_evaluated_ticket(self._paths, evaluation.step, ticket)
-        except OSError as error:
-            log.warning("the rewards of %s are in memory only: %s", request.ref, error)
-
-    def _build_evaluation_state(
-        self, step: int, n_tasks_by_set: Mapping[str, int]
-    ) -> EvaluationState:
-        known = self._evaluation_sets
-        parts = {
-            name: EvaluationSetPart(known[name].number, n_tasks, known[name].n_samples)
-            for name, n_tasks in n_tasks_by_set.items()
-        }
-        evaluation = EvaluationState(
-            step,
-            parts,
-            generation=self._state.generation,
-            first_attempt=self._tickets.first_attempt,
-        )
-        for one in manifests.read_evaluated_tickets(self._paths, step):
-            if self._state.has_kept_weights(step, one.generation):
-                evaluation.restore_rewards(one)
-        return evaluation
 
     def _save_state(self, state: LedgerState) -> None:
         # The newest trainer may have another ledger.

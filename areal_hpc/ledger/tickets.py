@@ -14,22 +14,33 @@ the task stream. It is in exactly one of these states:
 A ticket that a late cell settles counts once, whatever its attempt. The version that trains batch
 `step` is `step`; tickets of batches above the published step are unconsumed.
 
-Admission (`admission.py`) goes by the sizes of the containers below, so that no counter can drift.
+Admission keeps tickets within the bound of staleness as long as they settle in the order of their
+leases. An episode that is overtaken by others, a ticket that was issued again, or a trainer that
+went back can still bring tokens that are older.
+
+Admission goes by the sizes of the containers below, so that no counter can drift.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Literal, get_args
 
 from areal_hpc.errors import ClusterError
-from areal_hpc.ledger.admission import TicketCounts, TicketPolicy, count_admissible_tickets
 from areal_hpc.ledger.drop_stats import DropStats
 from areal_hpc.ledger.leases import Lease, LeaseTable
 from areal_hpc.rundir.manifests import DroppedTicket
-from areal_hpc.wire.ledger import BatchManifest, SealedTicket, TicketRef
+from areal_hpc.wire.ledger import (
+    NO_VERSION,
+    BatchManifest,
+    SealedTicket,
+    StaleGroupPolicy,
+    TicketRef,
+)
+from areal_hpc.wire.weight_version import GenerationFork, WeightVersion, compute_staleness_steps
 
 ATTEMPT_NUMBERS_PER_INCARNATION = 1000
 """Attempts of the k-th start of the ledger begin above (k - 1) times this. Attempts are not
@@ -39,6 +50,67 @@ ReleasedFromCellState = Literal["settled", "batched", "trained", "dropped", "fil
 """Nothing more is expected of the cells."""
 RELEASED_FROM_CELL_STATES = get_args(ReleasedFromCellState)
 TicketState = Literal["unissued", "waiting", "leased", "finished"] | ReleasedFromCellState
+
+
+@dataclass(frozen=True, slots=True)
+class TicketPolicy:
+    """Limits of admission. Sizes count tickets, not episodes."""
+
+    batch_size: int
+    max_head_offpolicyness: int
+    max_concurrent_tickets: int
+    total_steps: int
+    cell_timeout_s: float
+    stale_groups: StaleGroupPolicy = "train_with_correction"
+
+    @property
+    def max_unrecorded_tickets(self) -> int:
+        """More tickets than an earlier start of the ledger can have issued that left no trace.
+
+        Its own limits may have been ten times these; ids beyond were made up.
+        """
+        return 1000 + 10 * (self.max_head_offpolicyness + 1) * self.batch_size
+
+    @property
+    def expected_report_interval_s(self) -> float:
+        return self.cell_timeout_s / 3
+
+
+@dataclass(frozen=True, slots=True)
+class TicketCounts:
+    """Numbers of tickets by state, and of batches handed out."""
+
+    leased: int
+    awaiting_seal: int
+    settled: int
+    in_unpublished_batches: int
+    formed_batches: int
+
+    @property
+    def held_by_cells(self) -> int:
+        return self.leased + self.awaiting_seal
+
+
+def count_admissible_tickets(policy: TicketPolicy, counts: TicketCounts) -> int:
+    """Number of tickets that may be leased now; never negative. Pure.
+
+    The rule is that of AReaL (arXiv 2505.24298, section 5.1; `areal/infra/staleness_manager.py`).
+    Every count is that of a state in which tickets are now, none that of an event: a ticket that
+    was dropped or filtered, or that waits to be issued again, is in no count and takes room from
+    nobody. The least of three limits:
+
+    - concurrency: tickets running;
+    - staleness: a ticket leased at version v joins a batch no later than v + 1 +
+      max_head_offpolicyness if tickets settle in the order of their leases, so 0 is exactly
+      synchronous; one that takes longer keeps its place, which slows the others down;
+    - need: what the remaining steps still lack.
+    """
+    unbatched = counts.held_by_cells + counts.settled
+    concurrency = policy.max_concurrent_tickets - counts.leased
+    ahead = (policy.max_head_offpolicyness + 1) * policy.batch_size
+    staleness = ahead - unbatched - counts.in_unpublished_batches
+    need = (policy.total_steps - counts.formed_batches) * policy.batch_size - unbatched
+    return max(0, min(concurrency, staleness, need))
 
 
 class TicketTable:
@@ -63,6 +135,9 @@ class TicketTable:
         self._batched: dict[int, int] = {}  # id -> step
         self._batch_sizes: list[int] = []  # of steps 1, 2, ...
         self.drop_stats = DropStats(policy.batch_size)
+        self._young_for: WeightVersion | None = None
+        self._n_young = 0
+        """Tickets that settled first and are young enough for a step from `_young_for`."""
 
     @classmethod
     def rebuild(
@@ -142,7 +217,7 @@ class TicketTable:
         return [ref for ref in refs if self.get_state(ref.ticket_id) in RELEASED_FROM_CELL_STATES]
 
     def count_leasable(self) -> int:
-        """Number of tickets that may be leased now (`admission.count_admissible_tickets`)."""
+        """Number of tickets that may be leased now."""
         counts = TicketCounts(
             self.n_leased,
             self.n_awaiting_seal,
@@ -235,8 +310,44 @@ class TicketTable:
 
     # What the trainer does -------------------------------------------------------------------
 
-    def list_first_settled(self, count: int) -> list[SealedTicket]:
-        return list(islice(self._settled.values(), count))
+    def find_stale_tickets(
+        self, generation: int, forks: Sequence[GenerationFork]
+    ) -> list[DroppedTicket]:
+        """Settled tickets to drop, and nothing else, before `generation` trains its next batch.
+
+        `forks` are all generations of the run. With a thousand nodes the trainer asks thousands of
+        times a second: each ticket is looked at once a batch.
+        """
+        current = WeightVersion(generation, self.n_formed_batches)
+        known_young = self._n_young if current == self._young_for else 0
+        is_corrected = self.policy.stale_groups == "train_with_correction"
+        if is_corrected or known_young == self.n_ready_for_batch:
+            return []
+        limit = self.policy.max_head_offpolicyness
+        found = [
+            DroppedTicket(ticket.ref, f"sampled {age} steps ago; the limit is {limit}", "stale")
+            for ticket in islice(self._settled.values(), known_young, None)
+            if (age := _compute_age_steps(ticket, current, forks)) > limit
+        ]
+        self._young_for, self._n_young = (None, 0) if found else (current, self.n_ready_for_batch)
+        return found
+
+    def build_next_batch(
+        self, generation: int, forks: Sequence[GenerationFork] = ()
+    ) -> BatchManifest | None:
+        """The batch of step `n_formed_batches + 1`, or None while too few tickets are settled.
+
+        The tickets that settled first, in that order: the same arrivals give the same batches.
+        Changes nothing: the caller makes it durable and then calls `record_batch`.
+        """
+        size, formed = self.policy.batch_size, self.n_formed_batches
+        if self.n_ready_for_batch < size or formed >= self.policy.total_steps:
+            return None
+        taken = list(islice(self._settled.values(), size))
+        current, limit = WeightVersion(generation, formed), self.policy.max_head_offpolicyness
+        stale = sum(_compute_age_steps(one, current, forks) > limit for one in taken)
+        counts = self.drop_stats.build_batch_counts(stale)
+        return BatchManifest(formed + 1, generation, taken, counts)
 
     def record_batch(self, manifest: BatchManifest) -> None:
         """Take in a durable manifest; ClusterError if its step or a ticket does not fit in."""
@@ -290,3 +401,11 @@ class TicketTable:
         for unseen in range(self._next_id, ticket_id + 1):
             self._waiting[unseen] = self.first_attempt - 1
         self._next_id = max(self._next_id, ticket_id + 1)
+
+
+def _compute_age_steps(
+    ticket: SealedTicket, current: WeightVersion, forks: Sequence[GenerationFork]
+) -> int:
+    if ticket.oldest_version == NO_VERSION:
+        return 0
+    return compute_staleness_steps(current, WeightVersion.unpack(ticket.oldest_version), forks)

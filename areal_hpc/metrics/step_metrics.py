@@ -1,11 +1,16 @@
-"""Rows of step metrics: their names, reader, phases, and counters that fill them."""
+"""Metrics of a step: their catalogue, and their rows: names, reader, phases, counters."""
 
+import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cache
+from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
+
+import yaml
 
 from areal_hpc.evaluation.set_names import EVALUATION_METRIC_PREFIX, VALIDATION_SET_NAME
 from areal_hpc.rundir.jsonl import LineFollower, decode_readable_records, read_readable_records
@@ -18,6 +23,40 @@ CELL_IDLE_S_METRIC = "cells/idle_s"
 CELL_WAIT_PHASE, BATCH_WAIT_PHASE = "cell_wait", "batch_wait"
 """Phases of a step in which the trainer waits: for any cell, for a batch."""
 PACE_STEPS = 50
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One metric of `catalogue.yaml`. One whose name ends in `<name>` stands for any number."""
+
+    name: str
+    unit: str
+    """Empty for a plain number; `share` is a number from 0 to 1."""
+    direction: str
+    """Where a healthy run goes: `up`, `down`, `steady`, or `-` if it says nothing of health."""
+    meaning: str
+    """The formula, or what is counted."""
+    source: str
+    """What it is computed from. A replay of a batch finds `batch`, `records` and `loss` again."""
+
+
+@cache
+def read_catalogue() -> tuple[Metric, ...]:
+    groups = yaml.safe_load((resources.files("areal_hpc.metrics") / "catalogue.yaml").read_text())
+    return tuple(
+        Metric(name, unit, direction, meaning, group["from"])
+        for group in groups
+        for name, (unit, direction, meaning) in group["metrics"].items()
+    )
+
+
+@cache
+def find_metric(metric_name: str) -> Metric | None:
+    for metric in read_catalogue():
+        pattern = re.escape(metric.name).replace("<name>", ".+")
+        if re.fullmatch(pattern, metric_name):
+            return metric
+    return None
 
 
 def list_evaluated_sets(row: Mapping[str, Any]) -> set[str]:

@@ -24,10 +24,10 @@ from areal_hpc.proxy.sessions.recorder import JournaledRecorder
 from areal_hpc.proxy.sessions.sealing import TicketSealer
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.rendezvous import derive_bearer_key
 from areal_hpc.rundir.telemetry.prometheus import register_sample_reader
 from areal_hpc.rundir.telemetry.spans import record_state_entry
-from areal_hpc.wire.routes import read_mixture_shape
-from areal_hpc.wire.service_key import derive_bearer_key
+from areal_hpc.wire.trajectory import read_mixture_shape
 
 log = logging.getLogger(__name__)
 

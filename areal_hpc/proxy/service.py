@@ -146,7 +146,7 @@ class ProxyService:
                     log.info("dropped idle session %s", session.session_id)
                 self._recorder.record(SessionDropped(session.session_id))
             if self._sealer is None:  # a sealer does it whenever tickets have been settled
-                await self._recorder.limit_journal_size()
+                await self._recorder.compact_grown_journal()
 
     async def close(self) -> None:
         await self._parsers.close()

@@ -27,7 +27,7 @@ from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.recipe.sections.cluster import ClusterConfig
 from areal_hpc.recipe.sections.dataset import TaskSetConfig, TrainTaskSetConfig
 from areal_hpc.recipe.sections.trainer import ObjectiveConfig
-from areal_hpc.rundir.run_recipe import get_recipe_value
+from areal_hpc.rundir.run_inputs import get_recipe_value
 
 _MISSING_VARIABLE_PATTERN = re.compile(r"Environment variable '(\w+)' not found")
 EXCLUSIVE_KEYS = {

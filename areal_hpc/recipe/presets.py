@@ -10,7 +10,7 @@ from typing import Any
 
 from areal_hpc.recipe.base import BaseConfig, get_section_class
 from areal_hpc.recipe.sections.rollout import SamplingConfig
-from areal_hpc.rundir.run_recipe import get_recipe_value
+from areal_hpc.rundir.run_inputs import get_recipe_value
 
 PRESET_KEY = "trainer.objective.preset"
 LOSS_SCALE_KEY = "trainer.objective.loss_scale_tokens"

@@ -3,11 +3,8 @@
 import asyncio
 import contextlib
 import logging
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
-
-import msgspec
+from collections.abc import Iterable
+from functools import partial
 
 from areal_hpc.errors import (
     AgentError,
@@ -17,28 +14,11 @@ from areal_hpc.errors import (
     RecipeError,
     escape_surrogates,
 )
-from areal_hpc.evaluation.set_names import split_ticket_id
-from areal_hpc.recipe.sections.evaluation import EvaluationSet
-from areal_hpc.recipe.sections.rollout import RolloutConfig
-from areal_hpc.rollout.agent import Agent
-from areal_hpc.rollout.episode_watch import EpisodeWatch
-from areal_hpc.rollout.episodes.auxiliary import load_auxiliary_rule
-from areal_hpc.rollout.episodes.episode import (
-    EpisodeOutcome,
-    offer_episode_to_external_program,
-    run_episode,
-)
-from areal_hpc.rollout.episodes.episode_spec import (
-    EpisodeSpec,
-    build_episode_spec,
-    derive_episode_seed,
-)
-from areal_hpc.rollout.episodes.group import load_group_filter, run_group
-from areal_hpc.rollout.execution.agent_sandboxes import AgentSandboxes
-from areal_hpc.rollout.task_set import TaskSet
+from areal_hpc.rollout.episodes.episode import EpisodeOutcome
+from areal_hpc.rollout.episodes.group import GroupPlayer, build_ticket_facts
 from areal_hpc.rundir.service_client import AsyncServiceClient
 from areal_hpc.rundir.telemetry.events import EventLog
-from areal_hpc.rundir.telemetry.spans import record_state_entry, time_span
+from areal_hpc.rundir.telemetry.spans import record_state_entry
 from areal_hpc.wire.ledger import (
     Acknowledged,
     DropTicketRequest,
@@ -50,39 +30,16 @@ from areal_hpc.wire.ledger import (
     TicketGrant,
     TicketRef,
 )
-from areal_hpc.wire.proxy import (
-    MAX_CAUSE_CHARS,
-    MAX_ERROR_CHARS,
-    FinishTicketReply,
-    FinishTicketRequest,
-    KeepFailedSessionReply,
-    KeepFailedSessionRequest,
-    ProxyHealth,
-    SamplingDefaults,
-    SealTicketsReply,
-)
-from areal_hpc.wire.retry import Backoff
+from areal_hpc.wire.proxy import FinishTicketReply, FinishTicketRequest, SealTicketsReply
 
 log = logging.getLogger(__name__)
 
-TRAIN = "train"
-"""The task set of training tickets; those of evaluation sets have their names."""
 IDLE_LEASE_LONG_POLL_S = 2.0
 """How long the ledger may keep the request of a driver that has nothing to do."""
 IDLE_LEASE_PAUSE_S = 0.05
 LEASE_REQUEST_TIMEOUT_S = 5.0
 SEAL_TIMEOUT_S = 300.0
 FAILED_SEAL_PAUSE_S = 2.0
-CLOSED_GATE_POLL_S = 0.25
-"""Between two questions to the proxy while no replica serves. An open gate asks nothing."""
-RETRY_BACKOFF = Backoff(0.25, 10.0)
-"""An agent that fails because of an outage must not use up its tries in a moment."""
-AGENT_FAULT_EPISODE_STATUSES = ("failed", "timed_out")
-"""Ends of an episode that use up one of its tries."""
-SHORTAGE_PAUSE_S = 15.0
-"""Before an episode for which the node lacked something is tried again."""
-MAX_SHORTAGE_S = 900.0
-"""A ticket is dropped if the node lacks something for one of its episodes for so long."""
 
 
 class LeasedTickets:
@@ -157,42 +114,6 @@ class LeasedTickets:
             self._finished.pop(ref, None)
 
 
-class ReplicaGate:
-    """Holds a cell's episodes back while none of its replicas serves.
-
-    Closed until the proxy says that one does, and again when an episode found none. `on_open` is
-    called each time it opens.
-    """
-
-    def __init__(self, proxy: AsyncServiceClient, on_open: Callable[[], None]) -> None:
-        self._proxy, self._on_open = proxy, on_open
-        self._opened, self._closed = asyncio.Event(), asyncio.Event()
-        self._closed.set()
-
-    @property
-    def is_open(self) -> bool:
-        return self._opened.is_set()
-
-    def close(self) -> None:
-        self._opened.clear()
-        self._closed.set()
-
-    async def wait_for_replica(self) -> None:
-        await self._opened.wait()
-
-    async def run(self) -> None:
-        """Ask the proxy whenever the gate is closed, until cancelled."""
-        while True:
-            await self._closed.wait()
-            health = await self._proxy.call_repeatedly("/healthz", None, ProxyHealth)
-            if health.replicas_serving:
-                self._closed.clear()
-                self._opened.set()
-                self._on_open()
-            else:
-                await asyncio.sleep(CLOSED_GATE_POLL_S)
-
-
 class Driver:
     """Keeps the episode slots of one cell busy until the ledger says stop.
 
@@ -200,46 +121,25 @@ class Driver:
     for the truth. A driver with work under way asks briefly and waits here, where it hears
     at once of a ticket that ended; an idle one lets the ledger keep its request. Nothing is leased
     while no replica of the cell serves.
-
-    Agents and tasks are those of `train` and of every evaluation set, by name. An agent is None
-    where programs elsewhere play the episodes.
-
-    Raises:
-        RecipeError: A function that the recipe names cannot be imported.
     """
 
     def __init__(
         self,
         cell: str,
-        rollout: RolloutConfig,
-        evaluation_sets: Sequence[EvaluationSet],
+        player: GroupPlayer,
         *,
-        agents: Mapping[str, Agent | None],
-        tasks: Mapping[str, TaskSet],
         episode_slots: int,
+        episodes_per_ticket: int,
         ledger: AsyncServiceClient,
         proxy: AsyncServiceClient,
-        http_client: Any,
         events: EventLog,
         splits: tuple[TaskSplit, ...] = ("train", "valid"),
         job_start: int = 0,
-        sandboxes: AgentSandboxes | None = None,
     ) -> None:
-        self._cell, self._rollout, self._splits = cell, rollout, splits
-        self._agents, self._tasks, self._job_start = agents, tasks, job_start
-        self._ledger, self._proxy, self._http_client = ledger, proxy, http_client
-        self._events, self._sandboxes = events, sandboxes
-        sampling = {one.name: one.sampling for one in evaluation_sets}
-        self._sampling = {
-            name: SamplingDefaults(**one.model_dump())
-            for name, one in {TRAIN: rollout.sampling, **sampling}.items()
-        }
-        self._set_names = {one.number: one.name for one in evaluation_sets}
-        self._find_rejection = load_group_filter(rollout)
-        self._auxiliary = load_auxiliary_rule(rollout.agent.auxiliary)
-        self.tickets = LeasedTickets(episode_slots, rollout.episodes_per_ticket)
-        self.watch = EpisodeWatch(events)
-        self._gate = ReplicaGate(proxy, self.tickets.changed.set)
+        self._cell, self._player = cell, player
+        self._splits, self._job_start = splits, job_start
+        self._ledger, self._proxy, self._events = ledger, proxy, events
+        self.tickets = LeasedTickets(episode_slots, episodes_per_ticket)
         self._seal: asyncio.Task[None] | None = None
 
     # Leases ----------------------------------------------------------------------------------
@@ -247,7 +147,8 @@ class Driver:
     async def run(self) -> None:
         """Lease tickets and start them until told to stop. Cancelling it cancels every episode."""
         async with asyncio.TaskGroup() as group:
-            watching = [group.create_task(one.run()) for one in (self._gate, self.watch)]
+            watched = (self._player.gate, self._player.watch)
+            watching = [group.create_task(one.run()) for one in watched]
             under_way = set[asyncio.Task[None]]()
             while not (reply := await self._request_lease()).stop:
                 self.tickets.forget_finished(reply.over)
@@ -274,7 +175,7 @@ class Driver:
         if not self.tickets.has_no_open_episodes:
             record_state_entry("episodes")
         else:
-            record_state_entry("idle" if self._gate.is_open else "no replica")
+            record_state_entry("idle" if self._player.gate.is_open else "no replica")
 
     @property
     def _is_sealing(self) -> bool:
@@ -282,20 +183,20 @@ class Driver:
 
     @property
     def _is_busy(self) -> bool:
-        return bool(self.tickets.held) or self._is_sealing or not self._gate.is_open
+        return bool(self.tickets.held) or self._is_sealing or not self._player.gate.is_open
 
     async def _request_lease(self) -> LeaseReply:
         self.tickets.changed.clear()
         request = LeaseRequest(
             cell=self._cell,
-            capacity=self.tickets.free_episode_slots if self._gate.is_open else 0,
+            capacity=self.tickets.free_episode_slots if self._player.gate.is_open else 0,
             held=self.tickets.held,
             finished=self.tickets.finished,
             wait_s=0.0 if self._is_busy else IDLE_LEASE_LONG_POLL_S,
             job_start=self._job_start,
             splits=self._splits,
             ended_episodes=self.tickets.ended_episodes_of_open_tickets,
-            slowest_episode_s=self.watch.oldest_running_age_s,
+            slowest_episode_s=self._player.watch.oldest_running_age_s,
         )
         return await self._ledger.call_repeatedly(
             "/lease", request, LeaseReply, timeout_s=LEASE_REQUEST_TIMEOUT_S + request.wait_s
@@ -328,12 +229,13 @@ class Driver:
             await self._drop_ticket(grant, error)
         self.tickets.release(grant.ref, is_finished=is_finished)
 
+    async def _play_group(self, grant: TicketGrant) -> list[EpisodeOutcome]:
+        self.tickets.begin_episodes(grant)
+        return await self._player.play(grant, partial(self.tickets.end_episode, grant.ref))
+
     async def _run_evaluation_ticket(self, grant: TicketGrant) -> None:
         """Run all samples of a held-out task; those that kept failing earn 0."""
-        number, _ = split_ticket_id(grant.ref.ticket_id)
-        if number not in self._set_names:
-            raise RecipeError(f"{grant.ref} is of evaluation set {number}, which is not known here")
-        outcomes = await self._run_group(grant, self._set_names[number])
+        outcomes = await self._play_group(grant)
         try:
             await self._finish_sessions(grant.ref, [one.session_id for one in outcomes])
         except HttpStatusError as refusal:  # it restarted and lost them
@@ -353,15 +255,9 @@ class Driver:
         """
         while True:
             incarnation = self._proxy.peer_started_at
-            outcomes = await self._run_group(grant, TRAIN)
-            last_error = outcomes[-1].error
-            if len(outcomes) > 1 and last_error and all(one.has_failure_reward for one in outcomes):
-                raise _prefix_error_message(
-                    last_error,
-                    f"all {len(outcomes)} episodes of task {grant.task_index} failed; last error: ",
-                )
+            outcomes = await self._play_group(grant)
             rewards = [one.reward for one in outcomes]
-            rejection = self._find_rejection(self._tasks[TRAIN][grant.task_index], rewards)
+            rejection = self._player.find_rejection(grant, rewards)
             kept = [] if rejection else [one.session_id for one in outcomes]
             try:
                 await self._finish_sessions(grant.ref, kept)
@@ -392,20 +288,6 @@ class Driver:
         except HttpStatusError as refusal:
             log.warning("could not discard the sessions of %s: %s", grant.ref, refusal)
 
-    async def _run_group(self, grant: TicketGrant, set_name: str) -> list[EpisodeOutcome]:
-        self.tickets.begin_episodes(grant)
-        wanted, least = grant.n_episodes, 1
-        if set_name == TRAIN:
-            wanted, least = self._rollout.n_samples, self._rollout.min_group_size
-        episodes = [self._run_episode(grant, set_name, at) for at in range(grant.n_episodes)]
-        outcomes, failed = await run_group(episodes, wanted, least)
-        if surplus := len(episodes) - len(outcomes) - len(failed):
-            reason = "cancelled: enough episodes of the group are complete"
-            self._record("episodes_cancelled", grant, reason, count=surplus)
-        if failed:
-            self._record("group_incomplete", grant, str(failed[-1]), count=len(failed))
-        return outcomes
-
     async def _finish_sessions(self, ref: TicketRef, kept: list[str]) -> None:
         """Have the proxy keep these sessions of a ticket for its shards, and close the others."""
         request = FinishTicketRequest(ref, kept, discard=not kept)
@@ -419,128 +301,5 @@ class Driver:
         except HttpStatusError as refusal:  # it was re-issued elsewhere meanwhile
             log.warning("the ledger no longer accepts a report on %s: %s", request.ref, refusal)
 
-    def _record(self, event: str, grant: TicketGrant, reason: str, **event_fields: Any) -> None:
-        self._events.record(event, **_build_ticket_facts(grant), **event_fields, reason=reason)
-
-    # Episodes --------------------------------------------------------------------------------
-
-    async def _run_episode(self, grant: TicketGrant, set_name: str, episode: int) -> EpisodeOutcome:
-        """Repeat one episode until it ends well, or as the recipe has failed ones end."""
-        is_training = set_name == TRAIN
-        tries = self._rollout.tries_per_episode if is_training else self._rollout.max_episode_tries
-        failures, short_since_s = 0, float("inf")
-        try:
-            while True:
-                await self._gate.wait_for_replica()
-                spec = self._build_episode_spec(grant, set_name, episode, failures)
-                outcome = await self._play_once(grant, set_name, spec)
-                if outcome.is_node_short:
-                    short_since_s = min(short_since_s, time.monotonic())
-                    if time.monotonic() - short_since_s >= MAX_SHORTAGE_S:
-                        raise NodeResourceShortageError(
-                            f"an episode could not be played for {MAX_SHORTAGE_S:g} s, the last "
-                            f"time because of: {outcome.reason}"
-                        )
-                    await asyncio.sleep(SHORTAGE_PAUSE_S)
-                    continue
-                short_since_s = float("inf")
-                if outcome.status == "ok" or outcome.has_failure_reward:
-                    return outcome
-                if outcome.status == "unserved":
-                    self._gate.close()
-                if outcome.status not in AGENT_FAULT_EPISODE_STATUSES or outcome.error is None:
-                    await asyncio.sleep(RETRY_BACKOFF.min_s)
-                    continue
-                await self._keep_failed_session(outcome)
-                failures += 1
-                if failures == tries:
-                    times = "once" if tries == 1 else f"{tries} times"
-                    raise _prefix_error_message(
-                        outcome.error,
-                        f"episode {episode} of task {grant.task_index} failed {times}; "
-                        "last error: ",
-                    )
-                await asyncio.sleep(RETRY_BACKOFF.get_pause_s(failures))
-        finally:
-            self.tickets.end_episode(grant.ref)
-
-    def _build_episode_spec(
-        self, grant: TicketGrant, set_name: str, episode: int, failures: int
-    ) -> EpisodeSpec:
-        ref, is_training = grant.ref, set_name == TRAIN
-        return build_episode_spec(
-            self._rollout,
-            self._agents[set_name],
-            self._tasks[set_name][grant.task_index],
-            f"{set_name}-{ref.ticket_id}-{ref.attempt}-{episode}",
-            sampling=self._sampling[set_name],
-            seed=derive_episode_seed(grant.seed, episode, failures),
-            auxiliary=self._auxiliary,
-            failure_reward=self._rollout.failure_reward if is_training else None,
-            records_sampling_mask=self._rollout.record_sampling_mask and is_training,
-            ref=ref,
-            episode=episode,
-            task_index=grant.task_index,
-        )
-
-    async def _play_once(
-        self, grant: TicketGrant, set_name: str, spec: EpisodeSpec
-    ) -> EpisodeOutcome:
-        agent, episode = self._agents[set_name], spec.session.episode
-        facts = {**_build_ticket_facts(grant), "episode": episode}
-        with time_span("episode", "episodes", **facts) as found:
-            if agent is None:
-                outcome = await offer_episode_to_external_program(spec, self._proxy)
-                took_s = 0.0
-            else:
-                name, watched = spec.session.task_id, facts | {"limit_s": spec.timeout_s}
-                with self.watch.follow_episode(name, watched) as running:
-                    outcome = await run_episode(
-                        spec, agent, self._proxy, self._http_client, self._sandboxes
-                    )
-                took_s = running.age_s
-            found["status"] = outcome.status
-        if outcome.status == "ok":
-            self.watch.record_good_end(took_s)
-        else:
-            self._record_bad_end(grant, set_name, episode, outcome)
-        return outcome
-
-    def _record_bad_end(
-        self, grant: TicketGrant, set_name: str, episode: int, outcome: EpisodeOutcome
-    ) -> None:
-        facts: dict[str, Any] = {"episode": episode}
-        if outcome.error is not None and outcome.status in AGENT_FAULT_EPISODE_STATUSES:
-            self.watch.record_failed_end()
-            facts |= outcome.describe_fault()
-            facts |= {"failed": self.watch.failed, "ended": self.watch.ended}
-            if outcome.has_failure_reward:
-                facts |= {"reward": outcome.reward, "then": f"it earns {outcome.reward:g}"}
-            elif set_name == TRAIN and self._rollout.failed_episodes == "drop":
-                facts["then"] = "it is left out"
-        self._record(f"episode_{outcome.status}", grant, outcome.reason, **facts)
-
-    async def _keep_failed_session(self, outcome: EpisodeOutcome) -> None:
-        cause = outcome.status if outcome.error is None else outcome.error.cause
-        request = KeepFailedSessionRequest(
-            outcome.session_id, cause[:MAX_CAUSE_CHARS], outcome.reason[:MAX_ERROR_CHARS]
-        )
-        try:
-            await self._proxy.call_repeatedly("/rl/keep_failed", request, KeepFailedSessionReply)
-        except HttpStatusError as refusal:  # it restarted and lost the session
-            log.warning("the failed episode %s is not kept: %s", outcome.session_id, refusal)
-
-
-def _build_ticket_facts(grant: TicketGrant) -> dict[str, Any]:
-    return {**msgspec.structs.asdict(grant.ref), "task": grant.task_index}
-
-
-def _prefix_error_message(error: AgentError, beginning: str) -> AgentError:
-    problem = error.problems[0]
-    return AgentError(
-        beginning + problem.message,
-        key=problem.key,
-        hint=problem.hint,
-        kind=error.kind,
-        trace=error.trace,
-    )
+    def _record(self, event: str, grant: TicketGrant, reason: str) -> None:
+        self._events.record(event, **build_ticket_facts(grant), reason=reason)

@@ -10,16 +10,16 @@ import uvloop
 from areal_hpc.jobs.node import get_job_start_number
 from areal_hpc.jobs.processes.process_setup import StopRequest
 from areal_hpc.recipe.sections.rollout import AgentExecutionConfig
-from areal_hpc.rollout.agent import Agent, load_agent
+from areal_hpc.rollout.agent import Agent, load_agent, make_http_client
 from areal_hpc.rollout.config import RolloutJobConfig
-from areal_hpc.rollout.driver import TRAIN, Driver
-from areal_hpc.rollout.episodes.http_client import make_http_client
+from areal_hpc.rollout.driver import Driver
+from areal_hpc.rollout.episodes.group import TRAIN, GroupPlayer
 from areal_hpc.rollout.execution.agent_sandboxes import make_agent_sandboxes, try_sandbox
 from areal_hpc.rollout.execution.subprocess_agent import SubprocessAgent
-from areal_hpc.rollout.task_set import TaskSet
 from areal_hpc.rundir.jobs import IDLE_EXIT_CODE
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.rendezvous import LEDGER_SERVICE, format_proxy_name, read_service_key
+from areal_hpc.rundir.run_inputs import TaskSet
 from areal_hpc.rundir.service_client import AsyncServiceClient
 from areal_hpc.rundir.telemetry.events import EventLog
 from areal_hpc.rundir.telemetry.prometheus import build_samples, register_sample_reader
@@ -78,29 +78,35 @@ async def _drive_cell(job: RolloutJobConfig, agents: dict[str, Agent | None]) ->
     tasks = {TRAIN: TaskSet.read(paths.dataset(TRAIN))} | {
         one.name: TaskSet.read(paths.evaluation_tasks(one.name)) for one in recipe.evaluation_sets
     }
-    driver = Driver(
-        job.cell,
+    player = GroupPlayer(
         rollout,
         recipe.evaluation_sets,
         agents={name: agent or agents[TRAIN] for name, agent in agents.items()},
         tasks=tasks,
-        episode_slots=recipe.episode_slots_per_cell,
-        ledger=ledger,
         proxy=proxy,
         http_client=http_client,
         events=events,
+        sandboxes=sandboxes,
+    )
+    driver = Driver(
+        job.cell,
+        player,
+        episode_slots=recipe.episode_slots_per_cell,
+        episodes_per_ticket=rollout.episodes_per_ticket,
+        ledger=ledger,
+        proxy=proxy,
+        events=events,
         splits=job.splits,
         job_start=get_job_start_number(),
-        sandboxes=sandboxes,
     )
 
     def collect_metrics() -> dict[str, float]:
         return {
             "tickets_held": len(driver.tickets.held),
             "free_episode_slots": driver.tickets.free_episode_slots,
-            "slowest_episode_s": driver.watch.oldest_running_age_s,
-            "episodes_ended_total": driver.watch.ended,
-            "episodes_failed_total": driver.watch.failed,
+            "slowest_episode_s": player.watch.oldest_running_age_s,
+            "episodes_ended_total": player.watch.ended,
+            "episodes_failed_total": player.watch.failed,
         }
 
     register_sample_reader(lambda: build_samples("areal_hpc_driver", collect_metrics()))

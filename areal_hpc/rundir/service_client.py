@@ -8,10 +8,14 @@ from typing import TypeVar
 import msgspec
 
 from areal_hpc.errors import ClusterError
-from areal_hpc.rundir.rendezvous import ServiceEndpoint, find_endpoint
+from areal_hpc.rundir.rendezvous import (
+    ServiceEndpoint,
+    derive_bearer_key,
+    find_endpoint,
+    make_client_tls,
+)
 from areal_hpc.wire.http import AsyncWireClient, WireClient
 from areal_hpc.wire.retry import SERVICE_BACKOFF, retry_until_answered
-from areal_hpc.wire.service_key import derive_bearer_key, make_client_tls
 
 log = logging.getLogger(__name__)
 

@@ -42,8 +42,14 @@ from areal_hpc.session.credit import (
 )
 from areal_hpc.session.tree import Interaction, InteractionTree, unpack_ids
 from areal_hpc.wire.proxy import ExportSettings
-from areal_hpc.wire.routes import RouteArray, lay_out_routes
-from areal_hpc.wire.trajectory import RowKind, RowRecord, SamplingMask, TrajectoryRow
+from areal_hpc.wire.trajectory import (
+    RouteArray,
+    RowKind,
+    RowRecord,
+    SamplingMask,
+    TrajectoryRow,
+    lay_out_routes,
+)
 
 ExportStyle = Literal["concat", "individual"]
 DEFAULT_EXPORT_SETTINGS = ExportSettings()

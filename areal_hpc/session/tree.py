@@ -22,8 +22,7 @@ from areal_hpc.session.chat_template import ChatTemplate, Message, TokenEncoder
 from areal_hpc.session.message_matching import align_tool_turns, find_differing_field
 from areal_hpc.session.text_after_reply import render_text_after_reply
 from areal_hpc.wire.agent_reward import Reward
-from areal_hpc.wire.routes import RecordedRoutes
-from areal_hpc.wire.trajectory import PromptReuse
+from areal_hpc.wire.trajectory import PromptReuse, RecordedRoutes
 
 PREFILL_PLACEHOLDER = "\u241fthe reply begins here\u241f"
 """Stands for the beginning of a reply while what comes before it is rendered."""

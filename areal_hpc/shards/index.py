@@ -5,7 +5,7 @@ counts as sealed when its line is there; the line is written last.
 """
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from areal_hpc.rundir.jsonl import (
     read_readable_records,
 )
 from areal_hpc.shards.schema import SHARD_SUFFIX, parse_shard_name
+from areal_hpc.wire.ledger import SealedTicket, TicketRef
 from areal_hpc.wire.trajectory import RowKind, RowRecord
 
 _TAIL_BYTES = 1 << 16
@@ -63,6 +64,19 @@ class SealedShard(msgspec.Struct, frozen=True, omit_defaults=True):
     tickets: list[ShardTicket]
     """Of training rows alone: batches are made of these."""
     untrained: list[UntrainedEpisodeRows] = []
+
+    def list_sealed_tickets(self) -> list[SealedTicket]:
+        """Its tickets as the ledger and batch manifests have them."""
+        return [
+            SealedTicket(
+                TicketRef(one.ticket_id, one.attempt),
+                self.file,
+                one.rows,
+                one.rewards,
+                one.oldest_version,
+            )
+            for one in self.tickets
+        ]
 
 
 def group_training_rows_by_ticket(
@@ -139,6 +153,12 @@ def read_index(index_dir: Path, writer: str | None = None) -> list[SealedShard]:
     return [shard for path in paths for shard in read_readable_records(path, SealedShard)]
 
 
+def read_sealed_tickets(index_dir: Path) -> Iterator[SealedTicket]:
+    """Every ticket of every sealed shard, those of old batches and of lost races included."""
+    for shard in read_index(index_dir):
+        yield from shard.list_sealed_tickets()
+
+
 class _LineFileName(msgspec.Struct, frozen=True):
     file: str
 
@@ -211,15 +231,13 @@ def read_last_shard_number(index_dir: Path, writer: str) -> int:
             tail_bytes *= 4
 
 
-def locate_tickets(
-    shards: Iterable[SealedShard],
-) -> dict[tuple[int, int], tuple[str, ShardTicket]]:
-    """Location of each `(ticket_id, attempt)`: shard file and rows.
+def locate_tickets(shards: Iterable[SealedShard]) -> dict[TicketRef, SealedTicket]:
+    """Each ticket and where it is sealed.
 
     A writer that died right after sealing may seal the same tickets again; the first copy counts.
     """
-    places: dict[tuple[int, int], tuple[str, ShardTicket]] = {}
+    places: dict[TicketRef, SealedTicket] = {}
     for shard in shards:
-        for ticket in shard.tickets:
-            places.setdefault((ticket.ticket_id, ticket.attempt), (shard.file, ticket))
+        for ticket in shard.list_sealed_tickets():
+            places.setdefault(ticket.ref, ticket)
     return places

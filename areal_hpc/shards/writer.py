@@ -30,8 +30,7 @@ from areal_hpc.shards.index import (
     read_last_shard_number,
 )
 from areal_hpc.wire.fault_points import fault_point
-from areal_hpc.wire.routes import lay_out_routes
-from areal_hpc.wire.trajectory import SamplingMask, TrajectoryRow, find_row_defect
+from areal_hpc.wire.trajectory import SamplingMask, TrajectoryRow, find_row_defect, lay_out_routes
 
 NumpyArray = npt.NDArray[Any]
 ColumnPieces = Mapping[str, Sequence[NumpyArray]]

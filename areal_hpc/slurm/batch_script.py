@@ -17,10 +17,7 @@ from areal_hpc.recipe.sections.cluster import (
     get_job_kind,
 )
 from areal_hpc.rundir.jobs import JobSpec
-from areal_hpc.rundir.paths import ENVIRONMENTS, JobPaths
-
-IMAGE_CHECKOUT_DIR = Path("/opt/areal_hpc")
-"""Where the images of `slurm/containers` hold the checkout and its environments."""
+from areal_hpc.rundir.paths import JobPaths
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +84,6 @@ def _check_pyxis_mounts(mounts: Sequence[str]) -> None:
                 key="cluster.slurm.container.mounts",
                 hint="pyxis splits mounts there; name a path, or a link, without them",
             )
-
-
-def get_image_python(role: str) -> str:
-    return str(IMAGE_CHECKOUT_DIR / ".venvs" / ENVIRONMENTS[role] / "bin" / "python")
 
 
 DEFAULT_TIME_LIMIT_MINUTES = 24 * 60

@@ -227,7 +227,7 @@ _STUCK_REASONS = {
 """Reasons that last until somebody does something."""
 
 
-def has_failed_launch(reason: str) -> bool:
+def is_held_after_failed_launch(reason: str) -> bool:
     return _normalize_spelling(reason) == _normalize_spelling(LAUNCH_FAILED_REASON)
 
 

@@ -53,7 +53,7 @@ from areal_hpc.rundir.manifests import (
     read_quarantine_files,
 )
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.rundir.run_recipe import read_run_recipe
+from areal_hpc.rundir.run_inputs import read_run_recipe
 from areal_hpc.shards.index import SealedShard, read_index
 from areal_hpc.wire.ledger import BatchManifest, SealedTicket
 

@@ -8,7 +8,7 @@ from typing import Any
 from urllib.parse import quote, urlencode
 
 from areal_hpc.errors import escape_line
-from areal_hpc.metrics.catalogue import find_metric
+from areal_hpc.metrics.step_metrics import find_metric
 
 
 def format_table(

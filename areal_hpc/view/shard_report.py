@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from areal_hpc.errors import RecipeError, ShardError
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.rundir.run_recipe import get_recipe_value, read_run_recipe
+from areal_hpc.rundir.run_inputs import get_recipe_value, read_run_recipe
 from areal_hpc.shards.index import SealedShard, read_index
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.shards.verify import VerifyReport

@@ -23,7 +23,7 @@ from areal_hpc.rundir.files import fsync_path, fsync_tree, write_once
 from areal_hpc.rundir.jsonl import JsonMetricRow, read_readable_records, replace_lines
 from areal_hpc.rundir.lock import hold_lock
 from areal_hpc.rundir.paths import RunPaths, TrackerPaths
-from areal_hpc.rundir.run_recipe import read_run_recipe
+from areal_hpc.rundir.run_inputs import read_run_recipe
 
 PROGRAM_TIMEOUT_S = 1800.0
 BUILT_IN_PROGRAMS = {"wandb": Path(__file__).with_name("wandb_program.py")}

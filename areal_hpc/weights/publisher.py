@@ -15,9 +15,11 @@ from areal_hpc.errors import ClusterError
 from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.rundir.rendezvous import (
     EVALUATION_CELL,
+    derive_bearer_key,
     find_endpoint,
     format_cell_name,
     format_control_proxy_name,
+    make_client_tls,
 )
 from areal_hpc.weights.broadcast import BroadcastTransport
 from areal_hpc.weights.buckets import TensorSpec
@@ -27,7 +29,6 @@ from areal_hpc.weights.update import Probe, Transport, UpdateReport
 from areal_hpc.wire.http import WireClient
 from areal_hpc.wire.replicas import ReplicasOfCell, UpdatePauseStats
 from areal_hpc.wire.retry import Backoff
-from areal_hpc.wire.service_key import derive_bearer_key, make_client_tls
 from areal_hpc.wire.weight_version import WeightVersion
 
 log = logging.getLogger(__name__)

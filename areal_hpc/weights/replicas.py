@@ -22,7 +22,6 @@ from areal_hpc.wire.replicas import (
     ReplicaView,
     ScorePromptRequest,
 )
-from areal_hpc.wire.service_key import derive_bearer_key, make_client_tls
 from areal_hpc.wire.weight_version import WeightVersion
 
 

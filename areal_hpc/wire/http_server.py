@@ -1,24 +1,36 @@
-"""HTTP server of the run's services: uvicorn, with limits for clients that hold on to it.
+"""HTTP server of the run's services: uvicorn with limits, and the shell of their applications.
 
 uvicorn waits for the rest of a request as long as its client likes, takes heads of any length, and
 accepts connections until the process has no descriptor left for anything else.
+
+Of Starlette it uses what reads requests and writes responses. Its routing and its error middleware
+are not used: the latter raises a handled exception again, at which uvicorn closes the connection.
 """
 
 import asyncio
+import hmac
 import logging
 import resource
 import socket
 import ssl
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
 import uvicorn
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from areal_hpc.wire.http import SERVER_KEEP_ALIVE_S
 
 log = logging.getLogger(__name__)
+FormT = TypeVar("FormT")
 
 REQUEST_HEAD_TIMEOUT_S = 20.0
 """From the first byte of a request, or from the connection, to the end of the headers. A TLS
@@ -251,6 +263,17 @@ class GuardedServer(uvicorn.Server):
         return await super().on_tick(counter)
 
 
+class ServiceServer(GuardedServer):
+    """HTTP server of one application. Its owner stops it by `should_exit`, no signal does."""
+
+    def __init__(self, app: ASGIApp, tls: ssl.SSLContext | None = None) -> None:
+        super().__init__(app, get_connection_descriptor_limit(), tls, timeout_graceful_shutdown=1)
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
 class ByteBudget:
     """Bytes that may be held at a time."""
 
@@ -267,3 +290,132 @@ class ByteBudget:
 
     def release(self, count: int) -> None:
         self._held_bytes -= count
+
+
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """The body of a request; nothing of it is read if it is announced to be too large.
+
+    Raises:
+        HTTPException: 413.
+        ClientDisconnect: The client left before it had sent all.
+    """
+    too_large = HTTPException(413, f"a body holds at most {max_bytes} bytes")
+    announced = request.headers.get("content-length", "0")
+    body = bytearray()
+    if announced.isdecimal() and int(announced) > max_bytes:
+        raise too_large
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > max_bytes:
+            raise too_large
+    return bytes(body)
+
+
+def decode_body(body: bytes, body_type: type[FormT]) -> FormT:
+    """The JSON of a request.
+
+    Raises:
+        HTTPException: 400: it is none of that form, no UTF-8, or nested beyond all reason.
+    """
+    try:
+        return msgspec.json.decode(body, type=body_type)
+    except RecursionError:
+        raise HTTPException(400, "the JSON is nested too deeply") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise HTTPException(400, f"expected {body_type.__name__} as JSON: {error}") from error
+
+
+class JsonApp(ABC):
+    """ASGI application whose answers are JSON, and whose errors are `{"error": "..."}`.
+
+    Nothing is read of a request that does not show `bearer_key`, if there is one.
+    """
+
+    def __init__(self, bearer_key: str = "") -> None:
+        self._authorization = f"Bearer {bearer_key}".encode() if bearer_key else b""
+
+    @abstractmethod
+    async def answer(self, request: Request) -> tuple[int, bytes]:
+        """Status and JSON of the answer to a request. May raise whatever it likes."""
+
+    def get_error_status_and_text(self, request: Request, error: Exception) -> tuple[int, str]:
+        """Status and text for what `answer` has raised."""
+        if isinstance(error, HTTPException):
+            return error.status_code, error.detail
+        log.error("%s failed", request.scope["path"], exc_info=error)
+        return 500, f"{type(error).__name__}: {error}"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            raise RuntimeError(f"this service speaks HTTP only, not {scope['type']}")
+        request = Request(scope, receive)
+        try:
+            self._require_key(request)
+            status, content = await self.answer(request)
+        except ClientDisconnect:
+            return
+        except Exception as error:  # boundary: one bad request must not end the service
+            status, text = self.get_error_status_and_text(request, error)
+            content = msgspec.json.encode({"error": text})
+        await Response(content, status, media_type="application/json")(scope, receive, send)
+
+    def _require_key(self, request: Request) -> None:
+        given = request.headers.get("authorization", "").encode("latin-1")
+        if self._authorization and not hmac.compare_digest(given, self._authorization):
+            raise HTTPException(401, "expected the run's bearer key for this service")
+
+
+class Notifier:
+    """Wakes everyone who waits for `news`."""
+
+    def __init__(self) -> None:
+        self.news: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Resolved by the next `notify_all`."""
+
+    def notify_all(self) -> None:
+        self.news.set_result(None)
+        self.news = asyncio.get_running_loop().create_future()
+
+
+class LongPoll:
+    """Wait of one ASGI request whose body has been read; ends early when its caller is gone.
+
+    Args:
+        clock: That of the service.
+        receive: The request's: after the body it yields only `http.disconnect`. None: a caller in
+            this process, which does not hang up.
+        closing: Resolved when the server stops: then nobody waits any more.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        receive: Receive | None = None,
+        closing: asyncio.Future[None] | None = None,
+    ) -> None:
+        self._clock, self._receive = clock, receive
+        self._closing = closing or asyncio.get_running_loop().create_future()
+        self._hang_up: asyncio.Future[Any] | None = None
+
+    async def wait_for(self, notifier: Notifier, until_s: float) -> bool:
+        """True after a notification; False once `until_s` has come or the server stops.
+
+        Raises:
+            ClientDisconnect: The caller hung up. A ticket granted to it now would be lost.
+        """
+        left_s = until_s - self._clock()
+        if left_s <= 0 or self._closing.done():
+            return False
+        if self._hang_up is None and self._receive is not None:
+            self._hang_up = asyncio.ensure_future(self._receive())
+        news = notifier.news
+        ends = [one for one in (news, self._hang_up, self._closing) if one is not None]
+        await asyncio.wait(ends, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+        if self._hang_up is not None and self._hang_up.done():
+            raise ClientDisconnect
+        return news.done()
+
+    def stop_disconnect_watch(self) -> None:
+        """Stop listening for the caller."""
+        if self._hang_up is not None:
+            self._hang_up.cancel()

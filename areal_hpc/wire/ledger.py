@@ -6,7 +6,7 @@ All routes are POST with a JSON body over TLS, and want the ledger's bearer key.
 | route        | request          | reply          | caller        |
 |--------------|------------------|----------------|---------------|
 | /lease       | LeaseRequest     | LeaseReply     | driver        |
-| /settle      | SettleTicketsRequest    | Acknowledged   | proxy         |
+| /settle      | SettleShardsRequest     | Acknowledged   | proxy         |
 | /drop        | DropTicketRequest      | Acknowledged   | driver, proxy |
 | /report_evaluation | EvaluationResultRequest | Acknowledged | driver        |
 | /open_generation  | OpenTrainerGenerationRequest | Acknowledged   | trainer       |
@@ -97,11 +97,12 @@ class SealedTicket(Struct, frozen=True):
     """Packed version of the oldest weights that sampled one of its tokens, or `NO_VERSION`."""
 
 
-class SettleTicketsRequest(Struct, frozen=True):
-    """Sealed tickets. Repeating it is harmless."""
+class SettleShardsRequest(Struct, frozen=True):
+    """Sealed shards, whose tickets the ledger reads in the index. Repeating it is harmless."""
 
     cell: str
-    tickets: list[SealedTicket]
+    shards: list[str]
+    """File names in the run's shards directory."""
 
 
 class DropTicketRequest(Struct, frozen=True):

@@ -20,10 +20,10 @@ from areal_hpc.agents.harness.installation import HARNESSES_DIR
 from areal_hpc.jobs.config import get_interpreter
 from areal_hpc.launch.tiny_model import make_tiny_model
 from areal_hpc.recipe.sections.rollout import AgentExecutionConfig
+from areal_hpc.rollout.agent import make_http_client
 from areal_hpc.rollout.episodes.auxiliary import describe_known_auxiliary_call
 from areal_hpc.rollout.episodes.episode import EpisodeOutcome, run_episode
 from areal_hpc.rollout.episodes.episode_spec import EpisodeSpec
-from areal_hpc.rollout.episodes.http_client import make_http_client
 from areal_hpc.rollout.execution.agent_sandboxes import make_agent_sandboxes
 from areal_hpc.rundir.service_client import AsyncServiceClient
 from areal_hpc.wire.agent_reward import Reward

@@ -13,11 +13,11 @@ import uvloop
 from starlette.requests import Request
 
 from areal_hpc.errors import ClusterError
+from areal_hpc.rundir.rendezvous import make_client_tls, make_server_tls
 from areal_hpc.wire import http_server
-from areal_hpc.wire.asgi import JsonApp, ServiceServer, read_body
 from areal_hpc.wire.http import AsyncWireClient, WireClient
+from areal_hpc.wire.http_server import JsonApp, ServiceServer, read_body
 from areal_hpc.wire.replicas import ReplicasOfCell
-from areal_hpc.wire.service_key import make_client_tls, make_server_tls
 from tests.support.deadlines import scaled
 from tests.support.json_server import JsonHandler, serving_http
 from tests.support.service_keys import OTHER_SERVICE_KEY, SERVICE_KEY
@@ -85,7 +85,7 @@ def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "REQUEST_HEAD_TIMEOUT_S", LIMIT_S)
     monkeypatch.setattr(http_server, "REQUEST_RECEIVE_TIMEOUT_S", LIMIT_S)
     monkeypatch.setattr(http_server, "TICKS_PER_DEADLINE_CHECK", 1)
-    monkeypatch.setattr("areal_hpc.wire.asgi.get_connection_descriptor_limit", lambda: 4)
+    monkeypatch.setattr("areal_hpc.wire.http_server.get_connection_descriptor_limit", lambda: 4)
 
 
 @pytest.fixture

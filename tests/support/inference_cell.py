@@ -16,9 +16,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from areal_hpc.jobs.config import get_interpreter
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.rundir.rendezvous import ensure_service_key
+from areal_hpc.rundir.rendezvous import derive_bearer_key, ensure_service_key, make_client_tls
 from areal_hpc.wire.replicas import ReplicasOfCell, ReplicaView
-from areal_hpc.wire.service_key import derive_bearer_key, make_client_tls
 from tests.support.chatml import write_model_dir
 from tests.support.deadlines import Deadline, scaled
 from tests.support.process_commands import command_of, is_scheduler, start_job_process

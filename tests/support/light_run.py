@@ -23,12 +23,12 @@ from areal_hpc.launch.tiny_model import make_tiny_model
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.files import claim_next_number
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.rendezvous import derive_bearer_key, make_client_tls
 from areal_hpc.wire import ledger as ledger_wire
 from areal_hpc.wire import proxy as proxy_wire
 from areal_hpc.wire.http import WireClient
 from areal_hpc.wire.ledger import BatchManifest, TicketRef
 from areal_hpc.wire.replicas import ReplicasOfCell, ReplicaView
-from areal_hpc.wire.service_key import derive_bearer_key, make_client_tls
 from areal_hpc.wire.weight_version import WeightVersion
 from tests.support.commands import write_program
 from tests.support.deadlines import Deadline, scaled

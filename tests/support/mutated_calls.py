@@ -15,12 +15,12 @@ from urllib.parse import urlsplit
 import msgspec
 
 from areal_hpc.proxy.http.agent_api import GOOGLE_PREFIXES
+from areal_hpc.rundir.rendezvous import make_client_tls
 from areal_hpc.session.tree import Interaction, VersionSpan
 from areal_hpc.wire import ledger as ledger_wire
 from areal_hpc.wire import proxy as proxy_wire
 from areal_hpc.wire import replicas as control_wire
-from areal_hpc.wire.ledger import SealedTicket, TicketRef
-from areal_hpc.wire.service_key import make_client_tls
+from areal_hpc.wire.ledger import TicketRef
 from tests.support.deadlines import scaled
 from tests.support.light_run import CELL, LightRun
 from tests.support.service_keys import DEFECTS, KeyDefect, spoil_authorization
@@ -431,10 +431,9 @@ def _sound_interaction(run: LightRun) -> Any:
 
 def _list_ledger_calls(run: LightRun, ref: TicketRef) -> list[Call]:
     generation, step = run.version.generation, run.step
-    sealed = SealedTicket(ref, f"{CELL}-000000.h5", [0, 1], [0.0, 1.0], run.version.packed)
     requests: dict[str, msgspec.Struct] = {
         "/lease": ledger_wire.LeaseRequest("cell-7", 2, [ref], [ref], wait_s=0.01),
-        "/settle": ledger_wire.SettleTicketsRequest(CELL, [sealed]),
+        "/settle": ledger_wire.SettleShardsRequest(CELL, [f"{CELL}-000000.h5"]),
         "/drop": ledger_wire.DropTicketRequest(CELL, ref, "it failed", "filtered", [0.0, 1.0]),
         "/report_evaluation": ledger_wire.EvaluationResultRequest(CELL, TicketRef(0, 1, 5), [1.0]),
         "/open_generation": ledger_wire.OpenTrainerGenerationRequest(generation, step),

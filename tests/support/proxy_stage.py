@@ -24,6 +24,7 @@ from areal_hpc.proxy.sessions.store import (
 from areal_hpc.recipe.sections.proxy_and_shards import ProxyConfig
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.rendezvous import derive_bearer_key
 from areal_hpc.session.tree import Interaction
 from areal_hpc.shards.index import read_index
 from areal_hpc.shards.journal import read_journal
@@ -37,7 +38,6 @@ from areal_hpc.wire.proxy import (
     StartSessionRequest,
 )
 from areal_hpc.wire.replicas import ReplicaState
-from areal_hpc.wire.service_key import derive_bearer_key
 from areal_hpc.wire.trajectory import TrajectoryRow
 from tests.support.chatml import byte_level_tokenizer, write_model_dir
 from tests.support.deadlines import scaled

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from areal_hpc.trainer.batch.packing import TrainingRow
-from areal_hpc.wire.routes import MixtureShape
+from areal_hpc.wire.trajectory import MixtureShape
 
 
 def give_random_routes(rows: list[TrainingRow], mixture: MixtureShape, seed: int) -> None:

@@ -21,15 +21,17 @@ from aiohttp import web
 from tokenizers import Tokenizer
 
 from areal_hpc.rundir import rendezvous
+from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.rendezvous import derive_bearer_key, make_server_tls
+from areal_hpc.shards.index import read_sealed_tickets
 from areal_hpc.wire.ledger import (
     Acknowledged,
     DropTicketRequest,
     SealedTicket,
-    SettleTicketsRequest,
+    SettleShardsRequest,
 )
 from areal_hpc.wire.replicas import ReplicasOfCell, ReplicaState, ReplicaView
-from areal_hpc.wire.routes import MixtureShape
-from areal_hpc.wire.service_key import derive_bearer_key, make_server_tls
+from areal_hpc.wire.trajectory import MixtureShape
 from tests.support.deadlines import scaled
 
 CELL = "cell-0"
@@ -314,7 +316,9 @@ class StandInLedger(StandIn):
         self.require_key(request)
         body = await request.read()
         if request.path == "/settle":
-            self.settled += msgspec.json.decode(body, type=SettleTicketsRequest).tickets
+            shards = msgspec.json.decode(body, type=SettleShardsRequest).shards
+            tickets = read_sealed_tickets(RunPaths(self._directory.parent).shard_index_dir)
+            self.settled += [one for one in tickets if one.shard in shards]
         else:
             self.dropped.append(msgspec.json.decode(body, type=DropTicketRequest))
         return web.Response(body=msgspec.json.encode(Acknowledged()))

@@ -5,7 +5,7 @@ import string
 from collections.abc import Sequence
 from typing import Literal, get_args
 
-from areal_hpc.wire.service_key import derive_bearer_key, generate_service_key
+from areal_hpc.rundir.rendezvous import derive_bearer_key, generate_service_key
 
 SERVICE_KEY = generate_service_key()
 OTHER_SERVICE_KEY = generate_service_key()

@@ -20,7 +20,7 @@ import httpx
 from transformers import Qwen3ForCausalLM
 
 from areal_hpc.rundir import rendezvous
-from areal_hpc.wire.service_key import make_client_tls
+from areal_hpc.rundir.rendezvous import make_client_tls
 from tests.support.deadlines import scaled
 from tests.support.inference_cell import CALL_TIMEOUT_S, Cell, logprob_error
 from tests.support.json_server import JsonHandler, serving_http

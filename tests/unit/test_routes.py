@@ -16,14 +16,15 @@ from areal_hpc.shards.reader import ShardReader
 from areal_hpc.shards.writer import write_sealed_shard
 from areal_hpc.trainer.batch.batch_metrics import summarize_expert_loads
 from areal_hpc.trainer.batch.packing import PackParallelism, TrainingRow, build_pack
-from areal_hpc.wire.routes import (
+from areal_hpc.wire.trajectory import (
     MixtureShape,
     RecordedRoutes,
     RouteArray,
+    TrajectoryRow,
+    find_row_defect,
     parse_mixture_shape,
     record_engine_routes,
 )
-from areal_hpc.wire.trajectory import TrajectoryRow, find_row_defect
 from tests.support.sample_trajectories import trajectory
 from tests.unit.session.model_stub import ENCODER, assistant, say, user
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cryptography.x509 import BasicConstraints, load_pem_x509_certificate
 from hypothesis import given
 from hypothesis import strategies as st
 from starlette.requests import Request
@@ -16,14 +15,12 @@ from starlette.types import Message
 
 from areal_hpc.errors import ClusterError, HttpStatusError
 from areal_hpc.wire.agent_reward import MAX_REWARD
-from areal_hpc.wire.asgi import JsonApp, read_body
 from areal_hpc.wire.http import responds_with_200
+from areal_hpc.wire.http_server import JsonApp, read_body
 from areal_hpc.wire.retry import Backoff, retry
-from areal_hpc.wire.service_key import derive_bearer_key
 from areal_hpc.wire.trajectory import find_row_defect
 from areal_hpc.wire.weight_version import GenerationFork, WeightVersion, compute_staleness_steps
 from tests.support.sample_trajectories import trajectory
-from tests.support.service_keys import OTHER_SERVICE_KEY, SERVICE_KEY
 
 
 def test_pauses_double_up_to_a_limit() -> None:
@@ -94,15 +91,6 @@ def test_a_whole_body_is_answered_and_a_torn_one_is_not() -> None:
     assert ask([b"[1", None], KEY)[0] == []
 
 
-def test_each_service_of_each_run_has_a_key_of_its_own_which_outlasts_restarts() -> None:
-    keys = [
-        derive_bearer_key(run, name) for run in (SERVICE_KEY, OTHER_SERVICE_KEY) for name in "ab"
-    ]
-    assert len({*keys}) == 4
-    assert keys[0] == derive_bearer_key(SERVICE_KEY, "a")
-    assert not [one for one in keys if one in SERVICE_KEY]
-
-
 def test_a_call_is_repeated_while_its_peer_is_away_or_busy_and_no_longer() -> None:
     failures: list[ClusterError] = [ClusterError("away"), HttpStatusError(503, "u", "busy")]
     left = [*failures]
@@ -121,15 +109,6 @@ def test_a_call_is_repeated_while_its_peer_is_away_or_busy_and_no_longer() -> No
         with pytest.raises(ClusterError, match="away"):
             retry(call, **limits)
         assert len(left) == 1
-
-
-def test_a_runs_certificate_holds_at_any_time_and_signs_no_other() -> None:
-    certificate = load_pem_x509_certificate(
-        SERVICE_KEY[SERVICE_KEY.index("-----BEGIN CERTIFICATE-----") :].encode()
-    )
-    assert certificate.not_valid_before_utc.year == 1950
-    assert certificate.not_valid_after_utc.year == 9999
-    assert not certificate.extensions.get_extension_for_class(BasicConstraints).value.ca
 
 
 SOUND = trajectory(tokens=6)

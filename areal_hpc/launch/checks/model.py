@@ -15,8 +15,8 @@ from areal_hpc.proxy.engine.model_call import require_max_position_embeddings
 from areal_hpc.recipe.hub_cache import find_snapshot
 from areal_hpc.recipe.recipe import ModelConfig, Recipe
 from areal_hpc.recipe.sections.trainer import LoraConfig
-from areal_hpc.rollout.task_set import TaskSet
 from areal_hpc.rundir.rendezvous import read_user_key
+from areal_hpc.rundir.run_inputs import TaskSet
 from areal_hpc.session.chat_template import ChatTemplate, TokenEncoder
 from areal_hpc.session.message_matching import normalize_chat_message
 from areal_hpc.trainer.model.families.architecture import (

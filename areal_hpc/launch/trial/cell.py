@@ -27,9 +27,9 @@ from areal_hpc.proxy.sessions.recorder import MemoryRecorder
 from areal_hpc.proxy.sessions.store import Session
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.rendezvous import derive_bearer_key
 from areal_hpc.session.chat_template import TokenEncoder
-from areal_hpc.wire.asgi import JsonApp, ServiceServer, read_body
-from areal_hpc.wire.service_key import derive_bearer_key
+from areal_hpc.wire.http_server import JsonApp, ServiceServer, read_body
 
 LOOPBACK_HOST = "127.0.0.1"
 DRAIN_TIMEOUT_S = 1

@@ -15,7 +15,7 @@ from areal_hpc.launch.trial.cell import TrialCell, open_trial_cell
 from areal_hpc.launch.trial.start import TrialConfig
 from areal_hpc.proxy.sessions.store import Session
 from areal_hpc.recipe.sections.rollout import RolloutConfig
-from areal_hpc.rollout.agent import Agent
+from areal_hpc.rollout.agent import Agent, make_http_client
 from areal_hpc.rollout.episodes.auxiliary import load_auxiliary_rule
 from areal_hpc.rollout.episodes.episode import EpisodeOutcome, run_episode
 from areal_hpc.rollout.episodes.episode_spec import (
@@ -23,13 +23,12 @@ from areal_hpc.rollout.episodes.episode_spec import (
     build_episode_spec,
     derive_episode_seed,
 )
-from areal_hpc.rollout.episodes.http_client import make_http_client
 from areal_hpc.rollout.execution.agent_sandboxes import make_agent_sandboxes, try_sandbox
 from areal_hpc.rollout.execution.subprocess_agent import SubprocessAgent
 from areal_hpc.rollout.job import build_agent
-from areal_hpc.rollout.task_set import TaskSet
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.rendezvous import ensure_service_key, format_proxy_name
+from areal_hpc.rundir.run_inputs import TaskSet
 from areal_hpc.rundir.service_client import AsyncServiceClient
 from areal_hpc.session.tree import Interaction
 from areal_hpc.trainer.batch.untrained import count_untrainable_tokens

@@ -34,8 +34,12 @@ from areal_hpc.session.tree import (
     pack_ids,
 )
 from areal_hpc.wire.proxy import MAX_MASK_TOKENS_PER_POSITION, StartSessionRequest
-from areal_hpc.wire.routes import MixtureShape, RecordedRoutes, record_engine_routes
-from areal_hpc.wire.trajectory import GREEDY_TEMPERATURE_BOUND
+from areal_hpc.wire.trajectory import (
+    GREEDY_TEMPERATURE_BOUND,
+    MixtureShape,
+    RecordedRoutes,
+    record_engine_routes,
+)
 
 log = logging.getLogger(__name__)
 

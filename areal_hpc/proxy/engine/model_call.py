@@ -20,7 +20,7 @@ from areal_hpc.session.chat_template import (
     read_json,
 )
 from areal_hpc.session.message_matching import MessageRewriter, normalize_chat_message
-from areal_hpc.wire.routes import MixtureShape
+from areal_hpc.wire.trajectory import MixtureShape
 
 
 class ToolChoice(msgspec.Struct, frozen=True):

@@ -222,7 +222,7 @@ class JournaledRecorder:
 
     # Forgetting ---------------------------------------------------------------------------
 
-    async def limit_journal_size(self) -> None:
+    async def compact_grown_journal(self) -> None:
         async with self._compacting:
             # Has it doubled since it last held only what is needed?
             needed_bytes = 2 * self._rotated_bytes + MIN_COMPACTION_GROWTH_BYTES
@@ -259,7 +259,7 @@ class MemoryRecorder(JournaledRecorder):
     def _apply_event(self, event: Event) -> None:
         self.store.apply(event)
 
-    async def limit_journal_size(self) -> None:
+    async def compact_grown_journal(self) -> None:
         pass
 
     def close(self) -> None:

@@ -36,14 +36,13 @@ from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.rendezvous import LEDGER_SERVICE
 from areal_hpc.rundir.service_client import AsyncServiceClient
 from areal_hpc.rundir.telemetry.spans import time_span
-from areal_hpc.shards.index import SealedShard, ShardTicket, locate_tickets, read_index
+from areal_hpc.shards.index import SealedShard, locate_tickets, read_index
 from areal_hpc.shards.verify import repair_index
 from areal_hpc.shards.writer import write_sealed_shard
 from areal_hpc.wire.ledger import (
     Acknowledged,
     DropTicketRequest,
-    SealedTicket,
-    SettleTicketsRequest,
+    SettleShardsRequest,
     TicketRef,
 )
 from areal_hpc.wire.proxy import KeepFailedSessionRequest
@@ -112,12 +111,8 @@ class TicketSealer:
         )
         failures = [one.failure for one in self._store.failed.values() if one.failure]
         self._kept_by_cause.update(one.cause for one in failures)
-        indexed = locate_tickets(shards)
-        found = [
-            _build_sealed_ticket(ticket.ref, *indexed[ticket.ref.ticket_id, ticket.ref.attempt])
-            for ticket in self._list_finished()
-            if (ticket.ref.ticket_id, ticket.ref.attempt) in indexed
-        ]
+        sealed = locate_tickets(shards)
+        found = [sealed[one.ref] for one in self._list_finished() if one.ref in sealed]
         if found:
             log.info("%d tickets had been sealed before the restart", len(found))
             self._recorder.record(TicketsSealed(found))
@@ -216,13 +211,8 @@ class TicketSealer:
                 return 0
             rows = [row for found in rows_of.values() for row in found]
             shard = await asyncio.to_thread(self._write_shard, rows)
-            places = {(one.ticket_id, one.attempt): one for one in shard.tickets}
-            settled = [
-                _build_sealed_ticket(ref, shard.file, places[ref.ticket_id, ref.attempt])
-                for ref in rows_of
-            ]
-            self._recorder.record(TicketsSealed(settled))
-            return len(settled)
+            self._recorder.record(TicketsSealed(shard.list_sealed_tickets()))
+            return len(shard.tickets)
 
     async def _seal_untrained(self) -> None:
         async with self._sealing_untrained:
@@ -234,7 +224,7 @@ class TicketSealer:
                 await asyncio.to_thread(self._write_shard, rows)
             refs, failed_ids = [one.ref for one in tickets], [one.session_id for one in failed]
             self._recorder.record(UntrainedSealed(refs, failed_ids))
-            await self._recorder.limit_journal_size()
+            await self._recorder.compact_grown_journal()
 
     def _write_shard(self, rows: Sequence[TrajectoryRow]) -> SealedShard:
         """Runs in a thread: nothing changes in what is finished or has failed."""
@@ -259,13 +249,14 @@ class TicketSealer:
                 return
             self._ledger.look_up()
             if tickets:
-                settle = SettleTicketsRequest(self._cell, tickets)
+                shards = dict.fromkeys(one.shard for one in tickets)
+                settle = SettleShardsRequest(self._cell, [*shards])
                 await self._ledger.call("/settle", settle, Acknowledged)
             for ref, reason in dropped.items():
                 drop = DropTicketRequest(self._cell, ref, reason)
                 await self._ledger.call("/drop", drop, Acknowledged)
             self._recorder.record(TicketsAcknowledged([*(one.ref for one in tickets), *dropped]))
-            await self._recorder.limit_journal_size()
+            await self._recorder.compact_grown_journal()
 
     async def close(self) -> None:
         await self._ledger.close()
@@ -310,9 +301,3 @@ def _build_untrained_rows(
             else:
                 rows.append(row)
     return rows
-
-
-def _build_sealed_ticket(ref: TicketRef, shard: str, shard_ticket: ShardTicket) -> SealedTicket:
-    return SealedTicket(
-        ref, shard, shard_ticket.rows, shard_ticket.rewards, shard_ticket.oldest_version
-    )

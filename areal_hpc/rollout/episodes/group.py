@@ -1,15 +1,277 @@
-"""Group of episodes of one ticket: run concurrently, then filtered."""
+"""Groups of episodes: those of a ticket run concurrently, each until it ends well."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+import logging
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 
-from areal_hpc.errors import AgentError
+from areal_hpc.errors import AgentError, HttpStatusError, NodeResourceShortageError
+from areal_hpc.evaluation.set_names import split_ticket_id
+from areal_hpc.recipe.sections.evaluation import EvaluationSet
 from areal_hpc.recipe.sections.rollout import RolloutConfig
 from areal_hpc.recipe.user_functions import load_user_function
-from areal_hpc.rollout.episodes.episode import EpisodeOutcome
+from areal_hpc.rollout.agent import Agent
+from areal_hpc.rollout.episode_watch import EpisodeWatch
+from areal_hpc.rollout.episodes.auxiliary import load_auxiliary_rule
+from areal_hpc.rollout.episodes.episode import (
+    EpisodeOutcome,
+    offer_episode_to_external_program,
+    run_episode,
+)
+from areal_hpc.rollout.episodes.episode_spec import (
+    EpisodeSpec,
+    build_episode_spec,
+    derive_episode_seed,
+)
+from areal_hpc.rollout.execution.agent_sandboxes import AgentSandboxes
+from areal_hpc.rundir.run_inputs import TaskSet
+from areal_hpc.rundir.service_client import AsyncServiceClient
+from areal_hpc.rundir.telemetry.events import EventLog
+from areal_hpc.rundir.telemetry.spans import time_span
+from areal_hpc.wire.ledger import TicketGrant, TicketRef
+from areal_hpc.wire.proxy import (
+    MAX_CAUSE_CHARS,
+    MAX_ERROR_CHARS,
+    KeepFailedSessionReply,
+    KeepFailedSessionRequest,
+    ProxyHealth,
+    SamplingDefaults,
+)
+from areal_hpc.wire.retry import Backoff
+
+log = logging.getLogger(__name__)
+
+TRAIN = "train"
+"""The task set of training tickets; those of evaluation sets have their names."""
+CLOSED_GATE_POLL_S = 0.25
+"""Between two questions to the proxy while no replica serves. An open gate asks nothing."""
+RETRY_BACKOFF = Backoff(0.25, 10.0)
+"""An agent that fails because of an outage must not use up its tries in a moment."""
+AGENT_FAULT_EPISODE_STATUSES = ("failed", "timed_out")
+"""Ends of an episode that use up one of its tries."""
+SHORTAGE_PAUSE_S = 15.0
+"""Before an episode for which the node lacked something is tried again."""
+MAX_SHORTAGE_S = 900.0
+"""A ticket is dropped if the node lacks something for one of its episodes for so long."""
+
+
+class ReplicaGate:
+    """Holds a cell's episodes back while none of its replicas serves.
+
+    Closed until the proxy says that one does, and again when an episode found none.
+    """
+
+    def __init__(self, proxy: AsyncServiceClient) -> None:
+        self._proxy = proxy
+        self._opened = asyncio.Event()
+
+    @property
+    def is_open(self) -> bool:
+        return self._opened.is_set()
+
+    def close(self) -> None:
+        self._opened.clear()
+
+    async def wait_for_replica(self) -> None:
+        await self._opened.wait()
+
+    async def run(self) -> None:
+        """Ask the proxy whenever the gate is closed, until cancelled."""
+        while True:
+            if not self.is_open:
+                health = await self._proxy.call_repeatedly("/healthz", None, ProxyHealth)
+                if health.replicas_serving:
+                    self._opened.set()
+            await asyncio.sleep(CLOSED_GATE_POLL_S)
+
+
+class GroupPlayer:
+    """Plays the groups of a cell's tickets, while its replicas serve.
+
+    Agents and tasks are those of `train` and of every evaluation set, by name. An agent is None
+    where programs elsewhere play the episodes.
+
+    Raises:
+        RecipeError: A function that the recipe names cannot be imported.
+    """
+
+    def __init__(
+        self,
+        rollout: RolloutConfig,
+        evaluation_sets: Sequence[EvaluationSet],
+        *,
+        agents: Mapping[str, Agent | None],
+        tasks: Mapping[str, TaskSet],
+        proxy: AsyncServiceClient,
+        http_client: Any,
+        events: EventLog,
+        sandboxes: AgentSandboxes | None = None,
+    ) -> None:
+        self._rollout, self._agents, self._tasks = rollout, agents, tasks
+        self._proxy, self._http_client = proxy, http_client
+        self._events, self._sandboxes = events, sandboxes
+        sampling = {one.name: one.sampling for one in evaluation_sets}
+        self._sampling = {
+            name: SamplingDefaults(**one.model_dump())
+            for name, one in {TRAIN: rollout.sampling, **sampling}.items()
+        }
+        self._set_names = {one.number: one.name for one in evaluation_sets}
+        self._find_rejection = load_group_filter(rollout)
+        self._auxiliary = load_auxiliary_rule(rollout.agent.auxiliary)
+        self.gate, self.watch = ReplicaGate(proxy), EpisodeWatch(events)
+
+    async def play(
+        self, grant: TicketGrant, on_episode_end: Callable[[], None]
+    ) -> list[EpisodeOutcome]:
+        """Play a ticket's group; the outcomes that make it, in the order of their places.
+
+        `on_episode_end` is called for each of its episodes, those that are cancelled included.
+
+        Raises:
+            AgentError: Too few episodes ended well.
+            NodeResourceShortageError: The node lacked something for too long.
+            RecipeError: The task's limits cannot be read.
+        """
+        set_name, wanted, least = self._get_set_name(grant.ref), grant.n_episodes, 1
+        if set_name == TRAIN:
+            wanted, least = self._rollout.n_samples, self._rollout.min_group_size
+        places = range(grant.n_episodes)
+        episodes = [self._run_episode(grant, set_name, at, on_episode_end) for at in places]
+        outcomes, failed = await run_group(episodes, wanted, least)
+        if surplus := len(episodes) - len(outcomes) - len(failed):
+            reason = "cancelled: enough episodes of the group are complete"
+            self._record("episodes_cancelled", grant, reason, count=surplus)
+        if failed:
+            self._record("group_incomplete", grant, str(failed[-1]), count=len(failed))
+        last_error = outcomes[-1].error
+        if len(outcomes) > 1 and last_error and all(one.has_failure_reward for one in outcomes):
+            raise _prefix_error_message(
+                last_error,
+                f"all {len(outcomes)} episodes of task {grant.task_index} failed; last error: ",
+            )
+        return outcomes
+
+    def find_rejection(self, grant: TicketGrant, rewards: Sequence[float]) -> str:
+        """Why the group of a training ticket is not trained; empty if it is."""
+        return self._find_rejection(self._tasks[TRAIN][grant.task_index], rewards)
+
+    def _get_set_name(self, ref: TicketRef) -> str:
+        return TRAIN if ref.eval_step < 0 else self._set_names[split_ticket_id(ref.ticket_id)[0]]
+
+    def _record(self, event: str, grant: TicketGrant, reason: str, **event_fields: Any) -> None:
+        self._events.record(event, **build_ticket_facts(grant), **event_fields, reason=reason)
+
+    async def _run_episode(
+        self, grant: TicketGrant, set_name: str, episode: int, on_end: Callable[[], None]
+    ) -> EpisodeOutcome:
+        """Repeat one episode until it ends well, or as the recipe has failed ones end."""
+        is_training = set_name == TRAIN
+        tries = self._rollout.tries_per_episode if is_training else self._rollout.max_episode_tries
+        failures, short_since_s = 0, float("inf")
+        try:
+            while True:
+                await self.gate.wait_for_replica()
+                spec = self._build_episode_spec(grant, set_name, episode, failures)
+                outcome = await self._play_once(grant, set_name, spec)
+                if outcome.is_node_short:
+                    short_since_s = min(short_since_s, time.monotonic())
+                    if time.monotonic() - short_since_s >= MAX_SHORTAGE_S:
+                        raise NodeResourceShortageError(
+                            f"an episode could not be played for {MAX_SHORTAGE_S:g} s, the last "
+                            f"time because of: {outcome.reason}"
+                        )
+                    await asyncio.sleep(SHORTAGE_PAUSE_S)
+                    continue
+                short_since_s = float("inf")
+                if outcome.status == "ok" or outcome.has_failure_reward:
+                    return outcome
+                if outcome.status == "unserved":
+                    self.gate.close()
+                if outcome.status not in AGENT_FAULT_EPISODE_STATUSES or outcome.error is None:
+                    await asyncio.sleep(RETRY_BACKOFF.min_s)
+                    continue
+                await self._keep_failed_session(outcome)
+                failures += 1
+                if failures == tries:
+                    times = "once" if tries == 1 else f"{tries} times"
+                    raise _prefix_error_message(
+                        outcome.error,
+                        f"episode {episode} of task {grant.task_index} failed {times}; "
+                        "last error: ",
+                    )
+                await asyncio.sleep(RETRY_BACKOFF.get_pause_s(failures))
+        finally:
+            on_end()
+
+    def _build_episode_spec(
+        self, grant: TicketGrant, set_name: str, episode: int, failures: int
+    ) -> EpisodeSpec:
+        ref, is_training = grant.ref, set_name == TRAIN
+        return build_episode_spec(
+            self._rollout,
+            self._agents[set_name],
+            self._tasks[set_name][grant.task_index],
+            f"{set_name}-{ref.ticket_id}-{ref.attempt}-{episode}",
+            sampling=self._sampling[set_name],
+            seed=derive_episode_seed(grant.seed, episode, failures),
+            auxiliary=self._auxiliary,
+            failure_reward=self._rollout.failure_reward if is_training else None,
+            records_sampling_mask=self._rollout.record_sampling_mask and is_training,
+            ref=ref,
+            episode=episode,
+            task_index=grant.task_index,
+        )
+
+    async def _play_once(
+        self, grant: TicketGrant, set_name: str, spec: EpisodeSpec
+    ) -> EpisodeOutcome:
+        agent, episode = self._agents[set_name], spec.session.episode
+        facts = {**build_ticket_facts(grant), "episode": episode}
+        with time_span("episode", "episodes", **facts) as found:
+            if agent is None:
+                outcome = await offer_episode_to_external_program(spec, self._proxy)
+                took_s = 0.0
+            else:
+                name, watched = spec.session.task_id, facts | {"limit_s": spec.timeout_s}
+                with self.watch.follow_episode(name, watched) as running:
+                    outcome = await run_episode(
+                        spec, agent, self._proxy, self._http_client, self._sandboxes
+                    )
+                took_s = running.age_s
+            found["status"] = outcome.status
+        if outcome.status == "ok":
+            self.watch.record_good_end(took_s)
+        else:
+            self._record_bad_end(grant, set_name, episode, outcome)
+        return outcome
+
+    def _record_bad_end(
+        self, grant: TicketGrant, set_name: str, episode: int, outcome: EpisodeOutcome
+    ) -> None:
+        facts: dict[str, Any] = {"episode": episode}
+        if outcome.error is not None and outcome.status in AGENT_FAULT_EPISODE_STATUSES:
+            self.watch.record_failed_end()
+            facts |= outcome.describe_fault()
+            facts |= {"failed": self.watch.failed, "ended": self.watch.ended}
+            if outcome.has_failure_reward:
+                facts |= {"reward": outcome.reward, "then": f"it earns {outcome.reward:g}"}
+            elif set_name == TRAIN and self._rollout.failed_episodes == "drop":
+                facts["then"] = "it is left out"
+        self._record(f"episode_{outcome.status}", grant, outcome.reason, **facts)
+
+    async def _keep_failed_session(self, outcome: EpisodeOutcome) -> None:
+        cause = outcome.status if outcome.error is None else outcome.error.cause
+        request = KeepFailedSessionRequest(
+            outcome.session_id, cause[:MAX_CAUSE_CHARS], outcome.reason[:MAX_ERROR_CHARS]
+        )
+        try:
+            await self._proxy.call_repeatedly("/rl/keep_failed", request, KeepFailedSessionReply)
+        except HttpStatusError as refusal:  # it restarted and lost the session
+            log.warning("the failed episode %s is not kept: %s", outcome.session_id, refusal)
 
 
 async def run_group(
@@ -76,3 +338,18 @@ def load_group_filter(rollout: RolloutConfig) -> Callable[[dict[str, Any], Seque
         return "" if answer else f"{name} rejected the rewards {list(rewards)}"
 
     return find_rejection
+
+
+def build_ticket_facts(grant: TicketGrant) -> dict[str, Any]:
+    return {**msgspec.structs.asdict(grant.ref), "task": grant.task_index}
+
+
+def _prefix_error_message(error: AgentError, beginning: str) -> AgentError:
+    problem = error.problems[0]
+    return AgentError(
+        beginning + problem.message,
+        key=problem.key,
+        hint=problem.hint,
+        kind=error.kind,
+        trace=error.trace,
+    )

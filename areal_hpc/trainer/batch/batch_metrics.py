@@ -11,8 +11,7 @@ import numpy.typing as npt
 from areal_hpc.recipe.sections.trainer import ObjectiveConfig
 from areal_hpc.rundir.checkpoints import RewardRange
 from areal_hpc.trainer.objective.advantages import compute_mean_episode_rewards
-from areal_hpc.wire.routes import MixtureShape
-from areal_hpc.wire.trajectory import CallRecord, RowRecord, TrajectoryRow
+from areal_hpc.wire.trajectory import CallRecord, MixtureShape, RowRecord, TrajectoryRow
 from areal_hpc.wire.weight_version import GenerationFork, WeightVersion, compute_staleness_steps
 
 _NGRAM_HASH_FACTORS = np.array(

@@ -14,8 +14,7 @@ from enum import StrEnum
 import numpy as np
 import numpy.typing as npt
 
-from areal_hpc.wire.routes import RouteArray, lay_out_routes
-from areal_hpc.wire.trajectory import SamplingMask
+from areal_hpc.wire.trajectory import RouteArray, SamplingMask, lay_out_routes
 
 FloatArray = npt.NDArray[np.float32]
 IntArray = npt.NDArray[np.int64]

@@ -13,7 +13,7 @@ from areal_hpc.metrics.step_metrics import (
     sum_times_by_activity,
 )
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.rundir.run_recipe import get_recipe_value, read_run_recipe
+from areal_hpc.rundir.run_inputs import get_recipe_value, read_run_recipe
 from areal_hpc.rundir.telemetry.events import read_recent_events
 from areal_hpc.view.batch_episodes import (
     WAIT_PARTS,

@@ -11,12 +11,11 @@ from itertools import accumulate
 import msgspec
 
 from areal_hpc.errors import ArealError, RecipeError
-from areal_hpc.metrics.catalogue import find_metric
-from areal_hpc.metrics.step_metrics import read_metrics, select_trained_rows
+from areal_hpc.metrics.step_metrics import find_metric, read_metrics, select_trained_rows
 from areal_hpc.recipe.keys import flatten_keys, flatten_keys_hiding_private_values
 from areal_hpc.rundir.jsonl import JsonRow
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.rundir.run_recipe import read_run_recipe
+from areal_hpc.rundir.run_inputs import read_run_recipe
 from areal_hpc.rundir.telemetry.events import read_all_events
 from areal_hpc.view.batch_episodes import BatchEpisode, read_batch_episodes
 from areal_hpc.view.events import count_unusual_events

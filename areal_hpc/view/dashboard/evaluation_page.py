@@ -17,7 +17,7 @@ from areal_hpc.evaluation.set_names import (
 from areal_hpc.evaluation.statistics import compare_paired, estimate_mean
 from areal_hpc.rundir.manifests import EvaluationResult, group_kept_evaluations
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.rundir.run_recipe import read_run_recipe
+from areal_hpc.rundir.run_inputs import read_run_recipe
 from areal_hpc.wire.trajectory import RowKind
 
 MAX_SHOWN_EVALUATIONS = 100

@@ -19,18 +19,18 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from areal_hpc.errors import ArealError, RecipeError
-from areal_hpc.metrics.catalogue import find_metric
 from areal_hpc.metrics.step_line import compute_trained_tokens_per_s
 from areal_hpc.metrics.step_metrics import (
     StepTimes,
+    find_metric,
     find_step_bottleneck,
     read_metrics,
     select_trained_rows,
 )
 from areal_hpc.recipe.keys import flatten_keys_hiding_private_values
 from areal_hpc.recipe.private_values import hide_private_arguments
-from areal_hpc.rollout.task_set import TaskSet
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.run_inputs import TaskSet
 from areal_hpc.rundir.telemetry.events import read_all_events
 from areal_hpc.rundir.telemetry.token_annotations import (
     UNTRAINED_TOKEN_REASONS,

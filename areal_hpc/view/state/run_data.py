@@ -15,7 +15,7 @@ from areal_hpc.evaluation.set_names import VALIDATION_SET_NAME
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.rundir.manifests import list_kept_evaluations
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.rundir.run_recipe import read_run_recipe
+from areal_hpc.rundir.run_inputs import read_run_recipe
 from areal_hpc.rundir.telemetry.span_reader import read_spans
 from areal_hpc.shards.index import read_index
 from areal_hpc.shards.reader import ShardReader

@@ -37,7 +37,7 @@ from areal_hpc.rundir.checkpoints import list_checkpoints
 from areal_hpc.rundir.jobs import Submission, TaskExit, read_launch_file
 from areal_hpc.rundir.jsonl import read_readable_records, read_tail_lines
 from areal_hpc.rundir.paths import JobPaths, RunPaths
-from areal_hpc.rundir.run_recipe import get_recipe_value, read_run_recipe
+from areal_hpc.rundir.run_inputs import get_recipe_value, read_run_recipe
 from areal_hpc.rundir.telemetry.events import read_recent_events
 from areal_hpc.slurm.queue import QueuePoller, SlurmJobRecord, query_squeue_of_user
 from areal_hpc.slurm.run_jobs import list_recorded_job_ids, list_unrecorded_live_jobs

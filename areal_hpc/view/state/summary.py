@@ -19,7 +19,7 @@ from areal_hpc.metrics.step_metrics import BATCH_WAIT_PHASE, CELL_IDLE_S_METRIC,
 from areal_hpc.recipe.keys import flatten_keys, flatten_keys_hiding_private_values, rank_section
 from areal_hpc.rundir.manifests import read_quarantined_batches
 from areal_hpc.rundir.paths import RunPaths, format_step_dir
-from areal_hpc.rundir.run_recipe import get_recipe_value
+from areal_hpc.rundir.run_inputs import get_recipe_value
 from areal_hpc.rundir.telemetry.events import CELL_FOUND_EVENT, NO_CELL_EVENT
 from areal_hpc.slurm.queue import QueuePoller
 from areal_hpc.view.events import RunPhaseTracker

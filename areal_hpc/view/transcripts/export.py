@@ -20,7 +20,7 @@ from areal_hpc import __version__
 from areal_hpc.errors import RecipeError
 from areal_hpc.rundir.files import fsync_path, open_temporary_beside
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.rundir.run_recipe import get_recipe_value, read_run_recipe
+from areal_hpc.rundir.run_inputs import get_recipe_value, read_run_recipe
 from areal_hpc.view.transcripts.messages import (
     describe_row,
     extract_text,

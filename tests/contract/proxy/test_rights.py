@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from areal_hpc.proxy.http.driver_api import MAX_KEPT_EXPORTED_SESSIONS
+from areal_hpc.rundir.rendezvous import derive_bearer_key
 from areal_hpc.wire.ledger import TicketRef
 from areal_hpc.wire.proxy import (
     AwaitSessionEndRequest,
@@ -20,7 +21,6 @@ from areal_hpc.wire.proxy import (
     OfferEpisodeRequest,
     StartSessionRequest,
 )
-from areal_hpc.wire.service_key import derive_bearer_key
 from tests.contract.proxy.talk import QUESTION, turn
 from tests.support.deadlines import scaled
 from tests.support.proxy_stage import Stage

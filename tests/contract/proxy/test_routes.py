@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from areal_hpc.wire.ledger import TicketRef
-from areal_hpc.wire.routes import MixtureShape
-from areal_hpc.wire.trajectory import TrajectoryRow
+from areal_hpc.wire.trajectory import MixtureShape, TrajectoryRow
 from tests.support.chatml import write_model_dir
 from tests.support.proxy_stage import Stage
 from tests.support.scripted_sglang import Script, make_routes

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from openai import AsyncOpenAI
 
+from areal_hpc.rollout.agent import make_http_client
 from areal_hpc.rollout.episodes.auxiliary import load_auxiliary_rule
 from areal_hpc.rollout.episodes.episode import EpisodeOutcome, run_episode
 from areal_hpc.rollout.episodes.episode_spec import EpisodeSpec
-from areal_hpc.rollout.episodes.http_client import make_http_client
 from areal_hpc.rundir.service_client import AsyncServiceClient
 from areal_hpc.shards.index import read_index
 from areal_hpc.wire.agent_reward import Reward

@@ -14,10 +14,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from areal_hpc.rollout.agent import Agent, load_agent
+from areal_hpc.rollout.agent import Agent, load_agent, make_http_client
 from areal_hpc.rollout.episodes.episode import EpisodeOutcome, run_episode
 from areal_hpc.rollout.episodes.episode_spec import EpisodeSpec
-from areal_hpc.rollout.episodes.http_client import make_http_client
 from areal_hpc.rollout.execution.subprocess_agent import SubprocessAgent
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.service_client import AsyncServiceClient

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
+from areal_hpc.rundir.rendezvous import derive_bearer_key, make_client_tls
 from areal_hpc.wire.replicas import ReplicaView
-from areal_hpc.wire.service_key import derive_bearer_key, make_client_tls
 from tests.support.deadlines import scaled
 from tests.support.inference_cell import Cell, running_cell, tiny_qwen3
 from tests.support.process_commands import alive

@@ -26,10 +26,10 @@ from areal_hpc.jobs.restarts import RestartPolicy
 from areal_hpc.recipe.sections.inference import InferenceConfig
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.jsonl import read_readable_records
+from areal_hpc.rundir.rendezvous import derive_bearer_key, make_client_tls
 from areal_hpc.rundir.telemetry.events import EventLog
 from areal_hpc.wire.awake_clock import AwakeClock
 from areal_hpc.wire.replicas import FenceReplicaRequest, ReopenReplicaRequest, ReplicaView
-from areal_hpc.wire.service_key import derive_bearer_key, make_client_tls
 from tests.support.deadlines import scaled
 from tests.support.json_server import JsonHandler, serving_http
 from tests.support.process_commands import command_of, is_scheduler

@@ -17,7 +17,7 @@ import torch
 import transformers
 
 from areal_hpc.launch.tiny_model import make_tiny_model
-from areal_hpc.wire.routes import MixtureShape
+from areal_hpc.wire.trajectory import MixtureShape
 from tests.support.chatml import TRAINING_TEXT
 from tests.support.deadlines import scaled
 from tests.support.sglang_server import serving

@@ -8,10 +8,10 @@ import pytest
 
 import areal_hpc
 from areal_hpc.jobs.config import get_interpreter
-from areal_hpc.metrics.catalogue import find_metric
 from areal_hpc.metrics.step_metrics import (
     STEP_PHASES,
     compute_time_shares_by_system_part,
+    find_metric,
     read_metrics,
 )
 from areal_hpc.rundir.jsonl import read_readable_records

@@ -16,6 +16,7 @@ from areal_hpc.metrics.step_metrics import VALIDATION_REWARD_METRIC
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.files import get_number_path
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.rendezvous import derive_bearer_key, make_client_tls
 from areal_hpc.shards.index import SealedShard, ShardTicket, append_to_index
 from areal_hpc.wire.http import WireClient
 from areal_hpc.wire.ledger import (
@@ -34,13 +35,12 @@ from areal_hpc.wire.ledger import (
     LedgerStatus,
     OpenTrainerGenerationRequest,
     SealedTicket,
-    SettleTicketsRequest,
+    SettleShardsRequest,
     TaskSplit,
     TicketGrant,
     TicketRef,
     WeightsPublishedRequest,
 )
-from areal_hpc.wire.service_key import derive_bearer_key, make_client_tls
 from tests.support.deadlines import Deadline, scaled
 from tests.support.role_recipe import write_role_recipe
 
@@ -208,19 +208,16 @@ class LedgerProcess:
         name = f"{cell}-{self.shards:06d}.h5"
         self.shards += 1
         tickets = [
-            SealedTicket(ref, name, [2 * i, 2 * i + 1], [0.0, 1.0], oldest_version)
+            ShardTicket(ref.ticket_id, ref.attempt, [2 * i, 2 * i + 1], [0.0, 1.0], oldest_version)
             for i, ref in enumerate(refs)
         ]
-        indexed = [
-            ShardTicket(one.ref.ticket_id, one.ref.attempt, one.rows, one.rewards, oldest_version)
-            for one in tickets
-        ]
-        shard = SealedShard(name, 100, "crc32:00000000", 2 * len(refs), 10, indexed)
+        shard = SealedShard(name, 100, "crc32:00000000", 2 * len(refs), 10, tickets)
         append_to_index(self.paths.shard_index_dir, shard)
-        return tickets
+        return shard.list_sealed_tickets()
 
     def settle(self, tickets: list[SealedTicket], cell: str = "cell-0") -> None:
-        self.order("/settle", SettleTicketsRequest(cell, tickets))
+        shards = dict.fromkeys(one.shard for one in tickets)
+        self.order("/settle", SettleShardsRequest(cell, [*shards]))
 
     def report(self, ref: TicketRef, *rewards: float) -> None:
         request = EvaluationResultRequest("cell-0", ref, list(rewards))

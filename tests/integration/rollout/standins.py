@@ -11,8 +11,9 @@ from typing import Any, Self
 import msgspec
 from aiohttp import web
 
-from areal_hpc.rollout.episodes.http_client import make_http_client
+from areal_hpc.rollout.agent import make_http_client
 from areal_hpc.rundir import rendezvous
+from areal_hpc.rundir.rendezvous import derive_bearer_key
 from areal_hpc.rundir.service_client import AsyncServiceClient
 from areal_hpc.session.credit import parse_reward
 from areal_hpc.wire.agent_reward import Reward
@@ -39,7 +40,6 @@ from areal_hpc.wire.proxy import (
     StartSessionReply,
     StartSessionRequest,
 )
-from areal_hpc.wire.service_key import derive_bearer_key
 from tests.support.service_keys import SERVICE_KEY
 
 KEY = SERVICE_KEY

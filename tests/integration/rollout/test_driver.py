@@ -20,13 +20,15 @@ from areal_hpc.recipe.sections.evaluation import (
     resolve_evaluation_sets,
 )
 from areal_hpc.recipe.sections.rollout import RolloutConfig
-from areal_hpc.rollout import driver, episode_watch
+from areal_hpc.rollout import episode_watch
 from areal_hpc.rollout.agent import Agent, RolloutWorkflow
-from areal_hpc.rollout.driver import CLOSED_GATE_POLL_S, Driver
+from areal_hpc.rollout.driver import Driver
 from areal_hpc.rollout.episode_watch import EVENT_LOOP_BLOCKED_S, EpisodeWatch
+from areal_hpc.rollout.episodes import group
+from areal_hpc.rollout.episodes.group import CLOSED_GATE_POLL_S, GroupPlayer
 from areal_hpc.rollout.execution.agent_sandboxes import AgentSandboxes
-from areal_hpc.rollout.task_set import TaskSet
 from areal_hpc.rundir.jsonl import read_readable_records
+from areal_hpc.rundir.run_inputs import TaskSet
 from areal_hpc.rundir.telemetry.events import EventLog
 from areal_hpc.sandbox import pool
 from areal_hpc.sandbox.guest import build_isolation_error
@@ -97,12 +99,12 @@ class Cell:
             self.ledger,
             driving(self.run_dir) as (proxy, http_client),
             driving(self.run_dir, name="ledger") as (ledger, _),
-            asyncio.TaskGroup() as group,
+            asyncio.TaskGroup() as running,
         ):
             if self.sandboxes is not None:
                 await self.sandboxes.fill()
-            cell_driver = Driver(
-                "cell-0",
+            events = EventLog(self.run_dir / "events.jsonl", "driver")
+            player = GroupPlayer(
                 self.rollout,
                 sets,
                 agents={
@@ -111,16 +113,23 @@ class Cell:
                     "aime": self.agent,
                 },
                 tasks={"train": tasks, "valid": tasks, "aime": tasks},
-                episode_slots=slots,
-                ledger=ledger,
                 proxy=proxy,
                 http_client=http_client,
-                events=EventLog(self.run_dir / "events.jsonl", "driver"),
+                events=events,
                 sandboxes=self.sandboxes,
             )
-            self.watch = cell_driver.watch
+            cell_driver = Driver(
+                "cell-0",
+                player,
+                episode_slots=slots,
+                episodes_per_ticket=self.rollout.episodes_per_ticket,
+                ledger=ledger,
+                proxy=proxy,
+                events=events,
+            )
+            self.watch = player.watch
             if meanwhile is not None:
-                group.create_task(meanwhile())
+                running.create_task(meanwhile())
             await cell_driver.run()
             if self.sandboxes is not None:
                 await self.sandboxes.close()
@@ -244,7 +253,7 @@ def test_a_sandbox_that_does_not_start_costs_no_try(
     error: ClusterError | RecipeError, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pool, "RETRY_PAUSE_S", 0.01)
-    monkeypatch.setattr(driver, "SHORTAGE_PAUSE_S", 0.05)
+    monkeypatch.setattr(group, "SHORTAGE_PAUSE_S", 0.05)
     cell = Cell(tmp_path, Steady(), tickets(2), max_episode_tries=1)
     loaded = Loaded(8 * pool.START_TRIES, error)
     cell.sandboxes = AgentSandboxes(loaded, SandboxSpec(network="open"), 0)
@@ -270,8 +279,8 @@ class Oversized:
 def test_a_ticket_for_which_the_node_lacks_something_for_long_is_dropped(
     grants: list[TicketGrant], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(driver, "SHORTAGE_PAUSE_S", 0.05)
-    monkeypatch.setattr(driver, "MAX_SHORTAGE_S", 0.04)
+    monkeypatch.setattr(group, "SHORTAGE_PAUSE_S", 0.05)
+    monkeypatch.setattr(group, "MAX_SHORTAGE_S", 0.04)
     cell = Cell(tmp_path, Oversized(), [*grants], n_samples=1)
     cell.run()
     lost, played = (one.ref for one in grants)

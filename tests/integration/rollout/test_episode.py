@@ -12,10 +12,9 @@ import pytest
 from openai import AsyncOpenAI
 
 from areal_hpc.errors import AgentError, SandboxStartError, WorkerStartError
-from areal_hpc.rollout.agent import Agent
+from areal_hpc.rollout.agent import Agent, make_http_client
 from areal_hpc.rollout.episodes.episode import EpisodeOutcome, parse_agent_rewards, run_episode
 from areal_hpc.rollout.episodes.episode_spec import EpisodeSpec
-from areal_hpc.rollout.episodes.http_client import make_http_client
 from areal_hpc.rollout.execution.agent_sandboxes import AgentSandboxes
 from areal_hpc.rollout.execution.subprocess_agent import SubprocessAgent
 from areal_hpc.sandbox.runtimes import HostRuntime

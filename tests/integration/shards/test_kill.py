@@ -22,6 +22,7 @@ from areal_hpc.shards.index import locate_tickets, read_index
 from areal_hpc.shards.journal import JournalRecord, JournalWriter, read_journal
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.shards.verify import repair_index, verify_run
+from areal_hpc.wire.ledger import TicketRef
 from tests.support.sample_trajectories import fields, seal_in, ticket
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def append_forever(path: Path, acknowledged: Connection) -> None:
 
 def stage(paths: RunPaths) -> str:
     names = [path.name for path in paths.shards_dir.iterdir()]
-    if (2, 1) in locate_tickets(read_index(paths.shard_index_dir)):
+    if TicketRef(2, 1) in locate_tickets(read_index(paths.shard_index_dir)):
         return "sealed"
     if "cell-0-000001.h5" in names:
         return "orphan"

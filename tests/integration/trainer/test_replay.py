@@ -15,8 +15,7 @@ from areal_hpc.jobs.processes.process_setup import StopEvent
 from areal_hpc.launch.replay import (
     RecordedStepsReplay,
 )
-from areal_hpc.metrics.catalogue import find_metric
-from areal_hpc.metrics.step_metrics import read_metrics
+from areal_hpc.metrics.step_metrics import find_metric, read_metrics
 from areal_hpc.rundir.jsonl import append_line, read_readable_records
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.state.live_progress import PlainReporter

@@ -9,10 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_hpc.errors import AgentError
-from areal_hpc.ledger.tasks.curriculum import Curriculum, WeighTasks
-from areal_hpc.ledger.tasks.task_stream import (
+from areal_hpc.ledger.task_stream import (
+    Curriculum,
     TaskSource,
     TaskStream,
+    WeighTasks,
     count_block_tickets_by_source,
     derive_seed,
     get_mixed_task_index,

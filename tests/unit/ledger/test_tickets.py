@@ -7,12 +7,15 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from areal_hpc.errors import ClusterError
-from areal_hpc.ledger.admission import TicketCounts, TicketPolicy, count_admissible_tickets
-from areal_hpc.ledger.batch_formation import StalenessCheck, build_next_batch_manifest
 from areal_hpc.ledger.drop_stats import FirstTicketsCheck
 from areal_hpc.ledger.evaluation import EvaluationSetPart, EvaluationState
 from areal_hpc.ledger.leases import MAX_HEARTBEATS_PER_S, CellHeartbeats
-from areal_hpc.ledger.tickets import TicketTable
+from areal_hpc.ledger.tickets import (
+    TicketCounts,
+    TicketPolicy,
+    TicketTable,
+    count_admissible_tickets,
+)
 from areal_hpc.rundir.manifests import DropKind, DroppedTicket
 from areal_hpc.wire.ledger import (
     BatchManifest,
@@ -229,7 +232,7 @@ def test_a_group_beyond_the_bound_is_trained_or_dropped_as_the_recipe_says(
     counts: IrregularTicketCounts,
 ) -> None:
     tickets, ref = overtaken(policy, steps)
-    for drop in StalenessCheck().find_stale_tickets_to_drop(tickets, 1, ()):
+    for drop in tickets.find_stale_tickets(1, ()):
         assert (drop.ref, drop.reason) == (ref, "sampled 2 steps ago; the limit is 1")
         tickets.drop_settled_ticket(drop)
     assert tickets.get_state(ref.ticket_id) == state
@@ -264,12 +267,12 @@ def test_the_same_arrivals_give_the_same_batches(order: list[int], failures: lis
             continue
         arrivals.append(settled(refs[number], WeightVersion(1, 0)))
         living.settle(arrivals[-1])
-        while manifest := build_next_batch_manifest(living, generation=1):
+        while manifest := living.build_next_batch(generation=1):
             living.record_batch(manifest)
             formed.append([ticket.ref for ticket in manifest.tickets])
     replayed = rebuilt(policy, dropped=drops, settled=arrivals)
     again = []
-    while manifest := build_next_batch_manifest(replayed, generation=1):
+    while manifest := replayed.build_next_batch(generation=1):
         replayed.record_batch(manifest)
         again.append([ticket.ref for ticket in manifest.tickets])
     assert again == formed

@@ -10,9 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from areal_hpc.ledger.admission import TicketPolicy
-from areal_hpc.ledger.batch_formation import StalenessCheck, build_next_batch_manifest
-from areal_hpc.ledger.tickets import TicketState, TicketTable
+from areal_hpc.ledger.tickets import TicketPolicy, TicketState, TicketTable
 from areal_hpc.rundir.manifests import DroppedTicket
 from areal_hpc.view.audit import TicketStatus
 from areal_hpc.wire.ledger import BatchManifest, SealedTicket, StaleGroupPolicy, TicketRef
@@ -46,7 +44,6 @@ class TicketHistories(RuleBasedStateMachine):
         self.granted: Counter[TicketRef] = Counter()
         self.drops = 0
         self.ledger = TicketTable(self.policy)
-        self.ages = StalenessCheck()
 
     # Cells -----------------------------------------------------------------------------------
 
@@ -140,12 +137,12 @@ class TicketHistories(RuleBasedStateMachine):
 
     @rule(crash=st.sampled_from(["no", "before write", "after write"]))
     def form_batch(self, crash: str) -> None:
-        for drop in self.ages.find_stale_tickets_to_drop(self.ledger, self.generation, self.forks):
+        for drop in self.ledger.find_stale_tickets(self.generation, self.forks):
             self.disk.drops.append(drop)
             if crash == "after write":
                 return self.restart_ledger()
             self.ledger.drop_settled_ticket(drop)
-        manifest = build_next_batch_manifest(self.ledger, self.generation, self.forks)
+        manifest = self.ledger.build_next_batch(self.generation, self.forks)
         if manifest is None:
             return None
         if crash != "before write":
@@ -194,7 +191,6 @@ class TicketHistories(RuleBasedStateMachine):
     @rule()
     def restart_ledger(self) -> None:
         self.disk.incarnation += 1
-        self.ages = StalenessCheck()
         self.ledger = TicketTable.rebuild(
             self.policy,
             incarnation=self.disk.incarnation,

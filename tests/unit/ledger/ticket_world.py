@@ -4,9 +4,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from functools import partial
 
-from areal_hpc.ledger.admission import TicketPolicy
-from areal_hpc.ledger.batch_formation import build_next_batch_manifest
-from areal_hpc.ledger.tickets import TicketTable
+from areal_hpc.ledger.tickets import TicketPolicy, TicketTable
 from areal_hpc.rundir.checkpoints import TrainerState
 from areal_hpc.rundir.manifests import DroppedTicket
 from areal_hpc.shards.index import SealedShard, ShardTicket
@@ -36,7 +34,7 @@ rebuilt = partial(
 
 def form_batch(tickets: TicketTable) -> BatchManifest:
     """The next batch, which must be complete."""
-    manifest = build_next_batch_manifest(tickets, generation=1)
+    manifest = tickets.build_next_batch(generation=1)
     assert manifest is not None
     tickets.record_batch(manifest)
     return manifest

@@ -4,7 +4,6 @@ from unittest.mock import Mock
 import pytest
 
 from areal_hpc.errors import ShardError
-from areal_hpc.ledger.batch_formation import read_sealed_tickets
 from areal_hpc.rundir import manifests
 from areal_hpc.rundir.checkpoints import CHECKPOINT_INDEX_FILE, read_checkpoint_index
 from areal_hpc.rundir.manifests import (
@@ -15,7 +14,7 @@ from areal_hpc.rundir.manifests import (
     read_drops,
 )
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.shards.index import SealedShard, ShardTicket, append_to_index
+from areal_hpc.shards.index import SealedShard, ShardTicket, append_to_index, read_sealed_tickets
 from areal_hpc.wire.ledger import BatchManifest, SealedTicket, TicketRef
 
 
@@ -59,13 +58,13 @@ def test_a_damaged_manifest_is_named_and_one_that_is_gone_no_endless_wait(paths:
 
 
 def test_settled_tickets_are_those_of_the_shard_index(paths: RunPaths) -> None:
-    assert list(read_sealed_tickets(paths)) == []
+    assert list(read_sealed_tickets(paths.shard_index_dir)) == []
     sealed = ShardTicket(5, 2, [3, 4], [0.5, 1.0], 7)
     append_to_index(
         paths.shard_index_dir, SealedShard("cell-0-000000.h5", 1, "crc32:00000000", 5, 9, [sealed])
     )
     expected = SealedTicket(TicketRef(5, 2), "cell-0-000000.h5", [3, 4], [0.5, 1.0], 7)
-    assert list(read_sealed_tickets(paths)) == [expected]
+    assert list(read_sealed_tickets(paths.shard_index_dir)) == [expected]
 
 
 def test_a_drop_follows_the_half_line_of_a_crash(paths: RunPaths) -> None:

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from cryptography.x509 import BasicConstraints, load_pem_x509_certificate
 
 from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.jobs.node import detect_task_position
@@ -14,7 +15,7 @@ from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.files import claim_next_number, read_newest_number
 from areal_hpc.rundir.service_client import ServiceClient
 from tests.support.deadlines import scaled
-from tests.support.service_keys import SERVICE_KEY
+from tests.support.service_keys import OTHER_SERVICE_KEY, SERVICE_KEY
 
 
 def test_a_published_role_is_found_until_it_withdraws(tmp_path: Path) -> None:
@@ -97,6 +98,26 @@ def test_a_key_of_the_users_is_read_from_a_file_of_theirs_alone(tmp_path: Path) 
         rendezvous.read_user_key(path, "a key")
     with pytest.raises(RecipeError, match="cannot be read: No such file"):
         rendezvous.read_user_key(tmp_path / "gone", "a key")
+
+
+def test_each_service_of_each_run_has_a_key_of_its_own_which_outlasts_restarts() -> None:
+    keys = [
+        rendezvous.derive_bearer_key(run, name)
+        for run in (SERVICE_KEY, OTHER_SERVICE_KEY)
+        for name in "ab"
+    ]
+    assert len({*keys}) == 4
+    assert keys[0] == rendezvous.derive_bearer_key(SERVICE_KEY, "a")
+    assert not [one for one in keys if one in SERVICE_KEY]
+
+
+def test_a_runs_certificate_holds_at_any_time_and_signs_no_other() -> None:
+    certificate = load_pem_x509_certificate(
+        SERVICE_KEY[SERVICE_KEY.index("-----BEGIN CERTIFICATE-----") :].encode()
+    )
+    assert certificate.not_valid_before_utc.year == 1950
+    assert certificate.not_valid_after_utc.year == 9999
+    assert not certificate.extensions.get_extension_for_class(BasicConstraints).value.ca
 
 
 def test_trainers_that_start_at_once_take_different_generations(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from areal_hpc.shards.index import locate_tickets, read_index
 from areal_hpc.shards.journal import JournalRecord, JournalWriter, read_journal
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.shards.verify import verify_run
+from areal_hpc.wire.ledger import TicketRef
 from areal_hpc.wire.trajectory import SamplingMask, TrajectoryRow
 from tests.support.full_disk import full_disk
 from tests.support.sample_trajectories import fields, seal_in, ticket, trajectories, trajectory
@@ -107,11 +108,11 @@ def test_tickets_are_found_by_shard_and_rows_in_their_first_copy(paths: RunPaths
     second = seal_in(paths, ticket(5), "cell-1")
     seal_in(paths, ticket(4))
     places = locate_tickets(read_index(paths.shard_index_dir))
-    file, place = places[9, 1]
-    assert (file, place.rows, place.rewards) == (first.file, [2, 3, 4], [0.0, 1.0, 2.0])
-    assert places[5, 1][0] == second.file
-    assert places[4, 1][0] == first.file
-    assert (4, 0) not in places
+    place = places[TicketRef(9, 1)]
+    assert (place.shard, place.rows, place.rewards) == (first.file, [2, 3, 4], [0.0, 1.0, 2.0])
+    assert places[TicketRef(5, 1)].shard == second.file
+    assert places[TicketRef(4, 1)].shard == first.file
+    assert TicketRef(4, 0) not in places
 
 
 def test_the_index_tells_rewards_and_the_oldest_sampling_weights(paths: RunPaths) -> None:

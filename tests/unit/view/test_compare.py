@@ -12,7 +12,7 @@ from areal_hpc.evaluation.set_metrics import SetSamples, estimate_metrics
 from areal_hpc.rundir.jsonl import append_line
 from areal_hpc.rundir.manifests import EvaluationResult, write_evaluation
 from areal_hpc.rundir.paths import RunPaths, list_runs
-from areal_hpc.rundir.run_recipe import PRIVATE_RECIPE_PLACEHOLDER
+from areal_hpc.rundir.run_inputs import PRIVATE_RECIPE_PLACEHOLDER
 from areal_hpc.slurm.queue import QueuePoller
 from areal_hpc.view.evaluation_report import (
     EvaluatedSet,

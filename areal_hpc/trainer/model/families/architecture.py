@@ -11,7 +11,7 @@ from typing import Any
 
 from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.recipe.sections.trainer import LoraConfig, ParallelConfig
-from areal_hpc.wire.routes import MixtureShape, parse_mixture_shape
+from areal_hpc.wire.trajectory import MixtureShape, parse_mixture_shape
 
 MEGATRON_MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 """Built from Megatron's layers. Any other decoder is built from transformers' own modules."""

@@ -1,1 +1,0 @@
-"""Tasks of a run: which one each ticket is of, drawn in order or by a curriculum."""
