@@ -33,8 +33,6 @@ WORKER_NODE_ENTRY = "areal_hpc.inference.multi_node:run"
 
 
 class InferenceJobConfig(ProcessConfig):
-    """Facts of the inference process of one cell."""
-
     ENTRY = "areal_hpc.inference.job:run"
     ROLE = "agents"
 

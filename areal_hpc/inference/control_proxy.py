@@ -179,7 +179,6 @@ class ControlProxyApp(JsonApp):
         caller: ControlCallerIdentity,
         request: Request,
     ) -> tuple[int, bytes]:
-        """SGLang's answer."""
 
         async def ask() -> tuple[int, bytes]:
             is_read = route in _READ_ONLY_ROUTES

@@ -29,7 +29,6 @@ METRICS_TIMEOUT_S = 2.0
 
 
 def run(config: dict[str, Any]) -> None:
-    """Serve until told to stop."""
     job = InferenceJobConfig.model_validate(config)
     paths, inference = RunPaths(job.run_dir), job.recipe.inference
     stop = StopRequest.install()

@@ -355,7 +355,6 @@ class ParseRequestHandler:
 
 
 def main() -> None:
-    """Serve until standard input ends."""
     out = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # whatever SGLang prints goes to the log
     lock = threading.Lock()

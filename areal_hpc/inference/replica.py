@@ -60,8 +60,6 @@ BuildCommand = Callable[[int, ServerPorts], ServerCommand]
 
 @dataclass(frozen=True, slots=True)
 class ControlCallerIdentity:
-    """Caller of a control route, and the server that it means."""
-
     server_incarnation: int
     trainer_generation: int
     sender_timeout_s: float

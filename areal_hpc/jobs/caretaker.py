@@ -69,8 +69,6 @@ RunOutlook = Literal["over", "unsettled", "at work"]
 
 
 class CaretakerConfig(ProcessConfig):
-    """Configuration of one caretaker."""
-
     ENTRY = "areal_hpc.jobs.caretaker:run"
     ROLE = "agents"
 

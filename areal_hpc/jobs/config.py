@@ -112,17 +112,10 @@ def build_role_variables(
     if recipe.cluster.prometheus:
         for role in ("train", "agents"):
             of_roles[role] = {**of_roles[role], PROMETHEUS_VARIABLE: "1"}
-    return {
-        role: {
-            **(shared_variables or {}),
-            **of_roles.get(role, {}),
-        }
-        for role in ROLES
-    }
+    return {role: {**(shared_variables or {}), **of_roles.get(role, {})} for role in ROLES}
 
 
 def get_computing_variables(device: str) -> dict[str, dict[str, str]]:
-    """Variables of the roles that compute."""
     if device != "cpu":
         of_gpus = GPU_VARIABLES | NCCL_VARIABLES
         of_trainer = of_gpus | TRAINER_GPU_VARIABLES | FLIGHT_RECORDER_VARIABLES

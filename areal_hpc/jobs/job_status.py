@@ -42,8 +42,6 @@ MAX_EXIT_FILE_DELAY_S = 30.0
 
 
 class StageJobs(BaseConfig):
-    """Names of the jobs of a stage."""
-
     leader: str
     others: tuple[str, ...]
     done_marker: Path

@@ -26,8 +26,6 @@ _DEVICE_LIST_TERMINATORS = ("", "-1", "NoDevFiles")
 
 @dataclass(frozen=True, slots=True)
 class VisibleGpus:
-    """GPUs that a machine shows."""
-
     ids: tuple[str, ...]
     """As CUDA_VISIBLE_DEVICES spells them: numbers, or names such as `GPU-8932f937-...`."""
     source: str

@@ -31,8 +31,6 @@ _GREETING = b"areal-hpc\n"
 
 @dataclass(frozen=True, slots=True)
 class NodeProblem:
-    """One thing that is wrong."""
-
     reason: str
     is_fault_of_node: bool = True
 

@@ -73,8 +73,6 @@ PREEMPTION_KILL_TIMEOUT_S = 300.0
 
 
 class SlurmTask:
-    """The Slurm side of a supervisor."""
-
     def __init__(
         self, launch: LaunchFile, slurm: SlurmLaunchInfo, position: TaskPosition, events: EventLog
     ) -> None:

@@ -32,8 +32,6 @@ STOP_NOTE_VARIABLE = "AREAL_HPC_STOP_NOTICE_FILE"
 
 
 class JobStart(Struct, frozen=True):
-    """One start of a job."""
-
     number: int
     """From 1, over requeues and new submissions."""
     incarnation: str

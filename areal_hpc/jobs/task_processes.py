@@ -200,7 +200,6 @@ class ManagedProcess:
     _server: ForkServerClient | None = None
 
     def start(self, python: str, environ: Mapping[str, str]) -> None:
-        """Start it once more."""
         self.starts += 1
         self.started_at = time.monotonic()
         self.is_killed_for_restart, self.ended_at = False, None
@@ -256,8 +255,6 @@ END_POLL_S = 0.1
 
 
 class ProcessStarter:
-    """Prepares and starts processes of a task."""
-
     def __init__(
         self,
         launch: LaunchFile,

@@ -39,7 +39,6 @@ EXPIRY_CHECKS_PER_TIMEOUT = 30
 
 
 def run(config: dict[str, Any]) -> None:
-    """Serve the ledger of a run until a stop signal."""
     parsed = LedgerJobConfig.model_validate(config)
     stop = StopRequest.install()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -198,7 +197,6 @@ class LedgerApp(JsonApp):
             self._closing.set_result(None)
 
     async def answer(self, request: Request) -> tuple[int, bytes]:
-        """Decode, let the service answer, encode."""
         path = request.scope["path"]
         if path not in self._routes:
             raise LedgerRequestError(404, f"no route {path}; routes: {' '.join(self._routes)}")
@@ -215,7 +213,6 @@ class LedgerApp(JsonApp):
             long_poll.stop_disconnect_watch()
 
     def get_error_status_and_text(self, request: Request, error: Exception) -> tuple[int, str]:
-        """Status and text for what `answer` has raised."""
         if isinstance(error, LedgerRequestError):
             return error.status, str(error)
         if isinstance(error, OSError):  # a full or absent file system: the caller tries again

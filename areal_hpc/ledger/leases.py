@@ -11,8 +11,6 @@ from areal_hpc.wire.ledger import LeaseRequest
 
 @dataclass(slots=True)
 class Lease:
-    """One ticket in the hands of one cell."""
-
     cell: str
     attempt: int
     newest_attempt: int
@@ -55,7 +53,6 @@ class LeaseTable:
         return bool(self._of_cell[cell])
 
     def pop(self, ticket_id: int) -> Lease | None:
-        """Remove and return the lease, if there is one."""
         lease = self._leases.pop(ticket_id, None)
         if lease is not None:
             self._of_cell[lease.cell].discard(ticket_id)

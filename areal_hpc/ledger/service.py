@@ -143,7 +143,7 @@ class LedgerService:
         if ref.eval_step >= 0:
             self._evaluator.tickets.score_failed_task_zero(ref, request.reason)
         else:
-            drop = DroppedTicket.from_request(request)
+            drop = DroppedTicket(ref, request.reason, request.kind, request.rewards)
             self._stream.record_rewards(ref.ticket_id, drop.rewards)
             if self._tickets.drop(drop):
                 log.info("ticket %d %s: %s", ref.ticket_id, drop.kind, drop.reason)
@@ -264,7 +264,6 @@ class LedgerService:
         return ACKNOWLEDGED
 
     async def get_status(self, request: wire.Empty) -> wire.LedgerStatus:
-        """Counts of tickets by state, and of cells."""
         tickets, evaluation = self._tickets, self._evaluator.tickets
         per_ticket = self._stream.episodes_per_ticket
         wanted = self._policy.batch_size * per_ticket

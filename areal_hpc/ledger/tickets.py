@@ -199,7 +199,6 @@ class TicketTable:
         return sum(self._batch_sizes[self.version_step :])
 
     def get_state(self, ticket_id: int) -> TicketState:
-        """State of one ticket."""
         if ticket_id in self._batched:
             return "trained" if self._batched[ticket_id] <= self.version_step else "batched"
         if kind := self.drop_stats.get_drop_kind(ticket_id):
@@ -217,7 +216,6 @@ class TicketTable:
         return [ref for ref in refs if self.get_state(ref.ticket_id) in RELEASED_FROM_CELL_STATES]
 
     def count_leasable(self) -> int:
-        """Number of tickets that may be leased now."""
         counts = TicketCounts(
             self.n_leased,
             self.n_awaiting_seal,

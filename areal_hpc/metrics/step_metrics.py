@@ -172,8 +172,6 @@ def compute_time_shares_by_system_part(row: Mapping[str, Any]) -> dict[SystemPar
 
 
 class StepTimes(NamedTuple):
-    """Where the time of steps went."""
-
     steps: int
     mean_s: float
     shares: dict[SystemPart, float]

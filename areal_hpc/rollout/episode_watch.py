@@ -29,8 +29,6 @@ SLOW_TO_LONGEST_RATIO = 3.0
 
 @dataclass(slots=True)
 class RunningEpisode:
-    """An episode under way."""
-
     facts: dict[str, Any]
     """What events say of it."""
     began_at: float = field(default_factory=time.monotonic)

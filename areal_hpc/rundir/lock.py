@@ -148,8 +148,6 @@ LAUNCHER_HEARTBEAT_TIMEOUT_S = 60.0
 
 
 class StepNote(Struct, frozen=True):
-    """Step of one job."""
-
     job: str
     step: str
     """Its name in Slurm."""
@@ -157,8 +155,6 @@ class StepNote(Struct, frozen=True):
 
 
 class AllocationNote(Struct, frozen=True):
-    """State of a launcher and its steps."""
-
     job_id: str
     """The allocation's."""
     beat: int

@@ -19,7 +19,7 @@ from areal_hpc.rundir.files import fsync_path, write_atomic, write_once
 from areal_hpc.rundir.jsonl import append_line, read_readable_records, replace_lines
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.wire.fault_points import fault_point
-from areal_hpc.wire.ledger import BatchManifest, DropTicketRequest, TicketRef
+from areal_hpc.wire.ledger import BatchManifest, TicketRef
 from areal_hpc.wire.weight_version import GenerationFork
 
 RecordT = TypeVar("RecordT")
@@ -89,10 +89,6 @@ class DroppedTicket(msgspec.Struct, frozen=True):
     kind: DropKind = "failed"
     rewards: list[float] = []
     """Of the episodes of a `filtered` group."""
-
-    @classmethod
-    def from_request(cls, request: DropTicketRequest) -> DroppedTicket:
-        return cls(request.ref, request.reason, request.kind, request.rewards)
 
 
 def write_manifest(paths: RunPaths, manifest: BatchManifest) -> BatchManifest:

@@ -22,8 +22,6 @@ from areal_hpc.rundir.paths import JobPaths
 
 @dataclass(frozen=True, slots=True)
 class ContainerCommand:
-    """Command that starts a job's Python in its container."""
-
     python: str
     """A shell command."""
     srun_args: tuple[str, ...] = ()

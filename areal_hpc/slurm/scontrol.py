@@ -34,8 +34,6 @@ _SLURM_USER_PATTERN = re.compile(r"^SlurmUser\s*=\s*\S*\((\d+)\)", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True)
 class JobFacts:
-    """State of one job as Slurm reports it."""
-
     state: str
     ends_at: float | None
     """Unix time at which Slurm ends it: its time limit, or the end of a preemption's grace."""

@@ -12,7 +12,11 @@ import httpx
 import msgspec
 
 from areal_hpc.errors import WeightSyncError
-from areal_hpc.rundir.rendezvous import format_control_proxy_name
+from areal_hpc.rundir.rendezvous import (
+    derive_bearer_key,
+    format_control_proxy_name,
+    make_client_tls,
+)
 from areal_hpc.weights.buckets import BucketPlan
 from areal_hpc.wire.replicas import (
     INCARNATION_HEADER,

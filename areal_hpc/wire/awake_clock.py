@@ -24,7 +24,6 @@ class AwakeClock:
         self._woke_at_s = 0.0
 
     def now(self) -> float:
-        """The present time."""
         with self._lock:
             now_s = self._read_s()
             gap_s, self._last_s = now_s - self._last_s, now_s

@@ -58,8 +58,6 @@ def get_connection_descriptor_limit() -> int:
 
 
 class GuardedProtocol(HttpToolsProtocol):
-    """One client's connection."""
-
     _awaits = "head"
     """Part of a request that has begun: `head`, `body`, or nothing."""
     _awaits_since = 0.0
@@ -275,8 +273,6 @@ class ServiceServer(GuardedServer):
 
 
 class ByteBudget:
-    """Bytes that may be held at a time."""
-
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._held_bytes = 0
@@ -416,6 +412,5 @@ class LongPoll:
         return news.done()
 
     def stop_disconnect_watch(self) -> None:
-        """Stop listening for the caller."""
         if self._hang_up is not None:
             self._hang_up.cancel()

@@ -20,8 +20,6 @@ class ReplyParseContext(Struct, frozen=True):
 
 
 class ParseChunkRequest(Struct, tag="parse", frozen=True):
-    """The next text of a reply."""
-
     call: int
     reply: int
     """Numbers the reply to the client whose text this is."""

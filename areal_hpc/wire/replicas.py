@@ -102,8 +102,6 @@ class ReplicaView(Struct, frozen=True):
 
 
 class ReplicasOfCell(Struct, frozen=True):
-    """The replicas of one cell."""
-
     cell: str
     replicas: list[ReplicaView]
 

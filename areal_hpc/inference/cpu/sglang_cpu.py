@@ -169,7 +169,6 @@ def _die_with_parent(parent: int) -> None:
 
 
 def main() -> None:
-    """Serve until told to stop."""
     # Else the states of convolutions are rounded to bfloat16, whatever the model's type.
     os.environ.setdefault("SGLANG_MAMBA_CONV_DTYPE", "float32")
     delta_rule.install_kernels()

@@ -68,8 +68,6 @@ class NodeOptions:
 
 @dataclass(frozen=True, slots=True)
 class ServerCommand:
-    """Command line and environment of a server."""
-
     argv: tuple[str, ...]
     environment: dict[str, str] = field(default_factory=dict)
     """Added to the environment of the job."""

@@ -23,7 +23,6 @@ _is_scoring = ContextVar("is_scoring", default=False)
 
 
 def main() -> None:
-    """Serve until told to stop."""
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args

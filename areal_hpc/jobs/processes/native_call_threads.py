@@ -62,7 +62,6 @@ def note_library_threads(library: str) -> None:
 
 
 def mark_native_threads_ended(library: str) -> None:
-    """A library's threads have ended."""
     _libraries_with_native_threads.discard(library)
 
 

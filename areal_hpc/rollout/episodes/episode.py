@@ -71,8 +71,6 @@ EpisodeStatus = Literal["ok", "failed", "timed_out", "interrupted", "unserved"]
 
 @dataclass(frozen=True, slots=True)
 class EpisodeOutcome:
-    """End of an episode."""
-
     status: EpisodeStatus
     """The last two are not the agent's fault. `interrupted`: the proxy restarted and lost the
     session, a program that had come left without a reward, or the node lacked something;
@@ -292,7 +290,6 @@ def _parse_one_agent_reward(value: object, location_text: str) -> Reward:
 async def _run_agent(
     spec: EpisodeSpec, session: StartSessionReply, agent: Agent, proxy_url: str, http_client: Any
 ) -> object:
-    """What the agent returned."""
     # A task of its own: an agent that swallows its cancellation must not hold the episode.
     task = asyncio.create_task(
         _call_agent_returning_errors(

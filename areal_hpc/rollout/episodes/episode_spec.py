@@ -32,8 +32,6 @@ class EpisodeSpec:
 
 
 class EpisodeLimits(EpisodeLimitsConfig):
-    """Limits of one episode."""
-
     timeout_s: Annotated[float, Field(gt=0)]
 
 

@@ -34,7 +34,6 @@ class InvalidAgentError(Exception):
 
 
 def load_agent_once(request: dict[str, Any]) -> Any:
-    """The agent that a request names."""
     key = json.dumps([request["workflow"], request["kwargs"]])
     if key not in _AGENT_BY_PATH_AND_ARGUMENTS:
         _AGENT_BY_PATH_AND_ARGUMENTS[key] = build_agent(request["workflow"], request["kwargs"])

@@ -82,8 +82,6 @@ _ENDS_OF_ITERATION = ("StopIteration", "StopAsyncIteration")
 
 
 class WorkerProcess(LineProcess):
-    """A process that runs user code."""
-
     async def request(self, line: bytes) -> Any:
         """What the user's code returned, or raises what it raised.
 

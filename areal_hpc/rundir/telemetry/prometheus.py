@@ -27,8 +27,6 @@ _NO_LABELS: Mapping[str, str] = MappingProxyType({})
 
 
 class PrometheusSample(NamedTuple):
-    """One number of a process."""
-
     name: str
     """`areal_hpc_<role>_<what>`, with its unit; one that ends in `_total` only grows."""
     value: float

@@ -58,8 +58,6 @@ class ProcessStart(Struct, frozen=True, tag="process", omit_defaults=True):
 
 
 class Span(Struct, frozen=True, tag="span", omit_defaults=True):
-    """Piece of work of a process, from when to when."""
-
     name: str
     begin: float
     end: float
@@ -118,7 +116,6 @@ class SpanLog:
         self._writer.start()
 
     def add(self, line: SpanLine) -> None:
-        """Have a line written soon."""
         with self._lock:
             last = self._pending[-1] if self._pending else None
             if isinstance(last, Span) and isinstance(line, Span) and _continues(last, line):
@@ -226,7 +223,7 @@ class SpanLog:
         self._look_at_s = -math.inf
         if not self._has_warned:
             self._has_warned = True
-            log.warning("spans are lost, and nothing else: %s: %s", self._path, error)
+            log.warning("spans cannot be written to %s (the run goes on): %s", self._path, error)
 
 
 def _continues(last_span: Span, line: Span) -> bool:
