@@ -11,7 +11,6 @@ import socket
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
 
 import aiohttp
 import msgspec
@@ -27,12 +26,8 @@ from areal_hpc.rundir.rendezvous import (
     format_control_proxy_name,
     make_server_tls,
 )
-from areal_hpc.wire.http_server import (
-    JsonApp,
-    ServiceServer,
-    decode_body,
-    read_body,
-)
+from areal_hpc.wire.http import build_key_header
+from areal_hpc.wire.http_server import JsonApp, ServiceServer, read_message
 from areal_hpc.wire.replicas import (
     FORWARDED_ROUTES,
     INCARNATION_HEADER,
@@ -48,9 +43,6 @@ from areal_hpc.wire.replicas import (
     ScorePromptRequest,
 )
 
-RequestT = TypeVar("RequestT")
-
-MAX_BODY_BYTES = 16 * 1024 * 1024
 _READ_ONLY_ROUTES = ("model_info",)
 """Routes that are read with GET."""
 _API_KEY_ROUTES = (*_READ_ONLY_ROUTES, "generate")
@@ -90,7 +82,7 @@ class ControlProxyApp(JsonApp):
                     ReplicasOfCell(self._cell, self._list_views_redacted_for_caller(request))
                 )
             case "POST", ["follow"]:
-                part = await _decode_body(request, FollowerPollRequest)
+                part = await read_message(request, FollowerPollRequest)
                 try:
                     return _encode_reply(
                         self._replicas[0].nodes.answer_node_poll(
@@ -100,29 +92,28 @@ class ControlProxyApp(JsonApp):
                 except ValueError as error:
                     raise HTTPException(400, str(error)) from error
             case "POST", ["replicas", index, "fence"]:
-                fence = await _decode_body(request, FenceReplicaRequest)
+                fence = await read_message(request, FenceReplicaRequest)
                 return _encode_reply(
                     self._find_replica(index).stop_serving(_parse_caller_headers(request), fence)
                 )
             case "POST", ["replicas", index, "serve"]:
-                serve = await _decode_body(request, ReopenReplicaRequest)
+                serve = await read_message(request, ReopenReplicaRequest)
                 return _encode_reply(
                     self._find_replica(index).start_serving(_parse_caller_headers(request), serve)
                 )
             case "POST", ["replicas", index, "load"]:
                 load = self._build_load_weights_body(
-                    await _decode_body(request, LoadWeightsRequest)
+                    await read_message(request, LoadWeightsRequest)
                 )
                 route = "update_weights_from_disk"
                 return await self._forward_call(self._find_replica(index), route, request, load)
             case "POST", ["replicas", index, "score"]:
                 replica = self._find_replica(index)
-                scored = await _decode_body(request, ScorePromptRequest)
+                scored = await read_message(request, ScorePromptRequest)
                 body = replica.build_scoring_body(scored.input_ids)
                 return await self._forward_call(replica, "generate", request, body)
             case "POST", ["replicas", index, route] if route in FORWARDED_ROUTES:
-                body = await read_body(request, MAX_BODY_BYTES)
-                decode_body(body, dict[str, object])
+                body = msgspec.json.encode(await read_message(request, dict[str, object]))
                 return await self._forward_call(self._find_replica(index), route, request, body)
         raise HTTPException(404, "no such route")
 
@@ -183,7 +174,8 @@ class ControlProxyApp(JsonApp):
         async def ask() -> tuple[int, bytes]:
             is_read = route in _READ_ONLY_ROUTES
             keys = server.keys
-            headers = _build_headers(keys.api if route in _API_KEY_ROUTES else keys.admin)
+            key = keys.api if route in _API_KEY_ROUTES else keys.admin
+            headers = {"content-type": "application/json"} | build_key_header(key)
             method, data = ("GET", None) if is_read else ("POST", body)
             call = self._get_http_session().request(
                 method, f"{server.url}/{route}", data=data, headers=headers
@@ -216,11 +208,6 @@ class ControlProxyApp(JsonApp):
             await self._upstream.close()
 
 
-def _build_headers(key: str) -> dict[str, str]:
-    headers = {"content-type": "application/json"}
-    return headers | {"authorization": f"Bearer {key}"} if key else headers
-
-
 def _encode_reply(reply: msgspec.Struct) -> tuple[int, bytes]:
     return 200, msgspec.json.encode(reply)
 
@@ -240,10 +227,6 @@ def _parse_caller_headers(request: Request) -> ControlCallerIdentity:
             400, f"{SENDER_TIMEOUT_HEADER} must be above 0 and at most {_MAX_SENDER_TIMEOUT_S:.0f}"
         )
     return caller
-
-
-async def _decode_body(request: Request, request_type: type[RequestT]) -> RequestT:
-    return decode_body(await read_body(request, MAX_BODY_BYTES), request_type)
 
 
 class ControlProxyServer:

@@ -29,7 +29,7 @@ from areal_hpc.rundir.telemetry.spans import record_state_entry
 from areal_hpc.shards.index import read_sealed_tickets
 from areal_hpc.wire import ledger as wire
 from areal_hpc.wire.awake_clock import AwakeClock
-from areal_hpc.wire.http_server import JsonApp, LongPoll, ServiceServer, decode_body, read_body
+from areal_hpc.wire.http_server import JsonApp, LongPoll, ServiceServer, read_message
 
 log = logging.getLogger(__name__)
 
@@ -156,9 +156,6 @@ async def evaluate_loaded_weights(
     await service.finish_run(wire.FinishRunRequest(generation))
 
 
-MAX_REQUEST_BYTES = 16 * 1024 * 1024
-"""More than any request takes."""
-
 RouteHandler = Callable[..., Awaitable[msgspec.Struct]]
 """Of the decoded request; those of `_waiting_routes` of its long poll, too."""
 
@@ -203,7 +200,7 @@ class LedgerApp(JsonApp):
         if request.method != "POST":
             raise LedgerRequestError(405, f"{path} takes POST, got {request.method}")
         form, handler = self._routes[path]
-        decoded = decode_body(await read_body(request, MAX_REQUEST_BYTES), form)
+        decoded = await read_message(request, form)
         if path not in self._waiting_routes:
             return 200, msgspec.json.encode(await handler(decoded))
         long_poll = LongPoll(self._clock, request.receive, self._closing)

@@ -157,8 +157,6 @@ class LedgerService:
         self, request: wire.EvaluationResultRequest
     ) -> wire.Acknowledged:
         """Take the rewards of one held-out task; results nobody waits for are forgotten."""
-        if not request.rewards:
-            raise LedgerRequestError(400, "an evaluated ticket needs at least one reward, got none")
         self._first_tickets.record_success(request.ref)
         self._evaluator.record_result(request)
         self._notify_waiting()

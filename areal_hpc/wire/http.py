@@ -22,7 +22,7 @@ def responds_with_200(method: str, url: str, timeout_s: float, *, key: str = "")
             method,
             url,
             content=b"{}" if method == "POST" else None,
-            headers={"Content-Type": "application/json"} | _build_key_header(key),
+            headers={"Content-Type": "application/json"} | build_key_header(key),
             timeout=timeout_s,
             trust_env=False,
             verify=False,  # no certificate is asked for, and reading those of the system takes long
@@ -32,7 +32,7 @@ def responds_with_200(method: str, url: str, timeout_s: float, *, key: str = "")
         return False
 
 
-def _build_key_header(key: str) -> dict[str, str]:
+def build_key_header(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
@@ -72,7 +72,7 @@ class WireClient:
         """
         url = f"{self._base_url}{route}"
         method, body = _build_method_and_body(request)
-        headers = _build_key_header(key or self._key)
+        headers = build_key_header(key or self._key)
         try:
             answer = self._client.request(
                 method,
@@ -121,7 +121,7 @@ class AsyncWireClient:
         """
         method, body = _build_method_and_body(request)
         url = f"{self._base_url}{route}"
-        headers = {"Content-Type": "application/json"} | _build_key_header(key or self._key)
+        headers = {"Content-Type": "application/json"} | build_key_header(key or self._key)
         limit = aiohttp.ClientTimeout(total=timeout_s or self._timeout_s)
         if self._session is None:
             self._session = aiohttp.ClientSession(

@@ -30,7 +30,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from areal_hpc.wire.http import SERVER_KEEP_ALIVE_S
 
 log = logging.getLogger(__name__)
-FormT = TypeVar("FormT")
+MessageT = TypeVar("MessageT")
 
 REQUEST_HEAD_TIMEOUT_S = 20.0
 """From the first byte of a request, or from the connection, to the end of the headers. A TLS
@@ -45,6 +45,8 @@ TICKS_PER_DEADLINE_CHECK = 10
 RESERVED_DESCRIPTORS = 128
 """For everything but connections: files, pipes, the event loop."""
 MIN_CONNECTIONS = 16
+MAX_MESSAGE_BYTES = 16 * 1024 * 1024
+"""More than any message between roles takes."""
 CONNECTION_KEY = "areal_hpc.connection"
 """Where an ASGI application finds the `GuardedProtocol` of a request in its scope."""
 
@@ -288,7 +290,7 @@ class ByteBudget:
         self._held_bytes -= count
 
 
-async def read_body(request: Request, max_bytes: int) -> bytes:
+async def read_body(request: Request, max_bytes: int = MAX_MESSAGE_BYTES) -> bytes:
     """The body of a request; nothing of it is read if it is announced to be too large.
 
     Raises:
@@ -307,18 +309,20 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     return bytes(body)
 
 
-def decode_body(body: bytes, body_type: type[FormT]) -> FormT:
+async def read_message(request: Request, message_type: type[MessageT]) -> MessageT:
     """The JSON of a request.
 
     Raises:
-        HTTPException: 400: it is none of that form, no UTF-8, or nested beyond all reason.
+        HTTPException: 413; or 400: it is none of that form, no UTF-8, or nested beyond all reason.
+        ClientDisconnect: The client left before it had sent all.
     """
+    body = await read_body(request)
     try:
-        return msgspec.json.decode(body, type=body_type)
+        return msgspec.json.decode(body, type=message_type)
     except RecursionError:
         raise HTTPException(400, "the JSON is nested too deeply") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise HTTPException(400, f"expected {body_type.__name__} as JSON: {error}") from error
+        raise HTTPException(400, f"expected {message_type.__name__} as JSON: {error}") from error
 
 
 class JsonApp(ABC):
