@@ -67,16 +67,11 @@ class SealedShard(msgspec.Struct, frozen=True, omit_defaults=True):
 
     def list_sealed_tickets(self) -> list[SealedTicket]:
         """Its tickets as the ledger and batch manifests have them."""
-        return [
-            SealedTicket(
-                TicketRef(one.ticket_id, one.attempt),
-                self.file,
-                one.rows,
-                one.rewards,
-                one.oldest_version,
-            )
-            for one in self.tickets
-        ]
+        found = []
+        for one in self.tickets:
+            ref = TicketRef(one.ticket_id, one.attempt)
+            found.append(SealedTicket(ref, self.file, one.rows, one.rewards, one.oldest_version))
+        return found
 
 
 def group_training_rows_by_ticket(
