@@ -16,8 +16,7 @@ from areal_hpc.shards.index import append_to_index, read_index
 from areal_hpc.shards.verify import build_index_line
 from areal_hpc.shards.writer import write_sealed_shard
 from areal_hpc.wire.ledger import NO_VERSION, BatchManifest, SealedTicket, TicketRef
-from areal_hpc.wire.routes import MixtureShape, RouteArray
-from areal_hpc.wire.trajectory import CallRecord, RowRecord, TrajectoryRow
+from areal_hpc.wire.trajectory import CallRecord, MixtureShape, RouteArray, RowRecord, TrajectoryRow
 from areal_hpc.wire.weight_version import WeightVersion
 from tests.support.role_recipe import write_role_recipe
 

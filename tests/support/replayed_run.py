@@ -15,8 +15,7 @@ from areal_hpc.rundir.manifests import read_manifest
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.verify import CheckedShards
 from areal_hpc.trainer.batch.training_rows import read_rows_by_ticket
-from areal_hpc.wire.routes import parse_mixture_shape
-from areal_hpc.wire.trajectory import TrajectoryRow
+from areal_hpc.wire.trajectory import TrajectoryRow, parse_mixture_shape
 from tests.support.rank_server import RankServer, TaskExit
 from tests.support.recorded_run import record_run
 from tests.support.reference_models import by_checkpoint_name, hf_model
