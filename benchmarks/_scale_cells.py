@@ -130,12 +130,16 @@ class Storehouse:
         rewards = [float(episode % 2) for episode in range(n_samples)]
         file = format_shard_name(self._cell, self._sequence)
         self._sequence += 1
+        index_dir, loop = self._paths.shard_index_dir, asyncio.get_running_loop()
         if self._tempo.with_shards:
             rows = [row for ref in refs for row in trajectories(ref, rewards)]
-            shards_dir, index_dir = self._paths.shards_dir, self._paths.shard_index_dir
-            loop = asyncio.get_running_loop()
             shard = await loop.run_in_executor(
-                self._pool, write_sealed_shard, rows, shards_dir, index_dir, self._cell
+                self._pool,
+                write_sealed_shard,
+                rows,
+                self._paths.shards_dir,
+                index_dir,
+                self._cell,
             )
             return shard.file
         tickets = [
@@ -148,9 +152,9 @@ class Storehouse:
             )
             for place, ref in enumerate(refs)
         ]
-        rows = len(refs) * n_samples
-        shard = SealedShard(file, 0, "crc32:00000000", rows, rows * ROW_TOKENS, tickets)
-        append_to_index(self._paths.shard_index_dir, shard)
+        count = len(refs) * n_samples
+        line = SealedShard(file, 0, "crc32:00000000", count, count * ROW_TOKENS, tickets)
+        await loop.run_in_executor(self._pool, append_to_index, index_dir, line)
         return file
 
 
