@@ -59,9 +59,9 @@ def main() -> int:
         mark = "  over its budget" if package in over else ""
         print(f"{package:<14}{count:>8,} of {budgets.get(package, 0):>7,} lines{mark}")
     print(f"{'together':<14}{sum(lines.values()):>8,} of {sum(budgets.values()):>7,} lines")
-    path = follow_imports(modules)
-    path_lines = sum(modules[module].count("\n") for module in path)
-    print(f"{'training path':<14}{path_lines:>8,} lines in {len(path)} modules")
+    reached = follow_imports(modules)
+    path_lines = sum(modules[module].count("\n") for module in reached)
+    print(f"{'training path':<14}{path_lines:>8,} lines in {len(reached)} modules")
     return 1 if over else 0
 
 
