@@ -1,7 +1,7 @@
 """Print the lines of each package beside its budget in `pyproject.toml`; fail above it.
 
-The training path is what the processes of a run can load: every module that a role's entry imports, at its top
-or inside a function, and what these import in turn. Imports for types alone do not count.
+The training path is what the processes of a run can load: every module that a role's entry imports,
+at its top or inside a function, and what these import in turn. Imports for types do not count.
 """
 
 import ast
