@@ -16,7 +16,7 @@ from prometheus_client import disable_created_metrics
 from areal_hpc.jobs.processes.process_setup import StopRequest
 from areal_hpc.proxy.completion.service import CompletionService
 from areal_hpc.proxy.config import ProxyLimits
-from areal_hpc.proxy.engine.grammar_limits import GrammarChecks
+from areal_hpc.proxy.engine.limits import GrammarChecks
 from areal_hpc.proxy.engine.model_call import ServedModel
 from areal_hpc.proxy.engine.router import ReplicaSource, Router
 from areal_hpc.proxy.engine.sglang_client import SGLangClient

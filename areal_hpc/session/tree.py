@@ -8,27 +8,19 @@ it said, even where tokenizing its text again would split it differently.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from areal_hpc.errors import ChatTemplateError
-from areal_hpc.session.chat_template import ChatTemplate, Message, TokenEncoder
-from areal_hpc.session.message_matching import align_tool_turns, find_differing_field
-from areal_hpc.session.text_after_reply import render_text_after_reply
+from areal_hpc.session.chat_template import Message
+from areal_hpc.session.message_matching import find_differing_field
 from areal_hpc.wire.agent_reward import Reward
 from areal_hpc.wire.trajectory import PromptReuse, RecordedRoutes
 
-PREFILL_PLACEHOLDER = "\u241fthe reply begins here\u241f"
-"""Stands for the beginning of a reply while what comes before it is rendered."""
-MAX_TURN_END_TOKENS = 16
-MAX_CALL_END_TOKENS = 64
-"""So many last tokens of a reply may be what its turn, or a call in it, ends with."""
 ABORT_FINISH_REASON = "abort"
 """How an interaction ends that its client left while the model spoke."""
 
@@ -105,56 +97,6 @@ class Interaction(msgspec.Struct, kw_only=True):
         return self.prompt_tokens + self.num_output_tokens
 
 
-MIN_LOCATED_MESSAGE_CHARS = 32
-"""Length from which a message is looked for in the rendered text."""
-
-
-class OpenTurn(msgspec.Struct, frozen=True):
-    """Addition of a request to the tree, before it is tokenized and answered."""
-
-    parent: Interaction | None
-    reuse: PromptReuse
-    context: bytes
-    new_messages: list[Message]
-    new_text: str
-    differing_field: str | None = None
-    """In what the client's history departs from ours; None when it does not."""
-
-    @property
-    def text_after_messages(self) -> str:
-        """What the template says behind the last message, which may open the reply's reasoning.
-
-        Marks of reasoning within a message, such as a file that an agent has read, are not the
-        template's. All of the text where a reply was begun, or the template rewrote the message.
-        """
-        last = self.new_messages[-1] if self.new_messages else {}
-        content = last.get("content")
-        if last.get("role") == "assistant" or not isinstance(content, str):
-            return self.new_text
-        content = content.strip()
-        # A shorter one may stand in what the template says, too.
-        return (
-            self.new_text.rpartition(content)[2]
-            if len(content) >= MIN_LOCATED_MESSAGE_CHARS
-            else self.new_text
-        )
-
-    def drop_repeated_turn_end(self, encoded: list[int]) -> list[int]:
-        """Prompt ids after the parent's sequence, from the encoding of `new_text`.
-
-        The text after a reply begins with what ends a turn. A model that closed its turn has
-        already said it.
-        """
-        parent = self.parent
-        if parent is None or not parent.closed:
-            return encoded
-        said = memoryview(parent.output_ids[-4 * MAX_TURN_END_TOKENS :]).cast("i").tolist()
-        for count in range(min(len(said), len(encoded)), 0, -1):
-            if said[-count:] == encoded[:count]:
-                return encoded[count:]
-        return encoded
-
-
 @dataclass(slots=True)
 class _MessageNode:
     message: Message
@@ -202,7 +144,7 @@ class InteractionTree:
     def __init__(self) -> None:
         self._roots: dict[bytes, _MessageNode] = {}
         self._entries: dict[str, _TreeEntry] = {}
-        self._reply_by_call_id: dict[str, Message] = {}
+        self.reply_by_call_id: dict[str, Message] = {}
         self._latest_sequence = "", b""
         """Id of the interaction that was recorded last, and its sequence as JSON ids."""
         self.auxiliary: dict[str, str] = {}
@@ -228,66 +170,15 @@ class InteractionTree:
                 return entry.interaction
         raise LookupError("no interaction has been completed")
 
-    def build_open_turn(
-        self,
-        messages: list[Message],
-        template: ChatTemplate,
-        encoder: TokenEncoder,
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        variables: Mapping[str, Any] | None = None,
-        prefill: str | None = None,
-    ) -> OpenTurn:
-        """Find what a conversation in normal form continues, and render what is new.
-
-        Messages that equal the tree's are replaced by them: who sends the same list once more has
-        them found by their identity. The text ends with `prefill` where the reply is to go on
-        from that.
-        """
-
-        def render(conversation: Sequence[Message]) -> str:
-            if prefill is None:
-                return template.render_prompt(conversation, tools=tools, variables=variables)
-            # What the template prints before a reply's text, as an empty reasoning, stands before.
-            begun: Message = {"role": "assistant", "content": PREFILL_PLACEHOLDER}
-            text = template.render_prompt([*conversation, begun], tools=tools, variables=variables)
-            before, placeholder, rest = text.partition(PREFILL_PLACEHOLDER)
-            if not placeholder or PREFILL_PLACEHOLDER in rest:
-                problem = "it does not tell where a reply's text begins, to go on from there"
-                raise ChatTemplateError(problem)
-            return before + prefill
-
-        messages = align_tool_turns(messages, self._reply_by_call_id)
-        context = msgspec.json.encode([tools, variables]) if tools or variables else b""
-        parent, replies, forked = self._find_longest_match(context, messages)
-        if parent is not None:
-            said = parent.output_ids[-4 * MAX_CALL_END_TOKENS :]
-
-            def decode_said(skipped_tokens: int) -> str:
-                ids = unpack_ids(said).tolist()
-                return encoder.decode(ids[: len(ids) - skipped_tokens])
-
-            suffix = render_text_after_reply(
-                render, template, messages, replies, lambda: decode_said(int(parent.closed))
-            )
-            if suffix is not None:
-                last, within = template.changing_turn_end
-                if parent.closed and last and decode_said(0).endswith(last):
-                    suffix = suffix.removeprefix(within)  # what it said stands for that
-                new = list(messages[replies[-1] + 1 :])
-                return OpenTurn(parent, "reused", context, new, suffix, forked)
-        text = render(messages)
-        reuse: PromptReuse = "none" if parent is None else "retokenized"
-        return OpenTurn(None, reuse, context, list(messages), text, forked)
-
-    def _find_longest_match(
+    def find_longest_match(
         self, context: bytes, messages: list[Message]
     ) -> tuple[Interaction | None, list[int], str | None]:
         """The interaction with the longest history that `messages` begin with, if there is one.
 
         Also where replies that we know stand in `messages`, its own last, and in what the messages
         after that depart from what we know, if they claim replies: a different question is a
-        branch, a different reply is a history that was rewritten.
+        branch, a different reply is a history that was rewritten. Messages that equal the tree's
+        are replaced by them: who sends the same list once more has them found by their identity.
         """
         found: Interaction | None = None
         replies: list[int] = []
@@ -331,7 +222,7 @@ class InteractionTree:
             known = node.add_child(reply)  # equal replies are told apart by their calls' ids
         node = known
         node.interaction = interaction
-        self._reply_by_call_id |= dict.fromkeys(_list_call_ids(reply), reply)
+        self.reply_by_call_id |= dict.fromkeys(_list_call_ids(reply), reply)
         self._entries[interaction.interaction_id] = _TreeEntry(interaction, node, parent)
 
     def keep_latest_sequence(self, interaction_id: str, ids_json_inside: bytes) -> None:

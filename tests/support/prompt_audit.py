@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from areal_hpc.session.chat_template import ChatTemplate, TokenEncoder
-from areal_hpc.session.completion_prompts import RAW_PROMPT_CONTEXT
+from areal_hpc.session.open_turn import RAW_PROMPT_CONTEXT
 from areal_hpc.session.tree import Interaction, InteractionTree, unpack_ids
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from areal_hpc.errors import ChatTemplateError
 from areal_hpc.session.chat_template import ChatTemplate, Message, TokenEncoder
 from areal_hpc.session.message_matching import normalize_chat_message
+from areal_hpc.session.open_turn import build_open_turn
 from areal_hpc.session.tree import Interaction, InteractionTree, VersionSpan, pack_ids
 from tests.support.chatml import byte_level_tokenizer
 
@@ -102,7 +103,7 @@ def play_scene(template_source: str, scene: Sequence[Message]) -> Iterator[Playe
     replies = [i for i, message in enumerate(scene) if message["role"] == "assistant"]
     for end in [*replies, len(scene)]:
         messages = [*scene[:end]]
-        turn = tree.build_open_turn(messages, template, encoder, tools=tools)
+        turn = build_open_turn(tree, messages, template, encoder, tools=tools)
         new_ids = turn.drop_repeated_turn_end(encoder.encode(turn.new_text))
         new = encoder.decode(new_ids)
         prompt = (read if turn.parent else "") + new

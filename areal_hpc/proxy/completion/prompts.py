@@ -12,24 +12,28 @@ import msgspec
 
 from areal_hpc.errors import ChatTemplateError, PromptTooLongError, ProxyRequestError
 from areal_hpc.proxy.config import ProxyLimits
-from areal_hpc.proxy.engine.call_limits import (
+from areal_hpc.proxy.engine.generation import Generation, SamplingParams
+from areal_hpc.proxy.engine.limits import (
+    GrammarChecks,
     refuse_call_beyond_limits,
+    refuse_costly_sampling,
     reserve_reply_tokens_per_choice,
 )
-from areal_hpc.proxy.engine.generation import Generation, SamplingParams
-from areal_hpc.proxy.engine.grammar_limits import GrammarChecks, refuse_costly_sampling
-from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel
+from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel, make_random_id
 from areal_hpc.proxy.engine.sglang_client import GenerateRequest
 from areal_hpc.proxy.engine.tool_parsers import ParserProcessClient
 from areal_hpc.proxy.metrics import ProxyMetrics
-from areal_hpc.proxy.random_ids import make_random_id
 from areal_hpc.proxy.sessions.store import Session
 from areal_hpc.session.call_records import decode_sampling_params_json
-from areal_hpc.session.completion_prompts import match_ids_prompt, match_text_prompt
 from areal_hpc.session.message_matching import list_unpaired
+from areal_hpc.session.open_turn import (
+    OpenTurn,
+    build_open_turn,
+    match_ids_prompt,
+    match_text_prompt,
+)
 from areal_hpc.session.tree import (
     Interaction,
-    OpenTurn,
     format_ids_as_json_inside,
     pack_ids,
 )
@@ -301,7 +305,8 @@ class PromptBuilder:
         if normalize is not None:
             messages = [normalize(message) for message in messages]
         try:
-            return session.tree.build_open_turn(
+            return build_open_turn(
+                session.tree,
                 messages,
                 self._model.template,
                 self._model.encoder,

@@ -23,18 +23,18 @@ from areal_hpc.proxy.completion.reply import (
     record_call_span,
 )
 from areal_hpc.proxy.config import ProxyLimits
-from areal_hpc.proxy.engine.call_limits import (
-    ConcurrentReplyLimiter,
-    refuse_call_beyond_limits,
-    reserve_reply_tokens_per_choice,
-)
 from areal_hpc.proxy.engine.generation import (
     Generation,
     TokenChunk,
     UnfinishedEngineCallError,
     decode_generation,
 )
-from areal_hpc.proxy.engine.grammar_limits import GrammarChecks
+from areal_hpc.proxy.engine.limits import (
+    ConcurrentReplyLimiter,
+    GrammarChecks,
+    refuse_call_beyond_limits,
+    reserve_reply_tokens_per_choice,
+)
 from areal_hpc.proxy.engine.model_call import ModelCall, ReplyContent, ServedModel
 from areal_hpc.proxy.engine.router import Router
 from areal_hpc.proxy.engine.sglang_client import GenerateRequest, SGLangClient

@@ -177,8 +177,7 @@ class MessagesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
 def build_model_call(
     request: MessagesRequest, defaults: SamplingDefaults, model: ServedModel
 ) -> ModelCall:
-    ignored = [*list_ignored_params(request)]
-    dropped: list[str] = []
+    ignored, dropped = [*list_ignored_params(request)], list[str]()
     tools = _parse_tools(request.tools or [], ignored, dropped)
     choice = _parse_tool_choice(request.tool_choice, tools, model)
     form = request.output_config.format if request.output_config else None
@@ -245,10 +244,12 @@ def _read_conversation(messages: Sequence[_InputMessage]) -> Iterator[str | Mess
 def _read_system_texts(message: _InputMessage, i: int) -> str | list[_Text]:
     if isinstance(message.content, str):
         return message.content
+    texts = []
     for j, block in enumerate(message.content):
         if not isinstance(block, _Text):
             raise _build_misplaced_block_error(message, i, j)
-    return [block for block in message.content if isinstance(block, _Text)]
+        texts.append(block)
+    return texts
 
 
 def _read_user_blocks(message: _InputMessage, i: int) -> Iterator[str | Message]:
@@ -268,15 +269,11 @@ def _read_user_blocks(message: _InputMessage, i: int) -> Iterator[str | Message]
 
 
 def _read_tool_result_text(block: _ToolResult) -> str:
-    if isinstance(block.content, str):
-        text = block.content
-    else:
-        text = "\n".join(
-            one.text
-            if isinstance(one, _Text)
-            else format_left_out_part(str(one.__struct_config__.tag))
-            for one in block.content
-        )
+    parts = [_Text(block.content)] if isinstance(block.content, str) else block.content
+    text = "\n".join(
+        one.text if isinstance(one, _Text) else format_left_out_part(str(one.__struct_config__.tag))
+        for one in parts
+    )
     return f"Error: {text}" if block.is_error and "error" not in text.lower() else text
 
 
@@ -301,11 +298,8 @@ def _build_assistant_message(message: _InputMessage, i: int) -> Message:
 def _build_misplaced_block_error(message: _InputMessage, i: int, j: int) -> ProxyRequestError:
     assert not isinstance(message.content, str)
     kind = type(message.content[j]).__struct_config__.tag
-    return ProxyRequestError(
-        400,
-        f"a {message.role} message cannot contain a {kind!r} block",
-        key=f"messages[{i}].content[{j}].type",
-    )
+    problem = f"a {message.role} message cannot contain a {kind!r} block"
+    return ProxyRequestError(400, problem, key=f"messages[{i}].content[{j}].type")
 
 
 # Tools, sampling --------------------------------------------------------------------------------
@@ -330,15 +324,12 @@ def _parse_tools(
 def _parse_tool_choice(
     tool_choice: _InputToolChoice | None, tools: Sequence[dict[str, Any]], model: ServedModel
 ) -> ToolChoice:
-    if tool_choice is None:
-        return parse_tool_choice(model, tools, None, None, parallel=True)
-    if tool_choice.type == "tool" and tool_choice.name is None:
+    asked = tool_choice or _InputToolChoice("auto")
+    if asked.type == "tool" and asked.name is None:
         raise ProxyRequestError(400, "the tool's name is missing", key="tool_choice.name")
-    mode = "required" if tool_choice.type == "any" else tool_choice.type
-    name = tool_choice.name if tool_choice.type == "tool" else None
-    return parse_tool_choice(
-        model, tools, mode, name, parallel=not tool_choice.disable_parallel_tool_use
-    )
+    mode = "required" if asked.type == "any" else asked.type
+    name = asked.name if asked.type == "tool" else None
+    return parse_tool_choice(model, tools, mode, name, parallel=not asked.disable_parallel_tool_use)
 
 
 def _build_thinking_variables(
@@ -410,12 +401,10 @@ class _MessagesExchange(Exchange):
                 )
             else:
                 rest = _format_block_changes(reader.finish())
-                ending = {
-                    "delta": _build_stop_fields(happened, reader.blocks),
-                    "usage": _format_usage(happened),
-                }
-                end = format_named_event({"type": "message_delta", **ending})
-                yield beginning + rest + end + format_named_event({"type": "message_stop"})
+                delta = _build_stop_fields(happened, reader.blocks)
+                ending = {"type": "message_delta", "delta": delta, "usage": _format_usage(happened)}
+                stop = {"type": "message_stop"}
+                yield beginning + rest + format_named_event(ending) + format_named_event(stop)
             beginning = b""
 
     def format_error_event(self, refusal: ProxyRequestError) -> bytes:
@@ -433,11 +422,8 @@ def _move_invalid_calls_to_text(reply: ReplyContent) -> ReplyContent:
 
 def _format_block(block: ContentBlock) -> dict[str, Any]:
     if block.kind == "reasoning":
-        return {
-            "type": "thinking",
-            "thinking": block.text,
-            "signature": _make_reasoning_signature(block),
-        }
+        signature = _make_reasoning_signature(block)
+        return {"type": "thinking", "thinking": block.text, "signature": signature}
     if block.kind == "text":
         return {"type": "text", "text": block.text}
     tool_use = {"type": "tool_use", "id": block.call_id, "name": block.name}
@@ -449,28 +435,22 @@ def _make_reasoning_signature(block: ContentBlock) -> str:
 
 
 def _format_block_changes(changes: Iterable[BlockChange]) -> bytes:
-    parts = []
+    events: list[dict[str, Any]] = []
     for kind, block, text in changes:
-        place = {"index": block.index}
+        start = {"type": "content_block_start", "index": block.index}
+        delta = {"type": "content_block_delta", "index": block.index}
         if kind == "begin":
-            event = {
-                "type": "content_block_start",
-                **place,
-                "content_block": _format_block_start(block),
-            }
-            parts.append(format_named_event(event))
+            events.append({**start, "content_block": _format_block_start(block)})
         elif kind == "add":
             delta_type, field = _DELTA_FORMAT_BY_KIND[block.kind]
-            delta = {"type": delta_type, field: text}
-            event = {"type": "content_block_delta", **place, "delta": delta}
-            parts.append(format_named_event(event))
+            events.append({**delta, "delta": {"type": delta_type, field: text}})
         else:
             if block.kind == "reasoning":
-                delta = {"type": "signature_delta", "signature": _make_reasoning_signature(block)}
-                event = {"type": "content_block_delta", **place, "delta": delta}
-                parts.append(format_named_event(event))
-            parts.append(format_named_event({"type": "content_block_stop", **place}))
-    return b"".join(parts)
+                signature = _make_reasoning_signature(block)
+                signed = {"type": "signature_delta", "signature": signature}
+                events.append({**delta, "delta": signed})
+            events.append({"type": "content_block_stop", "index": block.index})
+    return b"".join(map(format_named_event, events))
 
 
 def _format_block_start(block: ContentBlock) -> dict[str, Any]:
@@ -482,14 +462,14 @@ def _format_block_start(block: ContentBlock) -> dict[str, Any]:
 
 
 def _build_stop_fields(answer: RecordedChoice, blocks: Sequence[ContentBlock]) -> dict[str, Any]:
-    generation = answer.generation
-    if generation.finish_reason == "length":
-        return {"stop_reason": "max_tokens", "stop_sequence": None}
-    if any(block.kind == "call" for block in blocks):
-        return {"stop_reason": "tool_use", "stop_sequence": None}
-    if generation.stop_text is not None:
-        return {"stop_reason": "stop_sequence", "stop_sequence": generation.stop_text}
-    return {"stop_reason": "end_turn", "stop_sequence": None}
+    reason, sequence = "end_turn", None
+    if answer.generation.finish_reason == "length":
+        reason = "max_tokens"
+    elif any(block.kind == "call" for block in blocks):
+        reason = "tool_use"
+    elif answer.generation.stop_text is not None:
+        reason, sequence = "stop_sequence", answer.generation.stop_text
+    return {"stop_reason": reason, "stop_sequence": sequence}
 
 
 def _format_usage(answer: RecordedChoice) -> dict[str, Any]:

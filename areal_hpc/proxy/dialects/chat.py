@@ -99,13 +99,13 @@ class _NamedTool(Struct):
     name: str
 
 
-class _AllowedTool(Struct):
+class _NamedToolOfKind(Struct):
     function: _NamedTool | None = None
     custom: _NamedTool | None = None
 
 
 class _AllowedTools(Struct, forbid_unknown_fields=True):
-    tools: list[_AllowedTool]
+    tools: list[_NamedToolOfKind]
     mode: Literal["auto", "required"] = "auto"
 
 
@@ -147,10 +147,6 @@ class _CustomToolSchema(Struct):
 class _CustomTool(Struct):
     custom: _CustomToolSchema
     type: Literal["custom"] = "custom"
-
-
-class _MaybeCustomTool(Struct):
-    custom: _NamedTool | None = None
 
 
 class _Reasoning(Struct):
@@ -214,7 +210,7 @@ class ChatRequest(SharedCompletionParams, forbid_unknown_fields=True, kw_only=Tr
     def get_custom_tool_names(self) -> frozenset[str]:
         if not any(b'"custom"' in bytes(one) for one in self.tools or ()):
             return frozenset()
-        offered = [msgspec.json.decode(one, type=_MaybeCustomTool) for one in self.tools or ()]
+        offered = [msgspec.json.decode(one, type=_NamedToolOfKind) for one in self.tools or ()]
         return frozenset(one.custom.name for one in offered if one.custom is not None)
 
 
@@ -235,7 +231,7 @@ def _build_model_call(request: ChatRequest, session: Session, model: ServedModel
     tools, choice = _read_tools(request, model, ignored, dropped)
     limit = request.max_completion_tokens or request.max_tokens or 0
     return ModelCall(
-        messages=session.latest_messages.normalize(messages, _normalize_message),
+        messages=session.latest_messages.normalize(messages, normalize_message),
         tools=tools or None,
         tool_choice=choice,
         template_variables={
@@ -265,15 +261,11 @@ def _split_prefill(request: ChatRequest) -> tuple[str | None, list[ChatMessage]]
     key = f"messages[{len(others)}]"
     if last.role != "assistant" or last.tool_calls or last.function_call or last.reasoning_content:
         raise ProxyRequestError(400, "a reply can go on from text of the assistant alone", key=key)
-    text: str = _normalize_message(last, len(others))["content"]
+    text: str = normalize_message(last, len(others))["content"]
     return text, others
 
 
-def normalize_messages(messages: Sequence[ChatMessage]) -> list[Message]:
-    return [_normalize_message(one, i) for i, one in enumerate(messages)]
-
-
-def _normalize_message(message: ChatMessage, i: int) -> Message:
+def normalize_message(message: ChatMessage, i: int) -> Message:
     if message.audio:
         problem = "speech is not supported"
         raise ProxyRequestError(400, problem, key=f"messages[{i}].audio", hint="send its text")

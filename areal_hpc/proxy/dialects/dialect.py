@@ -10,8 +10,12 @@ import msgspec
 
 from areal_hpc.errors import ProxyRequestError
 from areal_hpc.proxy.completion.reply import RecordedChoice, ReplyStream
-from areal_hpc.proxy.engine.model_call import ModelCall, ReplyContent, ServedModel
-from areal_hpc.proxy.random_ids import make_random_id
+from areal_hpc.proxy.engine.model_call import (
+    ModelCall,
+    ReplyContent,
+    ServedModel,
+    make_random_id,
+)
 from areal_hpc.proxy.sessions.store import Session
 
 

@@ -62,7 +62,7 @@ from areal_hpc.proxy.engine.generation import Generation, SamplingParams, TokenC
 from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel, ToolChoice
 from areal_hpc.proxy.sessions.store import Session
 from areal_hpc.session.chat_template import Message
-from areal_hpc.session.completion_prompts import RAW_PROMPT_CONTEXT
+from areal_hpc.session.open_turn import RAW_PROMPT_CONTEXT
 
 LOGPROBS_INCLUDE = "message.output_text.logprobs"
 

@@ -14,7 +14,7 @@ from areal_hpc.proxy.completion.prompts import PromptBuilder
 from areal_hpc.proxy.dialects.chat import (
     ChatMessage,
     build_tool_schemas,
-    normalize_messages,
+    normalize_message,
 )
 from areal_hpc.proxy.dialects.validation import (
     MAX_TOP_LOGPROBS,
@@ -28,10 +28,9 @@ from areal_hpc.proxy.dialects.validation import (
     check_token_ids,
 )
 from areal_hpc.proxy.engine.generation import SamplingParams
-from areal_hpc.proxy.engine.grammar_limits import refuse_costly_sampling
-from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel
+from areal_hpc.proxy.engine.limits import refuse_costly_sampling
+from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel, make_random_id
 from areal_hpc.proxy.engine.sglang_client import GenerateRequest
-from areal_hpc.proxy.random_ids import make_random_id
 from areal_hpc.proxy.sessions.store import Session
 from areal_hpc.session.tree import format_ids_as_json_inside
 
@@ -139,7 +138,7 @@ async def tokenize(
         ids_json, count = format_ids_as_json_inside(ids), len(ids)
     else:
         call = ModelCall(
-            messages=normalize_messages(request.messages or []),
+            messages=[normalize_message(one, i) for i, one in enumerate(request.messages or ())],
             tools=build_tool_schemas(request.tools, [], []) or None,
             template_variables=request.chat_template_kwargs or None,
             sampling=SamplingParams(1.0, 0),

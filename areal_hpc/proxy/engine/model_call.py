@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import random
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -203,3 +205,21 @@ class ReplyContent(Struct):
 def format_tool_call(call_id: str | None, function_name: str, arguments: Any) -> dict[str, Any]:
     function = {"name": function_name, "arguments": arguments}
     return {"id": call_id, "type": "function", "function": function}
+
+
+_generator = random.Random()
+"""Ids must differ, and open nothing: keys do, which the operating system makes. It is asked once a
+process, because each question lets another thread in."""
+
+
+def _seed() -> None:
+    _generator.seed(os.urandom(32))
+
+
+_seed()
+os.register_at_fork(after_in_child=_seed)
+
+
+def make_random_id(num_bytes: int) -> str:
+    """So many random bytes as hexadecimal digits; not secret."""
+    return _generator.randbytes(num_bytes).hex()

@@ -24,7 +24,7 @@ from areal_hpc.proxy.dialects.validation import (
     decode_request_json,
     refuse_too_many_values,
 )
-from areal_hpc.proxy.engine.model_call import ServedModel
+from areal_hpc.proxy.engine.model_call import ServedModel, make_random_id
 from areal_hpc.proxy.http.agent_api import (
     AgentApi,
     find_google_key,
@@ -40,7 +40,6 @@ from areal_hpc.proxy.http.routes import (
     render_openapi,
 )
 from areal_hpc.proxy.metrics import MAX_NAME_CHARS
-from areal_hpc.proxy.random_ids import make_random_id
 from areal_hpc.proxy.sessions.store import Session, SessionStore
 from areal_hpc.wire import proxy as wire
 from areal_hpc.wire.http_server import CONNECTION_KEY, ByteBudget, GuardedProtocol

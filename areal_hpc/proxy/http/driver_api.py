@@ -12,7 +12,7 @@ import msgspec
 from areal_hpc.errors import InvalidRewardError, ProxyRequestError, UntrainableCallError
 from areal_hpc.proxy.completion.prompts import correct_recorded_sampling
 from areal_hpc.proxy.config import ProxyLimits
-from areal_hpc.proxy.engine.call_limits import refuse_oversized_session
+from areal_hpc.proxy.engine.limits import refuse_oversized_session
 from areal_hpc.proxy.engine.router import Router
 from areal_hpc.proxy.http.routes import Route
 from areal_hpc.proxy.sessions.recorder import JournaledRecorder

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from areal_hpc.proxy.engine.grammar_limits import LANES, MAX_COMPILING_GRAMMARS_PER_SESSION
+from areal_hpc.proxy.engine.limits import LANES, MAX_COMPILING_GRAMMARS_PER_SESSION
 from areal_hpc.wire.ledger import TicketRef
 from areal_hpc.wire.proxy import SessionLimits
 from tests.contract.proxy.talk import LEAST, QUESTION

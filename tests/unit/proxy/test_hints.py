@@ -15,7 +15,7 @@ from areal_hpc.proxy.dialects.parameters import keep_declared_members
 from areal_hpc.proxy.dialects.responses import ResponsesRequest
 from areal_hpc.proxy.dialects.validation import build_reasoning_variables, decode_request_json
 from areal_hpc.proxy.engine.generation import SamplingParams
-from areal_hpc.proxy.engine.grammar_limits import MAX_CHARS_BY_KIND, refuse_costly_sampling
+from areal_hpc.proxy.engine.limits import MAX_CHARS_BY_KIND, refuse_costly_sampling
 from areal_hpc.proxy.engine.model_call import ServedModel
 from areal_hpc.proxy.metrics import MAX_LOGGED_KINDS, ProxyMetrics
 from areal_hpc.session.chat_template import ChatTemplate, TokenEncoder

@@ -8,7 +8,8 @@ import numpy as np
 
 from areal_hpc.session.chat_template import ChatTemplate, Message, TokenEncoder
 from areal_hpc.session.message_matching import normalize_chat_message
-from areal_hpc.session.tree import Interaction, InteractionTree, OpenTurn, VersionSpan, pack_ids
+from areal_hpc.session.open_turn import OpenTurn, build_open_turn
+from areal_hpc.session.tree import Interaction, InteractionTree, VersionSpan, pack_ids
 from tests.support.chatml import CHATML, byte_level_tokenizer
 
 ENCODER = TokenEncoder(byte_level_tokenizer())
@@ -82,7 +83,7 @@ def say(
     **how: Any,
 ) -> Interaction:
     """Answer `messages` with `text`; `ids` are the model's own tokens without the end of turn."""
-    turn = tree.build_open_turn([*messages], template, ENCODER, tools=tools, variables=variables)
+    turn = build_open_turn(tree, [*messages], template, ENCODER, tools=tools, variables=variables)
     output_ids = [*(ENCODER.encode(text) if ids is None else ids), *([END_OF_TURN] * closed)]
     new_ids = turn.drop_repeated_turn_end(ENCODER.encode(turn.new_text))
     return answer(tree, turn, new_ids, assistant(text), output_ids, closed=closed, **how)

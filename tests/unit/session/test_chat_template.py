@@ -12,6 +12,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from areal_hpc.errors import ChatTemplateError, RecipeError
 from areal_hpc.session.chat_template import ChatTemplate, TokenEncoder
 from areal_hpc.session.message_matching import normalize_chat_message
+from areal_hpc.session.open_turn import build_open_turn
 from areal_hpc.session.tree import InteractionTree
 from tests.support.chatml import write_model_dir
 from tests.support.template_scenes import SCENES, build_template_and_encoder, play_scene
@@ -267,11 +268,11 @@ def test_a_call_that_was_cut_before_its_turn_was_closed_is_closed_by_the_templat
     source = TRAITS["calls end a turn otherwise"]
     template, encoder = build_template_and_encoder(source)
     tree, (question, call, result) = InteractionTree(), _tool_turn('{"cmd": "ls"}')
-    turn = tree.build_open_turn([question], template, encoder)
+    turn = build_open_turn(tree, [question], template, encoder)
     new_ids = encoder.encode(turn.new_text)
     said = encoder.encode('<c>bash{"cmd": "ls"}</c>')
     answer(tree, turn, new_ids, call, said, closed=False)
-    added = tree.build_open_turn([question, call, result], template, encoder)
+    added = build_open_turn(tree, [question, call, result], template, encoder)
     assert added.new_text == "<called>\n<r>RESULT</r><assistant>"
 
 
@@ -279,4 +280,4 @@ def test_a_history_that_a_template_refuses_is_still_refused_where_its_ids_are_un
     template, encoder = build_template_and_encoder(TRAITS["one call at a time, without text"])
     scene = SCENES["parallel calls"]
     with pytest.raises(ChatTemplateError, match="one"):
-        InteractionTree().build_open_turn(scene, template, encoder)
+        build_open_turn(InteractionTree(), scene, template, encoder)

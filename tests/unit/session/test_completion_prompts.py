@@ -12,8 +12,8 @@ from tokenizers.processors import TemplateProcessing
 
 from areal_hpc.session import fast_bpe
 from areal_hpc.session.chat_template import TokenEncoder
-from areal_hpc.session.completion_prompts import match_ids_prompt, match_text_prompt
 from areal_hpc.session.fast_bpe import CachedAsciiBPEEncoder
+from areal_hpc.session.open_turn import match_ids_prompt, match_text_prompt
 from areal_hpc.session.tree import Interaction, InteractionTree
 from tests.support.chatml import TRAINING_TEXT, byte_level_tokenizer
 from tests.support.prompt_audit import prompt_ids

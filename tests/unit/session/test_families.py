@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from areal_hpc.session.chat_template import Message
 from areal_hpc.session.message_matching import normalize_chat_message
+from areal_hpc.session.open_turn import build_open_turn
 from areal_hpc.session.tree import Interaction, InteractionTree, unpack_ids
 from tests.support.prompt_audit import prompt_ids, rendered_ids
 from tests.unit.session.families import ENCODER, FAMILIES, Family
@@ -80,7 +81,7 @@ def as_an_sdk_sends_it(told: dict[str, Any]) -> Message:
 def speak(
     tree: InteractionTree, family: Family, messages: list[Message], reply: Reply
 ) -> Interaction:
-    turn = tree.build_open_turn(messages, family.template, ENCODER, tools=TOOLS)
+    turn = build_open_turn(tree, messages, family.template, ENCODER, tools=TOOLS)
     new_ids = turn.drop_repeated_turn_end(ENCODER.encode(turn.new_text))
     text = written(family, reply)
     pieces = list(text) if reply.own_split else [text]
@@ -151,7 +152,7 @@ def test_a_rewritten_reply_forks_and_says_in_what(change: dict[str, Any], why: s
     tree = converse(family, [("a", reply)])
     changed = normalize_chat_message({**message(family, reply, 0), **change})
     history = [user("a"), changed, user("b"), *turn("c", "d")]
-    opened = tree.build_open_turn(history, family.template, ENCODER, tools=TOOLS)
+    opened = build_open_turn(tree, history, family.template, ENCODER, tools=TOOLS)
     assert (opened.parent, opened.reuse, opened.differing_field) == (None, "none", why)
 
 
@@ -171,5 +172,5 @@ def test_a_rewritten_question_and_other_tools_fork_too_but_a_new_branch_does_not
     history: list[Message], tools: Any, reuse: str, why: str | None
 ) -> None:
     tree = converse(FAMILIES[0], [("a", Reply("7")), ("b", Reply("7"))])
-    opened = tree.build_open_turn(history, FAMILIES[0].template, ENCODER, tools=tools)
+    opened = build_open_turn(tree, history, FAMILIES[0].template, ENCODER, tools=tools)
     assert (opened.reuse, opened.differing_field) == (reuse, why)

@@ -14,7 +14,7 @@ from areal_hpc.session.message_matching import (
     normalize_chat_message,
     strip_volatile_lines,
 )
-from areal_hpc.session.text_after_reply import REPLY_MARK
+from areal_hpc.session.open_turn import REPLY_MARK, build_open_turn
 from areal_hpc.session.tree import InteractionTree, pack_counts_as_uint16, pack_ids, unpack_ids
 from tests.support.chatml import CHATML
 from tests.support.prompt_audit import prompt_ids
@@ -55,10 +55,10 @@ def test_the_json_of_a_sequence_is_its_ids(turns: list[tuple[str, str]]) -> None
 def test_marks_within_the_last_message_are_not_what_the_template_says_behind_it() -> None:
     tree, end = InteractionTree(), "<|im_end|>\n<|im_start|>assistant\n"
     long = user("a file that an agent has read: <think> and more")
-    assert tree.build_open_turn([long], TEMPLATE, ENCODER).text_after_messages == end
-    begun = tree.build_open_turn([long], TEMPLATE, ENCODER, prefill="<think>\nWell")
+    assert build_open_turn(tree, [long], TEMPLATE, ENCODER).text_after_messages == end
+    begun = build_open_turn(tree, [long], TEMPLATE, ENCODER, prefill="<think>\nWell")
     assert begun.text_after_messages == f"{end}<think>\nWell"
-    short = tree.build_open_turn([user("as")], TEMPLATE, ENCODER)  # which is in `assistant`, too
+    short = build_open_turn(tree, [user("as")], TEMPLATE, ENCODER)  # which is in `assistant`, too
     assert short.text_after_messages == short.new_text
 
 

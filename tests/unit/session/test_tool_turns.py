@@ -13,7 +13,8 @@ from areal_hpc.session.message_matching import (
     list_unpaired,
     normalize_chat_message,
 )
-from areal_hpc.session.tree import InteractionTree, OpenTurn
+from areal_hpc.session.open_turn import OpenTurn, build_open_turn
+from areal_hpc.session.tree import InteractionTree
 from tests.unit.session.families import ENCODER, FAMILIES
 from tests.unit.session.model_stub import answer, user
 
@@ -40,7 +41,7 @@ def play(*exchanges: tuple[list[Message], Message]) -> InteractionTree:
     tree, messages = InteractionTree(), list[Message]()
     for asked, reply in exchanges:
         messages = [*messages, *asked]
-        turn = tree.build_open_turn(messages, TEMPLATE, ENCODER)
+        turn = build_open_turn(tree, messages, TEMPLATE, ENCODER)
         said = ENCODER.encode("<tool_call>") + ENCODER.encode("<|im_end|>")
         answer(tree, turn, ENCODER.encode(turn.new_text), reply, said)
         messages = [*messages, reply]
@@ -48,7 +49,7 @@ def play(*exchanges: tuple[list[Message], Message]) -> InteractionTree:
 
 
 def go_on(tree: InteractionTree, *history: Message) -> OpenTurn:
-    return tree.build_open_turn([*history], TEMPLATE, ENCODER)
+    return build_open_turn(tree, [*history], TEMPLATE, ENCODER)
 
 
 ASKED = user("q")

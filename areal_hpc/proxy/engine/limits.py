@@ -1,22 +1,117 @@
-"""Bounds of grammars, and their tries: what would stop a replica for everybody never reaches it.
+"""Limits of calls: replies in flight, turns and tokens of an episode, size of a session, grammars.
 
 SGLang compiles grammars in threads that no abort ends, and a few characters can make each token of
-a reply take minutes. No rule tells which do, so each is tried (`inference/grammar_check.py`).
+a reply take minutes. No rule tells which do, so each is tried (`inference/grammar_check.py`): what
+would stop a replica for everybody never reaches it.
 """
 
 import asyncio
 import hashlib
 import logging
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from weakref import WeakValueDictionary
 
+import msgspec
+
 from areal_hpc.errors import ParserLostError, ProxyRequestError
+from areal_hpc.proxy.config import ProxyLimits
 from areal_hpc.proxy.engine.generation import SamplingParams
 from areal_hpc.proxy.engine.tool_parsers import ParserProcessClient
 from areal_hpc.proxy.sessions.store import Session
 
 log = logging.getLogger(__name__)
+
+RESERVATION_POLL_S = 0.02
+
+
+class ConcurrentReplyLimiter:
+    def __init__(self, limits: ProxyLimits) -> None:
+        self._limits = limits
+        self._replies = 0
+
+    def admit(self, session: Session, replies: int) -> None:
+        """Count a call that has begun: a session is not idle while the model answers it."""
+        limits = self._limits
+        for count, most, whose in (
+            (self._replies, limits.max_concurrent_calls, ""),
+            (session.in_flight, limits.max_calls_per_session, " of this session"),
+        ):
+            if count + replies > most:
+                problem = f"too many model calls{whose} in flight (limit {most})"
+                raise ProxyRequestError(429, problem)
+        refuse_oversized_session(session, limits)
+        self._replies += replies
+        session.in_flight += replies
+
+    def release(self, session: Session, replies: int, reserved_tokens: int = 0) -> None:
+        """Replies have come to their end; `reserved_tokens` of the session were theirs."""
+        self._replies -= replies
+        session.in_flight -= replies
+        session.reserved_tokens -= reserved_tokens
+        session.touch()
+
+
+def refuse_oversized_session(session: Session, limits: ProxyLimits) -> None:
+    """Refuse a call of a session that has recorded too much."""
+    if session.recorded_bytes >= limits.max_session_bytes:
+        problem = f"this session has recorded {session.recorded_bytes} bytes"
+        hint = f"a session may record {limits.max_session_bytes}: open another one"
+        raise ProxyRequestError(400, problem, key="session", hint=hint)
+
+
+def refuse_call_beyond_limits(session: Session, choices: int) -> None:
+    """Refuse a call beyond the episode's turns or tokens; its replies are in flight already."""
+    limits = session.request.limits
+    if limits.max_turns:
+        turns = len(session.tree) + session.unrecorded_replies.total()
+        turns += session.in_flight - choices
+        if turns + choices > limits.max_turns:
+            problem = f"this episode may have {limits.max_turns} turns, {turns} were taken"
+            raise ProxyRequestError(400, problem, key="limits.max_turns")
+    if limits.max_tokens and session.sampled_tokens >= limits.max_tokens:
+        raise _build_tokens_spent_error(session)
+
+
+async def reserve_reply_tokens_per_choice(
+    session: Session, sampling: SamplingParams, choices: int, give_up_at: float
+) -> tuple[SamplingParams, int]:
+    """Cut the reply limit to the session's tokens; also say how many each choice got.
+
+    Those are among the session's `reserved_tokens` until the reply has ended; there are none
+    without a limit. Where calls under way may sample what this one asks for, it waits for them to
+    end: so replies are cut by what was sampled, as if the calls had come one after another.
+    """
+    most = session.request.limits.max_tokens
+    if not most:
+        return sampling, 0
+    wanted = sampling.max_new_tokens
+
+    def count_free() -> int:
+        return most - session.sampled_tokens - session.reserved_tokens
+
+    while session.reserved_tokens and count_free() < wanted * choices:
+        if time.monotonic() >= give_up_at:
+            problem = "calls under way may sample all the tokens that this episode has left"
+            raise ProxyRequestError(503, problem, key="limits.max_tokens")
+        await asyncio.sleep(RESERVATION_POLL_S)
+    limit = min(wanted, count_free() // choices)
+    if limit < 1:
+        raise _build_tokens_spent_error(session, choices)
+    session.reserved_tokens += limit * choices
+    least = min(sampling.min_new_tokens, limit)
+    return msgspec.structs.replace(sampling, max_new_tokens=limit, min_new_tokens=least), limit
+
+
+def _build_tokens_spent_error(session: Session, choices: int = 1) -> ProxyRequestError:
+    most, sampled = session.request.limits.max_tokens, session.sampled_tokens
+    problem = f"this episode may sample {most} tokens, {sampled} were sampled"
+    if sampled < most:
+        problem += f": {most - sampled} are left, for {choices} replies"
+    return ProxyRequestError(400, problem, key="limits.max_tokens")
+
+
 MAX_CHARS_BY_KIND = {
     "regex": 4096,
     "ebnf": 32768,
@@ -50,7 +145,7 @@ def refuse_costly_sampling(sampling: SamplingParams) -> None:
     for name in names:
         chars, most = len(getattr(sampling, name)), MAX_CHARS_BY_KIND[name]
         if chars > most:
-            raise _build_refusal(name, f"it has {chars} characters (limit {most})")
+            raise _build_grammar_refusal(name, f"it has {chars} characters (limit {most})")
 
 
 class GrammarChecks:
@@ -98,7 +193,7 @@ class GrammarChecks:
             except ParserLostError as error:
                 raise ProxyRequestError(503, str(error)) from error
         if found := self._problems.get(digest):
-            raise _build_refusal(name, found)
+            raise _build_grammar_refusal(name, found)
 
     async def _try_in_lanes(
         self, parsers: ParserProcessClient, digest: bytes, grammar_kind: str, text: str
@@ -136,6 +231,6 @@ def _hold_slot(session: Session, digest: bytes) -> Iterator[None]:
             del new[digest]
 
 
-def _build_refusal(grammar_kind: str, problem: str) -> ProxyRequestError:
+def _build_grammar_refusal(grammar_kind: str, problem: str) -> ProxyRequestError:
     key = _REQUEST_KEY_BY_GRAMMAR.get(grammar_kind, grammar_kind)
     return ProxyRequestError(400, f"the grammar takes too long to compile: {problem}", key=key)
