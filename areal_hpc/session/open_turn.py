@@ -76,7 +76,7 @@ class OpenTurn(msgspec.Struct, frozen=True):
             return encoded
         said = memoryview(parent.output_ids[-4 * MAX_TURN_END_TOKENS :]).cast("i").tolist()
         for count in range(min(len(said), len(encoded)), 0, -1):
-            if said[-count:] == encoded[:count]:
+            if said[-count] == encoded[0] and said[-count:] == encoded[:count]:
                 return encoded[count:]
         return encoded
 
@@ -160,7 +160,7 @@ def _render_text_after_reply(
     for keeps_all_calls in (True, False):
         conversation = [*messages]
         for i in reply_indices:
-            if len(messages[i]) > len(("role", "content")):
+            if "tool_calls" in messages[i] or "reasoning_content" in messages[i]:
                 conversation[i] = _build_bare_reply(messages[i], keeps_all_calls)
         for reply in _list_marked_replies(conversation[last]):
             conversation[last] = reply

@@ -269,7 +269,9 @@ def _read_user_blocks(message: _InputMessage, i: int) -> Iterator[str | Message]
 
 
 def _read_tool_result_text(block: _ToolResult) -> str:
-    parts = [_Text(block.content)] if isinstance(block.content, str) else block.content
+    parts: Sequence[_Text | _Image | _Document] = (
+        [_Text(block.content)] if isinstance(block.content, str) else block.content
+    )
     text = "\n".join(
         one.text if isinstance(one, _Text) else format_left_out_part(str(one.__struct_config__.tag))
         for one in parts
@@ -335,10 +337,7 @@ def _parse_tool_choice(
 def _build_thinking_variables(
     request: MessagesRequest, model: ServedModel, ignored: list[str]
 ) -> dict[str, Any]:
-    """Variables that tell the chat template whether to reason, and how hard.
-
-    What no template variable can follow is added to `ignored`.
-    """
+    """Variables that tell the chat template whether to reason, and how hard."""
     effort = request.output_config.effort if request.output_config else None
     variables = build_reasoning_variables(model, "output_config.effort", ignored, effort=effort)
     if request.thinking is None:
