@@ -16,8 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from areal_hpc.sandbox.runtimes import Runtime, make_runtime
-from areal_hpc.sandbox.sandbox import Sandbox
-from areal_hpc.sandbox.spec import Network, SandboxSpec
+from areal_hpc.sandbox.sandbox import Network, Sandbox, SandboxSpec
 from benchmarks._http_load import load
 from benchmarks._proxy_servers import Answers
 from benchmarks._proxy_sides import CORES, Ours, start_ours, start_server

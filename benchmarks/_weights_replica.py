@@ -23,8 +23,7 @@ import yaml
 from areal_hpc.inference.config import resolve_device
 from areal_hpc.jobs.config import get_interpreter
 from areal_hpc.recipe.loading import load_recipe
-from areal_hpc.recipe.sections.inference import InferenceConfig
-from areal_hpc.recipe.sections.weights import WeightsConfig
+from areal_hpc.recipe.sections.inference import InferenceConfig, WeightsConfig
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.rendezvous import derive_bearer_key, make_client_tls

@@ -17,10 +17,8 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from areal_hpc.sandbox.pool import SandboxPool
-from areal_hpc.sandbox.runtimes import Runtime, find_installed_runtimes, make_runtime
-from areal_hpc.sandbox.sandbox import Sandbox
-from areal_hpc.sandbox.spec import SandboxSpec
+from areal_hpc.sandbox.runtimes import Runtime, SandboxPool, find_installed_runtimes, make_runtime
+from areal_hpc.sandbox.sandbox import Sandbox, SandboxSpec
 from benchmarks._pairs import add_out, report
 from benchmarks._sandbox_calls import measure_calls
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes a Python for each gym that areal_hpc/agents/gyms plays, in .venvs/gyms (or $GYMS_DIR), from
+# Makes a Python for each gym that areal_hpc/agents/gym_agents.py plays, in .venvs/gyms (or $GYMS_DIR), from
 # requirements/gyms/NAME.txt: all of them, or those that are named. Idempotent.
 set -euo pipefail
 

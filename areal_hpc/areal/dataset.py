@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_hpc.areal.api.cli_args import DatasetConfig
-from areal_hpc.areal.config.conversions import build_gsm8k_source
+from areal_hpc.areal.conversions import build_gsm8k_source
 from areal_hpc.dataset.sources import iterate_task_rows
 from areal_hpc.errors import RecipeError
 from areal_hpc.recipe.sections.dataset import TaskSetConfig

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_hpc.areal.api.cli_args import StatsLoggerConfig
-from areal_hpc.areal.config.conversions import map_areal_module
+from areal_hpc.areal.conversions import map_areal_module
 from areal_hpc.errors import RecipeError
 from areal_hpc.recipe.user_functions import import_by_path
 from areal_hpc.rundir.paths import RunPaths

@@ -9,10 +9,10 @@ import orjson
 from omegaconf import OmegaConf
 
 from areal_hpc.areal.api.cli_args import BaseExperimentConfig
-from areal_hpc.areal.config.conversions import map_areal_module, map_areal_path_kwargs
-from areal_hpc.areal.config.rules import find_rule_key
-from areal_hpc.areal.config.translation import translate_to_recipe
-from areal_hpc.dataset.materialize import encode_row
+from areal_hpc.areal.conversions import map_areal_module, map_areal_path_kwargs
+from areal_hpc.areal.rules import find_rule_key
+from areal_hpc.areal.translation import translate_to_recipe
+from areal_hpc.dataset.sources import encode_row
 from areal_hpc.errors import RecipeError
 from areal_hpc.launch.run import run, submit
 from areal_hpc.recipe.loading import build_recipe, read_site_values

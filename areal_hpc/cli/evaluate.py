@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,7 +46,7 @@ def _run_trial_episodes(arguments: argparse.Namespace) -> int:
     $ areal-hpc try my_recipe.yaml -n 5 rollout.workflow=my_package.MyAgent
     """
     from areal_hpc.launch.terminal import say
-    from areal_hpc.launch.trial.start import run_trial
+    from areal_hpc.launch.trial import run_trial
     from areal_hpc.recipe.loading import load_recipe
 
     if arguments.tasks < 1:
@@ -210,11 +209,10 @@ def _start_evaluation(
     arguments: argparse.Namespace, target: EvaluationTarget, sets: Sequence[EvaluationSet]
 ) -> None:
     from areal_hpc.launch.evaluation import run_evaluation, submit_evaluation
-    from areal_hpc.launch.terminal import catch_stop_signals
+    from areal_hpc.launch.terminal import catch_stop_signals, say
 
     with catch_stop_signals() as stop:
         if arguments.submit:
-            say = partial(print, flush=True)
             submit_evaluation(
                 target, sets, print_line=say, wait_until=stop if arguments.wait else None
             )

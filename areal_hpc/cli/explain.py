@@ -91,13 +91,14 @@ def _show_dashboard(arguments: argparse.Namespace) -> int:
 
     $ areal-hpc view runs
     """
+    from areal_hpc.launch.terminal import say
     from areal_hpc.view.dashboard.app import serve_dashboard
 
     if not arguments.place.is_dir():
         raise RecipeError(
             f"there is no directory {arguments.place}", hint="give a file root or a run"
         )
-    serve_dashboard(arguments.place.resolve(), arguments.port, lambda line: print(line, flush=True))
+    serve_dashboard(arguments.place.resolve(), arguments.port, say)
     return 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
+import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -95,6 +96,7 @@ def _show_logs(arguments: argparse.Namespace) -> int:
     $ areal-hpc logs runs/quickstart/demo cell-0/proxy --follow
     """
     from areal_hpc.view.logs import (
+        POLL_S,
         LogFile,
         LogFollower,
         choose_attempt,
@@ -132,7 +134,7 @@ def _show_logs(arguments: argparse.Namespace) -> int:
         while follower is not None:
             lines = follower.read_new_lines()
             show(lines if arguments.all else drop_sglang_routine_lines(lines))
-            follower.await_next_poll()
+            time.sleep(POLL_S)
     except KeyboardInterrupt:
         return 0  # the way out of --follow
     return 0

@@ -29,7 +29,7 @@ def _print_recipes(arguments: argparse.Namespace) -> int:
 
     $ areal-hpc recipes
     """
-    from areal_hpc.recipe.shipped import list_shipped_recipes, parse_header
+    from areal_hpc.recipe.files import list_shipped_recipes, parse_header
     from areal_hpc.view.formatting import format_table
 
     rows = [("name", "hardware", "wall time", "purpose")]
@@ -96,7 +96,7 @@ def _prefetch_recipe(arguments: argparse.Namespace) -> int:
 
     $ areal-hpc prefetch recipes/gpu64_math_qwen2.5_7b.yaml
     """
-    from areal_hpc.agents.harness.installation import (
+    from areal_hpc.agents.harness.programs import (
         install_harness,
         list_recipe_harnesses,
     )
@@ -131,12 +131,12 @@ def _install_harnesses(arguments: argparse.Namespace) -> int:
 
     $ areal-hpc install-harness opencode
     """
-    from areal_hpc.agents.harness.installation import (
+    from areal_hpc.agents.harness.programs import (
+        HARNESSES,
         HARNESSES_DIR,
         install_harness,
         query_newest_version,
     )
-    from areal_hpc.agents.harness.programs import HARNESSES
 
     folder = (arguments.dir or HARNESSES_DIR).absolute()
     for name in HARNESSES if arguments.names == ["all"] else arguments.names:
@@ -170,8 +170,8 @@ def _translate_areal_config(arguments: argparse.Namespace) -> int:
     """
     import yaml
 
-    from areal_hpc.areal.config.translation import translate_to_recipe
-    from areal_hpc.areal.loading import read_areal_config_file
+    from areal_hpc.areal.api.cli_args import read_areal_config_file
+    from areal_hpc.areal.translation import translate_to_recipe
     from areal_hpc.recipe.loading import build_recipe
 
     translation = translate_to_recipe(
@@ -240,9 +240,9 @@ def _check_tasks(arguments: argparse.Namespace) -> int:
 
 
 async def _count_unsound_tasks(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> int:
-    from areal_hpc.dataset.harbor.task_check import check_tasks_in_order
+    from areal_hpc.reward.harbor import check_tasks_in_order
     from areal_hpc.sandbox.runtimes import make_runtime
-    from areal_hpc.sandbox.spec import SandboxSpec
+    from areal_hpc.sandbox.sandbox import SandboxSpec
 
     unsound = 0
     spec = SandboxSpec(arguments.root and arguments.root.resolve())

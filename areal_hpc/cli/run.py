@@ -46,7 +46,6 @@ def describe_plan(recipe: Recipe, *, on_this_machine: bool = True) -> Iterator[s
     from areal_hpc.launch.plan import plan_run
     from areal_hpc.launch.resources import build_memory_report
     from areal_hpc.recipe.presets import describe_preset
-    from areal_hpc.rundir.paths import RunPaths
 
     for stage in plan_run(recipe, RunPaths(recipe.run_dir)):
         total = sum(job.tasks * job.gpus_per_task for job in stage.jobs)
@@ -187,7 +186,6 @@ def _run_recipe(arguments: argparse.Namespace) -> int:
 
 
 def _describe_run_dir(recipe: Recipe) -> str:
-    from areal_hpc.rundir.paths import RunPaths
     from areal_hpc.view.state.run_view import RunView
 
     paths = RunPaths(recipe.run_dir.resolve())

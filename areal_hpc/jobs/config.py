@@ -10,7 +10,7 @@ from areal_hpc.checkout import PACKAGE_DIR
 from areal_hpc.jobs.processes.process_setup import PROMETHEUS_VARIABLE
 from areal_hpc.recipe.base import BaseConfig
 from areal_hpc.recipe.recipe import Recipe
-from areal_hpc.recipe.sections.reward import ISOLATION_VARIABLE
+from areal_hpc.recipe.sections.sandbox import ISOLATION_VARIABLE
 from areal_hpc.rundir.jobs import ProcessSpec
 from areal_hpc.rundir.paths import ENVIRONMENTS, ROLES, RunPaths
 from areal_hpc.rundir.run_inputs import read_run_recipe

@@ -33,7 +33,7 @@ from areal_hpc.jobs.processes.fork_server import (
 )
 from areal_hpc.jobs.processes.process_main import PARENT_VARIABLE, PROCESS_MAIN
 from areal_hpc.jobs.starts import CHECKPOINT_DURATION_FILE_VARIABLE, STOP_NOTE_VARIABLE
-from areal_hpc.recipe.private_values import read_role_variables
+from areal_hpc.recipe.keys import read_role_variables
 from areal_hpc.rundir.files import make_folder, write_atomic_private
 from areal_hpc.rundir.jobs import LaunchFile, ProcessSpec
 from areal_hpc.rundir.jsonl import read_tail_lines

@@ -15,7 +15,7 @@ from pathlib import Path
 from msgspec.structs import replace
 from omegaconf import OmegaConf
 
-from areal_hpc.dataset.materialize import count_materialized_rows
+from areal_hpc.dataset.sources import count_materialized_rows
 from areal_hpc.errors import ClusterError, Problem, RecipeError
 from areal_hpc.evaluation.set_names import STEP_OF_LOADED_WEIGHTS
 from areal_hpc.jobs.config import get_interpreter

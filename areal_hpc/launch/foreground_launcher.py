@@ -133,11 +133,6 @@ def job_made_progress(
     return steps_taken > 0 or (is_cell and lived_s >= LOCAL_RESTART_POLICY.healthy_s)
 
 
-def count_replacement_cells(job: str, jobs: Sequence[str]) -> int:
-    cells = {name for name in jobs if name.startswith(CELL_PREFIX)}
-    return len(cells - {job}) if job in cells else 0
-
-
 @dataclass(slots=True)
 class _JobInProgress:
     spec: JobSpec
@@ -231,9 +226,10 @@ class ForegroundLauncher:
             is_leader=job.spec is stage.leader,
         )
         job.failures = LOCAL_RESTART_POLICY.count_failures(job.failures, made_progress=progress)
-        others = count_replacement_cells(job.spec.name, [other.spec.name for other in self._jobs])
+        cells = {one.spec.name for one in self._jobs if one.spec.name.startswith(CELL_PREFIX)}
+        is_dispensable = job.spec.name in cells and len(cells) > 1
         decision = LOCAL_RESTART_POLICY.decide(
-            [failure.code], job.failures, is_dispensable=others > 0
+            [failure.code], job.failures, is_dispensable=is_dispensable
         )
         if decision == "fail":
             raise failure

@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from areal_hpc.errors import ClusterError, Problem, RecipeError, SlurmTimeoutError
@@ -146,12 +145,7 @@ class ThisMachine(AbstractContextManager["ThisMachine"]):
         self._prepared_run = prepared_run
         self._gpus: GpuAssignment = {}
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         """Leave the place. Nothing is to be done for this machine."""
 
     def assign_stage(self, stage: JobStage) -> Iterable[str]:
@@ -287,12 +281,7 @@ class HeldAllocation(ThisMachine):
         self._heart.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self._is_over.set()
         self._heart.join()
         self._prepared_run.paths.allocation_note.unlink(missing_ok=True)

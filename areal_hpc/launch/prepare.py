@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from areal_hpc.dataset.materialize import count_materialized_rows, materialize_task_sets
+from areal_hpc.dataset.sources import count_materialized_rows, materialize_task_sets
 from areal_hpc.errors import ClusterError, Problem, RecipeError
 from areal_hpc.jobs.config import build_role_variables, get_interpreters
 from areal_hpc.launch.checks.inputs import (
@@ -31,9 +31,12 @@ from areal_hpc.launch.tiny_model import make_tiny_model
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.recipe.cross_checks import find_likely_mistakes
 from areal_hpc.recipe.hub_cache import find_snapshot
-from areal_hpc.recipe.keys import flatten_keys, flatten_keys_hiding_private_values
+from areal_hpc.recipe.keys import (
+    flatten_keys,
+    flatten_keys_hiding_private_values,
+    hide_private_values_equal_in,
+)
 from areal_hpc.recipe.loading import load_recipe
-from areal_hpc.recipe.private_values import hide_private_values_equal_in
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.recipe.sections.trainer import compute_learning_rate
 from areal_hpc.rollout.episodes.episode_spec import check_task_limits

@@ -18,7 +18,7 @@ from typing import Any
 
 from areal_hpc.errors import RecipeError
 from areal_hpc.launch.checks.role_python import RolePythonError, describe_pythons
-from areal_hpc.recipe.private_values import hide_private_arguments
+from areal_hpc.recipe.keys import hide_private_arguments
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.files import write_atomic_private
 from areal_hpc.rundir.paths import RunPaths

@@ -20,9 +20,8 @@ from areal_hpc.launch.checks.model import (
 )
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.recipe.sections.cluster import JobKind, JobOptions, SlurmConfig, get_job_kind
-from areal_hpc.recipe.sections.inference import InferenceConfig
+from areal_hpc.recipe.sections.inference import DEFAULT_MAX_NCCL_GROUPS, InferenceConfig
 from areal_hpc.recipe.sections.trainer import Dtype, ParallelConfig
-from areal_hpc.recipe.sections.weights import DEFAULT_MAX_NCCL_GROUPS
 from areal_hpc.rundir.jobs import JobSpec
 from areal_hpc.slurm.batch_script import MEMORY_FLAGS, compute_resources
 from areal_hpc.trainer.model.activation_memory import BYTES_BY_DTYPE

@@ -27,7 +27,7 @@ from areal_hpc.metrics.step_metrics import (
     list_evaluated_sets,
     read_metrics,
 )
-from areal_hpc.recipe.sections.alerts import AlertsConfig
+from areal_hpc.recipe.sections.evaluation import AlertsConfig
 from areal_hpc.rundir.jsonl import JsonMetricRow, append_line, replace_lines
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.events import EventLog

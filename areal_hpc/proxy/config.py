@@ -6,7 +6,7 @@ from typing import Annotated
 from pydantic import Field
 
 from areal_hpc.jobs.config import ProcessConfig
-from areal_hpc.recipe.sections.proxy_and_shards import ProxyConfig
+from areal_hpc.recipe.sections.inference import ProxyConfig
 
 
 class ProxyLimits(ProxyConfig):

@@ -11,8 +11,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from areal_hpc.errors import Problem
-from areal_hpc.recipe.keys import rank_section
-from areal_hpc.recipe.private_values import hide_private_values_equal_in
+from areal_hpc.recipe.keys import hide_private_values_equal_in, rank_section
 
 Location = tuple[int | str, ...]
 """Of a value in a tree: keys, and places in lists."""

@@ -34,6 +34,7 @@ def find_conflicts(recipe: Recipe) -> Iterator[Problem]:
     """Values that do not fit together."""
     yield from _find_training_conflicts(recipe)
     yield from _find_workflow_and_evaluation_problems(recipe)
+    yield from _find_online_conflicts(recipe)
     yield from _find_rollout_conflicts(recipe)
     yield from _find_sandbox_conflicts(recipe)
     yield from _find_served_teacher_conflicts(recipe)
@@ -171,42 +172,13 @@ def _find_training_conflicts(recipe: Recipe) -> Iterator[Problem]:
 
 def _find_workflow_and_evaluation_problems(recipe: Recipe) -> Iterator[Problem]:
     rollout, evaluation = recipe.rollout, recipe.evaluation
-    online, key = rollout.agent.mode == "online", "rollout.workflow"
-    if not online and not rollout.workflow:
+    if rollout.agent.mode != "online" and not rollout.workflow:
+        key = "rollout.workflow"
         yield Problem("this key is required", key, f"add {key}=... to the recipe")
-    if online and rollout.workflow:
-        yield Problem(
-            "rollout.workflow must be empty with rollout.agent.mode=online: external programs "
-            "run the agent",
-            key,
-            "leave it out",
-        )
-    if online and evaluation.workflow:
-        yield Problem(
-            "evaluation is not available with rollout.agent.mode=online: nothing would run the "
-            "held-out tasks",
-            "evaluation.workflow",
-            "leave it out",
-        )
-    if online and rollout.agent.auxiliary != "keep":
-        yield Problem(
-            "rollout.agent.auxiliary cannot be used with mode=online: external programs reward "
-            "their sessions themselves",
-            "rollout.agent.auxiliary",
-            "use keep",
-        )
     if evaluation.workflow_kwargs and not evaluation.workflow:
         message = "evaluation.workflow_kwargs is set but evaluation.workflow is not"
         yield Problem(message, "evaluation.workflow_kwargs", "add evaluation.workflow=...")
     yield from _find_evaluation_set_conflicts(recipe)
-    if online and evaluation.sets:
-        message = "evaluation.sets cannot be used with rollout.agent.mode=online"
-        hint = "set evaluation.sets=null; evaluate the exported model instead"
-        yield Problem(message, "evaluation.sets", hint)
-    if online and recipe.valid_dataset is not None:
-        message = "valid_dataset cannot be used with rollout.agent.mode=online"
-        hint = "remove valid_dataset; evaluate the exported model instead"
-        yield Problem(message, "valid_dataset", hint)
     if evaluation.separate_cell and not recipe.evaluation_sets:
         yield Problem(
             "evaluation.separate_cell=true needs a valid_dataset or evaluation.sets",
@@ -220,6 +192,41 @@ def _find_workflow_and_evaluation_problems(recipe: Recipe) -> Iterator[Problem]:
             "train_dataset.sources",
             "remove the weights, or weight the rows in the curriculum function",
         )
+
+
+def _find_online_conflicts(recipe: Recipe) -> Iterator[Problem]:
+    rollout, evaluation, agent = recipe.rollout, recipe.evaluation, recipe.rollout.agent
+    if agent.mode != "online":
+        return
+    runs_agent, no_held_out = "external programs run the agent", "nothing would play held-out tasks"
+    instead = "evaluate the exported model"
+    for is_set, key, why, hint in (
+        (rollout.workflow, "rollout.workflow", runs_agent, "leave it out"),
+        (agent.isolation, "rollout.agent.isolation", runs_agent, "remove it"),
+        (
+            agent.auxiliary != "keep",
+            "rollout.agent.auxiliary",
+            "external programs reward their sessions themselves",
+            "use keep",
+        ),
+        (
+            rollout.failed_episodes != "retry",
+            "rollout.failed_episodes",
+            "an external program that ends without a reward is replaced by the next one",
+            "use retry",
+        ),
+        (
+            rollout.extra_samples,
+            "rollout.extra_samples",
+            "an external episode cannot be cancelled",
+            "use 0",
+        ),
+        (evaluation.workflow, "evaluation.workflow", no_held_out, "leave it out"),
+        (evaluation.sets, "evaluation.sets", no_held_out, f"set it to null; {instead}"),
+        (recipe.valid_dataset, "valid_dataset", no_held_out, f"remove it; {instead}"),
+    ):
+        if is_set:
+            yield Problem(f"{key} cannot be used with mode=online: {why}", key, hint)
 
 
 def _find_evaluation_set_conflicts(recipe: Recipe) -> Iterator[Problem]:
@@ -262,13 +269,6 @@ def _find_sandbox_conflicts(recipe: Recipe) -> Iterator[Problem]:
         )
     yield from _find_harbor_conflicts(recipe)
     yield from _find_agent_python_conflicts(recipe)
-    if agent.isolation and agent.mode == "online":
-        yield Problem(
-            "rollout.agent.isolation cannot be used with mode=online: external programs run the "
-            "agent",
-            "rollout.agent.isolation",
-            "remove it",
-        )
     if agent.isolation == "none" and agent.sandbox.root:
         yield Problem(
             "rollout.agent.sandbox.root cannot be used with rollout.agent.isolation=none",
@@ -337,13 +337,6 @@ def _find_rollout_conflicts(recipe: Recipe) -> Iterator[Problem]:
     if rollout.min_group_size > rollout.n_samples:
         message = f"min_samples={rollout.min_samples} is more than n_samples={rollout.n_samples}"
         yield Problem(message, "rollout.min_samples", f"use {rollout.n_samples} or less")
-    if rollout.agent.mode == "online" and rollout.failed_episodes != "retry":
-        yield Problem(
-            f"rollout.failed_episodes={rollout.failed_episodes} cannot be used with mode=online: "
-            "an external program that ends without a reward is replaced by the next one",
-            "rollout.failed_episodes",
-            "use retry",
-        )
     default_tries = RolloutConfig.model_fields["max_episode_tries"].default
     if rollout.failed_episodes == "drop" and rollout.max_episode_tries != default_tries:
         yield Problem(
@@ -351,13 +344,6 @@ def _find_rollout_conflicts(recipe: Recipe) -> Iterator[Problem]:
             "rollout.failed_episodes=drop: no episode is repeated",
             "rollout.max_episode_tries",
             "leave it out, or use rollout.failed_episodes=retry",
-        )
-    if rollout.agent.mode == "online" and rollout.extra_samples:
-        yield Problem(
-            "rollout.extra_samples cannot be used with mode=online: an external episode cannot "
-            "be cancelled",
-            "rollout.extra_samples",
-            "use 0",
         )
     least = max(cells, rollout.episodes_per_ticket)
     if rollout.max_concurrent_rollouts < least:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from areal_hpc.recipe.base import BaseConfig, get_section_class
+from areal_hpc.recipe.keys import flatten_keys
 from areal_hpc.recipe.sections.rollout import SamplingConfig
 from areal_hpc.rundir.run_inputs import get_recipe_value
 
@@ -30,7 +31,9 @@ class Preset:
     @property
     def values(self) -> dict[str, Any]:
         """Every key that it sets, dotted."""
-        return _flatten(self.objective, "trainer.objective.") | dict(self.values_outside_objective)
+        return flatten_keys(self.objective, "trainer.objective.") | dict(
+            self.values_outside_objective
+        )
 
 
 PRESETS: Mapping[str, Preset] = {
@@ -199,14 +202,6 @@ def get_default(root: type[BaseConfig], key: str) -> Any:
         assert found is not None, key
         model = found
     return model.model_fields[name].default
-
-
-def _flatten(tree: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in tree.items():
-        is_section = isinstance(value, Mapping)
-        found |= _flatten(value, f"{prefix}{name}.") if is_section else {f"{prefix}{name}": value}
-    return found
 
 
 def _set_unless_present(tree: Mapping[str, Any], key: str, value: Any) -> Mapping[str, Any]:

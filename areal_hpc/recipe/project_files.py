@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from areal_hpc.checkout import get_shipped_dir
-from areal_hpc.recipe.files import EXTENDS_KEY, list_recipe_files
-from areal_hpc.recipe.shipped import find_shipped_recipe
+from areal_hpc.recipe.files import EXTENDS_KEY, find_shipped_recipe, list_recipe_files
 
 TUTORIAL_RECIPE = "my_recipe.yaml"
 """In `examples/tutorial`, beside the agent's module, which is written beside it as well."""

@@ -11,20 +11,23 @@ from pydantic import Field, model_validator
 from areal_hpc.recipe.base import BaseConfig
 from areal_hpc.recipe.hub_cache import REPO_PATTERN
 from areal_hpc.recipe.presets import apply_preset
-from areal_hpc.recipe.sections.alerts import AlertsConfig
 from areal_hpc.recipe.sections.cluster import ClusterConfig
 from areal_hpc.recipe.sections.dataset import TaskSetConfig, TrainTaskSetConfig
 from areal_hpc.recipe.sections.evaluation import (
+    AlertsConfig,
     EvaluationConfig,
     EvaluationSet,
     resolve_evaluation_sets,
 )
-from areal_hpc.recipe.sections.inference import InferenceConfig
-from areal_hpc.recipe.sections.proxy_and_shards import ProxyConfig, ShardConfig
-from areal_hpc.recipe.sections.reward import RewardConfig
+from areal_hpc.recipe.sections.inference import (
+    InferenceConfig,
+    ProxyConfig,
+    ShardConfig,
+    WeightsConfig,
+)
 from areal_hpc.recipe.sections.rollout import RolloutConfig
+from areal_hpc.recipe.sections.sandbox import RewardConfig
 from areal_hpc.recipe.sections.trainer import SftConfig, TrainerConfig
-from areal_hpc.recipe.sections.weights import WeightsConfig
 
 
 class TinyModelConfig(BaseConfig):

@@ -27,8 +27,7 @@ from areal_hpc.sandbox.guest import (
     is_executable_by_all,
     may_become_nobody,
 )
-from areal_hpc.sandbox.sandbox import Sandbox
-from areal_hpc.sandbox.spec import Network, SandboxSpec
+from areal_hpc.sandbox.sandbox import Network, Sandbox, SandboxSpec
 
 USER_NAMESPACE_HINT = "allow user namespaces (sysctl user.max_user_namespaces)"
 _REFUSAL_SIGNS = (

@@ -31,8 +31,7 @@ from areal_hpc.sandbox.guest import (
     build_kernel_limits_script,
     require_python,
 )
-from areal_hpc.sandbox.sandbox import Sandbox
-from areal_hpc.sandbox.spec import SandboxSpec
+from areal_hpc.sandbox.sandbox import Sandbox, SandboxSpec
 
 _PROGRAM_FOLDERS = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 """Where container programs are, beside the folders of `PATH`."""

@@ -13,10 +13,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from areal_hpc.errors import ClusterError, RecipeError
-from areal_hpc.sandbox.images.root_archive import unpack_root
-from areal_hpc.sandbox.sandbox import Sandbox, SandboxStartPlan
+from areal_hpc.sandbox.images import unpack_root
+from areal_hpc.sandbox.sandbox import (
+    SESSION_PORT,
+    Sandbox,
+    SandboxLimits,
+    SandboxSpec,
+    SandboxStartPlan,
+)
 from areal_hpc.sandbox.seccomp import build_seccomp_filter
-from areal_hpc.sandbox.spec import SESSION_PORT, SandboxLimits, SandboxSpec
 
 ISOLATION_RECIPE_KEY = "rollout.agent.isolation"
 NOBODY_UID = 65534

@@ -15,12 +15,11 @@ from typing import Any, Literal, TypeVar
 
 from areal_hpc.errors import ClusterError, RecipeError, SandboxLostError, SandboxStartError
 from areal_hpc.jobs.processes.line_workers import SHORTAGE_HINT
-from areal_hpc.recipe.sections.reward import ISOLATION_VARIABLE
+from areal_hpc.recipe.sections.sandbox import ISOLATION_VARIABLE
 from areal_hpc.sandbox.bwrap import USER_NAMESPACE_HINT, BwrapRuntime
 from areal_hpc.sandbox.guest import require_python
 from areal_hpc.sandbox.runtimes import HostRuntime, Runtime
-from areal_hpc.sandbox.sandbox import Sandbox
-from areal_hpc.sandbox.spec import SandboxLimits, SandboxSpec
+from areal_hpc.sandbox.sandbox import Sandbox, SandboxLimits, SandboxSpec
 
 Isolation = Literal["bwrap", "none"]
 STARTUP_ALLOWANCE_S = 15.0

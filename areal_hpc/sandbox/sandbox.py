@@ -8,9 +8,9 @@ import signal
 import socket
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import PurePosixPath
-from typing import Any, NoReturn
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal, NoReturn
 from urllib.parse import urlsplit
 
 from areal_hpc.errors import ClusterError, SandboxLostError
@@ -21,7 +21,50 @@ from areal_hpc.jobs.processes.process_ties import (
 from areal_hpc.sandbox.channel import CommandChannel, CommandResult
 from areal_hpc.sandbox.memory import measure_memory_bytes
 from areal_hpc.sandbox.session_forwarder import SessionForwarder
-from areal_hpc.sandbox.spec import SESSION_PORT, SandboxLimits
+
+Network = Literal["none", "session-only", "open"]
+"""`none`: loopback alone, with nothing on it; `session-only`: one address there, which a forwarder
+outside serves; `open`: the network of the machine."""
+
+SESSION_PORT = 8999
+"""Port of 127.0.0.1 at which a sandbox with a `session-only` network finds its session."""
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxLimits:
+    """What a sandbox may use. One that uses more memory ends; of the rest it gets no more."""
+
+    memory_bytes: int = 2 << 30
+    """Resident memory of all its processes together, and private memory of each of them."""
+    processes: int = 256
+    disk_bytes: int = 1 << 30
+    """All that it writes, in memory of the node."""
+    files: int = 100_000
+    output_bytes: int = 1 << 20
+    """What one command prints, each of its two streams; a command that prints more is killed."""
+    inotify_instances: int = 64
+    """Of which its user has few elsewhere, too."""
+    watch_period_s: float = 0.5
+    """Time between two looks at what no limit of the kernel's counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxSpec:
+    """A sandbox to start."""
+
+    root: Path | None = None
+    """Folder, tar or image of a root file system, which stays as it is; None: the machine's own."""
+    network: Network = "none"
+    limits: SandboxLimits = field(default_factory=SandboxLimits)
+    writable_folders: tuple[str, ...] = ()
+    """Places of further folders that commands may write in, empty at first."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Environment of commands, besides what every sandbox has."""
+    readonly_folders: tuple[str, ...] = ()
+    """Folders of this machine that it shows at their own places, read-only."""
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    """By name, files that it shows in `Sandbox.files_folder`, read-only."""
+
 
 START_TIMEOUT_S = 30.0
 """A loaded node may take long to start a few processes."""

@@ -2,7 +2,6 @@
 
 import heapq
 import re
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -160,9 +159,6 @@ class LogFollower:
         return merge_lines_by_time(
             [(file, self._read_new_text(path)) for path, file in self._files.items()]
         )
-
-    def await_next_poll(self) -> None:
-        time.sleep(POLL_S)
 
     def _read_new_text(self, path: Path) -> str:
         lines = self._lines.get(path)

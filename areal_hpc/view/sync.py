@@ -10,6 +10,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,12 @@ import msgspec
 
 from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.metrics.step_metrics import read_metrics
-from areal_hpc.recipe.private_values import hide_private_values_equal_in
+from areal_hpc.recipe.keys import hide_private_values_equal_in
 from areal_hpc.rundir.checkpoints import find_latest_checkpoint
 from areal_hpc.rundir.files import fsync_path, fsync_tree, write_once
 from areal_hpc.rundir.jsonl import JsonMetricRow, read_readable_records, replace_lines
 from areal_hpc.rundir.lock import hold_lock
-from areal_hpc.rundir.paths import RunPaths, TrackerPaths
+from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.run_inputs import read_run_recipe
 
 PROGRAM_TIMEOUT_S = 1800.0
@@ -72,7 +73,9 @@ def write_tracker_part(paths: RunPaths, tracker: TrackerChoice) -> int:
     """Write what is settled and new as one more part; the number of its rows."""
     place = paths.tracker(tracker.name)
     with hold_lock(place.lock):
-        rows = list(find_unwritten_metrics(list_settled_rows(paths), read_written_rows(place)))
+        files = map(place.get_rows_file, place.list_parts())
+        written = chain.from_iterable(map(read_readable_records, files))
+        rows = list(find_unwritten_metrics(list_settled_rows(paths), written))
         if not rows:
             return 0
         write_once(place.run_id, secrets.token_hex(4).encode())
@@ -102,11 +105,6 @@ def list_settled_rows(paths: RunPaths) -> list[dict[str, Any]]:
     newest = find_latest_checkpoint(paths.checkpoints_dir)
     saved = newest.state.step if newest else 0
     return [row for row in rows if row["step"] < saved]
-
-
-def read_written_rows(tracker_paths: TrackerPaths) -> Iterator[dict[str, Any]]:
-    for part in tracker_paths.list_parts():
-        yield from read_readable_records(tracker_paths.get_rows_file(part))
 
 
 def find_unwritten_metrics(

@@ -11,7 +11,7 @@ import torch
 from areal_hpc.errors import WeightSyncError
 from areal_hpc.jobs.node import get_advertised_host
 from areal_hpc.metrics.step_metrics import PhaseTimer
-from areal_hpc.recipe.sections.weights import DEFAULT_MAX_NCCL_GROUPS, WeightsConfig
+from areal_hpc.recipe.sections.inference import DEFAULT_MAX_NCCL_GROUPS, WeightsConfig
 from areal_hpc.weights.buckets import (
     OpenBucket,
     PackingBuffers,

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from areal_hpc.errors import WeightStorageError
 from areal_hpc.metrics.step_metrics import PhaseTimer
-from areal_hpc.recipe.sections.weights import WeightsConfig
+from areal_hpc.recipe.sections.inference import WeightsConfig
 from areal_hpc.rundir.files import fsync_path, make_folder
 from areal_hpc.weights.buckets import (
     OpenBucket,

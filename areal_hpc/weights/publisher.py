@@ -12,7 +12,7 @@ import msgspec
 import torch
 
 from areal_hpc.errors import ClusterError
-from areal_hpc.recipe.sections.weights import WeightsConfig
+from areal_hpc.recipe.sections.inference import WeightsConfig
 from areal_hpc.rundir.rendezvous import (
     EVALUATION_CELL,
     derive_bearer_key,

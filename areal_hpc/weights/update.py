@@ -26,7 +26,7 @@ import torch
 
 from areal_hpc.errors import WeightSyncError
 from areal_hpc.metrics.step_metrics import PhaseTimer
-from areal_hpc.recipe.sections.weights import WeightsConfig
+from areal_hpc.recipe.sections.inference import WeightsConfig
 from areal_hpc.weights.buckets import BucketPlan, TensorSpec, get_bucket_bytes, plan_buckets
 from areal_hpc.weights.replicas import ReplicaClient, ReplicaKey, get_group_step_timeout_s
 from areal_hpc.wire.replicas import FenceReplicaRequest, ReopenReplicaRequest

@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from areal_hpc.areal.api.cli_args import AgentRLConfig
-from areal_hpc.areal.config.rules import find_rule_key, flatten_to_dotted_keys
-from areal_hpc.areal.config.translation import translate_to_recipe
-from areal_hpc.areal.loading import to_config
+from areal_hpc.areal.api.cli_args import AgentRLConfig, to_config
+from areal_hpc.areal.rules import find_rule_key, flatten_to_dotted_keys
+from areal_hpc.areal.translation import translate_to_recipe
 from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.paths import RunPaths
 from tests.support.chatml import make_talking_model

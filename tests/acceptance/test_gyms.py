@@ -15,12 +15,14 @@ from typing import Any
 import httpx
 import pytest
 
-from areal_hpc.agents.gyms.gymnasium_agent import GymnasiumAgent
-from areal_hpc.agents.gyms.mcp_agent import McpAgent
-from areal_hpc.agents.gyms.nemo_gym_agent import NemoGymAgent
-from areal_hpc.agents.gyms.openenv_agent import OpenEnvAgent
-from areal_hpc.agents.gyms.verifiers_agent import VerifiersAgent
-from areal_hpc.recipe.sections.reward import ISOLATION_VARIABLE
+from areal_hpc.agents.gym_agents import (
+    GymnasiumAgent,
+    McpAgent,
+    NemoGymAgent,
+    OpenEnvAgent,
+    VerifiersAgent,
+)
+from areal_hpc.recipe.sections.sandbox import ISOLATION_VARIABLE
 from examples.gyms.blackjack import HOW
 from tests.support.environments import CHECKOUT
 from tests.support.gym_stage import GymStage, call_tool

@@ -16,7 +16,7 @@ import pytest
 from aiohttp import ClientSession, ClientTimeout, web
 
 from areal_hpc.agents.harness.harness_agent import HarnessAgent
-from areal_hpc.agents.harness.installation import HARNESSES_DIR
+from areal_hpc.agents.harness.programs import HARNESSES_DIR
 from areal_hpc.jobs.config import get_interpreter
 from areal_hpc.launch.tiny_model import make_tiny_model
 from areal_hpc.recipe.sections.rollout import AgentExecutionConfig

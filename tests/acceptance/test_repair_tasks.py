@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from areal_hpc.dataset.harbor.image_build import build_task_images
-from areal_hpc.sandbox.images.oci_image import read_image
+from areal_hpc.sandbox.images import read_image
 from areal_hpc.sandbox.runtimes import find_installed_runtimes
 from examples.repair_tasks.make import write_repair_tasks
 from tests.support.commands import areal_hpc, said_by

@@ -25,8 +25,7 @@ import pytest
 from areal_hpc.sandbox import bwrap, channel, guest
 from areal_hpc.sandbox.guest import NOBODY_UID, WORK_DIR, may_become_nobody
 from areal_hpc.sandbox.runtimes import make_runtime
-from areal_hpc.sandbox.sandbox import Sandbox
-from areal_hpc.sandbox.spec import Network, SandboxLimits, SandboxSpec
+from areal_hpc.sandbox.sandbox import Network, Sandbox, SandboxLimits, SandboxSpec
 from tests.support.attacks import agent, tool
 from tests.support.deadlines import scaled
 from tests.support.gym_stage import GymStage

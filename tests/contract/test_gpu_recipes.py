@@ -14,8 +14,8 @@ import pytest
 
 from areal_hpc.cli.main import main
 from areal_hpc.launch.job_places import find_gpu_problems
+from areal_hpc.recipe.files import list_shipped_recipes, parse_header
 from areal_hpc.recipe.loading import load_recipe
-from areal_hpc.recipe.shipped import list_shipped_recipes, parse_header
 from areal_hpc.recipe.user_functions import load_user_function
 from areal_hpc.rollout.agent import load_agent
 from areal_hpc.trainer.model.families.architecture import find_layout_problems, read_architecture

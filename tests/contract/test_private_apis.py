@@ -34,7 +34,7 @@ from tests.support.environments import CHECKOUT, sources
 SGLANG = next((CHECKOUT / ".venvs/serve/lib").glob("python3*/site-packages/sglang"))
 
 OWNERS = {
-    "areal/loading.py": ["_get_node"],
+    "areal/api/cli_args.py": ["_get_node"],
     "inference/cpu/sglang_cpu.py": ["_set_envs_and_config", "ALLOC_MEMORY_FUNCS"],
     "inference/server/sglang_main.py": ["_maybe_collect_routed_experts", "release_req"],
     "session/chat_template.py": ["root_render_func"],

@@ -118,7 +118,7 @@ from areal_hpc.errors import ArealError
 from areal_hpc.jobs.processes.line_workers import LineProcess
 from areal_hpc.rollout.execution.process_pool import ProcessPool
 from areal_hpc.sandbox.runtimes import make_runtime
-from areal_hpc.sandbox.spec import SandboxSpec
+from areal_hpc.sandbox.sandbox import SandboxSpec
 
 HOG = "sys.stdin.readline(); held = [b'x' * (64 << 20) for _ in range(64)]"
 

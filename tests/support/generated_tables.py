@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from areal_hpc.agents.harness.programs import HARNESSES
-from areal_hpc.areal.config.rules import RULE_BY_KEY
+from areal_hpc.areal.rules import RULE_BY_KEY
 from areal_hpc.metrics.step_metrics import read_catalogue
 from areal_hpc.proxy.http.agent_api import DIALECT_BY_ROUTE
 from tests.support import mistakes, parameter_table

@@ -21,7 +21,7 @@ from areal_hpc.proxy.sessions.store import (
     compute_key_digest,
     decode_event,
 )
-from areal_hpc.recipe.sections.proxy_and_shards import ProxyConfig
+from areal_hpc.recipe.sections.inference import ProxyConfig
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.rendezvous import derive_bearer_key

@@ -23,7 +23,7 @@ from areal_hpc.jobs.processes.native_call_threads import (
     exit_beside_native_calls,
     list_native_calls,
 )
-from areal_hpc.recipe.sections.weights import WeightsConfig
+from areal_hpc.recipe.sections.inference import WeightsConfig
 from areal_hpc.trainer.collectives import broadcast_object, gather_objects_on_first_rank
 from areal_hpc.weights.publisher import (
     Publisher,

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from areal_hpc.errors import WeightSyncError
-from areal_hpc.recipe.sections.weights import WeightsConfig
+from areal_hpc.recipe.sections.inference import WeightsConfig
 from areal_hpc.weights.buckets import TensorSpec
 from areal_hpc.weights.publisher import Publisher, make_transport
 from areal_hpc.weights.replicas import ReplicaKey

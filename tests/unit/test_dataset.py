@@ -7,8 +7,12 @@ from typing import Any
 import huggingface_hub.constants
 import pytest
 
-from areal_hpc.dataset.materialize import count_materialized_rows, materialize_task_sets
-from areal_hpc.dataset.sources import iterate_task_rows, list_source_paths
+from areal_hpc.dataset.sources import (
+    count_materialized_rows,
+    iterate_task_rows,
+    list_source_paths,
+    materialize_task_sets,
+)
 from areal_hpc.errors import RecipeError
 from areal_hpc.recipe.sections.dataset import TaskSetConfig, TrainTaskSetConfig
 

@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 
-from areal_hpc.dataset.harbor.container_file import read_container_file
-from areal_hpc.dataset.harbor.task_folder import read_task_folder, read_task_folders
+from areal_hpc.dataset.harbor.task_folder import (
+    read_container_file,
+    read_task_folder,
+    read_task_folders,
+)
 from areal_hpc.dataset.sources import iterate_task_rows, list_source_paths
 from areal_hpc.errors import RecipeError
 from areal_hpc.recipe.sections.dataset import TaskSetConfig
@@ -23,7 +26,7 @@ from areal_hpc.reward.harbor import (
     parse_verdict,
     resolve_task_path,
 )
-from areal_hpc.sandbox.spec import SandboxLimits, SandboxSpec
+from areal_hpc.sandbox.sandbox import SandboxLimits, SandboxSpec
 
 
 def write_task(folder: Path, task: str = "", container: str = "FROM debian:12\n") -> Path:

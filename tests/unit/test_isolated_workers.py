@@ -10,16 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.agents.gyms.gym_agent import GymAgent
-from areal_hpc.agents.gyms.gym_worker import WORKERS_DIR
-from areal_hpc.agents.gyms.mcp_agent import McpAgent
-from areal_hpc.agents.gyms.openenv_agent import OpenEnvAgent
-from areal_hpc.agents.gyms.verifiers_agent import VerifiersAgent
+from areal_hpc.agents.gym_agents import GymAgent, McpAgent, OpenEnvAgent, VerifiersAgent
+from areal_hpc.agents.gym_worker import WORKERS_DIR
 from areal_hpc.errors import RecipeError
 from areal_hpc.sandbox.isolated_worker import WORKER_LOOP_FILE, WorkerSettings, open_worker_command
 from areal_hpc.sandbox.runtimes import make_runtime
+from areal_hpc.sandbox.sandbox import SandboxSpec
 from areal_hpc.sandbox.session_forwarder import HostForwarder
-from areal_hpc.sandbox.spec import SandboxSpec
 from tests.support.commands import write_program
 from tests.support.deadlines import scaled
 

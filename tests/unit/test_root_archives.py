@@ -16,11 +16,16 @@ from typing import Any
 
 import pytest
 
-from areal_hpc.agents.harness.harness_folder import _unpack
+from areal_hpc.agents.harness.harness_agent import _unpack
 from areal_hpc.errors import RecipeError
-from areal_hpc.sandbox.images import root_archive
-from areal_hpc.sandbox.images.oci_image import read_image, unpack_image
-from areal_hpc.sandbox.images.root_archive import ROOT_KEPT_S, get_cached_root, make_cache_folder
+from areal_hpc.sandbox import images
+from areal_hpc.sandbox.images import (
+    ROOT_KEPT_S,
+    get_cached_root,
+    make_cache_folder,
+    read_image,
+    unpack_image,
+)
 from areal_hpc.sandbox.unpacked_tree import ArchiveTooLargeError, UnpackedTree
 
 Entry = tuple[str, str | bytes | None]
@@ -109,7 +114,7 @@ def test_what_a_killed_process_unpacked_goes_when_the_next_one_unpacks(tmp_path:
     held, other = cache / f"{'1' * 32}.partial", cache / ("2" * 32)
     held.mkdir()
     other.mkdir()
-    with root_archive._hold_file_lock(held):  # by one that is at work
+    with images._hold_file_lock(held):  # by one that is at work
         assert get_cached_root(archive) == root
     assert (root / "etc/os").is_file()
     assert not any(one.exists() for one in killed)

@@ -1,5 +1,11 @@
-"""Coding harnesses by name, as `harnesses.yaml` has them."""
+"""Coding harnesses by name, as `harnesses.yaml` has them, and their installation."""
 
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from string import Template
@@ -8,7 +14,8 @@ from typing import Literal
 import msgspec
 import yaml
 
-from areal_hpc.errors import RecipeError
+from areal_hpc.errors import ClusterError, RecipeError
+from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.recipe.user_functions import format_name_suggestion
 
 QUIET_VARIABLES = {
@@ -75,3 +82,188 @@ def get_harness_program(harness_name: str, key: str) -> HarnessProgram:
             hint=f"choose from {', '.join(HARNESSES)}",
         )
     return HARNESSES[harness_name]
+
+
+CHECKOUT = Path(__file__).resolve().parents[3]
+HARNESSES_DIR = CHECKOUT / ".venvs" / "harnesses"
+"""Where they are installed, a folder each, unless one says otherwise."""
+PACKAGE_LOCKS_DIR = CHECKOUT / "requirements" / "harnesses"
+STAMP_FILE_NAME = ".installed"
+"""In an installed harness's folder: the digest of its lock, written last."""
+INSTALL_TIMEOUT_S = 1800.0
+MAX_QUOTED_OUTPUT_CHARS = 2000
+"""Of what an installer printed, the characters at its end that an error quotes."""
+HARNESS_WORKFLOW = "areal_hpc.agents.harness.harness_agent.HarnessAgent"
+
+
+def list_recipe_harnesses(recipe: Recipe) -> list[tuple[str, Path]]:
+    """The harnesses that a recipe's agents run, each with the folder that has to hold it."""
+    judged = recipe.evaluation
+    agents = [
+        (recipe.rollout.workflow, recipe.rollout.workflow_kwargs),
+        (judged.workflow, judged.workflow_kwargs),
+        *((one.workflow, one.workflow_kwargs) for one in judged.sets.values()),
+    ]
+    found: dict[tuple[str, Path], None] = {}
+    for workflow, kwargs in agents:
+        if workflow == HARNESS_WORKFLOW and kwargs.get("harness"):
+            folder = Path(kwargs.get("harnesses_dir", HARNESSES_DIR)).absolute()
+            found[str(kwargs["harness"]), folder] = None
+    return list(found)
+
+
+def get_program_path(program: HarnessProgram, folder: Path) -> Path:
+    """The first word of a harness's command."""
+    return Path(program.command[0].replace("$FOLDER", str(folder)))
+
+
+def find_installed_harness(harness_name: str, harnesses_dir: Path, key: str) -> Path:
+    """The folder of an installed harness."""
+    folder = harnesses_dir / harness_name
+    program = get_program_path(get_harness_program(harness_name, key), folder)
+    if not (os.access(program, os.X_OK) and (folder / STAMP_FILE_NAME).exists()):
+        raise RecipeError(
+            f"the harness {harness_name} is not installed, or not to its end: "
+            f"expected the program {program} and the file {folder / STAMP_FILE_NAME}",
+            key=key,
+            hint=f"areal-hpc install-harness {harness_name} --dir {harnesses_dir}",
+        )
+    return folder
+
+
+def install_harness(harness_name: str, harnesses_dir: Path, version: str = "") -> bool:
+    """Install a harness; False if what its lock says, or this version, is there already.
+
+    Args:
+        harness_name: As in `harnesses.yaml`.
+        harnesses_dir: What holds the folders of all.
+        version: Another one than the lock's, with what the registry gives for it today.
+    """
+    program = get_harness_program(harness_name, "NAME")
+    folder, stamp = harnesses_dir / harness_name, version or _compute_lock_digest(harness_name)
+    if (folder / STAMP_FILE_NAME).exists() and (folder / STAMP_FILE_NAME).read_text() == stamp:
+        return False
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    install = _install_from_npm if program.registry == "npm" else _install_from_pypi
+    install(harness_name, program, folder, version)
+    if not os.access(path := get_program_path(program, folder), os.X_OK):
+        raise ClusterError(
+            f"the packages of {harness_name} are installed, but {path} is no program"
+        )
+    (folder / STAMP_FILE_NAME).write_text(stamp)
+    return True
+
+
+def query_newest_version(harness_name: str) -> str:
+    """The newest version of a harness that its registry gives."""
+    program = get_harness_program(harness_name, "NAME")
+    if program.registry == "npm":
+        return _run([_find_npm(), "view", program.package, "version"], Path.cwd()).strip()
+    wanted = ("--python-version", program.python_version) if program.python_version else ()
+    told = _run(
+        [sys.executable, "-m", "pip", "index", "versions", *wanted, program.package], Path.cwd()
+    )
+    return told.split("(", 1)[1].split(")", 1)[0]  # `name (version)` and more
+
+
+def list_package_lock_files(harness_name: str) -> list[Path]:
+    files = sorted((PACKAGE_LOCKS_DIR / harness_name).glob("*"))
+    if not files:
+        raise RecipeError(
+            f"there is no lock {PACKAGE_LOCKS_DIR / harness_name}",
+            key="NAME",
+            hint="run this in a checkout of areal_hpc",
+        )
+    return files
+
+
+def _compute_lock_digest(harness_name: str) -> str:
+    digest = hashlib.sha256()
+    for path in list_package_lock_files(harness_name):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _install_from_npm(
+    harness_name: str, program: HarnessProgram, folder: Path, version: str
+) -> None:
+    npm = _find_npm()
+    for path in list_package_lock_files(harness_name):
+        if not version or path.name == "package.json":
+            shutil.copy(path, folder)
+    # Not `npm ci`: it gives up on optional packages for other systems that a registry lacks.
+    options = ("--no-audit", "--no-fund", "--loglevel=error")
+    packages = ("--save-exact", f"{program.package}@{version}") if version else ("--no-save",)
+    _run([npm, "install", *options, *packages], folder)
+
+
+def _find_npm() -> str:
+    npm = shutil.which("npm")
+    if npm is None:
+        raise ClusterError("npm is missing", hint="install Node.js 20 or newer, which has it")
+    return npm
+
+
+def _install_from_pypi(
+    harness_name: str, program: HarnessProgram, folder: Path, version: str
+) -> None:
+    needed = program.python_version
+    python = _find_python(needed) if needed else sys.executable
+    if python is None:
+        raise ClusterError(
+            f"{harness_name} needs Python {needed}, and there is none on PATH, of pyenv or of uv",
+            hint=f"module load, pyenv install {needed} or uv python install {needed}",
+        )
+    _run([python, "-m", "venv", str(folder / "python")], folder)
+    lock = (
+        "--no-deps",
+        "--require-hashes",
+        "-r",
+        str(PACKAGE_LOCKS_DIR / harness_name / "requirements.txt"),
+    )
+    packages = (f"{program.package}=={version}",) if version else lock
+    pip = [str(folder / "python" / "bin" / "python"), "-m", "pip", "install", "--quiet"]
+    _run([*pip, *packages], folder)
+
+
+def _find_python(version: str) -> str | None:
+    home = Path.home()
+    candidates = [
+        f"python{version}",
+        *map(str, home.glob(f".pyenv/versions/{version}*/bin/python{version}")),
+        *map(str, home.glob(f".local/share/uv/python/cpython-{version}*/bin/python{version}")),
+    ]
+    return next((one for one in candidates if _is_usable(one)), None)
+
+
+def _is_usable(python: str) -> bool:
+    try:
+        return subprocess.run([python, "-c", ""], capture_output=True, check=False).returncode == 0
+    except OSError:
+        return False
+
+
+def _run(command: Sequence[str], folder: Path) -> str:
+    try:
+        ended = subprocess.run(
+            command,
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=INSTALL_TIMEOUT_S,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ClusterError(
+            f"{' '.join(command[:3])} took more than {INSTALL_TIMEOUT_S} s",
+            hint="run this where the registry can be reached",
+        ) from error
+    if ended.returncode != 0:
+        said = " ".join((ended.stderr.strip() or ended.stdout).split())[-MAX_QUOTED_OUTPUT_CHARS:]
+        raise ClusterError(
+            f"{' '.join(command[:3])} ended with {ended.returncode}: {said}",
+            hint="run this where the registry can be reached; a package whose hash is not the "
+            "lock's is another file: install nothing from there",
+        )
+    return ended.stdout

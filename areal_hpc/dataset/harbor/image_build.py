@@ -11,16 +11,16 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from areal_hpc.dataset.harbor.container_file import read_container_file
 from areal_hpc.dataset.harbor.task_file import HarborTaskFile, read_supported_task_file
 from areal_hpc.dataset.harbor.task_folder import (
     IMAGE_FILE_NAME,
     ROOT_FILE_SYSTEM_NAMES,
     list_readonly_targets,
     list_task_folders,
+    read_container_file,
 )
 from areal_hpc.errors import Problem, RecipeError
-from areal_hpc.sandbox.images.oci_image import read_image
+from areal_hpc.sandbox.images import read_image
 
 SOURCE_LABEL = "areal-hpc.source"
 """Label of an image: the digest of what it was built from."""

@@ -164,7 +164,7 @@ def find_unsupported(task: HarborTaskFile, path: Path) -> Iterator[Problem]:
         "environment.mcp_servers": (
             bool(environment.mcp_servers),
             "commands of a sandbox start no servers of tools",
-            "give them to the agent: areal_hpc.agents.gyms.mcp_agent.McpAgent",
+            "give them to the agent: areal_hpc.agents.gym_agents.McpAgent",
         ),
         "environment.skills_dir": (environment.skills_dir is not None, "there are no skills", ""),
         "environment.healthcheck": (

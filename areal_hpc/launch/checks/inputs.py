@@ -28,7 +28,7 @@ from areal_hpc.launch.checks.role_python import (
 )
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.recipe.sections.inference import InferenceConfig
-from areal_hpc.recipe.sections.reward import ISOLATION_VARIABLE
+from areal_hpc.recipe.sections.sandbox import ISOLATION_VARIABLE
 from areal_hpc.rundir.paths import ENVIRONMENTS
 
 log = logging.getLogger(__name__)

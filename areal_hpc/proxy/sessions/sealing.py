@@ -31,7 +31,7 @@ from areal_hpc.proxy.sessions.store import (
     TicketsSealed,
     UntrainedSealed,
 )
-from areal_hpc.recipe.sections.proxy_and_shards import ShardConfig
+from areal_hpc.recipe.sections.inference import ShardConfig
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.rendezvous import LEDGER_SERVICE
 from areal_hpc.rundir.service_client import AsyncServiceClient

@@ -1,7 +1,7 @@
-"""Recipe section `evaluation`, and the evaluation sets that it and `valid_dataset` make."""
+"""Recipe sections `evaluation` and `alerts`: what judges a run."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -180,3 +180,29 @@ def _resolve_set(
         pass_reward=config.pass_reward,
         every_steps=evaluation.every_steps if config.every_steps is None else config.every_steps,
     )
+
+
+AlertName = Literal[
+    "no_signal",
+    "reward_drop",
+    "engine_mismatch",
+    "failing_agents",
+    "low_entropy",
+    "reply_length",
+    "repetition",
+    "cut_replies",
+    "unrewarded_replies",
+    "full_disk",
+    "slow_cell",
+]
+"""Rules of `areal_hpc/metrics/alerts.py`."""
+
+
+class AlertsConfig(BaseConfig):
+    """Rules by which a run is judged after each step.
+
+    A failure makes `areal-hpc status` exit with 1, a note is only told (docs/metrics.md).
+    """
+
+    off: tuple[AlertName, ...] = ()
+    """Rules that are not asked."""

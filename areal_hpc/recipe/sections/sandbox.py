@@ -1,4 +1,4 @@
-"""Recipe section `rollout.agent.sandbox`."""
+"""Recipe sections `rollout.agent.sandbox` and `reward`: what isolates agents, and programs."""
 
 from typing import Annotated, Literal
 
@@ -29,3 +29,14 @@ class SandboxConfig(BaseConfig):
     """Files, folders and links that are made."""
     warm: Annotated[int, Field(ge=0)] = 4
     """Sandboxes that each cell keeps ready; those of mode `subproc` are started when wanted."""
+
+
+ISOLATION_VARIABLE = "AREAL_HPC_REWARD_ISOLATION"
+"""Environment variable that carries `reward.isolation` to the processes that reward."""
+
+
+class RewardConfig(BaseConfig):
+    """Rewards that run programs which the model wrote, others' scorers, gyms."""
+
+    isolation: Literal["bwrap", "none"] = "bwrap"
+    """How these are kept apart; `none`: they can read and change all that you can."""

@@ -13,11 +13,9 @@ from areal_hpc.recipe.sections.sandbox import SandboxConfig
 from areal_hpc.reward.harbor import HarborTask, find_harbor_task
 from areal_hpc.rollout.execution.agent_errors import SHORTAGE_ERRNOS
 from areal_hpc.sandbox.guest import ISOLATION_RECIPE_KEY
-from areal_hpc.sandbox.images.oci_image import read_image
-from areal_hpc.sandbox.pool import SandboxPool
-from areal_hpc.sandbox.runtimes import Runtime, make_runtime
-from areal_hpc.sandbox.sandbox import Sandbox
-from areal_hpc.sandbox.spec import Network, SandboxLimits, SandboxSpec
+from areal_hpc.sandbox.images import read_image
+from areal_hpc.sandbox.runtimes import Runtime, SandboxPool, make_runtime
+from areal_hpc.sandbox.sandbox import Network, Sandbox, SandboxLimits, SandboxSpec
 
 SANDBOX_TASK_COLUMN = "sandbox"
 """Where an agent finds its sandbox in its task."""

@@ -38,7 +38,7 @@ from areal_hpc.jobs.processes.process_ties import (
     kill_descendants,
     list_descendants,
 )
-from areal_hpc.recipe.sections.reward import ISOLATION_VARIABLE
+from areal_hpc.recipe.sections.sandbox import ISOLATION_VARIABLE
 from areal_hpc.rollout.execution.agent_errors import describe_errno_shortage, find_node_shortage
 from areal_hpc.rollout.execution.agent_worker import encode_as_tagged_builtins
 from areal_hpc.wire.agent_reward import Reward

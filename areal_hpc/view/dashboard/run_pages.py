@@ -21,14 +21,12 @@ from tokenizers import Tokenizer
 from areal_hpc.errors import ArealError, RecipeError
 from areal_hpc.metrics.step_line import compute_trained_tokens_per_s
 from areal_hpc.metrics.step_metrics import (
-    StepTimes,
     find_metric,
     find_step_bottleneck,
     read_metrics,
     select_trained_rows,
 )
-from areal_hpc.recipe.keys import flatten_keys_hiding_private_values
-from areal_hpc.recipe.private_values import hide_private_arguments
+from areal_hpc.recipe.keys import flatten_keys_hiding_private_values, hide_private_arguments
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.run_inputs import TaskSet
 from areal_hpc.rundir.telemetry.events import read_all_events
@@ -118,7 +116,7 @@ def _describe_run_progress(view: RunView) -> JsonObject:
 
 
 def describe_run_overview(view: RunView) -> JsonObject:
-    rows = view.steps
+    rows, times = view.steps, view.step_times
     return {
         "name": view.paths.run_name,
         "path": str(view.paths.root),
@@ -133,15 +131,10 @@ def describe_run_overview(view: RunView) -> JsonObject:
         "steps": rows,
         "sft": view.sft,
         "restarts": list_restart_steps(rows),
-        "step_times": describe_step_times(view.step_times),
+        "step_times": times and times._asdict(),
         "events": view.recent_events[-MAX_EVENTS:],
         "recipe": _flatten_recipe_without_secrets(view.recipe),
     }
-
-
-def describe_step_times(times: StepTimes | None) -> JsonObject | None:
-    """Where the time of steps went, as the pages draw it."""
-    return times and times._asdict()
 
 
 def _flatten_recipe_without_secrets(recipe: Mapping[str, Any]) -> dict[str, str]:

@@ -11,7 +11,7 @@ from areal_hpc.rundir.jsonl import JsonRow
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.spans import Span
 from areal_hpc.view.answers.slow_run import explain_slow_run
-from areal_hpc.view.dashboard.run_pages import describe_answer, describe_step_times
+from areal_hpc.view.dashboard.run_pages import describe_answer
 from areal_hpc.view.timeline import (
     TRAINER_PROCESS,
     Timeline,
@@ -46,6 +46,7 @@ def describe_timeline(paths: RunPaths, query: Mapping[str, str]) -> JsonObject:
         and row["unix_time_s"] - row["time/step_s"] < end - MIN_OVERLAP_S
     ]
     problems: list[str] = []
+    times = measure_step_times(inside)
     metrics_bytes = paths.metrics.stat().st_size if paths.metrics.exists() else 0
     timeline = read_timeline(paths, inside, begin, end, problems)
     return {
@@ -64,7 +65,7 @@ def describe_timeline(paths: RunPaths, query: Mapping[str, str]) -> JsonObject:
         "shown_steps": [row["step"] for row in inside],
         "processes": describe_processes(timeline),
         "longest": list_longest_spans(timeline),
-        "step_times": describe_step_times(measure_step_times(inside)),
+        "step_times": times and times._asdict(),
         "answer": _explain_slow_run_once(paths, metrics_bytes),
         "notes": [*timeline.notes, *problems[:5]],
     }

@@ -10,7 +10,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from areal_hpc.dataset.materialize import count_materialized_rows
+from areal_hpc.dataset.sources import count_materialized_rows
 from areal_hpc.errors import escape_controls
 from areal_hpc.evaluation.set_names import STEP_OF_LOADED_WEIGHTS, split_ticket_id
 from areal_hpc.metrics.alerts import AlertTracker

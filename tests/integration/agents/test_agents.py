@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from areal_hpc.areal.config.conversions import map_areal_module
+from areal_hpc.areal.conversions import map_areal_module
 from areal_hpc.errors import RecipeError
 from areal_hpc.reward.gsm8k import gsm8k_reward_fn
 from areal_hpc.rollout.agent import load_agent

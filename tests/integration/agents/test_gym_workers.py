@@ -14,13 +14,11 @@ from typing import Any
 import psutil
 import pytest
 
-from areal_hpc.agents.gyms.gym_agent import GymAgent
-from areal_hpc.agents.gyms.gym_worker import GymWorker
-from areal_hpc.agents.gyms.mcp_agent import McpAgent
-from areal_hpc.agents.gyms.openenv_agent import OpenEnvAgent
+from areal_hpc.agents.gym_agents import GymAgent, McpAgent, OpenEnvAgent
+from areal_hpc.agents.gym_worker import GymWorker
 from areal_hpc.errors import AgentError, ArealError, NodeResourceShortageError, RecipeError
 from areal_hpc.jobs.processes.line_workers import WorkerPool
-from areal_hpc.recipe.sections.reward import ISOLATION_VARIABLE
+from areal_hpc.recipe.sections.sandbox import ISOLATION_VARIABLE
 from areal_hpc.sandbox.isolated_worker import WorkerSettings
 from tests.support.deadlines import scaled
 from tests.support.environments import CHECKOUT

@@ -19,7 +19,7 @@ from packaging.tags import Tag, compatible_tags, cpython_tags
 from packaging.utils import parse_wheel_filename
 
 from areal_hpc import __version__
-from areal_hpc.recipe.shipped import list_shipped_recipes
+from areal_hpc.recipe.files import list_shipped_recipes
 from tests.support.commands import run_program, said_by
 from tests.support.environments import CHECKOUT, find_uv, normalize_name
 

@@ -30,11 +30,10 @@ from areal_hpc.rollout.execution.agent_sandboxes import AgentSandboxes
 from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.run_inputs import TaskSet
 from areal_hpc.rundir.telemetry.events import EventLog
-from areal_hpc.sandbox import pool
+from areal_hpc.sandbox import runtimes
 from areal_hpc.sandbox.guest import build_isolation_error
 from areal_hpc.sandbox.runtimes import HostRuntime
-from areal_hpc.sandbox.sandbox import Sandbox
-from areal_hpc.sandbox.spec import SandboxSpec
+from areal_hpc.sandbox.sandbox import Sandbox, SandboxSpec
 from areal_hpc.wire.ledger import TicketGrant, TicketRef
 from areal_hpc.wire.proxy import (
     ExportSettings,
@@ -252,10 +251,10 @@ NO_PROCESS = "no processes left"
 def test_a_sandbox_that_does_not_start_costs_no_try(
     error: ClusterError | RecipeError, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pool, "RETRY_PAUSE_S", 0.01)
+    monkeypatch.setattr(runtimes, "RETRY_PAUSE_S", 0.01)
     monkeypatch.setattr(group, "SHORTAGE_PAUSE_S", 0.05)
     cell = Cell(tmp_path, Steady(), tickets(2), max_episode_tries=1)
-    loaded = Loaded(8 * pool.START_TRIES, error)
+    loaded = Loaded(8 * runtimes.START_TRIES, error)
     cell.sandboxes = AgentSandboxes(loaded, SandboxSpec(network="open"), 0)
     cell.run()
     assert len(cell.proxy.finished) == 2

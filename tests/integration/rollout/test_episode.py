@@ -18,8 +18,7 @@ from areal_hpc.rollout.episodes.episode_spec import EpisodeSpec
 from areal_hpc.rollout.execution.agent_sandboxes import AgentSandboxes
 from areal_hpc.rollout.execution.subprocess_agent import SubprocessAgent
 from areal_hpc.sandbox.runtimes import HostRuntime
-from areal_hpc.sandbox.sandbox import Sandbox
-from areal_hpc.sandbox.spec import SandboxSpec
+from areal_hpc.sandbox.sandbox import Sandbox, SandboxSpec
 from areal_hpc.wire.agent_reward import Reward
 from areal_hpc.wire.ledger import TicketRef
 from areal_hpc.wire.proxy import SamplingDefaults, StartSessionRequest

@@ -12,16 +12,15 @@ from typing import Any
 import pytest
 
 from areal_hpc.agents.harbor_agent import HarborAgent
-from areal_hpc.dataset.harbor.task_check import check_tasks_in_order
 from areal_hpc.dataset.harbor.task_folder import read_task_folder, read_task_folders
 from areal_hpc.errors import NodeResourceShortageError, RecipeError
 from areal_hpc.recipe.sections.rollout import AgentExecutionConfig
 from areal_hpc.reward import harbor
-from areal_hpc.reward.harbor import find_harbor_task
+from areal_hpc.reward.harbor import check_tasks_in_order, find_harbor_task
 from areal_hpc.rollout.episodes.episode import EpisodeOutcome
 from areal_hpc.sandbox.bwrap import BwrapRuntime
 from areal_hpc.sandbox.runtimes import find_installed_runtimes, make_runtime
-from areal_hpc.sandbox.spec import SandboxSpec
+from areal_hpc.sandbox.sandbox import SandboxSpec
 from areal_hpc.wire.agent_reward import Reward
 from examples.repair_tasks.make import write_repair_tasks
 from tests.integration.rollout.test_episode import finish

@@ -11,14 +11,13 @@ from typing import Any
 
 import pytest
 
-from areal_hpc.agents.harness.harness_agent import HarnessAgent
-from areal_hpc.agents.harness.harness_folder import HarnessFolder
+from areal_hpc.agents.harness.harness_agent import HarnessAgent, HarnessFolder
 from areal_hpc.errors import RecipeError
 from areal_hpc.recipe.sections.rollout import AgentExecutionConfig
 from areal_hpc.rollout.episodes.episode import EpisodeOutcome
 from areal_hpc.rollout.episodes.episode_spec import EpisodeSpec
 from areal_hpc.sandbox.runtimes import make_runtime
-from areal_hpc.sandbox.spec import SandboxSpec
+from areal_hpc.sandbox.sandbox import SandboxSpec
 from areal_hpc.wire.agent_reward import Reward
 from tests.integration.rollout.test_episode import finish, spec
 from tests.integration.rollout.test_subprocess_agent import play_in_sandboxes

@@ -6,10 +6,8 @@ import signal
 from contextlib import suppress
 from pathlib import Path
 
-from areal_hpc.sandbox.pool import SandboxPool
-from areal_hpc.sandbox.runtimes import make_runtime
-from areal_hpc.sandbox.sandbox import Sandbox, SandboxStartPlan
-from areal_hpc.sandbox.spec import SandboxLimits, SandboxSpec
+from areal_hpc.sandbox.runtimes import SandboxPool, make_runtime
+from areal_hpc.sandbox.sandbox import Sandbox, SandboxLimits, SandboxSpec, SandboxStartPlan
 from tests.support.deadlines import scaled
 
 

@@ -20,8 +20,7 @@ from areal_hpc.errors import SandboxLostError
 from areal_hpc.jobs.processes.process_ties import list_descendants
 from areal_hpc.reward.harbor import build_archive
 from areal_hpc.sandbox.runtimes import Runtime, find_installed_runtimes, make_runtime
-from areal_hpc.sandbox.sandbox import Sandbox
-from areal_hpc.sandbox.spec import Network, SandboxLimits, SandboxSpec
+from areal_hpc.sandbox.sandbox import Network, Sandbox, SandboxLimits, SandboxSpec
 from tests.support.apptainer_stand_in import write_apptainer_stand_in
 from tests.support.deadlines import scaled
 from tests.support.environments import CHECKOUT
@@ -471,7 +470,7 @@ def test_a_stopped_sandbox_leaves_no_process(runtime: Runtime, escape: str) -> N
 OWNER = """
 import asyncio, sys, time
 from areal_hpc.jobs.processes.process_ties import list_descendants
-from areal_hpc.sandbox.spec import SandboxSpec
+from areal_hpc.sandbox.sandbox import SandboxSpec
 from areal_hpc.sandbox.runtimes import make_runtime
 async def main():
     runtime = make_runtime(sys.argv[1])
@@ -521,7 +520,7 @@ def test_no_rights_can_be_gained(isolating: Runtime) -> None:
 AS_USER = """
 import asyncio, sys
 from areal_hpc.sandbox.runtimes import make_runtime
-from areal_hpc.sandbox.spec import SandboxSpec
+from areal_hpc.sandbox.sandbox import SandboxSpec
 async def main():
     sandbox = await make_runtime(sys.argv[1]).start(SandboxSpec(network="session-only"))
     print((await sandbox.exec("id -u; echo text > a; cat a")).stdout)

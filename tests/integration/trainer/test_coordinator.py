@@ -23,7 +23,7 @@ from areal_hpc.metrics.step_metrics import (
     read_metrics,
 )
 from areal_hpc.metrics.writer import MetricsWriter, StepRecord
-from areal_hpc.recipe.sections.weights import WeightsConfig
+from areal_hpc.recipe.sections.inference import WeightsConfig
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.service_client import ServiceClient

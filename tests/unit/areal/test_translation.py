@@ -17,10 +17,10 @@ from areal_hpc.areal.api.cli_args import (
     RejectionSamplingConfig,
     TeacherConfig,
     load_expr_config,
+    read_areal_config_file,
 )
-from areal_hpc.areal.config.rules import find_rule_key, flatten_to_dotted_keys
-from areal_hpc.areal.config.translation import translate_to_recipe
-from areal_hpc.areal.loading import read_areal_config_file
+from areal_hpc.areal.rules import find_rule_key, flatten_to_dotted_keys
+from areal_hpc.areal.translation import translate_to_recipe
 from areal_hpc.errors import RecipeError
 from areal_hpc.recipe.loading import build_recipe
 

@@ -29,8 +29,8 @@ from areal_hpc.launch.prepare import (
 )
 from areal_hpc.launch.run import report_finished_run
 from areal_hpc.launch.slurm_launcher import write_scripts
+from areal_hpc.recipe.keys import read_role_variables
 from areal_hpc.recipe.loading import load_recipe
-from areal_hpc.recipe.private_values import read_role_variables
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rollout.config import RolloutJobConfig
 from areal_hpc.rundir.checkpoints import COMPLETE_MARKER_FILE, TrainerState, write_trainer_state

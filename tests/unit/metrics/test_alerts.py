@@ -18,7 +18,7 @@ from areal_hpc.metrics.step_metrics import (
     compute_time_shares_by_system_part,
     read_metrics,
 )
-from areal_hpc.recipe.sections.alerts import AlertName
+from areal_hpc.recipe.sections.evaluation import AlertName
 from areal_hpc.rundir.jsonl import append_line
 from areal_hpc.view.state.run_view import find_early_alert
 from tests.support.environments import CHECKOUT

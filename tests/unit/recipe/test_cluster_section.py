@@ -5,9 +5,8 @@ from typing import Any
 import pytest
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.recipe.keys import flatten_keys
+from areal_hpc.recipe.keys import flatten_keys, hide_private_arguments
 from areal_hpc.recipe.loading import load_recipe, parse_overrides
-from areal_hpc.recipe.private_values import hide_private_arguments
 from areal_hpc.recipe.sections.cluster import SlurmConfig
 from areal_hpc.recipe.sections.evaluation import EvaluationSet, resolve_keep_best
 from areal_hpc.recipe.sections.rollout import RolloutConfig

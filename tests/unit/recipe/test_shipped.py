@@ -10,12 +10,12 @@ import yaml
 from areal_hpc.cli.main import main
 from areal_hpc.errors import RecipeError
 from areal_hpc.recipe.cross_checks import find_likely_mistakes
+from areal_hpc.recipe.files import find_shipped_recipe, list_shipped_recipes
 from areal_hpc.recipe.loading import build_recipe, load_recipe, merge_overrides
 from areal_hpc.recipe.presets import PRESETS, apply_preset, describe_preset
 from areal_hpc.recipe.project_files import read_project_files
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.recipe.sections.trainer import ObjectiveConfig
-from areal_hpc.recipe.shipped import find_shipped_recipe, list_shipped_recipes
 from tests.support.commands import exit_code_of
 from tests.support.environments import CHECKOUT
 

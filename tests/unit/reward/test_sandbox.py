@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.errors import ClusterError, RecipeError, SandboxStartError
-from areal_hpc.recipe.sections.reward import ISOLATION_VARIABLE
+from areal_hpc.recipe.sections.sandbox import ISOLATION_VARIABLE
 from areal_hpc.reward.code import passes_tests
 from areal_hpc.reward.judging.answer_main import MAX_ITERATED_ITEMS
 from areal_hpc.sandbox import bwrap, program

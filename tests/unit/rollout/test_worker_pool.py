@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from areal_hpc.agents.gyms.gym_worker import GymWorker
+from areal_hpc.agents.gym_worker import GymWorker
 from areal_hpc.errors import NodeResourceShortageError, WorkerStartError
 from areal_hpc.jobs.processes.line_workers import WorkerPool
 from areal_hpc.recipe.sections.rollout import AgentExecutionConfig

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from areal_hpc.errors import WeightSyncError
-from areal_hpc.recipe.sections.weights import WeightsConfig
+from areal_hpc.recipe.sections.inference import WeightsConfig
 from areal_hpc.weights.broadcast import choose_group_size, partition_replicas
 from areal_hpc.weights.buckets import (
     BYTES_BY_DTYPE,

@@ -12,8 +12,7 @@ from typing import Any
 import httpx
 import yaml
 
-from areal_hpc.dataset.materialize import encode_row
-from areal_hpc.dataset.sources import iterate_task_rows
+from areal_hpc.dataset.sources import encode_row, iterate_task_rows
 from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.jobs.config import build_role_variables, get_interpreters
 from areal_hpc.launch.checks.inputs import find_parser_name_problems
@@ -30,7 +29,7 @@ from areal_hpc.rollout.episodes.episode_spec import check_task_limits
 from areal_hpc.rundir.files import write_atomic_private
 from areal_hpc.rundir.paths import RunPaths
 
-PLAY_MODULE = "areal_hpc.launch.trial.play"
+PLAY_MODULE = "areal_hpc.launch.trial_process"
 PROBE_TIMEOUT_S = 5.0
 
 

@@ -17,7 +17,7 @@ from areal_hpc.sandbox.isolated_worker import WorkerSettings, open_worker_comman
 from areal_hpc.sandbox.program import get_configured_isolation
 from areal_hpc.sandbox.session_forwarder import HostForwarder, format_host
 
-WORKERS_DIR = Path(__file__).with_name("workers")
+WORKERS_DIR = Path(__file__).with_name("gym_workers")
 MAX_LINE_BYTES = 64 << 20
 START_TIMEOUT_S = 300.0
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from areal_hpc.areal import conversions
 from areal_hpc.areal.api.cli_args import (
     AgentRLConfig,
     BaseExperimentConfig,
@@ -14,8 +15,7 @@ from areal_hpc.areal.api.cli_args import (
     RejectionSamplingConfig,
     TeacherConfig,
 )
-from areal_hpc.areal.config import conversions
-from areal_hpc.areal.config.rules import (
+from areal_hpc.areal.rules import (
     RULE_BY_KEY,
     ArealConfig,
     Rule,
@@ -95,7 +95,12 @@ def translate_to_recipe(
         for section, model in OPTIONAL_SECTION_CLASSES.items():
             if any(key.startswith(f"{section}.") for key in stated):
                 defaults |= flatten_to_dotted_keys(dataclasses.asdict(model()), f"{section}.")
-        leaves = {key: value for key, value in defaults.items() if not _is_stated(key, stated)}
+        leaves = {
+            key: value
+            for key, value in defaults.items()
+            # A file may state a section as a single value.
+            if not any(key == one or key.startswith(f"{one}.") for one in stated)
+        }
     stated = {_rename_older_key(key): value for key, value in stated.items()}
     areal = ArealConfig(leaves | stated, frozenset(stated), train_rows)
     return _apply_rules(areal)
@@ -103,12 +108,6 @@ def translate_to_recipe(
 
 def _rename_older_key(key: str) -> str:
     return key.replace("rollout.openai.", "rollout.agent.")
-
-
-def _is_stated(key: str, stated: Mapping[str, Any]) -> bool:
-    """Whether a file states a key or, as a single value, a section that the key is in."""
-    parts = key.split(".")
-    return any(".".join(parts[:end]) in stated for end in range(1, len(parts) + 1))
 
 
 def _apply_rules(areal: ArealConfig) -> Translation:

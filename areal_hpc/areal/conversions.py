@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from areal_hpc.areal.config.rules import ArealConfig, UntranslatableError
+from areal_hpc.areal.rules import ArealConfig, UntranslatableError
 from areal_hpc.dataset.adapters import convert_gsm8k
 from areal_hpc.wire.proxy import MAX_MASK_TOKENS_PER_POSITION
 

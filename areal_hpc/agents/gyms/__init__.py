@@ -1,1 +1,0 @@
-"""Agents for gyms and tool servers, whose packages run in environments of their own."""

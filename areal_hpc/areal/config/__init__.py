@@ -1,1 +1,0 @@
-"""AReaL's configuration: schema, loading, and translation into a recipe."""

@@ -1,1 +1,0 @@
-"""Root file systems of sandboxes: images and archives, and how they are unpacked."""
