@@ -58,6 +58,7 @@ def build_server_command(
     nodes = recipe.inference.nodes_per_replica
     if node_options is None and nodes > 1:
         node_options = NodeOptions(0, nodes, ports.meeting_point, get_advertised_host())
+    lora = recipe.trainer.lora
     model_config = json.loads((job.model_path / "config.json").read_bytes())
     command = build_replica_command(
         recipe.inference,
@@ -74,6 +75,7 @@ def build_server_command(
         serves_metrics=recipe.cluster.prometheus,
         reads_images="vision_config" in model_config,
         weight_version=job.loaded_version or UNSET_WEIGHT_VERSION,
+        adapter=lora if lora and lora.sync == "adapter" and not job.loaded_version else None,
         node_options=node_options,
     )
     return replace(

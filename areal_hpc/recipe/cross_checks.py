@@ -133,6 +133,13 @@ def _find_training_conflicts(recipe: Recipe) -> Iterator[Problem]:
     if trainer.batch_size % parallel.dp:
         message = f"{undivided}.parallel.dp={parallel.dp}"
         yield Problem(message, "trainer.batch_size", f"use a multiple of {parallel.dp}")
+    if trainer.lora and trainer.lora.sync == "adapter" and recipe.weights.transport == "disk":
+        yield Problem(
+            "trainer.lora.sync=adapter sends an adapter, and weights.transport=disk writes whole "
+            "models",
+            "weights.transport",
+            "use weights.transport=broadcast, or trainer.lora.sync=merged",
+        )
     objective = trainer.objective
     for name, value in (("surrogate", "cispo"), ("ratio_level", "sequence")):
         if getattr(objective, name) == value and trainer.ratios_are_one:

@@ -40,7 +40,7 @@ from areal_hpc.trainer.config import STOP_MARGIN_S, ReplayJobConfig, Schedule, T
 from areal_hpc.trainer.learner import Learner
 from areal_hpc.trainer.live_run import AsyncEvaluationTracker, LiveRun
 from areal_hpc.trainer.loop import Coordinator, run_loop
-from areal_hpc.trainer.model.hf_weights import list_hf_specs
+from areal_hpc.trainer.model.hf_weights import list_sent_specs
 from areal_hpc.trainer.process_groups import run_rank
 from areal_hpc.weights.buckets import TensorSpec
 from areal_hpc.weights.publisher import (
@@ -100,7 +100,7 @@ def _run_training(
         )
     specs = [
         TensorSpec(name, shape, str(dtype).removeprefix("torch."))
-        for name, shape, dtype in list_hf_specs(learner.policy)
+        for name, shape, dtype in list_sent_specs(learner.policy)
     ]
     place = ranks.index(rank) if rank in ranks else None
     senders = WeightSenders(place, len(ranks), specs, transport, gather_objects_on_first_rank)

@@ -56,7 +56,7 @@ from areal_hpc.trainer.collectives import broadcast_object, is_true_on_any_rank,
 from areal_hpc.trainer.config import Schedule
 from areal_hpc.trainer.learner import Learner
 from areal_hpc.trainer.live_run import LiveRun
-from areal_hpc.trainer.model.hf_weights import stream_hf_tensors
+from areal_hpc.trainer.model.hf_weights import stream_sent_tensors
 from areal_hpc.weights.publisher import ReplicasBySender, WeightSenders
 from areal_hpc.wire.ledger import BatchManifest
 from areal_hpc.wire.weight_version import WeightVersion
@@ -150,7 +150,7 @@ def _execute_command(
             if coordinator:
                 coordinator.on_trained(learner.version, row)
         case Action.PUBLISH:
-            parameters = stream_hf_tensors(learner.policy)
+            parameters = stream_sent_tensors(learner.policy)
             with _time_optional_span(coordinator is None, "publish"):
                 if coordinator and coordinator.live_run:
                     coordinator.live_run.publish_weights(

@@ -63,6 +63,11 @@ class UpdatePauseStats(Struct, frozen=True):
     waited for the sender and for other replicas, as all take each step of an update together."""
 
 
+ADAPTER_VARIABLE = "AREAL_HPC_SGLANG_ADAPTER"
+"""In a server's environment: settings of an adapter, in PEFT's terms, as JSON. Without it updates
+bring weights."""
+
+
 class ServerKeys(Struct, frozen=True):
     """Keys of one incarnation of a server; empty where it asks for none."""
 

@@ -203,6 +203,19 @@ TITLE = sglang_server._PROCESS_TITLE_PREFIX
             "managers/scheduler_components/batch_result_processor.py",
             "def _maybe_collect_routed_experts(self, req: Req):",
         ),
+        (
+            "model_executor/model_runner_components/weight_updater.py",
+            "def end_weight_update(self: WeightUpdater, *, run_post_load: bool) -> None:",
+        ),
+        (
+            "model_executor/model_runner_components/weight_updater.py",
+            "    get_model_runner: Callable[[], ModelRunner]\n",
+        ),
+        (
+            "managers/scheduler_components/weight_updater.py",
+            "runner.weight_updater.load_weights_from_distributed(weights)",
+        ),
+        ("lora/lora_manager.py", "def load_lora_adapter_from_tensors("),
         ("state_capturer/base.py", "alloc = ALLOC_MEMORY_FUNCS[device]"),
         ("managers/io_struct.py", "# `[routed_experts_start_len, seqlen - 1)`."),
     ],

@@ -3,9 +3,10 @@
 import json
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import httpx
@@ -182,12 +183,17 @@ class Cell:
 
 @contextmanager
 def running_cell(
-    run_dir: Path, model: Qwen3ForCausalLM, *, name: str = "cell-0", **inference: Any
+    run_dir: Path,
+    model: Qwen3ForCausalLM,
+    *,
+    name: str = "cell-0",
+    trainer: Mapping[str, Any] = MappingProxyType({}),
+    **inference: Any,
 ) -> Iterator[Cell]:
     """A cell with fp32 replicas of `model`, one by default, started but not yet ready."""
     paths = RunPaths(run_dir)
     model.save_pretrained(write_model_dir(paths.starting_model_dir))
-    write_role_recipe(paths, inference=inference)
+    write_role_recipe(paths, inference=inference, trainer=trainer)
     config = {
         "run_dir": str(run_dir),
         "cell": name,

@@ -16,7 +16,7 @@ def write_role_recipe(paths: RunPaths, **sections: Any) -> None:
         "model": {"path": str(paths.starting_model_dir)},
         "train_dataset": {"path": "tasks.jsonl"},
         "rollout": {},
-        "trainer": {"device": "cpu", "dtype": "float32"},
+        "trainer": {"device": "cpu", "dtype": "float32", **sections.pop("trainer", {})},
     }
     paths.recipe.parent.mkdir(parents=True, exist_ok=True)
     paths.recipe.write_text(yaml.safe_dump(tree | sections))

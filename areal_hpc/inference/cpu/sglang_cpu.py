@@ -33,6 +33,7 @@ from typing import Any
 from areal_hpc.inference.cpu import delta_rule
 from areal_hpc.inference.server import sglang_main
 from areal_hpc.jobs.processes.process_ties import die_with_parent
+from areal_hpc.wire.replicas import ADAPTER_VARIABLE
 
 
 class _StubObject:
@@ -162,6 +163,18 @@ def _keep_routes_in_plain_memory() -> None:
     ALLOC_MEMORY_FUNCS["cpu"] = lambda shape, *, dtype, **_: torch.empty(shape, dtype=dtype)
 
 
+def _ignore_pinned_memory() -> None:
+    """Let SGLang's adapters ask for pinned memory, which there is beside CUDA alone."""
+    import torch
+
+    def make_unpinned(make: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, pin_memory=False, **options: make(*args, **options)
+
+    for name in ("empty", "tensor", "zeros"):
+        setattr(torch, name, make_unpinned(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign]
+
+
 def _die_with_parent(parent: int) -> None:
     die_with_parent(signal.SIGKILL)
     if os.getppid() != parent:
@@ -175,8 +188,9 @@ def main() -> None:
     delta_rule.replace_triton_norms()
     _patch_sglang_to_fork()
     _keep_routes_in_plain_memory()
-    sglang_main.install_paused_scoring()
-    sglang_main.keep_routes_of_sampling_passes()
+    if os.environ.get(ADAPTER_VARIABLE):
+        _ignore_pinned_memory()
+    sglang_main.install_patches()
     sglang_main.main()
 
 

@@ -1,5 +1,6 @@
 """One replica's command line. Pure: configuration and facts in, argv and environment out."""
 
+import json
 import zlib
 from dataclasses import dataclass, field
 from itertools import chain
@@ -7,8 +8,8 @@ from typing import Literal
 
 from areal_hpc.jobs.node import LOOPBACK_ADDRESS, get_advertised_host
 from areal_hpc.recipe.sections.inference import InferenceConfig
-from areal_hpc.recipe.sections.trainer import Dtype
-from areal_hpc.wire.replicas import NO_KEYS, ServerKeys
+from areal_hpc.recipe.sections.trainer import Dtype, LoraConfig
+from areal_hpc.wire.replicas import ADAPTER_VARIABLE, NO_KEYS, ServerKeys
 
 Device = Literal["cpu", "cuda"]
 
@@ -90,6 +91,7 @@ def build_replica_command(
     serves_metrics: bool = False,
     reads_images: bool = False,
     weight_version: str = UNSET_WEIGHT_VERSION,
+    adapter: LoraConfig | None = None,
     node_options: NodeOptions | None = None,
 ) -> ServerCommand:
     """The command that serves `model_path` as replica `index` of its cell, or a part of it.
@@ -97,7 +99,7 @@ def build_replica_command(
     A model that `reads_images` is served without its towers. With `returns_routes` the server says
     which experts tokens visited, to requests that ask. With `updates_in_place` weights change
     between two steps of generations under way. Tokens are stamped with `weight_version` until the
-    first update.
+    first update. With an `adapter` updates bring its tensors alone.
     """
     module = "cpu.sglang_cpu" if device == "cpu" else "server.sglang_main"
     launcher = f"areal_hpc.inference.{module}"
@@ -121,6 +123,13 @@ def build_replica_command(
         options["--enable-fp32-lm-head"] = True
     if returns_routes:
         options["--enable-return-routed-experts"] = True
+    if adapter is not None:
+        environment[ADAPTER_VARIABLE] = _describe_adapter(adapter)
+        options |= {"--enable-lora": True, "--max-lora-rank": adapter.rank}
+        options |= {"--max-loras-per-batch": 2}  # the base has a place, too
+        options["--lora-target-modules"] = adapter.served_modules
+        if device == "cpu":
+            options["--lora-backend"] = "torch_native"
     if device == "cpu":
         options |= _CPU_OPTIONS
         options["--max-total-tokens"] = config.max_total_tokens or CPU_DEFAULT_MAX_TOTAL_TOKENS
@@ -150,9 +159,27 @@ def build_replica_command(
     options["--tool-call-parser"] = config.tool_call_parser
     options["--reasoning-parser"] = config.reasoning_parser
     given = ((name, value) for name, value in options.items() if value is not None)
-    words = [[name] if value is True else [name, str(value)] for name, value in given]
+    words = [[name, *_list_values(value)] for name, value in given]
     argv = (python, "-m", launcher, *chain.from_iterable(words), *config.extra_args)
     return ServerCommand(argv, environment)
+
+
+def _list_values(value: object) -> list[str]:
+    if value is True:
+        return []
+    return [*value] if isinstance(value, tuple) else [str(value)]
+
+
+def _describe_adapter(adapter: LoraConfig) -> str:
+    """An adapter's settings in PEFT's terms, as JSON."""
+    return json.dumps(
+        {
+            "peft_type": "LORA",
+            "r": adapter.rank,
+            "lora_alpha": adapter.scaling * adapter.rank,
+            "target_modules": adapter.served_modules,
+        }
+    )
 
 
 def compute_replica_seed(seed: int, cell: str, index: int, incarnation: int) -> int:

@@ -1,4 +1,4 @@
-"""SGLang's own server: keys that no command line shows, scoring while paused, lasting routes.
+"""SGLang's own server: hidden keys, scoring while paused, lasting routes, an adapter sent alone.
 
 SGLang spawns its schedulers, which import this module as `__mp_main__`.
 This module runs in SGLang's environment and imports nothing that is missing there.
@@ -12,6 +12,8 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
+
+from areal_hpc.wire.replicas import ADAPTER_VARIABLE
 
 KEYS_FILE_VARIABLE = "AREAL_HPC_SGLANG_KEYS_FILE"
 """Environment variable that names the file with the server's keys; without it the server asks for
@@ -200,8 +202,59 @@ def keep_routes_of_sampling_passes() -> None:
     SchedulerBatchResultProcessor._maybe_collect_routed_experts = collect_and_join
 
 
-if __name__ in ("__main__", "__mp_main__"):
+# An adapter in the place of weights (sglang 0.5.23, private APIs) -------------------------------
+
+
+def serve_sent_adapter() -> None:
+    """Patch SGLang to take what updates bring for an adapter, and to run all requests with it.
+
+    SGLang gives other numbers another name, and requests keep the name they came with. Here one
+    adapter has new numbers as weights would: while nothing runs, and what was computed with the
+    old ones is flushed. So requests under way go on with the new ones.
+    """
+    described = os.environ.get(ADAPTER_VARIABLE, "")
+    if not described:
+        return
+    import torch
+    from sglang.srt.lora.lora_registry import LoRARef
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+
+    settings = json.loads(described)
+    adapter = LoRARef(lora_id="sent", lora_name="sent", lora_path="sent", pinned=False)
+    received: dict[str, torch.Tensor] = {}
+    add_request = Scheduler._add_request_to_queue
+
+    def keep_tensors(updater: Any, tensors: list[tuple[str, torch.Tensor]]) -> tuple[bool, str]:
+        received.update(tensors)
+        return True, "Kept for the end of the update."
+
+    def load_kept_tensors(updater: Any, *, run_post_load: bool) -> None:
+        manager = updater.get_model_runner().lora_manager
+        manager.unload_lora_adapter(adapter)
+        result = manager.load_lora_adapter_from_tensors(adapter, {**received}, settings)
+        received.clear()
+        if not result.success:
+            raise RuntimeError(f"the adapter cannot be loaded: {result.error_message}")
+
+    def add_with_adapter(scheduler: Any, request: Any, *args: Any, **options: Any) -> None:
+        if adapter.lora_id in scheduler.tp_worker.model_runner.lora_manager.loras:
+            request.lora_id = adapter.lora_id
+        add_request(scheduler, request, *args, **options)
+
+    WeightUpdater.load_weights_from_distributed = keep_tensors
+    WeightUpdater.end_weight_update = load_kept_tensors
+    Scheduler._add_request_to_queue = add_with_adapter
+
+
+def install_patches() -> None:
+    """Patch SGLang in this process; the parts of it that are not asked for stay as they are."""
+    serve_sent_adapter()  # first: what is scored while paused is to run with the adapter, too
     install_paused_scoring()
     keep_routes_of_sampling_passes()
+
+
+if __name__ in ("__main__", "__mp_main__"):
+    install_patches()
 if __name__ == "__main__":
     main()

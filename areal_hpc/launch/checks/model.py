@@ -139,6 +139,13 @@ def _find_family_problems(
             "choose a model without a window; set sliding_window to null if the context never "
             "exceeds it",
         )
+    lora = recipe.trainer.lora
+    if lora is not None and lora.sync == "adapter" and (arch.experts or arch.has_state_layers):
+        yield Problem(
+            f"servers adapt the layers of plain decoders alone, and {arch.family} has others",
+            "trainer.lora.sync",
+            "use trainer.lora.sync=merged",
+        )
     if arch.transformers_config and recipe.trainer.objective.has_critic:
         network = arch.family if arch.lora is None else f"{arch.family} with an adapter"
         yield Problem(

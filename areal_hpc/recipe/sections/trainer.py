@@ -65,10 +65,17 @@ class OffloadConfig(BaseConfig):
     """Master weights and moments stay on the host and pass through the GPU at each step."""
 
 
+DENSE_LINEAR_MODULES = (
+    *("q_proj", "k_proj", "v_proj", "o_proj"),
+    *("gate_proj", "up_proj", "down_proj"),
+)
+"""Linear layers of a plain decoder, but for the head."""
+
+
 class LoraConfig(BaseConfig):
     """A low-rank adapter in PEFT's terms; the weights that it changes are frozen.
 
-    The trainer builds the network of transformers' own modules, and servers get merged weights.
+    The trainer builds the network of transformers' own modules.
     """
 
     rank: Annotated[int, Field(ge=1)] = 16
@@ -83,6 +90,32 @@ class LoraConfig(BaseConfig):
     """The change is alpha / sqrt(rank) times B A."""
     dora: bool = False
     """The length of each row of a weight is learned apart from its direction."""
+    sync: Literal["merged", "adapter"] = "merged"
+    """What servers are sent: weights that have the adapter in them, or the adapter alone."""
+
+    @model_validator(mode="after")
+    def _check_sync(self) -> LoraConfig:
+        if self.sync == "merged":
+            return self
+        is_pattern = isinstance(self.target_modules, str) and self.target_modules != "all-linear"
+        if self.dora or is_pattern:
+            raise ValueError(
+                "sync=adapter is for target_modules that are named, without dora: SGLang has "
+                "neither; use sync=merged"
+            )
+        return self
+
+    @property
+    def served_modules(self) -> tuple[str, ...]:
+        """The ends of names of layers that a server adapts which is sent the adapter alone."""
+        if isinstance(self.target_modules, str):
+            return DENSE_LINEAR_MODULES
+        return tuple(one.rpartition(".")[2] for one in self.target_modules)
+
+    @property
+    def scaling(self) -> float:
+        """By which B A is multiplied."""
+        return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
 
 
 class SftAdamConfig(BaseConfig):

@@ -302,6 +302,21 @@ def stream_hf_tensors(policy: TrainedNetwork) -> Iterator[tuple[str, torch.Tenso
             yield spec.name, tensor
 
 
+def list_sent_specs(policy: TrainedNetwork) -> list[HfTensorSpecWithDtype]:
+    """Name, shape and dtype of every tensor that `stream_sent_tensors` yields, in order."""
+    if not policy.adapter.leaves_alone:
+        return list_hf_specs(policy)
+    tensors = policy.adapter.read_tensors().items()
+    return [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors]
+
+
+def stream_sent_tensors(policy: TrainedNetwork) -> Iterator[tuple[str, torch.Tensor]]:
+    """What an update sends to servers: `stream_hf_tensors`, or an adapter's tensors alone."""
+    if policy.adapter.leaves_alone:
+        return iter(policy.adapter.read_tensors().items())
+    return stream_hf_tensors(policy)
+
+
 def _broadcast_from_owner(policy: TrainedNetwork, parameter: ParamMap) -> torch.Tensor:
     stages = parallel_state.get_pipeline_model_parallel_group()
     local = policy.get_local_part(parameter)

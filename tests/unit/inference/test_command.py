@@ -1,4 +1,5 @@
 import itertools
+import json
 
 import pytest
 from pydantic import ValidationError
@@ -12,6 +13,8 @@ from areal_hpc.inference.server.command import (
     compute_replica_seed,
 )
 from areal_hpc.recipe.sections.inference import InferenceConfig
+from areal_hpc.recipe.sections.trainer import LoraConfig
+from areal_hpc.wire.replicas import ADAPTER_VARIABLE
 
 
 def command(
@@ -120,3 +123,20 @@ def test_sampling_seeds_repeat_with_the_run_and_differ_between_replicas() -> Non
     assert seeds == [compute_replica_seed(*fact) for fact in facts]
     assert len(set(seeds)) == len(facts)
     assert all(0 <= seed < 2**31 for seed in seeds)
+
+
+def test_a_server_that_is_sent_an_adapter_knows_its_settings() -> None:
+    adapter = LoraConfig(rank=4, alpha=6, rslora=True, target_modules=("q_proj", "v_proj"))
+    found = build_replica_command(
+        InferenceConfig(), python="py", model_path="/models/m", device="cuda", dtype="bfloat16",
+        index=0, ports=ServerPorts(31001, 31002), random_seed=7, adapter=adapter,
+    )  # fmt: skip
+    words = " ".join(found.argv)
+    assert " --enable-lora --max-lora-rank 4 --max-loras-per-batch 2 " in words
+    assert " --lora-target-modules q_proj v_proj --" in words
+    assert json.loads(found.environment[ADAPTER_VARIABLE]) == {
+        "peft_type": "LORA",
+        "r": 4,
+        "lora_alpha": 12.0,
+        "target_modules": ["q_proj", "v_proj"],
+    }

@@ -132,6 +132,12 @@ REFUSED = [
         "from disk every replica loads by itself",
     ),
     ("weights.senders=3", "weights.senders", "weights.senders=3 of 1 trainer ranks"),
+    (
+        "trainer.lora={sync: adapter}; weights.transport=disk",
+        "weights.transport",
+        "sync=adapter sends an adapter",
+    ),
+    ("trainer.lora={sync: adapter, dora: true}", "trainer.lora", "SGLang has neither"),
     # names that would leave the file root
     *(
         (f"trial_name='{name}'", "trial_name", "regular expression")

@@ -1,8 +1,9 @@
 """Low-rank adapters on networks of transformers' own modules, made by PEFT.
 
 An adapted layer keeps its frozen weight as `base_layer`, beside two small matrices. Whoever is not
-the trainer sees ordinary weights: each is merged, in float32, as it leaves. PEFT, which takes
-seconds to import, is imported where there is an adapter.
+the trainer sees ordinary weights: each is merged, in float32, as it leaves; unless servers adapt
+their own base (`trainer.lora.sync: adapter`), and are sent the small matrices under PEFT's names.
+PEFT, which takes seconds to import, is imported where there is an adapter.
 """
 
 import copy
@@ -99,7 +100,7 @@ class AdapterExport:
     """What an adapter, if the network has one, adds to weights and model directories."""
 
     def __init__(self, arch: Architecture, read: ReadTensor) -> None:
-        self._read = read
+        self._read, self._lora = read, arch.lora
         self._path_by_weight: dict[str, str] = {}
         if arch.lora is None:
             return
@@ -126,20 +127,41 @@ class AdapterExport:
         layer.merge()
         return merged.data.to(weight.dtype)
 
+    @property
+    def leaves_alone(self) -> bool:
+        """Servers are sent the adapter in the place of weights."""
+        return self._lora is not None and self._lora.sync == "adapter"
+
+    def read_tensors(self) -> dict[str, torch.Tensor]:
+        """The adapter's tensors by the names that PEFT gives them in files.
+
+        Raises:
+            RecipeError: They are to be sent, and are of layers that servers do not adapt.
+        """
+        import peft
+
+        names = [name for name in self._shapes.state_dict() if ".lora_" in name]
+        numbers = {_PEFT_PREFIX + name: self._read(name).detach() for name in names}
+        tensors: dict[str, torch.Tensor] = peft.get_peft_model_state_dict(
+            self._peft_model, numbers, save_embedding_layers=False
+        )
+        if self._lora is not None and self.leaves_alone:
+            ends = {name.partition(".lora_")[0].rpartition(".")[2] for name in tensors}
+            if others := ends.difference(self._lora.served_modules):
+                raise RecipeError(
+                    f"servers would not adapt {', '.join(sorted(others))}",
+                    key="trainer.lora.sync",
+                    hint="use trainer.lora.sync=merged, or other trainer.lora.target_modules",
+                )
+        return tensors
+
     def write(self, model_dir: Path, base: Path) -> None:
         """Write the folder that PEFT loads, for the model at `base`, into a model directory."""
         if not self._path_by_weight:
             return
-        import peft
-
         folder = model_dir / ADAPTER_DIR
         folder.mkdir()
-        names = [name for name in self._shapes.state_dict() if ".lora_" in name]
-        numbers = {_PEFT_PREFIX + name: self._read(name) for name in names}
-        tensors = peft.get_peft_model_state_dict(
-            self._peft_model, numbers, save_embedding_layers=False
-        )
-        held = {name: one.detach().cpu().contiguous() for name, one in tensors.items()}
+        held = {name: one.cpu().contiguous() for name, one in self.read_tensors().items()}
         save_file(held, folder / "adapter_model.safetensors", metadata={"format": "pt"})
         config = copy.deepcopy(self._peft_model.peft_config[_NAME])
         config.base_model_name_or_path, config.inference_mode = str(base), True
