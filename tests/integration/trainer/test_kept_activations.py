@@ -31,7 +31,10 @@ from areal_hpc.trainer.step import (
 from tests.support.rank_server import RankServer
 from tests.support.reference_models import TRANSFORMERS_CONFIGS
 from tests.support.replay_worker import Scenario
+from tests.support.thoroughness import choose
 
+# Latent attention and experts; four norms; attention that is written out; a state.
+FAMILIES = choose(TRANSFORMERS_CONFIGS, "deepseek_v3", "gemma3", "gpt_oss", "qwen3_5_moe")
 TOKENS = 512
 MOST_ERROR = 0.05
 # As many key-value heads as heads: without FlashAttention grouped heads are copied.
@@ -173,7 +176,7 @@ def test_layers_keep_what_is_counted(
     run_on_a_rank(check, ranks, tmp_path)
 
 
-@pytest.mark.parametrize("family", TRANSFORMERS_CONFIGS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_layers_of_transformers_keep_what_is_counted(
     ranks: RankServer, tmp_path: Path, family: str
 ) -> None:
