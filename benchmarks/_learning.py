@@ -123,8 +123,9 @@ class Trainee:
         self.policy: TrainedNetwork = build_policy(arch, ParallelConfig(), dtype, device)
         state = hf_model.state_dict()
         load_hf(self.policy, lambda tensor, part: state[tensor.name][part])
-        self.optimizer: Any = build_optimizer(self.policy, AdamConfig(lr=RATE))
-        self.optimizer.reload_model_params()
+        optimizer: Any = build_optimizer(self.policy, AdamConfig(lr=RATE))
+        optimizer.reload_model_params()
+        self.optimizer = optimizer
         self.max_tokens = max_tokens
 
     def pack(
