@@ -32,6 +32,7 @@ from areal_hpc.slurm.run_jobs import (
 )
 from areal_hpc.slurm.scontrol import expand_node_list
 from areal_hpc.slurm.states import UNKNOWN_STATE, JobPhase, JobState, is_held_after_failed_launch
+from areal_hpc.wire.decoding import decode_json
 
 MAX_SUBMISSIONS_WITHOUT_PROGRESS = 3
 """Of one job without progress of the run; then a person has to resume it."""
@@ -237,9 +238,7 @@ def _read_progress_bytes(job: JobPaths) -> int:
 def count_submissions(job: JobPaths) -> int:
     """Submissions by caretakers since the run made progress."""
     with contextlib.suppress(FileNotFoundError):
-        before = msgspec.json.decode(
-            job.caretaker_submission_count.read_bytes(), type=dict[str, int]
-        )
+        before = decode_json(job.caretaker_submission_count.read_bytes(), dict[str, int])
         is_current = before["progress_bytes"] == _read_progress_bytes(job)
         return before["submissions"] if is_current else 0
     return 0

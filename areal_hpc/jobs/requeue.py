@@ -32,6 +32,7 @@ from areal_hpc.rundir.jobs import (
 from areal_hpc.rundir.paths import JobPaths, RunPaths
 from areal_hpc.slurm import scontrol
 from areal_hpc.slurm.scontrol import expand_node_list
+from areal_hpc.wire.decoding import decode_json
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +99,7 @@ class StartProgressTracker:
 
     def _read_failure_counts(self) -> FailuresWithoutProgress:
         try:
-            return msgspec.json.decode(self._path.read_bytes(), type=FailuresWithoutProgress)
+            return decode_json(self._path.read_bytes(), FailuresWithoutProgress)
         except FileNotFoundError:
             pass
         except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -22,6 +22,7 @@ from msgspec import Struct
 from areal_hpc.errors import AgentError, ClusterError, JobFailedError, RecipeError
 from areal_hpc.rundir.files import get_number_path, make_folder, write_atomic
 from areal_hpc.rundir.jobs import IDLE_EXIT_CODE, TaskExit
+from areal_hpc.wire.decoding import decode_json
 
 RestartDecision = Literal["done", "restart", "continue_without", "idle", "fail"]
 """It is done; start it again; go on without it; start it again once there is work; give up."""
@@ -158,7 +159,7 @@ class RankRestartNotes:
             return None
         if not content:  # it is empty for a moment
             return None
-        note = msgspec.json.decode(content, type=RankRestart)
+        note = decode_json(content, RankRestart)
         self.followed += 1
         return note
 

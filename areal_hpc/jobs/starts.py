@@ -23,6 +23,7 @@ from areal_hpc.rundir.files import (
 )
 from areal_hpc.rundir.paths import JobPaths
 from areal_hpc.slurm import scontrol
+from areal_hpc.wire.decoding import decode_json
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +71,7 @@ def await_start(folder: Path, incarnation: str, node: str, timeout_s: float) -> 
         number = read_newest_number(folder)
         content = get_number_path(folder, number).read_bytes() if number else b""
         if content:  # it is empty for a moment
-            start = msgspec.json.decode(content, type=JobStart)
+            start = decode_json(content, JobStart)
             if start.incarnation == incarnation:
                 return start
         time.sleep(_POLL_S)
@@ -113,7 +114,7 @@ def write_stop_note(path: Path, note: StopNote) -> None:
 def read_stop_note(path: Path) -> StopNote | None:
     """Stop note of a task of this start; None while all go on."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=StopNote)
+        return decode_json(path.read_bytes(), StopNote)
     except FileNotFoundError:
         return None
 

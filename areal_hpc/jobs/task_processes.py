@@ -43,6 +43,7 @@ from areal_hpc.rundir.paths import (
     format_restart_dir,
     get_process_error_path,
 )
+from areal_hpc.wire.decoding import decode_json
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +101,7 @@ class ForkServerClient:
                 if self.pid is not None:
                     _signal_process_group(self.pid, signal.SIGKILL)
                 break
-            reply = msgspec.json.decode(content, type=ForkReply)
+            reply = decode_json(content, ForkReply)
             self.pid, self._exit_code = reply.pid, reply.exit_code
         return self._exit_code
 

@@ -52,6 +52,7 @@ from areal_hpc.rundir.service_client import AsyncServiceClient
 from areal_hpc.session.chat_template import TokenEncoder
 from areal_hpc.session.tree import Interaction
 from areal_hpc.trainer.batch.untrained import count_untrainable_tokens
+from areal_hpc.wire.decoding import decode_json
 from areal_hpc.wire.http_server import JsonApp, ServiceServer, read_body
 from areal_hpc.wire.ledger import TicketRef
 from areal_hpc.wire.proxy import SamplingDefaults
@@ -206,7 +207,7 @@ class StandInEngine(JsonApp):
                 return 200, b"{}"
             case "POST", "/generate":
                 body = await read_body(request, MAX_REQUEST_BYTES)
-                return 200, self._generate(msgspec.json.decode(body, type=_GenerateRequest))
+                return 200, self._generate(decode_json(body, _GenerateRequest))
         raise HTTPException(404, "no such route")
 
     def _generate(self, request: _GenerateRequest) -> bytes:

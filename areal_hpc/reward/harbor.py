@@ -28,6 +28,7 @@ from areal_hpc.sandbox.channel import CommandResult
 from areal_hpc.sandbox.runtimes import Runtime
 from areal_hpc.sandbox.sandbox import Sandbox, SandboxSpec
 from areal_hpc.wire.agent_reward import Reward
+from areal_hpc.wire.decoding import convert_value
 
 HARBOR_TASK_COLUMN = "harbor"
 """Where a row of the task set has its Harbor task."""
@@ -166,7 +167,7 @@ def find_harbor_task(data: Mapping[str, Any]) -> HarborTask | None:
     if HARBOR_TASK_COLUMN not in data:
         return None
     try:
-        return msgspec.convert(data[HARBOR_TASK_COLUMN], HarborTask)
+        return convert_value(data[HARBOR_TASK_COLUMN], HarborTask)
     except msgspec.ValidationError as error:
         raise RecipeError(
             f"the task's column {HARBOR_TASK_COLUMN!r} is no Harbor task: {error}",

@@ -12,6 +12,7 @@ from msgspec import Struct
 
 from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.reward.llm_judge import Grade, LlmJudge
+from areal_hpc.wire.decoding import decode_json
 
 MAX_SHOWN_REPLIES = 5
 """Replies on which judge and label differ most."""
@@ -101,7 +102,7 @@ def read_labels(path: Path) -> list[LabeledReply]:
     labeled, problems = [], []
     for number, line in enumerate(lines, 1):
         try:
-            one = msgspec.json.decode(line, type=LabeledReply)
+            one = decode_json(line, LabeledReply)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             problems.append(Problem(f"line {number}: {error}", str(path)))
             continue

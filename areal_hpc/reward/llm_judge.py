@@ -17,6 +17,7 @@ from msgspec import Struct
 from openai import APIConnectionError, APIStatusError, AsyncOpenAI
 
 from areal_hpc.errors import AgentError, ClusterError, RecipeError
+from areal_hpc.wire.decoding import decode_json
 
 API_KEY_VARIABLE = "JUDGE_API_KEY"
 """Environment variable with the endpoint's key, unless another one is named."""
@@ -153,7 +154,7 @@ class LlmJudge:
 
     def _read_grade(self, text: str) -> Grade | None:
         try:
-            said = msgspec.json.decode(text, type=_JudgeReply)
+            said = decode_json(text, _JudgeReply)
         except (msgspec.DecodeError, UnicodeEncodeError):
             return None
         if not 0 <= said.grade <= self._max_grade:

@@ -19,6 +19,7 @@ import msgspec
 from areal_hpc.errors import ClusterError, Problem, RecipeError, ShardError
 from areal_hpc.rundir.jsonl import JsonMetricRow
 from areal_hpc.rundir.paths import format_step_dir
+from areal_hpc.wire.decoding import decode_json
 from areal_hpc.wire.weight_version import GenerationFork
 
 COMPLETE_MARKER_FILE = "COMPLETE"
@@ -120,7 +121,7 @@ def read_trainer_state(path: Path) -> TrainerState:
     """
     file = path / TRAINER_STATE_FILE
     try:
-        return msgspec.json.decode(file.read_bytes(), type=TrainerState)
+        return decode_json(file.read_bytes(), TrainerState)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         hint = f"move {path} away: the checkpoint before it takes its place"
         raise ShardError(
@@ -328,9 +329,9 @@ def read_checkpoint_index(directory: Path) -> CheckpointIndex:
     file = directory / CHECKPOINT_INDEX_FILE
     content = file.read_bytes()
     try:
-        found = msgspec.json.decode(content, type=_AnyFormat).format
+        found = decode_json(content, _AnyFormat).format
         if found == CHECKPOINT_FORMAT:
-            return msgspec.json.decode(content, type=CheckpointIndex)
+            return decode_json(content, CheckpointIndex)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise build_checkpoint_damage_error(file, error) from error
     raise ShardError(

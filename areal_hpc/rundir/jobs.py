@@ -12,6 +12,7 @@ from areal_hpc.errors import IdleError, LostTrainerRankError
 from areal_hpc.rundir.files import log_storage_errors, make_folder, write_atomic
 from areal_hpc.rundir.jsonl import append_line, read_readable_records
 from areal_hpc.rundir.paths import JobPaths, RunPaths
+from areal_hpc.wire.decoding import decode_json
 
 STOPPED_EXIT_CODE = 143
 """The task was told to stop: neither success nor failure."""
@@ -140,7 +141,7 @@ class LaunchFile(Struct, frozen=True):
 
 
 def read_launch_file(path: Path) -> LaunchFile:
-    return msgspec.json.decode(path.read_bytes(), type=LaunchFile)
+    return decode_json(path.read_bytes(), LaunchFile)
 
 
 class TaskExit(Struct, frozen=True):
@@ -188,7 +189,7 @@ def read_task_exits(job: JobPaths) -> dict[int, TaskExit]:
 
 def _decode_task_exit(path: Path) -> TaskExit | None:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=TaskExit)
+        return decode_json(path.read_bytes(), TaskExit)
     except (FileNotFoundError, msgspec.DecodeError, UnicodeDecodeError):
         return None
 

@@ -17,6 +17,7 @@ from typing import Any, TypeVar, overload
 import msgspec
 
 from areal_hpc.rundir.files import fsync_path, write_atomic
+from areal_hpc.wire.decoding import decode_json
 
 RecordT = TypeVar("RecordT")
 
@@ -151,13 +152,13 @@ def decode_readable_records(
     for number, line in enumerate(lines, start=1):
         try:
             if line:
-                records.append(msgspec.json.decode(line, type=record_type))
+                records.append(decode_json(line, record_type))
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             if file_name:
                 _warn_of_unreadable_line(file_name, number, str(error), line[:80])
     # Empty, still being written, or cut short by a crash: nobody was told that it is there.
     with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
-        records.append(msgspec.json.decode(last, type=record_type))
+        records.append(decode_json(last, record_type))
     return records
 
 

@@ -20,6 +20,7 @@ from msgspec import Struct, field
 from areal_hpc.errors import ClusterError
 from areal_hpc.rundir.files import write_atomic
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.wire.decoding import decode_json
 
 LOCK_ACQUIRE_TIMEOUT_S = 1.0
 """Longest that a lock is waited for: `is_lock_held` holds it for a moment."""
@@ -172,7 +173,7 @@ def find_live_launcher_note(paths: RunPaths) -> AllocationNote | None:
     try:
         if time.time() - paths.allocation_note.stat().st_mtime > LAUNCHER_HEARTBEAT_TIMEOUT_S:
             return None
-        return msgspec.json.decode(paths.allocation_note.read_bytes(), type=AllocationNote)
+        return decode_json(paths.allocation_note.read_bytes(), AllocationNote)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError):
         return None
 

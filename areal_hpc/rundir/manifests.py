@@ -18,6 +18,7 @@ from areal_hpc.rundir.checkpoints import TrainerState, UntrainedBatchPart, find_
 from areal_hpc.rundir.files import fsync_path, write_atomic, write_once
 from areal_hpc.rundir.jsonl import append_line, read_readable_records, replace_lines
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.wire.decoding import decode_json
 from areal_hpc.wire.fault_points import fault_point
 from areal_hpc.wire.ledger import BatchManifest, TicketRef
 from areal_hpc.wire.weight_version import GenerationFork
@@ -221,7 +222,7 @@ def read_json_file(path: Path, record_type: type[RecordT]) -> RecordT | None:
         ShardError: It is damaged.
     """
     try:
-        return msgspec.json.decode(path.read_bytes(), type=record_type)
+        return decode_json(path.read_bytes(), record_type)
     except FileNotFoundError:
         return None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

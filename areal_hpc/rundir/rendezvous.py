@@ -20,6 +20,7 @@ import msgspec
 
 from areal_hpc.errors import RecipeError
 from areal_hpc.rundir.files import fsync_path, write_atomic_private, write_temporary
+from areal_hpc.wire.decoding import decode_json
 
 LEDGER_SERVICE = "ledger"
 """The service that every driver, proxy and trainer asks."""
@@ -75,9 +76,7 @@ def publish_endpoint(directory: Path, service_name: str, url: str) -> ServiceEnd
 def find_endpoint(directory: Path, service_name: str) -> ServiceEndpoint | None:
     """The endpoint of `service_name`, or None while it has not been published."""
     try:
-        return msgspec.json.decode(
-            (directory / f"{service_name}.json").read_bytes(), type=ServiceEndpoint
-        )
+        return decode_json((directory / f"{service_name}.json").read_bytes(), ServiceEndpoint)
     except FileNotFoundError:
         return None
 

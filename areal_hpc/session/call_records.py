@@ -23,6 +23,7 @@ from areal_hpc.session.tree import (
     unpack_ids,
 )
 from areal_hpc.wire.agent_reward import MAX_REWARD, Reward
+from areal_hpc.wire.decoding import convert_value
 from areal_hpc.wire.trajectory import (
     MAX_TEMPERATURE,
     MAX_VOCAB_SIZE,
@@ -155,7 +156,7 @@ def find_client_reported_field_defect(call: Interaction) -> str | None:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         return f"expected sampling parameters as a JSON object: {error}"
     try:
-        msgspec.convert(told, _TruncationSamplingParameters)
+        convert_value(told, _TruncationSamplingParameters)
     except msgspec.ValidationError as error:
         return f"expected sampling parameters that are numbers: {error}"
     if not -1 <= call.replica < 2**31:
@@ -231,9 +232,9 @@ def _find_scalar_defect(call: Interaction) -> str | None:
 def _find_message_defect(call: Interaction) -> str | None:
     for message in (*call.new_messages, call.reply):
         try:
-            msgspec.convert(message, _ComparableMessage)
+            convert_value(message, _ComparableMessage)
             if message.get("tool_calls"):
-                msgspec.convert(message, _ComparableToolCallMessage)
+                convert_value(message, _ComparableToolCallMessage)
         except (msgspec.ValidationError, RecursionError) as error:
             return f"expected messages in normal form, got {message!r:.200} ({error})"
     try:

@@ -20,6 +20,8 @@ from typing import Any
 import msgspec
 from tokenizers import Tokenizer
 
+from areal_hpc.wire.decoding import decode_json
+
 MAX_PRELOADED_TOKENS = 1 << 15
 """Looked at in advance; takes about 0.1 s."""
 MAX_CACHED_WORDS = 1 << 16
@@ -76,7 +78,7 @@ class CachedAsciiBPEEncoder(dict[str, tuple[int, ...]]):
     @classmethod
     def from_tokenizer(cls, tokenizer: Tokenizer) -> CachedAsciiBPEEncoder | None:
         """An encoder that gives the ids that `tokenizer` gives; None for an unknown kind of it."""
-        parts = msgspec.json.decode(tokenizer.to_str(), type=_TokenizerJson)
+        parts = decode_json(tokenizer.to_str(), _TokenizerJson)
         model, added, pattern = parts.model, parts.added_tokens, _build_split_pattern(parts)
         odd = model.dropout, model.continuing_subword_prefix, model.end_of_word_suffix
         if pattern is None or model.type != "BPE" or any(odd):

@@ -21,6 +21,7 @@ from areal_hpc.rundir.jsonl import (
     read_readable_records,
 )
 from areal_hpc.shards.schema import SHARD_SUFFIX, parse_shard_name
+from areal_hpc.wire.decoding import decode_json
 from areal_hpc.wire.ledger import SealedTicket, TicketRef
 from areal_hpc.wire.trajectory import RowKind, RowRecord
 
@@ -186,7 +187,7 @@ class IndexFollower:
             return None
         begin, length = self._places[shard_name]
         with open_regular_file(path) as descriptor:
-            return msgspec.json.decode(os.pread(descriptor, length, begin), type=SealedShard)
+            return decode_json(os.pread(descriptor, length, begin), SealedShard)
 
     def _note_new_lines(self, path: Path) -> None:
         follower = self._followers.setdefault(path, LineFollower(path))
@@ -196,7 +197,7 @@ class IndexFollower:
             for line in content.splitlines(keepends=True):
                 # What cannot be read is the trace of a crash: no shard is sealed by it.
                 with suppress(msgspec.DecodeError, UnicodeDecodeError):
-                    name = msgspec.json.decode(line, type=_LineFileName).file
+                    name = decode_json(line, _LineFileName).file
                     self._places.setdefault(name, (begin, len(line)))
                 begin += len(line)
 

@@ -23,6 +23,7 @@ from areal_hpc.trainer.process_groups import (
     destroy_process_groups,
     join_process_groups,
 )
+from areal_hpc.wire.decoding import decode_json
 
 WARM_UP_ROUNDS = 2
 """NCCL makes its communicators in the first collective."""
@@ -93,7 +94,7 @@ def _measure_median_round_s(
 
 def main() -> None:
     """Take part as the rank that the environment names."""
-    order = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=CollectivesRequest)
+    order = decode_json(Path(sys.argv[1]).read_bytes(), CollectivesRequest)
     task = get_task_position()
     parallel = ParallelConfig(dp=task.num_tasks)
     megatron_cpu.patch_torch_megatron_without_gpu()

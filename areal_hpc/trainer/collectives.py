@@ -25,6 +25,7 @@ from areal_hpc.errors import ArealError, ClusterError, LostTrainerRankError, Oth
 from areal_hpc.jobs.processes.native_call_threads import NativeCallThread
 from areal_hpc.rundir.jobs import STOPPED_EXIT_CODE
 from areal_hpc.trainer.private_apis.torch_private import get_default_store
+from areal_hpc.wire.decoding import decode_json
 
 logger = logging.getLogger(__name__)
 LOST_RANK_PATTERN = re.compile(
@@ -70,24 +71,21 @@ def broadcast_object(message: object, object_type: Any) -> Any:
         dist.broadcast(size, src=0)
         body = body or bytearray(int(size))
         dist.broadcast(torch.frombuffer(body, dtype=torch.uint8), src=0)
-    return msgspec.json.decode(body, type=object_type)
+    return decode_json(body, object_type)
 
 
 def gather_objects_on_first_rank(message: object, object_type: Any) -> list[Any]:
     """All ranks' messages, decoded by msgspec, on rank 0; none elsewhere. A collective."""
     body = msgspec.json.encode(message)
     if dist.get_world_size() == 1:
-        return [msgspec.json.decode(body, type=object_type)]
+        return [decode_json(body, object_type)]
     is_first = dist.get_rank() == 0
     padded = torch.zeros(all_reduce_max(len(body)), dtype=torch.uint8)
     padded[: len(body)] = torch.frombuffer(bytearray(body), dtype=torch.uint8)
     received = [torch.empty_like(padded) for _ in range(dist.get_world_size() if is_first else 0)]
     dist.gather(padded, received if is_first else None)
     # JSON has no zero bytes.
-    return [
-        msgspec.json.decode(one.numpy().tobytes().rstrip(b"\0"), type=object_type)
-        for one in received
-    ]
+    return [decode_json(one.numpy().tobytes().rstrip(b"\0"), object_type) for one in received]
 
 
 def read_with_retries_on_all_ranks(
@@ -227,7 +225,7 @@ class RankProgress:
         for rank in range(self._ranks) if self._rank == 0 else [self._rank]:
             if not self._store.check([f"progress/{rank}"]):
                 continue
-            report = msgspec.json.decode(self._store.get(f"progress/{rank}"), type=PlaceReport)
+            report = decode_json(self._store.get(f"progress/{rank}"), PlaceReport)
             if rank not in self._seen or self._seen[rank][0] != report:
                 self._seen[rank] = (report, now)
         hanging = {

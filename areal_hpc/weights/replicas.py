@@ -18,6 +18,7 @@ from areal_hpc.rundir.rendezvous import (
     make_client_tls,
 )
 from areal_hpc.weights.buckets import BucketPlan
+from areal_hpc.wire.decoding import decode_json
 from areal_hpc.wire.replicas import (
     INCARNATION_HEADER,
     SENDER_TIMEOUT_HEADER,
@@ -199,6 +200,6 @@ class ReplicaClient:
 
     def _decode_reply(self, body: bytes, reply: type[ReplyT]) -> ReplyT:
         try:
-            return msgspec.json.decode(body, type=reply)
+            return decode_json(body, reply)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise WeightSyncError(f"{self.key} sent invalid JSON: {error}") from error

@@ -8,6 +8,7 @@ import httpx
 import msgspec
 
 from areal_hpc.errors import ClusterError, HttpStatusError
+from areal_hpc.wire.decoding import decode_json
 
 ReplyT = TypeVar("ReplyT")
 SERVER_KEEP_ALIVE_S = 75
@@ -157,7 +158,7 @@ def _decode_answer(status_code: int, url: str, content: bytes, reply: type[Reply
     if status_code >= 400:
         raise HttpStatusError(status_code, url, content.decode(errors="replace"))
     try:
-        return msgspec.json.decode(content, type=reply)
+        return decode_json(content, reply)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ClusterError(
             f"{url} answered what is no {reply.__name__} ({error}): {content[:200]!r}",

@@ -27,6 +27,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from areal_hpc.wire.decoding import decode_json
 from areal_hpc.wire.http import SERVER_KEEP_ALIVE_S
 
 log = logging.getLogger(__name__)
@@ -318,7 +319,7 @@ async def read_message(request: Request, message_type: type[MessageT]) -> Messag
     """
     body = await read_body(request)
     try:
-        return msgspec.json.decode(body, type=message_type)
+        return decode_json(body, message_type)
     except RecursionError:
         raise HTTPException(400, "the JSON is nested too deeply") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

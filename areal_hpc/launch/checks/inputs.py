@@ -30,6 +30,7 @@ from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.recipe.sections.inference import InferenceConfig
 from areal_hpc.recipe.sections.sandbox import ISOLATION_VARIABLE
 from areal_hpc.rundir.paths import ENVIRONMENTS
+from areal_hpc.wire.decoding import convert_value
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +69,7 @@ def read_sglang_options(python: str, lines: Sequence[Sequence[str]]) -> OptionRe
     except RolePythonError as error:
         log.info("SGLang was not asked about its options: %s", error)
         return None
-    return msgspec.convert(answer, OptionReport)
+    return convert_value(answer, OptionReport)
 
 
 def find_extra_args_problems(recipe: Recipe, python: str) -> Iterator[Problem]:

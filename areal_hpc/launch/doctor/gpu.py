@@ -36,6 +36,7 @@ from areal_hpc.recipe.sections.trainer import Dtype
 from areal_hpc.rundir.jsonl import read_readable_records, read_tail_lines
 from areal_hpc.rundir.paths import ROLES, RunPaths
 from areal_hpc.trainer.config import CollectiveRates, CollectivesRequest
+from areal_hpc.wire.decoding import decode_json
 
 MIN_NVLINK_ALLREDUCE_BYTES_PER_S = 100e9
 """Of an all-reduce within a node whose GPUs NVLink joins. An A100 has 300 GB/s a direction, an H100
@@ -170,7 +171,7 @@ def measure_collectives(plan: GpuCheckPlan, gpus: Sequence[str], folder: Path) -
     request_file = folder / "request.json"
     request_file.write_bytes(msgspec.json.encode(request))
     run_ranks(plan, COLLECTIVES_MODULE, request_file, gpus)
-    return msgspec.json.decode(Path(request.report).read_bytes(), type=CollectiveRates)
+    return decode_json(Path(request.report).read_bytes(), CollectiveRates)
 
 
 def run_ranks(plan: GpuCheckPlan, module: str, request_file: Path, gpus: Sequence[str]) -> None:

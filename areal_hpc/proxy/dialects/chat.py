@@ -46,6 +46,7 @@ from areal_hpc.proxy.engine.model_call import (
 from areal_hpc.proxy.sessions.store import Session
 from areal_hpc.session.chat_template import Message
 from areal_hpc.session.message_matching import build_normal_message
+from areal_hpc.wire.decoding import decode_json
 
 
 class _ContentPart(Struct):
@@ -210,7 +211,7 @@ class ChatRequest(SharedCompletionParams, forbid_unknown_fields=True, kw_only=Tr
     def get_custom_tool_names(self) -> frozenset[str]:
         if not any(b'"custom"' in bytes(one) for one in self.tools or ()):
             return frozenset()
-        offered = [msgspec.json.decode(one, type=_NamedToolOfKind) for one in self.tools or ()]
+        offered = [decode_json(one, _NamedToolOfKind) for one in self.tools or ()]
         return frozenset(one.custom.name for one in offered if one.custom is not None)
 
 

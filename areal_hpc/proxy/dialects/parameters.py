@@ -25,6 +25,7 @@ from msgspec import Meta, Struct, inspect
 
 from areal_hpc.errors import ProxyRequestError
 from areal_hpc.proxy.metrics import MAX_NAME_CHARS
+from areal_hpc.wire.decoding import decode_json
 
 MAX_REWRITTEN_OBJECTS = 12_500
 """In one request. Each takes the loop about 12 microseconds; an item of a list half of that."""
@@ -169,7 +170,7 @@ class _DeclaredMembers:
                     members[name] = self._rewrite_within(value, types[name], below)
             return msgspec.json.encode(members)
         if items and raw_json[:1] == b"[":
-            listed = msgspec.json.decode(raw_json, type=list[msgspec.Raw])
+            listed = decode_json(raw_json, list[msgspec.Raw])
             self._count(len(listed) / 2, key)
             return msgspec.json.encode(
                 [self._rewrite_within(one, items, f"{key}[{i}]") for i, one in enumerate(listed)]
@@ -196,7 +197,7 @@ class _DeclaredMembers:
         known = {*encode_names.values(), *(one.tag_field for one in structs if one.tag_field)}
         is_closed = all(struct.forbid_unknown_fields for struct in structs)
         kept: dict[str, msgspec.Raw] = {}
-        for given, value in msgspec.json.decode(raw_json, type=dict[str, msgspec.Raw]).items():
+        for given, value in decode_json(raw_json, dict[str, msgspec.Raw]).items():
             name = encode_names.get(given, given)
             place = (f"{key}.{name}" if key else name)[:MAX_NAME_CHARS]
             if bytes(value) == b"null":
@@ -257,7 +258,7 @@ def _list_fields(structs: Sequence[inspect.StructType]) -> list[inspect.Field]:
 
 def _can_be_read(raw_json: msgspec.Raw, struct: type[msgspec.Struct]) -> bool:
     try:
-        msgspec.json.decode(raw_json, type=struct)
+        decode_json(raw_json, struct)
     except msgspec.ValidationError:
         return False
     return True

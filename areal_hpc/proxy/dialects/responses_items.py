@@ -36,6 +36,7 @@ from areal_hpc.proxy.engine.model_call import (
 from areal_hpc.session.chat_template import Message
 from areal_hpc.session.message_matching import normalize_chat_message, write_json_text
 from areal_hpc.session.tree import Interaction, InteractionTree
+from areal_hpc.wire.decoding import convert_value
 
 
 class _ToolFunction(Struct, tag="function", forbid_unknown_fields=True):
@@ -261,7 +262,7 @@ def resolve_references(items: Sequence[InputItem], tree: InteractionTree) -> lis
                 problem = f"this session has said no item {item.id!r:.300}"
                 hint = "send the item itself"
                 raise ProxyRequestError(400, problem, key=f"input[{i}].id", hint=hint)
-            item = msgspec.convert(found, InputItem)
+            item = convert_value(found, InputItem)
         resolved.append(item)
     return resolved
 

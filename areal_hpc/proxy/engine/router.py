@@ -20,6 +20,7 @@ from areal_hpc.proxy.sessions.store import Session
 from areal_hpc.rundir.rendezvous import format_control_proxy_name
 from areal_hpc.rundir.service_client import AsyncServiceClient
 from areal_hpc.session.tree import VersionSpan
+from areal_hpc.wire.decoding import decode_json
 from areal_hpc.wire.replicas import ReplicasOfCell, ReplicaView
 from areal_hpc.wire.weight_version import WeightVersion
 
@@ -81,7 +82,7 @@ class StaticReplicaSource:
         except (aiohttp.ClientError, OSError):
             return ReplicaView(index, 1, "failed", url)
         try:
-            version = msgspec.json.decode(info, type=_ServedModelInfo).weight_version
+            version = decode_json(info, _ServedModelInfo).weight_version
         except msgspec.DecodeError:
             version = ""  # it does not say: no reply that it began can be gone on with
         return ReplicaView(index, 1, "serving", url, version)

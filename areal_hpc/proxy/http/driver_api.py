@@ -43,6 +43,7 @@ from areal_hpc.session.export import (
 )
 from areal_hpc.session.tree import Interaction, InteractionTree
 from areal_hpc.wire import proxy as wire
+from areal_hpc.wire.decoding import decode_json
 from areal_hpc.wire.weight_version import WeightVersion
 
 MIN_KEY_CHARS = 16
@@ -236,7 +237,7 @@ class DriverApi:
         """
         for raw in request.interactions:
             try:
-                one = msgspec.json.decode(raw, type=Interaction)
+                one = decode_json(raw, Interaction)
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
                 raise ProxyRequestError(400, str(error)) from error
             refuse_oversized_session(session, self._limits)

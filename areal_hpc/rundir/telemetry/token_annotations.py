@@ -108,11 +108,14 @@ def _remove_oldest(folder: Path, max_bytes: int) -> None:
         total -= size_bytes
 
 
+_decoder = msgspec.msgpack.Decoder(StepAnnotations)
+
+
 def read_annotations(paths: RunPaths, step: int) -> StepAnnotations | None:
     """What is known of the batch that led to a step; None without a file that can be read."""
     try:
         content = paths.annotation(step).read_bytes()
-        return msgspec.msgpack.decode(content, type=StepAnnotations)
+        return _decoder.decode(content)
     except FileNotFoundError:
         return None
     except msgspec.DecodeError as error:

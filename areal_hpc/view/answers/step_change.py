@@ -29,6 +29,7 @@ from areal_hpc.view.formatting import (
     list_numbers,
 )
 from areal_hpc.view.state.run_view import RunView
+from areal_hpc.wire.decoding import decode_json
 
 MIN_SOURCE_SHARE_CHANGE = 0.2
 MIN_REWARD_CHANGE_SHARE_OF_RANGE = 0.1
@@ -222,7 +223,7 @@ def _compare_tasks(
     rewards, before = _average_reward_by_task(now), _average_reward_by_task(earlier_episodes)
     run, source_sizes = paths.run_name, list[int]()
     with suppress(OSError, msgspec.DecodeError):  # absent where there is one source
-        source_sizes = msgspec.json.decode(paths.train_source_sizes.read_bytes(), type=list[int])
+        source_sizes = decode_json(paths.train_source_sizes.read_bytes(), list[int])
     where = f"step={now[0].step} and kind=train"
     page = build_page_url_fragment("trajectories", run, where=where, sort="task")
     last = max(one.step for one in earlier_episodes)
