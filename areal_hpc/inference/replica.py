@@ -208,11 +208,13 @@ class Replica:
     def _recover_from_lost_sender(self, server: SGLangServer) -> None:
         if self._update_state.is_changed:
             self._end_server_and_plan_restart_or_raise(
-                server, "has weights from an update whose sender disappeared", is_crash=False
+                server, "has weights of an update that no sender completed", is_crash=False
             )
         elif self._update_state.is_paused and not server.continue_generation():
             self._end_server_and_plan_restart_or_raise(
-                server, "did not resume after its sender disappeared", is_crash=False
+                server,
+                "did not resume after an update that no sender completed",
+                is_crash=False,
             )
         else:
             with self._lock:

@@ -1,4 +1,4 @@
-"""Another start of a Slurm job under its own number; the decision is in restart_policy.py.
+"""Another start of a Slurm job under its own number; `restarts.decide_restart` decides.
 
 A job that ends at a preemption's warning has failed in Slurm's eyes, and is not started again: it
 must ask for that itself, or outlast the warning. What cannot ask ends, for a caretaker to submit.

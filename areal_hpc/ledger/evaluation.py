@@ -201,22 +201,25 @@ class SetEvaluator:
     def begin(
         self, step: int, n_tasks_by_set: dict[str, int], state: LedgerState, first_attempt: int
     ) -> bool:
-        """Evaluate these sets in place of what was under way; False if they are that."""
+        """Evaluate these sets in place of what was under way; False if they are that.
+
+        An error of the storage changes nothing: the same request may come again.
+        """
         if self._asked == (step, n_tasks_by_set):
             return False
-        self._asked = (step, n_tasks_by_set)
-        results = self._read_results(state)
+        results = self._read_results(step, n_tasks_by_set, state)
         parts = {
             name: EvaluationSetPart(self._sets[name].number, n_tasks, self._sets[name].n_samples)
             for name, n_tasks in n_tasks_by_set.items()
             if name not in results
         }
-        self.tickets = EvaluationState(
+        tickets = EvaluationState(
             step, parts, generation=state.generation, first_attempt=first_attempt
         )
         for one in manifests.read_evaluated_tickets(self._paths, step):
             if state.has_kept_weights(step, one.generation):
-                self.tickets.restore_rewards(one)
+                tickets.restore_rewards(one)
+        self.tickets, self._asked = tickets, (step, n_tasks_by_set)
         return True
 
     def record_result(self, request: EvaluationResultRequest) -> None:
@@ -248,13 +251,14 @@ class SetEvaluator:
         tickets = manifests.read_evaluated_tickets(self._paths, step)
         left = [one for one in tickets if split_ticket_id(one.ticket_id)[0] not in done]
         manifests.replace_evaluated_tickets(self._paths, step, left)
-        results = self._read_results(state)
+        results = self._read_results(step, n_tasks_by_set, state)
         self.give_up()
         return total, compute_result_metrics(results, self._sets)
 
-    def _read_results(self, state: LedgerState) -> dict[str, EvaluationResult]:
-        """The results asked for, by set, for weights that the run still has, as far as known."""
-        step, n_tasks_by_set = self._asked
+    def _read_results(
+        self, step: int, n_tasks_by_set: Mapping[str, int], state: LedgerState
+    ) -> dict[str, EvaluationResult]:
+        """The results of a step, by set, for weights that the run still has, as far as known."""
         found = {}
         for name, n_tasks in n_tasks_by_set.items():
             result = manifests.read_evaluation(self._paths, step, name)

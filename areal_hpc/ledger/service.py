@@ -224,7 +224,7 @@ class LedgerService:
     async def record_published_step(
         self, request: wire.WeightsPublishedRequest
     ) -> wire.Acknowledged:
-        """Every replica serves the weights of `step`: admit tickets accordingly."""
+        """Admit tickets as replicas that serve the weights of `step` allow."""
         self._admit_trainer(request.generation)
         if request.step > self._tickets.version_step:
             self._save_state(msgspec.structs.replace(self._state, version_step=request.step))

@@ -8,7 +8,7 @@ the task stream. It is in exactly one of these states:
           silence v  | lease  v silence
                  waiting <----+
 
-    leased | finished | waiting | settled (too old) -> dropped | filtered
+    leased | finished | waiting | settled -> dropped | filtered
 
 `waiting` tickets lost their cell; they are issued again, with a higher attempt, before any new one.
 A ticket that a late cell settles counts once, whatever its attempt. The version that trains batch
@@ -16,7 +16,7 @@ A ticket that a late cell settles counts once, whatever its attempt. The version
 
 Admission keeps tickets within the bound of staleness as long as they settle in the order of their
 leases. An episode that is overtaken by others, a ticket that was issued again, or a trainer that
-went back can still bring tokens that are older.
+went back can still bring tokens that are older. With `stale_groups=drop` these are dropped.
 
 Admission goes by the sizes of the containers below, so that no counter can drift.
 """
@@ -121,7 +121,7 @@ class TicketTable:
     ) -> None:
         self.policy = policy
         self.version_step = 0
-        """Every replica serves the weights of this step, or will before the next episode."""
+        """Replicas serve the weights of this step, or are sent them before they serve again."""
         self.grants_from_s = grants_from_s
         """Nothing is granted earlier: after a restart, cells first report what they still hold, so
         that running work is not issued a second time."""
@@ -311,8 +311,9 @@ class TicketTable:
     def find_stale_tickets(
         self, generation: int, forks: Sequence[GenerationFork]
     ) -> list[DroppedTicket]:
-        """Settled tickets to drop, and nothing else, before `generation` trains its next batch.
+        """Settled tickets to drop before `generation` trains its next batch.
 
+        There are none with `stale_groups=train_with_correction`, which trains them.
         `forks` are all generations of the run. With a thousand nodes the trainer asks thousands of
         times a second: each ticket is looked at once a batch.
         """

@@ -86,6 +86,8 @@ def refuse_programs(event: str, arguments: tuple[Any, ...]) -> None:
     """Refuse to execute text that does more than compute (PEP 578)."""
     if event == "exec" and arguments[0].co_filename.startswith("<"):
         codes = [*walk_code(arguments[0])]
+        # Scorers evaluate replies as expressions, whose functions have no names. Text that defines
+        # functions is a library's own, as that of dataclasses and named tuples.
         is_expression = all(code.co_name.startswith("<") for code in codes)
         if is_expression and any(map(does_more_than_compute, codes)):
             raise ValueError("an answer is no program")

@@ -48,8 +48,9 @@ class Agent(Protocol):
                 `AsyncOpenAI(http_client=...)`; `session_id`; `seed`, different for every episode.
 
         Returns:
-            The reward of the last interaction, or a dict of rewards by interaction (the id of the
-            completion). A reward is a finite number, or a `Reward` with its parts and metrics.
+            The reward of the whole episode, which all its completed replies are trained with; or a
+            dict of rewards by interaction (the id of the completion). A reward is a finite number,
+            or a `Reward` with its parts and metrics.
         """
         ...
 

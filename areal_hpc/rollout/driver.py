@@ -147,8 +147,10 @@ class Driver:
     async def run(self) -> None:
         """Lease tickets and start them until told to stop. Cancelling it cancels every episode."""
         async with asyncio.TaskGroup() as group:
-            watched = (self._player.gate, self._player.watch)
-            watching = [group.create_task(one.run()) for one in watched]
+            watching = [
+                group.create_task(self._player.gate.run(self.tickets.changed.set)),
+                group.create_task(self._player.watch.run()),
+            ]
             under_way = set[asyncio.Task[None]]()
             while not (reply := await self._request_lease()).stop:
                 self.tickets.forget_finished(reply.over)

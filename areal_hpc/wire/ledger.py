@@ -183,7 +183,7 @@ class BatchReply(Struct, frozen=True):
 
 
 class WeightsPublishedRequest(Struct, frozen=True):
-    """Every replica now serves the weights of `step`."""
+    """At least one replica serves the weights of `step`; those that failed are sent them again."""
 
     generation: int
     step: int

@@ -13,7 +13,7 @@ from dataclasses import replace
 import msgspec
 from msgspec import Struct
 
-from areal_hpc.proxy.sessions.repeated_messages import RepeatedMessages
+from areal_hpc.proxy.sessions.decoded_messages import DecodedMessages
 from areal_hpc.session.credit import compute_episode_reward, give_reward
 from areal_hpc.session.export import (
     EpisodeKey,
@@ -184,7 +184,7 @@ class Session:
         """Its rows were handed over: it stays for a repeat alone, as of a reply that was lost."""
         self.in_flight = 0
         self.touched_at = time.monotonic()
-        self.latest_messages = RepeatedMessages()
+        self.latest_messages = DecodedMessages()
         self.responses: dict[str, bytes] = {}
         """Bodies of the newest Responses, by id, which may be asked for again."""
         self._response_bytes = 0

@@ -101,9 +101,9 @@ class RolloutConfig(BaseConfig):
     max_concurrent_rollouts: Annotated[int, Field(ge=1)] = 64
     """Episodes in flight over all cells."""
     max_head_offpolicyness: Annotated[int, Field(ge=0)] = 0
-    """Maximum age, in versions, of the weights that sampled a token; 0 is synchronous."""
+    """Age, in versions, of a token's weights that admission keeps to; 0 is synchronous."""
     stale_groups: StaleGroupPolicy = "train_with_correction"
-    """What to do with a group over that limit; `drop` is biased against long episodes."""
+    """What to do with a group that exceeds it nevertheless; `drop` is biased against long ones."""
     sampling: SamplingConfig = SamplingConfig()
     """Training generation parameters."""
     limits: EpisodeLimitsConfig = EpisodeLimitsConfig()

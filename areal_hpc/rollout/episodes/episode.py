@@ -78,7 +78,7 @@ class EpisodeOutcome:
     session_id: str
     """Empty if none was opened, for want of a sandbox or a process."""
     reward: float = 0.0
-    """Of the last interaction that has a reward, if `ok` or `has_failure_reward`."""
+    """Of the episode, if `ok` or `has_failure_reward`."""
     has_failure_reward: bool = False
     """Its agent failed, and its last interaction has the reward of such an episode."""
     answer: str = ""

@@ -79,13 +79,14 @@ class ReplicaGate:
     async def wait_for_replica(self) -> None:
         await self._opened.wait()
 
-    async def run(self) -> None:
+    async def run(self, on_open: Callable[[], None]) -> None:
         """Ask the proxy whenever the gate is closed, until cancelled."""
         while True:
             if not self.is_open:
                 health = await self._proxy.call_repeatedly("/healthz", None, ProxyHealth)
                 if health.replicas_serving:
                     self._opened.set()
+                    on_open()
             await asyncio.sleep(CLOSED_GATE_POLL_S)
 
 

@@ -179,17 +179,19 @@ def _compute_surrogate(
     (arXiv:2507.18071, equation 7).
     """
     bounded_N = ratio_N.clamp(1 - config.clip_low, 1 + config.clip_high)
-    if config.surrogate == "none":
-        return advantages_N * logprobs_N, torch.zeros_like(ratio_N) != 0
-    if config.surrogate == "cispo":
-        return bounded_N.detach() * advantages_N * logprobs_N, bounded_N != ratio_N
-    free_N, bound_N = ratio_N * advantages_N, bounded_N * advantages_N
-    terms_N, clipped_N = torch.minimum(free_N, bound_N), bound_N < free_N
-    if config.clip_dual is not None:
-        floor_N = config.clip_dual * advantages_N
-        is_raised_N = (advantages_N < 0) & (terms_N < floor_N)
-        terms_N, clipped_N = torch.where(is_raised_N, floor_N, terms_N), clipped_N | is_raised_N
-    return terms_N, clipped_N
+    match config.surrogate:
+        case "none":
+            return advantages_N * logprobs_N, torch.zeros_like(ratio_N) != 0
+        case "cispo":
+            return bounded_N.detach() * advantages_N * logprobs_N, bounded_N != ratio_N
+        case "clip":
+            free_N, bound_N = ratio_N * advantages_N, bounded_N * advantages_N
+            terms_N, clipped_N = torch.minimum(free_N, bound_N), bound_N < free_N
+            if config.clip_dual is not None:
+                floor_N = config.clip_dual * advantages_N
+                raised_N = (advantages_N < 0) & (terms_N < floor_N)
+                terms_N, clipped_N = torch.where(raised_N, floor_N, terms_N), clipped_N | raised_N
+            return terms_N, clipped_N
 
 
 def interpolate_logprobs(

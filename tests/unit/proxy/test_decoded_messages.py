@@ -15,7 +15,7 @@ from areal_hpc.proxy.http.repeated_requests import (
     Answer,
     SessionRequests,
 )
-from areal_hpc.proxy.sessions.repeated_messages import MAX_REMEMBERED_BYTES, RepeatedMessages
+from areal_hpc.proxy.sessions.decoded_messages import MAX_REMEMBERED_BYTES, DecodedMessages
 
 MESSAGES = [{"role": "user", "content": f'{i} "messages": [ }} é'} for i in range(6)]
 ENCODERS = pytest.mark.parametrize(
@@ -33,7 +33,7 @@ class Session:
     """Decodes the bodies of one session; `read` has what was decoded of each."""
 
     def __init__(self) -> None:
-        self.latest, self.read = RepeatedMessages(), list[bytes]()
+        self.latest, self.read = DecodedMessages(), list[bytes]()
 
     def ask(self, body: bytes) -> list[dict[str, Any]]:
         request: Request = self.latest.decode_body(body, self._decode)

@@ -26,7 +26,7 @@ class _RawMessages(msgspec.Struct):
 _raw_decoder = msgspec.json.Decoder(_RawMessages)
 
 
-class RepeatedMessages:
+class DecodedMessages:
     """The messages of a session's latest request, recognized at the beginning of the next one."""
 
     def __init__(self) -> None:
