@@ -7,7 +7,7 @@ what would need a model: running a ticket's episodes is a sleep of log-normal le
 import asyncio
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -177,7 +177,7 @@ def trajectories(ref: TicketRef, rewards: Sequence[float]) -> Iterator[Trajector
 class OpenGate(ReplicaGate):
     """The gate of a cell that needs no replica."""
 
-    async def run(self) -> None:
+    async def run(self, on_open: Callable[[], None]) -> None:
         self._opened.set()
         await asyncio.Event().wait()
 

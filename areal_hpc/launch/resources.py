@@ -10,7 +10,7 @@ take.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.launch.checks.model import (
@@ -131,9 +131,12 @@ def _build_gpu_memory_report(recipe: Recipe, arch: Architecture) -> Iterator[str
     frozen = find_frozen_architectures(recipe, arch)
     critic = find_critic_architecture(recipe, arch)
     lora = arch.lora
-    if recipe.sft is not None:
-        arch = replace(arch, lora=None)  # SFT trains all weights, and takes more
     trainer = estimate_trainer_memory(arch, recipe.trainer, groups, frozen, critic)
+    if recipe.sft is not None and lora is not None:
+        of_sft = read_recipe_architecture(recipe, is_sft=True)
+        memory = estimate_trainer_memory(of_sft, recipe.trainer)
+        if memory.total > trainer.total:
+            arch, trainer = of_sft, memory
     serving = estimate_serving_memory(arch, recipe.inference, recipe.trainer.dtype, gpu_bytes)
     of = "" if gib is None else f" of {gib:g}"
     yield f"memory of one GPU in GiB, estimated ({count_model_parameters(arch):,} parameters)"
@@ -292,10 +295,19 @@ def _estimate_trainer_bytes(recipe: Recipe, tasks_per_node: int, kind: str) -> i
         ) from error
     frozen = find_frozen_architectures(recipe, arch)
     critic = find_critic_architecture(recipe, arch)
-    if recipe.sft is not None:
-        arch = replace(arch, lora=None)  # SFT trains all weights
+    bytes_by_stage = [_estimate_host_bytes(arch, recipe, frozen, critic)]
+    if recipe.sft is not None and arch.lora is not None:
+        of_sft = read_recipe_architecture(recipe, is_sft=True)
+        bytes_by_stage.append(_estimate_host_bytes(of_sft, recipe))
+    return tasks_per_node * max(bytes_by_stage)
+
+
+def _estimate_host_bytes(
+    arch: Architecture,
+    recipe: Recipe,
+    frozen: Sequence[Architecture] = (),
+    critic: Architecture | None = None,
+) -> int:
     memory = estimate_trainer_memory(arch, recipe.trainer, frozen=frozen, critic=critic)
     offloaded = memory.host_activations + memory.host_optimizer + memory.host_frozen
-    return tasks_per_node * (
-        estimate_checkpoint_copy_bytes(arch, recipe.trainer, critic) + offloaded
-    )
+    return estimate_checkpoint_copy_bytes(arch, recipe.trainer, critic) + offloaded

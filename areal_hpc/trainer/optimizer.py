@@ -32,8 +32,11 @@ class Optimizer(Protocol):
 
     param_groups: list[dict[str, Any]]
 
-    def hold_gradients(self) -> AbstractContextManager[float]:
-        """The time in which gradients are applied, if they are; their norm. A collective."""
+    def prepare_gradients(self) -> AbstractContextManager[float]:
+        """Make gradients ready to be applied and measure their norm. A collective.
+
+        What that lends is given back at the end.
+        """
 
     def apply_gradients(self, norm: float) -> None:
         """Clip the gradients of this norm, and step."""
@@ -52,7 +55,7 @@ class MegatronAdamW(ChainedOptimizer):  # type: ignore[misc]
         self._replica = replica
 
     @contextmanager
-    def hold_gradients(self) -> Iterator[float]:
+    def prepare_gradients(self) -> Iterator[float]:
         with hold_master_stand_ins(self):
             self.prepare_grads()
             yield float(self.get_grad_norm())
@@ -99,7 +102,7 @@ class ShardedAdamW(AdamW):
         return [one for group in self.param_groups for one in group["params"]]
 
     @contextmanager
-    def hold_gradients(self) -> Iterator[float]:
+    def prepare_gradients(self) -> Iterator[float]:
         norm: Any = get_total_norm(list_gradients(self.parameters))
         yield float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
@@ -193,7 +196,7 @@ def step_optimizer(optimizer: Optimizer, rate: float) -> float:
     when all advantages are, or every token is clipped or masked: momentum and decay would move the
     weights all the same, by what earlier batches taught. A collective.
     """
-    with optimizer.hold_gradients() as norm:
+    with optimizer.prepare_gradients() as norm:
         kind = _NORM_NOT_FINITE if not math.isfinite(norm) else _NORM_FINITE if norm else _NORM_ZERO
         agreed = all_reduce_max(kind)
         if agreed == _NORM_FINITE:

@@ -6,6 +6,7 @@ rest by `tests/integration/agents/test_agents.py`.
 
 import json
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -100,12 +101,20 @@ TRAINS = {
 PLAYS = ("proxy_mode:3", "proxy_mode:4", "proxy_mode:5", "proxy_mode:6")
 """Commands whose agents play an episode, or are refused, in `test_agents.py`."""
 INSTALLS = ("agentic_rl:1", "openai_agents:2", "openai_agents:17")
-"""Of packages that the environments have."""
 
 
 def test_every_block_that_can_run_is_run() -> None:
     run = {key for key, block in BLOCKS.items() if block.language in ("python", "command")}
     assert run == {*SCENES, *TRAINS, *PLAYS, *INSTALLS}
+
+
+@pytest.mark.parametrize("key", INSTALLS)
+def test_what_a_guide_installs_is_in_a_locked_environment(key: str) -> None:
+    packages = re.findall(r"^pip install (\S+)$", BLOCKS[key].text, re.MULTILINE)
+    assert packages
+    locks = "".join((CHECKOUT / f".venvs/{name}.txt").read_text() for name in ("main", "camel"))
+    for package in packages:
+        assert re.search(rf"^{package}==", locks, re.MULTILINE), package
 
 
 @pytest.mark.parametrize("block", SETTINGS, ids=lambda block: block.key)

@@ -1,10 +1,18 @@
-"""What runs on several nodes, in containers and in held allocations of Slurm."""
+"""What runs on several nodes, in containers, in held allocations and by fifty submissions of Slurm.
+
+Writes `benchmarks/results/submissions.json` and its table of `docs/operating.md`.
+"""
 
 import json
+import random
+import statistics
+import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -17,17 +25,26 @@ from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.sandbox.runtimes import find_installed_runtimes
 from areal_hpc.view.evaluation_report import read_report
 from tests.support.commands import areal_hpc, audit_of, run_program, said_by
+from tests.support.deadlines import scaled
 from tests.support.devclusters import (
     CUT_DOWN,
+    HELD,
+    JOBS,
     SLURM_POLL_S,
     Devcluster,
     Submitting,
     devcluster,
+    light_overrides,
+    numbers,
+    queued,
+    recorded,
+    stopped_slurmctld,
 )
 from tests.support.environments import CHECKOUT, python_of
 from tests.support.held_run import NO_END, ONE_NODE, TWO_NODES, HeldRun
 from tests.support.light_run import SIZES
 from tests.support.process_commands import find_processes, is_scheduler
+from tests.support.results import markdown, write_results, write_table
 from tests.support.run_files import events_of
 from tests.support.small_run import LIGHT
 from tests.support.sums import tasks
@@ -238,3 +255,85 @@ def test_an_allocation_that_is_cancelled_leaves_nothing_and_why_names_it(
     why = run.why()
     assert "the run was stopped" in why
     assert "was ended (Slurm says" in why or "stopped by SIG" in why
+
+
+SUBMISSIONS = 50
+MAX_DELAY_S, MAX_STOP_S = 6.0, 15.0
+"""A submission takes six seconds, most of them before the first job; sbatch waits for an answer for
+ten."""
+
+
+def await_random_moment(
+    chance: random.Random, run: Submitting, recorded_before: int, submitting: subprocess.Popen[str]
+) -> None:
+    """Return some time after the start, or when slurmctld is about to be asked for a job.
+
+    What it is asked for takes a tenth of a second, which a random time alone would seldom meet.
+    """
+    jobs = chance.randint(0, len(JOBS))  # after the last one they are released
+    if jobs == 0:
+        time.sleep(chance.uniform(0.0, MAX_DELAY_S))
+        return
+    wait_for(
+        lambda: len(run.submissions) >= recorded_before + jobs or submitting.poll() is not None,
+        every_s=0.005,
+    )
+
+
+@pytest.mark.timeout(5400)
+def test_no_submission_leaves_an_orphan(cluster: Devcluster, tmp_path: Path) -> None:
+    chance = random.Random(2211)
+    run = Submitting(cluster, tmp_path / "runs")
+    light = light_overrides(tmp_path)
+    rows = []
+    for attempt in range(SUBMISSIONS):
+        began, before = time.monotonic(), len(run.submissions)
+        submitting = run.start(*HELD, *light)
+        await_random_moment(chance, run, before, submitting)
+        with stopped_slurmctld(cluster):
+            time.sleep(chance.uniform(0.0, MAX_STOP_S))
+        shown, _ = submitting.communicate(timeout=scaled(300))
+        took_s = time.monotonic() - began
+        repeated = submitting.returncode == 75
+        if repeated:  # slurmctld was silent before anything was submitted
+            assert numbers(cluster) == [], shown
+            said_by(run.submit(*HELD, *light))
+        else:
+            assert submitting.returncode == 0, shown
+        assert queued(cluster) == JOBS, shown
+        orphans = set(numbers(cluster)) - set(recorded(run).values())
+        rows.append(
+            {
+                "attempt": attempt,
+                "seconds": round(took_s, 1),
+                "adopted": shown.count("was accepted nevertheless"),
+                "tried_again": shown.count("looking for the job"),
+                "repeated": int(repeated),
+                "orphans": len(orphans),
+            }
+        )
+        write_results("submissions", rows)
+        write_table("operating.md", "submissions", table(rows))
+        said_by(run.call("cancel", str(run.paths.root), "--now"))
+        assert numbers(cluster) == []
+    assert sum(row["orphans"] for row in rows) == 0
+    assert sum(row["tried_again"] for row in rows) > 0
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """By what `submit` did."""
+    kinds: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for row in rows:
+        did = (
+            "found a job that was accepted too late"
+            if row["adopted"]
+            else "waited, or noticed nothing"
+        )
+        kinds["gave up before the first job, exit code 75" if row["repeated"] else did].append(row)
+    lines = []
+    for kind, found in {**kinds, "all": rows}.items():
+        took_s = [row["seconds"] for row in found]
+        unknown = sum(row["orphans"] for row in found)
+        lines.append((kind, len(found), f"{statistics.median(took_s):.1f}", max(took_s), unknown))
+    header = ("what `submit` did", "times", "median seconds", "most seconds", "unknown jobs")
+    return markdown(header, lines)

@@ -14,6 +14,8 @@ DOCUMENTS = sorted(
     path for path in CHECKOUT.rglob("*.md") if not SKIPPED & set(path.relative_to(CHECKOUT).parts)
 )
 FOLDERS = "areal_hpc|benchmarks|docs|examples|recipes|requirements|scripts|slurm|tests"
+PACKAGE = CHECKOUT / "areal_hpc"
+PACKAGES = "|".join({path.parent.name for path in PACKAGE.glob("*/__init__.py")} - {"slurm"})
 
 
 def anchors(document: Path) -> set[str]:
@@ -45,6 +47,9 @@ def test_links_paths_and_make_targets_exist() -> None:
         links = re.findall(r"\]\((?![a-z]+:)([^)\s]+)\)", document.read_text())
         named = set(re.findall(rf"(?<![\w./-])((?:{FOLDERS})/[\w./*-]*)", code))
         gone = [path for path in sorted(named) if not any(CHECKOUT.glob(path.rstrip("./")))]
+        modules = set(re.findall(rf"(?<![\w./-])((?:{PACKAGES})/[\w/]*\.py)", code))
+        if document.parent.name != "decisions":  # which also tell of what was
+            gone += [path for path in sorted(modules) if not (PACKAGE / path).exists()]
         made = re.findall(r"^\s*(?:\$ )?make ([a-z0-9-]+)", code, re.MULTILINE)
         wrong += [(document.name, link) for link in links if is_broken(link, document)]
         wrong += [(document.name, path) for path in gone]

@@ -1,9 +1,11 @@
 """The catalogue has every metric that is written; `import areal_hpc` is complete and typed."""
 
+import ast
 import functools
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, assert_type
 
@@ -26,43 +28,54 @@ OF_SFT = {"tokens/targets", "throughput/trained_tokens_per_s"}
 """In `sft_metrics.jsonl`."""
 
 
-NAME = re.compile(r'"((?:[a-z_]+|\{[^"{}]+\})/(?:[\w\[\]^/+.]|\{[^"{}]+\})+)"')
-"""A text in the code that looks like a metric of a group, with what is put into it in braces."""
+def written_in(source: str) -> Iterator[re.Pattern[str]]:
+    """What a module's strings look like; a value that is put into one may be anything."""
+    tree = ast.parse(source)
+    inner = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr)
+             for part in node.values}  # fmt: skip
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            parts = [
+                re.escape(str(part.value)) if isinstance(part, ast.Constant) else "[^/]+"
+                for part in node.values
+            ]
+            yield re.compile("".join(map(str, parts)))
+        elif isinstance(node, ast.Constant) and id(node) not in inner:
+            yield re.compile(re.escape(str(node.value)))
+
+
+def is_metric(pattern: re.Pattern[str]) -> bool:
+    """True if a string is a name in one of the catalogue's groups."""
+    group, slash, rest = pattern.pattern.partition("/")
+    return bool(slash) and group in GROUPS and re.fullmatch(r"[\w\[\]^/+.\\{}]+", rest) is not None
 
 
 @functools.cache
-def written() -> dict[str, str]:
-    """The modules that write metrics, with their text."""
+def written() -> dict[str, list[re.Pattern[str]]]:
     return {
-        module: text
-        for module, text in sources().items()
+        module: list(written_in(source))
+        for module, source in sources().items()
         if module.startswith(WRITERS) and module not in IS_NOT_WRITTEN
     }
 
 
-@functools.cache
-def patterns() -> list[str]:
-    """Regular expressions of what is written; a value that is put into a name may be anything."""
-    found = {name for text in written().values() for name in NAME.findall(text)}
-    return sorted("[^/]+".join(map(re.escape, re.split(r"\{[^{}]+\}", name))) for name in found)
-
-
 def test_every_metric_that_is_written_is_in_the_catalogue() -> None:
     missing = {
-        pattern
-        for pattern in patterns()
-        if pattern.partition("/")[0] in GROUPS
-        and pattern not in OF_SFT
-        and find_metric(pattern) is None
-        and not any(re.fullmatch(pattern, name) for name in NAMES)
+        (module, pattern.pattern)
+        for module, patterns in written().items()
+        for pattern in filter(is_metric, patterns)
+        if pattern.pattern not in OF_SFT
+        and find_metric(pattern.pattern) is None
+        and not any(pattern.fullmatch(name) for name in NAMES)
     }
     assert missing == set()
 
 
 def test_every_metric_of_the_catalogue_is_written() -> None:
-    fixed = {name for name in NAMES if "<name>" not in name}
-    unknown = {name for name in fixed if not any(re.fullmatch(one, name) for one in patterns())}
-    assert {name for name in unknown if f'"{name}"' not in "".join(written().values())} == set()
+    texts = {pattern.pattern: pattern for found in written().values() for pattern in found}
+    patterns = [one for text, one in texts.items() if "/" in text or "/" not in "".join(NAMES)]
+    samples = {name.replace("<name>", "anything") for name in NAMES}
+    assert {one for one in samples if not any(has.fullmatch(one) for has in patterns)} == set()
 
 
 def test_each_says_what_it_is_and_every_phase_belongs_to_one_limit() -> None:

@@ -191,3 +191,31 @@ def test_jobs_without_commands_of_slurm_are_brought_back_from_a_login_node(
     looking.join(scaled(60))
     assert not looking.is_alive()
     assert job.state() == "COMPLETED"
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(300)
+def test_a_run_all_of_whose_jobs_are_cancelled_at_once_comes_back_again_and_again(
+    cancelling: Devcluster, tmp_path: Path
+) -> None:
+    trainer, cell, unwanted = jobs = make_jobs(cancelling, tmp_path / "run")
+    for job in jobs:
+        job.submit("steady", AT_RISK)
+        job.awaits_words(1)
+    waiting = trainer.lay_caretaker(AT_RISK)
+    cancelling.slurm("scancel", unwanted.job_id)
+    unwanted.awaits_state("CANCELLED")
+    for start in (2, 3):
+        cancelling.submit("sleep 3", SAFE, "--exclusive", "--nodes=4")
+        for job in (trainer, cell):
+            job.awaits_state("PREEMPTED")
+        for job in (trainer, cell):
+            job.await_successor()
+            job.awaits(lambda job=job, word=f"began {start}": word in job.told)  # type: ignore[misc]
+        before, waiting.job_id = waiting.job_id, waiting.newest_id()
+        assert waiting.job_id != before
+        assert [row["by"] for row in trainer.resubmissions()] == ["caretaker"] * (start - 1)
+    for job in (trainer, cell):
+        job.let_go()
+    waiting.awaits_state("CANCELLED")
+    assert unwanted.newest_id() == unwanted.job_id

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm.supervised_jobs import OperatedRun, SupervisedJob
+from tests.slurm.supervised_jobs import TIME_LIMIT_MIN, OperatedRun, SupervisedJob
 from tests.support.deadlines import scaled
-from tests.support.devclusters import SLURM_POLL_S, Devcluster
+from tests.support.devclusters import SLURM_POLL_S, Devcluster, stopped_slurmctld
 from tests.support.process_commands import find_processes
 from tests.support.waiting import wait_for
 
@@ -21,6 +21,8 @@ pytestmark = [pytest.mark.thorough, pytest.mark.timeout(600)]
 
 SAFE = ("--partition=priority", "--requeue")
 SUSPENDED_S = 5.0
+AFTER_LIMIT_S = 60.0 * TIME_LIMIT_MIN + 15.0
+"""From the start of a job with the shortest limit until that has passed, with Slurm's grace."""
 
 
 @pytest.fixture
@@ -71,6 +73,32 @@ def test_a_job_that_is_suspended_goes_on_where_it_stood(
     trainer.let_go()
     trainer.awaits_state("COMPLETED")
     assert trainer.told == ["began 1", "done"]
+
+
+def test_jobs_come_back_after_an_outage_in_which_a_limit_a_crash_and_a_stop_fall(
+    cluster: Devcluster, tmp_path: Path
+) -> None:
+    limited, crashed, stopped = (
+        SupervisedJob(cluster, tmp_path / name, "trainer") for name in ("a", "b", "c")
+    )
+    crashed.submit("steady", *SAFE)
+    stopped.submit("steady", "--partition=priority", "--no-requeue")
+    for job in (crashed, stopped):
+        job.awaits_told("began 1")
+    limited.submit("steady", *SAFE, f"--time={TIME_LIMIT_MIN}")
+    for job in (crashed, stopped, limited):
+        job.lay_caretaker(*SAFE)
+    limited.awaits_told("began 1")
+    began_s = time.monotonic()
+    with stopped_slurmctld(cluster):
+        crashed.kill_process()
+        stopped.stop_first_task()
+        wait_for(lambda: "saved 0" in limited.told, 60 * TIME_LIMIT_MIN, limited.events)
+        time.sleep(max(0.0, began_s + AFTER_LIMIT_S - time.monotonic()))
+    for job in (limited, crashed, stopped):
+        wait_for(lambda job=job: "began 2" in job.told, 120, job.events)  # type: ignore[misc]
+    for job in (limited, crashed, stopped):
+        cluster.slurm("scancel", job.newest_id())
 
 
 def test_a_job_whose_srun_hangs_while_its_process_dies_is_started_again(

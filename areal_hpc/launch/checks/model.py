@@ -210,9 +210,12 @@ def _find_vocabulary_problems(path: Path, key: str) -> Iterator[Problem]:
         )
 
 
-def read_recipe_architecture(recipe: Recipe) -> Architecture:
-    """The recipe's network; RecipeError if its configuration is not on this machine."""
-    model, lora = recipe.model, recipe.trainer.lora
+def read_recipe_architecture(recipe: Recipe, *, is_sft: bool = False) -> Architecture:
+    """The recipe's network; RecipeError if its configuration is not on this machine.
+
+    SFT trains all weights, and so a network without an adapter.
+    """
+    model, lora = recipe.model, None if is_sft else recipe.trainer.lora
     if model.tiny is not None:
         config = build_tiny_architecture_config(TinySizes(**model.tiny.model_dump()))
         return parse_architecture(config, "model.tiny", lora)

@@ -103,6 +103,17 @@ class LoraConfig(BaseConfig):
                 "sync=adapter is for target_modules that are named, without dora: SGLang has "
                 "neither; use sync=merged"
             )
+        named = set(self.served_modules)
+        if unknown := sorted(named.difference(DENSE_LINEAR_MODULES)):
+            raise ValueError(
+                f"sync=adapter is for target_modules of {', '.join(DENSE_LINEAR_MODULES)}, and not "
+                f"{', '.join(unknown)}; use sync=merged"
+            )
+        # SGLang joins q, k and v, and gate and up, and takes k alone to be zero where it lacks.
+        if named.intersection(("q_proj", "k_proj", "v_proj")) and not {"q_proj", "v_proj"} <= named:
+            raise ValueError("sync=adapter needs q_proj and v_proj together; use sync=merged")
+        if "up_proj" in named and "gate_proj" not in named:
+            raise ValueError("sync=adapter needs gate_proj beside up_proj; use sync=merged")
         return self
 
     @property

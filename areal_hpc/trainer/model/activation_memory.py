@@ -1,9 +1,9 @@
 """What layers keep between forward and backward pass. Pure, no torch.
 
 Counted is what each operation saves for its backward pass, as in Korthikanti et al., "Reducing
-Activation Recomputation in Large Transformer Models" (arXiv 2205.05198): no dropout,
-FlashAttention, tokens spread evenly over experts. What is recomputed is kept of one layer at a
-time. tests/integration/trainer/test_kept_activations.py measures it.
+Activation Recomputation in Large Transformer Models" (arXiv 2205.05198): no dropout (an adapter's
+is not counted), FlashAttention, tokens spread evenly over experts. What is recomputed is kept of
+one layer at a time. tests/integration/trainer/test_kept_activations.py measures it.
 
 Megatron's layers have operations of this package: norms keep input and output, a gated MLP its
 input; with tp > 1 sequences are parallel. Transformers' own modules are plain operations. Their
@@ -142,6 +142,8 @@ class _PlainModules:
         return norms * self._count_norm(self.arch.hidden) + 2 * self.element * self.arch.hidden
 
     def has_state(self, layer: int) -> bool:
+        if "linear_num_value_heads" not in self.text:  # another kind of state
+            return False
         kinds = self.text.get("layer_types")
         if kinds is not None:
             return bool(kinds[layer] == "linear_attention")

@@ -105,13 +105,22 @@ def copy_numbers_to_host(
     numbers: Sequence[Number], vectors: Sequence[torch.Tensor]
 ) -> torch.Tensor:
     """All numbers, then all vectors, as one float64 tensor on the host: one copy from a device."""
-    held = [one.device for one in (*numbers, *vectors) if isinstance(one, torch.Tensor)]
-    device = next((one for one in held if one.type != "cpu"), torch.device("cpu"))
-    parts = [
-        torch.as_tensor(one, dtype=torch.float64, device=device).reshape(-1)
-        for one in (*numbers, *vectors)
-    ]
-    return torch.cat([torch.empty(0, dtype=torch.float64, device=device), *parts]).cpu()
+    wanted = (*numbers, *vectors)
+    tensors = [one for one in wanted if isinstance(one, torch.Tensor)]
+    device = next((one.device for one in tensors if one.device.type != "cpu"), None)
+    empty = torch.empty(0, dtype=torch.float64)
+    parts = [one.to(device, torch.float64).reshape(-1) for one in tensors]
+    copied = torch.cat([empty.to(device), *parts]).cpu().split([len(one) for one in parts])
+    remaining = iter(copied)
+    return torch.cat(
+        [
+            next(remaining)
+            if isinstance(one, torch.Tensor)
+            else torch.tensor([one], dtype=torch.float64)
+            for one in wanted
+        ]
+        or [empty]
+    )
 
 
 BINS_PER_DECADE = 32

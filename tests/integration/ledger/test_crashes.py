@@ -217,6 +217,19 @@ def test_an_evaluation_survives_a_restart_once_it_is_done(ledger: LedgerProcess)
     assert json.loads(ledger.paths.evaluation(0).read_bytes())["rewards"] == [0.0, 0.5, 1.0]
 
 
+def test_an_evaluation_begins_when_the_storage_can_be_read_again(ledger: LedgerProcess) -> None:
+    ledger.open_generation()
+    unreadable = ledger.paths.evaluation(0)
+    unreadable.mkdir(parents=True)
+    with pytest.raises(HttpStatusError):
+        ledger.evaluate(0, 1)
+    unreadable.rmdir()
+    assert ledger.evaluate(0, 1) == EvaluateReply(0, 1)
+    (one,) = (g.ref for g in ledger.grants(tickets=1) if g.ref.eval_step == 0)
+    ledger.report(one, 0.75)
+    assert ledger.get_reward(0, 1) == 0.75
+
+
 def test_an_evaluation_cut_short_by_a_crash_is_done_over(ledger: LedgerProcess) -> None:
     ledger.open_generation()
     ledger.evaluate(0, 1)

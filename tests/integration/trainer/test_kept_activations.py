@@ -36,7 +36,7 @@ from tests.support.thoroughness import choose
 # Latent attention and experts; four norms; attention that is written out; a state.
 FAMILIES = choose(TRANSFORMERS_CONFIGS, "deepseek_v3", "gemma3", "gpt_oss", "qwen3_5_moe")
 TOKENS = 512
-MOST_ERROR = 0.05
+MOST_ERROR, MOST_MEGATRON_ERROR = 0.05, 0.04
 # As many key-value heads as heads: without FlashAttention grouped heads are copied.
 WIDE = Architecture("qwen2", 1, 256, 8, 8, 32, 768, 512, 1e-6, 1e4, None, tied=True)
 MEGATRON = {
@@ -131,17 +131,20 @@ def list_storages() -> dict[int, int]:
     return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
 
-def check_layers(fewer: Architecture, more: Architecture, config: TrainerConfig) -> None:
+def check_layers(
+    fewer: Architecture, more: Architecture, config: TrainerConfig, most_error: float = MOST_ERROR
+) -> None:
     measured = measure_kept_bytes(more, config) - measure_kept_bytes(fewer, config)
     counted = [
         count_stage_activation_bytes(one, config, one.layers, TOKENS) for one in (fewer, more)
     ]
-    assert measured == pytest.approx(counted[1] - counted[0], rel=MOST_ERROR)
+    assert measured == pytest.approx(counted[1] - counted[0], rel=most_error)
 
 
 def check_megatron(scenario: Scenario, paths: RunPaths) -> None:
     for arch in MEGATRON.values():
-        check_layers(arch, replace(arch, layers=3), TrainerConfig(dtype="float32"))
+        config = TrainerConfig(dtype="float32")
+        check_layers(arch, replace(arch, layers=3), config, MOST_MEGATRON_ERROR)
 
 
 def check_family(scenario: Scenario, paths: RunPaths) -> None:

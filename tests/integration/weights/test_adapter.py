@@ -60,8 +60,12 @@ def test_an_adapter_alone_takes_the_place_of_weights(tmp_path: Path) -> None:
             begun = begin_generation_at_pause(cell, gate)
             after = send(publisher, cell, 1, new).version
             assert_serves(cell, 0, new, after)
-        prompt, coming = begun.result(0)
-        reply = coming.result(scaled(60))
+            prompt, coming = begun.result(0)
+            reply = coming.result(scaled(60))
+            torn = dict([*peft.get_peft_model_state_dict(old).items()][:2])
+            lost = publish(publisher, WeightVersion(cell.generation, 2), torn, probe=probe_of(old))
+            assert lost.failed, "a layer's matrix lacks its fellows"
+            assert_serves(cell, 0, old, send(publisher, cell, 3, old).version)
     first, second = reply["meta_info"]["weight_versions"]
     assert [first["version"], second["version"]] == [str(before), str(after)]
     for adapted, span in ((old, slice(0, first["end"])), (new, slice(first["end"], TOKENS))):

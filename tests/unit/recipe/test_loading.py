@@ -138,6 +138,17 @@ REFUSED = [
         "sync=adapter sends an adapter",
     ),
     ("trainer.lora={sync: adapter, dora: true}", "trainer.lora", "SGLang has neither"),
+    ("trainer.lora={sync: adapter, target_modules: [c_attn]}", "trainer.lora", "not c_attn"),
+    (
+        "trainer.lora={sync: adapter, target_modules: [q_proj, o_proj]}",
+        "trainer.lora",
+        "needs q_proj and v_proj together",
+    ),
+    (
+        "trainer.lora={sync: adapter, target_modules: [up_proj]}",
+        "trainer.lora",
+        "needs gate_proj beside up_proj",
+    ),
     # names that would leave the file root
     *(
         (f"trial_name='{name}'", "trial_name", "regular expression")
