@@ -68,3 +68,5 @@ def test_generated_tables_are_those_of_today() -> None:
     reference = (CHECKOUT / "docs" / "recipe.md").read_text()
     assert reference == render_key_table()
     assert "| None |" not in reference
+    rows = [line for line in reference.splitlines() if line.startswith("|")]
+    assert all(line.endswith("|") for line in rows), "a meaning of several lines"
