@@ -22,7 +22,6 @@ from areal_hpc.rundir.files import open_regular_file, read_exact
 from areal_hpc.shards.schema import (
     ALL_DATASETS,
     ALWAYS_WRITTEN_DATASETS,
-    FORMAT_NAME,
     FORMAT_VERSION,
     MASK_DATASETS,
     OFFSETS_BY_JSON_DATASET,
@@ -286,11 +285,8 @@ def _read_dataset_places(descriptor: int) -> dict[str, _DatasetPlace]:
     # The very file that was found to be a regular one, whatever takes its name meanwhile.
     file = h5f.open(f"/proc/self/fd/{descriptor}".encode(), h5f.ACC_RDONLY, fapl=access)
     try:
-        found, version = _read_attribute(file, b"format"), _read_attribute(file, b"version")
-        if found != FORMAT_NAME.encode():
-            raise ValueError(f"expected format {FORMAT_NAME!r}, got {found!r}")
-        if version != FORMAT_VERSION:
-            raise ValueError(f"expected version {FORMAT_VERSION}, got {version!r}")
+        if (version := _read_version(file)) != FORMAT_VERSION:
+            raise ValueError(f"expected version {FORMAT_VERSION}, got {version}")
         has_masks = file.links.exists(MASK_DATASETS[1].name.encode())  # the first may be another's
         has_routes = file.links.exists(ROUTES_DATASET.name.encode())
         expected = [*ALWAYS_WRITTEN_DATASETS, *(MASK_DATASETS if has_masks else ())]
@@ -300,14 +296,19 @@ def _read_dataset_places(descriptor: int) -> dict[str, _DatasetPlace]:
         file.close()
 
 
-def _read_attribute(file: h5f.FileID, attribute_name: bytes) -> Any:
-    """An attribute of the root group, text as bytes; None if there is none."""
-    if not h5a.exists(file, attribute_name):
+def _read_version(file: h5f.FileID) -> int | None:
+    """The attribute of the root group; None if there is none that is a number.
+
+    Attributes that are text lie in a heap, and in one that is damaged HDF5 looks for ever.
+    """
+    if not h5a.exists(file, b"version"):
         return None
-    attribute = h5a.open(file, attribute_name)
+    attribute = h5a.open(file, b"version")
+    if attribute.dtype.kind not in "iu" or attribute.shape != ():
+        return None
     value = np.empty((), attribute.dtype)
     attribute.read(value)
-    return value.item()
+    return int(value)
 
 
 def _locate_dataset(file: h5f.FileID, expected: DatasetSpec) -> _DatasetPlace:

@@ -168,6 +168,15 @@ def test_data_of_other_files_is_refused(
         ShardReader(path)
 
 
+def test_a_damaged_heap_of_texts_holds_no_reader(paths: RunPaths, shard: SealedShard) -> None:
+    path = paths.shards_dir / SHARD
+    content = bytearray(path.read_bytes())
+    size_at = content.index(b"GCOL") + 24  # of the heap's first object
+    content[size_at : size_at + 8] = bytes(8)
+    path.write_bytes(content)
+    assert len(ShardReader(path).read_rows([0])) == 1
+
+
 @given(st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), min_size=1))
 def test_a_reader_of_damaged_files_has_one_type_of_error(damage: list[tuple[float, int]]) -> None:
     """Without the index, as `areal-hpc shards show FILE`: only a digest would see the rest."""
