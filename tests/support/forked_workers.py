@@ -7,9 +7,11 @@ import atexit
 import gc
 import multiprocessing
 import os
+import signal
 import sys
+import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -23,6 +25,8 @@ from tests.support.file_durations import get_group
 FORK = multiprocessing.get_context("fork")
 WORKER_VARIABLE = "TESTS_WORKER"
 """Set in workers."""
+MAX_SILENT_S = 1200.0
+"""Of a worker. The time limit of a test ends none that holds the interpreter's lock in C code."""
 Group = list[int]
 """Positions of tests in the session, one behind the other."""
 
@@ -32,6 +36,7 @@ class Worker:
     process: BaseProcess
     test: str = ""
     """Where it is."""
+    heard_at: float = field(default_factory=time.monotonic)
     is_done: bool = False
     """It was told that no group is left."""
 
@@ -59,7 +64,8 @@ class ForkedWorkers:
             for number in range(self._count):
                 self._start(session, f"w{number}")
             while self._workers:
-                for connection in wait([*self._workers]):
+                self._abort_silent_workers()
+                for connection in wait([*self._workers], timeout=30.0):
                     assert isinstance(connection, Connection)
                     self._hear(session, connection, groups)
                     if session.shouldfail:
@@ -69,6 +75,12 @@ class ForkedWorkers:
                 connection.close()  # which ends it
                 worker.process.join()
         return True
+
+    def _abort_silent_workers(self) -> None:
+        """End them with the stacks of their threads, which faulthandler writes."""
+        for worker in self._workers.values():
+            if time.monotonic() - worker.heard_at > MAX_SILENT_S and worker.process.pid:
+                os.kill(worker.process.pid, signal.SIGABRT)
 
     def _start(self, session: pytest.Session, name: str) -> None:
         ours, theirs = FORK.Pipe()
@@ -82,6 +94,7 @@ class ForkedWorkers:
         self, session: pytest.Session, connection: Connection, groups: Iterator[Group]
     ) -> None:
         worker = self._workers[connection]
+        worker.heard_at = time.monotonic()
         try:
             what, data = connection.recv()
         except EOFError:
