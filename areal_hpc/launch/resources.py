@@ -295,11 +295,11 @@ def _estimate_trainer_bytes(recipe: Recipe, tasks_per_node: int, kind: str) -> i
         ) from error
     frozen = find_frozen_architectures(recipe, arch)
     critic = find_critic_architecture(recipe, arch)
-    bytes_by_stage = [_estimate_host_bytes(arch, recipe, frozen, critic)]
+    needs_bytes = [_estimate_host_bytes(arch, recipe, frozen, critic)]
     if recipe.sft is not None and arch.lora is not None:
         of_sft = read_recipe_architecture(recipe, is_sft=True)
-        bytes_by_stage.append(_estimate_host_bytes(of_sft, recipe))
-    return tasks_per_node * max(bytes_by_stage)
+        needs_bytes.append(_estimate_host_bytes(of_sft, recipe))
+    return tasks_per_node * max(needs_bytes)
 
 
 def _estimate_host_bytes(

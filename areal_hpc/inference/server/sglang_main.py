@@ -237,9 +237,7 @@ def serve_sent_adapter() -> None:
         received.clear()
         if not result.success:
             # An update that broke off. The base alone fails the proof, so it serves nobody.
-            logging.getLogger(__name__).error(
-                "the adapter cannot be loaded: %s", result.error_message
-            )
+            log.error("the adapter cannot be loaded: %s", result.error_message)
 
     def add_with_adapter(scheduler: Any, request: Any, *args: Any, **options: Any) -> None:
         if adapter.lora_id in scheduler.tp_worker.model_runner.lora_manager.loras:

@@ -66,8 +66,13 @@ class OffloadConfig(BaseConfig):
 
 
 DENSE_LINEAR_MODULES = (
-    *("q_proj", "k_proj", "v_proj", "o_proj"),
-    *("gate_proj", "up_proj", "down_proj"),
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "o_proj",
+    "gate_proj",
+    "up_proj",
+    "down_proj",
 )
 """Linear layers of a plain decoder, but for the head."""
 

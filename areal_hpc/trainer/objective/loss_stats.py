@@ -105,22 +105,16 @@ def copy_numbers_to_host(
     numbers: Sequence[Number], vectors: Sequence[torch.Tensor]
 ) -> torch.Tensor:
     """All numbers, then all vectors, as one float64 tensor on the host: one copy from a device."""
-    wanted = (*numbers, *vectors)
-    tensors = [one for one in wanted if isinstance(one, torch.Tensor)]
-    device = next((one.device for one in tensors if one.device.type != "cpu"), None)
-    empty = torch.empty(0, dtype=torch.float64)
-    parts = [one.to(device, torch.float64).reshape(-1) for one in tensors]
-    copied = torch.cat([empty.to(device), *parts]).cpu().split([len(one) for one in parts])
-    remaining = iter(copied)
-    return torch.cat(
-        [
-            next(remaining)
-            if isinstance(one, torch.Tensor)
-            else torch.tensor([one], dtype=torch.float64)
-            for one in wanted
-        ]
-        or [empty]
-    )
+    on_host = [0.0 if isinstance(one, torch.Tensor) else one for one in numbers]
+    found = torch.tensor(on_host, dtype=torch.float64)
+    held = {place: n for place, n in enumerate(numbers) if isinstance(n, torch.Tensor)}
+    parts = [n.double().reshape(1) for n in held.values()] + [one.double() for one in vectors]
+    if not parts:
+        return found
+    device = next((part.device for part in parts if part.device.type != "cpu"), parts[0].device)
+    read = torch.cat([part.to(device, non_blocking=True) for part in parts]).cpu()
+    found[list(held)] = read[: len(held)]
+    return torch.cat([found, read[len(held) :]])
 
 
 BINS_PER_DECADE = 32
