@@ -13,7 +13,7 @@ TIERS := tests/unit tests/contract tests/integration $(if $(SLURM),tests/slurm)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-tests framework-programs harnesses gyms oracles slurm slurm-roots demo test tests durations \
-  check lint format unit contract integration slurm-tests acceptance nightly soak parity gpu gpu8 clean
+  check lint format unit contract integration slurm-tests acceptance nightly soak parity gpu gpu8 docs clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -55,12 +55,13 @@ tests: setup-tests
 durations: ## test, and write how long each file takes
 	@WRITE_DURATIONS=1 $(MAKE) --no-print-directory test
 
-check: setup-tests ## style, types, import contracts, links and paths of documents
+check: setup-tests ## style, types, import contracts, line budgets, figures of documents
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	@$(BIN)/python -m tests.support.line_budgets
+	@$(BIN)/python -m tests.support.site.figures
 
 lint: setup-tests ## only the style
 	$(BIN)/ruff check .
@@ -94,7 +95,7 @@ nightly: setup-tests slurm-roots harnesses framework-programs gyms oracles
 soak: setup-tests ## kill -9 KILLS=300 random processes, by part, from where the last call stopped
 	SOAK_KILLS=$(KILLS) $(PYTEST) tests/acceptance/test_soak.py
 
-parity: setup-tests ## measure every layout against transformers and write docs/parity.md (minutes)
+parity: setup-tests ## measure every layout against transformers (minutes)
 	$(PYTEST) tests/acceptance/test_parity.py
 
 gpu: ## tests and benchmarks that need a CUDA device, and no network (PYTHON=, WHEELS=, OUT=)
@@ -103,6 +104,12 @@ gpu: ## tests and benchmarks that need a CUDA device, and no network (PYTHON=, W
 gpu8: ## layouts, servers, kills and a recipe on a node of eight GPUs, with .venvs of setup.sh gpu
 	@TIER=gpu_node benchmarks/gpu/run.sh
 
+docs: setup-tests ## the site, in site/ (its tools take 170 MB)
+	@scripts/setup_docs.sh
+	@$(BIN)/python -m tests.support.site.pages
+	@NO_MKDOCS_2_WARNING=1 PATH="$(CURDIR)/$(BIN):$$PATH" .venvs/docs/bin/mkdocs build --quiet
+	@echo "the site is in site/: open site/index.html"
+
 clean: ## remove caches; environments and runs stay
-	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find areal_hpc tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} +

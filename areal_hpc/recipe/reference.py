@@ -35,7 +35,7 @@ def render_key_table() -> str:
         "| key | type | default | meaning |",
         "|---|---|---|---|",
     ]
-    return "\n".join([*lines, *_iterate_key_rows(Recipe, "")]) + "\n"
+    return "\n".join([*lines, *_iterate_key_rows(Recipe, "", {})]) + "\n"
 
 
 def list_keys() -> list[str]:
@@ -52,7 +52,10 @@ def _iterate_keys(model: type[BaseConfig], prefix: str) -> Iterator[str]:
             yield from _iterate_keys(section, f"{prefix}{name}{get_key_separator(field)}")
 
 
-def _iterate_key_rows(model: type[BaseConfig], prefix: str) -> Iterator[str]:
+def _iterate_key_rows(
+    model: type[BaseConfig], prefix: str, shown: dict[type[BaseConfig], str]
+) -> Iterator[str]:
+    """Rows of a section; one row stands for a section whose keys are `shown` elsewhere."""
     meanings = _read_meanings(model)
     for name, field in model.model_fields.items():
         key = f"{prefix}{name}"
@@ -63,8 +66,12 @@ def _iterate_key_rows(model: type[BaseConfig], prefix: str) -> Iterator[str]:
                 names = list(JobOptions.model_fields)
                 keys = f"Those of `cluster.slurm` from `{names[0]}` to `{names[-1]}`."
                 yield f"| `{key}.<name>.<option>` | as there | `null` | {keys} |"
+            elif section in shown:
+                below = f"{key}{get_key_separator(field)}"
+                yield f"| `{below}<option>` | as there | as there | Those of `{shown[section]}`. |"
             else:
-                yield from _iterate_key_rows(section, f"{key}{get_key_separator(field)}")
+                shown[section] = key
+                yield from _iterate_key_rows(section, f"{key}{get_key_separator(field)}", shown)
             continue
         kind = describe_type(field.annotation, field.metadata).replace("|", "\\|")
         yield f"| `{key}` | {kind} | {_format_default(field)} | {meanings[name]} |"

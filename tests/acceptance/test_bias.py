@@ -1,8 +1,7 @@
-"""The bias of every preset in numbers. Writes docs/bias.md; a quarter of an hour."""
+"""The bias of every preset in numbers. Shown in docs/bias.md; a quarter of an hour."""
 
 import itertools
 import multiprocessing
-import statistics
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
@@ -16,7 +15,7 @@ from tests.support.bias import (
     measure_cosine,
     prepare,
 )
-from tests.support.results import matrix, write_results, write_table
+from tests.support.results import write_results
 
 pytestmark = pytest.mark.timeout(3600)
 EXACT = ("rloo", "reinforce", "group_mean, none, sums")
@@ -39,11 +38,6 @@ def test_every_preset_is_as_biased_as_the_document_says() -> None:
         for scenario in SCENARIOS
     }
     write_results("bias", found)
-    cosines = {
-        scenario: {name: describe([cosine for cosine, _ in seeds]) for name, seeds in row.items()}
-        for scenario, row in found.items()
-    }
-    write_table("bias.md", "cosines", matrix("", cosines))
 
     def least(scenario: str, name: str) -> float:
         return min(cosine for cosine, _ in found[scenario][name])
@@ -64,10 +58,6 @@ def test_every_preset_is_as_biased_as_the_document_says() -> None:
     # A critic that has learned turns PPO less than one that has not.
     learned, untaught = (found["binary rewards"][name][0][0] for name in ("ppo", UNTAUGHT_PPO))
     assert untaught < learned < 1 - 1e-6
-
-
-def describe(cosines: list[float]) -> str:
-    return f"{statistics.median(cosines):.3f} ({min(cosines):.3f})"
 
 
 def test_a_penalty_and_a_teacher_are_a_part_of_what_is_true() -> None:

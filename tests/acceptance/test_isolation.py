@@ -1,8 +1,8 @@
 """Hostile programs as the tool of an agent, in real runs: none succeeds on any runtime here.
 
 Runs on this machine, and runs whose cells are jobs of a devcluster, with the memory limits of
-control groups and without. What stopped each attack goes to `benchmarks/results/isolation.json` and
-the tables in docs/attacks.md.
+control groups and without. What stopped each attack goes to `benchmarks/results/isolation.json`,
+which docs/attacks.md shows.
 """
 
 import json
@@ -20,7 +20,7 @@ from tests.support.attacks import tool
 from tests.support.attacks.agent import SANDBOX, SECRET_WORDS
 from tests.support.commands import audit_of, said_by
 from tests.support.devclusters import Submitting, devcluster
-from tests.support.results import add_results, matrix, write_table
+from tests.support.results import add_results
 from tests.support.run_files import events_of
 from tests.support.small_run import SmallRun, await_none_left, interrupted_at_end, processes_of
 from tests.support.waiting import wait_for
@@ -35,7 +35,6 @@ IN_JOB = " in a job"
 RUNTIMES = [name for name in find_installed_runtimes() if name != "none"]
 JOBS = [(name, True) for name in RUNTIMES] + [("bwrap", False)]
 """Runtimes in jobs, and whether control groups limit the jobs' memory."""
-NOT_THERE = "not there, or refused"
 FIRST_PID = 1000
 """Of what jobs start: a node's own numbers are as low as those of a sandbox."""
 
@@ -116,7 +115,7 @@ def record_attacks(place: str, note: Path, paths: RunPaths) -> None:
     assert all(times_played[name] >= EPISODES for name in tool.ATTACKS)
     assert sum(name.endswith(": later") for name in times_played) > len(tool.ATTACKS) // 2
     assert events_of(paths, "episode_failed") == []
-    write_tables(add_results("isolation", **{place: summarize(found)}))
+    add_results("isolation", **{place: summarize(found)})
 
 
 def summarize(found: list[dict[str, Any]]) -> dict[str, str]:
@@ -125,14 +124,3 @@ def summarize(found: list[dict[str, Any]]) -> dict[str, str]:
         if one["attack"] in means and one["held"]:
             means[one["attack"]] = one["held"][-1]
     return means
-
-
-def write_tables(means: dict[str, dict[str, str]]) -> None:
-    for name, in_job in (("attacks", False), ("attacks in jobs", True)):
-        rows: dict[str, dict[str, str]] = {}
-        for place in sorted(one for one in means if (IN_JOB in one) == in_job):
-            runtime, _, limits = place.partition(IN_JOB)
-            for attack in sorted(means[place], key=lambda one: (int(one.split()[0]), one)):
-                said = means[place][attack].replace("the sandbox is gone ", "")
-                rows.setdefault(attack, {})[f"`{runtime}`{limits}"] = said or NOT_THERE
-        write_table("attacks.md", name, matrix("attack", rows))

@@ -5,14 +5,11 @@ Writes `benchmarks/results/submissions.json` and its table of `docs/operating.md
 
 import json
 import random
-import statistics
 import subprocess
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -44,7 +41,7 @@ from tests.support.environments import CHECKOUT, python_of
 from tests.support.held_run import NO_END, ONE_NODE, TWO_NODES, HeldRun
 from tests.support.light_run import SIZES
 from tests.support.process_commands import find_processes, is_scheduler
-from tests.support.results import markdown, write_results, write_table
+from tests.support.results import write_results
 from tests.support.run_files import events_of
 from tests.support.small_run import LIGHT
 from tests.support.sums import tasks
@@ -313,27 +310,7 @@ def test_no_submission_leaves_an_orphan(cluster: Devcluster, tmp_path: Path) -> 
             }
         )
         write_results("submissions", rows)
-        write_table("operating.md", "submissions", table(rows))
         said_by(run.call("cancel", str(run.paths.root), "--now"))
         assert numbers(cluster) == []
     assert sum(row["orphans"] for row in rows) == 0
     assert sum(row["tried_again"] for row in rows) > 0
-
-
-def table(rows: list[dict[str, Any]]) -> str:
-    """By what `submit` did."""
-    kinds: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for row in rows:
-        did = (
-            "found a job that was accepted too late"
-            if row["adopted"]
-            else "waited, or noticed nothing"
-        )
-        kinds["gave up before the first job, exit code 75" if row["repeated"] else did].append(row)
-    lines = []
-    for kind, found in {**kinds, "all": rows}.items():
-        took_s = [row["seconds"] for row in found]
-        unknown = sum(row["orphans"] for row in found)
-        lines.append((kind, len(found), f"{statistics.median(took_s):.1f}", max(took_s), unknown))
-    header = ("what `submit` did", "times", "median seconds", "most seconds", "unknown jobs")
-    return markdown(header, lines)

@@ -1,7 +1,7 @@
 """Losses, advantages, estimators and chat templates against TRL's and verl's own.
 
-`scripts/setup_oracles.sh` installs both into `.venvs/oracles` (or `ORACLES_DIR`). Writes tables of
-docs/objectives.md and docs/chat-templates.md.
+`scripts/setup_oracles.sh` installs both into `.venvs/oracles` (or `ORACLES_DIR`). Writes the
+results that docs/oracles.md and docs/chat-templates.md show.
 """
 
 import os
@@ -44,7 +44,7 @@ from tests.support.oracle_cases import (
     OracleBatch,
     make_oracle_batch,
 )
-from tests.support.results import add_results, markdown, matrix, write_table
+from tests.support.results import add_results, write_results
 from tests.support.template_scenes import SCENES, build_template_and_encoder, play_scene
 
 pytestmark = pytest.mark.timeout(900)
@@ -138,10 +138,7 @@ def measure(found: Array, expected: Array) -> float:
 
 def report(part: str, rows: list[Row]) -> None:
     """Keep what was measured, and fail where a number is not theirs."""
-    parts = add_results("oracles", **{part: rows}).values()
-    table = [(name, call, f"{off:.0e}", note) for one in parts for name, call, off, note in one]
-    header = ("quantity", "asked of", "apart by", "difference")
-    write_table("objectives.md", "oracles", markdown(header, table))
+    add_results("oracles", **{part: rows})
     assert [row for row in rows if row[2] > BOUND] == []
 
 
@@ -256,12 +253,12 @@ def test_templates_in_use_show_what_came_back_once() -> None:
     for path in paths:
         source = path.read_text()
         outcomes = tuple(", ".join(dict.fromkeys(play(source, scene))) for scene in SCENES)
-        names_by_outcomes.setdefault(outcomes, []).append(f"`{path.stem}`")
-    rows = {
-        ", ".join(names): dict(zip(SCENES, outcomes, strict=True))
+        names_by_outcomes.setdefault(outcomes, []).append(path.stem)
+    rows = [
+        {"templates": names, "scenes": dict(zip(SCENES, outcomes, strict=True))}
         for outcomes, names in names_by_outcomes.items()
-    }
-    write_table("chat-templates.md", "templates", matrix("template", rows))
+    ]
+    write_results("chat_templates", rows)
 
 
 def play(source: str, scene: str) -> Iterator[str]:

@@ -1,6 +1,7 @@
 """Every layout against transformers, and checkpoints of one layout resumed under another.
 
-Writes docs/parity.md. Eleven launches of one to four ranks, six minutes.
+Writes `benchmarks/results/parity.json`, which docs/parity.md shows. Eleven launches of one to four
+ranks, six minutes.
 """
 
 from collections.abc import Mapping
@@ -19,7 +20,7 @@ from tests.support.layouts import (
     launch,
 )
 from tests.support.rank_server import rank_server
-from tests.support.results import markdown, write_table
+from tests.support.results import add_results
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -74,10 +75,13 @@ def report(
     bounds: Mapping[str, float],
     gaps: Mapping[tuple[str, ...], tuple[float, ...]],
 ) -> None:
-    """Put a table into the document, and fail where a figure is beyond its bound."""
-    rows = [(*row, *(f"{gap:.1e}" for gap in figures)) for row, figures in gaps.items()]
+    """Keep the gaps, and fail where one is beyond its bound."""
     name = "agreements" if bounds is AGREEMENT_BOUNDS else "resumes"
-    write_table("parity.md", name, markdown((*header, *bounds), rows))
+    columns = (*header, *bounds)
+    add_results(
+        "parity",
+        **{name: [dict(zip(columns, (*row, *found), strict=True)) for row, found in gaps.items()]},
+    )
     for row, figures in gaps.items():
         for what, gap in zip(bounds, figures, strict=True):
             assert gap <= bounds[what], (row, what)

@@ -2,7 +2,7 @@
 
 Every run is judged on 1,024 held-out tasks. Runs that compare ages of tokens start from the same
 SFT model, one a seed, and get their rewards late, so that all a bound allows is in use. Writes
-`benchmarks/results/quickstart.json` and the tables of `docs/learning.md`.
+`benchmarks/results/quickstart.json`, which `docs/learning.md` shows.
 """
 
 import statistics
@@ -17,7 +17,7 @@ from areal_hpc.evaluation.set_names import EVALUATION_METRIC_PREFIX, INTERVAL_BO
 from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.paths import RunPaths, format_step_dir
 from tests.support.commands import areal_hpc, said_by
-from tests.support.results import add_results, matrix, read_results, write_table
+from tests.support.results import add_results, read_results
 from tests.support.run_files import events_of
 from tests.support.small_run import started_from
 
@@ -101,25 +101,8 @@ def train(name: str, recipe: str, seed: int, fileroot: Path, *overrides: str) ->
         "replies_over_two_versions": sum(row["staleness/mixed_version_rows"] for row in trained),
         "step_s": round(sum(row["time/step_s"] for row in trained) / len(trained), 2),
     }
-    write_tables(add_results("quickstart", **{f"{name} seed {seed}": run}))
+    add_results("quickstart", **{f"{name} seed {seed}": run})
     return run
-
-
-def write_tables(measured: dict[str, Any]) -> None:
-    for table, are_of_ages in (("runs", False), ("ages", True)):
-        rows = {
-            name: {
-                "before": f"{run['start']:.3f}",
-                "half-way": f"{run['eval_reward'][str(HALF_WAY)]:.3f}",
-                "after": f"{run['end']:.3f}",
-                "staleness": f"{run['staleness_max']} at most",
-                "engine-trainer difference": f"{run['engine_trainer_max_abs_diff']:.1e}",
-                "tokens": f"{run['sampled_tokens']:,}",
-            }
-            for name, run in sorted(measured.items())
-            if name.startswith("small batches") == are_of_ages
-        }
-        write_table("learning.md", table, matrix("run", rows))
 
 
 def list_set_metrics(row: dict[str, Any]) -> list[str]:

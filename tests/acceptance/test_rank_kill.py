@@ -1,9 +1,8 @@
 """kill -9 of one rank of two: all start again within the job, from the last checkpoint.
 
-Writes `benchmarks/results/rank_kill.json` and the table of `docs/operating.md`.
+Writes `benchmarks/results/rank_kill.json`.
 """
 
-import statistics
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from tests.support.commands import areal_hpc, said_by
 from tests.support.devclusters import Devcluster, devcluster
 from tests.support.killed_run import PARTIES, KilledRun
 from tests.support.process_commands import alive, command_of, find_processes
-from tests.support.results import add_results, markdown, write_table
+from tests.support.results import add_results
 from tests.support.run_files import events_of, logs_of, published_weights
 from tests.support.small_run import await_none_left
 from tests.support.waiting import wait_for
@@ -74,12 +73,7 @@ class RankKiller:
 
 def record(name: str, kills_s: Sequence[float]) -> list[float]:
     totals = sorted(round(one, 1) for one in kills_s)
-    rows = [
-        (place, f"{statistics.median(found):g}", f"{found[0]:g} to {found[-1]:g}")
-        for place, found in add_results("rank_kill", **{name: totals}).items()
-    ]
-    header = ("ranks start again", "median seconds to the next step", "from the least to the most")
-    write_table("operating.md", "rank kill", markdown(header, rows))
+    add_results("rank_kill", **{name: totals})
     return totals
 
 

@@ -3,7 +3,7 @@
 Four runs on five nodes, of which a run needs four: the recipe as it is shipped, preempted twice,
 learns; one run has all that befalls its trainer, one all that befalls its cells, the last an
 evaluation job. After every event the audit must find no ticket lost and none trained twice. Writes
-`benchmarks/results/slurm_events.json` and the tables of `docs/operating.md`.
+`benchmarks/results/slurm_events.json`, which `docs/survival.md` shows.
 """
 
 import shutil
@@ -16,7 +16,7 @@ import pytest
 
 from tests.acceptance.slurm_run import Sighting, SlurmRun
 from tests.support.devclusters import TESTED_RELEASE, Devcluster, devcluster
-from tests.support.results import markdown, read_results, write_results, write_table
+from tests.support.results import read_results, write_results
 
 pytestmark = pytest.mark.timeout(5400)
 
@@ -37,23 +37,7 @@ STOPPING = ("RUNNING", "COMPLETING")
 PREEMPTED_AT = {"cell-1": 5, "trainer": 12}
 """Job, and the step from which on it is preempted."""
 RESULTS = f"slurm_events_{TESTED_RELEASE}" if TESTED_RELEASE else "slurm_events"
-"""Those of the machine's own Slurm are the document's."""
-EVENTS = {
-    "preempted in a collective": "the trainer is preempted while a rank is inside a collective",
-    "preempted in a save": "the trainer is preempted while it saves a checkpoint",
-    "requeued": "`scontrol requeue` of the trainer",
-    "time limit": "the trainer meets its time limit",
-    "cell preempted": "a cell is preempted",
-    "slurmd killed": "`kill -9` of the slurmd below a cell",
-    "node down": "a cell's node is set down",
-    "out of memory": "an agent takes all memory of its cell",
-    "node lost": "a cell's node is lost, with the journal on it",
-    "cell cancelled": "`scancel` of a cell's job",
-    "evaluation preempted": "the evaluation job is preempted in an evaluation",
-    "cancelled": "`areal-hpc cancel`",
-    "resumed": "`areal-hpc resume`, after that",
-}
-"""What is done to runs, in the order of the table."""
+"""Documents show those of the machine's own Slurm."""
 Row = dict[str, Any]
 
 
@@ -94,42 +78,6 @@ def record(part: str, figures: dict[str, Any]) -> None:
     measured = {"learning": {}, "start": {}, "events": {}} | read_results(RESULTS, {})
     measured[part] |= figures
     write_results(RESULTS, measured)
-    if not TESTED_RELEASE:
-        write_table("operating.md", "events", render(measured))
-
-
-def render(measured: dict[str, Row]) -> str:
-    """What happened at each event, and when the first step is taken."""
-    events, start, learning = (measured[part] for part in ("events", "start", "learning"))
-    rows = [(EVENTS[name], *tell(events[name])) for name in EVENTS if name in events]
-    lines = [markdown(("event", "what happened", "recovery"), rows)]
-    if start:
-        lines += ["", f"From `areal-hpc submit` to the first trained step: {start['total']:.0f} s."]
-    if learning:
-        lines += [
-            "",
-            "`recipes/quickstart_slurm.yaml` as it is shipped, a cell and the trainer preempted: "
-            f"held-out reward {learning['start']:.3f} before, {learning['end']:.3f} after",
-            f"25 steps, {learning['wall_s'] / 60:.0f} minutes; audit {learning['audit']}.",
-        ]
-    return "\n".join(lines)
-
-
-def tell(row: Row) -> tuple[str, str]:
-    """What was seen of an event, and how long it took until all was as before."""
-    said = [f"`{name}`: {row[name]}" for name in ("status", "why") if name in row]
-    if "restarts" in row:
-        said.append(f"same job number, restart {row['restarts']}")
-    for key, unit in (("steps_lost", "lost"), ("steps_meanwhile", "trained meanwhile")):
-        if key in row:
-            said.append(f"{row[key]} step{'s' * (row[key] != 1)} {unit}")
-    happened = "; ".join([*said, f"audit {row['audit']}"]).replace("|", "\\|")
-    if row["recovery_s"] is None:
-        return happened, "goes on without it"
-    recovery = f"{row['recovery_s']:.0f} s"
-    if "first_step_s" in row:
-        recovery += f"; first new step {row['first_step_s']:.0f} s after the start of the process"
-    return happened, recovery
 
 
 def keep(run: SlurmRun, name: str, sighting: Sighting, figures: Row) -> Row:

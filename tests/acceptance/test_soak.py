@@ -8,7 +8,6 @@ measured is added to `benchmarks/results/soak.json`, from which the next call go
 import itertools
 import os
 import random
-import re
 import statistics
 import time
 from collections import Counter, defaultdict
@@ -22,7 +21,7 @@ import pytest
 from tests.support.commands import areal_hpc, said_by
 from tests.support.killed_run import LAUNCH_TIMEOUT_S, SLOW, KilledRun, random_model
 from tests.support.process_commands import command_of, find_processes
-from tests.support.results import matrix, read_results, write_results, write_table
+from tests.support.results import read_results, write_results
 from tests.support.run_files import events_of, trained_steps
 from tests.support.small_run import await_none_left, interrupted_at_end
 
@@ -207,30 +206,3 @@ def test_a_run_survives_whatever_is_killed(tmp_path: Path) -> None:
         parts.append(soak_a_part(tmp_path / str(len(parts)), kills, SEED + len(parts)))
         done += kills
         write_results("soak", {"parts": parts})
-        write_table("operating.md", "soak", table(parts))
-
-
-def table(parts: list[dict[str, Any]]) -> str:
-    lost_s: dict[str, list[float]] = defaultdict(list)
-    for part in parts:
-        for role, seconds in part["seconds_lost"].items():
-            lost_s[f"`{role}`"] += seconds
-    lost_s = dict(sorted(lost_s.items())) | {"all": list(itertools.chain(*lost_s.values()))}
-    rows = {
-        role: {
-            "times": len(seconds),
-            "median seconds lost": f"{statistics.median(seconds):.1f}",
-            "most seconds lost": f"{max(seconds):.1f}",
-        }
-        for role, seconds in lost_s.items()
-    }
-    trained, lost, twice = (
-        sum(int(re.findall(rf"{name}=(\d+)", part["audit"])[0]) for part in parts)
-        for name in ("trained_once", "lost", "duplicates")
-    )
-    steps, launches = (sum(part[name] for part in parts) for name in ("steps", "launches"))
-    return (
-        f"So far {len(lost_s['all'])} kills in {len(parts)} parts, {steps} steps; the command was "
-        f"given {launches} times: {trained} tickets trained once, {lost} lost, {twice} trained "
-        f"twice.\n\n{matrix('killed', rows)}"
-    )

@@ -1,4 +1,4 @@
-"""Mistakes that users make and what they are told: the tables of docs/errors.md.
+"""Mistakes that users make and what they are told: docs/errors.md shows them.
 
 `tests/integration/launch/test_bad_input.py` makes those that show before anything starts, and
 `tests/acceptance/test_agent_errors.py` those of agents, in runs.

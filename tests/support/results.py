@@ -1,14 +1,12 @@
-"""What tests measured: files below benchmarks/results, and tables of documents."""
+"""What tests measured: files below benchmarks/results. Tables in Markdown."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from tests.support.environments import CHECKOUT
 
 RESULTS_DIR = CHECKOUT / "benchmarks" / "results"
-END = "<!-- end of table -->"
 
 
 def read_results(name: str, nothing: Any) -> Any:
@@ -40,16 +38,3 @@ def matrix(corner: str, rows: Mapping[str, Mapping[str, object]]) -> str:
         (corner, *columns),
         [(name, *(cells.get(column, "") for column in columns)) for name, cells in rows.items()],
     )
-
-
-def with_table(document: Path, name: str, table: str) -> str:
-    """The document with another table between `<!-- table: NAME -->` and the end mark."""
-    begin = f"<!-- table: {name} -->"
-    before, found, rest = document.read_text().partition(begin)
-    assert found, f"{document} has no {begin}"
-    return f"{before}{begin}\n{table}\n{END}{rest.partition(END)[2]}"
-
-
-def write_table(document: str, name: str, table: str) -> None:
-    path = CHECKOUT / "docs" / document
-    path.write_text(with_table(path, name, table))

@@ -1,0 +1,102 @@
+"""The tables of documents, by name. `python -m tests.support.site.tables NAME` prints one.
+
+A document has the line `<!-- table: NAME -->` where the site has the table.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+
+import areal_hpc
+from areal_hpc.agents.harness.programs import HARNESSES
+from areal_hpc.areal.rules import RULE_BY_KEY
+from areal_hpc.cli.arguments import find_subparsers
+from areal_hpc.cli.main import build_parser
+from areal_hpc.metrics.step_metrics import read_catalogue
+from areal_hpc.proxy.http.agent_api import DIALECT_BY_ROUTE
+from areal_hpc.recipe.reference import render_key_table
+from tests.support import mistakes, parameter_table
+from tests.support.results import markdown
+from tests.support.site import evidence
+
+
+def _render_dialects() -> str:
+    forms = {path: one.request for path, one in DIALECT_BY_ROUTE.items()}
+    return parameter_table.render_parameter_table(forms)
+
+
+def _render_harnesses() -> str:
+    rows = []
+    for name, one in HARNESSES.items():
+        needs = f"needs Python {one.python_version}" if one.python_version else ""
+        remarks = "; ".join(filter(None, (needs, one.note)))
+        package = f"`{one.package}` {one.version} ({one.registry})"
+        rows.append((f"`{name}`", package, one.dialect, remarks))
+    return markdown(("harness", "package", "dialect", "remarks"), rows)
+
+
+def _render_metrics() -> str:
+    rows = [
+        (f"`{one.name}`", one.unit, one.direction, one.meaning.replace("|", "\\|"), one.source)
+        for one in read_catalogue()
+    ]
+    return markdown(("metric", "unit", "good", "meaning", "from"), rows)
+
+
+def _render_areal_keys() -> str:
+    rows = [(f"`{key}`", rule.counterpart) for key, rule in RULE_BY_KEY.items()]
+    return markdown(("AReaL", "here"), rows)
+
+
+def _render_recipe_keys() -> str:
+    return render_key_table().partition("\n\n")[2].rstrip()
+
+
+def _render_commands() -> str:
+    os.environ["COLUMNS"] = "90"  # by which argparse breaks lines
+    parser = build_parser()
+    parts = [_quote_help(parser)]
+    for name, command in find_subparsers(parser).items():
+        parts.append(f"## {name}")
+        parts += [_quote_help(one) for one in (command, *find_subparsers(command).values())]
+    return "\n\n".join(parts)
+
+
+def _quote_help(parser: argparse.ArgumentParser) -> str:
+    return f"```text\n{parser.format_help().rstrip()}\n```"
+
+
+def _render_api() -> str:
+    """Instructions for mkdocstrings, which reads the docstrings."""
+    objects = [getattr(areal_hpc, name) for name in areal_hpc.__all__ if name != "__version__"]
+    return "\n\n".join(f"::: {one.__module__}.{one.__qualname__}" for one in objects)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "agents": mistakes.agent_mistakes_table,
+    "agreements": evidence.render_agreements,
+    "ages": evidence.render_old_tokens,
+    "api": _render_api,
+    "attacks": evidence.render_attacks,
+    "commands": _render_commands,
+    "cosines": evidence.render_bias,
+    "events": evidence.render_slurm_events,
+    "keys": _render_areal_keys,
+    "metrics": _render_metrics,
+    "mistakes": mistakes.mistakes_table,
+    "oracles": evidence.render_oracles,
+    "parameters": _render_dialects,
+    "programs": _render_harnesses,
+    "rank kill": evidence.render_rank_kills,
+    "recipe keys": _render_recipe_keys,
+    "resumes": evidence.render_resumes,
+    "runs": evidence.render_learning,
+    "seconds": evidence.render_kills,
+    "soak": evidence.render_soak,
+    "submissions": evidence.render_submissions,
+    "templates": evidence.render_templates,
+}
+
+if __name__ == "__main__":
+    print(TABLES[" ".join(sys.argv[1:])]())
