@@ -1,9 +1,9 @@
-"""Checkpoints of a trainer without torch: which are complete, what each says of itself and holds.
+"""Checkpoints of a trainer, read without torch: complete ones, their state and their index.
 
-Each rank writes one file. It has the numbers that the rank's optimizer steps, column after column:
-master weights, both moments, weights. In every column they are in the same order. Behind the
-columns stand the CRC-32s of their bytes, block by block. The index names which part of which tensor
-is where in which rank's file.
+Each rank writes one file with the numbers that its optimizer steps, column after column: master
+weights, both moments, weights. Every column has the same order. Behind the columns stand the
+CRC-32s of their bytes, block by block. The index maps each part of a tensor to its position in a
+rank's file.
 """
 
 import hashlib
@@ -27,20 +27,20 @@ TRAINER_STATE_FILE = "trainer.json"
 
 
 QuarantineCause = Literal["damaged", "requested"]
-"""The trainer could not read the batch, or somebody asked for it with `areal-hpc quarantine`."""
+"""The trainer could not read the batch, or a person set it aside with `areal-hpc quarantine`."""
 
 
 class UntrainedBatchPart(msgspec.Struct, frozen=True):
     """A part of a consumed batch that the weights did not learn from."""
 
     step: int
-    """The step of the batch."""
+
     reason: str
     tickets: list[int] = []
-    """Those left out for an unsound row. Without any, optimizer steps of the batch were not taken
-    because their gradient was not finite, or the batch is quarantined."""
+    """Tickets left out for an unsound row. If empty, optimizer steps of the batch were skipped for
+    a gradient that was not finite, or the batch is quarantined."""
     quarantine: QuarantineCause | None = None
-    """Why the whole batch was set aside, unread; None if it was not."""
+    """Cause for which the whole batch was set aside unread; None if it was not."""
 
 
 class RewardRange(msgspec.Struct, frozen=True):
@@ -54,27 +54,27 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
     """Position of a checkpoint in the run's history."""
 
     step: int = 0
-    """Optimizer batches behind these weights."""
+    """Number of batches that these weights were trained on."""
     generation: int = 0
     """The start of the trainer that wrote the checkpoint."""
     seed: int
-    """Of everything random; with `step` it fixes what comes next."""
+    """Seed of every random choice; with `step` it determines the next one."""
     base: str = ""
-    """Digest of the model that an adapter changes; empty where all weights are trained."""
+    """Digest of the model below an adapter; empty where all weights are trained."""
     parent: str | None = None
-    """The checkpoint this one was trained from."""
+    """Checkpoint that this one was trained from."""
     consumed: list[int] = []
-    """Steps of the manifests behind these weights, from the first."""
+    """Steps of the manifests that these weights were trained on, from the first."""
     forks: list[GenerationFork] = []
-    """Every generation of this chain of checkpoints, with the step it began from."""
+    """Every generation of this chain of checkpoints, with its first step."""
     untrained: list[UntrainedBatchPart] = []
-    """What those batches did not teach."""
+    """Parts of those batches that were not trained."""
     reward_range: RewardRange | None = None
-    """Of all batches so far; None before the first."""
+    """Range of all batches so far; None before the first."""
     critic_batches: int = 0
-    """How many of those batches came since the critic began; 0 without one."""
+    """Number of those batches since the critic began; 0 without a critic."""
     row: JsonMetricRow = {}
-    """The metrics of this step as far as they were known: its line is written after it."""
+    """Metrics of this step as far as they are known; its line is written after the checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +101,11 @@ def get_unfinished_checkpoint_path(directory: Path, step: int, generation: int) 
 
 
 def list_unfinished_checkpoints(directory: Path) -> list[tuple[Path, int | None]]:
-    """What interrupted trainers left behind, with the generation that may still write it."""
-    found = [
+    """List checkpoints that interrupted trainers left, each with the generation that writes it."""
+    writers = [
         (path, re.search(r"\.generation_(\d+)$", path.name)) for path in directory.glob(".step_*")
     ]
-    return [(path, int(writer[1]) if writer else None) for path, writer in found]
+    return [(path, int(writer[1]) if writer else None) for path, writer in writers]
 
 
 def write_trainer_state(path: Path, state: TrainerState) -> None:
@@ -113,11 +113,11 @@ def write_trainer_state(path: Path, state: TrainerState) -> None:
 
 
 def read_trainer_state(path: Path) -> TrainerState:
-    """What the checkpoint in this directory says of itself.
+    """Read the state of the checkpoint in this directory.
 
     Raises:
-        FileNotFoundError: It says nothing, or a trainer at work has removed it.
-        ShardError: Its file is damaged.
+        FileNotFoundError: The state is missing, or a trainer has just removed the checkpoint.
+        ShardError: The file of the state is damaged.
     """
     file = path / TRAINER_STATE_FILE
     try:
@@ -130,46 +130,45 @@ def read_trainer_state(path: Path) -> TrainerState:
 
 
 def list_checkpoints(directory: Path, problems: list[Problem] | None = None) -> list[Checkpoint]:
-    """Every complete checkpoint, oldest first; a later generation's come after an earlier one's.
+    """List every complete checkpoint by generation and step.
 
-    A trainer that was replaced may still complete a higher step. It sorts before the checkpoints
-    of its successor, so the newest generation's chain is the one that is followed. `problems`
-    takes what is wrong with those that cannot be read.
+    A trainer that was replaced may still complete a higher step. Its checkpoint sorts before those
+    of its successor, so that the newest generation's chain is followed. The problems of checkpoints
+    that cannot be read are added to `problems`.
 
     Raises:
-        ShardError: One is damaged, and nobody takes problems.
+        ShardError: One is damaged, and `problems` is None.
     """
-    found = []
+    checkpoints = []
     for path in directory.iterdir() if directory.is_dir() else ():
         if not is_complete_checkpoint(path):
             continue
         try:
-            found.append(Checkpoint(path, read_trainer_state(path)))
+            checkpoints.append(Checkpoint(path, read_trainer_state(path)))
         except FileNotFoundError:
-            if problems is not None and is_complete_checkpoint(
-                path
-            ):  # else it was removed just now
+            # A checkpoint that is no longer complete was removed just now.
+            if problems is not None and is_complete_checkpoint(path):
                 message = "the checkpoint has no list of consumed batches"
                 problems.append(Problem(message, str(path / TRAINER_STATE_FILE)))
         except ShardError as error:
             if problems is None:
                 raise
             problems += error.problems
-    return sorted(found, key=lambda one: (one.state.generation, one.state.step))
+    return sorted(checkpoints, key=lambda each: (each.state.generation, each.state.step))
 
 
 def find_latest_checkpoint(directory: Path) -> Checkpoint | None:
-    """The checkpoint that a restarted trainer resumes from; None before the first."""
-    found = list_checkpoints(directory)
-    return found[-1] if found else None
+    """Return the checkpoint that a restarted trainer resumes from; None before the first."""
+    checkpoints = list_checkpoints(directory)
+    return checkpoints[-1] if checkpoints else None
 
 
 BASE_SAMPLES, BASE_SAMPLE_BYTES = 64, 64 * 1024
-"""Of each file: a digest of all bytes would take minutes."""
+"""Samples of each file of weights: a digest of all bytes would take minutes."""
 
 
 def digest_base(model_dir: Path) -> str:
-    """A digest of a model's tensors: of their names, their places, and samples of their numbers."""
+    """Return a digest of a model's tensors: of names, positions, and samples of their numbers."""
     digest = hashlib.sha256()
     for path in sorted(model_dir.glob("*.safetensors")):
         with path.open("rb") as file:
@@ -185,25 +184,25 @@ def digest_base(model_dir: Path) -> str:
 
 
 def require_same_base(checkpoint: Checkpoint, base: str) -> None:
-    """Refuse an adapter of another model, and one in the place of all weights or the reverse.
+    """Refuse a checkpoint with an adapter of another model, or with weights of another kind.
 
     Raises:
-        RecipeError: The checkpoint is not of what the recipe trains.
+        RecipeError: The checkpoint does not hold what the recipe trains.
     """
-    found, expected = (
+    held, expected = (
         f"an adapter of the model {digest[:19]}" if digest else "all weights"
         for digest in (checkpoint.state.base, base)
     )
     if checkpoint.state.base != base:
         raise RecipeError(
-            f"{checkpoint.path} has {found}, the recipe trains {expected}",
+            f"{checkpoint.path} has {held}, the recipe trains {expected}",
             key="trainer.lora",
             hint="go on with the model and the trainer.lora that the run began with",
         )
 
 
 def build_checkpoint_write_error(path: Path, reason: object) -> ClusterError:
-    """The error of a checkpoint that the storage did not take."""
+    """Build the error of a checkpoint that could not be written."""
     return ClusterError(
         f"a checkpoint could not be written: {reason}",
         key=str(path),
@@ -214,7 +213,7 @@ def build_checkpoint_write_error(path: Path, reason: object) -> ClusterError:
 CHECKPOINT_FORMAT = 2
 CHECKPOINT_INDEX_FILE = "index.json"
 DIGEST_BLOCK_BYTES = 1024**2
-"""Who needs a part of a file reads whole blocks, which are compared with their digests."""
+"""Bytes per digest. A reader of a part of a file reads whole blocks and checks their digests."""
 DIGEST_BYTES = 4
 
 Column = Literal["master", "exp_avg", "exp_avg_sq", "weight"]
@@ -223,26 +222,26 @@ BYTES_BY_NUMBER_TYPE: dict[NumberType, int] = {"float32": 4, "bfloat16": 2}
 
 
 class TensorPiece(msgspec.Struct, frozen=True, array_like=True):
-    """A block of a tensor, its numbers one after another in each column of a rank's file."""
+    """Block of a tensor whose numbers are contiguous in each column of a rank's file."""
 
     rank: int
     first: int
-    """Which of the rank's numbers is the first of the block."""
+    """Index, among the rank's numbers, of the first number of the block."""
     offsets: tuple[int, ...]
-    """Where in the tensor the block begins, axis by axis."""
+    """Position of the block in the tensor, axis by axis."""
     sizes: tuple[int, ...]
-    """Its length in each axis: 1 in all but the last two."""
+    """Length of the block in each axis: 1 in all but the last two."""
 
 
 class StoredTensor(msgspec.Struct, frozen=True):
-    """A Megatron parameter of all layers and experts."""
+    """Megatron parameter, with all of its layers and experts."""
 
     shape: tuple[int, ...]
     pieces: list[TensorPiece]
 
 
 class RankIndex(msgspec.Struct, frozen=True):
-    """What one rank's file holds."""
+    """Contents of one rank's file."""
 
     count: int
     """Numbers in each column."""
@@ -250,15 +249,15 @@ class RankIndex(msgspec.Struct, frozen=True):
 
 
 class CheckpointIndex(msgspec.Struct, frozen=True, kw_only=True):
-    """What all files of a checkpoint hold together."""
+    """Contents of all files of a checkpoint together."""
 
     format: int = CHECKPOINT_FORMAT
     optimizer_steps: int
-    """Steps that AdamW has counted, the same for every parameter of the policy."""
+    """AdamW's step count, the same for every parameter of the policy."""
     critic_steps: int = 0
-    """Those that it has counted for a critic, whose tensors lie beside the policy's."""
+    """AdamW's step count for a critic, whose tensors lie beside the policy's."""
     columns: dict[Column, NumberType]
-    """Columns of every file, in their order. Of float32 weights there are no master weights."""
+    """Columns of every file, in order. Float32 weights have no master weights."""
     counts: list[int]
     """Numbers in each column of a rank's file, rank by rank."""
     tensors: dict[str, StoredTensor]
@@ -267,7 +266,7 @@ class CheckpointIndex(msgspec.Struct, frozen=True, kw_only=True):
         return compute_data_bytes(self.columns, self.counts[rank])
 
     def compute_offset_bytes(self, rank: int, column: Column, first: int) -> int:
-        """Where in a rank's file one of its numbers is."""
+        """Return the position of a number in a rank's file."""
         names = list(self.columns)
         before = {name: self.columns[name] for name in names[: names.index(column)]}
         start = compute_data_bytes(before, self.counts[rank])
@@ -279,7 +278,7 @@ def compute_data_bytes(columns: dict[Column, NumberType], count: int) -> int:
 
 
 def count_digest_blocks(data_bytes: int) -> int:
-    """Blocks of a file, each with a digest; the last one may be shorter."""
+    """Count the blocks of a file that have digests; the last block may be shorter."""
     return -(-data_bytes // DIGEST_BLOCK_BYTES)
 
 
@@ -293,9 +292,9 @@ def merge_rank_indices(
     optimizer_steps: int,
     critic_steps: int = 0,
 ) -> CheckpointIndex:
-    """The index of a checkpoint from those of its ranks, in their order.
+    """Merge the indices of a checkpoint's ranks, given in rank order.
 
-    Tensors that the ranks do not hold whole, or hold twice, are a defect of ours.
+    A tensor that the ranks do not hold whole, or hold twice, fails an assertion.
     """
     tensors: dict[str, StoredTensor] = {}
     for part in rank_indices:
@@ -303,9 +302,9 @@ def merge_rank_indices(
             known = tensors.setdefault(name, StoredTensor(held.shape, []))
             assert known.shape == held.shape, name
             known.pieces.extend(held.pieces)
-    for name, one in tensors.items():
-        count = sum(math.prod(piece.sizes) for piece in one.pieces)
-        assert count == math.prod(one.shape), f"{name}: {count} numbers of {one.shape}"
+    for name, tensor in tensors.items():
+        count = sum(math.prod(piece.sizes) for piece in tensor.pieces)
+        assert count == math.prod(tensor.shape), f"{name}: {count} numbers of {tensor.shape}"
     return CheckpointIndex(
         optimizer_steps=optimizer_steps,
         critic_steps=critic_steps,
@@ -320,22 +319,22 @@ def write_checkpoint_index(directory: Path, index: CheckpointIndex) -> None:
 
 
 def read_checkpoint_index(directory: Path) -> CheckpointIndex:
-    """What the files of a checkpoint hold.
+    """Read the index of a checkpoint.
 
     Raises:
         FileNotFoundError: There is no index.
-        ShardError: It is damaged, or of a later format.
+        ShardError: The index is damaged, or of a later format.
     """
     file = directory / CHECKPOINT_INDEX_FILE
     content = file.read_bytes()
     try:
-        found = decode_json(content, _AnyFormat).format
-        if found == CHECKPOINT_FORMAT:
+        number = decode_json(content, _AnyFormat).format
+        if number == CHECKPOINT_FORMAT:
             return decode_json(content, CheckpointIndex)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise build_checkpoint_damage_error(file, error) from error
     raise ShardError(
-        f"the checkpoint is of format {found}; this version reads format {CHECKPOINT_FORMAT}",
+        f"the checkpoint is of format {number}; this version reads format {CHECKPOINT_FORMAT}",
         key=str(file),
         hint="resume the run with the version of areal_hpc that wrote it",
     )
@@ -346,7 +345,7 @@ class _AnyFormat(msgspec.Struct):
 
 
 def build_checkpoint_damage_error(file: Path, reason: object) -> ShardError:
-    """The error of a checkpoint with a file that is not as it was written."""
+    """Build the error of a checkpoint with a damaged file."""
     return ShardError(
         f"a checkpoint cannot be read: {reason}",
         key=str(file),

@@ -1,12 +1,12 @@
-"""Files of a run directory: its folders, whole and numbered files, complete reads, patience.
+"""Files of a run directory: atomic and numbered files, complete reads, tolerance of storage errors.
 
-A run's folder may be moved while the run works, as people do when a quota fills. Processes that
-made it anew would go on in an empty one, and what they seal there nobody reads. To another file
-system it is moved file by file: a run is there as long as its recipe is.
+People move a run's folder while the run works, for example when a quota is full. A process that
+made the folder anew would write shards where nobody reads them, so folders below a run directory
+are made only while the run's recipe exists. (A move to another file system goes file by file.)
 
-Whoever can write in a run directory runs code as the run's owner at its next start, and whoever can
-read there has the tasks and their answers. So only the owner writes, and keys are for the owner
-alone.
+A user who can write in a run directory can run code as the run's owner at its next start. A user
+who can read there sees the tasks and their answers. So only the owner writes, and only the owner
+reads keys.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ log = logging.getLogger(__name__)
 
 Readers = Literal["owner", "group"]
 UMASKS: dict[Readers, int] = {"owner": 0o077, "group": 0o027}
-"""What new files do not allow."""
+"""Permission bits removed from new files."""
 MISSING_LOOKS = 3
-"""Looks in a row at which a folder is missing until it counts as gone: storage may be late."""
+"""Consecutive looks that must miss a folder before it counts as gone: storage may lag behind."""
 _mark_by_run_dir: dict[Path, Path] = {}
 
 
@@ -51,7 +51,7 @@ def find_mark(run_dir: Path) -> Path:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder, and those that lead to it, unless it is there.
+    """Make a folder and its parents unless they exist.
 
     Raises:
         OSError: The storage refused, or the run's own folder is gone.
@@ -63,7 +63,7 @@ def make_folder(folder: Path) -> None:
 
 
 class RunDirWatch:
-    """Watches for the end of a run's folder, from time to time."""
+    """Detector of a run directory that was moved or removed while its processes work."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
@@ -72,11 +72,11 @@ class RunDirWatch:
 
     @property
     def is_missing(self) -> bool:
-        """It was missing at the last look."""
+        """Whether the folder was missing at the last look."""
         return self._missing > 0
 
     def is_gone(self, looks: int = MISSING_LOOKS) -> bool:
-        """True once it was missing at so many looks in a row, this one included."""
+        """Look once more; return whether that many consecutive looks missed the folder."""
         if self._mark.exists():
             self._missing = 0
             return False
@@ -87,7 +87,7 @@ class RunDirWatch:
 
 @contextmanager
 def restrict_new_files(readable_by: Readers) -> Iterator[None]:
-    """New files are for these readers alone, also those of processes started in the context."""
+    """Restrict new files to these readers, also those of processes started in the context."""
     before = os.umask(UMASKS[readable_by])
     try:
         yield
@@ -96,10 +96,10 @@ def restrict_new_files(readable_by: Readers) -> Iterator[None]:
 
 
 def secure_run_dir(root: Path, readable_by: Readers) -> None:
-    """Make a run directory that its owner alone can write to, or make such a one of what is there.
+    """Make a run directory that only its owner can write to, or restrict an existing one so.
 
     Raises:
-        RecipeError: It belongs to another user, or its storage keeps no such modes.
+        RecipeError: It belongs to another user, or its storage ignores file modes.
     """
     root.mkdir(parents=True, exist_ok=True)
     status = root.stat()
@@ -110,14 +110,14 @@ def secure_run_dir(root: Path, readable_by: Readers) -> None:
     wanted = 0o777 & ~UMASKS[readable_by]
     if stat.S_IMODE(status.st_mode) & 0o777 != wanted:
         root.chmod(wanted | stat.S_IMODE(status.st_mode) & stat.S_ISGID)
-        found = stat.S_IMODE(root.stat().st_mode) & 0o777
-        if found != wanted:
-            problem = f"the run directory has mode {found:04o}, expected {wanted:04o}"
+        mode = stat.S_IMODE(root.stat().st_mode) & 0o777
+        if mode != wanted:
+            problem = f"the run directory has mode {mode:04o}, expected {wanted:04o}"
             raise RecipeError(f"{problem}: its storage keeps no modes", key=str(root), hint=hint)
 
 
 def fsync_path(path: Path) -> None:
-    """Force one file to disk, or the names in one directory: new files and renames."""
+    """Force a file to disk, or the entries of a directory: new files and renames."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -131,16 +131,16 @@ def fsync_tree(directory: Path) -> None:
 
 
 def write_atomic(path: Path, content: bytes, *, mode: int = 0o644) -> None:
-    """Put a file in place that readers, also after a crash, see whole or not at all.
+    """Write a file that readers see whole or not at all, even after a crash.
 
-    Folders on the way to it are made.
+    Makes missing parent folders.
     """
     write_temporary(path, content, mode=mode).rename(path)
     fsync_path(path.parent)
 
 
 def write_once(path: Path, content: bytes) -> bool:
-    """Put a file in place as `write_atomic` does, unless one is there; False if one was."""
+    """Write a file as `write_atomic` does unless it exists; return whether it was written."""
     partial = write_temporary(path, content)
     try:
         path.hardlink_to(partial)
@@ -164,7 +164,7 @@ def write_temporary(path: Path, content: bytes, *, mode: int = 0o644) -> Path:
 
 @contextmanager
 def open_temporary_beside(path: Path, *, mode: int = 0o644) -> Iterator[IO[bytes]]:
-    """A hidden file next to `path` to write to, durable at the end; an error leaves no file."""
+    """Open a hidden file next to `path`; it is durable at the end, and an error removes it."""
     make_folder(path.parent)
     # The node is part of the name: on shared storage two processes may have the same number.
     partial = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}.tmp")
@@ -181,7 +181,7 @@ def open_temporary_beside(path: Path, *, mode: int = 0o644) -> Iterator[IO[bytes
 def claim_next_number(directory: Path) -> int:
     """Create the next numbered file (O_EXCL) and return its number, counted from 1.
 
-    Two trainers that start at once get two numbers; the lower one is thereby fenced.
+    Two trainers that start at once get two numbers, and the lower number is fenced.
     """
     make_folder(directory)
     number = read_newest_number(directory) + 1
@@ -198,7 +198,7 @@ def claim_next_number(directory: Path) -> int:
 
 
 def read_newest_number(directory: Path) -> int:
-    """The highest number taken so far; 0 before the first."""
+    """Return the highest number claimed so far; 0 before the first."""
     if not directory.is_dir():
         return 0
     return max(
@@ -211,9 +211,9 @@ def get_number_path(directory: Path, start_number: int, suffix: str = "") -> Pat
 
 
 def build_generation_check(directory: Path, generation: int) -> Callable[[], None]:
-    """A check, to be made before anything becomes visible to others.
+    """Build a check to call before anything becomes visible to other processes.
 
-    It raises SupersededTrainerError when a later generation than `generation` has begun.
+    The check raises SupersededTrainerError if a later generation than `generation` has begun.
     """
 
     def check() -> None:
@@ -227,7 +227,7 @@ def build_generation_check(directory: Path, generation: int) -> Callable[[], Non
 
 
 _MAX_BUFFERS_PER_CALL = 1024
-"""IOV_MAX of Linux: buffers one system call may take."""
+"""IOV_MAX of Linux: buffers per system call."""
 _FILE_KIND_BY_TYPE = {
     stat.S_IFIFO: "a FIFO",
     stat.S_IFDIR: "a directory",
@@ -238,11 +238,11 @@ _FILE_KIND_BY_TYPE = {
 
 @contextmanager
 def open_regular_file(path: Path) -> Iterator[int]:
-    """A descriptor to read a regular file from; whatever else lies in its place is refused.
+    """Open a regular file for reading; refuse anything else at its path.
 
-    A FIFO would hold its reader up for ever; a symbolic link or a device leads out of the run.
+    A FIFO would block its reader for ever; a symbolic link or a device leads out of the run.
     """
-    # Without O_NONBLOCK, opening a FIFO waits for somebody who writes to it.
+    # Without O_NONBLOCK, opening a FIFO waits for a writer.
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
     try:
         descriptor = os.open(path, flags)
@@ -264,15 +264,15 @@ def _build_file_kind_error(path: Path, kind: str) -> OSError:
 
 
 def write_all(descriptor: int, buffers: Iterable[Buffer], offset: int | None = None) -> int:
-    """Write contiguous buffers one after another, at `offset` or where the file stands.
+    """Write contiguous buffers one after another, at `offset` or at the file's position.
 
-    Returns their bytes. The kernel may take less than it is given (Linux takes at most 2 GiB at a
-    time, a full disk what still fits): the rest is then offered again.
+    Returns the number of bytes. The kernel may write fewer bytes than it is given (at most 2 GiB
+    per call, less on a full disk); the rest is then written by further calls.
 
     Raises:
         OSError: The storage refused; some bytes may have been written.
     """
-    # Arrays are buffers, but typing has no word for that before Python 3.12.
+    # Arrays are buffers, but typing cannot express that before Python 3.12.
     views = [memoryview(buffer) for buffer in buffers]  # type: ignore[arg-type]
     waiting = deque([view.cast("B") for view in views if view.nbytes])
     total_bytes = 0
@@ -294,7 +294,7 @@ def write_all(descriptor: int, buffers: Iterable[Buffer], offset: int | None = N
 
 
 def read_exact(descriptor: int, array: npt.NDArray[Any], offset: int) -> None:
-    """Fill a contiguous array with the bytes at `offset`; OSError if the file ends before."""
+    """Fill a contiguous array with the bytes at `offset`; OSError if the file is too short."""
     waiting = array.reshape(-1).view("u1").data
     while waiting:
         taken_bytes = os.preadv(descriptor, [waiting], offset)
@@ -304,14 +304,14 @@ def read_exact(descriptor: int, array: npt.NDArray[Any], offset: int) -> None:
 
 
 STORAGE_ERROR_LIMIT_S = 60.0
-"""Errors may come for so long, and nothing else, until the storage counts as lost."""
+"""Duration of uninterrupted errors after which the storage counts as lost."""
 
 
 @contextmanager
 def log_storage_errors(
     files: str = "shared storage", level: int = logging.WARNING
 ) -> Iterator[None]:
-    """Leave the block at an OSError, which is logged: an error where nobody tries again."""
+    """Log an OSError of the block and go on behind it, where nothing is retried."""
     try:
         yield
     except OSError as error:
@@ -319,7 +319,7 @@ def log_storage_errors(
 
 
 class StorageErrorTolerance:
-    """Passes over errors of the storage unless they go on for too long."""
+    """Tolerance of storage errors that end within a limit."""
 
     def __init__(
         self,
@@ -333,11 +333,11 @@ class StorageErrorTolerance:
 
     @contextmanager
     def tolerate(self) -> Iterator[None]:
-        """Leave the block at an OSError, and go on behind it.
+        """Go on behind the block if it raises an OSError.
 
         Raises:
-            ClusterError: Every block for `limit_s` has met one.
-            BrokenPipeError: The block's own: nobody reads what it prints.
+            ClusterError: Every block for `limit_s` has raised one.
+            BrokenPipeError: The block raised it: nobody reads its output.
         """
         try:
             yield

@@ -1,4 +1,4 @@
-"""Files under `jobs/`: specifications, launches, exits, submissions; a run's CANCELLED."""
+"""Files under `jobs/` (specifications, launches, exits, submissions) and the CANCELLED marker."""
 
 import contextlib
 import time
@@ -15,34 +15,34 @@ from areal_hpc.rundir.paths import JobPaths, RunPaths
 from areal_hpc.wire.decoding import decode_json
 
 STOPPED_EXIT_CODE = 143
-"""The task was told to stop: neither success nor failure."""
+"""Exit code of a task that was stopped: neither success nor failure."""
 REQUEUE_MARGIN_S = 10.0
-"""Time that asking Slurm for another start may take."""
+"""Time reserved for the request of another start from Slurm."""
 IDLE_EXIT_CODE = IdleError.exit_code
-"""A process found nothing to do for too long: its job ends until it is wanted."""
+"""Exit code of a process without work for too long: its job ends until it is needed."""
 CARETAKER_JOB = "caretaker"
-"""The job that waits until all others of its run have ended, to submit those that come back."""
+"""Job that waits until all other jobs of the run have ended, and submits again those that lack."""
 LOST_RANK_EXIT_CODE = LostTrainerRankError.exit_code
-"""A rank ended because another one had vanished. That one's end is the cause."""
+"""Exit code of a rank that ended because another rank vanished; that rank's end is the cause."""
 EXCLUDED_NODE_LIFETIME_S = 86400.0
-"""Time for which a node that failed its check is not given to the run again."""
+"""Time for which the run excludes a node that failed its check."""
 
 
 class ProcessSpec(Struct, frozen=True):
     """One process of a job, started by the job's supervisor on its node."""
 
     name: str
-    """Also the name of its log file."""
+    """Name of the process and of its log file."""
     role: str
-    """Which environment's Python runs it: `serve`, `train` or `agents`."""
+    """Environment whose Python runs it: `serve`, `train` or `agents`."""
     entry: str
     """`package.module:function`; the function takes the configuration as its only argument."""
     config: dict[str, Any]
-    """JSON; no secrets, which live in the rendezvous directory."""
+    """JSON without secrets, which are files of the rendezvous directory."""
     tasks: Literal["all", "first", "others"] = "all"
-    """Which of the job's tasks run it."""
+    """Tasks of the job that run it."""
     restarts: int = 0
-    """Crashes after which the job gives up; ten minutes without one cancel them."""
+    """Crashes after which the job gives up; ten minutes without a crash reset the count."""
     ends_job: bool = False
     """Its clean exit ends the job."""
     uses_gpus: bool = False
@@ -60,54 +60,53 @@ class JobSpec(Struct, frozen=True):
 
     name: str
     role: str
-    """Which environment's Python runs the supervisor."""
+    """Environment whose Python runs the supervisor."""
     processes: list[ProcessSpec]
     tasks: int = 1
     is_task_a_node: bool = False
-    """No two tasks on one node."""
+    """Whether each task gets a node of its own."""
     gpus_per_task: int = 0
-    """GPUs that each task needs."""
 
 
 class SlurmLaunchInfo(Struct, frozen=True):
     """Facts that a job under Slurm needs."""
 
     excluded_by_recipe: str = ""
-    """Nodes that the recipe excludes, in Slurm's notation: for good, unlike those that failed."""
+    """Nodes that the recipe excludes for good, in Slurm's notation."""
     interface: str = ""
-    """Network interface whose address other nodes use; empty: where the host's name leads."""
+    """Network interface whose address other nodes use; empty: the address of the host's name."""
     margin_s: float = REQUEUE_MARGIN_S
-    """Kept free before the end of the time limit and of a preemption's grace."""
+    """Time kept free before the time limit and before the end of a preemption's grace."""
     progress: str = ""
-    """A file that grows while the run gets further: a job that crashes is started again for as
-    long as it does. Empty: only the time that the job lived counts."""
+    """File that grows with the run's progress. A job that crashes is started again as long as the
+    file grows. Empty: only the job's lifetime counts."""
     done_marker: str = ""
-    """When this file exists there is nothing left for the job to do."""
+    """File whose existence means that the job's work is done."""
     least_free_bytes: int = 1 << 30
-    """A node or run directory with less space than this fails the probe."""
+    """Free space below which a node or the run directory fails the probe."""
     join_timeout_s: float = 120.0
-    """Within this a task has started on every node, and each sees what the others wrote."""
+    """Time until a task has started on every node and sees the files of the others."""
 
 
 class AllocationStepStart(Struct, frozen=True):
-    """One start of a job as a step of an allocation, and the file that shows its launcher alive."""
+    """One start of a job as a step of an allocation, with the heartbeat file of its launcher."""
 
     incarnation: str
-    """Which start of the job this is: `<job id>.<restart>.<number>`."""
+    """Identity of the start, `<job id>.<restart>.<number>`."""
     start_number: int
-    """Of the job, from 1, over all launches of the run."""
+    """Number of the job's start, from 1, over all launches of the run."""
     heartbeat_path: str
-    """A file that the launcher writes again and again: without a change the job stops."""
+    """File that the launcher keeps rewriting; the job stops when it no longer changes."""
     interface: str = ""
-    """Network interface whose address other nodes use; empty: where the host's name leads."""
+    """Network interface whose address other nodes use; empty: the address of the host's name."""
 
 
 class LaunchFile(Struct, frozen=True):
-    """A job as it is handed to its supervisors: the spec plus what this launch adds."""
+    """Input of a job's supervisors: its specification and the facts of this launch."""
 
     job: JobSpec
     job_dir: str
-    """Where the supervisor leaves process configurations and its outcome."""
+    """Folder of the process configurations and of the supervisor's outcome."""
     log_dir: str
     events: str
     """The run's event log."""
@@ -116,20 +115,21 @@ class LaunchFile(Struct, frozen=True):
     variables: dict[str, dict[str, str]] = field(default_factory=dict)
     """Extra environment of each role."""
     recipe: str = ""
-    """The run's recipe, whose variables of each role win over those; empty for none. They may be
-    secrets, which are written there alone."""
+    """The run's recipe, whose variables of each role override `variables`; empty for none. They
+    may be secrets, so no other file repeats them."""
     launcher_lock: str | None = None
-    """The job stops when this file's lock is released; None for jobs that outlive the launcher."""
+    """File whose lock the launcher holds: the job stops when it is released. None for jobs that
+    outlive the launcher."""
     umask: int = 0o077
-    """What files that the job makes do not allow (`rundir.folders`)."""
+    """Permission bits removed from files that the job makes."""
     stop_grace_s: float = 12.0
     gpus: list[list[str]] | None = None
-    """GPUs of each task, by rank, as CUDA_VISIBLE_DEVICES spells them; None leaves what the
-    environment of the job says, as Slurm made it."""
+    """GPUs of each task by rank, as CUDA_VISIBLE_DEVICES spells them; None keeps the environment
+    that Slurm made."""
     slurm: SlurmLaunchInfo | None = None
     """None for jobs of a foreground launcher."""
     step: AllocationStepStart | None = None
-    """None for jobs that are no step of an allocation that the launcher runs in."""
+    """None for jobs that are no step of the launcher's allocation."""
 
     @property
     def paths(self) -> JobPaths:
@@ -149,18 +149,18 @@ class TaskExit(Struct, frozen=True):
 
     exit_code: int
     process: str = ""
-    """The process whose end decided it."""
+    """Process whose end decided the exit code."""
     reason: str = ""
     log: str = ""
     incarnation: str = ""
-    """Which start of the job says so, `<job id>.<restart>`, and behind it the number of a step;
-    empty for jobs of this machine."""
+    """Start of the job, `<job id>.<restart>`, followed by the number of a step; empty for jobs of
+    this machine."""
     faulty_node: str = ""
-    """The node that is to blame, and is not to be given again."""
+    """Node that caused the failure and is excluded from now on."""
     gave_up: bool = False
-    """The job decided that another start would not help."""
+    """Whether the job decided that another start would not help."""
     says_why: bool = False
-    """`reason` is an error of the recipe's or the agent's, in words that need no others."""
+    """Whether `reason` is an error of the recipe or the agent that explains itself."""
 
     @property
     def is_crash(self) -> bool:
@@ -183,8 +183,8 @@ def read_task_exit(job: JobPaths, rank: int, incarnation: str) -> TaskExit | Non
 
 
 def read_task_exits(job: JobPaths) -> dict[int, TaskExit]:
-    found = ((rank, _decode_task_exit(path)) for rank, path in job.map_task_exit_files().items())
-    return {rank: task_exit for rank, task_exit in found if task_exit is not None}
+    exits = ((rank, _decode_task_exit(path)) for rank, path in job.map_task_exit_files().items())
+    return {rank: task_exit for rank, task_exit in exits if task_exit is not None}
 
 
 def _decode_task_exit(path: Path) -> TaskExit | None:
@@ -200,19 +200,19 @@ class Submission(Struct, frozen=True):
     job: str
     """Name within the run: `trainer`, `cell-0`, `sft`."""
     job_id: str
-    """Slurm's."""
+
     attempt: int
-    """The run's attempt, which also names the folder of its logs."""
+    """Number of the run's attempt, which also names the folder of its logs."""
     submitted_at: float
     """Unix time, seconds."""
     script: str
     """The sbatch script."""
     token: str = ""
-    """In the job's name and comment; empty for one that was not submitted by areal_hpc."""
+    """Token in the job's name and comment; empty for a job that areal_hpc did not submit."""
 
 
 def record_submission(path: Path, submission: Submission) -> None:
-    """Append one line, whole or not at all."""
+
     make_folder(path.parent)
     append_line(path, submission)
 
@@ -244,8 +244,8 @@ def read_excluded_nodes(path: Path) -> list[ExcludedNode]:
 
 
 def list_unexpired_excluded_nodes(path: Path) -> list[str]:
-    """Names of the nodes that the run must not get now."""
-    return list(dict.fromkeys(one.node for one in read_excluded_nodes(path) if not one.is_expired))
+    nodes = read_excluded_nodes(path)
+    return list(dict.fromkeys(excluded.node for excluded in nodes if not excluded.is_expired))
 
 
 def add_excluded_node(path: Path, node: str, reason: str, job_id: str) -> None:
@@ -256,12 +256,12 @@ _WITHOUT_CHECKPOINT = "without a last checkpoint"
 
 
 def mark_cancelled(marker_file: Path, *, without_checkpoint: bool = False) -> None:
-    """Mark a run as cancelled, before its jobs are told to stop."""
+    """Mark a run as cancelled before its jobs are stopped."""
     marker_file.write_text(_WITHOUT_CHECKPOINT if without_checkpoint else "")
 
 
 def is_cancelled(marker_file: Path) -> bool:
-    """True if a run is marked so. A storage that does not respond keeps no job from going on."""
+    """Return whether a run is marked as cancelled; False if the storage does not respond."""
     is_marked = False
     with log_storage_errors():
         is_marked = marker_file.exists()
@@ -269,7 +269,7 @@ def is_cancelled(marker_file: Path) -> bool:
 
 
 def is_cancelled_without_checkpoint(marker_file: Path) -> bool:
-    """True if a run is marked so, and its jobs are to end without another checkpoint."""
+    """Return whether a cancelled run's jobs are to end without another checkpoint."""
     content = ""
     with log_storage_errors(), contextlib.suppress(FileNotFoundError):
         content = marker_file.read_text()

@@ -1,7 +1,7 @@
 """JSON-lines files: one append that repairs a torn end, one reader that skips a torn line.
 
 A crash or a full disk leaves a fragment without a newline at the end of a file. The next append
-ends that line first, so that it costs one line and not two; readers leave the fragment out.
+first ends that line, so that only one line is lost; readers skip the fragment.
 """
 
 import contextlib
@@ -22,9 +22,9 @@ from areal_hpc.wire.decoding import decode_json
 RecordT = TypeVar("RecordT")
 
 JsonRow = Mapping[str, Any]
-"""A line of the metrics or of the events, as it was read."""
+"""A decoded line of the metrics or events."""
 JsonMetricRow = dict[str, int | float | str | None]
-"""The metrics of one step, by name. None: the number is not finite, which JSON cannot say."""
+"""The metrics of one step by name; None stands for a number that is not finite."""
 
 log = logging.getLogger(__name__)
 
@@ -32,14 +32,14 @@ log = logging.getLogger(__name__)
 def append_line(path: Path, record: object, *, sync: bool = False) -> None:
     """Append one record in a single write, so that lines of several writers never mix.
 
-    A missing file is made, but not its folder. Infinities and NaN become null, and half of a
-    surrogate pair a question mark. `sync` forces the line, and a new file's name, to disk.
+    Creates a missing file, but not its folder. Infinities and NaN become null, and half of a
+    surrogate pair becomes a question mark. `sync` forces the line and a new file's name to disk.
     """
     append_lines(path, [record], sync=sync)
 
 
 def append_lines(path: Path, records: Iterable[object], *, sync: bool = False) -> None:
-    """Append records in a single write, as `append_line` does one."""
+    """Append records in a single write, like `append_line`."""
     lines = b"".join(_encode_record(record) + b"\n" for record in records)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
     try:
@@ -57,7 +57,7 @@ def append_lines(path: Path, records: Iterable[object], *, sync: bool = False) -
 
 
 def replace_lines(path: Path, records: Iterable[object]) -> None:
-    """Put a file with these records in the place of another, whole or not at all."""
+    """Replace a file by one with these records, whole or not at all."""
     write_atomic(path, b"".join(_encode_record(record) + b"\n" for record in records))
 
 
@@ -65,7 +65,7 @@ def _encode_record(record: object) -> bytes:
     try:
         return msgspec.json.encode(record)
     except UnicodeEncodeError:
-        # Half of a surrogate pair, as of an emoji that a model cut in two: UTF-8 has no form of it.
+        # Half of a surrogate pair, from an emoji that a model cut in two, has no UTF-8 form.
         text = json.dumps(msgspec.to_builtins(record), ensure_ascii=False)
         return msgspec.json.encode(json.loads(text.encode(errors="replace")))
 
@@ -75,9 +75,9 @@ def read_readable_records(path: Path) -> list[dict[str, Any]]: ...
 @overload
 def read_readable_records(path: Path, record_type: type[RecordT]) -> list[RecordT]: ...
 def read_readable_records(path: Path, record_type: Any = dict[str, Any]) -> list[Any]:
-    """Every record of a file in order; none if there is no file.
+    """Read every record of a file in order; none if there is no file.
 
-    A line that holds anything but `record_type` is left out with a warning that names it.
+    A line that is no `record_type` is skipped with a warning that names it.
     """
     try:
         content = path.read_bytes()
@@ -87,10 +87,10 @@ def read_readable_records(path: Path, record_type: Any = dict[str, Any]) -> list
 
 
 class LineFollower:
-    """Reader of the lines that are appended to a file; each is read once.
+    """Reader of the lines that are appended to a file; each line is read once.
 
-    The file is opened for each look: NFS asks its server then, and not for a mere `stat`. A file
-    that was begun anew is read from its beginning.
+    Each look opens the file, because NFS revalidates at an open and not at a `stat`. A file that
+    was replaced is read from its beginning.
     """
 
     def __init__(self, path: Path, *, from_end: bool = False, max_bytes: int = -1) -> None:
@@ -98,17 +98,17 @@ class LineFollower:
         self._max_bytes = max_bytes
         self._inode = 0
         self.offset = 0
-        """First byte that was not read yet."""
+        """Position of the first byte that was not read yet."""
         if from_end:
             with contextlib.suppress(FileNotFoundError), path.open("rb") as stream:
                 status = os.fstat(stream.fileno())
                 self._inode, self.offset = status.st_ino, status.st_size
 
     def read_new_lines(self) -> bytes:
-        """Whole lines of at most `max_bytes` in all, or a part of one that is longer.
+        """Return whole lines of at most `max_bytes` in all, or a part of one that is longer.
 
         Raises:
-            OSError: The file is away or cannot be read.
+            OSError: The file is missing or cannot be read.
         """
         try:
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -131,7 +131,7 @@ class LineFollower:
 
 
 def read_tail_lines(path: Path, max_bytes: int) -> bytes:
-    """The end of a file, from the beginning of a line."""
+    """Read the end of a file, from the beginning of a line."""
     with path.open("rb") as stream:
         whole_bytes = stream.seek(0, os.SEEK_END)
         stream.seek(max(0, whole_bytes - max_bytes))
@@ -142,10 +142,10 @@ def read_tail_lines(path: Path, max_bytes: int) -> bytes:
 def decode_readable_records(
     content: bytes, record_type: type[RecordT], file_name: str = ""
 ) -> list[RecordT]:
-    """The records in a piece of a file, whose last line may be without its newline.
+    """Decode the records in a piece of a file whose last line may lack its newline.
 
-    `file_name` names the file in the warning about a line that holds anything but `record_type`;
-    without it such lines are left out silently, for a piece that may begin within a line.
+    `file_name` names the file in the warning about a line that is no `record_type`. Without it
+    such lines are skipped in silence, for a piece that may begin within a line.
     """
     records = []
     *lines, last = content.split(b"\n")
@@ -156,7 +156,7 @@ def decode_readable_records(
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             if file_name:
                 _warn_of_unreadable_line(file_name, number, str(error), line[:80])
-    # Empty, still being written, or cut short by a crash: nobody was told that it is there.
+    # Empty, still being written, or cut short by a crash: no writer has reported it as written.
     with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
         records.append(decode_json(last, record_type))
     return records

@@ -1,8 +1,8 @@
 """Lock of a run, claim of its submission, and note of a launcher in an allocation.
 
-The lock is held by a launcher, and looked at by its local jobs and by read-only tools. Locks of NFS
-and Lustre may end at the node. A claim reaches every node: a file that only one process can create.
-The note of a launcher in an allocation says where its steps run, and is its heartbeat.
+A launcher holds the lock; its local jobs and read-only tools look at it. Locks of NFS and Lustre
+may not reach other nodes. A claim does: it is a file that only one process can create. The note of
+a launcher in an allocation names the nodes of its steps and is its heartbeat.
 """
 
 import fcntl
@@ -23,14 +23,14 @@ from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.wire.decoding import decode_json
 
 LOCK_ACQUIRE_TIMEOUT_S = 1.0
-"""Longest that a lock is waited for: `is_lock_held` holds it for a moment."""
+"""Longest wait for the lock, which `is_lock_held` holds for a moment."""
 CLAIM_LIFETIME_S = 900.0
-"""A claim that is older was left by a process that died."""
+"""Age beyond which a claim belongs to a process that died."""
 
 
 @contextmanager
 def hold_lock(lock_file: Path) -> Iterator[None]:
-    """Hold the launcher's lock. The kernel drops it however the launcher ends."""
+    """Hold the launcher's lock. The kernel releases it however the launcher ends."""
     lock_file.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(lock_file, os.O_RDWR | os.O_CREAT, 0o644)
     try:
@@ -56,7 +56,7 @@ def _lock_exclusively(descriptor: int, lock_file: Path) -> None:
 
 
 def is_lock_held(lock_file: str | os.PathLike[str]) -> bool:
-    """True while a launcher holds this lock. Seen across nodes where the file system has locks."""
+    """Return whether a launcher holds this lock, across nodes if the file system has such locks."""
     try:
         descriptor = os.open(lock_file, os.O_RDONLY)
     except FileNotFoundError:
@@ -75,7 +75,7 @@ def claim(path: Path, claimant: str) -> Iterator[str]:
     """Create a file that only one process can create, and remove it at the end.
 
     Yields:
-        The claimant that has it already; empty if this one has it now.
+        The claimant that holds it already; empty if this process holds it now.
     """
     _remove_dead_claim(path)
     content = f"{claimant}\n{secrets.token_hex(8)}"
@@ -89,7 +89,7 @@ def claim(path: Path, claimant: str) -> Iterator[str]:
             file.write(content)
         yield ""
     finally:
-        if _read_claim(path) == content:  # else it took so long that another process has it
+        if _read_claim(path) == content:  # else it expired, and another process holds it
             path.unlink(missing_ok=True)
 
 
@@ -124,15 +124,15 @@ def _is_too_old(path: Path) -> bool:
 
 @contextmanager
 def claim_submission(path: Path) -> Iterator[None]:
-    """Keep launchers on other hosts from submitting a run; the caller has the lock of this one.
+    """Keep launchers on other hosts from submitting a run; the caller holds this host's lock.
 
     Raises:
-        ClusterError: A launcher on another host, or a caretaker, is at it, or was killed there.
+        ClusterError: A launcher on another host or a caretaker submits, or was killed meanwhile.
     """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text()[:8]  # hosts may have equal names
     launcher = f"a launcher on {socket.gethostname()} ({boot})"
     if _read_claim(path).startswith(f"{launcher}\n"):
-        path.unlink(missing_ok=True)  # it is dead: it would have the lock
+        path.unlink(missing_ok=True)  # its owner died: a live one would hold the lock
     with claim(path, launcher) as claimant:
         if claimant:
             raise ClusterError(
@@ -145,23 +145,23 @@ def claim_submission(path: Path) -> Iterator[None]:
 
 HEARTBEAT_PERIOD_S = 5.0
 LAUNCHER_HEARTBEAT_TIMEOUT_S = 60.0
-"""A launcher that was silent for so long is gone: its steps stop."""
+"""Silence after which a launcher counts as gone and its steps stop."""
 
 
 class StepNote(Struct, frozen=True):
     job: str
     step: str
-    """Its name in Slurm."""
+    """Name of the step in Slurm."""
     nodes: tuple[str, ...]
 
 
 class AllocationNote(Struct, frozen=True):
     job_id: str
-    """The allocation's."""
+    """Job id of the allocation."""
     beat: int
-    """How often the launcher has written it."""
+    """Number of times that the launcher has written the note."""
     steps: list[StepNote] = field(default_factory=list)
-    """Those that run."""
+    """Steps that run."""
 
 
 def write_allocation_note(paths: RunPaths, note: AllocationNote) -> None:
@@ -169,7 +169,7 @@ def write_allocation_note(paths: RunPaths, note: AllocationNote) -> None:
 
 
 def find_live_launcher_note(paths: RunPaths) -> AllocationNote | None:
-    """The note of a launcher that is alive, or was a moment ago; None if there is none."""
+    """Return the note of a launcher that is alive, or was a moment ago; None without one."""
     try:
         if time.time() - paths.allocation_note.stat().st_mtime > LAUNCHER_HEARTBEAT_TIMEOUT_S:
             return None
@@ -181,13 +181,13 @@ def find_live_launcher_note(paths: RunPaths) -> AllocationNote | None:
 def check_no_live_launcher(
     paths: RunPaths, print_line: Callable[[str], None], watch_s: float = 2.5 * HEARTBEAT_PERIOD_S
 ) -> None:
-    """Make sure that no launcher in an allocation works in a run directory.
+    """Check that no launcher in an allocation works in a run directory.
 
-    The lock says so as well, where the file system has locks that reach other nodes. A note that
-    is fresh, as one whose launcher was killed leaves it, is watched for a while.
+    The lock shows the same where the file system's locks reach other nodes. A fresh note may be
+    of a launcher that was killed, so it is watched for a while.
 
     Raises:
-        ClusterError: One does.
+        ClusterError: A launcher works there.
     """
     if (first := find_live_launcher_note(paths)) is None:
         return

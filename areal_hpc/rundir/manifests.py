@@ -1,8 +1,8 @@
 """Files of the ledger: batch manifests, dropped tickets, evaluation results, its own state.
 
-A quarantined batch is consumed like any other, but not trained. A file of `quarantine/` counts
-whenever its batch is handed out: it holds for a batch that no checkpoint has consumed. Of those
-behind a checkpoint, the checkpoint itself says what was trained.
+A quarantined batch is consumed like any other, but not trained. A file in `quarantine/` takes
+effect when its batch is issued, so it applies to batches that no checkpoint has consumed yet. A
+checkpoint records which of its consumed batches were trained.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class LedgerState(msgspec.Struct, frozen=True):
     incarnation: int = 0
     """Number of times that the ledger was started."""
     generation: int = 0
-    """The newest generation a trainer opened."""
+    """Newest generation that a trainer opened."""
     version_step: int = 0
-    """The last step that trainer published, or resumed from."""
+    """Last step that this trainer published or resumed from."""
     forks: tuple[GenerationFork, ...] = ()
-    """Every generation opened so far, with the step it began from."""
+    """Every generation opened so far, with its first step."""
 
     def with_opened_generation(self, generation: int, base_step: int) -> LedgerState:
         earlier = (fork for fork in self.forks if fork.generation != generation)
@@ -56,56 +56,56 @@ class EvaluationResult(msgspec.Struct, frozen=True, omit_defaults=True):
     n_tasks: int
     mean_reward: float
     rewards: list[float]
-    """By task index: the mean over the task's samples."""
+    """Mean reward over the samples of each task, by task index."""
     failures: dict[int, str]
-    """Task index -> reason, of episodes that could not be run; they count as reward 0."""
+    """Reasons, by task index, of episodes that could not run; they count as reward 0."""
     generation: int
-    """The generation whose weights these were."""
+    """Generation of the evaluated weights."""
     samples: list[list[float]] = []
-    """By task index, the reward of each sample; empty where a task has one."""
+    """Rewards of the samples of each task, by task index; empty if each task has one sample."""
     answers: list[list[str]] = []
-    """By task index, what each sample answered; empty if none says."""
+    """Answers of the samples of each task, by task index; empty if there are none."""
 
     def list_sample_rewards(self) -> list[list[float]]:
         return self.samples or [[reward] for reward in self.rewards]
 
 
 class EvaluatedTicket(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A task of an evaluation under way that is done: it is not played again."""
+    """Finished task of an evaluation under way, which is not played again."""
 
     ticket_id: int
     generation: int
-    """The generation whose weights these were."""
+    """Generation of the evaluated weights."""
     rewards: list[float]
-    """Of each sample."""
+    """Reward of each sample."""
     answers: list[str] = []
-    """What each sample answered; empty if none says."""
+    """Answer of each sample; empty if there are none."""
 
 
 class DroppedTicket(msgspec.Struct, frozen=True):
-    """A line of `dropped_tickets.jsonl`: a ticket that is not trained, and why. Final."""
+    """Line of `dropped_tickets.jsonl`: a ticket that is finally not trained, and the reason."""
 
     ref: TicketRef
     reason: str
     kind: DropKind = "failed"
     rewards: list[float] = []
-    """Of the episodes of a `filtered` group."""
+    """Rewards of the episodes of a `filtered` group."""
 
 
 def write_manifest(paths: RunPaths, manifest: BatchManifest) -> BatchManifest:
-    """Make a batch durable, once and for all. It may be handed out only after this returns.
+    """Make a batch durable before it is issued.
 
     A manifest is never replaced, because checkpoints name batches by their step alone.
 
     Returns:
-        The batch of that step: another ledger's, if that one was first.
+        The batch of that step, which is another ledger's if that ledger was first.
     """
     is_first = write_once(paths.manifest(manifest.step), msgspec.json.encode(manifest))
     return manifest if is_first else read_manifest(paths, manifest.step)
 
 
 def read_manifest(paths: RunPaths, step: int) -> BatchManifest:
-    """The batch of `step` exactly as it was handed out.
+    """Read the batch of `step` exactly as it was issued.
 
     Raises:
         ShardError: The file is gone or damaged.
@@ -121,7 +121,7 @@ def read_manifest(paths: RunPaths, step: int) -> BatchManifest:
 
 
 def read_manifests(paths: RunPaths) -> Iterator[BatchManifest]:
-    """Every batch handed out, in the order of steps. Files left by a crash are skipped."""
+    """Read every issued batch in the order of steps, without files that a crash left."""
     for step in list_manifest_steps(paths):
         yield read_manifest(paths, step)
 
@@ -152,7 +152,7 @@ def read_evaluation(paths: RunPaths, step: int, set_name: str) -> EvaluationResu
 
 
 def read_kept_evaluation(paths: RunPaths, step: int, set_name: str) -> EvaluationResult | None:
-    """The result of a set for weights of `step` that the run still has; None without one."""
+    """Read a set's result for weights of `step` that the run still has; None without one."""
     result = read_evaluation(paths, step, set_name)
     if result is None or read_ledger_state(paths).has_kept_weights(step, result.generation):
         return result
@@ -160,7 +160,7 @@ def read_kept_evaluation(paths: RunPaths, step: int, set_name: str) -> Evaluatio
 
 
 def append_evaluated_ticket(paths: RunPaths, step: int, ticket: EvaluatedTicket) -> None:
-    """Append the rewards of one task, without fsync: a lost node costs its last tasks."""
+    """Append the rewards of one task without fsync: a lost node costs its last tasks."""
     paths.evaluations_dir.mkdir(exist_ok=True)
     append_line(paths.evaluated_tickets(step), ticket)
 
@@ -172,7 +172,7 @@ def read_evaluated_tickets(paths: RunPaths, step: int) -> list[EvaluatedTicket]:
 def replace_evaluated_tickets(
     paths: RunPaths, step: int, tickets: Sequence[EvaluatedTicket]
 ) -> None:
-    """Keep these tasks of an evaluation alone; the file of none is removed."""
+    """Keep only these tasks of an evaluation; remove the file if there are none."""
     if tickets:
         replace_lines(paths.evaluated_tickets(step), tickets)
     else:
@@ -180,12 +180,13 @@ def replace_evaluated_tickets(
 
 
 def list_kept_evaluations(paths: RunPaths, main_set: str) -> Iterator[tuple[str, EvaluationResult]]:
-    """Every result with the name of its set, by set and step; those of `main_set` come first.
+    """Iterate over results with their sets' names, by set and step; `main_set` comes first.
 
-    Those of weights that a trainer which resumed from an earlier step gave up are left out.
+    Results of weights that a resumed trainer discarded are left out.
     """
     state, folder = read_ledger_state(paths), paths.evaluations_dir
-    names = sorted(one.name for one in folder.iterdir() if one.is_dir()) if folder.is_dir() else ()
+    folders = folder.iterdir() if folder.is_dir() else ()
+    names = sorted(set_dir.name for set_dir in folders if set_dir.is_dir())
     for name in (main_set, *names):
         for file in sorted(paths.evaluation(0, name).parent.glob("*.json")):
             result = read_json_file(file, EvaluationResult)
@@ -196,18 +197,18 @@ def list_kept_evaluations(paths: RunPaths, main_set: str) -> Iterator[tuple[str,
 def group_kept_evaluations(
     paths: RunPaths, main_set: str, problems: list[str]
 ) -> dict[str, list[EvaluationResult]]:
-    """Every result by set and step, up to one that is damaged, which is named in `problems`."""
-    found: dict[str, list[EvaluationResult]] = {}
+    """Group results by set, up to the first damaged one, which is added to `problems`."""
+    results: dict[str, list[EvaluationResult]] = {}
     try:
         for name, result in list_kept_evaluations(paths, main_set):
-            found.setdefault(name, []).append(result)
+            results.setdefault(name, []).append(result)
     except ShardError as error:
         problems.append(str(error))
-    return found
+    return results
 
 
 def append_drop(paths: RunPaths, dropped_ticket: DroppedTicket) -> None:
-    """Make a drop durable. Repeating it is harmless: the first line of a ticket counts."""
+    """Make a drop durable. A repetition is harmless: the first line of a ticket counts."""
     append_line(paths.drops, dropped_ticket, sync=True)
 
 
@@ -216,10 +217,10 @@ def read_drops(paths: RunPaths) -> list[DroppedTicket]:
 
 
 def read_json_file(path: Path, record_type: type[RecordT]) -> RecordT | None:
-    """What a file of JSON holds; None if there is no file.
+    """Decode a JSON file; None if there is no file.
 
     Raises:
-        ShardError: It is damaged.
+        ShardError: The file is damaged.
     """
     try:
         return decode_json(path.read_bytes(), record_type)
@@ -237,7 +238,7 @@ def read_json_file(path: Path, record_type: type[RecordT]) -> RecordT | None:
 
 
 def record_quarantine(paths: RunPaths, record: UntrainedBatchPart) -> UntrainedBatchPart:
-    """Set a batch aside, durably; what says so: the first one's record if somebody was first."""
+    """Quarantine a batch durably; return the record that counts, an earlier one if there is one."""
     fault_point("quarantine.before_write")
     is_first = write_once(paths.quarantine(record.step), msgspec.json.encode(record))
     fault_point("quarantine.after_write")
@@ -245,26 +246,26 @@ def record_quarantine(paths: RunPaths, record: UntrainedBatchPart) -> UntrainedB
 
 
 def delete_quarantine(paths: RunPaths, step: int) -> None:
-    """Have a batch trained after all, durably."""
+    """Release a batch from quarantine, durably."""
     paths.quarantine(step).unlink(missing_ok=True)
     fault_point("quarantine.after_delete")
     fsync_path(paths.quarantine_dir)
 
 
 def read_quarantine(paths: RunPaths, step: int) -> UntrainedBatchPart | None:
-    """Why the batch of `step` is quarantined; None if it is not."""
+    """Read the quarantine record of a step's batch; None if it is not quarantined."""
     return read_json_file(paths.quarantine(step), UntrainedBatchPart)
 
 
 def read_quarantine_files(
     paths: RunPaths, problems: list[Problem] | None = None
 ) -> dict[int, UntrainedBatchPart]:
-    """All files by step; `problems` takes what is wrong with those that cannot be read.
+    """Read all records by step; problems of files that cannot be read are added to `problems`.
 
     Raises:
-        ShardError: One is damaged, and nobody takes problems.
+        ShardError: A file is damaged, and `problems` is None.
     """
-    found = {}
+    records = {}
     for step in list_batch_steps(paths.quarantine_dir):
         try:
             record = read_quarantine(paths, step)
@@ -273,20 +274,20 @@ def read_quarantine_files(
                 raise
             problems += error.problems
         else:
-            if record is not None:  # else somebody deleted it just now
-                found[step] = record
-    return found
+            if record is not None:  # else it was deleted just now
+                records[step] = record
+    return records
 
 
 def merge_quarantines(
     state: TrainerState, files: Mapping[int, UntrainedBatchPart]
 ) -> dict[int, UntrainedBatchPart]:
-    held = {one.step: one for one in state.untrained if one.quarantine}
-    return held | {step: one for step, one in files.items() if step > state.step}
+    consumed = {part.step: part for part in state.untrained if part.quarantine}
+    return consumed | {step: part for step, part in files.items() if step > state.step}
 
 
 def read_quarantined_batches(paths: RunPaths) -> dict[int, UntrainedBatchPart]:
-    """Quarantined batches by step, of the newest checkpoint and after it."""
+    """Read the quarantined batches of the newest checkpoint and after it, by step."""
     newest = find_latest_checkpoint(paths.checkpoints_dir)
     state = newest.state if newest else TrainerState(seed=0)
     return merge_quarantines(state, read_quarantine_files(paths))

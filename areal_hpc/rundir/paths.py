@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROLES = ("serve", "train", "agents")
-"""What a process of a run does: serve models, train, or drive agents."""
+"""Roles of a run's processes: they serve models, train, or drive agents."""
 ENVIRONMENTS = {"serve": "serve", "train": "main", "agents": "main"}
-"""The environment below `.venvs/` that has the packages of each role."""
+"""Environment below `.venvs/` with the packages of each role."""
 RECIPE_FILE = "recipe.yaml"
 ADMIN_KEY_FILE = "rendezvous/admin.key"
 SERVICE_KEY_FILE = "rendezvous/services.pem"
@@ -39,25 +39,25 @@ class RunPaths(_Folder):
     provenance_dir = _PathDescriptor("provenance")
     """Patches that `provenance.json` names."""
     lock = _PathDescriptor("launcher.lock")
-    """Held (flock) by a foreground launcher; local jobs stop when it is released."""
+    """Lock (flock) of a foreground launcher; local jobs stop when it is released."""
     submission_claim = _PathDescriptor("submission.claim")
-    """Exists while a launcher or a caretaker submits: for those whom no lock reaches."""
+    """Exists while a launcher or a caretaker submits; reaches nodes that a lock does not."""
     data_dir = _PathDescriptor("data")
     """Task sets, demonstrations and the starting model as launched."""
     agent_dir = _PathDescriptor("agent")
-    """The user's agent, where a script handed it over as an object."""
+    """The user's agent, if a script passed it as an object."""
     train_source_sizes = _PathDescriptor("data/train_sources.json")
-    """Rows of each source in the training set, a JSON list; only if there are several."""
+    """JSON list of the number of rows from each source of the training set, if it has several."""
     starting_model_dir = _PathDescriptor("data/model")
     """The tiny model made for this run, or a link to the hub's model in the cache."""
     jobs_dir = _PathDescriptor("jobs")
-    """One folder a job: process configurations and submitit's files."""
+    """One folder per job: process configurations and submitit's files."""
     submissions = _PathDescriptor("jobs/submissions.jsonl")
-    """Every job that was handed to Slurm: one JSON object a line."""
+    """One JSON line per job submitted to Slurm."""
     allocation_note = _PathDescriptor("jobs/allocation.json")
-    """Heartbeat of a launcher in an allocation, and the nodes of its steps."""
+    """Heartbeat of a launcher in an allocation, with the nodes of its steps."""
     excluded_nodes = _PathDescriptor("jobs/excluded_nodes.jsonl")
-    """Nodes that failed this run's probe: one JSON object a line."""
+    """One JSON line per node that failed this run's probe."""
     cancelled_marker = _PathDescriptor("CANCELLED")
     """Exists from `areal-hpc cancel` to the next submission: jobs end without a requeue."""
     generations_dir = _PathDescriptor("generations")
@@ -65,63 +65,63 @@ class RunPaths(_Folder):
     rendezvous_dir = _PathDescriptor("rendezvous")
     """One file per live role, mode 0600."""
     admin_key = _PathDescriptor(ADMIN_KEY_FILE)
-    """Opens sessions at the run's proxies, for programs of the user's; mode 0600."""
+    """Key with which the user's programs open sessions at the run's proxies; mode 0600."""
     service_key = _PathDescriptor(SERVICE_KEY_FILE)
-    """Private key and certificate by which the run's own processes know one another; mode 0600."""
+    """Private key and certificate with which the run's processes authenticate; mode 0600."""
     metrics_key = _PathDescriptor("rendezvous/metrics.key")
-    """Prometheus sends it to read `/metrics` off loopback; mode 0600."""
+    """Key that Prometheus sends to read `/metrics` off loopback; mode 0600."""
     shards_dir = _PathDescriptor("shards")
     """Sealed trajectories."""
     shard_index_dir = _PathDescriptor("index")
     """Append-only index: one file per writer, one line per sealed shard."""
     manifests_dir = _PathDescriptor("manifests")
-    """Batches as they were handed out: the arrival log."""
+    """Batches as the ledger issued them, one file each."""
     quarantine_dir = _PathDescriptor("quarantine")
-    """Batches that are not to be trained: one file each, named as their manifests."""
+    """One file per batch that is not to be trained, named like the batch's manifest."""
     drops = _PathDescriptor("dropped_tickets.jsonl")
-    """Tickets, or their rows, that will not be trained: one JSON object a line."""
+    """One JSON line per ticket that will not be trained, wholly or in part."""
     curriculum_draws = _PathDescriptor("curriculum.jsonl")
-    """The tasks drawn by `rollout.curriculum`: one JSON object a batch's worth."""
+    """Tasks drawn by `rollout.curriculum`: one JSON line per batch."""
     ledger_state = _PathDescriptor("ledger.json")
     """The ledger's number of starts, newest generation and published step."""
     evaluations_dir = _PathDescriptor("evaluations")
     """One result file per evaluated step."""
     eval_command_runs_dir = _PathDescriptor("separate_evaluations")
-    """Evaluations by `areal-hpc eval`, each with a directory in the form of a run's."""
+    """Evaluations by `areal-hpc eval`, each with a run directory of its own."""
     evaluation_report = _PathDescriptor("evaluation_report.json")
-    """What `areal-hpc eval` found, in the directory of such an evaluation."""
+    """Results of `areal-hpc eval`, in the directory of such an evaluation."""
     sft_checkpoints_dir = _PathDescriptor("sft")
     """Checkpoints of the SFT stage."""
     checkpoints_dir = _PathDescriptor("checkpoints")
     """Checkpoints of the reinforcement-learning trainer."""
     sft_export = _PathDescriptor("export/sft")
-    """The warmed-up model in Hugging Face format."""
+    """Model after the SFT stage, in Hugging Face format."""
     published_weights_dir = _PathDescriptor("weights")
     """One folder: the version that replicas load with `weights.transport=disk`."""
     metrics = _PathDescriptor("metrics.jsonl")
-    """One JSON object per trained step; what is known of it later only has lines of its own."""
+    """One JSON line per trained step; metrics that become known later have lines of their own."""
     sft_metrics = _PathDescriptor("sft_metrics.jsonl")
     """One JSON object per step of the SFT stage."""
     tensorboard_dir = _PathDescriptor("tensorboard")
     """For TensorBoard's `--logdir`: one folder of event files."""
     trackers_dir = _PathDescriptor("trackers")
-    """What `areal-hpc sync` wrote for each tracker."""
+    """Output of `areal-hpc sync` for each tracker."""
     events = _PathDescriptor("events.jsonl")
-    """What happened, by any role: one JSON object a line."""
+    """One JSON line per event of any role."""
     spans_dir = _PathDescriptor("spans")
-    """What each process did from when to when: a file a process. It may be removed."""
+    """Timed spans, one file per process. It may be removed."""
     annotations_dir = _PathDescriptor("annotations")
-    """What the trainer found of tokens that it learned from: a file a step. It may be removed."""
+    """The trainer's values for the tokens it learned from, one file per step. It may be removed."""
     prometheus_dir = _PathDescriptor("prometheus")
-    """Targets for file_sd_configs of Prometheus: a file a process that may be scraped."""
+    """Targets for Prometheus's file_sd_configs, one file per process."""
     replay_arguments = _PathDescriptor("replay.json")
     """Arguments of `areal-hpc replay`, in the directory of a replay."""
     finished_marker = _PathDescriptor("FINISHED")
-    """Exists when every step of the recipe has been trained and saved."""
+    """Exists once every step of the recipe has been trained and saved."""
     logs_dir = _PathDescriptor("logs")
-    """One folder per attempt."""
+    """One folder per attempt to run the recipe."""
     latest_log = _PathDescriptor("logs/latest")
-    """Links to the newest attempt's folder."""
+    """Link to the newest attempt's folder."""
 
     @property
     def tensorboard_run_dir(self) -> Path:
@@ -176,7 +176,7 @@ class RunPaths(_Folder):
 
     @property
     def queue_name(self) -> str:
-        """`<experiment>-<trial>`: so its jobs in the queue are called, before their own names."""
+        """Prefix `<experiment>-<trial>` of the names of the run's jobs in the queue."""
         return f"{self.root.parent.name}-{self.root.name}"
 
     def list_attempts(self) -> list[int]:
@@ -200,25 +200,25 @@ class JobPaths(_Folder):
     """The folder of one job, `jobs/<name>`, and the names inside it."""
 
     launch = _PathDescriptor("launch.json")
-    """The job as its supervisors are told."""
+    """The job's specification, which its supervisors read."""
     script = _PathDescriptor("job.sbatch")
-    """Script that sbatch was given."""
+    """Script submitted by sbatch."""
     submitit_dir = _PathDescriptor("submitit")
     """Submitit's pickle of the job, and its logs."""
     steps_dir = _PathDescriptor("steps")
-    """What srun and the supervisors print, where the job is a step of an allocation."""
+    """Output of srun and the supervisors if the job is a step of an allocation."""
     starts_dir = _PathDescriptor("starts")
-    """One numbered file for each start under Slurm, and the notes of its tasks."""
+    """One numbered file per start under Slurm, and the notes of its tasks."""
     rank_restarts_dir = _PathDescriptor("rank_restarts")
-    """One folder for each start of the job: why its ranks were started again within it."""
+    """Reasons for starting ranks again within a start of the job, one folder per start."""
     failure_count = _PathDescriptor("failures_without_progress.json")
-    """Number of starts in a row that failed without progress."""
+    """Number of consecutive starts that failed without progress."""
     caretaker_submission_count = _PathDescriptor("submissions_without_progress.json")
     """Number of submissions by caretakers, and the run's progress at the last one."""
     cancelled_id = _PathDescriptor("cancelled_id")
-    """Number of the submission that a person cancelled, which Slurm forgets."""
+    """Job id of the submission that a person cancelled; Slurm itself forgets it."""
     checkpoint_duration = _PathDescriptor("checkpoint_time_s")
-    """Seconds that the last checkpoint took."""
+    """Duration of the last checkpoint in seconds."""
 
     def process_config(self, process: str) -> Path:
         return self.root / f"{process}.json"
@@ -227,19 +227,19 @@ class JobPaths(_Folder):
         return self.root / f"task_exit.{rank}.json"
 
     def map_task_exit_files(self) -> dict[int, Path]:
-        found = {int(path.name.split(".")[1]): path for path in self.root.glob("task_exit.*.json")}
-        return dict(sorted(found.items()))
+        files = {int(path.name.split(".")[1]): path for path in self.root.glob("task_exit.*.json")}
+        return dict(sorted(files.items()))
 
 
 class TrackerPaths(_Folder):
     """The folder of one tracker, `trackers/<name>`, and the names inside it."""
 
     lock = _PathDescriptor("sync.lock")
-    """Held (flock) by whoever writes a part."""
+    """Lock (flock) of the process that writes a part."""
     run_id = _PathDescriptor("run_id")
     """The tracker's id of the run."""
     unfinished_part = _PathDescriptor(".unfinished")
-    """A part in the writing."""
+    """Part that is being written."""
 
     def get_part(self, part_number: int) -> Path:
         return self.root / f"part_{part_number:06d}"
@@ -256,10 +256,10 @@ def get_process_error_path(config: Path) -> Path:
 
 
 def list_runs(dir_with_runs: Path) -> list[RunPaths]:
-    """The runs of a file root, of an experiment's directory, or the one at `dir_with_runs`."""
+    """List the runs below a file root or an experiment's directory, or the run at that path."""
     for levels in ("", "*/", "*/*/"):
-        if found := sorted(dir_with_runs.glob(f"{levels}{RECIPE_FILE}")):
-            return [RunPaths(path.parent.resolve()) for path in found]
+        if recipes := sorted(dir_with_runs.glob(f"{levels}{RECIPE_FILE}")):
+            return [RunPaths(path.parent.resolve()) for path in recipes]
     return []
 
 

@@ -1,9 +1,9 @@
-"""Rendezvous of a run's services: an endpoint file for each on shared storage, and keys, mode 0600.
+"""Rendezvous of a run's services: endpoint files on shared storage, and keys with mode 0600.
 
-By the service key the run's own processes know one another across nodes. It is PEM text: a private
-key and the certificate for it, made once for a run. Ledger and control proxies speak TLS with it,
-and their clients trust this one certificate, whatever a host is called. Each service takes a bearer
-key of its own, derived from the service key and the service's name: the key of one opens no other.
+The run's own processes authenticate across nodes with the service key. It is PEM text: a private
+key and its certificate, made once per run. Ledger and control proxies speak TLS with it, and their
+clients trust this certificate alone, independent of host names. Each service accepts a bearer key
+of its own, derived from the service key and the service's name: one service's key opens no other.
 """
 
 import hmac
@@ -23,18 +23,18 @@ from areal_hpc.rundir.files import fsync_path, write_atomic_private, write_tempo
 from areal_hpc.wire.decoding import decode_json
 
 LEDGER_SERVICE = "ledger"
-"""The service that every driver, proxy and trainer asks."""
+"""Service that every driver, proxy and trainer calls."""
 RANK_STORE_SERVICE = "trainer-store"
-"""The store through which the ranks of a trainer find one another."""
+"""Store through which the ranks of a trainer meet."""
 MIN_KEY_CHARS, MAX_KEY_CHARS = 32, 1024
 MAX_KEY_FILE_CHARS = 1 << 16
 _NOT_BEFORE, _NOT_AFTER = datetime(1950, 1, 1, tzinfo=UTC), datetime(9999, 12, 31, tzinfo=UTC)
-"""OpenSSL compares them with the node's clock, so they are the first and the last day there is."""
+"""Validity of the certificate, so wide that no node's clock can be outside it."""
 _CERTIFICATE_BEGIN = "-----BEGIN CERTIFICATE-----"
 CELL_PREFIX = "cell-"
-"""Names of the cells that play training tasks, and of their jobs, are this and a number."""
+"""Prefix of the names of training cells and of their jobs; a number follows."""
 EVALUATION_CELL = "evaluation"
-"""The name of the cell, and of its job, that plays nothing but held-out tasks."""
+"""Name of the cell, and of its job, that plays only held-out tasks."""
 
 
 def format_cell_name(index: int) -> str:
@@ -58,7 +58,7 @@ def format_control_proxy_name(cell: str) -> str:
 
 
 class ServiceEndpoint(msgspec.Struct, frozen=True):
-    """Address of a live service. A restarted one overwrites its file with a new `started_at`."""
+    """Address of a live service. A restarted service overwrites its file with its own."""
 
     name: str
     url: str
@@ -88,22 +88,22 @@ def remove_own_endpoint(directory: Path, service_name: str) -> None:
 
 
 def ensure_admin_key(path: Path) -> str:
-    """The key that opens sessions, in a file, made on first use."""
+    """Read the key that opens sessions; make its file on first use."""
     return _ensure_key(path, "an admin key")
 
 
 def ensure_service_key(path: Path) -> str:
-    """The key of the run's own processes, in a file, made on first use."""
+    """Read the key of the run's own processes; make its file on first use."""
     if not path.exists():
         _create_key_file(path, generate_service_key())
     return read_service_key(path)
 
 
 def read_service_key(path: Path) -> str:
-    """The key of a run that was launched.
+    """Read the service key of a launched run.
 
     Raises:
-        RecipeError: It is gone or damaged. A new one would not open services that run already.
+        RecipeError: It is missing or damaged. A new one would not open services that run already.
     """
     hint = "end all jobs of the run (areal-hpc cancel), remove the file, and resume: that makes one"
     try:
@@ -118,15 +118,15 @@ def read_service_key(path: Path) -> str:
 
 
 def ensure_metrics_key(path: Path) -> str:
-    """The key that Prometheus shows, in a file, made on first use."""
+    """Read the key that Prometheus sends; make its file on first use."""
     return _ensure_key(path, "a metrics key")
 
 
 def read_user_key(path: Path, key_description: str) -> str:
-    """A key that others gave to the user, from a file that only the user can read.
+    """Read a key of a foreign service from a file that only the user can read.
 
     Raises:
-        RecipeError: The file cannot be read, or others may read it, or it holds no key.
+        RecipeError: The file cannot be read, others may read it, or it holds no key.
     """
     try:
         key = _read_private_text(path, key_description)
@@ -225,13 +225,13 @@ def generate_service_key() -> str:
 
 
 def derive_bearer_key(service_key: str, service: str) -> str:
-    """The key that opens the service `service` of a run."""
+    """Derive the bearer key of one service of a run."""
     text = f"areal_hpc requests to {service}"
     return hmac.digest(service_key.encode(), text.encode(), "sha256").hex()
 
 
 def make_client_tls(service_key: str) -> ssl.SSLContext:
-    """TLS that takes no other certificate than the run's."""
+    """Make a TLS context that accepts only the run's certificate."""
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     tls.minimum_version = ssl.TLSVersion.TLSv1_3
     tls.check_hostname = False

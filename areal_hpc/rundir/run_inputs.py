@@ -1,7 +1,6 @@
-"""Inputs of a run as its directory keeps them: its resolved recipe, and its task sets.
+"""Inputs of a run in its directory: its resolved recipe, and its task sets.
 
-The recipe is read as plain YAML: looking at a run needs no more, and so runs of older and newer
-versions can be looked at, too.
+The recipe is read as plain YAML, so that the runs of older and newer versions can be inspected.
 """
 
 from __future__ import annotations
@@ -16,20 +15,20 @@ import yaml
 from areal_hpc.errors import RecipeError
 
 PRIVATE_RECIPE_PLACEHOLDER: dict[str, Any] = {"trainer": {}}
-"""What others see of a recipe: it may hold keys of other services, and its owner alone reads it."""
+"""Stand-in for another user's recipe, which only its owner can read: it may hold secret keys."""
 
 
 def read_run_recipe(path: Path) -> dict[str, Any]:
-    """The values of a resolved recipe by section; `PRIVATE_RECIPE_PLACEHOLDER` for another user's.
+    """Read a resolved recipe; `PRIVATE_RECIPE_PLACEHOLDER` in place of another user's.
 
     Raises:
-        RecipeError: There is none, or it is damaged.
+        RecipeError: The recipe is missing or damaged.
     """
     try:
-        found = yaml.safe_load(path.read_text())
-        if not isinstance(found, dict):
-            raise ValueError(f"expected sections, got {type(found).__name__}")
-        if not isinstance(found.get("trainer"), dict):
+        recipe = yaml.safe_load(path.read_text())
+        if not isinstance(recipe, dict):
+            raise ValueError(f"expected sections, got {type(recipe).__name__}")
+        if not isinstance(recipe.get("trainer"), dict):
             raise ValueError("it has no section `trainer`")
     except PermissionError:
         return PRIVATE_RECIPE_PLACEHOLDER
@@ -37,13 +36,13 @@ def read_run_recipe(path: Path) -> dict[str, Any]:
         hint = "restore the file from a backup, or from an earlier launch among jobs/"
         message = f"the run's recipe cannot be read: {' '.join(str(error).split())}"
         raise RecipeError(message, key=str(path), hint=hint) from error
-    return found
+    return recipe
 
 
 def get_recipe_value(recipe: Mapping[str, Any], key: str) -> Any:
-    """The value of a dotted key of a recipe as a run keeps it; None if it is not there.
+    """Return the value of a dotted key of a run's recipe; None if it is missing.
 
-    What stands above it may be damaged, or of another version.
+    The sections above it may be damaged, or of another version.
     """
     value: Any = recipe
     for part in key.split("."):
@@ -52,7 +51,7 @@ def get_recipe_value(recipe: Mapping[str, Any], key: str) -> Any:
 
 
 class TaskSet:
-    """The lines of a JSON-lines file; a task is decoded when asked for, fresh every time."""
+    """Tasks of a JSON-lines file, each decoded anew at every access."""
 
     def __init__(self, path: Path, lines: list[bytes]) -> None:
         self._path = path
@@ -67,9 +66,9 @@ class TaskSet:
         return len(self._lines)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """The task in line `index`."""
+
         if not 0 <= index < len(self._lines):
-            raise RecipeError(f"task {index} was asked for; {self._path} has {len(self)} tasks")
+            raise RecipeError(f"there is no task {index}: {self._path} has {len(self)} tasks")
         try:
             task = orjson.loads(self._lines[index])
         except orjson.JSONDecodeError as error:

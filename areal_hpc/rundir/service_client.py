@@ -1,4 +1,4 @@
-"""Clients of one service of a run, which comes back at another address when it restarts."""
+"""Clients of a service of a run. They find it again at its new address after a restart."""
 
 import logging
 import time
@@ -23,7 +23,7 @@ ReplyT = TypeVar("ReplyT")
 
 
 class _Address:
-    """Where a service is, as its endpoint file says."""
+    """Address of a service, read from its endpoint file."""
 
     def __init__(self, directory: Path, service_name: str) -> None:
         self._directory = directory
@@ -31,16 +31,16 @@ class _Address:
         self.endpoint: ServiceEndpoint | None = None
 
     def look_up(self) -> str:
-        """The service's URL; the one that was read before while storage is silent."""
+        """Return the service's URL; the last known one while the storage does not respond."""
         try:
-            found = find_endpoint(self._directory, self._name)
+            endpoint = find_endpoint(self._directory, self._name)
         except OSError:
             if self.endpoint is None:
                 raise
             return self.endpoint.url
-        if found is not None and found != self.endpoint:
-            self.endpoint = found
-            log.info("%s is at %s", self._name, found.url)
+        if endpoint is not None and endpoint != self.endpoint:
+            self.endpoint = endpoint
+            log.info("%s is at %s", self._name, endpoint.url)
         if self.endpoint is None:
             raise ClusterError(
                 f"{self._name} has not started (no endpoint file in {self._directory})",
@@ -50,7 +50,7 @@ class _Address:
 
 
 class ServiceClient:
-    """Blocking client. While the service is away a call raises what `wire.retry` repeats."""
+    """Blocking client. While the service is down a call raises what `wire.retry` retries."""
 
     def __init__(
         self, directory: Path, service_name: str, service_key: str, *, timeout_s: float = 30.0
@@ -80,7 +80,7 @@ class ServiceClient:
 
 
 class AsyncServiceClient:
-    """The same for event loops."""
+    """Client for event loops."""
 
     def __init__(
         self, directory: Path, service_name: str, service_key: str, *, timeout_s: float = 30.0
@@ -94,11 +94,11 @@ class AsyncServiceClient:
             timeout_s=timeout_s,
         )
         self._is_reached = False
-        """The last call was answered."""
+        """Whether the last call was answered."""
         self._answered_at = time.monotonic()
 
     def look_up(self) -> None:
-        """Read the service's file: one that was superseded may answer for a moment longer."""
+        """Read the service's file: a superseded service may still answer for a moment."""
         self._address.look_up()
 
     @property
@@ -124,15 +124,15 @@ class AsyncServiceClient:
     ) -> ReplyT:
         """POST `request` once, or GET where there is none, and decode the reply.
 
-        A session's `key` goes in place of the client's own; `timeout_s` limits the try. The
-        service's file is read after failures alone.
+        `key` replaces the client's own key, for a session; `timeout_s` limits the call. The
+        service's file is read only after a failure.
         """
         url = f"{self.url if self._is_reached else self._address.look_up()}{route}"
         try:
             answer = await self._client.call(url, request, reply, key=key, timeout_s=timeout_s)
         except ClusterError:
             self._is_reached = False
-            self._address.look_up()  # a successor may have refused, which knows less
+            self._address.look_up()  # a predecessor may have refused what its successor accepts
             raise
         self._is_reached, self._answered_at = True, time.monotonic()
         return answer
@@ -146,10 +146,10 @@ class AsyncServiceClient:
         key: str = "",
         timeout_s: float | None = None,
     ) -> ReplyT:
-        """`call`, repeated while the service is away.
+        """Repeat `call` while the service is down.
 
         Raises:
-            HttpStatusError: The peer answered with an error that repeating will not fix.
+            HttpStatusError: The service answered with an error that a retry does not fix.
         """
         return await retry_until_answered(
             lambda: self.call(route, request, reply, key=key, timeout_s=timeout_s),

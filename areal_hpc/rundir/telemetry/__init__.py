@@ -1,1 +1,1 @@
-"""Events, spans and annotations: files that say how a run went."""
+"""Telemetry of a run: events, spans, annotations and Prometheus targets."""

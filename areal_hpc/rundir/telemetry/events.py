@@ -1,4 +1,4 @@
-"""Event log of a run, `events.jsonl`: what happened, when, to which service."""
+"""Event log of a run, `events.jsonl`: one line per event, with its time and role."""
 
 import logging
 import threading
@@ -18,33 +18,30 @@ from areal_hpc.rundir.jsonl import (
 log = logging.getLogger(__name__)
 
 LAUNCHER_ROLE = "launcher"
-"""Who writes the events of a foreground launcher."""
+"""Role of a foreground launcher's events."""
 LAUNCHER_ENDED_EVENT = "launcher_ended"
-"""Its last event, whatever ended it but SIGKILL; `signal` names the signal that did."""
+"""A launcher's last event, unless SIGKILL ended it; `signal` names the signal, if any."""
 RECENT_BYTES = 1 << 20
-"""The end of the log that is read, for those who look for what happened lately."""
+"""Bytes at the end of the log in which recent events are sought."""
 
 
 NO_CELL_EVENT, CELL_FOUND_EVENT = "no_cell", "cell_found"
-"""The trainer has waited for any cell for a while, and waits no more."""
+"""The trainer has waited for a cell for a while; a cell is there again."""
 RANKS_HANG_EVENT = "ranks_hang"
-"""Ranks of the trainer have been at one place for long; `ranks` says which, where, how long."""
+"""Ranks of the trainer make no progress; `ranks` names each with its position and duration."""
 SUBMISSION_REFUSED_EVENT = "submission_refused"
-"""Slurm did not take a job."""
+"""Slurm refused a job."""
 
 
 class EventLog:
-    """Append-only `events.jsonl`: what happened, when, to which service."""
+    """Writer of the append-only `events.jsonl`."""
 
     def __init__(self, path: Path, role: str) -> None:
         self._path = path
         self._role = role
 
     def record(self, event: str, **event_fields: Any) -> None:
-        """Note that `event` happened now.
-
-        Nothing ends for want of an event: on a full or silent disk it is in the process's log.
-        """
+        """Record an event that happened now; log it instead if the storage refuses it."""
         self._emit_line(
             {"time": round(time.time(), 3), "role": self._role, "event": event, **event_fields}
         )
@@ -57,7 +54,7 @@ class EventLog:
 
 
 class BackgroundEventLog(EventLog):
-    """Event log for a loop that must not wait for shared storage: a thread writes."""
+    """Event log whose thread does the writing, for loops that must not wait for shared storage."""
 
     def __init__(self, path: Path, role: str) -> None:
         super().__init__(path, role)
@@ -78,7 +75,7 @@ class BackgroundEventLog(EventLog):
 
 
 def read_recent_events(path: Path) -> list[dict[str, Any]]:
-    """The events at the end of the log, oldest first; none if there is no log."""
+    """Read the events at the end of the log, oldest first; none if there is no log."""
     try:
         content = read_tail_lines(path, RECENT_BYTES)
     except FileNotFoundError:
@@ -91,14 +88,14 @@ def read_all_events(path: Path) -> list[dict[str, Any]]:
 
 
 class EventFollower:
-    """Reader of the events that are appended to a log from now on."""
+    """Reader of events that are appended to a log from now on."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._lines = LineFollower(path, from_end=True, max_bytes=RECENT_BYTES)
 
     def read_new_events(self) -> list[dict[str, Any]]:
-        """The events since the last look, oldest first; none while the storage is silent."""
+        """Read the events since the last look, oldest first; none if the storage has an error."""
         try:
             content = self._lines.read_new_lines()
         except OSError:

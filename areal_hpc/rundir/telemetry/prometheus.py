@@ -1,8 +1,8 @@
-"""Prometheus endpoint of a process, and the file in the run directory that Prometheus finds it by.
+"""Prometheus endpoint of a process, and the file in the run directory by which Prometheus finds it.
 
-Who reads shows the run's metrics key, unless the port is on loopback. There are numbers, with names
-of nodes, jobs and parameters, and no text of a conversation. Nothing here may stop a run: what
-cannot be served is told and left out.
+A reader sends the run's metrics key unless the port is on loopback. The endpoint serves numbers
+with names of nodes, jobs and parameters, and no text of a conversation. Errors here never stop a
+run: they are logged, and the metrics are left out.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ _NO_LABELS: Mapping[str, str] = MappingProxyType({})
 
 class PrometheusSample(NamedTuple):
     name: str
-    """`areal_hpc_<role>_<what>`, with its unit; one that ends in `_total` only grows."""
+    """`areal_hpc_<role>_<quantity>`, with its unit; a counter ends in `_total`."""
     value: float
     labels: Mapping[str, str] = _NO_LABELS
 
@@ -38,27 +38,27 @@ _readers: list[SampleReader] = []
 
 
 def register_sample_reader(read_samples: SampleReader) -> None:
-    """Have `read_samples` called, in a thread of its own, whenever the process is asked."""
+    """Register a function that each scrape calls, in a thread of its own."""
     _readers.append(read_samples)
 
 
 def build_samples(prefix: str, values: Mapping[str, object]) -> Iterator[PrometheusSample]:
-    """A sample for each value that is a number: `reward/mean` becomes `<prefix>_reward_mean`."""
+    """Yield a sample for each number: `reward/mean` becomes `<prefix>_reward_mean`."""
     for name, value in values.items():
         if isinstance(value, int | float):
-            plain = "".join(one if one.isalnum() and one.isascii() else "_" for one in name)
+            plain = "".join(char if char.isalnum() and char.isascii() else "_" for char in name)
             yield PrometheusSample(f"{prefix}_{plain}", value)
 
 
 @contextmanager
 def serve_process_metrics(paths: RunPaths, job: str, process: str, host: str) -> Iterator[None]:
-    """Within the context the process answers `GET /metrics` at a free port of `host`.
+    """Serve `GET /metrics` at a free port of `host` within the context.
 
-    Its processor time, memory and open files are there, and what roles have registered. The file of
-    its target lies in `paths.prometheus_dir`. One whose process was killed stays until the process
-    starts again: Prometheus then calls the target down, as it is.
+    The endpoint has the process's processor time, memory and open files, and what roles registered.
+    Its target's file lies in `paths.prometheus_dir`. After a kill the file stays until the process
+    starts again, and Prometheus reports the target as down.
     """
-    # Roles register what they tell without it.
+    # Imported here: roles register their readers without it.
     from prometheus_client import CollectorRegistry, make_wsgi_app, start_http_server
 
     target = paths.prometheus_target(f"{job}-{process}")
@@ -103,13 +103,13 @@ class _SamplesCollector:
         from prometheus_client.core import Metric
 
         yield from REGISTRY.collect()
-        found: dict[str, Metric] = {}
-        for sample in (one for read in _readers for one in _read_samples_of(read)):
+        metrics: dict[str, Metric] = {}
+        for sample in (sample for read in _readers for sample in _read_samples_of(read)):
             name = sample.name.removesuffix("_total")
             kind = "gauge" if name == sample.name else "counter"
-            metric = found.setdefault(sample.name, Metric(name, sample.name, kind))
+            metric = metrics.setdefault(sample.name, Metric(name, sample.name, kind))
             metric.add_sample(sample.name, dict(sample.labels), sample.value)
-        yield from found.values()
+        yield from metrics.values()
 
     def describe(self) -> Iterable[Any]:
         return ()
@@ -118,6 +118,6 @@ class _SamplesCollector:
 def _read_samples_of(read_samples: SampleReader) -> list[PrometheusSample]:
     try:
         return [*read_samples()]
-    except Exception as error:  # boundary: what one role cannot tell must not cost the others
-        log.warning("some metrics cannot be told to Prometheus: %r", error)
+    except Exception as error:  # boundary: an error of one reader must not cost the other metrics
+        log.warning("some metrics cannot be served to Prometheus: %r", error)
         return []

@@ -1,4 +1,4 @@
-"""Reader of `spans/`: every process's spans, by its node's own clock."""
+"""Reader of `spans/`: every process's spans, in the time of its node's own clock."""
 
 import contextlib
 import math
@@ -21,24 +21,24 @@ from areal_hpc.rundir.telemetry.spans import (
 )
 
 MAX_MERGED_GAP_S = 0.005
-"""Pieces of a state so close to one another are one span."""
+"""Gap up to which pieces of a state are merged into one span."""
 _PROCESS_NAME_PATTERN = re.compile(r"(?P<job>.+?)-(?P<process>[a-z_]+)(-\d+)?")
 MAX_DISORDER_S = 60.0
-"""A line may stand so far behind later ones: what a process says of a time when it is over."""
+"""Longest disorder of lines, as a process may report a time when it is over."""
 UNDER_WAY = "under way"
-"""The fact `status` of what had begun and was not over when its process was last heard of."""
+"""Value of the fact `status` of a span that had not ended at its process's last line."""
 _LINE_DECODER = msgspec.json.Decoder(SpanLine)
 _START_MARK = b'{"type":"process"'
 _WHOLE_READ_BYTES = 1 << 16
-"""Parts of a file below this are not searched further."""
+"""Size below which a part of a file is read whole instead of searched."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessSpans:
-    """One start of one process: its spans, by their begin."""
+    """Spans of one start of a process, ordered by begin."""
 
     name: str
-    """`<job>-<process>`, as its file is called."""
+    """`<job>-<process>`, the name of its file."""
     node: str
     pid: int
     begin: float
@@ -47,11 +47,11 @@ class ProcessSpans:
 
     @property
     def end(self) -> float:
-        return max((one.end for one in self.spans), default=self.begin)
+        return max((span.end for span in self.spans), default=self.begin)
 
     @property
     def lanes(self) -> list[str]:
-        return sorted({one.lane for one in self.spans})
+        return sorted({span.lane for span in self.spans})
 
 
 @dataclass(slots=True)
@@ -66,16 +66,16 @@ class _ProcessLines:
 def read_spans(
     paths: RunPaths, from_time: float = -math.inf, to_time: float = math.inf
 ) -> list[ProcessSpans]:
-    """The processes with spans between two Unix times, by name and begin."""
-    found = []
+    """Read the processes that have spans between two Unix times, by name and begin."""
+    processes = []
     for name in sorted({path.name.split(".")[0] for path in paths.spans_dir.glob("*.jsonl")}):
         for piece in _read_process_starts(paths, name, from_time, to_time):
             merged = _merge_spans(piece)
-            spans = [one for one in merged if one.end >= from_time and one.begin <= to_time]
+            spans = [span for span in merged if span.end >= from_time and span.begin <= to_time]
             if spans:
-                start = piece.start
-                found.append(ProcessSpans(name, start.node, start.pid, start.at, spans, piece.lost))
-    return sorted(found, key=lambda one: (one.name, one.begin))
+                node, pid, begin = piece.start.node, piece.start.pid, piece.start.at
+                processes.append(ProcessSpans(name, node, pid, begin, spans, piece.lost))
+    return sorted(processes, key=lambda process: (process.name, process.begin))
 
 
 def split_process_name(process_name: str) -> tuple[str, str]:
@@ -113,9 +113,9 @@ def _read_process_starts(
 def _merge_spans(piece: _ProcessLines) -> list[Span]:
     spans: list[Span] = []
     open_states: dict[str, int] = {}
-    for span in sorted([*piece.spans, *_list_unended(piece)], key=lambda one: one.begin):
-        place = open_states.get(span.lane)
-        last = None if place is None else spans[place]
+    for span in sorted([*piece.spans, *_list_unended(piece)], key=lambda span: span.begin):
+        index = open_states.get(span.lane)
+        last = None if index is None else spans[index]
         if (
             last is not None
             and last.name == span.name
@@ -131,12 +131,12 @@ def _merge_spans(piece: _ProcessLines) -> list[Span]:
 
 def _list_unended(piece: _ProcessLines) -> Iterator[Span]:
     ended: dict[tuple[str, str, float], list[Span]] = {}
-    for one in piece.spans if piece.begun else ():
-        ended.setdefault((one.name, one.lane, one.begin), []).append(one)
-    last = max((one.end for one in piece.spans), default=0.0)
+    for span in piece.spans if piece.begun else ():
+        ended.setdefault((span.name, span.lane, span.begin), []).append(span)
+    last = max((span.end for span in piece.spans), default=0.0)
     for begun in piece.begun:
         same = ended.get((begun.name, begun.lane, begun.begin), [])
-        if not any(begun.facts.items() <= one.facts.items() for one in same):
+        if not any(begun.facts.items() <= span.facts.items() for span in same):
             facts = begun.facts | {"status": UNDER_WAY}
             yield Span(begun.name, begun.begin, max(begun.at, last), begun.lane, facts)
 
@@ -145,28 +145,29 @@ def _list_unended(piece: _ProcessLines) -> Iterator[Span]:
 
 
 def read_span_lines(newest_file: Path, from_time: float, to_time: float) -> list[SpanLine]:
-    """Lines of a process's two files that may matter between two Unix times, oldest first.
+    """Read the lines of a process's two files that may matter between two Unix times, oldest first.
 
-    Those that say which process wrote what follows are among them.
+    The lines of process starts that precede them are included.
     """
     lines: list[SpanLine] = []
     for content in _read_files(newest_file):
         lines += _select_lines_since(content, newest_file.name, from_time - MAX_DISORDER_S)
-    return [one for one in lines if not isinstance(one, Span) or one.begin <= to_time]
+    return [line for line in lines if not isinstance(line, Span) or line.begin <= to_time]
 
 
 def _read_files(newest_file: Path) -> list[bytes]:
-    """Contents of those of the two files that exist, oldest first.
+    """Read those of the two files that exist, oldest first.
 
-    The newest is read first. If it becomes the older one meanwhile, that begins with what was read.
+    The newest file is read first. If it is rotated meanwhile, the older file begins with the same
+    content, which is then returned once.
     """
-    found: list[bytes] = []
+    contents: list[bytes] = []
     for path in (newest_file, get_older_path(newest_file)):
         with contextlib.suppress(FileNotFoundError):
-            found.insert(0, path.read_bytes())
-    if len(found) == 2 and found[1] and found[0].startswith(found[1]):
-        return found[:1]
-    return found
+            contents.insert(0, path.read_bytes())
+    if len(contents) == 2 and contents[1] and contents[0].startswith(contents[1]):
+        return contents[:1]
+    return contents
 
 
 def _select_lines_since(content: bytes, file_name: str, since: float) -> Iterator[SpanLine]:
@@ -200,7 +201,7 @@ def _find_first_since(content: bytes, since: float) -> int:
 
 def _get_time(line: bytes) -> float:
     try:
-        found = _LINE_DECODER.decode(line)
+        decoded = _LINE_DECODER.decode(line)
     except msgspec.DecodeError:
         return -math.inf
-    return found.end if isinstance(found, Span) else found.at
+    return decoded.end if isinstance(decoded, Span) else decoded.at

@@ -1,8 +1,8 @@
-"""Spans: what each process of a run did from when to when, as JSON lines in `spans/`.
+"""Spans of a run's processes: named intervals of time, as JSON lines in `spans/`.
 
-A process appends to a file of its own, `<job>-<process>.jsonl`, through a thread and never waits
-for it. What cannot be written is lost and counted: training does not depend on it. A file that has
-reached its bound becomes the `.older` one, in the place of the one before.
+Each process appends to a file of its own, `<job>-<process>.jsonl`, through a thread for which it
+never waits. Spans that cannot be written are lost and counted: training does not depend on them. A
+file that reaches its size limit replaces the `.older` file.
 """
 
 import contextlib
@@ -26,23 +26,23 @@ from areal_hpc.rundir.jsonl import append_lines
 log = logging.getLogger(__name__)
 
 MAX_FILE_BYTES = 16 << 20
-"""Of one file; a process has at most two."""
+"""Size limit of a file; a process has at most two files."""
 MIN_FREE_BYTES = 256 << 20
-"""With less room on the disk no spans are written: what a run needs goes first."""
+"""Free space below which no spans are written, as the run itself needs the space."""
 MAX_PENDING_SPANS = 20_000
-"""Kept while the storage is silent; further ones are lost."""
+"""Spans kept while the storage does not respond; further spans are lost."""
 FLUSH_INTERVAL_S = 5.0
-"""Each flush costs the metadata server of shared storage two calls, in every process."""
+"""Time between flushes. Each costs two calls to the metadata server of shared storage."""
 STORAGE_LOOK_INTERVAL_S = 30.0
-"""Between two looks at the room on the disk and the size of the file."""
+"""Time between two looks at the free space and the size of the file."""
 LASTING_SPAN_REPORT_DELAY_S = 20.0
-"""What lasts for so long is told before it ends, once."""
+"""Duration after which a span is reported once before it ends."""
 STATE_INTERVAL_S = 10.0
-"""A state that lasts is written so often, so that a kill costs no more of it."""
+"""Time after which a lasting state is written in pieces, the most that a kill can lose."""
 REFUSED_PAUSE_S = 30.0
-"""Time until storage that refused is tried again."""
+"""Pause after an error of the storage."""
 MERGE_GAP_S = 0.005
-"""Spans of the same thing that follow one another so closely are written as one."""
+"""Gap up to which equal consecutive spans are written as one."""
 TIME_DIGITS = 4
 
 
@@ -50,11 +50,11 @@ class ProcessStart(Struct, frozen=True, tag="process", omit_defaults=True):
     """Start of a process, to which the lines after it belong."""
 
     at: float
-    """Unix seconds of the node's own clock, as are all times in the file: no earlier span."""
+    """Unix seconds of the node's own clock, as are all times in the file. Spans begin later."""
     node: str
     pid: int
     began_at: float = 0.0
-    """When the process had begun. Differs from `at` where an older file was begun with that."""
+    """Begin of the process, which is earlier than `at` in a file that follows a rotation."""
 
 
 class Span(Struct, frozen=True, tag="span", omit_defaults=True):
@@ -62,7 +62,7 @@ class Span(Struct, frozen=True, tag="span", omit_defaults=True):
     begin: float
     end: float
     lane: str = ""
-    """What does it beside others, such as `replica 0`; empty for the process as a whole."""
+    """Part of the process that does it, such as `replica 0`; empty for the whole process."""
     facts: dict[str, Any] = {}
 
 
@@ -72,13 +72,13 @@ class BegunSpan(Struct, frozen=True, tag="begun", omit_defaults=True):
     name: str
     begin: float
     at: float
-    """When it still lasted."""
+    """Time at which it still lasted."""
     lane: str = ""
     facts: dict[str, Any] = {}
 
 
 class LostSpans(Struct, frozen=True, tag="lost"):
-    """Spans of the time before that could not be written."""
+    """Number of earlier spans that could not be written."""
 
     at: float
     count: int
@@ -88,7 +88,7 @@ SpanLine = ProcessStart | Span | BegunSpan | LostSpans
 
 
 class SpanLog:
-    """Writer of one process's spans. Nothing here waits for storage, or raises."""
+    """Writer of one process's spans. Its methods neither wait for storage nor raise."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class SpanLog:
         self._pending: list[SpanLine] = [self._start]
         self._state: Span | None = None
         self._open: dict[int, Span] = {}
-        """What is under way and not told yet, by a number."""
+        """Spans under way that were not reported yet, by their numbers."""
         self._opened = 0
         self._lost = 0
         self._refused_until_s = self._look_at_s = -math.inf
@@ -126,7 +126,7 @@ class SpanLog:
                 self._lost += 1
 
     def record_state_entry(self, state_name: str) -> None:
-        """The process is in this state from now on; an empty name ends the one before."""
+        """Record that the process enters a state now; an empty name ends the previous state."""
         now = time.time()
         with self._lock:
             if self._state is not None:
@@ -136,7 +136,7 @@ class SpanLog:
             self._state = Span(state_name, now, now) if state_name else None
 
     def begin(self, span: Span) -> int:
-        """Something is under way from now on; the number by which it ends."""
+        """Record a span that begins now; return the number by which to end it."""
         with self._lock:
             self._opened += 1
             self._open[self._opened] = span
@@ -172,14 +172,14 @@ class SpanLog:
         now = time.time()
         with self._lock:
             due = {
-                key: one
-                for key, one in self._open.items()
-                if now - one.begin >= LASTING_SPAN_REPORT_DELAY_S
+                key: span
+                for key, span in self._open.items()
+                if now - span.begin >= LASTING_SPAN_REPORT_DELAY_S
             }
-            for key, one in due.items():
+            for key, span in due.items():
                 del self._open[key]
-                begin, at = round(one.begin, TIME_DIGITS), round(now, TIME_DIGITS)
-                self.add(BegunSpan(one.name, begin, at, one.lane, dict(one.facts)))
+                begin, at = round(span.begin, TIME_DIGITS), round(now, TIME_DIGITS)
+                self.add(BegunSpan(span.name, begin, at, span.lane, dict(span.facts)))
 
     def _flush(self) -> None:
         if time.monotonic() < self._refused_until_s:
@@ -194,7 +194,7 @@ class SpanLog:
         try:
             self._write(lines)
         except OSError as error:
-            self._on_refused(error, sum(isinstance(one, Span) for one in lines) + lost)
+            self._on_refused(error, sum(isinstance(line, Span) for line in lines) + lost)
 
     def _write(self, lines: list[SpanLine]) -> None:
         now_s = time.monotonic()
@@ -203,8 +203,8 @@ class SpanLog:
             if shutil.disk_usage(self._path.parent).free < self._min_free_bytes:
                 raise OSError(f"less than {self._min_free_bytes >> 20} MiB are free")
             if self._rotate_large_file():
-                spans = (one.begin for one in lines if isinstance(one, Span))
-                at = min(spans, default=time.time())
+                begins = (line.begin for line in lines if isinstance(line, Span))
+                at = min(begins, default=time.time())
                 lines.insert(0, msgspec.structs.replace(self._start, at=round(at, TIME_DIGITS)))
             self._look_at_s = now_s + STORAGE_LOOK_INTERVAL_S
         append_lines(self._path, lines)
@@ -250,7 +250,7 @@ _active: SpanLog | None = None
 
 @contextmanager
 def log_spans_of_process(path: Path) -> Iterator[None]:
-    """Within the context `record_span` and the others of this process write to a file."""
+    """Make `record_span` and `time_span` of this process write to a file within the context."""
     global _active
     _active = SpanLog(path)
     try:
@@ -263,7 +263,7 @@ def log_spans_of_process(path: Path) -> Iterator[None]:
 def record_span(
     span_name: str, begin_time: float, end_time: float, lane: str = "", **span_fields: Any
 ) -> None:
-    """Note what this process did between two Unix times."""
+    """Record a span of this process between two Unix times."""
     if _active is not None:
         _active.add(
             _build_span(Span(span_name, begin_time, begin_time, lane, span_fields), end_time)
@@ -272,7 +272,7 @@ def record_span(
 
 @contextmanager
 def time_span(span_name: str, lane: str = "", **span_fields: Any) -> Iterator[dict[str, Any]]:
-    """Note the time of the block; it may add facts to those that it is given."""
+    """Record the block as a span; the block may add facts to the yielded ones."""
     begin, began_s = time.time(), time.perf_counter()
     span = Span(span_name, begin, begin, lane, span_fields)
     number = _active.begin(span) if _active is not None else 0

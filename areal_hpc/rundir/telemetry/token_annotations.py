@@ -1,7 +1,7 @@
-"""Annotations of a step: what the trainer found of the tokens it learned from, a file a step.
+"""Annotations of a step: the trainer's values for the tokens it learned from, one file per step.
 
-A file is msgpack, written by a thread that nobody waits for. One that cannot be written is left
-out: training does not depend on it.
+A thread writes each file as msgpack, and nothing waits for it. A file that cannot be written is
+left out: training does not depend on it.
 """
 
 import contextlib
@@ -19,33 +19,33 @@ from areal_hpc.rundir.telemetry.spans import MIN_FREE_BYTES
 log = logging.getLogger(__name__)
 
 MAX_FOLDER_BYTES = 2 << 30
-"""Of all files together: the oldest go first."""
+"""Size limit of all files together; the oldest are removed first."""
 UNTRAINED_TOKEN_REASONS = ("", "cut reply", "untrainable reply", "weight out of bounds", "clipped")
-"""Why a sampled token did not teach, or not fully, by its code: the reply reached its limit, was
-not sampled from the plain softmax; its importance weight was out of bounds; the clip acted."""
+"""Reasons, by code, why a sampled token was not trained, or not fully: the reply reached its limit
+or was not sampled from the plain softmax; its weight was out of bounds; the clip acted."""
 
 
 class RowAnnotation(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A row of the batch. Arrays are little-endian, one value for each sampled token of the row.
+    """Row of the batch. Arrays are little-endian, with one value per sampled token of the row.
 
-    A value is NaN where the loss did not see the token.
+    A value is NaN if the loss did not see the token.
     """
 
     shard: str
     row: int
     outcome: str
-    """`trained`; `no advantage`: its group teaches nothing; `masked`: none of its tokens was seen;
-    else why the whole group was left out, or the step not taken."""
+    """`trained`; `no advantage`: all advantages of its group are 0; `masked`: the loss saw none of
+    its tokens; else the reason why the group was left out or the step not taken."""
     advantage: float = 0.0
     """Mean over the tokens that the loss saw."""
     advantages: bytes = b""
     """float16."""
     logprobs: bytes = b""
-    """Of the trainer, with the weights that the step began with where it knows them: float32."""
+    """Log-probabilities of the trainer under the weights that the step began with: float32."""
     entropies: bytes = b""
-    """Of the distributions that tokens were sampled from, in nats: float16."""
+    """Entropies of the distributions that tokens were sampled from, in nats: float16."""
     ratios: bytes = b""
-    """To the proximal policy, as the loss saw them: float16."""
+    """Ratios to the proximal policy, as the loss saw them: float16."""
     reasons: bytes = b""
     """Codes of `UNTRAINED_TOKEN_REASONS`: uint8."""
 
@@ -56,12 +56,12 @@ class StepAnnotations(Struct, frozen=True, kw_only=True):
     step: int
     generation: int
     rows_of_batch: int
-    """Annotated or not."""
+    """Number of rows in the batch, annotated or not."""
     rows: list[RowAnnotation]
 
 
 class AnnotationWriter:
-    """Writer of annotations. Nothing here waits for storage, or raises."""
+    """Writer of annotations. Its methods neither wait for storage nor raise."""
 
     def __init__(self, paths: RunPaths, *, max_folder_bytes: int = MAX_FOLDER_BYTES) -> None:
         self._paths = paths
@@ -69,7 +69,7 @@ class AnnotationWriter:
         self._thread: threading.Thread | None = None
 
     def start_write(self, annotations: StepAnnotations) -> None:
-        """Have a file written; left out while the one before is still in the writing."""
+        """Start to write a file; leave it out while the previous one is still being written."""
         if self._thread is not None and self._thread.is_alive():
             log.warning("annotations of step %d are left out: storage is slow", annotations.step)
             return
@@ -112,7 +112,7 @@ _decoder = msgspec.msgpack.Decoder(StepAnnotations)
 
 
 def read_annotations(paths: RunPaths, step: int) -> StepAnnotations | None:
-    """What is known of the batch that led to a step; None without a file that can be read."""
+    """Read the annotations of the batch that led to a step; None without a readable file."""
     try:
         content = paths.annotation(step).read_bytes()
         return _decoder.decode(content)
@@ -124,6 +124,6 @@ def read_annotations(paths: RunPaths, step: int) -> StepAnnotations | None:
 
 
 def find_row_annotation(paths: RunPaths, step: int, shard: str, row: int) -> RowAnnotation | None:
-    found = read_annotations(paths, step)
-    rows = found.rows if found else []
-    return next((one for one in rows if (one.shard, one.row) == (shard, row)), None)
+    annotations = read_annotations(paths, step)
+    rows = annotations.rows if annotations else []
+    return next((each for each in rows if (each.shard, each.row) == (shard, row)), None)
