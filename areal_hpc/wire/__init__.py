@@ -1,1 +1,1 @@
-"""HTTP schemas (some are formats of files too) and clients of the services; fault points."""
+"""HTTP messages (some are also file formats), clients and servers of the services; fault points."""

@@ -1,4 +1,4 @@
-"""Reward that an agent gives, with its parts, metrics and a note."""
+"""Reward that an agent returns, with its parts, metrics and a note."""
 
 import math
 import numbers
@@ -14,34 +14,34 @@ from areal_hpc.errors import InvalidRewardError, escape_surrogates
 MAX_REWARD = float(np.finfo(np.float32).max)
 """Rewards are stored as 32-bit floats."""
 MAX_NAMED_NUMBERS = 64
-"""Parts, or metrics, of one reward: each becomes a curve."""
+"""Limit on the parts of one reward, and on its metrics: each becomes a curve."""
 MAX_NAME_CHARS = 64
 MAX_NOTE_CHARS = 4000
 _NAME_PATTERN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./-]*")
 
 
 class Reward(Struct, frozen=True, omit_defaults=True):
-    """Reward of an episode or of one reply, and what it was made of.
+    """Reward of an episode or of one reply, with its parts.
 
     Only `value` is trained on. `parts` and `metrics` become curves of the run; `note` is shown with
     the conversation.
 
     Raises:
-        InvalidRewardError: (a ValueError) A number is none or not finite, there are more than 64
+        InvalidRewardError: (a ValueError) A number is missing or not finite, there are more than 64
             parts or metrics, a name has other characters than letters, digits and `_./-`, or the
             note or the answer is longer than 4,000 characters.
     """
 
     value: float
     parts: dict[str, float] = {}
-    """What the value was made of, by name: `{"format": 0.2, "correct": 0.8}`."""
+    """Terms of the value by name: `{"format": 0.2, "correct": 0.8}`."""
     metrics: dict[str, float] = {}
     """Further numbers of the episode, by name: `{"tool_errors": 2}`."""
     note: str = ""
-    """A remark for whoever reads the conversation."""
+    """Remark for readers of the conversation."""
     answer: str = ""
-    """What the episode answered, in a form in which equal answers are equal texts: `cons@k` of an
-    evaluation set takes the one that most samples gave."""
+    """Final answer of the episode, in a form in which equal answers are equal texts: `cons@k` of an
+    evaluation set takes the most frequent one."""
 
     def __post_init__(self) -> None:
         force_setattr(self, "value", parse_reward_number(self.value))
@@ -60,22 +60,22 @@ class Reward(Struct, frozen=True, omit_defaults=True):
         note: str = "",
         answer: str = "",
     ) -> "Reward":
-        """The sum of parts by their weights: `{"correct": 1, "style": 0.4}` with .8 and .2 is .88.
+        """Return the weighted sum of parts: `{"correct": 1, "style": 0.4}` with .8 and .2 is .88.
 
-        The reward's `parts` are what each adds, its `metrics` the parts as they were given.
+        `parts` of the reward are the weighted ones, `metrics` have the parts without weights.
 
         Raises:
-            InvalidRewardError: A part has no weight, or a weight no part; or what `Reward` refuses.
+            InvalidRewardError: A part has no weight, or a weight no part; or `Reward` refuses them.
         """
         if parts.keys() != weights.keys():
             raise InvalidRewardError(
                 f"expected a weight for each part, got parts {sorted(parts)} and weights "
                 f"{sorted(weights)}"
             )
-        added = {name: weights[name] * part for name, part in parts.items()}
+        weighted = {name: weights[name] * part for name, part in parts.items()}
         return cls(
-            sum(added.values()),
-            parts=added,
+            sum(weighted.values()),
+            parts=weighted,
             metrics={**parts, **(metrics or {})},
             note=note,
             answer=answer,
@@ -83,7 +83,7 @@ class Reward(Struct, frozen=True, omit_defaults=True):
 
 
 def parse_reward_number(raw_number: object, field_name: str = "reward") -> float:
-    """The number, or numpy's scalar of one, as a finite float; errors name `field_name`."""
+    """Return a number, or an array of one number, as a finite float; errors name `field_name`."""
     if isinstance(raw_number, np.ndarray | np.generic) and raw_number.size == 1:
         raw_number = raw_number.item()
     if not isinstance(raw_number, numbers.Real):

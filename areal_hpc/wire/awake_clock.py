@@ -1,7 +1,7 @@
-"""Clock that stands still while its process does.
+"""Clock that does not advance while its process is stopped.
 
-A node that is frozen, a process that is stopped or waits for storage hears from nobody: by the wall
-clock every server has then been silent, and every sender late. This clock leaves such pauses out.
+A process that is stopped, waits for storage or is on a frozen node receives nothing. By the wall
+clock every server would seem silent and every sender late. This clock leaves such pauses out.
 """
 
 import threading
@@ -9,8 +9,7 @@ import time
 from collections.abc import Callable
 
 MAX_GAP_S = 3.0
-"""Readers that follow one another within this time were awake between them; they read at least
-ten times as often."""
+"""Longest time between two reads of a process that was awake. Users read ten times as often."""
 
 
 class AwakeClock:
@@ -34,5 +33,5 @@ class AwakeClock:
 
     @property
     def woke_at_s(self) -> float:
-        """When the last pause ended, by this clock; 0 if there was none."""
+        """Time, by this clock, at which the last pause ended; 0 if there was none."""
         return self._woke_at_s

@@ -1,8 +1,8 @@
-"""JSON and Python values as types, from any thread.
+"""Decoding of JSON and conversion of Python values with msgspec, safe for threads.
 
-msgspec 0.22 examines a type when it is first decoded, and lets other threads see the result before
-it is whole: a second thread that decodes the type in this moment crashes the process. Here a lock
-stands around the examination of each type.
+msgspec 0.22 examines a type when it is first decoded, and shows other threads the result before it
+is complete: a second thread that decodes the type at this moment crashes the process. Here a lock
+guards the examination of each type.
 """
 
 import threading
@@ -18,13 +18,13 @@ _lock = threading.Lock()
 
 
 def decode_json(content: Json, json_type: type[T]) -> T:
-    """Raise `msgspec.DecodeError` where the content is not JSON of this type."""
+    """Decode JSON; raise `msgspec.DecodeError` if it is not JSON of this type."""
     value: T = _get_decoder(json_type).decode(content)
     return value
 
 
 def convert_value(value: object, wanted: type[T]) -> T:
-    """Raise `msgspec.ValidationError` where the value is not one of this type."""
+    """Convert a Python value; raise `msgspec.ValidationError` if it is not one of this type."""
     _get_decoder(wanted)
     return msgspec.convert(value, wanted)
 

@@ -1,7 +1,7 @@
 """Named points at which tests kill, hold or fail a process.
 
-A call of `fault_point` does nothing unless `AREAL_HPC_FAULTS` names its point when the process
-first comes to any. The variable holds faults, separated by spaces:
+A call of `fault_point` does nothing unless the variable `AREAL_HPC_FAULTS` names its point; a
+process reads it at the first point that it reaches. It holds faults, separated by spaces:
 
     POINT=ACTION        at every visit of this process
     POINT@N=ACTION      at its N-th visit, counted from 1
@@ -10,8 +10,8 @@ first comes to any. The variable holds faults, separated by spaces:
 |-----------|-------------------------------------------------------------------------------------|
 | kill      | the process kills itself with SIGKILL                                               |
 | error     | OSError (EIO) is raised                                                             |
-| hold:FILE | while FILE exists, the first process that comes to the point waits; it writes its   |
-|           | process id to FILE.held. Others pass, and so does everybody while there is no FILE. |
+| hold:FILE | while FILE exists, the first process that reaches the point waits; it writes its    |
+|           | process id to FILE.held. Other processes pass; without FILE all do.                 |
 
 Example: `AREAL_HPC_FAULTS="checkpoint.before_rename@2=kill journal.before_append=hold:/tmp/gate"`.
 """
@@ -27,14 +27,14 @@ from pathlib import Path
 
 FAULTS_VARIABLE = "AREAL_HPC_FAULTS"
 MAX_HOLD_S = 300.0
-"""A test that died leaves its file behind."""
+"""Longest time that a process waits: a test that died leaves its file behind."""
 _POLL_S = 0.02
 _FAULT_PATTERN = re.compile(
     r"(?P<point>[a-z_.]+)(@(?P<visit>[1-9]\d*))?=(?P<action>kill|error|hold:.+)"
 )
 
 FAULT_POINTS = {
-    "submit.before_record": "Slurm has a job, held, and no file names it",
+    "submit.before_record": "Slurm has a held job, and no file names it",
     "submit.before_release": "all jobs of a run are submitted and recorded, and held",
     "train.before_step": "a training step begins",
     "train.before_forward": "a micro-batch's forward pass begins",
@@ -54,39 +54,39 @@ FAULT_POINTS = {
     "quarantine.after_write": "the file of a quarantined batch is durable, no step consumed it",
     "quarantine.after_delete": "the file of a quarantined batch is gone, perhaps not durably",
     "weights.before_end": "replicas hold new weights half loaded",
-    "proxy.generate": "SGLang is about to be asked for a reply",
+    "proxy.generate": "a request for a reply is about to be sent to SGLang",
     "journal.before_append": "a record is about to be written to the journal",
     "shard.before_read": "columns of a shard are about to be read",
     "shard.before_index": "a shard is whole but not indexed",
 }
-"""Every point of the package, and what is true there."""
+"""Every point of the package, with the state there."""
 
 
 Fault = tuple[str, int | None]
-"""An action as in the variable, and at which visit of this process; None: at each."""
+"""Action as in the variable, and the number of the visit at which it is due; None: at each."""
 
 
 def parse_faults(text: str) -> dict[str, list[Fault]]:
-    """The faults of a variable's value, by point.
+    """Return the faults that the variable's text names, by point.
 
     Raises:
-        ValueError: The text is not of the form that the module describes, or a point is unknown.
+        ValueError: The text does not have the form above, or a point is unknown.
     """
     faults: dict[str, list[Fault]] = {}
     for word in text.split():
-        found = _FAULT_PATTERN.fullmatch(word)
-        if found is None or found["point"] not in FAULT_POINTS:
+        match = _FAULT_PATTERN.fullmatch(word)
+        if match is None or match["point"] not in FAULT_POINTS:
             raise ValueError(
                 f"{FAULTS_VARIABLE} holds {word!r}; expected POINT[@N]=kill, error or hold:FILE, "
                 f"with a point of {', '.join(FAULT_POINTS)}"
             )
-        visit = int(found["visit"]) if found["visit"] else None
-        faults.setdefault(found["point"], []).append((found["action"], visit))
+        visit = int(match["visit"]) if match["visit"] else None
+        faults.setdefault(match["point"], []).append((match["action"], visit))
     return faults
 
 
 class FaultInjector:
-    """Counts visits of points and does there what the faults say. Safe for threads."""
+    """Counter of visits that carries out the faults due at them. Safe for threads."""
 
     def __init__(self, faults: dict[str, list[Fault]]) -> None:
         self._faults = faults
@@ -108,7 +108,7 @@ class FaultInjector:
 def fault_point(name: str) -> None:
     """Let a test kill, hold or fail the process here; otherwise do nothing.
 
-    Each of `FAULT_POINTS` is at one place of the package.
+    The package calls this once for each of `FAULT_POINTS`.
     """
     if (injector := _get_injector()) is not None:
         injector.trigger_due_faults(name)

@@ -1,4 +1,4 @@
-"""One JSON call over HTTP or HTTPS: msgspec in, msgspec out, errors with a name."""
+"""Clients that send and receive msgspec structs as JSON over HTTP or HTTPS, with typed errors."""
 
 import ssl
 from typing import TypeVar
@@ -12,12 +12,12 @@ from areal_hpc.wire.decoding import decode_json
 
 ReplyT = TypeVar("ReplyT")
 SERVER_KEEP_ALIVE_S = 75
-"""For which servers keep an idle connection. Clients must give up theirs earlier (httpx after 5 s,
-aiohttp after 15), or a request meets the closing of its connection."""
+"""Time for which servers keep an idle connection. Clients must close theirs earlier (httpx does
+after 5 s, aiohttp after 15), or a server closes a connection while a request is sent on it."""
 
 
 def responds_with_200(method: str, url: str, timeout_s: float, *, key: str = "") -> bool:
-    """True if a server of this machine says 200; false if it is away, or silent for `timeout_s`."""
+    """Return whether a server of this machine responds with status 200 within `timeout_s`."""
     try:
         with httpx.stream(
             method,
@@ -26,7 +26,7 @@ def responds_with_200(method: str, url: str, timeout_s: float, *, key: str = "")
             headers={"Content-Type": "application/json"} | build_key_header(key),
             timeout=timeout_s,
             trust_env=False,
-            verify=False,  # no certificate is asked for, and reading those of the system takes long
+            verify=False,  # the URL is plain HTTP, and reading the system's certificates takes long
         ) as answer:
             return answer.status_code == httpx.codes.OK
     except httpx.TransportError:
@@ -38,10 +38,10 @@ def build_key_header(key: str) -> dict[str, str]:
 
 
 class WireClient:
-    """Blocking JSON calls, each made once.
+    """Blocking client of JSON calls, which sends each call once.
 
-    `base_url` is empty for a peer that moves: each route is then a whole URL. `key` is sent as a
-    bearer key, and may be left to each call; `tls` is for peers on other nodes.
+    `base_url` is empty for a peer whose address changes: each route is then a whole URL. `key` is
+    sent as a bearer key, and may be left to each call; `tls` is for peers on other nodes.
     """
 
     def __init__(
@@ -65,10 +65,10 @@ class WireClient:
         key: str = "",
         timeout_s: float | None = None,
     ) -> ReplyT:
-        """POST `request`, or GET where there is none, and decode the reply.
+        """POST `request`, or GET without one, and decode the reply.
 
         Raises:
-            HttpStatusError: The peer answered with an error.
+            HttpStatusError: The peer responded with an error status.
             ClusterError: The peer could not be reached within `timeout_s`, or the client's limit.
         """
         url = f"{self._base_url}{route}"
@@ -91,7 +91,7 @@ class WireClient:
 
 
 class AsyncWireClient:
-    """The same for event loops, on one aiohttp session."""
+    """Client like `WireClient` for an event loop, on one aiohttp session."""
 
     def __init__(
         self,
@@ -116,9 +116,9 @@ class AsyncWireClient:
         key: str = "",
         timeout_s: float | None = None,
     ) -> ReplyT:
-        """POST `request` once, or GET where there is none, and decode the reply.
+        """POST `request` once, or GET without one, and decode the reply.
 
-        `key` goes in place of the client's own; `timeout_s` limits this call.
+        `key` is sent in place of the client's own; `timeout_s` limits this call.
         """
         method, body = _build_method_and_body(request)
         url = f"{self._base_url}{route}"

@@ -1,10 +1,10 @@
-"""HTTP server of the run's services: uvicorn with limits, and the shell of their applications.
+"""HTTP server of the run's services: uvicorn with limits, and the base class of their applications.
 
-uvicorn waits for the rest of a request as long as its client likes, takes heads of any length, and
+uvicorn alone waits for the rest of a request without a limit, accepts headers of any length, and
 accepts connections until the process has no descriptor left for anything else.
 
-Of Starlette it uses what reads requests and writes responses. Its routing and its error middleware
-are not used: the latter raises a handled exception again, at which uvicorn closes the connection.
+Starlette reads the requests and writes the responses. Its routing and its error middleware are not
+used: the middleware raises a handled exception again, and then uvicorn closes the connection.
 """
 
 import asyncio
@@ -34,26 +34,26 @@ log = logging.getLogger(__name__)
 MessageT = TypeVar("MessageT")
 
 REQUEST_HEAD_TIMEOUT_S = 20.0
-"""From the first byte of a request, or from the connection, to the end of the headers. A TLS
-handshake has as long."""
+"""Time from the first byte of a request, or from the connection, to the end of the headers. A TLS
+handshake may take as long."""
 REQUEST_RECEIVE_TIMEOUT_S = 120.0
-"""From the same to the end of the body."""
+"""Time from the same moment to the end of the body."""
 MAX_HEAD_BYTES = 64 * 1024
 TLS_SHUTDOWN_TIMEOUT_S = 2.0
-"""For which a connection that was closed waits for its client's end."""
+"""Time that a closed connection waits for its client to close."""
 TICKS_PER_DEADLINE_CHECK = 10
-"""uvicorn's ticks are 0.1 s apart."""
+"""Number of uvicorn's ticks, which are 0.1 s apart, from one check to the next."""
 RESERVED_DESCRIPTORS = 128
-"""For everything but connections: files, pipes, the event loop."""
+"""File descriptors for everything but connections: files, pipes, the event loop."""
 MIN_CONNECTIONS = 16
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 """More than any message between roles takes."""
 CONNECTION_KEY = "areal_hpc.connection"
-"""Where an ASGI application finds the `GuardedProtocol` of a request in its scope."""
+"""Key of the ASGI scope of a request under which its `GuardedProtocol` is."""
 
 
 def get_connection_descriptor_limit() -> int:
-    """Descriptors that this process may use for connections."""
+    """Return the number of descriptors that this process may use for connections."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         soft = 1 << 20
@@ -61,15 +61,17 @@ def get_connection_descriptor_limit() -> int:
 
 
 class GuardedProtocol(HttpToolsProtocol):
+    """Connection of one client, with deadlines and limits for its requests."""
+
     _awaits = "head"
-    """Part of a request that has begun: `head`, `body`, or nothing."""
+    """Part of a request that is being received: `head`, `body`, or nothing."""
     _awaits_since = 0.0
     _head_bytes = 0
-    _has_asked = False
+    _has_requested = False
     _is_overdue = False
     has_disconnected = False
     on_disconnect: Callable[[], object] | None = None
-    """Called when the client hangs up. A task that waits for that would cost each call 30 us."""
+    """Callback when the client hangs up. A task that waits for that would cost each call 30 us."""
 
     def __init__(self, *, max_connections: int, **uvicorn_arguments: Any) -> None:
         super().__init__(**uvicorn_arguments)
@@ -88,15 +90,15 @@ class GuardedProtocol(HttpToolsProtocol):
             self.on_disconnect()
 
     def _drop_silent_connection(self) -> bool:
-        """Close the oldest connection that has never asked for anything, if there is one."""
+        """Close the oldest connection that never sent a request; return whether there was one."""
         silent = [
-            one
-            for one in self.connections
-            if isinstance(one, GuardedProtocol) and not one._has_asked and one is not self
+            peer
+            for peer in self.connections
+            if isinstance(peer, GuardedProtocol) and not peer._has_requested and peer is not self
         ]
         if not silent:
             return False
-        oldest = min(silent, key=lambda one: one._awaits_since)
+        oldest = min(silent, key=lambda peer: peer._awaits_since)
         self.connections.discard(oldest)  # uvicorn does so too, a moment later
         oldest.transport.abort()
         return True
@@ -111,7 +113,7 @@ class GuardedProtocol(HttpToolsProtocol):
                 self.refuse_and_hang_up(431, f"the headers exceed {MAX_HEAD_BYTES} bytes")
 
     def on_message_begin(self) -> None:
-        if self._awaits != "head":  # several may come at once
+        if self._awaits != "head":  # one read may hold several requests
             self._start_part_deadline("head")
         super().on_message_begin()
         scope: Any = self.scope
@@ -120,7 +122,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._awaits = "body"
         super().on_headers_complete()
-        self._has_asked = True
+        self._has_requested = True
 
     def on_message_complete(self) -> None:
         self._awaits = ""
@@ -132,15 +134,15 @@ class GuardedProtocol(HttpToolsProtocol):
 
     @property
     def _is_answering(self) -> bool:
-        """A request has come that is not answered yet. Before the first there is no cycle."""
-        return self._has_asked and not self.cycle.response_complete
+        """Whether the last request lacks its response. `cycle` is set by the first request."""
+        return self._has_requested and not self.cycle.response_complete
 
     def enforce_deadline(self, now: float) -> None:
-        """Hang up if the client has been late at two looks: a stalled server reads late itself."""
+        """Hang up if the client is late at two checks: a stalled server reads late itself."""
         if not self._awaits:
             return
         if self._awaits == "head" and self._is_answering:
-            return  # it waits for an answer, and has begun to ask for the next
+            return  # the client waits for a response, and has begun to send the next request
         limit_s = REQUEST_HEAD_TIMEOUT_S if self._awaits == "head" else REQUEST_RECEIVE_TIMEOUT_S
         if now - self._awaits_since < limit_s:
             return
@@ -160,14 +162,14 @@ class GuardedProtocol(HttpToolsProtocol):
         self.transport.close()
 
     def shutdown(self) -> None:
-        """The server stops: hang up at once, or after the answer that is under way."""
+        """Hang up at once, or after the response that is being sent."""
         super().shutdown()
         if self.scheme == "https" and self.transport.is_closing():
-            self.transport.abort()  # an idle client would not answer the end of TLS
+            self.transport.abort()  # an idle client would not reply to the end of TLS
 
 
 class GuardedServer(uvicorn.Server):
-    """uvicorn with deadlines, and no more connections than there are descriptors for."""
+    """uvicorn server with deadlines and a limit on connections."""
 
     def __init__(
         self, app: Any, max_connections: int, tls: ssl.SSLContext | None = None, **options: Any
@@ -178,8 +180,8 @@ class GuardedServer(uvicorn.Server):
             "lifespan": "off",
             "log_config": None,
             "access_log": False,
-            # Longer than clients keep a connection: one closed just as it is used again would lose
-            # a call, such as one of an update of weights.
+            # Longer than clients keep a connection: closing one while a client sends a request on
+            # it would lose a call, such as one of an update of weights.
             "timeout_keep_alive": SERVER_KEEP_ALIVE_S,
             "backlog": 2048,
         } | options
@@ -188,10 +190,10 @@ class GuardedServer(uvicorn.Server):
         self._tls = tls
         self._accepting: list[asyncio.Task[None]] = []
         self._handshakes: dict[asyncio.Task[bool], socket.socket] = {}
-        """The oldest first."""
+        """TLS handshakes, the oldest first."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept connections. uvicorn would neither count nor limit TLS handshakes."""
+        """Accept connections here: uvicorn would neither count nor limit TLS handshakes."""
         if self._tls is None:
             await super().startup(sockets)
             return
@@ -236,7 +238,7 @@ class GuardedServer(uvicorn.Server):
                 ssl_handshake_timeout=REQUEST_HEAD_TIMEOUT_S,
                 ssl_shutdown_timeout=TLS_SHUTDOWN_TIMEOUT_S,
             )
-        except OSError:  # no TLS, no trust in this certificate, or too slow
+        except OSError:  # the client speaks no TLS, does not trust the certificate, or is too slow
             return False
         return True
 
@@ -265,7 +267,7 @@ class GuardedServer(uvicorn.Server):
 
 
 class ServiceServer(GuardedServer):
-    """HTTP server of one application. Its owner stops it by `should_exit`, no signal does."""
+    """HTTP server of one application. Its owner stops it with `should_exit`; signals do not."""
 
     def __init__(self, app: ASGIApp, tls: ssl.SSLContext | None = None) -> None:
         super().__init__(app, get_connection_descriptor_limit(), tls, timeout_graceful_shutdown=1)
@@ -276,12 +278,14 @@ class ServiceServer(GuardedServer):
 
 
 class ByteBudget:
+    """Limit on the bytes that requests in progress hold together."""
+
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._held_bytes = 0
 
     def try_reserve(self, count: int) -> bool:
-        """False if that would be too many."""
+        """Return whether `count` more bytes are within the limit; if so, hold them."""
         if self._held_bytes + count > self._max_bytes:
             return False
         self._held_bytes += count
@@ -292,16 +296,16 @@ class ByteBudget:
 
 
 async def read_body(request: Request, max_bytes: int = MAX_MESSAGE_BYTES) -> bytes:
-    """The body of a request; nothing of it is read if it is announced to be too large.
+    """Read the body of a request, or nothing of it if its declared length is too large.
 
     Raises:
         HTTPException: 413.
         ClientDisconnect: The client left before it had sent all.
     """
     too_large = HTTPException(413, f"a body holds at most {max_bytes} bytes")
-    announced = request.headers.get("content-length", "0")
+    declared = request.headers.get("content-length", "0")
     body = bytearray()
-    if announced.isdecimal() and int(announced) > max_bytes:
+    if declared.isdecimal() and int(declared) > max_bytes:
         raise too_large
     async for chunk in request.stream():
         body += chunk
@@ -311,10 +315,10 @@ async def read_body(request: Request, max_bytes: int = MAX_MESSAGE_BYTES) -> byt
 
 
 async def read_message(request: Request, message_type: type[MessageT]) -> MessageT:
-    """The JSON of a request.
+    """Read the JSON of a request.
 
     Raises:
-        HTTPException: 413; or 400: it is none of that form, no UTF-8, or nested beyond all reason.
+        HTTPException: 413; or 400: not a `message_type`, not UTF-8, or too deeply nested.
         ClientDisconnect: The client left before it had sent all.
     """
     body = await read_body(request)
@@ -327,9 +331,9 @@ async def read_message(request: Request, message_type: type[MessageT]) -> Messag
 
 
 class JsonApp(ABC):
-    """ASGI application whose answers are JSON, and whose errors are `{"error": "..."}`.
+    """ASGI application that responds with JSON, and to errors with `{"error": "..."}`.
 
-    Nothing is read of a request that does not show `bearer_key`, if there is one.
+    If there is a `bearer_key`, nothing is read of a request without it.
     """
 
     def __init__(self, bearer_key: str = "") -> None:
@@ -337,10 +341,10 @@ class JsonApp(ABC):
 
     @abstractmethod
     async def answer(self, request: Request) -> tuple[int, bytes]:
-        """Status and JSON of the answer to a request. May raise whatever it likes."""
+        """Return the status and the JSON of the response. May raise any exception."""
 
     def get_error_status_and_text(self, request: Request, error: Exception) -> tuple[int, str]:
-        """Status and text for what `answer` has raised."""
+        """Return the status and the text for an exception that `answer` raised."""
         if isinstance(error, HTTPException):
             return error.status_code, error.detail
         log.error("%s failed", request.scope["path"], exc_info=error)
@@ -367,11 +371,11 @@ class JsonApp(ABC):
 
 
 class Notifier:
-    """Wakes everyone who waits for `news`."""
+    """Condition of one event loop: `notify_all` wakes every task that awaits `news`."""
 
     def __init__(self) -> None:
         self.news: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Resolved by the next `notify_all`."""
+        """Future that the next `notify_all` resolves."""
 
     def notify_all(self) -> None:
         self.news.set_result(None)
@@ -379,13 +383,13 @@ class Notifier:
 
 
 class LongPoll:
-    """Wait of one ASGI request whose body has been read; ends early when its caller is gone.
+    """Wait of one ASGI request whose body has been read; ends early when its caller hangs up.
 
     Args:
-        clock: That of the service.
-        receive: The request's: after the body it yields only `http.disconnect`. None: a caller in
-            this process, which does not hang up.
-        closing: Resolved when the server stops: then nobody waits any more.
+        clock: Clock of the service.
+        receive: `receive` of the request: after the body it yields only `http.disconnect`. None
+            for a caller in this process, which does not hang up.
+        closing: Resolved when the server stops, which ends the wait.
     """
 
     def __init__(
@@ -399,7 +403,7 @@ class LongPoll:
         self._hang_up: asyncio.Future[Any] | None = None
 
     async def wait_for(self, notifier: Notifier, until_s: float) -> bool:
-        """True after a notification; False once `until_s` has come or the server stops.
+        """Return whether a notification came before `until_s` and before the server stops.
 
         Raises:
             ClientDisconnect: The caller hung up. A ticket granted to it now would be lost.
@@ -410,8 +414,8 @@ class LongPoll:
         if self._hang_up is None and self._receive is not None:
             self._hang_up = asyncio.ensure_future(self._receive())
         news = notifier.news
-        ends = [one for one in (news, self._hang_up, self._closing) if one is not None]
-        await asyncio.wait(ends, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+        events = [event for event in (news, self._hang_up, self._closing) if event is not None]
+        await asyncio.wait(events, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
         if self._hang_up is not None and self._hang_up.done():
             raise ClientDisconnect
         return news.done()

@@ -1,8 +1,8 @@
-"""Messages to the parser process.
+"""Messages between the proxy and the process that runs SGLang's tool and reasoning parsers.
 
 The proxy writes requests to its standard input and reads one `ParserReply` for each, in any order,
-from its standard output; none for a `GrammarCheckKill`. The first line it writes is an empty
-`ParserReply`: it is ready.
+from its standard output; none for a `GrammarCheckKill`. When the process is ready, it first writes
+an empty `ParserReply`.
 """
 
 from typing import Any
@@ -11,51 +11,54 @@ from msgspec import Struct, field
 
 
 class ReplyParseContext(Struct, frozen=True):
-    """Facts about a reply that its parser needs first."""
+    """Facts about a reply that its parser needs before the text."""
 
     tools: list[dict[str, Any]]
     """Function schemas offered to the model; empty when it may call none."""
     prompt_end: str
-    """The last characters of the prompt: they show whether the reply begins inside reasoning."""
+    """Last characters of the prompt: they show whether the reply begins inside reasoning."""
 
 
 class ParseChunkRequest(Struct, tag="parse", frozen=True):
+    """Request to parse the next piece of text of a reply."""
+
     call: int
+    """Number of this request, which its `ParserReply` repeats."""
     reply: int
-    """Numbers the reply to the client whose text this is."""
+    """Number of the model's reply that the text belongs to."""
     text: str
     last: bool
     cut: bool = False
-    """Of the last text: the model did not end the reply itself, as at a limit of tokens."""
+    """With the last text: the model did not end the reply itself, as at a limit of tokens."""
     opening: ReplyParseContext | None = None
-    """Comes with the first text."""
+    """Set with the first text."""
 
 
 class ToolGrammarRequest(Struct, tag="constrain", frozen=True):
-    """Which grammar makes the model call tools as asked?"""
+    """Request for the grammar that makes the model call tools as the agent requested."""
 
     call: int
     tools: list[dict[str, Any]]
     prompt_end: str
     required: bool
-    """It must call; otherwise it may."""
+    """Whether the model must call a tool; otherwise it may."""
     name: str | None
     parallel: bool
 
 
 class GrammarCheckRequest(Struct, tag="check", frozen=True):
-    """Would this grammar hold up the engine? The `error` of the reply says why."""
+    """Request to check that a grammar does not block the engine; else the reply has an `error`."""
 
     call: int
     kind: str
-    """The sampling parameter that takes it."""
+    """Sampling parameter that takes the grammar."""
     text: str
     cpu_s: int
-    """Seconds of a core after which it does."""
+    """Processor time, in seconds, that compiling the grammar may take."""
 
 
 class GrammarCheckKill(Struct, tag="kill", frozen=True):
-    """Nobody waits any more for the check that has this number."""
+    """Notice that nothing waits any more for the check of this number."""
 
     call: int
 
@@ -70,7 +73,7 @@ class ParsedToolCall(Struct):
 
 
 class ParserReply(Struct, omit_defaults=True):
-    """Addition of a text to its parsed reply, or a grammar."""
+    """Parsed addition of a text to its reply, or a grammar."""
 
     call: int = -1
     text: str = ""
@@ -82,6 +85,6 @@ class ParserReply(Struct, omit_defaults=True):
     reasons_first: bool = False
     """The model reasons before the grammar begins."""
     error: str = ""
-    """The parser failed on this text; what it cannot do is said here, too."""
+    """Reason that the parser failed on this text, or does not support the request."""
     is_unknown: bool = False
-    """What the reply began with is not known: another process was told, or it was forgotten."""
+    """Whether this process lacks the beginning of the reply: another one got it, or it expired."""

@@ -1,9 +1,9 @@
-"""Messages of drivers to the proxy of their cell.
+"""Messages that drivers and other programs exchange with the proxy of a cell.
 
-Drivers show the proxy's bearer key. Admin routes take the run's admin key as well, session
-routes the session's own key (Bearer or `x-api-key`). The agent needs only `base_url` and its
-session key. Programs outside a run may open sessions of their own, end them and export them; those
-routes and names are AReaL's (`areal/experimental/openai/proxy`).
+Drivers send the proxy's bearer key. Admin routes accept the run's admin key as well, session
+routes the session's own key (Bearer or `x-api-key`). An agent needs only `base_url` and its
+session key. Programs outside a run may open, end and export sessions of their own; those routes
+and names are AReaL's (`areal/experimental/openai/proxy`).
 
 | route              | key     | request             | reply               |
 |--------------------|---------|---------------------|---------------------|
@@ -35,11 +35,11 @@ MAX_CAUSE_CHARS = 500
 MAX_ERROR_CHARS = 10_000
 MAX_AUXILIARY_REASON_CHARS = 500
 MAX_MASK_TOKENS_PER_POSITION = 4096
-"""At one place: SGLang's own bound (`--sampling-mask-max-tokens`)."""
+"""SGLang's own bound (`--sampling-mask-max-tokens`)."""
 
 
 class SamplingDefaults(Struct, frozen=True):
-    """Sampling parameters that apply where the agent's request is silent."""
+    """Sampling parameters that apply where the agent's request sets none."""
 
     temperature: Annotated[float, Meta(ge=0, le=MAX_TEMPERATURE)] = 1.0
     top_p: float = 1.0
@@ -54,20 +54,20 @@ class ExportSettings(Struct, frozen=True):
     credit: Literal["tree", "chronological"] = "tree"
     drop_retry_orphans: bool = True
     is_credited: bool = False
-    """Rewards are what each reply earned: the agent's client has passed them back."""
+    """Whether each reward is all that its reply earned: the agent's client passed rewards back."""
 
 
 class SessionLimits(Struct, frozen=True):
     """Limits on the session's use of the model; 0 is no limit."""
 
     max_turns: Int64 = 0
-    """Replies."""
+    """Limit on replies."""
     max_tokens: Int64 = 0
-    """Sampled tokens of all replies."""
+    """Limit on sampled tokens of all replies."""
 
 
 class StartSessionRequest(Struct, frozen=True):
-    """Open a session for one episode; without `ref`, one that its opener exports."""
+    """Request for a session of one episode, or without `ref` for one that the caller exports."""
 
     task_id: str
     ref: TicketRef | None = None
@@ -76,28 +76,28 @@ class StartSessionRequest(Struct, frozen=True):
     seed: Int64 = 0
     export: ExportSettings = field(default_factory=ExportSettings)
     api_key: str = ""
-    """The key the session shall have; a new one when empty. Not kept."""
+    """Key to give the session; a new one if empty. It is not stored."""
     disposable: bool = False
-    """Nobody exports it: kept in memory alone, and forgotten soon after it ends."""
+    """Whether it is never exported: then it is in memory alone, and deleted soon after its end."""
     limits: SessionLimits = SessionLimits()
     records_calls: bool = False
-    """The agent's own client generates (`/generate`) and records calls (`/rl/record`). Sessions of
-    agents that may run what a model wrote go without: they could record what was never said."""
+    """Whether the agent's own client generates (`/generate`) and records calls (`/rl/record`). Not
+    for agents that may run a model's programs: these could record calls that never happened."""
     task_index: Int64 = -1
     """Line of the task set; of the held-out one if `ref` is of an evaluation."""
     sampling_from: Literal["agent", "recipe"] = "agent"
-    """Whose temperature, top_p and top_k hold: the agent's, `sampling` where its request is silent;
-    or those of `sampling`, whatever it asks for."""
+    """Source of temperature, top_p and top_k: the agent's request, or `sampling` where it sets
+    none; or always `sampling`."""
     rights: Literal["all", "calls"] | None = None
-    """What `api_key` opens. `calls`: model calls alone; rewards, records and the end need the
-    `control_key` of the reply, which an agent is not given. None is `calls` where the admin key
-    opens the session, else `all`."""
+    """Rights of `api_key`. `calls`: model calls alone; rewards, records and the end need the
+    `control_key` of the reply, which an agent does not get. None is `calls` if the admin key opens
+    the session, else `all`."""
     records_sampling_mask: bool = False
-    """Record which tokens a reply could be sampled from, where its parameters leave some out."""
+    """Whether to record the tokens a reply could be sampled from, if its parameters exclude any."""
 
 
 class EngineAddress(Struct, frozen=True):
-    """A server that answers SGLang's `/generate`, and the key it wants."""
+    """Address of a server with SGLang's `/generate`, and the key it requires."""
 
     url: str
     api_key: str = ""
@@ -107,22 +107,22 @@ class StartSessionReply(Struct, frozen=True, omit_defaults=True):
     session_id: str
     api_key: str
     control_key: str = ""
-    """Opens rewards and the end of a session of rights `calls`; else empty: `api_key` does."""
+    """Key for rewards and the end of a session of rights `calls`; else empty: `api_key` does."""
     task: dict[str, Any] | None = None
-    """In an online run: the task that the run would like to be tried."""
+    """Task that the program shall play, in an online run."""
 
 
 class OfferEpisodeRequest(Struct, frozen=True):
-    """Let the next program that opens a session play this episode of a ticket."""
+    """Request to let the next program that opens a session play this episode of a ticket."""
 
     session: StartSessionRequest
     task: dict[str, Any]
     wait_s: float = 10.0
-    """Time that the request may be kept until a program comes."""
+    """Time for which the proxy may keep the request until a program opens a session."""
 
 
 class OfferEpisodeReply(Struct, frozen=True):
-    """The session that a program opened; None if nobody came."""
+    """Session that a program opened; None if none did."""
 
     session_id: str | None
 
@@ -133,17 +133,17 @@ class AwaitSessionEndRequest(Struct, frozen=True):
 
 
 class AwaitSessionEndReply(Struct, frozen=True):
-    """End of a session, if it has come, and all its rewards added up."""
+    """State of a session, and the sum of its rewards."""
 
     ended: bool
     reward: float | None = None
 
 
 class SetRewardRequest(Struct, frozen=True):
-    """The reward of one interaction; of the last one when no id is given."""
+    """Reward for one interaction, or without an id for the last one."""
 
     reward: float | bool | Reward
-    """A number, or `{"value": ..., "parts": {...}, "metrics": {...}, "note": "..."}`."""
+    """Number, or `{"value": ..., "parts": {...}, "metrics": {...}, "note": "..."}`."""
     interaction_id: str | None = None
 
 
@@ -152,7 +152,7 @@ class SetRewardReply(Struct, frozen=True):
 
 
 class RecordCallsRequest(Struct, frozen=True):
-    """Model calls that a client within the driver recorded, each after the one it extends."""
+    """Model calls that a client in the driver recorded, each after the one it extends."""
 
     interactions: list[Raw]
     """`session.tree.Interaction` in JSON."""
@@ -163,41 +163,41 @@ class RecordCallsReply(Struct, frozen=True):
 
 
 class EndSessionReply(Struct, frozen=True):
-    """The session takes no more requests."""
+    """Reply that the session accepts no more requests."""
 
     message: str
     interaction_count: int
     reward: float | None = None
-    """All rewards added up; if they say what each reply earned, the last one."""
+    """Sum of all rewards; if each is all that its reply earned, the last one."""
     replicas_serving: int = 1
-    """Of the cell, now: while it is 0, an episode fails through no fault of its agent."""
+    """Replicas of the cell that serve now: while it is 0, a failure is no fault of the agent."""
 
 
 class FinishTicketRequest(Struct, frozen=True):
-    """All episodes of a ticket ended: their rows may be sealed together.
+    """Notice that all episodes of a ticket ended: their rows may be sealed together.
 
     Sessions of the ticket that are not named here (repeated episodes) are discarded, apart from
-    those that are kept as failed. Rows of an evaluation ticket are sealed and settled with nobody.
+    those that are kept as failed. Rows of an evaluation ticket are sealed, but not settled.
     """
 
     ref: TicketRef
     session_ids: list[str]
     discard: bool = False
-    """The ticket was filtered or dropped: all its sessions are discarded, none is named."""
+    """Whether the ticket was filtered or dropped: all its sessions are discarded, none is named."""
 
 
 class KeepFailedSessionRequest(Struct, frozen=True):
-    """Keep an ended session whose episode failed, for people to read; its ticket goes on."""
+    """Request to keep an ended session whose episode failed, for people to read."""
 
     session_id: str
     cause: Annotated[str, Meta(max_length=MAX_CAUSE_CHARS)]
-    """The same for failures of one kind in one line of the agent."""
+    """Text that is equal for failures of one kind in one line of the agent."""
     error: Annotated[str, Meta(max_length=MAX_ERROR_CHARS)]
     """One sentence, then the end of the traceback."""
 
 
 class KeepFailedSessionReply(Struct, frozen=True):
-    """False if the cell has kept as many of that cause as it keeps: the session is forgotten."""
+    """Whether the session is kept; not if the cell has kept its maximum for that cause."""
 
     kept: bool
 
@@ -207,32 +207,32 @@ class ListConversationsRequest(Struct, frozen=True):
 
 
 class RecordedConversationSummary(Struct, frozen=True):
-    """Beginning of a conversation: replies that all extend the same first one, and that one."""
+    """Beginning of a conversation: a first reply, and all the replies that extend it."""
 
     interaction_id: str
-    """Of the first reply."""
+    """Id of the first reply."""
     messages: list[dict[str, Any]]
-    """Of the first request."""
+    """Messages of the first request."""
     reply: dict[str, Any]
-    """The first one."""
+    """First reply."""
     tools: list[str]
     """Names of the tools that the first request offered."""
     replies: int
-    """Of the whole conversation, its branches included."""
+    """Number of replies of the whole conversation, its branches included."""
 
 
 class ListConversationsReply(Struct, frozen=True):
-    """The conversations of a session, in order of completion."""
+    """Conversations of a session, in order of completion."""
 
     conversations: list[RecordedConversationSummary]
 
 
 class MarkAuxiliaryRequest(Struct, frozen=True):
-    """Leave conversations of an open session out of training; they are recorded all the same."""
+    """Request to leave conversations of an open session out of training; they stay recorded."""
 
     session_id: str
     reasons: dict[str, Annotated[str, Meta(min_length=1, max_length=MAX_AUXILIARY_REASON_CHARS)]]
-    """Why, by the id of a conversation's first reply."""
+    """Reasons by the id of a conversation's first reply."""
 
 
 class MarkAuxiliaryReply(Struct, frozen=True):
@@ -246,7 +246,7 @@ class FinishTicketReply(Struct, frozen=True):
 
 
 class ExportRequest(Struct, frozen=True):
-    """Hand over a session's rows once it has ended, and forget it within minutes."""
+    """Request for the rows of an ended session, which the proxy then deletes within minutes."""
 
     session_id: str
     discount: float = 1.0
@@ -256,7 +256,7 @@ class ExportRequest(Struct, frozen=True):
 
 
 class ExportedInteraction(Struct, frozen=True):
-    """One row, under AReaL's names."""
+    """One row, with AReaL's names."""
 
     interaction_id: str
     reward: float | None
@@ -269,9 +269,9 @@ class ExportReply(Struct, frozen=True, omit_defaults=True):
 
     interactions: dict[str, ExportedInteraction]
     ignored: dict[str, int] = {}
-    """How often the session's requests asked for what has no effect, by the parameter's name."""
+    """Number of the session's requests that set a parameter without effect, by its name."""
     auxiliary: dict[str, str] = {}
-    """Why conversations are none of these rows, by the id of their first reply."""
+    """Reasons for conversations that are left out, by the id of their first reply."""
 
 
 class MaxOpenSessionsReply(Struct, frozen=True):

@@ -1,13 +1,13 @@
 """Messages to a cell's control proxy, which guards its SGLang servers.
 
-All requests go over TLS and show the control proxy's bearer key. A call about one replica also says
-who calls, in headers:
+All requests go over TLS with the control proxy's bearer key. A call about one replica also
+identifies its caller, in headers:
 
 | header             | meaning                                                                     |
 |--------------------|-----------------------------------------------------------------------------|
 | x-areal-incarnation| the replica's incarnation the caller means; 409 when it has been restarted  |
-| x-areal-generation | the trainer's generation; 409 when a newer one has been here                |
-| x-areal-deadline-s | a sender not heard of for this long has vanished                            |
+| x-areal-generation | the trainer's generation; 409 after a call of a newer one                   |
+| x-areal-deadline-s | a sender that is silent for this long counts as vanished                    |
 
 | route                             | reply         | meaning                                     |
 |-----------------------------------|---------------|---------------------------------------------|
@@ -16,10 +16,10 @@ who calls, in headers:
 | POST /replicas/<i>/fence          | ReplicaView   | FenceReplicaRequest: out of service         |
 | POST /replicas/<i>/serve          | ReplicaView   | ReopenReplicaRequest: weights verified, open|
 | POST /replicas/<i>/load           | as SGLang     | LoadWeightsRequest: all, from a folder      |
-| POST /replicas/<i>/score          | as SGLang     | ScorePromptRequest: also while it is paused |
+| POST /replicas/<i>/score          | as SGLang     | ScorePromptRequest: also during a pause     |
 | POST /replicas/<i>/<sglang route> | as SGLang     | forwarded if it is one of FORWARDED_ROUTES  |
 
-When a sender has vanished, a replica whose weights it had not begun to change goes on with them;
+When a sender vanishes, a replica whose weights it had not begun to change continues with them;
 any other is restarted, and waits for a full resend.
 """
 
@@ -48,33 +48,33 @@ TRAINER_GENERATION_HEADER = "x-areal-generation"
 SENDER_TIMEOUT_HEADER = "x-areal-deadline-s"
 
 ReplicaState = Literal["starting", "ready", "serving", "failed"]
-"""`ready`: up, but its weights are unknown; `serving`: weights verified, agents may be routed."""
+"""`ready`: up, with unknown weights; `serving`: weights verified, it receives agents' requests."""
 
 
 class UpdatePauseStats(Struct, frozen=True):
     """Cost of one update to the requests in flight at a replica, by its cell's clock."""
 
     version: str
-    """`generation.step` that they went on with."""
+    """`generation.step` that they continued with."""
     pause_s: float
-    """From the order to pause until the replica served again."""
+    """Time from the order to pause until the replica served again."""
     busy_s: float
-    """In which calls of the update were under way at this replica: for the rest of the pause it
-    waited for the sender and for other replicas, as all take each step of an update together."""
+    """Time for which calls of the update were under way at this replica. For the rest of the pause
+    it waited for the sender and other replicas: all take each step of an update together."""
 
 
 ADAPTER_VARIABLE = "AREAL_HPC_SGLANG_ADAPTER"
-"""In a server's environment: settings of an adapter, in PEFT's terms, as JSON. Without it updates
-bring weights."""
+"""Variable of a server's environment: settings of an adapter, in PEFT's terms, as JSON. Without it
+updates carry whole weights."""
 
 
 class ServerKeys(Struct, frozen=True):
-    """Keys of one incarnation of a server; empty where it asks for none."""
+    """Keys of one incarnation of a server; empty if it requires none."""
 
     api: str = ""
-    """Opens the routes that generate and those that tell about the server."""
+    """Key of the routes that generate and those that describe the server."""
     admin: str = ""
-    """Opens the routes that control it, `abort_request` among them."""
+    """Key of the routes that control it, `abort_request` among them."""
 
     def __repr__(self) -> str:
         return "ServerKeys(...)" if self.admin or self.api else "ServerKeys()"
@@ -88,22 +88,22 @@ def generate_server_keys() -> ServerKeys:
 
 
 class ReplicaView(Struct, frozen=True):
-    """One SGLang server as its cell sees it."""
+    """State of one SGLang server of a cell."""
 
     index: int
     incarnation: int
-    """Grows with every restart; an update group made for an older one is void."""
+    """Number that grows with every restart; an update group of an older one is void."""
     state: ReplicaState
     url: str
     """Loopback address, for the proxy of the same node."""
     version: str = ""
     """`generation.step` while serving."""
     tp: int = 1
-    """Tensor-parallel ranks: members it brings into an update group."""
+    """Tensor-parallel ranks: its members in an update group."""
     pause: UpdatePauseStats | None = None
-    """That of its last update."""
+    """Pause of its last update."""
     keys: ServerKeys = NO_KEYS
-    """For those whom the control proxy tells: the proxy of the same node."""
+    """Keys of the server; the control proxy sends them to the proxy of the same node alone."""
 
 
 class ReplicasOfCell(Struct, frozen=True):
@@ -112,52 +112,52 @@ class ReplicasOfCell(Struct, frozen=True):
 
 
 class FollowerPollRequest(Struct, frozen=True):
-    """A further node of a cell whose replica spans nodes asks what to run, several times a second.
+    """Poll of a worker node of a cell whose replica spans nodes, several times a second.
 
-    Not heard of for `inference.multi_node.NODE_TIMEOUT_S`, it is lost, and so is the incarnation.
+    A node without a poll for `inference.multi_node.NODE_TIMEOUT_S` is lost with the incarnation.
     """
 
     node: int
-    """1, 2, ...: its place among the cell's nodes."""
+    """Index of the node in the cell: 1, 2, ..."""
     incarnation: int
     """Incarnation whose part runs there; 0: none."""
 
 
 class FollowerPollReply(Struct, frozen=True):
-    """Part that a further node is to run."""
+    """Part of the server that a worker node shall run."""
 
     incarnation: int
-    """0: nothing."""
+    """Incarnation of the part; 0: run none."""
     meeting_point: str
-    """`host:port` where the server's parts meet."""
+    """`host:port` at which the server's parts connect."""
 
 
 class FenceReplicaRequest(Struct, frozen=True):
-    """Agents may not be routed to the replica until it is told to serve."""
+    """Request to route no agents to the replica until it is reopened."""
 
     stays: bool = False
-    """The sender gave the replica up: not even its vanishing opens the replica again."""
+    """Whether the sender gave the replica up: then it stays fenced if the sender vanishes."""
 
 
 class ReopenReplicaRequest(Struct, frozen=True):
-    """The replica holds the verified weights of `version`."""
+    """Notice that the replica holds the verified weights of `version`."""
 
     version: str
 
 
 class LoadWeightsRequest(Struct, frozen=True):
-    """The replica shall load the weights that lie in a folder of the run's `weights/`."""
+    """Request to load the weights in a folder of the run's `weights/`."""
 
     folder: str
-    """Its name, which is no path."""
+    """Name of the folder, not a path."""
     version: str
-    """`generation.step`, stamped on tokens from then on."""
+    """`generation.step`, stamped on tokens sampled after the load."""
 
 
 class ScorePromptRequest(Struct, frozen=True):
-    """The replica shall tell the log-probability of each token of a prompt, but for the first.
+    """Request for the log-probability of each token of a prompt but the first.
 
-    It scores as many of them as fit in its context.
+    The replica scores as many of them as fit in its context.
     """
 
     input_ids: list[int]

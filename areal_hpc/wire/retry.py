@@ -1,4 +1,4 @@
-"""Calls that are made again: pauses, a deadline, and which errors may pass."""
+"""Retries of calls to services: pauses, a deadline, and the errors that are retried."""
 
 import logging
 import time
@@ -18,12 +18,12 @@ RETRYABLE_STATUSES = frozenset({408, 429, 502, 503, 504})
 
 @dataclass(frozen=True, slots=True)
 class Backoff:
-    """Doubling pauses with a limit; iterate over it for one after the other, without end."""
+    """Doubling pauses with a limit; iterating yields them in order, without end."""
 
     min_s: float
     """Seconds before the first retry."""
     max_s: float
-    """No pause is longer."""
+    """Longest pause."""
 
     def get_pause_s(self, retries: int) -> float:
         return min(self.min_s * 2.0 ** min(retries, 60), self.max_s)
@@ -36,7 +36,7 @@ SERVICE_BACKOFF = Backoff(0.05, 1.0)
 
 
 def is_passing(error: ClusterError) -> bool:
-    """True if the peer is away or busy; false if it refused."""
+    """Return whether the peer was unreachable or busy; it did not refuse the call."""
     return not isinstance(error, HttpStatusError) or error.status in RETRYABLE_STATUSES
 
 
@@ -46,7 +46,7 @@ def retry(
     *,
     is_stopping: Callable[[], bool] = lambda: False,
 ) -> ResultT:
-    """Repeat a call while its peer is away, for `within_s` from the first failure.
+    """Repeat a call while its peer is unreachable, for `within_s` from the first failure.
 
     Raises:
         ClusterError: The last failure, or a refusal.
@@ -68,12 +68,12 @@ def retry(
 async def retry_until_answered(
     call: Callable[[], Awaitable[ResultT]], on_failure: Callable[[ClusterError, float], None]
 ) -> ResultT:
-    """Repeat a call while its peer is away.
+    """Repeat a call without a limit while its peer is unreachable.
 
     Raises:
         ClusterError: A refusal.
     """
-    import asyncio  # commands that look at runs import this module, and never come here
+    import asyncio  # commands that only read runs import this module, but never call this
 
     for pause_s in SERVICE_BACKOFF:
         try:

@@ -1,4 +1,4 @@
-"""Trajectory: one training row, token by token, as agents produce it and trainers read it.
+"""Trajectories: training rows of tokens, which the proxy records and the trainer reads.
 
 Shape letters used in names across the package:
 
@@ -11,8 +11,8 @@ Shape letters used in names across the package:
 | V      | vocabulary (the local shard under TP)        |
 
 Routes of a mixture of experts are the ids of the experts that a token visited in each layer, as
-SGLang returns them: layers without experts count, too. Ids are uint8, or uint16 where a layer has
-more than 255 experts; what is no id of an expert stands where nobody recorded any.
+SGLang returns them, with layers without experts. Ids are uint8, or uint16 if a layer has more than
+255 experts; the largest value of the type stands where no expert was recorded.
 """
 
 import json
@@ -30,23 +30,23 @@ from areal_hpc.wire.agent_reward import MAX_REWARD, Reward
 
 RouteArray = npt.NDArray[np.unsignedinteger[Any]]
 MAX_TEMPERATURE: float = 100
-"""Above this every distribution is uniform to rounding, and dividing logits by it loses them."""
+"""Limit above which every distribution is uniform to rounding."""
 GREEDY_TEMPERATURE_BOUND: float = 1e-6
-"""Below this SGLang takes the likeliest token, as at 0, and tells log-probabilities at 1."""
+"""Limit below which SGLang takes the likeliest token and returns log-probabilities at 1."""
 MAX_VOCAB_SIZE = 2**31
-"""Token ids are stored as 32-bit integers."""
+"""Limit of token ids, which are stored as 32-bit integers."""
 
 
 class RowKind(IntEnum):
-    """Why a row was recorded. A batch holds training rows alone."""
+    """Purpose of a row. A batch holds training rows alone."""
 
     TRAIN = 0
     EVALUATION = 1
-    """Of a held-out task."""
+    """Row of a held-out task."""
     FAILED = 2
-    """Of an episode that its agent did not bring to an end."""
+    """Row of an episode in which the agent failed."""
     AUXILIARY = 3
-    """Of a conversation that served an episode and is not to be learned from."""
+    """Row of a conversation that served an episode and is not trained."""
 
     @property
     def label(self) -> str:
@@ -58,43 +58,43 @@ PromptReuse = Literal["reused", "retokenized", "none"]
 
 
 class CallRecord(Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """One model call of a row. Times are Unix seconds, 0 where they are not known."""
+    """Record of one model call of a row. Times are Unix seconds, 0 if unknown."""
 
     id: str
-    """The reply's."""
+    """Id of the reply."""
     parent_id: str | None = None
-    """The reply after whose tokens its prompt goes on; None where a prompt begins anew."""
+    """Reply whose tokens the prompt continues; None if it continues none."""
     followers: list[str] = []
-    """The replies that pass their reward on to this one, by the run's rule of credit."""
+    """Replies that pass their reward back to this one, by the run's rule of credit."""
     trained: bool = False
-    """This row trains the reply. One that several rows share is trained in the first of them."""
+    """Whether this row trains the reply. If several rows share it, the first of them trains it."""
     reward: Reward | None = None
-    """Its own, as the agent gave it: nothing of it is passed back or on."""
+    """Reward that the agent gave this reply, without rewards that are passed back."""
     reuse: PromptReuse = "none"
     asked_at: float = 0.0
     first_token_at: float = 0.0
-    """Known of streams alone."""
+    """Time of a stream's first token; unknown for other replies."""
     answered_at: float = 0.0
     replica: int = -1
-    """The one of the cell that said its end; -1 if a client in the agent recorded the call."""
+    """Replica of the cell that sampled the reply's end; -1 if a client in the agent recorded it."""
     prompt_tokens: int = 0
-    """Of the whole prompt: the reply begins at this token of the row."""
+    """Tokens of the whole prompt: the reply begins at this token of the row."""
     reply_tokens: int = 0
     cached_tokens: int = 0
-    """Of the prompt, that the engine had computed before."""
+    """Tokens of the prompt that the engine had in its cache."""
     finish_reason: str = ""
     """`stop`, `length` or `abort`."""
     new_messages: int = 0
-    """Messages that are new in its prompt; the reply follows them in the row's messages."""
+    """Number of new messages in its prompt; the reply follows them in the row's messages."""
     tools: str = ""
     """Hash of the schemas of the tools that it could call."""
     template_variables: dict[str, Any] = {}
     sampling: dict[str, Any] = {}
-    """SGLang's sampling parameters; those that are left out had SGLang's default."""
+    """SGLang's sampling parameters; missing ones had SGLang's default."""
 
 
 class RowRecord(Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """The episode of a row, and the row's calls in the order of its tokens."""
+    """Record of a row's episode, and of the row's calls in the order of its tokens."""
 
     session_id: str = ""
     task_id: str = ""
@@ -104,41 +104,40 @@ class RowRecord(Struct, frozen=True, omit_defaults=True, kw_only=True):
     started_at: float = 0.0
     ended_at: float = 0.0
     ignored: dict[str, int] = {}
-    """How often the episode's requests asked for what has no effect, by the parameter's name."""
+    """Number of the episode's requests that set a parameter without effect, by its name."""
     calls: list[CallRecord] = []
     is_credited: bool = False
-    """The rewards of its calls are what each earned: the agent's client has passed them back."""
+    """Whether each reward is all that its reply earned: the agent's client passed rewards back."""
     reward: float | None = None
-    """Of the row, in double precision: its column has single."""
+    """Reward of the row in double precision; its column has single precision."""
     unrewarded_replies: int = 0
     """Completed replies of its episode that no reward reaches: no row trains them."""
     auxiliary_reason: str = ""
-    """Of an auxiliary conversation: why it is one."""
+    """Reason that the conversation is auxiliary; empty if it is not."""
     cause: str = ""
-    """Of a failed episode: the exception and its line, such as `KeyError at agent.py:31`."""
+    """Exception of a failed episode and its line, such as `KeyError at agent.py:31`."""
     error: str = ""
-    """Of a failed episode: one sentence, then the end of the traceback if there is one."""
+    """Error of a failed episode: one sentence, then the end of the traceback if there is one."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplingMask:
-    """Tokens that could be sampled at each place of a row, where a sampler left some out.
+    """Tokens that could be sampled at each position of a row, if the sampler excluded any.
 
-    The log-probabilities of such places are of the distribution over these tokens.
+    The log-probabilities at such positions are of the distribution over these tokens.
     """
 
     counts_T: npt.NDArray[np.uint16]
-    """How many; 0 where none were left out, or nobody sampled."""
+    """Number of such tokens; 0 where none were excluded, and at tokens that were not sampled."""
     ids: npt.NDArray[np.int32]
-    """Those of one place after those of another."""
+    """Token ids, position after position."""
     forbids_T: npt.NDArray[np.bool_] | None = None
-    """Places whose `ids` are those that could not be sampled, in place of those that could; None
-    without any, as in shards."""
+    """Positions whose `ids` are the excluded tokens instead; None if there are none."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrajectoryRow:
-    """One recorded row: a token sequence the model saw and partly said.
+    """One recorded row: a token sequence that the model read and partly sampled.
 
     All four arrays have length T. Prompt, tool and user tokens have `loss_mask` 0,
     `logprobs` 0 and `versions` -1; tokens the model sampled have `loss_mask` 1, the
@@ -149,11 +148,11 @@ class TrajectoryRow:
     ticket_id: int
     """Position in the run's stream of tasks."""
     attempt: int
-    """Which issue of the ticket produced this row (a re-issued ticket has a higher one)."""
+    """Number of the ticket's issue that produced this row; it grows when a ticket is re-issued."""
     episode: int
-    """Which of the ticket's `n_samples` episodes, from 0."""
+    """Index among the ticket's `n_samples` episodes, from 0."""
     row: int
-    """Which row of the episode, from 0 (an episode that forks its history has several)."""
+    """Index among the episode's rows, from 0: an episode that forks its history has several."""
     input_ids_T: npt.NDArray[np.int32]
     loss_mask_T: npt.NDArray[np.uint8]
     logprobs_T: npt.NDArray[np.float32]
@@ -163,17 +162,16 @@ class TrajectoryRow:
     """Sampling temperature; the trainer divides its logits by it."""
     kind: RowKind = RowKind.TRAIN
     eval_step: int = -1
-    """The step whose weights were evaluated, if its task is a held-out one; else -1."""
+    """Step whose weights were evaluated, if its task is a held-out one; else -1."""
     record: RowRecord = field(default_factory=RowRecord)
-    """The episode and the row's model calls."""
     meta: dict[str, Any] = field(default_factory=dict)
     """Free-form JSON: the messages."""
     tool_schemas: dict[str, Any] = field(default_factory=dict)
     """Schemas of the tools that its calls name, by their hash."""
     sampling_mask: SamplingMask | None = None
-    """None if the whole vocabulary could be sampled everywhere, or nobody noted what could."""
+    """None if the whole vocabulary could be sampled everywhere, or no mask was recorded."""
     routes_TLK: RouteArray | None = None
-    """Experts that each token visited in each layer; None if none were noted."""
+    """Experts that each token visited in each layer; None if none were recorded."""
 
     def __post_init__(self) -> None:
         arrays = (self.input_ids_T, self.loss_mask_T, self.logprobs_T, self.versions_T)
@@ -187,10 +185,10 @@ class TrajectoryRow:
 
 
 def find_row_defect(row: TrajectoryRow, vocab_size: int = MAX_VOCAB_SIZE) -> str | None:
-    """The first property that makes a row unfit to train on, in words; None for a sound row.
+    """Return the first defect that makes a row unfit for training, in words; None for a sound row.
 
-    Writers refuse such a row and trainers leave it out: one of them makes a gradient that is not
-    finite, or an index error, and would do so again after every restart.
+    Writers refuse such a row and trainers leave it out: it would cause an index error or a gradient
+    that is not finite, again after every restart.
     """
     ids_T, mask_T = row.input_ids_T, row.loss_mask_T
     numbers = (row.attempt, row.episode, row.row)
@@ -220,7 +218,7 @@ def find_row_defect(row: TrajectoryRow, vocab_size: int = MAX_VOCAB_SIZE) -> str
 def find_mask_defect(
     mask: SamplingMask, input_ids_T: npt.NDArray[np.int32], vocab_size: int = MAX_VOCAB_SIZE
 ) -> str | None:
-    """What makes a sampling mask of these tokens unfit to normalize over; None for a sound one."""
+    """Return the defect of the sampling mask of these tokens, in words; None for a sound one."""
     tokens, kept = len(input_ids_T), int(mask.counts_T.sum(dtype=np.int64))
     if (len(mask.counts_T), len(mask.ids)) != (tokens, kept):
         return (
@@ -229,37 +227,37 @@ def find_mask_defect(
         )
     low, high = int(mask.ids.min(initial=0)), int(mask.ids.max(initial=0))
     if low < 0 or high >= vocab_size:
-        odd = low if low < 0 else high
-        return f"expected a sampling mask of token ids from 0 to {vocab_size - 1}, got {odd}"
-    places = np.repeat(np.arange(tokens), mask.counts_T)
-    has_own = np.zeros(tokens, np.bool_)
-    has_own[places[mask.ids == input_ids_T[places]]] = True
-    if not has_own[mask.counts_T > 0].all():
+        outlier = low if low < 0 else high
+        return f"expected a sampling mask of token ids from 0 to {vocab_size - 1}, got {outlier}"
+    positions = np.repeat(np.arange(tokens), mask.counts_T)
+    has_sampled = np.zeros(tokens, np.bool_)
+    has_sampled[positions[mask.ids == input_ids_T[positions]]] = True
+    if not has_sampled[mask.counts_T > 0].all():
         return "expected every sampled token in its sampling mask"
     return None
 
 
 class MixtureShape(Struct, frozen=True, array_like=True):
-    """Layers of a network, experts that a token visits in each, and experts that there are."""
+    """Layers of a network, experts that a token visits in each, and experts of each."""
 
     layers: int
     per_token: int
     experts: int
 
     def make_routes(self, tokens: int) -> RouteArray:
-        """Routes [tokens, layer, k] that nobody recorded."""
+        """Return routes [tokens, layer, k] without a recorded expert."""
         dtype: np.dtype[Any] = np.dtype(np.uint8 if self.experts < 256 else np.uint16)
         return np.full((tokens, self.layers, self.per_token), np.iinfo(dtype).max, dtype)
 
 
 class RecordedRoutes(Struct, frozen=True, array_like=True):
-    """Routes of the tokens before the last one of a sequence, which no pass has read yet."""
+    """Routes of a sequence's tokens but the last one, which no forward pass has read yet."""
 
     mixture: MixtureShape
     packed: bytes
 
     def unpack(self) -> RouteArray:
-        """Routes [t, layer, k]; the last one is of the sequence's last token but one."""
+        """Return routes [t, layer, k]; the last one is of the sequence's last token but one."""
         empty = self.mixture.make_routes(0)
         return np.frombuffer(self.packed, empty.dtype).reshape(-1, *empty.shape[1:])
 
@@ -267,36 +265,36 @@ class RecordedRoutes(Struct, frozen=True, array_like=True):
 def lay_out_routes(
     parts: Iterable[tuple[int, RouteArray | None]], tokens: int
 ) -> RouteArray | None:
-    """Routes [tokens, layer, k], each part from its place on; None without a part."""
-    held = [(first, part) for first, part in parts if part is not None]
-    if not held:
+    """Return routes [tokens, layer, k] with each part from its position on; None without a part."""
+    present = [(first, part) for first, part in parts if part is not None]
+    if not present:
         return None
-    _, one = held[0]
-    routes_TLK = np.full((tokens, *one.shape[1:]), np.iinfo(one.dtype).max, one.dtype)
-    for first, part in held:
+    _, like = present[0]
+    routes_TLK = np.full((tokens, *like.shape[1:]), np.iinfo(like.dtype).max, like.dtype)
+    for first, part in present:
         routes_TLK[first : first + len(part)] = part
     return routes_TLK
 
 
 def record_engine_routes(mixture: MixtureShape, ids: bytes, tokens: int) -> RecordedRoutes | None:
-    """Routes from ids of one or two bytes; None if they are not a sound one for each token."""
+    """Return the routes from ids of one or two bytes; None if their number or an id is wrong."""
     count = tokens * mixture.layers * mixture.per_token
     if len(ids) not in (count, 2 * count):
         return None
-    found = np.frombuffer(ids, "u1" if len(ids) == count else "<u2")
-    if int(found.max(initial=0)) >= mixture.experts:
+    experts = np.frombuffer(ids, "u1" if len(ids) == count else "<u2")
+    if int(experts.max(initial=0)) >= mixture.experts:
         return None
     dtype = mixture.make_routes(0).dtype
-    return RecordedRoutes(mixture, found.astype(dtype, copy=False).tobytes())
+    return RecordedRoutes(mixture, experts.astype(dtype, copy=False).tobytes())
 
 
 def read_mixture_shape(model_dir: Path) -> MixtureShape | None:
-    """The mixture that a model directory describes; None for a dense model."""
+    """Read the mixture that a model directory describes; None for a dense model."""
     return parse_mixture_shape(json.loads((model_dir / "config.json").read_bytes()))
 
 
 def parse_mixture_shape(config: Mapping[str, Any]) -> MixtureShape | None:
-    """The same from a parsed `config.json`."""
+    """Return the mixture that a parsed `config.json` describes; None for a dense model."""
     text = config.get("text_config") or config
     counts = (text.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
     experts = next((int(count) for count in counts if count), 0)

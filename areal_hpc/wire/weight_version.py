@@ -1,7 +1,7 @@
-"""Which weights sampled a token: `generation.step`, and how old that is. Pure, no torch.
+"""Weight versions, written `generation.step`, and the staleness between two of them.
 
 A generation is one start of the trainer. A restarted trainer resumes from a saved step, so
-the same step number can name two different sets of weights; the generation tells them apart.
+the same step number can name two sets of weights; the generation distinguishes them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _STEP_MASK = (1 << _STEP_BITS) - 1
 
 @dataclass(frozen=True, slots=True, order=True)
 class WeightVersion:
-    """The weights after `step` training steps, as held by `generation` of the trainer."""
+    """Version of the weights after `step` training steps of the trainer's `generation`."""
 
     generation: int
     step: int
@@ -25,7 +25,7 @@ class WeightVersion:
 
     @classmethod
     def parse(cls, text: str) -> WeightVersion:
-        """Read the form SGLang carries as `weight_version`.
+        """Read the text that SGLang returns as `weight_version`.
 
         Raises:
             ValueError: The text is not `generation.step`.
@@ -46,7 +46,7 @@ class WeightVersion:
 
 @dataclass(frozen=True, slots=True)
 class GenerationFork:
-    """Generation `generation` began from the saved step `base_step`."""
+    """Start of a generation from the saved step `base_step`."""
 
     generation: int
     base_step: int
@@ -57,10 +57,10 @@ def compute_staleness_steps(
     sampled_version: WeightVersion,
     generation_forks: Sequence[GenerationFork],
 ) -> int:
-    """Training steps between the weights that sampled a token and the current ones.
+    """Return the training steps between the weights that sampled a token and the current ones.
 
-    Steps of an abandoned generation that were never saved do not count: they are measured from
-    the last ancestor both generations share. `generation_forks` has every generation of the run.
+    Steps of an abandoned generation that were never saved do not count: a token of it has the age
+    of the last step that both generations share. `generation_forks` has every generation.
     """
     shared_step = min(
         (
