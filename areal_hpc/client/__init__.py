@@ -1,1 +1,1 @@
-"""The proxy's sessions within the agent's own process: `ArealOpenAI`, and a model for CAMEL."""
+"""Clients that record model calls within the agent's own process: for OpenAI's SDK and CAMEL."""

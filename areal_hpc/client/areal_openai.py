@@ -1,8 +1,8 @@
-"""`ArealOpenAI`: an `AsyncOpenAI` whose requests are answered and recorded in this process.
+"""`ArealOpenAI`: an `AsyncOpenAI` client that answers and records its requests in this process.
 
-It is the proxy's own application behind a transport that needs no socket, so that whatever the
-proxy serves (dialects, tools, token reuse) behaves the same here. For agents that hold a client
-rather than an address; what they recorded is exported from the client. Streams arrive whole.
+It runs the proxy's own application behind a transport without a socket, so that all that the proxy
+serves (dialects, tools, token reuse) behaves the same here. It is for agents that take a client
+rather than an address; it exports their training rows itself. A stream arrives only when complete.
 """
 
 import importlib
@@ -42,25 +42,25 @@ from areal_hpc.wire.agent_reward import Reward
 from areal_hpc.wire.proxy import EngineAddress, StartSessionRequest
 
 PLACEHOLDER_BASE_URL = "http://in-process.invalid/v1"
-"""Never resolved; the SDK wants one."""
+"""Address that the SDK requires and nothing resolves."""
 MAX_REQUEST_BYTES = 1 << 30
 DEFAULT_CONTEXT_TOKENS = 32768
-"""Where neither the caller nor the tokenizer says how long a sequence may be."""
+"""Longest sequence if neither the caller nor the tokenizer sets one."""
 
 
 class ArealOpenAI(AsyncOpenAI):
-    """One session: a conversation with the model, its rewards, and the rows made of it.
+    """Client of one session: its conversations with the model, their rewards and training rows.
 
     Args:
-        engine: Where to generate: a server that answers SGLang's `/generate`, or its address.
-        tokenizer: A fast tokenizer of `transformers`, or the directory of the model.
-        tool_call_parser: SGLang's name of the format of the model's tool calls, as in AReaL that
-            of Qwen; None leaves calls in the text.
+        engine: Server with SGLang's `/generate`, or its address.
+        tokenizer: Fast tokenizer of `transformers`, or the directory of the model.
+        tool_call_parser: SGLang's name of the format of the model's tool calls, by default that of
+            Qwen as in AReaL; None leaves calls in the text.
         reasoning_parser: SGLang's name of the format of its reasoning.
-        engine_max_tokens: Longest prompt plus reply; as the tokenizer says when None.
-        chat_template_type: `concat` permits the export of that name. Tokens of earlier turns
-            are re-used verbatim in both.
-        serve_python: Interpreter of SGLang's environment, where the parsers run; `auto`: the
+        engine_max_tokens: Longest prompt plus reply; None takes the tokenizer's limit.
+        chat_template_type: `concat` permits the export of that name. Both re-use tokens of
+            earlier turns verbatim.
+        serve_python: Interpreter of SGLang's environment, which runs the parsers; `auto`: the
             checkout's own.
         request_timeout_s: Longest time one call may take.
     """
@@ -90,7 +90,7 @@ class ArealOpenAI(AsyncOpenAI):
             reasoning_parser,
         )
         key = generate_key()
-        # Ids are not bounded: a model may sample one of its embedding that its tokenizer lacks.
+        # Ids have no bound: a model may sample an id of its embedding that its tokenizer lacks.
         recorder = MemoryRecorder()
         session_id = f"client-{secrets.token_hex(6)}"
         recorder.record(
@@ -116,14 +116,14 @@ class ArealOpenAI(AsyncOpenAI):
         )
 
     async def post(self, *args: Any, **kwargs: Any) -> Any:
-        """What every resource of the SDK calls; keeps the answers for export."""
+        """Send a request for a resource of the SDK, and keep its answer for export."""
         answer = await super().post(*args, **kwargs)
         if isinstance(answer, ChatCompletion | Response):
             self._answers[answer.id] = answer
         return answer
 
     async def close(self) -> None:
-        """Close the client, and the engine's connections unless the engine was given."""
+        """Close the client, and its connections unless an `EngineEndpoint` was passed."""
         await super().close()
         if self._owns_engine:
             await self._engine.close()
@@ -131,7 +131,7 @@ class ArealOpenAI(AsyncOpenAI):
     # Rewards ------------------------------------------------------------------------------
 
     def set_reward(self, interaction_id: str, reward: float | Reward) -> None:
-        """Reward one interaction; a second time replaces the first."""
+        """Reward one interaction; a second reward replaces the first."""
         interaction = find_interaction_to_reward(self.tree, interaction_id)
         give_reward(interaction, parse_reward(reward), is_named=True)
 
@@ -142,7 +142,7 @@ class ArealOpenAI(AsyncOpenAI):
         give_reward(self.tree.last_completed, parse_reward(reward), is_named=False)
 
     def set_final_reward(self, reward: float | Reward) -> None:
-        """The older name of `set_last_reward`."""
+        """Reward the last completed interaction: the older name of `set_last_reward`."""
         self.set_last_reward(reward)
 
     def apply_reward_discount(
@@ -151,7 +151,7 @@ class ArealOpenAI(AsyncOpenAI):
         """Pass rewards back to the turns that led to them (`session.credit`).
 
         Returns:
-            What each interaction earned, by id; None where no reward reaches.
+            Reward of each interaction by id; None if no reward reaches it.
         """
         return self._overwrite_rewards_with_earned(turn_discount, credit, frozenset())
 
@@ -162,14 +162,14 @@ class ArealOpenAI(AsyncOpenAI):
             raise RuntimeError("apply_reward_discount should only be called once.")
         earned = compute_credited_rewards(self.tree, turn_discount, credit, orphans)
         self._is_discounted = True
-        for name, earnings in earned.items():
-            self.tree[name].reward = earnings.total
-        return {name: earnings.total for name, earnings in earned.items()}
+        for interaction_id, reward in earned.items():
+            self.tree[interaction_id].reward = reward.total
+        return {interaction_id: reward.total for interaction_id, reward in earned.items()}
 
     # Export -------------------------------------------------------------------------------
 
     def get_interaction(self, interaction_id: str) -> RecordedInteraction | None:
-        """One interaction, or None if it is not one of this client's."""
+        """Return one interaction; None if this client did not record it."""
         if interaction_id not in self.tree:
             return None
         reward = self.tree[interaction_id].reward
@@ -182,12 +182,12 @@ class ArealOpenAI(AsyncOpenAI):
         reward_discount: float | None = None,
         drop_retry_orphans: bool = False,
     ) -> dict[str, RecordedInteraction]:
-        """Training rows by the id of the interaction they end with.
+        """Return training rows by the id of the interaction that ends them.
 
         Args:
             style: `individual`: a row per interaction, which trains its reply alone. `concat`: a
                 row per leaf of the tree; replies that leaves share are trained in the first.
-            reward_discount: Applied before, unless a discount was.
+            reward_discount: Discount to pass rewards back with, unless that is done already.
             drop_retry_orphans: Leave out unused replies to a request that was sent again.
         """
         if style not in ("individual", "concat"):
@@ -201,13 +201,15 @@ class ArealOpenAI(AsyncOpenAI):
         if reward_discount is not None and not self._is_discounted:
             self._overwrite_rewards_with_earned(reward_discount, "tree", orphans)
         rewards = {
-            one.interaction_id: one.reward for one in self.tree if one.interaction_id not in orphans
+            call.interaction_id: call.reward
+            for call in self.tree
+            if call.interaction_id not in orphans
         }
-        recorded = [
+        interactions = [
             self._build_recorded_interaction(plan)
             for plan in plan_rows_with_unrewarded(self.tree, style, rewards)
         ]
-        return {one.interaction_id: one for one in recorded}
+        return {interaction.interaction_id: interaction for interaction in interactions}
 
     def _build_recorded_interaction(self, plan: RowPlan) -> RecordedInteraction:
         last = plan.path[-1]
@@ -222,9 +224,9 @@ def _make_asgi_transport(
     serve_python: str,
     request_timeout_s: float,
 ) -> Any:
-    """The proxy's application as a transport of the HTTP library that the SDK is built on.
+    """Return the proxy's application as a transport of the HTTP library that the SDK uses.
 
-    The application is made when the event loop that it needs is running.
+    The first request creates the application, because that needs a running event loop.
     """
     app: ProxyApp | None = None
 
@@ -256,5 +258,5 @@ def _make_asgi_transport(
 
 def _get_max_sequence_tokens(tokenizer: Any) -> int:
     limit = getattr(tokenizer, "model_max_length", None)
-    # transformers says 10**30 when it does not know.
+    # transformers sets 10**30 if it does not know the limit.
     return limit if isinstance(limit, int) and limit < 10**9 else DEFAULT_CONTEXT_TOKENS

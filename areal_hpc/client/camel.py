@@ -1,4 +1,4 @@
-"""A model for CAMEL agents that speaks through an `ArealOpenAI` (camel-ai 0.2.90)."""
+"""Model for CAMEL agents that sends its requests through an `ArealOpenAI` (camel-ai 0.2.90)."""
 
 from typing import Any
 
@@ -15,11 +15,11 @@ class AReaLOpenAICompatibleModel(OpenAICompatibleModel):  # type: ignore[misc]
     """CAMEL's OpenAI-compatible model on a recording client. Agents must use `astep`.
 
     Args:
-        openai_client: Records the agent's calls.
-        tokenizer: The model's; CAMEL counts tokens with it.
+        openai_client: Client that records the agent's calls.
+        tokenizer: Tokenizer of the model; CAMEL counts tokens with it.
         model_type: CAMEL's label of the model.
         model_config_dict: Parameters of every request.
-        options: What else CAMEL's model takes.
+        options: Other arguments of CAMEL's model.
     """
 
     def __init__(
@@ -45,8 +45,8 @@ class SessionTokenCounter(BaseTokenCounter):  # type: ignore[misc]
         self._template, self._encoder = load_tokenizer(tokenizer)
 
     def count_tokens_from_messages(self, messages: list[dict[str, Any]]) -> int:
-        normal = [normalize_chat_message(message) for message in messages]
-        return len(self.encode(self._template.render_prompt(normal)))
+        normalized = [normalize_chat_message(message) for message in messages]
+        return len(self.encode(self._template.render_prompt(normalized)))
 
     def encode(self, text: str) -> list[int]:
         return self._encoder.encode(text)
@@ -56,11 +56,11 @@ class SessionTokenCounter(BaseTokenCounter):  # type: ignore[misc]
 
 
 class _NoSyncClient:
-    """Stands where CAMEL keeps its blocking client."""
+    """Placeholder for CAMEL's blocking client, which raises on use."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
-            raise AttributeError(name)  # asked by `copy`, and by `hasattr`
+            raise AttributeError(name)  # `copy` and `hasattr` look these up
         raise AgentError(
             "ArealOpenAI is asynchronous: call it with `await`", hint="call agent.astep"
         )

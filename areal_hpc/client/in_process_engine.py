@@ -1,4 +1,4 @@
-"""What a client generates, tokenizes and parses with, in its own process."""
+"""Engine connection, tokenizer and parsers of `ArealOpenAI` clients, shared within a process."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from areal_hpc.wire.replicas import ReplicaView, ServerKeys
 
 
 class EngineEndpoint:
-    """A server that answers SGLang's `/generate`: SGLang itself, or a proxy's session.
+    """Server with SGLang's `/generate`: SGLang itself, or a proxy's session.
 
-    May be shared by many clients; they use one connection pool.
+    Clients that share an instance share its connection pool.
     """
 
     def __init__(self, url: str, *, api_key: str = "") -> None:
@@ -57,7 +57,7 @@ class EngineEndpoint:
 
 
 class SingleServerRouter(Router):
-    """Always the same server: there is no other to go to."""
+    """Router to one server, which it never gives up: there is no other."""
 
     def __init__(self, engine: EngineEndpoint) -> None:
         super().__init__(StaticReplicaSource([engine.url]))
@@ -76,43 +76,43 @@ _PARSERS_BY_LOOP: WeakKeyDictionary[
 def get_shared_parsers(
     tool_call_parser: str | None, reasoning_parser: str | None, serve_python: str
 ) -> ParserProcessClient | None:
-    """The parsers that clients of the running event loop share; None if there is nothing to parse.
+    """Return the parsers that clients of the running event loop share; None if none is named.
 
-    Their process starts with the first reply that has to be parsed, which then takes some seconds
-    longer, and ends with this one.
+    The first reply to parse starts their process and takes some seconds longer; the process ends
+    with this one.
     """
     if not tool_call_parser and not reasoning_parser:
         return None
-    of_loop = _PARSERS_BY_LOOP.setdefault(asyncio.get_running_loop(), {})
+    parsers = _PARSERS_BY_LOOP.setdefault(asyncio.get_running_loop(), {})
     key = (tool_call_parser, reasoning_parser, serve_python)
-    if key not in of_loop:
+    if key not in parsers:
         python = get_interpreter("serve", serve_python)
-        of_loop[key] = ParserProcessClient(python, tool_call_parser, reasoning_parser)
-    return of_loop[key]
+        parsers[key] = ParserProcessClient(python, tool_call_parser, reasoning_parser)
+    return parsers[key]
 
 
 _SESSION_TOKENIZER_CACHE: WeakKeyDictionary[Any, tuple[ChatTemplate, TokenEncoder]] = (
     WeakKeyDictionary()
 )
-"""Copying a large vocabulary takes a quarter of a second, and clients are made per episode."""
+"""Cache: copying a large vocabulary takes a quarter of a second, and each episode has a client."""
 
 
 def load_tokenizer(tokenizer: Any) -> tuple[ChatTemplate, TokenEncoder]:
-    """The chat template and the encoder of a tokenizer.
+    """Return the chat template and the encoder of a tokenizer.
 
     Args:
-        tokenizer: A fast tokenizer of `transformers`, the directory of a model, or `owner/name` of
-            one in the hub's cache.
+        tokenizer: Fast tokenizer of `transformers`, the directory of a model, or `owner/name` of a
+            model in the hub's cache.
     """
     if isinstance(tokenizer, str | Path):
         folder = Path(tokenizer)
         if not folder.exists() and re.fullmatch(REPO_PATTERN, str(tokenizer)):
             folder = find_snapshot(str(tokenizer), "model", "tokenizer")
         return ChatTemplate.from_model_dir(folder), TokenEncoder.from_model_dir(folder)
-    found = _SESSION_TOKENIZER_CACHE.get(tokenizer)
-    if found is None:
-        found = _SESSION_TOKENIZER_CACHE[tokenizer] = _convert_tokenizer(tokenizer)
-    return found
+    converted = _SESSION_TOKENIZER_CACHE.get(tokenizer)
+    if converted is None:
+        converted = _SESSION_TOKENIZER_CACHE[tokenizer] = _convert_tokenizer(tokenizer)
+    return converted
 
 
 def _convert_tokenizer(tokenizer: Any) -> tuple[ChatTemplate, TokenEncoder]:
@@ -130,6 +130,6 @@ def _convert_tokenizer(tokenizer: Any) -> tuple[ChatTemplate, TokenEncoder]:
     special = {
         name: text for name, text in tokenizer.special_tokens_map.items() if isinstance(text, str)
     }
-    # A copy: encoders switch off truncation and padding, which its owner may want.
+    # A copy: encoders switch off truncation and padding, which its owner may need.
     copy = Tokenizer.from_str(backend.to_str())
     return ChatTemplate(source, special), TokenEncoder(copy, len(tokenizer))

@@ -1,4 +1,4 @@
-"""Recorded interactions as replies, rewards and tensors."""
+"""Interactions that `ArealOpenAI` exports: replies, rewards and tensors, with AReaL's names."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ class ModelResponse:
 
 @dataclass(slots=True, eq=False)
 class RecordedInteraction:
-    """One exported interaction: a training row with what it was made of."""
+    """One exported interaction: a training row with the answer and the reward behind it."""
 
     plan: RowPlan
-    """The interactions from the root to this one, and whose replies the row trains."""
+    """Interactions from the root to this one, and the replies that the row trains."""
     answer: Any
-    """The `ChatCompletion` or `Response`; None if it was streamed."""
+    """`ChatCompletion` or `Response`; None if it was streamed."""
     reward: float | None
     original_reward: float | None
-    """The reward when it was exported, whatever is made of `reward` later."""
+    """Reward at the time of the export; a user may change `reward` later."""
     _tensors: dict[str, torch.Tensor] | None = field(default=None, init=False)
 
     @property
@@ -59,9 +59,9 @@ class RecordedInteraction:
 
     @property
     def messages(self) -> list[Message]:
-        """The request's whole conversation, in normal form."""
-        *before, last = self.plan.path
-        history = [m for one in before for m in (*one.new_messages, one.reply)]
+        """Whole conversation of the request, in normal form."""
+        *earlier, last = self.plan.path
+        history = [m for call in earlier for m in (*call.new_messages, call.reply)]
         return [*history, *last.new_messages]
 
     @property
@@ -70,8 +70,8 @@ class RecordedInteraction:
 
     @property
     def model_response(self) -> ModelResponse:
-        *before, last = self.plan.path
-        pieces = [ids for one in before for ids in (one.new_ids, one.output_ids)]
+        *earlier, last = self.plan.path
+        pieces = [ids for call in earlier for ids in (call.new_ids, call.output_ids)]
         spans = last.spans
         return ModelResponse(
             input_tokens=[
@@ -84,9 +84,9 @@ class RecordedInteraction:
         )
 
     def to_tensor_dict(self) -> dict[str, torch.Tensor]:
-        """The row as tensors: of `build_areal_batch`, and `original_rewards`; made once.
+        """Return the row as tensors: those of `build_areal_batch`, and `original_rewards`.
 
-        Rewards are 0 where there is none.
+        Later calls return the same tensors. A missing reward is 0.
         """
         if self._tensors is None:
             import torch
