@@ -224,6 +224,7 @@ def build_network(
             dtype,
             device,
             recompute=activations.recompute != "none",
+            on_meta=parallel.shard_parameters,
         )
         if arch.lora is not None:
             add_adapter(causal_lm, arch.lora)

@@ -16,7 +16,10 @@ from torch.distributed.tensor import DTensor
 
 
 def shard_decoder(decoder: Any, dtype: torch.dtype, device: torch.device) -> None:
-    """Divide a `ScoredTokenDecoder` over all ranks. A collective."""
+    """Divide a `ScoredTokenDecoder` over all ranks. A collective.
+
+    Parameters on the meta device get memory for this rank's rows alone.
+    """
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     options: dict[str, Any] = {
         "mesh": DeviceMesh.from_group(group, device.type),
@@ -30,11 +33,21 @@ def shard_decoder(decoder: Any, dtype: torch.dtype, device: torch.device) -> Non
             if not isinstance(parameter, DTensor):
                 parameter.data = parameter.data.float()
         fully_shard(module, **options)
+    if any(parameter.is_meta for parameter in decoder.parameters()):
+        _allocate_own_rows(decoder, device)
     for module in decoder.modules():
         if isinstance(module, FSDPModule):  # gradients are sums, as in Megatron's wrapper
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     decoder.config.finalize_model_grads_func = _divide_by_scored_tokens
+
+
+def _allocate_own_rows(decoder: Any, device: torch.device) -> None:
+    computed = dict(decoder.named_buffers(remove_duplicate=False))
+    decoder.to_empty(device=device)
+    for name, buffer in decoder.named_buffers(remove_duplicate=False):
+        buffer.copy_(computed[name])  # rotary angles, which no checkpoint has
+    decoder.causal_lm.tie_weights()
 
 
 def _divide_by_scored_tokens(

@@ -11,6 +11,7 @@ import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache, partial
 from typing import Any
 
@@ -21,6 +22,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.enums import ModelType
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -123,15 +125,21 @@ def compute_scored_logits(
 
 
 def build_decoder(
-    config: Mapping[str, Any], dtype: torch.dtype, device: torch.device, *, recompute: bool = False
+    config: Mapping[str, Any],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    recompute: bool = False,
+    on_meta: bool = False,
 ) -> PreTrainedModel:
-    """A network with uninitialized weights and right buffers."""
+    """A network with uninitialized weights and right buffers; `on_meta`: weights without memory."""
     hf_config = _parse_config(config)
-    with no_init_weights(), device:
+    moving = _move_parameters_to_meta() if on_meta else nullcontext()
+    with no_init_weights(), device, moving:
         decoder = AutoModelForCausalLM.from_config(
             hf_config, dtype=dtype, attn_implementation=ATTENTION_NAME
         )
-        decoder.tie_weights()  # a part of what is left out
+    decoder.tie_weights()  # a part of what is left out
     for name, buffer in decoder.named_buffers():
         # Rotary angles stay garbage where a module was only allocated.
         if buffer.is_floating_point() and "inv_freq" in name and not _are_angles(buffer):
@@ -142,6 +150,21 @@ def build_decoder(
     if recompute:
         decoder.gradient_checkpointing_enable({"use_reentrant": False})
     return decoder.train()
+
+
+@contextmanager
+def _move_parameters_to_meta() -> Iterator[None]:
+    """Let each parameter of a module being built go at once; its buffers are computed and stay."""
+
+    def move(_module: object, _name: str, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+        return torch.nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+
+    hook: Any = move
+    handle = register_module_parameter_registration_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def build_shapes(config: Mapping[str, Any]) -> PreTrainedModel:
