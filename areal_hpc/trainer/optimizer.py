@@ -1,7 +1,7 @@
 """AdamW, its state divided over data-parallel ranks by Megatron or, with the weights, by FSDP2."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
@@ -21,8 +21,8 @@ from areal_hpc.trainer.model.policy import TrainedNetwork
 from areal_hpc.trainer.model.sharding import find_first_row, list_gradients
 from areal_hpc.trainer.private_apis.megatron_private import (
     OptimizerShard,
-    list_master_weights,
     list_optimizer_shards,
+    take_over_master_weights,
 )
 from areal_hpc.trainer.private_apis.torch_private import pin_host_memory
 
@@ -43,8 +43,8 @@ class Optimizer(Protocol):
 
     def zero_grad(self) -> None: ...
 
-    def list_shards(self, dtype: torch.dtype) -> list[OptimizerShard]:
-        """What this rank steps; the weights that the passes multiply with are in `dtype`."""
+    def list_shards(self) -> list[OptimizerShard]:
+        """What this rank steps."""
 
 
 class MegatronAdamW(ChainedOptimizer):  # type: ignore[misc]
@@ -70,7 +70,7 @@ class MegatronAdamW(ChainedOptimizer):  # type: ignore[misc]
         self._replica.zero_grad_buffer()
         super().zero_grad(set_to_none)
 
-    def list_shards(self, dtype: torch.dtype) -> list[OptimizerShard]:
+    def list_shards(self) -> list[OptimizerShard]:
         return list_optimizer_shards(self)
 
 
@@ -111,8 +111,8 @@ class ShardedAdamW(AdamW):
             clip_grads_with_norm_(self.parameters, self.clip_grad, torch.tensor(norm))
         self.step()
 
-    def list_shards(self, dtype: torch.dtype) -> list[OptimizerShard]:
-        """The rows that this rank keeps, as numbers of the whole parameters."""
+    def list_shards(self) -> list[OptimizerShard]:
+        """The rows that this rank keeps, as numbers of the whole parameters: their own masters."""
         shards = []
         for parameter in self.parameters:
             master = parameter.detach().to_local().view(-1)
@@ -122,7 +122,7 @@ class ShardedAdamW(AdamW):
                 for name, tensor in self.state[parameter].items()
             }
             stop = start + len(master)
-            shards.append(OptimizerShard(parameter, start, stop, master.to(dtype), master, moments))
+            shards.append(OptimizerShard(parameter, start, stop, master, master, moments))
         return shards
 
 
@@ -215,9 +215,9 @@ class HostAdamW(AdamW):
     """AdamW over parts of parameters, its state on the host but for what is being stepped.
 
     The arithmetic stays where it is without offload, and so do its bits: chunk after chunk is
-    copied to the GPU, stepped by the same operations, and copied back. Between steps the state
-    consists of ordinary tensors of the host, which checkpoints read and write as they would those
-    of a GPU.
+    copied to the GPU, stepped by the same operations, rounded to the model's weights, and copied
+    back. Between steps the state consists of ordinary tensors of the host, which checkpoints read
+    and write as they would those of a GPU.
 
     With float32 parameters there are no master weights: the parameters themselves are stepped, and
     only moments are offloaded.
@@ -228,21 +228,29 @@ class HostAdamW(AdamW):
     chunk_elements: int
     _host: dict[torch.Tensor, dict[str, torch.Tensor]]
     """By parameter: the places of its master weights, if it has some, and moments."""
+    _weights: Mapping[torch.Tensor, torch.Tensor]
+    """By master weights: the model's, which are the same numbers rounded."""
 
     @classmethod
     def take_over(
-        cls, adam: AdamW, masters: Sequence[torch.Tensor], device: torch.device, chunk_elements: int
+        cls,
+        adam: AdamW,
+        weights: Mapping[torch.Tensor, torch.Tensor],
+        device: torch.device,
+        chunk_elements: int,
     ) -> None:
-        """Make an optimizer one of this class, and move its state to the host."""
+        """Make an optimizer one of this class, and move its state to the host.
+
+        `weights`: those of the model by their master weights.
+        """
         # Not built anew: Megatron gave it tensors that are no leaves, which AdamW would refuse.
         adam.__class__ = cls
         assert isinstance(adam, cls)
         adam.step_device, adam.chunk_elements, adam._host = device, chunk_elements, {}
-        with_masters = set(masters)
+        adam._weights = weights
         everything = [one for group in adam.param_groups for one in group["params"]]
         names = {
-            one: (*((MASTER_NAME,) if one in with_masters else ()), *MOMENT_NAMES)
-            for one in everything
+            one: (*((MASTER_NAME,) if one in weights else ()), *MOMENT_NAMES) for one in everything
         }
         size = sum(len(names[one]) * one.numel() for one in everything)
         places = torch.empty(size, dtype=torch.float32)
@@ -291,18 +299,22 @@ class HostAdamW(AdamW):
     def _step_parameter(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
         assert parameter.grad is not None
         gradients = parameter.grad.view(-1).split(self.chunk_elements)
-        places = {name: place.view(-1) for name, place in self._host[parameter].items()}
-        # Without master weights it is on the GPU itself, and its chunks are stepped in place.
-        weights = places.get(MASTER_NAME, parameter.detach().view(-1)).split(self.chunk_elements)
-        moments = [places[name].split(self.chunk_elements) for name in MOMENT_NAMES]
+        has_master = parameter in self._weights
+        # Without master weights the model's are stepped themselves, in place.
+        weights = self._weights[parameter] if has_master else parameter.detach()
+        hosts = [
+            place.view(-1).split(self.chunk_elements) for place in self._host[parameter].values()
+        ]
         count = self.state[parameter]["step"]
-        for gradient, weight, *moment in zip(gradients, weights, *moments, strict=True):
-            hosts = [weight, *moment] if MASTER_NAME in places else moment
-            lent = [torch.empty_like(gradient).copy_(host, non_blocking=True) for host in hosts]
-            stepped = lent if MASTER_NAME in places else [weight, *lent]
-            _apply_adamw(stepped, gradient, count.clone(), group)
-            for host, own in zip(hosts, lent, strict=True):
-                host.copy_(own, non_blocking=True)
+        for gradient, weight, *parts in zip(
+            gradients, weights.view(-1).split(self.chunk_elements), *hosts, strict=True
+        ):
+            lent = [torch.empty_like(gradient).copy_(part, non_blocking=True) for part in parts]
+            _apply_adamw(lent if has_master else [weight, *lent], gradient, count.clone(), group)
+            if has_master:
+                weight.copy_(lent[0])
+            for part, own in zip(parts, lent, strict=True):
+                part.copy_(own, non_blocking=True)
         count += 1
 
 
@@ -311,7 +323,8 @@ def offload_optimizer(
 ) -> None:
     """Move the state of Megatron's optimizer to the host, where it is stepped from now on."""
     for part in optimizer.chained_optimizers:
-        HostAdamW.take_over(part.optimizer, list_master_weights(part), device, chunk_elements)
+        weights = take_over_master_weights(part)
+        HostAdamW.take_over(part.optimizer, weights, device, chunk_elements)
 
 
 @contextmanager

@@ -43,6 +43,7 @@ OWNERS = {
         *("_get_main_param_and_optimizer_states", "_get_model_param_range_map"),
         "model_param_group_index_map",
         *("_postprocess", "_maybe_dtoh_and_synchronize", "shard_fp32_from_float16_groups"),
+        *("shard_float16_groups", "_copy_main_params_to_model_params"),
         "get_replay_topk",
     ],
     "trainer/model/cpu/megatron_cpu.py": [
@@ -61,6 +62,7 @@ SIGNATURES: list[tuple[Callable[..., Any], str]] = [
     ),
     (DistributedOptimizer._get_main_param_and_optimizer_states, "self model_param"),
     (DistributedOptimizer._get_model_param_range_map, "self param"),
+    (DistributedOptimizer._copy_main_params_to_model_params, "self"),
     (GPTModel._postprocess, "self hidden_states"),
     (parallel_random._get_cuda_rng_state, ""),
     (parallel_random._set_cuda_rng_state, "new_state"),
@@ -83,6 +85,7 @@ SOURCES: list[tuple[object, list[str]]] = [
             # Its master weights, in lists of one group each, and what it does with them in a step.
             *("shard_fp32_from_float16_groups.append(", "shard_main_param.grad = "),
             "shard_model_param.data.copy_(shard_main_param)",
+            "shard_float16_groups.append(shard_float16_params_this_group)",
             *("self.model_param_group_index_map", '["param_map"]', '"param": torch.Tensor'),
             *('"exp_avg": torch.Tensor', '"exp_avg_sq": torch.Tensor'),
         ],

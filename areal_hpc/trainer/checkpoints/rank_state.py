@@ -216,22 +216,20 @@ def _list_state_shards(
         for one in nested_values(extract_sharded_tensors_and_factories(sharded)[0])
     }
     return [
-        _build_shard(
-            shard, parts[shard.parameter], prefix, has_masters=network.dtype != torch.float32
-        )
-        for shard in optimizer.list_shards(network.dtype)
+        _build_shard(shard, parts[shard.parameter], prefix, network.dtype)
+        for shard in optimizer.list_shards()
     ]
 
 
 def _build_shard(
-    shard: OptimizerShard, sharded_tensors: list[ShardedTensor], prefix: str, has_masters: bool
+    shard: OptimizerShard, sharded_tensors: list[ShardedTensor], prefix: str, dtype: torch.dtype
 ) -> StateShard:
     columns: dict[Column, torch.Tensor] = {
         "exp_avg": shard.moments["exp_avg"],
         "exp_avg_sq": shard.moments["exp_avg_sq"],
-        "weight": shard.weights,
+        "weight": shard.weights.to(dtype),  # FSDP2 rounds them anew for each pass
     }
-    if has_masters:
+    if dtype != torch.float32:
         columns["master"] = shard.master
     # The last number of an id tells data-parallel ranks apart, which here keep a range each.
     is_kept = not any(sharded_tensors[0].replica_id[:-1])

@@ -4,6 +4,7 @@ No other module uses one, but for the CUDA calls that `model/cpu/megatron_cpu.py
 tests/contract/test_private_apis.py checks that each is there with the signature relied on.
 """
 
+import itertools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -116,10 +117,19 @@ def enable_norm_recompute() -> None:
     parallel_random.CheckpointWithoutOutput.__init__.__defaults__ = (None,)
 
 
-def list_master_weights(distributed_optimizer: Any) -> list[torch.Tensor]:
-    return [
-        main for group in distributed_optimizer.shard_fp32_from_float16_groups for main in group
-    ]
+def take_over_master_weights(distributed_optimizer: Any) -> dict[torch.Tensor, torch.Tensor]:
+    """Master weights, each with the rows of the model's weights that follow it.
+
+    Whoever steps the master weights updates the others from now on: Megatron's own copy converts on
+    the host what is there.
+    """
+    distributed_optimizer._copy_main_params_to_model_params = lambda: None
+    pairs = zip(
+        itertools.chain.from_iterable(distributed_optimizer.shard_fp32_from_float16_groups),
+        itertools.chain.from_iterable(distributed_optimizer.shard_float16_groups),
+        strict=True,
+    )
+    return dict(pairs)
 
 
 class OptimizerShard(NamedTuple):
@@ -132,7 +142,7 @@ class OptimizerShard(NamedTuple):
     weights: torch.Tensor
     """These numbers, flat, as the passes multiply with them."""
     master: torch.Tensor
-    """Float32, flat; of a float32 parameter these numbers themselves."""
+    """Float32, flat; of a float32 parameter, and where FSDP2 divides, these numbers themselves."""
     moments: dict[str, torch.Tensor]
     """AdamW's, flat as well, and its count of steps (`step`)."""
 

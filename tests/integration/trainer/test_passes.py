@@ -8,11 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
 from areal_hpc.recipe.sections.trainer import (
     KEEP_ALL_ACTIVATIONS,
     ActivationMemoryConfig,
+    AdamConfig,
     ParallelConfig,
 )
 from areal_hpc.rundir.paths import RunPaths
@@ -29,6 +31,7 @@ from areal_hpc.trainer.objective.loss_stats import (
     STEP_SUM_NAMES,
     LossStats,
 )
+from areal_hpc.trainer.optimizer import build_optimizer, step_optimizer
 from areal_hpc.trainer.step import (
     MicroBatch,
     make_micro_batches_of_this_rank,
@@ -269,6 +272,40 @@ def test_logprobs_in_bfloat16_are_those_of_the_last_states(
         labels = torch.arange(1, LENGTH) * 7 % arch.vocab
         places = exact[: LENGTH - 1].log_softmax(-1).gather(1, labels[:, None])[:, 0]
         assert (logprobs_N.double() - places).abs().max() <= MOST_ERROR
+
+
+class RoundingLog(TorchDispatchMode):
+    """Copies between dtypes, by the memory that they read."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.read_storages: list[int] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        if func is torch.ops.aten.copy_.default and args[0].dtype != args[1].dtype:
+            self.read_storages.append(args[1].untyped_storage().data_ptr())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.on_ranks(1)
+def test_no_weights_are_rounded_where_an_offloaded_optimizer_lies(
+    scenario: Scenario, paths: RunPaths
+) -> None:
+    policy = build_in_bfloat16(TIED, ParallelConfig())
+    optimizer: Any = build_optimizer(policy, AdamConfig(), is_offloaded=True)
+    optimizer.reload_model_params()
+    for parameter in policy.gpt.parameters():
+        parameter.main_grad.normal_()
+    masters = [one for group in optimizer.param_groups for one in group["params"]]
+    with RoundingLog() as log:
+        step_optimizer(optimizer, rate=1e-2)
+    assert len(log.read_storages) >= len(masters)
+    assert not {one.untyped_storage().data_ptr() for one in masters}.intersection(log.read_storages)
+    for shard in optimizer.list_shards():
+        assert torch.equal(shard.weights, shard.master.bfloat16())
+        assert shard.moments["exp_avg"].abs().max() > 0
 
 
 @pytest.mark.parametrize("parallel", [{"tp": 2}, {"pp": 2}], ids=str)

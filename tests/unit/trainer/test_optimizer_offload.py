@@ -45,8 +45,13 @@ class Optimizer:
                 "step": torch.tensor(0.0),
                 **{name: torch.zeros_like(parameter) for name in MOMENT_NAMES},
             }
-        masters = [self.parameters] if has_masters else [[]]
-        part = SimpleNamespace(optimizer=self.adam, shard_fp32_from_float16_groups=masters)
+        masters = self.parameters if has_masters else []
+        self.weights = [master.bfloat16() for master in masters]
+        part = SimpleNamespace(
+            optimizer=self.adam,
+            shard_fp32_from_float16_groups=[masters],
+            shard_float16_groups=[self.weights],
+        )
         self.megatron: Any = SimpleNamespace(chained_optimizers=[part])
         if is_fused:
             switch_adamw_to_fused_kernel(self.megatron, torch.device("cpu"))
@@ -80,6 +85,8 @@ def test_steps_have_the_same_bits(has_masters: bool, is_fused: bool) -> None:
         offloaded.step(seed)
         for expected, found in zip(plain.content, offloaded.content, strict=True):
             assert torch.equal(expected, found)
+        for weight, master in zip(offloaded.weights, plain.parameters, strict=has_masters):
+            assert torch.equal(weight, master.bfloat16())
 
 
 def test_what_is_lent_takes_no_memory_and_comes_back_when_no_step_is_taken() -> None:
