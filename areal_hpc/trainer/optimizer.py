@@ -18,7 +18,7 @@ from areal_hpc.recipe.sections.trainer import AdamConfig
 from areal_hpc.trainer.collectives import all_reduce_max
 from areal_hpc.trainer.model.memory_estimate import OPTIMIZER_CHUNK_ELEMENTS
 from areal_hpc.trainer.model.policy import TrainedNetwork
-from areal_hpc.trainer.model.sharding import find_first_row, list_gradients
+from areal_hpc.trainer.model.sharding import find_first_row
 from areal_hpc.trainer.private_apis.megatron_private import (
     OptimizerShard,
     list_optimizer_shards,
@@ -103,7 +103,8 @@ class ShardedAdamW(AdamW):
 
     @contextmanager
     def prepare_gradients(self) -> Iterator[float]:
-        norm: Any = get_total_norm(list_gradients(self.parameters))
+        gradients = [one.grad for one in self.parameters if one.grad is not None]
+        norm: Any = get_total_norm(gradients)
         yield float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
     def apply_gradients(self, norm: float) -> None:

@@ -363,7 +363,8 @@ def _finalize_gradients(
 
     Megatron's own reads the number of tokens back from the device to compare it with 0.
     """
-    finalize_model_grads(chunks, None, **options)
+    if isinstance(chunks[0], DistributedDataParallel):  # FSDP2 has reduced them
+        finalize_model_grads(chunks, None, **options)
     if num_tokens is None:
         return
     stages = parallel_state.get_pipeline_model_parallel_group()

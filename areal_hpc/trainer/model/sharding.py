@@ -8,7 +8,6 @@ summed in float32, each row's on the rank that keeps it.
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -16,9 +15,9 @@ from torch.distributed.tensor import DTensor
 
 
 def shard_decoder(decoder: Any, dtype: torch.dtype, device: torch.device) -> None:
-    """Divide a `ScoredTokenDecoder` over all ranks. A collective.
+    """Divide a `ScoredTokenDecoder` over all ranks, with memory for this rank's rows. A collective.
 
-    Parameters on the meta device get memory for this rank's rows alone.
+    Parameters, which may be on the meta device, have no numbers afterwards.
     """
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     options: dict[str, Any] = {
@@ -33,39 +32,15 @@ def shard_decoder(decoder: Any, dtype: torch.dtype, device: torch.device) -> Non
             if not isinstance(parameter, DTensor):
                 parameter.data = parameter.data.float()
         fully_shard(module, **options)
-    if any(parameter.is_meta for parameter in decoder.parameters()):
-        _allocate_own_rows(decoder, device)
-    for module in decoder.modules():
-        if isinstance(module, FSDPModule):  # gradients are sums, as in Megatron's wrapper
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
-    decoder.config.finalize_model_grads_func = _divide_by_scored_tokens
-
-
-def _allocate_own_rows(decoder: Any, device: torch.device) -> None:
     computed = dict(decoder.named_buffers(remove_duplicate=False))
     decoder.to_empty(device=device)
     for name, buffer in decoder.named_buffers(remove_duplicate=False):
         buffer.copy_(computed[name])  # rotary angles, which no checkpoint has
     decoder.causal_lm.tie_weights()
-
-
-def _divide_by_scored_tokens(
-    chunks: list[Any], num_tokens: torch.Tensor | None = None, **_: Any
-) -> None:
-    if num_tokens is None:
-        return
-    dist.all_reduce(
-        num_tokens, group=parallel_state.get_data_parallel_group(with_context_parallel=True)
-    )
-    scale = 1.0 / num_tokens.clamp(min=1)
-    for chunk in chunks:
-        for gradient in list_gradients(chunk.parameters()):
-            gradient.to_local().mul_(scale)
-
-
-def list_gradients(parameters: Any) -> list[DTensor]:
-    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+    for module in decoder.modules():
+        if isinstance(module, FSDPModule):  # gradients are sums, as in Megatron's wrapper
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
 
 
 def copy_own_rows(target: torch.Tensor, whole: torch.Tensor) -> None:

@@ -4,8 +4,8 @@ No other module uses one, but for the CUDA calls that `model/cpu/megatron_cpu.py
 tests/contract/test_private_apis.py checks that each is there with the signature relied on.
 """
 
-import itertools
 from collections.abc import Callable
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -118,18 +118,15 @@ def enable_norm_recompute() -> None:
 
 
 def take_over_master_weights(distributed_optimizer: Any) -> dict[torch.Tensor, torch.Tensor]:
-    """Master weights, each with the rows of the model's weights that follow it.
+    """The model's weights by their master weights; the caller rounds the ones to the others.
 
-    Whoever steps the master weights updates the others from now on: Megatron's own copy converts on
-    the host what is there.
+    Megatron would convert on the host what is there.
     """
     distributed_optimizer._copy_main_params_to_model_params = lambda: None
-    pairs = zip(
-        itertools.chain.from_iterable(distributed_optimizer.shard_fp32_from_float16_groups),
-        itertools.chain.from_iterable(distributed_optimizer.shard_float16_groups),
-        strict=True,
+    masters = distributed_optimizer.shard_fp32_from_float16_groups
+    return dict(
+        zip(chain(*masters), chain(*distributed_optimizer.shard_float16_groups), strict=True)
     )
-    return dict(pairs)
 
 
 class OptimizerShard(NamedTuple):

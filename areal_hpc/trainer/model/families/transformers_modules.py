@@ -11,7 +11,7 @@ import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import lru_cache, partial
 from typing import Any
 
@@ -88,6 +88,12 @@ class ScoredTokenDecoder(torch.nn.Module):
             self.causal_lm, input_ids_1T, packed_seq_params, self._compute_logits
         )
 
+    def scale_gradients(self, scale: torch.Tensor) -> None:
+        """As Megatron's wrapper does it, where FSDP2 is in its place."""
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.to_local().mul_(scale)  # type: ignore[operator]
+
     def sharded_state_dict(
         self, prefix: str = "", metadata: Mapping[str, Any] | None = None, **_: Any
     ) -> dict[str, ShardedTensor]:
@@ -134,15 +140,16 @@ def build_decoder(
 ) -> PreTrainedModel:
     """A network with uninitialized weights and right buffers; `on_meta`: weights without memory."""
     hf_config = _parse_config(config)
-    moving = _move_parameters_to_meta() if on_meta else nullcontext()
-    with no_init_weights(), device, moving:
+    # Each parameter goes as it comes; buffers, which no checkpoint has, are computed and stay.
+    hook = register_module_parameter_registration_hook(_move_to_meta) if on_meta else nullcontext()
+    with no_init_weights(), device, hook:
         decoder = AutoModelForCausalLM.from_config(
             hf_config, dtype=dtype, attn_implementation=ATTENTION_NAME
         )
     decoder.tie_weights()  # a part of what is left out
     for name, buffer in decoder.named_buffers():
         # Rotary angles stay garbage where a module was only allocated.
-        if buffer.is_floating_point() and "inv_freq" in name and not _are_angles(buffer):
+        if "inv_freq" in name and not ((buffer >= 0) & (buffer <= 1)).all():
             raise AssertionError(f"the buffer {name} was not computed")
     for parameter in decoder.parameters():
         parameter.data = parameter.data.to(dtype)  # some families ask for float32 here and there
@@ -152,19 +159,8 @@ def build_decoder(
     return decoder.train()
 
 
-@contextmanager
-def _move_parameters_to_meta() -> Iterator[None]:
-    """Let each parameter of a module being built go at once; its buffers are computed and stay."""
-
-    def move(_module: object, _name: str, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
-        return torch.nn.Parameter(parameter.to("meta"), parameter.requires_grad)
-
-    hook: Any = move
-    handle = register_module_parameter_registration_hook(hook)
-    try:
-        yield
-    finally:
-        handle.remove()
+def _move_to_meta(_module: object, _name: str, parameter: torch.nn.Parameter) -> Any:
+    return torch.nn.Parameter(parameter.to("meta"), parameter.requires_grad)
 
 
 def build_shapes(config: Mapping[str, Any]) -> PreTrainedModel:
@@ -230,10 +226,6 @@ def _cut_to_few_layers(hf_config: PreTrainedConfig) -> PreTrainedConfig:
     cut.vocab_size = _CHECKED_VOCABULARY
     cut.bos_token_id = cut.eos_token_id = cut.pad_token_id = None
     return cut
-
-
-def _are_angles(frequencies: torch.Tensor) -> bool:
-    return bool(((frequencies >= 0) & (frequencies <= 1)).all())
 
 
 def _parse_config(config: Mapping[str, Any]) -> PreTrainedConfig:
@@ -346,7 +338,11 @@ def _attend_segment(
     """Attend [1, heads, q, d] over [1, kv_heads, k, d]; the last query sees all keys."""
     copies = query.shape[1] // key.shape[1]
     key, value = (part.repeat_interleave(copies, 1) for part in (key, value))
-    mask = _make_mask(query.shape[2], key.shape[2], window, query.device)
+    places = torch.arange(key.shape[2], device=query.device)
+    distance = places[len(places) - query.shape[2] :, None] - places
+    mask = distance >= 0
+    if window is not None:
+        mask &= distance < window
     if cap is None and sinks_H is None:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
     scores = query @ key.transpose(-1, -2) * scale
@@ -358,14 +354,6 @@ def _attend_segment(
         scores = torch.cat([scores, sinks.to(scores.dtype)], -1)
     weights = scores.softmax(-1, dtype=torch.float32).to(value.dtype)
     return weights[..., : key.shape[2]] @ value
-
-
-def _make_mask(queries: int, keys: int, window: int | None, device: torch.device) -> torch.Tensor:
-    distance = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(
-        keys, device=device
-    )
-    mask = distance >= 0
-    return mask if window is None else mask & (distance < window)
 
 
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _attend)
