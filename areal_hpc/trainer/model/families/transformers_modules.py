@@ -92,7 +92,7 @@ class ScoredTokenDecoder(torch.nn.Module):
         """As Megatron's wrapper does it, where FSDP2 is in its place."""
         for parameter in self.parameters():
             if parameter.grad is not None:
-                parameter.grad.to_local().mul_(scale)  # type: ignore[operator]
+                parameter.grad.to_local().mul_(scale)  # type: ignore[attr-defined]
 
     def sharded_state_dict(
         self, prefix: str = "", metadata: Mapping[str, Any] | None = None, **_: Any
