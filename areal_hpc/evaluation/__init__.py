@@ -1,1 +1,1 @@
-"""Evaluation sets: what is computed from the rewards of their samples, and how sure it is."""
+"""Metrics of evaluation sets, computed from the rewards of samples, with their intervals."""

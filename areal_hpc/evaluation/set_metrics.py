@@ -1,4 +1,4 @@
-"""Metrics of an evaluation set, by the names that a recipe asks for. Pure."""
+"""Metrics of an evaluation set by the names that a recipe lists, such as `pass@k`. Pure."""
 
 import math
 import statistics
@@ -22,7 +22,7 @@ DEFAULT_PASS_REWARD = 1.0
 
 @dataclass(frozen=True, slots=True)
 class SetSamples:
-    """What the samples of a set earned: for each of T tasks S rewards, and answers if given."""
+    """Rewards of a set's samples, S for each of T tasks, and their answers if there are any."""
 
     rewards_TS: Sequence[Sequence[float]]
     answers_TS: Sequence[Sequence[str]] = ()
@@ -36,7 +36,7 @@ class SetSamples:
         return any(any(answers_S) for answers_S in self.answers_TS)
 
     def list_pass_flags_by_task(self, min_reward: float) -> list[list[bool]]:
-        return [[one >= min_reward for one in rewards_S] for rewards_S in self.rewards_TS]
+        return [[reward >= min_reward for reward in rewards_S] for rewards_S in self.rewards_TS]
 
 
 def resolve_k(metric: str, n_samples: int) -> int:
@@ -49,18 +49,18 @@ def format_metric_name(metric: str, n_samples: int) -> str:
 
 
 def list_computed_metric_names(metrics: Sequence[str], n_samples: int) -> list[str]:
-    return [format_metric_name(one, n_samples) for one in dict.fromkeys(("avg@k", *metrics))]
+    return [format_metric_name(metric, n_samples) for metric in dict.fromkeys(("avg@k", *metrics))]
 
 
 def compute_task_values(metric: str, samples: SetSamples, pass_reward: float) -> TaskValues | None:
-    """A metric's value for each task; None of `cons@k` where no sample says what it answers."""
+    """Return a metric's value for each task; None for `cons@k` if no sample has an answer."""
     kind, k = metric.partition("@")[0], resolve_k(metric, samples.n_samples)
     if kind == "avg":
         # Rounded once: tasks with the same rewards in another order have the same value.
         return np.array([statistics.fmean(rewards_S) for rewards_S in samples.rewards_TS])
     passes_TS = samples.list_pass_flags_by_task(pass_reward)
     if kind == "pass":
-        return compute_pass_at_k_by_task([sum(one) for one in passes_TS], samples.n_samples, k)
+        return compute_pass_at_k_by_task([sum(flags) for flags in passes_TS], samples.n_samples, k)
     if not samples.has_answers:
         return None
     pairs = zip(samples.answers_TS, passes_TS, strict=True)
@@ -70,26 +70,26 @@ def compute_task_values(metric: str, samples: SetSamples, pass_reward: float) ->
 def estimate_metrics(
     samples: SetSamples, metrics: Sequence[str], pass_reward: float
 ) -> dict[str, Estimate]:
-    """Each metric with its interval, and `avg@k` always; names have a number in place of k.
+    """Estimate `avg@k` and each metric given; names have a number in place of k.
 
-    Those of more samples than there are stay out: an evaluation to compare with may have fewer.
+    Leave out metrics of more samples than there are: an evaluation to compare with may have fewer.
     """
-    found = {}
+    estimates = {}
     for metric in dict.fromkeys(("avg@k", *metrics)):
         if resolve_k(metric, samples.n_samples) > samples.n_samples:
             continue
         values_T = compute_task_values(metric, samples, pass_reward)
         if values_T is not None:
-            found[format_metric_name(metric, samples.n_samples)] = estimate_mean(values_T)
-    return found
+            estimates[format_metric_name(metric, samples.n_samples)] = estimate_mean(values_T)
+    return estimates
 
 
 def build_metric_row(set_name: str, estimates: dict[str, Estimate]) -> dict[str, float]:
-    """Numbers for a row of metrics: each metric, and the finite bounds of its interval."""
+    """Return the values for a row of metrics: each metric, and finite bounds of its interval."""
     row = {}
-    for name, one in estimates.items():
-        values = zip(("", *INTERVAL_BOUND_SUFFIXES), (one.value, one.low, one.high), strict=True)
-        for suffix, value in values:
+    for name, estimate in estimates.items():
+        numbers = (estimate.value, estimate.low, estimate.high)
+        for suffix, value in zip(("", *INTERVAL_BOUND_SUFFIXES), numbers, strict=True):
             if math.isfinite(value):
                 row[f"{EVALUATION_METRIC_PREFIX}{set_name}/{name}{suffix}"] = value
     return row

@@ -1,11 +1,11 @@
-"""Evaluation sets in tickets, of whose numbers each has a range, and in metrics."""
+"""Names of evaluation sets in metrics, and the range of ticket ids that each set has."""
 
 TICKETS_PER_SET = 1_000_000
 VALIDATION_SET_NAME = "valid"
-"""The set of `valid_dataset`, which has number 0."""
+"""Name of the set of `valid_dataset`, whose number is 0."""
 
 STEP_OF_LOADED_WEIGHTS = 0
-"""The step by which an evaluation without a trainer names the weights that its replicas load."""
+"""Step that stands for the weights that replicas load, in an evaluation without a trainer."""
 
 
 def get_ticket_id_in_evaluation(set_number: int, task_index: int) -> int:
@@ -18,4 +18,4 @@ def split_ticket_id(ticket_id: int) -> tuple[int, int]:
 
 EVALUATION_METRIC_PREFIX = "evaluation/"
 INTERVAL_BOUND_SUFFIXES = ("_low", "_high")
-"""Behind a metric's name: its 95 % interval."""
+"""Suffixes of a metric's name for the bounds of its 95 % interval."""

@@ -2,7 +2,7 @@
 
 Shapes: T tasks, S samples of each. The samples of one task are alike, so a task is a cluster: an
 estimate is the mean of one value per task, and its standard error is that of T values. More samples
-make a task's own value surer and never stand for more tasks.
+make the value of a task more precise; they do not replace more tasks.
 """
 
 import math
@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 
 CONFIDENCE = 0.95
 MIN_PAIRS = 6
-"""Of fewer tasks, all better or all worse are within what chance does in 1 of 20 comparisons."""
+"""Fewest tasks to compare: with 5, all are better or all are worse by chance 1 time in 16."""
 ROUNDING = 1e-9
-"""Differences that vary less, as a share of the largest, are equal."""
+"""Variation of differences, as a share of the largest, up to which they count as equal."""
 
 MAX_EXACT_DEGREES = 4000
-"""With more, the normal distribution is as good to four digits."""
+"""Degrees of freedom above which the normal distribution agrees to four digits."""
 _BISECTIONS = 80
 
 TaskValues = NDArray[np.float64]
@@ -29,7 +29,7 @@ TaskValues = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A mean over tasks, with the interval that holds the true one in 95 of 100 evaluations."""
+    """Mean over tasks, with the interval that holds the true mean in 95 of 100 evaluations."""
 
     value: float
     low: float
@@ -39,11 +39,11 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class PairedComparison:
-    """Two checkpoints on the same tasks: the second minus the first."""
+    """Comparison of two checkpoints on the same tasks: the second minus the first."""
 
     difference: Estimate
     p_value: float
-    """How often as large a difference comes about when neither is better."""
+    """Probability of as large a difference if neither is better."""
     better: int
     """Tasks on which the second is better."""
     worse: int
@@ -56,7 +56,7 @@ class PairedComparison:
 
 
 def compute_pass_at_k_by_task(passes_T: Sequence[int], n_samples: int, k: int) -> TaskValues:
-    """Of each task, the share of the choices of k of its samples in which one or more passes.
+    """Return for each task the share of choices of k of its samples with at least one pass.
 
     That is 1 - C(n - c, k) / C(n, k) for c passes of n: unbiased, and not 1 - (1 - c/n)^k.
     """
@@ -66,29 +66,29 @@ def compute_pass_at_k_by_task(passes_T: Sequence[int], n_samples: int, k: int) -
 
 
 def score_majority_answer(answers_S: Sequence[str], passes_S: Sequence[bool]) -> float:
-    """1 if the answer that most samples gave passes, else 0; of a tie, the mean of those tied.
+    """Return the share of passes among samples with the most frequent answer, usually 0 or 1.
 
-    A sample whose answer is empty gave none; a task without any scores 0. An answer passes as far
-    as the samples that gave it do.
+    For a tie, return the mean over the tied answers. Samples with an empty answer do not count; a
+    task without any answer scores 0.
     """
     counts = Counter(answer for answer in answers_S if answer)
     if not counts:
         return 0.0
-    most = max(counts.values())
-    tied = [answer for answer, count in counts.items() if count == most]
+    highest_count = max(counts.values())
+    tied = [answer for answer, count in counts.items() if count == highest_count]
     passed = Counter(a for a, passes in zip(answers_S, passes_S, strict=True) if passes)
-    return sum(passed[answer] / most for answer in tied) / len(tied)
+    return sum(passed[answer] / highest_count for answer in tied) / len(tied)
 
 
 def estimate_mean(values_T: Sequence[float] | TaskValues) -> Estimate:
-    """Mean of a value per task, with its 95 % interval; of one task alone, all that is possible.
+    """Return the mean of one value per task and its 95 % interval; of one task, the whole range.
 
     Values from 0 to 1 get Wilson's interval at the number of tasks that would have the same
-    standard error, with a t quantile: it stays in [0, 1] and has a width where all tasks agree.
-    Other values get mean +- t s / sqrt(T), and where all tasks agree the width that as many values
-    of 1 would have, times their size. Rare large values make either too narrow: with 20 for one
-    reward of 20 and 0..1 for the others it held the truth 78 times in 100 at 30 tasks and 94 times
-    at 300; pass@8 of 16 samples at 30 tasks, 0.89 on average, 91 times.
+    standard error, with a t quantile: it stays in [0, 1] and has a width if all tasks agree.
+    Other values get mean +- t s / sqrt(T), and if all tasks agree the width that as many values
+    of 1 would have, times their size. Rare large values make either too narrow: if one reward in
+    20 is 20 and the others are 0..1, it held the true mean 78 times in 100 at 30 tasks and 94
+    times at 300; for pass@8 of 16 samples at 30 tasks, 0.89 on average, 91 times.
     """
     values = np.asarray(values_T, dtype=np.float64)
     n_tasks = len(values)
@@ -100,7 +100,7 @@ def estimate_mean(values_T: Sequence[float] | TaskValues) -> Estimate:
         low, high = (0.0, 1.0) if is_share else (-math.inf, math.inf)
         return Estimate(mean, low, high, n_tasks)
     t = compute_central_quantile(CONFIDENCE, n_tasks - 1)
-    # Exactly 0 of equal values, whose mean may be off by rounding.
+    # Exactly 0 for equal values: their mean may be off by rounding.
     error = float(values.std(ddof=1)) / math.sqrt(n_tasks) if np.ptp(values) else 0.0
     if not is_share:
         half = t * error or _measure_half_width_of_agreement(values, n_tasks)
@@ -119,7 +119,7 @@ def _compute_wilson_bounds(
     mean: float, error: float, n_tasks: int, t: float
 ) -> tuple[float, float]:
     variance = mean * (1 - mean)
-    # Tasks that all agree tell no standard error: they count as they are.
+    # If all tasks agree, their standard error is 0 and n is the number of tasks.
     n = variance / error**2 if error > 0 and variance > 0 else float(n_tasks)
     center = (mean + t * t / (2 * n)) / (1 + t * t / n)
     half = t / (1 + t * t / n) * math.sqrt(variance / n + t * t / (4 * n * n))
@@ -129,7 +129,7 @@ def _compute_wilson_bounds(
 def compare_paired(first_T: Sequence[float], second_T: Sequence[float]) -> PairedComparison:
     """Compare two checkpoints by a paired t test of a value per task each, in the same order.
 
-    Of fewer than `MIN_PAIRS` tasks neither the test nor the interval shows anything.
+    With fewer than `MIN_PAIRS` tasks the p value is 1 and the interval is infinite.
     """
     if len(first_T) != len(second_T):
         raise ValueError(f"a paired test needs the same tasks: {len(first_T)} and {len(second_T)}")
@@ -155,7 +155,7 @@ def compare_paired(first_T: Sequence[float], second_T: Sequence[float]) -> Paire
 
 
 def compute_central_probability(t: float, degrees: int) -> float:
-    """P(|T| <= t): finite sums in the angle atan(t / sqrt(degrees)), one for odd, one for even."""
+    """Return P(|T| <= t) by a finite sum in the angle atan(t / sqrt(degrees)), for odd or even."""
     if degrees > MAX_EXACT_DEGREES:
         return math.erf(abs(t) / math.sqrt(2))
     theta = math.atan(abs(t) / math.sqrt(degrees))
@@ -174,7 +174,7 @@ def compute_central_probability(t: float, degrees: int) -> float:
 
 @lru_cache(maxsize=256)
 def compute_central_quantile(confidence: float, degrees: int) -> float:
-    """The t with P(|T| <= t) = confidence."""
+    """Return the t with P(|T| <= t) = confidence."""
     low, high = 0.0, 1.0
     while compute_central_probability(high, degrees) < confidence:
         high *= 2

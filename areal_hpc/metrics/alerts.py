@@ -1,6 +1,6 @@
-"""Alerts: what the metrics of a step, and of the steps before, say of a run's health. Pure.
+"""Alerts: rules that judge the health of a run by the metrics of its newest steps. Pure.
 
-`areal-hpc why RUN --collapse` judges by the same bounds.
+`areal-hpc why RUN --collapse` uses the same bounds.
 """
 
 import math
@@ -28,10 +28,10 @@ MIN_FREE_DISK_GIB = 2.0
 MIN_CELL_SPEED_RATIO = 0.5
 MIN_SOLVED_GROUPS = 0.5
 MIN_BEST_SHARE_OF_EQUAL_GROUPS = 0.9
-"""Of the groups that teach nothing, the share at the best one that makes the tasks solved."""
+"""Share of zero-variance groups with the best reward from which the tasks count as solved."""
 
 ALERT_WINDOW_ROWS = 200
-"""The newest rows that are looked at: cheap after each step."""
+"""Number of newest rows that rules read: few enough to judge after each step."""
 STEPS_BEFORE_REPEATED_ALERT = 10
 COMPARED_STEPS_BEFORE = 20
 MIN_COMPARED_STEPS_BEFORE = 5
@@ -43,7 +43,7 @@ class Alert:
     rule: str
     level: AlertLevel
     step: int
-    """The step since which it holds."""
+    """Step since which the alert holds."""
     message: str
     hint: str
 
@@ -52,13 +52,13 @@ class Finding(NamedTuple):
     message: str
     hint: str
     step: int | None = None
-    """The step since which it holds; None for the newest."""
+    """Step since which the alert holds; None for the newest."""
     level: AlertLevel | None = None
-    """None for that of the rule."""
+    """None for the level of the rule."""
 
 
 RuleCheck = Callable[[Sequence[TrainedStepRow]], Finding | None]
-"""Given rows of trained steps, oldest first and at least one."""
+"""Function of rows of trained steps: at least one, oldest first."""
 
 
 class AlertRule(NamedTuple):
@@ -68,18 +68,15 @@ class AlertRule(NamedTuple):
 
 
 def find_alerts(rows: Sequence[TrainedStepRow], off: Collection[str] = ()) -> list[Alert]:
-    """What the rows of `metrics.jsonl` say of the run as of the newest one, failures first.
-
-    `off` names rules that are not asked.
-    """
+    """Return the alerts that hold at the newest row, failures first; `off` names rules to skip."""
     trained = [row for row in rows[-ALERT_WINDOW_ROWS:] if row.get("episodes")]
-    found = []
+    alerts = []
     for rule in RULES if trained else ():
         if rule.name not in off and (finding := rule.check(trained)) is not None:
             step = trained[-1]["step"] if finding.step is None else finding.step
             level = finding.level or rule.level
-            found.append(Alert(rule.name, level, step, finding.message, finding.hint))
-    return sorted(found, key=lambda alert: alert.level != "failure")
+            alerts.append(Alert(rule.name, level, step, finding.message, finding.hint))
+    return sorted(alerts, key=lambda alert: alert.level != "failure")
 
 
 class AlertTracker:
@@ -88,7 +85,7 @@ class AlertTracker:
         self._last_step: dict[tuple[str, AlertLevel], int] = {}
 
     def take_new_alerts(self, rows: Sequence[TrainedStepRow]) -> list[Alert]:
-        """Alerts as of the newest row, but for those of the last `STEPS_BEFORE_REPEATED_ALERT`."""
+        """Return alerts that held in none of the last `STEPS_BEFORE_REPEATED_ALERT` steps."""
         new = []
         for alert in find_alerts(rows, self._off):
             key, step = (alert.rule, alert.level), int(rows[-1]["step"])
@@ -101,7 +98,7 @@ class AlertTracker:
 
 
 def check_learning_signal(rows: Sequence[TrainedStepRow]) -> Finding | None:
-    """Steps in a row that taught nothing; a note if that is because the tasks are solved."""
+    """Report consecutive steps that taught nothing; as a note if the tasks are solved."""
     streak = 0
     for row in reversed(rows):
         if not _lacks_learning_signal(row):
@@ -151,39 +148,39 @@ def _is_mostly_solved(row: TrainedStepRow) -> bool:
 
 
 def check_reward_drop(rows: Sequence[TrainedStepRow]) -> Finding | None:
-    """A fall of the reward from which it has not recovered: of several the first."""
-    known = [row for row in rows if row.get("reward/mean") is not None]
-    rewards = [float(row["reward/mean"]) for row in known]
-    highest_since, found = -math.inf, None
-    for at in range(len(known) - 1, 0, -1):
-        highest_since = max(highest_since, rewards[at])
-        before = slice(max(0, at - COMPARED_STEPS_BEFORE), at)
+    """Report the first fall of the reward from which it has not recovered."""
+    rewarded = [row for row in rows if row.get("reward/mean") is not None]
+    rewards = [float(row["reward/mean"]) for row in rewarded]
+    highest_since, finding = -math.inf, None
+    for index in range(len(rewarded) - 1, 0, -1):
+        highest_since = max(highest_since, rewards[index])
+        before = slice(max(0, index - COMPARED_STEPS_BEFORE), index)
         mean = statistics.fmean(rewards[before])
-        if highest_since >= mean:  # mostly: the rest takes longer
+        if highest_since >= mean:  # the usual case: what follows takes longer
             continue
-        # A step's mean reward varies from step to step, and is known only to the precision that its
-        # groups allow: the larger of the two counts.
-        squares = [(row.get("reward/standard_error") or 0.0) ** 2 for row in known[before]]
-        of_groups = math.sqrt(statistics.fmean(squares) * (1 + 1 / len(squares)))
-        of_steps = statistics.stdev(rewards[before]) if len(squares) > 1 else 0.0
-        seen = known[before.start : at + 1]
-        lowest = [row["reward/min"] for row in seen if row.get("reward/min") is not None]
-        highest = [row["reward/max"] for row in seen if row.get("reward/max") is not None]
+        # The mean reward varies from step to step, and its groups give it a standard error: the
+        # larger of the two counts.
+        squares = [(row.get("reward/standard_error") or 0.0) ** 2 for row in rewarded[before]]
+        group_error = math.sqrt(statistics.fmean(squares) * (1 + 1 / len(squares)))
+        step_deviation = statistics.stdev(rewards[before]) if len(squares) > 1 else 0.0
+        compared = rewarded[before.start : index + 1]
+        lowest = [row["reward/min"] for row in compared if row.get("reward/min") is not None]
+        highest = [row["reward/max"] for row in compared if row.get("reward/max") is not None]
         reward_range = max(highest) - min(lowest) if lowest and highest else 0.0
         bound = mean - max(
-            MAX_REWARD_DROP_STD * max(of_groups, of_steps),
+            MAX_REWARD_DROP_STD * max(group_error, step_deviation),
             MIN_REWARD_DROP_SHARE_OF_RANGE * reward_range,
         )
         if highest_since < bound:
-            since = known[at]["step"]
-            found = Finding(
+            since = rewarded[index]["step"]
+            finding = Finding(
                 f"the reward fell at step {since} from {mean:.3g}, the mean of the "
-                f"{at - before.start} steps before, below {bound:.3g}; now it is "
+                f"{index - before.start} steps before, below {bound:.3g}; now it is "
                 f"{rewards[-1]:.3g}",
                 "lower trainer.optimizer.lr and go back to a checkpoint before that step",
                 since,
             )
-    return found
+    return finding
 
 
 def check_engine_mismatch(rows: Sequence[TrainedStepRow]) -> Finding | None:
@@ -194,9 +191,9 @@ def check_engine_mismatch(rows: Sequence[TrainedStepRow]) -> Finding | None:
     diff = row[name]
     if diff is not None and diff <= bound:
         return None
-    found = "is not finite" if diff is None else f"is {diff:.2g} nats on average, above {bound:g}"
+    size = "is not finite" if diff is None else f"is {diff:.2g} nats on average, above {bound:g}"
     return Finding(
-        f"engine and trainer disagree: the difference of a token's log-probability {found}",
+        f"engine and trainer disagree: the difference of a token's log-probability {size}",
         "compare dtype and model files of both, and SGLang's options; weights that a high "
         "learning rate has blown up also do this",
     )
@@ -218,10 +215,10 @@ def check_failing_agents(rows: Sequence[TrainedStepRow]) -> Finding | None:
 
 
 def _estimate_successful_episodes(row: TrainedStepRow) -> float:
-    """Training episodes that ended well since the row before, in the batch and in other tickets.
+    """Estimate the training episodes since the previous row that did not fail.
 
-    Another ticket is taken to have as many episodes as one of the batch. Failures that earn a
-    reward are among the episodes of a ticket; one of nothing else is dropped as failed.
+    Tickets beside the batch are assumed to have as many episodes as those in it. Episodes of a
+    ticket include failures that earn a reward; a ticket with no others is dropped as failed.
     """
     rewarded = row.get("episode/rewarded_failures") or 0
     kinds = ("filtered", "stale_dropped", *(("failed",) if rewarded else ()))
@@ -257,7 +254,7 @@ def check_unrewarded_replies(rows: Sequence[TrainedStepRow]) -> Finding | None:
 
 
 def check_entropy(rows: Sequence[TrainedStepRow]) -> Finding | None:
-    """A low entropy, unless most groups have the best reward alone: nothing is left to explore."""
+    """Report a low entropy, unless most groups have only the best reward: nothing to explore."""
     entropy = rows[-1].get("entropy/mean")
     is_solved = (rows[-1].get("groups/all_best") or 0.0) >= MIN_SOLVED_GROUPS
     if entropy is None or entropy >= MIN_ENTROPY_NATS or is_solved:
@@ -277,7 +274,7 @@ def check_bound(
     least: float = -math.inf,
     scale: float = 1.0,
 ) -> RuleCheck:
-    """A check whether a metric's newest value, times `scale`, is above `most` or below `least`."""
+    """Return a check that a metric's newest value, times `scale`, is from `least` to `most`."""
 
     def check(rows: Sequence[TrainedStepRow]) -> Finding | None:
         value = rows[-1].get(metric)
@@ -341,4 +338,4 @@ RULES: tuple[AlertRule, ...] = (
         ),
     ),
 )
-"""docs/metrics.md says what each looks at and means."""
+"""All rules; docs/metrics.md explains each."""

@@ -1,4 +1,4 @@
-"""The line about one trained step, on the screen and in the trainer's log."""
+"""Text about trained steps, for the terminal and the trainer's log."""
 
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,9 +28,9 @@ def format_metric(value: float | None, format_spec: str) -> str:
 
 
 def format_step_line(row: MetricRow, total: int | None = None) -> str:
-    """Step, rewards and seconds: what fits in 80 columns of a terminal."""
-    of = f"/{total}" if total is not None else ""
-    return "  ".join((f"step  {row['step']:>5}{of}", *_format_rewards(row)))
+    """Format step, rewards and seconds within 80 columns of a terminal."""
+    total_suffix = f"/{total}" if total is not None else ""
+    return "  ".join((f"step  {row['step']:>5}{total_suffix}", *_format_rewards(row)))
 
 
 def _format_rewards(row: MetricRow) -> Iterator[str]:
@@ -40,14 +40,14 @@ def _format_rewards(row: MetricRow) -> Iterator[str]:
     if VALIDATION_REWARD_METRIC in row:
         yield f"held-out {format_metric(row[VALIDATION_REWARD_METRIC], '.3f')}"
     yield from format_evaluation_set_metrics(row)
-    if "reward/mean" not in row and "loss" in row:  # of supervised fine-tuning
+    if "reward/mean" not in row and "loss" in row:  # supervised fine-tuning
         yield f"loss {format_metric(row['loss'], '.4f')}"
     if row.get("time/step_s") is not None:
         yield f"{row['time/step_s']:.1f} s"
 
 
 def format_step_details(row: MetricRow) -> Iterator[str]:
-    """What else the trainer's log says of a step."""
+    """Yield further figures of a step for the trainer's log."""
     if "reward/mean" not in row:
         return
     if row.get("time/step_s") is not None:
@@ -71,7 +71,7 @@ def format_step_details(row: MetricRow) -> Iterator[str]:
 
 
 def format_evaluation_set_metrics(row: MetricRow) -> Iterator[str]:
-    """Each metric of an evaluation set with its interval; not what `held-out` says already."""
+    """Yield evaluation metrics with their intervals, except the one that `held-out` shows."""
     for name, value in row.items():
         if not name.startswith(EVALUATION_METRIC_PREFIX) or name.endswith(INTERVAL_BOUND_SUFFIXES):
             continue

@@ -1,4 +1,4 @@
-"""Metrics of a step: their catalogue, and their rows: names, reader, phases, counters."""
+"""Metrics of training steps: their catalogue, rows of `metrics.jsonl`, and times of phases."""
 
 import re
 import time
@@ -17,9 +17,9 @@ from areal_hpc.rundir.jsonl import LineFollower, decode_readable_records, read_r
 from areal_hpc.rundir.telemetry.spans import record_span, time_span
 
 VALIDATION_REWARD_METRIC = "eval/reward"
-"""The metric of a step that was evaluated: the mean reward of the set `valid`."""
+"""Name of the mean reward on the set `valid`, in rows of evaluated steps."""
 CELL_IDLE_S_METRIC = "cells/idle_s"
-"""Seconds for which cells had no ticket before a step's batch, added up over cells."""
+"""Name of the seconds in which cells had no ticket before a step's batch, summed over cells."""
 CELL_WAIT_PHASE, BATCH_WAIT_PHASE = "cell_wait", "batch_wait"
 """Phases of a step in which the trainer waits: for any cell, for a batch."""
 PACE_STEPS = 50
@@ -27,17 +27,17 @@ PACE_STEPS = 50
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One metric of `catalogue.yaml`. One whose name ends in `<name>` stands for any number."""
+    """Metric of `catalogue.yaml`; a name that ends in `<name>` stands for any number of metrics."""
 
     name: str
     unit: str
     """Empty for a plain number; `share` is a number from 0 to 1."""
     direction: str
-    """Where a healthy run goes: `up`, `down`, `steady`, or `-` if it says nothing of health."""
+    """Trend in a healthy run: `up`, `down`, `steady`, or `-` if the metric shows no health."""
     meaning: str
-    """The formula, or what is counted."""
+    """Formula, or the things that are counted."""
     source: str
-    """What it is computed from. A replay of a batch finds `batch`, `records` and `loss` again."""
+    """Input of the computation; a replay of a batch reproduces `batch`, `records` and `loss`."""
 
 
 @cache
@@ -60,8 +60,8 @@ def find_metric(metric_name: str) -> Metric | None:
 
 
 def list_evaluated_sets(row: Mapping[str, Any]) -> set[str]:
-    found = {name.split("/")[1] for name in row if name.startswith(EVALUATION_METRIC_PREFIX)}
-    return found | ({VALIDATION_SET_NAME} if VALIDATION_REWARD_METRIC in row else set())
+    set_names = {name.split("/")[1] for name in row if name.startswith(EVALUATION_METRIC_PREFIX)}
+    return set_names | ({VALIDATION_SET_NAME} if VALIDATION_REWARD_METRIC in row else set())
 
 
 def select_evaluation_metrics(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -73,17 +73,17 @@ def select_evaluation_metrics(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """One record for each step, in the order of steps: what several lines say of one is merged."""
-    found: dict[int, dict[str, Any]] = {}
+    """Return one record per step, in the order of steps, merged from all lines about it."""
+    records: dict[int, dict[str, Any]] = {}
     for line in read_readable_records(path):
-        found.setdefault(line["step"], {}).update(line)
-    return [found[step] for step in sorted(found)]
+        records.setdefault(line["step"], {}).update(line)
+    return [records[step] for step in sorted(records)]
 
 
 def find_best_step(path: Path, evaluation_metric: str, steps: Sequence[int]) -> int | None:
-    """The step of these with the highest value of `SET/METRIC`; the latest of several.
+    """Return the latest of the steps with the highest value of `SET/METRIC`.
 
-    None where none has a value, or no metric is named.
+    Return None if no step has a value or no metric is named.
     """
     if not evaluation_metric:
         return None
@@ -96,7 +96,7 @@ def find_best_step(path: Path, evaluation_metric: str, steps: Sequence[int]) -> 
 
 
 class PhaseTimer:
-    """Adds up wall time per named phase of a step; `records_spans` also notes when each was."""
+    """Wall time per named phase of a step; with `records_spans`, each is recorded as a span."""
 
     def __init__(self, *, records_spans: bool = False) -> None:
         self.seconds: dict[str, float] = {}
@@ -112,7 +112,7 @@ class PhaseTimer:
             self._add(phase_name, time.perf_counter() - began)
 
     def add_seconds(self, phase_name: str, seconds: float) -> None:
-        """Count time that was measured elsewhere, and ends now, under `phase_name`."""
+        """Add time to a phase that was measured elsewhere and ends now."""
         self._add(phase_name, seconds)
         if self._records_spans:
             now = time.time()
@@ -130,7 +130,7 @@ SystemPart = Literal["generation", "training", "weights", "evaluation"]
 
 class StepPhase(NamedTuple):
     name: str
-    """As in the metric `time/<name>_s`."""
+    """Name in the metric `time/<name>_s`."""
     system_part: SystemPart
     activity: str
 
@@ -149,11 +149,11 @@ STEP_PHASES = (
     StepPhase("eval", "evaluation", "evaluation"),
     StepPhase("export", "training", "checkpoints"),
 )
-"""In the order in which the trainer comes to them."""
+"""Phases in the order in which the trainer runs them."""
 
 
 def sum_times_by_activity(row: Mapping[str, Any]) -> dict[str, float]:
-    """Seconds of a step by what its phases are spent on; every activity is there."""
+    """Return the seconds of a step by activity, including activities without time."""
     seconds: dict[str, float] = {}
     for phase in STEP_PHASES:
         spent = row.get(f"time/{phase.name}_s") or 0.0
@@ -182,7 +182,7 @@ def select_trained_rows(rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, 
 
 
 def select_paced_rows(rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The newest trained steps whose time is known, by which a run's pace is told."""
+    """Return the newest trained steps whose time is known, from which the pace is computed."""
     return [row for row in select_trained_rows(rows) if row.get("time/step_s")][-PACE_STEPS:]
 
 
@@ -205,7 +205,7 @@ def find_step_bottleneck(row: Mapping[str, Any]) -> SystemPart | None:
 
 
 FAILED_TRY_EVENTS = frozenset({"episode_failed", "episode_timed_out"})
-"""Events of a try that counts against its episode: outages of servers do not."""
+"""Events of tries that count against their episode; outages of servers do not."""
 MAX_READ_BYTES = 16 << 20
 
 
@@ -213,11 +213,11 @@ MAX_READ_BYTES = 16 << 20
 class FailureCounts:
     failed_tries: int = 0
     rewarded: int = 0
-    """Those of them that earn a reward all the same."""
+    """Failed tries that earn a reward all the same."""
 
 
 class EpisodeFailureCounter:
-    """Follows the event log of a run from where it ends now; each line is read once."""
+    """Reader of the event log of a run from its present end; each line is read once."""
 
     def __init__(self, path: Path) -> None:
         self._lines = LineFollower(path, from_end=True, max_bytes=MAX_READ_BYTES)

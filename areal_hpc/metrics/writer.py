@@ -1,4 +1,4 @@
-"""Metrics of a step: the row in progress, its lines in files and TensorBoard, its alerts."""
+"""Writing of step metrics: the row in progress, `metrics.jsonl`, TensorBoard, and alerts."""
 
 import dataclasses
 import logging
@@ -42,7 +42,7 @@ TENSORBOARD_GROUPS_IN_FRONT = ("reward", "eval", "evaluation")
 
 
 def format_tensorboard_tag(metric_name: str) -> str:
-    """A metric's name in TensorBoard, which sorts groups by their names, digits first."""
+    """Return a metric's name in TensorBoard, which sorts groups by their names, digits first."""
     group, slash, rest = metric_name.partition("/")
     if slash and group in TENSORBOARD_GROUPS_IN_FRONT:
         return f"{TENSORBOARD_GROUPS_IN_FRONT.index(group) + 1}_{group}/{rest}"
@@ -57,14 +57,14 @@ def replace_non_finite_by_none(line: JsonMetricRow) -> JsonMetricRow:
 
 
 def summarize_newest_weight_update_pause(pauses: Sequence[UpdatePauseStats]) -> JsonMetricRow:
-    """Cost of the newest known update to those who generate."""
+    """Return the version of the newest weight update, and its longest pause of generation."""
     if not pauses:
         return {}
     newest = max((pause.version for pause in pauses), key=_version_sort_key)
-    held = [pause for pause in pauses if pause.version == newest]
+    newest_pauses = [pause for pause in pauses if pause.version == newest]
     return {
         "weights/generation_pause_version": newest,
-        "weights/generation_pause_s": max(pause.pause_s for pause in held),
+        "weights/generation_pause_s": max(pause.pause_s for pause in newest_pauses),
     }
 
 
@@ -73,10 +73,10 @@ def _version_sort_key(version: str) -> WeightVersion:
 
 
 class MetricsWriter:
-    """`metrics.jsonl`, its TensorBoard copy, and a line about each step in the process's log.
+    """Writer of `metrics.jsonl`, its TensorBoard copy, and a line about each step in the log.
 
-    On a resume, lines of steps after the checkpoint are removed: those steps will be trained again.
-    The line of the saved step itself is taken back too, to be completed and written anew.
+    On a resume it removes lines of steps after the checkpoint, which will be trained again. It
+    also takes back the line of the saved step, which is completed and written again.
     """
 
     def __init__(
@@ -92,22 +92,22 @@ class MetricsWriter:
         self.judged_step = max(
             (step for step in kept if list_evaluated_sets(kept[step])), default=-1
         )
-        """The newest step with an evaluation's reward; -1 when there is none."""
+        """Newest step with an evaluation's reward; -1 if there is none."""
         self.reopened: JsonMetricRow = kept.pop(resume_step, {})
-        """The line of the step that training goes on from; empty when there is none."""
+        """Line of the step from which training continues; empty if there is none."""
         self.reopened.pop("step", None)
         if path.exists():
             replace_lines(path, kept.values())
         self._board: FileWriter | None = None
         if tensorboard_dir:
             self._board = FileWriter(str(tensorboard_dir))
-            # Readers then forget what an earlier start wrote of later steps.
+            # Readers then drop what an earlier start wrote about later steps.
             start = SessionLog(status=SessionLog.START)
             self._board.add_event(Event(step=resume_step, session_log=start))
         self._held: list[tuple[int, JsonMetricRow]] | None = None
         self._newest_step = -1
         self.newest_line: JsonMetricRow = {}
-        """The newest step of which this process wrote a line, with what it knows beside."""
+        """Newest step of which this process wrote a line, with all its values."""
 
     def write(self, step: int, values: JsonMetricRow) -> None:
         """Append a line of one step, or keep it for later after `hold_back_lines`.
@@ -126,7 +126,7 @@ class MetricsWriter:
         words = format_step_line(line, self._total_steps), *format_step_details(line)
         log.info("%s", "  ".join(words))
         if self._board is not None:
-            # As one event: TensorBoard's writer opens its file anew for each.
+            # One event for all: TensorBoard's writer reopens its file for each event.
             scalars = [
                 Summary.Value(tag=format_tensorboard_tag(name), simple_value=value)
                 for name, value in replace_non_finite_by_none(values).items()
@@ -149,10 +149,10 @@ class MetricsWriter:
 
 
 class StepRecord:
-    """The present weights, and the metrics of the step that made them until they are written.
+    """Version of the present weights, and the metrics of its step until they are written.
 
-    At the start `row` is what is known already of that step; None when its row is complete.
-    `on_written` is told of every row that is written whole, its step included.
+    `row` holds the metrics of that step known at the start; None if its row is complete.
+    `on_written` receives every complete row, with its step.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class StepRecord:
 
     def _restart_timing(self) -> None:
         self.timer = PhaseTimer(records_spans=True)
-        """Phases since the last row was written."""
+        """Times of phases since the last row was written."""
         self._began_at = time.monotonic()
 
     def open_row_of_trained_step(self, version: WeightVersion, row: JsonMetricRow) -> None:
@@ -179,7 +179,7 @@ class StepRecord:
         self._is_open = True
 
     def add_metrics(self, step: int, values: JsonMetricRow) -> None:
-        """Add metrics of a step; one whose row has been written gets another row."""
+        """Add metrics to a step's row, or write another row if that is written already."""
         if self._is_open and step == self.version.step:
             self.row |= values
         else:
@@ -199,8 +199,8 @@ class StepRecord:
             "disk/free_bytes": free_bytes,
             **further,
         }
-        # A row that a resume opens again keeps the times of its first writing, and only these:
-        # a wait of the new start would be set against the old step's time.
+        # A row that a resume opens again keeps the times of its first writing and gets no
+        # others: waits of the new start are not part of the old step's time.
         if "time/step_s" not in self.row:
             known["time/step_s"] = round(time.monotonic() - self._began_at, 4)
             known |= self.timer.build_metrics()
@@ -226,10 +226,10 @@ def _add_derived_metrics(row: JsonMetricRow) -> JsonMetricRow:
 
 
 class AlertReporter:
-    """Judges the run after each step, and tells every alert once.
+    """Reporter of alerts after each step; it reports each alert once.
 
-    Alerts that the run had before this start of the trainer are not told again. `reopened` is a
-    row that was told of then and will be reported once more.
+    Alerts from before this start of the trainer are not repeated. `reopened` is a row that was
+    judged then and will be reported again.
     """
 
     def __init__(
@@ -249,7 +249,7 @@ class AlertReporter:
             self._tracker.take_new_alerts(known[: judged + 1])
 
     def report_new_alerts(self, row: JsonMetricRow) -> None:
-        """Judge the run by another row of metrics, that of its newest step."""
+        """Report new alerts after adding the row of the newest step."""
         self._rows.append(row)
         for alert in self._tracker.take_new_alerts([*self._rows]):
             log.warning("alert: %s at step %d: %s", alert.level, alert.step, alert.message)
