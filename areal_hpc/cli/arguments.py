@@ -1,4 +1,4 @@
-"""Commands, the arguments that several of them share, and errors of usage."""
+"""Registration of commands, arguments that several commands share, and errors of usage."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from areal_hpc.errors import RecipeError
 from areal_hpc.rundir.paths import RECIPE_FILE, RunPaths
 
 HELP_WIDTH = 78
-"""Of descriptions, which argparse leaves as they are together with the examples."""
+"""Width of descriptions, which argparse does not wrap, as it must not wrap the examples."""
 UNHEALTHY_EXIT_CODE = 1
-"""What was looked at is not well, and somebody has to act."""
+"""Exit code of a command that found a problem on which the user has to act."""
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
-"""What `add_subparsers` returns. argparse has no public name for it."""
+"""Type that `add_subparsers` returns; argparse has no public name for it."""
 Command: TypeAlias = Callable[[argparse.Namespace], int]
 Argument: TypeAlias = tuple[list[str], dict[str, Any]]
 """Names of an argument, and argparse's options."""
 
 
 def argument(*names_and_help: str, **options: Any) -> Argument:
-    """An argument by its names and, last, its help; further options are argparse's."""
+    """Describe an argument by its names and, last, its help; `options` are those of argparse."""
     *names, help_ = names_and_help
     return names, {**options, "help": help_}
 
@@ -61,7 +61,7 @@ FRESH = flag("--fresh", "move an existing run directory away and start over")
 
 
 class CommandTable:
-    """Commands of a module, which help lists in the order of their definition."""
+    """Commands of a module, which the help lists in the order of definition."""
 
     def __init__(self) -> None:
         self._commands: list[tuple[str, Command, Sequence[Argument | list[Argument]]]] = []
@@ -72,7 +72,7 @@ class CommandTable:
     ) -> Callable[[Command], Command]:
         """Make a function a command. Its docstring is the help: summary, description, `$ examples`.
 
-        Of the arguments in a list one may be given. A name of two words is a command of a group.
+        Arguments in a list exclude one another. A name of two words is a command of a group.
         """
 
         def register(command: Command) -> Command:
@@ -85,7 +85,7 @@ class CommandTable:
         self._groups[group_name] = help_line
 
     def build_parsers(self, subparsers: Subparsers) -> dict[str, str]:
-        """Make the parsers; the line of help by name, of groups and of commands in none."""
+        """Add the parsers; return the help line of each group and of each command in none."""
         lines: dict[str, str] = {}
         groups: dict[str, Subparsers] = {}
         for name, command, arguments in self._commands:
@@ -95,14 +95,14 @@ class CommandTable:
             if group and group not in groups:
                 lines[group] = self._groups[group]
                 about = f"{lines[group][0].upper()}{lines[group][1:]}."
-                made = subparsers.add_parser(group, description=about)
-                groups[group] = made.add_subparsers(required=True)
+                group_parser = subparsers.add_parser(group, description=about)
+                groups[group] = group_parser.add_subparsers(required=True)
             options: dict[str, Any] = {"help": line} if group else {}
             if not group:
                 lines[name] = line
             if examples:
-                is_one = sum(not one.startswith(" ") for one in examples) == 1
-                head = "example" if is_one else "examples"
+                is_single = sum(not example.startswith(" ") for example in examples) == 1
+                head = "example" if is_single else "examples"
                 options["epilog"] = "\n  ".join([f"{head}:", *examples])
             parser = groups.get(group, subparsers).add_parser(
                 action,
@@ -110,10 +110,10 @@ class CommandTable:
                 formatter_class=argparse.RawDescriptionHelpFormatter,  # keeps lines of examples
                 **options,
             )
-            for one in arguments:
-                taker = parser.add_mutually_exclusive_group() if isinstance(one, list) else parser
-                for names, how in one if isinstance(one, list) else [one]:
-                    taker.add_argument(*names, **how)
+            for item in arguments:
+                parent = parser.add_mutually_exclusive_group() if isinstance(item, list) else parser
+                for names, argument_options in item if isinstance(item, list) else [item]:
+                    parent.add_argument(*names, **argument_options)
             parser.set_defaults(command=command, parser=parser)
         return lines
 
@@ -126,7 +126,7 @@ def _split_docstring(command: Command) -> tuple[str, str, list[str]]:
 
 
 def find_subparsers(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:
-    """Parsers of the commands below one, by name; empty if it has none."""
+    """Return the parsers of a parser's commands by name; empty if it has none."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             return action.choices
@@ -149,16 +149,16 @@ def parse_positive_int(text: str) -> int:
 
 
 def parse_step_range(text: str) -> tuple[int, int]:
-    """First and last of `10..20`, or of `10` alone."""
-    found = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", text)
-    first, last = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
+    """Return the first and last step of `10..20`, or of `10` alone."""
+    match = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", text)
+    first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
     if first > last:
         raise argparse.ArgumentTypeError(f"expected steps such as 10..12, got {text!r}")
     return first, last
 
 
 def parse_slurm_job_id(text: str) -> str:
-    """A job's number, or that of an array's task (`17_3`)."""
+    """Return the number of a job or of an array's task (`17_3`)."""
     if not re.fullmatch(r"[0-9]+(_[0-9]+)?", text):
         raise argparse.ArgumentTypeError(f"expected the number of a Slurm job, got {text!r}")
     return text
@@ -219,15 +219,15 @@ def describe_unknown_arguments(
 
 
 def suggest_recipe_keys(key_name: str) -> list[str]:
-    """Keys of a recipe that an option may have meant: of that name, else of a similar one."""
+    """Return recipe keys that an option may mean: of that name, else of a similar one."""
     from areal_hpc.recipe.reference import list_keys
 
     wanted = key_name.replace("-", "_")
     known = list_keys()
-    exact = [key for key in known if key == wanted or key.endswith(f".{wanted}")]
-    if not exact:
+    matches = [key for key in known if key == wanted or key.endswith(f".{wanted}")]
+    if not matches:
         last_names = {key.rpartition(".")[2] for key in known}
         near = difflib.get_close_matches(wanted.rpartition(".")[2], last_names, n=1, cutoff=0.8)
-        exact = [key for key in known if near and key.rpartition(".")[2] == near[0]]
-    # Shorter ones are the more common: trainer.total_steps before sft.optimizer.warmup_steps.
-    return sorted(exact, key=lambda key: (key.count("."), known.index(key)))[:MAX_SUGGESTED_KEYS]
+        matches = [key for key in known if near and key.rpartition(".")[2] == near[0]]
+    # Keys with fewer parts are more common: trainer.total_steps, not sft.optimizer.warmup_steps.
+    return sorted(matches, key=lambda key: (key.count("."), known.index(key)))[:MAX_SUGGESTED_KEYS]

@@ -1,4 +1,4 @@
-"""`areal-hpc try`, `doctor` and `eval`: an agent, a cluster, a recipe or a model is tried."""
+"""`areal-hpc try`, `doctor` and `eval`: test an agent, a cluster, a recipe or a model."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
             print("detached; the job goes on" if arguments.submit else "stopped")
             print("run the same command again for the rest, and for the results")
             return RunInterruptedError.exit_code
-    if list_unfinished_sets(target, sets):  # submitted, and nobody waits
+    if list_unfinished_sets(target, sets):  # submitted without --wait
         print("next     run the same command again for the results")
         return 0
     report = build_evaluation_report(target, sets)
@@ -242,5 +242,5 @@ def _print_comparison(before: EvaluationReport, report: EvaluationReport) -> int
     print("\n" + "\n".join(format_comparison(before.name, report.name, compared)))
     for line in list_uncompared_metrics(before, report, compared):
         print(line)
-    is_worse = any(one.comparison.verdict == "worse" for one in compared)
+    is_worse = any(metric.comparison.verdict == "worse" for metric in compared)
     return UNHEALTHY_EXIT_CODE if is_worse else 0

@@ -1,4 +1,4 @@
-"""`areal-hpc why`, `view`, `report`, `trace` and `sync`: what runs show, and files of it."""
+"""`areal-hpc why`, `view`, `report`, `trace` and `sync`: explain, show and export runs."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ commands = CommandTable()
 def _explain_run(arguments: argparse.Namespace) -> int:
     """Explain why a run failed or waits, is slow, or learns badly.
 
-    The last failure is told by Slurm states, exit codes, signals, memory, nodes, and the first
-    traceback of all ranks. Other questions are answered from the run's files alone. Exits with
-    1 if you have to act.
+    The last failure is explained by Slurm states, exit codes, signals, memory, nodes, and the
+    first traceback of all ranks. Other questions are answered from the run's files alone. Exits
+    with 1 if you have to act.
 
     $ areal-hpc why runs/quickstart/demo
     $ areal-hpc why runs/quickstart/demo --slow
@@ -72,7 +72,7 @@ def _explain_failure(arguments: argparse.Namespace) -> int:
     paths = parse_run_dir(arguments.run)
     diagnosis = diagnose(RunView(paths))
     lines = format_diagnosis(diagnosis, shlex.quote(str(arguments.run)))
-    lines += [f"quarantined: {one}" for one in describe_quarantined_batches(paths)]
+    lines += [f"quarantined: {batch}" for batch in describe_quarantined_batches(paths)]
     print("\n".join(lines))
     return 0 if diagnosis.is_well else UNHEALTHY_EXIT_CODE
 
@@ -189,8 +189,8 @@ def _write_trace(arguments: argparse.Namespace) -> int:
 def _write_metrics_for_tracker(arguments: argparse.Namespace) -> int:
     """Write a run's metrics for a tracker (wandb), offline.
 
-    Only what is settled and new is written: for wandb an offline run, all with one id. Whatever
-    is killed, no step is written twice. The run itself knows nothing of it.
+    Each call writes the final rows that are new: for wandb an offline run, all with one id. No
+    step is written twice, even after a kill. The run itself is only read.
 
     $ areal-hpc sync runs/quickstart/demo --python ~/wandb/bin/python
     $ areal-hpc sync runs/quickstart/demo --follow --project quickstart

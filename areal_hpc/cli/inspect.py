@@ -1,4 +1,4 @@
-"""`areal-hpc status`, `logs`, `list`, `audit` and `shards`: look at runs."""
+"""`areal-hpc status`, `logs`, `list`, `audit` and `shards`: inspect runs and their records."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ commands.add_group("shards", "inspect recorded trajectories")
 def _show_status(arguments: argparse.Namespace) -> int:
     """Show progress and the jobs of a run.
 
-    Slurm is asked once; `watch -n 30 areal-hpc status RUN` is safe to leave running. Exits with
-    1 if an alert is a failure.
+    It queries Slurm once; `watch -n 30 areal-hpc status RUN` is safe to leave running. Exits
+    with 1 if an alert is a failure.
 
     $ areal-hpc status runs/quickstart/demo
     """
@@ -57,9 +57,9 @@ def _show_status(arguments: argparse.Namespace) -> int:
     view = RunView(parse_run_dir(arguments.run))
     lines = [f"{view.paths.run_name}: {view.state}"]
     if view.state in ("failed", "stopped", "leaderless"):
-        found = diagnose(view)
-        if found.chain:
-            reason = found.headline.removeprefix(f"the run {view.state}: ")
+        diagnosis = diagnose(view)
+        if diagnosis.chain:
+            reason = diagnosis.headline.removeprefix(f"the run {view.state}: ")
             lines.append(f"  reason            {escape_line(reason)}")
     lines += format_run_progress(view)
     has_summary = view.step > 0 and (view.jobs.is_local or view.paths.finished_marker.exists())
@@ -90,7 +90,7 @@ def _show_status(arguments: argparse.Namespace) -> int:
 def _show_logs(arguments: argparse.Namespace) -> int:
     """Show the latest log lines of all processes, merged by time.
 
-    Of the newest launch, unless --attempt names another.
+    They are those of the newest launch, unless --attempt names another.
 
     $ areal-hpc logs runs/quickstart/demo trainer -n 100
     $ areal-hpc logs runs/quickstart/demo cell-0/proxy --follow
@@ -186,20 +186,19 @@ def _audit_tickets(arguments: argparse.Namespace) -> int:
 
     paths = parse_run_dir(arguments.run)
     audit = audit_run(paths)
-    faulty = [
-        one for one in audit.tickets if one.status in (TicketStatus.DUPLICATE, TicketStatus.LOST)
-    ]
-    listed, most = (audit.tickets, None) if arguments.tickets else (faulty, MAX_LISTED_FAULTS)
-    lines = [f"ticket {one.ticket_id:>6}  {one.status:<11}  {one.why}" for one in listed]
-    _print_first_lines(lines, most)
+    faults = (TicketStatus.DUPLICATE, TicketStatus.LOST)
+    faulty = [ticket for ticket in audit.tickets if ticket.status in faults]
+    listed, max_lines = (audit.tickets, None) if arguments.tickets else (faulty, MAX_LISTED_FAULTS)
+    lines = [f"ticket {row.ticket_id:>6}  {row.status:<11}  {row.why}" for row in listed]
+    _print_first_lines(lines, max_lines)
     for problem in audit.problems:
         print(f"problem: {problem}")
     untrained = []
     for part in audit.untrained:
         tickets = "".join(f", ticket {ticket_id}" for ticket_id in part.tickets)
-        how = f" is quarantined ({part.quarantine})" if part.quarantine else ""
-        untrained.append(f"untrained: batch {part.step}{tickets}{how}: {part.reason}")
-    _print_first_lines(untrained, most)
+        quarantine_note = f" is quarantined ({part.quarantine})" if part.quarantine else ""
+        untrained.append(f"untrained: batch {part.step}{tickets}{quarantine_note}: {part.reason}")
+    _print_first_lines(untrained, max_lines)
     state = "finished" if audit.has_run_finished else "not finished"
     count = Counter(ticket.status for ticket in audit.tickets)
     print(
@@ -227,9 +226,9 @@ def _print_first_lines(lines: Sequence[str], max_lines: int | None) -> None:
 
 @commands.add("shards ls", RUN, flag("--json", "one JSON object per shard"))
 def _list_shards(arguments: argparse.Namespace) -> int:
-    """One line per sealed shard.
+    """List sealed shards, one line each.
 
-    Kinds of rows, tokens, tickets, weight versions, mean reward.
+    Columns: kinds of rows, tokens, tickets, weight versions, mean reward.
 
     $ areal-hpc shards ls runs/quickstart/demo
     """
@@ -250,7 +249,7 @@ def _list_shards(arguments: argparse.Namespace) -> int:
     argument(
         "--where",
         "rows that match an expression of these fields: "
-        f"{', '.join(FIELD_NAMES_FOR_HELP)}; ~ asks for a part of a text",
+        f"{', '.join(FIELD_NAMES_FOR_HELP)}; ~ matches a part of a text",
         default="",
         metavar="EXPRESSION",
     ),
@@ -265,7 +264,7 @@ def _list_shards(arguments: argparse.Namespace) -> int:
     flag("--tokens", "one line per token"),
 )
 def _show_rows(arguments: argparse.Namespace) -> int:
-    """Conversations as text, episodes of one ticket side by side.
+    """Show conversations as text, episodes of one ticket side by side.
 
     Held-out and failed episodes are there as well: --where kind=failed.
 
@@ -277,8 +276,8 @@ def _show_rows(arguments: argparse.Namespace) -> int:
 
     path = arguments.run.resolve()
     paths = RunPaths(path.parent.parent) if path.is_file() else parse_run_dir(path)
-    most = arguments.rows or (DEFAULT_SHOWN_ROWS if arguments.ticket is None else None)
-    query = RowQuery(arguments.where, arguments.ticket, arguments.row, arguments.sort, most)
+    max_rows = arguments.rows or (DEFAULT_SHOWN_ROWS if arguments.ticket is None else None)
+    query = RowQuery(arguments.where, arguments.ticket, arguments.row, arguments.sort, max_rows)
     rows, matching = find_rows(path, query)
     if arguments.tokens:
         tokenizer = find_tokenizer_file(paths)

@@ -1,4 +1,4 @@
-"""Entry point of `areal-hpc`: parser and error printing."""
+"""Entry point of `areal-hpc`: it builds the parser, runs a command, and prints errors."""
 
 import argparse
 import errno
@@ -37,7 +37,7 @@ HINT_BY_PATH_ERROR: dict[type[OSError], str] = {
     PermissionError: "ask its owner, or name another",
 }
 UNWRITABLE_STORAGE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-"""Of storage that is full, over quota or read-only: no fault of the command."""
+"""Errors of storage that is full, over quota or read-only, which no argument has caused."""
 VARIADIC_ARGUMENTS = ("overrides", "names")
 
 
@@ -54,13 +54,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(getattr(error, "code", error.exit_code))
     except tuple(HINT_BY_PATH_ERROR) as error:
         if not _is_named_path(arguments, error.filename):
-            raise  # a path of our own making
+            raise  # not a path that the user named
         hint = next(text for kind, text in HINT_BY_PATH_ERROR.items() if isinstance(error, kind))
         problem = Problem(str(error.strerror), error.filename, hint)
         print(escape_controls(f"error: {problem}"), file=sys.stderr)
         sys.exit(RecipeError.exit_code)
     except BrokenPipeError:
-        sys.exit(0)  # the reader (head, less) has seen enough
+        sys.exit(0)  # the reader (head, less) has closed the pipe
     except OSError as error:
         if error.errno not in UNWRITABLE_STORAGE_ERRNOS:
             raise
@@ -79,11 +79,11 @@ def _is_named_path(arguments: argparse.Namespace, filename: object) -> bool:
     if not isinstance(filename, str):
         return False
     path = Path(filename).resolve()
-    values = [one if isinstance(one, list) else [one] for one in vars(arguments).values()]
-    named = [one.resolve() for value in values for one in value if isinstance(one, Path)]
+    lists = [value if isinstance(value, list) else [value] for value in vars(arguments).values()]
+    named = [value.resolve() for values in lists for value in values if isinstance(value, Path)]
     return any(
-        path.is_relative_to(one) or (path.parent == one.parent and one.name in path.name)
-        for one in named
+        path.is_relative_to(other) or (path.parent == other.parent and other.name in path.name)
+        for other in named
     )
 
 
@@ -91,14 +91,14 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = build_parser()
     exit_on_unknown_command(parser, argv)
     arguments, rest = parser.parse_known_args(argv)
-    taking = next((name for name in VARIADIC_ARGUMENTS if hasattr(arguments, name)), None)
-    if rest and (taking is None or any(item.startswith("-") for item in rest)):
-        # That of the command: its usage is what helps.
+    variadic = next((name for name in VARIADIC_ARGUMENTS if hasattr(arguments, name)), None)
+    if rest and (variadic is None or any(item.startswith("-") for item in rest)):
+        # The parser of the command, which prints the usage of the command.
         arguments.parser.error(
-            describe_unknown_arguments(rest, argv, takes_keys=taking == "overrides")
+            describe_unknown_arguments(rest, argv, takes_keys=variadic == "overrides")
         )
-    if taking is not None:
-        setattr(arguments, taking, [*getattr(arguments, taking), *rest])
+    if variadic is not None:
+        setattr(arguments, variadic, [*getattr(arguments, variadic), *rest])
     return arguments
 
 

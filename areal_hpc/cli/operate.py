@@ -1,4 +1,4 @@
-"""`areal-hpc cancel`, `resume`, `quarantine`, `export`, `replay`: what is done with a run."""
+"""`areal-hpc cancel`, `resume`, `caretaker`, `quarantine`, `export`, `replay`: act on a run."""
 
 import argparse
 import json
@@ -30,7 +30,7 @@ from areal_hpc.errors import (
 from areal_hpc.rundir.paths import RunPaths, format_step_dir
 
 STOP_MARGIN_S = 10.0
-"""On top of a job's own grace: it hears of the stop, and Slurm of its end, some seconds later."""
+"""Seconds added to a job's grace: the stop reaches the job late, and its end reaches Slurm late."""
 
 commands = CommandTable()
 
@@ -62,7 +62,7 @@ def _require_own_slurm_run(path: Path) -> RunPaths:
             f"{get_program_command()} run",
         )
     original = None
-    with suppress(SlurmTimeoutError):  # no job of another run is touched, whatever is known
+    with suppress(SlurmTimeoutError):  # jobs of another run are not touched anyway
         original = find_original(paths)
     if original is not None:
         raise ClusterError(
@@ -78,9 +78,9 @@ def _require_own_slurm_run(path: Path) -> RunPaths:
 def _cancel_run(arguments: argparse.Namespace) -> int:
     """Cancel all jobs of a run.
 
-    They are told to save a checkpoint and exit; after cluster.stop_grace_s and the time of the
-    last save, what is left is cancelled. Pending and held jobs are cancelled at once; nothing
-    is requeued.
+    Running jobs save a checkpoint and exit; those that take longer than cluster.stop_grace_s
+    and the time of the last save are cancelled. Pending and held jobs are cancelled at once;
+    nothing is requeued.
 
     $ areal-hpc cancel runs/math/first
     """
@@ -101,7 +101,7 @@ def _cancel_run(arguments: argparse.Namespace) -> int:
         grace_s = read_run_recipe(paths.recipe)["cluster"]["stop_grace_s"] + STOP_MARGIN_S
         jobs = get_latest_submissions(read_submissions(paths.submissions))
         grace_s += max((read_checkpoint_duration_s(paths.job(name)) for name in jobs), default=0.0)
-    # Before any signal: a job that is told to stop looks for it.
+    # Before any signal: a job that receives one looks for the marker.
     mark_cancelled(paths.cancelled_marker, without_checkpoint=arguments.now)
 
     def find_jobs() -> tuple[str, ...]:
@@ -133,8 +133,8 @@ def _cancel_run(arguments: argparse.Namespace) -> int:
 def _resume_run(arguments: argparse.Namespace) -> int:
     """Resubmit a run from its last checkpoint.
 
-    Its own recipe holds, with the overrides given here, in the directory it was first submitted
-    from.
+    It uses the recipe of the run with the overrides given here, in the directory of the first
+    submission.
 
     $ areal-hpc resume runs/math/first trainer.total_steps=200
     $ cp -a runs/math/first copy; areal-hpc resume copy --as second
@@ -155,10 +155,10 @@ def _resume_run(arguments: argparse.Namespace) -> int:
         say(f"copy     is the run {paths.root} now")
     else:
         paths = _require_own_slurm_run(arguments.run)
-    jobs = {one.job for one in read_submissions(paths.submissions)}
+    jobs = {submission.job for submission in read_submissions(paths.submissions)}
     if jobs - {CARETAKER_JOB} == {EVALUATION_CELL}:
         raise RecipeError(
-            "this is the evaluation of a model, and no run that could be trained on",
+            "this is the evaluation of a model, not a training run",
             key=str(paths.root),
             hint="repeat the areal-hpc eval command: it plays what has no result yet",
         )
@@ -172,11 +172,11 @@ def _resume_run(arguments: argparse.Namespace) -> int:
         )
     recipe = load_recipe(paths.recipe, arguments.overrides)
     own_name = (recipe.experiment_name, recipe.trial_name)
-    names_place = any(one.startswith("cluster.fileroot=") for one in arguments.overrides)
-    if not names_place and not recipe.run_dir.exists() and paths.root.parts[-2:] == own_name:
+    sets_root = any(override.startswith("cluster.fileroot=") for override in arguments.overrides)
+    if not sets_root and not recipe.run_dir.exists() and paths.root.parts[-2:] == own_name:
         _cancel_old_jobs(paths, recipe.run_dir.resolve())
-        here = f"cluster.fileroot={json.dumps(str(paths.root.parents[1]))}"
-        recipe = load_recipe(paths.recipe, [*arguments.overrides, here])
+        fileroot = f"cluster.fileroot={json.dumps(str(paths.root.parents[1]))}"
+        recipe = load_recipe(paths.recipe, [*arguments.overrides, fileroot])
     if recipe.run_dir.resolve() != paths.root:
         raise RecipeError(
             f"with these overrides the run directory would be {recipe.run_dir.resolve()}",
@@ -193,10 +193,10 @@ def _resume_run(arguments: argparse.Namespace) -> int:
 
 @commands.add("caretaker", RUN)
 def _look_after_run(arguments: argparse.Namespace) -> int:
-    """Submit jobs of a run again that are gone.
+    """Submit the jobs of a run again that have ended for good.
 
-    Once a minute, until the run is finished, cancelled or given up: what no job of the run
-    brings back, as where only login nodes may submit jobs. What a person cancelled stays
+    It looks once a minute until the run is finished, cancelled or given up, and submits what no
+    job of the run can submit, as where only login nodes may. What a person cancelled stays
     cancelled.
 
     $ areal-hpc caretaker runs/math/first
@@ -213,7 +213,7 @@ def _look_after_run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _cancel_old_jobs(paths: RunPaths, old_place: Path) -> None:
+def _cancel_old_jobs(paths: RunPaths, old_dir: Path) -> None:
     """Cancel the jobs of a run that was moved, which wait for a folder that is not there."""
     from areal_hpc.launch.terminal import say
     from areal_hpc.slurm.run_jobs import cancel_jobs, is_job_of_run, list_live_jobs
@@ -222,12 +222,12 @@ def _cancel_old_jobs(paths: RunPaths, old_place: Path) -> None:
     live = [job.slurm_record for job in list_live_jobs(paths)]
     if running := [job.job_id for job in live if job.state.phase is not JobPhase.WAITING]:
         raise ClusterError(
-            f"jobs of this run work in {old_place}, which is not there on this host: "
+            f"jobs of this run work in {old_dir}, which is not there on this host: "
             f"{', '.join(running)}",
             key=str(paths.root),
             hint="use a host that has that folder; jobs of a moved run end within a minute",
         )
-    say(f"moved    from {old_place}; jobs that know that place are cancelled")
+    say(f"moved    from {old_dir}; jobs that wait for that folder are cancelled")
     ids = tuple(job.job_id for job in live)
     is_own = partial(is_job_of_run, paths)
     cancel_jobs(lambda: ids, is_own=is_own, grace_s=0.0, print_line=say)

@@ -1,4 +1,4 @@
-"""What runs need: recipes, a project, models, harnesses, tasks, and recipes made of others'."""
+"""Commands before a run: recipes, projects, downloads, harnesses, migration, and checks."""
 
 import argparse
 import os
@@ -63,10 +63,10 @@ def _write_project(arguments: argparse.Namespace) -> int:
 
     project = read_project_files(arguments.like)
     targets = {arguments.folder / name: content for name, content in project.contents.items()}
-    if there := [path for path in targets if path.exists()]:
+    if existing := [path for path in targets if path.exists()]:
         raise RecipeError.from_problems(
             Problem(f"there is a file {path} already", "DIR", "name another folder")
-            for path in there
+            for path in existing
         )
     for path, content in targets.items():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -126,8 +126,8 @@ def _install_harnesses(arguments: argparse.Namespace) -> int:
     """Install coding harnesses for HarnessAgent.
 
     From npm or PyPI (claude-code, codex, opencode and others; docs/harnesses.md), each in a
-    folder of its own, with the exact packages of its lock. One that is there already is left as
-    it is.
+    folder of its own, with the exact packages of its lock. A harness that is there already
+    stays as it is.
 
     $ areal-hpc install-harness opencode
     """
@@ -185,8 +185,8 @@ def _translate_areal_config(arguments: argparse.Namespace) -> int:
         print(f"wrote {arguments.out}")
     if translation.untranslated:
         print("# No counterpart:")
-        for one in translation.untranslated:
-            print(f"#   {one.key}: {one.value}\n#     {one.reason}")
+        for entry in translation.untranslated:
+            print(f"#   {entry.key}: {entry.value}\n#     {entry.reason}")
     problems = []
     rollout = translation.recipe.get("rollout", {})
     # AReaL's scripts name their agent in Python.
@@ -247,17 +247,13 @@ async def _count_unsound_tasks(rows: list[dict[str, Any]], arguments: argparse.N
     unsound = 0
     spec = SandboxSpec(arguments.root and arguments.root.resolve())
     runtime = make_runtime(arguments.isolation)
-    async for one in check_tasks_in_order(rows, runtime, spec, max(1, arguments.at_once)):
-        unsound += not one.has_discriminating_tests
-        oracle = "none" if one.oracle is None else f"{one.oracle.value:g}"
-        note = (
-            ""
-            if one.has_discriminating_tests
-            else "  ".join(
-                reward.note for reward in (one.oracle, one.no_action_reward) if reward is not None
-            )
-        )
-        line = f"{one.name:<48} solution {oracle:<5} nothing {one.no_action_reward.value:g}  {note}"
+    async for task in check_tasks_in_order(rows, runtime, spec, max(1, arguments.at_once)):
+        unsound += not task.has_discriminating_tests
+        oracle = "none" if task.oracle is None else f"{task.oracle.value:g}"
+        no_action = task.no_action_reward
+        notes = [reward.note for reward in (task.oracle, no_action) if reward is not None]
+        note = "" if task.has_discriminating_tests else "  ".join(notes)
+        line = f"{task.name:<48} solution {oracle:<5} nothing {no_action.value:g}  {note}"
         print(escape_controls(line.rstrip()))
     return unsound
 

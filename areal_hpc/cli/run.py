@@ -1,4 +1,4 @@
-"""`areal-hpc run`, `plan`, `recipe-keys`, `submit` and `proxy`; the work is in launch/run.py."""
+"""`areal-hpc run`, `plan`, `recipe-keys`, `submit` and `proxy`; launch/run.py does the work."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ commands = CommandTable()
 
 
 def describe_plan(recipe: Recipe, *, on_this_machine: bool = True) -> Iterator[str]:
-    """Lines: each stage's jobs, processes and devices, then their environment and memory.
+    """Yield lines: each stage's jobs, processes and devices, then their environment and memory.
 
-    And, unless the jobs run elsewhere, who gets which of this machine's GPUs.
+    With `on_this_machine` they include the GPUs of this machine that each process gets.
     """
     # Imported here: `--help` stays quick without pydantic and submitit.
     from areal_hpc.launch.plan import plan_run
@@ -74,9 +74,9 @@ def _describe_job_without_name(job: JobSpec) -> list[str]:
     gpus = f"{_format_count(job.gpus_per_task, 'GPU')} each" if job.gpus_per_task else "on the CPU"
     lines = [f"{count}, {gpus}"]
     for process in job.processes:
-        where = {"all": "every task", "first": "first task"}.get(process.tasks, "others")
+        tasks = {"all": "every task", "first": "first task"}.get(process.tasks, "others")
         gpus = "uses the GPUs" if process.uses_gpus and job.gpus_per_task else ""
-        line = f"{process.name:<10} {process.role:<7} {where:<11} {process.entry:<32} {gpus}"
+        line = f"{process.name:<10} {process.role:<7} {tasks:<11} {process.entry:<32} {gpus}"
         lines.append(line.rstrip())
     return lines
 
@@ -116,9 +116,9 @@ def _describe_local_gpu_assignment(stage: JobStage, recipe: Recipe) -> Iterator[
 
 
 def _describe_environment_variables(recipe: Recipe) -> Iterator[str]:
-    """Lines: variables that processes of each role get beside those of their job.
+    """Yield lines: variables that processes of each role get beside those of their job.
 
-    Of the recipe's own only the names, as values may be secrets.
+    Variables of the recipe's own are shown without their values, which may be secrets.
     """
     from areal_hpc.jobs.config import build_role_variables
 
@@ -192,8 +192,8 @@ def _describe_run_dir(recipe: Recipe) -> str:
     if not paths.recipe.exists():
         return f"a run would write to {paths.root}"
     view = RunView(paths)
-    at = f"step {view.step} of {view.total_steps}"
-    return f"{paths.root} holds a run at {at}, which the command goes on with (--fresh starts over)"
+    run = f"a run at step {view.step} of {view.total_steps}"
+    return f"{paths.root} holds {run}, which the command goes on with (--fresh starts over)"
 
 
 @commands.add("plan", RECIPE, OVERRIDES)
@@ -347,18 +347,19 @@ def _run_standalone_proxy(arguments: argparse.Namespace) -> int:
     handler = logging.StreamHandler()
     handler.setFormatter(EscapingFormatter("%(asctime)s %(levelname)s %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
-    given = vars(arguments)
-    values = {name: given[name] for name in StandaloneProxyConfig.model_fields.keys() & given}
+    options = vars(arguments)
+    values = {name: options[name] for name in StandaloneProxyConfig.model_fields.keys() & options}
     values["upstreams"] = arguments.upstream
     values["serve_python"] = get_interpreter("serve", arguments.serve_python)
     values["proxy"] = dict(pair.partition("=")[::2] for pair in arguments.set)
     try:
         config = StandaloneProxyConfig.model_validate(values)
     except ValidationError as error:
-        found = explain_validation_errors(error.errors(), StandaloneProxyConfig)
+        problems = explain_validation_errors(error.errors(), StandaloneProxyConfig)
+        usage = "areal-hpc proxy --help"
         raise RecipeError.from_problems(
-            one if one.key.startswith("proxy.") else replace(one, hint="areal-hpc proxy --help")
-            for one in found
+            problem if problem.key.startswith("proxy.") else replace(problem, hint=usage)
+            for problem in problems
         ) from error
     run(config, partial(print, flush=True))
     return 0
