@@ -20,7 +20,7 @@ When weights are clamped it is called truncated importance sampling (TIS,
 fengyao.notion.site/off-policy-rl), when tokens outside two bounds are masked IcePop
 (arXiv:2510.18855, section 2.3.2), when whole rows are, rejection.
 
-The critic's loss stands here too. docs/objectives.md has the settings, and AReaL's names of them.
+The critic's loss stands here too. docs/objectives-reference.md has the settings, and AReaL's names of them.
 """
 
 from collections import Counter
