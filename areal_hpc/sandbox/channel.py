@@ -1,7 +1,7 @@
 """Host's end of the channel to a command server, which is not trusted.
 
-A command gets its standard streams as descriptors: pipes that are read here, and its input as a
-file in memory that nobody can change. So the channel itself carries nothing but numbers.
+A command gets its standard streams as descriptors: its output goes into pipes that are read here,
+its input is a sealed file in memory. So the channel itself carries only numbers.
 """
 
 import asyncio
@@ -19,33 +19,33 @@ from typing import IO, Any, Self
 from areal_hpc.sandbox.command_server import MAX_MESSAGE_BYTES, NOT_BEGUN_CODE, READY_MESSAGE
 
 KILL_COMMAND_TIMEOUT_S = 10.0
-"""Longest time in which a server kills a command; if it takes longer its sandbox is lost."""
+"""Time limit for a server to kill a command, after which its sandbox is lost."""
 _PIECE_BYTES = 1 << 16
 _SEND_PAUSE_S = 0.01
 
 
 @dataclass(frozen=True, slots=True)
 class CommandResult:
-    """How a command ended, and what it printed."""
+    """Exit code and output of a command."""
 
     exit_code: int
-    """0 is success; 127: there is no such program; 128 + n: ended by signal n."""
+    """0 after success; 127 if there is no such program; 128 + n after signal n."""
     stdout: bytes
     stderr: bytes
     timed_out: bool = False
     is_cut_off: bool = False
-    """It printed more than `limits.output_bytes`, and was killed."""
+    """Whether it was killed because it printed more than `limits.output_bytes`."""
     has_begun: bool = True
-    """False if no process could be started for it."""
+    """Whether a process could be started for it."""
 
     @property
     def text(self) -> str:
-        """What it printed, the errors last."""
+        """Standard output, then standard error."""
         return (self.stdout + self.stderr).decode(errors="replace")
 
 
 class OutputPipe:
-    """What a command prints on one of its streams, kept up to a size."""
+    """Pipe for one of a command's output streams, which keeps the first `max_bytes`."""
 
     def __init__(self, max_bytes: int, excess: asyncio.Future[None]) -> None:
         self._max_bytes, self._excess = max_bytes, excess
@@ -57,7 +57,7 @@ class OutputPipe:
         self._loop.add_reader(self._reading, self._read_piece)
 
     def read_rest(self) -> bytes:
-        """All that it printed, now that it has ended; others may go on writing."""
+        """Return the output of a command that has ended; its background processes may write on."""
         while self._read_piece():
             pass
         return self._kept.getvalue()
@@ -87,23 +87,23 @@ class OutputPipe:
 
 
 class CommandChannel:
-    """Messages to and from a command server, over one socket.
+    """Socket of messages to and from a command server.
 
-    Whoever waits for a server that is gone gets an EOFError.
-    The server's end is handed to a process, for whose first message `wait_for_hello` waits.
+    Methods that wait for a server that is gone raise EOFError. The server's process inherits
+    `servers_end`, and `wait_for_hello` waits for its first message.
     """
 
     def __init__(self) -> None:
         self._socket, self.servers_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.setblocking(False)
         self._ends: dict[int, asyncio.Future[int | None]] = {}
-        """Exit codes of commands; None once the channel is closed."""
+        """Exit codes by the numbers of answers; None after the channel is closed."""
         self._next = 1
         self._reader: asyncio.Task[None] | None = None
         self.closed = asyncio.Event()
 
     async def wait_for_hello(self) -> socket.socket | None:
-        """Wait for the server; the socket that listens within the sandbox, if it sends one."""
+        """Wait for the server, and return the sandbox's listening socket if it sends one."""
         loop = asyncio.get_running_loop()
         readable = asyncio.Event()
         loop.add_reader(self._socket, readable.set)
@@ -128,28 +128,28 @@ class CommandChannel:
         timeout_s: float,
         descriptors: Sequence[int] = (),
     ) -> CommandResult:
-        """Run a command to its end, which comes at the latest when it takes too long.
+        """Run a command to its end, and kill it after `timeout_s`.
 
-        `descriptors` are what it has from number 3 on; they are closed here.
+        The command inherits `descriptors` from number 3 on; they are closed here.
         """
         content, excess = json.dumps(request).encode(), asyncio.Future[None]()
         number, ended = self._await_answer()
         timed_out = False
-        with contextlib.ExitStack() as opened:
-            opened.callback(self._ends.pop, number)
-            passed_on = opened.enter_context(contextlib.ExitStack())
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._ends.pop, number)
+            passed_descriptors = stack.enter_context(contextlib.ExitStack())
             for descriptor in descriptors:
-                passed_on.callback(os.close, descriptor)
-            outputs = [opened.enter_context(OutputPipe(max_stream_bytes, excess)) for _ in "12"]
+                passed_descriptors.callback(os.close, descriptor)
+            outputs = [stack.enter_context(OutputPipe(max_stream_bytes, excess)) for _ in "12"]
             try:
                 async with asyncio.timeout(timeout_s):
-                    with _open_input(content) as asked, _open_input(stdin) as given:
-                        passed = [asked, given, *(one.writing for one in outputs)]
-                        numbers = [one.fileno() for one in passed]
+                    with _open_input(content) as request_file, _open_input(stdin) as stdin_file:
+                        files = [request_file, stdin_file, *(output.writing for output in outputs)]
+                        numbers = [file.fileno() for file in files]
                         await self._send(f"begin {number}", [*numbers, *descriptors])
-                    passed_on.close()
-                    for one in outputs:
-                        one.writing.close()
+                    passed_descriptors.close()
+                    for output in outputs:
+                        output.writing.close()
                     await asyncio.wait((ended, excess), return_when=asyncio.FIRST_COMPLETED)
                     if not ended.done():
                         await self._send(f"kill {number}")
@@ -163,14 +163,14 @@ class CommandChannel:
                         await self._send(f"kill {number}")
                 raise
             exit_code = _require_exit_code(ended)
-            stdout, stderr = (one.read_rest() for one in outputs)
+            stdout, stderr = (output.read_rest() for output in outputs)
         has_begun = exit_code != NOT_BEGUN_CODE
         if not has_begun:
             exit_code = 126
         return CommandResult(exit_code, stdout, stderr, timed_out, excess.done(), has_begun)
 
     async def kill_all(self, timeout_s: float) -> None:
-        """Kill all that runs in the sandbox."""
+        """Kill all commands of the sandbox and their descendants."""
         number, ended = self._await_answer()
         try:
             async with asyncio.timeout(timeout_s):
@@ -183,7 +183,7 @@ class CommandChannel:
         _require_exit_code(ended)
 
     async def close(self) -> None:
-        """Let the server go: it ends, and its sandbox with it."""
+        """Close the channel, which ends the server and its sandbox."""
         if self._reader is not None:
             self._reader.cancel()
             await asyncio.wait({self._reader})
@@ -201,7 +201,7 @@ class CommandChannel:
             async with asyncio.timeout(KILL_COMMAND_TIMEOUT_S):
                 await self._send(f"kill {command_number}")
                 await asyncio.wait((ended,))
-        except TimeoutError:  # the server was stopped, by what it started
+        except TimeoutError:  # a process of the sandbox has stopped the server
             raise EOFError from None
 
     async def _send(self, message: str, descriptors: Sequence[int] = ()) -> None:
@@ -209,7 +209,7 @@ class CommandChannel:
             try:
                 socket.send_fds(self._socket, [message.encode()], descriptors)
                 return
-            except BlockingIOError:  # the server is at work, or was stopped
+            except BlockingIOError:  # the server is busy, or was stopped
                 await asyncio.sleep(_SEND_PAUSE_S)
             except OSError:
                 break
@@ -232,7 +232,7 @@ class CommandChannel:
 
 
 def _open_input(content: bytes) -> IO[bytes]:
-    """A file with the content, which takes no other."""
+    """Open a file in memory with this content, sealed against changes."""
     if not content:
         return Path(os.devnull).open("rb")
     file = os.fdopen(os.memfd_create("input", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), "w+b")

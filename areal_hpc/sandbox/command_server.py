@@ -1,10 +1,10 @@
 """Program inside a sandbox that runs commands for its host: `command_server.py JSON`.
 
-Stands alone, with the standard library only. The channel, standard input or one descriptor in its
-place, is a socket of messages. The host sends `begin N`, `kill N` and `end N`, where N is a number
-for the answer; `begin` brings descriptors: of the request, as JSON, and of what the command gets as
-its standard streams and above. The server sends `ready` at first, and `N EXIT_CODE`. Each command
-is a child; files are read and written by children too, so that none of them holds the server up.
+It imports the standard library alone. The channel, standard input or another given descriptor, is
+a socket of messages. The host sends `begin N`, `kill N` and `end N`, where N is the number of the
+answer. `begin` carries descriptors: the request, as JSON, and the command's descriptors from
+standard input on. The server sends `ready` at first, and `N EXIT_CODE` for each answer. Each
+command and each file operation runs in a child, so that none of them delays the server.
 """
 
 import contextlib
@@ -25,37 +25,37 @@ from typing import Any, NoReturn
 READY_MESSAGE = b"ready"
 MAX_MESSAGE_BYTES = 64
 NOT_BEGUN_CODE = -1
-"""Of a command for which there is no process."""
+"""Exit code in the answer if no process could be started."""
 MAX_DESCRIPTORS = 8
 MAX_PENDING_SIGNALS = 4096
-"""And timers, of which the sandbox's user has a limited number elsewhere, too."""
+"""Pending signals and timers at most; the kernel also limits those of the user as a whole."""
 _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 4, 22, 36, 38
 _SECCOMP_MODE_FILTER = 2
 _FILTER_INSTRUCTION_BYTES = 8
 
 
 class CommandServer:
-    """Begins commands, and tells how they ended."""
+    """Starts commands, and sends their exit codes to the host."""
 
     def __init__(self, request: dict[str, Any]) -> None:
         self._request = request
         self._numbers: dict[int, int] = {}
-        """Of commands, by their processes."""
+        """Numbers of running commands, by the ids of their processes."""
         channel = request["channel_fd"]
         self._channel = socket.socket(fileno=os.dup(channel))  # not inherited by commands
         self._channel.setblocking(True)  # a kernel may hand the channel over otherwise
-        nothing = os.open("/dev/null", os.O_RDWR)
+        null = os.open("/dev/null", os.O_RDWR)
         for descriptor in {0, 1, channel}:
-            os.dup2(nothing, descriptor)
-        self._woken, waking = os.pipe()
-        for one in (self._woken, waking):
-            os.set_blocking(one, False)
-        signal.set_wakeup_fd(waking, warn_on_full_buffer=False)
+            os.dup2(null, descriptor)
+        self._wakeup_read, wakeup_write = os.pipe()
+        for descriptor in (self._wakeup_read, wakeup_write):
+            os.set_blocking(descriptor, False)
+        signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # as the first process it ignores the others
 
     def announce_ready(self) -> None:
-        """Say that the server is ready; with the socket that listens for the session, if asked."""
+        """Send `ready`, with the listening socket of a `session-only` network if there is one."""
         port = self._request["session_port"]
         if port is None:
             self._channel.send(READY_MESSAGE)
@@ -66,14 +66,14 @@ class CommandServer:
     def serve(self) -> None:
         with contextlib.suppress(OSError, EOFError):  # the host is gone
             while True:
-                readable, _, _ = select.select([self._channel.fileno(), self._woken], [], [])
-                if self._woken in readable:
-                    os.read(self._woken, 4096)
+                readable, _, _ = select.select([self._channel.fileno(), self._wakeup_read], [], [])
+                if self._wakeup_read in readable:
+                    os.read(self._wakeup_read, 4096)
                 if self._channel.fileno() in readable:
                     self._handle_message()
                 self._reap_commands()
-        while below := list_children(os.getpid()):
-            for pid in below:
+        while children := list_children(os.getpid()):
+            for pid in children:
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
                     os.waitpid(pid, 0)
@@ -98,8 +98,8 @@ class CommandServer:
         try:
             pid = os.fork()
         except OSError as error:
-            said = f"sandbox: no process could be started: {error}"
-            os.write(descriptors[3], said.encode())
+            message = f"sandbox: no process could be started: {error}"
+            os.write(descriptors[3], message.encode())
             self._send_exit_code(command_number, NOT_BEGUN_CODE)
         else:
             if pid == 0:
@@ -109,11 +109,11 @@ class CommandServer:
             os.close(descriptor)
 
     def _kill_all_descendants(self, answer_number: int) -> None:
-        while below := list_children(os.getpid()):
-            for pid in below:
+        while children := list_children(os.getpid()):
+            for pid in children:
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
-            time.sleep(0.001)  # children of those become this process's own
+            time.sleep(0.001)  # their children become children of this process
             self._reap_commands()
         self._send_exit_code(answer_number, 0)
 
@@ -141,17 +141,17 @@ def become_command_process(descriptors: list[int]) -> NoReturn:
         with os.fdopen(descriptors[0], "rb") as file:
             request = json.load(file)
         is_program = request["operation"] == "run"
-        for place, descriptor in enumerate(descriptors[1:]):
-            os.dup2(descriptor, place)
-        # Pipes of other commands, which wait for an end.
+        for target, descriptor in enumerate(descriptors[1:]):
+            os.dup2(descriptor, target)
+        # These are pipes of other commands, whose readers wait until all writers close them.
         os.closerange(len(descriptors) - 1, os.sysconf("SC_OPEN_MAX"))
         if is_program:
             exec_program(request)
-        # Imported here alone: it costs more than the start of the server.
+        # Imported only here, because the import takes longer than the start of the server.
         sys.path.insert(0, __file__.rpartition("/")[0])
         importlib.import_module("sandbox_files").run_file_operation(request)
         code = 0
-    except BaseException as error:  # boundary: whatever it is, the child ends here
+    except BaseException as error:  # boundary: the child prints any error, and ends
         if is_program:
             code = 127 if isinstance(error, FileNotFoundError) else 126
         os.write(2, f"sandbox: {error}\n".encode(errors="replace"))
@@ -161,8 +161,8 @@ def become_command_process(descriptors: list[int]) -> NoReturn:
 
 def exec_program(request: dict[str, Any]) -> None:
     if request["processor_s"] is not None:
-        most = math.ceil(request["processor_s"])
-        resource.setrlimit(resource.RLIMIT_CPU, (most, most + 1))
+        limit_s = math.ceil(request["processor_s"])
+        resource.setrlimit(resource.RLIMIT_CPU, (limit_s, limit_s + 1))
     os.chdir(request["folder"])
     name = request["command"][0]
     try:
@@ -172,9 +172,9 @@ def exec_program(request: dict[str, Any]) -> None:
 
 
 def kill_session(leader: int) -> None:
-    """Kill a command, and what it started, as far as that has not left its session."""
+    """Kill a command, and the processes that it started and that are still in its session."""
     with contextlib.suppress(OSError):
-        os.kill(leader, signal.SIGKILL)  # it has no session yet in its first moment
+        os.kill(leader, signal.SIGKILL)  # it has no session before its `setsid`
     for process in os.scandir("/proc"):
         if process.name.isdigit():
             with contextlib.suppress(OSError):
@@ -183,19 +183,19 @@ def kill_session(leader: int) -> None:
 
 
 def list_children(pid: int) -> list[int]:
-    """Children of a process, orphans that it adopted among them."""
+    """List the children of a process, with the orphans that it adopted."""
     try:
-        listed = os.open(f"/proc/{pid}/task/{pid}/children", os.O_RDONLY)
-        with os.fdopen(listed, "rb") as file:
-            return [int(one) for one in file.read().split()]
-    except OSError:  # a kernel that does not tell; then the sandbox's end is theirs
+        descriptor = os.open(f"/proc/{pid}/task/{pid}/children", os.O_RDONLY)
+        with os.fdopen(descriptor, "rb") as file:
+            return [int(child) for child in file.read().split()]
+    except OSError:  # a kernel without this file; the children then end with the sandbox
         return []
 
 
 def set_resource_limits(limits: dict[str, int]) -> None:
-    """Limits of each process, and of the number of all of them where the kernel counts here."""
+    """Limit each process, and their number if the kernel counts it by user namespace."""
     kernel = tuple(int(part) for part in os.uname().release.split("-")[0].split(".")[:2])
-    wanted = [
+    limit_values = [
         (resource.RLIMIT_DATA, limits["memory_bytes"]),
         (resource.RLIMIT_FSIZE, limits["disk_bytes"]),
         (resource.RLIMIT_CORE, 0),
@@ -203,31 +203,31 @@ def set_resource_limits(limits: dict[str, int]) -> None:
         (resource.RLIMIT_SIGPENDING, MAX_PENDING_SIGNALS),
     ]
     if limits["counts_processes"] and kernel >= (5, 14):
-        # Older ones count all processes of the user, in whatever namespace (ucounts, Linux 5.14).
-        wanted.append((resource.RLIMIT_NPROC, limits["processes"]))
-    for which, value in wanted:
-        ceiling = resource.getrlimit(which)[1]
+        # Older kernels count the user's processes in all namespaces (ucounts came in Linux 5.14).
+        limit_values.append((resource.RLIMIT_NPROC, limits["processes"]))
+    for limit, value in limit_values:
+        ceiling = resource.getrlimit(limit)[1]
         if ceiling != resource.RLIM_INFINITY:
             value = min(value, ceiling)
-        resource.setrlimit(which, (value, value))
+        resource.setrlimit(limit, (value, value))
 
 
 def install_filter(libc: ctypes.CDLL, program: bytes) -> None:
-    """Have the kernel refuse system calls to this process and all that it starts (seccomp(2))."""
+    """Install a seccomp(2) filter for this process and all its later descendants."""
     instructions = ctypes.create_string_buffer(program, len(program))
     count = len(program) // _FILTER_INSTRUCTION_BYTES
     packed = struct.pack("@HP", count, ctypes.addressof(instructions))  # struct sock_fprog
-    described = ctypes.create_string_buffer(packed, len(packed))
+    fprog = ctypes.create_string_buffer(packed, len(packed))
     for arguments in (
         (_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0),
-        (_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.addressof(described), 0, 0),
+        (_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.addressof(fprog), 0, 0),
     ):
         if libc.prctl(*map(ctypes.c_ulong, arguments)) != 0:
             raise OSError(ctypes.get_errno(), "the filter of system calls was refused")
 
 
 def main() -> None:
-    """Protect this process from those that it starts, and serve."""
+    """Protect this process from its descendants, and serve."""
     request = json.loads(sys.argv[1])
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)

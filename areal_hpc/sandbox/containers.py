@@ -1,14 +1,14 @@
 """Sandboxes whose namespaces a container program makes: podman, Apptainer, enroot.
 
-A first set of namespaces (`unshare`), in which the caller is root, covers the scratch folder with
-a file system in memory whose size and number of files are limited. It holds `rootfs`, what is shown
-in it (`guest`, `dev`), what commands may write (`workspace`, `tmp`, `shm`, one for each further
-folder), or what a root file system (`lower`) is written over with (`places`, `upper`, `work`). The
-program starts one container from it; of the machine's own configuration of it no mount, hook or
-variable is used. Its server refuses system calls to itself and to commands (seccomp).
+A first set of namespaces (`unshare`), in which the caller is root, mounts over the scratch folder
+a file system in memory with limits on its size and its number of files. It holds `rootfs`, the
+folders shown in it (`guest`, `dev`), the folders that commands may write (`workspace`, `tmp`,
+`shm`, one for each further folder), and the layers over a given root file system (`lower`):
+`places`, `upper`, `work`. The program starts one container from it, without the mounts, hooks and
+variables of the machine's own configuration. The command server installs the seccomp filter.
 
-podman runs as root of these namespaces; Apptainer and enroot isolate less, so `unshare` makes
-the network and user 65534 before them.
+podman runs as root of these namespaces. Apptainer and enroot isolate less, so `unshare` makes the
+network namespace and switches to user 65534 before them.
 """
 
 import io
@@ -34,11 +34,11 @@ from areal_hpc.sandbox.guest import (
 from areal_hpc.sandbox.sandbox import Sandbox, SandboxSpec
 
 _PROGRAM_FOLDERS = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-"""Where container programs are, beside the folders of `PATH`."""
+"""Folders of container programs, beside those of `PATH`."""
 _OTHER_SCRATCH_BYTES, _OTHER_SCRATCH_FILES = 1 << 20, 60
-"""Room in the scratch folder beside the files of a sandbox, whatever the program."""
+"""Room in the scratch folder beside the files of a sandbox, for every program."""
 _PODMAN_SCRATCH_FILES = 90
-"""Of podman's own."""
+"""Files that podman itself makes in the scratch folder."""
 _PREPARE_SCRIPT = """
 set -e
 mount -t tmpfs -o size="$2",nr_inodes="$3",mode=755 tmpfs "$1"
@@ -94,7 +94,7 @@ graphroot = "{scratch}/storage"
 runroot = "{scratch}/run"
 """,
 }
-"""In place of the machine's: its mounts and hooks are for others."""
+"""Configuration in place of the machine's, whose mounts and hooks do not fit a sandbox."""
 _ENROOT_DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 _ENROOT_DEVICE_LINKS = {
     "fd": "/proc/self/fd",
@@ -107,28 +107,28 @@ _ENROOT_DEVICE_LINKS = {
 
 @dataclass(frozen=True, slots=True)
 class ContainerProgram:
-    """How a container program is called."""
+    """Container program, and the command line that starts a sandbox in it."""
 
     title: str
     programs: tuple[tuple[str, ...], ...]
-    """Each of them must be there, by one of its names; the last starts the container."""
+    """Programs that must be installed, each by one of its names; the last starts the container."""
     list_words: Callable[[Guest, int], Iterator[str]]
-    """The command line, of which the first process reads the scratch archive from a descriptor."""
+    """Command line, whose first process reads the scratch archive from a descriptor."""
     variables: Mapping[str, str]
-    """Of the program, beside `PATH` and `HOME`: templates of the scratch folder."""
+    """Environment of the program, beside `PATH` and `HOME`, as templates with `{scratch}`."""
     list_files: Callable[[Guest], Mapping[str, str]] = lambda guest: {}
-    """What the scratch folder holds for it, by name."""
+    """Files for the program in the scratch folder, by name."""
     links: Mapping[str, str] = field(default_factory=dict)
-    """As `list_files`."""
+    """Symbolic links for the program in the scratch folder, by name."""
 
     def find(self) -> str | None:
-        """The program's path; None if it, or what it needs, is not here."""
+        """Return the program's path; None if it, or a program that it needs, is missing."""
         path = _build_search_path()
-        found = [
+        paths = [
             next(filter(None, (shutil.which(name, path=path) for name in names)), None)
             for names in self.programs
         ]
-        return found[-1] if all(found) else None
+        return paths[-1] if all(paths) else None
 
 
 class ContainerRuntime:
@@ -138,7 +138,7 @@ class ContainerRuntime:
 
     async def start(self, spec: SandboxSpec) -> Sandbox:
         if self._program.find() is None:
-            names = " and ".join(" or ".join(one) for one in self._program.programs)
+            names = " and ".join(" or ".join(names) for names in self._program.programs)
             raise self._build_error(f"it needs {names}, and does not find all of them")
         guest = await Guest.prepare(spec)
         archive = os.memfd_create("sandbox")
@@ -154,15 +154,15 @@ class ContainerRuntime:
                 [*self._program.list_words(guest, archive)], [archive], environ
             )
         except ClusterError as error:
-            if not isinstance(error.__cause__, EOFError):  # too slow, or no process could be made
+            if not isinstance(error.__cause__, EOFError):  # too slow, or no process could start
                 raise
             raise self._build_error(error.problems[0].message) from error
         finally:
             os.close(archive)
 
     def _build_error(self, reason: str) -> RecipeError:
-        needed = " and ".join(names[0] for names in reversed(self._program.programs))
-        hint = f"install {needed} on every node and allow user namespaces, or set "
+        programs = " and ".join(names[0] for names in reversed(self._program.programs))
+        hint = f"install {programs} on every node and allow user namespaces, or set "
         return build_isolation_error(
             self._program.title, reason, f"{hint}{ISOLATION_RECIPE_KEY}=bwrap"
         )
@@ -173,22 +173,22 @@ def _build_search_path() -> str:
 
 
 def _list_binds(guest: Guest, title: str, separators: str) -> Iterator[tuple[str, str, bool]]:
-    """What a container shows, where, and whether it may be written in.
+    """List the bind mounts of a container: source, path in the container, is it writable.
 
     Paths with `separators`, at which the program splits its command line, are refused.
     """
-    for name, place in guest.writable:
-        yield f"{guest.scratch}/{name}", place, True
-    for source, place in ((f"{guest.scratch}/guest", GUEST_DIR), *guest.readonly):
-        for path in (source, place):
-            if any(one in path for one in separators):
+    for name, target in guest.writable:
+        yield f"{guest.scratch}/{name}", target, True
+    for source, target in ((f"{guest.scratch}/guest", GUEST_DIR), *guest.readonly):
+        for path in (source, target):
+            if any(separator in path for separator in separators):
                 raise RecipeError(
                     f"{title} cannot show {path}: expected a path without any of {separators!r}, "
                     "at which its command line is split",
                     key=ISOLATION_RECIPE_KEY,
                     hint=f"name a path without them, or set {ISOLATION_RECIPE_KEY}=bwrap",
                 )
-        yield source, place, False
+        yield source, target, False
 
 
 def _list_prefix_words(
@@ -198,14 +198,14 @@ def _list_prefix_words(
     script: str,
     program_files: int = 0,
 ) -> Iterator[str]:
-    """The words that prepare the scratch folder and go on with a script; its words follow.
+    """List the words that prepare the scratch folder and run a script; its arguments follow.
 
     Args:
-        guest: What the container is made of.
-        archive_fd: Descriptor of a tar of what the scratch folder holds at first.
+        guest: Contents of the container.
+        archive_fd: Descriptor of a tar with the first contents of the scratch folder.
         namespaces: Options of `unshare`, beside those of a user and a mount namespace.
-        script: Starts the container; it is root, in these namespaces.
-        program_files: Files that the program makes in the scratch folder.
+        script: Script that starts the container, as root in these namespaces.
+        program_files: Number of files that the program makes in the scratch folder.
     """
     limits = guest.spec.limits
     yield from ("unshare", "--user", "--map-root-user", "--mount", *namespaces)
@@ -216,16 +216,16 @@ def _list_prefix_words(
     yield from (str(archive_fd), str(guest.spec.root or ""))
     sources = [source for source, _ in guest.readonly]
     for line in Path("/proc/self/mountinfo").read_bytes().splitlines():
-        place = Path(line.split()[4].decode("unicode_escape"))
-        if any(str(place) != one and place.is_relative_to(one) for one in sources):
-            yield str(place)
+        mount = Path(line.split()[4].decode("unicode_escape"))
+        if any(str(mount) != source and mount.is_relative_to(source) for source in sources):
+            yield str(mount)
     yield "--"
 
 
 def _list_nobody_words(
     guest: Guest, archive_fd: int, namespaces: Sequence[str] = ()
 ) -> Iterator[str]:
-    """As `_list_prefix_words`, for user 65534 on the sandbox's network.
+    """List the words of `_list_prefix_words` for user 65534 on the sandbox's network.
 
     `namespaces` are options of `unshare` beside those of a second user and mount namespace.
     """
@@ -243,21 +243,21 @@ def _list_podman_words(guest: Guest, archive_fd: int) -> Iterator[str]:
         guest, archive_fd, namespaces, _RUN_PODMAN_SCRIPT, _PODMAN_SCRATCH_FILES
     )
     yield from ("run", "--rm", "--cgroups=disabled", "--cap-drop=all", "--hostname=sandbox")
-    for what in ("no-new-privileges", "label=disable", "mask=/sys", "seccomp=unconfined"):
-        yield f"--security-opt={what}"
-    for what in ("uid", "gid"):
-        yield f"--{what}map={NOBODY_UID}:0:1"
+    for option in ("no-new-privileges", "label=disable", "mask=/sys", "seccomp=unconfined"):
+        yield f"--security-opt={option}"
+    for id_kind in ("uid", "gid"):
+        yield f"--{id_kind}map={NOBODY_UID}:0:1"
     yield from (f"--user={NOBODY_UID}:{NOBODY_UID}", "--passwd=false", "--no-hosts", "--workdir=/")
-    for name, which in (("nofile", resource.RLIMIT_NOFILE), ("nproc", resource.RLIMIT_NPROC)):
-        most = resource.getrlimit(which)[1]  # by default podman asks for more than it may
-        yield f"--ulimit={name}={most}:{most}"
+    for name, limit in (("nofile", resource.RLIMIT_NOFILE), ("nproc", resource.RLIMIT_NPROC)):
+        hard_limit = resource.getrlimit(limit)[1]  # podman's default may exceed it
+        yield f"--ulimit={name}={hard_limit}:{hard_limit}"
     yield f"--network={'host' if guest.spec.network == 'open' else 'none'}"
     yield f"--preserve-fds={_PODMAN_CHANNEL_FD - 2}"
     yield "--tmpfs=/dev:rw,size=64k,nr_inodes=64,mode=755"
     if guest.spec.root is None:
         yield from ("--read-only", "--read-only-tmpfs=false")
-    for source, place, is_writable in _list_binds(guest, "podman", ":"):
-        yield f"--volume={source}:{place}:{'rw' if is_writable else 'ro'}"
+    for source, target, is_writable in _list_binds(guest, "podman", ":"):
+        yield f"--volume={source}:{target}:{'rw' if is_writable else 'ro'}"
     yield from ("--rootfs", f"{guest.scratch}/rootfs")
     yield from guest.build_server_command(_PODMAN_CHANNEL_FD)
 
@@ -267,21 +267,21 @@ def _list_apptainer_words(guest: Guest, archive_fd: int) -> Iterator[str]:
     yield from (str(CONTAINER_PROGRAMS["apptainer"].find()), "--quiet", "exec", "--userns")
     yield from ("--containall", "--cleanenv", "--no-init", "--no-home", "--no-privs")
     yield from ("--no-umask", "--no-eval", "--pwd=/")
-    # Of what the machine's configuration of Apptainer mounts by itself.
+    # These are mounts that the machine's configuration of Apptainer would add.
     yield "--no-mount=home,tmp,hostfs,cwd,bind-paths"
     if guest.spec.root is not None:
         yield "--writable"
-    for source, place, is_writable in _list_binds(guest, "Apptainer", ":,"):
-        yield f"--bind={source}:{place}{'' if is_writable else ':ro'}"
+    for source, target, is_writable in _list_binds(guest, "Apptainer", ":,"):
+        yield f"--bind={source}:{target}{'' if is_writable else ':ro'}"
     yield f"{guest.scratch}/rootfs"
     yield from guest.build_server_command()
 
 
 def _list_enroot_words(guest: Guest, archive_fd: int) -> Iterator[str]:
-    """A root file system needs a shell, by which enroot starts programs."""
+    """List the words that start enroot, which needs a shell in the root file system."""
     namespaces = ("--pid", "--mount-proc", "--fork", "--kill-child")
     yield from _list_nobody_words(guest, archive_fd, namespaces)
-    # With a space in it this is what a shell is given, else a binary is taken for a script.
+    # enroot passes a word with a space to a shell, and would run a binary as a script.
     yield from ("enroot", "start", "rootfs", 'exec "$@"')
     yield from guest.build_server_command()
 
@@ -294,17 +294,17 @@ def _list_enroot_mounts(guest: Guest) -> Iterator[str]:
     yield (
         "devpts /dev/pts devpts x-create=dir,rw,nosuid,noexec,newinstance,ptmxmode=0666,mode=620"
     )
-    for name, place in guest.writable:
+    for name, target in guest.writable:
         source = f"{guest.scratch}/{name}"
-        yield f"{source} {_escape(place)} none x-create=dir,bind,rw,nosuid,nodev"
+        yield f"{source} {_escape(target)} none x-create=dir,bind,rw,nosuid,nodev"
     yield "none /dev none remount,bind,ro,nosuid,noexec"
-    for source, place in ((f"{guest.scratch}/guest", GUEST_DIR), *guest.readonly):
-        how = "bind" if Path(source).is_file() else "rbind"
-        yield f"{_escape(source)} {_escape(place)} none {how},ro,nosuid,nodev"
+    for source, target in ((f"{guest.scratch}/guest", GUEST_DIR), *guest.readonly):
+        bind_type = "bind" if Path(source).is_file() else "rbind"
+        yield f"{_escape(source)} {_escape(target)} none {bind_type},ro,nosuid,nodev"
 
 
 def _escape(path: str) -> str:
-    return "".join(f"\\{ord(one):03o}" if one in " \t\n\\$" else one for one in path)
+    return "".join(f"\\{ord(char):03o}" if char in " \t\n\\$" else char for char in path)
 
 
 CONTAINER_PROGRAMS = {
@@ -316,7 +316,7 @@ CONTAINER_PROGRAMS = {
             "XDG_RUNTIME_DIR": "{scratch}/run",
             "CONTAINERS_CONF": "{scratch}/containers.conf",
             "CONTAINERS_STORAGE_CONF": "{scratch}/storage.conf",
-            # Podman would make a user namespace that outlives it; this says that it has one.
+            # Without it podman makes a user namespace that outlives the sandbox.
             "_CONTAINERS_USERNS_CONFIGURED": "done",
         },
         lambda guest: {
@@ -356,7 +356,7 @@ CONTAINER_PROGRAMS = {
         {f"dev/{name}": target for name, target in _ENROOT_DEVICE_LINKS.items()},
     ),
 }
-"""By their names in a recipe."""
+"""Container programs by their names in a recipe."""
 
 _SCRATCH_FOLDERS = (
     *("rootfs", "upper", "work", "guest", "places", "lower", "dev", "storage", "run"),
@@ -364,26 +364,27 @@ _SCRATCH_FOLDERS = (
 
 
 def build_scratch_archive(guest: Guest, program: ContainerProgram) -> bytes:
-    """A tar of what the scratch folder holds at first."""
+    """Build a tar with the first contents of the scratch folder."""
     spec, stream = guest.spec, io.BytesIO()
     shown_in = "rootfs" if spec.root is None else "places"
 
-    def locate(place: str) -> str:
-        is_guests = place.startswith(f"{GUEST_DIR}/")
-        return place.replace(GUEST_DIR, "guest", 1) if is_guests else f"{shown_in}{place}"
+    def locate(path: str) -> str:
+        is_guests = path.startswith(f"{GUEST_DIR}/")
+        return path.replace(GUEST_DIR, "guest", 1) if is_guests else f"{shown_in}{path}"
 
-    files = {locate(place): content for place, content in guest.files.items()}
+    files = {locate(path): content for path, content in guest.files.items()}
     files |= {name: text.encode() for name, text in program.list_files(guest).items()}
-    links = {locate(place): target for place, target in guest.links.items()} | dict(program.links)
+    links = {locate(path): target for path, target in guest.links.items()} | dict(program.links)
     writable = ["tmp", "workspace", *(name for name, _ in guest.writable)]
-    places = (GUEST_DIR, WORK_DIR, "/tmp", *spec.writable_folders)
+    mount_points = (GUEST_DIR, WORK_DIR, "/tmp", *spec.writable_folders)
+    system_folders = (f"{shown_in}{path}" for path in ("/proc", "/sys", "/dev"))
     with tarfile.open(fileobj=stream, mode="w") as archive:
-        for name in (*_SCRATCH_FOLDERS, *(f"{shown_in}{one}" for one in ("/proc", "/sys", "/dev"))):
+        for name in (*_SCRATCH_FOLDERS, *system_folders):
             _add_member(archive, name)
-        for name in (*dict.fromkeys(writable), *(f"{shown_in}{one}" for one in places)):
+        for name in (*dict.fromkeys(writable), *(f"{shown_in}{path}" for path in mount_points)):
             _add_member(archive, name, folder_mode=0o1777)
-        for source, place in guest.readonly:
-            _add_member(archive, locate(place), b"" if Path(source).is_file() else None)
+        for source, path in guest.readonly:
+            _add_member(archive, locate(path), b"" if Path(source).is_file() else None)
         for name, content in files.items():
             _add_member(archive, name, content)
         for name, target in links.items():

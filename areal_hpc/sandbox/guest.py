@@ -1,7 +1,7 @@
-"""What every sandbox has: folders, variables, accounts, and the Python of its command server.
+"""Contents of every sandbox: folders, variables, accounts, and the Python of its command server.
 
-That Python is one of this machine's, whatever root file system the sandbox has: started by this
-machine's loader with this machine's libraries, all of them below `GUEST_DIR`, read-only.
+With any root file system that Python is one of this machine's, started by this machine's loader
+with this machine's libraries, all of them read-only below `GUEST_DIR`.
 """
 
 import json
@@ -25,16 +25,16 @@ from areal_hpc.sandbox.seccomp import build_seccomp_filter
 
 ISOLATION_RECIPE_KEY = "rollout.agent.isolation"
 NOBODY_UID = 65534
-"""The user that a sandbox has, also its group."""
+"""User and group of the processes in a sandbox."""
 _SYSTEM_LINKS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64")
 _SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
-"""What of this machine's a sandbox without a root file system shows, beside `/usr`."""
+"""Files of this machine that a sandbox without a root file system shows, beside `/usr`."""
 GUEST_DIR = "/sandbox"
-"""What a sandbox needs to run its server."""
+"""Folder in a sandbox with its command server and the files shown to commands."""
 SERVER_SCRIPTS = tuple(
     Path(__file__).with_name(name) for name in ("command_server.py", "sandbox_files.py")
 )
-"""The server, which is started, and what it imports."""
+"""Program of the command server, and the module that it imports."""
 MAX_OPEN_FILES = 4096
 WORK_DIR = "/workspace"
 """Working and home directory of commands, at first empty."""
@@ -50,55 +50,55 @@ _ETC_FILES = {
     "/etc/group": f"nogroup:x:{NOBODY_UID}:\n",
     "/etc/hosts": "127.0.0.1 localhost\n",
 }
-"""Of a sandbox that shows this machine's programs: its accounts are nobody's business."""
+"""Contents of `/etc` without a root file system, as this machine's accounts are not shown."""
 _SCRATCH_CANDIDATES = ("/media", "/srv", "/mnt", "/opt")
-"""Folders that every distribution has (FHS 3.0); what covers one is seen by the runtime alone."""
+"""Folders that every distribution has (FHS 3.0); only the runtime sees a mount over one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Guest:
-    """What a sandbox is made of on this machine, whatever program starts it."""
+    """Contents of a sandbox on this machine, for every program that starts one."""
 
     spec: SandboxSpec
-    """Its root is a folder, or None."""
+    """Spec of the sandbox, whose root is a folder or None."""
     python: Sequence[str]
-    """The words that start the server's Python there."""
+    """Words that start the server's Python in the sandbox."""
     readonly: Sequence[tuple[str, str]]
-    """Folders and files of this machine that it shows, and where."""
+    """Folders and files of this machine that it shows, and their paths in it."""
     links: Mapping[str, str]
-    """Links by place."""
+    """Targets of symbolic links, by path."""
     files: Mapping[str, bytes]
-    """Content by place."""
+    """Contents of files, by path."""
     scratch: str
-    """Folder of this machine that a file system in memory covers: it holds all that is written."""
+    """Folder of this machine over which a file system in memory is mounted for all writes."""
     user: int | None
-    """Who starts it; None: whoever runs this."""
+    """User who starts it; None: the caller's."""
 
     @classmethod
     async def prepare(cls, spec: SandboxSpec, *program_paths: Path) -> "Guest":
-        """Unpack its root, and find what it shows beside `program_paths`, which start it."""
+        """Unpack the root, and find all that the sandbox shows; `program_paths` start it."""
         user = NOBODY_UID if may_become_nobody() else None
         spec = await unpack_root(spec, user)
         binds, python = _find_guest_python()
-        files = {f"{GUEST_DIR}/{one.name}": one.read_bytes() for one in SERVER_SCRIPTS}
+        files = {f"{GUEST_DIR}/{script.name}": script.read_bytes() for script in SERVER_SCRIPTS}
         files |= {f"{GUEST_DIR}/{name}": content for name, content in spec.files.items()}
         shared, links = ["/etc/resolv.conf"] if spec.network == "open" else [], dict[str, str]()
         if spec.root is None:
             shared += ["/etc/ssl", "/etc/pki"] if shared else []
             system, links = find_system_places()
             binds = [*system, *binds]
-            files |= {place: text.encode() for place, text in _ETC_FILES.items()}
-        binds += ((os.path.realpath(one), one) for one in shared if Path(one).exists())
-        binds += ((one, one) for one in spec.readonly_folders)
+            files |= {path: text.encode() for path, text in _ETC_FILES.items()}
+        binds += ((os.path.realpath(path), path) for path in shared if Path(path).exists())
+        binds += ((folder, folder) for folder in spec.readonly_folders)
         used = [*map(str, program_paths), str(spec.root or ""), *(source for source, _ in binds)]
         scratch = choose_scratch_mount_point(used)
         return cls(spec, python, binds, links, files, scratch, user)
 
     @property
     def writable(self) -> Iterator[tuple[str, str]]:
-        """Names below the scratch folder that are shown to be written in, and where.
+        """Writable folders: their names below the scratch folder, and their paths in the sandbox.
 
-        A root file system is written over as a whole.
+        A root file system is writable as a whole.
         """
         yield "shm", "/dev/shm"
         if self.spec.root is None:
@@ -115,7 +115,7 @@ class Guest:
         pass_fds: Sequence[int],
         process_environ: Mapping[str, str] | None = None,
     ) -> Sandbox:
-        """Start the process that the sandbox lives in."""
+        """Start the sandbox's process."""
         return await Sandbox.start(
             SandboxStartPlan(
                 command,
@@ -130,7 +130,7 @@ class Guest:
 
 
 def may_become_nobody() -> bool:
-    """True for root, but not where the user namespace of a container maps no other user."""
+    """Return whether this process is root, in a user namespace that maps `NOBODY_UID`."""
     if os.geteuid() != 0:
         return False
     ranges = (
@@ -140,41 +140,41 @@ def may_become_nobody() -> bool:
 
 
 def is_executable_by_all(path: Path) -> bool:
-    return all(one.stat().st_mode & 0o001 for one in (path, *path.parents))
+    return all(step.stat().st_mode & 0o001 for step in (path, *path.parents))
 
 
 def require_python() -> tuple[str, str | None]:
-    """Find a Python for sandboxes; its folder, None for one in /usr.
+    """Find a Python for sandboxes; return its path, and its folder or None for one in /usr.
 
-    It is the base of this environment, whose packages a program is not offered; the system's where
-    a user without rights could not run that, if programs become one.
+    It is the base of this environment, without the environment's packages; or the system's if
+    programs become user 65534, and that user could not run the base.
     """
     prefix = os.path.realpath(sys.base_prefix)
-    own = os.path.realpath(sys.executable)
-    by_anybody = may_become_nobody()
-    if Path(own).is_relative_to(prefix) and (not by_anybody or is_executable_by_all(Path(own))):
-        return own, None if Path(prefix).is_relative_to("/usr") else prefix
-    found = shutil.which("python3", path="/usr/bin:/bin")
-    if found is None:
+    base = os.path.realpath(sys.executable)
+    as_nobody = may_become_nobody()
+    if Path(base).is_relative_to(prefix) and (not as_nobody or is_executable_by_all(Path(base))):
+        return base, None if Path(prefix).is_relative_to("/usr") else prefix
+    system = shutil.which("python3", path="/usr/bin:/bin")
+    if system is None:
         raise ClusterError(
             f"user {NOBODY_UID} may run no python3 of this machine",
             hint="install the distribution's python3, or do not start the run as root",
         )
-    return found, None
+    return system, None
 
 
 def _find_guest_python() -> tuple[list[tuple[str, str]], list[str]]:
-    """What a sandbox shows for the Python of its server, and where; the words that start it."""
-    found = require_python()
-    python, prefix = os.path.realpath(found[0]), found[1] or "/usr"
+    """List the binds of the server's Python, and the words that start it in the sandbox."""
+    base = require_python()
+    python, prefix = os.path.realpath(base[0]), base[1] or "/usr"
     loader, folders = _find_libraries()
-    places = [f"{GUEST_DIR}/lib{number}" for number in range(len(folders))]
+    library_folders = [f"{GUEST_DIR}/lib{number}" for number in range(len(folders))]
     binds = [(prefix, f"{GUEST_DIR}/python"), (loader, f"{GUEST_DIR}/loader")]
-    binds += zip(folders, places, strict=True)
-    within = f"{GUEST_DIR}/python/{Path(python).relative_to(prefix)}"
+    binds += zip(folders, library_folders, strict=True)
+    program = f"{GUEST_DIR}/python/{Path(python).relative_to(prefix)}"
     return binds, [
-        *(f"{GUEST_DIR}/loader", "--library-path", ":".join(places)),
-        *(within, "-I", "-S"),
+        *(f"{GUEST_DIR}/loader", "--library-path", ":".join(library_folders)),
+        *(program, "-I", "-S"),
     ]
 
 
@@ -192,7 +192,7 @@ def _find_libraries() -> tuple[str, list[str]]:
 
 
 def find_system_places() -> tuple[list[tuple[str, str]], dict[str, str]]:
-    """This machine's programs, and where a sandbox shows them; its links to them."""
+    """List the binds of this machine's programs, and the symbolic links to them by path."""
     links = {name: str(Path(name).readlink()) for name in _SYSTEM_LINKS if Path(name).is_symlink()}
     names = (*_SYSTEM_LINKS, *_SYSTEM_FILES)
     shown = [name for name in names if name not in links and Path(name).exists()]
@@ -202,13 +202,13 @@ def find_system_places() -> tuple[list[tuple[str, str]], dict[str, str]]:
 def build_server_command(
     spec: SandboxSpec, python: Sequence[str], *, channel_fd: int = 0, host_folder: str = ""
 ) -> list[str]:
-    """The command line of a sandbox's server.
+    """Build the command line of a sandbox's server.
 
     Args:
-        spec: What the sandbox is to be.
-        python: The words that start Python there.
-        channel_fd: The channel.
-        host_folder: Where the server is, of commands that nothing isolates.
+        spec: Spec of the sandbox.
+        python: Words that start Python in the sandbox.
+        channel_fd: Descriptor of the channel.
+        host_folder: Folder above the server's if commands run without isolation.
     """
     program_filter = None if host_folder else build_seccomp_filter()
     request = {
@@ -223,7 +223,7 @@ def build_server_command(
 
 
 def build_kernel_limits_script(limits: SandboxLimits) -> str:
-    """The words by which a user namespace limits what its user has few of elsewhere, too."""
+    """Build shell lines that limit, in a user namespace, what the kernel counts by user."""
     values = {
         "inotify_instances": limits.inotify_instances,
         "inotify_watches": 16384,
@@ -238,11 +238,11 @@ def build_kernel_limits_script(limits: SandboxLimits) -> str:
 
 
 def choose_scratch_mount_point(used_paths: Iterable[str]) -> str:
-    """A folder that may be covered: nothing that the sandbox is made of lies in it."""
+    """Choose a folder to mount over: one that contains no path that the sandbox uses."""
     used = [*used_paths]
-    for place in _SCRATCH_CANDIDATES:
-        if Path(place).is_dir() and not any(Path(one).is_relative_to(place) for one in used):
-            return place
+    for folder in _SCRATCH_CANDIDATES:
+        if Path(folder).is_dir() and not any(Path(path).is_relative_to(folder) for path in used):
+            return folder
     raise ClusterError(
         f"none of {', '.join(_SCRATCH_CANDIDATES)} can hold the files of a sandbox on this machine",
         hint="move the root file system out of them",
@@ -250,7 +250,7 @@ def choose_scratch_mount_point(used_paths: Iterable[str]) -> str:
 
 
 def build_isolation_error(program: str, reason: str, hint: str) -> RecipeError:
-    """The error of a program that cannot isolate an agent's commands on this machine."""
+    """Build the error for a program that cannot isolate an agent's commands on this machine."""
     return RecipeError(
         f"{program} cannot isolate on this machine: {reason}",
         key=ISOLATION_RECIPE_KEY,

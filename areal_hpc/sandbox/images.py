@@ -1,8 +1,8 @@
-"""Root file systems that lie in an archive: unpacked once per node, below the temporary folder.
+"""Unpacks root file systems from archives, once per node, into a cache in the temporary folder.
 
 An archive is a tar of all files, or an image of the Open Container Initiative (OCI), as `podman
 save --format oci-archive` writes it (OCI image specification 1.1: image-layout.md, manifest.md,
-config.md, layer.md). Every blob is held against its digest.
+config.md, layer.md). The digest of every blob is checked.
 """
 
 import asyncio
@@ -34,34 +34,34 @@ from areal_hpc.sandbox.sandbox import SandboxSpec
 from areal_hpc.sandbox.unpacked_tree import BoundedStream, UnpackedTree
 
 MAX_DOCUMENT_BYTES = 4 << 20
-"""Of an index, a manifest, a configuration."""
+"""Size of an index, a manifest or a configuration at most."""
 _ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 _LAYOUT_FILE, _INDEX_FILE = "oci-layout", "index.json"
 _PIECE_BYTES = 1 << 20
 MAX_ROOT_BYTES = 64 << 30
-"""Of the files of a root file system."""
+"""Total size of a root file system's files at most."""
 MAX_ROOT_FILES = 4_000_000
 _MAX_ARCHIVE_FILES = 10_000
-"""Of an image's archive: a few documents, and a file for each layer."""
+"""Files in an image's archive at most: a few documents, and one file for each layer."""
 _SKIPPED_FOLDERS = ("dev", "proc", "sys")
-"""A sandbox has its own; nothing in them is kept."""
+"""Folders whose contents are not unpacked, because a sandbox has its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class OciImage:
-    """An image: its digest, what commands in it expect, where its files are."""
+    """OCI image in an archive, with the environment that its commands expect."""
 
     archive: Path
     manifest_digest: str
     layers: tuple[Mapping[str, Any], ...]
-    """Their descriptors, the lowest first."""
+    """Descriptors of the layers, the lowest first."""
     variables: Mapping[str, str]
     work_dir: str
     labels: Mapping[str, str]
 
 
 def read_image(archive: Path) -> OciImage | None:
-    """The image in an archive; None if that is a tar of something else."""
+    """Read the image in an archive; None if the archive is no OCI image."""
     try:
         with _open_archive(archive) as file:
             blobs = _Blobs(archive, file)
@@ -73,7 +73,7 @@ def read_image(archive: Path) -> OciImage | None:
 
 
 def unpack_image(image: OciImage, folder: Path) -> None:
-    """Write the files of all layers into an empty folder, all of them the caller's own."""
+    """Write the files of all layers into an empty folder; they belong to the calling user."""
     tree = make_root_tree(folder)
     with _open_archive(image.archive) as file:
         blobs = _Blobs(image.archive, file)
@@ -114,9 +114,9 @@ class _Blobs:
         self._members: dict[str, tarfile.TarInfo] = {}
         first = file.next()
         top = "" if first is None else first.name.removeprefix("./").partition("/")[0]
-        if top in ("blobs", _LAYOUT_FILE, _INDEX_FILE, "."):  # else a large tar is not read for it
+        if top in ("blobs", _LAYOUT_FILE, _INDEX_FILE, "."):  # other tars may be long to read
             members = itertools.islice(file, _MAX_ARCHIVE_FILES)
-            self._members = {one.name.removeprefix("./"): one for one in members}
+            self._members = {member.name.removeprefix("./"): member for member in members}
 
     @property
     def has_oci_layout(self) -> bool:
@@ -160,29 +160,29 @@ class _HashedReader:
 
 def _read_manifest(archive: Path, blobs: _Blobs) -> OciImage:
     document, digest = blobs.read_index(), ""
-    while "manifests" in document:  # an index may name others, one for each platform
+    while "manifests" in document:  # an index may list further ones, one for each platform
         digest = _choose_manifest_digest(archive, document["manifests"])
         document = blobs.read_document(digest)
     config = blobs.read_document(document["config"]["digest"]).get("config") or {}
     for layer in document["layers"]:
-        blobs.open(layer["digest"])  # it is there
+        blobs.open(layer["digest"])  # fails if the layer is missing
     return OciImage(
         archive,
         digest,
         tuple(document["layers"]),
-        dict(one.partition("=")[::2] for one in config.get("Env") or ()),
+        dict(variable.partition("=")[::2] for variable in config.get("Env") or ()),
         config.get("WorkingDir") or "",
         config.get("Labels") or {},
     )
 
 
 def _choose_manifest_digest(archive: Path, manifests: list[dict[str, Any]]) -> str:
-    wanted = _ARCHITECTURES.get(platform.machine(), platform.machine())
-    for one in manifests:
-        place = one.get("platform", {})
-        if place.get("architecture", wanted) == wanted and place.get("os", "linux") == "linux":
-            return str(one["digest"])
-    raise _build_image_error(archive, f"there is no image for linux on {wanted} in it")
+    arch = _ARCHITECTURES.get(platform.machine(), platform.machine())
+    for manifest in manifests:
+        target = manifest.get("platform", {})
+        if target.get("architecture", arch) == arch and target.get("os", "linux") == "linux":
+            return str(manifest["digest"])
+    raise _build_image_error(archive, f"there is no image for linux on {arch} in it")
 
 
 def _open_layer(archive: Path, media_type: str, stream: _HashedReader) -> Any:
@@ -202,7 +202,7 @@ def _build_image_error(archive: Path, reason: str) -> RecipeError:
 
 
 ROOT_KEPT_S = 7 * 86400.0
-"""A root that no sandbox was started from for so long makes room for others."""
+"""Time since its last use after which a root is removed."""
 _OPENERS_BY_MAGIC: dict[bytes, Callable[[Path], Any]] = {
     b"\x1f\x8b": gzip.open,
     b"\xfd7zXZ": lzma.open,
@@ -211,27 +211,27 @@ _LOCK_SUFFIX, _PARTIAL_SUFFIX, _SECRET_NAME = ".lock", ".partial", "secret"
 
 
 async def unpack_root(spec: SandboxSpec, owner: int | None = None) -> SandboxSpec:
-    """The same sandbox with a folder as its root, where that is an archive."""
+    """Unpack a spec's root if it is an archive, and return the spec with the folder instead."""
     if spec.root is None or not spec.root.is_file():
         return spec
     return replace(spec, root=await asyncio.to_thread(get_cached_root, spec.root, owner))
 
 
 def get_cached_root(archive: Path, owner_uid: int | None = None) -> Path:
-    """The folder of an archive's content on this node; the first who asks unpacks it.
+    """Return the folder of an archive's content on this node; the first call unpacks it.
 
-    `owner_uid` is whom the files are given to; None: who runs this.
+    `owner_uid` is the user who gets the files, by default the calling one.
     """
     cache = make_cache_folder()
     image, state = read_image(archive), archive.stat()
     identity = f"{archive.resolve()} {state.st_size} {state.st_mtime_ns} {owner_uid}"
-    if image is not None:  # tasks may share it, each with an archive of its own
+    if image is not None:  # tasks may share an image, each with an archive of its own
         identity = f"{image.manifest_digest} {owner_uid}"
-    # Files of an image may be anybody's to write, and others may enter root's folder.
+    # Files of an image may be writable by all, and others may enter root's folder.
     name = hashlib.sha256(f"{_read_secret(cache)} {identity}".encode()).hexdigest()[:32]
     folder = cache / name
     with _hold_file_lock(folder) as lock:
-        os.utime(lock)  # tells that it is used
+        os.utime(lock)  # `_remove_old_roots` reads it as the last use
         if not folder.is_dir():
             _remove_old_roots(cache)
             partial = _remove_partial(folder)
@@ -240,16 +240,16 @@ def get_cached_root(archive: Path, owner_uid: int | None = None) -> Path:
                 _unpack(archive, image, partial)
                 _hand_over_tree(partial, owner_uid)
                 partial.rename(folder)
-            except BaseException:  # boundary: whatever it is, nothing half-done stays
+            except BaseException:  # boundary: after any error the partial folder is removed
                 _remove_partial(folder)
                 raise
     return folder
 
 
 def make_cache_folder() -> Path:
-    """The folder of this user's unpacked root file systems, closed to others.
+    """Make this user's folder of unpacked root file systems, closed to others.
 
-    Root's may be entered, for sandboxes run as another user; nobody knows the names in it.
+    Root's may be entered, because its sandboxes run as another user; the names in it are secret.
     """
     cache = Path(tempfile.gettempdir()) / f"areal-hpc-roots-{os.geteuid()}"
     mode = 0o711 if os.geteuid() == 0 else 0o700
@@ -308,22 +308,22 @@ def _unpack(archive: Path, image: OciImage | None, folder: Path) -> None:
 
 
 def _unpack_tar(archive: Path, folder: Path) -> None:
-    tree, said = make_root_tree(folder), "it is empty"
+    tree, reason = make_root_tree(folder), "it is empty"
     try:
         with _open_tar(archive) as stream:
             tree.write_archive(stream)
     except (tarfile.TarError, EOFError, ValueError, zlib.error, lzma.LZMAError) as error:
-        said = str(error)
+        reason = str(error)
     except OSError as error:
         if error.errno is not None:
             raise
-        said = str(error)  # as gzip says that it is none
+        reason = str(error)  # gzip reports a file of another format without errno
     else:
         tree.apply_folder_modes()
         if any(folder.iterdir()):
             return
     raise RecipeError(
-        f"{archive} is no archive of a root file system: {said[-300:]}",
+        f"{archive} is no archive of a root file system: {reason[-300:]}",
         key=str(archive),
         hint="write one with `podman export`, or `tar -C FOLDER -cf root.tar .`",
     )
@@ -332,7 +332,7 @@ def _unpack_tar(archive: Path, folder: Path) -> None:
 def _open_tar(archive: Path) -> Any:
     with archive.open("rb") as file:
         start = file.read(max(map(len, _OPENERS_BY_MAGIC)))
-    openers = (one for magic, one in _OPENERS_BY_MAGIC.items() if start.startswith(magic))
+    openers = (opener for magic, opener in _OPENERS_BY_MAGIC.items() if start.startswith(magic))
     return next(openers, lambda path: path.open("rb"))(archive)
 
 
@@ -345,7 +345,7 @@ def _hand_over_tree(folder: Path, owner: int | None) -> None:
 
 @contextlib.contextmanager
 def _hold_file_lock(folder: Path, *, waits: bool = True) -> Iterator[int]:
-    """Within the context nobody else makes or removes a root; the descriptor of the lock."""
+    """Hold a root's lock, without which no process makes or removes it; yield its descriptor."""
     path = folder.with_suffix(_LOCK_SUFFIX)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
     try:

@@ -1,8 +1,8 @@
-"""Command line of a worker: others' code, which meets what a model wrote, in a Python of its own.
+"""Builds the command line of a worker: third-party code (a gym, a scorer) that reads model output.
 
-By default bubblewrap isolates it: it sees the system's programs, its Python and folders that are
-named, all read-only; no secrets, nothing of the user's, no other process, no network but hosts that
-are named. It runs `worker_loop.py`, which plays each episode in a fork.
+A worker has a Python of its own. By default bubblewrap isolates it: it sees the system's programs,
+its Python and named folders, all read-only, but no secrets, no files of the user and no other
+process, and reaches named hosts only. It runs `worker_loop.py`, which plays each episode in a fork.
 """
 
 import functools
@@ -49,7 +49,7 @@ import runpy, sys
 sys.path[:] = [*sys.path[1:], *sys.argv[3:]]
 runpy.run_path(sys.argv[2], run_name="__main__")
 """
-"""What lies beside a worker's program may have the name of a module that Python has."""
+"""Script that appends folders to `sys.path`: their files may have names of standard modules."""
 _BIND_FOLDERS_SCRIPT = """set -e
 scratch=$1 count=$2 user=$3
 shift 3
@@ -67,16 +67,16 @@ exec setpriv --reuid $user --regid $user --clear-groups "$@"
 
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
-    """What a worker allows an episode."""
+    """Limits and rights of a worker's episodes."""
 
     timeout_s: float | None = None
-    """Time of one answer; None: whoever asks ends the worker."""
+    """Time limit of one answer; None: the caller ends the worker."""
     memory_bytes: int | None = None
-    """More than the prepared process has."""
+    """Memory of an episode on top of the prepared process's own."""
     ends_with_answer: bool = False
-    """An episode is one question."""
+    """Whether an episode consists of one request."""
     hosts: tuple[str, ...] = ()
-    """As `HOST:PORT`, what it reaches through the proxy that its environment names."""
+    """Hosts that it may reach, as `HOST:PORT`, through the proxy that its environment names."""
 
     @property
     def proxy_port(self) -> int | None:
@@ -92,29 +92,29 @@ def open_worker_command(
     variables: Mapping[str, str] | None = None,
     readonly_folders: Sequence[str] = (),
 ) -> Iterator[dict[str, Any]]:
-    """Arguments for `subprocess.Popen` that start a worker, isolated as `reward.isolation` says.
+    """Build arguments for `subprocess.Popen` that start a worker, with `reward.isolation`.
 
     Args:
-        scripts: The worker's program, and what lies beside it.
-        settings: What an episode may do.
+        scripts: The worker's program, and the files beside it.
+        settings: Limits and rights of an episode.
         python: The Python that runs it.
-        variables: Its environment, beside what says nothing of the user.
-        readonly_folders: Folders that it sees besides those that its Python imports from.
+        variables: Its environment, beside variables that contain nothing about the user.
+        readonly_folders: Folders that it sees beside those that its Python imports from.
     """
     environ = {name: os.environ[name] for name in PASSED_VARIABLES if name in os.environ}
     environ |= variables or {}
     python = str(Path(shutil.which(python) or python).absolute())
     if path := environ.get("PYTHONPATH"):
-        environ["PYTHONPATH"] = ":".join(str(Path(one).absolute()) for one in path.split(":"))
+        environ["PYTHONPATH"] = ":".join(str(Path(part).absolute()) for part in path.split(":"))
     request = asdict(settings) | {
         "is_first_process": get_configured_isolation() != "none",
         "proxy_port": settings.proxy_port,
     }
     if not request["is_first_process"]:
-        places = [str(one.parent) for one in (*scripts, WORKER_LOOP_FILE)]
+        script_folders = [str(script.parent) for script in (*scripts, WORKER_LOOP_FILE)]
         environ |= {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
         program = [python, "-c", _RUN_UNISOLATED_SCRIPT, json.dumps(request)]
-        yield {"args": [*program, str(scripts[0]), *places], "env": environ}
+        yield {"args": [*program, str(scripts[0]), *script_folders], "env": environ}
         return
     as_nobody = may_become_nobody()
     bwrap = require_bubblewrap(build_isolation_error)
@@ -124,19 +124,19 @@ def open_worker_command(
     if settings.hosts:
         proxy = f"http://127.0.0.1:{PROXY_PORT}"
         environ |= dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), proxy)
-        named_hosts = {one.rpartition(":")[0] for one in settings.hosts}  # of the node's loopback
-        direct = ",".join(one for one in _LOOPBACK_NAMES if one not in named_hosts)
+        named_hosts = {host.rpartition(":")[0] for host in settings.hosts}
+        direct = ",".join(name for name in _LOOPBACK_NAMES if name not in named_hosts)
         environ = {"NO_PROXY": direct, "no_proxy": direct} | environ
         folders += ["/etc/ssl", "/etc/pki"]
     folders = _list_top_folders(folders)
-    for name in _CERTIFICATE_VARIABLES:  # clients fail at a file that is not there
+    for name in _CERTIFICATE_VARIABLES:  # clients fail if they name a missing file
         path = os.environ.get(name, "")
-        if any(Path(path).is_relative_to(one) for one in ("/usr", *folders)):
+        if any(Path(path).is_relative_to(folder) for folder in ("/usr", *folders)):
             environ.setdefault(name, path)
     with hold_content_descriptors() as contents:
         sources, prefix = folders, list[str]()
-        if as_nobody and not all(is_executable_by_all(Path(one)) for one in folders):
-            # Root's own folders, such as its Python, are mounted where nobody can reach them.
+        if as_nobody and not all(is_executable_by_all(Path(folder)) for folder in folders):
+            # Root's own folders, such as its Python, are mounted where user 65534 can reach them.
             scratch = choose_scratch_mount_point([str(bwrap), *folders])
             sources = [f"{scratch}/{number}" for number in range(len(folders))]
             prefix = ["unshare", "--mount", "--propagation", "private", "sh", "-c"]
@@ -153,41 +153,41 @@ def open_worker_command(
             writable=writable,
             readonly=[*system, *zip(sources, folders, strict=True)],
             links=links,
-            files={f"{GUEST_DIR}/{one.name}": one.read_bytes() for one in files},
+            files={f"{GUEST_DIR}/{file.name}": file.read_bytes() for file in files},
         )
         if (program_filter := build_seccomp_filter()) is not None:
             options += ["--seccomp", contents.add(program_filter)]
         program = [python, f"{GUEST_DIR}/{scripts[0].name}", json.dumps(request)]
-        becomes = {"user": NOBODY_UID, "group": NOBODY_UID, "extra_groups": list[int]()}
+        user_arguments = {"user": NOBODY_UID, "group": NOBODY_UID, "extra_groups": list[int]()}
         yield {
             "args": [*prefix, str(bwrap), *options, "--chdir", "/tmp", "--", *program],
             "env": _VARIABLES,
             "cwd": "/",
             "pass_fds": contents.descriptors,
-            **(becomes if as_nobody and not prefix else {}),
+            **(user_arguments if as_nobody and not prefix else {}),
         }
 
 
 @functools.lru_cache
 def _list_python_folders(python: str) -> tuple[str, ...]:
-    if python == sys.executable:  # its paths lead to the project, and to what lies there besides
+    if python == sys.executable:  # its other import paths lead to the project's folder
         return (sys.prefix, sys.base_prefix)
-    told = subprocess.run([python, "-c", _LIST_FOLDERS_SCRIPT], capture_output=True, check=False)
-    if told.returncode != 0:
-        raise RecipeError(f"{python} does not run: {told.stderr.decode(errors='replace')[-300:]}")
-    return tuple(json.loads(told.stdout))
+    result = subprocess.run([python, "-c", _LIST_FOLDERS_SCRIPT], capture_output=True, check=False)
+    if result.returncode != 0:
+        raise RecipeError(f"{python} does not run: {result.stderr.decode(errors='replace')[-300:]}")
+    return tuple(json.loads(result.stdout))
 
 
 def _check_named_folders(folders: Sequence[str]) -> None:
     for folder in folders:
-        place, why = Path(folder).absolute(), ""
-        if not place.is_dir():
+        path, why = Path(folder).absolute(), ""
+        if not path.is_dir():
             why = "is no folder of this node"
-        elif Path.home().is_relative_to(place):
+        elif Path.home().is_relative_to(path):
             why = "holds your home directory"
         if why:
             raise RecipeError(
-                f"{place} cannot be shown to an isolated program: it {why}",
+                f"{path} cannot be shown to an isolated program: it {why}",
                 key="rollout.workflow_kwargs",
                 hint="name folders that every node has in `readonly_folders`, and in PYTHONPATH "
                 "of `variables`",
@@ -196,9 +196,9 @@ def _check_named_folders(folders: Sequence[str]) -> None:
 
 def _list_top_folders(folders: Sequence[str]) -> list[str]:
     home = Path.home()
-    found = list[str]()
-    for folder in sorted({str(Path(one).absolute()) for one in folders}):
-        is_within = any(Path(folder).is_relative_to(one) for one in ("/usr", *found))
+    top_folders = list[str]()
+    for folder in sorted({str(Path(folder).absolute()) for folder in folders}):
+        is_within = any(Path(folder).is_relative_to(top) for top in ("/usr", *top_folders))
         if Path(folder).is_dir() and not is_within and not home.is_relative_to(folder):
-            found.append(folder)
-    return found
+            top_folders.append(folder)
+    return top_folders

@@ -1,7 +1,7 @@
-"""Memory of a sandbox's processes, also what their resident pages do not show.
+"""Measures the memory of a sandbox's processes without control groups.
 
-Where no control group counts: pages that a process shares with others and has let go of, or that
-wait in sockets, are nobody's.
+Resident pages are not enough: shared memory that a process has released, and unread data in
+sockets, count as resident in no process.
 """
 
 import contextlib
@@ -11,19 +11,19 @@ from pathlib import Path
 from areal_hpc.jobs.processes.process_ties import read_resident_bytes
 
 SOCKET_BYTES = 208 << 10
-"""What waits unread in one at most, by the kernel's default (net.core.wmem_default)."""
+"""Unread data in one socket at most, by the kernel's default (net.core.wmem_default)."""
 _PAGE_BYTES = 4096
 _SHARED_MEMORY_NAME = b"/dev/zero (deleted)"
 
 
 def measure_memory_bytes(pids: Iterable[int], limit_bytes: int) -> int:
-    """At least what processes hold together; looked at closely only where it may be too much."""
-    known = list(pids)
-    resident = sum(map(read_resident_bytes, known))
-    sockets = max(map(_read_own_socket_bytes, known), default=0)
-    if sum(map(_read_mapped_bytes, known)) <= limit_bytes:
+    """Return at least what processes hold together; read their maps only near the limit."""
+    pid_list = list(pids)
+    resident = sum(map(read_resident_bytes, pid_list))
+    sockets = max(map(_read_own_socket_bytes, pid_list), default=0)
+    if sum(map(_read_mapped_bytes, pid_list)) <= limit_bytes:
         return resident + sockets
-    return resident + sockets + _sum_shared_bytes(known)
+    return resident + sockets + _sum_shared_bytes(pid_list)
 
 
 def _sum_shared_bytes(pids: Iterable[int]) -> int:
@@ -31,15 +31,15 @@ def _sum_shared_bytes(pids: Iterable[int]) -> int:
     for pid in pids:
         try:
             lines = Path(f"/proc/{pid}/maps").read_bytes().splitlines()
-        except PermissionError:  # it hides: all that it has mapped may be shared
+        except PermissionError:  # its maps are hidden: all that it has mapped may be shared
             bytes_by_inode[b"%d" % pid] = _read_mapped_bytes(pid)
             continue
         except OSError:  # it has ended
             continue
         for line in lines:
             if line.endswith(_SHARED_MEMORY_NAME):
-                place, _, _, _, inode, *_ = line.split()
-                begin, end = (int(one, 16) for one in place.split(b"-"))
+                address_range, _, _, _, inode, *_ = line.split()
+                begin, end = (int(address, 16) for address in address_range.split(b"-"))
                 bytes_by_inode[inode] = bytes_by_inode.get(inode, 0) + end - begin
     return sum(bytes_by_inode.values())
 
@@ -52,7 +52,7 @@ def _read_mapped_bytes(pid: int) -> int:
 
 
 def _read_own_socket_bytes(pid: int) -> int:
-    with contextlib.suppress(OSError):  # it hides, or has ended
+    with contextlib.suppress(OSError):  # its namespaces are hidden, or it has ended
         if Path(f"/proc/{pid}/ns/net").samefile("/proc/self/ns/net"):
             return 0
     try:

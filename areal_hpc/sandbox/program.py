@@ -1,7 +1,7 @@
-"""Programs that a model wrote: each runs in a sandbox of its own, with limits.
+"""Runs Python programs that a model wrote, each in a sandbox of its own, with limits.
 
-By default bubblewrap isolates it. With `isolation="none"` it has limits and nothing more: it reads
-and writes what its user may, or user 65534 where that is root.
+By default bubblewrap isolates the program. With `isolation="none"` only the limits apply: the
+program reads and writes what its user may; a run by root starts it as user 65534.
 """
 
 import asyncio
@@ -23,16 +23,16 @@ from areal_hpc.sandbox.sandbox import Sandbox, SandboxLimits, SandboxSpec
 
 Isolation = Literal["bwrap", "none"]
 STARTUP_ALLOWANCE_S = 15.0
-"""Time on top of the program's own for a loaded machine to start an interpreter."""
+"""Time that a loaded machine may take to start an interpreter, on top of the program's own."""
 _Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True)
 class ProgramLimits(SandboxLimits):
-    """Limits of a program, which has its sandbox to itself."""
+    """Limits of one program, and so of its sandbox."""
 
     time_s: float = 5.0
-    """Of a processor; a program that sleeps is stopped `STARTUP_ALLOWANCE_S` later."""
+    """Processor time; a program that sleeps is killed `STARTUP_ALLOWANCE_S` later."""
     memory_bytes: int = 512 << 20
     processes: int = 16
     disk_bytes: int = 64 << 20
@@ -43,7 +43,7 @@ class ProgramLimits(SandboxLimits):
 @dataclass(frozen=True, slots=True)
 class ProgramResult:
     exit_code: int
-    """0 is success; 128 + n: ended by signal n."""
+    """0 after success; 128 + n after signal n."""
     stdout: str
     stderr: str
     timed_out: bool
@@ -61,21 +61,21 @@ def run_program(
 ) -> ProgramResult:
     """Run Python source in a sandbox of its own, with the standard library alone.
 
-    Limited: time, memory, output, processes, what it writes. It sees the system's programs, an
-    empty folder, itself, and no network; when it returns nothing of the program is left. By default
-    it is isolated as `reward.isolation` says; without isolation it reads and writes what its user
-    may, and what leaves its process group stays.
+    Time, memory, output, processes and disk space are limited. The program sees the system's
+    programs, an empty folder and its own source, but no network. All its processes end with it. The
+    default isolation is that of `reward.isolation`; without isolation the program reads and writes
+    what its user may, and processes that left its process group go on.
 
     Raises:
-        RecipeError: This machine cannot isolate it.
-        ClusterError: It could not be started.
+        RecipeError: This machine cannot isolate the program.
+        ClusterError: The program could not be started.
     """
-    used = limits or ProgramLimits()
+    limits_used = limits or ProgramLimits()
     files = {"program.py": program_source.encode(errors="replace")}
 
     async def run() -> ProgramResult:
-        async with start_program_sandbox(files, used, isolation) as sandbox:
-            return await run_python(sandbox, [*files], used, stdin=stdin)
+        async with start_program_sandbox(files, limits_used, isolation) as sandbox:
+            return await run_python(sandbox, [*files], limits_used, stdin=stdin)
 
     return run_in_own_loop(run())
 
@@ -85,7 +85,7 @@ def check_programs_run() -> None:
 
     Raises:
         RecipeError: This machine cannot isolate programs.
-        ClusterError: They do not run.
+        ClusterError: The program failed.
     """
     outcome = run_program("")
     if outcome.exit_code != 0:
@@ -96,7 +96,7 @@ def check_programs_run() -> None:
 async def start_program_sandbox(
     files: Mapping[str, bytes], limits: ProgramLimits, isolation: Isolation | None = None
 ) -> AsyncIterator[Sandbox]:
-    """A sandbox that shows files, for one program; by default as `reward.isolation` says."""
+    """Hold a sandbox with files for one program; the default isolation is `reward.isolation`."""
     runtime: Runtime = BwrapRuntime(build_isolation_error)
     if (isolation or get_configured_isolation()) == "none":
         runtime = HostRuntime(as_nobody=True)
@@ -124,8 +124,8 @@ async def run_python(
 ) -> ProgramResult:
     """Run the first of a sandbox's files, with the paths of the others as its arguments.
 
-    With `channel_fd`, which is closed here, its last argument is the number that the descriptor has
-    there.
+    With `channel_fd`, which is closed here, the program inherits that descriptor, and its last
+    argument is the descriptor's number in the sandbox.
     """
     python, _ = require_python()
     words = [python, "-I", *(f"{sandbox.files_folder}/{name}" for name in names)]
@@ -141,7 +141,7 @@ async def run_python(
             processor_s=limits.time_s,
             descriptors=[] if channel_fd is None else [channel_fd],
         )
-    except SandboxLostError as error:  # it used too much, or ended all that runs beside it
+    except SandboxLostError as error:  # it exceeded a limit, or killed the sandbox's processes
         return ProgramResult(128 + signal.SIGKILL, "", str(error), timed_out=False)
     if not ended.has_begun:
         raise SandboxStartError(f"a program did not start: {ended.text}", hint=SHORTAGE_HINT)
@@ -153,14 +153,14 @@ async def run_python(
     )
 
 
-def run_in_own_loop(work: Coroutine[Any, Any, _Result]) -> _Result:
-    """Await from a function, also of a thread in which an event loop runs."""
+def run_in_own_loop(coroutine: Coroutine[Any, Any, _Result]) -> _Result:
+    """Run a coroutine to its end, also from a thread in which an event loop runs."""
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(asyncio.run, work).result()
+        return thread.submit(asyncio.run, coroutine).result()
 
 
 def build_isolation_error(reason: str, way_out: str = USER_NAMESPACE_HINT) -> RecipeError:
-    """The error of a machine that cannot isolate what a model wrote, or whoever meets it."""
+    """Build the error for a machine that cannot isolate programs of a model."""
     return RecipeError(
         f"programs that the model wrote cannot be isolated on this machine: {reason}",
         key="reward.isolation",

@@ -1,4 +1,4 @@
-"""Ways to start a sandbox, by their names in a recipe, and a pool of warm ones."""
+"""Runtimes that start sandboxes, by their names in a recipe, and a pool of warm sandboxes."""
 
 import asyncio
 import logging
@@ -29,24 +29,24 @@ from areal_hpc.sandbox.sandbox import Sandbox, SandboxSpec, SandboxStartPlan
 
 
 class Runtime(Protocol):
-    """A way to start sandboxes. All of them run commands through `command_server.py`."""
+    """Starts sandboxes, in which `command_server.py` runs the commands."""
 
     name: str
 
     async def start(self, spec: SandboxSpec) -> Sandbox:
-        """A sandbox that is ready for commands.
+        """Start a sandbox, and return it when it is ready for commands.
 
         Raises:
-            RecipeError: This machine cannot start it.
-            ClusterError: It did not start in time.
+            RecipeError: This machine cannot start such a sandbox.
+            ClusterError: The sandbox did not start in time.
         """
         ...
 
 
 class HostRuntime:
-    """Folders on this machine, without isolation: commands can do all that the user can.
+    """Makes folders on this machine, without isolation: commands can do all that the user can.
 
-    `as_nobody`: of root's they are user 65534's.
+    With `as_nobody` commands and folders are user 65534's if this process is root's.
     """
 
     name = "none"
@@ -56,7 +56,7 @@ class HostRuntime:
 
     async def start(self, spec: SandboxSpec) -> Sandbox:
         folder = Path(tempfile.mkdtemp(prefix="areal-hpc-agent-"))
-        shown, work = (Path(f"{folder}{one}") for one in (GUEST_DIR, WORK_DIR))
+        shown, work = (Path(f"{folder}{path}") for path in (GUEST_DIR, WORK_DIR))
         shown.mkdir()
         work.mkdir()
         files = {script.name: script.read_bytes() for script in SERVER_SCRIPTS}
@@ -91,14 +91,14 @@ def make_runtime(isolation_name: str) -> Runtime:
 
 
 def find_installed_runtimes() -> list[str]:
-    containers = [name for name, one in CONTAINER_PROGRAMS.items() if one.find() is not None]
+    containers = [name for name, program in CONTAINER_PROGRAMS.items() if program.find()]
     return [*(["bwrap"] if find_bubblewrap() is not None else []), *containers, "none"]
 
 
 log = logging.getLogger(__name__)
 
 START_TRIES = 3
-"""A loaded node may fail to start one."""
+"""Starts of one sandbox at most, as a loaded node may fail to start it."""
 RETRY_PAUSE_S = 1.0
 
 
@@ -111,13 +111,13 @@ class SandboxPool:
         self._filler: asyncio.Task[None] | None = None
 
     async def fill(self) -> None:
-        """Start the first of them, so that what is wrong is known; the others follow."""
+        """Start the first sandbox, which shows errors early; the others start in the background."""
         self._warm.append(await self._start_sandbox_with_retries())
         self._begin_refill()
 
     @asynccontextmanager
     async def acquire(self, spec: SandboxSpec | None = None) -> AsyncIterator[Sandbox]:
-        """A sandbox to oneself; it is stopped in the end. One unlike the others is started now."""
+        """Hold a sandbox, and stop it in the end. A `spec` unlike the pool's starts a new one."""
         is_like_others = spec is None or spec == self._spec
         sandbox = await (
             self._take_warm() if is_like_others else self._start_sandbox_with_retries(spec)
@@ -146,13 +146,13 @@ class SandboxPool:
         return await self._start_sandbox_with_retries()
 
     async def _start_sandbox_with_retries(self, spec: SandboxSpec | None = None) -> Sandbox:
-        for left in reversed(range(START_TRIES)):
+        for tries_left in reversed(range(START_TRIES)):
             try:
                 return await self._runtime.start(spec or self._spec)
             except ClusterError as error:
-                if not left:
+                if not tries_left:
                     raise
-                log.warning("a sandbox did not start, %d tries left: %s", left, error)
+                log.warning("a sandbox did not start, %d tries left: %s", tries_left, error)
             await asyncio.sleep(RETRY_PAUSE_S)
         raise AssertionError
 
@@ -164,6 +164,6 @@ class SandboxPool:
         while len(self._warm) < self._size:
             try:
                 self._warm.append(await self._runtime.start(self._spec))
-            except (ClusterError, RecipeError) as error:  # who takes one meets it too
+            except (ClusterError, RecipeError) as error:  # the next `acquire` raises it, too
                 log.warning("a warm sandbox did not start: %s", error)
                 return

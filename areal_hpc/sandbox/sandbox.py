@@ -1,4 +1,4 @@
-"""A sandbox at work: commands and files in it, its limits, its end."""
+"""`Sandbox`: runs commands, reads and writes files, enforces limits, until it is stopped."""
 
 import asyncio
 import contextlib
@@ -23,68 +23,68 @@ from areal_hpc.sandbox.memory import measure_memory_bytes
 from areal_hpc.sandbox.session_forwarder import SessionForwarder
 
 Network = Literal["none", "session-only", "open"]
-"""`none`: loopback alone, with nothing on it; `session-only`: one address there, which a forwarder
-outside serves; `open`: the network of the machine."""
+"""`none`: an empty loopback network; `session-only`: one loopback port, which a forwarder outside
+serves; `open`: the network of the machine."""
 
 SESSION_PORT = 8999
-"""Port of 127.0.0.1 at which a sandbox with a `session-only` network finds its session."""
+"""Port of 127.0.0.1 that leads from a sandbox with a `session-only` network to its session."""
 
 
 @dataclass(frozen=True, slots=True)
 class SandboxLimits:
-    """What a sandbox may use. One that uses more memory ends; of the rest it gets no more."""
+    """Limits of a sandbox. It ends when it exceeds those on memory or processes."""
 
     memory_bytes: int = 2 << 30
     """Resident memory of all its processes together, and private memory of each of them."""
     processes: int = 256
     disk_bytes: int = 1 << 30
-    """All that it writes, in memory of the node."""
+    """Total size of its files, which lie in the node's memory."""
     files: int = 100_000
     output_bytes: int = 1 << 20
-    """What one command prints, each of its two streams; a command that prints more is killed."""
+    """Output of one command, for each of its two streams; a command that prints more is killed."""
     inotify_instances: int = 64
-    """Of which its user has few elsewhere, too."""
+    """Inotify instances; the kernel also limits those of the user as a whole."""
     watch_period_s: float = 0.5
-    """Time between two looks at what no limit of the kernel's counts."""
+    """Time between two checks of the limits that the kernel does not enforce."""
 
 
 @dataclass(frozen=True, slots=True)
 class SandboxSpec:
-    """A sandbox to start."""
+    """Description of a sandbox to start."""
 
     root: Path | None = None
-    """Folder, tar or image of a root file system, which stays as it is; None: the machine's own."""
+    """Folder, tar or image of a root file system, never changed; None: the machine's own."""
     network: Network = "none"
     limits: SandboxLimits = field(default_factory=SandboxLimits)
     writable_folders: tuple[str, ...] = ()
-    """Places of further folders that commands may write in, empty at first."""
+    """Paths of further folders that commands may write in, empty at first."""
     variables: Mapping[str, str] = field(default_factory=dict)
-    """Environment of commands, besides what every sandbox has."""
+    """Environment of commands, beside the variables of every sandbox."""
     readonly_folders: tuple[str, ...] = ()
-    """Folders of this machine that it shows at their own places, read-only."""
+    """Folders of this machine that it shows at the same paths, read-only."""
     files: Mapping[str, bytes] = field(default_factory=dict)
-    """By name, files that it shows in `Sandbox.files_folder`, read-only."""
+    """Read-only files in `Sandbox.files_folder`, by name."""
 
 
 START_TIMEOUT_S = 30.0
-"""A loaded node may take long to start a few processes."""
+"""Time limit of a start, long enough for a loaded node."""
 FILE_TIMEOUT_S = 120.0
-"""To read or write files of a sandbox."""
+"""Time limit to read or write files of a sandbox."""
 KILL_ALL_TIMEOUT_S = 10.0
-"""To kill what runs in a sandbox."""
+"""Time limit to kill all commands of a sandbox."""
 MAX_FILE_BYTES = 64 << 20
-"""A larger file is not read out of a sandbox, unless more is asked for."""
+"""Default size limit of a file that is read out of a sandbox."""
 _MAX_COMPLAINT_CHARS = 500
 _UMASK = 0o022
-"""Of commands: that of a run, 077, would hide from a task's tests what they look for."""
+"""Umask of commands; that of a run, 077, would hide files from a task's tests."""
 
 
 @dataclass(frozen=True, slots=True)
 class SandboxStartPlan:
-    """How a runtime starts the process that a sandbox lives in."""
+    """Process to start for a sandbox, as a runtime prepares it."""
 
     command: Sequence[str]
-    """Its standard input is the channel of the command server."""
+    """Command line; its standard input is the channel of the command server."""
     command_folder: str
     """Working directory of commands."""
     limits: SandboxLimits
@@ -92,20 +92,20 @@ class SandboxStartPlan:
     """Environment of commands."""
     pass_fds: Sequence[int] = ()
     user: int | None = None
-    """The user to become, also the group."""
+    """User and group of the process; None: the caller's."""
     process_environ: Mapping[str, str] | None = None
-    """Of the process itself; None: hardly any."""
+    """Environment of the process itself; None: `PATH` alone."""
     on_stop: Callable[[], None] | None = None
-    """Removes what the process leaves."""
+    """Function that removes what the process leaves."""
     files_folder: str = "/sandbox"
-    """Where commands find `SandboxSpec.files`."""
+    """Folder of `SandboxSpec.files` as commands see it."""
 
 
 class Sandbox:
-    """Commands run in it until it is stopped; they see what earlier ones left.
+    """Sandbox that runs commands until it is stopped; commands see the files of earlier ones.
 
-    Where it is gone, all that needs it raises `SandboxLostError`; what a file operation cannot do
-    is an `OSError` with the sandbox's own words.
+    When it has ended, commands and file operations raise `SandboxLostError`. A file operation that
+    fails raises an `OSError` with the message of the command server.
     """
 
     def __init__(
@@ -114,9 +114,9 @@ class Sandbox:
         self.folder = plan.command_folder
         """Working directory of commands; relative paths are below it."""
         self.files_folder = plan.files_folder
-        """Where `SandboxSpec.files` are."""
+        """Folder of `SandboxSpec.files` as commands see it."""
         self.base_url = ""
-        """Where commands reach the model's endpoint; empty if they cannot."""
+        """URL of the model's endpoint for commands; empty if they cannot reach it."""
         self._plan, self._process, self._channel = plan, process, channel
         self._variables = dict(plan.command_variables)
         self._forwarder: SessionForwarder | None = None
@@ -129,10 +129,10 @@ class Sandbox:
 
     @classmethod
     async def start(cls, plan: SandboxStartPlan) -> "Sandbox":
-        """A sandbox whose server has answered.
+        """Start a sandbox, and return it after its server's first message.
 
         Raises:
-            ClusterError: It did not; the message has what the process said.
+            ClusterError: It did not start; the message has the process's error output.
         """
         channel = CommandChannel()
         try:
@@ -149,11 +149,11 @@ class Sandbox:
                 listener = await channel.wait_for_hello()
         except (EOFError, TimeoutError, OSError) as error:
             try:
-                said = await sandbox._read_error_output()
-            finally:  # it may be cancelled meanwhile
+                output = await sandbox._read_error_output()
+            finally:  # the read may be cancelled
                 await sandbox.stop()
             why = (
-                said
+                output
                 or (f"no answer within {START_TIMEOUT_S:.0f} s", "it ended")[
                     isinstance(error, EOFError)
                 ]
@@ -170,18 +170,18 @@ class Sandbox:
 
     @property
     def is_alive(self) -> bool:
-        """True until it ends, for whatever reason."""
+        """Whether the sandbox runs."""
         return not self._channel.closed.is_set() and self._process.poll() is None
 
     @property
     def pid(self) -> int:
-        """The process of this machine below which all of the sandbox's are."""
+        """Process on this machine that is the ancestor of all the sandbox's processes."""
         return self._process.pid
 
     async def open_model_endpoint(self, url: str) -> str:
-        """Let commands reach this address (`http://HOST:PORT`); its URL within the sandbox.
+        """Let commands reach this address (`http://HOST:PORT`), and return its URL in the sandbox.
 
-        In a `session-only` network that is the only one that they reach.
+        It is the only address that they reach in a `session-only` network.
         """
         if self._forwarder is None:
             return url
@@ -192,11 +192,11 @@ class Sandbox:
         return f"http://127.0.0.1:{SESSION_PORT}"
 
     def add_variables(self, variables: Mapping[str, str]) -> None:
-        """Give all later commands these variables as well."""
+        """Add variables to the environment of all later commands."""
         self._variables |= variables
 
     def start_lifetime_limit(self, time_s: float) -> None:
-        """End it after so long."""
+        """End the sandbox after this time."""
         self._clock = asyncio.get_running_loop().call_later(
             time_s, self._end_as_lost, f"its {time_s:g} s are over"
         )
@@ -212,11 +212,11 @@ class Sandbox:
         processor_s: float | None = None,
         descriptors: Sequence[int] = (),
     ) -> CommandResult:
-        """Run a command to its end; text is one for the shell.
+        """Run a command to its end; a string is a command for the shell.
 
-        It is killed with all of its session when it takes too long or prints too much. What it
-        left in the background goes on. `processor_s` limits the processor time of each of its
-        processes. `descriptors` are what it has from number 3 on; they are closed here.
+        The command is killed with its whole session when it takes too long or prints too much. Its
+        background processes go on. `processor_s` limits the processor time of each of its
+        processes. It inherits `descriptors` from number 3 on; they are closed here.
         """
         words = ["/bin/sh", "-c", command] if isinstance(command, str) else list(command)
         request = {
@@ -232,53 +232,53 @@ class Sandbox:
         )
 
     async def put(self, path: str, content: bytes | str, mode: int = 0o644) -> None:
-        """Write a file, and make its folders."""
+        """Write a file, and make its parent folders."""
         data = content.encode() if isinstance(content, str) else content
         await self._run_file_operation(
             {"operation": "put", "path": self._resolve_path(path), "mode": mode}, data
         )
 
     async def get(self, path: str, max_bytes: int = MAX_FILE_BYTES) -> bytes:
-        """The content of a regular file."""
+        """Read a regular file."""
         request = {"operation": "get", "path": self._resolve_path(path), "max_bytes": max_bytes}
         return await self._run_file_operation(request, b"", max_bytes)
 
     async def remove(self, path: str) -> None:
-        """Remove a file, or a folder with all that is in it; nothing if there is none."""
+        """Remove a file, or a folder with all that is in it, if it exists."""
         await self._run_file_operation(
             {"operation": "remove", "path": self._resolve_path(path)}, b""
         )
 
     async def kill_all_commands(self) -> None:
-        """Kill all that runs in it, also what commands left in the background."""
+        """Kill all commands and their background processes."""
         try:
             await self._channel.kill_all(KILL_ALL_TIMEOUT_S)
         except EOFError:
             await self._raise_as_lost("all of it was killed")
 
     async def pack(self, folder: str, max_bytes: int) -> bytes:
-        """What is in a folder, as a tar: files, folders and links."""
+        """Return the files, folders and links in a folder as a tar."""
         request = {"operation": "pack", "path": self._resolve_path(folder)}
         return await self._run_file_operation(request, b"", max_bytes)
 
     async def unpack(self, archive: bytes, folder: str = "/") -> None:
-        """Write the files of a tar into a folder; for a folder of its a link to one will do."""
+        """Unpack a tar into a folder; a link to a folder stands for a folder of the tar."""
         request = {"operation": "unpack", "path": self._resolve_path(folder)}
         await self._run_file_operation(request, archive)
 
     async def stop(self) -> None:
-        """End all that runs in it; its files are gone. To be repeated without harm.
+        """End all processes, and remove all files. Repeated calls are harmless.
 
-        Who is cancelled here does not hold it up.
+        Cancelling the caller does not interrupt it.
         """
         if self._stopping is None:
             self._stopping = asyncio.ensure_future(self._end())
         await asyncio.shield(self._stopping)
 
     async def _end(self) -> None:
-        for one in (self._watch, self._clock):
-            if one is not None:
-                one.cancel()
+        for timer in (self._watch, self._clock):
+            if timer is not None:
+                timer.cancel()
         self._kill_process_tree()
         if self._forwarder is not None:
             await self._forwarder.close()
@@ -296,15 +296,15 @@ class Sandbox:
     async def _run_file_operation(
         self, request: dict[str, Any], data: bytes, max_bytes: int = 1 << 16
     ) -> bytes:
-        ended = await self._run(request, data, max_bytes, FILE_TIMEOUT_S)
+        result = await self._run(request, data, max_bytes, FILE_TIMEOUT_S)
         operation = f"{request['operation']} {request.get('path', '')}"
-        if ended.timed_out:
+        if result.timed_out:
             raise TimeoutError(f"{operation}: not done within {FILE_TIMEOUT_S:g} s")
-        if ended.is_cut_off or ended.exit_code != 0:
-            said = ended.stderr.decode(errors="replace").strip().removeprefix("sandbox: ")
-            why = f"it is longer than {max_bytes} bytes" if ended.is_cut_off else said
+        if result.is_cut_off or result.exit_code != 0:
+            message = result.stderr.decode(errors="replace").strip().removeprefix("sandbox: ")
+            why = f"it is longer than {max_bytes} bytes" if result.is_cut_off else message
             raise OSError(f"{operation}: {why}")
-        return ended.stdout
+        return result.stdout
 
     async def _run(
         self,
@@ -332,17 +332,17 @@ class Sandbox:
         ) from None
 
     async def _kill_when_over_limits(self) -> None:
-        """End the sandbox when it uses too much, beside what it took when nothing had run in it.
+        """End the sandbox when it exceeds its limits, its own processes at the start not counted.
 
-        It rests while nothing runs.
+        No check is made while no command runs.
         """
         limits, own = self._plan.limits, list_descendants(self.pid)
         at_rest, own_bytes = len(own), measure_memory_bytes(own, limits.memory_bytes)
         while True:
             await self._active.wait()
             processes = list_descendants(self.pid)
-            held = measure_memory_bytes(processes, limits.memory_bytes)
-            if held > limits.memory_bytes + own_bytes:
+            used_bytes = measure_memory_bytes(processes, limits.memory_bytes)
+            if used_bytes > limits.memory_bytes + own_bytes:
                 self._end_as_lost(f"it used more than {limits.memory_bytes >> 20} MiB of memory")
             if len(processes) > limits.processes + at_rest:
                 self._end_as_lost(f"it had more than {limits.processes} processes")
@@ -355,28 +355,28 @@ class Sandbox:
         self._kill_process_tree()
 
     def _kill_process_tree(self) -> None:
-        if self._process.poll() is not None:  # its number may be another's
+        if self._process.poll() is not None:  # another process may have its number now
             return
-        below = list_descendants(self.pid)
+        descendants = list_descendants(self.pid)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
-        for one in below:
-            end_process(one)
+        for process in descendants:
+            end_process(process)
 
     async def _read_error_output(self) -> str:
         stream = self._process.stderr
         assert stream is not None
         os.set_blocking(stream.fileno(), False)
-        for _ in range(20):  # it may not have said all when its channel closes
+        for _ in range(20):  # it may still write after its channel closes
             if self._process.poll() is not None:
                 break
             await asyncio.sleep(0.05)
-        said = stream.read() or b""
-        return " ".join(said.decode(errors="replace").split())[-_MAX_COMPLAINT_CHARS:]
+        output = stream.read() or b""
+        return " ".join(output.decode(errors="replace").split())[-_MAX_COMPLAINT_CHARS:]
 
 
 def _start_process(plan: SandboxStartPlan, channel: socket.socket) -> subprocess.Popen[bytes]:
-    """In the calling thread, which must live on: the process ends with it."""
+    """Start the process in the calling thread, whose end would end the process."""
     return subprocess.Popen(
         list(plan.command),
         stdin=channel.fileno(),

@@ -1,4 +1,4 @@
-"""Files of a sandbox, read and written by its command server; standard library only."""
+"""File operations of the command server in a sandbox; imports the standard library alone."""
 
 import os
 import shutil
@@ -12,7 +12,7 @@ CHUNK_BYTES = 1 << 16
 
 
 def run_file_operation(request: dict[str, Any]) -> None:
-    """Do what a request asks, between a path and standard input or output."""
+    """Run the operation of a request, between a path and standard input or output."""
     path = request["path"]
     match request["operation"]:
         case "put":
@@ -57,7 +57,7 @@ def require_regular_file(descriptor: int, path: str) -> None:
 
 
 def remove_all(path: str) -> None:
-    """Remove a file or a folder; of a folder that is a mount only what is in it."""
+    """Remove a file or a folder; a folder that is a mount point is only emptied."""
     try:
         mode = os.lstat(path).st_mode
     except FileNotFoundError:
@@ -66,10 +66,10 @@ def remove_all(path: str) -> None:
         Path(path).unlink()
         return
     if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
-        Path(path).chmod(0o700)  # one may be closed to its owner too
+        Path(path).chmod(0o700)  # its mode may exclude even its owner
     for entry in os.scandir(path):
         remove_all(entry.path)
-    if os.path.realpath(path) not in read_mount_points():  # of the same device, perhaps
+    if os.path.realpath(path) not in read_mount_points():  # some have the device of their parent
         Path(path).rmdir()
 
 
@@ -79,33 +79,33 @@ def read_mount_points() -> Iterator[str]:
 
 
 def pack_folder_to_stdout(path: str) -> None:
-    """Write what is in a folder to standard output, as a tar."""
+    """Write the contents of a folder to standard output, as a tar."""
     with tarfile.open(fileobj=os.fdopen(1, "wb"), mode="w|", format=tarfile.PAX_FORMAT) as archive:
         archive.add(path, ".")
 
 
 def unpack_stdin(folder: str) -> None:
-    """Write the files of a tar on standard input; where it has a folder, a link to one will do."""
+    """Unpack a tar from standard input; a link to a folder stands for a folder of the tar."""
     modes: dict[str, int] = {}
     with tarfile.open(fileobj=os.fdopen(0, "rb"), mode="r|") as archive:
         for member in archive:
-            place = Path(folder, member.name)
+            target = Path(folder, member.name)
             if member.isdir():
-                if not place.is_dir():
-                    remove_all(str(place))
-                    place.mkdir(parents=True)
-                modes[str(place)] = member.mode
+                if not target.is_dir():
+                    remove_all(str(target))
+                    target.mkdir(parents=True)
+                modes[str(target)] = member.mode
                 continue
-            place.parent.mkdir(parents=True, exist_ok=True)
-            remove_all(str(place))
+            target.parent.mkdir(parents=True, exist_ok=True)
+            remove_all(str(target))
             if member.issym():
-                place.symlink_to(member.linkname)
+                target.symlink_to(member.linkname)
             elif member.islnk():
-                place.hardlink_to(Path(folder, member.linkname))
+                target.hardlink_to(Path(folder, member.linkname))
             elif (content := archive.extractfile(member)) is not None:
-                with place.open("xb") as file:
+                with target.open("xb") as file:
                     shutil.copyfileobj(content, file)
-                os.utime(place, (member.mtime, member.mtime))
-                place.chmod(member.mode)
-    for path, mode in sorted(modes.items(), reverse=True):  # one may be closed
+                os.utime(target, (member.mtime, member.mtime))
+                target.chmod(member.mode)
+    for path, mode in sorted(modes.items(), reverse=True):  # innermost first
         Path(path).chmod(mode)

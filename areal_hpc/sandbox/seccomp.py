@@ -1,8 +1,8 @@
-"""Filter of system calls for sandboxed programs, as classic BPF.
+"""Seccomp filter of system calls for sandboxed programs, as classic BPF.
 
-Refused with EPERM: what makes namespaces and mounts, looks into other processes, loads code into
-the kernel, or reaches sockets that a network namespace does not hold. `clone3`, whose flags a
-filter cannot see, is answered ENOSYS, after which libc calls `clone`. Numbers of calls: Linux's
+The filter refuses with EPERM calls that make namespaces and mounts, inspect other processes, load
+code into the kernel, or open sockets outside any network namespace. `clone3`, whose flags a
+filter cannot read, fails with ENOSYS, after which libc calls `clone`. Call numbers are from Linux's
 arch/x86/entry/syscalls/syscall_64.tbl and include/uapi/asm-generic/unistd.h (seccomp(2), bpf(2)).
 """
 
@@ -28,21 +28,21 @@ _REFUSED_NAMES = (
     *("io_uring_setup", "io_uring_enter", "io_uring_register"),
     *("add_key", "request_key", "keyctl", "kexec_load", "kexec_file_load", "init_module"),
     *("finit_module", "delete_module", "open_by_handle_at", "swapon", "swapoff", "reboot"),
-    # Memory that no limit counts, some of it for as long as the node runs.
+    # They take memory that no limit counts; some of it stays until the node restarts.
     *("shmget", "memfd_create", "memfd_secret", "semget", "msgget", "mq_open"),
 )
 _SOL_SOCKET, _BUFFER_OPTIONS = 1, (7, 8)
-"""SO_SNDBUF and SO_RCVBUF: answered as if done, so that a socket holds what the kernel's default
-is (`memory.py`)."""
+"""SO_SNDBUF and SO_RCVBUF: setting one succeeds without effect, so that sockets keep the kernel's
+default size (`memory.py`)."""
 _AF_VSOCK = 40
-"""Reaches the host of a virtual machine from any network namespace."""
+"""Address family that reaches the host of a virtual machine from any network namespace."""
 
 
 @dataclass(frozen=True)
 class _SystemCallNumbers:
     audit_architecture: int
     refused: tuple[int, ...]
-    """Of `_REFUSED_NAMES`, in their order."""
+    """Numbers of `_REFUSED_NAMES`, in their order."""
     clone: int
     clone3: int
     socket: int
@@ -86,9 +86,9 @@ _SYSTEM_CALLS_BY_MACHINE = {
 
 
 def build_seccomp_filter(machine: str = "") -> bytes | None:
-    """The filter as seccomp(2) takes it; None for a machine that is not known.
+    """Return the filter as seccomp(2) takes it; None for an unknown architecture.
 
-    `machine` is as `uname -m` says; this one by default.
+    `machine` is the architecture as `uname -m` prints it, by default this machine's.
     """
     calls = _SYSTEM_CALLS_BY_MACHINE.get(machine or platform.machine())
     if calls is None:

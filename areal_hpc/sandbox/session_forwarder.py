@@ -1,4 +1,4 @@
-"""Forwarders from a socket that listens in a sandbox: to one address, or to named hosts."""
+"""Forwards connections from a socket that listens in a sandbox to one address or to named hosts."""
 
 import asyncio
 import contextlib
@@ -7,14 +7,14 @@ from collections.abc import Collection
 from urllib.parse import urlsplit
 
 MAX_CONNECTIONS = 64
-"""Of one sandbox at once; more are closed as they come."""
+"""Open connections of one sandbox at most; further ones are closed at once."""
 _PIECE_BYTES = 1 << 16
 _CONNECT_TIMEOUT_S = 10.0
 _CONNECTED = b"HTTP/1.1 200 Connection established\r\n\r\n"
 
 
 class SessionForwarder:
-    """Serves a sandbox's listening socket from outside of it, and connects to nothing else."""
+    """Serves a sandbox's listening socket from outside, and connects to one address only."""
 
     def __init__(self, listener: socket.socket) -> None:
         self._listener = listener
@@ -29,8 +29,8 @@ class SessionForwarder:
     async def close(self) -> None:
         if self._server is not None:
             self._server.close()
-        for one in self._connections:
-            one.cancel()
+        for connection in self._connections:
+            connection.cancel()
         if self._connections:
             await asyncio.wait(self._connections)
         self._listener.close()
@@ -54,10 +54,10 @@ class SessionForwarder:
 
 
 class HostForwarder(SessionForwarder):
-    """A proxy of HTTP that connects a worker to hosts which a recipe names, and to nothing else.
+    """HTTP proxy that connects a worker only to hosts that a recipe names.
 
-    It takes CONNECT and whole addresses as targets (RFC 9110), as clients send them that know
-    `HTTP_PROXY`.
+    It accepts CONNECT and absolute request targets (RFC 9112), as clients with `HTTP_PROXY` send
+    them.
     """
 
     def __init__(self, listener: socket.socket, hosts: Collection[str]) -> None:
@@ -94,13 +94,13 @@ def _make_own_request(head: bytes) -> bytes:
     first, *fields = head.removesuffix(b"\r\n\r\n").split(b"\r\n")
     method, target, version = first.split(b" ", 2)
     path = b"/" + target.partition(b"://")[2].partition(b"/")[2]
-    kept = [one for one in fields if b"connection" not in one.partition(b":")[0].lower()]
+    kept = [field for field in fields if b"connection" not in field.partition(b":")[0].lower()]
     lines = [b" ".join((method, path, version)), *kept, b"connection: close"]
     return b"\r\n".join(lines) + b"\r\n\r\n"
 
 
 def format_host(url: str) -> str:
-    """`HOST:PORT` of an address; empty if it is none."""
+    """Return `HOST:PORT` of a URL; empty if the URL is invalid."""
     try:
         address = urlsplit(url)
         port = address.port or {"http": 80, "ws": 80}.get(address.scheme, 443)
@@ -118,7 +118,7 @@ async def _pump_both_ways(
     opening: bytes = b"",
     answer: bytes = b"",
 ) -> None:
-    """Connect, send what was read and answered so far, and move bytes until both sides end."""
+    """Connect, send `opening` onward and `answer` back, and copy bytes until both sides end."""
     async with asyncio.timeout(_CONNECT_TIMEOUT_S):
         onward, upward = await asyncio.open_connection(host, port)
     try:
@@ -132,7 +132,7 @@ async def _pump_both_ways(
 
 
 async def _copy_until_closed(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Move bytes until one side ends; the other is told that no more will come."""
+    """Copy bytes until the reader ends, then close the writer's direction."""
     with contextlib.suppress(OSError):
         while piece := await reader.read(_PIECE_BYTES):
             writer.write(piece)

@@ -1,9 +1,8 @@
-"""Folder that archives are unpacked into, of which none is trusted to stay in it.
+"""Unpacks untrusted tar archives into a folder, and never writes outside it.
 
 Links on the way to a file are followed as if the folder were the root. Files, folders and links are
-written; devices, pipes and what links to them are left out, and so are the set-user-ID and
-set-group-ID bits. `tarfile` reads, and extracts nothing: its own filters were left by
-CVE-2025-4517.
+written; devices, pipes, hard links to them, and the set-user-ID and set-group-ID bits are left
+out. `tarfile` only reads: its own extraction filters could be bypassed (CVE-2025-4517).
 """
 
 import os
@@ -15,7 +14,7 @@ from typing import Any
 from areal_hpc.sandbox.sandbox_files import remove_all
 
 _WHITEOUT_PREFIX, _OPAQUE_NAME = ".wh.", ".wh..wh..opq"
-"""In a layer of an image: a file of that name removes another, or all that lower layers have."""
+"""File names in an image's layer that remove one file, or all that lower layers have there."""
 _MAX_LINKS = 40
 _FILE_MODE_BITS = 0o1777
 _MAX_READ_BYTES = 4 << 20
@@ -23,13 +22,14 @@ _PIECE_BYTES = 1 << 20
 
 
 class ArchiveTooLargeError(ValueError):
-    """There is more in an archive than may be unpacked."""
+    """Error for an archive that exceeds a limit."""
 
 
 class BoundedStream:
-    """A stream for tarfile, up to so many bytes, never more than a few MiB at once.
+    """Stream for tarfile that ends after `max_bytes`.
 
-    A header that is longer than that is no header. `can_go_back`: the stream can, too.
+    It refuses to read more than a few MiB at once: no valid header is as long. `can_go_back` allows
+    seeking backward.
     """
 
     def __init__(self, stream: Any, max_bytes: int, *, can_go_back: bool = False) -> None:
@@ -67,14 +67,14 @@ class BoundedStream:
 
 
 class UnpackedTree:
-    """A folder that grows by archives.
+    """Folder into which archives are unpacked.
 
     Args:
-        folder: Where it is.
-        max_bytes: What files may hold together; a longer archive, or one with longer headers, is
+        folder: Its path.
+        max_bytes: Total size of all files; a longer archive, or one with longer headers, is
             refused before more of it is read.
-        max_files: Files, folders and links.
-        skipped_folders: Folders at the top in which nothing is kept.
+        max_files: Number of files, folders and links.
+        skipped_folders: Folders at the top whose contents are left out.
     """
 
     def __init__(
@@ -94,11 +94,11 @@ class UnpackedTree:
         self._left_out: set[str] = set()
 
     def write_archive(self, stream: Any, *, is_layer: bool = False) -> None:
-        """Write what a tar has; as an image's layer also remove what it says."""
+        """Unpack a tar; the whiteout files of an image's layer remove files of lower layers."""
         self._new = set()
-        # Beside content each member takes a few blocks.
-        most = 2 * self._bytes_left + 8192 * self._files_left
-        bounded: Any = BoundedStream(stream, most)
+        # Each member has a few blocks of headers.
+        max_bytes = 2 * self._bytes_left + 8192 * self._files_left
+        bounded: Any = BoundedStream(stream, max_bytes)
         with tarfile.open(fileobj=bounded, mode="r:") as archive:
             while (member := archive.next()) is not None:
                 archive.members.clear()  # type: ignore[attr-defined]  # tarfile keeps them all
@@ -108,14 +108,14 @@ class UnpackedTree:
                 self._apply_member(archive, member, is_layer)
 
     def apply_folder_modes(self) -> None:
-        """Give folders their modes, now that all is written; their owner may do all with them."""
-        for path, mode in sorted(self._modes.items(), reverse=True):  # one may be closed
+        """Give folders their modes when all is written; their owner keeps all rights."""
+        for path, mode in sorted(self._modes.items(), reverse=True):  # innermost first
             # Something later may have put a link in the place of the folder, or of one above it.
             if Path(path).is_dir() and os.path.realpath(path) == path:
                 Path(path).chmod(mode & _FILE_MODE_BITS | 0o700)
 
     def remove_links_leading_out(self) -> int:
-        """Remove links that do not end in the folder, all the way; how many those were."""
+        """Remove links that lead out of the folder at any point, and return their number."""
         # Something later may have taken the place of a link, or of a folder above it.
         links = {
             path
@@ -133,7 +133,7 @@ class UnpackedTree:
     def _apply_member(
         self, archive: tarfile.TarFile, tar_member: tarfile.TarInfo, is_layer: bool
     ) -> None:
-        parts = [one for one in PurePosixPath("/", tar_member.name).parts[1:] if one != "."]
+        parts = [part for part in PurePosixPath("/", tar_member.name).parts[1:] if part != "."]
         if not parts or self._is_below_skipped_folder(parts):
             return
         name = parts[-1].removeprefix(_WHITEOUT_PREFIX) if is_layer else parts[-1]
@@ -178,7 +178,7 @@ class UnpackedTree:
     def _write_file(self, archive: tarfile.TarFile, tar_member: tarfile.TarInfo, path: str) -> None:
         content = archive.extractfile(tar_member)
         assert content is not None
-        if tar_member.issparse():  # it may be longer than what it takes from the bytes left
+        if tar_member.issparse():  # its file may be longer than its `size`
             raise ValueError(f"{tar_member.name} is a sparse file: write it as a whole one")
         self._bytes_left -= tar_member.size
         if self._bytes_left < 0:
@@ -217,20 +217,20 @@ class UnpackedTree:
         return self._follow_links([*parts], makes_folders=False) is None
 
     def _follow_links(self, path_parts: list[str], *, makes_folders: bool) -> str | None:
-        """Where a path ends; None if it has too many links.
+        """Resolve a path, and return None if it has too many links.
 
-        With `makes_folders` as if the folder were the root, else None if the path leads out of it.
+        With `makes_folders` the folder counts as the root; else a path that leads out gives None.
         """
-        place, pending, links = list[str](), list(reversed(path_parts)), 0
+        resolved, pending, links = list[str](), list(reversed(path_parts)), 0
         while pending:
             part = pending.pop()
-            path = "/".join([self._root, *place, part])
-            if part == "/" or (part == ".." and not place):
+            path = "/".join([self._root, *resolved, part])
+            if part == "/" or (part == ".." and not resolved):
                 if not makes_folders:
                     return None
-                place.clear()
+                resolved.clear()
             elif part == "..":
-                place.pop()
+                resolved.pop()
             elif Path(path).is_symlink():
                 links += 1
                 if links > _MAX_LINKS:
@@ -242,8 +242,8 @@ class UnpackedTree:
                     Path(path).mkdir()
                 if makes_folders:
                     self._new.add(path)
-                place.append(part)
-        return "/".join([self._root, *place])
+                resolved.append(part)
+        return "/".join([self._root, *resolved])
 
     def _remove_entries_of_lower_layers(self, folder: str) -> None:
         for entry in os.scandir(folder):

@@ -1,1 +1,1 @@
-"""Program of others' scorers and gyms: the standard library, and what it is to run."""
+"""Program that runs third-party scorers and gyms; it imports only the standard library and them."""

@@ -1,8 +1,8 @@
 """Loop of a worker: requests and answers, JSON lines, on the socket that is its standard input.
 
-Imports nothing of areal_hpc: it runs with whatever Python a gym or a scorer needs. The process that
-prepares it runs nothing that a model wrote: each episode is played by a fork, which is killed with
-all that it started, so that nothing of it meets a later one. `WORKER.py SETTINGS`, in JSON.
+It imports nothing of areal_hpc, because it runs in the Python that a gym or a scorer needs. The
+prepared process runs no code of a model: it forks for each episode, and kills the fork with all its
+descendants, so that no episode affects a later one. Called as `WORKER.py SETTINGS`, in JSON.
 """
 
 import asyncio
@@ -27,26 +27,26 @@ LIBC = ctypes.CDLL(None)
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4
 MAX_LINE_BYTES = 64 << 20
 CLOSE_TIMEOUT_S = 10.0
-"""For an episode to end what it has open; it is killed then."""
+"""Time limit for an episode's `close`, after which it is killed."""
 _SCRATCH_FOLDERS = ("/tmp", "/dev/shm")
 _EXCEPTION_GROUP_TYPE: Any = getattr(builtins, "BaseExceptionGroup", ())
-"""Since Python 3.11."""
+"""Built-in of Python 3.11 and later."""
 _NO_THREAD_TEXT = "can't start new thread"
-"""As in `areal_hpc/rollout/execution/agent_errors.py`, which cannot be imported here."""
+"""Text as in `areal_hpc/rollout/execution/agent_errors.py`, which cannot be imported here."""
 
 
 class Scorer:
-    """What a worker serves: one question after the other, each in a fork of its own."""
+    """Scorer that a worker serves: it answers each question in a fork of its own."""
 
     def prepare(self, task: dict[str, Any]) -> None:
-        """Prepare a task, in the process that all later questions are asked of forks of."""
+        """Prepare a task in the process that is forked for all later questions."""
 
     def score(self, task: dict[str, Any]) -> dict[str, Any]:
         raise NotImplementedError
 
 
 class Gym:
-    """What a worker serves: one episode after the other, each in a fork of its own."""
+    """Gym that a worker serves: it plays each episode in a fork of its own."""
 
     async def reset(self, task: dict[str, Any]) -> dict[str, Any]:
         raise NotImplementedError
@@ -54,7 +54,7 @@ class Gym:
     async def step(self, reply: dict[str, Any]) -> dict[str, Any]:
         """Take the model's reply: `text`, and `calls` with `id`, `name` and `arguments` (JSON).
 
-        The answer has `reward` and `done`, and `text` or `results` by the ids of calls.
+        Return `reward` and `done`, and `text` or `results` by the ids of calls.
         """
         raise NotImplementedError
 
@@ -63,20 +63,20 @@ class Gym:
 
 
 def serve(build_gym: Callable[[dict[str, Any]], Gym | Scorer]) -> None:
-    """Serve until the other end closes. The first line is what the gym is built from."""
+    """Serve until the other end closes the link. The first line is the argument of `build_gym`."""
     settings: dict[str, Any] = json.loads(sys.argv[1])
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    for number in (signal.SIGINT, signal.SIGTERM):  # meant for the parent, which still needs us
+    for number in (signal.SIGINT, signal.SIGTERM):  # for the parent, which needs this process
         signal.signal(number, signal.SIG_IGN)
-    if settings["is_first_process"]:  # of a sandbox; a fork has the same user, and may not reach it
+    if settings["is_first_process"]:  # of a sandbox; its forks, of the same user, may not trace it
         LIBC.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     else:
-        sys.path.append(str(Path.cwd()))  # where a run was started, packages of the user's lie
+        sys.path.append(str(Path.cwd()))  # packages of the user lie where the run was started
     link = take_over_standard_input()
     if settings["proxy_port"] is not None:
         with socket.create_server(("127.0.0.1", settings["proxy_port"]), backlog=128) as listener:
             socket.send_fds(link, [b"."], [listener.fileno()])
-    gc.freeze()  # what a collection looks at is copied to each fork that does
+    gc.freeze()  # a collection in a fork would copy the pages of these objects
     gym: Gym | Scorer | None = None
     episode: Episode | None = None
     for line in link.makefile("rb"):
@@ -92,7 +92,7 @@ def serve(build_gym: Callable[[dict[str, Any]], Gym | Scorer]) -> None:
                     episode = None
                 if isinstance(gym, Scorer):
                     gym.prepare(request["task"])
-                    line = b""  # a fork has its task
+                    line = b""  # the fork has its task
                 episode = Episode(gym, request["task"], link, settings)
                 answer = episode.ask(line, settings["timeout_s"])
             elif episode is not None:
@@ -100,7 +100,7 @@ def serve(build_gym: Callable[[dict[str, Any]], Gym | Scorer]) -> None:
                 answer = episode.ask(line, CLOSE_TIMEOUT_S if is_end else settings["timeout_s"])
             else:
                 answer = b"{}"
-        except Exception as error:  # boundary: told to the agent
+        except Exception as error:  # boundary: sent to the agent
             answer = encode_error(error, is_of_episode=False)
         is_over = settings["ends_with_answer"] or request.get("do") == "close"
         if episode is not None and (is_over or answer.startswith(b'{"error"')):
@@ -110,7 +110,7 @@ def serve(build_gym: Callable[[dict[str, Any]], Gym | Scorer]) -> None:
 
 
 class Episode:
-    """A fork of the prepared process, and the socket to it."""
+    """Fork of the prepared process, and the socket to it."""
 
     def __init__(
         self,
@@ -127,12 +127,12 @@ class Episode:
         if self._pid == 0:
             try:
                 LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-                if os.getppid() != worker_pid:  # it ended before
+                if os.getppid() != worker_pid:  # the worker ended before `prctl`
                     os._exit(0)
                 os.close(link.fileno())  # `link.close` leaves it open for the loop that reads
                 self._socket.close()
                 os.setsid()
-                for number in (signal.SIGINT, signal.SIGTERM):  # programs it starts can be ended
+                for number in (signal.SIGINT, signal.SIGTERM):  # its child processes inherit these
                     signal.signal(number, signal.SIG_DFL)
                 limit_memory(settings["memory_bytes"])
                 if isinstance(gym, Scorer):
@@ -146,7 +146,7 @@ class Episode:
         self._answers = self._socket.makefile("rb")
 
     def ask(self, line: bytes, timeout_s: float | None) -> bytes:
-        """The answer to a line; to none if it is empty."""
+        """Send a line unless it is empty, and return the answer."""
         self._socket.settimeout(timeout_s)
         try:
             if line:
@@ -161,9 +161,9 @@ class Episode:
         return answer.rstrip()
 
     def end(self) -> None:
-        """Kill it and all that it started, and remove what they wrote."""
+        """Kill the fork and all its descendants, and remove the files that they wrote."""
         if self._is_alone:
-            os.kill(-1, signal.SIGKILL)  # all but the first process of this sandbox
+            os.kill(-1, signal.SIGKILL)  # all processes of this sandbox except the first
         else:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._pid, signal.SIGKILL)
@@ -179,16 +179,16 @@ class Episode:
 
 
 def answer_question(scorer: Scorer, task: dict[str, Any], channel: socket.socket) -> None:
-    """Answer one question; an event loop would take longer than the score."""
+    """Answer one question, without an event loop, whose start would take longer than the score."""
     try:
-        told = json.dumps(scorer.score(task), allow_nan=False).encode()
-    except Exception as error:  # boundary: others' code; told to who asked
-        told = encode_error(error)
-    channel.sendall(told + b"\n")
+        answer = json.dumps(scorer.score(task), allow_nan=False).encode()
+    except Exception as error:  # boundary: third-party code; sent to the caller
+        answer = encode_error(error)
+    channel.sendall(answer + b"\n")
 
 
 async def play(gym: Gym, channel: socket.socket) -> None:
-    """Answer to the end of an episode."""
+    """Answer requests until the end of the episode."""
     loop, received = asyncio.get_running_loop(), b""
     channel.setblocking(False)
     while piece := await loop.sock_recv(channel, 1 << 16):
@@ -205,36 +205,35 @@ async def play(gym: Gym, channel: socket.socket) -> None:
             else:
                 await gym.close()
                 answer = {}
-            told = json.dumps(answer, allow_nan=False).encode()
-        except Exception as error:  # boundary: told to the agent
-            told = encode_error(error)
-        await loop.sock_sendall(channel, told + b"\n")
+            encoded = json.dumps(answer, allow_nan=False).encode()
+        except Exception as error:  # boundary: sent to the agent
+            encoded = encode_error(error)
+        await loop.sock_sendall(channel, encoded + b"\n")
 
 
 def encode_error(error: Exception, *, is_of_episode: bool = True) -> bytes:
-    said = f"{type(error).__name__}: {error}"[:2000]
-    told = {"error": said, "errnos": list_errnos(error), "is_of_episode": is_of_episode}
-    return json.dumps(told).encode()
+    message = f"{type(error).__name__}: {error}"[:2000]
+    answer = {"error": message, "errnos": list_errnos(error), "is_of_episode": is_of_episode}
+    return json.dumps(answer).encode()
 
 
 def take_over_standard_input() -> socket.socket:
-    """The link to the driver, on a descriptor that no program inherits.
+    """Move the link to the driver to a descriptor that no child process inherits.
 
-    Standard input reads nothing from now on: on a socket that programs have, one that is started
-    here could give an answer.
+    Standard input becomes empty: a child process that inherited the link could send an answer.
     """
     link = socket.socket(fileno=os.dup(0))
     link.setblocking(True)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
     return link
 
 
-def limit_memory(most_bytes: int | None) -> None:
+def limit_memory(max_bytes: int | None) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if most_bytes is not None:
-        resource.setrlimit(resource.RLIMIT_AS, (most_bytes, most_bytes))
+    if max_bytes is not None:
+        resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
 
 
 def count_own_bytes() -> int:
@@ -248,9 +247,9 @@ def reseed() -> None:
 
 
 def find_action_tags(text: str) -> list[str]:
-    """What `<action>...</action>` hold, each up to the first end, in time that grows with a text.
+    """List the contents of `<action>...</action>`, each up to the first end, in linear time.
 
-    An expression of the pair looks for the end anew from each opening.
+    A regular expression would search for the end again from each opening.
     """
     pieces = text.split("<action>")[1:]
     return [piece.partition("</action>")[0] for piece in pieces if "</action>" in piece]
@@ -261,13 +260,13 @@ def list_scratch_files() -> set[str]:
 
 
 def list_errnos(error: BaseException | None) -> list[int]:
-    """Numbers of the system's errors in the chain of causes, by which the driver judges it."""
-    found, looked_at = list[int](), list[BaseException]()
-    while error is not None and error not in looked_at:  # `raise error from error` makes a ring
-        looked_at.append(error)
+    """List the errnos in the chain of causes, by which the driver classifies the error."""
+    errnos, seen = list[int](), list[BaseException]()
+    while error is not None and error not in seen:  # `raise error from error` makes a ring
+        seen.append(error)
         if isinstance(error, OSError) and error.errno:
-            found.append(error.errno)
+            errnos.append(error.errno)
         elif isinstance(error, RuntimeError) and _NO_THREAD_TEXT in str(error):
-            found.append(errno.EAGAIN)
+            errnos.append(errno.EAGAIN)
         error = error.exceptions[0] if isinstance(error, _EXCEPTION_GROUP_TYPE) else error.__cause__
-    return found
+    return errnos
