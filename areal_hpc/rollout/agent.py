@@ -1,4 +1,4 @@
-"""The agent contract: its classes, its HTTP client, and how a dotted path becomes an agent."""
+"""Interface between agents and driver: classes, HTTP client, import of agents by dotted path."""
 
 import importlib
 import inspect
@@ -23,10 +23,10 @@ from areal_hpc.wire.proxy import EngineAddress, RecordCallsReply, RecordCallsReq
 RECORD_TIMEOUT_S = 60.0
 CONNECT_TIMEOUT_S = 10.0
 MAX_RECORD_BATCH_BYTES = 4 << 20
-"""Of interactions in one request, unless one alone is larger: the proxy refuses requests of more
-than `max_request_bytes`, and sampling masks take up to 22 KB a token."""
+"""Size of the interactions in one request, unless one alone is larger: the proxy refuses requests
+of more than `max_request_bytes`, and sampling masks take up to 22 KB a token."""
 EXTRA_KWARG_NAMES = ("base_url", "api_key", "http_client", "session_id", "seed")
-"""What every episode hands to the agent besides its task."""
+"""Keyword arguments of `Agent.run` beside the task."""
 
 _AGENT_SHAPE_HINT = (
     "a class with `async def run(self, data, **extra_kwargs) -> float | Reward | dict[str, float]`"
@@ -34,21 +34,21 @@ _AGENT_SHAPE_HINT = (
 
 
 class Agent(Protocol):
-    """One object per driver, built with `rollout.workflow_kwargs`; its runs overlap in time."""
+    """Agent of a driver, built once with `rollout.workflow_kwargs`; its runs overlap in time."""
 
     async def run(
         self, data: dict[str, Any], **extra_kwargs: Any
     ) -> float | Reward | Mapping[str, float | Reward]:
-        """Work on one task and return how well it went.
+        """Work on one task, and return the reward.
 
         Args:
-            data: One line of the task set. A fresh copy: it may be changed.
+            data: One line of the task set, as a copy that the agent may change.
             extra_kwargs: `base_url` and `api_key` of an OpenAI-compatible endpoint that
-                records this episode; `http_client`, shared by all episodes, fit for
+                records this episode; `http_client`, shared by all episodes, for
                 `AsyncOpenAI(http_client=...)`; `session_id`; `seed`, different for every episode.
 
         Returns:
-            The reward of the whole episode, which all its completed replies are trained with; or a
+            The reward of the whole episode, with which all its complete replies are trained; or a
             dict of rewards by interaction (the id of the completion). A reward is a finite number,
             or a `Reward` with its parts and metrics.
         """
@@ -56,7 +56,7 @@ class Agent(Protocol):
 
 
 class AgentWorkflow(ABC):
-    """A base for agents whose author likes one (the name is AReaL's); none is needed."""
+    """Optional base class of agents, with AReaL's name."""
 
     @abstractmethod
     async def run(
@@ -66,9 +66,9 @@ class AgentWorkflow(ABC):
 
 
 class RolloutWorkflow(ABC):
-    """AReaL's other kind of agent; `rollout.agent.mode` must be `inline`.
+    """Agent with AReaL's `arun_episode`; `rollout.agent.mode` must be `inline`.
 
-    Its clients have passed rewards back themselves, so `trainer.objective.credit` does not count.
+    Its clients propagate rewards back themselves, so `trainer.objective.credit` has no effect.
     """
 
     @abstractmethod
@@ -76,19 +76,19 @@ class RolloutWorkflow(ABC):
         """Work on one task.
 
         Args:
-            engine: For `ArealOpenAI(engine=...)`.
+            engine: Argument of `ArealOpenAI(engine=...)`.
             data: One line of the task set.
 
         Returns:
-            What `ArealOpenAI.export_interactions` returns, of one client or of several merged; None
-            or nothing if the episode came to nothing.
+            The result of `ArealOpenAI.export_interactions`, or those of several clients merged;
+            None or an empty dict if there is nothing to train.
         """
 
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> dict[str, Reward]:
-        """Run the episode and hand over what its clients recorded: what a driver calls.
+        """Run the episode, and send the interactions that its clients recorded to the proxy.
 
         Raises:
-            AgentError: There is nothing that could be trained.
+            AgentError: There is nothing to train.
         """
         if "base_url" not in extra_kwargs:
             raise AgentError(
@@ -108,7 +108,7 @@ class RolloutWorkflow(ABC):
                 )
         finally:
             await client.close()
-        return {name: _build_reward(one) for name, one in exported.items()}
+        return {name: _build_reward(row) for name, row in exported.items()}
 
 
 def _list_row_interactions(exported: object) -> list[Interaction]:
@@ -117,16 +117,16 @@ def _list_row_interactions(exported: object) -> list[Interaction]:
         raise AgentError(
             f"arun_episode returned {exported!r:.200}, expected what export_interactions returns"
         )
-    found = {one.interaction_id: one for row in rows for one in row.plan.path}
-    # A replica of the client's counting is none of the cell's.
-    return [msgspec.structs.replace(one, reward=None, replica=-1) for one in found.values()]
+    by_id = {call.interaction_id: call for row in rows for call in row.plan.path}
+    # The client numbers replicas by itself, so its numbers are not those of the cell.
+    return [msgspec.structs.replace(call, reward=None, replica=-1) for call in by_id.values()]
 
 
 def _iterate_record_batches(interactions: Iterable[Interaction]) -> Iterator[list[msgspec.Raw]]:
     batch: list[msgspec.Raw] = []
     size_bytes = 0
-    for one in interactions:
-        encoded = msgspec.json.encode(one)
+    for interaction in interactions:
+        encoded = msgspec.json.encode(interaction)
         if batch and size_bytes + len(encoded) > MAX_RECORD_BATCH_BYTES:
             yield batch
             batch, size_bytes = [], 0
@@ -137,21 +137,21 @@ def _iterate_record_batches(interactions: Iterable[Interaction]) -> Iterator[lis
 
 
 def _build_reward(row: Any) -> Reward:
-    given: Reward = row.plan.path[-1].given_reward or Reward(0.0)
-    return msgspec.structs.replace(given, value=row.reward or 0.0)
+    final_reward: Reward = row.plan.path[-1].given_reward or Reward(0.0)
+    return msgspec.structs.replace(final_reward, value=row.reward or 0.0)
 
 
 def make_http_client(request_timeout_s: float) -> Any:
-    """A client for `AsyncOpenAI(http_client=...)`, to be shared by every episode of the process.
+    """Make a client for `AsyncOpenAI(http_client=...)` that all episodes of the process share.
 
-    A client of one's own costs an agent 14-27 ms of CPU per episode (it builds an SSL context);
-    a shared one 0.03 ms. The SDK's aiohttp transport is preferred: the pool of httpx searches
-    all its connections for every request, which grows with the square of the concurrency.
+    A client per episode would cost 14-27 ms of CPU (it builds an SSL context), a shared one costs
+    0.03 ms. The SDK's aiohttp transport is preferred: for every request the pool of httpx searches
+    all its connections, a cost that grows with the square of the concurrency.
 
-    Must be called in a running event loop. Without the SDK it is a plain `httpx.AsyncClient`.
+    Call it in a running event loop. Without the SDK it makes a plain `httpx.AsyncClient`.
     """
     for name in ("httpx", "httpx2"):
-        # They log every request at INFO: at hundreds of requests a second that is all one sees.
+        # They log every request at INFO: hundreds of lines a second would hide all others.
         logging.getLogger(name).setLevel(logging.WARNING)
     try:
         sdk = importlib.import_module("openai")
@@ -177,29 +177,29 @@ def make_http_client(request_timeout_s: float) -> Any:
 def load_agent(
     workflow: Any, kwargs: Mapping[str, Any], extra_kwargs: Sequence[str] = EXTRA_KWARG_NAMES
 ) -> Agent:
-    """The agent to run: a class, built with `kwargs`, or an instance; or the dotted path of either.
+    """Load an agent from a class, built with `kwargs`, an instance, or the dotted path of either.
 
     `extra_kwargs` are the keywords that `run` must accept.
 
     Raises:
-        RecipeError: There is nothing of the agent's shape, or the class refuses `kwargs`. The
-            message names the part of the path that failed.
+        RecipeError: The object is missing or no agent, or the class refuses `kwargs`. The message
+            names the part of the path that failed.
     """
     if isinstance(workflow, str):
-        found, name = _import_dotted(workflow), workflow
+        loaded, name = _import_dotted(workflow), workflow
     else:
         kind = workflow if inspect.isclass(workflow) else type(workflow)
-        found, name = workflow, f"{kind.__module__}.{kind.__qualname__}"
-    _check_run_method(found, name, extra_kwargs)
-    if inspect.isclass(found):
-        return _build_agent(found, name, kwargs)
+        loaded, name = workflow, f"{kind.__module__}.{kind.__qualname__}"
+    _check_run_method(loaded, name, extra_kwargs)
+    if inspect.isclass(loaded):
+        return _build_agent(loaded, name, kwargs)
     if kwargs:
         raise _build_workflow_recipe_error(
             f"{name!r} is already an instance; the arguments {', '.join(kwargs)} cannot be applied",
             "name its class, or drop the arguments",
             key="rollout.workflow_kwargs",
         )
-    agent: Agent = found
+    agent: Agent = loaded
     return agent
 
 
@@ -213,8 +213,8 @@ def _import_dotted(dotted_path: str) -> Any:
     module = import_user_module(
         module_path, dotted_path, "rollout.workflow", "for cluster.agents.python"
     )
-    found = getattr(module, name, None)
-    if found is None:
+    value = getattr(module, name, None)
+    if value is None:
         classes = [
             name
             for name, value in vars(module).items()
@@ -225,7 +225,7 @@ def _import_dotted(dotted_path: str) -> Any:
             f"{format_name_suggestion(name, classes)}",
             f"name one of its classes: {', '.join(classes) or 'it has none'}",
         )
-    return found
+    return value
 
 
 def _check_run_method(agent: object, dotted_path: str, extra_kwargs: Sequence[str]) -> None:
@@ -237,13 +237,13 @@ def _check_run_method(agent: object, dotted_path: str, extra_kwargs: Sequence[st
             f"{dotted_path!r} is a {kind}, expected a class", f"make it {_AGENT_SHAPE_HINT}"
         )
     if not inspect.iscoroutinefunction(run):
-        found = "has no method `run`" if run is None else "has a `run` that is not `async def`"
+        fault = "has no method `run`" if run is None else "has a `run` that is not `async def`"
         raise _build_workflow_recipe_error(
-            f"{dotted_path!r} {found}", f"make it {_AGENT_SHAPE_HINT}"
+            f"{dotted_path!r} {fault}", f"make it {_AGENT_SHAPE_HINT}"
         )
-    given: list[Any] = [None, {}] if is_class else [{}]
+    arguments: list[Any] = [None, {}] if is_class else [{}]
     try:
-        inspect.signature(run).bind(*given, **dict.fromkeys(extra_kwargs))
+        inspect.signature(run).bind(*arguments, **dict.fromkeys(extra_kwargs))
     except TypeError as error:
         raise _build_workflow_recipe_error(
             f"{dotted_path!r}: `run{inspect.signature(run)}` cannot be called with `data` and the "
@@ -253,7 +253,7 @@ def _check_run_method(agent: object, dotted_path: str, extra_kwargs: Sequence[st
 
 
 def _build_agent(agent_class: Any, dotted_path: str, kwargs: Mapping[str, Any]) -> Agent:
-    # Names alone: values may be secrets, and errors are kept and passed on.
+    # The message has names only: values may be secrets, and errors are stored and sent.
     arguments = f"with the arguments {', '.join(kwargs)}" if kwargs else "without arguments"
     try:
         inspect.signature(agent_class).bind(**kwargs)
@@ -266,7 +266,7 @@ def _build_agent(agent_class: Any, dotted_path: str, kwargs: Mapping[str, Any]) 
     try:
         agent: Agent = agent_class(**kwargs)
     except RecipeError:
-        raise  # it says itself what must change
+        raise  # its message names the change to make
     except (Exception, SystemExit) as error:  # boundary: the constructor is the user's code
         raise _build_workflow_recipe_error(
             f"{dotted_path!r} cannot be built {arguments}: {describe_user_error(error)}",

@@ -1,4 +1,4 @@
-"""Facts that the rollout driver is told."""
+"""Configuration of the rollout driver's process."""
 
 from areal_hpc.jobs.config import ProcessConfig
 from areal_hpc.wire.ledger import TaskSplit
@@ -9,8 +9,8 @@ class RolloutJobConfig(ProcessConfig):
     ROLE = "agents"
 
     cell: str
-    """The cell it drives: `cell-0`, `cell-1`, ..., or `evaluation`."""
+    """Cell that it drives: `cell-0`, `cell-1`, ..., or `evaluation`."""
     splits: tuple[TaskSplit, ...] = ("train", "valid")
-    """What it takes tickets of."""
+    """Task splits from which it leases tickets."""
     sys_path: tuple[str, ...] = ()
-    """Folders from which the agent is imported."""
+    """Folders to import the agent from."""

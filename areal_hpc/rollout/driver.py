@@ -1,4 +1,4 @@
-"""Driver of a cell: leases tickets from the ledger and runs them until the run is over."""
+"""Driver of a cell: it leases tickets from the ledger and runs them until the run is over."""
 
 import asyncio
 import contextlib
@@ -35,7 +35,7 @@ from areal_hpc.wire.proxy import FinishTicketReply, FinishTicketRequest, SealTic
 log = logging.getLogger(__name__)
 
 IDLE_LEASE_LONG_POLL_S = 2.0
-"""How long the ledger may keep the request of a driver that has nothing to do."""
+"""Time for which the ledger may hold the lease request of an idle driver."""
 IDLE_LEASE_PAUSE_S = 0.05
 LEASE_REQUEST_TIMEOUT_S = 5.0
 SEAL_TIMEOUT_S = 300.0
@@ -43,17 +43,16 @@ FAILED_SEAL_PAUSE_S = 2.0
 
 
 class LeasedTickets:
-    """Tickets leased by a driver, and its free capacity.
+    """Tickets leased by a driver, and its free episode slots.
 
-    A cell with fewer slots than a training ticket has episodes could never start one, and gets as
-    many.
+    A cell has at least as many slots as a training ticket has episodes, else it could start none.
     """
 
     def __init__(self, episode_slots: int, episodes_per_ticket: int) -> None:
         self._slots = max(episode_slots, episodes_per_ticket)
         self._episodes_per_ticket = episodes_per_ticket
         self.changed = asyncio.Event()
-        """Set when a ticket ends, or there is room for a further one."""
+        """Event that is set when a ticket ends, or slots for a further one are free."""
         self._open_episodes: dict[TicketRef, int] = {}
         self._begun_episodes: dict[TicketRef, int] = {}
         self._finished: dict[TicketRef, None] = {}  # in order
@@ -68,7 +67,7 @@ class LeasedTickets:
 
     @property
     def ended_episodes_of_open_tickets(self) -> int:
-        """Episodes that are over, of training tickets that are not."""
+        """Number of ended episodes of training tickets that have not ended."""
         return sum(
             begun - self._open_episodes[ref]
             for ref, begun in self._begun_episodes.items()
@@ -81,14 +80,15 @@ class LeasedTickets:
 
     @property
     def finished(self) -> list[TicketRef]:
-        """Training tickets that ended and, as far as is known here, are not settled.
+        """Training tickets that have ended and are not known to be settled.
 
-        Reported until the ledger says otherwise: one that restarted knows nothing of them.
+        The driver reports them until the ledger settles them, because a restarted ledger has no
+        record of them.
         """
         return list(self._finished)
 
     def hold(self, grant: TicketGrant) -> bool:
-        """Hold a granted ticket. False if it is here already (the grant was repeated)."""
+        """Hold a granted ticket, and return False if it is held already (a repeated grant)."""
         if grant.ref in self._open_episodes or grant.ref in self._finished:
             return False
         self.begin_episodes(grant)
@@ -103,7 +103,7 @@ class LeasedTickets:
             self.changed.set()
 
     def release(self, ref: TicketRef, *, is_finished: bool) -> None:
-        """Hold a ticket no longer; a finished one is reported until the ledger has settled it."""
+        """Release a ticket; a finished one is reported until the ledger has settled it."""
         del self._open_episodes[ref], self._begun_episodes[ref]
         if is_finished:
             self._finished[ref] = None
@@ -115,12 +115,11 @@ class LeasedTickets:
 
 
 class Driver:
-    """Keeps the episode slots of one cell busy until the ledger says stop.
+    """Keeps the episode slots of one cell busy until the ledger replies with `stop`.
 
-    One lease request is under way at a time, so that the ledger can take `held` and `finished`
-    for the truth. A driver with work under way asks briefly and waits here, where it hears
-    at once of a ticket that ended; an idle one lets the ledger keep its request. Nothing is leased
-    while no replica of the cell serves.
+    It sends one lease request at a time, so that `held` and `finished` in it are current. A busy
+    driver sends short requests and waits between them for the end of a ticket; the ledger holds
+    the request of an idle one. A driver leases nothing while no replica of the cell serves.
     """
 
     def __init__(
@@ -145,19 +144,19 @@ class Driver:
     # Leases ----------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Lease tickets and start them until told to stop. Cancelling it cancels every episode."""
+        """Lease tickets and run them until the ledger stops it; cancelling cancels all episodes."""
         async with asyncio.TaskGroup() as group:
-            watching = [
+            watch_tasks = [
                 group.create_task(self._player.gate.run(self.tickets.changed.set)),
                 group.create_task(self._player.watch.run()),
             ]
-            under_way = set[asyncio.Task[None]]()
+            ticket_tasks = set[asyncio.Task[None]]()
             while not (reply := await self._request_lease()).stop:
                 self.tickets.forget_finished(reply.over)
                 for grant in reply.grants:
                     if self.tickets.hold(grant):
-                        under_way.add(task := group.create_task(self._run_ticket(grant)))
-                        task.add_done_callback(under_way.discard)
+                        ticket_tasks.add(task := group.create_task(self._run_ticket(grant)))
+                        task.add_done_callback(ticket_tasks.discard)
                 self._record_activity()
                 if reply.seal_now and not self._is_sealing:
                     self._seal = group.create_task(self._request_seal())
@@ -167,7 +166,7 @@ class Driver:
                     ):
                         await self.tickets.changed.wait()
                 self._record_activity()
-            for task in (*watching, *under_way, *([self._seal] if self._seal else [])):
+            for task in (*watch_tasks, *ticket_tasks, *([self._seal] if self._seal else [])):
                 task.cancel()
 
     def is_idle_without_ledger(self, for_s: float) -> bool:
@@ -210,11 +209,11 @@ class Driver:
             await self._proxy.call_repeatedly(
                 "/rl/seal", Empty(), SealTicketsReply, timeout_s=SEAL_TIMEOUT_S
             )
-            # Settled, or lost with the proxy's journal: then the ledger must issue them again.
+            # They are settled; or lost with the proxy's journal, and the ledger issues them again.
             self.tickets.forget_finished(finished)
         except HttpStatusError as refusal:
             log.error("the proxy could not seal a shard: %s", refusal)
-            await asyncio.sleep(FAILED_SEAL_PAUSE_S)  # the ledger will ask again at once
+            await asyncio.sleep(FAILED_SEAL_PAUSE_S)  # the next lease reply requests a seal again
         self.tickets.changed.set()
 
     # Tickets ---------------------------------------------------------------------------------
@@ -236,31 +235,31 @@ class Driver:
         return await self._player.play(grant, partial(self.tickets.end_episode, grant.ref))
 
     async def _run_evaluation_ticket(self, grant: TicketGrant) -> None:
-        """Run all samples of a held-out task; those that kept failing earn 0."""
+        """Run all samples of a held-out task; samples that failed for good earn 0."""
         outcomes = await self._play_group(grant)
         try:
-            await self._finish_sessions(grant.ref, [one.session_id for one in outcomes])
-        except HttpStatusError as refusal:  # it restarted and lost them
+            await self._finish_sessions(grant.ref, [outcome.session_id for outcome in outcomes])
+        except HttpStatusError as refusal:  # the proxy restarted and lost them
             log.warning("the episodes of %s are not kept: %s", grant.ref, refusal)
         n_failed = grant.n_episodes - len(outcomes)
-        rewards = [one.reward for one in outcomes] + [0.0] * n_failed
-        answers = [one.answer for one in outcomes] + [""] * n_failed
+        rewards = [outcome.reward for outcome in outcomes] + [0.0] * n_failed
+        answers = [outcome.answer for outcome in outcomes] + [""] * n_failed
         result = EvaluationResultRequest(
             self._cell, grant.ref, rewards, answers if any(answers) else []
         )
         await self._report_to_ledger("/report_evaluation", result)
 
     async def _run_training_ticket(self, grant: TicketGrant) -> bool:
-        """Run a training ticket and have the proxy take it into its journal.
+        """Run a training ticket, and have the proxy journal its sessions.
 
-        False if its group was not accepted: then the proxy and the ledger forget it.
+        Return False if the filter rejected its group: then the proxy and the ledger forget it.
         """
         while True:
             incarnation = self._proxy.peer_started_at
             outcomes = await self._play_group(grant)
-            rewards = [one.reward for one in outcomes]
+            rewards = [outcome.reward for outcome in outcomes]
             rejection = self._player.find_rejection(grant, rewards)
-            kept = [] if rejection else [one.session_id for one in outcomes]
+            kept = [] if rejection else [outcome.session_id for outcome in outcomes]
             try:
                 await self._finish_sessions(grant.ref, kept)
             except HttpStatusError as refusal:
@@ -285,7 +284,7 @@ class Driver:
         log.error("dropped %s: %s", grant.ref, reason)
         drop = DropTicketRequest(self._cell, grant.ref, reason, cause=cause)
         await self._report_to_ledger("/drop", drop)
-        try:  # threads of a cancelled agent may still ask in its sessions
+        try:  # threads of a cancelled agent may still send requests in its sessions
             await self._finish_sessions(grant.ref, [])
         except HttpStatusError as refusal:
             log.warning("could not discard the sessions of %s: %s", grant.ref, refusal)
@@ -300,7 +299,7 @@ class Driver:
     ) -> None:
         try:
             await self._ledger.call_repeatedly(route, request, Acknowledged)
-        except HttpStatusError as refusal:  # it was re-issued elsewhere meanwhile
+        except HttpStatusError as refusal:  # the ledger has issued the ticket to another cell
             log.warning("the ledger no longer accepts a report on %s: %s", request.ref, refusal)
 
     def _record(self, event: str, grant: TicketGrant, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""Watch over a driver's episodes: those that run for long, and whoever blocks the event loop."""
+"""Watches a driver's episodes, and reports slow ones and blocks of the event loop."""
 
 import asyncio
 import logging
@@ -16,21 +16,21 @@ from areal_hpc.rundir.telemetry.events import EventLog
 log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 0.25
-"""Between two signs of life of the event loop."""
+"""Time between two heartbeats of the event loop."""
 EVENT_LOOP_BLOCKED_S = 2.0
-"""An event loop that stood still for so long is reported: leases depend on it."""
+"""Time without a heartbeat after which a block is reported: leases depend on the event loop."""
 COUNT_REPORT_DELAY_S = 1.0
-"""Between a failure and the event that tells how many episodes ended well after it."""
+"""Time between a failure and the event with the numbers of ended and failed episodes."""
 SLOW_EPISODE_S = 30.0
-"""An episode is reported as slow once it has run for so long..."""
+"""Least running time of an episode that is reported as slow."""
 SLOW_TO_LONGEST_RATIO = 3.0
-"""...and for so many times as long as every one that ended well."""
+"""Least ratio of its running time to that of the longest successful episode."""
 
 
 @dataclass(slots=True)
 class RunningEpisode:
     facts: dict[str, Any]
-    """What events say of it."""
+    """Fields of the events about it."""
     began_at: float = field(default_factory=time.monotonic)
 
     @property
@@ -39,12 +39,12 @@ class RunningEpisode:
 
 
 class EpisodeWatch:
-    """Keeps the episodes under way, and records slow ones, and blocks of the event loop."""
+    """Keeps the running episodes, and records slow ones and blocks of the event loop."""
 
     def __init__(self, events: EventLog) -> None:
         self._events = events
         self.ended = self.failed = 0
-        """Episodes that ended, and those among them that failed by the agent's fault."""
+        """Numbers of episodes that ended, and of those that failed by the agent's fault."""
         self._running: dict[str, RunningEpisode] = {}  # by the name of the agent's asyncio task
         self._longest_ok_s = 0.0
         self._reported: RunningEpisode | None = None
@@ -55,13 +55,13 @@ class EpisodeWatch:
 
     @property
     def oldest_running_age_s(self) -> float:
-        return max((one.age_s for one in self._running.values()), default=0.0)
+        return max((episode.age_s for episode in self._running.values()), default=0.0)
 
     @contextmanager
     def follow_episode(
         self, asyncio_task_name: str, ticket_facts: dict[str, Any]
     ) -> Iterator[RunningEpisode]:
-        """Within the context an episode is under way, whose agent runs in the task of that name."""
+        """Keep an episode as running within the context; its agent runs in the asyncio task."""
         self._running[asyncio_task_name] = episode = RunningEpisode(ticket_facts)
         try:
             yield episode
@@ -108,29 +108,29 @@ class EpisodeWatch:
         if (age_s := oldest.age_s) < limit_s:
             return
         self._reported, self._reported_age_s = oldest, age_s
-        waiting = next((one for one in asyncio.all_tasks() if one.get_name() == name), None)
-        place = find_waiting_line(waiting) if waiting else ""
-        self._events.record("episode_slow", **oldest.facts, seconds=round(age_s, 1), at=place)
-        log.warning("episode %s has run for %.0f s; it waits at %s", name, age_s, place or "?")
+        waiting = next((task for task in asyncio.all_tasks() if task.get_name() == name), None)
+        line = find_waiting_line(waiting) if waiting else ""
+        self._events.record("episode_slow", **oldest.facts, seconds=round(age_s, 1), at=line)
+        log.warning("episode %s has run for %.0f s; it waits at %s", name, age_s, line or "?")
 
     def _watch_event_loop(
         self, loop: asyncio.AbstractEventLoop, thread_id: int, has_ended: threading.Event
     ) -> None:
-        """In a thread: it sees what the event loop cannot, that it stands still and in which line.
+        """Watch the event loop from a thread, which runs on while the loop is blocked.
 
-        A block is told while it lasts, and again each time it has lasted twice as long.
+        A block is reported while it lasts, and again each time it has lasted twice as long.
         """
-        told_s, looked_at = 0.0, time.monotonic()
+        reported_s, checked_at = 0.0, time.monotonic()
         while not has_ended.wait(HEARTBEAT_S):
             now = time.monotonic()
-            if now - looked_at > HEARTBEAT_S + EVENT_LOOP_BLOCKED_S / 2:
+            if now - checked_at > HEARTBEAT_S + EVENT_LOOP_BLOCKED_S / 2:
                 self._beat_at = now  # the whole process stood still
-            looked_at, still_s = now, now - self._beat_at
-            if still_s < EVENT_LOOP_BLOCKED_S:
-                told_s = 0.0
-            elif still_s >= 2 * told_s:
-                told_s = still_s
-                self._report_blocked_loop(loop, thread_id, still_s)
+            checked_at, blocked_s = now, now - self._beat_at
+            if blocked_s < EVENT_LOOP_BLOCKED_S:
+                reported_s = 0.0
+            elif blocked_s >= 2 * reported_s:
+                reported_s = blocked_s
+                self._report_blocked_loop(loop, thread_id, blocked_s)
 
     def _report_blocked_loop(
         self, loop: asyncio.AbstractEventLoop, thread_id: int, seconds: float
@@ -138,11 +138,11 @@ class EpisodeWatch:
         frame = sys._current_frames().get(thread_id)
         task = asyncio.current_task(loop)
         episode = self._running.get(task.get_name()) if task else None
-        place = find_running_line(frame)
+        line = find_running_line(frame)
         facts = episode.facts if episode else {}
-        self._events.record("event_loop_blocked", **facts, seconds=round(seconds, 2), at=place)
+        self._events.record("event_loop_blocked", **facts, seconds=round(seconds, 2), at=line)
         log.warning(
             "the agent has blocked the event loop for %.1f s at %s; wrap blocking code in "
             "`await asyncio.to_thread(...)`",
-            *(seconds, place),
+            *(seconds, line),
         )

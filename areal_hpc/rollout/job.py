@@ -1,4 +1,4 @@
-"""The rollout driver's process: find ledger and proxy, build the agent, run episodes, stop."""
+"""Process of the rollout driver: it finds ledger and proxy, builds the agents, runs episodes."""
 
 import asyncio
 import logging
@@ -35,10 +35,10 @@ def run(config: dict[str, Any]) -> None:
     job = RolloutJobConfig.model_validate(config)
     sys.path[:0] = [folder for folder in job.sys_path if folder not in sys.path]
     recipe = job.recipe
-    how, rollout = recipe.rollout.agent, recipe.rollout
-    agents = {TRAIN: build_agent(how, rollout.workflow, rollout.workflow_kwargs)} | {
-        one.name: build_agent(how, one.workflow, one.workflow_kwargs)
-        for one in recipe.evaluation_sets
+    execution, rollout = recipe.rollout.agent, recipe.rollout
+    agents = {TRAIN: build_agent(execution, rollout.workflow, rollout.workflow_kwargs)} | {
+        eval_set.name: build_agent(execution, eval_set.workflow, eval_set.workflow_kwargs)
+        for eval_set in recipe.evaluation_sets
     }
     uvloop.run(_drive_cell(job, agents))
 
@@ -46,7 +46,7 @@ def run(config: dict[str, Any]) -> None:
 def build_agent(
     execution_config: AgentExecutionConfig, workflow: str, kwargs: dict[str, Any]
 ) -> Agent | None:
-    """The agent that a recipe names, in processes of its own if it asks for them; None without."""
+    """Build the agent that a recipe names, in worker processes for `subproc`; None for no agent."""
     if not workflow:
         return None
     if execution_config.mode == "subproc":
@@ -58,7 +58,7 @@ def build_agent(
 
 async def _drive_cell(job: RolloutJobConfig, agents: dict[str, Agent | None]) -> None:
     paths, recipe, rollout = RunPaths(job.run_dir), job.recipe, job.recipe.rollout
-    # Inside the loop: uvloop takes the signal wake-up descriptor when it starts.
+    # Not before the loop runs: uvloop takes the signal wake-up descriptor when it starts.
     stop = StopRequest.install()
     for agent in agents.values():
         if isinstance(agent, SubprocessAgent):
@@ -66,7 +66,7 @@ async def _drive_cell(job: RolloutJobConfig, agents: dict[str, Agent | None]) ->
     sandboxes = None
     if rollout.agent.mode == "inline":
         sandboxes = make_agent_sandboxes(rollout.agent)
-    else:  # episodes start theirs in processes of their own
+    else:  # worker processes start the sandboxes of their episodes
         await try_sandbox(rollout.agent)
     if sandboxes is not None:
         await sandboxes.fill()
@@ -76,7 +76,8 @@ async def _drive_cell(job: RolloutJobConfig, agents: dict[str, Agent | None]) ->
     http_client = make_http_client(rollout.episode_timeout_s)
     events = EventLog(paths.events, f"driver-{job.cell}")
     tasks = {TRAIN: TaskSet.read(paths.dataset(TRAIN))} | {
-        one.name: TaskSet.read(paths.evaluation_tasks(one.name)) for one in recipe.evaluation_sets
+        eval_set.name: TaskSet.read(paths.evaluation_tasks(eval_set.name))
+        for eval_set in recipe.evaluation_sets
     }
     player = GroupPlayer(
         rollout,
@@ -112,7 +113,7 @@ async def _drive_cell(job: RolloutJobConfig, agents: dict[str, Agent | None]) ->
     register_sample_reader(lambda: build_samples("areal_hpc_driver", collect_metrics()))
     record_state_entry("idle")
     try:
-        # Without Slurm there is nobody to give nodes back to, nor to start the cell again.
+        # Without Slurm no other job waits for the nodes, and no process would start the cell again.
         idle_timeout_s = recipe.cluster.idle_timeout_s if get_job_start_number() else float("inf")
         await _run_driver(driver, stop, idle_timeout_s)
     finally:
@@ -124,16 +125,16 @@ async def _drive_cell(job: RolloutJobConfig, agents: dict[str, Agent | None]) ->
 
 
 async def _run_driver(driver: Driver, stop: StopRequest, idle_timeout_s: float) -> None:
-    running = asyncio.create_task(driver.run())
+    driver_task = asyncio.create_task(driver.run())
     is_idle = False
-    while not (running.done() or stop.requested or is_idle):
-        await asyncio.wait({running}, timeout=STOP_POLL_S)
+    while not (driver_task.done() or stop.requested or is_idle):
+        await asyncio.wait({driver_task}, timeout=STOP_POLL_S)
         is_idle = driver.is_idle_without_ledger(idle_timeout_s)
-    if running.done():
-        running.result()
+    if driver_task.done():
+        driver_task.result()
         return
-    running.cancel()
-    await asyncio.wait({running})
+    driver_task.cancel()
+    await asyncio.wait({driver_task})
     if is_idle:
         log.info("no ledger for %.0f s and no episode running: releasing the nodes", idle_timeout_s)
         raise SystemExit(IDLE_EXIT_CODE)

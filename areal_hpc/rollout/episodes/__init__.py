@@ -1,1 +1,1 @@
-"""Episodes: one run of an agent, groups of them, their limits and filters."""
+"""Episodes: one run of an agent on one task, groups of them, their limits and filters."""

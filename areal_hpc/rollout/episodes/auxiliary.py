@@ -1,4 +1,4 @@
-"""Auxiliary conversations of an episode: which are, by the recipe's rule, and telling the proxy."""
+"""Finds an episode's auxiliary conversations by the recipe's rule, and marks them at the proxy."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,17 +18,17 @@ from areal_hpc.wire.proxy import (
 )
 
 AuxiliaryRule = Callable[[RecordedConversationSummary], str]
-"""Why a conversation is auxiliary; empty if it is not."""
+"""Function that returns the reason why a conversation is auxiliary, or an empty string."""
 AUXILIARY_RULE_KEY = "rollout.agent.auxiliary"
 
 
 KNOWN_AUXILIARY_CALLS = {"You are a title generator": "OpenCode: title of the session"}
-"""What stands in the system message of a conversation without tools that a harness has beside the
-task, and what it is."""
+"""Descriptions of conversations without tools that harnesses hold beside the task, by a text in
+their system message."""
 
 
 def load_auxiliary_rule(rule_name: str) -> AuxiliaryRule | None:
-    """The rule that a recipe names; None for `keep`, by which no conversation is auxiliary.
+    """Load the rule that a recipe names; None for `keep`, by which no conversation is auxiliary.
 
     Raises:
         RecipeError: The user's function cannot be imported.
@@ -39,7 +39,7 @@ def load_auxiliary_rule(rule_name: str) -> AuxiliaryRule | None:
         return describe_known_auxiliary_call
     function = load_user_function(rule_name, AUXILIARY_RULE_KEY)
 
-    def ask_user(conversation: RecordedConversationSummary) -> str:
+    def call_user_rule(conversation: RecordedConversationSummary) -> str:
         try:
             answer = function(msgspec.to_builtins(conversation))
         except Exception as error:  # boundary: the function is the user's code
@@ -55,17 +55,17 @@ def load_auxiliary_rule(rule_name: str) -> AuxiliaryRule | None:
             )
         return (answer or "")[:MAX_AUXILIARY_REASON_CHARS]
 
-    return ask_user
+    return call_user_rule
 
 
 def describe_known_auxiliary_call(conversation: RecordedConversationSummary) -> str:
-    """Which call of `KNOWN_AUXILIARY_CALLS` a conversation is; empty if none."""
+    """Return the description in `KNOWN_AUXILIARY_CALLS` that fits, else an empty string."""
     if conversation.tools:
         return ""
     instructions = " ".join(
-        _join_text(one.get("content"))
-        for one in conversation.messages
-        if one.get("role") in ("system", "developer")
+        _join_text(message.get("content"))
+        for message in conversation.messages
+        if message.get("role") in ("system", "developer")
     )
     return next((call for sign, call in KNOWN_AUXILIARY_CALLS.items() if sign in instructions), "")
 
@@ -81,10 +81,10 @@ async def mark_auxiliary_conversations(
 ) -> None:
     """Have the proxy leave a session's auxiliary conversations out of training."""
     try:
-        told = await proxy.call_repeatedly(
+        reply = await proxy.call_repeatedly(
             "/rl/list_conversations", ListConversationsRequest(session_id), ListConversationsReply
         )
-        reasons = {one.interaction_id: why for one in told.conversations if (why := rule(one))}
+        reasons = {item.interaction_id: why for item in reply.conversations if (why := rule(item))}
         if reasons:
             request = MarkAuxiliaryRequest(session_id, reasons)
             await proxy.call_repeatedly("/rl/mark_auxiliary", request, MarkAuxiliaryReply)

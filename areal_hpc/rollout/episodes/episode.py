@@ -1,4 +1,4 @@
-"""One episode: open a session, run the agent or wait for a program, record rewards."""
+"""Plays one episode: opens a session, runs the agent or waits for a program, records rewards."""
 
 import asyncio
 from dataclasses import dataclass
@@ -48,23 +48,23 @@ from areal_hpc.wire.proxy import (
 ReplyT = TypeVar("ReplyT")
 
 CANCEL_GRACE_S = 1.0
-"""Time a cancelled agent gets to clean up; after that it is left behind."""
+"""Time for a cancelled agent to clean up, after which the episode ends without it."""
 PROXY_LONG_POLL_S = 10.0
-"""How long the proxy may keep a request that waits for a program."""
+"""Time for which the proxy may hold a request that waits for a program."""
 
 TIMED_OUT_KIND = "TimedOut"
 BAD_REWARD_KIND = "BadReward"
 REFUSED_REWARD_KIND = "RefusedReward"
 NO_CALL_KIND = "NoModelCall"
-"""Kinds of agents' errors in which nothing was raised."""
+"""Kinds of agents' errors without an exception of the agent."""
 _NO_LISTENER_ERROR_TEXTS = (
     "Connect call failed",
     "Connection refused",
     "connection attempts failed",
 )
-"""What HTTP clients of agents say where nobody listens."""
+"""Parts of the messages of HTTP clients when no server listens at an address."""
 _POSSIBLE_SHORTAGE_EXCEPTIONS = (NodeResourceShortageError, OSError, RuntimeError)
-"""As what a shortage of the node shows where it is met: `find_node_shortage` tells."""
+"""Exceptions that may be due to a shortage of the node; `find_node_shortage` decides."""
 
 EpisodeStatus = Literal["ok", "failed", "timed_out", "interrupted", "unserved"]
 
@@ -72,26 +72,26 @@ EpisodeStatus = Literal["ok", "failed", "timed_out", "interrupted", "unserved"]
 @dataclass(frozen=True, slots=True)
 class EpisodeOutcome:
     status: EpisodeStatus
-    """The last two are not the agent's fault. `interrupted`: the proxy restarted and lost the
-    session, a program that had come left without a reward, or the node lacked something;
-    `unserved`: it ended badly while no replica of the cell served."""
+    """End of the episode; the last two are not the agent's fault. `interrupted`: the proxy
+    restarted and lost the session, a program ended it without a reward, or the node lacked
+    something; `unserved`: it failed while no replica of the cell served."""
     session_id: str
-    """Empty if none was opened, for want of a sandbox or a process."""
+    """Session of the episode; empty if a sandbox or a process was missing before it was opened."""
     reward: float = 0.0
-    """Of the episode, if `ok` or `has_failure_reward`."""
+    """Reward of the episode, if `ok` or `has_failure_reward`."""
     has_failure_reward: bool = False
-    """Its agent failed, and its last interaction has the reward of such an episode."""
+    """Whether its agent failed, and its last interaction has the reward of a failed episode."""
     answer: str = ""
-    """What the agent says that it answered, by its last `Reward` with an answer."""
+    """Final answer by the agent's last `Reward` that has one."""
     reason: str = ""
-    """Why it is not `ok`: one sentence, then the end of the traceback if there is one."""
+    """Reason why it is not `ok`: one sentence, then the end of the traceback if there is one."""
     error: AgentError | None = None
-    """What the agent did wrong, unless it is `ok` or `interrupted` by a program or the node."""
+    """Error of the agent, unless it is `ok` or `interrupted` by a program or the node."""
     is_node_short: bool = False
-    """`interrupted` because the node lacked something, which another try at once would not find."""
+    """Whether it was `interrupted` by a shortage of the node, so that an early retry would fail."""
 
     def describe_fault(self) -> dict[str, str]:
-        """What events say of why it is not `ok`."""
+        """Build the event fields about the error."""
         problem = self.error.problems[0] if self.error else Problem("")
         return {
             "kind": self.error.kind if self.error else self.status,
@@ -108,9 +108,9 @@ async def run_episode(
     http_client: Any,
     sandboxes: AgentSandboxes | None = None,
 ) -> EpisodeOutcome:
-    """Run one episode to its end. Whatever the agent does, this returns an outcome.
+    """Run one episode to its end, and return an outcome after any error of the agent.
 
-    Waits while the proxy is away, so a restart of the proxy costs no try. With `sandboxes` it has
+    It waits while the proxy restarts, so a restart costs no try. With `sandboxes` the episode gets
     one of them, which is stopped before this returns.
 
     Raises:
@@ -118,10 +118,10 @@ async def run_episode(
     """
     try:
         async with (
-            acquire_episode_agent(agent) as one,
-            acquire_sandbox(sandboxes, spec.data) as free,
+            acquire_episode_agent(agent) as acquired,
+            acquire_sandbox(sandboxes, spec.data) as sandbox,
         ):
-            return await _play_in_new_session(spec, one, proxy, http_client, free)
+            return await _play_in_new_session(spec, acquired, proxy, http_client, sandbox)
     # A worker, a sandbox or a thread could not be started.
     except _POSSIBLE_SHORTAGE_EXCEPTIONS as error:
         if (shortage := find_node_shortage(error)) is None:
@@ -152,23 +152,23 @@ async def _play_in_new_session(
         if spec.auxiliary is not None:
             await mark_auxiliary_conversations(spec.auxiliary, session.session_id, proxy)
         rewards = parse_agent_rewards(returned)
-        answers = [one.answer for one in rewards.values() if one.answer]
+        answers = [reward.answer for reward in rewards.values() if reward.answer]
         reward = await _end_session(rewards, session, proxy)
         return EpisodeOutcome(
             "ok", session.session_id, reward=reward, answer=answers[-1] if answers else ""
         )
-    # The agent's own come as a NodeResourceShortageError.
-    except _POSSIBLE_SHORTAGE_EXCEPTIONS as trouble:
-        if (shortage := find_node_shortage(trouble)) is None:
+    # Shortages inside the agent arrive as a NodeResourceShortageError.
+    except _POSSIBLE_SHORTAGE_EXCEPTIONS as possible_shortage:
+        if (shortage := find_node_shortage(possible_shortage)) is None:
             raise
         await _end_session_of_failed_episode(session, proxy)
         return _build_shortage_outcome(shortage, session.session_id)
     except AgentError as failure:
         is_rewarded = await _reward_failed_episode(spec, failure, session, proxy)
-        ended = await _end_session_of_failed_episode(session, proxy)
-        error = _explain_failure(failure, ended, agent, spec.data)
+        end_reply = await _end_session_of_failed_episode(session, proxy)
+        error = _explain_failure(failure, end_reply, agent, spec.data)
     status: EpisodeStatus = "timed_out" if error.kind == TIMED_OUT_KIND else "failed"
-    if ended is not None and not ended.replicas_serving:
+    if end_reply is not None and not end_reply.replicas_serving:
         status = "unserved"
     if proxy.peer_started_at != incarnation:
         status = "interrupted"
@@ -187,9 +187,9 @@ async def _play_in_new_session(
 async def _reward_failed_episode(
     spec: EpisodeSpec, failure: AgentError, session: StartSessionReply, proxy: AsyncServiceClient
 ) -> bool:
-    """Give a failed episode its reward; False if it has none, or nothing that could be trained.
+    """Set the reward of a failed episode; return False if it has none, or nothing to train.
 
-    What an agent returned in part, before the proxy refused the rest, is not made up for.
+    An episode of which the proxy refused some rewards keeps the others, and gets none here.
     """
     reward = spec.failure_reward
     if reward is None or failure.kind == REFUSED_REWARD_KIND:
@@ -206,11 +206,11 @@ async def _reward_failed_episode(
 
 
 def _explain_failure(
-    failure: AgentError, ended: EndSessionReply | None, agent: Agent, data: dict[str, Any]
+    failure: AgentError, end_reply: EndSessionReply | None, agent: Agent, data: dict[str, Any]
 ) -> AgentError:
     problem, kind = failure.problems[0], failure.kind
     message, hint = escape_surrogates(problem.message), problem.hint
-    if ended is not None and ended.interaction_count == 0:
+    if end_reply is not None and end_reply.interaction_count == 0:
         if kind == REFUSED_REWARD_KIND:
             message = "the agent made no model call, so there is nothing to reward"
             kind = NO_CALL_KIND
@@ -230,7 +230,7 @@ def _explain_failure(
 async def offer_episode_to_external_program(
     spec: EpisodeSpec, proxy: AsyncServiceClient
 ) -> EpisodeOutcome:
-    """Offer the episode until a program takes it, then wait until that ends its session.
+    """Offer the episode until a program takes it, then wait until the program ends its session.
 
     A program that takes longer than `spec.timeout_s`, or ends without a reward, costs no try of the
     ticket: the outcome is `interrupted`.
@@ -238,15 +238,15 @@ async def offer_episode_to_external_program(
     offer = OfferEpisodeRequest(spec.session, spec.data, PROXY_LONG_POLL_S)
     session_id = None
     while session_id is None:
-        offered = await proxy.call_repeatedly("/rl/offer_episode", offer, OfferEpisodeReply)
-        session_id = offered.session_id
-    question = AwaitSessionEndRequest(session_id, PROXY_LONG_POLL_S)
+        reply = await proxy.call_repeatedly("/rl/offer_episode", offer, OfferEpisodeReply)
+        session_id = reply.session_id
+    request = AwaitSessionEndRequest(session_id, PROXY_LONG_POLL_S)
     clock = asyncio.get_running_loop().time
     give_up_at = clock() + spec.timeout_s
     reason = f"the program took longer than {spec.timeout_s:g} s"
     while clock() < give_up_at:
         try:
-            state = await proxy.call_repeatedly("/rl/await_session", question, AwaitSessionEndReply)
+            state = await proxy.call_repeatedly("/rl/await_session", request, AwaitSessionEndReply)
         except HttpStatusError as refusal:
             reason = f"the proxy forgot the session: {refusal}"
             break
@@ -259,7 +259,7 @@ async def offer_episode_to_external_program(
 
 
 def parse_agent_rewards(returned: object) -> dict[str | None, Reward]:
-    """What the agent returned, as rewards by interaction id (None: the last interaction)."""
+    """Parse the agent's result into rewards by interaction id (None: the last interaction)."""
     if not isinstance(returned, dict):
         return {None: _parse_one_agent_reward(returned, "")}
     if not returned:
@@ -290,7 +290,7 @@ def _parse_one_agent_reward(value: object, location_text: str) -> Reward:
 async def _run_agent(
     spec: EpisodeSpec, session: StartSessionReply, agent: Agent, proxy_url: str, http_client: Any
 ) -> object:
-    # A task of its own: an agent that swallows its cancellation must not hold the episode.
+    # A separate task, because an agent that swallows its cancellation must not hold the episode.
     task = asyncio.create_task(
         _call_agent_returning_errors(
             agent,
@@ -303,16 +303,16 @@ async def _run_agent(
         ),
         name=spec.session.task_id,
     )
-    place = ""
+    line = ""
     try:
         done, _ = await asyncio.wait({task}, timeout=spec.timeout_s)
-        place = "" if done else find_waiting_line(task)
+        line = "" if done else find_waiting_line(task)
     finally:
         if not task.done():
             task.cancel()
             await asyncio.wait({task}, timeout=CANCEL_GRACE_S)
     if not done:
-        raise AgentError(f"took longer than {spec.timeout_s:g} s", key=place, kind=TIMED_OUT_KIND)
+        raise AgentError(f"took longer than {spec.timeout_s:g} s", key=line, kind=TIMED_OUT_KIND)
     if task.cancelled():
         raise AgentError("the agent cancelled itself", kind="CancelledError")
     returned = task.result()
@@ -326,7 +326,7 @@ async def _call_agent_returning_errors(
 ) -> object:
     try:
         return await agent.run(data, **extra_kwargs)
-    except AgentError as error:  # it says all there is to say
+    except AgentError as error:  # its message is complete
         return error
     except (Exception, SystemExit) as error:  # boundary: the agent is the user's code
         if (shortage := find_node_shortage(error)) is not None:
@@ -341,15 +341,15 @@ async def _end_session(
         for interaction_id, reward in rewards.items():
             request = SetRewardRequest(reward, interaction_id)
             await _control_session(session, proxy, "/rl/set_reward", request, SetRewardReply)
-        ended = await _control_session(session, proxy, "/rl/end_session", Empty(), EndSessionReply)
+        reply = await _control_session(session, proxy, "/rl/end_session", Empty(), EndSessionReply)
     except HttpStatusError as refusal:
         raise AgentError(
             f"the proxy refused the agent's rewards: {refusal.peer_message}",
             kind=REFUSED_REWARD_KIND,
         ) from refusal
-    if ended.reward is None:
+    if reply.reward is None:
         return next(reversed(rewards.values())).value
-    return ended.reward
+    return reply.reward
 
 
 async def _end_session_of_failed_episode(

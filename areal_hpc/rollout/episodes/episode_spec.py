@@ -1,4 +1,4 @@
-"""One episode to run: its task, session, seed and limits, from the recipe and the task."""
+"""Specification of one episode: its task, session, seed and limits, from recipe and task."""
 
 import hashlib
 from dataclasses import dataclass
@@ -13,22 +13,22 @@ from areal_hpc.rollout.episodes.auxiliary import AuxiliaryRule
 from areal_hpc.wire.proxy import SamplingDefaults, SessionLimits, StartSessionRequest
 
 TASK_LIMITS_KEY = "limits"
-"""Where the row of a task has limits of its own."""
+"""Column of a task with limits of its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodeSpec:
-    """One task to run, for one place in a ticket's group."""
+    """Episode to run, as one member of a ticket's group."""
 
     session: StartSessionRequest
-    """The session that it is played in."""
+    """Request that opens its session."""
     data: dict[str, Any]
-    """The task: the agent's own copy."""
+    """Task, as a copy for the agent."""
     timeout_s: float
     failure_reward: float | None = None
-    """What it earns if its agent fails; None: such an episode is not trained."""
+    """Reward of the episode if its agent fails; None: such an episode is not trained."""
     auxiliary: AuxiliaryRule | None = None
-    """Which of its conversations are not learned from; None: all are."""
+    """Rule for the conversations that are not trained; None: all are."""
 
 
 class EpisodeLimits(EpisodeLimitsConfig):
@@ -47,13 +47,13 @@ def build_episode_spec(
     failure_reward: float | None = None,
     **session_fields: Any,
 ) -> EpisodeSpec:
-    """The episode of a task as the recipe plays it; `session_fields` are `StartSessionRequest`'s.
+    """Build the episode of a task; `session_fields` are further ones of `StartSessionRequest`.
 
     Raises:
-        RecipeError: The task's limits are none.
+        RecipeError: The task's limits are invalid.
     """
     limits = resolve_limits(rollout, task)
-    # The clients of a workflow record calls, and have passed rewards back already.
+    # The clients of a workflow record calls and propagate rewards themselves.
     is_workflow = isinstance(agent, RolloutWorkflow)
     session = StartSessionRequest(
         name,
@@ -75,13 +75,13 @@ def derive_episode_seed(ticket_seed: int, episode: int, failures: int) -> int:
 
 
 def resolve_limits(rollout: RolloutConfig, task: dict[str, Any]) -> EpisodeLimits:
-    """The recipe's limits, overridden by those of the task."""
+    """Return the recipe's limits, overridden by those of the task."""
     recipe = {**rollout.limits.model_dump(), "timeout_s": rollout.episode_timeout_s}
-    own = task.get(TASK_LIMITS_KEY, {})
+    task_limits = task.get(TASK_LIMITS_KEY, {})
     try:
-        if not isinstance(own, dict):
-            raise TypeError(f"got {own!r:.100}")
-        return EpisodeLimits.model_validate(recipe | own)
+        if not isinstance(task_limits, dict):
+            raise TypeError(f"got {task_limits!r:.100}")
+        return EpisodeLimits.model_validate(recipe | task_limits)
     except (TypeError, ValidationError) as error:
         raise RecipeError(
             f"the task's limits cannot be read: {error}",
@@ -93,13 +93,13 @@ def resolve_limits(rollout: RolloutConfig, task: dict[str, Any]) -> EpisodeLimit
 def check_task_limits(
     rollout: RolloutConfig, session_timeout_s: float, task: dict[str, Any]
 ) -> None:
-    """Demand that a task's own limits can be read, and that its sessions outlive its episodes.
+    """Check that a task's own limits are valid, and that its sessions outlive its episodes.
 
-    An episode that ended well waits in its session for the others of its group, and the proxy keeps
-    a session that nobody uses for `session_timeout_s`.
+    A complete episode waits in its session for the others of its group, and the proxy keeps an
+    unused session for `session_timeout_s`.
 
     Raises:
-        RecipeError: They cannot.
+        RecipeError: The limits are invalid or too long.
     """
     if TASK_LIMITS_KEY not in task:
         return

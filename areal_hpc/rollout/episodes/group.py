@@ -1,4 +1,4 @@
-"""Groups of episodes: those of a ticket run concurrently, each until it ends well."""
+"""Plays groups of episodes: those of a ticket run concurrently, each until it succeeds."""
 
 import asyncio
 import logging
@@ -46,23 +46,23 @@ from areal_hpc.wire.retry import Backoff
 log = logging.getLogger(__name__)
 
 TRAIN = "train"
-"""The task set of training tickets; those of evaluation sets have their names."""
+"""Name of the training tickets' task set; those of evaluation sets have the sets' names."""
 CLOSED_GATE_POLL_S = 0.25
-"""Between two questions to the proxy while no replica serves. An open gate asks nothing."""
+"""Time between two requests to the proxy while no replica serves; an open gate sends none."""
 RETRY_BACKOFF = Backoff(0.25, 10.0)
-"""An agent that fails because of an outage must not use up its tries in a moment."""
+"""Pause between tries, so that an agent does not use them up during a short outage."""
 AGENT_FAULT_EPISODE_STATUSES = ("failed", "timed_out")
-"""Ends of an episode that use up one of its tries."""
+"""Statuses of an episode that use up one of its tries."""
 SHORTAGE_PAUSE_S = 15.0
-"""Before an episode for which the node lacked something is tried again."""
+"""Pause before an episode for which the node lacked something is tried again."""
 MAX_SHORTAGE_S = 900.0
-"""A ticket is dropped if the node lacks something for one of its episodes for so long."""
+"""Duration of a shortage for one of its episodes after which a ticket is dropped."""
 
 
 class ReplicaGate:
-    """Holds a cell's episodes back while none of its replicas serves.
+    """Holds back a cell's episodes while none of its replicas serves.
 
-    Closed until the proxy says that one does, and again when an episode found none.
+    It opens when the proxy reports a serving replica, and closes when an episode found none.
     """
 
     def __init__(self, proxy: AsyncServiceClient) -> None:
@@ -80,7 +80,7 @@ class ReplicaGate:
         await self._opened.wait()
 
     async def run(self, on_open: Callable[[], None]) -> None:
-        """Ask the proxy whenever the gate is closed, until cancelled."""
+        """Poll the proxy while the gate is closed, until cancelled."""
         while True:
             if not self.is_open:
                 health = await self._proxy.call_repeatedly("/healthz", None, ProxyHealth)
@@ -93,8 +93,8 @@ class ReplicaGate:
 class GroupPlayer:
     """Plays the groups of a cell's tickets, while its replicas serve.
 
-    Agents and tasks are those of `train` and of every evaluation set, by name. An agent is None
-    where programs elsewhere play the episodes.
+    Agents and tasks are those of `train` and of every evaluation set, by name. An agent is None if
+    external programs play the episodes.
 
     Raises:
         RecipeError: A function that the recipe names cannot be imported.
@@ -115,12 +115,12 @@ class GroupPlayer:
         self._rollout, self._agents, self._tasks = rollout, agents, tasks
         self._proxy, self._http_client = proxy, http_client
         self._events, self._sandboxes = events, sandboxes
-        sampling = {one.name: one.sampling for one in evaluation_sets}
+        sampling = {eval_set.name: eval_set.sampling for eval_set in evaluation_sets}
         self._sampling = {
-            name: SamplingDefaults(**one.model_dump())
-            for name, one in {TRAIN: rollout.sampling, **sampling}.items()
+            name: SamplingDefaults(**config.model_dump())
+            for name, config in {TRAIN: rollout.sampling, **sampling}.items()
         }
-        self._set_names = {one.number: one.name for one in evaluation_sets}
+        self._set_names = {eval_set.number: eval_set.name for eval_set in evaluation_sets}
         self._find_rejection = load_group_filter(rollout)
         self._auxiliary = load_auxiliary_rule(rollout.agent.auxiliary)
         self.gate, self.watch = ReplicaGate(proxy), EpisodeWatch(events)
@@ -128,28 +128,28 @@ class GroupPlayer:
     async def play(
         self, grant: TicketGrant, on_episode_end: Callable[[], None]
     ) -> list[EpisodeOutcome]:
-        """Play a ticket's group; the outcomes that make it, in the order of their places.
+        """Play a ticket's group, and return the outcomes of its members, in order.
 
-        `on_episode_end` is called for each of its episodes, those that are cancelled included.
+        `on_episode_end` is called for each of its episodes, also for cancelled ones.
 
         Raises:
-            AgentError: Too few episodes ended well.
+            AgentError: Too few episodes succeeded.
             NodeResourceShortageError: The node lacked something for too long.
             RecipeError: The task's limits cannot be read.
         """
-        set_name, wanted, least = self._get_set_name(grant.ref), grant.n_episodes, 1
+        set_name, size, min_size = self._get_set_name(grant.ref), grant.n_episodes, 1
         if set_name == TRAIN:
-            wanted, least = self._rollout.n_samples, self._rollout.min_group_size
-        places = range(grant.n_episodes)
-        episodes = [self._run_episode(grant, set_name, at, on_episode_end) for at in places]
-        outcomes, failed = await run_group(episodes, wanted, least)
+            size, min_size = self._rollout.n_samples, self._rollout.min_group_size
+        members = range(grant.n_episodes)
+        episodes = [self._run_episode(grant, set_name, n, on_episode_end) for n in members]
+        outcomes, failed = await run_group(episodes, size, min_size)
         if surplus := len(episodes) - len(outcomes) - len(failed):
             reason = "cancelled: enough episodes of the group are complete"
             self._record("episodes_cancelled", grant, reason, count=surplus)
         if failed:
             self._record("group_incomplete", grant, str(failed[-1]), count=len(failed))
         last_error = outcomes[-1].error
-        if len(outcomes) > 1 and last_error and all(one.has_failure_reward for one in outcomes):
+        if len(outcomes) > 1 and last_error and all(end.has_failure_reward for end in outcomes):
             raise _prefix_error_message(
                 last_error,
                 f"all {len(outcomes)} episodes of task {grant.task_index} failed; last error: ",
@@ -157,7 +157,7 @@ class GroupPlayer:
         return outcomes
 
     def find_rejection(self, grant: TicketGrant, rewards: Sequence[float]) -> str:
-        """Why the group of a training ticket is not trained; empty if it is."""
+        """Return the reason why a training ticket's group is rejected, or an empty string."""
         return self._find_rejection(self._tasks[TRAIN][grant.task_index], rewards)
 
     def _get_set_name(self, ref: TicketRef) -> str:
@@ -169,7 +169,7 @@ class GroupPlayer:
     async def _run_episode(
         self, grant: TicketGrant, set_name: str, episode: int, on_end: Callable[[], None]
     ) -> EpisodeOutcome:
-        """Repeat one episode until it ends well, or as the recipe has failed ones end."""
+        """Repeat one episode until it succeeds, or has used up its tries."""
         is_training = set_name == TRAIN
         tries = self._rollout.tries_per_episode if is_training else self._rollout.max_episode_tries
         failures, short_since_s = 0, float("inf")
@@ -232,18 +232,18 @@ class GroupPlayer:
     ) -> EpisodeOutcome:
         agent, episode = self._agents[set_name], spec.session.episode
         facts = {**build_ticket_facts(grant), "episode": episode}
-        with time_span("episode", "episodes", **facts) as found:
+        with time_span("episode", "episodes", **facts) as span_facts:
             if agent is None:
                 outcome = await offer_episode_to_external_program(spec, self._proxy)
                 took_s = 0.0
             else:
-                name, watched = spec.session.task_id, facts | {"limit_s": spec.timeout_s}
-                with self.watch.follow_episode(name, watched) as running:
+                name, watch_facts = spec.session.task_id, facts | {"limit_s": spec.timeout_s}
+                with self.watch.follow_episode(name, watch_facts) as running:
                     outcome = await run_episode(
                         spec, agent, self._proxy, self._http_client, self._sandboxes
                     )
                 took_s = running.age_s
-            found["status"] = outcome.status
+            span_facts["status"] = outcome.status
         if outcome.status == "ok":
             self.watch.record_good_end(took_s)
         else:
@@ -271,7 +271,7 @@ class GroupPlayer:
         )
         try:
             await self._proxy.call_repeatedly("/rl/keep_failed", request, KeepFailedSessionReply)
-        except HttpStatusError as refusal:  # it restarted and lost the session
+        except HttpStatusError as refusal:  # the proxy restarted and lost the session
             log.warning("the failed episode %s is not kept: %s", outcome.session_id, refusal)
 
 
@@ -280,16 +280,16 @@ async def run_group(
     wanted_successes: int,
     min_successes: int,
 ) -> tuple[list[EpisodeOutcome], list[AgentError]]:
-    """Run episodes until the first `wanted_successes` ended well; the rest is cancelled.
+    """Run episodes until the first `wanted_successes` have succeeded, and cancel the rest.
 
-    Each ends well, or raises AgentError when it failed for good.
+    Each succeeds, or raises AgentError when it has failed for good.
 
     Returns:
-        The outcomes that make the group, in the order of their places, and the errors of others.
+        The outcomes of the group's members, in order, and the errors of failed episodes.
 
     Raises:
-        AgentError: Fewer than `min_successes` can still end well.
-        Exception: What else an episode raised.
+        AgentError: Fewer than `min_successes` can still succeed.
+        Exception: Any other error of an episode.
     """
     tasks = [asyncio.create_task(episode) for episode in episodes]
     pending, failed = set(tasks), list[AgentError]()
@@ -307,15 +307,15 @@ async def run_group(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-    good = [task for task in tasks if task not in pending and task.exception() is None]
-    return [task.result() for task in good[:wanted_successes]], failed
+    succeeded = [task for task in tasks if task not in pending and task.exception() is None]
+    return [task.result() for task in succeeded[:wanted_successes]], failed
 
 
 def load_group_filter(rollout: RolloutConfig) -> Callable[[dict[str, Any], Sequence[float]], str]:
-    """The filters that a recipe names: why a group is not trained, empty if it is.
+    """Build the recipe's filter, which returns the reason to reject a group, or an empty string.
 
-    They are given the task and the rewards of the episodes. The filter raises AgentError if the
-    user's function raises, or returns neither true nor false.
+    Its arguments are the task and the rewards of the episodes. It raises AgentError if the user's
+    function raises, or does not return a bool.
 
     Raises:
         RecipeError: The user's function cannot be imported.
@@ -345,10 +345,10 @@ def build_ticket_facts(grant: TicketGrant) -> dict[str, Any]:
     return {**msgspec.structs.asdict(grant.ref), "task": grant.task_index}
 
 
-def _prefix_error_message(error: AgentError, beginning: str) -> AgentError:
+def _prefix_error_message(error: AgentError, prefix: str) -> AgentError:
     problem = error.problems[0]
     return AgentError(
-        beginning + problem.message,
+        prefix + problem.message,
         key=problem.key,
         hint=problem.hint,
         kind=error.kind,

@@ -1,1 +1,1 @@
-"""Processes in which agents run: worker pools, pickling, reward functions."""
+"""Execution of agents: worker processes, sandboxes, pickling, reward functions, errors."""

@@ -1,4 +1,4 @@
-"""Errors that end an episode: what the agent raised, and in which line, or what the node lacked."""
+"""Errors that end an episode: the agent's, with the line that raised, or the node's shortages."""
 
 import asyncio
 import difflib
@@ -25,30 +25,30 @@ MAX_TRACEBACK_CHARS = 1500
 MAX_MESSAGE_CHARS = 500
 MAX_SHOWN_COLUMNS = 10
 SHORTAGE_ERRNOS = frozenset((errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC))
-"""The node, or the job, has no process, memory, descriptor or space left now. No `MemoryError`: an
-agent that computes what a model asks for meets that on any node."""
+"""Errors of a node or job without a free process, memory, descriptor or space. `MemoryError` is not
+among them: an agent that computes what a model requests may raise it on any node."""
 _PACKAGE_DIR = str(Path(areal_hpc.__file__).parent) + os.sep
 _STDLIB_DIR = sysconfig.get_path("stdlib") + os.sep
 _INSTALLED_DIRS = {"site-packages", "dist-packages"}
 
 CodeLine = tuple[str, int | None]
-"""A file, and a line in it."""
+"""File, and line number in it."""
 
 
 def build_agent_error(error: BaseException, trace: TracebackType | None) -> AgentError:
-    """The error for what an agent raised: its last line, where, and the end of the traceback.
+    """Build the error for an agent's exception: its message, line, and the end of the traceback.
 
-    Of a traceback that comes from the user's code only the frames there are shown. A group, as an
-    `asyncio.TaskGroup` raises, says nothing of itself: the first exception in it is told.
+    A traceback that contains frames of the user's code is cut to these frames. For an exception
+    group, as `asyncio.TaskGroup` raises it, the first exception in it is reported.
     """
     if isinstance(error, BaseExceptionGroup):
         first: BaseException = error.exceptions[0]
         return build_agent_error(first, first.__traceback__)
     stack = traceback.extract_tb(trace)
-    own = [frame for frame in stack if _is_user_code(frame.filename)]
-    shown = "".join(
+    user_frames = [frame for frame in stack if _is_user_code(frame.filename)]
+    text = "".join(
         [
-            *("Traceback (most recent call last):\n", *traceback.format_list(own or stack)),
+            *("Traceback (most recent call last):\n", *traceback.format_list(user_frames or stack)),
             *traceback.format_exception_only(error),
         ]
     )
@@ -57,54 +57,54 @@ def build_agent_error(error: BaseException, trace: TracebackType | None) -> Agen
         f"the agent raised {escape_surrogates(_describe_exception(error))}",
         key=format_deepest_user_line(frames),
         kind=type(error).__name__,
-        trace=escape_surrogates(shown[-MAX_TRACEBACK_CHARS:].strip()),
+        trace=escape_surrogates(text[-MAX_TRACEBACK_CHARS:].strip()),
     )
 
 
 def find_node_shortage(error: BaseException) -> NodeResourceShortageError | None:
-    """What the node lacked, if that is why an agent raised an error; None if it is not."""
+    """Return the shortage of the node that caused an agent's error; None if none did."""
     for cause in list_causes(error):
         if isinstance(cause, NodeResourceShortageError):
             return cause
-    if lacking := describe_errno_shortage(list_errnos(error)):
+    if shortage := describe_errno_shortage(list_errnos(error)):
         return NodeResourceShortageError(
-            f"{lacking} while the agent ran: {escape_surrogates(_describe_exception(error))}",
+            f"{shortage} while the agent ran: {escape_surrogates(_describe_exception(error))}",
             hint=SHORTAGE_HINT,
         )
     return None
 
 
 def describe_errno_shortage(errnos: Iterable[int]) -> str:
-    return next((os.strerror(one) for one in errnos if one in SHORTAGE_ERRNOS), "")
+    return next((os.strerror(number) for number in errnos if number in SHORTAGE_ERRNOS), "")
 
 
 def _describe_exception(error: BaseException) -> str:
     body = getattr(error, "body", None)
     if isinstance(body, dict) and isinstance(body.get("message"), str):
         return f"{type(error).__name__}: {body['message']}"[:MAX_MESSAGE_CHARS]
-    said, first = describe_exception(error), list_causes(error)[-1]
+    message, first = describe_exception(error), list_causes(error)[-1]
     _, _, reason = describe_exception(first).partition(": ")
-    if first is not error and reason and reason not in said:
-        said = f"{said} ({reason})"
-    return said[:MAX_MESSAGE_CHARS]
+    if first is not error and reason and reason not in message:
+        message = f"{message} ({reason})"
+    return message[:MAX_MESSAGE_CHARS]
 
 
-def format_missing_column_hint(missing: str, data: dict[str, Any]) -> str:
-    """A hint for a key that an agent did not find in its task; empty if the task has it."""
-    if missing in data:
+def format_missing_column_hint(column: str, data: dict[str, Any]) -> str:
+    """Write a hint for a key that an agent's task lacks; empty if the task has it."""
+    if column in data:
         return ""
-    alike = difflib.get_close_matches(missing, list(data), n=1)
-    meant = f"did you mean {alike[0]!r}? " if alike else ""
-    return f"{meant}the task has {', '.join(list(data)[:MAX_SHOWN_COLUMNS]) or 'no columns'}"
+    similar = difflib.get_close_matches(column, list(data), n=1)
+    suggestion = f"did you mean {similar[0]!r}? " if similar else ""
+    return f"{suggestion}the task has {', '.join(list(data)[:MAX_SHOWN_COLUMNS]) or 'no columns'}"
 
 
 def format_deepest_user_line(frames: Sequence[CodeLine]) -> str:
-    """`FILE:LINE` of the deepest frame in the user's code, else of the deepest; empty for none.
+    """Return `FILE:LINE` of the innermost frame in user code, else of the innermost; else empty.
 
-    `frames` come outermost first. What is installed, or ours, is not the user's.
+    `frames` come outermost first. User code is neither installed nor part of areal_hpc.
     """
-    own = [frame for frame in frames if _is_user_code(frame[0])]
-    return next((f"{file}:{line}" for file, line in reversed(own or frames)), "")
+    user_frames = [frame for frame in frames if _is_user_code(frame[0])]
+    return next((f"{file}:{line}" for file, line in reversed(user_frames or frames)), "")
 
 
 def _is_user_code(file: str) -> bool:
@@ -135,8 +135,8 @@ def _iterate_awaited_lines(awaited: Any) -> Iterator[CodeLine]:
 
 
 def find_running_line(frame: FrameType | None) -> str:
-    """`FILE:LINE` of the user's code in a running thread, whose innermost frame is given."""
+    """Return `FILE:LINE` of the user's code in a running thread, given its innermost frame."""
     if frame is None:
         return ""
-    frames = [(one.f_code.co_filename, line) for one, line in traceback.walk_stack(frame)]
+    frames = [(step.f_code.co_filename, line) for step, line in traceback.walk_stack(frame)]
     return format_deepest_user_line(frames[::-1])

@@ -1,8 +1,8 @@
-"""Pickling of agents and functions defined in a user's script.
+"""Pickles agents that a user's script defines or passes as objects.
 
-A script may define its agent in itself, or hand over an object. Such an agent lies in the run
-directory, as a pickle beside a module of its own: from there it is named by a dotted path, as
-any other agent. Whoever can write there could put any code there; nothing else is unpickled.
+The pickle lies in the run directory beside a small module that loads it, so that a dotted path
+names the agent like any other. Nothing else is unpickled: a user who can write these files could
+place any code there.
 """
 
 import importlib
@@ -18,7 +18,7 @@ from areal_hpc.rollout.agent import Agent, load_agent
 from areal_hpc.rundir.files import write_atomic_private
 
 PICKLED_AGENT_MODULE = "handed_over"
-"""Holds an agent that was handed over; `rollout.workflow` is then `handed_over.agent`."""
+"""Module of a pickled agent; `rollout.workflow` is then `handed_over.agent`."""
 
 _AGENT_MODULE_TEMPLATE = '''"""The agent as a script handed it over."""
 
@@ -33,7 +33,7 @@ agent = load_agent_pickle(__file__)
 
 
 def get_import_path(function_or_class: object) -> str | None:
-    """The dotted path by which another process can import a class or function; None without."""
+    """Return the dotted path by which other processes can import this; None if they cannot."""
     module, name = (
         getattr(function_or_class, "__module__", None),
         getattr(function_or_class, "__qualname__", None),
@@ -41,10 +41,10 @@ def get_import_path(function_or_class: object) -> str | None:
     if not module or not name or module == "__main__" or "." in name:
         return None
     try:
-        found = getattr(importlib.import_module(module), name, None)
+        imported = getattr(importlib.import_module(module), name, None)
     except ImportError:
         return None
-    return f"{module}.{name}" if found is function_or_class else None
+    return f"{module}.{name}" if imported is function_or_class else None
 
 
 def save_agent_as_module(
@@ -55,10 +55,10 @@ def save_agent_as_module(
     imports_areal_names: bool,
     module: str = PICKLED_AGENT_MODULE,
 ) -> str:
-    """The dotted path, for `rollout.workflow`, of an agent that is put into a folder as `module`.
+    """Save an agent as `module` in a folder, and return its dotted path for `rollout.workflow`.
 
-    Modules that it refers to are imported from `sys_path`; with `imports_areal_names` they import
-    AReaL's names.
+    The module imports what the agent refers to from `sys_path`; with `imports_areal_names` AReaL's
+    names can be imported, too.
     """
     data = pickle_agent((workflow, dict(kwargs)))
     source = _AGENT_MODULE_TEMPLATE.format(
@@ -72,10 +72,10 @@ def save_agent_as_module(
 
 
 def pickle_agent(agent: Any) -> bytes:
-    """An object by value where its code has no name, else by reference.
+    """Pickle an object by reference if its code can be imported, else by value.
 
     Raises:
-        RecipeError: It holds something that cannot travel.
+        RecipeError: The object holds something that cannot be pickled.
     """
     try:
         data: bytes = cloudpickle.dumps(agent)
@@ -94,7 +94,7 @@ def load_agent_pickle(module_file: str) -> Agent:
 
 
 def is_unchanged_by_json(kwargs: Mapping[str, Any]) -> bool:
-    """Whether a recipe can hold these arguments as they are."""
+    """Return whether a recipe can hold these arguments unchanged."""
     try:
         return bool(json.loads(json.dumps(kwargs)) == kwargs)
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""Sandboxes of agents: one for each episode, as the recipe describes them."""
+"""Sandboxes of agents: one for each episode, as the recipe configures them."""
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
@@ -18,14 +18,14 @@ from areal_hpc.sandbox.runtimes import Runtime, SandboxPool, make_runtime
 from areal_hpc.sandbox.sandbox import Network, Sandbox, SandboxLimits, SandboxSpec
 
 SANDBOX_TASK_COLUMN = "sandbox"
-"""Where an agent finds its sandbox in its task."""
+"""Column of the agent's task that holds its sandbox."""
 
 
 class AgentSandboxes:
     """Pool of sandboxes for the agents of this process.
 
-    One has started on this machine (`try_sandbox`) before an episode needs one, so what
-    keeps others from starting is this moment's.
+    A sandbox has started on this machine before any episode (`try_sandbox`), so a later start that
+    fails is worth another try.
     """
 
     def __init__(self, runtime: Runtime, spec: SandboxSpec, warm: int) -> None:
@@ -33,16 +33,16 @@ class AgentSandboxes:
         self._spec, self._takes_root = spec, runtime.name != "none"
 
     async def fill(self) -> None:
-        """Start one, so that what is wrong is known before any episode."""
+        """Start a sandbox, so that errors show before any episode."""
         await self._pool.fill()
 
     @asynccontextmanager
     async def acquire(self, data: Mapping[str, Any]) -> "AsyncIterator[EpisodeSandbox]":
-        """A sandbox for one episode of a task, stopped in the end.
+        """Hold a sandbox for one episode of a task, and stop it in the end.
 
         Raises:
             RecipeError: The task is Harbor's, and this runtime cannot show its files.
-            SandboxStartError: None started now. It is worth another try.
+            SandboxStartError: The sandbox did not start; another try may succeed.
         """
         spec, task = self._spec, find_harbor_task(data)
         if task is not None:
@@ -57,15 +57,15 @@ class AgentSandboxes:
             try:
                 sandbox = await ends.enter_async_context(self._pool.acquire(spec))
             except (ClusterError, RecipeError) as error:
-                why = error.problems[0]
-                if isinstance(error, RecipeError) and why.key != ISOLATION_RECIPE_KEY:
+                first = error.problems[0]
+                if isinstance(error, RecipeError) and first.key != ISOLATION_RECIPE_KEY:
                     raise
-                raise SandboxStartError(why.message, key=why.key, hint=why.hint) from error
+                raise SandboxStartError(first.message, key=first.key, hint=first.hint) from error
             except OSError as error:
                 if error.errno not in SHORTAGE_ERRNOS:
                     raise
-                why_not = f"a sandbox could not be started: {error}"
-                raise SandboxStartError(why_not, hint=SHORTAGE_HINT) from error
+                message = f"a sandbox could not be started: {error}"
+                raise SandboxStartError(message, hint=SHORTAGE_HINT) from error
             yield EpisodeSandbox(sandbox, spec.network != "none", task)
 
     async def close(self) -> None:
@@ -73,7 +73,7 @@ class AgentSandboxes:
 
 
 class EpisodeSandbox:
-    """A sandbox that no agent has yet."""
+    """Sandbox that is not yet passed to an agent."""
 
     def __init__(
         self, sandbox: Sandbox, holds_session: bool, task: HarborTask | None = None
@@ -83,12 +83,12 @@ class EpisodeSandbox:
     async def hand_to_agent(
         self, data: dict[str, Any], base_url: str, api_key: str, lifetime_s: float
     ) -> None:
-        """Put the sandbox into the agent's task, and show its commands the model's endpoint.
+        """Put the sandbox into the agent's task, and let its commands reach the model's endpoint.
 
-        From now on it lives so long at most.
+        The sandbox ends after `lifetime_s` at the latest.
 
         Raises:
-            RecipeError: The task has something else there, or files that do not fit.
+            RecipeError: The task already has that column, or files that do not fit.
         """
         if SANDBOX_TASK_COLUMN in data:
             raise RecipeError(
@@ -108,11 +108,11 @@ class EpisodeSandbox:
 
 
 def build_endpoint_variables(base_url: str, api_key: str) -> Mapping[str, str]:
-    """Environment from which SDKs learn whom to call."""
+    """Build the environment variables from which SDKs read the endpoint and its key."""
     return {
         "OPENAI_BASE_URL": base_url,
         "OPENAI_API_KEY": api_key,
-        "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),  # its SDK adds that itself
+        "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),  # its SDK adds `/v1` itself
         "ANTHROPIC_API_KEY": api_key,
     }
 
@@ -121,28 +121,28 @@ def build_endpoint_variables(base_url: str, api_key: str) -> Mapping[str, str]:
 async def acquire_sandbox(
     sandboxes: AgentSandboxes | None, data: Mapping[str, Any]
 ) -> AsyncIterator[EpisodeSandbox | None]:
-    """A sandbox for one episode of a task, if agents get any."""
+    """Hold a sandbox for one episode of a task; None if agents get none."""
     if sandboxes is None:
         yield None
         return
-    async with sandboxes.acquire(data) as free:
-        yield free
+    async with sandboxes.acquire(data) as sandbox:
+        yield sandbox
 
 
 def make_agent_sandboxes(
     execution_config: AgentExecutionConfig, warm: int | None = None
 ) -> AgentSandboxes | None:
-    """The sandboxes that a recipe describes; None if agents get none."""
+    """Make the sandboxes that a recipe configures; None if agents get none."""
     if execution_config.isolation is None:
         return None
     runtime = make_runtime(execution_config.isolation)
-    ready = execution_config.sandbox.warm if warm is None else warm
+    pool_size = execution_config.sandbox.warm if warm is None else warm
     spec = build_sandbox_spec(execution_config.sandbox, runtime)
-    return AgentSandboxes(runtime, spec, ready)
+    return AgentSandboxes(runtime, spec, pool_size)
 
 
 def build_sandbox_spec(config: SandboxConfig, runtime: Runtime) -> SandboxSpec:
-    """What a recipe's section asks of a runtime."""
+    """Build the spec for a recipe's section and a runtime."""
     network: Network = "open" if runtime.name == "none" else config.network
     if config.root and runtime.name == "none":
         raise RecipeError(
@@ -185,8 +185,5 @@ async def try_sandbox(execution_config: AgentExecutionConfig) -> None:
 
 
 def check_sandbox_starts(agent: dict[str, Any]) -> None:
-    """Start and stop the sandbox of a section `rollout.agent` on this machine.
-
-    Raises: see `try_sandbox`.
-    """
+    """Start and stop the sandbox of a section `rollout.agent` on this machine."""
     asyncio.run(try_sandbox(AgentExecutionConfig.model_validate(agent)))

@@ -1,8 +1,8 @@
 """Program that runs a user's agent with another Python, which need not have areal_hpc.
 
-The standard library alone. Requests come as JSON lines on standard input, a socket; answers are
-lines as `process_pool.py` reads them. A reward may be any object with the attributes of
-`areal_hpc.Reward`.
+It imports the standard library alone. It reads requests as JSON lines from standard input, a
+socket, and answers with lines as `process_pool.py` reads them. A reward may be any object with the
+attributes of `areal_hpc.Reward`.
 """
 
 import asyncio
@@ -22,15 +22,15 @@ from typing import Any
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 _MAX_TEXT_CHARS = 2000
 NO_THREAD_TEXT = "can't start new thread"
-"""What Python says, in a `RuntimeError`, where no process is left for a thread."""
+"""Message of Python's `RuntimeError` when the system cannot start another thread."""
 _EXCEPTION_GROUP_TYPE: Any = getattr(builtins, "BaseExceptionGroup", ())
-"""Since Python 3.11."""
+"""Built-in of Python 3.11 and later."""
 _AGENT_BY_PATH_AND_ARGUMENTS: dict[str, Any] = {}
-"""Agents by their path and arguments: built once."""
+"""Agents built in this process, by path and arguments."""
 
 
 class InvalidAgentError(Exception):
-    """What is wrong with the agent's class, its path or its arguments."""
+    """Error in the agent's class, its path or its arguments."""
 
 
 def load_agent_once(request: dict[str, Any]) -> Any:
@@ -41,10 +41,10 @@ def load_agent_once(request: dict[str, Any]) -> Any:
 
 
 def build_agent(workflow: str, kwargs: dict[str, Any]) -> Any:
-    """Import and build.
+    """Import an agent, and build it if it is a class.
 
     Raises:
-        InvalidAgentError: It cannot be.
+        InvalidAgentError: The import or the build failed.
     """
     module, _, name = workflow.rpartition(".")
     try:
@@ -63,15 +63,15 @@ def run_agent(request: dict[str, Any]) -> Any:
 
 
 def encode_as_tagged_builtins(value: Any) -> Any:
-    """A number, text, reward, dict or list of these, as `process_pool.py` reads it."""
+    """Encode a number, text, reward, dict or list of these as `process_pool.py` decodes it."""
     if value is None or isinstance(value, str | bool | int | float):
         return value
     if isinstance(value, dict):
         return [
             "dict",
             *(
-                [encode_as_tagged_builtins(key), encode_as_tagged_builtins(one)]
-                for key, one in value.items()
+                [encode_as_tagged_builtins(key), encode_as_tagged_builtins(item)]
+                for key, item in value.items()
             ),
         ]
     if isinstance(value, list | tuple):
@@ -81,7 +81,7 @@ def encode_as_tagged_builtins(value: Any) -> Any:
         return ["reward", {name: getattr(value, name) for name in names if hasattr(value, name)}]
     if isinstance(value, numbers.Real):
         return float(value)
-    if getattr(value, "size", 0) == 1:  # of NumPy
+    if getattr(value, "size", 0) == 1:  # a scalar of NumPy
         return value.item()
     raise TypeError(
         f"{value!r:.200} ({type(value).__name__}) cannot be sent back from a worker process: "
@@ -91,44 +91,44 @@ def encode_as_tagged_builtins(value: Any) -> Any:
 
 def describe_error(error: BaseException) -> str:
     parts = traceback.format_exception_only(error)
-    return " ".join(next(one for one in parts if not one.startswith(" ")).split())
+    return " ".join(next(part for part in parts if not part.startswith(" ")).split())
 
 
 def list_causes(error: BaseException) -> list[BaseException]:
-    """An exception and its causes, each once: `raise error from error` makes it its own.
+    """List an exception and its causes, each once (`raise error from error` makes a ring).
 
-    A group is caused by the first exception in it.
+    The first exception in a group counts as the group's cause.
     """
-    found = [error]
+    causes = [error]
     while True:
-        last = found[-1]
+        last = causes[-1]
         is_group = isinstance(last, _EXCEPTION_GROUP_TYPE)
         cause = last.exceptions[0] if is_group else last.__cause__  # type: ignore[attr-defined]
-        if cause is None or cause in found:
-            return found
-        found.append(cause)
+        if cause is None or cause in causes:
+            return causes
+        causes.append(cause)
 
 
 def list_errnos(error: BaseException) -> list[int]:
-    """Numbers of the system's errors in the chain of causes, by which the driver judges it."""
-    found = list[int]()
+    """List the errnos in the chain of causes, by which the driver classifies the error."""
+    errnos = list[int]()
     for cause in list_causes(error):
         if isinstance(cause, OSError) and cause.errno:
-            found.append(cause.errno)
+            errnos.append(cause.errno)
         elif isinstance(cause, RuntimeError) and NO_THREAD_TEXT in describe_error(cause):
-            found.append(errno.EAGAIN)
-    return found
+            errnos.append(errno.EAGAIN)
+    return errnos
 
 
 def encode_raised_error(error: BaseException) -> dict[str, Any]:
-    """An exception as `process_pool.py` reads it."""
+    """Encode an exception as `process_pool.py` decodes it."""
     if isinstance(error, InvalidAgentError):
         hint = "the Python is that of rollout.agent.python; packages it needs belong there"
         problem = [str(error)[:_MAX_TEXT_CHARS], "rollout.workflow", hint]
         return {"name": "RecipeError", "problems": [problem], "kind": "", "trace": ""}
     trace = "".join(traceback.format_exception(error))[-2 * _MAX_TEXT_CHARS :]
     errnos = list_errnos(error)
-    while isinstance(error, _EXCEPTION_GROUP_TYPE):  # says nothing of itself
+    while isinstance(error, _EXCEPTION_GROUP_TYPE):  # the message of a group is generic
         error = error.exceptions[0]
     problem = [f"the agent raised {describe_error(error)}"[:_MAX_TEXT_CHARS], "", ""]
     return {
@@ -141,7 +141,7 @@ def encode_raised_error(error: BaseException) -> dict[str, Any]:
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """What a request comes to."""
+    """Serve one request, and return the answer."""
     for folder in reversed(request["sys_path"]):
         if folder not in sys.path:
             sys.path.insert(0, folder)
@@ -150,29 +150,28 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
             load_agent_once(request)
             return {"returned": None}
         return {"returned": encode_as_tagged_builtins(run_agent(request))}
-    except (Exception, SystemExit) as error:  # boundary: the user's code; told to the driver
+    except (Exception, SystemExit) as error:  # boundary: the user's code; sent to the driver
         return {"raised": encode_raised_error(error)}
 
 
 def take_over_standard_input() -> socket.socket:
-    """The link to the driver, on a descriptor that no program inherits.
+    """Move the link to the driver to a descriptor that no child process inherits.
 
-    Standard input reads nothing from now on: on a socket that programs have, one that an agent
-    starts could give an answer.
+    Standard input becomes empty: a child process that inherited the link could send an answer.
     """
     link = socket.socket(fileno=os.dup(0))
     link.setblocking(True)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
     return link
 
 
 def main() -> None:
-    """Answer until the other end closes."""
+    """Answer requests until the driver closes the link."""
     libc = ctypes.CDLL(None)
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # so that the driver finds what agents leave
+    libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # so that the driver finds agents' orphans
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.path[0] = os.getcwd()  # noqa: PTH109  # not this file's folder
     link = take_over_standard_input()

@@ -1,8 +1,8 @@
-"""Process pool for user code; a hung or dead worker costs one call.
+"""Process pool for user code, in which a hung or dead worker costs one call.
 
-The standard pools lose every call in flight when one process dies, and keep a hung one forever.
-A worker answers with JSON, because the parent trusts nothing that it sends: it runs code of the
-user and of whoever writes to the user's agent. Pickles of its would run code in the driver.
+The standard pools lose every call in flight when one process dies, and keep a hung one forever. A
+worker runs code of the user and of model output, so it is not trusted: it answers with JSON,
+because loading a pickle from it would run its code in the driver.
 """
 
 import asyncio
@@ -44,9 +44,9 @@ from areal_hpc.rollout.execution.agent_worker import encode_as_tagged_builtins
 from areal_hpc.wire.agent_reward import Reward
 
 START_TIMEOUT_S = 300.0
-"""Time a process may take for its imports, which may lie on a slow file system."""
+"""Time limit for a process's imports, which may lie on a slow file system."""
 _IMPORT_HOOKS = ("areal_hpc.areal.import_hook",)
-"""Modules that change what can be imported, and that a child imports where its parent has."""
+"""Modules that install import hooks; a child imports them if its parent has."""
 _SERVE_SCRIPT = """
 import importlib, json, os, socket, sys
 link = socket.socket(fileno=os.dup(0))
@@ -57,33 +57,33 @@ for hook in hooks:
 from areal_hpc.rollout.execution.process_pool import serve_calls
 serve_calls(link, int(sys.argv[2]))
 """
-"""The child imports from where its parent does, whatever its environment says. No program that it
-starts has its link."""
+"""Script of a child: it takes over its parent's `sys.path`, and moves the link to a descriptor that
+its own child processes do not inherit."""
 PASSED_VARIABLE_PATTERNS = (
     *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_*", "TZ", "TMPDIR", "XDG_*"),
     *("SSL_CERT_FILE", "SSL_CERT_DIR", "LD_LIBRARY_PATH", "OMP_NUM_THREADS"),
 )
-"""Patterns of variables that hold no secret, and without which programs do not run."""
+"""Patterns of variables that programs need and that hold no secret."""
 SAME_PYTHON_PASSED_VARIABLES = (
     *("PYTHONPATH", "PYTHONHASHSEED", "PYTHONWARNINGS", "VIRTUAL_ENV"),
     ISOLATION_VARIABLE,
     *("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"),
 )
-"""Seen besides by agents that run with the driver's Python; none of them holds a secret."""
+"""Further variables, without secrets, for agents that run with the driver's Python."""
 MAX_ANSWER_BYTES = 16 * 1024 * 1024
-"""More than the rewards of any episode take."""
+"""Size of an answer at most, more than the rewards of any episode take."""
 _MAX_TEXT_CHARS = 2000
 _SHORTAGES: dict[str, type[NodeResourceShortageError]] = {
     kind.__name__: kind for kind in (NodeResourceShortageError, SandboxStartError, WorkerStartError)
 }
-"""Raised on the other side as themselves: they are the node's, and no fault of the code there."""
+"""Shortages of the node that keep their class in the driver, as they are no fault of the code."""
 _ENDS_OF_ITERATION = ("StopIteration", "StopAsyncIteration")
-"""A coroutine cannot raise these as themselves."""
+"""Exceptions that a coroutine cannot raise, because Python turns them into `RuntimeError`."""
 
 
 class WorkerProcess(LineProcess):
     async def request(self, line: bytes) -> Any:
-        """What the user's code returned, or raises what it raised.
+        """Send a line, and return the result of the user's code or raise its exception.
 
         Raises:
             WorkerLostError: The process died.
@@ -101,18 +101,18 @@ class WorkerProcess(LineProcess):
 
 
 class ProcessPool(WorkerPool[WorkerProcess]):
-    """Processes for calls of plain functions, one after the other.
+    """Pool of processes that each run one call of a plain function at a time.
 
-    These and their arguments travel as pickles, by value where the child cannot import them. What
-    comes back is JSON. Processes that a call started are killed at its end. Their
-    environment is `environ`; None: that of this process.
+    Functions and arguments are pickled, by value if the child cannot import them; results are JSON.
+    Descendants that a call started are killed at its end. The processes' environment is `environ`,
+    by default that of this process.
     """
 
     def __init__(self, size: int, environ: Mapping[str, str] | None = None) -> None:
         super().__init__(size, partial(_start_call_process, environ))
 
     async def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What the function returned. Cancelling it kills the process."""
+        """Call a function in a process, and return its result; cancelling kills the process."""
         async with self.acquire() as process:
             return await process.call(function, *args, **kwargs)
 
@@ -128,7 +128,7 @@ async def _start_call_process(environ: Mapping[str, str] | None) -> WorkerProces
         raise WorkerStartError(f"{sys.executable} cannot be started: {error}") from error
     try:
         await process.ask(b"", START_TIMEOUT_S)
-    except BaseException as error:  # boundary: cancelled, too; nothing stays
+    except BaseException as error:  # boundary: after any error, or when cancelled, the process ends
         await asyncio.to_thread(process.close)
         if isinstance(error, AgentError):
             raise WorkerStartError(
@@ -140,14 +140,14 @@ async def _start_call_process(environ: Mapping[str, str] | None) -> WorkerProces
 
 
 def serve_calls(link: socket.socket, parent_pid: int) -> None:
-    """The child: answer calls until the parent closes the link."""
+    """Answer calls in a child until the parent closes the link."""
     die_with_parent(signal.SIGKILL)
     become_child_subreaper()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which kills us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which kills this process
     if os.getppid() != parent_pid:
         return
     with link, link.makefile("rb") as lines:
-        link.sendall(lines.readline())  # it is ready
+        link.sendall(lines.readline())  # reports that the process is ready
         for line in lines:
             kept = frozenset(list_descendants(os.getpid()))
             answer = _answer_call(line)
@@ -166,7 +166,7 @@ def _answer_call(line: bytes) -> bytes:
 def select_passed_variables(
     environ: Mapping[str, str], extra_patterns: Sequence[str]
 ) -> dict[str, str]:
-    """The variables of an environment that `PASSED_VARIABLE_PATTERNS` or further patterns name."""
+    """Select the variables that match `PASSED_VARIABLE_PATTERNS` or further patterns."""
     allowed = (*PASSED_VARIABLE_PATTERNS, *extra_patterns)
     return {
         name: value
@@ -185,16 +185,16 @@ def select_driver_python_variables(
 
 
 def encode_returned(value: Any) -> bytes:
-    """One line: a number, text, a `Reward`, or a dict or list of these."""
+    """Encode a number, text, a `Reward`, or a dict or list of these as one line."""
     return json.dumps({"returned": encode_as_tagged_builtins(value)}).encode() + b"\n"
 
 
 def encode_raised(error: BaseException) -> bytes:
-    """One line about an exception: its class, what it says, and what ours know beyond that."""
+    """Encode an exception as one line: its class, its message, and the fields of our own errors."""
     error = find_node_shortage(error) or error
     problems = [[str(error)[:_MAX_TEXT_CHARS], "", ""]]
     if isinstance(error, ArealError):
-        problems = [[one.message, one.key, one.hint] for one in error.problems]
+        problems = [[item.message, item.key, item.hint] for item in error.problems]
     raised = {
         "name": type(error).__name__,
         "problems": problems,
@@ -205,48 +205,48 @@ def encode_raised(error: BaseException) -> bytes:
 
 
 def decode_answer(line: bytes) -> Any:
-    """What the worker's code returned.
+    """Decode the result of the worker's code, or raise its exception.
 
     Raises:
         AgentError: The line is no answer.
-        Exception: What the worker's code raised: one of Python's own that a text makes, or of ours,
-            as itself, and any other as an AgentError.
+        Exception: The worker's exception: as itself if its class is ours, or Python's and takes one
+            text; any other as an AgentError.
     """
     try:
         answer = json.loads(line)
         if "raised" not in answer:
             return _decode_tagged_builtins(answer["returned"])
         error = _rebuild_error(answer["raised"])
-    except (ValueError, KeyError, TypeError, RecursionError, AttributeError) as wrong:
+    except (ValueError, KeyError, TypeError, RecursionError, AttributeError) as decode_error:
         raise AgentError(
-            f"what the worker process answered cannot be read: {line[:100]!r} ({wrong})"
-        ) from wrong
+            f"what the worker process answered cannot be read: {line[:100]!r} ({decode_error})"
+        ) from decode_error
     raise error
 
 
 def _decode_tagged_builtins(data: Any) -> Any:
     if not isinstance(data, list):
         return data
-    word, *parts = data
-    if word == "reward":
+    kind, *parts = data
+    if kind == "reward":
         return Reward(**parts[0])
-    if word == "dict":
+    if kind == "dict":
         return {
             _decode_tagged_builtins(key): _decode_tagged_builtins(value) for key, value in parts
         }
-    if word == "list":
-        return [_decode_tagged_builtins(one) for one in parts]
-    raise ValueError(f"unknown form {word!r}")
+    if kind == "list":
+        return [_decode_tagged_builtins(part) for part in parts]
+    raise ValueError(f"unknown form {kind!r}")
 
 
 def _rebuild_error(error_fields: dict[str, Any]) -> Exception:
     name, problems = (
         str(error_fields["name"]),
-        [Problem(*map(str, one)) for one in error_fields["problems"]],
+        [Problem(*map(str, fields)) for fields in error_fields["problems"]],
     )
     first = problems[0]
-    if lacking := describe_errno_shortage(map(int, error_fields.get("errnos", ()))):
-        return NodeResourceShortageError(f"{lacking}: {first.message}", hint=SHORTAGE_HINT)
+    if shortage := describe_errno_shortage(map(int, error_fields.get("errnos", ()))):
+        return NodeResourceShortageError(f"{shortage}: {first.message}", hint=SHORTAGE_HINT)
     if name == "RecipeError":
         return RecipeError.from_problems(problems)
     if name == "InvalidRewardError":
@@ -256,7 +256,7 @@ def _rebuild_error(error_fields: dict[str, Any]) -> Exception:
     kind = getattr(builtins, name, None)
     is_raisable = name not in _ENDS_OF_ITERATION
     if is_raisable and isinstance(kind, type) and issubclass(kind, Exception):
-        with contextlib.suppress(TypeError):  # one with further arguments, as UnicodeDecodeError
+        with contextlib.suppress(TypeError):  # it takes more arguments, as UnicodeDecodeError
             error: Exception = kind(first.message)
             return error
     is_ours = name == "AgentError"

@@ -1,4 +1,4 @@
-"""`AsyncRewardWrapper`: blocking reward functions in worker processes."""
+"""`AsyncRewardWrapper`: runs blocking reward functions in worker processes."""
 
 import asyncio
 import logging
@@ -16,14 +16,14 @@ class AsyncRewardWrapper:
     """Runs a blocking reward function in processes of its own: `await wrapper(...)`.
 
     A try that takes too long is killed; after the last one the reward is 0. A try that raises,
-    or whose process dies, is repeated; after the last one it is raised. Names and defaults are
-    AReaL's (`areal/api/reward_api.py`).
+    or whose process dies, is repeated; the last error is raised. Names and defaults are AReaL's
+    (`areal/api/reward_api.py`).
 
     Args:
-        reward_fn: Any function; one that cannot be imported by its name travels as a pickle.
-        timeout_seconds: Longest time of one try.
-        max_workers: Processes; as many as the machine has cores when None.
-        max_retries: Tries.
+        reward_fn: Any function; one that cannot be imported by its name is pickled.
+        timeout_seconds: Time limit of one try.
+        max_workers: Number of processes; None: the machine's number of cores.
+        max_retries: Number of tries.
     """
 
     def __init__(
@@ -41,14 +41,14 @@ class AsyncRewardWrapper:
         self._pool = ProcessPool(max_workers or os.cpu_count() or 1)
 
     async def __call__(self, *args: Any, **kwargs: Any) -> float:
-        """The reward of these arguments.
+        """Return the reward for these arguments.
 
         Raises:
             InvalidRewardError: The function returned no finite number.
-            Exception: What the function raised last; `WorkerLostError` if it killed its process,
+            Exception: The function's last exception; `WorkerLostError` if it killed its process,
                 `WorkerStartError` if the node could not start one.
         """
-        for left in reversed(range(self._tries)):
+        for tries_left in reversed(range(self._tries)):
             limit: asyncio.Timeout | None = None
             try:
                 async with (
@@ -57,17 +57,17 @@ class AsyncRewardWrapper:
                 ):
                     returned = await process.call(self._reward_fn, *args, **kwargs)
                     return parse_reward_number(returned)
-            except Exception as error:  # boundary: the user's function; the last one is raised
+            except Exception as error:  # boundary: the user's function; the last error is raised
                 if limit is not None and limit.expired():
                     log.warning(
-                        "a reward took longer than %g s; %d tries left", self._timeout_s, left
+                        "a reward took longer than %g s; %d tries left", self._timeout_s, tries_left
                     )
-                elif not left:
+                elif not tries_left:
                     raise
                 else:
-                    log.warning("a reward failed, %d tries left: %s", left, error)
+                    log.warning("a reward failed, %d tries left: %s", tries_left, error)
         return 0.0
 
     def close(self) -> None:
-        """Kill idle processes. They die with this one in any case."""
+        """Kill idle processes, which otherwise end with this process."""
         self._pool.close_idle_workers()

@@ -1,7 +1,7 @@
 """Agents that run in worker processes.
 
-An agent in a process learns from the environment whom to call, as any program does. An episode
-has its process to itself; one that hangs or crashes is replaced and costs that episode alone.
+Such an agent reads the model's endpoint from environment variables. An episode has its process to
+itself; one that hangs or crashes is replaced, and costs only that episode.
 """
 
 import asyncio
@@ -50,17 +50,17 @@ class SubprocessAgent:
         execution_config: AgentExecutionConfig | None = None,
     ) -> None:
         self._workflow, self._kwargs = workflow, dict(kwargs)
-        self._how = how = execution_config
-        named = how.variables if how is not None else ()
-        self._other_python = how.python if how is not None else ""
+        self._config = config = execution_config
+        passed_variables = config.variables if config is not None else ()
+        self._other_python = config.python if config is not None else ""
         self._pool: WorkerPool[WorkerProcess] = (
-            WorkerPool(size, partial(_start_other_python, self._other_python, named))
+            WorkerPool(size, partial(_start_other_python, self._other_python, passed_variables))
             if self._other_python
-            else ProcessPool(size, select_driver_python_variables(os.environ, named))
+            else ProcessPool(size, select_driver_python_variables(os.environ, passed_variables))
         )
 
     async def check_agent_builds(self) -> None:
-        """Build the agent once, so that what is wrong with it is known before any episode."""
+        """Build the agent once, so that errors show before any episode."""
         async with self._pool.acquire() as process:
             if self._other_python:
                 await self._ask_other_python(process, do="build")
@@ -69,7 +69,7 @@ class SubprocessAgent:
 
     @asynccontextmanager
     async def acquire(self) -> AsyncIterator[Agent]:
-        """The agent in a process that it has to itself; waits while all are in use."""
+        """Hold the agent in a process of its own; wait while all processes are in use."""
         async with self._pool.acquire() as process:
             yield _AgentInProcess(partial(self._run_episode, process))
 
@@ -86,7 +86,7 @@ class SubprocessAgent:
         if self._other_python:
             return await self._ask_other_python(process, do="run", data=data, variables=variables)
         return await process.call(
-            _run_episode_in_child, self._workflow, self._kwargs, self._how, data, variables
+            _run_episode_in_child, self._workflow, self._kwargs, self._config, data, variables
         )
 
     async def _ask_other_python(self, process: WorkerProcess, **request: Any) -> Any:
@@ -95,8 +95,8 @@ class SubprocessAgent:
         try:
             return await process.request(line)
         finally:
-            for one in list_descendants(process.pid):
-                end_process(one)
+            for descendant in list_descendants(process.pid):
+                end_process(descendant)
 
 
 async def _start_other_python(python: str, variables: Sequence[str]) -> WorkerProcess:
@@ -113,13 +113,13 @@ async def _start_other_python(python: str, variables: Sequence[str]) -> WorkerPr
 
 
 def list_user_import_folders() -> list[str]:
-    """Folders from which this process imports, but for those of its own Python and packages."""
-    own = [os.path.realpath(prefix) for prefix in (sys.prefix, sys.base_prefix)]
-    found = (os.path.realpath(folder) for folder in sys.path if Path(folder).is_dir())
+    """List the folders from which this process imports, except its own Python and packages."""
+    prefixes = [os.path.realpath(prefix) for prefix in (sys.prefix, sys.base_prefix)]
+    folders = (os.path.realpath(folder) for folder in sys.path if Path(folder).is_dir())
     return [
         folder
-        for folder in found
-        if "site-packages" not in folder and not any(map(Path(folder).is_relative_to, own))
+        for folder in folders
+        if "site-packages" not in folder and not any(map(Path(folder).is_relative_to, prefixes))
     ]
 
 
@@ -134,10 +134,10 @@ class _AgentInProcess:
 
 @asynccontextmanager
 async def acquire_episode_agent(agent: Agent) -> AsyncIterator[Agent]:
-    """The agent, with a process for one episode if it needs one."""
+    """Hold the agent for one episode, in a process if it needs one."""
     if isinstance(agent, SubprocessAgent):
-        async with agent.acquire() as one:
-            yield one
+        async with agent.acquire() as acquired:
+            yield acquired
     else:
         yield agent
 
@@ -145,7 +145,7 @@ async def acquire_episode_agent(agent: Agent) -> AsyncIterator[Agent]:
 # In the process ---------------------------------------------------------------------------
 
 _AGENT_CACHE: dict[str, Agent] = {}
-"""Agents built from dotted paths: once per process."""
+"""Agents built in this process, by dotted path and arguments."""
 
 
 def _load_agent_once(workflow: Any, kwargs: Mapping[str, Any]) -> Agent:
@@ -175,11 +175,11 @@ def _run_episode_in_child(
         sandboxes = (
             None if execution_config is None else make_agent_sandboxes(execution_config, warm=0)
         )
-        # The driver ends this process, and all below it, when the episode takes too long.
-        async with acquire_sandbox(sandboxes, data) as free:
-            if free is not None:
+        # The driver kills this process and its descendants when the episode takes too long.
+        async with acquire_sandbox(sandboxes, data) as sandbox:
+            if sandbox is not None:
                 url, key = variables["OPENAI_BASE_URL"], variables["OPENAI_API_KEY"]
-                await free.hand_to_agent(data, url, key, float("inf"))
+                await sandbox.hand_to_agent(data, url, key, float("inf"))
             return await agent.run(data)
 
     try:
@@ -189,5 +189,5 @@ def _run_episode_in_child(
     except (Exception, SystemExit) as error:  # boundary: the agent is the user's code
         if (shortage := find_node_shortage(error)) is not None:
             raise shortage from None
-        # Tracebacks do not cross the pipe, so what they say goes into the message.
+        # Tracebacks cannot be sent, so their text goes into the message.
         raise build_agent_error(error, error.__traceback__) from None
