@@ -1,1 +1,1 @@
-"""Ready-to-use agents."""
+"""Ready-to-use agents, as `rollout.workflow` names them: SDKs, gyms, coding harnesses."""

@@ -8,7 +8,7 @@ from areal_hpc.agents.math_tools import DEFAULT_MATH_REWARD_PATH, SubprocessRewa
 
 
 class AnthropicMathAgent:
-    """Asks once. `request` is what else goes into the model call, such as `temperature`."""
+    """Makes one model call. `request` has its further arguments, such as `temperature`."""
 
     def __init__(
         self, reward_fn_path: str = DEFAULT_MATH_REWARD_PATH, max_tokens: int = 1024, **request: Any
@@ -19,7 +19,7 @@ class AnthropicMathAgent:
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
         url = extra_kwargs.get("base_url")
         async with AsyncAnthropic(
-            base_url=url and url.removesuffix("/v1"),  # the SDK adds it
+            base_url=url and url.removesuffix("/v1"),  # the SDK adds `/v1`
             api_key=extra_kwargs.get("api_key"),
             max_retries=0,
         ) as client:
@@ -27,10 +27,10 @@ class AnthropicMathAgent:
         return await self.reward(text, data)
 
     async def ask(self, client: Any, messages: list[Any]) -> str:
-        system = [one["content"] for one in messages if one["role"] == "system"]
+        system = [message["content"] for message in messages if message["role"] == "system"]
         reply = await client.messages.create(
             model="default",
-            messages=[one for one in messages if one["role"] != "system"],
+            messages=[message for message in messages if message["role"] != "system"],
             **({"system": "\n".join(system)} if system else {}),
             **self.request,
         )

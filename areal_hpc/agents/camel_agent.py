@@ -11,10 +11,10 @@ from areal_hpc.client.camel import SessionTokenCounter
 
 
 class CamelMathAgent:
-    """Asks once. `request` is what goes into the model call, such as `temperature`.
+    """Makes one model call. `request` has its further arguments, such as `temperature`.
 
     `tokenizer` is the model's directory, or its `owner/name` in the hub's cache: CAMEL counts
-    tokens, and would download OpenAI's tokenizer for a model that it does not know.
+    tokens, and would download OpenAI's tokenizer for an unknown model.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Conversation between the model and a gym: observations and results in, replies out."""
+"""Agents that play gyms: the model gets observations and tool results, the gym gets replies."""
 
 import os
 import sys
@@ -17,30 +17,30 @@ from areal_hpc.wire.agent_reward import Reward
 
 
 class GymAgent:
-    """Plays a gym until it is done, `max_turns` at most; each reply has the reward of its step.
+    """Plays a gym for at most `max_turns` model calls; each reply has the reward of its step.
 
-    Gyms are others' code that meets what the model writes: each episode is played by a fork of a
-    process that is isolated as `reward.isolation` says, and sees its Python and what is named here.
+    Gyms are third-party code that reads model output. A fork of a worker plays each episode,
+    isolated by `reward.isolation`; it sees the worker's Python and what the arguments name.
 
     Args:
-        script: The worker's program.
-        config: What its gym is built from.
-        python: The Python that has the gym's package; empty: this one.
-        prompt: What the model is told before all else.
-        max_turns: Model calls of an episode.
-        max_workers: Processes of the gym; an episode has one to itself.
-        step_timeout_s: Time of one step.
-        variables: Environment of the gym; of its `PYTHONPATH` the folders are shown, too.
-        readonly_folders: Folders of the node that the gym sees, at their own places.
-        hosts: What the gym reaches, as `HOST:PORT`, through the proxy of HTTP that its environment
-            names; else nothing.
-        request: What else goes into model calls, such as `temperature`.
+        script: Program of the worker.
+        config: Configuration of its gym.
+        python: Python that has the gym's package; empty: this one.
+        prompt: System prompt.
+        max_turns: Model calls of an episode at most.
+        max_workers: Number of worker processes; an episode has one to itself.
+        step_timeout_s: Time limit of one step.
+        variables: Environment of the gym; the folders of its `PYTHONPATH` are shown, too.
+        readonly_folders: Folders of the node that the gym sees at the same paths.
+        hosts: Hosts that the gym may reach, as `HOST:PORT`, through the HTTP proxy that its
+            environment names.
+        request: Further arguments of model calls, such as `temperature`.
     """
 
     ends_with_answer: ClassVar[bool] = False
-    """The gym plays a whole episode by itself, and answers once."""
+    """Whether the gym plays a whole episode by itself, and answers once."""
     named_hosts: ClassVar[tuple[str, ...]] = ()
-    """Hosts that each episode names."""
+    """Host names that stand for hosts which each episode names."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class GymAgent:
         return rewards
 
     def check_isolation(self, isolation: str | None) -> None:
-        """Refuse a sandbox that this agent would not use."""
+        """Refuse an agent's sandbox, which a gym would not use."""
         if isolation is not None:
             raise RecipeError(
                 f"rollout.agent.isolation is {isolation}, and a gym runs in no sandbox of an "
@@ -94,15 +94,15 @@ class GymAgent:
     async def play(
         self, data: dict[str, Any], extra_kwargs: dict[str, Any]
     ) -> tuple[dict[str, float], str]:
-        """The rewards of replies, and the last words of the model."""
+        """Play an episode, and return the rewards by reply id and the text of the last reply."""
         client, rewards, text = make_client(extra_kwargs), dict[str, float](), ""
         task = {name: value for name, value in data.items() if name not in ("messages", "sandbox")}
         async with self._workers.acquire() as worker, worker.reach_hosts(self._hosts):
-            told = await worker.request({"do": "reset", "task": task}, self.step_timeout_s)
-            tools = {"tools": told["tools"]} if told.get("tools") else {}
+            answer = await worker.request({"do": "reset", "task": task}, self.step_timeout_s)
+            tools = {"tools": answer["tools"]} if answer.get("tools") else {}
             prompt = [{"role": "system", "content": self.prompt}] if self.prompt else []
-            shown = [{"role": "user", "content": told["text"]}] if told["text"] else []
-            messages = [*prompt, *told.get("messages", ()), *data.get("messages", ()), *shown]
+            shown = [{"role": "user", "content": answer["text"]}] if answer["text"] else []
+            messages = [*prompt, *answer.get("messages", ()), *data.get("messages", ()), *shown]
             try:
                 for _ in range(self.max_turns):
                     reply: Any = await client.chat.completions.create(
@@ -110,14 +110,14 @@ class GymAgent:
                     )
                     message = reply.choices[0].message
                     text = message.content or ""
-                    told = await worker.request(
+                    answer = await worker.request(
                         {"do": "step", "reply": encode_reply_for_worker(message)},
                         self.step_timeout_s,
                     )
-                    rewards[reply.id] = told["reward"]
-                    if told["done"]:
+                    rewards[reply.id] = answer["reward"]
+                    if answer["done"]:
                         break
-                    messages += [message, *build_gym_answer_messages(told)]
+                    messages += [message, *build_gym_answer_messages(answer)]
             finally:
                 if worker.is_usable:
                     await worker.request({"do": "close"}, self.step_timeout_s)
@@ -126,8 +126,8 @@ class GymAgent:
 
 def encode_reply_for_worker(message: Any) -> dict[str, Any]:
     calls = [
-        {"id": one.id, "name": one.function.name, "arguments": one.function.arguments}
-        for one in message.tool_calls or ()
+        {"id": call.id, "name": call.function.name, "arguments": call.function.arguments}
+        for call in message.tool_calls or ()
     ]
     return {"text": message.content or "", "calls": calls}
 
@@ -136,20 +136,21 @@ def build_gym_answer_messages(gym_answer: Mapping[str, Any]) -> list[dict[str, A
     results = gym_answer.get("results", ())
     if results:
         return [
-            {"role": "tool", "tool_call_id": one["id"], "content": one["text"]} for one in results
+            {"role": "tool", "tool_call_id": item["id"], "content": item["text"]}
+            for item in results
         ]
     return [{"role": "user", "content": gym_answer["text"]}]
 
 
 class GymnasiumAgent(GymAgent):
-    """The model reads observations and writes actions, `<action>2</action>`.
+    """Plays environments of gymnasium; the model writes actions as `<action>2</action>`.
 
     A task may have `seed` and `options`, for `reset`. With `env_kwargs: {render_mode: ansi}` the
-    model sees what the environment draws.
+    model reads the environment's text rendering.
 
     Args:
-        env_id: As `gymnasium.make` takes it.
-        env_kwargs: Its other arguments.
+        env_id: Id of the environment for `gymnasium.make`.
+        env_kwargs: Further arguments of `gymnasium.make`.
         imports: Modules that register environments.
         gym_agent_options: See `GymAgent`.
     """
@@ -166,13 +167,13 @@ class GymnasiumAgent(GymAgent):
 
 
 class NemoGymAgent(GymAgent):
-    """Plays rows of NeMo Gym's data sets, as they are: `train_dataset: {path: example.jsonl}`.
+    """Plays rows of NeMo Gym's data sets, unchanged: `train_dataset: {path: example.jsonl}`.
 
-    A server with steps answers each reply; another offers its tools, and verifies the last reply.
+    A server with steps answers each reply; other servers offer tools, and verify the last reply.
 
     Args:
-        server: Its folder in `resources_servers`, such as "blackjack".
-        options: Further fields of its configuration.
+        server: Folder of the server in `resources_servers`, such as "blackjack".
+        options: Further fields of the server's configuration.
         gym_agent_options: See `GymAgent`.
     """
 
@@ -184,15 +185,15 @@ class NemoGymAgent(GymAgent):
 
 
 class OpenEnvAgent(GymAgent):
-    """The model reads observations and writes actions: a text, or JSON in `<action>` tags.
+    """Plays environments of OpenEnv: the model writes a text, or JSON in `<action>` tags.
 
     A task may have `reset`, arguments of the environment's `reset`.
 
     Args:
-        base_url: A server that runs already; or
-        app: `package.module:app` of one, which each worker starts for itself.
-        gym_agent_options: See `GymAgent`; `variables: {PYTHONPATH: ...}` tells where the app's
-            package is.
+        base_url: URL of a running server; or
+        app: `package.module:app` of a server, which each worker starts for itself.
+        gym_agent_options: See `GymAgent`; `variables: {PYTHONPATH: ...}` names the folder of the
+            app's package.
     """
 
     def __init__(self, base_url: str = "", app: str = "", **gym_agent_options: Any) -> None:
@@ -210,19 +211,19 @@ class OpenEnvAgent(GymAgent):
 
 
 _MODEL_BY_PROXY = {"NO_PROXY": "", "no_proxy": ""}
-"""The model may be at an address of loopback, of the node and not of the worker."""
+"""Variables that send calls of the model through the proxy, also to the node's loopback."""
 
 
 class VerifiersAgent(GymAgent):
-    """Has verifiers play a task of a task set: its harness calls the model, its rewards count.
+    """Plays tasks of verifiers: its harness calls the model, and it computes the reward.
 
-    A task has `index`, the place of the task in the task set (0).
+    A task has `index`, the task's index in the task set, by default 0.
 
     Args:
-        taskset: `id` of the task set's package, and what else its configuration has.
-        harness: Its harness; `null` is a conversation without tools.
+        taskset: `id` of the task set's package, and further fields of its configuration.
+        harness: Configuration of the harness; `null` is a conversation without tools.
         env: Further configuration of the environment.
-        timeout_s: Time of an episode.
+        timeout_s: Time limit of an episode.
         variables: See `GymAgent`.
         gym_agent_options: See `GymAgent`.
     """
@@ -262,12 +263,12 @@ class VerifiersAgent(GymAgent):
         }
         hosts = (*self._hosts, format_host(str(task["base_url"])))
         async with self._workers.acquire() as worker, worker.reach_hosts(hosts):
-            told = await worker.request({"do": "reset", "task": task}, self.step_timeout_s)
-        return Reward(told["reward"], parts=told["parts"], metrics=told["metrics"])
+            answer = await worker.request({"do": "reset", "task": task}, self.step_timeout_s)
+        return Reward(answer["reward"], parts=answer["parts"], metrics=answer["metrics"])
 
 
 _OPTIONAL_KEYS_BY_SERVER_KIND = {"command": {"env", "cwd"}, "url": {"headers"}}
-"""What a server has: one of these, and what may stand beside it."""
+"""Optional keys of an MCP server's configuration, by its required key."""
 
 
 class McpAgent(GymAgent):
@@ -279,7 +280,7 @@ class McpAgent(GymAgent):
             of its server and two underscores. Those of `command` run where the gym does, and see
             what it sees; those of `url` are reached.
         reward_fn_path: Reward function of AReaL's signature, `package.module.function`.
-        call_timeout_s: Time of one tool call.
+        call_timeout_s: Time limit of one tool call.
         gym_agent_options: See `GymAgent`.
     """
 
@@ -290,13 +291,13 @@ class McpAgent(GymAgent):
         call_timeout_s: float = 30.0,
         **gym_agent_options: Any,
     ) -> None:
-        for name, how in servers.items():
-            check_server_config(name, how)
+        for name, server in servers.items():
+            check_server_config(name, server)
         config = {"servers": {**servers}, "call_timeout_s": call_timeout_s}
         hosts = [
-            get_host_of_url(how["url"], f"rollout.workflow_kwargs.servers.{name}.url")
-            for name, how in servers.items()
-            if "url" in how
+            get_host_of_url(server["url"], f"rollout.workflow_kwargs.servers.{name}.url")
+            for name, server in servers.items()
+            if "url" in server
         ]
         gym_agent_options["hosts"] = [*gym_agent_options.get("hosts", ()), *hosts]
         super().__init__("mcp_worker.py", config, **gym_agent_options)
@@ -315,11 +316,11 @@ def check_server_config(server_name: str, server_config: Mapping[str, Any]) -> N
         unknown := server_config.keys() - {kinds[0]} - _OPTIONAL_KEYS_BY_SERVER_KIND[kinds[0]]
     ):
         return
-    found = (
+    fault = (
         f"unknown keys {sorted(unknown)}" if len(kinds) == 1 else f"keys {sorted(server_config)}"
     )
     raise RecipeError(
-        f"the server {server_name!r} has {found}",
+        f"the server {server_name!r} has {fault}",
         key=f"rollout.workflow_kwargs.servers.{server_name}",
         hint="give `command` (with `env`, `cwd`) or `url` (with `headers`)",
     )

@@ -23,7 +23,7 @@ START_TIMEOUT_S = 300.0
 
 
 class GymWorker(LineProcess):
-    """One process, which plays one episode at a time."""
+    """Process that runs a gym, and plays one episode at a time."""
 
     _listener: socket.socket | None = None
 
@@ -37,7 +37,7 @@ class GymWorker(LineProcess):
         readonly_folders: Sequence[str],
         settings: WorkerSettings,
     ) -> "GymWorker":
-        """A worker that has built its gym, isolated as `reward.isolation` says."""
+        """Start a worker, isolated by `reward.isolation`, and wait until it has built its gym."""
         if get_configured_isolation() == "none":
             variables = select_passed_variables(os.environ, ()) | dict(variables)
         command_opener = open_worker_command(
@@ -48,7 +48,7 @@ class GymWorker(LineProcess):
             readonly_folders=readonly_folders,
         )
         try:
-            with ExitStack() as opened:  # which runs a Python, and may copy bubblewrap
+            with ExitStack() as opened:  # in a thread: it runs a Python, and may copy bubblewrap
                 command = await asyncio.to_thread(opened.enter_context, command_opener)
                 worker = cls(command, script, MAX_LINE_BYTES)
         except OSError as error:
@@ -71,26 +71,25 @@ class GymWorker(LineProcess):
                 hint="see what it printed. It is isolated (reward.isolation): it sees its Python, "
                 "what PYTHONPATH of `variables` names, and `readonly_folders`",
             ) from error
-        except BaseException:  # boundary: cancelled; nothing stays
+        except BaseException:  # boundary: when cancelled, too, the worker ends
             await asyncio.to_thread(worker.close)
             raise
         return worker
 
     async def request(self, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-        """What it answers."""
-        told = await self.ask(json.dumps(request).encode(), timeout_s)
-        answer: dict[str, Any] = json.loads(told)
+        line = await self.ask(json.dumps(request).encode(), timeout_s)
+        answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
-            why = f"{self._name} failed: {answer['error']}"
+            message = f"{self._name} failed: {answer['error']}"
             if describe_errno_shortage(answer["errnos"]):
                 self.mark_unusable_after_shortage()
-                raise NodeResourceShortageError(why, hint=SHORTAGE_HINT)
-            raise AgentError(why)
+                raise NodeResourceShortageError(message, hint=SHORTAGE_HINT)
+            raise AgentError(message)
         return answer
 
     @asynccontextmanager
     async def reach_hosts(self, hosts: Collection[str]) -> AsyncIterator[None]:
-        """Within the context it reaches these, `HOST:PORT`, by HTTP."""
+        """Let the worker reach these hosts, `HOST:PORT`, by HTTP within the context."""
         if self._listener is None:
             yield
             return
@@ -108,20 +107,20 @@ class GymWorker(LineProcess):
 
 
 def parse_hosts(hosts: Sequence[str]) -> tuple[str, ...]:
-    """Hosts of a recipe, each `HOST:PORT`, as the forwarder knows them."""
-    found = tuple(format_host(f"https://{one}") for one in hosts)
-    for given, host in zip(hosts, found, strict=True):
-        if not host or str(given).lower() != host:
+    """Check a recipe's hosts, each `HOST:PORT`, and return them as the forwarder compares them."""
+    parsed_hosts = tuple(format_host(f"https://{host}") for host in hosts)
+    for host, parsed in zip(hosts, parsed_hosts, strict=True):
+        if not parsed or str(host).lower() != parsed:
             raise RecipeError(
-                f"a gym reaches hosts that are named as HOST:PORT, got {given!r}",
+                f"a gym reaches hosts that are named as HOST:PORT, got {host!r}",
                 key="rollout.workflow_kwargs.hosts",
                 hint='give a list such as ["api.example.com:443"]',
             )
-    return found
+    return parsed_hosts
 
 
 def get_host_of_url(url: str, key: str) -> str:
-    """`HOST:PORT` of an address that a recipe names at `key`."""
+    """Return `HOST:PORT` of the URL that a recipe has at `key`."""
     if host := format_host(url):
         return host
     raise RecipeError(f"{url!r} is no URL", key=key, hint="give one such as http://HOST:PORT/PATH")

@@ -1,7 +1,7 @@
 """Agent for Harbor's tasks with the OpenAI SDK: the model runs commands, the task's tests judge.
 
-It needs `train_dataset: {harbor: PATH}` and `rollout.agent.isolation: bwrap` (or another that can
-show the files of an image: `podman`, `apptainer`, `enroot`).
+It needs `train_dataset: {harbor: PATH}` and `rollout.agent.isolation: bwrap`, or another runtime
+that can show the files of an image (`podman`, `apptainer`, `enroot`).
 """
 
 import asyncio
@@ -29,13 +29,13 @@ COMMAND_TOOL: Any = {
 
 
 class HarborAgent:
-    """Lets the model run commands until it calls no tool, then has the tests judge.
+    """Runs the model's commands until a reply has no tool call, then runs the task's tests.
 
     Args:
-        max_turns: Model calls of an episode.
-        command_timeout_s: Time of one command.
-        max_shown_chars: What the model sees of a command's output, from its end.
-        request: What else goes into model calls, such as `temperature`.
+        max_turns: Model calls of an episode at most.
+        command_timeout_s: Time limit of one command.
+        max_shown_chars: Length of a command's output that the model reads, from its end.
+        request: Further arguments of model calls, such as `temperature`.
     """
 
     def __init__(
@@ -77,12 +77,12 @@ class HarborAgent:
 
     async def _run_command_of_tool_call(self, arguments: str, sandbox: Sandbox) -> str:
         try:
-            given = json.loads(arguments)
-            command = given["command"]
+            call_arguments = json.loads(arguments)
+            command = call_arguments["command"]
             if not isinstance(command, str) or "\0" in command:
                 raise TypeError
         except (ValueError, KeyError, TypeError, RecursionError):
             return 'expected {"command": "..."}'
-        told = await sandbox.exec(command, timeout_s=self.command_timeout_s)
-        how = "was stopped, it took too long" if told.timed_out else f"exit code {told.exit_code}"
-        return f"{told.text[-self.max_shown_chars :]}\n({how})"
+        ended = await sandbox.exec(command, timeout_s=self.command_timeout_s)
+        end = "was stopped, it took too long" if ended.timed_out else f"exit code {ended.exit_code}"
+        return f"{ended.text[-self.max_shown_chars :]}\n({end})"

@@ -21,7 +21,7 @@ CALCULATOR_PARAMETERS: dict[str, Any] = {
 
 
 def calculate(expression: str) -> str:
-    """What the model is told: the value, or what is wrong with the expression."""
+    """Return the text for the model: the value, or the fault of the expression."""
     try:
         value, _ = evaluate_expression(expression)
     except ZeroDivisionError:
@@ -32,21 +32,21 @@ def calculate(expression: str) -> str:
 
 
 def call_calculator(arguments: str) -> str:
-    """The calculator's reply to a tool call whose arguments, hopefully JSON, the model wrote."""
+    """Answer a tool call of the model, whose arguments may be invalid JSON."""
     try:
-        given = json.loads(arguments)["expression"]
+        text = json.loads(arguments)["expression"]
     except (ValueError, TypeError, KeyError, RecursionError):
         return "error: give an expression"
-    return calculate(given) if isinstance(given, str) else "error: give the expression as text"
+    return calculate(text) if isinstance(text, str) else "error: give the expression as text"
 
 
 class SubprocessRewardFunction:
-    """A reward function of AReaL's signature, called in processes of its own."""
+    """Reward function of AReaL's signature, called in worker processes."""
 
     def __init__(self, reward_fn_path: str = DEFAULT_MATH_REWARD_PATH) -> None:
         self._reward = AsyncRewardWrapper(import_by_path(reward_fn_path))
 
     async def __call__(self, text: str, task: Mapping[str, Any]) -> float:
-        """The reward of a reply to a task, whose keys beside `messages` the function gets."""
-        given = {name: value for name, value in task.items() if name != "messages"}
-        return await self._reward(task["messages"], text, None, None, **given)
+        """Return the reward of a reply; the function gets the task's keys beside `messages`."""
+        arguments = {name: value for name, value in task.items() if name != "messages"}
+        return await self._reward(task["messages"], text, None, None, **arguments)

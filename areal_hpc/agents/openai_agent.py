@@ -1,7 +1,7 @@
 """Math agents with the OpenAI SDK: one call, several tries, or a calculator.
 
-Tasks have `messages` and what their reward function asks for, such as `answer`. In mode `subproc`
-the SDK finds the session in the environment.
+Tasks have `messages` and the arguments of their reward function, such as `answer`. In mode
+`subproc` the SDK reads the session's URL and key from the environment.
 """
 
 from typing import Any
@@ -29,7 +29,7 @@ RETRY_PROMPT = "That is not right. Look for the mistake, and answer again in the
 
 
 class OpenAIMathAgent:
-    """Asks once. `request` is what else goes into the model call, such as `temperature`."""
+    """Makes one model call. `request` has its further arguments, such as `temperature`."""
 
     def __init__(self, reward_fn_path: str = DEFAULT_MATH_REWARD_PATH, **request: Any) -> None:
         self.reward = SubprocessRewardFunction(reward_fn_path)
@@ -47,9 +47,9 @@ class OpenAIMathAgent:
 
 
 class MultiTurnMathAgent(OpenAIMathAgent):
-    """Is told when its answer is wrong, and tries again, `max_turns` times in all.
+    """Tries again after a wrong answer, `max_turns` times in all.
 
-    The reward is the last reply's; `trainer.objective.credit` says how earlier ones share in it.
+    The last reply has the reward; `trainer.objective.credit` propagates it to earlier replies.
     """
 
     def __init__(self, max_turns: int = 8, **base_options: Any) -> None:
@@ -57,7 +57,7 @@ class MultiTurnMathAgent(OpenAIMathAgent):
         self.max_turns = max_turns
 
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float | dict[str, float]:
-        """One episode; the reward by the id of the reply that earned it."""
+        """Play one episode, and return the reward by the id of the last reply."""
         client, messages = make_client(extra_kwargs), list(data["messages"])
         rewards: dict[str, float] = {}
         for _ in range(self.max_turns):
@@ -73,9 +73,9 @@ class MultiTurnMathAgent(OpenAIMathAgent):
 
 
 class OpenAIMathToolAgent(OpenAIMathAgent):
-    """May use a calculator before it answers; without an answer in `max_turns` calls it has none.
+    """Offers the model a calculator; the answer is empty if `max_turns` calls bring none.
 
-    `first_request` is what goes into the first model call alone, such as `tool_choice`.
+    `first_request` has arguments of the first model call alone, such as `tool_choice`.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class OpenAIMathToolAgent(OpenAIMathAgent):
 
 
 def make_client(extra_kwargs: dict[str, Any]) -> AsyncOpenAI:
-    """The SDK's client for an episode; from the environment where nothing was handed in."""
+    """Make the SDK's client for an episode; missing arguments come from the environment."""
     return AsyncOpenAI(
         base_url=extra_kwargs.get("base_url"),
         api_key=extra_kwargs.get("api_key"),

@@ -15,14 +15,14 @@ MATH_AGENT_BUILDER_PATH = f"{__name__}.build_math_agent"
 class AgentsSdkWorkflow:
     """Builds the agent for every episode, runs it, and judges its final output.
 
-    Hand-offs and tools are calls: `inference.tool_call_parser` must name the model's format.
+    Hand-offs and tools are tool calls: `inference.tool_call_parser` must name the model's format.
 
     Args:
         agent_builder_path: Dotted path of a function that returns an `agents.Agent`.
-        agent_builder_kwargs: Its arguments.
+        agent_builder_kwargs: Arguments of that function.
         reward_fn_path: Dotted path of the reward function.
-        max_turns: Model calls at most; an agent that needs more has failed.
-        use_responses: Speak the Responses API instead of chat completions.
+        max_turns: Model calls at most; an agent that needs more fails.
+        use_responses: Whether to use the Responses API instead of chat completions.
         settings: The SDK's `ModelSettings`, for all agents: `temperature`, `max_tokens`, ...
     """
 
@@ -64,7 +64,7 @@ class AgentsSdkWorkflow:
 
 
 def build_math_agent() -> Agent:
-    """A coordinator that may hand over to an analyst, a solver or a verifier."""
+    """Build a coordinator that may hand off to an analyst, a solver or a verifier."""
     verifier = _build_team_member("Verifier", "You check a solution and state the final answer.")
     solver = _build_team_member("Solver", "You solve the problem step by step.", verifier)
     analyst = _build_team_member("Analyst", "You say what is given and what is asked.", solver)
@@ -72,7 +72,7 @@ def build_math_agent() -> Agent:
 
 
 def build_single_agent(instructions: str = "You solve problems step by step.") -> Agent:
-    """One agent without tools."""
+    """Build an agent without tools."""
     return Agent(name="Solver", instructions=instructions)
 
 

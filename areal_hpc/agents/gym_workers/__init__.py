@@ -1,1 +1,1 @@
-"""Programs that run in a gym's own Python: the standard library, `worker_loop.py` and the gym."""
+"""Worker programs in a gym's own Python; they import `worker_loop.py` and the gym's packages."""

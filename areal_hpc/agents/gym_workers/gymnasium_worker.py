@@ -1,4 +1,4 @@
-"""Worker of `GymnasiumAgent`: an environment of gymnasium, in words."""
+"""Worker of `GymnasiumAgent`: describes observations of gymnasium in text, and parses actions."""
 
 import importlib
 import json
@@ -18,17 +18,17 @@ class GymnasiumGym(Gym):
             importlib.import_module(module)
         self._env = gymnasium.make(config["env_id"], **config["env_kwargs"])
         self._space = self._env.action_space
-        self._how = format_action_instructions(self._space)
+        self._hint = format_action_instructions(self._space)
 
     async def reset(self, task: dict[str, Any]) -> dict[str, Any]:
         observation, _ = self._env.reset(seed=task.get("seed"), options=task.get("options"))
-        return {"text": f"{self._describe(observation)}\n{self._how}"}
+        return {"text": f"{self._describe(observation)}\n{self._hint}"}
 
     async def step(self, reply: dict[str, Any]) -> dict[str, Any]:
         try:
             action = parse_action(reply["text"], self._space)
-        except (ValueError, TypeError, OverflowError, RecursionError):  # whatever a model may write
-            return {"text": f"That is no action. {self._how}", "reward": 0.0, "done": False}
+        except (ValueError, TypeError, OverflowError, RecursionError):  # the model wrote no action
+            return {"text": f"That is no action. {self._hint}", "reward": 0.0, "done": False}
         observation, reward, terminated, truncated, _ = self._env.step(action)
         return {
             "text": self._describe(observation),
@@ -45,33 +45,33 @@ class GymnasiumGym(Gym):
 def format_action_instructions(action_space: Any) -> str:
     if isinstance(action_space, spaces.Discrete):
         first, last = int(action_space.start), int(action_space.start + action_space.n - 1)
-        what = f"a whole number from {first} to {last}"
+        form = f"a whole number from {first} to {last}"
     elif isinstance(action_space, spaces.Text):
-        what = "a text"
+        form = "a text"
     elif isinstance(action_space, spaces.Box | spaces.MultiDiscrete | spaces.MultiBinary):
-        what = f"a JSON list of shape {list(action_space.shape or ())} for {action_space}"
+        form = f"a JSON list of shape {list(action_space.shape or ())} for {action_space}"
     else:
         raise TypeError(f"actions of {type(action_space).__name__} cannot be written by a model")
-    return f"Reply with <action>A</action>, where A is {what}."
+    return f"Reply with <action>A</action>, where A is {form}."
 
 
 def parse_action(text: str, action_space: Any) -> Any:
-    """The action of a reply: what the last tag holds, else its last number where that is one."""
+    """Parse the content of a reply's last tag, else the reply, as an action of the space."""
     tags = find_action_tags(text)
-    said = tags[-1].strip() if tags else text.strip()
+    content = tags[-1].strip() if tags else text.strip()
     if isinstance(action_space, spaces.Text):
-        action: Any = said
+        action: Any = content
     elif isinstance(action_space, spaces.Discrete):
-        numbers = INTEGER_PATTERN.findall(said)
+        numbers = INTEGER_PATTERN.findall(content)
         if not numbers:
             raise ValueError("no number")
         action = int(numbers[-1])
     else:
         import numpy as np
 
-        given = json.loads(said)
-        action = np.asarray(given, dtype=action_space.dtype)
-        if action_space.dtype.kind != "f" and not np.array_equal(action, given):
+        values = json.loads(content)
+        action = np.asarray(values, dtype=action_space.dtype)
+        if action_space.dtype.kind != "f" and not np.array_equal(action, values):
             raise ValueError("not whole numbers")
     if not action_space.contains(action):
         raise ValueError("outside of the space")
@@ -80,9 +80,9 @@ def parse_action(text: str, action_space: Any) -> Any:
 
 def to_builtins(value: Any) -> Any:
     if isinstance(value, dict):
-        return {str(key): to_builtins(one) for key, one in value.items()}
+        return {str(key): to_builtins(item) for key, item in value.items()}
     if isinstance(value, tuple | list):
-        return [to_builtins(one) for one in value]
+        return [to_builtins(item) for item in value]
     return value.tolist() if hasattr(value, "tolist") else value
 
 

@@ -14,11 +14,11 @@ PROXY_VARIABLES = (
     *("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY"),
     *("http_proxy", "https_proxy", "no_proxy"),
 )
-"""Without which a server by stdio reaches no host; the SDK passes it none of them."""
+"""Variables that a stdio server needs to reach hosts, and that the SDK does not pass to it."""
 
 
 class McpGym(Gym):
-    """Connections to all servers, made anew for each episode."""
+    """Gym with the tools of MCP servers, to which it connects anew for each episode."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self._servers = config["servers"]
@@ -28,17 +28,17 @@ class McpGym(Gym):
 
     async def reset(self, task: dict[str, Any]) -> dict[str, Any]:
         await self.close()
-        described = []
-        for server, how in self._servers.items():
+        tools = []
+        for server, config in self._servers.items():
             client = Client(
-                await self._build_connection_target(how), read_timeout_seconds=self._timeout_s
+                await self._build_connection_target(config), read_timeout_seconds=self._timeout_s
             )
             await self._open.enter_async_context(client)
             for tool in (await client.list_tools()).tools:
                 name = tool.name if len(self._servers) == 1 else f"{server}__{tool.name}"
                 self._tools[name] = client, tool.name
-                described.append(build_chat_tool(name, tool))
-        return {"text": "", "tools": described}
+                tools.append(build_chat_tool(name, tool))
+        return {"text": "", "tools": tools}
 
     async def _build_connection_target(self, server_config: dict[str, Any]) -> Any:
         if "url" not in server_config:
@@ -59,8 +59,8 @@ class McpGym(Gym):
 
     async def step(self, reply: dict[str, Any]) -> dict[str, Any]:
         results = [
-            {"id": one["id"], "text": await self._call(one["name"], one["arguments"])}
-            for one in reply["calls"]
+            {"id": call["id"], "text": await self._call(call["name"], call["arguments"])}
+            for call in reply["calls"]
         ]
         return {"results": results, "reward": 0.0, "done": not results}
 
@@ -69,14 +69,14 @@ class McpGym(Gym):
             return f"error: there is no tool {tool_name!r}; there are {', '.join(self._tools)}"
         client, own_name = self._tools[tool_name]
         try:
-            given = json.loads(arguments or "{}")
-            told = await client.call_tool(own_name, given)
+            call_arguments = json.loads(arguments or "{}")
+            result = await client.call_tool(own_name, call_arguments)
         except Exception as error:  # boundary: a server may refuse in any way
             return f"error: {error}"
-        texts = [block.text for block in told.content if block.type == "text"]
-        others = [f"({block.type})" for block in told.content if block.type != "text"]
-        said = "\n".join([*texts, *others])
-        return f"error: {said}" if told.is_error else said
+        texts = [block.text for block in result.content if block.type == "text"]
+        others = [f"({block.type})" for block in result.content if block.type != "text"]
+        text = "\n".join([*texts, *others])
+        return f"error: {text}" if result.is_error else text
 
     async def close(self) -> None:
         self._tools.clear()

@@ -1,4 +1,4 @@
-"""Worker of `NemoGymAgent`: a resources server of NeMo Gym within this process."""
+"""Worker of `NemoGymAgent`: runs a resources server of NeMo Gym in this process."""
 
 import importlib
 import json
@@ -19,18 +19,18 @@ _ROUTES_THAT_ARE_NO_TOOLS = frozenset(
 
 
 class NemoGym(Gym):
-    """Rows of NeMo Gym's data sets: a session each, its tools, its verification."""
+    """Gym that plays each row of a NeMo Gym data set in one session of the server."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         module = importlib.import_module(f"resources_servers.{config['server']}.app")
-        found = find_server_class(module)
+        server = find_server_class(module)
         fields = {"host": "127.0.0.1", "port": 0, "entrypoint": "app.py", "name": config["server"]}
-        server_config = found.model_fields["config"].annotation(**fields, **config["options"])
+        server_config = server.model_fields["config"].annotation(**fields, **config["options"])
         client = ServerClient(
             head_server_config=BaseServerConfig(host="127.0.0.1", port=0),
             global_config_dict=DictConfig({}),
         )
-        self._app = found(config=server_config, server_client=client).setup_webserver()
+        self._app = server(config=server_config, server_client=client).setup_webserver()
         paths = {getattr(route, "path", "") for route in self._app.routes}
         self._has_steps = "/step" in paths
         self._tools = {path.lstrip("/") for path in paths - _ROUTES_THAT_ARE_NO_TOOLS}
@@ -44,36 +44,36 @@ class NemoGym(Gym):
         self._client = httpx.AsyncClient(transport=transport, base_url="http://gym", timeout=None)
         self._row, self._output = task, []
         route = "/reset" if self._has_steps else "/seed_session"
-        told = await self._post(route, self._row)
-        asked = task["responses_create_params"]
-        given = asked["input"]
-        messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
+        answer = await self._post(route, self._row)
+        request = task["responses_create_params"]
+        content = request["input"]
+        messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
         return {
-            "text": told.get("observation") or "",
-            "messages": [to_chat_message(one) for one in messages],
-            "tools": [to_chat_tool(one) for one in asked.get("tools") or ()],
+            "text": answer.get("observation") or "",
+            "messages": [to_chat_message(message) for message in messages],
+            "tools": [to_chat_tool(tool) for tool in request.get("tools") or ()],
         }
 
     async def step(self, reply: dict[str, Any]) -> dict[str, Any]:
         output = build_response_output_items(reply)
         if self._has_steps:
-            told = await self._post(
+            answer = await self._post(
                 "/step", {**self._row, "response": self._build_response(output)}
             )
             return {
-                "text": told["observation"] or "",
-                "reward": float(told["reward"]),
-                "done": bool(told["terminated"] or told["truncated"]),
+                "text": answer["observation"] or "",
+                "reward": float(answer["reward"]),
+                "done": bool(answer["terminated"] or answer["truncated"]),
             }
         self._output += output
         results = [
-            {"id": one["id"], "text": await self._call(one["name"], one["arguments"])}
-            for one in reply["calls"]
+            {"id": call["id"], "text": await self._call(call["name"], call["arguments"])}
+            for call in reply["calls"]
         ]
         if results:
             self._output += [
-                {"type": "function_call_output", "call_id": one["id"], "output": one["text"]}
-                for one in results
+                {"type": "function_call_output", "call_id": item["id"], "output": item["text"]}
+                for item in results
             ]
             return {"results": results, "reward": 0.0, "done": False}
         row = {**self._row, "response": self._build_response(self._output)}
@@ -88,18 +88,18 @@ class NemoGym(Gym):
             return f"error: there is no tool {tool_name!r}"
         assert self._client is not None
         try:
-            given = json.loads(arguments or "{}")
+            call_arguments = json.loads(arguments or "{}")
         except ValueError:
             return "error: the arguments are no JSON"
-        told = await self._client.post(f"/{tool_name}", json=given)
-        return told.text
+        response = await self._client.post(f"/{tool_name}", json=call_arguments)
+        return response.text
 
     async def _post(self, route: str, body: Mapping[str, Any]) -> dict[str, Any]:
         assert self._client is not None
-        told = await self._client.post(route, json=body)
-        if told.is_error:
-            raise RuntimeError(f"{route} answered {told.status_code}: {told.text[:500]}")
-        answer = told.json()
+        response = await self._client.post(route, json=body)
+        if response.is_error:
+            raise RuntimeError(f"{route} answered {response.status_code}: {response.text[:500]}")
+        answer = response.json()
         return answer if isinstance(answer, dict) else {}
 
     def _build_response(self, output: list[dict[str, Any]]) -> dict[str, Any]:
@@ -121,16 +121,16 @@ class NemoGym(Gym):
 
 
 def find_server_class(module: Any) -> Any:
-    found = [
-        one
-        for one in vars(module).values()
-        if isinstance(one, type)
-        and issubclass(one, SimpleResourcesServer)
-        and one.__module__ == module.__name__
+    classes = [
+        value
+        for value in vars(module).values()
+        if isinstance(value, type)
+        and issubclass(value, SimpleResourcesServer)
+        and value.__module__ == module.__name__
     ]
-    if not found:
+    if not classes:
         raise ValueError(f"{module.__name__} defines no resources server")
-    return found[-1]
+    return classes[-1]
 
 
 def build_response_output_items(reply: dict[str, Any]) -> list[dict[str, Any]]:
@@ -145,13 +145,13 @@ def build_response_output_items(reply: dict[str, Any]) -> list[dict[str, Any]]:
     calls = [
         {
             "type": "function_call",
-            "id": one["id"],
-            "call_id": one["id"],
-            "name": one["name"],
-            "arguments": one["arguments"],
+            "id": call["id"],
+            "call_id": call["id"],
+            "name": call["name"],
+            "arguments": call["arguments"],
             "status": "completed",
         }
-        for one in reply["calls"]
+        for call in reply["calls"]
     ]
     return [*([message] if reply["text"] or not calls else []), *calls]
 

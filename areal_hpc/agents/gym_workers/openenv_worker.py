@@ -1,4 +1,4 @@
-"""Worker of `OpenEnvAgent`: a client of OpenEnv, and a server where that is an app of its own."""
+"""Worker of `OpenEnvAgent`: a client of OpenEnv, and its server if the recipe names an app."""
 
 import asyncio
 import contextlib
@@ -21,7 +21,7 @@ _HIDDEN_OBSERVATION_FIELDS = frozenset({"done", "reward", "metadata"})
 
 
 class OpenEnvGym(Gym):
-    """A session of a server for each episode; one of its own is started for it."""
+    """Gym that plays each episode in one session of a server, which it starts for an app."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self._config = config
@@ -31,42 +31,42 @@ class OpenEnvGym(Gym):
         self._client: Any = None
 
     def _start(self) -> None:
-        """Start or find the server: a thread would not live in a fork."""
+        """Start the server in the episode's fork, where a thread of the parent would not run."""
         self._url = self._config["base_url"] or start_server(self._config["app"])
         schema = httpx.get(f"{self._url}/schema", timeout=60).raise_for_status().json()["action"]
         fields = {
-            name: one
-            for name, one in schema["properties"].items()
+            name: field
+            for name, field in schema["properties"].items()
             if name not in _FIELDS_NOT_FROM_MODEL
         }
-        texts = [name for name, one in fields.items() if one.get("type") == "string"]
+        texts = [name for name, field in fields.items() if field.get("type") == "string"]
         self._text_field = texts[0] if len(fields) == len(texts) == 1 else None
-        self._how = f"Reply with <action>JSON</action>, an object of {json.dumps(fields)}."
+        self._hint = f"Reply with <action>JSON</action>, an object of {json.dumps(fields)}."
 
     async def reset(self, task: dict[str, Any]) -> dict[str, Any]:
         await asyncio.to_thread(self._start)
         self._client = await self._open.enter_async_context(GenericEnvClient(self._url))
-        told = await self._client.reset(**task.get("reset", {}))
-        how = "" if self._text_field else f"\n{self._how}"
-        return {"text": f"{describe_observation(told.observation)}{how}"}
+        result = await self._client.reset(**task.get("reset", {}))
+        instructions = "" if self._text_field else f"\n{self._hint}"
+        return {"text": f"{describe_observation(result.observation)}{instructions}"}
 
     async def step(self, reply: dict[str, Any]) -> dict[str, Any]:
         try:
-            told = await self._client.step(self._parse_action(reply["text"]))
+            result = await self._client.step(self._parse_action(reply["text"]))
         except (ValueError, RuntimeError) as error:  # RuntimeError: the server refused it
-            return {"text": f"{error}. {self._how}", "reward": 0.0, "done": False}
+            return {"text": f"{error}. {self._hint}", "reward": 0.0, "done": False}
         return {
-            "text": describe_observation(told.observation),
-            "reward": float(told.reward or 0.0),
-            "done": bool(told.done),
+            "text": describe_observation(result.observation),
+            "reward": float(result.reward or 0.0),
+            "done": bool(result.done),
         }
 
     def _parse_action(self, text: str) -> dict[str, Any]:
         tags = find_action_tags(text)
-        said = tags[-1].strip() if tags else text.strip()
+        content = tags[-1].strip() if tags else text.strip()
         if self._text_field is not None:
-            return {self._text_field: said}
-        action = json.loads(said)
+            return {self._text_field: content}
+        action = json.loads(content)
         if not isinstance(action, dict):
             raise ValueError("That is no JSON object")
         return action
@@ -77,14 +77,14 @@ class OpenEnvGym(Gym):
 
 def describe_observation(observation: dict[str, Any]) -> str:
     shown = {
-        name: one for name, one in observation.items() if name not in _HIDDEN_OBSERVATION_FIELDS
+        name: value for name, value in observation.items() if name not in _HIDDEN_OBSERVATION_FIELDS
     }
     texts = list(shown.values())
     return texts[0] if len(texts) == 1 and isinstance(texts[0], str) else json.dumps(shown)
 
 
 def start_server(app: str) -> str:
-    """Serve `package.module:app` on a port of loopback, in a thread; its URL."""
+    """Serve `package.module:app` on a loopback port in a thread, and return its URL."""
     module, _, name = app.partition(":")
     listener = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(

@@ -1,4 +1,4 @@
-"""Worker of `VerifiersAgent`: an environment of verifiers (v1), which calls the model itself."""
+"""Worker of `VerifiersAgent`: runs an environment of verifiers (v1), which calls the model."""
 
 import os
 from typing import Any
@@ -15,12 +15,12 @@ API_KEY_VARIABLE = "AREAL_HPC_SESSION_KEY"
 class VerifiersGym(Gym):
     def __init__(self, config: dict[str, Any]) -> None:
         taskset, options = config["taskset"], config["env"]
-        kind = environment_class(taskset["id"], options.get("id", ""))
-        settings = concrete_type(kind, vf.EnvConfig, origin=Env) or vf.EnvConfig
+        environment_type = environment_class(taskset["id"], options.get("id", ""))
+        config_type = concrete_type(environment_type, vf.EnvConfig, origin=Env) or vf.EnvConfig
         agent = {"runtime": {"type": "subprocess"}, "harness": config["harness"]}
-        seats = {"agent": agent} if "agent" in settings.model_fields else {}
+        seats = {"agent": agent} if "agent" in config_type.model_fields else {}
         self._env = load_environment(
-            settings.model_validate({**seats, **options, "taskset": taskset})
+            config_type.model_validate({**seats, **options, "taskset": taskset})
         )
         self._tasks = list(self._env.taskset.select(vf.SelectConfig()))
 
@@ -37,14 +37,12 @@ class VerifiersGym(Gym):
         async with self._env.serving():
             (slot,) = self._env.slots(self._tasks[index])
             episode = await self._env.run_slot(slot, context)
-        errors = [*episode.errors, *(one for trace in episode.traces for one in trace.errors)]
+        errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         if errors:
             raise RuntimeError(f"{errors[0].type}: {errors[0].message}")
         trace = episode.traces[0]
-        parts = {
-            name: one.score * one.weight for name, one in trace.rewards.items() if one is not None
-        }
-        metrics = {name: one for name, one in trace.metrics.items() if one is not None}
+        parts = {name: r.score * r.weight for name, r in trace.rewards.items() if r is not None}
+        metrics = {name: value for name, value in trace.metrics.items() if value is not None}
         return {"reward": float(trace.reward), "parts": parts, "metrics": metrics}
 
     @staticmethod

@@ -1,1 +1,1 @@
-"""Coding harnesses as agents."""
+"""Coding harnesses and other command-line programs as agents."""

@@ -1,4 +1,4 @@
-"""Agent that lets a command-line program work on a task's folder, and has a function judge it."""
+"""Agent that runs a command-line program on a task's folder; a function of the user's judges it."""
 
 import asyncio
 import io
@@ -36,7 +36,7 @@ SCRIPT_TIMEOUT_S = 60.0
 _PREPARE_SCRIPT = "git --version > /dev/null && mkdir -p harness/home harness/work"
 _PREPARE_DIFF_SCRIPT = "rm -rf before before.git diff && mkdir before"
 _GIT = "git --git-dir=before.git -c user.name=areal-hpc -c user.email=areal-hpc@localhost"
-# One pack for all: a file for each would count towards the sandbox's limit of files.
+# All files go into one pack: one file for each would count towards the sandbox's limit of files.
 _GIT_ADD_ARGUMENTS = "-c core.bigFileThreshold=1 add -A"
 _WRITE_DIFF_SCRIPT = f"""set -e
 {_GIT} --work-tree=before init -q
@@ -45,7 +45,7 @@ _WRITE_DIFF_SCRIPT = f"""set -e
 {_GIT} --work-tree=work {_GIT_ADD_ARGUMENTS}
 {_GIT} --work-tree=work diff --cached --binary HEAD > diff"""
 _DIFF_VARIABLES = {"HOME": "/dev/null", "XDG_CONFIG_HOME": "/dev/null", "GIT_CONFIG_NOSYSTEM": "1"}
-"""Without git's settings, which the program may have written."""
+"""Variables that exclude git's settings, which the program may have written."""
 _CHECK_PROGRAM_SCRIPT = """test -x "$1" || exit 1
 read -r first < "$1"
 case $first in "#!"*) set -- ${first#??}; echo "$1"; test -x "$1" ;; esac"""
@@ -53,7 +53,7 @@ _RUN_WITH_LOG_SCRIPT = 'exec "$@" > ../log 2>&1 < /dev/null'
 
 
 class HarnessFolder:
-    """Folder `work` of a sandbox, beside a home and the log of the program."""
+    """Folder `work` in a sandbox, beside the program's home and log."""
 
     def __init__(self, sandbox: Sandbox) -> None:
         self._sandbox = sandbox
@@ -63,7 +63,7 @@ class HarnessFolder:
         self.home = f"{self._root}/home"
 
     async def fill(self, source_dir: Path | None) -> None:
-        """Copy a folder of this machine into it."""
+        """Copy a folder of this machine into `work`."""
         if source_dir is not None and not source_dir.is_dir():
             raise AgentError(
                 f"there is no folder {source_dir}", hint="name a folder in the task's `folder`"
@@ -73,11 +73,11 @@ class HarnessFolder:
         await self._unpack_source("work")
 
     async def check_program(self, path: str, key: str) -> None:
-        """Refuse a program that the sandbox does not show, or whose first line names such a one."""
+        """Refuse a program that the sandbox does not show, or whose interpreter it does not."""
         words = ["/bin/sh", "-c", _CHECK_PROGRAM_SCRIPT, "check", path]
-        ended = await self._sandbox.exec(words, timeout_s=SCRIPT_TIMEOUT_S)
-        if ended.exit_code != 0:
-            missing = ended.stdout.decode(errors="replace").strip() or path
+        result = await self._sandbox.exec(words, timeout_s=SCRIPT_TIMEOUT_S)
+        if result.exit_code != 0:
+            missing = result.stdout.decode(errors="replace").strip() or path
             raise RecipeError(
                 f"the sandbox does not show {missing}, or its user may not run it",
                 key=key,
@@ -96,9 +96,9 @@ class HarnessFolder:
         )
 
     async def compute_diff_against_source(self) -> str:
-        """What changed in it, as git shows it, once nothing of the program runs any more.
+        """Compute the diff of `work` by git, after the program and its processes have ended.
 
-        It is compared with a new copy: whatever lay in the sandbox, the program could write.
+        It is against a new copy of the source, as the program could write all files in the sandbox.
         """
         await self._run_script(_PREPARE_DIFF_SCRIPT)
         await self._unpack_source("before")
@@ -106,12 +106,12 @@ class HarnessFolder:
         return (await self._read("diff", MAX_DIFF_BYTES)).decode(errors="replace")
 
     async def read_log(self, max_bytes: int) -> str:
-        """The end of what the program printed."""
+        """Read the end of the program's output."""
         tail = await self._run_script(f"tail -c {max_bytes} log")
         return tail.stdout.decode(errors="replace")
 
     async def copy_to(self, target: Path) -> None:
-        """Copy its files, folders and links to a folder of this machine; nothing else is written.
+        """Copy the files, folders and links of `work` to a folder of this machine.
 
         Links that lead out of it, such as a virtual environment's to its Python, devices and pipes
         are left out.
@@ -130,10 +130,10 @@ class HarnessFolder:
         except OSError as error:
             raise AgentError(f"the program left too much: {error}") from error
 
-    async def _unpack_source(self, place: str) -> None:
+    async def _unpack_source(self, folder_name: str) -> None:
         packed = await asyncio.to_thread(_pack, self._source_dir)
         try:
-            await self._sandbox.unpack(packed, f"{self._root}/{place}")
+            await self._sandbox.unpack(packed, f"{self._root}/{folder_name}")
         except OSError as error:
             raise AgentError(f"the task's folder does not fit into its sandbox: {error}") from error
 
@@ -168,36 +168,35 @@ def _unpack(content: bytes, target: Path) -> int:
 REWARD_RECIPE_KEY = "rollout.workflow_kwargs.reward"
 HARNESS_RECIPE_KEY = "rollout.workflow_kwargs.harness"
 TASK_PLACEHOLDER = "{task}"
-"""In a command: where the task's text stands; without it, it comes last."""
+"""Placeholder of the task's text in a command; without it the text is the last argument."""
 UNISOLATED_EXECUTION_CONFIG = AgentExecutionConfig.model_validate(
     {"isolation": "none", "sandbox": {"memory_bytes": 16 << 30, "processes": 4096}}
 )
-"""Where a program runs without a sandbox: Node.js and Bun reserve far more than they use."""
+"""Configuration without isolation; Node.js and Bun reserve far more memory than they use."""
 CLEAN_UP_S = 60.0
-"""What the end of an episode may take beside the program: the diff, the copy of the folder."""
+"""Time limit of an episode's end, after the program: the diff, and the copy of the folder."""
 
 
 class HarnessAgent:
     """Runs a program in a copy of the task's folder, `data["folder"]`, or in an empty one.
 
-    A known harness is pointed at the session by its own settings; a command learns from
-    `OPENAI_BASE_URL`, `ANTHROPIC_BASE_URL` and their keys whom to call. It runs in the task's
-    sandbox if there is one, else as you do. All that it started ends with it.
+    A known harness gets the session's URL and key in its own settings; a command reads them from
+    `OPENAI_BASE_URL`, `ANTHROPIC_BASE_URL` and their keys. The program runs in the task's sandbox
+    if there is one, else as the calling user. All its processes end with it.
 
     Args:
-        reward: `package.module:function` of `folder` (Path), `diff`, `exit_code`, `timed_out`,
-            `log` and `data`, all by name; returns a number or a `Reward`.
-        harness: A name of `HARNESSES`, such as `opencode`. Its text is the last message of the
-            task.
-        command: In its place a program and its arguments.
-        harnesses_dir: Where `areal-hpc install-harness` has put it.
-        context_tokens: What a harness is told of the length of the model's context.
-        timeout_s: Time of the program; it is killed then, and judged all the same.
-        variables: More of its environment.
-        max_log_bytes: What is kept of its output, from the end.
+        reward: `package.module:function` with the keyword arguments `folder` (Path), `diff`,
+            `exit_code`, `timed_out`, `log` and `data`; returns a number or a `Reward`.
+        harness: Name in `HARNESSES`, such as `opencode`; its prompt is the task's last message.
+        command: Program and its arguments, instead of a harness.
+        harnesses_dir: Folder of `areal-hpc install-harness`.
+        context_tokens: Length of the model's context for the harness's settings.
+        timeout_s: Time limit of the program; one that is killed is judged all the same.
+        variables: Further environment variables of the program.
+        max_log_bytes: Size of the program's output that is kept, from its end.
 
     Raises:
-        RecipeError: There is not one program, it is not installed, or there is no such function.
+        RecipeError: Not exactly one program is named, or the program or the function is missing.
     """
 
     def __init__(
@@ -239,7 +238,7 @@ class HarnessAgent:
         self.max_log_bytes = max_log_bytes
 
     def check_isolation(self, isolation: str | None) -> None:
-        """Demand that a recipe says how the program is isolated."""
+        """Refuse a recipe that does not set how the program is isolated."""
         if isolation is None:
             raise RecipeError(
                 "rollout.agent.isolation is null, and the program would run as you do",
@@ -255,11 +254,11 @@ class HarnessAgent:
             command, variables = self.command, self.variables
             if self.program is not None:
                 key = extra_kwargs.get("api_key") or os.environ["OPENAI_API_KEY"]
-                command, own = await self._set_up_program(self.program, folder, sandbox, key)
-                variables = own | variables
+                command, preset = await self._set_up_program(self.program, folder, sandbox, key)
+                variables = preset | variables
             command = insert_task_into_command(command, get_task_text(data))
-            ended = await folder.run_with_output_to_log(command, variables, self.timeout_s)
-            await sandbox.kill_all_commands()  # nothing goes on writing while its work is read
+            result = await folder.run_with_output_to_log(command, variables, self.timeout_s)
+            await sandbox.kill_all_commands()  # no process may write while the work is read
             diff, log = (
                 await folder.compute_diff_against_source(),
                 await folder.read_log(self.max_log_bytes),
@@ -271,8 +270,8 @@ class HarnessAgent:
                     self.reward,
                     folder=Path(copy),
                     diff=diff,
-                    exit_code=ended.exit_code,
-                    timed_out=ended.timed_out,
+                    exit_code=result.exit_code,
+                    timed_out=result.timed_out,
                     log=log,
                     data=task,
                 )
@@ -281,38 +280,38 @@ class HarnessAgent:
         self, program: HarnessProgram, folder: HarnessFolder, sandbox: Sandbox, api_key: str
     ) -> tuple[list[str], dict[str, str]]:
         root_url = sandbox.base_url.removesuffix("/v1")
-        place = HarnessTemplateValues(
+        values = HarnessTemplateValues(
             root_url, api_key, folder.home, self.installed_in, self.context_tokens
         )
-        command = [place.fill(word) for word in program.command]
+        command = [values.fill(word) for word in program.command]
         await folder.check_program(command[0], HARNESS_RECIPE_KEY)
         for name, text in program.files.items():
-            await sandbox.put(f"{folder.home}/{name}", place.fill(text), 0o600)
-        own = {name: place.fill(value) for name, value in program.variables.items()}
-        return command, QUIET_VARIABLES | own
+            await sandbox.put(f"{folder.home}/{name}", values.fill(text), 0o600)
+        variables = {name: values.fill(value) for name, value in program.variables.items()}
+        return command, QUIET_VARIABLES | variables
 
     @asynccontextmanager
     async def _acquire_sandbox(
         self, data: dict[str, Any], extra_kwargs: dict[str, Any]
     ) -> AsyncIterator[Sandbox]:
-        if (given := data.get(SANDBOX_TASK_COLUMN)) is not None:
-            if not given.base_url:
+        if (sandbox := data.get(SANDBOX_TASK_COLUMN)) is not None:
+            if not sandbox.base_url:
                 raise RecipeError(
                     "the program cannot reach the model from its sandbox",
                     key="rollout.agent.sandbox.network",
                     hint="set rollout.agent.sandbox.network=session-only",
                 )
-            yield given
+            yield sandbox
             return
         url = extra_kwargs.get("base_url") or os.environ["OPENAI_BASE_URL"]
         key = extra_kwargs.get("api_key") or os.environ["OPENAI_API_KEY"]
         sandboxes = make_agent_sandboxes(UNISOLATED_EXECUTION_CONFIG, warm=0)
         assert sandboxes is not None
-        own: dict[str, Any] = {}
-        async with sandboxes.acquire(own) as free:
+        own_task: dict[str, Any] = {}
+        async with sandboxes.acquire(own_task) as acquired:
             lifetime_s = self.timeout_s + CLEAN_UP_S
-            await free.hand_to_agent(own, url, key, lifetime_s)
-            yield own[SANDBOX_TASK_COLUMN]
+            await acquired.hand_to_agent(own_task, url, key, lifetime_s)
+            yield own_task[SANDBOX_TASK_COLUMN]
 
 
 def insert_task_into_command(command: Sequence[str], task: str) -> list[str]:
@@ -323,7 +322,7 @@ def insert_task_into_command(command: Sequence[str], task: str) -> list[str]:
 
 
 def get_task_text(data: dict[str, Any]) -> str:
-    """What the program is asked to do: the last message of the task."""
+    """Return the program's prompt, which is the last message of the task."""
     messages = data.get("messages") or [{}]
     text = messages[-1].get("content")
     if not isinstance(text, str) or not text or "\0" in text:

@@ -1,4 +1,4 @@
-"""Coding harnesses by name, as `harnesses.yaml` has them, and their installation."""
+"""Table of coding harnesses, read from `harnesses.yaml`, and their installation."""
 
 import hashlib
 import os
@@ -27,11 +27,11 @@ QUIET_VARIABLES = {
     "DISABLE_AUTOUPDATER": "1",
     "NO_UPDATE_NOTIFIER": "1",
 }
-"""Statistics, updates and colors are switched off, by the names that most programs know."""
+"""Common variables that switch off statistics, updates and colors."""
 
 
 class HarnessProgram(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A coding harness as its makers release it; the head of the file explains the fields."""
+    """Released coding harness; the comment at the top of `harnesses.yaml` explains the fields."""
 
     package: str
     version: str
@@ -46,7 +46,7 @@ class HarnessProgram(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class HarnessTemplateValues:
-    """What a program is told of its episode."""
+    """Values of an episode for a harness's settings."""
 
     root_url: str
     api_key: str
@@ -55,7 +55,7 @@ class HarnessTemplateValues:
     context_tokens: int
 
     def fill(self, text: str) -> str:
-        """A text of the table with the values of this episode."""
+        """Fill the placeholders in a text of the table."""
         return Template(text).safe_substitute(
             ROOT_URL=self.root_url,
             BASE_URL=f"{self.root_url}/v1",
@@ -73,7 +73,6 @@ HARNESSES: dict[str, HarnessProgram] = msgspec.convert(
 
 
 def get_harness_program(harness_name: str, key: str) -> HarnessProgram:
-    """The harness of a name."""
     if harness_name not in HARNESSES:
         suggestion = format_name_suggestion(harness_name, HARNESSES)
         raise RecipeError(
@@ -86,39 +85,39 @@ def get_harness_program(harness_name: str, key: str) -> HarnessProgram:
 
 CHECKOUT = Path(__file__).resolve().parents[3]
 HARNESSES_DIR = CHECKOUT / ".venvs" / "harnesses"
-"""Where they are installed, a folder each, unless one says otherwise."""
+"""Default folder of installed harnesses, which has one folder for each."""
 PACKAGE_LOCKS_DIR = CHECKOUT / "requirements" / "harnesses"
 STAMP_FILE_NAME = ".installed"
-"""In an installed harness's folder: the digest of its lock, written last."""
+"""File in an installed harness's folder with the digest of its lock, written last."""
 INSTALL_TIMEOUT_S = 1800.0
 MAX_QUOTED_OUTPUT_CHARS = 2000
-"""Of what an installer printed, the characters at its end that an error quotes."""
+"""Length of an installer's output that an error quotes, from its end."""
 HARNESS_WORKFLOW = "areal_hpc.agents.harness.harness_agent.HarnessAgent"
 
 
 def list_recipe_harnesses(recipe: Recipe) -> list[tuple[str, Path]]:
-    """The harnesses that a recipe's agents run, each with the folder that has to hold it."""
-    judged = recipe.evaluation
+    """List the harnesses that a recipe's agents run, and the folders that must hold them."""
+    evaluation = recipe.evaluation
     agents = [
         (recipe.rollout.workflow, recipe.rollout.workflow_kwargs),
-        (judged.workflow, judged.workflow_kwargs),
-        *((one.workflow, one.workflow_kwargs) for one in judged.sets.values()),
+        (evaluation.workflow, evaluation.workflow_kwargs),
+        *((eval_set.workflow, eval_set.workflow_kwargs) for eval_set in evaluation.sets.values()),
     ]
-    found: dict[tuple[str, Path], None] = {}
+    harnesses: dict[tuple[str, Path], None] = {}
     for workflow, kwargs in agents:
         if workflow == HARNESS_WORKFLOW and kwargs.get("harness"):
             folder = Path(kwargs.get("harnesses_dir", HARNESSES_DIR)).absolute()
-            found[str(kwargs["harness"]), folder] = None
-    return list(found)
+            harnesses[str(kwargs["harness"]), folder] = None
+    return list(harnesses)
 
 
 def get_program_path(program: HarnessProgram, folder: Path) -> Path:
-    """The first word of a harness's command."""
+    """Return the path of a harness's program, which is the first word of its command."""
     return Path(program.command[0].replace("$FOLDER", str(folder)))
 
 
 def find_installed_harness(harness_name: str, harnesses_dir: Path, key: str) -> Path:
-    """The folder of an installed harness."""
+    """Return the folder of an installed harness, or raise RecipeError."""
     folder = harnesses_dir / harness_name
     program = get_program_path(get_harness_program(harness_name, key), folder)
     if not (os.access(program, os.X_OK) and (folder / STAMP_FILE_NAME).exists()):
@@ -132,12 +131,12 @@ def find_installed_harness(harness_name: str, harnesses_dir: Path, key: str) -> 
 
 
 def install_harness(harness_name: str, harnesses_dir: Path, version: str = "") -> bool:
-    """Install a harness; False if what its lock says, or this version, is there already.
+    """Install a harness, and return False if its locked version, or `version`, is there already.
 
     Args:
-        harness_name: As in `harnesses.yaml`.
-        harnesses_dir: What holds the folders of all.
-        version: Another one than the lock's, with what the registry gives for it today.
+        harness_name: Name in `harnesses.yaml`.
+        harnesses_dir: Folder that holds the folders of all harnesses.
+        version: Version other than the lock's, with the dependencies that the registry resolves.
     """
     program = get_harness_program(harness_name, "NAME")
     folder, stamp = harnesses_dir / harness_name, version or _compute_lock_digest(harness_name)
@@ -156,15 +155,15 @@ def install_harness(harness_name: str, harnesses_dir: Path, version: str = "") -
 
 
 def query_newest_version(harness_name: str) -> str:
-    """The newest version of a harness that its registry gives."""
+    """Query a harness's registry for its newest version."""
     program = get_harness_program(harness_name, "NAME")
     if program.registry == "npm":
         return _run([_find_npm(), "view", program.package, "version"], Path.cwd()).strip()
-    wanted = ("--python-version", program.python_version) if program.python_version else ()
-    told = _run(
-        [sys.executable, "-m", "pip", "index", "versions", *wanted, program.package], Path.cwd()
+    options = ("--python-version", program.python_version) if program.python_version else ()
+    output = _run(
+        [sys.executable, "-m", "pip", "index", "versions", *options, program.package], Path.cwd()
     )
-    return told.split("(", 1)[1].split(")", 1)[0]  # `name (version)` and more
+    return output.split("(", 1)[1].split(")", 1)[0]  # the output begins with `name (version)`
 
 
 def list_package_lock_files(harness_name: str) -> list[Path]:
@@ -192,7 +191,7 @@ def _install_from_npm(
     for path in list_package_lock_files(harness_name):
         if not version or path.name == "package.json":
             shutil.copy(path, folder)
-    # Not `npm ci`: it gives up on optional packages for other systems that a registry lacks.
+    # `npm ci` would fail at optional packages for other systems that a registry lacks.
     options = ("--no-audit", "--no-fund", "--loglevel=error")
     packages = ("--save-exact", f"{program.package}@{version}") if version else ("--no-save",)
     _run([npm, "install", *options, *packages], folder)
@@ -234,7 +233,7 @@ def _find_python(version: str) -> str | None:
         *map(str, home.glob(f".pyenv/versions/{version}*/bin/python{version}")),
         *map(str, home.glob(f".local/share/uv/python/cpython-{version}*/bin/python{version}")),
     ]
-    return next((one for one in candidates if _is_usable(one)), None)
+    return next((python for python in candidates if _is_usable(python)), None)
 
 
 def _is_usable(python: str) -> bool:
@@ -260,9 +259,9 @@ def _run(command: Sequence[str], folder: Path) -> str:
             hint="run this where the registry can be reached",
         ) from error
     if ended.returncode != 0:
-        said = " ".join((ended.stderr.strip() or ended.stdout).split())[-MAX_QUOTED_OUTPUT_CHARS:]
+        output = " ".join((ended.stderr.strip() or ended.stdout).split())[-MAX_QUOTED_OUTPUT_CHARS:]
         raise ClusterError(
-            f"{' '.join(command[:3])} ended with {ended.returncode}: {said}",
+            f"{' '.join(command[:3])} ended with {ended.returncode}: {output}",
             hint="run this where the registry can be reached; a package whose hash is not the "
             "lock's is another file: install nothing from there",
         )

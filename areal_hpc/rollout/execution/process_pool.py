@@ -143,7 +143,7 @@ def serve_calls(link: socket.socket, parent_pid: int) -> None:
     """Answer calls in a child until the parent closes the link."""
     die_with_parent(signal.SIGKILL)
     become_child_subreaper()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which kills this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends workers
     if os.getppid() != parent_pid:
         return
     with link, link.makefile("rb") as lines:
