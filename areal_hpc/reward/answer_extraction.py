@@ -1,10 +1,10 @@
-"""Extraction of an answer from a reply: boxed, tagged or fenced."""
+"""Extracts the answer from a reply: boxed, tagged, or in a fenced block of code."""
 
 import re
 from collections.abc import Callable
 
 _MINUS_SIGNS = dict.fromkeys(map(ord, "\u2212\ufe63\uff0d"), "-")
-"""What typography writes in the place of the minus sign of ASCII."""
+"""Typographic minus signs, mapped to ASCII's."""
 _ANSWER_START_PATTERN, _ANSWER_END_PATTERN = (
     re.compile(tag, re.IGNORECASE) for tag in ("<answer>", "</answer>")
 )
@@ -12,38 +12,38 @@ _FENCE_START_PATTERN = re.compile(
     r"(?:^[^\S\n]*```(?P<label>[^`\n]*)|```(?:python3?|py)?[^\S\n]*)\n",
     re.IGNORECASE | re.MULTILINE,
 )
-"""A block of another language has to begin its line: three backticks within one are often none."""
+"""Start of a fenced block; one of another language than Python must begin its line."""
 _FENCE_END_PATTERN = re.compile("```")
 _PYTHON_LABELS = ("", "python", "python3", "py")
 
 
 def replace_typographic_minus(text: str) -> str:
-    """The text with the minus sign of ASCII in place of those of typography."""
+    """Replace typographic minus signs by ASCII's."""
     return text.translate(_MINUS_SIGNS)
 
 
 def extract_boxed(text: str) -> str | None:
-    r"""What the last `\boxed{...}` holds, braces within it included; None without one."""
+    r"""Extract the content of the last `\boxed{...}`, with nested braces; None if there is none."""
     start = text.rfind("\\boxed{")
     if start < 0:
         return None
     begin = start + len("\\boxed{")
     depth = 1
-    for place in range(begin, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[place], 0)
+    for index in range(begin, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[index], 0)
         if depth == 0:
-            return text[begin:place]
+            return text[begin:index]
     return None
 
 
 def extract_tagged(text: str) -> str | None:
-    """What the last `<answer>...</answer>` holds; None without one."""
-    found = _extract_last_between(_ANSWER_START_PATTERN, _ANSWER_END_PATTERN, text)
-    return None if found is None else found.strip()
+    """Extract the content of the last `<answer>...</answer>`; None if there is none."""
+    content = _extract_last_between(_ANSWER_START_PATTERN, _ANSWER_END_PATTERN, text)
+    return None if content is None else content.strip()
 
 
 def extract_code(text: str) -> str | None:
-    """The last fenced block that is labelled Python, or not at all; None without one."""
+    """Extract the last fenced block with Python's label or without one; None if there is none."""
     return _extract_last_between(_FENCE_START_PATTERN, _FENCE_END_PATTERN, text, _is_python)
 
 
@@ -58,15 +58,15 @@ def _extract_last_between(
     text: str,
     is_wanted: Callable[[re.Match[str]], bool] = lambda opening: True,
 ) -> str | None:
-    """What the last pair encloses; a pair reaches to the first end, and pairs do not overlap.
+    """Extract the text in the last pair; a pair ends at the first closing, and none overlap.
 
-    Two searches, because one expression for the pair looks for its end anew from every opening.
+    A single regular expression for the pair would search for the end again from each opening.
     """
-    found, place = None, 0
-    while (begin := opening_pattern.search(text, place)) and (
+    content, position = None, 0
+    while (begin := opening_pattern.search(text, position)) and (
         end := closing_pattern.search(text, begin.end())
     ):
-        place = end.end()
+        position = end.end()
         if is_wanted(begin):
-            found = text[begin.end() : end.start()]
-    return found
+            content = text[begin.end() : end.start()]
+    return content

@@ -1,4 +1,4 @@
-"""Answers that are programs, judged by running tests."""
+"""Reward for answers that are Python programs: it runs their tests in sandboxes."""
 
 import asyncio
 import json
@@ -18,7 +18,7 @@ from areal_hpc.sandbox.program import (
 
 _SCRIPTS_FOLDER = Path(__file__).parent / "judging"
 _PASSED = "passed"
-"""As `judge_main.py` prints it."""
+"""Last line of `judge_main.py` after all tests have passed."""
 
 
 def code_reward(
@@ -29,16 +29,16 @@ def code_reward(
     tests: Mapping[str, Any],
     **task: Any,
 ) -> float:
-    """1.0 if the last fenced block of Python passes every test, else 0.0.
+    """Return 1.0 if the last fenced block of Python passes every test, else 0.0.
 
-    Of `tests`, `{"program": source}` calls what the answer defines and must end without an error;
-    `{"cases": [{"input": ..., "output": ...}]}` are read and printed by the answer.
-    `{"time_s": ..., "memory_bytes": ...}` beside them change the limits of each run. An answer's
-    functions get copies of their arguments; `{"arguments_change": true}` beside a `program` says
-    that it tests what becomes of its own, as of a list that is to be sorted in place.
+    `tests` is `{"program": source}`, which calls the names that the answer defines and must end
+    without an error; or `{"cases": [{"input": ..., "output": ...}]}` for standard input and output.
+    `time_s` and `memory_bytes` beside them change the limits of each run. An answer's functions get
+    copies of their arguments; with `{"arguments_change": true}` beside a `program` their changes
+    are applied to the originals, as for a list that is to be sorted in place.
 
     An answer runs in a sandbox and sees neither tests nor expected outputs: a `program` runs in
-    another process and calls it over a socket, which carries literals alone.
+    another sandbox and calls it over a socket, which carries only literals.
 
     Raises:
         RecipeError: This machine cannot isolate programs, and `reward.isolation` is not none.
@@ -47,8 +47,8 @@ def code_reward(
     source = extract_code(completions)
     if source is None:
         return 0.0
-    wanted = {name: tests[name] for name in ("time_s", "memory_bytes") if name in tests}
-    limits = ProgramLimits(**wanted)
+    limit_values = {name: tests[name] for name in ("time_s", "memory_bytes") if name in tests}
+    limits = ProgramLimits(**limit_values)
     if "program" in tests:
         changes = bool(tests.get("arguments_change"))
         return float(passes_tests(source, tests["program"], limits, arguments_change=changes))
@@ -63,10 +63,10 @@ def code_reward(
 def passes_tests(
     answer: str, tests: str, limits: ProgramLimits, *, arguments_change: bool = False
 ) -> bool:
-    """True if the tests, a Python program that uses names of the answer, run without an error.
+    """Return whether the tests, a program that uses names of the answer, run without an error.
 
-    The answer never sees the tests: it gets copies of the arguments of one call after the other.
-    `arguments_change`: what it does to lists, dicts and sets among them is done to the tests' too.
+    The answer never sees the tests, only copies of the arguments of one call after the other. With
+    `arguments_change` its changes of lists, dicts and sets are applied to the tests' originals.
 
     Raises:
         RecipeError: This machine cannot isolate programs, and `reward.isolation` is not none.
@@ -83,8 +83,8 @@ def passes_tests(
             start_program_sandbox(answer_files, limits) as judged,
             start_program_sandbox(judge_files, limits) as judging,
         ):
-            answers_end, tests_end = (one.detach() for one in socket.socketpair())
-            answering = asyncio.create_task(
+            answers_end, tests_end = (end.detach() for end in socket.socketpair())
+            answer_task = asyncio.create_task(
                 run_python(
                     judged, [*answer_files], limits, channel_fd=answers_end, keeps_output=False
                 )
@@ -93,8 +93,8 @@ def passes_tests(
                 outcome = await run_python(judging, [*judge_files], limits, channel_fd=tests_end)
             finally:
                 await judged.stop()
-                await asyncio.wait({answering})
-            answering.result()  # raises if it was never begun
+                await asyncio.wait({answer_task})
+            answer_task.result()  # raises if the answer's process did not start
         lines = outcome.stdout.splitlines()
         return outcome.exit_code == 0 and not outcome.timed_out and lines[-1:] == [_PASSED]
 

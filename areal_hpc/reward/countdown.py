@@ -1,4 +1,4 @@
-"""The countdown game: reach a target with every given number used exactly once."""
+"""Reward for the countdown game: reach a target with every given number used exactly once."""
 
 import ast
 import operator
@@ -31,10 +31,10 @@ def countdown_reward(
     numbers: Sequence[int],
     **task: Any,
 ) -> float:
-    r"""1.0 if the expression given is worth `target` exactly and uses each number once, else 0.0.
+    r"""Return 1.0 if the expression equals `target` and uses each number once, else 0.0.
 
-    The expression is what the last `<answer>...</answer>` or `\boxed{...}` holds; of an equation,
-    what is left of the `=`, and all sides must be worth the target. Arithmetic is exact, in
+    The expression is the content of the last `<answer>...</answer>` or `\boxed{...}`. In an
+    equation it is the left side, and all sides must equal the target. Arithmetic is exact, in
     fractions.
     """
     text = extract_tagged(completions) or extract_boxed(completions)
@@ -46,15 +46,15 @@ def countdown_reward(
     except (InvalidArithmeticError, ZeroDivisionError):
         return 0.0
     _, used = sides[0]
-    is_worth_target = all(worth == target for worth, _ in sides)
-    return float(is_worth_target and sorted(used) == sorted(numbers))
+    equals_target = all(value == target for value, _ in sides)
+    return float(equals_target and sorted(used) == sorted(numbers))
 
 
 def evaluate_expression(text: str) -> tuple[Fraction, list[int]]:
-    """What an expression is worth, and the numbers in it.
+    """Evaluate an expression, and return its value and the numbers in it.
 
     Raises:
-        InvalidArithmeticError: It holds anything but whole numbers, `+ - * /` and parentheses.
+        InvalidArithmeticError: It has more than whole numbers, `+ - * /` and parentheses.
         ZeroDivisionError: It divides by zero.
     """
     text = text.strip().replace("\u00d7", "*").replace("\u00f7", "/")

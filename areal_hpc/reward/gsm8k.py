@@ -1,4 +1,4 @@
-"""Answers of GSM8K: one number, so that no package is needed to compare it."""
+"""Reward for GSM8K: compares one number, without any package."""
 
 import re
 from fractions import Fraction
@@ -7,9 +7,9 @@ from typing import Any
 from areal_hpc.reward.answer_extraction import extract_boxed, replace_typographic_minus
 
 _THOUSANDS_PATTERN = re.compile(r"(?<=\d)(?:\{,\}|,?\\[,!])(?=\d{3})")
-"""What LaTeX puts between thousands in the place of a comma: `1{,}234`, `1\\,234`, `1,\\!234`."""
+"""Separators of thousands in LaTeX: `1{,}234`, `1\\,234`, `1,\\!234`."""
 _NUMBER_PATTERN = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+(?!\d|,\d)|\d+)(?:\.\d+)?(?:/\d+)?")
-"""Commas belong to a number where they group thousands."""
+"""Number, in which commas may group thousands."""
 
 
 def gsm8k_reward_fn(
@@ -20,24 +20,24 @@ def gsm8k_reward_fn(
     answer: str | float,
     **task: Any,
 ) -> float:
-    r"""1.0 if the number given is the right one, else 0.0.
+    r"""Return 1.0 if the reply's number is the right one, else 0.0.
 
-    It is the last number of the last `\boxed{...}`, else of what follows the last `####`, else of
-    the whole reply. `answer` is the right number, as text or as a number, or GSM8K's solution,
+    The reply's number is the last one in the last `\boxed{...}`, else after the last `####`, else
+    in the whole reply. `answer` is the right number, as text or as a number, or GSM8K's solution,
     which ends in `#### 1,234`.
     """
-    right = _extract_last_number(str(answer).rpartition("####")[2])
-    if right is None:
+    expected = _extract_last_number(str(answer).rpartition("####")[2])
+    if expected is None:
         raise ValueError(f"the reference answer contains no number: {answer!r:.200}")
     in_box = extract_boxed(completions)
     given = _extract_last_number(completions.rpartition("####")[2] if in_box is None else in_box)
-    return float(given == right)
+    return float(given == expected)
 
 
 def _extract_last_number(text: str) -> Fraction | None:
     text = _THOUSANDS_PATTERN.sub("", replace_typographic_minus(text))
-    found = _NUMBER_PATTERN.findall(text)
+    numbers = _NUMBER_PATTERN.findall(text)
     try:
-        return Fraction(found[-1].replace(",", "")) if found else None
+        return Fraction(numbers[-1].replace(",", "")) if numbers else None
     except (ZeroDivisionError, ValueError):  # 1/0; 1.5/2, or more digits than Python reads
         return None

@@ -1,7 +1,7 @@
-"""Harbor tasks in a sandbox: what lies there at first, their tests, the reward.
+"""Harbor tasks in a sandbox: preparing their files, running their tests, the reward.
 
-A task's row of the task set has a `HarborTask` under `HARBOR_TASK_COLUMN`. Its tests come into
-the sandbox after the agent has ended and all that it started was killed; their verdict is read from
+A task's row of the task set has a `HarborTask` under `HARBOR_TASK_COLUMN`. Its tests are copied
+into the sandbox after the agent and all its processes have ended; their verdict is read from
 outside.
 """
 
@@ -31,7 +31,7 @@ from areal_hpc.wire.agent_reward import Reward
 from areal_hpc.wire.decoding import convert_value
 
 HARBOR_TASK_COLUMN = "harbor"
-"""Where a row of the task set has its Harbor task."""
+"""Column of the task set with the Harbor task."""
 LOGS_DIR, TESTS_DIR, SOLUTION_DIR = "/logs", "/tests", "/solution"
 HARBOR_FOLDERS = (LOGS_DIR, TESTS_DIR, SOLUTION_DIR)
 """Folders that Harbor's tasks expect."""
@@ -39,40 +39,40 @@ VERDICT_DIR = f"{LOGS_DIR}/verifier"
 TEST_OUTPUT_FILE = f"{VERDICT_DIR}/test-stdout.txt"
 MAX_VERDICT_BYTES = 1 << 16
 READ_RETRY_S, READ_PAUSE_S = 60.0, 2.0
-"""How long reading a task's files is repeated (a server of files or a descriptor may be missing for
-a moment), and the pauses."""
+"""Time for which reading a task's files is repeated, and the pause between two tries: a file server
+or a descriptor may be missing for a moment."""
 _MAX_NOTE_LENGTH = 2000
 _TEST_VARIABLES = {"HOME": VERDICT_DIR, "PYTHONNOUSERSITE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-"""Of tests: programs find no settings that the agent left in its home folder."""
+"""Environment of tests; their home is not the agent's, whose settings could change the verdict."""
 
 
 class HarborTask(msgspec.Struct, frozen=True, kw_only=True):
-    """A task folder, as far as a sandbox is concerned."""
+    """Fields of a Harbor task folder that concern its sandbox."""
 
     folder: str
-    """Path of the task folder, there on every node."""
+    """Path of the task folder on every node."""
     root: str = ""
-    """Folder, tar or image of its root file system; empty: what the recipe says."""
+    """Folder, tar or image of its root file system; empty: the recipe's."""
     has_network: bool = True
-    """False: commands reach nothing, whatever the recipe says."""
+    """Whether commands may have the recipe's open network; else they reach the session alone."""
     work_dir: str = ""
     """Working directory of commands; empty: the sandbox's own."""
     variables: dict[str, str] = {}
-    """Environment of commands."""
+    """Environment variables of commands."""
     copies: tuple[tuple[str, str], ...] = ()
-    """Files and folders below `folder`, and their places in the sandbox."""
+    """Files and folders below `folder`, and their paths in the sandbox."""
     folders: tuple[str, ...] = ()
-    """Places that commands may write in, besides those of every sandbox."""
+    """Folders that commands may write in, beside those of every sandbox."""
     memory_bytes: int | None = None
     disk_bytes: int | None = None
     agent_timeout_s: float | None = None
-    """Time of the agent; None: what the recipe says."""
+    """Time limit of the agent; None: the recipe's."""
     test_timeout_s: float = 600.0
     test_variables: dict[str, str] = {}
     solution_variables: dict[str, str] = {}
 
     def apply_task_to_sandbox_spec(self, spec: SandboxSpec) -> SandboxSpec:
-        """The sandbox of a recipe, with the task's root, and no more than the task allows."""
+        """Restrict a recipe's sandbox to the task's limits, and set the task's root."""
         limits = spec.limits
         limits = replace(
             limits,
@@ -86,11 +86,11 @@ class HarborTask(msgspec.Struct, frozen=True, kw_only=True):
         return replace(changed, root=Path(self.root), variables={}) if self.root else changed
 
     async def prepare(self, sandbox: Sandbox) -> None:
-        """Put the task's files, and let commands run where and with what they expect."""
-        made = [self.work_dir] if self.work_dir else []
-        pairs = [(self._resolve(source), place) for source, place in self.copies]
+        """Copy the task's files in, and set working directory and environment of commands."""
+        folders = [self.work_dir] if self.work_dir else []
+        pairs = [(self._resolve(source), target) for source, target in self.copies]
         try:
-            await _put_files_into_sandbox(sandbox, pairs, made)
+            await _put_files_into_sandbox(sandbox, pairs, folders)
         except OSError as error:
             raise RecipeError(
                 f"the files of the Harbor task do not fit into its sandbox: {error}",
@@ -110,27 +110,27 @@ class HarborTask(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     async def run_tests(self, sandbox: Sandbox) -> Reward:
-        """Run the tests, after all that runs in the sandbox was killed, and read their verdict.
+        """Kill all processes in the sandbox, run the tests, and read their verdict.
 
-        The reward is 0 where they give none, or fail (exit code not 0): then `no_verdict` among the
-        metrics is 1, and the note says why. Of several rewards `reward` counts, else their mean.
+        If they write no reward or fail (exit code not 0), the reward is 0, the metric `no_verdict`
+        is 1, and the note has the reason. Of several rewards `reward` counts, else their mean.
         """
         await sandbox.kill_all_commands()
         try:
             await self._put_tests(sandbox)
-            told = await sandbox.exec(
+            result = await sandbox.exec(
                 f"{_build_run_command('tests/test.sh')} > {TEST_OUTPUT_FILE} 2>&1",
                 timeout_s=self.test_timeout_s,
                 variables={**_TEST_VARIABLES, **self.test_variables},
             )
             await sandbox.kill_all_commands()
-            if told.timed_out:
+            if result.timed_out:
                 return build_no_verdict_reward(
                     f"the tests took longer than {self.test_timeout_s:g} s"
                 )
-            if told.exit_code != 0:  # what an answer breaks cannot judge it
+            if result.exit_code != 0:  # an answer may have broken the tests
                 return build_no_verdict_reward(
-                    f"the tests failed to judge (exit code {told.exit_code}); "
+                    f"the tests failed to judge (exit code {result.exit_code}); "
                     f"{await _describe_test_output(sandbox)}"
                 )
             verdict = await _read_first_verdict_file(sandbox, ("reward.json", "reward.txt"))
@@ -141,8 +141,8 @@ class HarborTask(msgspec.Struct, frozen=True, kw_only=True):
             return build_no_verdict_reward(f"{error}; {await _describe_test_output(sandbox)}")
 
     async def _put_tests(self, sandbox: Sandbox) -> None:
-        for place in (TESTS_DIR, VERDICT_DIR):
-            await sandbox.remove(place)
+        for folder in (TESTS_DIR, VERDICT_DIR):
+            await sandbox.remove(folder)
         pairs = [(self._resolve("tests"), TESTS_DIR)]
         await _put_files_into_sandbox(sandbox, pairs, [VERDICT_DIR])
 
@@ -151,7 +151,7 @@ class HarborTask(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def resolve_task_path(folder: Path, name: str) -> Path:
-    """A file or folder of a task, links followed: a stranger's task shows no file of yours."""
+    """Resolve a path of a task with its links; refuse one that leads out of the task's folder."""
     path = (folder / name).resolve()
     if not path.is_relative_to(folder.resolve()):
         raise RecipeError(
@@ -163,7 +163,7 @@ def resolve_task_path(folder: Path, name: str) -> Path:
 
 
 def find_harbor_task(data: Mapping[str, Any]) -> HarborTask | None:
-    """The Harbor task of a row, if it is one."""
+    """Return the Harbor task of a row; None if it has none."""
     if HARBOR_TASK_COLUMN not in data:
         return None
     try:
@@ -177,7 +177,7 @@ def find_harbor_task(data: Mapping[str, Any]) -> HarborTask | None:
 
 
 async def judge_harbor_task(data: Mapping[str, Any]) -> Reward:
-    """The reward of a row's task, whose agent has ended: what an agent's `run` returns."""
+    """Judge a row's task after its agent has ended; an agent's `run` returns this reward."""
     task, sandbox = find_harbor_task(data), data.get("sandbox")
     if task is None or not isinstance(sandbox, Sandbox):
         raise RecipeError(
@@ -189,29 +189,29 @@ async def judge_harbor_task(data: Mapping[str, Any]) -> Reward:
 
 
 def parse_verdict(file_name: str, content: bytes) -> Reward:
-    """The reward of a file `reward.json` or `reward.txt`."""
+    """Parse the reward in a file `reward.json` or `reward.txt`."""
     try:
-        told = json.loads(content) if file_name.endswith(".json") else float(content)
-        values = told if isinstance(told, dict) else {"reward": told}
+        verdict = json.loads(content) if file_name.endswith(".json") else float(content)
+        values = verdict if isinstance(verdict, dict) else {"reward": verdict}
         if not values:
             raise ValueError("it is empty")
         parts = Reward(0.0, parts=values).parts
         mean = sum(parts.values()) / len(parts)
-        shown = parts if isinstance(told, dict) else {}
+        shown = parts if isinstance(verdict, dict) else {}
         return Reward(parts.get("reward", mean), parts=shown, metrics={"no_verdict": 0.0})
     except (ValueError, InvalidRewardError, RecursionError) as error:
         raise ValueError(f"{file_name} holds no reward: {error}") from error
 
 
 def build_no_verdict_reward(reason: str) -> Reward:
-    """The reward of an episode whose tests gave none."""
+    """Build the reward of an episode whose tests gave no verdict."""
     return Reward(0.0, metrics={"no_verdict": 1.0}, note=f"no verdict: {reason}"[:_MAX_NOTE_LENGTH])
 
 
 def build_archive(pairs: Iterable[tuple[Path, str]], *, folders: Iterable[str] = ()) -> bytes:
-    """A tar of files and folders of this machine under their places in a sandbox.
+    """Build a tar of files and folders of this machine, with their paths in a sandbox.
 
-    All belong to whoever unpacks it; `folders` are made empty.
+    All of them become the unpacking user's; `folders` are made empty.
     """
     stream = io.BytesIO()
     with tarfile.open(fileobj=stream, mode="w", format=tarfile.PAX_FORMAT) as archive:
@@ -219,15 +219,14 @@ def build_archive(pairs: Iterable[tuple[Path, str]], *, folders: Iterable[str] =
             member = tarfile.TarInfo(_name_member(folder))
             member.type, member.mode = tarfile.DIRTYPE, 0o755
             archive.addfile(member)
-        for source, place in pairs:
-            archive.add(source, _name_member(place), filter=_normalize_member)
+        for source, target in pairs:
+            archive.add(source, _name_member(target), filter=_normalize_member)
     return stream.getvalue()
 
 
 async def _put_files_into_sandbox(
     sandbox: Sandbox, pairs: Iterable[tuple[Path, str]], folders: Iterable[str] = ()
 ) -> None:
-    """Put files into a sandbox."""
     archive = await _build_archive_with_retries([*pairs], [*folders])
     try:
         await sandbox.unpack(archive)
@@ -241,9 +240,9 @@ async def _put_files_into_sandbox(
 async def _build_archive_with_retries(
     pairs: Sequence[tuple[Path, str]], folders: Sequence[str]
 ) -> bytes:
-    """The files as a tar, read in a thread: their storage may be slow.
+    """Build a tar of the files in a thread, as their storage may be slow.
 
-    Reading is repeated for `READ_RETRY_S`: an episode that has been played is lost without them.
+    Errors are retried for `READ_RETRY_S`, because without the files a played episode is lost.
     """
     give_up_at = time.monotonic() + READ_RETRY_S
     while True:
@@ -270,9 +269,9 @@ def _name_member(member_path: str) -> str:
 
 
 def _build_run_command(script: str) -> str:
-    """A script is run as a program where it says what runs it, else by the shell.
+    """Build the command that runs a script: by its first line's interpreter, else by the shell.
 
-    No shell waits for it: what it starts has the same user, and may write to a shell's memory.
+    `exec` leaves no shell that waits: the script's processes could write to the shell's memory.
     """
     quoted = shlex.quote(f"/{script}")
     return f"chmod +x {quoted} && exec {quoted}"
@@ -290,58 +289,58 @@ async def _read_first_verdict_file(sandbox: Sandbox, names: Iterable[str]) -> tu
 
 async def _describe_test_output(sandbox: Sandbox) -> str:
     try:
-        told = await sandbox.exec(
+        tail = await sandbox.exec(
             ["tail", "-c", str(_MAX_NOTE_LENGTH // 2), TEST_OUTPUT_FILE], timeout_s=10.0
         )
     except SandboxLostError:
         return "the sandbox is gone"
-    return f"they printed: {told.stdout.decode(errors='replace')}" if told.stdout else "no output"
+    return f"they printed: {tail.stdout.decode(errors='replace')}" if tail.stdout else "no output"
 
 
 @dataclass(frozen=True, slots=True)
 class TaskCheck:
-    """A task judged after its own solution, and after nothing."""
+    """Rewards of a task for its own solution, and for doing nothing."""
 
     name: str
     oracle: Reward | None
-    """Of its own solution; None if it has none."""
+    """Reward of the task's own solution; None if it has none."""
     no_action_reward: Reward
-    """Of doing nothing."""
+    """Reward of doing nothing."""
 
     @property
     def has_discriminating_tests(self) -> bool:
-        """The tests tell the solution from nothing, and give a verdict on both."""
+        """Whether the tests judge both, and reward the solution more than doing nothing."""
         if self.oracle is None:
             return (
                 not self.no_action_reward.metrics["no_verdict"] and self.no_action_reward.value < 1
             )
         verdicts = (self.oracle, self.no_action_reward)
-        given = all(not one.metrics["no_verdict"] for one in verdicts)
-        return given and self.oracle.value > self.no_action_reward.value
+        are_judged = all(not verdict.metrics["no_verdict"] for verdict in verdicts)
+        return are_judged and self.oracle.value > self.no_action_reward.value
 
 
 async def check_tasks_in_order(
     rows: Sequence[dict[str, Any]], runtime: Runtime, spec: SandboxSpec, at_once: int
 ) -> AsyncIterator[TaskCheck]:
-    """Check each of these rows, in their order."""
-    places = asyncio.Semaphore(at_once)
+    """Check rows, `at_once` of them concurrently, and yield the results in the order of rows."""
+    slots = asyncio.Semaphore(at_once)
 
     async def check(row: dict[str, Any]) -> TaskCheck:
-        async with places:
+        async with slots:
             return await judge_task(row, runtime, spec)
 
-    running = [asyncio.create_task(check(row)) for row in rows]
+    checks = [asyncio.create_task(check(row)) for row in rows]
     try:
-        for one in running:
-            yield await one
+        for running_check in checks:
+            yield await running_check
     finally:
-        for one in running:
-            one.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        for running_check in checks:
+            running_check.cancel()
+        await asyncio.gather(*checks, return_exceptions=True)
 
 
 async def judge_task(row: dict[str, Any], runtime: Runtime, spec: SandboxSpec) -> TaskCheck:
-    """Play one task twice, each time in a sandbox of its own."""
+    """Play a task with its solution and with no action, each time in a sandbox of its own."""
     task = find_harbor_task(row)
     assert task is not None
     has_solution = Path(task.folder, "solution", "solve.sh").is_file()

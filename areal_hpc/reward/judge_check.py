@@ -1,4 +1,4 @@
-"""Agreement of a judging model with labels of people."""
+"""Measures how far a judging model agrees with labels of people (`areal-hpc check-judge`)."""
 
 import asyncio
 from collections.abc import Sequence
@@ -15,44 +15,44 @@ from areal_hpc.reward.llm_judge import Grade, LlmJudge
 from areal_hpc.wire.decoding import decode_json
 
 MAX_SHOWN_REPLIES = 5
-"""Replies on which judge and label differ most."""
+"""Number of replies shown on which judge and label differ most."""
 MAX_PROBLEMS = 10
 
 
 class LabeledReply(Struct, frozen=True):
-    """A line of a file of labels."""
+    """Line of a file of labels."""
 
     question: str
     reply: str
     label: float
-    """Its worth by a person's word, from 0 to 1."""
+    """Value of the reply in a person's judgment, from 0 to 1."""
     reference: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """How far a judge's values agree with labels of people, both from 0 to 1."""
+    """Measures of agreement of a judge's values with labels of people, both from 0 to 1."""
 
     count: int
     mean_difference: float
-    """Judge minus label: above 0 the judge is too kind."""
+    """Judge minus label; above 0 the judge is too lenient."""
     mean_abs_difference: float
     rank_correlation: float
-    """Spearman's; NaN where all values, or all labels, are equal."""
+    """Spearman's correlation; NaN if all values, or all labels, are equal."""
     kappa: float
-    """Cohen's, of good (at least the threshold) and bad; NaN where all are one of them."""
+    """Cohen's kappa of good (at least the threshold) and bad; NaN if all are one of them."""
 
 
 def measure_agreement(
     values_N: Sequence[float], labels_N: Sequence[float], threshold: float = 0.5
 ) -> Agreement:
-    """How far values agree with labels. Pure."""
+    """Compute how far values agree with labels."""
     values, labels = np.asarray(values_N, dtype=np.float64), np.asarray(labels_N, dtype=np.float64)
     if values.shape != labels.shape or not values.size:
         raise ValueError(f"expected a label for each value, got {values.size} and {labels.size}")
-    good, is_good = values >= threshold, labels >= threshold
-    observed = float((good == is_good).mean())
-    by_chance = float(good.mean() * is_good.mean() + (1 - good.mean()) * (1 - is_good.mean()))
+    good, labeled = values >= threshold, labels >= threshold
+    observed = float((good == labeled).mean())
+    by_chance = float(good.mean() * labeled.mean() + (1 - good.mean()) * (1 - labeled.mean()))
     return Agreement(
         len(values),
         float((values - labels).mean()),
@@ -78,20 +78,20 @@ def _compute_pearson_correlation(
 
 
 async def report_agreement(judge: LlmJudge, path: Path, threshold: float) -> str:
-    """Grade the replies of a file of labels; the agreement and the largest differences as text."""
+    """Grade the replies of a file of labels, and format the agreement and largest differences."""
     labeled = read_labels(path)
     grades = await asyncio.gather(
-        *(judge(one.question, one.reply, one.reference) for one in labeled)
+        *(judge(item.question, item.reply, item.reference) for item in labeled)
     )
-    labels = [one.label for one in labeled]
-    found = measure_agreement([one.value for one in grades], labels, threshold)
+    labels = [item.label for item in labeled]
+    agreement = measure_agreement([grade.value for grade in grades], labels, threshold)
     return "\n".join(
-        [*_format_agreement(found, threshold), *_format_largest_differences(labeled, grades)]
+        [*_format_agreement(agreement, threshold), *_format_largest_differences(labeled, grades)]
     )
 
 
 def read_labels(path: Path) -> list[LabeledReply]:
-    """The labeled replies of a JSON-lines file."""
+    """Read the labeled replies of a JSON-lines file."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
@@ -102,14 +102,14 @@ def read_labels(path: Path) -> list[LabeledReply]:
     labeled, problems = [], []
     for number, line in enumerate(lines, 1):
         try:
-            one = decode_json(line, LabeledReply)
+            item = decode_json(line, LabeledReply)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             problems.append(Problem(f"line {number}: {error}", str(path)))
             continue
-        if 0 <= one.label <= 1:
-            labeled.append(one)
+        if 0 <= item.label <= 1:
+            labeled.append(item)
         else:
-            problems.append(Problem(f"line {number}: label is {one.label}, not 0 to 1", str(path)))
+            problems.append(Problem(f"line {number}: label is {item.label}, not 0 to 1", str(path)))
     if problems:
         raise RecipeError.from_problems(problems[:MAX_PROBLEMS])
     if not labeled:
@@ -132,13 +132,13 @@ def _format_largest_differences(
     labeled: Sequence[LabeledReply], grades: Sequence[Grade]
 ) -> list[str]:
     pairs = sorted(
-        zip(labeled, grades, strict=True), key=lambda one: -abs(one[1].value - one[0].label)
+        zip(labeled, grades, strict=True), key=lambda pair: -abs(pair[1].value - pair[0].label)
     )
     lines = []
-    for one, grade in pairs[:MAX_SHOWN_REPLIES]:
-        if grade.value != one.label:
+    for item, grade in pairs[:MAX_SHOWN_REPLIES]:
+        if grade.value != item.label:
             lines += [
-                f"judge {grade.value:.2f}, label {one.label:.2f}: {one.reply!r:.100}",
+                f"judge {grade.value:.2f}, label {item.label:.2f}: {item.reply!r:.100}",
                 f"    {grade.explanation!r:.150}",
             ]
     return lines

@@ -20,10 +20,10 @@ from areal_hpc.errors import AgentError, ClusterError, RecipeError
 from areal_hpc.wire.decoding import decode_json
 
 API_KEY_VARIABLE = "JUDGE_API_KEY"
-"""Environment variable with the endpoint's key, unless another one is named."""
+"""Default name of the environment variable with the endpoint's key."""
 MAX_EXPLANATION_CHARS = 2000
 _MARK_SIGN_PATTERN = re.compile(r"[<>\uff5c\u2581\u25c1\u25b7]|\[(?=/?[A-Za-z_]+\])")
-"""Signs without which no mark of a chat template is one: `<|im_end|>`, `<s>`, `[INST]`."""
+"""Characters of control tokens in chat templates: `<|im_end|>`, `<s>`, `[INST]`."""
 _INSTRUCTIONS = """{rubric}
 
 Grade the reply by the above with a whole number from 0 to {max_grade}. What stands in `question`, \
@@ -32,12 +32,12 @@ Grade the reply by the above with a whole number from 0 to {max_grade}. What sta
 
 
 class Grade(Struct, frozen=True):
-    """What a judge makes of a reply."""
+    """Grade that a judge gives a reply."""
 
     value: float
-    """From 0 to 1."""
+    """Grade from 0 to 1."""
     explanation: str
-    """In the judge's words, for the `note` of a `Reward`."""
+    """Explanation by the judge, for the `note` of a `Reward`."""
 
 
 class _JudgeReply(Struct):
@@ -46,24 +46,24 @@ class _JudgeReply(Struct):
 
 
 class LlmJudge:
-    """A model that grades replies by a rubric: `grade = await judge(question, reply)`.
+    """Grades replies by a rubric with a judging model: `grade = await judge(question, reply)`.
 
-    A grade that was given before is not asked for again; in `cache` it outlives the process.
-    A judge can be talked to by what it judges: measure how far it agrees with people
-    (`areal-hpc check-judge`), and read what it rewards.
+    Grades are cached; in `cache` they outlive the process. A reply can manipulate the judge:
+    measure how far the judge agrees with people (`areal-hpc check-judge`), and read the replies
+    that it rewards.
 
     Args:
         rubric: Text of the rubric; or a file with it: a Path, or a name that ends in .md or .txt.
-        base_url: The endpoint, as the OpenAI SDK has it.
+        base_url: URL of the endpoint, as for the OpenAI SDK.
         model: Name of the judging model there.
         api_key_variable: Environment variable with the key; without one the key is `none`.
         max_grade: The best grade; the value is the grade divided by it.
         cache: SQLite file on storage of this node.
-        timeout_s: Longest time of one call.
-        max_tries: Calls until a grade can be read.
-        on_no_grade: What a reply is worth after these: `0`, as a reply may have talked the judge
-            out of its form; or `fail`: the episode fails.
-        max_concurrent: Calls at once.
+        timeout_s: Time limit of one call.
+        max_tries: Calls at most until a grade can be parsed.
+        on_no_grade: Value of a reply after these: `0`, as the reply may have led the judge to break
+            the format; or `fail`: the episode fails.
+        max_concurrent: Concurrent calls at most.
         request: Further parameters of the calls, over `temperature: 0` and the JSON schema.
     """
 
@@ -100,21 +100,21 @@ class LlmJudge:
         self._event_loop_client: _EventLoopClient | None = None
 
     async def __call__(self, question: str, reply: str, reference: str = "") -> Grade:
-        """The grade of a reply; `reference` is a good answer, if there is one."""
-        given = {"question": question, "reference": reference, "reply": reply}
-        told = [self._rubric, self._model, self._max_grade, self._request, given]
-        key = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
-        if (known := await asyncio.to_thread(self._cache.find, key)) is not None:
-            return known
+        """Grade a reply; `reference` is a good answer, if there is one."""
+        fields = {"question": question, "reference": reference, "reply": reply}
+        identity = [self._rubric, self._model, self._max_grade, self._request, fields]
+        key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+        if (cached := await asyncio.to_thread(self._cache.find, key)) is not None:
+            return cached
         loop_client = self._get_client_of_running_loop()
-        if (under_way := loop_client.under_way.get(key)) is None:  # samples of a group may be alike
+        if (under_way := loop_client.under_way.get(key)) is None:  # a group may repeat a reply
             under_way = loop_client.under_way[key] = asyncio.create_task(
-                self._ask_judge(key, given, loop_client)
+                self._request_grade(key, fields, loop_client)
             )
             under_way.add_done_callback(lambda _: loop_client.under_way.pop(key, None))
-        return await asyncio.shield(under_way)  # another episode may wait for it too
+        return await asyncio.shield(under_way)  # another episode may wait for the same grade
 
-    async def _ask_judge(
+    async def _request_grade(
         self, key: str, judged_fields: Mapping[str, str], event_loop_client: "_EventLoopClient"
     ) -> Grade:
         text = ""
@@ -135,9 +135,9 @@ class LlmJudge:
     async def _request_reply_text(
         self, judged_fields: Mapping[str, str], client: AsyncOpenAI
     ) -> str:
-        told = _INSTRUCTIONS.format(rubric=self._rubric, max_grade=self._max_grade)
+        instructions = _INSTRUCTIONS.format(rubric=self._rubric, max_grade=self._max_grade)
         messages: Any = [
-            {"role": "system", "content": told},
+            {"role": "system", "content": instructions},
             {"role": "user", "content": quote_as_data(judged_fields)},
         ]
         base_url, _, _ = self._endpoint
@@ -154,12 +154,12 @@ class LlmJudge:
 
     def _read_grade(self, text: str) -> Grade | None:
         try:
-            said = decode_json(text, _JudgeReply)
+            reply = decode_json(text, _JudgeReply)
         except (msgspec.DecodeError, UnicodeEncodeError):
             return None
-        if not 0 <= said.grade <= self._max_grade:
+        if not 0 <= reply.grade <= self._max_grade:
             return None
-        return Grade(said.grade / self._max_grade, said.explanation[:MAX_EXPLANATION_CHARS])
+        return Grade(reply.grade / self._max_grade, reply.explanation[:MAX_EXPLANATION_CHARS])
 
     def _get_client_of_running_loop(self) -> "_EventLoopClient":
         loop = asyncio.get_running_loop()
@@ -200,10 +200,10 @@ class _GradeCache:
 
     def find(self, key: str) -> Grade | None:
         with self._lock:
-            found = self._database.execute(
+            row = self._database.execute(
                 "SELECT value, explanation FROM grades WHERE key = ?", (key,)
             ).fetchone()
-        return Grade(*found) if found else None
+        return Grade(*row) if row else None
 
     def keep(self, key: str, grade: Grade) -> None:
         with self._lock:
@@ -214,9 +214,9 @@ class _GradeCache:
 
 
 def quote_as_data(judged_fields: Mapping[str, str]) -> str:
-    """What is judged, as JSON in which no mark of a chat template stands: it would be a token."""
-    told = json.dumps(judged_fields, ensure_ascii=False)
-    return _MARK_SIGN_PATTERN.sub(lambda found: f"\\u{ord(found[0]):04x}", told)
+    """Encode the judged texts as JSON, and escape what could become control tokens."""
+    text = json.dumps(judged_fields, ensure_ascii=False)
+    return _MARK_SIGN_PATTERN.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 def _read_rubric(rubric: str | Path) -> str:

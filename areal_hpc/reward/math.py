@@ -15,17 +15,17 @@ from areal_hpc.reward.verifier_pool import VerifierPool
 log = logging.getLogger(__name__)
 
 REPLY_TAIL_CHARS = 4000
-"""An answer stands near the end; parsing the whole of a long chain of thought takes seconds."""
+"""Length of a reply's end that is parsed: parsing a long chain of thought takes seconds."""
 MATH_TIMEOUT_S = 5.0
-"""Time for one comparison; an ordinary one takes a hundredth of a second."""
+"""Time limit of one comparison, which mostly takes a hundredth of a second."""
 MATH_MEMORY_BYTES = 1024**3
 """Memory that the process of comparisons may take beside its packages."""
 MAX_NESTING = 100
-"""Of brackets within a box. The parser of math-verify gives up not far above this."""
+"""Nesting of brackets in a box at most; math-verify's parser fails a little above it."""
 
 
 def build_math_pool(timeout_s: float) -> VerifierPool:
-    """Processes that compare, each answer within a time."""
+    """Build a pool of processes that compare answers, each within a time limit."""
     command = [sys.executable, "-P", math_process.__file__]
     command += [str(timeout_s + 1.0), str(MATH_MEMORY_BYTES)]
     return VerifierPool(lambda: nullcontext({"args": command}), timeout_s)
@@ -37,37 +37,36 @@ _VERIFIER_POOL = build_math_pool(MATH_TIMEOUT_S)
 def math_reward(
     prompt: Any, completions: str, prompt_ids: Any, completion_ids: Any, answer: str, **task: Any
 ) -> float:
-    r"""1.0 if the answer given equals the right one as mathematics, else 0.0.
+    r"""Return 1.0 if the reply's answer equals the right one as mathematics, else 0.0.
 
-    The answer is the last `\boxed{...}`, formula or number, as math-verify finds it. One that
-    cannot be compared within `MATH_TIMEOUT_S`, such as a tower of powers, is worth 0.0: the
-    comparison is made in a process of its own, which is killed then, from whatever thread this is
-    called. The call blocks meanwhile, and a second longer while such a process starts, so an event
-    loop that must go on calls it through `AsyncRewardWrapper`. The task's `answer` is LaTeX without
-    dollar signs.
+    The answer is the last `\boxed{...}`, formula or number that math-verify extracts. One that
+    cannot be compared within `MATH_TIMEOUT_S`, such as a tower of powers, earns 0.0: the comparison
+    runs in a process of its own, which is then killed. The call may come from any thread. It blocks
+    meanwhile, and a second longer while such a process starts, so call it from an event loop
+    through `AsyncRewardWrapper`. The task's `answer` is LaTeX without dollar signs.
 
     Raises:
         RecipeError: The task's own answer is no mathematics.
         ClusterError: The process of the comparison could not be started.
     """
-    answer, said = map(replace_typographic_minus, (answer, completions[-REPLY_TAIL_CHARS:]))
-    in_box = extract_boxed(said)
+    answer, tail = map(replace_typographic_minus, (answer, completions[-REPLY_TAIL_CHARS:]))
+    in_box = extract_boxed(tail)
     if in_box is not None and _count_deepest_nesting(in_box) > MAX_NESTING:
         return 0.0
-    # math-verify takes a set for an ordered pair.
+    # math-verify treats a set and an ordered pair as equal.
     if {_get_collection_kind(answer), _get_collection_kind(in_box or "")} == {"set", "tuple"}:
         return 0.0
     try:
-        verdict = _VERIFIER_POOL.ask(json.dumps([answer, said]).encode())
+        verdict = _VERIFIER_POOL.ask(json.dumps([answer, tail]).encode())
     except (TimeoutError, AgentError) as error:
-        how = "ended its process" if isinstance(error, AgentError) else "took too long"
+        fault = "ended its process" if isinstance(error, AgentError) else "took too long"
         log.warning(
             "math_reward: comparing with %.80r %s (limits: %g s, %d MiB), reward 0: %.80r",
             answer,
-            how,
+            fault,
             MATH_TIMEOUT_S,
             MATH_MEMORY_BYTES >> 20,
-            in_box or said[-80:],
+            in_box or tail[-80:],
         )
         return 0.0
     if verdict == math_process.UNPARSABLE_REFERENCE:

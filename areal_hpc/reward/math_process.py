@@ -1,7 +1,7 @@
-"""Comparisons by math-verify: `python math_process.py TIMEOUT_S MEMORY_BYTES`, its own process.
+"""Process that compares answers by math-verify: `python math_process.py TIMEOUT_S MEMORY_BYTES`.
 
-Stands alone: it is started by its path, by `areal_hpc/reward/verifier_pool.py`. Reads lines of
-`["the right answer", "what the model said"]`, after a first one, from a socket, its standard input.
+It imports nothing of areal_hpc: `areal_hpc/reward/verifier_pool.py` starts it by its path. It reads
+an opening line, then lines `["right answer", "reply"]`, from a socket, its standard input.
 """
 
 import contextlib
@@ -20,23 +20,23 @@ READY = b"{}"
 EQUAL = b"1"
 DIFFERENT = b"0"
 UNPARSABLE_REFERENCE = b"?"
-"""The right answer cannot be parsed."""
+"""Answer of this process if the right answer cannot be parsed."""
 MAX_RELATIVE_DIFFERENCE = 1e-5
-"""Between two numbers that count as equal."""
+"""Relative difference of two numbers that count as equal at most."""
 MAX_LOG2 = 2.0**20
-"""Whole numbers of this many bits are computed in an instant; twenty times as many take long."""
+"""Bits of a number that may be computed: these take an instant, twenty times as many take long."""
 
 
 def main() -> None:
-    """Answer until the parent is gone."""
+    """Answer comparisons until the parent closes the socket."""
     timeout_s, memory_bytes = float(sys.argv[1]), int(sys.argv[2])
-    for number in (signal.SIGINT, signal.SIGTERM):  # meant for the parent, which still needs us
+    for number in (signal.SIGINT, signal.SIGTERM):  # for the parent, which needs this process
         signal.signal(number, signal.SIG_IGN)
-    # The kernel ends this process when the parent is not there to do it, whatever runs here.
+    # The kernel ends this process at the alarm if the parent cannot, also inside C code.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # warns that its own limits are off
-    judge_reply("1", "1")  # imports, and compiles its expressions
+    judge_reply("1", "1")  # imports the packages, and compiles their regular expressions
     limit_memory(memory_bytes)
     with (
         contextlib.suppress(ConnectionError),  # the parent is gone
@@ -47,40 +47,40 @@ def main() -> None:
         questions.readline()
         channel.sendall(READY + b"\n")
         for line in questions:
-            answer, said = json.loads(line)
+            answer, reply_text = json.loads(line)
             signal.setitimer(signal.ITIMER_REAL, timeout_s)
-            found = judge_reply(answer, said)
+            verdict = judge_reply(answer, reply_text)
             signal.setitimer(signal.ITIMER_REAL, 0.0)
-            channel.sendall(found + b"\n")
+            channel.sendall(verdict + b"\n")
 
 
 def limit_memory(more_bytes: int) -> None:
-    """Allow this much more than there is now, and no image of a crash."""
+    """Allow this much memory above the present size, and no core dump."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
-    for which, most in (
+    for resource_limit, value in (
         (resource.RLIMIT_AS, pages * resource.getpagesize() + more_bytes),
         (resource.RLIMIT_CORE, 0),
     ):
-        ceiling = resource.getrlimit(which)[1]
-        most = most if ceiling == resource.RLIM_INFINITY else min(most, ceiling)
-        resource.setrlimit(which, (most, most))
+        ceiling = resource.getrlimit(resource_limit)[1]
+        value = value if ceiling == resource.RLIM_INFINITY else min(value, ceiling)
+        resource.setrlimit(resource_limit, (value, value))
 
 
 def judge_reply(answer: str, reply_text: str) -> bytes:
-    """Compare the answer of a reply with the right one."""
+    """Compare a reply's answer with the right one."""
     from math_verify import verify
 
-    given = _parse_answer(reply_text)
-    if not given:
+    parsed = _parse_answer(reply_text)
+    if not parsed:
         return DIFFERENT
     right = _parse_right_answer(answer)
     if not right:
         return UNPARSABLE_REFERENCE
-    if _is_far_larger(given[0], right[0]) or _is_far_larger(right[0], given[0]):
+    if _is_far_larger(parsed[0], right[0]) or _is_far_larger(right[0], parsed[0]):
         return DIFFERENT
-    if not verify(right, given, timeout_seconds=None):
+    if not verify(right, parsed, timeout_seconds=None):
         return DIFFERENT
-    return EQUAL if _agree_relatively(right[0], given[0]) else DIFFERENT
+    return EQUAL if _agree_relatively(right[0], parsed[0]) else DIFFERENT
 
 
 @functools.lru_cache(maxsize=4096)
@@ -97,18 +97,18 @@ def _parse_answer(text: str) -> Any:
 def _agree_relatively(right: Any, given: Any) -> bool:
     from sympy import Expr
 
-    if right == given or not all(isinstance(one, Expr) and one.is_number for one in (right, given)):
+    if right == given or not all(isinstance(n, Expr) and n.is_number for n in (right, given)):
         return True
-    exact, said = (complex(one.evalf(15)) for one in (right, given))
-    return exact == said or abs(exact - said) <= MAX_RELATIVE_DIFFERENCE * max(
-        abs(exact), abs(said)
+    first, second = (complex(number.evalf(15)) for number in (right, given))
+    return first == second or abs(first - second) <= MAX_RELATIVE_DIFFERENCE * max(
+        abs(first), abs(second)
     )
 
 
 def _is_far_larger(large_expression: Any, plain_number: Any) -> bool:
-    """A tower of powers or a factorial beside a plain number, told apart without computing it.
+    """Return whether a tower of powers or a factorial is far above a number, without computing it.
 
-    Only this: within a larger expression, such as a remainder, it may not have to be computed.
+    Other expressions give False: one with a remainder, for example, may be quick to compute.
     """
     from sympy import Number
 
@@ -120,7 +120,7 @@ def _is_far_larger(large_expression: Any, plain_number: Any) -> bool:
 
 
 def compute_log2_upper_bound(value: Any) -> float:
-    """At most the binary logarithm of an uncomputed positive integer; NaN for anything else."""
+    """Bound the binary logarithm of an unevaluated positive integer; NaN for anything else."""
     from sympy import Integer, Pow, factorial
 
     if isinstance(value, Integer):
@@ -130,7 +130,7 @@ def compute_log2_upper_bound(value: Any) -> float:
         return base * _capped_power_of_2(exponent)
     if isinstance(value, factorial):
         number = _capped_power_of_2(compute_log2_upper_bound(value.args[0]))
-        return max(number * (math.log2(number) - 1.5), 0.0)  # after Stirling
+        return max(number * (math.log2(number) - 1.5), 0.0)  # from Stirling's formula
     return math.nan
 
 

@@ -1,4 +1,4 @@
-"""Reward for reasoning-gym tasks."""
+"""Reward for reasoning-gym tasks, by the library's scorers in isolated workers."""
 
 import json
 import logging
@@ -16,15 +16,15 @@ from areal_hpc.sandbox.isolated_worker import WorkerSettings, open_worker_comman
 log = logging.getLogger(__name__)
 
 SCORE_TIMEOUT_S = 5.0
-"""Time for one score; most take less than a hundredth of a second."""
+"""Time limit of one score; most take less than a hundredth of a second."""
 SCORE_MEMORY_BYTES = 1 << 30
 _PROGRAM = Path(__file__).with_name("reasoning_gym_worker.py")
 _TUNABLES = "glibc.malloc.hugetlb=1:glibc.malloc.mxfast=0"
 _VARIABLES = {"PYTHONMALLOC": "malloc", "GLIBC_TUNABLES": _TUNABLES}
-"""Memory in huge pages: a fork, which copies the table of pages, takes a third of the time. No list
-of small free pieces, which each fork would join, and so copy."""
+"""Variables that make forks cheaper. With huge pages a fork, which copies the page table, takes a
+third of the time; without fast bins it does not copy the pages with small free chunks."""
 _HUGE_PAGES_DIR = Path("/sys/kernel/mm/transparent_hugepage")
-"""Where glibc looks whether there are any."""
+"""Folder in which glibc looks up whether huge pages are enabled."""
 _SCORERS = VerifierPool(
     partial(
         open_worker_command,
@@ -45,37 +45,37 @@ def reasoning_gym_reward(
     metadata: Mapping[str, Any],
     **task: Any,
 ) -> float:
-    r"""The score, 0.0 to 1.0, of the last `<answer>...</answer>` or `\boxed{...}`, else of all.
+    r"""Score, from 0 to 1, the last `<answer>...</answer>` or `\boxed{...}`, else the whole reply.
 
-    The task is as `make_reasoning_tasks` gives it: `metadata`, `question` and `answer`. The
-    library computes it in a process that is isolated as `reward.isolation` says; an answer on which
-    it fails, or takes longer than `SCORE_TIMEOUT_S`, is worth 0.
+    The task has `metadata`, `question` and `answer`, as `make_reasoning_tasks` returns them. The
+    library computes the score in a process isolated by `reward.isolation`; an answer on which it
+    fails, or takes longer than `SCORE_TIMEOUT_S`, earns 0.
 
     Raises:
         RecipeError: There is no such task set, or this machine cannot isolate the process.
         ClusterError: The process could not be started.
     """
-    given = extract_tagged(completions) or extract_boxed(completions) or completions.strip()
+    answer = extract_tagged(completions) or extract_boxed(completions) or completions.strip()
     entry = literals.encode({**task, "metadata": dict(metadata)}, _refuse_object)
-    asked = {"set": metadata["source_dataset"], "given": given, "entry": entry}
-    question = json.dumps({"do": "reset", "task": asked}).encode()
+    score_task = {"set": metadata["source_dataset"], "given": answer, "entry": entry}
+    question = json.dumps({"do": "reset", "task": score_task}).encode()
     try:
-        told: dict[str, Any] = json.loads(_SCORERS.ask(question))
+        reply: dict[str, Any] = json.loads(_SCORERS.ask(question))
     except (TimeoutError, AgentError) as error:
-        told = {"error": repr(error), "is_of_episode": True}
-    if "error" not in told:
-        return float(told["reward"])
-    if not told.get("is_of_episode", True):
+        reply = {"error": repr(error), "is_of_episode": True}
+    if "error" not in reply:
+        return float(reply["reward"])
+    if not reply.get("is_of_episode", True):
         raise RecipeError(
-            f"reasoning-gym cannot score tasks of {asked['set']!r}: {told['error']}",
+            f"reasoning-gym cannot score tasks of {score_task['set']!r}: {reply['error']}",
             key="train_dataset.kwargs.name",
             hint="reasoning_gym.factory.DATASETS lists the sets",
         )
     log.warning(
         "reasoning_gym_reward: the score of %s failed, reward 0: %s: %.80r",
-        asked["set"],
-        told["error"],
-        given,
+        score_task["set"],
+        reply["error"],
+        answer,
     )
     return 0.0
 

@@ -1,7 +1,7 @@
-"""Worker of `reasoning_gym_reward`: scores of reasoning-gym, each in a fork (`worker_loop.py`).
+"""Worker of `reasoning_gym_reward`: scores answers by reasoning-gym, each in a fork.
 
-Scorers of nine sets evaluate a reply as Python. They may compute with numbers and names, and do
-nothing else: what gets past that is in a process that can do nothing.
+The scorers of nine sets evaluate a reply as Python. An audit hook lets such text only compute with
+numbers and names; text that evades it still runs in an isolated process (`worker_loop.py`).
 """
 
 import builtins
@@ -20,65 +20,65 @@ from sympy.parsing.sympy_parser import parse_expr
 from worker_loop import Scorer, serve
 
 COMPUTING_BUILTINS = frozenset(
-    one.__name__
-    for one in (
+    function.__name__
+    for function in (
         *(abs, all, any, bool, complex, dict, divmod, enumerate, float, frozenset, int, len, list),
         *(max, min, pow, range, reversed, round, set, slice, sorted, str, sum, tuple, zip),
     )
 )
-"""What evaluated text may call of Python's own."""
+"""Built-in functions that evaluated text may call."""
 _REFUSED_INSTRUCTIONS = ("ATTR", "METHOD")
 
 
 class ReasoningGymScorer(Scorer):
-    """Scores answers to tasks of all sets."""
+    """Scores answers to tasks of all of reasoning-gym's sets."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self._scorers: dict[str, Callable[[str, dict[str, Any]], float]] = {}
         keep_names_of_sympy()
 
     def prepare(self, task: dict[str, Any]) -> None:
-        """Build the scorer of a set, once for all tasks of it.
+        """Build the scorer of a set, once for all its tasks.
 
-        It scores a task of the library's own first: what it imports and keeps by that would be made
-        anew in each fork.
+        It first scores a task of the library, so that its imports and caches are made here and not
+        again in each fork.
         """
         name = task["set"]
         if name not in self._scorers:
             scorer = reasoning_gym.get_score_answer_fn(name)
-            with contextlib.suppress(Exception):  # boundary: a set of others' sets makes none
+            with contextlib.suppress(Exception):  # boundary: a composite set creates no task
                 (own,) = reasoning_gym.create_dataset(name, size=1, seed=1)
                 scorer(own["answer"], own)
             self._scorers[name] = scorer
             gc.freeze()
 
     def score(self, task: dict[str, Any]) -> dict[str, Any]:
-        """The score of the answer that was given."""
+        """Score the answer of a task."""
         entry = literals.decode(task["entry"], refuse_reference)
         sys.addaudithook(refuse_programs)
         return {"reward": float(self._scorers[task["set"]](task["given"], entry))}
 
 
 def keep_names_of_sympy() -> None:
-    """Have `parse_expr` use one dict of sympy's names, as it makes it itself.
+    """Let `parse_expr` reuse one dict of sympy's names.
 
-    It makes one for each text, which touches a thousand objects, and so copies in each fork the
-    pages that they lie in.
+    By itself it builds the dict for each text, which touches a thousand objects, so that each fork
+    copies the pages in which they lie.
     """
-    kept: dict[str, Any] = {}
+    sympy_names: dict[str, Any] = {}
 
     def keep(tokens: Any, local_names: Any, names: dict[str, Any]) -> Any:
-        kept.update(names)
+        sympy_names.update(names)
         return tokens
 
     parse_expr("1", transformations=(keep,))
     keys = [*inspect.signature(parse_expr).parameters][1:]
     defaults = dict(zip(keys, parse_expr.__defaults__, strict=True))
-    parse_expr.__defaults__ = tuple((defaults | {"global_dict": kept}).values())
+    parse_expr.__defaults__ = tuple((defaults | {"global_dict": sympy_names}).values())
 
 
 def refuse_reference(number: int) -> Any:
-    """Values are literals alone."""
+    """Refuse a reference to an object, as all values must be literals."""
     raise ValueError(f"object {number}")
 
 
@@ -87,14 +87,14 @@ def refuse_programs(event: str, arguments: tuple[Any, ...]) -> None:
     if event == "exec" and arguments[0].co_filename.startswith("<"):
         codes = [*walk_code(arguments[0])]
         # Scorers evaluate replies as expressions, whose functions have no names. Text that defines
-        # functions is a library's own, as that of dataclasses and named tuples.
+        # functions comes from libraries, such as dataclasses and named tuples.
         is_expression = all(code.co_name.startswith("<") for code in codes)
         if is_expression and any(map(does_more_than_compute, codes)):
             raise ValueError("an answer is no program")
 
 
 def walk_code(code: types.CodeType) -> Iterator[types.CodeType]:
-    """A code object, and those of the functions within it."""
+    """Yield a code object, and those of the functions within it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -102,11 +102,11 @@ def walk_code(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def does_more_than_compute(code: types.CodeType) -> bool:
-    """True if it looks into objects, or uses names that lead to more than values."""
-    looks_within = any(
-        word in one.opname for one in dis.get_instructions(code) for word in _REFUSED_INSTRUCTIONS
+    """Return whether code accesses attributes, or uses names that lead to more than values."""
+    accesses_attributes = any(
+        word in op.opname for op in dis.get_instructions(code) for word in _REFUSED_INSTRUCTIONS
     )
-    return looks_within or any(
+    return accesses_attributes or any(
         name.startswith("_") or (hasattr(builtins, name) and name not in COMPUTING_BUILTINS)
         for name in code.co_names
     )

@@ -1,7 +1,7 @@
-"""Warm processes that answer one question at a time and are killed when an answer is late.
+"""Pool of warm processes that answer one question at a time and are killed when an answer is late.
 
-For a computation that nothing in its own process can stop: Python's signals need the main thread,
-and reach no C code. Works from any thread, in a running event loop, and after a fork.
+It is for computations that their own process cannot stop: Python's signal handlers need the main
+thread, and do not interrupt C code. It works from any thread, inside an event loop and after forks.
 """
 
 import contextlib
@@ -19,20 +19,20 @@ from areal_hpc.jobs.processes.process_ties import spare_from_kill, stop_sparing_
 
 MAX_ANSWER_BYTES = 1 << 20
 START_TIMEOUT_S = 60.0
-"""Time a process may take to import its packages, which may lie on a slow file system."""
+"""Time limit for a process's imports, which may lie on a slow file system."""
 OPENING = READY_ANSWER = b"{}"
 
 
 class VerifierPool:
-    """Processes of one program, started when needed and kept, at most one per core.
+    """Pool of processes of one program, started when needed and kept, at most one per core.
 
     The program gets `OPENING` as its first line, and answers `READY_ANSWER` when it is ready. It
-    must ignore what is sent to stop the parent, and end by itself soon after `timeout_s`: its
-    parent may have been killed meanwhile. No module of this package is needed to run it.
+    must ignore the signals that stop the parent, and end by itself soon after `timeout_s`, because
+    its parent may have been killed meanwhile. It needs no module of this package.
 
     Args:
-        open_command: Opens what `subprocess.Popen` is given, standard streams apart.
-        timeout_s: Longest time of one answer.
+        open_command: Opens the arguments of `subprocess.Popen`, without standard streams.
+        timeout_s: Time limit of one answer.
     """
 
     def __init__(
@@ -40,18 +40,18 @@ class VerifierPool:
     ) -> None:
         self._open_command, self._timeout_s = open_command, timeout_s
         self._reset()
-        os.register_at_fork(after_in_child=self._reset)  # its threads hold places no longer
+        os.register_at_fork(after_in_child=self._reset)  # threads that held slots are gone there
 
     def ask(self, question: bytes) -> bytes:
-        """The answer, a line, to one line. Waits while a question per core is under way.
+        """Send a line, and return the answer, a line; wait while all processes are busy.
 
         Raises:
-            TimeoutError: There was none within `timeout_s`.
-            WorkerLostError: There will be none.
-            RecipeError: This machine cannot start the process as it is asked to.
-            ClusterError: No process could be started, or the kernel ended it for want of memory.
+            TimeoutError: No answer came within `timeout_s`.
+            WorkerLostError: The process died.
+            RecipeError: This machine cannot start the process with these settings.
+            ClusterError: The process could not be started, or the out-of-memory killer ended it.
         """
-        with self._places:
+        with self._slots:
             process = self._take_process()
             try:
                 return process.ask_blocking(question, self._timeout_s)
@@ -62,36 +62,36 @@ class VerifierPool:
                     _end_process(process)
 
     def close(self) -> None:
-        """Kill those that are idle. All die with this process in any case."""
+        """Kill idle processes, which otherwise end with this process."""
         while self._idle:
             _end_process(self._idle.pop())
 
     def _reset(self) -> None:
         self._idle: list[LineProcess] = []
         self._starter = ThreadPoolExecutor(1, "verifier")
-        self._places = threading.BoundedSemaphore(len(os.sched_getaffinity(0)))
+        self._slots = threading.BoundedSemaphore(len(os.sched_getaffinity(0)))
 
     def _take_process(self) -> LineProcess:
         with contextlib.suppress(IndexError):  # none is idle
             while not (idle := self._idle.pop()).is_usable:
                 _end_process(idle)
             return idle
-        # What asks to die with its parent dies with the thread that started it (prctl(2)).
+        # A process's parent-death signal comes when the thread that started it ends (prctl(2)).
         name, process = self._starter.submit(self._start_process).result()
         spare_from_kill(process.pid)
-        why_not = "not ready"
+        fault = "not ready"
         try:
             if process.ask_blocking(OPENING, START_TIMEOUT_S) == READY_ANSWER:
-                why_not = ""
+                fault = ""
         except TimeoutError:
-            why_not = f"not ready after {START_TIMEOUT_S:g} s"
+            fault = f"not ready after {START_TIMEOUT_S:g} s"
         except WorkerLostError:
-            why_not = "gone before it was ready"
+            fault = "gone before it was ready"
         finally:
-            if why_not:
+            if fault:
                 _end_process(process)
-        if why_not:
-            raise ClusterError(f"{name} was {why_not}", hint="read what it wrote to standard error")
+        if fault:
+            raise ClusterError(f"{name} was {fault}", hint="read what it wrote to standard error")
         return process
 
     def _start_process(self) -> tuple[str, LineProcess]:

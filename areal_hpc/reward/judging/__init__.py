@@ -1,5 +1,5 @@
-"""Tests of a program that a model wrote, run in another process than the program.
+"""Programs that test a model's program from outside its process.
 
-The two are sandboxes of their own and share a socket. Over it go calls, literals, and numbers that
-stand for objects of the answer; so nothing that the answer says can be more than a value.
+Answer and tests run in two sandboxes that share a socket. It carries calls, literals, and numbers
+that stand for objects of the answer, so the answer can send only values.
 """

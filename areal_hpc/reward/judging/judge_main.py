@@ -1,8 +1,8 @@
-"""Process of the tests of an answer: prints the verdict.
+"""Process of an answer's tests: it runs them, and prints the verdict.
 
 `judge_main.py LITERALS TESTS OPTIONS CHANNEL_FD`, in a sandbox, with the standard library only. A
-name that the tests use and do not define is the answer's: calls of it go over the channel. Names of
-Python and of its library never are.
+name that the tests use but do not define is the answer's: its calls go over the channel. Names of
+Python and its standard library are never the answer's.
 """
 
 import builtins
@@ -17,28 +17,28 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from areal_hpc.reward.judging import literals
-else:  # it lies beside this file, of a sandbox that has no package
+else:  # in a sandbox, which has no package, it lies beside this file
     sys.path.insert(0, str(Path(__file__).parent))
     literals = importlib.import_module("literals")
 
 PASSED = "passed"
-"""The last line that is printed when all tests have passed."""
+"""Last line that is printed after all tests have passed."""
 _ENDS_OF_ITERATION = (StopIteration, StopAsyncIteration)
-"""What `all`, `zip` and the like take for the end of what they go through."""
+"""Exceptions that `all`, `zip` and the like treat as the end of an iterator."""
 
 
 class AnswerError(Exception):
-    """The answer raised what is not one of Python's own exceptions, or what ends an iteration."""
+    """Error for an exception of the answer that is not built-in, or that ends an iteration."""
 
 
 class RemoteObject:
-    """An object of the answer: it can be called, asked and gone through, but equals nothing."""
+    """Object of the answer, with calls, attributes, items and iteration, but no equality."""
 
     def __init__(self, judge: "AnswerClient", target: str | int) -> None:
         self.__dict__.update(_judge=judge, _target=target)
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        """What the answer's function or method returns."""
+        """Call the answer's function or method."""
         return self._judge.request_operation(self._target, "call", arguments, keywords)
 
     def __getattr__(self, name: str) -> Any:
@@ -68,9 +68,9 @@ class RemoteObject:
 
 
 class AnswerClient:
-    """The tests' side of the channel.
+    """The tests' end of the channel.
 
-    `arguments_change`: what a function does to its arguments is done to those of the tests.
+    With `arguments_change` a function's changes of its arguments are applied to the tests' own.
     """
 
     def __init__(self, channel: literals.JsonLineSocket, *, arguments_change: bool) -> None:
@@ -80,7 +80,7 @@ class AnswerClient:
         self.names = {
             name: self._resolve_name(name)
             for name in map(str, started["names"])
-            # What Python itself looks up, such as `__builtins__`, is never the answer's.
+            # A name that Python itself looks up, such as `__builtins__`, is never the answer's.
             if not (name.startswith("__") or hasattr(builtins, name))
         }
 
@@ -91,28 +91,28 @@ class AnswerClient:
         arguments: tuple[Any, ...] = (),
         keywords: dict[str, Any] | None = None,
     ) -> Any:
-        """Have the answer do something; what came of it."""
+        """Request an operation on an object of the answer, and return the value."""
         self._channel.send(
             {
                 "target": target,
                 "operation": operation,
-                "arguments": [literals.encode(one, self._get_remote_number) for one in arguments],
+                "arguments": [literals.encode(item, self._get_remote_number) for item in arguments],
                 "keywords": {
-                    name: literals.encode(one, self._get_remote_number)
-                    for name, one in (keywords or {}).items()
+                    name: literals.encode(item, self._get_remote_number)
+                    for name, item in (keywords or {}).items()
                 },
             }
         )
         reply = self._channel.receive()
         self._check_reply(reply)
         if self._arguments_change:
-            for mine, changed in zip(arguments, reply["arguments"], strict=True):
-                self._update_in_place(mine, literals.decode(changed, self._make_remote))
+            for argument, changed in zip(arguments, reply["arguments"], strict=True):
+                self._update_in_place(argument, literals.decode(changed, self._make_remote))
         return literals.decode(reply["value"], self._make_remote)
 
     def _resolve_name(self, name: str) -> Any:
         if name in sys.stdlib_module_names:
-            with contextlib.suppress(ImportError):  # one of another system, as `winreg`
+            with contextlib.suppress(ImportError):  # a module of another system, as `winreg`
                 return importlib.import_module(name)
         return RemoteObject(self, name)
 
@@ -146,11 +146,11 @@ class AnswerClient:
 
 
 def main() -> None:
-    """Run the tests, and say so if all of them passed."""
+    """Run the tests, and print `PASSED` if all of them passed."""
     options = json.loads(Path(sys.argv[3]).read_text(encoding="utf-8"))
     judge = AnswerClient(literals.JsonLineSocket(int(sys.argv[4])), **options)
     tests = compile(Path(sys.argv[2]).read_text(encoding="utf-8"), "tests.py", "exec")
-    module = types.ModuleType("__main__")  # as `unittest.main` looks for it
+    module = types.ModuleType("__main__")  # `unittest.main` imports it by this name
     vars(module).update(judge.names)
     sys.modules["__main__"], sys.argv = module, ["tests.py"]
     try:

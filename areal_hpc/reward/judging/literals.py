@@ -1,8 +1,8 @@
-"""Codec of the values that cross between an answer and its tests, as JSON; standard library only.
+"""JSON codec of the values sent between an answer and its tests; imports the standard library only.
 
-Booleans, integers, floats, text and None are themselves; the rest are lists of a letter and parts.
-A subclass of one of these types crosses as that type. Any other object stays where it is, and a
-number for it crosses.
+Booleans, integers, floats, text and None are encoded as themselves; other literals as lists of a
+type name and parts. A value of a subclass is encoded as the base type. Any other object stays in
+its process, and is encoded as a number.
 """
 
 import json
@@ -15,11 +15,11 @@ _SEQUENCES: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozens
 
 
 class BrokenChannelError(Exception):
-    """The other end is gone, or sent what it may not."""
+    """Error for a peer that is gone, or that sent an invalid message."""
 
 
 def encode(value: Any, get_reference_number: Callable[[Any], int]) -> Any:
-    """A value as JSON can hold it; an object that is no literal goes as its number."""
+    """Encode a value for JSON; an object that is no literal is encoded as its number."""
     if value is None or isinstance(value, bool):
         return value
     for plain in (int, float, str):
@@ -31,7 +31,7 @@ def encode(value: Any, get_reference_number: Callable[[Any], int]) -> Any:
         return ["complex", value.real, value.imag]
     for name, kind in _SEQUENCES.items():
         if isinstance(value, kind):
-            return [name, *(encode(one, get_reference_number) for one in value)]
+            return [name, *(encode(item, get_reference_number) for item in value)]
     if isinstance(value, dict):
         return [
             "dict",
@@ -44,14 +44,14 @@ def encode(value: Any, get_reference_number: Callable[[Any], int]) -> Any:
 
 
 def decode(data: Any, get_referenced_value: Callable[[int], Any]) -> Any:
-    """The value that was encoded, made of Python's own types and of the objects of numbers."""
+    """Decode a value into Python's own types and referenced objects."""
     if data is None or isinstance(data, (bool, int, float, str)):
         return data
     if not isinstance(data, list) or not data:
         raise BrokenChannelError("what was sent is no value")
     name, *parts = data
     if name in _SEQUENCES:
-        return _SEQUENCES[name](decode(one, get_referenced_value) for one in parts)
+        return _SEQUENCES[name](decode(part, get_referenced_value) for part in parts)
     if name == "dict":
         return {
             decode(key, get_referenced_value): decode(value, get_referenced_value)
@@ -67,7 +67,7 @@ def decode(data: Any, get_referenced_value: Callable[[int], Any]) -> Any:
 
 
 class JsonLineSocket:
-    """One end of the socket between the two: a JSON document on each line, of limited size."""
+    """End of the socket between the two: a JSON document on each line, of limited size."""
 
     def __init__(self, descriptor: int) -> None:
         self._socket = socket.socket(fileno=descriptor)
@@ -75,14 +75,14 @@ class JsonLineSocket:
         self._reader = self._socket.makefile("rb")
 
     def send(self, message: dict[str, Any]) -> None:
-        """Raises BrokenChannelError: the other end is gone."""
+        """Send a message, or raise BrokenChannelError if the other end is gone."""
         try:
             self._socket.sendall(json.dumps(message).encode() + b"\n")
         except OSError as error:
             raise BrokenChannelError(str(error)) from error
 
     def receive(self) -> dict[str, Any]:
-        """Raises BrokenChannelError: the other end is gone, or what it sent is no message."""
+        """Receive a message, or raise BrokenChannelError if the peer is gone or sent none."""
         try:
             line = self._reader.readline(MAX_MESSAGE_BYTES)
             message = json.loads(line) if line.endswith(b"\n") else None
