@@ -1,1 +1,1 @@
-"""Task sets: where rows come from, and their form as tasks."""
+"""Task sets: sources of rows, and their conversion to tasks."""

@@ -1,7 +1,7 @@
 """Adapters from public data sets (GSM8K, MATH, AIME, MBPP, ...) to tasks.
 
 Each `convert_` function takes a row as its data set publishes it. Every task has `messages`, and
-the keys that its reward function asks for: `answer` (`math_reward`), `target` and `numbers`
+the arguments of its reward function: `answer` (`math_reward`), `target` and `numbers`
 (`countdown_reward`), `tests` (`code_reward`).
 """
 
@@ -19,7 +19,7 @@ ANSWER_TAG_INSTRUCTION = "Put the expression, without an equals sign, within <an
 
 
 def make_reasoning_tasks(name: str, size: int, seed: int, **options: Any) -> Iterator[Task]:
-    """A generator of tasks: `size` of the reasoning-gym set `name`, with the set's own options."""
+    """Generate `size` tasks of the reasoning-gym set `name`, with the set's own options."""
     import reasoning_gym
 
     for item in reasoning_gym.create_dataset(name, size=size, seed=seed, **options):
@@ -32,7 +32,7 @@ def make_reasoning_tasks(name: str, size: int, seed: int, **options: Any) -> Ite
 
 
 def convert_gsm8k(row: Mapping[str, Any]) -> Task:
-    """`openai/gsm8k`: `question`, and an `answer` that ends in `#### 1,234`."""
+    """Convert `openai/gsm8k`: `question`, and an `answer` that ends in `#### 1,234`."""
     _, mark, answer = row["answer"].rpartition("####")
     if not mark:
         raise ValueError("the answer has no ####")
@@ -40,9 +40,9 @@ def convert_gsm8k(row: Mapping[str, Any]) -> Task:
 
 
 def convert_competition_math(row: Mapping[str, Any]) -> Task:
-    r"""MATH (`EleutherAI/hendrycks_math`, `HuggingFaceH4/MATH-500`): `problem` and `solution`.
+    r"""Convert MATH (`EleutherAI/hendrycks_math`, `HuggingFaceH4/MATH-500`).
 
-    The answer is the last `\boxed{}` of the solution, or `answer` where there is one.
+    The answer is `answer` if the row has it, else the last `\boxed{}` of `solution`.
     """
     answer = row.get("answer") or extract_boxed(row["solution"])
     if answer is None:
@@ -51,13 +51,13 @@ def convert_competition_math(row: Mapping[str, Any]) -> Task:
 
 
 def convert_aime(row: Mapping[str, Any]) -> Task:
-    named = {name.lower(): value for name, value in row.items()}
-    question = named["problem"] if "problem" in named else named["question"]
-    return _build_math_task(question, str(int(named["answer"])))
+    fields = {name.lower(): value for name, value in row.items()}
+    question = fields["problem"] if "problem" in fields else fields["question"]
+    return _build_math_task(question, str(int(fields["answer"])))
 
 
 def convert_countdown(row: Mapping[str, Any]) -> Task:
-    """`Jiayi-Pan/Countdown-Tasks-3to4`: `target` and `nums`."""
+    """Convert `Jiayi-Pan/Countdown-Tasks-3to4`: `target` and `nums`."""
     numbers = [int(number) for number in row["nums"]]
     question = (
         f"Use each of the numbers {numbers} exactly once, with + - * / and parentheses, to make "
@@ -71,7 +71,7 @@ def convert_countdown(row: Mapping[str, Any]) -> Task:
 
 
 def convert_mbpp(row: Mapping[str, Any]) -> Task:
-    """`google-research-datasets/mbpp`: `text` (or `prompt`) and asserts in `test_list`."""
+    """Convert `google-research-datasets/mbpp`: `text` or `prompt`, and asserts in `test_list`."""
     asserts = list(row["test_list"])
     setup = row.get("test_setup_code") or "\n".join(row.get("test_imports") or ())
     question = row["text"] if "text" in row else row["prompt"]
@@ -89,9 +89,9 @@ def convert_humaneval(row: Mapping[str, Any]) -> Task:
 
 
 def convert_apps(row: Mapping[str, Any]) -> Task | None:
-    """`codeparrot/apps` and its kind: `question`, and cases as JSON in `input_output`.
+    """Convert `codeparrot/apps` and the like: `question`, and cases as JSON in `input_output`.
 
-    Rows whose cases call a function, or that have no cases, are left out.
+    Rows whose cases call a function, or that have no cases, give None and are left out.
     """
     cases = json.loads(row["input_output"] or "{}")
     inputs, outputs = cases.get("inputs", []), cases.get("outputs", [])

@@ -1,6 +1,6 @@
-"""Rows of a task source, and task sets written of them as JSON lines into the run directory.
+"""Reads the rows of task sources, and writes task sets as JSON lines into the run directory.
 
-Sources are files, the hub's cache, generators and task folders.
+Sources are files, the cache of the Hugging Face hub, generators and Harbor's task folders.
 """
 
 import inspect
@@ -20,11 +20,11 @@ from areal_hpc.rundir.files import open_temporary_beside
 
 TaskRow = dict[str, Any]
 ROWS_PER_READ = 1024
-"""Rows of a Parquet file that are held in memory as Python objects."""
+"""Rows of a Parquet file that are in memory at once as Python objects."""
 
 
 def iterate_task_rows(config: TaskSetConfig, key: str) -> Iterator[TaskRow]:
-    """The data set that stands under a key of the recipe, row by row, as the agent gets them."""
+    """Yield the rows of the data set at a recipe's key as the agent gets them."""
     source = _iterate_source_rows(config, key)
     if config.to_task is not None:
         key = f"{key}.to_task"
@@ -44,7 +44,7 @@ def _check_rows_are_dicts(rows: Iterator[Any], key: str) -> Iterator[TaskRow]:
 
 
 def list_source_paths(config: TaskSetConfig, key: str) -> list[Path]:
-    """The files and folders that a source is read from, in order; none for made-up tasks."""
+    """List the files and folders of a source, in order; none for generated tasks."""
     if config.path is not None:
         if config.is_harbor:
             read_task_folders(config.path, f"{key}.path")
@@ -59,14 +59,14 @@ def list_source_paths(config: TaskSetConfig, key: str) -> list[Path]:
         return []
     repo, pattern = parse_hub_files(config.hub)
     folder = find_snapshot(repo, "dataset", f"{key}.hub")
-    found = sorted(path for path in folder.glob(pattern) if path.is_file())
-    if not found:
+    files = sorted(path for path in folder.glob(pattern) if path.is_file())
+    if not files:
         raise RecipeError(
             f"no file of {repo} matches {pattern!r} in {folder}",
             key=f"{key}.hub",
             hint="areal-hpc prefetch RECIPE, or name files that the repository has",
         )
-    return found
+    return files
 
 
 def _iterate_source_rows(config: TaskSetConfig, key: str) -> Iterator[TaskRow]:
@@ -77,9 +77,9 @@ def _iterate_source_rows(config: TaskSetConfig, key: str) -> Iterator[TaskRow]:
             config.generator, config.kwargs, f"{key}.generator"
         )
     else:
-        where = f"{key}.path" if config.path is not None else f"{key}.hub"
+        path_key = f"{key}.path" if config.path is not None else f"{key}.hub"
         for path in list_source_paths(config, key):
-            yield from _read_file(path, where)
+            yield from _read_file(path, path_key)
 
 
 def _generate_rows_by_user_function(
@@ -156,7 +156,7 @@ def _read_json_lines(path: Path, key: str) -> Iterator[dict[str, Any]]:
 def _read_saved_dataset(folder: Path, key: str) -> Iterator[dict[str, Any]]:
     state = folder / "state.json"
     if not state.is_file():
-        splits = sorted(found.parent.name for found in folder.glob("*/state.json"))
+        splits = sorted(file.parent.name for file in folder.glob("*/state.json"))
         hint = "pass a directory written by datasets' save_to_disk, or one of Harbor's task folders"
         if splits:
             hint = f"name one of its splits, such as {folder / splits[0]}"
@@ -203,12 +203,12 @@ def materialize_task_sets(
     jsonl_file: Path,
     check: Callable[[dict[str, Any]], None] = lambda row: None,
 ) -> list[int]:
-    """Write data sets one after another as JSON lines, visible whole or not at all.
+    """Write data sets one after another as JSON lines into a file that appears when complete.
 
-    Each part has its place in the recipe; `check` raises RecipeError for a row that is of no use.
+    Each data set has its key in the recipe; `check` raises RecipeError for an unusable row.
 
     Returns:
-        The number of rows of each.
+        The number of rows of each data set.
     """
     counts = []
     with open_temporary_beside(jsonl_file) as stream:
@@ -236,7 +236,7 @@ def materialize_task_sets(
 
 
 def encode_row(row: object, row_index: int, key: str = "") -> bytes:
-    """A row as strict JSON: what the driver reads back must be what was written."""
+    """Encode a row as strict JSON, so that the driver reads back the same row."""
     try:
         return orjson.dumps(row)
     except TypeError as error:

@@ -1,1 +1,1 @@
-"""Task folders in Harbor's format: read, refused where they ask for what there is not, made."""
+"""Task folders in Harbor's format: reading them, checking their support, building their images."""

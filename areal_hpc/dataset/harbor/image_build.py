@@ -1,7 +1,7 @@
-"""Images of task folders: built by podman where there is a network, each kept beside its task.
+"""Builds the images of Harbor's task folders by podman, on a machine with a network.
 
-`podman build` needs neither a daemon nor root. What it built is an archive in the task's folder, so
-that shared storage holds one file for a task, and nodes need no registry.
+`podman build` needs neither a daemon nor root. An image is saved as an archive in the task's
+folder, so that shared storage holds one file for a task, and nodes need no registry.
 """
 
 import hashlib
@@ -23,13 +23,13 @@ from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.sandbox.images import read_image
 
 SOURCE_LABEL = "areal-hpc.source"
-"""Label of an image: the digest of what it was built from."""
+"""Label of an image with the digest of its sources."""
 SAVE_TIMEOUT_S = 1800.0
 _MAX_COMPLAINT_CHARS = 500
 
 
 def build_task_images(path: Path, key: str, print_line: Callable[[str], None]) -> None:
-    """Build the images of tasks at a path that are missing or out of date."""
+    """Build the missing and outdated images of the tasks at a path."""
     problems = list[Problem]()
     for folder in list_task_folders(path, key):
         try:
@@ -44,7 +44,7 @@ def build_task_images(path: Path, key: str, print_line: Callable[[str], None]) -
 
 
 def needs_image(folder: Path, task: HarborTaskFile) -> bool:
-    """True if a sandbox cannot do what its Dockerfile says, and no root file system is there."""
+    """Return whether a task has no root file system, and its Dockerfile needs a build."""
     if any((folder / "environment" / name).exists() for name in ROOT_FILE_SYSTEM_NAMES):
         return False
     file = folder / "environment" / "Dockerfile"
@@ -90,9 +90,9 @@ def _build_image(folder: Path, task: HarborTaskFile, source_digest: str) -> None
         if task.environment.docker_image is not None:
             context, file = Path(scratch), Path(scratch, "Dockerfile")
             file.write_text(f"FROM {task.environment.docker_image}\n")
-        ignored, own = Path(scratch, "ignored"), context / ".dockerignore"
-        ignored.write_text(f"{own.read_text() if own.is_file() else ''}\n{IMAGE_FILE_NAME}\n")
-        options = (f"--tag={tag}", label, f"--file={file}", f"--ignorefile={ignored}")
+        ignore, own = Path(scratch, "ignored"), context / ".dockerignore"
+        ignore.write_text(f"{own.read_text() if own.is_file() else ''}\n{IMAGE_FILE_NAME}\n")
+        options = (f"--tag={tag}", label, f"--file={file}", f"--ignorefile={ignore}")
         build = [podman, "build", "--format=oci", *options, str(context)]
         _run_podman(folder, build, task.environment.build_timeout_sec)
         saved = Path(scratch, IMAGE_FILE_NAME)
@@ -103,18 +103,18 @@ def _build_image(folder: Path, task: HarborTaskFile, source_digest: str) -> None
 
 def _run_podman(folder: Path, command: Sequence[str], timeout_s: float) -> None:
     try:
-        told = subprocess.run(
+        result = subprocess.run(
             command, capture_output=True, timeout=timeout_s, check=False, stdin=subprocess.DEVNULL
         )
     except subprocess.TimeoutExpired:
-        why = f"podman {command[1]} took longer than {timeout_s:g} s"
+        reason = f"podman {command[1]} took longer than {timeout_s:g} s"
     else:
-        if told.returncode == 0:
+        if result.returncode == 0:
             return
-        said = (told.stdout + told.stderr).decode(errors="replace").strip()
-        why = f"podman {command[1]} failed: {said[-_MAX_COMPLAINT_CHARS:]}"
+        output = (result.stdout + result.stderr).decode(errors="replace").strip()
+        reason = f"podman {command[1]} failed: {output[-_MAX_COMPLAINT_CHARS:]}"
     raise RecipeError(
-        f"its image cannot be built: {why}",
+        f"its image cannot be built: {reason}",
         key=str(folder / "environment"),
         hint="run this where podman works and reaches the registry; its own settings and "
         "variables count, as BUILDAH_ISOLATION",

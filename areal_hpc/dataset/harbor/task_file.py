@@ -1,6 +1,6 @@
-"""`task.toml` of a Harbor task, schema 1.4 and before, and what of it a sandbox cannot do.
+"""Reads `task.toml` of a Harbor task, schema 1.4 and before, and finds unsupported keys.
 
-Facts are those of Harbor 0.24 (its documentation of tasks, and its models).
+The source is Harbor 0.24: its documentation of tasks, and its models.
 """
 
 import re
@@ -44,12 +44,12 @@ class EnvironmentSectionConfig(BaseConfig):
     network_mode: NetworkMode = "public"
     allowed_hosts: tuple[str, ...] | None = None
     allow_internet: bool | None = None
-    """The older form of `network_mode`."""
+    """Older form of `network_mode`."""
     build_timeout_sec: Annotated[float, Field(gt=0)] = 600.0
     docker_image: str | None = None
     os: str = "linux"
     cpus: float | None = None
-    """Processors; the cell's are shared by all."""
+    """Number of processors; has no effect, as all sandboxes of a cell share its processors."""
     memory_mb: Annotated[int | None, Field(gt=0)] = None
     storage_mb: Annotated[int | None, Field(gt=0)] = None
     gpus: int | None = None
@@ -89,7 +89,7 @@ class SolutionSectionConfig(BaseConfig):
 
 
 class HarborTaskFile(BaseConfig):
-    """A file `task.toml`."""
+    """Contents of a file `task.toml`."""
 
     schema_version: str = "1.4"
     task: dict[str, Any] = Field(default_factory=dict)
@@ -101,7 +101,7 @@ class HarborTaskFile(BaseConfig):
     solution: SolutionSectionConfig = SolutionSectionConfig()
     steps: tuple[dict[str, Any], ...] | None = None
     multi_step_reward_strategy: str | None = None
-    """How the rewards of steps are put together."""
+    """Rule that combines the rewards of steps."""
     artifacts: tuple[Any, ...] = ()
 
     @model_validator(mode="before")
@@ -131,24 +131,24 @@ class HarborTaskFile(BaseConfig):
 
 
 def read_supported_task_file(path: Path) -> HarborTaskFile:
-    """The task file at a path."""
+    """Read a task file, or raise RecipeError if it is invalid or unsupported."""
     try:
         values = tomllib.loads(path.read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise RecipeError(f"{path} cannot be read as TOML: {error}", key=str(path)) from error
     try:
-        found = HarborTaskFile.model_validate(values)
+        task = HarborTaskFile.model_validate(values)
     except ValidationError as error:
         raise RecipeError.from_problems(
             explain_validation_errors(error.errors(), HarborTaskFile, f"{path}: ")
         ) from None
-    if problems := [*find_unsupported(found, path)]:
+    if problems := [*find_unsupported(task, path)]:
         raise RecipeError.from_problems(problems)
-    return found
+    return task
 
 
 def find_unsupported(task: HarborTaskFile, path: Path) -> Iterator[Problem]:
-    """What a task asks for that a sandbox cannot do, each by the name of its key."""
+    """Yield a problem for each key of a task that a sandbox does not support."""
     agent, verifier, environment = task.agent, task.verifier, task.environment
     refused = {
         "steps": (bool(task.steps), "a task has one step here", "make a task of each step"),
@@ -193,8 +193,8 @@ def find_unsupported(task: HarborTaskFile, path: Path) -> Iterator[Problem]:
             "the tests",
             "use the same for both",
         )
-    for key, (is_asked, why, hint) in refused.items():
-        if is_asked:
+    for key, (is_used, why, hint) in refused.items():
+        if is_used:
             yield Problem(f"{key} is not supported: {why}", f"{path}: {key}", hint)
     for section in ("environment", "verifier", "solution"):
         for name, value in getattr(task, section).env.items():

@@ -1,7 +1,7 @@
-"""Task folders of Harbor as rows of a task set, and what of a Dockerfile needs no build.
+"""Reads Harbor's task folders as rows of a task set, and interprets simple Dockerfiles.
 
-FROM, WORKDIR, ENV, COPY and ADD of local files are played out in a sandbox; any other instruction
-needs a root file system that somebody has built.
+FROM, WORKDIR, ENV, COPY and ADD of local files take effect in a sandbox without a build; any other
+instruction needs a built root file system.
 """
 
 import json
@@ -28,7 +28,7 @@ from areal_hpc.sandbox.images import read_image
 
 _HEREDOC_PATTERN = re.compile(r"(?<!<)<<(-?)([\"']?)([A-Za-z_]\w*)\2")
 _INSTRUCTIONS_WITHOUT_EFFECT = frozenset({"LABEL", "MAINTAINER", "EXPOSE", "STOPSIGNAL"})
-"""Instructions that change no file and no command."""
+"""Instructions that change neither files nor commands."""
 
 
 @dataclass(slots=True)
@@ -36,30 +36,31 @@ class ContainerFile:
     work_dir: str = ""
     variables: dict[str, str] = field(default_factory=dict)
     copies: list[tuple[str, str]] = field(default_factory=list)
-    """Paths below the build's folder, and their places."""
+    """Paths below the build's folder, and their targets."""
     instructions_needing_build: list[str] = field(default_factory=list)
-    """Instructions that only a build can do."""
+    """Instructions that only a build can execute."""
 
 
 def read_container_file(path: Path) -> ContainerFile:
-    """The Dockerfile at a path; its paths are those of its own folder."""
-    found, stages = ContainerFile(), dict[str, ContainerFile]()
+    """Read the Dockerfile at a path, relative to whose folder are its paths."""
+    container, stages = ContainerFile(), dict[str, ContainerFile]()
     for line in _split_into_instructions(path.read_text(errors="replace")):
         name, *rest = line.split(maxsplit=1)
-        if name.upper() == "FROM":  # only the last stage is what a task runs in
-            image, *stage_name = [one for one in "".join(rest).split() if one[:2] != "--"] or [""]
-            found = deepcopy(stages.get(image, ContainerFile()))
-            stages[stage_name[-1] if stage_name else str(len(stages))] = found
+        if name.upper() == "FROM":  # a task runs in the last stage alone
+            words = [word for word in "".join(rest).split() if word[:2] != "--"]
+            image, *stage_name = words or [""]
+            container = deepcopy(stages.get(image, ContainerFile()))
+            stages[stage_name[-1] if stage_name else str(len(stages))] = container
             continue
         try:
-            _apply_instruction(found, name.upper(), "".join(rest).strip(), path)
+            _apply_instruction(container, name.upper(), "".join(rest).strip(), path)
         except ValueError as error:
             raise RecipeError(
                 f"{path} has an instruction that cannot be read, {line[:80]!r}: {error}",
                 key=str(path),
                 hint="write it as Docker takes it, each quote with its end",
             ) from error
-    return found
+    return container
 
 
 def _split_into_instructions(text: str) -> list[str]:
@@ -67,13 +68,13 @@ def _split_into_instructions(text: str) -> list[str]:
     mark = re.escape(escape[1] if escape else "\\")
     lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
     lines = re.sub(rf"{mark}[ \t]*\n", " ", "\n".join(lines)).splitlines()
-    instructions, at = [], 0
-    while at < len(lines):
-        line, at = lines[at], at + 1
+    instructions, index = [], 0
+    while index < len(lines):
+        line, index = lines[index], index + 1
         for dash, _, delimiter in _HEREDOC_PATTERN.findall(line):
-            inner = [one.lstrip("\t") if dash else one for one in lines[at:]]
-            if delimiter in inner:  # else these marks are no here-document
-                at += inner.index(delimiter) + 1
+            rest = [later.lstrip("\t") if dash else later for later in lines[index:]]
+            if delimiter in rest:  # else the match is no here-document
+                index += rest.index(delimiter) + 1
         instructions.append(line.strip())
     return [line for line in instructions if line]
 
@@ -113,9 +114,9 @@ def _resolve_local_copies(arguments: str, work_dir: str, dockerfile: Path) -> li
     words_text = arguments[options.end() if options else 0 :]
     words = json.loads(words_text) if words_text.startswith("[") else shlex.split(words_text)
     *sources, target = words
-    place = posixpath.normpath(posixpath.join(work_dir, target))
+    target_path = posixpath.normpath(posixpath.join(work_dir, target))
     is_folder = target.endswith(("/", "/.")) or len(sources) > 1
-    is_folder |= place in ("/", posixpath.normpath(work_dir))
+    is_folder |= target_path in ("/", posixpath.normpath(work_dir))
     pairs = []
     for source in sources:
         name = posixpath.normpath(source.lstrip("/"))
@@ -127,42 +128,42 @@ def _resolve_local_copies(arguments: str, work_dir: str, dockerfile: Path) -> li
                 hint="put it there",
             )
         resolve_task_path(dockerfile.parent, name)
-        within = posixpath.join(place, posixpath.basename(name))
-        pairs.append((name, within if is_folder and file.is_file() else place))
+        path_in_folder = posixpath.join(target_path, posixpath.basename(name))
+        pairs.append((name, path_in_folder if is_folder and file.is_file() else target_path))
     return pairs
 
 
 IMAGE_FILE_NAME = "image.tar"
-"""Name in `environment/` of an image, an OCI archive; `areal-hpc prefetch` writes it."""
+"""Name of an image in `environment/`, an OCI archive that `areal-hpc prefetch` writes."""
 ROOT_FILE_SYSTEM_NAMES = (
     "rootfs",
     "rootfs.tar",
     "rootfs.tar.gz",
     "rootfs.tar.xz",
 )
-"""Names in `environment/` of a root file system: a folder, or a tar of it."""
-_SYSTEM_PLACES = ("/usr", "/etc", "/bin", "/sbin", "/lib", "/lib64", "/proc", "/dev", "/sys")
-"""Where nothing can be written unless a task has a root file system."""
+"""Names of a root file system in `environment/`: a folder, or a tar of it."""
+_SYSTEM_FOLDERS = ("/usr", "/etc", "/bin", "/sbin", "/lib", "/lib64", "/proc", "/dev", "/sys")
+"""Folders that are read-only unless a task has a root file system."""
 _ALWAYS_WRITABLE_FOLDERS = ("/workspace", "/tmp")
-"""Folders that commands may write in anyhow."""
+"""Folders that commands may write in without any setting."""
 
 
 def list_task_folders(path: Path, key: str) -> list[Path]:
-    """The task folders at a path: itself, or those in it, by name."""
+    """List the task folders at a path: the path itself, or the folders in it, by name."""
     if (path / "task.toml").is_file():
         return [path.resolve()]
-    found = sorted(file.parent.resolve() for file in path.glob("*/task.toml"))
-    if not found:
+    folders = sorted(file.parent.resolve() for file in path.glob("*/task.toml"))
+    if not folders:
         raise RecipeError(
             f"there is no Harbor task at {path.resolve()}: no task.toml in it or in its folders",
             key=key,
             hint="give a folder of task folders; see docs/data.md",
         )
-    return found
+    return folders
 
 
 def read_task_folders(path: Path, key: str) -> list[dict[str, Any]]:
-    """All tasks at a path as rows."""
+    """Read all tasks at a path as rows."""
     rows, problems = [], list[Problem]()
     for folder in list_task_folders(path, key):
         try:
@@ -175,7 +176,7 @@ def read_task_folders(path: Path, key: str) -> list[dict[str, Any]]:
 
 
 def read_task_folder(folder: Path) -> dict[str, Any]:
-    """A task as a row: `messages` with its instruction, and what its sandbox is like."""
+    """Read a task as a row: `messages` with its instruction, and the contents of its sandbox."""
     task_file = resolve_task_path(folder, "task.toml")
     task, container = read_supported_task_file(task_file), ContainerFile()
     for name in ("instruction.md", "tests", "solution", "environment/Dockerfile"):
@@ -192,16 +193,16 @@ def read_task_folder(folder: Path) -> dict[str, Any]:
         work_dir = f"/{work_dir}" if work_dir else ""
     copies = [] if root else container.copies
     work_dir = task.environment.workdir or work_dir
-    places = [*filter(None, [work_dir]), *(place for _, place in copies)]
+    targets = [*filter(None, [work_dir]), *(target for _, target in copies)]
     environment = task.environment
-    described = HarborTask(
+    harbor_task = HarborTask(
         folder=str(folder),
         root=root,
         has_network=task.has_agent_network,
         work_dir=work_dir,
         variables=variables | environment.env,
-        copies=tuple((f"environment/{source}", place) for source, place in copies),
-        folders=(*HARBOR_FOLDERS, *_list_writable_folders(places)),
+        copies=tuple((f"environment/{source}", target) for source, target in copies),
+        folders=(*HARBOR_FOLDERS, *_list_writable_folders(targets)),
         memory_bytes=environment.memory_mb and environment.memory_mb << 20,
         disk_bytes=environment.storage_mb and environment.storage_mb << 20,
         agent_timeout_s=task.agent.timeout_sec,
@@ -212,7 +213,7 @@ def read_task_folder(folder: Path) -> dict[str, Any]:
     row: dict[str, Any] = {
         "messages": [{"role": "user", "content": (folder / "instruction.md").read_text()}],
         "name": task.task.get("name", folder.name),
-        HARBOR_TASK_COLUMN: msgspec.to_builtins(described),
+        HARBOR_TASK_COLUMN: msgspec.to_builtins(harbor_task),
     }
     if task.agent.timeout_sec is not None:
         row["limits"] = {"timeout_s": task.agent.timeout_sec + task.verifier.timeout_sec}
@@ -254,27 +255,27 @@ def _find_problems(
             str(folder / "task.toml"),
             hint,
         )
-    for place in list_readonly_targets(container):
+    for target in list_readonly_targets(container):
         yield Problem(
-            f"its Dockerfile copies to {place}, which is read-only in a sandbox",
+            f"its Dockerfile copies to {target}, which is read-only in a sandbox",
             str(folder / "environment" / "Dockerfile"),
             hint,
         )
 
 
 def list_readonly_targets(container: ContainerFile) -> list[str]:
-    """Places that a Dockerfile copies to and that are read-only where the node's programs are."""
+    """List the copies' targets that are read-only in a sandbox with the node's programs."""
 
     def is_read_only(target: str) -> bool:
-        return any(PurePosixPath(target).is_relative_to(one) for one in _SYSTEM_PLACES)
+        return any(PurePosixPath(target).is_relative_to(folder) for folder in _SYSTEM_FOLDERS)
 
-    return [place for _, place in container.copies if place == "/" or is_read_only(place)]
+    return [target for _, target in container.copies if target == "/" or is_read_only(target)]
 
 
-def _list_writable_folders(places: list[str]) -> list[str]:
-    tops = dict.fromkeys(f"/{PurePosixPath(place).parts[1]}" for place in places if place != "/")
+def _list_writable_folders(paths: list[str]) -> list[str]:
+    tops = dict.fromkeys(f"/{PurePosixPath(path).parts[1]}" for path in paths if path != "/")
     return [
         top
         for top in tops
-        if top not in (*_ALWAYS_WRITABLE_FOLDERS, *HARBOR_FOLDERS, *_SYSTEM_PLACES)
+        if top not in (*_ALWAYS_WRITABLE_FOLDERS, *HARBOR_FOLDERS, *_SYSTEM_FOLDERS)
     ]
