@@ -1,1 +1,1 @@
-"""Journal and sealed HDF5 shards, format v1. Knows tokens, not their meaning."""
+"""Node-local journal and sealed HDF5 shards, in which recorded trajectories reach the trainer."""

@@ -1,4 +1,4 @@
-"""The index: which shards are sealed, what they hold, and the digest that proves it.
+"""Index of the sealed shards: their tickets, their rows and the digests of their files.
 
 `index/<writer>.jsonl` has one line per sealed shard and is only ever appended to. A shard
 counts as sealed when its line is there; the line is written last.
@@ -26,11 +26,11 @@ from areal_hpc.wire.ledger import SealedTicket, TicketRef
 from areal_hpc.wire.trajectory import RowKind, RowRecord
 
 _TAIL_BYTES = 1 << 16
-"""First look at the end of an index: one line of some hundred tickets."""
+"""Bytes read first from the end of an index: a line of some hundred tickets."""
 
 
 class ShardTicket(msgspec.Struct, frozen=True):
-    """One issue of one ticket inside one shard."""
+    """One attempt of a ticket inside one shard."""
 
     ticket_id: int
     attempt: int
@@ -51,7 +51,7 @@ class UntrainedEpisodeRows(msgspec.Struct, frozen=True, omit_defaults=True):
     rows: list[int]
     """Row numbers in the shard."""
     cause: str = ""
-    """Of a failed episode: the exception and its line."""
+    """Exception and line of a failed episode."""
 
 
 class SealedShard(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -63,16 +63,18 @@ class SealedShard(msgspec.Struct, frozen=True, omit_defaults=True):
     rows: int
     tokens: int
     tickets: list[ShardTicket]
-    """Of training rows alone: batches are made of these."""
+    """Tickets of the training rows; batches are formed from these."""
     untrained: list[UntrainedEpisodeRows] = []
 
     def list_sealed_tickets(self) -> list[SealedTicket]:
-        """Its tickets as the ledger and batch manifests have them."""
-        found = []
-        for one in self.tickets:
-            ref = TicketRef(one.ticket_id, one.attempt)
-            found.append(SealedTicket(ref, self.file, one.rows, one.rewards, one.oldest_version))
-        return found
+        """Return the tickets in the form that the ledger and batch manifests use."""
+        sealed = []
+        for ticket in self.tickets:
+            ref = TicketRef(ticket.ticket_id, ticket.attempt)
+            sealed.append(
+                SealedTicket(ref, self.file, ticket.rows, ticket.rewards, ticket.oldest_version)
+            )
+        return sealed
 
 
 def group_training_rows_by_ticket(
@@ -82,7 +84,7 @@ def group_training_rows_by_ticket(
     rewards: Sequence[float],
     versions: Sequence[npt.NDArray[np.int64]],
 ) -> list[ShardTicket]:
-    """The tickets of the training rows, by first row. All arguments have one element per row."""
+    """Group training rows by ticket, in order of first row. Arguments have one element per row."""
     rows_of: dict[tuple[int, int], list[int]] = {}
     keys = zip(ticket_ids.tolist(), attempts.tolist(), strict=True)
     for row, (kind, key) in enumerate(zip(kinds.tolist(), keys, strict=True)):
@@ -103,7 +105,7 @@ def group_training_rows_by_ticket(
 def group_untrained_rows_by_session(
     kinds: Iterable[RowKind], records: Iterable[RowRecord]
 ) -> list[UntrainedEpisodeRows]:
-    """The episodes of all other rows, by first row. Both arguments have one element per row."""
+    """Group other rows by episode, in order of first row. Arguments have one element per row."""
     rows_of: dict[tuple[RowKind, str, str], list[int]] = {}
     for row, (kind, record) in enumerate(zip(kinds, records, strict=True)):
         if kind is not RowKind.TRAIN:
@@ -115,8 +117,8 @@ def group_untrained_rows_by_session(
 
 
 def _find_oldest_version(versions: Sequence[npt.NDArray[np.int64]], rows: Sequence[int]) -> int:
-    found = np.concatenate([versions[row] for row in rows])
-    sampled = found[found >= 0]
+    versions_T = np.concatenate([versions[row] for row in rows])
+    sampled = versions_T[versions_T >= 0]
     return int(sampled.min()) if len(sampled) else -1
 
 
@@ -138,9 +140,9 @@ def append_to_index(index_dir: Path, shard: SealedShard) -> None:
 
 
 def read_index(index_dir: Path, writer: str | None = None) -> list[SealedShard]:
-    """Every sealed shard of the run (or of one writer), ordered by writer, then as sealed.
+    """Return every sealed shard of the run (or of one writer), ordered by writer, then by sealing.
 
-    Half a line is the trace of a crash and is left out: its shard is an orphan, which
+    A torn last line is the trace of a crash and is skipped: its shard is an orphan, which
     `verify_run` reports and `repair_index` indexes again.
     """
     if not index_dir.is_dir():
@@ -150,7 +152,7 @@ def read_index(index_dir: Path, writer: str | None = None) -> list[SealedShard]:
 
 
 def read_sealed_tickets(index_dir: Path) -> Iterator[SealedTicket]:
-    """Every ticket of every sealed shard, those of old batches and of lost races included."""
+    """Yield every ticket of every sealed shard, including old batches and later copies."""
     for shard in read_index(index_dir):
         yield from shard.list_sealed_tickets()
 
@@ -160,19 +162,19 @@ class _LineFileName(msgspec.Struct, frozen=True):
 
 
 class IndexFollower:
-    """Finds the index lines of shards while their writers go on appending.
+    """Finder of index lines, which works while the writers go on appending.
 
-    It keeps where each line is, and reads a line when it is asked for.
+    It stores the position of each line, and reads a line on request.
     """
 
     def __init__(self, index_dir: Path) -> None:
         self._index_dir = index_dir
-        self._places: dict[str, tuple[int, int]] = {}
-        """Shard -> the first byte of its line, and its length."""
+        self._positions: dict[str, tuple[int, int]] = {}
+        """Shard -> first byte and length of its line."""
         self._followers: dict[Path, LineFollower] = {}
 
     def find(self, shard_name: str) -> SealedShard | None:
-        """The line of a shard; None if there is none, or the name is not a sealed shard's.
+        """Return the index line of a shard; None without one, or if the name is no sealed shard's.
 
         Raises:
             OSError: The index cannot be read.
@@ -181,11 +183,11 @@ class IndexFollower:
         if named is None or not shard_name.endswith(SHARD_SUFFIX):
             return None
         path = get_index_path(self._index_dir, named[0])
-        if shard_name not in self._places:
+        if shard_name not in self._positions:
             self._note_new_lines(path)
-        if shard_name not in self._places:
+        if shard_name not in self._positions:
             return None
-        begin, length = self._places[shard_name]
+        begin, length = self._positions[shard_name]
         with open_regular_file(path) as descriptor:
             return decode_json(os.pread(descriptor, length, begin), SealedShard)
 
@@ -195,17 +197,17 @@ class IndexFollower:
             content = follower.read_new_lines()
             begin = follower.offset - len(content)
             for line in content.splitlines(keepends=True):
-                # What cannot be read is the trace of a crash: no shard is sealed by it.
+                # An unreadable line is the trace of a crash: it seals no shard.
                 with suppress(msgspec.DecodeError, UnicodeDecodeError):
                     name = decode_json(line, _LineFileName).file
-                    self._places.setdefault(name, (begin, len(line)))
+                    self._positions.setdefault(name, (begin, len(line)))
                 begin += len(line)
 
 
 def read_last_shard_number(index_dir: Path, writer: str) -> int:
-    """The highest number among the writer's last indexed shards; -1 before the first.
+    """Return the highest number among the writer's last indexed shards; -1 before the first.
 
-    Reads the end of the index alone: an index grows as long as its run.
+    Only the end of the index is read: an index grows as long as its run.
     """
     try:
         stream = get_index_path(index_dir, writer).open("rb", buffering=0)
@@ -217,7 +219,7 @@ def read_last_shard_number(index_dir: Path, writer: str) -> int:
             start = max(0, size_bytes - tail_bytes)
             stream.seek(start)
             tail = stream.read()
-            # Unless it is the file's first, the line that the tail begins in is not whole.
+            # Unless it starts the file, the tail may begin in the middle of a line.
             lines = decode_readable_records(
                 tail if start == 0 else tail[tail.find(b"\n") + 1 :], SealedShard
             )
@@ -228,12 +230,12 @@ def read_last_shard_number(index_dir: Path, writer: str) -> int:
 
 
 def locate_tickets(shards: Iterable[SealedShard]) -> dict[TicketRef, SealedTicket]:
-    """Each ticket and where it is sealed.
+    """Map each ticket to the shard in which it is sealed.
 
     A writer that died right after sealing may seal the same tickets again; the first copy counts.
     """
-    places: dict[TicketRef, SealedTicket] = {}
+    sealed_tickets: dict[TicketRef, SealedTicket] = {}
     for shard in shards:
         for ticket in shard.list_sealed_tickets():
-            places.setdefault(ticket.ref, ticket)
-    return places
+            sealed_tickets.setdefault(ticket.ref, ticket)
+    return sealed_tickets

@@ -1,4 +1,4 @@
-"""The node-local journal: what a process must not lose if it dies before the next seal.
+"""Node-local journal: records that a process must not lose if it dies before the next seal.
 
 A file of records, each one `write()`:
 
@@ -8,11 +8,11 @@ A file of records, each one `write()`:
 | kind    | 4      | the caller's own numbering                |
 | length  | 4      | bytes of payload                          |
 | crc     | 4      | CRC-32 of kind, length and payload        |
-| payload | length | opaque here                               |
+| payload | length | bytes that the journal does not interpret |
 
 Integers are little-endian. A record is safe from the death of the process when `append`
-returns, and from the death of the node one sync interval later. Whatever follows the last
-whole record is the trace of a crash.
+returns, and from the death of the node one sync interval later. Bytes after the last
+whole record are the trace of a crash.
 """
 
 import fcntl
@@ -39,7 +39,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class JournalRecord:
-    """One whole record."""
+    """One whole record of a journal."""
 
     kind: int
     payload: bytes
@@ -50,7 +50,7 @@ class JournalRecord:
 
 
 def encode_record_header(record_kind: int, payload: bytes) -> bytes:
-    """The header of a record, which the payload follows; ValueError if one of them is too large."""
+    """Return the header that precedes the payload; ValueError if either is too large."""
     if not 0 <= record_kind < 1 << 32 or len(payload) > _MAX_PAYLOAD_BYTES:
         raise ValueError(
             f"a record has a kind of 32 bits and at most {_MAX_PAYLOAD_BYTES} bytes, "
@@ -61,7 +61,7 @@ def encode_record_header(record_kind: int, payload: bytes) -> bytes:
 
 
 def read_journal(path: Path) -> Iterator[JournalRecord]:
-    """The journal's whole records in order, up to a torn tail."""
+    """Yield the journal's whole records in order, up to a torn tail."""
     with path.open("rb") as stream:
         size_bytes = os.fstat(stream.fileno()).st_size
         if not size_bytes:
@@ -87,20 +87,20 @@ def _read_record_at(data: mmap.mmap, offset: int) -> JournalRecord | None:
 
 
 class JournalWriter:
-    """Appends records from any thread; a background thread makes them durable.
+    """Writer that appends records from any thread; a background thread makes them durable.
 
     Opening an existing journal cuts off a torn tail. The file has mode 0600 and belongs to one
     process at a time.
 
     Raises:
-        ClusterError: Another process holds the journal; by every method: the disk refuses.
+        ClusterError: Another process holds the journal; in every method: the disk refuses a write.
     """
 
     def __init__(self, path: Path, sync_interval_s: float) -> None:
         self.path = path
         self._sync_interval_s = sync_interval_s
         self._appending = threading.Lock()
-        # Guards the descriptor against being closed by `compact` during a sync. Taken first.
+        # Keeps `compact` from closing the descriptor during a sync. Taken before `_appending`.
         self._syncing = threading.Lock()
         self._dirty = threading.Event()
         self._stop = threading.Event()
@@ -122,7 +122,7 @@ class JournalWriter:
     def append(self, record_kind: int, payload: bytes) -> None:
         """Write one record; on return it survives the death of this process.
 
-        If the disk refuses, now or at an earlier sync, the journal stays whole.
+        If the disk refuses a write, now or at an earlier sync, the journal stays whole.
         """
         record = encode_record_header(record_kind, payload) + payload
         with self._appending:
@@ -149,10 +149,10 @@ class JournalWriter:
             raise _build_disk_error(self.path, error) from error
 
     def compact(self, is_needed: Callable[[JournalRecord], bool]) -> None:
-        """Replace the journal by one that holds only the records still needed.
+        """Replace the journal by one that holds only the records that are still needed.
 
-        Old records are sifted while other threads go on appending; what they append meanwhile
-        is kept. A crash, or a disk that refuses, leaves the old journal or the new one, whole.
+        Other threads may append meanwhile; their records are kept. A crash, or a disk that refuses
+        a write, leaves either the old journal or the new one, whole.
         """
         fresh_path = self.path.with_name(self.path.name + ".new")
         fresh = -1
@@ -166,7 +166,7 @@ class JournalWriter:
                 os.fdatasync(fresh)
                 size_bytes = os.fstat(fresh).st_size
                 fresh_path.rename(self.path)
-                # From here on the old file has no name: what is written there would be lost.
+                # From here on the old file has no name: records written to it would be lost.
                 self._descriptor, fresh = fresh, self._descriptor
                 self._size_bytes = size_bytes
             fsync_path(self.path.parent)
@@ -200,7 +200,7 @@ class JournalWriter:
         return read_bytes
 
     def _sync_loop(self) -> None:
-        # `close` sets stop before dirty: whoever sees its dirty mark here also sees its stop.
+        # `close` sets stop before dirty: a loop that sees this dirty mark also sees the stop.
         while not self._stop.is_set():
             self._dirty.wait()
             self._stop.wait(self._sync_interval_s)

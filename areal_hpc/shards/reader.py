@@ -1,8 +1,8 @@
-"""Sealed shards are read with plain reads, into memory of the caller's own.
+"""Reader of sealed shards: plain reads into the caller's own memory.
 
-They are not mapped: a mapped file that is cut short, or whose server goes away, kills the process
-that touches it, while a failed read is an error that can be tried again. Nor would mapping be
-faster, since a batch is read once: setting up and taking down its pages costs what a copy costs.
+Shards are not mapped. Truncation of a mapped file, or loss of its server, kills the process
+that touches it; a failed read is an error that can be retried. Mapping would not be faster
+either: a batch is read once, and setting up and removing pages costs as much as a copy.
 """
 
 import os
@@ -34,14 +34,16 @@ from areal_hpc.wire.trajectory import RowKind, RowRecord, SamplingMask, Trajecto
 
 NumpyArray = npt.NDArray[Any]
 Spans = Sequence[tuple[int, int]]
-"""First element and the one behind the last, of pieces of a column."""
+"""First element, and the element behind the last, of each piece of a column."""
 
 _VERIFY_HINT = "run areal-hpc shards verify"
-_TOKEN_COLUMNS = tuple(one.name for one in ALWAYS_WRITTEN_DATASETS if one.axis is Axis.TOKEN)
+_TOKEN_COLUMNS = tuple(
+    dataset.name for dataset in ALWAYS_WRITTEN_DATASETS if dataset.axis is Axis.TOKEN
+)
 _ROW_COLUMNS = tuple(
-    one.name
-    for one in (*ALWAYS_WRITTEN_DATASETS, *MASK_DATASETS)
-    if one.axis in (Axis.ROW, Axis.ROW_BOUND)
+    dataset.name
+    for dataset in (*ALWAYS_WRITTEN_DATASETS, *MASK_DATASETS)
+    if dataset.axis in (Axis.ROW, Axis.ROW_BOUND)
 )
 _ROW_KINDS = tuple(RowKind)
 _record_decoder = msgspec.json.Decoder(RowRecord)
@@ -50,7 +52,7 @@ _JsonValue = TypeVar("_JsonValue")
 
 
 @dataclass(frozen=True, slots=True)
-class _DatasetPlace:
+class _DatasetExtent:
     dtype: np.dtype[Any]
     offset: int
     element_count: int
@@ -61,46 +63,46 @@ class _DatasetPlace:
 
 
 class ShardReader:
-    """One sealed shard. The file is open only while something is read."""
+    """One sealed shard. The file is open only during a read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._places = self._locate_datasets()
-        self._has_masks = MASK_DATASETS[0].name in self._places
-        held = [name for name in _ROW_COLUMNS if name in self._places]
-        self._rows = dict(zip(held, self._read_columns(held), strict=True))
+        self._extents = self._locate_datasets()
+        self._has_masks = MASK_DATASETS[0].name in self._extents
+        stored_columns = [name for name in _ROW_COLUMNS if name in self._extents]
+        self._rows = dict(zip(stored_columns, self._read_columns(stored_columns), strict=True))
         self._check_dataset_consistency()
 
-    def _locate_datasets(self) -> dict[str, _DatasetPlace]:
+    def _locate_datasets(self) -> dict[str, _DatasetExtent]:
         path = self.path
         try:
             with open_regular_file(path) as descriptor:
-                places = _read_dataset_places(descriptor)
+                extents = _read_dataset_extents(descriptor)
                 size_bytes = os.fstat(descriptor).st_size
         except FileNotFoundError as error:
             raise ShardError("there is no such shard", key=str(path), hint=_VERIFY_HINT) from error
         except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
-            what = f"incomplete shard: {error}"
+            message = f"incomplete shard: {error}"
             if isinstance(error, OSError) and error.errno is not None:
-                what = f"cannot be read: {error.strerror}"
-            raise ShardError(what, key=str(path), hint=_VERIFY_HINT) from error
-        end = max((place.end for place in places.values()), default=0)
+                message = f"cannot be read: {error.strerror}"
+            raise ShardError(message, key=str(path), hint=_VERIFY_HINT) from error
+        end = max((extent.end for extent in extents.values()), default=0)
         if end > size_bytes:
             raise ShardError(
                 f"cut short: expected at least {end} bytes, got {size_bytes}", key=str(path)
             )
-        return places
+        return extents
 
     @property
     def num_rows(self) -> int:
-        return self._places["ticket_id"].element_count
+        return self._extents["ticket_id"].element_count
 
     @property
     def num_tokens(self) -> int:
-        return self._places["input_ids"].element_count
+        return self._extents["input_ids"].element_count
 
     def read_column(self, dataset_name: str) -> NumpyArray:
-        """A whole dataset by its name in the schema; ShardError if the storage failed."""
+        """Read a whole dataset by its name in the schema; ShardError if the storage fails."""
         if dataset_name in self._rows:
             return self._rows[dataset_name]
         return self._read_columns([dataset_name])[0]
@@ -110,42 +112,42 @@ class ShardReader:
 
     @cached_property
     def tool_schemas(self) -> dict[str, Any]:
-        """The schemas of all tools that calls of the shard name, by their hash."""
+        """Schemas of all tools that calls of the shard name, by their hash."""
         (content,) = self._read_columns(["tools"])
         return self._decode_json("tools", _meta_decoder, content)
 
     def read_records(self, rows: Sequence[int] | None = None) -> list[RowRecord]:
-        """The episodes and calls of these rows, of all without."""
-        chosen = self._validate_row_numbers(range(self.num_rows) if rows is None else rows)
-        return list(self._read_json_of_rows("record", _record_decoder, chosen))
+        """Read the episodes and calls of these rows; of all rows without an argument."""
+        row_numbers = self._validate_row_numbers(range(self.num_rows) if rows is None else rows)
+        return list(self._read_json_of_rows("record", _record_decoder, row_numbers))
 
     def read_rows(self, rows: Sequence[int], *, with_messages: bool = True) -> list[TrajectoryRow]:
-        """The trajectories at `rows`, in that order.
+        """Read the trajectories at `rows`, in that order.
 
         Without messages `meta` and `tool_schemas` stay empty: the trainer needs neither, and they
         may be larger than all tokens.
         """
-        chosen = self._validate_row_numbers(rows)
+        row_numbers = self._validate_row_numbers(rows)
         bounds = self._rows["offsets"]
         ids, masks, logprobs, versions = self._read_columns(
-            _TOKEN_COLUMNS, _locate_spans(bounds, chosen)
+            _TOKEN_COLUMNS, _locate_spans(bounds, row_numbers)
         )
 
         def values(dataset_name: str) -> list[Any]:
-            # One conversion a column, not one a row: a batch has many short rows.
-            return self._rows[dataset_name][chosen].tolist()  # type: ignore[no-any-return]
+            # One conversion per column, not one per row: a batch has many short rows.
+            return self._rows[dataset_name][row_numbers].tolist()  # type: ignore[no-any-return]
 
-        places = (values(name) for name in ("ticket_id", "attempt", "episode", "row"))
+        row_identities = (values(name) for name in ("ticket_id", "attempt", "episode", "row"))
         kinds = map(_ROW_KINDS.__getitem__, values("kind"))
         records = self.read_records(rows)
-        details = self._read_details(chosen, records) if with_messages else ()
-        slices = _compute_row_slices(bounds, chosen)
-        found = [
+        details = self._read_details(row_numbers, records) if with_messages else ()
+        slices = _compute_row_slices(bounds, row_numbers)
+        trajectories = [
             TrajectoryRow(
-                ticket, attempt, episode, row, ids[T], masks[T], logprobs[T], versions[T], *rest
+                ticket, attempt, episode, row, ids[T], masks[T], logprobs[T], versions[T], *fields
             )
-            for ticket, attempt, episode, row, T, *rest in zip(
-                *places,
+            for ticket, attempt, episode, row, T, *fields in zip(
+                *row_identities,
                 slices,
                 values("reward"),
                 values("temperature"),
@@ -157,13 +159,15 @@ class ShardReader:
             )
         ]
         if self._has_masks:
-            masked = zip(found, self._read_masks(chosen), strict=True)
-            found = [replace(row, sampling_mask=mask) for row, mask in masked]
-        if ROUTES_DATASET.name in self._places:
-            (routes,) = self._read_columns([ROUTES_DATASET.name], _locate_spans(bounds, chosen))
-            routed = zip(found, slices, strict=True)
-            found = [replace(row, routes_TLK=routes[T]) for row, T in routed]
-        return found
+            masked = zip(trajectories, self._read_masks(row_numbers), strict=True)
+            trajectories = [replace(row, sampling_mask=mask) for row, mask in masked]
+        if ROUTES_DATASET.name in self._extents:
+            (routes,) = self._read_columns(
+                [ROUTES_DATASET.name], _locate_spans(bounds, row_numbers)
+            )
+            routed = zip(trajectories, slices, strict=True)
+            trajectories = [replace(row, routes_TLK=routes[T]) for row, T in routed]
+        return trajectories
 
     def _read_details(
         self, rows: NumpyArray, records: Sequence[RowRecord]
@@ -185,11 +189,11 @@ class ShardReader:
         return [SamplingMask(counts[T], ids[K]) if K.stop > K.start else None for T, K in slices]
 
     def _validate_row_numbers(self, rows: Sequence[int]) -> NumpyArray:
-        chosen = np.asarray(rows, dtype=np.int64)
-        outside = chosen[(chosen < 0) | (chosen >= self.num_rows)]
+        row_numbers = np.asarray(rows, dtype=np.int64)
+        outside = row_numbers[(row_numbers < 0) | (row_numbers >= self.num_rows)]
         if len(outside):
             raise IndexError(f"{self.path} has rows 0..{self.num_rows - 1}, got {outside[0]}")
-        return chosen
+        return row_numbers
 
     def _read_json_of_rows(
         self, dataset_name: str, decoder: msgspec.json.Decoder[_JsonValue], rows: NumpyArray
@@ -215,7 +219,7 @@ class ShardReader:
         try:
             fault_point("shard.before_read")
             with open_regular_file(self.path) as descriptor:
-                return [_read_spans(descriptor, self._places[name], spans) for name in names]
+                return [_read_spans(descriptor, self._extents[name], spans) for name in names]
         except OSError as error:
             raise ShardError(
                 f"cannot be read: {error}", key=str(self.path), hint=_VERIFY_HINT
@@ -227,21 +231,21 @@ class ShardReader:
             Axis.ROW: self.num_rows,
             Axis.ROW_BOUND: self.num_rows + 1,
         }
-        lengths = {name: place.element_count for name, place in self._places.items()}
+        lengths = {name: extent.element_count for name, extent in self._extents.items()}
         wrong = [
             f"{dataset.name} has {lengths[dataset.name]} elements, expected {sizes[dataset.axis]}"
             for dataset in ALL_DATASETS
             if dataset.name in lengths and dataset.axis in sizes
             if lengths[dataset.name] != sizes[dataset.axis]
         ]
-        held = {
+        json_sizes = {
             bounds: lengths[name]
             for name, bounds in OFFSETS_BY_JSON_DATASET.items()
             if name in lengths
         }
         if self._has_masks:
-            held["sampling_mask_offsets"] = lengths["sampling_mask"]
-        for name, size in {"offsets": self.num_tokens, **held}.items():
+            json_sizes["sampling_mask_offsets"] = lengths["sampling_mask"]
+        for name, size in {"offsets": self.num_tokens, **json_sizes}.items():
             bounds = self._rows[name]
             if len(bounds) and (
                 bounds[0] != 0 or bounds[-1] != size or (np.diff(bounds) < 0).any()
@@ -267,39 +271,39 @@ def _compute_row_slices(bounds: NumpyArray, rows: NumpyArray) -> list[slice]:
     return list(map(slice, (ends - lengths).tolist(), ends.tolist()))
 
 
-def _read_spans(descriptor: int, dataset_place: _DatasetPlace, spans: Spans | None) -> NumpyArray:
-    spans = [(0, dataset_place.element_count)] if spans is None else spans
-    array = np.empty(sum(end - begin for begin, end in spans), dataset_place.dtype)
-    at = 0
+def _read_spans(descriptor: int, extent: _DatasetExtent, spans: Spans | None) -> NumpyArray:
+    spans = [(0, extent.element_count)] if spans is None else spans
+    array = np.empty(sum(end - begin for begin, end in spans), extent.dtype)
+    position = 0
     for begin, end in spans:
-        piece = array[at : at + end - begin]
-        read_exact(descriptor, piece, dataset_place.offset + begin * dataset_place.dtype.itemsize)
-        at += len(piece)
+        piece = array[position : position + end - begin]
+        read_exact(descriptor, piece, extent.offset + begin * extent.dtype.itemsize)
+        position += len(piece)
     return array
 
 
-def _read_dataset_places(descriptor: int) -> dict[str, _DatasetPlace]:
+def _read_dataset_extents(descriptor: int) -> dict[str, _DatasetExtent]:
     access = h5p.create(h5p.FILE_ACCESS)
     # No lock: sealed files never change, and NFS and Lustre often have no flock.
     access.set_file_locking(False, True)
-    # The very file that was found to be a regular one, whatever takes its name meanwhile.
+    # Opens the very file that was checked to be regular, even if its name now means another file.
     file = h5f.open(f"/proc/self/fd/{descriptor}".encode(), h5f.ACC_RDONLY, fapl=access)
     try:
         if (version := _read_version(file)) != FORMAT_VERSION:
             raise ValueError(f"expected version {FORMAT_VERSION}, got {version}")
-        has_masks = file.links.exists(MASK_DATASETS[1].name.encode())  # the first may be another's
+        has_masks = file.links.exists(MASK_DATASETS[1].name.encode())  # others may use the first
         has_routes = file.links.exists(ROUTES_DATASET.name.encode())
-        expected = [*ALWAYS_WRITTEN_DATASETS, *(MASK_DATASETS if has_masks else ())]
-        expected += [ROUTES_DATASET] if has_routes else []
-        return {dataset.name: _locate_dataset(file, dataset) for dataset in expected}
+        datasets = [*ALWAYS_WRITTEN_DATASETS, *(MASK_DATASETS if has_masks else ())]
+        datasets += [ROUTES_DATASET] if has_routes else []
+        return {dataset.name: _locate_dataset(file, dataset) for dataset in datasets}
     finally:
         file.close()
 
 
 def _read_version(file: h5f.FileID) -> int | None:
-    """The attribute of the root group; None if there is none that is a number.
+    """Return the number in the root group's attribute `version`; None without one.
 
-    Attributes that are text lie in a heap, and in one that is damaged HDF5 looks for ever.
+    Text attributes are not read: they lie in a heap, and a damaged heap makes HDF5 loop forever.
     """
     if not h5a.exists(file, b"version"):
         return None
@@ -311,7 +315,7 @@ def _read_version(file: h5f.FileID) -> int | None:
     return int(value)
 
 
-def _locate_dataset(file: h5f.FileID, expected: DatasetSpec) -> _DatasetPlace:
+def _locate_dataset(file: h5f.FileID, expected: DatasetSpec) -> _DatasetExtent:
     name = expected.name.encode()
     if file.links.get_info(name).type != h5l.TYPE_HARD:
         raise ValueError(f"{expected.name}: expected a dataset of this file, got a link")
@@ -321,14 +325,14 @@ def _locate_dataset(file: h5f.FileID, expected: DatasetSpec) -> _DatasetPlace:
         raise ValueError(f"{expected.name}: expected a dataset of this file, got other files")
     shape = dataset.shape
     contiguous = creation.get_layout() == h5d.CONTIGUOUS
-    fits, axes = dataset.get_type() == expected.hdf5_type, 1
+    has_type, num_axes = dataset.get_type() == expected.hdf5_type, 1
     if expected is ROUTES_DATASET:
-        fits, axes = dataset.dtype.str in ("|u1", "<u2"), 3
-    if not (fits and len(shape) == axes and contiguous):
+        has_type, num_axes = dataset.dtype.str in ("|u1", "<u2"), 3
+    if not (has_type and len(shape) == num_axes and contiguous):
         raise ValueError(
-            f"{expected.name}: expected {axes}-D contiguous {expected.dtype.str}, got "
+            f"{expected.name}: expected {num_axes}-D contiguous {expected.dtype.str}, got "
             f"{len(shape)}-D {dataset.dtype.str}, contiguous: {contiguous}"
         )
-    # HDF5 knows no place for an empty dataset.
-    element = np.dtype((dataset.dtype, shape[1:])) if axes > 1 else expected.dtype
-    return _DatasetPlace(element, dataset.get_offset() or 0, shape[0])
+    # HDF5 assigns no offset to an empty dataset.
+    element = np.dtype((dataset.dtype, shape[1:])) if num_axes > 1 else expected.dtype
+    return _DatasetExtent(element, dataset.get_offset() or 0, shape[0])

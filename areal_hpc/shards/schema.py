@@ -1,6 +1,6 @@
 """Shard format as a table: every dataset, its type and its axis.
 
-`docs/shard-format-v2.md` says what each holds, and what may change.
+`docs/shard-format-v2.md` describes each dataset, and the changes that the format allows.
 """
 
 import re
@@ -15,14 +15,14 @@ FORMAT_NAME = "areal-hpc-shard"
 FORMAT_VERSION = 2
 SHARD_SUFFIX = ".h5"
 PARTIAL_SUFFIX = ".tmp"
-"""Behind the name of a shard under construction. Readers never look at these."""
+"""Suffix behind the name of a shard under construction. Readers ignore such files."""
 
 ALIGNMENT_BYTES = 64
-"""Every dataset starts at a multiple of this: aligned for any dtype, should a program map it."""
+"""Every dataset starts at a multiple of this, so that a program may map it as any dtype."""
 
 
 class Axis(StrEnum):
-    """Axis of a dataset: an element for each token, row or ticket."""
+    """Axis of a dataset: one element for each token, row, byte or token of a mask."""
 
     TOKEN = "token"
     ROW = "row"
@@ -35,7 +35,7 @@ class Axis(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class DatasetSpec:
-    """One contiguous dataset, 1-D but for routes, without chunks or filters."""
+    """One contiguous dataset without chunks or filters; 1-D, except for routes."""
 
     name: str
     dtype: np.dtype[Any]
@@ -55,35 +55,35 @@ ALWAYS_WRITTEN_DATASETS = (
     DatasetSpec("ticket_id", np.dtype("<i8"), Axis.ROW),
     DatasetSpec("attempt", np.dtype("<i4"), Axis.ROW),
     DatasetSpec("episode", np.dtype("<i4"), Axis.ROW),
-    DatasetSpec("row", np.dtype("<i4"), Axis.ROW),  # of the episode
+    DatasetSpec("row", np.dtype("<i4"), Axis.ROW),  # number within the episode
     DatasetSpec("reward", np.dtype("<f4"), Axis.ROW),
     DatasetSpec("temperature", np.dtype("<f4"), Axis.ROW),
-    DatasetSpec("meta", np.dtype("u1"), Axis.META_BYTE),  # a UTF-8 JSON object a row
+    DatasetSpec("meta", np.dtype("u1"), Axis.META_BYTE),  # one UTF-8 JSON object per row
     DatasetSpec("meta_offsets", np.dtype("<i8"), Axis.ROW_BOUND),
     DatasetSpec("kind", np.dtype("u1"), Axis.ROW),  # `RowKind`
     DatasetSpec("eval_step", np.dtype("<i8"), Axis.ROW),
-    DatasetSpec("record", np.dtype("u1"), Axis.RECORD_BYTE),  # a `RowRecord` a row, JSON
+    DatasetSpec("record", np.dtype("u1"), Axis.RECORD_BYTE),  # one `RowRecord` per row, as JSON
     DatasetSpec("record_offsets", np.dtype("<i8"), Axis.ROW_BOUND),
     DatasetSpec("tools", np.dtype("u1"), Axis.TOOLS_BYTE),  # one JSON object: hash -> schemas
 )
-"""Written in this order. A reader finds datasets by name and ignores names it does not know."""
+"""Datasets in the order of writing. A reader finds them by name and ignores unknown names."""
 MASK_DATASETS = (
     DatasetSpec("sampling_mask", np.dtype("<i4"), Axis.MASK_TOKEN),  # ids
     DatasetSpec("sampling_mask_counts", np.dtype("<u2"), Axis.TOKEN),  # ids of each token
     DatasetSpec("sampling_mask_offsets", np.dtype("<i8"), Axis.ROW_BOUND),
 )
-"""A shard has all of them, if one of its rows has a `SamplingMask`, or none."""
+"""Datasets of sampling masks: a shard has all three if a row has a `SamplingMask`, else none."""
 ROUTES_DATASET = DatasetSpec("routed_experts", np.dtype("u1"), Axis.TOKEN)
-"""[token, layer, k], or uint16 in the place of uint8; in a shard of which a row has routes."""
+"""[token, layer, k], uint8 or uint16; present if a row of the shard has routes."""
 ALL_DATASETS = (*ALWAYS_WRITTEN_DATASETS, *MASK_DATASETS, ROUTES_DATASET)
 OFFSETS_BY_JSON_DATASET = {"meta": "meta_offsets", "record": "record_offsets"}
-"""Datasets of one JSON object a row, and those that say where each object begins."""
+"""Dataset of one JSON object per row -> dataset of the bytes at which the objects begin."""
 
 _SHARD_NAME_PATTERN = re.compile(r"([A-Za-z0-9_.-]+)-(\d{6,})\.h5(?:\.tmp)?")
 
 
 def format_shard_name(writer: str, sequence: int) -> str:
-    """The file name of a writer's n-th shard: `cell-0-000012.h5`; ValueError for an odd writer."""
+    """Return the name of a writer's n-th shard: `cell-0-000012.h5`; ValueError for a bad writer."""
     name = f"{writer}-{sequence:06d}{SHARD_SUFFIX}"
     if not _SHARD_NAME_PATTERN.fullmatch(name):
         raise ValueError(f"a writer is named by letters, digits, '_', '.' and '-', got {writer!r}")

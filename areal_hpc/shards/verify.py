@@ -1,4 +1,4 @@
-"""Every sealed shard is what its index line says, byte for byte; what a crash left is repaired."""
+"""Checks of sealed shards against their index lines, byte for byte; repair after a crash."""
 
 import logging
 import os
@@ -30,17 +30,17 @@ from areal_hpc.wire.trajectory import RowKind, TrajectoryRow
 log = logging.getLogger(__name__)
 
 _MAX_BLOCK_BYTES = 1 << 24
-"""Large: each call of the system waits for the interpreter lock while other threads are at work."""
+"""Large: each system call waits for the interpreter lock while other threads are at work."""
 MAX_PARALLEL_READS = 4
-"""Shards checked at a time: shared storage gives one reader a part of its speed alone."""
+"""Shards checked at a time: shared storage gives one reader only a part of its bandwidth."""
 
 ProgressCallback = Callable[[int, int], None]
-"""Told now and then how many bytes of how many are checked."""
+"""Callback that takes the bytes checked so far and the bytes in total."""
 
 
 @dataclass(slots=True)
 class VerifyReport:
-    """Result of `verify_run`: what was read, and every problem."""
+    """Result of `verify_run`: counts of what was read, and every problem."""
 
     shards: int = 0
     rows: int = 0
@@ -52,10 +52,10 @@ def verify_run(
 ) -> VerifyReport:
     """Check every index line against its file, and every file against the index.
 
-    Any flipped byte of a shard is found: a CRC-32 over the whole file catches every error
-    burst of up to 32 bits with certainty, and any other damage but for one in 4 billion.
+    Every flipped byte of a shard is detected: a CRC-32 over the whole file detects every error
+    burst of up to 32 bits with certainty, and all other damage except for one case in 4 billion.
     """
-    # Files first: a shard sealed in between is then in the index, and no false orphan.
+    # Files first: a shard sealed in between is then in the index, and not reported as an orphan.
     files = _list_shard_files(paths.shards_dir)
     shards = read_index(paths.shard_index_dir)
     report = VerifyReport(len(shards), sum(shard.rows for shard in shards))
@@ -85,7 +85,7 @@ def verify_run(
 
 
 def find_file_fault(path: Path, expected_bytes: int, expected_digest: str) -> str:
-    """Difference between a file and the size and digest in its index line; empty without any."""
+    """Compare a file with the size and digest in its index line; return the difference or ''."""
     try:
         size_bytes, digest = measure_file(path)
     except FileNotFoundError:
@@ -100,7 +100,7 @@ def find_file_fault(path: Path, expected_bytes: int, expected_digest: str) -> st
 
 
 def list_shard_problems(path: Path, shard: SealedShard) -> list[str]:
-    """Everything in which the file differs from its index line; empty when all is well."""
+    """List all differences between the file and its index line; empty if it is sound."""
     if fault := find_file_fault(path, shard.bytes, shard.digest):
         return [fault]
     try:
@@ -115,7 +115,7 @@ def list_shard_problems(path: Path, shard: SealedShard) -> list[str]:
 
 
 def measure_file(path: Path) -> tuple[int, str]:
-    """Size in bytes and digest of a whole regular file, read once from start to end."""
+    """Read a whole regular file once; return its size in bytes and its digest."""
     size_bytes = crc = 0
     with open_regular_file(path) as descriptor:
         expected_bytes = os.fstat(descriptor).st_size
@@ -130,7 +130,7 @@ def measure_file(path: Path) -> tuple[int, str]:
 
 
 def build_index_line(path: Path) -> SealedShard:
-    """The index line that belongs to a whole shard."""
+    """Build the index line of a whole shard."""
     try:
         size_bytes, digest = measure_file(path)
     except OSError as error:
@@ -163,10 +163,10 @@ def _build_line_with_digest(path: Path, size_bytes: int, digest: str) -> SealedS
 
 
 def repair_index(paths: RunPaths, writer: str | None = None) -> None:
-    """Index whole shards that a crash left without a line, and remove half-written ones.
+    """Index whole shards that a crash left without a line, and remove incomplete ones.
 
     Call it only while the writers concerned are not running: for one `writer` by its own next
-    incarnation, for all of them when the run has stopped. Repairing again changes nothing.
+    incarnation, for all writers when the run has stopped. A second repair changes nothing.
     """
     known = {shard.file for shard in read_index(paths.shard_index_dir, writer)}
     for path in _list_shard_files(paths.shards_dir, writer):
@@ -198,31 +198,29 @@ _RESTORE_HINT = "restore the file from a copy; areal-hpc shards verify names all
 
 
 class CheckedShards:
-    """The sealed shards of a run. A file whose bytes are not those that were sealed is refused.
+    """Sealed shards of a run, read only if their bytes match the digest in the index.
 
-    HDF5 sees no file before its digest is known to be right: one wrong bit can
-    make it loop for ever.
-
-    Not safe for threads.
+    HDF5 opens no file before its digest is checked: one wrong bit can make it loop forever.
+    Not thread-safe.
     """
 
     def __init__(self, shards_dir: Path, index_dir: Path) -> None:
         self._shards_dir = shards_dir
         self._index = IndexFollower(index_dir)
         self._checked: set[str] = set()
-        """Shards of the last check that are whole."""
+        """Shards that the last check found whole."""
         self._checks: dict[str, Future[None]] = {}
-        """Those under way."""
+        """Checks that are running, by shard."""
 
     @contextmanager
     def check_digests_in_background(self, names: Collection[str]) -> Iterator[None]:
-        """Check these shards while the block is at work on their rows; the end waits for it.
+        """Check these shards while the block works on their rows; the block's end waits for it.
 
-        Those that the last call found whole are not read again: neighboring batches share some.
+        Shards that the last call found whole are not read again: neighboring batches share some.
         """
         self._checked &= set(names)
         lines = [self._find_index_line(name) for name in names if name not in self._checked]
-        # Reading and CRC release the interpreter lock: on cores of its own the check is free.
+        # Reading and CRC release the interpreter lock: on free cores the check costs no time.
         with ThreadPoolExecutor(MAX_PARALLEL_READS) as pool:
             self._checks = {line.file: pool.submit(self._check_shard, line) for line in lines}
             try:
@@ -233,7 +231,7 @@ class CheckedShards:
                     check.result()
 
     def read_training_rows(self, shard_name: str, rows: Sequence[int]) -> list[TrajectoryRow]:
-        """The training rows at these places of a shard, in that order.
+        """Read the training rows with these numbers from a shard, in that order.
 
         Raises:
             ShardError: The file is missing or damaged, has no such row, or one of another kind.
@@ -242,17 +240,17 @@ class CheckedShards:
         if check := self._checks.get(shard_name):
             check.result()
         try:
-            found = ShardReader(path).read_rows(rows, with_messages=False)
+            trajectories = ShardReader(path).read_rows(rows, with_messages=False)
         except IndexError as error:
             raise ShardError(str(error), key=str(path), hint=_RESTORE_HINT) from error
-        for number, row in zip(rows, found, strict=True):
+        for number, row in zip(rows, trajectories, strict=True):
             if row.kind is not RowKind.TRAIN:
                 raise ShardError(
                     f"row {number}: expected a training row, got kind {row.kind.label}",
                     key=str(path),
                     hint="restore manifests/ and shards/ from the same copy",
                 )
-        return found
+        return trajectories
 
     def _check_shard(self, line: SealedShard) -> None:
         path = self._shards_dir / line.file

@@ -1,8 +1,8 @@
-"""Trajectories become one sealed shard: written under a temporary name, synced, renamed, indexed.
+"""Writer of sealed shards: write under a temporary name, sync, rename, index.
 
-HDF5 only lays the file out (headers, and space for contiguous datasets). The arrays then go
-straight from the trajectories into that space with `pwritev`: nothing is copied in memory,
-while one-shot `create_dataset(data=...)` concatenates first and measures 0.6 times as fast.
+HDF5 only lays the file out (headers, and space for contiguous datasets). `pwritev` then writes
+the arrays of the trajectories straight into that space: nothing is copied in memory, while
+one-shot `create_dataset(data=...)` concatenates first and measures 0.6 times as fast.
 """
 
 import os
@@ -34,20 +34,20 @@ from areal_hpc.wire.trajectory import SamplingMask, TrajectoryRow, find_row_defe
 
 NumpyArray = npt.NDArray[Any]
 ColumnPieces = Mapping[str, Sequence[NumpyArray]]
-"""Per dataset, the arrays whose concatenation is its content."""
+"""Dataset -> arrays whose concatenation is its content."""
 
 
 def write_sealed_shard(
     trajectories: Sequence[TrajectoryRow], shards_dir: Path, index_dir: Path, writer_name: str
 ) -> SealedShard:
-    """Write the trajectories as rows 0..N-1 of a new shard; durable and indexed on return.
+    """Write the trajectories as rows 0..N-1 of a new shard, which is durable and indexed on return.
 
-    A crash leaves a `.h5.tmp` file, or a whole shard without index line; never half a shard.
+    A crash leaves a `.h5.tmp` file, or a whole shard without an index line; never half a shard.
     A writer's name belongs to one live process.
 
     Raises:
-        ValueError: There is nothing to seal, or a row is not fit to train on (`find_row_defect`).
-        ClusterError: The storage refused (full, read-only, gone). Sealing again is safe.
+        ValueError: There are no trajectories, or a row is not fit to train on (`find_row_defect`).
+        ClusterError: The storage fails (full, read-only, gone). Sealing again is safe.
     """
     if not trajectories:
         raise ValueError("a shard holds at least one trajectory, got none")
@@ -60,7 +60,7 @@ def write_sealed_shard(
         try:
             offsets = _create_datasets(partial, pieces, writer_name)
             size_bytes, digest = _write_arrays(partial, pieces, offsets)
-        except BaseException:  # boundary: whatever it was, half a file is of no use to anyone
+        except BaseException:  # boundary: after any failure half a file is of no use
             partial.unlink()
             raise
         path = partial.with_suffix("")
@@ -121,10 +121,10 @@ def _collect_column_pieces(trajectories: Sequence[TrajectoryRow]) -> dict[str, l
             pieces[name] = [np.array(values, dtype)]
         elif dataset.axis is schema.Axis.ROW_BOUND:
             pieces[name] = [np.cumsum([0, *lengths[name]], dtype=dtype)]
-    places = zip(
-        pieces["offsets"][0].tolist(), (one.routes_TLK for one in trajectories), strict=False
+    starts_and_routes = zip(
+        pieces["offsets"][0].tolist(), (row.routes_TLK for row in trajectories), strict=False
     )
-    routes_TLK = lay_out_routes(places, sum(lengths["offsets"]))
+    routes_TLK = lay_out_routes(starts_and_routes, sum(lengths["offsets"]))
     if routes_TLK is not None:
         pieces[schema.ROUTES_DATASET.name] = [routes_TLK]
     return pieces | _collect_mask_pieces(trajectories)
@@ -159,8 +159,8 @@ def _merge_tool_schemas(trajectories: Sequence[TrajectoryRow]) -> dict[str, Any]
 def _reserve_next_partial_path(shards_dir: Path, index_dir: Path, writer: str) -> Path:
     """Create the temporary file of the writer's next number, exclusively.
 
-    While it exists nobody else can publish that number, so that even a writer believed dead
-    never overwrites a shard. Shards that were never indexed are stepped over one by one.
+    While it exists no other process can publish that number, so that even a writer believed dead
+    never overwrites a shard. Numbers of shards that were never indexed are skipped.
     """
     sequence = read_last_shard_number(index_dir, writer)
     while True:
@@ -179,7 +179,7 @@ def _reserve_next_partial_path(shards_dir: Path, index_dir: Path, writer: str) -
 def _create_file_exclusively(path: Path) -> None:
     """Create an empty file, exclusively.
 
-    To ask for its folder first would cost the metadata server of a shared file system two calls.
+    A check for its folder would cost the metadata server of a shared file system two more calls.
     """
     try:
         path.touch(0o644, exist_ok=False)
@@ -189,7 +189,7 @@ def _create_file_exclusively(path: Path) -> None:
 
 
 def _create_datasets(path: Path, pieces: ColumnPieces, writer: str) -> dict[str, int]:
-    """Write the HDF5 headers; return where in the file each non-empty dataset's bytes belong."""
+    """Write the HDF5 headers; return the file offset of each non-empty dataset's bytes."""
     creation = h5p.create(h5p.DATASET_CREATE)
     creation.set_layout(h5d.CONTIGUOUS)
     creation.set_alloc_time(h5d.ALLOC_TIME_EARLY)
@@ -220,7 +220,7 @@ def _create_datasets(path: Path, pieces: ColumnPieces, writer: str) -> dict[str,
 
 
 def _write_arrays(path: Path, pieces: ColumnPieces, offsets: Mapping[str, int]) -> tuple[int, str]:
-    """Write the arrays, make the file durable, return its size in bytes and its digest."""
+    """Write the arrays and make the file durable; return its size in bytes and its digest."""
     descriptor = os.open(path, os.O_RDWR)
     try:
         for name, offset in offsets.items():
@@ -241,9 +241,9 @@ def _write_arrays(path: Path, pieces: ColumnPieces, offsets: Mapping[str, int]) 
 def _iterate_file_blocks(
     descriptor: int, size_bytes: int, pieces: ColumnPieces, offsets: Mapping[str, int]
 ) -> Iterator[memoryview | bytes]:
-    """The whole file in order: arrays as they are in memory, what lies between read back.
+    """Yield the whole file in order: arrays from memory, and the bytes between them from the disk.
 
-    Taking the arrays from memory makes the digest cover the way to the disk as well.
+    Because the arrays come from memory, the digest also covers the way to the disk.
     """
     position = 0
     for name, offset in sorted(offsets.items(), key=lambda item: item[1]):
