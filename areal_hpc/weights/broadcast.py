@@ -1,4 +1,4 @@
-"""Broadcast transport: weight buckets through process groups."""
+"""Broadcast transport: buckets through process groups; `update.py` has the steps of an update."""
 
 import itertools
 import time
@@ -29,11 +29,11 @@ from areal_hpc.wire.replicas import FenceReplicaRequest
 from areal_hpc.wire.weight_version import WeightVersion
 
 _GROUP_SERIAL_NUMBERS = itertools.count()
-"""Part of group names: torch takes none twice in the life of a process."""
+"""Serial numbers in group names: torch accepts no name twice in the life of a process."""
 
 
 class BroadcastSession(UpdateSession):
-    """The replicas of one update group, and the process group that reaches them, over updates."""
+    """Replicas of one update group, and the process group that they share over several updates."""
 
     def __init__(
         self,
@@ -44,9 +44,9 @@ class BroadcastSession(UpdateSession):
         super().__init__(replica_clients, config, group.name)
         self._group = group
         self._first_ranks = [*itertools.accumulate((key.tp for key in self.keys), initial=1)]
-        """Of each member, behind the trainer's; then the size of the group."""
+        """First rank of each member, starting after the trainer's; then the size of the group."""
         self._loading: list[Future[float]] = []
-        """Of the bucket sent last: when each member had loaded it."""
+        """Per member, time at which it finished loading the bucket that was sent last."""
         self._sent_at = 0.0
 
     def form_group(self) -> None:
@@ -77,13 +77,14 @@ class BroadcastSession(UpdateSession):
         self._call_all(lambda member: member.begin_update())
 
     def send_bucket(self, full_bucket: OpenBucket, version: WeightVersion | None) -> None:
-        """Broadcast one bucket and wait until every member has loaded the one before it.
+        """Broadcast one bucket and wait until every member has loaded the previous one.
 
-        A member alone is called to receive while it still loads, so that it begins at once. Of
-        several, one may hear of a bucket before it hears of the one before, so they are not.
+        A single member is called to receive while it still loads, so that it begins at once.
+        Several members are not: one of them may receive this call before the call for the previous
+        bucket.
 
-        The bucket must not change before this returns. With the last one comes the version that
-        is then complete.
+        The bucket must not change before this returns. The last bucket carries `version`, which is
+        complete with it.
         """
 
         def receive(replica_client: ReplicaClient) -> float:
@@ -95,12 +96,12 @@ class BroadcastSession(UpdateSession):
 
         if len(self._members) > 1:
             self._await_loaded()
-        before = self._loading
+        previous_loading = self._loading
         receiving = [self._calls.submit(receive, member) for member in self._members]
         self._run_collective(
             receiving,
             lambda refused: self._group.broadcast(
-                full_bucket.tensors_to_send, lambda: refused() or _any_failed(before)
+                full_bucket.tensors_to_send, lambda: refused() or _any_failed(previous_loading)
             ),
         )
         sent_at = time.monotonic()
@@ -113,7 +114,7 @@ class BroadcastSession(UpdateSession):
         self._loading = []
 
     def end_update(self) -> None:
-        """Close the update session: the server finishes what it loaded."""
+        """Close the update session: the server completes the load."""
         fault_point("weights.before_end")
         self._await_loaded()
         began = time.monotonic()
@@ -121,7 +122,7 @@ class BroadcastSession(UpdateSession):
         self.load_s += time.monotonic() - began
 
     def close(self) -> None:
-        """Part in order: members forget the group, then this end leaves it."""
+        """Leave in order: the members drop the group, then the trainer's end leaves it."""
 
         def leave(replica_client: ReplicaClient) -> bool:
             try:
@@ -136,11 +137,11 @@ class BroadcastSession(UpdateSession):
         if all([*self._calls.map(leave, self._members)]):
             self._group.close()
         else:
-            self._group.abandon()  # to leave in order could mean to wait for the member
+            self._group.abandon()  # an orderly leave could wait for the member
         self.close_clients()
 
     def abandon(self) -> None:
-        """Part at once; members that wait for bytes get an error instead."""
+        """Leave at once; members that wait for bytes get an error instead."""
         self._group.abandon()
         self.close_clients()
 
@@ -151,9 +152,9 @@ class BroadcastSession(UpdateSession):
     def _run_collective(
         self, calls: Sequence[Future[Any]], own_part: Callable[[Callable[[], bool]], None]
     ) -> None:
-        """Take this rank's part in a collective while the members are called to take theirs.
+        """Take this rank's part in a collective while calls make the members take theirs.
 
-        The error names the members that refused or have not answered, and their ranks.
+        The error names the members that refused or have not answered, with their ranks.
         """
         try:
             own_part(lambda: _any_failed(calls))
@@ -183,7 +184,7 @@ def _any_failed(calls: Sequence[Future[Any]]) -> bool:
 
 
 class BroadcastTransport(Transport[BroadcastSession]):
-    """Keeps the groups of replicas that are well from one update to the next."""
+    """Transport that keeps the process groups of healthy replicas from one update to the next."""
 
     def __init__(
         self, config: WeightsConfig, service_key: str, device: torch.device, backend: str
@@ -223,7 +224,7 @@ class BroadcastTransport(Transport[BroadcastSession]):
                 ship,
             )
             update.run_step("end", lambda session: session.end_update())
-        load_s = max((session.load_s for session in update.live), default=0.0)  # of the slowest
+        load_s = max((session.load_s for session in update.live), default=0.0)  # slowest session
         transfer_s = max(0.0, timer.seconds["transfer"] - load_s)  # they may overlap
         timer.seconds |= {"transfer": transfer_s, "load": load_s}
 
@@ -232,19 +233,19 @@ class BroadcastTransport(Transport[BroadcastSession]):
             self._backend, len(request.replicas)
         )
         groups = partition_replicas(request.replicas, size, self._suspects)
-        places = {key.cell_and_index for key in request.replicas}
-        self._suspects -= places  # from here on they are judged by this update
+        replica_ids = {key.cell_and_index for key in request.replicas}
+        self._suspects -= replica_ids  # from now on this update judges them
         for keys in [*self._sessions]:
-            if keys not in groups and any(key.cell_and_index in places for key in keys):
-                self._sessions.pop(keys).abandon()  # a member was restarted or is grouped otherwise
-        standing: list[BroadcastSession] = []
+            if keys not in groups and any(key.cell_and_index in replica_ids for key in keys):
+                self._sessions.pop(keys).abandon()  # a member restarted or is grouped anew
+        existing: list[BroadcastSession] = []
         for keys in groups:
             if keys in self._sessions:
-                standing.append(self._sessions.pop(keys))
+                existing.append(self._sessions.pop(keys))
             else:
                 update.live.append(self._new_session(request.version, keys))
         update.run_step("join", lambda session: session.form_group())
-        update.live += standing
+        update.live += existing
 
     def _new_session(
         self, version: WeightVersion, keys: tuple[ReplicaKey, ...]
@@ -267,28 +268,28 @@ class BroadcastTransport(Transport[BroadcastSession]):
 
     def close(self) -> None:
         """Leave all groups."""
-        for left in [self._pool.submit(session.close) for session in self._sessions.values()]:
-            left.result()
+        for closing in [self._pool.submit(session.close) for session in self._sessions.values()]:
+            closing.result()
         self._sessions.clear()
         super().close()
 
 
 def sends_tensors_unpacked(backend: str, replicas_per_group: int) -> bool:
-    """Whether every parameter is a message of its own, or a bucket is packed into one.
+    """Return whether each parameter is sent as one message, rather than packed into a bucket.
 
-    For gloo a copy is a third of the work of sending; NCCL copies for nothing and pays per message.
-    But when a member of a group dies, gloo may leave another waiting for a message that was under
-    way for as long as torch's default deadline, and SGLang has all of a bucket's messages under
-    way at once. Alone with a sender that dies, it is restarted anyway.
+    For gloo a copy is a third of the work of sending; NCCL copies at no cost and pays per message.
+    But when a member of a group dies, gloo may keep another member waiting for a message in
+    transit for as long as torch's default deadline, and SGLang has all messages of a bucket in
+    transit at once. A replica that is alone with a sender that dies is restarted anyway.
     """
     return backend == "gloo" and replicas_per_group == 1
 
 
 def choose_group_size(backend: str, replicas: int) -> int:
-    """Replicas in a group where the recipe does not say. Pure.
+    """Return the number of replicas per group for a recipe that sets none. Pure.
 
-    The sender's link carries the weights once for each group, which is what limits NCCL; within a
-    group receivers pass them on. Over gloo a group may hang for one of its members.
+    The sender's link carries the weights once per group, which limits NCCL; within a group
+    receivers forward them. Over gloo one member can make its whole group hang.
     """
     return 1 if backend == "gloo" else max(1, -(-replicas // DEFAULT_MAX_NCCL_GROUPS))
 
@@ -296,12 +297,11 @@ def choose_group_size(backend: str, replicas: int) -> int:
 def partition_replicas(
     replicas: Sequence[ReplicaKey], size: int, suspect_replicas: Set[tuple[str, int]]
 ) -> list[tuple[ReplicaKey, ...]]:
-    """Groups of `size` neighbors; the last one may have fewer.
+    """Divide the replicas into groups of `size` neighbors; the last group may have fewer.
 
-    Suspects are places whose last update failed. Each gets a group of its own: it may fail the next
-    one too.
+    Suspects are replicas whose last update failed. Each gets its own group: it may fail again.
     """
     ordered = sorted(replicas, key=lambda key: key.cell_and_index)
     trusted = [key for key in ordered if key.cell_and_index not in suspect_replicas]
-    groups = [tuple(trusted[at : at + size]) for at in range(0, len(trusted), size)]
+    groups = [tuple(trusted[start : start + size]) for start in range(0, len(trusted), size)]
     return groups + [(key,) for key in ordered if key.cell_and_index in suspect_replicas]

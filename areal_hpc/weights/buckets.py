@@ -1,10 +1,10 @@
-"""Buckets of weights: which parameters travel together, filling, pipeline.
+"""Buckets of weights: planning which parameters travel together, filling, sending in a pipeline.
 
 The format of a packed bucket is SGLang's `flattened_bucket`
 (sglang/srt/weight_sync/tensor_bucket.py): one uint8 vector, tensors end to end without padding, in
-the order they are named. SGLang refuses a tensor whose byte offset is not a multiple of its item
-size; ordering a bucket by falling item size makes every offset aligned. Of a bucket in place every
-tensor is a message of its own. Names, dtypes and shapes travel beside both as JSON.
+the order of their names. SGLang refuses a tensor whose byte offset is not a multiple of its item
+size; ordering a bucket by falling item size aligns every offset. In a bucket that is not packed
+every tensor is one message. In both cases names, dtypes and shapes travel separately as JSON.
 """
 
 import math
@@ -16,10 +16,10 @@ import torch
 from areal_hpc.errors import WeightSyncError
 
 CPU_BUCKET_BYTES = 64 * 2**20
-"""Over gloo a bucket of this size takes far longer than the calls that announce it, and SGLang's
+"""Over gloo, sending such a bucket takes far longer than the calls that announce it; SGLang's
 allocator keeps its memory (`inference/server/command.py`)."""
 GPU_BUCKET_BYTES = 512 * 2**20
-"""A bucket costs calls of some 8 ms whatever its size; at 45 GB/s this one takes 12 ms."""
+"""A bucket costs calls of some 8 ms at any size; at 45 GB/s this one takes 12 ms."""
 BYTES_BY_DTYPE = {
     "float64": 8,
     "float32": 4,
@@ -28,12 +28,12 @@ BYTES_BY_DTYPE = {
     "float8_e4m3fn": 1,
     "uint8": 1,
 }
-"""Bytes of one element, by torch's name of the type."""
+"""Bytes per element, by torch's name of the type."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One parameter as Hugging Face names it."""
+    """One parameter with its Hugging Face name."""
 
     name: str
     shape: tuple[int, ...]
@@ -49,7 +49,7 @@ class TensorSpec:
 class BucketPlan:
     """Parameters sent by one broadcast, in wire order: each begins at a multiple of its item size.
 
-    The order of arrival may be another.
+    They may arrive from the trainer in another order.
     """
 
     specs: tuple[TensorSpec, ...]
@@ -66,12 +66,12 @@ def get_bucket_bytes(configured_bytes: int | None, device_type: str) -> int:
 
 
 def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[BucketPlan]:
-    """Buckets that hold every spec once, filled in arrival order.
+    """Divide the specs into buckets, filled in arrival order.
 
     Args:
         specs: All parameters, in the order in which they will arrive.
-        bucket_bytes: Limit of one bucket; only a parameter larger than this gets a bucket above
-            the limit, of its own.
+        bucket_bytes: Limit of one bucket; only a parameter that is larger gets a bucket beyond the
+            limit, alone.
     """
     groups: list[list[TensorSpec]] = []
     filled_bytes = 0
@@ -90,11 +90,11 @@ def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[BucketP
 class OpenBucket:
     """A bucket being filled: place every parameter, then send its `tensors_to_send`.
 
-    Parameters are copied end to end into `flat_buffer`, which is one message. Without it they stay
-    where they are, each of them a message, and must not change until sent.
+    Parameters are copied end to end into `flat_buffer`, which is one message. Without a buffer
+    they stay in their own memory, one message each, and must not change until sent.
 
     Args:
-        bucket: What belongs in it.
+        bucket: Parameters that belong in it.
         flat_buffer: uint8, `bucket.size_bytes` long.
     """
 
@@ -102,7 +102,7 @@ class OpenBucket:
         self.bucket = bucket
         self.flat = flat_buffer
         self.tensors: dict[str, torch.Tensor] = {}
-        """The parameters by name, once it is full; of a packed bucket views of `flat`."""
+        """Parameters by name, once the bucket is full; views of `flat` if it is packed."""
         self._missing = {spec.name: spec for spec in bucket.specs}
         if flat_buffer is not None:
             parts = flat_buffer.split([spec.size_bytes for spec in bucket.specs])
@@ -140,7 +140,7 @@ class OpenBucket:
 
 
 class PackingBuffers:
-    """Two byte vectors that buckets are packed into in turn, kept from one update to the next."""
+    """Two byte vectors into which buckets are packed in turn; later updates reuse them."""
 
     def __init__(self, device: torch.device) -> None:
         self._flats = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2)]
@@ -156,7 +156,7 @@ class PackingBuffers:
 
 WaitSent = Callable[[], object]
 SendBucket = Callable[[OpenBucket], WaitSent]
-"""Begins to send a full bucket, which stays as it is until the `WaitSent` has returned."""
+"""Function that starts to send a full bucket, which stays unchanged until `WaitSent` returns."""
 
 
 def send_buckets(
@@ -165,13 +165,13 @@ def send_buckets(
     open_bucket: Callable[[BucketPlan], OpenBucket],
     send_bucket: SendBucket,
 ) -> None:
-    """Fill and send all buckets; never holds more than two, whatever the model's size.
+    """Fill and send all buckets; hold at most two at a time, whatever the model's size.
 
     Args:
-        buckets: As planned.
+        buckets: Buckets of `plan_buckets`.
         named_tensors: Every parameter of the buckets, in the order in which they were planned.
-        open_bucket: Makes a bucket to be filled; the last one may still be on its way.
-        send_bucket: Called when the bucket before has arrived.
+        open_bucket: Creates an empty bucket; the previous one may still be in transit.
+        send_bucket: Called after the previous bucket has arrived.
     """
     wait_sent: WaitSent | None = None
     for bucket in buckets:

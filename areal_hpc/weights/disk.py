@@ -1,6 +1,6 @@
-"""Disk transport: a folder per version that replicas load.
+"""Disk transport: one folder per version on shared storage, which replicas load.
 
-Each bucket becomes one safetensors file. A folder gets its name when it is complete.
+Each bucket becomes one safetensors file. A folder gets its final name when it is complete.
 """
 
 import itertools
@@ -37,10 +37,10 @@ _WEIGHTS_FOLDER_PATTERN = re.compile(r"\.?([0-9]+\.[0-9]+\.[0-9]+)(?:\.partial)?
 
 
 class WeightsFolder:
-    """One version in the writing, then in place under `name`.
+    """Folder of one version: first partial, then in place under `name`.
 
-    `serial` tells apart folders of the same version. Every method but the last two raises
-    WeightStorageError: the disk is full, say.
+    `serial` distinguishes folders of the same version. Every method but the last two raises
+    WeightStorageError, for example when the disk is full.
     """
 
     def __init__(self, root: Path, version: WeightVersion, serial: int) -> None:
@@ -62,7 +62,7 @@ class WeightsFolder:
             fsync_path(path)
 
     def rename_into_place(self) -> None:
-        """Give the folder its name; those of earlier versions are then of no more use."""
+        """Give the folder its final name; no replica needs those of earlier versions then."""
         with _convert_write_errors(self._root):
             fsync_path(self._partial)
             self._partial.rename(self._root / self.name)
@@ -72,7 +72,7 @@ class WeightsFolder:
         shutil.rmtree(self._partial, ignore_errors=True)
 
     def delete_older(self) -> None:
-        """Delete what was written before this one; a trainer that has taken over keeps its own."""
+        """Delete folders of earlier versions; a newer trainer's folders stay."""
         try:
             paths = [*self._root.iterdir()]
         except OSError as error:
@@ -103,7 +103,7 @@ def _convert_write_errors(path: Path) -> Iterator[None]:
 
 
 class DiskSession(UpdateSession):
-    """Replicas that load a folder; each for itself, so one that fails takes no other with it."""
+    """One replica that loads a folder, independently of others, so that it fails alone."""
 
     def __init__(self, replica_client: ReplicaClient, config: WeightsConfig) -> None:
         super().__init__([replica_client], config, str(replica_client.key.cell_and_index))
@@ -116,9 +116,9 @@ class DiskSession(UpdateSession):
 
 
 class DiskTransport(Transport[DiskSession]):
-    """Writes a version while replicas still generate, and has them load it.
+    """Transport that writes a version while replicas still generate, and then has them load it.
 
-    Buckets are packed on `device`, which is that of the replicas, and written below `root`.
+    Buckets are packed on `device`, the device type of the replicas, and written below `root`.
     """
 
     def __init__(

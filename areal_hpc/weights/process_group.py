@@ -1,14 +1,14 @@
-"""Trainer's end of one update process group.
+"""Trainer's end of the process group of one weight update.
 
 SGLang joins with `init_custom_process_group` (sglang/srt/utils/common.py): a TCP store, a
-prefix of the group's name, and torch's own group constructor without a default group. The
-same steps are taken here, because both ends must derive the same store keys. Other than
+prefix of the group's name, and torch's own group constructor without a default group. This
+module takes the same steps, because both ends must derive the same store keys. Unlike in
 SGLang, every wait here ends: an operation that does not finish in time, or that has become
-pointless because a receiver refused, is given up and the group is void.
+pointless because a receiver refused, is abandoned, and the group can no longer be used.
 
-Over NCCL the constructor joins nobody: the first broadcast makes the communicator, in a call that
-lasts until every member has made the same call. So broadcasts begin in a thread of their own. And
-torch must not watch these groups: see `TRAINER_WEIGHT_UPDATE_VARIABLES`.
+Over NCCL the constructor joins no rank: the first broadcast makes the communicator, in a call that
+lasts until every member has made the same call. Therefore broadcasts begin in a separate thread.
+And torch's watchdog must not watch these groups: see `TRAINER_WEIGHT_UPDATE_VARIABLES`.
 """
 
 import logging
@@ -34,23 +34,23 @@ logger = logging.getLogger(__name__)
 
 THREAD_NAME = "update-group"
 _POLL_S = 0.0005
-"""Period of the questions whether an operation is over and whether a member refuses; a bucket of
+"""Seconds between two checks of whether an operation is over or a member refuses; a bucket of
 512 MiB over NCCL takes ten milliseconds or more."""
 
 
 def exempt_later_groups_from_nccl_watchdog() -> None:
-    """Have torch leave the NCCL groups of this process that are made from now on to us.
+    """Exempt the NCCL groups that this process makes from now on from torch's watchdog.
 
-    It reads these variables as it makes a group. Those of the trainer's world exist by now, and
-    stay watched.
+    Torch reads these variables when it makes a group. The trainer's world already exists, and
+    stays watched.
     """
     os.environ.update(TRAINER_WEIGHT_UPDATE_VARIABLES)
 
 
 def get_torch_group_timeout_s(backend: str, timeout_s: float) -> float:
-    """Torch's own deadline of a group's operations; `timeout_s` is ours.
+    """Return torch's deadline for a group's operations; `timeout_s` is the deadline of this module.
 
-    NCCL's is never to come before ours. Gloo's ends what was given up, which nothing else does.
+    NCCL's must never come first. Gloo's is the only end of an operation that was abandoned.
     """
     return timeout_s if backend == "gloo" else 4 * timeout_s + 60
 
@@ -66,7 +66,7 @@ class UpdateProcessGroup:
         self._timeout_s = timeout_s
         self._listener = socket.create_server((host, 0), backlog=world_size)
         self.port: int = self._listener.getsockname()[1]
-        """Where the store listens, on `host` alone: it knows no passwords."""
+        """Port of the store, which listens on `host` only: it has no passwords."""
         self._store = dist.TCPStore(  # type: ignore[attr-defined]  # documented, but not in its stubs
             host,
             self.port,
@@ -78,22 +78,22 @@ class UpdateProcessGroup:
         self._group: dist.ProcessGroup | None = None
 
     def join(self, is_refused: Callable[[], bool]) -> None:
-        """Wait until every rank is there; over NCCL, until this one is.
+        """Wait until every rank has joined; over NCCL, until this rank has.
 
         Raises:
-            WeightSyncError: Not all came in time, or `is_refused` said that a member will not come.
+            WeightSyncError: A rank was too late, or `is_refused` returned True.
         """
-        trouble, give_up_at = "the process group did not form", time.monotonic() + self._timeout_s
+        failure, give_up_at = "the process group did not form", time.monotonic() + self._timeout_s
         if self.backend == "gloo":
-            # Its constructor waits for the members in C++, where no exit of the process finds it.
+            # Its constructor waits for the members in C++, which no exit of the process interrupts.
             self._wait_until(
                 lambda: self._store.num_keys() >= self.world_size - 1,
                 is_refused,
-                trouble,
+                failure,
                 give_up_at,
             )
         forming = start_native_call(self._construct_group, THREAD_NAME)
-        self._await_future(forming, is_refused, trouble, give_up_at)
+        self._await_future(forming, is_refused, failure, give_up_at)
         try:
             self._group = forming.result()
         except RuntimeError as error:
@@ -118,10 +118,10 @@ class UpdateProcessGroup:
         """Send a bucket's messages, contiguous and on the backend's device, to every member.
 
         Raises:
-            WeightSyncError: The send failed, or a member did not take it in time or at all.
+            WeightSyncError: The send failed, or a member refused it or did not receive it in time.
         """
         assert self._group is not None, "join first"
-        group, trouble = self._group, "the broadcast did not complete"
+        group, failure = self._group, "the broadcast did not complete"
         give_up_at = time.monotonic() + self._timeout_s
 
         def begin() -> list[dist.Work]:
@@ -131,13 +131,13 @@ class UpdateProcessGroup:
 
         try:
             begun = start_native_call(begin, THREAD_NAME)
-            self._await_future(begun, is_refused, trouble, give_up_at)
+            self._await_future(begun, is_refused, failure, give_up_at)
             works = begun.result()
             self._wait_until(
-                lambda: all(work.is_completed() for work in works), is_refused, trouble, give_up_at
+                lambda: all(work.is_completed() for work in works), is_refused, failure, give_up_at
             )
             for work in works:
-                # For NCCL `wait` orders streams and says that all is well.
+                # For NCCL `wait` orders streams and reports success in any case.
                 if self.backend != "gloo" and (error := work.exception()) is not None:
                     raise RuntimeError(str(error))
                 work.wait()
@@ -154,7 +154,7 @@ class UpdateProcessGroup:
         try:
             self._wait_until(future.done, is_refused, failure_text, give_up_at)
         except WeightSyncError:
-            future.cancel()  # nobody will ask for it any more
+            future.cancel()  # its result is no longer needed
             raise
 
     def _wait_until(
@@ -183,8 +183,8 @@ class UpdateProcessGroup:
     def abandon(self) -> None:
         """Leave without waiting; members that wait for bytes get an error instead.
 
-        Gloo takes until the deadline of an operation under way to let go of it, and NCCL until a
-        communicator that is being made is complete or broken: so it is left to a thread.
+        Gloo releases a running operation only at its deadline, and NCCL a communicator that is
+        being made only when it is complete or broken: therefore a thread does it.
         """
         group, self._group = self._group, None
         if group is None:

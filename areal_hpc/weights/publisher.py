@@ -1,4 +1,4 @@
-"""Replicas that lack the weights, when they are tried again, and the trainer ranks that send."""
+"""Discovery of replicas that lack the weights, their retries, and the trainer ranks that send."""
 
 import logging
 from collections import Counter
@@ -34,12 +34,12 @@ from areal_hpc.wire.weight_version import WeightVersion
 log = logging.getLogger(__name__)
 
 _DISCOVERY_WAIT_S = 1.0
-"""Time limit of a cell that answered last time."""
+"""Time limit of a query to a cell that answered last time."""
 _CELL_TIMEOUT_S = 3.0
-"""Time limit of a cell that has vanished, while nobody waits."""
+"""Time limit of a query to a cell that has vanished; discovery does not wait for it."""
 _MAX_CONCURRENT_QUERIES = 32
 MIN_RETRY_PAUSE_S = 1.0
-"""Between two tries to update a replica that failed."""
+"""Seconds between two tries to update a replica that failed."""
 MAX_RETRY_PAUSE_S = 1800.0
 MAX_URGENT_RETRY_PAUSE_S = 30.0
 
@@ -47,7 +47,7 @@ MAX_URGENT_RETRY_PAUSE_S = 30.0
 def find_outdated_replicas(
     replicas: DiscoveredReplicas, version: WeightVersion
 ) -> list[ReplicaKey]:
-    """The replicas that are up and do not serve `version`. Pure."""
+    """Return the replicas that are up and do not serve `version`. Pure."""
     return [
         key
         for key, view in replicas
@@ -64,8 +64,9 @@ def make_transport(
 ) -> Transport[Any]:
     """Make this rank's end of updates.
 
-    Backend `gloo` reaches replicas on CPUs, `nccl` replicas on GPUs; `device`, where buckets are
-    packed, must suit it. `weights_dir`, for `weights.transport=disk`, is where the cells see it.
+    Backend `gloo` reaches replicas on CPUs, `nccl` replicas on GPUs; buckets are packed on
+    `device`, which must suit it. `weights_dir`, for `weights.transport=disk`, is a path that cells
+    can read.
     """
     if config.transport == "disk":
         return DiskTransport(config, service_key, device, weights_dir)
@@ -73,15 +74,15 @@ def make_transport(
 
 
 class Publisher:
-    """Finds replicas that lack the current weights, and reaches them from the trainer's first rank.
+    """Finder of replicas that lack the current weights, on the trainer's first rank.
 
-    A cell that does not answer delays nobody.
+    A cell that does not answer delays nothing.
 
     Args:
         transport: This rank's end of updates; closed with the publisher.
-        rendezvous_dir: Where the cells' control proxies are published.
-        cells: How many cells the run has, that of evaluation not counted.
-        evaluation_cell: The run has one.
+        rendezvous_dir: Folder in which the cells' control proxies publish their endpoints.
+        cells: Number of cells in the run, without the evaluation cell.
+        evaluation_cell: Whether the run has an evaluation cell.
     """
 
     def __init__(
@@ -101,44 +102,45 @@ class Publisher:
         self._pool = ThreadPoolExecutor(
             min(_MAX_CONCURRENT_QUERIES, max(1, len(self._cells))), thread_name_prefix="discovery"
         )
-        self._questions: dict[str, Future[DiscoveredReplicas | None]] = {}
+        self._queries: dict[str, Future[DiscoveredReplicas | None]] = {}
         self._vanished: set[str] = set()
         self.transport = transport
         self.pauses: list[UpdatePauseStats] = []
-        """Cost of each replica's last update, as of `discover_outdated_training_replicas`."""
+        """Cost of each replica's last update, at the last `discover_outdated_training_replicas`."""
         self.replica_count = 0
-        """Replicas of training that were found then, whatever they do."""
+        """Replicas of training found at that time, in any state."""
         self.evaluation_replicas: DiscoveredReplicas = []
-        """Those of the evaluation cell as they were then; none when it did not answer."""
+        """Replicas of the evaluation cell at that time; empty if it did not answer."""
 
     def discover_outdated_training_replicas(self, version: WeightVersion) -> list[ReplicaKey]:
-        """Replicas of training that are up and do not serve `version`.
+        """Return the replicas of training that are up and do not serve `version`.
 
-        Unreachable cells are left out, and so is that of evaluation: `evaluation_replicas` has it.
+        Unreachable cells are left out, and so is the evaluation cell: see `evaluation_replicas`.
         """
         replicas = self.discover_replicas()
-        self.evaluation_replicas = [one for one in replicas if one[0].cell == EVALUATION_CELL]
-        training = [one for one in replicas if one[0].cell != EVALUATION_CELL]
+        self.evaluation_replicas = [found for found in replicas if found[0].cell == EVALUATION_CELL]
+        training = [found for found in replicas if found[0].cell != EVALUATION_CELL]
         self.replica_count = len(training)
         self.pauses = [view.pause for _, view in training if view.pause is not None]
         return find_outdated_replicas(training, version)
 
     def discover_replicas(self) -> DiscoveredReplicas:
-        """Every replica of the cells that answer; takes a second at most.
+        """Return every replica of the cells that answer; takes a second at most.
 
-        A cell that does not answer is left out, and not waited for again until it has.
+        A cell that does not answer is left out; later calls do not wait for it until it has
+        answered.
         """
         for cell in self._cells:
-            if cell not in self._questions:
-                self._questions[cell] = self._pool.submit(self._fetch_cell_replicas, cell)
+            if cell not in self._queries:
+                self._queries[cell] = self._pool.submit(self._fetch_cell_replicas, cell)
         wait(
-            [asked for cell, asked in self._questions.items() if cell not in self._vanished],
+            [query for cell, query in self._queries.items() if cell not in self._vanished],
             timeout=_DISCOVERY_WAIT_S,
         )
         replicas: DiscoveredReplicas = []
         for cell in self._cells:
-            asked = self._questions[cell]
-            answer = self._questions.pop(cell).result() if asked.done() else None
+            query = self._queries[cell]
+            answer = self._queries.pop(cell).result() if query.done() else None
             replicas += answer or []
             if answer is not None and cell in self._vanished:
                 log.info("%s answers again", cell)
@@ -152,7 +154,7 @@ class Publisher:
         service = format_control_proxy_name(cell)
         try:
             endpoint = find_endpoint(self._rendezvous_dir, service)
-        except (OSError, msgspec.DecodeError) as error:  # storage that stalls, or is being replaced
+        except (OSError, msgspec.DecodeError) as error:  # storage stalls, or is being replaced
             log.info("cannot look for %s: %s", cell, error)
             return None
         if endpoint is None:
@@ -163,9 +165,9 @@ class Publisher:
         except ClusterError as error:
             log.info("skipping %s: %s", cell, error)
             return None
-        place = (endpoint.url, endpoint.started_at)
+        control_endpoint = (endpoint.url, endpoint.started_at)
         return [
-            (ReplicaKey(cell, view.index, view.incarnation, view.tp, *place), view)
+            (ReplicaKey(cell, view.index, view.incarnation, view.tp, *control_endpoint), view)
             for view in replicas
         ]
 
@@ -185,12 +187,12 @@ class _FailureStreak:
 
 
 class UpdateBackoff:
-    """Keeps replicas that cannot be updated from stopping those that can, and the training.
+    """Retry times of replicas that failed an update, so that they do not hold up the others.
 
-    The first failure is forgiven: a resend usually fixes it. From the second on, a replica is
-    tried again after a pause that doubles, and that is longer than the failed try took, so
-    that tries take a shrinking share of the time. A restarted one has a shorter pause: it may
-    be well.
+    The first failure is forgiven: a resend usually repairs it. From the second on, a replica is
+    retried after a pause that doubles and that is longer than the failed try took, so that
+    tries take a shrinking share of the time. A restarted replica gets a shorter pause: it may be
+    healthy.
     """
 
     def __init__(self) -> None:
@@ -199,9 +201,9 @@ class UpdateBackoff:
     def filter_retryable(
         self, keys: Iterable[ReplicaKey], now: float, *, is_urgent: bool = False
     ) -> list[ReplicaKey]:
-        """Those of `keys` that may be tried at `now`, a time of `time.monotonic`.
+        """Return the keys that may be retried at `now`, a time of `time.monotonic`.
 
-        `is_urgent`: no replica has the weights, so there is nothing that a try would hold up.
+        `is_urgent`: no replica has the weights, so a retry holds up nothing.
         """
         longest_s = MAX_URGENT_RETRY_PAUSE_S if is_urgent else MAX_RETRY_PAUSE_S
         return [key for key in keys if now >= self._get_retry_time(key, longest_s)]
@@ -209,7 +211,7 @@ class UpdateBackoff:
     def record_update(
         self, ok: Iterable[ReplicaKey], failed: Iterable[ReplicaKey], now: float, cost_s: float
     ) -> None:
-        """An update that took `cost_s` has ended at `now`."""
+        """Record an update that took `cost_s` seconds and ended at `now`."""
         for key in ok:
             self._failures.pop(key.cell_and_index, None)
         for key in failed:
@@ -227,38 +229,39 @@ class UpdateBackoff:
 
 
 ReplicasBySender = list[list[ReplicaKey]]
-"""The replicas of an update by sender; a sender may have none."""
+"""Replicas of an update by sender; a sender may have none."""
 _Outcome = tuple[list[ReplicaKey], list[tuple[ReplicaKey, str]], dict[str, float]]
-"""An `UpdateReport` in JSON, but for its version."""
+"""Fields of an `UpdateReport` in JSON, without its version."""
 
 
 def choose_sender_ranks(node_of_rank: Sequence[int], config: WeightsConfig) -> list[int]:
-    """The trainer ranks that send, rank 0 first: the first of each node, then the second of each.
+    """Choose the trainer ranks that send, rank 0 first: the first of each node, then the second.
 
-    As many as `weights.senders` says, else as trainer nodes; from disk replicas read by themselves.
+    `weights.senders` sets the number, by default that of trainer nodes. With the disk transport
+    rank 0 alone writes.
     """
     if config.transport == "disk":
         return [0]
-    seen: Counter[int] = Counter()
-    places: list[tuple[int, int]] = []
+    ranks_on_node: Counter[int] = Counter()
+    order: list[tuple[int, int]] = []
     for rank, node in enumerate(node_of_rank):
-        places.append((seen[node], rank))
-        seen[node] += 1
-    return [rank for _, rank in sorted(places)[: config.senders or len(seen)]]
+        order.append((ranks_on_node[node], rank))
+        ranks_on_node[node] += 1
+    return [rank for _, rank in sorted(order)[: config.senders or len(ranks_on_node)]]
 
 
 class WeightSenders:
     """This rank's part in updates that several trainer ranks send.
 
-    All ranks gather parameters together and so stay in step; each sender has update groups of its
-    own, so a receiver that fails costs the others of no sender more than the wait for it.
+    All ranks gather parameters together and so stay in step. Each sender has its own update groups,
+    so a receiver that fails costs those of other senders no more than a wait.
 
     Args:
-        sender_index: This rank's among the senders, 0 on rank 0; None of a rank that sends nothing.
-        senders: How many there are.
-        specs: What an update sends.
-        transport: This rank's end of updates; None of a rank that sends nothing.
-        gather: Gives rank 0 the messages of all ranks, decoded as a type. A collective.
+        sender_index: This rank's index among the senders, 0 on rank 0; None if it sends nothing.
+        senders: Number of senders.
+        specs: Parameters that an update sends.
+        transport: This rank's end of updates; None if it sends nothing.
+        gather: Returns the messages of all ranks on rank 0, decoded as a type. A collective.
     """
 
     def __init__(
@@ -269,7 +272,7 @@ class WeightSenders:
         transport: Transport[Any] | None,
         gather: Callable[[object, Any], list[Any]],
     ) -> None:
-        self._place = sender_index
+        self._sender_index = sender_index
         self._senders = senders
         self._specs = specs
         self._transport = transport
@@ -280,13 +283,13 @@ class WeightSenders:
         """Divide the replicas of an update over senders.
 
         A replica keeps its sender, which holds the process group with it. A new one goes to the
-        sender that has the fewest by now.
+        sender with the fewest replicas.
         """
         shares: ReplicasBySender = [[] for _ in range(self._senders)]
         for key in sorted(replicas, key=lambda key: key.cell_and_index):
             if key.cell_and_index not in self._sender_of:
-                held = Counter(self._sender_of.values())
-                fewest = min(range(self._senders), key=lambda sender: held[sender])
+                replica_counts = Counter(self._sender_of.values())
+                fewest = min(range(self._senders), key=lambda sender: replica_counts[sender])
                 self._sender_of[key.cell_and_index] = fewest
             shares[self._sender_of[key.cell_and_index]].append(key)
         return shares
@@ -301,12 +304,12 @@ class WeightSenders:
         """Send each share from its rank; see `Transport.update`. A collective.
 
         Returns:
-            On rank 0 the outcome at all replicas, elsewhere at this rank's own.
+            On rank 0 the outcome at all replicas, elsewhere at the replicas of this rank.
         """
-        report, own = UpdateReport(version, (), {}), self._place
-        if own is not None and self._transport is not None and replicas_by_sender[own]:
+        report, sender = UpdateReport(version, (), {}), self._sender_index
+        if sender is not None and self._transport is not None and replicas_by_sender[sender]:
             report = self._transport.update(
-                version, self._specs, parameters, replicas_by_sender[own], probe
+                version, self._specs, parameters, replicas_by_sender[sender], probe
             )
         for _ in parameters:  # every rank must exhaust them: exporting is a collective
             pass
@@ -316,13 +319,13 @@ class WeightSenders:
         outcomes: list[_Outcome] = self._gather(outcome, _Outcome)
         if not outcomes:
             return report
-        reached, failed, seconds = zip(*outcomes, strict=True)
-        names = dict.fromkeys(name for one in seconds for name in one)
+        ok_by_sender, failed_by_sender, seconds = zip(*outcomes, strict=True)
+        phases = dict.fromkeys(phase for phase_seconds in seconds for phase in phase_seconds)
         return UpdateReport(
             version,
-            ok=tuple(key for one in reached for key in one),
-            failed=dict(pair for one in failed for pair in one),
-            seconds={name: max(one.get(name, 0.0) for one in seconds) for name in names},
+            ok=tuple(key for keys in ok_by_sender for key in keys),
+            failed=dict(failure for failures in failed_by_sender for failure in failures),
+            seconds={phase: max(times.get(phase, 0.0) for times in seconds) for phase in phases},
         )
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""Replicas as the trainer names them, and calls of one through its cell's control proxy.
+"""Replicas as the trainer identifies them, and HTTP calls to one through its cell's control proxy.
 
-All deadlines of an update follow from `weights.update_timeout_s`: the longest wait for weights on
-their way.
+All deadlines of an update follow from `weights.update_timeout_s`: the longest wait for weights in
+transit.
 """
 
 import math
@@ -32,13 +32,13 @@ from areal_hpc.wire.weight_version import WeightVersion
 
 @dataclass(frozen=True, slots=True)
 class ReplicaKey:
-    """One start of one SGLang server. A restarted server, or control proxy, has another key."""
+    """Identity of one start of an SGLang server; a restart of it or its control proxy alters it."""
 
     cell: str
     index: int
     incarnation: int
     tp: int
-    """Ranks it brings into an update group."""
+    """Ranks that the replica adds to an update group."""
     control_url: str
     control_started_at: float
 
@@ -54,29 +54,29 @@ DiscoveredReplicas = list[tuple[ReplicaKey, ReplicaView]]
 ReplyT = TypeVar("ReplyT")
 
 CONNECT_TIMEOUT_S = 5.0
-"""A control proxy accepts connections at once, whatever its servers do: longer means it is gone."""
+"""A control proxy accepts connections at once, whatever its servers do: if not, it is gone."""
 FENCE_NOTICE_TIMEOUT_S = 2.0
-"""Replicas that are given up are told so once, and mostly cannot hear it."""
+"""Time limit of the one notice to a replica that failed an update; most cannot receive it."""
 CONTROL_TIMEOUT_S = 30.0
-"""At most, for a call that moves no weights."""
+"""Upper limit for a call that moves no weights."""
 
 
 def get_group_step_timeout_s(update_timeout_s: float) -> float:
-    """How long a group may take for one step of an update, while the other groups stand still.
+    """Return how long a group may take for one step of an update, while the other groups wait.
 
-    Longer than any single wait, so that what is reported is which wait was in vain.
+    This is longer than any single wait, so that the error reports which wait failed.
     """
     return update_timeout_s + CONNECT_TIMEOUT_S
 
 
 def get_sender_silence_limit_s(update_timeout_s: float, senders: int = 1) -> float:
-    """How long a replica may hear nothing of a sender that lives: the deadline that cells keep.
+    """Return how long a live sender may send nothing to a replica: the deadline that cells enforce.
 
-    A replica that is done with a step waits until the slowest group is, or was left out, and until
-    those left out have been told: connecting to them and being answered may each take
-    `FENCE_NOTICE_TIMEOUT_S`. Gathering and packing the next bucket may take as long as
-    sending one. Several senders gather together, each after its groups have joined and paused: who
-    is done waits for both steps of another sender.
+    A replica that has finished a step waits until the slowest group has finished or was excluded,
+    and until excluded replicas were notified: connecting and the reply may each take
+    `FENCE_NOTICE_TIMEOUT_S`. Gathering and packing the next bucket may take as long as sending
+    one. Several senders gather together, each after its groups have joined and paused: a replica
+    then waits for both steps of another sender.
     """
     step_s = get_group_step_timeout_s(update_timeout_s) + 2 * FENCE_NOTICE_TIMEOUT_S
     return step_s * min(senders, 2) + update_timeout_s
@@ -88,7 +88,7 @@ class _WeightVersionInfo(msgspec.Struct):
 
 class _ScoredPrompt(msgspec.Struct):
     input_token_logprobs: list[tuple[float | None, int, str | None]]
-    """Of the first token there is none."""
+    """The first token has no log-probability."""
 
 
 class _ScoreReply(msgspec.Struct):
@@ -96,10 +96,10 @@ class _ScoreReply(msgspec.Struct):
 
 
 class ReplicaClient:
-    """One replica seen from the trainer.
+    """HTTP client of one replica.
 
-    All methods raise WeightSyncError, naming the replica, when the replica refuses, has been
-    restarted, or does not answer within the deadline.
+    All methods raise WeightSyncError, naming the replica, when it refuses, has been restarted, or
+    does not answer within the deadline.
     """
 
     def __init__(
@@ -139,13 +139,13 @@ class ReplicaClient:
     def load_bucket(
         self, bucket: BucketPlan, group_name: str, version: WeightVersion | None, *, packed: bool
     ) -> None:
-        """Receive and load one bucket. Returns when it is loaded.
+        """Have the replica receive and load one bucket. Return when it is loaded.
 
         Args:
-            bucket: What is about to be broadcast.
-            group_name: The update group it comes through.
-            version: Set with the last bucket: tokens sampled from now on carry it.
-            packed: It is one message; else each of its parameters is.
+            bucket: Parameters that are about to be broadcast.
+            group_name: Update group of the broadcast.
+            version: Set with the last bucket: the version of tokens sampled from now on.
+            packed: Whether the bucket is one message, rather than one per parameter.
         """
         specs = bucket.specs
         self.post_with_update_timeout(
@@ -156,7 +156,7 @@ class ReplicaClient:
                 "shapes": [spec.shape for spec in specs],
                 "group_name": group_name,
                 "load_format": "flattened_bucket" if packed else None,
-                "flush_cache": False,  # once, when all weights are there
+                "flush_cache": False,  # once, after all weights have arrived
                 "weight_version": str(version) if version else None,
             },
         )
@@ -165,22 +165,22 @@ class ReplicaClient:
         return self._decode_reply(self.post("model_info"), _WeightVersionInfo).weight_version
 
     def score(self, input_ids: list[int]) -> list[float]:
-        """Log-probabilities of a prompt's tokens but for the first, as many as fit in there."""
-        answer = self.post_with_update_timeout("score", ScorePromptRequest(input_ids))
-        entries = self._decode_reply(answer, _ScoreReply).meta_info.input_token_logprobs
+        """Return log-probabilities of a prompt's tokens but the first, as many as fit there."""
+        reply = self.post_with_update_timeout("score", ScorePromptRequest(input_ids))
+        entries = self._decode_reply(reply, _ScoreReply).meta_info.input_token_logprobs
         return [math.nan if logprob is None else logprob for logprob, _, _ in entries[1:]]
 
     def close(self) -> None:
         self._client.close()
 
     def post(self, route: str, body: object = None, timeout_s: float | None = None) -> bytes:
-        """One call of `wire.replicas`, of one that moves no weights unless it has a limit."""
-        answer = self._send_request(route, body, timeout_s or self._control_s)
-        if answer.status_code >= 400:
+        """Call a route of `wire.replicas`; without `timeout_s`, one that moves no weights."""
+        response = self._send_request(route, body, timeout_s or self._control_s)
+        if response.status_code >= 400:
             raise WeightSyncError(
-                f"{self.key} answered {route} with {answer.status_code}: {answer.text[:500]}"
+                f"{self.key} answered {route} with {response.status_code}: {response.text[:500]}"
             )
-        return answer.content
+        return response.content
 
     def post_with_update_timeout(self, route: str, body: object = None) -> bytes:
         return self.post(route, body, self._update_timeout_s)

@@ -1,13 +1,13 @@
-"""Update of all replicas step by step, in groups that fail apart.
+"""Update of all replicas step by step, in groups that fail independently.
 
     join -> pause -> (send each bucket) -> end -> verify -> flush -> resume     by broadcast
             pause -> load                      -> verify -> flush -> resume     from disk
 
-Generations in flight stop at the pause and go on under the new weights.
+Generations in progress stop at the pause and continue under the new weights.
 
-A replica is fenced before anything else is asked of it, so whichever step raises, its group's
-replicas are out of service. If no sender comes back in time, the cell restarts those whose
-weights were begun to change and lets the others go on.
+The first call of every update fences a replica, so that whichever step raises, the replicas of
+the group are out of service. If no sender returns in time, the cell restarts the replicas whose
+weights had begun to change and lets the others continue.
 """
 
 import logging
@@ -35,23 +35,23 @@ from areal_hpc.wire.weight_version import WeightVersion
 log = logging.getLogger(__name__)
 
 _MAX_CONCURRENT_GROUPS = 1024
-"""A thread for each group, made when needed: one that hangs must not keep others from a step."""
+"""One thread per group, made when needed: a group that hangs must not delay others."""
 
 
 PROBE_TOKENS = 100
 PROBE_GAP_KEY = "weights.max_probe_gap"
 MAX_GAP_BY_DTYPE = {"float64": 1e-3, "float32": 1e-3, "bfloat16": 0.25, "float16": 0.25}
-"""Default of `weights.max_probe_gap`, by what is sent. Under the same weights 2e-6 (float32) and
+"""Default of `weights.max_probe_gap`, by type sent. With equal weights, 2e-6 (float32) and
 0.04 (bfloat16) were measured on CPUs, over up to 28 layers; GPUs may round float32 to TF32."""
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """A prompt and the trainer's log-probabilities of its tokens, but for the first.
+    """A prompt and the trainer's log-probabilities of its tokens after the first.
 
-    A replica proves new weights by scoring it alike. A wrong bucket changes what nearly every token
-    is worth; what rounding hides, such as low mantissa bits, and rows of the embedding whose tokens
-    are not in the prompt, such a proof cannot see.
+    A replica proves new weights by scoring it with equal results. A wrong bucket changes the score
+    of nearly every token. The proof cannot detect what rounding hides, such as low mantissa bits,
+    nor embedding rows of tokens that are not in the prompt.
     """
 
     input_ids: list[int]
@@ -65,7 +65,7 @@ def choose_probe_ids(vocab: int) -> list[int]:
 
 
 def get_max_probe_gap(config: WeightsConfig, specs: Sequence[TensorSpec]) -> float:
-    """Return the bound for weights that are sent in these types."""
+    """Return the largest gap that is accepted for weights sent in these types."""
     if config.max_probe_gap is not None:
         return config.max_probe_gap
     return max(MAX_GAP_BY_DTYPE[spec.dtype] for spec in specs)
@@ -92,10 +92,10 @@ def check_probe(
 
 
 class UpdateSession:
-    """Some replicas that take the steps of an update together.
+    """Replicas that take the steps of an update together.
 
-    Every method raises WeightSyncError when a member fails or a deadline passes; the object is
-    then of no more use but to be given up.
+    Every method raises WeightSyncError when a member fails or a deadline passes; the session can
+    then only be abandoned.
     """
 
     def __init__(
@@ -105,13 +105,13 @@ class UpdateSession:
         self._config = config
         self.keys = tuple(member.key for member in replica_clients)
         self.load_s = 0.0
-        """Seconds of this update in which the members loaded what they had received."""
+        """Seconds of this update in which the members loaded received weights."""
         self._calls = ThreadPoolExecutor(
             2 * len(replica_clients), thread_name_prefix=f"update-{update_name}"
         )
 
     def pause(self) -> None:
-        """Take the replicas out of service, then stop generation: requests stay, new ones wait."""
+        """Fence the replicas, then stop generation: running requests stay, new ones wait."""
         self.load_s = 0.0
         self._call_all(lambda member: member.post("fence", FenceReplicaRequest()))
         mode = {"mode": self._config.pause_mode}
@@ -136,7 +136,7 @@ class UpdateSession:
             self._call_all(lambda member: member.post("flush_cache"))
 
     def resume(self, version: WeightVersion) -> None:
-        """Let generation go on under the new weights and open the replicas to agents."""
+        """Continue generation under the new weights and open the replicas to agents."""
 
         def resume(replica_client: ReplicaClient) -> None:
             replica_client.post("continue_generation")
@@ -147,14 +147,14 @@ class UpdateSession:
     def abandon_fenced(self) -> None:
         """Leave at once, and keep the members out of service until another update."""
 
-        def give_up(replica_client: ReplicaClient) -> None:
+        def fence(replica_client: ReplicaClient) -> None:
             try:
                 replica_client.fence_until_next_update()
             except WeightSyncError as error:
                 log.info("could not tell the replica that the update was abandoned: %s", error)
 
-        with ThreadPoolExecutor(len(self._members)) as calls:  # those of `_calls` may be stuck
-            calls.map(give_up, self._members)
+        with ThreadPoolExecutor(len(self._members)) as calls:  # threads of `_calls` may be stuck
+            calls.map(fence, self._members)
         self.close_clients()
 
     def close_clients(self) -> None:
@@ -172,9 +172,10 @@ SessionStep = Callable[[SessionT], None]
 
 
 class Update(Generic[SessionT]):
-    """One update under way: the groups that still take part, and why others do not.
+    """One running update: the groups that still take part, and the failures of the others.
 
-    `pool` has a thread for each group. One that takes longer than `step_s` for a step drops out.
+    `pool` has a thread for each group. A group that takes longer than `step_s` for a step is
+    dropped.
     """
 
     def __init__(self, pool: ThreadPoolExecutor, step_s: float) -> None:
@@ -184,15 +185,15 @@ class Update(Generic[SessionT]):
         self.failed: dict[ReplicaKey, WeightSyncError] = {}
 
     def run_step(self, step_name: str, step: SessionStep[SessionT]) -> None:
-        """Take one step with all groups; one that fails is fenced and dropped."""
+        """Take one step with all groups; fence and drop each group that fails."""
         self.start_step(step_name, step)()
 
     def start_step(self, step_name: str, step: SessionStep[SessionT]) -> Callable[[], None]:
-        """Begin one step as in `run_step`; the result waits until it is over."""
+        """Begin one step as in `run_step`; return a function that waits for its end."""
         ends_at = time.monotonic() + self._step_s
         steps = [(session, self._pool.submit(step, session)) for session in self.live]
 
-        def settle() -> None:
+        def wait_for_step() -> None:
             failures: dict[SessionT, WeightSyncError] = {}
             for session, future in steps:
                 try:
@@ -202,12 +203,12 @@ class Update(Generic[SessionT]):
                     failures[session] = WeightSyncError(late)
                 except WeightSyncError as error:
                     failures[session] = error
-                except Exception as error:  # boundary: one group's trouble is not the others'
+                except Exception as error:  # boundary: a failing group must not stop the others
                     log.exception("%s failed for a group of replicas", step_name)
                     failures[session] = WeightSyncError(f"{step_name} failed: {error!r}")
             self._drop_sessions(failures)
 
-        return settle
+        return wait_for_step
 
     def fail_all_sessions(self) -> None:
         self._drop_sessions(
@@ -220,22 +221,22 @@ class Update(Generic[SessionT]):
             self.live.remove(session)
             for key in session.keys:
                 self.failed[key] = WeightSyncError(f"{key} did not receive the update: {error}")
-        # All at once: each may take seconds to be told, and the groups that go on wait.
+        # In parallel: each notice may take seconds, and the groups that continue wait for it.
         for future in [self._pool.submit(session.abandon_fenced) for session in failures]:
             future.result()
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateReport:
-    """The outcome of one `Transport.update`."""
+    """Outcome of one `Transport.update`."""
 
     version: WeightVersion
     ok: tuple[ReplicaKey, ...]
-    """Verified and open to agents."""
+    """Replicas that are verified and open to agents."""
     failed: dict[ReplicaKey, str]
-    """Why; left out of service, and named by `discover_outdated_training_replicas` again."""
+    """Reason by replica; these stay out of service, and the next discovery returns them again."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Wall time of the phases, see docs/weights.md; sampling stands still from `pause_call` on."""
+    """Wall time of the phases, see docs/weights.md; sampling stops from `pause_call` on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,17 +248,17 @@ class UpdateRequest:
 
 
 class Transport(ABC, Generic[SessionT]):
-    """Brings versions of the weights to replicas.
+    """Means of bringing versions of the weights to replicas.
 
     Args:
-        device: Where buckets are packed; must suit the replicas' backend.
+        device: Device on which buckets are packed; must suit the replicas' backend.
     """
 
     def __init__(self, config: WeightsConfig, service_key: str, device: torch.device) -> None:
         self._config = config
         self._service_key = service_key
         self._bucket_bytes = get_bucket_bytes(config.bucket_bytes, device.type)
-        # The specs of all updates are the same.
+        # All updates have the same specs.
         self._plan_buckets = lru_cache(maxsize=1)(plan_buckets)
         self._pool = ThreadPoolExecutor(_MAX_CONCURRENT_GROUPS, thread_name_prefix="publisher")
 
@@ -271,17 +272,17 @@ class Transport(ABC, Generic[SessionT]):
     ) -> UpdateReport:
         """Send `version` to `replicas`, verify it there and put them into service.
 
-        Generations in progress stop and go on under the new weights. A replica that fails
-        takes only its own group out of service; the rest proceeds.
+        Generations in progress stop and continue under the new weights. A replica that fails
+        takes only its own group out of service; the others proceed.
 
         Args:
-            version: What tokens sampled from now on carry.
-            specs: All parameters in Hugging Face naming, in the order of `parameters`, in the
-                dtype that the replicas serve. A tied output embedding is left out.
-            parameters: Consumed exactly once and to its end, whatever fails: exporting is a
+            version: Version of tokens sampled from now on.
+            specs: All parameters with Hugging Face names, in the order of `parameters` and in the
+                dtype that the replicas serve, without a tied output embedding.
+            parameters: Consumed exactly once and to the end, even after a failure: exporting is a
                 collective on all trainer ranks.
-            replicas: As `Publisher.discover_outdated_training_replicas` named them.
-            probe: What they must say under these weights.
+            replicas: Result of `Publisher.discover_outdated_training_replicas`.
+            probe: Prompt and log-probabilities that the replicas must reproduce.
         """
         arrivals = iter(parameters)
         timer = PhaseTimer()
@@ -320,7 +321,7 @@ class Transport(ABC, Generic[SessionT]):
 
     @abstractmethod
     def _finish_update(self, update: Update[SessionT]) -> None:
-        """Keep what later updates can use, and nothing else."""
+        """Keep only what later updates can use."""
 
     def _build_replica_client(self, key: ReplicaKey, version: WeightVersion) -> ReplicaClient:
         return ReplicaClient(
@@ -332,5 +333,5 @@ class Transport(ABC, Generic[SessionT]):
         )
 
     def close(self) -> None:
-        """Replicas go on serving what they have."""
+        """Close the transport; replicas continue to serve their weights."""
         self._pool.shutdown(wait=False, cancel_futures=True)
