@@ -1,4 +1,4 @@
-"""Annotations of a step: collected from the loss's own tensors, written by rank 0."""
+"""Annotations of a step, made from the loss's own tensors; rank 0 writes them for viewing."""
 
 import math
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ from areal_hpc.wire.trajectory import TrajectoryRow
 
 AnnotateMode = Literal["off", "sampled", "all"]
 MAX_ROWS_IN_SAMPLED_MODE = 64
-"""Rows of a step that `sampled` annotates, in whole groups."""
+"""Rows of a step that mode `sampled` annotates, in whole groups."""
 CUT, UNTRAINABLE, OUT_OF_BOUNDS, CLIPPED = (
     UNTRAINED_TOKEN_REASONS.index(name)
     for name in ("cut reply", "untrainable reply", "weight out of bounds", "clipped")
@@ -40,9 +40,9 @@ FloatArray = npt.NDArray[np.float32]
 
 
 class StepAnnotator:
-    """What one rank does for `trainer.annotate`. Every method may be called with it off.
+    """One rank's part in `trainer.annotate`. Every method may be called while it is off.
 
-    The chosen rows lie one after another in a table of tokens; each micro-batch fills in its own.
+    The chosen rows lie one after another in a table of tokens; each micro-batch fills its columns.
     """
 
     def __init__(self, config: TrainerConfig, paths: RunPaths) -> None:
@@ -61,12 +61,12 @@ class StepAnnotator:
         minibatch_count: int,
         state: TrainerState,
     ) -> None:
-        """Choose the rows of a batch that `state` is about to be trained on, in minibatches."""
+        """Choose the rows to annotate in a batch on which `state` is about to be trained."""
         chosen = choose_rows_to_annotate(
             batch, self._config.annotate, (state.seed << 32) + state.step
         )
         self._batch, self._rows, self._noted = batch, rows, []
-        lengths = [len(rows[place].input_ids_T) for place in chosen]
+        lengths = [len(rows[index].input_ids_T) for index in chosen]
         starts = np.cumsum([0, *lengths])[:-1].tolist()
         self._starts = dict(zip(chosen, starts, strict=True))
         self._columns = [
@@ -74,11 +74,11 @@ class StepAnnotator:
             for first in range(minibatch_count)
         ]
 
-    def _map_tokens_to_columns(self, places: Sequence[int]) -> npt.NDArray[np.int64]:
-        """The column of each token of these rows; -1 of rows that are not annotated."""
+    def _map_tokens_to_columns(self, row_indices: Sequence[int]) -> npt.NDArray[np.int64]:
+        """Return the column of each token of these rows; -1 if the row is not annotated."""
         columns = [np.empty(0, np.int64)]
-        for place in places:
-            size, start = len(self._rows[place].input_ids_T), self._starts.get(place)
+        for index in row_indices:
+            size, start = len(self._rows[index].input_ids_T), self._starts.get(index)
             columns.append(np.full(size, -1) if start is None else np.arange(start, start + size))
         return np.concatenate(columns)
 
@@ -90,7 +90,7 @@ class StepAnnotator:
         entropy_N: torch.Tensor,
         loss: PolicyLoss,
     ) -> None:
-        """Keep what the loss made of a micro-batch's annotated tokens. Nothing is read from it."""
+        """Keep the loss's values of a micro-batch's annotated tokens; copy none to the host."""
         if not self._starts:
             return
         columns_N = self._columns[minibatch_index][batch.flat_token_indices_N]
@@ -108,7 +108,7 @@ class StepAnnotator:
         generation: int,
         critic_warms_up: bool = False,
     ) -> None:
-        """Gather what all ranks noted, and have rank 0 write it. A collective."""
+        """Gather the notes of all ranks, and let rank 0 write them. A collective."""
         if not self._starts:
             return
         measures = self._gather_measures()
@@ -117,14 +117,14 @@ class StepAnnotator:
             reasons = [describe_skipped_step(norm, critic_warms_up) for norm in norms]
             rows = [
                 annotate_row(
-                    names[place],
-                    self._batch[place],
-                    self._rows[place],
-                    measures[:, start : start + len(self._rows[place].input_ids_T)],
+                    names[index],
+                    self._batch[index],
+                    self._rows[index],
+                    measures[:, start : start + len(self._rows[index].input_ids_T)],
                     self._config.objective,
-                    reasons[place % len(reasons)],
+                    reasons[index % len(reasons)],
                 )
-                for place, start in self._starts.items()
+                for index, start in self._starts.items()
             ]
             self._writer.start_write(
                 StepAnnotations(
@@ -137,11 +137,12 @@ class StepAnnotator:
         self._batch, self._rows, self._starts, self._noted = (), (), {}, []
 
     def _gather_measures(self) -> FloatArray:
-        """All ranks' measures, in the order of `TOKEN_MEASURE_NAMES`, by column. A collective.
+        """Gather all ranks' measures by column, ordered as `TOKEN_MEASURE_NAMES`. A collective.
 
-        0 where no pass saw a token. Tensor-parallel ranks found the same: the first one's count.
+        0 where no pass saw a token. Tensor-parallel ranks have equal values: only the first adds
+        its own.
         """
-        size = sum(len(self._rows[place].input_ids_T) for place in self._starts)
+        size = sum(len(self._rows[index].input_ids_T) for index in self._starts)
         values = torch.zeros(len(TOKEN_MEASURE_NAMES), size)
         if parallel_state.get_tensor_model_parallel_rank() == 0:
             for columns, measured in self._noted:
@@ -160,9 +161,9 @@ class StepAnnotator:
 def choose_rows_to_annotate(
     batch: Sequence[TrajectoryRow], mode: AnnotateMode, seed: int
 ) -> list[int]:
-    """Places of the rows to annotate: all, or whole groups drawn by `seed`. Pure.
+    """Return the indices of the rows to annotate: all, or whole groups drawn by `seed`. Pure.
 
-    The first group drawn is taken whatever its size, others while all fit into
+    The first group drawn is chosen at any size, others while all fit into
     `MAX_ROWS_IN_SAMPLED_MODE`.
     """
     if mode == "off":
@@ -170,8 +171,8 @@ def choose_rows_to_annotate(
     if mode == "all":
         return list(range(len(batch)))
     groups: dict[tuple[int, int], list[int]] = {}
-    for place, row in enumerate(batch):
-        groups.setdefault((row.ticket_id, row.attempt), []).append(place)
+    for index, row in enumerate(batch):
+        groups.setdefault((row.ticket_id, row.attempt), []).append(index)
     keys = list(groups)
     chosen: list[int] = []
     for number in np.random.default_rng(seed).permutation(len(keys)):
@@ -184,29 +185,29 @@ def choose_rows_to_annotate(
 def split_rows_by_outcome(
     manifest: BatchManifest, untrained: Sequence[UntrainedBatchPart]
 ) -> tuple[list[tuple[str, int]], list[RowAnnotation]]:
-    """Shard and number of each row that is trained, in the batch's order, and of the others. Pure.
+    """Return shard and number of each trained row, in batch order, and the other rows. Pure.
 
-    The others are annotated already: they have nothing but their outcome.
+    The others are complete annotations: they have nothing but their outcome.
     """
     reasons = {ticket: part.reason for part in untrained for ticket in part.tickets}
-    trained, left_out = [], []
+    trained, untrained_rows = [], []
     for ticket in manifest.tickets:
         reason = reasons.get(ticket.ref.ticket_id)
         for row in ticket.rows:
             if reason is None:
                 trained.append((ticket.shard, row))
             else:
-                left_out.append(RowAnnotation(shard=ticket.shard, row=row, outcome=reason))
-    return trained, left_out
+                untrained_rows.append(RowAnnotation(shard=ticket.shard, row=row, outcome=reason))
+    return trained, untrained_rows
 
 
 def describe_skipped_step(norm: float, critic_warms_up: bool) -> str:
-    """Why rows taught the policy nothing although they have advantages; empty if they did."""
+    """Return why the policy's step was not taken although rows have advantages; empty if it was."""
     if critic_warms_up:
         return "the critic warmed up: the policy was not trained"
     if not math.isfinite(norm):
         return "the gradient was not finite: the step was not taken"
-    if not is_optimizer_step_taken(norm):  # the clip or the bounds left none of it, say
+    if not is_optimizer_step_taken(norm):  # for example when all tokens are clipped
         return "the gradient was zero: the step was not taken"
     return ""
 
@@ -219,9 +220,9 @@ def annotate_row(
     objective: ObjectiveConfig,
     skip_reason: str,
 ) -> RowAnnotation:
-    """The annotation of a row from the measures of its tokens. Pure.
+    """Build the annotation of a row from the measures of its tokens. Pure.
 
-    `skip_reason` says why its minibatch's optimizer step was not taken; empty if it was.
+    `skip_reason` is why its minibatch's optimizer step was not taken; empty if it was.
     """
     logprobs, entropies, ratios, outside, clipped, seen = measures
     is_sampled_T = trajectory.loss_mask_T == 1

@@ -1,6 +1,6 @@
-"""Rates of the network between trainer ranks: one rank of an all-reduce and a ring.
+"""Network rates between trainer ranks: one rank of a measured all-reduce and ring exchange.
 
-Run once per rank with the variables of its position, over the backend that training uses.
+Each rank runs it once with the variables of its position, over the backend that training uses.
 """
 
 import statistics
@@ -26,21 +26,21 @@ from areal_hpc.trainer.process_groups import (
 from areal_hpc.wire.decoding import decode_json
 
 WARM_UP_ROUNDS = 2
-"""NCCL makes its communicators in the first collective."""
+"""Rounds that are not measured: NCCL makes its communicators in the first collective."""
 PATTERN_PERIOD = 251
 
 
 def run_collectives(
     device: torch.device, collectives_request: CollectivesRequest
 ) -> CollectiveRates:
-    """Rates on this group of ranks, the same on all of them. A collective."""
+    """Return the rates of this group of ranks, equal on all of them. A collective."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     count = collectives_request.size_bytes // 4
     pattern = torch.arange(count, device=device).remainder_(PATTERN_PERIOD).float()
 
     summed = pattern * (rank + 1)
     dist.all_reduce(summed)
-    # Whole numbers this small are exact in float32, in whatever order they are added.
+    # Whole numbers this small are exact in float32, in any order of summation.
     wrong = int((summed != pattern * (ranks * (ranks + 1) // 2)).sum())
     received = torch.empty_like(pattern)
     _send_around_ring(pattern + rank, received)
@@ -93,15 +93,15 @@ def _measure_median_round_s(
 
 
 def main() -> None:
-    """Take part as the rank that the environment names."""
-    order = decode_json(Path(sys.argv[1]).read_bytes(), CollectivesRequest)
+    """Take part as the rank that the environment specifies."""
+    request = decode_json(Path(sys.argv[1]).read_bytes(), CollectivesRequest)
     task = get_task_position()
     parallel = ParallelConfig(dp=task.num_tasks)
     megatron_cpu.patch_torch_megatron_without_gpu()
-    device = join_process_groups(task, parallel, order.device, Path(order.rendezvous_dir))
-    rates = run_collectives(device, order)
+    device = join_process_groups(task, parallel, request.device, Path(request.rendezvous_dir))
+    rates = run_collectives(device, request)
     if task.is_first:
-        write_atomic(Path(order.report), msgspec.json.encode(rates))
+        write_atomic(Path(request.report), msgspec.json.encode(rates))
     destroy_process_groups()
 
 

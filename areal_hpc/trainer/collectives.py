@@ -1,8 +1,8 @@
-"""Small collectives by which all ranks agree, what each rank is doing, and which one failed first.
+"""Small collectives by which ranks agree, progress of each rank, and the report of a failure.
 
-A rank that hangs shows as a collective that no rank comes out of, and after half an hour as torch's
-timeout, on every rank but the one to blame. So each rank notes where it is, a thread puts that into
-the store of the world now and then, and rank 0's thread looks who stands still.
+When one rank hangs, no rank leaves the next collective, and after half an hour torch's timeout
+is raised on every rank but the one that caused it. Therefore each rank records the named place
+that it has reached, a thread publishes it in the world's store, and rank 0 looks for laggards.
 """
 
 import contextlib
@@ -32,30 +32,30 @@ LOST_RANK_PATTERN = re.compile(
     "Connection (closed|reset) by peer|Broken pipe|Connection was likely closed|remote process exit"
     "|ncclRemoteError|NCCL communicator was aborted"
 )
-"""In the message of gloo, of a store or of NCCL on the ranks that outlive one of them."""
+"""Messages of gloo, of a store or of NCCL on the ranks that outlive another rank."""
 HUNG_PEER_PATTERN = re.compile(
     r"Timed out waiting \d+ms|[Cc]ollective operation timeout|Wait timeout after \d+ms"
 )
-"""In the message of gloo, of NCCL's watchdog or of a store on ranks that waited for one in vain."""
+"""Messages of gloo, of NCCL's watchdog or of a store on ranks that waited in vain for another."""
 FAILED_RANK_COUNT_KEY = "failures"
-"""Counts failed ranks in the store that the world was opened with."""
+"""Key of the counter of failed ranks, in the store that the world was opened with."""
 FAILURE_REPORTED_KEY = "reported"
-"""Set in that store once a failed rank knows that it is the first, and says why."""
+"""Key set there once a failed rank has found that it is the first, and will report."""
 FAILURE_REPORT_TIMEOUT_S = 10.0
 FILE_VISIBLE_TIMEOUT_S = 60.0
-"""Time that a file may take to become visible on another node of a shared file system."""
+"""Seconds until a file has become visible on another node of a shared file system."""
 READ_RETRY_S = 0.5
 
 ResultT = TypeVar("ResultT")
 
 
 def is_true_on_any_rank(flag: bool) -> bool:
-    """True on every rank when it is true on one. A collective."""
+    """Return whether the flag is true on any rank; the result is equal on all. A collective."""
     return bool(all_reduce_max(int(flag)))
 
 
 def all_reduce_max(value: int) -> int:
-    """The largest of the ranks' numbers, on every rank. A collective."""
+    """Return the largest of the ranks' numbers, on every rank. A collective."""
     if dist.get_world_size() == 1:
         return value
     numbers = torch.tensor(value)
@@ -64,7 +64,7 @@ def all_reduce_max(value: int) -> int:
 
 
 def broadcast_object(message: object, object_type: Any) -> Any:
-    """Rank 0's message, of a type that msgspec decodes, on every rank. A collective."""
+    """Return rank 0's message, decoded by msgspec as this type, on every rank. A collective."""
     body = bytearray(msgspec.json.encode(message) if dist.get_rank() == 0 else b"")
     if dist.get_world_size() > 1:
         size = torch.tensor(len(body))
@@ -75,7 +75,7 @@ def broadcast_object(message: object, object_type: Any) -> Any:
 
 
 def gather_objects_on_first_rank(message: object, object_type: Any) -> list[Any]:
-    """All ranks' messages, decoded by msgspec, on rank 0; none elsewhere. A collective."""
+    """Return all ranks' messages, decoded by msgspec, on rank 0; [] elsewhere. A collective."""
     body = msgspec.json.encode(message)
     if dist.get_world_size() == 1:
         return [decode_json(body, object_type)]
@@ -85,49 +85,52 @@ def gather_objects_on_first_rank(message: object, object_type: Any) -> list[Any]
     received = [torch.empty_like(padded) for _ in range(dist.get_world_size() if is_first else 0)]
     dist.gather(padded, received if is_first else None)
     # JSON has no zero bytes.
-    return [decode_json(one.numpy().tobytes().rstrip(b"\0"), object_type) for one in received]
+    return [
+        decode_json(bytes_and_zeros.numpy().tobytes().rstrip(b"\0"), object_type)
+        for bytes_and_zeros in received
+    ]
 
 
 def read_with_retries_on_all_ranks(
     read_file: Callable[[], ResultT], expected: type[ArealError]
 ) -> ResultT:
-    """What `read_file` finds on shared storage, once it fails on no rank any more. A collective.
+    """Call `read_file` until it fails on no rank; return its result. A collective.
 
     Raises:
-        ArealError: The expected one, on all ranks: they waited, and still none of them can read.
-        ClusterError: This rank cannot, another one can.
-        OtherRankError: The other way round.
+        ArealError: The expected one, on all ranks: after a wait still no rank can read.
+        ClusterError: This rank cannot read, another one can.
+        OtherRankError: This rank can read, another one cannot.
     """
     give_up_at = time.monotonic() + FILE_VISIBLE_TIMEOUT_S
     while True:
-        result, trouble = None, None
+        result, failure = None, None
         try:
             result = read_file()
         except expected as error:
-            trouble = error
-        if not is_true_on_any_rank(trouble is not None):
+            failure = error
+        if not is_true_on_any_rank(failure is not None):
             return cast("ResultT", result)
         if is_true_on_any_rank(time.monotonic() >= give_up_at):
-            if is_true_on_any_rank(trouble is None):
-                if trouble is None:
+            if is_true_on_any_rank(failure is None):
+                if failure is None:
                     raise OtherRankError
-                problem = trouble.problems[0]
+                problem = failure.problems[0]
                 raise ClusterError(
                     f"{problem.message} (other ranks can read it)",
                     key=problem.key,
                     hint="check the mounts and the memory of this node",
                 )
-            assert trouble is not None
-            raise trouble
-        logger.info("not all ranks can read yet: %s", trouble)
+            assert failure is not None
+            raise failure
+        logger.info("not all ranks can read yet: %s", failure)
         time.sleep(READ_RETRY_S)
 
 
 def raise_on_all_ranks(error: Exception | None) -> None:
-    """All ranks go on, or none does: a rank in trouble raises it. A collective.
+    """Raise on all ranks if any of them has an error; else return on all. A collective.
 
     Raises:
-        OtherRankError: This rank is well, another one is not.
+        OtherRankError: Another rank has an error, this one has none.
     """
     if is_true_on_any_rank(error is not None):
         raise error or OtherRankError
@@ -140,22 +143,22 @@ _active_progress: "RankProgress | None" = None
 
 class PlaceReport(msgspec.Struct, frozen=True, order=True):
     entered: int
-    """Places that it has been at. All ranks come to the same ones, in the same order."""
+    """Number of places reached so far. All ranks reach the same ones, in the same order."""
     place: str
     detail: str = ""
-    """Within the place; ranks may differ."""
+    """Detail within the place; ranks may differ."""
 
 
 class RankProgress:
-    """One rank's notes, and on rank 0 the watch over all ranks.
+    """One rank's progress, and on rank 0 the watch over all ranks.
 
     Args:
-        store: Of the world; its clients may be used from any thread.
-        rank: This one.
-        ranks: How many there are.
+        store: Store of the world; its clients are thread-safe.
+        rank: This rank.
+        ranks: Number of ranks.
         on_hang: Called on rank 0, once each time that ranks hang.
-        hang_s: Time at one place after which a rank hangs.
-        check_interval_s: Time between two looks at the others.
+        hang_s: Seconds at one place after which a rank counts as hanging.
+        check_interval_s: Seconds between two checks of the others.
     """
 
     def __init__(
@@ -172,7 +175,7 @@ class RankProgress:
         self._on_hang, self._hang_s, self._check_interval_s = on_hang, hang_s, check_interval_s
         self._own = PlaceReport(0, "the start")
         self._seen: dict[int, tuple[PlaceReport, float]] = {}
-        """Of each rank, and when it was first seen there."""
+        """Last report of each rank, and the time at which it was first seen."""
         self._hanging: dict[int, PlaceReport] = {}
         self._dumped: PlaceReport | None = None
         self._is_over = threading.Event()
@@ -185,29 +188,32 @@ class RankProgress:
         self._own = PlaceReport(self._own.entered, self._own.place, detail)
 
     def describe(self) -> str:
-        """One line that names first the ranks that are behind all others."""
+        """Describe the ranks in one line that begins with those that are behind all others."""
         now = time.monotonic()
         ordered = sorted(
             (report, rank, now - since) for rank, (report, since) in self._seen.items()
         ) or [(self._own, self._rank, 0.0)]
         parts = []
-        for report, members in groupby(ordered, lambda one: one[0]):
-            held = list(members)
+        for report, members in groupby(ordered, lambda item: item[0]):
+            group = list(members)
             where = f"{report.place}, {report.detail}" if report.detail else report.place
-            ranks, still_s = _format_ranks([one[1] for one in held]), min(one[2] for one in held)
+            ranks, still_s = (
+                _format_ranks([item[1] for item in group]),
+                min(item[2] for item in group),
+            )
             parts.append(f"{ranks} at {where} for {still_s:.0f} s")
         is_someone_behind = ordered[0][0].entered < ordered[-1][0].entered
         return ("behind all others: " if is_someone_behind else "") + "; ".join(parts)
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Have the notes of this process go here, in the block."""
+        """Make this the process's active progress during the block."""
         global _active_progress
         _active_progress = self
         self._thread.start()
         try:
             yield
-        finally:  # before the store goes, and the interpreter
+        finally:  # before the store and the interpreter end
             self._is_over.set()
             self._thread.join(2 * self._check_interval_s)
             _active_progress = None
@@ -220,7 +226,7 @@ class RankProgress:
             logger.info("rank monitoring stopped: %s", error)
 
     def watch_once(self, now: float) -> None:
-        """Publish where this rank is, and see where the others are."""
+        """Publish this rank's place, and read those of the others."""
         self._store.set(f"progress/{self._rank}", msgspec.json.encode(self._own).decode())
         for rank in range(self._ranks) if self._rank == 0 else [self._rank]:
             if not self._store.check([f"progress/{rank}"]):
@@ -235,7 +241,7 @@ class RankProgress:
         }
         if self._rank in hanging and hanging[self._rank] != self._dumped:
             self._dumped = hanging[self._rank]
-            faulthandler.dump_traceback()  # where in the code, in this rank's own log
+            faulthandler.dump_traceback()  # the place in the code, in this rank's own log
         if self._rank == 0 and hanging and hanging != self._hanging:
             line = self.describe()
             logger.warning("the trainer stands still: %s", line)
@@ -270,14 +276,14 @@ def describe_ranks() -> str:
 
 @contextmanager
 def report_first_failure() -> Iterator[None]:
-    """Of all ranks that fail in the block, let the one that failed first say why.
+    """Let only the first rank that fails in the block report its error.
 
-    The end of a rank breaks the collectives of all others. What they would report is a lost
-    connection; they leave quietly instead, with the exit code of a stop.
+    The end of a rank breaks the collectives of all others, which would report lost connections;
+    they exit quietly instead, with the exit code of a stop.
 
     Raises:
         SystemExit: Another rank failed first.
-        LostTrainerRankError: Another rank vanished without a word.
+        LostTrainerRankError: Another rank vanished without a report.
     """
     try:
         yield
@@ -315,10 +321,10 @@ def _claim_first_failure() -> bool:
     store = get_default_store()
     try:
         is_first = store.add(FAILED_RANK_COUNT_KEY, 1) == 1
-    except RuntimeError:  # rank 0 kept the store, and is gone
+    except RuntimeError:  # rank 0 held the store, and has ended
         return False
-    # A key of its own: who waits is woken before the answer to `add` is sent, and if that is
-    # rank 0, it may take the store away in between.
+    # A separate key: a waiting rank wakes before `add` is answered, and if that is rank 0, it may
+    # close the store in between.
     with contextlib.suppress(RuntimeError):
         store.set(FAILURE_REPORTED_KEY, "")
     return bool(is_first)

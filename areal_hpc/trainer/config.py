@@ -1,4 +1,4 @@
-"""Facts that the trainer's processes are told (RL, SFT, replay), and the steps that get more."""
+"""Configurations of trainer processes (RL, SFT, replay), and the schedule of a run's steps."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,12 +11,12 @@ from pydantic import Field
 from areal_hpc.jobs.config import ProcessConfig
 
 STOP_MARGIN_S = 4.0
-"""A step or checkpoint that is not over this long before the job is killed is given up."""
+"""A step or checkpoint that is not over this long before the job is killed is abandoned."""
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluationSetSchedule:
-    """When the weights are judged on an evaluation set, and on how many of its tasks."""
+    """Steps whose weights are evaluated on an evaluation set, and the number of its tasks."""
 
     every_steps: int
     """0 evaluates only the first and the last weights."""
@@ -30,15 +30,15 @@ class Schedule:
     export_every_steps: int | None
     """0 exports only the last step, None exports nothing."""
     evaluations: Mapping[str, EvaluationSetSchedule] = field(default_factory=dict)
-    """By the names of evaluation sets; without any nothing is evaluated."""
+    """Schedules by name of evaluation set; empty if nothing is evaluated."""
 
     def count_tasks_by_due_set(self, step: int) -> dict[str, int]:
-        """The evaluation sets on which the weights of `step` are judged, each with its tasks."""
+        """Return the evaluation sets due for the weights of `step`, each with its tasks."""
         is_end = step in (0, self.total_steps)
         return {
-            name: one.n_tasks
-            for name, one in self.evaluations.items()
-            if is_end or _is_multiple(step, one.every_steps)
+            name: evaluation_set.n_tasks
+            for name, evaluation_set in self.evaluations.items()
+            if is_end or _is_multiple(step, evaluation_set.every_steps)
         }
 
     def evaluates(self, step: int) -> bool:
@@ -73,7 +73,7 @@ class RankJobConfig(ProcessConfig):
     ROLE = "train"
 
     model_path: Path
-    """The model that training starts from."""
+    """Model from which training starts."""
     sys_path: tuple[str, ...] = ()
     """Folders from which `trainer.objective.custom` is imported."""
 
@@ -82,64 +82,66 @@ class TrainerJobConfig(RankJobConfig):
     ENTRY = "areal_hpc.trainer.job:run"
 
     tasks_by_evaluation_set: dict[str, int]
-    """Held-out tasks that there are, of the sets that have some."""
+    """Number of held-out tasks by evaluation set, without empty sets."""
 
     @property
     def schedule(self) -> Schedule:
-        trainer, known = self.recipe.trainer, self.tasks_by_evaluation_set
+        trainer, counts = self.recipe.trainer, self.tasks_by_evaluation_set
         return Schedule(
             total_steps=trainer.total_steps,
             checkpoint_every_steps=trainer.checkpoint_every_steps,
             export_every_steps=trainer.export_every_steps,
             evaluations={
-                one.name: EvaluationSetSchedule(one.every_steps, min(one.tasks, known[one.name]))
-                for one in self.recipe.evaluation_sets
-                if one.name in known
+                dataset.name: EvaluationSetSchedule(
+                    dataset.every_steps, min(dataset.tasks, counts[dataset.name])
+                )
+                for dataset in self.recipe.evaluation_sets
+                if dataset.name in counts
             },
         )
 
 
 class ReplayJobConfig(RankJobConfig):
-    """Facts of a replay; its run directory leads to recorded batches."""
+    """Configuration of a replay; its run directory leads to recorded batches."""
 
     ENTRY = "areal_hpc.trainer.job:run_replay"
 
     first_step: Annotated[int, Field(ge=1)]
     last_step: Annotated[int, Field(ge=1)]
-    """It is saved."""
+    """Last step; the replay saves it."""
     forks: list[tuple[int, int]]
-    """Every generation of the recorded run with the step it began from; the last one's is taken."""
+    """Each generation of the recorded run and its first step; the replay uses the last one."""
 
 
 class SftJobConfig(RankJobConfig):
     ENTRY = "areal_hpc.trainer.sft:run"
 
     dataset_path: Path
-    """JSON lines `{"messages": [...]}`; the last message, the assistant's, is learnt."""
+    """JSON lines `{"messages": [...]}`; the last message, the assistant's, is trained on."""
 
 
 class CollectivesRequest(Struct, frozen=True):
-    """To each rank of `trainer.collective_rates`: take part in all-reduces and a ring."""
+    """Request to each rank of `trainer.collective_rates`: take part in all-reduces and a ring."""
 
     device: Literal["cpu", "cuda"]
     size_bytes: int
-    """Of each rank's tensor."""
+    """Size of each rank's tensor."""
     rounds: int
-    """Rounds that count."""
+    """Rounds that are measured."""
     rendezvous_dir: str
     report: str
-    """Written by rank 0."""
+    """Path that rank 0 writes the rates to."""
 
 
 class CollectiveRates(Struct, frozen=True, tag=True):
-    """Rates of collectives between ranks, by the slowest of them."""
+    """Rates of collectives between ranks; each is that of the slowest rank."""
 
     ranks: int
     backend: str
     size_bytes: int
     all_reduce_bytes_per_s: float
-    """Bus bandwidth, as NCCL's tests count it: 2 (n - 1) / n times the bytes, over the time."""
+    """Bus bandwidth as NCCL's tests define it: 2 (n - 1) / n times the bytes, over the time."""
     ring_bytes_per_s: float
-    """What each rank sends to its neighbor while it receives as much from the other one."""
+    """Rate at which each rank sends to one neighbor while it receives as much from the other."""
     wrong_elements: int
-    """Elements of results, over all ranks, that are not what they must be."""
+    """Wrong elements of the results, summed over all ranks."""

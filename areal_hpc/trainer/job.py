@@ -1,6 +1,6 @@
-"""The trainer as a process, once per rank: `run`, and `run_replay` on batches of another run.
+"""Trainer process, once per rank: `run` trains live, `run_replay` on batches of another run.
 
-A replay has the learner, loop and checkpoints of a run. Nobody is sent its weights.
+A replay uses the same learner, loop and checkpoints. Its weights go to no replica.
 """
 
 import gc
@@ -61,7 +61,7 @@ def run(config: dict[str, Any]) -> None:
     """Train from the latest checkpoint, or the starting model, to the last step."""
     job = TrainerJobConfig.model_validate(config)
     if RunPaths(job.run_dir).finished_marker.exists():
-        return  # a rank died when all was done
+        return  # a rank died after all work was complete
     sys.path[:0] = [folder for folder in job.sys_path if folder not in sys.path]
     stop = StopRequest.install()
     deadline = partial(_exit_on_stop_timeout, stop, job.recipe.cluster.stop_grace_s)
@@ -102,8 +102,8 @@ def _run_training(
         TensorSpec(name, shape, str(dtype).removeprefix("torch."))
         for name, shape, dtype in list_sent_specs(learner.policy)
     ]
-    place = ranks.index(rank) if rank in ranks else None
-    senders = WeightSenders(place, len(ranks), specs, transport, gather_objects_on_first_rank)
+    index = ranks.index(rank) if rank in ranks else None
+    senders = WeightSenders(index, len(ranks), specs, transport, gather_objects_on_first_rank)
     coordinator = None
     if is_first:
         events.record("state_loaded", generation=generation, step=learner.version.step)
@@ -111,8 +111,8 @@ def _run_training(
         coordinator = _make_coordinator(
             job, paths, learner, stop, check_generation, events, transport, senders
         )
-    gc.freeze()  # a collection looks at what training makes, not at all that imports left
-    record_state_entry("")  # phases say from here what is done
+    gc.freeze()  # a collection scans what training creates, not everything that imports left
+    record_state_entry("")  # from here on phases report the state
     finished = run_loop(learner, coordinator, stop, senders)
     record_state_entry("end")
     if finished and coordinator:
@@ -141,7 +141,7 @@ def _make_coordinator(
     senders: WeightSenders,
 ) -> Coordinator:
     recipe, schedule, version = job.recipe, job.schedule, learner.version
-    is_evaluated_apart = recipe.evaluation.separate_cell
+    has_evaluation_cell = recipe.evaluation.separate_cell
     learner.checkpoints.delete_leftovers(version.generation)
     metrics = MetricsWriter(
         paths.metrics, paths.tensorboard_run_dir, version.step, schedule.total_steps
@@ -154,14 +154,14 @@ def _make_coordinator(
     )
     service_key = rendezvous.read_service_key(paths.service_key)
     evaluation = (
-        AsyncEvaluationTracker(schedule, metrics.judged_step) if is_evaluated_apart else None
+        AsyncEvaluationTracker(schedule, metrics.judged_step) if has_evaluation_cell else None
     )
     publisher = Publisher(
         transport,
         paths.rendezvous_dir,
         recipe.inference.cells,
         service_key,
-        evaluation_cell=is_evaluated_apart,
+        evaluation_cell=has_evaluation_cell,
     )
     live_run = LiveRun(
         schedule,
@@ -172,7 +172,7 @@ def _make_coordinator(
         events=events,
         stop=stop,
         episode_failures=EpisodeFailureCounter(paths.events),
-        # Without Slurm there is nobody to give nodes back to.
+        # Without Slurm no scheduler takes nodes back.
         idle_timeout_s=recipe.cluster.idle_timeout_s if get_job_start_number() else math.inf,
         async_evaluation=evaluation,
     )
@@ -192,7 +192,7 @@ def _make_coordinator(
 def _exit_on_stop_timeout(stop: StopRequest, grace_s: float) -> None:
     """End the process when a stop takes too long: a half-written checkpoint stays invisible.
 
-    Under Slurm the supervisor finds out how long that is, and may correct itself.
+    Under Slurm the supervisor determines the limit, and may correct it.
     """
     while not stop.wait(timeout_s=3600.0):
         pass
@@ -218,7 +218,7 @@ def _train_on_recorded_batches(
         generation=forks[-1].generation, seed=job.recipe.seed,
         is_stop_requested=lambda: stop.requested,
     )  # fmt: skip
-    # Tokens are as old as they were: this is no new start of the recorded run.
+    # Tokens keep their age: this is no new start of the recorded run.
     learner.state = msgspec.structs.replace(learner.state, forks=forks)
     coordinator = None
     if dist.get_rank() == 0:
@@ -239,10 +239,10 @@ def make_replay_coordinator(
     last_step: int,
     stop: StopRequest,
 ) -> Coordinator:
-    """Rank 0's decisions in a replay; its rows of metrics begin with `first_step`."""
+    """Make rank 0's coordinator of a replay; its rows of metrics begin with `first_step`."""
     version = learner.version
     metrics = MetricsWriter(paths.metrics, None, version.step)
-    if version.step >= first_step:  # its row was held back until the checkpoint was durable
+    if version.step >= first_step:  # its row was withheld until the checkpoint was durable
         metrics.write(version.step, metrics.reopened or learner.reopened_row)
     schedule = Schedule(
         total_steps=last_step,

@@ -1,4 +1,4 @@
-"""Learner: the policy of one rank, its updates, checkpoints and exports."""
+"""Learner of one rank: the policy, its updates, its checkpoints and exports."""
 
 import logging
 import math
@@ -85,10 +85,10 @@ logger = logging.getLogger(__name__)
 
 
 class Learner:
-    """The policy in training, at the latest checkpoint of the run or some steps after it.
+    """Policy in training: its weights at the run's latest checkpoint, or some steps after it.
 
-    `model_path` has the weights before the first checkpoint, and what exports take beside weights.
-    The checkpoint that is best by the metric `keep_best` of `evaluation.keep_best` is kept.
+    `model_path` has the weights before the first checkpoint, and the files that exports copy. The
+    best checkpoint by `keep_best`, the metric of `evaluation.keep_best`, is never deleted.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Learner:
         is_stop_requested: Callable[[], bool] = lambda: False,
         keep_best: str = "",
     ) -> None:
-        custom_loss = load_custom_loss(config.objective)  # which may fail: before what takes long
+        custom_loss = load_custom_loss(config.objective)  # may fail: comes before slow work
         arch, base = read_architecture(model_path, config.lora), ""
         dtype = TORCH_DTYPE_BY_NAME[config.dtype]
         self.policy = build_policy(arch, config.parallel, dtype, device, config.activations)
@@ -141,19 +141,19 @@ class Learner:
         forks = [GenerationFork(generation, 0)]
         self.state = TrainerState(generation=generation, seed=seed, base=base, forks=forks)
         self.reopened_row: JsonMetricRow = {}
-        """What the checkpoint knows of the metrics of its step."""
+        """Metrics of the checkpoint's step, as stored with it."""
         if checkpoint is not None:
-            held = checkpoint.state
-            self.reopened_row = held.row
+            stored = checkpoint.state
+            self.reopened_row = stored.row
             self.state = msgspec.structs.replace(
-                held,
+                stored,
                 generation=generation,
                 seed=seed,
                 parent=checkpoint.path.name,
-                forks=[*held.forks, GenerationFork(generation, held.step)],
+                forks=[*stored.forks, GenerationFork(generation, stored.step)],
                 row={},
             )
-            logger.info("generation %d resumes after step %d", generation, held.step)
+            logger.info("generation %d resumes after step %d", generation, stored.step)
         self._frozen = FrozenModels(config, model_path, device, is_stop_requested)
 
     @property
@@ -168,9 +168,10 @@ class Learner:
     def train_batch(
         self, manifest: BatchManifest, quarantine: UntrainedBatchPart | None = None
     ) -> JsonMetricRow:
-        """Consume one batch; its metrics, those of replies and episodes on rank 0. A collective.
+        """Consume one batch; return its metrics, on rank 0 with those of replies and episodes.
 
-        One that is quarantined, or that no rank can read, is consumed without being trained.
+        A batch that is quarantined, or that no rank can read, is consumed without being trained. A
+        collective.
         """
         fault_point("train.before_step")
         timer, config = PhaseTimer(records_spans=True), self._config
@@ -207,17 +208,17 @@ class Learner:
                 for part in minibatches
             ]
         self._annotator.begin_step(batch, rows, len(parts), self.state)
-        if config.lora is not None:  # dropout of a step is the same whenever it is taken
-            drawn = np.random.SeedSequence((self.state.seed, self.state.step, dist.get_rank()))
-            torch.manual_seed(int(drawn.generate_state(1)[0]))
+        if config.lora is not None:  # dropout of a step must not depend on when it runs
+            seeds = np.random.SeedSequence((self.state.seed, self.state.step, dist.get_rank()))
+            torch.manual_seed(int(seeds.generate_state(1)[0]))
         with timer.time_phase("train"):
             rate = compute_learning_rate(self.state.step, config.total_steps, config.optimizer)
             with self._raise_out_of_memory_as_recipe_error():
                 stats, norms = self._trainer.train(parts, factors, rate, only_measures=warms_up)
-                of_critic: dict[str, float] = {}
+                critic_metrics: dict[str, float] = {}
                 critic_norms: list[float] = []
                 if self._critic is not None:
-                    of_critic, critic_norms = self._critic.train(rows, scores, self.state.step)
+                    critic_metrics, critic_norms = self._critic.train(rows, scores, self.state.step)
         with timer.time_phase("measure"):
             self._annotator.finish_step(
                 manifest, untrained, norms, self.version.generation, warms_up
@@ -232,7 +233,7 @@ class Learner:
             **({"groups/zero_variance": measure_share_of_idle_groups(batch, rows)} if rows else {}),
             **build_loss_metrics(stats.sums, stats.maxima, stats.histograms),
             **self._frozen.build_metrics(stats.sums, scores),
-            **of_critic,
+            **critic_metrics,
             **build_norm_metrics(norms, were_due=not warms_up),
             "lr": rate,
             "padding_waste": 1.0 - trained_tokens / max(1.0, stats.sums["places"]),
@@ -248,7 +249,7 @@ class Learner:
         return raise_out_of_memory_as_recipe_error(self.policy, self._config, critic)
 
     def _score_batch(self, step: int, batch: Sequence[TrajectoryRow]) -> BatchScores:
-        """Scores of the rows by the networks that the objective needs. A collective."""
+        """Score the rows with the networks that the objective needs. A collective."""
         rows = build_rows_to_score(batch, self._config.objective)
         scores = NO_SCORES
         if self._frozen.are_needed:
@@ -260,7 +261,7 @@ class Learner:
     def _read_sound_rows(
         self, manifest: BatchManifest, quarantine: UntrainedBatchPart | None
     ) -> tuple[list[TrajectoryRow], list[UntrainedBatchPart]]:
-        """The rows to train on, and what is left out. A collective."""
+        """Return the rows to train on, and the parts left out. A collective."""
         if quarantine is not None:
             return [], [quarantine]
         try:
@@ -274,36 +275,36 @@ class Learner:
         return batch, left_out
 
     def _quarantine_damaged_batch(self, step: int, problem: Problem) -> UntrainedBatchPart:
-        """Set a batch aside before it counts as consumed, so that a restart does so again.
+        """Quarantine a batch before it counts as consumed, so that a restart also skips it.
 
         A collective.
         """
         reason = broadcast_object(f"{Path(problem.key).name}: {problem.message}", str)
         record = record_damaged_batch(step, self.state.untrained, reason, self._paths.root)
-        trouble = None
+        failure = None
         if dist.get_rank() == 0:
             self._check_generation()  # a successor may have trained it
             try:
                 record = record_quarantine(self._paths, record)
             except (OSError, ShardError) as error:
                 path = self._paths.quarantine(step)
-                trouble = ClusterError(
+                failure = ClusterError(
                     f"{reason}; nor can it be quarantined: {error}", key=str(path)
                 )
-        raise_on_all_ranks(trouble)
-        found: UntrainedBatchPart = broadcast_object(record, UntrainedBatchPart)
-        return found
+        raise_on_all_ranks(failure)
+        agreed: UntrainedBatchPart = broadcast_object(record, UntrainedBatchPart)
+        return agreed
 
     def _record_skipped_steps(
         self, norms: Sequence[float], critic_norms: Sequence[float], step: int
     ) -> list[UntrainedBatchPart]:
-        whose = ""
+        suffix = ""
         hint = (
             "areal-hpc replay tries settings on these batches, without servers: resume "
             "with some that keep the norm finite, as trainer.objective.proximal=recompute may"
         )
-        if all(map(math.isfinite, norms)):  # then it is the critic that fails
-            whose = " of the critic"
+        if all(map(math.isfinite, norms)):  # then the critic's gradient is not finite
+            suffix = " of the critic"
             hint = "lower trainer.objective.critic.lr, or set trainer.objective.critic.clip_value"
         return record_skipped_steps(
             [*norms, *critic_norms],
@@ -311,7 +312,7 @@ class Learner:
             self.state.untrained,
             key="trainer.optimizer.lr",
             name_step=lambda step: (
-                f"step {step}{whose}, trained on {self._paths.manifest(step).name}"
+                f"step {step}{suffix}, trained on {self._paths.manifest(step).name}"
             ),
             hint=hint,
         )
@@ -331,12 +332,12 @@ class Learner:
             reward_range=reward_range,
         )
         if dist.get_rank() == 0:
-            for one in untrained:
-                of = f"tickets {one.tickets} of " if one.tickets else ""
-                if one.quarantine:
-                    of = f"quarantined ({one.quarantine}) "
-                logger.warning("untrained: %sbatch %d: %s", of, one.step, one.reason)
-                self._events.record("untrained", **msgspec.structs.asdict(one))
+            for part in untrained:
+                scope = f"tickets {part.tickets} of " if part.tickets else ""
+                if part.quarantine:
+                    scope = f"quarantined ({part.quarantine}) "
+                logger.warning("untrained: %sbatch %d: %s", scope, part.step, part.reason)
+                self._events.record("untrained", **msgspec.structs.asdict(part))
 
     def close(self) -> None:
         self._annotator.close()
@@ -344,7 +345,7 @@ class Learner:
         self.checkpoints.close()
 
     def score_probe(self) -> Probe:
-        """Score the fixed prompt by which replicas prove these weights. A collective."""
+        """Score the fixed prompt with which replicas prove these weights. A collective."""
         ids = choose_probe_ids(self.policy.arch.vocab)
         row = TrainingRow(np.array(ids, np.int32), np.ones(len(ids), np.uint8), {})
         with self._raise_out_of_memory_as_recipe_error():
@@ -358,9 +359,9 @@ class Learner:
         return Probe(ids, logprobs_T[1:].tolist())
 
     def begin_checkpoint(self, row: JsonMetricRow) -> None:
-        """Begin to make the work so far durable, with the step's unfinished metrics. A collective.
+        """Start to make the state durable, with the step's unfinished metrics. A collective.
 
-        Returns once the state is copied: training may go on.
+        Return once the state is copied: training may continue.
         """
         state = msgspec.structs.replace(self.state, row=row)
         critic = self._critic.state if self._critic else None

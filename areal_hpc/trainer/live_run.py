@@ -1,4 +1,4 @@
-"""What rank 0 does with a run's ledger and replicas: batches, publishing, evaluation."""
+"""Rank 0's calls to a run's ledger and replicas: batches, publishing, evaluation."""
 
 import logging
 import math
@@ -53,7 +53,7 @@ ReplyT = TypeVar("ReplyT")
 
 LONG_POLL_S = 1.0
 LEDGER_AWAY_TIMEOUT_S = 120.0
-"""The ledger's supervisor starts it again within seconds."""
+"""Time limit for an absent ledger; its supervisor restarts it within seconds."""
 LEDGER_REPLY_TIMEOUT_S = 15.0
 HTTP_CONFLICT = 409
 REPLICA_POLL_S = 1.0
@@ -61,22 +61,22 @@ NO_REPLICA_PAUSE_S = 0.1
 EVALUATION_WAIT_LOG_PERIOD_S = 600.0
 NO_CELL_LOG_PERIOD_S = 60.0
 MAX_REFUSED_PROOFS = 5
-"""In a row, from the first weights on, before the run ends."""
+"""Refused probes in a row, from the first weights on, that end the run."""
 
 
 class AsyncEvaluationTracker:
-    """Which weights the evaluation cell judges, and when, while training goes on. Pure.
+    """Choice of the weights that the evaluation cell evaluates while training continues. Pure.
 
-    One version at a time, and always the trainer's present one, because it has no other: when an
-    evaluation is due and the cell is free, or has lost the weights that it was judging. A
-    `judged_step` of -1: none was judged.
+    It evaluates one version at a time, which is always the trainer's present one, because no other
+    exists: when an evaluation is due and the cell is free, or has lost the weights under
+    evaluation. A `judged_step` of -1 means that none was evaluated.
     """
 
     def __init__(self, schedule: Schedule, judged_step: int) -> None:
         self._schedule = schedule
         self._judged_step = judged_step
         self.under_way: WeightVersion | None = None
-        """The version whose episodes are being played, or wait for its weights."""
+        """Version whose episodes are running, or wait for its weights."""
 
     def has_unjudged_up_to(self, step: int) -> bool:
         due = self._schedule.list_evaluation_steps(self._judged_step, step)
@@ -94,19 +94,19 @@ class AsyncEvaluationTracker:
     def may_grant_episodes(
         self, replicas: DiscoveredReplicas, current_version: WeightVersion
     ) -> bool:
-        """The current version's episodes can be granted: no replica would play them on another."""
+        """Return whether all replicas would play the current version's episodes on that version."""
         if (
             self.under_way == current_version
             or self._choose_version_to_hold(replicas, current_version) != current_version
         ):
             return False
-        held = _list_served_versions(replicas)
-        return bool(held) and all(version in ("", str(current_version)) for version in held)
+        served = _list_served_versions(replicas)
+        return bool(served) and all(version in ("", str(current_version)) for version in served)
 
     def begin_evaluation(self, current_version: WeightVersion) -> list[int]:
-        """Grant the current version's episodes from now on; the steps that are left out for good.
+        """Grant the current version's episodes from now on; return the steps that are skipped.
 
-        Those should have been judged, and never will be, as their weights are gone.
+        These should have been evaluated, but their weights are gone.
         """
         due = self._schedule.list_evaluation_steps(self._judged_step, current_version.step)
         self.under_way = current_version
@@ -123,8 +123,8 @@ class AsyncEvaluationTracker:
     def _choose_version_to_hold(
         self, replicas: DiscoveredReplicas, current_version: WeightVersion
     ) -> WeightVersion | None:
-        held = _list_served_versions(replicas)
-        if self.under_way is not None and (not held or str(self.under_way) in held):
+        served = _list_served_versions(replicas)
+        if self.under_way is not None and (not served or str(self.under_way) in served):
             return self.under_way
         return (
             current_version
@@ -138,11 +138,11 @@ def _list_served_versions(replicas: DiscoveredReplicas) -> list[str]:
 
 
 class LiveRun:
-    """The ledger and the replicas of a run.
+    """Ledger and replicas of a run.
 
     Methods that call the ledger raise SupersededTrainerError when a newer generation has been
-    opened, AgentError when agents do nothing but fail, and ClusterError when the ledger stays away
-    or a stop is asked for while it is.
+    opened, AgentError when all agents fail, and ClusterError when the ledger stays absent or a
+    stop is requested while it is absent.
     """
 
     def __init__(
@@ -170,25 +170,25 @@ class LiveRun:
         self._async_evaluation = async_evaluation
         self._idle_timeout_s = idle_timeout_s
         self._looked_at = self._missed_at = time.monotonic()
-        """When replicas were looked for last, and when it was last logged that none is there."""
+        """Time of the last search for replicas, and of the last log line that there are none."""
         self._missing_since: float | None = None
-        """The first look that found none; None if the last one found some."""
+        """Time of the first search that found no replica; None if the last one found some."""
         self._is_cell_missing = False
         self._refused_proofs: int | None = 0
-        """In a row; None once a replica has proven any weights."""
+        """Refused probes in a row; None once a replica has proven any weights."""
         self._logged_at = float("-inf")
         self._backoff = UpdateBackoff()
         self._ticket_counts: JsonMetricRow = {}
         self._targets: list[ReplicaKey] = []
-        """The replicas that the next publish is for."""
+        """Replicas that receive the next publish."""
         self.mark_weights_unpublished()
 
     # Ledger ----------------------------------------------------------------------------------
 
     def open_generation(self) -> None:
-        """Tell the ledger that this trainer goes on after the record's step.
+        """Report to the ledger that this trainer continues after the record's step.
 
-        An evaluation of that step that is under way goes on, but for one by an evaluation cell.
+        A running evaluation of that step continues, unless an evaluation cell runs it.
         """
         step = self._record.version.step
         evaluated_step = -1 if self._async_evaluation else step
@@ -196,7 +196,7 @@ class LiveRun:
         self._call_ledger("/open_generation", request, Acknowledged)
 
     def poll_next_batch(self, step: int) -> BatchManifest | None:
-        """The ledger's batch for `step`; None when it has not formed yet."""
+        """Return the ledger's batch for `step`; None until it has formed."""
         with self._record.timer.time_phase(BATCH_WAIT_PHASE):
             request = BatchRequest(self._generation, step, LONG_POLL_S)
             reply = self._call_ledger("/batch", request, BatchReply, LONG_POLL_S)
@@ -235,32 +235,32 @@ class LiveRun:
                 LEDGER_AWAY_TIMEOUT_S,
                 is_stopping=lambda: self._stop.requested,
             )
-        except HttpStatusError as refusal:
-            if refusal.status == HTTP_CONFLICT:
-                raise SupersededTrainerError(refusal.body) from refusal
+        except HttpStatusError as error:
+            if error.status == HTTP_CONFLICT:
+                raise SupersededTrainerError(error.body) from error
             raise
 
     # Replicas --------------------------------------------------------------------------------
 
     def mark_weights_unpublished(self) -> None:
-        """A step was taken: no replica has the new weights, nor has the ledger heard of them."""
+        """Note that a step was taken: neither replicas nor the ledger have the new weights."""
         self._record.row |= self._ticket_counts
         self._is_served = self._is_announced = False
         self._targets = []
         self._next_poll_at = 0.0
 
     def lacks_cells_too_long(self) -> bool:
-        """True if no cell has been there for so long that the job's nodes are better given back.
+        """Return whether cells have been absent for so long that the job should release its nodes.
 
-        Judged by the last look: nobody looks during a step, however long it takes.
+        The last search decides: there is none during a step, however long it takes.
         """
         since = self._missing_since
         return since is not None and self._looked_at - since > self._idle_timeout_s
 
     def announce_weights(self) -> Literal["publish", "wait", "done"]:
-        """Serve at least one replica, tell the ledger, then serve the evaluation cell.
+        """Serve at least one replica, report to the ledger, then serve the evaluation cell.
 
-        That cell gets its weights apart from the others, so that none of these is paused longer.
+        That cell gets its weights separately, so that it prolongs no other replica's pause.
         """
         if self._poll_replicas():
             return "publish"
@@ -322,7 +322,7 @@ class LiveRun:
         parameters: Iterable[tuple[str, torch.Tensor]],
         score_probe: Callable[[], Probe],
     ) -> None:
-        """Send the weights to the replicas that were found to lack them. A collective."""
+        """Send the weights to the replicas that lack them. A collective."""
         version = self._record.version
         began_at = time.monotonic()
         with self._record.timer.time_phase("publish"):
@@ -330,12 +330,12 @@ class LiveRun:
         now = time.monotonic()
         self._backoff.record_update(report.ok, report.failed, now, now - began_at)
         is_evaluation = any(key.cell == EVALUATION_CELL for key in self._targets)
-        # From now, not from the look that found them: an update that keeps failing must leave
-        # room for the rest of the loop. The evaluation cell is looked at before a step is taken:
-        # after it, these would not be the current weights.
+        # From now, not from the last search: an update that keeps failing must leave time for the
+        # rest of the loop. The evaluation cell is searched before the next step: after it, these
+        # would not be the current weights.
         self._next_poll_at = now if is_evaluation else now + REPLICA_POLL_S
         if report.ok and not is_evaluation:
-            if not self._is_served:  # later updates are for replicas that came late
+            if not self._is_served:  # later updates are for late replicas
                 seconds = report.seconds.items()
                 self._record.row |= {f"weights/{name}_s": took_s for name, took_s in seconds}
             self._is_served = True
@@ -355,7 +355,7 @@ class LiveRun:
             self._end_if_engine_differs([str(error) for error in report.failed.values()])
 
     def _end_if_engine_differs(self, errors: list[str]) -> None:
-        """Give up where every replica has scored like another model from the first weights on."""
+        """End the run if every replica has scored like another model from the first weights on."""
         assert self._refused_proofs is not None
         is_refused = bool(errors) and all(PROBE_GAP_KEY in error for error in errors)
         self._refused_proofs = self._refused_proofs + 1 if is_refused else 0
@@ -377,7 +377,7 @@ class LiveRun:
     # Evaluation ------------------------------------------------------------------------------
 
     def poll_due_evaluation_done(self) -> bool:
-        """True if the weights have their reward, need none or get it from the evaluation cell."""
+        """Return whether the weights need no reward, have it or get it from the evaluation cell."""
         step, row = self._record.version.step, self._record.row
         due = self._schedule.count_tasks_by_due_set(step)
         if self._async_evaluation or due.keys() <= list_evaluated_sets(row):
@@ -392,20 +392,20 @@ class LiveRun:
             self._take_reward(evaluation, evaluation.under_way)
         if not evaluation.may_grant_episodes(self._publisher.evaluation_replicas, version):
             return
-        given_up, left_out = evaluation.under_way, evaluation.begin_evaluation(version)
+        abandoned, skipped = evaluation.under_way, evaluation.begin_evaluation(version)
         self._record_event(
             "evaluation_begun",
             version=str(version),
-            given_up=str(given_up) if given_up else None,
-            left_out=left_out,
+            given_up=str(abandoned) if abandoned else None,
+            left_out=skipped,
         )
-        if given_up:
-            logger.warning("evaluation of %s abandoned: its weights are gone", given_up)
-        if left_out:
+        if abandoned:
+            logger.warning("evaluation of %s abandoned: its weights are gone", abandoned)
+        if skipped:
             logger.warning(
                 "evaluating step %d; skipped steps %s (evaluation cell busy or missing)",
                 version.step,
-                ", ".join(map(str, left_out)),
+                ", ".join(map(str, skipped)),
             )
         self._take_reward(evaluation, version)
 
@@ -416,15 +416,15 @@ class LiveRun:
             self._record.add_metrics(version.step, dict(metrics))
 
     def is_evaluation_cell_done(self) -> bool:
-        """True if no evaluation is pending in its cell; otherwise wait briefly."""
+        """Return whether no evaluation is pending in its cell; if one is, wait briefly."""
         evaluation = self._async_evaluation
         if evaluation is None or not evaluation.has_unjudged_up_to(self._record.version.step):
             return True
         if time.monotonic() - self._logged_at > EVALUATION_WAIT_LOG_PERIOD_S:
             self._logged_at = time.monotonic()
             under_way = evaluation.under_way
-            what = f"has {under_way} to judge" if under_way else "is not there"
-            logger.info("training is complete; waiting for the evaluation cell, which %s", what)
+            status = f"has {under_way} to judge" if under_way else "is not there"
+            logger.info("training is complete; waiting for the evaluation cell, which %s", status)
         self._stop.wait(NO_REPLICA_PAUSE_S)
         return False
 

@@ -1,29 +1,28 @@
-"""The training loop: rank 0 decides what comes next, and all ranks do it. Start reading here.
+"""Training loop: rank 0 decides the next command, and all ranks execute it. Start reading here.
 
-One turn of `run_loop` is one command. For each version of the weights they come in this order:
+One turn of `run_loop` is one command. For each version of the weights commands come in this order:
 
-    action   what all ranks do                     what rank 0 does
+    action   all ranks                             rank 0
     -------  ------------------------------------  ------------------------------------------
     TRAIN    `Learner.train_batch`: read the       gets the batch from the ledger, or from
              batch, advantages, loss, optimizer    recorded manifests
     PUBLISH  score a fixed prompt; gather the      divides the replicas that lack the weights
-             weights, tensor by tensor; senders    over senders, then tells the ledger
+             weights, tensor by tensor; senders    over senders, then reports to the ledger
              send
-    SAVE     copy the state; writer processes      holds back the step's metrics until the
-             put it on disk                        checkpoint is durable
-    WAIT     nothing                               waits while held-out tasks are played
+    SAVE     copy the state; writer processes      withholds the step's metrics until the
+             write it to disk                      checkpoint is durable
+    WAIT     nothing                               waits for held-out tasks
     EXPORT   write a Hugging Face model
     WAIT     nothing                               writes the step's metrics; waits for the
                                                    next batch
     STOP     leave the loop
 
-`Coordinator._pick_next_command` is this order in code. While rank 0 waits it looks once
-a second for replicas that came late, and every turn for a stop and for the checkpoint being
-written.
+`Coordinator._pick_next_command` implements this order. While rank 0 waits, it searches once a
+second for late replicas, and polls in every turn for a stop and for the checkpoint being written.
 
-The next step is not trained before the evaluation is over: a replica that restarts meanwhile can
-then still be given the weights under evaluation. With an evaluation cell it is: that cell keeps the
-weights that it judges, training goes on, and the reward gets a row of its own.
+Without an evaluation cell the next step is trained only after the evaluation, so that a replica
+that restarts meanwhile can still receive the weights under evaluation. An evaluation cell keeps the
+weights that it evaluates: training continues, and the reward gets a row of its own.
 """
 
 from __future__ import annotations
@@ -69,22 +68,22 @@ class Command(Struct, frozen=True):
 
     action: Action
     manifest: BatchManifest | None = None
-    """The batch to train."""
+    """Batch to train."""
     quarantine: UntrainedBatchPart | None = None
-    """Why that batch is consumed without being trained; None if it is trained."""
+    """Reason to consume that batch without training it; None if it is trained."""
     shares: ReplicasBySender = []
-    """The replicas that each sender publishes to."""
+    """Replicas that each sender publishes to."""
     row: JsonMetricRow = {}
-    """The unfinished metrics of the step, for its checkpoint."""
+    """Unfinished metrics of the step, for its checkpoint."""
     finished: bool = False
-    """With STOP: every step has been trained, saved and exported."""
+    """Whether, with STOP, every step has been trained, saved and exported."""
 
 
 _BATCH_ERRORS = (
     NonFiniteGradientError, ShardError, ClusterError, OtherRankError, UntrainableBatchError,
     TeacherError,
 )  # fmt: skip
-"""What `Learner.train_batch` raises on all ranks alike."""
+"""Errors that `Learner.train_batch` raises on all ranks alike."""
 
 
 def run_loop(
@@ -93,9 +92,10 @@ def run_loop(
     stop: StopRequest,
     senders: WeightSenders | None = None,
 ) -> bool:
-    """Train until rank 0, the one with a coordinator, says stop; true when the run is complete.
+    """Execute rank 0's commands until it sends STOP. Return whether the run is complete.
 
-    A stop asked of any rank is a stop of all. `senders` is this rank's part in sending weights.
+    Rank 0 is the rank with a coordinator. A stop requested of any rank stops all ranks. `senders`
+    is this rank's part in sending weights.
     """
     while True:
         with _time_optional_span(coordinator is None, "command_wait"):
@@ -106,11 +106,11 @@ def run_loop(
                 stop.request()
             _poll_checkpoint(learner, coordinator, wait=False)
             note_place_reached("rank 0's decision")
-            command, trouble = _broadcast_next_command(coordinator)
+            command, failure = _broadcast_next_command(coordinator)
         if command.action is Action.STOP:
             _poll_checkpoint(learner, coordinator, wait=True)
-            if trouble is not None:
-                raise trouble
+            if failure is not None:
+                raise failure
             return command.finished
         _execute_command(command, learner, coordinator, senders)
 
@@ -118,16 +118,16 @@ def run_loop(
 def _broadcast_next_command(
     coordinator: Coordinator | None,
 ) -> tuple[Command, ArealError | None]:
-    command, trouble = None, None
+    command, failure = None, None
     if coordinator:
         try:
             command = coordinator.choose_next_command()
         except SupersededTrainerError:
-            raise  # a successor may already have taken over: nothing is ours to finish
+            raise  # a successor may have taken over: this trainer must not finish anything
         except ArealError as error:
-            command, trouble = Command(Action.STOP), error
+            command, failure = Command(Action.STOP), error
     with _time_optional_span(coordinator is not None, "rank_wait"):
-        return broadcast_object(command, Command), trouble
+        return broadcast_object(command, Command), failure
 
 
 def _execute_command(
@@ -160,7 +160,7 @@ def _execute_command(
                     senders.send(learner.version, command.shares, parameters, learner.score_probe())
         case Action.SAVE:
             note_place_reached(f"checkpoint of step {learner.version.step}")
-            _poll_checkpoint(learner, coordinator, wait=True)  # an earlier one
+            _poll_checkpoint(learner, coordinator, wait=True)  # the previous checkpoint
             began = time.perf_counter()
             with _time_optional_span(coordinator is None, "checkpoint"):
                 learner.begin_checkpoint(command.row)
@@ -174,8 +174,8 @@ def _execute_command(
                 coordinator.on_exported(time.perf_counter() - began)
 
 
-def _time_optional_span(is_wanted: bool, span_name: str) -> AbstractContextManager[object]:
-    return time_span(span_name) if is_wanted else nullcontext()
+def _time_optional_span(is_recorded: bool, span_name: str) -> AbstractContextManager[object]:
+    return time_span(span_name) if is_recorded else nullcontext()
 
 
 def _poll_checkpoint(learner: Learner, coordinator: Coordinator | None, *, wait: bool) -> None:
@@ -186,19 +186,18 @@ def _poll_checkpoint(learner: Learner, coordinator: Coordinator | None, *, wait:
 
 
 class Coordinator:
-    """Rank 0's decisions; the `on_` methods are told what came of them.
+    """Rank 0's decisions; the `on_` methods receive the results of its commands.
 
     Args:
-        schedule: Which steps are saved and exported.
-        record: The metrics of the step in progress.
-        poll_batch: Gives the batch that leads to a step; None while it is not there.
-        stop: Asked for by a signal.
-        live_run: The ledger and replicas to serve; None in a replay.
-        check_generation: Called before anything becomes visible to others; raises when a newer
-            start of the trainer owns the run.
-        read_quarantine: Says why the batch of a step is not to be trained, at each handing out.
-        must_end_unsaved: Says at a stop whether what was trained since the last checkpoint is
-            given up.
+        schedule: Steps at which to save, export and evaluate.
+        record: Metrics of the step in progress.
+        poll_batch: Returns the batch for a step; None until it is formed.
+        stop: Stop request of a signal.
+        live_run: The ledger and the replicas; None in a replay.
+        check_generation: Called before others can see a result; raises when a newer start of the
+            trainer owns the run.
+        read_quarantine: Returns the reason not to train the batch of a step; called for each batch.
+        must_end_unsaved: Returns whether a stop discards the steps since the last checkpoint.
     """
 
     def __init__(
@@ -225,7 +224,7 @@ class Coordinator:
         self._exported_step = -1
 
     def choose_next_command(self) -> Command:
-        """What all ranks do now. Waits at most a few seconds."""
+        """Choose the next command of all ranks. Wait a few seconds at most."""
         is_idle = self.live_run is not None and self.live_run.lacks_cells_too_long()
         if not self._stop.requested and not is_idle:
             try:
@@ -233,7 +232,7 @@ class Coordinator:
             except ClusterError:
                 if not self._stop.wait(timeout_s=0.0):
                     raise
-                # The ledger was told to stop as well.
+                # The ledger received the stop as well.
         command = self._pick_save_command()
         if is_idle and command.action is Action.STOP and not self._stop.requested:
             raise IdleError("no cell has been there for long: the trainer gives its nodes back")

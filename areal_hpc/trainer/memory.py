@@ -1,4 +1,4 @@
-"""Memory of a trainer rank: the most it has held, and what to change when it runs out."""
+"""Memory of a trainer rank: its peak, advice when it is exhausted, and offload of activations."""
 
 import resource
 from collections.abc import Callable, Iterable, Iterator
@@ -20,12 +20,12 @@ from areal_hpc.trainer.model.memory_estimate import (
 from areal_hpc.trainer.model.policy import TrainedNetwork
 
 OUT_OF_MEMORY_TEXTS = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
-"""Of CUDA and NCCL, of the CPU's allocator, of cuBLAS: not all raise `torch.OutOfMemoryError`."""
+"""Texts of CUDA and NCCL, CPU allocator and cuBLAS; not all raise `torch.OutOfMemoryError`."""
 OPTIMIZER_STEP_DESCRIPTION = "the optimizer's step"
 MIN_SAVED_MEMORY_SHARE = 0.1
-"""A change is named only if it saves so much of what was estimated, which was too little."""
+"""Smallest saving, as a share of the (too low) estimate, for which a change is suggested."""
 MAX_QUOTED_CHARACTERS = 300
-"""Of the allocator's own message; PyTorch's goes on with general advice."""
+"""Characters kept of the allocator's message; PyTorch's continues with general advice."""
 
 
 def read_peak_memory_bytes(device: torch.device) -> int:
@@ -35,7 +35,7 @@ def read_peak_memory_bytes(device: torch.device) -> int:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """An allocation failed, of a GPU's memory or of the host's."""
+    """Return whether an allocation failed, in a GPU's memory or the host's."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(
@@ -45,7 +45,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def note_work_on_memory_error(describe_work: Callable[[], str]) -> Iterator[None]:
-    """Add a note of what was being done to an error of memory; the context below reads it."""
+    """Add a note of the current work to a memory error; `raise_out_of_memory_as_...` reads it."""
     try:
         yield
     except RuntimeError as error:
@@ -58,7 +58,7 @@ def note_work_on_memory_error(describe_work: Callable[[], str]) -> Iterator[None
 def raise_out_of_memory_as_recipe_error(
     policy: TrainedNetwork, config: TrainerConfig, critic: Architecture | None = None
 ) -> Iterator[None]:
-    """Turn an error of memory into a RecipeError: what was done, the estimate, a key to turn."""
+    """Convert a memory error into a RecipeError with the work, the estimate and a key to change."""
     try:
         yield
     except RuntimeError as error:
@@ -80,11 +80,11 @@ def raise_out_of_memory_as_recipe_error(
 
 
 def _describe_memory_use(device: torch.device) -> str:
-    held = f"{read_peak_memory_bytes(device) / GIB:.1f} GiB at most"
+    peak = f"{read_peak_memory_bytes(device) / GIB:.1f} GiB at most"
     if device.type != "cuda":
-        return held
+        return peak
     free, whole = torch.cuda.mem_get_info(device)
-    return f"{held} of its GPU's {whole / GIB:.1f}, of which {free / GIB:.1f} are free now"
+    return f"{peak} of its GPU's {whole / GIB:.1f}, of which {free / GIB:.1f} are free now"
 
 
 def _suggest_memory_saving_change(
@@ -94,12 +94,12 @@ def _suggest_memory_saving_change(
     failed_work: str,
     critic: Architecture | None,
 ) -> str:
-    fewer = "lower trainer.max_tokens_per_microbatch"
+    fallback = "lower trainer.max_tokens_per_microbatch"
     if failed_work == OPTIMIZER_STEP_DESCRIPTION:
         if arch.transformers_config:
             is_divided = config.parallel.shard_parameters or arch.lora is not None
-            more = "" if is_divided else "trainer.parallel.shard_parameters=true, or "
-            return f"{more}raise trainer.parallel.dp"
+            sharding = "" if is_divided else "trainer.parallel.shard_parameters=true, or "
+            return f"{sharding}raise trainer.parallel.dp"
         if not config.offload.optimizer:
             return "trainer.offload.optimizer=true, or raise trainer.parallel.dp"
         return "raise trainer.parallel.tp, pp or dp"
@@ -107,25 +107,25 @@ def _suggest_memory_saving_change(
     change = describe_cheapest_fitting_change(
         arch, config, int(estimate.total - saved), critic=critic
     )
-    return f"{change}, estimated; or {fewer}" if change else f"{fewer}, or use more ranks"
+    return f"{change}, estimated; or {fallback}" if change else f"{fallback}, or use more ranks"
 
 
 MIN_OFFLOADED_BYTES = 64 << 10
-"""Smaller tensors stay: a copy of one costs as much time as one of this size."""
+"""Smaller tensors are not offloaded: copying one takes as long as copying one of this size."""
 
 _HostCopy = tuple[torch.device, torch.Tensor]
 
 
 class ActivationOffload(torch.autograd.graph.saved_tensors_hooks):
-    """A context whose forward passes leave what backward passes need in pinned host memory.
+    """Context in which forward passes move the tensors that backward needs to pinned host memory.
 
-    Copies run on the stream that computes, in its order: nothing has to wait for them but what
-    comes after. Parameters are saved by nearly every operation and stay where they are.
+    Copies run in order on the stream that computes: only later work waits for them. Parameters
+    are saved by nearly every operation and stay in place.
     """
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         super().__init__(self._pack, self._unpack)
-        self._parameter_storages = {one.untyped_storage().data_ptr() for one in parameters}
+        self._parameter_storages = {weight.untyped_storage().data_ptr() for weight in parameters}
         self.offloaded_bytes = 0
         """Bytes copied to the host so far."""
 

@@ -1,4 +1,4 @@
-"""One optimizer step: forward and backward over micro-batches, gradient reduction, update."""
+"""Optimizer step: forward and backward over micro-batches, gradient reduction, update; scoring."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ from areal_hpc.wire.trajectory import SamplingMask
 
 @dataclass(slots=True, eq=False)
 class MicroBatch:
-    """One forward pass of this rank, on its device. N: tokens it is scored on."""
+    """One forward pass of this rank, on its device. N: tokens that it scores."""
 
     input_ids_1T: torch.Tensor
     labels_N: torch.Tensor
@@ -71,13 +71,13 @@ class MicroBatch:
     padded_token_count: int
     """Tokens of the pass, padding included."""
     sampleable_tokens: SampleableTokens | None
-    """What could be sampled in the place of the tokens that it is scored on; None: everything."""
+    """Tokens that could be sampled in place of each scored token; None if all could."""
     row_lengths: Sequence[int]
     """Tokens of each row over all context-parallel ranks, padding included."""
     flat_token_indices_N: npt.NDArray[np.int64]
     """Number of each scored token among all tokens of the rows that were packed."""
     routes_TLK: torch.Tensor | None = None
-    """Experts that the tokens visit; None: those that the routers choose."""
+    """Experts that the tokens visit; None if the routers choose."""
 
     def __str__(self) -> str:
         rows = f"{len(self.row_lengths)} rows" if len(self.row_lengths) != 1 else "1 row"
@@ -86,13 +86,13 @@ class MicroBatch:
 
 
 LossFunction = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, LossStats]]
-"""From a micro-batch and log-probabilities (or values) [N] to the summed loss and statistics."""
+"""Function of a micro-batch and log-probabilities (or values) [N]: summed loss, statistics."""
 
 
 def make_micro_batches_of_this_rank(
     network: Network, rows: Sequence[TrainingRow], channels: Sequence[str], max_tokens: int
 ) -> list[MicroBatch]:
-    """This rank's share of the rows, packed. All ranks must pass the same rows."""
+    """Pack this rank's share of the rows. All ranks must pass the same rows."""
     lengths = [len(row.input_ids_T) for row in rows]
     plan = plan_packs(
         lengths,
@@ -148,9 +148,9 @@ def _move_sampling_mask_to_device(mask: SamplingMask, device: torch.device) -> S
 def run_forward_backward(
     network: Network, batches: Sequence[MicroBatch], loss: LossFunction, *, backward: bool
 ) -> LossStats:
-    """Forward (and backward) over all micro-batches. A collective over all ranks.
+    """Run forward (and backward) over all micro-batches. A collective over all ranks.
 
-    `loss` is given log-probabilities, of a critic values. With `backward`, gradients are summed
+    `loss` receives log-probabilities, or a critic's values. With `backward`, gradients are summed
     over ranks and divided by the number of scored tokens of the whole batch. The statistics are
     complete only on the last pipeline stage.
     """
@@ -159,8 +159,8 @@ def run_forward_backward(
     def score(batch: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, LossStats]:
         if is_critic:
             return loss(batch, output[0])
-        scored = _list_scoring_arguments(network, batch, output)
-        return loss(batch, consume_logits_into_token_logprobs(*scored))
+        arguments = _list_scoring_arguments(network, batch, output)
+        return loss(batch, consume_logits_into_token_logprobs(*arguments))
 
     return run_passes(network, batches, score, backward=backward)
 
@@ -168,12 +168,12 @@ def run_forward_backward(
 def compute_logprobs_and_entropy(
     network: Network, batch: MicroBatch, logits_1NV: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities of a micro-batch's tokens, and the entropies they were sampled at [N].
+    """Return log-probabilities of a micro-batch's tokens, and the entropies at sampling [N].
 
     The logits are consumed.
     """
-    scored = _list_scoring_arguments(network, batch, logits_1NV)
-    return consume_logits_into_logprobs_and_entropy(*scored)
+    arguments = _list_scoring_arguments(network, batch, logits_1NV)
+    return consume_logits_into_logprobs_and_entropy(*arguments)
 
 
 def _list_scoring_arguments(
@@ -192,7 +192,7 @@ def _list_scoring_arguments(
 def run_passes(
     network: Network, batches: Sequence[MicroBatch], score: LossFunction, *, backward: bool
 ) -> LossStats:
-    """The passes of all micro-batches; `score` is given what the network's last stage gives."""
+    """Run all micro-batches; `score` receives the output of the network's last stage."""
     stats, numbers, work = LossStats(), itertools.count(1), ""
     replay = network.router_replay
     if replay is not None:
@@ -205,8 +205,8 @@ def run_passes(
     def measure(
         batch: MicroBatch, output: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-        total, seen = score(batch, output)
-        stats.add(seen)
+        total, measured = score(batch, output)
+        stats.add(measured)
         mark_forward_done()
         tokens = torch.full((), len(batch.labels_N), dtype=torch.int, device=total.device)
         return total, tokens, {}
@@ -219,7 +219,7 @@ def run_passes(
         work = f"the forward pass of micro-batch {number} of {len(batches)} ({batch})"
         with replay.follow(batch.routes_TLK) if replay is not None else nullcontext():
             output = model(batch.input_ids_1T, None, None, packed_seq_params=batch.attention)
-        if not parallel_state.is_pipeline_last_stage():  # which has its logits to score yet
+        if not parallel_state.is_pipeline_last_stage():  # the last stage still has logits to score
             mark_forward_done()
         return output, partial(measure, batch)
 
@@ -243,7 +243,7 @@ def run_passes(
     if replay is not None:
         stats.add(LossStats(replay.sums))
     if isinstance(network.gpt, FSDPModule):
-        network.gpt.reshard()  # passes without gradients leave its tables gathered
+        network.gpt.reshard()  # passes without gradients leave its parameters gathered
     return stats
 
 
@@ -259,7 +259,7 @@ def train_step(
 
 
 def apply_gradients(optimizer: Optimizer, rate: float) -> float:
-    """The optimizer's step after the passes; the norm before clipping. A collective."""
+    """Apply the gradients of the passes; return their norm before clipping. A collective."""
     fault_point("optimizer.before_step")
     note_place_reached("the optimizer's step")
     with note_work_on_memory_error(lambda: OPTIMIZER_STEP_DESCRIPTION):
@@ -269,12 +269,12 @@ def apply_gradients(optimizer: Optimizer, rate: float) -> float:
 
 
 NoteTokens = Callable[[int, MicroBatch, torch.Tensor, torch.Tensor, PolicyLoss], None]
-"""Told the number of a mini-batch, one of its micro-batches, and what the loss made of its tokens:
-their log-probabilities when the step began, their entropies, their loss."""
+"""Callback that takes the number of a minibatch, one of its micro-batches, and per token the
+log-probabilities at the start of the step, the entropies and the loss."""
 
 
 class PolicyTrainer:
-    """The optimizer steps of the policy on a batch."""
+    """Optimizer steps of the policy on a batch."""
 
     def __init__(
         self,
@@ -298,11 +298,11 @@ class PolicyTrainer:
         *,
         only_measures: bool,
     ) -> tuple[ReducedStats, list[float]]:
-        """One optimizer step per part: the stats over all ranks and the gradient norms.
+        """Take one optimizer step per minibatch; return stats over all ranks and gradient norms.
 
-        A part's loss is multiplied by its factor (`compute_minibatch_factors`).
-        With a single part the weights at the start of the batch are those of its only forward
-        pass, which then gives the proximal log-probabilities and the engine's deviation as well.
+        A minibatch's loss is multiplied by its factor (`compute_minibatch_factors`). With a single
+        minibatch its only forward pass runs with the weights at the start of the batch, and so also
+        yields the proximal log-probabilities and the mismatch with the engine.
         """
         stats, objective = LossStats(), self._objective
         if (
@@ -310,10 +310,10 @@ class PolicyTrainer:
             and objective.proximal == "recompute"
             and not objective.advantages_need_logprobs
         ):
-            everything = [batch for part in minibatches for batch in part]
+            all_batches = [batch for part in minibatches for batch in part]
             stats.add(
                 run_forward_backward(
-                    self._policy, everything, self._store_proximal_logprobs, backward=False
+                    self._policy, all_batches, self._store_proximal_logprobs, backward=False
                 )
             )
         norms = []
@@ -345,10 +345,10 @@ class PolicyTrainer:
     ) -> tuple[torch.Tensor, LossStats]:
         objective, channels_N = self._objective, batch.channels_N
         logprobs_N, entropy_N = compute_logprobs_and_entropy(self._policy, batch, logits_1NV)
-        held_N = logprobs_N.detach()
+        detached_N = logprobs_N.detach()
         loss = compute_policy_loss(
             logprobs_N,
-            self._select_proximal_logprobs(batch, held_N, updates_done_share),
+            self._select_proximal_logprobs(batch, detached_N, updates_done_share),
             channels_N[Channel.BEHAVIOR],
             channels_N[Channel.ADVANTAGE],
             batch.rows,
@@ -359,7 +359,7 @@ class PolicyTrainer:
         )
         start_N = channels_N.get(Channel.PROXIMAL)
         self._note_tokens(
-            minibatch_index, batch, held_N if start_N is None else start_N, entropy_N, loss
+            minibatch_index, batch, detached_N if start_N is None else start_N, entropy_N, loss
         )
         total = loss.total * factor
         stats = LossStats(
@@ -372,8 +372,8 @@ class PolicyTrainer:
             {"weight": loss.largest_weight},
         )
         if start_N is None and updates_done_share == 0:
-            stats.add(_build_engine_mismatch_stats(batch, held_N))
-        elif start_N is not None and objective.advantages_need_logprobs:  # else it is done
+            stats.add(_build_engine_mismatch_stats(batch, detached_N))
+        elif start_N is not None and objective.advantages_need_logprobs:  # else already added
             stats.add(_build_engine_mismatch_stats(batch, start_N))
         if objective.entropy_coef:
             scale_N = channels_N.get(Channel.SCALE)
@@ -386,7 +386,7 @@ class PolicyTrainer:
     def _select_proximal_logprobs(
         self, batch: MicroBatch, current_logprobs_N: torch.Tensor, updates_done_share: float
     ) -> torch.Tensor:
-        """Log-probabilities under the policy that ratios are taken to [N]."""
+        """Return log-probabilities under the policy in the ratios' denominator [N]."""
         match self._objective.proximal:
             case "none":
                 return batch.channels_N[Channel.BEHAVIOR]
@@ -411,39 +411,39 @@ def _build_engine_mismatch_stats(batch: MicroBatch, logprobs_N: torch.Tensor) ->
 
 
 ScoresByRow = list[npt.NDArray[np.float32]]
-"""For each row a number for each of its tokens: 0 where the loss does not see it."""
+"""For each row one number per token; 0 for tokens that the loss ignores."""
 
 
 def score_rows(
     network: Network, rows: Sequence[TrainingRow], *, minibatch_count: int, max_tokens: int
 ) -> ScoresByRow:
-    """Log-probabilities of all trained tokens, of a critic the values of the states before them.
+    """Return log-probabilities of all trained tokens, or a critic's values of the states before.
 
-    On every rank. A collective. Rows share passes as they do in training, so that the policy finds
-    the same bits there.
+    A collective; the result is on every rank. Passes are packed as in training, so that training
+    computes the same bits.
     """
     scores: ScoresByRow = [np.empty(0, np.float32)] * len(rows)
-    for hand, part in enumerate(split_minibatches(rows, minibatch_count)):
-        scores[hand::minibatch_count] = _score_minibatch(network, part, max_tokens)
+    for first, part in enumerate(split_minibatches(rows, minibatch_count)):
+        scores[first::minibatch_count] = _score_minibatch(network, part, max_tokens)
     return scores
 
 
 def _score_minibatch(network: Network, rows: Sequence[TrainingRow], max_tokens: int) -> ScoresByRow:
     channels = [name for name in rows[0].channels if name == Channel.TEMPERATURE]
-    found: list[tuple[npt.NDArray[np.int64], torch.Tensor]] = []
+    scored: list[tuple[npt.NDArray[np.int64], torch.Tensor]] = []
 
     def note(batch: MicroBatch, scores_N: torch.Tensor) -> tuple[torch.Tensor, LossStats]:
-        found.append((batch.flat_token_indices_N, scores_N))
+        scored.append((batch.flat_token_indices_N, scores_N))
         return scores_N.sum(), LossStats()
 
     batches = make_micro_batches_of_this_rank(network, rows, channels, max_tokens)
     run_forward_backward(network, batches, note, backward=False)
     lengths = [len(row.input_ids_T) for row in rows]
     flat = torch.zeros(sum(lengths))
-    # The other tensor-parallel ranks found the same.
-    if found and parallel_state.get_tensor_model_parallel_rank() == 0:
-        places = torch.from_numpy(np.concatenate([tokens_N for tokens_N, _ in found]))
-        flat[places] = torch.cat([scores_N for _, scores_N in found]).cpu()
+    # Tensor-parallel ranks have equal scores: only the first adds its own.
+    if scored and parallel_state.get_tensor_model_parallel_rank() == 0:
+        positions = torch.from_numpy(np.concatenate([tokens_N for tokens_N, _ in scored]))
+        flat[positions] = torch.cat([scores_N for _, scores_N in scored]).cpu()
     if dist.get_world_size() > 1:
         dist.all_reduce(flat)
     return np.split(flat.numpy(), np.cumsum(lengths)[:-1])
