@@ -1,1 +1,1 @@
-"""Trainer: Megatron-core ranks that learn from sealed shards."""
+"""Trainer: Megatron-core ranks that train on sealed shards. Read `loop.py` first."""

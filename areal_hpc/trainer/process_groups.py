@@ -1,4 +1,4 @@
-"""One rank of a training job: how it finds the others, joins their groups and leaves them."""
+"""Life of one rank of a training job: rendezvous, process groups, work, and leaving the groups."""
 
 import datetime
 import logging
@@ -59,8 +59,8 @@ ARRIVED_RANK_COUNT_KEY = "arrived"
 NATIVE_THREADS_OWNER = "torch.distributed"
 ARRIVAL_POLL_S = 0.2
 FLIGHT_RECORD_VARIABLES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
-"""Torch's newer and older name of where the record of the last collectives goes when one fails; it
-adds the number of the rank."""
+"""Newer and older name of torch's variable for the path of its record of the last collectives,
+which it writes when one fails; torch appends the rank."""
 
 logger = logging.getLogger(__name__)
 
@@ -70,15 +70,14 @@ def run_rank(
     stop: StopRequest,
     train: Callable[[JobT, RunPaths, torch.device, StopRequest], bool],
 ) -> None:
-    """Join the other ranks, take this one's part in the work, and leave.
+    """Join the other ranks, call `train` as this rank's part in the work, and leave.
 
-    `train` is the work; it says whether that came to its end. A stop ends the waiting for other
-    ranks, too.
+    `train` returns whether the work is complete. A stop also ends the wait for other ranks.
     """
     refuse_megatron_replacements()
     megatron_cpu.patch_torch_megatron_without_gpu()
     paths = RunPaths(job.run_dir)
-    for variable in FLIGHT_RECORD_VARIABLES:  # torch looks at them when it first writes
+    for variable in FLIGHT_RECORD_VARIABLES:  # torch reads them at its first write
         log_dir = get_task_log_dir(paths.logs_dir)
         os.environ.setdefault(variable, str(log_dir / "nccl_flight_record_rank_"))
     try:
@@ -100,7 +99,7 @@ def run_rank(
     with _watch_for_hanging_ranks(paths), report_first_failure():
         try:
             finished = train(job, paths, device, stop)
-        except StopRequestedError:  # on all ranks, before any work was begun
+        except StopRequestedError:  # on all ranks, before they began any work
             finished = False
     if not list_native_calls():  # of an update group or the store: torch would wait for them
         destroy_process_groups()
@@ -126,16 +125,16 @@ def join_process_groups(
             f"the job has {task.num_tasks} tasks",
             key="trainer.parallel",
         )
-    own = _set_device(device, task.local_rank)
-    if own.type == "cuda":
-        has_4 = activate_flash_attention_4(own)
-        logger.info("attention runs FlashAttention-%d", 4 if has_4 else 2)
+    own_device = _set_device(device, task.local_rank)
+    if own_device.type == "cuda":
+        has_flash_4 = activate_flash_attention_4(own_device)
+        logger.info("attention runs FlashAttention-%d", 4 if has_flash_4 else 2)
     give_up_at = time.monotonic() + JOIN_RANKS_TIMEOUT_S
     store = _join_store(task, rendezvous_dir, give_up_at, is_cancelled)
     _await_all_ranks(store, task, give_up_at, is_cancelled)
     note_library_threads(NATIVE_THREADS_OWNER)
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if own.type == "cuda" else "gloo",
+        "cpu:gloo,cuda:nccl" if own_device.type == "cuda" else "gloo",
         store=store,
         rank=task.rank,
         world_size=task.num_tasks,
@@ -146,12 +145,12 @@ def join_process_groups(
         pipeline_model_parallel_size=parallel.pp,
         context_parallel_size=parallel.cp,
         expert_model_parallel_size=parallel.ep,
-        # An expert is small and held whole: only attention is cut over tensor-parallel ranks.
+        # An expert is small and stays whole: only attention is divided over tensor-parallel ranks.
         expert_tensor_parallel_size=1,
     )
-    # Its layers draw no random numbers (dropout is 0), yet Megatron wants its trackers seeded.
+    # Its layers draw no random numbers (dropout is 0), but Megatron requires seeded trackers.
     model_parallel_cuda_manual_seed(1)
-    return own
+    return own_device
 
 
 def _watch_for_hanging_ranks(paths: RunPaths) -> AbstractContextManager[None]:
@@ -179,7 +178,7 @@ def _set_device(device_setting: str, local_rank: int) -> torch.device:
     if not torch.cuda.is_available():
         raise ClusterError("trainer.device is cuda, and this node shows no GPU")
     visible = torch.cuda.device_count()
-    index = 0 if visible == 1 else local_rank  # the one visible is bound to this task
+    index = 0 if visible == 1 else local_rank  # a single visible GPU is bound to this task
     if index >= visible:
         raise ClusterError(
             f"local rank {local_rank} of the trainer needs a GPU of its own, and {visible} are "
@@ -204,7 +203,7 @@ def _join_store(
         family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
         listener = socket.create_server((host, 0), family=family)
         port = listener.getsockname()[1]
-        # The store takes the descriptor over, so it listens on this address only.
+        # The store takes over the descriptor, so that it listens on this address only.
         store = dist.TCPStore(  # type: ignore[attr-defined]
             host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
@@ -221,26 +220,26 @@ def _connect_to_store(
     give_up_at: float,
     is_cancelled: Callable[[], bool],
 ) -> dist.Store:  # type: ignore[name-defined]
-    """Rank 0's store of this start. The file may still name a store of an earlier start.
+    """Connect to rank 0's store of this start. The file may still name a store of an earlier start.
 
-    That one is either gone, or already counted this rank in: each store takes a rank once.
+    That store is either gone, or has already counted this rank: each store accepts a rank once.
     """
-    spent: set[str] = set()
+    used_urls: set[str] = set()
     while time.monotonic() < give_up_at and not is_cancelled():
         endpoint = rendezvous.find_endpoint(rendezvous_dir, rendezvous.RANK_STORE_SERVICE)
-        if endpoint is None or endpoint.url in spent:
+        if endpoint is None or endpoint.url in used_urls:
             time.sleep(0.1)
             continue
         host, _, port = endpoint.url.removeprefix("tcp://").rpartition(":")
         try:
-            # Refused at once when nobody listens; the store's own client would insist for seconds.
+            # Refused at once without a listener; the store's own client would retry for seconds.
             socket.create_connection((host, int(port)), timeout=2).close()
             store = dist.TCPStore(  # type: ignore[attr-defined]
                 host, int(port), is_master=False, timeout=datetime.timedelta(seconds=5)
             )
             if store.add(f"joined/{task.rank}", 1) == 1:
                 return store
-            spent.add(endpoint.url)
+            used_urls.add(endpoint.url)
         except (OSError, dist.DistNetworkError, dist.DistStoreError) as error:
             logger.debug("the rendezvous store at %s is gone (%s)", endpoint.url, error)
             time.sleep(0.1)
@@ -259,7 +258,7 @@ def _await_all_ranks(
     give_up_at: float,
     is_cancelled: Callable[[], bool],
 ) -> None:
-    """Wait until every rank has the store: torch's own wait is as long as any collective's."""
+    """Wait until every rank has the store: torch's own wait is as long as that of a collective."""
     try:
         store.set(f"arrived/{task.rank}", "")
         arrived = store.add(ARRIVED_RANK_COUNT_KEY, 1)

@@ -1,11 +1,11 @@
-"""Teacher that an SGLang server holds: log-probabilities of tokens that it is given.
+"""Teacher on an SGLang server: log-probabilities of the tokens that it receives.
 
-A row goes to the server's `/generate` whole, with nothing to be sampled after it; the server says
-how likely it finds each token. It says their ids too, and once, of a part of the vocabulary, their
-texts: an id that means another text there is found before anything is trained.
+A request to the server's `/generate` holds a whole row and samples nothing after it; the reply has
+the log-probability of each token. It has the ids too, and once, for a part of the vocabulary, the
+texts: an id with another text on the server is detected before training.
 
-Rank 0 calls it, and the ranks meet once a second: a batch may take a busy server longer than torch
-lets ranks wait in one collective, and a rank in a collective hears no stop.
+Rank 0 calls the server, and the ranks meet once a second: a busy server may take longer for a batch
+than torch lets ranks wait in one collective, and a rank in a collective notices no stop.
 """
 
 import asyncio
@@ -55,17 +55,17 @@ URL_KEY = "trainer.objective.teacher.url"
 MEETING_PERIOD_S = 1.0
 CALL_TIMEOUT_S = 120.0
 RETRY_S = 300.0
-"""A call that failed is repeated for so long, while the server is away or busy."""
+"""Seconds for which a failed call is repeated, while the server is absent or busy."""
 WARNING_PERIOD_S = 60.0
 MAX_CONCURRENT_CALLS = 16
 PROBED_PLAIN_TOKENS = 512
-"""Plain tokens whose texts are compared, besides all special ones."""
+"""Number of plain tokens whose texts are compared, besides all special tokens."""
 TOKENS_PER_PROBE = 64
 _BACKOFF = Backoff(0.5, 10.0)
 _QUARANTINE_HINT = "areal-hpc quarantine sets this batch aside"
 
 TokenEntry = tuple[float | None, int, str | None]
-"""Log-probability, id, and text if it was asked for. Of the first token there is no probability."""
+"""Log-probability (None for the first token), id, and the text if it was requested."""
 
 
 class _GenerateRequest(msgspec.Struct):
@@ -88,7 +88,7 @@ class _Reply(msgspec.Struct):
 
 
 class TeacherClient:
-    """Calls of one teacher, each repeated while the server is away or busy."""
+    """Client of one teacher; it repeats each call while the server is absent or busy."""
 
     def __init__(
         self,
@@ -118,8 +118,8 @@ class TeacherClient:
     async def check_tokenizer(self, model_dir: Path) -> None:
         """Compare texts of tokens with those of a model directory.
 
-        A server that is given a token beyond its vocabulary ends. It looks first at those whose
-        probabilities it is asked for: so it is asked for that of the model's last one.
+        A token beyond its vocabulary ends a server. The server first checks the tokens whose
+        probabilities a request names: therefore each request names the model's last token.
         """
         encoder = TokenEncoder.from_model_dir(model_dir)
         plain = encoder.list_plain_text_token_ids()
@@ -130,26 +130,26 @@ class TeacherClient:
             ids = probed[first : first + TOKENS_PER_PROBE]
             last = [encoder.vocab_size - 1]
             entries = await self._fetch_entries(_GenerateRequest(ids, 0, True, last))
-            for own_id, (_, token, text) in zip(ids, entries, strict=True):
-                own = encoder.decode([own_id])
-                if token == own_id and (text is None or text.strip() != own.strip()):
+            for policy_id, (_, token, text) in zip(ids, entries, strict=True):
+                decoded = encoder.decode([policy_id])
+                if token == policy_id and (text is None or text.strip() != decoded.strip()):
                     raise TeacherError(
-                        f"token {token} is {text!r} at {self._url}, and {own!r} for the policy",
+                        f"token {token} is {text!r} at {self._url}, and {decoded!r} for the policy",
                         key=URL_KEY,
                         hint="serve a model with the policy's tokenizer, and without "
                         "--skip-tokenizer-init",
                     )
 
     async def score(self, step: int, rows: Sequence[TrainingRow]) -> list[npt.NDArray[np.float32]]:
-        """For each row of a batch the log-probability of each trained token, 0 at all others."""
+        """Return for each row the log-probability of each trained token, and 0 for all others."""
         for row in rows:
             _check_distribution(step, row)
-        turns, scored = asyncio.Semaphore(MAX_CONCURRENT_CALLS), 0
+        slots, scored = asyncio.Semaphore(MAX_CONCURRENT_CALLS), 0
         self._done = f"0 of {len(rows)} rows"
 
         async def score_in_turn(row: TrainingRow) -> npt.NDArray[np.float32]:
             nonlocal scored
-            async with turns:
+            async with slots:
                 scores_T = await self._score_row(step, row)
             scored += 1
             self._done = f"{scored} of {len(rows)} rows"
@@ -158,42 +158,42 @@ class TeacherClient:
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(score_in_turn(row)) for row in rows]
-        except ExceptionGroup as failed:  # of several that failed at once any will do
+        except ExceptionGroup as failed:  # if several failed at once, any of them will do
             raise failed.exceptions[0] from None
         return [task.result() for task in tasks]
 
     async def _score_row(self, step: int, row: TrainingRow) -> npt.NDArray[np.float32]:
         scores_T = np.zeros(len(row.input_ids_T), np.float32)
-        places = _find_trained_places(row)
-        if not len(places):
+        positions = _find_trained_positions(row)
+        if not len(positions):
             return scores_T
-        ids, start = row.input_ids_T.tolist(), int(places[0]) - 1
+        ids, start = row.input_ids_T.tolist(), int(positions[0]) - 1
         entries = await self._fetch_entries(_GenerateRequest(ids, start), step)
-        for place in places.tolist():
-            logprob, *_ = entries[place - start]
+        for position in positions.tolist():
+            logprob, *_ = entries[position - start]
             # Rounding may exceed 0; below -1e4 one token's advantage would drown all others.
             if logprob is None or not -1e4 <= logprob <= 1e-3:
                 raise ClusterError(
                     f"batch {step}: {self._url} gave {logprob} for the log-probability of token "
-                    f"{place} of {len(ids)}",
+                    f"{position} of {len(ids)}",
                     key=URL_KEY,
                     hint=f"read the server's log; if it scores others well, {_QUARANTINE_HINT}",
                 )
-            scores_T[place] = logprob
+            scores_T[position] = logprob
         return scores_T
 
     async def _fetch_entries(
         self, request: _GenerateRequest, step: int | None = None
     ) -> list[TokenEntry]:
-        """Entries of the tokens from `logprob_start_len` on, the first without a log-probability.
+        """Return the entries from `logprob_start_len` on; the first has no log-probability.
 
-        With a `step` they are of a row of its batch.
+        `step` is the step of a row's batch, None for other requests.
         """
         entries = (await self._call(request, step)).meta_info.input_token_logprobs
-        asked = request.input_ids[request.logprob_start_len :]
-        # SGLang calls the last token of a vocabulary 0, with the log-probability of its own.
-        if len(entries) != len(asked) or any(
-            token not in (own, 0) for (_, token, _), own in zip(entries, asked, strict=True)
+        tokens = request.input_ids[request.logprob_start_len :]
+        # SGLang reports the last token of a vocabulary as 0, with its own log-probability.
+        if len(entries) != len(tokens) or any(
+            token not in (sent, 0) for (_, token, _), sent in zip(entries, tokens, strict=True)
         ):
             raise TeacherError(
                 f"{self._url} answered for other tokens than it was given", key=URL_KEY
@@ -201,36 +201,36 @@ class TeacherClient:
         return entries
 
     async def _call(self, request: _GenerateRequest, step: int | None) -> _Reply:
-        give_up_at, trouble = math.inf, ""
+        give_up_at, failure = math.inf, ""
         for pause_s in _BACKOFF:
             try:
                 reply = await self._client.call("/generate", request, _Reply)
                 self._trouble = ""
                 return reply
-            except HttpStatusError as refusal:
-                if refusal.status < 500 and refusal.status not in RETRYABLE_STATUSES:
-                    raise self._build_refusal(refusal, step) from refusal
-                trouble = f"answered {refusal.status}: {refusal.body[:300]}"
-            except ClusterError as error:
-                trouble = error.problems[0].message
-            self._trouble, now = trouble, time.monotonic()
+            except HttpStatusError as error:
+                if error.status < 500 and error.status not in RETRYABLE_STATUSES:
+                    raise self._build_refusal(error, step) from error
+                failure = f"answered {error.status}: {error.body[:300]}"
+            except ClusterError as lost:
+                failure = lost.problems[0].message
+            self._trouble, now = failure, time.monotonic()
             give_up_at = min(give_up_at, now + self._retry_s)
             if now + pause_s > give_up_at:
                 break
             if now - self._warned_at > WARNING_PERIOD_S:  # many calls may fail at once
                 self._warned_at = now
-                logger.warning("the teacher at %s: %s; calls are repeated", self._url, trouble)
+                logger.warning("the teacher at %s: %s; calls are repeated", self._url, failure)
             await asyncio.sleep(pause_s)
         raise ClusterError(
-            f"the teacher at {self._url} has not served a call for {self._retry_s:g} s ({trouble})",
+            f"the teacher at {self._url} has not served a call for {self._retry_s:g} s ({failure})",
             key=URL_KEY,
             hint="start the server again, and resume; if it fails at one batch alone, "
             f"{_QUARANTINE_HINT}",
         )
 
-    def _build_refusal(self, refusal: HttpStatusError, step: int | None) -> RecipeError:
-        message = f"the teacher at {self._url} answered {refusal.status}: {refusal.body[:300]}"
-        match refusal.status:
+    def _build_refusal(self, error: HttpStatusError, step: int | None) -> RecipeError:
+        message = f"the teacher at {self._url} answered {error.status}: {error.body[:300]}"
+        match error.status:
             case 401 | 403:
                 key = "trainer.objective.teacher.api_key_file"
                 return TeacherError(message, key=key, hint="name a file with its --api-key")
@@ -246,24 +246,24 @@ class TeacherClient:
         )
 
 
-def _find_trained_places(row: TrainingRow) -> npt.NDArray[np.int64]:
+def _find_trained_positions(row: TrainingRow) -> npt.NDArray[np.int64]:
     return np.flatnonzero(row.loss_mask_T[1:]) + 1
 
 
 def _check_distribution(step: int, row: TrainingRow) -> None:
-    places, temperatures_T = _find_trained_places(row), row.channels.get(Channel.TEMPERATURE)
-    if not len(places):
+    positions, temperatures_T = _find_trained_positions(row), row.channels.get(Channel.TEMPERATURE)
+    if not len(positions):
         return
-    if temperatures_T is not None and (temperatures_T[places] != 1.0).any():
-        found = f"temperature {temperatures_T[places][temperatures_T[places] != 1.0][0]:g}"
+    if temperatures_T is not None and (temperatures_T[positions] != 1.0).any():
+        sampling = f"temperature {temperatures_T[positions][temperatures_T[positions] != 1.0][0]:g}"
     elif row.sampling_mask is not None:
-        is_least = row.sampling_mask.forbids_T is not None
-        found = "min_new_tokens" if is_least else "a sampling mask"
+        has_min_tokens = row.sampling_mask.forbids_T is not None
+        sampling = "min_new_tokens" if has_min_tokens else "a sampling mask"
     else:
         return
     raise UntrainableBatchError(
         f"batch {step}: a server gives log-probabilities of the whole softmax at temperature 1, "
-        f"got a row sampled with {found}",
+        f"got a row sampled with {sampling}",
         key=URL_KEY,
         hint="set rollout.agent.sampling=recipe with rollout.sampling.temperature=1, have the "
         "agent ask without min_tokens, or set "
@@ -280,7 +280,7 @@ class ServedTeacher:
         self._url = config.url
         self._is_stop_requested = is_stop_requested
         self._runner = asyncio.Runner()
-        self._client: TeacherClient | None = None  # on rank 0 alone
+        self._client: TeacherClient | None = None  # on rank 0 only
 
         async def connect() -> None:
             self._client = TeacherClient(config)
@@ -289,16 +289,16 @@ class ServedTeacher:
         self._call_on_first_rank(f"the tokens of the teacher at {config.url}", connect)
 
     def score(self, step: int, rows: Sequence[TrainingRow]) -> ScoresByRow:
-        """Log-probabilities of the trained tokens of the batch of `step`."""
+        """Return log-probabilities of the trained tokens in the batch of `step`."""
 
-        async def ask() -> ScoresByRow:
+        async def score_batch() -> ScoresByRow:
             assert self._client is not None
             return await self._client.score(step, rows)
 
         place = f"scores of batch {step} by the teacher at {self._url}"
-        found = self._call_on_first_rank(place, ask)
+        scores = self._call_on_first_rank(place, score_batch)
         lengths = [len(row.input_ids_T) for row in rows]
-        flat = torch.zeros(sum(lengths)) if found is None else torch.from_numpy(np.hstack(found))
+        flat = torch.zeros(sum(lengths)) if scores is None else torch.from_numpy(np.hstack(scores))
         if dist.get_world_size() > 1:
             dist.broadcast(flat, src=0)
         return np.split(flat.numpy(), np.cumsum(lengths)[:-1])
@@ -328,11 +328,11 @@ class ServedTeacher:
                     task.cancel()
                     loop.run_until_complete(asyncio.gather(task, return_exceptions=True))
                 raise StopRequestedError
-        found, trouble = None, None
+        result, failure = None, None
         if task:
             try:
-                found = task.result()
+                result = task.result()
             except ArealError as error:
-                trouble = error
-        raise_on_all_ranks(trouble)
-        return found
+                failure = error
+        raise_on_all_ranks(failure)
+        return result

@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 MAX_KEPT_CHECKPOINTS = 2
 SFT_GENERATION = 0
-"""SFT samples nothing: its weights need no version, and its starts no generation."""
+"""Generation of all weights of SFT: it samples nothing, so its starts need no numbers."""
 
 
 def run(config: dict[str, Any]) -> None:
@@ -59,7 +59,7 @@ def _run_sft(job: SftJobConfig, paths: RunPaths, device: torch.device, stop: Sto
     dtype = TORCH_DTYPE_BY_NAME[config.dtype]
     policy = build_policy(arch, config.parallel, dtype, device, config.activations)
     trainer = SftTrainer(job, paths, policy)
-    gc.freeze()  # a collection looks at what training makes, not at all that imports left
+    gc.freeze()  # a collection scans what training creates, not everything that imports left
     record_state_entry("train")
     finished = trainer.train(stop)
     record_state_entry("end")
@@ -70,7 +70,7 @@ def _run_sft(job: SftJobConfig, paths: RunPaths, device: torch.device, stop: Sto
 
 
 class SftTrainer:
-    """Loop of supervised fine-tuning, resumed from its latest checkpoint when there is one."""
+    """Loop of supervised fine-tuning; it resumes from its latest checkpoint if there is one."""
 
     def __init__(self, job: SftJobConfig, paths: RunPaths, policy: TrainedNetwork) -> None:
         assert job.recipe.sft is not None
@@ -101,12 +101,12 @@ class SftTrainer:
                 self._metrics.write(self.state.step, self._metrics.reopened)
 
     def train(self, stop: StopRequest) -> bool:
-        """Train to the end; false when a stop was asked for on any rank before it."""
+        """Train to the last step; return False if a stop was requested on any rank before."""
         sft = self._sft
         while self.state.step < sft.total_steps:
             if is_true_on_any_rank(stop.requested):
-                is_given_up = is_cancelled_without_checkpoint(self._cancelled_marker)
-                if self.state.step > self._saved_step and not is_true_on_any_rank(is_given_up):
+                skips_checkpoint = is_cancelled_without_checkpoint(self._cancelled_marker)
+                if self.state.step > self._saved_step and not is_true_on_any_rank(skips_checkpoint):
                     self._begin_checkpoint()
                 self.checkpoints.finish_save()
                 return False
@@ -166,7 +166,7 @@ class SftTrainer:
 
 
 def compute_sft_loss(batch: MicroBatch, logprobs_N: torch.Tensor) -> tuple[torch.Tensor, LossStats]:
-    """Cross entropy summed over the replies' tokens."""
+    """Return the cross entropy summed over the replies' tokens."""
     total = -logprobs_N.sum()
     return total, LossStats(
         {
@@ -179,15 +179,15 @@ def compute_sft_loss(batch: MicroBatch, logprobs_N: torch.Tensor) -> tuple[torch
 
 @dataclass(frozen=True, slots=True)
 class Demonstration:
-    """A conversation in normal form that ends with an assistant's message."""
+    """Conversation in normal form that ends with an assistant's message."""
 
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None
-    """Schemas of the tools that its prompt shows."""
+    """Schemas of the tools that the prompt shows."""
 
 
 def read_demonstrations(path: Path) -> list[Demonstration]:
-    """The conversations of a JSON-lines file, each ending with an assistant's message."""
+    """Read the conversations of a JSON-lines file, each ending with an assistant's message."""
     conversations: list[Demonstration] = []
     with path.open() as stream:
         for number, line in enumerate(stream, 1):
@@ -201,36 +201,35 @@ def read_demonstrations(path: Path) -> list[Demonstration]:
 def _read_demonstration(line: str, location: str) -> Demonstration:
     problem = "a demonstration is {'messages': [...]} ending with an assistant's message"
     try:
-        found = json.loads(line)
-        messages = [normalize_chat_message(one) for one in found["messages"]]
-        is_right = bool(messages) and messages[-1]["role"] == "assistant"
-        tools: list[dict[str, Any]] | None = found.get("tools") or None
+        demonstration = json.loads(line)
+        messages = [normalize_chat_message(message) for message in demonstration["messages"]]
+        ends_with_reply = bool(messages) and messages[-1]["role"] == "assistant"
+        tools: list[dict[str, Any]] | None = demonstration.get("tools") or None
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         raise RecipeError(f"{problem}: {error!r}", key=location) from error
-    if not is_right or not isinstance(tools, list | None):
+    if not ends_with_reply or not isinstance(tools, list | None):
         raise RecipeError(f"{problem}; `tools` beside them is a list", key=location)
     return Demonstration(messages, tools)
 
 
 def get_batch_indices(step: int, batch_size: int, size: int, seed: int) -> list[int]:
-    """The demonstrations of one step: passes over all of them, each in an order of its own."""
+    """Return the demonstrations of one step; each pass over all of them has its own order."""
     first = step * batch_size
     orders: dict[int, Any] = {}
     chosen = []
-    for place in range(first, first + batch_size):
-        turn, offset = divmod(place, size)
-        if turn not in orders:
-            orders[turn] = np.random.default_rng((seed, turn)).permutation(size)
-        chosen.append(int(orders[turn][offset]))
+    for position in range(first, first + batch_size):
+        epoch, offset = divmod(position, size)
+        if epoch not in orders:
+            orders[epoch] = np.random.default_rng((seed, epoch)).permutation(size)
+        chosen.append(int(orders[epoch][offset]))
     return chosen
 
 
 class ConversationTokenizer:
-    """Turns conversations into rows with the model's own chat template.
+    """Tokenizer that turns conversations into rows with the model's own chat template.
 
-    The prompt is tokenized apart from the reply, as it is when the model is sampled. The reply
-    ends with the end-of-turn token; what the template writes after it is never sampled and is
-    left out.
+    Prompt and reply are tokenized separately, as in sampling. The reply ends with the end-of-turn
+    token; text that the template writes after it is never sampled and is left out.
     """
 
     def __init__(self, model_dir: Path) -> None:
@@ -241,15 +240,15 @@ class ConversationTokenizer:
         self._end = self._tokenizer.eos_token_id
 
     def build_rows(self, demonstrations: Sequence[Demonstration]) -> list[TrainingRow]:
-        """One row per conversation; its last message is scored.
+        """Build one row per conversation; only its last message is scored.
 
         Raises:
-            RecipeError: The template rewrites the prompt once the reply is there.
+            RecipeError: The template changes the prompt when a reply follows.
         """
         render = self._template.render_prompt
-        prompts = [render(one.messages[:-1], tools=one.tools) for one in demonstrations]
+        prompts = [render(demo.messages[:-1], tools=demo.tools) for demo in demonstrations]
         wholes = [
-            render(one.messages, tools=one.tools, opens_reply=False) for one in demonstrations
+            render(demo.messages, tools=demo.tools, opens_reply=False) for demo in demonstrations
         ]
         for prompt, whole in zip(prompts, wholes, strict=True):
             if not whole.startswith(prompt):

@@ -1,9 +1,8 @@
-"""Networks beside the policy: frozen ones that score its tokens, and the critic.
+"""Networks beside the policy: frozen ones that score its tokens (reference, teacher), the critic.
 
-They are divided over ranks as the policy is, and scored in like passes: one way serves a reference,
-which may be the policy's own start, and a teacher of any size. On a GPU the weights of frozen ones
-lie in host memory and are on the GPU while they score alone, before the step has any activations to
-keep.
+They are divided over ranks and scored as the policy is. This serves a reference, which may be the
+policy's own start, and a teacher of any size. On a GPU the weights of frozen networks lie in host
+memory, and are on the GPU only while the network scores, before the step has any activations.
 """
 
 import math
@@ -79,32 +78,34 @@ def _score_rows(
 
 @dataclass(slots=True, eq=False)
 class FrozenNetwork:
-    """A network without gradients, whose weights wait on the host."""
+    """Network without gradients, whose weights are in host memory between uses."""
 
     network: Network
     _host: dict[torch.nn.Parameter, torch.Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
         parameters = list(self.network.gpt.parameters())
-        places = torch.empty(sum(one.numel() for one in parameters), dtype=self.network.dtype)
-        if self.network.device.type == "cuda" and len(places):
-            pin_host_memory(places)
-        parts = places.split([one.numel() for one in parameters])
+        on_host = torch.empty(
+            sum(weight.numel() for weight in parameters), dtype=self.network.dtype
+        )
+        if self.network.device.type == "cuda" and len(on_host):
+            pin_host_memory(on_host)
+        parts = on_host.split([weight.numel() for weight in parameters])
         self._host = {
-            one: part.view(one.shape) for one, part in zip(parameters, parts, strict=True)
+            weight: part.view(weight.shape) for weight, part in zip(parameters, parts, strict=True)
         }
-        for parameter, waiting in self._host.items():
-            parameter.data = waiting
+        for parameter, host_weight in self._host.items():
+            parameter.data = host_weight
 
     @contextmanager
     def hold_weights_on_device(self) -> Iterator[Network]:
-        for parameter, waiting in self._host.items():
-            parameter.data = waiting.to(self.network.device, non_blocking=True)
+        for parameter, host_weight in self._host.items():
+            parameter.data = host_weight.to(self.network.device, non_blocking=True)
         try:
             yield self.network
         finally:
-            for parameter, waiting in self._host.items():
-                parameter.data = waiting
+            for parameter, host_weight in self._host.items():
+                parameter.data = host_weight
 
 
 def load_frozen_network(
@@ -114,7 +115,7 @@ def load_frozen_network(
     device: torch.device,
     key: str,
 ) -> FrozenNetwork:
-    """The network of a model directory, which the recipe names at `key`."""
+    """Load the network of a model directory, which the recipe names at `key`."""
     arch = read_architecture(model_dir)
     layout = get_side_layout(arch, parallel)
     network = build_network(arch, layout, dtype, device)
@@ -153,9 +154,9 @@ class FrozenModels:
         return objective.kl.coef > 0 or objective.teacher.coef > 0
 
     def score(self, policy: TrainedNetwork, step: int, rows: Sequence[TrainingRow]) -> BatchScores:
-        """What the objective has to know of the rows that lead to `step`. A collective.
+        """Score the rows that lead to `step` with all networks that the objective needs.
 
-        Raises as `ServedTeacher.score` does.
+        A collective. Raises as `ServedTeacher.score` does.
         """
         if not rows:
             return NO_SCORES
@@ -173,14 +174,14 @@ class FrozenModels:
         )
 
     def build_metrics(self, sums: Mapping[str, float], scores: BatchScores) -> dict[str, float]:
-        """How far the policy is from them: what the passes of a step added up, and its scores."""
-        tokens, found = max(1.0, sums["tokens"]), {}
+        """Return the policy's divergences from them, of the step's sums and of the scores."""
+        tokens, metrics = max(1.0, sums["tokens"]), {}
         if self._config.objective.kl.coef:
-            found["kl/reference"] = sums["reference"] / tokens
+            metrics["kl/reference"] = sums["reference"] / tokens
         if self._config.objective.teacher.coef:
             gaps = scores.teacher_minus_policy_logprobs or []
-            found["kl/teacher"] = -sum(float(gap_T.sum(dtype=float)) for gap_T in gaps) / tokens
-        return found
+            metrics["kl/teacher"] = -sum(float(gap_T.sum(dtype=float)) for gap_T in gaps) / tokens
+        return metrics
 
     def close(self) -> None:
         if self._served_teacher is not None:
@@ -209,14 +210,14 @@ class FrozenModels:
 
 
 HEAD_TENSOR_NAME = "score.weight"
-"""The head of transformers' classifiers and reward models of one output."""
+"""Name of the head in transformers' classifiers and reward models with one output."""
 
 
 def load_critic(
     model_dir: Path, config: TrainerConfig, device: torch.device, key: str
 ) -> TrainedNetwork:
-    """The critic of a model directory, which the recipe names at `key`, with its weights."""
-    # Its head is never that of the embedding, however the policy's is.
+    """Load the critic of a model directory, which the recipe names at `key`."""
+    # Its head is never tied to the embedding, even if the policy's is.
     arch = replace(read_architecture(model_dir), tied=False)
     parallel, dtype = (
         get_side_layout(arch, config.parallel),
@@ -225,8 +226,8 @@ def load_critic(
     network = build_network(arch, parallel, dtype, device, config.activations, gives_values=True)
     critic = prepare_for_training(network, config.activations)
     reader = HfModelReader(model_dir, key)
-    critic.weight_map = [one for one in critic.weight_map if one.megatron != OUTPUT_LAYER_NAME]
-    if reader.has_tensor(HEAD_TENSOR_NAME):  # else it begins at 0, and so do all values
+    critic.weight_map = [item for item in critic.weight_map if item.megatron != OUTPUT_LAYER_NAME]
+    if reader.has_tensor(HEAD_TENSOR_NAME):  # else the head and all values start at 0
         head = HfTensorSpec(HEAD_TENSOR_NAME, (1, arch.hidden))
         critic.weight_map.append(ParamMap(OUTPUT_LAYER_NAME, (head,), TpSplit.WHOLE))
     load_hf(critic, reader.read_tensor)
@@ -237,7 +238,7 @@ CRITIC_MODEL_RECIPE_KEY = "trainer.objective.critic.model"
 
 
 class CriticTrainer:
-    """The critic of a run with its optimizer, at the step that the policy is at."""
+    """Critic of a run with its optimizer, at the same step as the policy."""
 
     def __init__(self, config: TrainerConfig, model_path: Path, device: torch.device) -> None:
         self._config = config
@@ -257,13 +258,13 @@ class CriticTrainer:
         return batches < self._keys.warmup_steps
 
     def score(self, rows: Sequence[TrainingRow]) -> ScoresByRow:
-        """Its values of the states before all trained tokens of the rows. A collective."""
+        """Return its values of the states before all trained tokens of the rows. A collective."""
         return _score_rows(self.network, rows, self._config)
 
     def train(
         self, rows: Sequence[TrainingRow], scores: BatchScores, step: int
     ) -> tuple[dict[str, float], list[float]]:
-        """An optimizer step for each mini-batch; metrics and gradient norms. A collective."""
+        """Take an optimizer step per minibatch; return metrics and gradient norms. A collective."""
         rate = compute_learning_rate(step, self._config.total_steps, self._adam)
         stats, norms = LossStats(), []
         parts = split_minibatches(rows, self._config.minibatches)
@@ -280,7 +281,7 @@ class CriticTrainer:
         return {
             "critic/loss": sums["value_loss"] / tokens,
             "critic/clip_fraction": sums["value_clipped"] / tokens,
-            # One that is not finite is not hidden by the others: max(1.0, nan) is 1.0.
+            # A norm that is not finite stays visible: max(1.0, nan) would be 1.0.
             "critic/grad_norm": max(norms, default=0.0) if np.isfinite(norms).all() else math.nan,
             "critic/lr": rate,
             **measure_values(rows),
@@ -299,23 +300,26 @@ class CriticTrainer:
 
 
 def measure_values(rows: Sequence[TrainingRow]) -> dict[str, float]:
-    """What the critic said before the step, and how much of the returns' variance that explains.
+    """Return the mean of the critic's values, and the share of the returns' variance they explain.
 
-    Over the tokens that are trained. The share is 1 of a perfect critic, 0 of one that says the
-    same everywhere, below 0 of a worse one, and 0 where all returns are equal.
+    Only trained tokens count. The share is 1 for a perfect critic, 0 for a constant one, negative
+    for a worse one, and 0 if all returns are equal.
     """
-    seen = [(row.channels, np.append(False, row.loss_mask_T[1:] != 0)) for row in rows]
+    masked = [(row.channels, np.append(False, row.loss_mask_T[1:] != 0)) for row in rows]
     values_N, returns_N = (
         np.concatenate(
-            [np.empty(0), *(channels[name][mask_T].astype(np.float64) for channels, mask_T in seen)]
+            [
+                np.empty(0),
+                *(channels[name][mask_T].astype(np.float64) for channels, mask_T in masked),
+            ]
         )
         for name in CRITIC_CHANNELS
     )
     if not len(values_N):
         return {"critic/mean_value": 0.0, "critic/explained_variance": 0.0}
     spread = float(returns_N.var())
-    left = float((returns_N - values_N).var())
+    residual = float((returns_N - values_N).var())
     return {
         "critic/mean_value": float(values_N.mean()),
-        "critic/explained_variance": 1.0 - left / spread if spread else 0.0,
+        "critic/explained_variance": 1.0 - residual / spread if spread else 0.0,
     }

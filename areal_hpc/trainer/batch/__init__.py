@@ -1,1 +1,1 @@
-"""From a manifest to packed rows with their advantages."""
+"""Batches: from a ledger's manifest to packed rows with their advantages, and their metrics."""

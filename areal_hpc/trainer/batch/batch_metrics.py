@@ -1,4 +1,4 @@
-"""Metrics of a batch before any training: rewards, groups, replies, ages of tokens, episodes."""
+"""Metrics of a batch before training: rewards, groups, replies, ages of tokens, episodes."""
 
 import itertools
 from collections import Counter
@@ -20,7 +20,7 @@ _NGRAM_HASH_FACTORS = np.array(
 _REPLY_HASH_FACTOR = 0xD6E8FEB86659FD93
 """Odd numbers that spread four tokens in a row, and the number of their reply, over 64 bits."""
 REPETITION_TAIL_TOKENS = 256
-"""Tokens at the end of a reply in which repetition is looked for: loops go on to the end."""
+"""Tokens at the end of a reply in which repetition is measured: loops continue to the end."""
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
@@ -31,7 +31,7 @@ def summarize_tokens(
     current_version: WeightVersion,
     generation_forks: Sequence[GenerationFork],
 ) -> dict[str, float]:
-    """Number of the batch's tokens, and how old the weights are that sampled them."""
+    """Count the batch's tokens, and summarize the age of the weights that sampled them."""
     tokens_of = [count_sampled_tokens_by_version(trajectory.versions_T) for trajectory in batch]
     sampled = sum(tokens_of, Counter[int]())
     ages = [
@@ -48,10 +48,10 @@ def summarize_tokens(
 
 
 def count_sampled_tokens_by_version(versions_T: IntArray) -> Counter[int]:
-    """Tokens by the version they were sampled from; versions come in few, long stretches."""
-    turns = np.flatnonzero(versions_T[1:] != versions_T[:-1]) + 1
+    """Count sampled tokens by version; versions form few, long stretches."""
+    boundaries = np.flatnonzero(versions_T[1:] != versions_T[:-1]) + 1
     tokens = Counter[int]()
-    for begin, end in itertools.pairwise([0, *turns.tolist(), len(versions_T)]):
+    for begin, end in itertools.pairwise([0, *boundaries.tolist(), len(versions_T)]):
         if (version := int(versions_T[begin])) >= 0:
             tokens[version] += end - begin
     return tokens
@@ -60,7 +60,7 @@ def count_sampled_tokens_by_version(versions_T: IntArray) -> Counter[int]:
 def summarize_expert_loads(
     batch: Sequence[TrajectoryRow], mixture: MixtureShape | None
 ) -> dict[str, float]:
-    """How unevenly the batch's tokens visited the experts of a layer, as they were sampled."""
+    """Measure how unevenly the batch's tokens visited the experts of a layer when sampled."""
     if mixture is None:
         return {}
     first_of_layer_L1 = np.arange(mixture.layers)[:, None] * mixture.experts
@@ -70,7 +70,7 @@ def summarize_expert_loads(
         counts += np.bincount((known_tLK + first_of_layer_L1).ravel(), minlength=len(counts))
         tokens += len(known_tLK)
     counts_LE = counts.reshape(mixture.layers, mixture.experts)
-    # In a layer without experts, expert 0 stands several times for each token.
+    # A layer without experts lists expert 0 several times for each token.
     counts_LE = counts_LE[counts_LE.max(1) <= tokens]
     if not counts_LE.any():
         return {}
@@ -84,7 +84,7 @@ def summarize_expert_loads(
 
 
 def group_episode_rewards(batch: Sequence[TrajectoryRow]) -> list[FloatArray]:
-    """The episodes' rewards of each ticket of the batch; an episode's is the mean of its rows'."""
+    """Return the episodes' rewards by ticket; an episode's reward is the mean of its rows'."""
     rows_of: dict[int, list[TrajectoryRow]] = {}
     for row in batch:
         rows_of.setdefault(row.ticket_id, []).append(row)
@@ -105,10 +105,10 @@ def extend_reward_range(
 def summarize_rewards(
     groups: Sequence[FloatArray], reward_range: RewardRange | None, objective: ObjectiveConfig
 ) -> dict[str, float]:
-    """Rewards of the batch, and shares of groups at an end of their range; none without rewards.
+    """Summarize the batch's rewards, and the shares of groups at an end of the reward range.
 
-    `reward_range` is the range of rewards up to and including this batch: without a difference
-    between its ends nothing is best or worst.
+    `reward_range` covers all batches up to this one; if its ends are equal, no group is best or
+    worst.
     """
     min_reward_std = objective.min_reward_std
     if not groups or reward_range is None:
@@ -118,8 +118,8 @@ def summarize_rewards(
     has_varied = reward_range.highest - reward_range.lowest >= min_reward_std
 
     def compute_share_at(reward_bound: float) -> float:
-        near = [bool((abs(group - reward_bound) < min_reward_std).all()) for group in groups]
-        return float(np.mean(near)) if has_varied else 0.0
+        is_near = [bool((abs(group - reward_bound) < min_reward_std).all()) for group in groups]
+        return float(np.mean(is_near)) if has_varied else 0.0
 
     return {
         "episodes": len(rewards),
@@ -140,7 +140,7 @@ def summarize_rewards(
 
 
 def summarize_replies(batch: Sequence[TrajectoryRow]) -> dict[str, float]:
-    """Lengths of the replies that the batch trains, and how much they repeat themselves."""
+    """Measure the lengths of the replies that the batch trains, and how much they repeat."""
     replies = []
     for row in batch:
         edges = np.flatnonzero(np.diff(row.loss_mask_T, prepend=0, append=0))
@@ -157,40 +157,40 @@ def summarize_replies(batch: Sequence[TrajectoryRow]) -> dict[str, float]:
 
 
 def compute_repeated_ngram_fraction(replies: Sequence[npt.NDArray[np.int32]]) -> float:
-    """Runs of tokens that came before in the same reply, as a share of all; 0 for short replies."""
+    """Return the share of token runs that occur earlier in their reply; 0 for short replies."""
     keys = []
     for number, reply in enumerate(replies):
         ids = reply[-REPETITION_TAIL_TOKENS:].astype(np.uint64)
         runs = len(ids) - len(_NGRAM_HASH_FACTORS) + 1
         if runs > 0:
             hashes = np.full(runs, number * _REPLY_HASH_FACTOR % 2**64, np.uint64)
-            for place, factor in enumerate(_NGRAM_HASH_FACTORS):
-                hashes += ids[place : place + runs] * factor
+            for offset, factor in enumerate(_NGRAM_HASH_FACTORS):
+                hashes += ids[offset : offset + runs] * factor
             keys.append(hashes)
     if not keys:
         return 0.0
-    every = np.concatenate(keys)
-    return 1.0 - len(np.unique(every)) / len(every)
+    all_keys = np.concatenate(keys)
+    return 1.0 - len(np.unique(all_keys)) / len(all_keys)
 
 
 # Episodes, from what the proxy recorded of their model calls --------------------------------------
 
 CUT_FINISH_REASON = "length"
-"""How a reply ends that reached its limit of tokens."""
+"""Finish reason of a reply that reached its limit of tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodeRecord:
-    """One episode of a batch: all that its rows know of it."""
+    """One episode of a batch, merged from the records of its rows."""
 
     cell: str
     started_at: float
-    """Unix time; 0 if it is not known."""
+    """Unix time; 0 if unknown."""
     ended_at: float
     calls: dict[str, CallRecord]
-    """Its model calls by id; of one that several rows share, the record that trains it."""
+    """Model calls by id; if several rows share a call, the record that trains it."""
     unrewarded_replies: int = 0
-    """Replies that no reward reaches."""
+    """Number of replies that no reward reaches."""
 
     @property
     def duration_s(self) -> float:
@@ -200,7 +200,7 @@ class EpisodeRecord:
 def summarize_batch(
     batch: Sequence[TrajectoryRow], mixture: MixtureShape | None
 ) -> dict[str, float]:
-    """Metrics of replies, expert loads and episodes; none of an empty batch."""
+    """Return metrics of replies, expert loads and episodes; {} for an empty batch."""
     if not batch:
         return {}
     records_of: dict[str, list[RowRecord]] = {}
@@ -209,7 +209,7 @@ def summarize_batch(
     return {
         **summarize_replies(batch),
         **summarize_expert_loads(batch, mixture),
-        **summarize_episodes([merge_rows_into_episode(one) for one in records_of.values()]),
+        **summarize_episodes([merge_rows_into_episode(records) for records in records_of.values()]),
     }
 
 
@@ -224,15 +224,15 @@ def merge_rows_into_episode(records: Sequence[RowRecord]) -> EpisodeRecord:
 
 
 def summarize_episodes(episodes: Sequence[EpisodeRecord]) -> dict[str, float]:
-    """Turns, times, ends of replies, speed of generation, and numbers of the agents' own."""
-    told = [episode for episode in episodes if episode.calls]
-    speeds = [*_measure_cell_tokens_per_s(told)]
+    """Summarize turns, times, ends of replies, generation speed, and the agents' own numbers."""
+    recorded = [episode for episode in episodes if episode.calls]
+    speeds = [*_measure_cell_tokens_per_s(recorded)]
     return {
-        **_summarize_turns(told),
-        **_summarize_durations(told),
-        **_summarize_throughput([call for episode in told for call in episode.calls.values()]),
+        **_summarize_turns(recorded),
+        **_summarize_durations(recorded),
+        **_summarize_throughput([call for episode in recorded for call in episode.calls.values()]),
         **({"generation/slowest_cell_ratio": min(speeds) / max(speeds)} if speeds[1:] else {}),
-        **_summarize_agent_numbers(told),
+        **_summarize_agent_numbers(recorded),
     }
 
 
@@ -240,7 +240,7 @@ def _summarize_turns(episodes: Sequence[EpisodeRecord]) -> dict[str, float]:
     if not episodes:
         return {}
     turns = [len(episode.calls) for episode in episodes]
-    trained = [call for one in episodes for call in one.calls.values() if call.trained]
+    trained = [call for episode in episodes for call in episode.calls.values() if call.trained]
     metrics: dict[str, float] = {
         "episode/turns_mean": float(np.mean(turns)),
         "episode/turns_max": max(turns),
@@ -258,17 +258,17 @@ def _summarize_durations(episodes: Sequence[EpisodeRecord]) -> dict[str, float]:
     if not timed:
         return {}
     durations = [episode.duration_s for episode in timed]
-    # A clock that was set back in a call has that end before it began.
+    # If a clock was set back during a call, the call ends before it began.
     in_calls_s = sum(
         sum(
             end - begin
             for begin, end in merge_spans(
                 (call.asked_at, call.answered_at)
-                for call in one.calls.values()
+                for call in episode.calls.values()
                 if call.asked_at <= call.answered_at
             )
         )
-        for one in timed
+        for episode in timed
     )
     return {
         "episode/duration_mean_s": float(np.mean(durations)),
@@ -278,7 +278,7 @@ def _summarize_durations(episodes: Sequence[EpisodeRecord]) -> dict[str, float]:
 
 
 def merge_spans(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The times that at least one span covers, as spans that do not touch one another."""
+    """Return the times that at least one span covers, as disjoint spans."""
     merged: list[tuple[float, float]] = []
     for begin, end in sorted(spans):
         if merged and begin <= merged[-1][1]:
@@ -292,7 +292,7 @@ def _summarize_throughput(calls: Sequence[CallRecord]) -> dict[str, float]:
     metrics: dict[str, float] = {}
     timed = [call for call in calls if call.asked_at and call.answered_at]
     if timed:
-        began, ended = min(one.asked_at for one in timed), max(one.answered_at for one in timed)
+        began, ended = min(call.asked_at for call in timed), max(call.answered_at for call in timed)
         if ended > began:
             tokens = sum(call.reply_tokens for call in timed)
             metrics["generation/tokens_per_s"] = tokens / (ended - began)
@@ -318,20 +318,20 @@ def _measure_cell_tokens_per_s(episodes: Sequence[EpisodeRecord]) -> Iterator[fl
 
 
 def _summarize_agent_numbers(episodes: Sequence[EpisodeRecord]) -> dict[str, float]:
-    """Means over episodes of the parts and metrics that agents gave with their rewards.
+    """Average the parts and metrics of the agents' rewards over episodes.
 
-    An episode with several rewards counts with their sums; one that does not name a number counts
-    not at all for it.
+    An episode with several rewards counts with their sums; an episode without a number does not
+    count in its mean.
     """
     sums_of: dict[str, list[float]] = {}
     for episode in episodes:
-        own: dict[str, float] = {}
+        episode_sums: dict[str, float] = {}
         rewards = [call.reward for call in episode.calls.values() if call.reward is not None]
         for reward in rewards:
             for kind, numbers in (("part", reward.parts), ("metric", reward.metrics)):
                 for name, number in numbers.items():
                     key = f"reward/{kind}/{name}"
-                    own[key] = own.get(key, 0.0) + number
-        for key, number in own.items():
+                    episode_sums[key] = episode_sums.get(key, 0.0) + number
+        for key, number in episode_sums.items():
             sums_of.setdefault(key, []).append(number)
     return {key: float(np.mean(numbers)) for key, numbers in sums_of.items()}

@@ -1,9 +1,9 @@
-"""Which sequences share a forward pass, and what that pass is fed. Pure numpy.
+"""Packing of rows: the choice of sequences that share a forward pass, and its input. Pure numpy.
 
-Sequences are laid end to end (THD). Padding exists only where parallelism demands equal parts:
-under context parallelism every sequence is cut into `2 cp` equal chunks of which rank r holds
-chunks r and 2cp-1-r (zig-zag, so that causal work is even), and under sequence parallelism each
-rank's tokens are a multiple of tp.
+Sequences lie end to end (THD). Padding exists only where parallelism demands equal parts: context
+parallelism divides every sequence into `2 cp` equal chunks, of which rank r holds chunks r and
+2cp-1-r (zig-zag, so that causal work is even), and sequence parallelism makes each rank's number of
+tokens a multiple of tp.
 """
 
 import math
@@ -21,27 +21,27 @@ IntArray = npt.NDArray[np.int64]
 
 
 class Channel(StrEnum):
-    """Numbers that a row has for each token; but for the first three only where needed."""
+    """Per-token numbers of a row; the first three always, others only when needed."""
 
     ADVANTAGE = "advantage"
     BEHAVIOR = "behavior"
-    """The engine's log-probabilities."""
+    """Engine's log-probabilities."""
     CURRENT_WEIGHTS = "current"
-    """1 where the trainer's current weights did the sampling."""
+    """1 for tokens that the trainer's current weights sampled."""
     STALENESS = "age"
-    """How many versions old the weights are that did."""
+    """Number of versions between the sampling weights and the current ones."""
     SCALE = "scale"
-    """What terms of the loss are multiplied by."""
+    """Factor of the loss terms."""
     TEMPERATURE = "temperature"
-    """What divides the logits."""
+    """Divisor of the logits."""
     PROXIMAL = "proximal"
-    """Log-probabilities of the weights that the step began with."""
+    """Log-probabilities under the weights at the start of the step."""
     REFERENCE = "reference"
     """Log-probabilities of the reference."""
     VALUE = "value"
-    """The critic's, when the step began."""
+    """Critic's values at the start of the step."""
     RETURN = "return"
-    """What the critic is to learn."""
+    """Targets of the critic."""
 
 
 CRITIC_CHANNELS = (Channel.VALUE, Channel.RETURN)
@@ -49,16 +49,16 @@ CRITIC_CHANNELS = (Channel.VALUE, Channel.RETURN)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainingRow:
-    """One sequence to learn from. Every array has length T and speaks of the token at its place."""
+    """One sequence to train on. Every array has length T, one element per token."""
 
     input_ids_T: npt.NDArray[np.int32]
     loss_mask_T: npt.NDArray[np.uint8]
     channels: Mapping[str, FloatArray]
-    """Per-token numbers the loss needs; read where `loss_mask_T` is 1."""
+    """Numbers per token that the loss needs; read where `loss_mask_T` is 1."""
     sampling_mask: SamplingMask | None = None
-    """Tokens that could be sampled at each place; None: all of them, everywhere."""
+    """Tokens that could be sampled at each position; None if all could everywhere."""
     routes_TLK: RouteArray | None = None
-    """Experts that its tokens visit; None: those that the router chooses."""
+    """Experts that its tokens visit; None if the router chooses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class PackParallelism:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pack:
-    """One forward pass of one context-parallel rank. T: its tokens; N: those it is scored on."""
+    """One forward pass of one context-parallel rank. T: its tokens; N: tokens that are scored."""
 
     padded_lengths: IntArray
     """Padded length of each sequence over all context-parallel ranks [S]."""
@@ -86,17 +86,17 @@ class Pack:
     positions_T: IntArray
     """Position of each local token within its sequence."""
     logit_places_N: IntArray
-    """Local places whose logits predict a token of the loss."""
+    """Local indices whose logits predict a token of the loss."""
     labels_N: IntArray
-    """The tokens they predict."""
+    """Tokens that these logits predict."""
     rows_N: IntArray
-    """The place of each one's sequence among those of the pack."""
+    """Index of the sequence of each predicted token in the pack."""
     label_positions_N: IntArray
-    """The position of each one within its sequence."""
+    """Position of each predicted token within its sequence."""
     channels_N: dict[str, FloatArray]
-    """The rows' channels at the predicted tokens."""
+    """Channels of the rows at the predicted tokens."""
     sampling_mask_N: SamplingMask | None = None
-    """What could be sampled in the place of the predicted tokens; None: all, everywhere."""
+    """Tokens that could be sampled in place of each predicted token; None if all could."""
     routes_TLK: RouteArray | None = None
     """Experts that the local tokens visit."""
 
@@ -106,7 +106,7 @@ def count_scored_tokens(rows: Sequence[TrainingRow]) -> int:
 
 
 def split_minibatches(rows: Sequence[TrainingRow], count: int) -> list[list[TrainingRow]]:
-    return [list(rows[hand::count]) for hand in range(min(count, len(rows)))]
+    return [list(rows[first::count]) for first in range(min(count, len(rows)))]
 
 
 def compute_padded_length(length: int, parallelism: PackParallelism) -> int:
@@ -116,11 +116,11 @@ def compute_padded_length(length: int, parallelism: PackParallelism) -> int:
 def plan_packs(
     lengths: Sequence[int], *, ranks: int, max_tokens: int, parallelism: PackParallelism
 ) -> list[list[list[int]]]:
-    """Sequences by data-parallel rank and micro-batch: `plan[rank][micro_batch]` lists indices.
+    """Assign sequences to ranks and micro-batches: `plan[rank][micro_batch]` lists their indices.
 
-    Every rank gets the same number of micro-batches, since each is a collective. Longest
-    sequences are placed first, always into the least loaded pack. Packs hold at most `max_tokens`
-    tokens, except that a longer sequence gets a pack of its own.
+    Every data-parallel rank gets the same number of micro-batches, since each is a collective. The
+    longest sequences are placed first, always into the pack with the lowest load. Packs hold at
+    most `max_tokens` tokens; a longer sequence gets its own pack.
     """
     sizes = [compute_padded_length(length, parallelism) for length in lengths]
     order = sorted(range(len(sizes)), key=lambda index: (-sizes[index], index))
@@ -150,11 +150,9 @@ def build_pack(
 ) -> Pack:
     """Lay rows end to end and keep this context-parallel rank's part.
 
-    A pack without rows holds one filler sequence that is scored nowhere: the rank must still
-    take part in the collectives of the pass.
-
-    The logits at a token's place predict the next token, so the first token of a sequence is
-    never scored, whatever its mask says.
+    A pack without rows holds one filler sequence without scored tokens: the rank must still take
+    part in the collectives of the pass. Logits of a token predict the next one, so the first token
+    of a sequence is never scored, whatever its mask.
     """
     lengths = np.array(
         [compute_padded_length(len(row.input_ids_T), parallelism) for row in rows] or [0]
@@ -173,20 +171,20 @@ def build_pack(
         scored_T[start : start + size - 1] = row.loss_mask_T[1:] != 0
         for name in channels:
             values[name][start : start + size] = row.channels[name]
-    held = [
+    positions = [
         get_zigzag_positions(int(length), parallelism.cp, parallelism.cp_rank) for length in lengths
     ]
-    places_T = np.concatenate([start + own for start, own in zip(starts, held, strict=True)])
-    own = slice(None) if parallelism.cp == 1 else places_T  # a slice copies nothing
+    indices_T = np.concatenate([start + own for start, own in zip(starts, positions, strict=True)])
+    own = slice(None) if parallelism.cp == 1 else indices_T  # a slice copies nothing
     logit_places_N = np.flatnonzero(scored_T[own])
-    predicted_N = places_T[logit_places_N] + 1
-    placed = [*zip(starts.tolist(), (row.routes_TLK for row in rows), strict=False)]
-    routes_TLK = lay_out_routes(placed, total)
+    predicted_N = indices_T[logit_places_N] + 1
+    starts_and_routes = [*zip(starts.tolist(), (row.routes_TLK for row in rows), strict=False)]
+    routes_TLK = lay_out_routes(starts_and_routes, total)
     rows_N = np.searchsorted(starts, predicted_N, side="right") - 1
     return Pack(
         padded_lengths=lengths,
         input_ids_T=ids_T[own],
-        positions_T=np.concatenate(held),
+        positions_T=np.concatenate(positions),
         logit_places_N=logit_places_N,
         labels_N=ids_T[predicted_N],
         rows_N=rows_N,
@@ -209,18 +207,18 @@ def _gather_sampling_mask_of_predicted(
         if (mask := row.sampling_mask) is None:
             continue
         own_N = row_N == number
-        places = predicted_N[own_N] - starts[number]  # they rise, also under context parallelism
-        counts_N[own_N] = mask.counts_T[places]
+        positions = predicted_N[own_N] - starts[number]  # ascending, also under context parallelism
+        counts_N[own_N] = mask.counts_T[positions]
         if mask.forbids_T is not None:
-            forbids_N[own_N] = mask.forbids_T[places]
+            forbids_N[own_N] = mask.forbids_T[positions]
         is_predicted_T = np.zeros(len(mask.counts_T), dtype=bool)
-        is_predicted_T[places] = True
+        is_predicted_T[positions] = True
         ids.append(mask.ids[np.repeat(is_predicted_T, mask.counts_T)])
     return SamplingMask(counts_N, np.concatenate(ids), forbids_N)
 
 
 def get_zigzag_positions(length: int, cp: int, rank: int) -> IntArray:
-    """Positions of a sequence held by context-parallel rank `rank`: chunks rank and 2cp-1-rank."""
+    """Return the positions that context-parallel rank `rank` holds: chunks rank and 2cp-1-rank."""
     if cp == 1:
         return np.arange(length)
     chunk = length // (2 * cp)
@@ -229,11 +227,11 @@ def get_zigzag_positions(length: int, cp: int, rank: int) -> IntArray:
 
 
 def locate_sequence_after_cp_gather(index: int, lengths: IntArray, cp: int) -> IntArray:
-    """Where each position of a sequence lies once all ranks' tokens are gathered rank by rank."""
+    """Locate each position of a sequence after all ranks' tokens were gathered rank by rank."""
     local_total = int(lengths.sum()) // cp
     start = int(lengths[:index].sum()) // cp
-    places = np.empty(int(lengths[index]), dtype=np.int64)
+    indices = np.empty(int(lengths[index]), dtype=np.int64)
     for rank in range(cp):
-        held = get_zigzag_positions(int(lengths[index]), cp, rank)
-        places[held] = rank * local_total + start + np.arange(len(held))
-    return places
+        positions = get_zigzag_positions(int(lengths[index]), cp, rank)
+        indices[positions] = rank * local_total + start + np.arange(len(positions))
+    return indices

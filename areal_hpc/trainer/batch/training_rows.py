@@ -1,4 +1,4 @@
-"""From a batch manifest to rows to train on."""
+"""Training rows of a batch: read, checked, scored, with the channels that the loss needs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -33,14 +33,14 @@ from areal_hpc.wire.weight_version import GenerationFork, WeightVersion, compute
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BatchScores:
-    """Log-probabilities of a batch's tokens, each by row; 0 where the loss does not see one."""
+    """Per-row scores of a batch's tokens; 0 for tokens that the loss ignores."""
 
     start_policy_logprobs: Sequence[npt.NDArray[np.float32]] | None = None
-    """Of the weights that the step begins with."""
+    """Log-probabilities under the weights at the start of the step."""
     reference: Sequence[npt.NDArray[np.float32]] | None = None
     teacher: Sequence[npt.NDArray[np.float32]] | None = None
     values: Sequence[npt.NDArray[np.float32]] | None = None
-    """The critic's, of the state before each token."""
+    """Critic's values of the state before each token."""
 
     @property
     def policy_minus_reference_logprobs(self) -> list[npt.NDArray[np.float32]] | None:
@@ -48,8 +48,8 @@ class BatchScores:
         if self.start_policy_logprobs is None or self.reference is None:
             return None
         return [
-            one - other
-            for one, other in zip(self.start_policy_logprobs, self.reference, strict=True)
+            policy_T - base_T
+            for policy_T, base_T in zip(self.start_policy_logprobs, self.reference, strict=True)
         ]
 
     @property
@@ -58,7 +58,8 @@ class BatchScores:
         if self.start_policy_logprobs is None or self.teacher is None:
             return None
         return [
-            other - one for one, other in zip(self.start_policy_logprobs, self.teacher, strict=True)
+            teacher_T - policy_T
+            for policy_T, teacher_T in zip(self.start_policy_logprobs, self.teacher, strict=True)
         ]
 
 
@@ -68,7 +69,7 @@ NO_SCORES = BatchScores()
 def read_sound_rows_on_all_ranks(
     manifest: BatchManifest, shards: CheckedShards, vocab_size: int
 ) -> tuple[list[TrajectoryRow], list[UntrainedBatchPart]]:
-    """The sound rows of a batch, and what is left out. A collective: all ranks get it, or none."""
+    """Read the sound rows of a batch; also return the parts left out. A collective: all or none."""
 
     def read() -> tuple[list[TrajectoryRow], list[UntrainedBatchPart]]:
         with shards.check_digests_in_background({ticket.shard for ticket in manifest.tickets}):
@@ -83,8 +84,8 @@ def read_rows_by_ticket(
     rows_of: dict[str, list[int]] = {}
     for ticket in manifest.tickets:
         rows_of.setdefault(ticket.shard, []).extend(ticket.rows)
-    found = {name: iter(shards.read_training_rows(name, rows)) for name, rows in rows_of.items()}
-    batch = [[next(found[ticket.shard]) for _ in ticket.rows] for ticket in manifest.tickets]
+    stored = {name: iter(shards.read_training_rows(name, rows)) for name, rows in rows_of.items()}
+    batch = [[next(stored[ticket.shard]) for _ in ticket.rows] for ticket in manifest.tickets]
     for ticket, rows in zip(manifest.tickets, batch, strict=True):
         for row in rows:
             if (row.ticket_id, row.attempt) != (ticket.ref.ticket_id, ticket.ref.attempt):
@@ -100,10 +101,10 @@ def read_rows_by_ticket(
 def select_sound_rows(
     tickets: Sequence[Sequence[TrajectoryRow]], manifest: BatchManifest, vocab_size: int
 ) -> tuple[list[TrajectoryRow], list[UntrainedBatchPart]]:
-    """The sound tickets' trajectories with the rewards of the manifest, and what was left out.
+    """Return the trajectories of sound tickets with the manifest's rewards, and the parts left out.
 
-    A group is left out whole: its advantages are relative to all of it. Every rank reads the same
-    rows of sealed shards and decides alike.
+    A group is left out as a whole, because its advantages are relative to all of it. Every rank
+    reads the same rows of sealed shards and decides alike.
     """
     sound: list[TrajectoryRow] = []
     left_out = []
@@ -133,11 +134,11 @@ def _describe_first_defect(rows: list[TrajectoryRow], ticket: SealedTicket, voca
 def build_rows_to_score(
     batch: Sequence[TrajectoryRow], objective: ObjectiveConfig
 ) -> list[TrainingRow]:
-    """Rows as the networks that score them need them, without what scores decide."""
+    """Build rows for the networks that score them, without the channels that depend on scores."""
     masks, temperatures = _build_masks(batch, objective), _build_temperatures(batch)
     return [
-        TrainingRow(one.input_ids_T, mask_T, channels, forbid_end_tokens(one), one.routes_TLK)
-        for one, mask_T, channels in zip(batch, masks, temperatures, strict=True)
+        TrainingRow(row.input_ids_T, mask_T, channels, forbid_end_tokens(row), row.routes_TLK)
+        for row, mask_T, channels in zip(batch, masks, temperatures, strict=True)
     ]
 
 
@@ -148,17 +149,17 @@ def build_rows(
     objective: ObjectiveConfig,
     scores: BatchScores = NO_SCORES,
 ) -> list[TrainingRow]:
-    """Rows with the channels that the objective needs."""
+    """Build the rows with the channels that the objective needs."""
     teacher_minus_policy_logprobs = scores.teacher_minus_policy_logprobs
     temperatures = _build_temperatures(batch)
-    held = [
+    current = [
         version.packed
         for version in list_versions_of_current_weights(current_version, generation_forks)
     ]
     masks = _build_masks(batch, objective)
     scales = compute_loss_aggregation_row_factors(
         [int(np.count_nonzero(mask_T[1:])) for mask_T in masks],
-        [(one.ticket_id, one.episode) for one in batch],
+        [(row.ticket_id, row.episode) for row in batch],
         objective,
     )
     if objective.has_critic:
@@ -166,34 +167,34 @@ def build_rows(
     else:
         advantages, returns = _compute_baseline_advantages(batch, objective, scores), None
     rows = []
-    for place, trajectory in enumerate(batch):
+    for index, trajectory in enumerate(batch):
         size = trajectory.num_tokens
-        advantages_T = advantages[place]
+        advantages_T = advantages[index]
         # The policy gradient of KL(pi || teacher), token by token.
         if teacher_minus_policy_logprobs is not None:
-            advantages_T += objective.teacher.coef * teacher_minus_policy_logprobs[place]
+            advantages_T += objective.teacher.coef * teacher_minus_policy_logprobs[index]
         channels: dict[str, npt.NDArray[np.float32]] = {
             Channel.ADVANTAGE: advantages_T,
             Channel.BEHAVIOR: trajectory.logprobs_T,
-            Channel.CURRENT_WEIGHTS: np.isin(trajectory.versions_T, held).astype(np.float32),
+            Channel.CURRENT_WEIGHTS: np.isin(trajectory.versions_T, current).astype(np.float32),
         }
         if scales is not None:
-            channels[Channel.SCALE] = np.full(size, scales[place], dtype=np.float32)
+            channels[Channel.SCALE] = np.full(size, scales[index], dtype=np.float32)
         if returns is not None and scores.values is not None:
-            channels |= {Channel.VALUE: scores.values[place], Channel.RETURN: returns[place]}
+            channels |= {Channel.VALUE: scores.values[index], Channel.RETURN: returns[index]}
         if scores.reference is not None:
-            channels[Channel.REFERENCE] = scores.reference[place]
+            channels[Channel.REFERENCE] = scores.reference[index]
         if scores.start_policy_logprobs is not None and objective.proximal == "recompute":
-            channels[Channel.PROXIMAL] = scores.start_policy_logprobs[place]
+            channels[Channel.PROXIMAL] = scores.start_policy_logprobs[index]
         if objective.proximal == "log_linear":
             channels[Channel.STALENESS] = _compute_token_staleness(
                 trajectory.versions_T, current_version, generation_forks
             )
-        channels |= temperatures[place]
+        channels |= temperatures[index]
         rows.append(
             TrainingRow(
                 trajectory.input_ids_T,
-                masks[place],
+                masks[index],
                 channels,
                 forbid_end_tokens(trajectory),
                 trajectory.routes_TLK,
@@ -206,21 +207,21 @@ def _build_masks(
     batch: Sequence[TrajectoryRow], objective: ObjectiveConfig
 ) -> list[npt.NDArray[np.uint8]]:
     masks = [
-        build_loss_mask_without_cut_replies(one) if objective.overlong.mask else one.loss_mask_T
-        for one in batch
+        build_loss_mask_without_cut_replies(row) if objective.overlong.mask else row.loss_mask_T
+        for row in batch
     ]
-    return [drop_distorted_replies_from_loss_mask(*both) for both in zip(batch, masks, strict=True)]
+    return [drop_distorted_replies_from_loss_mask(*pair) for pair in zip(batch, masks, strict=True)]
 
 
 def _build_temperatures(
     batch: Sequence[TrajectoryRow],
 ) -> list[dict[str, npt.NDArray[np.float32]]]:
-    found = [one.temperature or 1.0 for one in batch]
-    if all(temperature == 1.0 for temperature in found):
+    temperatures = [row.temperature or 1.0 for row in batch]
+    if all(temperature == 1.0 for temperature in temperatures):
         return [{} for _ in batch]
     return [
-        {Channel.TEMPERATURE: np.full(one.num_tokens, temperature, dtype=np.float32)}
-        for one, temperature in zip(batch, found, strict=True)
+        {Channel.TEMPERATURE: np.full(row.num_tokens, temperature, dtype=np.float32)}
+        for row, temperature in zip(batch, temperatures, strict=True)
     ]
 
 
@@ -235,11 +236,11 @@ def _compute_baseline_advantages(
 ) -> list[npt.NDArray[np.float32]]:
     credit = compute_reply_earnings(batch, objective, _get_kl_taken_off_rewards(objective, scores))
     advantages_K = compute_advantages(credit, objective)
-    found = [np.zeros(row.num_tokens, dtype=np.float32) for row in batch]
-    for advantages_T, spans in zip(found, credit.spans, strict=True):
+    advantages = [np.zeros(row.num_tokens, dtype=np.float32) for row in batch]
+    for advantages_T, spans in zip(advantages, credit.spans, strict=True):
         for begin, end, number in spans:
             advantages_T[begin:end] = advantages_K[number]
-    return found
+    return advantages
 
 
 def _compute_critic_advantages(
@@ -255,7 +256,7 @@ def _compute_critic_advantages(
         return advantages, returns
     divergences = _get_kl_taken_off_rewards(objective, scores)
     replies = list_reply_rewards(batch, masks, objective, divergences)
-    values = [scores.values[one.row][one.token_places_t].astype(np.float64) for one in replies]
+    values = [scores.values[item.row][item.token_places_t].astype(np.float64) for item in replies]
     estimates = estimate_advantages(replies, values, objective)
     scaled = scale_token_advantages(replies, estimates, objective)
     for reply, estimate, scaled_t in zip(replies, estimates, scaled, strict=True):
@@ -265,20 +266,20 @@ def _compute_critic_advantages(
 
 
 def measure_largest_abs_advantage(rows: Sequence[TrainingRow]) -> float:
-    seen = [np.abs(row.channels[Channel.ADVANTAGE][row.loss_mask_T != 0]) for row in rows]
-    return float(max((values_N.max(initial=0.0) for values_N in seen), default=0.0))
+    advantages = [np.abs(row.channels[Channel.ADVANTAGE][row.loss_mask_T != 0]) for row in rows]
+    return float(max((values_N.max(initial=0.0) for values_N in advantages), default=0.0))
 
 
 def measure_share_of_idle_groups(
     batch: Sequence[TrajectoryRow], rows: Sequence[TrainingRow]
 ) -> float:
-    seen = (np.any(row.channels[Channel.ADVANTAGE][row.loss_mask_T != 0]) for row in rows)
-    teaching = {one.ticket_id for one, teaches in zip(batch, seen, strict=True) if teaches}
-    return 1.0 - len(teaching) / max(1, len({one.ticket_id for one in batch}))
+    has_gain = (np.any(row.channels[Channel.ADVANTAGE][row.loss_mask_T != 0]) for row in rows)
+    taught = {row.ticket_id for row, is_taught in zip(batch, has_gain, strict=True) if is_taught}
+    return 1.0 - len(taught) / max(1, len({row.ticket_id for row in batch}))
 
 
 def build_loss_mask_without_cut_replies(row: TrajectoryRow) -> npt.NDArray[np.uint8]:
-    """The row's loss mask without the replies that were cut at their limit of tokens."""
+    """Copy the row's loss mask without replies that were cut at their token limit."""
     mask_T = row.loss_mask_T.copy()
     for call in row.record.calls:
         if call.finish_reason == CUT_FINISH_REASON:
@@ -289,7 +290,7 @@ def build_loss_mask_without_cut_replies(row: TrajectoryRow) -> npt.NDArray[np.ui
 def list_versions_of_current_weights(
     current_version: WeightVersion, generation_forks: Sequence[GenerationFork]
 ) -> list[WeightVersion]:
-    """Versions with the current weights: a restart gives those of a checkpoint a new name."""
+    """List the versions with the current weights: a restart renames those of a checkpoint."""
     names = {WeightVersion(fork.generation, current_version.step) for fork in generation_forks} | {
         current_version
     }

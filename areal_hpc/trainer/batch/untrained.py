@@ -1,8 +1,8 @@
-"""What is left untrained: replies that cannot be, steps not taken, tickets and whole batches.
+"""Untrained parts of a batch: replies that cannot be trained, skipped steps, tickets, batches.
 
-The trainer knows the softmax of the logits at the reply's temperature. What was sampled from
-another distribution has log-probabilities of its own, and is left out of the loss: a gradient of
-the plain softmax there is one of something that nobody did.
+The trainer computes the softmax of the logits at the reply's temperature. Tokens sampled from
+another distribution are left out of the loss: their log-probabilities are those of another
+policy, so that a gradient of the plain softmax would be wrong.
 """
 
 import math
@@ -20,9 +20,9 @@ from areal_hpc.rundir.checkpoints import UntrainedBatchPart
 from areal_hpc.wire.trajectory import CallRecord, SamplingMask, TrajectoryRow
 
 MAX_UNTRAINABLE_FRACTION = 0.5
-"""Of a batch's sampled tokens. Beyond, what is left is no sample of what the agent does."""
+"""Largest share of a batch's sampled tokens; beyond it the rest does not represent the agent."""
 NO_TOP_K = 1 << 20
-"""No vocabulary is larger: such a top_k leaves nothing out."""
+"""No vocabulary is larger: such a top_k excludes no token."""
 _GRAMMAR_PARAMETERS = ("json_schema", "regex", "ebnf", "structural_tag")
 _NEUTRAL_PENALTIES = {
     "frequency_penalty": 0.0,
@@ -34,11 +34,11 @@ _NEUTRAL_PENALTIES = {
 def list_sampling_distortions(
     sampling: Mapping[str, Any], *, is_recorded: bool = False
 ) -> Iterator[str]:
-    """Names of the parameters by which a reply was not sampled from the softmax that is trained.
+    """Yield the parameters that made a reply's distribution differ from the trained softmax.
 
-    That is one over the tokens that were left, if it `is_recorded` which these are.
-    What is left out had SGLang's default. `min_new_tokens` is among them only where nobody wrote
-    down which tokens it forbade (`forbid_end_tokens`).
+    With `is_recorded` the row records the tokens that could be sampled, and the trained softmax is
+    one over these. Missing parameters had SGLang's default. `min_new_tokens` counts only if the
+    tokens that it forbade were not recorded (`forbid_end_tokens`).
     """
     if sampling.get("temperature", 1.0) == 0:
         yield "temperature=0"
@@ -75,8 +75,9 @@ def _list_reply_distortions(
 def drop_distorted_replies_from_loss_mask(
     row: TrajectoryRow, mask_T: npt.NDArray[np.uint8]
 ) -> npt.NDArray[np.uint8]:
-    """A loss mask of the row without the replies that were not sampled from the plain softmax."""
-    spans = [get_reply_span(one) for one in row.record.calls if _list_reply_distortions(row, one)]
+    """Return the row's loss mask without replies that were not sampled from the plain softmax."""
+    calls = [call for call in row.record.calls if _list_reply_distortions(row, call)]
+    spans = [get_reply_span(call) for call in calls]
     if not spans:
         return mask_T
     mask_T = mask_T.copy()
@@ -86,10 +87,10 @@ def drop_distorted_replies_from_loss_mask(
 
 
 def forbid_end_tokens(row: TrajectoryRow) -> SamplingMask | None:
-    """The row's sampling mask, with the tokens that `min_new_tokens` kept from being sampled.
+    """Add to the row's sampling mask the tokens that `min_new_tokens` excluded from sampling.
 
-    While it lasts no token can be sampled that ends a reply: the proxy asks for these by
-    `stop_token_ids`. A place whose tokens were recorded keeps these.
+    Up to that length no token can be sampled that ends a reply: the proxy requests this with
+    `stop_token_ids`. A position whose tokens were recorded keeps them.
     """
     mask = row.sampling_mask
     counts_T = np.zeros(row.num_tokens, np.uint16) if mask is None else mask.counts_T.copy()
@@ -99,28 +100,28 @@ def forbid_end_tokens(row: TrajectoryRow) -> SamplingMask | None:
         ids = np.array(call.sampling.get("stop_token_ids") or [], np.int32)
         if not len(ids):
             continue
-        least = min(call.sampling.get("min_new_tokens") or 0, call.reply_tokens)
-        for place in range(call.prompt_tokens, call.prompt_tokens + least):
-            if not counts_T[place]:
-                forbids_T[place], ids_of[place] = True, ids
+        minimum = min(call.sampling.get("min_new_tokens") or 0, call.reply_tokens)
+        for position in range(call.prompt_tokens, call.prompt_tokens + minimum):
+            if not counts_T[position]:
+                forbids_T[position], ids_of[position] = True, ids
     if not ids_of:
         return mask
     if mask is not None:
         starts = np.cumsum([0, *mask.counts_T.tolist()]).tolist()
-        for place in np.flatnonzero(mask.counts_T).tolist():
-            ids_of[place] = mask.ids[starts[place] : starts[place + 1]]
-    for place, ids in ids_of.items():
-        counts_T[place] = len(ids)
-    flat = np.concatenate([ids_of[place] for place in sorted(ids_of)])
+        for position in np.flatnonzero(mask.counts_T).tolist():
+            ids_of[position] = mask.ids[starts[position] : starts[position + 1]]
+    for position, ids in ids_of.items():
+        counts_T[position] = len(ids)
+    flat = np.concatenate([ids_of[position] for position in sorted(ids_of)])
     return SamplingMask(counts_T, flat, forbids_T)
 
 
 def count_untrainable_tokens(
     batch: Sequence[TrajectoryRow], *, assumes_sampling_mask: bool = False
 ) -> Counter[str]:
-    """Tokens of such replies, of those that the rows train, by all the reasons of their reply.
+    """Count the trained tokens of such replies by the reasons of each reply, joined.
 
-    With `assumes_sampling_mask` sampling masks are taken to be there.
+    With `assumes_sampling_mask` all rows count as having a sampling mask.
     """
     tokens = Counter[str]()
     for row in batch:
@@ -135,7 +136,7 @@ def check_trainable_share(step: int, sampled: int, untrainable: Mapping[str, int
     total = sum(untrainable.values())
     if total <= MAX_UNTRAINABLE_FRACTION * sampled:
         return
-    ranked = sorted(untrainable.items(), key=lambda one: (-one[1], one[0]))
+    ranked = sorted(untrainable.items(), key=lambda item: (-item[1], item[0]))
     reasons = ", ".join(f"{name} ({tokens})" for name, tokens in ranked)
     raise UntrainableBatchError(
         f"batch {step}: {total} of {sampled} sampled tokens were not sampled from the plain "
@@ -148,8 +149,8 @@ def check_trainable_share(step: int, sampled: int, untrainable: Mapping[str, int
 
 
 MAX_CONSECUTIVE_UNTRAINED_BATCHES = 3
-"""One has an odd row or a damaged file; with three one after another it is the weights, the
-settings or the storage."""
+"""A single one has a bad row or a damaged file; three in a row point to the weights, the settings
+or the storage."""
 
 
 def record_skipped_steps(
@@ -161,24 +162,26 @@ def record_skipped_steps(
     name_step: Callable[[int], str],
     hint: str,
 ) -> list[UntrainedBatchPart]:
-    """What the gradient norms of a batch's optimizer steps leave untrained: one entry, or none.
+    """Return the record of a batch's skipped steps, judged by its gradient norms; [] without any.
 
-    Pure, and the same on all ranks, as the norms are. The streak is read from what earlier batches
-    left, which checkpoints hold: a resumed run decides as the one that was not interrupted.
-    An error names steps by `name_step`, the recipe's `key`, and gives `hint`.
+    Pure, and the same on all ranks, as the norms are. The streak is read from the records of
+    earlier batches, which checkpoints hold: a resumed run decides like an uninterrupted one. An
+    error names steps by `name_step` and the recipe's `key`, and gives `hint`.
 
     Raises:
         NonFiniteGradientError: A norm is not finite, in the last of
             `MAX_CONSECUTIVE_UNTRAINED_BATCHES` such batches.
     """
-    odd = [norm for norm in norms if not math.isfinite(norm)]
-    if not odd:
+    bad = [norm for norm in norms if not math.isfinite(norm)]
+    if not bad:
         return []
     reason = (
-        f"the gradient norm is {odd[0]}: {len(odd)} of {len(norms)} optimizer steps are not taken"
+        f"the gradient norm is {bad[0]}: {len(bad)} of {len(norms)} optimizer steps are not taken"
     )
     before = range(step - MAX_CONSECUTIVE_UNTRAINED_BATCHES + 1, step)
-    if {*before} <= {one.step for one in earlier_records if not one.tickets and not one.quarantine}:
+    if {*before} <= {
+        part.step for part in earlier_records if not part.tickets and not part.quarantine
+    }:
         raise NonFiniteGradientError(
             f"{name_step(step)}: {reason}, the same as at {' and '.join(map(name_step, before))}: "
             f"{MAX_CONSECUTIVE_UNTRAINED_BATCHES} batches in a row end the run",
@@ -191,20 +194,19 @@ def record_skipped_steps(
 def record_damaged_batch(
     step: int, earlier_records: Sequence[UntrainedBatchPart], reason: str, run_dir: Path
 ) -> UntrainedBatchPart:
-    """The record of a batch that no rank can read. Pure, and the same on all ranks.
+    """Return the record of a batch that no rank can read. Pure, and the same on all ranks.
 
-    The streak is read as in `record_skipped_steps`; batches set aside by hand do
-    not belong to it.
+    The streak is read as in `record_skipped_steps`; batches quarantined by hand do not count.
 
     Raises:
         ShardError: This is the last of `MAX_CONSECUTIVE_UNTRAINED_BATCHES` such batches.
     """
     before = range(step - MAX_CONSECUTIVE_UNTRAINED_BATCHES + 1, step)
-    if {*before} <= {one.step for one in earlier_records if one.quarantine == "damaged"}:
+    if {*before} <= {part.step for part in earlier_records if part.quarantine == "damaged"}:
         run = shlex.quote(str(run_dir))
         raise ShardError(
             f"batch {step} cannot be read: {reason}; nor could "
-            f"{' and '.join(f'batch {one}' for one in before)}: "
+            f"{' and '.join(f'batch {number}' for number in before)}: "
             f"{MAX_CONSECUTIVE_UNTRAINED_BATCHES} in a row end the run",
             key="shards/",
             hint=f"areal-hpc shards verify {run} names what is damaged: restore it from a copy, "
@@ -219,10 +221,10 @@ def is_optimizer_step_taken(norm: float) -> bool:
 
 
 def build_norm_metrics(norms: Sequence[float], *, were_due: bool = True) -> dict[str, float]:
-    """The largest gradient norm of a batch, and how many optimizer steps were not taken.
+    """Return the largest gradient norm of a batch, and the number of skipped optimizer steps.
 
-    A batch of which nothing is left counts as one step, not taken. Steps that were not due, as a
-    critic warmed up, are not missed.
+    A batch without trainable tokens counts as one skipped step. Steps that were not due, because a
+    critic warmed up, do not count as skipped.
     """
     if not were_due:
         return {"grad_norm": 0.0, "step/skipped": 0, "step/nonfinite": 0}
