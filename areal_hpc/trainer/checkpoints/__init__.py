@@ -1,1 +1,1 @@
-"""Checkpoints: written whole or not at all, read back, exported."""
+"""Checkpoints: atomic directories, written asynchronously, restored in any layout, exported."""

@@ -1,4 +1,4 @@
-"""A checkpoint of a run as a model directory that transformers and SGLang load. One process."""
+"""Export of a checkpoint to a model directory that transformers and SGLang load. One process."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -37,10 +37,10 @@ from areal_hpc.trainer.model.hf_weights import (
 
 
 def choose_checkpoint(directory: Path, step: int | None) -> Checkpoint:
-    """The newest complete checkpoint, or that of one step.
+    """Return the newest complete checkpoint, or that of one step.
 
     Raises:
-        RecipeError: There is none.
+        RecipeError: There is no such checkpoint.
     """
     checkpoints = list_checkpoints(directory)
     if not checkpoints:
@@ -54,11 +54,11 @@ def choose_checkpoint(directory: Path, step: int | None) -> Checkpoint:
     for checkpoint in checkpoints:
         if checkpoint.state.step == step:
             return checkpoint
-    held = ", ".join(str(checkpoint.state.step) for checkpoint in checkpoints)
+    steps = ", ".join(str(checkpoint.state.step) for checkpoint in checkpoints)
     raise RecipeError(
-        f"there is no checkpoint of step {step}; the run holds {held}",
+        f"there is no checkpoint of step {step}; the run holds {steps}",
         key=str(directory),
-        hint=f"choose one of {held}; trainer.keep_checkpoints says how many are kept",
+        hint=f"choose one of {steps}; trainer.keep_checkpoints says how many are kept",
     )
 
 
@@ -73,12 +73,12 @@ def export_checkpoint(
 ) -> None:
     """Write the weights of a checkpoint, with `model_path`'s configuration and tokenizer.
 
-    With `lora` those of the model at `model_path`, merged with the adapter, and the adapter.
+    With `lora` write the weights at `model_path`, merged with the adapter, and also the adapter.
 
     Raises:
-        RecipeError: The checkpoint is of another model.
+        RecipeError: The checkpoint belongs to another model.
         ShardError: The checkpoint is damaged.
-        ClusterError: It vanished while it was read.
+        ClusterError: The checkpoint vanished during the export.
     """
 
     def progress(done_bytes: int, total_bytes: int) -> None:
@@ -103,14 +103,14 @@ def export_checkpoint(
 
 
 _STORED_NAME_BY_PARAMETER = {
-    # Megatron gives norms the names they have where Transformer Engine fuses them into the layer.
+    # Megatron names norms as if Transformer Engine had fused them into the layer.
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
 }
 
 
 def get_stored_name(parameter: ParamMap) -> str:
-    """The tensor of a checkpoint that holds this parameter of every layer and expert."""
+    """Return the checkpoint's tensor that holds this parameter of every layer and expert."""
     if parameter.layer is None:
         return parameter.megatron
     if parameter.expert is not None:
@@ -119,11 +119,11 @@ def get_stored_name(parameter: ParamMap) -> str:
 
 
 def _get_layer_expert_indices(parameter: ParamMap) -> list[int]:
-    return [at for at in (parameter.layer, parameter.expert) if at is not None]
+    return [index for index in (parameter.layer, parameter.expert) if index is not None]
 
 
 class CheckpointWeights:
-    """The weights in a complete checkpoint, and those that training does not change."""
+    """Weights in a complete checkpoint, and those of the model that training does not change."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class CheckpointWeights:
                 self._require_fitting_shape(parameter)
 
     def list_tensor_specs(self) -> list[HfTensorSpecWithDtype]:
-        """Name, shape and dtype of every tensor, in the order of `read_tensors`."""
+        """Return name, shape and dtype of every tensor, in the order of `read_tensors`."""
         specs = []
         for parameter in list_parameter_maps(self._arch):
             dtype = self._stored.weight_dtype
@@ -152,7 +152,7 @@ class CheckpointWeights:
         return specs
 
     def read_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every whole tensor by its Hugging Face name; one Megatron parameter is held at a time."""
+        """Yield whole tensors by Hugging Face name; hold one Megatron parameter at a time."""
         for parameter in list_parameter_maps(self._arch):
             tensors = to_hf(parameter, [self._read_parameter(parameter)], self._arch)
             for spec, tensor in zip(parameter.hf, tensors, strict=True):
@@ -182,10 +182,10 @@ class CheckpointWeights:
         stored = self._stored.find_shape(get_stored_name(parameter))
         counts = (self._arch.layers, self._arch.experts.count if self._arch.experts else 0)
         stacked = counts[: len(_get_layer_expert_indices(parameter))]
-        rows, rest = sum(one.shape[0] for one in parameter.hf), parameter.hf[0].shape[1:]
+        rows, rest = sum(tensor.shape[0] for tensor in parameter.hf), parameter.hf[0].shape[1:]
         if parameter.shape:
             rows, rest = parameter.shape[0], parameter.shape[1:]
-        # A vocabulary is padded to a multiple of what divides it over ranks.
+        # A vocabulary is padded to a multiple of its number of parts.
         may_be_padded = not stacked and stored[1:] == rest and stored[:1] > (rows,)
         if stored != (*stacked, rows, *rest) and not may_be_padded:
             raise RecipeError(

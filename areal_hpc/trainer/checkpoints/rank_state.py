@@ -1,10 +1,10 @@
-"""A rank's part of a checkpoint: the numbers that its optimizer steps, and where they belong.
+"""A rank's part of a checkpoint: the numbers that its optimizer steps, and their positions.
 
-A data-parallel rank steps consecutive numbers of some parameters. It keeps their master weights,
-their moments and the weights themselves, and no others: nothing is gathered. Of what several
-tensor-parallel ranks or the stages of a tied embedding hold alike, one rank's is kept. A rank of
-whatever layout finds the numbers that it steps by their places in the whole tensors; weights that
-it only multiplies with come from the other data-parallel ranks, as after every step.
+A data-parallel rank steps consecutive numbers of some parameters. It stores their master weights,
+their moments and the weights themselves, and no others: nothing is gathered. If several
+tensor-parallel ranks, or the stages of a tied embedding, hold equal numbers, one rank stores them.
+When a checkpoint is loaded, a rank of any layout finds its numbers by their positions in the whole
+tensors; the other weights come from the other data-parallel ranks, as after every step.
 """
 
 import itertools
@@ -53,10 +53,10 @@ NetworkWithOptimizer = tuple[TrainedNetwork, Optimizer]
 class PlaceInWholeTensor(NamedTuple):
     name: str
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     box: Box
     allows_shape_mismatch: bool
-    """Another layout's tensor may have another shape: the vocabulary is padded."""
+    """The tensor of another layout may have another shape: the vocabulary is padded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,16 +64,16 @@ class StateShard:
     """Consecutive numbers of a parameter, in every column."""
 
     places: list[PlaceInWholeTensor]
-    """One after another."""
+    """Blocks of the numbers, one after another."""
     columns: dict[Column, torch.Tensor]
-    """Flat, where the trainer has them: on its device or on the host."""
+    """Flat tensors in the trainer's own memory, on its device or the host."""
     step: torch.Tensor
-    """AdamW's count."""
+    """AdamW's step count."""
     is_kept: bool
-    """False where another rank keeps the same numbers."""
+    """Whether this rank stores the numbers; False if another rank does."""
 
     def iterate_places_with_offsets(self) -> Iterator[tuple[PlaceInWholeTensor, int]]:
-        """Each place, and which of the shard's numbers is its first."""
+        """Yield each place with the index of its first number within the shard."""
         first = 0
         for place in self.places:
             yield place, first
@@ -81,9 +81,9 @@ class StateShard:
 
 
 class RankState:
-    """What a rank's policy and optimizer hold, and those of a critic if there is one.
+    """State of a rank's policy and optimizer, and of a critic's if there is one.
 
-    It stays true while they train.
+    It refers to live tensors, and so remains current while they train.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class RankState:
         if critic is not None:
             self._shards_of[CRITIC_PREFIX] = _list_state_shards(*critic, CRITIC_PREFIX)
         self.types: dict[Column, NumberType] = {"exp_avg": "float32", "exp_avg_sq": "float32"}
-        # Float32 before the others: every column begins where its numbers may.
+        # Float32 before bfloat16: every column begins at a multiple of its item size.
         if policy.dtype == torch.float32:
             self.types["weight"] = "float32"
         else:
@@ -111,12 +111,12 @@ class RankState:
         return compute_data_bytes(self.types, self._count)
 
     def read_optimizer_steps_over_all_ranks(self) -> dict[str, int]:
-        """Steps that AdamW has taken, by prefix. A collective: a rank may have nothing to step."""
+        """Return AdamW's step counts by prefix. A collective: a rank may have nothing to step."""
         steps = {}
         for prefix, shards in self._shards_of.items():
-            # Of all at once: on a GPU each may be a number that the host would have to wait for.
-            own = int(torch.stack([shard.step for shard in shards]).max()) if shards else 0
-            steps[prefix] = all_reduce_max(own)
+            # One tensor of all: on a GPU each `int` would make the host wait.
+            own_steps = int(torch.stack([shard.step for shard in shards]).max()) if shards else 0
+            steps[prefix] = all_reduce_max(own_steps)
         return steps
 
     def build_index(self, rank: int) -> RankIndex:
@@ -124,29 +124,29 @@ class RankState:
         done = 0
         for shard in self._kept:
             for place, first in shard.iterate_places_with_offsets():
-                held = tensors.setdefault(place.name, StoredTensor(place.shape, []))
-                held.pieces.append(TensorPiece(rank, done + first, *place.box))
+                stored = tensors.setdefault(place.name, StoredTensor(place.shape, []))
+                stored.pieces.append(TensorPiece(rank, done + first, *place.box))
             done += shard.columns["weight"].numel()
         return RankIndex(self._count, tensors)
 
     def copy_to(self, memory: torch.Tensor) -> None:
-        """Copy everything to memory of the host, column after column."""
+        """Copy everything to host memory, column after column."""
         start = 0
         for column, type_ in self.types.items():
             size = compute_data_bytes({column: type_}, self._count)
             rest = memory[start : start + size].view(TORCH_DTYPE_BY_NUMBER_TYPE[type_])
             for shard in self._kept:
-                own = shard.columns[column]
-                rest[: own.numel()].copy_(own, non_blocking=True)
-                rest = rest[own.numel() :]
+                numbers = shard.columns[column]
+                rest[: numbers.numel()].copy_(numbers, non_blocking=True)
+                rest = rest[numbers.numel() :]
             start += size
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 
     def load_from(self, stored_tensors: StoredTensors) -> None:
-        """Take everything from a checkpoint, of whatever layout and type of weights.
+        """Load everything from a checkpoint of any layout and type of weights.
 
-        A critic of which it has nothing stays as it is.
+        A critic that the checkpoint lacks stays unchanged.
         """
         for prefix, shards in self._shards_of.items():
             if not prefix or stored_tensors.find_shape(prefix + EMBEDDING_NAME):
@@ -188,19 +188,19 @@ def load_checkpoint_into(
     critic: NetworkWithOptimizer | None = None,
 ) -> None:
     """Restore weights and optimizer. A collective; the layout may differ from the saved one."""
-    trouble: ArealError | None = None
+    failure: ArealError | None = None
     try:
         with open_stored_tensors(directory) as stored:
             RankState(policy, optimizer, critic).load_from(stored)
     except FileNotFoundError as error:
-        trouble = build_checkpoint_damage_error(Path(error.filename), "the file is gone")
+        failure = build_checkpoint_damage_error(Path(error.filename), "the file is gone")
     except OSError as error:
-        trouble = ClusterError(
+        failure = ClusterError(
             f"a checkpoint cannot be read: {error}", key=str(directory), hint="check the mounts"
         )
     except ArealError as error:
-        trouble = error
-    raise_on_all_ranks(trouble)
+        failure = error
+    raise_on_all_ranks(failure)
     for network in (policy, *(() if critic is None else critic[:1])):
         if network.ddp_module is not None:
             network.ddp_module.start_param_sync()
@@ -212,8 +212,8 @@ def _list_state_shards(
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     sharded = network.gpt.sharded_state_dict(metadata={"dp_cp_group": group})
     parts: dict[torch.Tensor, list[ShardedTensor]] = {
-        one.data: one.build() if isinstance(one, ShardedTensorFactory) else [one]
-        for one in nested_values(extract_sharded_tensors_and_factories(sharded)[0])
+        item.data: item.build() if isinstance(item, ShardedTensorFactory) else [item]
+        for item in nested_values(extract_sharded_tensors_and_factories(sharded)[0])
     }
     return [
         _build_shard(shard, parts[shard.parameter], prefix, network.dtype)
@@ -231,7 +231,7 @@ def _build_shard(
     }
     if dtype != torch.float32:
         columns["master"] = shard.master
-    # The last number of an id tells data-parallel ranks apart, which here keep a range each.
+    # The last number of an id distinguishes data-parallel ranks, each of which stores its range.
     is_kept = not any(sharded_tensors[0].replica_id[:-1])
     places = [
         place._replace(name=prefix + place.name)
@@ -247,8 +247,8 @@ def _list_tensor_places(
     for part in sharded_tensors:
         sizes = (1,) * part.prepend_axis_num + tuple(part.local_shape)
         whole = Box(tuple(part.global_offset), sizes)
-        own = range(max(start - base, 0), min(stop - base, part.data.numel()))
-        for block in split_flat_range(tuple(part.local_shape), own.start, own.stop):
+        part_range = range(max(start - base, 0), min(stop - base, part.data.numel()))
+        for block in split_flat_range(tuple(part.local_shape), part_range.start, part_range.stop):
             for box in split_into_matrices(block):  # stacked experts
                 yield PlaceInWholeTensor(
                     part.key,
@@ -259,19 +259,18 @@ def _list_tensor_places(
         base += part.data.numel()
 
 
-def _check_stored_shape(stored_tensors: StoredTensors, tensor_place: PlaceInWholeTensor) -> None:
-    found = stored_tensors.find_shape(tensor_place.name)
-    if found != tensor_place.shape and not (
-        tensor_place.allows_shape_mismatch and found and found[1:] == tensor_place.shape[1:]
+def _check_stored_shape(stored_tensors: StoredTensors, place: PlaceInWholeTensor) -> None:
+    shape = stored_tensors.find_shape(place.name)
+    if shape != place.shape and not (
+        place.allows_shape_mismatch and shape and shape[1:] == place.shape[1:]
     ):
         key = "model"
-        if tensor_place.name.startswith(CRITIC_PREFIX):
+        if place.name.startswith(CRITIC_PREFIX):
             key = "trainer.objective.critic.model"
-        elif ".lora_" in tensor_place.name:
+        elif ".lora_" in place.name:
             key = "trainer.lora"
         raise RecipeError(
-            f"the checkpoint has {found or 'nothing'} under {tensor_place.name}, "
-            f"expected {tensor_place.shape}",
+            f"the checkpoint has {shape or 'nothing'} under {place.name}, expected {place.shape}",
             key=key,
             hint="resume with the one that the run began with",
         )
@@ -280,14 +279,14 @@ def _check_stored_shape(stored_tensors: StoredTensors, tensor_place: PlaceInWhol
 def _read_place(
     stored_tensors: StoredTensors,
     column: Column,
-    tensor_place: PlaceInWholeTensor,
+    place: PlaceInWholeTensor,
     target: torch.Tensor,
 ) -> None:
-    shape = stored_tensors.find_shape(tensor_place.name)
-    if (held := intersect_boxes(tensor_place.box, Box((0,) * len(shape), shape))) is not None:
+    shape = stored_tensors.find_shape(place.name)
+    if (common := intersect_boxes(place.box, Box((0,) * len(shape), shape))) is not None:
         stored_tensors.read_block(
             column,
-            tensor_place.name,
-            held,
-            target[held.shift_to_coordinates_within(tensor_place.box).slices],
+            place.name,
+            common,
+            target[common.shift_to_coordinates_within(place.box).slices],
         )

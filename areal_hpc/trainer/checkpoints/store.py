@@ -1,10 +1,10 @@
 """Checkpoint store: atomic directories, retention, asynchronous writes.
 
-A checkpoint is everything a restarted trainer needs, in one directory that appears whole.
-`step_00000040/` holds a file of each rank, `index.json` (what is where in it), `trainer.json`, and
-the marker `COMPLETE`. It is built under a hidden name while training goes on: each rank copies its
-part into host memory, from which a thread puts it on disk. Rank 0 renames the directory once every
-rank's part is there and no newer trainer has taken over.
+A checkpoint is everything that a restarted trainer needs, in one directory that appears whole.
+`step_00000040/` holds a file of each rank, `index.json` (positions in these files), `trainer.json`,
+and the marker `COMPLETE`. It is built under a hidden name while training continues: each rank
+copies its part into host memory, and a thread writes it to disk. Rank 0 renames the directory once
+all parts are durable, unless a newer trainer has taken over.
 
 Random state needs no file: the order of data, and an adapter's dropout, are functions of `seed` and
 `step`.
@@ -79,18 +79,18 @@ logger = logging.getLogger(__name__)
 POLL_S = 0.2
 NICENESS = 5
 REMOVAL_TIMEOUT_S = 60.0
-"""Time that old checkpoints may still take to delete at the end of a run."""
+"""Seconds that old checkpoints may still take to delete at the end of a run."""
 
 WriteStatus = IntEnum("WriteStatus", "DONE PENDING FAILED")
-"""How far a rank's part of a checkpoint is; the largest of all ranks decides."""
+"""Status of a rank's part of a checkpoint; the largest status of all ranks decides."""
 
 
 class CheckpointStore:
-    """The checkpoints of one training stage. One may be in the writing at a time.
+    """Checkpoints of one training stage. At most one is being written at a time.
 
-    `check_generation` is called on rank 0 before a checkpoint becomes visible; it raises when this
-    trainer has been replaced. `find_best_step` names the one of some steps whose checkpoint is kept
-    beside the last `keep`, if any.
+    Rank 0 calls `check_generation` before a checkpoint becomes visible; it raises when another
+    trainer has replaced this one. `find_best_step` returns the step, if any, whose checkpoint is
+    kept in addition to the last `keep`.
     """
 
     def __init__(
@@ -119,11 +119,10 @@ class CheckpointStore:
         critic: NetworkWithOptimizer | None = None,
         base: str = "",
     ) -> tuple[Optimizer, Checkpoint | None]:
-        """An optimizer for the policy, and the latest checkpoint, loaded into both. A collective.
+        """Build an optimizer, and load the latest checkpoint into it and the policy. A collective.
 
-        `base` is the digest of the model that an adapter changes.
-        A critic is loaded too, if the checkpoint has one.
-        The checkpoint may be of another layout, and of a run with other settings than those given.
+        `base` is the digest of the model that an adapter changes. A critic is loaded too, if the
+        checkpoint has one. The checkpoint may come from another layout or other settings.
         """
         optimizer = build_optimizer(policy, config, is_offloaded=is_offloaded)
         if (checkpoint := self.broadcast_latest_checkpoint()) is not None:
@@ -132,14 +131,14 @@ class CheckpointStore:
         return optimizer, checkpoint
 
     def broadcast_latest_checkpoint(self) -> Checkpoint | None:
-        """Rank 0's latest checkpoint, on every rank. A collective.
+        """Return rank 0's latest checkpoint, on every rank. A collective.
 
-        Nodes may see a shared directory differently for some seconds: had each rank its own
-        choice, they could resume from different steps.
+        Nodes may see a shared directory differently for some seconds: if each rank chose by itself,
+        they could resume from different steps.
         """
-        found = find_latest_checkpoint(self._directory) if dist.get_rank() == 0 else None
+        latest = find_latest_checkpoint(self._directory) if dist.get_rank() == 0 else None
         chosen = broadcast_object(
-            (found.path.name, found.state) if found else None, tuple[str, TrainerState] | None
+            (latest.path.name, latest.state) if latest else None, tuple[str, TrainerState] | None
         )
         if chosen is None:
             return None
@@ -150,13 +149,13 @@ class CheckpointStore:
         return checkpoint
 
     def delete_leftovers(self, generation: int) -> None:
-        """Delete what interrupted checkpoints left behind. For rank 0, before its first one.
+        """Delete remains of interrupted checkpoints. Rank 0 calls it before its first checkpoint.
 
-        What a generation later than this trainer's is writing is not ours to touch.
+        Checkpoints that a later generation is writing are left alone.
         """
         for path, written_by in list_unfinished_checkpoints(self._directory):
             if written_by is None or written_by <= generation:
-                # Renamed first: an older trainer that is stuck must not make it visible half gone.
+                # Renamed first: an older trainer that hangs must not publish it half deleted.
                 doomed = path.with_name(f".{format_step_dir(0)}.{uuid.uuid4().hex}")
                 with contextlib.suppress(FileNotFoundError):  # its writer has just removed it
                     path.rename(doomed)
@@ -171,7 +170,7 @@ class CheckpointStore:
         state: TrainerState,
         critic: NetworkWithOptimizer | None = None,
     ) -> Path:
-        """Copy the state and begin to write it, after an earlier one; its path. A collective."""
+        """Copy the state, begin to write it and return its path. A collective."""
         self.finish_save()
         began = time.monotonic()
         target = self._directory / format_step_dir(state.step)
@@ -184,12 +183,12 @@ class CheckpointStore:
             dist.barrier()
             self._writer = self._writer or CheckpointWriter()
             fault_point("checkpoint.before_copy")
-            held = RankState(policy, optimizer, critic)
-            held.copy_to(self._writer.reserve_memory(held.size_bytes, policy.device))
+            rank_state = RankState(policy, optimizer, critic)
+            rank_state.copy_to(self._writer.reserve_memory(rank_state.size_bytes, policy.device))
             fault_point("checkpoint.after_copy")
-            small = _write_small_files(partial, held, state)
+            small_files = _write_small_files(partial, rank_state, state)
             self._writer.begin_write(
-                get_rank_file_path(partial, dist.get_rank()), held.size_bytes, small
+                get_rank_file_path(partial, dist.get_rank()), rank_state.size_bytes, small_files
             )
             fault_point("checkpoint.while_writing")
         self._begun = Checkpoint(target, state)
@@ -197,19 +196,19 @@ class CheckpointStore:
         return target
 
     def poll_save(self, timeout_s: float = 0.0) -> bool:
-        """Make the checkpoint being written visible if all of it is on disk. A collective.
+        """Publish the checkpoint being written if all of it is on disk. A collective.
 
-        True on every rank when it became visible and durable in this call.
+        Return True on every rank when this call made it visible and durable.
         """
         if self._begun is None:
             return False
         assert self._writer is not None
-        trouble: ArealError | None = None
+        failure: ArealError | None = None
         try:
             done = self._writer.poll_write(timeout_s)
             progress = WriteStatus.DONE if done else WriteStatus.PENDING
         except ClusterError as error:
-            progress, trouble = WriteStatus.FAILED, error
+            progress, failure = WriteStatus.FAILED, error
         slowest = all_reduce_max(progress)
         if slowest == WriteStatus.PENDING:
             return False
@@ -218,13 +217,13 @@ class CheckpointStore:
                 self._publish_checkpoint(self._begun)
                 record_checkpoint_duration(self._copied_s + self._writer.took_s)
             except ArealError as error:
-                trouble = error
-        raise_on_all_ranks(trouble)
+                failure = error
+        raise_on_all_ranks(failure)
         self._begun = None
         return True
 
     def finish_save(self) -> bool:
-        """Wait for the checkpoint being written; false when there was none. A collective."""
+        """Wait for the checkpoint being written; return False if there is none. A collective."""
         if self._begun is None:
             return False
         while not self.poll_save(POLL_S):
@@ -250,9 +249,9 @@ class CheckpointStore:
             self._rename_into_place(partial, checkpoint)
             fault_point("checkpoint.after_rename")
             fsync_path(self._directory)
-            found = list_checkpoints(self._directory)
-            best = self._find_best_step([one.state.step for one in found])
-            for old in found[: -self._keep]:
+            checkpoints = list_checkpoints(self._directory)
+            best = self._find_best_step([item.state.step for item in checkpoints])
+            for old in checkpoints[: -self._keep]:
                 if old.state.step == best:
                     continue
                 # Hidden first: a half-deleted checkpoint must not look complete.
@@ -263,14 +262,14 @@ class CheckpointStore:
         fault_point("checkpoint.after_write")
 
     def _rename_into_place(self, partial: Path, checkpoint: Checkpoint) -> None:
-        target, own = checkpoint.path, checkpoint.state.generation
-        if target.exists():  # of an abandoned generation, or of the one that replaced this
+        target, current = checkpoint.path, checkpoint.state.generation
+        if target.exists():  # written by an abandoned generation, or by one that replaced this one
             generation = (
                 read_trainer_state(target).generation if is_complete_checkpoint(target) else -1
             )
-            if generation > own:
+            if generation > current:
                 raise SupersededTrainerError(
-                    f"generation {generation} has saved {target.name} before generation {own}"
+                    f"generation {generation} has saved {target.name} before generation {current}"
                 )
             replaced = target.with_name(f".{target.name}.replaced")
             target.rename(replaced)
@@ -281,7 +280,7 @@ class CheckpointStore:
 
 
 def _write_small_files(partial: Path, rank_state: RankState, state: TrainerState) -> list[str]:
-    """Gather all ranks' indices; rank 0 writes them and the state, and returns the names of files.
+    """Gather all ranks' indices; rank 0 writes them and the state, and returns the file names.
 
     A collective.
     """
@@ -313,16 +312,16 @@ def _convert_storage_errors(path: Path) -> Iterator[None]:
 
 
 class CheckpointWriter:
-    """Writes one copy of a rank's state at a time, and deletes old checkpoints, beside training.
+    """Background writer of one copy of a rank's state at a time; it also deletes directories.
 
-    The copies of all ranks take 14 bytes a parameter in bfloat16, 12 in float32. The memory for
-    them is as large as the largest copy so far, from the first checkpoint to the end of the run.
-    Copying, checksums and calls of the system release the interpreter's lock.
+    The copies of all ranks take 14 bytes per parameter in bfloat16, 12 in float32. Their memory is
+    as large as the largest copy so far, from the first checkpoint to the end of the run. Copies,
+    checksums and system calls release the interpreter lock.
     """
 
     def __init__(self) -> None:
         self.took_s = 0.0
-        """Seconds that the last file took to write."""
+        """Seconds that writing the last file took."""
         self._memory: torch.Tensor | None = None
         self._is_pinned = False
         self._path = Path()
@@ -330,10 +329,10 @@ class CheckpointWriter:
         self._removals: list[Future[None]] = []
 
     def reserve_memory(self, size_bytes: int, device: torch.device) -> torch.Tensor:
-        """Bytes for the next copy, pinned if it comes from a GPU; unchanged while it is written."""
+        """Return memory for the next copy, pinned for a GPU; unchanged while it is written."""
         if self._memory is None or len(self._memory) < size_bytes:
             self._release_memory()
-            # All pages at once: else each costs a trap, in the first checkpoint's copy.
+            # All pages at once: else each causes a page fault in the first checkpoint's copy.
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
             mapped = mmap.mmap(-1, max(size_bytes, mmap.PAGESIZE), flags=flags)
             self._memory = torch.frombuffer(mapped, dtype=torch.uint8)
@@ -360,7 +359,7 @@ class CheckpointWriter:
         )
 
     def poll_write(self, timeout_s: float) -> bool:
-        """True once the file, its neighbors and their directory are on disk."""
+        """Return whether the file, its neighbors and their directory are on disk."""
         if self._writing is None:
             return True
         wait([self._writing], timeout_s)
@@ -378,18 +377,18 @@ class CheckpointWriter:
         def remove() -> None:
             shutil.rmtree(directory, ignore_errors=True)
 
-        running = [one for one in self._removals if not one.done()]
+        running = [removal for removal in self._removals if not removal.done()]
         self._removals = [*running, start_native_call(remove, "checkpoint-removal")]
 
     def close(self) -> None:
-        """Wait for deletions, and give the memory back."""
+        """Wait for deletions, and release the memory."""
         if wait(self._removals, REMOVAL_TIMEOUT_S).not_done:
             logger.warning("left an old checkpoint: deleting took over %.0f s", REMOVAL_TIMEOUT_S)
         self._release_memory()
 
 
 def _write_and_sync(content: memoryview, path: Path, files_to_sync: Sequence[str]) -> float:
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)  # of this thread
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)  # only this thread
     began = time.perf_counter()
     fault_point("checkpoint.before_write")
     write_rank_file(content, path)
@@ -400,7 +399,7 @@ def _write_and_sync(content: memoryview, path: Path, files_to_sync: Sequence[str
 
 
 def write_rank_file(content: memoryview, path: Path) -> None:
-    """Write bytes, and behind them the digests of their blocks. Forced to disk."""
+    """Write bytes, then the digests of their blocks, and force both to disk."""
     with path.open("wb", buffering=0) as file:
         digests = []
         for start in range(0, len(content), DIGEST_BLOCK_BYTES):

@@ -1,8 +1,8 @@
-"""The tensors of a checkpoint, any block of which can be read: no ranks, no groups, no network.
+"""Tensors of a checkpoint, of which any block can be read: no ranks, no groups, no network.
 
-A checkpoint holds each Megatron parameter of all layers (and experts) as one tensor with a
-dimension for the layer (and the expert), in pieces that depend on the layout it was written under.
-A parameter's master weights and moments have the same shape, in columns of their own.
+A checkpoint stores each Megatron parameter of all layers (and experts) as one tensor with a
+dimension for the layer (and the expert), in pieces that depend on the layout that wrote it.
+A parameter's master weights and moments have the same shape, in separate columns.
 """
 
 import itertools
@@ -35,10 +35,10 @@ TORCH_DTYPE_BY_NUMBER_TYPE = {"float32": torch.float32, "bfloat16": torch.bfloat
 
 
 class Box(NamedTuple):
-    """A block of a tensor: where it begins and how long it is, axis by axis.
+    """Block of a tensor: its offset and its size along each axis.
 
-    A distributed optimizer gives each rank consecutive numbers of a parameter, wherever rows begin.
-    Cut into blocks they have places in the tensor, which another layout can ask for.
+    A distributed optimizer gives each rank consecutive numbers of a parameter, regardless of rows.
+    Divided into blocks they have positions in the tensor, which another layout can read.
     """
 
     offsets: tuple[int, ...]
@@ -57,24 +57,24 @@ class Box(NamedTuple):
         )
 
     def shift_from_within_to_whole(self, outer: "Box") -> "Box":
-        """The same block, given within `outer`, in the tensor that `outer` is a block of.
+        """Translate this block from coordinates within `outer` to those of the whole tensor.
 
-        That tensor may have further axes in front, in which `outer` has the length 1.
+        The whole tensor may have further leading axes, in which `outer` has the length 1.
         """
         added = (0,) * (len(outer.offsets) - len(self.offsets))
         offsets = map(sum, zip(outer.offsets, added + self.offsets, strict=True))
         return Box(tuple(offsets), tuple(1 for _ in added) + self.sizes)
 
     def shift_to_coordinates_within(self, outer: "Box") -> "Box":
-        """The same block, seen from where `outer` begins."""
+        """Translate this block to coordinates relative to the start of `outer`."""
         pairs = zip(self.offsets, outer.offsets, strict=True)
-        return Box(tuple(own - base for own, base in pairs), self.sizes)
+        return Box(tuple(offset - base for offset, base in pairs), self.sizes)
 
 
 def split_flat_range(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
-    """The blocks, in order, that numbers `start` to `stop` of a flattened tensor make up.
+    """Return the blocks, in order, that cover numbers `start` to `stop` of a flattened tensor.
 
-    Each block's numbers are consecutive; of a matrix there are three at most.
+    Each block's numbers are consecutive; a matrix has at most three such blocks.
     """
     if start >= stop:
         return []
@@ -101,9 +101,12 @@ def _split_flat_range_of_row(shape: tuple[int, ...], row: int, start: int, stop:
 
 
 def split_into_matrices(box: Box) -> Iterator[Box]:
-    """The matrices of a block, in order: one of each index in the axes before the last two."""
+    """Yield a block's matrices in order: one for each index of the axes before the last two."""
     split = len(box.sizes[:-2])
-    steps = [range(at, at + size) for at, size in zip(*(part[:split] for part in box), strict=True)]
+    steps = [
+        range(start, start + size)
+        for start, size in zip(*(part[:split] for part in box), strict=True)
+    ]
     for indices in itertools.product(*steps):
         yield Box(indices + box.offsets[split:], (1,) * split + box.sizes[split:])
 
@@ -124,7 +127,7 @@ def compute_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def compute_flat_extent(shape: tuple[int, ...], box: Box) -> tuple[int, int]:
-    """Where a block begins in a flattened tensor, and how many numbers its last is after that."""
+    """Return a block's start in the flattened tensor, and the length up to its last number."""
     strides = compute_strides(shape)
     first = sum(offset * stride for offset, stride in zip(box.offsets, strides, strict=True))
     last = sum((size - 1) * stride for size, stride in zip(box.sizes, strides, strict=True))
@@ -132,11 +135,11 @@ def compute_flat_extent(shape: tuple[int, ...], box: Box) -> tuple[int, int]:
 
 
 class RankFileReader:
-    """A rank's file of a complete checkpoint.
+    """Reader of one rank's file in a complete checkpoint.
 
     Raises:
-        FileNotFoundError: It is not there.
-        ShardError: It does not have the size that the index says.
+        FileNotFoundError: The file does not exist.
+        ShardError: Its size differs from that in the index.
     """
 
     def __init__(self, path: Path, data_bytes: int) -> None:
@@ -146,11 +149,11 @@ class RankFileReader:
         self._kept = bytearray()
         self._file = os.open(path, os.O_RDONLY)
         try:
-            found = os.fstat(self._file).st_size
+            size_bytes = os.fstat(self._file).st_size
             expected = data_bytes + count_digest_blocks(data_bytes) * DIGEST_BYTES
-            if found != expected:
+            if size_bytes != expected:
                 raise build_checkpoint_damage_error(
-                    path, f"the file has {found} bytes, by the index it has {expected}"
+                    path, f"the file has {size_bytes} bytes, by the index it has {expected}"
                 )
             digests = bytearray(count_digest_blocks(data_bytes) * DIGEST_BYTES)
             self._read_bytes(memoryview(digests), data_bytes)
@@ -163,9 +166,9 @@ class RankFileReader:
         os.close(self._file)
 
     def read(self, offset_bytes: int, size_bytes: int) -> memoryview:
-        """Some bytes of the columns, whose blocks are compared with their digests.
+        """Read bytes of the columns, after comparing their blocks with their digests.
 
-        The last block is kept: what is asked for next often begins in it.
+        The last block is kept: the next read often begins in it.
         """
         stop = offset_bytes + size_bytes
         first = offset_bytes // DIGEST_BLOCK_BYTES * DIGEST_BLOCK_BYTES
@@ -185,13 +188,13 @@ class RankFileReader:
         self._read_bytes(target, offset_bytes)
         for start in range(0, len(target), DIGEST_BLOCK_BYTES):
             block = target[start : start + DIGEST_BLOCK_BYTES]
-            found = zlib.crc32(block)
+            digest = zlib.crc32(block)
             expected = int(self._digests[(offset_bytes + start) // DIGEST_BLOCK_BYTES])
-            if found != expected:
+            if digest != expected:
                 raise build_checkpoint_damage_error(
                     self._path,
                     f"the {len(block)} bytes from byte {offset_bytes + start} on have the digest "
-                    f"crc32:{found:08x}, they were written with crc32:{expected:08x}",
+                    f"crc32:{digest:08x}, they were written with crc32:{expected:08x}",
                 )
 
     def _read_bytes(self, target: memoryview, offset_bytes: int) -> None:
@@ -206,14 +209,14 @@ class RankFileReader:
 
 
 class StoredTensors:
-    """The tensors of a checkpoint: a file of each rank, and an index of them all."""
+    """Tensors of a checkpoint: one file per rank, and one index of all."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._index = read_checkpoint_index(directory)
         self._readers: dict[int, RankFileReader] = {}
         self._pieces: dict[tuple[str, tuple[int, ...]], list[TensorPiece]] = defaultdict(list)
-        """Of each layer and expert of each tensor: there can be thousands in one tensor."""
+        """Pieces by tensor, layer and expert: one tensor can have thousands."""
         for name, tensor in self._index.tensors.items():
             for piece in tensor.pieces:
                 self._pieces[name, piece.offsets[:-2]].append(piece)
@@ -229,27 +232,29 @@ class StoredTensors:
         return column in self._index.columns
 
     def find_shape(self, tensor_name: str) -> tuple[int, ...]:
-        """Empty if there is no such tensor."""
-        found = self._index.tensors.get(tensor_name)
-        return found.shape if found else ()
+        """Return the shape of a tensor; () if it does not exist."""
+        tensor = self._index.tensors.get(tensor_name)
+        return tensor.shape if tensor else ()
 
     def read_block(self, column: Column, tensor_name: str, box: Box, target: torch.Tensor) -> None:
-        """Read a block of a tensor from the files of all ranks into `target`, of the same sizes."""
+        """Read a block of a tensor from all ranks' files into `target`, of the same sizes."""
         assert all(size == 1 for size in box.sizes[:-2]), box
         for piece in self._pieces[tensor_name, box.offsets[:-2]]:
-            own = Box(piece.offsets, piece.sizes)
-            if (common := intersect_boxes(own, box)) is not None:
-                place = common.shift_to_coordinates_within(box)
-                target[place.slices].copy_(
-                    self._read_part_of_piece(column, piece, common.shift_to_coordinates_within(own))
+            whole = Box(piece.offsets, piece.sizes)
+            if (common := intersect_boxes(whole, box)) is not None:
+                target_box = common.shift_to_coordinates_within(box)
+                target[target_box.slices].copy_(
+                    self._read_part_of_piece(
+                        column, piece, common.shift_to_coordinates_within(whole)
+                    )
                 )
 
     def _read_part_of_piece(self, column: Column, piece: TensorPiece, box: Box) -> torch.Tensor:
         first, count = compute_flat_extent(piece.sizes, box)
         type_ = self._index.columns[column]
         offset_bytes = self._index.compute_offset_bytes(piece.rank, column, piece.first + first)
-        held = self._open_file(piece.rank).read(offset_bytes, count * BYTES_BY_NUMBER_TYPE[type_])
-        flat = torch.frombuffer(held, dtype=TORCH_DTYPE_BY_NUMBER_TYPE[type_])
+        data = self._open_file(piece.rank).read(offset_bytes, count * BYTES_BY_NUMBER_TYPE[type_])
+        flat = torch.frombuffer(data, dtype=TORCH_DTYPE_BY_NUMBER_TYPE[type_])
         return flat.as_strided(box.sizes, compute_strides(piece.sizes))
 
     def _open_file(self, rank: int) -> RankFileReader:

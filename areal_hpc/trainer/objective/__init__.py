@@ -1,1 +1,1 @@
-"""Objective of a batch: advantages, importance weights and the loss."""
+"""Objective of a batch: advantages, importance weights, policy and value loss, statistics."""

@@ -1,4 +1,4 @@
-"""What losses are given of rows and tokens, and losses that are a function of the user's."""
+"""Custom losses: functions of the user's that compute the loss, and their inputs and outputs."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ CUSTOM_LOSS_RECIPE_KEY = "trainer.objective.custom"
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """The sum over a group, whose gradient is the sum of its ranks' gradients. A collective."""
+    """Sum over a group, whose gradient is the sum of its ranks' gradients. A collective."""
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -33,19 +33,19 @@ class _SumOverRanks(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenRowMap:
-    """Which row each scored token of a micro-batch belongs to. N: tokens on this rank."""
+    """Map from scored tokens of a micro-batch to their rows. N: tokens on this rank."""
 
     row_N: torch.Tensor
-    """Number of the row within the micro-batch."""
+    """Index of the row within the micro-batch."""
     row_count: int
-    """Rows of the micro-batch."""
+    """Number of rows in the micro-batch."""
     group: dist.ProcessGroup | None = None
-    """The ranks that hold parts of the same rows; None when each row is whole here."""
+    """Ranks that hold parts of the same rows; None when each row is whole here."""
 
     def compute_row_means(self, values_N: torch.Tensor) -> torch.Tensor:
-        """The mean over the row's scored tokens, at each of them [N]. A collective of `group`.
+        """Return the mean over the row's scored tokens at each [N]. A collective of `group`.
 
-        A gradient flows to all tokens of the row; then the backward pass is a collective too.
+        Gradients flow to all tokens of the row; then the backward pass is a collective too.
         """
         ones_N = torch.ones_like(values_N)
         sums_2R = values_N.new_zeros((2, self.row_count), dtype=torch.float64)
@@ -57,10 +57,10 @@ class TokenRowMap:
     def aggregate_rows_at_tokens(
         self, values_N: torch.Tensor, aggregate: CorrectionAggregate
     ) -> torch.Tensor:
-        """The mean, sum or largest of the row's tokens, at each of them [N].
+        """Return the mean, sum or maximum over the row's tokens, at each of them [N].
 
-        Of values without a gradient. A collective of `group`. What is not a number stays to be
-        seen in its whole row.
+        Values have no gradient. A collective of `group`. A value that is not a number makes the
+        result of its whole row not a number.
         """
         if aggregate == "mean":
             return self.compute_row_means(values_N)
@@ -68,45 +68,45 @@ class TokenRowMap:
         if aggregate == "sum":
             return sums_R[self.row_N].to(values_N.dtype)
         largest_R = self._reduce(values_N, "amax", -torch.inf)
-        # A maximum over ranks may pass over what is not a number; a sum does not.
+        # A maximum over ranks may ignore values that are not numbers; a sum does not.
         largest_R = largest_R.masked_fill(sums_R.isnan(), torch.nan)
         return largest_R[self.row_N].to(values_N.dtype)
 
     def _reduce(
         self, values_N: torch.Tensor, aggregate: Literal["sum", "amax"], start: float
     ) -> torch.Tensor:
-        found_R = values_N.new_full((self.row_count,), start, dtype=torch.float64)
-        found_R = found_R.scatter_reduce(0, self.row_N, values_N.detach().double(), aggregate)
+        result_R = values_N.new_full((self.row_count,), start, dtype=torch.float64)
+        result_R = result_R.scatter_reduce(0, self.row_N, values_N.detach().double(), aggregate)
         if self.group is not None and self.group.size() > 1:
             op = dist.ReduceOp.SUM if aggregate == "sum" else dist.ReduceOp.MAX
-            dist.all_reduce(found_R, op=op, group=self.group)
-        return found_R
+            dist.all_reduce(result_R, op=op, group=self.group)
+        return result_R
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LossInputs:
-    """What a custom loss is computed from: N tokens of some rows of a batch, or none of any."""
+    """Inputs of a custom loss: N tokens of some rows of a batch; N may be 0."""
 
     logprobs_N: torch.Tensor
-    """Log-probabilities under the weights that are trained: the gradient flows through them."""
+    """Log-probabilities under the weights in training: the gradient flows through them."""
     proximal_N: torch.Tensor
-    """Those under the proximal policy, as `trainer.objective.proximal` says. No gradient."""
+    """Log-probabilities under the proximal policy (`trainer.objective.proximal`). No gradient."""
     behavior_N: torch.Tensor
-    """Those under the policy that sampled the tokens, from the engine. No gradient."""
+    """The engine's log-probabilities under the policy that sampled the tokens. No gradient."""
     advantages_N: torch.Tensor
     rows: TokenRowMap
-    """Which row each token belongs to. A row's tokens may lie on several ranks: what concerns a
-    whole row is asked of `compute_row_means`, by all ranks, whatever the values are."""
+    """Row of each token. A row's tokens may lie on several ranks: values of a whole row come from
+    `compute_row_means`, which all ranks must call, whatever their values."""
     config: ObjectiveConfig
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LossOutputs:
-    """What a custom loss says of the N tokens."""
+    """Results of a custom loss for the N tokens."""
 
     terms_N: torch.Tensor
-    """To be made large. They are multiplied by the correction's weights and by what `loss_agg`
-    has them weigh: a term must not depend on which other rows are in the pass."""
+    """Terms to be maximized. They are multiplied by the correction's weights and the factors of
+    `loss_agg`: a term must not depend on the other rows in the pass."""
     clipped_N: torch.Tensor | None = None
     """Tokens whose term was bounded or left out, for `ratio/clip_fraction`."""
 
@@ -115,11 +115,11 @@ CustomLoss = Callable[[LossInputs], LossOutputs]
 
 
 def load_custom_loss(config: ObjectiveConfig) -> CustomLoss | None:
-    """The function that `custom` names, tried on made-up tokens; None if it names none."""
+    """Load the function that `custom` names and try it on made-up tokens; None without a name."""
     if not config.custom:
         return None
     function: CustomLoss = load_user_function(config.custom, CUSTOM_LOSS_RECIPE_KEY)
-    for count in (0, 4):  # a pass may have no token at all
+    for count in (0, 4):  # a pass may have no tokens
         _check_on_made_up_tokens(function, config, count)
     return function
 
@@ -143,9 +143,9 @@ def _check_on_made_up_tokens(function: CustomLoss, config: ObjectiveConfig, coun
             key=CUSTOM_LOSS_RECIPE_KEY,
             hint="examples/objectives has functions that work",
         ) from error
-    if trouble := _find_output_defect(outputs, count):
+    if defect := _find_output_defect(outputs, count):
         raise RecipeError(
-            f"{config.custom!r}, tried on {count} made-up tokens: {trouble}",
+            f"{config.custom!r}, tried on {count} made-up tokens: {defect}",
             key=CUSTOM_LOSS_RECIPE_KEY,
             hint="return LossOutputs(terms_N) with a term for each of inputs.logprobs_N",
         )

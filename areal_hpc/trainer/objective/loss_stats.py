@@ -1,7 +1,7 @@
-"""Statistics of loss functions, added up on the device and read from it once a step; their metrics.
+"""Statistics of loss functions, added up on the device and read once per step; their metrics.
 
-Among them is how far engine and trainer are apart under the same weights: sums and a histogram of
-differences of log-probabilities over tokens, which ranks and micro-batches add up.
+They include the mismatch of engine and trainer under equal weights: sums and a histogram of the
+differences of log-probabilities over tokens, added up over ranks and micro-batches.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron.core import parallel_state
 from areal_hpc.trainer.objective.policy_loss import LOSS_SUM_NAMES
 
 Number = float | torch.Tensor
-"""A number that is known here, or one that a device holds: a tensor without axes."""
+"""A number on the host, or a tensor without axes on a device."""
 
 
 @dataclass(slots=True, eq=False)
@@ -30,7 +30,7 @@ class LossStats:
     """Counts by bin in float64."""
 
     def add(self, added: LossStats) -> None:
-        """Add the statistics of another micro-batch. Nothing waits for the device."""
+        """Add the statistics of another micro-batch, without waiting for the device."""
         self.sums = dict(self.sums) | {
             name: self.sums.get(name, 0.0) + value for name, value in added.sums.items()
         }
@@ -48,34 +48,32 @@ class LossStats:
         maxima: Sequence[str],
         histograms: Mapping[str, int] | None = None,
     ) -> ReducedStats:
-        """These statistics over all ranks, on every rank. A collective, and the read of a step.
+        """Reduce these statistics over all ranks, for every rank. A collective; reads the device.
 
-        `histograms` gives the number of bins of each.
-
-        Only the first tensor-parallel rank of the last stage counts: the others saw the same
-        tokens, or none.
+        `histograms` gives the number of bins of each. Only the first tensor-parallel rank of the
+        last stage contributes: the others processed the same tokens, or none.
         """
-        counts = (
+        contributes = (
             parallel_state.is_pipeline_last_stage()
             and parallel_state.get_tensor_model_parallel_rank() == 0
         )
-        own = self if counts else LossStats()
+        contributed = self if contributes else LossStats()
         bins_of = histograms or {}
-        numbers = [own.sums.get(name, 0.0) for name in names]
-        numbers += [own.maxima.get(name, 0.0) for name in maxima]
+        numbers = [contributed.sums.get(name, 0.0) for name in names]
+        numbers += [contributed.maxima.get(name, 0.0) for name in maxima]
         vectors = [
-            own.histograms.get(name, torch.zeros(bins, dtype=torch.float64))
+            contributed.histograms.get(name, torch.zeros(bins, dtype=torch.float64))
             for name, bins in bins_of.items()
         ]
         sizes = [len(names), len(maxima), *bins_of.values()]
         sums, tops, *counts_of = copy_numbers_to_host(numbers, vectors).split(sizes)
         if dist.get_world_size() > 1:
             dist.all_reduce(sums)
-            # A maximum over ranks passes over what is not a number: it travels as a flag beside.
-            odd = tops.isnan()
-            both = torch.stack([tops.nan_to_num(0.0, torch.inf, -torch.inf), odd.double()])
-            dist.all_reduce(both, op=dist.ReduceOp.MAX)
-            tops = both[0].masked_fill(both[1] > 0, torch.nan)
+            # A maximum over ranks ignores values that are not numbers: a flag represents them.
+            is_nan = tops.isnan()
+            with_flags = torch.stack([tops.nan_to_num(0.0, torch.inf, -torch.inf), is_nan.double()])
+            dist.all_reduce(with_flags, op=dist.ReduceOp.MAX)
+            tops = with_flags[0].masked_fill(with_flags[1] > 0, torch.nan)
             for counts_B in counts_of:
                 dist.all_reduce(counts_B)
         return ReducedStats(
@@ -94,33 +92,33 @@ class ReducedStats:
 
 def _take_larger(current: Number, value: Number) -> Number:
     pair = (current, value)
-    device = next((one.device for one in pair if isinstance(one, torch.Tensor)), None)
+    device = next((number.device for number in pair if isinstance(number, torch.Tensor)), None)
     if device is not None:
-        one, two = (torch.as_tensor(n, dtype=torch.float64, device=device) for n in pair)
-        return torch.maximum(one, two)
+        first, second = (torch.as_tensor(n, dtype=torch.float64, device=device) for n in pair)
+        return torch.maximum(first, second)
     return value if math.isnan(value) else max(current, value)
 
 
 def copy_numbers_to_host(
     numbers: Sequence[Number], vectors: Sequence[torch.Tensor]
 ) -> torch.Tensor:
-    """All numbers, then all vectors, as one float64 tensor on the host: one copy from a device."""
-    on_host = [0.0 if isinstance(one, torch.Tensor) else one for one in numbers]
-    found = torch.tensor(on_host, dtype=torch.float64)
-    held = {place: n for place, n in enumerate(numbers) if isinstance(n, torch.Tensor)}
-    parts = [n.double().reshape(1) for n in held.values()] + [one.double() for one in vectors]
+    """Copy numbers, then vectors, into one float64 tensor on the host: one copy from a device."""
+    on_host = [0.0 if isinstance(number, torch.Tensor) else number for number in numbers]
+    result = torch.tensor(on_host, dtype=torch.float64)
+    tensors = {index: n for index, n in enumerate(numbers) if isinstance(n, torch.Tensor)}
+    parts = [n.double().reshape(1) for n in tensors.values()] + [v.double() for v in vectors]
     if not parts:
-        return found
+        return result
     device = next((part.device for part in parts if part.device.type != "cpu"), parts[0].device)
     read = torch.cat([part.to(device, non_blocking=True) for part in parts]).cpu()
-    found[list(held)] = read[: len(held)]
-    return torch.cat([found, read[len(held) :]])
+    result[list(tensors)] = read[: len(tensors)]
+    return torch.cat([result, read[len(tensors) :]])
 
 
 BINS_PER_DECADE = 32
-"""A percentile is read to 4 %: half a bin."""
+"""Resolution of percentiles: half a bin is 4 %."""
 MIN_EXPONENT, MAX_EXPONENT = -9, 3
-"""Powers of ten that the histogram covers; what lies beyond is counted in the last bin there."""
+"""Powers of ten that the histogram covers; values beyond are counted in its outermost bins."""
 BIN_COUNT = (MAX_EXPONENT - MIN_EXPONENT) * BINS_PER_DECADE
 
 MISMATCH_SUM_NAMES = ("compared", "mismatch_abs", "mismatch_kl")
@@ -131,11 +129,11 @@ KL(engine || trainer)."""
 def measure_engine_mismatch(
     trainer_N: torch.Tensor, engine_N: torch.Tensor, is_compared_N: torch.Tensor
 ) -> LossStats:
-    """Compare log-probabilities of tokens, of those that the trainer's weights sampled.
+    """Compare log-probabilities of the tokens that the trainer's current weights sampled.
 
-    Sums are `MISMATCH_SUM_NAMES`; `mismatch` is the largest difference, 0 without tokens, and the
-    histogram of tokens by the logarithm of theirs. Nothing is picked out by the mask: how many it
-    picks would have to be read from the device.
+    Sums are `MISMATCH_SUM_NAMES`; `mismatch` is the largest difference, 0 without tokens, and a
+    histogram of tokens by the logarithm of their difference. The mask selects no elements: their
+    number would have to be read from the device.
     """
     log_ratio_N = torch.where(is_compared_N, trainer_N - engine_N, 0.0).double()
     diff_N = log_ratio_N.abs()
@@ -143,9 +141,9 @@ def measure_engine_mismatch(
     kl = (torch.expm1(log_ratio_N) - log_ratio_N).sum()
     sums = dict(zip(MISMATCH_SUM_NAMES, (counted_N.sum(), diff_N.sum(), kl), strict=True))
     largest = diff_N.max() if diff_N.numel() else diff_N.new_zeros(())
-    bin_places_N = (diff_N.clamp(min=10.0**MIN_EXPONENT).log10() - MIN_EXPONENT) * BINS_PER_DECADE
-    # What is not a number has no place; the mean and the maximum tell of it.
-    bins_N = bin_places_N.nan_to_num(BIN_COUNT - 1, BIN_COUNT - 1).long().clamp_(0, BIN_COUNT - 1)
+    raw_bins_N = (diff_N.clamp(min=10.0**MIN_EXPONENT).log10() - MIN_EXPONENT) * BINS_PER_DECADE
+    # Values that are not numbers go to the last bin; the mean and the maximum reveal them.
+    bins_N = raw_bins_N.nan_to_num(BIN_COUNT - 1, BIN_COUNT - 1).long().clamp_(0, BIN_COUNT - 1)
     # Whole numbers: their sum does not depend on the order.
     histogram_B = diff_N.new_zeros(BIN_COUNT).index_add_(0, bins_N, counted_N)
     return LossStats(sums, {"mismatch": largest}, {"mismatch": histogram_B})
@@ -154,7 +152,7 @@ def measure_engine_mismatch(
 def estimate_abs_diff_percentile(
     log10_histogram_B: torch.Tensor, share: float, max_diff: float
 ) -> float:
-    """The difference that `share` of the tokens do not exceed; at most `max_diff`, 0 for none."""
+    """Return the difference that `share` of the tokens do not exceed, at most `max_diff`; or 0."""
     total = float(log10_histogram_B.sum())
     if not total or math.isnan(max_diff):
         return max_diff
@@ -174,7 +172,7 @@ STEP_HISTOGRAM_BINS = {"mismatch": BIN_COUNT}
 def build_loss_metrics(
     sums: Mapping[str, float], maxima: Mapping[str, float], histograms: Mapping[str, torch.Tensor]
 ) -> dict[str, float]:
-    """What a batch's passes say of policy, weights and engine, over all ranks."""
+    """Build the metrics of policy, weights and engine from a batch's passes on all ranks."""
     tokens, compared = max(1.0, sums["tokens"]), max(1.0, sums["compared"])
     largest = maxima["mismatch"]
     squares = sums["applied_squared"] * sums["tokens"]

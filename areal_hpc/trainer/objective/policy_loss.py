@@ -11,16 +11,15 @@ The divergence from a reference policy is estimated at sampled tokens, d = log p
 Names and definitions: joschu.net/blog/kl-approx. k3 in the loss is GRPO's (arXiv:2402.03300,
 section 4.1.1).
 
-Tokens may have been sampled by other weights than those an update starts from.
-The importance weight of a token is w = pi_proximal / pi_behavior. It corrects for the token alone:
-not for what other weights would have said before and after it, so even unbounded it is biased, and
-then it varies without bounds too. `trainer.objective.off_policy_correction` says what is done about
-large and small ones.
-When weights are clamped it is called truncated importance sampling (TIS,
-fengyao.notion.site/off-policy-rl), when tokens outside two bounds are masked IcePop
-(arXiv:2510.18855, section 2.3.2), when whole rows are, rejection.
+Tokens may have been sampled by other weights than those at the start of an update.
+The importance weight of a token is w = pi_proximal / pi_behavior. It corrects for this token alone,
+not for the tokens that other weights would have sampled before and after it. So even unbounded it
+is biased, and then its variance has no bound either. `trainer.objective.off_policy_correction` sets
+the treatment of large and small weights: clamping them is called truncated importance sampling
+(TIS, fengyao.notion.site/off-policy-rl), masking tokens outside two bounds IcePop
+(arXiv:2510.18855, section 2.3.2), masking whole rows rejection.
 
-The critic's loss stands here too. docs/objectives-reference.md has the settings, and AReaL's names of them.
+The critic's loss is here too. docs/objectives-reference.md has the settings, and AReaL's names.
 """
 
 from collections import Counter
@@ -36,25 +35,25 @@ from areal_hpc.trainer.objective.custom_loss import CustomLoss, LossInputs, Toke
 LOSS_SUM_NAMES = (
     "loss", "clipped", "outside", "weight", "applied", "applied_squared", "kl", "reference",
 )  # fmt: skip
-"""Sums of a loss over tokens, besides their number: `clipped` counts tokens whose gradient the clip
-removed (with cispo: whose ratio it bounded), `outside` those whose behavior weight was out of
-bounds; `weight` adds up behavior weights before the bounds, `applied` and its squares those that
-terms were multiplied by, `kl` the divergence of the proximal from the behavior policy, `reference`
+"""Names of sums of a loss over tokens: `clipped` counts tokens whose gradient the clip removed
+(with cispo: whose ratio it bounded), `outside` those whose behavior weight was out of bounds;
+`weight` adds up behavior weights before the bounds, `applied` and `applied_squared` the factors of
+the terms, `kl` the divergence of the proximal from the behavior policy, `reference` the values of
 log pi - log reference."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PolicyLoss:
-    """The loss of some tokens [N]. Everything stays on the device, which nothing waits for."""
+    """Loss of some tokens [N]. All tensors stay on the device, for which nothing waits."""
 
     total: torch.Tensor
-    """The sum over tokens, to be divided by the batch's sampled tokens."""
+    """Sum over tokens, to be divided by the batch's sampled tokens."""
     sums: Mapping[str, torch.Tensor]
     """`LOSS_SUM_NAMES` by name."""
     largest_weight: torch.Tensor
-    """The largest behavior weight before the bounds; 0 without tokens."""
+    """Largest behavior weight before the bounds; 0 without tokens."""
     ratio_N: torch.Tensor
-    """To the proximal policy; at `ratio_level=sequence` that of the row."""
+    """Ratio to the proximal policy; that of the row with `ratio_level=sequence`."""
     clipped_N: torch.Tensor
     """Tokens at which the clip acted."""
     outside_N: torch.Tensor
@@ -72,13 +71,13 @@ def compute_policy_loss(
     custom: CustomLoss | None = None,
     reference_N: torch.Tensor | None = None,
 ) -> PolicyLoss:
-    """`-sum_n w_n f(r_n, A_n)`, r = pi/pi_proximal, w = pi_proximal/pi_behavior, f the surrogate.
+    """Compute `-sum_n w_n f(r_n, A_n)`, r = pi/pi_proximal, w = pi_proximal/pi_behavior.
 
-    With `custom` its terms stand in place of f's. The gradient flows through `logprobs_N`, those of
-    the weights being trained. Terms are multiplied by `scale_N`
-    (`compute_loss_aggregation_row_factors`). With `kl.placement=loss` every term has
-    `- kl.coef * w k` beside it, k the estimated divergence from `reference_N`. With
-    `ratio_level=sequence` a collective of `rows.group`, and its backward pass too.
+    f is the surrogate; the terms of `custom` replace it. The gradient flows through `logprobs_N`,
+    the log-probabilities under the weights in training. Terms are multiplied by `scale_N`
+    (`compute_loss_aggregation_row_factors`). `kl.placement=loss` adds `- kl.coef * w k` to every
+    term, k the estimated divergence from `reference_N`. With `ratio_level=sequence` this and its
+    backward pass are collectives of `rows.group`.
     """
     proximal_N = proximal_N.detach()
     correction = compute_importance_weights(proximal_N, behavior_N, rows, config)
@@ -126,24 +125,24 @@ def compute_policy_loss(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImportanceWeights:
-    """Behavior weights of some tokens after the correction. No gradient flows through any of it."""
+    """Behavior weights of some tokens after the correction. No gradient flows through them."""
 
     weight_N: torch.Tensor
     """Factor of each token's term of the objective; 0 where it is masked."""
     raw_N: torch.Tensor
-    """The importance weight before the bounds: the token's, or the geometric mean of its row."""
+    """Importance weight before the bounds: the token's, or the geometric mean of its row."""
     outside_N: torch.Tensor
     """Tokens whose weight or divergence was out of bounds: clamped or masked."""
     kl_N: torch.Tensor
-    """An estimate of KL(behavior || proximal), never negative: k3 of joschu.net/blog/kl-approx."""
+    """Estimate of KL(behavior || proximal), never negative: k3 of joschu.net/blog/kl-approx."""
 
 
 def compute_importance_weights(
     proximal_N: torch.Tensor, behavior_N: torch.Tensor, rows: TokenRowMap, config: ObjectiveConfig
 ) -> ImportanceWeights:
-    """Weigh tokens as the objective asks. A collective of `rows.group` at level `sequence`.
+    """Weigh tokens as the objective requires. A collective of `rows.group` at level `sequence`.
 
-    What is not a number is never out of bounds: it reaches the loss, where it is noticed.
+    A value that is not a number is never out of bounds: it reaches the loss, which reveals it.
     """
     log_ratio_N = (proximal_N - behavior_N).detach()
     raw_N = log_ratio_N.exp()
@@ -161,10 +160,10 @@ def compute_importance_weights(
         judged_N = judged_N.exp()
         raw_N = rows.compute_row_means(log_ratio_N).exp() if by_row else raw_N
     low, high = config.off_policy_correction_low, config.off_policy_correction_high
-    # 0 is no lower bound: of k1 alone there is something below it.
+    # 0 is no lower bound: only k1 has values below it.
     outside_N = (judged_N < (low or -torch.inf)) | (judged_N > high)
-    held_N = raw_N.clamp(low, high) if config.off_policy_correction == "clamp" else 0.0
-    return ImportanceWeights(torch.where(outside_N, held_N, raw_N), raw_N, outside_N, kl_N)
+    bounded_N = raw_N.clamp(low, high) if config.off_policy_correction == "clamp" else 0.0
+    return ImportanceWeights(torch.where(outside_N, bounded_N, raw_N), raw_N, outside_N, kl_N)
 
 
 def _compute_surrogate(
@@ -173,7 +172,7 @@ def _compute_surrogate(
     advantages_N: torch.Tensor,
     config: ObjectiveConfig,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Terms that `surrogate` makes of ratio and advantage, and the tokens at which the clip acted.
+    """Return the surrogate's terms of ratio and advantage, and the tokens at which the clip acted.
 
     `clip`: min(r A, clip(r) A) (PPO, arXiv:1707.06347, equation 7); with `clip_dual` c, where
     A < 0, max(that, c A) (arXiv:1912.09729). `cispo`: sg(clip(r)) A log pi (arXiv:2506.13585,
@@ -202,13 +201,13 @@ def interpolate_logprobs(
     age_N: torch.Tensor,
     updates_done_share: float,
 ) -> torch.Tensor:
-    """Proximal log-probabilities on the straight line from the behavior's to those held now.
+    """Interpolate proximal log-probabilities linearly between the behavior's and the current ones.
 
-    The policies are taken to move evenly, one version a step. A token sampled `age` versions
-    before the step began, scored when `updates_done_share` of the step's updates have been made,
-    has its proximal policy at age / (age + share) of the way. That is exact at both ends: before
-    the first update the weights held are the proximal ones, and a token of age 0 was sampled by
-    them. AReaL's log-linear approximation is this formula with `updates_done_share` 1 throughout.
+    Policies are assumed to move evenly, one version per step. A token sampled `age` versions before
+    the step began, and scored after `updates_done_share` of the step's updates, has its proximal
+    policy at age / (age + share) of the way. Both ends are exact: before the first update the
+    current weights are the proximal ones, and they sampled every token of age 0. AReaL's log-linear
+    approximation is this formula with `updates_done_share` 1 throughout.
     """
     if updates_done_share == 0:
         return current_logprobs_N
@@ -218,7 +217,7 @@ def interpolate_logprobs(
 def estimate_divergence(
     logprobs_N: torch.Tensor, reference_N: torch.Tensor, estimator: Literal["k1", "k2", "k3"]
 ) -> torch.Tensor:
-    """The estimate at each token, in nats; the gradient flows through `logprobs_N`."""
+    """Estimate the divergence at each token, in nats; the gradient flows through `logprobs_N`."""
     gap_N = logprobs_N - reference_N
     match estimator:
         case "k1":
@@ -232,7 +231,7 @@ def estimate_divergence(
 def compute_loss_aggregation_row_factors(
     tokens_per_row: Sequence[int], episode_per_row: Sequence[Hashable], objective: ObjectiveConfig
 ) -> list[float] | None:
-    """Factor of the terms of each row, relative to the mean over tokens; None if all are 1.
+    """Return the factor of each row's terms, relative to the mean over tokens; None if all are 1.
 
     With N trained tokens of the batch, n episodes and T_i tokens of episode i:
 
@@ -261,18 +260,17 @@ def compute_loss_aggregation_row_factors(
 
 
 def compute_minibatch_factors(tokens: Sequence[int]) -> list[float]:
-    """Factor of each mini-batch's loss, by the trained tokens of each.
+    """Return the factor of each minibatch's loss, by their numbers of trained tokens.
 
-    A pass divides by the tokens of its mini-batch. With this factor that makes the batch's measure:
-    a mini-batch's loss is its share of the batch's times the number of mini-batches, and a token
-    weighs the same in whichever it lies.
+    A pass divides by the tokens of its minibatch. With this factor a minibatch's loss is its share
+    of the batch's loss times the number of minibatches, so that a token has equal weight in each.
     """
     mean = sum(tokens) / len(tokens) if tokens else 0.0
     return [count / mean if mean else 1.0 for count in tokens]
 
 
 VALUE_SUM_NAMES = ("value_loss", "value_clipped", "tokens")
-"""Sums over tokens: the loss, those at which the clip took the gradient away, their number."""
+"""Names of sums over tokens: the loss, the tokens whose gradient the clip removed, all tokens."""
 
 
 def compute_value_loss(
@@ -281,10 +279,10 @@ def compute_value_loss(
     returns_N: torch.Tensor,
     clip_value: float | None,
 ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
-    """The sum of max((V - R)^2, (clip(V) - R)^2) / 2, clip(V) within `clip_value` of `before_N`.
+    """Sum max((V - R)^2, (clip(V) - R)^2) / 2, with clip(V) within `clip_value` of `before_N`.
 
-    The pessimistic one of both, as a clipped surrogate is; None clips nothing. The gradient flows
-    through `values_N`.
+    This is the pessimistic choice, like that of a clipped surrogate; None clips nothing. The
+    gradient flows through `values_N`.
 
     Returns:
         The sum, to be divided by the number of tokens; `VALUE_SUM_NAMES` by name.
@@ -299,4 +297,4 @@ def compute_value_loss(
     total = terms_N.sum()
     count = torch.full_like(total, len(values_N))
     measured = (total.detach(), clipped_N.sum(), count)
-    return total, dict(zip(VALUE_SUM_NAMES, (one.double() for one in measured), strict=True))
+    return total, dict(zip(VALUE_SUM_NAMES, (value.double() for value in measured), strict=True))

@@ -1,8 +1,8 @@
-"""Packages that Megatron-core takes over from as soon as they can be imported. Imports none.
+"""Packages that Megatron-core uses instead of its own code once it can import them. Imports none.
 
-With Transformer Engine or Apex beside it, Megatron takes its optimizer and parts of its checkpoints
-from there. The fixes of AdamW's state (`megatron_private.py`, `optimizer.py`) are for torch's
-AdamW, and nothing here has ever run with another: such an environment is refused.
+With Transformer Engine or Apex installed, Megatron takes its optimizer and parts of its checkpoints
+from them. The fixes of AdamW's state (`megatron_private.py`, `optimizer.py`) are for torch's AdamW,
+and this trainer has never run with another: such an environment is refused.
 """
 
 import importlib.util
@@ -11,7 +11,7 @@ import sys
 from areal_hpc.errors import ClusterError, Problem
 
 MEGATRON_REPLACEMENTS = ("transformer_engine", "apex")
-"""Modules by which Megatron knows them."""
+"""Modules whose presence Megatron tests."""
 _DISTRIBUTIONS = {
     "transformer_engine": "transformer-engine transformer-engine-torch",
     "apex": "apex",
@@ -19,7 +19,7 @@ _DISTRIBUTIONS = {
 
 
 def build_installed_replacement_problem(module: str, python: str) -> Problem:
-    """What is wrong with an interpreter that finds the module, and the way out."""
+    """Describe what is wrong with an interpreter that has the module, and how to repair it."""
     return Problem(
         f"the Python of role train, {python}, has {module}, from which Megatron-core would take "
         "its optimizer; expected an environment without it",
@@ -30,9 +30,9 @@ def build_installed_replacement_problem(module: str, python: str) -> Problem:
 
 
 def refuse_megatron_replacements() -> None:
-    """Refuse to train in an environment that has such a package."""
-    found = [name for name in MEGATRON_REPLACEMENTS if importlib.util.find_spec(name) is not None]
-    if found:
+    """Raise ClusterError in an environment that has such a package."""
+    present = [name for name in MEGATRON_REPLACEMENTS if importlib.util.find_spec(name) is not None]
+    if present:
         raise ClusterError.from_problems(
-            [build_installed_replacement_problem(one, sys.executable) for one in found]
+            [build_installed_replacement_problem(module, sys.executable) for module in present]
         )
