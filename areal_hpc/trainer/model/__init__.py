@@ -1,1 +1,1 @@
-"""Megatron-core models, how they attend to packs, and Hugging Face's form of them."""
+"""Models: Megatron-core networks, packed attention, weights in Hugging Face's form, memory."""

@@ -1,15 +1,15 @@
-"""What layers keep between forward and backward pass. Pure, no torch.
+"""Memory that layers keep between forward and backward pass. Pure, no torch.
 
-Counted is what each operation saves for its backward pass, as in Korthikanti et al., "Reducing
-Activation Recomputation in Large Transformer Models" (arXiv 2205.05198): no dropout (an adapter's
-is not counted), FlashAttention, tokens spread evenly over experts. What is recomputed is kept of
-one layer at a time. tests/integration/trainer/test_kept_activations.py measures it.
+The count covers the tensors that each operation saves for its backward pass, as in Korthikanti et
+al., "Reducing Activation Recomputation in Large Transformer Models" (arXiv 2205.05198): no dropout
+(not even an adapter's), FlashAttention, tokens spread evenly over experts. Of recomputed layers one
+at a time is counted. tests/integration/trainer/test_kept_activations.py measures it.
 
-Megatron's layers have operations of this package: norms keep input and output, a gated MLP its
+Megatron's layers use operations of this package: norms keep input and output, a gated MLP its
 input; with tp > 1 sequences are parallel. Transformers' own modules are plain operations. Their
 norms compute in float32 and keep two more tensors, their MLPs four; their gated delta rule, in
-plain PyTorch, keeps what a chunk of tokens is to all others. A family that is not known here is
-counted as llama's layers.
+plain PyTorch, keeps the products of each chunk of tokens with itself. An unknown family is counted
+with llama's layers.
 """
 
 import json
@@ -24,21 +24,21 @@ BYTES_BY_DTYPE = {"float32": 4, "bfloat16": 2}
 DELTA_RULE_CHUNK = 64
 """Tokens of a chunk (`chunk_size` in transformers' torch_chunk_gated_delta_rule)."""
 _NORMED_QUERY_FAMILIES = ("qwen3", "gemma3", "olmo2", "olmo3")
-"""Beginnings of the `model_type` of families whose queries and keys pass a norm..."""
+"""Prefixes of the `model_type` of families whose queries and keys pass a norm..."""
 _FLOAT32_NORM_FAMILIES = ("gemma", "olmo", "gpt_oss", "qwen3_next", "qwen3_5")
-"""...whose norms keep what they have normed in float32..."""
+"""...whose norms keep the normalized values in float32..."""
 _FOUR_NORM_FAMILIES = ("gemma2", "gemma3")
-"""...whose attention and MLP have a norm before and one behind..."""
+"""...whose attention and MLP each have a norm before and one after..."""
 _GATED_ATTENTION_FAMILIES = ("qwen3_next", "qwen3_5")
 """...whose attention is gated..."""
 _WRITTEN_OUT_ATTENTION_FAMILIES = ("gpt_oss", "gemma2")
-"""...and whose attention is written out, row by row: it has sinks, or its scores are capped."""
+"""...and whose attention scores are computed row by row: it has sinks, or scores are capped."""
 
 
 def count_stage_activation_bytes(
     arch: Architecture, config: TrainerConfig, layers: int, tokens: int
 ) -> int:
-    """Bytes that the `layers` of a stage keep of a micro-batch between forward and backward."""
+    """Count bytes that the `layers` of a stage keep of a micro-batch from forward to backward."""
     parallel, activations = config.parallel, config.activations
     recomputed = activations.count_recomputed_layers(layers)
     is_selective = activations.recompute == "selective"
@@ -57,7 +57,7 @@ def count_stage_activation_bytes(
 def count_layer_activation_bytes(
     arch: Architecture, parallel: ParallelConfig, dtype: Dtype, tokens: int
 ) -> int:
-    """Bytes that the fullest layer keeps on one rank, as none of it is recomputed.
+    """Count bytes that the largest layer keeps on one rank without recomputation.
 
     `tokens` are those of all context-parallel ranks.
     """
@@ -71,18 +71,18 @@ def _count_values_per_rank(parallel: ParallelConfig, tokens: int, numbers: int) 
 
 
 def _count_seen_tokens(parallel: ParallelConfig, tokens: int) -> int:
-    """Tokens of all ranks whose keys and values a rank's queries attend to, at most."""
+    """Count the tokens, over all ranks, whose keys a rank's queries attend to, at most."""
     return tokens * (2 * parallel.cp + 1) // (2 * parallel.cp)
 
 
 def _count_megatron_values(
     arch: Architecture, parallel: ParallelConfig, tokens: int, *, is_selective: bool = False
 ) -> int:
-    """Numbers that a layer of Megatron's keeps.
+    """Count numbers that one of Megatron's layers keeps.
 
-    The inputs and outputs of both norms; query, key and value as projected and as rotated; what
-    was attended; the MLP's gate, up and product. Where recomputation is selective, the outputs of
-    norms are not kept, nor anything within the MLP.
+    These are the inputs and outputs of both norms; query, key and value as projected and as
+    rotated; the attention's output; the MLP's gate, up and product. Selective recomputation keeps
+    neither outputs of norms nor anything within the MLP.
     """
     queries, keys = arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim
     kept = 2 * arch.hidden + (queries + 2 * keys) + (queries + keys) + queries
@@ -101,7 +101,7 @@ def _count_megatron_values(
 def _list_layer_bytes(
     arch: Architecture, parallel: ParallelConfig, dtype: Dtype, tokens: int
 ) -> list[int]:
-    """Bytes that each layer of transformers' own modules keeps."""
+    """List the bytes that each layer of transformers' own modules keeps."""
     config = json.loads(arch.transformers_config)
     modules = _PlainModules(arch, config.get("text_config") or config, BYTES_BY_DTYPE[dtype])
     own = tokens // parallel.cp
@@ -123,21 +123,21 @@ class _PlainModules:
 
     arch: Architecture
     text: Mapping[str, Any]
-    """The configuration's part for texts."""
+    """Part of the configuration for text."""
     element: int
-    """Bytes of a number."""
+    """Bytes per number."""
 
     def _is_one_of(self, families: tuple[str, ...]) -> bool:
         return self.arch.family.startswith(families)
 
     def _count_norm(self, width: int) -> int:
-        """The input in float32 and, for the gradient of the weight, what was normed."""
+        """Count the input in float32 and, for the weight's gradient, the normalized values."""
         is_float32 = self._is_one_of(_FLOAT32_NORM_FAMILIES)
         normed = 4 if is_float32 else self.element
         return width * (4 if self.arch.lora is not None else 4 + normed)
 
     def count_input_bytes(self) -> int:
-        """Inputs of attention and MLP, and of the norms before and behind them."""
+        """Count the inputs of attention and MLP, and of the norms before and after them."""
         norms = 4 if self._is_one_of(_FOUR_NORM_FAMILIES) else 2
         return norms * self._count_norm(self.arch.hidden) + 2 * self.element * self.arch.hidden
 
@@ -151,16 +151,16 @@ class _PlainModules:
         return self.arch.has_state_layers and (layer + 1) % interval != 0
 
     def count_key_value_bytes(self) -> int:
-        """Keys and values as they are attended to."""
+        """Count keys and values in the form in which they are attended to."""
         arch, text = self.arch, self.text
         if "kv_lora_rank" not in text:
             return self.element * 2 * arch.kv_heads * arch.head_dim
         nope = text["qk_nope_head_dim"]
         each = int(2 * nope + text["qk_rope_head_dim"] + text["v_head_dim"])
-        return self.element * arch.heads * each  # values are a part of what was projected
+        return self.element * arch.heads * each  # values are a part of the projection
 
     def count_attention_bytes(self, longest_row: int) -> int:
-        """All but keys and values: queries, what was attended and how it was weighted."""
+        """Count everything but keys and values: queries, the output and the attention weights."""
         arch, text = self.arch, self.text
         queries = attended = arch.heads * arch.head_dim
         kept = 0
@@ -171,7 +171,7 @@ class _PlainModules:
             kept += self._count_norm(latents) + self.element * latents
         elif self._is_one_of(_NORMED_QUERY_FAMILIES) or text.get("use_qk_norm"):
             kept += self._count_norm(queries + arch.kv_heads * arch.head_dim)
-        if self._is_one_of(_GATED_ATTENTION_FAMILIES):  # the gate, and what it lets through
+        if self._is_one_of(_GATED_ATTENTION_FAMILIES):  # the gate, and its product
             kept += 2 * self.element * attended
         kept += self.element * (queries + attended)
         if self._is_one_of(_WRITTEN_OUT_ATTENTION_FAMILIES):
@@ -187,9 +187,9 @@ class _PlainModules:
         value_dim = int(text["linear_value_head_dim"])
         keys, values = heads * key_dim, heads * value_dim
         convolved = 2 * int(text["linear_num_key_heads"]) * key_dim + values
-        kept = 2 * element * convolved  # before the convolution and behind it
-        # Of queries: as they come, scaled, decayed. Of keys: as they come, of length 1, times beta,
-        # cumulated, decayed. Of values: as they come, new, less what the state foretold.
+        kept = 2 * element * convolved  # before and after the convolution
+        # Queries: raw, scaled, decayed. Keys: raw, normalized, times beta, cumulated, decayed.
+        # Values: raw, new, minus the prediction from the state.
         kept += 4 * (3 * keys + 5 * keys + 3 * values)
         # Two products of a chunk with itself, before and after the decay, and the decay.
         kept += 4 * 5 * heads * DELTA_RULE_CHUNK

@@ -1,8 +1,8 @@
 """Attention over packed sequences, for Megatron-core's local layer spec.
 
-Megatron-core leaves packed attention to Transformer Engine. Here a pack is attended to segment by
-segment, on a GPU in one kernel. Rotary embeddings are applied here too, from one table per pack:
-Megatron's packed path splits every tensor into its sequences.
+Megatron-core leaves packed attention to Transformer Engine. This module attends segment by segment,
+on a GPU in one kernel. It also applies rotary embeddings, from one table per pack: Megatron's
+packed path would split every tensor into its sequences.
 """
 
 import math
@@ -31,12 +31,12 @@ AttendSegment = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tenso
 
 @dataclass(slots=True, eq=False)
 class VarlenAttention:
-    """A pack as segments of queries, each with the keys it may see.
+    """Segments of a pack's queries, each with the keys that it may attend to.
 
-    A segment is a run of consecutive queries of one sequence; its keys are that sequence from its
-    first token to the segment's last one, so the mask is causal, aligned at the end, and never has
-    to be written down. Without context parallelism a segment is a sequence. With it each sequence
-    gives a rank two segments, its zig-zag chunks, whose keys are picked from those gathered from
+    A segment is a run of consecutive queries of one sequence. Its keys are that sequence from its
+    first token to the segment's last one, so the mask is causal, aligned at the end, and never
+    stored as a tensor. Without context parallelism a segment is a sequence. With it each sequence
+    gives a rank two segments, its zig-zag chunks, whose keys are selected from those gathered from
     all ranks. Memory is linear in the tokens, work in the sum of (queries x keys) of the segments.
 
     S: segments, in the order of their queries. Starts have S + 1 entries, int32.
@@ -47,7 +47,7 @@ class VarlenAttention:
     query_starts: torch.Tensor
     key_starts: torch.Tensor
     key_places: torch.Tensor | None
-    """Where each segment's keys lie among the gathered ones; None takes them as they are."""
+    """Indices of each segment's keys among the gathered ones; None for all in their order."""
 
     def attend(
         self,
@@ -57,9 +57,9 @@ class VarlenAttention:
         scale: float,
         window: int | None = None,
     ) -> torch.Tensor:
-        """Queries [t, heads, d] over gathered keys and values [k, kv_heads, d]: [t, heads, d].
+        """Attend by queries [t, heads, d] to gathered keys, values [k, kv_heads, d]: [t, heads, d].
 
-        A `window` of that many last keys, the query's own among them, is for the fused kernel.
+        Only the fused kernel has a `window`: the number of last keys, including the query's own.
         """
         if can_use_flash(query):
             return self.attend_fused(query, *self._pick_keys(key, value), scale, window)
@@ -77,7 +77,7 @@ class VarlenAttention:
         self, attend_segment: AttendSegment, query: torch.Tensor, key: torch.Tensor,
         value: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
-        """As `attend`, with another function for a segment [1, heads, tokens, d]."""
+        """Attend as `attend` does, with another function for a segment [1, heads, tokens, d]."""
         key, value = self._pick_keys(key, value)
         query, key, value = (part.transpose(0, 1)[None] for part in (query, key, value))
         parts = zip(
@@ -98,9 +98,9 @@ class VarlenAttention:
         scale: float,
         window: int | None = None,
     ) -> torch.Tensor:
-        """All segments in one call of FlashAttention, over keys as `key_places` picks them.
+        """Attend in one call of FlashAttention for all segments; `key_places` selects the keys.
 
-        Its causal mask and its window are aligned at the end, as segments need it.
+        Its causal mask and its window are aligned at the end, as segments require.
         """
         return run_flash_attention(
             query, key, value, self.query_starts, self.key_starts,
@@ -110,7 +110,7 @@ class VarlenAttention:
     def attend_per_segment(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """One call per segment: on a CPU, and in float32, which FlashAttention lacks."""
+        """Attend in one call per segment: on a CPU, and in float32, which FlashAttention lacks."""
         is_grouped = query.shape[1] != key.shape[1]
         if is_grouped and query.is_cuda:  # CUDA's memory-saving kernel has no grouped heads
             copies = query.shape[1] // key.shape[1]
@@ -135,7 +135,7 @@ def can_use_flash(query: torch.Tensor) -> bool:
 def plan_varlen_attention(
     lengths: IntArray, *, cp: int, cp_rank: int, device: torch.device
 ) -> VarlenAttention:
-    """The segments of one context-parallel rank, for sequences of these padded lengths."""
+    """Plan the segments of one context-parallel rank, for sequences of these padded lengths."""
     if cp == 1:
         queries, keys, key_places = lengths, lengths, None
     else:
@@ -143,11 +143,11 @@ def plan_varlen_attention(
         queries = np.repeat(chunks, 2)
         ends = np.array([cp_rank + 1, 2 * cp - cp_rank])
         keys = (chunks[:, None] * ends).ravel()
-        places = [
+        indices = [
             locate_sequence_after_cp_gather(index, lengths, cp) for index in range(len(lengths))
         ]
-        seen = [places[segment // 2][: keys[segment]] for segment in range(len(keys))]
-        key_places = torch.from_numpy(np.concatenate(seen)).to(device)
+        selected = [indices[segment // 2][: keys[segment]] for segment in range(len(keys))]
+        key_places = torch.from_numpy(np.concatenate(selected)).to(device)
     return VarlenAttention(
         query_lengths=queries.tolist(),
         key_lengths=keys.tolist(),
@@ -163,15 +163,15 @@ def _compute_starts(lengths: IntArray, device: torch.device) -> torch.Tensor:
 
 @dataclass(slots=True, eq=False)
 class AttentionPlan:
-    """Stands in for megatron.core's `PackedSeqParams`, of which its layers read `qkv_format`."""
+    """Replacement for megatron.core's `PackedSeqParams`, of which layers read `qkv_format`."""
 
     layout: VarlenAttention
     positions_T: torch.Tensor
-    """Within its row."""
+    """Position of each token within its row."""
     cos_TD: torch.Tensor
     sin_TD: torch.Tensor
     scored_places_N: torch.Tensor
-    """Local places whose logits are wanted."""
+    """Local indices whose logits are needed."""
     qkv_format: str = "thd"
 
 
@@ -181,9 +181,9 @@ def plan_attention(
     frequencies: torch.Tensor,
     rope_scale: float = 1.0,
 ) -> AttentionPlan:
-    """Index tables and rotary angles of a pack built for `parallelism`, on the frequencies' device.
+    """Compute index tables and rotary angles of a pack, on the frequencies' device.
 
-    Sines and cosines are float32, as the engine's are.
+    The pack must be built for `parallelism`. Sines and cosines are float32, like the engine's.
     """
     device = frequencies.device
     positions_T = torch.from_numpy(pack.positions_T).to(device)
@@ -200,9 +200,9 @@ def plan_attention(
 
 
 class RotaryPackedCausalAttention(MegatronModule):  # type: ignore[misc]
-    """The `core_attention` of a layer: rotary embedding, then causal attention within sequences.
+    """`core_attention` of a layer: rotary embedding, then causal attention within sequences.
 
-    Under context parallelism keys and values are gathered from all ranks of the group.
+    Under context parallelism it gathers keys and values from all ranks of the group.
     """
 
     def __init__(
@@ -229,7 +229,7 @@ class RotaryPackedCausalAttention(MegatronModule):  # type: ignore[misc]
         packed_seq_params: AttentionPlan,
         **_: Any,
     ) -> torch.Tensor:
-        """Queries [t, heads, d], keys and values [t, kv_heads, d] to [t, heads * d]."""
+        """Map queries [t, heads, d], keys and values [t, kv_heads, d] to [t, heads * d]."""
         plan = packed_seq_params
         query, key = (_Rotary.apply(part, plan.cos_TD, plan.sin_TD) for part in (query, key))  # type: ignore[no-untyped-call]
         if self.context_group.size() > 1:
@@ -241,9 +241,9 @@ class RotaryPackedCausalAttention(MegatronModule):  # type: ignore[misc]
 
 
 class _Rotary(torch.autograd.Function):
-    """Rotary position embedding, the two halves of a head forming the pairs.
+    """Rotary position embedding, in which the two halves of a head form the pairs.
 
-    The gradient of a rotation is turned back by the same angle, and has the same scale.
+    The gradient of a rotation is rotated back by the same angle, and has the same scale.
     """
 
     @staticmethod

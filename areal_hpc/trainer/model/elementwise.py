@@ -1,4 +1,4 @@
-"""RMSNorm and SwiGLU for Megatron-core's local layer spec, some rows at a time."""
+"""RMSNorm and SwiGLU for Megatron-core's local layer spec, computed in chunks of rows."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,7 +8,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch.autograd.function import once_differentiable
 
 CHUNK_ELEMENTS_BY_DEVICE = {"cpu": 1 << 18, "cuda": 1 << 26}
-"""Values of one chunk: 1 MiB of float32 fits a core's cache, 256 MiB keeps a GPU busy."""
+"""Values per chunk: 1 MiB of float32 fits a core's cache, 256 MiB keeps a GPU busy."""
 
 
 def iterate_row_chunks(matrix: torch.Tensor) -> Iterator[slice]:
@@ -18,9 +18,10 @@ def iterate_row_chunks(matrix: torch.Tensor) -> Iterator[slice]:
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """Root-mean-square norm that sequence parallelism accepts (Megatron's own wrapper refuses).
+    """Root-mean-square norm that supports sequence parallelism (Megatron's own wrapper refuses it).
 
-    The tag on the weight makes `finalize_model_grads` sum its gradient over tensor-parallel ranks.
+    The attribute of the weight makes `finalize_model_grads` sum its gradient over tensor-parallel
+    ranks.
     """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
@@ -28,7 +29,7 @@ class RMSNorm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        """Normalize the last dimension. PyTorch has one kernel for it, but not on a CPU."""
+        """Normalize the last dimension. PyTorch has a fused kernel for it, but not on a CPU."""
         if states.is_cuda or states.dtype != torch.float32:
             return F.rms_norm(states, self.normalized_shape, self.weight, self.eps)
         flat_TH = states.reshape(-1, states.shape[-1])
@@ -52,16 +53,16 @@ class _RMSNormFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient_TH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         states_TH, weight_H, scale_T1 = ctx.saved_tensors
-        of_states_TH = torch.empty_like(gradient_TH, memory_format=torch.contiguous_format)
-        of_weight_H = torch.zeros_like(weight_H)
+        states_gradient_TH = torch.empty_like(gradient_TH, memory_format=torch.contiguous_format)
+        weight_gradient_H = torch.zeros_like(weight_H)
         for rows in iterate_row_chunks(states_TH):
             unit = states_TH[rows] * scale_T1[rows]
             product = gradient_TH[rows] * unit
-            of_weight_H += product.sum(0)
+            weight_gradient_H += product.sum(0)
             along = torch.mv(product, weight_H).div_(weight_H.numel())
-            of_rows = torch.mul(gradient_TH[rows], weight_H, out=of_states_TH[rows])
-            of_rows.addcmul_(unit, along[:, None], value=-1).mul_(scale_T1[rows])
-        return of_states_TH, of_weight_H, None
+            rows_gradient = torch.mul(gradient_TH[rows], weight_H, out=states_gradient_TH[rows])
+            rows_gradient.addcmul_(unit, along[:, None], value=-1).mul_(scale_T1[rows])
+        return states_gradient_TH, weight_gradient_H, None
 
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
@@ -71,18 +72,18 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def weighted_swiglu(gate_up_RG: torch.Tensor, weights_R: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up of [R, 2 F], each row times its float32 weight, in the type of the rows.
+    """Compute silu(gate) * up of [R, 2 F], each row times its float32 weight, in the rows' type.
 
-    Rounded before the weight and after it, as Megatron's loop over experts rounds.
+    Products are rounded before and after the weight, as in Megatron's loop over experts.
     """
     return _SwiGLU.apply(gate_up_RG, weights_R)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _SwiGLU(torch.autograd.Function):
-    """The gated activation in one step that keeps nothing but its input.
+    """Gated activation in one step that keeps only its input.
 
     Megatron's own, without a compiled fusion, keeps two more activations of the MLP's width for the
-    backward pass and joins the gradients of gate and up projection by a copy.
+    backward pass, and copies to join the gradients of gate and up projection.
     """
 
     @staticmethod
@@ -102,16 +103,16 @@ class _SwiGLU(torch.autograd.Function):
         gate_up, weights_R = ctx.saved_tensors
         gate, up = gate_up.chunk(2, -1)
         joined = torch.empty_like(gate_up)
-        of_gate, of_up = joined.chunk(2, -1)
-        of_weights_R = None if weights_R is None else torch.empty_like(weights_R)
+        gate_gradient, up_gradient = joined.chunk(2, -1)
+        weights_gradient_R = None if weights_R is None else torch.empty_like(weights_R)
         for rows in iterate_row_chunks(gate_up):
-            activated, of_product = F.silu(gate[rows]), gradient[rows]
-            if of_weights_R is not None:
+            activated, product_gradient = F.silu(gate[rows]), gradient[rows]
+            if weights_gradient_R is not None:
                 product = (activated * up[rows]).to(weights_R.dtype)
-                torch.sum(product * of_product, -1, out=of_weights_R[rows])
-                of_product = (of_product * weights_R[rows, None]).to(gate.dtype)
-            torch.mul(of_product, activated, out=of_up[rows])
+                torch.sum(product * product_gradient, -1, out=weights_gradient_R[rows])
+                product_gradient = (product_gradient * weights_R[rows, None]).to(gate.dtype)
+            torch.mul(product_gradient, activated, out=up_gradient[rows])
             torch.ops.aten.silu_backward.grad_input(
-                of_product * up[rows], gate[rows], grad_input=of_gate[rows]
+                product_gradient * up[rows], gate[rows], grad_input=gate_gradient[rows]
             )
-        return joined, of_weights_R
+        return joined, weights_gradient_R

@@ -1,13 +1,13 @@
-"""Mixtures of experts: the order of tokens, their way over ranks, and the experts themselves.
+"""Mixtures of experts: the order of tokens, their exchange over ranks, and the experts themselves.
 
-Rows are sorted by expert and, within one, by token. The way there and back, and their gradients,
-are gathers and sums over the experts of a token: Megatron's own adds rows up by atomic operations,
+Rows are sorted by expert, then by token. The exchange in both directions, and its gradients, are
+gathers, and sums over the experts of a token. Megatron's own adds rows up by atomic operations,
 whose order on a GPU, and so the last bits of the result, differ from run to run.
 
-Megatron-core has grouped experts of Transformer Engine and of a CUDA extension; its own local ones
-are a loop, several kernels an expert. Here the weights of all experts of a rank are stacked, and
-PyTorch's grouped product, which has an implementation for every device, takes a run of rows for
-each. Checkpoints are those of the loop: tensors of the same names and shapes.
+Megatron-core has grouped experts of Transformer Engine and of a CUDA extension; its own local
+experts are a loop with several kernels per expert. This module stacks the weights of all experts of
+a rank, and PyTorch's grouped product, which exists for every device, multiplies a run of rows with
+each. Checkpoints equal those of the loop: tensors of the same names and shapes.
 """
 
 from dataclasses import dataclass
@@ -26,37 +26,37 @@ from areal_hpc.trainer.model.elementwise import weighted_swiglu
 from areal_hpc.trainer.private_apis.megatron_private import begin_copy_of_split_sizes
 
 BLACKWELL = 10
-"""Compute capability."""
+"""Compute capability of the first GPUs of that generation."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertOrder:
-    """T: tokens, K: experts that each visits, R = T K: rows, one per visit."""
+    """Order of rows. T: tokens, K: experts that each token visits, R = T K: rows, one per visit."""
 
     visits_R: torch.Tensor
-    """The visit, token * K + number of the expert among the token's, of each row."""
+    """Visit of each row: token * K + number of the expert among the token's."""
     rows_TK: torch.Tensor
-    """The row of each visit."""
+    """Row of each visit."""
     experts_TK: torch.Tensor
-    """The experts of each token, ascending."""
+    """Experts of each token, ascending."""
 
     def spread(self, tokens_TH: torch.Tensor) -> torch.Tensor:
-        """Each token's states once for each of its experts [R, H]."""
+        """Copy each token's states once for each of its experts [R, H]."""
         return _SpreadTokens.apply(tokens_TH, self.visits_R, self.rows_TK)  # type: ignore[no-any-return, no-untyped-call]
 
     def sum_rows_per_token(self, rows_RH: torch.Tensor) -> torch.Tensor:
-        """The sum of each token's rows [T, H]."""
+        """Return the sum of each token's rows [T, H]."""
         return _CollectTokens.apply(rows_RH, self.visits_R, self.rows_TK)  # type: ignore[no-any-return, no-untyped-call]
 
     def pick_weights(self, weights_TE: torch.Tensor) -> torch.Tensor:
-        """The weight of each row, from those of all experts for each token [R]."""
+        """Return the weight of each row, from the weights of all experts for each token [R]."""
         return weights_TE.gather(1, self.experts_TK).flatten()[self.visits_R]
 
 
 def plan_expert_order(is_visited_TE: torch.Tensor, per_token: int) -> ExpertOrder:
-    """The order for a routing in which every token visits `per_token` experts. Reads nothing back.
+    """Plan the order for a routing in which every token visits `per_token` experts.
 
-    Both sorts are stable: equal keys keep their order on every device.
+    It reads nothing from the device. Both sorts are stable: equal keys keep their order everywhere.
     """
     by_visit_TE = is_visited_TE.to(torch.uint8).sort(dim=1, descending=True, stable=True).indices
     experts_TK = by_visit_TE[:, :per_token].contiguous()
@@ -103,17 +103,17 @@ def _sum_rows_of_each_token(rows_RH: torch.Tensor, rows_TK: torch.Tensor) -> tor
 
 
 class StableTokenDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
-    """Brings tokens to the experts they visit and back, in an order that no run changes.
+    """Dispatcher that moves tokens to their experts and back, in the same order in every run.
 
-    Overrides what megatron/core/transformer/moe/token_dispatcher.py does before the exchange over
-    ranks and after it. The numbers of rows stay on the device. A rank that holds all experts sends
-    no rows, so nothing of its layers must be known to the host.
+    It overrides the steps of megatron/core/transformer/moe/token_dispatcher.py before and after the
+    exchange over ranks. The numbers of rows stay on the device. A rank that holds all experts sends
+    no rows, so the host needs no numbers.
     """
 
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows sorted by expert, and the weight of each."""
+        """Return the rows sorted by expert, and the weight of each."""
         self.hidden_shape, self.probs = hidden_states.shape, probs
         if self.ep_size == 1:
             self.tokens_per_expert = routing_map.sum(0)
@@ -135,13 +135,13 @@ class StableTokenDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
     def dispatch_postprocess(
         self, rows_RH: torch.Tensor, weights_R: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Rows of all ranks sorted by expert, their number for each, and their weights."""
+        """Return all ranks' rows sorted by expert, their number per expert, and their weights."""
         if self.ep_size == 1:
             return rows_RH, self.tokens_per_expert, weights_R
         return super().dispatch_postprocess(rows_RH, weights_R)  # type: ignore[no-any-return]
 
     def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Rows in the order in which they came from other ranks."""
+        """Return the rows in the order in which they came from other ranks."""
         if self.ep_size == 1:
             return hidden_states
         return super().combine_preprocess(hidden_states)  # type: ignore[no-any-return]
@@ -151,7 +151,7 @@ class StableTokenDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
 
 
 def use_stable_dispatch(gpt: Any) -> None:
-    """Replace the dispatcher of every layer of a mixture: Megatron lets nobody choose its class."""
+    """Replace the dispatcher of every mixture layer: Megatron has no option for its class."""
     groups = ProcessGroupCollection.use_mpu_process_groups()
     for layer in gpt.decoder.layers:
         layer.mlp.token_dispatcher = StableTokenDispatcher(
@@ -160,7 +160,7 @@ def use_stable_dispatch(gpt: Any) -> None:
 
 
 class GroupedExperts(MegatronModule):  # type: ignore[misc]
-    """The `experts` of a mixture's layer: this expert-parallel rank's, each a gated MLP."""
+    """`experts` of a mixture layer: those of this expert-parallel rank, each a gated MLP."""
 
     def __init__(self, num_local_experts: int, config: Any, pg_collection: Any, **_: Any) -> None:
         super().__init__(config=config)
@@ -172,9 +172,9 @@ class GroupedExperts(MegatronModule):  # type: ignore[misc]
     def forward(
         self, rows_RH: torch.Tensor, rows_per_expert_E: torch.Tensor, weights_R: torch.Tensor
     ) -> tuple[torch.Tensor, None]:
-        """Rows sorted by expert, with the weight of each, to the weighted outputs; no bias.
+        """Map rows sorted by expert, and their weights, to the weighted outputs; no bias.
 
-        The numbers of rows are those of their device: the host need not know them.
+        The numbers of rows are on the rows' device: the host does not need them.
         """
         ends_E = rows_per_expert_E.cumsum(0, dtype=torch.int32)
         product_RF = weighted_swiglu(self.linear_fc1(rows_RH, ends_E), weights_R)
@@ -183,7 +183,7 @@ class GroupedExperts(MegatronModule):  # type: ignore[misc]
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
     ) -> dict[str, Any]:
-        """This rank's run of the axis that counts experts, as Megatron's checkpoint wants it."""
+        """Return this rank's run of the expert axis, in the form of Megatron's checkpoints."""
         axes = len(sharded_offsets)
         run = (axes, self.expert_group.rank(), self.expert_group.size())
         return {
@@ -206,12 +206,12 @@ class _StackedLinear(torch.nn.Module):
         shape = (experts, outputs, inputs)
         weight = torch.empty(shape, dtype=config.params_dtype, device=device)
         self.weight = torch.nn.Parameter(weight)
-        # Of what every tensor-parallel rank holds Megatron counts the gradient once. An expert's is
-        # cut over the ranks that hold it, by the optimizer: each rank's part counts in the norm.
+        # Megatron counts the gradient of a parameter that all tensor-parallel ranks hold once. The
+        # optimizer divides an expert's gradient over these ranks, and each part counts in the norm.
         set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
 
     def forward(self, rows_RI: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-        """Rows [R, inputs], those of expert e before `ends_E[e]`, to [R, outputs]."""
+        """Map rows [R, inputs], those of expert e before `ends_E[e]`, to [R, outputs]."""
         weight = self.weight
         if weight.is_cuda and torch.cuda.get_device_capability(weight.device)[0] >= BLACKWELL:
             weight = ClearedGradients.apply(weight, ends_E)  # type: ignore[no-untyped-call]
@@ -219,9 +219,9 @@ class _StackedLinear(torch.nn.Module):
 
 
 class ClearedGradients(torch.autograd.Function):
-    """Stacked weights as they are; the gradient of an expert without rows is 0.
+    """Identity of stacked weights that sets the gradient of an expert without rows to 0.
 
-    On Blackwell `grouped_mm` leaves it uninitialized (pytorch/pytorch#172439).
+    On Blackwell `grouped_mm` leaves this gradient uninitialized (pytorch/pytorch#172439).
     """
 
     @staticmethod

@@ -1,6 +1,6 @@
-"""Weights in and out in Hugging Face's form: load, stream, save.
+"""Weights in Hugging Face's form: load, stream, save.
 
-Nothing here ever holds the whole model: tensors are read, gathered and written one by one.
+No function ever holds the whole model: tensors are read, gathered and written one by one.
 """
 
 import itertools
@@ -39,7 +39,7 @@ HfTensorSpecWithDtype = tuple[str, tuple[int, ...], torch.dtype]
 """Name, shape and dtype."""
 
 MAX_FILE_BYTES = 2 * 1024**3
-"""A safetensors file grows to about this, and its tensors are in host memory until then."""
+"""Size of a safetensors file; its tensors are in host memory until it is written."""
 ABANDONED_AFTER_S = 86_400.0
 
 COPIED_FILE_NAMES = (
@@ -58,10 +58,10 @@ COPIED_FILE_NAMES = (
     "preprocessor_config.json",
     "video_preprocessor_config.json",
 )
-"""Files of a model directory that training does not change, but for the dtype that it names."""
+"""Files of a model directory that training does not change, except for the dtype in them."""
 
 ReportBytes = Callable[[int, int], None]
-"""Told after each file how many bytes are written, of how many."""
+"""Callback that takes the bytes written and the bytes in total, after each file."""
 
 
 def write_hf_model_dir(
@@ -77,13 +77,13 @@ def write_hf_model_dir(
 ) -> None:
     """Write safetensors files, their index, and `source_dir`'s other files and tensors.
 
-    One file's tensors are held at a time; they are exactly those of `specs`, in that order, which
-    say how many files there are before the first is there. Another file is begun at `file_bytes`.
-    A hidden directory is filled, forced to disk, and then takes the place of `target_dir`.
+    One file's tensors are in memory at a time. They must be exactly those of `specs`, in that
+    order, which determine the number of files in advance. A new file begins at `file_bytes`. A
+    hidden directory is filled, forced to disk, and then replaces `target_dir`.
     """
     make_folder(target_dir.parent)
     _delete_abandoned_folders(target_dir.parent)
-    # Another process may be writing the same model: the trainer, and a person who exports it.
+    # Another process may write the same model: the trainer, or a person who exports it.
     partial = target_dir.with_name(f".{target_dir.name}.partial_{uuid.uuid4().hex}")
     partial.mkdir()
     dtype = specs[0][2]
@@ -111,7 +111,7 @@ def write_hf_model_dir(
 
 
 def _read_other_tensors(source_dir: Path, files: StoredParameters) -> dict[str, torch.Tensor]:
-    """What belongs to no decoder, as towers for images."""
+    """Read the tensors that belong to no decoder, such as towers for images."""
     reader = HfModelReader(source_dir)
     own = (files.prefix, files.head)
     names = reader.list_tensor_names() if files.prefix != "model." else ()
@@ -119,9 +119,9 @@ def _read_other_tensors(source_dir: Path, files: StoredParameters) -> dict[str, 
 
 
 def _delete_abandoned_folders(directory: Path) -> None:
-    """Delete what writers left that were killed: hidden folders without a change for a day."""
+    """Delete folders of killed writers: hidden folders without a change for a day."""
     for path in directory.glob(".*.partial_*"):
-        newest = max(one.stat().st_mtime for one in (path, *path.iterdir()))
+        newest = max(entry.stat().st_mtime for entry in (path, *path.iterdir()))
         if time.time() - newest > ABANDONED_AFTER_S:
             shutil.rmtree(path, ignore_errors=True)
 
@@ -141,20 +141,20 @@ def _write_tensors(
         file = f"model-{number:05d}-of-{len(parts):05d}.safetensors"
         if len(parts) == 1:
             file = "model.safetensors"
-        held: dict[str, torch.Tensor] = {}
+        tensors_of_file: dict[str, torch.Tensor] = {}
         for spec in part:
             name, tensor = next(tensors)
             if (name, tuple(tensor.shape), tensor.dtype) != spec:
                 raise AssertionError(
                     f"expected {spec}, got {name} {tuple(tensor.shape)} {tensor.dtype}"
                 )
-            # A copy: the tensor may be a view of a parameter, or of memory used again for the next.
-            held[name] = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
-        save_file(held, directory / file, metadata={"format": "pt"})
+            # A copy: the tensor may be a view of a parameter, or of memory that is reused.
+            tensors_of_file[name] = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
+        save_file(tensors_of_file, directory / file, metadata={"format": "pt"})
         file_of |= dict.fromkeys((name for name, _, _ in part), file)
         written_bytes += sum(map(count_tensor_bytes, part))
         on_file(written_bytes, total_bytes)
-    # Exhausts a collective stream, and proves that nothing is left out.
+    # Exhausts a collective stream, and proves that no tensor is left out.
     for name, _ in tensors:
         raise AssertionError(f"{name} is not in the specification")
     if len(parts) > 1:
@@ -165,15 +165,15 @@ def _write_tensors(
 def split_into_files(
     specs: Sequence[HfTensorSpecWithDtype], file_bytes: int
 ) -> list[list[HfTensorSpecWithDtype]]:
-    """Tensors by file, in order: a file ends before it would exceed `file_bytes`."""
+    """Divide tensors into files, in order: a file ends before it would exceed `file_bytes`."""
     parts: list[list[HfTensorSpecWithDtype]] = [[]]
-    held_bytes = 0
+    filled_bytes = 0
     for spec in specs:
-        if held_bytes and held_bytes + count_tensor_bytes(spec) > file_bytes:
+        if filled_bytes and filled_bytes + count_tensor_bytes(spec) > file_bytes:
             parts.append([])
-            held_bytes = 0
+            filled_bytes = 0
         parts[-1].append(spec)
-        held_bytes += count_tensor_bytes(spec)
+        filled_bytes += count_tensor_bytes(spec)
     return parts
 
 
@@ -185,7 +185,7 @@ def count_tensor_bytes(spec: HfTensorSpecWithDtype) -> int:
 def _write_config_dtype(config_path: Path, dtype: torch.dtype) -> None:
     config = json.loads(config_path.read_bytes())
     name = str(dtype).removeprefix("torch.")
-    # transformers before 5 calls it torch_dtype.
+    # transformers before 5 names it torch_dtype.
     keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
     if any(config.get(key) != name for key in keys):
         config |= dict.fromkeys(keys, name)
@@ -194,11 +194,11 @@ def _write_config_dtype(config_path: Path, dtype: torch.dtype) -> None:
 
 Slices = tuple[slice, ...]
 ReadSlices = Callable[[HfTensorSpec, Slices], torch.Tensor]
-"""Gives part of a Hugging Face tensor."""
+"""Function that reads part of a Hugging Face tensor."""
 
 
 class HfModelReader:
-    """Tensors of a model directory by name, each read when asked for."""
+    """Reader of a model directory's tensors by name, each on request."""
 
     def __init__(self, model_dir: Path, key: str = "model.path") -> None:
         index = model_dir / "model.safetensors.index.json"
@@ -223,7 +223,7 @@ class HfModelReader:
         return tensor_name in self._file_of
 
     def read_tensor(self, tensor: HfTensorSpec, slices: Slices = ()) -> torch.Tensor:
-        """Some rows or columns of one tensor, or all of it, on the CPU. Reads no more than that."""
+        """Read some rows or columns of one tensor, or all of it, to the CPU, and nothing else."""
         stored = self._open_file(tensor.name).get_slice(tensor.name)
         shape = tuple(stored.get_shape())
         if shape != tensor.shape:
@@ -235,7 +235,7 @@ class HfModelReader:
         return read
 
     def read_whole_tensor(self, name: str) -> torch.Tensor:
-        """A tensor of whatever shape and dtype."""
+        """Read a tensor of any shape and dtype."""
         read: torch.Tensor = self._open_file(name).get_tensor(name)
         return read
 
@@ -250,60 +250,60 @@ class HfModelReader:
 
 @torch.no_grad()
 def load_hf(network: Network, read_slices: ReadSlices) -> None:
-    """Fill this rank's parameters, each from the slices of Hugging Face tensors that make it up."""
+    """Fill this rank's parameters from the slices of Hugging Face tensors that they consist of."""
     tp = network.split.tp
     rank = parallel_state.get_tensor_model_parallel_rank()
     for parameter in network.weight_map:
         targets = [network.get_local_part(parameter)]
         if parameter.megatron == EMBEDDING_NAME:
             targets.append(network.tied_embedding_copy)
-        held = [target for target in targets if target is not None]
-        if not held:
+        present = [target for target in targets if target is not None]
+        if not present:
             continue
         slices = get_hf_slices(parameter, network.arch, tp, rank)
         parts = [
             read_slices(tensor, part) for tensor, part in zip(parameter.hf, slices, strict=True)
         ]
-        for target in held:
+        for target in present:
             copy_own_rows(target, to_megatron(parameter, parts, network.arch, tp))
 
 
 def list_hf_specs(policy: TrainedNetwork) -> list[HfTensorSpecWithDtype]:
-    """Name, shape and dtype of every tensor that `stream_hf_tensors` yields, in order."""
+    """Return name, shape and dtype of every tensor of `stream_hf_tensors`, in order."""
     specs = []
     for parameter in policy.weight_map:
         dtype = policy.dtype
         if parameter.is_buffer:
-            held = policy.get_local_part(parameter)
-            dtype = dtype if held is None else held.dtype
+            local = policy.get_local_part(parameter)
+            dtype = dtype if local is None else local.dtype
         specs += [(tensor.name, tensor.shape, dtype) for tensor in parameter.hf]
     return specs
 
 
 @torch.no_grad()
 def stream_hf_tensors(policy: TrainedNetwork) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every whole tensor by its Hugging Face name, in the order of `list_hf_specs`.
+    """Yield every whole tensor with its Hugging Face name, in the order of `list_hf_specs`.
 
-    A collective over the tensor-, pipeline- and expert-parallel groups, or over all ranks where
-    FSDP2 divides the parameters: every rank must drain it, and sees the same tensors. One may be a
+    A collective over the tensor-, pipeline- and expert-parallel groups, or over all ranks if FSDP2
+    divides the parameters: every rank must exhaust it, and gets the same tensors. A tensor may be a
     view of a live parameter: do not write to it.
     """
     experts: dict[str, torch.Tensor] = {}  # of one layer
     for parameter in policy.weight_map:
         if parameter.expert is None:
-            own = _broadcast_from_owner(policy, parameter)
+            shard = _broadcast_from_owner(policy, parameter)
         else:
             if parameter.expert == 0:
                 experts[parameter.megatron] = _gather_experts(policy, parameter)
-            own = experts[parameter.megatron][parameter.expert]
-        shards = _gather_shards(policy, own, parameter)
+            shard = experts[parameter.megatron][parameter.expert]
+        shards = _gather_shards(policy, shard, parameter)
         tensors = to_hf(parameter, shards, policy.arch)
         for tensor, spec in zip(tensors, parameter.hf, strict=True):
             yield spec.name, tensor
 
 
 def list_sent_specs(policy: TrainedNetwork) -> list[HfTensorSpecWithDtype]:
-    """Name, shape and dtype of every tensor that `stream_sent_tensors` yields, in order."""
+    """Return name, shape and dtype of every tensor of `stream_sent_tensors`, in order."""
     if not policy.adapter.leaves_alone:
         return list_hf_specs(policy)
     tensors = policy.adapter.read_tensors().items()
@@ -311,7 +311,7 @@ def list_sent_specs(policy: TrainedNetwork) -> list[HfTensorSpecWithDtype]:
 
 
 def stream_sent_tensors(policy: TrainedNetwork) -> Iterator[tuple[str, torch.Tensor]]:
-    """What an update sends to servers: `stream_hf_tensors`, or an adapter's tensors alone."""
+    """Yield the tensors of an update: those of `stream_hf_tensors`, or only an adapter's."""
     if policy.adapter.leaves_alone:
         return iter(policy.adapter.read_tensors().items())
     return stream_hf_tensors(policy)
@@ -334,18 +334,18 @@ def _broadcast_from_owner(policy: TrainedNetwork, parameter: ParamMap) -> torch.
 
 
 def _gather_experts(policy: TrainedNetwork, parameter: ParamMap) -> torch.Tensor:
-    """A parameter of all experts of a layer, in one collective."""
+    """Gather a parameter of all experts of a layer, in one collective."""
     stages = parallel_state.get_pipeline_model_parallel_group()
-    spread = parallel_state.get_expert_model_parallel_group()
+    expert_ranks = parallel_state.get_expert_model_parallel_group()
     stage = _find_pipeline_stage(parameter, policy.arch.layers, stages.size())
     own = policy.get_stack(parameter)
-    if own is not None and spread.size() == stages.size() == 1:
+    if own is not None and expert_ranks.size() == stages.size() == 1:
         return own.detach()
     shape = get_shard_shape(parameter, policy.arch, policy.split.tp)
-    count = policy.experts_per_rank * spread.size()
+    count = policy.experts_per_rank * expert_ranks.size()
     stack = torch.empty((count, *shape), dtype=policy.dtype, device=policy.device)
     if own is not None:
-        dist.all_gather_into_tensor(stack, own.detach().contiguous(), group=spread)
+        dist.all_gather_into_tensor(stack, own.detach().contiguous(), group=expert_ranks)
     if stages.size() > 1:
         dist.broadcast(stack, dist.get_global_rank(stages, stage), group=stages)
     return stack
@@ -387,6 +387,6 @@ def save_hf_model(
             file_bytes=file_bytes,
             adapter=policy.adapter,
         )
-    for _ in tensors:  # the other ranks take part in gathering
+    for _ in tensors:  # the other ranks take part in the gathers
         pass
     dist.barrier()

@@ -1,8 +1,8 @@
-"""Logits in float32, and log-probabilities of tokens and entropies from them.
+"""Float32 logits, log-probabilities of tokens, and entropies.
 
-The logits are by far the largest activation (151,936 columns for Qwen2.5), so nothing of their size
-is ever made beside them: they are read in chunks of rows that fit a cache, in float32 whatever
-their own dtype, and the backward pass turns them into their gradient in place.
+The logits are by far the largest activation (151,936 columns for Qwen2.5), so no second tensor of
+their size is ever made: chunks of rows that fit a cache are read in float32, whatever the dtype of
+the logits, and the backward pass overwrites them with their gradient.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,29 +16,29 @@ from torch.autograd.function import once_differentiable
 from areal_hpc.trainer.model.elementwise import iterate_row_chunks
 
 MIN_LOG_PROBABILITY = -1e3
-"""Smaller ones, such as that of a token that cannot be sampled, are as good as it."""
+"""Lower bound of log-probabilities, as of tokens that cannot be sampled: their exp is 0."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampleableTokens:
-    """Tokens that could be sampled in each of N places, or could not; where none are, all could."""
+    """Tokens that could, or could not, be sampled at each of N positions; all could without any."""
 
     ids_K: torch.Tensor
     rows_K: torch.Tensor
-    """The place that each one is of, in order."""
+    """Position that each token belongs to, ascending."""
     starts: Sequence[int]
-    """On the host: the first one of each place, and the end [N + 1]."""
+    """On the host: index of the first token of each position, and the end [N + 1]."""
     forbids_N: torch.Tensor
-    """True at the places whose tokens could not be sampled, while all others could."""
+    """True at positions whose tokens could not be sampled, while all others could."""
 
     def build_left_out_mask(self, rows: slice, first: int, columns: int) -> torch.Tensor | None:
-        """True at the columns, counted from token `first`, that could not be; None if all could."""
+        """Mark columns, counted from token `first`, that could not be sampled; None without any."""
         begin, end = self.starts[rows.start], self.starts[min(rows.stop, len(self.starts) - 1)]
         if begin == end:
             return None
         ids_K, rows_K = self.ids_K[begin:end] - first, self.rows_K[begin:end] - rows.start
         count = min(rows.stop, len(self.starts) - 1) - rows.start
-        # Tokens of other ranks go to a column that is cut off: nothing is picked out by a mask.
+        # Tokens of other ranks go to an extra column that is cut off: no mask selects elements.
         ids_K = torch.where((ids_K >= 0) & (ids_K < columns), ids_K, columns)
         forbids = self.forbids_N[rows]
         keeps_some = forbids.new_zeros(count)
@@ -56,12 +56,12 @@ def consume_logits_into_token_logprobs(
     group: dist.ProcessGroup,
     sampleable: SampleableTokens | None = None,
 ) -> torch.Tensor:
-    """Log p(label), in float32 [N]. A collective of the tensor-parallel group.
+    """Return log p(label) in float32 [N]. A collective of the tensor-parallel group.
 
     The backward pass overwrites the logits, this rank's columns of the vocabulary: nothing else may
-    read them afterwards. Columns beyond `vocab` are padding and take no probability. A temperature
-    divides the logits, as the sampler did; None is 1 everywhere. With `sampleable` distributions
-    are over these tokens alone, of which the label is one.
+    read them afterwards. Columns beyond `vocab` are padding without probability. A temperature
+    divides the logits, as in sampling; None is 1 everywhere. With `sampleable` the distributions
+    cover only these tokens, which include the label.
     """
     logprobs_N: torch.Tensor
     logprobs_N, _ = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
@@ -78,7 +78,7 @@ def consume_logits_into_logprobs_and_entropy(
     group: dist.ProcessGroup,
     sampleable: SampleableTokens | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same bits, and the entropies in nats of the distributions that labels come from [N].
+    """Return the same bits, and the entropies of the labels' distributions in nats [N].
 
     Gradients flow through both.
     """
@@ -89,10 +89,10 @@ def consume_logits_into_logprobs_and_entropy(
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """Keeps the logits and one log-sum-exp per row.
+    """Autograd function that keeps the logits and one log-sum-exp per row.
 
-    Gradient of a row with p = softmax: by its log-probability g (onehot - p) / t, by its entropy
-    -h p (log p + entropy) / t.
+    Gradient of a row with p = softmax: g (onehot - p) / t through its log-probability, and
+    -h p (log p + entropy) / t through its entropy.
     """
 
     @staticmethod
@@ -157,8 +157,8 @@ class _TokenLogprobs(torch.autograd.Function):
             slope_N = None if slope_N is None else slope_N / temperature_N
         chosen_N = torch.where(is_own_N, gradient_N, 0.0)
         for rows in iterate_row_chunks(real_NV):
-            held = real_NV[rows]
-            values = held.float()  # the logits themselves when they are float32
+            logits = real_NV[rows]
+            values = logits.float()  # the logits themselves when they are float32
             if temperature_N is not None:
                 values.div_(temperature_N[rows, None])
             values.sub_(lse_N[rows, None])
@@ -174,8 +174,8 @@ class _TokenLogprobs(torch.autograd.Function):
                 if left_out is not None:
                     values.masked_fill_(left_out, 0.0)
             values.scatter_add_(1, columns_N[rows, None], chosen_N[rows, None])
-            if values.dtype != held.dtype:
-                held.copy_(values)
+            if values.dtype != logits.dtype:
+                logits.copy_(values)
         logits_NV[:, ctx.vocab - ctx.first :] = 0
         return logits_NV, None, None, None, None, None, None
 
@@ -191,10 +191,11 @@ def _find_own_columns(
 def _compute_lse_and_mean(
     values: torch.Tensor, lse: torch.Tensor, mean: torch.Tensor, is_partial: bool
 ) -> None:
-    """Log-sum-exp of each row, and the mean of its values under their softmax.
+    """Compute the log-sum-exp of each row, and the mean of its values under their softmax.
 
-    What `torch.logsumexp` does, step by step, so that the exponentials are at hand: the sums come
-    out the same to the bit. Where it `is_partial` values may be minus infinity, also a whole row's.
+    The steps are those of `torch.logsumexp`, so that the exponentials can be used twice, and the
+    sums have equal bits. If it `is_partial`, values may be minus infinity, even those of a whole
+    row.
     """
     top = values.amax(-1, keepdim=True)
     if is_partial:
@@ -221,14 +222,14 @@ def _reduce_lse(lse_N: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 VOCAB_BLOCK_COLUMNS = 16384
-"""Columns of the vocabulary whose gradient, or weights in float32, exist at a time."""
+"""Columns of the vocabulary whose gradient, or float32 weights, exist at a time."""
 
 
 def compute_float32_logits(hidden_NH: torch.Tensor, weight_VH: torch.Tensor) -> torch.Tensor:
-    """States times weights, added up and kept in float32 [N, V], as their gradients are.
+    """Multiply states by weights, with sums in float32 [N, V]; gradients also sum in float32.
 
-    Logits that are rounded to bfloat16 move log-probabilities by .04 to .2 nat. Products of two
-    bfloat16 numbers are exact in float32, so what is left is the rounding of float32 sums.
+    Rounding logits to bfloat16 changes log-probabilities by .04 to .2 nat. Products of two bfloat16
+    numbers are exact in float32, so that only the rounding of float32 sums remains.
 
     In the backward pass the gradient of the logits enters the products in the dtype of the states,
     for the GPU's matrix units.
@@ -255,13 +256,13 @@ class _Float32Logits(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient_NV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         hidden_NH, weight_VH = ctx.saved_tensors
-        by_hidden_NH = torch.zeros_like(hidden_NH, dtype=torch.float32)
-        by_weight_VH = torch.empty_like(weight_VH)
+        hidden_gradient_NH = torch.zeros_like(hidden_NH, dtype=torch.float32)
+        weight_gradient_VH = torch.empty_like(weight_VH)
         for block in _iterate_blocks(weight_VH):
             gradient = gradient_NV[:, block].to(hidden_NH.dtype)
-            by_hidden_NH += _matmul_to_float32(gradient, weight_VH[block])
-            by_weight_VH[block] = _matmul_to_float32(gradient.T, hidden_NH)
-        return by_hidden_NH.to(hidden_NH.dtype), by_weight_VH
+            hidden_gradient_NH += _matmul_to_float32(gradient, weight_VH[block])
+            weight_gradient_VH[block] = _matmul_to_float32(gradient.T, hidden_NH)
+        return hidden_gradient_NH.to(hidden_NH.dtype), weight_gradient_VH
 
 
 def _matmul_to_float32(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

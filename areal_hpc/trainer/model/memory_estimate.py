@@ -1,10 +1,10 @@
-"""Estimate of the memory that a trainer rank takes, on its GPU and on its node. Pure, no torch.
+"""Estimate of a trainer rank's memory, on its GPU and on its node. Pure, no torch.
 
-Counted are the things whose size follows from shapes; CUDA's context, kernels' workspace and
+It counts everything whose size follows from shapes; CUDA's context, kernels' workspace and
 fragmentation are covered by `RESERVE_BYTES`, which is an assumption. Sources:
 
 - optimizer state sharded over data-parallel ranks: Megatron-core's distributed optimizer (6 + 12/d
-  bytes a parameter in bfloat16; docs/source/api-guide/dist_optimizer.md of Megatron-LM);
+  bytes per parameter in bfloat16; docs/source/api-guide/dist_optimizer.md of Megatron-LM);
 - activations: `activation_memory.py`.
 """
 
@@ -30,24 +30,24 @@ from areal_hpc.trainer.model.parameter_counts import (
 
 GIB = 2**30
 RESERVE_BYTES = 2 * GIB
-"""CUDA's context, workspace of matrix products. An assumption, not measured."""
+"""CUDA's context and the workspace of matrix products. An assumption, not measured."""
 COMMUNICATOR_BYTES = 24 * ((4 << 20) + 120 * 640 * 8 * 8 + 8 * 512 * 8 * 16)
-"""What NCCL keeps on a GPU for one communicator: 24 channels of a ring, each with the buffers of
-three protocols (src/init.cc of NCCL). The number of channels is an
-assumption: NCCL takes fewer over slow links, and trees come on top."""
+"""Memory of one NCCL communicator on a GPU: 24 channels of a ring, each with the buffers of three
+protocols (src/init.cc of NCCL). The number of channels is an assumption: NCCL uses fewer over slow
+links, and trees need more."""
 SENT_BUCKET_BYTES = 512 * 2**20
 """Weights that the sender packs at a time, into one of two buffers (`weights/buckets.py`)."""
 OPTIMIZER_CHUNK_ELEMENTS = 1 << 24
-"""Elements of the optimizer's state that are on the GPU at a time while the rest is in host memory
-(`trainer/optimizer.py`): a part of 64 MiB of each master weight and moment."""
+"""Elements of an offloaded optimizer state that are on the GPU at a time (`trainer/optimizer.py`):
+64 MiB of each master weight and moment."""
 LOGIT_BYTES = 4
-"""From the one that keeps most to the one that keeps least."""
+"""Bytes of a logit, in float32."""
 PARALLEL_NAMES = ("tp", "pp", "cp", "dp", "ep")
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerMemory:
-    """Bytes on the fullest GPU of the trainer, and the pipeline stage it belongs to."""
+    """Bytes on the trainer's fullest GPU, and its pipeline stage."""
 
     stage: int
     parameters: int
@@ -56,15 +56,15 @@ class TrainerMemory:
     activations: int
     logits: int
     communicators: int = 0
-    """Buffers of NCCL's communicators; those to replicas, and packed weights, come on top."""
+    """Buffers of NCCL's communicators, including those to replicas, and packed weights."""
     host_activations: int = 0
-    """Bytes of host memory that offloaded activations of this GPU take."""
+    """Host memory of this GPU's offloaded activations."""
     host_optimizer: int = 0
-    """Bytes of host memory that master weights and moments of this GPU take."""
+    """Host memory of this GPU's offloaded master weights and moments."""
     scoring: int = 0
-    """What the largest frozen network takes while it scores, before there are activations."""
+    """Memory of the largest frozen network while it scores, before there are activations."""
     host_frozen: int = 0
-    """Bytes of host memory in which the weights of frozen networks wait."""
+    """Host memory of the frozen networks' weights."""
 
     @property
     def total(self) -> int:
@@ -80,7 +80,7 @@ def estimate_trainer_memory(
     frozen: Sequence[Architecture] = (),
     critic: Architecture | None = None,
 ) -> TrainerMemory:
-    """Memory of the trainer's fullest GPU; rank 0 sends weights to `update_groups` groups.
+    """Estimate the trainer's fullest GPU; rank 0 sends weights to `update_groups` groups.
 
     `frozen` networks score each batch before it is trained; a `critic` is trained beside the
     policy.
@@ -97,15 +97,15 @@ def estimate_trainer_memory(
             largest = max(largest, arch.parameters.experts * 2 // 3 // arch.layers)
         sending += 2 * max(SENT_BUCKET_BYTES, BYTES_BY_DTYPE[config.dtype] * largest)
     stages[0] = replace(first, communicators=sending)
-    return max(stages, key=lambda one: one.total)
+    return max(stages, key=lambda memory: memory.total)
 
 
 def estimate_checkpoint_copy_bytes(
     arch: Architecture, config: TrainerConfig, critic: Architecture | None = None
 ) -> int:
-    """Host memory of a rank's copy of its part of a checkpoint, in bytes: of the fullest stage.
+    """Estimate the bytes of a rank's checkpoint copy in host memory, for the fullest stage.
 
-    In bfloat16 weights, float32 master weights and moments; float32 weights are their own masters.
+    In bfloat16 weights, float32 master weights and moments; float32 weights need no masters.
     """
     each, parallel = 12 if config.dtype == "float32" else 14, config.parallel
     undivided = parallel.model_copy(update={"tp": 1, "ep": 1})
@@ -124,7 +124,7 @@ def estimate_stage_memory(
     frozen: Sequence[Architecture] = (),
     critic: Architecture | None = None,
 ) -> TrainerMemory:
-    """Memory of a GPU of one pipeline stage during a step."""
+    """Estimate a GPU of one pipeline stage during a step."""
     parallel, tokens = config.parallel, config.max_tokens_per_microbatch
     parameters, gradients, optimizer = _count_state_bytes(arch, config, stage, critic)
     host_optimizer = optimizer if config.offload.optimizer else 0
@@ -150,55 +150,55 @@ def estimate_stage_memory(
 
 
 def _get_optimizer_bytes(config: TrainerConfig) -> int:
-    """Of a parameter: moments in float32, in bfloat16 also a float32 copy of it."""
+    """Return bytes per parameter: moments in float32, with bfloat16 also a float32 copy."""
     return 8 if config.dtype == "float32" else 12
 
 
 def _count_state_bytes(
     arch: Architecture, config: TrainerConfig, stage: int, critic: Architecture | None
 ) -> tuple[int, int, int]:
-    """Bytes of parameters, of gradients and of the optimizer's state, on whichever side."""
+    """Count bytes of parameters, gradients and optimizer state, on the GPU or offloaded."""
     parallel, element = config.parallel, BYTES_BY_DTYPE[config.dtype]
     counts = (
         count_trained_parameters(arch, parallel, stage),
         count_critic_stage_parameters(critic, parallel, stage),
     )
-    dense, experts = (sum(one) for one in zip(*counts, strict=True))
+    dense, experts = (sum(pair) for pair in zip(*counts, strict=True))
     frozen = 0
     if arch.lora is not None:
         frozen = element * sum(count_stage_parameters(arch, parallel, stage))
-    sharers = parallel.dp * parallel.cp
-    expert_sharers = parallel.tp * sharers // parallel.ep
+    sharing_ranks = parallel.dp * parallel.cp
+    expert_sharing_ranks = parallel.tp * sharing_ranks // parallel.ep
     each = _get_optimizer_bytes(config)
-    optimizer = each * dense // sharers + each * experts // expert_sharers
+    optimizer = each * dense // sharing_ranks + each * experts // expert_sharing_ranks
     trained = dense + experts
     if not parallel.shard_parameters:
         return trained * element + frozen, trained * 4, optimizer
-    # FSDP2 divides weights and gradients, too, and gathers the tables and a layer at a time.
+    # FSDP2 also divides weights and gradients, and gathers the tables and one layer at a time.
     tables = arch.vocab * arch.hidden * (1 if arch.tied else 2)
     gathered = element * (tables + 2 * ((trained - tables) // arch.layers))
-    part = trained * 4 // sharers + gathered
+    part = trained * 4 // sharing_ranks + gathered
     return part + frozen, part, optimizer
 
 
 def _count_activation_bytes(
     arch: Architecture, config: TrainerConfig, stage: int, critic: Architecture | None
 ) -> tuple[int, int]:
-    """Bytes of activations on the GPU and in host memory."""
+    """Count bytes of activations on the GPU and in host memory."""
     parallel, tokens = config.parallel, config.max_tokens_per_microbatch
     trained = [arch] if critic is None else [arch, critic]  # one after the other
-    # 1F1B: stage s has begun pp - s micro-batches before the first of them comes back.
+    # 1F1B: stage s has begun pp - s micro-batches before the first one returns.
     kept = (parallel.pp - stage) * max(
         count_stage_activation_bytes(
-            one, config, divide_layers_over_stages(one.layers, parallel.pp)[stage], tokens
+            network, config, divide_layers_over_stages(network.layers, parallel.pp)[stage], tokens
         )
-        for one in trained
+        for network in trained
     )
     if config.recompute == "none" and not config.offload.activations:
         return kept, 0
-    # The backward pass has one layer's at a time, however they were kept meanwhile.
+    # The backward pass needs one layer's activations at a time, offloaded or not.
     whole = max(
-        count_layer_activation_bytes(one, parallel, config.dtype, tokens) for one in trained
+        count_layer_activation_bytes(network, parallel, config.dtype, tokens) for network in trained
     )
     return (whole, kept) if config.offload.activations else (kept + whole, 0)
 
@@ -206,22 +206,22 @@ def _count_activation_bytes(
 def _count_scoring_bytes(
     frozen: Sequence[Architecture], config: TrainerConfig, stage: int
 ) -> tuple[int, int]:
-    """Bytes of the largest frozen network while it scores, and in host memory of all of them."""
+    """Count bytes of the largest frozen network while it scores, and of all in host memory."""
     parallel, tokens = config.parallel, config.max_tokens_per_microbatch
     weights, scoring = 0, 0
     for network in frozen:
         layout = get_side_layout(network, parallel)
         parameters = sum(count_stage_parameters(network, layout, stage))
-        own = BYTES_BY_DTYPE[config.dtype] * parameters
+        own_bytes = BYTES_BY_DTYPE[config.dtype] * parameters
         layer = count_layer_activation_bytes(network, parallel, config.dtype, tokens)
-        weights, scoring = weights + own, max(scoring, own + layer)
+        weights, scoring = weights + own_bytes, max(scoring, own_bytes + layer)
     return scoring, weights
 
 
 def count_rank_communicators(arch: Architecture, parallel: ParallelConfig) -> int:
-    """NCCL communicators of a trainer rank with the others: of the groups that reduce or send.
+    """Count a trainer rank's NCCL communicators with other ranks: groups that reduce or send.
 
-    They are made in the first collective of a group; those of a single rank keep no buffers.
+    They are made in the first collective of a group; groups of one rank have no buffers.
     """
     sizes = [
         parallel.tp,
@@ -246,10 +246,10 @@ def describe_cheapest_fitting_change(
     frozen: Sequence[Architecture] = (),
     critic: Architecture | None = None,
 ) -> str:
-    """The cheapest change with which a trainer rank fits a GPU, in overrides; empty if none does.
+    """Find the cheapest change with which a rank fits a GPU, as overrides; '' if none does.
 
-    Recomputation costs a third of a forward and backward pass at most, and is tried first; then
-    what waits in host memory.
+    Recomputation costs at most a third of a forward and backward pass, and is tried first; then
+    offload to host memory.
     """
     for overrides, changed in _list_thriftier_configs(arch, config):
         total = estimate_trainer_memory(arch, changed, update_groups, frozen, critic).total
@@ -262,8 +262,8 @@ def _list_thriftier_configs(
     arch: Architecture, config: TrainerConfig
 ) -> Iterator[tuple[list[str], TrainerConfig]]:
     overrides: list[str] = []
-    more = {"none": ("selective", "full"), "full": ()}
-    for mode in more.get(str(config.recompute), ("full",)):
+    modes_after = {"none": ("selective", "full"), "full": ()}
+    for mode in modes_after.get(str(config.recompute), ("full",)):
         config = config.model_copy(update={"recompute": mode})
         overrides = [f"trainer.recompute={mode}"]
         yield overrides, config
@@ -273,7 +273,7 @@ def _list_thriftier_configs(
             parallel = parallel.model_copy(update={"shard_parameters": True})
             overrides.append("trainer.parallel.shard_parameters=true")
             yield overrides, config.model_copy(update={"parallel": parallel})
-        return  # what is divided stays on its GPUs
+        return  # divided state stays on its GPUs
     for key in ("optimizer", "activations"):
         if not getattr(config.offload, key):
             offload = config.offload.model_copy(update={key: True})

@@ -1,6 +1,6 @@
-"""Parameters of networks and of their parts, counted from sizes. Pure, no torch.
+"""Parameter counts of networks and their parts, computed from sizes. Pure, no torch.
 
-Where a function gives two numbers the second one is of the experts.
+If a function returns two numbers, the second counts experts' parameters.
 """
 
 from dataclasses import replace
@@ -13,7 +13,7 @@ from areal_hpc.trainer.model.families.architecture import (
 
 
 def count_layer_non_expert_parameters(arch: Architecture, tp: int) -> int:
-    """Parameters of one layer on one tensor-parallel rank, but for those of experts."""
+    """Count parameters of one layer on one tensor-parallel rank, without those of experts."""
     queries, keys = arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim
     qkv = (queries + 2 * keys) // tp
     count = 2 * arch.hidden + qkv * arch.hidden + queries // tp * arch.hidden
@@ -37,7 +37,7 @@ def count_embedding_parameters(arch: Architecture, tp: int) -> int:
 def count_stage_parameters(
     arch: Architecture, parallel: ParallelConfig, stage: int
 ) -> tuple[int, int]:
-    """Parameters of one rank of a pipeline stage: those of experts apart, as the second."""
+    """Count parameters of one rank of a pipeline stage: others, then experts'."""
     if arch.parameters is not None:
         return arch.parameters.dense, arch.parameters.experts
     layers, last = divide_layers_over_stages(arch.layers, parallel.pp)[stage], parallel.pp - 1
@@ -46,7 +46,7 @@ def count_stage_parameters(
         dense += count_embedding_parameters(arch, parallel.tp)
     if stage == last:
         dense += arch.hidden
-        if not arch.tied or last > 0:  # a tied head of another stage is a copy of the embedding
+        if not arch.tied or last > 0:  # a tied head on another stage is a copy of the embedding
             dense += count_embedding_parameters(arch, parallel.tp)
     return dense, layers * count_layer_expert_parameters(arch, parallel.ep)
 
@@ -54,16 +54,16 @@ def count_stage_parameters(
 def count_trained_parameters(
     arch: Architecture, parallel: ParallelConfig, stage: int
 ) -> tuple[int, int]:
-    """The same of those that have gradients and optimizer state."""
+    """Count parameters that have gradients and optimizer state, as `count_stage_parameters`."""
     if arch.lora is None:
         return count_stage_parameters(arch, parallel, stage)
     return count_adapter_parameters(arch, arch.lora), 0
 
 
 def count_adapter_parameters(arch: Architecture, lora: LoraConfig) -> int:
-    """Parameters of an adapter on the layers of a plain decoder, under their usual names.
+    """Count parameters of an adapter on the layers of a plain decoder with the usual names.
 
-    Of a pattern, or of other names, all of them are counted.
+    For a pattern or other names, all layers are counted.
     """
     queries, keys = arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim
     experts, width = (
@@ -75,7 +75,7 @@ def count_adapter_parameters(arch: Architecture, lora: LoraConfig) -> int:
     layers = ("gate_proj", "up_proj", "down_proj")
     counts |= dict.fromkeys(layers, rank * (arch.hidden + width) * experts)
     targets = lora.target_modules
-    named = set() if isinstance(targets, str) else {one.rpartition(".")[2] for one in targets}
+    named = set() if isinstance(targets, str) else {target.rpartition(".")[2] for target in targets}
     return arch.layers * sum(counts[name] for name in named & counts.keys() or counts)
 
 
@@ -88,7 +88,7 @@ def count_critic_parameters(critic: Architecture) -> int:
 
 
 def get_side_layout(arch: Architecture, parallel: ParallelConfig) -> ParallelConfig:
-    """The layout of a network beside the policy, which FSDP2 never divides."""
+    """Return the layout of a network beside the policy, which FSDP2 never divides."""
     ep = 1 if arch.experts is None else parallel.ep
     return parallel.model_copy(update={"ep": ep, "shard_parameters": False})
 

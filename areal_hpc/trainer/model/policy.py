@@ -1,4 +1,4 @@
-"""This rank's part of a Megatron GPT, from an architecture. No other file builds one."""
+"""Construction of this rank's part of a Megatron GPT. No other module builds one."""
 
 import json
 from dataclasses import dataclass, field, fields
@@ -54,26 +54,26 @@ from areal_hpc.trainer.private_apis.megatron_private import (
 
 TORCH_DTYPE_BY_NAME = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 GRADIENT_BUCKET_ELEMENTS = 40_000_000
-"""Gradients, of whole parameters, that are reduced over ranks at a time: 160 MB."""
+"""Elements of gradients that are reduced over ranks at a time: 160 MB."""
 
 
 @dataclass(slots=True, eq=False)
 class Network:
-    """A network as this rank holds it: that which is trained, or one that is only scored."""
+    """This rank's part of a network, which is trained or only scored."""
 
     arch: Architecture
     gpt: Any
     """`ScoredTokenGPT` or `ScoredTokenCritic`, or `ScoredTokenDecoder` of transformers' modules."""
     dtype: torch.dtype
     device: torch.device
-    """Where it computes."""
+    """Device that computes."""
     split: PackParallelism
     rope_frequencies: torch.Tensor
     """Rotary angle per position [head_dim / 2]."""
     router_replay: RouterReplay | None = None
-    """Of the trained mixture; any other network routes by itself."""
+    """Set for the trained mixture; other networks choose experts themselves."""
     weight_map: list[ParamMap] = field(init=False)
-    """What a model directory has of it."""
+    """Parameters of the network that a model directory stores."""
     adapter: AdapterExport = field(init=False)
     _held: dict[str, torch.nn.Parameter] = field(init=False)
 
@@ -92,16 +92,16 @@ class Network:
         return module
 
     def get_local_part(self, parameter: ParamMap) -> torch.Tensor | None:
-        """This rank's part of a parameter; None when only other ranks hold it."""
-        held = self.get_stack(parameter)
-        if held is None or parameter.expert is None:
-            return held
+        """Return this rank's part of a parameter; None if only other ranks hold it."""
+        stack = self.get_stack(parameter)
+        if stack is None or parameter.expert is None:
+            return stack
         group = parallel_state.get_expert_model_parallel_group()
-        place = parameter.expert - group.rank() * self.experts_per_rank
-        return held[place] if 0 <= place < self.experts_per_rank else None
+        index = parameter.expert - group.rank() * self.experts_per_rank
+        return stack[index] if 0 <= index < self.experts_per_rank else None
 
     def get_stack(self, parameter: ParamMap) -> torch.Tensor | None:
-        """The same; of one expert's, those of all experts of the layer that this rank holds."""
+        """Return the same; for an expert's parameter, those of all the layer's local experts."""
         name = parameter.megatron
         if self.arch.transformers_config:
             return self._held[name]
@@ -114,7 +114,7 @@ class Network:
 
     @property
     def experts_per_rank(self) -> int:
-        """Experts of each layer that every expert-parallel rank holds; 0 in a dense network."""
+        """Number of each layer's experts on every expert-parallel rank; 0 in a dense network."""
         if self.arch.experts is None or self.arch.transformers_config:
             return 0
         ranks: int = parallel_state.get_expert_model_parallel_group().size()
@@ -129,12 +129,12 @@ class Network:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class TrainedNetwork(Network):
-    """A network being trained."""
+    """Network that is being trained."""
 
     ddp_module: DistributedDataParallel | None
-    """Wraps `gpt`; owns the gradient buffers. None where FSDP2 divides the parameters."""
+    """Wrapper of `gpt` with the gradient buffers; None if FSDP2 divides the parameters."""
     offloads_activations: bool = False
-    """Copy what the backward pass needs to host memory meanwhile."""
+    """Whether tensors for the backward pass are in host memory meanwhile."""
 
     @property
     def module(self) -> torch.nn.Module:
@@ -149,7 +149,7 @@ def build_policy(
     device: torch.device,
     activations: ActivationMemoryConfig = KEEP_ALL_ACTIVATIONS,
 ) -> TrainedNetwork:
-    """An uninitialized network on this rank; load weights into it before use.
+    """Build an uninitialized network on this rank; load weights into it before use.
 
     Process groups must exist (`process_groups.join_process_groups`).
     """
@@ -163,13 +163,13 @@ def build_policy(
 
 
 def prepare_for_training(network: Network, activations: ActivationMemoryConfig) -> TrainedNetwork:
-    """The network in Megatron's wrapper, with the gradient buffers of this rank."""
+    """Wrap the network in Megatron's data parallelism, with this rank's gradient buffers."""
     gpt, config = network.gpt, network.gpt.config
     for name, parameter in gpt.named_parameters():
         if ".experts." in name:
-            # Megatron marks experts only when they are spread over ranks. Reduced and optimized
-            # apart in every layout, their moments can be read back in every other; and under
-            # sequence parallelism each tensor-parallel rank saw other tokens.
+            # Megatron marks experts only when they are spread over ranks. If all layouts reduce and
+            # optimize them separately, every layout can load their moments; and under sequence
+            # parallelism each tensor-parallel rank processed other tokens.
             parameter.allreduce = False
     replica = DistributedDataParallel(
         config,
@@ -182,7 +182,7 @@ def prepare_for_training(network: Network, activations: ActivationMemoryConfig) 
         gpt,
     )
     # Until the last micro-batch gradients are only added up; then each bucket is reduced as soon as
-    # the backward pass is done with it.
+    # the backward pass has completed it.
     config.no_sync_func = replica.no_sync
     return TrainedNetwork(
         **_list_fields(network), ddp_module=replica, offloads_activations=activations.offload
@@ -190,7 +190,7 @@ def prepare_for_training(network: Network, activations: ActivationMemoryConfig) 
 
 
 def _list_fields(network: Network) -> dict[str, Any]:
-    return {one.name: getattr(network, one.name) for one in fields(Network) if one.init}
+    return {item.name: getattr(network, item.name) for item in fields(Network) if item.init}
 
 
 def build_network(
@@ -202,14 +202,14 @@ def build_network(
     *,
     gives_values: bool = False,
 ) -> Network:
-    """The same without gradients; `gives_values`: with a head for values, not for tokens."""
+    """Build a network without gradients; with `gives_values` its head gives values, not tokens."""
     if problems := list(find_layout_problems(arch, parallel)):
         raise RecipeError.from_problems(problems)
     config = build_transformer_config(arch, parallel, dtype, device, activations)
     compute_logits = None if dtype == torch.float32 else compute_float32_logits
     split = PackParallelism(parallel.tp, parallel.cp, parallel_state.get_context_parallel_rank())
     if arch.transformers_config:
-        # Importing transformers takes a second, which networks of Megatron's layers do without.
+        # Importing transformers takes a second; networks of Megatron's layers do not need it.
         from areal_hpc.trainer.model.families import transformers_modules
 
         if gives_values:
@@ -273,7 +273,7 @@ def build_transformer_config(
     device: torch.device,
     activations: ActivationMemoryConfig = KEEP_ALL_ACTIVATIONS,
 ) -> TransformerConfig:
-    """Megatron's description of the network, without fusions of Apex or Transformer Engine."""
+    """Build Megatron's configuration, without fusions of Apex or Transformer Engine."""
     experts = None if arch.transformers_config else arch.experts
     mixture: dict[str, Any] = {}
     if experts is not None:
@@ -281,7 +281,7 @@ def build_transformer_config(
             "num_moe_experts": experts.count,
             "moe_router_topk": experts.per_token,
             "moe_ffn_hidden_size": experts.ffn,
-            # After the choice, a softmax over the chosen is a softmax over all, scaled to sum to 1.
+            # A softmax over the chosen experts equals one over all that is scaled to sum to 1.
             "moe_router_pre_softmax": not experts.norm_weights,
             "moe_router_load_balancing_type": "none",
             "moe_router_dtype": "fp32",
@@ -312,8 +312,8 @@ def build_transformer_config(
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         use_cpu_initialization=device.type == "cpu",
-        # Weights are always loaded. Initialization still has to run: it is what marks
-        # parameters as cut over tensor-parallel ranks, which the gradient norm depends on.
+        # Weights are always loaded. Initialization still has to run: it marks parameters as divided
+        # over tensor-parallel ranks, on which the gradient norm depends.
         init_method=_skip_weight_init,
         output_layer_init_method=_skip_weight_init,
         embedding_init_method=_skip_weight_init,
@@ -325,7 +325,7 @@ def build_transformer_config(
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         bias_activation_fusion=False,
-        # Takes the activation from the layer spec, Transformer Engine or not.
+        # Takes the activation from the layer spec, with or without Transformer Engine.
         use_te_activation_func=True,
         bias_dropout_fusion=False,
         apply_rope_fusion=False,
@@ -343,14 +343,14 @@ def _build_recompute_options(
         return {}
     if activations.recompute == "selective":
         enable_norm_recompute()
-        # Attention is none of them: FlashAttention recomputes its scores by itself.
+        # Not attention: FlashAttention recomputes its scores itself.
         modules = ["layernorm", "mlp" if arch.experts is None else "moe"]
         return {"recompute_granularity": "selective", "recompute_modules": modules}
     layers = max(divide_layers_over_stages(arch.layers, parallel.pp))
     recomputed = activations.count_recomputed_layers(layers)
     return {
         "recompute_granularity": "full",
-        # One layer at a time: each keeps its input, and one at once has its activations.
+        # One layer at a time: each keeps its input, and only one has its activations.
         "recompute_method": "uniform" if recomputed == layers else "block",
         "recompute_num_layers": 1 if recomputed == layers else recomputed,
     }
@@ -359,9 +359,9 @@ def _build_recompute_options(
 def _finalize_gradients(
     chunks: list[Any], num_tokens: torch.Tensor | None = None, **options: Any
 ) -> None:
-    """Reduce gradients over ranks and divide them by the scored tokens of all. A collective.
+    """Reduce gradients over ranks and divide them by the number of all scored tokens. A collective.
 
-    Megatron's own reads the number of tokens back from the device to compare it with 0.
+    Megatron's own reads the number of tokens from the device to compare it with 0.
     """
     if isinstance(chunks[0], DistributedDataParallel):  # FSDP2 has reduced them
         finalize_model_grads(chunks, None, **options)
@@ -373,7 +373,7 @@ def _finalize_gradients(
     dist.all_reduce(
         num_tokens, group=parallel_state.get_data_parallel_group(with_context_parallel=True)
     )
-    scale = 1.0 / num_tokens.clamp(min=1)  # no token, no gradient
+    scale = 1.0 / num_tokens.clamp(min=1)  # without tokens there are no gradients
     for chunk in chunks:
         chunk.scale_gradients(scale)
 

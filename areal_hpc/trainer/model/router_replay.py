@@ -1,7 +1,8 @@
-"""Router replay: in every pass, tokens visit the experts that they visited as they were sampled.
+"""Router replay: in every pass, tokens visit the experts that they visited when sampled.
 
-Where two scores of experts are near, engine and trainer choose differently. Followed are the ids
-alone: the weights of the experts, and so the router's gradient, come from the scores of the pass.
+If the scores of two experts are close, engine and trainer choose differently. Only the ids are
+replayed: the weights of the experts, and so the router's gradient, come from the scores of the
+pass.
 """
 
 import re
@@ -21,18 +22,18 @@ from areal_hpc.trainer.private_apis.megatron_private import ChooseExperts, repla
 
 
 class RouterReplay:
-    """The routes that the routers of a network follow."""
+    """Routes that the routers of a network follow."""
 
     def __init__(self, arch: Architecture, gpt: Any) -> None:
         self.sums: dict[str, torch.Tensor] = {}
-        """Over layers and forward passes: tokens with a route (`followed`), and those among them
-        that their router would send elsewhere (`rerouted`)."""
+        """Sums over layers and forward passes: tokens with a route (`followed`), and tokens whose
+        router would choose other experts (`rerouted`)."""
         self._family = arch.family
         self._packs: list[torch.Tensor | None] = []
-        """Routes [T, layer, k] of the packs of the passes under way, in their order."""
+        """Routes [T, layer, k] of the packs of the current passes, in their order."""
         self._is_forward = False
         self._recomputed_packs = Counter[int]()
-        """By layer: backward passes come in the order of the forward passes."""
+        """Number of recomputed packs by layer: backward passes keep the order of forward passes."""
         if not arch.transformers_config:
             for layer in gpt.decoder.layers:
                 choose = partial(self._choose, layer.layer_number - 1)
@@ -44,21 +45,21 @@ class RouterReplay:
                 _replace_top_k(module, partial(self._choose, int(number[1])), arch)
 
     def begin_passes(self) -> None:
-        """Forget other passes."""
+        """Forget earlier passes."""
         self.sums = {}
         self._packs.clear()
         self._recomputed_packs.clear()
 
     @contextmanager
     def follow(self, routes_TLK: torch.Tensor | None) -> Iterator[None]:
-        """Follow a pack's routes in its forward pass, and later as its layers are recomputed.
+        """Follow a pack's routes in its forward pass, and later when its layers are recomputed.
 
-        None, and ids that no expert has, leave the choice to the router.
+        With None, or with ids of no expert, the router chooses.
 
         Raises:
-            RecipeError: No router asked.
+            RecipeError: No router called `_choose`.
         """
-        if routes_TLK is not None:  # routers have their part of the tokens
+        if routes_TLK is not None:  # each router gets its part of the tokens
             ranks = parallel_state.get_tensor_model_parallel_group()
             routes_TLK = routes_TLK.chunk(ranks.size())[ranks.rank()]
         self._packs.append(routes_TLK)
@@ -75,7 +76,7 @@ class RouterReplay:
             )
 
     def _choose(
-        self, layer: int, scores_TE: torch.Tensor, own_TK: torch.Tensor, own_ids_TK: torch.Tensor
+        self, layer: int, scores_TE: torch.Tensor, top_TK: torch.Tensor, own_ids_TK: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         pack = -1
         if not self._is_forward:
@@ -83,21 +84,21 @@ class RouterReplay:
             self._recomputed_packs[layer] += 1
         routes_TLK = self._packs[pack]
         if routes_TLK is None:
-            return own_TK, own_ids_TK
+            return top_TK, own_ids_TK
         ids_TK = routes_TLK[:, layer].long()
         is_known_T1 = (ids_TK < scores_TE.shape[1]).all(1, keepdim=True)
-        # A slot that an engine never filled names expert 0 again and again.
+        # A slot that an engine never filled repeats expert 0.
         is_known_T1 &= (ids_TK.sort(1).values.diff(dim=1) != 0).all(1, keepdim=True)
         ids_TK = torch.where(is_known_T1, ids_TK, own_ids_TK)
         if self._is_forward:
             differs_T = (ids_TK.sort(1).values != own_ids_TK.sort(1).values).any(1)
             counts = {"followed": is_known_T1.sum(), "rerouted": differs_T.sum()}
-            self.sums = {name: self.sums.get(name, 0) + one for name, one in counts.items()}
+            self.sums = {name: self.sums.get(name, 0) + count for name, count in counts.items()}
         return scores_TE.gather(1, ids_TK), ids_TK
 
 
 def _replace_top_k(router: torch.nn.Module, choose: ChooseExperts, arch: Architecture) -> None:
-    """Have a router of transformers, which chooses experts by `torch.topk`, follow `choose`."""
+    """Make a router of transformers, which chooses experts by `torch.topk`, follow `choose`."""
     forward = router.forward
 
     def forward_with_choice(*args: Any, **options: Any) -> Any:
@@ -116,9 +117,9 @@ class _ReplacedTopK(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        found = function(*args, **(kwargs or {}))
+        result = function(*args, **(kwargs or {}))
         if function not in (torch.topk, torch.Tensor.topk) or args[0].dim() != 2:
-            return found
-        if (args[0].shape[1], found.indices.shape[1]) != self._sizes:
-            return found  # of groups of experts
-        return torch.return_types.topk(self._choose(args[0], *found))
+            return result
+        if (args[0].shape[1], result.indices.shape[1]) != self._sizes:
+            return result  # a choice of groups of experts
+        return torch.return_types.topk(self._choose(args[0], *result))

@@ -1,8 +1,8 @@
-"""Parameters divided over all ranks by PyTorch's FSDP2, for networks of transformers' modules.
+"""FSDP2 sharding of parameters over all ranks, for networks of transformers' modules.
 
 A rank keeps some rows of each parameter in float32, and their moments. A layer's parameters are
-gathered in the dtype of the passes before they are needed and dropped afterwards; gradients are
-summed in float32, each row's on the rank that keeps it.
+gathered in the dtype of the passes before use and dropped afterwards; gradients are summed in
+float32, each row on the rank that keeps it.
 """
 
 from typing import Any
@@ -44,7 +44,7 @@ def shard_decoder(decoder: Any, dtype: torch.dtype, device: torch.device) -> Non
 
 
 def copy_own_rows(target: torch.Tensor, whole: torch.Tensor) -> None:
-    """Fill a parameter, or the rows of it that this rank keeps."""
+    """Fill a parameter, or only the rows that this rank keeps."""
     if not isinstance(target, DTensor):
         target.copy_(whole)
         return
@@ -54,7 +54,7 @@ def copy_own_rows(target: torch.Tensor, whole: torch.Tensor) -> None:
 
 
 def gather_rows(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The whole parameter on every rank, in `dtype` if it is divided. A collective."""
+    """Return the whole parameter on every rank, in `dtype` if it is divided. A collective."""
     if not isinstance(parameter, DTensor):
         return parameter
     divided: Any = parameter.to(dtype)
@@ -63,7 +63,7 @@ def gather_rows(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def find_first_row(parameter: DTensor) -> int:
-    """Of those that this rank keeps, as `torch.chunk` cuts rows."""
+    """Return the first row that this rank keeps, as `torch.chunk` divides rows."""
     mesh = parameter.device_mesh
     rows = -(-len(parameter) // mesh.size())
     return min(rows * mesh.get_local_rank(), len(parameter))

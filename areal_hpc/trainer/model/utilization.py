@@ -1,9 +1,8 @@
-"""Model FLOP/s utilization (MFU): work that training needs, as a share of what GPUs could do.
+"""Model FLOP/s utilization (MFU): the operations of training as a share of the GPUs' peak.
 
-Work is counted as by PaLM (arXiv:2204.02311, appendix B), for what this trainer computes: two
-operations a weight and token forward, four backward; logits of scored tokens alone; attention
-under the causal mask, hence half of the square, where PaLM counts all of it. Recomputed activations
-are no work.
+Operations are counted as by PaLM (arXiv:2204.02311, appendix B) for this trainer: two per weight
+and token forward, four backward; logits of scored tokens only; attention under the causal mask, and
+so half of the square, of which PaLM counts all. Recomputed activations do not count.
 """
 
 import math
@@ -33,18 +32,18 @@ PEAK_TFLOPS_BY_NAME = (
     ("A800", 312.0),
     ("L40S", 362.0),
 )
-"""Dense bfloat16 operations per second, in units of 1e12, by words of the name that CUDA gives; the
-first whose words are all there counts. From NVIDIA's data sheets, half of what they give with
+"""Dense bfloat16 operations per second, in units of 1e12, by words of CUDA's device name; the first
+entry with all words in the name counts. From NVIDIA's data sheets, half of their numbers with
 sparsity."""
 
 
 def measure_training_speed(
     policy: TrainedNetwork, rows: Sequence[TrainingRow], tokens: float, train_s: float
 ) -> JsonMetricRow:
-    """Metrics of optimizer steps on these rows, which hold `tokens` tokens, by their wall time."""
+    """Measure optimizer steps on these rows, which hold `tokens` tokens, by their wall time."""
     ranks = dist.get_world_size()
-    is_judged = policy.device.type == "cuda" and policy.dtype == torch.bfloat16
-    peak = find_peak_flops_per_s(torch.cuda.get_device_name(policy.device)) if is_judged else None
+    has_peak = policy.device.type == "cuda" and policy.dtype == torch.bfloat16
+    peak = find_peak_flops_per_s(torch.cuda.get_device_name(policy.device)) if has_peak else None
     lengths = [len(row.input_ids_T) for row in rows]
     scored = sum(int(row.loss_mask_T[1:].sum()) for row in rows)
     flops = count_training_flops(policy.arch, lengths, scored)
@@ -56,7 +55,7 @@ def measure_training_speed(
 
 
 def find_peak_flops_per_s(device_name: str) -> float | None:
-    """Operations per second of a GPU in bfloat16; None if unknown, or for a part of a GPU."""
+    """Return a GPU's operations per second in bfloat16; None if unknown, or for a part of a GPU."""
     words = set(re.split(r"[\s-]+", device_name))
     for name, tera in PEAK_TFLOPS_BY_NAME:
         if "MIG" not in words and words.issuperset(name.split()):
@@ -65,7 +64,7 @@ def find_peak_flops_per_s(device_name: str) -> float | None:
 
 
 def count_training_flops(arch: Architecture, lengths: Sequence[int], scored_tokens: int) -> float:
-    """Floating-point operations of one update on rows of these lengths."""
+    """Count the floating-point operations of one update on rows of these lengths."""
     weights = 0.0
     if arch.transformers_config:
         if arch.parameters is None:
@@ -79,7 +78,7 @@ def count_training_flops(arch: Architecture, lengths: Sequence[int], scored_toke
         share = 1.0
         if parameter.expert is not None and arch.experts is not None:
             share = arch.experts.per_token / arch.experts.count
-        weights += share * sum(math.prod(one.shape) for one in parameter.hf if len(one.shape) == 2)
+        weights += share * sum(math.prod(t.shape) for t in parameter.hf if len(t.shape) == 2)
     matrices = 2 * weights * sum(lengths)
     logits = 2 * arch.vocab * arch.hidden * scored_tokens
     # Scores, and sums of values by them: two operations each, on half of the square.

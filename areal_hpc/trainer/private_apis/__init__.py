@@ -1,1 +1,1 @@
-"""Private parts of Megatron-core and PyTorch that the trainer relies on."""
+"""Private APIs of Megatron-core and PyTorch that the trainer uses, one module for each."""

@@ -1,7 +1,7 @@
-"""Private APIs of megatron-core 0.16, and fixes of what it gets wrong there.
+"""Private APIs of megatron-core 0.16 that the trainer uses, and fixes of its errors.
 
-No other module uses one, but for the CUDA calls that `model/cpu/megatron_cpu.py` replaces.
-tests/contract/test_private_apis.py checks that each is there with the signature relied on.
+No other module uses any, except for the CUDA calls that `model/cpu/megatron_cpu.py` replaces.
+tests/contract/test_private_apis.py checks that each exists with the expected signature.
 """
 
 from collections.abc import Callable
@@ -19,26 +19,26 @@ ComputeLogits = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 ChooseExperts = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]
 ]
-"""Scores and ids [T, K] of the experts that tokens visit, from all scores [T, E], and those of the
-router's own choice."""
+"""Function of all scores [T, E] and of the router's own choice, scores and ids [T, K]: scores and
+ids [T, K] of the experts that tokens visit."""
 
 
 class ScoredTokenGPT(GPTModel):  # type: ignore[misc]
-    """GPT that gives the logits [1, N, vocabulary / tp] at the pack's `scored_places_N` alone.
+    """GPT that returns the logits [1, N, vocabulary / tp] only at the pack's `scored_places_N`.
 
-    Of an agent's trajectory most tokens are prompts and the results of tools: their logits are
-    wanted by nobody, and the projection onto the vocabulary is the largest matrix product of a
-    small model. With `compute_logits` they are what it makes of states and weights.
+    Most tokens of an agent's trajectory are prompts and results of tools, whose logits are not
+    needed, and the projection onto the vocabulary is the largest matrix product of a small model.
+    With `compute_logits` that function computes the logits from states and weights.
 
-    Overrides a method of megatron/core/models/gpt/gpt_model.py, which Megatron calls with every
-    argument named.
+    Overrides a method of megatron/core/models/gpt/gpt_model.py, to which Megatron passes every
+    argument by keyword.
     """
 
     def __init__(self, *args: Any, compute_logits: ComputeLogits | None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._compute_logits = compute_logits
         if self.post_process and self.config.sequence_parallel:
-            # Tokens are gathered before they are chosen; the gathering sums the gradients.
+            # Tokens are gathered before the selection; the gather sums the gradients.
             self.output_layer.sequence_parallel = False
             self.output_layer.disable_grad_reduce = True
 
@@ -63,10 +63,10 @@ class ScoredTokenGPT(GPTModel):  # type: ignore[misc]
 
 
 class ScoredTokenCritic(GPTModel):  # type: ignore[misc]
-    """GPT that gives a value [1, N] for each of the pack's `scored_places_N`, in float32.
+    """GPT that returns a value [1, N] for each of the pack's `scored_places_N`, in float32.
 
-    A head of its own stands in the vocabulary's place, the same on all tensor-parallel ranks, which
-    all see all tokens: no sum over them is due, neither of values nor of gradients.
+    Its head replaces the vocabulary's. It is the same on all tensor-parallel ranks, which all have
+    all tokens: neither values nor gradients need a sum over these ranks.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -91,7 +91,7 @@ class ScoredTokenCritic(GPTModel):  # type: ignore[misc]
 
 
 def replace_expert_choice(router: Any, choose: ChooseExperts) -> None:
-    """Have a router of a mixture of experts follow `choose`."""
+    """Make a router of a mixture of experts follow `choose`."""
 
     def get_replay_topk(scores_TE: torch.Tensor, *limits: Any) -> Any:
         *sizes, compute_topk = limits
@@ -101,15 +101,15 @@ def replace_expert_choice(router: Any, choose: ChooseExperts) -> None:
 
 
 def begin_copy_of_split_sizes(dispatcher: Any) -> None:
-    """Begin to copy to the host what an exchange of a mixture's tokens must know there.
+    """Begin to copy the sizes that a mixture's token exchange needs on the host.
 
-    The dispatcher decides when to wait for it.
+    The dispatcher decides when to wait for the copy.
     """
     dispatcher._maybe_dtoh_and_synchronize("before_permutation_1")
 
 
 def enable_norm_recompute() -> None:
-    """Let norms be recomputed where Transformer Engine is absent. Safe to repeat.
+    """Allow recomputation of norms without Transformer Engine. Safe to repeat.
 
     `CheckpointWithoutOutput` of megatron/core/tensor_parallel/random.py takes its default `False`
     for a recipe of fp8, and then looks up a name of Transformer Engine.
@@ -134,18 +134,18 @@ class OptimizerShard(NamedTuple):
 
     parameter: torch.Tensor
     start: int
-    """Among the parameter's numbers, one row after another."""
+    """Index among the parameter's numbers, row by row."""
     stop: int
     weights: torch.Tensor
-    """These numbers, flat, as the passes multiply with them."""
+    """Flat view of these numbers in the parameter that the passes use."""
     master: torch.Tensor
-    """Float32, flat; of a float32 parameter, and where FSDP2 divides, these numbers themselves."""
+    """Float32, flat; these numbers themselves if they are float32 or FSDP2 divides them."""
     moments: dict[str, torch.Tensor]
-    """AdamW's, flat as well, and its count of steps (`step`)."""
+    """AdamW's moments, also flat, and its count of steps (`step`)."""
 
 
 def list_optimizer_shards(optimizer: Any) -> list[OptimizerShard]:
-    """What this rank steps, in the order in which Megatron's buffers have it."""
+    """List the shards that this rank steps, in the order of Megatron's buffers."""
     shards = []
     for part in optimizer.chained_optimizers:
         for parameter in part.model_param_group_index_map:

@@ -1,6 +1,6 @@
 """Private APIs of torch that the trainer uses.
 
-tests/contract/test_private_apis.py checks that each is there with the signature relied on.
+tests/contract/test_private_apis.py checks that each exists with the expected signature.
 """
 
 import torch
@@ -13,10 +13,10 @@ def get_default_store() -> dist.Store:  # type: ignore[name-defined]
 
 
 def pin_host_memory(host: torch.Tensor) -> None:
-    """Lock a tensor of the host into memory, so that a GPU copies to and from it at full speed.
+    """Lock a host tensor into memory, so that a GPU copies to and from it at full speed.
 
-    Registered instead of allocated as pinned: PyTorch's allocator of pinned memory rounds up to a
-    power of two, up to twice of what is asked for, and shares with no other process.
+    Registered, not allocated as pinned: PyTorch's allocator of pinned memory rounds sizes up to a
+    power of two, up to twice the request, and shares no memory with other processes.
     """
     size = host.numel() * host.element_size()
     cuda = torch.cuda.cudart()  # type: ignore[no-untyped-call]
@@ -29,10 +29,10 @@ def unpin_host_memory(host: torch.Tensor) -> None:
 
 
 def activate_flash_attention_4(device: torch.device) -> bool:
-    """Put FlashAttention-4's kernels behind PyTorch's operator, where GPU and environment have it.
+    """Activate FlashAttention-4 behind PyTorch's operator, if GPU and environment have it.
 
-    They are for compute capability 9.0 and 10.0. PyTorch 2.13 unpacks less than the package's
-    releases of today return; 2.14, which GPUs have, takes what it knows.
+    It supports compute capability 9.0 and 10.0. PyTorch 2.13 unpacks fewer values than the
+    package's current releases return; 2.14, which the GPU environment has, handles them.
     """
     if torch.cuda.get_device_capability(device) not in ((9, 0), (10, 0)):
         return False
@@ -54,10 +54,10 @@ def run_flash_attention(
     scale: float,
     window: int | None = None,
 ) -> torch.Tensor:
-    """Causal attention by PyTorch's FlashAttention-2, or by 4 if that is active: [t, heads, d].
+    """Attend causally with PyTorch's FlashAttention-2, or 4 if it is active: [t, heads, d].
 
-    Starts are where each segment begins and where the last one ends [S + 1], int32; the lengths are
-    those of the longest segment. Queries, keys and values have 16 bits and are on a GPU.
+    Starts are the first token of each segment and the end of the last one [S + 1], int32; lengths
+    are those of the longest segment. Queries, keys and values have 16 bits and are on a GPU.
     """
     attended: torch.Tensor = torch.ops.aten._flash_attention_forward(
         query, key, value, query_starts, key_starts,

@@ -1,1 +1,1 @@
-"""Stand-ins for a machine without a GPU: Megatron's CUDA calls, and attention."""
+"""Replacements for Megatron's CUDA calls on a machine without a GPU."""

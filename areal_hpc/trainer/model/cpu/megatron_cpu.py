@@ -1,9 +1,9 @@
-"""Megatron-core without a GPU. Import this before anything of megatron.
+"""Megatron-core without a GPU. Import this before any module of megatron.
 
-Megatron-core asks `torch.cuda` for its current device, random state and synchronization, and
+Megatron-core calls `torch.cuda` for its current device, random state and synchronization, and
 writes `device="cuda"` in a few literals (megatron/core/pipeline_parallel/schedules.py,
-optimizer/clip_grads.py). On a machine without a GPU those few names are replaced; with a GPU
-nothing is touched.
+optimizer/clip_grads.py). On a machine without a GPU this module replaces these few names; with a
+GPU it changes none of them.
 """
 
 import functools
@@ -16,14 +16,14 @@ from typing import Any
 import torch
 
 if not torch.cuda.is_available():
-    # Megatron compiles functions as it is imported. Here they stay as they are, and each process is
-    # spared the import of the compiler, 1.7 s of a core.
+    # Megatron compiles functions at import. Without the compiler they stay uncompiled, and each
+    # process saves its import, 1.7 s of a core.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-# Megatron announces at length, by logs and by warnings, that Transformer Engine and Apex are
-# absent, which is on purpose. One of its modules resets filters, so the warnings are recorded.
+# Megatron reports at length, by logs and by warnings, that Transformer Engine and Apex are absent,
+# which is intended. One of its modules resets filters, so the warnings are recorded.
 logging.getLogger("megatron").setLevel(logging.WARNING)
 with warnings.catch_warnings(record=True):
-    warnings.simplefilter("always")  # recorded, also where warnings are errors
+    warnings.simplefilter("always")  # recorded, even if warnings are errors
     import megatron.core.dist_checkpointing
     import megatron.core.distributed
     import megatron.core.models.gpt.gpt_layer_specs
@@ -34,19 +34,19 @@ with warnings.catch_warnings(record=True):
 
 
 def patch_torch_megatron_without_gpu() -> None:
-    """Put the CPU names in place, unless there is a GPU. Safe to repeat."""
+    """Replace the CUDA names by CPU versions, unless there is a GPU. Safe to repeat."""
     # torch 2.13 renames collectives that megatron-core 0.16 still calls by the old name.
     warnings.filterwarnings("ignore", message=r".*(reduce_scatter_tensor|_all_gather_base)")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch|megatron)\.")
     # Megatron's default of an option that is not used here.
     warnings.filterwarnings("ignore", message="full scope is deprecated")
-    # Megatron 0.16 looks this name up without having bound it when Transformer Engine is absent.
+    # Megatron 0.16 reads this name without having bound it when Transformer Engine is absent.
     moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
     current_device: Any = torch.cuda.current_device
     if torch.cuda.is_available() or current_device is _get_cpu_device:
         return
-    # At the first use of a default device torch lists the factories that heed it: not the wrapped
-    # ones, or `from_pretrained` would take a network for initialized that it only allocates.
+    # At the first use of a default device torch lists the factories that respect it, not wrapped
+    # ones; else `from_pretrained` would treat a network as initialized that it only allocates.
     with torch.device("cpu"):
         torch.empty(0)
     # "CPU RNG state changed within GPU RNG context": here they are the same state.
@@ -59,11 +59,11 @@ def patch_torch_megatron_without_gpu() -> None:
         (torch.cuda, "set_rng_state", lambda state, *_, **__: set_state(state)),
         (parallel_random, "_get_cuda_rng_state", lambda *_, **__: get_state()),
         (parallel_random, "_set_cuda_rng_state", lambda state, *_, **__: set_state(state)),
-        # The dispatcher of a mixture of experts copies sizes to the host on a stream of its own.
+        # The dispatcher of a mixture of experts copies sizes to the host on a separate stream.
         (torch.cuda, "Stream", _CpuStream),
         (torch.cuda, "current_stream", torch.cpu.current_stream),
         (torch.cuda, "stream", torch.cpu.stream),
-        (token_dispatcher, "maybe_move_tensor_to_cpu", _to_numpy_if_asked),
+        (token_dispatcher, "maybe_move_tensor_to_cpu", _convert_to_numpy),
         (torch.Tensor, "cuda", lambda tensor, *_, **__: tensor),
         (torch.Tensor, "type", _wrap_type_as_cuda(torch.Tensor.type)),
         *(
@@ -84,8 +84,8 @@ class _CpuStream(torch.cpu.Stream):
         return torch.cpu.Event()
 
 
-def _to_numpy_if_asked(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Megatron converts sizes only when they come from a GPU; its collectives want lists."""
+def _convert_to_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Convert sizes, as collectives need: Megatron converts them only when they are on a GPU."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
