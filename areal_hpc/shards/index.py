@@ -37,7 +37,7 @@ class ShardTicket(msgspec.Struct, frozen=True):
     rows: list[int]
     """Row numbers in the shard."""
     rewards: list[float]
-    """One per row, in double precision."""
+    """Reward of each row, in double precision."""
     oldest_version: int
     """Packed version of the oldest weights that sampled one of its tokens; -1 without any."""
 

@@ -180,7 +180,7 @@ class Publisher:
 @dataclass(frozen=True, slots=True)
 class _FailureStreak:
     key: ReplicaKey
-    """The incarnation that failed last."""
+    """Incarnation that failed last."""
     in_a_row: int
     cost_s: float
     ended_at: float

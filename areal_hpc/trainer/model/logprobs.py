@@ -29,7 +29,7 @@ class SampleableTokens:
     starts: Sequence[int]
     """On the host: index of the first token of each position, and the end [N + 1]."""
     forbids_N: torch.Tensor
-    """True at positions whose tokens could not be sampled, while all others could."""
+    """Mask of positions whose tokens could not be sampled, while all others could."""
 
     def build_left_out_mask(self, rows: slice, first: int, columns: int) -> torch.Tensor | None:
         """Mark columns, counted from token `first`, that could not be sampled; None without any."""

@@ -1,1 +1,1 @@
-"""Model families: their sizes, and the names of their weights."""
+"""Model families: sizes from `config.json`, names of weights, transformers' modules, adapters."""

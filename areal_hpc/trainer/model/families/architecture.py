@@ -14,7 +14,7 @@ from areal_hpc.recipe.sections.trainer import LoraConfig, ParallelConfig
 from areal_hpc.wire.trajectory import MixtureShape, parse_mixture_shape
 
 MEGATRON_MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
-"""Built from Megatron's layers. Any other decoder is built from transformers' own modules."""
+"""Model types built from Megatron's layers. Other decoders use transformers' own modules."""
 _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
 
 
@@ -35,16 +35,16 @@ class YarnRopeScaling:
     factor: float
     original_positions: int
     beta_fast: float
-    """Pairs that turn more often than this within the original positions stay as they are..."""
+    """Pairs that turn more often than this within the original positions are kept..."""
     beta_slow: float
-    """...those that turn less often than this are stretched by the factor."""
+    """...pairs that turn less often than this are stretched by the factor."""
     attention_factor: float
     """Scale of rotated queries and keys."""
 
 
 @dataclass(frozen=True, slots=True)
 class MoeConfig:
-    """The feed-forward layers of a mixture of experts."""
+    """Feed-forward layers of a mixture of experts."""
 
     count: int
     per_token: int
@@ -52,22 +52,22 @@ class MoeConfig:
     ffn: int
     """Width of one expert."""
     norm_weights: bool
-    """The weights of the experts a token visits are scaled to sum to 1."""
+    """Whether the weights of the experts that a token visits are scaled to sum to 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredParameters:
-    """Numbers in the files of a model, and the names that its tensors have there."""
+    """Numbers in the files of a model, and the names of its tensors there."""
 
     dense: int
-    """All but those of experts: embeddings, too."""
+    """Numbers outside of experts, including embeddings."""
     experts: int
     prefix: str = "model."
-    """Beginning of the decoder's names. If it is longer, what does not begin so, as towers for
-    images, stays; beside a plain one it leaves no trace in an export."""
+    """Prefix of the decoder's names. If it is longer, exports keep tensors without it, such as
+    towers for images; with the plain prefix exports omit them."""
     head: str = _HEAD
     has_stacked_experts: bool = False
-    """The experts of a layer are one tensor."""
+    """Whether the experts of a layer are one tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,17 +86,17 @@ class Architecture:
     rope_theta: float
     rope_scaling: Llama3RopeScaling | YarnRopeScaling | None
     tied: bool
-    """Input embedding and output head are one matrix."""
+    """Whether input embedding and output head are one matrix."""
     experts: MoeConfig | None = None
-    """None for a dense network, whose feed-forward layers are `ffn` wide."""
+    """Mixture of experts; None for a dense network, whose feed-forward layers are `ffn` wide."""
     transformers_config: str = ""
     """`config.json` of a network of transformers' own modules; empty for Megatron's layers."""
     parameters: StoredParameters | None = None
-    """Of such a network, where its files are at hand."""
+    """Parameters of such a network, if its files are available."""
     has_state_layers: bool = False
-    """Some layers carry a state from token to token, as the gated delta rule does."""
+    """Whether some layers carry a state from token to token, like the gated delta rule."""
     lora: LoraConfig | None = None
-    """The adapter that is trained in place of the weights, on transformers' own modules."""
+    """Adapter that is trained in place of the weights, on transformers' own modules."""
 
     @property
     def qkv_bias(self) -> bool:
@@ -104,7 +104,7 @@ class Architecture:
 
     @property
     def mixture(self) -> MixtureShape | None:
-        """What routes of its tokens are like; None for a dense network."""
+        """Shape of tokens' routes; None for a dense network."""
         experts = self.experts
         return MixtureShape(self.layers, experts.per_token, experts.count) if experts else None
 
@@ -113,7 +113,7 @@ class Architecture:
         return self.family in ("qwen3", "qwen3_moe")
 
     def compute_rope_frequencies(self) -> list[float]:
-        """Angle per position of each of the `head_dim / 2` rotary pairs."""
+        """Return the angle per position of each of the `head_dim / 2` rotary pairs."""
         pairs = range(0, self.head_dim, 2)
         plain = [self.rope_theta ** -(pair / self.head_dim) for pair in pairs]
         scaling = self.rope_scaling
@@ -130,7 +130,7 @@ class Architecture:
 
 
 def read_architecture(model_dir: Path, lora: LoraConfig | None = None) -> Architecture:
-    """The architecture of a Hugging Face model directory, with an adapter if one is trained.
+    """Read the architecture of a Hugging Face model directory; `lora` adds an adapter to train.
 
     Raises:
         RecipeError: The directory holds no `config.json`, one that is not JSON, or a network that
@@ -156,37 +156,37 @@ def read_architecture(model_dir: Path, lora: LoraConfig | None = None) -> Archit
 
 
 def read_stored_parameters(model_dir: Path) -> StoredParameters | None:
-    """What the headers of a model's safetensors files list; None without files."""
+    """Read the headers of a model's safetensors files; None without files."""
     shapes: dict[str, list[int]] = {}
     for file in model_dir.glob("*.safetensors"):
         with file.open("rb") as stream:
             size = int.from_bytes(stream.read(8), "little")
             header = json.loads(stream.read(size))
         shapes |= {name: tensor["shape"] for name, tensor in header.items() if "shape" in tensor}
-    # A layer that predicts further tokens may have an embedding of its own, deeper down.
+    # A layer that predicts further tokens may have an embedding of its own, with a longer name.
     embedding = min((name for name in shapes if name.endswith(_EMBEDDING)), key=len, default="")
     if not embedding:
         return None
     prefix = embedding.removesuffix(_EMBEDDING)
     head = min((name for name in shapes if name.endswith(_HEAD)), key=len, default=_HEAD)
-    trained = {name: shape for name, shape in shapes.items() if name.startswith((prefix, head))}
-    experts = sum(math.prod(shape) for name, shape in trained.items() if ".experts." in name)
+    decoder = {name: shape for name, shape in shapes.items() if name.startswith((prefix, head))}
+    experts = sum(math.prod(shape) for name, shape in decoder.items() if ".experts." in name)
     return StoredParameters(
-        dense=sum(map(math.prod, trained.values())) - experts,
+        dense=sum(map(math.prod, decoder.values())) - experts,
         experts=experts,
         prefix=prefix,
         head=head,
-        has_stacked_experts=any(name.endswith("experts.gate_up_proj") for name in trained),
+        has_stacked_experts=any(name.endswith("experts.gate_up_proj") for name in decoder),
     )
 
 
 def parse_architecture(
     config: Mapping[str, Any], config_file: str, lora: LoraConfig | None = None
 ) -> Architecture:
-    """The network that a parsed `config.json` describes; `config_file` names the file in errors.
+    """Parse the network of a `config.json`; `config_file` names the file in errors.
 
     Raises:
-        RecipeError: The network is not supported, or not described.
+        RecipeError: The network is not supported, or its description is incomplete.
     """
     try:
         if lora is None:
@@ -294,14 +294,14 @@ def _parse_experts(config: Mapping[str, Any]) -> MoeConfig:
 
 
 def divide_layers_over_stages(layers: int, stages: int) -> tuple[int, ...]:
-    """Layers of each pipeline stage.
+    """Return the number of layers of each pipeline stage.
 
-    Where they do not divide, some stages have one more than others: those in the middle first, from
-    the back, as the first stage has the embedding and holds the most micro-batches; never the last,
-    which has the head.
+    If they do not divide evenly, some stages have one more: those in the middle, from the back, as
+    the first stage has the embedding and holds the most micro-batches; never the last stage, which
+    has the head.
     """
-    each, more = divmod(layers, stages)
-    return tuple(each + (0 < stages - 1 - stage <= more) for stage in range(stages))
+    each, remainder = divmod(layers, stages)
+    return tuple(each + (0 < stages - 1 - stage <= remainder) for stage in range(stages))
 
 
 def find_stage_of_layer(layer: int, layers: int, stages: int) -> int:
@@ -311,7 +311,7 @@ def find_stage_of_layer(layer: int, layers: int, stages: int) -> int:
 
 
 def find_layout_problems(arch: Architecture, parallel: ParallelConfig) -> Iterator[Problem]:
-    """Sizes of the network that do not divide by the parallel sizes, and what it cannot do."""
+    """Find sizes that the parallel sizes do not divide, and layouts that the network lacks."""
     if arch.transformers_config:
         yield from _find_problems_of_whole_layers(arch, parallel)
         return
@@ -337,10 +337,10 @@ def find_layout_problems(arch: Architecture, parallel: ParallelConfig) -> Iterat
     else:
         cuts.append(("intermediate_size", arch.ffn, "tp", parallel.tp))
         cuts.append(("the number of experts of a dense network,", 1, "ep", parallel.ep))
-    for what, size, key, parts in cuts:
+    for size_name, size, key, parts in cuts:
         if size % parts:
             yield Problem(
-                f"{what} {size} must be a multiple of {key} {parts}",
+                f"{size_name} {size} must be a multiple of {key} {parts}",
                 f"trainer.parallel.{key}",
                 f"use a divisor of {size}",
             )
@@ -350,14 +350,14 @@ def _find_problems_of_whole_layers(
     arch: Architecture, parallel: ParallelConfig
 ) -> Iterator[Problem]:
     families = ", ".join(MEGATRON_MODEL_TYPES)
-    what, others = arch.family, families
+    trained, divided = arch.family, families
     if arch.lora is not None:
-        what, others = "an adapter (trainer.lora)", f"all weights of {families}"
+        trained, divided = "an adapter (trainer.lora)", f"all weights of {families}"
     for key in ("tp", "pp", "ep"):
         if getattr(parallel, key) > 1:
             yield Problem(
-                f"{what} is trained with transformers' own layers, which are not divided; "
-                f"{key} is for {others}",
+                f"{trained} is trained with transformers' own layers, which are not divided; "
+                f"{key} is for {divided}",
                 f"trainer.parallel.{key}",
                 f"use trainer.parallel.{key}=1, and dp or cp in its place",
             )
@@ -403,9 +403,9 @@ def _parse_yarn(rope: Mapping[str, Any]) -> YarnRopeScaling:
 def _stretch_by_yarn(
     frequencies: Sequence[float], scaling: YarnRopeScaling, theta: float
 ) -> list[float]:
-    """Frequencies of slow pairs divided by the factor, of fast ones kept, of those between mixed.
+    """Divide frequencies of slow pairs by the factor, keep those of fast pairs, and mix in between.
 
-    As in transformers' modeling_rope_utils.py.
+    This follows transformers' modeling_rope_utils.py.
     """
     pairs = len(frequencies)
 

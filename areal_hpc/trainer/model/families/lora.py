@@ -1,9 +1,9 @@
-"""Low-rank adapters on networks of transformers' own modules, made by PEFT.
+"""Low-rank adapters (LoRA) on networks of transformers' own modules, made by PEFT.
 
-An adapted layer keeps its frozen weight as `base_layer`, beside two small matrices. Whoever is not
-the trainer sees ordinary weights: each is merged, in float32, as it leaves; unless servers adapt
-their own base (`trainer.lora.sync: adapter`), and are sent the small matrices under PEFT's names.
-PEFT, which takes seconds to import, is imported where there is an adapter.
+An adapted layer keeps its frozen weight as `base_layer`, beside two small matrices. Outside the
+trainer weights are ordinary: each is merged, in float32, on export or update; unless servers adapt
+their own base (`trainer.lora.sync: adapter`), and receive the small matrices under PEFT's names.
+PEFT takes seconds to import, and is imported only for an adapter.
 """
 
 import copy
@@ -22,20 +22,20 @@ from areal_hpc.recipe.sections.trainer import LoraConfig
 from areal_hpc.trainer.model.families.architecture import Architecture
 
 ADAPTER_DIR = "adapter"
-"""Below a model directory: what PEFT loads. Were its files beside the model's, transformers would
-add the adapter to weights that have it already."""
+"""Folder below a model directory that PEFT loads. With its files beside the model's, transformers
+would add the adapter to weights that already include it."""
 _NAME = "default"
 _PEFT_PREFIX = "base_model.model."
 
 ReadTensor = Callable[[str], torch.Tensor]
-"""Gives the numbers of a tensor of an adapter."""
+"""Function that reads a tensor of an adapter."""
 
 
 def add_adapter(causal_lm: Any, lora: LoraConfig) -> Any:
-    """Put an adapter into a network's layers, and freeze the rest; PEFT's model around it.
+    """Put an adapter into a network's layers, and freeze the rest; return PEFT's model around it.
 
     Raises:
-        RecipeError: It cannot be put there.
+        RecipeError: PEFT cannot adapt these layers.
     """
     import peft
 
@@ -52,7 +52,7 @@ def add_adapter(causal_lm: Any, lora: LoraConfig) -> Any:
     hint = "trainer.lora.target_modules=all-linear adapts all linear layers but the head"
     try:
         with warnings.catch_warnings():
-            # It gives a fused tensor of experts twice the rank, and then does not know its name.
+            # PEFT gives a fused tensor of experts twice the rank, and then does not find its name.
             warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not")
             adapted = peft.get_peft_model(causal_lm, config, _NAME, autocast_adapter_dtype=False)
     except ValueError as error:
@@ -70,7 +70,7 @@ def _list_layers(causal_lm: torch.nn.Module) -> list[Any]:
 
 @torch.no_grad()
 def initialize_adapter(causal_lm: torch.nn.Module, seed: int) -> None:
-    """Draw A and let B be zero: the network computes what its base does, whose weights it has."""
+    """Draw A and set B to zero: the network then computes the same as its base."""
     torch.manual_seed(seed)
     for layer in _list_layers(causal_lm):
         layer.reset_lora_parameters(_NAME, True)
@@ -80,7 +80,7 @@ def initialize_adapter(causal_lm: torch.nn.Module, seed: int) -> None:
 
 @contextmanager
 def switch_adapter_off(causal_lm: torch.nn.Module) -> Iterator[None]:
-    """The time in which the network is its base."""
+    """Let the network compute as its base during the block."""
     layers = _list_layers(causal_lm)
     for layer in layers:
         layer.enable_adapters(False)
@@ -92,12 +92,12 @@ def switch_adapter_off(causal_lm: torch.nn.Module) -> Iterator[None]:
 
 
 def get_base_name(name: str) -> str:
-    """A parameter's name without PEFT's layers; one of an adapter stays as it is."""
+    """Return a parameter's name without PEFT's layers; an adapter's name is unchanged."""
     return name if ".lora_" in name else name.replace(".base_layer", "")
 
 
 class AdapterExport:
-    """What an adapter, if the network has one, adds to weights and model directories."""
+    """Export of a network's adapter, if it has one: merged weights, or the adapter's own files."""
 
     def __init__(self, arch: Architecture, read: ReadTensor) -> None:
         self._read, self._lora = read, arch.lora
@@ -114,13 +114,13 @@ class AdapterExport:
                 self._path_by_weight[get_base_name(adapted)] = path
 
     def merge(self, name: str, weight: torch.Tensor) -> torch.Tensor:
-        """A weight of the base as the adapter changes it; itself if it does not."""
+        """Merge the adapter into a weight of the base; return other weights unchanged."""
         path = self._path_by_weight.get(name)
         if path is None:
             return weight
         layer = copy.deepcopy(self._shapes.get_submodule(path))
-        own = [key for key in layer.state_dict() if key.startswith("lora_")]
-        numbers = {key: self._read(f"{path}.{key}").float() for key in own}
+        keys = [key for key in layer.state_dict() if key.startswith("lora_")]
+        numbers = {key: self._read(f"{path}.{key}").float() for key in keys}
         layer.load_state_dict(numbers, strict=False, assign=True)
         merged = torch.nn.Parameter(weight.to(torch.float32, copy=True), requires_grad=False)
         setattr(layer.get_base_layer(), name.rpartition(".")[2], merged)
@@ -129,14 +129,14 @@ class AdapterExport:
 
     @property
     def leaves_alone(self) -> bool:
-        """Servers are sent the adapter in the place of weights."""
+        """Whether updates send servers the adapter in place of weights."""
         return self._lora is not None and self._lora.sync == "adapter"
 
     def read_tensors(self) -> dict[str, torch.Tensor]:
-        """The adapter's tensors by the names that PEFT gives them in files.
+        """Return the adapter's tensors with the names that PEFT gives them in files.
 
         Raises:
-            RecipeError: They are to be sent, and are of layers that servers do not adapt.
+            RecipeError: Updates send them, and servers do not adapt some of their layers.
         """
         import peft
 
@@ -161,8 +161,8 @@ class AdapterExport:
             return
         folder = model_dir / ADAPTER_DIR
         folder.mkdir()
-        held = {name: one.cpu().contiguous() for name, one in self.read_tensors().items()}
-        save_file(held, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        tensors = {name: tensor.cpu().contiguous() for name, tensor in self.read_tensors().items()}
+        save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
         config = copy.deepcopy(self._peft_model.peft_config[_NAME])
         config.base_model_name_or_path, config.inference_mode = str(base), True
         config.save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""Which Hugging Face tensors make up which Megatron parameter, and how parallelism cuts it.
+"""Map from Hugging Face tensors to Megatron parameters, and their division over ranks.
 
 The table is data: one `ParamMap` per Megatron parameter, in export order. A new family adds
 rows (`_list_layer_parameters`).
@@ -37,7 +37,7 @@ class HfTensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class ParamMap:
-    """One Megatron parameter. Layers and experts are counted over the whole network here."""
+    """One Megatron parameter. Indices of layers and experts refer to the whole network."""
 
     megatron: str
     """Name below the expert or the layer, or the whole name when both are None."""
@@ -46,11 +46,11 @@ class ParamMap:
     layer: int | None = None
     """Global index of the decoder layer."""
     expert: int | None = None
-    """Global index of the expert; experts are never cut over tensor-parallel ranks."""
+    """Global index of the expert; experts are never divided over tensor-parallel ranks."""
     shape: TensorShape = ()
-    """Of a stacked parameter."""
+    """Shape of a stacked parameter."""
     is_buffer: bool = False
-    """No weight: it keeps its dtype, and comes from the model's files alone."""
+    """Whether it is a buffer, which keeps its dtype and comes only from the model's files."""
     is_trained: bool = True
 
 
@@ -60,12 +60,12 @@ OUTPUT_LAYER_NAME = "output_layer.weight"
 
 
 def list_parameter_maps(arch: Architecture) -> list[ParamMap]:
-    """Every parameter of the network, first layer first. A tied head is not listed."""
+    """List every parameter of the network, first layer first. A tied head is not listed."""
     if arch.transformers_config:
         return [
             ParamMap(
                 name,
-                tuple(HfTensorSpec(*one) for one in stored),
+                tuple(HfTensorSpec(*spec) for spec in stored),
                 TpSplit.STACKED,
                 shape=shape,
                 is_buffer=name not in _read_names(arch).trained,
@@ -135,7 +135,7 @@ def _list_layer_parameters(arch: Architecture, layer: int) -> Iterator[ParamMap]
 
 
 def _read_names(arch: Architecture) -> Any:
-    # Who only looks at a network of Megatron's layers imports no transformers.
+    # transformers is imported only for its own networks, not for those of Megatron's layers.
     from areal_hpc.trainer.model.families.transformers_modules import read_tensor_names
 
     return read_tensor_names(arch.transformers_config, arch.parameters)
@@ -151,7 +151,7 @@ def count_tp_shards(parameter: ParamMap, tp: int) -> int:
 
 
 def get_shard_shape(parameter: ParamMap, arch: Architecture, tp: int) -> TensorShape:
-    """Shape of one rank's part of the Megatron parameter."""
+    """Return the shape of one rank's part of the Megatron parameter."""
     first, *trailing = parameter.hf[0].shape
     ranks = count_tp_shards(parameter, tp)
     match parameter.cut:
@@ -170,14 +170,14 @@ def get_shard_shape(parameter: ParamMap, arch: Architecture, tp: int) -> TensorS
 def get_hf_slices(
     parameter: ParamMap, arch: Architecture, tp: int, rank: int
 ) -> list[tuple[slice, ...]]:
-    """What rank `rank` needs of each Hugging Face tensor of the parameter."""
+    """Return the slices of each Hugging Face tensor of the parameter that rank `rank` needs."""
     ranks = count_tp_shards(parameter, tp)
     match parameter.cut:
         case TpSplit.WHOLE | TpSplit.STACKED:
             return [()] * len(parameter.hf)
         case TpSplit.VOCAB:
             rows = compute_padded_vocab_size(arch, ranks) // ranks
-            first, last = (min(place * rows, arch.vocab) for place in (rank, rank + 1))
+            first, last = (min(index * rows, arch.vocab) for index in (rank, rank + 1))
             return [(slice(first, last),)]
         case TpSplit.WEIGHT_COLUMNS:
             return [(slice(None), _get_rank_slice(parameter.hf[0].shape[1], ranks, rank))]
@@ -194,7 +194,7 @@ def _get_rank_slice(size: int, ranks: int, rank: int) -> slice:
 def to_megatron(
     parameter: ParamMap, hf_slices: Sequence[torch.Tensor], arch: Architecture, tp: int
 ) -> torch.Tensor:
-    """One rank's part of the Megatron parameter, from its slices (`get_hf_slices`)."""
+    """Build one rank's part of the Megatron parameter from its slices (`get_hf_slices`)."""
     first, trailing = hf_slices[0], hf_slices[0].shape[1:]
     match parameter.cut:
         case TpSplit.WHOLE | TpSplit.WEIGHT_COLUMNS:
@@ -203,7 +203,7 @@ def to_megatron(
             rows = get_shard_shape(parameter, arch, tp)[0]
             return torch.cat([first, first.new_zeros((rows - len(first), *trailing))])
         case TpSplit.STACKED:
-            stored = zip((one.name for one in parameter.hf), hf_slices, strict=True)
+            stored = zip((spec.name for spec in parameter.hf), hf_slices, strict=True)
             whole: torch.Tensor = _read_names(arch).from_stored(dict(stored))
             return whole
         case TpSplit.GATE_UP:
@@ -217,7 +217,7 @@ def to_megatron(
 def to_hf(
     parameter: ParamMap, shards: Sequence[torch.Tensor], arch: Architecture
 ) -> list[torch.Tensor]:
-    """Whole Hugging Face tensors from the parts of all ranks that the parameter is cut over."""
+    """Build whole Hugging Face tensors from the parts of all ranks that divide the parameter."""
     match parameter.cut:
         case TpSplit.WHOLE:
             return [shards[0]]
