@@ -39,8 +39,6 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class JournalRecord:
-    """One whole record of a journal."""
-
     kind: int
     payload: bytes
 

@@ -37,13 +37,11 @@ Spans = Sequence[tuple[int, int]]
 """First element, and the element behind the last, of each piece of a column."""
 
 _VERIFY_HINT = "run areal-hpc shards verify"
-_TOKEN_COLUMNS = tuple(
-    dataset.name for dataset in ALWAYS_WRITTEN_DATASETS if dataset.axis is Axis.TOKEN
-)
+_TOKEN_COLUMNS = tuple(spec.name for spec in ALWAYS_WRITTEN_DATASETS if spec.axis is Axis.TOKEN)
 _ROW_COLUMNS = tuple(
-    dataset.name
-    for dataset in (*ALWAYS_WRITTEN_DATASETS, *MASK_DATASETS)
-    if dataset.axis in (Axis.ROW, Axis.ROW_BOUND)
+    spec.name
+    for spec in (*ALWAYS_WRITTEN_DATASETS, *MASK_DATASETS)
+    if spec.axis in (Axis.ROW, Axis.ROW_BOUND)
 )
 _ROW_KINDS = tuple(RowKind)
 _record_decoder = msgspec.json.Decoder(RowRecord)
@@ -118,8 +116,8 @@ class ShardReader:
 
     def read_records(self, rows: Sequence[int] | None = None) -> list[RowRecord]:
         """Read the episodes and calls of these rows; of all rows without an argument."""
-        row_numbers = self._validate_row_numbers(range(self.num_rows) if rows is None else rows)
-        return list(self._read_json_of_rows("record", _record_decoder, row_numbers))
+        numbers = self._validate_row_numbers(range(self.num_rows) if rows is None else rows)
+        return list(self._read_json_of_rows("record", _record_decoder, numbers))
 
     def read_rows(self, rows: Sequence[int], *, with_messages: bool = True) -> list[TrajectoryRow]:
         """Read the trajectories at `rows`, in that order.
@@ -127,21 +125,21 @@ class ShardReader:
         Without messages `meta` and `tool_schemas` stay empty: the trainer needs neither, and they
         may be larger than all tokens.
         """
-        row_numbers = self._validate_row_numbers(rows)
+        numbers = self._validate_row_numbers(rows)
         bounds = self._rows["offsets"]
         ids, masks, logprobs, versions = self._read_columns(
-            _TOKEN_COLUMNS, _locate_spans(bounds, row_numbers)
+            _TOKEN_COLUMNS, _locate_spans(bounds, numbers)
         )
 
         def values(dataset_name: str) -> list[Any]:
             # One conversion per column, not one per row: a batch has many short rows.
-            return self._rows[dataset_name][row_numbers].tolist()  # type: ignore[no-any-return]
+            return self._rows[dataset_name][numbers].tolist()  # type: ignore[no-any-return]
 
         row_identities = (values(name) for name in ("ticket_id", "attempt", "episode", "row"))
         kinds = map(_ROW_KINDS.__getitem__, values("kind"))
         records = self.read_records(rows)
-        details = self._read_details(row_numbers, records) if with_messages else ()
-        slices = _compute_row_slices(bounds, row_numbers)
+        details = self._read_details(numbers, records) if with_messages else ()
+        slices = _compute_row_slices(bounds, numbers)
         trajectories = [
             TrajectoryRow(
                 ticket, attempt, episode, row, ids[T], masks[T], logprobs[T], versions[T], *fields
@@ -159,12 +157,10 @@ class ShardReader:
             )
         ]
         if self._has_masks:
-            masked = zip(trajectories, self._read_masks(row_numbers), strict=True)
+            masked = zip(trajectories, self._read_masks(numbers), strict=True)
             trajectories = [replace(row, sampling_mask=mask) for row, mask in masked]
         if ROUTES_DATASET.name in self._extents:
-            (routes,) = self._read_columns(
-                [ROUTES_DATASET.name], _locate_spans(bounds, row_numbers)
-            )
+            (routes,) = self._read_columns([ROUTES_DATASET.name], _locate_spans(bounds, numbers))
             routed = zip(trajectories, slices, strict=True)
             trajectories = [replace(row, routes_TLK=routes[T]) for row, T in routed]
         return trajectories
@@ -189,11 +185,11 @@ class ShardReader:
         return [SamplingMask(counts[T], ids[K]) if K.stop > K.start else None for T, K in slices]
 
     def _validate_row_numbers(self, rows: Sequence[int]) -> NumpyArray:
-        row_numbers = np.asarray(rows, dtype=np.int64)
-        outside = row_numbers[(row_numbers < 0) | (row_numbers >= self.num_rows)]
+        numbers = np.asarray(rows, dtype=np.int64)
+        outside = numbers[(numbers < 0) | (numbers >= self.num_rows)]
         if len(outside):
             raise IndexError(f"{self.path} has rows 0..{self.num_rows - 1}, got {outside[0]}")
-        return row_numbers
+        return numbers
 
     def _read_json_of_rows(
         self, dataset_name: str, decoder: msgspec.json.Decoder[_JsonValue], rows: NumpyArray

@@ -85,10 +85,7 @@ def gather_objects_on_first_rank(message: object, object_type: Any) -> list[Any]
     received = [torch.empty_like(padded) for _ in range(dist.get_world_size() if is_first else 0)]
     dist.gather(padded, received if is_first else None)
     # JSON has no zero bytes.
-    return [
-        decode_json(bytes_and_zeros.numpy().tobytes().rstrip(b"\0"), object_type)
-        for bytes_and_zeros in received
-    ]
+    return [decode_json(data.numpy().tobytes().rstrip(b"\0"), object_type) for data in received]
 
 
 def read_with_retries_on_all_ranks(

@@ -85,12 +85,10 @@ class FrozenNetwork:
 
     def __post_init__(self) -> None:
         parameters = list(self.network.gpt.parameters())
-        on_host = torch.empty(
-            sum(weight.numel() for weight in parameters), dtype=self.network.dtype
-        )
-        if self.network.device.type == "cuda" and len(on_host):
-            pin_host_memory(on_host)
-        parts = on_host.split([weight.numel() for weight in parameters])
+        host = torch.empty(sum(weight.numel() for weight in parameters), dtype=self.network.dtype)
+        if self.network.device.type == "cuda" and len(host):
+            pin_host_memory(host)
+        parts = host.split([weight.numel() for weight in parameters])
         self._host = {
             weight: part.view(weight.shape) for weight, part in zip(parameters, parts, strict=True)
         }
@@ -305,12 +303,12 @@ def measure_values(rows: Sequence[TrainingRow]) -> dict[str, float]:
     Only trained tokens count. The share is 1 for a perfect critic, 0 for a constant one, negative
     for a worse one, and 0 if all returns are equal.
     """
-    masked = [(row.channels, np.append(False, row.loss_mask_T[1:] != 0)) for row in rows]
+    kept = [(row.channels, np.append(False, row.loss_mask_T[1:] != 0)) for row in rows]
     values_N, returns_N = (
         np.concatenate(
             [
                 np.empty(0),
-                *(channels[name][mask_T].astype(np.float64) for channels, mask_T in masked),
+                *(channels[name][mask_T].astype(np.float64) for channels, mask_T in kept),
             ]
         )
         for name in CRITIC_CHANNELS

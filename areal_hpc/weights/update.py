@@ -228,8 +228,6 @@ class Update(Generic[SessionT]):
 
 @dataclass(frozen=True, slots=True)
 class UpdateReport:
-    """Outcome of one `Transport.update`."""
-
     version: WeightVersion
     ok: tuple[ReplicaKey, ...]
     """Replicas that are verified and open to agents."""

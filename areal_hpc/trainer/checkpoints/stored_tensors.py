@@ -103,10 +103,8 @@ def _split_flat_range_of_row(shape: tuple[int, ...], row: int, start: int, stop:
 def split_into_matrices(box: Box) -> Iterator[Box]:
     """Yield a block's matrices in order: one for each index of the axes before the last two."""
     split = len(box.sizes[:-2])
-    steps = [
-        range(start, start + size)
-        for start, size in zip(*(part[:split] for part in box), strict=True)
-    ]
+    axes = zip(*(part[:split] for part in box), strict=True)
+    steps = [range(offset, offset + size) for offset, size in axes]
     for indices in itertools.product(*steps):
         yield Box(indices + box.offsets[split:], (1,) * split + box.sizes[split:])
 
@@ -243,11 +241,8 @@ class StoredTensors:
             whole = Box(piece.offsets, piece.sizes)
             if (common := intersect_boxes(whole, box)) is not None:
                 target_box = common.shift_to_coordinates_within(box)
-                target[target_box.slices].copy_(
-                    self._read_part_of_piece(
-                        column, piece, common.shift_to_coordinates_within(whole)
-                    )
-                )
+                piece_box = common.shift_to_coordinates_within(whole)
+                target[target_box.slices].copy_(self._read_part_of_piece(column, piece, piece_box))
 
     def _read_part_of_piece(self, column: Column, piece: TensorPiece, box: Box) -> torch.Tensor:
         first, count = compute_flat_extent(piece.sizes, box)

@@ -123,10 +123,7 @@ def _list_episodes(rows: Sequence[TrajectoryRow]) -> Iterator[_Episode]:
                 name: None if call.reward is None else call.reward.value
                 for name, call in calls.items()
             },
-            {
-                name: [other for other in call.followers if other in calls]
-                for name, call in calls.items()
-            },
+            {name: [key for key in call.followers if key in calls] for name, call in calls.items()},
         )
 
 
