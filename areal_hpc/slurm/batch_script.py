@@ -1,4 +1,4 @@
-"""Batch script of a job: nodes, options of sbatch and srun, and the container that it runs in."""
+"""Batch script of a job: its nodes, options of sbatch and srun, and container."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ContainerCommand:
     python: str
     """A shell command."""
     srun_args: tuple[str, ...] = ()
-    """What srun must know for it."""
+    """Options of srun for the container."""
 
 
 def build_container_command(
@@ -37,16 +37,16 @@ def build_container_command(
     working_folder: Path,
     with_gpus: bool,
 ) -> ContainerCommand:
-    """Python as the site's containers start it; `python` is the interpreter within them.
+    """Build the command that starts `python`, an interpreter inside the site's containers.
 
-    Role `train` gets its image, every other that of `serve`. Inside, `mounted_paths` and the
-    working folder have the same names.
+    Role `train` gets its own image, every other role that of `serve`. `mounted_paths` and the
+    working folder keep their names inside.
     """
     if container.kind == "none":
         return ContainerCommand(shlex.quote(python))
     image = container.train if role == "train" else container.serve
-    here = sorted({str(place) for place in (*mounted_paths, working_folder)})
-    mounts = [*here, *container.mounts]
+    own_mounts = sorted({str(path) for path in (*mounted_paths, working_folder)})
+    mounts = [*own_mounts, *container.mounts]
     if container.kind == "pyxis":
         _check_pyxis_mounts(mounts)
         pairs = [mount if ":" in mount else f"{mount}:{mount}" for mount in mounts]
@@ -62,7 +62,7 @@ def build_container_command(
 
 
 def spell_pyxis_image(image: str) -> str:
-    """An image as pyxis tells files from registries: a file's name begins with `.` or `/`. Pure.
+    """Spell an image for pyxis, which takes a name that begins with `.` or `/` for a file.
 
     Source: `spank_task_init` of pyxis's pyxis_slurmstepd.c (0.21), which enters the job's folder.
     """
@@ -71,9 +71,9 @@ def spell_pyxis_image(image: str) -> str:
 
 
 def _check_pyxis_mounts(mounts: Sequence[str]) -> None:
-    """Refuse paths that pyxis takes for several: it splits mounts at commas and at `:`.
+    """Refuse paths that pyxis would split: it splits mounts at commas and at `:`.
 
-    Flags come after a second `:` with `+` between them (`parse_mount_option` of its args.c).
+    Flags follow a second `:` and are joined by `+` (`parse_mount_option` of its args.c).
     """
     for mount in mounts:
         if "," in mount or mount.count(":") > 2:
@@ -86,18 +86,18 @@ def _check_pyxis_mounts(mounts: Sequence[str]) -> None:
 
 DEFAULT_TIME_LIMIT_MINUTES = 24 * 60
 SIGNAL_BEFORE_END_S = 90
-"""Warning (SIGUSR2) before the time limit and, where so configured, before a preemption."""
+"""Time between the warning (SIGUSR2) and the time limit or, if so configured, a preemption."""
 PAYLOAD_FILE = "payload.pkl"
-"""What submitit starts, kept for jobs that are submitted again. It only names `launch.json`."""
+"""Payload that submitit runs, kept for further submissions. It only names `launch.json`."""
 
 MEMORY_FLAGS = {"mem", "mem-per-cpu", "mem-per-gpu"}
 SHARE_FLAGS = {"cpus-per-task", "exclusive", "gres", "mem", "ntasks-per-node"}
-"""Options of sbatch that say how much of its nodes a job takes."""
+"""Options of sbatch that set a job's share of its nodes."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobResources:
-    """Resources of a job, held at most until its time limit."""
+    """Resources that a job holds until its time limit at most."""
 
     nodes: int
     tasks_per_node: int
@@ -121,17 +121,17 @@ class JobResources:
 
 @dataclass(frozen=True, slots=True)
 class JobRequest:
-    """One job as Slurm gets to see it."""
+    """Request to Slurm for one job."""
 
     job: str
     """Name within the run."""
     shape: JobResources
     submitit_dir: Path
-    """Where submitit keeps the job's files. Without the job's number, which is known too late."""
+    """Folder of submitit's files of the job, named without the job id, which is known too late."""
     python: str
     """Shell command that starts the supervisor's Python."""
     parameters: dict[str, Any]
-    """Of submitit's SlurmExecutor, in its names."""
+    """Parameters of submitit's SlurmExecutor, under its names."""
 
     @property
     def name(self) -> str:
@@ -146,9 +146,10 @@ class JobRequest:
         return bool({"hold", "-H"} & self.parameters["additional_parameters"].keys())
 
     def with_dependency(self, dependency: str, *, stays_if_never_met: bool = False) -> JobRequest:
-        """The job as it waits for others, in sbatch's words; Slurm removes it if they fail.
+        """Return the request with a dependency in sbatch's notation.
 
-        One of another run may come back under another number; then who waits for it is to stay.
+        Slurm removes the job if the dependency can never be met, unless `stays_if_never_met`: a job
+        of another run may come back under another id.
         """
         more = self.parameters["additional_parameters"] | {
             "kill-on-invalid-dep": "no" if stays_if_never_met else "yes"
@@ -162,23 +163,23 @@ class RunContext:
     """Options that all jobs of a run share."""
 
     name: str
-    """`<experiment>-<trial>`: jobs in the queue are called so, with their own name behind it."""
+    """Prefix `<experiment>-<trial>` of the jobs' names in the queue."""
     run_dir: Path
     jobs_dir: Path
     pythons: dict[str, str]
     working_folder: Path
     mounted: tuple[Path, ...] = ()
-    """Further paths that a container must see."""
+    """Further paths to mount in containers."""
     excluded_nodes: tuple[str, ...] = ()
 
 
 def build_job_requests(
     jobs: Sequence[JobSpec], slurm: SlurmConfig, run_context: RunContext
 ) -> list[JobRequest]:
-    """Requests to Slurm, job by job.
+    """Build the request to Slurm of each job.
 
     Raises:
-        RecipeError: Jobs do not fit the nodes; every misfit at once.
+        RecipeError: Jobs do not fit the nodes; the error names every misfit.
     """
     requests, problems = [], []
     for job in jobs:
@@ -197,10 +198,10 @@ def build_job_requests(
 
 
 def compute_resources(job: JobSpec, options: JobOptions) -> JobResources:
-    """Nodes from the number of tasks, and what each node gives.
+    """Compute a job's nodes from its number of tasks and from the resources of a node.
 
     Raises:
-        RecipeError: They do not fit.
+        RecipeError: The tasks do not fit the nodes.
     """
     kind = get_job_kind(job.name)
     offered, each = options.gpus_per_node, job.gpus_per_task
@@ -256,10 +257,10 @@ def _build_job_request(
     )
     folder = JobPaths(run_context.jobs_dir / job.name).submitit_dir
     flags = dict(options.sbatch)
-    flags.pop("ntasks-per-node", None)  # of which `shape` is made
+    flags.pop("ntasks-per-node", None)  # `shape` has it
     gres = str(flags.pop("gres", "gpu:{count}")).replace("{count}", str(shape.gpus_per_node))
     if "exclusive" in flags and not flags.keys() & MEMORY_FLAGS:
-        flags["mem"] = "0"  # all that there is
+        flags["mem"] = "0"  # all memory of the node
     by_recipe = str(flags.pop("exclude", ""))
     excluded = ",".join(filter(None, (by_recipe, *run_context.excluded_nodes)))
     srun_args = [*contained.srun_args, *format_flags(options.srun)]
@@ -268,11 +269,11 @@ def _build_job_request(
         and shape.tasks_per_node > 1
         and not any(argument.startswith("--distribution=") for argument in srun_args)
     ):
-        # Tasks fill one socket after the other, as GPUs are numbered; by default they alternate.
+        # Tasks fill sockets in turn, like the numbers of GPUs; by default they alternate.
         srun_args.append("--distribution=block:block")
-    if cpus := flags.get("cpus-per-task"):  # since 22.05 srun does not take it over from sbatch
+    if cpus := flags.get("cpus-per-task"):  # since 22.05 srun does not inherit it from sbatch
         srun_args.insert(0, f"--cpus-per-task={cpus}")
-    asked = {
+    options_or_none = {
         "job_name": f"{run_context.name}-{job.name}",
         "comment": str(run_context.run_dir),
         "nodes": shape.nodes,
@@ -291,17 +292,17 @@ def _build_job_request(
             **flags,
         },
     }
-    given = {name: value for name, value in asked.items() if value is not None}
-    # submitit's own wckey would be refused where keys are enforced.
-    parameters = given | {"wckey": None}
+    parameters = {name: value for name, value in options_or_none.items() if value is not None}
+    # A cluster that enforces wckeys would refuse submitit's own.
+    parameters |= {"wckey": None}
     return JobRequest(job.name, shape, folder, contained.python, parameters)
 
 
 def _build_setup_lines(options: JobOptions, folder: Path, run_context: RunContext) -> list[str]:
-    # A job that submits this script again gets another number.
+    # A further submission of this script gets another job id.
     link = shlex.quote(str(folder)) + '/"$SLURM_JOB_ID"_submitted.pkl'
     return [
         *(options.setup or ()),
-        "unset SLURM_ARRAY_JOB_ID SLURM_ARRAY_TASK_ID",  # of a submission from within an array
+        "unset SLURM_ARRAY_JOB_ID SLURM_ARRAY_TASK_ID",  # set if submitted from within an array
         f"ln -s {PAYLOAD_FILE} {link} 2>/dev/null || true",
     ]

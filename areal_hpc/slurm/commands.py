@@ -9,7 +9,7 @@ from datetime import datetime
 from areal_hpc.errors import SlurmCommandError, SlurmNotFoundError, SlurmTimeoutError
 
 ANSWER_TIMEOUT_S = 15.0
-"""Slurm's commands themselves wait for 10 s (MessageTimeout) and try twice."""
+"""Longest wait for a command; Slurm's commands wait for 10 s (MessageTimeout) and try twice."""
 _NO_ANSWER_MESSAGES = (
     "socket timed out",
     "unable to contact",
@@ -24,10 +24,10 @@ _NO_ANSWER_MESSAGES = (
     "unexpected message received",
     "resource temporarily unavailable",
 )
-"""What commands print when it is the daemon and not the question that is at fault."""
+"""Messages of commands for errors of the daemon, not of the call."""
 
 _FILTER_PREFIXES = ("SQUEUE_", "SCANCEL_", "SACCT_", "SINFO_")
-"""Of variables by which a user filters what is shown: a hidden job would count as gone."""
+"""Prefixes of variables by which users filter output: a hidden job would count as gone."""
 
 
 def has_slurm() -> bool:
@@ -39,12 +39,12 @@ def run_slurm_command(
     timeout_s: float = ANSWER_TIMEOUT_S,
     environ: Mapping[str, str] = os.environ,
 ) -> str:
-    """Output of one of Slurm's commands, which sees this process's environment unless given one.
+    """Run one of Slurm's commands and return its output.
 
     Raises:
-        SlurmTimeoutError: Its daemon did not answer, this node could not start it now, or a signal
-            ended it.
-        SlurmCommandError: It answered with an error.
+        SlurmTimeoutError: The daemon did not answer, this node could not start the command now, or
+            a signal ended it.
+        SlurmCommandError: The command failed.
         SlurmNotFoundError: There is no such command on this machine.
     """
     kept = {key: value for key, value in environ.items() if not key.startswith(_FILTER_PREFIXES)}
@@ -64,7 +64,7 @@ def run_slurm_command(
             f"there is no {command[0]} on this machine",
             hint="log in to a node of the cluster that has Slurm's commands",
         ) from error
-    except OSError as error:  # no process or memory left, or a stale handle: the next try may do
+    except OSError as error:  # no process or memory left, or a stale handle: a retry may succeed
         raise SlurmTimeoutError(
             f"{command[0]} could not be started: {error.strerror}", hint="scontrol ping"
         ) from error
@@ -74,18 +74,18 @@ def run_slurm_command(
         ) from error
     if answer.returncode == 0:
         return answer.stdout
-    if answer.returncode < 0:  # with all processes of a job that Slurm ends
+    if answer.returncode < 0:  # Slurm ends it with all processes of a job
         raise SlurmTimeoutError(
             f"{command[0]} was ended by signal {-answer.returncode}", hint="scontrol ping"
         )
-    said = answer.stderr.strip() or answer.stdout.strip() or "no output"
-    is_silent = any(silence in said.lower() for silence in _NO_ANSWER_MESSAGES)
-    kind = SlurmTimeoutError if is_silent else SlurmCommandError
-    raise kind(f"{command[0]}: {said}", hint="scontrol ping")
+    message = answer.stderr.strip() or answer.stdout.strip() or "no output"
+    is_outage = any(silence in message.lower() for silence in _NO_ANSWER_MESSAGES)
+    kind = SlurmTimeoutError if is_outage else SlurmCommandError
+    raise kind(f"{command[0]}: {message}", hint="scontrol ping")
 
 
 def parse_slurm_timestamp(text: str) -> float | None:
-    """Unix time of a local time that Slurm printed; None for `N/A`, `Unknown` and `None`."""
+    """Convert a local time that Slurm printed to Unix time; None for `N/A`, `Unknown`, `None`."""
     try:
         return datetime.fromisoformat(text).timestamp()
     except ValueError:

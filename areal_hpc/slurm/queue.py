@@ -1,8 +1,8 @@
 """Job states from squeue and sacct, polled with backoff.
 
-squeue knows the jobs that wait, run or ended a few minutes ago (slurm.conf's MinJobAge); sacct,
-where accounting is on, knows the others and what happened before a requeue. scontrol would add
-nothing to a job's state: it reads the same memory as squeue.
+squeue lists the jobs that wait, run or ended a few minutes ago (slurm.conf's MinJobAge). With
+accounting, sacct lists older jobs and the starts before a requeue. scontrol would add nothing to a
+job's state: it reads the same memory as squeue.
 """
 
 from __future__ import annotations
@@ -35,42 +35,42 @@ SQUEUE_COLUMNS = (
     ("Name", 400),
     ("Comment", 1000),
 )
-"""Name and width: squeue cuts what is longer."""
+"""Name and width of each column; squeue cuts longer values."""
 SACCT_COLUMNS = ("JobID", "State", "ExitCode", "NodeList", "Start", "End", "Reason")
 _SQUEUE_ARGUMENTS = (
     *("--noheader", "--all", "--states=all"),
     "--Format=" + ",".join(f"{name}:{width}|" for name, width in SQUEUE_COLUMNS),
 )
 SLURM_OUTAGE_BACKOFF = Backoff(2.0, 60.0)
-"""Pauses between questions to a Slurm that does not answer."""
+"""Pauses between calls to a Slurm that does not answer."""
 ACCOUNTING_RETRY_INTERVAL_S = 60.0
-"""Between two questions to an accounting that is off."""
+"""Time between two calls of sacct while accounting is off."""
 
 
 @dataclass(frozen=True, slots=True)
 class SlurmJobRecord:
-    """One job, or one start of it, as Slurm describes it."""
+    """Slurm's record of a job, or of one start of it."""
 
     job_id: str
     state: JobState
     reason: str = ""
     nodes: str = ""
     started_or_expected_at: float | None = None
-    """Unix time: when it started, or is expected to. None: nobody knows."""
+    """Unix time of the actual or expected start; None if unknown."""
     ended_or_latest_end_at: float | None = None
-    """Unix time: when it ended, or will at the latest."""
+    """Unix time of the end, or of the latest possible end; None if unknown."""
     restarts: int | None = None
-    """Starts before this one; None where Slurm does not say."""
+    """Number of earlier starts; None if unknown."""
     exit_code: int = 0
     signal: int = 0
-    """That ended it; 0 for none."""
+    """Signal that ended the job; 0 for none."""
     name: str = ""
     comment: str = ""
-    """Both empty where they are not known."""
+    """Name and comment are empty if unknown."""
     cancelled_by: int | None = None
-    """Id of the user who cancelled it, where accounting says so."""
+    """Id of the user who cancelled the job; None if accounting does not record it."""
     failed_step_states: tuple[str, ...] = ()
-    """Failures of its steps, such as `OUT_OF_MEMORY`, which the job's own state may hide."""
+    """States of failed steps, such as `OUT_OF_MEMORY`, which the job's own state may hide."""
 
     @property
     def names(self) -> str:
@@ -79,17 +79,17 @@ class SlurmJobRecord:
 
 @dataclass(frozen=True, slots=True)
 class QueueSnapshot:
-    """One answer about many jobs."""
+    """States of many jobs at one time."""
 
     jobs: dict[str, SlurmJobRecord] = field(default_factory=dict)
-    """By id; jobs that nothing is known of are absent."""
+    """Records by job id; unknown jobs are absent."""
     outage: str = ""
-    """Why there was no answer; empty if there was one."""
+    """Reason why Slurm did not answer; empty if it did."""
 
     def filter_jobs(
         self, job_ids: Iterable[str], is_own: Callable[[SlurmJobRecord], bool]
     ) -> QueueSnapshot:
-        """Part of this answer about those of the jobs with these ids that are a run's own."""
+        """Select the jobs with these ids that belong to a run."""
         jobs = {
             job_id: job
             for job_id in job_ids
@@ -98,12 +98,12 @@ class QueueSnapshot:
         return QueueSnapshot(jobs, self.outage)
 
     def get_state(self, job_id: str) -> JobState:
-        found = self.jobs.get(job_id)
-        return found.state if found else UNKNOWN_STATE
+        job = self.jobs.get(job_id)
+        return job.state if job else UNKNOWN_STATE
 
 
 def parse_squeue(text: str) -> list[SlurmJobRecord]:
-    """The jobs in the output of squeue with the columns above."""
+    """Parse squeue's output in `SQUEUE_COLUMNS`."""
     return [
         _parse_squeue_row([cell.strip() for cell in line.split("|")])
         for line in text.splitlines()
@@ -130,10 +130,10 @@ def _parse_squeue_row(cells: Sequence[str]) -> SlurmJobRecord:
 
 
 def parse_sacct(text: str) -> list[SlurmJobRecord]:
-    """Every start of every job, in the order of sacct (-D -n -P and the columns above).
+    """Parse every start of every job in sacct's order (-D -n -P, in `SACCT_COLUMNS`).
 
-    Steps are rows of their own (`17.batch`, `17.0`) after their job's; their failures are kept
-    with the job, because a step may run out of memory in a job that merely `FAILED`.
+    The rows of steps (`17.batch`, `17.0`) follow the row of their job. Their failures are added to
+    the job, because a step may run out of memory in a job that merely `FAILED`.
     """
     jobs: list[SlurmJobRecord] = []
     for line in text.splitlines():
@@ -169,52 +169,52 @@ def _parse_sacct_row(job_id: str, state: JobState, cells: Sequence[str]) -> Slur
 
 
 class QueuePoller:
-    """Asks Slurm, and says how long to leave one alone that does not answer."""
+    """Poller of Slurm's job states that backs off while Slurm does not answer."""
 
     def __init__(self) -> None:
         self._unanswered_polls = 0
         self._ask_accounting_at = 0.0
-        """Monotonic time before which sacct, which had nothing to say, is not asked again."""
+        """Monotonic time before which sacct, which failed, is not called again."""
         self._settled: dict[str, SlurmJobRecord] = {}
-        """What will not change: jobs that squeue has forgotten, and sacct has not."""
+        """Final records of jobs that squeue has forgotten and sacct has not."""
 
     @property
     def pause_s(self) -> float:
         return SLURM_OUTAGE_BACKOFF.get_pause_s(self._unanswered_polls)
 
     def poll(self, job_ids: Iterable[str]) -> QueueSnapshot:
-        """All that Slurm knows of these jobs now. That it does not answer is no error."""
+        """Query these jobs now. An outage of Slurm raises nothing: the snapshot reports it."""
         wanted = sorted(set(job_ids))
         if not wanted:
             return QueueSnapshot()
         outage = ""
-        found: dict[str, SlurmJobRecord] = {}
+        jobs: dict[str, SlurmJobRecord] = {}
         try:
-            found = {job.job_id: job for job in query_squeue(wanted)}
+            jobs = {job.job_id: job for job in query_squeue(wanted)}
             self._unanswered_polls = 0
         except SlurmTimeoutError as error:
             outage = error.problems[0].message
             self._unanswered_polls += 1
-        missing = [job_id for job_id in wanted if job_id not in found]
+        missing = [job_id for job_id in wanted if job_id not in jobs]
         past = {job.job_id: job for job in self.read_accounting(set(missing) - set(self._settled))}
-        # Accounting lags behind slurmctld, and calls a job whose end it missed running for ever: it
-        # is believed of what is over.
+        # Accounting lags behind slurmctld, and reports a job whose end it missed as running for
+        # ever, so only its records of ended jobs count.
         past = {key: job for key, job in past.items() if not is_live_state(job.state)}
         if not outage:
             self._settled |= past
-        found |= past | {key: self._settled[key] for key in missing if key in self._settled}
-        return QueueSnapshot(found, outage)
+        jobs |= past | {key: self._settled[key] for key in missing if key in self._settled}
+        return QueueSnapshot(jobs, outage)
 
     def poll_for_display(self, job_ids: Iterable[str]) -> QueueSnapshot:
-        """As `poll`; a refusal is an outage, too: a display says what the run directory knows."""
+        """Poll like `poll`, but report an error of squeue as an outage, too."""
         try:
             return self.poll(job_ids)
         except ClusterError as error:
-            # The last line: above it squeue says what it has tried.
+            # The last line is the reason; the lines above list squeue's attempts.
             return QueueSnapshot(outage=error.problems[0].message.splitlines()[-1])
 
     def read_accounting(self, job_ids: Iterable[str]) -> list[SlurmJobRecord]:
-        """Every start that accounting knows of these jobs, oldest first; none while it is off."""
+        """Read every start of these jobs from accounting, oldest first; none while it is off."""
         if time.monotonic() < self._ask_accounting_at:
             return []
         columns = ",".join(SACCT_COLUMNS)
@@ -224,31 +224,31 @@ class QueuePoller:
                 arguments = ("--noheader", "--parsable2", "--duplicates", f"--format={columns}")
                 jobs += parse_sacct(run_slurm_command("sacct", *arguments, f"--jobs={ids}"))
         except SlurmTimeoutError:
-            return []  # asked again at the next look
-        except ClusterError:  # it is off, or there is no sacct here
+            return []  # the next poll calls it again
+        except ClusterError:  # it is off, or there is no sacct on this machine
             self._ask_accounting_at = time.monotonic() + ACCOUNTING_RETRY_INTERVAL_S
             return []
         return jobs
 
 
 def query_live_job_ids(job_ids: Iterable[str]) -> list[str]:
-    """Those of the jobs that wait or run."""
+    """Select the jobs that wait or run."""
     return [job.job_id for job in query_squeue(sorted(set(job_ids))) if is_live_state(job.state)]
 
 
 def query_squeue_of_user(user_id: int) -> list[SlurmJobRecord]:
-    """Jobs of a user that slurmctld remembers."""
+    """Query a user's jobs that slurmctld remembers."""
     return parse_squeue(run_slurm_command("squeue", *_SQUEUE_ARGUMENTS, f"--user={user_id}"))
 
 
 def query_squeue(job_ids: Sequence[str]) -> list[SlurmJobRecord]:
-    """Those of the jobs that slurmctld remembers."""
+    """Query those of the jobs that slurmctld remembers."""
     jobs: list[SlurmJobRecord] = []
     for ids in build_comma_lists(job_ids):
         try:
             jobs += parse_squeue(run_slurm_command("squeue", *_SQUEUE_ARGUMENTS, f"--jobs={ids}"))
         except SlurmCommandError as error:
-            # Asked for a single job that it has forgotten, squeue fails; among several it does not.
+            # squeue fails for a single job that it has forgotten, but not for one among several.
             if "invalid job id" not in str(error).lower():
                 raise
     return jobs

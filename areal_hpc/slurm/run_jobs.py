@@ -1,8 +1,8 @@
-"""Jobs of a run as Slurm has them, whether the run directory records them or not; their end.
+"""Jobs of a run in Slurm, recorded in the run directory or not, and their cancellation.
 
-Slurm is right about what exists: a submission that was killed, or whose answer was lost, leaves
-jobs that no file names. Their comment names the run directory. They are cancelled by a signal, a
-grace period, and scancel.
+Slurm is the authority on which jobs exist: a submission that was killed, or whose answer was lost,
+leaves jobs that no file names. Their comment names the run directory. Cancelled jobs get a signal,
+a grace period, and scancel.
 """
 
 import logging
@@ -35,7 +35,7 @@ _TOKEN_PATTERN = re.compile(r"\.([0-9a-f]{8})$")
 
 @dataclass(frozen=True, slots=True)
 class LiveJob:
-    """A job of a run that waits or runs."""
+    """Job of a run that waits or runs."""
 
     submission: Submission
     slurm_record: SlurmJobRecord
@@ -48,10 +48,10 @@ class LiveJob:
 
 
 def is_job_of_run(paths: RunPaths, job: SlurmJobRecord) -> bool:
-    """True unless the name or the comment of a job that a run records says that it is another's.
+    """Return whether a recorded job belongs to the run, by its name and comment.
 
-    Slurm counts ids anew when it runs out of them, or is set up again; and a copy of a run's folder
-    records the jobs of that run.
+    Slurm reuses ids when it runs out of them or is set up again, and a copy of a run's folder
+    records the original's jobs.
     """
     if not job.names:
         return True
@@ -59,37 +59,38 @@ def is_job_of_run(paths: RunPaths, job: SlurmJobRecord) -> bool:
 
 
 def find_original(paths: RunPaths) -> Path | None:
-    """The run of which this folder is a copy, if jobs of that run wait or run."""
+    """Find the run of which this folder is a copy, if jobs of that run wait or run."""
     if not (ids := list_recorded_job_ids(paths)):
         return None
     return find_run_of_jobs(paths, query_squeue(ids))
 
 
 def find_run_of_jobs(paths: RunPaths, jobs: Iterable[SlurmJobRecord]) -> Path | None:
-    found = (_find_run_of_job(paths, job) for job in jobs if is_live_state(job.state))
-    return next((run for run in found if run is not None), None)
+    runs = (_find_run_of_job(paths, job) for job in jobs if is_live_state(job.state))
+    return next((run for run in runs if run is not None), None)
 
 
 def _find_run_of_job(paths: RunPaths, job: SlurmJobRecord) -> Path | None:
-    """Another run that is there and that the job's comment begins with.
+    """Find another existing run whose path begins the job's comment.
 
-    One that is not there was moved to this place.
+    A run that no longer exists at that path was moved here.
     """
     if not job.comment or f"{job.comment} ".startswith(f"{paths.root} "):
         return None
     words = job.comment.split(" ")
-    places = (Path(" ".join(words[:count])) for count in range(len(words), 0, -1))
+    folders = (Path(" ".join(words[:count])) for count in range(len(words), 0, -1))
     try:
-        run = next((place for place in places if (place / RECIPE_FILE).exists()), None)
-        if run is None or run.samefile(paths.root):  # it has another name, as by a link
+        run = next((folder for folder in folders if (folder / RECIPE_FILE).exists()), None)
+        if run is None or run.samefile(paths.root):  # this run under another name, as by a link
             return None
-    except OSError:  # of another user, or of storage that is away: nobody knows
+    except OSError:  # a folder of another user, or an outage of the storage
         return None
     return run
 
 
 def list_recorded_job_ids(paths: RunPaths) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(one.job_id for one in read_submissions(paths.submissions)))
+    submissions = read_submissions(paths.submissions)
+    return tuple(dict.fromkeys(submission.job_id for submission in submissions))
 
 
 def was_submission_refused_recently(paths: RunPaths) -> bool:
@@ -100,9 +101,9 @@ def was_submission_refused_recently(paths: RunPaths) -> bool:
 def list_unrecorded_live_jobs(
     paths: RunPaths, queued_jobs: Sequence[SlurmJobRecord] | None = None
 ) -> list[LiveJob]:
-    """Jobs that wait or run, name this run in their comment, and are not on record.
+    """List jobs that wait or run, name this run in their comment, and are not recorded.
 
-    `queued_jobs` are the jobs of the run's owner; Slurm is asked unless they are given.
+    `queued_jobs` are the jobs of the run's owner; without them Slurm is queried.
     """
     if not paths.root.exists():
         return []
@@ -118,13 +119,13 @@ def list_unrecorded_live_jobs(
 
 
 def list_live_jobs(paths: RunPaths) -> list[LiveJob]:
-    """All jobs of a run that wait or run: those on record first, oldest first."""
-    recorded = {one.job_id: one for one in read_submissions(paths.submissions)}
-    found = {job.job_id: job for job in query_squeue(sorted(recorded)) if is_live_state(job.state)}
+    """List all jobs of a run that wait or run: the recorded ones first, oldest first."""
+    recorded = {each.job_id: each for each in read_submissions(paths.submissions)}
+    queued = {job.job_id: job for job in query_squeue(sorted(recorded)) if is_live_state(job.state)}
     live = [
-        LiveJob(submission, found[job_id], is_recorded=True)
+        LiveJob(submission, queued[job_id], is_recorded=True)
         for job_id, submission in recorded.items()
-        if job_id in found and is_job_of_run(paths, found[job_id])
+        if job_id in queued and is_job_of_run(paths, queued[job_id])
     ]
     return [*live, *list_unrecorded_live_jobs(paths)]
 
@@ -146,15 +147,16 @@ def _build_submission_record(paths: RunPaths, job: SlurmJobRecord) -> Submission
 
 
 def was_cancelled_by_person(job: SlurmJobRecord, queue: QueuePoller, owner_id: int) -> bool:
-    """True unless Slurm did it, as accounting says, or an administrator for another user.
+    """Return whether a person cancelled a job for its owner, as far as accounting records it.
 
-    Of what Slurm cancels by itself accounting names no user.
+    It was no person if Slurm did it, for which accounting names no user, or if root or Slurm's own
+    user did it for somebody else.
     """
     if not job.state.is_cancelled or job.reason == INVALID_DEPENDENCY_REASON:
         return False
     past = queue.read_accounting([job.job_id])
     if not past or not past[-1].state.is_cancelled:
-        return True  # nobody knows, or not yet
+        return True  # accounting does not record it, or not yet
     user_id = past[-1].cancelled_by
     if user_id is None:
         return False
@@ -167,14 +169,14 @@ def _find_slurm_user_id() -> int | None:
     try:
         return scontrol.read_slurm_user_id()
     except ClusterError as error:
-        log.info("Slurm was not asked which user it runs as: %s", error)
+        log.info("Slurm's own user is unknown: %s", error)
         return None
 
 
 POLL_S = 2.0
-"""Between two questions to Slurm; each is one for all jobs."""
+"""Time between two calls of squeue, each for all jobs."""
 KILL_TIMEOUT_S = 120.0
-"""From scancel until Slurm must have cleaned up: KillWait, and nodes slow to answer."""
+"""Time between scancel and the end of Slurm's cleanup: KillWait, and nodes slow to answer."""
 MAX_SLURM_OUTAGE_S = 600.0
 
 
@@ -185,24 +187,24 @@ def cancel_jobs(
     grace_s: float,
     print_line: Callable[[str], None],
 ) -> int:
-    """Cancel every job, and return when Slurm has none of them left: how many there were.
+    """Cancel every job, wait until Slurm has none of them left, and return their number.
 
-    A job that waits is cancelled at once. One that runs gets SIGTERM in all its tasks and `grace_s`
-    to end by itself; with a grace of 0 it is cancelled at once, too. Whatever ends in the queue
-    again, or was submitted meanwhile, is cancelled when it is seen: `list_job_ids` is asked at each
-    look for every id that was ever given out. Those that are not the run's (`is_own`) stay.
+    A job that waits is cancelled at once. A job that runs gets SIGTERM in all its tasks and
+    `grace_s` to end by itself; with a grace of 0 it is cancelled at once, too. Each look lists the
+    ids of all submissions (`list_job_ids`), so that jobs that were requeued or submitted meanwhile
+    are cancelled as well. Jobs that are not the run's (`is_own`) stay.
 
-    If it ends otherwise, an interruption included, `print_line` is told which jobs may be left.
+    After an error or an interruption `print_line` gets the jobs that may be left.
     """
     cancellation = _Cancellation(list_job_ids, is_own, grace_s, print_line)
     try:
         cancellation.run()
-    except BaseException:  # boundary: whoever gives up has to know what is left
+    except BaseException:  # boundary: the caller has to know what is left
         if cancellation.left is None:
-            print_line("Slurm has not said which jobs are there")
+            print_line("Slurm has not listed the jobs yet")
         else:
             left = ", ".join(cancellation.left) or "none"
-            print_line(f"jobs that were there when Slurm was last asked: {left}")
+            print_line(f"jobs that Slurm listed last: {left}")
         raise
     return len(cancellation.seen)
 
@@ -216,11 +218,11 @@ class _Cancellation:
     _queue: QueuePoller = field(default_factory=QueuePoller)
     _signaled: set[str] = field(default_factory=set)
     _began_at: float = field(default_factory=lambda: time.monotonic())
-    """When the grace began, moved on by the time in which Slurm did not answer."""
+    """Begin of the grace, moved by the time in which Slurm did not answer."""
     seen: set[str] = field(default_factory=set)
-    """Every job that was there at some look."""
+    """Every job that some look listed."""
     left: list[str] | None = None
-    """Jobs that were there at the last look; None before the first."""
+    """Jobs that the last look listed; None before the first."""
 
     def run(self) -> None:
         silent_since: float | None = None
@@ -241,7 +243,7 @@ class _Cancellation:
                 self._began_at += time.monotonic() - look_began_at
 
     def _cancel_what_is_left(self) -> bool:
-        """Cancel what has to be cancelled now; True once no job is left."""
+        """Cancel jobs that are due now; return whether no job is left."""
         ids = self._job_ids()
         snapshot = self._queue.poll(ids).filter_jobs(ids, self._is_own)
         if snapshot.outage:
@@ -250,7 +252,7 @@ class _Cancellation:
             key: job.state.phase for key, job in snapshot.jobs.items() if is_live_state(job.state)
         }
         self.left = sorted(phases)
-        if not phases and self._job_ids() == ids:  # the last one may have submitted another
+        if not phases and self._job_ids() == ids:  # the last job may have submitted another
             return True
         self.seen |= phases.keys()
         waited_s = time.monotonic() - self._began_at
@@ -293,15 +295,15 @@ class _Cancellation:
 
 
 def _call_scancel(job_ids: Sequence[str], *options: str) -> None:
-    """Call scancel. Jobs that ended a moment ago are no error.
+    """Call scancel; pass over jobs that ended a moment ago.
 
-    With `--signal` it reaches the steps, and not the batch script, which would end the job before
-    the tasks have had their grace.
+    With `--signal` it reaches the steps and not the batch script, whose end would end the job
+    before the tasks' grace is over.
     """
     for ids in build_comma_lists(job_ids):
         try:
             run_slurm_command("scancel", *options, *ids.split(","))
         except SlurmCommandError as error:
-            said = str(error).lower()
-            if "already completing" not in said and "invalid job id" not in said:
+            message = str(error).lower()
+            if "already completing" not in message and "invalid job id" not in message:
                 raise

@@ -1,6 +1,6 @@
-"""scontrol: facts of jobs, nodes and the allocation that a command runs in; requeue and release.
+"""Calls of scontrol: facts of jobs, nodes and the current allocation; requeue and release.
 
-All that ask Slurm raise SlurmNotFoundError, SlurmTimeoutError or SlurmCommandError of `commands`.
+Functions that call Slurm raise SlurmNotFoundError, SlurmTimeoutError or SlurmCommandError.
 """
 
 import logging
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 RETRY_PAUSE_S = 1.0
 RUNNING_STATE = "RUNNING"
-"""The one state in which a job may decide about itself: otherwise Slurm has decided already."""
+"""Only state in which a job may decide about itself; in others Slurm has decided already."""
 _STRIPPED_ENV_PREFIXES = (
     "SLURM_",
     "SBATCH_",
@@ -27,7 +27,7 @@ _STRIPPED_ENV_PREFIXES = (
     "CUDA_VISIBLE_DEVICES",
     "ROCR_",
 )
-"""Variables of a running job that would be taken for wishes of the job that it submits."""
+"""Variables of a running job that Slurm's commands would apply to the job that it submits."""
 _CONTROLLER_TIME_PATTERN = re.compile(r"Configuration data as of (\S+)")
 _SLURM_USER_PATTERN = re.compile(r"^SlurmUser\s*=\s*\S*\((\d+)\)", re.MULTILINE)
 
@@ -36,17 +36,17 @@ _SLURM_USER_PATTERN = re.compile(r"^SlurmUser\s*=\s*\S*\((\d+)\)", re.MULTILINE)
 class JobFacts:
     state: str
     ends_at: float | None
-    """Unix time at which Slurm ends it: its time limit, or the end of a preemption's grace."""
+    """Unix time of the time limit, or of the end of a preemption's grace."""
     excluded_nodes: str
-    """Slurm's notation of the nodes that it must not get; empty if there are none."""
+    """Excluded nodes in Slurm's notation; empty if there are none."""
     is_preempted: bool = False
-    """A job of higher priority gets its nodes when its grace is over."""
+    """Whether a job of higher priority gets its nodes when its grace is over."""
     is_requeueable: bool = True
-    """Slurm may start it again under its number; not so with sbatch's --no-requeue."""
+    """Whether Slurm may start it again under its id; False with sbatch's --no-requeue."""
 
 
 def parse_job_facts(scontrol_line: str) -> JobFacts:
-    """Read one line of `scontrol show job --oneliner`."""
+    """Parse one line of `scontrol show job --oneliner`."""
     facts = dict(re.findall(r"(?:^|\s)(\w+)=(\S*)", scontrol_line))
     excluded = facts.get("ExcNodeList", "")
     return JobFacts(
@@ -63,16 +63,16 @@ def query_job(job_id: str) -> JobFacts:
 
 
 def read_controller_time() -> float | None:
-    """Unix time by slurmctld's own clock; None if this Slurm does not tell it."""
-    shown = _run("scontrol", "show", "config")
-    found = _CONTROLLER_TIME_PATTERN.match(shown)
-    return parse_slurm_timestamp(found[1]) if found else None
+    """Read the Unix time of slurmctld's own clock; None if this Slurm does not print it."""
+    output = _run("scontrol", "show", "config")
+    match = _CONTROLLER_TIME_PATTERN.match(output)
+    return parse_slurm_timestamp(match[1]) if match else None
 
 
 def read_slurm_user_id() -> int | None:
-    shown = _run("scontrol", "show", "config")
-    found = _SLURM_USER_PATTERN.search(shown)
-    return int(found[1]) if found else None
+    output = _run("scontrol", "show", "config")
+    match = _SLURM_USER_PATTERN.search(output)
+    return int(match[1]) if match else None
 
 
 def control_job(action: Literal["requeue", "release"], job_id: str) -> None:
@@ -90,23 +90,23 @@ def update_waiting_job(
 
 
 def read_pending_dependencies() -> dict[str, str]:
-    """This user's jobs in the queue, and what each waits for, in sbatch's words."""
-    shown = _run("squeue", "--me", "--array", "--noheader", "--states=PENDING", "--format=%i %E")
-    plain = re.sub(r"\([^)]*\)", "", shown)  # squeue adds how far each condition is met
+    """Read the dependencies of this user's pending jobs by job id, in sbatch's notation."""
+    output = _run("squeue", "--me", "--array", "--noheader", "--states=PENDING", "--format=%i %E")
+    plain = re.sub(r"\([^)]*\)", "", output)  # squeue adds the state of each condition
     return dict(line.partition(" ")[::2] for line in plain.splitlines())
 
 
 def read_drain_reasons(nodes: Sequence[str]) -> dict[str, str]:
-    """Why Slurm, or an administrator, took nodes out of service; those of `nodes` that are."""
-    shown = _run(
+    """Read, for those of `nodes` that are out of service, the reason by node name."""
+    output = _run(
         *("sinfo", "--noheader", "--Node", f"--nodes={','.join(nodes)}"),
         *("--states=drain,down,fail", "--format=%N|%E"),
     )
-    return dict(line.strip().partition("|")[::2] for line in shown.splitlines())
+    return dict(line.strip().partition("|")[::2] for line in output.splitlines())
 
 
 def retry_command(command: Callable[[], None], times: int = 3) -> None:
-    """Repeat a command that Slurm does not take at once; what it says is logged, and no error."""
+    """Try a command some times; log its errors and raise none."""
     for _ in range(times):
         try:
             return command()
@@ -116,7 +116,7 @@ def retry_command(command: Callable[[], None], times: int = 3) -> None:
 
 
 def strip_job_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """A job's environment without what Slurm's commands would take for wishes."""
+    """Remove variables that Slurm's commands would take for options of the new job."""
     return {
         name: value
         for name, value in environ.items()
@@ -130,17 +130,17 @@ def _run(*command: str) -> str:
 
 _NODES_PATTERN = re.compile(r"(?<=\s)Nodes=(\S+) CPU_IDs=(\S+) Mem=(\d+)(?: GRES=(\S*))?")
 _GPUS_PATTERN = re.compile(r"(?:^|,)gpu(?::[^,:()]+)?:(\d+)")
-"""In `gpu:h100:4(IDX:0-3),shard:2`; the type may be left out."""
+"""Number of GPUs in `gpu:h100:4(IDX:0-3),shard:2`; the type may be missing."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeShare:
-    """What an allocation has of one node."""
+    """Share that an allocation has of one node."""
 
     name: str
     cpus: int
     memory_mib: int
-    """0 where the cluster does not share memory out."""
+    """0 if the cluster does not allocate memory."""
     gpus: int
 
     def __str__(self) -> str:
@@ -149,7 +149,7 @@ class NodeShare:
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """Nodes that somebody holds, for as long as they are theirs."""
+    """Nodes of an allocation and its end."""
 
     job_id: str
     nodes: tuple[NodeShare, ...]
@@ -162,11 +162,11 @@ class Allocation:
 
 
 def read_allocation(environ: Mapping[str, str]) -> Allocation:
-    """The allocation that this process runs in.
+    """Read the allocation that this process runs in.
 
     Raises:
-        RecipeError: It runs in none.
-        ClusterError: Slurm does not tell of it.
+        RecipeError: The process runs in none.
+        ClusterError: Slurm does not report it.
     """
     if not environ.get("SLURM_JOB_ID"):
         raise RecipeError(
@@ -174,18 +174,18 @@ def read_allocation(environ: Mapping[str, str]) -> Allocation:
             hint="run the command under salloc, or in a script for sbatch: "
             "salloc --nodes=2 areal-hpc run RECIPE --in-allocation",
         )
-    # The number of an array's last member is that of the array: who names it means all members.
+    # The id of an array's last member is that of the array, and would stand for all members.
     array, member = (environ.get(f"SLURM_ARRAY_{part}_ID", "") for part in ("JOB", "TASK"))
     job_id = f"{array}_{member}" if array and member else environ["SLURM_JOB_ID"]
-    shown = run_slurm_command(
+    output = run_slurm_command(
         *("scontrol", "show", "job", "--details", "--oneliner", job_id),
         environ=strip_job_variables(environ),
     )
-    return Allocation(job_id, parse_node_shares(shown), parse_job_facts(shown).ends_at)
+    return Allocation(job_id, parse_node_shares(output), parse_job_facts(output).ends_at)
 
 
 def parse_node_shares(scontrol_line: str) -> tuple[NodeShare, ...]:
-    """The nodes in one line of `scontrol show job --details --oneliner`, in Slurm's order. Pure."""
+    """Parse the nodes in a line of `scontrol show job --details --oneliner`, in Slurm's order."""
     return tuple(
         NodeShare(
             name,

@@ -1,8 +1,8 @@
-"""Submission of a script to Slurm, once, whatever sbatch answers; and once more under a new id.
+"""Submission of a script to Slurm exactly once, and its resubmission under a new id.
 
 A busy slurmctld carries out requests that it answers too late ("Socket timed out on send/recv
-operation"). Every submission therefore has a token, in the job's name and in its comment: after an
-unclear answer the job is looked up by it, and adopted if it is there, before sbatch is tried again.
+operation"). Every submission therefore has a token in the job's name and comment. After an unclear
+answer the job is looked up by the token, and adopted if it exists, before another sbatch.
 """
 
 import logging
@@ -28,17 +28,17 @@ from areal_hpc.slurm.commands import build_comma_lists, run_slurm_command
 log = logging.getLogger(__name__)
 
 SBATCH_TIMEOUT_S = 60.0
-"""Longest that one sbatch may take; it gives up by itself after MessageTimeout (10 s)."""
+"""Longest duration of one sbatch, which gives up by itself after MessageTimeout (10 s)."""
 SUBMIT_TIMEOUT_S = 600.0
-"""Longest that a submission waits for a slurmctld that does not answer."""
+"""Longest wait of a submission for a slurmctld that does not answer."""
 JOB_LOOKUP_DURATION_S = 5.0
-"""Time in which a slurmctld that answers again works off the requests that it had received."""
+"""Time in which a slurmctld that answers again processes its earlier requests."""
 RETRY_PAUSE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class JobIdentity:
-    """Names of one submission in Slurm. The token tells it from others; it authorizes nothing."""
+    """Names of one submission in Slurm. The token identifies it and authorizes nothing."""
 
     name: str
     """Job name without the token."""
@@ -51,7 +51,7 @@ class JobIdentity:
         return cls(job_name, comment, secrets.token_hex(4))
 
     def build_sbatch_options(self) -> list[str]:
-        """Options of sbatch, which go before those of the script."""
+        """Build options of sbatch, which override those of the script."""
         return [
             f"--job-name={self.name}.{self.token}",
             f"--comment={self.comment} {self.comment_tag}",
@@ -71,7 +71,7 @@ def submit_script(
     timeout_s: float = SUBMIT_TIMEOUT_S,
     report_outage: Callable[[str], None] = log.warning,
 ) -> str:
-    """Submit an sbatch script, and wait out a slurmctld that does not answer; the job's number."""
+    """Submit an sbatch script, wait out outages of slurmctld, and return the job id."""
     give_up_at = time.monotonic() + timeout_s
     command = ["sbatch", "--parsable", *identity.build_sbatch_options(), *options, str(script)]
     while True:
@@ -88,7 +88,7 @@ def submit_script(
 
 
 def _wait_for_accepted_job(identity: JobIdentity, give_up_at: float) -> str | None:
-    """Number of the job that bears the identity; None if Slurm answers and does not have it."""
+    """Return the id of the job with the identity; None if Slurm answers and does not have it."""
     answered_at: float | None = None
     while answered_at is None or time.monotonic() - answered_at < JOB_LOOKUP_DURATION_S:
         try:
@@ -104,9 +104,9 @@ def _wait_for_accepted_job(identity: JobIdentity, give_up_at: float) -> str | No
 
 
 def find_submitted_job_id(identity: JobIdentity) -> str | None:
-    """Number of the job that bears an identity; None if there is none."""
-    shown = run_slurm_command("squeue", "--me", "--noheader", "--states=all", "--format=%i %j %k")
-    for line in shown.splitlines():
+    """Return the id of the job with an identity; None if there is none."""
+    output = run_slurm_command("squeue", "--me", "--noheader", "--states=all", "--format=%i %j %k")
+    for line in output.splitlines():
         job_id, _, names = line.strip().partition(" ")
         if f".{identity.token} " in f"{names} " or identity.comment_tag in names:
             return job_id
@@ -114,7 +114,7 @@ def find_submitted_job_id(identity: JobIdentity) -> str | None:
 
 
 def release_jobs(job_ids: Iterable[str], timeout_s: float = SUBMIT_TIMEOUT_S) -> None:
-    """Let jobs that were submitted held start."""
+    """Release jobs that were submitted held."""
     give_up_at = time.monotonic() + timeout_s
     for ids in build_comma_lists(list(job_ids)):
         while True:
@@ -128,7 +128,7 @@ def release_jobs(job_ids: Iterable[str], timeout_s: float = SUBMIT_TIMEOUT_S) ->
 
 
 def try_to_cancel_jobs(job_ids: Sequence[str]) -> ClusterError | None:
-    """Take back jobs that were just submitted; the error if Slurm did not do it."""
+    """Cancel jobs that were just submitted; return the error if Slurm refused."""
     try:
         if job_ids:
             run_slurm_command("scancel", *job_ids)
@@ -138,27 +138,27 @@ def try_to_cancel_jobs(job_ids: Sequence[str]) -> ClusterError | None:
 
 
 _TEMPORARY_REFUSAL_MESSAGES = ("submit limit", "maxjobcount", "try again", "temporarily")
-"""Parts of sbatch's words where the same job may be accepted later."""
+"""Parts of sbatch's messages for refusals of jobs that it may accept later."""
 _NAMED_LIMIT_PATTERN = re.compile(r"\b(?:QOS|Assoc)\w*Limit\b")
 _JOB_COUNT_LIMIT = "SubmitJob"
 """Part of Slurm's names of limits of the number of jobs."""
 
 
 def is_temporary_refusal(sbatch_error: str) -> bool:
-    """True if the same job may be accepted later, once others have ended. Pure.
+    """Return whether Slurm may accept the same job later, once others have ended.
 
-    Slurm has one sentence for all limits of a QOS, and may name the limit beside it.
+    Slurm has one message for all limits of a QOS, and may name the limit beside it.
     """
-    if named := _NAMED_LIMIT_PATTERN.findall(sbatch_error):
-        return any(_JOB_COUNT_LIMIT in name for name in named)
+    if limits := _NAMED_LIMIT_PATTERN.findall(sbatch_error):
+        return any(_JOB_COUNT_LIMIT in limit for limit in limits)
     return any(words in sbatch_error.lower() for words in _TEMPORARY_REFUSAL_MESSAGES)
 
 
 def submit_job_again(paths: RunPaths, job: str, options: Sequence[str], *, timeout_s: float) -> str:
-    """Submit a job's script once more, record that, and redirect who waits for it; the new number.
+    """Submit a job's script again, record it, redirect its dependents, and return the new id.
 
-    `job` is its name within the run; `options` of sbatch replace those of the script. A slurmctld
-    that is silent is waited for `timeout_s`.
+    `job` is its name within the run; `options` of sbatch override those of the script. An outage of
+    slurmctld may last `timeout_s`.
     """
     before = get_latest_submissions(read_submissions(paths.submissions)).get(job)
     script = paths.job(job).script
@@ -184,7 +184,7 @@ def submit_job_again(paths: RunPaths, job: str, options: Sequence[str], *, timeo
 
 
 def redirect_dependents(old_id: str, new_id: str) -> None:
-    """Jobs that wait for the job's success would wait for good."""
+    """Make jobs that wait for the old job's success wait for the new job's."""
     for waiting_id, dependency in scontrol.read_pending_dependencies().items():
         changed = rewrite_dependency(dependency, old_id, new_id)
         if changed != dependency:
@@ -192,15 +192,15 @@ def redirect_dependents(old_id: str, new_id: str) -> None:
 
 
 def rewrite_dependency(dependency: str, old_id: str, new_id: str) -> str:
-    """A dependency in sbatch's words, with a job's new number in the place of an old one. Pure."""
+    """Replace a job's old id by its new one in a dependency in sbatch's notation."""
     return re.sub(rf"\bafterok:{old_id}(?![0-9_])", f"afterok:{new_id}", dependency)
 
 
 def build_caretaker_dependency(leader_id: str, other_ids: Sequence[str]) -> str:
-    """What the caretaker's job of a run waits for, in sbatch's words. Pure.
+    """Build the dependency of a run's caretaker job in sbatch's notation.
 
-    All jobs of the run are over, and the leading one has not ended well: else Slurm removes it. One
-    that was never submitted has no id.
+    It is met when all jobs of the run are over and the leading job did not succeed; if that one
+    succeeds Slurm removes the caretaker. A job that was never submitted has no id.
     """
     leader = [f"afternotok:{leader_id}"] if leader_id else []
     others = [f"afterany:{':'.join(other_ids)}"] if other_ids else []

@@ -1,13 +1,13 @@
-"""Words of Slurm, releases 22.05 to 26.05: job states, reasons for waiting, errors in logs.
+"""Vocabulary of Slurm 22.05 to 26.05: job states, reasons for waiting, errors in logs.
 
 States are those of `job_state_string` in `src/common/slurm_protocol_defs.c`, with the meanings of
-squeue(1), "JOB STATE CODES". Reasons are those of `job_reason_string` there, from 24.05 of the
-table in `src/common/job_state_reason.c`: some two hundred, so that whole families of limits share a
-sentence. Comments name the releases of words that not all have.
+squeue(1), "JOB STATE CODES". Reasons are those of `job_reason_string` there, from 24.05 on of the
+table in `src/common/job_state_reason.c`: some two hundred, so families of limits share a sentence.
+Comments name the releases of words that not all releases have.
 
-Everything else that this package asks of Slurm is the same in all of them. One difference needs
-nothing of us: from 24.05 Slurm itself requeues a preempted job that ends at the warning
-(`GRACE_PREEMPT` of its job_mgr.c), though its work may be done; it finds that out as it starts.
+Everything else that this package uses of Slurm is the same in all releases. One difference needs no
+code: from 24.05 on Slurm itself requeues a preempted job that ends at the warning (`GRACE_PREEMPT`
+of its job_mgr.c), even if its work is done; the job then ends again as it starts.
 """
 
 import re
@@ -17,26 +17,26 @@ from enum import StrEnum
 
 
 class JobPhase(StrEnum):
-    """Phase of a job's life, under which Slurm has several states."""
+    """Phase of a job's life, which comprises several of Slurm's states."""
 
     WAITING = "waiting"
     RUNNING = "running"
     ENDING = "ending"
-    """Its processes are being stopped; nodes are not free yet."""
+    """Slurm stops its processes; its nodes are not free yet."""
     OVER = "over"
     UNKNOWN = "unknown"
-    """Slurm does not answer, or does not know the job."""
+    """Slurm does not answer, or does not list the job."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobState:
-    """One state and what it means."""
+    """State of a job and its meaning."""
 
     name: str
-    """Slurm's word, without what it may add to it."""
+    """Slurm's name of the state, without additions."""
     phase: JobPhase
     meaning: str
-    """For people, to follow "the job"."""
+    """Predicate of a sentence that begins with "the job"."""
 
     @property
     def is_cancelled(self) -> bool:
@@ -95,39 +95,39 @@ UNKNOWN_STATE = JobState("UNKNOWN", JobPhase.UNKNOWN, "is unknown")
 
 
 def parse_canceller(text: str) -> int | None:
-    found = re.search(r"^CANCELLED by ([0-9]+)", text)
-    return int(found[1]) if found else None
+    match = re.search(r"^CANCELLED by ([0-9]+)", text)
+    return int(match[1]) if match else None
 
 
 def parse_state(text: str) -> JobState:
-    """The state behind what a command of Slurm printed.
+    """Parse a state that a command of Slurm printed.
 
-    Commands add to a state who cancelled the job (`CANCELLED by 1000`), further flags
-    (`PENDING,REQUEUED`), or `+` where a column was too narrow (`OUT_OF_ME+`). A word that no
-    version of Slurm known to us uses keeps its name and is of no known phase.
+    Commands add the user who cancelled the job (`CANCELLED by 1000`), further flags
+    (`PENDING,REQUEUED`), or `+` if a column was too narrow (`OUT_OF_ME+`). An unknown word keeps
+    its name and has the phase UNKNOWN.
     """
     word = re.split(r"[\s,]", text.strip(), maxsplit=1)[0].upper()
     if word in STATE_BY_NAME:
         return STATE_BY_NAME[word]
     if word.endswith("+"):
         stem = word.rstrip("+")
-        found = [state for name, state in STATE_BY_NAME.items() if stem and name.startswith(stem)]
-        if len(found) == 1:
-            return found[0]
+        states = [state for name, state in STATE_BY_NAME.items() if stem and name.startswith(stem)]
+        if len(states) == 1:
+            return states[0]
     meaning = f"is in a state that is not known here: {text.strip() or 'none'}"
     return JobState(word or UNKNOWN_STATE.name, JobPhase.UNKNOWN, meaning)
 
 
 @dataclass(frozen=True, slots=True)
 class PendingReasonExplanation:
-    """A reason for waiting, for people."""
+    """Explanation of a reason for waiting."""
 
     meaning: str
-    """To follow "waits:"."""
+    """Text that follows "waits:"."""
     hint: str = ""
-    """One way out; empty where waiting is all there is to do."""
+    """One way out; empty if there is nothing to do but to wait."""
     needs_action: bool = False
-    """It will wait for ever unless somebody does something."""
+    """Whether the job waits for ever unless a person acts."""
 
 
 _WAIT_HINT = "wait; `areal-hpc status` shows the start time that Slurm expects"
@@ -169,14 +169,14 @@ _TRANSIENT_REASONS = {
     "AccountingPolicy": ("a limit of its account, QOS or user is reached", _WAIT_HINT),
     "TimeLimit": ("it used up its time limit", ""),
     "InactiveLimit": ("it was idle for longer than its partition allows", ""),
-    # Of jobs that are over; with them squeue says why.
+    # Reasons that squeue gives for the end of a job.
     "NonZeroExitCode": ("it ended with an error", ""),
     "RaisedSignal": ("a signal ended it", ""),  # from 23.02
     "OutOfMemory": ("it ran out of memory", ""),
     "DeadLine": ("its deadline has passed", ""),
 }
 LAUNCH_FAILED_REASON = "launch failed requeued held"
-"""Of a job that a node could not start: its prolog failed, as the health check of many sites."""
+"""Reason of a job that a node could not start because its prolog, often a health check, failed."""
 INVALID_DEPENDENCY_REASON = "DependencyNeverSatisfied"
 _STUCK_REASONS = {
     INVALID_DEPENDENCY_REASON: (
@@ -224,7 +224,7 @@ _STUCK_REASONS = {
     ),
     "job requeued in held state": ("it was requeued and is held", _RELEASE_HINT),
 }
-"""Reasons that last until somebody does something."""
+"""Reasons that last until a person acts."""
 
 
 def is_held_after_failed_launch(reason: str) -> bool:
@@ -251,7 +251,7 @@ _REASON_BY_PATTERN = {
         "your group uses all that its account or QOS may",
         "wait for its other jobs, or ask for less",
     ),
-    # By itself, so that no end of another job helps.
+    # The job alone exceeds these limits, so the end of other jobs does not help.
     r"max.*per(job|node)|maxmemperlimit|^qosmin": PendingReasonExplanation(
         "it asks for more, or less, than its account, QOS or partition lets one job have",
         "ask for what it may have (sacctmgr show qos lists the limits), or for another QOS",
@@ -262,13 +262,13 @@ _REASON_BY_PATTERN = {
         "wait for your other jobs, or ask for less: sacctmgr show qos lists the limits",
     ),
 }
-"""Forms of many reasons that share a sentence."""
+"""Patterns of reasons that share an explanation."""
 
 
 _HELD_BY_USER_SPELLINGS = frozenset(
     map(_normalize_spelling, ("JobHeldUser", "job requeued in held state"))
 )
-"""Of jobs that were submitted held, and of those that a person requeues so."""
+"""Spellings of the reasons of jobs that a user submits or requeues held."""
 
 
 def is_held_by_user(reason: str) -> bool:
@@ -276,38 +276,38 @@ def is_held_by_user(reason: str) -> bool:
 
 
 def explain_reason(text: str) -> PendingReasonExplanation:
-    """Explanation of the reason that Slurm gives for a waiting job.
+    """Explain the reason that Slurm gives for a waiting job.
 
-    A reason may carry more, after a comma (`ReqNodeNotAvail, UnavailableNodes:n07`) or in
-    brackets, which is kept. One that is not known is passed on as it is.
+    Details after a comma (`ReqNodeNotAvail, UnavailableNodes:n07`) or in brackets are kept. An
+    unknown reason is quoted.
     """
     name, _, rest = text.strip().strip("()").partition(",")
     spelled = _normalize_spelling(name)
     families = (reason for form, reason in _REASON_BY_PATTERN.items() if re.search(form, spelled))
-    found = _REASON_BY_SPELLING.get(spelled) or next(families, None)
-    if found is None:
+    explanation = _REASON_BY_SPELLING.get(spelled) or next(families, None)
+    if explanation is None:
         return PendingReasonExplanation(
             f"Slurm's reason is {text.strip() or 'not given'}", "man squeue explains it"
         )
     if rest.strip():
         return PendingReasonExplanation(
-            f"{found.meaning} ({rest.strip()})", found.hint, found.needs_action
+            f"{explanation.meaning} ({rest.strip()})", explanation.hint, explanation.needs_action
         )
-    return found
+    return explanation
 
 
 PROVEN_RELEASES = ("22.05", "24.11", "26.05")
-"""Releases that devclusters can be of, and the tests run on: those of Debian 12, Debian 13 and sid.
+"""Releases on which the tests run, in devclusters: those of Debian 12, Debian 13 and sid.
 
-docs/devcluster.md has what was seen on each.
+docs/devcluster.md has the results on each.
 """
 
 UNPROVEN = "pyxis, enroot and memory limits of cgroup v2"
-"""What needs a cluster that no test has."""
+"""Features that need a cluster that no test has."""
 
 _TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d"
 _ERROR_LINE_PATTERN = re.compile(
-    # To 24.11, and srun in all: `slurmstepd-n01: error: *** STEP 1.0 ON n01 CANCELLED AT ...`
+    # Up to 24.11, and srun in all: `slurmstepd-n01: error: *** STEP 1.0 ON n01 CANCELLED AT ...`
     r"(?:slurmstepd|srun|slurmd)(?:-\w+)?: (?:error|\S+: error)"
     # slurmstepd from 25.05: `[2026-11-29T08:21:13.243] error: *** STEP 1.0 ON n01 CANCELLED ...`,
     # whose time has the default form of slurm.conf's LogTimeFormat.
@@ -317,12 +317,12 @@ _ERROR_TIME_PATTERN = re.compile(rf" AT ({_TIME})|^\[({_TIME})")
 
 
 def parse_release(version: str) -> str:
-    found = re.search(r"\b\d\d\.\d\d(?=\.|\b)", version)
-    return found[0] if found else ""
+    match = re.search(r"\b\d\d\.\d\d(?=\.|\b)", version)
+    return match[0] if match else ""
 
 
 def describe_proof(version: str) -> str:
-    """What is proven on a version that Slurm prints, and what is not."""
+    """Describe what the tests prove on a version that Slurm printed."""
     release = parse_release(version)
     if release in PROVEN_RELEASES:
         return f"{release}: the tests run on it; on none of them ran {UNPROVEN}"
@@ -337,7 +337,7 @@ def is_release_covered(version: str) -> bool:
 
 
 def parse_exit_status(text: str) -> tuple[int, int]:
-    """Exit code and signal of a job, in squeue's column `exit_code`; zeros where there is none."""
+    """Parse the exit code and signal in squeue's column `exit_code`; zeros if it is empty."""
     code, colon, signal = text.partition(":")
     if not code.isdigit():
         return 0, 0
@@ -351,5 +351,5 @@ def is_slurm_error_line(line: str) -> bool:
 
 
 def find_error_time(line: str) -> float | None:
-    found = _ERROR_TIME_PATTERN.search(line)
-    return datetime.fromisoformat(found[1] or found[2]).timestamp() if found else None
+    match = _ERROR_TIME_PATTERN.search(line)
+    return datetime.fromisoformat(match[1] or match[2]).timestamp() if match else None

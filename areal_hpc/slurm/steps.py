@@ -1,4 +1,4 @@
-"""Steps of an allocation: their nodes, their srun command lines, and the jobs that run as such."""
+"""Jobs that run as steps of an allocation: their nodes, srun command lines and handles."""
 
 import contextlib
 import os
@@ -18,7 +18,7 @@ from areal_hpc.slurm.submit import JobHandle
 
 @dataclass(frozen=True, slots=True)
 class StepPlacement:
-    """Nodes of one job within an allocation, and what it gets of each."""
+    """Nodes of a job within an allocation, and its share of each."""
 
     job: str
     nodes: tuple[str, ...]
@@ -26,7 +26,7 @@ class StepPlacement:
     gpus_per_node: int
     cpus_per_task: int = 1
     memory_mib_per_node: int = 0
-    """Of each node; 0 where memory is not shared out."""
+    """Memory on each node; 0 if the cluster does not allocate memory."""
 
     @property
     def tasks(self) -> int:
@@ -51,9 +51,9 @@ class _NodeLoad:
 def place_steps(
     jobs: Sequence[JobSpec], allocation: Allocation, *, is_cpu: bool = False
 ) -> dict[str, StepPlacement]:
-    """Nodes for every job, by name: the leading job's first, then a node for each other task.
+    """Choose nodes for every job: first for the leading job, then one for each other task.
 
-    Jobs share a node where there are fewer nodes than they want, that of the leading job last.
+    If there are too few nodes jobs share them, the leading job's nodes last.
 
     Raises:
         RecipeError: The allocation is too small.
@@ -122,17 +122,17 @@ def _describe_shortage(jobs: Sequence[JobSpec], allocation: Allocation, is_cpu: 
 
 SUPERVISOR_MODULE = "areal_hpc.jobs.supervisor"
 TASKS_END_TIMEOUT_S = 120
-"""Time between the ends of a step's first task and its last; then srun kills those left."""
+"""Time after the end of a step's first task at which srun kills those left."""
 KILL_TIMEOUT_S = 15.0
-"""Time that srun gets to see that its tasks were killed."""
+"""Time for srun to notice that its tasks were killed."""
 
 
 def build_step_command(
     placement: StepPlacement, job_id: str, step_name: str, python: str, launch: Path, output: Path
 ) -> list[str]:
-    """The srun command line of a job's supervisors. `python` is a shell command.
+    """Build the srun command line of a job's supervisors; `python` is a shell command.
 
-    Steps share no processor, memory or GPU (`--exact`): Slurm shows each its own GPUs.
+    Steps share no processor, memory or GPU (`--exact`), and Slurm shows each step its own GPUs.
     """
     return [
         *("srun", f"--jobid={job_id}", f"--job-name={step_name}", "--exact"),
@@ -148,15 +148,15 @@ def build_step_command(
 
 
 class SrunStepJob(JobHandle):
-    """A job that runs as a step."""
+    """Handle of a job that runs as a step."""
 
     def __init__(self, launch: LaunchFile, job_id: str, step_name: str, command: Sequence[str]):
         super().__init__(launch, f"{job_id} {step_name}", launch.paths.steps_dir)
         self._allocation, self._step_name = job_id, step_name
-        # In a session of its own: a Ctrl-C in the terminal is the launcher's to handle.
+        # In a session of its own, so that only the launcher gets a Ctrl-C in the terminal.
         self._srun = subprocess.Popen(
             command,
-            env=strip_job_variables(os.environ),  # srun takes a job's for wishes about the step
+            env=strip_job_variables(os.environ),  # srun would apply a job's variables to the step
             start_new_session=True,
         )
 
@@ -170,11 +170,11 @@ class SrunStepJob(JobHandle):
     def kill(self) -> None:
         if self.is_done():
             return
-        with contextlib.suppress(ClusterError):  # it ends with the allocation then
-            shown = run_slurm_command(
+        with contextlib.suppress(ClusterError):  # the step then ends with the allocation
+            output = run_slurm_command(
                 "squeue", "--steps", f"--jobs={self._allocation}", "--noheader", "--format=%i %j"
             )
-            for line in shown.splitlines():
+            for line in output.splitlines():
                 step_id, _, name = line.partition(" ")
                 if name.strip() == self._step_name:
                     run_slurm_command("scancel", "--signal=KILL", step_id)

@@ -1,4 +1,4 @@
-"""Scripts and payloads of jobs, and their submission; the only module that imports submitit."""
+"""Submission of jobs through submitit, with scripts and payloads. Only this module imports it."""
 
 import os
 import re
@@ -43,11 +43,11 @@ SupervisorEntry: TypeAlias = Callable[[str], None]
 """Function that submitit calls in every task, with the path of the job's `launch.json`."""
 
 NO_TIME_LIMIT_MINUTES = 60 * 24 * 365
-"""Local jobs have no time limit; submitit wants a number."""
+"""Time limit of local jobs: submitit requires a number."""
 
 
 class JobHandle(ABC):
-    """A job that a foreground launcher started."""
+    """Handle of a job that a foreground launcher started."""
 
     def __init__(self, launch: LaunchFile, start_id: str, output_dir: Path) -> None:
         self._launch = launch
@@ -55,21 +55,21 @@ class JobHandle(ABC):
         self.start_id = start_id
         """Identifier of this start, for the event log."""
         self.output_dir = output_dir
-        """Folder of what its supervisors print."""
+        """Folder of its supervisors' output."""
 
     def read_task_exits(self) -> list[TaskExit]:
-        """Exit statuses of the tasks of this start that have ended, lowest rank first."""
+        """Read the exit statuses of the ended tasks of this start, lowest rank first."""
         own = self._launch.step.incarnation if self._launch.step else ""
-        found = read_task_exits(self._launch.paths).values()
-        return [one for one in found if one.incarnation == own]
+        exits = read_task_exits(self._launch.paths).values()
+        return [task_exit for task_exit in exits if task_exit.incarnation == own]
 
     @abstractmethod
     def is_done(self) -> bool:
-        """True once no task of the job runs any more."""
+        """Return whether no task of the job runs any more."""
 
     @abstractmethod
     def request_stop(self) -> None:
-        """Ask every task to stop. Returns at once."""
+        """Signal every task to stop, and return at once."""
 
     @abstractmethod
     def kill(self) -> None:
@@ -77,7 +77,7 @@ class JobHandle(ABC):
 
 
 class LocalJobHandle(JobHandle):
-    """A job on this machine."""
+    """Handle of a job on this machine."""
 
     def __init__(self, launch: LaunchFile, job: submitit.Job[None]) -> None:
         super().__init__(launch, str(job.job_id), launch.paths.submitit_dir)
@@ -115,10 +115,10 @@ def submit_local(launch: LaunchFile, entry: SupervisorEntry) -> LocalJobHandle:
 
 @contextmanager
 def _ignored_sigint() -> Iterator[None]:
-    """Have processes that start in the context ignore SIGINT.
+    """Make processes that start in the context ignore SIGINT.
 
-    submitit's controller answers Ctrl-C by killing its tasks after one second, which would cut off
-    the trainer's last checkpoint. Outside the main thread Python lets nobody change that.
+    On Ctrl-C submitit's controller kills its tasks after one second, which would cut off the
+    trainer's last checkpoint. Python can change signal handlers only in the main thread.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -131,7 +131,7 @@ def _ignored_sigint() -> Iterator[None]:
 
 
 def write_launch_file(launch: LaunchFile) -> Path:
-    """Put `launch.json` in place, and away what tells of an earlier submission's end."""
+    """Write `launch.json`, and remove the files of an earlier submission's end."""
     paths = launch.paths
     paths.root.mkdir(parents=True, exist_ok=True)
     for stale in (
@@ -153,7 +153,7 @@ class _SlurmExecutor(submitit.SlurmExecutor):  # type: ignore[misc]
 
 
 def render_script(request: JobRequest) -> str:
-    """The sbatch script of a job, to the letter."""
+    """Render the sbatch script of a job, exactly as submitted."""
     executor = _SlurmExecutor(folder=request.submitit_dir, python=request.python)
     executor.update_parameters(**request.parameters)
     text: str = executor._make_submission_file_text(executor._submitit_command_str, "")
@@ -161,10 +161,7 @@ def render_script(request: JobRequest) -> str:
 
 
 def write_job_files(request: JobRequest, launch: LaunchFile, entry: SupervisorEntry) -> JobPaths:
-    """Put everything in place that a job under Slurm needs; the names of its files.
-
-    `sbatch job.sbatch` is then enough to start it.
-    """
+    """Write all files of a job under Slurm, so that `sbatch job.sbatch` is enough to start it."""
     launch_path = write_launch_file(launch)
     request.submitit_dir.mkdir(parents=True, exist_ok=True)
     submitit.core.utils.DelayedSubmission(entry, str(launch_path)).dump(
@@ -175,22 +172,22 @@ def write_job_files(request: JobRequest, launch: LaunchFile, entry: SupervisorEn
 
 
 def refuse_federation(environ: Mapping[str, str] = os.environ) -> None:
-    """Refuse clusters among which Slurm chooses: a job could come back on another one.
+    """Refuse federations of clusters, where a job could come back on another cluster.
 
     Raises:
         RecipeError: This cluster is in a federation, or the environment names others.
     """
-    if named := environ.get("SLURM_CLUSTERS"):
+    if clusters := environ.get("SLURM_CLUSTERS"):
         raise RecipeError(
-            f"SLURM_CLUSTERS={named} sends jobs to other clusters, which is not supported",
+            f"SLURM_CLUSTERS={clusters} sends jobs to other clusters, which is not supported",
             key="SLURM_CLUSTERS",
             hint="unset it, and submit on a login node of the cluster itself",
         )
-    with suppress(ClusterError):  # what Slurm has to say about jobs it says at their submission
-        shown = run_slurm_command("scontrol", "show", "federation")
-        if found := re.search(r"^Federation: *(\S+)", shown):
+    with suppress(ClusterError):  # the submission reports errors of Slurm
+        output = run_slurm_command("scontrol", "show", "federation")
+        if match := re.search(r"^Federation: *(\S+)", output):
             raise RecipeError(
-                f"the cluster is in federation {found[1]}, which is not supported",
+                f"the cluster is in federation {match[1]}, which is not supported",
                 key="cluster.slurm",
                 hint="submit on a cluster that is in no federation",
             )
@@ -202,7 +199,7 @@ def submit_held_job(
     entry: SupervisorEntry,
     report_outage: Callable[[str], None],
 ) -> tuple[str, str]:
-    """Hand a job to Slurm, held; its number and its token. The script stays in its folder."""
+    """Submit a job held; return its id and its token. The script stays in its folder."""
     job = write_job_files(request, launch, entry)
     identity = JobIdentity.create(request.name, request.comment)
     try:
@@ -227,9 +224,9 @@ def submit_held_job(
 def _build_refusal_error(
     request: JobRequest, refusal: SlurmCommandError
 ) -> ClusterError | RecipeError:
-    said = refusal.problems[0].message.removeprefix("sbatch: ")
-    message = f"sbatch rejected job {request.job}:\n{said}"
-    if is_temporary_refusal(said):
+    reason = refusal.problems[0].message.removeprefix("sbatch: ")
+    message = f"sbatch rejected job {request.job}:\n{reason}"
+    if is_temporary_refusal(reason):
         hint = (
             "repeat the command when other jobs of yours have ended; areal-hpc doctor RECIPE "
             "says whether the limit has room for all jobs of this run"
@@ -242,7 +239,7 @@ def _build_refusal_error(
 def stop_jobs(
     handles: Sequence[JobHandle], grace_s: float, is_urgent: Callable[[], bool] | None = None
 ) -> None:
-    """Stop every job: politely first, by force after `grace_s`, or once `is_urgent` says so."""
+    """Signal every job to stop; kill those left after `grace_s`, or once `is_urgent()` is true."""
     for handle in handles:
         handle.request_stop()
     give_up_at = time.monotonic() + grace_s

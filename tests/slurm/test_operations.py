@@ -87,7 +87,7 @@ def test_an_interrupted_cancellation_names_the_jobs_that_stay(run: OperatedRun) 
     cancelling.send_signal(signal.SIGINT)
     said, _ = cancelling.communicate(timeout=scaled(60))
     assert cancelling.returncode == 130
-    assert f"were there when Slurm was last asked: {trainer.job_id}\n" in said
+    assert f"that Slurm listed last: {trainer.job_id}\n" in said
     assert f" cancel {run.paths.root}\n" in said
     assert "Traceback" not in said
     run.cluster.slurm("scancel", trainer.job_id)

@@ -119,10 +119,10 @@ def test_silence_at_the_very_last_look_is_waited_out(slurm: ScriptedSlurm, clock
     slurm.state = "RUNNING"
     with pytest.raises(ClusterError, match="Slurm has not responded for"):
         cancel_job(Questions(clock, *range(3, 1000)), said)
-    assert said[-1] == "jobs that were there when Slurm was last asked: none"
+    assert said[-1] == "jobs that Slurm listed last: none"
     with pytest.raises(ClusterError, match="Slurm has not responded for"):
         cancel_job(Questions(clock, *range(1, 1000)), said)
-    assert said[-1] == "Slurm has not said which jobs are there"
+    assert said[-1] == "Slurm has not listed the jobs yet"
 
 
 def make_run(root: Path) -> RunPaths:
