@@ -11,7 +11,8 @@ import torch
 import transformers
 
 from areal_hpc.jobs.node import get_task_position
-from areal_hpc.recipe.sections.trainer import AdamConfig, ObjectiveConfig, ParallelConfig
+from areal_hpc.recipe.sections.objective import ObjectiveConfig
+from areal_hpc.recipe.sections.trainer import AdamConfig, ParallelConfig
 from areal_hpc.trainer.batch.packing import Channel, TrainingRow
 from areal_hpc.trainer.model.families.architecture import parse_architecture
 from areal_hpc.trainer.model.hf_weights import load_hf

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch.nn import functional
 
 import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
-from areal_hpc.recipe.sections.trainer import ObjectiveConfig
+from areal_hpc.recipe.sections.objective import ObjectiveConfig
 from areal_hpc.shards.verify import CheckedShards
 from areal_hpc.shards.writer import write_sealed_shard
 from areal_hpc.trainer.batch.packing import (

@@ -10,9 +10,9 @@ from areal_hpc.evaluation.set_metrics import resolve_k
 from areal_hpc.evaluation.set_names import VALIDATION_SET_NAME
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.recipe.sections.evaluation import resolve_keep_best
+from areal_hpc.recipe.sections.objective import ObjectiveConfig
 from areal_hpc.recipe.sections.rollout import RolloutConfig
 from areal_hpc.recipe.sections.sandbox import SandboxConfig
-from areal_hpc.recipe.sections.trainer import ObjectiveConfig
 from areal_hpc.wire.proxy import MAX_MASK_TOKENS_PER_POSITION
 from areal_hpc.wire.trajectory import GREEDY_TEMPERATURE_BOUND
 

@@ -26,7 +26,7 @@ from areal_hpc.recipe.presets import PRESET_KEY, drop_values_of_former_preset
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.recipe.sections.cluster import ClusterConfig
 from areal_hpc.recipe.sections.dataset import TaskSetConfig, TrainTaskSetConfig
-from areal_hpc.recipe.sections.trainer import ObjectiveConfig
+from areal_hpc.recipe.sections.objective import ObjectiveConfig
 from areal_hpc.rundir.run_inputs import get_recipe_value
 
 _MISSING_VARIABLE_PATTERN = re.compile(r"Environment variable '(\w+)' not found")

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from areal_hpc.recipe.sections.trainer import ObjectiveConfig, TrainerConfig
+from areal_hpc.recipe.sections.objective import ObjectiveConfig
+from areal_hpc.recipe.sections.trainer import TrainerConfig
 from areal_hpc.rundir.checkpoints import TrainerState, UntrainedBatchPart
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.token_annotations import (

@@ -32,7 +32,7 @@ from areal_hpc.errors import (
     TeacherError,
     UntrainableBatchError,
 )
-from areal_hpc.recipe.sections.trainer import TeacherConfig
+from areal_hpc.recipe.sections.objective import TeacherConfig
 from areal_hpc.rundir.rendezvous import read_user_key
 from areal_hpc.session.chat_template import TokenEncoder
 from areal_hpc.trainer.batch.packing import Channel, TrainingRow

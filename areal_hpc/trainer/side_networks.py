@@ -15,11 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from areal_hpc.recipe.sections.trainer import (
-    ParallelConfig,
-    TrainerConfig,
-    compute_learning_rate,
-)
+from areal_hpc.recipe.sections.trainer import ParallelConfig, TrainerConfig, compute_learning_rate
 from areal_hpc.trainer.batch.packing import (
     CRITIC_CHANNELS,
     Channel,

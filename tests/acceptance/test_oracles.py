@@ -16,7 +16,7 @@ import torch
 
 import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
 from areal_hpc.errors import RecipeError
-from areal_hpc.recipe.sections.trainer import CriticConfig, ObjectiveConfig
+from areal_hpc.recipe.sections.objective import CriticConfig, ObjectiveConfig
 from areal_hpc.trainer.objective.advantages import (
     BatchCredit,
     ReplyReward,

@@ -16,7 +16,7 @@ import torch
 
 import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
 from areal_hpc.recipe.presets import PRESETS
-from areal_hpc.recipe.sections.trainer import ObjectiveConfig
+from areal_hpc.recipe.sections.objective import ObjectiveConfig
 from areal_hpc.trainer.batch.packing import Channel, TrainingRow
 from areal_hpc.trainer.batch.training_rows import NO_SCORES, BatchScores, build_rows
 from areal_hpc.trainer.objective.custom_loss import TokenRowMap

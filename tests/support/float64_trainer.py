@@ -9,7 +9,8 @@ import numpy as np
 import torch
 import transformers
 
-from areal_hpc.recipe.sections.trainer import AdamConfig, ObjectiveConfig
+from areal_hpc.recipe.sections.objective import ObjectiveConfig
+from areal_hpc.recipe.sections.trainer import AdamConfig
 from areal_hpc.wire.trajectory import TrajectoryRow
 from tests.support.loss_reference import Array, Tokens, aggregate, loss_and_gradient
 

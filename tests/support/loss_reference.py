@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from areal_hpc.recipe.sections.trainer import ObjectiveConfig
+from areal_hpc.recipe.sections.objective import ObjectiveConfig
 
 Array = npt.NDArray[np.float64]
 

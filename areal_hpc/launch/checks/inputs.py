@@ -164,7 +164,7 @@ try:
     for key, dotted in request["functions"].items():
         load_user_function(dotted, key)
     if request["objective"]:
-        from areal_hpc.recipe.sections.trainer import ObjectiveConfig
+        from areal_hpc.recipe.sections.objective import ObjectiveConfig
         from areal_hpc.trainer.objective.custom_loss import load_custom_loss
         load_custom_loss(ObjectiveConfig(**request["objective"]))
     if request["sandbox"]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from areal_hpc.recipe.sections.trainer import ObjectiveConfig
+from areal_hpc.recipe.sections.objective import ObjectiveConfig
 from areal_hpc.rundir.checkpoints import RewardRange
 from areal_hpc.trainer.objective.advantages import compute_mean_episode_rewards
 from areal_hpc.wire.trajectory import CallRecord, MixtureShape, RowRecord, TrajectoryRow

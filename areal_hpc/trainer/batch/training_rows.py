@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from areal_hpc.errors import ShardError
-from areal_hpc.recipe.sections.trainer import ObjectiveConfig
+from areal_hpc.recipe.sections.objective import ObjectiveConfig
 from areal_hpc.rundir.checkpoints import UntrainedBatchPart
 from areal_hpc.shards.verify import CheckedShards
 from areal_hpc.trainer.batch.batch_metrics import CUT_FINISH_REASON, count_sampled_tokens_by_version

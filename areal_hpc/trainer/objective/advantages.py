@@ -31,7 +31,7 @@ from graphlib import TopologicalSorter
 import numpy as np
 import numpy.typing as npt
 
-from areal_hpc.recipe.sections.trainer import ObjectiveConfig, OverlongConfig
+from areal_hpc.recipe.sections.objective import ObjectiveConfig, OverlongConfig
 from areal_hpc.session.credit import compute_branch_weight_by_reply, pass_back_rewards
 from areal_hpc.wire.trajectory import CallRecord, TrajectoryRow
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.recipe.sections.trainer import CorrectionAggregate, ObjectiveConfig
+from areal_hpc.recipe.sections.objective import CorrectionAggregate, ObjectiveConfig
 from areal_hpc.recipe.user_functions import describe_user_error, load_user_function
 
 CUSTOM_LOSS_RECIPE_KEY = "trainer.objective.custom"

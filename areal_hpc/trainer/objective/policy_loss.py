@@ -29,7 +29,7 @@ from typing import Literal
 
 import torch
 
-from areal_hpc.recipe.sections.trainer import ObjectiveConfig
+from areal_hpc.recipe.sections.objective import ObjectiveConfig
 from areal_hpc.trainer.objective.custom_loss import CustomLoss, LossInputs, TokenRowMap
 
 LOSS_SUM_NAMES = (

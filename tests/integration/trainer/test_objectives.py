@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from areal_hpc.recipe.presets import PRESETS
-from areal_hpc.recipe.sections.trainer import AdamConfig, ObjectiveConfig
+from areal_hpc.recipe.sections.objective import ObjectiveConfig
+from areal_hpc.recipe.sections.trainer import AdamConfig
 from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.manifests import write_manifest
 from areal_hpc.rundir.paths import RunPaths

@@ -22,7 +22,8 @@ import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything 
 from areal_hpc.errors import ClusterError, RecipeError, TeacherError, UntrainableBatchError
 from areal_hpc.jobs.processes.process_setup import StopRequest
 from areal_hpc.launch.tiny_model import make_tiny_model
-from areal_hpc.recipe.sections.trainer import ObjectiveConfig, TeacherConfig, TrainerConfig
+from areal_hpc.recipe.sections.objective import ObjectiveConfig, TeacherConfig
+from areal_hpc.recipe.sections.trainer import TrainerConfig
 from areal_hpc.rundir.checkpoints import list_checkpoints
 from areal_hpc.rundir.manifests import read_manifest
 from areal_hpc.rundir.paths import RunPaths

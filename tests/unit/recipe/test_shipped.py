@@ -15,7 +15,7 @@ from areal_hpc.recipe.loading import build_recipe, load_recipe, merge_overrides
 from areal_hpc.recipe.presets import PRESETS, apply_preset, describe_preset
 from areal_hpc.recipe.project_files import read_project_files
 from areal_hpc.recipe.recipe import Recipe
-from areal_hpc.recipe.sections.trainer import ObjectiveConfig
+from areal_hpc.recipe.sections.objective import ObjectiveConfig
 from tests.support.commands import exit_code_of
 from tests.support.environments import CHECKOUT
 

@@ -19,7 +19,7 @@ from areal_hpc.metrics.writer import (
     summarize_newest_weight_update_pause,
 )
 from areal_hpc.recipe.sections.evaluation import AlertsConfig
-from areal_hpc.recipe.sections.trainer import ObjectiveConfig
+from areal_hpc.recipe.sections.objective import ObjectiveConfig
 from areal_hpc.rundir.checkpoints import RewardRange
 from areal_hpc.rundir.jsonl import JsonMetricRow, append_line, read_readable_records
 from areal_hpc.rundir.paths import RunPaths

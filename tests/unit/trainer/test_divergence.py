@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
-from areal_hpc.recipe.sections.trainer import ObjectiveConfig
+from areal_hpc.recipe.sections.objective import ObjectiveConfig
 from areal_hpc.trainer.batch.training_rows import BatchScores, build_rows
 from areal_hpc.trainer.objective.advantages import compute_reply_earnings
 from areal_hpc.trainer.objective.custom_loss import TokenRowMap

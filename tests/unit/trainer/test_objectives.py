@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
-from areal_hpc.recipe.sections.trainer import ObjectiveConfig
+from areal_hpc.recipe.sections.objective import ObjectiveConfig
 from areal_hpc.trainer.objective.custom_loss import TokenRowMap
 from areal_hpc.trainer.objective.loss_stats import (
     estimate_abs_diff_percentile,

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
-from areal_hpc.recipe.sections.trainer import ObjectiveConfig
+from areal_hpc.recipe.sections.objective import ObjectiveConfig
 from areal_hpc.trainer.batch.batch_metrics import summarize_tokens
 from areal_hpc.trainer.batch.packing import Channel
 from areal_hpc.trainer.batch.training_rows import (

@@ -11,7 +11,7 @@ import pytest
 import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
 from areal_hpc.errors import NonFiniteGradientError, ShardError, UntrainableBatchError
 from areal_hpc.proxy.engine.generation import SamplingParams
-from areal_hpc.recipe.sections.trainer import ObjectiveConfig
+from areal_hpc.recipe.sections.objective import ObjectiveConfig
 from areal_hpc.rundir.checkpoints import QuarantineCause, UntrainedBatchPart
 from areal_hpc.trainer.batch.packing import Channel
 from areal_hpc.trainer.batch.training_rows import build_rows

@@ -1,0 +1,328 @@
+"""Recipe section `trainer.objective`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+from urllib.parse import urlsplit
+
+from pydantic import Field, model_validator
+
+from areal_hpc.recipe.base import BaseConfig
+
+
+class OverlongConfig(BaseConfig):
+    """Treatment of replies that reached their limit of tokens, or came near it."""
+
+    mask: bool = False
+    """A reply that was cut at its limit leaves the loss; its reward still counts in its group."""
+    penalty: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """The most that a long reply takes off what it earned (DAPO's soft penalty: 1)."""
+    expected_tokens: Annotated[int, Field(ge=0)] | None = None
+    """A reply up to this long costs nothing."""
+    cache_tokens: Annotated[int, Field(ge=1)] | None = None
+    """Over so many tokens more the penalty grows to its most."""
+
+    @model_validator(mode="after")
+    def _check_penalty_keys(self) -> OverlongConfig:
+        lengths = (self.expected_tokens, self.cache_tokens)
+        if (self.penalty > 0) != (None not in lengths) or lengths.count(None) == 1:
+            raise ValueError(
+                "penalty, expected_tokens and cache_tokens belong together, got "
+                f"penalty={self.penalty}, expected_tokens={lengths[0]}, cache_tokens={lengths[1]}: "
+                "set all three, or none"
+            )
+        return self
+
+
+CorrectionAggregate = Literal["mean", "sum", "max"]
+
+
+class KlConfig(BaseConfig):
+    """A penalty on the divergence of the trained policy from a reference, KL(pi || reference)."""
+
+    coef: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Weight of the penalty; 0 loads no reference."""
+    placement: Literal["reward", "loss"] = "reward"
+    """Taken off what a reply earned, or a term of the loss at each token."""
+    estimator: Literal["k1", "k2", "k3"] = "k1"
+    """Of d = log pi - log reference at a sampled token: d, d^2 / 2, or exp(-d) - 1 + d, whose
+    gradient as a loss is biased."""
+    reference: Literal["initial"] | Path = "initial"
+    """The model that reinforcement learning starts from, or a model directory."""
+
+    @model_validator(mode="after")
+    def _check_kl_keys(self) -> KlConfig:
+        if self.coef == 0 and self != KlConfig.model_construct():
+            raise ValueError("without coef there is no penalty: set coef, or leave the others out")
+        if self.placement == "reward" and self.estimator != "k1":
+            raise ValueError(
+                f"estimator={self.estimator} with placement=reward follows another gradient than "
+                "that of the divergence (norm ratio .24 to .60): set estimator=k1"
+            )
+        if self.placement == "loss" and self.estimator == "k1":
+            raise ValueError(
+                "estimator=k1 with placement=loss has an expected gradient of 0: set estimator=k2, "
+                "or placement=reward"
+            )
+        return self
+
+
+class TeacherConfig(BaseConfig):
+    """Distillation: the policy is drawn to those of its own tokens that a teacher finds likely."""
+
+    path: Path | None = None
+    """A model directory with the policy's tokenizer."""
+    url: Annotated[str, Field(pattern=r"^https?://[^\s/@?#]+/?$")] | None = None
+    """In its place, the address of an SGLang server of such a model: `http://node7:30000`."""
+    api_key_file: Path | None = None
+    """With url: a file of yours alone (mode 0600) with the server's API key."""
+    coef: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """This times log teacher - log pi of a token is added to its advantage."""
+
+    @model_validator(mode="after")
+    def _check_keys(self) -> TeacherConfig:
+        if self.path is not None and self.url is not None:
+            raise ValueError(
+                f"path={self.path} and url={self.url} both name a teacher: leave one of them out"
+            )
+        if (self.path is None and self.url is None) != (self.coef == 0):
+            raise ValueError(
+                f"a teacher and coef belong together, got path={self.path} and url={self.url} "
+                f"with coef={self.coef}: set path or url with coef, or none of them"
+            )
+        if self.api_key_file is not None and self.url is None:
+            raise ValueError("without url no server is called, got api_key_file: leave it out")
+        try:
+            _ = urlsplit(self.url or "").port
+        except ValueError as error:
+            raise ValueError(f"url={self.url} is no address of a server: {error}") from error
+        return self
+
+
+class CriticConfig(BaseConfig):
+    """A network that learns what the rest of an episode will earn, as a baseline for each token."""
+
+    model: Literal["initial"] | Path | None = None
+    """What it starts from: the model that reinforcement learning does, or a model directory."""
+    lr: Annotated[float, Field(gt=0)] = 1e-5
+    """Its peak learning rate; all else is as `trainer.optimizer` has it."""
+    clip_value: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = 0.2
+    """A value this far from that before the step learns no more; null: there is no bound."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """First steps since the critic began in which it is trained and the policy is not."""
+
+
+class ObjectiveConfig(BaseConfig):
+    """The policy-gradient objective; pi_b is the policy that sampled a token."""
+
+    preset: Literal[
+        "default",
+        "grpo",
+        "dr_grpo",
+        "dapo",
+        "gspo",
+        "cispo",
+        "rloo",
+        "reinforce",
+        "reinforce_pp",
+        "reinforce_pp_baseline",
+        "ppo",
+        "icepop",
+        "opd",
+    ] = "default"
+    """A known algorithm: it sets keys, of other sections too, that the recipe does not say."""
+    credit: Literal["episode", "turn"] = "episode"
+    """Each reply earns all rewards of its episode, or its own and what passes back to it."""
+    turn_discount: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """With credit=turn: the share of what followers of a reply earn that passes back to it."""
+    baseline: Literal["group_mean", "leave_one_out", "batch_mean", "value", "none"] = "group_mean"
+    """Taken off: the mean of the group, the others in it, the batch; or a critic's values (GAE)."""
+    gae_lambda: Annotated[float, Field(ge=0, le=1)] = 0.95
+    """With baseline=value: 1 compares with all that came after, 0 with the next value alone."""
+    discount: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """With baseline=value: what later rewards and values are multiplied by, at each step."""
+    gae_unit: Literal["token", "turn"] = "token"
+    """With baseline=value: a step is a token, or a whole reply."""
+    critic: CriticConfig = CriticConfig()
+    """The network that gives values."""
+    scale_rewards: Literal["group", "batch", "none"] = "group"
+    """The differences are divided by their standard deviation over the group, the batch, or not."""
+    std_ddof: Literal[0, 1] = 1
+    """Degrees of freedom that a standard deviation loses; 0 is AReaL's, biased one."""
+    min_reward_std: Annotated[float, Field(gt=0)] = 1e-4
+    """Differences of a group that vary less than this teach nothing: their advantages are zero."""
+    surrogate: Literal["clip", "cispo", "none"] = "clip"
+    """Of ratio r and advantage A: min(r A, clip(r) A); clip(r) A log pi; A log pi."""
+    ratio_level: Literal["token", "sequence"] = "token"
+    """Ratios are of each token, or the geometric mean over the row (GSPO)."""
+    clip_low: Annotated[float, Field(gt=0, le=1)] = 0.2
+    """The ratio to the proximal policy is clipped below 1 - this."""
+    clip_high: Annotated[float, Field(gt=0)] = 0.28
+    """The ratio to the proximal policy is clipped above 1 + this."""
+    clip_dual: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = None
+    """A term with A < 0 is at least this times A, whatever its ratio; null: it has no bound."""
+    loss_agg: Literal[
+        "token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"
+    ] = "token_mean"
+    """Mean of all tokens' terms; or mean over episodes of their means, sums, or scaled sums."""
+    loss_scale_tokens: Annotated[int, Field(ge=1)] | None = None
+    """With seq_mean_token_sum_norm: sums are divided by it; `rollout.sampling.max_new_tokens`."""
+    entropy_coef: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Weight of the entropy of each token's distribution, which the loss then makes large."""
+    overlong: OverlongConfig = OverlongConfig()
+    """Replies that are cut, or nearly."""
+    kl: KlConfig = KlConfig()
+    """Penalty for leaving a reference policy."""
+    teacher: TeacherConfig = TeacherConfig()
+    """A model to learn from, token by token."""
+    proximal: Literal["recompute", "log_linear", "none"] = "recompute"
+    """Ratios are to the weights the step began with, to their log-linear estimate, or to pi_b."""
+    off_policy_correction: Literal["clamp", "mask", "none"] = "clamp"
+    """Tokens weigh proximal / pi_b clamped to bounds (TIS), masked outside (IcePop), or all 1."""
+    off_policy_correction_level: Literal["token", "sequence"] = "token"
+    """Bounds are on each token, or on its row (a row's weight is its ratios' geometric mean)."""
+    off_policy_correction_metric: Literal["ratio", "kl", "k1", "k2"] = "ratio"
+    """Bounds are on r = proximal / pi_b, on r - 1 - log r, on log r, or on (log r)^2 / 2."""
+    off_policy_correction_low: Annotated[float, Field(allow_inf_nan=False)] = 0.0
+    """Lower bound; 0 is none. That of k1 is negative."""
+    off_policy_correction_high: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 5.0
+    """Upper bound."""
+    custom: str = ""
+    """`package.module:function` of LossInputs that gives each token's term instead of surrogate."""
+    off_policy_correction_agg: CorrectionAggregate = "mean"
+    """At level sequence: what is judged is the row's mean, sum or maximum (of ratios: of logs)."""
+
+    @property
+    def has_critic(self) -> bool:
+        """True if a critic is trained beside the policy."""
+        return self.baseline == "value"
+
+    @property
+    def advantages_need_logprobs(self) -> bool:
+        """True if advantages depend on log-probabilities of the weights that a step begins with."""
+        return (self.kl.coef > 0 and self.kl.placement == "reward") or self.teacher.coef > 0
+
+    @model_validator(mode="after")
+    def _check_credit_and_scaling_keys(self) -> ObjectiveConfig:
+        if self.credit == "episode" and self.turn_discount != 1:
+            raise ValueError(
+                "with credit=episode all replies earn the same, and no turn is discounted by "
+                f"turn_discount={self.turn_discount}: set credit=turn"
+            )
+        if self.scale_rewards == "none" and self.std_ddof != 1:
+            raise ValueError(
+                f"with scale_rewards=none there is no standard deviation, got std_ddof="
+                f"{self.std_ddof}: leave it out, or set scale_rewards=group"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_critic_keys(self) -> ObjectiveConfig:
+        if self.baseline == "value":
+            if self.critic.model is None:
+                raise ValueError(
+                    "baseline=value takes its values from a critic: set critic.model=initial, or "
+                    "a model directory"
+                )
+            if self.turn_discount != 1:
+                raise ValueError(
+                    f"turn_discount={self.turn_discount} has no effect with baseline=value, where "
+                    "rewards pass back by discount and gae_lambda: set discount, with gae_unit=turn"
+                )
+            if self.std_ddof != 1:
+                raise ValueError(
+                    "baseline=value scales by a root mean square, which loses no degree of "
+                    f"freedom, got std_ddof={self.std_ddof}: leave it out"
+                )
+            return self
+        fields = type(self).model_fields
+        changed = [
+            f"{name}={getattr(self, name)}"
+            for name in ("gae_lambda", "discount", "gae_unit")
+            if getattr(self, name) != fields[name].default
+        ]
+        if self.critic != CriticConfig.model_construct():
+            changed.append(f"critic.model={self.critic.model}")
+        if changed:
+            raise ValueError(
+                f"baseline={self.baseline} has no critic, got {' and '.join(changed)}: set "
+                "baseline=value, or leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_surrogate_and_loss_keys(self) -> ObjectiveConfig:
+        if self.clip_dual is not None and self.surrogate != "clip":
+            raise ValueError(
+                f"clip_dual bounds the terms of surrogate=clip, got surrogate={self.surrogate}: "
+                "leave it out"
+            )
+        if self.ratio_level == "sequence" and self.surrogate == "none":
+            raise ValueError(
+                "surrogate=none has no ratio, so ratio_level=sequence means nothing: "
+                "set ratio_level=token, or surrogate=clip"
+            )
+        if (self.loss_scale_tokens is None) == (self.loss_agg == "seq_mean_token_sum_norm"):
+            raise ValueError(
+                "loss_scale_tokens belongs to loss_agg=seq_mean_token_sum_norm, got "
+                f"loss_scale_tokens={self.loss_scale_tokens} with loss_agg={self.loss_agg}: set "
+                "both (to rollout.sampling.max_new_tokens, for one), or leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_custom_keys(self) -> ObjectiveConfig:
+        if not self.custom:
+            return self
+        if self.preset != "default":
+            raise ValueError(
+                f"custom={self.custom} takes the place of what preset={self.preset} stands for: "
+                "leave one of them out, and set the keys that the function is to go with"
+            )
+        default = type(self).model_fields
+        for name in ("surrogate", "ratio_level", "clip_dual"):
+            if getattr(self, name) != default[name].default:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} has no effect with custom={self.custom}, which "
+                    "gives the terms itself: leave it out"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _check_correction_keys(self) -> ObjectiveConfig:
+        if self.off_policy_correction == "none":
+            return self
+        low, high = self.off_policy_correction_low, self.off_policy_correction_high
+        if self.proximal == "none":
+            raise ValueError(
+                "with proximal=none the sampling policy is the proximal one and no weight between "
+                f"them is left for off_policy_correction={self.off_policy_correction}: "
+                "set off_policy_correction=none"
+            )
+        metric, agg = self.off_policy_correction_metric, self.off_policy_correction_agg
+        if agg != "mean" and self.off_policy_correction_level == "token":
+            raise ValueError(
+                f"off_policy_correction_agg={agg} says how a row is judged: set "
+                "off_policy_correction_level=sequence, or leave it out"
+            )
+        if metric != "ratio" and self.off_policy_correction == "clamp":
+            raise ValueError(
+                "off_policy_correction=clamp needs off_policy_correction_metric=ratio: "
+                f"use mask with {metric}"
+            )
+        if metric in ("kl", "k2") and low != 0:
+            raise ValueError(
+                f"a divergence is bounded above only, got off_policy_correction_low={low}"
+            )
+        if metric == "k1" and low > 0:
+            raise ValueError(
+                "k1 is 0 where the policies are equal, which its bounds must enclose, got "
+                f"off_policy_correction_low={low}: use a negative one, or 0 for none"
+            )
+        if metric == "ratio" and not 0 <= low <= 1 <= high:
+            raise ValueError(
+                "the bounds of a ratio must enclose 1, that of equal policies, got "
+                f"off_policy_correction_low={low} and off_policy_correction_high={high}"
+            )
+        return self
