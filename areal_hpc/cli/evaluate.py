@@ -45,9 +45,9 @@ def _run_trial_episodes(arguments: argparse.Namespace) -> int:
     $ areal-hpc try recipes/quickstart.yaml
     $ areal-hpc try my_recipe.yaml -n 5 rollout.workflow=my_package.MyAgent
     """
-    from areal_hpc.launch.terminal import say
     from areal_hpc.launch.trial import run_trial
     from areal_hpc.recipe.loading import load_recipe
+    from areal_hpc.view.formatting import say
 
     if arguments.tasks < 1:
         raise RecipeError(f"expected 1 task or more, got {arguments.tasks}", key="--tasks")
@@ -91,9 +91,9 @@ def _run_doctor_checks(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch.doctor import gpu
     from areal_hpc.launch.doctor.registry import run_checks, write_evidence
     from areal_hpc.launch.doctor.results import CheckStatus, DoctorSubject, format_checks
-    from areal_hpc.launch.terminal import say
     from areal_hpc.recipe.loading import load_recipe
     from areal_hpc.recipe.sections.cluster import SlurmConfig
+    from areal_hpc.view.formatting import say
 
     recipe, slurm, fileroot = None, SlurmConfig(), None
     if arguments.recipe is not None:
@@ -208,8 +208,9 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 def _start_evaluation(
     arguments: argparse.Namespace, target: EvaluationTarget, sets: Sequence[EvaluationSet]
 ) -> None:
+    from areal_hpc.jobs.processes.process_setup import catch_stop_signals
     from areal_hpc.launch.evaluation import run_evaluation, submit_evaluation
-    from areal_hpc.launch.terminal import catch_stop_signals, say
+    from areal_hpc.view.formatting import say
 
     with catch_stop_signals() as stop:
         if arguments.submit:

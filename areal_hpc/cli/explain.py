@@ -91,8 +91,8 @@ def _show_dashboard(arguments: argparse.Namespace) -> int:
 
     $ areal-hpc view runs
     """
-    from areal_hpc.launch.terminal import say
     from areal_hpc.view.dashboard.app import serve_dashboard
+    from areal_hpc.view.formatting import say
 
     if not arguments.place.is_dir():
         raise RecipeError(
@@ -196,7 +196,7 @@ def _write_metrics_for_tracker(arguments: argparse.Namespace) -> int:
     $ areal-hpc sync runs/quickstart/demo --follow --project quickstart
     $ areal-hpc sync runs/quickstart/demo --tracker my_tracker.py
     """
-    from areal_hpc.launch.terminal import catch_stop_signals
+    from areal_hpc.jobs.processes.process_setup import catch_stop_signals
     from areal_hpc.view.sync import choose_tracker, write_tracker_part
 
     paths = parse_run_dir(arguments.run)

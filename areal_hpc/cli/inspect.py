@@ -42,8 +42,8 @@ def _show_status(arguments: argparse.Namespace) -> int:
 
     $ areal-hpc status runs/quickstart/demo
     """
-    from areal_hpc.launch.terminal import get_program_command
     from areal_hpc.view.diagnosis import diagnose
+    from areal_hpc.view.formatting import get_program_command
     from areal_hpc.view.state.jobs import describe_allocation_steps, format_jobs
     from areal_hpc.view.state.run_view import RunView
     from areal_hpc.view.state.summary import (

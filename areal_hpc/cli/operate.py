@@ -37,12 +37,12 @@ commands = CommandTable()
 
 def _require_own_slurm_run(path: Path) -> RunPaths:
     from areal_hpc.launch.prepare import find_live_jobs
-    from areal_hpc.launch.terminal import get_program_command
     from areal_hpc.slurm.run_jobs import (
         find_original,
         list_recorded_job_ids,
         was_submission_refused_recently,
     )
+    from areal_hpc.view.formatting import get_program_command
 
     paths = parse_run_dir(path)
     if not os.access(paths.root, os.W_OK):
@@ -85,7 +85,6 @@ def _cancel_run(arguments: argparse.Namespace) -> int:
     $ areal-hpc cancel runs/math/first
     """
     from areal_hpc.jobs.starts import read_checkpoint_duration_s
-    from areal_hpc.launch.terminal import format_next_command, say
     from areal_hpc.rundir.jobs import get_latest_submissions, mark_cancelled, read_submissions
     from areal_hpc.rundir.run_inputs import read_run_recipe
     from areal_hpc.slurm.run_jobs import (
@@ -94,6 +93,7 @@ def _cancel_run(arguments: argparse.Namespace) -> int:
         list_recorded_job_ids,
         list_unrecorded_live_jobs,
     )
+    from areal_hpc.view.formatting import format_next_command, say
 
     paths = _require_own_slurm_run(arguments.run)
     grace_s = 0.0
@@ -142,11 +142,11 @@ def _resume_run(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch import slurm_launcher
     from areal_hpc.launch.prepare import is_run_finished
     from areal_hpc.launch.provenance import enter_launch_folder
-    from areal_hpc.launch.terminal import format_next_command, say
     from areal_hpc.recipe.loading import load_recipe
     from areal_hpc.rundir.jobs import CARETAKER_JOB, read_submissions
     from areal_hpc.rundir.rendezvous import EVALUATION_CELL
     from areal_hpc.slurm.run_jobs import list_live_jobs
+    from areal_hpc.view.formatting import format_next_command, say
 
     if arguments.trial_name is not None:
         from areal_hpc.launch.prepare import make_run_of_copy
@@ -202,7 +202,7 @@ def _look_after_run(arguments: argparse.Namespace) -> int:
     $ areal-hpc caretaker runs/math/first
     """
     from areal_hpc.jobs.caretaker import look_after_run
-    from areal_hpc.launch.terminal import say
+    from areal_hpc.view.formatting import say
 
     paths = _require_own_slurm_run(arguments.run)
     try:
@@ -215,9 +215,9 @@ def _look_after_run(arguments: argparse.Namespace) -> int:
 
 def _cancel_old_jobs(paths: RunPaths, old_dir: Path) -> None:
     """Cancel the jobs of a run that was moved, which wait for a folder that is not there."""
-    from areal_hpc.launch.terminal import say
     from areal_hpc.slurm.run_jobs import cancel_jobs, is_job_of_run, list_live_jobs
     from areal_hpc.slurm.states import JobPhase
+    from areal_hpc.view.formatting import say
 
     live = [job.slurm_record for job in list_live_jobs(paths)]
     if running := [job.job_id for job in live if job.state.phase is not JobPhase.WAITING]:
@@ -342,8 +342,9 @@ def _replay_steps(arguments: argparse.Namespace) -> int:
 
     $ areal-hpc replay runs/quickstart/demo --steps 3..5 trainer.optimizer.lr=1e-4
     """
+    from areal_hpc.jobs.processes.process_setup import catch_stop_signals
+    from areal_hpc.launch.foreground_launcher import STOPPING_MESSAGE
     from areal_hpc.launch.replay import RecordedStepsReplay
-    from areal_hpc.launch.terminal import STOPPING_MESSAGE, catch_stop_signals
     from areal_hpc.view.state.live_progress import PlainReporter
 
     run = parse_run_dir(arguments.run)

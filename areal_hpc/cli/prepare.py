@@ -101,8 +101,8 @@ def _prefetch_recipe(arguments: argparse.Namespace) -> int:
         list_recipe_harnesses,
     )
     from areal_hpc.launch.prefetch import prefetch_files
-    from areal_hpc.launch.terminal import say
     from areal_hpc.recipe.loading import load_recipe
+    from areal_hpc.view.formatting import say
 
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     for name, folder in list_recipe_harnesses(recipe):

@@ -253,8 +253,8 @@ def _submit_recipe(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch import slurm_launcher
     from areal_hpc.launch.run import report_finished_run, submit
     from areal_hpc.launch.slurm_launcher import format_dry_run
-    from areal_hpc.launch.terminal import say
     from areal_hpc.recipe.loading import load_recipe
+    from areal_hpc.view.formatting import say
 
     recipe = load_recipe(arguments.recipe, arguments.overrides, arguments.site)
     paths = RunPaths(recipe.run_dir.resolve())

@@ -38,6 +38,10 @@ from areal_hpc.slurm.submit import JobHandle, stop_jobs
 POLL_S = 0.2
 STOP_MARGIN_S = 3.0
 """Time on top of a job's own grace before the launcher kills it."""
+STOPPING_MESSAGE = (
+    "\nstopping: jobs save a checkpoint if there is time; the last one is kept in any case.\n"
+    "Ctrl-C again ends them at once"
+)
 LOCAL_RESTART_POLICY = RestartPolicy(0, max_cluster_failures=2, progress_excuses_failure=True)
 """Of a job of this machine. Progress: see `job_made_progress`."""
 

@@ -21,18 +21,12 @@ from areal_hpc.errors import (
     SlurmTimeoutError,
 )
 from areal_hpc.jobs import caretaker
+from areal_hpc.jobs.processes.process_setup import catch_stop_signals
 from areal_hpc.jobs.restarts import find_crash_error
 from areal_hpc.launch import foreground_launcher, slurm_launcher
-from areal_hpc.launch.foreground_launcher import ProgressReporter
+from areal_hpc.launch.foreground_launcher import STOPPING_MESSAGE, ProgressReporter
 from areal_hpc.launch.plan import JobStage, StagePlanner, plan_run
 from areal_hpc.launch.prepare import check_finished_recipe, is_run_finished
-from areal_hpc.launch.terminal import (
-    STOPPING_MESSAGE,
-    catch_stop_signals,
-    format_next_command,
-    get_program_command,
-    say,
-)
 from areal_hpc.recipe.loading import load_recipe, merge_overrides
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.jobs import (
@@ -45,6 +39,7 @@ from areal_hpc.rundir.jobs import (
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.slurm.queue import query_live_job_ids
 from areal_hpc.slurm.scontrol import read_allocation
+from areal_hpc.view.formatting import format_next_command, get_program_command, say
 from areal_hpc.view.state.live_progress import LiveReporter, PlainReporter
 from areal_hpc.view.state.run_view import RunView
 from areal_hpc.view.state.summary import summarize_run

@@ -1,14 +1,18 @@
-"""Tables, durations, clock times, values of metrics and answers as text for people."""
+"""Tables, durations, clock times, values, answers and commands as text for people."""
 
+import shlex
+import sys
 import time
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
 
 from areal_hpc.errors import escape_line
 from areal_hpc.metrics.step_metrics import find_metric
+from areal_hpc.rundir.paths import RunPaths
 
 
 def format_table(
@@ -118,3 +122,16 @@ def format_answer(answer: Answer, run: str) -> list[str]:
     if any(finding.page for finding in answer.findings):
         lines.append(f"pages: areal-hpc view {run} prints an address; #/... goes behind it")
     return [escape_line(line) for line in lines]
+
+
+def get_program_command() -> str:
+    path = Path(sys.argv[0])
+    return shlex.quote(str(path)) if path.name == "areal-hpc" else "python -m areal_hpc"
+
+
+def format_next_command(command: str, paths: RunPaths) -> str:
+    return f"{get_program_command()} {command} {shlex.quote(str(paths.root))}"
+
+
+def say(message: str) -> None:
+    print(message, flush=True)

@@ -12,6 +12,8 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Iterator
+from types import FrameType
 
 from areal_hpc.errors import escape_controls
 
@@ -110,3 +112,27 @@ class StopEvent(threading.Event):
         self.is_repeated = self.is_set()
         self.signal_name = self.signal_name or signal.Signals(signal_number).name
         self.set()
+
+
+@contextlib.contextmanager
+def catch_stop_signals(message: str = "") -> Iterator[StopEvent]:
+    """An event that SIGINT and SIGTERM set within the context; a message at the first of them.
+
+    Outside the main thread, where Python handles no signals, nothing sets it.
+    """
+    stop = StopEvent()
+
+    def request_stop(signal_number: int, frame: FrameType | None) -> None:
+        if message and not stop.is_set():
+            sys.stderr.write(f"{message}\n")
+        stop.set_by_signal(signal_number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    before = {one: signal.signal(one, request_stop) for one in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
