@@ -1,7 +1,6 @@
 """Agent for Harbor's tasks with the OpenAI SDK: the model runs commands, the task's tests judge.
 
-It needs `train_dataset: {harbor: PATH}` and `rollout.agent.isolation: bwrap`, or another runtime
-that can show the files of an image (`podman`, `apptainer`, `enroot`).
+It needs `train_dataset: {harbor: PATH}` and a sandbox, such as `rollout.agent.isolation: bwrap`.
 """
 
 import asyncio

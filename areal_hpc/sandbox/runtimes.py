@@ -7,7 +7,7 @@ import shutil
 import sys
 import tempfile
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -87,7 +87,8 @@ class HostRuntime:
 def make_runtime(isolation_name: str) -> Runtime:
     if isolation_name in CONTAINER_PROGRAMS:
         return ContainerRuntime(isolation_name)
-    return BwrapRuntime() if isolation_name == "bwrap" else HostRuntime()
+    runtimes: dict[str, Callable[[], Runtime]] = {"bwrap": BwrapRuntime, "none": HostRuntime}
+    return runtimes[isolation_name]()
 
 
 def find_installed_runtimes() -> list[str]:

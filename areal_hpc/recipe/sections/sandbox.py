@@ -1,13 +1,14 @@
 """Recipe sections `rollout.agent.sandbox` and `reward`: what isolates agents, and programs."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 
 from areal_hpc.recipe.base import BaseConfig
 
-AgentIsolation = Literal["bwrap", "podman", "apptainer", "enroot", "none"]
-"""Names of runtimes."""
+SandboxRuntime = Literal["bwrap", "podman", "apptainer", "enroot"]
+SANDBOX_RUNTIMES: tuple[str, ...] = get_args(SandboxRuntime)
+AgentIsolation = Literal[SandboxRuntime, "none"]
 
 
 class SandboxConfig(BaseConfig):

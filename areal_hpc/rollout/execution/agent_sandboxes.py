@@ -48,7 +48,7 @@ class AgentSandboxes:
         if task is not None:
             if not self._takes_root:
                 raise RecipeError(
-                    "Harbor's tasks need a sandbox of bwrap, podman, apptainer or enroot",
+                    "Harbor's tasks need a sandbox",
                     key="rollout.agent.isolation",
                     hint="use rollout.agent.isolation=bwrap",
                 )

@@ -139,7 +139,7 @@ def test_a_model_repairs_a_module_by_commands(tasks: Path, tmp_path: Path) -> No
 def test_a_runtime_without_roots_does_not_play_them(tasks: Path, tmp_path: Path) -> None:
     how = AgentExecutionConfig.model_validate({"isolation": "none"})
     one = dataclasses.replace(make_spec(), data=find_row(tasks))
-    with pytest.raises(RecipeError, match="need a sandbox of bwrap, podman, apptainer or enroot"):
+    with pytest.raises(RecipeError, match="need a sandbox"):
         finish(play_in_sandboxes(tmp_path, how, [one], {}, PATH))
 
 
