@@ -165,7 +165,7 @@ def _build_gpu_memory_report(recipe: Recipe, arch: Architecture) -> Iterator[str
 
 def count_weight_update_groups(recipe: Recipe) -> int:
     """Groups in which trainer rank 0 broadcasts weights, each with a communicator of its own."""
-    if recipe.weights.transport == "disk":
+    if recipe.weights.goes_by_files:
         return 0
     cells = recipe.inference.cells + recipe.evaluation.separate_cell
     replicas = cells * recipe.inference.replicas_per_cell

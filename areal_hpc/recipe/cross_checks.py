@@ -133,10 +133,10 @@ def _find_training_conflicts(recipe: Recipe) -> Iterator[Problem]:
     if trainer.batch_size % parallel.dp:
         message = f"{undivided}.parallel.dp={parallel.dp}"
         yield Problem(message, "trainer.batch_size", f"use a multiple of {parallel.dp}")
-    if trainer.lora and trainer.lora.sync == "adapter" and recipe.weights.transport == "disk":
+    if trainer.lora and trainer.lora.sync == "adapter" and recipe.weights.goes_by_files:
         yield Problem(
-            "trainer.lora.sync=adapter sends an adapter, and weights.transport=disk writes whole "
-            "models",
+            "trainer.lora.sync=adapter sends an adapter, and weights.transport="
+            f"{recipe.weights.transport} writes whole models",
             "weights.transport",
             "use weights.transport=broadcast, or trainer.lora.sync=merged",
         )
@@ -314,8 +314,8 @@ def _find_harbor_conflicts(recipe: Recipe) -> Iterator[Problem]:
     for part, key in recipe.task_sets_with_keys:
         if part.is_harbor and isolation in (None, "none"):
             yield Problem(
-                "Harbor's tasks need a sandbox of bwrap, podman, apptainer or enroot, "
-                f"and rollout.agent.isolation is {isolation or 'null'}",
+                "Harbor's tasks need a sandbox, and rollout.agent.isolation is "
+                f"{isolation or 'null'}",
                 f"{key}.path",
                 "use rollout.agent.isolation=bwrap",
             )

@@ -237,10 +237,10 @@ _Outcome = tuple[list[ReplicaKey], list[tuple[ReplicaKey, str]], dict[str, float
 def choose_sender_ranks(node_of_rank: Sequence[int], config: WeightsConfig) -> list[int]:
     """Choose the trainer ranks that send, rank 0 first: the first of each node, then the second.
 
-    `weights.senders` sets the number, by default that of trainer nodes. With the disk transport
-    rank 0 alone writes.
+    `weights.senders` sets the number, by default that of trainer nodes. Rank 0 alone writes
+    files.
     """
-    if config.transport == "disk":
+    if config.goes_by_files:
         return [0]
     ranks_on_node: Counter[int] = Counter()
     order: list[tuple[int, int]] = []

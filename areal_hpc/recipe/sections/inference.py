@@ -142,16 +142,17 @@ class WeightsConfig(BaseConfig):
     max_probe_gap: Annotated[float, Field(gt=0)] | None = None
     """Mean gap of log-probabilities that is rounding; null: 0.001 in float32, 0.25 in bfloat16."""
 
+    @property
+    def goes_by_files(self) -> bool:
+        """True if each replica loads whole models by itself, and no update groups are formed."""
+        return self.transport == "disk"
+
     @model_validator(mode="after")
     def _check_broadcast_only_keys(self) -> Self:
-        if (self.senders or 1) > 1 and self.transport == "disk":
-            raise ValueError(
-                "weights.senders is for weights.transport=broadcast: from disk every replica loads "
-                "by itself"
-            )
-        if (self.replicas_per_group or 1) > 1 and self.transport == "disk":
-            raise ValueError(
-                "weights.replicas_per_group is for weights.transport=broadcast: from disk every "
-                "replica loads by itself"
-            )
+        for name in ("senders", "replicas_per_group"):
+            if (getattr(self, name) or 1) > 1 and self.goes_by_files:
+                raise ValueError(
+                    f"weights.{name} is for weights.transport=broadcast: from {self.transport} "
+                    "every replica loads by itself"
+                )
         return self
