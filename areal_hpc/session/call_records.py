@@ -27,6 +27,7 @@ from areal_hpc.wire.decoding import convert_value
 from areal_hpc.wire.trajectory import (
     MAX_TEMPERATURE,
     MAX_VOCAB_SIZE,
+    CallFacts,
     CallRecord,
     SamplingMask,
     find_mask_defect,
@@ -65,18 +66,14 @@ def build_call_records(
                 trained=call.interaction_id in trained_reply_ids,
                 reward=reward,
                 reuse=call.reuse,
-                asked_at=call.asked_at,
-                first_token_at=call.first_token_at,
-                answered_at=call.answered_at,
-                replica=call.replica,
                 prompt_tokens=call.prompt_tokens,
                 reply_tokens=call.num_output_tokens,
-                cached_tokens=call.cached_tokens,
                 finish_reason=call.finish_reason,
                 new_messages=len(call.new_messages),
                 tools=context.tools_hash,
                 template_variables=context.variables,
                 sampling=decode_sampling_params_json(call.sampling),
+                **{name: getattr(call, name) for name in CallFacts.__struct_fields__},
             )
         )
     return records, schemas

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from areal_hpc.session.chat_template import Message
 from areal_hpc.session.message_matching import find_differing_field
 from areal_hpc.wire.agent_reward import Reward
-from areal_hpc.wire.trajectory import PromptReuse, RecordedRoutes
+from areal_hpc.wire.trajectory import CallFacts, PromptReuse, RecordedRoutes
 
 ABORT_FINISH_REASON = "abort"
 """How an interaction ends that its client left while the model spoke."""
@@ -33,7 +33,7 @@ class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
     end: int
 
 
-class Interaction(msgspec.Struct, kw_only=True):
+class Interaction(CallFacts, kw_only=True):
     """One model call: what was new in its prompt, and what the model said.
 
     Token arrays are little-endian bytes (int32 ids, float32 log-probabilities), the form in
@@ -57,20 +57,10 @@ class Interaction(msgspec.Struct, kw_only=True):
     closed: bool
     """The model ended its turn itself: its last token is a stop token."""
     temperature: float
-    asked_at: float = 0.0
-    first_token_at: float = 0.0
-    """Unix time at which a stream began to come; 0 where that is not known."""
-    answered_at: float = 0.0
-    replica: int = -1
-    """The one of the cell that said the end of the reply; -1 where nobody noted it."""
-    cached_tokens: int = 0
-    """Of the prompt, that the engine had computed before."""
     sampling: bytes = b""
     """JSON of the sampling parameters that the engine was asked for."""
-    ignored: list[str] = []
+    ignored: list[str] = msgspec.field(default_factory=list)
     """Names of what the request asked for in vain: hints, unknown parameters, hosted tools."""
-    is_retry: bool = False
-    """Its client said that it asked before and had no reply."""
     kept_counts: bytes = b""
     """Of each sampled token, how many could have been in its place (uint16), if that was recorded.
     Then `logprobs` are of the distribution over these."""

@@ -57,8 +57,23 @@ PromptReuse = Literal["reused", "retokenized", "none"]
 """`none`: extends nothing; `retokenized`: extends an interaction whose end the template hides."""
 
 
-class CallRecord(Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """Record of one model call of a row. Times are Unix seconds, 0 if unknown."""
+class CallFacts(Struct, kw_only=True):
+    """Facts of a call that request, journal and row share. Times: Unix seconds, 0 if unknown."""
+
+    is_retry: bool = False
+    """Whether its client asked before and got no reply."""
+    asked_at: float = 0.0
+    first_token_at: float = 0.0
+    """Time of a stream's first token; unknown for other replies."""
+    answered_at: float = 0.0
+    replica: int = -1
+    """Replica of the cell that sampled the reply's end; -1 if a client in the agent recorded it."""
+    cached_tokens: int = 0
+    """Tokens of the prompt that the engine had in its cache."""
+
+
+class CallRecord(CallFacts, omit_defaults=True, kw_only=True):
+    """Record of one model call of a row."""
 
     id: str
     """Id of the reply."""
@@ -71,17 +86,9 @@ class CallRecord(Struct, frozen=True, omit_defaults=True, kw_only=True):
     reward: Reward | None = None
     """Reward that the agent gave this reply, without rewards that are passed back."""
     reuse: PromptReuse = "none"
-    asked_at: float = 0.0
-    first_token_at: float = 0.0
-    """Time of a stream's first token; unknown for other replies."""
-    answered_at: float = 0.0
-    replica: int = -1
-    """Replica of the cell that sampled the reply's end; -1 if a client in the agent recorded it."""
     prompt_tokens: int = 0
     """Tokens of the whole prompt: the reply begins at this token of the row."""
     reply_tokens: int = 0
-    cached_tokens: int = 0
-    """Tokens of the prompt that the engine had in its cache."""
     finish_reason: str = ""
     """`stop`, `length` or `abort`."""
     new_messages: int = 0

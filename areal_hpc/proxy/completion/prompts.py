@@ -63,7 +63,8 @@ def enforce_sampling(
     """
     sampling, replaced = apply_enforced_sampling(call.sampling, session)
     ignored = [*call.ignored, *unknown_params, *replaced, *list_unpaired(call.messages)]
-    return msgspec.structs.replace(call, sampling=sampling, ignored=ignored, is_retry=is_retry)
+    facts = msgspec.structs.replace(call.facts, is_retry=is_retry)
+    return msgspec.structs.replace(call, sampling=sampling, ignored=ignored, facts=facts)
 
 
 def apply_enforced_sampling(

@@ -232,6 +232,14 @@ class CompletionService:
             raise ProxyRequestError(403, "the session ended during generation")
         answer_id, sampling = prompt.answer_id, prompt.get_choice_sampling(choice_index)
         kept_counts, kept_ids = generation.pack_sampling_mask()
+        facts = msgspec.structs.replace(
+            call.facts,
+            asked_at=prompt.asked_at,
+            first_token_at=first_token_at,
+            answered_at=time.time(),
+            replica=replica,
+            cached_tokens=generation.cached_tokens,
+        )
         interaction = Interaction(
             interaction_id=f"{answer_id}-{choice_index}" if choice_index else answer_id,
             parent_id=turn.parent.interaction_id if turn.parent is not None else None,
@@ -247,17 +255,12 @@ class CompletionService:
             finish_reason=generation.finish_reason,
             closed=generation.ends_with_stop_token,
             temperature=sampling.temperature,
-            asked_at=prompt.asked_at,
-            first_token_at=first_token_at,
-            answered_at=time.time(),
-            replica=replica,
-            cached_tokens=generation.cached_tokens,
             sampling=encode_recorded_sampling(sampling),
             ignored=call.ignored_names,
-            is_retry=call.is_retry,
             kept_counts=kept_counts,
             kept_ids=kept_ids,
             routes=prompt.record_routes(generation),
+            **msgspec.structs.asdict(facts),
         )
         try:
             self.recorder.record(InteractionAdded(session.session_id, interaction))

@@ -22,7 +22,7 @@ from areal_hpc.session.chat_template import (
     read_json,
 )
 from areal_hpc.session.message_matching import MessageRewriter, normalize_chat_message
-from areal_hpc.wire.trajectory import MixtureShape
+from areal_hpc.wire.trajectory import CallFacts, MixtureShape
 
 
 class ToolChoice(msgspec.Struct, frozen=True):
@@ -73,8 +73,8 @@ class ModelCall(msgspec.Struct, frozen=True):
     """What the reply begins with; the model goes on from there."""
     is_retrievable: bool = True
     """The reply may be asked for again."""
-    is_retry: bool = False
-    """Its client says that it asks once more: it has no reply to an equal request before."""
+    facts: CallFacts = field(default_factory=CallFacts)
+    """Those that the request told, so far."""
 
     @property
     def ignored_names(self) -> list[str]:
