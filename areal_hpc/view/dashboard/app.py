@@ -14,6 +14,7 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import closing, suppress
+from dataclasses import dataclass
 from functools import partial
 from importlib import resources
 from pathlib import Path
@@ -35,22 +36,17 @@ from areal_hpc.view.dashboard.evaluation_page import (
     label_evaluation_rows,
     list_set_names,
 )
-from areal_hpc.view.dashboard.run_pages import describe_summary
 from areal_hpc.view.dashboard.timeline_page import describe_timeline
 from areal_hpc.view.state.run_view import RunView, RunViewer
 from areal_hpc.view.transcripts.row_index import RowIndex, get_cache_dir, make_private_folder
 from areal_hpc.wire.http_server import GuardedServer
 
-SCRIPTS = (
-    *("elements", "data", "chart", "run_list", "run_page", "timeline", "evaluations"),
-    *("trajectories", "router"),
-)
+STATIC_FILES = resources.files("areal_hpc.view.dashboard") / "static"
+MEDIA_TYPE_BY_SUFFIX = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 MEDIA_TYPE_BY_STATIC_FILE = {
-    "index.html": "text/html; charset=utf-8",
-    "style.css": "text/css; charset=utf-8",
-    **{f"{name}.js": "text/javascript; charset=utf-8" for name in SCRIPTS},
+    file.name: f"{MEDIA_TYPE_BY_SUFFIX[Path(file.name).suffix]}; charset=utf-8"
+    for file in STATIC_FILES.iterdir()
 }
-"""The files of the page by name."""
 RESPONSE_HEADERS = {
     "cache-control": "no-store",
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
@@ -73,18 +69,62 @@ JsonObject = dict[str, Any]
 Query = Mapping[str, str]
 
 
-RUN_PAGES: dict[str, Callable[[RunView, Query], JsonObject]] = {
-    "overview": lambda view, query: run_pages.describe_run_overview(view),
-    "summary": lambda view, query: describe_summary(view),
-    "metrics": lambda view, query: run_pages.describe_metrics(view.paths),
-    "evaluations": lambda view, query: build_evaluation_sets_page(view.paths),
-    "timeline": lambda view, query: describe_timeline(view.paths, query),
+@dataclass(frozen=True, slots=True)
+class PageRequest:
+    """What is asked about one run."""
+
+    view: RunView
+    query: Query
+    open_rows: Callable[[], RowIndex]
+    """The recorded rows that there are by now."""
+
+
+def _find_row_page(asked: PageRequest) -> JsonObject:
+    query, problems = asked.query, list[str]()
+    index, sets = asked.open_rows(), list_set_names(asked.view.paths, problems)
+    page = index.find_page(
+        query.get("where", ""),
+        query.get("sort", ""),
+        descending=query.get("order") != "up",
+        offset=_parse_count(query, "offset", 0, 10**9),
+        count=_parse_count(query, "count", 100, MAX_ROWS_PER_PAGE),
+    )
+    label_evaluation_rows(page.rows, sets)
+    return {
+        "rows": page.rows,
+        "sets": build_set_filters(sets),
+        "matching": page.matching,
+        "total": page.total,
+        "problems": [*problems, *index.list_read_problems()],
+    }
+
+
+def _describe_trajectory(asked: PageRequest) -> JsonObject:
+    run = asked.view.paths
+    shard, row = run_pages.parse_row_name(asked.query.get("row", ""))
+    return run_pages.describe_trajectory(
+        run, asked.open_rows(), shard, row, list_set_names(run, [])
+    )
+
+
+RUN_PAGES: dict[str, Callable[[PageRequest], Any]] = {
+    "overview": lambda asked: run_pages.describe_run_overview(asked.view),
+    "summary": lambda asked: run_pages.describe_summary(asked.view),
+    "metrics": lambda asked: run_pages.describe_metrics(asked.view.paths),
+    "evaluations": lambda asked: build_evaluation_sets_page(asked.view.paths),
+    "timeline": lambda asked: describe_timeline(asked.view.paths, asked.query),
+    "failures": lambda asked: asked.open_rows().count_failure_causes(),
 }
-"""Pages of one run."""
+"""Pages of one run, which a report has, too."""
+CHOICE_PAGES: dict[str, Callable[[PageRequest], Any]] = {
+    "rows": _find_row_page,
+    "trajectory": _describe_trajectory,
+}
+"""Pages of what is chosen in a run."""
 
 
 def read_static_file(file_name: str) -> bytes:
-    return (resources.files("areal_hpc.view.dashboard") / "static" / file_name).read_bytes()
+    return (STATIC_FILES / file_name).read_bytes()
 
 
 class DashboardApp:
@@ -99,10 +139,10 @@ class DashboardApp:
         self._lock = threading.Lock()
         self._pages: dict[str, Callable[[Query], Any]] = {
             "data/runs": self._list_runs,
-            "data/rows": self._find_row_page,
-            "data/failures": self._count_failure_causes,
-            "data/trajectory": self._describe_trajectory,
-            **{f"data/{page}": partial(self._describe_run_page, page) for page in RUN_PAGES},
+            **{
+                f"data/{page}": partial(self._describe_run_page, page)
+                for page in (*RUN_PAGES, *CHOICE_PAGES)
+            },
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -165,40 +205,13 @@ class DashboardApp:
             "runs": [run_pages.describe_run(view) for view in self._viewer.view(runs)],
         }
 
-    def _describe_run_page(self, page: str, query: Query) -> JsonObject:
-        view = RunView(self._find_run(query))
+    def _describe_run_page(self, page: str, query: Query) -> Any:
+        run = self._find_run(query)
+        view = RunView(run)
         if page == "overview":  # the one that asks Slurm
-            (view,) = self._viewer.view([view.paths])
-        return RUN_PAGES[page](view, query)
-
-    def _find_row_page(self, query: Query) -> JsonObject:
-        run = self._find_run(query)
-        problems: list[str] = []
-        index, sets = self._open_refreshed_index(run), list_set_names(run, problems)
-        page = index.find_page(
-            query.get("where", ""),
-            query.get("sort", ""),
-            descending=query.get("order") != "up",
-            offset=_parse_count(query, "offset", 0, 10**9),
-            count=_parse_count(query, "count", 100, MAX_ROWS_PER_PAGE),
-        )
-        label_evaluation_rows(page.rows, sets)
-        return {
-            "rows": page.rows,
-            "sets": build_set_filters(sets),
-            "matching": page.matching,
-            "total": page.total,
-            "problems": [*problems, *index.list_read_problems()],
-        }
-
-    def _count_failure_causes(self, query: Query) -> list[JsonObject]:
-        return self._open_refreshed_index(self._find_run(query)).count_failure_causes()
-
-    def _describe_trajectory(self, query: Query) -> JsonObject:
-        run = self._find_run(query)
-        shard, row = run_pages.parse_row_name(query.get("row", ""))
-        index = self._open_refreshed_index(run)
-        return run_pages.describe_trajectory(run, index, shard, row, list_set_names(run, []))
+            (view,) = self._viewer.view([run])
+        describe = RUN_PAGES.get(page) or CHOICE_PAGES[page]
+        return describe(PageRequest(view, query, lambda: self._open_refreshed_index(run)))
 
     async def _stream_change_events(self, request: Request) -> Response:
         if "run" not in request.query_params:

@@ -14,7 +14,12 @@ from areal_hpc.rundir.files import write_atomic_private
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.slurm.queue import QueuePoller
 from areal_hpc.view.dashboard import run_pages
-from areal_hpc.view.dashboard.app import RUN_PAGES, encode_browser_json, read_static_file
+from areal_hpc.view.dashboard.app import (
+    RUN_PAGES,
+    PageRequest,
+    encode_browser_json,
+    read_static_file,
+)
 from areal_hpc.view.dashboard.evaluation_page import (
     label_evaluation_rows,
     list_set_names,
@@ -40,53 +45,52 @@ def write_report(runs: Sequence[RunPaths], out: Path, cache_dir: Path) -> int:
     names = [run.run_name for run in runs]
     pages: dict[str, JsonObject] = {}
     listed = []
+    limits = MAX_ROWS // len(runs), MAX_CONVERSATION_BYTES // len(runs)
     for view in view_runs(runs, QueuePoller()):
         run = view.paths
         # Several may have one name.
         name = run.run_name if names.count(run.run_name) == 1 else str(run.root)
         listed.append(run_pages.describe_run(view) | {"name": name})
-        pages[name] = _describe_pages(view) | _describe_rows(
-            run, cache_dir, MAX_ROWS // len(runs), MAX_CONVERSATION_BYTES // len(runs)
-        )
+        with closing(RowIndex(run, cache_dir)) as index:
+            index.index_new_rows()
+            pages[name] = _describe_pages(view, index) | _describe_rows(run, index, *limits)
     content = {"list": {"place": "", "runs": listed}, "runs": pages}
     write_atomic_private(out, _render_html(encode_browser_json(content).decode()).encode())
     return sum(len(one["trajectories"]) for one in pages.values())
 
 
-def _describe_pages(view: RunView) -> JsonObject:
+def _describe_pages(view: RunView, index: RowIndex) -> JsonObject:
+    asked = PageRequest(view, {}, lambda: index)
     return {
-        name: _describe_page(f"{name} of {view.paths.root}", "error", partial(describe, view, {}))
+        name: _describe_page(f"{name} of {view.paths.root}", "error", partial(describe, asked))
         for name, describe in RUN_PAGES.items()
     }
 
 
-def _describe_rows(run: RunPaths, cache_dir: Path, max_rows: int, max_bytes: int) -> JsonObject:
+def _describe_rows(run: RunPaths, index: RowIndex, max_rows: int, max_bytes: int) -> JsonObject:
     """Failed and held-out rows, and groups of steps over the run, as many as there is room for."""
     sets, trajectories, rows = list_set_names(run, []), dict[str, JsonObject](), []
-    with closing(RowIndex(run, cache_dir)) as index:
-        index.index_new_rows()
-        total, failures = index.find_page(offset=0, count=0).total, index.count_failure_causes()
-        for row in index.select_sample_rows(max_rows):
-            name = f"{row['shard']}/{row['row']}"
-            describe = partial(
-                run_pages.describe_trajectory, run, index, row["shard"], row["row"], sets
-            )
-            # `error` is that of the episode.
-            content = _describe_page(f"{name} of {run.root}", "problem", describe)
-            max_bytes -= len(encode_browser_json(content))
-            if max_bytes < 0:
-                break
-            trajectories[name] = content
-            rows.append(row)
+    for row in index.select_sample_rows(max_rows):
+        name = f"{row['shard']}/{row['row']}"
+        describe = partial(
+            run_pages.describe_trajectory, run, index, row["shard"], row["row"], sets
+        )
+        # `error` is that of the episode.
+        content = _describe_page(f"{name} of {run.root}", "problem", describe)
+        max_bytes -= len(encode_browser_json(content))
+        if max_bytes < 0:
+            break
+        trajectories[name] = content
+        rows.append(row)
     label_evaluation_rows(rows, sets)
+    total = index.find_page(offset=0, count=0).total
     return {
         "rows": {"rows": rows, "matching": len(rows), "total": total},
-        "failures": failures,
         "trajectories": trajectories,
     }
 
 
-def _describe_page(page: str, key: str, describe: Callable[[], JsonObject]) -> JsonObject:
+def _describe_page(page: str, key: str, describe: Callable[[], Any]) -> Any:
     try:
         return describe()
     except Exception as error:  # boundary: the page says it, and the others are written

@@ -1,6 +1,9 @@
 "use strict";
 // Elements of the page. Text is always set as text: what agents wrote is never markup.
 
+/** By the names in their addresses, in the order of their tabs: each script adds its own. */
+const PAGES = {};
+
 /** An element with attributes, listeners (`onclick`) and children: elements or texts. */
 function element(name, attributes = {}, ...children) {
   const made = document.createElement(name);

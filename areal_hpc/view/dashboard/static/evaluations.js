@@ -1,6 +1,8 @@
 "use strict";
 // The evaluation sets of a run over steps, and tasks whose rewards changed between two of them.
 
+PAGES.evaluations = { show: showEvaluations, title: "Evaluations" };
+
 const MAX_CHANGED_TASKS = 200;
 
 async function showEvaluations(main, query, go) {

@@ -1,17 +1,6 @@
 "use strict";
 // Which page is shown: the address after `#` names it, with all that was chosen on it.
 
-const PAGES = {
-  "": { show: showRuns },
-  overview: { show: showOverview, title: "Overview" },
-  summary: { show: showSummary, title: "Summary" },
-  metrics: { show: showMetrics, title: "Metrics" },
-  timeline: { show: showTimeline, title: "Timeline" },
-  evaluations: { show: showEvaluations, title: "Evaluations" },
-  trajectories: { show: showTrajectories, title: "Trajectories" },
-  trajectory: { show: showTrajectory },
-};
-
 function buildHash(page, query = {}) {
   const given = Object.entries(query).filter(([, value]) => value !== "" && value !== undefined && value !== null);
   const text = new URLSearchParams(given).toString();

@@ -1,6 +1,8 @@
 "use strict";
 // The page of all runs.
 
+PAGES[""] = { show: showRuns };
+
 async function showRuns(main, query, go) {
   const { place, runs } = await fetchData("runs");
   const chosen = new Set((query.compare || "").split(",").filter(Boolean));

@@ -1,6 +1,10 @@
 "use strict";
 // Overview and metrics of one run.
 
+PAGES.overview = { show: showOverview, title: "Overview" };
+PAGES.summary = { show: showSummary, title: "Summary" };
+PAGES.metrics = { show: showMetrics, title: "Metrics" };
+
 const OVERVIEW_CHARTS = [
   { title: "Reward", names: [["reward/mean", "training"], ["eval/reward", "held-out"]] },
   { title: "Groups without variance", names: [["groups/zero_variance", "share"]], hint: "they teach nothing" },

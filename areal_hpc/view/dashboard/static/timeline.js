@@ -1,6 +1,8 @@
 "use strict";
 // The timeline: what every process did from when to when, drawn on canvases, one a lane.
 
+PAGES.timeline = { show: showTimeline, title: "Timeline" };
+
 const SLICE_COLORS = {
   batch_wait: "--idle", cell_wait: "--idle", command_wait: "--idle", rank_wait: "--idle", idle: "--idle", "no replica": "--bad", start: "--series-5",
   train: "--series-3", read: "--series-1", measure: "--series-5", pack: "--series-4", score: "--series-4",

@@ -1,6 +1,9 @@
 "use strict";
 // The table of recorded rows, and one row with its conversation and tokens.
 
+PAGES.trajectories = { show: showTrajectories, title: "Trajectories" };
+PAGES.trajectory = { show: showTrajectory };
+
 const PAGE_ROWS = 100;
 const CHUNK_TOKENS = 1000;
 const ROW_COLUMNS = [
