@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from areal_hpc.errors import ClusterError
+from areal_hpc.jobs.requeue import read_progress_bytes
 from areal_hpc.recipe.base import BaseConfig
 from areal_hpc.rundir.files import write_atomic
 from areal_hpc.rundir.jobs import (
@@ -228,22 +229,16 @@ def read_slurm_info(job: JobPaths) -> SlurmLaunchInfo:
     return info
 
 
-def _read_progress_bytes(job: JobPaths) -> int:
-    with contextlib.suppress(OSError):
-        progress = read_slurm_info(job).progress
-        return Path(progress).stat().st_size if progress else 0
-    return 0
-
-
 def count_submissions(job: JobPaths) -> int:
     """Submissions by caretakers since the run made progress."""
     with contextlib.suppress(FileNotFoundError):
         before = decode_json(job.caretaker_submission_count.read_bytes(), dict[str, int])
-        is_current = before["progress_bytes"] == _read_progress_bytes(job)
+        is_current = before["progress_bytes"] == read_progress_bytes(read_slurm_info(job).progress)
         return before["submissions"] if is_current else 0
     return 0
 
 
 def write_submission_count(job: JobPaths, count: int) -> None:
-    content = {"submissions": count, "progress_bytes": _read_progress_bytes(job)}
+    progress_bytes = read_progress_bytes(read_slurm_info(job).progress)
+    content = {"submissions": count, "progress_bytes": progress_bytes}
     write_atomic(job.caretaker_submission_count, msgspec.json.encode(content))

@@ -44,23 +44,22 @@ RETRY_PAUSE_S = 1.0
 RequeueResult = Literal["requeued", "cancelled", "ended by Slurm", "not requeued"]
 
 
-class StartProgressTracker:
-    """Progress of the run in this start of a job, and the earlier starts that made none.
+def read_progress_bytes(progress: str) -> int:
+    """Size of the file that grows while the run gets further; 0 without one."""
+    try:
+        return Path(progress).stat().st_size if progress else 0
+    except OSError:
+        return 0
 
-    `progress` names the file that grows while the run gets further; empty if there is none.
-    """
+
+class StartProgressTracker:
+    """Progress of the run in this start of a job, and the earlier starts that made none."""
 
     def __init__(self, job: JobPaths, progress: str) -> None:
         self._path = job.failure_count
-        self._progress = Path(progress) if progress else None
+        self._progress = progress
         self._began_at = time.monotonic()
-        self._began_bytes = self._read_progress_bytes()
-
-    def _read_progress_bytes(self) -> int:
-        try:
-            return self._progress.stat().st_size if self._progress else 0
-        except OSError:
-            return 0
+        self._began_bytes = read_progress_bytes(progress)
 
     def update_failure_counts(
         self, outcomes: Sequence[TaskExit], *, waits_for_room: bool = True
@@ -70,7 +69,7 @@ class StartProgressTracker:
         After a crash that another start may mend, `waits_for_room` has a disk without room waited
         for, some minutes.
         """
-        has_grown = self._read_progress_bytes() > self._began_bytes
+        has_grown = read_progress_bytes(self._progress) > self._began_bytes
         lived_s = time.monotonic() - self._began_at
         before = self._read_failure_counts()
         counts = FailuresWithoutProgress(

@@ -3,6 +3,7 @@
 import json
 import struct
 import zlib
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,11 @@ from areal_hpc.rundir.checkpoints import (
     write_checkpoint_index,
 )
 from areal_hpc.shards.reader import ShardReader
-from areal_hpc.shards.schema import ALIGNMENT_BYTES, ALWAYS_WRITTEN_DATASETS
+from areal_hpc.shards.schema import (
+    ALIGNMENT_BYTES,
+    ALWAYS_WRITTEN_DATASETS,
+    OFFSETS_BY_JSON_DATASET,
+)
 from areal_hpc.shards.verify import measure_file
 from areal_hpc.shards.writer import write_sealed_shard
 from areal_hpc.trainer.checkpoints.store import write_rank_file
@@ -42,6 +47,15 @@ def fresh(tmp_path: Path) -> Path:
     return tmp_path / write_sealed_shard(rows, tmp_path, tmp_path / "index", "golden").file
 
 
+def read_values(file: h5py.File, name: str) -> list[Any]:
+    """A dataset's values; of JSON the objects, whose members have no order."""
+    values = file[name][:]
+    if name not in OFFSETS_BY_JSON_DATASET:
+        return list(values.tolist())
+    bounds = pairwise(file[OFFSETS_BY_JSON_DATASET[name]][:].tolist())
+    return [json.loads(values[first:last].tobytes()) for first, last in bounds]
+
+
 def structure(path: Path) -> dict[str, Any]:
     """What HDF5 says about a shard, apart from where things lie and when it was made."""
     with h5py.File(path, "r") as file:
@@ -55,7 +69,7 @@ def structure(path: Path) -> dict[str, Any]:
                 dataset.chunks,
                 dataset.compression,
                 dict(dataset.attrs),
-                dataset[:].tolist(),
+                read_values(file, name),
             )
             for name, dataset in file.items()
         }

@@ -1,17 +1,13 @@
 """Fork server of one process of a job: it imports the entry's module once, and forks every start.
 
-A rank of the trainer spends seconds of processor time on importing torch and Megatron; a process
-that is forked from one that has imported them begins in milliseconds and shares their memory.
+Importing torch and Megatron takes a rank seconds of processor time; a process that is forked from
+one that has them begins in milliseconds and shares their memory.
 
-`fork` copies one thread, and with it every lock that another thread holds at that moment, and what
-a driver knows of this process's devices. Neither is there: importing starts no thread of ours, and
-CUDA is first used by the entry. PyTorch's notes on multiprocessing ("Poison fork in
-multiprocessing", "CUDA in multiprocessing") forbid `fork` only after the runtime of an accelerator
-was initialized, which `torch.cuda.is_available` also does unless it is told to ask NVML. Nothing is
-computed before a fork, so that autograd and OpenMP have started no threads either; those of
-OpenBLAS, which numpy may start, are ended before every fork by its own handler. Should an import
-start a Python thread or open the GPU's driver all the same, `is_fork_safe` sees it, and the process
-is started anew by `exec`: slower, never wrong.
+`fork` copies one thread, and with it every lock that another thread holds, and what a driver knows
+of this process's devices. So before it nothing is computed, no Python thread runs, and CUDA is not
+initialized, which `torch.cuda.is_available` does unless it is told to ask NVML (PyTorch's notes on
+multiprocessing, "Poison fork"). Should an import break this, `is_fork_safe` sees it, and the
+process is started by `exec`: slower, never wrong. OpenBLAS ends its threads by its own handler.
 
 The server ignores stop signals, which are meant for the process, and dies with its supervisor; the
 process gets SIGTERM when its server dies.
