@@ -1,9 +1,12 @@
-"""What pyproject.toml cannot say: a wheel also has the repository's `recipes` and `examples`.
+"""What pyproject.toml cannot say: the version, and that a wheel has `recipes` and `examples`.
 
-They stand in the folder `shipped` of the package, where `areal_hpc/checkout.py` looks for them.
+These stand in the folder `shipped` of the package, where `areal_hpc/checkout.py` looks for them.
+The version is that of the newest tag, and a wheel's package says it.
 """
 
+import re
 import shutil
+import subprocess
 from pathlib import Path
 
 from setuptools import setup
@@ -12,6 +15,28 @@ from setuptools.command.build_py import build_py
 ROOT = Path(__file__).resolve().parent
 SHIPPED_FOLDERS = ("recipes", "examples")
 SHIPPED_SUFFIXES = (".py", ".yaml", ".txt", ".jsonl")
+VERSION_LINE = re.compile(r'^__version__ = "(.+)"', re.MULTILINE)
+TAG_AND_COMMITS = re.compile(r"v(\d[\w.]*)-(\d+)-(g\w+)")
+
+
+def read_version() -> str:
+    """Return `0.1.0` at the tag v0.1.0, `0.1.0.post3+g1a2b3c4` three commits later.
+
+    A source distribution has it in PKG-INFO. Without git or a tag it is that of the package.
+    """
+    if (ROOT / "PKG-INFO").exists():
+        found = re.search(r"^Version: (.+)$", (ROOT / "PKG-INFO").read_text(), re.MULTILINE)
+        if found:
+            return found[1]
+    if (ROOT / ".git").exists() and shutil.which("git"):
+        command = ("git", "describe", "--tags", "--long", "--match", "v[0-9]*")
+        said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
+        if described := TAG_AND_COMMITS.match(said):
+            version, commits, commit = described.groups()
+            return version if commits == "0" else f"{version}.post{commits}+{commit}"
+    found = VERSION_LINE.search((ROOT / "areal_hpc" / "__init__.py").read_text())
+    assert found
+    return found[1]
 
 
 def list_shipped_files() -> list[Path]:
@@ -33,6 +58,9 @@ class BuildWithShippedFiles(build_py):
         super().run()
         if self.editable_mode:
             return
+        package = Path(self.build_lib) / "areal_hpc" / "__init__.py"
+        line = f'__version__ = "{self.distribution.get_version()}"'
+        package.write_text(VERSION_LINE.sub(line, package.read_text()))
         for path in list_shipped_files():
             target = Path(self.build_lib) / "areal_hpc" / "shipped" / path
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -43,4 +71,4 @@ class BuildWithShippedFiles(build_py):
         return [*super().get_source_files(), *map(str, list_shipped_files())]
 
 
-setup(cmdclass={"build_py": BuildWithShippedFiles})
+setup(version=read_version(), cmdclass={"build_py": BuildWithShippedFiles})

@@ -21,7 +21,7 @@ from areal_hpc.errors import (
     WeightSyncError,
 )
 
-__version__ = "0.1.0"
+__version__ = "0.1.0"  # a wheel has that of the tag it was built from
 
 if TYPE_CHECKING:
     from areal_hpc.areal.ppo_trainer import PPOTrainer

@@ -66,9 +66,10 @@ def _iterate_key_rows(
                 names = list(JobOptions.model_fields)
                 keys = f"Those of `cluster.slurm` from `{names[0]}` to `{names[-1]}`."
                 yield f"| `{key}.<name>.<option>` | as there | `null` | {keys} |"
-            elif section in shown:
-                below = f"{key}{get_key_separator(field)}"
-                yield f"| `{below}<option>` | as there | as there | Those of `{shown[section]}`. |"
+            elif found := next((one for one in shown if issubclass(one, section)), None):
+                below = f"{key}{get_key_separator(field)}<option>"
+                names = ", ".join(section.model_fields)
+                yield f"| `{below}` | as there | as there | As in `{shown[found]}`: {names}. |"
             else:
                 shown[section] = key
                 yield from _iterate_key_rows(section, f"{key}{get_key_separator(field)}", shown)

@@ -144,7 +144,7 @@ def render_attacks() -> str:
 def render_bias() -> str:
     cosines = {
         scenario: {
-            name: f"{statistics.median(found):.2f} ({min(found):.2f})"
+            name: f"{statistics.median(found):.2f}/{min(found):.2f}"
             for name, seeds in row.items()
             for found in [[cosine for cosine, _ in seeds]]
         }

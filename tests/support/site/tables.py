@@ -5,6 +5,7 @@ A document has the line `<!-- table: NAME -->` where the site has the table.
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Callable
 
@@ -58,18 +59,25 @@ def _render_commands() -> str:
     parser = build_parser()
     parts = [_quote_help(parser)]
     for name, command in find_subparsers(parser).items():
-        parts.append(f"## {name}")
-        parts += [_quote_help(one) for one in (command, *find_subparsers(command).values())]
+        parts += [f"## {name}", _quote_help(command)]
+        for action, below in find_subparsers(command).items():
+            parts += [f"### {name} {action}", _quote_help(below)]
     return "\n\n".join(parts)
 
 
 def _quote_help(parser: argparse.ArgumentParser) -> str:
-    return f"```text\n{parser.format_help().rstrip()}\n```"
+    """The help of a command, without its usage and what is said of `--help`."""
+    parser.usage = argparse.SUPPRESS
+    text = parser.format_help().replace("show this help message and exit", "")
+    text = re.sub(r"^  -h, --help *\n", "", text, flags=re.MULTILINE)
+    text = text.replace("options:\n\n", "").strip()
+    return f"```text\n{text}\n```"
 
 
 def _render_api() -> str:
-    """Instructions for mkdocstrings, which reads the docstrings."""
-    objects = [getattr(areal_hpc, name) for name in areal_hpc.__all__ if name != "__version__"]
+    """Instructions for mkdocstrings. `PPOTrainer` is one of AReaL's names."""
+    names = [name for name in areal_hpc.__all__ if name not in ("__version__", "PPOTrainer")]
+    objects = [getattr(areal_hpc, name) for name in names]
     return "\n\n".join(f"::: {one.__module__}.{one.__qualname__}" for one in objects)
 
 
