@@ -1,1 +1,1 @@
-"""Ledger: which ticket is where, who may start an episode, and what forms a batch."""
+"""Ledger: the service that leases tickets to cells, and forms batches from settled ones."""

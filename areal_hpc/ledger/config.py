@@ -1,4 +1,4 @@
-"""Facts that the ledger process is told."""
+"""Configuration of the ledger's process."""
 
 from typing import Annotated
 
@@ -15,22 +15,22 @@ class LedgerJobConfig(ProcessConfig):
     ROLE = "train"
 
     n_train_tasks: Annotated[int, Field(ge=1)]
-    """Lines of the training set."""
+    """Number of lines of the training set."""
     tasks_of_sources: tuple[int, ...] = ()
-    """Of its parts in the order of lines, if there are several."""
+    """Numbers of lines of its parts, in their order, if there are several."""
     tasks_by_evaluation_set: dict[str, int] = Field(default_factory=dict)
-    """Held-out tasks that there are, of the sets that have some."""
+    """Numbers of held-out tasks, by evaluation set."""
     evaluates: dict[str, int] = Field(default_factory=dict)
-    """Sets to evaluate on the weights that replicas load, with their tasks, and then to end the
-    run; empty: a trainer asks for evaluations."""
+    """Numbers of tasks of the sets to evaluate on the weights that replicas load, after which the
+    run ends; empty: a trainer requests evaluations."""
     cell_timeout_s: Annotated[float, Field(gt=0)] = 30.0
-    """A cell silent for longer has lost its tickets."""
+    """Time without a heartbeat after which a cell loses its tickets."""
     sys_path: tuple[str, ...] = ()
-    """Folders from which `rollout.curriculum` is imported."""
+    """Folders to import `rollout.curriculum` from."""
 
     @property
     def ticket_policy(self) -> TicketPolicy:
-        """Admission in units of tickets; the least where no trainer takes batches."""
+        """Limits of admission in tickets; the smallest ones if no trainer takes batches."""
         recipe = self.recipe
         rollout, trains = recipe.rollout, not self.evaluates
         return TicketPolicy(
@@ -53,6 +53,6 @@ class LedgerJobConfig(ProcessConfig):
 
     @property
     def evaluation_sets(self) -> dict[str, EvaluationSet]:
-        """Those that have tasks."""
-        known = self.tasks_by_evaluation_set
-        return {one.name: one for one in self.recipe.evaluation_sets if one.name in known}
+        """Evaluation sets that have tasks, by name."""
+        names = self.tasks_by_evaluation_set
+        return {item.name: item for item in self.recipe.evaluation_sets if item.name in names}

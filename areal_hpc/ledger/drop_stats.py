@@ -1,4 +1,4 @@
-"""Counts of dropped tickets; detects that no batch can form, or that the agent never works."""
+"""Counts dropped tickets, and detects that no batch can form or that the agent always fails."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -7,14 +7,14 @@ from areal_hpc.rundir.manifests import DropKind, DroppedTicket
 from areal_hpc.wire.ledger import DropTicketRequest, IrregularTicketCounts, TaskSplit, TicketRef
 
 MAX_FAILED_STREAK_BATCHES = 2
-"""Batches' worth of tickets that all failed: the agent does not work."""
+"""Number of batches' tickets failed in a row after which the run ends."""
 MAX_REJECTED_STREAK_BATCHES = 20
-"""Batches' worth of tickets that worked and were all turned away."""
+"""Number of batches' tickets filtered or stale in a row after which the run ends."""
 MIN_REJECTED_STREAK_TICKETS = 100
-"""At least so many: a small batch is unlucky more often."""
+"""Least number of such tickets, because small batches have longer streaks by chance."""
 
 ALIKE_FIRST_FAILURES_TO_STOP = 3
-"""So many first tickets that failed alike end the run."""
+"""Number of first tickets failed by the same cause that ends the run."""
 
 _DROP_PHRASE_BY_KIND: dict[DropKind, str] = {
     "failed": "tickets in a row failed",
@@ -25,16 +25,16 @@ _DROP_PHRASE_BY_KIND: dict[DropKind, str] = {
 
 
 class DropStats:
-    """Which tickets came to nothing and why, how many since the last batch, how many in a row."""
+    """Dropped tickets and reasons; their numbers in all, since the last batch, and in a row."""
 
     def __init__(self, batch_size: int) -> None:
-        max_rejected = max(MIN_REJECTED_STREAK_TICKETS, MAX_REJECTED_STREAK_BATCHES * batch_size)
-        self._most: dict[DropKind, int] = dict.fromkeys(_DROP_PHRASE_BY_KIND, max_rejected)
-        self._most["failed"] = MAX_FAILED_STREAK_BATCHES * batch_size
+        max_streak = max(MIN_REJECTED_STREAK_TICKETS, MAX_REJECTED_STREAK_BATCHES * batch_size)
+        self._max_streaks: dict[DropKind, int] = dict.fromkeys(_DROP_PHRASE_BY_KIND, max_streak)
+        self._max_streaks["failed"] = MAX_FAILED_STREAK_BATCHES * batch_size
         self._kind_of: dict[int, DropKind] = {}
         self._total: Counter[DropKind] = Counter()
         self._reported: Counter[DropKind] = Counter()  # in manifests
-        self._in_a_row: Counter[DropKind] = Counter()
+        self._streaks: Counter[DropKind] = Counter()
         self._reasons: dict[DropKind, str] = {}
 
     def count_drops(self, *kinds: DropKind) -> int:
@@ -46,17 +46,17 @@ class DropStats:
     def record_drop(self, dropped_ticket: DroppedTicket) -> None:
         self._kind_of[dropped_ticket.ref.ticket_id] = dropped_ticket.kind
         self._total[dropped_ticket.kind] += 1
-        self._in_a_row[dropped_ticket.kind] += 1
+        self._streaks[dropped_ticket.kind] += 1
         self._reasons[dropped_ticket.kind] = dropped_ticket.reason
-        if dropped_ticket.kind == "filtered":  # its agent works
-            self._in_a_row["failed"] = 0
+        if dropped_ticket.kind == "filtered":  # its episodes were complete
+            self._streaks["failed"] = 0
 
     def record_settled_ticket(self) -> None:
-        self._in_a_row["failed"] = self._in_a_row["filtered"] = 0
+        self._streaks["failed"] = self._streaks["filtered"] = 0
 
     def mark_reported_in_manifest(self, counts: IrregularTicketCounts) -> None:
-        """A batch was formed, and its manifest says this."""
-        self._in_a_row["stale"] = 0
+        """Record that a batch was formed whose manifest has these counts."""
+        self._streaks["stale"] = 0
         self._reported.update(
             stale=counts.stale_dropped,
             filtered=counts.filtered,
@@ -64,22 +64,22 @@ class DropStats:
         )
 
     def reset_streaks(self) -> None:
-        self._in_a_row.clear()
+        self._streaks.clear()
 
     def build_batch_counts(self, stale_trained: int) -> IrregularTicketCounts:
-        """Counts for the next batch's manifest, of tickets that are not in it."""
-        since = self._total - self._reported
+        """Build the counts of the next batch's manifest since the last one."""
+        unreported = self._total - self._reported
         return IrregularTicketCounts(
             stale_trained=stale_trained,
-            stale_dropped=since["stale"],
-            filtered=since["filtered"],
-            failed=since["failed"],
+            stale_dropped=unreported["stale"],
+            filtered=unreported["filtered"],
+            failed=unreported["failed"],
         )
 
     def find_problem(self) -> str:
-        """Why no batch will form, when tickets do nothing but come to nothing; else empty."""
-        for kind, count in self._in_a_row.items():
-            if count >= self._most[kind]:
+        """Return the reason why no batch can form if a streak is too long; else an empty string."""
+        for kind, count in self._streaks.items():
+            if count >= self._max_streaks[kind]:
                 return (
                     f"{count} {_DROP_PHRASE_BY_KIND[kind]}; the last reason: {self._reasons[kind]}"
                 )
@@ -92,9 +92,9 @@ def get_task_split(ref: TicketRef) -> TaskSplit:
 
 @dataclass(slots=True)
 class FirstTicketsCheck:
-    """How the first tickets of each task set ended, since the ledger or the trainer started.
+    """Ends of the first tickets since the ledger or the trainer started, by task split.
 
-    An evaluation may have an agent of its own, so each task set counts for itself.
+    An evaluation may have an agent of its own, so each split is counted separately.
     """
 
     _failures: dict[TaskSplit, list[DropTicketRequest]] = field(default_factory=dict)
@@ -104,21 +104,21 @@ class FirstTicketsCheck:
         self._splits_with_working_agent.add(get_task_split(ref))
 
     def record_failure(self, drop_request: DropTicketRequest) -> None:
-        """A ticket was given up; without a cause that was not its agent's doing.
+        """Record a dropped ticket; an empty cause means that it was not the agent's fault.
 
-        Another cause than before shows that the agent does not always fail alike.
+        A cause other than an earlier one shows that the agent does not always fail alike.
         """
         split = get_task_split(drop_request.ref)
         failures = self._failures.setdefault(split, [])
         if not drop_request.cause:
             return
-        if any(one.cause != drop_request.cause for one in failures):
+        if any(earlier.cause != drop_request.cause for earlier in failures):
             self._splits_with_working_agent.add(split)
-        elif all(one.ref.ticket_id != drop_request.ref.ticket_id for one in failures):
+        elif all(earlier.ref.ticket_id != drop_request.ref.ticket_id for earlier in failures):
             failures.append(drop_request)
 
     def find_problem(self) -> str:
-        """Why the run cannot go on; empty if it can."""
+        """Return the reason why the run cannot go on, or an empty string."""
         for split, failures in self._failures.items():
             if (
                 split not in self._splits_with_working_agent

@@ -1,4 +1,4 @@
-"""Evaluation of a step: the tickets of its sets, their rewards, and the results of whole sets."""
+"""Evaluation of a step: tickets of its sets, their rewards, and the results of complete sets."""
 
 import logging
 import statistics
@@ -23,12 +23,12 @@ from areal_hpc.wire.ledger import EvaluationResultRequest, TicketRef
 log = logging.getLogger(__name__)
 
 ATTEMPT_NUMBERS_PER_GENERATION = 1_000_000
-"""Attempts of generation k begin above k times this: a result tells whose weights it is of."""
+"""Attempts of generation k begin above k times this, so a result names its generation."""
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluationSetPart:
-    """The part of an evaluation set that is evaluated: its first tasks."""
+    """First tasks of an evaluation set, which are evaluated."""
 
     number: int
     n_tasks: int
@@ -36,7 +36,7 @@ class EvaluationSetPart:
 
     @property
     def ticket_ids(self) -> range:
-        """A ticket for each task."""
+        """Ids of the tickets, one for each task."""
         return range(
             get_ticket_id_in_evaluation(self.number, 0),
             get_ticket_id_in_evaluation(self.number, self.n_tasks),
@@ -44,10 +44,10 @@ class EvaluationSetPart:
 
 
 class EvaluationState:
-    """Tasks of evaluation sets, played on the weights of one step: a ticket for each task.
+    """State of an evaluation on the weights of one step, with a ticket for each held-out task.
 
-    A ticket is pending, leased or done. Results are taken from any attempt of the generation, once.
-    Pure: time is passed in.
+    A ticket is pending, leased or done. The first result of any attempt of the generation counts.
+    The class does no I/O and reads no clock.
     """
 
     def __init__(
@@ -60,19 +60,19 @@ class EvaluationState:
     ) -> None:
         self.step = step
         self.generation = generation
-        """The generation of the weights: a later one may have others at the same step."""
+        """Generation of the weights; a later one may have other weights at the same step."""
         self.sets = dict(sets)
         self.rewards: dict[int, list[float]] = {}
-        """Ticket -> reward of each sample, of the tickets that are done."""
+        """Rewards of the samples of done tickets, by ticket id."""
         self.failures: dict[int, str] = {}
-        """Ticket -> reason, of those that could not be run. Their rewards are 0."""
+        """Reasons of tickets that could not be run and have rewards of 0, by ticket id."""
         self.written = set[str]()
-        """Sets whose results are durable."""
+        """Names of the sets whose results are durable."""
         self._answers: dict[int, list[str]] = {}
         self._part_by_ticket = {
             ticket_id: part for part in self.sets.values() for ticket_id in part.ticket_ids
         }
-        # Of a ledger that has started very often they begin anew, not in the next generation.
+        # After very many starts of the ledger the numbers wrap within the generation.
         first = (first_attempt - 1) % ATTEMPT_NUMBERS_PER_GENERATION + 1
         self._pending = OrderedDict.fromkeys(
             self._part_by_ticket, generation * ATTEMPT_NUMBERS_PER_GENERATION + first
@@ -96,7 +96,7 @@ class EvaluationState:
         return sum(len(rewards) for rewards in self.rewards.values())
 
     def lease_tickets(self, cell: str, capacity: int, now_s: float) -> list[TicketRef]:
-        """Hand pending tickets to `cell` until it has its `capacity` of episodes, or a bit more."""
+        """Lease pending tickets to `cell`, whose last one may exceed `capacity` in episodes."""
         refs: list[TicketRef] = []
         while self._pending and capacity > 0:
             ticket_id, attempt = self._pending.popitem(last=False)
@@ -109,18 +109,18 @@ class EvaluationState:
         return sum(self._part_by_ticket[ref.ticket_id].n_samples for ref in refs)
 
     def reconcile_cell_report(self, cell: str, running: Sequence[TicketRef], now_s: float) -> None:
-        """Take a cell's word on what it runs; the rest of its leases here wait."""
-        ours = [ref for ref in running if ref.eval_step == self.step]
-        for ref in ours:
+        """Renew the leases that a cell reports as running; its other leases become pending."""
+        own_refs = [ref for ref in running if ref.eval_step == self.step]
+        for ref in own_refs:
             self._leased.touch(ref.ticket_id, cell, ref.attempt, now_s)
         self._make_leases_pending_again(
-            self._leased.pop_unreported(cell, {ref.ticket_id for ref in ours})
+            self._leased.pop_unreported(cell, {ref.ticket_id for ref in own_refs})
         )
 
     def record_rewards(
         self, ref: TicketRef, rewards: Sequence[float], answers: Sequence[str] = ()
     ) -> bool:
-        """Take a result; False if the task had one already, or it is none of ours."""
+        """Record a result; return False if the task has one, or another evaluation issued it."""
         if (ref.eval_step, ref.attempt // ATTEMPT_NUMBERS_PER_GENERATION) != (
             self.step,
             self.generation,
@@ -130,13 +130,13 @@ class EvaluationState:
         if part is None or len(rewards) != part.n_samples or ref.ticket_id in self.rewards:
             return False
         self._leased.pop(ref.ticket_id)
-        self._pending.pop(ref.ticket_id, None)  # a lost cell's result arrived after all
+        self._pending.pop(ref.ticket_id, None)  # the result of a silent cell may arrive late
         self.rewards[ref.ticket_id] = list(rewards)
         self._answers[ref.ticket_id] = list(answers)
         return True
 
     def restore_rewards(self, ticket: EvaluatedTicket) -> None:
-        """Take what was done before the ledger was restarted, of the same weights."""
+        """Restore a result of the same weights after a restart of the ledger."""
         attempt = self.generation * ATTEMPT_NUMBERS_PER_GENERATION
         ref = TicketRef(ticket.ticket_id, attempt, self.step)
         self.record_rewards(ref, ticket.rewards, ticket.answers)
@@ -152,7 +152,7 @@ class EvaluationState:
         return len(silent)
 
     def build_unwritten_results(self) -> Iterator[tuple[str, EvaluationResult]]:
-        """Sets that are done and not `written`, each with its record for the run directory."""
+        """Yield the results of the sets that are done and not `written`."""
         for name, part in self.sets.items():
             if name not in self.written and all(
                 ticket_id in self.rewards for ticket_id in part.ticket_ids
@@ -164,14 +164,14 @@ class EvaluationState:
         samples = [self.rewards[ticket_id] for ticket_id in ids]
         answers = [self._answers[ticket_id] or [""] * set_part.n_samples for ticket_id in ids]
         has_answers = any(map(any, answers))
-        # Rounded once: tasks with the same rewards in another order have the same mean.
+        # `fmean` rounds once, so the same rewards in another order have the same mean.
         means = [statistics.fmean(rewards) for rewards in samples]
         return EvaluationResult(
             self.step,
             set_part.n_tasks,
             sum(means) / len(means),
             means,
-            {at - ids[0]: self.failures[at] for at in ids if at in self.failures},
+            {n - ids[0]: self.failures[n] for n in ids if n in self.failures},
             self.generation,
             samples if set_part.n_samples > 1 else [],
             answers if has_answers else [],
@@ -183,9 +183,9 @@ class EvaluationState:
 
 
 class SetEvaluator:
-    """Evaluates sets on the weights of one step after the other.
+    """Evaluates sets on the weights of one step after another.
 
-    A set is durable as soon as it is done: only the others are played again after a crash.
+    A set is durable when it is done, so only the others are played again after a crash.
     """
 
     def __init__(self, paths: RunPaths, sets: Mapping[str, EvaluationSet]) -> None:
@@ -194,18 +194,18 @@ class SetEvaluator:
         self.give_up()
 
     def give_up(self) -> None:
-        """Evaluate nothing more of what was asked for."""
+        """Stop the evaluation that was requested."""
         self.tickets = EvaluationState(-1, {})
-        self._asked: tuple[int, dict[str, int]] = (-1, {})
+        self._requested: tuple[int, dict[str, int]] = (-1, {})
 
     def begin(
         self, step: int, n_tasks_by_set: dict[str, int], state: LedgerState, first_attempt: int
     ) -> bool:
-        """Evaluate these sets in place of what was under way; False if they are that.
+        """Begin another evaluation, and return False if this one is under way already.
 
-        An error of the storage changes nothing: the same request may come again.
+        After an error of the storage nothing has changed, and the request may be repeated.
         """
-        if self._asked == (step, n_tasks_by_set):
+        if self._requested == (step, n_tasks_by_set):
             return False
         results = self._read_results(step, n_tasks_by_set, state)
         parts = {
@@ -216,17 +216,17 @@ class SetEvaluator:
         tickets = EvaluationState(
             step, parts, generation=state.generation, first_attempt=first_attempt
         )
-        for one in manifests.read_evaluated_tickets(self._paths, step):
-            if state.has_kept_weights(step, one.generation):
-                tickets.restore_rewards(one)
-        self.tickets, self._asked = tickets, (step, n_tasks_by_set)
+        for ticket in manifests.read_evaluated_tickets(self._paths, step):
+            if state.has_kept_weights(step, ticket.generation):
+                tickets.restore_rewards(ticket)
+        self.tickets, self._requested = tickets, (step, n_tasks_by_set)
         return True
 
     def record_result(self, request: EvaluationResultRequest) -> None:
-        """Take the rewards of a task, and have a restarted ledger play it no more.
+        """Record the rewards of a task, also on disk for a restarted ledger.
 
-        What failed is not kept: it may be mended. A storage that refuses costs a repetition, and
-        not the evaluation.
+        Failed tasks are not written, so a restarted ledger plays them again. An error of the
+        storage costs only a repetition of the task.
         """
         if not self.tickets.record_rewards(request.ref, request.rewards, request.answers):
             return
@@ -239,17 +239,17 @@ class SetEvaluator:
             log.warning("the rewards of %s are in memory only: %s", request.ref, error)
 
     def advance(self, state: LedgerState) -> tuple[int, dict[str, float] | None]:
-        """Tasks done, and the metrics once all are; that ends the evaluation."""
+        """Return the number of tasks done, and the metrics when the evaluation is complete."""
         for name, result in self.tickets.build_unwritten_results():
             manifests.write_evaluation(self._paths, name, result)
             self.tickets.written.add(name)
-        step, n_tasks_by_set = self._asked
+        step, n_tasks_by_set = self._requested
         total = sum(n_tasks_by_set.values())
         if self.tickets.n_tasks_left:
             return total - self.tickets.n_tasks_left, None
         done = {self._sets[name].number for name in n_tasks_by_set}
         tickets = manifests.read_evaluated_tickets(self._paths, step)
-        left = [one for one in tickets if split_ticket_id(one.ticket_id)[0] not in done]
+        left = [ticket for ticket in tickets if split_ticket_id(ticket.ticket_id)[0] not in done]
         manifests.replace_evaluated_tickets(self._paths, step, left)
         results = self._read_results(step, n_tasks_by_set, state)
         self.give_up()
@@ -258,21 +258,21 @@ class SetEvaluator:
     def _read_results(
         self, step: int, n_tasks_by_set: Mapping[str, int], state: LedgerState
     ) -> dict[str, EvaluationResult]:
-        """The results of a step, by set, for weights that the run still has, as far as known."""
-        found = {}
+        """Read the results of a step, by set, that belong to the run's present weights."""
+        results = {}
         for name, n_tasks in n_tasks_by_set.items():
             result = manifests.read_evaluation(self._paths, step, name)
             if result is None or result.n_tasks != n_tasks:
                 continue
             if state.has_kept_weights(step, result.generation):
-                found[name] = result
-        return found
+                results[name] = result
+        return results
 
 
 def compute_result_metrics(
     results: Mapping[str, EvaluationResult], sets: Mapping[str, EvaluationSet]
 ) -> dict[str, float]:
-    """What the row of an evaluated step says of its sets."""
+    """Compute the metrics of an evaluated step from the results of its sets."""
     row: dict[str, float] = {}
     for name, result in results.items():
         if name == VALIDATION_SET_NAME:

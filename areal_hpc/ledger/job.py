@@ -1,4 +1,4 @@
-"""The ledger's process: rebuild from the run directory, serve until told to stop."""
+"""Process of the ledger: it rebuilds its state from the run directory, and serves over HTTP."""
 
 import asyncio
 import logging
@@ -46,10 +46,10 @@ def run(config: dict[str, Any]) -> None:
 
 
 async def serve_ledger(config: LedgerJobConfig, stop: StopRequest) -> None:
-    """Rebuild, listen, publish the address, expire leases, until `stop` is requested."""
+    """Rebuild the state, listen, publish the address, and expire leases until a stop request."""
     paths, recipe, sets = RunPaths(config.run_dir), config.recipe, config.evaluation_sets
     has_curriculum = bool(recipe.rollout.curriculum) and not config.evaluates
-    clock = AwakeClock()  # while storage hangs, or the node is frozen, no cell can be heard
+    clock = AwakeClock()  # it stands still while storage hangs or the node is frozen
     try:
         service = LedgerService(
             paths,
@@ -59,7 +59,7 @@ async def serve_ledger(config: LedgerJobConfig, stop: StopRequest) -> None:
                 recipe.rollout.episodes_per_ticket,
                 recipe.seed,
                 load_curriculum(config, paths) if has_curriculum else None,
-                {one.number: one.n_samples for one in sets.values()},
+                {item.number: item.n_samples for item in sets.values()},
             ),
             evaluation_sets=sets,
             tasks_by_evaluation_set=config.tasks_by_evaluation_set,
@@ -78,36 +78,36 @@ async def serve_ledger(config: LedgerJobConfig, stop: StopRequest) -> None:
     app = LedgerApp(service, key, clock.now)
     listener = socket.create_server((get_advertised_host(), 0), backlog=1024)
     server = ServiceServer(app, make_server_tls(paths.service_key))
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    server_task = asyncio.create_task(server.serve(sockets=[listener]))
     host, port = listener.getsockname()[:2]
     rendezvous.publish_endpoint(
         paths.rendezvous_dir, rendezvous.LEDGER_SERVICE, f"https://{host}:{port}"
     )
     record_state_entry("serve")
     log.info("listening on %s:%d (start %d of this run's ledger)", host, port, service.incarnation)
-    expiry_check_every_s = config.cell_timeout_s / EXPIRY_CHECKS_PER_TIMEOUT
+    expiry_check_interval_s = config.cell_timeout_s / EXPIRY_CHECKS_PER_TIMEOUT
     checked_at_s = clock.now()
-    evaluating = (
+    evaluation_task = (
         asyncio.create_task(evaluate_loaded_weights(service, paths, config.evaluates, clock.now))
         if config.evaluates
         else None
     )
-    while not stop.requested and not serving.done():
+    while not stop.requested and not server_task.done():
         await asyncio.sleep(STOP_POLL_S)
-        if evaluating is not None and evaluating.done():
-            evaluating.result()
-        if clock.now() - checked_at_s >= expiry_check_every_s:
+        if evaluation_task is not None and evaluation_task.done():
+            evaluation_task.result()
+        if clock.now() - checked_at_s >= expiry_check_interval_s:
             service.expire_leases()
             checked_at_s = clock.now()
-    if evaluating is not None:
-        evaluating.cancel()
+    if evaluation_task is not None:
+        evaluation_task.cancel()
     app.end_long_polls()
     server.should_exit = True
-    await serving
+    await server_task
 
 
 def load_curriculum(config: LedgerJobConfig, paths: RunPaths) -> Curriculum:
-    """The user's curriculum, told of every group that is over."""
+    """Load the user's curriculum, and record the rewards of all finished groups in it."""
     sys.path[:0] = [folder for folder in config.sys_path if folder not in sys.path]
     curriculum = Curriculum(
         paths.curriculum_draws,
@@ -129,17 +129,17 @@ async def evaluate_loaded_weights(
     n_tasks_by_set: Mapping[str, int],
     clock: Callable[[], float],
 ) -> None:
-    """Have the sets played on the weights that replicas load, then tell every cell to go.
+    """Evaluate the sets on the weights that replicas load, then finish the run.
 
-    All starts of the ledger are of one generation, as the weights never change: what an earlier
-    start was told of counts. `clock` is that of the service.
+    All starts of the ledger use one generation, because the weights never change: results of an
+    earlier start count. `clock` is that of the service.
     """
     generations = paths.generations_dir
     generation = read_newest_number(generations) or claim_next_number(generations)
-    opened = wire.OpenTrainerGenerationRequest(
+    open_request = wire.OpenTrainerGenerationRequest(
         generation, STEP_OF_LOADED_WEIGHTS, STEP_OF_LOADED_WEIGHTS
     )
-    await service.open_generation(opened)
+    await service.open_generation(open_request)
     request = wire.EvaluateRequest(
         generation, STEP_OF_LOADED_WEIGHTS, dict(n_tasks_by_set), EVALUATION_POLL_S
     )
@@ -157,7 +157,7 @@ async def evaluate_loaded_weights(
 
 
 RouteHandler = Callable[..., Awaitable[msgspec.Struct]]
-"""Of the decoded request; those of `_waiting_routes` of its long poll, too."""
+"""Handler of a decoded request; those of `_waiting_routes` also take its long poll."""
 
 
 class LedgerApp(JsonApp):
@@ -165,7 +165,7 @@ class LedgerApp(JsonApp):
 
     Errors are `{"error": "..."}` with status 400 (unreadable or impossible request), 401 (key),
     404, 405, 409 (a superseded trainer, or one that opened no generation), 413 (size), 500 (damaged
-    run directory, or a defect) or 503 (the file system refused; try again).
+    run directory, or a defect) or 503 (error of the file system; try again).
     """
 
     def __init__(
@@ -199,8 +199,8 @@ class LedgerApp(JsonApp):
             raise LedgerRequestError(404, f"no route {path}; routes: {' '.join(self._routes)}")
         if request.method != "POST":
             raise LedgerRequestError(405, f"{path} takes POST, got {request.method}")
-        form, handler = self._routes[path]
-        decoded = await read_message(request, form)
+        message_type, handler = self._routes[path]
+        decoded = await read_message(request, message_type)
         if path not in self._waiting_routes:
             return 200, msgspec.json.encode(await handler(decoded))
         long_poll = LongPoll(self._clock, request.receive, self._closing)
@@ -212,7 +212,7 @@ class LedgerApp(JsonApp):
     def get_error_status_and_text(self, request: Request, error: Exception) -> tuple[int, str]:
         if isinstance(error, LedgerRequestError):
             return error.status, str(error)
-        if isinstance(error, OSError):  # a full or absent file system: the caller tries again
+        if isinstance(error, OSError):  # a full or absent file system: the caller should try again
             log.error("%s failed: %s", request.scope["path"], error)
             return 503, f"the ledger cannot write: {error}"
         return super().get_error_status_and_text(request, error)

@@ -1,4 +1,4 @@
-"""Ticket leases and cell heartbeats. Pure: time is passed in."""
+"""Ticket leases and cell heartbeats, without I/O or clock: callers pass the time."""
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Container
@@ -14,13 +14,13 @@ class Lease:
     cell: str
     attempt: int
     newest_attempt: int
-    """Highest attempt ever issued of the ticket: the next issue must go above it."""
+    """Highest attempt ever issued of the ticket; the next one must be above it."""
     seen_at_s: float
     """Time at which the cell last reported it."""
 
 
 class LeaseTable:
-    """Leases by ticket id, kept in the order they were last reported."""
+    """Leases by ticket id, in the order of their last reports."""
 
     def __init__(self) -> None:
         self._leases: OrderedDict[int, Lease] = OrderedDict()
@@ -38,7 +38,7 @@ class LeaseTable:
         self._of_cell[lease.cell].add(ticket_id)
 
     def touch(self, ticket_id: int, cell: str, attempt: int, now_s: float) -> bool:
-        """Refresh the lease if it is this cell's and this attempt's; else return False."""
+        """Renew a lease of this cell and attempt; return False if there is none."""
         lease = self._leases.get(ticket_id)
         if lease is None or lease.attempt != attempt or lease.cell != cell:
             return False
@@ -59,12 +59,12 @@ class LeaseTable:
         return lease
 
     def pop_unreported(self, cell: str, reported: Container[int]) -> list[tuple[int, Lease]]:
-        missing = sorted(one for one in self._of_cell[cell] if one not in reported)
-        return [(one, lease) for one in missing if (lease := self.pop(one))]
+        missing = sorted(id_ for id_ in self._of_cell[cell] if id_ not in reported)
+        return [(id_, lease) for id_ in missing if (lease := self.pop(id_))]
 
     def pop_silent(self, before_s: float) -> list[tuple[int, Lease]]:
-        """Remove every lease last reported before `before_s`, longest silent first."""
-        silent = list(takewhile(lambda one: one[1].seen_at_s < before_s, self._leases.items()))
+        """Remove the leases last reported before `before_s`, and return them, oldest first."""
+        silent = list(takewhile(lambda item: item[1].seen_at_s < before_s, self._leases.items()))
         for ticket_id, _ in silent:
             self.pop(ticket_id)
         return silent
@@ -72,19 +72,19 @@ class LeaseTable:
 
 MIN_HEARTBEAT_INTERVAL_S = 0.25
 MAX_HEARTBEATS_PER_S = 1000
-"""Of all cells together, so that most of the ledger's core stays for tickets."""
+"""Heartbeats of all cells together, few enough to leave most of the ledger's core for tickets."""
 
 
 class CellHeartbeats:
-    """Time of each cell's last heartbeat, and the start of its job that sent it.
+    """Last heartbeat of each cell, with its time and the start of the cell's job that sent it.
 
-    Adds up how long cells had no ticket: between two heartbeats in a row that report none.
+    It sums the time of cells without a ticket, between two heartbeats in a row that report none.
     """
 
     def __init__(self) -> None:
         self._heard_at_s: dict[str, float] = {}
         self._idle_since_s: dict[str, float] = {}
-        """Time of the last heartbeat of cells that reported no ticket then."""
+        """Times of the last heartbeats that reported no ticket, by cell."""
         self._idle_s = 0.0
         self._job_starts: dict[str, int] = {}
         self._newest: dict[str, LeaseRequest] = {}
@@ -105,7 +105,7 @@ class CellHeartbeats:
         return max((self._newest[cell].slowest_episode_s for cell in self._heard_at_s), default=0.0)
 
     def record(self, request: LeaseRequest, now_s: float) -> None:
-        """Take a cell's sign of life, unless a later start of its job has been heard."""
+        """Record a cell's heartbeat, and refuse it if a later start of its job has sent one."""
         newest = self._job_starts.get(request.cell, 0)
         if request.job_start < newest:
             raise LedgerRequestError(
@@ -126,8 +126,8 @@ class CellHeartbeats:
         return idle_s
 
     def forget_silent_cells(self, before_s: float) -> None:
-        """Count no cell that has not been heard of since `before_s`."""
-        heard = self._heard_at_s.items()
-        self._heard_at_s = {cell: at_s for cell, at_s in heard if at_s >= before_s}
-        idle = self._idle_since_s.items()
-        self._idle_since_s = {cell: at_s for cell, at_s in idle if cell in self._heard_at_s}
+        """Forget the cells without a heartbeat since `before_s`."""
+        heartbeats = self._heard_at_s.items()
+        self._heard_at_s = {cell: at_s for cell, at_s in heartbeats if at_s >= before_s}
+        idle_cells = self._idle_since_s.items()
+        self._idle_since_s = {cell: at_s for cell, at_s in idle_cells if cell in self._heard_at_s}

@@ -1,7 +1,7 @@
-"""The ledger's answers: the pure state machine, made durable and made to wait.
+"""Handlers of the ledger's HTTP routes: they make `tickets.py` durable, and wait for changes.
 
-Handlers change state between two awaits only, so each is atomic on the event loop. What must
-be durable is written before it is answered, by blocking writes: a few per training step.
+Handlers change state only between two awaits, so each change is atomic on the event loop. Durable
+state is written before the reply, by blocking writes: a few per training step.
 """
 
 import logging
@@ -28,11 +28,11 @@ log = logging.getLogger(__name__)
 
 ACKNOWLEDGED = wire.Acknowledged()
 TRAINER_POLL_SLACK_S = 1.0
-"""A trainer that waits for a batch asks again within this."""
+"""Time within which a trainer that waits for a batch repeats its request."""
 
 
 class LedgerService:
-    """One method per route of `wire.ledger`."""
+    """Ledger with one method per route of `wire.ledger`."""
 
     def __init__(
         self,
@@ -44,27 +44,27 @@ class LedgerService:
         tasks_by_evaluation_set: Mapping[str, int],
         clock: Callable[[], float],
     ) -> None:
-        """Rebuild the state from the run directory and count this start as an incarnation."""
+        """Rebuild the state from the run directory, and count this start as an incarnation."""
         self._paths = paths
         self._policy = policy
         self._stream = stream
         self._evaluator = SetEvaluator(paths, evaluation_sets)
         self._tasks_by_evaluation_set = dict(tasks_by_evaluation_set)
         self._clock = clock
-        before = manifests.read_ledger_state(paths)
-        self.incarnation = before.incarnation + 1
-        """Which start of the run's ledger this is, from 1."""
-        self._state = msgspec.structs.replace(before, incarnation=self.incarnation)
+        old_state = manifests.read_ledger_state(paths)
+        self.incarnation = old_state.incarnation + 1
+        """Number of this start of the run's ledger, from 1."""
+        self._state = msgspec.structs.replace(old_state, incarnation=self.incarnation)
         self._listens_until_s = clock() + policy.expected_report_interval_s
         self._tickets = TicketTable.rebuild(
             policy,
             incarnation=self.incarnation,
-            version_step=before.version_step,
+            version_step=old_state.version_step,
             manifests=manifests.read_manifests(paths),
             dropped=read_drops(paths),
             settled=read_sealed_tickets(paths.shard_index_dir),
-            # A new trainer may resume from before the version of the last ledger.
-            grants_from_s=float("inf") if before.incarnation else clock(),
+            # A new trainer may resume from a step before the last ledger's version.
+            grants_from_s=float("inf") if old_state.incarnation else clock(),
         )
         manifests.write_ledger_state(paths, self._state)
         self._first_tickets = FirstTicketsCheck()
@@ -75,7 +75,7 @@ class LedgerService:
         self._cells = CellHeartbeats()
 
     def collect_progress_gauges(self) -> dict[str, int]:
-        """Numbers of tickets by where they are, of batches, and of starts of trainer and ledger."""
+        """Collect numbers of tickets by state, of batches, and of starts of trainer and ledger."""
         tickets = self._tickets
         return {
             "tickets_leased": tickets.n_leased,
@@ -94,7 +94,7 @@ class LedgerService:
     async def lease_tickets_to_cell(
         self, request: wire.LeaseRequest, long_poll: LongPoll
     ) -> wire.LeaseReply:
-        """Take a heartbeat; grant work, if need be as soon as there is some."""
+        """Record a heartbeat, and grant tickets, by long poll if none can be granted now."""
         self._apply_heartbeat(request)
         until_s = self._clock() + min(request.wait_s, self._policy.expected_report_interval_s)
         while not self._stopped:
@@ -110,7 +110,7 @@ class LedgerService:
         return wire.LeaseReply(stop=True)
 
     async def settle_shards(self, request: wire.SettleShardsRequest) -> wire.Acknowledged:
-        """Take the tickets of sealed shards, as the index has them.
+        """Settle the tickets of sealed shards, which it reads from the index.
 
         A proxy writes a shard's line before it settles. Repeats, and tickets that another cell
         settled first, change nothing.
@@ -134,7 +134,7 @@ class LedgerService:
         return ACKNOWLEDGED
 
     async def drop_ticket(self, request: wire.DropTicketRequest) -> wire.Acknowledged:
-        """Give up on a ticket; a training ticket is replaced, a held-out task scores 0."""
+        """Drop a ticket; a training ticket is replaced, a held-out task scores 0."""
         ref = request.ref
         if request.kind == "failed":
             self._first_tickets.record_failure(request)
@@ -148,7 +148,7 @@ class LedgerService:
             if self._tickets.drop(drop):
                 log.info("ticket %d %s: %s", ref.ticket_id, drop.kind, drop.reason)
             if self._tickets.get_state(ref.ticket_id) in ("dropped", "filtered"):
-                # A repeat is written again: it may follow a write that failed.
+                # A repeated request is written again, as the first write may have failed.
                 append_drop(self._paths, drop)
         self._notify_waiting()
         return ACKNOWLEDGED
@@ -156,14 +156,14 @@ class LedgerService:
     async def record_evaluation_result(
         self, request: wire.EvaluationResultRequest
     ) -> wire.Acknowledged:
-        """Take the rewards of one held-out task; results nobody waits for are forgotten."""
+        """Record the rewards of one held-out task; those of another evaluation are ignored."""
         self._first_tickets.record_success(request.ref)
         self._evaluator.record_result(request)
         self._notify_waiting()
         return ACKNOWLEDGED
 
     def expire_leases(self) -> None:
-        """Re-issue what silent cells held. Call about every second."""
+        """Make the tickets of silent cells available again; to be called about every second."""
         now_s = self._clock()
         before_s = now_s - self._policy.cell_timeout_s
         lost = self._tickets.expire_leases(now_s) + self._evaluator.tickets.expire_leases(before_s)
@@ -179,7 +179,7 @@ class LedgerService:
     async def open_generation(
         self, request: wire.OpenTrainerGenerationRequest
     ) -> wire.Acknowledged:
-        """Follow a new incarnation of the trainer, back to the step it resumes from."""
+        """Switch to a new generation of the trainer, and back to the step that it resumes from."""
         newest = read_newest_number(self._paths.generations_dir)
         if not 1 <= request.generation <= newest:
             raise LedgerRequestError(
@@ -198,7 +198,7 @@ class LedgerService:
     async def hand_out_batch(
         self, request: wire.BatchRequest, long_poll: LongPoll
     ) -> wire.BatchReply:
-        """The batch of a step: as handed out before, or formed now and durable first."""
+        """Return the batch of a step, read again or formed now and written first."""
         until_s = self._clock() + request.wait_s
         while True:
             self._admit_trainer(request.generation)
@@ -224,7 +224,7 @@ class LedgerService:
     async def record_published_step(
         self, request: wire.WeightsPublishedRequest
     ) -> wire.Acknowledged:
-        """Admit tickets as replicas that serve the weights of `step` allow."""
+        """Record the step whose weights replicas serve, on which admission depends."""
         self._admit_trainer(request.generation)
         if request.step > self._tickets.version_step:
             self._save_state(msgspec.structs.replace(self._state, version_step=request.step))
@@ -233,13 +233,13 @@ class LedgerService:
     async def follow_evaluation(
         self, request: wire.EvaluateRequest, long_poll: LongPoll
     ) -> wire.EvaluateReply:
-        """The evaluation of a step: started by the first call, followed by later ones."""
+        """Start the evaluation of a step at the first call, and report its progress."""
         for name, n_tasks in request.sets.items():
-            known = self._tasks_by_evaluation_set
-            if not 1 <= n_tasks <= known.get(name, 0):
-                there = ", ".join(f"{count} of {one}" for one, count in known.items())
+            counts = self._tasks_by_evaluation_set
+            if not 1 <= n_tasks <= counts.get(name, 0):
+                known = ", ".join(f"{count} of {set_name}" for set_name, count in counts.items())
                 raise LedgerRequestError(
-                    400, f"cannot evaluate {n_tasks} tasks of {name!r}: there are {there or 'none'}"
+                    400, f"cannot evaluate {n_tasks} tasks of {name!r}: there are {known or 'none'}"
                 )
         until_s = self._clock() + request.wait_s
         while True:
@@ -255,7 +255,7 @@ class LedgerService:
                 return wire.EvaluateReply(done, total, metrics, trouble)
 
     async def finish_run(self, request: wire.FinishRunRequest) -> wire.Acknowledged:
-        """Tell every cell to go. The trainer has made `FINISHED` durable."""
+        """Stop all cells at their next lease request, after the trainer has written `FINISHED`."""
         self._admit_trainer(request.generation)
         self._stopped = True
         self._notify_waiting()
@@ -264,7 +264,7 @@ class LedgerService:
     async def get_status(self, request: wire.Empty) -> wire.LedgerStatus:
         tickets, evaluation = self._tickets, self._evaluator.tickets
         per_ticket = self._stream.episodes_per_ticket
-        wanted = self._policy.batch_size * per_ticket
+        episodes_wanted = self._policy.batch_size * per_ticket
         over = per_ticket * (tickets.n_awaiting_seal + tickets.n_ready_for_batch)
         return wire.LedgerStatus(
             generation=self._state.generation,
@@ -279,8 +279,8 @@ class LedgerService:
             eval_total=evaluation.n_episodes,
             cells=len(self._cells),
             formed_step=tickets.n_formed_batches,
-            episodes_done=min(wanted, over + self._cells.ended_episodes_of_open_tickets),
-            episodes_wanted=wanted,
+            episodes_done=min(episodes_wanted, over + self._cells.ended_episodes_of_open_tickets),
+            episodes_wanted=episodes_wanted,
             slowest_episode_s=self._cells.oldest_running_episode_s,
         )
 
@@ -336,11 +336,11 @@ class LedgerService:
         generation, forks = request.generation, self._state.forks
         for drop in tickets.find_stale_tickets(generation, forks):
             self._check_newest_generation_on_disk(generation)
-            append_drop(self._paths, drop)  # durable first: its rows are never trained
+            append_drop(self._paths, drop)  # durable first, so that its rows are never trained
             tickets.drop_settled_ticket(drop)
             self._notify_waiting()
         if manifest := tickets.build_next_batch(generation, forks):
-            # A ledger left over from an earlier trainer must not decide the new one's batch.
+            # A ledger of an earlier trainer that still runs must not form the new one's batch.
             self._check_newest_generation_on_disk(generation)
             manifest = manifests.write_manifest(self._paths, manifest)
             tickets.record_batch(manifest)
@@ -348,7 +348,7 @@ class LedgerService:
         return manifest
 
     def _save_state(self, state: LedgerState) -> None:
-        # The newest trainer may have another ledger.
+        # A newer trainer may use another ledger.
         self._check_newest_generation_on_disk(state.generation)
         step, formed = state.version_step, self._tickets.n_formed_batches
         if not 0 <= step <= formed:

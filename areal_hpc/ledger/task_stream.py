@@ -1,8 +1,8 @@
 """Task stream: task and seed of each ticket, by passes over the task set or by a curriculum.
 
-A curriculum chooses tasks by how they went so far: the user's function weighs them, the ledger
-draws. Tasks are drawn for a batch's worth of tickets at a time, from what is known when the first
-of them is issued, and written down before one is: a ticket stands for the same task ever after.
+A curriculum chooses tasks by their rewards so far: the user's function weighs them, the ledger
+draws. It draws tasks for a batch of tickets at once, when the first of them is issued, and writes
+them to disk before, so that a ticket keeps its task.
 """
 
 import contextlib
@@ -27,16 +27,16 @@ from areal_hpc.wire.ledger import TicketGrant, TicketRef
 log = logging.getLogger(__name__)
 
 _SEED_MASK = 2**31 - 1
-"""Seeds are non-negative 31-bit integers: every engine and every JSON reader takes them."""
+"""Mask of seeds: every engine and every JSON reader accepts non-negative 31-bit integers."""
 MAX_MIX_BLOCK_TICKETS = 1000
-"""Weights are kept to one part in so many."""
+"""Tickets of a block at most, which is the precision of weights."""
 SHARE_TOLERANCE = 1e-6
-"""Weights such as 0.1 are no exact fractions in a computer."""
+"""Tolerance of shares, because weights such as 0.1 are not exact in binary."""
 
 
 @dataclass(frozen=True, slots=True)
 class TaskSource:
-    """A part of the task set, and its share of the tickets relative to the other parts."""
+    """Part of the task set, and its share of the tickets relative to the other parts."""
 
     n_tasks: int
     weight: float = 1.0
@@ -50,7 +50,7 @@ def _shuffle_pass(pass_number: int, n_tasks: int, seed: int | str) -> tuple[int,
 
 
 def get_task_index(ticket_id: int, n_tasks: int, seed: int | str) -> int:
-    """The task index of a training ticket.
+    """Return the task index of a training ticket.
 
     Ticket ids run through the task set in passes; each pass visits every task once, in its
     own seeded order.
@@ -61,10 +61,10 @@ def get_task_index(ticket_id: int, n_tasks: int, seed: int | str) -> int:
 
 @lru_cache(maxsize=8)
 def count_block_tickets_by_source(sources: tuple[TaskSource, ...]) -> tuple[int, ...]:
-    """Number of a block's tickets that each source gets: at least one.
+    """Count the tickets of each source in a block, at least one.
 
-    A block is as short as the weights allow (two equal sources take turns within every two), and
-    of about a thousand tickets if no shorter one gives them exactly.
+    A block is as short as the weights allow (for two equal sources it has two tickets), and has
+    about a thousand tickets if no shorter one gives the weights exactly.
     """
     total = sum(source.weight for source in sources)
     for block in range(len(sources), MAX_MIX_BLOCK_TICKETS):
@@ -76,24 +76,24 @@ def count_block_tickets_by_source(sources: tuple[TaskSource, ...]) -> tuple[int,
 
 @lru_cache(maxsize=8)
 def _shuffle_block_sources(block: int, shares: tuple[int, ...], seed: int) -> tuple[int, ...]:
-    """Which source each ticket of a block takes its task from, shuffled."""
+    """Shuffle the sources of a block's tickets."""
     order = [source for source, share in enumerate(shares) for _ in range(share)]
     random.Random(f"{seed}/sources/{block}").shuffle(order)
     return tuple(order)
 
 
 def get_mixed_task_index(ticket_id: int, sources: tuple[TaskSource, ...], seed: int) -> int:
-    """The task index of a training ticket when there are several sources.
+    """Return the task index of a training ticket with several sources.
 
-    Tickets come in blocks in which each source has its share; a source's own tickets run through
-    its tasks in passes.
+    Each source has its share of tickets in every block, and its tickets run through its tasks in
+    passes.
     """
     shares = count_block_tickets_by_source(sources)
-    block, place = divmod(ticket_id, sum(shares))
+    block, position = divmod(ticket_id, sum(shares))
     order = _shuffle_block_sources(block, shares, seed)
-    source = order[place]
-    number = block * shares[source] + order[:place].count(source)
-    first_task = sum(one.n_tasks for one in sources[:source])
+    source = order[position]
+    number = block * shares[source] + order[:position].count(source)
+    first_task = sum(earlier.n_tasks for earlier in sources[:source])
     return first_task + get_task_index(number, sources[source].n_tasks, f"{seed}/{source}")
 
 
@@ -105,20 +105,20 @@ def derive_seed(stream: str, index: int, seed: int) -> int:
 CURRICULUM_KEY = "rollout.curriculum"
 
 WeighTasks = Callable[[dict[str, Any]], Any]
-"""Given what `Curriculum` says of the tasks, a weight for each; see docs/admission.md."""
+"""Function from the records of tasks to a weight for each task; see docs/admission.md."""
 
 
 class DrawnTasks(msgspec.Struct, frozen=True):
-    """The tasks of the tickets from `first_ticket` on."""
+    """Tasks of the tickets from `first_ticket` on."""
 
     first_ticket: int
     tasks: list[int]
 
 
 class Curriculum:
-    """Which task a ticket stands for. Draws with the run's seed, so only `weigh` is free.
+    """Draws the tasks of tickets by the weights of `weigh`, with the run's seed.
 
-    What was drawn is written to `path`, and taken up from there after a restart.
+    Drawn tasks are written to `path`, and read from there after a restart.
     """
 
     def __init__(
@@ -129,19 +129,19 @@ class Curriculum:
         self._batch_size = batch_size
         self._seed = seed
         self.trouble = ""
-        """Why nothing more can be drawn, in words for the user."""
+        """Reason why no more tasks can be drawn, as a text for the user."""
         self._tasks: dict[int, int] = {}  # by ticket
-        # By first ticket: a write that failed may have left the line, which then counts.
+        # By first ticket; a failed write may have left the line, which a restart would read.
         self._unwritten: dict[int, DrawnTasks] = {}
         for drawn in read_readable_records(path, DrawnTasks):
             self._assign_tasks_to_tickets(drawn)
         self._groups = np.zeros(n_tasks, np.int64)
         self._reward = np.full(n_tasks, np.nan, np.float32)
-        self._newest = np.full(n_tasks, -1, np.int64)  # the ticket whose reward that is
+        self._newest = np.full(n_tasks, -1, np.int64)  # the ticket of that reward
         self._noted: set[int] = set()
 
     def choose_task(self, ticket_id: int) -> int:
-        """The task of a ticket; an AgentError once the user's function failed: see `trouble`."""
+        """Return a ticket's task; raise AgentError after the user's function failed (`trouble`)."""
         if ticket_id not in self._tasks:
             if self.trouble:
                 raise AgentError(self.trouble)
@@ -153,7 +153,7 @@ class Curriculum:
         return self._tasks[ticket_id]
 
     def record_rewards(self, ticket_id: int, rewards: Sequence[float]) -> None:
-        """A group is over; repeats change nothing, nor does the order."""
+        """Record a finished group; repeats and the order of calls change nothing."""
         task = self._tasks.get(ticket_id)
         if task is None or ticket_id in self._noted or not rewards:
             return
@@ -169,8 +169,8 @@ class Curriculum:
 
     def _draw_tasks(self, first_ticket: int) -> DrawnTasks:
         weights = self._compute_weights(first_ticket)
-        weights = weights / weights.max()  # their sum may be more than a float holds
-        chances = weights / weights.sum()  # which may be 0 where a weight was not
+        weights = weights / weights.max()  # the sum of large weights would overflow
+        chances = weights / weights.sum()  # tiny weights may become 0
         draws = np.random.default_rng([self._seed, first_ticket]).choice(
             len(chances),
             size=self._batch_size,
@@ -180,13 +180,13 @@ class Curriculum:
         return DrawnTasks(first_ticket, draws.tolist())
 
     def _compute_weights(self, first_ticket: int) -> npt.NDArray[np.float64]:
-        known = {
+        records = {
             "ticket": first_ticket,
             "groups": self._groups.copy(),
             "reward": self._reward.copy(),
         }
         try:
-            return validate_weights(self._weigh(known), len(self._groups))
+            return validate_weights(self._weigh(records), len(self._groups))
         except Exception as error:  # boundary: the function is the user's code
             log.exception("%s failed at ticket %d", CURRICULUM_KEY, first_ticket)
             self.trouble = f"{CURRICULUM_KEY}: {type(error).__name__}: {error}"
@@ -194,7 +194,7 @@ class Curriculum:
 
 
 def validate_weights(weights: object, n_tasks: int) -> npt.NDArray[np.float64]:
-    """Weights as an array; ValueError unless they are a number of at least 0 a task, not all 0."""
+    """Return weights as an array; ValueError unless all are finite, none below 0, and one above."""
     expected = f"expected {n_tasks} numbers of at least 0, and one above it"
     array = np.asarray(weights, dtype=np.float64)
     if array.shape != (n_tasks,):
@@ -206,20 +206,20 @@ def validate_weights(weights: object, n_tasks: int) -> npt.NDArray[np.float64]:
 
 @dataclass(frozen=True, slots=True)
 class TaskStream:
-    """Turns references into grants a driver can run."""
+    """Turns references to tickets into grants that a driver can run."""
 
     sources: tuple[TaskSource, ...]
-    """The training set, part by part."""
+    """Parts of the training set, in their order."""
     episodes_per_ticket: int
-    """Episodes started for a training ticket."""
+    """Number of episodes started for a training ticket."""
     seed: int
     curriculum: Curriculum | None = None
-    """Chooses the tasks in place of the passes."""
+    """Curriculum that draws the tasks, instead of passes."""
     samples_by_set: Mapping[int, int] = field(default_factory=dict)
-    """Number of an evaluation set -> episodes of its tickets, where that is more than 1."""
+    """Episodes of an evaluation set's tickets, by the set's number; by default 1."""
 
     def build_grants(self, refs: Sequence[TicketRef]) -> list[TicketGrant]:
-        """What to run for each, as far as the curriculum could draw tasks (`trouble`)."""
+        """Build grants for tickets, up to the first whose task cannot be drawn (`trouble`)."""
         grants: list[TicketGrant] = []
         with contextlib.suppress(AgentError):
             for ref in refs:
@@ -227,7 +227,7 @@ class TaskStream:
         return grants
 
     def build_ticket_grant(self, ref: TicketRef) -> TicketGrant:
-        """What to run for `ref`. An evaluation ticket has a fixed seed."""
+        """Build the grant for a ticket; an evaluation ticket has the same seed at all steps."""
         if ref.eval_step >= 0:
             number, task = split_ticket_id(ref.ticket_id)
             seed = derive_seed("eval", ref.ticket_id, self.seed)

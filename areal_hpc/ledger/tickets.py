@@ -1,4 +1,4 @@
-"""The state machine of training tickets: admission, staleness, batches. Pure: no I/O, no clock.
+"""State machine of training tickets: admission, staleness, batches; no I/O, no clock.
 
 A ticket is the permission to run a group of episodes of one task. Its id is its position in
 the task stream. It is in exactly one of these states:
@@ -11,14 +11,14 @@ the task stream. It is in exactly one of these states:
     leased | finished | waiting | settled -> dropped | filtered
 
 `waiting` tickets lost their cell; they are issued again, with a higher attempt, before any new one.
-A ticket that a late cell settles counts once, whatever its attempt. The version that trains batch
-`step` is `step`; tickets of batches above the published step are unconsumed.
+A ticket that a late cell settles counts once, with any attempt. Training batch `step` makes version
+`step`; tickets of batches above the published step are unconsumed.
 
-Admission keeps tickets within the bound of staleness as long as they settle in the order of their
-leases. An episode that is overtaken by others, a ticket that was issued again, or a trainer that
-went back can still bring tokens that are older. With `stale_groups=drop` these are dropped.
+Admission keeps tickets within the bound of staleness if they settle in the order of their leases.
+A slow episode, a ticket that was issued again, or a trainer that resumed from an earlier step can
+still bring older tokens. With `stale_groups=drop` these are dropped.
 
-Admission goes by the sizes of the containers below, so that no counter can drift.
+Admission counts the containers below, so that no counter can drift.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ ATTEMPT_NUMBERS_PER_INCARNATION = 1000
 written to disk; a restarted ledger must still never issue the same (ticket, attempt) twice."""
 
 ReleasedFromCellState = Literal["settled", "batched", "trained", "dropped", "filtered"]
-"""Nothing more is expected of the cells."""
+"""States in which no cell need report the ticket."""
 RELEASED_FROM_CELL_STATES = get_args(ReleasedFromCellState)
 TicketState = Literal["unissued", "waiting", "leased", "finished"] | ReleasedFromCellState
 
@@ -65,9 +65,9 @@ class TicketPolicy:
 
     @property
     def max_unrecorded_tickets(self) -> int:
-        """More tickets than an earlier start of the ledger can have issued that left no trace.
+        """Bound on the tickets that an earlier start of the ledger issued without a trace on disk.
 
-        Its own limits may have been ten times these; ids beyond were made up.
+        That start's limits may have been ten times these; higher ids are invalid.
         """
         return 1000 + 10 * (self.max_head_offpolicyness + 1) * self.batch_size
 
@@ -92,18 +92,17 @@ class TicketCounts:
 
 
 def count_admissible_tickets(policy: TicketPolicy, counts: TicketCounts) -> int:
-    """Number of tickets that may be leased now; never negative. Pure.
+    """Count the tickets that may be leased now, at least 0.
 
     The rule is that of AReaL (arXiv 2505.24298, section 5.1; `areal/infra/staleness_manager.py`).
-    Every count is that of a state in which tickets are now, none that of an event: a ticket that
-    was dropped or filtered, or that waits to be issued again, is in no count and takes room from
-    nobody. The least of three limits:
+    The counts are of tickets by their present states: a ticket that was dropped or filtered, or
+    that waits to be issued again, is in no count. The result is the least of three limits:
 
-    - concurrency: tickets running;
+    - concurrency: tickets that run;
     - staleness: a ticket leased at version v joins a batch no later than v + 1 +
       max_head_offpolicyness if tickets settle in the order of their leases, so 0 is exactly
-      synchronous; one that takes longer keeps its place, which slows the others down;
-    - need: what the remaining steps still lack.
+      synchronous; one that takes longer still counts, which delays others;
+    - need: tickets that the remaining steps lack.
     """
     unbatched = counts.held_by_cells + counts.settled
     concurrency = policy.max_concurrent_tickets - counts.leased
@@ -114,19 +113,19 @@ def count_admissible_tickets(policy: TicketPolicy, counts: TicketCounts) -> int:
 
 
 class TicketTable:
-    """Every training ticket of a run and what may happen to it next. Every event is O(1)."""
+    """States of all training tickets of a run, and their transitions, each of which is O(1)."""
 
     def __init__(
         self, policy: TicketPolicy, *, incarnation: int = 1, grants_from_s: float = float("-inf")
     ) -> None:
         self.policy = policy
         self.version_step = 0
-        """Replicas serve the weights of this step, or are sent them before they serve again."""
+        """Step whose weights replicas serve, or get before they serve again."""
         self.grants_from_s = grants_from_s
-        """Nothing is granted earlier: after a restart, cells first report what they still hold, so
-        that running work is not issued a second time."""
+        """Time of the first grant: after a restart, cells first report the tickets that they hold,
+        so that a running ticket is not issued again."""
         self.first_attempt = (incarnation - 1) * ATTEMPT_NUMBERS_PER_INCARNATION + 1
-        """Attempts below this were issued by an earlier start of the ledger."""
+        """First attempt of this start of the ledger; earlier starts issued the ones below."""
         self._next_id = 0
         self._waiting: OrderedDict[int, int] = OrderedDict()  # id -> newest attempt issued
         self._leased = LeaseTable()
@@ -137,7 +136,7 @@ class TicketTable:
         self.drop_stats = DropStats(policy.batch_size)
         self._young_for: WeightVersion | None = None
         self._n_young = 0
-        """Tickets that settled first and are young enough for a step from `_young_for`."""
+        """Number of first settled tickets that are not stale for a step from `_young_for`."""
 
     @classmethod
     def rebuild(
@@ -151,11 +150,10 @@ class TicketTable:
         settled: Iterable[SealedTicket],
         grants_from_s: float,
     ) -> TicketTable:
-        """The state after a restart, from what is on disk.
+        """Rebuild the state after a restart from the files of the run.
 
         Manifests win over the shard index: a ticket sealed twice is in the batch that took it.
-        Ids in between that left no trace are waiting; a cell that still holds one says so in
-        its next report.
+        Ids in between without a trace on disk are waiting; a cell that still holds one reports it.
         """
         tickets = cls(policy, incarnation=incarnation, grants_from_s=grants_from_s)
         for manifest in manifests:
@@ -172,7 +170,7 @@ class TicketTable:
         tickets.set_version_step(min(version_step, tickets.n_formed_batches))
         return tickets
 
-    # What is where ---------------------------------------------------------------------------
+    # States ----------------------------------------------------------------------------------
 
     @property
     def n_leased(self) -> int:
@@ -212,7 +210,7 @@ class TicketTable:
         return next((state for state, ids in containers if ticket_id in ids), "unissued")
 
     def select_released_from_cell(self, refs: Sequence[TicketRef]) -> list[TicketRef]:
-        """Those of finished tickets that their cell need not report again."""
+        """Select the finished tickets that their cell need not report again."""
         return [ref for ref in refs if self.get_state(ref.ticket_id) in RELEASED_FROM_CELL_STATES]
 
     def count_leasable(self) -> int:
@@ -232,15 +230,15 @@ class TicketTable:
         settled, batch_size = len(self._settled), self.policy.batch_size
         return settled < batch_size <= settled + len(self._finished)
 
-    # What cells do ---------------------------------------------------------------------------
+    # Events of cells -------------------------------------------------------------------------
 
     def reconcile_cell_report(
         self, cell: str, running: Sequence[TicketRef], finished: Sequence[TicketRef], now_s: float
     ) -> None:
-        """Take a cell's word on what it runs and what it finished.
+        """Update the leases of a cell from its report of running and finished tickets.
 
-        A waiting ticket goes back to the cell that turns out to hold it; one that it was granted
-        and does not report waits again. Reports on tickets that went elsewhere are ignored.
+        A waiting ticket that the cell reports is leased to it again; a leased one that it does not
+        report waits again. Reports on tickets of other cells are ignored.
         """
         for ref in running:
             if not self._leased.touch(ref.ticket_id, cell, ref.attempt, now_s):
@@ -254,8 +252,8 @@ class TicketTable:
                 self._finished.add(ref.ticket_id, lease)
             else:
                 self._restore_lease(cell, ref, self._finished, now_s)
-        # A driver asks again only after it took in the last reply, unless that was lost; and one
-        # that was restarted holds nothing.
+        # A driver sends a request only after it has processed the last reply. So the reply was lost
+        # if it does not report a granted ticket, or the driver was restarted.
         reported = {ref.ticket_id for ref in (*running, *finished)}
         for ticket_id, lease in self._leased.pop_unreported(cell, reported):
             self._waiting[ticket_id] = lease.newest_attempt
@@ -276,7 +274,7 @@ class TicketTable:
         return refs
 
     def settle(self, ticket: SealedTicket) -> bool:
-        """Take a sealed ticket, whoever sealed it; False if it is already accounted for."""
+        """Settle a ticket sealed by any cell; return False if it is settled or dropped already."""
         self._recall_earlier_ticket(ticket.ref)
         if not self._pop_unsettled(ticket.ref.ticket_id):
             return False
@@ -285,7 +283,7 @@ class TicketTable:
         return True
 
     def drop(self, dropped_ticket: DroppedTicket) -> bool:
-        """Give up on a ticket; False if it is no longer this attempt's to give up."""
+        """Drop a ticket; return False if another attempt has the lease, or it is settled."""
         ref = dropped_ticket.ref
         self._recall_earlier_ticket(ref)
         lease = self._leased.get(ref.ticket_id) or self._finished.get(ref.ticket_id)
@@ -299,23 +297,23 @@ class TicketTable:
         self.drop_stats.record_drop(dropped_ticket)
 
     def expire_leases(self, now_s: float) -> int:
-        """Make tickets whose cell fell silent waiting; return how many."""
+        """Make the tickets of silent cells waiting, and return their number."""
         before_s = now_s - self.policy.cell_timeout_s
         silent = self._leased.pop_silent(before_s) + self._finished.pop_silent(before_s)
         for ticket_id, lease in silent:
             self._waiting[ticket_id] = lease.newest_attempt
         return len(silent)
 
-    # What the trainer does -------------------------------------------------------------------
+    # Events of the trainer -------------------------------------------------------------------
 
     def find_stale_tickets(
         self, generation: int, forks: Sequence[GenerationFork]
     ) -> list[DroppedTicket]:
-        """Settled tickets to drop before `generation` trains its next batch.
+        """Find the settled tickets to drop before `generation` trains its next batch.
 
-        There are none with `stale_groups=train_with_correction`, which trains them.
-        `forks` are all generations of the run. With a thousand nodes the trainer asks thousands of
-        times a second: each ticket is looked at once a batch.
+        With `stale_groups=train_with_correction` there are none. `forks` are all generations of
+        the run. With a thousand nodes this runs thousands of times a second, so each ticket is
+        checked once a batch.
         """
         current = WeightVersion(generation, self.n_formed_batches)
         known_young = self._n_young if current == self._young_for else 0
@@ -323,33 +321,33 @@ class TicketTable:
         if is_corrected or known_young == self.n_ready_for_batch:
             return []
         limit = self.policy.max_head_offpolicyness
-        found = [
+        stale = [
             DroppedTicket(ticket.ref, f"sampled {age} steps ago; the limit is {limit}", "stale")
             for ticket in islice(self._settled.values(), known_young, None)
             if (age := _compute_age_steps(ticket, current, forks)) > limit
         ]
-        self._young_for, self._n_young = (None, 0) if found else (current, self.n_ready_for_batch)
-        return found
+        self._young_for, self._n_young = (None, 0) if stale else (current, self.n_ready_for_batch)
+        return stale
 
     def build_next_batch(
         self, generation: int, forks: Sequence[GenerationFork] = ()
     ) -> BatchManifest | None:
-        """The batch of step `n_formed_batches + 1`, or None while too few tickets are settled.
+        """Build the batch of step `n_formed_batches + 1`, or None if too few tickets are settled.
 
-        The tickets that settled first, in that order: the same arrivals give the same batches.
-        Changes nothing: the caller makes it durable and then calls `record_batch`.
+        It has the first settled tickets, in that order, so the same arrivals give the same batches.
+        It changes no state: the caller writes it to disk, and then calls `record_batch`.
         """
         size, formed = self.policy.batch_size, self.n_formed_batches
         if self.n_ready_for_batch < size or formed >= self.policy.total_steps:
             return None
         taken = list(islice(self._settled.values(), size))
         current, limit = WeightVersion(generation, formed), self.policy.max_head_offpolicyness
-        stale = sum(_compute_age_steps(one, current, forks) > limit for one in taken)
+        stale = sum(_compute_age_steps(ticket, current, forks) > limit for ticket in taken)
         counts = self.drop_stats.build_batch_counts(stale)
         return BatchManifest(formed + 1, generation, taken, counts)
 
     def record_batch(self, manifest: BatchManifest) -> None:
-        """Take in a durable manifest; ClusterError if its step or a ticket does not fit in."""
+        """Record a durable manifest; raise ClusterError if its step or a ticket does not fit."""
         if manifest.step != self.n_formed_batches + 1:
             raise ClusterError(
                 f"the manifest of step {self.n_formed_batches + 1} is missing: "
